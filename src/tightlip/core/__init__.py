@@ -1,0 +1,1 @@
+"""What every stage shares: errors, files, progress. Imports nothing else of tightlip."""

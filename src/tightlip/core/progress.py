@@ -1,0 +1,66 @@
+"""Progress bars for long work, silent unless somebody asked to watch."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, Protocol
+
+
+class Task(Protocol):
+    """One bar: move it on by `amount`, put a few words beside it."""
+
+    def advance(self, amount: float = 1) -> None: ...
+    def note(self, words: str) -> None: ...
+
+
+class _Silent:
+    def advance(self, amount: float = 1) -> None: ...
+    def note(self, words: str) -> None: ...
+
+
+class _Bar:
+    def __init__(self, progress: Any, task_id: Any) -> None:
+        self._progress, self._task_id = progress, task_id
+
+    def advance(self, amount: float = 1) -> None:
+        self._progress.advance(self._task_id, amount)
+
+    def note(self, words: str) -> None:
+        self._progress.update(self._task_id, words=words)
+
+
+_shown: ContextVar[Any] = ContextVar("shown_progress", default=None)
+
+
+@contextmanager
+def shown_progress() -> Iterator[None]:
+    """Draw the bars of everything inside on standard error."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (
+        TextColumn("{task.description:<26}"),
+        BarColumn(bar_width=28),
+        TextColumn("{task.percentage:>3.0f}%"),
+        TimeRemainingColumn(compact=True, elapsed_when_finished=True),
+        TextColumn("{task.fields[words]}", style="dim"),
+    )
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        token = _shown.set(progress)
+        try:
+            yield
+        finally:
+            _shown.reset(token)
+
+
+@contextmanager
+def task(description: str, total: float | None) -> Iterator[Task]:
+    """A bar named `description` that is full at `total`."""
+    progress = _shown.get()
+    if progress is None:
+        yield _Silent()
+        return
+    task_id = progress.add_task(description, total=total, words="")
+    yield _Bar(progress, task_id)
+    progress.update(task_id, completed=total, total=total)
+    progress.stop_task(task_id)

@@ -1,0 +1,40 @@
+"""Names to import paths, so that listing what exists loads none of it."""
+
+import difflib
+from importlib import import_module
+from typing import Any
+
+from tightlip.core.errors import UsageError
+
+_REGISTERED: dict[str, dict[str, str]] = {
+    "audit": {"leakage": "tightlip.audit.leakage:audit_leakage"},
+    "engine": {"local": "tightlip.engines.local:LocalEngine"},
+    "mitigation": {"none": "tightlip.training.mitigations.none:NoMitigation"},
+}
+
+
+def register(kind: str, name: str, path: str) -> None:
+    """Add one name. A name taken twice is a slip of ours, not the user's."""
+    names = _REGISTERED.setdefault(kind, {})
+    assert name not in names, f"{kind} {name!r} is registered twice: {names[name]} and {path}"
+    names[name] = path
+
+
+def names_of(kind: str) -> list[str]:
+    return sorted(_REGISTERED[kind])
+
+
+def look_up(kind: str, name: str) -> Any:
+    """The object registered under `name`, imported now."""
+    try:
+        module, _, attribute = _REGISTERED[kind][name].partition(":")
+    except KeyError:
+        raise UsageError(unknown(kind, name, names_of(kind))) from None
+    return getattr(import_module(module), attribute)
+
+
+def unknown(kind: str, name: str, available: list[str]) -> str:
+    """The line for a name that does not exist, with the closest that does."""
+    close = difflib.get_close_matches(name, available, n=1)
+    closest = f" Closest: {close[0]}." if close else ""
+    return f"Unknown {kind} {name!r}.{closest} Available: {', '.join(available)}."

@@ -1,0 +1,1 @@
+"""From files people have to tokens with users: reading, cleaning, splitting, tokenising."""
