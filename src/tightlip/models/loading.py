@@ -1,0 +1,272 @@
+"""Loading any causal language model from a folder, or saying why not.
+
+Nothing in the folder is ever executed: no Python files, no pickles, no kernels fetched on a
+configuration's say-so. And nothing is made up: transformers fills weights that a checkpoint
+lacks with random numbers, and an audit of random numbers would look like good news.
+"""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers.configuration_utils import PreTrainedConfig
+from transformers.modeling_utils import PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+from transformers.utils import logging
+
+from tightlip.core.errors import TightlipError, UsageError
+from tightlip.core.files import read_json
+from tightlip.models.registration import register_configurations
+
+INDEX = "model.safetensors.index.json"
+TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json")
+FROM_THE_FOLDER_ONLY = {"local_files_only": True, "trust_remote_code": False}
+
+
+def load_causal_lm(
+    folder: Path | str, *, device: str | torch.device = "cpu", dtype: torch.dtype | None = None
+) -> PreTrainedModel:
+    """The language model in `folder`, ready to be asked (evaluation mode).
+
+    `dtype` is the one the weights were saved in unless given.
+
+    Holds:
+        nothing_executed: code and pickles in the folder are never run.
+        nothing_made_up: a weight missing from the checkpoint is a usage error.
+        causal: a model whose predictions look ahead is a usage error.
+    """
+    folder = Path(folder)
+    register_configurations()
+    config = checked_config(folder)
+    check_weight_files(folder)
+    with without_progress_bar(), usage_errors(folder):
+        model, info = AutoModelForCausalLM.from_pretrained(
+            str(folder),
+            config=config,
+            dtype=dtype or "auto",
+            use_safetensors=True,
+            ignore_mismatched_sizes=True,  # they are reported below, with the missing ones
+            output_loading_info=True,
+            **FROM_THE_FOLDER_ONLY,
+        )
+    check_all_weights_came(folder, info)
+    model = model.to(device).eval()
+    check_causal(folder, model)
+    return model
+
+
+def load_tokenizer(folder: Path | str) -> PreTrainedTokenizerBase:
+    """The tokenizer in `folder`; one with only a tokenizer.json has no special tokens named."""
+    folder = Path(folder)
+    register_configurations()
+    check_folder(folder)
+    if not any(
+        (folder / name).is_file() for name in (*TOKENIZER_FILES, "tokenizer.model", "vocab.json")
+    ):
+        raise UsageError(
+            f"{folder} has no tokenizer: neither tokenizer.json nor tokenizer_config.json is there. "
+            "Save it beside the model: tokenizer.save_pretrained(folder)."
+        )
+    with usage_errors(folder):
+        if (
+            not (folder / "tokenizer_config.json").is_file()
+            and (folder / "tokenizer.json").is_file()
+        ):
+            return PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
+        return AutoTokenizer.from_pretrained(str(folder), use_fast=True, **FROM_THE_FOLDER_ONLY)
+
+
+def checked_config(folder: Path) -> PreTrainedConfig:
+    """The folder's configuration, if it is one of a causal model we can load without its code."""
+    check_folder(folder)
+    written = read_config(folder)
+    check_no_foreign_code(folder, written)
+    with usage_errors(folder):
+        config = AutoConfig.from_pretrained(str(folder), **FROM_THE_FOLDER_ONLY)
+    if config.is_encoder_decoder or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise UsageError(
+            f"{folder} holds a '{config.model_type}' model, which does not predict the next token from those before. "
+            "Give a decoder-only language model such as GPT-2, Llama or one that tightlip trained."
+        )
+    return config
+
+
+def check_folder(folder: Path) -> None:
+    if not folder.is_dir():
+        raise UsageError(
+            f"{folder} is not a folder. Models are read from disk only: give the path of a folder written by "
+            "save_pretrained, or download the model first."
+        )
+    # transformers would follow it to another model than the one in this folder.
+    if (folder / "adapter_config.json").is_file():
+        raise UsageError(
+            f"{folder} holds a PEFT adapter, which is only the difference to another model. Merge it first: "
+            "AutoPeftModelForCausalLM.from_pretrained(adapter).merge_and_unload().save_pretrained(folder)."
+        )
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    path = folder / "config.json"
+    if not path.is_file():
+        raise UsageError(
+            f"{folder} has no config.json, so it is not a Hugging Face model folder. "
+            "Give a folder written by save_pretrained."
+        )
+    try:
+        written = read_json(path)
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise UsageError(
+            f"{path} is not JSON ({error}). Save or download the model again."
+        ) from error
+    if not isinstance(written, dict):
+        raise UsageError(f"{path} is not a JSON object. Save or download the model again.")
+    return written
+
+
+def check_no_foreign_code(folder: Path, written: dict[str, Any]) -> None:
+    """Refuse what only the folder's own code, or code from the hub, could run."""
+    model_type = written.get("model_type")
+    if "auto_map" in written and model_type not in known_model_types():
+        raise UsageError(
+            f"{folder} holds a model of type {model_type!r} that runs only with the Python files beside it. "
+            "tightlip never executes code from a model folder. Convert it to an architecture that transformers has."
+        )
+    if "transformers_weights" in written:
+        raise UsageError(
+            f"{folder}/config.json names its own weight file in transformers_weights, which may be a pickle. "
+            "Load it where you trust it and write it again with save_pretrained."
+        )
+    for key, value in settings_in(written):
+        if key.endswith(("attn_implementation", "experts_implementation")) and "/" in str(value):
+            raise UsageError(
+                f"{folder}/config.json asks for {key}={value!r}: a kernel, that is code, from the hub. "
+                "tightlip never executes such code. Remove the setting from config.json."
+            )
+
+
+def known_model_types() -> set[str]:
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    return set(CONFIG_MAPPING.keys())
+
+
+def settings_in(value: Any) -> Iterator[tuple[str, Any]]:
+    """Every key and value of a configuration, however deep."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield str(key), inner
+            yield from settings_in(inner)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from settings_in(inner)
+
+
+def check_weight_files(folder: Path) -> None:
+    """Every weight file is there, is safetensors and is whole."""
+    for name in weight_file_names(folder):
+        path = folder / name
+        if not path.is_file():
+            raise UsageError(
+                f"{folder}/{INDEX} names {name}, which is missing. Copy or download the model again."
+            )
+        try:
+            with safe_open(str(path), framework="pt"):
+                pass
+        except (SafetensorError, OSError) as error:
+            raise UsageError(
+                f"{path} is not a whole safetensors file ({error}). Copy or download the model again."
+            ) from error
+
+
+def weight_file_names(folder: Path) -> list[str]:
+    if (folder / "model.safetensors").is_file():
+        return ["model.safetensors"]
+    if (folder / INDEX).is_file():
+        names = sorted(set(read_json(folder / INDEX).get("weight_map", {}).values()))
+        # Any other name would be unpickled, or read from outside the folder.
+        odd = [
+            name for name in names if Path(name).name != name or not name.endswith(".safetensors")
+        ]
+        if odd or not names:
+            raise UsageError(
+                f"{folder}/{INDEX} names {odd[0] if odd else 'no file'!r} where a .safetensors file of this folder "
+                "belongs. Save the model again with save_pretrained."
+            )
+        return names
+    pickles = sorted(
+        path.name
+        for pattern in ("*.bin", "*.pt", "*.pth", "*.ckpt")
+        for path in folder.glob(pattern)
+    )
+    if pickles:
+        raise UsageError(
+            f"{folder} has its weights in {pickles[0]}, a pickle, and unpickling can execute any code. Where you trust "
+            "it, convert it: AutoModelForCausalLM.from_pretrained(old).save_pretrained(new) writes safetensors."
+        )
+    raise UsageError(f"{folder} has no model.safetensors. Save the model with save_pretrained.")
+
+
+def check_all_weights_came(folder: Path, info: dict[str, Any]) -> None:
+    """Refuse a checkpoint that transformers had to complete with random numbers."""
+    missing = sorted(info["missing_keys"])
+    mismatched = sorted(entry[0] for entry in info["mismatched_keys"])
+    for keys, what in ((missing, "lacks"), (mismatched, "has in another shape")):
+        if keys:
+            shown = ", ".join(keys[:3]) + (f" and {len(keys) - 3} more" if len(keys) > 3 else "")
+            raise UsageError(
+                f"The checkpoint in {folder} {what} weights that its config.json asks for: {shown}. They would be random "
+                "numbers, and so would every result. Save model and configuration together with save_pretrained."
+            )
+
+
+def check_causal(folder: Path, model: PreTrainedModel) -> None:
+    """Refuse a model whose earlier predictions change with a later token.
+
+    Asked of the model itself: configurations do not tell (GPT-NeoX says is_decoder=False
+    and looks back only; so says BERT, which looks both ways).
+    """
+    ids = (
+        torch.tensor([[1, 2, 3, 4], [1, 2, 3, 5]], device=model.device)
+        % model.config.get_text_config().vocab_size
+    )
+    with torch.inference_mode():
+        logits = model(input_ids=ids, use_cache=False).logits[:, :-1].float()
+    tolerance = 1e-5 if model.dtype in (torch.float32, torch.float64) else 1e-2
+    allowed = tolerance * logits.abs().max().clamp(min=1e-3)
+    if bool(((logits[0] - logits[1]).abs() > allowed).any()):
+        raise UsageError(
+            f"{folder} holds a '{model.config.model_type}' model that looks at later tokens when it predicts earlier ones, "
+            "as encoders do. Give a decoder-only language model such as GPT-2, Llama or one that tightlip trained."
+        )
+
+
+@contextmanager
+def usage_errors(folder: Path) -> Iterator[None]:
+    """Whatever transformers says about the folder, said as a usage error with the folder's name."""
+    try:
+        yield
+    except TightlipError:
+        raise
+    except Exception as error:  # the tokenizers library raises nothing narrower
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        raise UsageError(
+            f"{folder} cannot be loaded: {reason} Check that it was written by save_pretrained and copied whole."
+        ) from error
+
+
+@contextmanager
+def without_progress_bar() -> Iterator[None]:
+    """Keep transformers' bar for every load, however small, off the terminal."""
+    was_on = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if was_on:
+            logging.enable_progress_bar()

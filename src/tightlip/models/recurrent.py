@@ -1,0 +1,237 @@
+"""LSTM and GRU language models as Hugging Face models.
+
+Built from nn.Embedding, nn.LSTM or nn.GRU, and nn.Linear alone: the DP engine has rules for
+these. Shapes: B rows, T positions, E embedding, H hidden, V vocabulary.
+"""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.generation import GenerationMixin
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.modeling_utils import PreTrainedModel
+from transformers.utils.generic import can_return_tuple
+
+from tightlip.core.errors import UsageError
+from tightlip.models.configurations import GRUConfig, LSTMConfig, RecurrentConfig
+from tightlip.models.heads import embedded, is_filled, kept_positions
+from tightlip.models.states import RecurrentState, checked_state, real_positions, run_recurrent
+
+
+class RecurrentPreTrainedModel(PreTrainedModel):
+    """What base and causal models share: starting weights, and that they carry a state.
+
+    Embeddings and output weights start uniform in ±0.1; each gate's input weights start
+    Xavier-uniform and its recurrent weights orthogonal, so that gradients neither die nor
+    blow up over a long line; biases start at 0, an LSTM's forget gates at 1, so that it
+    starts out remembering.
+    """
+
+    config_class = RecurrentConfig
+    base_model_prefix = "model"
+    # Assisted generation takes tokens back, which a recurrent state cannot.
+    _is_stateful = True
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, nn.RNNBase):
+            for name, parameter in module.named_parameters():
+                if not is_filled(parameter):
+                    fill_recurrent(parameter, name, module)
+        elif isinstance(module, nn.Embedding | nn.Linear):
+            if not is_filled(module.weight):
+                nn.init.uniform_(module.weight, -0.1, 0.1)
+            bias = getattr(module, "bias", None)
+            if bias is not None and not is_filled(bias):
+                nn.init.zeros_(bias)
+
+
+def fill_recurrent(parameter: nn.Parameter, name: str, rnn: nn.RNNBase) -> None:
+    """Fill one parameter of an LSTM or GRU, gate by gate."""
+    if name.startswith("bias"):
+        nn.init.zeros_(parameter)
+        if isinstance(rnn, nn.LSTM) and name.startswith("bias_ih"):
+            # torch orders an LSTM's gates: input, forget, cell, output.
+            parameter[rnn.hidden_size : 2 * rnn.hidden_size].fill_(1.0)
+        return
+    for gate in parameter.split(rnn.hidden_size):
+        if name.startswith("weight_hh"):
+            nn.init.orthogonal_(gate)
+        else:
+            bound = math.sqrt(6.0 / sum(gate.shape))
+            nn.init.uniform_(gate, -bound, bound)
+
+
+class RecurrentModel(RecurrentPreTrainedModel):
+    """Embeddings and recurrent layers: tokens in, one hidden state per position out.
+
+    Holds:
+        chunks: passing the returned state along scores a long text in pieces as in one go.
+        padding_unseen: padding on either side changes nothing at real positions.
+    """
+
+    rnn_class: type[nn.LSTM] | type[nn.GRU]
+
+    def __init__(self, config: RecurrentConfig) -> None:
+        super().__init__(config)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.embedding_size)
+        self.dropout = nn.Dropout(config.dropout)
+        self.rnn = self.rnn_class(
+            config.embedding_size,
+            config.hidden_size,
+            config.num_layers,
+            batch_first=True,
+            # torch warns of dropout between layers where there is only one.
+            dropout=config.dropout if config.num_layers > 1 else 0.0,
+        )
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        past_key_values: RecurrentState | None = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        output_hidden_states: bool | None = None,
+        **unused: Any,
+    ) -> BaseModelOutputWithPast:
+        """Run over `input_ids`, going on from `past_key_values` where given.
+
+        `use_cache` decides whether a state comes back; unless given it does in evaluation and
+        not in training. `output_hidden_states` gives the embeddings and the last layer: torch
+        keeps the layers between to itself.
+        """
+        inputs_BTE = embedded(self.embed_tokens, input_ids, inputs_embeds)
+        if use_cache is None:
+            use_cache = self.config.use_cache and not self.training
+        hidden_BTH, state = run_recurrent(
+            self.rnn,
+            self.dropout(inputs_BTE),
+            real_positions(attention_mask, inputs_BTE.shape[1]),
+            checked_state(past_key_values, inputs_BTE.shape[0]),
+            keep_state=use_cache,
+        )
+        hidden_BTH = self.dropout(hidden_BTH)
+        return BaseModelOutputWithPast(
+            last_hidden_state=hidden_BTH,
+            past_key_values=state,
+            hidden_states=(inputs_BTE, hidden_BTH) if output_hidden_states else None,
+        )
+
+
+class RecurrentForCausalLM(RecurrentPreTrainedModel, GenerationMixin):
+    """A recurrent language model: a linear layer with bias from hidden state to vocabulary.
+
+    Holds:
+        generates_as_recomputed: every step of `generate` sees what a full pass would give it.
+    """
+
+    base_class: type[RecurrentModel]
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
+
+    def __init__(self, config: RecurrentConfig) -> None:
+        super().__init__(config)
+        self.model = self.base_class(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        past_key_values: RecurrentState | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        inputs_embeds: Tensor | None = None,
+        logits_to_keep: int | Tensor = 0,
+        output_hidden_states: bool | None = None,
+        **others: Any,
+    ) -> CausalLMOutputWithPast:
+        """Next-token logits; with `labels` the mean loss over those that are not -100."""
+        outputs = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            output_hidden_states=output_hidden_states,
+            return_dict=True,
+        )
+        logits_BTV = self.lm_head(kept_positions(outputs.last_hidden_state, logits_to_keep))
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(
+                logits=logits_BTV, labels=labels, vocab_size=self.config.vocab_size, **others
+            )
+        return CausalLMOutputWithPast(
+            loss=loss,
+            logits=logits_BTV,
+            past_key_values=outputs.past_key_values,
+            hidden_states=outputs.hidden_states,
+        )
+
+    def _prepare_cache_for_generation(
+        self,
+        generation_config: Any,
+        model_kwargs: dict[str, Any],
+        generation_mode: Any,
+        batch_size: int,
+        *others: Any,
+        **more: Any,
+    ) -> None:
+        """Give `generate` a RecurrentState: with its own choice, a DynamicCache that no layer
+        fills, every step would see one token and nothing before it."""
+        given = model_kwargs.get("past_key_values")
+        if given is None and generation_config.use_cache is False:
+            return
+        num_copies = max(
+            generation_config.num_beams or 1, generation_config.num_return_sequences or 1
+        )
+        state = checked_state(given, batch_size)
+        model_kwargs["past_key_values"] = state.repeated(num_copies)
+
+    def prepare_inputs_for_generation(
+        self, input_ids: Tensor, next_sequence_length: int | None = None, **kwargs: Any
+    ) -> dict[str, Any]:
+        """As transformers does, but refuse to read again what the state has already read."""
+        if next_sequence_length is not None and next_sequence_length < 1:
+            raise UsageError(
+                "The state given to generate has already read all of input_ids, so no token is left to predict from. "
+                "Append at least one token that the state has not seen."
+            )
+        return super().prepare_inputs_for_generation(
+            input_ids, next_sequence_length=next_sequence_length, **kwargs
+        )
+
+
+class LSTMModel(RecurrentModel):
+    """An LSTM without its output layer."""
+
+    config_class = LSTMConfig
+    rnn_class = nn.LSTM
+
+
+class LSTMForCausalLM(RecurrentForCausalLM):
+    """An LSTM language model."""
+
+    config_class = LSTMConfig
+    base_class = LSTMModel
+
+
+class GRUModel(RecurrentModel):
+    """A GRU without its output layer."""
+
+    config_class = GRUConfig
+    rnn_class = nn.GRU
+
+
+class GRUForCausalLM(RecurrentForCausalLM):
+    """A GRU language model."""
+
+    config_class = GRUConfig
+    base_class = GRUModel
