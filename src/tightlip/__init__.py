@@ -1,3 +1,31 @@
 """tightlip: which words a language model gives away, and whose they were."""
 
+from importlib import import_module
+from typing import Any
+
+from tightlip.models.registration import register_when_transformers_loads
+
 __version__ = "0.1.0"
+
+# Loaded on first use, so that `tightlip --help` needs no torch.
+_CALLS = {
+    "prepare": "tightlip.api.prepare",
+    "train": "tightlip.api.train",
+    "open_report": "tightlip.api.audit",
+    "LeakageReport": "tightlip.audit.report",
+}
+
+# Hugging Face's Auto classes know our models from here on, without loading them now.
+register_when_transformers_loads()
+
+
+def __getattr__(name: str) -> Any:
+    if name in _CALLS:
+        return getattr(import_module(_CALLS[name]), name)
+    if name == "audit":
+        return import_module("tightlip.audit")
+    raise AttributeError(f"module 'tightlip' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_CALLS, "audit"])

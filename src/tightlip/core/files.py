@@ -84,7 +84,9 @@ def read_json(path: Path) -> Any:
     return json.loads(path.read_text(encoding="utf-8"))
 
 
-def digest_of_files(paths: list[Path], *, name: Callable[[Path], str] = lambda path: path.name) -> str:
+def digest_of_files(
+    paths: list[Path], *, name: Callable[[Path], str] = lambda path: path.name
+) -> str:
     """SHA-256 over the files' names and contents, in the order given."""
     digest = hashlib.sha256()
     for path in paths:

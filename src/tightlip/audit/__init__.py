@@ -1,0 +1,20 @@
+"""What a model gives away: one file per attack.
+
+The package is also the call: `tightlip.audit(model, corpus)` is `tightlip.api.audit.audit`.
+"""
+
+import sys
+from types import ModuleType
+from typing import Any
+
+
+class _CallablePackage(ModuleType):
+    """A function and a package cannot share a name otherwise: importing the package hides it."""
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        from tightlip.api.audit import audit
+
+        return audit(*arguments, **options)
+
+
+sys.modules[__name__].__class__ = _CallablePackage

@@ -1,0 +1,1 @@
+"""Flags to one call. Nothing heavy is imported before a command runs."""

@@ -1,0 +1,74 @@
+"""`tightlip prepare`: read, check, clean, split, tokenise."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tightlip.cli.options import BadRows, TextColumn, UserColumn
+
+
+def prepare(
+    corpus: Annotated[
+        str, typer.Argument(help="Parquet, JSON Lines, CSV, or a saved datasets folder.")
+    ],
+    out: Annotated[Path, typer.Option(help="The prepared corpus' folder.")],
+    user_column: UserColumn = "user",
+    text_column: TextColumn = "text",
+    bad_rows: BadRows = "error",
+    split: Annotated[
+        str, typer.Option(help="Hold out by 'document' within each user, by 'user', or 'none'.")
+    ] = "document",
+    holdout: Annotated[float, typer.Option(help="The share held out for validation.")] = 0.2,
+    deduplicate: Annotated[
+        str, typer.Option(help="Remove repeated 'sentences' or 'documents', or 'none'.")
+    ] = "none",
+    scrub: Annotated[
+        bool,
+        typer.Option(
+            "--scrub", help="Replace e-mails, phones, URLs, card and account numbers, IPs."
+        ),
+    ] = False,
+    names: Annotated[
+        bool, typer.Option("--names", help="With --scrub: people's names too, through Presidio.")
+    ] = False,
+    tokenizer: Annotated[
+        str | None, typer.Option(help="A model folder whose tokenizer to use.")
+    ] = None,
+    vocabulary: Annotated[
+        str, typer.Option(help="Otherwise build one: 'words' or 'bpe'.")
+    ] = "words",
+    vocabulary_size: Annotated[int, typer.Option(help="Most tokens in it.")] = 10_000,
+    min_users: Annotated[
+        int | None, typer.Option(help="Only words that at least this many users wrote.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Decides what is held out.")] = 0,
+) -> None:
+    """Check a corpus and make it ready for training."""
+    from rich.console import Console
+
+    import tightlip
+    from tightlip.core.progress import shown_progress
+    from tightlip.report.terminal import statistics_table
+
+    with shown_progress():
+        prepared = tightlip.prepare(
+            corpus,
+            out,
+            user_column=user_column,
+            text_column=text_column,
+            bad_rows=bad_rows,
+            split=split,
+            holdout=holdout,
+            deduplicate=deduplicate,
+            scrub=scrub,
+            names=names,
+            tokenizer=tokenizer,
+            vocabulary=vocabulary,
+            vocabulary_size=vocabulary_size,
+            min_users=min_users,
+            seed=seed,
+        )
+    console = Console()
+    console.print(statistics_table(prepared.statistics))
+    console.print(f"Prepared: {prepared.folder}", soft_wrap=True)

@@ -1,0 +1,182 @@
+"""What a training run leaves behind, and how to read it.
+
+    config.toml         the resolved settings, the corpus and its fingerprints
+    model/              the model as training ended, a Hugging Face folder
+    snapshots/epoch-N/  the model on its way; step-N inside an epoch, epoch-0.25 early in the first
+    metrics.jsonl       one line per epoch and snapshot
+    ledger.json         what the run may promise; written last, so it marks a finished run
+    log.txt             what was said on the way
+    checkpoint/         only while the run is under way
+"""
+
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tightlip.core.errors import UsageError
+from tightlip.core.files import OWNER_FILE, make_private_folder, read_json, write_json, write_text
+from tightlip.core.toml import read_toml, toml_text
+
+CONFIG, METRICS, LEDGER, LOG = "config.toml", "metrics.jsonl", "ledger.json", "log.txt"
+MODEL, SNAPSHOTS, CHECKPOINT, LOCK = "model", "snapshots", "checkpoint", ".lock"
+# A raw corpus is prepared inside the run before training claims the folder.
+_MAY_STAND_BEFORE = {"corpus", LOG, LOCK}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Snapshot:
+    """The model as it was after `step` steps, which is `epoch` epochs."""
+
+    name: str
+    step: int
+    epoch: float
+    folder: Path
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunRecord:
+    """A run as later stages see it; snapshots and metrics in training order."""
+
+    folder: Path
+    config: dict[str, Any]
+    corpus_folder: Path
+    model_folder: Path
+    snapshots: list[Snapshot]
+    metrics: list[dict[str, Any]]
+    guarantee: dict[str, Any]
+    finished: bool
+
+    @property
+    def stop(self) -> str | None:
+        """Why training ended; None while it has not."""
+        return self.metrics[-1].get("stop") if self.metrics else None
+
+
+def is_run(folder: Path) -> bool:
+    return (folder / CONFIG).is_file()
+
+
+def is_finished(folder: Path) -> bool:
+    return (folder / LEDGER).is_file() and (folder / MODEL).is_dir()
+
+
+def open_run(folder: Path) -> RunRecord:
+    """The run in `folder`, finished or not."""
+    folder = Path(folder)
+    if not is_run(folder):
+        raise UsageError(
+            f"{folder} is no run (no {CONFIG}). Run: tightlip train CORPUS --out {folder}"
+        )
+    config, metrics = read_toml(folder / CONFIG), read_metrics(folder)
+    finished = is_finished(folder)
+    return RunRecord(
+        folder=folder,
+        config=config,
+        corpus_folder=Path(config["corpus"]["folder"]),
+        model_folder=folder / MODEL,
+        snapshots=_snapshots(folder, metrics),
+        metrics=metrics,
+        guarantee=read_json(folder / LEDGER) if finished else {},
+        finished=finished,
+    )
+
+
+def _snapshots(folder: Path, metrics: list[dict[str, Any]]) -> list[Snapshot]:
+    named = [line for line in metrics if line.get("snapshot")]
+    return [
+        Snapshot(
+            name=line["snapshot"],
+            step=line["step"],
+            epoch=line["epoch"],
+            folder=snapshot_folder(folder, line["snapshot"]),
+        )
+        for line in named
+        if snapshot_folder(folder, line["snapshot"]).is_dir()
+    ]
+
+
+def snapshot_folder(folder: Path, name: str) -> Path:
+    return folder / SNAPSHOTS / name
+
+
+def read_metrics(folder: Path) -> list[dict[str, Any]]:
+    path = folder / METRICS
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def write_metrics(folder: Path, metrics: list[dict[str, Any]]) -> None:
+    """All lines anew: they are few, and so no reader ever sees half of one."""
+    lines = [json.dumps(line, ensure_ascii=False, allow_nan=False) for line in metrics]
+    write_text(folder / METRICS, "".join(f"{line}\n" for line in lines))
+
+
+def write_ledger(folder: Path, guarantee: dict[str, Any]) -> None:
+    write_json(folder / LEDGER, guarantee)
+
+
+@contextmanager
+def claimed(folder: Path) -> Iterator[None]:
+    """Keep every other process from training in `folder`; a killed one keeps nothing."""
+    make_private_folder(folder)
+    descriptor = os.open(folder / LOCK, os.O_CREAT | os.O_RDWR, OWNER_FILE)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    except BlockingIOError as error:
+        raise UsageError(
+            f"{folder} is being trained by another process. Wait for it, or choose another --out."
+        ) from error
+    finally:
+        os.close(descriptor)
+
+
+def begin_run(folder: Path, config: dict[str, Any], *, same: Mapping[str, tuple[str, ...]]) -> None:
+    """Write `config` into a fresh run, or make sure that the run already there is the same.
+
+    `same` names, for each table of the tree, the settings that may differ all the same.
+
+    Holds:
+        same_settings: a run with any other setting in those tables is a usage error naming it.
+        foreign: a folder that holds something else is a usage error.
+    """
+    if is_run(folder):
+        check_same(folder, read_toml(folder / CONFIG), config, same)
+        return
+    if foreign := sorted({path.name for path in folder.iterdir()} - _MAY_STAND_BEFORE):
+        raise UsageError(
+            f"{folder} holds {foreign[0]} and no run. Choose another --out, or empty it first."
+        )
+    write_text(folder / CONFIG, toml_text(config))
+
+
+def check_same(
+    folder: Path, there: dict[str, Any], given: dict[str, Any], same: Mapping[str, tuple[str, ...]]
+) -> None:
+    differing = [
+        name
+        for table, free in same.items()
+        for name in sorted({*there.get(table, {}), *given.get(table, {})} - {*free})
+        if there.get(table, {}).get(name) != given.get(table, {}).get(name)
+    ]
+    if differing:
+        raise UsageError(
+            f"{folder} holds a run with other settings ({', '.join(differing)}). Choose another --out."
+        )
+
+
+def go_back_to(folder: Path, metrics: list[dict[str, Any]]) -> None:
+    """Make the folder what it was when these were its metrics: later snapshots go."""
+    kept = {line.get("snapshot") for line in metrics}
+    if (folder / SNAPSHOTS).is_dir():
+        for path in (folder / SNAPSHOTS).iterdir():
+            if path.name not in kept:
+                shutil.rmtree(path)
+    write_metrics(folder, metrics)
