@@ -1,0 +1,1 @@
+"""Findings to words, tables, plots and one HTML page; no torch."""

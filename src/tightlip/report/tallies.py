@@ -1,0 +1,270 @@
+"""One pass over sequences.parquet: what to draw, and which rows to show.
+
+The file may hold millions of rows, so it is read in small batches and only counts
+and row numbers are kept.
+"""
+
+import heapq
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from tightlip.core.errors import UsageError
+
+BATCH_ROWS = 16_384
+BUFFER_BYTES = 1 << 20
+_COLUMNS = ("num_tokens", "users_in_d", "perplexities", "ratio", "copied")
+
+# The last bins of the length plot are ranges: a run of 400 tokens and one of 3 fit on one axis.
+LENGTH_STARTS = (*range(1, 21), 21, 31, 51, 101, 201, 501, 1001)
+
+
+class LogHistogram:
+    """Counts of positive numbers in narrow bins of equal width in log10.
+
+    Holds:
+        nothing_lost: every value added is in a bin or in `not_finite`.
+        few_bars: `bars` never returns more than asked for.
+    """
+
+    PER_DECADE, LOWEST, HIGHEST = 40, -6, 12
+
+    def __init__(self) -> None:
+        self.counts = np.zeros((self.HIGHEST - self.LOWEST) * self.PER_DECADE, dtype=np.int64)
+        self.not_finite = 0
+
+    def add(self, values: np.ndarray) -> None:
+        finite = values[np.isfinite(values)]
+        self.not_finite += len(values) - len(finite)
+        # A value beyond either end is put into the last bin there, not dropped.
+        logs = np.log10(np.clip(finite, 10.0**self.LOWEST, 10.0**self.HIGHEST))
+        # 1e-9: log10 of an exact edge may land a hair below it.
+        bins = ((logs - self.LOWEST) * self.PER_DECADE + 1e-9).astype(np.int64)
+        self.counts += np.bincount(
+            np.minimum(bins, len(self.counts) - 1), minlength=len(self.counts)
+        )
+
+    def span(self) -> tuple[int, int] | None:
+        """First occupied bin and one past the last, or None when empty."""
+        occupied = np.flatnonzero(self.counts)
+        return (int(occupied[0]), int(occupied[-1]) + 1) if len(occupied) else None
+
+    def bars(
+        self, most: int, span: tuple[int, int] | None = None
+    ) -> list[tuple[float, float, int]]:
+        """(low, high, count) over the occupied range, neighbours merged until at most `most` are left."""
+        span = span or self.span()
+        if span is None:
+            return []
+        first, last = span
+        width = math.ceil((last - first) / most)
+        return [
+            (
+                self._edge(start),
+                self._edge(start + width),
+                int(self.counts[start : start + width].sum()),
+            )
+            for start in range(first, last, width)
+        ]
+
+    def _edge(self, position: int) -> float:
+        return 10.0 ** (self.LOWEST + position / self.PER_DECADE)
+
+
+class LengthHistogram:
+    """Counts of lengths, exact for 1 to 20 tokens, then in widening ranges."""
+
+    def __init__(self) -> None:
+        self.counts = np.zeros(len(LENGTH_STARTS), dtype=np.int64)
+
+    def add(self, lengths: np.ndarray, times: np.ndarray | int = 1) -> None:
+        bins = np.searchsorted(LENGTH_STARTS, lengths, side="right") - 1
+        np.add.at(self.counts, np.maximum(bins, 0), times)
+
+    def bars(self) -> list[tuple[str, int]]:
+        """(label, count) up to the last occupied one."""
+        occupied = np.flatnonzero(self.counts)
+        return (
+            [
+                (length_label(place), int(self.counts[place]))
+                for place in range(int(occupied[-1]) + 1)
+            ]
+            if len(occupied)
+            else []
+        )
+
+
+def length_label(place: int) -> str:
+    start = LENGTH_STARTS[place]
+    if place + 1 == len(LENGTH_STARTS):
+        return f"{start}+"
+    end = LENGTH_STARTS[place + 1] - 1
+    return str(start) if start == end else f"{start}–{end}"
+
+
+@dataclass(kw_only=True)
+class Tally:
+    """What one pass learns about the unique sequences; `own` leaves out the copied ones."""
+
+    num_rows: int = 0
+    num_unique: int = 0
+    num_copied: int = 0
+    num_with_ratio: int = 0
+    lengths: LengthHistogram = field(default_factory=LengthHistogram)
+    own_lengths: LengthHistogram = field(default_factory=LengthHistogram)
+    perplexities: LogHistogram = field(default_factory=LogHistogram)
+    own_perplexities: LogHistogram = field(default_factory=LogHistogram)
+    ratios: LogHistogram = field(default_factory=LogHistogram)
+    own_ratios: LogHistogram = field(default_factory=LogHistogram)
+
+    def add(self, batch: pa.RecordBatch) -> None:
+        unique = is_unique(batch)
+        copied = filled(batch.column("copied"), False).astype(bool)[unique]
+        self.num_rows += batch.num_rows
+        self.num_unique += int(unique.sum())
+        self.num_copied += int(copied.sum())
+        lengths = filled(batch.column("num_tokens"), 0)[unique]
+        self.lengths.add(lengths)
+        self.own_lengths.add(lengths[~copied])
+        lowest, known = first_of_lists(batch.column("perplexities"))
+        # Rounding can leave a certain run a hair below 1, which no perplexity is.
+        lowest, known = np.maximum(lowest[unique], 1.0), known[unique]
+        self.perplexities.add(lowest[known])
+        self.own_perplexities.add(lowest[known & ~copied])
+        ratio = batch.column("ratio")
+        self.num_with_ratio += len(ratio) - ratio.null_count
+        has_ratio = np.asarray(ratio.is_valid())[unique]
+        ratios = filled(ratio, 0.0)[unique]
+        self.ratios.add(ratios[has_ratio])
+        self.own_ratios.add(ratios[has_ratio & ~copied])
+
+
+def is_unique(batch: pa.RecordBatch) -> np.ndarray:
+    return filled(batch.column("users_in_d"), 0) == 1
+
+
+def filled(column: pa.Array, value: float) -> np.ndarray:
+    """A column as numpy, nulls replaced; a column that is all null has no type of its own."""
+    if pa.types.is_null(column.type):
+        return np.full(len(column), value)
+    return pc.fill_null(column, value).to_numpy(zero_copy_only=False)
+
+
+def first_of_lists(lists: pa.ListArray) -> tuple[np.ndarray, np.ndarray]:
+    """Each list's first number, and whether it has one."""
+    num_inside = filled(pc.list_value_length(lists), 0)
+    known = num_inside > 0
+    first = np.full(len(lists), np.nan)
+    starts = lists.offsets.to_numpy()[:-1][known]
+    numbers = lists.values.take(pa.array(starts))
+    known[known] = np.asarray(numbers.is_valid())
+    first[known] = numbers.drop_null().to_numpy()
+    return first, known
+
+
+@dataclass(kw_only=True)
+class Chooser:
+    """Row numbers worth showing: the worst, the longest, and some of every owner on the page.
+
+    Rows come worst first, so the worst are simply the first ones.
+    """
+
+    owners: list[str]
+    num_worst: int = 1500
+    num_longest: int = 250
+    num_shared: int = 250
+    num_each_owner: int = 3
+    worst: list[int] = field(default_factory=list)
+    shared: list[int] = field(default_factory=list)
+    owned: list[int] = field(default_factory=list)
+    _longest: list[tuple[int, int]] = field(default_factory=list)
+    _wanted: dict[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._wanted = dict.fromkeys(self.owners, self.num_each_owner)
+
+    def add(self, batch: pa.RecordBatch, owner: pa.ChunkedArray, start: int) -> None:
+        unique = is_unique(batch)
+        self.worst.extend(
+            (start + np.flatnonzero(unique)[: self.num_worst - len(self.worst)]).tolist()
+        )
+        self.shared.extend(
+            (start + np.flatnonzero(~unique)[: self.num_shared - len(self.shared)]).tolist()
+        )
+        self._add_longest(np.where(unique, filled(batch.column("num_tokens"), 0), 0), start)
+        self._add_owned(owner, unique, start)
+
+    def _add_longest(self, lengths: np.ndarray, start: int) -> None:
+        least = self._longest[0][0] if len(self._longest) == self.num_longest else 0
+        for place in np.flatnonzero(lengths > least).tolist():
+            entry = (int(lengths[place]), -(start + place))
+            if len(self._longest) < self.num_longest:
+                heapq.heappush(self._longest, entry)
+            else:
+                heapq.heappushpop(self._longest, entry)
+
+    def _add_owned(self, owner: pa.ChunkedArray, unique: np.ndarray, start: int) -> None:
+        if not self._wanted or pa.types.is_null(owner.type):
+            return
+        wanted = pc.is_in(owner, value_set=pa.array(list(self._wanted), type=owner.type))
+        for place in np.flatnonzero(np.asarray(wanted) & unique).tolist():
+            name = owner[place].as_py()
+            if name in self._wanted:
+                self.owned.append(start + place)
+                self._wanted[name] -= 1
+                if not self._wanted[name]:
+                    del self._wanted[name]
+
+    def in_order_of_worth(self) -> list[int]:
+        """Row numbers, the ones to keep longest first."""
+        longest = [-place for _, place in sorted(self._longest, reverse=True)]
+        return list(
+            dict.fromkeys([*self.worst[:200], *longest, *self.owned, *self.worst, *self.shared])
+        )
+
+
+def open_sequences(folder: Path) -> pq.ParquetFile:
+    path = folder / "sequences.parquet"
+    if not path.exists():
+        raise UsageError(
+            f"{folder} has no sequences.parquet, so it is not a leakage report. Make one with: tightlip audit MODEL CORPUS --out {folder}"
+        )
+    return pq.ParquetFile(path, buffer_size=BUFFER_BYTES, pre_buffer=False)
+
+
+def read_owners(folder: Path) -> pa.ChunkedArray:
+    """The owner of each row of sequences.parquet, as numbers into the names: a few bytes a row."""
+    path = folder / "owners.parquet"
+    with open_sequences(folder) as sequences:
+        num_rows = sequences.metadata.num_rows
+    table = pq.read_table(path, read_dictionary=["owner"]) if path.exists() else None
+    if table is None or table.num_rows != num_rows:
+        raise UsageError(
+            f"{path} is missing or does not belong to the sequences.parquet beside it. Make the report again: tightlip audit"
+        )
+    return table.column("owner")
+
+
+def batches(file: pq.ParquetFile, columns: tuple[str, ...]) -> Iterator[tuple[int, pa.RecordBatch]]:
+    """Row number of the first row, and the batch."""
+    start = 0
+    for batch in file.iter_batches(batch_size=BATCH_ROWS, columns=list(columns), use_threads=False):
+        yield start, batch
+        start += batch.num_rows
+
+
+def tally_and_choose(folder: Path, owners: list[str]) -> tuple[Tally, list[int]]:
+    """Histograms of the unique sequences and the row numbers to show, in one pass."""
+    tally, chooser = Tally(), Chooser(owners=owners)
+    owner_of_row = read_owners(folder)
+    with open_sequences(folder) as file:
+        for start, batch in batches(file, _COLUMNS):
+            tally.add(batch)
+            chooser.add(batch, owner_of_row.slice(start, batch.num_rows).cast(pa.string()), start)
+    return tally, chooser.in_order_of_worth()

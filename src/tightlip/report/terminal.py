@@ -1,0 +1,250 @@
+"""Headline figures, one plain sentence each, for the terminal and the page alike."""
+
+import math
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from tightlip.report.words import (
+    UNKNOWN,
+    count,
+    counted,
+    guarantee_words,
+    longest_unique,
+    number,
+    percent,
+)
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+NO_PUBLIC_MODEL = (
+    "No public model was given. With --public-model DIR (or leave-out) every sequence gets a ratio: "
+    "how much less surprising it is to this model than to one that never saw its writer."
+)
+
+
+class Line(NamedTuple):
+    """One headline figure: its name, its value as printed, what it means."""
+
+    name: str
+    value: str
+    sentence: str
+
+
+def summary_lines(summary: dict[str, Any]) -> list[Line]:
+    """Every headline figure of a report, the four that matter most first."""
+    return [
+        *_leak_lines(summary),
+        _guarantee_line(summary),
+        *_list_lines(summary),
+        *_quality_lines(summary),
+        _corpus_line(summary),
+    ]
+
+
+def _leak_lines(summary: dict[str, Any]) -> list[Line]:
+    owners, users, worst = (
+        summary.get(key) for key in ("users_with_unique", "num_users", "leakage_epsilon")
+    )
+    longest = longest_unique(summary)
+    tail = "" if longest is None else f" The longest is {counted(longest, 'token')}."
+    share = (
+        f" That is {percent(owners / users)} of everybody who wrote." if owners and users else ""
+    )
+    if worst is None:
+        epsilon = Line("Leakage epsilon", UNKNOWN, _why_no_ratio(summary))
+    else:
+        crossed = (
+            " The two models cut text differently, so compare it with care."
+            if summary.get("cross_tokenizer")
+            else ""
+        )
+        sentence = "How many times less surprising the worst unique sequence is to this model than to the public one; near 1 is good."
+        epsilon = Line("Leakage epsilon", number(worst), sentence + crossed)
+    return [
+        Line(
+            "Unique sequences",
+            count(summary.get("unique")),
+            f"Completed by the model, written by one person only.{tail}",
+        ),
+        Line(
+            "People affected",
+            _out_of(owners, users),
+            f"People with at least one unique sequence the model completes.{share}",
+        ),
+        epsilon,
+    ]
+
+
+def _why_no_ratio(summary: dict[str, Any]) -> str:
+    if summary.get("public_model") is None:
+        return NO_PUBLIC_MODEL
+    return "No unique sequence has a ratio, so there is no worst one."
+
+
+def _guarantee_line(summary: dict[str, Any]) -> Line:
+    words = guarantee_words(summary.get("guarantee"))
+    return Line("Guarantee", words.value, words.sentence)
+
+
+def _list_lines(summary: dict[str, Any]) -> list[Line]:
+    p = summary.get("p")
+    few = (
+        f"Distinct sequences completed for fewer than {p} people."
+        if p
+        else "Distinct sequences completed for few people."
+    )
+    public = summary.get("public_unique")
+    benchmark = (
+        "Unique sequences the public model completes without having seen the corpus: the benchmark."
+        if public is not None
+        else "The same count for a public model would be the benchmark; none was given."
+    )
+    return [
+        Line(
+            "Curated",
+            _curated(summary.get("curated")),
+            "Unique sequences whose ratio is at least t: the ones a public model finds surprising.",
+        ),
+        Line("Public model's unique", count(public), benchmark),
+        Line(
+            f"Fewer than {p} people" if p else "Few people", count(summary.get("fewer_than_p")), few
+        ),
+        Line(
+            "Distinct sequences",
+            count(summary.get("distinct_sequences")),
+            "Different pieces of text the model completes, whoever wrote them.",
+        ),
+        Line(
+            "Sequences in S",
+            count(summary.get("sequences_in_s")),
+            "The same, counting every time the model completes one.",
+        ),
+    ]
+
+
+def _quality_lines(summary: dict[str, Any]) -> list[Line]:
+    k = summary.get("top_k")
+    among = "its first guess" if k == 1 else f"among its first {k} guesses"
+    unmeasured = "Not measured: give --validation CORPUS to learn how well the model does on text it never saw."
+    validation, accuracy = summary.get("validation_perplexity"), summary.get("validation_accuracy")
+    unseen = "The same on text it was not trained on; far above the training figure means learning by heart."
+    return [
+        Line(
+            "Perplexity",
+            number(summary.get("perplexity")),
+            "How surprised the model is by its training corpus; 1 is not at all.",
+        ),
+        Line(
+            "Accuracy",
+            percent(summary.get("accuracy")),
+            f"Share of the corpus' tokens that were {among}.",
+        ),
+        Line(
+            "Validation perplexity",
+            number(validation),
+            unmeasured if validation is None else unseen,
+        ),
+        Line(
+            "Validation accuracy",
+            percent(accuracy),
+            unmeasured if accuracy is None else f"Share of unseen tokens that were {among}.",
+        ),
+    ]
+
+
+def _corpus_line(summary: dict[str, Any]) -> Line:
+    documents, tokens = count(summary.get("num_documents")), count(summary.get("num_tokens"))
+    return Line(
+        "People",
+        count(summary.get("num_users")),
+        f"They wrote {documents} documents, {tokens} tokens: the corpus D.",
+    )
+
+
+def _out_of(part: int | None, whole: int | None) -> str:
+    if part is None:
+        return UNKNOWN
+    return count(part) if whole is None else f"{count(part)} of {count(whole)}"
+
+
+def _curated(curated: dict[str, Any] | None) -> str:
+    if not curated or all(found is None for found in curated.values()):
+        return UNKNOWN
+    by_t = sorted(curated.items(), key=lambda item: float(item[0]))
+    return " · ".join(f"{count(found)} (t = {float(t):g})" for t, found in by_t)
+
+
+def terminal_table(summary: dict[str, Any]) -> "Table":
+    """The headline figures as a rich table."""
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False, show_header=False, padding=(0, 2, 0, 0))
+    table.add_column(no_wrap=True)
+    table.add_column(justify="right", style="bold", overflow="fold", max_width=30)
+    table.add_column(style="dim", overflow="fold")
+    # Text, not str: a bracket in somebody's words is no markup of ours.
+    for line in summary_lines(summary):
+        table.add_row(*(Text(part) for part in line))
+    return table
+
+
+SNAPSHOT_COLUMNS = ("epoch", "train ppl", "validation ppl", "unique", "longest unique", "ε_l")
+
+
+def snapshot_rows(snapshots: dict[str, Any]) -> list[tuple[tuple[str, ...], bool]]:
+    """Cells under `SNAPSHOT_COLUMNS` for each snapshot, and whether its validation perplexity is the best."""
+    best = snapshots.get("best_validation")
+    return [
+        (
+            (
+                epoch_name(snapshot),
+                number(snapshot.get("train_perplexity")),
+                number(snapshot.get("validation_perplexity")),
+                count(snapshot["summary"].get("unique")),
+                count(
+                    max(
+                        (
+                            int(length)
+                            for length, n in (snapshot.get("unique_lengths") or {}).items()
+                            if n
+                        ),
+                        default=0,
+                    )
+                ),
+                number(snapshot["summary"].get("leakage_epsilon")),
+            ),
+            best is not None and snapshot.get("name") == best,
+        )
+        for snapshot in snapshots["snapshots"]
+    ]
+
+
+def epoch_name(snapshot: dict[str, Any]) -> str:
+    """What to call a snapshot on an axis: its epoch, else its step, else its name."""
+    epoch = snapshot.get("epoch")
+    if epoch is not None and math.isfinite(epoch):
+        return f"{epoch:g}"
+    return (
+        f"step {snapshot['step']}"
+        if snapshot.get("step") is not None
+        else str(snapshot.get("name"))
+    )
+
+
+def snapshots_table(snapshots: dict[str, Any]) -> "Table":
+    """One line per snapshot as a rich table, the best validation perplexity marked."""
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
+    for column in SNAPSHOT_COLUMNS:
+        table.add_column(column, justify="right")
+    table.add_column("")
+    for cells, is_best in snapshot_rows(snapshots):
+        table.add_row(
+            *(Text(cell) for cell in cells),
+            Text("← best validation perplexity") if is_best else Text(""),
+            style="bold" if is_best else None,
+        )
+    return table
