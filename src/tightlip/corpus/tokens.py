@@ -11,13 +11,23 @@ Training and scanning read nothing else. The folder holds plain `.npy` files:
 Document i is row i of the corpus it came from.
 """
 
+import hashlib
+import io
+from array import array
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, BinaryIO
 
 import numpy as np
 
 from tightlip.core.errors import UsageError
-from tightlip.core.files import read_json
+from tightlip.core.files import folder_written_whole, read_json, write_json
+from tightlip.core.progress import task
+from tightlip.corpus.encoding import Encoder, tokenizer_fingerprint
+from tightlip.corpus.readers import DocumentBatch
+
+__all__ = ["TokenizedCorpus", "open_tokenized", "tokenize_documents", "tokenizer_fingerprint"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +67,9 @@ def open_tokenized(folder: Path) -> TokenizedCorpus:
     """The corpus stored in `folder`, mapped rather than read."""
     info_file = folder / "info.json"
     if not info_file.exists():
-        raise UsageError(f"{folder} holds no tokenised corpus (no info.json). Run: tightlip prepare")
+        raise UsageError(
+            f"{folder} holds no tokenised corpus (no info.json). Run: tightlip prepare"
+        )
     info = read_json(info_file)
     spans = folder / "spans.npy"
     return TokenizedCorpus(
@@ -77,3 +89,99 @@ def _mapped(path: Path) -> np.ndarray:
         np.lib.format.read_magic(stream)
         shape, _, _ = np.lib.format.read_array_header_1_0(stream)
     return np.load(path) if 0 in shape else np.asarray(np.load(path, mmap_mode="r"))
+
+
+def tokenize_documents(
+    batches: Iterable[DocumentBatch],
+    tokenizer: Any,
+    folder: Path,
+    *,
+    with_spans: bool = False,
+    description: str = "Tokenising",
+    total: int | None = None,
+) -> TokenizedCorpus:
+    """Encode documents into `folder`, which appears when all are there; `total` is how many come.
+
+    Holds:
+        streamed: of the corpus only document bounds and users are held in memory.
+        numbered: users are numbered in the order in which they first appear.
+    """
+    encoder = Encoder(tokenizer, with_spans=with_spans)
+    with folder_written_whole(folder) as beside, task(description, total) as bar:
+        writer = _Writer(beside, with_spans)
+        for batch in batches:
+            writer.add(batch, *encoder.encode(batch.texts))
+            bar.advance(len(batch))
+        writer.finish(tokenizer_fingerprint(tokenizer))
+    return open_tokenized(folder)
+
+
+class _Writer:
+    """The growing files of one folder."""
+
+    def __init__(self, folder: Path, with_spans: bool) -> None:
+        self._folder = folder
+        self._tokens = _GrowingArray(folder / "tokens.npy")
+        self._spans = _GrowingArray(folder / "spans.npy", width=2) if with_spans else None
+        self._bounds, self._users = array("q", [0]), array("i")
+        self._numbers: dict[str, int] = {}
+        self._digest = hashlib.sha256()
+
+    def add(self, batch: DocumentBatch, ids: list[np.ndarray], spans: list | None) -> None:
+        self._tokens.extend(ids)
+        if self._spans is not None:
+            assert spans is not None
+            self._spans.extend(spans)
+        end = self._bounds[-1]
+        for user, text, document in zip(batch.users, batch.texts, ids, strict=True):
+            end += len(document)
+            self._bounds.append(end)
+            self._users.append(self._numbers.setdefault(user, len(self._numbers)))
+            for part in (user.encode("utf-8"), text.encode("utf-8")):
+                self._digest.update(len(part).to_bytes(8, "little"))
+                self._digest.update(part)
+
+    def finish(self, fingerprint: str) -> None:
+        self._tokens.close()
+        if self._spans is not None:
+            self._spans.close()
+        np.save(self._folder / "bounds.npy", np.frombuffer(self._bounds, np.int64))
+        np.save(self._folder / "users.npy", np.frombuffer(self._users, np.int32))
+        info = {
+            "user_names": list(self._numbers),
+            "corpus_fingerprint": self._digest.hexdigest(),
+            "tokenizer_fingerprint": fingerprint,
+        }
+        write_json(self._folder / "info.json", info)
+
+
+class _GrowingArray:
+    """An int32 `.npy` file whose length is written into its header last."""
+
+    def __init__(self, path: Path, width: int | None = None) -> None:
+        self._row = () if width is None else (width,)
+        self._length = 0
+        self._stream: BinaryIO = path.open("wb")
+        self._write_header()
+
+    def extend(self, arrays: list[np.ndarray]) -> None:
+        for rows in arrays:
+            self._stream.write(np.ascontiguousarray(rows, np.int32).data)
+            self._length += len(rows)
+
+    def close(self) -> None:
+        assert len(_header(self._length, self._row)) == len(_header(0, self._row))
+        self._stream.seek(0)
+        self._write_header()
+        self._stream.close()
+
+    def _write_header(self) -> None:
+        self._stream.write(_header(self._length, self._row))
+
+
+def _header(length: int, row: tuple[int, ...]) -> bytes:
+    # numpy pads the header so that the first axis may grow.
+    stream = io.BytesIO()
+    about = {"descr": "<i4", "fortran_order": False, "shape": (length, *row)}
+    np.lib.format.write_array_header_1_0(stream, about)
+    return stream.getvalue()

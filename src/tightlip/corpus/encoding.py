@@ -1,0 +1,163 @@
+"""Token ids of texts, all of each text, through whatever tokenizer a model has.
+
+A fast tokenizer is asked through its Rust batch call, which uses every core. Long
+texts are cut first where the cut provably changes nothing (`cuts_at_spaces`), for
+the library needs 50 to 80 bytes of memory for each byte it is given at once.
+"""
+
+import json
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from hashlib import sha256
+from typing import Any
+
+import numpy as np
+
+from tightlip.core.errors import UsageError
+
+PIECE_CHARACTERS = 50_000
+GROUP_CHARACTERS = 4_000_000
+# Letters with combining marks, joined by apostrophes or the joiners of Persian and Hindi; or any one
+# character. Corpora with rare words already struck out write <unk> for them.
+_LETTERS = r"\p{L}[\p{L}\p{M}]*"
+WORD_PATTERN = rf"<unk>|{_LETTERS}(?:['’\x{{200C}}\x{{200D}}]{_LETTERS})*|\S"
+# Between two visible characters; the space opens the right-hand piece, as byte-level BPE wants it.
+_SAFE_CUT = re.compile(r"(?<=\S)[ \n](?=\S)")
+
+
+class Encoder:
+    """Encodes texts whole: no truncation, padding or special tokens, whatever was saved.
+
+    Holds:
+        whole: cutting long texts gives the same ids and spans as not cutting them.
+    """
+
+    def __init__(self, tokenizer: Any, *, with_spans: bool = False) -> None:
+        self._tokenizer, self._with_spans = tokenizer, with_spans
+        self._backend = tokenizer.backend_tokenizer if tokenizer.is_fast else None
+        if with_spans and self._backend is None:
+            raise UsageError(
+                f"{type(tokenizer).__name__} is not a fast tokenizer, so it cannot say which characters a "
+                "token covers. Use a model whose tokenizer comes as tokenizer.json."
+            )
+        self._may_cut = self._backend is not None and cuts_at_spaces(self._backend)
+
+    def encode(self, texts: list[str]) -> tuple[list[np.ndarray], list[np.ndarray] | None]:
+        """Each text's ids (int32), and each token's character span where asked for."""
+        if self._backend is None:
+            called = self._tokenizer(
+                texts, add_special_tokens=False, truncation=False, padding=False, verbose=False
+            )
+            return [np.array(ids, np.int32) for ids in called["input_ids"]], None
+        if not (self._may_cut and any(len(text) > PIECE_CHARACTERS for text in texts)):
+            return self._encode_fast(texts)
+        return self._encode_long(texts)
+
+    def _encode_fast(self, texts: list[str]) -> tuple[list[np.ndarray], list[np.ndarray] | None]:
+        assert self._backend is not None
+        with _everything(self._backend, self._tokenizer.split_special_tokens):
+            call = (
+                self._backend.encode_batch if self._with_spans else self._backend.encode_batch_fast
+            )
+            encodings = call(texts, add_special_tokens=False)
+        ids = [np.array(encoding.ids, np.int32) for encoding in encodings]
+        if not self._with_spans:
+            return ids, None
+        return ids, [np.array(encoding.offsets, np.int32).reshape(-1, 2) for encoding in encodings]
+
+    def _encode_long(self, texts: list[str]) -> tuple[list[np.ndarray], list[np.ndarray] | None]:
+        ids: list[list[np.ndarray]] = [[] for _ in texts]
+        spans: list[list[np.ndarray]] = [[] for _ in texts]
+        for group in _groups(texts):
+            piece_ids, piece_spans = self._encode_fast([piece for _, _, piece in group])
+            for index, (document, start, _) in enumerate(group):
+                ids[document].append(piece_ids[index])
+                if piece_spans is not None:
+                    spans[document].append(piece_spans[index] + np.int32(start))
+        joined = [np.concatenate(parts) for parts in ids]
+        return joined, [np.concatenate(parts) for parts in spans] if self._with_spans else None
+
+
+def _groups(texts: list[str]) -> Iterator[list[tuple[int, int, str]]]:
+    """(document, start, piece) of every text, some 4 million characters at a time."""
+    group: list[tuple[int, int, str]] = []
+    num_characters = 0
+    for document, text in enumerate(texts):
+        start = 0
+        for piece in pieces(text):
+            group.append((document, start, piece))
+            start += len(piece)
+            num_characters += len(piece)
+            if num_characters > GROUP_CHARACTERS:
+                yield group
+                group, num_characters = [], 0
+    yield group
+
+
+def pieces(text: str) -> Iterator[str]:
+    """`text` in pieces of about 50,000 characters, cut before a space between two words."""
+    start = 0
+    while len(text) - start > PIECE_CHARACTERS:
+        cut = _SAFE_CUT.search(text, start + PIECE_CHARACTERS)
+        if cut is None:
+            break
+        yield text[start : cut.start()]
+        start = cut.start()
+    yield text[start:]
+
+
+def cuts_at_spaces(backend: Any) -> bool:
+    """Whether encoding the `pieces` of a text is encoding the text.
+
+    True for our word tokenizers and for byte-level BPE as GPT-2 has it: both split
+    from left to right without looking back, and neither changes the text first.
+    """
+    try:
+        described = json.loads(backend.to_str())
+    except Exception:  # a pre-tokenizer written in Python cannot be described
+        return False
+    splitter = described["pre_tokenizer"] or {}
+    known = _is_words(splitter) or _is_byte_level(splitter)
+    added = described["added_tokens"]
+    plain = not any(
+        token["lstrip"] or token["rstrip"] or re.search(r"\s", token["content"]) for token in added
+    )
+    return described["normalizer"] is None and known and plain
+
+
+def _is_words(splitter: dict) -> bool:
+    return splitter.get("pattern") == {"Regex": WORD_PATTERN}
+
+
+def _is_byte_level(splitter: dict) -> bool:
+    its_own_regex = splitter.get("use_regex", True) and not splitter.get("add_prefix_space", True)
+    return splitter.get("type") == "ByteLevel" and its_own_regex
+
+
+@contextmanager
+def _everything(backend: Any, split_special_tokens: bool) -> Iterator[None]:
+    """The backend without its saved truncation and padding, which come back afterwards."""
+    truncation, padding = backend.truncation, backend.padding
+    backend.no_truncation()
+    backend.no_padding()
+    backend.encode_special_tokens = split_special_tokens
+    try:
+        yield
+    finally:
+        if truncation:
+            backend.enable_truncation(**truncation)
+        if padding:
+            backend.enable_padding(**padding)
+
+
+def tokenizer_fingerprint(tokenizer: Any) -> str:
+    """SHA-256 of what decides the ids: equal for a tokenizer and its saved copy."""
+    if tokenizer.is_fast:
+        described = json.loads(tokenizer.backend_tokenizer.to_str())
+        # Left behind by whoever called last; we never use them.
+        described["truncation"] = described["padding"] = None
+        described["split_special_tokens"] = bool(tokenizer.split_special_tokens)
+    else:
+        described = {"class": type(tokenizer).__name__, "vocabulary": tokenizer.get_vocab()}
+    return sha256(json.dumps(described, sort_keys=True).encode("utf-8")).hexdigest()

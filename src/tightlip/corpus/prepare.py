@@ -1,0 +1,243 @@
+"""From the corpus people have to a folder that training and scanning read.
+
+    prepared.json        settings, statistics, fingerprints
+    tokenizer/           Hugging Face files
+    train.parquet        user, text and further columns, as cleaned
+    validation.parquet   what was held out
+    train/, validation/  the same documents as tokens (see tokens.py)
+
+Everything follows from the source, the settings and the seed.
+"""
+
+from collections import Counter
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from tightlip.core.errors import UsageError
+from tightlip.core.files import folder_written_whole, read_json, write_json
+from tightlip.core.progress import task
+from tightlip.core.registry import unknown
+from tightlip.corpus.cleaning import Cleaner
+from tightlip.corpus.encoding import tokenizer_fingerprint
+from tightlip.corpus.readers import BadRows, Corpus, open_corpus
+from tightlip.corpus.split import SplitBy, Splitter
+from tightlip.corpus.statistics import check_unknown, describe_source, describe_tokens, total_tokens
+from tightlip.corpus.tables import TableWriter, attribute_types
+from tightlip.corpus.tokens import TokenizedCorpus, open_tokenized, tokenize_documents
+from tightlip.corpus.vocabulary import build_tokenizer
+
+_CHOICES = {
+    "bad_rows": ("error", "skip"),
+    "split": ("document", "user", "none"),
+    "deduplicate": ("none", "sentences", "documents"),
+    "vocabulary": ("words", "bpe"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrepareConfig:
+    """Everything that decides what a prepared corpus holds."""
+
+    user_column: str = "user"
+    text_column: str = "text"
+    bad_rows: BadRows = "error"
+    split: SplitBy = "document"
+    holdout: float = 0.2
+    deduplicate: Literal["none", "sentences", "documents"] = "none"
+    scrub: bool = False
+    names: bool = False
+    tokenizer: str | None = None
+    vocabulary: Literal["words", "bpe"] = "words"
+    vocabulary_size: int | None = 10_000
+    min_users: int | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, allowed in _CHOICES.items():
+            if getattr(self, name) not in allowed:
+                raise UsageError(unknown(name, str(getattr(self, name)), list(allowed)))
+        if self.split != "none" and not 0 < self.holdout < 1:
+            raise UsageError(
+                f"holdout={self.holdout} is no share between 0 and 1. Use 0.2, or --split none to hold out nothing."
+            )
+        if self.names and not self.scrub:
+            raise UsageError("names=True is part of scrubbing, which is off. Add --scrub.")
+        if self.tokenizer is not None and self.min_users is not None:
+            raise UsageError(
+                f"min_users={self.min_users} shapes a vocabulary built here, but tokenizer={self.tokenizer!r} "
+                "brings its own. Leave one of them out."
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreparedCorpus:
+    """A prepared folder, its tokens mapped."""
+
+    folder: Path
+    train: TokenizedCorpus
+    validation: TokenizedCorpus | None
+    statistics: dict[str, Any]
+    settings: dict[str, Any]
+    tokenizer_folder: Path
+
+
+def is_prepared(folder: Path) -> bool:
+    return (folder / "prepared.json").is_file()
+
+
+def open_prepared(folder: Path) -> PreparedCorpus:
+    """The prepared corpus in `folder`."""
+    if not is_prepared(folder):
+        raise UsageError(
+            f"{folder} is no prepared corpus (no prepared.json). Run: tightlip prepare CORPUS --out {folder}"
+        )
+    record = read_json(folder / "prepared.json")
+    held = folder / "validation"
+    return PreparedCorpus(
+        folder=folder,
+        train=open_tokenized(folder / "train"),
+        validation=open_tokenized(held) if held.exists() else None,
+        statistics=record["statistics"],
+        settings=record["settings"],
+        tokenizer_folder=folder / "tokenizer",
+    )
+
+
+def prepare(source: Any, out: Path, config: PrepareConfig) -> PreparedCorpus:
+    """Read, clean, split and tokenise `source` into `out`, which appears when all is done.
+
+    Holds:
+        deterministic: same source, settings and seed, same files.
+        kept: what is there from the same source and settings is returned untouched.
+    """
+    corpus = open_corpus(
+        source,
+        user_column=config.user_column,
+        text_column=config.text_column,
+        bad_rows=config.bad_rows,
+    )
+    given = _load_tokenizer(config.tokenizer) if config.tokenizer is not None else None
+    identity = {
+        "settings": asdict(config),
+        "source_fingerprint": corpus.fingerprint(),
+        "given_tokenizer_fingerprint": None if given is None else tokenizer_fingerprint(given),
+    }
+    if out.exists():
+        return _already_there(out, identity)
+    with folder_written_whole(out) as folder:
+        statistics = _write_documents(corpus, folder, config)
+        tokenizer = _save_tokenizer(folder, given, config)
+        statistics |= _write_tokens(folder, tokenizer, config)
+        write_json(
+            folder / "prepared.json",
+            {"source": corpus.name, **identity, "statistics": statistics},
+        )
+    return open_prepared(out)
+
+
+def _already_there(out: Path, identity: dict[str, Any]) -> PreparedCorpus:
+    if not is_prepared(out):
+        raise UsageError(f"{out} exists and is no prepared corpus. Choose another --out.")
+    record = read_json(out / "prepared.json")
+    if {name: record.get(name) for name in identity} == identity:
+        return open_prepared(out)
+    changed = [
+        name
+        for name, value in identity["settings"].items()
+        if record["settings"].get(name) != value
+    ]
+    what = f"other settings ({', '.join(changed)})" if changed else "another source or tokenizer"
+    raise UsageError(f"{out} exists with {what}. Choose another --out, or delete it first.")
+
+
+def _write_documents(corpus: Corpus, folder: Path, config: PrepareConfig) -> dict[str, Any]:
+    """train.parquet and validation.parquet; returns what is known before tokenising."""
+    cleaner = Cleaner(deduplicate=config.deduplicate, scrub=config.scrub, names=config.names)
+    num_documents, types = _check(corpus)
+    num_skipped = corpus.num_skipped
+    cleaned = folder / "cleaned.parquet"
+    with TableWriter(cleaned, types) as table, task("Cleaning", num_documents) as bar:
+        for batch in corpus.batches():
+            table.write(cleaner.clean(batch))
+            bar.advance(len(batch))
+    if not cleaner.documents_per_user:
+        raise UsageError(f"Nothing of {corpus.name} is left after cleaning.")
+    _write_splits(
+        open_corpus(cleaned), folder, table.stored_types, cleaner.documents_per_user, config
+    )
+    cleaned.unlink()
+    return describe_source(cleaner, num_skipped)
+
+
+def _check(corpus: Corpus) -> tuple[int, dict[str, Any]]:
+    """Read everything once, so that a bad row is reported before any long work."""
+    with task("Checking", None) as bar:
+        types = attribute_types(corpus.batches(), bar.advance)
+    return types.num_documents, types.resolved()
+
+
+def _write_splits(
+    cleaned: Corpus,
+    folder: Path,
+    types: dict[str, Any],
+    documents_per_user: Counter[str],
+    config: PrepareConfig,
+) -> None:
+    splitter = Splitter(
+        documents_per_user, split=config.split, holdout=config.holdout, seed=config.seed
+    )
+    held = folder / "validation.parquet"
+    with TableWriter(folder / "train.parquet", types) as train, TableWriter(held, types) as rest:
+        for batch in cleaned.batches():
+            out = [splitter.is_held_out(user) for user in batch.users]
+            train.write(batch, [not is_out for is_out in out])
+            rest.write(batch, out)
+    if config.split == "none":
+        held.unlink()
+    elif not rest.num_rows:
+        raise UsageError(
+            f"holdout={config.holdout} by {config.split} holds out nothing: {len(documents_per_user)} users with "
+            f"at most {max(documents_per_user.values())} documents each. Use a larger --holdout, split by "
+            f"{'user' if config.split == 'document' else 'document'}, or --split none."
+        )
+
+
+def _save_tokenizer(folder: Path, given: Any, config: PrepareConfig) -> Any:
+    """The tokenizer as it will be read later, which is what the tokens must come from."""
+    tokenizer = given or build_tokenizer(
+        open_corpus(folder / "train.parquet"),
+        kind=config.vocabulary,
+        size=config.vocabulary_size,
+        min_users=config.min_users,
+    )
+    tokenizer.save_pretrained(folder / "tokenizer")
+    return _load_tokenizer(str(folder / "tokenizer"))
+
+
+def _load_tokenizer(folder: str) -> Any:
+    from transformers import AutoTokenizer
+
+    if not Path(folder).is_dir():
+        raise UsageError(f"tokenizer={folder!r} is no folder. Give one that holds tokenizer.json.")
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except Exception as error:
+        raise UsageError(
+            f"tokenizer={folder!r} cannot be loaded ({str(error).splitlines()[0]}). "
+            "Give a folder that AutoTokenizer.from_pretrained reads."
+        ) from error
+
+
+def _write_tokens(folder: Path, tokenizer: Any, config: PrepareConfig) -> dict[str, Any]:
+    described: dict[str, Any] = {"warnings": []}
+    for split in ("train", "validation"):
+        if not (folder / f"{split}.parquet").exists():
+            continue
+        corpus = open_corpus(folder / f"{split}.parquet")
+        tokens = tokenize_documents(
+            corpus.batches(), tokenizer, folder / split, description=f"Tokenising {split}"
+        )
+        described[split] = describe_tokens(tokens, tokenizer)
+        described["warnings"] += check_unknown(split, described[split], tokenizer, config.tokenizer)
+    return described | total_tokens(described)

@@ -1,0 +1,321 @@
+"""A corpus as a stream of documents with their users, whatever file it lies in.
+
+Parquet, JSON Lines (plain, .gz, .zst), CSV, directories that `datasets` saved,
+directories of such files, or a table already in memory. Only one batch is held as
+Python objects at a time.
+"""
+
+import difflib
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from hashlib import sha256
+from numbers import Integral
+from pathlib import Path
+from typing import Any, Literal
+
+import pyarrow as pa
+
+from tightlip.core.errors import UsageError
+from tightlip.core.files import digest_of_files
+from tightlip.corpus.formats import (
+    MAX_BATCH_BYTES,
+    MAX_BATCH_ROWS,
+    NOT_UTF8,
+    Fault,
+    Row,
+    columns_of,
+    kind_of,
+    rows_of,
+    saved_dataset_files,
+    table_rows,
+)
+
+BadRows = Literal["error", "skip"]
+_KINDS = ".parquet, .jsonl, .jsonl.gz, .jsonl.zst, .csv or a directory saved by datasets"
+
+
+@dataclass(frozen=True, kw_only=True)
+class DocumentBatch:
+    """Some documents in order: who wrote each, its text, and its further columns."""
+
+    users: list[str]
+    texts: list[str]
+    attributes: dict[str, list] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.users)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """One file (or table) of a corpus: its name in errors, and its rows."""
+
+    name: str
+    rows: Callable[[], Iterator[tuple[int, Row]]]
+    file: Path | None = None
+    empty_is_null: bool = False  # CSV cannot write a null; nobody's name is empty
+
+
+class Corpus:
+    """Documents that can be streamed as often as wanted.
+
+    Holds:
+        same_again: every pass gives the same documents in the same order.
+        named: an unusable row is an error with its file and row number.
+        counted: with `bad_rows="skip"` such rows are counted in `num_skipped`.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        parts: list[_Part],
+        *,
+        user_column: str = "user",
+        text_column: str = "text",
+        bad_rows: BadRows = "error",
+    ) -> None:
+        if bad_rows not in ("error", "skip"):
+            raise UsageError(f"bad_rows={bad_rows!r} is not known. Use 'error' or 'skip'.")
+        if user_column == text_column:
+            raise UsageError(
+                f"The user column and the text column are both {user_column!r}. They must differ."
+            )
+        self.name = name
+        self.num_skipped = 0
+        self._first_fault = ""
+        self._parts = parts
+        self._user_column, self._text_column = user_column, text_column
+        self._bad_rows = bad_rows
+
+    def batches(self) -> Iterator[DocumentBatch]:
+        """All documents, at most 1,000 and about 8 MB at a time; a longer one comes alone."""
+        self.num_skipped = 0
+        self._first_fault = ""
+        pending: list[dict[str, Any]] = []
+        num_bytes = num_documents = 0
+        for row, size in self._usable_rows():
+            if pending and (num_bytes + size > MAX_BATCH_BYTES or len(pending) == MAX_BATCH_ROWS):
+                yield self._batch(pending)
+                pending, num_bytes = [], 0
+            pending.append(row)
+            num_bytes += size
+            num_documents += 1
+        if pending:
+            yield self._batch(pending)
+        if not num_documents:
+            raise UsageError(self._nothing_here())
+
+    def fingerprint(self) -> str:
+        """SHA-256 of the files, or of the rows of a source in memory."""
+        files = [part.file for part in self._parts if part.file is not None]
+        if files:
+            return digest_of_files(files)
+        digest = sha256()
+        for part in self._parts:
+            for _, row in part.rows():
+                digest.update(repr(row).encode("utf-8", "surrogatepass"))
+        return digest.hexdigest()
+
+    def _usable_rows(self) -> Iterator[tuple[dict[str, Any], int]]:
+        for part in self._parts:
+            for number, row in part.rows():
+                fault = row if isinstance(row, Fault) else self._fault_of(part, number, row)
+                if fault is None:
+                    assert isinstance(row, dict)
+                    yield row, sum(len(value) for value in row.values() if isinstance(value, str))
+                else:
+                    self._refuse_or_count(part, number, fault)
+
+    def _refuse_or_count(self, part: _Part, number: int, fault: Fault) -> None:
+        line = f"{part.name}, row {number} {fault.because}."
+        if self._bad_rows == "error":
+            raise UsageError(f"{line} Mend it, or skip and count such rows: --bad-rows skip")
+        self._first_fault = self._first_fault or line
+        self.num_skipped += 1
+
+    def _fault_of(self, part: _Part, number: int, row: dict[str, Any]) -> Fault | None:
+        """What is wrong with a row, None if nothing; its user and text become plain strings."""
+        where = f"{part.name}, row {number}"
+        for name, as_string in ((self._user_column, _user), (self._text_column, _text)):
+            if row.get(name) is None:
+                return _missing(name, row)
+            row[name] = as_string(row[name], name, where)
+        if part.empty_is_null and not row[self._user_column]:
+            return Fault(f"has nothing in column {self._user_column!r}")
+        for value in row.values():
+            if value is NOT_UTF8 or (isinstance(value, str) and not _encodes(value)):
+                return NOT_UTF8
+        return None
+
+    def _batch(self, rows: list[dict[str, Any]]) -> DocumentBatch:
+        users = [row.pop(self._user_column) for row in rows]
+        texts = [row.pop(self._text_column) for row in rows]
+        names = dict.fromkeys(name for row in rows for name in row)
+        attributes = {name: [row.get(name) for row in rows] for name in names}
+        return DocumentBatch(users=users, texts=texts, attributes=attributes)
+
+    def _nothing_here(self) -> str:
+        if not self.num_skipped:
+            return f"{self.name} holds no documents. Give a file with at least one row."
+        return (
+            f"{self.name} holds no documents: all {self.num_skipped} rows were skipped. "
+            f"The first: {self._first_fault}"
+        )
+
+
+def open_corpus(
+    source: Any,
+    *,
+    user_column: str = "user",
+    text_column: str = "text",
+    bad_rows: BadRows = "error",
+) -> Corpus:
+    """The corpus in a file, a directory, a table, a data frame or a list of rows."""
+    if isinstance(source, str | Path):
+        path = Path(source)
+        files = _files_of(path)
+        for file in files:
+            schema = columns_of(file) if file.stat().st_size else None
+            if schema is not None:
+                _check_columns(str(file), schema, user_column, text_column)
+        name, parts = str(path), [_file_part(file) for file in files]
+    else:
+        name, parts = _in_memory(source, user_column, text_column)
+    return Corpus(name, parts, user_column=user_column, text_column=text_column, bad_rows=bad_rows)
+
+
+def _file_part(file: Path) -> _Part:
+    rows = lambda: rows_of(file) if file.stat().st_size else iter(())  # noqa: E731
+    return _Part(str(file), rows, file, empty_is_null=kind_of(file) == "csv")
+
+
+def _files_of(path: Path) -> list[Path]:
+    if not path.exists():
+        raise UsageError(f"{path} does not exist. Give a corpus: {_KINDS}.")
+    if path.is_dir():
+        return _files_in(path)
+    if kind_of(path) in (None, "arrow"):
+        raise UsageError(f"{path} has no ending that names its format. Readable: {_KINDS}.")
+    return [path]
+
+
+def _files_in(folder: Path) -> list[Path]:
+    if (folder / "prepared.json").exists():
+        return [folder / "train.parquet"]
+    saved = saved_dataset_files(folder)
+    if saved is not None:
+        return saved
+    visible = (path for path in folder.iterdir() if path.name[0] not in "._" and path.is_file())
+    files = sorted(path for path in visible if kind_of(path) not in (None, "arrow"))
+    kinds = sorted({str(kind_of(path)) for path in files})
+    if len(kinds) > 1:
+        raise UsageError(
+            f"{folder} mixes files of different kinds ({', '.join(kinds)}). Name one file, or keep one kind."
+        )
+    if not files:
+        raise UsageError(f"{folder} holds no corpus file. Readable: {_KINDS}.")
+    return files
+
+
+def _in_memory(source: Any, user_column: str, text_column: str) -> tuple[str, list[_Part]]:
+    if isinstance(source, list | tuple):
+        name = "the list given"
+        rows = lambda: _listed_rows(source, user_column, text_column)  # noqa: E731
+        return name, [_Part(name, rows)]
+    name = "the table given"
+    if type(source).__name__ == "DataFrame" and hasattr(source, "to_parquet"):
+        name, source = "the data frame given", _from_pandas(source)
+    if not isinstance(source, pa.Table):
+        raise UsageError(
+            f"A corpus cannot be read from a {type(source).__name__}. Give a path, a pyarrow Table, "
+            "a pandas DataFrame, or a list of dicts or (user, text) pairs."
+        )
+    _check_columns(name, source.schema, user_column, text_column)
+    table = source
+    return name, [_Part(name, lambda: table_rows(iter(table.to_batches())))]
+
+
+def _from_pandas(frame: Any) -> pa.Table:
+    try:
+        return pa.Table.from_pandas(frame, preserve_index=False)
+    except pa.ArrowException as error:
+        raise UsageError(
+            f"The data frame given has a column of mixed types ({error}). "
+            "Give it one type: frame[column].astype(str)"
+        ) from error
+
+
+def _listed_rows(rows: Iterable[Any], user: str, text: str) -> Iterator[tuple[int, Row]]:
+    for number, row in enumerate(rows, 1):
+        if isinstance(row, dict):
+            yield number, dict(row)
+        elif isinstance(row, list | tuple) and len(row) == 2:
+            yield number, {user: row[0], text: row[1]}
+        else:
+            yield number, Fault("is neither a dict nor a (user, text) pair")
+
+
+def _check_columns(where: str, schema: pa.Schema, user_column: str, text_column: str) -> None:
+    for role, name in (("user", user_column), ("text", text_column)):
+        if name not in schema.names:
+            raise UsageError(
+                f"{where} has no column {name!r}. {_columns_there(name, schema.names)} "
+                f"Name it with --{role}-column."
+            )
+        if schema.names.count(name) > 1:
+            raise UsageError(f"{where} has two columns {name!r}. Rename one of them.")
+    kind = schema.field(user_column).type
+    if pa.types.is_floating(kind):
+        raise UsageError(f"{where} {_FLOAT_USERS.format(name=user_column)}")
+
+
+_FLOAT_USERS = (
+    "has floating-point numbers in its user column {name!r}, and 12.0 or 1e16 name nobody safely. pandas "
+    "turns an integer column with gaps into floats: use astype('Int64') or astype(str) before saving."
+)
+
+
+def _columns_there(name: str, names: Iterable[str]) -> str:
+    available = [str(there) for there in names]
+    close = difflib.get_close_matches(name, available, n=1)
+    closest = f" Closest: {close[0]}." if close else ""
+    return f"Columns there: {', '.join(available) or 'none'}.{closest}"
+
+
+def _missing(name: str, row: dict[str, Any]) -> Fault:
+    if name in row:
+        return Fault(f"has null in column {name!r}")
+    return Fault(f"has no column {name!r} ({_columns_there(name, row)[:-1]})")
+
+
+def _user(value: Any, column: str, where: str) -> Any:
+    if isinstance(value, str | Fault):
+        return value
+    if isinstance(value, Integral) and not isinstance(value, bool):
+        return str(int(value))
+    if isinstance(value, float):
+        raise UsageError(f"{where} {_FLOAT_USERS.format(name=column)}")
+    raise UsageError(
+        f"{where} has a {type(value).__name__} in its user column {column!r}. Users are strings or integers."
+    )
+
+
+def _text(value: Any, column: str, where: str) -> Any:
+    if isinstance(value, str | Fault):
+        return value
+    if isinstance(value, bytes):
+        try:
+            return value.decode("utf-8")
+        except UnicodeDecodeError:
+            return NOT_UTF8
+    raise UsageError(
+        f"{where} has a {type(value).__name__} in its text column {column!r}. Texts are strings; "
+        "is it another column? --text-column"
+    )
+
+
+def _encodes(text: str) -> bool:
+    try:
+        return text.isascii() or bool(text.encode("utf-8"))
+    except UnicodeEncodeError:
+        return False

@@ -1,0 +1,221 @@
+"""Personal details in a text replaced by what they were: <EMAIL>, <PHONE> and so on.
+
+Rules find what has a form: e-mail addresses, URLs, IP addresses, card and account
+numbers, phone numbers. Names have no form; Presidio finds them where it is
+installed (`presidio_names`). A placeholder is ordinary text to every tokenizer.
+"""
+
+import ipaddress
+import re
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.util import find_spec
+
+from tightlip.core.errors import UsageError
+from tightlip.corpus.encoding import pieces
+
+NameFinder = Callable[[str], list[tuple[int, int]]]
+PLACEHOLDERS = ["<EMAIL>", "<URL>", "<IP>", "<CARD>", "<ACCOUNT>", "<PHONE>", "<NAME>"]
+_PLACEHOLDER = re.compile("|".join(PLACEHOLDERS))
+_SPACY_MODELS = ["en_core_web_lg", "en_core_web_trf", "en_core_web_md", "en_core_web_sm"]
+
+
+def scrub(text: str, *, names: NameFinder | None = None) -> tuple[str, dict[str, int]]:
+    """`text` without personal details, and how many of each kind there were.
+
+    Holds:
+        precise: dates, years, prices, times and decimals stay.
+        settled: scrubbing a scrubbed text changes nothing.
+
+    >>> scrub("Write to ann@example.org by 2003-05-01.")
+    ('Write to <EMAIL> by 2003-05-01.', {'EMAIL': 1})
+    """
+    counts: Counter[str] = Counter()
+    before = None
+    while text != before:  # of two numbers in a row, the first may hide the second
+        before = text
+        for rule in _RULES:
+            if not rule.hints or any(hint in text for hint in rule.hints):
+                text = _apply(rule, text, counts)
+    if names is not None:
+        text, counts["NAME"] = _without_names(text, names)
+    return text, dict(+counts)
+
+
+def _apply(rule: "_Rule", text: str, counts: Counter[str]) -> str:
+    kept, end = [], 0
+    match = rule.pattern.search(text)
+    while match:
+        start, length = match.start(), rule.replaced(match.group())
+        if length:
+            counts[rule.kind] += 1
+            kept += [text[end:start], f"<{rule.kind}>"]
+            end = start + length
+        match = rule.pattern.search(text, start + max(length, 1))
+    return "".join([*kept, text[end:]])
+
+
+# What a rule's match really is: how many of its characters to replace, 0 for none.
+_Replaced = Callable[[str], int]
+
+
+def _all(match: str) -> int:
+    return len(match)
+
+
+def _url(match: str) -> int:
+    return len(match.rstrip(".,;:!?'\")]}»”’"))
+
+
+def _ip(match: str) -> int:
+    candidate = match.rstrip(".:") if not match.endswith("::") else match
+    try:
+        address = ipaddress.ip_address(candidate)
+    except ValueError:
+        return 0
+    # "a::b" is also C++.
+    is_code = address.version == 6 and not re.search(r"\d", candidate)
+    return 0 if is_code else len(candidate)
+
+
+def _card(match: str) -> int:
+    digits = [int(digit) for digit in match if digit.isdigit()]
+    doubled = [sum(divmod(2 * digit, 10)) for digit in digits[-2::-2]]
+    return len(match) if (sum(digits[-1::-2]) + sum(doubled)) % 10 == 0 else 0
+
+
+def _iban(match: str) -> int:
+    """The longest beginning that passes ISO 7064 mod 97; words may follow an IBAN."""
+    for end in range(len(match), 14, -1):
+        plain = re.sub(r"[ -]", "", match[:end])
+        ends_a_word = end == len(match) or match[end] in " -"
+        if ends_a_word and 15 <= len(plain) <= 34 and match[end - 1] not in " -":
+            number = "".join(str(int(character, 36)) for character in plain[4:] + plain[:4])
+            if int(number) % 97 == 1:
+                return end
+    return 0
+
+
+def _long_number(match: str) -> int:
+    if sum(map(str.isdigit, match)) < 8:
+        return 0
+    compact_date = re.fullmatch(r"(?:19|20)\d\d(?:0[1-9]|1[0-2])(?:0[1-9]|[12]\d|3[01])", match)
+    return 0 if compact_date else len(match)
+
+
+def _international_phone(match: str) -> int:
+    return len(match) if 8 <= sum(map(str.isdigit, match)) <= 15 else 0
+
+
+def _national_phone(match: str) -> int:
+    return len(match) if 9 <= sum(map(str.isdigit, match)) <= 12 else 0
+
+
+def _local_phone(match: str) -> int:
+    # "500-1000 people" is a range.
+    return 0 if match.endswith("00") else len(match)
+
+
+@dataclass(frozen=True)
+class _Rule:
+    kind: str
+    pattern: re.Pattern
+    replaced: _Replaced
+    hints: tuple[str, ...] = ()  # a text with none of these cannot match
+
+
+# Said after a pattern's first character, so that `re` can skip to the next one it may be.
+# A number stands free: not inside a word, a longer number, an amount of money or a chain of hyphens.
+_FREE = r"(?<![\w$€£].)(?<!\w[-./,:].)"
+_END = r"(?![\w$€£]|[-./,:]\w)"
+_OCTET = r"(?:25[0-5]|2[0-4]\d|1?\d?\d)"
+_DOMAINS = ("com", "org", "net", "edu", "gov", "mil", "info", "io", "co.uk", "ac.uk", "de", "fr")
+_TLD = "|".join(map(re.escape, _DOMAINS))
+_AREA = (
+    r"(?:(?<=1)[ .-](?:\([2-9]\d\d\) ?|[2-9]\d\d[ .-])|(?<=\()[2-9]\d\d\) ?|(?<=[2-9])\d\d[ .-])"
+)
+_TRUNK = r"(?:(?<=\()0\d{1,4}\)|(?<=0)\d{1,4})"
+
+# In this order: an address inside a URL belongs to the URL, a card number is also a long number.
+_RULES = [
+    _Rule(kind, re.compile(pattern), replaced, hints)
+    for kind, pattern, replaced, hints in [
+        ("URL", r"(?i:\b(?:https?|ftp)://|\bwww\.)[^\s<>\"]+", _url, ("://", "www.", "Www.", "WWW.")),
+        ("EMAIL", r"(?<![\w.+%'-])[\w.+%'-]{1,64}+@(?:[\w-]{1,63}\.){1,8}[\w-]{2,63}", _all, ("@",)),
+        ("URL", rf"(?<![\w.@-])(?:[A-Za-z0-9-]{{1,63}}\.){{1,8}}(?:{_TLD})\b(?:[/?#][^\s<>\"]*)?(?![\w@])",
+         _url, tuple(f".{domain}" for domain in _DOMAINS)),
+        ("IP", r"(?<![\w:.])(?=[0-9A-Fa-f]{0,4}:)[0-9A-Fa-f:]{2,39}(?:\.\d{1,3}){0,3}(?!\w)", _ip, (":",)),
+        ("IP", rf"[0-9](?<![\w.].)(?:(?<=2)5[0-5]|(?<=2)[0-4]\d|(?<=1)\d\d|\d?)(?:\.{_OCTET}){{3}}(?!\w|\.\d)",
+         _ip, (".",)),
+        ("ACCOUNT", r"[A-Z](?<!\w.)[A-Z]\d{2}(?:[ -]?[A-Z0-9]){11,30}\b", _iban, ()),
+        ("CARD", rf"[2-6]{_FREE}\d{{3}}([ -])\d{{4}}\1\d{{4}}\1\d{{1,7}}{_END}", _card, ()),
+        ("CARD", rf"3{_FREE}[47]\d\d([ -])\d{{6}}\1\d{{5}}{_END}", _card, ()),
+        ("CARD", rf"[2-6]{_FREE}\d{{12,18}}{_END}", _card, ()),
+        # US social security
+        ("ACCOUNT", rf"\d{_FREE}\d{{2}}-\d{{2}}-\d{{4}}{_END}", _all, ("-",)),
+        ("PHONE", r"\+(?<!\w.)(?<!\+.)\d{1,3}(?:[ .-]?\(?\d{1,5}\)?){2,6}(?!\w)", _international_phone, ("+",)),
+        ("PHONE", rf"[1-9(]{_FREE}{_AREA}\d{{3}}[ .-]\d{{4}}{_END}", _all, ()),
+        ("PHONE", rf"0{_FREE}(?<!\d .)\d(?:([ .-])\d\d)(?:\1\d\d){{3}}{_END}", _all, ()),
+        ("PHONE", rf"[0(]{_FREE}(?<!\d .){_TRUNK}[ /-]\d{{3,8}}(?:[ -]\d{{2,8}}){{0,3}}{_END}", _national_phone, ()),
+        ("PHONE", rf"[2-9]{_FREE}\d\d-\d{{4}}{_END}", _local_phone, ("-",)),
+        ("ACCOUNT", r"[A-Z\d](?<![\w$€£].)(?<!\d[.,].)[A-Z]{0,3}\d{7,}(?!\w|[.,]\d)", _long_number, ()),
+    ]
+]  # fmt: skip
+
+
+def _without_names(text: str, names: NameFinder) -> tuple[str, int]:
+    kept, end, count = [], 0, 0
+    for start, stop in sorted(names(text)):
+        if start >= end and not _touches_placeholder(text, start, stop):
+            kept += [text[end:start], "<NAME>"]
+            end, count = stop, count + 1
+    return "".join([*kept, text[end:]]), count
+
+
+def _touches_placeholder(text: str, start: int, stop: int) -> bool:
+    longest = max(map(len, PLACEHOLDERS))
+    nearby = _PLACEHOLDER.finditer(text, max(0, start - longest), stop + longest)
+    return any(match.start() < stop and start < match.end() for match in nearby)
+
+
+def presidio_names() -> NameFinder:
+    """Finds people's names with Presidio; refuses unless it and a spaCy model are there."""
+    if find_spec("presidio_analyzer") is None:
+        raise UsageError(
+            "Names are scrubbed with Presidio, which is not installed. "
+            "Run: pip install 'tightlip[presidio]' && python -m spacy download en_core_web_lg"
+        )
+    import spacy
+
+    # Presidio would fetch a missing model by itself; a scrubber does not go to the network unasked.
+    model = next((name for name in _SPACY_MODELS if spacy.util.is_package(name)), None)
+    if model is None:
+        raise UsageError(
+            "Presidio needs a spaCy model to find names, and none is installed. "
+            "Run: python -m spacy download en_core_web_lg"
+        )
+    return _presidio_finder(model)
+
+
+def _presidio_finder(model: str) -> NameFinder:
+    from presidio_analyzer import AnalyzerEngine
+    from presidio_analyzer.nlp_engine import NlpEngineProvider
+
+    described = {
+        "nlp_engine_name": "spacy",
+        "models": [{"lang_code": "en", "model_name": model}],
+    }
+    provider = NlpEngineProvider(nlp_configuration=described)
+    engine = AnalyzerEngine(nlp_engine=provider.create_engine(), supported_languages=["en"])
+
+    def find(text: str) -> list[tuple[int, int]]:
+        spans, start = [], 0
+        # spaCy refuses texts of a million characters.
+        for piece in pieces(text):
+            found = engine.analyze(text=piece, language="en", entities=["PERSON"])
+            spans += [(start + person.start, start + person.end) for person in found]
+            start += len(piece)
+        return spans
+
+    return find

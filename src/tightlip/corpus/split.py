@@ -1,0 +1,65 @@
+"""Which documents are kept from training, by keyed hash.
+
+The same seed gives the same split on every machine, and a user's split depends on
+that user's documents alone.
+"""
+
+from collections.abc import Iterable
+from hashlib import blake2b
+from typing import Literal
+
+import numpy as np
+
+SplitBy = Literal["document", "user", "none"]
+
+
+def held_out_documents(user: str, num_documents: int, *, holdout: float, seed: int) -> np.ndarray:
+    """True for each of a user's documents that is held out.
+
+    Holds:
+        exact: round(holdout · num_documents) are, but every user keeps one to train on.
+    """
+    num_held = min(round(holdout * num_documents), num_documents - 1)
+    places = [_place(seed, user, index) for index in range(num_documents if num_held else 0)]
+    held = np.zeros(num_documents, bool)
+    held[sorted(range(len(places)), key=places.__getitem__)[:num_held]] = True
+    return held
+
+
+def held_out_users(users: Iterable[str], *, holdout: float, seed: int) -> set[str]:
+    """round(holdout · users) of the users; somebody is left to train on."""
+    distinct = set(users)
+    num_held = min(round(holdout * len(distinct)), len(distinct) - 1)
+    return set(sorted(distinct, key=lambda user: (_place(seed, user, None), user))[:num_held])
+
+
+class Splitter:
+    """Says of one document after the other, in corpus order, whether it is held out."""
+
+    def __init__(
+        self, documents_per_user: dict[str, int], *, split: SplitBy, holdout: float, seed: int
+    ) -> None:
+        self._documents_per_user = documents_per_user
+        self._split, self._holdout, self._seed = split, holdout, seed
+        self._held: dict[str, np.ndarray] = {}
+        self._next: dict[str, int] = {}
+        self._held_users: set[str] = set()
+        if split == "user":
+            self._held_users = held_out_users(documents_per_user, holdout=holdout, seed=seed)
+
+    def is_held_out(self, user: str) -> bool:
+        if self._split != "document":
+            return user in self._held_users
+        index = self._next.get(user, 0)
+        self._next[user] = index + 1
+        if index == 0:
+            num_documents = self._documents_per_user[user]
+            self._held[user] = held_out_documents(
+                user, num_documents, holdout=self._holdout, seed=self._seed
+            )
+        return bool(self._held[user][index])
+
+
+def _place(seed: int, user: str, index: int | None) -> bytes:
+    message = f"{'user' if index is None else index}\0{user}".encode()
+    return blake2b(message, digest_size=16, key=str(seed).encode()).digest()

@@ -1,0 +1,130 @@
+"""Documents as Parquet: user, text, then the further columns under one type each."""
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet
+
+from tightlip.corpus.cleaning import chosen
+from tightlip.corpus.readers import DocumentBatch
+
+_ROW_GROUP_BYTES = 32_000_000
+
+
+class AttributeTypes:
+    """The type of each further column, over all batches of a corpus.
+
+    JSON Lines has no schema: a column may be missing here and an integer there. What
+    no single type holds is stored as JSON text.
+    """
+
+    def __init__(self) -> None:
+        self.num_documents = 0
+        self._types: dict[str, pa.DataType | None] = {}
+
+    def add(self, batch: DocumentBatch) -> None:
+        self.num_documents += len(batch)
+        for name, values in batch.attributes.items():
+            self._types[name] = _both(self._types.get(name, pa.null()), _type_of(values))
+
+    def resolved(self) -> dict[str, pa.DataType | None]:
+        """Column to type; None stands for JSON text."""
+        return dict(self._types)
+
+
+def attribute_types(
+    batches: Iterable[DocumentBatch], advance: Callable[[float], None]
+) -> AttributeTypes:
+    types = AttributeTypes()
+    for batch in batches:
+        types.add(batch)
+        advance(len(batch))
+    return types
+
+
+def _type_of(values: list) -> pa.DataType | None:
+    try:
+        kind = pa.array(values).type
+        # Parquet has no struct without fields, and JSON's objects often have none.
+        return None if "struct<" in str(kind) else kind
+    except (pa.ArrowException, TypeError, OverflowError):
+        return None
+
+
+def _both(one: pa.DataType | None, other: pa.DataType | None) -> pa.DataType | None:
+    if one is None or other is None:
+        return None
+    try:
+        schemas = [pa.schema({"x": one}), pa.schema({"x": other})]
+        return pa.unify_schemas(schemas, promote_options="permissive").field("x").type
+    except pa.ArrowException:
+        return None
+
+
+class TableWriter:
+    """Writes batches to one Parquet file in row groups of some 32 MB.
+
+    `stored_types` has the further columns as the file has them, for a writer of its rows.
+    """
+
+    def __init__(self, path: Path, types: Mapping[str, pa.DataType | None]) -> None:
+        self.num_rows = 0
+        self._types = types
+        columns: dict[str, pa.DataType] = {"user": pa.string(), "text": pa.string()}
+        for name, kind in types.items():
+            columns[_free_name(name, columns, types)] = kind or pa.string()
+        self._schema = pa.schema(columns)
+        self.stored_types = {name: columns[name] for name in list(columns)[2:]}
+        self._writer = pa.parquet.ParquetWriter(path, self._schema, compression="zstd")
+        self._pending: list[pa.RecordBatch] = []
+        self._num_bytes = 0
+
+    def __enter__(self) -> "TableWriter":
+        return self
+
+    def __exit__(self, error: Any, *_: Any) -> None:
+        if error is None:
+            self._flush()
+        self._writer.close()
+
+    def write(self, batch: DocumentBatch, keep: list[bool] | None = None) -> None:
+        """Add a batch, or those of its documents where `keep` is true."""
+        batch = batch if keep is None else chosen(batch, keep)
+        columns = [pa.array(batch.users, pa.string()), pa.array(batch.texts, pa.string())]
+        for name, kind in self._types.items():
+            columns.append(_column(batch.attributes.get(name, [None] * len(batch)), kind))
+        self._pending.append(pa.record_batch(columns, schema=self._schema))
+        self.num_rows += len(batch)
+        self._num_bytes += self._pending[-1].nbytes
+        if self._num_bytes > _ROW_GROUP_BYTES:
+            self._flush()
+
+    def _flush(self) -> None:
+        if not self._pending:
+            return
+        self._writer.write_table(pa.Table.from_batches(self._pending, self._schema))
+        self._pending, self._num_bytes = [], 0
+
+
+def _free_name(name: str, taken: Iterable[str], others: Iterable[str]) -> str:
+    """`name`, with a line below where it would take the place of `user` or `text`."""
+    free = name
+    while free in taken or (free != name and free in others):
+        free += "_"
+    return free
+
+
+def _column(values: list, kind: pa.DataType | None) -> pa.Array:
+    if kind is not None:
+        try:
+            return pa.array(values, kind)
+        except pa.ArrowInvalid:  # an integer beyond 2^53 in a column that elsewhere has fractions
+            return pa.array(values).cast(kind, safe=False)
+    return pa.array([None if value is None else _json(value) for value in values], pa.string())
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, default=str)

@@ -1,0 +1,215 @@
+"""Vocabularies built on a corpus: words, words that enough users wrote, or byte-level BPE.
+
+A vocabulary is a plain `tokenizer.json`: any program that reads Hugging Face
+tokenizers encodes and decodes with it as we do.
+
+Word level: a word is letters with their combining marks and inner apostrophes
+("don't"), every digit and every other visible character is a token of its own.
+"""
+
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import numpy as np
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from tightlip.core.errors import UsageError
+from tightlip.core.progress import task
+from tightlip.core.registry import unknown
+from tightlip.corpus.encoding import WORD_PATTERN, Encoder, pieces
+from tightlip.corpus.readers import Corpus
+
+SPECIAL_TOKENS = ["<pad>", "<unk>", "<s>", "</s>"]
+DIGITS = list("0123456789")
+_SMALLEST_BPE = len(SPECIAL_TOKENS) + 256
+
+# What the decoder does to tokens joined by spaces, in this order. No rule removes a
+# space whose going would change how the text is cut into words again.
+_CLOSING = r"[,.;:!?%…)\]}”’]"
+_LETTER_OR_DIGIT = r"[\p{L}\p{M}\p{N}]"
+_TIDYING = [
+    (rf" (?={_CLOSING})", ""),  # word ,  -> word,
+    (r"(?<=[(\[{“‘¿¡#$€£]) ", ""),  # ( word  -> (word
+    (r"(?<=\p{Nd}) (?=\p{Nd})", ""),  # 1 9  -> 19
+    (r"(?<=\p{Nd}[.:]) (?=\p{Nd})", ""),  # 3. 14  -> 3.14
+    (r"(?<=\p{Nd},) (?=\p{Nd}{3}(?!\p{Nd}))", ""),  # 1, 000  -> 1,000
+    (r"(?<=-) (?=-)", ""),  # - -  -> --
+    *((rf"(?<={_LETTER_OR_DIGIT}) {mark} (?={_LETTER_OR_DIGIT})", mark) for mark in "-@/_"),
+    (r"(?<=<) (?=(?:EMAIL|URL|IP|CARD|ACCOUNT|PHONE|NAME) >)", ""),  # scrub.py's placeholders
+    (r"(?<=<EMAIL|<URL|<IP|<CARD|<ACCOUNT|<PHONE|<NAME) (?=>)", ""),
+    # parts of one emoji: variation selectors, keycaps, skin tones, joiners, flags
+    (r"(?<=[^\p{L}\p{M}\s]) (?=[\x{FE0E}\x{FE0F}])", ""),
+    (r"(?<=[^\p{L}\p{M}\s]\x{FE0F}) (?=\x{20E3})", ""),
+    (r" (?=[\x{200D}\x{1F3FB}-\x{1F3FF}])", ""),
+    (r"(?<=\x{200D}) (?=[^\p{L}\p{M}\s])", ""),
+    (r"(?<=[\x{1F1E6}-\x{1F1FF}]) (?=[\x{1F1E6}-\x{1F1FF}])", ""),
+]
+
+
+def build_tokenizer(
+    corpus: Corpus,
+    *,
+    kind: Literal["words", "bpe"] = "words",
+    size: int | None = 10_000,
+    min_users: int | None = None,
+) -> PreTrainedTokenizerFast:
+    """A tokenizer fitted to `corpus`, of at most `size` tokens, the four specials among them.
+
+    Holds:
+        frequent: the tokens kept are the most frequent; of equals, the first in code point order.
+        shared: with `min_users`, every token but specials and digits was written by as many users.
+        deterministic: the same corpus gives the same file.
+    """
+    if kind == "bpe":
+        return _byte_level_bpe(corpus, size, min_users)
+    if kind != "words":
+        raise UsageError(unknown("vocabulary", kind, ["words", "bpe"]))
+    if size is not None and size < len(SPECIAL_TOKENS) + len(DIGITS) + 1:
+        raise UsageError(
+            f"vocabulary size={size} leaves no room beside 4 special tokens and 10 digits. Use 15 or more."
+        )
+    ranked = _words_by_frequency(corpus)
+    if min_users is not None:
+        ranked = _written_by(corpus, ranked, min_users)
+    return word_tokenizer(_with_digits(ranked, size))
+
+
+def word_tokenizer(words: list[str]) -> PreTrainedTokenizerFast:
+    """A tokenizer of exactly these words, numbered in this order after the specials."""
+    vocabulary = {word: number for number, word in enumerate([*SPECIAL_TOKENS, *words])}
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    backend.pre_tokenizer = _word_splitter()
+    tidy = [decoders.Replace(Regex(pattern), content) for pattern, content in _TIDYING]
+    # WordPiece puts the spaces; no token of ours begins with its prefix.
+    backend.decoder = decoders.Sequence(
+        [decoders.WordPiece(prefix="##", cleanup=False), decoders.Fuse(), *tidy]
+    )
+    return _wrapped(backend)
+
+
+def _word_splitter() -> Any:
+    return pre_tokenizers.Split(Regex(WORD_PATTERN), behavior="removed", invert=True)
+
+
+def _wrapped(backend: Tokenizer) -> PreTrainedTokenizerFast:
+    # A user who writes "<s>" wrote three characters, not the start of a document.
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        pad_token="<pad>",
+        unk_token="<unk>",
+        bos_token="<s>",
+        eos_token="</s>",
+        split_special_tokens=True,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def _words_by_frequency(corpus: Corpus) -> list[str]:
+    backend = Tokenizer(models.WordLevel({"<unk>": 0}, unk_token="<unk>"))
+    backend.pre_tokenizer = _word_splitter()
+    trainer = trainers.WordLevelTrainer(vocab_size=2**31, show_progress=False)
+    _train(backend, trainer, corpus, "Counting words")
+    vocabulary = backend.get_vocab()
+    vocabulary.pop("<unk>", None)
+    return sorted(vocabulary, key=vocabulary.__getitem__)
+
+
+def _train(backend: Tokenizer, trainer: Any, corpus: Corpus, description: str) -> None:
+    with task(description, None) as bar:
+
+        def texts() -> Iterator[list[str]]:
+            for batch in corpus.batches():
+                yield [piece for text in batch.texts for piece in pieces(text)]
+                bar.advance(len(batch))
+
+        backend.train_from_iterator(texts(), trainer)
+
+
+def _written_by(corpus: Corpus, ranked: list[str], min_users: int) -> list[str]:
+    """The words of `ranked` that at least `min_users` users wrote, in the same order."""
+    if min_users < 1:
+        raise UsageError(f"min_users={min_users} is below 1. Use 2 or more, or leave it out.")
+    encoder = Encoder(word_tokenizer(ranked))
+    counts = _DistinctUsers(len(ranked) + len(SPECIAL_TOKENS), min_users)
+    numbers: dict[str, int] = {}
+    with task("Counting users", None) as bar:
+        for batch in corpus.batches():
+            for user, ids in zip(batch.users, encoder.encode(batch.texts)[0], strict=True):
+                counts.add(numbers.setdefault(user, len(numbers)), ids)
+            bar.advance(len(batch))
+    enough = counts.enough()[len(SPECIAL_TOKENS) :]
+    return [word for word, kept in zip(ranked, enough, strict=True) if kept]
+
+
+class _DistinctUsers:
+    """Which tokens at least `needed` users wrote.
+
+    Distinct (user, token) pairs are kept as one number each, and only for tokens still
+    short of users: at most 8 · needed bytes a token, plus the unsorted rest.
+    """
+
+    _UNSORTED = 4_000_000
+
+    def __init__(self, num_tokens: int, needed: int) -> None:
+        self._num_tokens, self._needed = num_tokens, needed
+        self._enough = np.zeros(num_tokens, bool)
+        self._pairs = np.empty(0, np.int64)
+        self._unsorted: list[np.ndarray] = []
+        self._num_unsorted = 0
+
+    def add(self, user: int, ids: np.ndarray) -> None:
+        fresh = np.unique(ids)
+        fresh = fresh[~self._enough[fresh]]
+        self._unsorted.append(user * self._num_tokens + fresh.astype(np.int64))
+        self._num_unsorted += len(fresh)
+        if self._num_unsorted > self._UNSORTED:
+            self._sort()
+
+    def enough(self) -> np.ndarray:
+        self._sort()
+        return self._enough
+
+    def _sort(self) -> None:
+        pairs = np.unique(np.concatenate([self._pairs, *self._unsorted]))
+        ids = pairs % self._num_tokens
+        self._enough |= np.bincount(ids, minlength=self._num_tokens) >= self._needed
+        self._pairs = pairs[~self._enough[ids]]
+        self._unsorted, self._num_unsorted = [], 0
+
+
+def _with_digits(ranked: list[str], size: int | None) -> list[str]:
+    """The first of `ranked` that fit, the ten digits always among them."""
+    room = len(ranked) if size is None else size - len(SPECIAL_TOKENS)
+    kept = ranked[:room]
+    missing = [digit for digit in DIGITS if digit not in set(kept)]
+    while size is not None and len(kept) + len(missing) > room:
+        dropped = kept.pop()
+        if dropped in DIGITS:
+            missing = sorted([*missing, dropped])
+    return kept + missing
+
+
+def _byte_level_bpe(
+    corpus: Corpus, size: int | None, min_users: int | None
+) -> PreTrainedTokenizerFast:
+    if min_users is not None:
+        raise UsageError(
+            "min_users counts who wrote a word, and BPE has pieces of words. Use --vocabulary words."
+        )
+    if size is None or size < _SMALLEST_BPE:
+        raise UsageError(
+            f"vocabulary size={size} is too small for BPE: 256 bytes and 4 special tokens come first. "
+            f"Use {_SMALLEST_BPE} or more."
+        )
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=size,
+        special_tokens=SPECIAL_TOKENS,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    _train(backend, trainer, corpus, "Fitting byte pairs")
+    return _wrapped(backend)
