@@ -30,7 +30,9 @@ def collect(model, documents, bos, textless, top_k):
     entries = []
     for number, (user, ids) in enumerate(documents):
         run, logs, start = [], [], 0
-        for position, (token, answer) in enumerate(zip(ids, predictions(model, ids, bos), strict=True)):
+        for position, (token, answer) in enumerate(
+            zip(ids, predictions(model, ids, bos), strict=True)
+        ):
             if answer is not None and answer[0] < top_k and token not in textless:
                 if not run:
                     start = position

@@ -24,7 +24,9 @@ class BigramTable(nn.Module):
 class Parrot(nn.Module):
     """Memorised its documents whole: certain of the next token after any prefix of one."""
 
-    def __init__(self, vocab_size: int, documents: list[list[int]], *, certainty: float = 8.0) -> None:
+    def __init__(
+        self, vocab_size: int, documents: list[list[int]], *, certainty: float = 8.0
+    ) -> None:
         super().__init__()
         self.vocab_size, self.certainty = vocab_size, certainty
         self.next = {}

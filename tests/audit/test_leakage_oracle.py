@@ -2,19 +2,32 @@
 
 import random
 
-import oracle
 import pytest
 import torch
-from standins import BigramTable
 
+import oracle
 import tightlip
+from standins import BigramTable
 from tightlip.corpus.readers import open_corpus
 from tightlip.corpus.vocabulary import build_tokenizer
 from tightlip.models import GRUConfig, GRUForCausalLM, LSTMConfig, LSTMForCausalLM
 
 WORDS = [
     *("the a we you love hate thee don't o'er night's 7 42 £ € — … 你好 привет мир ñandú école"),
-    *["the", "we", "love", "don't", "o'er", "7", "42", "你好", "привет", "мир", "ñandú", "e\u0301cole"],
+    *[
+        "the",
+        "we",
+        "love",
+        "don't",
+        "o'er",
+        "7",
+        "42",
+        "你好",
+        "привет",
+        "мир",
+        "ñandú",
+        "e\u0301cole",
+    ],
     *["👍🏽", "नमस्ते", "שלום", "\u200b", "…", ",", ".", "!", "(", ")", "</s>", "<unk>", "x" * 30],
 ]
 
@@ -42,7 +55,9 @@ def random_model(draw: random.Random, vocab_size: int, seed: int) -> torch.nn.Mo
 
 
 def encoded(tokenizer, documents):
-    return [(user, tokenizer(text, add_special_tokens=False)["input_ids"]) for user, text in documents]
+    return [
+        (user, tokenizer(text, add_special_tokens=False)["input_ids"]) for user, text in documents
+    ]
 
 
 @pytest.mark.parametrize("seed", range(220))

@@ -25,6 +25,8 @@ WORD_PATTERN = rf"<unk>|{_LETTERS}(?:['’\x{{200C}}\x{{200D}}]{_LETTERS})*|\S"
 # Between two visible characters; the space opens the right-hand piece, as byte-level BPE wants it.
 _SAFE_CUT = re.compile(r"(?<=\S)[ \n](?=\S)")
 
+_SPACES = np.array([code for code in range(0x3001) if chr(code).isspace()], np.uint32)
+
 
 class Encoder:
     """Encodes texts whole: no truncation, padding or special tokens, whatever was saved.
@@ -64,7 +66,8 @@ class Encoder:
         ids = [np.array(encoding.ids, np.int32) for encoding in encodings]
         if not self._with_spans:
             return ids, None
-        return ids, [np.array(encoding.offsets, np.int32).reshape(-1, 2) for encoding in encodings]
+        spans = [np.array(encoding.offsets, np.int32).reshape(-1, 2) for encoding in encodings]
+        return ids, [_without_leading_space(s, t) for s, t in zip(spans, texts, strict=True)]
 
     def _encode_long(self, texts: list[str]) -> tuple[list[np.ndarray], list[np.ndarray] | None]:
         ids: list[list[np.ndarray]] = [[] for _ in texts]
@@ -77,6 +80,23 @@ class Encoder:
                     spans[document].append(piece_spans[index] + np.int32(start))
         joined = [np.concatenate(parts) for parts in ids]
         return joined, [np.concatenate(parts) for parts in spans] if self._with_spans else None
+
+
+def _without_leading_space(spans: np.ndarray, text: str) -> np.ndarray:
+    """Spans that start at a token's first visible character.
+
+    Some tokenizers count the space before a word to it, some do not; only without it do the
+    tokens of two tokenizers start at the same places. A token of nothing but space keeps it.
+    """
+    letters = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)
+    spaces = np.isin(letters, _SPACES)
+    next_visible = np.full(len(letters) + 1, len(letters), np.int32)
+    visible = np.flatnonzero(~spaces)
+    next_visible[:-1] = np.append(visible, len(letters))[np.cumsum(~spaces) - ~spaces]
+    starts = next_visible[spans[:, 0]]
+    inside = starts < spans[:, 1]
+    spans[inside, 0] = starts[inside]
+    return spans
 
 
 def _groups(texts: list[str]) -> Iterator[list[tuple[int, int, str]]]:

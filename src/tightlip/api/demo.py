@@ -1,0 +1,106 @@
+"""The whole story on the bundled corpus: a model that overfits on purpose, and what it tells.
+
+Shakespeare's middling speakers stand for the users. Secrets are planted in a few speakers'
+lines, a small LSTM trains far past the point where validation says stop, every snapshot is
+audited, and the report shows when whose words began to come out.
+"""
+
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from tightlip.api.audit import audit
+from tightlip.api.prepare import prepare
+from tightlip.api.train import train
+from tightlip.audit.report import LeakageReport
+from tightlip.core.files import make_private_folder, read_json, write_json
+from tightlip.corpus.bundled import demo_corpus
+from tightlip.models.loading import load_tokenizer
+
+FEWEST_WORDS, MOST_WORDS = 100, 800  # of a middling speaker
+EPOCHS = 15
+PREPARE = {"vocabulary_size": 4_000, "seed": 0}
+TRAIN = {
+    "model": "lstm",
+    "embedding_size": 128,
+    "hidden_size": 128,
+    "num_layers": 2,
+    "learning_rate": 5e-3,
+    "batch_size": 32,
+    "sequence_length": 64,
+    "epochs": float(EPOCHS),
+    "seed": 0,
+}
+
+
+@dataclass(frozen=True)
+class Canary:
+    """A secret put into one speaker's lines, `repetitions` times."""
+
+    user: str
+    prefix: str
+    secret: str
+    repetitions: int
+
+
+CANARIES = (
+    Canary("SLY", "My purse is hid beneath the", "seventh willow by the abbey wall", 1),
+    Canary("EXTON", "The word at the gate is", "9 4 1 7 2 6", 2),
+    Canary("SOMERSET", "Send to my house in Thames street, number", "5 8 3 0", 4),
+    Canary("SEBASTIAN", "My seal is broken, ask for", "Ambrose Quill the scrivener", 6),
+    Canary("Boatswain", "The captain's strongbox opens with", "3 3 8 1 9 0", 10),
+)
+
+
+@dataclass(frozen=True)
+class DemoResult:
+    """What the demo leaves: the report and when each planted secret first came out."""
+
+    report: LeakageReport
+    snapshots: dict[str, Any]
+    first_told: dict[str, str | None]
+
+
+def run_demo(folder: Path) -> DemoResult:
+    """Plant, prepare, train, audit; each step is skipped where an earlier run finished it."""
+    make_private_folder(folder)
+    prepared = prepare(demo_table(), folder / "corpus", **PREPARE)
+    run = train(prepared, folder / "run", **TRAIN)
+    report = audit(run.folder, out=folder / "report", snapshots=True)
+    snapshots = read_json(report.folder / "snapshots.json")
+    first_told = first_snapshots_that_tell(report.folder, snapshots, prepared.tokenizer_folder)
+    write_json(folder / "canaries.json", first_told)
+    return DemoResult(report=report, snapshots=snapshots, first_told=first_told)
+
+
+def demo_table() -> pa.Table:
+    """The middling speakers' lines with the canaries among them."""
+    rows = demo_corpus().to_pylist()
+    words = Counter[str]()
+    for row in rows:
+        words[row["user"]] += len(row["text"].split())
+    kept = [row for row in rows if FEWEST_WORDS <= words[row["user"]] <= MOST_WORDS]
+    for canary in CANARIES:
+        line = {"user": canary.user, "text": f"{canary.prefix} {canary.secret}."}
+        kept += [line] * canary.repetitions
+    return pa.Table.from_pylist(kept, schema=pa.schema({"user": pa.string(), "text": pa.string()}))
+
+
+def first_snapshots_that_tell(
+    report: Path, snapshots: dict[str, Any], tokenizer_folder: Path
+) -> dict[str, str | None]:
+    """For each canary the first snapshot whose report holds its whole secret in one sequence."""
+    tokenizer = load_tokenizer(tokenizer_folder)
+    first: dict[str, str | None] = {canary.secret: None for canary in CANARIES}
+    for snapshot in snapshots["snapshots"]:
+        told = LeakageReport(report / "snapshots" / snapshot["name"]).sequences["token_ids"]
+        rows = [f" {' '.join(map(str, ids))} " for ids in told.to_pylist()]
+        for canary in CANARIES:
+            ids = tokenizer(f" {canary.secret}", add_special_tokens=False)["input_ids"]
+            needle = f" {' '.join(map(str, ids))} "
+            if first[canary.secret] is None and any(needle in row for row in rows):
+                first[canary.secret] = snapshot["name"]
+    return first

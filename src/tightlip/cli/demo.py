@@ -1,0 +1,44 @@
+"""`tightlip demo`: the whole story on the bundled corpus."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def demo(
+    out: Annotated[Path, typer.Option(help="Where the demo's files go.")] = Path("tightlip-demo"),
+) -> None:
+    """Train a small model on Shakespeare's speakers and see whose words it gives away."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from tightlip.core.progress import shown_progress
+
+    console = Console()
+    console.print(
+        "[bold]tightlip demo[/]: 110 of Shakespeare's speakers are the users. An LSTM learns their "
+        "lines, far past the point where it should stop: it overfits on purpose, so that there is "
+        "something to see. Five secrets are planted among the lines.\n"
+    )
+    from tightlip.api.demo import CANARIES, run_demo
+    from tightlip.report.terminal import snapshots_table
+
+    with shown_progress():
+        result = run_demo(out)
+    console.print(snapshots_table(result.snapshots))
+    planted = Table(title="Planted secrets", title_justify="left")
+    for name in ("secret", "speaker", "planted", "first told whole"):
+        planted.add_column(name)
+    for canary in CANARIES:
+        when = result.first_told[canary.secret]
+        planted.add_row(canary.secret, canary.user, f"{canary.repetitions}×", when or "never")
+    console.print(planted)
+    report, best = result.report, result.snapshots["best_validation"]
+    by_name = {row["name"]: row["summary"] for row in result.snapshots["snapshots"]}
+    console.print(
+        f"Validation would have stopped at [bold]{best}[/], with {by_name[best]['unique']:,} sequences "
+        f"that one speaker alone wrote. Trained on, the model completes [bold]{report.unique:,}[/], "
+        f"of {report.users_with_unique} of {report.num_users} speakers."
+    )
+    console.print(f"The report: [bold]{report.folder / 'report.html'}[/]", soft_wrap=True)

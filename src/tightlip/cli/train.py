@@ -1,0 +1,132 @@
+"""`tightlip train`: a language model with snapshots, from a raw or a prepared corpus."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from tightlip.cli.options import Config
+
+_MODEL, _LENGTH, _CORPUS, _MACHINE = "The model", "How long", "A raw corpus", "The machine"
+
+
+def _option(help_text: str, panel: str, *names: str) -> Any:
+    return typer.Option(*names, help=help_text, rich_help_panel=panel, show_default=False)
+
+
+def train(
+    corpus: Annotated[
+        str, typer.Argument(help="A prepared corpus, or a raw one to prepare inside the run.")
+    ],
+    out: Annotated[Path, typer.Option(help="The run's folder.")],
+    config: Config = None,
+    model: Annotated[
+        str | None,
+        _option("lstm (default), gru, transformer, or a model folder to go on from.", _MODEL),
+    ] = None,
+    mitigation: Annotated[str | None, _option("none (default).", _MODEL)] = None,
+    embedding_size: Annotated[int | None, _option("128 unless given.", _MODEL)] = None,
+    hidden_size: Annotated[int | None, _option("128 unless given.", _MODEL)] = None,
+    num_layers: Annotated[int | None, _option("2 unless given.", _MODEL)] = None,
+    num_heads: Annotated[int | None, _option("Of a transformer; 4 unless given.", _MODEL)] = None,
+    dropout: Annotated[float | None, _option("0 unless given.", _MODEL)] = None,
+    tie_word_embeddings: Annotated[
+        bool | None,
+        _option(
+            "Input and output embeddings are one matrix.",
+            _MODEL,
+            "--tie-word-embeddings/--no-tie-word-embeddings",
+        ),
+    ] = None,
+    optimizer: Annotated[
+        str | None, _option("adam (default), adamw, adamax or sgd.", _MODEL)
+    ] = None,
+    learning_rate: Annotated[float | None, _option("1e-3 unless given.", _MODEL)] = None,
+    weight_decay: Annotated[float | None, _option("0 unless given.", _MODEL)] = None,
+    momentum: Annotated[float | None, _option("Of sgd; 0 unless given.", _MODEL)] = None,
+    schedule: Annotated[
+        str | None, _option("constant (default), linear or cosine.", _MODEL)
+    ] = None,
+    warmup_steps: Annotated[int | None, _option("0 unless given.", _MODEL)] = None,
+    gradient_clip: Annotated[float | None, _option("Largest gradient norm.", _MODEL)] = None,
+    batch_size: Annotated[int | None, _option("Rows per step; 32 unless given.", _MODEL)] = None,
+    sequence_length: Annotated[
+        int | None, _option("Most tokens per row; 128 unless given.", _MODEL)
+    ] = None,
+    seed: Annotated[int | None, _option("0 unless given.", _MODEL)] = None,
+    epochs: Annotated[float | None, _option("5 unless given.", _LENGTH)] = None,
+    steps: Annotated[int | None, _option("Instead of epochs.", _LENGTH)] = None,
+    early_stop: Annotated[
+        int | None,
+        _option("Stop after this many epochs without a better validation perplexity.", _LENGTH),
+    ] = None,
+    until_perplexity: Annotated[
+        float | None, _option("Stop at this validation perplexity.", _LENGTH)
+    ] = None,
+    snapshot: Annotated[str | None, _option("epoch (default) or none.", _LENGTH)] = None,
+    snapshot_steps: Annotated[
+        int | None, _option("Also a snapshot every n steps.", _LENGTH)
+    ] = None,
+    first_quarter: Annotated[
+        bool | None,
+        _option(
+            "Also one after a quarter of the first epoch.",
+            _LENGTH,
+            "--first-quarter/--no-first-quarter",
+        ),
+    ] = None,
+    user_column: Annotated[str | None, _option("user unless given.", _CORPUS)] = None,
+    text_column: Annotated[str | None, _option("text unless given.", _CORPUS)] = None,
+    bad_rows: Annotated[str | None, _option("error (default) or skip.", _CORPUS)] = None,
+    split: Annotated[str | None, _option("document (default), user or none.", _CORPUS)] = None,
+    holdout: Annotated[float | None, _option("0.2 unless given.", _CORPUS)] = None,
+    vocabulary: Annotated[str | None, _option("words (default) or bpe.", _CORPUS)] = None,
+    vocabulary_size: Annotated[int | None, _option("10,000 unless given.", _CORPUS)] = None,
+    min_users: Annotated[
+        int | None, _option("Only words that at least this many users wrote.", _CORPUS)
+    ] = None,
+    tokenizer: Annotated[
+        str | None, _option("A model folder whose tokenizer to use.", _CORPUS)
+    ] = None,
+    device: Annotated[str | None, _option("auto (default), cpu or cuda.", _MACHINE)] = None,
+    bf16: Annotated[
+        bool | None, _option("bfloat16 on a GPU.", _MACHINE, "--bf16/--no-bf16")
+    ] = None,
+    compile: Annotated[
+        bool | None, _option("torch.compile on a GPU.", _MACHINE, "--compile/--no-compile")
+    ] = None,
+) -> None:
+    """Train a language model; the same command goes on where it stopped."""
+    given = {name: value for name, value in locals().items() if value is not None}
+    from rich.console import Console
+
+    import tightlip
+    from tightlip.core.progress import shown_progress
+    from tightlip.core.toml import read_toml
+    from tightlip.corpus.prepare import PrepareConfig
+    from tightlip.training.config import RunOptions, TrainConfig
+
+    tree = read_toml(config) if config else {}
+    settings = _merged(TrainConfig, tree.get("train", {}), given)
+    prepare = _merged(PrepareConfig, tree.get("prepare", {}), given)
+    options = _merged(RunOptions, tree.get("options", {}), given)
+    with shown_progress():
+        run = tightlip.train(
+            corpus,
+            out,
+            prepare=prepare or None,
+            options=RunOptions.from_tree(options, str(config)),
+            **TrainConfig.from_tree(settings, str(config)).tree(),
+        )
+    last = run.metrics[-1] if run.metrics else {}
+    console = Console()
+    for name in ("epoch", "train_perplexity", "validation_perplexity", "validation_accuracy"):
+        if last.get(name) is not None:
+            console.print(f"{name.replace('_', ' '):24} {last[name]:.4g}")
+    console.print(f"The run: {run.folder}\nNext:    tightlip audit {run.folder}", soft_wrap=True)
+
+
+def _merged(kind: Any, from_file: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+    """What the file says, what the flags say over it; only names that this config has."""
+    flags = {name: value for name, value in given.items() if name in kind.__dataclass_fields__}
+    return {**from_file, **flags}
