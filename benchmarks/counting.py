@@ -109,7 +109,11 @@ def with_infini_gram(corpus, chosen):
         with contextlib.redirect_stdout(sys.stderr):
             indexing.build_sa(argparse.Namespace(**where, cpus=2, mem=8, token_width=2))
         engine = InfiniGramEngine(
-            index_dir=folder, eos_token_id=0xFFFF - 1, vocab_size=0xFFFF, token_dtype="u16", version=4
+            index_dir=folder,
+            eos_token_id=0xFFFF - 1,
+            vocab_size=0xFFFF,
+            token_dtype="u16",
+            version=4,
         )
         return np.array([engine.count(input_ids=s.tolist())["count"] for s in chosen]), None
 
@@ -176,7 +180,9 @@ def main():
     runs = [("brute force", 200_000, 2_000), ("tightlip", 200_000, 2_000)]
     runs += [("tightlip", int(m * 1e6), NUM_SEQUENCES) for m in arguments.millions]
     runs += [(peer, 20_000_000, NUM_SEQUENCES) for peer in ("tokengrams", "infini-gram")]
-    print("contender     tokens  sequences  CPU s  wall s  µs CPU/token  peak GB  idle GB   totals    users")
+    print(
+        "contender     tokens  sequences  CPU s  wall s  µs CPU/token  peak GB  idle GB   totals    users"
+    )
     for name, num_tokens, number in runs:
         result = measured(name, num_tokens, number)
         if result:

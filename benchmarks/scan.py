@@ -10,6 +10,7 @@ import argparse
 import platform
 import statistics
 import time
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -20,9 +21,7 @@ from tightlip.models import LSTMConfig, LSTMForCausalLM
 
 
 def lstm(vocab_size, size):
-    config = LSTMConfig(
-        vocab_size=vocab_size, embedding_size=size, hidden_size=size, num_layers=2
-    )
+    config = LSTMConfig(vocab_size=vocab_size, embedding_size=size, hidden_size=size, num_layers=2)
     return LSTMForCausalLM(config)
 
 
@@ -36,7 +35,12 @@ SETTINGS = {
     "cpu": [("LSTM 2×128, vocabulary 10k", lambda: lstm(10_000, 128), 60_000, ["float32"])],
     "cuda": [
         ("GPT-2 small", gpt2_small, 1_000_000, ["bfloat16", "float32"]),
-        ("LSTM 2×550, vocabulary 40k", lambda: lstm(40_000, 550), 2_000_000, ["bfloat16", "float32"]),
+        (
+            "LSTM 2×550, vocabulary 40k",
+            lambda: lstm(40_000, 550),
+            2_000_000,
+            ["bfloat16", "float32"],
+        ),
     ],
 }
 
@@ -81,14 +85,29 @@ def compare(make_model, num_tokens, dtype, device, repeats):
         scanner.scan(tokens, bounds)
 
     forward(), scan()  # compile, warm up
+    check(model, scanner, device)
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
     pairs = [(timed(device, forward), timed(device, scan)) for _ in range(repeats)]
     own = statistics.median(first for first, _ in pairs)
     ratio = statistics.median(second / first for first, second in pairs)
     return own, ratio, len(tokens)
 
 
-def peak_memory(device):
-    return f"{torch.cuda.max_memory_allocated() / 2**30:.1f} GiB" if device == "cuda" else "-"
+def check(model, scanner, device):
+    """The kernel against plain operations in float64, on fresh random text."""
+    tokens, bounds = random_documents(3_000, model.config.vocab_size)
+    ranks, log_probs = scanner.scan(tokens, bounds)
+    for begin, end in pairwise(bounds[:4]):
+        row = torch.from_numpy(np.r_[2, tokens[begin : end - 1]].astype(np.int64)).to(device)[None]
+        with torch.inference_mode(), full_precision():
+            logits = model(input_ids=row).logits[0].double().cpu()
+        target = logits.gather(1, torch.from_numpy(tokens[begin:end].astype(np.int64))[:, None])
+        expected = (target - logits.logsumexp(1, keepdim=True))[:, 0].numpy()
+        assert np.abs(log_probs[begin:end] - expected).max() < 2e-2, "log-probabilities disagree"
+        above = (logits > target).sum(1).numpy()
+        # Batched and single rows round differently, so a close call may fall either way.
+        assert np.abs(ranks[begin:end] - above).mean() < 0.01 * model.config.vocab_size
 
 
 def main():

@@ -158,9 +158,11 @@ class Scanner:
         for begin, hidden in self._hidden_chunks(inputs_BT):
             part = slice(begin, begin + hidden.shape[1])
             wanted = wanted_BT[:, part]
-            chosen = torch.from_numpy(wanted).to(self.device)
+            # Indices rather than a mask: the GPU need not stop to count them.
+            chosen = torch.from_numpy(np.flatnonzero(wanted)).to(self.device)
             targets = torch.from_numpy(targets_BT[:, part][wanted].astype(np.int64))
-            ranks, log_probs = self._score_rows(hidden[chosen], targets.to(self.device))
+            kept = hidden.flatten(0, 1).index_select(0, chosen)
+            ranks, log_probs = self._score_rows(kept, targets.to(self.device))
             yield places_BT[:, part][wanted], ranks, log_probs
 
     def _padded(
