@@ -1,12 +1,12 @@
 """What a training run leaves behind, and how to read it.
 
-    config.toml         the resolved settings, the corpus and its fingerprints
-    model/              the model as training ended, a Hugging Face folder
-    snapshots/epoch-N/  the model on its way; step-N inside an epoch, epoch-0.25 early in the first
-    metrics.jsonl       one line per epoch and snapshot
-    ledger.json         what the run may promise; written last, so it marks a finished run
-    log.txt             what was said on the way
-    checkpoint/         only while the run is under way
+config.toml         the resolved settings, the corpus and its fingerprints
+model/              the model as training ended, a Hugging Face folder
+snapshots/epoch-N/  the model on its way; step-N inside an epoch, epoch-0.25 early in the first
+metrics.jsonl       one line per epoch and snapshot
+ledger.json         what the run may promise; written last, so it marks a finished run
+log.txt             what was said on the way
+checkpoint/         only while the run is under way
 """
 
 import fcntl
@@ -26,7 +26,7 @@ from tightlip.core.toml import read_toml, toml_text
 CONFIG, METRICS, LEDGER, LOG = "config.toml", "metrics.jsonl", "ledger.json", "log.txt"
 MODEL, SNAPSHOTS, CHECKPOINT, LOCK = "model", "snapshots", "checkpoint", ".lock"
 # A raw corpus is prepared inside the run before training claims the folder.
-_MAY_STAND_BEFORE = {"corpus", LOG, LOCK}
+_MAY_STAND_BEFORE = {"corpus", LOG}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +78,7 @@ def open_run(folder: Path) -> RunRecord:
     return RunRecord(
         folder=folder,
         config=config,
-        corpus_folder=Path(config["corpus"]["folder"]),
+        corpus_folder=folder / config["corpus"]["folder"],
         model_folder=folder / MODEL,
         snapshots=_snapshots(folder, metrics),
         metrics=metrics,
@@ -138,26 +138,34 @@ def claimed(folder: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def begin_run(folder: Path, config: dict[str, Any], *, same: Mapping[str, tuple[str, ...]]) -> None:
-    """Write `config` into a fresh run, or make sure that the run already there is the same.
+def begin_run(folder: Path, config: dict[str, Any]) -> None:
+    """Keep the settings with the run."""
+    write_text(folder / CONFIG, toml_text(config))
 
-    `same` names, for each table of the tree, the settings that may differ all the same.
+
+def check_may_train(
+    folder: Path, config: dict[str, Any], *, same: Mapping[str, tuple[str, ...]]
+) -> None:
+    """Refuse a folder that is neither free nor holds this very run.
+
+    `same` names the tables of the tree that must agree and, for each, the settings in it
+    that may differ all the same.
 
     Holds:
         same_settings: a run with any other setting in those tables is a usage error naming it.
         foreign: a folder that holds something else is a usage error.
     """
     if is_run(folder):
-        check_same(folder, read_toml(folder / CONFIG), config, same)
-        return
-    if foreign := sorted({path.name for path in folder.iterdir()} - _MAY_STAND_BEFORE):
-        raise UsageError(
-            f"{folder} holds {foreign[0]} and no run. Choose another --out, or empty it first."
-        )
-    write_text(folder / CONFIG, toml_text(config))
+        _check_same(folder, read_toml(folder / CONFIG), config, same)
+    elif folder.exists():
+        names = {path.name for path in folder.iterdir() if not path.name.startswith(".")}
+        if foreign := sorted(names - _MAY_STAND_BEFORE):
+            raise UsageError(
+                f"{folder} holds {foreign[0]} and no run. Choose another --out, or empty it first."
+            )
 
 
-def check_same(
+def _check_same(
     folder: Path, there: dict[str, Any], given: dict[str, Any], same: Mapping[str, tuple[str, ...]]
 ) -> None:
     differing = [
@@ -173,7 +181,11 @@ def check_same(
 
 
 def go_back_to(folder: Path, metrics: list[dict[str, Any]]) -> None:
-    """Make the folder what it was when these were its metrics: later snapshots go."""
+    """Make the folder what it was when these were its metrics: later snapshots go, and so do
+    files that somebody was killed while writing."""
+    for path in folder.glob(".*.partial"):
+        if path.is_file():
+            path.unlink()
     kept = {line.get("snapshot") for line in metrics}
     if (folder / SNAPSHOTS).is_dir():
         for path in (folder / SNAPSHOTS).iterdir():

@@ -1,0 +1,1 @@
+"""Training language models: one loop, and mitigations that plug into it."""

@@ -1,0 +1,173 @@
+"""From documents to padded rows of ids.
+
+A document is read as `<s> w1 … wn`: the tokenizer's BOS where it has one, then its tokens,
+then nothing; documents are never joined. Shapes: B rows, T ids, N targets.
+"""
+
+import hashlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from tightlip.corpus.tokens import TokenizedCorpus
+
+NO_LABEL = -100
+SORTED_TOGETHER = 50  # batches; sorting more by length saves no padding worth having
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rows:
+    """Where each row's ids stand in a corpus; nothing is copied ahead.
+
+    Row i is tokens[starts[i] : starts[i] + lengths[i]], after a BOS where begins[i]. Its first
+    id is context, every other a target.
+    """
+
+    tokens: np.ndarray
+    starts: np.ndarray
+    lengths: np.ndarray
+    begins: np.ndarray
+    users: np.ndarray
+    bos: int | None
+    pad: int
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    @property
+    def num_targets(self) -> np.ndarray:
+        return self.lengths + self.begins - 1
+
+    def fingerprint(self) -> str:
+        """SHA-256 of which tokens are rows, whatever the tokens are."""
+        digest = hashlib.sha256(f"{self.bos} {self.pad}".encode())
+        for part in (self.starts, self.lengths, self.begins):
+            digest.update(np.ascontiguousarray(part).data)
+        return digest.hexdigest()
+
+
+def rows_of(
+    corpus: "TokenizedCorpus",
+    *,
+    sequence_length: int,
+    bos: int | None,
+    pad: int | None = None,
+    without_users: frozenset[int] = frozenset(),
+) -> Rows:
+    """Rows of at most `sequence_length` targets, none with none.
+
+    A long document is cut; each further row begins with the token before it, as context.
+
+    Holds:
+        once: every token is a target exactly once, but for a first one without BOS.
+        left_out: no row holds a token of `without_users`.
+    """
+    bounds = np.asarray(corpus.bounds, np.int64)
+    kept = ~np.isin(np.asarray(corpus.users), list(without_users))
+    has_bos = bos is not None
+    num_targets = np.where(kept, np.maximum(np.diff(bounds) - (not has_bos), 0), 0)
+    num_rows = -(-num_targets // sequence_length)
+    document = np.repeat(np.arange(len(num_rows)), num_rows)
+    place = np.arange(len(document)) - np.repeat(np.cumsum(num_rows) - num_rows, num_rows)
+    first_target = place * sequence_length
+    targets = np.minimum(num_targets[document] - first_target, sequence_length)
+    begins = (place == 0) & has_bos
+    # The context of target t is token t - 1 with a BOS in front, else token t.
+    starts = bounds[document] + first_target - (has_bos & ~begins)
+    return Rows(
+        tokens=corpus.tokens,
+        starts=starts,
+        lengths=(targets + 1 - begins).astype(np.int32),
+        begins=begins,
+        users=np.asarray(corpus.users)[document],
+        bos=bos,
+        pad=0 if pad is None else pad,
+    )
+
+
+def epoch_order(rows: Rows, *, batch_size: int, seed: int, epoch: int) -> list[np.ndarray]:
+    """The rows of each batch of an epoch: shuffled, but rows of like length share a batch.
+
+    Holds:
+        once: every row is in exactly one batch, every batch but one is full.
+        pure: the same seed and epoch give the same order.
+    """
+    draw = np.random.default_rng([seed, epoch])
+    shuffled = draw.permutation(len(rows))
+    batches = []
+    for start in range(0, len(rows), SORTED_TOGETHER * batch_size):
+        block = shuffled[start : start + SORTED_TOGETHER * batch_size]
+        block = block[np.argsort(rows.lengths[block], kind="stable")]
+        batches += [block[at : at + batch_size] for at in range(0, len(block), batch_size)]
+    return [batches[place] for place in draw.permutation(len(batches))]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """Rows side by side, padded on the right.
+
+    `input_ids_BT` and `labels_BT` are what transformers calls by these names: a label stands
+    where its id stands, -100 at contexts and padding. The model need not be fed a row's last
+    id, so we feed `inputs` and compare with `targets`: the id after each input.
+    """
+
+    input_ids_BT: Tensor
+    labels_BT: Tensor
+    places_N: Tensor  # of the targets, in `targets` laid out flat
+    target_ids_N: Tensor
+    users_B: Tensor
+
+    @property
+    def inputs(self) -> Tensor:
+        return self.input_ids_BT[:, :-1]
+
+    @property
+    def targets(self) -> Tensor:
+        return self.labels_BT[:, 1:]
+
+    @property
+    def num_targets(self) -> int:
+        return len(self.target_ids_N)
+
+    def to(self, device: torch.device) -> "Batch":
+        if device.type == "cpu":
+            return self
+        moved = {
+            name: (part.pin_memory() if device.type == "cuda" else part).to(
+                device, non_blocking=True
+            )
+            for name, part in vars(self).items()
+        }
+        return Batch(**moved)
+
+
+def gather(rows: Rows, chosen: np.ndarray, *, widths: tuple[int, ...] = ()) -> Batch:
+    """The chosen rows as one batch, as many inputs wide as the smallest of `widths` that fits.
+
+    Without `widths`, or where none fits, it is as wide as its longest row.
+    """
+    begins_B1 = rows.begins[chosen, None]
+    ends_B1 = (rows.lengths[chosen] + rows.begins[chosen])[:, None]
+    longest = max(int(ends_B1.max(initial=0)) - 1, 1)
+    width = min((width for width in widths if width >= longest), default=longest)
+    places_1T = np.arange(width + 1)[None]
+    real_BT = places_1T < ends_B1
+    where_BT = np.where(real_BT, rows.starts[chosen, None] + places_1T - begins_B1, 0)
+    ids_BT = rows.tokens[np.maximum(where_BT, 0)].astype(np.int64)
+    ids_BT[~real_BT] = rows.pad
+    if rows.bos is not None:
+        ids_BT[rows.begins[chosen], 0] = rows.bos
+    labels_BT = np.where(real_BT & (places_1T > 0), ids_BT, NO_LABEL)
+    targets = labels_BT[:, 1:].ravel()
+    places_N = np.flatnonzero(targets != NO_LABEL)
+    return Batch(
+        input_ids_BT=torch.from_numpy(ids_BT),
+        labels_BT=torch.from_numpy(labels_BT),
+        places_N=torch.from_numpy(places_N),
+        target_ids_N=torch.from_numpy(targets[places_N]),
+        users_B=torch.from_numpy(rows.users[chosen].astype(np.int64)),
+    )

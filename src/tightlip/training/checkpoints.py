@@ -1,0 +1,120 @@
+"""Everything a killed run needs to go on as if nothing had happened.
+
+`checkpoint/step-N/` holds tensors.safetensors and state.json: no pickle, so nothing in it can
+run. A new one is written whole before the old one goes. No random state is kept: shuffling
+and dropout are functions of the seed and the step.
+"""
+
+import shutil
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from tightlip.core.errors import UsageError
+from tightlip.core.files import folder_written_whole, read_json, write_json
+from tightlip.training.mitigations import Mitigation
+
+
+@dataclass(kw_only=True)
+class Progress:
+    """How far a run is. Sums and seconds run over the epoch under way."""
+
+    step: int = 0
+    recorded_step: int = 0
+    loss_nats: float = 0.0
+    num_targets: int = 0
+    seconds: float = 0.0
+    best_perplexity: float | None = None
+    best_step: int = 0
+    epochs_since_best: int = 0
+    stop: str | None = None
+    metrics: list[dict[str, Any]] = field(default_factory=list)
+
+
+def save_checkpoint(
+    folder: Path, progress: Progress, model: nn.Module, optimizer: Optimizer, mitigation: Mitigation
+) -> None:
+    """Make `folder` hold this moment and no other."""
+    now = folder / f"step-{progress.step}"
+    if now.exists():  # the step is the same, what was recorded since is not
+        now = folder / f"step-{progress.step}-recorded"
+    tensors = {
+        **_prefixed("model", model_tensors(model)),
+        **_prefixed("optimizer", optimizer_tensors(optimizer)),
+        **_prefixed("mitigation", mitigation.state_dict()),
+    }
+    with folder_written_whole(now) as beside:
+        save_file(tensors, beside / "tensors.safetensors")
+        write_json(beside / "state.json", asdict(progress))
+    for other in folder.iterdir():
+        if other != now:
+            shutil.rmtree(other)
+
+
+def load_checkpoint(
+    folder: Path, model: nn.Module, optimizer: Optimizer, mitigation: Mitigation
+) -> Progress | None:
+    """Bring everything back to the last moment saved; None where none was."""
+    found = [path for path in folder.glob("step-*") if (path / "state.json").is_file()]
+    if not found:
+        return None
+    states = {path: Progress(**read_json(path / "state.json")) for path in found}
+    latest = max(found, key=lambda path: (states[path].step, states[path].recorded_step))
+    tensors = load_file(latest / "tensors.safetensors")
+    load_model_tensors(model, _part(tensors, "model"), latest)
+    load_optimizer_tensors(optimizer, _part(tensors, "optimizer"))
+    mitigation.load_state_dict(_part(tensors, "mitigation"))
+    return states[latest]
+
+
+def model_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """The weights by name, tied ones once: safetensors refuses shared memory."""
+    kept: dict[str, Tensor] = {}
+    seen: set[tuple[int, torch.Size]] = set()
+    for name, tensor in model.state_dict().items():
+        where = (tensor.data_ptr(), tensor.shape)
+        if where not in seen or not tensor.numel():
+            kept[name] = tensor
+            seen.add(where)
+    return kept
+
+
+def load_model_tensors(model: nn.Module, tensors: dict[str, Tensor], where: Path) -> None:
+    if {*model_tensors(model)} != {*tensors}:
+        raise UsageError(
+            f"{where} was saved from a model of another shape. Delete {where.parent} to start over."
+        )
+    model.load_state_dict(tensors, strict=False)
+
+
+def optimizer_tensors(optimizer: Optimizer) -> dict[str, Tensor]:
+    return {
+        f"{number}.{name}": value
+        for number, values in optimizer.state_dict()["state"].items()
+        for name, value in values.items()
+        if isinstance(value, Tensor)
+    }
+
+
+def load_optimizer_tensors(optimizer: Optimizer, tensors: dict[str, Tensor]) -> None:
+    state: dict[int, dict[str, Tensor]] = {}
+    for key, tensor in tensors.items():
+        number, _, name = key.partition(".")
+        state.setdefault(int(number), {})[name] = tensor
+    optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
+
+
+def _prefixed(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {
+        f"{prefix}.{name}": tensor.detach().cpu().contiguous() for name, tensor in tensors.items()
+    }
+
+
+def _part(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    start = f"{prefix}."
+    return {name[len(start) :]: value for name, value in tensors.items() if name.startswith(start)}

@@ -1,0 +1,199 @@
+"""What a training run is asked for. `TrainConfig` decides the weights, `RunOptions` does not."""
+
+import dataclasses
+import math
+import types
+import typing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from tightlip.core.errors import UsageError
+from tightlip.core.registry import names_of, unknown
+from tightlip.core.toml import read_toml, toml_text
+
+BUILT_IN_MODELS = ("lstm", "gru", "transformer")
+_CHOICES = {
+    "optimizer": ("adam", "adamw", "adamax", "sgd"),
+    "schedule": ("constant", "linear", "cosine"),
+    "snapshot": ("epoch", "none"),
+}
+_SIZES = ("embedding_size", "hidden_size", "num_layers", "num_heads", "sequence_length")
+_COUNTS = ("steps", "batch_size", "early_stop", "snapshot_steps")
+DEFAULT_EPOCHS = 5.0
+
+
+class Settings:
+    """A frozen dataclass that a table of a TOML file can spell."""
+
+    table: typing.ClassVar[str]
+
+    @classmethod
+    def from_toml(cls, path: Path) -> Self:
+        """The settings in `path`: its table of our name, or the file itself where it has none.
+
+        Holds:
+            known_names: a name that is no setting is a usage error with the closest one.
+        """
+        tree = read_toml(Path(path))
+        tables = [name for name, value in tree.items() if isinstance(value, dict)]
+        return cls.from_tree(tree.get(cls.table, {}) if tables else tree, str(path))
+
+    @classmethod
+    def from_tree(cls, tree: dict[str, Any], where: str) -> Self:
+        known = [field.name for field in _fields(cls)]
+        for name in tree:
+            if name not in known:
+                raise UsageError(f"{where}: {unknown('setting', name, known)}")
+        return cls(**tree)
+
+    def tree(self) -> dict[str, Any]:
+        """The settings that have a value, as TOML can hold them."""
+        values = {field.name: getattr(self, field.name) for field in _fields(type(self))}
+        return {name: value for name, value in values.items() if value is not None}
+
+    def to_toml(self) -> str:
+        return toml_text({self.table: self.tree()})
+
+    def check_types(self) -> None:
+        """Refuse a value of another type; a whole number passes for a float and becomes one."""
+        hints = typing.get_type_hints(type(self))
+        for field in _fields(type(self)):
+            object.__setattr__(
+                self, field.name, _typed(field.name, getattr(self, field.name), hints[field.name])
+            )
+
+
+def _fields(cls: Any) -> tuple[dataclasses.Field, ...]:
+    return dataclasses.fields(cls)
+
+
+def _typed(name: str, value: Any, hint: Any) -> Any:
+    accepted = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    if float in accepted and type(value) is int:
+        return float(value)
+    if str in accepted and isinstance(value, Path):
+        return str(value)
+    if type(value) in accepted:
+        return value
+    words = " or ".join(kind.__name__ for kind in accepted if kind is not type(None))
+    raise UsageError(
+        f"{name}={value!r} is a {type(value).__name__} where {words} belongs. Give {name} as {words}."
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig(Settings):
+    """Everything that decides what the weights become.
+
+    `model` is lstm, gru, transformer or a Hugging Face folder to go on from; the sizes shape
+    a built-in one (a transformer has no embedding_size of its own). `early_stop` counts epochs
+    without a better validation perplexity. `snapshot_steps` adds snapshots inside epochs, and
+    `first_quarter` one after a quarter of the first.
+    """
+
+    table: typing.ClassVar[str] = "train"
+
+    model: str = "lstm"
+    embedding_size: int = 128
+    hidden_size: int = 128
+    num_layers: int = 2
+    num_heads: int = 4
+    dropout: float = 0.0
+    tie_word_embeddings: bool = False
+    optimizer: str = "adam"
+    learning_rate: float = 1e-3
+    weight_decay: float = 0.0
+    momentum: float = 0.0
+    schedule: str = "constant"
+    warmup_steps: int = 0
+    gradient_clip: float | None = None
+    epochs: float | None = None
+    steps: int | None = None
+    batch_size: int = 32
+    sequence_length: int = 128
+    early_stop: int | None = None
+    until_perplexity: float | None = None
+    snapshot: str = "epoch"
+    snapshot_steps: int | None = None
+    first_quarter: bool = False
+    mitigation: str = "none"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        self.check_types()
+        for name, allowed in _CHOICES.items():
+            if getattr(self, name) not in allowed:
+                raise UsageError(unknown(name, getattr(self, name), list(allowed)))
+        if self.mitigation not in names_of("mitigation"):
+            raise UsageError(unknown("mitigation", self.mitigation, names_of("mitigation")))
+        self._check_model()
+        self._check_length()
+        self._check_numbers()
+
+    def _check_model(self) -> None:
+        if self.model not in BUILT_IN_MODELS and not Path(self.model).is_dir():
+            described = unknown("model", self.model, list(BUILT_IN_MODELS))
+            raise UsageError(f"{described} Or give the path of a Hugging Face model folder.")
+
+    def _check_length(self) -> None:
+        if self.epochs is not None and self.steps is not None:
+            raise UsageError(
+                f"epochs={self.epochs:g} and steps={self.steps} both say how long to train. Give one of them."
+            )
+        if self.epochs is None and self.steps is None:
+            object.__setattr__(self, "epochs", DEFAULT_EPOCHS)
+
+    def _check_numbers(self) -> None:
+        for name in (*_SIZES, *_COUNTS):
+            _check(self, name, at_least=1)
+        for name in ("warmup_steps", "seed", "weight_decay", "momentum", "dropout"):
+            _check(self, name, at_least=0)
+        for name in ("learning_rate", "gradient_clip", "epochs"):
+            _check(self, name, above=0)
+        _check(self, "until_perplexity", above=1)
+        for name in ("momentum", "dropout"):
+            _check(self, name, below=1)
+        if self.momentum and self.optimizer != "sgd":
+            raise UsageError(
+                f"momentum={self.momentum} means nothing to {self.optimizer}. Use optimizer=sgd, or leave it out."
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions(Settings):
+    """How the work is done: where, how fast, how often it is saved for a resumption."""
+
+    table: typing.ClassVar[str] = "options"
+
+    device: str = "auto"
+    bf16: bool = False
+    compile: bool = False
+    checkpoint_seconds: float = 60.0
+
+    def __post_init__(self) -> None:
+        self.check_types()
+        _check(self, "checkpoint_seconds", at_least=0)
+
+
+def _check(
+    settings: Any,
+    name: str,
+    *,
+    at_least: float | None = None,
+    above: float | None = None,
+    below: float | None = None,
+) -> None:
+    """Refuse a number out of its range; None is no number and passes."""
+    value = getattr(settings, name)
+    if value is None:
+        return
+    low = at_least is not None and not value >= at_least
+    low = low or (above is not None and not value > above)
+    high = below is not None and not value < below
+    if low or high or not math.isfinite(value):
+        bounds = {"of at least": at_least, "above": above, "below": below}
+        wanted = " and ".join(f"{word} {b}" for word, b in bounds.items() if b is not None)
+        raise UsageError(
+            f"{name}={value:g} is out of range. Use a {name} {wanted or 'that is finite'}."
+        )

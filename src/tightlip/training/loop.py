@@ -1,0 +1,300 @@
+"""The one training loop. Mitigations decide what a step is, the plan what follows it."""
+
+import math
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from tightlip.core.errors import UsageError
+from tightlip.core.progress import Task, task
+from tightlip.core.registry import look_up
+from tightlip.core.run_folder import (
+    CHECKPOINT,
+    LOG,
+    MODEL,
+    RunRecord,
+    begin_run,
+    check_may_train,
+    claimed,
+    go_back_to,
+    is_finished,
+    is_run,
+    open_run,
+    snapshot_folder,
+    write_ledger,
+    write_metrics,
+)
+from tightlip.training.batches import Batch, gather
+from tightlip.training.checkpoints import Progress, load_checkpoint, save_checkpoint
+from tightlip.training.config import RunOptions, TrainConfig
+from tightlip.training.interrupts import held_interrupts
+from tightlip.training.logbook import in_short, in_words, log, logged_into
+from tightlip.training.losses import Forward
+from tightlip.training.mitigations import Mitigation, Setting
+from tightlip.training.optimizers import build_optimizer, set_learning_rate
+from tightlip.training.plan import Plan
+from tightlip.training.randomness import own_randomness, seed_step
+from tightlip.training.recipe import SAME_RUN, Recipe, recipe_for
+from tightlip.training.running_loss import RunningLoss
+from tightlip.training.starting import check_fits, chosen_device, save_model, starting_model
+from tightlip.training.validation import is_finite, perplexity, validation_scores
+
+if TYPE_CHECKING:
+    from tightlip.corpus.prepare import PreparedCorpus
+
+COMPILED_WIDTHS = (4, 2, 1)  # parts of the sequence length; each is compiled once
+LOOKED_AT_TOGETHER = 32  # losses; on a GPU each look waits for it
+
+
+def train(
+    corpus: "PreparedCorpus",
+    out: Path,
+    config: TrainConfig,
+    options: RunOptions | None = None,
+    *,
+    without_users: frozenset[int] = frozenset(),
+) -> RunRecord:
+    """Train a language model on `corpus` into the run folder `out`; go on where one stopped.
+
+    Documents of `without_users`, by number, are left out.
+
+    Holds:
+        deterministic: on the CPU, the same settings give the same weights bit for bit.
+        resumed: so does a run that was killed, however often, and started again.
+        untouched: a finished run with the same settings is returned as it is.
+    """
+    out, options = Path(out), options or RunOptions()
+    device = chosen_device(options)
+    recipe = recipe_for(corpus, out, config, options, without_users)
+    check_may_train(out, recipe.tree, same=SAME_RUN)
+    if is_finished(out):
+        shutil.rmtree(out / CHECKPOINT, ignore_errors=True)  # of a run killed at its very end
+        return open_run(out)
+    with claimed(out):
+        check_may_train(out, recipe.tree, same=SAME_RUN)
+        if not is_run(out):
+            begin_run(out, recipe.tree)
+        with logged_into(out / LOG), own_randomness(device, config.seed):
+            Training(recipe, out, device).run()
+    return open_run(out)
+
+
+class Training:
+    """One run under way."""
+
+    def __init__(self, recipe: Recipe, out: Path, device: torch.device) -> None:
+        self.recipe, self.out, self.device = recipe, out, device
+        self.config, self.options = recipe.config, recipe.options
+        self.plan = Plan(config=self.config, steps_per_epoch=recipe.steps_per_epoch)
+        self.model = starting_model(self.config, recipe.tokenizer)
+        check_fits(self.model, self.config, int(recipe.rows.tokens.max()))
+        self.model.to(device).train()
+        self.forward = Forward(
+            self.model,
+            bf16=self.options.bf16,
+            compiled_rows=self.config.batch_size if self.options.compile else None,
+        )
+        self.optimizer = build_optimizer(self.model, self.config)
+        self.mitigation: Mitigation = look_up("mitigation", self.config.mitigation)()
+        self.mitigation.prepare(self._setting())
+        self.progress = Progress()
+        self.losses = RunningLoss(
+            self.progress, together=1 if device.type == "cpu" else LOOKED_AT_TOGETHER
+        )
+        self.clock = self.saved_at = time.monotonic()
+        self.saved = (0, 0)
+
+    def run(self) -> None:
+        self.go_back()
+        with task("Training", self.plan.num_steps) as bar, held_interrupts() as interruption:
+            bar.advance(self.progress.step)
+            self.record_if_due(bar)
+            batches = self.batches()
+            while self.progress.stop is None:
+                self.take_step(next(batches))
+                bar.advance()
+                self.record_if_due(bar)
+                self.save_if_due()
+                if interruption.wanted:
+                    self.stop_for_now()
+        self.finish()
+
+    def take_step(self, batch: Batch) -> None:
+        seed_step(self.config.seed, self.progress.step)
+        set_learning_rate(self.optimizer, self.plan.learning_rate(self.progress.step))
+        loss = self.mitigation.step(self.model, batch, self.optimizer)
+        self.progress.step += 1
+        try:
+            self.losses.add(loss, batch.num_targets)
+        except FloatingPointError as error:
+            raise self.diverged(str(error)) from error
+
+    def batches(self) -> Iterator[Batch]:
+        """What is left of the epoch under way, then epoch after epoch."""
+        widths: tuple[int, ...] = ()
+        if self.options.compile:
+            widths = tuple(-(-self.config.sequence_length // part) for part in COMPILED_WIDTHS)
+        while True:
+            epoch, done = divmod(self.progress.step, self.plan.steps_per_epoch)
+            order = self.mitigation.batches(epoch)
+            assert len(order) == self.plan.steps_per_epoch
+            for chosen in order[done:]:
+                yield gather(self.recipe.rows, chosen, widths=widths).to(self.device)
+
+    def record_if_due(self, bar: Task) -> None:
+        """Measure, decide whether to stop, keep a snapshot and a line of metrics."""
+        progress, step = self.progress, self.progress.step
+        if step == progress.recorded_step or not self.plan.is_recorded(step):
+            return
+        self.catch_up()
+        line = self.measure()
+        progress.stop = self.reason_to_stop(line)
+        name = self.plan.snapshot_name(step)
+        if name is not None:
+            save_model(snapshot_folder(self.out, name), self.model, self.recipe.tokenizer)
+        line |= {"snapshot": name} if name else {}
+        line |= {"stop": progress.stop} if progress.stop else {}
+        progress.metrics.append(line)
+        write_metrics(self.out, progress.metrics)
+        progress.recorded_step = step
+        log.info(in_words(line))
+        bar.note(in_short(line))
+        self.clock = time.monotonic()  # what was done since the step is not training
+        if self.plan.ends_epoch(step):
+            progress.loss_nats, progress.num_targets, progress.seconds = 0.0, 0, 0.0
+            self.save()
+
+    def measure(self) -> dict[str, Any]:
+        """A line of metrics. Training loss and seconds run from the epoch's start."""
+        progress = self.progress
+        if not is_finite(self.model):
+            raise self.diverged(f"The weights after step {progress.step} are not all numbers")
+        line: dict[str, Any] = {
+            "step": progress.step,
+            "epoch": self.plan.epoch(progress.step),
+            "train_loss_nats": progress.loss_nats / max(1, progress.num_targets),
+            "train_perplexity": perplexity(progress.loss_nats, progress.num_targets),
+            "validation_loss_nats": None,
+            "validation_perplexity": None,
+            "validation_accuracy": None,
+            "learning_rate": self.plan.learning_rate(progress.step - 1),
+            "seconds": round(progress.seconds, 3),
+        }
+        if self.recipe.validation is None:
+            return line
+        scores = validation_scores(self.forward, self.recipe.validation)
+        if not math.isfinite(scores.loss_nats):
+            raise self.diverged(
+                f"The validation loss after step {progress.step} is {scores.loss_nats}"
+            )
+        return line | {
+            "validation_loss_nats": scores.loss_nats / scores.num_targets,
+            "validation_perplexity": perplexity(scores.loss_nats, scores.num_targets),
+            "validation_accuracy": scores.num_first / scores.num_targets,
+        }
+
+    def reason_to_stop(self, line: dict[str, Any]) -> str | None:
+        progress, found = self.progress, line["validation_perplexity"]
+        if found is not None and found <= (self.config.until_perplexity or 0):
+            return "target perplexity"
+        if self.plan.ends_epoch(progress.step) and self.recipe.validation is not None:
+            progress.epochs_since_best += 1
+            if found is not None and found < (progress.best_perplexity or math.inf):
+                progress.best_perplexity, progress.best_step = found, progress.step
+                progress.epochs_since_best = 0
+            if progress.epochs_since_best >= (self.config.early_stop or math.inf):
+                return "early stop"
+        if progress.step >= self.plan.num_steps:
+            return "steps" if self.config.steps is not None else "epochs"
+        return None
+
+    def save_if_due(self) -> None:
+        if time.monotonic() - self.saved_at >= self.options.checkpoint_seconds:
+            self.save()
+
+    def save(self) -> None:
+        self.catch_up()
+        moment = (self.progress.step, self.progress.recorded_step)
+        if moment != self.saved:
+            save_checkpoint(
+                self.out / CHECKPOINT, self.progress, self.model, self.optimizer, self.mitigation
+            )
+        self.saved = moment
+        self.clock = self.saved_at = time.monotonic()
+
+    def catch_up(self) -> None:
+        """Bring the sums and seconds of the epoch up to the last step."""
+        try:
+            self.losses.look()
+        except FloatingPointError as error:
+            raise self.diverged(str(error)) from error
+        now = time.monotonic()
+        self.progress.seconds += now - self.clock
+        self.clock = now
+
+    def go_back(self) -> None:
+        """Start where the last checkpoint stands, or at the beginning; forget what came later."""
+        saved = load_checkpoint(self.out / CHECKPOINT, self.model, self.optimizer, self.mitigation)
+        if saved is not None:
+            log.info("Going on after step %d.", saved.step)
+            self.progress = self.losses.progress = saved
+        else:
+            log.info(self.described())
+        go_back_to(self.out, self.progress.metrics)
+        self.clock = self.saved_at = time.monotonic()
+
+    def stop_for_now(self) -> None:
+        self.save()
+        words = f"Stopped after step {self.progress.step} of {self.plan.num_steps}. Give the same command again to go on."
+        log.info(words)
+        raise KeyboardInterrupt(words)
+
+    def finish(self) -> None:
+        """Leave the model and what may be said of it; the ledger comes last and marks the end."""
+        progress = self.progress
+        save_model(self.out / MODEL, self.model, self.recipe.tokenizer)
+        if self.config.until_perplexity is not None and progress.stop != "target perplexity":
+            log.warning("until_perplexity=%g was not reached.", self.config.until_perplexity)
+        log.info("Done after step %d (%s).%s", progress.step, progress.stop, self.best_in_words())
+        write_ledger(self.out, self.mitigation.guarantee(progress.step))
+        shutil.rmtree(self.out / CHECKPOINT, ignore_errors=True)
+
+    def best_in_words(self) -> str:
+        best, step = self.progress.best_perplexity, self.progress.best_step
+        if best is None or step == self.progress.step:
+            return ""
+        return f" Validation perplexity was best after step {step}: {best:.2f}."
+
+    def diverged(self, what: str) -> UsageError:
+        snapshots = [line["snapshot"] for line in self.progress.metrics if "snapshot" in line]
+        good = snapshot_folder(self.out, snapshots[-1]) if snapshots else None
+        kept = f" The last good snapshot is {good}." if good else ""
+        clip = "" if self.config.gradient_clip else ", or add gradient_clip=1.0"
+        error = UsageError(
+            f"{what}: training diverged. Use a learning_rate below {self.config.learning_rate:g}{clip}, "
+            f"and another --out.{kept}"
+        )
+        log.error(str(error))
+        return error
+
+    def described(self) -> str:
+        num_parameters = sum(parameter.numel() for parameter in self.model.parameters())
+        return (
+            f"Training {self.config.model} ({num_parameters:,} parameters, mitigation {self.config.mitigation}) on "
+            f"{self.device}: {len(self.recipe.rows):,} rows, {int(self.recipe.rows.num_targets.sum()):,} targets, "
+            f"{self.plan.steps_per_epoch:,} steps an epoch, {self.plan.num_steps:,} in all."
+        )
+
+    def _setting(self) -> Setting:
+        return Setting(
+            model=self.model,
+            forward=self.forward,
+            rows=self.recipe.rows,
+            config=self.config,
+            steps_per_epoch=self.plan.steps_per_epoch,
+            num_steps=self.plan.num_steps,
+        )

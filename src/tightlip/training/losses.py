@@ -1,0 +1,196 @@
+"""How a model is run over a batch: losses to train on, scores to validate by.
+
+Shapes: B rows, T inputs, H hidden units, V vocabulary, N targets.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn.functional import cross_entropy, linear
+from transformers.modeling_utils import PreTrainedModel
+
+from tightlip.models.configurations import GRUConfig, LSTMConfig, TransformerConfig
+from tightlip.training.batches import NO_LABEL, Batch
+
+# Logits of so many targets stay in a core's cache: 2.2 s an epoch became 1.5 s on two cores.
+CHUNK = {"cpu": 512, "cuda": 8192}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scores:
+    """Of some targets: summed loss, how many were the model's first choice, how many there are."""
+
+    loss_nats: float
+    num_first: int
+    num_targets: int
+
+
+class Forward:
+    """One model, run in float32 or bfloat16, compiled or not.
+
+    Holds:
+        padding_unseen: the loss does not depend on how far a batch is padded.
+        as_transformers: the loss is the one transformers computes from the same labels.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, *, bf16: bool = False, compiled_rows: int | None = None
+    ) -> None:
+        """Batches of `compiled_rows` rows run compiled, others (an epoch's last) as they are."""
+        self.model, self.bf16, self.compiled_rows = model, bf16, compiled_rows
+        self._dense: Callable[..., Tensor] = dense_loss
+        if compiled_rows is not None:
+            # Earlier models of this process count against torch's limit of recompilations.
+            torch.compiler.reset()
+            self._dense = torch.compile(dense_loss, dynamic=False)
+
+    def mean_loss(self, batch: Batch) -> Tensor:
+        """The mean loss in nats over the batch's targets, ready to be differentiated."""
+        with self._precision():
+            if len(batch.inputs) == self.compiled_rows:
+                # Compiled code wants fixed shapes, so it computes the padding's logits too.
+                return self._dense(self.model, batch.inputs, batch.targets)
+            if not is_ours(self.model):
+                return cross_entropy(self._foreign_logits(batch), batch.target_ids_N)
+            hidden_NH = at_targets(self._hidden(batch), batch)
+            head = self.model.lm_head
+            if hidden_NH.device.type == "cpu" and not self.bf16:
+                return ChunkedLoss.apply(hidden_NH, head.weight, head.bias, batch.target_ids_N)
+            return cross_entropy(head(hidden_NH).float(), batch.target_ids_N)
+
+    @torch.inference_mode()
+    def scores(self, batch: Batch) -> Scores:
+        """How well the model predicts the batch's targets; ask it in evaluation mode."""
+        loss = torch.zeros((), dtype=torch.float64, device=batch.target_ids_N.device)
+        first = torch.zeros((), dtype=torch.int64, device=batch.target_ids_N.device)
+        with self._precision():
+            for logits_NV, targets_N in self._logits(batch):
+                target_N = logits_NV.gather(1, targets_N[:, None])[:, 0]
+                loss += (logits_NV.logsumexp(dim=1) - target_N).double().sum()
+                # Of equals all are first: a token is when none has a strictly higher logit.
+                first += (target_N >= logits_NV.amax(dim=1)).sum()
+        return Scores(
+            loss_nats=loss.item(), num_first=int(first.item()), num_targets=batch.num_targets
+        )
+
+    def _logits(self, batch: Batch) -> Iterator[tuple[Tensor, Tensor]]:
+        """Logits in float32 with their targets, some hundreds at a time."""
+        size = CHUNK.get(batch.target_ids_N.device.type, 512)
+        if not is_ours(self.model):
+            whole_NV = self._foreign_logits(batch)
+            for logits_NV, targets_N in zip(
+                whole_NV.split(size), batch.target_ids_N.split(size), strict=True
+            ):
+                yield logits_NV.float(), targets_N
+            return
+        hidden_NH = at_targets(self._hidden(batch), batch)
+        for part_NH, targets_N in zip(
+            hidden_NH.split(size), batch.target_ids_N.split(size), strict=True
+        ):
+            yield self.model.lm_head(part_NH).float(), targets_N
+
+    def _hidden(self, batch: Batch) -> Tensor:
+        # Padding stands on the right and our models look left only: no mask is needed.
+        return self.model.model(input_ids=batch.inputs, use_cache=False).last_hidden_state
+
+    def _foreign_logits(self, batch: Batch) -> Tensor:
+        # Other models may scale or cap their logits, so only they know how to make them.
+        real_BT = batch.input_ids_BT[:, :-1].new_ones(batch.inputs.shape)
+        real_BT[:, 1:] = batch.labels_BT[:, 1:-1] != NO_LABEL
+        outputs = self.model(input_ids=batch.inputs, attention_mask=real_BT, use_cache=False)
+        return at_targets(outputs.logits, batch).float()
+
+    def _precision(self) -> AbstractContextManager:
+        if not self.bf16:
+            return nullcontext()
+        return torch.autocast(self.model.device.type, dtype=torch.bfloat16)
+
+
+def is_ours(model: nn.Module) -> bool:
+    """Whether the logits are `lm_head` of the base model's last hidden state, nothing more."""
+    return isinstance(getattr(model, "config", None), LSTMConfig | GRUConfig | TransformerConfig)
+
+
+def dense_loss(model: PreTrainedModel, inputs_BT: Tensor, targets_BT: Tensor) -> Tensor:
+    logits_BTV = model(input_ids=inputs_BT, use_cache=False).logits
+    return cross_entropy(
+        logits_BTV.flatten(0, 1).float(), targets_BT.flatten(), ignore_index=NO_LABEL
+    )
+
+
+def at_targets(values_BTX: Tensor, batch: Batch) -> Tensor:
+    """The values at the places that have a target; all of them where nothing is padding."""
+    flat_NX = values_BTX.flatten(0, 1)
+    if len(flat_NX) == batch.num_targets:
+        return flat_NX
+    return Selected.apply(flat_NX, batch.places_N)
+
+
+class Selected(torch.autograd.Function):
+    """Rows of a matrix, each at most once: the gradient is copied back, which torch's own
+    indexing, made for repetitions, does more slowly."""
+
+    @staticmethod
+    def forward(context: Any, values_MX: Tensor, places_N: Tensor) -> Tensor:
+        context.save_for_backward(places_N)
+        context.num_rows = len(values_MX)
+        return values_MX.index_select(0, places_N)
+
+    @staticmethod
+    @once_differentiable
+    def backward(context: Any, gradient_NX: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        (places_N,) = context.saved_tensors
+        whole_MX = gradient_NX.new_zeros(context.num_rows, gradient_NX.shape[1])
+        return whole_MX.index_copy_(0, places_N, gradient_NX), None
+
+
+class ChunkedLoss(torch.autograd.Function):
+    """Mean cross-entropy behind a linear layer, without ever holding all logits.
+
+    The gradient of the loss is known as soon as the logits are, so the forward pass computes
+    it chunk by chunk and the backward pass only hands it on.
+    """
+
+    @staticmethod
+    def forward(
+        context: Any, hidden_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, targets_N: Tensor
+    ) -> Tensor:
+        total = torch.zeros((), dtype=torch.float64)
+        hidden_gradient = torch.empty_like(hidden_NH)
+        weight_gradient = torch.zeros_like(weight_VH)
+        bias_gradient = None if bias_V is None else torch.zeros_like(bias_V)
+        share = 1 / max(1, len(targets_N))
+        for start in range(0, len(targets_N), CHUNK["cpu"]):
+            part = slice(start, start + CHUNK["cpu"])
+            errors_NV, loss = softmax_errors(
+                linear(hidden_NH[part], weight_VH, bias_V), targets_N[part]
+            )
+            errors_NV *= share
+            total += loss
+            torch.mm(errors_NV, weight_VH, out=hidden_gradient[part])
+            weight_gradient.addmm_(errors_NV.t(), hidden_NH[part])
+            if bias_gradient is not None:
+                bias_gradient += errors_NV.sum(0)
+        context.save_for_backward(hidden_gradient, weight_gradient, bias_gradient)
+        return (total * share).to(hidden_NH.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        parts = context.saved_tensors
+        return (*(None if part is None else part * gradient for part in parts), None)
+
+
+def softmax_errors(logits_NV: Tensor, targets_N: Tensor) -> tuple[Tensor, Tensor]:
+    """Softmax minus the one-hot target, in place of the logits; and the summed loss."""
+    targets_N1 = targets_N[:, None]
+    log_sums_N1 = logits_NV.logsumexp(dim=1, keepdim=True)
+    loss = (log_sums_N1 - logits_NV.gather(1, targets_N1)).double().sum()
+    errors_NV = logits_NV.sub_(log_sums_N1).exp_()
+    errors_NV.scatter_add_(1, targets_N1, -torch.ones_like(log_sums_N1))
+    return errors_NV, loss

@@ -1,0 +1,69 @@
+"""What happens at which step, all of it a function of the settings and the number of rows."""
+
+import math
+from dataclasses import dataclass
+
+from tightlip.training.config import TrainConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Steps are counted from 1 where they are done, from 0 where they are still to do."""
+
+    config: TrainConfig
+    steps_per_epoch: int
+
+    @property
+    def num_steps(self) -> int:
+        """All steps of the run, unless it stops early."""
+        if self.config.steps is not None:
+            return self.config.steps
+        assert self.config.epochs is not None
+        return max(1, round(self.config.epochs * self.steps_per_epoch))
+
+    def epoch(self, step: int) -> float:
+        """How many epochs `step` steps are; whole at an epoch's end."""
+        return round(step / self.steps_per_epoch, 6)
+
+    def ends_epoch(self, step: int) -> bool:
+        return step % self.steps_per_epoch == 0
+
+    def is_recorded(self, step: int) -> bool:
+        """Whether metrics are taken after `step` steps."""
+        return (
+            self.ends_epoch(step) or step == self.num_steps or self.snapshot_name(step) is not None
+        )
+
+    def snapshot_name(self, step: int) -> str | None:
+        """What the snapshot after `step` steps is called; None where none is taken.
+
+        Holds:
+            one_name: an epoch's end is called by its epoch, whatever else falls on it.
+            last: a run that ends inside an epoch leaves a snapshot of its end.
+        """
+        by_epoch = self.config.snapshot == "epoch"
+        if by_epoch and self.ends_epoch(step):
+            return f"epoch-{step // self.steps_per_epoch}"
+        if self.config.first_quarter and step == max(1, round(self.steps_per_epoch / 4)):
+            return "epoch-0.25"
+        every = self.config.snapshot_steps
+        if (every is not None and step % every == 0) or (by_epoch and step == self.num_steps):
+            return f"step-{step}"
+        return None
+
+    def learning_rate(self, step: int) -> float:
+        """The rate of the step that comes after `step` steps.
+
+        Holds:
+            warm: it rises evenly to the full rate over `warmup_steps`.
+            closed_form: then it stays, falls evenly, or falls as half a cosine, to 0.
+        """
+        full, warmup = self.config.learning_rate, self.config.warmup_steps
+        if step < warmup:
+            return full * (step + 1) / warmup
+        done = (step - warmup) / max(1, self.num_steps - warmup)
+        if self.config.schedule == "linear":
+            return full * (1 - done)
+        if self.config.schedule == "cosine":
+            return full * (1 + math.cos(math.pi * done)) / 2
+        return full

@@ -1,0 +1,126 @@
+"""A run before it starts: its text as rows, its settings resolved, all of it checked."""
+
+import importlib.metadata
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tightlip.core.errors import UsageError
+from tightlip.models.loading import load_tokenizer
+from tightlip.training.batches import Rows, rows_of
+from tightlip.training.config import BUILT_IN_MODELS, RunOptions, TrainConfig
+from tightlip.training.starting import check_start
+
+if TYPE_CHECKING:
+    from tightlip.corpus.prepare import PreparedCorpus
+    from tightlip.corpus.tokens import TokenizedCorpus
+
+# A run goes on, or counts as done, where these agree; a corpus may have moved.
+SAME_RUN: dict[str, tuple[str, ...]] = {"train": (), "corpus": ("folder",), "start": ()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """What is trained on what. `tree` is the resolved configuration kept with the run."""
+
+    config: TrainConfig
+    options: RunOptions
+    rows: Rows
+    validation: Rows | None
+    tokenizer: Any
+    tree: dict[str, Any]
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return -(-len(self.rows) // self.config.batch_size)
+
+
+def recipe_for(
+    corpus: "PreparedCorpus",
+    out: Path,
+    config: TrainConfig,
+    options: RunOptions,
+    without_users: frozenset[int],
+) -> Recipe:
+    """Everything the loop needs, or a usage error before any work is done."""
+    tokenizer = load_tokenizer(corpus.tokenizer_folder)
+    rows = _rows(corpus.train, config, tokenizer, without_users)
+    validation = None
+    if corpus.validation is not None:
+        validation = _rows(corpus.validation, config, tokenizer, frozenset())
+    _check_rows(rows, corpus, without_users)
+    _check_validation(validation, corpus, config)
+    return Recipe(
+        config=config,
+        options=options,
+        rows=rows,
+        validation=validation if validation is not None and len(validation) else None,
+        tokenizer=tokenizer,
+        tree={
+            "train": _train_tree(config),
+            "corpus": _corpus_tree(corpus, out, rows, without_users),
+            "start": check_start(config, tokenizer, corpus.folder),
+            "options": options.tree(),
+            "versions": {
+                name: importlib.metadata.version(name) for name in ("torch", "transformers")
+            },
+        },
+    )
+
+
+def _rows(
+    corpus: "TokenizedCorpus", config: TrainConfig, tokenizer: Any, without: frozenset[int]
+) -> Rows:
+    return rows_of(
+        corpus,
+        sequence_length=config.sequence_length,
+        bos=tokenizer.bos_token_id,
+        pad=tokenizer.pad_token_id,
+        without_users=without,
+    )
+
+
+def _check_rows(rows: Rows, corpus: "PreparedCorpus", without_users: frozenset[int]) -> None:
+    if len(rows):
+        return
+    left_out = f" once {len(without_users)} users are left out" if without_users else ""
+    raise UsageError(
+        f"{corpus.folder} has no token to predict{left_out}. Give a corpus with longer documents."
+    )
+
+
+def _check_validation(
+    validation: Rows | None, corpus: "PreparedCorpus", config: TrainConfig
+) -> None:
+    for name in ("early_stop", "until_perplexity"):
+        value = getattr(config, name)
+        if value is not None and (validation is None or not len(validation)):
+            raise UsageError(
+                f"{name}={value:g} looks at validation perplexity, and {corpus.folder} holds nothing out. "
+                "Run: tightlip prepare CORPUS --holdout 0.2"
+            )
+
+
+def _train_tree(config: TrainConfig) -> dict[str, Any]:
+    tree = config.tree()
+    if config.model not in BUILT_IN_MODELS:
+        tree["model"] = str(Path(config.model).resolve())
+    return tree
+
+
+def _corpus_tree(
+    corpus: "PreparedCorpus", out: Path, rows: Rows, without_users: frozenset[int]
+) -> dict[str, Any]:
+    """Where the text is and what it was; of users left out only how many."""
+    folder, run = Path(corpus.folder).resolve(), out.resolve()
+    # A corpus prepared inside the run moves with it.
+    inside = folder.is_relative_to(run)
+    held = corpus.validation
+    return {
+        "folder": str(folder.relative_to(run) if inside else folder),
+        "corpus_fingerprint": corpus.train.corpus_fingerprint,
+        "validation_fingerprint": None if held is None else held.corpus_fingerprint,
+        "tokenizer_fingerprint": corpus.train.tokenizer_fingerprint,
+        "rows_fingerprint": rows.fingerprint(),
+        "num_users_left_out": len(without_users),
+    }

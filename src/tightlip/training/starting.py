@@ -1,0 +1,112 @@
+"""The model a run starts from, and the one it leaves: made, loaded, checked, saved."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers.modeling_utils import PreTrainedModel
+
+from tightlip.core.errors import UsageError
+from tightlip.core.files import folder_written_whole
+from tightlip.corpus.encoding import tokenizer_fingerprint
+from tightlip.models.configurations import GRUConfig, LSTMConfig, TransformerConfig
+from tightlip.models.fingerprints import model_fingerprint
+from tightlip.models.loading import load_causal_lm, load_tokenizer, without_progress_bar
+from tightlip.models.recurrent import GRUForCausalLM, LSTMForCausalLM
+from tightlip.models.transformer import TransformerForCausalLM
+from tightlip.training.config import BUILT_IN_MODELS, RunOptions, TrainConfig
+
+_RECURRENT: dict[str, Any] = {
+    "lstm": (LSTMConfig, LSTMForCausalLM),
+    "gru": (GRUConfig, GRUForCausalLM),
+}
+
+
+def chosen_device(options: RunOptions) -> torch.device:
+    """The device the options mean; auto is the GPU where there is one."""
+    device = named_device(options.device)
+    if options.bf16 and device.type == "cpu":
+        # Without AVX-512, oneDNN's bfloat16 LSTM ends the process with an illegal instruction.
+        raise UsageError("bf16=True is for GPUs, and this run is on the CPU. Leave bf16 out.")
+    return device
+
+
+def named_device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise UsageError(f"Unknown device {name!r}. Available: auto, cpu, cuda, cuda:N.") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise UsageError(f"device={name!r} needs a GPU, and torch sees none here. Use device=auto.")
+    return device
+
+
+def starting_model(config: TrainConfig, tokenizer: Any) -> PreTrainedModel:
+    """A new model of the asked shape, or the one in the folder `config.model`, on the CPU.
+
+    Draw from torch's global generator: seed it first.
+    """
+    if config.model not in BUILT_IN_MODELS:
+        # Weights stored in half precision would lose small updates.
+        return load_causal_lm(config.model, dtype=torch.float32)
+    common = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": config.hidden_size,
+        "num_layers": config.num_layers,
+        "dropout": config.dropout,
+        "tie_word_embeddings": config.tie_word_embeddings,
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    if config.model == "transformer":
+        return TransformerForCausalLM(
+            TransformerConfig(
+                num_heads=config.num_heads,
+                max_position_embeddings=config.sequence_length,
+                **common,
+            )
+        )
+    config_class, model_class = _RECURRENT[config.model]
+    return model_class(config_class(embedding_size=config.embedding_size, **common))
+
+
+def check_start(config: TrainConfig, tokenizer: Any, corpus_folder: Path) -> dict[str, str]:
+    """What identifies a folder to start from; refuse one that reads other tokens than the corpus."""
+    if config.model in BUILT_IN_MODELS:
+        return {}
+    own = load_tokenizer(config.model)
+    if tokenizer_fingerprint(own) != tokenizer_fingerprint(tokenizer):
+        raise UsageError(
+            f"{corpus_folder} was prepared with another tokenizer than that of {config.model}, so ids would mean other "
+            f"words. Run: tightlip prepare CORPUS --tokenizer {config.model} --out DIR"
+        )
+    return {"model_fingerprint": model_fingerprint(Path(config.model))}
+
+
+def check_fits(model: PreTrainedModel, config: TrainConfig, largest_id: int) -> None:
+    """Refuse rows that are longer, or ids that are larger, than the model knows."""
+    about = model.config.get_text_config()
+    positions = getattr(about, "max_position_embeddings", None)
+    if positions is not None and config.sequence_length > positions:
+        raise UsageError(
+            f"sequence_length={config.sequence_length} is more than the {positions} positions of {config.model}. "
+            f"Use sequence_length={positions} or less."
+        )
+    if largest_id >= about.vocab_size:
+        raise UsageError(
+            f"The corpus has token id {largest_id}, and {config.model} has a vocabulary of {about.vocab_size}. "
+            f"Prepare the corpus with the model's own tokenizer."
+        )
+
+
+def save_model(folder: Path, model: PreTrainedModel, tokenizer: Any) -> None:
+    """Write a complete Hugging Face folder, whole or not at all; an earlier one gives way."""
+    if folder.exists():
+        shutil.rmtree(folder)
+    with folder_written_whole(folder) as beside, without_progress_bar():
+        model.save_pretrained(beside)
+        tokenizer.save_pretrained(beside)

@@ -1,0 +1,112 @@
+import json
+import stat
+
+import pytest
+
+from tightlip.core.errors import UsageError
+from tightlip.core.run_folder import (
+    begin_run,
+    check_may_train,
+    claimed,
+    go_back_to,
+    is_run,
+    open_run,
+    write_ledger,
+    write_metrics,
+)
+
+TREE = {
+    "train": {"model": "lstm", "learning_rate": 0.001, "seed": 0},
+    "corpus": {"folder": "corpus", "corpus_fingerprint": "abc"},
+}
+SAME = {"train": (), "corpus": ("folder",)}
+
+
+def lines(*steps):
+    return [{"step": step, "epoch": step / 10, "snapshot": f"step-{step}"} for step in steps]
+
+
+@pytest.fixture
+def run(tmp_path):
+    begin_run(tmp_path, TREE)
+    return tmp_path
+
+
+def test_a_run_under_way_is_open_to_readers_and_not_finished(run):
+    write_metrics(run, [*lines(5), {"step": 10, "epoch": 1.0}])
+    (run / "snapshots/step-5").mkdir(parents=True)
+    record = open_run(run)
+    assert record.config == TREE
+    assert record.corpus_folder == run / "corpus"
+    assert [(s.name, s.step, s.epoch) for s in record.snapshots] == [("step-5", 5, 0.5)]
+    assert not record.finished
+    assert record.guarantee == {}
+    assert record.stop is None
+
+
+def test_a_run_is_finished_once_model_and_ledger_are_there(run):
+    (run / "model").mkdir()
+    assert not open_run(run).finished
+    write_ledger(run, {"mechanism": "none"})
+    write_metrics(run, [{"step": 10, "epoch": 1.0, "stop": "epochs"}])
+    record = open_run(run)
+    assert record.finished
+    assert record.guarantee == {"mechanism": "none"}
+    assert record.stop == "epochs"
+
+
+def test_a_folder_without_a_configuration_is_no_run(tmp_path):
+    assert not is_run(tmp_path)
+    with pytest.raises(UsageError, match="is no run"):
+        open_run(tmp_path)
+
+
+def test_the_same_settings_may_go_on_and_a_corpus_may_have_moved(run):
+    moved = {**TREE, "corpus": {**TREE["corpus"], "folder": "/elsewhere"}}
+    check_may_train(run, moved, same=SAME)
+
+
+def test_other_settings_are_refused_by_name(run):
+    other = {"train": {"model": "gru", "learning_rate": 0.001, "seed": 0, "steps": 3}}
+    with pytest.raises(UsageError, match=r"other settings \(model, steps, corpus_fingerprint\)"):
+        check_may_train(run, other | {"corpus": {"folder": "corpus"}}, same=SAME)
+
+
+def test_a_folder_that_holds_something_else_is_refused_but_a_corpus_prepared_inside_is_not(
+    tmp_path,
+):
+    (tmp_path / "corpus").mkdir()
+    check_may_train(tmp_path, TREE, same=SAME)
+    (tmp_path / "thesis.tex").touch()
+    with pytest.raises(UsageError, match=r"holds thesis\.tex and no run"):
+        check_may_train(tmp_path, TREE, same=SAME)
+
+
+def test_two_cannot_train_in_one_folder_at_a_time(tmp_path):
+    first, second = claimed(tmp_path / "run"), claimed(tmp_path / "run")
+    with first, pytest.raises(UsageError, match="by another process"), second:
+        pass
+    with claimed(tmp_path / "run"):
+        pass
+
+
+def test_going_back_removes_later_snapshots_and_metrics(run):
+    write_metrics(run, lines(5, 10, 15))
+    for step in (5, 10, 15):
+        (run / f"snapshots/step-{step}").mkdir(parents=True)
+    (run / "snapshots/.step-20.partial").mkdir()
+    (run / ".metrics.jsonl.123.partial").touch()
+    go_back_to(run, lines(5, 10))
+    assert sorted(path.name for path in (run / "snapshots").iterdir()) == ["step-10", "step-5"]
+    assert not (run / ".metrics.jsonl.123.partial").exists()
+    written = (run / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in written] == [5, 10]
+
+
+def test_only_the_owner_can_read_a_run(tmp_path):
+    with claimed(tmp_path / "run"):
+        begin_run(tmp_path / "run", TREE)
+    write_metrics(tmp_path / "run", [])
+    modes = {stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "run").iterdir()}
+    assert modes == {0o600}
+    assert stat.S_IMODE((tmp_path / "run").stat().st_mode) == 0o700

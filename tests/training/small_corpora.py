@@ -1,0 +1,22 @@
+"""Prepared corpora of a few hundred tokens."""
+
+import random
+
+from tightlip.corpus.prepare import PrepareConfig, prepare
+
+WORDS = ["ant", "bee", "cat", "dog", "eel", "fox", "gnu", "hen", "ibis", "jay", "kite", "lark"]
+
+
+def documents(num_documents=60, num_users=6, longest=14, seed=0):
+    """Each user repeats the alphabet from a place of their own: there is something to learn."""
+    draw = random.Random(seed)
+    rows = []
+    for number in range(num_documents):
+        start, length = draw.randrange(len(WORDS)), draw.randint(1, longest)
+        words = [WORDS[(start + place) % len(WORDS)] for place in range(length)]
+        rows.append({"user": f"user {number % num_users}", "text": " ".join(words)})
+    return rows
+
+
+def prepared(folder, *, split="document", **settings):
+    return prepare(documents(**settings), folder, PrepareConfig(split=split))

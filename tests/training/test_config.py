@@ -1,0 +1,70 @@
+import pytest
+
+from tightlip.core.errors import UsageError
+from tightlip.training.config import RunOptions, TrainConfig
+
+
+def test_a_configuration_comes_back_from_its_toml(tmp_path):
+    config = TrainConfig(model="gru", steps=7, gradient_clip=1.0, learning_rate=3e-5)
+    (tmp_path / "train.toml").write_text(config.to_toml())
+    assert TrainConfig.from_toml(tmp_path / "train.toml") == config
+
+
+def test_a_file_without_tables_spells_the_settings_directly(tmp_path):
+    (tmp_path / "train.toml").write_text('model = "gru"\nepochs = 2\n')
+    assert TrainConfig.from_toml(tmp_path / "train.toml") == TrainConfig(model="gru", epochs=2.0)
+
+
+def test_each_part_reads_its_own_table(tmp_path):
+    (tmp_path / "run.toml").write_text("[train]\nsteps = 3\n[options]\nbf16 = true\n")
+    assert TrainConfig.from_toml(tmp_path / "run.toml") == TrainConfig(steps=3)
+    assert RunOptions.from_toml(tmp_path / "run.toml") == RunOptions(bf16=True)
+
+
+def test_an_unknown_name_in_a_file_is_refused_with_the_closest(tmp_path):
+    (tmp_path / "train.toml").write_text("[train]\nlearnin_rate = 0.1\n")
+    with pytest.raises(UsageError, match=r"'learnin_rate'\. Closest: learning_rate\."):
+        TrainConfig.from_toml(tmp_path / "train.toml")
+
+
+def test_training_takes_five_epochs_unless_told_and_never_two_lengths():
+    assert TrainConfig().epochs == 5.0
+    assert TrainConfig(steps=10).epochs is None
+    with pytest.raises(UsageError, match="Give one of them"):
+        TrainConfig(steps=10, epochs=1)
+
+
+def test_whole_numbers_pass_for_floats_so_that_equal_settings_are_equal():
+    assert TrainConfig(epochs=2).tree() == TrainConfig(epochs=2.0).tree()
+    assert isinstance(TrainConfig(epochs=2).epochs, float)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"optimizer": "adm"}, r"Unknown optimizer 'adm'\. Closest: adam"),
+        ({"schedule": "cosin"}, "Closest: cosine"),
+        ({"snapshot": "always"}, "Unknown snapshot"),
+        ({"model": "lsmt"}, r"Closest: lstm.*Hugging Face model folder"),
+        ({"mitigation": "prayer"}, "Unknown mitigation 'prayer'"),
+        ({"batch_size": 0}, r"batch_size=0 is out of range\. Use a batch_size of at least 1"),
+        ({"learning_rate": 0.0}, "Use a learning_rate above 0"),
+        ({"learning_rate": float("nan")}, "learning_rate=nan"),
+        ({"learning_rate": "0.1"}, "learning_rate='0.1' is a str where float belongs"),
+        ({"batch_size": 1.5}, r"where int belongs"),
+        ({"batch_size": True}, r"batch_size=True is a bool"),
+        ({"dropout": 1.0}, "at least 0|below 1"),
+        ({"until_perplexity": 1}, "until_perplexity above 1"),
+        ({"momentum": 0.9}, "means nothing to adam"),
+        ({"early_stop": 0}, "early_stop"),
+        ({"seed": -1}, "seed"),
+    ],
+)
+def test_what_cannot_work_is_refused_in_words(settings, words):
+    with pytest.raises(UsageError, match=words):
+        TrainConfig(**settings)
+
+
+def test_options_are_checked_too():
+    with pytest.raises(UsageError, match="checkpoint_seconds"):
+        RunOptions(checkpoint_seconds=-1)
