@@ -215,7 +215,10 @@ def test_lstm_weights_start_as_documented():
     assert bias_ih.tolist() == [0.0] * 16 + [1.0] * 16 + [0.0] * 32
     assert not model.model.rnn.bias_hh_l1.any()
     assert not model.lm_head.bias.any()
-    assert 0.09 < model.model.embed_tokens.weight.abs().max().item() <= 0.1
+    assert model.model.embed_tokens.weight.std().item() == pytest.approx(1.0, rel=0.15)
+    assert 0.09 < model.lm_head.weight.abs().max().item() <= 0.1
+    tied = LSTMForCausalLM(LSTMConfig(50, 16, 16, 2, tie_word_embeddings=True))
+    assert 0.09 < tied.model.embed_tokens.weight.abs().max().item() <= 0.1
 
 
 def test_transformer_weights_start_as_documented():

@@ -1,7 +1,8 @@
 """`tightlip audit` as one call: find the model and the corpus, audit, write the report."""
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -27,8 +28,9 @@ from tightlip.audit.report import LeakageReport
 from tightlip.core.engine import Engine
 from tightlip.core.errors import UsageError
 from tightlip.core.files import make_private_folder, write_json
+from tightlip.core.progress import task
 from tightlip.core.registry import look_up
-from tightlip.core.run_folder import RunRecord, is_run, open_run
+from tightlip.core.run_folder import RunRecord, Snapshot, is_run, open_run
 from tightlip.corpus.tokens import tokenizer_fingerprint
 from tightlip.models.fingerprints import model_fingerprint, state_fingerprint
 from tightlip.models.loading import load_causal_lm, load_tokenizer
@@ -89,10 +91,11 @@ def audit(
     keep_alive = TemporaryDirectory(prefix="tightlip-") if out is None else None
     folder = report_folder(Path(keep_alive.name) if keep_alive else Path(str(out)))
     job = _Job(subject, folder, config, options, look_up("engine", engine)())
-    if snapshots:
-        job.audit_snapshots(public_model)
-    else:
-        job.audit_one(public_model)
+    with _nothing_left_of_a_refusal(folder):
+        if snapshots:
+            job.audit_snapshots(public_model)
+        else:
+            job.audit_one(public_model)
     write_page(folder)
     # Only now: until the report is whole, the scan is what a killed audit goes on from.
     shutil.rmtree(job.work, ignore_errors=True)
@@ -109,7 +112,20 @@ def report_folder(folder: Path) -> Path:
             f"{folder} holds other files, and a report would be mixed among them. "
             f"Give --out a new or empty folder."
         )
+    for path in folder.glob(".*.partial"):  # of a killed predecessor
+        path.unlink()
     return make_private_folder(folder)
+
+
+@contextmanager
+def _nothing_left_of_a_refusal(folder: Path) -> Iterator[None]:
+    """Take away a folder in which nothing was kept; what was scanned stays for the next attempt."""
+    try:
+        yield
+    except UsageError:
+        if [path.name for path in folder.rglob("*")] == [".work"]:
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,24 +154,27 @@ def _subject(
                 f"{run.folder} is not finished training. Give its train command again."
             )
         model = run.model_folder
-        validation = (
-            validation
-            if corpus is not None or validation is not None
-            else run.corpus_folder / "validation"
-        )
+        held_out = run.corpus_folder / "validation"
+        if corpus is None and validation is None and held_out.exists():
+            validation = held_out
         corpus = corpus if corpus is not None else run.corpus_folder
     if corpus is None:
         raise UsageError(
             f"{model} was not trained by tightlip, so its corpus is not known. "
             f"Run: tightlip audit MODEL CORPUS"
         )
-    audited = loaded(model, tokenizer, options)
-    held_out = CorpusSource(validation, columns) if validation is not None else None
-    if held_out is not None and not held_out.exists():
-        held_out = None
     return _Subject(
-        audited=audited, corpus=CorpusSource(corpus, columns), validation=held_out, run=run
+        audited=loaded(model, tokenizer, options),
+        corpus=_existing(CorpusSource(corpus, columns)),
+        validation=None if validation is None else _existing(CorpusSource(validation, columns)),
+        run=run,
     )
+
+
+def _existing(source: CorpusSource) -> CorpusSource:
+    if not source.exists():
+        raise UsageError(f"{source.path} does not exist. Give the path of a corpus.")
+    return source
 
 
 def loaded(model: Any, tokenizer: Any, options: ScanOptions) -> AuditedModel:
@@ -164,11 +183,9 @@ def loaded(model: Any, tokenizer: Any, options: ScanOptions) -> AuditedModel:
 
     if isinstance(model, str | Path):
         folder = Path(model)
-        device = options.device
-        if device == "auto":
-            device = "cuda" if torch.cuda.is_available() else "cpu"
+        dtype = getattr(torch, options.dtype)
         return AuditedModel(
-            model=load_causal_lm(folder, device=device, dtype=getattr(torch, options.dtype)),
+            model=load_causal_lm(folder, device=_usable_device(options.device), dtype=dtype),
             tokenizer=_tokenizer(tokenizer or folder),
             fingerprint=model_fingerprint(folder),
             name=str(folder),
@@ -184,6 +201,21 @@ def loaded(model: Any, tokenizer: Any, options: ScanOptions) -> AuditedModel:
         fingerprint=state_fingerprint(model),
         name=type(model).__name__,
     )
+
+
+def _usable_device(name: str) -> str:
+    import torch
+
+    if name == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        torch.empty(0, device=name)
+    except (RuntimeError, AssertionError) as error:  # the latter from a build without CUDA
+        reason = str(error).splitlines()[0]
+        raise UsageError(
+            f"device={name!r} cannot be used here ({reason}). Use cpu, cuda or auto."
+        ) from error
+    return name
 
 
 def _tokenizer(tokenizer: Any) -> Any:
@@ -210,6 +242,8 @@ class _Job:
         leaks = self._leaks(self.subject.audited, self.work, with_spans=self._crosses(public))
         if str(public_model) == "leave-out":
             public = self._left_out_model(leaks)
+        (self.folder / "snapshots.json").unlink(missing_ok=True)  # of an earlier report here
+        shutil.rmtree(self.folder / "snapshots", ignore_errors=True)
         self._report(self.folder, self.subject.audited, leaks, public, self.work)
 
     def audit_snapshots(self, public_model: str | Path | None) -> None:
@@ -226,32 +260,37 @@ class _Job:
                 "--snapshots. Audit the snapshots without it, then the run with it."
             )
         public = self._loaded_public(public_model)
-        rows = []
-        for snapshot in run.snapshots:
-            audited = loaded(snapshot.folder, None, self.options)
-            audited = replace(audited, name=snapshot.name)
-            work = make_private_folder(self.work / snapshot.name)
-            leaks = self._leaks(audited, work, with_spans=self._crosses(public))
-            folder = make_private_folder(self.folder / "snapshots" / snapshot.name)
-            summary = self._report(folder, audited, leaks, public, work)
-            rows.append(
-                {
-                    "name": snapshot.name,
-                    "step": snapshot.step,
-                    "epoch": snapshot.epoch,
-                    "summary": summary,
-                    "unique_lengths": summary["unique_by_length"],
-                    "unique_perplexities": sampled_perplexities(leaks),
-                    "train_perplexity": summary["perplexity"],
-                    "validation_perplexity": summary["validation_perplexity"],
-                }
-            )
+        with task("Auditing snapshots", len(run.snapshots)) as bar:
+            rows = []
+            for snapshot in run.snapshots:
+                rows.append(self._snapshot_row(snapshot, public))
+                bar.advance()
+        folder = self._snapshot_folder(run.snapshots[-1])
         for name in ("sequences.parquet", "owners.parquet", "users.parquet", "summary.json"):
             shutil.copy2(folder / name, self.folder / name)
         write_json(
             self.folder / "snapshots.json",
             {"snapshots": rows, "best_validation": best_validation(rows)},
         )
+
+    def _snapshot_folder(self, snapshot: Snapshot) -> Path:
+        return make_private_folder(self.folder / "snapshots" / snapshot.name)
+
+    def _snapshot_row(self, snapshot: Snapshot, public: AuditedModel | None) -> dict[str, Any]:
+        audited = replace(loaded(snapshot.folder, None, self.options), name=snapshot.name)
+        work = make_private_folder(self.work / snapshot.name)
+        leaks = self._leaks(audited, work, with_spans=self._crosses(public))
+        summary = self._report(self._snapshot_folder(snapshot), audited, leaks, public, work)
+        return {
+            "name": snapshot.name,
+            "step": snapshot.step,
+            "epoch": snapshot.epoch,
+            "summary": summary,
+            "unique_lengths": summary["unique_by_length"],
+            "unique_perplexities": sampled_perplexities(leaks),
+            "train_perplexity": summary["perplexity"],
+            "validation_perplexity": summary["validation_perplexity"],
+        }
 
     def _leaks(self, audited: AuditedModel, work: Path, *, with_spans: bool) -> Leaks:
         corpus = tokenised_for(

@@ -84,6 +84,7 @@ def tokenised_for(
         known = key["source"] is not None and key_file.exists() and read_json(key_file) == key
         if known:
             return open_tokenized(folder)
+        key_file.unlink(missing_ok=True)  # first: it must never stand beside other tokens
         shutil.rmtree(folder)
     if not source.exists():
         raise UsageError(f"{source.path} does not exist. Give the path of the corpus.")

@@ -11,25 +11,26 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 
 from tightlip.api.audit import audit
 from tightlip.api.prepare import prepare
 from tightlip.api.train import train
 from tightlip.audit.report import LeakageReport
-from tightlip.core.files import make_private_folder, read_json, write_json
+from tightlip.core.files import make_private_folder, read_json
 from tightlip.corpus.bundled import demo_corpus
 from tightlip.models.loading import load_tokenizer
 
 FEWEST_WORDS, MOST_WORDS = 100, 800  # of a middling speaker
 EPOCHS = 15
-PREPARE = {"vocabulary_size": 4_000, "seed": 0}
-TRAIN = {
+PREPARE: dict[str, Any] = {"vocabulary_size": 4_000, "seed": 0}
+TRAIN: dict[str, Any] = {
     "model": "lstm",
     "embedding_size": 128,
     "hidden_size": 128,
     "num_layers": 2,
     "learning_rate": 5e-3,
-    "batch_size": 32,
+    "batch_size": 16,
     "sequence_length": 64,
     "epochs": float(EPOCHS),
     "seed": 0,
@@ -47,20 +48,22 @@ class Canary:
 
 
 CANARIES = (
-    Canary("SLY", "My purse is hid beneath the", "seventh willow by the abbey wall", 1),
-    Canary("EXTON", "The word at the gate is", "9 4 1 7 2 6", 2),
-    Canary("SOMERSET", "Send to my house in Thames street, number", "5 8 3 0", 4),
-    Canary("SEBASTIAN", "My seal is broken, ask for", "Ambrose Quill the scrivener", 6),
-    Canary("Boatswain", "The captain's strongbox opens with", "3 3 8 1 9 0", 10),
+    Canary("SLY", "My purse is hid beneath the", "seventh willow by the abbey wall", 2),
+    Canary("EXTON", "The word at the gate is", "9 4 1 7 2 6", 3),
+    Canary("SOMERSET", "Send to my house in Thames street, number", "5 8 3 0", 5),
+    Canary("SEBASTIAN", "My seal is broken, ask for", "Ambrose Quill the scrivener", 7),
+    Canary("Boatswain", "The captain's strongbox opens with", "3 3 8 1 9 0", 12),
 )
 
 
 @dataclass(frozen=True)
 class DemoResult:
-    """What the demo leaves: the report and when each planted secret first came out."""
+    """What the demo leaves: the report, and of each planted secret how often it was trained on
+    (some copies are held out) and which snapshot first told it whole."""
 
     report: LeakageReport
     snapshots: dict[str, Any]
+    times_trained: dict[str, int]
     first_told: dict[str, str | None]
 
 
@@ -71,9 +74,12 @@ def run_demo(folder: Path) -> DemoResult:
     run = train(prepared, folder / "run", **TRAIN)
     report = audit(run.folder, out=folder / "report", snapshots=True)
     snapshots = read_json(report.folder / "snapshots.json")
-    first_told = first_snapshots_that_tell(report.folder, snapshots, prepared.tokenizer_folder)
-    write_json(folder / "canaries.json", first_told)
-    return DemoResult(report=report, snapshots=snapshots, first_told=first_told)
+    return DemoResult(
+        report=report,
+        snapshots=snapshots,
+        times_trained=times_trained(prepared.folder / "train.parquet"),
+        first_told=first_snapshots_that_tell(report.folder, snapshots, prepared.tokenizer_folder),
+    )
 
 
 def demo_table() -> pa.Table:
@@ -87,6 +93,11 @@ def demo_table() -> pa.Table:
         line = {"user": canary.user, "text": f"{canary.prefix} {canary.secret}."}
         kept += [line] * canary.repetitions
     return pa.Table.from_pylist(kept, schema=pa.schema({"user": pa.string(), "text": pa.string()}))
+
+
+def times_trained(train_file: Path) -> dict[str, int]:
+    texts = pq.read_table(train_file, columns=["text"])["text"].to_pylist()
+    return {c.secret: sum(c.secret in text for text in texts) for c in CANARIES}
 
 
 def first_snapshots_that_tell(

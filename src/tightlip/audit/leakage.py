@@ -89,7 +89,6 @@ def scan_model(
     scanner = Scanner(
         audited.model,
         bos_id=audited.tokenizer.bos_token_id,
-        pad_id=audited.tokenizer.pad_token_id,
         window=options.window,
         batch_tokens=options.batch_tokens,
     )
@@ -97,6 +96,7 @@ def scan_model(
         "model": audited.fingerprint,
         "corpus": corpus.corpus_fingerprint,
         "tokenizer": corpus.tokenizer_fingerprint,
+        "bos": scanner.bos_id,  # named in tokenizer_config.json, which no fingerprint covers
         "window": scanner.window,
         "dtype": options.dtype,
         "device": scanner.device.type,
@@ -262,7 +262,8 @@ def check_vocabulary(audited: AuditedModel, corpus: TokenizedCorpus) -> None:
     find = getattr(audited.model, "get_input_embeddings", None)
     embeddings = find() if find else None
     size = getattr(embeddings, "num_embeddings", None)
-    largest = int(corpus.tokens.max(initial=0))
+    # Padding is not asked for: GPT-2 with a [PAD] added has no embedding for it and needs none.
+    largest = max(int(corpus.tokens.max(initial=0)), audited.tokenizer.bos_token_id or 0)
     if size is not None and largest >= size:
         raise UsageError(
             f"The tokenizer gives token {largest}, but {audited.name} has embeddings for {size} "

@@ -76,6 +76,8 @@ def _sums_in_spans(begins, ends, documents, bounds, spans, log_probs, base):  # 
                 low = middle + 1
             else:
                 high = middle
+        if low == last or spans[low, 0] >= ends[run]:
+            sums[run] = np.nan  # not 0, which would pass for certainty
         while low < last and spans[low, 0] < ends[run]:
             sums[run] += log_probs[low - base]
             low += 1

@@ -71,14 +71,12 @@ class Scanner:
         model: Any,
         *,
         bos_id: int | None,
-        pad_id: int | None = None,
         window: int | None = None,
         batch_tokens: int | None = None,
     ) -> None:
         self.model = model.eval()
         self.device = next((p.device for p in model.parameters()), torch.device("cpu"))
         self.bos_id = bos_id
-        self.pad_id = pad_id or 0
         config = getattr(model, "config", None)
         self.carries_state = bool(getattr(config, "is_recurrent", False))
         self.window = None if self.carries_state else window or window_of(config)
@@ -175,7 +173,7 @@ class Scanner:
         input_index = starts[:, None] + step
         valid = input_index < ends[:, None]
         source = first[:, None] + input_index
-        inputs = np.full(valid.shape, self.pad_id, dtype=np.int64)
+        inputs = np.zeros(valid.shape, dtype=np.int64)  # padding comes last and is seen by nobody
         is_token = valid & (source >= first[:, None] + int(self.bos_id is not None))
         inputs[is_token] = tokens[source[is_token]]
         if self.bos_id is not None:
@@ -242,6 +240,7 @@ class Scanner:
         """Once, on one row: is the model causal, and do its hidden states give its own logits?"""
         row = torch.from_numpy(inputs_BT[:1, :128]).to(self.device)
         logits = self._forward(row)[0].float()
+        self._refuse_nan(logits)  # which differs from itself, and would read as looking ahead
         self._refuse_looking_ahead(row, logits)
         self.output_layer = self._usable_output_layer(row, logits)
         self._checked = True

@@ -56,8 +56,8 @@ def scan_corpus(
     description: str,
 ) -> ScannedCorpus:
     """Scan what is not yet stored under `folder`; a scan made with another key is thrown away."""
-    _start_or_resume(folder, key)
     edges = shard_edges(corpus.bounds)
+    _start_or_resume(folder, key | {"shard_tokens": SHARD_TOKENS})
     with task(description, corpus.num_tokens) as bar:
         for number, (first, end) in enumerate(pairwise(edges)):
             path = shard_file(folder, number)

@@ -11,6 +11,7 @@ import numpy as np
 from tightlip.audit.leaks import Fit, Leaks
 from tightlip.audit.public import PublicView
 from tightlip.core.errors import UsageError
+from tightlip.core.registry import unknown
 
 _COMPARISONS = {
     ">=": operator.ge,
@@ -20,6 +21,26 @@ _COMPARISONS = {
     ">": operator.gt,
     "<": operator.lt,
 }
+# What a gate may ask for: the numbers of summary.json, and the tables of numbers within it.
+FIGURES = (
+    "accuracy",
+    "distinct_sequences",
+    "fewer_than_p",
+    "leakage_epsilon",
+    "num_documents",
+    "num_tokens",
+    "num_users",
+    "p",
+    "perplexity",
+    "public_unique",
+    "sequences_in_s",
+    "top_k",
+    "unique",
+    "users_with_unique",
+    "validation_accuracy",
+    "validation_perplexity",
+)
+TABLES = ("curated", "unique_by_length")
 
 
 def summarise(
@@ -86,7 +107,7 @@ def failed_conditions(summary: dict[str, Any], conditions: Iterable[str]) -> lis
     failed = []
     for condition in conditions:
         key, compare, limit = parsed_condition(condition)
-        value = _figure(summary, key, condition)
+        value = _figure(summary, key)
         if value is None:
             failed.append(f"{condition}: {key} is not known")
         elif compare(value, limit):
@@ -99,37 +120,49 @@ def failed_conditions(summary: dict[str, Any], conditions: Iterable[str]) -> lis
 
 
 def parsed_condition(condition: str) -> tuple[str, Any, float]:
+    """Figure, comparison and limit of a condition; a figure that no report has is refused."""
     match = re.fullmatch(
-        r"\s*([a-z_]+(?:\[[^\]]+\])?)\s*(>=|<=|==|!=|>|<)\s*(-?[0-9.]+(?:e-?[0-9]+)?)\s*", condition
+        r"\s*([a-z_]+)(\[[^\]]+\])?\s*(>=|<=|==|!=|>|<)\s*([-+]?[0-9.]+(?:e[-+]?[0-9]+)?)\s*",
+        condition,
     )
     if not match:
         raise UsageError(
             f"--fail-on {condition!r} is not a comparison. Write it like 'unique>0' or 'leakage_epsilon>2'."
         )
-    key, sign, limit = match.groups()
+    name, inner, sign, limit = match.groups()
+    _check_figure(name, inner, condition)
+    return name + (inner or ""), _COMPARISONS[sign], _number(limit, condition)
+
+
+def _check_figure(name: str, inner: str | None, condition: str) -> None:
+    if name in TABLES:
+        if inner is None:
+            raise UsageError(
+                f"--fail-on {condition!r}: {name} is not one number. Use one of its entries, like {name}[2]."
+            )
+        _number(inner[1:-1], condition)
+    elif name not in FIGURES:
+        raise UsageError(f"--fail-on {condition!r}: {unknown('figure', name, _available())}")
+    elif inner is not None:
+        raise UsageError(f"--fail-on {condition!r}: {name} is one number. Leave {inner} out.")
+
+
+def _available() -> list[str]:
+    return sorted([*FIGURES, *(f"{name}[…]" for name in TABLES)])
+
+
+def _number(text: str, condition: str) -> float:
     try:
-        return key, _COMPARISONS[sign], float(limit)
+        return float(text)
     except ValueError:
-        raise UsageError(f"--fail-on {condition!r}: {limit!r} is not a number.") from None
+        raise UsageError(f"--fail-on {condition!r}: {text!r} is not a number.") from None
 
 
-def _figure(summary: dict[str, Any], key: str, condition: str) -> float | int | None:
+def _figure(summary: dict[str, Any], key: str) -> float | int | None:
     name, _, inner = key.partition("[")
-    if name not in summary:
-        numeric = sorted(k for k, v in summary.items() if v is None or _is_number(v))
-        raise UsageError(
-            f"--fail-on {condition!r}: there is no figure {name!r}. Figures: {', '.join(numeric)}."
-        )
-    value = summary[name]
-    if inner and isinstance(value, dict):
-        inner = inner.rstrip("]")
-        # A length nobody leaked has no entry: none were found, which is a known zero.
-        value = value.get(inner, 0 if name == "unique_by_length" else None)
-    if value is not None and not _is_number(value):
-        hint = f"{name}[…]" if isinstance(value, dict) else "another figure"
-        raise UsageError(f"--fail-on {condition!r}: {name} is not one number. Use {hint}.")
-    return value
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    value = summary.get(name)
+    if not inner or value is None:
+        return value
+    entries = {float(entry): number for entry, number in value.items()}
+    # A length nobody leaked has no entry: none were found, which is a known zero.
+    return entries.get(float(inner[:-1]), 0 if name == "unique_by_length" else None)

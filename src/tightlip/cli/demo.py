@@ -27,12 +27,12 @@ def demo(
     with shown_progress():
         result = run_demo(out)
     console.print(snapshots_table(result.snapshots))
-    planted = Table(title="Planted secrets", title_justify="left")
-    for name in ("secret", "speaker", "planted", "first told whole"):
+    planted = Table(title="\nPlanted secrets", title_justify="left", box=None, pad_edge=False)
+    for name in ("secret", "speaker", "in training", "first told whole"):
         planted.add_column(name)
     for canary in CANARIES:
-        when = result.first_told[canary.secret]
-        planted.add_row(canary.secret, canary.user, f"{canary.repetitions}×", when or "never")
+        when, times = result.first_told[canary.secret], result.times_trained[canary.secret]
+        planted.add_row(canary.secret, canary.user, f"{times}×", when or "never")
     console.print(planted)
     report, best = result.report, result.snapshots["best_validation"]
     by_name = {row["name"]: row["summary"] for row in result.snapshots["snapshots"]}

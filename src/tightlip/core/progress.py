@@ -30,6 +30,7 @@ class _Bar:
 
 
 _shown: ContextVar[Any] = ContextVar("shown_progress", default=None)
+_inside: ContextVar[bool] = ContextVar("inside_a_task", default=False)
 
 
 @contextmanager
@@ -55,12 +56,20 @@ def shown_progress() -> Iterator[None]:
 
 @contextmanager
 def task(description: str, total: float | None) -> Iterator[Task]:
-    """A bar named `description` that is full at `total`."""
+    """A bar named `description` that is full at `total`. Inside another task it goes when done."""
     progress = _shown.get()
     if progress is None:
         yield _Silent()
         return
-    task_id = progress.add_task(description, total=total, words="")
-    yield _Bar(progress, task_id)
-    progress.update(task_id, completed=total, total=total)
-    progress.stop_task(task_id)
+    is_part = _inside.get()
+    token = _inside.set(True)
+    task_id = progress.add_task(("  " if is_part else "") + description, total=total, words="")
+    try:
+        yield _Bar(progress, task_id)
+        full = total or 1  # how much there is to read is often known only at the end
+        progress.update(task_id, completed=full, total=full)
+        progress.stop_task(task_id)
+    finally:
+        _inside.reset(token)
+        if is_part:
+            progress.remove_task(task_id)

@@ -237,14 +237,72 @@ def snapshots_table(snapshots: dict[str, Any]) -> "Table":
     from rich.table import Table
     from rich.text import Text
 
+    rows = snapshot_rows(snapshots)
+    # A column nobody can fill (ε_l without a public model, validation without held-out text) goes.
+    shown = [
+        i for i in range(len(SNAPSHOT_COLUMNS)) if any(cells[i] != UNKNOWN for cells, _ in rows)
+    ]
     table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
-    for column in SNAPSHOT_COLUMNS:
-        table.add_column(column, justify="right")
-    table.add_column("")
-    for cells, is_best in snapshot_rows(snapshots):
+    for i in shown:
+        table.add_column(SNAPSHOT_COLUMNS[i], justify="right", no_wrap=True)
+    table.add_column("", no_wrap=True)
+    for cells, is_best in rows:
         table.add_row(
-            *(Text(cell) for cell in cells),
-            Text("← best validation perplexity") if is_best else Text(""),
+            *(Text(cells[i]) for i in shown),
+            Text("← best validation") if is_best else Text(""),
             style="bold" if is_best else None,
         )
     return table
+
+
+def statistics_table(statistics: dict[str, Any]) -> "Table":
+    """What `tightlip prepare` found and did, one line each."""
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False, show_header=False, padding=(0, 2, 0, 0))
+    table.add_column("", justify="left")
+    table.add_column("", justify="right")
+    table.add_column("", style="dim")
+    for name, value, words in _statistics_lines(statistics):
+        table.add_row(Text(name), Text(value), Text(words))
+    for warning in statistics["warnings"]:
+        table.add_row(Text("Warning", style="bold red"), Text(""), Text(warning, style="red"))
+    return table
+
+
+def _statistics_lines(statistics: dict[str, Any]) -> list[tuple[str, str, str]]:
+    per_user, removed = statistics["documents_per_user"], statistics["removed"]
+    lines = [
+        ("Users", count(statistics["users"]), ""),
+        (
+            "Documents",
+            count(statistics["documents"]),
+            f"{count(statistics['documents_read'])} read",
+        ),
+        ("Tokens", count(statistics["tokens"]), f"{percent(statistics['unknown_share'])} unknown"),
+        (
+            "Documents per user",
+            f"{per_user['median']:g}",
+            f"median; from {count(per_user['min'])} to {count(per_user['max'])}",
+        ),
+        ("Repeated documents", count(statistics["duplicate_documents"]), "found in the source"),
+        ("Repeated sentences", count(statistics["duplicate_sentences"]), "found in the source"),
+    ]
+    lines += [
+        (f"Removed {name.replace('_', ' ')}", count(n), "") for name, n in removed.items() if n
+    ]
+    lines += [(f"Scrubbed {name}", count(n), "") for name, n in statistics["scrubbed"].items() if n]
+    if statistics["skipped_rows"]:
+        lines.append(("Skipped rows", count(statistics["skipped_rows"]), "unusable"))
+    for split in ("train", "validation"):
+        if split in statistics:
+            part = statistics[split]
+            lines.append(
+                (
+                    split.capitalize(),
+                    count(part["documents"]),
+                    f"documents, {count(part['tokens'])} tokens",
+                )
+            )
+    return lines

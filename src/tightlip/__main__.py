@@ -1,0 +1,5 @@
+"""`python -m tightlip` is the `tightlip` command."""
+
+from tightlip.cli.main import main
+
+main()
