@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 import tightlip
-from tightlip.api.corpora import CorpusSource, tokenised_for
+from tightlip.api.corpora import CorpusSource, num_skipped, tokenised_for
 from tightlip.audit.leakage import (
     AuditedModel,
     LeakageConfig,
@@ -136,7 +136,6 @@ class _Subject:
     corpus: CorpusSource
     validation: CorpusSource | None
     run: RunRecord | None
-    notes: tuple[str, ...] = ()
 
 
 def _subject(
@@ -320,7 +319,7 @@ class _Job:
                 "version": tightlip.__version__,
                 "guarantee": run.guarantee if run else None,
                 "model": audited.name,
-                "notes": [*self.subject.notes, *_notes(audited, leaks)],
+                "notes": notes_on(audited, leaks, num_skipped(self.work / "tokens")),
             },
         )
 
@@ -386,8 +385,11 @@ class _Job:
         return replace(loaded(run.model_folder, None, self.options), name="leave-out")
 
 
-def _notes(audited: AuditedModel, leaks: Leaks) -> list[str]:
+def notes_on(audited: AuditedModel, leaks: Leaks, skipped: int) -> list[str]:
+    """Plain sentences that a reader of the figures should know."""
     notes = []
+    if skipped:
+        notes.append(f"{skipped:,} unusable rows of the corpus were skipped and are not counted.")
     unknown = unknown_share(audited.tokenizer, leaks.corpus)
     if unknown > 0.2:
         notes.append(

@@ -81,8 +81,8 @@ def tokenised_for(
     key = {"tokenizer": fingerprint, "source": source.identity(), "spans": with_spans}
     key_file = folder.with_suffix(".json")
     if folder.exists():
-        known = key["source"] is not None and key_file.exists() and read_json(key_file) == key
-        if known:
+        known = read_json(key_file) if key_file.exists() else {}
+        if key["source"] is not None and known.get("key") == key:
             return open_tokenized(folder)
         key_file.unlink(missing_ok=True)  # first: it must never stand beside other tokens
         shutil.rmtree(folder)
@@ -90,5 +90,11 @@ def tokenised_for(
         raise UsageError(f"{source.path} does not exist. Give the path of the corpus.")
     documents = source.documents()
     corpus = tokenize_documents(documents.batches(), tokenizer, folder, with_spans=with_spans)
-    write_json(key_file, key)
+    write_json(key_file, {"key": key, "num_skipped": documents.num_skipped})
     return corpus
+
+
+def num_skipped(folder: Path) -> int:
+    """Unusable rows left out when the tokens in `folder` were made."""
+    key_file = folder.with_suffix(".json")
+    return read_json(key_file)["num_skipped"] if key_file.exists() else 0

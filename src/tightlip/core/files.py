@@ -18,9 +18,9 @@ OWNER_FOLDER = 0o700
 
 
 def make_private_folder(folder: Path) -> Path:
-    """Create `folder`, readable by its owner only; an existing one keeps its mode."""
+    """Create `folder` and what it lies in, for its owner only; what exists keeps its mode."""
     if not folder.exists():
-        folder.parent.mkdir(parents=True, exist_ok=True)
+        make_private_folder(folder.parent)
         folder.mkdir(mode=OWNER_FOLDER, exist_ok=True)
     return folder
 
