@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 import tightlip
-from tightlip.audit.scan import Scanner, full_precision, segments_of
+from tightlip.audit.scan import Filling, Scanner, full_precision, segments_of
 from tightlip.models import LSTMConfig, LSTMForCausalLM
 
 
@@ -71,8 +71,10 @@ def compare(make_model, num_tokens, dtype, device, repeats):
     tokens, bounds = random_documents(num_tokens, model.config.vocab_size)
     scanner = Scanner(model, bos_id=2)
     cover = segments_of(np.diff(bounds), True, scanner.window)
+    whole = Filling(tokens=tokens, bounds=bounds, cover=cover, ranks=tokens, log_probs=tokens)
+    sizes = cover.ends - cover.starts
     batches = [
-        torch.from_numpy(scanner._padded(tokens, bounds, cover, rows)[0])
+        torch.from_numpy(scanner._padded(whole, rows, 0, int(sizes[rows].max()))[0])
         for rows in scanner._batches(cover)
     ]
 

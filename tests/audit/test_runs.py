@@ -190,6 +190,14 @@ def test_a_run_beside_its_copy_counts_and_one_that_overlaps_it_does_not():
     assert copied_runs(tokens, bounds, apart).tolist() == [True]
 
 
+def test_a_text_of_one_word_over_and_over_is_looked_through_once():
+    # Every place matches: comparing each to its end would be 4e10 steps.
+    half = 400_000
+    tokens, bounds = flat([[7] * half + [8] + [7] * half])
+    runs = as_runs([(0, 1, [7] * (half // 2)), (0, half + 1, [7] * (half // 2))])
+    assert copied_runs(tokens, bounds, runs).tolist() == [False, True]
+
+
 def test_what_stands_in_another_document_is_no_context():
     tokens, bounds = flat([[1, 2, 3], [4, 1, 2, 3]])
     assert copied_runs(tokens, bounds, as_runs([(1, 4, [1, 2, 3])])).tolist() == [False]

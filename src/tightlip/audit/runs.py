@@ -183,10 +183,12 @@ def _mark_group(tokens, begin, starts, length, group, copied):  # type: ignore[n
     slot_hash = np.zeros(table_size, dtype=np.uint64)
     first_place = np.full(table_size, -1, dtype=np.int64)
     slot_of = np.empty(len(group), dtype=np.int64)
+    not_found = 0
     for member in range(len(group)):
         start = starts[group[member]]
         window_hash = _window_hash(tokens, start, length, base)
         slot = _find_slot(tokens, starts, length, slot_run, slot_hash, window_hash, start)
+        not_found += slot_run[slot] < 0
         slot_run[slot] = group[member]
         slot_hash[slot] = window_hash
         slot_of[member] = slot
@@ -198,6 +200,9 @@ def _mark_group(tokens, begin, starts, length, group, copied):  # type: ignore[n
         slot = _find_slot(tokens, starts, length, slot_run, slot_hash, window_hash, place)
         if slot_run[slot] >= 0 and first_place[slot] < 0:
             first_place[slot] = place
+            not_found -= 1
+            if not_found == 0:  # in "na na na na" every place is a match, compared to its end
+                break
         window_hash -= (np.uint64(tokens[place]) + np.uint64(1)) * leading
         window_hash = window_hash * base + np.uint64(tokens[place + length]) + np.uint64(1)
     for member in range(len(group)):

@@ -39,6 +39,17 @@ class Segments:
     keeps: np.ndarray
 
 
+@dataclass(frozen=True, kw_only=True)
+class Filling:
+    """A scan under way: what is read, and the two arrays that fill up."""
+
+    tokens: np.ndarray
+    bounds: np.ndarray
+    cover: Segments
+    ranks: np.ndarray
+    log_probs: np.ndarray
+
+
 def segments_of(lengths: np.ndarray, has_bos: bool, window: int | None) -> Segments:
     """Cover each document's targets once, each with half a window of context or all there is.
 
@@ -102,14 +113,10 @@ class Scanner:
         log_probs = np.full(size, np.nan, dtype=np.float32)
         has_bos = self.bos_id is not None
         cover = segments_of(np.diff(bounds), has_bos, self.window)
+        into = Filling(tokens=tokens, bounds=bounds, cover=cover, ranks=ranks, log_probs=log_probs)
         with torch.inference_mode(), full_precision():
             for rows in self._batches(cover):
-                for places, batch_ranks, batch_log_probs in self._scored(
-                    tokens, bounds, cover, rows
-                ):
-                    places -= bounds[0]
-                    ranks[places] = batch_ranks
-                    log_probs[places] = batch_log_probs
+                self._score_or_halve(into, rows)
         return ranks, log_probs
 
     def _batches(self, cover: Segments) -> Iterator[np.ndarray]:
@@ -121,19 +128,19 @@ class Scanner:
             yield waiting[:rows]
             waiting = waiting[rows:]
 
-    def _scored(
-        self, tokens: np.ndarray, bounds: np.ndarray, cover: Segments, rows: np.ndarray
-    ) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    def _score_or_halve(self, into: Filling, rows: np.ndarray) -> None:
         """Score a batch; out of memory, halve it and go on with smaller ones."""
         try:
-            return list(self._score_batch(tokens, bounds, cover, rows))
+            self._score_batch(into, rows)
+            return
         except (torch.OutOfMemoryError, RuntimeError) as error:
             if not _is_out_of_memory(error):
                 raise
             if len(rows) == 1:
+                size = int((into.cover.ends - into.cover.starts)[rows[0]])
                 raise UsageError(
-                    f"One row of {int((cover.ends - cover.starts)[rows[0]])} tokens does not fit "
-                    f"the memory of {self.device}. Give a smaller --window or another --device."
+                    f"One row of {size} tokens does not fit the memory of {self.device}. "
+                    f"Give a smaller --window or another --device."
                 ) from error
         # Outside the handler, so that the failed batch's tensors are released.
         self.batch_tokens = max(1, self.batch_tokens // 2)
@@ -141,60 +148,48 @@ class Scanner:
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
         half = len(rows) // 2
-        return [
-            *self._scored(tokens, bounds, cover, rows[:half]),
-            *self._scored(tokens, bounds, cover, rows[half:]),
-        ]
+        self._score_or_halve(into, rows[:half])
+        self._score_or_halve(into, rows[half:])
 
-    def _score_batch(
-        self, tokens: np.ndarray, bounds: np.ndarray, cover: Segments, rows: np.ndarray
-    ) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-        inputs_BT, places_BT, wanted_BT = self._padded(tokens, bounds, cover, rows)
-        if not self._checked:
-            self._check(inputs_BT)
-        targets_BT = np.where(wanted_BT, tokens[np.where(wanted_BT, places_BT, 0)], 0)
-        for begin, hidden in self._hidden_chunks(inputs_BT):
-            part = slice(begin, begin + hidden.shape[1])
-            wanted = wanted_BT[:, part]
+    def _score_batch(self, into: Filling, rows: np.ndarray) -> None:
+        """Score the rows in stretches of time. A recurrent state carries over from one to the
+        next, so that a document of any length takes the memory of one stretch."""
+        width = int((into.cover.ends - into.cover.starts)[rows].max())
+        stretch = RECURRENT_CHUNK if self.carries_state else width
+        state = None
+        for begin in range(0, width, stretch):
+            inputs_BT, places_BT, wanted_BT = self._padded(
+                into, rows, begin, min(begin + stretch, width)
+            )
+            if not self._checked:
+                self._check(inputs_BT)
+            inputs = torch.from_numpy(inputs_BT).to(self.device)
+            hidden, state = self._forward(inputs, state=state, keep_state=stretch < width)
+            places = places_BT[wanted_BT]
             # Indices rather than a mask: the GPU need not stop to count them.
-            chosen = torch.from_numpy(np.flatnonzero(wanted)).to(self.device)
-            targets = torch.from_numpy(targets_BT[:, part][wanted].astype(np.int64))
+            chosen = torch.from_numpy(np.flatnonzero(wanted_BT)).to(self.device)
+            targets = torch.from_numpy(into.tokens[places].astype(np.int64)).to(self.device)
             kept = hidden.flatten(0, 1).index_select(0, chosen)
-            ranks, log_probs = self._score_rows(kept, targets.to(self.device))
-            yield places_BT[:, part][wanted], ranks, log_probs
+            places -= into.bounds[0]
+            into.ranks[places], into.log_probs[places] = self._score_rows(kept, targets)
 
     def _padded(
-        self, tokens: np.ndarray, bounds: np.ndarray, cover: Segments, rows: np.ndarray
+        self, into: Filling, rows: np.ndarray, begin: int, end: int
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Inputs, the place in the corpus each predicts, and whether that prediction is kept."""
+        """Columns [begin, end) of the rows: inputs, the place in the corpus each predicts, and
+        whether that prediction is kept. Padding is on the right, where a causal model never
+        looks, so no mask is needed."""
+        cover, has_bos = into.cover, int(self.bos_id is not None)
         starts, ends, keeps = cover.starts[rows], cover.ends[rows], cover.keeps[rows]
-        first = bounds[cover.documents[rows]] - int(self.bos_id is not None)
-        step = np.arange(int((ends - starts).max()))
-        input_index = starts[:, None] + step
+        input_index = starts[:, None] + np.arange(begin, end)
         valid = input_index < ends[:, None]
-        source = first[:, None] + input_index
-        inputs = np.zeros(valid.shape, dtype=np.int64)  # padding comes last and is seen by nobody
-        is_token = valid & (source >= first[:, None] + int(self.bos_id is not None))
-        inputs[is_token] = tokens[source[is_token]]
+        source = (into.bounds[cover.documents[rows]] - has_bos)[:, None] + input_index
+        inputs = np.zeros(valid.shape, dtype=np.int64)
+        is_token = valid & (input_index >= has_bos)
+        inputs[is_token] = into.tokens[source[is_token]]
         if self.bos_id is not None:
             inputs[valid & (input_index == 0)] = self.bos_id
         return inputs, source + 1, valid & (input_index + 1 >= keeps[:, None])
-
-    def _hidden_chunks(self, inputs_BT: np.ndarray) -> Iterator[tuple[int, torch.Tensor]]:
-        """What the output layer is applied to (or the model's own logits), in stretches of time.
-
-        Padding is on the right and the model is causal, so no mask is needed.
-        """
-        inputs = torch.from_numpy(inputs_BT).to(self.device)
-        if not self.carries_state or inputs.shape[1] <= RECURRENT_CHUNK:
-            yield 0, self._forward(inputs)[0]
-            return
-        state = None
-        for begin in range(0, inputs.shape[1], RECURRENT_CHUNK):
-            hidden, state = self._forward(
-                inputs[:, begin : begin + RECURRENT_CHUNK], state=state, keep_state=True
-            )
-            yield begin, hidden
 
     def _forward(
         self, inputs: torch.Tensor, *, state: Any = None, keep_state: bool = False
