@@ -31,6 +31,7 @@ from tightlip.core.files import make_private_folder, write_json
 from tightlip.core.progress import task
 from tightlip.core.registry import look_up
 from tightlip.core.run_folder import RunRecord, Snapshot, is_run, open_run
+from tightlip.corpus.prepare import open_prepared
 from tightlip.corpus.tokens import tokenizer_fingerprint
 from tightlip.models.fingerprints import model_fingerprint, state_fingerprint
 from tightlip.models.loading import load_causal_lm, load_tokenizer
@@ -373,6 +374,12 @@ class _Job:
         from tightlip.api.train import retrain_without
 
         assert self.subject.run is not None
+        trained_on = open_prepared(self.subject.run.corpus_folder).train
+        if leaks.corpus.corpus_fingerprint != trained_on.corpus_fingerprint:
+            raise UsageError(
+                "leave-out drops people from the run's own corpus, and another one was given. "
+                "Leave CORPUS out, or give --public-model DIR."
+            )
         owners = np.unique(leaks.owners[leaks.unique])
         left = 1 - float(np.isin(leaks.corpus.users, owners).mean())
         if left < LEAST_SHARE_LEFT:

@@ -50,7 +50,7 @@ def _prepared(
 
 
 def retrain_without(run: RunRecord, users: frozenset[int], out: Path) -> RunRecord:
-    """The run's recipe on its own corpus, without any document of these users."""
-    names = TrainConfig.__dataclass_fields__
-    config = TrainConfig(**{k: v for k, v in run.config["train"].items() if k in names})
-    return train_model(open_prepared(run.corpus_folder), out, config, without_users=users)
+    """The run's recipe and options on its own corpus, without any document of these users."""
+    config = TrainConfig.from_tree(run.config["train"], str(run.folder))
+    options = RunOptions.from_tree(run.config.get("options", {}), str(run.folder))
+    return train_model(open_prepared(run.corpus_folder), out, config, options, without_users=users)

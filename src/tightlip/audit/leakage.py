@@ -217,6 +217,12 @@ def write_report(
         "redacted": config.redact,
         **about,
     }
+    if np.isinf(ratios[leaks.unique]).any():
+        summary["notes"] = [
+            *summary["notes"],
+            "The public model holds some leaked token impossible, so the largest ratio is infinite "
+            "and leakage_epsilon is given as not known.",
+        ]
     write_json(folder / "summary.json", summary)
     return summary
 

@@ -2,7 +2,9 @@
 
 import logging
 import sys
-from typing import Annotated
+from collections.abc import Callable
+from functools import wraps
+from typing import Annotated, Any
 
 import typer
 
@@ -17,10 +19,40 @@ app = typer.Typer(
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
 )
-app.command("demo")(demo.demo)
-app.command("prepare")(prepare.prepare)
-app.command("train")(train.train)
-app.command("audit")(audit.audit)
+
+
+def _refusals_in_a_line(command: Callable[..., None]) -> Callable[..., None]:
+    """A refusal is one line and exit code 2, an interruption 130 with the way on."""
+
+    @wraps(command)
+    def run(*arguments: Any, **options: Any) -> None:
+        try:
+            command(*arguments, **options)
+        except KeyboardInterrupt:
+            _say("stopped. The same command goes on from here.")
+            raise typer.Exit(130) from None
+        except GuaranteeError as error:
+            _say(str(error))
+            raise typer.Exit(3) from None
+        except TightlipError as error:
+            _say(str(error))
+            raise typer.Exit(2) from None
+        except OSError as error:
+            # A full disk, a missing permission: the file and the reason, not our stack.
+            _say(f"{error}. Nothing half-written was left behind.")
+            raise typer.Exit(2) from None
+
+    return run
+
+
+def _say(line: str) -> None:
+    print(f"tightlip: {line}", file=sys.stderr)
+
+
+app.command("demo")(_refusals_in_a_line(demo.demo))
+app.command("prepare")(_refusals_in_a_line(prepare.prepare))
+app.command("train")(_refusals_in_a_line(train.train))
+app.command("audit")(_refusals_in_a_line(audit.audit))
 
 
 def _show_version(wanted: bool) -> None:
@@ -49,21 +81,5 @@ def common(
 
 
 def main() -> None:
-    """Run a command; a refusal is one line and exit code 2, an interruption 130."""
-    try:
-        app()
-    except KeyboardInterrupt:
-        print("\ntightlip: stopped. The same command goes on from here.", file=sys.stderr)
-        sys.exit(130)
-    except BrokenPipeError:
-        sys.exit(1)
-    except GuaranteeError as error:
-        print(f"tightlip: {error}", file=sys.stderr)
-        sys.exit(3)
-    except TightlipError as error:
-        print(f"tightlip: {error}", file=sys.stderr)
-        sys.exit(2)
-    except OSError as error:
-        # A full disk, a missing permission: the file and the reason, not our stack.
-        print(f"tightlip: {error}. Nothing half-written was left behind.", file=sys.stderr)
-        sys.exit(2)
+    """The console script."""
+    app()

@@ -80,6 +80,17 @@ def train(
     bad_rows: Annotated[str | None, _option("error (default) or skip.", _CORPUS)] = None,
     split: Annotated[str | None, _option("document (default), user or none.", _CORPUS)] = None,
     holdout: Annotated[float | None, _option("0.2 unless given.", _CORPUS)] = None,
+    deduplicate: Annotated[
+        str | None, _option("none (default), sentences or documents.", _CORPUS)
+    ] = None,
+    scrub: Annotated[
+        bool | None,
+        _option("Replace e-mails, phones, URLs, numbers, IPs.", _CORPUS, "--scrub/--no-scrub"),
+    ] = None,
+    names: Annotated[
+        bool | None,
+        _option("With --scrub: names too, through Presidio.", _CORPUS, "--names/--no-names"),
+    ] = None,
     vocabulary: Annotated[str | None, _option("words (default) or bpe.", _CORPUS)] = None,
     vocabulary_size: Annotated[int | None, _option("10,000 unless given.", _CORPUS)] = None,
     min_users: Annotated[
@@ -102,14 +113,14 @@ def train(
 
     import tightlip
     from tightlip.core.progress import shown_progress
-    from tightlip.core.toml import read_toml
     from tightlip.corpus.prepare import PrepareConfig
     from tightlip.training.config import RunOptions, TrainConfig
 
-    tree = read_toml(config) if config else {}
-    settings = _merged(TrainConfig, tree.get("train", {}), given)
-    prepare = _merged(PrepareConfig, tree.get("prepare", {}), given)
-    options = _merged(RunOptions, tree.get("options", {}), given)
+    kinds = {"train": TrainConfig, "prepare": PrepareConfig, "options": RunOptions}
+    tables = _tables(config, kinds) if config else {}
+    settings, prepare, options = (
+        {**tables.get(name, {}), **_known(given, kind)} for name, kind in kinds.items()
+    )
     with shown_progress():
         run = tightlip.train(
             corpus,
@@ -126,7 +137,29 @@ def train(
     console.print(f"The run: {run.folder}\nNext:    tightlip audit {run.folder}", soft_wrap=True)
 
 
-def _merged(kind: Any, from_file: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
-    """What the file says, what the flags say over it; only names that this config has."""
-    flags = {name: value for name, value in given.items() if name in kind.__dataclass_fields__}
-    return {**from_file, **flags}
+def _known(given: dict[str, Any], kind: Any) -> dict[str, Any]:
+    return {name: value for name, value in given.items() if name in kind.__dataclass_fields__}
+
+
+def _tables(path: Path, kinds: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """The file's tables; a name or table that would do nothing is refused.
+
+    A run's own config.toml may be given: what it records beyond the settings is passed over.
+    """
+    from tightlip.core.errors import UsageError
+    from tightlip.core.registry import unknown
+    from tightlip.core.toml import read_toml
+
+    recorded = ("corpus", "start", "versions")
+    tree = {name: value for name, value in read_toml(path).items() if name not in recorded}
+    for table, values in tree.items():
+        if table not in kinds or not isinstance(values, dict):
+            raise UsageError(
+                f"{path}: {unknown('table', table, list(kinds))} Settings stand under [train], "
+                f"[prepare] or [options]."
+            )
+        for name in values:
+            if name not in kinds[table].__dataclass_fields__:
+                fields = sorted(kinds[table].__dataclass_fields__)
+                raise UsageError(f"{path}, [{table}]: {unknown('setting', name, fields)}")
+    return tree

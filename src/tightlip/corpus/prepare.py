@@ -221,8 +221,9 @@ def _load_tokenizer(folder: str) -> Any:
     if not Path(folder).is_dir():
         raise UsageError(f"tokenizer={folder!r} is no folder. Give one that holds tokenizer.json.")
     try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except Exception as error:
+        # Unset, transformers asks on the terminal whether to run the folder's code.
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
         raise UsageError(
             f"tokenizer={folder!r} cannot be loaded ({str(error).splitlines()[0]}). "
             "Give a folder that AutoTokenizer.from_pretrained reads."

@@ -78,7 +78,7 @@ def _leak_lines(summary: dict[str, Any]) -> list[Line]:
 def _why_no_ratio(summary: dict[str, Any]) -> str:
     if summary.get("public_model") is None:
         return NO_PUBLIC_MODEL
-    return "No unique sequence has a ratio, so there is no worst one."
+    return "No unique sequence has a finite ratio, so there is no worst one."
 
 
 def _guarantee_line(summary: dict[str, Any]) -> Line:
