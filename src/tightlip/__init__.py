@@ -12,6 +12,7 @@ _CALLS = {
     "prepare": "tightlip.api.prepare",
     "train": "tightlip.api.train",
     "open_report": "tightlip.api.audit",
+    "run_demo": "tightlip.api.demo",
     "LeakageReport": "tightlip.audit.report",
 }
 

@@ -397,5 +397,5 @@ def test_padding_the_model_has_no_embedding_for_does_not_matter():
 def test_a_window_beyond_the_models_positions_is_refused():
     documents = [("ann", "red green " * 100)]
     tokenizer = build_tokenizer(open_corpus(documents), size=30)
-    with pytest.raises(UsageError, match="--window with a smaller number"):
+    with pytest.raises(UsageError, match="more than the 32 positions"):
         tightlip.audit(gpt2_for(len(tokenizer)), documents, tokenizer=tokenizer, window=100)

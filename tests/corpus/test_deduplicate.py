@@ -71,3 +71,13 @@ def test_repeated_documents_are_told_but_empty_ones_repeat_nothing():
 
 def test_a_long_run_of_spaces_takes_no_long_time():
     DuplicateSentences().without("a b c." + " " * 500_000 + "d")
+
+
+def test_a_title_ends_no_sentence_and_a_line_keeps_its_end():
+    duplicates = DuplicateSentences()
+    text = "Mr. Smith went to Washington.\nline two is here\nline two is here\nthe end"
+    assert duplicates.without(text) == "Mr. Smith went to Washington.\nline two is here\nthe end"
+    assert duplicates.without("Dr. No met Mr. Smith went to Washington.") != ""
+    assert (
+        duplicates.without("Mr. Smith went to Washington. Mr. Jones stayed.") == "Mr. Jones stayed."
+    )

@@ -38,6 +38,9 @@ from tightlip.models.loading import load_causal_lm, load_tokenizer
 from tightlip.report.page import write_page
 
 LEAST_SHARE_LEFT = 0.2
+NOBODY_LEFT_OUT = (
+    "Nothing is unique to one person, so there was nobody to leave out and there are no ratios."
+)
 _SAMPLED_PERPLEXITIES = 2000
 
 
@@ -91,7 +94,8 @@ def audit(
     subject = _subject(model, corpus, validation, tokenizer, columns, options)
     keep_alive = TemporaryDirectory(prefix="tightlip-") if out is None else None
     folder = report_folder(Path(keep_alive.name) if keep_alive else Path(str(out)))
-    job = _Job(subject, folder, config, options, look_up("engine", engine)())
+    leave_out = str(public_model) == "leave-out"
+    job = _Job(subject, folder, config, options, look_up("engine", engine)(), leave_out)
     with _nothing_left_of_a_refusal(folder):
         if snapshots:
             job.audit_snapshots(public_model)
@@ -120,12 +124,13 @@ def report_folder(folder: Path) -> Path:
 
 @contextmanager
 def _nothing_left_of_a_refusal(folder: Path) -> Iterator[None]:
-    """Take away a folder in which nothing was kept; what was scanned stays for the next attempt."""
+    """Take the work of a refused audit away, and the folder with it if nothing else is there."""
     try:
         yield
     except UsageError:
-        if [path.name for path in folder.rglob("*")] == [".work"]:
-            shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(folder / ".work", ignore_errors=True)
+        if not any(folder.iterdir()):
+            folder.rmdir()
         raise
 
 
@@ -231,6 +236,7 @@ class _Job:
     config: LeakageConfig
     options: ScanOptions
     engine: Engine
+    leave_out: bool
 
     @property
     def work(self) -> Path:
@@ -240,7 +246,7 @@ class _Job:
         """The report of one model, into the job's folder."""
         public = self._loaded_public(public_model)
         leaks = self._leaks(self.subject.audited, self.work, with_spans=self._crosses(public))
-        if str(public_model) == "leave-out":
+        if str(public_model) == "leave-out" and leaks.unique.any():
             public = self._left_out_model(leaks)
         (self.folder / "snapshots.json").unlink(missing_ok=True)  # of an earlier report here
         shutil.rmtree(self.folder / "snapshots", ignore_errors=True)
@@ -313,14 +319,17 @@ class _Job:
             folder,
             leaks,
             audited=audited,
-            public=self._public_view(leaks, public),
+            public=self._public_view(leaks, public) if public else self.nobody_left_out(leaks),
             validation=self._validation(audited, work),
             config=self.config,
             about={
                 "version": tightlip.__version__,
                 "guarantee": run.guarantee if run else None,
                 "model": audited.name,
-                "notes": notes_on(audited, leaks, num_skipped(self.work / "tokens")),
+                "notes": [
+                    *notes_on(audited, leaks, num_skipped(self.work / "tokens")),
+                    *([NOBODY_LEFT_OUT] if self.leave_out and public is None else []),
+                ],
             },
         )
 
@@ -351,9 +360,16 @@ class _Job:
         own = tokenizer_fingerprint(self.subject.audited.tokenizer)
         return tokenizer_fingerprint(public.tokenizer) != own
 
-    def _public_view(self, leaks: Leaks, public: AuditedModel | None) -> PublicView | None:
-        if public is None:
+    def nobody_left_out(self, leaks: Leaks) -> PublicView | None:
+        """leave-out where nothing is unique: there is no ratio, and nothing that needs one."""
+        if not self.leave_out:
             return None
+        unknown = np.full(len(leaks.runs), np.nan)
+        return PublicView(
+            name="leave-out", perplexity_of_run=unknown, cross_tokenizer=False, unique=None
+        )
+
+    def _public_view(self, leaks: Leaks, public: AuditedModel) -> PublicView:
         corpus = leaks.corpus
         if self._crosses(public):
             corpus = tokenised_for(

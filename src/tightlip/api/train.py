@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from tightlip.core.errors import UsageError
-from tightlip.core.run_folder import RunRecord
+from tightlip.core.run_folder import RunRecord, is_run
 from tightlip.corpus.prepare import PrepareConfig, PreparedCorpus, is_prepared, open_prepared
 from tightlip.corpus.prepare import prepare as prepare_corpus
 from tightlip.training.config import BUILT_IN_MODELS, RunOptions, TrainConfig
@@ -24,6 +24,8 @@ def train(
     A corpus that is not prepared yet is prepared inside the run, by the settings in `prepare`
     (those of PrepareConfig).
     """
+    if is_run(Path(settings.get("model", ""))):  # a run stands for the model it trained
+        settings["model"] = str(Path(settings["model"]) / "model")
     config = TrainConfig(**settings)
     ready = _prepared(corpus, Path(out), config, prepare or {})
     return train_model(ready, Path(out), config, options or RunOptions())
@@ -34,19 +36,30 @@ def _prepared(
 ) -> PreparedCorpus:
     if isinstance(corpus, PreparedCorpus):
         return corpus
-    settings = {"seed": config.seed, **settings}
     if isinstance(corpus, str | Path) and is_prepared(Path(corpus)):
-        extra = sorted(settings.keys() - {"seed"})
-        if extra:
+        ready = open_prepared(Path(corpus))
+        other = [n for n, v in settings.items() if n != "seed" and ready.settings.get(n) != v]
+        if other:
             raise UsageError(
-                f"{corpus} is already prepared, so {', '.join(extra)} would do nothing. "
-                f"Leave it out, or give the raw corpus."
+                f"{corpus} was prepared with other settings, so {', '.join(sorted(other))} would do "
+                f"nothing. Leave it out, or give the raw corpus."
             )
-        return open_prepared(Path(corpus))
+        return ready
+    settings = {"seed": config.seed, **settings}
     if config.model not in BUILT_IN_MODELS:
-        # A model that goes on training speaks through the tokenizer it came with.
-        settings.setdefault("tokenizer", config.model)
+        settings = _with_tokenizer_of(config.model, settings)
     return prepare_corpus(corpus, out / "corpus", PrepareConfig(**settings))
+
+
+def _with_tokenizer_of(model: str, settings: dict[str, Any]) -> dict[str, Any]:
+    """A model that goes on training speaks through the tokenizer it came with."""
+    shaping = {"vocabulary", "vocabulary_size", "min_users"} & settings.keys()
+    if "tokenizer" not in settings and shaping:
+        raise UsageError(
+            f"{model} brings its own tokenizer, so {', '.join(sorted(shaping))} would do nothing. "
+            f"Leave it out."
+        )
+    return {"tokenizer": model, **settings}
 
 
 def retrain_without(run: RunRecord, users: frozenset[int], out: Path) -> RunRecord:

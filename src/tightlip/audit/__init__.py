@@ -16,5 +16,13 @@ class _CallablePackage(ModuleType):
 
         return audit(*arguments, **options)
 
+    @property
+    def __signature__(self) -> Any:
+        from inspect import signature
+
+        from tightlip.api.audit import audit
+
+        return signature(audit)
+
 
 sys.modules[__name__].__class__ = _CallablePackage

@@ -23,7 +23,7 @@ class PublicView:
     name: str
     perplexity_of_run: np.ndarray
     cross_tokenizer: bool
-    unique: int
+    unique: int | None
 
     def ratio_of_run(self, leaks: Leaks) -> np.ndarray:
         with np.errstate(divide="ignore", invalid="ignore"):

@@ -8,6 +8,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from tightlip.audit.summary import failed_conditions
 from tightlip.core.errors import UsageError
 from tightlip.core.files import read_json
 
@@ -61,6 +62,10 @@ class LeakageReport:
     def to_pandas(self) -> Any:
         """The sequences with their owners as a pandas DataFrame."""
         return self.sequences.append_column("owner", self.owners["owner"]).to_pandas()
+
+    def failed(self, *conditions: str) -> list[str]:
+        """Which of 'unique>0' and the like hold, each with its figure: empty means all is well."""
+        return failed_conditions(self.summary, conditions)
 
     def __repr__(self) -> str:
         figures = ", ".join(f"{name}={_short(self.summary.get(name))}" for name in _HEADLINES)

@@ -85,12 +85,12 @@ class Scanner:
         window: int | None = None,
         batch_tokens: int | None = None,
     ) -> None:
-        self.model = model.eval()
+        self.model = model
         self.device = next((p.device for p in model.parameters()), torch.device("cpu"))
         self.bos_id = bos_id
         config = getattr(model, "config", None)
         self.carries_state = bool(getattr(config, "is_recurrent", False))
-        self.window = None if self.carries_state else window or window_of(config)
+        self.window = None if self.carries_state else checked_window(window, config)
         kind = self.device.type
         self.batch_tokens = batch_tokens or BATCH_TOKENS.get(kind, 16_384)
         self.logit_rows = LOGIT_ROWS.get(kind, 1024)
@@ -114,7 +114,7 @@ class Scanner:
         has_bos = self.bos_id is not None
         cover = segments_of(np.diff(bounds), has_bos, self.window)
         into = Filling(tokens=tokens, bounds=bounds, cover=cover, ranks=ranks, log_probs=log_probs)
-        with torch.inference_mode(), full_precision():
+        with torch.inference_mode(), full_precision(), evaluating(self.model):
             for rows in self._batches(cover):
                 self._score_or_halve(into, rows)
         return ranks, log_probs
@@ -277,6 +277,28 @@ class Scanner:
         spread = float(reference[finite].abs().max()) if finite.any() else 1.0
         near = torch.isclose(values, reference, rtol=0, atol=tolerance * max(spread, 1e-6))
         return bool((near | (values == reference)).all())
+
+
+def checked_window(window: int | None, config: Any) -> int:
+    """The window asked for, if the model has as many positions; its own where none was."""
+    own = window_of(config)
+    if window is not None and window > own and own != DEFAULT_WINDOW:
+        raise UsageError(
+            f"window={window} is more than the {own} positions the model has. Use {own} or fewer."
+        )
+    return window or own
+
+
+@contextmanager
+def evaluating(model: Any) -> Iterator[None]:
+    """Evaluation mode inside; afterwards every part is as it was, dropout included."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
 
 
 def window_of(config: Any) -> int:

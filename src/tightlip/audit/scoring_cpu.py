@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import njit, prange, types
+from numba import njit, types
 from numba.extending import intrinsic
 
 
@@ -36,9 +36,9 @@ def _exp(x):  # type: ignore[no-untyped-def]
     return p * _float_from_bits((np.int32(k) + np.int32(127)) << np.int32(23))
 
 
-@njit(parallel=True, fastmath=True, nogil=True, cache=True)
+@njit(fastmath=True, nogil=True, cache=True)
 def score_rows(logits, targets, ranks, log_probs):  # type: ignore[no-untyped-def]
-    for i in prange(len(targets)):
+    for i in range(len(targets)):
         row = logits[i]
         target = row[targets[i]]
         highest = row[0]

@@ -147,6 +147,17 @@ def _check_figure(name: str, inner: str | None, condition: str) -> None:
         raise UsageError(f"--fail-on {condition!r}: {name} is one number. Leave {inner} out.")
 
 
+def check_threshold(key: str, condition: str, thresholds: Iterable[float]) -> None:
+    """Refuse curated[t] for a t that the audit does not count."""
+    name, _, inner = key.partition("[")
+    counted = [f"{t:g}" for t in thresholds]
+    if name == "curated" and f"{float(inner.rstrip(']')):g}" not in counted:
+        raise UsageError(
+            f"--fail-on {condition!r}: curated is counted at {', '.join(counted)} only. "
+            f"Use one of these, or name others with --curated-at."
+        )
+
+
 def _available() -> list[str]:
     return sorted([*FIGURES, *(f"{name}[…]" for name in TABLES)])
 

@@ -64,15 +64,16 @@ def audit(
     engine: Annotated[str, typer.Option(help="Where the counting runs.")] = "local",
 ) -> None:
     """Which words of CORPUS the model gives away, and whose they are."""
-    from tightlip.audit.summary import failed_conditions, parsed_condition
+    from tightlip.audit.summary import check_threshold, failed_conditions, parsed_condition
     from tightlip.core.errors import UsageError
     from tightlip.core.logs import logged_to
     from tightlip.core.progress import shown_progress
     from tightlip.core.run_folder import is_run
 
     conditions = fail_on or []
-    for condition in conditions:
-        parsed_condition(condition)  # a gate with a typo must not wait for the audit to say so
+    thresholds = _numbers(curated_at)
+    for condition in conditions:  # a gate with a typo must not wait for the audit to say so
+        check_threshold(parsed_condition(condition)[0], condition, thresholds)
     if out is None:
         if not is_run(Path(model)):
             raise UsageError("Where should the report go? Give --out DIR.")
@@ -91,7 +92,7 @@ def audit(
             redact=redact,
             occurrences=_occurrences(occurrences),
             fewer_than=fewer_than,
-            thresholds=_numbers(curated_at),
+            thresholds=thresholds,
             user_column=user_column,
             text_column=text_column,
             bad_rows=bad_rows,
@@ -103,11 +104,25 @@ def audit(
             engine=engine,
         )
     show(report)
-    failed = failed_conditions(report.summary, conditions)
+    failed = [
+        f"{name}{line}"
+        for name, summary in _judged(report)
+        for line in failed_conditions(summary, conditions)
+    ]
     for line in failed:
         print(f"tightlip: failed on {line}", file=sys.stderr)
     if failed:
         raise typer.Exit(1)
+
+
+def _judged(report: Any) -> list[tuple[str, dict[str, Any]]]:
+    """What a gate looks at: the report, or each snapshot's where snapshots were audited."""
+    from tightlip.core.files import read_json
+
+    snapshots = report.folder / "snapshots.json"
+    if not snapshots.exists():
+        return [("", report.summary)]
+    return [(f"{row['name']}: ", row["summary"]) for row in read_json(snapshots)["snapshots"]]
 
 
 def show(report: Any) -> None:

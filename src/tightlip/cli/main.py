@@ -29,7 +29,7 @@ def _refusals_in_a_line(command: Callable[..., None]) -> Callable[..., None]:
         try:
             command(*arguments, **options)
         except KeyboardInterrupt:
-            _say("stopped. The same command goes on from here.")
+            _say("stopped. Give the same command again to go on.")
             raise typer.Exit(130) from None
         except GuaranteeError as error:
             _say(str(error))
@@ -39,7 +39,7 @@ def _refusals_in_a_line(command: Callable[..., None]) -> Callable[..., None]:
             raise typer.Exit(2) from None
         except OSError as error:
             # A full disk, a missing permission: the file and the reason, not our stack.
-            _say(f"{error}. Nothing half-written was left behind.")
+            _say(f"{error}")
             raise typer.Exit(2) from None
 
     return run

@@ -1,5 +1,6 @@
 """`tightlip train`: a language model with snapshots, from a raw or a prepared corpus."""
 
+from dataclasses import fields as fields_of
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -137,8 +138,12 @@ def train(
     console.print(f"The run: {run.folder}\nNext:    tightlip audit {run.folder}", soft_wrap=True)
 
 
+def _names(kind: Any) -> list[str]:
+    return sorted(field.name for field in fields_of(kind))
+
+
 def _known(given: dict[str, Any], kind: Any) -> dict[str, Any]:
-    return {name: value for name, value in given.items() if name in kind.__dataclass_fields__}
+    return {name: value for name, value in given.items() if name in _names(kind)}
 
 
 def _tables(path: Path, kinds: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -159,7 +164,6 @@ def _tables(path: Path, kinds: dict[str, Any]) -> dict[str, dict[str, Any]]:
                 f"[prepare] or [options]."
             )
         for name in values:
-            if name not in kinds[table].__dataclass_fields__:
-                fields = sorted(kinds[table].__dataclass_fields__)
+            if name not in (fields := _names(kinds[table])):
                 raise UsageError(f"{path}, [{table}]: {unknown('setting', name, fields)}")
     return tree

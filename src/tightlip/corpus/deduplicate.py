@@ -10,6 +10,8 @@ from hashlib import blake2b
 
 # After . ! ? (and a closing quote or bracket), and at the end of a line.
 _BOUNDARY = re.compile(r"(?:(?<=[.!?…])|(?<=[.!?…][\"'”’)\]]))\s+|\n\s*")
+# A full stop that ends no sentence: after a title or an abbreviation.
+_ABBREVIATION = re.compile(r"\b(?:Mr|Mrs|Ms|Dr|Prof|St|Sr|Jr|vs|e\.g|i\.e)\.$")
 MIN_WORDS = 3
 
 
@@ -41,11 +43,14 @@ class DuplicateSentences:
 
     def without(self, text: str) -> str:
         """`text` less its repeated sentences, which are counted."""
-        kept, removed = [], 0
+        kept: list[str] = []
+        removed = 0
         for sentence, space in sentences(text):
             words = sentence.split()
             if len(words) >= MIN_WORDS and self._seen_before(words):
                 removed += 1
+                if "\n" in space and kept:
+                    kept[-1] = space  # the line still ends where it did
             else:
                 kept += [sentence, space]
         self.num_duplicates += removed
@@ -74,6 +79,8 @@ def sentences(text: str) -> list[tuple[str, str]]:
     """
     found, start = [], 0
     for boundary in _BOUNDARY.finditer(text):
+        if "\n" not in boundary.group() and _ABBREVIATION.search(text[start : boundary.start()]):
+            continue
         found.append((text[start : boundary.start()], boundary.group()))
         start = boundary.end()
     found.append((text[start:], ""))

@@ -61,6 +61,11 @@ class PrepareConfig:
             raise UsageError(
                 f"holdout={self.holdout} is no share between 0 and 1. Use 0.2, or --split none to hold out nothing."
             )
+        if self.vocabulary == "bpe" and self.min_users is not None:
+            raise UsageError(
+                f"min_users={self.min_users} counts who wrote a word, and bpe learns pieces of words. "
+                "Use --vocabulary words, or leave it out."
+            )
         if self.names and not self.scrub:
             raise UsageError("names=True is part of scrubbing, which is off. Add --scrub.")
         if self.tokenizer is not None and self.min_users is not None:

@@ -6,6 +6,7 @@ Python objects at a time.
 """
 
 import difflib
+import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from hashlib import sha256
@@ -142,6 +143,10 @@ class Corpus:
             row[name] = as_string(row[name], name, where)
         if part.empty_is_null and not row[self._user_column]:
             return Fault(f"has nothing in column {self._user_column!r}")
+        if part.empty_is_null and re.fullmatch(r"-?\d+\.0", row[self._user_column]):
+            raise UsageError(
+                f"{where} {_FLOAT_USERS.format(name=self._user_column)}"
+            )  # CSV is all text
         for value in row.values():
             if value is NOT_UTF8 or (isinstance(value, str) and not _encodes(value)):
                 return NOT_UTF8

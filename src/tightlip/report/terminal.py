@@ -95,7 +95,7 @@ def _list_lines(summary: dict[str, Any]) -> list[Line]:
     )
     public = summary.get("public_unique")
     benchmark = (
-        "Unique sequences the public model completes without having seen the corpus: the benchmark."
+        "Unique sequences the public model completes too: the benchmark, if it never saw their writers."
         if public is not None
         else "The same count for a public model would be the benchmark; none was given."
     )
@@ -185,7 +185,10 @@ def terminal_table(summary: dict[str, Any]) -> "Table":
     table.add_column(style="dim", overflow="fold")
     # Text, not str: a bracket in somebody's words is no markup of ours.
     for line in summary_lines(summary):
-        table.add_row(*(Text(part) for part in line))
+        if line.value != UNKNOWN or line.name == "Leakage epsilon":  # one hint at what is missing
+            table.add_row(*(Text(part) for part in line))
+    for note in summary.get("notes") or []:
+        table.add_row(Text("Note", style="bold"), Text(""), Text(note))
     return table
 
 

@@ -203,7 +203,7 @@ def _weighing(summary: dict[str, Any], unique: int, num_copied: int | None) -> l
     if summary.get("public_unique"):
         pieces = counted(summary["public_unique"], "such piece")
         sentences.append(
-            f"The public model, which never saw their text, completes {pieces} too: some can simply be guessed."
+            f"The public model completes {pieces} too: if it never saw this text, some can simply be guessed."
         )
     if num_copied:
         stood = "was" if num_copied == 1 else "were"

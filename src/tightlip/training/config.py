@@ -20,6 +20,14 @@ _CHOICES = {
 }
 _SIZES = ("embedding_size", "hidden_size", "num_layers", "num_heads", "sequence_length")
 _COUNTS = ("steps", "batch_size", "early_stop", "snapshot_steps")
+_SHAPE = (
+    "embedding_size",
+    "hidden_size",
+    "num_layers",
+    "num_heads",
+    "dropout",
+    "tie_word_embeddings",
+)
 DEFAULT_EPOCHS = 5.0
 
 
@@ -135,6 +143,18 @@ class TrainConfig(Settings):
         if self.model not in BUILT_IN_MODELS and not Path(self.model).is_dir():
             described = unknown("model", self.model, list(BUILT_IN_MODELS))
             raise UsageError(f"{described} Or give the path of a Hugging Face model folder.")
+        if self.model not in BUILT_IN_MODELS:
+            for field in _fields(type(self)):
+                if field.name in _SHAPE and getattr(self, field.name) != field.default:
+                    raise UsageError(
+                        f"{field.name}={getattr(self, field.name)} shapes a built-in model, and {self.model} has "
+                        f"a shape of its own. Leave it out."
+                    )
+
+    def tree(self) -> dict[str, Any]:
+        """The settings that have a value; of a given model not the shape, which is its own."""
+        shape = () if self.model in BUILT_IN_MODELS else _SHAPE
+        return {name: value for name, value in super().tree().items() if name not in shape}
 
     def _check_length(self) -> None:
         if self.epochs is not None and self.steps is not None:

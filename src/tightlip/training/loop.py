@@ -184,6 +184,10 @@ class Training:
             "learning_rate": self.plan.learning_rate(progress.step - 1),
             "seconds": round(progress.seconds, 3),
         }
+        if progress.num_targets and line["train_perplexity"] is None:
+            raise self.diverged(
+                f"The loss before step {progress.step} is {line['train_loss_nats']:.3g} nats a token"
+            )
         if self.recipe.validation is None:
             return line
         scores = validation_scores(self.forward, self.recipe.validation)

@@ -61,6 +61,7 @@ def recipe_for(
             "corpus": _corpus_tree(corpus, out, rows, without_users),
             "start": check_start(config, tokenizer, corpus.folder),
             "options": options.tree(),
+            "prepare": {name: v for name, v in corpus.settings.items() if v is not None},
             "versions": {
                 name: importlib.metadata.version(name) for name in ("torch", "transformers")
             },
