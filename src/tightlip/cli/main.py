@@ -1,6 +1,7 @@
 """The `tightlip` command."""
 
 import logging
+import os
 import sys
 from collections.abc import Callable
 from functools import wraps
@@ -10,6 +11,10 @@ import typer
 
 from tightlip.cli import audit, demo, prepare, train
 from tightlip.core.errors import GuaranteeError, TightlipError
+
+# Read when torch and numba start their threads. Otherwise these spin while they wait for each
+# other, and beside one other busy process the demo took ten times as long.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 app = typer.Typer(
     name="tightlip",
