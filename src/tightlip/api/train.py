@@ -24,8 +24,9 @@ def train(
     A corpus that is not prepared yet is prepared inside the run, by the settings in `prepare`
     (those of PrepareConfig).
     """
-    if is_run(Path(settings.get("model", ""))):  # a run stands for the model it trained
-        settings["model"] = str(Path(settings["model"]) / "model")
+    model = settings.get("model", BUILT_IN_MODELS[0])
+    if model not in BUILT_IN_MODELS and is_run(Path(model)):
+        settings["model"] = str(Path(model) / "model")  # a run stands for the model it trained
     config = TrainConfig(**settings)
     ready = _prepared(corpus, Path(out), config, prepare or {})
     return train_model(ready, Path(out), config, options or RunOptions())
