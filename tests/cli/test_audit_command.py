@@ -155,6 +155,8 @@ def test_killed_before_any_rename_the_same_command_ends_with_the_same_report(
     for number in range(1, ran.renames + 1):
         out = tmp_path / f"killed-{number}"
         killed = command(*the_audit(place, out), shard_tokens=SHARD, die_before_rename=number)
+        if killed.status == 0 and killed.renames < number:
+            break  # numba renames its cache files too, in the first run of a fresh clone only
         assert killed.status == -9
         finished = len(list(out.glob(".work/scan/[0-9]*.npz")))
         assert len(killed.scans) - finished in (0, 1)
