@@ -20,3 +20,31 @@ def documents(num_documents=60, num_users=6, longest=14, seed=0):
 
 def prepared(folder, *, split="document", **settings):
     return prepare(documents(**settings), folder, PrepareConfig(split=split))
+
+
+class HandSetClock:
+    """A clock for the training loop that only moves when told, so that no test waits or races."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def monotonic(self):
+        return self.now
+
+    def pass_by(self, seconds):
+        self.now += seconds
+
+
+def hand_set_clock(monkeypatch, *, seconds_per_step):
+    """Give the loop a clock of its own on which each step takes `seconds_per_step`."""
+    from tightlip.training import loop
+
+    clock, plain = HandSetClock(), loop.Training.take_step
+    monkeypatch.setattr(loop, "time", clock)
+
+    def timed(self, batch):
+        clock.pass_by(seconds_per_step)
+        plain(self, batch)
+
+    monkeypatch.setattr(loop.Training, "take_step", timed)
+    return clock
