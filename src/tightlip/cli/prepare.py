@@ -42,6 +42,16 @@ def prepare(
     min_users: Annotated[
         int | None, typer.Option(help="Only words that at least this many users wrote.")
     ] = None,
+    vocabulary_noise: Annotated[
+        float | None,
+        typer.Option(help="Release the words with this noise multiplier, private for each user."),
+    ] = None,
+    vocabulary_words_per_user: Annotated[
+        int, typer.Option(help="With noise: most words that one user gives.")
+    ] = 1000,
+    vocabulary_delta: Annotated[
+        float, typer.Option(help="With noise: the chance that a user's own word gets out.")
+    ] = 1e-7,
     seed: Annotated[int, typer.Option(help="Decides what is held out.")] = 0,
 ) -> None:
     """Check a corpus and make it ready for training."""
@@ -67,8 +77,17 @@ def prepare(
             vocabulary=vocabulary,
             vocabulary_size=vocabulary_size,
             min_users=min_users,
+            vocabulary_noise=vocabulary_noise,
+            vocabulary_words_per_user=vocabulary_words_per_user,
+            vocabulary_delta=vocabulary_delta,
             seed=seed,
         )
     console = Console()
     console.print(statistics_table(prepared.statistics))
+    for release in prepared.releases:
+        console.print(
+            f"Released: the {release['name']}, noise multiplier {release['noise_multiplier']:g} for each "
+            f"{release['unit']}, δ {release['delta']:g}. Preparing anew spends anew.",
+            soft_wrap=True,
+        )
     console.print(f"Prepared: {prepared.folder}", soft_wrap=True)

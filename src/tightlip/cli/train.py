@@ -97,6 +97,17 @@ def train(
     min_users: Annotated[
         int | None, _option("Only words that at least this many users wrote.", _CORPUS)
     ] = None,
+    vocabulary_noise: Annotated[
+        float | None,
+        _option("Release the words with this noise multiplier, private for each user.", _CORPUS),
+    ] = None,
+    vocabulary_words_per_user: Annotated[
+        int | None, _option("With noise: most words that one user gives; 1,000.", _CORPUS)
+    ] = None,
+    vocabulary_delta: Annotated[
+        float | None,
+        _option("With noise: the chance that a user's own word gets out; 1e-7.", _CORPUS),
+    ] = None,
     tokenizer: Annotated[
         str | None, _option("A model folder whose tokenizer to use.", _CORPUS)
     ] = None,

@@ -1,12 +1,12 @@
 """From the corpus people have to a folder that training and scanning read.
 
-    prepared.json        settings, statistics, fingerprints
+    prepared.json        settings, statistics, fingerprints, private releases
     tokenizer/           Hugging Face files
     train.parquet        user, text and further columns, as cleaned
     validation.parquet   what was held out
     train/, validation/  the same documents as tokens (see tokens.py)
 
-Everything follows from the source, the settings and the seed.
+Everything follows from the source, the settings and the seed, but for a vocabulary with noise.
 """
 
 from collections import Counter
@@ -14,12 +14,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from tightlip.core.errors import UsageError
+from tightlip.core.errors import GuaranteeError, UsageError
 from tightlip.core.files import folder_written_whole, read_json, write_json
 from tightlip.core.progress import task
 from tightlip.core.registry import unknown
 from tightlip.corpus.cleaning import Cleaner
 from tightlip.corpus.encoding import tokenizer_fingerprint
+from tightlip.corpus.private_vocabulary import VocabularyRelease, build_private_tokenizer
 from tightlip.corpus.readers import BadRows, Corpus, open_corpus
 from tightlip.corpus.split import SplitBy, Splitter
 from tightlip.corpus.statistics import check_unknown, describe_source, describe_tokens, total_tokens
@@ -51,6 +52,9 @@ class PrepareConfig:
     vocabulary: Literal["words", "bpe"] = "words"
     vocabulary_size: int | None = 10_000
     min_users: int | None = None
+    vocabulary_noise: float | None = None
+    vocabulary_words_per_user: int = VocabularyRelease.words_per_user
+    vocabulary_delta: float = VocabularyRelease.delta
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -73,6 +77,54 @@ class PrepareConfig:
                 f"min_users={self.min_users} shapes a vocabulary built here, but tokenizer={self.tokenizer!r} "
                 "brings its own. Leave one of them out."
             )
+        if self.vocabulary_noise is None:
+            self._check_nothing_of_a_release()
+        else:
+            self._check_release(self.vocabulary_noise)
+
+    def release(self) -> VocabularyRelease | None:
+        """How the vocabulary is to be released, where it is to be private."""
+        if self.vocabulary_noise is None:
+            return None
+        return VocabularyRelease(
+            noise_multiplier=self.vocabulary_noise,
+            words_per_user=self.vocabulary_words_per_user,
+            delta=self.vocabulary_delta,
+        )
+
+    def _check_nothing_of_a_release(self) -> None:
+        for name in ("words_per_user", "delta"):
+            value = getattr(self, f"vocabulary_{name}")
+            if value != getattr(VocabularyRelease, name):
+                raise UsageError(
+                    f"vocabulary_{name}={value} shapes a vocabulary with noise, which is off. "
+                    "Add --vocabulary-noise, or leave it out."
+                )
+
+    def _check_release(self, noise: float) -> None:
+        self.release()
+        if self.tokenizer is not None:
+            raise UsageError(
+                f"vocabulary_noise={noise} hides users in a vocabulary built here, but "
+                f"tokenizer={self.tokenizer!r} brings its own. Leave one of them out."
+            )
+        if self.vocabulary == "bpe":
+            raise UsageError(
+                f"vocabulary_noise={noise} is added to sums of words, and bpe learns pieces of words "
+                "from exact counts. Use --vocabulary words."
+            )
+        if self.min_users is not None:
+            raise UsageError(
+                f"min_users={self.min_users} counts exactly who wrote a word, which "
+                f"vocabulary_noise={noise} is there to hide; its threshold does the same work. "
+                "Leave --min-users out."
+            )
+        if self.deduplicate != "none":
+            raise GuaranteeError(
+                f"deduplicate={self.deduplicate!r} lets one user's text decide what is left of another's, "
+                f"so vocabulary_noise={noise} would hide less than it says. Use --deduplicate none, "
+                "or deduplicate within each user before."
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,6 +137,7 @@ class PreparedCorpus:
     statistics: dict[str, Any]
     settings: dict[str, Any]
     tokenizer_folder: Path
+    releases: list[dict[str, Any]]
 
 
 def is_prepared(folder: Path) -> bool:
@@ -106,6 +159,7 @@ def open_prepared(folder: Path) -> PreparedCorpus:
         statistics=record["statistics"],
         settings=record["settings"],
         tokenizer_folder=folder / "tokenizer",
+        releases=record.get("releases", []),
     )
 
 
@@ -113,8 +167,8 @@ def prepare(source: Any, out: Path, config: PrepareConfig) -> PreparedCorpus:
     """Read, clean, split and tokenise `source` into `out`, which appears when all is done.
 
     Holds:
-        deterministic: same source, settings and seed, same files.
-        kept: what is there from the same source and settings is returned untouched.
+        deterministic: same source, settings and seed, same files, unless `vocabulary_noise` is set.
+        kept: what is there from the same source and settings is returned untouched, nothing redrawn.
     """
     corpus = open_corpus(
         source,
@@ -130,13 +184,19 @@ def prepare(source: Any, out: Path, config: PrepareConfig) -> PreparedCorpus:
     }
     if out.exists():
         return _already_there(out, identity)
+    release = config.release()
     with folder_written_whole(out) as folder:
         statistics = _write_documents(corpus, folder, config)
         tokenizer = _save_tokenizer(folder, given, config)
         statistics |= _write_tokens(folder, tokenizer, config)
         write_json(
             folder / "prepared.json",
-            {"source": corpus.name, **identity, "statistics": statistics},
+            {
+                "source": corpus.name,
+                **identity,
+                "releases": [] if release is None else [release.record()],
+                "statistics": statistics,
+            },
         )
     return open_prepared(out)
 
@@ -145,6 +205,8 @@ def _already_there(out: Path, identity: dict[str, Any]) -> PreparedCorpus:
     if not is_prepared(out):
         raise UsageError(f"{out} exists and is no prepared corpus. Choose another --out.")
     record = read_json(out / "prepared.json")
+    # A folder from before a setting existed was made as its default says.
+    record["settings"] = asdict(PrepareConfig()) | record["settings"]
     if {name: record.get(name) for name in identity} == identity:
         return open_prepared(out)
     changed = [
@@ -210,14 +272,20 @@ def _write_splits(
 
 def _save_tokenizer(folder: Path, given: Any, config: PrepareConfig) -> Any:
     """The tokenizer as it will be read later, which is what the tokens must come from."""
-    tokenizer = given or build_tokenizer(
-        open_corpus(folder / "train.parquet"),
+    tokenizer = given or _built_tokenizer(open_corpus(folder / "train.parquet"), config)
+    tokenizer.save_pretrained(folder / "tokenizer")
+    return _load_tokenizer(str(folder / "tokenizer"))
+
+
+def _built_tokenizer(corpus: Corpus, config: PrepareConfig) -> Any:
+    if (release := config.release()) is not None:
+        return build_private_tokenizer(corpus, release, size=config.vocabulary_size)
+    return build_tokenizer(
+        corpus,
         kind=config.vocabulary,
         size=config.vocabulary_size,
         min_users=config.min_users,
     )
-    tokenizer.save_pretrained(folder / "tokenizer")
-    return _load_tokenizer(str(folder / "tokenizer"))
 
 
 def _load_tokenizer(folder: str) -> Any:
@@ -245,5 +313,20 @@ def _write_tokens(folder: Path, tokenizer: Any, config: PrepareConfig) -> dict[s
             corpus.batches(), tokenizer, folder / split, description=f"Tokenising {split}"
         )
         described[split] = describe_tokens(tokens, tokenizer)
-        described["warnings"] += check_unknown(split, described[split], tokenizer, config.tokenizer)
+        described["warnings"] += _warnings(split, described[split], tokenizer, config)
     return described | total_tokens(described)
+
+
+def _warnings(
+    split: str, described: dict[str, Any], tokenizer: Any, config: PrepareConfig
+) -> list[str]:
+    if config.vocabulary_noise is None or not described["tokens"]:
+        return check_unknown(split, described, tokenizer, config.tokenizer)
+    # Never an error: whoever draws again until a draw pleases releases more than is charged.
+    if described["unknown_share"] <= 0.5:
+        return []
+    return [
+        f"{described['unknown_share']:.0%} of {split}'s tokens are {tokenizer.unk_token}: too few users wrote "
+        f"the same words for vocabulary_noise={config.vocabulary_noise}. Give a public --tokenizer, or "
+        "charge for another vocabulary with less noise."
+    ]

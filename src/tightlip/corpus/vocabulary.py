@@ -1,5 +1,7 @@
 """Vocabularies built on a corpus: words, words that enough users wrote, or byte-level BPE.
 
+None of these is differentially private; private_vocabulary.py has one that is.
+
 A vocabulary is a plain `tokenizer.json`: any program that reads Hugging Face
 tokenizers encodes and decodes with it as we do.
 
@@ -65,14 +67,19 @@ def build_tokenizer(
         return _byte_level_bpe(corpus, size, min_users)
     if kind != "words":
         raise UsageError(unknown("vocabulary", kind, ["words", "bpe"]))
+    check_size(size)
+    ranked = words_by_frequency(corpus)
+    if min_users is not None:
+        ranked = _written_by(corpus, ranked, min_users)
+    return word_tokenizer(with_digits(ranked, size))
+
+
+def check_size(size: int | None) -> None:
+    """Refuse a word vocabulary too small for one word."""
     if size is not None and size < len(SPECIAL_TOKENS) + len(DIGITS) + 1:
         raise UsageError(
             f"vocabulary size={size} leaves no room beside 4 special tokens and 10 digits. Use 15 or more."
         )
-    ranked = _words_by_frequency(corpus)
-    if min_users is not None:
-        ranked = _written_by(corpus, ranked, min_users)
-    return word_tokenizer(_with_digits(ranked, size))
 
 
 def word_tokenizer(words: list[str]) -> PreTrainedTokenizerFast:
@@ -105,7 +112,8 @@ def _wrapped(backend: Tokenizer) -> PreTrainedTokenizerFast:
     )
 
 
-def _words_by_frequency(corpus: Corpus) -> list[str]:
+def words_by_frequency(corpus: Corpus) -> list[str]:
+    """Every word of `corpus`, the most frequent first."""
     backend = Tokenizer(models.WordLevel({"<unk>": 0}, unk_token="<unk>"))
     backend.pre_tokenizer = _word_splitter()
     trainer = trainers.WordLevelTrainer(vocab_size=2**31, show_progress=False)
@@ -130,16 +138,22 @@ def _written_by(corpus: Corpus, ranked: list[str], min_users: int) -> list[str]:
     """The words of `ranked` that at least `min_users` users wrote, in the same order."""
     if min_users < 1:
         raise UsageError(f"min_users={min_users} is below 1. Use 2 or more, or leave it out.")
-    encoder = Encoder(word_tokenizer(ranked))
     counts = _DistinctUsers(len(ranked) + len(SPECIAL_TOKENS), min_users)
+    for user, ids in tokens_by_user(corpus, ranked):
+        counts.add(user, ids)
+    enough = counts.enough()[len(SPECIAL_TOKENS) :]
+    return [word for word, kept in zip(ranked, enough, strict=True) if kept]
+
+
+def tokens_by_user(corpus: Corpus, words: list[str]) -> Iterator[tuple[int, np.ndarray]]:
+    """Each document's user, numbered by first appearance, and its ids in `word_tokenizer(words)`."""
+    encoder = Encoder(word_tokenizer(words))
     numbers: dict[str, int] = {}
     with task("Counting users", None) as bar:
         for batch in corpus.batches():
             for user, ids in zip(batch.users, encoder.encode(batch.texts)[0], strict=True):
-                counts.add(numbers.setdefault(user, len(numbers)), ids)
+                yield numbers.setdefault(user, len(numbers)), ids
             bar.advance(len(batch))
-    enough = counts.enough()[len(SPECIAL_TOKENS) :]
-    return [word for word, kept in zip(ranked, enough, strict=True) if kept]
 
 
 class _DistinctUsers:
@@ -178,7 +192,7 @@ class _DistinctUsers:
         self._unsorted, self._num_unsorted = [], 0
 
 
-def _with_digits(ranked: list[str], size: int | None) -> list[str]:
+def with_digits(ranked: list[str], size: int | None) -> list[str]:
     """The first of `ranked` that fit, the ten digits always among them."""
     room = len(ranked) if size is None else size - len(SPECIAL_TOKENS)
     kept = ranked[:room]
