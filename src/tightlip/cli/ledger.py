@@ -1,0 +1,105 @@
+"""`tightlip ledger`: what a run, or several together, may promise."""
+
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+INSECURE = (
+    "Insecure: noise and sampling came from a fixed seed (--insecure-seed), for tests only. "
+    "Whoever knows the seed can subtract the noise; this ε protects nobody."
+)
+
+
+def ledger(
+    runs: Annotated[
+        list[Path], typer.Argument(help="A run, or several to compose.", metavar="RUN...")
+    ],
+    json_wanted: Annotated[
+        bool, typer.Option("--json", help="Print the record as JSON, all of it.")
+    ] = False,
+) -> None:
+    """What a run promises so far, and what another 1,000 steps would cost."""
+    from tightlip.api.ledger import ledger as guarantee_of
+
+    record = guarantee_of(*runs)
+    if json_wanted:
+        import json
+
+        print(json.dumps(record, indent=2, ensure_ascii=False, allow_nan=False))
+    else:
+        _show(record)
+
+
+def _show(record: dict[str, Any]) -> None:
+    from rich.console import Console
+
+    console = Console()
+    console.print(_table(record))
+    if record.get("insecure_seed"):
+        console.print(INSECURE, style="bold red")
+    after = record.get("another_1000_steps")
+    if after is not None:
+        console.print(f"Another 1,000 steps would bring ε to {rounded_up(after)}.")
+
+
+def _table(record: dict[str, Any]) -> "Table":
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False, show_header=False)
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column()
+    for name, value in _lines(record):
+        # Text, not str: a reason may hold brackets, which rich would take for its markup.
+        table.add_row(name, Text(value))
+    return table
+
+
+def _lines(record: dict[str, Any]) -> list[tuple[str, str]]:
+    """Every line of the record that says something, the figures first."""
+    lines = [*_figures(record), ("standing", record["standing"]), ("because", record["because"])]
+    for name in ("mechanism", "unit", "adjacency", "sampling", "accountant"):
+        lines.append((name, record.get(name) or ""))
+    for name in ("noise_multiplier", "clip_norm", "sampling_rate", "num_units", "expected_batch"):
+        value = record.get(name)
+        lines.append((name.replace("_", " "), "" if value is None else f"{value:,.6g}"))
+    so_far = "" if record.get("finished", True) else " so far; the run is not finished"
+    lines.append(("steps", f"{record['steps']:,}{so_far}"))
+    lines += [("also released", _told(release)) for release in record.get("releases") or ()]
+    lines += [(name, "; ".join(record.get(name) or ())) for name in ("covers", "outside")]
+    return [(name, value) for name, value in lines if value]
+
+
+def _figures(record: dict[str, Any]) -> list[tuple[str, str]]:
+    if record["epsilon"] is None:
+        return [("ε", f"none: {record['standing']}")]
+    lines = [("ε", f"{rounded_up(record['epsilon'])} ({record['standing']})")]
+    if record.get("epsilon_rdp") is not None:
+        lines.append(("ε by RDP", f"{rounded_up(record['epsilon_rdp'])} (a looser upper bound)"))
+    if record.get("epsilon_as_published") is not None:
+        figure = rounded_up(record["epsilon_as_published"])
+        lines.append(
+            ("as published", f"{figure} (the papers' Gaussian-DP figure, which understates)")
+        )
+    return [*lines, ("δ", f"{record['delta']:g}")]
+
+
+def _told(release: dict[str, Any]) -> str:
+    figures = f"noise multiplier {release['noise_multiplier']:g}, δ {release['delta']:g}"
+    return f"{release['name']} ({figures}): {release['note']}"
+
+
+def rounded_up(epsilon: float) -> str:
+    """Two decimals, or two figures below 0.1; never less than what was spent.
+
+    >>> rounded_up(3.5811), rounded_up(0.01234), rounded_up(0.0)
+    ('3.59', '0.013', '0.00')
+    """
+    digits = 2 if epsilon >= 0.1 or epsilon == 0 else 1 - math.floor(math.log10(epsilon))
+    # Decimals such as 2.3 are stored a hair off; that hair is not spent privacy.
+    return f"{math.ceil(epsilon * 10**digits - 1e-9) / 10**digits:.{digits}f}"

@@ -1,0 +1,210 @@
+"""Clipped gradients of units in one forward and one backward pass.
+
+Shapes: U units, M rows of each, B rows, T positions.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from tightlip.core.errors import UsageError
+from tightlip.privacy.norms import Norms
+from tightlip.privacy.row_losses import RowLosses
+from tightlip.privacy.sums import Scaled
+from tightlip.privacy.uses import Layout, Lookup, Outer, Use
+from tightlip.privacy.watching import NoRule, Watch
+
+
+@dataclass(frozen=True, eq=False)
+class ClippedGradients:
+    """The sum over units of clipped gradients, and each unit's norm before clipping.
+
+    `norms` and `losses` belong to single units: they are private and must not be published.
+    """
+
+    gradients: dict[str, Tensor]
+    norms: Tensor
+    losses: Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Clip:
+    """How gradients are clipped: flat, or a share of the bound for every layer."""
+
+    norm: float
+    per_layer: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.norm > 0:
+            raise UsageError(f"clip_norm={self.norm} bounds nothing. Use a number above 0, such as 1.0.")
+
+
+def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """What training changes, a shared parameter once under its first name."""
+    found = {name: each for name, each in model.named_parameters() if each.requires_grad}
+    if not found:
+        raise UsageError("The model has no parameter that requires a gradient. Unfreeze some.")
+    return found
+
+
+def rounding(parameters: dict[str, nn.Parameter], dtype: torch.dtype) -> float:
+    """By how much a unit's share of the sum may pass its norm, as numbers of this kind round.
+
+    Factor and product are each rounded once: twice half a unit in the last place.
+    """
+    device = next(iter(parameters.values())).device.type
+    if dtype == torch.bfloat16:
+        return 2.0**-8
+    if dtype == torch.float32 and device == "cuda" and torch.get_float32_matmul_precision() != "highest":
+        return 2.0**-9
+    return 2.0**-40 if dtype == torch.float64 else 2.0**-19
+
+
+def one_pass(
+    parameters: dict[str, nn.Parameter],
+    forward: Callable[[], Tensor],
+    targets_BT: Tensor,
+    weights_BT: Tensor,
+    layout: Layout,
+    clip: Clip,
+    *,
+    look_for_unseen: bool = True,
+) -> ClippedGradients:
+    """One pass over units of equally many rows; `forward` gives the logits.
+
+    Raises NoRule, before anything is changed, where a parameter is used in a way that no rule
+    covers. `look_for_unseen` asks autograd itself whether it can reach a parameter; a CUDA
+    graph cannot be asked while it is captured, only before.
+    """
+    watch, losses_B = watched_pass(
+        parameters, forward, targets_BT, weights_BT, layout.num_rows, look_for_unseen=look_for_unseen
+    )
+    with torch.no_grad():
+        clipped = clipped_sum(watch, parameters, losses_B, layout, clip)
+    watch.forget()
+    return clipped
+
+
+def watched_pass(
+    parameters: dict[str, nn.Parameter],
+    forward: Callable[[], Tensor],
+    targets_BT: Tensor,
+    weights_BT: Tensor,
+    num_rows: int,
+    *,
+    look_for_unseen: bool,
+) -> tuple[Watch, Tensor]:
+    """Forward and back once: every use of every parameter, and each row's loss."""
+    watch = Watch(parameters, num_rows)
+    asked = [watch.anchor, *(parameters.values() if look_for_unseen else ())]
+    # The way back is watched too: with gradient checkpointing layers run once more there.
+    with torch.enable_grad(), watch:
+        losses_B = RowLosses.apply(forward(), targets_BT, weights_BT, watch)
+        found = watch.backward(losses_B.sum(), asked)
+    for name, gradient in zip(parameters, found[1:], strict=False):
+        if gradient is not None:
+            raise NoRule(name, "used by an operation that cannot be seen")
+    return watch, losses_B.detach()
+
+
+def clipped_sum(
+    watch: Watch, parameters: dict[str, nn.Parameter], losses_B: Tensor, layout: Layout, clip: Clip
+) -> ClippedGradients:
+    """From the uses noted to norms, factors and the sum."""
+    norms = Norms(layout)
+    losses_U = layout.sum_by_unit(losses_B)
+    squares = {
+        name: norms.squared(uses, parameters[name].shape)
+        for name, uses in watch.uses.items()
+        if uses
+    }
+    groups = _groups(parameters, clip)
+    total_U = sum(squares.values(), torch.zeros_like(losses_U))
+    fine_U = total_U.isfinite() & losses_U.isfinite()
+    bound = clip.norm / math.sqrt(len(groups))
+    bound /= 1 + rounding(parameters, _noted_dtype(watch))
+    gradients: dict[str, Tensor] = {}
+    for names in groups:
+        group_U = sum((squares[name] for name in names if name in squares), torch.zeros_like(total_U))
+        factors_U = torch.where(fine_U, (bound * group_U.clamp(min=0).rsqrt()).clamp(max=1.0), 0)
+        scaled = Scaled(
+            layout.to_rows(factors_U),
+            wipe=not (factors_U.device.type == "cpu" and type(fine_U) is Tensor and bool(fine_U.all())),
+            finite=watch.finite,
+        )
+        for name in names:
+            if watch.uses[name]:
+                gradients[name] = scaled.sum(watch.uses[name], parameters[name])
+    ordered = {
+        name: gradients.get(name, torch.zeros_like(parameter, dtype=_wide(parameter.dtype)))
+        for name, parameter in parameters.items()
+    }
+    return ClippedGradients(ordered, total_U.clamp(min=0).sqrt(), losses_U)
+
+
+def unit_by_unit(
+    parameters: dict[str, nn.Parameter],
+    forward: Callable[[slice], Tensor],
+    targets_BT: Tensor,
+    weights_BT: Tensor,
+    layout: Layout,
+    clip: Clip,
+) -> ClippedGradients:
+    """The same by plain autograd, one unit after the other: slow, and right for any model."""
+    total = {name: torch.zeros_like(each, dtype=_wide(each.dtype)) for name, each in parameters.items()}
+    groups = _groups(parameters, clip)
+    norms, losses = [], []
+    for unit in range(layout.num_units):
+        rows = slice(unit * layout.rows_per_unit, (unit + 1) * layout.rows_per_unit)
+        with torch.enable_grad():
+            loss = RowLosses.apply(forward(rows), targets_BT[rows], weights_BT[rows], None).sum()
+            found = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
+        gradients = {
+            name: gradient.to(total[name].dtype)
+            for name, gradient in zip(parameters, found, strict=True)
+            if gradient is not None
+        }
+        squares = {name: gradient.square().sum() for name, gradient in gradients.items()}
+        norm = torch.stack([*squares.values()]).sum().sqrt() if squares else loss.detach() * 0
+        norms.append(norm)
+        losses.append(loss.detach())
+        if not bool(norm.isfinite() & loss.isfinite()):
+            continue
+        bound = clip.norm / math.sqrt(len(groups))
+        for names in groups:
+            own = [squares[name] for name in names if name in squares]
+            if own:
+                group_norm = float(torch.stack(own).sum().sqrt())
+                factor = 1.0 if group_norm <= bound else bound / group_norm
+                for name in {*names} & {*gradients}:
+                    total[name].add_(gradients[name], alpha=factor)
+    return ClippedGradients(total, torch.stack(norms), torch.stack(losses))
+
+
+def _groups(parameters: dict[str, nn.Parameter], clip: Clip) -> list[list[str]]:
+    """Every parameter in exactly one group: all together, or those of a layer."""
+    if not clip.per_layer:
+        return [list(parameters)]
+    layers: dict[str, list[str]] = {}
+    for name in parameters:
+        layers.setdefault(name.rpartition(".")[0], []).append(name)
+    return list(layers.values())
+
+
+def _noted_dtype(watch: Watch) -> torch.dtype:
+    """The coarsest kind of number among the uses."""
+    kinds = {_left(use).dtype for uses in watch.uses.values() for use in uses}
+    return min(kinds, key=lambda kind: torch.finfo(kind).bits, default=torch.float32)
+
+
+def _left(use: Use) -> Tensor:
+    if isinstance(use, Outer):
+        return use.left_BTP
+    return use.left_BTD if isinstance(use, Lookup) else use.gradient_BX
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32

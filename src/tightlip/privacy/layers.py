@@ -1,0 +1,144 @@
+"""Layers as autograd sees them under watch: the same numbers forward, notes on the way back.
+
+Each takes the watch's anchor first, so that autograd calls it even where its input needs no
+gradient. Parameters are constants here. Shapes: B rows, T tokens, P outputs, D inputs.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from tightlip.privacy.uses import Lookup, Outer, Whole, aligned
+
+
+class LinearUse(torch.autograd.Function):
+    """x Wᵀ + b, or x W + b where the weight is `transposed`, as transformers' Conv1D has it.
+
+    On a GPU the output may have more columns than the layer: see `linear_use`.
+    """
+
+    @staticmethod
+    def forward(
+        context: Any, anchor: Tensor, input: Tensor, weight: Tensor, bias: Any, watch: Any, transposed: bool
+    ) -> Tensor:
+        dtype = product_dtype(input)
+        matrix = weight.detach().t() if transposed else weight.detach()
+        own_input, own_matrix = aligned(input.to(dtype)).contiguous(), aligned(matrix.to(dtype))
+        own_bias = None if bias is None else bias.detach().to(dtype)
+        missing = missing_columns(own_matrix, len(matrix))
+        if missing:
+            own_matrix = functional.pad(own_matrix, (0, 0, 0, missing))
+            own_bias = None if own_bias is None else functional.pad(own_bias, (0, missing))
+        output = functional.linear(own_input, own_matrix, own_bias)
+        context.save_for_backward(own_input, own_matrix)
+        context.num_inputs = input.shape[-1]
+        context.watch, context.weight, context.bias = watch, weight, bias
+        context.transposed, context.input_dtype = transposed, input.dtype
+        return output
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        watch = context.watch
+        input, matrix = context.saved_tensors
+        left, right = _tokens(gradient, watch.num_rows), _tokens(input, watch.num_rows)
+        if watch.is_watched(context.weight):
+            watch.note(context.weight, Outer(right, left) if context.transposed else Outer(left, right))
+        if watch.is_watched(context.bias):
+            watch.note(context.bias, Outer(left))
+        wanted = context.needs_input_grad[1]
+        back = None
+        if wanted:
+            back = (gradient @ matrix)[..., : context.num_inputs].to(context.input_dtype)
+        return None, back, None, None, None, None
+
+
+def linear_use(
+    watch: Any, input: Tensor, weight: Tensor, bias: Any, *, transposed: bool = False
+) -> Tensor:
+    """A linear layer under watch.
+
+    A vocabulary of 50,257 makes every product with the logits' gradient several times as slow
+    as one of 50,264, so the layer gets columns of zeros, cut off again outside autograd's
+    function: the gradient then comes back with them.
+    """
+    num_outputs = weight.shape[1] if transposed else weight.shape[0]
+    output = LinearUse.apply(watch.anchor, input, weight, bias, watch, transposed)
+    return output if output.shape[-1] == num_outputs else output[..., :num_outputs]
+
+
+def missing_columns(like: Tensor, size: int) -> int:
+    """How many columns a product on a GPU should have more."""
+    return -size % 64 if like.device.type == "cuda" and size % 8 else 0
+
+
+class EmbeddingUse(torch.autograd.Function):
+    """Rows of a matrix. Like torch, one at `padding_idx` gets no gradient."""
+
+    @staticmethod
+    def forward(
+        context: Any, anchor: Tensor, ids: Tensor, weight: Tensor, padding_idx: int | None, watch: Any
+    ) -> Tensor:
+        context.save_for_backward(ids)
+        context.watch, context.weight, context.padding_idx = watch, weight, padding_idx
+        return functional.embedding(ids, weight.detach())
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> tuple[None, ...]:  # type: ignore[override]
+        (ids,) = context.saved_tensors
+        left = _tokens(gradient, len(ids))
+        ids_BT = ids.reshape(len(ids), -1)
+        if context.padding_idx is not None:
+            left = torch.where((ids_BT == context.padding_idx)[..., None], 0, left)
+        context.watch.note(context.weight, Lookup(ids_BT, left))
+        return (None,) * 5
+
+
+class NormUse(torch.autograd.Function):
+    """Layer normalisation; its weight's gradient is so small that each row's is written out."""
+
+    @staticmethod
+    def forward(
+        context: Any, anchor: Tensor, input: Tensor, weight: Any, bias: Any, eps: float, watch: Any
+    ) -> Tensor:
+        own = None if weight is None else weight.detach()
+        own_bias = None if bias is None else bias.detach()
+        # As autocast does: sums over a row need the room.
+        wide = input.to(own.dtype) if own is not None else input
+        output, mean, scale = torch.native_layer_norm(wide, wide.shape[-1:], own, own_bias, eps)
+        context.save_for_backward(input, mean, scale, own)
+        context.watch, context.weight, context.bias = watch, weight, bias
+        return output
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        watch = context.watch
+        input, mean, scale, own = context.saved_tensors
+        inner = tuple(range(1, input.ndim - 1))
+        normal = (input.to(mean.dtype) - mean) * scale
+        wide = gradient.to(mean.dtype)
+        if watch.is_watched(context.weight):
+            watch.note(context.weight, Whole((wide * normal).sum(inner)))
+        if watch.is_watched(context.bias):
+            watch.note(context.bias, Whole(wide.sum(inner)))
+        if not context.needs_input_grad[1]:
+            return (None,) * 6
+        inward = wide if own is None else wide * own
+        mean_inward = inward.mean(-1, keepdim=True)
+        along = (inward * normal).mean(-1, keepdim=True)
+        back = scale * (inward - mean_inward - normal * along)
+        return None, back.to(input.dtype), None, None, None, None
+
+
+def product_dtype(input: Tensor) -> torch.dtype:
+    """What a product of this input is taken in: autocast's kind of number, or the input's."""
+    kind = input.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else input.dtype
+
+
+def _tokens(values: Tensor, num_rows: int) -> Tensor:
+    """[B, …, X] as [B, T, X]; the very tensor where it is that already."""
+    if values.ndim == 3:
+        return values
+    return values.reshape(num_rows, -1, values.shape[-1])

@@ -1,0 +1,149 @@
+"""Each unit's squared gradient norm, parameter by parameter, from the uses alone.
+
+‖Σ_t left_t ⊗ right_t‖² = Σ_s Σ_t (left_s·left_t)(right_s·right_t): two Gram matrices instead
+of a gradient per unit (Goodfellow 2015; Li et al. 2022). Uses of one parameter add up before
+the norm is taken, so a tied embedding brings a cross term.
+Shapes: U units, S tokens of a unit, P and D the parameter's.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from tightlip.privacy.uses import Layout, Lookup, Outer, Use, Whole, fp32_product
+
+# Numbers held at once beyond this are computed some units at a time.
+MOST_NUMBERS = 1 << 27
+
+
+class Norms:
+    """Squared norms under one layout. Gram matrices are kept, since a recurrent layer's four
+    parameters share one."""
+
+    def __init__(self, layout: Layout) -> None:
+        self.layout = layout
+        self._grams: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def squared(self, uses: list[Use], shape: torch.Size) -> Tensor:
+        """Of one parameter, for every unit.
+
+        Holds:
+            exact: equals the squared norm of the unit's gradient by plain autograd.
+        """
+        outers = [use for use in uses if isinstance(use, Outer)]
+        lookups = [use for use in uses if isinstance(use, Lookup)]
+        if len(outers) == len(uses) and all(use.right_BTD is None for use in outers):
+            return self._of_sums(outers)
+        if len(outers) + len(lookups) == len(uses) and all(
+            use.right_BTD is not None for use in outers
+        ):
+            total: Tensor | None = None
+            if outers:
+                total = self._of_products(outers, shape)
+            if lookups:
+                looked = self._of_lookups(lookups)
+                total = looked if total is None else total + looked
+            for outer in outers:
+                for lookup in lookups:
+                    assert total is not None
+                    total = total + 2 * self._cross(outer, lookup)
+            assert total is not None
+            return total
+        return self._written_out(uses, shape)
+
+    def _of_sums(self, uses: list[Outer]) -> Tensor:
+        if len(uses) == 1 and id(uses[0].left_BTP) in self._grams:
+            return self.gram(uses[0].left_BTP).sum((1, 2))
+        sums_UP = sum(self.layout.by_unit(use.left_BTP).sum(1, dtype=_wide(use.left_BTP)) for use in uses)
+        assert isinstance(sums_UP, Tensor)
+        return sums_UP.square().sum(1)
+
+    def _of_products(self, uses: list[Outer], shape: torch.Size) -> Tensor:
+        num_tokens = sum(use.left_BTP.shape[1] for use in uses) * self.layout.rows_per_unit
+        size_P, size_D = shape
+        if size_P * size_D < num_tokens * (size_P + size_D):
+            return self._written_out(list(uses), shape)
+        if len(uses) == 1:
+            (use,) = uses
+            assert use.right_BTD is not None
+            if self.layout.num_units * num_tokens**2 <= MOST_NUMBERS:
+                return (self.gram(use.left_BTP) * self.gram(use.right_BTD)).sum((1, 2))
+        left = torch.cat([self.layout.by_unit(use.left_BTP) for use in uses], 1)
+        right = torch.cat([self.layout.by_unit(use.right_BTD) for use in uses], 1)  # type: ignore[arg-type]
+        return self._in_parts(
+            lambda part: (_gram(left[part]) * _gram(right[part])).sum((1, 2)), num_tokens**2
+        )
+
+    def _of_lookups(self, uses: list[Lookup]) -> Tensor:
+        ids_US = torch.cat([self.layout.by_unit(use.ids_BT) for use in uses], 1)
+        lefts = [self.layout.by_unit(use.left_BTD) for use in uses]
+        left_USD = lefts[0] if len(lefts) == 1 else torch.cat(lefts, 1)
+
+        def squares(part: slice) -> Tensor:
+            ids = ids_US[part]
+            return torch.where(ids[:, :, None] == ids[:, None, :], _gram(left_USD[part]), 0).sum((1, 2))
+
+        return self._in_parts(squares, ids_US.shape[1] ** 2)
+
+    def _cross(self, outer: Outer, lookup: Lookup) -> Tensor:
+        """<Σ_s left_s ⊗ right_s, Σ_t e(id_t) ⊗ g_t> = Σ_s Σ_t left_s[id_t] (right_s·g_t)."""
+        assert outer.right_BTD is not None
+        left_USV, right_USD = self.layout.by_unit(outer.left_BTP), self.layout.by_unit(outer.right_BTD)
+        ids_UT, g_UTD = self.layout.by_unit(lookup.ids_BT), self.layout.by_unit(lookup.left_BTD)
+        num_pairs = left_USV.shape[1] * ids_UT.shape[1]
+
+        def products(part: slice) -> Tensor:
+            where = ids_UT[part][:, None, :].expand(-1, left_USV.shape[1], -1)
+            taken_UST = left_USV[part].gather(2, where)
+            return (taken_UST * fp32_product(right_USD[part], g_UTD[part].transpose(1, 2).to(right_USD.dtype))).sum((1, 2))
+
+        return self._in_parts(products, num_pairs)
+
+    def _written_out(self, uses: list[Use], shape: torch.Size) -> Tensor:
+        """Where units' gradients are small, or uses of unlike kinds meet, write them out."""
+
+        def squares(part: slice) -> Tensor:
+            whole = sum(gradients(use, self.layout, part, shape) for use in uses)
+            assert isinstance(whole, Tensor)
+            return whole.flatten(1).square().sum(1)
+
+        return self._in_parts(squares, shape.numel())
+
+    def gram(self, values_BTX: Tensor) -> Tensor:
+        known = self._grams.get(id(values_BTX))
+        if known is None:
+            known = (values_BTX, _gram(self.layout.by_unit(values_BTX)))
+            self._grams[id(values_BTX)] = known
+        return known[1]
+
+    def _in_parts(self, squares: Callable[[slice], Tensor], numbers_per_unit: int) -> Tensor:
+        together = max(1, MOST_NUMBERS // max(1, numbers_per_unit))
+        if together >= self.layout.num_units:
+            return squares(slice(None))
+        starts = range(0, self.layout.num_units, together)
+        return torch.cat([squares(slice(start, start + together)) for start in starts])
+
+
+def gradients(use: Use, layout: Layout, part: slice, shape: torch.Size) -> Tensor:
+    """The gradients of some units, written out: [U, *shape]."""
+    if isinstance(use, Whole):
+        return layout.sum_by_unit(use.gradient_BX)[part]
+    if isinstance(use, Outer):
+        left_USP = layout.by_unit(use.left_BTP)[part]
+        if use.right_BTD is None:
+            return left_USP.sum(1, dtype=_wide(left_USP))[:, : shape[0]]
+        right_USD = layout.by_unit(use.right_BTD)[part]
+        return fp32_product(left_USP.transpose(1, 2), right_USD)[:, : shape[0], : shape[1]]
+    ids_US, left_USD = layout.by_unit(use.ids_BT)[part], layout.by_unit(use.left_BTD)[part]
+    whole = left_USD.new_zeros(len(ids_US), *shape, dtype=_wide(left_USD))
+    where = ids_US[..., None].expand(-1, -1, shape[1])
+    return whole.scatter_add(1, where, left_USD.to(whole.dtype))
+
+
+def _gram(values_USX: Tensor) -> Tensor:
+    return fp32_product(values_USX, values_USX.transpose(1, 2))
+
+
+def _wide(values: Tensor) -> torch.dtype:
+    return torch.float64 if values.dtype == torch.float64 else torch.float32

@@ -1,0 +1,208 @@
+"""Ways to run one physical batch: as it is, captured in a CUDA graph, or compiled.
+
+All give the same sums. A graph replays hundreds of small kernels without waiting for Python,
+which is what an LSTM needs; the compiler fuses what a Transformer does between its products.
+Both want fixed shapes: a shape is prepared when it is first seen.
+Shapes: B rows, T positions.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from tightlip.privacy.clipping import (
+    Clip,
+    ClippedGradients,
+    clipped_sum,
+    trainable_parameters,
+    unit_by_unit,
+    watched_pass,
+)
+from tightlip.privacy.per_unit import logits_of
+from tightlip.privacy.row_losses import token_weights
+from tightlip.privacy.sums import Scaled
+from tightlip.privacy.uses import Layout
+from tightlip.privacy.watching import Watch
+
+Way = Literal["eager", "graph", "compile", "slow"]
+
+
+@dataclass(frozen=True, eq=False)
+class Physical:
+    """Rows side by side, unit after unit, padded on the right; a target stands at the position
+    that predicts it. Rows beyond a unit's own have no target."""
+
+    ids_BT: Tensor
+    targets_BT: Tensor
+    weights_BT: Tensor
+    layout: Layout
+
+    @classmethod
+    def of(cls, ids_BT: Tensor, targets_BT: Tensor, num_rows_U: Tensor, layout: Layout) -> "Physical":
+        """`num_rows_U` is how many of each unit's rows are its own."""
+        weights_BT = token_weights(targets_BT, layout.to_rows(num_rows_U.clamp(min=1)))
+        return cls(ids_BT, targets_BT, weights_BT, layout)
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.ids_BT, self.targets_BT, self.weights_BT
+
+
+class Passes:
+    """The clipped (or, with no `clip`, the plain) sum of gradients of a physical batch.
+
+    The result may live in memory that the next call overwrites.
+    """
+
+    def __init__(
+        self, model: nn.Module, clip: Clip | None, *, way: Way = "eager", bf16: bool = False
+    ) -> None:
+        self.model, self.clip, self.way, self.bf16 = model, clip, way, bf16
+        self.parameters = trainable_parameters(model)
+        self._ready: dict[Any, Callable[[Physical], ClippedGradients]] = {}
+        self._pool: Any = None
+
+    @property
+    def wants_fixed_shapes(self) -> bool:
+        return self.way in ("graph", "compile")
+
+    def __call__(self, batch: Physical) -> ClippedGradients:
+        if self.way == "slow":
+            return self._slow(batch)
+        if self.way == "eager":
+            return self._eager(batch.layout, *batch.tensors)
+        key = (batch.ids_BT.shape, batch.layout)
+        if key not in self._ready:
+            self._ready[key] = self._captured(batch) if self.way == "graph" else self._compiled(batch)
+        return self._ready[key](batch)
+
+    def _eager(
+        self, layout: Layout, ids_BT: Tensor, targets_BT: Tensor, weights_BT: Tensor, *, look: bool = True
+    ) -> ClippedGradients:
+        # Padding stands on the right and language models look left only: no mask is needed.
+        with self._precision():
+            watch, losses_B = watched_pass(
+                self.parameters,
+                lambda: logits_of(self.model, ids_BT, None),
+                targets_BT,
+                weights_BT,
+                layout.num_rows,
+                look_for_unseen=look,
+            )
+        return summed(watch, self.parameters, losses_B, layout, self.clip)
+
+    def _slow(self, batch: Physical) -> ClippedGradients:
+        assert self.clip is not None
+        with self._precision():
+            return unit_by_unit(
+                self.parameters,
+                lambda rows: logits_of(self.model, batch.ids_BT[rows], None),
+                batch.targets_BT,
+                batch.weights_BT,
+                batch.layout,
+                self.clip,
+            )
+
+    def _captured(self, batch: Physical) -> Callable[[Physical], ClippedGradients]:
+        own = tuple(tensor.clone() for tensor in batch.tensors)
+        beside = torch.cuda.Stream()
+        beside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(beside):
+            for _ in range(2):  # kernels are chosen and built the first time
+                self._eager(batch.layout, *own)
+        torch.cuda.current_stream().wait_stream(beside)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            result = self._eager(batch.layout, *own, look=False)
+        self._pool = self._pool or graph.pool()
+
+        def replay(given: Physical) -> ClippedGradients:
+            for there, tensor in zip(own, given.tensors, strict=True):
+                there.copy_(tensor)
+            graph.replay()
+            return result
+
+        return replay
+
+    def _compiled(self, batch: Physical) -> Callable[[Physical], ClippedGradients]:
+        """One graph of everything, forward, back, norms and sums, made by running it once on
+        stand-ins; so nothing can depend on what this batch happens to hold."""
+        from torch.fx.experimental.proxy_tensor import make_fx
+
+        names = list(self.parameters)
+        buffers = dict(self.model.named_buffers())
+
+        def run(weights: list[Tensor], kept: list[Tensor], *tensors: Tensor) -> Any:
+            own = {name: each.detach().requires_grad_() for name, each in zip(names, weights, strict=True)}
+            swapped = {**own, **dict(zip(buffers, kept, strict=True))}
+            with self._precision():
+                watch, losses_B = watched_pass(
+                    own,  # type: ignore[arg-type]
+                    lambda: _swapped_logits(self.model, swapped, tensors[0]),
+                    *tensors[1:],
+                    num_rows=batch.layout.num_rows,
+                    look_for_unseen=True,
+                )
+            found = summed(watch, own, losses_B, batch.layout, self.clip)  # type: ignore[arg-type]
+            return [found.gradients[name] for name in names], found.norms, found.losses
+
+        weights = [each.detach() for each in self.parameters.values()]
+        kept = list(buffers.values())
+        traced = make_fx(run, tracing_mode="fake")(weights, kept, *batch.tensors)
+        compiled = torch.compile(traced, dynamic=False)
+
+        def call(given: Physical) -> ClippedGradients:
+            with torch.no_grad():
+                gradients, norms, losses = compiled(weights, kept, *given.tensors)
+            return ClippedGradients(dict(zip(names, gradients, strict=True)), norms, losses)
+
+        return call
+
+    def _precision(self) -> AbstractContextManager:
+        if not self.bf16:
+            return nullcontext()
+        device = next(iter(self.parameters.values())).device.type
+        # Autocast's cache would hand one trace's copies of weights to the next.
+        return torch.autocast(device, dtype=torch.bfloat16, cache_enabled=False)
+
+
+def summed(
+    watch: Watch,
+    parameters: dict[str, nn.Parameter],
+    losses_B: Tensor,
+    layout: Layout,
+    clip: Clip | None,
+) -> ClippedGradients:
+    """The clipped sum over units, or without a clip the plain one."""
+    with torch.no_grad():
+        if clip is not None:
+            result = clipped_sum(watch, parameters, losses_B, layout, clip)
+        else:
+            ones = Scaled(None, wipe=False, finite=())
+            gradients = {
+                name: ones.sum(uses, parameters[name]) if uses else torch.zeros_like(parameters[name])
+                for name, uses in watch.uses.items()
+            }
+            losses_U = layout.sum_by_unit(losses_B)
+            result = ClippedGradients(gradients, torch.zeros_like(losses_U), losses_U)
+    watch.forget()
+    return result
+
+
+def _swapped_logits(model: nn.Module, swapped: dict[str, Tensor], ids_BT: Tensor) -> Tensor:
+    class _Model(nn.Module):
+        """So that `functional_call` may be asked for the logits rather than for all outputs."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = model
+
+        def forward(self, ids: Tensor) -> Tensor:
+            return logits_of(self.inner, ids, None)
+
+    named = {f"inner.{name}": tensor for name, tensor in swapped.items()}
+    return torch.func.functional_call(_Model(), named, (ids_BT,), tie_weights=True)
