@@ -11,6 +11,7 @@ __version__ = "0.1.0"
 _CALLS = {
     "prepare": "tightlip.api.prepare",
     "train": "tightlip.api.train",
+    "ledger": "tightlip.api.ledger",
     "open_report": "tightlip.api.audit",
     "run_demo": "tightlip.api.demo",
     "LeakageReport": "tightlip.audit.report",

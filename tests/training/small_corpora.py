@@ -42,9 +42,9 @@ def hand_set_clock(monkeypatch, *, seconds_per_step):
     clock, plain = HandSetClock(), loop.Training.take_step
     monkeypatch.setattr(loop, "time", clock)
 
-    def timed(self, batch):
+    def timed(self):
         clock.pass_by(seconds_per_step)
-        plain(self, batch)
+        plain(self)
 
     monkeypatch.setattr(loop.Training, "take_step", timed)
     return clock

@@ -199,10 +199,10 @@ def test_ctrl_c_saves_where_it_was_and_the_same_command_goes_on(
 ):
     plain = Training.take_step
 
-    def interrupted(self, batch):
+    def interrupted(self):
         if self.progress.step == 5:
             signal.raise_signal(signal.SIGINT)  # within a step
-        plain(self, batch)
+        plain(self)
 
     monkeypatch.setattr(Training, "take_step", interrupted)
     with pytest.raises(KeyboardInterrupt, match="Stopped after step 6 of"):
@@ -215,7 +215,7 @@ def test_ctrl_c_saves_where_it_was_and_the_same_command_goes_on(
 
 
 def test_a_second_ctrl_c_is_not_held_back(corpus, tmp_path, monkeypatch):
-    def twice(self, batch):
+    def twice(self):
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGINT)
 
@@ -232,7 +232,7 @@ def test_training_works_outside_the_main_thread(corpus, undisturbed, tmp_path):
 
 
 def test_an_unfinished_run_refuses_other_settings_too(corpus, tmp_path, monkeypatch):
-    def cut(self, batch):
+    def cut(self):
         raise Killed
 
     monkeypatch.setattr(Training, "take_step", cut)
@@ -250,10 +250,10 @@ def test_every_optimizer_resumes_to_the_same_bits(optimizer, corpus, tmp_path, m
     expected = train(corpus, tmp_path / "whole", config, RARELY)
     plain = Training.take_step
 
-    def cut(self, batch):
+    def cut(self):
         if self.progress.step == 9:
             raise Killed
-        plain(self, batch)
+        plain(self)
 
     monkeypatch.setattr(Training, "take_step", cut)
     with pytest.raises(Killed):
@@ -266,10 +266,10 @@ def test_seconds_go_on_counting_after_a_resumption(corpus, tmp_path, monkeypatch
     hand_set_clock(monkeypatch, seconds_per_step=1)
     timed = Training.take_step
 
-    def cut_after_two(self, batch):
+    def cut_after_two(self):
         if self.progress.step == 2:
             raise Killed
-        timed(self, batch)
+        timed(self)
 
     with monkeypatch.context() as cut:
         cut.setattr(Training, "take_step", cut_after_two)

@@ -190,7 +190,7 @@ def loaded(model: Any, tokenizer: Any, options: ScanOptions) -> AuditedModel:
         folder = Path(model)
         dtype = getattr(torch, options.dtype)
         return AuditedModel(
-            model=load_causal_lm(folder, device=_usable_device(options.device), dtype=dtype),
+            model=load_causal_lm(folder, device=usable_device(options.device), dtype=dtype),
             tokenizer=_tokenizer(tokenizer or folder),
             fingerprint=model_fingerprint(folder),
             name=str(folder),
@@ -208,7 +208,8 @@ def loaded(model: Any, tokenizer: Any, options: ScanOptions) -> AuditedModel:
     )
 
 
-def _usable_device(name: str) -> str:
+def usable_device(name: str) -> str:
+    """The device that `name` means; auto is the GPU where there is one."""
     import torch
 
     if name == "auto":

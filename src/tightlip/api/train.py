@@ -1,14 +1,17 @@
 """`tightlip train` as one call."""
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from tightlip.core.errors import UsageError
+from tightlip.core.registry import look_up
 from tightlip.core.run_folder import RunRecord, is_run
 from tightlip.corpus.prepare import PrepareConfig, PreparedCorpus, is_prepared, open_prepared
 from tightlip.corpus.prepare import prepare as prepare_corpus
 from tightlip.training.config import BUILT_IN_MODELS, RunOptions, TrainConfig
 from tightlip.training.loop import train as train_model
+from tightlip.training.mitigations import CorpusFacts
 
 
 def train(
@@ -49,12 +52,27 @@ def _prepared(
     settings = {"seed": config.seed, **settings}
     if config.model not in BUILT_IN_MODELS:
         settings = _with_tokenizer_of(config.model, settings)
-    return prepare_corpus(corpus, out / "corpus", PrepareConfig(**settings))
+    chosen = PrepareConfig(**settings)
+    _check_promise(config, chosen)
+    return prepare_corpus(corpus, out / "corpus", chosen)
+
+
+def _check_promise(config: TrainConfig, chosen: PrepareConfig) -> None:
+    """Refuse settings of the corpus that the mitigation's promise cannot bear, before hours of
+    preparing it."""
+    release = chosen.release()
+    facts = CorpusFacts(
+        text_fingerprint="",
+        fingerprint="",
+        settings=asdict(chosen),
+        releases=[] if release is None else [release.record()],
+    )
+    look_up("mitigation", config.mitigation)().check(config, facts)
 
 
 def _with_tokenizer_of(model: str, settings: dict[str, Any]) -> dict[str, Any]:
     """A model that goes on training speaks through the tokenizer it came with."""
-    shaping = {"vocabulary", "vocabulary_size", "min_users"} & settings.keys()
+    shaping = {"vocabulary", "vocabulary_size", "min_users", "vocabulary_noise"} & settings.keys()
     if "tokenizer" not in settings and shaping:
         raise UsageError(
             f"{model} brings its own tokenizer, so {', '.join(sorted(shaping))} would do nothing. "

@@ -35,6 +35,12 @@ def audit(
     snapshots: Annotated[
         bool, typer.Option("--snapshots", help="Audit every snapshot of a run.")
     ] = False,
+    dp_check: Annotated[
+        bool,
+        typer.Option(
+            "--dp-check", help="Instead: guess a run's planted canaries; what ε they show."
+        ),
+    ] = False,
     redact: Annotated[
         bool, typer.Option("--redact", help="No text and no names in the report.")
     ] = False,
@@ -70,6 +76,20 @@ def audit(
     from tightlip.core.progress import shown_progress
     from tightlip.core.run_folder import is_run
 
+    if dp_check:
+        from tightlip.cli.dp_check import dp_check as check
+
+        others = {
+            "CORPUS": corpus,
+            "--out": out,
+            "--public-model": public_model,
+            "--validation": validation,
+            "--snapshots": snapshots,
+            "--redact": redact,
+            "--fail-on": fail_on,
+        }
+        check(model, device, others)
+        return
     conditions = fail_on or []
     thresholds = _numbers(curated_at)
     for condition in conditions:  # a gate with a typo must not wait for the audit to say so

@@ -1,18 +1,14 @@
 """`tightlip ledger`: what a run, or several together, may promise."""
 
-import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from tightlip.report.words import INSECURE, rounded_up
+
 if TYPE_CHECKING:
     from rich.table import Table
-
-INSECURE = (
-    "Insecure: noise and sampling came from a fixed seed (--insecure-seed), for tests only. "
-    "Whoever knows the seed can subtract the noise; this ε protects nobody."
-)
 
 
 def ledger(
@@ -92,14 +88,3 @@ def _figures(record: dict[str, Any]) -> list[tuple[str, str]]:
 def _told(release: dict[str, Any]) -> str:
     figures = f"noise multiplier {release['noise_multiplier']:g}, δ {release['delta']:g}"
     return f"{release['name']} ({figures}): {release['note']}"
-
-
-def rounded_up(epsilon: float) -> str:
-    """Two decimals, or two figures below 0.1; never less than what was spent.
-
-    >>> rounded_up(3.5811), rounded_up(0.01234), rounded_up(0.0)
-    ('3.59', '0.013', '0.00')
-    """
-    digits = 2 if epsilon >= 0.1 or epsilon == 0 else 1 - math.floor(math.log10(epsilon))
-    # Decimals such as 2.3 are stored a hair off; that hair is not spent privacy.
-    return f"{math.ceil(epsilon * 10**digits - 1e-9) / 10**digits:.{digits}f}"

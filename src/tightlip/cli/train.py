@@ -9,6 +9,7 @@ import typer
 from tightlip.cli.options import Config
 
 _MODEL, _LENGTH, _CORPUS, _MACHINE = "The model", "How long", "A raw corpus", "The machine"
+_PRIVACY = "Private training (--mitigation dp)"
 
 
 def _option(help_text: str, panel: str, *names: str) -> Any:
@@ -25,7 +26,12 @@ def train(
         str | None,
         _option("lstm (default), gru, transformer, or a model folder to go on from.", _MODEL),
     ] = None,
-    mitigation: Annotated[str | None, _option("none (default).", _MODEL)] = None,
+    mitigation: Annotated[
+        str | None, _option("none (default), or dp: differentially private.", _MODEL)
+    ] = None,
+    lora: Annotated[
+        int | None, _option("Train LoRA adapters of this rank instead of the weights.", _MODEL)
+    ] = None,
     embedding_size: Annotated[int | None, _option("128 unless given.", _MODEL)] = None,
     hidden_size: Annotated[int | None, _option("128 unless given.", _MODEL)] = None,
     num_layers: Annotated[int | None, _option("2 unless given.", _MODEL)] = None,
@@ -76,6 +82,41 @@ def train(
             "--first-quarter/--no-first-quarter",
         ),
     ] = None,
+    epsilon: Annotated[
+        float | None, _option("The target: noise is set so that it is met, never passed.", _PRIVACY)
+    ] = None,
+    unit: Annotated[
+        str | None, _option("Whom it protects: user (default) or example (a document).", _PRIVACY)
+    ] = None,
+    delta: Annotated[
+        float | None, _option("1e-5, or 1 / (10 units) where that is less, unless given.", _PRIVACY)
+    ] = None,
+    noise_multiplier: Annotated[
+        float | None, _option("The noise by hand, in units of the clip norm.", _PRIVACY)
+    ] = None,
+    clip_norm: Annotated[
+        float | None, _option("Largest gradient of a unit; 1 unless given.", _PRIVACY)
+    ] = None,
+    per_layer: Annotated[
+        bool | None, _option("Clip each layer by itself.", _PRIVACY, "--per-layer/--flat")
+    ] = None,
+    rows_per_unit: Annotated[
+        int | None, _option("Most documents of a unit in a step; 4 unless given.", _PRIVACY)
+    ] = None,
+    allow_unproved: Annotated[
+        bool | None,
+        _option("Go on where a proof breaks; the standing says so.", _PRIVACY, "--allow-unproved"),
+    ] = None,
+    allow_loose_delta: Annotated[
+        bool | None, _option("A delta above 1 / units.", _PRIVACY, "--allow-loose-delta")
+    ] = None,
+    insecure_seed: Annotated[
+        int | None, _option("Known noise, for tests only: it protects nobody.", _PRIVACY)
+    ] = None,
+    dp_check_canaries: Annotated[
+        int | None,
+        _option("Plant so many canaries, for tightlip audit RUN --dp-check.", _PRIVACY),
+    ] = None,
     user_column: Annotated[str | None, _option("user unless given.", _CORPUS)] = None,
     text_column: Annotated[str | None, _option("text unless given.", _CORPUS)] = None,
     bad_rows: Annotated[str | None, _option("error (default) or skip.", _CORPUS)] = None,
@@ -118,6 +159,9 @@ def train(
     compile: Annotated[
         bool | None, _option("torch.compile on a GPU.", _MACHINE, "--compile/--no-compile")
     ] = None,
+    physical_rows: Annotated[
+        int | None, _option("Rows in memory at once under dp; 16 on a CPU, 64 on a GPU.", _MACHINE)
+    ] = None,
 ) -> None:
     """Train a language model; the same command goes on where it stopped."""
     given = {name: value for name, value in locals().items() if value is not None}
@@ -146,6 +190,10 @@ def train(
     for name in ("epoch", "train_perplexity", "validation_perplexity", "validation_accuracy"):
         if last.get(name) is not None:
             console.print(f"{name.replace('_', ' '):24} {last[name]:.4g}")
+    if run.guarantee.get("epsilon") is not None:
+        from tightlip.report.terminal import print_guarantee
+
+        print_guarantee(run.guarantee, console)
     console.print(f"The run: {run.folder}\nNext:    tightlip audit {run.folder}", soft_wrap=True)
 
 

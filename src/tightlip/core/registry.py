@@ -9,7 +9,10 @@ from tightlip.core.errors import UsageError
 _REGISTERED: dict[str, dict[str, str]] = {
     "audit": {"leakage": "tightlip.audit.leakage:audit_leakage"},
     "engine": {"local": "tightlip.engines.local:LocalEngine"},
-    "mitigation": {"none": "tightlip.training.mitigations.none:NoMitigation"},
+    "mitigation": {
+        "dp": "tightlip.training.mitigations.dp:PrivateMitigation",
+        "none": "tightlip.training.mitigations.none:NoMitigation",
+    },
 }
 
 

@@ -4,9 +4,12 @@ config.toml         the resolved settings, the corpus and its fingerprints
 model/              the model as training ended, a Hugging Face folder
 snapshots/epoch-N/  the model on its way; step-N inside an epoch, epoch-0.25 early in the first
 metrics.jsonl       one line per epoch and snapshot
-ledger.json         what the run may promise; written last, so it marks a finished run
+private.jsonl       under DP: the same lines with losses, which no guarantee covers
+ledger.json         what the run may promise; it says when the run is finished
 log.txt             what was said on the way
 checkpoint/         only while the run is under way
+dp_check.json       the key of planted canaries, where there are any: what they read, who was in
+dp_check_result.json  what `tightlip audit RUN --dp-check` found
 """
 
 import fcntl
@@ -24,9 +27,11 @@ from tightlip.core.files import OWNER_FILE, make_private_folder, read_json, writ
 from tightlip.core.toml import read_toml, toml_text
 
 CONFIG, METRICS, LEDGER, LOG = "config.toml", "metrics.jsonl", "ledger.json", "log.txt"
+PRIVATE_METRICS = "private.jsonl"
 MODEL, SNAPSHOTS, CHECKPOINT, LOCK = "model", "snapshots", "checkpoint", ".lock"
-# A raw corpus is prepared inside the run before training claims the folder.
-_MAY_STAND_BEFORE = {"corpus", LOG}
+DP_CHECK, DP_CHECK_RESULT = "dp_check.json", "dp_check_result.json"
+# A raw corpus is prepared inside the run, and canaries are drawn, before training claims the folder.
+_MAY_STAND_BEFORE = {"corpus", LOG, DP_CHECK}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +68,13 @@ def is_run(folder: Path) -> bool:
 
 
 def is_finished(folder: Path) -> bool:
-    return (folder / LEDGER).is_file() and (folder / MODEL).is_dir()
+    """Whether training ended. A private run has a ledger from its first step on."""
+    if not (folder / LEDGER).is_file() or not (folder / MODEL).is_dir():
+        return False
+    try:
+        return bool(read_json(folder / LEDGER).get("finished", True))
+    except ValueError:
+        return False  # damaged; whoever goes on with the run finds out
 
 
 def open_run(folder: Path) -> RunRecord:
@@ -82,7 +93,7 @@ def open_run(folder: Path) -> RunRecord:
         model_folder=folder / MODEL,
         snapshots=_snapshots(folder, metrics),
         metrics=metrics,
-        guarantee=read_json(folder / LEDGER) if finished else {},
+        guarantee=read_json(folder / LEDGER) if (folder / LEDGER).is_file() else {},
         finished=finished,
     )
 
@@ -112,10 +123,30 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-def write_metrics(folder: Path, metrics: list[dict[str, Any]]) -> None:
-    """All lines anew: they are few, and so no reader ever sees half of one."""
-    lines = [json.dumps(line, ensure_ascii=False, allow_nan=False) for line in metrics]
-    write_text(folder / METRICS, "".join(f"{line}\n" for line in lines))
+def write_metrics(
+    folder: Path, metrics: list[dict[str, Any]], *, losses_are_private: bool = False
+) -> None:
+    """All lines anew: they are few, and so no reader ever sees half of one.
+
+    Losses that no guarantee covers go into a file of their own, each line marked private.
+    """
+    public = [without_losses(line) for line in metrics] if losses_are_private else metrics
+    _write_lines(folder / METRICS, public)
+    if losses_are_private:
+        _write_lines(folder / PRIVATE_METRICS, [{"private": True, **line} for line in metrics])
+
+
+def _write_lines(path: Path, values: list[dict[str, Any]]) -> None:
+    lines = [json.dumps(value, ensure_ascii=False, allow_nan=False) for value in values]
+    write_text(path, "".join(f"{line}\n" for line in lines))
+
+
+def without_losses(line: dict[str, Any]) -> dict[str, Any]:
+    """A line of metrics with nothing in it that was measured on text."""
+    return {
+        name: None if name.startswith(("train_", "validation_")) else value
+        for name, value in line.items()
+    }
 
 
 def write_ledger(folder: Path, guarantee: dict[str, Any]) -> None:
@@ -141,6 +172,12 @@ def claimed(folder: Path) -> Iterator[None]:
 def begin_run(folder: Path, config: dict[str, Any]) -> None:
     """Keep the settings with the run."""
     write_text(folder / CONFIG, toml_text(config))
+
+
+def abandon_run(folder: Path) -> None:
+    """Take back what `begin_run` did, and a ledger that has charged nothing yet."""
+    for name in (CONFIG, LEDGER):
+        (folder / name).unlink(missing_ok=True)
 
 
 def check_may_train(
@@ -180,7 +217,9 @@ def _check_same(
         )
 
 
-def go_back_to(folder: Path, metrics: list[dict[str, Any]]) -> None:
+def go_back_to(
+    folder: Path, metrics: list[dict[str, Any]], *, losses_are_private: bool = False
+) -> None:
     """Make the folder what it was when these were its metrics: later snapshots go, and so do
     files that somebody was killed while writing."""
     for path in folder.glob(".*.partial"):
@@ -191,4 +230,4 @@ def go_back_to(folder: Path, metrics: list[dict[str, Any]]) -> None:
         for path in (folder / SNAPSHOTS).iterdir():
             if path.name not in kept:
                 shutil.rmtree(path)
-    write_metrics(folder, metrics)
+    write_metrics(folder, metrics, losses_are_private=losses_are_private)

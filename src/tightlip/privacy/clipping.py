@@ -4,7 +4,8 @@ Shapes: U units, M rows of each, B rows, T positions.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -39,7 +40,9 @@ class Clip:
 
     def __post_init__(self) -> None:
         if not self.norm > 0:
-            raise UsageError(f"clip_norm={self.norm} bounds nothing. Use a number above 0, such as 1.0.")
+            raise UsageError(
+                f"clip_norm={self.norm} bounds nothing. Use a number above 0, such as 1.0."
+            )
 
 
 def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -58,7 +61,11 @@ def rounding(parameters: dict[str, nn.Parameter], dtype: torch.dtype) -> float:
     device = next(iter(parameters.values())).device.type
     if dtype == torch.bfloat16:
         return 2.0**-8
-    if dtype == torch.float32 and device == "cuda" and torch.get_float32_matmul_precision() != "highest":
+    if (
+        dtype == torch.float32
+        and device == "cuda"
+        and torch.get_float32_matmul_precision() != "highest"
+    ):
         return 2.0**-9
     return 2.0**-40 if dtype == torch.float64 else 2.0**-19
 
@@ -80,12 +87,18 @@ def one_pass(
     graph cannot be asked while it is captured, only before.
     """
     watch, losses_B = watched_pass(
-        parameters, forward, targets_BT, weights_BT, layout.num_rows, look_for_unseen=look_for_unseen
+        parameters,
+        forward,
+        targets_BT,
+        weights_BT,
+        layout.num_rows,
+        look_for_unseen=look_for_unseen,
     )
-    with torch.no_grad():
-        clipped = clipped_sum(watch, parameters, losses_B, layout, clip)
-    watch.forget()
-    return clipped
+    try:
+        with torch.no_grad():
+            return clipped_sum(watch, parameters, losses_B, layout, clip)
+    finally:
+        watch.forget()
 
 
 def watched_pass(
@@ -98,16 +111,37 @@ def watched_pass(
     look_for_unseen: bool,
 ) -> tuple[Watch, Tensor]:
     """Forward and back once: every use of every parameter, and each row's loss."""
-    watch = Watch(parameters, num_rows)
+    watch = Watch(parameters, num_rows, targets_BT.shape[1])
     asked = [watch.anchor, *(parameters.values() if look_for_unseen else ())]
     # The way back is watched too: with gradient checkpointing layers run once more there.
-    with torch.enable_grad(), watch:
-        losses_B = RowLosses.apply(forward(), targets_BT, weights_BT, watch)
-        found = watch.backward(losses_B.sum(), asked)
-    for name, gradient in zip(parameters, found[1:], strict=False):
-        if gradient is not None:
-            raise NoRule(name, "used by an operation that cannot be seen")
+    try:
+        with _no_reentrant(), torch.enable_grad(), watch:
+            losses_B = RowLosses.apply(forward(), targets_BT, weights_BT, watch)
+            found = watch.backward(losses_B.sum(), asked)
+        for name, gradient in zip(parameters, found[1:], strict=False):
+            if gradient is not None:
+                raise NoRule(name, "used by an operation that cannot be seen")
+    except BaseException:
+        watch.forget()
+        raise
     return watch, losses_B.detach()
+
+
+@contextmanager
+def _no_reentrant() -> Iterator[None]:
+    """Say what to do about checkpoints that run a backward pass of their own inside ours.
+
+    What they reach would land in `.grad`, unclipped and unseen; torch refuses them here too.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if "use_reentrant" not in str(error):
+            raise
+        raise UsageError(
+            "Gradient checkpointing with use_reentrant=True cannot be clipped per unit. Use "
+            "model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={'use_reentrant': False})."
+        ) from error
 
 
 def clipped_sum(
@@ -128,11 +162,15 @@ def clipped_sum(
     bound /= 1 + rounding(parameters, _noted_dtype(watch))
     gradients: dict[str, Tensor] = {}
     for names in groups:
-        group_U = sum((squares[name] for name in names if name in squares), torch.zeros_like(total_U))
+        group_U = sum(
+            (squares[name] for name in names if name in squares), torch.zeros_like(total_U)
+        )
         factors_U = torch.where(fine_U, (bound * group_U.clamp(min=0).rsqrt()).clamp(max=1.0), 0)
         scaled = Scaled(
             layout.to_rows(factors_U),
-            wipe=not (factors_U.device.type == "cpu" and type(fine_U) is Tensor and bool(fine_U.all())),
+            wipe=not (
+                factors_U.device.type == "cpu" and type(fine_U) is Tensor and bool(fine_U.all())
+            ),
             finite=watch.finite,
         )
         for name in names:
@@ -153,27 +191,30 @@ def unit_by_unit(
     layout: Layout,
     clip: Clip,
 ) -> ClippedGradients:
-    """The same by plain autograd, one unit after the other: slow, and right for any model."""
-    total = {name: torch.zeros_like(each, dtype=_wide(each.dtype)) for name, each in parameters.items()}
+    """The same by plain autograd, one row after the other: slow, and right for any model.
+
+    Rows run alone, so that a model that mixes rows cannot mix one unit with another.
+    """
+    total = {
+        name: torch.zeros_like(each, dtype=_wide(each.dtype)) for name, each in parameters.items()
+    }
     groups = _groups(parameters, clip)
     norms, losses = [], []
     for unit in range(layout.num_units):
-        rows = slice(unit * layout.rows_per_unit, (unit + 1) * layout.rows_per_unit)
-        with torch.enable_grad():
-            loss = RowLosses.apply(forward(rows), targets_BT[rows], weights_BT[rows], None).sum()
-            found = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
-        gradients = {
-            name: gradient.to(total[name].dtype)
-            for name, gradient in zip(parameters, found, strict=True)
-            if gradient is not None
-        }
+        first = unit * layout.rows_per_unit
+        rows = [
+            slice(row, row + 1)
+            for row in range(first, first + layout.rows_per_unit)
+            if bool(weights_BT[row].any())
+        ]
+        loss, gradients = _plain(parameters, forward, targets_BT, weights_BT, rows)
         squares = {name: gradient.square().sum() for name, gradient in gradients.items()}
-        norm = torch.stack([*squares.values()]).sum().sqrt() if squares else loss.detach() * 0
+        norm = torch.stack([*squares.values()]).sum().sqrt() if squares else loss * 0
         norms.append(norm)
-        losses.append(loss.detach())
+        losses.append(loss)
         if not bool(norm.isfinite() & loss.isfinite()):
             continue
-        bound = clip.norm / math.sqrt(len(groups))
+        bound = clip.norm / math.sqrt(len(groups)) / (1 + rounding(parameters, norm.dtype))
         for names in groups:
             own = [squares[name] for name in names if name in squares]
             if own:
@@ -182,6 +223,29 @@ def unit_by_unit(
                 for name in {*names} & {*gradients}:
                     total[name].add_(gradients[name], alpha=factor)
     return ClippedGradients(total, torch.stack(norms), torch.stack(losses))
+
+
+def _plain(
+    parameters: dict[str, nn.Parameter],
+    forward: Callable[[slice], Tensor],
+    targets_BT: Tensor,
+    weights_BT: Tensor,
+    rows: list[slice],
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Loss and gradients of some rows, each run alone."""
+    first = next(iter(parameters.values()))
+    loss = torch.zeros((), dtype=_wide(first.dtype), device=first.device)
+    gradients: dict[str, Tensor] = {}
+    for row in rows:
+        with _no_reentrant(), torch.enable_grad():
+            own = RowLosses.apply(forward(row), targets_BT[row], weights_BT[row], None).sum()
+            found = torch.autograd.grad(own, list(parameters.values()), allow_unused=True)
+        loss = loss + own.detach()
+        for name, gradient in zip(parameters, found, strict=True):
+            if gradient is not None:
+                wide = gradient.to(_wide(gradient.dtype))
+                gradients[name] = gradients[name] + wide if name in gradients else wide
+    return loss, gradients
 
 
 def _groups(parameters: dict[str, nn.Parameter], clip: Clip) -> list[list[str]]:

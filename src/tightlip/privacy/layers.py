@@ -21,7 +21,13 @@ class LinearUse(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        context: Any, anchor: Tensor, input: Tensor, weight: Tensor, bias: Any, watch: Any, transposed: bool
+        context: Any,
+        anchor: Tensor,
+        input: Tensor,
+        weight: Tensor,
+        bias: Any,
+        watch: Any,
+        transposed: bool,
     ) -> Tensor:
         dtype = product_dtype(input)
         matrix = weight.detach().t() if transposed else weight.detach()
@@ -44,7 +50,9 @@ class LinearUse(torch.autograd.Function):
         input, matrix = context.saved_tensors
         left, right = _tokens(gradient, watch.num_rows), _tokens(input, watch.num_rows)
         if watch.is_watched(context.weight):
-            watch.note(context.weight, Outer(right, left) if context.transposed else Outer(left, right))
+            watch.note(
+                context.weight, Outer(right, left) if context.transposed else Outer(left, right)
+            )
         if watch.is_watched(context.bias):
             watch.note(context.bias, Outer(left))
         wanted = context.needs_input_grad[1]
@@ -78,7 +86,12 @@ class EmbeddingUse(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        context: Any, anchor: Tensor, ids: Tensor, weight: Tensor, padding_idx: int | None, watch: Any
+        context: Any,
+        anchor: Tensor,
+        ids: Tensor,
+        weight: Tensor,
+        padding_idx: int | None,
+        watch: Any,
     ) -> Tensor:
         context.save_for_backward(ids)
         context.watch, context.weight, context.padding_idx = watch, weight, padding_idx

@@ -55,7 +55,9 @@ class Norms:
     def _of_sums(self, uses: list[Outer]) -> Tensor:
         if len(uses) == 1 and id(uses[0].left_BTP) in self._grams:
             return self.gram(uses[0].left_BTP).sum((1, 2))
-        sums_UP = sum(self.layout.by_unit(use.left_BTP).sum(1, dtype=_wide(use.left_BTP)) for use in uses)
+        sums_UP = sum(
+            self.layout.by_unit(use.left_BTP).sum(1, dtype=_wide(use.left_BTP)) for use in uses
+        )
         assert isinstance(sums_UP, Tensor)
         return sums_UP.square().sum(1)
 
@@ -82,21 +84,29 @@ class Norms:
 
         def squares(part: slice) -> Tensor:
             ids = ids_US[part]
-            return torch.where(ids[:, :, None] == ids[:, None, :], _gram(left_USD[part]), 0).sum((1, 2))
+            return torch.where(ids[:, :, None] == ids[:, None, :], _gram(left_USD[part]), 0).sum(
+                (1, 2)
+            )
 
         return self._in_parts(squares, ids_US.shape[1] ** 2)
 
     def _cross(self, outer: Outer, lookup: Lookup) -> Tensor:
         """<Σ_s left_s ⊗ right_s, Σ_t e(id_t) ⊗ g_t> = Σ_s Σ_t left_s[id_t] (right_s·g_t)."""
         assert outer.right_BTD is not None
-        left_USV, right_USD = self.layout.by_unit(outer.left_BTP), self.layout.by_unit(outer.right_BTD)
+        left_USV, right_USD = (
+            self.layout.by_unit(outer.left_BTP),
+            self.layout.by_unit(outer.right_BTD),
+        )
         ids_UT, g_UTD = self.layout.by_unit(lookup.ids_BT), self.layout.by_unit(lookup.left_BTD)
         num_pairs = left_USV.shape[1] * ids_UT.shape[1]
 
         def products(part: slice) -> Tensor:
             where = ids_UT[part][:, None, :].expand(-1, left_USV.shape[1], -1)
             taken_UST = left_USV[part].gather(2, where)
-            return (taken_UST * fp32_product(right_USD[part], g_UTD[part].transpose(1, 2).to(right_USD.dtype))).sum((1, 2))
+            return (
+                taken_UST
+                * fp32_product(right_USD[part], g_UTD[part].transpose(1, 2).to(right_USD.dtype))
+            ).sum((1, 2))
 
         return self._in_parts(products, num_pairs)
 
@@ -128,7 +138,7 @@ class Norms:
 def gradients(use: Use, layout: Layout, part: slice, shape: torch.Size) -> Tensor:
     """The gradients of some units, written out: [U, *shape]."""
     if isinstance(use, Whole):
-        return layout.sum_by_unit(use.gradient_BX)[part]
+        return layout.sum_by_unit(use.gradient_BX.to(_wide(use.gradient_BX)))[part]
     if isinstance(use, Outer):
         left_USP = layout.by_unit(use.left_BTP)[part]
         if use.right_BTD is None:

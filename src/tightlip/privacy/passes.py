@@ -42,7 +42,9 @@ class Physical:
     layout: Layout
 
     @classmethod
-    def of(cls, ids_BT: Tensor, targets_BT: Tensor, num_rows_U: Tensor, layout: Layout) -> "Physical":
+    def of(
+        cls, ids_BT: Tensor, targets_BT: Tensor, num_rows_U: Tensor, layout: Layout
+    ) -> "Physical":
         """`num_rows_U` is how many of each unit's rows are its own."""
         weights_BT = token_weights(targets_BT, layout.to_rows(num_rows_U.clamp(min=1)))
         return cls(ids_BT, targets_BT, weights_BT, layout)
@@ -77,11 +79,19 @@ class Passes:
             return self._eager(batch.layout, *batch.tensors)
         key = (batch.ids_BT.shape, batch.layout)
         if key not in self._ready:
-            self._ready[key] = self._captured(batch) if self.way == "graph" else self._compiled(batch)
+            self._ready[key] = (
+                self._captured(batch) if self.way == "graph" else self._compiled(batch)
+            )
         return self._ready[key](batch)
 
     def _eager(
-        self, layout: Layout, ids_BT: Tensor, targets_BT: Tensor, weights_BT: Tensor, *, look: bool = True
+        self,
+        layout: Layout,
+        ids_BT: Tensor,
+        targets_BT: Tensor,
+        weights_BT: Tensor,
+        *,
+        look: bool = True,
     ) -> ClippedGradients:
         # Padding stands on the right and language models look left only: no mask is needed.
         with self._precision():
@@ -136,14 +146,20 @@ class Passes:
         names = list(self.parameters)
         buffers = dict(self.model.named_buffers())
 
-        def run(weights: list[Tensor], kept: list[Tensor], *tensors: Tensor) -> Any:
-            own = {name: each.detach().requires_grad_() for name, each in zip(names, weights, strict=True)}
+        def run(
+            weights: list[Tensor], kept: list[Tensor], ids: Tensor, targets: Tensor, shares: Tensor
+        ) -> Any:
+            own = {
+                name: each.detach().requires_grad_()
+                for name, each in zip(names, weights, strict=True)
+            }
             swapped = {**own, **dict(zip(buffers, kept, strict=True))}
             with self._precision():
                 watch, losses_B = watched_pass(
                     own,  # type: ignore[arg-type]
-                    lambda: _swapped_logits(self.model, swapped, tensors[0]),
-                    *tensors[1:],
+                    lambda: _swapped_logits(self.model, swapped, ids),
+                    targets,
+                    shares,
                     num_rows=batch.layout.num_rows,
                     look_for_unseen=True,
                 )
@@ -184,7 +200,9 @@ def summed(
         else:
             ones = Scaled(None, wipe=False, finite=())
             gradients = {
-                name: ones.sum(uses, parameters[name]) if uses else torch.zeros_like(parameters[name])
+                name: ones.sum(uses, parameters[name])
+                if uses
+                else torch.zeros_like(parameters[name])
                 for name, uses in watch.uses.items()
             }
             losses_U = layout.sum_by_unit(losses_B)

@@ -1,15 +1,14 @@
 """One object that owns sampler, clip, noise and accountant, so that they cannot disagree.
 
-    private = PrivateTraining(model, optimizer, documents, users=users, epsilon=8.0,
-                              expected_batch=64, steps=1000, ledger="ledger.json")
-    while private.has_budget():
-        private.step()
-    print(private.guarantee())
+private = PrivateTraining(model, optimizer, documents, users=users, epsilon=8.0,
+                          expected_batch=64, steps=1000, ledger="ledger.json")
+while private.has_budget():
+    private.step()
+print(private.guarantee())
 """
 
 import hashlib
 import logging
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -77,9 +76,7 @@ class Terms:
     """How sure the promise is, and of what it is one."""
 
     standing: str = "proved"
-    because: str = (
-        "Every step adds Gaussian noise to a sum of clipped gradients over a Poisson sample; PLD composes the steps."
-    )
+    because: str = "Every step adds Gaussian noise to a sum of clipped gradients over a Poisson sample; PLD composes the steps."
     covers: tuple[str, ...] = ("the weights", "every snapshot")
     outside: tuple[str, ...] = (
         "settings, checkpoints and seeds chosen by looking at private results",
@@ -192,7 +189,7 @@ class PrivateTraining:
         total: list[Tensor] | None = None
         loss, num_targets = torch.zeros((), device=self.device), 0
         batches = list(self.physical_batches(units))
-        for number, (batch, targets) in enumerate(batches):
+        for batch, targets in batches:
             found = self._passes(batch)
             # A unit that is not finite counts nothing, here as in the sum.
             loss += torch.where(found.losses.isfinite(), found.losses, 0).sum().float()
@@ -211,7 +208,9 @@ class PrivateTraining:
     def physical_batches(self, units: np.ndarray) -> Iterator[tuple[Physical, int]]:
         """The drawn units in batches of bounded size, those of like shape together; with each,
         how many targets it has. Nobody who was drawn is left out."""
-        rows_of = [self._units.rows(unit, self.spec.rows_per_unit, self._generator) for unit in units]
+        rows_of = [
+            self._units.rows(unit, self.spec.rows_per_unit, self._generator) for unit in units
+        ]
         longest = np.array([self.source.lengths[rows].max() for rows in rows_of], int)
         sizes = np.array([self._room(len(rows)) for rows in rows_of], int)
         for size in np.unique(sizes):
@@ -220,7 +219,9 @@ class PrivateTraining:
             together = max(1, self._physical_rows // int(size))
             for start in range(0, len(chosen), together):
                 part = chosen[start : start + together]
-                yield self._physical([rows_of[one] for one in part], int(size), int(longest[part].max()), together)
+                yield self._physical(
+                    [rows_of[one] for one in part], int(size), int(longest[part].max()), together
+                )
 
     def _room(self, num_rows: int) -> int:
         if self._passes.wants_fixed_shapes and self.spec.rows_per_unit > 1 and num_rows > 1:
@@ -234,13 +235,19 @@ class PrivateTraining:
         rows_UM = np.full((together if fixed else len(rows_of), size), -1, np.int64)
         for unit, rows in enumerate(rows_of):
             rows_UM[unit, : len(rows)] = rows
-        width = min((w for w in self._widths if w >= longest), default=longest) if fixed else longest
+        width = (
+            min((w for w in self._widths if w >= longest), default=longest) if fixed else longest
+        )
         ids_BT, targets_BT = self.source.gather(rows_UM.ravel(), width)
         num_rows_U = torch.from_numpy((rows_UM >= 0).sum(1))
         num_targets = int((targets_BT != NO_LABEL).sum())
-        moved = [_moved(tensor, self.device) for tensor in (ids_BT, targets_BT, num_rows_U)]
-        layout = Layout(num_units=len(rows_UM), rows_per_unit=size)
-        return Physical.of(*moved, layout), num_targets
+        batch = Physical.of(
+            _moved(ids_BT, self.device),
+            _moved(targets_BT, self.device),
+            _moved(num_rows_U, self.device),
+            Layout(num_units=len(rows_UM), rows_per_unit=size),
+        )
+        return batch, num_targets
 
     def _checked_passes(self, way: Way, bf16: bool) -> Passes:
         check_no_buffers(self.model)
@@ -250,7 +257,10 @@ class PrivateTraining:
         some = torch.zeros(1, 1, dtype=torch.long, device=self.device)
         slow = no_rule_for(self.model, passes.parameters, some)
         if slow is not None:
-            log.warning("No fast rule covers %s: units are clipped one after the other, exactly but slowly.", slow)
+            log.warning(
+                "No fast rule covers %s: units are clipped one after the other, exactly but slowly.",
+                slow,
+            )
             passes.way = "slow"
         return passes
 
@@ -323,9 +333,13 @@ class Documents:
             )
         if not len(documents):
             raise UsageError("There are no documents to train on.")
-        self._documents = [torch.as_tensor(document, dtype=torch.long).cpu() for document in documents]
+        self._documents = [
+            torch.as_tensor(document, dtype=torch.long).cpu() for document in documents
+        ]
         whose = range(len(documents)) if users is None else users
-        self.unit_of_row = np.unique(np.array([str(user) for user in whose]), return_inverse=True)[1]
+        self.unit_of_row = np.unique(np.array([str(user) for user in whose]), return_inverse=True)[
+            1
+        ]
         if users is None:
             self.unit_of_row = np.arange(len(documents))
         # The last id is only predicted, never fed.

@@ -39,7 +39,7 @@ class LSTMLayer(torch.autograd.Function):
             steps.lstm(gates_TBG[t], cells[t], cells[t + 1], hidden[t + 1])
         context.save_for_backward(right_BTE, gates_TBG, hidden, cells, own_GH, own_GE)
         context.watch, context.parameters = watch, (weight_GE, weight_GH, bias_in_G, bias_hidden_G)
-        context.input_like = input_BTE[:0, :0]
+        context.num_inputs, context.input_dtype = input_BTE.shape[2], input_BTE.dtype
         return (*_outputs(hidden, h_BH.shape[1]), cells[-1].to(hidden.dtype))
 
     @staticmethod
@@ -86,7 +86,7 @@ class GRULayer(torch.autograd.Function):
             steps.gru(gates_TBG[t], inner_BG, hidden[t], hidden[t + 1], news_TBH[t])
         context.save_for_backward(right_BTE, gates_TBG, hidden, news_TBH, own_GH, own_GE)
         context.watch, context.parameters = watch, (weight_GE, weight_GH, bias_in_G, bias_hidden_G)
-        context.input_like = input_BTE[:0, :0]
+        context.num_inputs, context.input_dtype = input_BTE.shape[2], input_BTE.dtype
         return _outputs(hidden, h_BH.shape[1])
 
     @staticmethod
@@ -100,7 +100,9 @@ class GRULayer(torch.autograd.Function):
         rooms = torch.zeros(2, *dh.shape, dtype=dh.dtype, device=dh.device)
         for t in reversed(range(len(gates_TBG))):
             kept = rooms[t % 2]  # what reaches the state before past all gates
-            steps.gru_back(gates_TBG[t], news_TBH[t], hidden[t], dh, back_TBG[t], back_hidden_TBG[t], kept)
+            steps.gru_back(
+                gates_TBG[t], news_TBH[t], hidden[t], dh, back_TBG[t], back_hidden_TBG[t], kept
+            )
             if t:
                 kept += outputs_TBH[t - 1]
             dh = kept.addmm_(back_hidden_TBG[t], own_GH)
@@ -140,7 +142,9 @@ def _outputs(hidden: Tensor, size: int) -> tuple[Tensor, Tensor]:
 def _from_above(outputs_BTH: Tensor, h_BH: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
     """The outputs' gradients by step, and what reaches the last state."""
     room = hidden.shape[2] - h_BH.shape[1]
-    outputs_TBH = functional.pad(outputs_BTH.transpose(0, 1).to(hidden.dtype), (0, room)).contiguous()
+    outputs_TBH = functional.pad(
+        outputs_BTH.transpose(0, 1).to(hidden.dtype), (0, room)
+    ).contiguous()
     return outputs_TBH, outputs_TBH[-1] + functional.pad(h_BH.to(hidden.dtype), (0, room))
 
 
@@ -159,8 +163,7 @@ def _note(
 def _to_input(context: Any, left_BTG: Tensor, own_GE: Tensor) -> Tensor | None:
     if not context.needs_input_grad[1]:
         return None
-    like = context.input_like
-    return (left_BTG @ own_GE)[..., : like.shape[-1]].to(like.dtype)
+    return (left_BTG @ own_GE)[..., : context.num_inputs].to(context.input_dtype)
 
 
 def _steps(like: Tensor) -> Any:
@@ -188,7 +191,12 @@ class Steps:
 
     @staticmethod
     def lstm_back(
-        gates_BG: Tensor, c_BH: Tensor, c_out_BH: Tensor, dh_BH: Tensor, dc_BH: Tensor, out_BG: Tensor
+        gates_BG: Tensor,
+        c_BH: Tensor,
+        c_out_BH: Tensor,
+        dh_BH: Tensor,
+        dc_BH: Tensor,
+        out_BG: Tensor,
     ) -> None:
         i, f, g, o = gates_BG.chunk(4, 1)
         di, df, dg, do = out_BG.chunk(4, 1)

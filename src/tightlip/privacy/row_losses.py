@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 NO_LABEL = -100
-CHUNK = 512  # positions whose logits are in float32 at once on a CPU
+CHUNK = 1 << 20  # logits in float32 at once on a CPU: few enough to stay in its cache
 
 
 def next_targets(labels_BT: Tensor) -> Tensor:
@@ -42,12 +42,16 @@ class RowLosses(torch.autograd.Function):
     ) -> Tensor:
         targets_BT = targets_BT.clamp(min=0)
         flat_NV = logits_BTV.flatten(0, 1)
-        if logits_BTV.device.type == "cuda" and not torch.compiler.is_compiling() and _is_plain(flat_NV):
+        if (
+            logits_BTV.device.type == "cuda"
+            and not torch.compiler.is_compiling()
+            and _is_plain(flat_NV)
+        ):
             from tightlip.privacy import kernels
 
             log_sums_N, at_target_N = kernels.log_sums(flat_NV, targets_BT.flatten())
         elif logits_BTV.device.type == "cpu" and _is_plain(flat_NV):
-            log_sums_N = torch.cat([_wide(part).logsumexp(1) for part in flat_NV.split(CHUNK)])
+            log_sums_N = torch.cat([_wide(flat_NV[part]).logsumexp(1) for part in _parts(flat_NV)])
             at_target_N = _wide(flat_NV.gather(1, targets_BT.flatten()[:, None]))[:, 0]
         else:
             wide = _wide(flat_NV)
@@ -72,9 +76,10 @@ class RowLosses(torch.autograd.Function):
             back_NV = kernels.logit_gradient(flat_NV, targets_N, log_sums_N, weights_N)
         elif flat_NV.device.type == "cpu" and _is_plain(flat_NV):
             back_NV = torch.empty_like(flat_NV)
-            for start in range(0, len(flat_NV), CHUNK):
-                part = slice(start, start + CHUNK)
-                back_NV[part] = _back(flat_NV[part], targets_N[part], log_sums_N[part], weights_N[part])
+            for part in _parts(flat_NV):
+                _back_into(
+                    back_NV[part], flat_NV[part], targets_N[part], log_sums_N[part], weights_N[part]
+                )
         else:
             back_NV = _back(flat_NV, targets_N, log_sums_N, weights_N)
         back_BTV = back_NV.view(logits_BTV.shape)
@@ -90,6 +95,24 @@ def _back(logits_NV: Tensor, targets_N: Tensor, log_sums_N: Tensor, weights_N: T
     # A weight of 0 wipes out what is no number.
     back_NV = torch.where(weights_N[:, None] > 0, shares_NV * weights_N[:, None], 0)
     return back_NV.to(logits_NV.dtype)
+
+
+def _back_into(
+    out_NV: Tensor, logits_NV: Tensor, targets_N: Tensor, log_sums_N: Tensor, weights_N: Tensor
+) -> None:
+    """The same in place."""
+    room_NV = out_NV if out_NV.dtype == log_sums_N.dtype else _wide(logits_NV)
+    torch.sub(logits_NV, log_sums_N[:, None], out=room_NV).exp_()
+    room_NV.scatter_add_(1, targets_N[:, None], -torch.ones_like(weights_N)[:, None])
+    room_NV.mul_(weights_N[:, None])
+    room_NV[weights_N == 0] = 0
+    if room_NV is not out_NV:
+        out_NV.copy_(room_NV)
+
+
+def _parts(values_NV: Tensor) -> list[slice]:
+    size = max(1, CHUNK // max(1, values_NV.shape[1]))
+    return [slice(start, start + size) for start in range(0, len(values_NV), size)]
 
 
 def _wide(values: Tensor) -> Tensor:

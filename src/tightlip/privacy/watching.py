@@ -7,36 +7,40 @@ autograd can reach after all was used by an operation we did not see, and that i
 Shapes: B rows, T tokens of a row.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from tightlip.privacy.layers import EmbeddingUse, NormUse, linear_use
-from tightlip.privacy.recurrent import GRULayer, LSTMLayer
-from tightlip.privacy.uses import Use, Whole
+from tightlip.privacy.rules import RULES, NoRule
+from tightlip.privacy.uses import Use
 
-
-class NoRule(Exception):
-    """A trainable parameter is used in a way whose gradient per unit no rule tells."""
-
-    def __init__(self, parameter: str, why: str) -> None:
-        super().__init__(f"{parameter} ({why})")
-        self.parameter, self.why = parameter, why
+# What can put rows in an order that only this batch holds; two synthetic rows would not tell.
+_PICKING = {
+    function
+    for name in ["index_select", "gather", "take", "take_along_dim", "masked_select", "roll", "flip", "sort", "index_add", "index_copy", "index_put", "scatter", "scatter_add"]
+    for owner, spelling in ((torch, name), (Tensor, name), (Tensor, f"{name}_"))
+    if (function := getattr(owner, spelling, None)) is not None
+} | {Tensor.__getitem__, Tensor.__setitem__}
+_ADDS_ROWS = {Tensor.unsqueeze, torch.unsqueeze, Tensor.__getitem__}
+_AT_FRONT = ((0,), (None,), ((None, ...),))
 
 
 class Watch(TorchFunctionMode):
     """Everything that happened to the trainable parameters of one model in one pass."""
 
-    def __init__(self, parameters: dict[str, nn.Parameter], num_rows: int) -> None:
+    def __init__(self, parameters: dict[str, nn.Parameter], num_rows: int, row_length: int) -> None:
         super().__init__()
-        self.num_rows = num_rows
+        self.num_rows, self.row_length = num_rows, row_length
         self.names = {id(parameter): name for name, parameter in parameters.items()}
         self.uses: dict[str, list[Use]] = {name: [] for name in parameters}
         self.finite: dict[int, Tensor] = {}
+        self.spread: dict[int, Tensor] = {}
+        for name, parameter in parameters.items():
+            if parameter._backward_hooks:
+                raise NoRule(name, "a hook of its own changes its gradient")
         first = next(iter(parameters.values()))
         # What every watched operation hangs on, so that autograd calls its way back.
         self.anchor = torch.zeros((), device=first.device, requires_grad=True)
@@ -47,8 +51,12 @@ class Watch(TorchFunctionMode):
         kwargs = kwargs or {}
         named = self._parameters_in(args, kwargs)
         if not named:
+            if func in _PICKING and _picks_rows(func, args, kwargs):
+                raise NoRule("the model", f"it moves rows or tokens about by {func.__name__}")
+            if func in _ADDS_ROWS and id(args[0]) in self.spread and args[1:] in _AT_FRONT:
+                return args[0]  # it has the rows already that it is to be spread over
             return func(*args, **kwargs)
-        rule = _RULES.get(func)
+        rule = RULES.get(func)
         if rule is not None:
             return rule(self, named[0], *args, **kwargs)
         result = func(*args, **kwargs)
@@ -62,7 +70,7 @@ class Watch(TorchFunctionMode):
     def forget(self) -> None:
         """Let go of all tensors; autograd's graph and this watch hold each other otherwise."""
         self.uses = {name: [] for name in self.uses}
-        self.finite = {}
+        self.finite, self.spread = {}, {}
 
     def backward(self, total: Tensor, asked: list[Tensor]) -> tuple[Tensor | None, ...]:
         """What autograd finds for each of `asked`, this watch on all the way.
@@ -82,9 +90,11 @@ class Watch(TorchFunctionMode):
     def is_watched(self, value: Any) -> bool:
         return id(value) in self.names
 
-    def own(self, parameter: Any) -> Any:
-        """A parameter as a constant; everything else as it is."""
-        return parameter.detach() if self.is_watched(parameter) else parameter
+    def check_constant(self, name: str, *values: Any) -> None:
+        """What stands beside a parameter in its layer may not have a gradient that we drop."""
+        for value in values:
+            if isinstance(value, Tensor) and value.requires_grad and not self.is_watched(value):
+                raise NoRule(name, "it stands beside a weight that is computed")
 
     def by_row(self, values: Tensor, name: str) -> Tensor:
         """`values` with one leading entry per row: [B, …].
@@ -117,150 +127,12 @@ def _holds_tensor(value: Any) -> bool:
     return isinstance(value, Tensor)
 
 
-def _linear(watch: Watch, name: str, input: Tensor, weight: Tensor, bias: Any = None) -> Tensor:
-    if watch.is_watched(input):
-        raise NoRule(name, "used as the input of a linear layer")
-    rows = watch.by_row(input, name)
-    return _like_before(linear_use(watch, rows, weight, bias), input, rows)
-
-
-def _addmm(watch: Watch, name: str, input: Tensor, mat1: Tensor, mat2: Tensor, **scales: Any) -> Tensor:
-    """transformers' Conv1D: a linear layer whose weight lies the other way round."""
-    if scales or watch.is_watched(mat1) or input.ndim != 1:
-        raise NoRule(name, "used by addmm in an unusual way")
-    rows = watch.by_row(mat1, name)
-    output = linear_use(watch, rows, mat2, input, transposed=True)
-    return _like_before(output, mat1, rows)
-
-
-def _like_before(output: Tensor, given: Tensor, rows: Tensor) -> Tensor:
-    """Tokens of all rows that came in one line go on in one line."""
-    return output if rows.ndim == given.ndim else output.flatten(0, 1)
-
-
-def _embedding(
-    watch: Watch,
-    name: str,
-    input: Tensor,
-    weight: Tensor,
-    padding_idx: int | None = None,
-    max_norm: float | None = None,
-    norm_type: float = 2.0,
-    scale_grad_by_freq: bool = False,
-    sparse: bool = False,
-) -> Tensor:
-    if max_norm is not None or scale_grad_by_freq:
-        raise NoRule(name, "an embedding with max_norm or scale_grad_by_freq")
-    if input.ndim == 1:
-        # Positions that all rows share, without a row of their own.
-        if len(input) % watch.num_rows == 0 and watch.num_rows > 1:
-            raise NoRule(name, f"it is looked up at {len(input)} places for {watch.num_rows} rows")
-        input = input[None]
-    ids = watch.by_row(input, name)
-    if padding_idx is not None and padding_idx < 0:
-        padding_idx += len(weight)
-    return EmbeddingUse.apply(watch.anchor, ids, weight, padding_idx, watch)
-
-
-def _layer_norm(
-    watch: Watch,
-    name: str,
-    input: Tensor,
-    normalized_shape: Sequence[int],
-    weight: Any = None,
-    bias: Any = None,
-    eps: float = 1e-5,
-) -> Tensor:
-    if len(normalized_shape) != 1:
-        raise NoRule(name, "a norm over more than the last dimension")
-    rows = watch.by_row(input, name)
-    output = NormUse.apply(watch.anchor, rows, weight, bias, eps, watch)
-    return _like_before(output, input, rows)
-
-
-def _rms_norm(
-    watch: Watch,
-    name: str,
-    input: Tensor,
-    normalized_shape: Sequence[int],
-    weight: Any = None,
-    eps: float | None = None,
-) -> Tensor:
-    normal = functional.rms_norm(input, normalized_shape, None, eps)
-    return _per_row(torch.mul)(watch, name, normal, weight)
-
-
-def _per_row(operation: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Give every row a copy of a small parameter, and let autograd differentiate each."""
-
-    def rule(watch: Watch, name: str, first: Any, second: Any, **others: Any) -> Tensor:
-        if others:
-            raise NoRule(name, f"used by {operation.__name__} with {', '.join(others)}")
-        parameter, other = (first, second) if watch.is_watched(first) else (second, first)
-        if watch.is_watched(other) or not isinstance(other, Tensor) or parameter.ndim != 1:
-            raise NoRule(name, f"used by {operation.__name__} with something that has no rows")
-        rows = watch.by_row(other, name)
-        if rows.ndim < 3 or rows.ndim != other.ndim or rows.shape[-1] != len(parameter):
-            raise NoRule(name, f"it meets a tensor of shape {tuple(other.shape)}")
-        copies = _Copies.apply(watch.anchor, parameter, watch.num_rows, watch)
-        copies = copies.view(watch.num_rows, *[1] * (rows.ndim - 2), -1)
-        return operation(copies, rows) if watch.is_watched(first) else operation(rows, copies)
-
-    return rule
-
-
-class _Copies(torch.autograd.Function):
-    @staticmethod
-    def forward(context: Any, anchor: Tensor, parameter: Tensor, num_rows: int, watch: Watch) -> Tensor:
-        context.watch, context.parameter = watch, parameter
-        return parameter.detach().expand(num_rows, -1).clone()
-
-    @staticmethod
-    def backward(context: Any, gradient_BX: Tensor) -> tuple[None, ...]:  # type: ignore[override]
-        context.watch.note(context.parameter, Whole(gradient_BX))
-        return (None,) * 4
-
-
-def _recurrent(layer: Any) -> Callable[..., Any]:
-    def rule(watch: Watch, name: str, *args: Any) -> Any:
-        if len(args) != 9 or not isinstance(args[2], list | tuple):
-            raise NoRule(name, "a recurrent layer over packed rows")
-        input, start, weights, has_biases, num_layers, dropout, training, both_ways, batch_first = args
-        per_layer = 4 if has_biases else 2
-        if both_ways or not batch_first or len(weights) != per_layer * num_layers or len(input) != watch.num_rows:
-            raise NoRule(name, "a recurrent layer that runs both ways, projects, or has rows second")
-        starts = start if isinstance(start, list | tuple) else (start,)
-        output, ends = input, []
-        for number in range(num_layers):
-            own = weights[per_layer * number : per_layer * (number + 1)]
-            if not all(watch.is_watched(weight) for weight in own):
-                raise NoRule(name, "a recurrent layer that is frozen in part")
-            if number and dropout and training:
-                output = functional.dropout(output, dropout, training=True)
-            output, *end = layer.apply(
-                watch.anchor, output, *(part[number] for part in starts), *own[:2],
-                *(own[2:] or (None, None)), watch,
-            )  # fmt: skip
-            ends.append(end)
-        return (output, *(torch.stack(parts) for parts in zip(*ends, strict=True)))
-
-    return rule
-
-
-_RULES: dict[Any, Callable[..., Any]] = {
-    functional.linear: _linear,
-    torch.addmm: _addmm,
-    functional.embedding: _embedding,
-    functional.layer_norm: _layer_norm,
-    functional.rms_norm: _rms_norm,
-    torch.mul: _per_row(torch.mul),
-    Tensor.mul: _per_row(torch.mul),
-    Tensor.__mul__: _per_row(torch.mul),
-    Tensor.__rmul__: _per_row(torch.mul),
-    torch.add: _per_row(torch.add),
-    Tensor.add: _per_row(torch.add),
-    Tensor.__add__: _per_row(torch.add),
-    Tensor.__radd__: _per_row(torch.add),
-    torch.lstm: _recurrent(LSTMLayer),
-    torch.gru: _recurrent(GRULayer),
-}
+def _picks_rows(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Whether rows that a gradient flows through are taken, or written, by number."""
+    if not any(isinstance(each, Tensor) and each.requires_grad for each in args):
+        return False
+    where = args[1] if len(args) > 1 else kwargs.get("dim", kwargs.get("dims", 0))
+    if func in (Tensor.__getitem__, Tensor.__setitem__):
+        first = where[0] if isinstance(where, tuple) and where else where
+        return isinstance(first, Tensor | list)
+    return not isinstance(where, int) or where % args[0].ndim == 0

@@ -83,7 +83,15 @@ def _why_no_ratio(summary: dict[str, Any]) -> str:
 
 def _guarantee_line(summary: dict[str, Any]) -> Line:
     words = guarantee_words(summary.get("guarantee"))
-    return Line("Guarantee", words.value, words.sentence)
+    return Line("Guarantee", words.value, f"{words.insecure} {words.sentence}".strip())
+
+
+def print_guarantee(guarantee: dict[str, Any], console: Any) -> None:
+    """One line with ε, its δ, unit and standing; a red one below where it protects nobody."""
+    words = guarantee_words(guarantee)
+    console.print(f"{'guarantee':24} {words.value}", soft_wrap=True)
+    if words.insecure:
+        console.print(words.insecure, style="bold red", soft_wrap=True)
 
 
 def _list_lines(summary: dict[str, Any]) -> list[Line]:

@@ -73,6 +73,23 @@ def counted(value: int, one: str, many: str | None = None) -> str:
     return f"{count(value)} {one if value == 1 else many or one + 's'}"
 
 
+INSECURE = (
+    "Insecure: noise and sampling came from a fixed seed (--insecure-seed), for tests only. "
+    "Whoever knows the seed can subtract the noise; this ε protects nobody."
+)
+
+
+def rounded_up(epsilon: float) -> str:
+    """Two decimals, or two figures below 0.1; never less than what was spent.
+
+    >>> rounded_up(3.5811), rounded_up(0.01234), rounded_up(0.0)
+    ('3.59', '0.013', '0.00')
+    """
+    digits = 2 if epsilon >= 0.1 or epsilon == 0 else 1 - math.floor(math.log10(epsilon))
+    # Decimals such as 2.3 are stored a hair off; that hair is not spent privacy.
+    return f"{math.ceil(epsilon * 10**digits - 1e-9) / 10**digits:.{digits}f}"
+
+
 @dataclass(frozen=True, kw_only=True)
 class GuaranteeWords:
     """A guarantee as printed: the badge, the headline value and what stands behind it."""
@@ -81,6 +98,7 @@ class GuaranteeWords:
     value: str
     sentence: str
     details: tuple[tuple[str, str], ...]
+    insecure: str = ""
 
 
 def guarantee_words(guarantee: dict[str, Any] | None) -> GuaranteeWords:
@@ -129,10 +147,15 @@ def guarantee_words(guarantee: dict[str, Any] | None) -> GuaranteeWords:
     }[standing]
     return GuaranteeWords(
         standing=standing,
-        value=f"ε = {number(guarantee.get('epsilon'))}{delta}{per} ({standing})",
+        value=f"ε = {_epsilon(guarantee.get('epsilon'))}{delta}{per} ({standing})",
         sentence=f"{opening} {because}".strip(),
         details=details,
+        insecure=INSECURE if guarantee.get("insecure_seed") else "",
     )
+
+
+def _epsilon(value: float | None) -> str:
+    return number(value) if value is None else rounded_up(value)
 
 
 def _ended(text: Any) -> str:

@@ -32,6 +32,7 @@ class Rows:
     lengths: np.ndarray
     begins: np.ndarray
     users: np.ndarray
+    documents: np.ndarray
     bos: int | None
     pad: int
 
@@ -84,6 +85,7 @@ def rows_of(
         lengths=(targets + 1 - begins).astype(np.int32),
         begins=begins,
         users=np.asarray(corpus.users)[document],
+        documents=document,
         bos=bos,
         pad=0 if pad is None else pad,
     )

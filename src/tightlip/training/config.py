@@ -17,9 +17,15 @@ _CHOICES = {
     "optimizer": ("adam", "adamw", "adamax", "sgd"),
     "schedule": ("constant", "linear", "cosine"),
     "snapshot": ("epoch", "none"),
+    "unit": ("user", "example"),
 }
 _SIZES = ("embedding_size", "hidden_size", "num_layers", "num_heads", "sequence_length")
-_COUNTS = ("steps", "batch_size", "early_stop", "snapshot_steps")
+_COUNTS = ("steps", "batch_size", "early_stop", "snapshot_steps", "rows_per_unit", "lora")
+# What private training promises; each means something with mitigation=dp only.
+PRIVACY = (
+    *("epsilon", "noise_multiplier", "delta", "unit", "clip_norm", "per_layer", "rows_per_unit"),
+    *("allow_unproved", "allow_loose_delta", "insecure_seed", "dp_check_canaries"),
+)
 _SHAPE = (
     "embedding_size",
     "hidden_size",
@@ -97,7 +103,13 @@ class TrainConfig(Settings):
     `model` is lstm, gru, transformer or a Hugging Face folder to go on from; the sizes shape
     a built-in one (a transformer has no embedding_size of its own). `early_stop` counts epochs
     without a better validation perplexity. `snapshot_steps` adds snapshots inside epochs, and
-    `first_quarter` one after a quarter of the first.
+    `first_quarter` one after a quarter of the first. `lora` is the rank of adapters to train
+    instead of the weights.
+
+    Under mitigation dp: `unit` is whom the promise protects, `batch_size` the expected number of
+    units of a step, `rows_per_unit` the most rows that one of them gives to it. `epsilon` is the
+    target, `noise_multiplier` the noise where it is set by hand. `allow_unproved` goes on where
+    a proof breaks, with a weaker standing; `insecure_seed` is for tests.
     """
 
     table: typing.ClassVar[str] = "train"
@@ -126,6 +138,18 @@ class TrainConfig(Settings):
     snapshot_steps: int | None = None
     first_quarter: bool = False
     mitigation: str = "none"
+    lora: int | None = None
+    epsilon: float | None = None
+    noise_multiplier: float | None = None
+    delta: float | None = None
+    unit: str = "user"
+    clip_norm: float = 1.0
+    per_layer: bool = False
+    rows_per_unit: int = 4
+    allow_unproved: bool = False
+    allow_loose_delta: bool = False
+    insecure_seed: int | None = None
+    dp_check_canaries: int | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -138,6 +162,7 @@ class TrainConfig(Settings):
         self._check_model()
         self._check_length()
         self._check_numbers()
+        self._check_privacy()
 
     def _check_model(self) -> None:
         if self.model not in BUILT_IN_MODELS and not Path(self.model).is_dir():
@@ -152,9 +177,11 @@ class TrainConfig(Settings):
                     )
 
     def tree(self) -> dict[str, Any]:
-        """The settings that have a value; of a given model not the shape, which is its own."""
-        shape = () if self.model in BUILT_IN_MODELS else _SHAPE
-        return {name: value for name, value in super().tree().items() if name not in shape}
+        """The settings that have a value and a meaning: of a given model not the shape, which is
+        its own; those of a promise only where there is one."""
+        without = {*(() if self.model in BUILT_IN_MODELS else _SHAPE)}
+        without |= {*(() if self.mitigation == "dp" else PRIVACY)}
+        return {name: value for name, value in super().tree().items() if name not in without}
 
     def _check_length(self) -> None:
         if self.epochs is not None and self.steps is not None:
@@ -169,20 +196,44 @@ class TrainConfig(Settings):
             _check(self, name, at_least=1)
         for name in ("warmup_steps", "seed", "weight_decay", "momentum", "dropout"):
             _check(self, name, at_least=0)
-        for name in ("learning_rate", "gradient_clip", "epochs"):
+        for name in ("learning_rate", "gradient_clip", "epochs", "epsilon", "clip_norm", "delta"):
             _check(self, name, above=0)
+        for name in ("noise_multiplier", "dp_check_canaries"):
+            _check(self, name, at_least=0)
         _check(self, "until_perplexity", above=1)
         for name in ("momentum", "dropout"):
             _check(self, name, below=1)
+        _check(self, "delta", below=1)
         if self.momentum and self.optimizer != "sgd":
             raise UsageError(
                 f"momentum={self.momentum} means nothing to {self.optimizer}. Use optimizer=sgd, or leave it out."
             )
 
+    def _check_privacy(self) -> None:
+        if self.mitigation != "dp":
+            for field in _fields(type(self)):
+                if field.name in PRIVACY and getattr(self, field.name) != field.default:
+                    raise UsageError(
+                        f"{field.name}={getattr(self, field.name)} is part of private training, and mitigation="
+                        f"{self.mitigation!r} promises nothing. Add --mitigation dp, or leave it out."
+                    )
+        elif self.epsilon is None and self.noise_multiplier is None:
+            raise UsageError(
+                "mitigation='dp' needs a target: give --epsilon (such as 8), or --noise-multiplier (such as 1.0)."
+            )
+        elif self.gradient_clip is not None:
+            raise UsageError(
+                f"gradient_clip={self.gradient_clip:g} is for plain training; private training clips each {self.unit}'s "
+                f"gradient by clip_norm. Leave gradient_clip out."
+            )
+
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions(Settings):
-    """How the work is done: where, how fast, how often it is saved for a resumption."""
+    """How the work is done: where, how fast, how often it is saved for a resumption.
+
+    `physical_rows` is how many rows private training has in memory at once.
+    """
 
     table: typing.ClassVar[str] = "options"
 
@@ -190,9 +241,11 @@ class RunOptions(Settings):
     bf16: bool = False
     compile: bool = False
     checkpoint_seconds: float = 60.0
+    physical_rows: int | None = None
 
     def __post_init__(self) -> None:
         self.check_types()
+        _check(self, "physical_rows", at_least=1)
         _check(self, "checkpoint_seconds", at_least=0)
 
 

@@ -38,5 +38,7 @@ def in_words(line: dict[str, Any]) -> str:
 
 def in_short(line: dict[str, Any]) -> str:
     train, held = line["train_perplexity"], line["validation_perplexity"]
+    if line["train_loss_nats"] is None:
+        return "losses are private"
     words = f"perplexity {train or math.inf:.1f}"
     return words if held is None else f"{words}, validation {held:.1f}"

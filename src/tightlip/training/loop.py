@@ -3,13 +3,12 @@
 import math
 import shutil
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tightlip.core.errors import UsageError
+from tightlip.core.errors import TightlipError, UsageError
 from tightlip.core.progress import Task, task
 from tightlip.core.registry import look_up
 from tightlip.core.run_folder import (
@@ -17,6 +16,7 @@ from tightlip.core.run_folder import (
     LOG,
     MODEL,
     RunRecord,
+    abandon_run,
     begin_run,
     check_may_train,
     claimed,
@@ -25,20 +25,20 @@ from tightlip.core.run_folder import (
     is_run,
     open_run,
     snapshot_folder,
+    without_losses,
     write_ledger,
     write_metrics,
 )
-from tightlip.training.batches import Batch, gather
 from tightlip.training.checkpoints import Progress, load_checkpoint, save_checkpoint
 from tightlip.training.config import RunOptions, TrainConfig
 from tightlip.training.interrupts import held_interrupts
 from tightlip.training.logbook import in_short, in_words, log, logged_into
-from tightlip.training.losses import Forward
+from tightlip.training.losses import Forward, is_recurrent
 from tightlip.training.mitigations import Mitigation, Setting
 from tightlip.training.optimizers import build_optimizer, set_learning_rate
 from tightlip.training.plan import Plan
 from tightlip.training.randomness import own_randomness, seed_step
-from tightlip.training.recipe import SAME_RUN, Recipe, recipe_for
+from tightlip.training.recipe import SAME_RUN, Recipe, recipe_for, with_canaries
 from tightlip.training.running_loss import RunningLoss
 from tightlip.training.starting import check_fits, chosen_device, save_model, starting_model
 from tightlip.training.validation import is_finite, perplexity, validation_scores
@@ -46,7 +46,6 @@ from tightlip.training.validation import is_finite, perplexity, validation_score
 if TYPE_CHECKING:
     from tightlip.corpus.prepare import PreparedCorpus
 
-COMPILED_WIDTHS = (4, 2, 1)  # parts of the sequence length; each is compiled once
 LOOKED_AT_TOGETHER = 32  # losses; on a GPU each look waits for it
 
 
@@ -69,17 +68,28 @@ def train(
     """
     out, options = Path(out), options or RunOptions()
     device = chosen_device(options)
+    mitigation: Mitigation = look_up("mitigation", config.mitigation)()
     recipe = recipe_for(corpus, out, config, options, without_users)
+    mitigation.check(config, recipe.corpus)
     check_may_train(out, recipe.tree, same=SAME_RUN)
     if is_finished(out):
         shutil.rmtree(out / CHECKPOINT, ignore_errors=True)  # of a run killed at its very end
         return open_run(out)
     with claimed(out):
         check_may_train(out, recipe.tree, same=SAME_RUN)
-        if not is_run(out):
+        if not without_users:
+            recipe = with_canaries(recipe, out)
+        begins = not is_run(out)
+        if begins:
             begin_run(out, recipe.tree)
         with logged_into(out / LOG), own_randomness(device, config.seed):
-            Training(recipe, out, device).run()
+            try:
+                training = Training(recipe, out, device)
+            except TightlipError:
+                if begins:
+                    abandon_run(out)  # nothing was trained: the folder is free for a better try
+                raise
+            training.run()
     return open_run(out)
 
 
@@ -89,17 +99,21 @@ class Training:
     def __init__(self, recipe: Recipe, out: Path, device: torch.device) -> None:
         self.recipe, self.out, self.device = recipe, out, device
         self.config, self.options = recipe.config, recipe.options
-        self.plan = Plan(config=self.config, steps_per_epoch=recipe.steps_per_epoch)
+        self.mitigation: Mitigation = look_up("mitigation", self.config.mitigation)()
+        self.plan = Plan(
+            config=self.config,
+            steps_per_epoch=self.mitigation.steps_per_epoch(recipe.rows, self.config),
+        )
         self.model = starting_model(self.config, recipe.tokenizer)
         check_fits(self.model, self.config, int(recipe.rows.tokens.max()))
         self.model.to(device).train()
+        plain = self.config.mitigation == "none" and not is_recurrent(self.model)
         self.forward = Forward(
             self.model,
             bf16=self.options.bf16,
-            compiled_rows=self.config.batch_size if self.options.compile else None,
+            compiled_rows=self.config.batch_size if self.options.compile and plain else None,
         )
         self.optimizer = build_optimizer(self.model, self.config)
-        self.mitigation: Mitigation = look_up("mitigation", self.config.mitigation)()
         self.mitigation.prepare(self._setting())
         self.progress = Progress()
         self.losses = RunningLoss(
@@ -113,56 +127,48 @@ class Training:
         with task("Training", self.plan.num_steps) as bar, held_interrupts() as interruption:
             bar.advance(self.progress.step)
             self.record_if_due(bar)
-            batches = self.batches()
             while self.progress.stop is None:
-                self.take_step(next(batches))
+                if not self.mitigation.may_go_on():
+                    self.record_if_due(bar, stop="privacy budget")
+                    break
+                self.take_step()
                 bar.advance()
+                bar.note(self.mitigation.said())
                 self.record_if_due(bar)
                 self.save_if_due()
                 if interruption.wanted:
                     self.stop_for_now()
         self.finish()
 
-    def take_step(self, batch: Batch) -> None:
+    def take_step(self) -> None:
         seed_step(self.config.seed, self.progress.step)
         set_learning_rate(self.optimizer, self.plan.learning_rate(self.progress.step))
-        loss = self.mitigation.step(self.model, batch, self.optimizer)
+        loss, num_targets = self.mitigation.step(self.progress.step)
         self.progress.step += 1
         try:
-            self.losses.add(loss, batch.num_targets)
+            self.losses.add(loss, num_targets)
         except FloatingPointError as error:
             raise self.diverged(str(error)) from error
 
-    def batches(self) -> Iterator[Batch]:
-        """What is left of the epoch under way, then epoch after epoch."""
-        widths: tuple[int, ...] = ()
-        if self.options.compile:
-            widths = tuple(-(-self.config.sequence_length // part) for part in COMPILED_WIDTHS)
-        while True:
-            epoch, done = divmod(self.progress.step, self.plan.steps_per_epoch)
-            order = self.mitigation.batches(epoch)
-            assert len(order) == self.plan.steps_per_epoch
-            for chosen in order[done:]:
-                yield gather(self.recipe.rows, chosen, widths=widths).to(self.device)
-
-    def record_if_due(self, bar: Task) -> None:
+    def record_if_due(self, bar: Task, *, stop: str | None = None) -> None:
         """Measure, decide whether to stop, keep a snapshot and a line of metrics."""
         progress, step = self.progress, self.progress.step
-        if step == progress.recorded_step or not self.plan.is_recorded(step):
+        if stop is None and (step == progress.recorded_step or not self.plan.is_recorded(step)):
             return
         self.catch_up()
         line = self.measure()
-        progress.stop = self.reason_to_stop(line)
+        progress.stop = stop or self.reason_to_stop(line)
         name = self.plan.snapshot_name(step)
         if name is not None:
-            save_model(snapshot_folder(self.out, name), self.model, self.recipe.tokenizer)
+            self.save_model(snapshot_folder(self.out, name))
         line |= {"snapshot": name} if name else {}
         line |= {"stop": progress.stop} if progress.stop else {}
         progress.metrics.append(line)
-        write_metrics(self.out, progress.metrics)
+        private = self.mitigation.losses_are_private
+        write_metrics(self.out, progress.metrics, losses_are_private=private)
         progress.recorded_step = step
-        log.info(in_words(line))
-        bar.note(in_short(line))
+        log.info(in_words(without_losses(line) if private else line))
+        bar.note(", ".join(filter(None, (self.mitigation.said(), in_short(line)))))
         self.clock = time.monotonic()  # what was done since the step is not training
         if self.plan.ends_epoch(step):
             progress.loss_nats, progress.num_targets, progress.seconds = 0.0, 0, 0.0
@@ -224,6 +230,7 @@ class Training:
         self.catch_up()
         moment = (self.progress.step, self.progress.recorded_step)
         if moment != self.saved:
+            self.mitigation.settle()
             save_checkpoint(
                 self.out / CHECKPOINT, self.progress, self.model, self.optimizer, self.mitigation
             )
@@ -248,7 +255,8 @@ class Training:
             self.progress = self.losses.progress = saved
         else:
             log.info(self.described())
-        go_back_to(self.out, self.progress.metrics)
+        private = self.mitigation.losses_are_private
+        go_back_to(self.out, self.progress.metrics, losses_are_private=private)
         self.clock = self.saved_at = time.monotonic()
 
     def stop_for_now(self) -> None:
@@ -260,16 +268,22 @@ class Training:
     def finish(self) -> None:
         """Leave the model and what may be said of it; the ledger comes last and marks the end."""
         progress = self.progress
-        save_model(self.out / MODEL, self.model, self.recipe.tokenizer)
+        self.save_model(self.out / MODEL)
         if self.config.until_perplexity is not None and progress.stop != "target perplexity":
             log.warning("until_perplexity=%g was not reached.", self.config.until_perplexity)
         log.info("Done after step %d (%s).%s", progress.step, progress.stop, self.best_in_words())
-        write_ledger(self.out, self.mitigation.guarantee(progress.step))
+        write_ledger(self.out, self.mitigation.guarantee(progress.step) | {"finished": True})
         shutil.rmtree(self.out / CHECKPOINT, ignore_errors=True)
+
+    def save_model(self, folder: Path) -> None:
+        """Leave the weights as they are now, and on their card what may be said of them."""
+        self.mitigation.settle()
+        guarantee = self.mitigation.guarantee(self.progress.step)
+        save_model(folder, self.model, self.recipe.tokenizer, guarantee)
 
     def best_in_words(self) -> str:
         best, step = self.progress.best_perplexity, self.progress.best_step
-        if best is None or step == self.progress.step:
+        if best is None or step == self.progress.step or self.mitigation.losses_are_private:
             return ""
         return f" Validation perplexity was best after step {step}: {best:.2f}."
 
@@ -297,8 +311,13 @@ class Training:
         return Setting(
             model=self.model,
             forward=self.forward,
+            optimizer=self.optimizer,
             rows=self.recipe.rows,
             config=self.config,
+            options=self.options,
+            device=self.device,
+            folder=self.out,
+            corpus=self.recipe.corpus,
             steps_per_epoch=self.plan.steps_per_epoch,
             num_steps=self.plan.num_steps,
         )

@@ -113,7 +113,15 @@ class Forward:
 
 def is_ours(model: nn.Module) -> bool:
     """Whether the logits are `lm_head` of the base model's last hidden state, nothing more."""
-    return isinstance(getattr(model, "config", None), LSTMConfig | GRUConfig | TransformerConfig)
+    # Adapters wrap a model and show its config: what they wrap is ours, they are not.
+    return isinstance(model, PreTrainedModel) and isinstance(
+        model.config, LSTMConfig | GRUConfig | TransformerConfig
+    )
+
+
+def is_recurrent(model: nn.Module) -> bool:
+    """Whether the model is one of our own LSTMs and GRUs."""
+    return is_ours(model) and isinstance(model.config, LSTMConfig | GRUConfig)
 
 
 def dense_loss(model: PreTrainedModel, inputs_BT: Tensor, targets_BT: Tensor) -> Tensor:

@@ -1,19 +1,25 @@
 """A run before it starts: its text as rows, its settings resolved, all of it checked."""
 
+import hashlib
 import importlib.metadata
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tightlip.core.errors import UsageError
+from tightlip.core.run_folder import DP_CHECK
 from tightlip.models.loading import load_tokenizer
 from tightlip.training.batches import Rows, rows_of
+from tightlip.training.check_canaries import plant
 from tightlip.training.config import BUILT_IN_MODELS, RunOptions, TrainConfig
+from tightlip.training.mitigations import CorpusFacts
 from tightlip.training.starting import check_start
 
 if TYPE_CHECKING:
     from tightlip.corpus.prepare import PreparedCorpus
     from tightlip.corpus.tokens import TokenizedCorpus
+
+CANARY_LENGTH = 16  # tokens; long enough to stand out, short enough for any row
 
 # A run goes on, or counts as done, where these agree; a corpus may have moved.
 SAME_RUN: dict[str, tuple[str, ...]] = {"train": (), "corpus": ("folder",), "start": ()}
@@ -28,11 +34,8 @@ class Recipe:
     rows: Rows
     validation: Rows | None
     tokenizer: Any
+    corpus: CorpusFacts
     tree: dict[str, Any]
-
-    @property
-    def steps_per_epoch(self) -> int:
-        return -(-len(self.rows) // self.config.batch_size)
 
 
 def recipe_for(
@@ -56,6 +59,7 @@ def recipe_for(
         rows=rows,
         validation=validation if validation is not None and len(validation) else None,
         tokenizer=tokenizer,
+        corpus=_facts(corpus),
         tree={
             "train": _train_tree(config),
             "corpus": _corpus_tree(corpus, out, rows, without_users),
@@ -66,6 +70,32 @@ def recipe_for(
                 name: importlib.metadata.version(name) for name in ("torch", "transformers")
             },
         },
+    )
+
+
+def with_canaries(recipe: Recipe, out: Path) -> Recipe:
+    """The recipe with the canaries that the one-run check asks for, their key in `out`."""
+    config, tokenizer = recipe.config, recipe.tokenizer
+    if not config.dp_check_canaries:
+        return recipe
+    rows = plant(
+        recipe.rows,
+        config.dp_check_canaries,
+        vocabulary_size=len(tokenizer),
+        forbidden=set(tokenizer.all_special_ids),
+        length=min(CANARY_LENGTH, config.sequence_length),
+        key_file=out / DP_CHECK,
+    )
+    return replace(recipe, rows=rows)
+
+
+def _facts(corpus: "PreparedCorpus") -> CorpusFacts:
+    parts = (corpus.train.corpus_fingerprint, corpus.train.tokenizer_fingerprint)
+    return CorpusFacts(
+        text_fingerprint=corpus.train.corpus_fingerprint,
+        fingerprint=hashlib.sha256("".join(parts).encode()).hexdigest(),
+        settings=corpus.settings,
+        releases=corpus.releases,
     )
 
 

@@ -1,5 +1,6 @@
 """The model a run starts from, and the one it leaves: made, loaded, checked, saved."""
 
+import copy
 import shutil
 from pathlib import Path
 from typing import Any
@@ -8,14 +9,15 @@ import torch
 from transformers.modeling_utils import PreTrainedModel
 
 from tightlip.core.errors import UsageError
-from tightlip.core.files import folder_written_whole
+from tightlip.core.files import folder_written_whole, write_json, write_text
 from tightlip.corpus.encoding import tokenizer_fingerprint
 from tightlip.models.configurations import GRUConfig, LSTMConfig, TransformerConfig
 from tightlip.models.fingerprints import model_fingerprint
 from tightlip.models.loading import load_causal_lm, load_tokenizer, without_progress_bar
-from tightlip.models.recurrent import GRUForCausalLM, LSTMForCausalLM
+from tightlip.models.recurrent import GRUForCausalLM, LSTMForCausalLM, RecurrentForCausalLM
 from tightlip.models.transformer import TransformerForCausalLM
 from tightlip.training.config import BUILT_IN_MODELS, RunOptions, TrainConfig
+from tightlip.training.model_card import model_card
 
 _RECURRENT: dict[str, Any] = {
     "lstm": (LSTMConfig, LSTMForCausalLM),
@@ -45,10 +47,16 @@ def named_device(name: str) -> torch.device:
 
 
 def starting_model(config: TrainConfig, tokenizer: Any) -> PreTrainedModel:
-    """A new model of the asked shape, or the one in the folder `config.model`, on the CPU.
+    """A new model of the asked shape, or the one in the folder `config.model`, on the CPU; with
+    adapters where they are asked for.
 
     Draw from torch's global generator: seed it first.
     """
+    model = _whole_model(config, tokenizer)
+    return model if config.lora is None else with_adapters(model, config.lora)
+
+
+def _whole_model(config: TrainConfig, tokenizer: Any) -> PreTrainedModel:
     if config.model not in BUILT_IN_MODELS:
         # Weights stored in half precision would lose small updates.
         return load_causal_lm(config.model, dtype=torch.float32)
@@ -103,10 +111,35 @@ def check_fits(model: PreTrainedModel, config: TrainConfig, largest_id: int) -> 
         )
 
 
-def save_model(folder: Path, model: PreTrainedModel, tokenizer: Any) -> None:
-    """Write a complete Hugging Face folder, whole or not at all; an earlier one gives way."""
+def with_adapters(model: PreTrainedModel, rank: int) -> Any:
+    """The model frozen, with LoRA adapters of this rank on its linear layers to train instead."""
+    try:
+        from peft import LoraConfig, get_peft_model
+    except ImportError as error:
+        raise UsageError("lora needs peft. Run: pip install 'tightlip[lora]'") from error
+    if isinstance(model, RecurrentForCausalLM):
+        raise UsageError(
+            f"lora={rank} adapts linear layers, and a recurrent model has only its output layer. Use --model "
+            "transformer or a Transformer's folder, or leave lora out."
+        )
+    config = LoraConfig(
+        r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM"
+    )
+    return get_peft_model(model, config)
+
+
+def save_model(folder: Path, model: Any, tokenizer: Any, guarantee: dict[str, Any]) -> None:
+    """Write a complete Hugging Face folder, whole or not at all; an earlier one gives way.
+
+    Adapters are written into the weights, so that every reader of models can read it.
+    """
     if folder.exists():
         shutil.rmtree(folder)
     with folder_written_whole(folder) as beside, without_progress_bar():
-        model.save_pretrained(beside)
+        if hasattr(model, "merge_and_unload"):
+            copy.deepcopy(model).merge_and_unload().save_pretrained(beside)
+        else:
+            model.save_pretrained(beside)
         tokenizer.save_pretrained(beside)
+        write_text(beside / "README.md", model_card(guarantee))
+        write_json(beside / "guarantee.json", guarantee)

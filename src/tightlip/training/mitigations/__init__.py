@@ -1,23 +1,38 @@
 """What a mitigation is: a way to take a step, and an honest word about what it promises."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from transformers.modeling_utils import PreTrainedModel
 
-from tightlip.training.batches import Batch, Rows
-from tightlip.training.config import TrainConfig
+from tightlip.training.batches import Batch, Rows, gather
+from tightlip.training.config import RunOptions, TrainConfig
 from tightlip.training.losses import Forward
 
 LEDGER_KEYS = (
     *("mechanism", "epsilon", "delta", "unit", "adjacency", "sampling", "accountant", "steps"),
     *("standing", "because", "covers", "outside"),
 )
+FIXED_WIDTHS = (4, 2, 1)  # parts of the sequence length; each is compiled or captured once
+
+
+@dataclass(frozen=True, kw_only=True)
+class CorpusFacts:
+    """What a guarantee must know of the corpus: how it was made, and what was told of it before.
+
+    `text_fingerprint` is that of the documents, `fingerprint` that of their tokens too.
+    """
+
+    text_fingerprint: str
+    fingerprint: str
+    settings: dict[str, Any] = field(default_factory=dict)
+    releases: list[dict[str, Any]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,8 +41,13 @@ class Setting:
 
     model: PreTrainedModel
     forward: Forward
+    optimizer: Optimizer
     rows: Rows
     config: TrainConfig
+    options: RunOptions
+    device: torch.device
+    folder: Path
+    corpus: CorpusFacts
     steps_per_epoch: int
     num_steps: int
 
@@ -36,22 +56,47 @@ class Setting:
         """How many targets a batch has on average."""
         return float(self.rows.num_targets.sum()) / self.steps_per_epoch
 
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """The widths that batches of fixed shape may have, smallest first."""
+        return tuple(-(-self.config.sequence_length // part) for part in FIXED_WIDTHS)
+
+    def batch(self, chosen: np.ndarray) -> Batch:
+        """The chosen rows where the model is."""
+        widths = self.widths if self.options.compile else ()
+        return gather(self.rows, chosen, widths=widths).to(self.device)
+
 
 class Mitigation(Protocol):
-    """One way to train. The loop asks for an epoch's batches, then hands each back to `step`.
+    """One way to train. The loop says which step is due, and the mitigation takes it.
 
     A mitigation that needs randomness of its own, a second model or an accountant keeps it
     itself; `state_dict` is what a resumed run gives back to it.
     """
 
+    # Whether losses on the corpus may be published with the run.
+    losses_are_private: bool
+
+    def check(self, config: TrainConfig, corpus: CorpusFacts) -> None:
+        """Refuse what the promise cannot bear, before anything is written."""
+
+    def steps_per_epoch(self, rows: Rows, config: TrainConfig) -> int:
+        """How many steps see as much as all rows."""
+
     def prepare(self, setting: Setting) -> None:
         """Look at the run before its first step, and refuse what cannot work."""
 
-    def batches(self, epoch: int) -> Sequence[np.ndarray]:
-        """The rows of each of the epoch's batches: `steps_per_epoch` of them."""
+    def step(self, number: int) -> tuple[Tensor, int]:
+        """Take step `number`, counted from 0: its mean loss in nats, detached, and its targets."""
 
-    def step(self, model: PreTrainedModel, batch: Batch, optimizer: Optimizer) -> Tensor:
-        """Change the weights by one batch; the mean loss in nats over its targets, detached."""
+    def may_go_on(self) -> bool:
+        """Whether another step may be taken at all."""
+
+    def settle(self) -> None:
+        """Called before any weights reach the disk."""
+
+    def said(self) -> str:
+        """A word for the progress line; empty where there is nothing to say."""
 
     def guarantee(self, num_steps: int) -> dict[str, Any]:
         """What may be said of the weights after `num_steps` steps, under all `LEDGER_KEYS`."""

@@ -1,0 +1,179 @@
+"""Differentially private training as a mitigation: who is protected, and by what right we say so."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from tightlip.core.errors import GuaranteeError, UsageError
+from tightlip.core.run_folder import CHECKPOINT, LEDGER, METRICS, SNAPSHOTS, is_run, open_run
+from tightlip.privacy.accounting import Release
+from tightlip.privacy.ledger import exact_figures, read_ledger
+from tightlip.privacy.passes import Way
+from tightlip.privacy.private_training import PrivateTraining, Terms
+from tightlip.training.batches import Rows
+from tightlip.training.config import BUILT_IN_MODELS, TrainConfig
+from tightlip.training.losses import is_ours, is_recurrent
+from tightlip.training.mitigations import CorpusFacts, Setting
+from tightlip.training.sources import TokenRows
+
+_PASSED_ON = (
+    *("epsilon", "noise_multiplier", "delta", "unit", "clip_norm", "per_layer", "rows_per_unit"),
+    *("allow_loose_delta", "insecure_seed"),
+)
+
+
+class PrivateMitigation:
+    """Poisson samples of units, clipped gradients, Gaussian noise, and a ledger of it all."""
+
+    losses_are_private = True
+    private: PrivateTraining
+
+    def check(self, config: TrainConfig, corpus: CorpusFacts) -> None:
+        terms_of(config, corpus)
+
+    def steps_per_epoch(self, rows: Rows, config: TrainConfig) -> int:
+        return -(-len(np.unique(units_of(rows, config.unit))) // config.batch_size)
+
+    def prepare(self, setting: Setting) -> None:
+        config = setting.config
+        _check_ledger_is_there(setting.folder)
+        units = units_of(setting.rows, config.unit)
+        self.private = PrivateTraining(
+            setting.model,
+            setting.optimizer,
+            TokenRows(setting.rows, units, setting.corpus.fingerprint),
+            ledger=setting.folder / LEDGER,
+            terms=terms_of(config, setting.corpus),
+            way=way_of(setting),
+            bf16=setting.options.bf16,
+            physical_rows=setting.options.physical_rows,
+            widths=setting.widths,
+            expected_batch=config.batch_size,
+            steps=setting.num_steps,
+            **{name: getattr(config, name) for name in _PASSED_ON},
+        )
+
+    def step(self, number: int) -> tuple[Tensor, int]:
+        step = self.private.step()
+        return step.loss, step.num_targets
+
+    def may_go_on(self) -> bool:
+        most = self.private.most_steps
+        return most is None or self.private.ledger.steps < most
+
+    def settle(self) -> None:
+        self.private.ledger.settle()
+
+    def said(self) -> str:
+        spec = self.private.spec
+        words = f"ε {self.private.epsilon:.2f}" + (f" of {spec.epsilon:g}" if spec.epsilon else "")
+        return words if spec.insecure_seed is None else f"[bold red]insecure {words}[/]"
+
+    def guarantee(self, num_steps: int) -> dict[str, Any]:
+        record = self.private.ledger.record()
+        return record if record["epsilon"] is None else record | exact_figures(record)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {}  # no generator's state and no batch's members are ever written
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        assert not state
+
+
+def units_of(rows: Rows, unit: str) -> np.ndarray:
+    """Whom each row belongs to: its writer, or its document."""
+    return np.asarray(rows.users if unit == "user" else rows.documents)
+
+
+def way_of(setting: Setting) -> Way:
+    if setting.device.type != "cuda":
+        return "eager"
+    if is_recurrent(setting.model) or (is_ours(setting.model) and not setting.options.compile):
+        return "graph"
+    return "compile" if setting.options.compile else "eager"
+
+
+def terms_of(config: TrainConfig, corpus: CorpusFacts) -> Terms:
+    """The standing of the run's promise: proved, or weaker on an explicit flag, or refused."""
+    broken = breaches(config, corpus)
+    if broken and not config.allow_unproved:
+        raise GuaranteeError(
+            f"{' '.join(broken)} So no theorem covers this run. Mend it, or add --allow-unproved: the standing is then "
+            f'"as published" and says why.'
+        )
+    proved = Terms()
+    outside = [*proved.outside, *_taken_as_public(config, corpus)]
+    return Terms(
+        standing="as published" if broken else proved.standing,
+        because=" ".join(broken) or proved.because,
+        outside=tuple(outside),
+        releases=tuple(_release(each, config.unit) for each in corpus.releases),
+    )
+
+
+def breaches(config: TrainConfig, corpus: CorpusFacts) -> list[str]:
+    """What shaped the weights outside the mechanism, a sentence each (METHODS section 6)."""
+    found = []
+    made = corpus.settings
+    if made.get("tokenizer") is None and not corpus.releases:
+        found.append(
+            "The vocabulary was learnt from this corpus, so rare words show in it: use a public tokenizer (--tokenizer "
+            "DIR) or a noisy vocabulary (--vocabulary-noise 5)."
+        )
+    if made.get("deduplicate", "none") != "none":
+        found.append(
+            f"deduplicate={made['deduplicate']!r} lets one {config.unit}'s text decide what is left of another's: prepare "
+            f"without it."
+        )
+    for name in ("early_stop", "until_perplexity"):
+        if getattr(config, name) is not None:
+            found.append(
+                f"{name} stops by looking at private validation text: give --epochs or --steps instead."
+            )
+    if (why := _trained_on_this(config, corpus)) is not None:
+        found.append(why)
+    return found
+
+
+def _trained_on_this(config: TrainConfig, corpus: CorpusFacts) -> str | None:
+    """Whether the model to start from comes out of a run on the same corpus."""
+    if config.model in BUILT_IN_MODELS:
+        return None
+    folder = Path(config.model).resolve()
+    for above in folder.parents[:2]:
+        if is_run(above):
+            seen = open_run(above).config.get("corpus", {}).get("corpus_fingerprint")
+            if seen == corpus.text_fingerprint:
+                return f"{config.model} was trained on this very corpus: start from public weights."
+    return None
+
+
+def _taken_as_public(config: TrainConfig, corpus: CorpusFacts) -> list[str]:
+    taken = [f"the number of {config.unit}s, which counts as public"]
+    if corpus.settings.get("tokenizer") is not None:
+        taken.append(f"the tokenizer {corpus.settings['tokenizer']}, taken to be public")
+    if config.model not in BUILT_IN_MODELS:
+        taken.append(f"what {config.model} was trained on before")
+    return taken
+
+
+def _release(record: dict[str, Any], unit: str) -> Release:
+    """An earlier release, at what it costs one unit: a document more or less moves its writer's
+    whole contribution, which costs more than a writer more or less."""
+    name = "noise_multiplier" if unit == "user" else "example_noise_multiplier"
+    if name not in record:
+        raise UsageError(f"The release {record.get('name')!r} says nothing of unit={unit!r}.")
+    return Release(
+        name=record["name"],
+        noise_multiplier=record[name],
+        delta=record["delta"],
+        note=record["note"],
+    )
+
+
+def _check_ledger_is_there(folder: Path) -> None:
+    """A run that has left anything behind must have its ledger, or it would spend twice."""
+    if any((folder / name).exists() for name in (CHECKPOINT, METRICS, SNAPSHOTS)):
+        read_ledger(folder / LEDGER)

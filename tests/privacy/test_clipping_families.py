@@ -1,0 +1,204 @@
+"""Stock models, unpatched: every family that the engine says it covers."""
+
+import warnings
+
+import pytest
+import torch
+import transformers
+from peft import LoraConfig, get_peft_model
+
+from privacy.oracles import check_equal, clipped_sum, norm_of, unit_gradients
+from tightlip.core.errors import UsageError
+from tightlip.models.configurations import GRUConfig, LSTMConfig, TransformerConfig
+from tightlip.models.recurrent import GRUForCausalLM, LSTMForCausalLM
+from tightlip.models.transformer import TransformerForCausalLM
+from tightlip.privacy.per_unit import clipped_gradients
+
+TOKENS = {"vocab_size": 31, "bos_token_id": 0, "eos_token_id": 0}
+SHAPE = {
+    **TOKENS,
+    "hidden_size": 8,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 12,
+    "max_position_embeddings": 16,
+}
+GROUPED = {**SHAPE, "num_key_value_heads": 1}
+GPT2 = {**TOKENS, "n_embd": 8, "n_head": 2, "n_layer": 2, "n_positions": 16}
+OPT = {
+    **{name: value for name, value in SHAPE.items() if name != "intermediate_size"},
+    "ffn_dim": 12,
+    "word_embed_proj_dim": 8,
+    "pad_token_id": 1,
+}
+BERT = {**SHAPE, "is_decoder": True, "pad_token_id": 1}
+OURS = {"vocab_size": 31, "hidden_size": 8, "num_layers": 2}
+RECURRENT = {**OURS, "embedding_size": 8}
+FAMILIES = {
+    "GPT2LMHeadModel": ("GPT2Config", GPT2),
+    "GPTNeoXForCausalLM": ("GPTNeoXConfig", SHAPE),
+    "LlamaForCausalLM": ("LlamaConfig", GROUPED),
+    "Qwen2ForCausalLM": ("Qwen2Config", GROUPED),
+    "Qwen3ForCausalLM": ("Qwen3Config", {**GROUPED, "head_dim": 4}),
+    "MistralForCausalLM": ("MistralConfig", {**GROUPED, "sliding_window": 4}),
+    "OPTForCausalLM": ("OPTConfig", OPT),
+    "BertLMHeadModel": ("BertConfig", BERT),
+    "LSTMForCausalLM": (LSTMConfig, RECURRENT),
+    "GRUForCausalLM": (GRUConfig, RECURRENT),
+    "TransformerForCausalLM": (
+        TransformerConfig,
+        {**OURS, "num_heads": 2, "max_position_embeddings": 16},
+    ),
+}
+OWN = {each.__name__: each for each in (LSTMForCausalLM, GRUForCausalLM, TransformerForCausalLM)}
+
+
+def stock(name, *, tied=False, seed=0, **changes):
+    """A family's smallest model, its weights large enough for every part to matter."""
+    config, shape = FAMILIES[name]
+    config = getattr(transformers, config) if isinstance(config, str) else config
+    torch.manual_seed(seed)
+    kind = OWN.get(name) or getattr(transformers, name)
+    model = kind(config(**{**shape, "tie_word_embeddings": tied, **changes})).double().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.2 * torch.randn_like(parameter))
+    return model
+
+
+def padded(side, num_rows=5, length=7, seed=0):
+    """Rows of all lengths, their padding on one side, and some labels left out."""
+    torch.manual_seed(seed)
+    ids = torch.randint(2, 31, (num_rows, length))
+    lengths = torch.randint(2, length + 1, (num_rows, 1))
+    lengths[0] = length
+    places = torch.arange(length)[None]
+    mask = (places < lengths if side == "right" else places >= length - lengths).long()
+    labels = torch.where((mask == 0) | (torch.rand(num_rows, length) < 0.1), -100, ids)
+    return ids, labels, mask
+
+
+def check_fast(model, ids, labels, clip_norm=0.5, **options):
+    names = {"attention_mask": "mask", "units": "units"}
+    given = {names[name]: each for name, each in options.items() if name in names}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        found = clipped_gradients(model, ids, labels, clip_norm=clip_norm, **options)
+    every = unit_gradients(model, ids, labels, **given)
+    check_equal(found, every, clip_norm, per_layer=options.get("per_layer", False))
+    assert int((found.norms > clip_norm).sum()) > 0
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_family_is_clipped_as_autograd_would(name, tied, side):
+    model = stock(name, tied=tied)
+    ids, labels, mask = padded(side, seed=len(name))
+    check_fast(model, ids, labels, attention_mask=mask)
+    check_fast(model, ids, labels, attention_mask=mask, units=torch.tensor([4, 1, 4, -2, 4]))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_family_is_clipped_layer_by_layer_without_a_mask(name):
+    ids, labels, _ = padded("right", num_rows=7)
+    check_fast(stock(name, tied=True), ids, labels, per_layer=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "modules"),
+    [
+        ("GPT2LMHeadModel", ["c_attn", "c_proj"]),
+        ("LlamaForCausalLM", ["q_proj", "v_proj", "down_proj"]),
+    ],
+)
+def test_adapters_on_a_frozen_model_are_clipped_as_autograd_would(name, modules):
+    adapted = LoraConfig(r=3, target_modules=modules, fan_in_fan_out=name.startswith("GPT2"))
+    model = get_peft_model(stock(name), adapted).double()
+    for key, parameter in model.named_parameters():
+        if "lora_B" in key:
+            torch.nn.init.normal_(parameter)
+    ids, labels, mask = padded("right")
+    check_fast(
+        model, ids, labels, clip_norm=0.05, attention_mask=mask, units=torch.tensor([0, 1, 1, 2, 1])
+    )
+    found = clipped_gradients(model, ids, labels, clip_norm=1.0)
+    assert found.gradients
+    assert all("lora_" in key for key in found.gradients)
+
+
+UNSTEADY = ("resid_pdrop", "embd_pdrop", "attn_pdrop")
+
+
+@pytest.mark.parametrize("options", [{}, {"use_reentrant": False}])
+@pytest.mark.parametrize("name", ["GPT2LMHeadModel", "LlamaForCausalLM"])
+def test_gradient_checkpointing_changes_nothing(name, options):
+    model = stock(
+        name, tied=True, **(dict.fromkeys(UNSTEADY, 0.0) if "GPT2" in name else {})
+    ).train()
+    ids, labels, mask = padded("right")
+    plain = clipped_gradients(model, ids, labels, clip_norm=0.5, attention_mask=mask)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options or None)
+    assert model.is_gradient_checkpointing
+    check_fast(model, ids, labels, attention_mask=mask)
+    found = clipped_gradients(model, ids, labels, clip_norm=0.5, attention_mask=mask)
+    for key, gradient in plain.gradients.items():
+        assert torch.allclose(found.gradients[key], gradient, rtol=1e-12, atol=1e-15)
+
+
+def test_checkpoints_that_go_back_by_themselves_are_refused():
+    model = stock("GPT2LMHeadModel").train()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
+    ids, labels, _ = padded("right")
+    with pytest.raises(UsageError, match="'use_reentrant': False"):
+        clipped_gradients(model, ids, labels, clip_norm=1.0)
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_dropout_in_training_does_not_force_the_slow_way():
+    model = stock("GPT2LMHeadModel").train()
+    ids, labels, mask = padded("left")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        draws = [
+            clipped_gradients(model, ids, labels, clip_norm=1.0, attention_mask=mask).norms
+            for _ in range(2)
+        ]
+    assert not torch.equal(*draws)
+
+
+@pytest.fixture
+def bfloat16():
+    """bfloat16 products without oneDNN: its kernels are illegal instructions on some machines."""
+    before = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    with torch.autocast("cpu", torch.bfloat16):
+        yield
+    torch._C._set_mkldnn_enabled(before)
+
+
+@pytest.mark.usefixtures("bfloat16")
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("name", ["GPT2LMHeadModel", "LlamaForCausalLM", "TransformerForCausalLM"])
+def test_bfloat16_is_within_one_per_cent_of_autograd(name, tied):
+    model = stock(name, tied=tied).float()
+    ids, labels, mask = padded("right", num_rows=6, length=9)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        found = clipped_gradients(model, ids, labels, clip_norm=0.5, attention_mask=mask)
+    every = unit_gradients(model, ids, labels, mask=mask)
+    expected = clipped_sum(every, 0.5)
+    assert torch.allclose(found.norms, torch.stack([*map(norm_of, every)]).float(), rtol=1e-2)
+    off = {key: found.gradients[key] - gradient for key, gradient in expected.items()}
+    assert norm_of(off) <= 1e-2 * norm_of(expected)
+
+
+@pytest.mark.usefixtures("bfloat16")
+@pytest.mark.parametrize("name", ["GPT2LMHeadModel", "LlamaForCausalLM", "LSTMForCausalLM"])
+def test_no_unit_adds_more_than_the_bound_in_bfloat16(name):
+    model = stock(name, tied=True).float()
+    ids, labels, _ = padded("right", num_rows=12, length=9)
+    for row in range(12):
+        own = slice(row, row + 1)
+        found = clipped_gradients(model, ids[own], labels[own], clip_norm=0.01)
+        assert 0.0099 < norm_of(found.gradients) <= 0.01

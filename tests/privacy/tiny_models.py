@@ -1,0 +1,282 @@
+"""Small language models, one for every kind of layer and of misuse."""
+
+import torch
+from torch import nn
+from torch.nn import functional
+from transformers.pytorch_utils import Conv1D
+
+VOCABULARY, SIZE = 23, 6
+
+
+class RootMeanSquare(nn.Module):
+    """As transformers writes it: in wide numbers, the weight multiplied last."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+
+    def forward(self, x):
+        wide = x.float() if x.dtype == torch.bfloat16 else x
+        return self.weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6)).to(
+            x.dtype
+        )
+
+
+class Chain(nn.Module):
+    """Embedding, some layers, and a linear layer to the vocabulary."""
+
+    def __init__(self, *layers, padding_idx=None, tied=False, size=SIZE, out_size=None):
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, size, padding_idx=padding_idx)
+        self.layers = nn.ModuleList(layers)
+        self.head = nn.Linear(out_size or size, VOCABULARY)
+        if tied:
+            self.head.weight = self.embed.weight
+
+    def forward(self, input_ids):
+        hidden = self.embed(input_ids)
+        for layer in self.layers:
+            hidden = layer(hidden)
+            hidden = hidden[0] if isinstance(hidden, tuple) else torch.tanh(hidden)
+        return self.head(hidden)
+
+
+class Twice(nn.Module):
+    """A layer used on its own output."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x):
+        return self.layer(torch.sin(self.layer(x))) + x
+
+
+class Flat(nn.Module):
+    """A layer that sees the tokens of all rows in one line."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x):
+        return self.layer(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], -1)
+
+
+class Heads(nn.Module):
+    """A layer over each of several heads, as Qwen 3 normalises them."""
+
+    def __init__(self, layer, num_heads):
+        super().__init__()
+        self.layer, self.num_heads = layer, num_heads
+
+    def forward(self, x):
+        return self.layer(x.unflatten(-1, (self.num_heads, -1))).flatten(-2)
+
+
+class Positions(nn.Module):
+    """Position embeddings that all rows share: [T] or [1, T] ids, unsqueezed or not."""
+
+    def __init__(self, spelling):
+        super().__init__()
+        self.table, self.spelling = nn.Embedding(16, SIZE), spelling
+
+    def forward(self, x):
+        ids = torch.arange(x.shape[1])
+        places = {
+            "T": lambda: self.table(ids),
+            "1T": lambda: self.table(ids[None]),
+            "T unsqueezed": lambda: self.table(ids).unsqueeze(0),
+            "T[None]": lambda: self.table(ids)[None],
+            "BT": lambda: self.table(ids.expand(len(x), -1)),
+            "flat": lambda: self.table(ids.repeat(len(x))).view_as(x),
+        }
+        return x + places[self.spelling]()
+
+
+LAYERS = {
+    "linear": lambda: Chain(nn.Linear(SIZE, SIZE)),
+    "linear without bias": lambda: Chain(nn.Linear(SIZE, SIZE, bias=False)),
+    "wide linear": lambda: Chain(nn.Linear(SIZE, 40), nn.Linear(40, SIZE)),
+    "Conv1D": lambda: Chain(Conv1D(9, SIZE), nn.Linear(9, SIZE)),
+    "flat linear": lambda: Chain(Flat(nn.Linear(SIZE, SIZE)), Flat(nn.LayerNorm(SIZE))),
+    "padding_idx": lambda: Chain(padding_idx=3),
+    "negative padding_idx": lambda: Chain(padding_idx=-2),
+    "LayerNorm": lambda: Chain(nn.LayerNorm(SIZE)),
+    "LayerNorm without bias": lambda: Chain(nn.LayerNorm(SIZE, bias=False)),
+    "RMSNorm": lambda: Chain(nn.RMSNorm(SIZE)),
+    "transformers' RMSNorm": lambda: Chain(RootMeanSquare(SIZE)),
+    "norms of heads": lambda: Chain(Heads(nn.LayerNorm(3), 2), Heads(RootMeanSquare(2), 3)),
+    "linear of heads": lambda: Chain(Heads(nn.Linear(3, 3), 2)),
+    "LSTM": lambda: Chain(nn.LSTM(SIZE, 5, batch_first=True), out_size=5),
+    "LSTM of 2": lambda: Chain(nn.LSTM(SIZE, 4, 2, batch_first=True, bias=False), out_size=4),
+    "LSTM of 3": lambda: Chain(nn.LSTM(SIZE, 3, 3, batch_first=True), out_size=3),
+    "GRU": lambda: Chain(nn.GRU(SIZE, 5, batch_first=True), out_size=5),
+    "GRU of 2": lambda: Chain(nn.GRU(SIZE, 4, 2, batch_first=True, bias=False), out_size=4),
+    "GRU of 3": lambda: Chain(nn.GRU(SIZE, 3, 3, batch_first=True), out_size=3),
+    "linear twice": lambda: Chain(Twice(nn.Linear(SIZE, SIZE))),
+    "LayerNorm twice": lambda: Chain(Twice(nn.LayerNorm(SIZE))),
+    "RMSNorm twice": lambda: Chain(Twice(RootMeanSquare(SIZE))),
+    "GRU twice": lambda: Chain(Twice(Last(nn.GRU(SIZE, SIZE, batch_first=True)))),
+    "tied": lambda: Chain(nn.Linear(SIZE, SIZE), tied=True),
+    "tied LSTM": lambda: Chain(nn.LSTM(SIZE, SIZE, batch_first=True), tied=True),
+    **{
+        f"positions {spelling}": lambda spelling=spelling: Chain(Positions(spelling), nn.GELU())
+        for spelling in ("T", "1T", "T unsqueezed", "T[None]", "BT", "flat")
+    },
+}
+
+
+class Last(nn.Module):
+    """A recurrent layer's outputs, without its state."""
+
+    def __init__(self, rnn):
+        super().__init__()
+        self.rnn = rnn
+
+    def forward(self, x):
+        return self.rnn(x)[0]
+
+
+class Stretch(nn.Module):
+    """A parameter that only its own formula knows."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(0.1 * torch.ones(SIZE))
+
+    def forward(self, x):
+        return self.scale.exp() * x
+
+
+class HiddenProduct(torch.autograd.Function):
+    """A product that torch's overrides do not see."""
+
+    @staticmethod
+    def forward(context, x, weight):
+        context.save_for_backward(x, weight)
+        return x * weight.detach().clone()
+
+    @staticmethod
+    def backward(context, gradient):
+        x, weight = context.saved_tensors
+        return gradient * weight, (gradient * x).flatten(0, -2).sum(0)
+
+
+class Hidden(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(SIZE))
+
+    def forward(self, x):
+        return HiddenProduct.apply(x, self.scale)
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.MultiheadAttention(SIZE, 2, batch_first=True)
+
+    def forward(self, x):
+        unseen = torch.ones(x.shape[1], x.shape[1]).triu(1).bool()
+        return self.inner(x, x, x, attn_mask=unseen, need_weights=False)[0]
+
+
+class TimeFirst(nn.Module):
+    """A layer that is given positions first and rows second."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x):
+        output = self.layer(x.transpose(0, 1))
+        output = output[0] if isinstance(output, tuple) else output
+        return output.transpose(0, 1)
+
+
+class Centred(nn.Module):
+    """Rows that see each other: each is moved by the mean of all."""
+
+    def forward(self, x):
+        return x - x.mean(0, keepdim=True)
+
+
+class Generated(nn.Module):
+    """A linear layer whose weight another layer makes up."""
+
+    def __init__(self):
+        super().__init__()
+        self.maker = nn.Linear(SIZE, SIZE)
+        self.bias = nn.Parameter(torch.zeros(SIZE))
+
+    def forward(self, x):
+        return functional.linear(x, self.maker(torch.eye(SIZE, dtype=x.dtype)), self.bias)
+
+
+class Experts(nn.Module):
+    """Each token goes to the expert its first number chooses; the rest are never asked."""
+
+    def __init__(self):
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(SIZE, SIZE) for _ in range(3))
+
+    def forward(self, x):
+        flat = x.reshape(-1, SIZE)
+        choice = (flat[:, 0] > 0).long()
+        output = torch.zeros_like(flat)
+        for number, expert in enumerate(self.experts):
+            places = (choice == number).nonzero()[:, 0]
+            if len(places):
+                output = output.index_add(0, places, expert(flat[places]))
+        return output.view_as(x)
+
+
+class Masked(nn.Module):
+    """A model that behaves otherwise where it is given a mask."""
+
+    def __init__(self, way):
+        super().__init__()
+        self.way = way
+        self.embed, self.head = nn.Embedding(VOCABULARY, SIZE), nn.Linear(SIZE, VOCABULARY)
+        self.middle = nn.Linear(SIZE, SIZE)
+
+    def forward(self, input_ids, attention_mask=None):
+        hidden = self.embed(input_ids)
+        if attention_mask is None:
+            return self.head(self.middle(hidden))
+        if self.way == "mixes":
+            hidden = torch.tanh(hidden - 0.5 * hidden.mean(0, keepdim=True))
+        order = attention_mask.sum(1).argsort(descending=True)
+        if self.way == "sorts":
+            return self.head(torch.tanh(self.middle(hidden[order]))[order.argsort()])
+        return self.head(torch.tanh(self.middle(hidden * attention_mask[..., None])))
+
+
+class RarelySorted(nn.Module):
+    """A model that sorts its rows on the way, but only where one of them holds a rare token."""
+
+    rare = -1
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(VOCABULARY, SIZE), nn.Linear(SIZE, VOCABULARY)
+
+    def forward(self, input_ids):
+        hidden = self.embed(input_ids)
+        if bool((input_ids == self.rare).any()):
+            order = input_ids[:, 0].argsort(descending=True)
+            return self.head(hidden[order])[order.argsort()]
+        return self.head(hidden)
+
+
+UNCOVERED = {
+    "layers.0.scale": lambda: Chain(Stretch()),
+    "layers.0.layer.weight": lambda: Chain(TimeFirst(nn.Linear(SIZE, SIZE))),
+    "layers.0.layer.weight_ih_l0": lambda: Chain(TimeFirst(nn.LSTM(SIZE, SIZE))),
+    "layers.0.weight": lambda: Chain(torch.jit.script(nn.Linear(SIZE, SIZE))),
+    "layers.0.inner.in_proj_weight": lambda: Chain(Attention()),
+    "layers.0.weight_ih_l0": lambda: Chain(
+        nn.LSTM(SIZE, 3, bidirectional=True, batch_first=True), out_size=SIZE
+    ),
+}

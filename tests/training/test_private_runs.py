@@ -1,0 +1,363 @@
+"""Private runs from the outside: what is refused, what is written, what a resumption spends."""
+
+import dataclasses
+import json
+import os
+import signal
+import stat
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import tightlip
+from tightlip.core.errors import GuaranteeError, UsageError
+from tightlip.core.run_folder import open_run
+from tightlip.corpus.prepare import PrepareConfig, open_prepared, prepare
+from tightlip.models.loading import load_causal_lm
+from tightlip.privacy.accounting import Mechanism, epsilon_spent
+from tightlip.training.config import RunOptions, TrainConfig
+from tightlip.training.loop import Training, train
+from tightlip.training.mitigations import LEDGER_KEYS
+from training.small_corpora import documents
+
+SMALL = {
+    "embedding_size": 8, "hidden_size": 8, "num_layers": 1, "batch_size": 8, "num_heads": 2,
+    "sequence_length": 10, "mitigation": "dp", "epsilon": 8.0, "insecure_seed": 1,
+}  # fmt: skip
+
+
+def private(**settings):
+    return TrainConfig(**{**SMALL, **settings})
+
+
+@pytest.fixture(scope="module")
+def public_tokenizer(tmp_path_factory):
+    """A tokenizer learnt from other people's text."""
+    made = prepare(documents(seed=9), tmp_path_factory.mktemp("public") / "p", PrepareConfig())
+    return made.tokenizer_folder
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory, public_tokenizer):
+    config = PrepareConfig(tokenizer=str(public_tokenizer))
+    rows = documents(num_documents=200, num_users=40)
+    return prepare(rows, tmp_path_factory.mktemp("corpus") / "prepared", config)
+
+
+@pytest.fixture(scope="module")
+def run(corpus, tmp_path_factory):
+    config = private(steps=12, insecure_seed=None, snapshot_steps=5)
+    return train(corpus, tmp_path_factory.mktemp("run") / "run", config)
+
+
+def test_a_private_run_ends_within_its_target_and_says_so_everywhere(run):
+    record = run.guarantee
+    assert {*LEDGER_KEYS} <= {*record}
+    mechanism = Mechanism(
+        noise_multiplier=record["noise_multiplier"], sampling_rate=record["sampling_rate"]
+    )
+    assert record["epsilon"] == pytest.approx(epsilon_spent(mechanism, 12, record["delta"]))
+    assert 7.5 < record["epsilon"] <= 8.0 < record["epsilon_rdp"]
+    assert record["steps"] == 12
+    assert record["standing"] == "proved"
+    assert record["unit"] == "user"
+    assert record["num_units"] == 40
+    assert record["sampling_rate"] == 8 / 40
+    assert record["delta"] == 1e-5
+    assert "ε = " in (run.model_folder / "README.md").read_text()
+    assert json.loads((run.model_folder / "guarantee.json").read_text())["steps"] == 12
+
+
+def test_a_snapshot_carries_the_epsilon_of_its_own_step(run):
+    (early,) = [each for each in run.snapshots if each.name == "epoch-1"]
+    said = json.loads((early.folder / "guarantee.json").read_text())
+    assert said["steps"] == 5
+    assert said["epsilon"] < run.guarantee["epsilon"]
+
+
+def test_losses_of_a_private_run_are_in_an_owner_only_file_and_nowhere_else(run):
+    lines = [json.loads(line) for line in (run.folder / "private.jsonl").read_text().splitlines()]
+    assert all(line["private"] and line["train_loss_nats"] > 0 for line in lines)
+    assert stat.S_IMODE((run.folder / "private.jsonl").stat().st_mode) == 0o600
+    assert all(line["train_loss_nats"] is None for line in run.metrics)
+    assert all(line["validation_perplexity"] is None for line in run.metrics)
+    private_figure = f"{lines[-1]['train_perplexity']:.1f}"
+    assert private_figure not in (run.folder / "log.txt").read_text()
+    assert private_figure not in (run.folder / "ledger.json").read_text()
+
+
+def test_no_randomness_and_no_member_of_a_batch_is_on_disk(corpus, tmp_path):
+    cut = private(steps=6, insecure_seed=None)
+    with pytest.raises(KeyboardInterrupt):
+        interrupted_after(3, corpus, tmp_path / "run", cut)
+    names = {path.name for path in (tmp_path / "run" / "checkpoint").rglob("*") if path.is_file()}
+    assert names == {"tensors.safetensors", "state.json"}
+    state = json.loads(next((tmp_path / "run").rglob("state.json")).read_text())
+    assert not any("random" in name or "generator" in name or "batch" in name for name in state)
+
+
+def interrupted_after(steps, corpus, out, config):
+    """A run that stops for good after `steps` steps, its last checkpoint just before."""
+    plain = Training.take_step
+
+    def cut(self):
+        if self.progress.step == steps:
+            self.save()
+            raise KeyboardInterrupt
+        plain(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Training, "take_step", cut)
+        train(corpus, out, config, RunOptions(checkpoint_seconds=1e6))
+
+
+def test_a_resumed_run_goes_on_and_counts_every_step_once(corpus, tmp_path):
+    config = private(steps=6)
+    with pytest.raises(KeyboardInterrupt):
+        interrupted_after(3, corpus, tmp_path / "run", config)
+    assert open_run(tmp_path / "run").guarantee["steps"] == 3
+    run = train(corpus, tmp_path / "run", config)
+    assert run.guarantee["steps"] == 6
+    assert run.stop == "steps"
+
+
+def test_steps_that_are_repeated_are_charged_again_and_the_budget_still_holds(corpus, tmp_path):
+    config = private(steps=6)
+    plain = Training.save
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            Training, "save", lambda self: plain(self) if self.progress.step < 2 else None
+        )
+        with pytest.raises(KeyboardInterrupt):
+            interrupted_after(4, corpus, tmp_path / "run", config)
+    run = train(corpus, tmp_path / "run", config)
+    # Four steps were charged and lost, so only two more fit; then the budget ends the run.
+    assert run.guarantee["steps"] == 6
+    assert run.guarantee["epsilon"] <= 8.0
+    assert run.stop == "privacy budget"
+    assert run.metrics[-1]["step"] == 2
+
+
+def test_a_checkpoint_without_its_ledger_is_refused(corpus, tmp_path):
+    config = private(steps=6)
+    with pytest.raises(KeyboardInterrupt):
+        interrupted_after(3, corpus, tmp_path / "run", config)
+    (tmp_path / "run" / "ledger.json").unlink()
+    with pytest.raises(GuaranteeError, match=r"ledger.json is missing"):
+        train(corpus, tmp_path / "run", config)
+
+
+PROGRAM = """
+import os, sys, torch
+from pathlib import Path
+torch.set_num_threads(1)
+from tightlip.corpus.prepare import open_prepared
+from tightlip.training.config import RunOptions, TrainConfig
+from tightlip.training.loop import Training, train
+plain = Training.take_step
+def told(self):
+    plain(self)
+    print("updated", flush=True)
+Training.take_step = told
+for _ in sys.stdin:  # one life a line; importing torch once is enough
+    if (life := os.fork()) == 0:
+        print(os.getpid(), flush=True)
+        train(open_prepared(Path(sys.argv[1])), Path(sys.argv[2]),
+              TrainConfig.from_toml(Path(sys.argv[3])), RunOptions(checkpoint_seconds=0))
+        os._exit(0)
+    os.waitpid(life, 0)
+    print("over", flush=True)
+"""
+
+
+def test_killed_ten_times_it_never_counts_less_than_it_spent(corpus, tmp_path):
+    config = private(noise_multiplier=1.0, epsilon=None, steps=40)
+    (tmp_path / "config.toml").write_text(config.to_toml())
+    arguments = [str(corpus.folder), str(tmp_path / "run"), str(tmp_path / "config.toml")]
+    lives = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, *arguments],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    applied = 0
+    for kill in range(10):
+        lives.stdin.write("another\n")
+        lives.stdin.flush()
+        life = int(lives.stdout.readline())
+        for _ in range(1 + kill % 3):
+            applied += lives.stdout.readline() == "updated\n"
+        os.kill(life, signal.SIGKILL)
+        while (line := lives.stdout.readline()) != "over\n":
+            applied += line == "updated\n"
+        assert open_run(tmp_path / "run").guarantee["steps"] >= applied
+    lives.stdin.close()
+    lives.wait()
+    run = train(open_prepared(corpus.folder), tmp_path / "run", config)
+    assert run.finished
+    assert run.guarantee["steps"] >= 40
+    mechanism = Mechanism(noise_multiplier=1.0, sampling_rate=8 / 40)
+    spent = epsilon_spent(mechanism, max(applied, 40), run.guarantee["delta"])
+    assert run.guarantee["epsilon"] >= spent
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        (
+            {"early_stop": 1, "epochs": 2.0},
+            "early_stop stops by looking at private validation text",
+        ),
+        ({"until_perplexity": 5.0, "epochs": 2.0}, "until_perplexity stops by looking"),
+    ],
+)
+def test_what_breaks_the_proof_is_refused_or_lowers_the_standing(changed, words, corpus, tmp_path):
+    config = private(**changed)
+    with pytest.raises(GuaranteeError, match=words):
+        train(corpus, tmp_path / "run", config)
+    assert not (tmp_path / "run").exists()
+    run = train(corpus, tmp_path / "run", dataclasses.replace(config, allow_unproved=True))
+    assert run.guarantee["standing"] == "as published"
+    assert words in run.guarantee["because"]
+
+
+@pytest.mark.parametrize(
+    ("prepared_with", "words"),
+    [
+        ({}, "vocabulary was learnt from this corpus"),
+        ({"deduplicate": "sentences"}, "deduplicate='sentences' lets one user's text decide"),
+    ],
+)
+def test_a_corpus_that_breaks_the_proof_is_refused_before_it_is_prepared(
+    prepared_with, words, tmp_path
+):
+    with pytest.raises(GuaranteeError, match=words):
+        tightlip.train(
+            documents(), tmp_path / "run", prepare=prepared_with, **private(steps=2).tree()
+        )
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_noisy_vocabulary_keeps_the_proof_and_is_charged_to_the_same_ledger(tmp_path):
+    made = prepare(
+        documents(num_users=60), tmp_path / "p", PrepareConfig(vocabulary_noise=2.0, split="none")
+    )
+    by_user = train(made, tmp_path / "user", private(steps=3, insecure_seed=None))
+    assert by_user.guarantee["standing"] == "proved"
+    (release,) = by_user.guarantee["releases"]
+    assert release["noise_multiplier"] == 2.0
+    without = Mechanism(
+        noise_multiplier=by_user.guarantee["noise_multiplier"],
+        sampling_rate=by_user.guarantee["sampling_rate"],
+    )
+    assert by_user.guarantee["epsilon"] > epsilon_spent(without, 3, by_user.guarantee["delta"])
+    assert by_user.guarantee["epsilon"] <= 8.0
+    by_example = train(made, tmp_path / "example", private(steps=3, unit="example"))
+    assert by_example.guarantee["releases"][0]["noise_multiplier"] == pytest.approx(2 / 2**0.5)
+
+
+def test_weights_that_saw_this_corpus_are_no_public_start(corpus, run, tmp_path):
+    config = TrainConfig(
+        model=str(run.model_folder), mitigation="dp", epsilon=8.0, steps=2, batch_size=8,
+        sequence_length=10,
+    )  # fmt: skip
+    with pytest.raises(GuaranteeError, match="was trained on this very corpus"):
+        train(corpus, tmp_path / "run", config)
+
+
+def test_a_known_seed_is_marked_and_never_proved(corpus, tmp_path):
+    run = train(corpus, tmp_path / "run", private(steps=2))
+    assert run.guarantee["insecure_seed"] is True
+    assert run.guarantee["standing"] == "as published"
+    assert "known seed" in run.guarantee["because"]
+    assert "hides nothing" in (run.model_folder / "README.md").read_text()
+
+
+def test_the_same_insecure_seed_gives_the_same_weights_and_none_gives_others(corpus, tmp_path):
+    def weights(name, **settings):
+        model = load_causal_lm(
+            train(corpus, tmp_path / name, private(steps=3, **settings)).model_folder
+        )
+        return torch.cat([each.flatten() for each in model.parameters()])
+
+    assert torch.equal(weights("a"), weights("b"))
+    assert not torch.equal(weights("c", insecure_seed=None), weights("d", insecure_seed=None))
+
+
+@pytest.mark.parametrize("model", ["lstm", "gru", "transformer"])
+@pytest.mark.parametrize("unit", ["user", "example"])
+def test_every_built_in_model_trains_privately_under_both_units(model, unit, corpus, tmp_path):
+    run = train(corpus, tmp_path / "run", private(model=model, unit=unit, steps=2))
+    assert run.guarantee["unit"] == unit
+    num_documents = len(corpus.train.bounds) - 1
+    assert run.guarantee["num_units"] == (40 if unit == "user" else num_documents)
+
+
+def test_private_adapters_change_nothing_but_themselves(corpus, tmp_path):
+    public = train(
+        corpus, tmp_path / "public", TrainConfig(
+            model="transformer", hidden_size=8, num_heads=2, num_layers=1, steps=1, sequence_length=10
+        ),
+    )  # fmt: skip
+    elsewhere = tmp_path / "elsewhere"
+    public.model_folder.rename(elsewhere)
+    config = TrainConfig(
+        model=str(elsewhere), mitigation="dp", epsilon=8.0, lora=2, steps=3, batch_size=8,
+        sequence_length=10, insecure_seed=1,
+    )  # fmt: skip
+    run = train(corpus, tmp_path / "run", config)
+    before, after = load_causal_lm(elsewhere), load_causal_lm(run.model_folder)
+    assert torch.equal(before.model.embed_tokens.weight, after.model.embed_tokens.weight)
+    changed = before.model.blocks[0].widen.weight - after.model.blocks[0].widen.weight
+    assert torch.linalg.matrix_rank(changed, rtol=1e-4) == 2
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"delta": 0.5}, r"delta=0.5 is looser than 1/num_users \(1/40\)"),
+        ({"batch_size": 64}, "cannot be drawn from 40 units"),
+        (
+            {"noise_multiplier": 0.3, "epsilon": 0.1},
+            "spends more than epsilon=0.1 in its first step",
+        ),
+    ],
+)
+def test_a_promise_that_cannot_be_kept_is_refused_and_leaves_nothing_behind(
+    settings, words, corpus, tmp_path
+):
+    with pytest.raises(UsageError, match=words):
+        train(corpus, tmp_path / "run", private(steps=4, **settings))
+    assert not (tmp_path / "run" / "config.toml").exists()
+    assert train(corpus, tmp_path / "run", private(steps=1)).finished
+
+
+def test_a_loose_delta_needs_its_flag(corpus, tmp_path):
+    config = private(steps=1, delta=0.5, allow_loose_delta=True, epsilon=None, noise_multiplier=1.0)
+    run = train(corpus, tmp_path / "run", config)
+    assert run.guarantee["delta"] == 0.5
+
+
+def test_with_noise_and_target_training_stops_before_the_target(corpus, tmp_path):
+    config = private(steps=400, noise_multiplier=2.0, epsilon=2.0)
+    run = train(corpus, tmp_path / "run", config)
+    assert run.stop == "privacy budget"
+    assert run.guarantee["epsilon"] <= 2.0
+    mechanism = Mechanism(noise_multiplier=2.0, sampling_rate=8 / 40)
+    assert epsilon_spent(mechanism, run.guarantee["steps"] + 1, run.guarantee["delta"]) > 2.0
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"mitigation": "none", "epsilon": 8.0}, "epsilon=8.0 is part of private training"),
+        ({"epsilon": None}, "needs a target: give --epsilon"),
+        ({"gradient_clip": 1.0}, "clips each user's gradient by clip_norm"),
+        ({"unit": "family"}, "Unknown unit 'family'"),
+        ({"epsilon": 0.0}, "epsilon=0 is out of range"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(settings, words):
+    fitting = {"insecure_seed": None, **settings}
+    with pytest.raises(UsageError, match=words):
+        private(**fitting)
