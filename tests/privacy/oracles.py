@@ -17,7 +17,9 @@ def row_loss(model, ids_T, labels_T, mask_T=None):
     if not bool((targets_T != -100).any()):
         return None
     options = {} if mask_T is None else {"attention_mask": mask_T[None]}
-    if hasattr(model, "config"):  # a recurrent model's padding says one thing with a cache, another without
+    if hasattr(
+        model, "config"
+    ):  # a recurrent model's padding says one thing with a cache, another without
         options["use_cache"] = False
     logits_TV = first_output(model(ids_T[None], **options))[0, :-1]
     logits_TV = logits_TV if logits_TV.dtype == torch.float64 else logits_TV.float()

@@ -200,15 +200,23 @@ def test_rows_that_meet_inside_the_model_are_run_alone(layer):
     check_equal(found, unit_gradients(model, ids, labels, units=units), 0.3)
 
 
-def test_a_path_that_only_real_tokens_take_is_found_out_when_it_is_taken():
-    model = built(tiny_models.RarelySorted)
+@pytest.mark.parametrize(
+    ("way", "message"),
+    [
+        ("sorts", "moves rows or tokens about"),
+        ("hides", r"hidden\.scale \(used by an operation that cannot be seen"),
+        ("generates", r"generated\.bias \(it stands beside a weight that is computed"),
+    ],
+)
+def test_a_path_that_only_real_tokens_take_is_found_out_when_it_is_taken(way, message):
+    model = built(lambda: tiny_models.Rare(way))
     ids, labels, _ = some_rows(11, num_rows=4, length=4)
     made_up = synthetic_rows(model, ids).flatten().tolist()
     model.rare = next(token for token in range(VOCABULARY) if token not in made_up)
     ids[ids == model.rare] = made_up[0]
     check_fast(model, ids, labels, clip_norm=0.3)
     ids[2, 3] = model.rare
-    with pytest.warns(UserWarning, match="moves rows or tokens about"):
+    with pytest.warns(UserWarning, match=message):
         found = clipped_gradients(model, ids, labels, clip_norm=0.3)
     check_equal(found, unit_gradients(model, ids, labels), 0.3)
 

@@ -155,7 +155,7 @@ class HiddenProduct(torch.autograd.Function):
     @staticmethod
     def forward(context, x, weight):
         context.save_for_backward(x, weight)
-        return x * weight.detach().clone()
+        return x * x.new_tensor(weight.tolist())
 
     @staticmethod
     def backward(context, gradient):
@@ -211,7 +211,8 @@ class Generated(nn.Module):
         self.bias = nn.Parameter(torch.zeros(SIZE))
 
     def forward(self, x):
-        return functional.linear(x, self.maker(torch.eye(SIZE, dtype=x.dtype)), self.bias)
+        weight = self.maker(torch.eye(SIZE, dtype=x.dtype)[None])[0]
+        return functional.linear(x, weight, self.bias)
 
 
 class Experts(nn.Module):
@@ -253,21 +254,25 @@ class Masked(nn.Module):
         return self.head(torch.tanh(self.middle(hidden * attention_mask[..., None])))
 
 
-class RarelySorted(nn.Module):
-    """A model that sorts its rows on the way, but only where one of them holds a rare token."""
+class Rare(nn.Module):
+    """A model that goes its own way, but only where some row holds a rare token."""
 
     rare = -1
 
-    def __init__(self):
+    def __init__(self, way):
         super().__init__()
+        self.way = way
         self.embed, self.head = nn.Embedding(VOCABULARY, SIZE), nn.Linear(SIZE, VOCABULARY)
+        self.hidden, self.generated = Hidden(), Generated()
 
     def forward(self, input_ids):
         hidden = self.embed(input_ids)
-        if bool((input_ids == self.rare).any()):
+        if not bool((input_ids == self.rare).any()):
+            return self.head(hidden)
+        if self.way == "sorts":
             order = input_ids[:, 0].argsort(descending=True)
             return self.head(hidden[order])[order.argsort()]
-        return self.head(hidden)
+        return self.head(self.hidden(hidden) if self.way == "hides" else self.generated(hidden))
 
 
 UNCOVERED = {

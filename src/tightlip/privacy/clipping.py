@@ -95,7 +95,8 @@ def one_pass(
         look_for_unseen=look_for_unseen,
     )
     try:
-        with torch.no_grad():
+        # The caller's autocast would round norms and sums to bfloat16.
+        with torch.no_grad(), torch.autocast(losses_B.device.type, enabled=False):
             return clipped_sum(watch, parameters, losses_B, layout, clip)
     finally:
         watch.forget()

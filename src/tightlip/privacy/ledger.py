@@ -34,7 +34,7 @@ def guarantee_terms(
     *,
     delta: float,
     unit: str,
-    clip_norm: float,
+    clip_norm: float | None,
     num_units: int,
     expected_batch: float,
     corpus_fingerprint: str,

@@ -144,7 +144,13 @@ class Passes:
         from torch.fx.experimental.proxy_tensor import make_fx
 
         names = list(self.parameters)
-        buffers = dict(self.model.named_buffers())
+        # Whatever else the model holds goes in too, or the trace would keep its values of today.
+        frozen = {
+            name: each.detach()
+            for name, each in self.model.named_parameters()
+            if name not in self.parameters
+        }
+        others = {**frozen, **dict(self.model.named_buffers())}
 
         def run(
             weights: list[Tensor], kept: list[Tensor], ids: Tensor, targets: Tensor, shares: Tensor
@@ -153,7 +159,7 @@ class Passes:
                 name: each.detach().requires_grad_()
                 for name, each in zip(names, weights, strict=True)
             }
-            swapped = {**own, **dict(zip(buffers, kept, strict=True))}
+            swapped = {**own, **dict(zip(others, kept, strict=True))}
             with self._precision():
                 watch, losses_B = watched_pass(
                     own,  # type: ignore[arg-type]
@@ -167,7 +173,7 @@ class Passes:
             return [found.gradients[name] for name in names], found.norms, found.losses
 
         weights = [each.detach() for each in self.parameters.values()]
-        kept = list(buffers.values())
+        kept = list(others.values())
         traced = make_fx(run, tracing_mode="fake")(weights, kept, *batch.tensors)
         compiled = torch.compile(traced, dynamic=False)
 

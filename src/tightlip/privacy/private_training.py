@@ -7,12 +7,12 @@ while private.has_budget():
 print(private.guarantee())
 """
 
-import hashlib
 import logging
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,7 +24,6 @@ from tightlip.core.randomness import keyed_generator
 from tightlip.privacy.accounting import (
     EpsilonMeter,
     Mechanism,
-    Release,
     check_delta,
     default_delta,
 )
@@ -35,65 +34,11 @@ from tightlip.privacy.passes import Passes, Physical, Way
 from tightlip.privacy.per_unit import check_no_buffers, no_rule_for
 from tightlip.privacy.row_losses import NO_LABEL
 from tightlip.privacy.sampling import PoissonSampler, UnitRows
+from tightlip.privacy.sources import Source, source_of
+from tightlip.privacy.spec import PrivacySpec, Terms
 from tightlip.privacy.uses import Layout
 
 log = logging.getLogger("tightlip")
-
-
-@dataclass(frozen=True, kw_only=True)
-class PrivacySpec:
-    """What changes the promise. Give `epsilon`, `noise_multiplier`, or both: with both, the
-    noise is as given and training stops before `epsilon` is passed.
-
-    A drawn unit gives at most `rows_per_unit` of its rows, chosen at random, to a step.
-    """
-
-    unit: str = "user"
-    epsilon: float | None = None
-    noise_multiplier: float | None = None
-    delta: float | None = None
-    clip_norm: float = 1.0
-    per_layer: bool = False
-    rows_per_unit: int = 4
-    expected_batch: float = 32
-    steps: int = 1000
-    allow_loose_delta: bool = False
-    insecure_seed: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.epsilon is None and self.noise_multiplier is None:
-            raise UsageError(
-                "Private training needs a target: give epsilon (such as 8) or noise_multiplier (such as 1.0)."
-            )
-        if self.rows_per_unit < 1 or self.steps < 1:
-            raise UsageError(
-                f"rows_per_unit={self.rows_per_unit} and steps={self.steps}: both must be at least 1."
-            )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Terms:
-    """How sure the promise is, and of what it is one."""
-
-    standing: str = "proved"
-    because: str = "Every step adds Gaussian noise to a sum of clipped gradients over a Poisson sample; PLD composes the steps."
-    covers: tuple[str, ...] = ("the weights", "every snapshot")
-    outside: tuple[str, ...] = (
-        "settings, checkpoints and seeds chosen by looking at private results",
-        "losses, norms and batch sizes, which are private",
-    )
-    releases: tuple[Release, ...] = ()
-
-
-class Source(Protocol):
-    """Rows to train on: whose each is, how long, and the rows themselves."""
-
-    unit_of_row: np.ndarray
-    lengths: np.ndarray
-    fingerprint: str
-
-    def gather(self, rows: np.ndarray, width: int) -> tuple[Tensor, Tensor]:
-        """Ids and targets [B, T] of the rows; a row of -1 is padding without a target."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,7 +76,7 @@ class PrivateTraining:
     ) -> None:
         self.model, self.optimizer = model, optimizer
         self.spec = PrivacySpec(**{"unit": "example" if users is None else "user", **spec})
-        self.source = _source(documents, users)
+        self.source = source_of(documents, users)
         self.terms = terms or Terms()
         self.device = next(model.parameters()).device
         generator = keyed_generator(self.spec.insecure_seed)
@@ -169,12 +114,14 @@ class PrivateTraining:
         units = self._sampler.draw()
         self.ledger.charge()
         gradients, step = self._clipped_sum(units)
-        scale = self.mechanism.noise_multiplier * self.spec.clip_norm
-        if scale:
-            self._noise.add(gradients, scale=scale, share=1 / self.spec.expected_batch)
+        # By the expected size of a draw, never by the real one, which is private.
+        share = 1 / self.spec.expected_batch
+        if self.mechanism.noise_multiplier:
+            scale = self.mechanism.noise_multiplier * self.spec.clip_norm
+            self._noise.add(gradients, scale=scale, share=share)
         else:
             for gradient in gradients:
-                gradient.mul_(1 / self.spec.expected_batch)
+                gradient.mul_(share)
         for parameter, gradient in zip(self._passes.parameters.values(), gradients, strict=True):
             parameter.grad = gradient.to(parameter.dtype)
         self.optimizer.step()
@@ -307,7 +254,7 @@ class PrivateTraining:
             self.mechanism,
             delta=self.delta,
             unit=spec.unit,
-            clip_norm=spec.clip_norm,
+            clip_norm=spec.clip_norm if math.isfinite(spec.clip_norm) else None,
             num_units=self.num_units,
             expected_batch=spec.expected_batch,
             corpus_fingerprint=self.source.fingerprint,
@@ -321,49 +268,6 @@ class PrivateTraining:
         )
         meter = EpsilonMeter(self.mechanism, self.delta, self.most_steps or spec.steps)
         return (Ledger.open if path.exists() else Ledger.begin)(path, terms, meter)
-
-
-class Documents:
-    """Documents as tensors of ids, each read whole."""
-
-    def __init__(self, documents: Sequence[Tensor], users: Sequence[Any] | None) -> None:
-        if users is not None and len(users) != len(documents):
-            raise UsageError(
-                f"{len(users)} users for {len(documents)} documents. Give one user for each document."
-            )
-        if not len(documents):
-            raise UsageError("There are no documents to train on.")
-        self._documents = [
-            torch.as_tensor(document, dtype=torch.long).cpu() for document in documents
-        ]
-        whose = range(len(documents)) if users is None else users
-        self.unit_of_row = np.unique(np.array([str(user) for user in whose]), return_inverse=True)[
-            1
-        ]
-        if users is None:
-            self.unit_of_row = np.arange(len(documents))
-        # The last id is only predicted, never fed.
-        self.lengths = np.array([max(1, len(document) - 1) for document in self._documents])
-        digest = hashlib.sha256()
-        for document in self._documents:
-            digest.update(document.numpy().tobytes() + b"|")
-        self.fingerprint = digest.hexdigest()
-
-    def gather(self, rows: np.ndarray, width: int) -> tuple[Tensor, Tensor]:
-        ids = torch.zeros(len(rows), width, dtype=torch.long)
-        targets = torch.full((len(rows), width), NO_LABEL)
-        for place, row in enumerate(rows):
-            if row >= 0:
-                document = self._documents[row]
-                ids[place, : len(document) - 1] = document[:-1]
-                targets[place, : len(document) - 1] = document[1:]
-        return ids, targets
-
-
-def _source(documents: "Source | Sequence[Tensor]", users: Sequence[Any] | None) -> Source:
-    if hasattr(documents, "gather"):
-        return documents  # type: ignore[return-value]
-    return Documents(documents, users)  # type: ignore[arg-type]
 
 
 def _check_optimizer(model: nn.Module, optimizer: Optimizer) -> None:

@@ -22,7 +22,14 @@ from tightlip.privacy.watching import NoRule
 _verdicts: WeakKeyDictionary[nn.Module, dict[tuple, str | None]] = WeakKeyDictionary()
 _DROPOUTS = {
     getattr(functional, name)
-    for name in ["dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout"]
+    for name in [
+        "dropout",
+        "dropout1d",
+        "dropout2d",
+        "dropout3d",
+        "alpha_dropout",
+        "feature_alpha_dropout",
+    ]
 }
 
 

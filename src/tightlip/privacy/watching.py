@@ -20,7 +20,21 @@ from tightlip.privacy.uses import Use
 # What can put rows in an order that only this batch holds; two synthetic rows would not tell.
 _PICKING = {
     function
-    for name in ["index_select", "gather", "take", "take_along_dim", "masked_select", "roll", "flip", "sort", "index_add", "index_copy", "index_put", "scatter", "scatter_add"]
+    for name in [
+        "index_select",
+        "gather",
+        "take",
+        "take_along_dim",
+        "masked_select",
+        "roll",
+        "flip",
+        "sort",
+        "index_add",
+        "index_copy",
+        "index_put",
+        "scatter",
+        "scatter_add",
+    ]
     for owner, spelling in ((torch, name), (Tensor, name), (Tensor, f"{name}_"))
     if (function := getattr(owner, spelling, None)) is not None
 } | {Tensor.__getitem__, Tensor.__setitem__}

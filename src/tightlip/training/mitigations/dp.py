@@ -11,7 +11,8 @@ from tightlip.core.run_folder import CHECKPOINT, LEDGER, METRICS, SNAPSHOTS, is_
 from tightlip.privacy.accounting import Release
 from tightlip.privacy.ledger import exact_figures, read_ledger
 from tightlip.privacy.passes import Way
-from tightlip.privacy.private_training import PrivateTraining, Terms
+from tightlip.privacy.private_training import PrivateTraining
+from tightlip.privacy.spec import Terms
 from tightlip.training.batches import Rows
 from tightlip.training.config import BUILT_IN_MODELS, TrainConfig
 from tightlip.training.losses import is_ours, is_recurrent

@@ -1,0 +1,319 @@
+"""A private training step against plain training of the same model on the same tokens.
+
+    python benchmarks/dp_step.py [--device cpu|cuda] [--only lstm gru gpt ...] [--quick]
+
+Every step includes its optimizer (fused Adam) and, under DP, clipping and fresh noise. Plain is
+our own best plain step; beside it, where they run, torch's usual one (cuDNN for recurrent
+layers) and Opacus. Medians; ratios are to our best plain step in the same precision.
+"""
+
+import argparse
+import gc
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+import tightlip
+from tightlip.models import LSTMConfig, LSTMForCausalLM
+from tightlip.models.configurations import GRUConfig, TransformerConfig
+from tightlip.models.recurrent import GRUForCausalLM
+from tightlip.models.transformer import TransformerForCausalLM
+from tightlip.privacy.clipping import Clip
+from tightlip.privacy.noise import noise_for
+from tightlip.privacy.passes import Passes, Physical
+from tightlip.privacy.uses import Layout
+from tightlip.training.batches import Batch
+from tightlip.training.losses import Forward
+
+
+def recurrent(kind, vocabulary, size, layers):
+    config, model = {"lstm": (LSTMConfig, LSTMForCausalLM), "gru": (GRUConfig, GRUForCausalLM)}[
+        kind
+    ]
+    return model(
+        config(vocab_size=vocabulary, embedding_size=size, hidden_size=size, num_layers=layers)
+    )
+
+
+def gpt(layers=12, size=768, vocabulary=50_257, heads=12, tied=False):
+    return TransformerForCausalLM(
+        TransformerConfig(
+            vocab_size=vocabulary, hidden_size=size, num_layers=layers, num_heads=heads,
+            max_position_embeddings=1024, tie_word_embeddings=tied,
+        )
+    )  # fmt: skip
+
+
+def llama():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=32_000, hidden_size=768, intermediate_size=2048, num_hidden_layers=12,
+            num_attention_heads=12, max_position_embeddings=1024,
+        )
+    )  # fmt: skip
+
+
+def with_lora():
+    from tightlip.training.starting import with_adapters
+
+    return with_adapters(gpt(), 16)
+
+
+# name: (model, vocabulary, rows, positions, rows of a unit, ways: plain and private, precisions)
+SETTINGS = {
+    "cuda": {
+        "lstm": ("LSTM 2×550, 40k, 100×64", lambda: recurrent("lstm", 40_000, 550, 2), 40_000, 100, 64, 1, "graph"),
+        "lstm-user": ("LSTM 2×550, 40k, 32 users × 4 × 64", lambda: recurrent("lstm", 40_000, 550, 2), 40_000, 128, 64, 4, "graph"),
+        "gru": ("GRU 1×512, 10k, 512×32", lambda: recurrent("gru", 10_000, 512, 1), 10_000, 512, 32, 1, "graph"),
+        "gpt": ("GPT-2 small shape, 32×256", gpt, 50_257, 32, 256, 1, "compile"),
+        "gpt-short": ("GPT-2 small shape, 64×128", gpt, 50_257, 64, 128, 1, "compile"),
+        "gpt-tied": ("GPT-2 small shape tied, 32×256", lambda: gpt(tied=True), 50_257, 32, 256, 1, "compile"),
+        "llama": ("Llama shape, 32×256", llama, 32_000, 32, 256, 1, "compile"),
+        "lora": ("GPT-2 small shape, LoRA 16, 32×256", with_lora, 50_257, 32, 256, 1, "compile"),
+        "gpt-user": ("GPT-2 small shape, 32 users × 4 × 64", gpt, 50_257, 128, 64, 4, "compile"),
+    },
+    "cpu": {
+        "lstm": ("LSTM 2×128, 10k, 32×64", lambda: recurrent("lstm", 10_000, 128, 2), 10_000, 32, 64, 1, "eager"),
+        "gpt": ("Transformer 4×128, 10k, 32×64", lambda: gpt(4, 128, 10_000, 4), 10_000, 32, 64, 1, "eager"),
+    },
+}  # fmt: skip
+
+
+class Bench:
+    """One setting: a model, a batch, and steps to be timed."""
+
+    def __init__(self, device, setting, bf16, repeats):
+        self.device, self.bf16, self.repeats = torch.device(device), bf16, repeats
+        self.name, self.make, vocabulary, rows, width, self.per_unit, self.way = setting
+        draw = torch.Generator().manual_seed(0)
+        self.ids = torch.randint(4, vocabulary, (rows, width), generator=draw).to(device)
+        self.targets = torch.randint(4, vocabulary, (rows, width), generator=draw).to(device)
+
+    def model(self):
+        torch.manual_seed(0)
+        return self.make().to(self.device).train()
+
+    def optimizer(self, model):
+        trained = [each for each in model.parameters() if each.requires_grad]
+        return torch.optim.Adam(trained, lr=1e-3, fused=True)
+
+    def usual(self):
+        """torch as everyone uses it: the model's own forward, autograd, Adam."""
+        model = self.model()
+        optimizer = self.optimizer(model)
+
+        def step():
+            optimizer.zero_grad(set_to_none=True)
+            with torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16):
+                logits = model(self.ids, use_cache=False).logits
+            cross_entropy(logits.flatten(0, 1).float(), self.targets.flatten()).backward()
+            optimizer.step()
+
+        return self.timed(step)
+
+    def plain(self):
+        """What `tightlip train` does without a mitigation."""
+        model = self.model()
+        optimizer = self.optimizer(model)
+        if self.way == "graph":
+            return self.plain_pass("graph", model, optimizer)
+        compiled = len(self.ids) if self.way == "compile" else None
+        forward = Forward(model, bf16=self.bf16, compiled_rows=compiled)
+        batch = Batch(
+            input_ids_BT=torch.cat([self.ids, self.ids[:, :1]], 1),
+            labels_BT=torch.cat([self.ids[:, :1], self.targets], 1),
+            places_N=torch.arange(self.ids.numel(), device=self.device),
+            target_ids_N=self.targets.flatten(),
+            users_B=torch.zeros(len(self.ids), device=self.device),
+        )
+
+        def step():
+            optimizer.zero_grad(set_to_none=True)
+            forward.mean_loss(batch).backward()
+            optimizer.step()
+
+        return self.timed(step)
+
+    def plain_pass(self, way, model, optimizer):
+        passes = Passes(model, None, way=way, bf16=self.bf16)
+        batch = self.physical()
+
+        def step():
+            found = passes(batch)
+            for name, parameter in passes.parameters.items():
+                parameter.grad = found.gradients[name]
+            optimizer.step()
+
+        return self.timed(step)
+
+    def private(self):
+        model = self.model()
+        optimizer = self.optimizer(model)
+        passes = Passes(model, Clip(norm=1.0), way=self.way, bf16=self.bf16)
+        noise, batch = noise_for(self.device, None), self.physical()
+
+        def step():
+            gradients = list(passes(batch).gradients.values())
+            noise.add(gradients, scale=1.0, share=1 / batch.layout.num_units)
+            for parameter, gradient in zip(passes.parameters.values(), gradients, strict=True):
+                parameter.grad = gradient
+            optimizer.step()
+
+        return self.timed(step)
+
+    def physical(self):
+        num_units = len(self.ids) // self.per_unit
+        layout = Layout(num_units=num_units, rows_per_unit=self.per_unit)
+        own = torch.full((num_units,), self.per_unit, device=self.device)
+        return Physical.of(self.ids, self.targets, own, layout)
+
+    def opacus(self):
+        """Opacus 1.6's hooks; it has an LSTM of its own, written in Python."""
+        from opacus import GradSampleModule
+        from opacus.layers import DPLSTM
+        from opacus.optimizers import DPOptimizer
+
+        vocabulary, size = self.make().lm_head.weight.shape
+
+        class LSTM(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.embedding = nn.Embedding(vocabulary, size)
+                self.rnn = DPLSTM(size, size, num_layers=2, batch_first=True)
+                self.head = nn.Linear(size, vocabulary)
+
+            def forward(self, ids):
+                return self.head(self.rnn(self.embedding(ids))[0])
+
+        model = GradSampleModule(LSTM().to(self.device), batch_first=True, loss_reduction="mean")
+        optimizer = DPOptimizer(
+            torch.optim.Adam(model.parameters(), lr=1e-3), noise_multiplier=1.0, max_grad_norm=1.0,
+            expected_batch_size=len(self.ids),
+        )  # fmt: skip
+
+        def step():
+            optimizer.zero_grad(set_to_none=True)
+            cross_entropy(model(self.ids).flatten(0, 1), self.targets.flatten()).backward()
+            optimizer.step()
+
+        return self.timed(step, at_most=6)
+
+    def timed(self, step, at_most=None):
+        """Median milliseconds, peak GiB, and seconds until the first step was done."""
+        on_gpu = self.device.type == "cuda"
+        if on_gpu:
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(3):
+            step()
+            if on_gpu:
+                torch.cuda.synchronize()
+        first = time.perf_counter() - start
+        if on_gpu:
+            torch.cuda.reset_peak_memory_stats()
+        times = []
+        for _ in range(at_most or self.repeats):
+            start = time.perf_counter()
+            step()
+            if on_gpu:
+                torch.cuda.synchronize()
+            times.append(1e3 * (time.perf_counter() - start))
+        peak = torch.cuda.max_memory_allocated() / 2**30 if on_gpu else float("nan")
+        return statistics.median(times), peak, first
+
+
+def row(name, work, base=None):
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    torch.compiler.reset()
+    try:
+        found = work()
+    except (RuntimeError, ImportError, NotImplementedError, AssertionError) as error:
+        print(f"  {name:34} did not run: {str(error).splitlines()[0][:90]}", flush=True)
+        return None
+    ms, peak, first = found
+    ratio = "" if base is None else f"{ms / base[0]:6.2f}×"
+    memory = "" if base is None or peak != peak else f"{peak / base[1]:6.2f}× memory"
+    print(
+        f"  {name:34} {ms:9.2f} ms {ratio:8} {peak:6.2f} GiB {memory:14} ready in {first:.1f} s",
+        flush=True,
+    )
+    return found
+
+
+def compare(device, key, bf16, repeats):
+    setting = SETTINGS[device][key]
+    bench = Bench(device, setting, bf16, repeats)
+    precision = "bf16" if bf16 else ("tf32" if device == "cuda" else "float32")
+    print(f"{setting[0]}, {precision}", flush=True)
+    plain = row("plain, ours", bench.plain)
+    if bench.way == "graph":
+        row("plain, torch (cuDNN)", bench.usual, plain)
+    row("private, ours", bench.private, plain)
+    if key == "lstm" and not bf16:
+        row("private, Opacus hooks", bench.opacus, plain)
+
+
+def start_up():
+    """Seconds from the command to the end of a run of one step, LSTM 2×550, 40k words."""
+    draw = np.random.default_rng(0)
+    words = np.array([f"w{number:05d}" for number in range(40_000)])
+    rows = [
+        {"user": f"u{number % 500}", "text": " ".join(draw.choice(words, 64))}
+        for number in range(4000)
+    ]
+    with tempfile.TemporaryDirectory() as folder:
+        corpus = Path(folder) / "corpus"
+        tightlip.prepare(rows, corpus, vocabulary_size=40_000, split="none")
+        command = [
+            sys.executable, "-m", "tightlip", "train", str(corpus), "--out", f"{folder}/run",
+            "--mitigation", "dp", "--noise-multiplier", "1", "--unit", "example", "--steps", "1",
+            "--batch-size", "100", "--embedding-size", "550", "--hidden-size", "550",
+            "--sequence-length", "64", "--snapshot", "none", "--allow-unproved", "--bf16",
+        ]  # fmt: skip
+        start = time.perf_counter()
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        seconds = time.perf_counter() - start
+    print(f"tightlip train, one private step, everything from the command on: {seconds:.1f} s")
+    if done.returncode:
+        print(done.stderr[-1500:])
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--only", nargs="*", default=None)
+    parser.add_argument("--repeats", type=int, default=None)
+    options = parser.parse_args()
+    torch.set_float32_matmul_precision("high")
+    machine = (
+        torch.cuda.get_device_name()
+        if options.device == "cuda"
+        else f"{platform.processor() or 'CPU'}, {torch.get_num_threads()} threads"
+    )
+    print(f"{machine}; torch {torch.__version__}; medians of whole steps\n")
+    repeats = options.repeats or (30 if options.device == "cuda" else 7)
+    for key in SETTINGS[options.device]:
+        if options.only and key not in options.only:
+            continue
+        graph = SETTINGS[options.device][key][-1] == "graph"
+        for bf16 in [False, True] if graph else [options.device == "cuda"]:
+            compare(options.device, key, bf16, repeats)
+    if options.device == "cuda" and (not options.only or "start" in options.only):
+        start_up()
+
+
+if __name__ == "__main__":
+    main()

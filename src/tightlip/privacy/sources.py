@@ -1,0 +1,66 @@
+"""Where private training gets its rows from, and whose they are."""
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tightlip.core.errors import UsageError
+from tightlip.privacy.row_losses import NO_LABEL
+
+
+class Source(Protocol):
+    """Rows to train on: whose each is, how long, and the rows themselves."""
+
+    unit_of_row: np.ndarray
+    lengths: np.ndarray
+    fingerprint: str
+
+    def gather(self, rows: np.ndarray, width: int) -> tuple[Tensor, Tensor]:
+        """Ids and targets [B, T] of the rows; a row of -1 is padding without a target."""
+
+
+class Documents:
+    """Documents as tensors of ids, each read whole."""
+
+    def __init__(self, documents: Sequence[Tensor], users: Sequence[Any] | None) -> None:
+        if users is not None and len(users) != len(documents):
+            raise UsageError(
+                f"{len(users)} users for {len(documents)} documents. Give one user for each document."
+            )
+        if not len(documents):
+            raise UsageError("There are no documents to train on.")
+        self._documents = [
+            torch.as_tensor(document, dtype=torch.long).cpu() for document in documents
+        ]
+        whose = range(len(documents)) if users is None else users
+        self.unit_of_row = np.unique(np.array([str(user) for user in whose]), return_inverse=True)[
+            1
+        ]
+        if users is None:
+            self.unit_of_row = np.arange(len(documents))
+        # The last id is only predicted, never fed.
+        self.lengths = np.array([max(1, len(document) - 1) for document in self._documents])
+        digest = hashlib.sha256()
+        for document in self._documents:
+            digest.update(document.numpy().tobytes() + b"|")
+        self.fingerprint = digest.hexdigest()
+
+    def gather(self, rows: np.ndarray, width: int) -> tuple[Tensor, Tensor]:
+        ids = torch.zeros(len(rows), width, dtype=torch.long)
+        targets = torch.full((len(rows), width), NO_LABEL)
+        for place, row in enumerate(rows):
+            if row >= 0:
+                document = self._documents[row]
+                ids[place, : len(document) - 1] = document[:-1]
+                targets[place, : len(document) - 1] = document[1:]
+        return ids, targets
+
+
+def source_of(documents: "Source | Sequence[Tensor]", users: Sequence[Any] | None) -> Source:
+    if hasattr(documents, "gather"):
+        return documents  # type: ignore[return-value]
+    return Documents(documents, users)  # type: ignore[arg-type]

@@ -1,0 +1,105 @@
+"""Every way to run a physical batch gives the sums that plain autograd gives."""
+
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+from tightlip.models import LSTMConfig, LSTMForCausalLM
+from tightlip.models.configurations import GRUConfig, TransformerConfig
+from tightlip.models.recurrent import GRUForCausalLM
+from tightlip.models.transformer import TransformerForCausalLM
+from tightlip.privacy.clipping import Clip
+from tightlip.privacy.passes import Passes, Physical
+from tightlip.privacy.uses import Layout
+from tightlip.training.starting import with_adapters
+
+VOCABULARY = 30
+
+
+def transformer():
+    return TransformerForCausalLM(
+        TransformerConfig(
+            vocab_size=VOCABULARY, hidden_size=8, num_heads=2, num_layers=2,
+            max_position_embeddings=12,
+        )
+    )  # fmt: skip
+
+
+MODELS = {
+    "lstm": lambda: LSTMForCausalLM(
+        LSTMConfig(vocab_size=VOCABULARY, embedding_size=6, hidden_size=7, num_layers=2)
+    ),
+    "gru": lambda: GRUForCausalLM(
+        GRUConfig(vocab_size=VOCABULARY, embedding_size=6, hidden_size=7, num_layers=1)
+    ),
+    "transformer": transformer,
+    "adapters": lambda: with_adapters(transformer(), 2),
+    "gpt2": lambda: GPT2LMHeadModel(
+        GPT2Config(
+            vocab_size=VOCABULARY, n_embd=8, n_head=2, n_layer=1, n_positions=12, resid_pdrop=0,
+            embd_pdrop=0, attn_pdrop=0,
+        )
+    ),
+    "llama": lambda: LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=VOCABULARY, hidden_size=8, intermediate_size=12, num_hidden_layers=1,
+            num_attention_heads=2, max_position_embeddings=12,
+        )
+    ),
+}  # fmt: skip
+
+
+def batch(seed, *, num_units=3, rows_per_unit=2, width=5):
+    draw = torch.Generator().manual_seed(seed)
+    shape = (num_units * rows_per_unit, width)
+    ids = torch.randint(0, VOCABULARY, shape, generator=draw)
+    targets = torch.randint(0, VOCABULARY, shape, generator=draw)
+    targets[0, 2:] = -100
+    targets[-1] = -100  # the last unit has one row fewer
+    own = torch.full((num_units,), rows_per_unit)
+    own[-1] -= 1
+    return Physical.of(ids, targets, own, Layout(num_units=num_units, rows_per_unit=rows_per_unit))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_compiled_pass_is_the_eager_one_also_on_other_batches_and_weights(name, monkeypatch):
+    torch.manual_seed(0)
+    model = MODELS[name]().double()
+    # The traced graph itself; what a compiler makes of it is the compiler's own affair.
+    monkeypatch.setattr(torch, "compile", lambda traced, **options: traced)
+    clip = Clip(norm=0.05)
+    eager, compiled = Passes(model, clip), Passes(model, clip, way="compile")
+    for seed in range(3):
+        one, other = eager(batch(seed)), compiled(batch(seed))
+        torch.testing.assert_close(other.norms, one.norms)
+        torch.testing.assert_close(other.gradients, one.gradients)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(0.01 * torch.randn_like(parameter))
+
+
+@pytest.mark.parametrize("name", ["lstm", "gru", "transformer", "llama"])
+@pytest.mark.parametrize("way", ["eager", "compile"])
+def test_without_a_clip_the_pass_is_plain_training(name, way, monkeypatch):
+    torch.manual_seed(0)
+    model = MODELS[name]().double()
+    monkeypatch.setattr(torch, "compile", lambda traced, **options: traced)
+    given = batch(0)
+    logits = model(given.ids_BT, use_cache=False).logits
+    losses = torch.nn.functional.cross_entropy(
+        logits.flatten(0, 1), given.targets_BT.flatten(), reduction="none", ignore_index=-100
+    )
+    (losses * given.weights_BT.flatten()).sum().backward()
+    found = Passes(model, None, way=way)(given)
+    for parameter_name, parameter in model.named_parameters():
+        torch.testing.assert_close(found.gradients[parameter_name], parameter.grad)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_slow_pass_agrees_with_the_fast_one(name):
+    torch.manual_seed(0)
+    model = MODELS[name]().double()
+    clip = Clip(norm=0.05)
+    fast, slow = Passes(model, clip)(batch(0)), Passes(model, clip, way="slow")(batch(0))
+    torch.testing.assert_close(fast.norms, slow.norms)
+    torch.testing.assert_close(fast.gradients, slow.gradients)

@@ -1,0 +1,276 @@
+"""The object that trains privately: its draws, its noise, its steps and what it refuses."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+from torch import nn
+
+from tightlip.core.errors import GuaranteeError, UsageError
+from tightlip.models import LSTMConfig, LSTMForCausalLM
+from tightlip.privacy import PrivateTraining
+from tightlip.privacy.accounting import Mechanism, epsilon_spent
+
+VOCABULARY = 20
+
+
+def lstm():
+    torch.manual_seed(0)
+    return LSTMForCausalLM(
+        LSTMConfig(vocab_size=VOCABULARY, embedding_size=6, hidden_size=6, num_layers=1)
+    )
+
+
+def documents(count=60, seed=0):
+    draw = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(1, 9, (count,), generator=draw).tolist()
+    return [torch.randint(0, VOCABULARY, (length,), generator=draw) for length in lengths]
+
+
+def private(tmp_path, model=None, optimizer=None, texts=None, **settings):
+    model = model or lstm()
+    optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=1.0)
+    given = {
+        "noise_multiplier": 1.0, "expected_batch": 10, "steps": 20, "insecure_seed": 7, **settings,
+    }  # fmt: skip
+    return PrivateTraining(
+        model, optimizer, texts or documents(), ledger=tmp_path / "ledger.json", **given
+    )
+
+
+def flat(model):
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+
+class OneToken(nn.Module):
+    """Somebody's own model, no Hugging Face in it: words in, logits out."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, 8)
+        self.norm = nn.LayerNorm(8)
+        self.head = nn.Linear(8, VOCABULARY)
+
+    def forward(self, ids):
+        return self.head(self.norm(self.embedding(ids)))
+
+
+@pytest.mark.parametrize("kind", ["SGD", "Adam", "AdamW", "Adamax"])
+def test_any_optimizer_trains_somebodys_own_model_in_an_ordinary_loop(kind, tmp_path):
+    model = OneToken()
+    before = flat(model).clone()
+    optimizer = getattr(torch.optim, kind)(model.parameters(), lr=0.01)
+    training = PrivateTraining(
+        model, optimizer, documents(), users=[number % 12 for number in range(60)], epsilon=8.0,
+        expected_batch=4, steps=5, ledger=tmp_path / "ledger.json",
+    )  # fmt: skip
+    while training.has_budget():
+        training.step()
+    record = training.guarantee()
+    assert record["steps"] == 5
+    assert record["unit"] == "user"
+    assert record["num_units"] == 12
+    assert 7 < record["epsilon"] <= 8
+    assert not torch.equal(flat(model), before)
+    assert json.loads((tmp_path / "ledger.json").read_text()) == record
+
+
+def test_without_noise_and_clip_it_is_plain_training_on_the_mean_of_row_means(tmp_path):
+    texts = [text for text in documents(30) if len(text) > 1]
+    model, twin = lstm().double(), lstm().double()
+    training = private(
+        tmp_path, model, texts=texts, noise_multiplier=0.0, clip_norm=math.inf,
+        expected_batch=len(texts),
+    )  # fmt: skip
+    optimizer = torch.optim.SGD(twin.parameters(), lr=1.0)
+    for _ in range(3):
+        training.step()  # everybody is drawn: the rate is 1
+        losses = [  # transformers would take its own in float32
+            nn.functional.cross_entropy(twin(text[None]).logits[0, :-1], text[1:]) for text in texts
+        ]
+        optimizer.zero_grad()
+        torch.stack(losses).mean().backward()
+        optimizer.step()
+    torch.testing.assert_close(flat(model), flat(twin), rtol=1e-9, atol=1e-12)
+    assert training.guarantee()["epsilon"] is None
+
+
+def noise_of_steps(tmp_path, monkeypatch, *, factor=1.0, steps=6):
+    """All updates of a run whose documents have nothing to predict: noise and nothing else."""
+    from tightlip.privacy.noise import CPUNoise
+
+    plain = CPUNoise.add
+
+    def off(self, tensors, *, scale, share):
+        plain(self, tensors, scale=factor * scale, share=share)
+
+    monkeypatch.setattr(CPUNoise, "add", off)
+    model = lstm()
+    texts = [torch.zeros(1, dtype=torch.long) for _ in range(60)]
+    training = private(
+        tmp_path, model, texts=texts, noise_multiplier=1.5, clip_norm=0.2, insecure_seed=3
+    )
+    updates = []
+    for _ in range(steps):
+        before = flat(model).clone()
+        training.step()
+        updates.append((before - flat(model)).numpy())
+    return np.concatenate(updates)
+
+
+@pytest.mark.parametrize(("factor", "fits"), [(1.0, True), (0.8, False), (1.25, False)])
+def test_the_noise_has_the_right_scale_and_a_wrong_one_is_found_out(
+    factor, fits, tmp_path, monkeypatch
+):
+    updates = noise_of_steps(tmp_path, monkeypatch, factor=factor)
+    # σ·C over the expected batch, whatever was drawn.
+    scaled = updates * 10 / (1.5 * 0.2)
+    assert (stats.kstest(scaled, "norm").pvalue > 1e-3) == fits
+
+
+def test_every_trainable_entry_gets_noise_unused_rows_included(tmp_path, monkeypatch):
+    updates = noise_of_steps(tmp_path, monkeypatch, steps=1)
+    assert np.count_nonzero(updates) == len(updates)
+
+
+def test_two_runs_never_share_noise_and_a_resumed_run_draws_anew(tmp_path):
+    models = [lstm() for _ in range(2)]
+    for number, model in enumerate(models):
+        private(tmp_path / str(number), model, insecure_seed=None).step()
+    assert not torch.equal(flat(models[0]), flat(models[1]))
+    resumed = lstm()
+    training = private(tmp_path / "0", resumed, insecure_seed=None)
+    assert training.ledger.steps == 1
+    training.step()
+    assert training.ledger.steps == 2
+    assert not torch.equal(flat(models[0]), flat(resumed))
+
+
+def drawn(training, monkeypatch, steps):
+    """Which units each of some steps saw."""
+    seen = []
+    plain = training.physical_batches
+    monkeypatch.setattr(
+        training, "physical_batches", lambda units: seen.append(units) or plain(units)
+    )
+    for _ in range(steps):
+        training.step()
+    return seen
+
+
+def test_every_unit_is_drawn_as_often_as_the_accounting_assumes(tmp_path, monkeypatch):
+    training = private(tmp_path, OneToken(), steps=300, expected_batch=6)
+    seen = drawn(training, monkeypatch, 300)
+    counts = np.bincount(np.concatenate(seen), minlength=60)
+    assert stats.chisquare(counts).pvalue > 1e-3
+    assert stats.binomtest(int(counts.sum()), 300 * 60, 0.1).pvalue > 1e-3
+
+
+def test_an_empty_draw_is_a_step_that_spends_and_adds_noise(tmp_path, monkeypatch):
+    model = lstm()
+    training = private(tmp_path, model)
+    monkeypatch.setattr(training._sampler, "draw", lambda: np.empty(0, np.int64))
+    before = flat(model).clone()
+    step = training.step()
+    assert training.ledger.steps == 1
+    assert not torch.equal(before, flat(model))
+    assert (float(step.loss), step.num_targets) == (0.0, 0)
+
+
+def gradient_of(tmp_path, physical_rows, users=None):
+    model = lstm().double()
+    training = private(
+        tmp_path, model, noise_multiplier=0.0, physical_rows=physical_rows, expected_batch=1,
+        users=users, clip_norm=0.3, rows_per_unit=8,
+    )  # fmt: skip
+    everybody = np.arange(training.num_units)
+    training._sampler.draw = lambda: everybody
+    before = flat(model).clone()
+    training.step()
+    return before - flat(model)
+
+
+@pytest.mark.parametrize("users", [None, [number % 9 for number in range(60)]])
+def test_an_oversized_draw_is_split_and_nobody_is_cut(users, tmp_path):
+    whole = gradient_of(tmp_path / "whole", 1000, users)
+    for rows in (1, 3, 16):
+        split = gradient_of(tmp_path / str(rows), rows, users)
+        torch.testing.assert_close(split, whole, rtol=1e-9, atol=1e-12)
+
+
+def test_a_user_gives_at_most_so_many_documents_and_each_gets_a_turn(tmp_path):
+    users = ["one"] * 59 + ["other"]
+    training = private(tmp_path, users=users, expected_batch=2, rows_per_unit=4, physical_rows=100)
+    seen = set()
+    for _ in range(200):
+        ((batch, _),) = [
+            each for each in training.physical_batches(np.array([0])) if each[0].layout.num_units
+        ]
+        assert batch.layout.num_rows == 4
+        seen |= {tuple(row.tolist()) for row in batch.ids_BT}
+    assert len(seen) > 20
+
+
+def test_training_stops_before_the_target_is_passed(tmp_path):
+    training = private(tmp_path, epsilon=3.0, noise_multiplier=1.0, steps=1000)
+    assert training.most_steps < 1000
+    mechanism = Mechanism(noise_multiplier=1.0, sampling_rate=10 / 60)
+    assert epsilon_spent(mechanism, training.most_steps, training.delta) <= 3.0
+    assert epsilon_spent(mechanism, training.most_steps + 1, training.delta) > 3.0
+    while training.has_budget():
+        training.step()
+    with pytest.raises(GuaranteeError, match="another would pass epsilon=3"):
+        training.step()
+
+
+def test_a_step_is_on_record_before_it_changes_a_weight(tmp_path):
+    model = lstm()
+
+    class Watched(torch.optim.SGD):
+        def step(self):
+            seen.append(json.loads((tmp_path / "ledger.json").read_text())["steps"])
+            super().step()
+
+    seen = []
+    training = private(tmp_path, model, Watched(model.parameters(), lr=0.1))
+    for _ in range(3):
+        training.step()
+    assert seen == [1, 2, 3]
+
+
+def test_an_optimizer_that_changes_other_weights_is_refused(tmp_path):
+    model, other = lstm(), nn.Linear(2, 2)
+    both = torch.optim.SGD([*model.parameters(), *other.parameters()], lr=1.0)
+    with pytest.raises(GuaranteeError, match="changes 2 tensors that are no parameters"):
+        private(tmp_path, model, both)
+    part = torch.optim.SGD([model.lm_head.weight], lr=1.0)
+    with pytest.raises(UsageError, match="does not hold model.embed_tokens.weight"):
+        private(tmp_path, model, part)
+
+
+def test_noise_without_a_bound_on_anybody_is_refused(tmp_path):
+    with pytest.raises(GuaranteeError, match="clip_norm=inf bounds nobody"):
+        private(tmp_path, clip_norm=math.inf)
+
+
+def test_a_poisoned_document_contributes_nothing_and_nobody_notices(tmp_path):
+    texts = documents(20)
+    model, twin = lstm().double(), lstm().double()
+    clean = [text.clamp(max=VOCABULARY - 2) for text in texts]
+    poison = torch.full((6,), VOCABULARY - 1)
+    settings = {"noise_multiplier": 0.0, "clip_norm": 0.5}
+    one = private(tmp_path / "a", model, texts=clean, expected_batch=20, **settings)
+    other = private(tmp_path / "b", twin, texts=[*clean, poison], expected_batch=21, **settings)
+    with torch.no_grad():
+        for each in (model, twin):
+            each.model.embed_tokens.weight[VOCABULARY - 1] = float("nan")
+    one.step()
+    step = other.step()
+    assert torch.isfinite(step.loss)
+    moved = [
+        (each.lm_head.weight - lstm().double().lm_head.weight).detach() for each in (model, twin)
+    ]
+    torch.testing.assert_close(moved[0] * 20, moved[1] * 21)
