@@ -151,11 +151,12 @@ def clipped_sum(
     """From the uses noted to norms, factors and the sum."""
     norms = Norms(layout)
     losses_U = layout.sum_by_unit(losses_B)
-    squares = {
-        name: norms.squared(uses, parameters[name].shape)
-        for name, uses in watch.uses.items()
-        if uses
-    }
+    with full_precision():
+        squares = {
+            name: norms.squared(uses, parameters[name].shape)
+            for name, uses in watch.uses.items()
+            if uses
+        }
     groups = _groups(parameters, clip)
     total_U = sum(squares.values(), torch.zeros_like(losses_U))
     fine_U = total_U.isfinite() & losses_U.isfinite()
@@ -182,6 +183,17 @@ def clipped_sum(
         for name, parameter in parameters.items()
     }
     return ClippedGradients(ordered, total_U.clamp(min=0).sqrt(), losses_U)
+
+
+@contextmanager
+def full_precision() -> Iterator[None]:
+    """Norms in float32 proper: a GPU's tf32 would round what bounds a unit."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def unit_by_unit(

@@ -114,10 +114,16 @@ class Steps:
         _over(_lstm, 4, h_out_BH, gates_BG, c_BH, c_out_BH, h_out_BH)
 
     @staticmethod
+    def lstm_slopes(gates_TBG: Tensor, cells: Tensor) -> tuple[Tensor, ...]:
+        """A kernel works them out on the way."""
+        return gates_TBG, cells
+
+    @staticmethod
     def lstm_back(
-        gates_BG: Tensor, c_BH: Tensor, c_out_BH: Tensor, dh_BH: Tensor, dc_BH: Tensor, out_BG: Tensor
+        slopes: tuple[Tensor, ...], t: int, dh_BH: Tensor, dc_BH: Tensor, out_BG: Tensor
     ) -> None:
-        _over(_lstm_back, 4, dh_BH, gates_BG, c_BH, c_out_BH, dh_BH, dc_BH, out_BG)
+        gates_TBG, cells = slopes
+        _over(_lstm_back, 4, dh_BH, gates_TBG[t], cells[t], cells[t + 1], dh_BH, dc_BH, out_BG)
 
     @staticmethod
     def gru(
@@ -126,11 +132,19 @@ class Steps:
         _over(_gru, 3, h_BH, gates_BG, inner_BG, h_BH, h_out_BH, new_BH)
 
     @staticmethod
+    def gru_slopes(gates_TBG: Tensor, news_TBH: Tensor, hidden: Tensor) -> tuple[Tensor, ...]:
+        return gates_TBG, news_TBH, hidden
+
+    @staticmethod
     def gru_back(
-        gates_BG: Tensor, new_BH: Tensor, h_BH: Tensor, dh_BH: Tensor, out_BG: Tensor,
-        out_hidden_BG: Tensor, kept_BH: Tensor,
+        slopes: tuple[Tensor, ...], t: int, dh_BH: Tensor, out_BG: Tensor, out_hidden_BG: Tensor,
+        kept_BH: Tensor,
     ) -> None:  # fmt: skip
-        _over(_gru_back, 3, h_BH, gates_BG, new_BH, h_BH, dh_BH, out_BG, out_hidden_BG, kept_BH)
+        gates_TBG, news_TBH, hidden = slopes
+        _over(
+            _gru_back, 3, dh_BH, gates_TBG[t], news_TBH[t], hidden[t], dh_BH, out_BG, out_hidden_BG,
+            kept_BH,
+        )  # fmt: skip
 
 
 def _over(kernel: Any, num_gates: int, state_BH: Tensor, gates_BG: Tensor, *others: Tensor) -> None:
@@ -167,7 +181,9 @@ def _log_sums(logits, targets, log_sums, at_target, width, stride, BLOCK: tl.con
 
 
 @triton.jit
-def _logit_gradient(logits, targets, log_sums, weights, out, width, stride, out_stride, BLOCK: tl.constexpr):
+def _logit_gradient(
+    logits, targets, log_sums, weights, out, width, stride, out_stride, BLOCK: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     weight = tl.load(weights + row)
@@ -185,23 +201,28 @@ def log_sums(logits_NV: Tensor, targets_N: Tensor) -> tuple[Tensor, Tensor]:
     at_target_N = torch.empty_like(sums_N)
     width = logits_NV.shape[1]
     _log_sums[(len(logits_NV),)](
-        logits_NV, targets_N, sums_N, at_target_N, width, logits_NV.stride(0), BLOCK=2048, num_warps=8
+        logits_NV,
+        targets_N,
+        sums_N,
+        at_target_N,
+        width,
+        logits_NV.stride(0),
+        BLOCK=2048,
+        num_warps=8,
     )
     return sums_N, at_target_N
 
 
 def logit_gradient(
-    logits_NV: Tensor, targets_N: Tensor, log_sums_N: Tensor, weights_N: Tensor
-) -> Tensor:
+    out_NV: Tensor, logits_NV: Tensor, targets_N: Tensor, log_sums_N: Tensor, weights_N: Tensor
+) -> None:
     """weight · (softmax − target), in the logits' kind of number."""
     assert logits_NV.stride(1) == 1
-    out_NV = torch.empty(logits_NV.shape, dtype=logits_NV.dtype, device=logits_NV.device)
     width = logits_NV.shape[1]
     _logit_gradient[(len(logits_NV), triton.cdiv(width, 4096))](
-        logits_NV, targets_N, log_sums_N, weights_N, out_NV, width, logits_NV.stride(0), width,
+        logits_NV, targets_N, log_sums_N, weights_N, out_NV, width, logits_NV.stride(0), out_NV.stride(0),
         BLOCK=4096, num_warps=8,
     )  # fmt: skip
-    return out_NV
 
 
 @triton.jit
@@ -219,6 +240,12 @@ def scaled_rows(values_BX: Tensor, factors_B: Tensor) -> Tensor:
     out_BX = torch.empty_like(values_BX)
     total = values_BX.numel()
     _scaled_rows[(triton.cdiv(total, 4096),)](
-        values_BX, factors_B.float(), out_BX, total // len(values_BX), total, BLOCK=4096, num_warps=8
+        values_BX,
+        factors_B.float(),
+        out_BX,
+        total // len(values_BX),
+        total,
+        BLOCK=4096,
+        num_warps=8,
     )
     return out_BX

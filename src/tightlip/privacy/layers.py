@@ -73,7 +73,10 @@ def linear_use(
     """
     num_outputs = weight.shape[1] if transposed else weight.shape[0]
     output = LinearUse.apply(watch.anchor, input, weight, bias, watch, transposed)
-    return output if output.shape[-1] == num_outputs else output[..., :num_outputs]
+    if output.shape[-1] != num_outputs:
+        output = output[..., :num_outputs]
+    watch.last_output = output
+    return output
 
 
 def missing_columns(like: Tensor, size: int) -> int:
@@ -129,18 +132,23 @@ class NormUse(torch.autograd.Function):
         watch = context.watch
         input, mean, scale, own = context.saved_tensors
         inner = tuple(range(1, input.ndim - 1))
-        normal = (input.to(mean.dtype) - mean) * scale
-        wide = gradient.to(mean.dtype)
+        wide, wide_input = gradient.to(mean.dtype), input.to(mean.dtype)
+        normal = (wide_input - mean) * scale
         if watch.is_watched(context.weight):
             watch.note(context.weight, Whole((wide * normal).sum(inner)))
         if watch.is_watched(context.bias):
             watch.note(context.bias, Whole(wide.sum(inner)))
         if not context.needs_input_grad[1]:
             return (None,) * 6
-        inward = wide if own is None else wide * own
-        mean_inward = inward.mean(-1, keepdim=True)
-        along = (inward * normal).mean(-1, keepdim=True)
-        back = scale * (inward - mean_inward - normal * along)
+        if wide.device.type == "cpu":  # one kernel there, eight times as fast as these lines
+            back, _, _ = torch.ops.aten.native_layer_norm_backward(
+                wide, wide_input, wide.shape[-1:], mean, scale, own, None, [True, False, False]
+            )
+        else:
+            inward = wide if own is None else wide * own
+            mean_inward = inward.mean(-1, keepdim=True)
+            along = (inward * normal).mean(-1, keepdim=True)
+            back = scale * (inward - mean_inward - normal * along)
         return None, back.to(input.dtype), None, None, None, None
 
 

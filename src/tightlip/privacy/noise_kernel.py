@@ -110,7 +110,9 @@ def _add_noise(
 class GPUNoise:
     """Adds fresh noise to many tensors in one kernel. The key never leaves the device."""
 
-    def __init__(self, device: torch.device, *, insecure_seed: int | None = None, double_rounds: int = 6) -> None:
+    def __init__(
+        self, device: torch.device, *, insecure_seed: int | None = None, double_rounds: int = 6
+    ) -> None:
         key = secrets.token_bytes(32)
         if insecure_seed is not None:
             key = insecure_seed.to_bytes(32, "little", signed=True)
@@ -134,7 +136,9 @@ class GPUNoise:
         )  # fmt: skip
 
     def __getstate__(self) -> None:
-        raise TypeError("A noise generator's state must not be stored: whoever reads it can subtract the noise.")
+        raise TypeError(
+            "A noise generator's state must not be stored: whoever reads it can subtract the noise."
+        )
 
     def _tables(self, tensors: list[Tensor]) -> tuple[Tensor, ...]:
         sizes = tuple(tensor.numel() for tensor in tensors)

@@ -14,6 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from tightlip.core.errors import UsageError
 from tightlip.privacy.clipping import (
     Clip,
     ClippedGradients,
@@ -24,9 +25,10 @@ from tightlip.privacy.clipping import (
 )
 from tightlip.privacy.per_unit import logits_of
 from tightlip.privacy.row_losses import token_weights
+from tightlip.privacy.rows import warn_slow
 from tightlip.privacy.sums import Scaled
 from tightlip.privacy.uses import Layout
-from tightlip.privacy.watching import Watch
+from tightlip.privacy.watching import NoRule, Watch
 
 Way = Literal["eager", "graph", "compile", "slow"]
 
@@ -75,13 +77,23 @@ class Passes:
     def __call__(self, batch: Physical) -> ClippedGradients:
         if self.way == "slow":
             return self._slow(batch)
+        try:
+            return self._fast(batch)
+        except NoRule as error:
+            if self.clip is None:
+                raise UsageError(
+                    f"No rule covers {error}. Train it without CUDA graphs."
+                ) from error
+            warn_slow(str(error))
+            return self._slow(batch)
+
+    def _fast(self, batch: Physical) -> ClippedGradients:
         if self.way == "eager":
             return self._eager(batch.layout, *batch.tensors)
         key = (batch.ids_BT.shape, batch.layout)
         if key not in self._ready:
-            self._ready[key] = (
-                self._captured(batch) if self.way == "graph" else self._compiled(batch)
-            )
+            ready = self._captured if self.way == "graph" else self._compiled
+            self._ready[key] = ready(batch)
         return self._ready[key](batch)
 
     def _eager(

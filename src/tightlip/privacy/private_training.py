@@ -39,6 +39,7 @@ from tightlip.privacy.spec import PrivacySpec, Terms
 from tightlip.privacy.uses import Layout
 
 log = logging.getLogger("tightlip")
+LONGEST_CHECKED = 32  # positions of the two synthetic rows of the self-check
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,7 +202,8 @@ class PrivateTraining:
         _check_optimizer(self.model, self.optimizer)
         clip = Clip(norm=self.spec.clip_norm, per_layer=self.spec.per_layer)
         passes = Passes(self.model, clip, way=way, bf16=bf16)
-        some = torch.zeros(1, 1, dtype=torch.long, device=self.device)
+        length = min(LONGEST_CHECKED, int(self.source.lengths.max()))
+        some = torch.zeros(1, length, dtype=torch.long, device=self.device)
         slow = no_rule_for(self.model, passes.parameters, some)
         if slow is not None:
             log.warning(

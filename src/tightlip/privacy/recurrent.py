@@ -50,9 +50,10 @@ class LSTMLayer(torch.autograd.Function):
         outputs_TBH, dh = _from_above(outputs_BTH, h_BH, hidden)
         back_TBG = torch.empty_like(gates_TBG)
         steps = _steps(gates_TBG)
+        slopes = steps.lstm_slopes(gates_TBG, cells)
         dc = c_BH.to(cells.dtype, copy=True).contiguous()
         for t in reversed(range(len(gates_TBG))):
-            steps.lstm_back(gates_TBG[t], cells[t], cells[t + 1], dh, dc, back_TBG[t])
+            steps.lstm_back(slopes, t, dh, dc, back_TBG[t])
             dh = torch.addmm(outputs_TBH[t - 1], back_TBG[t], own_GH) if t else back_TBG[t] @ own_GH
         left_BTG = back_TBG.transpose(0, 1).contiguous()
         _note(context, left_BTG, left_BTG, right_BTE, hidden)
@@ -97,12 +98,11 @@ class GRULayer(torch.autograd.Function):
         outputs_TBH, dh = _from_above(outputs_BTH, h_BH, hidden)
         back_TBG, back_hidden_TBG = torch.empty_like(gates_TBG), torch.empty_like(gates_TBG)
         steps = _steps(gates_TBG)
+        slopes = steps.gru_slopes(gates_TBG, news_TBH, hidden)
         rooms = torch.zeros(2, *dh.shape, dtype=dh.dtype, device=dh.device)
         for t in reversed(range(len(gates_TBG))):
             kept = rooms[t % 2]  # what reaches the state before past all gates
-            steps.gru_back(
-                gates_TBG[t], news_TBH[t], hidden[t], dh, back_TBG[t], back_hidden_TBG[t], kept
-            )
+            steps.gru_back(slopes, t, dh, back_TBG[t], back_hidden_TBG[t], kept)
             if t:
                 kept += outputs_TBH[t - 1]
             dh = kept.addmm_(back_hidden_TBG[t], own_GH)
@@ -190,27 +190,30 @@ class Steps:
         torch.tanh(c_out_BH, out=h_out_BH).mul_(o)
 
     @staticmethod
+    def lstm_slopes(gates_TBG: Tensor, cells: Tensor) -> tuple[Tensor, ...]:
+        """What each gate's gradient is to that of its cell (the last gate's: to that of the
+        output), for all steps at once; the output's to the cell's; and the forget gates."""
+        i, f, g, o = gates_TBG.chunk(4, 2)
+        tanh_c = cells[1:].tanh()
+        slopes_TBG = torch.empty_like(gates_TBG)
+        of_i, of_f, of_g, of_o = slopes_TBG.chunk(4, 2)
+        torch.mul(i, 1 - i, out=of_i).mul_(g)
+        torch.mul(f, 1 - f, out=of_f).mul_(cells[:-1])
+        torch.mul(g, -g, out=of_g).add_(1).mul_(i)
+        torch.mul(o, 1 - o, out=of_o).mul_(tanh_c)
+        return slopes_TBG, tanh_c.square_().neg_().add_(1).mul_(o), f
+
+    @staticmethod
     def lstm_back(
-        gates_BG: Tensor,
-        c_BH: Tensor,
-        c_out_BH: Tensor,
-        dh_BH: Tensor,
-        dc_BH: Tensor,
-        out_BG: Tensor,
+        slopes: tuple[Tensor, ...], t: int, dh_BH: Tensor, dc_BH: Tensor, out_BG: Tensor
     ) -> None:
-        i, f, g, o = gates_BG.chunk(4, 1)
-        di, df, dg, do = out_BG.chunk(4, 1)
-        tanh_c = c_out_BH.tanh()
-        torch.mul(dh_BH, tanh_c, out=do)
-        do.mul_(o).mul_(1 - o)
-        dc_BH.addcmul_(dh_BH * o, 1 - tanh_c.square_())
-        torch.mul(dc_BH, g, out=di)
-        di.mul_(i).mul_(1 - i)
-        torch.mul(dc_BH, c_BH, out=df)
-        df.mul_(f).mul_(1 - f)
-        torch.mul(dc_BH, i, out=dg)
-        dg.mul_(1 - g.square())
-        dc_BH.mul_(f)
+        slopes_TBG, reach_TBH, forget_TBH = slopes
+        size = dc_BH.shape[1]
+        dc_BH.addcmul_(dh_BH, reach_TBH[t])
+        first = slopes_TBG[t][:, : 3 * size].unflatten(1, (3, size))
+        torch.mul(first, dc_BH[:, None], out=out_BG[:, : 3 * size].unflatten(1, (3, size)))
+        torch.mul(slopes_TBG[t][:, 3 * size :], dh_BH, out=out_BG[:, 3 * size :])
+        dc_BH.mul_(forget_TBH[t])
 
     @staticmethod
     def gru(
@@ -225,15 +228,29 @@ class Steps:
         torch.sub(h_BH, n, out=h_out_BH).mul_(z).add_(n)
 
     @staticmethod
+    def gru_slopes(gates_TBG: Tensor, news_TBH: Tensor, hidden: Tensor) -> tuple[Tensor, ...]:
+        """What each gate's gradient is to that of the output, on the input's side and on the
+        hidden side, for all steps at once; and the update gates."""
+        r, z, n = gates_TBG.chunk(3, 2)
+        slopes_TBG = torch.empty_like(gates_TBG)
+        of_r, of_z, of_n = slopes_TBG.chunk(3, 2)
+        torch.mul(n, -n, out=of_n).add_(1).mul_(1 - z)
+        torch.mul(r, 1 - r, out=of_r).mul_(news_TBH).mul_(of_n)
+        torch.mul(z, 1 - z, out=of_z).mul_(hidden[:-1] - n)
+        on_hidden_TBG = slopes_TBG.clone()
+        on_hidden_TBG.chunk(3, 2)[2].mul_(r)
+        return slopes_TBG, on_hidden_TBG, z
+
+    @staticmethod
     def gru_back(
-        gates_BG: Tensor, new_BH: Tensor, h_BH: Tensor, dh_BH: Tensor, out_BG: Tensor,
-        out_hidden_BG: Tensor, kept_BH: Tensor,
+        slopes: tuple[Tensor, ...], t: int, dh_BH: Tensor, out_BG: Tensor, out_hidden_BG: Tensor,
+        kept_BH: Tensor,
     ) -> None:  # fmt: skip
-        r, z, n = gates_BG.chunk(3, 1)
-        dr, dz, dn = out_BG.chunk(3, 1)
-        torch.mul(dh_BH, z, out=kept_BH)
-        torch.mul(kept_BH, 1 - z, out=dz).mul_(h_BH - n)
-        torch.mul(dh_BH, 1 - z, out=dn).mul_(1 - n.square())
-        torch.mul(dn, new_BH, out=dr).mul_(r).mul_(1 - r)
-        out_hidden_BG.copy_(out_BG)
-        out_hidden_BG[:, 2 * h_BH.shape[1] :].mul_(r)
+        slopes_TBG, on_hidden_TBG, update_TBH = slopes
+        by_gate = (3, dh_BH.shape[1])
+        dh_B1H = dh_BH[:, None]
+        torch.mul(slopes_TBG[t].unflatten(1, by_gate), dh_B1H, out=out_BG.unflatten(1, by_gate))
+        torch.mul(
+            on_hidden_TBG[t].unflatten(1, by_gate), dh_B1H, out=out_hidden_BG.unflatten(1, by_gate)
+        )
+        torch.mul(dh_BH, update_TBH[t], out=kept_BH)

@@ -42,11 +42,7 @@ class RowLosses(torch.autograd.Function):
     ) -> Tensor:
         targets_BT = targets_BT.clamp(min=0)
         flat_NV = logits_BTV.flatten(0, 1)
-        if (
-            logits_BTV.device.type == "cuda"
-            and not torch.compiler.is_compiling()
-            and _is_plain(flat_NV)
-        ):
+        if logits_BTV.device.type == "cuda" and _is_plain(flat_NV):
             from tightlip.privacy import kernels
 
             log_sums_N, at_target_N = kernels.log_sums(flat_NV, targets_BT.flatten())
@@ -60,28 +56,31 @@ class RowLosses(torch.autograd.Function):
         losses_BT = (log_sums_N - at_target_N).view(targets_BT.shape)
         context.save_for_backward(logits_BTV, targets_BT, log_sums_N, weights_BT)
         context.watch = watch
+        # The gradient may take the logits' place where nobody else looks at them again.
+        context.in_place = watch is not None and watch.is_last_output(logits_BTV)
         # 0 · inf is no number: a position that does not count must not count here either.
         return torch.where(weights_BT > 0, losses_BT * weights_BT.to(losses_BT.dtype), 0).sum(1)
 
     @staticmethod
     def backward(context: Any, gradient_B: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         logits_BTV, targets_BT, log_sums_N, weights_BT = context.saved_tensors
-        flat_NV = logits_BTV.flatten(0, 1)
+        flat_NV = logits_BTV.detach().flatten(0, 1)
         weights_N = (weights_BT * gradient_B[:, None]).flatten().to(log_sums_N.dtype)
         weights_N = torch.where(log_sums_N.isfinite(), weights_N, 0)
         targets_N = targets_BT.flatten()
-        if flat_NV.device.type == "cuda" and _is_plain(flat_NV):
+        if not _is_plain(flat_NV):
+            back_NV = _back(flat_NV, targets_N, log_sums_N, weights_N)
+        elif flat_NV.device.type == "cuda":
             from tightlip.privacy import kernels
 
-            back_NV = kernels.logit_gradient(flat_NV, targets_N, log_sums_N, weights_N)
-        elif flat_NV.device.type == "cpu" and _is_plain(flat_NV):
-            back_NV = torch.empty_like(flat_NV)
+            back_NV = flat_NV if context.in_place else _room_like(flat_NV)
+            kernels.logit_gradient(back_NV, flat_NV, targets_N, log_sums_N, weights_N)
+        else:
+            back_NV = flat_NV if context.in_place else _room_like(flat_NV)
             for part in _parts(flat_NV):
                 _back_into(
                     back_NV[part], flat_NV[part], targets_N[part], log_sums_N[part], weights_N[part]
                 )
-        else:
-            back_NV = _back(flat_NV, targets_N, log_sums_N, weights_N)
         back_BTV = back_NV.view(logits_BTV.shape)
         if context.watch is not None:
             context.watch.note_finite(back_BTV)
@@ -105,9 +104,14 @@ def _back_into(
     torch.sub(logits_NV, log_sums_N[:, None], out=room_NV).exp_()
     room_NV.scatter_add_(1, targets_N[:, None], -torch.ones_like(weights_N)[:, None])
     room_NV.mul_(weights_N[:, None])
-    room_NV[weights_N == 0] = 0
+    if bool((weights_N == 0).any()):  # 0 · NaN is NaN
+        room_NV[weights_N == 0] = 0
     if room_NV is not out_NV:
         out_NV.copy_(room_NV)
+
+
+def _room_like(values_NV: Tensor) -> Tensor:
+    return torch.empty(values_NV.shape, dtype=values_NV.dtype, device=values_NV.device)
 
 
 def _parts(values_NV: Tensor) -> list[slice]:

@@ -51,6 +51,7 @@ class Watch(TorchFunctionMode):
         self.names = {id(parameter): name for name, parameter in parameters.items()}
         self.uses: dict[str, list[Use]] = {name: [] for name in parameters}
         self.finite: dict[int, Tensor] = {}
+        self.last_output: Tensor | None = None  # of a linear layer; nothing else keeps it
         self.spread: dict[int, Tensor] = {}
         for name, parameter in parameters.items():
             if parameter._backward_hooks:
@@ -81,10 +82,15 @@ class Watch(TorchFunctionMode):
     def note(self, parameter: Tensor, use: Use) -> None:
         self.uses[self.names[id(parameter)]].append(use)
 
+    def is_last_output(self, values: Tensor) -> bool:
+        """Whether these came straight out of a linear layer; asked once."""
+        last, self.last_output = self.last_output, None
+        return last is values
+
     def forget(self) -> None:
         """Let go of all tensors; autograd's graph and this watch hold each other otherwise."""
         self.uses = {name: [] for name in self.uses}
-        self.finite, self.spread = {}, {}
+        self.finite, self.spread, self.last_output = {}, {}, None
 
     def backward(self, total: Tensor, asked: list[Tensor]) -> tuple[Tensor | None, ...]:
         """What autograd finds for each of `asked`, this watch on all the way.
