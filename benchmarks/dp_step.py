@@ -77,11 +77,11 @@ SETTINGS = {
         "lstm-user": ("LSTM 2×550, 40k, 32 users × 4 × 64", lambda: recurrent("lstm", 40_000, 550, 2), 40_000, 128, 64, 4, "graph"),
         "gru": ("GRU 1×512, 10k, 512×32", lambda: recurrent("gru", 10_000, 512, 1), 10_000, 512, 32, 1, "graph"),
         "gpt": ("GPT-2 small shape, 32×256", gpt, 50_257, 32, 256, 1, "compile"),
-        "gpt-short": ("GPT-2 small shape, 64×128", gpt, 50_257, 64, 128, 1, "compile"),
         "gpt-tied": ("GPT-2 small shape tied, 32×256", lambda: gpt(tied=True), 50_257, 32, 256, 1, "compile"),
         "llama": ("Llama shape, 32×256", llama, 32_000, 32, 256, 1, "compile"),
         "lora": ("GPT-2 small shape, LoRA 16, 32×256", with_lora, 50_257, 32, 256, 1, "compile"),
         "gpt-user": ("GPT-2 small shape, 32 users × 4 × 64", gpt, 50_257, 128, 64, 4, "compile"),
+        "gpt-short": ("GPT-2 small shape, 64×128", gpt, 50_257, 64, 128, 1, "compile"),
     },
     "cpu": {
         "lstm": ("LSTM 2×128, 10k, 32×64", lambda: recurrent("lstm", 10_000, 128, 2), 10_000, 32, 64, 1, "eager"),

@@ -226,6 +226,37 @@ def logit_gradient(
 
 
 @triton.jit
+def _pair_sums(first, second, out, size, eps, BOTH: tl.constexpr, BLOCK: tl.constexpr):
+    unit = tl.program_id(0).to(tl.int64)
+    first += unit * size * size
+    second += unit * size * size
+    total = tl.zeros((BLOCK,), tl.float32)
+    lengths = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, size * size, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        inside = at < size * size
+        product = tl.load(first + at, inside, 0)
+        if BOTH:
+            product *= tl.load(second + at, inside, 0)
+        total += product
+        lengths += tl.where(at // size == at % size, tl.sqrt(product), 0.0)
+    length = tl.sum(lengths, 0)
+    tl.store(out + unit, tl.sum(total, 0) + 2 * eps * length * length)
+
+
+def pair_sums(first_USS: Tensor, second_USS: Tensor | None) -> Tensor:
+    """Σ first · second over the pairs of each unit, with the allowance of `norms._of_pairs`."""
+    first_USS = first_USS.contiguous()
+    second = first_USS if second_USS is None else second_USS.contiguous()
+    out_U = torch.empty(len(first_USS), device=first_USS.device)
+    eps = torch.finfo(torch.float32).eps
+    _pair_sums[(len(first_USS),)](
+        first_USS, second, out_U, first_USS.shape[1], eps, BOTH=second_USS is not None, BLOCK=2048, num_warps=8
+    )  # fmt: skip
+    return out_U
+
+
+@triton.jit
 def _scaled_rows(values, factors, out, row_size, total, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < total

@@ -70,11 +70,11 @@ class Norms:
             (use,) = uses
             assert use.right_BTD is not None
             if self.layout.num_units * num_tokens**2 <= MOST_NUMBERS:
-                return _of_pairs(self.gram(use.left_BTP) * self.gram(use.right_BTD))
+                return _of_pairs(self.gram(use.left_BTP), self.gram(use.right_BTD))
         left = torch.cat([self.layout.by_unit(use.left_BTP) for use in uses], 1)
         right = torch.cat([self.layout.by_unit(use.right_BTD) for use in uses], 1)  # type: ignore[arg-type]
         return self._in_parts(
-            lambda part: _of_pairs(_gram(left[part]) * _gram(right[part])), num_tokens**2
+            lambda part: _of_pairs(_gram(left[part]), _gram(right[part])), num_tokens**2
         )
 
     def _of_lookups(self, uses: list[Lookup]) -> Tensor:
@@ -96,6 +96,7 @@ class Norms:
             self.layout.by_unit(outer.right_BTD),
         )
         ids_UT, g_UTD = self.layout.by_unit(lookup.ids_BT), self.layout.by_unit(lookup.left_BTD)
+        right_USD = right_USD[..., : g_UTD.shape[2]]  # the rest are zeros
         num_pairs = left_USV.shape[1] * ids_UT.shape[1]
 
         # Rounded to the coarser of both, it would miss by more than `_of_pairs` allows for.
@@ -150,14 +151,25 @@ def gradients(use: Use, layout: Layout, part: slice, shape: torch.Size) -> Tenso
     return whole.scatter_add(1, where, left_USD.to(whole.dtype))
 
 
-def _of_pairs(products_USS: Tensor) -> Tensor:
-    """The sum over pairs of tokens, and a little more than rounding may have taken from it.
+def _of_pairs(first_USS: Tensor, second_USS: Tensor | None = None) -> Tensor:
+    """The sum over pairs of tokens of first · second, and a little more than rounding may have
+    taken from it.
 
     Tokens that cancel leave a norm far smaller than what was summed: with contributions ten
     thousand times the norm, float32 was 0.8% below it. Their lengths bound the rounding.
     """
+    # A tracer's stand-ins are no plain tensors; the compiler fuses this by itself.
+    if first_USS.device.type == "cuda" and _is_plain_single(first_USS):
+        from tightlip.privacy import kernels
+
+        return kernels.pair_sums(first_USS, second_USS)
+    products_USS = first_USS if second_USS is None else first_USS * second_USS
     lengths_U = products_USS.diagonal(dim1=1, dim2=2).sqrt().sum(1)
     return products_USS.sum((1, 2)) + 2 * torch.finfo(lengths_U.dtype).eps * lengths_U.square()
+
+
+def _is_plain_single(values: Tensor) -> bool:
+    return type(values) is Tensor and values.dtype == torch.float32
 
 
 def _gram(values_USX: Tensor) -> Tensor:

@@ -1,0 +1,163 @@
+"""What tests cannot see without a GPU: kernels, captured graphs, compiled passes and noise there.
+
+    python benchmarks/check_gpu.py
+
+Clipped sums on the GPU against plain autograd in float64 on the CPU, one unit at a time; the
+noise against ChaCha written out in Python and against the normal law. Exits 1 where one is off.
+"""
+
+import copy
+import math
+import sys
+
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+from tightlip.models import LSTMConfig, LSTMForCausalLM
+from tightlip.models.configurations import GRUConfig, TransformerConfig
+from tightlip.models.recurrent import GRUForCausalLM
+from tightlip.models.transformer import TransformerForCausalLM
+from tightlip.privacy.clipping import Clip
+from tightlip.privacy.noise_kernel import LANES, GPUNoise
+from tightlip.privacy.passes import Passes, Physical
+from tightlip.privacy.uses import Layout
+
+VOCABULARY = 501  # odd, so that columns must be added
+TOLERANCE = {"float32": 2e-3, "bf16": 3e-2}
+MODELS = {
+    "LSTM": lambda tied: LSTMForCausalLM(LSTMConfig(vocab_size=VOCABULARY, embedding_size=50, hidden_size=50, num_layers=2, tie_word_embeddings=tied)),
+    "GRU": lambda tied: GRUForCausalLM(GRUConfig(vocab_size=VOCABULARY, embedding_size=50, hidden_size=50, num_layers=2, tie_word_embeddings=tied)),
+    "Transformer": lambda tied: TransformerForCausalLM(TransformerConfig(vocab_size=VOCABULARY, hidden_size=48, num_heads=4, num_layers=2, max_position_embeddings=32, tie_word_embeddings=tied)),
+    "GPT-2": lambda tied: GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, n_embd=48, n_head=4, n_layer=2, n_positions=32, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0, tie_word_embeddings=tied)),
+    "Llama": lambda tied: LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, hidden_size=48, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, max_position_embeddings=32, tie_word_embeddings=tied)),
+}  # fmt: skip
+failed = []
+
+
+def report(name, off, limit):
+    good = off <= limit
+    print(f"{'ok ' if good else 'BAD'} {name:58} {off:.1e} (at most {limit:g})", flush=True)
+    if not good:
+        failed.append(name)
+
+
+def batch(device):
+    draw = torch.Generator().manual_seed(1)
+    ids = torch.randint(0, VOCABULARY, (6, 20), generator=draw)
+    targets = torch.randint(0, VOCABULARY, (6, 20), generator=draw)
+    targets[0, 9:] = -100
+    own = torch.tensor([2, 2, 2])
+    layout = Layout(num_units=3, rows_per_unit=2)
+    return Physical.of(ids.to(device), targets.to(device), own.to(device), layout)
+
+
+def check_sums():
+    for name, make in MODELS.items():
+        for tied in (False, True):
+            torch.manual_seed(0)
+            model = make(tied)
+            exact = Passes(copy.deepcopy(model).double(), Clip(norm=0.1), way="slow")(batch("cpu"))
+            model.cuda()
+            ways = ["eager", "graph"] if name in ("LSTM", "GRU", "Transformer") else ["eager"]
+            # One model compiled is enough to see that a compiled pass is the same sum.
+            ways += ["compile"] if (name, tied) == ("Transformer", True) else []
+            for way in ways:
+                for kind in ("float32", "bf16"):
+                    found = Passes(model, Clip(norm=0.1), way=way, bf16=kind == "bf16")(
+                        batch("cuda")
+                    )
+                    total = math.sqrt(sum(float(g.norm()) ** 2 for g in exact.gradients.values()))
+                    off = math.sqrt(
+                        sum(
+                            float((found.gradients[key].cpu().double() - gradient).norm()) ** 2
+                            for key, gradient in exact.gradients.items()
+                        )
+                    )
+                    label = f"{name}{' tied' if tied else ''}, {way}, {kind}"
+                    report(f"{label}: clipped sum", off / total, TOLERANCE[kind])
+                    norms = (found.norms.cpu() / exact.norms - 1).abs().max()
+                    report(f"{label}: norms", float(norms), TOLERANCE[kind] / 3)
+
+
+def check_poison():
+    torch.manual_seed(0)
+    model = MODELS["LSTM"](False).cuda()
+    given = batch("cuda")
+    clean = Passes(model, Clip(norm=0.1), way="graph")(given)
+    others = [gradient.clone() for gradient in clean.gradients.values()]
+    with torch.no_grad():
+        model.model.embed_tokens.weight[500] = float("nan")
+    ids = given.ids_BT.clone()
+    ids[ids == 500] = 3
+    poisoned = ids.clone()
+    poisoned[:2] = 500  # the first unit's rows
+    passes = Passes(model, Clip(norm=0.1), way="graph")
+    # Without its first unit the sum is that of a batch where this unit has nothing to predict.
+    mute = given.targets_BT.clone()
+    mute[:2] = -100
+    layout, own = given.layout, torch.tensor([2, 2, 2], device="cuda")
+    first = [
+        g.clone()
+        for g in passes(Physical.of(poisoned, given.targets_BT, own, layout)).gradients.values()
+    ]
+    second = [g.clone() for g in passes(Physical.of(ids, mute, own, layout)).gradients.values()]
+    off = max(float((a - b).abs().max()) for a, b in zip(first, second, strict=True))
+    report("a unit that is not finite contributes nothing", off, 1e-6)
+    report("and the others are there", 0.0 if float(others[0].norm()) > 0 else 1.0, 0.5)
+
+
+def chacha_words(key, counter, nonce, double_rounds):
+    """RFC 8439's block function, word by word."""
+    mask = 0xFFFFFFFF
+    state = [0x61707865, 0x3320646E, 0x79622D32, 0x6B206574, *(k & mask for k in key)]
+    state += [counter & mask, counter >> 32, *(n & mask for n in nonce)]
+    x = list(state)
+
+    def rotate(value, by):
+        return ((value << by) | (value >> (32 - by))) & mask
+
+    def quarter(a, b, c, d):
+        for first, second, third, by in ((a, b, d, 16), (c, d, b, 12), (a, b, d, 8), (c, d, b, 7)):
+            x[first] = (x[first] + x[second]) & mask
+            x[third] = rotate(x[third] ^ x[first], by)
+
+    for _ in range(double_rounds):
+        for column in range(4):
+            quarter(column, 4 + column, 8 + column, 12 + column)
+        for diagonal in range(4):
+            quarter(
+                diagonal, 4 + (diagonal + 1) % 4, 8 + (diagonal + 2) % 4, 12 + (diagonal + 3) % 4
+            )
+    return [(a + b) & mask for a, b in zip(x, state, strict=True)]
+
+
+def check_noise():
+    noise = GPUNoise(torch.device("cuda"), insecure_seed=12345)
+    values = torch.zeros(16 * LANES, device="cuda")
+    noise.add([values], scale=1.0, share=1.0)
+    key, got, worst = noise._key.tolist(), values.cpu(), 0.0
+    for lane in (0, 1, 77, 255):
+        words = chacha_words(key, lane, [1, 0], noise._double_rounds)
+        for pair in range(8):
+            radius = math.sqrt(-2 * math.log(min((words[2 * pair] + 0.5) * 2**-32, 1.0)))
+            angle = words[2 * pair + 1] * 2**-32 * 2 * math.pi
+            for place, expected in ((0, radius * math.cos(angle)), (1, radius * math.sin(angle))):
+                worst = max(worst, abs(float(got[lane + (2 * pair + place) * LANES]) - expected))
+    report("noise is ChaCha through Box and Muller", worst, 1e-5)
+    many = torch.zeros(20_000_000, device="cuda")
+    secret = GPUNoise(torch.device("cuda"))
+    secret.add([many], scale=2.0, share=0.5)
+    report("noise: mean", abs(float(many.mean())) * math.sqrt(2e7), 5)
+    report("noise: deviation", abs(float(many.std()) - 1) * math.sqrt(4e7), 5)
+    report("noise: kurtosis", abs(float((many**4).mean()) - 3) * math.sqrt(2e7 / 96), 5)
+    again = torch.zeros_like(many)
+    secret.add([again], scale=2.0, share=0.5)
+    report("noise: fresh each time", abs(float((many * again).mean())) * math.sqrt(2e7), 5)
+
+
+if __name__ == "__main__":
+    check_noise()
+    check_sums()
+    check_poison()
+    print(f"{len(failed)} off")
+    sys.exit(bool(failed))
