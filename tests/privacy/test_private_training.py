@@ -214,6 +214,12 @@ def test_a_user_gives_at_most_so_many_documents_and_each_gets_a_turn(tmp_path):
     assert len(seen) > 20
 
 
+def test_documents_of_one_id_or_none_predict_nothing(tmp_path):
+    texts = [torch.zeros(0, dtype=torch.long), torch.ones(1, dtype=torch.long), *documents(20)]
+    training = private(tmp_path, texts=texts, expected_batch=22)
+    assert torch.isfinite(training.step().loss)
+
+
 def test_training_stops_before_the_target_is_passed(tmp_path):
     training = private(tmp_path, epsilon=3.0, noise_multiplier=1.0, steps=1000)
     assert training.most_steps < 1000

@@ -8,6 +8,7 @@ import stat
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 
@@ -17,9 +18,12 @@ from tightlip.core.run_folder import open_run
 from tightlip.corpus.prepare import PrepareConfig, open_prepared, prepare
 from tightlip.models.loading import load_causal_lm
 from tightlip.privacy.accounting import Mechanism, epsilon_spent
+from tightlip.training.batches import rows_of
 from tightlip.training.config import RunOptions, TrainConfig
 from tightlip.training.loop import Training, train
 from tightlip.training.mitigations import LEDGER_KEYS
+from tightlip.training.mitigations.dp import PrivateMitigation
+from tightlip.training.sources import TokenRows
 from training.small_corpora import documents
 
 SMALL = {
@@ -147,6 +151,25 @@ def test_a_checkpoint_without_its_ledger_is_refused(corpus, tmp_path):
     (tmp_path / "run" / "ledger.json").unlink()
     with pytest.raises(GuaranteeError, match=r"ledger.json is missing"):
         train(corpus, tmp_path / "run", config)
+
+
+def test_a_unit_is_padded_with_nobody_elses_words(corpus):
+    rows = rows_of(corpus.train, sequence_length=10, bos=2, pad=0)
+    ids, targets = TokenRows(rows, rows.users).gather(np.array([3, -1, -1]), 10)
+    assert (ids[1:] == rows.pad).all()
+    assert (targets[1:] == -100).all()
+    assert (targets[0] >= 0).sum() == rows.num_targets[3]
+
+
+def test_private_losses_neither_end_a_run_nor_reach_its_log(corpus, tmp_path, monkeypatch):
+    huge = torch.tensor(1e6)
+    plain = PrivateMitigation.step
+    monkeypatch.setattr(
+        PrivateMitigation, "step", lambda self, number: (huge, plain(self, number)[1])
+    )
+    run = train(corpus, tmp_path / "run", private(steps=6))
+    assert run.stop == "steps"
+    assert "e+06" not in (run.folder / "log.txt").read_text()
 
 
 PROGRAM = """

@@ -29,7 +29,7 @@ def check_run(
     if not key_file.exists():
         raise UsageError(
             f"{record.folder} was trained without canaries, so there is nothing to guess. "
-            "Run: tightlip train CORPUS --dp-check-canaries 1000 --out DIR"
+            "Run: tightlip train CORPUS --mitigation dp --epsilon 2 --dp-check-canaries 1000 --out DIR"
         )
     claimed = record.guarantee.get("epsilon")
     check = check_guesses(

@@ -18,7 +18,7 @@ def dp_check(run: str, device: str, others: dict[str, Any]) -> None:
     if not is_run(Path(run)):
         raise UsageError(
             f"--dp-check looks at the canaries that a run was trained with, and {run} is no run of tightlip. "
-            "Run: tightlip train CORPUS --dp-check-canaries 1000 --out DIR"
+            "Run: tightlip train CORPUS --mitigation dp --epsilon 2 --dp-check-canaries 1000 --out DIR"
         )
     if given := [name for name, value in others.items() if value]:
         raise UsageError(

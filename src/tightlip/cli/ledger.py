@@ -5,7 +5,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tightlip.report.words import INSECURE, rounded_up
+from tightlip.core.figures import rounded_up
+from tightlip.report.words import INSECURE
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -79,9 +80,7 @@ def _figures(record: dict[str, Any]) -> list[tuple[str, str]]:
         lines.append(("ε by RDP", f"{rounded_up(record['epsilon_rdp'])} (a looser upper bound)"))
     if record.get("epsilon_as_published") is not None:
         figure = rounded_up(record["epsilon_as_published"])
-        lines.append(
-            ("as published", f"{figure} (the papers' Gaussian-DP figure, which understates)")
-        )
+        lines.append(("as published", f"{figure} (the papers' Gaussian-DP figure, no guarantee)"))
     return [*lines, ("δ", f"{record['delta']:g}")]
 
 

@@ -101,7 +101,11 @@ def train(
         bool | None, _option("Clip each layer by itself.", _PRIVACY, "--per-layer/--flat")
     ] = None,
     rows_per_unit: Annotated[
-        int | None, _option("Most documents of a unit in a step; 4 unless given.", _PRIVACY)
+        int | None,
+        _option(
+            "Most rows (documents, or pieces of long ones) of a unit in a step; 4 unless given.",
+            _PRIVACY,
+        ),
     ] = None,
     allow_unproved: Annotated[
         bool | None,

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tightlip.core.errors import UsageError
+from tightlip.core.errors import GuaranteeError, UsageError
 from tightlip.core.files import OWNER_FILE, make_private_folder, read_json, write_json, write_text
 from tightlip.core.toml import read_toml, toml_text
 
@@ -93,9 +93,20 @@ def open_run(folder: Path) -> RunRecord:
         model_folder=folder / MODEL,
         snapshots=_snapshots(folder, metrics),
         metrics=metrics,
-        guarantee=read_json(folder / LEDGER) if (folder / LEDGER).is_file() else {},
+        guarantee=_guarantee(folder / LEDGER),
         finished=finished,
     )
+
+
+def _guarantee(path: Path) -> dict[str, Any]:
+    """What the run promises so far; nothing before its ledger is there."""
+    try:
+        return read_json(path) if path.is_file() else {}
+    except ValueError as error:
+        raise GuaranteeError(
+            f"{path} is damaged, so nobody knows what the run has spent. Put a whole copy back, or train again with "
+            "another --out."
+        ) from error
 
 
 def _snapshots(folder: Path, metrics: list[dict[str, Any]]) -> list[Snapshot]:

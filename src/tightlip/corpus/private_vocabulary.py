@@ -80,8 +80,7 @@ class VocabularyRelease:
             "delta": self.delta,
             "unit": "user",
             "words_per_user": self.words_per_user,
-            "note": "Compose a Gaussian of noise_multiplier (where the unit is one document: "
-            "example_noise_multiplier) and add delta.",
+            "note": "The words of the vocabulary were chosen by noisy counts of who wrote them.",
         }
 
 

@@ -208,7 +208,7 @@ def _rdp_epsilon(spend: Spend, delta: float) -> float:
 
 
 def as_published_epsilon(mechanism: Mechanism, steps: int, delta: float) -> float:
-    """The ε that papers print: the Gaussian-DP central limit. It understates; never promise it."""
+    """The ε that papers print: the Gaussian-DP central limit. It can understate; never promise it."""
     return published_epsilon_of(spend_of(mechanism, steps, delta))
 
 

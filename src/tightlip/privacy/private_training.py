@@ -78,7 +78,12 @@ class PrivateTraining:
         self.model, self.optimizer = model, optimizer
         self.spec = PrivacySpec(**{"unit": "example" if users is None else "user", **spec})
         self.source = source_of(documents, users)
-        self.terms = terms or Terms()
+        self.terms = terms or Terms(
+            outside=(
+                *Terms().outside,
+                "where tokenizer and starting weights came from: yours to say",
+            )
+        )
         self.device = next(model.parameters()).device
         generator = keyed_generator(self.spec.insecure_seed)
         self._generator = generator

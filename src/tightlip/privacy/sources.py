@@ -55,8 +55,9 @@ class Documents:
         for place, row in enumerate(rows):
             if row >= 0:
                 document = self._documents[row]
-                ids[place, : len(document) - 1] = document[:-1]
-                targets[place, : len(document) - 1] = document[1:]
+                size = max(0, len(document) - 1)  # a document of one id or none predicts nothing
+                ids[place, :size] = document[:size]
+                targets[place, :size] = document[1:]
         return ids, targets
 
 

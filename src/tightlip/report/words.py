@@ -8,6 +8,8 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from tightlip.core.figures import rounded_up
+
 UNKNOWN = "not known"
 # No record of a guarantee is longer; the page stays small if one is.
 MOST_CHARACTERS = 2000
@@ -77,17 +79,6 @@ INSECURE = (
     "Insecure: noise and sampling came from a fixed seed (--insecure-seed), for tests only. "
     "Whoever knows the seed can subtract the noise; this ε protects nobody."
 )
-
-
-def rounded_up(epsilon: float) -> str:
-    """Two decimals, or two figures below 0.1; never less than what was spent.
-
-    >>> rounded_up(3.5811), rounded_up(0.01234), rounded_up(0.0)
-    ('3.59', '0.013', '0.00')
-    """
-    digits = 2 if epsilon >= 0.1 or epsilon == 0 else 1 - math.floor(math.log10(epsilon))
-    # Decimals such as 2.3 are stored a hair off; that hair is not spent privacy.
-    return f"{math.ceil(epsilon * 10**digits - 1e-9) / 10**digits:.{digits}f}"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -168,7 +168,7 @@ class Training:
         write_metrics(self.out, progress.metrics, losses_are_private=private)
         progress.recorded_step = step
         log.info(in_words(without_losses(line) if private else line))
-        bar.note(", ".join(filter(None, (self.mitigation.said(), in_short(line)))))
+        bar.note(self.mitigation.said() if private else in_short(line))
         self.clock = time.monotonic()  # what was done since the step is not training
         if self.plan.ends_epoch(step):
             progress.loss_nats, progress.num_targets, progress.seconds = 0.0, 0, 0.0
@@ -190,7 +190,8 @@ class Training:
             "learning_rate": self.plan.learning_rate(progress.step - 1),
             "seconds": round(progress.seconds, 3),
         }
-        if progress.num_targets and line["train_perplexity"] is None:
+        private = self.mitigation.losses_are_private
+        if progress.num_targets and line["train_perplexity"] is None and not private:
             raise self.diverged(
                 f"The loss before step {progress.step} is {line['train_loss_nats']:.3g} nats a token"
             )
@@ -198,6 +199,8 @@ class Training:
             return line
         scores = validation_scores(self.forward, self.recipe.validation)
         if not math.isfinite(scores.loss_nats):
+            if private:
+                return line  # a run that ended here would tell of somebody's text
             raise self.diverged(
                 f"The validation loss after step {progress.step} is {scores.loss_nats}"
             )
@@ -291,7 +294,8 @@ class Training:
         snapshots = [line["snapshot"] for line in self.progress.metrics if "snapshot" in line]
         good = snapshot_folder(self.out, snapshots[-1]) if snapshots else None
         kept = f" The last good snapshot is {good}." if good else ""
-        clip = "" if self.config.gradient_clip else ", or add gradient_clip=1.0"
+        plain = self.config.mitigation == "none"
+        clip = ", or add gradient_clip=1.0" if plain and not self.config.gradient_clip else ""
         error = UsageError(
             f"{what}: training diverged. Use a learning_rate below {self.config.learning_rate:g}{clip}, "
             f"and another --out.{kept}"

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from tightlip.core.figures import rounded_up
+
 
 def model_card(guarantee: dict[str, Any]) -> str:
     """Markdown for the model's README. Nothing measured on private text goes in."""
@@ -29,7 +31,7 @@ def _headline(guarantee: dict[str, Any]) -> list[str]:
     if guarantee.get("epsilon") is not None:
         lines.insert(
             0,
-            f"Differentially private: ε = {guarantee['epsilon']:.4g} at δ = {guarantee['delta']:g}, per "
+            f"Differentially private: ε = {rounded_up(guarantee['epsilon'])} at δ = {guarantee['delta']:g}, per "
             f"{guarantee['unit']} ({guarantee['standing']}).\n",
         )
     if guarantee.get("insecure_seed"):

@@ -16,6 +16,8 @@ class TokenRows:
     def gather(self, rows: np.ndarray, width: int) -> tuple[Tensor, Tensor]:
         """Ids and targets of `width` positions; a row of -1 is padding without a target."""
         batch = gather(self.rows, np.maximum(rows, 0), widths=(width,))
-        targets_BT = batch.targets.clone()
-        targets_BT[rows < 0] = NO_LABEL
-        return batch.inputs.contiguous(), targets_BT
+        ids_BT, targets_BT = batch.inputs.contiguous(), batch.targets.clone()
+        # Not one word of somebody else: were it not finite under the model, it would take the
+        # unit that it pads out with it.
+        ids_BT[rows < 0], targets_BT[rows < 0] = self.rows.pad, NO_LABEL
+        return ids_BT, targets_BT

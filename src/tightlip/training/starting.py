@@ -142,4 +142,6 @@ def save_model(folder: Path, model: Any, tokenizer: Any, guarantee: dict[str, An
             model.save_pretrained(beside)
         tokenizer.save_pretrained(beside)
         write_text(beside / "README.md", model_card(guarantee))
-        write_json(beside / "guarantee.json", guarantee)
+        # Whether the run went on after these weights is no matter of theirs.
+        own = {name: value for name, value in guarantee.items() if name != "finished"}
+        write_json(beside / "guarantee.json", own)

@@ -7,6 +7,7 @@ import numpy as np
 from torch import Tensor
 
 from tightlip.core.errors import GuaranteeError, UsageError
+from tightlip.core.figures import rounded_up
 from tightlip.core.run_folder import CHECKPOINT, LEDGER, METRICS, SNAPSHOTS, is_run, open_run
 from tightlip.privacy.accounting import Release
 from tightlip.privacy.ledger import exact_figures, read_ledger
@@ -69,7 +70,8 @@ class PrivateMitigation:
 
     def said(self) -> str:
         spec = self.private.spec
-        words = f"ε {self.private.epsilon:.2f}" + (f" of {spec.epsilon:g}" if spec.epsilon else "")
+        words = f"ε {rounded_up(self.private.epsilon)}"
+        words += f" of {spec.epsilon:g}" if spec.epsilon else ""
         return words if spec.insecure_seed is None else f"[bold red]insecure {words}[/]"
 
     def guarantee(self, num_steps: int) -> dict[str, Any]:
@@ -155,6 +157,8 @@ def _taken_as_public(config: TrainConfig, corpus: CorpusFacts) -> list[str]:
     taken = [f"the number of {config.unit}s, which counts as public"]
     if corpus.settings.get("tokenizer") is not None:
         taken.append(f"the tokenizer {corpus.settings['tokenizer']}, taken to be public")
+    if corpus.settings.get("split") == "user":
+        taken.append("which users are held out, given how many there are")
     if config.model not in BUILT_IN_MODELS:
         taken.append(f"what {config.model} was trained on before")
     return taken
