@@ -82,6 +82,8 @@ def common(
     handler.setLevel(logging.WARNING)
     handler.setFormatter(logging.Formatter("tightlip: %(message)s"))
     logger.handlers[:] = [handler]
+    # A library that sets up logging for the whole process must not say everything twice.
+    logger.propagate = False
     # Their progress bars and advice speak of their API, not of our commands.
     logging.getLogger("transformers").setLevel(logging.ERROR)
 

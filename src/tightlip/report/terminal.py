@@ -4,6 +4,7 @@ import math
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tightlip.report.words import (
+    INSECURE,
     UNKNOWN,
     count,
     counted,
@@ -194,7 +195,8 @@ def terminal_table(summary: dict[str, Any]) -> "Table":
     # Text, not str: a bracket in somebody's words is no markup of ours.
     for line in summary_lines(summary):
         if line.value != UNKNOWN or line.name == "Leakage epsilon":  # one hint at what is missing
-            table.add_row(*(Text(part) for part in line))
+            style = "bold red" if line.sentence.startswith(INSECURE) else ""
+            table.add_row(*(Text(part, style=style) for part in line))
     for note in summary.get("notes") or []:
         table.add_row(Text("Note", style="bold"), Text(""), Text(note))
     return table

@@ -134,7 +134,7 @@ def guarantee_words(guarantee: dict[str, Any] | None) -> GuaranteeWords:
     delta = f" at δ = {guarantee['delta']:g}" if guarantee.get("delta") is not None else ""
     opening = {
         "proved": "Proved: a theorem covers exactly what was run.",
-        "as published": "As published: the paper's own figure; its proof does not cover what was run.",
+        "as published": "As published: the usual figure, but its proof does not cover what was run.",
     }[standing]
     return GuaranteeWords(
         standing=standing,

@@ -1,5 +1,6 @@
 """Differentially private training as a mitigation: who is protected, and by what right we say so."""
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -102,55 +103,72 @@ def terms_of(config: TrainConfig, corpus: CorpusFacts) -> Terms:
     """The standing of the run's promise: proved, or weaker on an explicit flag, or refused."""
     broken = breaches(config, corpus)
     if broken and not config.allow_unproved:
+        said = " ".join(f"{each.why} {each.instead}" for each in broken)
         raise GuaranteeError(
-            f"{' '.join(broken)} So no theorem covers this run. Mend it, or add --allow-unproved: the standing is then "
-            f'"as published" and says why.'
+            f"{said} As it is, no theorem covers this run. To go on all the same, add --allow-unproved: the standing is "
+            f'then "as published" and says why.'
         )
     proved = Terms()
-    outside = [*proved.outside, *_taken_as_public(config, corpus)]
     return Terms(
         standing="as published" if broken else proved.standing,
-        because=" ".join(broken) or proved.because,
-        outside=tuple(outside),
+        because=" ".join(each.why for each in broken) or proved.because,
+        outside=(*proved.outside, *_taken_as_public(config, corpus)),
         releases=tuple(_release(each, config.unit) for each in corpus.releases),
     )
 
 
-def breaches(config: TrainConfig, corpus: CorpusFacts) -> list[str]:
-    """What shaped the weights outside the mechanism, a sentence each (METHODS section 6)."""
+@dataclass(frozen=True)
+class Breach:
+    """Something that shaped the weights outside the mechanism, and what to do instead."""
+
+    why: str
+    instead: str
+
+
+def breaches(config: TrainConfig, corpus: CorpusFacts) -> list[Breach]:
+    """Everything of the kind that METHODS section 6 lists and that we can see."""
     found = []
     made = corpus.settings
     if made.get("tokenizer") is None and not corpus.releases:
         found.append(
-            "The vocabulary was learnt from this corpus, so rare words show in it: use a public tokenizer (--tokenizer "
-            "DIR) or a noisy vocabulary (--vocabulary-noise 5)."
+            Breach(
+                "The vocabulary was learnt from this corpus, so rare words show in it.",
+                "Use a public tokenizer (--tokenizer DIR) or a noisy vocabulary (--vocabulary-noise 5).",
+            )
         )
     if made.get("deduplicate", "none") != "none":
         found.append(
-            f"deduplicate={made['deduplicate']!r} lets one {config.unit}'s text decide what is left of another's: prepare "
-            f"without it."
+            Breach(
+                f"deduplicate={made['deduplicate']!r} lets one {config.unit}'s text decide what is left of another's.",
+                "Prepare the corpus without it.",
+            )
         )
     for name in ("early_stop", "until_perplexity"):
         if getattr(config, name) is not None:
             found.append(
-                f"{name} stops by looking at private validation text: give --epochs or --steps instead."
+                Breach(
+                    f"{name} stops by looking at private validation text.",
+                    "Give --epochs or --steps instead.",
+                )
             )
-    if (why := _trained_on_this(config, corpus)) is not None:
-        found.append(why)
+    if _trained_on_this(config, corpus):
+        found.append(
+            Breach(f"{config.model} was trained on this very corpus.", "Start from public weights.")
+        )
     return found
 
 
-def _trained_on_this(config: TrainConfig, corpus: CorpusFacts) -> str | None:
+def _trained_on_this(config: TrainConfig, corpus: CorpusFacts) -> bool:
     """Whether the model to start from comes out of a run on the same corpus."""
     if config.model in BUILT_IN_MODELS:
-        return None
+        return False
     folder = Path(config.model).resolve()
     for above in folder.parents[:2]:
         if is_run(above):
             seen = open_run(above).config.get("corpus", {}).get("corpus_fingerprint")
             if seen == corpus.text_fingerprint:
-                return f"{config.model} was trained on this very corpus: start from public weights."
-    return None
+                return True
+    return False
 
 
 def _taken_as_public(config: TrainConfig, corpus: CorpusFacts) -> list[str]:
