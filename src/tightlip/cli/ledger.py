@@ -80,7 +80,7 @@ def _figures(record: dict[str, Any]) -> list[tuple[str, str]]:
         lines.append(("ε by RDP", f"{rounded_up(record['epsilon_rdp'])} (a looser upper bound)"))
     if record.get("epsilon_as_published") is not None:
         figure = rounded_up(record["epsilon_as_published"])
-        lines.append(("as published", f"{figure} (the papers' Gaussian-DP figure, no guarantee)"))
+        lines.append(("by Gaussian DP", f"{figure} (as published in papers; no guarantee)"))
     return [*lines, ("δ", f"{record['delta']:g}")]
 
 
