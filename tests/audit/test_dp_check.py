@@ -70,8 +70,15 @@ def test_no_mechanism_has_more_right_guesses_than_the_bound(m, r, epsilon, delta
     for v in range(1, r + 1):
         best = best_mechanism(m, r, v, epsilon, delta)
         assert best <= p_value(m, r, v, epsilon, delta) + 1e-7
-        if r == 1:  # then some mechanism reaches it
-            assert best == pytest.approx(p_value(m, r, v, epsilon, delta), abs=1e-6)
+
+
+@pytest.mark.parametrize(("m", "r", "v"), [(100, 40, 30), (1000, 200, 150), (1000, 200, 199)])
+@pytest.mark.parametrize(("epsilon", "delta"), [(0.1, 1e-3), (1.0, 1e-5), (4.0, 1e-4)])
+def test_the_delta_term_is_at_least_the_papers(m, r, v, epsilon, delta):
+    chances = binom(r, 1 / (1 + math.exp(-epsilon)))
+    highest = max((chances.cdf(v - 1) - chances.cdf(v - 1 - i)) / i for i in range(1, v + 1))
+    papers = min(1.0, chances.sf(v - 1) + 2 * m * delta * highest)
+    assert p_value(m, r, v, epsilon, delta) >= papers * (1 - 1e-9)
 
 
 @pytest.mark.parametrize("epsilon", [0.0, 0.5, 2.0, 5.0])
