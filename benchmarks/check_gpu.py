@@ -139,8 +139,12 @@ def check_noise():
     for lane in (0, 1, 77, 255):
         words = chacha_words(key, lane, [1, 0], noise._double_rounds)
         for pair in range(8):
-            radius = math.sqrt(-2 * math.log(min((words[2 * pair] + 0.5) * 2**-32, 1.0)))
-            angle = words[2 * pair + 1] * 2**-32 * 2 * math.pi
+            spare = 0
+            for further in range(4):
+                spare = spare << 8 | words[2 * ((pair + further) % 8) + 1] & 0xFF
+            uniform = words[2 * pair] * 2**-32 + (spare + 0.5) * 2**-64
+            radius = math.sqrt(-2 * math.log(min(uniform, 1.0)))
+            angle = (words[2 * pair + 1] >> 8) * 2**-24 * 2 * math.pi
             for place, expected in ((0, radius * math.cos(angle)), (1, radius * math.sin(angle))):
                 worst = max(worst, abs(float(got[lane + (2 * pair + place) * LANES]) - expected))
     report("noise is ChaCha through Box and Muller", worst, 1e-5)

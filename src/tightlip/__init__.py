@@ -12,6 +12,8 @@ _CALLS = {
     "prepare": "tightlip.api.prepare",
     "train": "tightlip.api.train",
     "ledger": "tightlip.api.ledger",
+    "plant_canaries": "tightlip.api.canaries",
+    "measure_canaries": "tightlip.api.canaries",
     "open_report": "tightlip.api.audit",
     "run_demo": "tightlip.api.demo",
     "LeakageReport": "tightlip.audit.report",

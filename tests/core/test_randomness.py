@@ -6,6 +6,7 @@ import secrets
 
 import numpy as np
 import pytest
+from scipy import stats
 
 from tightlip.core import randomness
 from tightlip.core.errors import GuaranteeError
@@ -117,3 +118,24 @@ def test_a_forked_process_cannot_draw_its_parents_noise():
             os._exit(status)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     noise(source)
+
+
+def test_the_tail_reaches_beyond_what_a_shift_can_show():
+    """Words of 0 are the rarest draw: it must lie as far out as the accounting looks."""
+
+    class Zeros:
+        def random_raw(self, count):
+            return np.zeros(count, np.uint64)
+
+    out = np.empty(2, np.float32)
+    randomness._draw(out, Zeros())
+    assert out[0] > 9.4
+
+
+def test_tails_are_as_heavy_as_the_normal_law_says():
+    noise = np.empty(20_000_000, np.float32)
+    NoiseSource(5, num_threads=1).fill(noise)
+    for deviations in (4.0, 5.0):
+        beyond = int((np.abs(noise) > deviations).sum())
+        chance = 2 * stats.norm.sf(deviations)
+        assert stats.binomtest(beyond, len(noise), chance).pvalue > 1e-3

@@ -214,6 +214,105 @@ def test_a_user_gives_at_most_so_many_documents_and_each_gets_a_turn(tmp_path):
     assert len(seen) > 20
 
 
+def test_two_trainings_on_one_ledger_are_refused_until_one_is_closed(tmp_path):
+    first = private(tmp_path)
+    first.step()
+    with pytest.raises(GuaranteeError, match="is being charged by another training"):
+        private(tmp_path)
+    first.close()
+    second = private(tmp_path)
+    second.step()
+    assert second.ledger.steps == 2
+
+
+class WithDropout(OneToken):
+    def forward(self, ids):
+        hidden = nn.functional.dropout(self.embedding(ids), 0.5, training=self.training)
+        return self.head(self.norm(hidden))
+
+
+def test_one_unit_more_moves_the_sum_by_at_most_the_clip_also_for_a_model_with_dropout(tmp_path):
+    texts = [text for text in documents(40) if len(text) > 1]
+    model = WithDropout().train()
+    training = private(tmp_path, model, texts=texts, noise_multiplier=0.0, clip_norm=0.1)
+    sums = []
+    for units in (np.arange(1, len(texts)), np.arange(len(texts))):
+        torch.manual_seed(0)  # as whoever knows the seed can repeat it
+        training._sampler.draw = lambda units=units: units
+        before = flat(model).clone()
+        training.step()
+        sums.append((before - flat(model)) * 10)
+        with torch.no_grad():
+            for parameter, old in zip(
+                model.parameters(),
+                before.split([each.numel() for each in model.parameters()]),
+                strict=True,
+            ):
+                parameter.copy_(old.view(parameter.shape))
+    assert float((sums[0] - sums[1]).norm()) <= 0.1 * (1 + 1e-4)
+
+
+class SeesEverything(OneToken):
+    def forward(self, ids):
+        hidden = self.embedding(ids)
+        return self.head(self.norm(hidden + hidden.mean(1, keepdim=True)))
+
+
+class Counts(OneToken):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(VOCABULARY))
+
+    def forward(self, ids):
+        self.seen += torch.bincount(ids.flatten(), minlength=VOCABULARY)
+        return super().forward(ids)
+
+
+class NotWhole(OneToken):
+    def __init__(self):
+        super().__init__()
+        with torch.no_grad():
+            self.head.weight[0, 0] = float("nan")
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        (SeesEverything, "depend on what stands to the right"),
+        (Counts, "seen is a buffer that a pass over text changes"),
+        (NotWhole, r"head\.weight is not all finite numbers"),
+    ],
+)
+def test_a_model_that_the_proof_does_not_fit_is_refused(model, words, tmp_path):
+    with pytest.raises((GuaranteeError, UsageError), match=words):
+        private(tmp_path, model())
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"unit": "user"}, "with no users given"),
+        ({"unit": "example", "users": ["a"] * 60}, "with users given"),
+        ({"unit": "planet"}, "Unknown unit 'planet'"),
+        ({"epsilon": math.inf}, "epsilon=inf is out of range"),
+        ({"noise_multiplier": -1.0}, "noise_multiplier=-1.0 is out of range"),
+    ],
+)
+def test_a_promise_that_means_something_else_is_refused(settings, words, tmp_path):
+    with pytest.raises(UsageError, match=words):
+        private(tmp_path, **settings)
+
+
+def test_a_frozen_weight_with_an_old_gradient_stays_where_it_is(tmp_path):
+    model = OneToken()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    model.embedding.weight.grad = torch.ones_like(model.embedding.weight)
+    model.embedding.weight.requires_grad_(False)
+    before = model.embedding.weight.clone()
+    private(tmp_path, model, optimizer).step()
+    assert torch.equal(model.embedding.weight, before)
+
+
 def test_documents_of_one_id_or_none_predict_nothing(tmp_path):
     texts = [torch.zeros(0, dtype=torch.long), torch.ones(1, dtype=torch.long), *documents(20)]
     training = private(tmp_path, texts=texts, expected_batch=22)

@@ -3,10 +3,13 @@
 import dataclasses
 import json
 import os
+import random
+import shutil
 import signal
 import stat
 import subprocess
 import sys
+import time
 
 import numpy as np
 import pytest
@@ -48,6 +51,14 @@ def corpus(tmp_path_factory, public_tokenizer):
     config = PrepareConfig(tokenizer=str(public_tokenizer))
     rows = documents(num_documents=200, num_users=40)
     return prepare(rows, tmp_path_factory.mktemp("corpus") / "prepared", config)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory, public_tokenizer):
+    """The same with nothing held out, as a document's privacy asks for."""
+    config = PrepareConfig(tokenizer=str(public_tokenizer), split="none")
+    rows = documents(num_documents=200, num_users=40)
+    return prepare(rows, tmp_path_factory.mktemp("whole") / "prepared", config)
 
 
 @pytest.fixture(scope="module")
@@ -172,6 +183,49 @@ def test_private_losses_neither_end_a_run_nor_reach_its_log(corpus, tmp_path, mo
     assert "e+06" not in (run.folder / "log.txt").read_text()
 
 
+def test_a_ledger_that_is_behind_its_checkpoint_is_refused(corpus, tmp_path):
+    config = private(steps=6)
+    with pytest.raises(KeyboardInterrupt):
+        interrupted_after(3, corpus, tmp_path / "run", config)
+    ledger = tmp_path / "run" / "ledger.json"
+    record = json.loads(ledger.read_text())
+    ledger.write_text(json.dumps(record | {"steps": 2}))
+    with pytest.raises(GuaranteeError, match="2 steps on record and the checkpoint holds 3"):
+        train(corpus, tmp_path / "run", config)
+
+
+@pytest.mark.parametrize(("unit", "split"), [("example", "document"), ("user", "user")])
+def test_a_share_held_out_by_number_breaks_the_proof(unit, split, public_tokenizer, tmp_path):
+    made = prepare(
+        documents(num_users=40, num_documents=200), tmp_path / "p",
+        PrepareConfig(tokenizer=str(public_tokenizer), split=split),
+    )  # fmt: skip
+    with pytest.raises(GuaranteeError, match="holds out by number"):
+        train(made, tmp_path / "run", private(steps=2, unit=unit))
+
+
+def test_weights_are_known_by_their_card_wherever_they_were_copied(corpus, run, tmp_path):
+    shutil.copytree(run.model_folder, tmp_path / "elsewhere")
+    config = TrainConfig(
+        model=str(tmp_path / "elsewhere"), mitigation="dp", epsilon=8.0, steps=2, batch_size=8,
+        sequence_length=10,
+    )  # fmt: skip
+    with pytest.raises(GuaranteeError, match="was trained on this very corpus"):
+        train(corpus, tmp_path / "run", config)
+
+
+def test_no_hash_of_the_text_is_published(corpus, run):
+    for path in (run.folder / "ledger.json", run.model_folder / "guarantee.json"):
+        assert corpus.train.corpus_fingerprint not in path.read_text()
+        assert corpus.train.tokenizer_fingerprint not in path.read_text()
+
+
+def test_without_noise_a_run_ends_and_promises_nothing(corpus, tmp_path):
+    run = train(corpus, tmp_path / "run", private(steps=2, noise_multiplier=0.0, epsilon=None))
+    assert run.guarantee["epsilon"] is None
+    assert run.guarantee["standing"] == "measured only"
+
+
 PROGRAM = """
 import os, sys, torch
 from pathlib import Path
@@ -203,13 +257,14 @@ def test_killed_ten_times_it_never_counts_less_than_it_spent(corpus, tmp_path):
         [sys.executable, "-c", PROGRAM, *arguments],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
-    applied = 0
+    applied, moments = 0, random.Random(0)
     for kill in range(10):
         lives.stdin.write("another\n")
         lives.stdin.flush()
         life = int(lives.stdout.readline())
         for _ in range(1 + kill % 3):
             applied += lives.stdout.readline() == "updated\n"
+        time.sleep(moments.random() * 0.05)  # somewhere in a later step, or in what follows it
         os.kill(life, signal.SIGKILL)
         while (line := lives.stdout.readline()) != "over\n":
             applied += line == "updated\n"
@@ -309,10 +364,10 @@ def test_the_same_insecure_seed_gives_the_same_weights_and_none_gives_others(cor
 
 @pytest.mark.parametrize("model", ["lstm", "gru", "transformer"])
 @pytest.mark.parametrize("unit", ["user", "example"])
-def test_every_built_in_model_trains_privately_under_both_units(model, unit, corpus, tmp_path):
-    run = train(corpus, tmp_path / "run", private(model=model, unit=unit, steps=2))
+def test_every_built_in_model_trains_privately_under_both_units(model, unit, whole, tmp_path):
+    run = train(whole, tmp_path / "run", private(model=model, unit=unit, steps=2))
     assert run.guarantee["unit"] == unit
-    num_documents = len(corpus.train.bounds) - 1
+    num_documents = len(whole.train.bounds) - 1
     assert run.guarantee["num_units"] == (40 if unit == "user" else num_documents)
 
 
@@ -377,6 +432,7 @@ def test_with_noise_and_target_training_stops_before_the_target(corpus, tmp_path
         ({"epsilon": None}, "needs a target: give --epsilon"),
         ({"gradient_clip": 1.0}, "clips each user's gradient by clip_norm"),
         ({"unit": "family"}, "Unknown unit 'family'"),
+        ({"dropout": 0.1}, "Private training goes without dropout"),
         ({"epsilon": 0.0}, "epsilon=0 is out of range"),
     ],
 )

@@ -50,6 +50,9 @@ def _prepared(
             )
         return ready
     settings = {"seed": config.seed, **settings}
+    if config.mitigation == "dp" and config.unit == "example":
+        # A share held out by number would let one document more move others in and out.
+        settings = {"split": "none", **settings}
     if config.model not in BUILT_IN_MODELS:
         settings = _with_tokenizer_of(config.model, settings)
     chosen = PrepareConfig(**settings)
@@ -63,7 +66,7 @@ def _check_promise(config: TrainConfig, chosen: PrepareConfig) -> None:
     release = chosen.release()
     facts = CorpusFacts(
         text_fingerprint="",
-        fingerprint="",
+        name="",
         settings=asdict(chosen),
         releases=[] if release is None else [release.record()],
     )

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from tightlip.cli import audit, demo, ledger, prepare, train
+from tightlip.cli import audit, canaries, demo, ledger, prepare, train
 from tightlip.core.errors import GuaranteeError, TightlipError
 
 # Read when torch and numba start their threads. Otherwise these spin while they wait for each
@@ -58,6 +58,7 @@ app.command("demo")(_refusals_in_a_line(demo.demo))
 app.command("prepare")(_refusals_in_a_line(prepare.prepare))
 app.command("train")(_refusals_in_a_line(train.train))
 app.command("audit")(_refusals_in_a_line(audit.audit))
+app.command("canaries")(_refusals_in_a_line(canaries.canaries))
 app.command("ledger")(_refusals_in_a_line(ledger.ledger))
 
 

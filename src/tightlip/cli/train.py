@@ -10,6 +10,7 @@ from tightlip.cli.options import Config
 
 _MODEL, _LENGTH, _CORPUS, _MACHINE = "The model", "How long", "A raw corpus", "The machine"
 _PRIVACY = "Private training (--mitigation dp)"
+_REGULARISER = "Privacy regularisers (--mitigation adversarial, triplet)"
 
 
 def _option(help_text: str, panel: str, *names: str) -> Any:
@@ -27,7 +28,8 @@ def train(
         _option("lstm (default), gru, transformer, or a model folder to go on from.", _MODEL),
     ] = None,
     mitigation: Annotated[
-        str | None, _option("none (default), or dp: differentially private.", _MODEL)
+        str | None,
+        _option("none (default), dp: differentially private, adversarial or triplet.", _MODEL),
     ] = None,
     lora: Annotated[
         int | None, _option("Train LoRA adapters of this rank instead of the weights.", _MODEL)
@@ -56,7 +58,9 @@ def train(
     ] = None,
     warmup_steps: Annotated[int | None, _option("0 unless given.", _MODEL)] = None,
     gradient_clip: Annotated[float | None, _option("Largest gradient norm.", _MODEL)] = None,
-    batch_size: Annotated[int | None, _option("Rows per step; 32 unless given.", _MODEL)] = None,
+    batch_size: Annotated[
+        int | None, _option("Rows per step, under dp units; 32 unless given.", _MODEL)
+    ] = None,
     sequence_length: Annotated[
         int | None, _option("Most tokens per row; 128 unless given.", _MODEL)
     ] = None,
@@ -120,6 +124,33 @@ def train(
     dp_check_canaries: Annotated[
         int | None,
         _option("Plant so many canaries, for tightlip audit RUN --dp-check.", _PRIVACY),
+    ] = None,
+    privacy_weight: Annotated[
+        float | None, _option("The paper's λ; 1 unless given.", _REGULARISER)
+    ] = None,
+    privacy_warmup_steps: Annotated[
+        int | None, _option("Steps over which it rises to that; 0 unless given.", _REGULARISER)
+    ] = None,
+    batching: Annotated[
+        str | None,
+        _option("user (default): a batch holds one user's rows; or uniform.", _REGULARISER),
+    ] = None,
+    discriminator_size: Annotated[
+        int | None, _option("Adversarial: its hidden units; 1,000 unless given.", _REGULARISER)
+    ] = None,
+    discriminator_steps: Annotated[
+        int | None, _option("Adversarial: its steps per step; 1 unless given.", _REGULARISER)
+    ] = None,
+    discriminator_learning_rate: Annotated[
+        float | None, _option("Adversarial: of its Adam; 1e-3 unless given.", _REGULARISER)
+    ] = None,
+    triplet_pairs: Annotated[
+        str | None,
+        _option("Triplet: auxiliary (default), a second batch; or inside the batch.", _REGULARISER),
+    ] = None,
+    triplet_margin: Annotated[
+        float | None,
+        _option("Triplet: squared distance at which one author's rows stop moving.", _REGULARISER),
     ] = None,
     user_column: Annotated[str | None, _option("user unless given.", _CORPUS)] = None,
     text_column: Annotated[str | None, _option("text unless given.", _CORPUS)] = None,

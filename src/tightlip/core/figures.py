@@ -9,6 +9,8 @@ def rounded_up(epsilon: float) -> str:
     >>> rounded_up(3.5811), rounded_up(0.01234), rounded_up(0.0)
     ('3.59', '0.013', '0.00')
     """
+    if math.isinf(epsilon):
+        return "∞"
     digits = 2 if epsilon >= 0.1 or epsilon == 0 else 1 - math.floor(math.log10(epsilon))
     # Decimals such as 2.3 are stored a hair off; that hair is not spent privacy.
     return f"{math.ceil(epsilon * 10**digits - 1e-9) / 10**digits:.{digits}f}"

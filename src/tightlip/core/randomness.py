@@ -96,18 +96,18 @@ class NoiseSource:
 def _draw(out: np.ndarray, stream: np.random.Philox) -> None:
     """Normal numbers from the stream's words, two from two (Box and Muller 1958).
 
-    numpy's own normals take each word through a table: 24 ns here, and this 9.
+    numpy's own normals take each word through a table: 24 ns here, and this 11.
     """
     half = -(-len(out) // 2)
-    words = stream.random_raw(half).view(np.uint32)
-    # From 2⁻³³ to 1: the tail reaches 6.8 deviations.
-    radius = words[:half].astype(np.float32)
+    # From 2⁻⁶⁵ to 1: the tail reaches 9.5 deviations, as far as the accounting looks. Words of 32
+    # bits end at 6.8, and what noise can never reach shows who is there (1/σ = 3: δ off 20-fold).
+    radius = stream.random_raw(half).astype(np.float32)
     radius += np.float32(0.5)
-    radius *= np.float32(2.0**-32)
+    radius *= np.float32(2.0**-64)
     np.log(np.minimum(radius, 1, out=radius), out=radius)
     radius *= np.float32(-2)
     np.sqrt(radius, out=radius)
-    angle = words[half:].astype(np.float32)
+    angle = stream.random_raw(-(-half // 2)).view(np.uint32)[:half].astype(np.float32)
     angle *= np.float32(2 * math.pi * 2.0**-32)
     np.multiply(radius, np.cos(angle), out=out[:half])
     rest = len(out) - half

@@ -10,8 +10,10 @@ _REGISTERED: dict[str, dict[str, str]] = {
     "audit": {"leakage": "tightlip.audit.leakage:audit_leakage"},
     "engine": {"local": "tightlip.engines.local:LocalEngine"},
     "mitigation": {
+        "adversarial": "tightlip.training.mitigations.adversarial:AdversarialMitigation",
         "dp": "tightlip.training.mitigations.dp:PrivateMitigation",
         "none": "tightlip.training.mitigations.none:NoMitigation",
+        "triplet": "tightlip.training.mitigations.triplet:TripletMitigation",
     },
 }
 

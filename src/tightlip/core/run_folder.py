@@ -153,9 +153,10 @@ def _write_lines(path: Path, values: list[dict[str, Any]]) -> None:
 
 
 def without_losses(line: dict[str, Any]) -> dict[str, Any]:
-    """A line of metrics with nothing in it that was measured on text."""
+    """A line of metrics with nothing in it that was measured on text; seconds tell how much of
+    it was drawn."""
     return {
-        name: None if name.startswith(("train_", "validation_")) else value
+        name: None if name.startswith(("train_", "validation_", "seconds")) else value
         for name, value in line.items()
     }
 

@@ -9,6 +9,7 @@
 Everything follows from the source, the settings and the seed, but for a vocabulary with noise.
 """
 
+import secrets
 from collections import Counter
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -161,6 +162,18 @@ def open_prepared(folder: Path) -> PreparedCorpus:
         tokenizer_folder=folder / "tokenizer",
         releases=record.get("releases", []),
     )
+
+
+def corpus_id(folder: Path) -> str:
+    """A random name for a prepared corpus, made when first asked for and kept with it.
+
+    A ledger names its corpus by it. A hash of the text would tell whoever knows all of it but
+    one document whether that one was in.
+    """
+    path = folder / "id.json"
+    if not path.exists():
+        write_json(path, {"id": secrets.token_hex(16)})
+    return str(read_json(path)["id"])
 
 
 def prepare(source: Any, out: Path, config: PrepareConfig) -> PreparedCorpus:

@@ -5,12 +5,13 @@ never took, and never the other way round. Its ε is an upper bound for its `ste
 Nothing else that depends on the data goes in: no losses, norms, batch sizes or randomness.
 """
 
+import fcntl
 import json
 import math
 import os
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from tightlip.core.errors import GuaranteeError
 from tightlip.core.files import OWNER_FILE, fsync_folder, make_private_folder
@@ -97,6 +98,7 @@ class Ledger:
         self._terms, self._meter = terms, meter
         self._finished = False
         self._beside = self.path.with_name(f".{self.path.name}.partial")
+        self.claim: IO[bytes] | None = None  # see `claimed`
 
     @classmethod
     def begin(cls, path: Path, terms: dict[str, Any], meter: EpsilonMeter) -> "Ledger":
@@ -123,6 +125,12 @@ class Ledger:
                 f"{terms[name]!r}; one ε cannot cover both. Give the old settings, or another --out."
             )
         return cls(path, terms, meter, there["steps"])
+
+    def close(self) -> None:
+        """Let another training go on with this ledger."""
+        if self.claim is not None:
+            self.claim.close()
+            self.claim = None
 
     def charge(self) -> None:
         """Put one more step on record. Call it before the step's update is applied.
@@ -185,6 +193,22 @@ class Ledger:
         os.replace(self._beside, self.path)
 
 
+def claimed(path: Path) -> IO[bytes]:
+    """A lock on the ledger for as long as it is held: two writers would lose each other's steps."""
+    make_private_folder(path.parent)
+    lock = path.with_name(f".{path.name}.lock")
+    held = os.fdopen(os.open(lock, os.O_CREAT | os.O_RDWR, OWNER_FILE), "r+b")
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        held.close()
+        raise GuaranteeError(
+            f"{path} is being charged by another training, here or in another process. Wait for it to end, close() it, "
+            "or give another ledger."
+        ) from error
+    return held
+
+
 def read_ledger(path: Path) -> dict[str, Any]:
     """The record in `path`, or a refusal: without it nobody knows what was spent."""
     try:
@@ -197,6 +221,8 @@ def read_ledger(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise _damaged(path) from error
     steps = record.get("steps") if isinstance(record, dict) else None
+    if not {"mechanism", "epsilon", "standing", "because"} <= {*(record or ())}:
+        raise _damaged(path)
     if not isinstance(steps, int) or isinstance(steps, bool) or steps < 0:
         raise _damaged(path)
     return record

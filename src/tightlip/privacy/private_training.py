@@ -27,14 +27,16 @@ from tightlip.privacy.accounting import (
     check_delta,
     default_delta,
 )
+from tightlip.privacy.causality import check_causal
 from tightlip.privacy.clipping import Clip
-from tightlip.privacy.ledger import Ledger, guarantee_terms
+from tightlip.privacy.ledger import Ledger, claimed, guarantee_terms
 from tightlip.privacy.noise import noise_for
 from tightlip.privacy.passes import Passes, Physical, Way
 from tightlip.privacy.per_unit import check_no_buffers, no_rule_for
 from tightlip.privacy.row_losses import NO_LABEL
 from tightlip.privacy.sampling import PoissonSampler, UnitRows
-from tightlip.privacy.sources import Source, source_of
+from tightlip.privacy.self_check import synthetic_rows
+from tightlip.privacy.sources import Documents, Source, source_of
 from tightlip.privacy.spec import PrivacySpec, Terms
 from tightlip.privacy.uses import Layout
 
@@ -73,11 +75,14 @@ class PrivateTraining:
         bf16: bool = False,
         physical_rows: int | None = None,
         widths: tuple[int, ...] = (),
+        claims_ledger: bool = True,
         **spec: Any,
     ) -> None:
         self.model, self.optimizer = model, optimizer
-        self.spec = PrivacySpec(**{"unit": "example" if users is None else "user", **spec})
         self.source = source_of(documents, users)
+        self.spec = PrivacySpec(**{"unit": "example" if users is None else "user", **spec})
+        if isinstance(self.source, Documents):
+            _check_unit(self.spec.unit, users)
         self.terms = terms or Terms(
             outside=(
                 *Terms().outside,
@@ -95,7 +100,11 @@ class PrivateTraining:
         self._widths = widths
         self.mechanism, self.delta = self._calibrated()
         self.most_steps = self._most_steps()
-        self.ledger = self._ledger(Path(ledger))
+        self.ledger = self._ledger(Path(ledger), claims_ledger)
+
+    def close(self) -> None:
+        """Let another training go on with the ledger."""
+        self.ledger.close()
 
     @property
     def num_units(self) -> int:
@@ -117,6 +126,9 @@ class PrivateTraining:
                 f"{self.ledger.steps} steps are spent, and another would pass epsilon={self.spec.epsilon:g}. "
                 f"Stop here, or begin a new run with more noise."
             )
+        # Without dropout: its masks go by place in the batch, so one unit more would change
+        # everybody's, and with them the whole sum.
+        self.model.eval()
         units = self._sampler.draw()
         self.ledger.charge()
         gradients, step = self._clipped_sum(units)
@@ -128,6 +140,7 @@ class PrivateTraining:
         else:
             for gradient in gradients:
                 gradient.mul_(share)
+        self.optimizer.zero_grad()  # also of what is frozen: an old gradient has no noise
         for parameter, gradient in zip(self._passes.parameters.values(), gradients, strict=True):
             parameter.grad = gradient.to(parameter.dtype)
         self.optimizer.step()
@@ -205,10 +218,12 @@ class PrivateTraining:
     def _checked_passes(self, way: Way, bf16: bool) -> Passes:
         check_no_buffers(self.model)
         _check_optimizer(self.model, self.optimizer)
+        self.model.eval()
         clip = Clip(norm=self.spec.clip_norm, per_layer=self.spec.per_layer)
         passes = Passes(self.model, clip, way=way, bf16=bf16)
         length = min(LONGEST_CHECKED, int(self.source.lengths.max()))
-        some = torch.zeros(1, length, dtype=torch.long, device=self.device)
+        some = torch.full((1, length), self._some_id(), device=self.device)
+        check_causal(self.model, synthetic_rows(self.model, some))
         slow = no_rule_for(self.model, passes.parameters, some)
         if slow is not None:
             log.warning(
@@ -217,6 +232,12 @@ class PrivateTraining:
             )
             passes.way = "slow"
         return passes
+
+    def _some_id(self) -> int:
+        """A large id that stands in the first rows: a model need not say how many it knows."""
+        rows = np.arange(min(64, len(self.source.lengths)))
+        ids_BT, _ = self.source.gather(rows, int(self.source.lengths[rows].max()))
+        return int(ids_BT.max())
 
     def _calibrated(self) -> tuple[Mechanism, float]:
         spec, releases = self.spec, self.terms.releases
@@ -254,7 +275,7 @@ class PrivateTraining:
             )
         return most
 
-    def _ledger(self, path: Path) -> Ledger:
+    def _ledger(self, path: Path, claims: bool) -> Ledger:
         spec = self.spec
         insecure = spec.insecure_seed is not None
         terms = guarantee_terms(
@@ -274,7 +295,19 @@ class PrivateTraining:
             outside=list(self.terms.outside),
         )
         meter = EpsilonMeter(self.mechanism, self.delta, self.most_steps or spec.steps)
-        return (Ledger.open if path.exists() else Ledger.begin)(path, terms, meter)
+        claim = claimed(path) if claims else None  # before it is read, or two could read the same
+        ledger = (Ledger.open if path.exists() else Ledger.begin)(path, terms, meter)
+        ledger.claim = claim
+        return ledger
+
+
+def _check_unit(unit: str, users: Sequence[Any] | None) -> None:
+    """Refuse a name for the unit that is not what is sampled and clipped."""
+    if unit != ("example" if users is None else "user"):
+        given = "no users" if users is None else "users"
+        raise UsageError(
+            f"unit={unit!r} with {given} given: with users the unit is a user, without them an example. Leave unit out."
+        )
 
 
 def _check_optimizer(model: nn.Module, optimizer: Optimizer) -> None:

@@ -32,6 +32,13 @@ class PrivacySpec:
             raise UsageError(
                 "Private training needs a target: give epsilon (such as 8) or noise_multiplier (such as 1.0)."
             )
+        for name in ("epsilon", "noise_multiplier", "delta"):
+            value = getattr(self, name)
+            least = 0 if name == "noise_multiplier" else math.nextafter(0, 1)
+            if value is not None and not least <= value < math.inf:
+                raise UsageError(f"{name}={value} is out of range. Give a finite number above 0.")
+        if self.unit not in ("user", "example"):
+            raise UsageError(f"Unknown unit {self.unit!r}. Available: user, example.")
         if self.rows_per_unit < 1 or self.steps < 1:
             raise UsageError(
                 f"rows_per_unit={self.rows_per_unit} and steps={self.steps}: both must be at least 1."

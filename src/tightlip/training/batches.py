@@ -108,6 +108,27 @@ def epoch_order(rows: Rows, *, batch_size: int, seed: int, epoch: int) -> list[n
     return [batches[place] for place in draw.permutation(len(batches))]
 
 
+def user_order(rows: Rows, *, batch_size: int, seed: int, epoch: int) -> list[np.ndarray]:
+    """The rows of each batch of an epoch, where a batch holds rows of one user only.
+
+    Holds:
+        once: every row is in exactly one batch.
+        one_user: a user with n rows fills ceil(n / batch_size) batches, and all but one are full.
+        pure: the same seed and epoch give the same order.
+    """
+    draw = np.random.default_rng([seed, epoch])
+    shuffled = draw.permutation(len(rows))
+    by_user = shuffled[np.argsort(rows.users[shuffled], kind="stable")]
+    changes = np.flatnonzero(np.diff(rows.users[by_user])) + 1
+    batches = []
+    for own in np.split(by_user, changes):
+        for start in range(0, len(own), SORTED_TOGETHER * batch_size):
+            block = own[start : start + SORTED_TOGETHER * batch_size]
+            block = block[np.argsort(rows.lengths[block], kind="stable")]
+            batches += [block[at : at + batch_size] for at in range(0, len(block), batch_size)]
+    return [batches[place] for place in draw.permutation(len(batches))]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Batch:
     """Rows side by side, padded on the right.

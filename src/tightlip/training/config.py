@@ -18,14 +18,30 @@ _CHOICES = {
     "schedule": ("constant", "linear", "cosine"),
     "snapshot": ("epoch", "none"),
     "unit": ("user", "example"),
+    "batching": ("user", "uniform"),
+    "triplet_pairs": ("auxiliary", "inside"),
 }
 _SIZES = ("embedding_size", "hidden_size", "num_layers", "num_heads", "sequence_length")
-_COUNTS = ("steps", "batch_size", "early_stop", "snapshot_steps", "rows_per_unit", "lora")
+_COUNTS = (
+    *("steps", "batch_size", "early_stop", "snapshot_steps", "rows_per_unit", "lora"),
+    *("discriminator_size", "discriminator_steps"),
+)
 # What private training promises; each means something with mitigation=dp only.
 PRIVACY = (
     *("epsilon", "noise_multiplier", "delta", "unit", "clip_norm", "per_layer", "rows_per_unit"),
     *("allow_unproved", "allow_loose_delta", "insecure_seed", "dp_check_canaries"),
 )
+# What the privacy regularisers need, and under which of them it means something.
+REGULARISERS = {
+    "privacy_weight": ("adversarial", "triplet"),
+    "privacy_warmup_steps": ("adversarial", "triplet"),
+    "batching": ("adversarial", "triplet"),
+    "discriminator_size": ("adversarial",),
+    "discriminator_steps": ("adversarial",),
+    "discriminator_learning_rate": ("adversarial",),
+    "triplet_pairs": ("triplet",),
+    "triplet_margin": ("triplet",),
+}
 _SHAPE = (
     "embedding_size",
     "hidden_size",
@@ -110,6 +126,10 @@ class TrainConfig(Settings):
     units of a step, `rows_per_unit` the most rows that one of them gives to it. `epsilon` is the
     target, `noise_multiplier` the noise where it is set by hand. `allow_unproved` goes on where
     a proof breaks, with a weaker standing; `insecure_seed` is for tests.
+
+    Under mitigations adversarial and triplet: `privacy_weight` is the paper's λ, reached after
+    `privacy_warmup_steps`; `batching` says whether a batch holds rows of one user or of any.
+    `triplet_margin` is the squared distance beyond which rows of one author need not move apart.
     """
 
     table: typing.ClassVar[str] = "train"
@@ -150,6 +170,14 @@ class TrainConfig(Settings):
     allow_loose_delta: bool = False
     insecure_seed: int | None = None
     dp_check_canaries: int | None = None
+    privacy_weight: float = 1.0
+    privacy_warmup_steps: int = 0
+    batching: str = "user"
+    discriminator_size: int = 1000
+    discriminator_steps: int = 1
+    discriminator_learning_rate: float = 1e-3
+    triplet_pairs: str = "auxiliary"
+    triplet_margin: float | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -163,6 +191,7 @@ class TrainConfig(Settings):
         self._check_length()
         self._check_numbers()
         self._check_privacy()
+        self._check_regulariser()
 
     def _check_model(self) -> None:
         if self.model not in BUILT_IN_MODELS and not Path(self.model).is_dir():
@@ -178,9 +207,10 @@ class TrainConfig(Settings):
 
     def tree(self) -> dict[str, Any]:
         """The settings that have a value and a meaning: of a given model not the shape, which is
-        its own; those of a promise only where there is one."""
+        its own; those of a mitigation only under it."""
         without = {*(() if self.model in BUILT_IN_MODELS else _SHAPE)}
         without |= {*(() if self.mitigation == "dp" else PRIVACY)}
+        without |= {name for name, of in REGULARISERS.items() if self.mitigation not in of}
         return {name: value for name, value in super().tree().items() if name not in without}
 
     def _check_length(self) -> None:
@@ -198,6 +228,10 @@ class TrainConfig(Settings):
             _check(self, name, at_least=0)
         for name in ("learning_rate", "gradient_clip", "epochs", "epsilon", "clip_norm", "delta"):
             _check(self, name, above=0)
+        for name in ("discriminator_learning_rate", "triplet_margin"):
+            _check(self, name, above=0)
+        for name in ("privacy_weight", "privacy_warmup_steps"):
+            _check(self, name, at_least=0)
         for name in ("noise_multiplier", "dp_check_canaries"):
             _check(self, name, at_least=0)
         _check(self, "until_perplexity", above=1)
@@ -221,10 +255,29 @@ class TrainConfig(Settings):
             raise UsageError(
                 "mitigation='dp' needs a target: give --epsilon (such as 8), or --noise-multiplier (such as 1.0)."
             )
+        elif self.dropout:
+            raise UsageError(
+                f"dropout={self.dropout:g} under mitigation='dp' would let one {self.unit} more or less change everybody's "
+                f"masks. Private training goes without dropout: leave it out."
+            )
         elif self.gradient_clip is not None:
             raise UsageError(
                 f"gradient_clip={self.gradient_clip:g} is for plain training; private training clips each {self.unit}'s "
                 f"gradient by clip_norm. Leave gradient_clip out."
+            )
+
+    def _check_regulariser(self) -> None:
+        for field in _fields(type(self)):
+            of = REGULARISERS.get(field.name, (self.mitigation,))
+            if self.mitigation not in of and getattr(self, field.name) != field.default:
+                raise UsageError(
+                    f"{field.name}={getattr(self, field.name)} means nothing to mitigation={self.mitigation!r}. "
+                    f"Add --mitigation {' or '.join(of)}, or leave it out."
+                )
+        if self.triplet_pairs == "inside" and self.batching == "user":
+            raise UsageError(
+                "triplet_pairs='inside' takes its pairs from one batch, and with batching='user' all its rows have one "
+                "author: no pair differs. Add --batching uniform, or use --triplet-pairs auxiliary."
             )
 
 
@@ -265,8 +318,6 @@ def _check(
     low = low or (above is not None and not value > above)
     high = below is not None and not value < below
     if low or high or not math.isfinite(value):
-        bounds = {"of at least": at_least, "above": above, "below": below}
+        bounds = {"at least": at_least, "above": above, "below": below}
         wanted = " and ".join(f"{word} {b}" for word, b in bounds.items() if b is not None)
-        raise UsageError(
-            f"{name}={value:g} is out of range. Use a {name} {wanted or 'that is finite'}."
-        )
+        raise UsageError(f"{name}={value:g} is out of range. It must be {wanted or 'finite'}.")

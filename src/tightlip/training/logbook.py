@@ -31,9 +31,8 @@ def logged_into(path: Path) -> Iterator[None]:
 
 
 def in_words(line: dict[str, Any]) -> str:
-    return (
-        f"Epoch {line['epoch']:g}, step {line['step']}: {in_short(line)}, {line['seconds']:.1f} s."
-    )
+    seconds = "" if line["seconds"] is None else f", {line['seconds']:.1f} s"
+    return f"Epoch {line['epoch']:g}, step {line['step']}: {in_short(line)}{seconds}."
 
 
 def in_short(line: dict[str, Any]) -> str:

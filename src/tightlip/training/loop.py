@@ -305,9 +305,14 @@ class Training:
 
     def described(self) -> str:
         num_parameters = sum(parameter.numel() for parameter in self.model.parameters())
+        size = (
+            f"{len(self.recipe.rows):,} rows, {int(self.recipe.rows.num_targets.sum()):,} targets, "
+        )
+        if self.mitigation.losses_are_private:
+            size = ""  # exact counts of private text
         return (
             f"Training {self.config.model} ({num_parameters:,} parameters, mitigation {self.config.mitigation}) on "
-            f"{self.device}: {len(self.recipe.rows):,} rows, {int(self.recipe.rows.num_targets.sum()):,} targets, "
+            f"{self.device}: {size}"
             f"{self.plan.steps_per_epoch:,} steps an epoch, {self.plan.num_steps:,} in all."
         )
 

@@ -57,11 +57,26 @@ class Forward:
                 return self._dense(self.model, batch.inputs, batch.targets)
             if not is_ours(self.model):
                 return cross_entropy(self._foreign_logits(batch), batch.target_ids_N)
-            hidden_NH = at_targets(self._hidden(batch), batch)
-            head = self.model.lm_head
-            if hidden_NH.device.type == "cpu" and not self.bf16:
-                return ChunkedLoss.apply(hidden_NH, head.weight, head.bias, batch.target_ids_N)
-            return cross_entropy(head(hidden_NH).float(), batch.target_ids_N)
+            return self._loss_after(self._hidden(batch), batch)
+
+    def mean_loss_and_last(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """The mean loss, and of the same pass the hidden state at each row's last input."""
+        with self._precision():
+            if is_ours(self.model):
+                hidden_BTH = self._hidden(batch)
+                return self._loss_after(hidden_BTH, batch), at_last(hidden_BTH, batch).float()
+            outputs = self._foreign(self.model, batch, output_hidden_states=True)
+            logits_NV = at_targets(outputs.logits, batch).float()
+            last_BH = at_last(outputs.hidden_states[-1], batch).float()
+            return cross_entropy(logits_NV, batch.target_ids_N), last_BH
+
+    def last(self, batch: Batch) -> Tensor:
+        """The hidden state at each row's last input; the output layer is not run."""
+        with self._precision():
+            if is_ours(self.model):
+                return at_last(self._hidden(batch), batch).float()
+            outputs = self._foreign(without_head(self.model), batch)
+            return at_last(outputs.last_hidden_state, batch).float()
 
     @torch.inference_mode()
     def scores(self, batch: Batch) -> Scores:
@@ -98,12 +113,20 @@ class Forward:
         # Padding stands on the right and our models look left only: no mask is needed.
         return self.model.model(input_ids=batch.inputs, use_cache=False).last_hidden_state
 
+    def _loss_after(self, hidden_BTH: Tensor, batch: Batch) -> Tensor:
+        hidden_NH, head = at_targets(hidden_BTH, batch), self.model.lm_head
+        if hidden_NH.device.type == "cpu" and not self.bf16:
+            return ChunkedLoss.apply(hidden_NH, head.weight, head.bias, batch.target_ids_N)
+        return cross_entropy(head(hidden_NH).float(), batch.target_ids_N)
+
     def _foreign_logits(self, batch: Batch) -> Tensor:
         # Other models may scale or cap their logits, so only they know how to make them.
+        return at_targets(self._foreign(self.model, batch).logits, batch).float()
+
+    def _foreign(self, model: nn.Module, batch: Batch, **more: Any) -> Any:
         real_BT = batch.input_ids_BT[:, :-1].new_ones(batch.inputs.shape)
         real_BT[:, 1:] = batch.labels_BT[:, 1:-1] != NO_LABEL
-        outputs = self.model(input_ids=batch.inputs, attention_mask=real_BT, use_cache=False)
-        return at_targets(outputs.logits, batch).float()
+        return model(input_ids=batch.inputs, attention_mask=real_BT, use_cache=False, **more)
 
     def _precision(self) -> AbstractContextManager:
         if not self.bf16:
@@ -137,6 +160,19 @@ def at_targets(values_BTX: Tensor, batch: Batch) -> Tensor:
     if len(flat_NX) == batch.num_targets:
         return flat_NX
     return Selected.apply(flat_NX, batch.places_N)
+
+
+def at_last(values_BTX: Tensor, batch: Batch) -> Tensor:
+    """The values at each row's last input: the one before its last target."""
+    num_real_B = (batch.targets != NO_LABEL).sum(dim=1)
+    starts_B = torch.arange(len(num_real_B), device=num_real_B.device) * values_BTX.shape[1]
+    return Selected.apply(values_BTX.flatten(0, 1), starts_B + num_real_B - 1)
+
+
+def without_head(model: nn.Module) -> nn.Module:
+    """The model up to its last hidden state; adapters stand inside it and stay."""
+    whole: Any = model if isinstance(model, PreTrainedModel) else model.get_base_model()  # type: ignore[operator]
+    return whole.base_model
 
 
 class Selected(torch.autograd.Function):

@@ -1,6 +1,5 @@
 """A run before it starts: its text as rows, its settings resolved, all of it checked."""
 
-import hashlib
 import importlib.metadata
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -8,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from tightlip.core.errors import UsageError
 from tightlip.core.run_folder import DP_CHECK
+from tightlip.corpus.prepare import corpus_id
 from tightlip.models.loading import load_tokenizer
 from tightlip.training.batches import Rows, rows_of
 from tightlip.training.check_canaries import plant
@@ -59,7 +59,7 @@ def recipe_for(
         rows=rows,
         validation=validation if validation is not None and len(validation) else None,
         tokenizer=tokenizer,
-        corpus=_facts(corpus),
+        corpus=_facts(corpus, config),
         tree={
             "train": _train_tree(config),
             "corpus": _corpus_tree(corpus, out, rows, without_users),
@@ -89,11 +89,10 @@ def with_canaries(recipe: Recipe, out: Path) -> Recipe:
     return replace(recipe, rows=rows)
 
 
-def _facts(corpus: "PreparedCorpus") -> CorpusFacts:
-    parts = (corpus.train.corpus_fingerprint, corpus.train.tokenizer_fingerprint)
+def _facts(corpus: "PreparedCorpus", config: TrainConfig) -> CorpusFacts:
     return CorpusFacts(
         text_fingerprint=corpus.train.corpus_fingerprint,
-        fingerprint=hashlib.sha256("".join(parts).encode()).hexdigest(),
+        name=corpus_id(corpus.folder) if config.mitigation == "dp" else "",
         settings=corpus.settings,
         releases=corpus.releases,
     )

@@ -26,11 +26,11 @@ FIXED_WIDTHS = (4, 2, 1)  # parts of the sequence length; each is compiled or ca
 class CorpusFacts:
     """What a guarantee must know of the corpus: how it was made, and what was told of it before.
 
-    `text_fingerprint` is that of the documents, `fingerprint` that of their tokens too.
+    `text_fingerprint` is private; `name` is random and may be published.
     """
 
     text_fingerprint: str
-    fingerprint: str
+    name: str
     settings: dict[str, Any] = field(default_factory=dict)
     releases: list[dict[str, Any]] = field(default_factory=list)
 

@@ -5,10 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from tightlip.core.errors import GuaranteeError, UsageError
 from tightlip.core.figures import rounded_up
+from tightlip.core.files import read_json
 from tightlip.core.run_folder import CHECKPOINT, LEDGER, METRICS, SNAPSHOTS, is_run, open_run
 from tightlip.privacy.accounting import Release
 from tightlip.privacy.ledger import exact_figures, read_ledger
@@ -46,8 +48,9 @@ class PrivateMitigation:
         self.private = PrivateTraining(
             setting.model,
             setting.optimizer,
-            TokenRows(setting.rows, units, setting.corpus.fingerprint),
+            TokenRows(setting.rows, units, setting.corpus.name),
             ledger=setting.folder / LEDGER,
+            claims_ledger=False,  # the whole folder is claimed already
             terms=terms_of(config, setting.corpus),
             way=way_of(setting),
             bf16=setting.options.bf16,
@@ -80,10 +83,16 @@ class PrivateMitigation:
         return record if record["epsilon"] is None else record | exact_figures(record)
 
     def state_dict(self) -> dict[str, Tensor]:
-        return {}  # no generator's state and no batch's members are ever written
+        """How many steps the weights hold; no generator's state and no batch's members, ever."""
+        return {"steps": torch.tensor(self.private.ledger.steps)}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        assert not state
+        held, charged = int(state["steps"]), self.private.ledger.steps
+        if charged < held:
+            raise GuaranteeError(
+                f"{self.private.ledger.path} has {charged} steps on record and the checkpoint holds {held}: steps would go "
+                f"uncounted. Put the ledger of this run back, or train again with another --out."
+            )
 
 
 def units_of(rows: Rows, unit: str) -> np.ndarray:
@@ -143,6 +152,13 @@ def breaches(config: TrainConfig, corpus: CorpusFacts) -> list[Breach]:
                 "Prepare the corpus without it.",
             )
         )
+    if made.get("split", "none") in (("user",) if config.unit == "user" else ("user", "document")):
+        found.append(
+            Breach(
+                f"split={made['split']!r} holds out by number, so one {config.unit} more or less moves others in and out.",
+                "Use --split none" + (" or --split document." if config.unit == "user" else "."),
+            )
+        )
     for name in ("early_stop", "until_perplexity"):
         if getattr(config, name) is not None:
             found.append(
@@ -163,6 +179,10 @@ def _trained_on_this(config: TrainConfig, corpus: CorpusFacts) -> bool:
     if config.model in BUILT_IN_MODELS:
         return False
     folder = Path(config.model).resolve()
+    if (folder / "guarantee.json").is_file():
+        seen = read_json(folder / "guarantee.json").get("corpus_fingerprint")
+        if seen and seen == corpus.name:
+            return True
     for above in folder.parents[:2]:
         if is_run(above):
             seen = open_run(above).config.get("corpus", {}).get("corpus_fingerprint")
@@ -175,8 +195,6 @@ def _taken_as_public(config: TrainConfig, corpus: CorpusFacts) -> list[str]:
     taken = [f"the number of {config.unit}s, which counts as public"]
     if corpus.settings.get("tokenizer") is not None:
         taken.append(f"the tokenizer {corpus.settings['tokenizer']}, taken to be public")
-    if corpus.settings.get("split") == "user":
-        taken.append("which users are held out, given how many there are")
     if config.model not in BUILT_IN_MODELS:
         taken.append(f"what {config.model} was trained on before")
     return taken

@@ -58,15 +58,16 @@ class NoMitigation:
         return loss.detach(), num_targets
 
     def _chosen(self, number: int) -> np.ndarray:
-        setting = self.setting
-        epoch, place = divmod(number, setting.steps_per_epoch)
+        epoch, place = divmod(number, self.setting.steps_per_epoch)
         if self._epoch[0] != epoch:
-            config = setting.config
-            order = epoch_order(
-                setting.rows, batch_size=config.batch_size, seed=config.seed, epoch=epoch
-            )
-            self._epoch = (epoch, order)
+            self._epoch = (epoch, self._order(epoch))
         return self._epoch[1][place]
+
+    def _order(self, epoch: int) -> Sequence[np.ndarray]:
+        config = self.setting.config
+        return epoch_order(
+            self.setting.rows, batch_size=config.batch_size, seed=config.seed, epoch=epoch
+        )
 
     def _captured_gradients(self, passes: Passes, chosen: np.ndarray) -> tuple[Tensor, int]:
         setting = self.setting

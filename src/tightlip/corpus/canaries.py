@@ -1,0 +1,282 @@
+"""Canaries: made-up secrets planted in a corpus, so that what a model keeps can be measured.
+
+Every value of every canary is drawn uniformly and independently of the others: a model that
+never saw one then ranks it anywhere, which is what exposure is measured against.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tightlip.core.errors import UsageError
+from tightlip.core.files import folder_written_whole, read_json, write_json
+from tightlip.corpus.canary_templates import DIGIT_POOL, Pools, Template, read_template
+from tightlip.corpus.readers import Corpus, DocumentBatch
+from tightlip.corpus.tables import AttributeTypes, TableWriter
+from tightlip.corpus.vocabulary import words_by_frequency
+
+CORPUS, KEY = "corpus.parquet", "key.json"
+# Mireshghallah et al. 2021, appendix: five random words, 14 canaries a user, 195 copies.
+PAPER_TEMPLATE = "{words:5}"
+PAPER_SCHEDULE = (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 20, 30, 40, 50)
+SHORT_SCHEDULE = (1, 2, 5, 6, 20)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CanaryConfig:
+    """What to plant. Without `templates`: the paper's word canaries, for each user.
+
+    Without `repetitions` the paper's schedule; where canaries are planted for each user, users
+    with fewer documents than its 195 copies get its shorter one.
+    """
+
+    templates: Sequence[str] = ()
+    repetitions: Sequence[int] | None = None
+    per_user: bool = False
+    words: Sequence[str] | None = None  # instead of the corpus' own
+    names: Sequence[str] | None = None
+    num_words: int = 1000  # of the corpus' most frequent, where no words are given
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.repetitions is not None and (
+            not self.repetitions or min(self.repetitions, default=0) < 1
+        ):
+            raise UsageError(
+                f"repetitions={list(self.repetitions)} must be one or more numbers from 1 on, such as 1,10,100."
+            )
+        if self.num_words < 2:
+            raise UsageError(f"num_words={self.num_words} leaves nothing to draw. Use 1000.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Canary:
+    """One planted secret: what it reads, whose documents it lies among, and how often."""
+
+    text: str
+    user: str
+    repetitions: int
+    template: str
+    values: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planted:
+    """The key: every canary, and the lists that its values were drawn from."""
+
+    canaries: list[Canary]
+    pools: dict[str, list[str]]
+
+
+def plant_canaries(corpus: Corpus, out: Path, config: CanaryConfig) -> Planted:
+    """Write OUT/corpus.parquet, the corpus with canaries among its documents, and OUT/key.json.
+
+    A copy is a document of its own, at a random place; all copies of a canary belong to one
+    user.
+
+    Holds:
+        nothing_lost: without the copies, the documents are those of `corpus` in their order.
+        as_often: every canary is there as often as the key says, under the user it says.
+        unique: no two canaries read alike.
+        same: the same corpus, settings and seed give the same key.
+    """
+    if out.exists() and any(out.iterdir()):
+        raise UsageError(f"{out} is not empty. Give another --out.")
+    templates = [
+        read_template(text) for text in dict.fromkeys(config.templates or [PAPER_TEMPLATE])
+    ]
+    num_by_user, types = _counted(corpus)
+    draw = np.random.default_rng(config.seed)
+    pools = _pools(corpus, templates, config)
+    owners = _owners(num_by_user, config, draw)
+    planted = Planted(canaries=_drawn(templates, owners, pools, draw), pools=pools)
+    with folder_written_whole(out) as folder:
+        write_key(folder / KEY, planted)
+        with TableWriter(folder / CORPUS, types.resolved()) as writer:
+            for batch in _with_copies(corpus, planted.canaries, types.num_documents, draw):
+                writer.write(batch)
+    return planted
+
+
+def _counted(corpus: Corpus) -> tuple[Counter[str], AttributeTypes]:
+    num_by_user: Counter[str] = Counter()
+    types = AttributeTypes()
+    for batch in corpus.batches():
+        num_by_user.update(batch.users)
+        types.add(batch)
+    return num_by_user, types
+
+
+def _pools(
+    corpus: Corpus, templates: Sequence[Template], config: CanaryConfig
+) -> dict[str, list[str]]:
+    """The list of every kind of slot that some template has."""
+    pools: dict[str, list[str]] = {}
+    for kind in sorted({place for template in templates for place in template.places}):
+        if kind == "digits":
+            pools[kind] = list(DIGIT_POOL)
+        elif kind == "names":
+            pools[kind] = _distinct(config.names, "names")
+        elif config.words is not None:
+            pools[kind] = _distinct(config.words, "words")
+        else:
+            letters = [word for word in words_by_frequency(corpus) if word[0].isalpha()]
+            pools[kind] = _distinct(letters[: config.num_words], "words")
+    return pools
+
+
+def _distinct(values: Sequence[str] | None, kind: str) -> list[str]:
+    if values is None:
+        raise UsageError(
+            f"A template has a {{{kind}}} slot and no list was given. Give a file with one a line: --{kind} FILE"
+        )
+    distinct = list(dict.fromkeys(value.strip() for value in values if value.strip()))
+    if len(distinct) < 2:
+        raise UsageError(
+            f"The list of {kind} holds {len(distinct)} different values, so nothing can be drawn from it. Give two or more."
+        )
+    return distinct
+
+
+def _owners(
+    num_by_user: Mapping[str, int], config: CanaryConfig, draw: np.random.Generator
+) -> list[tuple[str, int]]:
+    """Whose documents each canary of one template goes among, and how often."""
+    users = list(num_by_user)
+    if config.per_user or not config.templates:
+        return [(user, times) for user in users for times in _schedule(config, num_by_user[user])]
+    schedule = config.repetitions or PAPER_SCHEDULE
+    # Users of their own as far as there are any: a canary's leak then names one person's text.
+    chosen = np.resize(draw.permutation(len(users)), len(schedule))
+    return [(users[number], times) for number, times in zip(chosen, schedule, strict=True)]
+
+
+def _schedule(config: CanaryConfig, num_documents: int) -> Sequence[int]:
+    if config.repetitions is not None:
+        return config.repetitions
+    return SHORT_SCHEDULE if num_documents < sum(PAPER_SCHEDULE) else PAPER_SCHEDULE
+
+
+def _drawn(
+    templates: Sequence[Template],
+    owners: Sequence[tuple[str, int]],
+    pools: Pools,
+    draw: np.random.Generator,
+) -> list[Canary]:
+    taken: set[str] = set()
+    canaries = []
+    for template in templates:
+        _check_room(template, len(owners), pools)
+        for user, times in owners:
+            values = _values(template, pools, taken, draw)
+            text = template.filled(values)
+            taken.add(text)
+            canaries.append(
+                Canary(
+                    text=text, user=user, repetitions=times, template=template.text, values=values
+                )
+            )
+    return canaries
+
+
+def _check_room(template: Template, num_canaries: int, pools: Pools) -> None:
+    space = template.num_candidates(pools)
+    if space < 2 * num_canaries:
+        raise UsageError(
+            f"Template {template.text!r} can be filled in {space:,} ways, too few for {num_canaries:,} canaries that must "
+            "differ and leave as many decoys. Use more or larger slots."
+        )
+
+
+def _values(
+    template: Template, pools: Pools, taken: set[str], draw: np.random.Generator
+) -> tuple[str, ...]:
+    while True:
+        values = tuple(
+            pools[name][int(draw.integers(len(pools[name])))] for name in template.places
+        )
+        if template.filled(values) not in taken:
+            return values
+
+
+def _with_copies(
+    corpus: Corpus, canaries: Sequence[Canary], num_documents: int, draw: np.random.Generator
+) -> Iterator[DocumentBatch]:
+    """The corpus' batches with every copy before the document of a random number."""
+    copies = np.repeat(np.arange(len(canaries)), [canary.repetitions for canary in canaries])
+    draw.shuffle(copies)
+    before = np.sort(draw.integers(0, num_documents + 1, len(copies)))
+    done = start = 0
+    for batch in corpus.batches():
+        end = start + len(batch)
+        here = int(np.searchsorted(before, num_documents + 1 if end == num_documents else end))
+        places = before[done:here] - start
+        yield _merged(batch, places, [canaries[number] for number in copies[done:here]])
+        done, start = here, end
+
+
+def _merged(batch: DocumentBatch, places: np.ndarray, copies: list[Canary]) -> DocumentBatch:
+    def merge(own: list, more: list) -> list:
+        # Stable: a copy for place i stands just before document i.
+        order = np.argsort(np.concatenate([places, np.arange(len(batch))]), kind="stable")
+        both = [*more, *own]
+        return [both[number] for number in order]
+
+    return DocumentBatch(
+        users=merge(batch.users, [copy.user for copy in copies]),
+        texts=merge(batch.texts, [copy.text for copy in copies]),
+        attributes={
+            name: merge(values, [None] * len(copies)) for name, values in batch.attributes.items()
+        },
+    )
+
+
+def write_key(path: Path, planted: Planted) -> None:
+    """The key as JSON, for its owner only: whoever reads it knows every secret."""
+    write_json(
+        path,
+        {
+            "pools": planted.pools,
+            "canaries": [asdict(canary) for canary in planted.canaries],
+        },
+    )
+
+
+def read_key(path: Path) -> Planted:
+    """The key in `path`, or a refusal where it is not one."""
+    if not path.is_file():
+        raise UsageError(
+            f"{path} is no key of canaries. Run: tightlip canaries plant CORPUS --out DIR"
+        )
+    try:
+        there = read_json(path)
+        planted = Planted(
+            canaries=[_canary(entry) for entry in there["canaries"]],
+            pools={name: list(map(str, values)) for name, values in there["pools"].items()},
+        )
+        _check_whole(planted)
+    except (ValueError, KeyError, TypeError, AttributeError, AssertionError) as error:
+        raise UsageError(
+            f"{path} is damaged, or no key of canaries ({error!r}). Put a whole copy back, or plant again."
+        ) from error
+    return planted
+
+
+def _canary(entry: dict[str, Any]) -> Canary:
+    return Canary(**(entry | {"values": tuple(entry["values"])}))
+
+
+def _check_whole(planted: Planted) -> None:
+    if not planted.canaries:
+        raise ValueError("there are no canaries")
+    for canary in planted.canaries:
+        template = read_template(canary.template)
+        if template.filled(canary.values) != canary.text:
+            raise ValueError(f"{canary.text!r} is not its template with its values")
+        for place, value in zip(template.places, canary.values, strict=True):
+            if value not in planted.pools[place]:
+                raise ValueError(f"{value!r} is not among the {place}")

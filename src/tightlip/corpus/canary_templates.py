@@ -1,0 +1,91 @@
+"""What a canary reads: a template whose slots are filled from lists of values.
+
+`{digits:6}` is six places, each a digit; `{words:5}` five places with a space between them,
+each a word of a list; `{names}` one place, a name of a list.
+"""
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from tightlip.core.errors import UsageError
+from tightlip.core.registry import unknown
+
+Pools = Mapping[str, Sequence[str]]
+DIGIT_POOL = tuple("0123456789")
+_SLOT = re.compile(r"\{([^{}:]*)(?::([^{}]*))?\}")
+_BETWEEN = {"digits": "", "words": " ", "names": " "}
+MOST_PLACES = 64
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One place of a template: the name of the list that its value comes from."""
+
+    pool: str
+
+
+@dataclass(frozen=True)
+class Template:
+    """A template taken apart: literal text and places, in order."""
+
+    text: str
+    parts: tuple[str | Slot, ...]
+
+    @property
+    def places(self) -> tuple[str, ...]:
+        """The list that each place draws from."""
+        return tuple(part.pool for part in self.parts if isinstance(part, Slot))
+
+    def filled(self, values: Sequence[str]) -> str:
+        """The text with these values in its places.
+
+        >>> read_template("My ID is {digits:3}.").filled("042")
+        'My ID is 042.'
+        """
+        assert len(values) == len(self.places), (self.text, values)
+        left = iter(values)
+        return "".join(next(left) if isinstance(part, Slot) else part for part in self.parts)
+
+    def num_candidates(self, pools: Pools) -> int:
+        """In how many ways the places can be filled."""
+        return math.prod(len(pools[name]) for name in self.places)
+
+
+def read_template(text: str) -> Template:
+    """`text` taken apart, or a refusal that names the slot at fault."""
+    parts: list[str | Slot] = []
+    end = 0
+    for match in _SLOT.finditer(text):
+        parts += [text[end : match.start()], *_places(match, text)]
+        end = match.end()
+    parts.append(text[end:])
+    literals = [part for part in parts if isinstance(part, str)]
+    if any(brace in literal for literal in literals for brace in "{}"):
+        raise UsageError(
+            f"Template {text!r} has a brace that belongs to no slot. Slots: {{digits:6}}, {{words:5}}, {{names}}."
+        )
+    if len(literals) == len(parts):
+        raise UsageError(
+            f"Template {text!r} has no slot, so every canary would read alike. Add one: {{digits:6}}, {{words:5}} or {{names}}."
+        )
+    return Template(text, tuple(part for part in parts if part != ""))
+
+
+def _places(match: re.Match[str], text: str) -> list[str | Slot]:
+    pool, given = match[1], match[2]
+    if pool not in _BETWEEN:
+        raise UsageError(f"Template {text!r}: {unknown('slot', pool, sorted(_BETWEEN))}")
+    if given is None and pool != "names":
+        raise UsageError(
+            f"Template {text!r}: {match[0]} does not say how many. Write {{{pool}:6}}."
+        )
+    if given is not None and not (given.isdecimal() and 1 <= int(given) <= MOST_PLACES):
+        raise UsageError(
+            f"Template {text!r}: {given!r} is not a number from 1 to {MOST_PLACES}. Write {{{pool}:6}}."
+        )
+    places: list[str | Slot] = [Slot(pool)]
+    for _ in range(int(given or 1) - 1):
+        places += [_BETWEEN[pool], Slot(pool)]
+    return places

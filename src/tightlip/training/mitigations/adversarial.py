@@ -1,0 +1,117 @@
+"""The adversarial regulariser: the model learns to leave a discriminator guessing who wrote.
+
+After Mireshghallah et al., "Privacy Regularization" (2021), section 2.1. Shapes: B rows,
+H hidden units, M authors.
+"""
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn.functional import cross_entropy
+
+from tightlip.training.checkpoints import load_optimizer_tensors, optimizer_tensors
+from tightlip.training.logbook import log
+from tightlip.training.mitigations import Setting
+from tightlip.training.mitigations.regulariser import Regulariser
+
+
+class AdversarialMitigation(Regulariser):
+    """A discriminator learns to name the author of a last state; the model learns to make its
+    answer uniform.
+
+    Each step the discriminator moves first, and the model answers to it as it then is. It
+    learns from the first step on, whatever λ: with λ = 0 its accuracy is what the states of a
+    plain model give away.
+
+    Holds:
+        apart: neither receives a gradient from the other's loss.
+    """
+
+    name = "adversarial"
+    tallied = ("rows", "named", "regularised", "nats")
+    discriminator: nn.Sequential
+
+    def prepare(self, setting: Setting) -> None:
+        super().prepare(setting)
+        config = setting.config
+        self.labels = torch.from_numpy(self.authors).to(setting.device)
+        self.most_frequent = float(np.bincount(self.authors).max()) / len(self.authors)
+        with torch.random.fork_rng([]):
+            torch.manual_seed(config.seed)
+            self.discriminator = new_discriminator(
+                setting.model.config.hidden_size, config.discriminator_size, self.num_authors
+            ).to(setting.device)
+        self.optimizer = torch.optim.Adam(
+            self.discriminator.parameters(), lr=config.discriminator_learning_rate, fused=True
+        )
+
+    def term(
+        self, number: int, chosen: np.ndarray, last_BH: Tensor, weight: float
+    ) -> Tensor | None:
+        authors_B = self.labels[torch.from_numpy(chosen).to(self.labels.device)]
+        num_named = self._teach(last_BH.detach(), authors_B)
+        if weight == 0:
+            self.tally(rows=len(chosen), named=num_named, regularised=0, nats=0)
+            return None
+        nats_B = nats_to_uniform(self.discriminator, last_BH)
+        self.tally(
+            rows=len(chosen), named=num_named, regularised=len(chosen), nats=nats_B.detach().sum()
+        )
+        return nats_B.mean()
+
+    def _teach(self, last_BH: Tensor, authors_B: Tensor) -> Tensor:
+        """Move the discriminator towards −log Pr(y | h_x); how many it named right before."""
+        num_named = last_BH.new_zeros(())
+        for repeat in range(self.setting.config.discriminator_steps):
+            logits_BM = self.discriminator(last_BH)
+            if repeat == 0:
+                num_named = (logits_BM.detach().argmax(dim=1) == authors_B).sum()
+            self.optimizer.zero_grad(set_to_none=True)
+            cross_entropy(logits_BM, authors_B).backward()
+            self.optimizer.step()
+        return num_named
+
+    def tell(self, epoch: int, sums: dict[str, float]) -> None:
+        words = (
+            f"Epoch {epoch}: the discriminator named the author of {sums['named'] / sums['rows']:.1%} of rows "
+            f"(always the most frequent of {self.num_authors:,}: {self.most_frequent:.1%})"
+        )
+        if sums["regularised"]:
+            words += (
+                f"; privacy term {sums['nats'] / sums['regularised']:.3f} nats (a uniform answer: "
+                f"{np.log(self.num_authors):.3f})"
+            )
+        log.info("%s.", words)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {
+            **super().state_dict(),
+            **{f"weights.{name}": part for name, part in self.discriminator.state_dict().items()},
+            **{f"adam.{name}": part for name, part in optimizer_tensors(self.optimizer).items()},
+        }
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        super().load_state_dict(state)
+        self.discriminator.load_state_dict(_part(state, "weights."))
+        load_optimizer_tensors(self.optimizer, _part(state, "adam."))
+
+
+def new_discriminator(hidden_size: int, size: int, num_authors: int) -> nn.Sequential:
+    """Two fully connected layers, from a last state to the logits of authors."""
+    return nn.Sequential(nn.Linear(hidden_size, size), nn.ReLU(), nn.Linear(size, num_authors))
+
+
+def nats_to_uniform(discriminator: nn.Module, last_BH: Tensor) -> Tensor:
+    """−(1/M) Σ_c log Pr(c | h_x) of each row (the paper's Eq. 2), the discriminator held still.
+
+    Holds:
+        lowest: log M, where the answer is uniform.
+    """
+    still = {name: part.detach() for name, part in discriminator.named_parameters()}
+    logits_BM = functional_call(discriminator, still, (last_BH,))
+    return -logits_BM.log_softmax(dim=1).mean(dim=1)
+
+
+def _part(state: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): v for name, v in state.items() if name.startswith(prefix)}

@@ -1,0 +1,178 @@
+"""The triplet regulariser: rows of one author are pushed apart, rows of different ones together.
+
+After Mireshghallah et al., "Privacy Regularization" (2021), section 2.2: its prose and Eq. 3;
+the sign printed in its Eq. 4 is the other way round. Shapes: B rows, P pairs, H hidden units.
+"""
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tightlip.core.errors import UsageError
+from tightlip.training.logbook import log
+from tightlip.training.mitigations import Setting
+from tightlip.training.mitigations.regulariser import Regulariser
+
+_PARTNERS = 0x7269  # tells the draw of partners from that of the order
+LOOKED_AT_EVERY = 50  # steps; on a GPU each look waits for it
+
+
+class TripletMitigation(Regulariser):
+    """The squared distance of two last states counts against the loss where authors are the
+    same, towards it where they differ.
+
+    Pairs are a row and its partner in an auxiliary batch, which runs without the output layer,
+    or any two rows inside the batch. Half of the weight goes to either kind of pair: with most
+    of it on shared authors, the term would fall without end as all states spread out.
+    """
+
+    name = "triplet"
+    tallied = ("num_same", "same", "num_different", "different", "num_terms", "term")
+
+    def prepare(self, setting: Setting) -> None:
+        super().prepare(setting)
+        self.partners = Partners(self.authors)
+        self.warned = False
+        config = setting.config
+        if config.triplet_pairs == "inside":
+            self._check_batches()
+        elif self.partners.counts.max() < 2:
+            raise UsageError(
+                f"mitigation='triplet' needs rows that share an author, and each of the {self.num_authors} users has one "
+                f"row. Use a corpus with more text of each, or mitigation='adversarial'."
+            )
+
+    def _check_batches(self) -> None:
+        """Refuse batches that hold no pair of one of the kinds; the first epoch stands for all."""
+        authors = [self.authors[chosen] for chosen in self._order(0)]
+        batch_size = self.setting.config.batch_size
+        if not any(len(np.unique(own)) < len(own) for own in authors):
+            raise UsageError(
+                f"triplet_pairs='inside' needs rows of one author in one batch, and of {len(authors)} batches of "
+                f"batch_size={batch_size} none has two. Use a larger batch_size, or --triplet-pairs auxiliary."
+            )
+        if not any(len(np.unique(own)) > 1 for own in authors):
+            raise UsageError(
+                f"triplet_pairs='inside' needs rows of different authors in one batch, and of {len(authors)} batches of "
+                f"batch_size={batch_size} none has any. Use a larger batch_size, or --triplet-pairs auxiliary."
+            )
+
+    def term(
+        self, number: int, chosen: np.ndarray, last_BH: Tensor, weight: float
+    ) -> Tensor | None:
+        if weight == 0:
+            return None
+        pairs = self.setting.config.triplet_pairs
+        if pairs == "inside":
+            pair = inside_pairs(len(chosen))
+            same_P = self.authors[chosen[pair[0]]] == self.authors[chosen[pair[1]]]
+            one_PH, other_PH = (last_BH[torch.from_numpy(p).to(last_BH.device)] for p in pair)
+        else:
+            partners = self.partners.drawn(chosen, [self.setting.config.seed, number, _PARTNERS])
+            same_P = self.authors[chosen] == self.authors[partners]
+            one_PH, other_PH = last_BH, self.setting.forward.last(self.setting.batch(partners))
+        distances_P = (one_PH - other_PH).square().sum(dim=1)
+        weights_P = torch.from_numpy(pair_weights(same_P, pairs)).to(last_BH)
+        term = triplet_term(distances_P, weights_P, self.setting.config.triplet_margin)
+        self._tally(distances_P.detach(), torch.from_numpy(same_P).to(last_BH), term.detach())
+        if number % LOOKED_AT_EVERY == 0:
+            self._warn_if_diverging(number, weight, term.item())
+        return term
+
+    def _tally(self, distances_P: Tensor, same_P: Tensor, term: Tensor) -> None:
+        self.tally(
+            num_same=same_P.sum(),
+            same=(distances_P * same_P).sum(),
+            num_different=(1 - same_P).sum(),
+            different=(distances_P * (1 - same_P)).sum(),
+            num_terms=1,
+            term=term,
+        )
+
+    def _warn_if_diverging(self, number: int, weight: float, term: float) -> None:
+        """Say once when the term gives more than the language model's loss ever could: from
+        even odds to certainty is log V nats a token."""
+        most = math.log(self.setting.model.config.vocab_size)
+        if self.warned or weight * term > -most:
+            return
+        self.warned = True
+        log.warning(
+            "The triplet term diverges: at step %d it is %.4g (times privacy_weight %.4g), and the language model's loss "
+            "could gain %.3g nats at most. Use a smaller privacy_weight, or set a triplet_margin.",
+            *(number + 1, term, weight, most),
+        )
+
+    def tell(self, epoch: int, sums: dict[str, float]) -> None:
+        if not sums["num_terms"]:
+            return
+        term = sums["term"] / sums["num_terms"]
+        log.info(
+            "Epoch %d: squared distance %.4g within users (%d pairs), %.4g between users (%d pairs); triplet term %.4g.",
+            *(epoch, sums["same"] / max(1, sums["num_same"]), sums["num_same"]),
+            *(sums["different"] / max(1, sums["num_different"]), sums["num_different"], term),
+        )
+        last = min(epoch * self.setting.steps_per_epoch, self.setting.num_steps) - 1
+        self._warn_if_diverging(last, self.weight(last), term)
+
+
+class Partners:
+    """Draws each row's partner in an auxiliary batch, of the same author or of another.
+
+    Holds:
+        both: of two rows or more that could have either, half share the author (rounded).
+        never_itself: no row is its own partner.
+        fair: all rows of the chosen kind are equally likely.
+    """
+
+    def __init__(self, authors: np.ndarray) -> None:
+        self.authors = authors
+        self.by_author = np.argsort(authors, kind="stable")
+        self.counts = np.bincount(authors)
+        self.starts = np.cumsum(self.counts) - self.counts
+        self.places = np.empty(len(authors), np.int64)  # of each row, among its author's
+        self.places[self.by_author] = np.arange(len(authors)) - np.repeat(self.starts, self.counts)
+
+    def drawn(self, chosen: np.ndarray, seed: Sequence[int]) -> np.ndarray:
+        """The partner of each chosen row; an author's only row has one of another author."""
+        draw = np.random.default_rng(seed)
+        author = self.authors[chosen]
+        start, count = self.starts[author], self.counts[author]
+        share = (draw.permutation(len(chosen)) + draw.integers(2)) % 2 == 0
+        further = 1 + draw.integers(np.maximum(count - 1, 1))
+        own = start + (self.places[chosen] + further) % count
+        other = draw.integers(len(self.authors) - count)
+        other += np.where(other >= start, count, 0)  # step over the author's own rows
+        return self.by_author[np.where(share & (count > 1), own, other)]
+
+
+def inside_pairs(num_rows: int) -> tuple[np.ndarray, np.ndarray]:
+    """All pairs of rows of a batch, each once."""
+    first, second = np.triu_indices(num_rows, k=1)
+    return first, second
+
+
+def pair_weights(same_P: np.ndarray, pairs: str) -> np.ndarray:
+    """What each pair's distance counts: below 0 for a shared author, above for others.
+
+    A drawn auxiliary batch is even already; inside a batch most pairs differ, so either kind
+    shares out a half.
+    """
+    if pairs == "auxiliary":
+        return np.where(same_P, -1.0, 1.0) / len(same_P)
+    num_same = same_P.sum()
+    half_same, half_other = 0.5 / max(1, num_same), 0.5 / max(1, len(same_P) - num_same)
+    return np.where(same_P, -half_same, half_other)
+
+
+def triplet_term(distances_P: Tensor, weights_P: Tensor, margin: float | None) -> Tensor:
+    """Σ w‖h_x − h_a‖²; a distance of weight below 0 earns nothing beyond the margin.
+
+    Holds:
+        bounded: with a margin, the term is at least margin times the sum of weights below 0.
+    """
+    if margin is not None:
+        distances_P = torch.where(weights_P < 0, distances_P.clamp(max=margin), distances_P)
+    return (weights_P * distances_P).sum()

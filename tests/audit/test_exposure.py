@@ -1,0 +1,267 @@
+"""Exposure against enumeration by hand, its law on models that never saw a canary, and its limits."""
+
+import math
+import random
+from itertools import product
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+
+from models.small_models import greedy_by_rereading, next_logits, small_model
+from standins import Parrot, Stranger
+from tightlip.audit import candidates as candidates_module
+from tightlip.audit.candidates import Candidates, CandidateScorer
+from tightlip.audit.exposure import (
+    ExposureConfig,
+    estimated_exposure,
+    exposed_above_bits,
+    exposure_of,
+    fitted_tail,
+    measure_exposures,
+    share_limits_bits,
+    tab_successes,
+)
+from tightlip.audit.scan import Scanner
+from tightlip.core.errors import UsageError
+from tightlip.corpus.canaries import Canary, CanaryConfig, Planted, plant_canaries
+from tightlip.corpus.canary_templates import read_template
+from tightlip.corpus.readers import open_corpus
+from tightlip.corpus.vocabulary import DIGITS, build_tokenizer, word_tokenizer
+
+WORDS = ["PIN", "is", "ant", "bee", "cat", "dog", "eel", "fox", "gnu"]
+TOKENIZER = word_tokenizer([*DIGITS, *WORDS])  # 23 tokens, as many as small_model has
+BOS = TOKENIZER.bos_token_id
+POOLS = {"digits": DIGITS, "words": ["ant", "bee", "cat"]}
+TEMPLATES = ["PIN is {digits:2}", "{digits:1} {words:2} PIN", "{words:1}{digits:2}"]
+
+
+def canary(template, values):
+    text = read_template(template).filled(values)
+    return Canary(text=text, user="u", repetitions=1, template=template, values=tuple(values))
+
+
+def scorer_of(model, tokenizer=TOKENIZER, bos=BOS):
+    return CandidateScorer(Scanner(model, bos_id=bos), tokenizer)
+
+
+def candidates_of(template, pools=POOLS):
+    read = read_template(template)
+    return Candidates(read, tuple(tuple(pools[name]) for name in read.places))
+
+
+def nats_by_rereading(model, text):
+    """Oracle: the text's tokens one at a time, the whole prefix read again for each."""
+    ids = [BOS, *TOKENIZER.encode(text, add_special_tokens=False)]
+    return sum(
+        next_logits(model, ids[:end]).double().log_softmax(-1)[ids[end]].item()
+        for end in range(1, len(ids))
+    )
+
+
+def bits_by_sorting(secret, decoys):
+    """Oracle: line everyone up, the likeliest first; take the secret's last possible place."""
+    line = sorted([*decoys, secret], reverse=True)
+    place = len(line) - line[::-1].index(secret)
+    return math.log2(len(line)) - math.log2(place), place
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_exposure_agrees_with_sorting(seed):
+    draw = random.Random(seed)
+    decoys = [draw.randint(-9, 0) for _ in range(draw.randint(1, 40))]
+    secret = draw.randint(-9, 0)
+    found = exposure_of(secret, np.array(decoys))
+    bits, place = bits_by_sorting(secret, decoys)
+    assert (found.exposure_bits, found.rank) == (pytest.approx(bits), place)
+    assert 0 <= found.exposure_bits <= math.log2(len(decoys) + 1)
+
+
+@pytest.mark.parametrize("kind", ["lstm", "gru", "transformer"])
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_exposure_agrees_with_full_enumeration(kind, template):
+    model = small_model(kind)
+    places = read_template(template).places
+    draw = random.Random(0)
+    planted = [canary(template, [draw.choice(POOLS[name]) for name in places]) for _ in range(3)]
+    planted = list({one.text: one for one in planted}.values())
+    texts = [read_template(template).filled(v) for v in product(*(POOLS[name] for name in places))]
+    nats = {text: nats_by_rereading(model, text) for text in texts}
+    found = measure_exposures(
+        Scanner(model, bos_id=BOS), TOKENIZER, Planted(canaries=planted, pools=POOLS)
+    )
+    for one in found:
+        decoys = [nats[text] for text in texts if text not in {other.text for other in planted}]
+        bits, place = bits_by_sorting(nats[one.text], decoys)
+        assert one.exact
+        assert one.space == len(texts) - len(planted) + 1
+        assert one.rank == place
+        assert one.exposure_bits == one.low == one.high == pytest.approx(bits)
+
+
+@pytest.mark.parametrize("kind", ["lstm", "transformer"])
+@pytest.mark.parametrize("bos", [BOS, None])
+@pytest.mark.parametrize("at_once", [1 << 24, 23 * 7])
+def test_the_tree_gives_what_each_text_by_itself_gives(kind, bos, at_once, monkeypatch):
+    monkeypatch.setitem(candidates_module.LOGITS_AT_ONCE, "cpu", at_once)
+    scorer = scorer_of(small_model(kind), bos=bos)
+    for template in [*TEMPLATES, "{digits:3}"]:
+        candidates = candidates_of(template)
+        assert scorer._single_tokens(candidates) is not None
+        numbers = np.arange(math.prod(candidates.shape))
+        by_text = scorer.score_texts(candidates.texts(candidates.places_of(numbers)))
+        assert scorer.score_all(candidates) == pytest.approx(by_text, abs=1e-4)
+
+
+def test_a_tokenizer_that_joins_digits_has_each_text_scored_by_itself():
+    corpus = [("u", "PIN is 1212 1234 1212 12 12")] * 9
+    tokenizer = build_tokenizer(open_corpus(corpus), kind="bpe", size=280)
+    model = type(small_model("gru"))(small_model("gru").config.__class__(280, 6, 10, 2)).eval()
+    scorer = scorer_of(model, tokenizer, tokenizer.bos_token_id)
+    candidates = candidates_of("PIN is {digits:2}")
+    assert scorer._single_tokens(candidates) is None
+    texts = candidates.texts(candidates.places_of(np.arange(100)))
+    assert len({len(ids) for ids in scorer.ids_of(texts)}) > 1
+    assert scorer.score_all(candidates) == pytest.approx(scorer.score_texts(texts))
+
+
+# The law on models that never saw a canary
+
+
+def test_unseen_canaries_follow_the_exponential_law_and_alarm_as_rarely_as_stated(tmp_path):
+    config = CanaryConfig(templates=["PIN is {digits:5}"], repetitions=[1] * 3000)
+    planted = plant_canaries(open_corpus([("u", "ant bee")]), tmp_path / "p", config)
+    found = measure_exposures(Scanner(small_model("lstm"), bos_id=BOS), TOKENIZER, planted)
+    bits = np.array([one.exposure_bits for one in found])
+    assert bits.mean() == pytest.approx(1 / math.log(2), abs=0.1)  # 4 standard errors
+    for above in range(1, 8):
+        expected = 2.0**-above
+        spread = math.sqrt(expected * (1 - expected) / 3000)
+        assert (bits > above).mean() == pytest.approx(expected, abs=4 * spread), above
+    for alpha in (0.05, 0.2):
+        alarms = (bits.reshape(300, 10) > exposed_above_bits(10, alpha)).any(1).mean()
+        expected = 1 - (1 - alpha / 10) ** 10
+        spread = math.sqrt(expected * (1 - expected) / 300)
+        assert alarms == pytest.approx(expected, abs=3 * spread)
+
+
+def test_a_canary_learnt_by_heart_has_all_the_bits_there_are():
+    secret = canary("PIN is {digits:3}", "472")
+    model = Parrot(23, [[BOS, *TOKENIZER.encode(secret.text, add_special_tokens=False)]])
+    planted = Planted(canaries=[secret], pools=POOLS)
+    (found,) = measure_exposures(Scanner(model, bos_id=BOS), TOKENIZER, planted)
+    assert found.exposure_bits == pytest.approx(math.log2(1000))
+    assert (found.rank, found.space, found.exact, found.tab) == (1, 1000, True, True)
+    assert found.prompt == "PIN"
+    sampled = ExposureConfig(enumerate_up_to=10, num_samples=500)
+    (found,) = measure_exposures(Scanner(model, bos_id=BOS), TOKENIZER, planted, sampled)
+    assert not found.exact
+    assert found.low == pytest.approx(math.log2(500 / 3), abs=0.05)
+    assert found.high == pytest.approx(math.log2(1000))
+    assert found.low <= found.exposure_bits <= found.high
+
+
+def test_a_model_that_tells_no_two_apart_has_no_exposure():
+    planted = Planted(canaries=[canary("PIN is {digits:3}", "472")], pools=POOLS)
+    for config in (ExposureConfig(), ExposureConfig(enumerate_up_to=10, num_samples=500)):
+        (found,) = measure_exposures(
+            Scanner(Stranger(23, 22), bos_id=BOS), TOKENIZER, planted, config
+        )
+        assert (found.exposure_bits, found.rank, found.tab) == (0.0, 1000, False)
+
+
+# Estimates from samples
+
+
+def test_the_interval_holds_the_exact_exposure_in_at_least_90_of_100_cases():
+    held = close = 0
+    candidates = candidates_of("PIN is {digits:4}")
+    for seed in range(100):
+        draw = np.random.default_rng(seed)
+        if seed % 5 == 0:
+            scores = scorer_of(small_model("lstm", seed=seed)).score_all(candidates)
+        # Secrets of every rank on a logarithmic scale: mostly unexposed ones would be easy.
+        secret = np.sort(scores)[::-1][int(10 ** draw.uniform(0, 4)) - 1]
+        exact = exposure_of(secret, scores[scores != secret])
+        sample = draw.choice(scores[scores != secret], 1000)
+        found = estimated_exposure(secret, sample, exact.space, fitted_tail(sample))
+        assert 0 <= found.low <= found.exposure_bits <= found.high <= math.log2(10_000)
+        held += found.low <= exact.exposure_bits <= found.high
+        close += abs(found.exposure_bits - exact.exposure_bits) < 1
+    assert held >= 90
+    assert close >= 80
+
+
+@pytest.mark.parametrize(("ahead", "num"), [(0, 20_000), (3, 500), (250, 500), (500, 500)])
+def test_limits_of_a_share_are_those_of_the_binomial(ahead, num):
+    low, high = share_limits_bits(ahead, num)
+    if ahead < num:
+        assert stats.binom.cdf(ahead, num, 2.0**-low) == pytest.approx(0.05)
+    if ahead > 0:
+        assert stats.binom.sf(ahead - 1, num, 2.0**-high) == pytest.approx(0.025)
+    if ahead == 0:
+        assert low == pytest.approx(math.log2(num / 3), abs=0.01)
+        assert high == math.inf
+    if ahead == num:
+        assert low == 0
+
+
+@pytest.mark.parametrize("shape", [-4.0, -1.0, 0.0, 2.0])
+def test_the_tail_of_a_skew_normal_is_found_again(shape):
+    truth = stats.skewnorm(shape, -40, 3)
+    tail = fitted_tail(truth.rvs(20_000, random_state=0))
+    assert tail.ks < 0.015
+    assert tail.bits_beyond(truth.isf(2.0**-14)) == pytest.approx(14, abs=1.5)
+
+
+def test_a_sample_with_two_humps_is_seen_not_to_fit():
+    draw = np.random.default_rng(0)
+    humps = np.concatenate([draw.normal(-30, 1, 5000), draw.normal(-20, 1, 5000)])
+    assert fitted_tail(humps).ks > 0.1
+
+
+# Tab
+
+
+@pytest.mark.parametrize("kind", ["lstm", "transformer"])
+def test_tab_succeeds_exactly_where_greedy_continuation_gives_the_text(kind):
+    model = small_model(kind)
+    scorer = scorer_of(model)
+    words = [*DIGITS, *WORDS]
+    texts, expected = [], []
+    for first in words:
+        start = [BOS, TOKENIZER.convert_tokens_to_ids(first)]
+        greedy = greedy_by_rereading(model, start, 3)
+        if set(greedy[1:]) & {0, 1, 2, 3}:  # specials cannot be typed
+            continue
+        other = [*greedy[:-1], greedy[-1] + 1 if greedy[-1] < 22 else 4]
+        texts += [" ".join(TOKENIZER.convert_ids_to_tokens(row[1:])) for row in (greedy, other)]
+        expected += [True, False]
+    assert len(texts) >= 4
+    assert tab_successes(scorer, texts, 1) == expected
+
+
+def test_a_prompt_that_leaves_nothing_to_guess_is_refused():
+    with pytest.raises(UsageError, match="leaves nothing to guess"):
+        tab_successes(scorer_of(small_model("gru")), ["PIN 1 2"], 3)
+
+
+# Refusals
+
+
+def test_a_word_outside_the_vocabulary_is_refused():
+    pools = {"words": ["ant", "zebra"]}
+    planted = Planted(canaries=[canary("{words:3}", ["ant"] * 3)], pools=pools)
+    with pytest.raises(UsageError, match="'zebra' holds a word outside"):
+        measure_exposures(Scanner(small_model("gru"), bos_id=BOS), TOKENIZER, planted)
+
+
+def test_a_model_that_gives_no_numbers_is_refused():
+    model = Stranger(23, 22)
+    model.forward = lambda input_ids: type(
+        "Out", (), {"logits": torch.full((*input_ids.shape, 23), math.nan)}
+    )
+    planted = Planted(canaries=[canary("{digits:2}", "12")], pools=POOLS)
+    with pytest.raises(UsageError, match="no numbers"):
+        measure_exposures(Scanner(model, bos_id=BOS), TOKENIZER, planted)
