@@ -54,7 +54,7 @@ def test_whole_numbers_pass_for_floats_so_that_equal_settings_are_equal():
         ({"batch_size": 1.5}, r"where int belongs"),
         ({"batch_size": True}, r"batch_size=True is a bool"),
         ({"dropout": 1.0}, "at least 0|below 1"),
-        ({"until_perplexity": 1}, "until_perplexity above 1"),
+        ({"until_perplexity": 1}, r"until_perplexity=1 is out of range\. It must be above 1"),
         ({"momentum": 0.9}, "means nothing to adam"),
         ({"early_stop": 0}, "early_stop"),
         ({"seed": -1}, "seed"),
