@@ -223,6 +223,16 @@ def test_two_trainings_on_one_ledger_are_refused_until_one_is_closed(tmp_path):
     second = private(tmp_path)
     second.step()
     assert second.ledger.steps == 2
+    with pytest.raises(GuaranteeError, match="was closed here"):
+        first.step()
+
+
+def test_a_refused_start_leaves_the_ledger_free(tmp_path):
+    private(tmp_path).close()
+    with pytest.raises(GuaranteeError, match="was begun with noise_multiplier") as kept:
+        private(tmp_path, noise_multiplier=2.0)
+    assert kept.value is not None
+    assert private(tmp_path).ledger.steps == 0
 
 
 class WithDropout(OneToken):
@@ -258,6 +268,17 @@ class SeesEverything(OneToken):
         return self.head(self.norm(hidden + hidden.mean(1, keepdim=True)))
 
 
+class SeesTheBeginning(OneToken):
+    """Looks both ways, but only among the first four positions."""
+
+    def forward(self, ids):
+        hidden = self.embedding(ids)
+        first = hidden[:, :4].mean(1, keepdim=True).expand(-1, min(4, ids.shape[1]), -1)
+        return self.head(
+            self.norm(hidden + nn.functional.pad(first, (0, 0, 0, ids.shape[1] - first.shape[1])))
+        )
+
+
 class Counts(OneToken):
     def __init__(self):
         super().__init__()
@@ -279,6 +300,7 @@ class NotWhole(OneToken):
     ("model", "words"),
     [
         (SeesEverything, "depend on what stands to the right"),
+        (SeesTheBeginning, "depend on what stands to the right"),
         (Counts, "seen is a buffer that a pass over text changes"),
         (NotWhole, r"head\.weight is not all finite numbers"),
     ],

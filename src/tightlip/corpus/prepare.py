@@ -9,6 +9,8 @@
 Everything follows from the source, the settings and the seed, but for a vocabulary with noise.
 """
 
+import contextlib
+import os
 import secrets
 from collections import Counter
 from dataclasses import asdict, dataclass
@@ -172,7 +174,19 @@ def corpus_id(folder: Path) -> str:
     """
     path = folder / "id.json"
     if not path.exists():
-        write_json(path, {"id": secrets.token_hex(16)})
+        fresh = folder / f".id.{secrets.token_hex(8)}.partial"
+        try:
+            write_json(fresh, {"id": secrets.token_hex(16)})
+            # A link, not a rename: of two that ask at once the first decides for both.
+            with contextlib.suppress(FileExistsError):
+                os.link(fresh, path)
+        except PermissionError as error:
+            raise UsageError(
+                f"{folder} cannot be written, and a private run keeps a random name for its corpus in it. Make it "
+                "writable for one run, or copy it."
+            ) from error
+        finally:
+            fresh.unlink(missing_ok=True)
     return str(read_json(path)["id"])
 
 

@@ -250,7 +250,8 @@ def _plain(
     loss = torch.zeros((), dtype=_wide(first.dtype), device=first.device)
     gradients: dict[str, Tensor] = {}
     for row in rows:
-        with _no_reentrant(), torch.enable_grad():
+        # cuDNN's recurrent layers have no way back in evaluation mode; torch's own have.
+        with _no_reentrant(), torch.enable_grad(), torch.backends.cudnn.flags(enabled=False):
             own = RowLosses.apply(forward(row), targets_BT[row], weights_BT[row], None).sum()
             found = torch.autograd.grad(own, list(parameters.values()), allow_unused=True)
         loss = loss + own.detach()

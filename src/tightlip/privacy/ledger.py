@@ -99,6 +99,7 @@ class Ledger:
         self._finished = False
         self._beside = self.path.with_name(f".{self.path.name}.partial")
         self.claim: IO[bytes] | None = None  # see `claimed`
+        self._closed = False
 
     @classmethod
     def begin(cls, path: Path, terms: dict[str, Any], meter: EpsilonMeter) -> "Ledger":
@@ -127,10 +128,17 @@ class Ledger:
         return cls(path, terms, meter, there["steps"])
 
     def close(self) -> None:
-        """Let another training go on with this ledger."""
+        """Let another training go on with this ledger; this one may charge nothing any more."""
+        self._closed = True
         if self.claim is not None:
             self.claim.close()
             self.claim = None
+
+    def _refuse_if_closed(self) -> None:
+        if self._closed:
+            raise GuaranteeError(
+                f"{self.path} was closed here, and another training may have gone on with it. Open it anew."
+            )
 
     def charge(self) -> None:
         """Put one more step on record. Call it before the step's update is applied.
@@ -138,6 +146,7 @@ class Ledger:
         Written and renamed (0.2 ms on ext4), not flushed: a killed process loses nothing it
         has written, and flushing each step would cost more than many a step.
         """
+        self._refuse_if_closed()
         self.steps += 1
         self._finished = False
         self._replace(self.record())
@@ -154,6 +163,7 @@ class Ledger:
 
     def finish(self) -> dict[str, Any]:
         """Close with the exact figures; the record."""
+        self._refuse_if_closed()
         self._finished = True
         record = self.record()
         self._replace(record)

@@ -95,9 +95,9 @@ class PrivateTraining:
         self._units = UnitRows(np.asarray(self.source.unit_of_row))
         self._sampler = PoissonSampler(self._units.num_units, self.spec.expected_batch, generator)
         self._noise = noise_for(self.device, self.spec.insecure_seed)
+        self._widths = widths
         self._passes = self._checked_passes(way, bf16)
         self._physical_rows = physical_rows or (64 if self.device.type == "cuda" else 16)
-        self._widths = widths
         self.mechanism, self.delta = self._calibrated()
         self.most_steps = self._most_steps()
         self.ledger = self._ledger(Path(ledger), claims_ledger)
@@ -223,7 +223,8 @@ class PrivateTraining:
         passes = Passes(self.model, clip, way=way, bf16=bf16)
         length = min(LONGEST_CHECKED, int(self.source.lengths.max()))
         some = torch.full((1, length), self._some_id(), device=self.device)
-        check_causal(self.model, synthetic_rows(self.model, some))
+        widest = max(int(self.source.lengths.max()), *(self._widths or (1,)))
+        check_causal(self.model, synthetic_rows(self.model, some[:, :1].expand(-1, widest)))
         slow = no_rule_for(self.model, passes.parameters, some)
         if slow is not None:
             log.warning(
@@ -296,7 +297,12 @@ class PrivateTraining:
         )
         meter = EpsilonMeter(self.mechanism, self.delta, self.most_steps or spec.steps)
         claim = claimed(path) if claims else None  # before it is read, or two could read the same
-        ledger = (Ledger.open if path.exists() else Ledger.begin)(path, terms, meter)
+        try:
+            ledger = (Ledger.open if path.exists() else Ledger.begin)(path, terms, meter)
+        except BaseException:
+            if claim is not None:
+                claim.close()  # or a kept traceback would keep the lock
+            raise
         ledger.claim = claim
         return ledger
 
