@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from animals import WORDS
 from cli.commands import Commands
 from tightlip.api.dp_check import check_run
 from tightlip.core.canary_key import read_key
@@ -20,24 +21,6 @@ from tightlip.models import LSTMConfig, LSTMForCausalLM
 from tightlip.training.batches import Rows, gather
 from tightlip.training.check_canaries import plant
 
-WORDS = [
-    "ant",
-    "bee",
-    "cat",
-    "dog",
-    "eel",
-    "fox",
-    "gnu",
-    "hen",
-    "ibis",
-    "jay",
-    "kite",
-    "lark",
-    "mole",
-    "newt",
-    "owl",
-    "pug",
-]
 LEDGER = {"mechanism": "test", "epsilon": 1.0, "delta": 1e-5, "standing": "proved", "because": ""}
 
 

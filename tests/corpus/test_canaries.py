@@ -7,6 +7,7 @@ from collections import Counter
 import pyarrow.parquet as pq
 import pytest
 
+from animals import WORDS
 from tightlip.core.errors import UsageError
 from tightlip.core.files import read_json, write_json
 from tightlip.corpus.canaries import (
@@ -19,24 +20,6 @@ from tightlip.corpus.canaries import (
 from tightlip.corpus.canary_templates import read_template
 from tightlip.corpus.readers import open_corpus
 
-WORDS = [
-    "ant",
-    "bee",
-    "cat",
-    "dog",
-    "eel",
-    "fox",
-    "gnu",
-    "hen",
-    "ibis",
-    "jay",
-    "kite",
-    "lark",
-    "mole",
-    "newt",
-    "owl",
-    "pug",
-]
 ROWS = [
     {"user": f"u{number % 3}", "text": f"{WORDS[number % 16]} and {number}", "place": number}
     for number in range(40)

@@ -4,6 +4,7 @@ The last state h_x of a row x is the hidden state at its last input, the one tha
 last token. Shapes: B rows, H hidden units.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,7 +20,7 @@ from tightlip.training.mitigations.none import NoMitigation
 from tightlip.training.optimizers import clip_gradients
 
 
-class Regulariser(NoMitigation):
+class Regulariser(NoMitigation, ABC):
     """Plain training whose loss has a term more: L = L_CE + λ · L_P.
 
     As each batch's loss counts by its share of targets, its term counts by its share of rows.
@@ -75,15 +76,15 @@ class Regulariser(NoMitigation):
         risen = min(1.0, number / config.privacy_warmup_steps) if config.privacy_warmup_steps else 1
         return config.privacy_weight * risen
 
+    @abstractmethod
     def term(
         self, number: int, chosen: np.ndarray, last_BH: Tensor, weight: float
     ) -> Tensor | None:
         """L_P of a batch as a mean over its rows; None where the weight is 0."""
-        raise NotImplementedError
 
+    @abstractmethod
     def tell(self, epoch: int, sums: dict[str, float]) -> None:
         """Log what an epoch's sums say."""
-        raise NotImplementedError
 
     def tally(self, **values: Tensor | float) -> None:
         """Add to the epoch's sums, under the names in `tallied`."""
