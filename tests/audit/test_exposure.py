@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 import torch
 from scipy import stats
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from models.small_models import greedy_by_rereading, next_logits, small_model
 from standins import Parrot, Stranger
-from tightlip.audit import candidates as candidates_module
+from tightlip.audit import prefixes
 from tightlip.audit.candidates import Candidates, CandidateScorer
 from tightlip.audit.exposure import (
     ExposureConfig,
@@ -23,6 +24,7 @@ from tightlip.audit.exposure import (
     share_limits_bits,
     tab_successes,
 )
+from tightlip.audit.prefixes import PrefixReader
 from tightlip.audit.scan import Scanner
 from tightlip.core.errors import UsageError
 from tightlip.corpus.canaries import Canary, CanaryConfig, Planted, plant_canaries
@@ -100,18 +102,99 @@ def test_exposure_agrees_with_full_enumeration(kind, template):
         assert one.exposure_bits == one.low == one.high == pytest.approx(bits)
 
 
-@pytest.mark.parametrize("kind", ["lstm", "transformer"])
+def model_of(kind):
+    """One of ours, or somebody else's of the same size."""
+    torch.manual_seed(1)
+    if kind == "gpt2":
+        shape = GPT2Config(
+            vocab_size=23, n_positions=16, n_embd=12, n_layer=2, n_head=3, bos_token_id=2, eos_token_id=3
+        )  # fmt: skip
+        model = GPT2LMHeadModel(shape)
+    elif kind == "llama":
+        shape = LlamaConfig(
+            vocab_size=23, hidden_size=12, intermediate_size=16, num_hidden_layers=2,
+            num_attention_heads=2, num_key_value_heads=1,
+        )  # fmt: skip
+        model = LlamaForCausalLM(shape)
+    else:
+        return small_model(kind)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(5.0)
+    return model.eval()
+
+
+ROOMS = {
+    "plenty": (1 << 24, 1 << 30),
+    "few logits": (23 * 7, 1 << 30),
+    "few keys and values": (1 << 24, 20_000),
+}
+
+
+@pytest.mark.parametrize("kind", ["lstm", "transformer", "gpt2", "llama"])
 @pytest.mark.parametrize("bos", [BOS, None])
-@pytest.mark.parametrize("at_once", [1 << 24, 23 * 7])
-def test_the_tree_gives_what_each_text_by_itself_gives(kind, bos, at_once, monkeypatch):
-    monkeypatch.setitem(candidates_module.LOGITS_AT_ONCE, "cpu", at_once)
-    scorer = scorer_of(small_model(kind), bos=bos)
+@pytest.mark.parametrize("room", ROOMS)
+def test_the_tree_gives_what_each_text_by_itself_gives(kind, bos, room, monkeypatch):
+    logits, cache = ROOMS[room]
+    monkeypatch.setitem(prefixes.LOGITS_AT_ONCE, "cpu", logits)
+    monkeypatch.setitem(prefixes.CACHE_BYTES, "cpu", cache)
+    scorer = scorer_of(model_of(kind), bos=bos)
     for template in [*TEMPLATES, "{digits:3}"]:
         candidates = candidates_of(template)
         assert scorer._single_tokens(candidates) is not None
         numbers = np.arange(math.prod(candidates.shape))
         by_text = scorer.score_texts(candidates.texts(candidates.places_of(numbers)))
         assert scorer.score_all(candidates) == pytest.approx(by_text, abs=1e-4)
+
+
+def tokens_shown(model, action):
+    """How many tokens the model is shown meanwhile, padding included."""
+    shown = []
+    hook = model.register_forward_pre_hook(
+        lambda _, args, given: shown.append(given["input_ids"].numel()), with_kwargs=True
+    )
+    action()
+    hook.remove()
+    return sum(shown)
+
+
+@pytest.mark.parametrize("kind", ["lstm", "transformer", "gpt2", "llama"])
+def test_every_shared_beginning_is_read_once(kind):
+    model = model_of(kind)
+    candidates = candidates_of("PIN is {digits:3}")
+    shown = tokens_shown(model, lambda: scorer_of(model).score_all(candidates))
+    once = 1 + 1 + 1 + 10 + 100  # BOS, PIN, is, and the digits but the last
+    probing = 0 if kind == "lstm" else 2 + 2 + 6  # through a cache and without one
+    assert shown == once + probing
+
+
+def test_a_model_whose_cache_gives_other_logits_is_read_from_the_beginning():
+    model = model_of("gpt2")
+    candidates = candidates_of("PIN is {digits:2}")
+    expected = scorer_of(model).score_all(candidates)
+    plain = model.forward
+
+    def wrong(input_ids=None, past_key_values=None, use_cache=None, logits_to_keep=0):
+        out = plain(input_ids=input_ids, past_key_values=past_key_values, use_cache=use_cache)
+        if past_key_values is not None:
+            out.logits = out.logits.roll(1, -1)
+        return out
+
+    model.forward = wrong
+    assert scorer_of(model).score_all(candidates) == pytest.approx(expected, abs=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["lstm", "transformer", "gpt2"])
+def test_reading_on_leaves_the_memory_as_it_was(kind):
+    reader = PrefixReader(Scanner(model_of(kind), bos_id=BOS))
+    with torch.inference_mode():
+        reader.choose_way(torch.tensor([BOS, 5]))
+        _, memory = reader.read(None, torch.tensor([BOS]))
+        rows = torch.zeros(3, dtype=torch.long)
+        first, _ = reader.read(reader.select(memory, rows), torch.tensor([5, 6, 7]))
+        again, _ = reader.read(reader.select(memory, rows), torch.tensor([5, 6, 7]))
+    assert reader.caches == (kind != "lstm")
+    assert torch.equal(first, again)
 
 
 def test_a_tokenizer_that_joins_digits_has_each_text_scored_by_itself():
@@ -245,6 +328,62 @@ def test_tab_succeeds_exactly_where_greedy_continuation_gives_the_text(kind):
 def test_a_prompt_that_leaves_nothing_to_guess_is_refused():
     with pytest.raises(UsageError, match="leaves nothing to guess"):
         tab_successes(scorer_of(small_model("gru")), ["PIN 1 2"], 3)
+
+
+# Several keys, and real canaries
+
+
+def real(text, user="u"):
+    return Canary(text=text, user=user, repetitions=1, kind="real")
+
+
+def test_canaries_of_another_key_are_no_decoys():
+    model = small_model("lstm")
+    values = ["472", "100", "333"]
+    every = [canary("PIN is {digits:3}", each) for each in values]
+    other_words = canary("{words:2}", ["ant", "zebra"])  # of a list that this key does not have
+    for config in (ExposureConfig(), ExposureConfig(enumerate_up_to=10, num_samples=500)):
+        together = measure_exposures(
+            Scanner(model, bos_id=BOS), TOKENIZER, Planted(canaries=every, pools=POOLS), config
+        )
+        (alone,) = measure_exposures(
+            Scanner(model, bos_id=BOS),
+            TOKENIZER,
+            Planted(canaries=every[:1], pools=POOLS),
+            config,
+            [*every[1:], other_words],
+        )
+        assert alone.space == 998
+        assert alone.exposure_bits == pytest.approx(together[0].exposure_bits)
+
+
+def test_a_real_canary_has_no_exposure_but_a_perplexity_and_the_tab_attack():
+    texts = ["PIN is 4 7 2", "PIN is 4 7 3", "ant bee zebra dog"]
+    model = Parrot(23, [[BOS, *TOKENIZER.encode(texts[0], add_special_tokens=False)]])
+    key = Planted(
+        canaries=[*map(real, texts), canary("PIN is {digits:3}", "999")],
+        pools=POOLS,
+        model_fingerprint="f",
+    )
+    found = measure_exposures(Scanner(model, bos_id=BOS), TOKENIZER, key)
+    for one in found[:3]:
+        entry = one.to_json()
+        nothing = ("exposure_bits", "low", "high", "space", "rank", "fit_ks")
+        assert [entry[name] for name in nothing] == [None] * 6
+        assert (entry["exact"], entry["kind"]) == (False, "real")
+    assert [one.tab for one in found] == [True, False, False, False]
+    assert [one.prompt for one in found] == ["PIN", "PIN", "ant", "PIN"]
+    assert found[2].perplexity is None
+    assert found[3].kind == "planted"
+    assert found[3].exact
+
+
+@pytest.mark.parametrize("kind", ["lstm", "transformer"])
+def test_a_perplexity_agrees_with_reading_token_by_token(kind):
+    model, text = small_model(kind), "PIN is 4 ant dog"
+    key = Planted(canaries=[real(text)], pools={}, model_fingerprint="f")
+    (found,) = measure_exposures(Scanner(model, bos_id=BOS), TOKENIZER, key)
+    assert found.perplexity == pytest.approx(math.exp(-nats_by_rereading(model, text) / 5))
 
 
 # Refusals

@@ -9,14 +9,17 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+import typer
 
 from cli.commands import Commands
+from tightlip.cli.canary_table import most_successes
 from tightlip.corpus.readers import open_corpus
 from tightlip.corpus.vocabulary import build_tokenizer
 from tightlip.models import LSTMConfig, LSTMForCausalLM
 
 KEYS = {
-    "text", "user", "repetitions", "exposure_bits", "low", "high", "exact", "space", "rank", "tab"
+    "text", "user", "repetitions", "exposure_bits", "low", "high", "exact", "space", "rank", "tab",
+    "kind", "prompt", "perplexity", "fit_ks",
 }  # fmt: skip
 
 
@@ -87,7 +90,7 @@ def test_what_is_planted_is_on_file_for_the_owner_only(place):
 
 def test_a_model_that_knows_the_secret_shows_all_its_bits(place, command):
     ran, one = measured(command, place, "parrot")
-    assert set(one) >= KEYS
+    assert set(one) == KEYS
     assert one["exposure_bits"] == one["low"] == one["high"] == pytest.approx(math.log2(10_000))
     assert (one["rank"], one["space"], one["exact"], one["tab"]) == (1, 10_000, True, True)
     assert one["repetitions"] == 30
@@ -133,6 +136,76 @@ def test_each_user_gets_their_own_and_shared_prompts_have_a_ceiling(place, comma
     assert "Tab: at most 1 of 8 can succeed" in ran.out
 
 
+def test_real_texts_are_chosen_with_one_run_and_measured_on_another(place, command, tmp_path):
+    for seed in ("1", "2"):
+        ran = command(
+            "train", place / "planted/corpus.parquet", "--out", tmp_path / seed, "--split", "none",
+            "--steps", "3", "--hidden-size", "8", "--seed", seed, "--device", "cpu",
+        )  # fmt: skip
+        assert ran.status == 0, ran.err
+    choose = ("canaries", "choose", tmp_path / "1", "--out", tmp_path / "real.json")
+    more = ("--key", place / "planted/key.json", "--device", "cpu", "--min-tokens", "2")
+    ran = command(*choose, *more)
+    assert ran.status == 0, ran.err
+    assert "Chosen: of 4 users" in ran.out
+    assert stat.S_IMODE(os.stat(tmp_path / "real.json").st_mode) == 0o600
+    keys = ("--key", place / "planted/key.json", "--key", tmp_path / "real.json")
+    ran = command("canaries", "measure", tmp_path / "2", *keys, "--out", tmp_path / "found.json")
+    assert ran.status == 0, ran.err
+    assert [one["kind"] for one in json.loads((tmp_path / "found.json").read_text())] == [
+        "planted", *["real"] * 4
+    ]  # fmt: skip
+    assert "median perplexity" in ran.out
+    assert "of 1 planted canaries are completed" in ran.out
+    assert "of 4 real canaries are completed" in ran.out
+    ran = command("canaries", "measure", tmp_path / "1", *keys)
+    assert ran.status == 2
+    assert "the choice flatters it" in ran.refusal
+
+
+def test_the_ceiling_lets_two_who_wrote_the_same_succeed_together():
+    said = [("ant", "ant bee"), ("ant", "ant bee"), ("ant", "ant cat"), ("dog", "dog hen")]
+    assert most_successes([{"prompt": prompt, "text": text} for prompt, text in said]) == 3
+
+
+FLAGS = {
+    "--template": ("{digits:2}", {"plant"}),
+    "--repetitions": ("1", {"plant"}),
+    "--per-user": (None, {"plant"}),
+    "--words": ("w", {"plant"}),
+    "--names": ("n", {"plant"}),
+    "--num-words": ("1000", {"plant"}),
+    "--user-column": ("user", {"plant"}),
+    "--text-column": ("text", {"plant"}),
+    "--bad-rows": ("error", {"plant"}),
+    "--min-tokens": ("5", {"choose"}),
+    "--enumerate-up-to": ("1000000", {"measure"}),
+    "--num-samples": ("20000", {"measure"}),
+    "--prompt-tokens": ("1", {"measure"}),
+    "--key": ("k", {"choose", "measure"}),
+    "--device": ("auto", {"choose", "measure"}),
+    "--seed": ("0", {"plant", "measure"}),
+}
+
+
+@pytest.mark.parametrize("action", ["plant", "choose", "measure"])
+def test_a_flag_of_another_action_is_refused_even_with_its_default(place, command, action):
+    for flag, (value, actions) in FLAGS.items():
+        if action not in actions:
+            given = [flag] if value is None else [flag, value]
+            ran = command("canaries", action, place / "corpus.parquet", *given)
+            assert ran.status == 2, ran.err
+            assert f"{flag} does nothing with 'canaries {action}'" in ran.refusal
+
+
+def test_every_flag_is_for_some_action():
+    from tightlip.cli.main import app
+
+    options = typer.main.get_command(app).commands["canaries"].params
+    known = {option.opts[0] for option in options if option.opts[0].startswith("--")}
+    assert known - {"--out", "--help"} == set(FLAGS)
+
+
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
@@ -142,6 +215,8 @@ def test_each_user_gets_their_own_and_shared_prompts_have_a_ceiling(place, comma
         (("plant", "corpus.parquet", "--out", "x", "--repetitions", "a"), "no list of numbers"),
         (("plant", "corpus.parquet", "--out", "x", "--template", "hello"), "has no slot"),
         (("plant", "corpus.parquet", "--out", "x", "--words", "nofile"), "nofile"),
+        (("choose", "parrot"), "choose needs a file"),
+        (("choose", "parrot", "--out", "x"), "is no run"),
         (("measure", "parrot"), "measure needs the key"),
         (("measure", "parrot", "--key", "corpus.parquet"), "no key of canaries"),
         (("measure", "parrot", "--key", "k", "--template", "x"), "--template does nothing"),

@@ -440,3 +440,38 @@ def test_settings_that_contradict_each_other_are_refused(settings, words):
     fitting = {"insecure_seed": None, **settings}
     with pytest.raises(UsageError, match=words):
         private(**fitting)
+
+
+@pytest.mark.parametrize("unit", ["user", "example"])
+def test_held_out_text_of_its_own_keeps_the_proof_for_both_units(unit, public_tokenizer, tmp_path):
+    rows = documents(num_documents=200, num_users=40)
+    # The same people's text, which is the harder case: it must shape nothing all the same.
+    held = documents(num_documents=20, num_users=40, seed=3)
+    (tmp_path / "held.jsonl").write_text("\n".join(map(json.dumps, held)))
+    given = {"tokenizer": str(public_tokenizer), "validation": str(tmp_path / "held.jsonl")}
+
+    def trained(name, seed, prepare):
+        settings = private(steps=2, unit=unit, insecure_seed=seed).tree()
+        return tightlip.train(rows, tmp_path / name, prepare=prepare, **settings)
+
+    run = trained("run", None, given)
+    assert run.guarantee["standing"] == "proved"
+    assert run.guarantee["num_units"] == (40 if unit == "user" else 200)
+    lines = [json.loads(line) for line in (run.folder / "private.jsonl").read_text().splitlines()]
+    assert lines[-1]["validation_perplexity"] > 1
+    without = {"tokenizer": str(public_tokenizer), "split": "none"}
+    with_file, alone = (
+        (trained(name, 1, prepare).model_folder / "model.safetensors").read_bytes()
+        for name, prepare in (("a", given), ("b", without))
+    )
+    assert with_file == alone
+
+
+def test_stopping_by_a_file_of_held_out_text_is_refused_too(public_tokenizer, tmp_path):
+    (tmp_path / "held.jsonl").write_text("\n".join(map(json.dumps, documents(seed=3))))
+    given = {"tokenizer": str(public_tokenizer), "validation": str(tmp_path / "held.jsonl")}
+    with pytest.raises(GuaranteeError, match="stops by looking at private validation text"):
+        tightlip.train(
+            documents(), tmp_path / "run", prepare=given, **private(early_stop=1, epochs=2.0).tree()
+        )
+    assert not (tmp_path / "run").exists()

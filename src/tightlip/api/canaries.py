@@ -1,14 +1,18 @@
-"""`tightlip canaries plant` and `tightlip canaries measure` as calls."""
+"""`tightlip canaries plant`, `choose` and `measure` as calls."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from tightlip.core.errors import UsageError
 from tightlip.core.files import write_json
-from tightlip.core.run_folder import is_run, open_run
-from tightlip.corpus.canaries import CanaryConfig, Planted, read_key
+from tightlip.core.run_folder import RunRecord, is_run, open_run
+from tightlip.corpus.canaries import CanaryConfig, Planted, read_key, write_key
 from tightlip.corpus.canaries import plant_canaries as plant
+from tightlip.corpus.prepare import open_prepared
 from tightlip.corpus.readers import BadRows, open_corpus
+
+Keys = str | Path | Sequence[str | Path]
 
 
 def plant_canaries(
@@ -29,33 +33,78 @@ def plant_canaries(
     return plant(documents, Path(out), config)
 
 
+def choose_canaries(
+    run: str | Path,
+    out: str | Path,
+    *,
+    key: Keys = (),
+    device: str = "auto",
+    **settings: Any,
+) -> Planted:
+    """Write to `out` a key of real canaries: of each user the training document that surprises
+    the model of an unmitigated run most; `settings` are those of ChoiceConfig.
+
+    `key` names what was planted in the run's corpus, which is then never chosen.
+    """
+    from tightlip.audit.document_scores import open_scanner
+    from tightlip.audit.real_canaries import ChoiceConfig, choose_real_canaries
+    from tightlip.models.fingerprints import model_fingerprint
+    from tightlip.models.loading import load_tokenizer
+
+    config, record = ChoiceConfig(**settings), _unmitigated(Path(run))
+    if Path(out).exists():
+        raise UsageError(f"{out} exists. Give another --out, or delete it first.")
+    corpus = open_prepared(record.corpus_folder)
+    choice = choose_real_canaries(
+        open_scanner(record.model_folder, corpus.train, _device(device)),
+        load_tokenizer(record.model_folder),
+        corpus.train,
+        open_corpus(record.corpus_folder / "train.parquet"),
+        config,
+        planted=[canary.text for each in _read_keys(key) for canary in each.of_planted],
+    )
+    chosen = Planted(
+        canaries=choice.canaries,
+        pools={},
+        model_fingerprint=model_fingerprint(record.model_folder),
+        snapshot_fingerprints=tuple(model_fingerprint(each.folder) for each in record.snapshots),
+        num_users_left_out=choice.num_users_left_out,
+    )
+    write_key(Path(out), chosen)
+    return chosen
+
+
 def measure_canaries(
     model: str | Path,
-    key: str | Path,
+    key: Keys,
     *,
     out: str | Path | None = None,
     device: str = "auto",
     **settings: Any,
 ) -> list[dict[str, Any]]:
-    """What a model, or the one that a run trained, knows of every canary in the key.
+    """What a model, or the one that a run trained, knows of every canary in a key or several.
 
     `settings` are those of ExposureConfig. With `out` the list is written there, for its owner
     only.
     """
     import torch
 
-    from tightlip.api.audit import usable_device
     from tightlip.audit.exposure import ExposureConfig, measure_exposures
     from tightlip.audit.scan import Scanner
     from tightlip.models.loading import load_causal_lm, load_tokenizer
 
     config = ExposureConfig(**settings)
-    planted = read_key(Path(key))
+    keys = _read_keys(key)
     folder = model_folder(Path(model))
+    _refuse_own_choice(folder, keys)
     tokenizer = load_tokenizer(folder)
-    loaded = load_causal_lm(folder, device=usable_device(device), dtype=torch.float32)
+    loaded = load_causal_lm(folder, device=_device(device), dtype=torch.float32)
     scanner = Scanner(loaded, bos_id=tokenizer.bos_token_id)
-    found = [one.to_json() for one in measure_exposures(scanner, tokenizer, planted, config)]
+    found = []
+    for each in keys:
+        others = [canary for other in keys if other is not each for canary in other.of_planted]
+        entries = measure_exposures(scanner, tokenizer, each, config, others)
+        found += [entry.to_json() for entry in entries]
     if out is not None:
         write_json(Path(out), found)
     return found
@@ -69,3 +118,50 @@ def model_folder(model: Path) -> Path:
     if not record.finished:
         raise UsageError(f"{model} is not finished training. Give its train command again.")
     return record.model_folder
+
+
+def _unmitigated(run: Path) -> RunRecord:
+    if not is_run(run):
+        raise UsageError(
+            f"{run} is no run, and canaries are chosen from the text that a run trained on. Train one: "
+            "tightlip train CORPUS --out RUN"
+        )
+    model_folder(run)
+    record = open_run(run)
+    mitigation = record.config["train"]["mitigation"]
+    if mitigation != "none":
+        raise UsageError(
+            f"{run} was trained with mitigation {mitigation!r}, which has a hand in what surprises the model. Choose with "
+            "an unmitigated run: tightlip train CORPUS --out RUN --mitigation none"
+        )
+    return record
+
+
+def _read_keys(given: Keys) -> list[Planted]:
+    """The keys, each once; one path stands for itself."""
+    paths = [given] if isinstance(given, str | Path) else list(given)
+    return [read_key(path) for path in dict.fromkeys(Path(path).resolve() for path in paths)]
+
+
+def _refuse_own_choice(folder: Path, keys: Sequence[Planted]) -> None:
+    choosers = {
+        print_
+        for key in keys
+        if key.model_fingerprint is not None
+        for print_ in (key.model_fingerprint, *key.snapshot_fingerprints)
+    }
+    if not choosers:
+        return
+    from tightlip.models.fingerprints import model_fingerprint
+
+    if model_fingerprint(folder) in choosers:
+        raise UsageError(
+            f"{folder} comes from the run that chose these real canaries as what surprises it most, so the choice "
+            "flatters it. Choose with an unmitigated run of another --seed, and measure all models with that key."
+        )
+
+
+def _device(name: str) -> Any:
+    from tightlip.api.audit import usable_device
+
+    return usable_device(name)

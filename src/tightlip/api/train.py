@@ -5,9 +5,16 @@ from pathlib import Path
 from typing import Any
 
 from tightlip.core.errors import UsageError
+from tightlip.core.logs import log
 from tightlip.core.registry import look_up
 from tightlip.core.run_folder import RunRecord, is_run
-from tightlip.corpus.prepare import PrepareConfig, PreparedCorpus, is_prepared, open_prepared
+from tightlip.corpus.prepare import (
+    PrepareConfig,
+    PreparedCorpus,
+    held_out_corpus,
+    is_prepared,
+    open_prepared,
+)
 from tightlip.corpus.prepare import prepare as prepare_corpus
 from tightlip.training.config import BUILT_IN_MODELS, RunOptions, TrainConfig
 from tightlip.training.loop import train as train_model
@@ -42,7 +49,7 @@ def _prepared(
         return corpus
     if isinstance(corpus, str | Path) and is_prepared(Path(corpus)):
         ready = open_prepared(Path(corpus))
-        other = [n for n, v in settings.items() if n != "seed" and ready.settings.get(n) != v]
+        other = [n for n, v in settings.items() if not _as_prepared(n, v, ready)]
         if other:
             raise UsageError(
                 f"{corpus} was prepared with other settings, so {', '.join(sorted(other))} would do "
@@ -57,7 +64,21 @@ def _prepared(
         settings = _with_tokenizer_of(config.model, settings)
     chosen = PrepareConfig(**settings)
     _check_promise(config, chosen)
-    return prepare_corpus(corpus, out / "corpus", chosen)
+    ready = prepare_corpus(corpus, out / "corpus", chosen)
+    for warning in ready.statistics["warnings"]:
+        log.warning("%s", warning)
+    return ready
+
+
+def _as_prepared(name: str, value: Any, ready: PreparedCorpus) -> bool:
+    """Whether a setting says what the corpus was prepared with; held-out text by its text."""
+    if name == "seed":
+        return True
+    if name != "validation" or ready.settings.get(name) is None:
+        return bool(ready.settings.get(name) == value)
+    held_out = held_out_corpus(PrepareConfig(**(ready.settings | {name: value})))
+    assert held_out is not None
+    return held_out.fingerprint() == ready.validation_fingerprint
 
 
 def _check_promise(config: TrainConfig, chosen: PrepareConfig) -> None:

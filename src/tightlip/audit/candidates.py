@@ -7,7 +7,6 @@ Other tokenizers (byte pairs that join digits) have every text scored by itself.
 Shapes: B rows, K values of a place, T positions, V vocabulary.
 """
 
-import inspect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,15 +15,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tightlip.audit.scan import BATCH_TOKENS, Scanner, evaluating, full_precision
+from tightlip.audit.prefixes import PrefixReader
+from tightlip.audit.scan import Scanner, evaluating, full_precision
 from tightlip.audit.scoring import score_logits
 from tightlip.core.errors import UsageError
 from tightlip.core.progress import task
 from tightlip.corpus.canary_templates import Slot, Template
 from tightlip.corpus.encoding import Encoder
-from tightlip.models.states import RecurrentState
 
-LOGITS_AT_ONCE = {"cpu": 1 << 23, "cuda": 1 << 28}
 TEXTS_AT_ONCE = 50_000
 _TEXTS_COMPARED = 2_000
 
@@ -43,6 +41,10 @@ class Candidates:
     def places_of(self, numbers: np.ndarray) -> np.ndarray:
         """Of each candidate, which value stands in each place."""
         return np.stack(np.unravel_index(numbers, self.shape), axis=1)
+
+    def holds(self, values: Sequence[str]) -> bool:
+        """Whether each value can stand in its place."""
+        return all(value in pool for pool, value in zip(self.pools, values, strict=True))
 
     def number_of(self, values: Sequence[str]) -> int:
         where = [pool.index(value) for pool, value in zip(self.pools, values, strict=True)]
@@ -70,6 +72,7 @@ class CandidateScorer:
 
     def __init__(self, scanner: Scanner, tokenizer: Any) -> None:
         self.scanner = scanner
+        self._tokenizer = tokenizer
         self._encoder = Encoder(tokenizer)
         self._unknown = tokenizer.unk_token_id
 
@@ -84,6 +87,15 @@ class CandidateScorer:
                         "Plant canaries from words that the model knows (--words FILE), and train on them."
                     )
         return ids
+
+    def spelt(self, texts: list[str]) -> list[bool]:
+        """Whether the vocabulary has every word of each text."""
+        ids = self._encoder.encode(texts)[0]
+        return [self._unknown is None or self._unknown not in row for row in ids]
+
+    def prompt_of(self, text: str, num_tokens: int) -> str:
+        """A text's first tokens, as somebody would type them."""
+        return str(self._tokenizer.decode(self._encoder.encode([text])[0][0][:num_tokens]))
 
     def score_texts(self, texts: list[str]) -> np.ndarray:
         """Total log-probability of each text, scored by itself."""
@@ -160,13 +172,8 @@ class _Tree:
     """Reads every prefix that candidates share once, a bounded number of rows at a time."""
 
     def __init__(self, scanner: Scanner, steps: list[np.ndarray]) -> None:
-        self.model, self.device = scanner.model, scanner.device
-        self.bos = scanner.bos_id
-        self.carries_state = scanner.carries_state
+        self.reader, self.device, self.bos = PrefixReader(scanner), scanner.device, scanner.bos_id
         self.steps = [torch.from_numpy(step.astype(np.int64)).to(self.device) for step in steps]
-        accepted = inspect.signature(self.model.forward).parameters
-        self.last_only = {"logits_to_keep": 1} if "logits_to_keep" in accepted else {}
-        self.without_cache = {"use_cache": False} if "use_cache" in accepted else {}
 
     def scores(self) -> Iterator[np.ndarray]:
         if self.bos is not None:
@@ -177,52 +184,27 @@ class _Tree:
         if level == len(self.steps):
             yield nothing.cpu().numpy()
             return
+        if len(self.steps) - level > 1:  # else nothing is read twice
+            self.reader.choose_way(torch.stack([first[0], self.steps[level][0]]))
         yield from self._grow(None, first, nothing, level)
 
     def _grow(
         self, memory: Any, tokens_B: Tensor, scores_B: Tensor, level: int
     ) -> Iterator[np.ndarray]:
         """Scores of all candidates that go on from these rows, in order."""
-        logits_BV, memory = self._read(memory, tokens_B)
+        logits_BV, memory = self.reader.read(memory, tokens_B)
         step = self.steps[level]
         known_BK = _log_probs(logits_BV, step)
         scores = (scores_B[:, None] + known_BK).reshape(-1)
         if level + 1 == len(self.steps):
             yield scores.cpu().numpy()
             return
-        rows = self._rows_at_once(level, logits_BV.shape[1])
+        position = level + (self.bos is not None)
+        rows = self.reader.rows_at_once(memory, logits_BV.shape[1], position, len(self.steps))
         del logits_BV, known_BK
         for part in torch.arange(len(scores), device=self.device).split(rows):
-            chosen = self._select(memory, part // len(step))
+            chosen = self.reader.select(memory, part // len(step))
             yield from self._grow(chosen, step[part % len(step)], scores[part], level + 1)
-
-    def _rows_at_once(self, level: int, width: int) -> int:
-        kind = self.device.type
-        positions = 1 if self.carries_state else level + 2
-        logits = width * (1 if self.last_only else positions)
-        return max(
-            1,
-            min(
-                LOGITS_AT_ONCE.get(kind, 1 << 24) // logits,
-                BATCH_TOKENS.get(kind, 16_384) // positions,
-            ),
-        )
-
-    def _read(self, memory: Any, tokens_B: Tensor) -> tuple[Tensor, Any]:
-        """Logits behind one more token, and what to go on from."""
-        if self.carries_state:
-            out = self.model(input_ids=tokens_B[:, None], past_key_values=memory, use_cache=True)
-            return out.logits[:, -1].float(), out.past_key_values
-        ids_BT = tokens_B[:, None] if memory is None else torch.cat([memory, tokens_B[:, None]], 1)
-        out = self.model(input_ids=ids_BT, **self.last_only, **self.without_cache)
-        return out.logits[:, -1].float(), ids_BT
-
-    def _select(self, memory: Any, rows: Tensor) -> Any:
-        if not self.carries_state:
-            return memory[rows]
-        chosen = RecurrentState(memory.parts_LBH, memory.num_positions)
-        chosen.batch_select_indices(rows)
-        return chosen
 
 
 def _log_probs(logits_BV: Tensor, step_K: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from tightlip.audit.candidates import Candidates, CandidateScorer
 from tightlip.audit.scan import Scanner
 from tightlip.core.errors import UsageError
 from tightlip.corpus.canaries import Canary, Planted
-from tightlip.corpus.canary_templates import read_template
+from tightlip.corpus.canary_templates import Pools, read_template
 
 # float32 logits differ by about so much with the rows that share a batch: no preference.
 SAME_NATS = 2e-6
@@ -59,20 +59,26 @@ class Estimate:
 
 @dataclass(frozen=True, kw_only=True)
 class CanaryExposure:
-    """What a model knows of one canary; `prompt` is what the tab attack typed."""
+    """What a model knows of one canary; `prompt` is what the tab attack typed.
+
+    Nobody knows what else a real canary could have read, so it has no exposure. `perplexity` is
+    that of the whole text; None where the model lacks a word of it, which only a real one's may.
+    """
 
     text: str
     user: str
     repetitions: int
-    exposure_bits: float
-    low: float
-    high: float
-    exact: bool
-    space: int
-    rank: int
+    kind: str
+    exposure_bits: float | None = None
+    low: float | None = None
+    high: float | None = None
+    exact: bool = False
+    space: int | None = None
+    rank: int | None = None
     tab: bool
     prompt: str
-    fit_ks: float | None
+    perplexity: float | None
+    fit_ks: float | None = None
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -177,67 +183,134 @@ def exposed_above_bits(num_canaries: int, alpha: float = 0.05) -> float:
 
 
 def measure_exposures(
-    scanner: Scanner, tokenizer: Any, planted: Planted, config: ExposureConfig | None = None
+    scanner: Scanner,
+    tokenizer: Any,
+    key: Planted,
+    config: ExposureConfig | None = None,
+    others: Sequence[Canary] = (),
 ) -> list[CanaryExposure]:
     """What the model knows of each canary, in the key's order.
 
-    Other planted canaries are dropped from R: the model may know these, too.
+    Other planted canaries, those of further keys (`others`) too, are dropped from R: the model
+    may know these as well.
     """
     config = config or ExposureConfig()
     scorer = CandidateScorer(scanner, tokenizer)
     estimates: dict[str, Estimate] = {}
-    for name in dict.fromkeys(canary.template for canary in planted.canaries):
-        group = [canary for canary in planted.canaries if canary.template == name]
-        estimates |= _estimates(scorer, group, planted, config)
-    texts = [canary.text for canary in planted.canaries]
-    tabs = tab_successes(scorer, texts, config.prompt_tokens)
-    prompts = [tokenizer.decode(ids[: config.prompt_tokens]) for ids in scorer.ids_of(texts)]
+    planted = key.of_planted
+    for name in dict.fromkeys(canary.template for canary in planted):
+        group = [canary for canary in planted if canary.template == name]
+        also = [canary for canary in others if canary.template == name]
+        estimates |= _estimates(scorer, group, also, key.pools, config)
+    attacks = _attacked(scorer, key.canaries, config.prompt_tokens)
     return [
         CanaryExposure(
             text=canary.text,
             user=canary.user,
             repetitions=canary.repetitions,
-            tab=tab,
-            prompt=prompt,
-            **asdict(estimates[canary.text]),
+            kind=canary.kind,
+            **asdict(attack),
+            **(asdict(estimates[canary.text]) if canary.kind == "planted" else {}),
         )
-        for canary, tab, prompt in zip(planted.canaries, tabs, prompts, strict=True)
+        for canary, attack in zip(key.canaries, attacks, strict=True)
     ]
 
 
 def _estimates(
-    scorer: CandidateScorer, group: Sequence[Canary], planted: Planted, config: ExposureConfig
+    scorer: CandidateScorer,
+    group: Sequence[Canary],
+    others: Sequence[Canary],
+    pools: Pools,
+    config: ExposureConfig,
 ) -> dict[str, Estimate]:
     """The exposure of every canary of one template, by text."""
-    template = read_template(group[0].template)
-    candidates = Candidates(template, tuple(tuple(planted.pools[name]) for name in template.places))
+    template = read_template(str(group[0].template))
+    candidates = Candidates(template, tuple(tuple(pools[name]) for name in template.places))
     scorer.check_known(candidates)
-    space = template.num_candidates(planted.pools)
-    if space <= config.enumerate_up_to:
+    # Another key's lists may hold other values, and what those fill is no candidate here.
+    among = [canary for canary in others if candidates.holds(canary.values)]
+    if template.num_candidates(pools) <= config.enumerate_up_to:
         scores = scorer.score_all(candidates)
-        numbers = [candidates.number_of(canary.values) for canary in group]
+        numbers = [candidates.number_of(canary.values) for canary in [*group, *among]]
         decoys = np.delete(scores, numbers)
         return {
             canary.text: exposure_of(scores[number], decoys)
-            for canary, number in zip(group, numbers, strict=True)
+            for canary, number in zip(group, numbers, strict=False)
         }
-    return _sampled(scorer, candidates, [canary.text for canary in group], config)
+    texts = [canary.text for canary in group]
+    return _sampled(scorer, candidates, texts, {canary.text for canary in among}, config)
 
 
 def _sampled(
-    scorer: CandidateScorer, candidates: Candidates, secrets: list[str], config: ExposureConfig
+    scorer: CandidateScorer,
+    candidates: Candidates,
+    secrets: list[str],
+    others: set[str],
+    config: ExposureConfig,
 ) -> dict[str, Estimate]:
-    planted = set(secrets)
+    planted = {*secrets, *others}
     draw = np.random.default_rng(config.seed)
     drawn = candidates.texts(candidates.drawn(config.num_samples, draw))
     scores = scorer.score_texts([*secrets, *(text for text in drawn if text not in planted)])
     sample = scores[len(secrets) :]
-    space = math.prod(candidates.shape) - len(secrets) + 1
+    space = math.prod(candidates.shape) - len(planted) + 1
     tail = fitted_tail(sample)
     return {
         secret: estimated_exposure(float(score), sample, space, tail)
         for secret, score in zip(secrets, scores, strict=False)
     }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attack:
+    """The tab attack on one text: what was typed, whether all came, how likely the whole is."""
+
+    tab: bool
+    prompt: str
+    perplexity: float | None
+
+
+def _attacked(
+    scorer: CandidateScorer, canaries: Sequence[Canary], prompt_tokens: int
+) -> list[Attack]:
+    """A real canary with a word that the model lacks cannot come back, and is not scored."""
+    texts = [canary.text for canary in canaries]
+    known = [
+        spelt or canary.kind == "planted"
+        for spelt, canary in zip(scorer.spelt(texts), canaries, strict=True)
+    ]
+    spelt_texts = [text for text, can in zip(texts, known, strict=True) if can]
+    found = iter(_attacks(scorer, spelt_texts, prompt_tokens) if spelt_texts else [])
+    return [
+        next(found)
+        if can
+        else Attack(tab=False, prompt=scorer.prompt_of(text, prompt_tokens), perplexity=None)
+        for text, can in zip(texts, known, strict=True)
+    ]
+
+
+def _attacks(scorer: CandidateScorer, texts: list[str], prompt_tokens: int) -> list[Attack]:
+    log_probs, bounds, ranks = scorer.scanned(texts)
+    attacks = []
+    for text, (begin, end) in zip(texts, pairwise(bounds), strict=True):
+        if end - begin <= prompt_tokens:
+            raise UsageError(
+                f"{text!r} has {end - begin} tokens, so a prompt of {prompt_tokens} leaves nothing to guess. "
+                "Use fewer --prompt-tokens."
+            )
+        attacks.append(
+            Attack(
+                tab=bool((ranks[begin + prompt_tokens : end] == 0).all()),
+                prompt=scorer.prompt_of(text, prompt_tokens),
+                perplexity=_perplexity(log_probs[begin:end]),
+            )
+        )
+    return attacks
+
+
+def _perplexity(log_probs: np.ndarray) -> float:
+    """Over the predicted tokens: without a BOS the first one is given."""
+    return math.exp(min(-float(np.nanmean(log_probs.astype(np.float64))), 700.0))
 
 
 def tab_successes(scorer: CandidateScorer, texts: list[str], prompt_tokens: int) -> list[bool]:
@@ -246,12 +319,4 @@ def tab_successes(scorer: CandidateScorer, texts: list[str], prompt_tokens: int)
     Greedy continuation and teacher forcing agree as long as every token is the top one, so one
     pass over the texts tells.
     """
-    _, bounds, ranks = scorer.scanned(texts)
-    rows = [ranks[begin:end] for begin, end in pairwise(bounds)]
-    for text, row in zip(texts, rows, strict=True):
-        if len(row) <= prompt_tokens:
-            raise UsageError(
-                f"{text!r} has {len(row)} tokens, so a prompt of {prompt_tokens} leaves nothing to guess. "
-                "Use fewer --prompt-tokens."
-            )
-    return [bool((row[prompt_tokens:] == 0).all()) for row in rows]
+    return [attack.tab for attack in _attacks(scorer, texts, prompt_tokens)]

@@ -1,4 +1,4 @@
-"""`tightlip audit`: the leakage report."""
+"""`tightlip audit`: the leakage report, and what is asked for in its place."""
 
 import logging
 import sys
@@ -41,6 +41,21 @@ def audit(
             "--dp-check", help="Instead: guess a run's planted canaries; what ε they show."
         ),
     ] = False,
+    membership: Annotated[
+        bool,
+        typer.Option("--membership", help="Instead: can one tell what a run was trained on?"),
+    ] = False,
+    reference: Annotated[
+        str | None,
+        typer.Option(help="With --membership: a model, or a run, that never saw that text."),
+    ] = None,
+    groups: Annotated[
+        bool,
+        typer.Option("--groups", help="Instead: whose held-out text a run predicts worse."),
+    ] = False,
+    against: Annotated[
+        str | None, typer.Option(help="With --groups: the unmitigated run, to see who lost.")
+    ] = None,
     redact: Annotated[
         bool, typer.Option("--redact", help="No text and no names in the report.")
     ] = False,
@@ -76,19 +91,24 @@ def audit(
     from tightlip.core.progress import shown_progress
     from tightlip.core.run_folder import is_run
 
-    if dp_check:
-        from tightlip.cli.dp_check import dp_check as check
-
-        others = {
-            "CORPUS": corpus,
-            "--out": out,
-            "--public-model": public_model,
-            "--validation": validation,
-            "--snapshots": snapshots,
-            "--redact": redact,
-            "--fail-on": fail_on,
-        }
-        check(model, device, others)
+    of_reports = {
+        "CORPUS": corpus,
+        "--out": out,
+        "--public-model": public_model,
+        "--validation": validation,
+        "--snapshots": snapshots,
+        "--redact": redact,
+        "--fail-on": fail_on,
+    }
+    asked = {
+        "--dp-check": dp_check,
+        "--membership": membership,
+        "--groups": groups,
+        "--reference": reference,
+        "--against": against,
+    }
+    if any(asked.values()):
+        _instead(model, device, asked, of_reports)
         return
     conditions = fail_on or []
     thresholds = _numbers(curated_at)
@@ -133,6 +153,33 @@ def audit(
         print(f"tightlip: failed on {line}", file=sys.stderr)
     if failed:
         raise typer.Exit(1)
+
+
+def _instead(run: str, device: str, asked: dict[str, Any], of_reports: dict[str, Any]) -> None:
+    """What is asked for in place of a leakage report; each by itself."""
+    from tightlip.core.errors import UsageError
+
+    for flag, of in (("--reference", "--membership"), ("--against", "--groups")):
+        if asked[flag] is not None and not asked[of]:
+            raise UsageError(
+                f"{flag} {asked[flag]} is for {of}, which is not asked for. Run: tightlip audit {run} {of} {flag} "
+                f"{asked[flag]}"
+            )
+    chosen, *more = [flag for flag in ("--dp-check", "--membership", "--groups") if asked[flag]]
+    if more:
+        raise UsageError(f"{chosen} and {more[0]} are two audits. Run one, then the other.")
+    if chosen == "--dp-check":
+        from tightlip.cli.dp_check import dp_check
+
+        dp_check(run, device, of_reports)
+    elif chosen == "--membership":
+        from tightlip.cli.membership import membership
+
+        membership(run, device, asked["--reference"], of_reports)
+    else:
+        from tightlip.cli.groups import groups
+
+        groups(run, device, asked["--against"], of_reports)
 
 
 def _judged(report: Any) -> list[tuple[str, dict[str, Any]]]:

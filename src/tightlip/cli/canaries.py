@@ -1,32 +1,63 @@
-"""`tightlip canaries`: plant made-up secrets in a corpus, measure what a model keeps of them."""
+"""`tightlip canaries`: plant made-up secrets in a corpus, or choose real ones; measure what a
+model keeps of them."""
 
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from tightlip.cli.options import BadRows, Device, TextColumn, UserColumn
+_PLANT, _CHOOSE, _MEASURE = "With plant", "With choose", "With measure"
+# Which actions each flag is for; --out is for all of them.
+_FOR = {
+    **dict.fromkeys(
+        ("template", "repetitions", "per_user", "words", "names", "num_words"), ("plant",)
+    ),
+    **dict.fromkeys(("user_column", "text_column", "bad_rows"), ("plant",)),
+    "min_tokens": ("choose",),
+    **dict.fromkeys(("enumerate_up_to", "num_samples", "prompt_tokens"), ("measure",)),
+    "key": ("choose", "measure"),
+    "device": ("choose", "measure"),
+    "seed": ("plant", "measure"),
+}
 
-_PLANT, _MEASURE = "With plant", "With measure"
 
-
-def _option(text: str, panel: str, *names: str) -> Any:
+def _option(text: str, panel: str | None, *names: str) -> Any:
     return typer.Option(*names, help=text, rich_help_panel=panel)
 
 
 def canaries(
-    action: Annotated[str, typer.Argument(help="'plant' or 'measure'.", metavar="ACTION")],
+    action: Annotated[
+        str, typer.Argument(help="'plant', 'choose' or 'measure'.", metavar="ACTION")
+    ],
     source: Annotated[
         str,
         typer.Argument(
-            help="plant: the corpus. measure: a run, or a model's folder.", metavar="CORPUS|MODEL"
+            help="plant: the corpus. choose: an unmitigated run. measure: a run, or a model's folder.",
+            metavar="CORPUS|RUN|MODEL",
         ),
     ],
     out: Annotated[
         Path | None,
-        typer.Option(help="plant: a new folder. measure: a file for the JSON list."),
+        _option(
+            "plant: a new folder. choose: a file for the key. measure: a file for the JSON list.",
+            None,
+        ),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Decides the secrets, or the decoys sampled.")] = 0,
+    seed: Annotated[
+        int | None,
+        _option("plant, measure: decides the secrets, or the decoys sampled; 0.", None),
+    ] = None,
+    key: Annotated[
+        list[Path] | None,
+        _option(
+            "measure: the key.json of what was planted, or a key that choose wrote. choose: what was planted, never to "
+            "be chosen. May be given again.",
+            None,
+        ),
+    ] = None,
+    device: Annotated[
+        str | None, _option("choose, measure: cpu, cuda, or auto (default).", None)
+    ] = None,
     template: Annotated[
         list[str] | None,
         _option(
@@ -40,8 +71,8 @@ def canaries(
         _option("How often: one canary a number. The paper's 1 to 50 unless given.", _PLANT),
     ] = None,
     per_user: Annotated[
-        bool, _option("Canaries of their own for each user.", _PLANT, "--per-user")
-    ] = False,
+        bool | None, _option("Canaries of their own for each user.", _PLANT, "--per-user")
+    ] = None,
     words: Annotated[
         Path | None, _option("A file of words, one a line, for {words:N}.", _PLANT)
     ] = None,
@@ -49,80 +80,53 @@ def canaries(
         Path | None, _option("A file of names, one a line, for {names}.", _PLANT)
     ] = None,
     num_words: Annotated[
-        int, _option("Without such a file: so many of the corpus' most frequent.", _PLANT)
-    ] = 1000,
-    user_column: UserColumn = "user",
-    text_column: TextColumn = "text",
-    bad_rows: BadRows = "error",
-    key: Annotated[Path | None, _option("The key.json of what was planted.", _MEASURE)] = None,
+        int | None,
+        _option("Without such a file: so many of the corpus' most frequent; 1,000.", _PLANT),
+    ] = None,
+    user_column: Annotated[
+        str | None, _option("The column that says who wrote a document; user.", _PLANT)
+    ] = None,
+    text_column: Annotated[
+        str | None, _option("The column that holds the text; text.", _PLANT)
+    ] = None,
+    bad_rows: Annotated[
+        str | None, _option("An unusable row: error (default) or skip (counted).", _PLANT)
+    ] = None,
+    min_tokens: Annotated[
+        int | None, _option("Only documents of at least so many tokens; 5.", _CHOOSE)
+    ] = None,
     enumerate_up_to: Annotated[
-        int, _option("Score every candidate where there are no more.", _MEASURE)
-    ] = 1_000_000,
+        int | None,
+        _option("Score every candidate where there are no more; 1,000,000.", _MEASURE),
+    ] = None,
     num_samples: Annotated[
-        int, _option("Otherwise score so many, and estimate.", _MEASURE)
-    ] = 20_000,
+        int | None, _option("Otherwise score so many, and estimate; 20,000.", _MEASURE)
+    ] = None,
     prompt_tokens: Annotated[
-        int, _option("Tokens that the tab attack types before it accepts.", _MEASURE)
-    ] = 1,
-    device: Device = "auto",
+        int | None, _option("Tokens that the tab attack types before it accepts; 1.", _MEASURE)
+    ] = None,
 ) -> None:
-    """Plant made-up secrets in a corpus, and measure what a model keeps of them."""
+    """Plant made-up secrets in a corpus, or choose real ones, and measure what a model keeps."""
+    settings = {
+        name: value for name, value in locals().items() if name in _FOR and value is not None
+    }
     from tightlip.core.errors import UsageError
     from tightlip.core.registry import unknown
 
-    for_planting = {
-        "--template": template,
-        "--repetitions": repetitions,
-        "--per-user": per_user,
-        "--words": words,
-        "--names": names,
-    }
-    if action == "plant":
-        _refuse(action, {"--key": key})
-        if out is None:
+    actions = {"plant": _plant, "choose": _choose, "measure": _measure}
+    if action not in actions:
+        raise UsageError(unknown("action", action, list(actions)))
+    for name in settings:
+        if action not in _FOR[name]:
             raise UsageError(
-                f"plant needs a folder to write to. Run: tightlip canaries plant {source} --out DIR"
+                f"--{name.replace('_', '-')} does nothing with 'canaries {action}'. Leave it out."
             )
-        settings = {
-            "templates": tuple(template or ()),
-            "repetitions": _numbers(repetitions),
-            "per_user": per_user,
-            "words": _lines(words),
-            "names": _lines(names),
-            "num_words": num_words,
-            "seed": seed,
-        }
-        columns = {"user_column": user_column, "text_column": text_column, "bad_rows": bad_rows}
-        _plant(source, out, settings | columns)
-    elif action == "measure":
-        _refuse(action, for_planting)
-        if key is None:
-            raise UsageError(
-                f"measure needs the key. Run: tightlip canaries measure {source} --key DIR/key.json"
-            )
-        settings = {
-            "enumerate_up_to": enumerate_up_to,
-            "num_samples": num_samples,
-            "prompt_tokens": prompt_tokens,
-            "seed": seed,
-        }
-        _measure(source, key, out, settings | {"device": device})
-    else:
-        raise UsageError(unknown("action", action, ["plant", "measure"]))
+    actions[action](source, out, settings)
 
 
-def _refuse(action: str, others: dict[str, Any]) -> None:
+def _numbers(given: str) -> tuple[int, ...]:
     from tightlip.core.errors import UsageError
 
-    if given := [name for name, value in others.items() if value]:
-        raise UsageError(f"{given[0]} does nothing with 'canaries {action}'. Leave it out.")
-
-
-def _numbers(given: str | None) -> tuple[int, ...] | None:
-    from tightlip.core.errors import UsageError
-
-    if given is None:
-        return None
     try:
         return tuple(int(number) for number in given.split(","))
     except ValueError:
@@ -131,91 +135,82 @@ def _numbers(given: str | None) -> tuple[int, ...] | None:
         ) from None
 
 
-def _lines(path: Path | None) -> list[str] | None:
-    return None if path is None else path.read_text(encoding="utf-8").splitlines()
+def _lines(path: Path) -> list[str]:
+    return path.read_text(encoding="utf-8").splitlines()
 
 
-def _plant(corpus: str, out: Path, settings: dict[str, Any]) -> None:
+def _said(line: str) -> None:
     from rich.console import Console
 
+    Console().print(line, highlight=False, soft_wrap=True)
+
+
+def _plant(corpus: str, out: Path | None, settings: dict[str, Any]) -> None:
     import tightlip
+    from tightlip.core.errors import UsageError
     from tightlip.core.progress import shown_progress
 
+    if out is None:
+        raise UsageError(
+            f"plant needs a folder to write to. Run: tightlip canaries plant {corpus} --out DIR"
+        )
+    readers: dict[str, Any] = {"repetitions": _numbers, "words": _lines, "names": _lines}
+    settings = {name: readers.get(name, _same)(value) for name, value in settings.items()}
+    templates = tuple(settings.pop("template", ()))
     with shown_progress():
-        planted = tightlip.plant_canaries(corpus, out, **settings)
+        planted = tightlip.plant_canaries(corpus, out, templates=templates, **settings)
     num_copies = sum(canary.repetitions for canary in planted.canaries)
     num_users = len({canary.user for canary in planted.canaries})
-    console = Console()
-    console.print(
-        f"Planted {len(planted.canaries):,} canaries with {num_users:,} users, {num_copies:,} copies in all.",
-        highlight=False,
-        soft_wrap=True,
+    _said(
+        f"Planted {len(planted.canaries):,} canaries with {num_users:,} users, {num_copies:,} copies in all."
     )
-    console.print(f"The corpus: {out / 'corpus.parquet'}", highlight=False, soft_wrap=True)
-    console.print(
-        f"The key: {out / 'key.json'}. Keep it from whoever trains.",
-        highlight=False,
-        soft_wrap=True,
-    )
+    _said(f"The corpus: {out / 'corpus.parquet'}")
+    _said(f"The key: {out / 'key.json'}. Keep it from whoever trains.")
 
 
-def _measure(model: str, key: Path, out: Path | None, settings: dict[str, Any]) -> None:
+def _same(value: Any) -> Any:
+    return value
+
+
+def _choose(run: str, out: Path | None, settings: dict[str, Any]) -> None:
+    import tightlip
+    from tightlip.core.errors import UsageError
+    from tightlip.core.progress import shown_progress
+
+    if out is None:
+        raise UsageError(
+            f"choose needs a file to write to. Run: tightlip canaries choose {run} --out FILE"
+        )
+    with shown_progress():
+        chosen = tightlip.choose_canaries(run, out, **settings)
+    _said(
+        f"Chosen: of {len(chosen.canaries):,} users the training document that surprises {run} most."
+    )
+    if chosen.num_users_left_out:
+        _said(
+            f"Left out: {chosen.num_users_left_out:,} users with no document that is long enough and spelt in known words."
+        )
+    _said(f"The key: {out}. It holds real text. Measure other models than this run's with it.")
+
+
+def _measure(model: str, out: Path | None, settings: dict[str, Any]) -> None:
     from rich.console import Console
 
     import tightlip
+    from tightlip.cli.canary_table import canary_lines, canary_tables
+    from tightlip.core.errors import UsageError
     from tightlip.core.progress import shown_progress
 
+    keys = settings.pop("key", None)
+    if not keys:
+        raise UsageError(
+            f"measure needs the key. Run: tightlip canaries measure {model} --key DIR/key.json"
+        )
     with shown_progress():
-        found = tightlip.measure_canaries(model, key, out=out, **settings)
-    console = Console()
-    console.print(_table(found))
-    for line in lines_of(found):
-        console.print(line, highlight=False, soft_wrap=True)
+        found = tightlip.measure_canaries(model, keys, out=out, **settings)
+    for table in canary_tables(found):
+        Console().print(table)
+    for line in canary_lines(found):
+        _said(line)
     if out is not None:
-        console.print(f"The list: {out}", highlight=False, soft_wrap=True)
-
-
-def _table(found: list[dict[str, Any]]) -> Any:
-    from rich.table import Table
-
-    threshold = _threshold(found)
-    table = Table(box=None, pad_edge=False)
-    for name in ("repeated", "canaries", "mean exposure, bits", "exposed", "tab"):
-        table.add_column(name, justify="right")
-    for times in sorted({one["repetitions"] for one in found}):
-        group = [one for one in found if one["repetitions"] == times]
-        table.add_row(
-            f"{times:,}",
-            f"{len(group):,}",
-            f"{sum(one['exposure_bits'] for one in group) / len(group):.1f}",
-            f"{sum(one['low'] > threshold for one in group):,}",
-            f"{sum(one['tab'] for one in group):,}",
-        )
-    return table
-
-
-def lines_of(found: list[dict[str, Any]]) -> list[str]:
-    """What the table's figures mean, in plain sentences."""
-    lines = [
-        f"Exposed: above {_threshold(found):.1f} bits, which chance passes for one of {len(found):,} canaries in 5 of "
-        "100 models that never saw them. Such models show 1.4 bits on average."
-    ]
-    num_prompts = len({one["prompt"] for one in found})
-    if num_prompts < len(found):
-        lines.append(
-            f"Tab: at most {num_prompts:,} of {len(found):,} can succeed, for the others begin like one of these."
-        )
-    sampled = [one for one in found if not one["exact"]]
-    if sampled:
-        worst = max(one["fit_ks"] for one in sampled)
-        lines.append(
-            f"{len(sampled):,} exposures are estimated from sampled candidates; the fitted curve is off by "
-            f"at most {worst:.3f} (Kolmogorov-Smirnov)."
-        )
-    return lines
-
-
-def _threshold(found: list[dict[str, Any]]) -> float:
-    from tightlip.audit.exposure import exposed_above_bits
-
-    return exposed_above_bits(len(found))
+        _said(f"The list: {out}")

@@ -17,9 +17,16 @@ def prepare(
     text_column: TextColumn = "text",
     bad_rows: BadRows = "error",
     split: Annotated[
-        str, typer.Option(help="Hold out by 'document' within each user, by 'user', or 'none'.")
-    ] = "document",
+        str | None,
+        typer.Option(
+            help="Hold out by 'document' within each user (default), by 'user', or 'none'."
+        ),
+    ] = None,
     holdout: Annotated[float, typer.Option(help="The share held out for validation.")] = 0.2,
+    validation: Annotated[
+        str | None,
+        typer.Option(help="Held-out text as a file of its own; nothing is then split off."),
+    ] = None,
     deduplicate: Annotated[
         str, typer.Option(help="Remove repeated 'sentences' or 'documents', or 'none'.")
     ] = "none",
@@ -70,6 +77,7 @@ def prepare(
             bad_rows=bad_rows,
             split=split,
             holdout=holdout,
+            validation=validation,
             deduplicate=deduplicate,
             scrub=scrub,
             names=names,

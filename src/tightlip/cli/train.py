@@ -157,6 +157,10 @@ def train(
     bad_rows: Annotated[str | None, _option("error (default) or skip.", _CORPUS)] = None,
     split: Annotated[str | None, _option("document (default), user or none.", _CORPUS)] = None,
     holdout: Annotated[float | None, _option("0.2 unless given.", _CORPUS)] = None,
+    validation: Annotated[
+        str | None,
+        _option("Held-out text as a file of its own; nothing is then split off.", _CORPUS),
+    ] = None,
     deduplicate: Annotated[
         str | None, _option("none (default), sentences or documents.", _CORPUS)
     ] = None,

@@ -7,7 +7,11 @@ from typing import Any
 from tightlip.core.errors import UsageError
 
 _REGISTERED: dict[str, dict[str, str]] = {
-    "audit": {"leakage": "tightlip.audit.leakage:audit_leakage"},
+    "audit": {
+        "groups": "tightlip.audit.groups:GroupFigures",
+        "leakage": "tightlip.audit.leakage:audit_leakage",
+        "membership": "tightlip.audit.membership:measure_level",
+    },
     "engine": {"local": "tightlip.engines.local:LocalEngine"},
     "mitigation": {
         "adversarial": "tightlip.training.mitigations.adversarial:AdversarialMitigation",

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -55,21 +55,35 @@ class CanaryConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Canary:
-    """One planted secret: what it reads, whose documents it lies among, and how often."""
+    """One secret: what it reads, whose it is, and how often it stands in the training text.
+
+    A real one is text that somebody wrote, so it has no template and no values.
+    """
 
     text: str
     user: str
     repetitions: int
-    template: str
-    values: tuple[str, ...]
+    template: str | None = None
+    values: tuple[str, ...] = ()
+    kind: Literal["planted", "real"] = "planted"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Planted:
-    """The key: every canary, and the lists that its values were drawn from."""
+    """The key: every canary, and the lists that the values of planted ones were drawn from.
+
+    A key of real canaries names the model that chose them, and that run's snapshots.
+    """
 
     canaries: list[Canary]
     pools: dict[str, list[str]]
+    model_fingerprint: str | None = None
+    snapshot_fingerprints: tuple[str, ...] = ()
+    num_users_left_out: int = 0
+
+    @property
+    def of_planted(self) -> list[Canary]:
+        return [canary for canary in self.canaries if canary.kind == "planted"]
 
 
 def plant_canaries(corpus: Corpus, out: Path, config: CanaryConfig) -> Planted:
@@ -235,15 +249,9 @@ def _merged(batch: DocumentBatch, places: np.ndarray, copies: list[Canary]) -> D
     )
 
 
-def write_key(path: Path, planted: Planted) -> None:
+def write_key(path: Path, key: Planted) -> None:
     """The key as JSON, for its owner only: whoever reads it knows every secret."""
-    write_json(
-        path,
-        {
-            "pools": planted.pools,
-            "canaries": [asdict(canary) for canary in planted.canaries],
-        },
-    )
+    write_json(path, asdict(key))
 
 
 def read_key(path: Path) -> Planted:
@@ -254,29 +262,39 @@ def read_key(path: Path) -> Planted:
         )
     try:
         there = read_json(path)
-        planted = Planted(
+        key = Planted(
             canaries=[_canary(entry) for entry in there["canaries"]],
             pools={name: list(map(str, values)) for name, values in there["pools"].items()},
+            model_fingerprint=there.get("model_fingerprint"),
+            snapshot_fingerprints=tuple(there.get("snapshot_fingerprints", ())),
+            num_users_left_out=int(there.get("num_users_left_out", 0)),
         )
-        _check_whole(planted)
+        _check_whole(key)
     except (ValueError, KeyError, TypeError, AttributeError, AssertionError) as error:
         raise UsageError(
             f"{path} is damaged, or no key of canaries ({error!r}). Put a whole copy back, or plant again."
         ) from error
-    return planted
+    return key
 
 
 def _canary(entry: dict[str, Any]) -> Canary:
     return Canary(**(entry | {"values": tuple(entry["values"])}))
 
 
-def _check_whole(planted: Planted) -> None:
-    if not planted.canaries:
+def _check_whole(key: Planted) -> None:
+    if not key.canaries:
         raise ValueError("there are no canaries")
-    for canary in planted.canaries:
-        template = read_template(canary.template)
-        if template.filled(canary.values) != canary.text:
-            raise ValueError(f"{canary.text!r} is not its template with its values")
-        for place, value in zip(template.places, canary.values, strict=True):
-            if value not in planted.pools[place]:
-                raise ValueError(f"{value!r} is not among the {place}")
+    for canary in key.canaries:
+        if canary.kind == "planted":
+            _check_planted(canary, key.pools)
+        elif canary.kind != "real" or not key.model_fingerprint:
+            raise ValueError(f"{canary.text!r} is neither planted nor chosen by a known model")
+
+
+def _check_planted(canary: Canary, pools: Pools) -> None:
+    template = read_template(str(canary.template))
+    if template.filled(canary.values) != canary.text:
+        raise ValueError(f"{canary.text!r} is not its template with its values")
+    for place, value in zip(template.places, canary.values, strict=True):
+        if value not in pools[place]:
+            raise ValueError(f"{value!r} is not among the {place}")

@@ -3,7 +3,7 @@
     prepared.json        settings, statistics, fingerprints, private releases
     tokenizer/           Hugging Face files
     train.parquet        user, text and further columns, as cleaned
-    validation.parquet   what was held out
+    validation.parquet   what was held out, or came as a file of its own
     train/, validation/  the same documents as tokens (see tokens.py)
 
 Everything follows from the source, the settings and the seed, but for a vocabulary with noise.
@@ -15,119 +15,22 @@ import secrets
 from collections import Counter
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, cast
 
-from tightlip.core.errors import GuaranteeError, UsageError
+from tightlip.core.errors import UsageError
 from tightlip.core.files import folder_written_whole, read_json, write_json
 from tightlip.core.progress import task
-from tightlip.core.registry import unknown
 from tightlip.corpus.cleaning import Cleaner
 from tightlip.corpus.encoding import tokenizer_fingerprint
-from tightlip.corpus.private_vocabulary import VocabularyRelease, build_private_tokenizer
-from tightlip.corpus.readers import BadRows, Corpus, open_corpus
+from tightlip.corpus.held_out import held_out_source, overlap
+from tightlip.corpus.prepare_config import PrepareConfig
+from tightlip.corpus.private_vocabulary import build_private_tokenizer
+from tightlip.corpus.readers import Corpus, open_corpus
 from tightlip.corpus.split import SplitBy, Splitter
 from tightlip.corpus.statistics import check_unknown, describe_source, describe_tokens, total_tokens
 from tightlip.corpus.tables import TableWriter, attribute_types
 from tightlip.corpus.tokens import TokenizedCorpus, open_tokenized, tokenize_documents
 from tightlip.corpus.vocabulary import build_tokenizer
-
-_CHOICES = {
-    "bad_rows": ("error", "skip"),
-    "split": ("document", "user", "none"),
-    "deduplicate": ("none", "sentences", "documents"),
-    "vocabulary": ("words", "bpe"),
-}
-
-
-@dataclass(frozen=True, kw_only=True)
-class PrepareConfig:
-    """Everything that decides what a prepared corpus holds."""
-
-    user_column: str = "user"
-    text_column: str = "text"
-    bad_rows: BadRows = "error"
-    split: SplitBy = "document"
-    holdout: float = 0.2
-    deduplicate: Literal["none", "sentences", "documents"] = "none"
-    scrub: bool = False
-    names: bool = False
-    tokenizer: str | None = None
-    vocabulary: Literal["words", "bpe"] = "words"
-    vocabulary_size: int | None = 10_000
-    min_users: int | None = None
-    vocabulary_noise: float | None = None
-    vocabulary_words_per_user: int = VocabularyRelease.words_per_user
-    vocabulary_delta: float = VocabularyRelease.delta
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        for name, allowed in _CHOICES.items():
-            if getattr(self, name) not in allowed:
-                raise UsageError(unknown(name, str(getattr(self, name)), list(allowed)))
-        if self.split != "none" and not 0 < self.holdout < 1:
-            raise UsageError(
-                f"holdout={self.holdout} is no share between 0 and 1. Use 0.2, or --split none to hold out nothing."
-            )
-        if self.vocabulary == "bpe" and self.min_users is not None:
-            raise UsageError(
-                f"min_users={self.min_users} counts who wrote a word, and bpe learns pieces of words. "
-                "Use --vocabulary words, or leave it out."
-            )
-        if self.names and not self.scrub:
-            raise UsageError("names=True is part of scrubbing, which is off. Add --scrub.")
-        if self.tokenizer is not None and self.min_users is not None:
-            raise UsageError(
-                f"min_users={self.min_users} shapes a vocabulary built here, but tokenizer={self.tokenizer!r} "
-                "brings its own. Leave one of them out."
-            )
-        if self.vocabulary_noise is None:
-            self._check_nothing_of_a_release()
-        else:
-            self._check_release(self.vocabulary_noise)
-
-    def release(self) -> VocabularyRelease | None:
-        """How the vocabulary is to be released, where it is to be private."""
-        if self.vocabulary_noise is None:
-            return None
-        return VocabularyRelease(
-            noise_multiplier=self.vocabulary_noise,
-            words_per_user=self.vocabulary_words_per_user,
-            delta=self.vocabulary_delta,
-        )
-
-    def _check_nothing_of_a_release(self) -> None:
-        for name in ("words_per_user", "delta"):
-            value = getattr(self, f"vocabulary_{name}")
-            if value != getattr(VocabularyRelease, name):
-                raise UsageError(
-                    f"vocabulary_{name}={value} shapes a vocabulary with noise, which is off. "
-                    "Add --vocabulary-noise, or leave it out."
-                )
-
-    def _check_release(self, noise: float) -> None:
-        self.release()
-        if self.tokenizer is not None:
-            raise UsageError(
-                f"vocabulary_noise={noise} hides users in a vocabulary built here, but "
-                f"tokenizer={self.tokenizer!r} brings its own. Leave one of them out."
-            )
-        if self.vocabulary == "bpe":
-            raise UsageError(
-                f"vocabulary_noise={noise} is added to sums of words, and bpe learns pieces of words "
-                "from exact counts. Use --vocabulary words."
-            )
-        if self.min_users is not None:
-            raise UsageError(
-                f"min_users={self.min_users} counts exactly who wrote a word, which "
-                f"vocabulary_noise={noise} is there to hide; its threshold does the same work. "
-                "Leave --min-users out."
-            )
-        if self.deduplicate != "none":
-            raise GuaranteeError(
-                f"deduplicate={self.deduplicate!r} lets one user's text decide what is left of another's, "
-                f"so vocabulary_noise={noise} would hide less than it says. Use --deduplicate none, "
-                "or deduplicate within each user before."
-            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,6 +44,7 @@ class PreparedCorpus:
     settings: dict[str, Any]
     tokenizer_folder: Path
     releases: list[dict[str, Any]]
+    validation_fingerprint: str | None = None  # of a file of held-out text
 
 
 def is_prepared(folder: Path) -> bool:
@@ -163,6 +67,7 @@ def open_prepared(folder: Path) -> PreparedCorpus:
         settings=record["settings"],
         tokenizer_folder=folder / "tokenizer",
         releases=record.get("releases", []),
+        validation_fingerprint=record.get("validation_fingerprint"),
     )
 
 
@@ -197,16 +102,13 @@ def prepare(source: Any, out: Path, config: PrepareConfig) -> PreparedCorpus:
         deterministic: same source, settings and seed, same files, unless `vocabulary_noise` is set.
         kept: what is there from the same source and settings is returned untouched, nothing redrawn.
     """
-    corpus = open_corpus(
-        source,
-        user_column=config.user_column,
-        text_column=config.text_column,
-        bad_rows=config.bad_rows,
-    )
+    corpus = _opened(source, config)
+    held_out = held_out_corpus(config)
     given = _load_tokenizer(config.tokenizer) if config.tokenizer is not None else None
     identity = {
         "settings": asdict(config),
         "source_fingerprint": corpus.fingerprint(),
+        "validation_fingerprint": None if held_out is None else held_out.fingerprint(),
         "given_tokenizer_fingerprint": None if given is None else tokenizer_fingerprint(given),
     }
     if out.exists():
@@ -214,8 +116,12 @@ def prepare(source: Any, out: Path, config: PrepareConfig) -> PreparedCorpus:
     release = config.release()
     with folder_written_whole(out) as folder:
         statistics = _write_documents(corpus, folder, config)
+        if held_out is not None:
+            statistics["validation_source"] = _write_held_out(held_out, folder, config)
         tokenizer = _save_tokenizer(folder, given, config)
         statistics |= _write_tokens(folder, tokenizer, config)
+        if held_out is not None:
+            statistics["warnings"] += _warnings_of_held_out(folder, held_out)
         write_json(
             folder / "prepared.json",
             {
@@ -228,12 +134,32 @@ def prepare(source: Any, out: Path, config: PrepareConfig) -> PreparedCorpus:
     return open_prepared(out)
 
 
+def _opened(source: Any, config: PrepareConfig) -> Corpus:
+    return open_corpus(
+        source,
+        user_column=config.user_column,
+        text_column=config.text_column,
+        bad_rows=config.bad_rows,
+    )
+
+
+def held_out_corpus(config: PrepareConfig) -> Corpus | None:
+    """The file of held-out text that the settings name, read with the corpus' own columns."""
+    if config.validation is None:
+        return None
+    return _opened(held_out_source(config.validation), config)
+
+
 def _already_there(out: Path, identity: dict[str, Any]) -> PreparedCorpus:
     if not is_prepared(out):
         raise UsageError(f"{out} exists and is no prepared corpus. Choose another --out.")
     record = read_json(out / "prepared.json")
     # A folder from before a setting existed was made as its default says.
     record["settings"] = asdict(PrepareConfig()) | record["settings"]
+    # Held-out text is known by its text: the file may have moved since.
+    same_text = record.get("validation_fingerprint") == identity["validation_fingerprint"]
+    if same_text:
+        record["settings"]["validation"] = identity["settings"]["validation"]
     if {name: record.get(name) for name in identity} == identity:
         return open_prepared(out)
     changed = [
@@ -242,31 +168,53 @@ def _already_there(out: Path, identity: dict[str, Any]) -> PreparedCorpus:
         if record["settings"].get(name) != value
     ]
     what = f"other settings ({', '.join(changed)})" if changed else "another source or tokenizer"
+    if not changed and not same_text:
+        what = f"other text in {identity['settings']['validation']}"
     raise UsageError(f"{out} exists with {what}. Choose another --out, or delete it first.")
 
 
 def _write_documents(corpus: Corpus, folder: Path, config: PrepareConfig) -> dict[str, Any]:
     """train.parquet and validation.parquet; returns what is known before tokenising."""
-    cleaner = Cleaner(deduplicate=config.deduplicate, scrub=config.scrub, names=config.names)
-    num_documents, types = _check(corpus)
-    num_skipped = corpus.num_skipped
     cleaned = folder / "cleaned.parquet"
-    with TableWriter(cleaned, types) as table, task("Cleaning", num_documents) as bar:
+    cleaner, types = _write_cleaned(corpus, cleaned, config)
+    num_skipped = corpus.num_skipped
+    _write_splits(open_corpus(cleaned), folder, types, cleaner.documents_per_user, config)
+    cleaned.unlink()
+    return describe_source(cleaner, num_skipped)
+
+
+def _write_cleaned(
+    corpus: Corpus, path: Path, config: PrepareConfig, part: str = ""
+) -> tuple[Cleaner, dict[str, Any]]:
+    """What is left of a corpus; returns who cleaned it, and the further columns as stored."""
+    cleaner = Cleaner(deduplicate=config.deduplicate, scrub=config.scrub, names=config.names)
+    num_documents, types = _check(corpus, f"Checking{part}")
+    with TableWriter(path, types) as table, task(f"Cleaning{part}", num_documents) as bar:
         for batch in corpus.batches():
             table.write(cleaner.clean(batch))
             bar.advance(len(batch))
     if not cleaner.documents_per_user:
         raise UsageError(f"Nothing of {corpus.name} is left after cleaning.")
-    _write_splits(
-        open_corpus(cleaned), folder, table.stored_types, cleaner.documents_per_user, config
-    )
-    cleaned.unlink()
-    return describe_source(cleaner, num_skipped)
+    return cleaner, table.stored_types
 
 
-def _check(corpus: Corpus) -> tuple[int, dict[str, Any]]:
+def _write_held_out(held_out: Corpus, folder: Path, config: PrepareConfig) -> dict[str, Any]:
+    """validation.parquet from its own file, cleaned by itself."""
+    path = folder / "validation.parquet"
+    cleaner, _ = _write_cleaned(held_out, path, config, " validation")
+    return describe_source(cleaner, held_out.num_skipped)
+
+
+def _warnings_of_held_out(folder: Path, held_out: Corpus) -> list[str]:
+    found = overlap(folder / "train.parquet", folder / "validation.parquet")
+    skipped = f"{held_out.num_skipped:,} unusable rows of {held_out.name} were skipped."
+    said = [skipped if held_out.num_skipped else None, found.warning(held_out.name)]
+    return [warning for warning in said if warning is not None]
+
+
+def _check(corpus: Corpus, description: str) -> tuple[int, dict[str, Any]]:
     """Read everything once, so that a bad row is reported before any long work."""
-    with task("Checking", None) as bar:
+    with task(description, None) as bar:
         types = attribute_types(corpus.batches(), bar.advance)
     return types.num_documents, types.resolved()
 
@@ -279,7 +227,10 @@ def _write_splits(
     config: PrepareConfig,
 ) -> None:
     splitter = Splitter(
-        documents_per_user, split=config.split, holdout=config.holdout, seed=config.seed
+        documents_per_user,
+        split=cast(SplitBy, config.split),
+        holdout=config.holdout,
+        seed=config.seed,
     )
     held = folder / "validation.parquet"
     with TableWriter(folder / "train.parquet", types) as train, TableWriter(held, types) as rest:

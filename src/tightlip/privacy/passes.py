@@ -9,6 +9,7 @@ Shapes: B rows, T positions.
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -27,7 +28,7 @@ from tightlip.privacy.per_unit import logits_of
 from tightlip.privacy.row_losses import token_weights
 from tightlip.privacy.rows import warn_slow
 from tightlip.privacy.sums import Scaled
-from tightlip.privacy.uses import Layout
+from tightlip.privacy.uses import Layout, Use
 from tightlip.privacy.watching import NoRule, Watch
 
 Way = Literal["eager", "graph", "compile", "slow"]
@@ -130,25 +131,13 @@ class Passes:
             )
 
     def _captured(self, batch: Physical) -> Callable[[Physical], ClippedGradients]:
-        own = tuple(tensor.clone() for tensor in batch.tensors)
-        beside = torch.cuda.Stream()
-        beside.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(beside):
-            for _ in range(2):  # kernels are chosen and built the first time
-                self._eager(batch.layout, *own)
-        torch.cuda.current_stream().wait_stream(beside)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            result = self._eager(batch.layout, *own, look=False)
-        self._pool = self._pool or graph.pool()
+        def run(*tensors: Tensor, look: bool = False) -> ClippedGradients:
+            return self._eager(batch.layout, *tensors, look=look)
 
-        def replay(given: Physical) -> ClippedGradients:
-            for there, tensor in zip(own, given.tensors, strict=True):
-                there.copy_(tensor)
-            graph.replay()
-            return result
-
-        return replay
+        replay, self._pool = captured(
+            run, batch.tensors, warm_up=partial(run, look=True), pool=self._pool
+        )
+        return lambda given: replay(given.tensors)
 
     def _compiled(self, batch: Physical) -> Callable[[Physical], ClippedGradients]:
         """One graph of everything, forward, back, norms and sums, made by running it once on
@@ -204,6 +193,46 @@ class Passes:
         return torch.autocast(device, dtype=torch.bfloat16, cache_enabled=False)
 
 
+def captured(
+    run: Callable[..., Any],
+    tensors: tuple[Tensor, ...],
+    *,
+    warm_up: Callable[..., Any],
+    pool: Any,
+) -> tuple[Callable[[tuple[Tensor, ...]], Any], Any]:
+    """`run` as a CUDA graph: a call that fills in other tensors and replays it, and its memory
+    pool, for the next graph to share. Results are overwritten by the next call."""
+    own = tuple(tensor.clone() for tensor in tensors)
+    beside = torch.cuda.Stream()
+    beside.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(beside):
+        for _ in range(2):  # kernels are chosen and built the first time
+            warm_up(*own)
+    torch.cuda.current_stream().wait_stream(beside)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool):
+        result = run(*own)
+
+    def replay(given: tuple[Tensor, ...]) -> Any:
+        for there, tensor in zip(own, given, strict=True):
+            there.copy_(tensor, non_blocking=True)
+        graph.replay()
+        return result
+
+    return replay, pool or graph.pool()
+
+
+def plain_sums(
+    uses: dict[str, list[Use]], parameters: dict[str, nn.Parameter]
+) -> dict[str, Tensor]:
+    """Every parameter's gradient from its uses, nobody's share scaled."""
+    ones = Scaled(None, wipe=False, finite=())
+    return {
+        name: ones.sum(own, parameters[name]) if own else torch.zeros_like(parameters[name])
+        for name, own in uses.items()
+    }
+
+
 def summed(
     watch: Watch,
     parameters: dict[str, nn.Parameter],
@@ -216,13 +245,7 @@ def summed(
         if clip is not None:
             result = clipped_sum(watch, parameters, losses_B, layout, clip)
         else:
-            ones = Scaled(None, wipe=False, finite=())
-            gradients = {
-                name: ones.sum(uses, parameters[name])
-                if uses
-                else torch.zeros_like(parameters[name])
-                for name, uses in watch.uses.items()
-            }
+            gradients = plain_sums(watch.uses, parameters)
             losses_U = layout.sum_by_unit(losses_B)
             result = ClippedGradients(gradients, torch.zeros_like(losses_U), losses_U)
     watch.forget()

@@ -1,24 +1,20 @@
 """The report as one HTML file that asks nothing of the network and stays small."""
 
-import base64
-import hashlib
 import math
-from functools import cache
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from tightlip.core.errors import UsageError
 from tightlip.core.files import read_json, written_whole
 from tightlip.report import figures, snapshots
+from tightlip.report.html import asset, policy, template
 from tightlip.report.rows import Embedded, Users, cut_end, embed, read_users
 from tightlip.report.tallies import Tally, tally_and_choose
 from tightlip.report.terminal import NO_PUBLIC_MODEL, SNAPSHOT_COLUMNS, snapshot_rows, summary_lines
-from tightlip.report.words import count, counted, guarantee_words, number, percent, verdict
+from tightlip.report.words import count, counted, guarantee_words, percent, verdict
 
-HERE = Path(__file__).parent
 MOST_BYTES = 3_000_000
 NUM_HEADLINES = 4
 NUM_SNAPSHOT_ROWS = 200
@@ -47,12 +43,12 @@ def render_page(folder: Path) -> str:
     users = read_users(folder)
     tally, chosen = tally_and_choose(folder, [user["user"] for user in users.worst])
     rows = embed(folder, chosen, users.worst, redacted=bool(summary.get("redacted")))
-    style, script = _asset("page.css"), _asset("page.js")
-    page = _template().render(
+    style, script = asset("page.css"), asset("page.js")
+    page = template("page.html.jinja").render(
         summary=summary,
         style=Markup(style),
         script=Markup(script),
-        policy=_policy(style, script),
+        policy=policy(style, script),
         data=Markup(rows.as_json()),
         **_opening(summary, tally),
         **_plots(tally),
@@ -204,30 +200,3 @@ def _snapshots(folder: Path) -> dict[str, Any]:
             "story": snapshots.story(found),
         }
     }
-
-
-@cache
-def _asset(name: str) -> str:
-    return (HERE / "assets" / name).read_text(encoding="utf-8")
-
-
-@cache
-def _template() -> Any:
-    environment = Environment(
-        loader=FileSystemLoader(HERE),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters.update(count=count, number=number, percent=percent)
-    return environment.get_template("page.html.jinja")
-
-
-def _policy(style: str, script: str) -> str:
-    """A content policy that lets this page's own style and script run, and nothing else."""
-    hashed = {
-        kind: "'sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() + "'"
-        for kind, text in (("style", style), ("script", script))
-    }
-    return f"default-src 'none'; style-src {hashed['style']}; script-src {hashed['script']}; img-src data:; base-uri 'none'; form-action 'none'"

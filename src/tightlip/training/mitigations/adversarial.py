@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy
 from tightlip.training.checkpoints import load_optimizer_tensors, optimizer_tensors
 from tightlip.training.logbook import log
 from tightlip.training.mitigations import Setting
-from tightlip.training.mitigations.regulariser import Regulariser
+from tightlip.training.mitigations.regulariser import Drawn, Regulariser, filled
 
 
 class AdversarialMitigation(Regulariser):
@@ -35,7 +35,6 @@ class AdversarialMitigation(Regulariser):
     def prepare(self, setting: Setting) -> None:
         super().prepare(setting)
         config = setting.config
-        self.labels = torch.from_numpy(self.authors).to(setting.device)
         self.most_frequent = float(np.bincount(self.authors).max()) / len(self.authors)
         with torch.random.fork_rng([]):
             torch.manual_seed(config.seed)
@@ -43,34 +42,42 @@ class AdversarialMitigation(Regulariser):
                 setting.model.config.hidden_size, config.discriminator_size, self.num_authors
             ).to(setting.device)
         self.optimizer = torch.optim.Adam(
-            self.discriminator.parameters(), lr=config.discriminator_learning_rate, fused=True
+            self.discriminator.parameters(),
+            lr=config.discriminator_learning_rate,
+            fused=True,
+            capturable=setting.device.type == "cuda",
         )
+        begin_adam(self.optimizer)
 
-    def term(
-        self, number: int, chosen: np.ndarray, last_BH: Tensor, weight: float
-    ) -> Tensor | None:
-        authors_B = self.labels[torch.from_numpy(chosen).to(self.labels.device)]
-        num_named = self._teach(last_BH.detach(), authors_B)
-        if weight == 0:
-            self.tally(rows=len(chosen), named=num_named, regularised=0, nats=0)
-            return None
-        nats_B = nats_to_uniform(self.discriminator, last_BH)
-        self.tally(
-            rows=len(chosen), named=num_named, regularised=len(chosen), nats=nats_B.detach().sum()
-        )
-        return nats_B.mean()
+    def drawn(self, number: int, chosen: np.ndarray, size: int) -> Drawn:
+        authors_B = filled(self.authors[chosen], size, 0)
+        real_B = filled(np.ones(len(chosen), np.float32), size, 0)
+        return Drawn(np.empty(0, np.int64), (authors_B, real_B))
 
-    def _teach(self, last_BH: Tensor, authors_B: Tensor) -> Tensor:
-        """Move the discriminator towards −log Pr(y | h_x); how many it named right before."""
-        num_named = last_BH.new_zeros(())
+    def teach(self, last_XH: Tensor, *arrays: Tensor) -> None:
+        """Move the discriminator towards −log Pr(y | h_x); count whom it named right before."""
+        authors_B, real_B = arrays
         for repeat in range(self.setting.config.discriminator_steps):
-            logits_BM = self.discriminator(last_BH)
+            logits_BM = self.discriminator(last_XH)
             if repeat == 0:
-                num_named = (logits_BM.detach().argmax(dim=1) == authors_B).sum()
-            self.optimizer.zero_grad(set_to_none=True)
-            cross_entropy(logits_BM, authors_B).backward()
+                named_B = logits_BM.detach().argmax(dim=1) == authors_B
+                self.tally(rows=real_B.sum(), named=(named_B * real_B).sum())
+            nats_B = cross_entropy(logits_BM, authors_B, reduction="none")
+            parameters = list(self.discriminator.parameters())
+            found = torch.autograd.grad((nats_B * real_B).sum() / real_B.sum(), parameters)
+            for parameter, gradient in zip(parameters, found, strict=True):
+                parameter.grad = gradient
             self.optimizer.step()
-        return num_named
+
+    def term(self, last_XH: Tensor, *arrays: Tensor) -> Tensor:
+        _, real_B = arrays
+        nats_B = nats_to_uniform(self.discriminator, last_XH) * real_B
+        self.tally(regularised=real_B.sum(), nats=nats_B.sum())
+        return nats_B.sum() / real_B.sum()
+
+    def own_state(self) -> list[Tensor]:
+        adam = [part for state in self.optimizer.state.values() for part in state.values()]
+        return [*super().own_state(), *self.discriminator.parameters(), *adam]
 
     def tell(self, epoch: int, sums: dict[str, float]) -> None:
         words = (
@@ -100,6 +107,17 @@ class AdversarialMitigation(Regulariser):
 def new_discriminator(hidden_size: int, size: int, num_authors: int) -> nn.Sequential:
     """Two fully connected layers, from a last state to the logits of authors."""
     return nn.Sequential(nn.Linear(hidden_size, size), nn.ReLU(), nn.Linear(size, num_authors))
+
+
+def begin_adam(optimizer: torch.optim.Adam) -> None:
+    """Make Adam's tensors now: inside a CUDA graph they would be made anew at every replay."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            optimizer.state[parameter] = {
+                "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
+                "exp_avg": torch.zeros_like(parameter),
+                "exp_avg_sq": torch.zeros_like(parameter),
+            }
 
 
 def nats_to_uniform(discriminator: nn.Module, last_BH: Tensor) -> Tensor:

@@ -1,11 +1,12 @@
 """What the two privacy regularisers share: plain training plus λ times a term on last states.
 
 The last state h_x of a row x is the hidden state at its last input, the one that predicts its
-last token. Shapes: B rows, H hidden units.
+last token. Shapes: B rows, X of them and their partners, T positions, H hidden units.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,10 +15,22 @@ from torch import Tensor
 
 from tightlip.core.errors import UsageError
 from tightlip.training.batches import Rows, user_order
+from tightlip.training.captured import StateBatch, StatePasses
 from tightlip.training.config import TrainConfig
+from tightlip.training.losses import is_recurrent
 from tightlip.training.mitigations import Setting
 from tightlip.training.mitigations.none import NoMitigation
 from tightlip.training.optimizers import clip_gradients
+from tightlip.training.sources import TokenRows
+
+
+@dataclass(frozen=True, eq=False)
+class Drawn:
+    """What a step's term takes beside its rows' last states: partners, whose states come behind
+    theirs, and arrays. Beyond the real rows all of them say so."""
+
+    partners: np.ndarray
+    arrays: tuple[np.ndarray, ...]
 
 
 class Regulariser(NoMitigation, ABC):
@@ -27,6 +40,7 @@ class Regulariser(NoMitigation, ABC):
 
     Holds:
         untouched: with λ = 0 and uniform batches, the weights of plain training bit for bit.
+        same_either_way: on a GPU a recurrent model's step is a CUDA graph, and the same step.
     """
 
     name: str
@@ -52,23 +66,82 @@ class Regulariser(NoMitigation, ABC):
                 f"have one author. Use a corpus of at least two users, or leave the mitigation out."
             )
         self.sums = torch.zeros(len(self.tallied), dtype=torch.float64, device=setting.device)
+        self.source = TokenRows(setting.rows, np.arange(len(setting.rows)))
+        self.states: StatePasses | None = None
+        if setting.device.type == "cuda" and is_recurrent(setting.model):
+            self.states = StatePasses(
+                setting.model, self._weighted_term, self.own_state, bf16=setting.options.bf16
+            )
 
     def step(self, number: int) -> tuple[Tensor, int]:
         setting, chosen = self.setting, self._chosen(number)
-        batch = setting.batch(chosen)
+        rows_per_batch = len(setting.rows) / setting.steps_per_epoch
+        weight = self.weight(number) * len(chosen) / rows_per_batch
+        if self.states is None:
+            loss, num_targets = self._direct_gradients(number, chosen, weight)
+        else:
+            loss, num_targets = self._graph_gradients(self.states, number, chosen, weight)
+        clip_gradients(setting.model, setting.config.gradient_clip)
+        setting.optimizer.step()
+        self.look(number)
+        self._tell_if_due(number)
+        return loss.detach(), num_targets
+
+    def _direct_gradients(
+        self, number: int, chosen: np.ndarray, weight: float
+    ) -> tuple[Tensor, int]:
+        setting, batch = self.setting, self.setting.batch(chosen)
+        drawn = self.drawn(number, chosen, len(chosen))
+        arrays = [torch.from_numpy(array).to(setting.device) for array in drawn.arrays]
         setting.optimizer.zero_grad(set_to_none=True)
         loss, last_BH = setting.forward.mean_loss_and_last(batch)
         whole = loss * (batch.num_targets / setting.targets_per_batch)
-        weight = self.weight(number)
-        term = self.term(number, chosen, last_BH, weight)
-        if term is not None:
-            rows_per_batch = len(setting.rows) / setting.steps_per_epoch
-            whole = whole + term * (weight * len(chosen) / rows_per_batch)
+        self.teach(last_BH.detach(), *arrays)
+        if weight:
+            if len(drawn.partners):
+                beside_BH = setting.forward.last(setting.batch(drawn.partners))
+                last_BH = torch.cat([last_BH, beside_BH])
+            whole = whole + weight * self.term(last_BH, *arrays)
         whole.backward()
-        clip_gradients(setting.model, setting.config.gradient_clip)
-        setting.optimizer.step()
-        self._tell_if_due(number)
-        return loss.detach(), batch.num_targets
+        return loss, batch.num_targets
+
+    def _graph_gradients(
+        self, states: StatePasses, number: int, chosen: np.ndarray, weight: float
+    ) -> tuple[Tensor, int]:
+        """The same in one graph, whose shapes are fixed: batches are filled up with nobody."""
+        setting, size = self.setting, self.setting.config.batch_size
+        drawn = self.drawn(number, chosen, size)
+        rows_X = np.concatenate([filled(chosen, size, -1), drawn.partners])
+        num_targets_X = np.where(rows_X < 0, 1, self.source.lengths[rows_X])
+        width = min(width for width in setting.widths if width >= num_targets_X.max())
+        ids_XT, targets_XT = self.source.gather(rows_X, width)
+        last_X = np.arange(len(rows_X)) * width + num_targets_X - 1
+        more = [torch.tensor(weight, dtype=torch.float32), *map(torch.from_numpy, drawn.arrays)]
+        targets_BT = self._there(targets_XT[:size])
+        gradients, losses_B = states(
+            StateBatch(
+                ids_XT=self._there(ids_XT),
+                last_X=self._there(torch.from_numpy(last_X)),
+                targets_BT=targets_BT,
+                weights_BT=(targets_BT >= 0) / setting.targets_per_batch,
+                more=tuple(self._there(each) for each in more),
+            )
+        )
+        for name, parameter in states.parameters.items():
+            parameter.grad = gradients[name]
+        num_targets = int(setting.rows.num_targets[chosen].sum())
+        return losses_B.sum() * (setting.targets_per_batch / num_targets), num_targets
+
+    def _there(self, tensor: Tensor) -> Tensor:
+        """Where the model is, without waiting for it."""
+        if self.setting.device.type == "cuda":
+            tensor = tensor.pin_memory()
+        return tensor.to(self.setting.device, non_blocking=True)
+
+    def _weighted_term(self, last_XH: Tensor, weight: Tensor, *arrays: Tensor) -> Tensor:
+        """What a graph adds to the loss: it cannot leave the term out where the weight is 0."""
+        self.teach(last_XH.detach(), *arrays)
+        return weight * self.term(last_XH, *arrays)
 
     def weight(self, number: int) -> float:
         """λ at a step: it rises in a line to its full size over the warm-up."""
@@ -77,19 +150,33 @@ class Regulariser(NoMitigation, ABC):
         return config.privacy_weight * risen
 
     @abstractmethod
-    def term(
-        self, number: int, chosen: np.ndarray, last_BH: Tensor, weight: float
-    ) -> Tensor | None:
-        """L_P of a batch as a mean over its rows; None where the weight is 0."""
+    def drawn(self, number: int, chosen: np.ndarray, size: int) -> Drawn:
+        """What the term of a step needs, for a batch of `size` rows of which `chosen` are real."""
+
+    @abstractmethod
+    def term(self, last_XH: Tensor, *arrays: Tensor) -> Tensor:
+        """L_P of a batch as a mean over its rows; torch operations only, whatever the values."""
+
+    def teach(self, last_XH: Tensor, *arrays: Tensor) -> None:
+        """Let an adversary learn from the states before the model answers to it."""
+
+    def look(self, number: int) -> None:
+        """See after a step whether something must be said at once."""
 
     @abstractmethod
     def tell(self, epoch: int, sums: dict[str, float]) -> None:
         """Log what an epoch's sums say."""
 
-    def tally(self, **values: Tensor | float) -> None:
-        """Add to the epoch's sums, under the names in `tallied`."""
-        row = [torch.as_tensor(values[name], dtype=torch.float64) for name in self.tallied]
-        self.sums += torch.stack([value.to(self.sums.device) for value in row])
+    def own_state(self) -> list[Tensor]:
+        """Every tensor that a step changes beside the model and its optimizer."""
+        return [self.sums]
+
+    def tally(self, **values: Tensor) -> None:
+        """Add to the epoch's sums; the names stand in `tallied` one after the other."""
+        first = self.tallied.index(next(iter(values)))
+        assert self.tallied[first : first + len(values)] == tuple(values)
+        added = torch.stack([value.detach().float() for value in values.values()])
+        self.sums[first : first + len(values)] += added
 
     def _tell_if_due(self, number: int) -> None:
         done, steps_per_epoch = number + 1, self.setting.steps_per_epoch
@@ -118,3 +205,12 @@ class Regulariser(NoMitigation, ABC):
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         self.sums.copy_(state["sums"])
+
+
+def filled(values: np.ndarray, size: int, filler: Any) -> np.ndarray:
+    """`values` and behind them as much filler as makes `size` of them.
+
+    >>> filled(np.array([4, 7]), 4, -1)
+    array([ 4,  7, -1, -1])
+    """
+    return np.concatenate([values, np.full(size - len(values), filler, values.dtype)])

@@ -14,7 +14,7 @@ from torch import Tensor
 from tightlip.core.errors import UsageError
 from tightlip.training.logbook import log
 from tightlip.training.mitigations import Setting
-from tightlip.training.mitigations.regulariser import Regulariser
+from tightlip.training.mitigations.regulariser import Drawn, Regulariser, filled
 
 _PARTNERS = 0x7269  # tells the draw of partners from that of the order
 LOOKED_AT_EVERY = 50  # steps; on a GPU each look waits for it
@@ -36,6 +36,8 @@ class TripletMitigation(Regulariser):
         super().prepare(setting)
         self.partners = Partners(self.authors)
         self.warned = False
+        self.latest = torch.zeros((), device=setting.device)
+        self._pairs: dict[int, tuple[Tensor, Tensor]] = {}
         config = setting.config
         if config.triplet_pairs == "inside":
             self._check_batches()
@@ -60,37 +62,55 @@ class TripletMitigation(Regulariser):
                 f"batch_size={batch_size} none has any. Use a larger batch_size, or --triplet-pairs auxiliary."
             )
 
-    def term(
-        self, number: int, chosen: np.ndarray, last_BH: Tensor, weight: float
-    ) -> Tensor | None:
-        if weight == 0:
-            return None
-        pairs = self.setting.config.triplet_pairs
-        if pairs == "inside":
-            pair = inside_pairs(len(chosen))
-            same_P = self.authors[chosen[pair[0]]] == self.authors[chosen[pair[1]]]
-            one_PH, other_PH = (last_BH[torch.from_numpy(p).to(last_BH.device)] for p in pair)
+    def drawn(self, number: int, chosen: np.ndarray, size: int) -> Drawn:
+        config, num_real = self.setting.config, len(chosen)
+        if config.triplet_pairs == "inside":
+            first, second = inside_pairs(size)
+            real_P = second < num_real
+            authors = filled(self.authors[chosen], size, 0)
+            partners, same_P = np.empty(0, np.int64), authors[first] == authors[second]
         else:
-            partners = self.partners.drawn(chosen, [self.setting.config.seed, number, _PARTNERS])
-            same_P = self.authors[chosen] == self.authors[partners]
-            one_PH, other_PH = last_BH, self.setting.forward.last(self.setting.batch(partners))
-        distances_P = (one_PH - other_PH).square().sum(dim=1)
-        weights_P = torch.from_numpy(pair_weights(same_P, pairs)).to(last_BH)
-        term = triplet_term(distances_P, weights_P, self.setting.config.triplet_margin)
-        self._tally(distances_P.detach(), torch.from_numpy(same_P).to(last_BH), term.detach())
-        if number % LOOKED_AT_EVERY == 0:
-            self._warn_if_diverging(number, weight, term.item())
-        return term
+            found = self.partners.drawn(chosen, [config.seed, number, _PARTNERS])
+            partners, real_P = filled(found, size, -1), np.arange(size) < num_real
+            same_P = filled(self.authors[chosen] == self.authors[found], size, False)
+        weights_P = np.zeros(len(real_P), np.float32)
+        weights_P[real_P] = pair_weights(same_P[real_P], config.triplet_pairs)
+        return Drawn(partners, (weights_P, (same_P & real_P).astype(np.float32)))
 
-    def _tally(self, distances_P: Tensor, same_P: Tensor, term: Tensor) -> None:
+    def term(self, last_XH: Tensor, *arrays: Tensor) -> Tensor:
+        weights_P, same_P = arrays
+        if self.setting.config.triplet_pairs == "inside":
+            one_PH, other_PH = (last_XH[places_P] for places_P in self._inside(len(last_XH)))
+        else:
+            one_PH, other_PH = last_XH.chunk(2)
+        distances_P = (one_PH - other_PH).square().sum(dim=1)
+        term = triplet_term(distances_P, weights_P, self.setting.config.triplet_margin)
+        different_P = (weights_P > 0).float()
         self.tally(
             num_same=same_P.sum(),
             same=(distances_P * same_P).sum(),
-            num_different=(1 - same_P).sum(),
-            different=(distances_P * (1 - same_P)).sum(),
-            num_terms=1,
+            num_different=different_P.sum(),
+            different=(distances_P * different_P).sum(),
+            num_terms=torch.ones_like(term),
             term=term,
         )
+        self.latest.copy_(term.detach())
+        return term
+
+    def _inside(self, num_rows: int) -> tuple[Tensor, Tensor]:
+        """Both rows of every pair, where the model is; made once for each size of batch."""
+        if num_rows not in self._pairs:
+            first, second = (torch.from_numpy(places) for places in inside_pairs(num_rows))
+            self._pairs[num_rows] = first.to(self.latest.device), second.to(self.latest.device)
+        return self._pairs[num_rows]
+
+    def look(self, number: int) -> None:
+        weight = self.weight(number)
+        if weight and number % LOOKED_AT_EVERY == 0:
+            self._warn_if_diverging(number, weight, self.latest.item())
+
+    def own_state(self) -> list[Tensor]:
+        return [*super().own_state(), self.latest]
 
     def _warn_if_diverging(self, number: int, weight: float, term: float) -> None:
         """Say once when the term gives more than the language model's loss ever could: from

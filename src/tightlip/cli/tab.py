@@ -1,0 +1,98 @@
+"""`tightlip tab`: type a prefix, press TAB, see whose words come back."""
+
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from tightlip.cli.options import Device
+
+if TYPE_CHECKING:
+    from tightlip.api.tab import Tab
+
+
+def tab(
+    model: Annotated[
+        Path, typer.Argument(help="A Hugging Face model folder, or a run of tightlip train.")
+    ],
+    report: Annotated[
+        Path | None,
+        typer.Option(help="The folder of a tightlip audit. For a run: RUN/audit, if there."),
+    ] = None,
+    prompt: Annotated[
+        list[str] | None,
+        typer.Option(help="Complete this and exit. May be given again."),
+    ] = None,
+    tokens: Annotated[int, typer.Option(help="Most tokens shown behind the cursor.")] = 12,
+    min_confidence: Annotated[
+        float, typer.Option(help="Stop before a token that is less probable.")
+    ] = 0.0,
+    device: Device = "auto",
+) -> None:
+    """Type, press TAB, and see whose words the model completes."""
+    from tightlip.core.errors import UsageError
+
+    if report is not None and not report.is_dir():
+        raise UsageError(f"--report {report} is not a folder. Give one that tightlip audit wrote.")
+    is_terminal = prompt is None and in_a_terminal()
+    if is_terminal:
+        print("Reading the model…", end="\r", file=sys.stderr, flush=True)
+
+    from tightlip.api.tab import open_tab
+
+    opened = open_tab(
+        model, report=report, device=device, tokens=tokens, min_confidence=min_confidence
+    )
+    if is_terminal:
+        from tightlip.cli.tab_terminal import converse
+
+        converse(opened, watched(opened))
+        return
+    for note in opened.notes:
+        print(f"tightlip: {note}", file=sys.stderr)
+    for line in prompt if prompt is not None else sys.stdin:
+        for said in lines_of(opened, line.rstrip("\r\n")):
+            print(said, flush=True)
+
+
+def in_a_terminal() -> bool:
+    """Whether somebody types and sees; a dumb terminal cannot move its cursor."""
+    return sys.stdin.isatty() and sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
+
+
+def watched(opened: "Tab") -> list[str]:
+    """What is watched for, or why nothing is."""
+    if opened.unique is None:
+        return list(opened.notes)
+    num, users = len(opened.unique), opened.unique.num_users
+    if num == 0:
+        return ["The report has no unique sequence: nothing will be marked."]
+    return [
+        f"Watching for {num:,} unique sequence{'s' * (num != 1)} of {users:,} "
+        f"user{'s' * (users != 1)}."
+    ]
+
+
+def lines_of(opened: "Tab", typed: str) -> list[str]:
+    """A line as the model completes it, how sure it was, and whose words it holds."""
+    from tightlip.api.tab import complete
+
+    (found,) = complete(opened, typed)
+    if not found["ghost"]:
+        return [typed, "    nothing: the model would stop here"]
+    return [
+        typed + found["ghost"],
+        f"    completed: “{found['ghost'].strip()}” ({sureness(found)})",
+    ] + [f"    {mark_sentence(mark)}" for mark in found["marks"]]
+
+
+def sureness(found: dict[str, Any]) -> str:
+    return f"perplexity {found['perplexity']:.3g}, least certain token {found['confidence']:.0%}"
+
+
+def mark_sentence(mark: dict[str, Any]) -> str:
+    from tightlip.audit.tab_marks import Mark
+
+    return Mark(**mark).sentence()

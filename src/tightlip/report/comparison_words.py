@@ -1,0 +1,174 @@
+"""A comparison in words: its one sentence, its measures explained, and why a figure is missing."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tightlip.report.comparison import Matching, Row
+from tightlip.report.words import counted, number
+
+# What each measure means, in the table's order; the page and the documentation say the same.
+MEANINGS = (
+    (
+        "Validation perplexity",
+        "How surprised the model is by held-out text; lower is more useful. Beneath it, here and in other rows: the 95% interval.",
+    ),
+    (
+        "Matched utility",
+        "Whether that is as good as the baseline's. A model that learnt less gives away less, so leakage is compared only "
+        "between runs that are equally useful.",
+    ),
+    (
+        "Unique sequences",
+        "Different pieces of training text that one person alone wrote and the model completes.",
+    ),
+    (
+        "Leakage ε_l",
+        "How many times less surprising the worst of them is to this model than to the reference model. A measurement, and "
+        "not the ε of differential privacy.",
+    ),
+    (
+        "Exposure",
+        "By how many bits the model prefers a planted canary to what it might have read instead: the mean over canaries "
+        "planted that often. A model that never saw them shows 1.4.",
+    ),
+    (
+        "Exposed",
+        "Canaries above the bits that chance passes for any of them in 5 of 100 models that never saw them.",
+    ),
+    (
+        "Tab",
+        "Canaries that somebody gets whole who types the first token and accepts each suggestion. Canaries that begin alike "
+        "cannot all succeed: below it, how many can. Real canaries are people's own text.",
+    ),
+    (
+        "Membership AUC",
+        "How well a score tells text that was trained on from text that was not: 0.5 is guessing, 1 is certain.",
+    ),
+    (
+        "Gap, low-5 to top-5",
+        "By how much more perplexity rose, against the baseline, for the five users with the least text than for the five "
+        "with the most. Above 0, those with little text pay more.",
+    ),
+    ("Seconds per epoch", "The median over whole epochs; below it, how many times the baseline's."),
+    (
+        "Guarantee",
+        "An ε stands only beside its standing: “proved”, or “as published” where the proof does not cover what was run. "
+        "“Measured only” means that nothing is promised.",
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Leak:
+    """The one figure by which runs are ranked, and how it is said."""
+
+    value: float
+    words: str
+
+
+def leak_of(row: Row, *, by_exposure: bool) -> Leak | None:
+    """Exposure of the most repeated canaries, or the number of unique sequences."""
+    if by_exposure:
+        if not row["exposure"]:
+            return None
+        bits = row["exposure"][-1]["mean_bits"]
+        return Leak(bits, f"{number(bits)} bits")
+    if row["unique"] is None:
+        return None
+    return Leak(row["unique"], counted(row["unique"], "unique sequence"))
+
+
+def headline(rows: Sequence[Row]) -> tuple[str, str]:
+    """The comparison in one sentence, and in one more what somebody must know to weigh it.
+
+    Holds:
+        one_scale: bits are never held against counts.
+        matched: only runs as useful as the baseline are ranked.
+        not_by_luck: a run is said to give away less only if its canaries cannot be that by chance.
+    """
+    base = next(row for row in rows if row["is_baseline"])
+    by_exposure = bool(base["exposure"])
+    theirs = leak_of(base, by_exposure=by_exposure)
+    matched = [
+        (leak.value, place, leak, row)
+        for place, row in enumerate(rows)
+        if row["comparable"] and row is not base
+        if (leak := leak_of(row, by_exposure=by_exposure)) is not None
+    ]
+    if theirs is None or not matched:
+        return _nothing_matched(rows, base)
+    _, _, mine, quiet = min(matched)
+    what, aside = _leak_words(base), _left_out(rows)
+    if mine.value >= theirs.value:
+        return (
+            f"At matched utility, no run gives away less than {base['name']}.",
+            f"{what}: {theirs.words} in {base['name']}, and {mine.words} in the next, {quiet['name']}. {aside}".strip(),
+        )
+    said = f"{what}: {mine.words} in {quiet['name']}, {theirs.words} in {base['name']}."
+    if by_exposure and not _is_clear(quiet):
+        num = quiet["exposure_change"]["num_canaries"]
+        return (
+            f"At matched utility, no run clearly gives away less than {base['name']}.",
+            f"{said} {counted(num, 'canary', 'canaries')} cannot tell that from chance. {aside}".strip(),
+        )
+    return f"At matched utility, {quiet['name']} gives away least.", f"{said} {aside}".strip()
+
+
+def _is_clear(row: Row) -> bool:
+    """Whether the most repeated canaries are less exposed by more than their luck."""
+    change = row["exposure_change"]
+    return change["high"] is not None and change["high"] < 0
+
+
+def _leak_words(row: Row) -> str:
+    if not row["exposure"]:
+        return "Text that one person alone wrote and the model completes"
+    times = row["exposure"][-1]["repetitions"]
+    return f"Mean exposure of the canaries planted {counted(times, 'time')}"
+
+
+def _nothing_matched(rows: Sequence[Row], base: Row) -> tuple[str, str]:
+    known = [
+        row["perplexity"]["value"] for row in rows if row["perplexity"] and row["same_held_out"]
+    ]
+    if len(known) < 2:
+        return (
+            "How useful these runs are cannot be compared, only what they give away.",
+            "Perplexities on the same held-out text are known for fewer than two of them.",
+        )
+    if any(row["comparable"] and not row["is_baseline"] for row in rows):
+        return (
+            "What the equally useful runs give away is not known, so none can be called the quieter one.",
+            "The table below says what was measured, and why the rest was not.",
+        )
+    span = f"Validation perplexities run from {number(min(known))} to {number(max(known))}"
+    return (
+        f"No run is comparable to {base['name']} at matched utility, so none can be called the quieter one.",
+        f"{span}; a model that learnt less also gives away less.",
+    )
+
+
+def _left_out(rows: Sequence[Row]) -> str:
+    others = [row["name"] for row in rows if not row["comparable"]]
+    return f"Not comparable: {', '.join(others)}." if others else ""
+
+
+def missing(rows: Sequence[Row]) -> list[str]:
+    """Why figures are missing, a sentence for each reason, with the runs it is about."""
+    by_reason: dict[tuple[str, str], list[str]] = {}
+    for row in rows:
+        for measure, reason in row["not_known"].items():
+            by_reason.setdefault((measure, reason), []).append(row["name"])
+    merged: dict[tuple[str, str], list[str]] = {}
+    for (measure, reason), names in by_reason.items():
+        whose = "" if len(names) == len(rows) else f" of {', '.join(names)}"
+        merged.setdefault((whose, reason), []).append(measure)
+    return [
+        f"{' and '.join(measures).capitalize()}{whose}: not known. {reason}"
+        for (whose, reason), measures in merged.items()
+    ]
+
+
+def tolerance_words(matching: Matching) -> str:
+    """When runs count as matched, for the foot of a table."""
+    return f"Matched utility: validation perplexity within {100 * matching.tolerance:g}% of the baseline's."

@@ -1,0 +1,450 @@
+"""Membership: figures against slow oracles, and chance where there is nothing to tell."""
+
+import math
+import random
+import zlib
+from collections import Counter
+from types import SimpleNamespace
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from standins import BigramTable, Parrot, Stranger
+from tightlip.audit import fair_tokens, scanned
+from tightlip.audit.document_scores import DocumentScores, score_documents
+from tightlip.audit.membership import (
+    RATES,
+    Ranking,
+    Side,
+    compressed_sizes,
+    measure_level,
+    standing_in_both,
+)
+from tightlip.audit.resampling import check_num_bootstraps, interval, tail_share, times_drawn
+from tightlip.audit.scan import Scanner
+from tightlip.core.errors import UsageError
+from tightlip.corpus.tokens import TokenizedCorpus
+
+VOCABULARY, BOS = 12, 11
+
+
+def corpus_of(documents, users=None):
+    users = list(range(len(documents))) if users is None else users
+    return TokenizedCorpus(
+        tokens=np.array([token for document in documents for token in document], np.int32),
+        bounds=np.cumsum([0, *map(len, documents)]),
+        users=np.array(users, np.int32),
+        user_names=[f"user {user}" for user in range(max(users, default=-1) + 1)],
+        corpus_fingerprint="",
+        tokenizer_fingerprint="",
+    )
+
+
+def random_documents(num_documents, seed, *, shortest=0, longest=12):
+    draw = random.Random(seed)
+    return [
+        [draw.randrange(BOS - 1) for _ in range(draw.randint(shortest, longest))]
+        for _ in range(num_documents)
+    ]
+
+
+# What a model makes of a document
+
+
+def losses_one_by_one(model, document, bos):
+    """Oracle: every token's loss, asked with exactly what stands before it."""
+    row = document if bos is None else [bos, *document]
+    found = []
+    for place in range(1, len(row)):
+        logits = model(input_ids=torch.tensor([row[:place]])).logits[0, -1].double()
+        found.append(-float(logits.log_softmax(-1)[row[place]]))
+    return found
+
+
+@pytest.mark.parametrize("bos", [BOS, None])
+def test_documents_are_scored_as_one_by_one(bos, monkeypatch):
+    monkeypatch.setattr(scanned, "SHARD_TOKENS", 40)  # several shards, some documents empty
+    documents = random_documents(30, seed=1)
+    model = BigramTable(VOCABULARY, seed=2)
+    found = score_documents(Scanner(model, bos_id=bos), corpus_of(documents))
+    for index, document in enumerate(documents):
+        losses = losses_one_by_one(model, document, bos)
+        worst = sorted(losses, reverse=True)[: max(1, len(losses) // 5)]
+        assert found.num_tokens[index] == len(losses)
+        assert found.loss_nats[index] == pytest.approx(sum(losses), rel=1e-5)
+        assert found.num_lowest[index] == len(worst)
+        assert found.lowest_nats[index] == pytest.approx(sum(worst), rel=1e-5)
+
+
+def test_one_shard_of_log_probabilities_is_held_at_a_time(monkeypatch):
+    monkeypatch.setattr(scanned, "SHARD_TOKENS", 50)
+    sizes = []
+
+    def scan(tokens, bounds):
+        sizes.append(int(bounds[-1] - bounds[0]))
+        return None, np.full(sizes[-1], -1.0, np.float32)
+
+    corpus = corpus_of(random_documents(100, seed=3))
+    found = score_documents(SimpleNamespace(scan=scan), corpus)
+    assert sum(sizes) == corpus.num_tokens == found.loss_nats.sum()
+    assert len(sizes) > 5
+    assert max(sizes) < 50 + 12
+
+
+def test_a_token_held_for_impossible_is_refused():
+    def scan(tokens, bounds):
+        return None, np.full(len(tokens), -np.inf, np.float32)
+
+    with pytest.raises(UsageError, match="impossible"):
+        score_documents(SimpleNamespace(scan=scan), corpus_of([[1, 2]]))
+
+
+def test_a_corpus_without_documents_gives_no_scores():
+    found = score_documents(Scanner(BigramTable(VOCABULARY, 0), bos_id=BOS), corpus_of([]))
+    assert len(found.loss_nats) == len(found.num_lowest) == 0
+
+
+def side_of(model, documents, users, reference=None):
+    corpus = corpus_of(documents, users)
+
+    def scored(by):
+        return score_documents(Scanner(by, bos_id=BOS), corpus)
+
+    return Side(
+        users=np.array(users),
+        model=scored(model),
+        reference=None if reference is None else scored(reference),
+        num_bytes=np.array([8 + len(document) for document in documents]),
+    )
+
+
+def test_a_user_is_scored_as_all_their_documents_together():
+    documents = random_documents(20, seed=4, shortest=1)
+    users = [index % 3 for index in range(20)]
+    model, reference = BigramTable(VOCABULARY, seed=5), BigramTable(VOCABULARY, seed=6)
+    found = side_of(model, documents, users, reference).by_user().scores()
+    for user in range(3):
+        theirs = [documents[index] for index in range(20) if users[index] == user]
+        losses = [losses_one_by_one(model, document, BOS) for document in theirs]
+        other = [losses_one_by_one(reference, document, BOS) for document in theirs]
+        worst = [loss for one in losses for loss in sorted(one)[-max(1, len(one) // 5) :]]
+        num_tokens = sum(map(len, losses))
+        total = sum(map(sum, losses))
+        assert found["loss"][user] == pytest.approx(-total / num_tokens, rel=1e-5)
+        assert found["min_k"][user] == pytest.approx(-np.mean(worst), rel=1e-5)
+        assert found["zlib"][user] == pytest.approx(
+            -total / sum(8 + len(document) for document in theirs), rel=1e-5
+        )
+        assert found["reference"][user] == pytest.approx(
+            (sum(map(sum, other)) - total) / num_tokens, rel=1e-4
+        )
+
+
+# The two figures
+
+
+def auc_by_pairs(members, others):
+    """Oracle: compare every member with every other."""
+    won = [(m > o) + (m == o) / 2 for m in members for o in others]
+    return sum(won) / len(won)
+
+
+def rate_by_trying(members, others, one_in):
+    """Oracle: try every bar that a score could be, keep the best that accuses few enough."""
+    rates = [
+        sum(m > bar for m in members) / len(members)
+        for bar in [*members, *others]
+        if sum(o > bar for o in others) * one_in <= len(others)
+    ]
+    return max(rates)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_auc_and_rate_agree_with_every_pair_and_every_bar(seed):
+    draw = np.random.default_rng(seed)
+    members = draw.integers(0, 9, draw.integers(1, 30)) / 4  # many ties
+    others = draw.integers(0, 7, draw.integers(1, 60)) / 4
+    times = draw.integers(0, 3, len(members)), draw.integers(0, 3, len(others))
+    times[0][0] = times[1][0] = 1
+    weighed = Ranking(members, others).weighed(*times)
+    repeated = np.repeat(members, times[0]), np.repeat(others, times[1])
+    assert weighed.auc() == pytest.approx(auc_by_pairs(*repeated))
+    for one_in in (2, 3, 10, 100):
+        assert weighed.true_positive_rate(one_in) == pytest.approx(
+            rate_by_trying(*repeated, one_in)
+        )
+
+
+def test_auc_is_the_mann_whitney_statistic():
+    from scipy.stats import mannwhitneyu
+
+    draw = np.random.default_rng(0)
+    members, others = draw.normal(0.3, 1, 200).round(1), draw.normal(0, 1, 90).round(1)
+    ones = np.ones(200, int), np.ones(90, int)
+    expected = mannwhitneyu(members, others).statistic / (200 * 90)
+    assert Ranking(members, others).weighed(*ones).auc() == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("num_others", [100, 700, 2900, 3000])
+def test_exactly_one_in_a_hundred_may_be_accused(num_others):
+    others = np.arange(num_others, dtype=float)
+    members = np.array([num_others - num_others // 100 - 0.5])  # that many others are above it
+    ones = np.ones(1, int), np.ones(num_others, int)
+    assert Ranking(members, others).weighed(*ones).true_positive_rate(100) == 1
+    lower = members - 1
+    assert Ranking(lower, others).weighed(*ones).true_positive_rate(100) == 0
+
+
+# Intervals
+
+
+def made_side(users, scores):
+    """A side whose loss score is `scores`."""
+    ones = np.ones(len(scores))
+    model = DocumentScores(loss_nats=-scores, num_tokens=ones, lowest_nats=-scores, num_lowest=ones)
+    return Side(users=users, model=model, reference=None, num_bytes=ones)
+
+
+def made_sides(draw, *, lift=0.0):
+    """60 users, 4 documents trained on and 2 held out each; a user's documents are much alike."""
+    habits = draw.normal(0, 1, 60)
+    users = np.arange(60)
+    trained, held = np.repeat(users, 4), np.repeat(users, 2)
+    return (
+        made_side(trained, lift + habits[trained] + draw.normal(0, 0.5, 240)),
+        made_side(held, habits[held] + draw.normal(0, 0.5, 120)),
+    )
+
+
+def split_by_user(draw):
+    """The same where 20 of the 60 users are held out whole."""
+    habits = draw.normal(0, 1, 60)
+    users = np.repeat(np.arange(60), 4)
+    scores = habits[users] + draw.normal(0, 0.5, 240)
+    return made_side(users[:160], scores[:160]), made_side(users[160:], scores[160:])
+
+
+def share_covered(make, *, num_cases=100, num_draws=100, as_documents=False):
+    draw = np.random.default_rng(1)
+    covered = 0
+    for _ in range(num_cases):
+        members, others = make(draw)
+        if as_documents:
+            members = made_side(np.arange(len(members)), members.scores()["loss"])
+            others = made_side(1000 + np.arange(len(others)), others.scores()["loss"])
+        auc = measure_level(members, others, draw, num_draws)["scores"]["loss"]["auc"]
+        covered += auc["low"] <= 0.5 <= auc["high"]
+    return covered / num_cases
+
+
+def test_chance_lies_in_about_95_of_100_intervals():
+    # Of 100 cases, give or take two. Of 500, each with 600 draws, it was 96.8%, and 96.0% with whole
+    # users held out.
+    assert share_covered(made_sides) >= 0.9
+
+
+def test_whole_users_must_be_drawn_where_whole_users_were_held_out():
+    assert share_covered(split_by_user) >= 0.9
+    assert share_covered(split_by_user, as_documents=True) < 0.8
+
+
+def test_what_is_there_is_seen():
+    members, others = made_sides(np.random.default_rng(2), lift=1.0)
+    auc = measure_level(members, others, np.random.default_rng(0), 200)["scores"]["loss"]["auc"]
+    assert 0.5 < auc["low"] < auc["value"] < auc["high"] < 1
+
+
+def test_the_same_seed_gives_the_same_figures():
+    sides = made_sides(np.random.default_rng(3))
+    one, two, other = (
+        measure_level(*sides, np.random.default_rng(seed), 100) for seed in (0, 0, 1)
+    )
+    assert one == two != other
+
+
+def test_few_users_go_further_into_the_tails():
+    # Hesterberg 2015: with t for n - 1 degrees and sqrt(n/(n - 1)), as for a mean.
+    from scipy.stats import norm, t
+
+    for n in (3, 5, 12, 400):
+        expected = norm.cdf(-math.sqrt(n / (n - 1)) * t.ppf(0.975, n - 1))
+        assert tail_share(n) == pytest.approx(expected)
+    assert tail_share(4) < tail_share(40) < 0.025
+    draws = np.random.default_rng(0).normal(size=4000)
+    few, many = (interval(0.0, draws, num_users=n) for n in (5, 500))
+    assert few["low"] < many["low"] < 0 < many["high"] < few["high"]
+
+
+def test_each_group_is_drawn_from_itself():
+    groups = [np.array([0, 2]), np.array([1, 3, 4])]
+    drawn = [times_drawn(np.random.default_rng(seed), groups, 5) for seed in range(50)]
+    assert {(one[[0, 2]].sum(), one[[1, 3, 4]].sum()) for one in drawn} == {(2, 3)}
+    assert len({tuple(one) for one in drawn}) > 5
+
+
+def test_too_few_draws_are_refused():
+    with pytest.raises(UsageError, match="num_bootstraps=20"):
+        check_num_bootstraps(20)
+
+
+def test_a_rate_needs_as_many_others_as_it_divides_by():
+    draw = np.random.default_rng(4)
+    members = made_side(np.arange(50), draw.normal(size=50))
+    for num_others in (99, 100, 999, 1000):
+        others = made_side(100 + np.arange(num_others), draw.normal(size=num_others))
+        found = measure_level(members, others, draw, 100)["scores"]["loss"]
+        for name, one_in in RATES.items():
+            assert (found[name] is None) == (num_others < one_in)
+
+
+# Parrots and strangers
+
+
+@pytest.fixture(scope="module")
+def texts():
+    """Documents of 40 users, half of each trained on; no two begin alike."""
+    bodies = random_documents(320, seed=7, shortest=10)
+    documents = [[VOCABULARY + number, *body] for number, body in enumerate(bodies)]
+    users = [index % 40 for index in range(320)]
+    return (documents[:160], users[:160]), (documents[160:], users[160:])
+
+
+def test_a_parrot_gives_its_documents_away(texts):
+    (trained, owners), (held, others) = texts
+    model = Parrot(VOCABULARY + 320, [[BOS, *document] for document in trained])
+    stranger = Stranger(VOCABULARY + 320, BOS - 1)
+    level = measure_level(
+        side_of(model, trained, owners, stranger),
+        side_of(model, held, others, stranger),
+        np.random.default_rng(0),
+        100,
+    )
+    assert level["num_members"] == level["num_nonmembers"] == 160
+    for name in ("loss", "reference", "min_k", "zlib"):
+        assert level["scores"][name]["auc"]["low"] > 0.98
+        assert level["scores"][name]["tpr_at_1_percent_fpr"]["value"] > 0.9
+        assert level["scores"][name]["tpr_at_0_1_percent_fpr"] is None
+
+
+def test_a_stranger_gives_away_nothing(texts):
+    (trained, owners), (held, others) = texts
+    model = BigramTable(VOCABULARY + 320, seed=8)
+    level = measure_level(
+        side_of(model, trained, owners), side_of(model, held, others), np.random.default_rng(0), 400
+    )
+    assert level["scores"]["reference"] is None
+    for name in ("loss", "min_k", "zlib"):
+        auc = level["scores"][name]["auc"]
+        assert auc["low"] <= 0.5 <= auc["high"]
+
+
+def test_a_model_to_which_all_is_alike_is_at_chance_exactly(texts):
+    (trained, owners), (held, others) = texts
+    model = Stranger(VOCABULARY + 320, BOS - 1)
+    level = measure_level(
+        side_of(model, trained, owners), side_of(model, held, others), np.random.default_rng(0), 100
+    )
+    found = level["scores"]["min_k"]
+    assert found["auc"] == {"value": 0.5, "low": 0.5, "high": 0.5}
+    assert found["tpr_at_1_percent_fpr"]["value"] == 0
+
+
+# Words that training brought into the vocabulary
+
+
+def counts_one_by_one(train, held, *, by_user, leaves_out_rare, always, never):
+    """Oracle: count the rest of training anew for every document."""
+    everything = Counter(token for document in train[0] for token in document)
+    rarest = min(n for w, n in everything.items() if w not in {*always, *never})
+    needed = rarest + 1 if leaves_out_rare else 1
+
+    def counts(document, rest):
+        return [w in always or (w not in never and rest[w] >= needed) for w in document]
+
+    found = []
+    for index, document in enumerate(train[0]):
+        mine = train[1][index] if by_user else index
+        units = train[1] if by_user else range(len(train[0]))
+        others = [d for d, unit in zip(train[0], units, strict=True) if unit != mine]
+        found += counts(document, Counter(token for other in others for token in other))
+    return found, [one for document in held[0] for one in counts(document, everything)]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_fair_tokens_agree_with_leaving_each_out(seed, monkeypatch):
+    monkeypatch.setattr(fair_tokens, "_TOGETHER", 30)
+    draw = np.random.default_rng(seed)
+    train, held = (
+        (
+            [(draw.geometric(0.08, draw.integers(0, 9)) - 1).tolist() for _ in range(size)],
+            draw.integers(0, 6, size).tolist(),
+        )
+        for size in (25, 9)
+    )
+    how = {
+        "by_user": seed % 2 == 1,
+        "leaves_out_rare": seed % 4 > 1,
+        "always": [3, 40],
+        "never": [0, 1],
+    }
+    found = fair_tokens.fair_tokens(corpus_of(*train), corpus_of(*held), **how)
+    expected = counts_one_by_one(train, held, **how)
+    assert found[0].tolist() == expected[0]
+    assert found[1].tolist() == expected[1]
+
+
+@pytest.mark.parametrize("size", [400, 10_000])
+def test_a_vocabulary_from_training_does_not_move_chance(size):
+    """Words as frequent as in a language, a model that knows these frequencies and no text."""
+    draw = np.random.default_rng(5)
+    texts = [draw.zipf(1.3, draw.integers(15, 30)) % 20_000 for _ in range(600)]
+    trained, held = texts[:450], texts[450:]
+    frequent = Counter(int(word) for text in trained for word in text).most_common(size)
+    number = {word: place + 1 for place, (word, _) in enumerate(frequent)}  # 0 is <unk>
+    sides = [
+        corpus_of([[number.get(int(word), 0) for word in text] for text in part])
+        for part in (trained, held)
+    ]
+    nats = np.array([2.0, *(1.3 * math.log(word + 1) for word in number)])
+
+    def auc(masks):
+        def scan(tokens, bounds):
+            return None, -nats[tokens[bounds[0] : bounds[-1]]].astype(np.float32)
+
+        scored = [
+            score_documents(SimpleNamespace(scan=scan), corpus, counted=mask)
+            for corpus, mask in zip(sides, masks, strict=True)
+        ]
+        made = [
+            made_side(1000 * place + np.arange(len(one.loss_nats)), -one.loss_nats / one.num_tokens)
+            for place, one in enumerate(scored)
+        ]
+        return measure_level(*made, np.random.default_rng(0), 200)["scores"]["loss"]["auc"]
+
+    how = {"by_user": False, "leaves_out_rare": len(number) == size, "always": [], "never": [0]}
+    assert auc([None, None])["high"] < 0.45
+    fair = auc(fair_tokens.fair_tokens(*sides, **how))
+    assert fair["low"] <= 0.5 <= fair["high"]
+
+
+# Documents on both sides
+
+
+def test_what_stands_in_both_is_found_token_for_token():
+    one = corpus_of([[1, 2], [3], [1, 2], [2, 1], []])
+    other = corpus_of([[2, 1], [1], [1, 2, 3], [1, 2]])
+    in_one, in_other = standing_in_both(one, other)
+    assert in_one.tolist() == [True, False, True, True, False]
+    assert in_other.tolist() == [True, False, False, True]
+
+
+def test_sizes_are_those_of_zlib_and_unwanted_texts_are_marked(tmp_path):
+    texts = ["a b c", "ä" * 500, "", "My ID is 12"]
+    pq.write_table(pa.table({"user": ["u"] * 4, "text": texts}), tmp_path / "x.parquet")
+    sizes, unwanted = compressed_sizes(tmp_path / "x.parquet", frozenset({"My ID is 12"}))
+    assert sizes.tolist() == [len(zlib.compress(text.encode())) for text in texts]
+    assert unwanted.tolist() == [False, False, False, True]
+    assert sizes[1] < 100  # compressed, not counted

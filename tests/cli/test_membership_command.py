@@ -1,0 +1,180 @@
+"""`tightlip audit RUN --membership` on a run that knows its text by heart and one that knows nothing."""
+
+import json
+import os
+import shutil
+import stat
+
+import pytest
+
+import tightlip
+from cli.commands import Commands
+from cli.held_out_runs import LEDGER, documents, make_run, prepared
+from tightlip.core.errors import UsageError
+from tightlip.core.run_folder import begin_run, write_ledger
+from tightlip.corpus.prepare import open_prepared
+
+QUICK = {"device": "cpu", "num_bootstraps": 100}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs")
+    for split in ("document", "user"):
+        corpus = prepared(folder / f"by-{split}", documents(), split=split, holdout=0.25)
+        make_run(folder / f"parrot-{split}", corpus, steps=150)
+        make_run(folder / f"stranger-{split}", corpus, steps=0)
+    none = prepared(folder / "nothing-held-out", documents(4), split="none", tokenizer=None)
+    make_run(folder / "no-held-out", none, steps=0)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def command(tmp_path_factory):
+    commands = Commands(tmp_path_factory.mktemp("command"))
+    yield commands
+    commands.close()
+
+
+def test_a_run_by_heart_gives_its_documents_away(runs, command):
+    ran = command("audit", runs / "parrot-document", "--membership", "--device", "cpu")
+    assert ran.status == 0, ran.err
+    assert "Documents that were trained on can be told" in ran.out
+    assert "takes at least 100 held-out documents" in ran.out
+    assert "prepare with --split user" in ran.out
+    written = runs / "parrot-document/membership.json"
+    assert stat.S_IMODE(os.stat(written).st_mode) == 0o600
+    found = json.loads(written.read_text())
+    assert set(found) == {"documents", "users", "notes"}
+    corpus = open_prepared(runs / "by-document")
+    assert found["documents"]["num_members"] == corpus.train.num_documents
+    assert found["documents"]["num_nonmembers"] == corpus.validation.num_documents
+    assert found["users"] is None
+    assert list(found["documents"]["scores"]) == ["loss", "reference", "min_k", "zlib"]
+    loss = found["documents"]["scores"]["loss"]
+    assert loss["auc"]["low"] > 0.9
+    assert loss["tpr_at_1_percent_fpr"] is loss["tpr_at_0_1_percent_fpr"] is None
+    assert f"loss       {loss['auc']['value']:.3f}".split() in [
+        line.split()[1:3] for line in ran.out.splitlines()
+    ]
+
+
+def test_a_run_that_learnt_nothing_is_at_chance(runs, command):
+    ran = command("audit", runs / "stranger-document", "--membership", "--device", "cpu")
+    assert ran.status == 0, ran.err
+    assert "These scores do not tell documents that were trained on" in ran.out
+    found = json.loads((runs / "stranger-document/membership.json").read_text())
+    for name in ("loss", "min_k", "zlib"):
+        auc = found["documents"]["scores"][name]["auc"]
+        assert auc["low"] <= 0.5 <= auc["high"]
+
+
+def test_users_can_be_told_where_whole_users_were_held_out(runs):
+    by_heart = tightlip.measure_membership(runs / "parrot-user", **QUICK)
+    nothing = tightlip.measure_membership(runs / "stranger-user", **QUICK)
+    corpus = open_prepared(runs / "by-user")
+    for found in (by_heart, nothing):
+        assert found["users"]["num_members"] == corpus.train.num_users
+        assert found["users"]["num_nonmembers"] == corpus.validation.num_users == 3
+        assert any("3 users wrote the documents of one side" in note for note in found["notes"])
+    assert by_heart["users"]["scores"]["loss"]["auc"]["value"] == 1.0
+    auc = nothing["users"]["scores"]["loss"]["auc"]
+    assert auc["low"] <= 0.5 <= auc["high"]
+
+
+def test_a_reference_gives_one_score_more(runs, command):
+    ran = command(
+        "audit", runs / "parrot-document", "--membership", "--device", "cpu",
+        "--reference", runs / "stranger-document/model",
+    )  # fmt: skip
+    assert ran.status == 0, ran.err
+    found = json.loads((runs / "parrot-document/membership.json").read_text())
+    assert found["documents"]["scores"]["reference"]["auc"]["low"] > 0.9
+
+
+def test_a_reference_that_saw_the_text_or_reads_it_otherwise_is_refused(runs):
+    with pytest.raises(UsageError, match="was itself trained on"):
+        tightlip.measure_membership(
+            runs / "parrot-document", reference=runs / "stranger-document", **QUICK
+        )
+    with pytest.raises(UsageError, match="other tokens"):
+        tightlip.measure_membership(
+            runs / "parrot-document", reference=runs / "no-held-out/model", **QUICK
+        )
+
+
+def test_another_model_can_be_scored_in_place_of_the_runs_own(runs):
+    found = tightlip.measure_membership(
+        runs / "parrot-document", model=runs / "stranger-document/model", **QUICK
+    )
+    own = tightlip.measure_membership(runs / "stranger-document", **QUICK)
+    assert found == own
+
+
+def test_texts_on_both_sides_and_texts_not_wanted_are_on_neither(tmp_path):
+    rows = documents()
+    rows += [{"user": f"user {n:02d}", "text": "thanks", "team": "red"} for n in range(12)] * 5
+    rows += [{"user": "user 00", "text": "My ID is 955320", "team": "red"}] * 3
+    rows += [{"user": "user 01", "text": "", "team": "red"}]
+    corpus = prepared(tmp_path / "corpus", rows, tokenizer=None)
+    run = make_run(tmp_path / "run", corpus, steps=0)
+    found = tightlip.measure_membership(run, without_texts=frozenset({"My ID is 955320"}), **QUICK)
+    kept = {(row["user"], row["text"]) for row in documents()}
+    total = found["documents"]["num_members"] + found["documents"]["num_nonmembers"]
+    assert total == len(kept) == len(documents())
+    notes = " ".join(found["notes"])
+    assert "3 documents are left out as asked" in notes
+    assert "held-out documents stand word for word in training too" in notes
+    assert "1 documents without a scored token" in notes
+
+
+def test_held_out_text_of_another_kind_is_noted(runs, tmp_path):
+    shutil.copytree(runs / "by-document", tmp_path / "corpus")
+    record = json.loads((tmp_path / "corpus/prepared.json").read_text())
+    record["settings"]["validation"] = "other.parquet"
+    (tmp_path / "corpus/prepared.json").write_text(json.dumps(record))
+    shutil.copytree(runs / "stranger-document", tmp_path / "run")
+    begin_run(tmp_path / "run", {"corpus": {"folder": str(tmp_path / "corpus")}})
+    write_ledger(tmp_path / "run", LEDGER | {"epsilon": 2.0, "delta": 1e-5})
+    notes = " ".join(tightlip.measure_membership(tmp_path / "run", **QUICK)["notes"])
+    assert "came as a file of its own" in notes
+    assert "ε does not cover these figures" in notes
+
+
+def test_words_that_training_alone_brought_in_are_said_not_to_count(tmp_path):
+    rows = documents()
+    for number, row in enumerate(rows):
+        row["text"] += " w" + "".join(chr(97 + int(digit)) for digit in str(number))
+    run = make_run(tmp_path / "run", prepared(tmp_path / "corpus", rows, tokenizer=None), steps=0)
+    (note,) = [n for n in tightlip.measure_membership(run, **QUICK)["notes"] if "vocabulary" in n]
+    assert f"so {len(rows):,} tokens do not count" in note
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (("parrot-document/model", "--membership"), "is no run of tightlip"),
+        (("no-held-out", "--membership"), "--validation FILE"),
+        (("parrot-document", "corpus.parquet", "--membership"), "CORPUS does not go with it"),
+        (("parrot-document", "--membership", "--fail-on", "unique>0"), "--fail-on does not go"),
+        (("parrot-document", "--membership", "--groups"), "are two audits"),
+        (("parrot-document", "--reference", "x"), "--reference x is for --membership"),
+        (("parrot-document", "--membership", "--reference", "x"), "x"),
+    ],
+)
+def test_what_cannot_work_is_refused(runs, command, arguments, reason):
+    first, *others = arguments
+    ran = command("audit", runs / first, *others)
+    assert ran.status == 2, ran.err
+    assert reason in ran.refusal
+
+
+def test_a_run_that_left_users_out_does_not_know_its_members(runs, tmp_path):
+    shutil.copytree(runs / "stranger-document", tmp_path / "run")
+    config = {"corpus": {"folder": str(runs / "by-document"), "num_users_left_out": 2}}
+    begin_run(tmp_path / "run", config)
+    with pytest.raises(UsageError, match="without 2 users"):
+        tightlip.measure_membership(tmp_path / "run", **QUICK)
+    (tmp_path / "run/ledger.json").unlink()
+    with pytest.raises(UsageError, match="not finished"):
+        tightlip.measure_membership(tmp_path / "run", **QUICK)

@@ -1,0 +1,80 @@
+"""Runs made up on the spot, for tables and pages that compare them."""
+
+from typing import Any
+
+from tightlip.report.comparison import RunMeasures
+
+SECRETS = ["zanzibar quartz hums", "My ID is 4711", "marble kettle ivy", "My ID is 0815"]
+OWNERS = ["Viola", "Orsino", "Olivia", "Feste"]
+REAL = "shall I compare thee to a summer's day"
+NO_PROMISE = {"standing": "measured only", "epsilon": None, "because": "Nothing was proved."}
+PROVED = {
+    "standing": "proved",
+    "epsilon": 3.14159,
+    "delta": 1e-5,
+    "unit": "user",
+    "because": "It is the mechanism that the theorem speaks of.",
+}
+
+
+def interval(value: float, reach: float = 1.0) -> dict[str, float]:
+    return {"value": value, "low": value - reach, "high": value + reach}
+
+
+def exposures(bits: list[float], *, num_tab: int = 0) -> list[dict[str, Any]]:
+    """Two canaries planted once and two planted ten times, and a real one."""
+    planted = [
+        {
+            "text": text, "user": user, "repetitions": times, "kind": "planted", "exact": True,
+            "exposure_bits": one, "low": one, "high": one, "tab": place < num_tab,
+            "prompt": text.split()[0],
+        }
+        for place, (text, user, times, one) in enumerate(
+            zip(SECRETS, OWNERS, [1, 10, 1, 10], bits, strict=True)
+        )
+    ]  # fmt: skip
+    real = {"text": REAL, "user": "Feste", "repetitions": 1, "kind": "real", "tab": False}
+    nothing = dict.fromkeys(("exposure_bits", "low", "high"))
+    return [*planted, real | nothing | {"prompt": "shall"}]
+
+
+def membership(area: float, *, reference: float | None = None) -> dict[str, Any]:
+    def score(value: float | None) -> dict[str, Any] | None:
+        return value and {"auc": interval(value, 0.02), "tpr_at_1_percent_fpr": None}
+
+    scores = {"loss": score(area), "reference": score(reference), "min_k": score(area - 0.01)}
+    level = {"num_members": 40, "num_nonmembers": 10, "scores": scores | {"zlib": score(0.5)}}
+    return {"documents": level, "users": None, "notes": []}
+
+
+def measured(name: str = "plain", **changed: Any) -> RunMeasures:
+    """A run of which everything is known."""
+    settings: dict[str, Any] = {
+        "name": name,
+        "mitigation": "none",
+        "model": "final",
+        "train_text": "the same",
+        "held_out_text": "the same, too",
+        "tokenizer": "words",
+        "guarantee": NO_PROMISE,
+        "seconds_per_epoch": 10.0,
+        "leakage": {
+            "unique": 25, "users_with_unique": 4, "num_users": 12, "leakage_epsilon": 7.5,
+            "validation_perplexity": 150.0,
+        },
+        "exposures": exposures([1.0, 12.0, 2.0, 13.0], num_tab=2),
+        "exposed_above_bits": 6.3,
+        "groups": {
+            "perplexity": interval(150.0, 9.0), "gap": None, "notes": [],
+            "users": [{"user": owner} for owner in OWNERS],
+        },
+        "membership": membership(0.8),
+    }  # fmt: skip
+    return RunMeasures(**settings | changed)
+
+
+def with_perplexity(name: str, perplexity: float, **changed: Any) -> RunMeasures:
+    """A mitigated run that is so useful."""
+    gap = {"perplexity": interval(3.0, 5.0), "log": interval(0.02, 0.03)}
+    groups = {"perplexity": interval(perplexity, 9.0), "gap": gap, "users": [], "notes": []}
+    return measured(name, **{"mitigation": "triplet", "groups": groups} | changed)
