@@ -9,7 +9,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 from animals import WORDS
 from tightlip.audit.report import LeakageReport
@@ -175,8 +176,22 @@ def test_a_half_typed_word_becomes_the_most_likely_that_begins_so(seed):
             assert ghost.log_probs[0] == pytest.approx(float(chances.max()), abs=1e-4)
 
 
-def test_byte_pairs_complete_words_and_a_space_before_them():
-    tokenizer = tokenizer_of("bpe")
+def spaces_as_letters():
+    """A tokenizer as sentencepiece makes them: ▁ for the space before a word, one put up front."""
+    backend = Tokenizer(models.BPE(unk_token="<unk>"))
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    special = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
+    trainer = trainers.BpeTrainer(
+        vocab_size=120, special_tokens=list(special.values()), show_progress=False
+    )
+    backend.train_from_iterator(SENTENCES, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=backend, **special)
+
+
+@pytest.mark.parametrize("kind", ["bytes", "spaces as letters"])
+def test_pieces_of_words_are_completed_with_the_space_before_them(kind):
+    tokenizer = tokenizer_of("bpe") if kind == "bytes" else spaces_as_letters()
+    torch.manual_seed(0)
     model = LSTMForCausalLM(LSTMConfig(len(tokenizer), 32, 64, 1))
     learn(model, tokenizer, SENTENCES[0])
     completer = Completer(model, tokenizer, TabConfig(tokens=40))

@@ -5,6 +5,8 @@ import os
 import shutil
 import stat
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 import tightlip
@@ -148,6 +150,17 @@ def test_words_that_training_alone_brought_in_are_said_not_to_count(tmp_path):
     run = make_run(tmp_path / "run", prepared(tmp_path / "corpus", rows, tokenizer=None), steps=0)
     (note,) = [n for n in tightlip.measure_membership(run, **QUICK)["notes"] if "vocabulary" in n]
     assert f"so {len(rows):,} tokens do not count" in note
+
+
+def test_held_out_users_of_both_kinds_are_noted(tmp_path):
+    pq.write_table(pa.Table.from_pylist(documents(9, seed=3)[20:]), tmp_path / "held.parquet")
+    corpus = prepared(
+        tmp_path / "corpus", documents(7), tokenizer=None, validation=str(tmp_path / "held.parquet")
+    )
+    found = tightlip.measure_membership(make_run(tmp_path / "run", corpus, steps=0), **QUICK)
+    assert found["users"]["num_nonmembers"] == 2
+    assert any("figures for users are too low" in note for note in found["notes"])
+    assert any("came as a file of its own" in note for note in found["notes"])
 
 
 @pytest.mark.parametrize(

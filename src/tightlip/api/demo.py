@@ -1,8 +1,9 @@
 """The whole story on the bundled corpus: a model that overfits on purpose, and what it tells.
 
-Shakespeare's middling speakers stand for the users. Secrets are planted in a few speakers'
-lines, a small LSTM trains far past the point where validation says stop, every snapshot is
-audited, and the report shows when whose words began to come out.
+Shakespeare's middling speakers stand for the users. In the first act secrets are planted in a
+few speakers' lines, a small LSTM trains far past the point where validation says stop, every
+snapshot is audited, and the report shows when whose words began to come out. The second act
+trains quieter models on the same lines and compares them.
 """
 
 from collections import Counter
@@ -16,6 +17,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from tightlip.api.audit import audit
+from tightlip.api.compare import Comparison
+from tightlip.api.demo_comparison import compare_ways
 from tightlip.api.prepare import prepare
 from tightlip.api.train import train
 from tightlip.audit.report import LeakageReport
@@ -60,8 +63,8 @@ CANARIES = (
 
 @dataclass(frozen=True)
 class DemoResult:
-    """What the demo leaves: the report, and of each planted secret how often it was trained on
-    (some copies are held out) and which snapshot first told it whole."""
+    """What the first act leaves: the report, and of each planted secret how often it was trained
+    on (some copies are held out) and which snapshot first told it whole."""
 
     report: LeakageReport
     snapshots: dict[str, Any]
@@ -70,7 +73,8 @@ class DemoResult:
 
 
 def run_demo(folder: Path) -> DemoResult:
-    """Plant, prepare, train, audit; each step is skipped where an earlier run finished it."""
+    """The first act: plant, prepare, train, audit; each step is skipped where an earlier run
+    finished it."""
     make_private_folder(folder)
     prepared = prepare(demo_table(), folder / "corpus", **PREPARE)
     with one_thread():
@@ -83,6 +87,13 @@ def run_demo(folder: Path) -> DemoResult:
         times_trained=times_trained(prepared.folder / "train.parquet"),
         first_told=first_snapshots_that_tell(report.folder, snapshots, prepared.tokenizer_folder),
     )
+
+
+def run_comparison(folder: Path) -> Comparison:
+    """The second act: the same lines learnt in four ways, side by side."""
+    users, others = speakers()
+    with one_thread():
+        return compare_ways(folder / "quieter", _table(users), _table(others))
 
 
 @contextmanager
@@ -100,15 +111,28 @@ def one_thread() -> Iterator[None]:
 
 def demo_table() -> pa.Table:
     """The middling speakers' lines with the canaries among them."""
+    lines, _ = speakers()
+    for canary in CANARIES:
+        line = {"user": canary.user, "text": f"{canary.prefix} {canary.secret}."}
+        lines += [line] * canary.repetitions
+    return _table(lines)
+
+
+def speakers() -> tuple[list[dict[str, str]], list[dict[str, str]]]:
+    """The lines of the middling speakers, and those of all others."""
     rows = demo_corpus().to_pylist()
     words = Counter[str]()
     for row in rows:
         words[row["user"]] += len(row["text"].split())
-    kept = [row for row in rows if FEWEST_WORDS <= words[row["user"]] <= MOST_WORDS]
-    for canary in CANARIES:
-        line = {"user": canary.user, "text": f"{canary.prefix} {canary.secret}."}
-        kept += [line] * canary.repetitions
-    return pa.Table.from_pylist(kept, schema=pa.schema({"user": pa.string(), "text": pa.string()}))
+    middling = [FEWEST_WORDS <= words[row["user"]] <= MOST_WORDS for row in rows]
+    return (
+        [row for row, kept in zip(rows, middling, strict=True) if kept],
+        [row for row, kept in zip(rows, middling, strict=True) if not kept],
+    )
+
+
+def _table(rows: list[dict[str, str]]) -> pa.Table:
+    return pa.Table.from_pylist(rows, schema=pa.schema({"user": pa.string(), "text": pa.string()}))
 
 
 def times_trained(train_file: Path) -> dict[str, int]:

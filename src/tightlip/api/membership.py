@@ -61,6 +61,7 @@ def measure_membership(
     rng = np.random.default_rng(seed)
     documents = measure_level(members, others, rng, num_bootstraps)
     notes += [*missing_rates(documents, "documents"), *_about_users(members, others)]
+    notes += _about_certainty(documents)
     strangers = others.chosen(others.users >= prepared.train.num_users)
     users = _users_level(members, strangers, notes, rng, num_bootstraps)
     notes += _about_the_text(record, prepared)
@@ -144,6 +145,11 @@ class _Sides:
                 f"The vocabulary was built on the training text, so {num_left_out:,} tokens do not count: unknown words, "
                 f"and training words that would be unknown without their own {unit}. To count all, prepare with "
                 "--tokenizer DIR, made of other text."
+            )
+        if not by_user and set(self.held.user_names) - set(train.user_names):
+            self.notes.append(
+                "Some held-out users were trained on and some not. Words that only one user wrote count for those who "
+                "were, so the figures for users are too low; hold out whole users, or give --tokenizer, to compare them."
             )
 
     def score(self, folder: Path, reference: str | Path | None, device: str) -> None:
@@ -256,6 +262,16 @@ def _about_users(members: Side, others: Side) -> list[str]:
     if fewest == 1:
         return ["One user wrote all of one side, so there are no intervals: they need two or more."]
     return [f"Only {fewest} users wrote the documents of one side: take the intervals as rough."]
+
+
+def _about_certainty(level: dict[str, Any]) -> list[str]:
+    areas = [score["auc"] for score in level["scores"].values() if score is not None]
+    if not any(area["low"] == area["high"] == 1 for area in areas):
+        return []
+    return [
+        "An interval from 1 to 1 says that these documents show no exception, not that there is none: resampling "
+        "cannot draw what was never seen."
+    ]
 
 
 def _about_the_text(record: RunRecord, prepared: PreparedCorpus) -> list[str]:

@@ -7,6 +7,7 @@ bundled plays such a model had an AUC of 0.395 (0.373 to 0.417) where chance is 
 much leakage. So a token counts only if its word would be in the vocabulary without the document it
 stands in (without its user, where whole users were held out), and <unk> never does. For held-out
 text that is every known word. With this the same model had 0.512 (0.489 to 0.535).
+Where whole users were held out, it was 0.221 for users without and 0.540 (0.422 to 0.650) with it.
 """
 
 from collections.abc import Collection, Iterator

@@ -18,7 +18,7 @@ import numpy as np
 from tightlip.core.errors import UsageError
 
 LEFT_OUT = 0.05  # what lies outside a 95% interval
-FEW_USERS = 10
+FEW_USERS = 20  # with 12 users of unequal size, 90 to 94 of 100 intervals held the truth
 
 
 def check_num_bootstraps(num_bootstraps: int) -> None:

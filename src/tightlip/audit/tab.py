@@ -88,6 +88,8 @@ class Completer:
 
     def encode(self, text: str) -> tuple[np.ndarray, np.ndarray]:
         """The ids of `text`, and of each the first and last-plus-one character."""
+        # Half a character, as a terminal in another encoding sends it, becomes a question mark.
+        text = text.encode("utf-8", "replace").decode("utf-8")
         # A tokenizer refuses to be used while another thread sets it up, as our encoder does.
         with self._lock:
             ids, spans = self._encoder.encode([text])
@@ -218,9 +220,10 @@ class Words:
         added = getattr(tokenizer, "added_tokens_decoder", {})
         special |= {number for number, token in added.items() if getattr(token, "special", False)}
         self._texts = spellings(decode, size, special)
-        # Word tokenizers drop the spaces between words; BPE has them in its tokens.
+        # Word tokenizers drop the spaces between words; BPE has them in its tokens. A space before
+        # the first word tells nothing: some put one there themselves.
         call = {"add_special_tokens": False}
-        self._drops_spaces = tokenizer.encode("a", **call) == tokenizer.encode(" a", **call)
+        self._drops_spaces = tokenizer.encode("a", **call) == tokenizer.encode("a ", **call)
         if self._drops_spaces:
             self._texts = [text.strip() for text in self._texts]
         order = sorted(number for number, text in enumerate(self._texts) if text)

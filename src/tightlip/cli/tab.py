@@ -1,7 +1,10 @@
 """`tightlip tab`: type a prefix, press TAB, see whose words come back."""
 
+import io
 import os
+import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -52,14 +55,26 @@ def tab(
         return
     for note in opened.notes:
         print(f"tightlip: {note}", file=sys.stderr)
-    for line in prompt if prompt is not None else sys.stdin:
+    for line in prompt if prompt is not None else typed_lines():
         for said in lines_of(opened, line.rstrip("\r\n")):
-            print(said, flush=True)
+            print(harmless(said), flush=True)
 
 
 def in_a_terminal() -> bool:
     """Whether somebody types and sees; a dumb terminal cannot move its cursor."""
     return sys.stdin.isatty() and sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
+
+
+def typed_lines() -> Iterator[str]:
+    """Standard input line by line, whatever its bytes."""
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="replace")
+    yield from sys.stdin
+
+
+def harmless(line: str) -> str:
+    """`line` without characters that command a terminal: a corpus may hold any."""
+    return re.sub(r"[\x00-\x08\x0a-\x1f\x7f-\x9f]", "\ufffd", line)
 
 
 def watched(opened: "Tab") -> list[str]:

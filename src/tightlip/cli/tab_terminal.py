@@ -20,6 +20,7 @@ from prompt_toolkit.filters import Condition, is_done
 from prompt_toolkit.formatted_text import StyleAndTextTuples
 from prompt_toolkit.history import InMemoryHistory
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
+from prompt_toolkit.keys import Keys
 from prompt_toolkit.layout import BufferControl, FormattedTextControl, HSplit, Layout, Window
 from prompt_toolkit.layout.processors import (
     AppendAutoSuggestion,
@@ -206,6 +207,11 @@ def keys(conversation: Conversation) -> KeyBindings:
     @bindings.add("tab", filter=~has_ghost)
     def _nothing(event: KeyPressEvent) -> None:
         """No ghost, and a tab in the text would be somebody's slip."""
+
+    @bindings.add(Keys.BracketedPaste)
+    def _paste(event: KeyPressEvent) -> None:
+        """Several lines at once become one."""
+        event.current_buffer.insert_text(re.sub(r"\s*[\r\n]+\s*", " ", event.data))
 
     @bindings.add("escape", eager=True)
     @bindings.add("c-c")
