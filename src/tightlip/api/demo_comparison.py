@@ -42,6 +42,12 @@ TO_PERPLEXITY: dict[str, Any] = {
     "until_perplexity": PERPLEXITY,
     "snapshot_steps": 20,
 }
+REFERENCE: dict[str, Any] = {
+    "learning_rate": 5e-3,
+    "batch_size": 32,
+    "epochs": 1.0,
+    "snapshot": "none",
+}
 RUNS: dict[str, dict[str, Any]] = {
     "plain": TO_PERPLEXITY,
     "adversarial": TO_PERPLEXITY | {"mitigation": "adversarial", "privacy_weight": 1.0},
@@ -65,17 +71,22 @@ NOTES = (
 
 @dataclass(frozen=True)
 class Lines:
-    """What the runs share: text with canaries, held-out text, a public vocabulary, the key."""
+    """What the runs share: text with canaries and held-out text in a public vocabulary, the key;
+    and the public lines, for a model that never saw theirs."""
 
     corpus: PreparedCorpus
+    public: PreparedCorpus
     key: Path
 
 
 def compare_ways(folder: Path, users: pa.Table, others: pa.Table) -> Comparison:
     """Train every way on the users' lines and compare; what an earlier start finished is kept."""
     lines = planted_lines(make_private_folder(folder), users, others)
+    reference = train(lines.public, folder / "reference", **SHAPE, **REFERENCE)
     runs = [train(lines.corpus, folder / name, **SHAPE, **own) for name, own in RUNS.items()]
-    return compare(runs, key=lines.key, out=folder / "comparison", notes=NOTES)
+    return compare(
+        runs, key=lines.key, reference=reference.folder, out=folder / "comparison", notes=NOTES
+    )
 
 
 def planted_lines(folder: Path, users: pa.Table, others: pa.Table) -> Lines:
@@ -97,7 +108,7 @@ def planted_lines(folder: Path, users: pa.Table, others: pa.Table) -> Lines:
         tokenizer=tokenizer,
         validation=str(split.folder / "validation"),
     )
-    return Lines(corpus=corpus, key=planted / KEY)
+    return Lines(corpus=corpus, public=public, key=planted / KEY)
 
 
 def known_names(others: pa.Table, tokenizer_folder: str) -> list[str]:

@@ -10,6 +10,8 @@ log.txt             what was said on the way
 checkpoint/         only while the run is under way
 dp_check.json       the key of planted canaries, where there are any: what they read, who was in
 dp_check_result.json  what `tightlip audit RUN --dp-check` found
+membership.json, groups.json  what `tightlip audit RUN --membership` and `--groups` found
+measures/           what `tightlip compare` measured, by model
 """
 
 import fcntl
