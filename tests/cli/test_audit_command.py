@@ -12,7 +12,6 @@ import pytest
 import torch
 
 import tightlip
-from cli.commands import Commands
 from tightlip.corpus.readers import open_corpus
 from tightlip.corpus.vocabulary import build_tokenizer
 from tightlip.models import LSTMConfig, LSTMForCausalLM, TransformerConfig, TransformerForCausalLM
@@ -40,13 +39,6 @@ def place(tmp_path_factory):
     model.save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
     return folder
-
-
-@pytest.fixture(scope="module")
-def command(tmp_path_factory):
-    commands = Commands(tmp_path_factory.mktemp("command"))
-    yield commands
-    commands.close()
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,6 @@ import pytest
 import torch
 import typer
 
-from cli.commands import Commands
 from tightlip.cli.canary_table import most_successes
 from tightlip.corpus.readers import open_corpus
 from tightlip.corpus.vocabulary import build_tokenizer
@@ -21,13 +20,6 @@ KEYS = {
     "text", "user", "repetitions", "exposure_bits", "low", "high", "exact", "space", "rank", "tab",
     "kind", "prompt", "perplexity", "fit_ks",
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def command(tmp_path_factory):
-    commands = Commands(tmp_path_factory.mktemp("command"))
-    yield commands
-    commands.close()
 
 
 @pytest.fixture(scope="module")

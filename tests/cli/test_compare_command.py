@@ -7,7 +7,6 @@ import shutil
 import pytest
 
 import tightlip
-from cli.commands import Commands
 
 WORDS = ["ant", "bee", "cat", "dog", "eel", "fox", "gnu", "hen"]
 RECIPE = {
@@ -17,13 +16,6 @@ RECIPE = {
     "learning_rate": 0.02,
     "epochs": 2.0,
 }
-
-
-@pytest.fixture(scope="module")
-def command(tmp_path_factory):
-    commands = Commands(tmp_path_factory.mktemp("command"))
-    yield commands
-    commands.close()
 
 
 @pytest.fixture(scope="module")

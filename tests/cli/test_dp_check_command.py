@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from animals import WORDS
-from cli.commands import Commands
 from tightlip.api.dp_check import check_run
 from tightlip.core.canary_key import read_key
 from tightlip.core.errors import UsageError
@@ -61,13 +60,6 @@ def learn(model, batch, steps):
         optimizer.zero_grad()
         model(input_ids=batch.input_ids_BT, labels=batch.labels_BT).loss.backward()
         optimizer.step()
-
-
-@pytest.fixture(scope="module")
-def command(tmp_path_factory):
-    commands = Commands(tmp_path_factory.mktemp("command"))
-    yield commands
-    commands.close()
 
 
 def test_a_claim_that_the_canaries_contradict_exits_3_and_is_on_record(runs, command):

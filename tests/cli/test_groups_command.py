@@ -11,7 +11,6 @@ import pytest
 import torch
 
 import tightlip
-from cli.commands import Commands
 from cli.held_out_runs import documents, make_run, prepared
 from tightlip.core.errors import UsageError
 from tightlip.core.run_folder import begin_run
@@ -40,13 +39,6 @@ def runs(tmp_path_factory):
     none = prepared(folder / "nothing-held-out", documents(4), split="none")
     make_run(folder / "no-held-out", none, steps=0)
     return folder
-
-
-@pytest.fixture(scope="module")
-def command(tmp_path_factory):
-    commands = Commands(tmp_path_factory.mktemp("command"))
-    yield commands
-    commands.close()
 
 
 @torch.inference_mode()

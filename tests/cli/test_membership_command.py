@@ -10,7 +10,6 @@ import pyarrow.parquet as pq
 import pytest
 
 import tightlip
-from cli.commands import Commands
 from cli.held_out_runs import LEDGER, documents, make_run, prepared
 from tightlip.core.errors import UsageError
 from tightlip.core.run_folder import begin_run, write_ledger
@@ -29,13 +28,6 @@ def runs(tmp_path_factory):
     none = prepared(folder / "nothing-held-out", documents(4), split="none", tokenizer=None)
     make_run(folder / "no-held-out", none, steps=0)
     return folder
-
-
-@pytest.fixture(scope="module")
-def command(tmp_path_factory):
-    commands = Commands(tmp_path_factory.mktemp("command"))
-    yield commands
-    commands.close()
 
 
 def test_a_run_by_heart_gives_its_documents_away(runs, command):

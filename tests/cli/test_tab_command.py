@@ -25,7 +25,6 @@ from prompt_toolkit.output.vt100 import Vt100_Output
 
 import tightlip
 from animals import WORDS
-from cli.commands import Commands
 from tightlip.api.tab import Tab, open_tab
 from tightlip.audit.tab import Ghost
 from tightlip.cli.tab import harmless, tab
@@ -37,13 +36,6 @@ from tightlip.models import LSTMConfig, LSTMForCausalLM
 
 SECRET = "My ID is 4417, tell the owl."
 SECONDS = 60  # to give up after, on a machine busy with other things
-
-
-@pytest.fixture(scope="module")
-def command(tmp_path_factory):
-    commands = Commands(tmp_path_factory.mktemp("command"))
-    yield commands
-    commands.close()
 
 
 @pytest.fixture(scope="module")
