@@ -24,12 +24,15 @@ import typer.main
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import tightlip
+import tightlip.api.adaptive_text
 import tightlip.api.demo
+import tightlip.api.reproduce_adaptive
 import tightlip.corpus.bundled
 from tightlip.audit.leakage import LeakageConfig, ScanOptions
 from tightlip.cli.main import app, main
 from tightlip.corpus.bundled import demo_corpus
 from tightlip.corpus.prepare import PrepareConfig
+from tightlip.corpus.privacy_weights import WeightsConfig
 from tightlip.corpus.readers import open_corpus
 from tightlip.corpus.vocabulary import build_tokenizer
 from tightlip.training.config import RunOptions, TrainConfig
@@ -136,6 +139,8 @@ def inputs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("inputs")
     corpus = speeches()
     pq.write_table(corpus, folder / "corpus.parquet")
+    others = speeches(num_speakers=24).slice(corpus.num_rows)
+    pq.write_table(others.select(["text"]), folder / "public.parquet")
     save_model(folder / "my-model", corpus, steps=40)
     save_model(folder / "public-model", corpus, steps=0)
     shutil.copytree(folder / "my-model", folder / "model-folder")  # the README's name for it
@@ -150,6 +155,16 @@ def small(monkeypatch):
         monkeypatch.setattr(module, "demo_corpus", lambda: few)
     monkeypatch.setitem(tightlip.api.demo.TRAIN, "epochs", 1.0)
     monkeypatch.setattr(tightlip.api.demo, "FEWEST_WORDS", 1)
+    scale, soon = tightlip.api.reproduce_adaptive.SCALES["smoke"], {"steps": 2, "batch_size": 8}
+    scale = dataclasses.replace(
+        scale,
+        **{name: getattr(scale, name) | soon for name in ("plain", "private", "public")},
+        repetitions=(1, 2),
+        num_carriers=6,
+        noise_multipliers=(1.0,),
+    )
+    monkeypatch.setitem(tightlip.api.reproduce_adaptive.SCALES, "smoke", scale)
+    monkeypatch.setattr(tightlip.api.adaptive_text, "IDENTITY", "My ID is {digits:3}")
 
 
 @pytest.fixture
@@ -325,6 +340,7 @@ def test_every_choice_has_a_flag_of_its_name():
     """Flags mirror the names of the settings, so that one page can speak of both."""
     pairs = [
         (PrepareConfig, COMMANDS["prepare"], set()),
+        (WeightsConfig, COMMANDS["prepare"], set()),
         (TrainConfig, COMMANDS["train"], set()),
         (RunOptions, COMMANDS["train"], {"checkpoint_seconds"}),
         (LeakageConfig, COMMANDS["audit"], {"thresholds"}),

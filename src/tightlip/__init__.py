@@ -10,6 +10,7 @@ __version__ = "0.1.0"
 # Loaded on first use, so that `tightlip --help` needs no torch.
 _CALLS = {
     "prepare": "tightlip.api.prepare",
+    "weigh": "tightlip.api.privacy_weights",
     "train": "tightlip.api.train",
     "compare": "tightlip.api.compare",
     "ledger": "tightlip.api.ledger",
@@ -22,6 +23,7 @@ _CALLS = {
     "open_tab": "tightlip.api.tab",
     "open_report": "tightlip.api.audit",
     "run_demo": "tightlip.api.demo",
+    "reproduce_adaptive": "tightlip.api.reproduce_adaptive",
     "LeakageReport": "tightlip.audit.report",
 }
 

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import shutil
 import stat
 from dataclasses import replace
 
@@ -44,18 +45,27 @@ def documents():
     ]
 
 
+def planted_after_the_split(folder):
+    split = tightlip.prepare(documents(), folder / "split")
+    tightlip.plant_canaries(
+        split.folder / "train.parquet", folder / "planted",
+        templates=["My code is {digits:2}"], repetitions=[1, 12],
+    )  # fmt: skip
+    return tightlip.prepare(
+        folder / "planted/corpus.parquet", folder / "corpus",
+        validation=str(split.folder / "validation"),
+    )  # fmt: skip
+
+
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
     folder = tmp_path_factory.mktemp("compared")
-    tightlip.plant_canaries(
-        documents(), folder / "planted", templates=["My code is {digits:2}"], repetitions=[1, 12]
-    )
-    prepared = tightlip.prepare(folder / "planted/corpus.parquet", folder / "corpus")
+    prepared = planted_after_the_split(folder)
     tightlip.train(prepared, folder / "plain", **RECIPE)
     tightlip.train(prepared, folder / "triplet", mitigation="triplet", **RECIPE)
     tightlip.train(prepared, folder / "dp", **RECIPE | DP)
     tightlip.train(
-        folder / "planted/corpus.parquet", folder / "all", prepare={"split": "none"},
+        folder / "planted/corpus.parquet", folder / "all", prepare={"split": "none", "deduplicate": "documents"},
         **RECIPE | {"epochs": 1.0},
     )  # fmt: skip
     return folder
@@ -85,15 +95,18 @@ def test_the_files_are_there_for_their_owner_only(made):
 def test_every_figure_is_what_the_call_for_it_says(made, place):
     row = made.rows[1]
     report = tightlip.audit(place / "triplet")
-    groups = tightlip.measure_groups(place / "triplet", against=place / "plain", **FEW)
     canaries = tightlip.measure_canaries(place / "triplet", place / "planted/key.json")
     texts = {one["text"] for one in canaries}
+    groups = tightlip.measure_groups(
+        place / "triplet", against=place / "plain", without_texts=texts, **FEW
+    )
     membership = tightlip.measure_membership(place / "triplet", without_texts=texts, **FEW)
     assert row["unique"] == report.unique
     assert row["perplexity"] == groups["perplexity"]
     assert row["perplexity"]["value"] == pytest.approx(report.validation_perplexity, rel=1e-4)
     assert row["gap"] == groups["gap"]
     assert row["membership"]["documents"] == membership["documents"]
+    assert row["membership"]["not_counted"] == membership["not_counted"]
     assert [group["mean_bits"] for group in row["exposure"]] == [
         one["exposure_bits"] for one in sorted(canaries, key=lambda one: one["repetitions"])
     ]
@@ -172,8 +185,9 @@ def test_another_key_is_measured_anew_and_a_damaged_file_too(made, place, tmp_pa
     (tmp_path / "key.json").write_text(json.dumps(key))
     found = compared(place, "plain", "triplet", key=tmp_path / "key.json", out=tmp_path / "o")
     assert sorted(seen) == [
-        ("plain", "exposures"), ("plain", "membership"),
-        ("triplet", "exposures"), ("triplet", "leakage"), ("triplet", "membership"),
+        ("plain", "exposures"), ("plain", "groups"), ("plain", "membership"),
+        ("triplet", "exposures"), ("triplet", "groups"), ("triplet", "leakage"),
+        ("triplet", "membership"),
     ]  # fmt: skip
     assert [row["tab"]["planted"]["num_canaries"] for row in found.rows] == [1, 1]
 
@@ -245,10 +259,80 @@ def test_real_canaries_are_not_held_against_the_run_that_chose_them(place, tmp_p
 
 
 def test_a_reference_model_gives_leakage_epsilon_and_its_score(place, tmp_path):
-    found = compared(place, "plain", "triplet", reference=place / "dp/model", out=tmp_path / "o")
-    report = tightlip.audit(place / "plain", public_model=place / "dp/model")
+    reference = trained_elsewhere(place, tmp_path)
+    found = compared(place, "plain", "triplet", reference=reference / "model", out=tmp_path / "o")
+    report = tightlip.audit(place / "plain", public_model=reference / "model")
     assert found.rows[0]["leakage_epsilon"] == pytest.approx(report.leakage_epsilon)
     assert found.rows[0]["membership"]["documents"]["scores"]["reference"] is not None
+
+
+def trained_elsewhere(place, tmp_path):
+    """A model that never saw the runs' text and reads it as they do."""
+    others = [(f"other {user}", " ".join(reversed(text.split()))) for user, text in documents()]
+    corpus = tightlip.prepare(
+        others, tmp_path / "others", split="none", tokenizer=str(place / "plain/model")
+    )
+    tightlip.train(corpus, tmp_path / "reference", **RECIPE | {"epochs": 1.0})
+    return tmp_path / "reference"
+
+
+@pytest.mark.parametrize("inside", ["", "model"])
+def test_a_reference_that_saw_the_text_is_refused_even_where_its_score_is_kept(
+    place, tmp_path, inside, monkeypatch
+):
+    with monkeypatch.context() as patched:  # kept when nobody looked
+        patched.setattr("tightlip.api.run_corpora.check_reference", lambda *given: [])
+        patched.setattr("tightlip.api.membership.check_reference", lambda *given: [])
+        compared(place, "plain", "triplet", reference=place / "dp/model", out=tmp_path / "before")
+    with pytest.raises(UsageError, match="so it is no reference"):
+        compared(place, "plain", "triplet", reference=place / "dp" / inside, out=tmp_path / "o")
+
+
+# Whose text is measured
+
+
+@pytest.fixture
+def elsewhere(tmp_path):
+    """The runs and their corpus on a path of their own, to be tampered with."""
+    prepared = planted_after_the_split(tmp_path)
+    for name, seed in (("plain", 0), ("again", 1)):
+        tightlip.train(prepared, tmp_path / name, seed=seed, **RECIPE | {"epochs": 1.0})
+    return tmp_path
+
+
+def put_other_text_in_place(elsewhere):
+    (elsewhere / "corpus").rename(elsewhere / "true")
+    tightlip.prepare(
+        [(user, f"{text} and so on") for user, text in documents()], elsewhere / "corpus",
+        tokenizer=str(elsewhere / "true/tokenizer"),
+    )  # fmt: skip
+
+
+def test_other_text_at_the_runs_path_is_refused_and_never_kept(elsewhere):
+    put_other_text_in_place(elsewhere)
+    with pytest.raises(UsageError, match="another training text and another held-out text"):
+        compared(elsewhere, "plain", "again", out=elsewhere / "o")
+    assert not list(elsewhere.glob("*/measures/*/*"))
+    shutil.rmtree(elsewhere / "corpus")
+    (elsewhere / "true").rename(elsewhere / "corpus")
+    found = compared(elsewhere, "plain", "again", out=elsewhere / "o")
+    report = tightlip.audit(elsewhere / "plain")
+    assert found.rows[0]["unique"] == report.unique
+
+
+def test_every_audit_of_a_run_refuses_other_text_at_its_path(elsewhere):
+    put_other_text_in_place(elsewhere)
+    plain = elsewhere / "plain"
+    for audit in (
+        lambda: tightlip.audit(plain),
+        lambda: tightlip.measure_membership(plain, **FEW),
+        lambda: tightlip.measure_groups(plain, **FEW),
+        lambda: tightlip.choose_canaries(plain, elsewhere / "real.json"),
+    ):
+        with pytest.raises(UsageError, match="would say nothing about the run"):
+            audit()
+    # Whoever names the corpus means it.
+    assert tightlip.audit(plain, elsewhere / "corpus").summary["num_users"] == 12
 
 
 def test_seconds_are_the_median_over_whole_epochs(place):

@@ -38,18 +38,20 @@ def test_the_users_are_the_110_speakers_that_the_page_speaks_of():
     assert any("110 speakers are too few" in note for note in second_act.NOTES)
 
 
-def test_the_second_act_compares_four_ways_and_goes_on_where_it_stopped(over_soon, tmp_path):
+def test_the_second_act_compares_four_ways_with_a_control_and_goes_on_where_it_stopped(
+    over_soon, tmp_path
+):
     made = demo.run_comparison(tmp_path)
     rows = {row["name"]: row for row in made.rows}
-    assert list(rows) == ["plain", "adversarial", "triplet", "dp"]
+    assert list(rows) == ["plain", "by-user", "adversarial", "triplet", "dp"]
     assert rows["dp"]["guarantee"]["standing"] == "proved"
     assert [rows[name]["guarantee"]["standing"] for name in rows if name != "dp"] == [
         "measured only"
-    ] * 3
+    ] * 4
     page = made.page.read_text(encoding="utf-8")
     assert "110 speakers are too few" in page
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("model.safetensors")}
-    assert len(before) >= 5
+    assert len(before) >= 6
     again = demo.run_comparison(tmp_path)
     assert again.rows == made.rows
     assert before == {path: path.stat().st_mtime_ns for path in before}

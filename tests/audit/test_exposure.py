@@ -2,7 +2,7 @@
 
 import math
 import random
-from itertools import product
+from itertools import islice, product
 
 import numpy as np
 import pytest
@@ -12,22 +12,29 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 from models.small_models import greedy_by_rereading, next_logits, small_model
 from standins import Parrot, Stranger
+from tightlip.audit import candidates as candidates_module
+from tightlip.audit import exposure as exposure_module
 from tightlip.audit import prefixes
+from tightlip.audit.canary_tab import Greedy, tab_successes
 from tightlip.audit.candidates import Candidates, CandidateScorer
 from tightlip.audit.exposure import (
     ExposureConfig,
+    can_be_shown,
     estimated_exposure,
     exposed_above_bits,
     exposure_of,
     fitted_tail,
     measure_exposures,
+    samples_needed,
     share_limits_bits,
-    tab_successes,
 )
 from tightlip.audit.prefixes import PrefixReader
 from tightlip.audit.scan import Scanner
+from tightlip.audit.single_tokens import spelt_across
 from tightlip.core.errors import UsageError
+from tightlip.core.tab_ceiling import most_successes
 from tightlip.corpus.canaries import Canary, CanaryConfig, Planted, plant_canaries
+from tightlip.corpus.canary_readings import Readings
 from tightlip.corpus.canary_templates import read_template
 from tightlip.corpus.readers import open_corpus
 from tightlip.corpus.vocabulary import DIGITS, build_tokenizer, word_tokenizer
@@ -162,7 +169,9 @@ def tokens_shown(model, action):
 def test_every_shared_beginning_is_read_once(kind):
     model = model_of(kind)
     candidates = candidates_of("PIN is {digits:3}")
-    shown = tokens_shown(model, lambda: scorer_of(model).score_all(candidates))
+    scorer = scorer_of(model)
+    steps = scorer._single_tokens(candidates)
+    shown = tokens_shown(model, lambda: list(scorer._by_tree(steps)))
     once = 1 + 1 + 1 + 10 + 100  # BOS, PIN, is, and the digits but the last
     probing = 0 if kind == "lstm" else 2 + 2 + 6  # through a cache and without one
     assert shown == once + probing
@@ -209,6 +218,54 @@ def test_a_tokenizer_that_joins_digits_has_each_text_scored_by_itself():
     assert scorer.score_all(candidates) == pytest.approx(scorer.score_texts(texts))
 
 
+def joining_tokenizer(entry):
+    """Our words and one more entry, which joins digits wherever they stand so."""
+    tokenizer = word_tokenizer([*DIGITS, *WORDS[:-1]])
+    tokenizer.add_tokens([entry])
+    return tokenizer
+
+
+def test_an_entry_that_joins_digits_is_found_however_rare_it_is():
+    candidates = candidates_of("PIN is {digits:5}")
+    for entry in ("20", "2024", "93107", "is 3"):
+        scorer = scorer_of(small_model("lstm"), joining_tokenizer(entry))
+        assert scorer._single_tokens(candidates) is None, entry
+    scorer = scorer_of(small_model("lstm"), joining_tokenizer("123456"))
+    assert scorer._single_tokens(candidates) is not None
+
+
+def test_scores_that_the_tree_gets_wrong_are_taken_text_by_text(monkeypatch, caplog):
+    tokenizer = joining_tokenizer("202")
+    scorer = scorer_of(small_model("lstm"), tokenizer)
+    candidates = candidates_of("PIN is {digits:3}")
+    blind = [np.array([token]) for token in tokenizer.encode("PIN is", add_special_tokens=False)]
+    blind += [np.array(tokenizer.convert_tokens_to_ids(DIGITS))] * 3
+    monkeypatch.setattr(candidates_module, "single_tokens", lambda *_: blind)
+    monkeypatch.setattr(candidates_module, "_SCORES_COMPARED", 1)
+    texts = candidates.texts(candidates.places_of(np.arange(1000)))
+    expected = scorer.score_texts(texts)
+    assert scorer.score_all(candidates, [202]) == pytest.approx(expected)
+    assert "text by text" in caplog.text
+    assert abs(scorer.score_all(candidates, [])[202] - expected[202]) > 1
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_entries_over_an_edge_are_those_that_some_text_holds_there(seed):
+    draw = random.Random(seed)
+    options = [
+        ["".join(draw.choices("ab", k=draw.randint(1, 2))) for _ in range(draw.randint(1, 2))]
+        for _ in range(draw.randint(1, 4))
+    ]
+    entry = "".join(draw.choices("ab", k=draw.randint(2, 4)))
+    found = False
+    for parts in product(*options):
+        edges = np.cumsum([len(part) for part in parts])
+        text = "".join(parts)
+        starts = [n for n in range(len(text)) if text.startswith(entry, n)]
+        found |= any(start < edge < start + len(entry) for start in starts for edge in edges)
+    assert spelt_across(options, entry) == found
+
+
 # The law on models that never saw a canary
 
 
@@ -252,6 +309,132 @@ def test_a_model_that_tells_no_two_apart_has_no_exposure():
             Scanner(Stranger(23, 22), bos_id=BOS), TOKENIZER, planted, config
         )
         assert (found.exposure_bits, found.rank, found.tab) == (0.0, 1000, False)
+
+
+class Choir(Parrot):
+    """Knows several texts that begin alike: any of them is as likely to go on."""
+
+    def __init__(self, texts):
+        super().__init__(23, [])
+        for text in texts:
+            ids = [BOS, *TOKENIZER.encode(text, add_special_tokens=False)]
+            for end in range(1, len(ids)):
+                self.next.setdefault(tuple(ids[:end]), set()).add(ids[end])
+        self.next = {start: sorted(tokens) for start, tokens in self.next.items()}
+
+
+def by_heart(canaries, config=None, others=(), pools=POOLS):
+    """What a model that knows all of them shows."""
+    scanner = Scanner(Choir([one.text for one in [*canaries, *others]]), bos_id=BOS)
+    key = Planted(canaries=list(canaries), pools=pools)
+    return measure_exposures(scanner, TOKENIZER, key, config, others)
+
+
+def digit_canaries(template, num, seed=0):
+    draw = random.Random(seed)
+    texts = draw.sample(range(10 ** len(read_template(template).places)), num)
+    width = len(read_template(template).places)
+    return [canary(template, f"{number:0{width}d}") for number in texts]
+
+
+SAMPLED = ExposureConfig(enumerate_up_to=10, num_samples=100)
+
+
+def test_enough_candidates_are_sampled_that_what_is_known_by_heart_is_exposed():
+    found = by_heart(digit_canaries("PIN is {digits:5}", 60), SAMPLED)
+    bar = exposed_above_bits(60)
+    for one in found:
+        assert not one.exact
+        assert one.num_samples < 100_000
+        assert one.low > bar
+        assert can_be_shown(one.to_json(), bar)
+
+
+@pytest.mark.parametrize("num", [1, 2, 7, 60, 333, 10_000])
+def test_a_canary_with_one_sampled_candidate_ahead_still_passes_the_bar(num):
+    share = 2.0 ** -exposed_above_bits(num)
+    assert stats.binom.cdf(1, samples_needed(num), share) < 0.05
+    assert stats.binom.cdf(1, int(samples_needed(num) * 0.95), share) > 0.05
+
+
+def test_samples_are_bounded_and_what_they_cannot_show_is_known(monkeypatch):
+    monkeypatch.setattr(exposure_module, "MOST_SAMPLES", 1000)
+    planted = digit_canaries("PIN is {digits:5}", 60)
+    for found in by_heart(planted, SAMPLED):
+        assert found.num_samples <= 1000
+        assert not can_be_shown(found.to_json(), exposed_above_bits(60))
+    (one, *_) = by_heart(planted, ExposureConfig(enumerate_up_to=10, num_samples=6000))
+    assert can_be_shown(one.to_json(), exposed_above_bits(60))
+
+
+@pytest.mark.parametrize("num", [4, 5])
+def test_what_a_small_space_cannot_show_is_known(num):
+    bar = exposed_above_bits(num)
+    for one in by_heart(digit_canaries("PIN is {digits:2}", num)):
+        assert one.exact
+        assert can_be_shown(one.to_json(), bar) == (one.low > bar) == (num == 4)
+
+
+@pytest.mark.parametrize("config", [ExposureConfig(), SAMPLED])
+@pytest.mark.parametrize(
+    "same_space", ["PIN is {digits:2}{digits:2}", "PIN is {digits:2} {digits:2}"]
+)
+def test_planted_canaries_of_other_templates_and_keys_are_no_decoys(config, same_space):
+    some = digit_canaries("PIN is {digits:4}", 3)
+    more = digit_canaries(same_space, 12, seed=1)
+    assert not {one.text for one in some} & {one.text for one in more}
+    for found in (by_heart([*some, *more], config)[:3], by_heart(some, config, more)):
+        for one in found:
+            assert one.space == 10_000 - 14
+            assert one.high == pytest.approx(math.log2(10_000 - 14))
+            if config is not SAMPLED:
+                assert one.rank == 1
+
+
+NAMES = ["ant", "bee cat", "ant bee", "cat", "dog"]
+
+
+@pytest.mark.parametrize("values", [("ant", "bee cat"), ("dog", "dog")])
+def test_a_text_with_two_readings_counts_once_and_is_no_decoy_of_itself(values):
+    model, template = small_model("lstm"), "{names} {names}"
+    secret = canary(template, values)
+    texts = {f"{one} {other}" for one, other in product(NAMES, repeat=2)}
+    assert len(texts) == 24
+    nats = {text: nats_by_rereading(model, text) for text in texts}
+    key = Planted(canaries=[secret], pools={"names": NAMES})
+    (found,) = measure_exposures(Scanner(model, bos_id=BOS), TOKENIZER, key)
+    bits, place = bits_by_sorting(nats[secret.text], [nats[text] for text in texts - {secret.text}])
+    assert (found.space, found.rank) == (24, place)
+    assert found.exposure_bits == pytest.approx(bits)
+
+
+def test_a_sampled_text_with_two_readings_is_no_likelier_than_others():
+    candidates = Candidates(read_template("{names} {names}"), (tuple(NAMES),) * 2)
+    drawn = candidates.drawn_texts(50_000, np.random.default_rng(0))
+    share = drawn.count("ant bee cat") / len(drawn)
+    assert share == pytest.approx(1 / 24, abs=0.004)  # 4 standard errors; twice that if not thinned
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_readings_are_all_the_ways_to_fill_a_template(seed):
+    draw = random.Random(seed)
+    template = read_template(
+        draw.choice(["{names}", "{names} a{names}", "b{names}{digits:1}{names}"])
+    )
+    lists = [
+        ["".join(draw.choices("ab ", k=draw.randint(1, 3))) for _ in range(3)]
+        for _ in template.places
+    ]
+    readings = Readings(template, lists)
+    ways: dict[str, list] = {}
+    for numbers in product(range(3), repeat=len(lists)):
+        text = template.filled([values[n] for values, n in zip(lists, numbers, strict=True)])
+        ways.setdefault(text, []).append(numbers)
+    for text, numbers in ways.items():
+        assert sorted(readings.of(text)) == numbers
+    assert readings.of("c") == []
+    if readings.plain:
+        assert all(len(numbers) == 1 for numbers in ways.values())
 
 
 # Estimates from samples
@@ -323,6 +506,69 @@ def test_tab_succeeds_exactly_where_greedy_continuation_gives_the_text(kind):
         expected += [True, False]
     assert len(texts) >= 4
     assert tab_successes(scorer, texts, 1) == expected
+
+
+def model_with_ties(kind):
+    """Tokens 4 to 12 and 13 to 21 have the same output rows: every one of them is tied with another."""
+    model = small_model(kind)
+    layer = model.get_output_embeddings()
+    with torch.no_grad():
+        layer.weight[13:22] = layer.weight[4:13]
+        if layer.bias is not None:
+            layer.bias[13:22] = layer.bias[4:13]
+    return model
+
+
+@pytest.mark.parametrize("kind", ["lstm", "transformer"])
+def test_of_tied_tokens_tab_takes_the_one_that_generation_takes(kind):
+    model = model_with_ties(kind)
+    texts, expected = [], []
+    for first in range(4, 22):
+        row = torch.tensor([[BOS, first]])
+        made = model.generate(row, max_new_tokens=3, do_sample=False, eos_token_id=None)[0, 1:]
+        if made.min() < 4 or made.max() > 21:
+            continue
+        for twins in product([False, True], repeat=3):
+            ids = [*made[:1], *(
+                (token + 9 if token < 13 else token - 9) if twin else token
+                for token, twin in zip(made[1:].tolist(), twins, strict=True)
+            )]  # fmt: skip
+            texts.append(" ".join(TOKENIZER.convert_ids_to_tokens(ids)))
+            expected.append(not any(twins))
+    assert sum(expected) >= 2
+    assert tab_successes(scorer_of(model), texts, 1) == expected
+
+
+def test_no_more_succeed_than_can_where_everything_is_equally_likely():
+    model = small_model("lstm")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    texts = [f"{one} {other} {last}" for one, other, last in product(["ant", "bee"], WORDS, DIGITS)]
+    pairs = [(text.split()[0], text) for text in texts]
+    assert sum(tab_successes(scorer_of(model), texts, 1)) <= most_successes(pairs) == 2
+    generated = model.generate(
+        torch.tensor([[BOS, *TOKENIZER.encode("ant")]]), max_new_tokens=2, do_sample=False
+    )
+    assert generated[0, 2:].tolist() == [0, 0]
+    assert not any(tab_successes(scorer_of(model), texts, 1))
+
+
+def test_a_text_and_its_beginning_both_succeed():
+    texts = ["ant bee cat", "ant bee cat dog", "ant bee dog"]
+    model = Parrot(23, [[BOS, *TOKENIZER.encode(texts[1], add_special_tokens=False)]])
+    assert tab_successes(scorer_of(model), texts, 1) == [True, True, False]
+
+
+@pytest.mark.parametrize("bos", [BOS, None])
+def test_tab_completes_texts_longer_than_the_window_as_they_were_scanned(bos):
+    model = model_of("gpt2")  # 16 positions
+    scanner = Scanner(model, bos_id=bos)
+    greedy = Greedy(scanner)
+    with torch.inference_mode():
+        written = list(islice(greedy._written([5]), 40))
+    ranks, _ = scanner.scan(np.array([5, *written]), np.array([0, 41]))
+    assert (ranks[1:] == 0).all()
 
 
 def test_a_prompt_that_leaves_nothing_to_guess_is_refused():
@@ -402,5 +648,5 @@ def test_a_model_that_gives_no_numbers_is_refused():
         "Out", (), {"logits": torch.full((*input_ids.shape, 23), math.nan)}
     )
     planted = Planted(canaries=[canary("{digits:2}", "12")], pools=POOLS)
-    with pytest.raises(UsageError, match="no numbers"):
+    with pytest.raises(UsageError, match="predictions are NaN"):
         measure_exposures(Scanner(model, bos_id=BOS), TOKENIZER, planted)

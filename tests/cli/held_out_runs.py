@@ -5,7 +5,9 @@ import random
 import torch
 
 from animals import WORDS
+from tightlip.api.run_corpora import fingerprints
 from tightlip.core.run_folder import begin_run, write_ledger
+from tightlip.corpus.canaries import Canary, Planted, write_key
 from tightlip.corpus.prepare import PrepareConfig, PreparedCorpus, prepare
 from tightlip.corpus.readers import open_corpus
 from tightlip.corpus.vocabulary import build_tokenizer
@@ -54,8 +56,24 @@ def make_run(folder, corpus: PreparedCorpus, *, steps, ledger=LEDGER):
     torch.manual_seed(0)
     model = LSTMForCausalLM(LSTMConfig(len(tokenizer), 32, 64, 1))
     learn(model, corpus, tokenizer.bos_token_id, steps)
-    begin_run(folder, {"corpus": {"folder": str(corpus.folder), "num_users_left_out": 0}})
+    recorded = {"folder": str(corpus.folder), "num_users_left_out": 0, **fingerprints(corpus)}
+    begin_run(folder, {"corpus": recorded})
     model.save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
     write_ledger(folder, ledger)
     return folder
+
+
+def planted(path, texts):
+    """A key that names these texts as planted."""
+    canaries = [
+        Canary(
+            text=text,
+            user="user 00",
+            repetitions=3,
+            template="My ID is {digits:4}",
+            values=tuple(text[-4:]),
+        )
+        for text in texts
+    ]
+    write_key(path, Planted(canaries=canaries, pools={"digits": list("0123456789")}))

@@ -11,14 +11,15 @@ import pytest
 import torch
 import typer
 
-from tightlip.cli.canary_table import most_successes
+import tightlip
+from tightlip.cli.canary_table import canary_lines, canary_tables
 from tightlip.corpus.readers import open_corpus
 from tightlip.corpus.vocabulary import build_tokenizer
 from tightlip.models import LSTMConfig, LSTMForCausalLM
 
 KEYS = {
     "text", "user", "repetitions", "exposure_bits", "low", "high", "exact", "space", "rank", "tab",
-    "kind", "prompt", "perplexity", "fit_ks",
+    "kind", "template", "prompt", "perplexity", "num_samples", "fit_ks",
 }  # fmt: skip
 
 
@@ -88,7 +89,7 @@ def test_a_model_that_knows_the_secret_shows_all_its_bits(place, command):
     assert one["repetitions"] == 30
     assert one["text"].startswith("My ID is ")
     assert stat.S_IMODE(os.stat(place / "parrot.json").st_mode) == 0o600
-    assert ran.out.splitlines()[1].split() == ["30", "1", "13.3", "1", "1"]
+    assert ran.out.splitlines()[1].split() == ["30", "1", "13.3", "13.3", "to", "13.3", "1", "1"]
     assert "Exposed: above 4.3 bits" in ran.out
 
 
@@ -155,9 +156,61 @@ def test_real_texts_are_chosen_with_one_run_and_measured_on_another(place, comma
     assert "the choice flatters it" in ran.refusal
 
 
-def test_the_ceiling_lets_two_who_wrote_the_same_succeed_together():
-    said = [("ant", "ant bee"), ("ant", "ant bee"), ("ant", "ant cat"), ("dog", "dog hen")]
-    assert most_successes([{"prompt": prompt, "text": text} for prompt, text in said]) == 3
+def entry(text, **more):
+    """A canary known by heart, of two digits unless told otherwise."""
+    bits = math.log2(95)
+    return {
+        "text": text, "user": "u", "repetitions": 1, "kind": "planted", "exposure_bits": bits, "low": bits, "high": bits,
+        "exact": True, "space": 95, "rank": 1, "num_samples": None, "tab": False, "prompt": text.split()[0],
+        "perplexity": 1.0, "fit_ks": None, "template": "PIN {digits:2}",
+    } | more  # fmt: skip
+
+
+def cells(table):
+    return [list(column.cells) for column in table.columns]
+
+
+def test_what_cannot_be_shown_is_no_zero_in_the_table():
+    found = [entry(f"PIN {number}") for number in range(10, 16)]
+    table, _ = canary_tables(found)
+    assert cells(table)[4] == ["cannot show"]
+    assert (
+        "Exposure of 'PIN {digits:2}' cannot be shown: a canary known by heart has 6.6 bits here, and more than 6.9 are "
+        "needed. Plant fewer canaries, or use larger slots." in canary_lines(found)
+    )
+    table, _ = canary_tables(
+        [*found, entry("ID 1", space=10_000, low=13.0, template="ID {digits:4}")]
+    )
+    assert cells(table)[4] == ["1 of 1"]
+    table, _ = canary_tables(found[:2])
+    assert cells(table)[4] == ["2"]
+    assert not any("cannot be shown" in line for line in canary_lines(found[:2]))
+
+
+def test_too_few_samples_are_told_from_too_small_a_space():
+    large = {"exact": False, "space": 10**9, "fit_ks": 0.01, "low": 8.4, "template": "{digits:9}"}
+    found = [entry(f"{n} {n}", num_samples=1000, **large) for n in range(40)]
+    table, _ = canary_tables(found)
+    assert cells(table)[4] == ["cannot show"]
+    (line,) = [line for line in canary_lines(found) if "cannot be shown" in line]
+    assert "Measure with --num-samples 3,800." in line
+
+
+def test_the_ceiling_counts_equal_texts_and_texts_that_begin_others():
+    texts = ["ant bee", "ant bee", "ant bee cat", "ant cat", "dog hen"]
+    found = [entry(text, tab=text.startswith("ant bee")) for text in texts]
+    lines = canary_lines(found)
+    assert "Tab: 3 of 5 planted canaries are completed." in lines
+    assert any(line.startswith("Tab: at most 4 of 5 can succeed") for line in lines)
+
+
+def test_planting_warns_of_canaries_that_can_never_be_exposed(place, command, tmp_path):
+    ran = command(
+        "canaries", "plant", place / "corpus.parquet", "--out", tmp_path / "p",
+        "--template", "PIN {digits:2}", "--repetitions", "1,1,1,1,1,1",
+    )  # fmt: skip
+    assert ran.status == 0
+    assert "'PIN {digits:2}' can never be shown" in " ".join(ran.err.split())
 
 
 FLAGS = {
@@ -220,3 +273,63 @@ def test_what_cannot_work_is_refused_in_one_line(place, command, arguments, reas
     ran = command("canaries", action, place / source, *others)
     assert ran.status == 2, ran.err
     assert reason in ran.refusal
+
+
+def test_a_file_given_by_mistake_as_a_key_is_not_quoted(place, command):
+    ran = command("canaries", "measure", place / "parrot", "--key", place / "corpus.parquet")
+    assert ran.status == 2
+    assert "UnicodeDecodeError" in ran.refusal
+    assert len(ran.err) < 400
+
+
+@pytest.mark.parametrize("kind", ["a prepared corpus", "a run"])
+def test_canaries_are_not_planted_in_folders_with_held_out_text(kind, place, command, tmp_path):
+    prepared, run = tmp_path / "prepared", tmp_path / "run"
+    assert command("prepare", place / "corpus.parquet", "--out", prepared).status == 0
+    if kind == "a run":
+        (run).mkdir()
+        (run / "config.toml").write_text('[corpus]\nfolder = "../prepared"\n', encoding="utf-8")
+    ran = command(
+        "canaries", "plant", run if kind == "a run" else prepared, "--out", tmp_path / "x",
+        "--template", "{digits:4}",
+    )  # fmt: skip
+    assert ran.status == 2
+    assert kind.split()[-1] in ran.refusal
+    assert "train.parquet" in ran.refusal
+    assert not (tmp_path / "x").exists()
+
+
+def test_absurd_numbers_of_copies_are_refused(place, command, tmp_path):
+    ran = command(
+        "canaries", "plant", place / "corpus.parquet", "--out", tmp_path / "x",
+        "--template", "{digits:4}", "--repetitions", "1,1000000000",
+    )  # fmt: skip
+    assert ran.status == 2
+    assert "1,000,000,001 copies" in ran.refusal
+
+
+def test_a_run_that_never_saw_the_canaries_is_said_to_be_one(place, command, tmp_path):
+    run = tmp_path / "run"
+    trained = command(
+        "train", place / "corpus.parquet", "--out", run, "--steps", "1", "--hidden-size", "4",
+        "--embedding-size", "4", "--split", "none",
+    )  # fmt: skip
+    assert trained.status == 0, trained.err
+    tightlip.plant_canaries(
+        place / "corpus.parquet",
+        tmp_path / "planted",
+        templates=["ant {digits:2}"],
+        repetitions=[3],
+    )
+    ran = command("canaries", "measure", run, "--key", tmp_path / "planted/key.json")
+    assert ran.status == 0, ran.err
+    assert "None of the 1 planted canaries stands in the run's training text" in ran.err
+
+
+def test_the_table_shows_intervals_and_whose_canaries_are_known_best(place, command):
+    ran = command("canaries", "measure", place / "parrot", "--key", place / "planted/key.json")
+    assert ran.status == 0, ran.err
+    assert "lowest to highest" in ran.out
+    owner = json.loads((place / "planted/key.json").read_text())["canaries"][0]["user"]
+    (line,) = [line for line in ran.out.splitlines() if line.split()[:1] == [owner]]
+    assert line.split()[-1] == "yes"

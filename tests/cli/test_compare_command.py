@@ -125,3 +125,16 @@ def test_what_cannot_work_is_refused_in_one_line(command, place, tmp_path, argum
     assert ran.status == 2, ran.err
     assert reason in ran.refusal
     assert not (tmp_path / "o").exists()
+
+
+def test_canaries_that_the_runs_never_saw_are_said_to_be_so(command, place, tmp_path):
+    other = [("user 1", "ant bee cat")] * 20
+    tightlip.plant_canaries(
+        other, tmp_path / "other", templates=["My code is {digits:2}"], repetitions=[5], seed=3
+    )
+    runs = shutil.copytree(place / "runs", tmp_path / "runs")
+    ran = compare(command, runs, tmp_path / "out", key=tmp_path / "other/key.json")
+    assert ran.status == 0, ran.err
+    rows = json.loads((tmp_path / "out/comparison.json").read_text())["runs"]
+    for row in rows:
+        assert any("None of the 1 planted canaries stands in" in said for said in row["verdicts"])

@@ -7,11 +7,12 @@ import shutil
 import stat
 from collections import Counter
 
+import pyarrow.parquet as pq
 import pytest
 import torch
 
 import tightlip
-from cli.held_out_runs import documents, make_run, prepared
+from cli.held_out_runs import documents, make_run, planted, prepared
 from tightlip.core.errors import UsageError
 from tightlip.core.run_folder import begin_run
 from tightlip.corpus.prepare import open_prepared
@@ -98,6 +99,37 @@ def test_numbers_of_samples_are_training_documents(runs):
     assert {row["user"]: row["num_samples"] for row in found["users"]} == expected
     assert found["gap"] is None
     assert all(row["change"] is None for row in found["curve"])
+
+
+def test_planted_copies_do_not_decide_who_has_much_text(tmp_path, command):
+    """User 00 writes least, but for 40 canaries; one of them is held out by mishap."""
+    text = "My ID is 4711"
+    rows = documents() + [{"user": "user 00", "text": text, "team": "red"}] * 40
+    run = make_run(tmp_path / "run", prepared(tmp_path / "corpus", rows), steps=0)
+    loud = tightlip.measure_groups(run, **QUICK)
+    assert loud["top"][0] == "user 00"
+    planted(tmp_path / "key.json", [text])
+    ran = command("audit", run, "--groups", "--key", tmp_path / "key.json", "--device", "cpu")
+    assert ran.status == 0, ran.err
+    found = json.loads((run / "groups.json").read_text())
+    corpus = open_prepared(tmp_path / "corpus")
+    own = {
+        split: Counter(
+            row["user"]
+            for row in pq.read_table(tmp_path / f"corpus/{split}.parquet").to_pylist()
+            if row["text"] != text
+        )
+        for split in ("train", "validation")
+    }
+    assert {row["user"]: row["num_samples"] for row in found["users"]} == {
+        user: own["train"][user] for user in own["validation"]
+    }
+    assert {row["user"]: row["num_test_documents"] for row in found["users"]} == own["validation"]
+    assert found["num_documents"] == own["validation"].total() < corpus.validation.num_documents
+    assert "user 00" not in found["top"]
+    assert "training documents are nobody's" in ran.out
+    by_team = sum(group["num_documents"] for group in found["attributes"]["team"].values())
+    assert by_team == found["num_documents"]
 
 
 def test_without_another_run_the_table_has_no_change(runs, command):

@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import tightlip
-from cli.held_out_runs import LEDGER, documents, make_run, prepared
+from cli.held_out_runs import LEDGER, documents, make_run, planted, prepared
 from tightlip.core.errors import UsageError
 from tightlip.core.run_folder import begin_run, write_ledger
 from tightlip.corpus.prepare import open_prepared
@@ -25,6 +25,8 @@ def runs(tmp_path_factory):
         corpus = prepared(folder / f"by-{split}", documents(), split=split, holdout=0.25)
         make_run(folder / f"parrot-{split}", corpus, steps=150)
         make_run(folder / f"stranger-{split}", corpus, steps=0)
+    other = prepared(folder / "other-text", documents(seed=1))
+    make_run(folder / "elsewhere", other, steps=0)
     none = prepared(folder / "nothing-held-out", documents(4), split="none", tokenizer=None)
     make_run(folder / "no-held-out", none, steps=0)
     return folder
@@ -34,12 +36,13 @@ def test_a_run_by_heart_gives_its_documents_away(runs, command):
     ran = command("audit", runs / "parrot-document", "--membership", "--device", "cpu")
     assert ran.status == 0, ran.err
     assert "Documents that were trained on can be told" in ran.out
-    assert "takes at least 100 held-out documents" in ran.out
+    assert "takes at least 200 held-out documents" in ran.out
     assert "prepare with --split user" in ran.out
     written = runs / "parrot-document/membership.json"
     assert stat.S_IMODE(os.stat(written).st_mode) == 0o600
     found = json.loads(written.read_text())
-    assert set(found) == {"documents", "users", "notes"}
+    assert set(found) == {"documents", "users", "not_counted", "notes"}
+    assert found["not_counted"] == {"num_documents": 0, "num_tokens": 0}
     corpus = open_prepared(runs / "by-document")
     assert found["documents"]["num_members"] == corpus.train.num_documents
     assert found["documents"]["num_nonmembers"] == corpus.validation.num_documents
@@ -79,18 +82,36 @@ def test_users_can_be_told_where_whole_users_were_held_out(runs):
 def test_a_reference_gives_one_score_more(runs, command):
     ran = command(
         "audit", runs / "parrot-document", "--membership", "--device", "cpu",
-        "--reference", runs / "stranger-document/model",
+        "--reference", runs / "elsewhere/model",
     )  # fmt: skip
     assert ran.status == 0, ran.err
     found = json.loads((runs / "parrot-document/membership.json").read_text())
     assert found["documents"]["scores"]["reference"]["auc"]["low"] > 0.9
 
 
-def test_a_reference_that_saw_the_text_or_reads_it_otherwise_is_refused(runs):
+@pytest.mark.parametrize("inside", ["", "model", "snapshots/epoch-1"])
+def test_a_reference_that_saw_the_text_is_refused_as_a_run_and_as_a_model_of_one(
+    runs, tmp_path, inside
+):
+    shutil.copytree(runs / "stranger-document", tmp_path / "run")
+    shutil.copytree(tmp_path / "run/model", tmp_path / "run/snapshots/epoch-1")
     with pytest.raises(UsageError, match="was itself trained on"):
         tightlip.measure_membership(
-            runs / "parrot-document", reference=runs / "stranger-document", **QUICK
+            runs / "parrot-document", reference=tmp_path / "run" / inside, **QUICK
         )
+
+
+def test_a_reference_whose_text_is_gone_is_noted(runs, tmp_path):
+    shutil.copytree(runs / "elsewhere", tmp_path / "run")
+    gone = {"folder": str(tmp_path / "gone"), "corpus_fingerprint": "of other text"}
+    begin_run(tmp_path / "run", {"corpus": gone})
+    found = tightlip.measure_membership(
+        runs / "parrot-document", reference=tmp_path / "run/model", **QUICK
+    )
+    assert any("is no longer there" in note for note in found["notes"])
+
+
+def test_a_reference_that_reads_text_otherwise_is_refused(runs):
     with pytest.raises(UsageError, match="other tokens"):
         tightlip.measure_membership(
             runs / "parrot-document", reference=runs / "no-held-out/model", **QUICK
@@ -119,7 +140,7 @@ def test_texts_on_both_sides_and_texts_not_wanted_are_on_neither(tmp_path):
     notes = " ".join(found["notes"])
     assert "3 documents are left out as asked" in notes
     assert "held-out documents stand word for word in training too" in notes
-    assert "1 documents without a scored token" in notes
+    assert "1 documents without a token to predict" in notes
 
 
 def test_held_out_text_of_another_kind_is_noted(runs, tmp_path):
@@ -135,24 +156,48 @@ def test_held_out_text_of_another_kind_is_noted(runs, tmp_path):
     assert "ε does not cover these figures" in notes
 
 
-def test_words_that_training_alone_brought_in_are_said_not_to_count(tmp_path):
+def letters(number):
+    return "".join(chr(97 + int(digit)) for digit in str(number))
+
+
+def test_words_that_one_user_alone_brought_in_are_said_not_to_count(tmp_path):
     rows = documents()
     for number, row in enumerate(rows):
-        row["text"] += " w" + "".join(chr(97 + int(digit)) for digit in str(number))
+        row["text"] += f" w{letters(number)}"
+    secrets = [f"s{letters(number)} t{letters(number)}" for number in range(40)]
+    rows += [{"user": "user 00", "text": text, "team": "red"} for text in secrets]
     run = make_run(tmp_path / "run", prepared(tmp_path / "corpus", rows, tokenizer=None), steps=0)
-    (note,) = [n for n in tightlip.measure_membership(run, **QUICK)["notes"] if "vocabulary" in n]
-    assert f"so {len(rows):,} tokens do not count" in note
+    found = tightlip.measure_membership(run, **QUICK)
+    assert found["not_counted"] == {"num_documents": 40, "num_tokens": len(documents()) + 80}
+    assert found["documents"]["num_members"] + found["documents"]["num_nonmembers"] == len(
+        documents()
+    )
+    (note,) = [note for note in found["notes"] if "vocabulary" in note]
+    assert note.startswith(f"40 documents, {len(documents()) + 80:,} tokens not counted")
 
 
-def test_held_out_users_of_both_kinds_are_noted(tmp_path):
+def test_held_out_users_of_both_kinds_are_compared_alike(tmp_path):
     pq.write_table(pa.Table.from_pylist(documents(9, seed=3)[20:]), tmp_path / "held.parquet")
     corpus = prepared(
         tmp_path / "corpus", documents(7), tokenizer=None, validation=str(tmp_path / "held.parquet")
     )
     found = tightlip.measure_membership(make_run(tmp_path / "run", corpus, steps=0), **QUICK)
     assert found["users"]["num_nonmembers"] == 2
-    assert any("figures for users are too low" in note for note in found["notes"])
     assert any("came as a file of its own" in note for note in found["notes"])
+
+
+def test_a_key_leaves_planted_canaries_out(tmp_path, command):
+    text = "My ID is 4711"
+    rows = documents() + [{"user": "user 00", "text": text, "team": "red"}] * 3
+    run = make_run(tmp_path / "run", prepared(tmp_path / "corpus", rows), steps=0)
+    planted(tmp_path / "key.json", [text])
+    ran = command(
+        "audit", run, "--membership", "--key", tmp_path / "key.json", "--device", "cpu"
+    )  # fmt: skip
+    assert ran.status == 0, ran.err
+    assert "3 documents are left out as asked" in ran.out
+    found = json.loads((run / "membership.json").read_text())["documents"]
+    assert found["num_members"] + found["num_nonmembers"] == len(documents())
 
 
 @pytest.mark.parametrize(
@@ -164,6 +209,8 @@ def test_held_out_users_of_both_kinds_are_noted(tmp_path):
         (("parrot-document", "--membership", "--fail-on", "unique>0"), "--fail-on does not go"),
         (("parrot-document", "--membership", "--groups"), "are two audits"),
         (("parrot-document", "--reference", "x"), "--reference x is for --membership"),
+        (("parrot-document", "--key", "x"), "--key x is for --membership or --groups"),
+        (("parrot-document", "--membership", "--key", "x"), "x"),
         (("parrot-document", "--membership", "--reference", "x"), "x"),
     ],
 )

@@ -4,6 +4,7 @@ import os
 import stat
 from collections import Counter
 
+import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
@@ -14,6 +15,7 @@ from tightlip.corpus.canaries import (
     PAPER_SCHEDULE,
     SHORT_SCHEDULE,
     CanaryConfig,
+    _drawn,
     plant_canaries,
     read_key,
 )
@@ -107,6 +109,38 @@ def test_digits_are_uniform(tmp_path):
     assert all(abs(counts[digit] - 400) < 80 for digit in "0123456789")
 
 
+def test_a_text_with_two_readings_is_planted_no_oftener_than_others():
+    names = ["ant", "bee cat", "ant bee", "cat"]
+    texts = {f"{one} {other}" for one in names for other in names}
+    assert len(texts) == 15  # "ant bee cat" has two
+    draw = np.random.default_rng(0)
+    template, pools = read_template("{names} {names}"), {"names": names}
+    found = Counter(_drawn([template], [("u", 1)], pools, draw)[0].text for _ in range(3000))
+    # 200 of each, standard deviation 14; 375 if it were drawn by values.
+    assert found["ant bee cat"] < 260
+    assert set(found) == texts
+
+
+@pytest.mark.parametrize(("num", "warned"), [(4, False), (5, True)])
+def test_canaries_that_could_never_be_shown_are_warned_of_when_planted(
+    tmp_path, caplog, num, warned
+):
+    # Known by heart: log2(100 - 4 + 1) = 6.600 against log2(4 / 0.05) = 6.32;
+    # log2(100 - 5 + 1) = 6.585 against log2(5 / 0.05) = 6.64.
+    planted_in(tmp_path / "p", templates=["PIN {digits:2}"], repetitions=[1] * num)
+    assert ("'PIN {digits:2}' can never be shown" in caplog.text) == warned
+
+
+def test_every_planted_canary_of_one_space_counts_in_the_warning(tmp_path, caplog):
+    templates = ["PIN {digits:2}", "PIN {digits:1}{digits:1}", "{digits:6}"]
+    planted_in(tmp_path / "p", templates=templates, repetitions=[1, 1])
+    assert (
+        "'PIN {digits:2}' can never be shown: a canary known by heart has 6.6 bits" in caplog.text
+    )
+    assert "among 6 canaries more than 6.9" in caplog.text
+    assert "'{digits:6}'" not in caplog.text
+
+
 def test_only_the_owner_reads_the_key_and_it_comes_back_the_same(tmp_path):
     planted, _ = planted_in(tmp_path / "p", templates=["{digits:6}"], repetitions=[1, 2])
     again, _ = planted_in(tmp_path / "q", templates=["{digits:6}"], repetitions=[1, 2])
@@ -159,7 +193,7 @@ def test_a_damaged_key_is_refused(tmp_path):
     whole = read_json(path)
     whole["canaries"][0]["text"] = "something else"
     write_json(path, whole)
-    with pytest.raises(UsageError, match="not its template"):
+    with pytest.raises(UsageError, match="damaged, or no key of canaries"):
         read_key(path)
     write_json(path, ["no key"])
     with pytest.raises(UsageError, match="damaged"):

@@ -38,6 +38,15 @@ def exposures(bits: list[float], *, num_tab: int = 0) -> list[dict[str, Any]]:
     return [*planted, real | nothing | {"prompt": "shall"}]
 
 
+def repeated(bits: list[float]) -> list[dict[str, Any]]:
+    """Canaries that were all planted ten times."""
+    (one,) = exposures([0.0, 0.0, 0.0, 0.0])[1:2]
+    return [
+        one | {"text": f"canary {place}", "exposure_bits": value, "low": value, "high": value}
+        for place, value in enumerate(bits)
+    ]
+
+
 def membership(area: float, *, reference: float | None = None) -> dict[str, Any]:
     def score(value: float | None) -> dict[str, Any] | None:
         return value and {"auc": interval(value, 0.02), "tpr_at_1_percent_fpr": None}

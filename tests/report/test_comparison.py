@@ -5,6 +5,7 @@ import io
 import json
 import random
 import re
+from itertools import combinations
 
 import pytest
 from rich.console import Console
@@ -19,11 +20,12 @@ from report.runs import (
     exposures,
     measured,
     membership,
+    repeated,
     with_perplexity,
 )
 from report.test_page import Reader
 from tightlip.core.errors import UsageError
-from tightlip.report.comparison import Matching, compared, exposure_change
+from tightlip.report.comparison import Matching, compared
 from tightlip.report.comparison_page import render_comparison
 from tightlip.report.comparison_table import (
     MOST_REPETITIONS,
@@ -32,7 +34,8 @@ from tightlip.report.comparison_table import (
     table_lines,
     terminal_tables,
 )
-from tightlip.report.comparison_words import MEANINGS, headline, missing
+from tightlip.report.comparison_words import MEANINGS, ONE_TRAINING, headline, missing, uncounted
+from tightlip.report.exposure_changes import change_of, clearly_less
 
 MATCHING = Matching()
 
@@ -81,15 +84,53 @@ def test_tab_counts_planted_and_real_canaries_apart_and_says_how_many_can_succee
     }
 
 
+def test_two_people_with_one_text_can_both_be_completed():
+    one = repeated([12.0])[0] | {"tab": True}
+    (row, _) = rows_of(measured(exposures=[one, one | {"user": "Olivia"}]), measured("b"))
+    assert row["tab"]["planted"] == {"successes": 2, "num_canaries": 2, "ceiling": 2}
+
+
 @pytest.mark.parametrize("seed", range(10))
-def test_the_change_in_exposure_is_a_paired_t_interval(seed):
+@pytest.mark.parametrize("num", [2, 3, 8])
+def test_the_change_in_exposure_is_a_paired_t_test(seed, num):
     draw = random.Random(seed)
-    before, after = ([draw.uniform(0, 13) for _ in range(4)] for _ in range(2))
-    base = measured(exposures=exposures(before))
-    change = exposure_change(with_perplexity("b", 150, exposures=exposures(after)), base)
-    oracle = stats.ttest_rel([after[1], after[3]], [before[1], before[3]]).confidence_interval(0.95)
+    before, after = ([draw.uniform(0, 13) for _ in range(num)] for _ in range(2))
+    others = exposures([1, 2, 3, 4])[:1]  # planted once: not the most repeated
+    change = change_of(repeated(after) + others, repeated(before) + others)
+    oracle = stats.ttest_rel(after, before, alternative="two-sided").confidence_interval(0.95)
     assert (change["low"], change["high"]) == pytest.approx(tuple(oracle))
-    assert change["repetitions"] == 10
+    assert (change["repetitions"], change["num_canaries"]) == (10, num)
+    p_value = stats.ttest_rel(after, before, alternative="less").pvalue
+    assert change["p_value"] == (None if num < 3 else pytest.approx(p_value))
+
+
+def test_canaries_that_all_change_alike_tell_nothing_of_luck():
+    assert (
+        change_of(repeated([4.1, 5.1, 6.1, 7.1]), repeated([8.4, 9.4, 10.4, 11.4]))["p_value"]
+        is None
+    )
+    assert change_of(repeated([4.0]), []) is None
+
+
+def rejected_by_closed_testing(values, alpha=0.025):
+    """Oracle: one is rejected if Bonferroni rejects every set of hypotheses that it is in."""
+    places = range(len(values))
+    every = [set(one) for size in places for one in combinations(places, size + 1)]
+    return {
+        place
+        for place in places
+        if all(min(values[p] for p in one) <= alpha / len(one) for one in every if place in one)
+    }
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_several_runs_are_held_against_the_baseline_by_holm(seed):
+    draw = random.Random(seed)
+    values = [draw.choice([0.001, 0.006, 0.03, 0.2]) * draw.random() * 2 for _ in range(5)]
+    changes = {str(place): {"p_value": value} for place, value in enumerate(values)}
+    assert clearly_less(changes) == {str(place) for place in rejected_by_closed_testing(values)}
+    with_unknown = changes | {"unknown": None, "few": {"p_value": None}}
+    assert clearly_less(with_unknown) <= clearly_less(changes)
 
 
 def test_what_is_not_known_is_none_and_never_0():
@@ -104,7 +145,7 @@ def test_what_is_not_known_is_none_and_never_0():
         assert row[name] is None, name
     assert row["exposure"] == []
     assert row["seconds_per_epoch"] is None
-    assert row["verdicts"] == [f"How useful it is is not known. {reason}"]
+    assert row["verdicts"] == [f"Its utility is not known. {reason}"]
     for line in table_lines(rows):
         if line.name not in ("Model", "Guarantee"):
             assert line.cells[1].value == "not known", line.name
@@ -239,21 +280,77 @@ def test_settings_that_cannot_work_are_refused(settings, words):
 # The one sentence
 
 
-def test_the_quietest_of_the_matched_runs_is_named():
-    loud = with_perplexity("b", 150, exposures=exposures([1, 11, 2, 12.1]))
-    quiet = with_perplexity("c", 152, exposures=exposures([1, 4, 2, 5]))
-    untrained = with_perplexity("d", 700, exposures=exposures([1, 0, 2, 0]))
-    sentence, more = headline(rows_of(measured(), loud, quiet, untrained))
+LOUD = [12.0, 13.0, 11.5, 12.5, 13.5]
+
+
+def lower(by, jitter=0.2):
+    """The same canaries, so many bits lower, each by a little more or less."""
+    return repeated([bits - by + jitter * (place % 3 - 1) for place, bits in enumerate(LOUD)])
+
+
+def test_the_quietest_is_named_if_it_is_clearly_below_all_others():
+    base = measured(exposures=repeated(LOUD))
+    loud = with_perplexity("b", 150, exposures=lower(0.3, jitter=0.6))
+    quiet = with_perplexity("c", 152, exposures=lower(8))
+    untrained = with_perplexity("d", 700, exposures=lower(12))
+    sentence, more = headline(rows_of(base, loud, quiet, untrained))
     assert sentence == "At matched utility, c gives away least."
-    assert "4.50 bits in c, 12.5 bits in plain" in more
+    assert "4.46 bits in c, 12.5 bits in plain" in more
     assert "Not comparable: d." in more
+    assert ONE_TRAINING in more
+
+
+def test_of_two_that_cannot_be_told_apart_neither_gives_away_least():
+    base = measured(exposures=repeated(LOUD))
+    two = [
+        with_perplexity("b", 150, exposures=lower(8)),
+        with_perplexity("c", 150, exposures=lower(8.1, 0.6)),
+    ]
+    sentence, more = headline(rows_of(base, *two))
+    assert sentence == "At matched utility, c and b give away less than plain."
+    assert "Which of the 2 matched runs gives away least is not clear." in more
+    assert ONE_TRAINING in more
+
+
+def test_one_quieter_run_is_held_against_the_baseline_alone():
+    rows = rows_of(
+        measured(exposures=repeated(LOUD)), with_perplexity("b", 150, exposures=lower(8))
+    )
+    assert headline(rows)[0] == "At matched utility, b gives away less than plain."
+
+
+@pytest.mark.parametrize("num_runs", [1, 3, 7])
+@pytest.mark.parametrize("num_canaries", [2, 3, 6])
+def test_runs_that_do_not_differ_are_seldom_told_apart_however_many_there_are(
+    num_runs, num_canaries
+):
+    draw = random.Random(num_runs)
+    claimed = 0
+    for _ in range(200):
+        drawn = [
+            repeated([13.3 - draw.expovariate(0.7) for _ in range(num_canaries)])
+            for _ in range(num_runs + 1)
+        ]
+        runs = [
+            with_perplexity(f"r{place}", 150, exposures=one) for place, one in enumerate(drawn[1:])
+        ]
+        said = headline(rows_of(measured(exposures=drawn[0]), *runs))[0]
+        claimed += "no run" not in said
+    assert claimed / 200 <= 0.05
 
 
 def test_a_difference_that_may_be_luck_is_no_difference():
-    lucky = with_perplexity("b", 150, exposures=exposures([1, 2, 2, 12.9]))
-    sentence, more = headline(rows_of(measured(), lucky))
+    lucky = with_perplexity("b", 150, exposures=lower(1, jitter=3))
+    sentence, more = headline(rows_of(measured(exposures=repeated(LOUD)), lucky))
     assert sentence == "At matched utility, no run clearly gives away less than plain."
-    assert "2 canaries cannot tell that from chance" in more
+    assert "5 canaries cannot tell that from chance." in more
+
+
+def test_two_canaries_prove_nothing():
+    quiet = with_perplexity("b", 150, exposures=exposures([1, 4, 2, 5.1]))
+    sentence, more = headline(rows_of(measured(), quiet))
+    assert sentence == "At matched utility, no run clearly gives away less than plain."
+    assert "2 canaries cannot tell that from chance; it takes 3 or more." in more
 
 
 def test_a_louder_run_is_no_gain():
@@ -269,14 +366,14 @@ def test_without_a_match_nobody_wins():
     assert "from 150 to 700" in more
 
 
-def test_without_canaries_unique_sequences_decide():
+def test_without_canaries_counts_are_told_and_nobody_wins():
     leakage = {"unique": 3, "users_with_unique": 1, "num_users": 12, "leakage_epsilon": None}
     rows = rows_of(
         measured(exposures=None), with_perplexity("b", 150, exposures=None, leakage=leakage)
     )
     sentence, more = headline(rows)
-    assert sentence == "At matched utility, b gives away least."
-    assert "3 unique sequences in b, 25 unique sequences in plain" in more
+    assert sentence.startswith("At matched utility, only counts are known")
+    assert "25 unique sequences in plain, 3 unique sequences in b" in more
 
 
 def test_bits_are_never_held_against_counts():
@@ -285,7 +382,7 @@ def test_bits_are_never_held_against_counts():
     unmeasured = with_perplexity("b", 150, exposures=None, leakage=leakage)
     assert "give away is not known" in headline(rows_of(measured(), unmeasured))[0]
     sentence, more = headline(rows_of(measured(exposures=None), with_perplexity("b", 150)))
-    assert sentence == "At matched utility, no run gives away less than plain."
+    assert "only counts are known" in sentence
     assert "bits" not in more
 
 
@@ -300,6 +397,20 @@ def test_reasons_are_told_once_for_all_runs_that_share_them():
         "Exposure and tab: not known. No key.",
         "Time of b: not known. x.",
     ]
+
+
+def test_what_membership_does_not_see_is_said_on_the_page_and_in_the_csv():
+    hidden = membership(0.6) | {"not_counted": {"num_documents": 233, "num_tokens": 4800}}
+    rows = rows_of(
+        measured(membership=hidden), with_perplexity("b", 150, membership=hidden), measured("c")
+    )
+    (sentence,) = uncounted(rows)
+    assert sentence.startswith("Membership of plain and b: 233 documents, 4,800 tokens not counted")
+    assert sentence in Reader(render_comparison(rows, MATCHING)).visible
+    first, _, third = csv.DictReader(io.StringIO(csv_text(rows)))
+    assert first["membership_num_documents_not_counted"] == "233"
+    assert first["membership_num_tokens_not_counted"] == "4800"
+    assert third["membership_num_tokens_not_counted"] == ""
 
 
 # The table
@@ -348,6 +459,21 @@ def test_the_csv_says_0_for_nothing_found_and_nothing_for_not_known():
     assert (first["tab_planted_successes"], first["tab_planted_ceiling"]) == ("2", "3")
     assert float(first["membership_documents_loss_auc"]) == 0.8
     assert (first["epsilon"], first["standing"]) == ("", "measured only")
+
+
+def test_the_csv_tells_why_a_promise_is_not_proved_and_of_an_insecure_seed():
+    published = PROVED | {"standing": "as published", "because": "The vocabulary is not private."}
+    rows = rows_of(
+        measured(),
+        with_perplexity("a", 151, guarantee=published),
+        with_perplexity("b", 151, guarantee=PROVED | {"insecure_seed": True}),
+        with_perplexity("c", 151, guarantee=None),
+    )
+    lines = list(csv.DictReader(io.StringIO(csv_text(rows))))
+    assert [line["because"] for line in lines] == [
+        "Nothing was proved.", "The vocabulary is not private.", "", "",
+    ]  # fmt: skip
+    assert [line["insecure_seed"] for line in lines] == ["", "False", "True", ""]
 
 
 # The page

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import GPT2Config, GPT2LMHeadModel
 
+import tightlip
 from tightlip.core.errors import UsageError
 from tightlip.corpus.prepare import PrepareConfig, prepare
 from tightlip.models.loading import load_causal_lm, load_tokenizer
@@ -314,7 +315,7 @@ def test_the_same_seed_gives_the_same_bits_and_a_killed_run_too(
         [
             line.split(" INFO ")[1]
             for line in text.splitlines()
-            if "within" in line or "named" in line
+            if "within" in line or "names the author" in line
         ]
         for text in ((run.folder / "log.txt").read_text() for run in (found, expected))
     ]
@@ -413,7 +414,7 @@ def test_both_together_move_users_closer_compared_with_their_own_rows(
 def test_after_triplet_training_distance_no_longer_tells_users_apart(
     pairs, signed_corpus, tmp_path
 ):
-    config = small(epochs=15, snapshot="none", **TRIPLET, **pairs)
+    config = small(epochs=15, snapshot="none", privacy_weight=1, **TRIPLET, **pairs)
     within, between = distances(train(signed_corpus, tmp_path / "run", config), signed_corpus)
     assert within > 0.8 * between
 
@@ -428,7 +429,9 @@ def test_the_adversary_finds_authors_in_plain_states_and_fewer_in_regularised_on
     for weight in (0, 1):
         run = train(signed_corpus, tmp_path / f"{weight}", small(**common, privacy_weight=weight))
         last = [
-            line for line in (run.folder / "log.txt").read_text().splitlines() if "named" in line
+            line
+            for line in (run.folder / "log.txt").read_text().splitlines()
+            if "names the author" in line
         ]
         accuracy[weight] = float(last[-1].split("author of ")[1].split("%")[0])
         within, between = distances(run, signed_corpus)
@@ -436,6 +439,33 @@ def test_the_adversary_finds_authors_in_plain_states_and_fewer_in_regularised_on
     assert accuracy[0] > 70
     assert accuracy[1] < accuracy[0] - 30
     assert ratio[1] < 2 < ratio[0]
+
+
+def test_the_discriminator_is_judged_by_rows_of_all_users(signed_corpus, tmp_path):
+    config = small(**ADVERSARIAL, batching="user", discriminator_learning_rate=0.01)
+    training = begun(signed_corpus, tmp_path, config)
+    mitigation, rows = training.mitigation, training.recipe.rows
+    for number in range(60):
+        mitigation.step(number)
+    right = 0
+    for row in range(len(rows)):  # there are few, so all are asked
+        state = state_by_hand(training.model, rows, row)
+        right += int(mitigation.discriminator(state).argmax()) == rows.users[row]
+    assert mitigation.named_share() == (right / len(rows), len(rows))
+    assert right > len(rows) / 2
+    assert training.model.training
+
+
+@pytest.mark.parametrize(("rate", "warned"), [(1e-9, True), (0.01, False)])
+def test_a_discriminator_that_is_no_adversary_is_said_once(
+    rate, warned, signed_corpus, tmp_path, caplog
+):
+    config = small(
+        **ADVERSARIAL, privacy_weight=0, epochs=12, discriminator_learning_rate=rate, discriminator_steps=5
+    )  # fmt: skip
+    with caplog.at_level(logging.WARNING, "tightlip"):
+        train(signed_corpus, tmp_path / "run", config)
+    assert sum("too weak to be an adversary" in line for line in caplog.messages) == int(warned)
 
 
 @pytest.mark.parametrize(("weight", "warned"), [(50.0, True), (0.01, False)])
@@ -533,3 +563,25 @@ def test_a_setting_of_a_regulariser_is_refused_under_other_mitigations(name):
 def test_numbers_out_of_range_are_refused(settings):
     with pytest.raises(UsageError, match=r"out of range|Unknown batching 'users'"):
         TrainConfig(**settings)
+
+
+@pytest.mark.parametrize(
+    ("mitigation", "weight"), [("adversarial", 1.0), ("triplet", 0.03), ("none", None)]
+)
+def test_each_regulariser_has_a_weight_of_its_own_unless_given(mitigation, weight):
+    assert small(mitigation=mitigation).privacy_weight == weight
+
+
+@pytest.mark.parametrize(
+    ("settings", "name"),
+    [
+        ({"mitigation": "dp", "privacy_weight": 1.0, "epsilon": 8.0}, "privacy_weight"),
+        ({"discriminator_size": 1000}, "discriminator_size"),
+        ({"mitigation": "adversarial", "triplet_pairs": "auxiliary"}, "triplet_pairs"),
+        ({"mitigation": "triplet", "clip_norm": 1.0}, "clip_norm"),
+        ({"mitigation": "dp", "epsilon": 8.0, "adaptive": "clip"}, "adaptive"),
+    ],
+)
+def test_a_default_given_to_another_mitigation_is_refused_too(settings, name, corpus, tmp_path):
+    with pytest.raises(UsageError, match=f"{name}=.* means nothing to mitigation="):
+        tightlip.train(corpus, tmp_path / "run", **SMALL, **settings)

@@ -12,6 +12,7 @@ import numpy as np
 
 import tightlip
 from tightlip.api.corpora import CorpusSource, num_skipped, tokenised_for
+from tightlip.api.run_corpora import open_run_corpus
 from tightlip.audit.leakage import (
     AuditedModel,
     LeakageConfig,
@@ -31,7 +32,6 @@ from tightlip.core.files import make_private_folder, write_json
 from tightlip.core.progress import task
 from tightlip.core.registry import look_up
 from tightlip.core.run_folder import RunRecord, Snapshot, is_run, open_run
-from tightlip.corpus.prepare import open_prepared
 from tightlip.corpus.tokens import tokenizer_fingerprint
 from tightlip.models.fingerprints import model_fingerprint, state_fingerprint
 from tightlip.models.loading import load_causal_lm, load_tokenizer
@@ -159,6 +159,8 @@ def _subject(
                 f"{run.folder} is not finished training. Give its train command again."
             )
         model = run.model_folder
+        if corpus is None:
+            open_run_corpus(run)
         held_out = run.corpus_folder / "validation"
         if corpus is None and validation is None and held_out.exists():
             validation = held_out
@@ -391,7 +393,7 @@ class _Job:
         from tightlip.api.train import retrain_without
 
         assert self.subject.run is not None
-        trained_on = open_prepared(self.subject.run.corpus_folder).train
+        trained_on = open_run_corpus(self.subject.run).train
         if leaks.corpus.corpus_fingerprint != trained_on.corpus_fingerprint:
             raise UsageError(
                 "leave-out drops people from the run's own corpus, and another one was given. "

@@ -1,17 +1,20 @@
 """`tightlip canaries plant`, `choose` and `measure` as calls."""
 
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from tightlip.api.run_corpora import open_run_corpus
 from tightlip.core.errors import UsageError
 from tightlip.core.files import write_json
 from tightlip.core.run_folder import RunRecord, is_run, open_run
 from tightlip.corpus.canaries import CanaryConfig, Planted, read_key, write_key
 from tightlip.corpus.canaries import plant_canaries as plant
-from tightlip.corpus.prepare import open_prepared
+from tightlip.corpus.prepare import is_prepared
 from tightlip.corpus.readers import BadRows, open_corpus
 
+log = logging.getLogger("tightlip")
 Keys = str | Path | Sequence[str | Path]
 
 
@@ -27,10 +30,28 @@ def plant_canaries(
     """Write OUT/corpus.parquet, a corpus with canaries in it, and OUT/key.json, which says what
     they are; `settings` are those of CanaryConfig."""
     config = CanaryConfig(**settings)
+    _refuse_folders_of_ours(corpus)
     documents = open_corpus(
         corpus, user_column=user_column, text_column=text_column, bad_rows=bad_rows
     )
     return plant(documents, Path(out), config)
+
+
+def _refuse_folders_of_ours(corpus: Any) -> None:
+    """A prepared folder holds its held-out text too, which must not be trained on."""
+    if not isinstance(corpus, str | Path):
+        return
+    if is_run(Path(corpus)):
+        part = open_run(Path(corpus)).corpus_folder / "train.parquet"
+        raise UsageError(
+            f"{corpus} is a run, and canaries are planted before training. Plant in its text and train anew: "
+            f"tightlip canaries plant {part}"
+        )
+    if is_prepared(Path(corpus)):
+        raise UsageError(
+            f"{corpus} is a prepared corpus, held-out text included. Plant in what is trained on: "
+            f"tightlip canaries plant {Path(corpus) / 'train.parquet'}"
+        )
 
 
 def choose_canaries(
@@ -54,7 +75,7 @@ def choose_canaries(
     config, record = ChoiceConfig(**settings), _unmitigated(Path(run))
     if Path(out).exists():
         raise UsageError(f"{out} exists. Give another --out, or delete it first.")
-    corpus = open_prepared(record.corpus_folder)
+    corpus = open_run_corpus(record)
     choice = choose_real_canaries(
         open_scanner(record.model_folder, corpus.train, _device(device)),
         load_tokenizer(record.model_folder),
@@ -97,6 +118,8 @@ def measure_canaries(
     keys = _read_keys(key)
     folder = model_folder(Path(model))
     _refuse_own_choice(folder, keys)
+    if is_run(Path(model)) and (said := missing_copies(open_run(Path(model)), keys)):
+        log.warning(said)
     tokenizer = load_tokenizer(folder)
     loaded = load_causal_lm(folder, device=_device(device), dtype=torch.float32)
     scanner = Scanner(loaded, bos_id=tokenizer.bos_token_id)
@@ -108,6 +131,30 @@ def measure_canaries(
     if out is not None:
         write_json(Path(out), found)
     return found
+
+
+def missing_copies(record: RunRecord, keys: Sequence[Planted]) -> str | None:
+    """A sentence where planted canaries do not stand in a run's training text as the keys say:
+    what is measured is then another model, or another key, than its reader thinks."""
+    planted = [canary for key in keys for canary in key.of_planted]
+    wanted = {canary.text: 0 for canary in planted}
+    open_run_corpus(record)  # refused where other text lies there now
+    for batch in open_corpus(record.corpus_folder / "train.parquet").batches():
+        for text in batch.texts:
+            if text in wanted:
+                wanted[text] += 1
+    if planted and not any(wanted.values()):
+        return (
+            f"None of the {len(planted):,} planted canaries stands in the run's training text: it never saw them, and that "
+            "it knows none says nothing about what it keeps. Is this the key of another corpus?"
+        )
+    fewer = sum(wanted[canary.text] < canary.repetitions for canary in planted)
+    if not fewer:
+        return None
+    return (
+        f"{fewer:,} of {len(planted):,} planted canaries stand in the run's training text fewer times than the key says: "
+        "some copies were held out, scrubbed or taken for duplicates. Plant after splitting."
+    )
 
 
 def model_folder(model: Path) -> Path:

@@ -70,6 +70,7 @@ def compare(
     records = _opened(runs)
     folder = _free(Path(out))
     measuring = _measuring(key, reference, device, seed, num_bootstraps)
+    _refuse_what_saw_the_text(measuring.reference, records)
     subjects = _subjects(records, measuring, at_perplexity)
     base = subjects[baseline_place([subject.mitigation for subject in subjects])]
     with task("Comparing", STEPS_PER_RUN * len(subjects)) as bar:
@@ -131,6 +132,16 @@ def _measuring(
         seed=seed,
         num_bootstraps=num_bootstraps,
     )
+
+
+def _refuse_what_saw_the_text(reference: Path | None, records: Sequence[RunRecord]) -> None:
+    """Before anything kept is looked at: it may have been measured when nobody could tell."""
+    from tightlip.api.run_corpora import check_reference, open_run_corpus
+
+    for record in records:
+        corpus = open_run_corpus(record)
+        if reference is not None:
+            check_reference(reference, corpus)
 
 
 # Which model of a run is compared
@@ -252,7 +263,9 @@ def _with_leakage(found: RunMeasures, of: ModelMeasures, base: Subject) -> RunMe
 
 
 def _with_exposures(found: RunMeasures, of: ModelMeasures, base: Subject) -> RunMeasures:
+    from tightlip.api.canaries import missing_copies
     from tightlip.audit.exposure import exposed_above_bits
+    from tightlip.corpus.canaries import read_key
 
     keys = of.measuring.keys
     if not keys:
@@ -269,7 +282,10 @@ def _with_exposures(found: RunMeasures, of: ModelMeasures, base: Subject) -> Run
         real, why = _real(found.name, of, key)
         exposures += real
         reasons |= {} if why is None else {"tab of real canaries": why}
-    found = replace(found, exposures=exposures, not_known=found.not_known | reasons)
+    note = missing_copies(of.run, [read_key(key.path) for key in keys])
+    found = replace(
+        found, exposures=exposures, canary_note=note, not_known=found.not_known | reasons
+    )
     if not found.planted:
         return found
     return replace(found, exposed_above_bits=exposed_above_bits(len(found.planted)))

@@ -1,5 +1,6 @@
 """`tightlip audit RUN --groups` as one call."""
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from tightlip.audit.groups import (
     attribute_groups,
     curve,
     held_text_of,
+    reading_as,
     top_and_low,
     user_rows,
 )
@@ -32,6 +34,7 @@ def measure_groups(
     against: str | Path | RunRecord | None = None,
     model: str | Path | None = None,
     against_model: str | Path | None = None,
+    without_texts: Collection[str] = frozenset(),
     out: str | Path | None = None,
     device: str = "auto",
     seed: int = 0,
@@ -40,8 +43,9 @@ def measure_groups(
     """How well a run's model predicts each user's held-out text, and who lost by it.
 
     `against` is the unmitigated run on the same text; `model` and `against_model` are folders to
-    score in place of the runs' own models, such as snapshots'. With `out` the result is written
-    there, for its owner only.
+    score in place of the runs' own models, such as snapshots'. Documents that read as one of
+    `without_texts`, planted canaries say, are nobody's: neither trained on nor held out. With `out`
+    the result is written there, for its owner only.
     """
     check_num_bootstraps(num_bootstraps)
     if against is None and against_model is not None:
@@ -54,18 +58,24 @@ def measure_groups(
     baseline = None
     if other is not None:
         folder = Path(against_model or other.model_folder)
-        baseline = _scored(folder, held, on, "The same, unmitigated")
+        baseline = _scored(folder, held, on, "The run to compare with")
         _refuse_other_tokens(scores, baseline, record, other)
+    wanted = ~_reading_as(without_texts, prepared, "validation", held)
     text = held_text_of(
-        scores, baseline, np.asarray(held.users), held.user_names, _num_samples(prepared, held)
+        scores,
+        baseline,
+        np.asarray(held.users),
+        held.user_names,
+        _num_samples(prepared, held, without_texts, notes),
+        wanted=wanted,
     )
     if not text.num_users:
         raise UsageError(
             f"No held-out document of {record.folder} has a token to predict. Hold out longer text."
         )
     figures = GroupFigures(text, np.random.default_rng(seed), num_bootstraps)
-    result = _result(text, figures, prepared, scores.num_tokens > 0, notes)
-    notes += _about(record, text, scores)
+    result = _result(text, figures, prepared, wanted & (scores.num_tokens > 0), notes)
+    notes += _about(record, text, int((wanted & (scores.num_tokens == 0)).sum()))
     if out is not None:
         write_json(Path(out), result)
     return result
@@ -113,11 +123,32 @@ def _refuse_other_tokens(
         )
 
 
-def _num_samples(prepared: PreparedCorpus, held: TokenizedCorpus) -> np.ndarray:
+def _num_samples(
+    prepared: PreparedCorpus,
+    held: TokenizedCorpus,
+    without_texts: Collection[str],
+    notes: list[str],
+) -> np.ndarray:
     """Training documents of each user in the held-out part."""
-    counts = np.bincount(prepared.train.users, minlength=prepared.train.num_users)
-    by_name = dict(zip(prepared.train.user_names, counts.tolist(), strict=True))
+    train = prepared.train
+    unwanted = _reading_as(without_texts, prepared, "train", train)
+    if unwanted.any():
+        notes.append(
+            f"{unwanted.sum():,} training documents are nobody's, as asked (planted canaries say): they do not decide who has "
+            "much text and who little."
+        )
+    counts = np.bincount(np.asarray(train.users)[~unwanted], minlength=train.num_users)
+    by_name = dict(zip(train.user_names, counts.tolist(), strict=True))
     return np.array([by_name.get(name, 0) for name in held.user_names], dtype=np.int64)
+
+
+def _reading_as(
+    texts: Collection[str], prepared: PreparedCorpus, split: str, corpus: TokenizedCorpus
+) -> np.ndarray:
+    """Which documents read as one of `texts`."""
+    if not texts:
+        return np.zeros(corpus.num_documents, dtype=bool)
+    return reading_as(prepared.folder / f"{split}.parquet", texts)
 
 
 def _result(
@@ -164,10 +195,10 @@ def _why_no_gap(text: HeldText) -> str | None:
     return None
 
 
-def _about(record: RunRecord, text: HeldText, scores: DocumentScores) -> list[str]:
+def _about(record: RunRecord, text: HeldText, num_empty: int) -> list[str]:
     lines = []
-    if empty := len(scores.num_tokens) - len(text.owners):
-        lines.append(f"{empty:,} held-out documents without a scored token are left out.")
+    if num_empty:
+        lines.append(f"{num_empty:,} held-out documents without a scored token are left out.")
     if 2 <= text.num_users < FEW_USERS:
         lines.append(f"With {text.num_users} users, take the intervals as rough.")
     if number := record.config["corpus"].get("num_users_left_out"):

@@ -14,12 +14,13 @@ import hashlib
 import json
 import logging
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import tightlip
+from tightlip.api.run_corpora import fingerprints, open_run_corpus
 from tightlip.core.errors import UsageError
 from tightlip.core.files import make_private_folder, read_json, write_json
 from tightlip.core.run_folder import RunRecord
@@ -50,6 +51,20 @@ def open_key(path: Path) -> Key:
     )
 
 
+def planted_texts(paths: Iterable[Path]) -> frozenset[str]:
+    """What the keys say was planted; a key of real canaries alone, which are people's own text, is refused."""
+    found = frozenset[str]()
+    for path in paths:
+        texts = open_key(path).planted_texts
+        if not texts:
+            raise UsageError(
+                f"{path} holds no planted canaries, so there is nothing to leave out. Give the key that tightlip "
+                "canaries plant wrote."
+            )
+        found |= texts
+    return found
+
+
 @dataclass(frozen=True, kw_only=True)
 class Measuring:
     """How to measure, the same for every run."""
@@ -61,6 +76,10 @@ class Measuring:
     seed: int
     num_bootstraps: int
 
+    @property
+    def planted_texts(self) -> frozenset[str]:
+        return frozenset().union(*(key.planted_texts for key in self.keys))
+
 
 class ModelMeasures:
     """The measures of one model of a run, from the cache or made now.
@@ -68,6 +87,7 @@ class ModelMeasures:
     Holds:
         once: what was measured before, from the same things, is not measured again.
         stale: another key, corpus, reference or version is measured anew.
+        the_same: other text than the run's own is refused and never kept as the run's.
         whole: a measure is in the cache whole or not at all.
     """
 
@@ -75,12 +95,10 @@ class ModelMeasures:
         self.run, self.model, self.measuring = run, model, measuring
         self.fingerprint = model_fingerprint(model)
         self.folder = run.folder / MEASURES / self.fingerprint[:16]
-        corpus = run.config["corpus"]
         self._made_from = {
             "version": tightlip.__version__,
             "model": self.fingerprint,
-            "corpus": corpus["corpus_fingerprint"],
-            "held_out": corpus.get("validation_fingerprint"),
+            **fingerprints(open_run_corpus(run)),  # of what is read, not of what was recorded
         }
 
     @property
@@ -95,6 +113,10 @@ class ModelMeasures:
             "seed": self.measuring.seed,
             "num_bootstraps": self.measuring.num_bootstraps,
         }
+
+    @property
+    def _keys(self) -> list[str]:
+        return [key.digest for key in self.measuring.keys]
 
     def leakage(self) -> dict[str, Any]:
         """The summary of a leakage report; the report itself, which holds text, is not kept."""
@@ -153,12 +175,17 @@ class ModelMeasures:
 
         found: dict[str, Any] = self._kept(
             "groups",
-            {"against": None if against is None else against.fingerprint, **self._resampling},
+            {
+                "against": None if against is None else against.fingerprint,
+                "keys": self._keys,
+                **self._resampling,
+            },
             lambda: measure_groups(
                 self.run.folder,
                 against=None if against is None else against.run.folder,
                 model=self.model,
                 against_model=None if against is None else against.model,
+                without_texts=self.measuring.planted_texts,
                 device=self.measuring.device,
                 **self._resampling,
             ),
@@ -169,18 +196,17 @@ class ModelMeasures:
         """How well documents and users that were trained on are told from others."""
         from tightlip.api.membership import measure_membership
 
-        keys = self.measuring.keys
         found: dict[str, Any] = self._kept(
             "membership",
             {
                 "reference": self.measuring.reference_fingerprint,
-                "keys": [key.digest for key in keys],
+                "keys": self._keys,
                 **self._resampling,
             },
             lambda: measure_membership(
                 self.run.folder,
                 reference=self.measuring.reference,
-                without_texts=frozenset().union(*(key.planted_texts for key in keys)),
+                without_texts=self.measuring.planted_texts,
                 model=self.model,
                 device=self.measuring.device,
                 **self._resampling,

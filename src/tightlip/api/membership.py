@@ -9,6 +9,7 @@ import numpy as np
 
 from tightlip.api.audit import usable_device
 from tightlip.api.canaries import model_folder
+from tightlip.api.run_corpora import check_reference, open_run_corpus
 from tightlip.audit.document_scores import DocumentScores, open_scanner, score_documents
 from tightlip.audit.fair_tokens import fair_tokens
 from tightlip.audit.membership import (
@@ -21,13 +22,12 @@ from tightlip.audit.membership import (
 from tightlip.audit.resampling import FEW_USERS, check_num_bootstraps
 from tightlip.core.errors import UsageError
 from tightlip.core.files import write_json
-from tightlip.core.run_folder import RunRecord, is_run, open_run
-from tightlip.corpus.prepare import PreparedCorpus, open_prepared
+from tightlip.core.run_folder import RunRecord, open_run
+from tightlip.corpus.prepare import PreparedCorpus
 from tightlip.corpus.tokens import TokenizedCorpus
 from tightlip.corpus.vocabulary import DIGITS
 from tightlip.models.loading import load_tokenizer
 
-MOST_SHARED = 0.5  # short common texts stand in any two corpora
 NOT_PRIVATE = "The run's ε does not cover these figures: they are computed from the text itself. Keep them as private as the text."
 
 
@@ -65,7 +65,12 @@ def measure_membership(
     strangers = others.chosen(others.users >= prepared.train.num_users)
     users = _users_level(members, strangers, notes, rng, num_bootstraps)
     notes += _about_the_text(record, prepared)
-    result = {"documents": documents, "users": users, "notes": notes}
+    result = {
+        "documents": documents,
+        "users": users,
+        "not_counted": sides.not_counted,
+        "notes": notes,
+    }
     if out is not None:
         write_json(Path(out), result)
     return result
@@ -78,7 +83,7 @@ def with_held_out(
     record = run if isinstance(run, RunRecord) else open_run(Path(run))
     if not record.finished:
         raise UsageError(f"{record.folder} is not finished training. Give its train command again.")
-    prepared = open_prepared(record.corpus_folder)
+    prepared = open_run_corpus(record)
     if prepared.validation is None or not prepared.validation.num_documents:
         raise UsageError(
             f"{record.folder} was trained with nothing held out, so there is no text it never saw to compare with. "
@@ -124,39 +129,26 @@ class _Sides:
         return compressed_sizes(self.prepared.folder / f"{split}.parquet", without_texts)
 
     def choose_tokens(self) -> None:
-        """Leave out words that only their own document made part of the vocabulary."""
+        """Leave out words that only their own user made part of the vocabulary."""
         self.counted: tuple[np.ndarray | None, np.ndarray | None] = None, None
-        if not _learnt_from_training(self.prepared.settings):
+        settings = self.prepared.settings
+        if not _learnt_from_training(settings):
             return
-        train, tokenizer = self.prepared.train, load_tokenizer(self.prepared.tokenizer_folder)
-        by_user = not set(self.held.user_names) & set(train.user_names)
+        tokenizer = load_tokenizer(self.prepared.tokenizer_folder)
         self.counted = fair_tokens(
-            train,
+            self.prepared.train,
             self.held,
-            by_user=by_user,
-            leaves_out_rare=_leaves_out_rare(self.prepared.settings, len(tokenizer)),
+            leaves_out_rare=_leaves_out_rare(settings, len(tokenizer)),
+            min_users=settings.get("min_users") or 1,
             always=tokenizer.convert_tokens_to_ids(DIGITS),
             never=tokenizer.all_special_ids,
         )
-        num_left_out = sum(int((~counted).sum()) for counted in self.counted if counted is not None)
-        if num_left_out:
-            unit = "user" if by_user else "document"
-            self.notes.append(
-                f"The vocabulary was built on the training text, so {num_left_out:,} tokens do not count: unknown words, "
-                f"and training words that would be unknown without their own {unit}. To count all, prepare with "
-                "--tokenizer DIR, made of other text."
-            )
-        if not by_user and set(self.held.user_names) - set(train.user_names):
-            self.notes.append(
-                "Some held-out users were trained on and some not. Words that only one user wrote count for those who "
-                "were, so the figures for users are too low; hold out whole users, or give --tokenizer, to compare them."
-            )
 
     def score(self, folder: Path, reference: str | Path | None, device: str) -> None:
         """The reference first: where it is refused, nobody has waited for the model."""
         self.reference: tuple[DocumentScores, DocumentScores] | None = None
         if reference is not None:
-            self._check_reference(Path(reference))
+            self.notes += check_reference(Path(reference), self.prepared)
             self.reference = self._scored(model_folder(Path(reference)), device, "by the reference")
         self.model = self._scored(folder, device, "by the model")
         if (
@@ -177,25 +169,6 @@ class _Sides:
         )
         return members, others
 
-    def _check_reference(self, reference: Path) -> None:
-        """Refuse a run that was trained on the members, where its corpus is still there to tell."""
-        if not is_run(reference):
-            return
-        theirs = open_prepared(open_run(reference).corpus_folder).train
-        if theirs.tokenizer_fingerprint != self.prepared.train.tokenizer_fingerprint:
-            return  # refused when it is opened, with the reason
-        shared, _ = standing_in_both(self.prepared.train, theirs)
-        if shared.mean() > MOST_SHARED:
-            raise UsageError(
-                f"{reference} was itself trained on {shared.sum():,} of the {len(shared):,} training documents, so it "
-                "is no reference. Give a model that never saw them: trained on other text, or public."
-            )
-        if shared.any():
-            self.notes.append(
-                f"The reference was itself trained on {shared.sum():,} of the {len(shared):,} training documents; its "
-                "score is too low by what it keeps of these."
-            )
-
     def chosen(self) -> tuple[Side, Side]:
         """Members and non-members with something to score; users nobody trained on come last."""
         names = {name: number for number, name in enumerate(self.prepared.train.user_names)}
@@ -206,8 +179,7 @@ class _Sides:
             (members, self.train_kept, members.model.num_tokens > 0),
             (others, self.held_kept, others.model.num_tokens > 0),
         ]
-        if empty := int(sum((wanted & ~scored).sum() for _, wanted, scored in kept)):
-            self.notes.append(f"{empty:,} documents without a scored token are left out.")
+        self._note_uncounted([wanted & ~scored for _, wanted, scored in kept])
         left = [side.chosen(wanted & scored) for side, wanted, scored in kept]
         for side, what in zip(left, ("training", "held-out"), strict=True):
             if not len(side):
@@ -216,6 +188,28 @@ class _Sides:
                     "Hold out text that is not trained on: prepare with --deduplicate documents, or --validation FILE."
                 )
         return left[0], left[1]
+
+    def _note_uncounted(self, dropped: list[np.ndarray]) -> None:
+        """Keep, and say, how much of the text the figures are not about."""
+        corpora = (self.prepared.train, self.held)
+        num_documents = num_tokens = 0
+        for corpus, counted, kept, without in zip(
+            corpora, self.counted, (self.train_kept, self.held_kept), dropped, strict=True
+        ):
+            if counted is not None:
+                lengths = np.diff(corpus.bounds)
+                num_documents += int((without & (lengths > 0)).sum())
+                num_tokens += int((~counted & np.repeat(kept, lengths)).sum())
+        self.not_counted = {"num_documents": num_documents, "num_tokens": num_tokens}
+        if empty := int(sum(one.sum() for one in dropped)) - num_documents:
+            self.notes.append(f"{empty:,} documents without a token to predict are left out.")
+        if num_tokens:
+            self.notes.append(
+                f"{num_documents:,} documents, {num_tokens:,} tokens not counted: the vocabulary was built on the training "
+                "text, so unknown words do not count, nor words that would be unknown without the user who wrote them. "
+                "That is the most private text, and these figures do not see it. To count all, prepare with --tokenizer "
+                "DIR, made of other text."
+            )
 
     def _side(self, place: int, users: np.ndarray, num_bytes: np.ndarray) -> Side:
         reference = None if self.reference is None else self.reference[place]
@@ -232,8 +226,8 @@ def _learnt_from_training(settings: dict[str, Any]) -> bool:
 
 
 def _leaves_out_rare(settings: dict[str, Any], num_tokens: int) -> bool:
-    size, min_users = settings.get("vocabulary_size"), settings.get("min_users")
-    return (size is not None and num_tokens >= size) or (min_users or 1) > 1
+    size = settings.get("vocabulary_size")
+    return size is not None and num_tokens >= size
 
 
 def _users_level(

@@ -8,6 +8,7 @@ from tightlip.core.errors import UsageError
 from tightlip.core.logs import log
 from tightlip.core.registry import look_up
 from tightlip.core.run_folder import RunRecord, is_run
+from tightlip.corpus.history import history_of
 from tightlip.corpus.prepare import (
     PrepareConfig,
     PreparedCorpus,
@@ -16,7 +17,7 @@ from tightlip.corpus.prepare import (
     open_prepared,
 )
 from tightlip.corpus.prepare import prepare as prepare_corpus
-from tightlip.training.config import BUILT_IN_MODELS, RunOptions, TrainConfig
+from tightlip.training.config import BUILT_IN_MODELS, RunOptions, TrainConfig, check_given
 from tightlip.training.loop import train as train_model
 from tightlip.training.mitigations import CorpusFacts
 
@@ -37,6 +38,7 @@ def train(
     model = settings.get("model", BUILT_IN_MODELS[0])
     if model not in BUILT_IN_MODELS and is_run(Path(model)):
         settings["model"] = str(Path(model) / "model")  # a run stands for the model it trained
+    check_given(settings)
     config = TrainConfig(**settings)
     ready = _prepared(corpus, Path(out), config, prepare or {})
     return train_model(ready, Path(out), config, options or RunOptions())
@@ -63,7 +65,7 @@ def _prepared(
     if config.model not in BUILT_IN_MODELS:
         settings = _with_tokenizer_of(config.model, settings)
     chosen = PrepareConfig(**settings)
-    _check_promise(config, chosen)
+    _check_promise(config, chosen, history_of(corpus))
     ready = prepare_corpus(corpus, out / "corpus", chosen)
     for warning in ready.statistics["warnings"]:
         log.warning("%s", warning)
@@ -81,7 +83,9 @@ def _as_prepared(name: str, value: Any, ready: PreparedCorpus) -> bool:
     return held_out.fingerprint() == ready.validation_fingerprint
 
 
-def _check_promise(config: TrainConfig, chosen: PrepareConfig) -> None:
+def _check_promise(
+    config: TrainConfig, chosen: PrepareConfig, history: list[dict[str, Any]]
+) -> None:
     """Refuse settings of the corpus that the mitigation's promise cannot bear, before hours of
     preparing it."""
     release = chosen.release()
@@ -90,6 +94,8 @@ def _check_promise(config: TrainConfig, chosen: PrepareConfig) -> None:
         name="",
         settings=asdict(chosen),
         releases=[] if release is None else [release.record()],
+        learnt_vocabulary=chosen.tokenizer is None and release is None,
+        history=history,
     )
     look_up("mitigation", config.mitigation)().check(config, facts)
 

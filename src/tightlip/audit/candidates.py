@@ -7,8 +7,10 @@ Other tokenizers (byte pairs that join digits) have every text scored by itself.
 Shapes: B rows, K values of a place, T positions, V vocabulary.
 """
 
-from collections.abc import Iterator, Sequence
+import logging
+from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -18,13 +20,19 @@ from torch import Tensor
 from tightlip.audit.prefixes import PrefixReader
 from tightlip.audit.scan import Scanner, evaluating, full_precision
 from tightlip.audit.scoring import score_logits
+from tightlip.audit.single_tokens import joining_entries, single_tokens
 from tightlip.core.errors import UsageError
 from tightlip.core.progress import task
+from tightlip.corpus.canary_readings import Readings
 from tightlip.corpus.canary_templates import Slot, Template
 from tightlip.corpus.encoding import Encoder
 
+log = logging.getLogger("tightlip")
+
 TEXTS_AT_ONCE = 50_000
-_TEXTS_COMPARED = 2_000
+_SCORES_COMPARED = 100
+# What float32 sums in another order may differ by; tokens read otherwise are off by whole nats.
+_NEAR_NATS, _NEAR_SHARE = 1e-3, 1e-4
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,13 +50,23 @@ class Candidates:
         """Of each candidate, which value stands in each place."""
         return np.stack(np.unravel_index(numbers, self.shape), axis=1)
 
-    def holds(self, values: Sequence[str]) -> bool:
-        """Whether each value can stand in its place."""
-        return all(value in pool for pool, value in zip(self.pools, values, strict=True))
-
     def number_of(self, values: Sequence[str]) -> int:
         where = [pool.index(value) for pool, value in zip(self.pools, values, strict=True)]
         return int(np.ravel_multi_index(where, self.shape))
+
+    @cached_property
+    def readings(self) -> Readings:
+        return Readings(self.template, self.pools)
+
+    def first_of_each_text(self) -> np.ndarray:
+        """Whether a candidate, by number, is the first that reads as it does."""
+        numbers = np.arange(int(np.prod(self.shape)))
+        first = np.ones(len(numbers), bool)
+        if not self.readings.plain:
+            by_text: dict[str, int] = {}
+            for number, text in enumerate(self.texts(self.places_of(numbers))):
+                first[number] = by_text.setdefault(text, number) == number
+        return first
 
     def texts(self, places: np.ndarray) -> list[str]:
         fill = self.template.filled
@@ -60,6 +78,19 @@ class Candidates:
     def drawn(self, num: int, draw: np.random.Generator) -> np.ndarray:
         """Places of `num` candidates, uniform over all, with repeats."""
         return np.stack([draw.integers(0, size, num) for size in self.shape], axis=1)
+
+    def drawn_texts(
+        self, num: int, draw: np.random.Generator, without: Set[tuple[int, ...]] = frozenset()
+    ) -> list[str]:
+        """About `num` texts, uniform over all but those with the places in `without`.
+
+        A text with two readings is no likelier than others.
+        """
+        rows = [row for row in map(tuple, self.drawn(num, draw).tolist()) if row not in without]
+        texts = self.texts(np.array(rows, np.int64).reshape(-1, len(self.shape)))
+        if self.readings.plain:
+            return texts
+        return [text for text in texts if draw.random() < 1 / len(self.readings.of(text))]
 
 
 class CandidateScorer:
@@ -84,7 +115,8 @@ class CandidateScorer:
                 if self._unknown in row:
                     raise UsageError(
                         f"{text!r} holds a word outside the model's vocabulary, and one unknown word looks like another. "
-                        "Plant canaries from words that the model knows (--words FILE), and train on them."
+                        "Plant canaries from words and names that the model's vocabulary has (--words FILE, --names FILE), "
+                        "in a template of such words."
                     )
         return ids
 
@@ -95,7 +127,35 @@ class CandidateScorer:
 
     def prompt_of(self, text: str, num_tokens: int) -> str:
         """A text's first tokens, as somebody would type them."""
-        return str(self._tokenizer.decode(self._encoder.encode([text])[0][0][:num_tokens]))
+        ids = self._encoder.encode([text])[0][0][:num_tokens].tolist()
+        typed = str(self._tokenizer.decode(ids))
+        if "\ufffd" in typed:  # half a character: other halves decode to the same
+            return " ".join(self._tokenizer.convert_ids_to_tokens(ids))
+        return typed
+
+    def places_reading(self, candidates: Candidates, texts: list[str]) -> set[tuple[int, ...]]:
+        """Places of the candidates that read as one of `texts`, to us or to the model.
+
+        Word tokenizers drop spaces, so that "12 34" and "1234" are the same to it.
+        """
+        rows = [_as_characters(row) for row in self._encoder.encode(texts)[0]]
+        by_tokens = self._token_readings(candidates)
+        return {
+            places
+            for text, row in zip(texts, rows, strict=True)
+            for places in [*candidates.readings.of(text), *by_tokens.of(row)]
+        }
+
+    def _token_readings(self, candidates: Candidates) -> Readings:
+        """The template and its lists with a character for each token."""
+
+        def characters(texts: Sequence[str]) -> list[str]:
+            return [_as_characters(row) for row in self.ids_of(list(texts))]
+
+        template = candidates.template
+        parts = tuple(p if isinstance(p, Slot) else characters([p])[0] for p in template.parts)
+        pools = {pool: characters(pool) for pool in dict.fromkeys(candidates.pools)}
+        return Readings(Template(template.text, parts), [pools[p] for p in candidates.pools])
 
     def score_texts(self, texts: list[str]) -> np.ndarray:
         """Total log-probability of each text, scored by itself."""
@@ -113,16 +173,28 @@ class CandidateScorer:
         ranks, log_probs = self.scanner.scan(np.concatenate(ids), bounds)
         return log_probs, bounds, ranks
 
-    def score_all(self, candidates: Candidates) -> np.ndarray:
-        """Total log-probability of every candidate, by number."""
-        total = int(np.prod(candidates.shape))
-        steps = self._single_tokens(candidates)
-        with task("Scoring candidates", total) as bar:
-            parts = []
-            for part in self._by_text(candidates) if steps is None else self._by_tree(steps):
-                parts.append(part)
-                bar.advance(len(part))
-        return _finite(np.concatenate(parts))
+    def score_all(self, candidates: Candidates, secrets: Sequence[int] = ()) -> np.ndarray:
+        """Total log-probability of every candidate, by number.
+
+        Of `secrets` and some others it is looked up whether the tree gives what the text by
+        itself gives; otherwise every text is scored by itself.
+        """
+        steps = self._single_tokens(candidates, secrets)
+        if steps is not None:
+            scores = _collected(self._by_tree(steps), candidates)
+            if self._agree(scores, candidates, secrets):
+                return scores
+            log.warning(
+                "Sharing beginnings gives other scores than reading %r text by text. Going on text by text, which is slower.",
+                candidates.template.text,
+            )
+        return _collected(self._by_text(candidates), candidates)
+
+    def _agree(self, scores: np.ndarray, candidates: Candidates, secrets: Sequence[int]) -> bool:
+        some = np.random.default_rng(0).integers(0, len(scores), _SCORES_COMPARED)
+        numbers = np.unique([*secrets, *some])
+        alone = self.score_texts(candidates.texts(candidates.places_of(numbers)))
+        return bool(np.isclose(scores[numbers], alone, rtol=_NEAR_SHARE, atol=_NEAR_NATS).all())
 
     def check_known(self, candidates: Candidates) -> None:
         """Refuse a template with a value, or words around them, that the vocabulary lacks."""
@@ -140,32 +212,12 @@ class CandidateScorer:
         with torch.inference_mode(), full_precision(), evaluating(self.scanner.model):
             yield from _Tree(self.scanner, steps).scores()
 
-    def _single_tokens(self, candidates: Candidates) -> list[np.ndarray] | None:
-        """The tokens possible at each position; None where values are not tokens of their own.
-
-        Compared with the tokenizer's own reading of 2,000 texts: in these every pair of
-        neighbouring digits comes up some hundred times.
-        """
-        places = candidates.drawn(_TEXTS_COMPARED, np.random.default_rng(0))
-        steps: list[np.ndarray] = []
-        expected: list[np.ndarray] = []
-        left = iter(zip(candidates.pools, places.T, strict=True))
-        for part in candidates.template.parts:
-            if isinstance(part, Slot):
-                pool, chosen = next(left)
-                ids = self.ids_of(list(pool))
-                if any(len(row) != 1 for row in ids):
-                    return None
-                steps.append(np.concatenate(ids))
-                expected.append(steps[-1][chosen])
-            else:
-                literal = self.ids_of([part])[0]
-                steps += [token[None] for token in literal]
-                expected += [np.repeat(token, len(places)) for token in literal]
-        read = self.ids_of(candidates.texts(places))
-        rows = np.stack(expected, axis=1)
-        same = all(np.array_equal(one, other) for one, other in zip(read, rows, strict=True))
-        return steps if same else None
+    def _single_tokens(
+        self, candidates: Candidates, secrets: Sequence[int] = ()
+    ) -> list[np.ndarray] | None:
+        """The tokens possible at each position; None where values are not tokens of their own."""
+        places = candidates.places_of(np.array(secrets, np.int64))
+        return single_tokens(candidates, self.ids_of, joining_entries(self._tokenizer), places)
 
 
 class _Tree:
@@ -216,6 +268,19 @@ def _log_probs(logits_BV: Tensor, step_K: Tensor) -> Tensor:
     logits_BK = logits_BV[:, step_K].double()
     _, first_B = score_logits(logits_BV, step_K[:1].expand(len(logits_BV)).contiguous())
     return logits_BK - logits_BK[:, :1] + first_B.double()[:, None]
+
+
+def _as_characters(ids: np.ndarray) -> str:
+    return "".join(map(chr, ids.tolist()))
+
+
+def _collected(parts: Iterable[np.ndarray], candidates: Candidates) -> np.ndarray:
+    done = []
+    with task("Scoring candidates", int(np.prod(candidates.shape))) as bar:
+        for part in parts:
+            done.append(part)
+            bar.advance(len(part))
+    return _finite(np.concatenate(done))
 
 
 def _finite(scores: np.ndarray) -> np.ndarray:

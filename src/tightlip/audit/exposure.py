@@ -7,28 +7,37 @@ is 1.44 bits.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
-from tightlip.audit.candidates import Candidates, CandidateScorer
+from tightlip.audit.canary_tab import attacked
+from tightlip.audit.candidates import TEXTS_AT_ONCE, Candidates, CandidateScorer
 from tightlip.audit.scan import Scanner
 from tightlip.core.errors import UsageError
-from tightlip.corpus.canaries import Canary, Planted
+from tightlip.core.progress import task
+from tightlip.corpus.canaries import ALPHA, Canary, Planted
+from tightlip.corpus.canaries import exposed_above_bits as exposed_above_bits
 from tightlip.corpus.canary_templates import Pools, read_template
 
 # float32 logits differ by about so much with the rows that share a batch: no preference.
 SAME_NATS = 2e-6
 # One-sided each, so that the interval misses at most 7.5 times in 100.
 LOW_CONFIDENCE, HIGH_CONFIDENCE = 0.95, 0.975
+# With one of n sampled candidates ahead, the upper limit of their share is below 4.75/n.
+_ONE_AHEAD = 4.75
+MOST_SAMPLES = 1_000_000  # unless more are asked for: as much work as enumerating
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExposureConfig:
-    """How far to enumerate, how many to sample beyond that, and what the tab attack types."""
+    """How far to enumerate, how many to sample beyond that, and what the tab attack types.
+
+    `num_samples` is the least: with many canaries more are drawn, up to a million, so that a
+    canary known by heart passes the bar.
+    """
 
     enumerate_up_to: int = 1_000_000
     num_samples: int = 20_000
@@ -54,6 +63,7 @@ class Estimate:
     exact: bool
     space: int
     rank: int
+    num_samples: int | None
     fit_ks: float | None
 
 
@@ -69,12 +79,14 @@ class CanaryExposure:
     user: str
     repetitions: int
     kind: str
+    template: str | None
     exposure_bits: float | None = None
     low: float | None = None
     high: float | None = None
     exact: bool = False
     space: int | None = None
     rank: int | None = None
+    num_samples: int | None = None
     tab: bool
     prompt: str
     perplexity: float | None
@@ -101,8 +113,9 @@ def exposure_of(secret: float, decoys: np.ndarray) -> Estimate:
     space = len(decoys) + 1
     bits = math.log2(space) - math.log2(rank)
     return Estimate(
-        exposure_bits=bits, low=bits, high=bits, exact=True, space=space, rank=rank, fit_ks=None
-    )
+        exposure_bits=bits, low=bits, high=bits, exact=True,
+        space=space, rank=rank, num_samples=None, fit_ks=None,
+    )  # fmt: skip
 
 
 def estimated_exposure(secret: float, sample: np.ndarray, space: int, tail: "Tail") -> Estimate:
@@ -121,8 +134,9 @@ def estimated_exposure(secret: float, sample: np.ndarray, space: int, tail: "Tai
     bits = min(max(tail.bits_beyond(secret), low), high)
     rank = min(max(round(space * 2.0**-bits), 1), space)
     return Estimate(
-        exposure_bits=bits, low=low, high=high, exact=False, space=space, rank=rank, fit_ks=tail.ks
-    )
+        exposure_bits=bits, low=low, high=high, exact=False,
+        space=space, rank=rank, num_samples=len(sample), fit_ks=tail.ks,
+    )  # fmt: skip
 
 
 def share_limits_bits(ahead: int, num: int) -> tuple[float, float]:
@@ -173,13 +187,28 @@ def fitted_tail(sample: np.ndarray) -> Tail:
     return Tail(shape, place, scale, ks)
 
 
-def exposed_above_bits(num_canaries: int, alpha: float = 0.05) -> float:
-    """The bits that none of so many canaries passes by chance, but for `alpha` of all models.
+def samples_needed(num_canaries: int, alpha: float = ALPHA) -> int:
+    """So many that of so many canaries one with at most one of them ahead still passes the bar."""
+    return math.ceil(_ONE_AHEAD * num_canaries / alpha)
 
-    >>> exposed_above_bits(1, alpha=0.25)
-    2.0
+
+def most_bits(entry: Mapping[str, Any]) -> float:
+    """What `low` of a measured canary is if nothing is ahead of it."""
+    all_bits = math.log2(entry["space"])
+    if not entry.get("num_samples"):
+        return all_bits
+    # Clopper and Pearson's limit with none ahead: (1 - share)^n = 1 - confidence.
+    share = -math.expm1(math.log(1 - LOW_CONFIDENCE) / entry["num_samples"])
+    return min(all_bits, -math.log2(share))
+
+
+def can_be_shown(entry: Mapping[str, Any], bar: float) -> bool:
+    """Whether a measured canary could have passed `bar` bits: known by heart, it would.
+
+    Holds:
+        by_heart: of a canary ahead of everything it is true just where `low` is above the bar.
     """
-    return math.log2(num_canaries / alpha)
+    return most_bits(entry) > bar
 
 
 def measure_exposures(
@@ -191,132 +220,102 @@ def measure_exposures(
 ) -> list[CanaryExposure]:
     """What the model knows of each canary, in the key's order.
 
-    Other planted canaries, those of further keys (`others`) too, are dropped from R: the model
-    may know these as well.
+    Other planted canaries, those of further keys (`others`) too, are dropped from R by what they
+    read, to us or to the model, whatever their template: it may know these as well. A text
+    counts once in R, in however many ways it can be filled.
+
+    Holds:
+        reachable: a canary of a large space that is ahead of every sample passes the bar, for up
+            to ten thousand canaries.
     """
     config = config or ExposureConfig()
     scorer = CandidateScorer(scanner, tokenizer)
-    estimates: dict[str, Estimate] = {}
-    planted = key.of_planted
-    for name in dict.fromkeys(canary.template for canary in planted):
-        group = [canary for canary in planted if canary.template == name]
-        also = [canary for canary in others if canary.template == name]
-        estimates |= _estimates(scorer, group, also, key.pools, config)
-    attacks = _attacked(scorer, key.canaries, config.prompt_tokens)
+    for name in dict.fromkeys(canary.template for canary in key.of_planted):
+        scorer.check_known(_candidates(str(name), key.pools))
+    # What takes long comes last: whatever is refused is refused before.
+    attacks = attacked(scorer, key.canaries, config.prompt_tokens)
+    estimates = _estimates(scorer, key, others, config)
     return [
         CanaryExposure(
             text=canary.text,
             user=canary.user,
             repetitions=canary.repetitions,
             kind=canary.kind,
+            template=canary.template,
             **asdict(attack),
-            **(asdict(estimates[canary.text]) if canary.kind == "planted" else {}),
+            **(asdict(estimates[canary.template, canary.text]) if canary.kind == "planted" else {}),
         )
         for canary, attack in zip(key.canaries, attacks, strict=True)
     ]
 
 
 def _estimates(
+    scorer: CandidateScorer, key: Planted, others: Sequence[Canary], config: ExposureConfig
+) -> dict[tuple[str | None, str], Estimate]:
+    """The exposure of every planted canary of `key`, by template and text."""
+    estimates: dict[tuple[str | None, str], Estimate] = {}
+    everything = [*key.of_planted, *others]
+    planted = list(dict.fromkeys(canary.text for canary in everything))
+    num_samples = max(config.num_samples, min(samples_needed(len(everything)), MOST_SAMPLES))
+    for name in dict.fromkeys(canary.template for canary in key.of_planted):
+        group = [canary for canary in key.of_planted if canary.template == name]
+        candidates = _candidates(str(name), key.pools)
+        drop = scorer.places_reading(candidates, planted)
+        if math.prod(candidates.shape) <= max(config.enumerate_up_to, num_samples):
+            found = _enumerated(scorer, candidates, group, drop)
+        else:
+            draw = np.random.default_rng(config.seed)
+            found = _sampled(scorer, candidates, group, drop, num_samples, draw)
+        estimates |= {(name, text): estimate for text, estimate in found.items()}
+    return estimates
+
+
+def _candidates(name: str, pools: Pools) -> Candidates:
+    template = read_template(name)
+    return Candidates(template, tuple(tuple(pools[place]) for place in template.places))
+
+
+def _enumerated(
     scorer: CandidateScorer,
+    candidates: Candidates,
     group: Sequence[Canary],
-    others: Sequence[Canary],
-    pools: Pools,
-    config: ExposureConfig,
+    drop: set[tuple[int, ...]],
 ) -> dict[str, Estimate]:
-    """The exposure of every canary of one template, by text."""
-    template = read_template(str(group[0].template))
-    candidates = Candidates(template, tuple(tuple(pools[name]) for name in template.places))
-    scorer.check_known(candidates)
-    # Another key's lists may hold other values, and what those fill is no candidate here.
-    among = [canary for canary in others if candidates.holds(canary.values)]
-    if template.num_candidates(pools) <= config.enumerate_up_to:
-        scores = scorer.score_all(candidates)
-        numbers = [candidates.number_of(canary.values) for canary in [*group, *among]]
-        decoys = np.delete(scores, numbers)
-        return {
-            canary.text: exposure_of(scores[number], decoys)
-            for canary, number in zip(group, numbers, strict=False)
-        }
-    texts = [canary.text for canary in group]
-    return _sampled(scorer, candidates, texts, {canary.text for canary in among}, config)
+    """The exact exposure of every canary of one template, by text; the places in `drop` are in no R."""
+    secrets = {canary.text: candidates.number_of(canary.values) for canary in group}
+    scores = scorer.score_all(candidates, list(secrets.values()))
+    stays = candidates.first_of_each_text()
+    stays[np.ravel_multi_index(np.array(list(drop)).T, candidates.shape)] = False
+    decoys = scores[stays]
+    return {text: exposure_of(float(scores[number]), decoys) for text, number in secrets.items()}
 
 
 def _sampled(
     scorer: CandidateScorer,
     candidates: Candidates,
-    secrets: list[str],
-    others: set[str],
-    config: ExposureConfig,
+    group: Sequence[Canary],
+    drop: set[tuple[int, ...]],
+    num_samples: int,
+    draw: np.random.Generator,
 ) -> dict[str, Estimate]:
-    planted = {*secrets, *others}
-    draw = np.random.default_rng(config.seed)
-    drawn = candidates.texts(candidates.drawn(config.num_samples, draw))
-    scores = scorer.score_texts([*secrets, *(text for text in drawn if text not in planted)])
-    sample = scores[len(secrets) :]
-    space = math.prod(candidates.shape) - len(planted) + 1
-    tail = fitted_tail(sample)
+    """The same from decoys drawn at random, a bounded number of texts at a time."""
+    parts = [np.empty(0)]
+    with task("Scoring candidates", num_samples) as bar:
+        for start in range(0, num_samples, TEXTS_AT_ONCE):
+            num = min(TEXTS_AT_ONCE, num_samples - start)
+            texts = candidates.drawn_texts(num, draw, drop)
+            if texts:
+                parts.append(scorer.score_texts(texts))
+            bar.advance(num)
+    sample = np.concatenate(parts)
+    if not len(sample):
+        raise UsageError(
+            f"Every sampled candidate of {candidates.template.text!r} is planted itself, so there is nothing to compare with. "
+            "Plant fewer canaries, or use larger slots."
+        )
+    space, tail = math.prod(candidates.shape) - len(drop) + 1, fitted_tail(sample)
+    secrets = [canary.text for canary in group]
     return {
         secret: estimated_exposure(float(score), sample, space, tail)
-        for secret, score in zip(secrets, scores, strict=False)
+        for secret, score in zip(secrets, scorer.score_texts(secrets), strict=True)
     }
-
-
-@dataclass(frozen=True, kw_only=True)
-class Attack:
-    """The tab attack on one text: what was typed, whether all came, how likely the whole is."""
-
-    tab: bool
-    prompt: str
-    perplexity: float | None
-
-
-def _attacked(
-    scorer: CandidateScorer, canaries: Sequence[Canary], prompt_tokens: int
-) -> list[Attack]:
-    """A real canary with a word that the model lacks cannot come back, and is not scored."""
-    texts = [canary.text for canary in canaries]
-    known = [
-        spelt or canary.kind == "planted"
-        for spelt, canary in zip(scorer.spelt(texts), canaries, strict=True)
-    ]
-    spelt_texts = [text for text, can in zip(texts, known, strict=True) if can]
-    found = iter(_attacks(scorer, spelt_texts, prompt_tokens) if spelt_texts else [])
-    return [
-        next(found)
-        if can
-        else Attack(tab=False, prompt=scorer.prompt_of(text, prompt_tokens), perplexity=None)
-        for text, can in zip(texts, known, strict=True)
-    ]
-
-
-def _attacks(scorer: CandidateScorer, texts: list[str], prompt_tokens: int) -> list[Attack]:
-    log_probs, bounds, ranks = scorer.scanned(texts)
-    attacks = []
-    for text, (begin, end) in zip(texts, pairwise(bounds), strict=True):
-        if end - begin <= prompt_tokens:
-            raise UsageError(
-                f"{text!r} has {end - begin} tokens, so a prompt of {prompt_tokens} leaves nothing to guess. "
-                "Use fewer --prompt-tokens."
-            )
-        attacks.append(
-            Attack(
-                tab=bool((ranks[begin + prompt_tokens : end] == 0).all()),
-                prompt=scorer.prompt_of(text, prompt_tokens),
-                perplexity=_perplexity(log_probs[begin:end]),
-            )
-        )
-    return attacks
-
-
-def _perplexity(log_probs: np.ndarray) -> float:
-    """Over the predicted tokens: without a BOS the first one is given."""
-    return math.exp(min(-float(np.nanmean(log_probs.astype(np.float64))), 700.0))
-
-
-def tab_successes(scorer: CandidateScorer, texts: list[str], prompt_tokens: int) -> list[bool]:
-    """Whether someone who types a text's first tokens and then accepts each suggestion gets it all.
-
-    Greedy continuation and teacher forcing agree as long as every token is the top one, so one
-    pass over the texts tells.
-    """
-    return [attack.tab for attack in _attacks(scorer, texts, prompt_tokens)]

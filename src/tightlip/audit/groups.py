@@ -14,7 +14,7 @@ without the widening for few users in resampling.py it was 87 to 97, and by user
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ import numpy as np
 
 from tightlip.audit.document_scores import DocumentScores
 from tightlip.audit.resampling import interval, times_drawn
+from tightlip.corpus.readers import open_corpus
 
 GROUP_SIZE = 5
 MOST_BINS = 8
@@ -65,9 +66,14 @@ def held_text_of(
     owners: np.ndarray,
     user_names: list[str],
     num_samples: np.ndarray,
+    *,
+    wanted: np.ndarray | None = None,
 ) -> HeldText:
-    """The documents that were scored, and the users who wrote them, in their fixed order."""
+    """The documents that were scored, and the users who wrote them, in their fixed order; with
+    `wanted`, those of them only."""
     scored = scores.num_tokens > 0
+    if wanted is not None:
+        scored = scored & wanted
     present = np.unique(owners[scored])
     order = sorted(present, key=lambda user: (-num_samples[user], user_names[user]))
     numbers = np.full(len(user_names), -1)
@@ -80,6 +86,12 @@ def held_text_of(
         user_names=[user_names[user] for user in order],
         num_samples=num_samples[order],
     )
+
+
+def reading_as(parquet: Path, texts: Collection[str]) -> np.ndarray:
+    """Which documents of a file read, letter for letter, as one of `texts`."""
+    found = [text in texts for batch in open_corpus(parquet).batches() for text in batch.texts]
+    return np.array(found, dtype=bool)
 
 
 def perplexities(loss_nats: Any, num_tokens: Any) -> Any:

@@ -56,6 +56,12 @@ def audit(
     against: Annotated[
         str | None, typer.Option(help="With --groups: the unmitigated run, to see who lost.")
     ] = None,
+    key: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="With --membership or --groups: a key.json of canaries, which are left out. May be given again."
+        ),
+    ] = None,
     redact: Annotated[
         bool, typer.Option("--redact", help="No text and no names in the report.")
     ] = False,
@@ -106,6 +112,7 @@ def audit(
         "--groups": groups,
         "--reference": reference,
         "--against": against,
+        "--key": key,
     }
     if any(asked.values()):
         _instead(model, device, asked, of_reports)
@@ -165,6 +172,11 @@ def _instead(run: str, device: str, asked: dict[str, Any], of_reports: dict[str,
                 f"{flag} {asked[flag]} is for {of}, which is not asked for. Run: tightlip audit {run} {of} {flag} "
                 f"{asked[flag]}"
             )
+    if asked["--key"] and not (asked["--membership"] or asked["--groups"]):
+        raise UsageError(
+            f"--key {asked['--key'][0]} is for --membership or --groups, which is not asked for. To measure the canaries "
+            f"themselves: tightlip canaries measure {run} --key {asked['--key'][0]}"
+        )
     chosen, *more = [flag for flag in ("--dp-check", "--membership", "--groups") if asked[flag]]
     if more:
         raise UsageError(f"{chosen} and {more[0]} are two audits. Run one, then the other.")
@@ -175,11 +187,11 @@ def _instead(run: str, device: str, asked: dict[str, Any], of_reports: dict[str,
     elif chosen == "--membership":
         from tightlip.cli.membership import membership
 
-        membership(run, device, asked["--reference"], of_reports)
+        membership(run, device, asked["--reference"], asked["--key"], of_reports)
     else:
         from tightlip.cli.groups import groups
 
-        groups(run, device, asked["--against"], of_reports)
+        groups(run, device, asked["--against"], asked["--key"], of_reports)
 
 
 def _judged(report: Any) -> list[tuple[str, dict[str, Any]]]:

@@ -100,7 +100,11 @@ def canaries(
         _option("Score every candidate where there are no more; 1,000,000.", _MEASURE),
     ] = None,
     num_samples: Annotated[
-        int | None, _option("Otherwise score so many, and estimate; 20,000.", _MEASURE)
+        int | None,
+        _option(
+            "Otherwise score at least so many, and estimate; 20,000, and 95 for each canary.",
+            _MEASURE,
+        ),
     ] = None,
     prompt_tokens: Annotated[
         int | None, _option("Tokens that the tab attack types before it accepts; 1.", _MEASURE)

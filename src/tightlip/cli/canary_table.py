@@ -1,28 +1,34 @@
 """What was measured of canaries, in the terminal: a table for each kind, and plain sentences."""
 
-from collections import Counter
+import math
 from collections.abc import Callable, Sequence
 from statistics import mean, median
 from typing import Any
 
+from tightlip.core.tab_ceiling import most_successes
+
 Entry = dict[str, Any]
-_NAMES = {"planted": "canaries", "real": "real texts"}
+MOST_LISTED = 5
 
 
 def canary_tables(found: list[Entry]) -> list[Any]:
-    """A table by number of repetitions: planted canaries, then real ones, as far as there are."""
-    return [
-        _table(_NAMES[kind], group, columns)
-        for kind, columns in (("planted", _planted_columns(found)), ("real", _REAL_COLUMNS))
-        if (group := of_kind(found, kind))
-    ]
+    """Tables by number of repetitions and of the most exposed users, then of real texts; as far
+    as there are any."""
+    tables = []
+    if planted := of_kind(found, "planted"):
+        tables += [_table("canaries", planted, _planted_columns(planted)), _most_exposed(planted)]
+    if real := of_kind(found, "real"):
+        tables.append(_table("real texts", real, _REAL_COLUMNS))
+    return tables
 
 
 def canary_lines(found: list[Entry]) -> list[str]:
     """What the tables' figures mean, in plain sentences."""
     planted, real = of_kind(found, "planted"), of_kind(found, "real")
-    lines = [_threshold_line(planted)] if planted else []
-    lines += [line for kind in _NAMES for line in _tab_lines(of_kind(found, kind), kind)]
+    lines = [_threshold_line(planted), *_cannot_lines(planted)] if planted else []
+    lines += [
+        line for kind in ("planted", "real") for line in _tab_lines(of_kind(found, kind), kind)
+    ]
     return lines + _sampled_lines(planted) + _unknown_lines(real)
 
 
@@ -30,27 +36,51 @@ def of_kind(found: list[Entry], kind: str) -> list[Entry]:
     return [one for one in found if one["kind"] == kind]
 
 
-def most_successes(found: list[Entry]) -> int:
-    """How many of these TAB could complete at most: one text for each beginning.
-
-    Two users may have written the same text, and then both succeed at once.
-    """
-    by_prompt: dict[str, Counter[str]] = {}
-    for one in found:
-        by_prompt.setdefault(one["prompt"], Counter())[one["text"]] += 1
-    return sum(max(texts.values()) for texts in by_prompt.values())
-
-
 Columns = Sequence[tuple[str, Callable[[list[Entry]], str]]]
 
 
-def _planted_columns(found: list[Entry]) -> Columns:
-    above = _threshold(of_kind(found, "planted"))
+def _planted_columns(planted: list[Entry]) -> Columns:
+    above = _threshold(planted)
     return (
         ("mean exposure, bits", lambda group: f"{mean(one['exposure_bits'] for one in group):.1f}"),
-        ("exposed", lambda group: f"{sum(one['low'] > above for one in group):,}"),
+        ("lowest to highest", _span),
+        ("exposed", lambda group: _num_exposed(group, above)),
         ("tab", _num_tab),
     )
+
+
+def _span(group: list[Entry]) -> str:
+    """From the least that any of them may have to the most, intervals counted."""
+    return f"{min(one['low'] for one in group):.1f} to {max(one['high'] for one in group):.1f}"
+
+
+def _most_exposed(planted: list[Entry]) -> Any:
+    """The users whose canaries the model knows best, by what is certain."""
+    from rich.table import Table
+    from rich.text import Text
+
+    planted = sorted(planted, key=lambda one: (-one["low"], -one["exposure_bits"]))[:MOST_LISTED]
+    table = Table(box=None, pad_edge=False)
+    table.add_column("most exposed")
+    for title in ("repeated", "bits", "at least", "at most", "tab"):
+        table.add_column(title, justify="right")
+    for one in planted:
+        bits = [f"{one[name]:.1f}" for name in ("exposure_bits", "low", "high")]
+        table.add_row(
+            Text(one["user"]), f"{one['repetitions']:,}", *bits, "yes" if one["tab"] else "no"
+        )
+    return table
+
+
+def _num_exposed(group: list[Entry], above: float) -> str:
+    """None is no finding where not even a canary known by heart would be one."""
+    from tightlip.audit.exposure import can_be_shown
+
+    able = [one for one in group if can_be_shown(one, above)]
+    if not able:
+        return "cannot show"
+    of_these = "" if len(able) == len(group) else f" of {len(able):,}"
+    return f"{sum(one['low'] > above for one in able):,}{of_these}"
 
 
 def _num_tab(group: list[Entry]) -> str:
@@ -90,11 +120,34 @@ def _threshold_line(planted: list[Entry]) -> str:
     )
 
 
+def _cannot_lines(planted: list[Entry]) -> list[str]:
+    """Of which templates exposure cannot be shown, and what to do about it."""
+    from tightlip.audit.exposure import can_be_shown, most_bits, samples_needed
+
+    above, lines = _threshold(planted), []
+    for name in dict.fromkeys(one["template"] for one in planted):
+        group = [one for one in planted if one["template"] == name]
+        unseen = [one for one in group if not can_be_shown(one, above)]
+        if not unseen:
+            continue
+        most = max(unseen, key=most_bits)
+        advice = (
+            f"Measure with --num-samples {samples_needed(len(planted)):,}."
+            if math.log2(most["space"]) > above
+            else "Plant fewer canaries, or use larger slots."
+        )
+        lines.append(
+            f"Exposure of {name!r} cannot be shown: a canary known by heart has {most_bits(most):.1f} bits here, and "
+            f"more than {above:.1f} are needed. {advice}"
+        )
+    return lines
+
+
 def _tab_lines(group: list[Entry], kind: str) -> list[str]:
     if not group:
         return []
     lines = [f"Tab: {_num_tab(group)} of {len(group):,} {kind} canaries are completed."]
-    most = most_successes(group)
+    most = most_successes([(one["prompt"], one["text"]) for one in group])
     if most < len(group):
         lines.append(
             f"Tab: at most {most:,} of {len(group):,} can succeed, for the others begin like one of these."
@@ -107,9 +160,10 @@ def _sampled_lines(planted: list[Entry]) -> list[str]:
     if not sampled:
         return []
     worst = max(one["fit_ks"] for one in sampled)
+    fewest = min(one["num_samples"] for one in sampled)
     return [
-        f"{len(sampled):,} exposures are estimated from sampled candidates; the fitted curve is off by "
-        f"at most {worst:.3f} (Kolmogorov-Smirnov)."
+        f"{len(sampled):,} exposures are estimated from sampled candidates, {fewest:,} of each template; the fitted "
+        f"curve is off by at most {worst:.3f} (Kolmogorov-Smirnov)."
     ]
 
 

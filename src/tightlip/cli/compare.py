@@ -65,7 +65,7 @@ def show(made: "Comparison", console: "Console") -> None:
     from rich.text import Text
 
     from tightlip.report.comparison_table import terminal_tables
-    from tightlip.report.comparison_words import headline, missing, tolerance_words
+    from tightlip.report.comparison_words import headline, missing, tolerance_words, uncounted
 
     sentence, weighing = headline(made.rows)
     console.print(Text(sentence, style="bold"))
@@ -83,7 +83,7 @@ def show(made: "Comparison", console: "Console") -> None:
         if row["guarantee"]["insecure"]:
             console.print(Text(f"{row['name']}: {row['guarantee']['insecure']}", style="bold red"))
     console.print(Text(tolerance_words(made.matching), style="dim"))
-    for reason in missing(made.rows):
+    for reason in [*uncounted(made.rows), *missing(made.rows)]:
         console.print(Text(reason, style="dim"))
     console.print(
         f"The page, which says what each measure means: {made.page}",

@@ -45,7 +45,7 @@ def demo(
     console.print(f"The report: [bold]{report.folder / 'report.html'}[/]", soft_wrap=True)
     console.print(
         "\n[bold]Second act[/]: the same lines, with 18 made-up secrets among them, learnt in four ways: as "
-        "they are, with two privacy regularisers, and with differential privacy.\n"
+        "they are, with two privacy regularisers, and with differential privacy; and a control.\n"
     )
     with shown_progress():
         made = run_comparison(out)

@@ -1,6 +1,6 @@
 """`tightlip audit RUN --groups`: whose text is predicted worse, and who lost by a mitigation."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,17 +9,26 @@ from tightlip.cli.membership import ends, refuse
 RESULT = "groups.json"
 
 
-def groups(run: str, device: str, against: str | None, others: dict[str, Any]) -> None:
+def groups(
+    run: str,
+    device: str,
+    against: str | None,
+    keys: Sequence[Path] | None,
+    others: dict[str, Any],
+) -> None:
     """Measure, print, and write RUN/groups.json."""
     from rich.console import Console
 
     import tightlip
+    from tightlip.api.measures import planted_texts
     from tightlip.core.progress import shown_progress
 
     refuse(run, "--groups", others)
     out = Path(run) / RESULT
     with shown_progress():
-        found = tightlip.measure_groups(run, against=against, out=out, device=device)
+        found = tightlip.measure_groups(
+            run, against=against, without_texts=planted_texts(keys or ()), out=out, device=device
+        )
     console = Console()
     for table in _tables(found):
         console.print(table)

@@ -40,7 +40,8 @@ def _show(record: dict[str, Any]) -> None:
     if record.get("insecure_seed"):
         console.print(INSECURE, style="bold red")
     after = record.get("another_1000_steps")
-    if after is not None:
+    # Where the noise varies, what more steps would cost is not known beforehand.
+    if after is not None and _mode(record) in (None, "clip"):
         console.print(f"Another 1,000 steps would bring ε to {rounded_up(after)}.")
 
 
@@ -62,14 +63,44 @@ def _lines(record: dict[str, Any]) -> list[tuple[str, str]]:
     lines = [*_figures(record), ("standing", record["standing"]), ("because", record["because"])]
     for name in ("mechanism", "unit", "adjacency", "sampling", "accountant"):
         lines.append((name, record.get(name) or ""))
-    for name in ("noise_multiplier", "clip_norm", "sampling_rate", "num_units", "expected_batch"):
-        value = record.get(name)
-        lines.append((name.replace("_", " "), "" if value is None else f"{value:,.6g}"))
+    least = "least " if _mode(record) in ("scale", "as-published") else ""
+    lines += _numbers(record, "noise_multiplier", prefix=least)
+    lines += _numbers(record, "clip_norm", "sampling_rate", "num_units", "expected_batch")
+    lines += _adaptive(record)
     so_far = "" if record.get("finished", True) else " so far; the run is not finished"
     lines.append(("steps", f"{record['steps']:,}{so_far}"))
     lines += [("also released", _told(release)) for release in record.get("releases") or ()]
     lines += [(name, "; ".join(record.get(name) or ())) for name in ("covers", "outside")]
     return [(name, value) for name, value in lines if value]
+
+
+def _mode(record: dict[str, Any]) -> str | None:
+    return (record.get("adaptive") or {}).get("mode")
+
+
+def _numbers(record: dict[str, Any], *names: str, prefix: str = "") -> list[tuple[str, str]]:
+    told = [(name, record.get(name)) for name in names]
+    return [
+        (f"{prefix}{name.replace('_', ' ')}", "" if value is None else f"{value:,.6g}")
+        for name, value in told
+    ]
+
+
+def _adaptive(record: dict[str, Any]) -> list[tuple[str, str]]:
+    """What an adaptive run did with the weights, and where they came from."""
+    adaptive = record.get("adaptive")
+    if not adaptive:
+        return []
+    lines = [("adaptive", adaptive["mode"])]
+    if adaptive["mode"] != "clip":
+        lines += _numbers(adaptive, "noise_multiplier", prefix="full ")
+    lines += _numbers(adaptive, "least_clip", "gamma_floor", "release_noise", "averaging")
+    lines += _numbers(adaptive, "planned_steps", "order", "rdp_budget", "least_weight")
+    lines += _numbers(record.get("adaptive_state") or {}, "rdp", prefix="spent ")
+    lines += _numbers(record.get("adaptive_state") or {}, "average", prefix="moving ")
+    weights = adaptive["weights"]
+    made = [weights.get(name) for name in ("normalisation", "estimator", "model", "public_corpus")]
+    return [*lines, ("weights", ", ".join(str(each) for each in made if each))]
 
 
 def _figures(record: dict[str, Any]) -> list[tuple[str, str]]:

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from tightlip.cli import audit, canaries, compare, demo, ledger, prepare, tab, train
+from tightlip.cli import audit, canaries, compare, demo, ledger, prepare, reproduce, tab, train
 from tightlip.core.errors import GuaranteeError, TightlipError
 
 # Read when torch and numba start their threads. Otherwise these spin while they wait for each
@@ -62,6 +62,7 @@ app.command("canaries")(_refusals_in_a_line(canaries.canaries))
 app.command("tab")(_refusals_in_a_line(tab.tab))
 app.command("compare")(_refusals_in_a_line(compare.compare))
 app.command("ledger")(_refusals_in_a_line(ledger.ledger))
+app.command("reproduce")(_refusals_in_a_line(reproduce.reproduce))
 
 
 def _show_version(wanted: bool) -> None:

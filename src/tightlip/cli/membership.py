@@ -1,5 +1,6 @@
 """`tightlip audit RUN --membership`: can one tell what the run was trained on?"""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -8,17 +9,30 @@ _SCORES = {"loss": "loss", "reference": "reference", "min_k": "min-k%", "zlib": 
 _RATES = {"tpr_at_1_percent_fpr": "at 1%", "tpr_at_0_1_percent_fpr": "at 0.1%"}
 
 
-def membership(run: str, device: str, reference: str | None, others: dict[str, Any]) -> None:
+def membership(
+    run: str,
+    device: str,
+    reference: str | None,
+    keys: Sequence[Path] | None,
+    others: dict[str, Any],
+) -> None:
     """Measure, print, and write RUN/membership.json."""
     from rich.console import Console
 
     import tightlip
+    from tightlip.api.measures import planted_texts
     from tightlip.core.progress import shown_progress
 
     refuse(run, "--membership", others)
     out = Path(run) / RESULT
     with shown_progress():
-        found = tightlip.measure_membership(run, reference=reference, out=out, device=device)
+        found = tightlip.measure_membership(
+            run,
+            reference=reference,
+            without_texts=planted_texts(keys or ()),
+            out=out,
+            device=device,
+        )
     console = Console()
     console.print(_table(found))
     for line in lines_of(found):

@@ -1,11 +1,11 @@
 """`tightlip prepare`: read, check, clean, split, tokenise."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from tightlip.cli.options import BadRows, TextColumn, UserColumn
+from tightlip.cli.options import BadRows, Device, TextColumn, UserColumn
 
 
 def prepare(
@@ -19,7 +19,7 @@ def prepare(
     split: Annotated[
         str | None,
         typer.Option(
-            help="Hold out by 'document' within each user (default), by 'user', or 'none'."
+            help="Hold out by 'document' within each user (default), by 'user', by each 'text' itself, or 'none'."
         ),
     ] = None,
     holdout: Annotated[float, typer.Option(help="The share held out for validation.")] = 0.2,
@@ -60,6 +60,24 @@ def prepare(
         float, typer.Option(help="With noise: the chance that a user's own word gets out.")
     ] = 1e-7,
     seed: Annotated[int, typer.Option(help="Decides what is held out.")] = 0,
+    privacy_weights: Annotated[
+        bool,
+        typer.Option(
+            "--privacy-weights", help="Weigh each training document by its rarity, for adaptive DP."
+        ),
+    ] = False,
+    public_model: Annotated[
+        Path | None, typer.Option(help="With weights: a public causal language model's folder.")
+    ] = None,
+    public_corpus: Annotated[
+        Path | None, typer.Option(help="With weights: public text that says what is ordinary.")
+    ] = None,
+    weights: Annotated[
+        str,
+        typer.Option(help="'public' or 'public-rank'; 'minmax' or 'rank' for as-published only."),
+    ] = "public",
+    least_weight: Annotated[float, typer.Option(help="No weight is below this.")] = 0.05,
+    device: Device = "auto",
 ) -> None:
     """Check a corpus and make it ready for training."""
     from rich.console import Console
@@ -68,6 +86,14 @@ def prepare(
     from tightlip.core.progress import shown_progress
     from tightlip.report.terminal import statistics_table
 
+    weighing = _weighing(
+        privacy_weights,
+        device,
+        public_model=public_model,
+        public_corpus=public_corpus,
+        weights=weights,
+        least_weight=least_weight,
+    )
     with shown_progress():
         prepared = tightlip.prepare(
             corpus,
@@ -90,6 +116,7 @@ def prepare(
             vocabulary_delta=vocabulary_delta,
             seed=seed,
         )
+        weighed = None if weighing is None else tightlip.weigh(prepared, **weighing)
     console = Console()
     console.print(statistics_table(prepared.statistics))
     for release in prepared.releases:
@@ -99,3 +126,26 @@ def prepare(
             soft_wrap=True,
         )
     console.print(f"Prepared: {prepared.folder}", soft_wrap=True)
+    if weighed is not None:
+        from tightlip.report.weights_page import lines_about
+
+        for line in lines_about(weighed.info, weighed.rho, weighed.log_perplexities):
+            console.print(line, soft_wrap=True, markup=False, highlight=False)
+        console.print(f"Weights: {prepared.folder / 'weights' / 'weights.html'}", soft_wrap=True)
+
+
+def _weighing(wanted: bool, device: str, **settings: Any) -> dict[str, Any] | None:
+    """What to weigh with, refused before any text is read; None where nothing is to be weighed."""
+    from tightlip.core.errors import UsageError
+    from tightlip.corpus.privacy_weights import WeightsConfig
+
+    if wanted:
+        WeightsConfig(**settings)
+        return settings | {"device": device}
+    plain = {name: getattr(WeightsConfig, name) for name in settings} | {"device": "auto"}
+    for name, value in (settings | {"device": device}).items():
+        if value != plain[name]:
+            raise UsageError(
+                f"{name}={str(value)!r} is for weighing documents, which is off. Add --privacy-weights, or leave it out."
+            )
+    return None

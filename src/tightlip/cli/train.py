@@ -9,7 +9,8 @@ import typer
 from tightlip.cli.options import Config
 
 _MODEL, _LENGTH, _CORPUS, _MACHINE = "The model", "How long", "A raw corpus", "The machine"
-_PRIVACY = "Private training (--mitigation dp)"
+_PRIVACY = "Private training (--mitigation dp, adaptive-dp)"
+_ADAPTIVE = "Adaptive private training (--mitigation adaptive-dp)"
 _REGULARISER = "Privacy regularisers (--mitigation adversarial, triplet)"
 
 
@@ -29,7 +30,10 @@ def train(
     ] = None,
     mitigation: Annotated[
         str | None,
-        _option("none (default), dp: differentially private, adversarial or triplet.", _MODEL),
+        _option(
+            "none (default), dp: differentially private, adaptive-dp, adversarial or triplet.",
+            _MODEL,
+        ),
     ] = None,
     lora: Annotated[
         int | None, _option("Train LoRA adapters of this rank instead of the weights.", _MODEL)
@@ -125,8 +129,34 @@ def train(
         int | None,
         _option("Plant so many canaries, for tightlip audit RUN --dp-check.", _PRIVACY),
     ] = None,
+    adaptive: Annotated[
+        str | None,
+        _option("What weights change: clip (default), scale or as-published.", _ADAPTIVE),
+    ] = None,
+    least_clip: Annotated[
+        float | None,
+        _option("clip: share of the clip norm for a weight of 1; 0.2 unless given.", _ADAPTIVE),
+    ] = None,
+    gamma_floor: Annotated[
+        float | None, _option("scale: least share of the noise; 0.5 unless given.", _ADAPTIVE)
+    ] = None,
+    release_noise: Annotated[
+        float | None,
+        _option("scale: noise on the released mean weight; 10 noise multipliers.", _ADAPTIVE),
+    ] = None,
+    averaging: Annotated[
+        float | None,
+        _option("scale: what the moving average keeps each step; 0.9 unless given.", _ADAPTIVE),
+    ] = None,
+    scale_accountant: Annotated[
+        str | None,
+        _option(
+            "scale: filter (default), may end early; or floor, all steps at the least noise.",
+            _ADAPTIVE,
+        ),
+    ] = None,
     privacy_weight: Annotated[
-        float | None, _option("The paper's λ; 1 unless given.", _REGULARISER)
+        float | None, _option("The paper's λ; 1 for adversarial, 0.03 for triplet.", _REGULARISER)
     ] = None,
     privacy_warmup_steps: Annotated[
         int | None, _option("Steps over which it rises to that; 0 unless given.", _REGULARISER)
@@ -155,7 +185,9 @@ def train(
     user_column: Annotated[str | None, _option("user unless given.", _CORPUS)] = None,
     text_column: Annotated[str | None, _option("text unless given.", _CORPUS)] = None,
     bad_rows: Annotated[str | None, _option("error (default) or skip.", _CORPUS)] = None,
-    split: Annotated[str | None, _option("document (default), user or none.", _CORPUS)] = None,
+    split: Annotated[
+        str | None, _option("document (default), user, text or none.", _CORPUS)
+    ] = None,
     holdout: Annotated[float | None, _option("0.2 unless given.", _CORPUS)] = None,
     validation: Annotated[
         str | None,

@@ -14,6 +14,7 @@ _REGISTERED: dict[str, dict[str, str]] = {
     },
     "engine": {"local": "tightlip.engines.local:LocalEngine"},
     "mitigation": {
+        "adaptive-dp": "tightlip.training.mitigations.adaptive_dp:AdaptiveMitigation",
         "adversarial": "tightlip.training.mitigations.adversarial:AdversarialMitigation",
         "dp": "tightlip.training.mitigations.dp:PrivateMitigation",
         "none": "tightlip.training.mitigations.none:NoMitigation",

@@ -10,6 +10,8 @@ log.txt             what was said on the way
 checkpoint/         only while the run is under way
 dp_check.json       the key of planted canaries, where there are any: what they read, who was in
 dp_check_result.json  what `tightlip audit RUN --dp-check` found
+noise_scales.jsonl  adaptive-dp, mode scale: the noise of each charged step, public by its proof
+private_noise.bin   adaptive-dp, mode as-published: how often each noise was used; private
 membership.json, groups.json  what `tightlip audit RUN --membership` and `--groups` found
 measures/           what `tightlip compare` measured, by model
 """

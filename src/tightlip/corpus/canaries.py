@@ -4,6 +4,8 @@ Every value of every canary is drawn uniformly and independently of the others: 
 never saw one then ranks it anywhere, which is what exposure is measured against.
 """
 
+import logging
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -14,16 +16,31 @@ import numpy as np
 
 from tightlip.core.errors import UsageError
 from tightlip.core.files import folder_written_whole, read_json, write_json
+from tightlip.corpus.canary_readings import Readings
 from tightlip.corpus.canary_templates import DIGIT_POOL, Pools, Template, read_template
+from tightlip.corpus.history import metadata_of
 from tightlip.corpus.readers import Corpus, DocumentBatch
 from tightlip.corpus.tables import AttributeTypes, TableWriter
 from tightlip.corpus.vocabulary import words_by_frequency
+
+log = logging.getLogger("tightlip")
 
 CORPUS, KEY = "corpus.parquet", "key.json"
 # Mireshghallah et al. 2021, appendix: five random words, 14 canaries a user, 195 copies.
 PAPER_TEMPLATE = "{words:5}"
 PAPER_SCHEDULE = (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 20, 30, 40, 50)
 SHORT_SCHEDULE = (1, 2, 5, 6, 20)
+MOST_COPIES = 10_000_000
+ALPHA = 0.05  # of all models that saw no canary, how many may raise an alarm
+
+
+def exposed_above_bits(num_canaries: int, alpha: float = ALPHA) -> float:
+    """The bits that none of so many canaries passes by chance, but for `alpha` of all models.
+
+    >>> exposed_above_bits(1, alpha=0.25)
+    2.0
+    """
+    return math.log2(num_canaries / alpha)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,6 +113,8 @@ def plant_canaries(corpus: Corpus, out: Path, config: CanaryConfig) -> Planted:
         nothing_lost: without the copies, the documents are those of `corpus` in their order.
         as_often: every canary is there as often as the key says, under the user it says.
         unique: no two canaries read alike.
+        uniform: each text that a template can spell is as likely as any other.
+        warned: canaries whose exposure could never be shown are named in the log.
         same: the same corpus, settings and seed give the same key.
     """
     if out.exists() and any(out.iterdir()):
@@ -107,13 +126,24 @@ def plant_canaries(corpus: Corpus, out: Path, config: CanaryConfig) -> Planted:
     draw = np.random.default_rng(config.seed)
     pools = _pools(corpus, templates, config)
     owners = _owners(num_by_user, config, draw)
+    _check_num_copies(len(templates) * sum(times for _, times in owners), types.num_documents)
     planted = Planted(canaries=_drawn(templates, owners, pools, draw), pools=pools)
     with folder_written_whole(out) as folder:
         write_key(folder / KEY, planted)
-        with TableWriter(folder / CORPUS, types.resolved()) as writer:
+        history = metadata_of(corpus.history)
+        with TableWriter(folder / CORPUS, types.resolved(), history) as writer:
             for batch in _with_copies(corpus, planted.canaries, types.num_documents, draw):
                 writer.write(batch)
+    _warn_of_small_spaces(planted)
     return planted
+
+
+def _check_num_copies(num_copies: int, num_documents: int) -> None:
+    if num_copies > MOST_COPIES:
+        raise UsageError(
+            f"The repetitions ask for {num_copies:,} copies in a corpus of {num_documents:,} documents. Use fewer: at most "
+            f"{MOST_COPIES:,} in all."
+        )
 
 
 def _counted(corpus: Corpus) -> tuple[Counter[str], AttributeTypes]:
@@ -185,8 +215,9 @@ def _drawn(
     canaries = []
     for template in templates:
         _check_room(template, len(owners), pools)
+        readings = _readings(template, pools)
         for user, times in owners:
-            values = _values(template, pools, taken, draw)
+            values = _values(template, readings, pools, taken, draw)
             text = template.filled(values)
             taken.add(text)
             canaries.append(
@@ -206,15 +237,46 @@ def _check_room(template: Template, num_canaries: int, pools: Pools) -> None:
         )
 
 
+def _readings(template: Template, pools: Pools) -> Readings:
+    return Readings(template, [pools[name] for name in template.places])
+
+
 def _values(
-    template: Template, pools: Pools, taken: set[str], draw: np.random.Generator
+    template: Template,
+    readings: Readings,
+    pools: Pools,
+    taken: set[str],
+    draw: np.random.Generator,
 ) -> tuple[str, ...]:
     while True:
         values = tuple(
             pools[name][int(draw.integers(len(pools[name])))] for name in template.places
         )
-        if template.filled(values) not in taken:
+        text = template.filled(values)
+        num_ways = len(readings.of(text))
+        # A text that can be filled in two ways would come up twice as often as others.
+        if text not in taken and (num_ways == 1 or draw.random() < 1 / num_ways):
             return values
+
+
+def _warn_of_small_spaces(planted: Planted) -> None:
+    """Say of which templates even a canary known by heart does not pass the bar."""
+    num = len(planted.canaries)
+    above = exposed_above_bits(num)
+    for name in dict.fromkeys(str(canary.template) for canary in planted.canaries):
+        template = read_template(name)
+        readings = _readings(template, planted.pools)
+        num_planted = sum(len(readings.of(canary.text)) for canary in planted.canaries)
+        bits = math.log2(max(template.num_candidates(planted.pools) - num_planted + 1, 1))
+        if bits <= above:
+            log.warning(
+                "Exposure of %r can never be shown: a canary known by heart has %.1f bits, and among %s canaries "
+                "more than %.1f are needed. Plant fewer canaries, or use larger slots.",
+                name,
+                bits,
+                f"{num:,}",
+                above,
+            )
 
 
 def _with_copies(
@@ -271,8 +333,10 @@ def read_key(path: Path) -> Planted:
         )
         _check_whole(key)
     except (ValueError, KeyError, TypeError, AttributeError, AssertionError) as error:
+        # Other errors quote what they read: given by mistake, a corpus would land in a log.
+        reason = f"{error}" if type(error) is ValueError else type(error).__name__
         raise UsageError(
-            f"{path} is damaged, or no key of canaries ({error!r}). Put a whole copy back, or plant again."
+            f"{path} is damaged, or no key of canaries ({reason}). Put a whole copy back, or plant again."
         ) from error
     return key
 
@@ -288,13 +352,13 @@ def _check_whole(key: Planted) -> None:
         if canary.kind == "planted":
             _check_planted(canary, key.pools)
         elif canary.kind != "real" or not key.model_fingerprint:
-            raise ValueError(f"{canary.text!r} is neither planted nor chosen by a known model")
+            raise ValueError("a canary is neither planted nor chosen by a known model")
 
 
 def _check_planted(canary: Canary, pools: Pools) -> None:
     template = read_template(str(canary.template))
     if template.filled(canary.values) != canary.text:
-        raise ValueError(f"{canary.text!r} is not its template with its values")
+        raise ValueError("a canary is not its template with its values")
     for place, value in zip(template.places, canary.values, strict=True):
         if value not in pools[place]:
-            raise ValueError(f"{value!r} is not among the {place}")
+            raise ValueError(f"a canary's value is not among the {place}")

@@ -23,6 +23,7 @@ from tightlip.core.progress import task
 from tightlip.corpus.cleaning import Cleaner
 from tightlip.corpus.encoding import tokenizer_fingerprint
 from tightlip.corpus.held_out import held_out_source, overlap
+from tightlip.corpus.history import metadata_of, step_of
 from tightlip.corpus.prepare_config import PrepareConfig
 from tightlip.corpus.private_vocabulary import build_private_tokenizer
 from tightlip.corpus.readers import Corpus, open_corpus
@@ -44,6 +45,8 @@ class PreparedCorpus:
     settings: dict[str, Any]
     tokenizer_folder: Path
     releases: list[dict[str, Any]]
+    learnt_vocabulary: bool  # from this very text, without noise
+    history: list[dict[str, Any]]  # what the text came through before
     validation_fingerprint: str | None = None  # of a file of held-out text
 
 
@@ -67,6 +70,11 @@ def open_prepared(folder: Path) -> PreparedCorpus:
         settings=record["settings"],
         tokenizer_folder=folder / "tokenizer",
         releases=record.get("releases", []),
+        learnt_vocabulary=record.get(
+            "learnt_vocabulary",
+            record["settings"].get("tokenizer") is None and not record.get("releases"),
+        ),
+        history=record.get("history", []),
         validation_fingerprint=record.get("validation_fingerprint"),
     )
 
@@ -105,7 +113,7 @@ def prepare(source: Any, out: Path, config: PrepareConfig) -> PreparedCorpus:
     corpus = _opened(source, config)
     held_out = held_out_corpus(config)
     given = _load_tokenizer(config.tokenizer) if config.tokenizer is not None else None
-    identity = {
+    identity: dict[str, Any] = {
         "settings": asdict(config),
         "source_fingerprint": corpus.fingerprint(),
         "validation_fingerprint": None if held_out is None else held_out.fingerprint(),
@@ -113,9 +121,9 @@ def prepare(source: Any, out: Path, config: PrepareConfig) -> PreparedCorpus:
     }
     if out.exists():
         return _already_there(out, identity)
-    release = config.release()
     with folder_written_whole(out) as folder:
-        statistics = _write_documents(corpus, folder, config)
+        done = [*corpus.history, step_of(identity["settings"], identity["source_fingerprint"])]
+        statistics = _write_documents(corpus, folder, config, metadata_of(done))
         if held_out is not None:
             statistics["validation_source"] = _write_held_out(held_out, folder, config)
         tokenizer = _save_tokenizer(folder, given, config)
@@ -127,7 +135,8 @@ def prepare(source: Any, out: Path, config: PrepareConfig) -> PreparedCorpus:
             {
                 "source": corpus.name,
                 **identity,
-                "releases": [] if release is None else [release.record()],
+                "history": corpus.history,
+                **_vocabulary_facts(config, {step["source_fingerprint"] for step in done}),
                 "statistics": statistics,
             },
         )
@@ -173,12 +182,35 @@ def _already_there(out: Path, identity: dict[str, Any]) -> PreparedCorpus:
     raise UsageError(f"{out} exists with {what}. Choose another --out, or delete it first.")
 
 
-def _write_documents(corpus: Corpus, folder: Path, config: PrepareConfig) -> dict[str, Any]:
+def _vocabulary_facts(config: PrepareConfig, sources: set[str]) -> dict[str, Any]:
+    """Whether the words were learnt from this text, or one of `sources` that it was cut from, and
+    what was released of it."""
+    if config.tokenizer is None:
+        release = config.release()
+        releases = [] if release is None else [release.record()]
+        return {"releases": releases, "learnt_vocabulary": not releases}
+    made_in = Path(config.tokenizer).resolve().parent
+    if not is_prepared(made_in):
+        return {"releases": [], "learnt_vocabulary": False}
+    record = read_json(made_in / "prepared.json")
+    lineage = {step["source_fingerprint"] for step in record.get("history", [])}
+    if not sources & {record["source_fingerprint"], *lineage}:
+        return {"releases": [], "learnt_vocabulary": False}
+    learnt = record["settings"].get("tokenizer") is None and not record.get("releases")
+    return {
+        "releases": record.get("releases", []),
+        "learnt_vocabulary": record.get("learnt_vocabulary", learnt),
+    }
+
+
+def _write_documents(
+    corpus: Corpus, folder: Path, config: PrepareConfig, metadata: dict[bytes, bytes] | None
+) -> dict[str, Any]:
     """train.parquet and validation.parquet; returns what is known before tokenising."""
     cleaned = folder / "cleaned.parquet"
     cleaner, types = _write_cleaned(corpus, cleaned, config)
     num_skipped = corpus.num_skipped
-    _write_splits(open_corpus(cleaned), folder, types, cleaner.documents_per_user, config)
+    _write_splits(open_corpus(cleaned), folder, types, cleaner.documents_per_user, config, metadata)
     cleaned.unlink()
     return describe_source(cleaner, num_skipped)
 
@@ -225,6 +257,7 @@ def _write_splits(
     types: dict[str, Any],
     documents_per_user: Counter[str],
     config: PrepareConfig,
+    metadata: dict[bytes, bytes] | None,
 ) -> None:
     splitter = Splitter(
         documents_per_user,
@@ -233,11 +266,16 @@ def _write_splits(
         seed=config.seed,
     )
     held = folder / "validation.parquet"
-    with TableWriter(folder / "train.parquet", types) as train, TableWriter(held, types) as rest:
+    kept = folder / "train.parquet"
+    with TableWriter(kept, types, metadata) as train, TableWriter(held, types, metadata) as rest:
         for batch in cleaned.batches():
-            out = [splitter.is_held_out(user) for user in batch.users]
+            out = list(map(splitter.is_held_out, batch.users, batch.texts))
             train.write(batch, [not is_out for is_out in out])
             rest.write(batch, out)
+    if not train.num_rows:
+        raise UsageError(
+            f"holdout={config.holdout} by {config.split} leaves nothing to train on. Use a smaller --holdout."
+        )
     if config.split == "none":
         held.unlink()
     elif not rest.num_rows:

@@ -12,7 +12,7 @@ from tightlip.corpus.split import SplitBy
 
 _CHOICES = {
     "bad_rows": ("error", "skip"),
-    "split": ("document", "user", "none"),
+    "split": ("document", "user", "text", "none"),
     "deduplicate": ("none", "sentences", "documents"),
     "vocabulary": ("words", "bpe"),
 }

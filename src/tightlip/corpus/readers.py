@@ -7,7 +7,7 @@ Python objects at a time.
 
 import difflib
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
 from numbers import Integral
@@ -30,6 +30,7 @@ from tightlip.corpus.formats import (
     saved_dataset_files,
     table_rows,
 )
+from tightlip.corpus.history import history_of
 
 BadRows = Literal["error", "skip"]
 _KINDS = ".parquet, .jsonl, .jsonl.gz, .jsonl.zst, .csv or a directory saved by datasets"
@@ -74,6 +75,7 @@ class Corpus:
         user_column: str = "user",
         text_column: str = "text",
         bad_rows: BadRows = "error",
+        history: Sequence[dict[str, Any]] = (),
     ) -> None:
         if bad_rows not in ("error", "skip"):
             raise UsageError(f"bad_rows={bad_rows!r} is not known. Use 'error' or 'skip'.")
@@ -82,6 +84,7 @@ class Corpus:
                 f"The user column and the text column are both {user_column!r}. They must differ."
             )
         self.name = name
+        self.history = list(history)  # what the documents came through before: see history.py
         self.num_skipped = 0
         self._first_fault = ""
         self._parts = parts
@@ -186,7 +189,14 @@ def open_corpus(
         name, parts = str(path), [_file_part(file) for file in files]
     else:
         name, parts = _in_memory(source, user_column, text_column)
-    return Corpus(name, parts, user_column=user_column, text_column=text_column, bad_rows=bad_rows)
+    return Corpus(
+        name,
+        parts,
+        user_column=user_column,
+        text_column=text_column,
+        bad_rows=bad_rows,
+        history=history_of(source),
+    )
 
 
 def _file_part(file: Path) -> _Part:

@@ -10,7 +10,7 @@ from typing import Literal
 
 import numpy as np
 
-SplitBy = Literal["document", "user", "none"]
+SplitBy = Literal["document", "user", "text", "none"]
 
 
 def held_out_documents(user: str, num_documents: int, *, holdout: float, seed: int) -> np.ndarray:
@@ -33,6 +33,16 @@ def held_out_users(users: Iterable[str], *, holdout: float, seed: int) -> set[st
     return set(sorted(distinct, key=lambda user: (_place(seed, user, None), user))[:num_held])
 
 
+def held_out_text(user: str, text: str, *, holdout: float, seed: int) -> bool:
+    """Whether a document is held out, by its own user and text and nothing else.
+
+    Holds:
+        alone: no other document, one more or one less, makes a difference.
+        together: documents of a user that read the same are on the same side.
+    """
+    return int.from_bytes(_place(seed, user, text), "big") < holdout * 2**128
+
+
 class Splitter:
     """Says of one document after the other, in corpus order, whether it is held out."""
 
@@ -47,7 +57,9 @@ class Splitter:
         if split == "user":
             self._held_users = held_out_users(documents_per_user, holdout=holdout, seed=seed)
 
-    def is_held_out(self, user: str) -> bool:
+    def is_held_out(self, user: str, text: str) -> bool:
+        if self._split == "text":
+            return held_out_text(user, text, holdout=self._holdout, seed=self._seed)
         if self._split != "document":
             return user in self._held_users
         index = self._next.get(user, 0)
@@ -60,6 +72,6 @@ class Splitter:
         return bool(self._held[user][index])
 
 
-def _place(seed: int, user: str, index: int | None) -> bytes:
-    message = f"{'user' if index is None else index}\0{user}".encode()
+def _place(seed: int, user: str, what: int | str | None) -> bytes:
+    message = f"{'user' if what is None else what}\0{user}".encode()
     return blake2b(message, digest_size=16, key=str(seed).encode()).digest()

@@ -70,13 +70,18 @@ class TableWriter:
     `stored_types` has the further columns as the file has them, for a writer of its rows.
     """
 
-    def __init__(self, path: Path, types: Mapping[str, pa.DataType | None]) -> None:
+    def __init__(
+        self,
+        path: Path,
+        types: Mapping[str, pa.DataType | None],
+        metadata: dict[bytes, bytes] | None = None,
+    ) -> None:
         self.num_rows = 0
         self._types = types
         columns: dict[str, pa.DataType] = {"user": pa.string(), "text": pa.string()}
         for name, kind in types.items():
             columns[_free_name(name, columns, types)] = kind or pa.string()
-        self._schema = pa.schema(columns)
+        self._schema = pa.schema(columns, metadata=metadata)
         self.stored_types = {name: columns[name] for name in list(columns)[2:]}
         self._writer = pa.parquet.ParquetWriter(path, self._schema, compression="zstd")
         self._pending: list[pa.RecordBatch] = []

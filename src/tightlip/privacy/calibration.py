@@ -54,9 +54,9 @@ def calibrated_noise_multiplier(
 
     start = _published_noise(epsilon, delta, sampling_rate, steps)
     enough, little = _bracketed(coarse, epsilon, start, ratio=1.25)
-    enough, _ = _narrowed(coarse, epsilon, enough, little, _within(2e-3), _rounded_up)
+    enough, _ = _narrowed(coarse, epsilon, enough, little, _within(2e-3), rounded_up_to_five)
     enough, little = _bracketed(spent, epsilon, enough[0], ratio=1.004)
-    enough, _ = _narrowed(spent, epsilon, enough, little, _within(5e-4), _rounded_up)
+    enough, _ = _narrowed(spent, epsilon, enough, little, _within(5e-4), rounded_up_to_five)
     return enough[0]
 
 
@@ -76,7 +76,7 @@ def _published_noise(epsilon: float, delta: float, rate: float, steps: int) -> f
     """Where to begin: the noise that the central limit asks for."""
     mu = 1 / get_sigma_gaussian(epsilon, delta)
     sigma = math.log1p(mu**2 / (steps * rate**2)) ** -0.5
-    return _rounded_up(min(max(sigma, _LEAST_NOISE), _MOST_NOISE))
+    return rounded_up_to_five(min(max(sigma, _LEAST_NOISE), _MOST_NOISE))
 
 
 def _bracketed(
@@ -85,7 +85,7 @@ def _bracketed(
     """Noise that is enough and noise that is too little, close together and near `start`."""
     here = (start, spent(start))
     while True:
-        onward = _rounded_up(here[0] / ratio if here[1] <= epsilon else here[0] * ratio)
+        onward = rounded_up_to_five(here[0] / ratio if here[1] <= epsilon else here[0] * ratio)
         if onward > _MOST_NOISE:
             raise UsageError(
                 f"No noise up to {_MOST_NOISE:g} reaches epsilon={epsilon:g}. "
@@ -130,10 +130,10 @@ def _within(tolerance: float) -> Callable[[float, float], bool]:
     return lambda passing, failing: passing <= failing * (1 + tolerance)
 
 
-def _rounded_up(value: float) -> float:
+def rounded_up_to_five(value: float) -> float:
     """Five figures, never fewer than the value.
 
-    >>> _rounded_up(0.528612)
+    >>> rounded_up_to_five(0.528612)
     0.52862
     """
     digits = 4 - math.floor(math.log10(value))

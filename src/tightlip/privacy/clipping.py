@@ -79,6 +79,7 @@ def one_pass(
     clip: Clip,
     *,
     look_for_unseen: bool = True,
+    shares_U: Tensor | None = None,
 ) -> ClippedGradients:
     """One pass over units of equally many rows; `forward` gives the logits.
 
@@ -97,7 +98,7 @@ def one_pass(
     try:
         # The caller's autocast would round norms and sums to bfloat16.
         with torch.no_grad(), torch.autocast(losses_B.device.type, enabled=False):
-            return clipped_sum(watch, parameters, losses_B, layout, clip)
+            return clipped_sum(watch, parameters, losses_B, layout, clip, shares_U)
     finally:
         watch.forget()
 
@@ -146,11 +147,21 @@ def _no_reentrant() -> Iterator[None]:
 
 
 def clipped_sum(
-    watch: Watch, parameters: dict[str, nn.Parameter], losses_B: Tensor, layout: Layout, clip: Clip
+    watch: Watch,
+    parameters: dict[str, nn.Parameter],
+    losses_B: Tensor,
+    layout: Layout,
+    clip: Clip,
+    shares_U: Tensor | None = None,
 ) -> ClippedGradients:
-    """From the uses noted to norms, factors and the sum."""
+    """From the uses noted to norms, factors and the sum.
+
+    A unit's bound is its share, above 0 and at most 1, of the clip's; all of it where none is given.
+    """
     norms = Norms(layout)
     losses_U = layout.sum_by_unit(losses_B)
+    if shares_U is None:
+        shares_U = torch.ones_like(losses_U)
     with full_precision():
         squares = {
             name: norms.squared(uses, parameters[name].shape)
@@ -167,7 +178,9 @@ def clipped_sum(
         group_U = sum(
             (squares[name] for name in names if name in squares), torch.zeros_like(total_U)
         )
-        factors_U = torch.where(fine_U, (bound * group_U.clamp(min=0).rsqrt()).clamp(max=1.0), 0)
+        # A share multiplies last: times 1 nothing changes, not even a last bit.
+        room_U = bound * group_U.clamp(min=0).rsqrt() * shares_U.to(group_U.dtype)
+        factors_U = torch.where(fine_U, room_U.clamp(max=1.0), 0)
         scaled = Scaled(
             layout.to_rows(factors_U),
             wipe=not (
@@ -203,6 +216,7 @@ def unit_by_unit(
     weights_BT: Tensor,
     layout: Layout,
     clip: Clip,
+    shares_U: Tensor | None = None,
 ) -> ClippedGradients:
     """The same by plain autograd, one row after the other: slow, and right for any model.
 
@@ -228,6 +242,7 @@ def unit_by_unit(
         if not bool(norm.isfinite() & loss.isfinite()):
             continue
         bound = clip.norm / math.sqrt(len(groups)) / (1 + rounding(parameters, norm.dtype))
+        bound *= 1.0 if shares_U is None else float(shares_U[unit])
         for names in groups:
             own = [squares[name] for name in names if name in squares]
             if own:

@@ -12,6 +12,7 @@ from tightlip.privacy.accounting import (
     epsilon_of,
     published_epsilon_of,
 )
+from tightlip.privacy.ledger import mode_of, steps_to_compose
 
 
 def compose_runs(records: Sequence[dict[str, Any]], delta: float | None = None) -> dict[str, Any]:
@@ -23,7 +24,8 @@ def compose_runs(records: Sequence[dict[str, Any]], delta: float | None = None) 
 
     Holds:
         alone: one run composed is that run.
-        joint: the result is at least every run's own ε and at most their sum at the δs' sum.
+        joint: the result is at least every run's own ε and at most their sum at the δs' sum; where
+            noise varied, steps count with the least they could have had, and it may be more.
         honest: a run without ε, or runs that protect different units, leave no joint ε.
     """
     because = _why_not_joint(records)
@@ -49,12 +51,14 @@ def compose_runs(records: Sequence[dict[str, Any]], delta: float | None = None) 
         return joint
     delta = min(record["delta"] for record in records) if delta is None else delta
     releases = _distinct_releases(records)
-    steps = tuple((Mechanism.of_record(record), record["steps"]) for record in records)
+    # A run whose noise varied counts as though every step had had the least it could.
+    steps = tuple((Mechanism.of_record(record), steps_to_compose(record)) for record in records)
     spend = Spend(steps, releases, delta_left(releases, delta))
+    varies = any(mode_of(record) in ("scale", "as-published") for record in records)
     return joint | {
         "epsilon": epsilon_of(spend, "pld"),
         "epsilon_rdp": epsilon_of(spend, "rdp"),
-        "epsilon_as_published": published_epsilon_of(spend),
+        "epsilon_as_published": None if varies else published_epsilon_of(spend),
         "delta": delta,
         "accountant": "PLD",
         "releases": [asdict(release) for release in releases],
@@ -91,9 +95,11 @@ def _joint_standing(records: Sequence[dict[str, Any]]) -> dict[str, str]:
         if len(_corpora(records)) == 1
         else f"on {len(_corpora(records))} corpora, as though everybody were in each"
     )
+    scaled = any(mode_of(record) == "scale" for record in records)
+    least = " Steps of varying noise count with the least that they could have." if scaled else ""
     return {
         "standing": "proved",
-        "because": f"Every step of {len(records)} runs {whose}, composed by PLD.",
+        "because": f"Every step of {len(records)} runs {whose}, composed by PLD.{least}",
     }
 
 

@@ -9,18 +9,19 @@ import fcntl
 import json
 import math
 import os
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Protocol
 
 from tightlip.core.errors import GuaranteeError
 from tightlip.core.files import OWNER_FILE, fsync_folder, make_private_folder
 from tightlip.privacy.accounting import (
-    EpsilonMeter,
     Mechanism,
     as_published_epsilon,
     epsilon_spent,
 )
+from tightlip.privacy.adaptive import promised_epsilon
 
 MECHANISM = "Poisson-subsampled Gaussian"
 ADJACENCY = "add or remove one"
@@ -28,6 +29,16 @@ SAMPLING = "Poisson"
 ACCOUNTANT = "PLD"
 # Words about the promise may be put better in a later version; everything else is the promise.
 _WORDING = ("because", "covers", "outside")
+
+
+class Meter(Protocol):
+    """What a run promises after so many steps; an `EpsilonMeter`, or an adaptive run's promise."""
+
+    mechanism: Mechanism
+    delta: float
+
+    def upper(self, steps: int) -> float:
+        """At least the ε of a run of `steps` steps so far."""
 
 
 def guarantee_terms(
@@ -44,15 +55,22 @@ def guarantee_terms(
     because: str,
     covers: list[str],
     outside: list[str],
+    name: str = MECHANISM,
+    accountant: str = ACCOUNTANT,
+    adaptive: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """What a run promises before its first step and may not change after it."""
+    """What a run promises before its first step and may not change after it.
+
+    `noise_multiplier` is the least that any step can have, so that whoever composes it never
+    counts too little; an adaptive run has its own beside it, under `adaptive`.
+    """
     return {
-        "mechanism": MECHANISM,
+        "mechanism": name,
         "delta": delta,
         "unit": unit,
         "adjacency": f"{ADJACENCY} {unit}",
         "sampling": SAMPLING,
-        "accountant": ACCOUNTANT,
+        "accountant": accountant,
         "standing": standing,
         "because": because,
         "covers": covers,
@@ -65,18 +83,49 @@ def guarantee_terms(
         "releases": [asdict(release) for release in mechanism.releases],
         "insecure_seed": insecure_seed,
         "corpus_fingerprint": corpus_fingerprint,
+        **({} if adaptive is None else {"adaptive": adaptive}),
     }
 
 
 def exact_figures(record: dict[str, Any]) -> dict[str, float | None]:
-    """ε of a ledger's steps by PLD, by RDP, and as papers would print it; None where infinite."""
+    """ε of a ledger's steps by PLD, by RDP, and as papers would print it; None where infinite.
+
+    Of a run whose noise varies: what it promises as a whole (`scale`), or, while it goes on, an
+    upper bound of the figure that it will end with (`as-published`). Others would say nothing.
+    """
     mechanism, steps, delta = Mechanism.of_record(record), record["steps"], record["delta"]
+    figures: dict[str, float]
+    if mode_of(record) in ("scale", "as-published"):
+        adaptive = record["adaptive"]
+        most = max(steps, adaptive.get("planned_steps") or 0)
+        promised = promised_epsilon(mechanism, most, delta, adaptive.get("epsilon"))
+        return {
+            "epsilon": promised if math.isfinite(promised) else None,
+            "epsilon_rdp": None,
+            "epsilon_as_published": None,
+        }
     figures = {
         "epsilon": epsilon_spent(mechanism, steps, delta),
         "epsilon_rdp": epsilon_spent(mechanism, steps, delta, "rdp"),
         "epsilon_as_published": as_published_epsilon(mechanism, steps, delta),
     }
     return {name: value if math.isfinite(value) else None for name, value in figures.items()}
+
+
+def mode_of(record: dict[str, Any]) -> str | None:
+    """The mode of an adaptive run's record; None for any other."""
+    adaptive = record.get("adaptive")
+    return None if adaptive is None else str(adaptive["mode"])
+
+
+def steps_to_compose(record: dict[str, Any]) -> int:
+    """How many steps count where a run is composed with others.
+
+    How many a `scale` run took before its budget ended depends on what it released; only the
+    number that was planned is fixed.
+    """
+    planned = record["adaptive"].get("planned_steps", 0) if mode_of(record) == "scale" else 0
+    return max(int(record["steps"]), planned)
 
 
 class Ledger:
@@ -90,28 +139,49 @@ class Ledger:
     """
 
     def __init__(
-        self, path: Path, terms: dict[str, Any], meter: EpsilonMeter, steps: int = 0
+        self,
+        path: Path,
+        terms: dict[str, Any],
+        meter: Meter,
+        steps: int = 0,
+        state: Callable[[], dict[str, Any]] = dict,
+        figures: Callable[[dict[str, Any]], dict[str, float | None]] | None = None,
     ) -> None:
         assert Mechanism.of_record(terms) == meter.mechanism, "terms and meter differ"
         assert terms["delta"] == meter.delta, "terms and meter differ"
         self.path, self.steps = Path(path), steps
-        self._terms, self._meter = terms, meter
+        self._terms, self._meter, self._state = terms, meter, state
+        self._figures = figures or exact_figures
         self._finished = False
         self._beside = self.path.with_name(f".{self.path.name}.partial")
         self.claim: IO[bytes] | None = None  # see `claimed`
         self._closed = False
 
     @classmethod
-    def begin(cls, path: Path, terms: dict[str, Any], meter: EpsilonMeter) -> "Ledger":
+    def begin(
+        cls,
+        path: Path,
+        terms: dict[str, Any],
+        meter: Meter,
+        state: Callable[[], dict[str, Any]] = dict,
+        figures: "Callable[[dict[str, Any]], dict[str, float | None]] | None" = None,
+    ) -> "Ledger":
         """A new run's ledger, on disk before its first step."""
-        ledger = cls(path, terms, meter)
+        ledger = cls(path, terms, meter, state=state, figures=figures)
         make_private_folder(ledger.path.parent)
         ledger._replace(ledger.record())
         ledger.settle()
         return ledger
 
     @classmethod
-    def open(cls, path: Path, terms: dict[str, Any], meter: EpsilonMeter) -> "Ledger":
+    def open(
+        cls,
+        path: Path,
+        terms: dict[str, Any],
+        meter: Meter,
+        state: Callable[[], dict[str, Any]] = dict,
+        figures: "Callable[[dict[str, Any]], dict[str, float | None]] | None" = None,
+    ) -> "Ledger":
         """The ledger of a run that goes on: what it has charged stays charged."""
         there = read_ledger(Path(path))
         differing = [
@@ -125,7 +195,7 @@ class Ledger:
                 f"{path} was begun with {name}={there.get(name)!r} and would go on with "
                 f"{terms[name]!r}; one ε cannot cover both. Give the old settings, or another --out."
             )
-        return cls(path, terms, meter, there["steps"])
+        return cls(path, terms, meter, there["steps"], state, figures)
 
     def close(self) -> None:
         """Let another training go on with this ledger; this one may charge nothing any more."""
@@ -149,6 +219,11 @@ class Ledger:
         self._refuse_if_closed()
         self.steps += 1
         self._finished = False
+        self._replace(self.record())
+
+    def rewrite(self) -> None:
+        """Put what was learnt since the last charge on record."""
+        self._refuse_if_closed()
         self._replace(self.record())
 
     def settle(self) -> None:
@@ -175,8 +250,8 @@ class Ledger:
         """At least what is spent so far; infinite without noise."""
         return self._meter.upper(self.steps)
 
-    def record(self) -> dict[str, Any]:
-        """The guarantee as it stands now."""
+    def record(self, *, exact: bool = False) -> dict[str, Any]:
+        """The guarantee as it stands now; exactly once the run is finished, or where asked."""
         epsilon = self.epsilon
         record = {
             **self._terms,
@@ -186,8 +261,10 @@ class Ledger:
             "epsilon_as_published": None,
             "finished": self._finished,
         }
-        if self._finished:
-            record |= exact_figures(record)
+        if state := self._state():
+            record["adaptive_state"] = state
+        if self._finished or exact:
+            record |= self._figures(record)
         if record["epsilon"] is None:
             record |= {
                 "standing": "measured only",

@@ -37,24 +37,38 @@ Way = Literal["eager", "graph", "compile", "slow"]
 @dataclass(frozen=True, eq=False)
 class Physical:
     """Rows side by side, unit after unit, padded on the right; a target stands at the position
-    that predicts it. Rows beyond a unit's own have no target."""
+    that predicts it. Rows beyond a unit's own have no target.
+
+    `shares_U` is which share of the clip norm bounds each unit; all of it where none is given.
+    """
 
     ids_BT: Tensor
     targets_BT: Tensor
     weights_BT: Tensor
     layout: Layout
+    shares_U: Tensor | None = None
 
     @classmethod
     def of(
-        cls, ids_BT: Tensor, targets_BT: Tensor, num_rows_U: Tensor, layout: Layout
+        cls,
+        ids_BT: Tensor,
+        targets_BT: Tensor,
+        num_rows_U: Tensor,
+        layout: Layout,
+        shares_U: Tensor | None = None,
     ) -> "Physical":
         """`num_rows_U` is how many of each unit's rows are its own."""
         weights_BT = token_weights(targets_BT, layout.to_rows(num_rows_U.clamp(min=1)))
-        return cls(ids_BT, targets_BT, weights_BT, layout)
+        return cls(ids_BT, targets_BT, weights_BT, layout, shares_U)
 
     @property
-    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
-        return self.ids_BT, self.targets_BT, self.weights_BT
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """What a prepared pass is fed: always as many tensors, so that none keeps an old share."""
+        shares_U = self.shares_U
+        if shares_U is None:
+            kind, where = self.weights_BT.dtype, self.ids_BT.device
+            shares_U = torch.ones(self.layout.num_units, dtype=kind, device=where)
+        return self.ids_BT, self.targets_BT, self.weights_BT, shares_U
 
 
 class Passes:
@@ -103,6 +117,7 @@ class Passes:
         ids_BT: Tensor,
         targets_BT: Tensor,
         weights_BT: Tensor,
+        shares_U: Tensor,
         *,
         look: bool = True,
     ) -> ClippedGradients:
@@ -116,7 +131,7 @@ class Passes:
                 layout.num_rows,
                 look_for_unseen=look,
             )
-        return summed(watch, self.parameters, losses_B, layout, self.clip)
+        return summed(watch, self.parameters, losses_B, layout, self.clip, shares_U)
 
     def _slow(self, batch: Physical) -> ClippedGradients:
         assert self.clip is not None
@@ -128,6 +143,7 @@ class Passes:
                 batch.weights_BT,
                 batch.layout,
                 self.clip,
+                batch.tensors[3],
             )
 
     def _captured(self, batch: Physical) -> Callable[[Physical], ClippedGradients]:
@@ -154,7 +170,12 @@ class Passes:
         others = {**frozen, **dict(self.model.named_buffers())}
 
         def run(
-            weights: list[Tensor], kept: list[Tensor], ids: Tensor, targets: Tensor, shares: Tensor
+            weights: list[Tensor],
+            kept: list[Tensor],
+            ids: Tensor,
+            targets: Tensor,
+            of_loss: Tensor,
+            of_clip: Tensor,
         ) -> Any:
             own = {
                 name: each.detach().requires_grad_()
@@ -166,11 +187,11 @@ class Passes:
                     own,  # type: ignore[arg-type]
                     lambda: _swapped_logits(self.model, swapped, ids),
                     targets,
-                    shares,
+                    of_loss,
                     num_rows=batch.layout.num_rows,
                     look_for_unseen=True,
                 )
-            found = summed(watch, own, losses_B, batch.layout, self.clip)  # type: ignore[arg-type]
+            found = summed(watch, own, losses_B, batch.layout, self.clip, of_clip)  # type: ignore[arg-type]
             return [found.gradients[name] for name in names], found.norms, found.losses
 
         weights = [each.detach() for each in self.parameters.values()]
@@ -239,11 +260,12 @@ def summed(
     losses_B: Tensor,
     layout: Layout,
     clip: Clip | None,
+    shares_U: Tensor,
 ) -> ClippedGradients:
     """The clipped sum over units, or without a clip the plain one."""
     with torch.no_grad():
         if clip is not None:
-            result = clipped_sum(watch, parameters, losses_B, layout, clip)
+            result = clipped_sum(watch, parameters, losses_B, layout, clip, shares_U)
         else:
             gradients = plain_sums(watch.uses, parameters)
             losses_U = layout.sum_by_unit(losses_B)

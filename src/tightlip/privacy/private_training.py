@@ -21,18 +21,24 @@ from torch.optim import Optimizer
 
 from tightlip.core.errors import GuaranteeError, UsageError
 from tightlip.core.randomness import keyed_generator
-from tightlip.privacy.accounting import (
-    EpsilonMeter,
-    Mechanism,
-    check_delta,
-    default_delta,
-)
+from tightlip.privacy.accounting import Mechanism
+from tightlip.privacy.adaptive import BECAUSE, MECHANISMS, AdaptiveSpec, checked_weights
 from tightlip.privacy.causality import check_causal
 from tightlip.privacy.clipping import Clip
-from tightlip.privacy.ledger import Ledger, claimed, guarantee_terms
+from tightlip.privacy.ledger import (
+    ACCOUNTANT,
+    MECHANISM,
+    Ledger,
+    claimed,
+    exact_figures,
+    guarantee_terms,
+    read_ledger,
+)
 from tightlip.privacy.noise import noise_for
+from tightlip.privacy.noise_schedules import BatchNoise, Schedule, schedule_for
 from tightlip.privacy.passes import Passes, Physical, Way
 from tightlip.privacy.per_unit import check_no_buffers, no_rule_for
+from tightlip.privacy.plans import noise_plan
 from tightlip.privacy.row_losses import NO_LABEL
 from tightlip.privacy.sampling import PoissonSampler, UnitRows
 from tightlip.privacy.self_check import synthetic_rows
@@ -76,19 +82,17 @@ class PrivateTraining:
         physical_rows: int | None = None,
         widths: tuple[int, ...] = (),
         claims_ledger: bool = True,
+        adaptive: AdaptiveSpec | None = None,
+        weights: np.ndarray | None = None,
         **spec: Any,
     ) -> None:
+        """`weights` are the ρ of each row, for `adaptive`: private, all but their public facts."""
         self.model, self.optimizer = model, optimizer
         self.source = source_of(documents, users)
         self.spec = PrivacySpec(**{"unit": "example" if users is None else "user", **spec})
         if isinstance(self.source, Documents):
             _check_unit(self.spec.unit, users)
-        self.terms = terms or Terms(
-            outside=(
-                *Terms().outside,
-                "where tokenizer and starting weights came from: yours to say",
-            )
-        )
+        self.terms = terms or _on_your_word(adaptive)
         self.device = next(model.parameters()).device
         generator = keyed_generator(self.spec.insecure_seed)
         self._generator = generator
@@ -98,8 +102,16 @@ class PrivateTraining:
         self._widths = widths
         self._passes = self._checked_passes(way, bf16)
         self._physical_rows = physical_rows or (64 if self.device.type == "cuda" else 16)
-        self.mechanism, self.delta = self._calibrated()
-        self.most_steps = self._most_steps()
+        self.adaptive = adaptive
+        self._rho = self._weights(weights)
+        self.plan = noise_plan(
+            self.spec,
+            num_units=self.num_units,
+            sampling_rate=self._sampler.sampling_rate,
+            releases=self.terms.releases,
+            adaptive=adaptive,
+        )
+        self.schedule: Schedule = schedule_for(adaptive, self.plan, self.spec, Path(ledger).parent)
         self.ledger = self._ledger(Path(ledger), claims_ledger)
 
     def close(self) -> None:
@@ -111,17 +123,35 @@ class PrivateTraining:
         return self._units.num_units
 
     @property
+    def mechanism(self) -> Mechanism:
+        """A step as the accounting has it; where the noise varies, with the least it can be."""
+        return self.plan.mechanism
+
+    @property
+    def delta(self) -> float:
+        return self.plan.delta
+
+    @property
+    def most_steps(self) -> int | None:
+        return self.plan.most_steps
+
+    @property
     def epsilon(self) -> float:
         """At least what is spent so far."""
         return self.ledger.epsilon
 
     def has_budget(self) -> bool:
-        """Whether another step may be taken."""
-        return self.ledger.steps < (self.most_steps or self.spec.steps)
+        """Whether another step is planned and may be taken."""
+        return self.may_step() and self.ledger.steps < self.spec.steps
+
+    def may_step(self) -> bool:
+        """Whether another step stays within the target, if there is one."""
+        within = self.most_steps is None or self.ledger.steps < self.most_steps
+        return within and self.schedule.fits()
 
     def step(self) -> Step:
         """Draw, charge, clip, add noise, update."""
-        if self.most_steps is not None and self.ledger.steps >= self.most_steps:
+        if not self.may_step():
             raise GuaranteeError(
                 f"{self.ledger.steps} steps are spent, and another would pass epsilon={self.spec.epsilon:g}. "
                 f"Stop here, or begin a new run with more noise."
@@ -130,13 +160,13 @@ class PrivateTraining:
         # everybody's, and with them the whole sum.
         self.model.eval()
         units = self._sampler.draw()
-        self.ledger.charge()
-        gradients, step = self._clipped_sum(units)
+        drawn = None if self.adaptive is None else self._drawn(units)
+        sigma = self.schedule.charge(self.ledger.charge, None if drawn is None else drawn.rho_U)
+        gradients, step = self._clipped_sum(units, drawn)
         # By the expected size of a draw, never by the real one, which is private.
         share = 1 / self.spec.expected_batch
-        if self.mechanism.noise_multiplier:
-            scale = self.mechanism.noise_multiplier * self.spec.clip_norm
-            self._noise.add(gradients, scale=scale, share=share)
+        if sigma:
+            self._noise.add(gradients, scale=sigma * self.spec.clip_norm, share=share)
         else:
             for gradient in gradients:
                 gradient.mul_(share)
@@ -150,11 +180,40 @@ class PrivateTraining:
         """What may be said now, exactly; also written to the ledger."""
         return self.ledger.finish()
 
-    def _clipped_sum(self, units: np.ndarray) -> tuple[list[Tensor], Step]:
+    def exact_record(self) -> dict[str, Any]:
+        """The same, and nothing is written."""
+        return self.ledger.record(exact=True)
+
+    def settle(self) -> None:
+        """Make what is charged and released survive a power cut."""
+        self.schedule.settle(self.ledger.rewrite)
+        self.ledger.settle()
+
+    def _weights(self, weights: np.ndarray | None) -> np.ndarray | None:
+        if (weights is None) != (self.adaptive is None):
+            raise UsageError("adaptive and weights belong together. Give both, or neither.")
+        if weights is None or self.adaptive is None:
+            return None
+        return checked_weights(weights, len(self.source.lengths), self.adaptive.least_weight)
+
+    def _drawn(self, units: np.ndarray) -> "_Drawn":
+        """The rows that speak for each unit, and the unit's weight: their mean."""
+        assert self._rho is not None
+        rows_of = self._rows_of(units)
+        if not rows_of:
+            return _Drawn(rows_of, np.empty(0))
+        sizes = np.array([len(rows) for rows in rows_of])
+        sums = np.add.reduceat(self._rho[np.concatenate(rows_of)], np.cumsum(sizes) - sizes)
+        return _Drawn(rows_of, sums / sizes)
+
+    def _rows_of(self, units: np.ndarray) -> list[np.ndarray]:
+        return [self._units.rows(unit, self.spec.rows_per_unit, self._generator) for unit in units]
+
+    def _clipped_sum(self, units: np.ndarray, drawn: "_Drawn | None") -> tuple[list[Tensor], Step]:
         """The sum over the drawn units, however many physical batches they take."""
         total: list[Tensor] | None = None
         loss, num_targets = torch.zeros((), device=self.device), 0
-        batches = list(self.physical_batches(units))
+        batches = list(self.physical_batches(units, *(() if drawn is None else (drawn,))))
         for batch, targets in batches:
             found = self._passes(batch)
             # A unit that is not finite counts nothing, here as in the sum.
@@ -171,12 +230,15 @@ class PrivateTraining:
             total = [_zeros(each) for each in self._passes.parameters.values()]
         return total, Step(loss=loss / max(1, len(units)), num_targets=num_targets)
 
-    def physical_batches(self, units: np.ndarray) -> Iterator[tuple[Physical, int]]:
+    def physical_batches(
+        self, units: np.ndarray, drawn: "_Drawn | None" = None
+    ) -> Iterator[tuple[Physical, int]]:
         """The drawn units in batches of bounded size, those of like shape together; with each,
         how many targets it has. Nobody who was drawn is left out."""
-        rows_of = [
-            self._units.rows(unit, self.spec.rows_per_unit, self._generator) for unit in units
-        ]
+        rows_of = self._rows_of(units) if drawn is None else drawn.rows_of
+        shares_U = np.ones(len(units))
+        if drawn is not None and self.adaptive is not None:
+            shares_U = self.adaptive.clip_shares(drawn.rho_U)
         longest = np.array([self.source.lengths[rows].max() for rows in rows_of], int)
         sizes = np.array([self._room(len(rows)) for rows in rows_of], int)
         for size in np.unique(sizes):
@@ -186,7 +248,11 @@ class PrivateTraining:
             for start in range(0, len(chosen), together):
                 part = chosen[start : start + together]
                 yield self._physical(
-                    [rows_of[one] for one in part], int(size), int(longest[part].max()), together
+                    [rows_of[one] for one in part],
+                    shares_U[part],
+                    int(size),
+                    int(longest[part].max()),
+                    together,
                 )
 
     def _room(self, num_rows: int) -> int:
@@ -195,7 +261,12 @@ class PrivateTraining:
         return 1 << (num_rows - 1).bit_length()
 
     def _physical(
-        self, rows_of: list[np.ndarray], size: int, longest: int, together: int
+        self,
+        rows_of: list[np.ndarray],
+        shares: np.ndarray,
+        size: int,
+        longest: int,
+        together: int,
     ) -> tuple[Physical, int]:
         fixed = self._passes.wants_fixed_shapes
         rows_UM = np.full((together if fixed else len(rows_of), size), -1, np.int64)
@@ -212,8 +283,16 @@ class PrivateTraining:
             _moved(targets_BT, self.device),
             _moved(num_rows_U, self.device),
             Layout(num_units=len(rows_UM), rows_per_unit=size),
+            self._shares(shares, len(rows_UM)),
         )
         return batch, num_targets
+
+    def _shares(self, shares: np.ndarray, num_units: int) -> Tensor | None:
+        """Which part of the clip norm bounds each unit; places without one have all of it."""
+        if self.adaptive is None:
+            return None
+        padded = np.concatenate([shares, np.ones(num_units - len(shares))])
+        return _moved(torch.from_numpy(padded), self.device)
 
     def _checked_passes(self, way: Way, bf16: bool) -> Passes:
         check_no_buffers(self.model)
@@ -240,47 +319,46 @@ class PrivateTraining:
         ids_BT, _ = self.source.gather(rows, int(self.source.lengths[rows].max()))
         return int(ids_BT.max())
 
-    def _calibrated(self) -> tuple[Mechanism, float]:
-        spec, releases = self.spec, self.terms.releases
-        delta = default_delta(self.num_units) if spec.delta is None else spec.delta
-        check_delta(delta, self.num_units, spec.allow_loose_delta, unit=spec.unit)
-        sigma = spec.noise_multiplier
-        if sigma is None:
-            from tightlip.privacy.calibration import calibrated_noise_multiplier
+    def _because(self) -> str:
+        said = [self.terms.because]
+        if self.adaptive is not None and self.adaptive.mode == "as-published":
+            why = BECAUSE["as-published"]  # whatever the terms say
+            said = said if why in said[0] else [why]
+        if self.spec.insecure_seed is not None:
+            said.insert(0, "The noise comes from a known seed and hides nothing.")
+        return " ".join(said)
 
-            assert spec.epsilon is not None
-            sigma = calibrated_noise_multiplier(
-                epsilon=spec.epsilon,
-                delta=delta,
-                sampling_rate=self._sampler.sampling_rate,
-                steps=spec.steps,
-                releases=releases,
-            )
-        return Mechanism(
-            noise_multiplier=sigma, sampling_rate=self._sampler.sampling_rate, releases=releases
-        ), delta
+    def _accountant(self) -> str:
+        mode = None if self.adaptive is None else self.adaptive.mode
+        if mode == "as-published":
+            return "PLD of σ·γ of each batch, our reading: the paper gives no accounting"
+        if self.plan.budget is not None:
+            return f"RDP filter at order {self.plan.budget.order}, or PLD at the least noise if that is less"
+        return "PLD at the least noise that a step can have" if mode == "scale" else ACCOUNTANT
 
-    def _most_steps(self) -> int | None:
-        """How many steps the budget has; None where there is no target."""
-        if self.spec.epsilon is None:
+    def _adaptive_terms(self) -> dict[str, Any] | None:
+        if self.adaptive is None:
             return None
-        if self.spec.noise_multiplier is None:
-            return self.spec.steps
-        from tightlip.privacy.calibration import largest_steps
-
-        most = largest_steps(self.mechanism, self.spec.epsilon, self.delta, self.spec.steps)
-        if most == 0:
-            raise UsageError(
-                f"noise_multiplier={self.spec.noise_multiplier:g} spends more than epsilon={self.spec.epsilon:g} in its "
-                f"first step. Use more noise, a larger epsilon, or leave noise_multiplier out."
-            )
-        return most
+        terms = self.adaptive.terms(self.plan.noise_multiplier)
+        if self.adaptive.mode == "scale":
+            terms["planned_steps"] = self.plan.planned_steps
+        if self.plan.budget is not None:
+            terms |= {
+                "epsilon": self.plan.target,
+                "order": self.plan.budget.order,
+                "rdp_budget": self.plan.budget.budget,
+            }
+        return terms
 
     def _ledger(self, path: Path, claims: bool) -> Ledger:
         spec = self.spec
         insecure = spec.insecure_seed is not None
+        mode = None if self.adaptive is None else self.adaptive.mode
         terms = guarantee_terms(
             self.mechanism,
+            name=MECHANISM if mode is None else MECHANISMS[mode],
+            accountant=self._accountant(),
+            adaptive=self._adaptive_terms(),
             delta=self.delta,
             unit=spec.unit,
             clip_norm=spec.clip_norm if math.isfinite(spec.clip_norm) else None,
@@ -288,23 +366,45 @@ class PrivateTraining:
             expected_batch=spec.expected_batch,
             corpus_fingerprint=self.source.fingerprint,
             insecure_seed=insecure,
-            standing="as published" if insecure else self.terms.standing,
-            because=f"The noise comes from a known seed and hides nothing. {self.terms.because}"
-            if insecure
-            else self.terms.because,
+            standing=(
+                "as published" if insecure or mode == "as-published" else self.terms.standing
+            ),
+            because=self._because(),
             covers=list(self.terms.covers),
             outside=list(self.terms.outside),
         )
-        meter = EpsilonMeter(self.mechanism, self.delta, self.most_steps or spec.steps)
+        meter, schedule = self.plan.meter(self.adaptive), self.schedule
+        figures = schedule.figures if isinstance(schedule, BatchNoise) else exact_figures
         claim = claimed(path) if claims else None  # before it is read, or two could read the same
         try:
-            ledger = (Ledger.open if path.exists() else Ledger.begin)(path, terms, meter)
+            if path.exists():
+                ledger = Ledger.open(path, terms, meter, state=schedule.state, figures=figures)
+                schedule.restore(read_ledger(path).get("adaptive_state", {}), ledger.steps)
+            else:
+                ledger = Ledger.begin(path, terms, meter, state=schedule.state, figures=figures)
         except BaseException:
             if claim is not None:
                 claim.close()  # or a kept traceback would keep the lock
             raise
         ledger.claim = claim
         return ledger
+
+
+@dataclass(frozen=True, eq=False)
+class _Drawn:
+    """Whose rows a step sees, and how much each unit weighs. All of it is private."""
+
+    rows_of: list[np.ndarray]
+    rho_U: np.ndarray
+
+
+def _on_your_word(adaptive: AdaptiveSpec | None) -> Terms:
+    """The terms of somebody's own loop, where nobody here knows what else shaped the weights."""
+    said = ["where tokenizer and starting weights came from: yours to say"]
+    if adaptive is None:
+        return Terms(outside=(*Terms().outside, *said))
+    said.append("where the weights came from, and that each hangs on its own text alone")
+    return Terms(because=BECAUSE[adaptive.mode], outside=(*Terms().outside, *said))
 
 
 def _check_unit(unit: str, users: Sequence[Any] | None) -> None:

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tightlip.core.errors import UsageError
+from tightlip.core.tab_ceiling import most_successes
+from tightlip.report.exposure_changes import change_of
 from tightlip.report.words import STANDINGS_WITH_EPSILON, guarantee_words, number
 
 Row = dict[str, Any]
@@ -30,6 +32,7 @@ class RunMeasures:
     leakage: dict[str, Any] | None = None
     exposures: list[dict[str, Any]] | None = None
     exposed_above_bits: float | None = None
+    canary_note: str | None = None  # where the canaries are not those that it was trained on
     groups: dict[str, Any] | None = None
     membership: dict[str, Any] | None = None
     not_known: dict[str, str] = field(default_factory=dict)
@@ -55,7 +58,7 @@ class RunMeasures:
         return {
             "successes": sum(bool(one["tab"]) for one in chosen),
             "num_canaries": len(chosen),
-            "ceiling": len({one["prompt"] for one in chosen}),
+            "ceiling": most_successes([(one["prompt"], one["text"]) for one in chosen]),
         }
 
     def _of_kind(self, kind: str) -> list[dict[str, Any]]:
@@ -99,11 +102,14 @@ def compared(runs: Sequence[RunMeasures], matching: Matching) -> list[Row]:
         silent: no text of a canary and no user's name is in a row.
     """
     base = runs[baseline_place([run.mitigation for run in runs])]
-    return [_row(run, base, matching) for run in runs]
+    return [_row(run, base, runs, matching) for run in runs]
 
 
-def _row(run: RunMeasures, base: RunMeasures, matching: Matching) -> Row:
+def _row(
+    run: RunMeasures, base: RunMeasures, runs: Sequence[RunMeasures], matching: Matching
+) -> Row:
     comparable, verdicts = judged(run, base, matching)
+    verdicts += [] if run.canary_note is None else [run.canary_note]
     return {
         "name": run.name,
         "mitigation": run.mitigation,
@@ -116,7 +122,7 @@ def _row(run: RunMeasures, base: RunMeasures, matching: Matching) -> Row:
         **_leakage(run),
         "exposure": exposure_by_repetition(run),
         "exposed_above_bits": run.exposed_above_bits if run.planted else None,
-        "exposure_change": exposure_change(run, base),
+        "exposure_changes": exposure_changes(run, runs),
         "tab": {kind: run.tab(kind) for kind in ("planted", "real")},
         "gap": (run.groups or {}).get("gap"),
         "membership": _membership(run),
@@ -149,40 +155,17 @@ def exposure_by_repetition(run: RunMeasures) -> list[Row]:
     return rows
 
 
-def exposure_change(run: RunMeasures, base: RunMeasures) -> Row | None:
-    """By how many bits the most repeated canaries are less or more exposed than in the baseline.
-
-    Canary by canary, so that one canary's luck is in both; the interval is Student's, 95%, and
-    there is none for a single canary.
-    """
-    if run is base or not run.planted or not base.planted:
-        return None
-    most = max(one["repetitions"] for one in run.planted)
-    before = {one["text"]: one["exposure_bits"] for one in base.planted}
-    changes = [
-        one["exposure_bits"] - before[one["text"]]
-        for one in run.planted
-        if one["repetitions"] == most and one["text"] in before
-    ]
-    return _mean_with_interval(changes) | {"repetitions": most} if changes else None
-
-
-def _mean_with_interval(values: list[float]) -> Row:
-    num = len(values)
-    mean = math.fsum(values) / num
-    if num < 2:
-        return {"value": mean, "low": None, "high": None, "num_canaries": num}
-    from scipy.special import stdtrit
-
-    spread = math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (num - 1))
-    reach = float(stdtrit(num - 1, 0.975)) * spread / math.sqrt(num)
-    return {"value": mean, "low": mean - reach, "high": mean + reach, "num_canaries": num}
+def exposure_changes(run: RunMeasures, others: Sequence[RunMeasures]) -> dict[str, Row | None]:
+    """How much more or less the canaries are exposed than in each other run, by its name."""
+    return {
+        other.name: change_of(run.planted, other.planted) for other in others if other is not run
+    }
 
 
 def _membership(run: RunMeasures) -> Row | None:
     if run.membership is None:
         return None
-    return {level: run.membership.get(level) for level in ("documents", "users")}
+    return {name: run.membership.get(name) for name in ("documents", "users", "not_counted")}
 
 
 def _ratio(value: float | None, to: float | None) -> float | None:
@@ -201,6 +184,7 @@ def _guarantee(run: RunMeasures) -> Row:
         "words": words.value if has_epsilon else f"none ({standing})",
         "sentence": words.sentence,
         "insecure": words.insecure,
+        "because": None if standing == "proved" else record.get("because"),
     }
 
 
@@ -262,7 +246,7 @@ def _without_utility(run: RunMeasures) -> list[str]:
     if run.perplexity is not None:
         return []
     why = run.not_known.get("perplexity", "")
-    return [f"How useful it is is not known. {why}".strip()]
+    return [f"Its utility is not known. {why}".strip()]
 
 
 def _advice(run: RunMeasures, base: RunMeasures, mine: float, theirs: float) -> str:
@@ -272,7 +256,7 @@ def _advice(run: RunMeasures, base: RunMeasures, mine: float, theirs: float) -> 
     digits = 2 - math.floor(math.log10(reach))
     target = f"{math.ceil(reach * 10**digits) / 10**digits:g}"
     advice = f"Compare with --at-perplexity {target}"
-    if better.mitigation == "dp":  # such a run may not stop by looking at private text
+    if better.mitigation in ("dp", "adaptive-dp"):  # such a run may not stop by looking at private text
         return f"{advice}."
     return f"{advice}, or train {better.name} with --until-perplexity {target}."
 
@@ -280,7 +264,7 @@ def _advice(run: RunMeasures, base: RunMeasures, mine: float, theirs: float) -> 
 def _never_reached(run: RunMeasures, matching: Matching) -> str:
     target = matching.at_perplexity
     if run.perplexity is None and run.best_perplexity is None:
-        return f"How useful it is is not known. {run.not_known.get('perplexity', '')}".strip()
+        return f"Its utility is not known. {run.not_known.get('perplexity', '')}".strip()
     reached = (
         "" if run.best_perplexity is None else f"; its lowest is {number(run.best_perplexity)}"
     )

@@ -15,7 +15,13 @@ from tightlip.report.comparison_plots import (
     unique_scatter,
 )
 from tightlip.report.comparison_table import exposure_at, membership_score, table_lines
-from tightlip.report.comparison_words import MEANINGS, headline, missing, tolerance_words
+from tightlip.report.comparison_words import (
+    MEANINGS,
+    headline,
+    missing,
+    tolerance_words,
+    uncounted,
+)
 from tightlip.report.html import asset, policy, template
 from tightlip.report.words import count, counted, number
 
@@ -43,13 +49,14 @@ def render_comparison(
             verdicts=[with_flags(" ".join(row["verdicts"])) for row in rows],
             kinds=[kind_of(row) for row in rows],
             headline=sentence,
-            weighing=weighing,
+            weighing=with_flags(weighing),
             notes=notes,
             version=version,
             lines=table_lines(rows),
             tolerance=tolerance_words(matching),
             at_perplexity=matching.at_perplexity,
             missing=[with_flags(reason) for reason in missing(rows)],
+            uncounted=[with_flags(sentence) for sentence in uncounted(rows)],
             meanings=MEANINGS,
             score={"loss": "the loss", "reference": "the loss beside the reference model's"}[
                 membership_score(rows)

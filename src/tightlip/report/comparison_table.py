@@ -155,6 +155,11 @@ def area(row: Row, level: str, score: str) -> dict[str, Any] | None:
     return scored["auc"] if scored else None
 
 
+def not_counted(row: Row) -> dict[str, int]:
+    """How many documents and tokens membership could not count; empty where it is not known."""
+    return (row["membership"] or {}).get("not_counted") or {}
+
+
 def _gap(row: Row) -> Cell:
     if row["is_baseline"]:
         return Cell("–")
@@ -263,9 +268,13 @@ def _flat(row: Row) -> Iterator[tuple[str, Any]]:
     for level in ("documents", "users"):
         for score in SCORES:
             yield from _limits(f"membership_{level}_{score}_auc", area(row, level, score))
+    for name in ("num_documents", "num_tokens"):
+        yield f"membership_{name}_not_counted", not_counted(row).get(name)
     yield "seconds_per_epoch", row["seconds_per_epoch"]
     yield "times_baseline", row["times_baseline"]
-    yield from ((name, row["guarantee"][name]) for name in ("epsilon", "delta", "unit", "standing"))
+    found = row["guarantee"]
+    yield from ((name, found[name]) for name in ("epsilon", "delta", "unit", "standing", "because"))
+    yield "insecure_seed", None if found["epsilon"] is None else bool(found["insecure"])
 
 
 def _limits(name: str, found: dict[str, Any] | None) -> Iterator[tuple[str, Any]]:

@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tightlip.report.comparison import Matching, Row
+from tightlip.report.comparison_table import not_counted
+from tightlip.report.exposure_changes import LEAST_CANARIES, clearly_below_all, clearly_less
 from tightlip.report.words import counted, number
 
 # What each measure means, in the table's order; the page and the documentation say the same.
@@ -58,6 +60,9 @@ MEANINGS = (
 )
 
 
+ONE_TRAINING = "Each run is one training, and the canaries of one training move together: another seed may turn this round."
+
+
 @dataclass(frozen=True)
 class Leak:
     """The one figure by which runs are ranked, and how it is said."""
@@ -79,12 +84,15 @@ def leak_of(row: Row, *, by_exposure: bool) -> Leak | None:
 
 
 def headline(rows: Sequence[Row]) -> tuple[str, str]:
-    """The comparison in one sentence, and in one more what somebody must know to weigh it.
+    """The comparison in one sentence, and in some more what somebody must know to weigh it.
 
     Holds:
         one_scale: bits are never held against counts.
         matched: only runs as useful as the baseline are ranked.
-        not_by_luck: a run is said to give away less only if its canaries cannot be that by chance.
+        not_by_luck: a run is said to give away less only if its canaries cannot be that by chance,
+            however many runs there are.
+        least: only if it is clearly below every other matched run.
+        counted_only: without canaries nobody is said to give away less.
     """
     base = next(row for row in rows if row["is_baseline"])
     by_exposure = bool(base["exposure"])
@@ -97,27 +105,71 @@ def headline(rows: Sequence[Row]) -> tuple[str, str]:
     ]
     if theirs is None or not matched:
         return _nothing_matched(rows, base)
-    _, _, mine, quiet = min(matched)
-    what, aside = _leak_words(base), _left_out(rows)
+    ranked = [(leak, row) for _, _, leak, row in sorted(matched)]
+    if by_exposure:
+        sentence, more = _by_exposure(base, theirs, ranked)
+    else:
+        sentence, more = _by_counts(base, theirs, ranked)
+    return sentence, f"{more} {_left_out(rows)}".strip()
+
+
+Ranked = list[tuple[Leak, Row]]
+
+
+def _by_counts(base: Row, theirs: Leak, ranked: Ranked) -> tuple[str, str]:
+    listed = ", ".join(f"{leak.words} in {row['name']}" for leak, row in [(theirs, base), *ranked])
+    return (
+        "At matched utility, only counts are known, and they do not tell which run gives away less.",
+        f"{_leak_words(base)}: {listed}. What chance does to such counts nobody knows: plant canaries and give their --key.",
+    )
+
+
+def _by_exposure(base: Row, theirs: Leak, ranked: Ranked) -> tuple[str, str]:
+    mine, quiet = ranked[0]
     if mine.value >= theirs.value:
         return (
             f"At matched utility, no run gives away less than {base['name']}.",
-            f"{what}: {theirs.words} in {base['name']}, and {mine.words} in the next, {quiet['name']}. {aside}".strip(),
+            _bits_said(ranked[:1], theirs, base),
         )
-    said = f"{what}: {mine.words} in {quiet['name']}, {theirs.words} in {base['name']}."
-    if by_exposure and not _is_clear(quiet):
-        num = quiet["exposure_change"]["num_canaries"]
+    changes = {row["name"]: row["exposure_changes"].get(base["name"]) for _, row in ranked}
+    clear = [(leak, row) for leak, row in ranked if row["name"] in clearly_less(changes)]
+    if not clear:
         return (
             f"At matched utility, no run clearly gives away less than {base['name']}.",
-            f"{said} {counted(num, 'canary', 'canaries')} cannot tell that from chance. {aside}".strip(),
+            f"{_bits_said(ranked[:1], theirs, base)} {_why_unclear(quiet, base, len(ranked))}",
         )
-    return f"At matched utility, {quiet['name']} gives away least.", f"{said} {aside}".strip()
+    more = _bits_said(clear, theirs, base)
+    others = [base, *(row for _, row in ranked[1:])]
+    below = {row["name"]: quiet["exposure_changes"].get(row["name"]) for row in others}
+    if len(ranked) > 1 and clearly_below_all(below, len(ranked) + 1):
+        return f"At matched utility, {quiet['name']} gives away least.", f"{more} {ONE_TRAINING}"
+    if len(ranked) > 1:
+        more += f" Which of the {len(ranked)} matched runs gives away least is not clear."
+    verb = "gives" if len(clear) == 1 else "give"
+    names = _joined([row["name"] for _, row in clear])
+    return (
+        f"At matched utility, {names} {verb} away less than {base['name']}.",
+        f"{more} {ONE_TRAINING}",
+    )
 
 
-def _is_clear(row: Row) -> bool:
-    """Whether the most repeated canaries are less exposed by more than their luck."""
-    change = row["exposure_change"]
-    return change["high"] is not None and change["high"] < 0
+def _bits_said(runs: Ranked, theirs: Leak, base: Row) -> str:
+    listed = ", ".join(f"{leak.words} in {row['name']}" for leak, row in [*runs, (theirs, base)])
+    return f"{_leak_words(base)}: {listed}."
+
+
+def _why_unclear(row: Row, base: Row, num_matched: int) -> str:
+    change = row["exposure_changes"].get(base["name"])
+    num = 0 if change is None else change["num_canaries"]
+    canaries = counted(num, "canary", "canaries")
+    if num < LEAST_CANARIES:
+        return f"{canaries} cannot tell that from chance; it takes {LEAST_CANARIES} or more."
+    among = "" if num_matched == 1 else f" among {num_matched} matched runs"
+    return f"{canaries} cannot tell that from chance{among}."
+
+
+def _joined(names: list[str]) -> str:
+    return " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
 
 
 def _leak_words(row: Row) -> str:
@@ -166,6 +218,22 @@ def missing(rows: Sequence[Row]) -> list[str]:
     return [
         f"{' and '.join(measures).capitalize()}{whose}: not known. {reason}"
         for (whose, reason), measures in merged.items()
+    ]
+
+
+def uncounted(rows: Sequence[Row]) -> list[str]:
+    """What membership figures do not see, a sentence for all runs with the same numbers."""
+    by_numbers: dict[tuple[int, int], list[str]] = {}
+    for row in rows:
+        found = not_counted(row)
+        if found.get("num_tokens"):
+            numbers = found["num_documents"], found["num_tokens"]
+            by_numbers.setdefault(numbers, []).append(row["name"])
+    return [
+        f"Membership of {_joined(names)}: {counted(documents, 'document')}, {counted(tokens, 'token')} not counted, for the "
+        "vocabulary was built on the training text. That is what its user alone wrote, the most private text. To count "
+        "all, prepare with --tokenizer DIR, made of other text."
+        for (documents, tokens), names in by_numbers.items()
     ]
 
 

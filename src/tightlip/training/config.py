@@ -20,17 +20,29 @@ _CHOICES = {
     "unit": ("user", "example"),
     "batching": ("user", "uniform"),
     "triplet_pairs": ("auxiliary", "inside"),
+    "adaptive": ("clip", "scale", "as-published"),
+    "scale_accountant": ("filter", "floor"),
 }
 _SIZES = ("embedding_size", "hidden_size", "num_layers", "num_heads", "sequence_length")
 _COUNTS = (
     *("steps", "batch_size", "early_stop", "snapshot_steps", "rows_per_unit", "lora"),
     *("discriminator_size", "discriminator_steps"),
 )
-# What private training promises; each means something with mitigation=dp only.
+PRIVATE_MITIGATIONS = ("dp", "adaptive-dp")
+# What private training promises; each means something with these mitigations only.
 PRIVACY = (
     *("epsilon", "noise_multiplier", "delta", "unit", "clip_norm", "per_layer", "rows_per_unit"),
     *("allow_unproved", "allow_loose_delta", "insecure_seed", "dp_check_canaries"),
 )
+# What mitigation=adaptive-dp needs besides, and in which of its modes it means something.
+ADAPTIVE = {
+    "adaptive": ("clip", "scale", "as-published"),
+    "least_clip": ("clip",),
+    "gamma_floor": ("scale",),
+    "release_noise": ("scale",),
+    "averaging": ("scale",),
+    "scale_accountant": ("scale",),
+}
 # What the privacy regularisers need, and under which of them it means something.
 REGULARISERS = {
     "privacy_weight": ("adversarial", "triplet"),
@@ -42,6 +54,8 @@ REGULARISERS = {
     "triplet_pairs": ("triplet",),
     "triplet_margin": ("triplet",),
 }
+# Distances are not bounded as the adversary's nats are: at 1 the triplet term drowns the loss.
+DEFAULT_WEIGHTS = {"adversarial": 1.0, "triplet": 0.03}
 _SHAPE = (
     "embedding_size",
     "hidden_size",
@@ -51,6 +65,21 @@ _SHAPE = (
     "tie_word_embeddings",
 )
 DEFAULT_EPOCHS = 5.0
+
+
+def check_given(settings: typing.Mapping[str, Any]) -> None:
+    """Refuse what belongs to another mitigation, also where it asks for what is the default there:
+    whoever gives it believes that it does something."""
+    mitigation = settings.get("mitigation") or "none"
+    meant_for = dict.fromkeys(PRIVACY, PRIVATE_MITIGATIONS) | dict.fromkeys(
+        ADAPTIVE, ("adaptive-dp",)
+    )
+    for name, of in (meant_for | REGULARISERS).items():
+        if settings.get(name) not in (None, False) and mitigation not in of:
+            raise UsageError(
+                f"{name}={settings[name]} means nothing to mitigation={mitigation!r}. "
+                f"Add --mitigation {' or '.join(of)}, or leave it out."
+            )
 
 
 class Settings:
@@ -127,6 +156,13 @@ class TrainConfig(Settings):
     target, `noise_multiplier` the noise where it is set by hand. `allow_unproved` goes on where
     a proof breaks, with a weaker standing; `insecure_seed` is for tests.
 
+    Under mitigation adaptive-dp too, `adaptive` says what a document's privacy weight changes.
+    Mode clip: `least_clip` is the share of clip_norm left to a weight of 1. Mode scale:
+    `gamma_floor` is the least share of the noise, `release_noise` the noise on the released mean
+    weight (None: 10 times the noise multiplier), `averaging` how much of the moving average an
+    earlier one keeps, `scale_accountant` whether each step is charged at its own noise by a filter
+    that may end the run early, or at the floor.
+
     Under mitigations adversarial and triplet: `privacy_weight` is the paper's λ, reached after
     `privacy_warmup_steps`; `batching` says whether a batch holds rows of one user or of any.
     `triplet_margin` is the squared distance beyond which rows of one author need not move apart.
@@ -170,7 +206,13 @@ class TrainConfig(Settings):
     allow_loose_delta: bool = False
     insecure_seed: int | None = None
     dp_check_canaries: int | None = None
-    privacy_weight: float = 1.0
+    adaptive: str = "clip"
+    least_clip: float = 0.2
+    gamma_floor: float = 0.5
+    release_noise: float | None = None
+    averaging: float = 0.9
+    scale_accountant: str = "filter"
+    privacy_weight: float | None = None  # DEFAULT_WEIGHTS
     privacy_warmup_steps: int = 0
     batching: str = "user"
     discriminator_size: int = 1000
@@ -182,6 +224,8 @@ class TrainConfig(Settings):
 
     def __post_init__(self) -> None:
         self.check_types()
+        if self.privacy_weight is None:
+            object.__setattr__(self, "privacy_weight", DEFAULT_WEIGHTS.get(self.mitigation))
         for name, allowed in _CHOICES.items():
             if getattr(self, name) not in allowed:
                 raise UsageError(unknown(name, getattr(self, name), list(allowed)))
@@ -191,6 +235,7 @@ class TrainConfig(Settings):
         self._check_length()
         self._check_numbers()
         self._check_privacy()
+        self._check_adaptive()
         self._check_regulariser()
 
     def _check_model(self) -> None:
@@ -209,9 +254,13 @@ class TrainConfig(Settings):
         """The settings that have a value and a meaning: of a given model not the shape, which is
         its own; those of a mitigation only under it."""
         without = {*(() if self.model in BUILT_IN_MODELS else _SHAPE)}
-        without |= {*(() if self.mitigation == "dp" else PRIVACY)}
+        without |= {*(() if self.mitigation in PRIVATE_MITIGATIONS else PRIVACY)}
+        without |= {name for name, modes in ADAPTIVE.items() if not self._adapts_by(modes)}
         without |= {name for name, of in REGULARISERS.items() if self.mitigation not in of}
         return {name: value for name, value in super().tree().items() if name not in without}
+
+    def _adapts_by(self, modes: tuple[str, ...]) -> bool:
+        return self.mitigation == "adaptive-dp" and self.adaptive in modes
 
     def _check_length(self) -> None:
         if self.epochs is not None and self.steps is not None:
@@ -230,8 +279,12 @@ class TrainConfig(Settings):
             _check(self, name, above=0)
         for name in ("discriminator_learning_rate", "triplet_margin"):
             _check(self, name, above=0)
-        for name in ("privacy_weight", "privacy_warmup_steps"):
+        for name in ("privacy_weight", "privacy_warmup_steps", "averaging"):
             _check(self, name, at_least=0)
+        for name in ("least_clip", "gamma_floor"):
+            _check(self, name, above=0, at_most=1)
+        _check(self, "release_noise", above=0)
+        _check(self, "averaging", below=1)
         for name in ("noise_multiplier", "dp_check_canaries"):
             _check(self, name, at_least=0)
         _check(self, "until_perplexity", above=1)
@@ -244,7 +297,7 @@ class TrainConfig(Settings):
             )
 
     def _check_privacy(self) -> None:
-        if self.mitigation != "dp":
+        if self.mitigation not in PRIVATE_MITIGATIONS:
             for field in _fields(type(self)):
                 if field.name in PRIVACY and getattr(self, field.name) != field.default:
                     raise UsageError(
@@ -253,17 +306,50 @@ class TrainConfig(Settings):
                     )
         elif self.epsilon is None and self.noise_multiplier is None:
             raise UsageError(
-                "mitigation='dp' needs a target: give --epsilon (such as 8), or --noise-multiplier (such as 1.0)."
+                f"mitigation={self.mitigation!r} needs a target: give --epsilon (such as 8), or --noise-multiplier (such "
+                "as 1.0)."
             )
         elif self.dropout:
             raise UsageError(
-                f"dropout={self.dropout:g} under mitigation='dp' would let one {self.unit} more or less change everybody's "
+                f"dropout={self.dropout:g} under mitigation={self.mitigation!r} would let one {self.unit} more or less change everybody's "
                 f"masks. Private training goes without dropout: leave it out."
             )
         elif self.gradient_clip is not None:
             raise UsageError(
                 f"gradient_clip={self.gradient_clip:g} is for plain training; private training clips each {self.unit}'s "
                 f"gradient by clip_norm. Leave gradient_clip out."
+            )
+
+    def _check_adaptive(self) -> None:
+        for field in _fields(type(self)):
+            modes = ADAPTIVE.get(field.name)
+            if modes is None or getattr(self, field.name) == field.default:
+                continue
+            if self.mitigation != "adaptive-dp":
+                raise UsageError(
+                    f"{field.name}={getattr(self, field.name)} means nothing to mitigation={self.mitigation!r}. "
+                    f"Add --mitigation adaptive-dp, or leave it out."
+                )
+            if self.adaptive not in modes:
+                raise UsageError(
+                    f"{field.name}={getattr(self, field.name)} means nothing to adaptive={self.adaptive!r}. "
+                    f"Add --adaptive {' or '.join(modes)}, or leave it out."
+                )
+        if self.mitigation != "adaptive-dp":
+            return
+        if self.adaptive == "as-published" and self.epsilon is not None:
+            raise UsageError(
+                f"epsilon={self.epsilon:g} cannot be a target of adaptive='as-published': its noise, and so its figure, is "
+                "known only once the batches are drawn. Give --noise-multiplier (such as 1.0) instead."
+            )
+        if self.adaptive != "clip" and self.noise_multiplier == 0:
+            raise UsageError(
+                f"noise_multiplier=0 leaves adaptive={self.adaptive!r} nothing to scale. Use a number such as 1.0."
+            )
+        if self.dp_check_canaries:
+            raise UsageError(
+                f"dp_check_canaries={self.dp_check_canaries} plants documents that have no privacy weight. Check a run of "
+                "--mitigation dp instead, or leave it out."
             )
 
     def _check_regulariser(self) -> None:
@@ -309,6 +395,7 @@ def _check(
     at_least: float | None = None,
     above: float | None = None,
     below: float | None = None,
+    at_most: float | None = None,
 ) -> None:
     """Refuse a number out of its range; None is no number and passes."""
     value = getattr(settings, name)
@@ -317,7 +404,8 @@ def _check(
     low = at_least is not None and not value >= at_least
     low = low or (above is not None and not value > above)
     high = below is not None and not value < below
+    high = high or (at_most is not None and not value <= at_most)
     if low or high or not math.isfinite(value):
-        bounds = {"at least": at_least, "above": above, "below": below}
+        bounds = {"at least": at_least, "above": above, "below": below, "at most": at_most}
         wanted = " and ".join(f"{word} {b}" for word, b in bounds.items() if b is not None)
         raise UsageError(f"{name}={value:g} is out of range. It must be {wanted or 'finite'}.")

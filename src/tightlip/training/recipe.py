@@ -1,17 +1,26 @@
 """A run before it starts: its text as rows, its settings resolved, all of it checked."""
 
+import hashlib
 import importlib.metadata
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from tightlip.core.errors import UsageError
 from tightlip.core.run_folder import DP_CHECK
 from tightlip.corpus.prepare import corpus_id
+from tightlip.corpus.privacy_weights import read_weights
 from tightlip.models.loading import load_tokenizer
 from tightlip.training.batches import Rows, rows_of
 from tightlip.training.check_canaries import plant
-from tightlip.training.config import BUILT_IN_MODELS, RunOptions, TrainConfig
+from tightlip.training.config import (
+    BUILT_IN_MODELS,
+    PRIVATE_MITIGATIONS,
+    RunOptions,
+    TrainConfig,
+)
 from tightlip.training.mitigations import CorpusFacts
 from tightlip.training.starting import check_start
 
@@ -53,16 +62,17 @@ def recipe_for(
         validation = _rows(corpus.validation, config, tokenizer, frozenset())
     _check_rows(rows, corpus, without_users)
     _check_validation(validation, corpus, config)
+    facts = _facts(corpus, config)
     return Recipe(
         config=config,
         options=options,
         rows=rows,
         validation=validation if validation is not None and len(validation) else None,
         tokenizer=tokenizer,
-        corpus=_facts(corpus, config),
+        corpus=facts,
         tree={
             "train": _train_tree(config),
-            "corpus": _corpus_tree(corpus, out, rows, without_users),
+            "corpus": _corpus_tree(corpus, out, rows, without_users) | _weights_tree(facts),
             "start": check_start(config, tokenizer, corpus.folder),
             "options": options.tree(),
             "prepare": {name: v for name, v in corpus.settings.items() if v is not None},
@@ -92,10 +102,21 @@ def with_canaries(recipe: Recipe, out: Path) -> Recipe:
 def _facts(corpus: "PreparedCorpus", config: TrainConfig) -> CorpusFacts:
     return CorpusFacts(
         text_fingerprint=corpus.train.corpus_fingerprint,
-        name=corpus_id(corpus.folder) if config.mitigation == "dp" else "",
+        name=corpus_id(corpus.folder) if config.mitigation in PRIVATE_MITIGATIONS else "",
         settings=corpus.settings,
         releases=corpus.releases,
+        learnt_vocabulary=corpus.learnt_vocabulary,
+        history=corpus.history,
+        weights=read_weights(corpus.folder) if config.mitigation == "adaptive-dp" else None,
     )
+
+
+def _weights_tree(facts: CorpusFacts) -> dict[str, str]:
+    """What makes a run another one where its corpus was weighed anew; private like the text."""
+    if facts.weights is None:
+        return {}
+    digest = hashlib.sha256(np.ascontiguousarray(facts.weights.rho).tobytes())
+    return {"weights_fingerprint": digest.hexdigest()}
 
 
 def _rows(

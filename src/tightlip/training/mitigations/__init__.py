@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -14,6 +14,9 @@ from transformers.modeling_utils import PreTrainedModel
 from tightlip.training.batches import Batch, Rows, gather
 from tightlip.training.config import RunOptions, TrainConfig
 from tightlip.training.losses import Forward
+
+if TYPE_CHECKING:
+    from tightlip.corpus.privacy_weights import PrivacyWeights
 
 LEDGER_KEYS = (
     *("mechanism", "epsilon", "delta", "unit", "adjacency", "sampling", "accountant", "steps"),
@@ -26,13 +29,18 @@ FIXED_WIDTHS = (4, 2, 1)  # parts of the sequence length; each is compiled or ca
 class CorpusFacts:
     """What a guarantee must know of the corpus: how it was made, and what was told of it before.
 
-    `text_fingerprint` is private; `name` is random and may be published.
+    `history` is what its text came through before, the settings of earlier preparations.
+    `text_fingerprint` is private; `name` is random and may be published. `weights` are the
+    documents' privacy weights where they were asked for, and private but for how they were made.
     """
 
     text_fingerprint: str
     name: str
     settings: dict[str, Any] = field(default_factory=dict)
     releases: list[dict[str, Any]] = field(default_factory=list)
+    learnt_vocabulary: bool = False
+    history: list[dict[str, Any]] = field(default_factory=list)
+    weights: "PrivacyWeights | None" = None
 
 
 @dataclass(frozen=True, kw_only=True)

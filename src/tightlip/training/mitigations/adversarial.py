@@ -15,6 +15,10 @@ from tightlip.training.logbook import log
 from tightlip.training.mitigations import Setting
 from tightlip.training.mitigations.regulariser import Drawn, Regulariser, filled
 
+MOST_ASKED = 1024  # rows by which the discriminator is judged
+EPOCHS_TO_LEARN = 2  # before it is called no adversary
+_ASKED = 0x6173  # tells their draw from that of the order
+
 
 class AdversarialMitigation(Regulariser):
     """A discriminator learns to name the author of a last state; the model learns to make its
@@ -29,12 +33,13 @@ class AdversarialMitigation(Regulariser):
     """
 
     name = "adversarial"
-    tallied = ("rows", "named", "regularised", "nats")
+    tallied = ("regularised", "nats")
     discriminator: nn.Sequential
 
     def prepare(self, setting: Setting) -> None:
         super().prepare(setting)
         config = setting.config
+        self.warned = False
         self.most_frequent = float(np.bincount(self.authors).max()) / len(self.authors)
         with torch.random.fork_rng([]):
             torch.manual_seed(config.seed)
@@ -55,15 +60,11 @@ class AdversarialMitigation(Regulariser):
         return Drawn(np.empty(0, np.int64), (authors_B, real_B))
 
     def teach(self, last_XH: Tensor, *arrays: Tensor) -> None:
-        """Move the discriminator towards −log Pr(y | h_x); count whom it named right before."""
+        """Move the discriminator towards −log Pr(y | h_x)."""
         authors_B, real_B = arrays
-        for repeat in range(self.setting.config.discriminator_steps):
-            logits_BM = self.discriminator(last_XH)
-            if repeat == 0:
-                named_B = logits_BM.detach().argmax(dim=1) == authors_B
-                self.tally(rows=real_B.sum(), named=(named_B * real_B).sum())
-            nats_B = cross_entropy(logits_BM, authors_B, reduction="none")
-            parameters = list(self.discriminator.parameters())
+        parameters = list(self.discriminator.parameters())
+        for _ in range(self.setting.config.discriminator_steps):
+            nats_B = cross_entropy(self.discriminator(last_XH), authors_B, reduction="none")
             found = torch.autograd.grad((nats_B * real_B).sum() / real_B.sum(), parameters)
             for parameter, gradient in zip(parameters, found, strict=True):
                 parameter.grad = gradient
@@ -80,9 +81,10 @@ class AdversarialMitigation(Regulariser):
         return [*super().own_state(), *self.discriminator.parameters(), *adam]
 
     def tell(self, epoch: int, sums: dict[str, float]) -> None:
+        named, num_rows = self.named_share()
         words = (
-            f"Epoch {epoch}: the discriminator named the author of {sums['named'] / sums['rows']:.1%} of rows "
-            f"(always the most frequent of {self.num_authors:,}: {self.most_frequent:.1%})"
+            f"Epoch {epoch}: the discriminator names the author of {named:.1%} of {num_rows:,} rows (always the most "
+            f"frequent of {self.num_authors:,}: {self.most_frequent:.1%})"
         )
         if sums["regularised"]:
             words += (
@@ -90,6 +92,32 @@ class AdversarialMitigation(Regulariser):
                 f"{np.log(self.num_authors):.3f})"
             )
         log.info("%s.", words)
+        if epoch >= EPOCHS_TO_LEARN and named <= self.most_frequent and not self.warned:
+            self.warned = True
+            log.warning(
+                "The discriminator names no more authors (%.1f%%) than always naming the most frequent would. Either the "
+                "states hide them or it was too weak to be an adversary at all; --privacy-weight 0 tells which.",
+                100 * named,
+            )
+
+    @torch.no_grad()
+    def named_share(self) -> tuple[float, int]:
+        """How often the discriminator, as it is now, names the author of a row, and of how many.
+
+        Asked of rows of all users, not of the batch at hand: where a batch is one user's, the
+        discriminator has just left the user before, and would always seem to know nobody.
+        """
+        setting = self.setting
+        draw = np.random.default_rng([setting.config.seed, _ASKED])
+        rows = draw.permutation(len(setting.rows))[:MOST_ASKED]
+        model = setting.model
+        model.eval()
+        right = 0
+        for chosen in np.array_split(rows, -(-len(rows) // setting.config.batch_size)):
+            answer = self.discriminator(setting.forward.last(setting.batch(chosen))).argmax(dim=1)
+            right += int((answer.cpu().numpy() == self.authors[chosen]).sum())
+        model.train()
+        return right / len(rows), len(rows)
 
     def state_dict(self) -> dict[str, Tensor]:
         return {

@@ -13,7 +13,7 @@ from tightlip.core.figures import rounded_up
 from tightlip.core.files import read_json
 from tightlip.core.run_folder import CHECKPOINT, LEDGER, METRICS, SNAPSHOTS, is_run, open_run
 from tightlip.privacy.accounting import Release
-from tightlip.privacy.ledger import exact_figures, read_ledger
+from tightlip.privacy.ledger import read_ledger
 from tightlip.privacy.passes import Way
 from tightlip.privacy.private_training import PrivateTraining
 from tightlip.privacy.spec import Terms
@@ -36,7 +36,15 @@ class PrivateMitigation:
     private: PrivateTraining
 
     def check(self, config: TrainConfig, corpus: CorpusFacts) -> None:
-        terms_of(config, corpus)
+        self.terms(config, corpus)
+
+    def terms(self, config: TrainConfig, corpus: CorpusFacts) -> Terms:
+        """The standing of the run's promise, or a refusal."""
+        return terms_of(config, corpus)
+
+    def further(self, setting: Setting) -> dict[str, Any]:
+        """What a kindred mitigation gives the engine beyond this."""
+        return {}
 
     def steps_per_epoch(self, rows: Rows, config: TrainConfig) -> int:
         return -(-len(np.unique(units_of(rows, config.unit))) // config.batch_size)
@@ -51,7 +59,7 @@ class PrivateMitigation:
             TokenRows(setting.rows, units, setting.corpus.name),
             ledger=setting.folder / LEDGER,
             claims_ledger=False,  # the whole folder is claimed already
-            terms=terms_of(config, setting.corpus),
+            terms=self.terms(config, setting.corpus),
             way=way_of(setting),
             bf16=setting.options.bf16,
             physical_rows=setting.options.physical_rows,
@@ -59,6 +67,7 @@ class PrivateMitigation:
             expected_batch=config.batch_size,
             steps=setting.num_steps,
             **{name: getattr(config, name) for name in _PASSED_ON},
+            **self.further(setting),
         )
 
     def step(self, number: int) -> tuple[Tensor, int]:
@@ -66,11 +75,10 @@ class PrivateMitigation:
         return step.loss, step.num_targets
 
     def may_go_on(self) -> bool:
-        most = self.private.most_steps
-        return most is None or self.private.ledger.steps < most
+        return self.private.may_step()
 
     def settle(self) -> None:
-        self.private.ledger.settle()
+        self.private.settle()
 
     def said(self) -> str:
         spec = self.private.spec
@@ -79,8 +87,7 @@ class PrivateMitigation:
         return words if spec.insecure_seed is None else f"[bold red]insecure {words}[/]"
 
     def guarantee(self, num_steps: int) -> dict[str, Any]:
-        record = self.private.ledger.record()
-        return record if record["epsilon"] is None else record | exact_figures(record)
+        return self.private.exact_record()
 
     def state_dict(self) -> dict[str, Tensor]:
         """How many steps the weights hold; no generator's state and no batch's members, ever."""
@@ -137,28 +144,16 @@ class Breach:
 def breaches(config: TrainConfig, corpus: CorpusFacts) -> list[Breach]:
     """Everything of the kind that METHODS section 6 lists and that we can see."""
     found = []
-    made = corpus.settings
-    if made.get("tokenizer") is None and not corpus.releases:
+    if corpus.learnt_vocabulary:
         found.append(
             Breach(
                 "The vocabulary was learnt from this corpus, so rare words show in it.",
                 "Use a public tokenizer (--tokenizer DIR) or a noisy vocabulary (--vocabulary-noise 5).",
             )
         )
-    if made.get("deduplicate", "none") != "none":
-        found.append(
-            Breach(
-                f"deduplicate={made['deduplicate']!r} lets one {config.unit}'s text decide what is left of another's.",
-                "Prepare the corpus without it.",
-            )
-        )
-    if made.get("split", "none") in (("user",) if config.unit == "user" else ("user", "document")):
-        found.append(
-            Breach(
-                f"split={made['split']!r} holds out by number, so one {config.unit} more or less moves others in and out.",
-                "Use --split none" + (" or --split document." if config.unit == "user" else "."),
-            )
-        )
+    found += _cut_by_others(config, corpus.settings, "")
+    for step in corpus.history:
+        found += _cut_by_others(config, step, " before this corpus was cut out")
     for name in ("early_stop", "until_perplexity"):
         if getattr(config, name) is not None:
             found.append(
@@ -170,6 +165,28 @@ def breaches(config: TrainConfig, corpus: CorpusFacts) -> list[Breach]:
     if _trained_on_this(config, corpus):
         found.append(
             Breach(f"{config.model} was trained on this very corpus.", "Start from public weights.")
+        )
+    return found
+
+
+def _cut_by_others(config: TrainConfig, made: dict[str, Any], when: str) -> list[Breach]:
+    """What in a preparation lets one unit decide what is left of another."""
+    found = []
+    if made.get("deduplicate", "none") != "none":
+        found.append(
+            Breach(
+                f"deduplicate={made['deduplicate']!r}{when} lets one {config.unit}'s text decide what is left of another's.",
+                "Prepare the corpus without it.",
+            )
+        )
+    if made.get("split", "none") in (("user",) if config.unit == "user" else ("user", "document")):
+        found.append(
+            Breach(
+                f"split={made['split']!r}{when} holds out by number, so one {config.unit} more or less moves others in and "
+                "out.",
+                "Use --split text or none"
+                + (", or --split document." if config.unit == "user" else "."),
+            )
         )
     return found
 
@@ -192,7 +209,10 @@ def _trained_on_this(config: TrainConfig, corpus: CorpusFacts) -> bool:
 
 
 def _taken_as_public(config: TrainConfig, corpus: CorpusFacts) -> list[str]:
-    taken = [f"the number of {config.unit}s, which counts as public"]
+    taken = [
+        f"the number of {config.unit}s, which counts as public",
+        "what was done to the text before it was prepared, where its files do not tell",
+    ]
     if corpus.settings.get("tokenizer") is not None:
         taken.append(f"the tokenizer {corpus.settings['tokenizer']}, taken to be public")
     if config.model not in BUILT_IN_MODELS:

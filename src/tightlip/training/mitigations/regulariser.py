@@ -146,6 +146,7 @@ class Regulariser(NoMitigation, ABC):
     def weight(self, number: int) -> float:
         """λ at a step: it rises in a line to its full size over the warm-up."""
         config = self.setting.config
+        assert config.privacy_weight is not None
         risen = min(1.0, number / config.privacy_warmup_steps) if config.privacy_warmup_steps else 1
         return config.privacy_weight * risen
 

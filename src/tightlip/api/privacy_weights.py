@@ -1,0 +1,318 @@
+"""Privacy weights of a prepared corpus as one call: score, normalise, store, draw the page."""
+
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import tightlip
+from tightlip.api.audit import usable_device
+from tightlip.api.canaries import model_folder
+from tightlip.api.corpora import CorpusSource, tokenised_for
+from tightlip.api.weight_scores import ModelScores
+from tightlip.core.errors import UsageError
+from tightlip.core.files import make_private_folder, read_json
+from tightlip.core.logs import log
+from tightlip.core.progress import task
+from tightlip.core.run_folder import is_run, open_run
+from tightlip.corpus.held_out import overlap
+from tightlip.corpus.prepare import PreparedCorpus, is_prepared, open_prepared
+from tightlip.corpus.privacy_weights import (
+    FOLDER,
+    PUBLIC_LOG_PERPLEXITIES,
+    SOUND,
+    PrivacyWeights,
+    WeightsConfig,
+    on_grid,
+    read_weights,
+    weights_of,
+    write_weights,
+)
+from tightlip.corpus.public_text import TextColumn, num_shared, open_public
+from tightlip.corpus.readers import Corpus, open_corpus
+from tightlip.corpus.tokens import TokenizedCorpus
+from tightlip.corpus.word_frequencies import FREQUENCY_ESTIMATE, WordFrequencies
+from tightlip.models.fingerprints import model_fingerprint
+from tightlip.report.weights_page import NUM_SHOWN, Weighed, render_weights
+
+WORK = ".weighing"  # tokens and scans while they are made
+MOST_SHARED = 0.5  # short common texts stand in any two corpora
+MOST_UNKNOWN = 0.01
+FEWEST_PUBLIC = 100  # documents, for quantiles that mean something
+SCANNED_FOR_DISTINCT = 20 * NUM_SHOWN  # texts looked at to find so many different ones
+
+
+def weigh(
+    prepared: str | Path | PreparedCorpus,
+    *,
+    device: str = "auto",
+    **settings: Any,
+) -> PrivacyWeights:
+    """Weigh every training document of a prepared corpus by how rare it is to a public model.
+
+    `settings` are those of WeightsConfig. The weights stand in `weights/` of the corpus' folder.
+
+    Holds:
+        kept: weights that stand there, made with the same settings, are returned untouched.
+        rest_untouched: nothing but `weights/` changes.
+        own_text_only: with `public` and `public-rank` no document moves another's weight.
+    """
+    config = WeightsConfig(**settings)
+    corpus = prepared if isinstance(prepared, PreparedCorpus) else open_prepared(Path(prepared))
+    job = _Weighing.begun(corpus, config)
+    kept = job.kept()
+    if kept is not None and all(kept.info[name] == value for name, value in job.identity.items()):
+        return kept
+    work = make_private_folder(corpus.folder / WORK)
+    nats, public = job.scored(work, kept, device)
+    rho, a, b = weights_of(config, nats, public)
+    weights = PrivacyWeights(
+        rho=rho,
+        log_perplexities=nats,
+        info=job.identity | {"a": a, "b": b, "version": tightlip.__version__},
+    )
+    page = render_weights(weights.info, rho, nats, public, _shown(corpus.folder, weights))
+    write_weights(corpus.folder, weights, public, page)
+    shutil.rmtree(work, ignore_errors=True)
+    return weights
+
+
+class _PublicSource(CorpusSource):
+    """The public corpus, with or without users."""
+
+    def documents(self) -> Any:
+        assert self.path is not None
+        if is_prepared(self.path):
+            return super().documents()
+        return open_public(self.path, **self.columns)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Weighing:
+    """What is weighed and by what; `identity` says when weights need not be made again."""
+
+    corpus: PreparedCorpus
+    config: WeightsConfig
+    model: Path | None
+    public: _PublicSource | None
+    identity: dict[str, Any]
+
+    @classmethod
+    def begun(cls, corpus: PreparedCorpus, config: WeightsConfig) -> "_Weighing":
+        """Everything that can be refused is refused here, before any scoring."""
+        public = _public_source(corpus, config)
+        model = None if config.public_model is None else model_folder(Path(config.public_model))
+        fingerprint = None if model is None else model_fingerprint(model)
+        if model is not None:
+            _refuse_trained_on_this(model, corpus)
+        documents = None if public is None else public.documents()
+        if documents is not None:
+            _refuse_corpus_itself(documents, corpus)
+        identity = {
+            "normalisation": config.weights,
+            "is_sound": config.weights in SOUND,
+            "estimator": "frequency estimate" if model is None else "language model",
+            "model": FREQUENCY_ESTIMATE if model is None else _name_of(model),
+            "model_fingerprint": fingerprint,
+            "public_corpus": None if public is None else Path(str(config.public_corpus)).name,
+            "public_corpus_fingerprint": None if documents is None else documents.fingerprint(),
+            "least_weight": config.least_weight,
+            "text_fingerprint": corpus.train.corpus_fingerprint,
+        }
+        return cls(corpus=corpus, config=config, model=model, public=public, identity=identity)
+
+    def kept(self) -> PrivacyWeights | None:
+        """Weights that stand there already and are of this text."""
+        try:
+            return read_weights(self.corpus.folder)
+        except UsageError:
+            return None
+
+    def scored(
+        self, work: Path, kept: PrivacyWeights | None, device: str
+    ) -> tuple[np.ndarray, np.ndarray | None]:
+        """Log-perplexities of the training documents and of the public ones, on their grid."""
+        nats, public = self._scored_before(kept)
+        score: Callable[[str], np.ndarray] | None = None
+        if nats is None or (public is None and self.public is not None):
+            score = self._by_words() if self.model is None else self._by_model(work, device)
+        if nats is None:
+            assert score is not None
+            nats = score("train")
+        if public is None and self.public is not None:
+            assert score is not None
+            public = score("public")
+        if public is not None and (few := int((~np.isnan(public)).sum())) < FEWEST_PUBLIC:
+            log.warning(
+                "Only %d public documents could be scored; constants from so few mean little.", few
+            )
+        return nats, public
+
+    def _scored_before(
+        self, kept: PrivacyWeights | None
+    ) -> tuple[np.ndarray | None, np.ndarray | None]:
+        """What other weights by the same estimator were made from."""
+        same = ["estimator", "model_fingerprint"]
+        same += ["public_corpus_fingerprint"] if self.model is None else []
+        if (
+            kept is None
+            or kept.info["version"] != tightlip.__version__
+            or any(kept.info[name] != self.identity[name] for name in same)
+        ):
+            return None, None
+        stored = self.corpus.folder / FOLDER / PUBLIC_LOG_PERPLEXITIES
+        fingerprint = "public_corpus_fingerprint"
+        if not stored.is_file() or kept.info[fingerprint] != self.identity[fingerprint]:
+            return kept.log_perplexities, None
+        return kept.log_perplexities, np.load(stored)
+
+    def _by_words(self) -> Callable[[str], np.ndarray]:
+        assert self.public is not None
+        public = self.public.documents()
+        counts = WordFrequencies(text for batch in public.batches() for text in batch.texts)
+
+        def score(part: str) -> np.ndarray:
+            is_public = part == "public"
+            documents = public if is_public else _train_text(self.corpus.folder)
+            found = []
+            with task(f"Weighing {part}", None) as bar:
+                for batch in documents.batches():
+                    found += [
+                        counts.log_perplexity(t, without_itself=is_public) for t in batch.texts
+                    ]
+                    bar.advance(len(batch))
+            return on_grid(np.array(found, np.float64))
+
+        return score
+
+    def _by_model(self, work: Path, device: str) -> Callable[[str], np.ndarray]:
+        assert self.model is not None
+        scores = ModelScores.opened(self.model, usable_device(device))
+
+        def score(part: str) -> np.ndarray:
+            tokens = self._tokens(part, scores, work)
+            return scores.log_perplexities(tokens, work / f"{part}-scan", f"Weighing {part}")
+
+        return score
+
+    def _tokens(self, part: str, scores: ModelScores, work: Path) -> TokenizedCorpus:
+        """The text as the public model's own tokenizer cuts it."""
+        if part == "public":
+            assert self.public is not None
+            return tokenised_for(self.public, scores.tokenizer, work / "public")
+        tokens = self.corpus.train
+        if tokens.tokenizer_fingerprint != scores.tokenizer_fingerprint:
+            # The file and not the folder, whose other files change while this one is read.
+            source = CorpusSource(self.corpus.folder / "train.parquet", {})
+            tokens = tokenised_for(source, scores.tokenizer, work / "train")
+        if (share := scores.unknown_share(tokens)) > MOST_UNKNOWN:
+            log.warning(
+                "%.1f%% of the training text are unknown words to %s, and however rare, an unknown word is ordinary to "
+                "it. Give a model whose tokenizer can spell every text (BPE).",
+                *(100 * share, self.model),
+            )
+        return tokens
+
+
+def _name_of(model: Path) -> str:
+    """A folder's name; of a run's model, the run's with it."""
+    resolved = model.resolve()
+    is_runs = is_run(resolved.parent)
+    return f"{resolved.parent.name}/{resolved.name}" if is_runs else resolved.name
+
+
+def _public_source(corpus: PreparedCorpus, config: WeightsConfig) -> _PublicSource | None:
+    """The public corpus, read with the columns of the private one; None where nothing is taken from it."""
+    is_used = config.weights in SOUND or config.public_model is None
+    if config.public_corpus is None or not is_used:
+        return None
+    columns = {name: corpus.settings[name] for name in ("user_column", "text_column", "bad_rows")}
+    return _PublicSource(Path(config.public_corpus), columns)
+
+
+def _train_text(folder: Path) -> Corpus:
+    return open_corpus(folder / "train.parquet")
+
+
+def _refuse_corpus_itself(public: Corpus | TextColumn, corpus: PreparedCorpus) -> None:
+    """Constants from the private text would make every weight depend on every document."""
+    source = read_json(corpus.folder / "prepared.json")["source_fingerprint"]
+    is_inside = Path(public.name).resolve().is_relative_to(corpus.folder.resolve())
+    if is_inside or public.fingerprint() == source:
+        raise UsageError(
+            f"public_corpus={public.name!r} is the corpus itself or a part of it. Give text that anybody may read and that nobody of this "
+            "corpus wrote."
+        )
+    shared, num_public = num_shared(public, _train_text(corpus.folder))
+    if shared > MOST_SHARED * num_public:
+        raise UsageError(
+            f"{shared:,} of the {num_public:,} documents in public_corpus={public.name!r} stand in the training text too, "
+            "so it is not public. Give text that nobody of this corpus wrote."
+        )
+    if shared:
+        log.warning(
+            "%d of the %d documents in %s stand in the training text too.",
+            *(shared, num_public, public.name),
+        )
+
+
+def _refuse_trained_on_this(model: Path, corpus: PreparedCorpus) -> None:
+    """A model that learnt this text finds it ordinary, and its weights would tell of all of it."""
+    card = model / "guarantee.json"
+    named = read_json(card).get("corpus_fingerprint") if card.is_file() else None
+    own = corpus.folder / "id.json"
+    is_this = own.is_file() and named == read_json(own)["id"]
+    for above in model.resolve().parents[:2]:
+        if not is_this and is_run(above):
+            is_this = _is_run_on_this(above, corpus)
+    if is_this:
+        raise UsageError(
+            f"public_model={str(model)!r} was trained on this very corpus, so it knows the rarest text by heart. Give a "
+            "model that never saw it."
+        )
+
+
+def _is_run_on_this(run: Path, corpus: PreparedCorpus) -> bool:
+    record = open_run(run)
+    if record.config["corpus"].get("corpus_fingerprint") == corpus.train.corpus_fingerprint:
+        return True
+    theirs = record.corpus_folder / "train.parquet"
+    if not theirs.is_file():
+        return False
+    found = overlap(theirs, corpus.folder / "train.parquet")
+    return found.num_documents > MOST_SHARED * found.of
+
+
+def _shown(folder: Path, weights: PrivacyWeights) -> tuple[list[Weighed], list[Weighed]]:
+    """The highest- and the lowest-weighted documents, each text once."""
+    nats, rho = weights.log_perplexities, weights.rho
+    order = np.lexsort((nats, rho))
+    order = order[~np.isnan(nats[order])]
+    ends = order[::-1][:SCANNED_FOR_DISTINCT], order[:SCANNED_FOR_DISTINCT]
+    found = _texts(folder, {int(each) for end in ends for each in end})
+    highest, lowest = (
+        [
+            Weighed(number=int(n), user=found[n][0], text=found[n][1], rho=rho[n], nats=nats[n])
+            for n in end
+        ]
+        for end in ends
+    )
+    return _distinct(highest), _distinct(lowest)
+
+
+def _texts(folder: Path, wanted: set[int]) -> dict[int, tuple[str, str]]:
+    found, number = {}, 0
+    for batch in _train_text(folder).batches():
+        for user, text in zip(batch.users, batch.texts, strict=True):
+            if number in wanted:
+                found[number] = (user, text)
+            number += 1
+    return found
+
+
+def _distinct(documents: list[Weighed]) -> list[Weighed]:
+    by_text = {" ".join(each.text.split()): each for each in reversed(documents)}
+    return sorted(by_text.values(), key=documents.index)[:NUM_SHOWN]

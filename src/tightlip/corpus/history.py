@@ -1,0 +1,59 @@
+"""What was done to a corpus before, kept inside the files it was cut into.
+
+A promise about a corpus covers how it was made of the one before: a share held out by number, or
+sentences removed because somebody else wrote them too, let one person's text decide what is left
+of another's. `train.parquet` and `validation.parquet` of a prepared corpus carry its settings in
+their metadata, canaries are planted with them, and the next `prepare` finds them there. A file
+that came another way, or was written anew by other tools, has no history to tell.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+_NAME = b"tightlip.history"
+# Of the settings of a preparation, those by which one text can decide about another.
+_KEPT = ("split", "deduplicate")
+
+
+def step_of(settings: dict[str, Any], source_fingerprint: str) -> dict[str, Any]:
+    """One preparation, as the next one will read of it."""
+    return {name: settings[name] for name in _KEPT} | {"source_fingerprint": source_fingerprint}
+
+
+def metadata_of(history: list[dict[str, Any]]) -> dict[bytes, bytes] | None:
+    """The history as a Parquet file's metadata."""
+    return {_NAME: json.dumps(history).encode()} if history else None
+
+
+def history_of(source: Any) -> list[dict[str, Any]]:
+    """Every preparation that a corpus came through, the first one first; empty where none is told.
+
+    Of a folder of files, what any of them came through.
+    """
+    if isinstance(source, pa.Table):
+        return _read(source.schema)
+    if not isinstance(source, str | Path) or not Path(source).exists():
+        return []
+    path = Path(source)
+    files = sorted(path.rglob("*.parquet")) if path.is_dir() else [path]
+    steps: list[dict[str, Any]] = []
+    for file in files:
+        if file.suffix == ".parquet":
+            steps += [step for step in _read(_schema(file)) if step not in steps]
+    return steps
+
+
+def _schema(file: Path) -> pa.Schema | None:
+    try:
+        return pq.read_schema(file)
+    except (pa.ArrowException, OSError):
+        return None  # no Parquet after all: whoever reads its rows says so
+
+
+def _read(schema: pa.Schema | None) -> list[dict[str, Any]]:
+    found = (schema.metadata or {}).get(_NAME) if schema is not None else None
+    return json.loads(found) if found else []

@@ -1,0 +1,141 @@
+"""What a corpus came through stays with its files, and a split by text asks each document alone."""
+
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import tightlip
+from tightlip.core.errors import GuaranteeError
+from tightlip.corpus.history import history_of
+from tightlip.corpus.prepare import open_prepared
+from tightlip.corpus.readers import open_corpus
+from tightlip.corpus.split import Splitter, held_out_text
+
+ROWS = [{"user": f"u{n % 12}", "text": f"w{n % 7} w{n % 5} w{n % 3} x{n}"} for n in range(120)]
+TINY = {"embedding_size": 4, "hidden_size": 4, "num_layers": 1, "batch_size": 8, "steps": 1}
+PRIVATE = {"mitigation": "dp", "noise_multiplier": 1.0, **TINY}
+
+
+@pytest.fixture(scope="module")
+def public(tmp_path_factory):
+    """A vocabulary of other text."""
+    rows = [{"user": "p", "text": f"w{n % 9} v{n}"} for n in range(40)]
+    return tightlip.prepare(rows, tmp_path_factory.mktemp("public") / "p", split="none")
+
+
+def cut(folder, **settings):
+    return tightlip.prepare(ROWS, folder / "cut", **settings).folder / "train.parquet"
+
+
+def standing_of(corpus, folder, **settings):
+    run = tightlip.train(corpus, folder / "run", **PRIVATE, **settings)
+    return run.guarantee["standing"]
+
+
+documents = st.lists(
+    st.tuples(st.sampled_from(["ann", "bob"]), st.text(max_size=8)), min_size=1, max_size=30
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(documents=documents, seed=st.integers(0, 2**70), left_out=st.integers(0, 29))
+def test_a_split_by_text_asks_each_document_alone(documents, seed, left_out):
+    def held(rows):
+        splitter = Splitter({}, split="text", holdout=0.3, seed=seed)
+        return {row: splitter.is_held_out(*row) for row in rows}
+
+    fewer = documents[:left_out] + documents[left_out + 1 :]
+    whole, part = held(documents), held(fewer)
+    assert all(whole[row] == part[row] for row in part)
+
+
+@pytest.mark.parametrize("holdout", [0.05, 0.5, 0.9])
+def test_a_split_by_text_holds_out_about_the_share(holdout):
+    num = 4000
+    out = sum(held_out_text("ann", f"text {n}", holdout=holdout, seed=3) for n in range(num))
+    assert abs(out - holdout * num) < 5 * (num * holdout * (1 - holdout)) ** 0.5
+
+
+def test_the_parts_of_a_prepared_corpus_say_how_they_were_cut(tmp_path):
+    train = cut(tmp_path, split="document", deduplicate="documents")
+    (step,) = history_of(train)
+    assert (step["split"], step["deduplicate"]) == ("document", "documents")
+    assert step["source_fingerprint"] == open_corpus(ROWS).fingerprint()
+    assert history_of(train.with_name("validation.parquet")) == [step]
+
+
+def test_a_corpus_that_was_never_prepared_has_no_history(tmp_path):
+    pq.write_table(
+        pq.read_table(cut(tmp_path)).replace_schema_metadata(None), tmp_path / "x.parquet"
+    )
+    assert history_of(tmp_path / "x.parquet") == history_of(ROWS) == []
+
+
+def test_canaries_are_planted_with_the_history(tmp_path):
+    train = cut(tmp_path)
+    tightlip.plant_canaries(
+        train, tmp_path / "planted", templates=["{digits:4}"], repetitions=[2], num_words=20
+    )
+    assert history_of(tmp_path / "planted/corpus.parquet") == history_of(train) != []
+    again = tightlip.prepare(tmp_path / "planted/corpus.parquet", tmp_path / "again")
+    assert open_prepared(again.folder).history == history_of(train)
+    assert len(history_of(again.folder / "train.parquet")) == 2
+
+
+@pytest.mark.parametrize(
+    ("unit", "split", "deduplicate", "said"),
+    [
+        ("example", "document", "none", "split=.document. before this corpus was cut out"),
+        ("example", "user", "none", "split=.user."),
+        ("user", "user", "none", "split=.user."),
+        ("user", "document", "documents", "deduplicate=.documents. before"),
+    ],
+)
+def test_what_is_refused_directly_is_refused_on_a_part_that_was_cut_so(
+    unit, split, deduplicate, said, public, tmp_path
+):
+    train = cut(tmp_path, split=split, deduplicate=deduplicate)
+    prepare = {"tokenizer": str(public.tokenizer_folder), "split": "none"}
+    with pytest.raises(GuaranteeError, match=said):
+        tightlip.train(train, tmp_path / "run", prepare=prepare, unit=unit, **PRIVATE)
+
+
+@pytest.mark.parametrize(
+    ("unit", "split"), [("example", "text"), ("user", "text"), ("user", "document")]
+)
+def test_parts_cut_by_each_text_alone_stay_proved(unit, split, public, tmp_path):
+    train = cut(tmp_path, split=split)
+    held = train.with_name("validation.parquet")
+    prepare = {"tokenizer": str(public.tokenizer_folder), "validation": str(held)}
+    assert standing_of(train, tmp_path, prepare=prepare, unit=unit) == "proved"
+    assert standing_of(
+        ROWS, tmp_path / "raw", prepare={"tokenizer": prepare["tokenizer"], "split": split}, unit=unit
+    ) == "proved"  # fmt: skip
+
+
+@pytest.mark.parametrize("through", ["the same text", "a part of it", "another's tokenizer"])
+def test_a_vocabulary_learnt_from_the_same_text_is_found_wherever_it_lies(through, tmp_path):
+    train = cut(tmp_path, split="text")
+    tokenizer = tmp_path / "cut/tokenizer"
+    if through == "another's tokenizer":
+        second = tightlip.prepare(ROWS, tmp_path / "second", tokenizer=str(tokenizer))
+        tokenizer = second.tokenizer_folder
+    source = ROWS if through == "the same text" else train
+    with pytest.raises(GuaranteeError, match="learnt from this corpus"):
+        tightlip.train(
+            source, tmp_path / "run", prepare={"tokenizer": str(tokenizer), "split": "none"},
+            unit="user", **PRIVATE,
+        )  # fmt: skip
+
+
+def test_a_noisy_vocabulary_of_the_same_text_is_charged_where_it_is_used_again(tmp_path):
+    first = tightlip.prepare(ROWS, tmp_path / "first", vocabulary_noise=1.0, split="none")
+    again = tightlip.prepare(
+        ROWS, tmp_path / "again", tokenizer=str(first.tokenizer_folder), split="none"
+    )
+    assert again.releases == first.releases != []
+    run = tightlip.train(again, tmp_path / "run", unit="user", **PRIVATE)
+    assert [release["name"] for release in run.guarantee["releases"]] == [
+        release["name"] for release in first.releases
+    ]

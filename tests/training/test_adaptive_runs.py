@@ -1,0 +1,339 @@
+"""Adaptive private runs from the outside: weights, modes, what is refused, what is written."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+from dp_accounting.rdp import RdpAccountant
+from typer.testing import CliRunner
+
+import tightlip
+from privacy.accounts import theirs
+from tightlip.cli.main import app
+from tightlip.core.errors import GuaranteeError, UsageError
+from tightlip.core.run_folder import open_run
+from tightlip.corpus.prepare import PrepareConfig, open_prepared, prepare
+from tightlip.corpus.privacy_weights import PrivacyWeights, write_weights
+from tightlip.privacy.adaptive import joint_multiplier
+from tightlip.privacy.rdp_filter import epsilon_of_rdp
+from tightlip.training.config import RunOptions, TrainConfig
+from tightlip.training.loop import train
+from tightlip.training.mitigations import LEDGER_KEYS
+from training.small_corpora import documents
+from training.test_private_runs import interrupted_after
+
+SMALL = {
+    "embedding_size": 8, "hidden_size": 8, "num_layers": 1, "batch_size": 8, "num_heads": 2,
+    "sequence_length": 10, "mitigation": "adaptive-dp", "steps": 4,
+}  # fmt: skip
+MODES = {
+    "clip": {"adaptive": "clip", "epsilon": 8.0},
+    "scale": {"adaptive": "scale", "epsilon": 8.0, "noise_multiplier": 1.8},
+    "as-published": {"adaptive": "as-published", "noise_multiplier": 1.0},
+}
+LEAST = 0.05
+
+
+def adaptive(mode="clip", **changed):
+    return TrainConfig(**{**SMALL, **MODES[mode], **changed})
+
+
+def weigh(corpus, *, normalisation="public", rho=None):
+    """Weights beside the corpus, as `tightlip prepare --privacy-weights` leaves them."""
+    count = len(corpus.train.bounds) - 1
+    rho = np.random.default_rng(0).uniform(LEAST, 1, count) if rho is None else rho
+    info = {
+        "normalisation": normalisation, "is_sound": normalisation in ("public", "public-rank"),
+        "estimator": "language model", "model": "some-model", "model_fingerprint": "abcdef",
+        "public_corpus": "news.parquet", "public_corpus_fingerprint": "fedcba", "a": 1.25,
+        "b": 7.75, "least_weight": LEAST, "version": "0.1.0",
+        "text_fingerprint": corpus.train.corpus_fingerprint,
+    }  # fmt: skip
+    made = PrivacyWeights(rho=rho, log_perplexities=rho * 3, info=info)
+    write_weights(corpus.folder, made, None, "")
+    return rho
+
+
+@pytest.fixture(scope="module")
+def public_tokenizer(tmp_path_factory):
+    made = prepare(documents(seed=9), tmp_path_factory.mktemp("public") / "p", PrepareConfig())
+    return made.tokenizer_folder
+
+
+@pytest.fixture
+def corpus(tmp_path, public_tokenizer):
+    config = PrepareConfig(tokenizer=str(public_tokenizer), split="none")
+    rows = documents(num_documents=200, num_users=40)
+    made = prepare(rows, tmp_path / "prepared", config)
+    weigh(made)
+    return made
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "sgd"])
+@pytest.mark.parametrize("unit", ["user", "example"])
+@pytest.mark.parametrize("mode", MODES)
+def test_every_mode_trains_for_both_units_and_says_what_it_is(
+    mode, unit, optimizer, corpus, tmp_path
+):
+    run = train(corpus, tmp_path / "run", adaptive(mode, unit=unit, optimizer=optimizer))
+    record = run.guarantee
+    assert {*LEDGER_KEYS} <= {*record}
+    assert record["adaptive"]["mode"] == mode
+    assert record["adaptive"]["least_weight"] == LEAST
+    assert record["adaptive"]["weights"]["public_corpus_fingerprint"] == "fedcba"
+    assert record["standing"] == ("as published" if mode == "as-published" else "proved")
+    assert record["epsilon"] <= 8.0 or mode == "as-published"
+    assert any("news.parquet" in each for each in record["outside"])
+    assert any("some-model" in each for each in record["outside"])
+    assert record["steps"] == 4
+    assert run.finished
+
+
+def test_with_whole_bounds_a_run_is_that_of_dp_bit_for_bit(corpus, tmp_path):
+    plain = TrainConfig(**{**SMALL, "mitigation": "dp", "epsilon": 8.0, "insecure_seed": 1})
+    own = adaptive("clip", least_clip=1.0, insecure_seed=1)
+    one, other = train(corpus, tmp_path / "a", plain), train(corpus, tmp_path / "b", own)
+    files = [(run.model_folder / "model.safetensors").read_bytes() for run in (one, other)]
+    assert files[0] == files[1]
+    for name in ("epsilon", "noise_multiplier", "delta", "steps"):
+        assert one.guarantee[name] == other.guarantee[name]
+    less = adaptive("clip", least_clip=0.3, insecure_seed=1)
+    third = train(corpus, tmp_path / "c", less)
+    assert (third.model_folder / "model.safetensors").read_bytes() != files[0]
+    assert third.guarantee["epsilon"] == one.guarantee["epsilon"]
+
+
+@pytest.mark.parametrize("normalisation", ["minmax", "rank"])
+def test_weights_that_hang_on_others_are_for_as_published_only(normalisation, corpus, tmp_path):
+    weigh(corpus, normalisation=normalisation)
+    for mode in ("clip", "scale"):
+        with pytest.raises(GuaranteeError, match="one document moves every other's weight"):
+            train(corpus, tmp_path / "run", adaptive(mode, allow_unproved=True))
+        assert not (tmp_path / "run").exists()
+    run = train(corpus, tmp_path / "run", adaptive("as-published"))
+    assert "every one of them depends on every document" in run.guarantee["because"]
+    assert "one update shows it" in run.guarantee["because"]
+    assert "our reading" in run.guarantee["because"]
+    # The ends of the corpus' own range are somebody's text.
+    assert {"a", "b"}.isdisjoint(run.guarantee["adaptive"]["weights"])
+
+
+def test_a_corpus_without_weights_is_refused_with_the_way_to_make_them(public_tokenizer, tmp_path):
+    rows = documents(num_documents=200, num_users=40)
+    made = prepare(rows, tmp_path / "p", PrepareConfig(tokenizer=str(public_tokenizer)))
+    with pytest.raises(UsageError, match=r"tightlip prepare CORPUS --out .* --privacy-weights"):
+        train(made, tmp_path / "run", adaptive())
+    with pytest.raises(UsageError, match="a raw corpus has none"):
+        tightlip.train(
+            rows, tmp_path / "raw", prepare={"tokenizer": str(public_tokenizer)},
+            **adaptive().tree(),
+        )  # fmt: skip
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_what_breaks_the_proof_of_dp_breaks_it_in_every_mode(mode, tmp_path):
+    made = prepare(documents(num_documents=200, num_users=40), tmp_path / "p", PrepareConfig())
+    weigh(made)
+    with pytest.raises(GuaranteeError, match="vocabulary was learnt from this corpus"):
+        train(made, tmp_path / "run", adaptive(mode))
+    run = train(made, tmp_path / "run", adaptive(mode, allow_unproved=True))
+    assert run.guarantee["standing"] == "as published"
+    assert "vocabulary was learnt" in run.guarantee["because"]
+
+
+@pytest.mark.parametrize(
+    ("mode", "changed", "words"),
+    [
+        ("clip", {"gamma_floor": 0.3}, "gamma_floor=0.3 means nothing to adaptive='clip'"),
+        ("scale", {"least_clip": 0.3}, "Add --adaptive clip"),
+        ("as-published", {"averaging": 0.5}, "averaging=0.5 means nothing"),
+        ("as-published", {"epsilon": 3.0}, "epsilon=3 cannot be a target"),
+        ("scale", {"noise_multiplier": 0.0}, "nothing to scale"),
+        ("clip", {"epsilon": None}, "mitigation='adaptive-dp' needs a target"),
+        ("clip", {"least_clip": 0.0}, "least_clip=0 is out of range"),
+        ("clip", {"least_clip": 1.5}, "must be above 0 and at most 1"),
+        ("scale", {"averaging": 1.0}, "averaging=1 is out of range"),
+        ("scale", {"scale_accountant": "both"}, "Unknown scale_accountant 'both'"),
+        ("clip", {"adaptive": "sideways"}, "Unknown adaptive 'sideways'"),
+        ("clip", {"dp_check_canaries": 10}, "documents that have no privacy weight"),
+        ("clip", {"dropout": 0.1}, "goes without dropout"),
+        ("clip", {"mitigation": "dp", "least_clip": 0.3}, "Add --mitigation adaptive-dp"),
+        ("clip", {"mitigation": "none", "epsilon": None, "adaptive": "scale"}, "adaptive=scale"),
+    ],
+)
+def test_settings_that_do_not_go_together_are_refused(mode, changed, words):
+    with pytest.raises(UsageError, match=words):
+        adaptive(mode, **changed)
+
+
+def test_settings_of_other_modes_are_not_kept_with_the_run():
+    assert {"least_clip", "adaptive"} <= {*adaptive("clip").tree()}
+    assert "gamma_floor" not in adaptive("clip").tree()
+    assert "least_clip" not in adaptive("scale").tree()
+    assert "adaptive" not in TrainConfig(mitigation="dp", epsilon=8.0).tree()
+    for mode in MODES:
+        assert TrainConfig(**adaptive(mode).tree()) == adaptive(mode)
+
+
+def test_the_budget_ends_a_scale_run_and_the_run_says_so(corpus, tmp_path):
+    rho = np.full(len(corpus.train.bounds) - 1, LEAST)
+    weigh(corpus, rho=rho)
+    config = adaptive("scale", noise_multiplier=None, steps=60, averaging=0.3)
+    run = train(corpus, tmp_path / "run", config)
+    record = run.guarantee
+    assert run.stop == "privacy budget"
+    assert 0 < record["steps"] < 60
+    assert record["epsilon"] == 8.0
+    lines = (run.folder / "noise_scales.jsonl").read_text().splitlines()
+    by_hand = RdpAccountant([record["adaptive"]["order"]])
+    for line in lines:
+        sigma = json.loads(line)["noise_multiplier"]
+        theirs(by_hand, joint_multiplier(sigma, record["adaptive"]["release_noise"]), 8 / 40, 1)
+    assert len(lines) == record["steps"]
+    assert by_hand.get_epsilon(record["delta"]) <= 8.0
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_nobodys_weight_is_in_what_may_be_shown(mode, corpus, tmp_path):
+    rho = weigh(corpus)
+    run = train(corpus, tmp_path / "run", adaptive(mode))
+    shown = ["ledger.json", "metrics.jsonl", "model/README.md", "model/guarantee.json"]
+    shown += ["noise_scales.jsonl"] if mode == "scale" else []
+    for name in shown:
+        told = (run.folder / name).read_text()
+        assert not any(str(value)[:7] in told for value in rho)
+        assert corpus.train.corpus_fingerprint not in told
+
+
+def test_weights_made_anew_are_another_run(corpus, tmp_path):
+    with pytest.raises(KeyboardInterrupt):
+        interrupted_after(2, corpus, tmp_path / "run", adaptive())
+    weigh(corpus, rho=np.full(len(corpus.train.bounds) - 1, 0.5))
+    with pytest.raises(UsageError, match="weights_fingerprint"):
+        train(corpus, tmp_path / "run", adaptive())
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_run_that_goes_on_keeps_what_it_charged_and_counts_what_it_repeats(
+    mode, corpus, tmp_path
+):
+    config = adaptive(mode, epsilon=None, noise_multiplier=1.5, steps=6)
+    with pytest.raises(KeyboardInterrupt):
+        interrupted_after(3, corpus, tmp_path / "run", config)
+    before = open_run(tmp_path / "run").guarantee
+    assert before["steps"] == 3
+    run = train(corpus, tmp_path / "run", config)
+    assert run.guarantee["steps"] == 6
+    if mode == "scale":
+        assert before["adaptive_state"]["num_releases"] == 3
+        assert run.guarantee["adaptive_state"]["num_releases"] == 6
+
+
+PROGRAM = """
+import os, sys, torch
+from pathlib import Path
+torch.set_num_threads(1)
+from tightlip.corpus.prepare import open_prepared
+from tightlip.training.config import RunOptions, TrainConfig
+from tightlip.training.loop import Training, train
+plain = Training.take_step
+def told(self):
+    plain(self)
+    print("updated", flush=True)
+Training.take_step = told
+for _ in sys.stdin:  # one life a line; importing torch once is enough
+    if (life := os.fork()) == 0:
+        print(os.getpid(), flush=True)
+        train(open_prepared(Path(sys.argv[1])), Path(sys.argv[2]),
+              TrainConfig.from_toml(Path(sys.argv[3])), RunOptions(checkpoint_seconds=0))
+        os._exit(0)
+    os.waitpid(life, 0)
+    print("over", flush=True)
+"""
+
+
+@pytest.mark.parametrize("mode", ["scale", "as-published"])
+def test_killed_again_and_again_it_never_counts_less_than_it_spent(mode, corpus, tmp_path):
+    # Noise of 4 is cheap, so that the budget outlives the kills.
+    more = {"epsilon": 12.0} if mode == "scale" else {}
+    config = adaptive(mode, noise_multiplier=4.0, steps=10, **more)
+    (tmp_path / "config.toml").write_text(config.to_toml())
+    arguments = [str(corpus.folder), str(tmp_path / "run"), str(tmp_path / "config.toml")]
+    lives = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, *arguments],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    applied, moments = 0, random.Random(0)
+    for kill in range(3):
+        lives.stdin.write("another\n")
+        lives.stdin.flush()
+        life = int(lives.stdout.readline())
+        for _ in range(1 + kill % 3):
+            applied += lives.stdout.readline() == "updated\n"
+        time.sleep(moments.random() * 0.05)  # somewhere in a later step, or in what follows it
+        os.kill(life, signal.SIGKILL)
+        while (line := lives.stdout.readline()) != "over\n":
+            applied += line == "updated\n"
+        record = open_run(tmp_path / "run").guarantee
+        assert record["steps"] >= applied
+        if mode == "scale":
+            check_charged(tmp_path / "run", record)
+    lives.stdin.close()
+    lives.wait()
+    run = train(open_prepared(corpus.folder), tmp_path / "run", config, RunOptions())
+    assert run.finished
+    assert run.guarantee["steps"] >= max(applied, 10)
+
+
+def check_charged(folder, record):
+    """What the ledger has spent is at least what every step on record cost by hand."""
+    lines = (folder / "noise_scales.jsonl").read_text().splitlines()
+    assert len(lines) >= record["steps"]
+    by_hand = RdpAccountant([record["adaptive"]["order"]])
+    # A line may stand there whose charge was never written, nor its step taken.
+    for line in lines[: record["steps"]]:
+        sigma = json.loads(line)["noise_multiplier"]
+        theirs(by_hand, joint_multiplier(sigma, record["adaptive"]["release_noise"]), 8 / 40, 1)
+    assert record["adaptive_state"]["rdp"] == pytest.approx(float(by_hand._rdp[0]), rel=0.05)
+
+
+def test_the_ledger_command_tells_the_mode_and_where_the_weights_came_from(corpus, tmp_path):
+    for mode in MODES:
+        train(corpus, tmp_path / mode, adaptive(mode))
+
+    def said(*folders):
+        shown = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["ledger", *map(str, folders)])
+        assert shown.exit_code == 0
+        return shown.stdout
+
+    assert "least clip" in said(tmp_path / "clip")
+    scale = said(tmp_path / "scale")
+    assert "RDP filter at order" in scale
+    assert "spent rdp" in scale
+    assert "Another 1,000 steps" not in scale
+    assert "news.parquet" in scale
+    assert "as published" in said(tmp_path / "as-published")
+    assert "(proved)" in said(tmp_path / "clip", tmp_path / "scale")
+    assert "(as published)" in said(tmp_path / "clip", tmp_path / "as-published")
+
+
+def test_a_target_counts_what_a_noisy_vocabulary_told(tmp_path):
+    made = prepare(
+        documents(num_users=60), tmp_path / "p", PrepareConfig(vocabulary_noise=2.0, split="none")
+    )
+    weigh(made)
+    run = train(made, tmp_path / "run", adaptive("scale", steps=3))
+    (release,) = run.guarantee["releases"]
+    own = run.guarantee["adaptive"]
+    alone = RdpAccountant([own["order"]])
+    theirs(alone, 1e9, 0.5, 1, release["noise_multiplier"])
+    within = float(alone._rdp[0]) + own["rdp_budget"]
+    left = run.guarantee["delta"] - release["delta"]
+    assert epsilon_of_rdp(within, own["order"], left) == pytest.approx(8.0, rel=1e-6)
