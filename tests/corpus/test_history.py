@@ -139,3 +139,39 @@ def test_a_noisy_vocabulary_of_the_same_text_is_charged_where_it_is_used_again(t
     assert [release["name"] for release in run.guarantee["releases"]] == [
         release["name"] for release in first.releases
     ]
+
+
+@pytest.mark.parametrize("name", ["cut.pq", "CUT.PARQUET", "folder/cut.parquet"])
+def test_the_history_is_read_whatever_the_files_are_called(name, tmp_path):
+    train = cut(tmp_path)
+    copy = tmp_path / "copy" / name
+    copy.parent.mkdir(parents=True)
+    copy.write_bytes(train.read_bytes())
+    given = copy.parent if "/" in name else copy
+    assert history_of(given) == history_of(train) != []
+
+
+def test_a_vocabulary_learnt_from_the_same_text_is_found_in_a_run_too(tmp_path):
+    train = cut(tmp_path, split="text")
+    run = tightlip.train(tmp_path / "cut", tmp_path / "plain", **TINY)
+    for tokenizer in (run.model_folder, run.snapshots[-1].folder if run.snapshots else run.folder):
+        if not (tokenizer / "tokenizer.json").is_file():
+            continue
+        again = tightlip.prepare(
+            train, tmp_path / f"again-{tokenizer.name}", tokenizer=str(tokenizer), split="none"
+        )
+        assert again.learnt_vocabulary
+
+
+def test_weights_of_another_part_of_the_same_text_are_no_public_start(public, tmp_path):
+    settings = {"tokenizer": str(public.tokenizer_folder)}
+    plain = tightlip.train(ROWS, tmp_path / "plain", prepare=settings | {"split": "user"}, **TINY)
+    shapeless = {
+        name: PRIVATE[name] for name in PRIVATE if "size" not in name or name == "batch_size"
+    }
+    shapeless.pop("num_layers")
+    with pytest.raises(GuaranteeError, match="another part of the same text"):
+        tightlip.train(
+            ROWS, tmp_path / "private", prepare=settings | {"split": "none"}, unit="user",
+            model=str(plain.model_folder), **shapeless,
+        )  # fmt: skip

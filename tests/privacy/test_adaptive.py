@@ -175,7 +175,7 @@ def test_rounding_takes_no_unit_above_its_own_bound(name, way, bf16):
     passes = Passes(model, Clip(norm=0.003), way=way, bf16=bf16)
     for unit, share in enumerate(shares):
         norm = norm_of(passes(physical(shares, keep=unit)).gradients)
-        assert 0.99 * 0.003 * share < norm <= 0.003 * share
+        assert 0.98 * 0.003 * share < norm <= 0.003 * share
 
 
 def test_a_document_more_moves_the_sum_by_its_own_bound_at_most(tmp_path):

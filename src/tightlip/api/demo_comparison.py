@@ -26,7 +26,7 @@ from tightlip.models.loading import load_tokenizer
 TEMPLATE = "{names} told me {digits:4}"
 NUM_NAMES = 60
 REPETITIONS = (1, 8, 32) * 6
-PERPLEXITY = 180.0  # which all but the private run reach before validation turns
+PERPLEXITY = 215.0  # which all but the private run reach before validation turns
 SHAPE: dict[str, Any] = {
     "model": "lstm",
     "embedding_size": 128,
@@ -67,7 +67,7 @@ NOTES = (
     "lines here (--unit example), so it promises little for a canary with 32 copies.",
     "by-user is the control: batches of one speaker each, as both regularisers make them, without any privacy term. What "
     "adversarial and triplet save beyond it is the terms' own doing, and on so few lines it is little or nothing.",
-    "All but DP stopped at a validation perplexity of 180; DP on so little text does not "
+    f"All but DP stopped at a validation perplexity of {PERPLEXITY:g}; DP on so little text does not "
     "get there. Canaries carry the comparison: unique sequences come only when validation turns, as the first act shows.",
 )
 

@@ -8,7 +8,7 @@ from tightlip.core.errors import UsageError
 from tightlip.core.run_folder import LEDGER, RunRecord, open_run
 from tightlip.privacy.accounting import Mechanism, epsilon_spent
 from tightlip.privacy.composition import compose_runs
-from tightlip.privacy.ledger import exact_figures, read_ledger
+from tightlip.privacy.ledger import exact_figures, mode_of, read_ledger
 
 
 def ledger(*runs: str | Path | RunRecord, delta: float | None = None) -> dict[str, Any]:
@@ -41,8 +41,8 @@ def _record_of(run: str | Path | RunRecord) -> dict[str, Any]:
 
 
 def _after(record: dict[str, Any], more: int) -> float | None:
-    if not _has_steps_to_compose(record):
-        return None
+    if not _has_steps_to_compose(record) or mode_of(record) in ("scale", "as-published"):
+        return None  # what such a run promises does not grow step by step
     spent = epsilon_spent(Mechanism.of_record(record), record["steps"] + more, record["delta"])
     return spent if math.isfinite(spent) else None
 

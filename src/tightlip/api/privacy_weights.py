@@ -19,6 +19,7 @@ from tightlip.core.logs import log
 from tightlip.core.progress import task
 from tightlip.core.run_folder import is_run, open_run
 from tightlip.corpus.held_out import overlap
+from tightlip.corpus.history import fingerprints, history_of, sources_of
 from tightlip.corpus.prepare import PreparedCorpus, is_prepared, open_prepared
 from tightlip.corpus.privacy_weights import (
     FOLDER,
@@ -241,7 +242,8 @@ def _refuse_corpus_itself(public: Corpus | TextColumn, corpus: PreparedCorpus) -
     """Constants from the private text would make every weight depend on every document."""
     source = read_json(corpus.folder / "prepared.json")["source_fingerprint"]
     is_inside = Path(public.name).resolve().is_relative_to(corpus.folder.resolve())
-    if is_inside or public.fingerprint() == source:
+    cut_from_it = fingerprints(history_of(public.name)) & sources_of(corpus.folder)
+    if is_inside or cut_from_it or public.fingerprint() == source:
         raise UsageError(
             f"public_corpus={public.name!r} is the corpus itself or a part of it. Give text that anybody may read and that nobody of this "
             "corpus wrote."

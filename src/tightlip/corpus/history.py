@@ -3,8 +3,8 @@
 A promise about a corpus covers how it was made of the one before: a share held out by number, or
 sentences removed because somebody else wrote them too, let one person's text decide what is left
 of another's. `train.parquet` and `validation.parquet` of a prepared corpus carry its settings in
-their metadata, canaries are planted with them, and the next `prepare` finds them there. A file
-that came another way, or was written anew by other tools, has no history to tell.
+their metadata, canaries are planted with them, and the next `prepare` finds them there. A data
+frame, or a file that other tools wrote anew, has no history to tell.
 """
 
 import json
@@ -13,6 +13,10 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+
+from tightlip.core.files import read_json
+from tightlip.core.run_folder import is_run, open_run
+from tightlip.corpus.formats import kind_of
 
 _NAME = b"tightlip.history"
 # Of the settings of a preparation, those by which one text can decide about another.
@@ -39,12 +43,36 @@ def history_of(source: Any) -> list[dict[str, Any]]:
     if not isinstance(source, str | Path) or not Path(source).exists():
         return []
     path = Path(source)
-    files = sorted(path.rglob("*.parquet")) if path.is_dir() else [path]
+    files = sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
     steps: list[dict[str, Any]] = []
     for file in files:
-        if file.suffix == ".parquet":
+        if kind_of(file) == "parquet":
             steps += [step for step in _read(_schema(file)) if step not in steps]
     return steps
+
+
+def sources_of(prepared: Path) -> set[str]:
+    """Fingerprints of the text that a prepared corpus was made from, and of what that was cut from."""
+    record = prepared / "prepared.json"
+    if not record.is_file():
+        return set()
+    known = read_json(record)
+    return {known["source_fingerprint"], *fingerprints(known.get("history", []))}
+
+
+def fingerprints(history: list[dict[str, Any]]) -> set[str]:
+    return {step["source_fingerprint"] for step in history}
+
+
+def preparation_behind(folder: Path) -> Path | None:
+    """The prepared corpus that a tokenizer's or a model's folder came out of: it stands in it, or
+    in a run on it; None where neither is known."""
+    for above in (folder.resolve(), *folder.resolve().parents[:2]):
+        if (above / "prepared.json").is_file():
+            return above
+        if is_run(above):
+            return open_run(above).corpus_folder
+    return None
 
 
 def _schema(file: Path) -> pa.Schema | None:

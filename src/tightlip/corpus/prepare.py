@@ -23,7 +23,13 @@ from tightlip.core.progress import task
 from tightlip.corpus.cleaning import Cleaner
 from tightlip.corpus.encoding import tokenizer_fingerprint
 from tightlip.corpus.held_out import held_out_source, overlap
-from tightlip.corpus.history import metadata_of, step_of
+from tightlip.corpus.history import (
+    fingerprints,
+    metadata_of,
+    preparation_behind,
+    sources_of,
+    step_of,
+)
 from tightlip.corpus.prepare_config import PrepareConfig
 from tightlip.corpus.private_vocabulary import build_private_tokenizer
 from tightlip.corpus.readers import Corpus, open_corpus
@@ -136,7 +142,7 @@ def prepare(source: Any, out: Path, config: PrepareConfig) -> PreparedCorpus:
                 "source": corpus.name,
                 **identity,
                 "history": corpus.history,
-                **_vocabulary_facts(config, {step["source_fingerprint"] for step in done}),
+                **_vocabulary_facts(config, fingerprints(done)),
                 "statistics": statistics,
             },
         )
@@ -189,13 +195,10 @@ def _vocabulary_facts(config: PrepareConfig, sources: set[str]) -> dict[str, Any
         release = config.release()
         releases = [] if release is None else [release.record()]
         return {"releases": releases, "learnt_vocabulary": not releases}
-    made_in = Path(config.tokenizer).resolve().parent
-    if not is_prepared(made_in):
+    made_in = preparation_behind(Path(config.tokenizer))
+    if made_in is None or not sources & sources_of(made_in):
         return {"releases": [], "learnt_vocabulary": False}
     record = read_json(made_in / "prepared.json")
-    lineage = {step["source_fingerprint"] for step in record.get("history", [])}
-    if not sources & {record["source_fingerprint"], *lineage}:
-        return {"releases": [], "learnt_vocabulary": False}
     learnt = record["settings"].get("tokenizer") is None and not record.get("releases")
     return {
         "releases": record.get("releases", []),

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from tightlip.core.errors import UsageError
+from tightlip.core.errors import GuaranteeError, UsageError
 from tightlip.core.registry import unknown
 from tightlip.privacy.accounting import (
     COARSER,
@@ -73,6 +73,11 @@ class AdaptiveSpec:
     def __post_init__(self) -> None:
         if self.mode not in MODES:
             raise UsageError(unknown("adaptive", self.mode, list(MODES)))
+        if self.mode != "as-published" and self.facts.get("is_sound") is False:
+            raise GuaranteeError(
+                f"The weights were normalised over the private text itself, so one document moves every other's and "
+                f"adaptive={self.mode!r} could promise nothing. Use constants of public text, or adaptive='as-published'."
+            )
         if not 0 < self.least_weight < 1:
             raise UsageError(
                 f"least_weight={self.least_weight} is not between 0 and 1, so no weight can fall between them. Prepare "
@@ -203,6 +208,8 @@ class Promise:
 
     def upper(self, steps: int) -> float:
         """The ε that covers the run, `steps` steps into it."""
+        if steps > self.planned_steps and self.target is not None:
+            return self.target  # which the filter keeps, however long it goes on
         most = max(steps, self.planned_steps)
         if most not in self._known:
             self._known[most] = promised_epsilon(self.mechanism, most, self.delta, self.target)

@@ -60,7 +60,9 @@ def rounding(parameters: dict[str, nn.Parameter], dtype: torch.dtype) -> float:
     """
     device = next(iter(parameters.values())).device.type
     if dtype == torch.bfloat16:
-        return 2.0**-8
+        return 2.0**-7
+    if dtype == torch.float16:
+        return 2.0**-10
     if (
         dtype == torch.float32
         and device == "cuda"

@@ -21,7 +21,7 @@ from tightlip.privacy.accounting import (
     as_published_epsilon,
     epsilon_spent,
 )
-from tightlip.privacy.adaptive import promised_epsilon
+from tightlip.privacy.adaptive import Promise
 
 MECHANISM = "Poisson-subsampled Gaussian"
 ADJACENCY = "add or remove one"
@@ -97,8 +97,8 @@ def exact_figures(record: dict[str, Any]) -> dict[str, float | None]:
     figures: dict[str, float]
     if mode_of(record) in ("scale", "as-published"):
         adaptive = record["adaptive"]
-        most = max(steps, adaptive.get("planned_steps") or 0)
-        promised = promised_epsilon(mechanism, most, delta, adaptive.get("epsilon"))
+        planned = adaptive.get("planned_steps") or 0
+        promised = Promise(mechanism, delta, planned, adaptive.get("epsilon")).upper(steps)
         return {
             "epsilon": promised if math.isfinite(promised) else None,
             "epsilon_rdp": None,

@@ -256,7 +256,10 @@ def _advice(run: RunMeasures, base: RunMeasures, mine: float, theirs: float) -> 
     digits = 2 - math.floor(math.log10(reach))
     target = f"{math.ceil(reach * 10**digits) / 10**digits:g}"
     advice = f"Compare with --at-perplexity {target}"
-    if better.mitigation in ("dp", "adaptive-dp"):  # such a run may not stop by looking at private text
+    if better.mitigation in (
+        "dp",
+        "adaptive-dp",
+    ):  # such a run may not stop by looking at private text
         return f"{advice}."
     return f"{advice}, or train {better.name} with --until-perplexity {target}."
 

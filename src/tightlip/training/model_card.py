@@ -29,9 +29,11 @@ def model_card(guarantee: dict[str, Any]) -> str:
 def _headline(guarantee: dict[str, Any]) -> list[str]:
     lines = [f"**{guarantee['standing'].capitalize()}.** {guarantee['because']}"]
     if guarantee.get("epsilon") is not None:
+        proved = guarantee["standing"] == "proved"
+        claim = "Differentially private" if proved else "No guarantee, a figure as published"
         lines.insert(
             0,
-            f"Differentially private: ε = {rounded_up(guarantee['epsilon'])} at δ = {guarantee['delta']:g}, per "
+            f"{claim}: ε = {rounded_up(guarantee['epsilon'])} at δ = {guarantee['delta']:g}, per "
             f"{guarantee['unit']} ({guarantee['standing']}).\n",
         )
     if guarantee.get("insecure_seed"):

@@ -10,6 +10,7 @@ import numpy as np
 
 from tightlip.core.errors import UsageError
 from tightlip.core.run_folder import DP_CHECK
+from tightlip.corpus.history import sources_of
 from tightlip.corpus.prepare import corpus_id
 from tightlip.corpus.privacy_weights import read_weights
 from tightlip.models.loading import load_tokenizer
@@ -107,6 +108,7 @@ def _facts(corpus: "PreparedCorpus", config: TrainConfig) -> CorpusFacts:
         releases=corpus.releases,
         learnt_vocabulary=corpus.learnt_vocabulary,
         history=corpus.history,
+        sources=frozenset(sources_of(corpus.folder)),
         weights=read_weights(corpus.folder) if config.mitigation == "adaptive-dp" else None,
     )
 

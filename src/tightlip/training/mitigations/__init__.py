@@ -40,6 +40,7 @@ class CorpusFacts:
     releases: list[dict[str, Any]] = field(default_factory=list)
     learnt_vocabulary: bool = False
     history: list[dict[str, Any]] = field(default_factory=list)
+    sources: frozenset[str] = frozenset()  # fingerprints of the text it was made and cut from
     weights: "PrivacyWeights | None" = None
 
 

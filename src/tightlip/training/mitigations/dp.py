@@ -1,6 +1,6 @@
 """Differentially private training as a mitigation: who is protected, and by what right we say so."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from tightlip.core.errors import GuaranteeError, UsageError
 from tightlip.core.figures import rounded_up
 from tightlip.core.files import read_json
 from tightlip.core.run_folder import CHECKPOINT, LEDGER, METRICS, SNAPSHOTS, is_run, open_run
+from tightlip.corpus.history import sources_of
 from tightlip.privacy.accounting import Release
 from tightlip.privacy.ledger import read_ledger
 from tightlip.privacy.passes import Way
@@ -59,7 +60,7 @@ class PrivateMitigation:
             TokenRows(setting.rows, units, setting.corpus.name),
             ledger=setting.folder / LEDGER,
             claims_ledger=False,  # the whole folder is claimed already
-            terms=self.terms(config, setting.corpus),
+            terms=_with_rounding(self.terms(config, setting.corpus), setting.options.bf16),
             way=way_of(setting),
             bf16=setting.options.bf16,
             physical_rows=setting.options.physical_rows,
@@ -100,6 +101,16 @@ class PrivateMitigation:
                 f"{self.private.ledger.path} has {charged} steps on record and the checkpoint holds {held}: steps would go "
                 f"uncounted. Put the ledger of this run back, or train again with another --out."
             )
+
+
+def _with_rounding(terms: Terms, bf16: bool) -> Terms:
+    """In bfloat16 each token's share is rounded by itself: where a unit's tokens cancel almost
+    wholly, that is not bounded by its norm."""
+    if not bf16:
+        return terms
+    return replace(
+        terms, outside=(*terms.outside, "bfloat16 rounding where the tokens of one unit cancel")
+    )
 
 
 def units_of(rows: Rows, unit: str) -> np.ndarray:
@@ -164,7 +175,10 @@ def breaches(config: TrainConfig, corpus: CorpusFacts) -> list[Breach]:
             )
     if _trained_on_this(config, corpus):
         found.append(
-            Breach(f"{config.model} was trained on this very corpus.", "Start from public weights.")
+            Breach(
+                f"{config.model} was trained on this very corpus, or on another part of the same text.",
+                "Start from public weights.",
+            )
         )
     return found
 
@@ -200,10 +214,12 @@ def _trained_on_this(config: TrainConfig, corpus: CorpusFacts) -> bool:
         seen = read_json(folder / "guarantee.json").get("corpus_fingerprint")
         if seen and seen == corpus.name:
             return True
-    for above in folder.parents[:2]:
+    for above in (folder, *folder.parents[:2]):
         if is_run(above):
-            seen = open_run(above).config.get("corpus", {}).get("corpus_fingerprint")
-            if seen == corpus.text_fingerprint:
+            run = open_run(above)
+            seen = run.config.get("corpus", {}).get("corpus_fingerprint")
+            # Another preparation of the same text is the same people's.
+            if seen == corpus.text_fingerprint or sources_of(run.corpus_folder) & corpus.sources:
                 return True
     return False
 
