@@ -241,7 +241,9 @@ def test_the_corpus_itself_is_no_public_corpus(tmp_path, models):
     corpus = tightlip.prepare(source, tmp_path / "p")
     copy = tmp_path / "copy.parquet"
     copy.write_bytes(source.read_bytes())
-    for public in (source, corpus.folder, corpus.folder / "validation.parquet"):
+    held_out = tmp_path / "held-out.parquet"  # its own metadata says what it was cut from
+    held_out.write_bytes((corpus.folder / "validation.parquet").read_bytes())
+    for public in (source, corpus.folder, corpus.folder / "validation.parquet", held_out):
         with pytest.raises(UsageError, match="the corpus itself or a part of it"):
             tightlip.weigh(corpus, public_model=model, public_corpus=public)
     with pytest.raises(UsageError, match="stand in the training text too"):

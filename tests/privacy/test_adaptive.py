@@ -532,6 +532,46 @@ def test_a_ledger_that_lost_what_releases_cost_is_refused(state, tmp_path):
         adaptive(tmp_path, "scale", **TARGET)
 
 
+def test_a_ledger_taken_back_behind_its_releases_is_refused(tmp_path):
+    training = adaptive(tmp_path, "scale", **TARGET)
+    training.step()
+    training.settle()
+    earlier = (tmp_path / "ledger.json").read_bytes()
+    for _ in range(2):
+        training.step()
+    training.close()
+    (tmp_path / "ledger.json").write_bytes(earlier)  # as a power cut may
+    with pytest.raises(GuaranteeError, match="3 steps"):
+        adaptive(tmp_path, "scale", **TARGET)
+
+
+def test_the_line_of_a_step_that_was_never_charged_is_forgotten(tmp_path):
+    training = adaptive(tmp_path, "scale", **TARGET)
+    training.step()
+    training.close()
+    lines = (tmp_path / SCALES).read_bytes()
+    (tmp_path / SCALES).write_bytes(lines + lines)
+    adaptive(tmp_path, "scale", **TARGET).close()
+    assert (tmp_path / SCALES).read_bytes() == lines
+
+
+@pytest.mark.parametrize("mode", ["clip", "scale"])
+def test_weights_said_to_be_unsound_are_refused_in_python_too(mode):
+    with pytest.raises(GuaranteeError, match="could promise nothing"):
+        spec(mode, facts={"is_sound": False})
+    assert spec("as-published", facts={"is_sound": False}).mode == "as-published"
+
+
+def test_steps_beyond_the_plan_are_promised_the_target(tmp_path):
+    settings = {**TARGET, "steps": 1}
+    training = adaptive(tmp_path, "scale", **settings)
+    before = training.epsilon
+    for _ in range(3):
+        training.step()
+    assert before < training.epsilon == settings["epsilon"]
+    assert training.exact_record()["epsilon"] == settings["epsilon"]
+
+
 def test_no_mode_goes_on_in_anothers_ledger_and_none_is_called_like_another(tmp_path):
     assert len({MECHANISM, *MECHANISMS.values()}) == 4
     adaptive(tmp_path, "clip").close()

@@ -93,6 +93,9 @@ def test_every_mode_trains_for_both_units_and_says_what_it_is(
     assert any("some-model" in each for each in record["outside"])
     assert record["steps"] == 4
     assert run.finished
+    card = (run.model_folder / "README.md").read_text(encoding="utf-8")
+    assert ("Differentially private" in card) == (mode != "as-published")
+    assert ("No guarantee, a figure as published" in card) == (mode == "as-published")
 
 
 def test_with_whole_bounds_a_run_is_that_of_dp_bit_for_bit(corpus, tmp_path):
@@ -318,6 +321,8 @@ def test_the_ledger_command_tells_the_mode_and_where_the_weights_came_from(corpu
     assert "RDP filter at order" in scale
     assert "spent rdp" in scale
     assert "Another 1,000 steps" not in scale
+    shown = CliRunner().invoke(app, ["ledger", str(tmp_path / "scale"), "--json"])
+    assert json.loads(shown.stdout).get("another_1000_steps") is None
     assert "news.parquet" in scale
     assert "as published" in said(tmp_path / "as-published")
     assert "(proved)" in said(tmp_path / "clip", tmp_path / "scale")

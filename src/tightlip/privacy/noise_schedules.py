@@ -150,6 +150,7 @@ class ReleasedNoise:
         return told if self.budget is None else {**told, "rdp": self.budget.spent}
 
     def restore(self, state: dict[str, Any], steps: int) -> None:
+        self._check_lines(steps)
         numbers = [state.get(name) for name in ("average", *(("rdp",) if self.budget else ()))]
         if not all(isinstance(each, int | float) and math.isfinite(each) for each in numbers):
             raise _lost("the releases and what they cost")
@@ -160,6 +161,18 @@ class ReleasedNoise:
             full = joint_multiplier(self.noise_multiplier, self.release_noise)
             if self.budget.spent < steps * self.budget.cost(full) * (1 - 1e-6):
                 raise _lost(f"all that {steps} steps cost")
+
+    def _check_lines(self, steps: int) -> None:
+        """No more steps may have released something than the ledger has charged.
+
+        A line is written before its step is charged: of one that a kill came between, nothing was
+        released, and its line goes. More can only be of a power cut that took the ledger back.
+        """
+        lines = self._path.read_bytes().splitlines(keepends=True) if self._path.exists() else []
+        if len(lines) > steps + 1:
+            raise _lost(f"{len(lines)} steps, as many as {self._path} has releases of,")
+        if len(lines) == steps + 1:
+            os.truncate(self._path, sum(map(len, lines[:-1])))
 
     def settle(self, record: Callable[[], None]) -> None:
         if not self._is_recorded:
