@@ -1,5 +1,7 @@
 """What a corpus came through stays with its files, and a split by text asks each document alone."""
 
+import shutil
+
 import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
@@ -175,3 +177,40 @@ def test_weights_of_another_part_of_the_same_text_are_no_public_start(public, tm
             ROWS, tmp_path / "private", prepare=settings | {"split": "none"}, unit="user",
             model=str(plain.model_folder), **shapeless,
         )  # fmt: skip
+
+
+def test_weights_are_followed_through_runs_that_went_on_from_others(public, tmp_path):
+    settings = {"tokenizer": str(public.tokenizer_folder), "split": "none"}
+    others = [{"user": f"o{n % 5}", "text": f"w{n % 9} w{n % 4}"} for n in range(40)]
+    first = tightlip.train(ROWS, tmp_path / "first", prepare=settings, **TINY)
+    goes_on = {"batch_size": 8, "steps": 1}
+    second = tightlip.train(
+        others, tmp_path / "second", prepare=settings, model=str(first.model_folder), **goes_on
+    )
+    with pytest.raises(GuaranteeError, match="another part of the same text"):
+        tightlip.train(
+            ROWS, tmp_path / "private", prepare=settings, unit="user", mitigation="dp",
+            noise_multiplier=1.0, model=str(second.model_folder), **goes_on,
+        )  # fmt: skip
+
+
+def test_a_vocabulary_is_followed_through_corpora_that_were_given_it(tmp_path):
+    learnt = tightlip.prepare(ROWS, tmp_path / "a", split="none")
+    others = [{"user": "o", "text": f"w{n % 9} w{n % 4}"} for n in range(40)]
+    handed_on = tightlip.prepare(
+        others, tmp_path / "b", tokenizer=str(learnt.tokenizer_folder), split="none"
+    )
+    again = tightlip.prepare(
+        ROWS, tmp_path / "c", tokenizer=str(handed_on.tokenizer_folder), split="none"
+    )
+    assert not handed_on.learnt_vocabulary
+    assert again.learnt_vocabulary
+
+
+def test_somebodys_own_config_nearby_is_no_run(public, tmp_path):
+    (tmp_path / "config.toml").write_text('name = "mine"\n', encoding="utf-8")
+    shutil.copytree(public.tokenizer_folder, tmp_path / "models/mine")
+    made = tightlip.prepare(
+        ROWS, tmp_path / "p", tokenizer=str(tmp_path / "models/mine"), split="none"
+    )
+    assert not made.learnt_vocabulary

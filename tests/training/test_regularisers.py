@@ -577,6 +577,7 @@ def test_each_regulariser_has_a_weight_of_its_own_unless_given(mitigation, weigh
     [
         ({"mitigation": "dp", "privacy_weight": 1.0, "epsilon": 8.0}, "privacy_weight"),
         ({"discriminator_size": 1000}, "discriminator_size"),
+        ({"privacy_warmup_steps": 0}, "privacy_warmup_steps"),
         ({"mitigation": "adversarial", "triplet_pairs": "auxiliary"}, "triplet_pairs"),
         ({"mitigation": "triplet", "clip_norm": 1.0}, "clip_norm"),
         ({"mitigation": "dp", "epsilon": 8.0, "adaptive": "clip"}, "adaptive"),

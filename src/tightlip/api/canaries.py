@@ -8,7 +8,7 @@ from typing import Any
 from tightlip.api.run_corpora import open_run_corpus
 from tightlip.core.errors import UsageError
 from tightlip.core.files import write_json
-from tightlip.core.run_folder import RunRecord, is_run, open_run
+from tightlip.core.run_folder import RunRecord, is_run, open_run, run_around
 from tightlip.corpus.canaries import CanaryConfig, Planted, read_key, write_key
 from tightlip.corpus.canaries import plant_canaries as plant
 from tightlip.corpus.prepare import is_prepared
@@ -41,8 +41,9 @@ def _refuse_folders_of_ours(corpus: Any) -> None:
     """A prepared folder holds its held-out text too, which must not be trained on."""
     if not isinstance(corpus, str | Path):
         return
-    if is_run(Path(corpus)):
-        part = open_run(Path(corpus)).corpus_folder / "train.parquet"
+    record = run_around(Path(corpus)) if is_run(Path(corpus)) else None
+    if record is not None and record.folder.resolve() == Path(corpus).resolve():
+        part = record.corpus_folder / "train.parquet"
         raise UsageError(
             f"{corpus} is a run, and canaries are planted before training. Plant in its text and train anew: "
             f"tightlip canaries plant {part}"
@@ -137,6 +138,10 @@ def missing_copies(record: RunRecord, keys: Sequence[Planted]) -> str | None:
     """A sentence where planted canaries do not stand in a run's training text as the keys say:
     what is measured is then another model, or another key, than its reader thinks."""
     planted = [canary for key in keys for canary in key.of_planted]
+    if not planted:
+        return None
+    if not is_prepared(record.corpus_folder):
+        return "The run's training text is no longer there, so nobody can tell whether the canaries stood in it."
     wanted = {canary.text: 0 for canary in planted}
     open_run_corpus(record)  # refused where other text lies there now
     for batch in open_corpus(record.corpus_folder / "train.parquet").batches():

@@ -133,6 +133,11 @@ class _Sides:
         self.counted: tuple[np.ndarray | None, np.ndarray | None] = None, None
         settings = self.prepared.settings
         if not _learnt_from_training(settings):
+            if self.prepared.learnt_vocabulary and settings.get("tokenizer") is not None:
+                self.notes.append(
+                    "The tokenizer was given, and was itself learnt from this text. Words of held-out text that it lacks are "
+                    "easy to predict, so these figures are too low. Prepare with a tokenizer made of other text."
+                )
             return
         tokenizer = load_tokenizer(self.prepared.tokenizer_folder)
         self.counted = fair_tokens(

@@ -4,7 +4,8 @@ from pathlib import Path
 
 from tightlip.core.errors import UsageError
 from tightlip.core.files import read_json
-from tightlip.core.run_folder import RunRecord, is_run, open_run
+from tightlip.core.run_folder import RunRecord, run_around
+from tightlip.corpus.history import sources_behind, sources_of
 from tightlip.corpus.prepare import PreparedCorpus, is_prepared, open_prepared
 from tightlip.corpus.tokens import TokenizedCorpus
 
@@ -57,14 +58,12 @@ def check_reference(reference: Path, prepared: PreparedCorpus) -> list[str]:
 
     `reference` is a run, a model inside one, or a model from elsewhere, of which nothing is known.
     """
-    notes: list[str] = []
     if _card_names(reference, prepared):
         raise _no_reference(reference, "this very corpus")
-    for folder in (reference, *reference.resolve().parents[:2]):  # RUN/snapshots/epoch-1
-        if is_run(folder):
-            notes += _check_run(reference, open_run(folder), prepared)
-            break
-    return notes
+    if sources_behind(reference) & sources_of(prepared.folder):
+        raise _no_reference(reference, "this very corpus, or another part of the same text")
+    run = run_around(reference)
+    return [] if run is None else _check_run(reference, run, prepared)
 
 
 def _check_run(reference: Path, run: RunRecord, prepared: PreparedCorpus) -> list[str]:

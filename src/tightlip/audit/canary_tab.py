@@ -66,10 +66,10 @@ def tab_successes(scorer: CandidateScorer, texts: list[str], prompt_tokens: int)
 def _attacks(scorer: CandidateScorer, texts: list[str], prompt_tokens: int) -> list[Attack]:
     log_probs, bounds, ranks = scorer.scanned(texts)
     near = []
-    for text, (begin, end) in zip(texts, pairwise(bounds), strict=True):
+    for begin, end in pairwise(bounds):
         if end - begin <= prompt_tokens:
             raise UsageError(
-                f"{text!r} has {end - begin} tokens, so a prompt of {prompt_tokens} leaves nothing to guess. "
+                f"A canary has {end - begin} tokens, so a prompt of {prompt_tokens} leaves nothing to guess. "
                 "Use fewer --prompt-tokens."
             )
         near.append(bool((ranks[begin + prompt_tokens : end] < _NEARLY_FIRST).all()))

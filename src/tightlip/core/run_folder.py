@@ -71,6 +71,20 @@ def is_run(folder: Path) -> bool:
     return (folder / CONFIG).is_file()
 
 
+def run_around(folder: Path) -> "RunRecord | None":
+    """The run that a model's or a tokenizer's folder is, or stands in; None where there is none.
+
+    A config.toml further up may be anybody's, so one that is no run's is passed over.
+    """
+    for above in (folder.resolve(), *folder.resolve().parents[:2]):
+        if is_run(above):
+            try:
+                return open_run(above)
+            except (KeyError, TypeError, UsageError):
+                continue
+    return None
+
+
 def is_finished(folder: Path) -> bool:
     """Whether training ended. A private run has a ledger from its first step on."""
     if not (folder / LEDGER).is_file() or not (folder / MODEL).is_dir():

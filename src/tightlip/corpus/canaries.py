@@ -349,6 +349,10 @@ def _check_whole(key: Planted) -> None:
     if not key.canaries:
         raise ValueError("there are no canaries")
     for canary in key.canaries:
+        if type(canary.repetitions) is not int or canary.repetitions < 1:
+            raise ValueError("a canary's repetitions are no number from 1 on")
+        if not isinstance(canary.text, str) or not isinstance(canary.user, str):
+            raise ValueError("a canary's text or user is no text")
         if canary.kind == "planted":
             _check_planted(canary, key.pools)
         elif canary.kind != "real" or not key.model_fingerprint:

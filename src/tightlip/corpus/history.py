@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from tightlip.core.files import read_json
-from tightlip.core.run_folder import is_run, open_run
+from tightlip.core.run_folder import run_around
 from tightlip.corpus.formats import kind_of
 
 _NAME = b"tightlip.history"
@@ -65,14 +65,27 @@ def fingerprints(history: list[dict[str, Any]]) -> set[str]:
 
 
 def preparation_behind(folder: Path) -> Path | None:
-    """The prepared corpus that a tokenizer's or a model's folder came out of: it stands in it, or
-    in a run on it; None where neither is known."""
+    """The prepared corpus that a tokenizer's folder came out of: it stands in it, or in a run on
+    it; None where neither is known, as of a copy."""
     for above in (folder.resolve(), *folder.resolve().parents[:2]):
         if (above / "prepared.json").is_file():
             return above
-        if is_run(above):
-            return open_run(above).corpus_folder
-    return None
+    run = run_around(folder)
+    return None if run is None else run.corpus_folder
+
+
+def sources_behind(model: Path) -> set[str]:
+    """Fingerprints of all text that a model's weights are known to have learnt from, its run's and
+    those of the runs that this one went on from."""
+    found: set[str] = set()
+    seen: set[Path] = set()
+    run = run_around(model)
+    while run is not None and run.folder not in seen:
+        seen.add(run.folder)
+        found |= sources_of(run.corpus_folder)
+        before = Path(str(run.config.get("train", {}).get("model", "")))
+        run = run_around(before) if before.is_dir() and before.is_absolute() else None
+    return found
 
 
 def _schema(file: Path) -> pa.Schema | None:

@@ -39,6 +39,8 @@ from tightlip.corpus.tables import TableWriter, attribute_types
 from tightlip.corpus.tokens import TokenizedCorpus, open_tokenized, tokenize_documents
 from tightlip.corpus.vocabulary import build_tokenizer
 
+_MOST_HANDED_ON = 20
+
 
 @dataclass(frozen=True, kw_only=True)
 class PreparedCorpus:
@@ -196,6 +198,11 @@ def _vocabulary_facts(config: PrepareConfig, sources: set[str]) -> dict[str, Any
         releases = [] if release is None else [release.record()]
         return {"releases": releases, "learnt_vocabulary": not releases}
     made_in = preparation_behind(Path(config.tokenizer))
+    for _ in range(_MOST_HANDED_ON):  # a tokenizer may come from one that was given a tokenizer
+        if made_in is None or not is_prepared(made_in) or sources & sources_of(made_in):
+            break
+        given = read_json(made_in / "prepared.json")["settings"].get("tokenizer")
+        made_in = None if given is None else preparation_behind(Path(given))
     if made_in is None or not sources & sources_of(made_in):
         return {"releases": [], "learnt_vocabulary": False}
     record = read_json(made_in / "prepared.json")

@@ -75,7 +75,8 @@ def check_given(settings: typing.Mapping[str, Any]) -> None:
         ADAPTIVE, ("adaptive-dp",)
     )
     for name, of in (meant_for | REGULARISERS).items():
-        if settings.get(name) not in (None, False) and mitigation not in of:
+        given = settings.get(name)
+        if given is not None and given is not False and mitigation not in of:
             raise UsageError(
                 f"{name}={settings[name]} means nothing to mitigation={mitigation!r}. "
                 f"Add --mitigation {' or '.join(of)}, or leave it out."

@@ -11,8 +11,8 @@ from torch import Tensor
 from tightlip.core.errors import GuaranteeError, UsageError
 from tightlip.core.figures import rounded_up
 from tightlip.core.files import read_json
-from tightlip.core.run_folder import CHECKPOINT, LEDGER, METRICS, SNAPSHOTS, is_run, open_run
-from tightlip.corpus.history import sources_of
+from tightlip.core.run_folder import CHECKPOINT, LEDGER, METRICS, SNAPSHOTS, run_around
+from tightlip.corpus.history import sources_behind
 from tightlip.privacy.accounting import Release
 from tightlip.privacy.ledger import read_ledger
 from tightlip.privacy.passes import Way
@@ -214,14 +214,13 @@ def _trained_on_this(config: TrainConfig, corpus: CorpusFacts) -> bool:
         seen = read_json(folder / "guarantee.json").get("corpus_fingerprint")
         if seen and seen == corpus.name:
             return True
-    for above in (folder, *folder.parents[:2]):
-        if is_run(above):
-            run = open_run(above)
-            seen = run.config.get("corpus", {}).get("corpus_fingerprint")
-            # Another preparation of the same text is the same people's.
-            if seen == corpus.text_fingerprint or sources_of(run.corpus_folder) & corpus.sources:
-                return True
-    return False
+    run = run_around(folder)
+    if run is not None and run.config["corpus"].get("corpus_fingerprint") == (
+        corpus.text_fingerprint
+    ):
+        return True
+    # Another preparation of the same text is the same people's.
+    return bool(sources_behind(folder) & corpus.sources)
 
 
 def _taken_as_public(config: TrainConfig, corpus: CorpusFacts) -> list[str]:
