@@ -201,4 +201,4 @@ def test_no_unit_adds_more_than_the_bound_in_bfloat16(name):
     for row in range(12):
         own = slice(row, row + 1)
         found = clipped_gradients(model, ids[own], labels[own], clip_norm=0.01)
-        assert 0.0099 < norm_of(found.gradients) <= 0.01
+        assert 0.0098 < norm_of(found.gradients) <= 0.01
