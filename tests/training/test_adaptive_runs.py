@@ -1,12 +1,6 @@
 """Adaptive private runs from the outside: weights, modes, what is refused, what is written."""
 
 import json
-import os
-import random
-import signal
-import subprocess
-import sys
-import time
 
 import numpy as np
 import pytest
@@ -25,6 +19,7 @@ from tightlip.privacy.rdp_filter import epsilon_of_rdp
 from tightlip.training.config import RunOptions, TrainConfig
 from tightlip.training.loop import train
 from tightlip.training.mitigations import LEDGER_KEYS
+from training.killed_runs import killed_again_and_again
 from training.small_corpora import documents
 from training.test_private_runs import interrupted_after
 
@@ -239,57 +234,17 @@ def test_a_run_that_goes_on_keeps_what_it_charged_and_counts_what_it_repeats(
         assert run.guarantee["adaptive_state"]["num_releases"] == 6
 
 
-PROGRAM = """
-import os, sys, torch
-from pathlib import Path
-torch.set_num_threads(1)
-from tightlip.corpus.prepare import open_prepared
-from tightlip.training.config import RunOptions, TrainConfig
-from tightlip.training.loop import Training, train
-plain = Training.take_step
-def told(self):
-    plain(self)
-    print("updated", flush=True)
-Training.take_step = told
-for _ in sys.stdin:  # one life a line; importing torch once is enough
-    if (life := os.fork()) == 0:
-        print(os.getpid(), flush=True)
-        train(open_prepared(Path(sys.argv[1])), Path(sys.argv[2]),
-              TrainConfig.from_toml(Path(sys.argv[3])), RunOptions(checkpoint_seconds=0))
-        os._exit(0)
-    os.waitpid(life, 0)
-    print("over", flush=True)
-"""
-
-
 @pytest.mark.parametrize("mode", ["scale", "as-published"])
 def test_killed_again_and_again_it_never_counts_less_than_it_spent(mode, corpus, tmp_path):
     # Noise of 4 is cheap, so that the budget outlives the kills.
     more = {"epsilon": 12.0} if mode == "scale" else {}
     config = adaptive(mode, noise_multiplier=4.0, steps=10, **more)
-    (tmp_path / "config.toml").write_text(config.to_toml())
-    arguments = [str(corpus.folder), str(tmp_path / "run"), str(tmp_path / "config.toml")]
-    lives = subprocess.Popen(
-        [sys.executable, "-c", PROGRAM, *arguments],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    applied, moments = 0, random.Random(0)
-    for kill in range(3):
-        lives.stdin.write("another\n")
-        lives.stdin.flush()
-        life = int(lives.stdout.readline())
-        for _ in range(1 + kill % 3):
-            applied += lives.stdout.readline() == "updated\n"
-        time.sleep(moments.random() * 0.05)  # somewhere in a later step, or in what follows it
-        os.kill(life, signal.SIGKILL)
-        while (line := lives.stdout.readline()) != "over\n":
-            applied += line == "updated\n"
+    applied = 0
+    for applied in killed_again_and_again(corpus, tmp_path, config, num_kills=3):
         record = open_run(tmp_path / "run").guarantee
         assert record["steps"] >= applied
         if mode == "scale":
             check_charged(tmp_path / "run", record)
-    lives.stdin.close()
-    lives.wait()
     run = train(open_prepared(corpus.folder), tmp_path / "run", config, RunOptions())
     assert run.finished
     assert run.guarantee["steps"] >= max(applied, 10)

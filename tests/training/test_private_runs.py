@@ -2,14 +2,8 @@
 
 import dataclasses
 import json
-import os
-import random
 import shutil
-import signal
 import stat
-import subprocess
-import sys
-import time
 
 import numpy as np
 import pytest
@@ -27,6 +21,7 @@ from tightlip.training.loop import Training, train
 from tightlip.training.mitigations import LEDGER_KEYS
 from tightlip.training.mitigations.dp import PrivateMitigation
 from tightlip.training.sources import TokenRows
+from training.killed_runs import killed_again_and_again
 from training.small_corpora import documents
 
 SMALL = {
@@ -226,51 +221,11 @@ def test_without_noise_a_run_ends_and_promises_nothing(corpus, tmp_path):
     assert run.guarantee["standing"] == "measured only"
 
 
-PROGRAM = """
-import os, sys, torch
-from pathlib import Path
-torch.set_num_threads(1)
-from tightlip.corpus.prepare import open_prepared
-from tightlip.training.config import RunOptions, TrainConfig
-from tightlip.training.loop import Training, train
-plain = Training.take_step
-def told(self):
-    plain(self)
-    print("updated", flush=True)
-Training.take_step = told
-for _ in sys.stdin:  # one life a line; importing torch once is enough
-    if (life := os.fork()) == 0:
-        print(os.getpid(), flush=True)
-        train(open_prepared(Path(sys.argv[1])), Path(sys.argv[2]),
-              TrainConfig.from_toml(Path(sys.argv[3])), RunOptions(checkpoint_seconds=0))
-        os._exit(0)
-    os.waitpid(life, 0)
-    print("over", flush=True)
-"""
-
-
 def test_killed_ten_times_it_never_counts_less_than_it_spent(corpus, tmp_path):
     config = private(noise_multiplier=1.0, epsilon=None, steps=40)
-    (tmp_path / "config.toml").write_text(config.to_toml())
-    arguments = [str(corpus.folder), str(tmp_path / "run"), str(tmp_path / "config.toml")]
-    lives = subprocess.Popen(
-        [sys.executable, "-c", PROGRAM, *arguments],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    applied, moments = 0, random.Random(0)
-    for kill in range(10):
-        lives.stdin.write("another\n")
-        lives.stdin.flush()
-        life = int(lives.stdout.readline())
-        for _ in range(1 + kill % 3):
-            applied += lives.stdout.readline() == "updated\n"
-        time.sleep(moments.random() * 0.05)  # somewhere in a later step, or in what follows it
-        os.kill(life, signal.SIGKILL)
-        while (line := lives.stdout.readline()) != "over\n":
-            applied += line == "updated\n"
+    applied = 0
+    for applied in killed_again_and_again(corpus, tmp_path, config, num_kills=10):
         assert open_run(tmp_path / "run").guarantee["steps"] >= applied
-    lives.stdin.close()
-    lives.wait()
     run = train(open_prepared(corpus.folder), tmp_path / "run", config)
     assert run.finished
     assert run.guarantee["steps"] >= 40
