@@ -31,6 +31,9 @@ ACCOUNTANT = "PLD"
 _WORDING = ("because", "covers", "outside")
 
 
+Figures = Callable[[dict[str, Any]], dict[str, float | None]]  # from a record to its ε, three ways
+
+
 class Meter(Protocol):
     """What a run promises after so many steps; an `EpsilonMeter`, or an adaptive run's promise."""
 
@@ -145,7 +148,7 @@ class Ledger:
         meter: Meter,
         steps: int = 0,
         state: Callable[[], dict[str, Any]] = dict,
-        figures: Callable[[dict[str, Any]], dict[str, float | None]] | None = None,
+        figures: Figures | None = None,
     ) -> None:
         assert Mechanism.of_record(terms) == meter.mechanism, "terms and meter differ"
         assert terms["delta"] == meter.delta, "terms and meter differ"
@@ -164,7 +167,7 @@ class Ledger:
         terms: dict[str, Any],
         meter: Meter,
         state: Callable[[], dict[str, Any]] = dict,
-        figures: "Callable[[dict[str, Any]], dict[str, float | None]] | None" = None,
+        figures: Figures | None = None,
     ) -> "Ledger":
         """A new run's ledger, on disk before its first step."""
         ledger = cls(path, terms, meter, state=state, figures=figures)
@@ -180,7 +183,7 @@ class Ledger:
         terms: dict[str, Any],
         meter: Meter,
         state: Callable[[], dict[str, Any]] = dict,
-        figures: "Callable[[dict[str, Any]], dict[str, float | None]] | None" = None,
+        figures: Figures | None = None,
     ) -> "Ledger":
         """The ledger of a run that goes on: what it has charged stays charged."""
         there = read_ledger(Path(path))
