@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from tightlip.cli import audit, canaries, compare, demo, ledger, prepare, reproduce, tab, train
+from tightlip.cli.represent import represent_commands
 from tightlip.core.errors import GuaranteeError, TightlipError
 
 # Read when torch and numba start their threads. Otherwise these spin while they wait for each
@@ -61,6 +62,7 @@ app.command("audit")(_refusals_in_a_line(audit.audit))
 app.command("canaries")(_refusals_in_a_line(canaries.canaries))
 app.command("tab")(_refusals_in_a_line(tab.tab))
 app.command("compare")(_refusals_in_a_line(compare.compare))
+app.add_typer(represent_commands(_refusals_in_a_line), name="represent")
 app.command("ledger")(_refusals_in_a_line(ledger.ledger))
 app.command("reproduce")(_refusals_in_a_line(reproduce.reproduce))
 

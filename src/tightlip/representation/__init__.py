@@ -1,0 +1,1 @@
+"""Private text vectors: what a device sends instead of the words, and who can read it."""
