@@ -2,13 +2,15 @@
 
     python benchmarks/check_gpu.py
 
-Clipped sums on the GPU against plain autograd in float64 on the CPU, one unit at a time; the
+Clipped sums on the GPU against plain autograd in float64 on the CPU, one unit at a time; units
+whose tokens cancel, which rounding may not take above the bound; the
 noise against ChaCha written out in Python and against the normal law. Exits 1 where one is off.
 """
 
 import copy
 import math
 import sys
+from types import SimpleNamespace
 
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
@@ -17,10 +19,10 @@ from tightlip.models import LSTMConfig, LSTMForCausalLM
 from tightlip.models.configurations import GRUConfig, TransformerConfig
 from tightlip.models.recurrent import GRUForCausalLM
 from tightlip.models.transformer import TransformerForCausalLM
-from tightlip.privacy.clipping import Clip
+from tightlip.privacy.clipping import Clip, clipped_sum
 from tightlip.privacy.noise_kernel import LANES, GPUNoise
 from tightlip.privacy.passes import Passes, Physical
-from tightlip.privacy.uses import Layout
+from tightlip.privacy.uses import Layout, Outer, fp32_product
 
 VOCABULARY = 501  # odd, so that columns must be added
 TOLERANCE = {"float32": 2e-3, "bf16": 3e-2}
@@ -51,8 +53,8 @@ def batch(device):
     return Physical.of(ids.to(device), targets.to(device), own.to(device), layout)
 
 
-def check_sums():
-    for name, make in MODELS.items():
+def check_sums(names=tuple(MODELS)):
+    for name, make in ((each, MODELS[each]) for each in names):
         for tied in (False, True):
             torch.manual_seed(0)
             model = make(tied)
@@ -77,6 +79,88 @@ def check_sums():
                     report(f"{label}: clipped sum", off / total, TOLERANCE[kind])
                     norms = (found.norms.cpu() / exact.norms - 1).abs().max()
                     report(f"{label}: norms", float(norms), TOLERANCE[kind] / 3)
+
+
+def check_cancelling():
+    """No unit moves the sum by more than the bound, though its tokens cancel nearly wholly."""
+    for kind, dtype in (("bf16", torch.bfloat16), ("tf32", torch.float32)):
+        torch.set_float32_matmul_precision("high")
+        for name, shape in {"left": (300, 400), "right": (400, 300), "small": (24, 32)}.items():
+            most = most_before = 0.0
+            for seed in range(20):
+                left, right = cancelling(seed, shape, dtype)
+                use, layout = Outer(left.cuda(), right.cuda()), Layout(num_units=1, rows_per_unit=1)
+                watch = SimpleNamespace(uses={"w": [use]}, finite={})
+                own = {"w": torch.nn.Parameter(torch.zeros(shape, device="cuda"))}
+                found = clipped_sum(
+                    watch, own, torch.zeros(1, device="cuda"), layout, Clip(norm=1.0)
+                )
+                length = float(found.gradients["w"].double().norm())
+                most = max(most, length)
+                # What the norm alone would have let through: the factor is known from both.
+                exact = left[0].double().t() @ right[0].double()
+                most_before = max(
+                    most_before, length_by_norm(left, right, float(exact.norm()), dtype)
+                )
+            torch.set_float32_matmul_precision("highest")
+            report(
+                f"{kind}, {name} scaled, tokens that cancel ({most_before:.3g} by the norm alone)",
+                most,
+                1.0,
+            )
+    report("the kernel's norms and rounding are those of torch", kernel_gap(), 1e-4)
+
+
+def cancelling(seed, shape, dtype):
+    """Tokens of whole numbers, the second half minus the first in other portions, and a little."""
+    torch.manual_seed(seed)
+    sizes = shape if shape[0] <= shape[1] else shape[::-1]
+    first = torch.randint(128, 256, (sizes[0],)).double().expand(60, -1)
+    second, missing = (
+        torch.randint(128, 256, (60, sizes[0])).double(),
+        torch.zeros(sizes[0]).double(),
+    )
+    for _ in range(4):
+        missing = first.sum(0) - second.sum(0)
+        second = (second + (missing / 60).round()).clamp(1, 255)
+    for token in second:
+        missing = first.sum(0) - second.sum(0)
+        token.copy_((token + missing.clamp(-20, 20)).clamp(1, 255))
+    rest = (8 * torch.randn(1, sizes[0])).round().double()
+    narrow = torch.cat([first, -second, rest])[None]
+    if dtype == torch.float32:
+        narrow = narrow * 1.0009  # more digits than tf32 has
+    wide = torch.randint(128, 256, (sizes[1],)).double().expand(1, 121, -1).contiguous()
+    both = (narrow, wide) if shape[0] <= shape[1] else (wide, narrow)
+    return both[0].to(dtype), both[1].to(dtype)
+
+
+def length_by_norm(left, right, norm, dtype):
+    """How far such a unit would go if its factor were the bound over its norm."""
+    factor = 1 / norm / (1 + (2.0**-7 if dtype == torch.bfloat16 else 2.0**-9))
+    if left.shape[2] <= right.shape[2]:
+        left = (left * torch.tensor([factor])).to(dtype)
+    else:
+        right = (right * torch.tensor([factor])).to(dtype)
+    torch.set_float32_matmul_precision("high")
+    return float(fp32_product(left[0].cuda().t(), right[0].cuda()).double().norm())
+
+
+def kernel_gap():
+    """The fused kernel against torch's own operations on the CPU, every choice of sides."""
+    from tightlip.privacy.norms import _of_pairs
+
+    torch.manual_seed(0)
+    worst = 0.0
+    for size in (7, 64, 100):
+        grams = [each @ each.transpose(1, 2) for each in torch.randn(2, 5, size, 80)]
+        for rounds in ((2.0**-8, 0.0), (0.0, 2.0**-8), (2.0**-10, 2.0**-10), (0.0, 0.0)):
+            slow = _of_pairs(grams[0], grams[1], rounds)
+            fast = _of_pairs(grams[0].cuda(), grams[1].cuda(), rounds)
+            for one, other in zip(slow, fast, strict=True):
+                if one is not None:
+                    worst = max(worst, float(((one - other.cpu()) / one).abs().max()))
+    return worst
 
 
 def check_poison():
@@ -186,6 +270,7 @@ def check_noise():
 if __name__ == "__main__":
     check_noise()
     check_sums()
+    check_cancelling()
     check_poison()
     check_regularisers()
     print(f"{len(failed)} off")

@@ -1,10 +1,13 @@
 """A private training step against plain training of the same model on the same tokens.
 
-    python benchmarks/dp_step.py [--device cpu|cuda] [--only lstm gru gpt ...] [--quick]
+    python benchmarks/dp_step.py [--device cpu|cuda] [--only lstm gru gpt ...] [--adaptive]
 
 Every step includes its optimizer (fused Adam) and, under DP, clipping and fresh noise. Plain is
 our own best plain step; beside it, where they run, torch's usual one (cuDNN for recurrent
 layers) and Opacus. Medians; ratios are to our best plain step in the same precision.
+
+With --adaptive: whole steps of the engine, draw and ledger included, the modes of adaptive DP
+against plain DP, taking turns.
 """
 
 import argparse
@@ -27,9 +30,11 @@ from tightlip.models import LSTMConfig, LSTMForCausalLM
 from tightlip.models.configurations import GRUConfig, TransformerConfig
 from tightlip.models.recurrent import GRUForCausalLM
 from tightlip.models.transformer import TransformerForCausalLM
+from tightlip.privacy.adaptive import AdaptiveSpec
 from tightlip.privacy.clipping import Clip
 from tightlip.privacy.noise import noise_for
 from tightlip.privacy.passes import Passes, Physical
+from tightlip.privacy.private_training import PrivateTraining
 from tightlip.privacy.uses import Layout
 from tightlip.training.batches import Batch
 from tightlip.training.losses import Forward
@@ -266,6 +271,64 @@ def compare(device, key, bf16, repeats):
         row("private, Opacus hooks", bench.opacus, plain)
 
 
+ADAPTIVE = ("dp", "clip", "scale", "as-published")
+
+
+def adaptive(device, key, repeats):
+    """Every document is in every step, so that all modes do the same work."""
+    setting = SETTINGS[device][key]
+    bench = Bench(device, setting, device == "cuda", repeats)
+    model = bench.model()
+    optimizer, weights = (
+        bench.optimizer(model),
+        np.random.default_rng(0).uniform(0.05, 1, len(bench.ids)),
+    )
+
+    def engine(mode, folder):
+        more = {}
+        if mode != "dp":
+            more = {
+                "adaptive": AdaptiveSpec(mode=mode, least_weight=0.05, least_clip=0.2),
+                "weights": weights,
+            }
+        return PrivateTraining(
+            model, optimizer, list(bench.ids.cpu()), ledger=Path(folder) / mode / "ledger.json",
+            way=bench.way, bf16=bench.bf16, physical_rows=len(bench.ids), widths=(bench.ids.shape[1],),
+            expected_batch=len(bench.ids), steps=10_000, clip_norm=1.0, noise_multiplier=50.0, delta=1e-3,
+            **more,
+        )  # fmt: skip
+
+    with tempfile.TemporaryDirectory() as folder:
+        engines = {mode: engine(mode, folder) for mode in ADAPTIVE}
+        for each in engines.values():
+            each._passes = engines["dp"]._passes  # compiled once
+        times = taking_turns(engines, repeats, device == "cuda")
+    print(f"{setting[0]}, {'bf16' if bench.bf16 else 'float32'}, {repeats} steps of each")
+    for mode, own in times.items():
+        ratios = sorted(a / b for a, b in zip(own, times["dp"], strict=True))
+        print(
+            f"  {mode:14} {statistics.median(own):9.3f} ms   {statistics.median(own) / statistics.median(times['dp']):.4f}× dp; "
+            f"step by step {statistics.median(ratios):.4f} ({ratios[len(ratios) // 4]:.3f} to {ratios[3 * len(ratios) // 4]:.3f})",
+            flush=True,
+        )
+
+
+def taking_turns(engines, repeats, on_gpu):
+    """Milliseconds of every step, in an order drawn anew for each round."""
+    draw, times = np.random.default_rng(1), {mode: [] for mode in engines}
+    for number in range(-4, repeats):
+        for mode in draw.permutation(list(engines)):
+            if on_gpu:
+                torch.cuda.synchronize()
+            start = time.perf_counter()
+            engines[mode].step()
+            if on_gpu:
+                torch.cuda.synchronize()
+            if number >= 0:
+                times[mode].append(1e3 * (time.perf_counter() - start))
+    return times
+
+
 def start_up():
     """Seconds from the command to the end of a run of one step, LSTM 2×550, 40k words."""
     draw = np.random.default_rng(0)
@@ -296,6 +359,7 @@ def main():
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--only", nargs="*", default=None)
     parser.add_argument("--repeats", type=int, default=None)
+    parser.add_argument("--adaptive", action="store_true")
     options = parser.parse_args()
     torch.set_float32_matmul_precision("high")
     machine = (
@@ -305,6 +369,10 @@ def main():
     )
     print(f"{machine}; torch {torch.__version__}; medians of whole steps\n")
     repeats = options.repeats or (30 if options.device == "cuda" else 7)
+    if options.adaptive:
+        for key in options.only or ("lstm", "gpt"):
+            adaptive(options.device, key, repeats)
+        return
     for key in SETTINGS[options.device]:
         if options.only and key not in options.only:
             continue

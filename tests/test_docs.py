@@ -28,9 +28,10 @@ import tightlip.api.adaptive_text
 import tightlip.api.demo
 import tightlip.api.reproduce_adaptive
 import tightlip.corpus.bundled
+import tightlip.representation.data
 from tightlip.audit.leakage import LeakageConfig, ScanOptions
 from tightlip.cli.main import app, main
-from tightlip.corpus.bundled import demo_corpus
+from tightlip.corpus.bundled import demo_corpus, demo_speeches
 from tightlip.corpus.prepare import PrepareConfig
 from tightlip.corpus.privacy_weights import WeightsConfig
 from tightlip.corpus.readers import open_corpus
@@ -153,6 +154,8 @@ def small(monkeypatch):
     few = speeches()
     for module in (tightlip.corpus.bundled, tightlip.api.demo):
         monkeypatch.setattr(module, "demo_corpus", lambda: few)
+    some = demo_speeches().take(list(range(0, 7000, 10)))
+    monkeypatch.setattr(tightlip.representation.data, "demo_speeches", lambda: some)
     monkeypatch.setitem(tightlip.api.demo.TRAIN, "epochs", 1.0)
     monkeypatch.setattr(tightlip.api.demo, "FEWEST_WORDS", 1)
     scale, soon = tightlip.api.reproduce_adaptive.SCALES["smoke"], {"steps": 2, "batch_size": 8}
@@ -214,6 +217,15 @@ def test_what_the_page_shows_runs(page, inputs, small, same_logging, tmp_path, m
 
 
 COMMANDS = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+# Those of a group such as `represent` stand below it.
+LEAVES = {
+    **{(name,): command for name, command in COMMANDS.items() if not hasattr(command, "commands")},
+    **{
+        (name, below): command
+        for name, group in COMMANDS.items()
+        for below, command in getattr(group, "commands", {}).items()
+    },
+}
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*")
 NOT_OURS = {"--help"}
 
@@ -227,7 +239,7 @@ def flags_of(command: click.Command) -> set[str]:
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_every_flag_and_command_on_the_page_exists(page):
     text = page.read_text(encoding="utf-8")
-    every = {flag for command in COMMANDS.values() for flag in flags_of(command)} | {"--version"}
+    every = {flag for command in LEAVES.values() for flag in flags_of(command)} | {"--version"}
     assert set(FLAG.findall(text)) - every == set()
     in_code = [block for _, block in blocks_of(text)]
     in_code += re.findall(r"`(tightlip [^`\n]+)`", FENCE.sub("", text))
@@ -235,8 +247,9 @@ def test_every_flag_and_command_on_the_page_exists(page):
         words = line.split()
         if not line.startswith("tightlip ") or words[1].startswith("-"):
             continue
-        assert words[1] in COMMANDS, line
-        assert set(FLAG.findall(line)) <= flags_of(COMMANDS[words[1]]), line
+        command = LEAVES.get((words[1],)) or LEAVES.get(tuple(words[1:3]))
+        assert command is not None, line
+        assert set(FLAG.findall(line)) <= flags_of(command), line
 
 
 def slugs(page: Path) -> set[str]:

@@ -24,6 +24,13 @@ _CALLS = {
     "open_report": "tightlip.api.audit",
     "run_demo": "tightlip.api.demo",
     "reproduce_adaptive": "tightlip.api.reproduce_adaptive",
+    "reproduce_representation": "tightlip.api.reproduce_representation",
+    "represent_train": "tightlip.api.represent_train",
+    "represent_export": "tightlip.api.represent_train",
+    "represent_encode": "tightlip.api.represent_vectors",
+    "represent_classify": "tightlip.api.represent_vectors",
+    "represent_guarantee": "tightlip.api.represent_vectors",
+    "represent_attack": "tightlip.api.represent_attack",
     "LeakageReport": "tightlip.audit.report",
 }
 

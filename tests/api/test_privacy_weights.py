@@ -140,6 +140,23 @@ def test_changing_one_document_changes_no_other_weight(tmp_path, models, public,
             assert np.delete(found, place).tolist() == np.delete(rho, place).tolist()
 
 
+@pytest.mark.parametrize("kind", ["gpt2", "lstm"])
+def test_one_document_more_or_less_changes_no_other_weight(tmp_path, models, public, kind):
+    """Neighbours as the proof has them: everybody else stands in other places and other batches."""
+    rows, model = documents(40, seed=3), models[kind][0]
+    newcomer = {"user": "u9", "text": " ".join(WORDS[::-1] * 4)}
+    for weights in ("public", "public-rank"):
+        before = weighed(tmp_path / "p", rows, model, public, weights=weights).rho.tolist()
+        for place in (0, 7, 40):
+            more = [*rows[:place], newcomer, *rows[place:]]
+            found = weighed(tmp_path / f"more-{place}", more, model, public, weights=weights).rho
+            assert np.delete(found, place).tolist() == before
+        for place in (1, 30, 39):
+            less = rows[:place] + rows[place + 1 :]
+            found = weighed(tmp_path / f"less-{place}", less, model, public, weights=weights).rho
+            assert found.tolist() == before[:place] + before[place + 1 :]
+
+
 @pytest.mark.parametrize("weights", ["minmax", "rank"])
 def test_over_the_corpus_itself_it_changes_others(tmp_path, models, public, weights):
     rows, model = documents(40, seed=3), models["gpt2"][0]
@@ -177,6 +194,39 @@ def test_what_a_batch_does_to_rounding_reaches_no_weight(tmp_path, models, monke
     monkeypatch.setattr(weight_scores, "scan_corpus", noisy(5e-3))
     with pytest.raises(UsageError, match="in company than alone"):
         weighed(tmp_path / "c", rows, model, None, weights="rank")
+
+
+def test_company_is_noticed_in_a_corpus_of_a_few_documents_none_near_an_edge(
+    tmp_path, models, monkeypatch
+):
+    rows, model = documents(8, seed=3), models["gpt2"][0]
+    plain = weighed(tmp_path / "a", rows, model, None, weights="rank")
+    monkeypatch.setattr(
+        weight_scores, "near_an_edge", lambda nats, tolerance: np.zeros(len(nats), bool)
+    )
+    monkeypatch.setattr(weight_scores, "scan_corpus", noisy(1.9e-4))
+    found = weighed(tmp_path / "b", rows, model, None, weights="rank")
+    np.testing.assert_array_equal(found.log_perplexities, plain.log_perplexities)
+    monkeypatch.setattr(weight_scores, "scan_corpus", noisy(5e-3))
+    with pytest.raises(UsageError, match="in company than alone"):
+        weighed(tmp_path / "c", rows, model, None, weights="rank")
+
+
+def test_a_model_whose_rows_influence_each_other_is_refused_on_a_tiny_corpus(
+    tmp_path, models, monkeypatch
+):
+    def mingling(path, **options):
+        model = GPT2LMHeadModel.from_pretrained(path).eval()
+        model.transformer.wte.register_forward_hook(
+            lambda module, given, output: output + 0.5 * output.mean(0, keepdim=True)
+        )
+        return model
+
+    rows, folder = documents(6, seed=4), models["gpt2"][0]
+    weighed(tmp_path / "a", rows, folder, None, weights="rank")
+    monkeypatch.setattr(weight_scores, "load_causal_lm", mingling)
+    with pytest.raises(UsageError, match="in company than alone"):
+        weighed(tmp_path / "b", rows, folder, None, weights="rank")
 
 
 def test_words_of_a_public_corpus_do_where_no_model_is_given(tmp_path, public):
@@ -246,7 +296,7 @@ def test_the_corpus_itself_is_no_public_corpus(tmp_path, models):
     for public in (source, corpus.folder, corpus.folder / "validation.parquet", held_out):
         with pytest.raises(UsageError, match="the corpus itself or a part of it"):
             tightlip.weigh(corpus, public_model=model, public_corpus=public)
-    with pytest.raises(UsageError, match="stand in the training text too"):
+    with pytest.raises(UsageError, match=r"stand in .* too"):
         tightlip.weigh(corpus, public_model=model, public_corpus=copy)
     assert not (corpus.folder / "weights").exists()
 
@@ -258,12 +308,156 @@ def test_a_model_trained_on_this_corpus_is_not_public(tmp_path, public):
     for model in (run.folder, run.model_folder):
         with pytest.raises(UsageError, match="trained on this very corpus"):
             tightlip.weigh(corpus, public_model=model, public_corpus=public)
-    # The same text prepared another way has another fingerprint, and is the same text.
+    # Other files with the same text have another fingerprint.
     other = prepared(tmp_path / "other", documents(40, seed=3)[:-1])
-    with pytest.raises(UsageError, match="trained on this very corpus"):
+    with pytest.raises(UsageError, match="which shaped public_model"):
         tightlip.weigh(other, public_model=run.folder, public_corpus=public)
     stranger = prepared(tmp_path / "stranger", documents(40, seed=77))
     tightlip.weigh(stranger, public_model=run.folder, public_corpus=public)
+
+
+SMALL = {"embedding_size": 4, "hidden_size": 4, "num_layers": 1, "steps": 1, "snapshot": "none"}
+GOES_ON = {"steps": 1, "snapshot": "none"}
+
+
+def refused(corpus, model, public, words):
+    with pytest.raises(UsageError, match=words):
+        tightlip.weigh(corpus, public_model=model, public_corpus=public)
+    assert not (corpus.folder / "weights").exists()
+
+
+def test_a_model_that_learnt_the_text_through_a_chain_is_not_public_nor_is_its_copy(
+    tmp_path, models, public
+):
+    """It was trained on this text, went on with other text, and was carried elsewhere."""
+    words = {"tokenizer": str(models["lstm"][0])}
+    corpus = prepared(tmp_path / "p", **words)
+    leak = tightlip.train(corpus.folder, tmp_path / "leak", **SMALL)
+    other = prepared(tmp_path / "other", documents(40, seed=55), **words)
+    chain = tightlip.train(
+        other.folder, tmp_path / "chain", model=str(leak.model_folder), **GOES_ON
+    )
+    refused(corpus, chain.model_folder, public, "through the model that it went on from")
+    copy = shutil.copytree(chain.model_folder, tmp_path / "copy")
+    again = tightlip.train(other.folder, tmp_path / "again", model=str(copy), **GOES_ON)
+    for folder in ("leak", "chain"):
+        shutil.rmtree(tmp_path / folder)
+    refused(corpus, copy, public, "trained on this very corpus")
+    refused(corpus, again.folder, public, "trained on this very corpus")
+    # Another preparation of the same text is the same people's.
+    cut = prepared(tmp_path / "cut", **words, min_users=None)
+    refused(cut, copy, public, "another part of the same text")
+    stranger = prepared(tmp_path / "stranger", documents(40, seed=77), **words)
+    assert tightlip.weigh(stranger, public_model=copy, public_corpus=public).info["is_sound"]
+
+
+def test_a_private_run_names_its_corpus_and_tells_no_fingerprint_of_it(tmp_path, models, public):
+    corpus = prepared(tmp_path / "p", tokenizer=str(models["lstm"][0]))
+    own = {"mitigation": "dp", "noise_multiplier": 1.0, "batch_size": 2, "unit": "user"}
+    run = tightlip.train(corpus.folder, tmp_path / "run", **SMALL, **own)
+    record = json.loads((run.model_folder / "guarantee.json").read_text())
+    source = json.loads((corpus.folder / "prepared.json").read_text())["source_fingerprint"]
+    assert record["learnt_from"]["names"] == [corpus_id(corpus.folder)]
+    for file in run.folder.rglob("*"):
+        if file.is_file() and file.name != "config.toml":
+            assert source.encode() not in file.read_bytes()
+    copy = shutil.copytree(run.model_folder, tmp_path / "copy")
+    shutil.rmtree(run.folder)
+    other = prepared(tmp_path / "o", documents(40, seed=55), tokenizer=str(models["lstm"][0]))
+    chain = tightlip.train(other.folder, tmp_path / "chain", model=str(copy), **GOES_ON)
+    refused(corpus, chain.model_folder, public, "trained on this very corpus")
+
+
+def test_a_vocabulary_that_was_learnt_from_the_text_is_not_public(tmp_path, public):
+    rows = documents(40, seed=3)
+    corpus = prepared(tmp_path / "p", rows)
+    words = {"tokenizer": str(corpus.tokenizer_folder)}
+    other = prepared(tmp_path / "other", documents(40, seed=55), **words)
+    run = tightlip.train(other.folder, tmp_path / "run", **SMALL)
+    copy = shutil.copytree(run.model_folder, tmp_path / "copy")
+    handed_on = prepared(tmp_path / "on", documents(40, seed=66), tokenizer=str(copy))
+    second = tightlip.train(handed_on.folder, tmp_path / "second", **SMALL)
+    for model in (run.folder, copy, second.folder):
+        refused(corpus, model, public, "vocabulary of public_model=.* learnt from this very corpus")
+
+
+def test_a_noisy_vocabulary_is_paid_for_where_the_corpus_uses_it_itself(tmp_path, public):
+    rows = [row | {"user": f"u{n}"} for n, row in enumerate(documents(200, seed=3))]
+    corpus = prepared(tmp_path / "p", rows, vocabulary_noise=1.0, vocabulary_words_per_user=20)
+    other = prepared(
+        tmp_path / "other", documents(40, seed=55), tokenizer=str(corpus.tokenizer_folder)
+    )
+    run = tightlip.train(other.folder, tmp_path / "run", **SMALL)
+    assert tightlip.weigh(corpus, public_model=run.folder, public_corpus=public).info["is_sound"]
+    without = prepared(tmp_path / "q", rows)
+    refused(without, run.folder, public, "vocabulary of public_model")
+
+
+def write_rows(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def test_a_model_of_a_part_of_the_text_is_not_public_held_out_or_not(tmp_path, models, public):
+    """The share counts from both sides: ten documents are a quarter here and all of it there."""
+    rows, words = documents(80, seed=3), {"tokenizer": str(models["lstm"][0])}
+    corpus = tightlip.prepare(rows, tmp_path / "p", split="text", holdout=0.3, **words)
+    held = next(open_corpus(corpus.folder / "validation.parquet").batches()).texts
+    parts = {
+        "part": rows[2:12],
+        "held-out": [{"user": "v", "text": text} for text in held],
+        "lines": [
+            {"user": "v", "text": " ".join(row["text"].split()[start : start + 9])}
+            for row in rows
+            for start in (0, 9)
+        ],
+    }
+    for name, part in parts.items():
+        source = write_rows(tmp_path / f"{name}.jsonl", part)
+        made = tightlip.prepare(source, tmp_path / f"{name}-prepared", split="none", **words)
+        run = tightlip.train(made.folder, tmp_path / f"{name}-run", **SMALL)
+        refused(corpus, run.folder, public, "which shaped public_model=.*, so it saw them")
+
+
+def test_a_public_corpus_that_holds_the_text_cut_up_or_changed_is_none(tmp_path, models):
+    rows, other = documents(80, seed=3), documents(400, seed=21)
+    corpus = prepared(tmp_path / "p", rows)
+    for name, found in {
+        "half": [*rows, *documents(80, seed=22)],
+        "a twentieth": [*rows[:20], *other],
+        "lines": [
+            {"text": " ".join(row["text"].split()[start : start + 9])}
+            for row in rows
+            for start in (0, 9)
+        ],
+        "dotted": [{"text": row["text"] + " ."} for row in rows],
+    }.items():
+        public = write_rows(tmp_path / f"{name}.jsonl", found)
+        refused(corpus, models["gpt2"][0], public, "stand in .* too.*not public")
+
+
+def test_a_few_shared_texts_are_let_pass_and_recorded(tmp_path, models, caplog):
+    rows = documents(80, seed=3)
+    long = [row for row in rows if len(row["text"].split()) >= 8][:2]
+    public = write_rows(tmp_path / "public.jsonl", [*documents(300, seed=21), *long])
+    corpus = prepared(tmp_path / "p", rows)
+    with caplog.at_level(logging.WARNING, "tightlip"):
+        found = tightlip.weigh(corpus, public_model=models["gpt2"][0], public_corpus=public)
+    assert "Take them out of one of the two" in caplog.text
+    shared = read_weights(corpus.folder).info["shared"]["public_corpus"]
+    assert shared == found.info["shared"]["public_corpus"]
+    assert (shared["here"]["copied"], shared["there"]["copied"]) == (2, 2)
+
+
+def test_canaries_planted_after_public_text_are_nobodys_private_text(tmp_path, models, public):
+    source = write_rows(tmp_path / "own.jsonl", documents(60, seed=3))
+    carrier = next(row["text"] for row in documents(60, seed=9) if len(row["text"].split()) > 12)
+    tightlip.plant_canaries(
+        source, tmp_path / "planted", templates=[carrier + " {digits:4}"], repetitions=[10]
+    )
+    corpus = tightlip.prepare(tmp_path / "planted/corpus.parquet", tmp_path / "p", split="none")
+    found = tightlip.weigh(corpus, public_model=models["gpt2"][0], public_corpus=public)
+    assert found.info["shared"]["public_corpus"]["here"]["copied"] == 0
 
 
 def test_a_private_runs_model_is_known_by_the_name_of_its_corpus(tmp_path, models, public):

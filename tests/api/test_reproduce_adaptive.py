@@ -18,12 +18,13 @@ from tightlip.api.adaptive_plants import carriers
 from tightlip.api.adaptive_text import chosen_unit, copied, private_source, public_source
 from tightlip.audit.document_scores import open_scanner, score_documents
 from tightlip.core.errors import UsageError
+from tightlip.core.run_folder import open_run
 from tightlip.corpus.bundled import demo_corpus
 from tightlip.corpus.prepare import open_prepared
 from tightlip.corpus.privacy_weights import read_weights
 from tightlip.report.adaptive import PAPER, epsilon_words, find, groups
 from tightlip.report.adaptive_page import render_adaptive
-from tightlip.training.config import TrainConfig
+from tightlip.training.config import RunOptions, TrainConfig
 
 TINY = {"model": "lstm", "embedding_size": 4, "hidden_size": 4, "num_layers": 1}
 SHORT = {"sequence_length": 16}
@@ -85,6 +86,21 @@ def test_at_equal_epsilon_nobody_proved_spends_more_than_plain_dp(made):
     )
     assert clip == plain
     assert scale <= plain
+
+
+def test_steps_and_why_training_ended_are_those_of_the_run(made):
+    for row in section(made)["rows"]:
+        run = open_run(made.folder / "mine" / "runs" / row["run"])
+        assert row["steps"] == run.guarantee.get("steps")
+        assert row["stop"] == run.stop
+        if row["mode"] == "scale":
+            assert row["planned_steps"] == 2
+            charged = (run.folder / "noise_scales.jsonl").read_text(encoding="utf-8").splitlines()
+            assert row["last_noise_multiplier"] == json.loads(charged[-1])["noise_multiplier"]
+
+
+def test_a_cpu_is_asked_for_nothing_that_is_for_a_gpu():
+    assert reproduce._options(reproduce.SCALES["paper"], "cpu") == RunOptions(device="cpu")
 
 
 def test_losses_are_those_of_a_pass_over_the_held_out_text(made):
@@ -261,6 +277,8 @@ def test_carriers_are_short_and_of_every_third(tmp_path):
     found = [text.removesuffix(" {words:2}") for text in carriers(path, nats, 9)]
     ranks = np.argsort(np.argsort(nats[:90]))[[texts.index(text) for text in found]]
     assert [int(rank) // 30 for rank in ranks] == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+    with pytest.raises(UsageError, match="7 to 9 words"):
+        carriers(path, nats, 9, (7, 9))
 
 
 def test_carriers_need_short_documents(tmp_path):

@@ -3,12 +3,13 @@
 import pytest
 
 
-@pytest.mark.parametrize("name", ["leakage", "regularization", "representation"])
+@pytest.mark.parametrize("name", ["leakage", "regularization"])
 def test_experiments_to_come_are_refused_with_what_there_is(command, tmp_path, name):
     ran = command("reproduce", name, "--out", tmp_path / "out")
     assert ran.status == 2
     assert (
-        ran.refusal == f"tightlip: The experiment '{name}' is not there yet. Available: adaptive."
+        ran.refusal
+        == f"tightlip: The experiment '{name}' is not there yet. Available: adaptive, representation."
     )
     assert not (tmp_path / "out").exists()
 
@@ -26,4 +27,15 @@ def test_a_corpus_without_public_text_is_refused_before_any_work(command, tmp_pa
     )
     assert ran.status == 2
     assert "--public-corpus FILE" in ran.refusal
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("experiment", "flag", "other"),
+    [("representation", "--unit", "adaptive"), ("adaptive", "--extractor", "representation")],
+)
+def test_a_flag_of_the_other_experiment_is_refused(command, tmp_path, experiment, flag, other):
+    ran = command("reproduce", experiment, flag, "user", "--out", tmp_path / "out")
+    assert ran.status == 2
+    assert f"{flag} is for the experiment '{other}'" in ran.refusal
     assert not (tmp_path / "out").exists()

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import tightlip
 from tightlip.core.errors import GuaranteeError
-from tightlip.corpus.history import history_of
+from tightlip.corpus.history import Origin, history_of, origin_of
 from tightlip.corpus.prepare import open_prepared
 from tightlip.corpus.readers import open_corpus
 from tightlip.corpus.split import Splitter, held_out_text
@@ -187,6 +187,9 @@ def test_weights_are_followed_through_runs_that_went_on_from_others(public, tmp_
     second = tightlip.train(
         others, tmp_path / "second", prepare=settings, model=str(first.model_folder), **goes_on
     )
+    # Models of an earlier version say nothing of their text: the runs themselves are followed.
+    for run in (first, second):
+        (run.model_folder / "guarantee.json").unlink()
     with pytest.raises(GuaranteeError, match="another part of the same text"):
         tightlip.train(
             ROWS, tmp_path / "private", prepare=settings, unit="user", mitigation="dp",
@@ -214,3 +217,30 @@ def test_somebodys_own_config_nearby_is_no_run(public, tmp_path):
         ROWS, tmp_path / "p", tokenizer=str(tmp_path / "models/mine"), split="none"
     )
     assert not made.learnt_vocabulary
+
+
+def test_a_copy_of_a_model_tells_what_its_run_knew_and_a_strangers_tells_nothing(public, tmp_path):
+    settings = {"tokenizer": str(public.tokenizer_folder), "split": "none"}
+    first = tightlip.train(ROWS, tmp_path / "first", prepare=settings, **TINY)
+    copy = shutil.copytree(first.model_folder, tmp_path / "copy")
+    known = origin_of(first.model_folder)
+    shutil.rmtree(first.folder)
+    told = origin_of(copy)
+    assert told.sources == known.sources == {open_corpus(ROWS).fingerprint()}
+    assert told.vocabulary == known.vocabulary != set()
+    assert known.folders
+    assert not told.folders
+    (copy / "guarantee.json").unlink()
+    assert origin_of(copy) == Origin()
+
+
+def test_a_private_start_from_a_copied_model_of_the_text_is_found(public, tmp_path):
+    settings = {"tokenizer": str(public.tokenizer_folder), "split": "none"}
+    first = tightlip.train(ROWS, tmp_path / "first", prepare=settings, **TINY)
+    copy = shutil.copytree(first.model_folder, tmp_path / "copy")
+    shutil.rmtree(first.folder)
+    with pytest.raises(GuaranteeError, match="another part of the same text"):
+        tightlip.train(
+            ROWS, tmp_path / "private", prepare=settings, unit="user", mitigation="dp",
+            noise_multiplier=1.0, model=str(copy), batch_size=8, steps=1,
+        )  # fmt: skip

@@ -31,8 +31,7 @@ from tightlip.corpus.privacy_weights import (
     weights_of,
     write_weights,
 )
-from tightlip.corpus.public_text import num_shared, open_public
-from tightlip.corpus.readers import open_corpus
+from tightlip.corpus.public_text import open_public
 from tightlip.corpus.word_frequencies import WordFrequencies, words_of
 
 LEAST = 0.05
@@ -316,9 +315,3 @@ def test_public_text_needs_no_users(tmp_path):
     (tmp_path / "d.jsonl").write_text('{"line": "x"}\n')
     with pytest.raises(UsageError, match="no column 'words' and none named text"):
         open_public(tmp_path / "d.jsonl", **other)
-
-
-def test_shared_documents_are_counted_whatever_their_case_and_white_space():
-    public = open_corpus([("x", "One  two"), ("x", "three"), ("x", "three"), ("x", " ")])
-    private = open_corpus([("u", "one two\n"), ("u", "THREE"), ("u", "four")])
-    assert num_shared(public, private) == (3, 3)

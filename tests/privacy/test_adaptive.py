@@ -9,6 +9,7 @@ import pytest
 import torch
 from dp_accounting.pld import PLDAccountant
 from dp_accounting.rdp import RdpAccountant
+from dp_accounting.rdp.rdp_privacy_accountant import compute_epsilon
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
@@ -458,12 +459,22 @@ def test_with_the_floor_accountant_a_target_is_met_and_no_run_ends_early(tmp_pat
     assert record["epsilon"] == epsilon_spent(floor, 12, record["delta"])
 
 
-def test_with_a_target_alone_the_planned_steps_fit_while_the_scale_is_whole(tmp_path, monkeypatch):
-    monkeypatch.setattr(ReleasedNoise, "released", lambda self, rho: 1.0)
-    training = adaptive(tmp_path, "scale", epsilon=6.0, steps=25)
+@pytest.mark.parametrize("told", [-5.0, 0.7])
+def test_with_a_target_alone_all_planned_steps_are_taken_whatever_is_released(
+    told, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(ReleasedNoise, "released", lambda self, rho: told)
+    training = adaptive(tmp_path, "scale", epsilon=6.0, steps=25, averaging=0.5)
     record = run_out(training)
-    assert record["steps"] == 25
-    assert record["adaptive_state"]["rdp"] > 0.98 * record["adaptive"]["rdp_budget"]
+    assert record["steps"] == len(recorded(tmp_path)) == 25
+    assert 5.9 < record["epsilon"] <= 6.0
+    z = record["adaptive"]["release_noise"]
+    least = min(joint_multiplier(sigma, z) for sigma in recorded(tmp_path))
+    by_hand = theirs(PLDAccountant(), least, 10 / 60, 25).get_epsilon(record["delta"])
+    assert by_hand <= record["epsilon"] * (1 + 1e-3)  # theirs has another interval
+    assert (by_hand > 5.9) == (told < 0)
+    with pytest.raises(GuaranteeError, match="another would pass epsilon=6"):
+        training.step()
 
 
 # What is on record, and when
@@ -562,14 +573,21 @@ def test_weights_said_to_be_unsound_are_refused_in_python_too(mode):
     assert spec("as-published", facts={"is_sound": False}).mode == "as-published"
 
 
-def test_steps_beyond_the_plan_are_promised_the_target(tmp_path):
-    settings = {**TARGET, "steps": 1}
-    training = adaptive(tmp_path, "scale", **settings)
-    before = training.epsilon
-    for _ in range(3):
+def test_steps_beyond_the_plan_are_promised_what_they_cost_at_the_least_noise_or_the_target(
+    tmp_path,
+):
+    """Their number counts while every run gets so far, whatever it releases; then the target."""
+    training = adaptive(tmp_path, "scale", **{**TARGET, "steps": 1})
+    told = [training.epsilon]
+    while training.may_step():
         training.step()
-    assert before < training.epsilon == settings["epsilon"]
-    assert training.exact_record()["epsilon"] == settings["epsilon"]
+        told.append(training.epsilon)
+        assert training.exact_record()["epsilon"] == told[-1]
+    assert told == sorted(told)
+    for steps, epsilon in enumerate(told):
+        at_least_noise = epsilon_spent(training.mechanism, max(steps, 1), training.delta)
+        assert epsilon >= min(at_least_noise, TARGET["epsilon"]) * 0.9999
+    assert told[1] < told[2] < TARGET["epsilon"] == told[-1]
 
 
 def test_no_mode_goes_on_in_anothers_ledger_and_none_is_called_like_another(tmp_path):
@@ -638,7 +656,7 @@ def test_no_weight_of_anybody_is_on_disk(mode, tmp_path):
 # Several runs together
 
 
-def test_a_scale_run_is_composed_with_others_at_the_least_noise_it_could_have(tmp_path):
+def test_scale_runs_are_composed_by_their_budgets_or_at_the_least_noise_they_could_have(tmp_path):
     users = list(range(60))
     one, other = (
         run_out(adaptive(tmp_path / name, "scale", users=users, insecure_seed=None, **TARGET))
@@ -646,12 +664,27 @@ def test_a_scale_run_is_composed_with_others_at_the_least_noise_it_could_have(tm
     )
     assert one["steps"] < 300
     joint = compose_runs([one, other])
+    order, budget = (one["adaptive"][name] for name in ("order", "rdp_budget"))
+    by_budgets, _ = compute_epsilon([order], [2 * budget], one["delta"])
     least = Mechanism(noise_multiplier=joint_multiplier(0.96, 16.0), sampling_rate=10 / 60)
-    assert joint["epsilon"] == pytest.approx(epsilon_spent(least, 600, one["delta"]), rel=1e-3)
+    assert by_budgets < epsilon_spent(least, 600, one["delta"])
+    assert joint["epsilon"] == pytest.approx(by_budgets, rel=1e-6)
+    assert f"at order {order}" in joint["because"]
     assert joint["standing"] == "proved"
+    floor = [run | {"adaptive": without_filter(run["adaptive"])} for run in (one, other)]
+    joint = compose_runs(floor, delta=one["delta"])
+    assert joint["epsilon"] == pytest.approx(epsilon_spent(least, 600, one["delta"]), rel=1e-3)
     assert "the least that they could have" in joint["because"]
     assert joint["epsilon_as_published"] is None
     assert exact_figures(one)["epsilon"] == one["epsilon"]
+
+
+def without_filter(adaptive):
+    return {
+        name: value
+        for name, value in adaptive.items()
+        if name not in ("epsilon", "order", "rdp_budget")
+    }
 
 
 def test_a_run_as_published_takes_the_proof_from_all_it_is_composed_with(tmp_path):

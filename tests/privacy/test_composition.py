@@ -1,9 +1,12 @@
 import pytest
 from dp_accounting.pld import PLDAccountant
+from dp_accounting.rdp.rdp_privacy_accountant import compute_epsilon
 
 from privacy.accounts import WORDS, mechanism, theirs
 from tightlip.privacy.accounting import epsilon_spent
+from tightlip.privacy.adaptive import Promise
 from tightlip.privacy.composition import compose_runs
+from tightlip.privacy.rdp_filter import filter_for, rdp_within, subsampled_gaussian_rdp
 
 
 def record(**changed):
@@ -98,3 +101,127 @@ def test_runs_together_stand_no_better_than_the_weakest():
     assert joint["because"] == weak["because"]
     assert joint["insecure_seed"]
     assert joint["epsilon"] > 0
+
+
+# Runs of mode `scale`
+
+
+def scale_record(*, epsilon=8.0, own=None, steps=3000, order=None, **changed):
+    """A run under a filter: noise of 1 at the most and of 0.5 at the least, q = 0.01."""
+    budget = filter_for(epsilon=epsilon, delta=1e-5, noise_multiplier=0.9, sampling_rate=0.01)
+    order = order or budget.order
+    adaptive = {
+        "mode": "scale",
+        "noise_multiplier": 1.0,
+        "planned_steps": 4000,
+        "epsilon": epsilon,
+        "order": order,
+        "rdp_budget": rdp_within(epsilon, order, 1e-5),
+    }
+    return record(
+        epsilon=own or epsilon, noise_multiplier=0.5, steps=steps, adaptive=adaptive, **changed
+    )
+
+
+def test_one_scale_run_composed_is_that_run():
+    joint = compose_runs([scale_record()])
+    assert (joint["epsilon"], joint["delta"]) == (8.0, 1e-5)
+
+
+def test_two_scale_runs_come_to_less_than_their_sum_though_their_steps_might_come_to_more():
+    joint = compose_runs([scale_record(), scale_record()])
+    at_the_floor = epsilon_spent(mechanism(0.5, 0.01), 8000, 1e-5)
+    assert at_the_floor > 30
+    assert 8 < joint["epsilon"] < 16
+    assert joint["delta"] == 1e-5
+    assert "RDP" in joint["accountant"]
+    assert "whole budgets" in joint["because"]
+    assert joint["standing"] == "proved"
+
+
+def test_what_runs_promise_by_themselves_is_added_up_where_that_is_least_at_the_sum_of_deltas():
+    joint = compose_runs([scale_record(own=5.0), scale_record(own=4.0)])
+    assert (joint["epsilon"], joint["delta"]) == (9.0, 2e-5)
+    assert "added up" in joint["accountant"]
+    assert "added up" in joint["because"]
+
+
+def test_at_a_delta_of_ones_own_nothing_is_read_at_a_larger_one():
+    """Budgets at one order add up: by hand, with dp-accounting's conversion."""
+    runs = [scale_record(order=6), scale_record(order=9)]
+    joint = compose_runs(runs, delta=1e-5)
+    total = sum(run["adaptive"]["rdp_budget"] for run in runs)
+    (by_hand, _) = compute_epsilon([6], [total], 1e-5)
+    assert joint["delta"] == 1e-5
+    assert joint["epsilon"] == pytest.approx(by_hand, rel=1e-6)
+    assert joint["epsilon"] >= by_hand
+    assert "RDP at order 6" in joint["accountant"]
+    assert compose_runs([scale_record(own=3.0)] * 2, delta=3e-5)["delta"] == 2e-5
+    assert compose_runs([scale_record(own=3.0)] * 2, delta=1.9e-5)["delta"] == 1.9e-5
+
+
+@pytest.mark.parametrize("order", [4, 8, 40])
+def test_a_scale_run_and_a_plain_one_are_composed_the_smallest_way(order):
+    """By hand: PLD at the least noise, divergences at the filter's order, ε and δ added up."""
+    own = epsilon_spent(mechanism(), 500, 1e-5)
+    joint = compose_runs([scale_record(order=order), record(epsilon=own)])
+    rdp = rdp_within(8.0, order, 1e-5) + 500 * subsampled_gaussian_rdp(order, 1.0, 0.01)
+    floor = theirs(theirs(PLDAccountant(), 0.5, 0.01, 4000), 1.0, 0.01, 500)
+    ways = {
+        "PLD": floor.get_epsilon(1e-5),
+        "RDP": compute_epsilon([order], [rdp], 1e-5)[0],
+        "added up": 8.0 + own,
+    }
+    best = min(ways, key=lambda name: ways[name])
+    assert joint["epsilon"] == pytest.approx(ways[best], rel=1e-3)
+    assert best in joint["accountant"]
+    assert joint["delta"] == (2e-5 if best == "added up" else 1e-5)
+
+
+def test_plain_runs_are_read_at_the_smallest_delta_as_ever():
+    joint = compose_runs([record(), record(delta=1e-6)])
+    assert (joint["delta"], joint["accountant"]) == (1e-6, "PLD")
+
+
+def test_steps_that_only_a_filter_bounds_are_not_counted_by_pld():
+    """Steps beyond the plan may have come about by what was released: the budget holds, no count."""
+    long = scale_record(steps=100_000)
+    joint = compose_runs([long, record(epsilon=1.0)], delta=1e-5)
+    assert "RDP" in joint["accountant"]
+    assert joint["epsilon"] >= 8.0
+
+
+# What a run promises where steps are repeated
+
+
+def promise(**changed):
+    given = {"noise": 2.0, "planned": 100, "target": 8.0} | changed
+    least = mechanism(given["noise"], 0.02)
+    budget = filter_for(
+        epsilon=given["target"], delta=1e-5, noise_multiplier=2.2, least_noise=given["noise"],
+        steps=given["planned"], sampling_rate=0.02,
+    )  # fmt: skip
+    return Promise(least, 1e-5, given["planned"], given["target"], budget), budget
+
+
+def test_a_step_repeated_after_a_kill_costs_a_step_and_not_the_whole_target():
+    made, _ = promise()
+    planned = epsilon_spent(mechanism(2.0, 0.02), 100, 1e-5)
+    assert [made.upper(steps) for steps in (0, 1, 100)] == [pytest.approx(planned, rel=1e-3)] * 3
+    assert planned < made.upper(101) < 1.1 * planned
+    for steps in (101, 120, 150, 400):
+        assert made.upper(steps) >= epsilon_spent(mechanism(2.0, 0.02), steps, 1e-5) * 0.999
+
+
+def test_a_promise_never_falls_and_never_passes_the_target():
+    made, budget = promise(noise=1.0, planned=50, target=4.0)
+    told = [made.upper(steps) for steps in (1, 50, 51, 80, 200, 1000, 5000, 50_000)]
+    assert told == sorted(told)
+    assert told[-1] == 4.0
+    # A number of steps counts only while every run gets so far, whatever it releases.
+    for steps in (51, 80, 200, 1000, 5000, 50_000):
+        counted = made.counted(steps)
+        fits = counted is not None
+        dearest = subsampled_gaussian_rdp(budget.order, 1.0, 0.02)
+        assert not fits or counted >= steps
+        assert not fits or (counted + 1) * dearest <= budget.budget

@@ -1,5 +1,6 @@
 """The page of `tightlip reproduce adaptive`, from made-up figures: what it says, and in a browser."""
 
+import copy
 import io
 import re
 
@@ -7,7 +8,16 @@ import pytest
 from rich.console import Console
 
 from report.test_in_chromium import browser, contrast, opened  # noqa: F401 (fixtures)
-from tightlip.report.adaptive import PAPER, csv_text, findings, groups, headline, result_of
+from tightlip.report.adaptive import (
+    PAPER,
+    csv_text,
+    find,
+    findings,
+    groups,
+    headline,
+    result_of,
+    stopped_early,
+)
 from tightlip.report.adaptive_page import render_adaptive, terminal_tables
 
 THIRDS = ("ordinary", "middling", "rare")
@@ -30,6 +40,9 @@ def row(mode, sigma=None, kind="same noise"):
         "because": "Because.",
         "accountant": "PLD",
         "steps": 40,
+        "planned_steps": 40,
+        "stop": "steps",
+        "last_noise_multiplier": None,
         "loss_nats": 6.0,
         "perplexity": PERPLEXITY[mode],
         "exposure": [{"repetitions": n, "bits": b} for n, b in ((10, 1.0), (100, 3.0), (1000, 19.9))],
@@ -59,6 +72,7 @@ def result():
         "rows": rows,
     }
     facts = {"scale": "smoke", "public_model": "an LSTM", "public_corpus": "others", "version": "0"}
+    facts |= {"machine": "torch on the CPU"}
     return result_of([section], **facts)
 
 
@@ -87,6 +101,40 @@ def test_who_pays_is_said_in_words(result):
     assert "ordinary +0.000, middling +0.000, rare +0.100" in said
     assert "clip has 1.10 times that, scale has 1.40 times that" in said
     assert "No theorem covers it." in said
+
+
+@pytest.fixture
+def cut_short(result):
+    """The same, but that the budget of `scale` at the ε of DP at σ 1 was spent after 6 steps."""
+    changed = copy.deepcopy(result)
+    chosen = find(changed["corpora"][0]["rows"], "scale", 1.0, "equal epsilon")
+    chosen |= {"steps": 6, "stop": "privacy budget", "last_noise_multiplier": 0.64}
+    return changed
+
+
+def test_a_run_that_its_budget_ended_early_is_named_with_the_reason(cut_short):
+    section = cut_short["corpora"][0]
+    assert len(stopped_early(section)) == 1
+    said = stopped_early(section)[0]
+    assert said.startswith("scale at the ε of DP at σ 1 stopped after 6 of 40 steps")
+    assert "passed ε 2.00" in said
+    assert "64% of σ" in said
+    assert "scale has 1.40 times that (it stopped after 6 of 40 steps)" in " ".join(findings(section))  # fmt: skip
+
+
+def test_it_is_marked_on_the_page_and_in_the_terminal(cut_short):
+    page = render_adaptive(cut_short)
+    assert page.count("6 of 40<small>budget spent</small>") == 1
+    assert "Stopped early" in page
+    console = Console(width=80, record=True, file=io.StringIO())
+    for table in terminal_tables(cut_short):
+        console.print(table)
+    assert console.export_text().count("scale †") == 2  # one of four in each of two tables
+
+
+def test_runs_that_took_every_step_are_not_marked(result):
+    assert stopped_early(result["corpora"][0]) == []
+    assert "Stopped early" not in render_adaptive(result)
 
 
 def test_every_run_is_a_line_of_the_csv(result):

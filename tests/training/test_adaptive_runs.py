@@ -39,7 +39,7 @@ def adaptive(mode="clip", **changed):
     return TrainConfig(**{**SMALL, **MODES[mode], **changed})
 
 
-def weigh(corpus, *, normalisation="public", rho=None):
+def weigh(corpus, *, normalisation="public", rho=None, **told):
     """Weights beside the corpus, as `tightlip prepare --privacy-weights` leaves them."""
     count = len(corpus.train.bounds) - 1
     rho = np.random.default_rng(0).uniform(LEAST, 1, count) if rho is None else rho
@@ -49,8 +49,9 @@ def weigh(corpus, *, normalisation="public", rho=None):
         "public_corpus": "news.parquet", "public_corpus_fingerprint": "fedcba", "a": 1.25,
         "b": 7.75, "least_weight": LEAST, "version": "0.1.0",
         "text_fingerprint": corpus.train.corpus_fingerprint,
+        "shared": {"public_corpus": None, "model_text": []},
     }  # fmt: skip
-    made = PrivacyWeights(rho=rho, log_perplexities=rho * 3, info=info)
+    made = PrivacyWeights(rho=rho, log_perplexities=rho * 3, info=info | told)
     write_weights(corpus.folder, made, None, "")
     return rho
 
@@ -91,6 +92,24 @@ def test_every_mode_trains_for_both_units_and_says_what_it_is(
     card = (run.model_folder / "README.md").read_text(encoding="utf-8")
     assert ("Differentially private" in card) == (mode != "as-published")
     assert ("No guarantee, a figure as published" in card) == (mode == "as-published")
+    check_card(card, record)
+
+
+def check_card(card, record):
+    """The mode, how much noise there was at most and at least, and whose the weights are."""
+    lines = [line[2:-2] for line in card.splitlines() if line.startswith("| ")]
+    rows = dict(line.split(" | ", 1) for line in lines if " | " in line)
+    own = record["adaptive"]
+    assert rows["adaptive"] == own["mode"]
+    assert rows["weights"] == "public, language model, some-model, news.parquet"
+    if own["mode"] == "clip":
+        assert float(rows["noise_multiplier"]) == own["noise_multiplier"]
+        assert float(rows["least_clip"]) == own["least_clip"]
+    else:
+        assert "noise_multiplier" not in rows
+        assert float(rows["full noise_multiplier"]) == own["noise_multiplier"]
+        assert float(rows["least noise_multiplier"]) == record["noise_multiplier"]
+        assert record["noise_multiplier"] < own["noise_multiplier"]
 
 
 def test_with_whole_bounds_a_run_is_that_of_dp_bit_for_bit(corpus, tmp_path):
@@ -132,7 +151,68 @@ def test_a_corpus_without_weights_is_refused_with_the_way_to_make_them(public_to
             rows, tmp_path / "raw", prepare={"tokenizer": str(public_tokenizer)},
             **adaptive().tree(),
         )  # fmt: skip
+    with pytest.raises(UsageError, match="a raw corpus has none"):  # whatever else is wrong
+        tightlip.train(rows, tmp_path / "raw", **adaptive().tree())
+    assert {path.name for path in tmp_path.iterdir()} == {"p"}
+
+
+def test_a_run_that_is_refused_leaves_no_folder_behind(corpus, tmp_path):
+    dear = adaptive("scale", epsilon=0.05, noise_multiplier=0.3)
+    with pytest.raises(UsageError, match="in its first step"):
+        train(corpus, tmp_path / "run", dear)
     assert not (tmp_path / "run").exists()
+    (tmp_path / "mine").mkdir()  # somebody's own stays
+    with pytest.raises(UsageError, match="in its first step"):
+        train(corpus, tmp_path / "mine", dear)
+    assert (tmp_path / "mine").is_dir()
+    assert train(corpus, tmp_path / "mine", adaptive("clip")).finished
+
+
+def test_what_the_weights_rest_on_is_said_once_and_not_how_much_is_shared(corpus, tmp_path):
+    """How many documents stand in public text too depends on the private ones."""
+    estimate = {"estimator": "frequency estimate", "model": "frequency estimate, no language model"}
+    side = {"whole": 7, "documents": 200, "copied": 1, "long": 150}
+    shared = {"public_corpus": {"here": side, "there": side}, "model_text": []}
+    told = []
+    for number, more in enumerate([{}, {"shared": shared}, estimate]):
+        weigh(corpus, **more)
+        told.append(train(corpus, tmp_path / str(number), adaptive()).guarantee["outside"])
+    assert told[0] == told[1]
+    assert sum("public text" in each for each in told[0]) == 1
+    assert " ".join(told[2]).count("frequency estimate") == 1
+    assert "language model" not in " ".join(told[2])
+
+
+def test_the_terminal_says_that_the_budget_ended_a_run(corpus, tmp_path):
+    weigh(corpus, rho=np.full(len(corpus.train.bounds) - 1, LEAST))
+    flags = (
+        "--mitigation adaptive-dp --adaptive scale --epsilon 8 --noise-multiplier 1.2 --steps 60"
+    )
+    small = "--embedding-size 8 --hidden-size 8 --num-layers 1 --batch-size 8"
+    words = [str(corpus.folder), "--out", str(tmp_path / "run"), *flags.split(), *small.split()]
+    shown = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["train", *words])
+    assert shown.exit_code == 0, shown.output
+    run = open_run(tmp_path / "run")
+    assert run.stop == "privacy budget"
+    assert f"by its privacy budget, after step {run.metrics[-1]['step']}" in shown.stdout
+    ended = f"The privacy budget ended training after step {run.metrics[-1]['step']} of 60."
+    assert ended in (run.folder / "log.txt").read_text()
+    assert "100%" not in shown.stderr.replace("100% spent", "")
+
+
+def test_snapshots_as_published_tell_nothing_of_the_batches_before_them(corpus, tmp_path):
+    """Their figure is that of the least noise; the one that was composed comes at the end."""
+    found = []
+    for number, rho in enumerate((0.1, 0.9)):
+        weigh(corpus, rho=np.full(len(corpus.train.bounds) - 1, rho))
+        config = adaptive("as-published", snapshot_steps=2)
+        run = train(corpus, tmp_path / str(number), config)
+        told = json.loads((run.folder / "snapshots/step-2/guarantee.json").read_text())
+        found.append((told["epsilon"], run.guarantee["epsilon"]))
+        ended = json.loads((run.model_folder / "guarantee.json").read_text())
+        assert ended["epsilon"] == run.guarantee["epsilon"]
+    assert found[0][0] == found[1][0]
+    assert found[0][1] > found[1][1]
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -180,10 +260,21 @@ def test_settings_of_other_modes_are_not_kept_with_the_run():
         assert TrainConfig(**adaptive(mode).tree()) == adaptive(mode)
 
 
+def test_with_a_target_alone_a_scale_run_takes_all_its_steps_though_the_scale_falls(
+    corpus, tmp_path
+):
+    weigh(corpus, rho=np.full(len(corpus.train.bounds) - 1, LEAST))
+    config = adaptive("scale", noise_multiplier=None, steps=20, averaging=0.3)
+    run = train(corpus, tmp_path / "run", config)
+    assert (run.stop, run.guarantee["steps"]) == ("steps", 20)
+    assert 7.9 < run.guarantee["epsilon"] <= 8.0
+    assert run.guarantee["standing"] == "proved"
+
+
 def test_the_budget_ends_a_scale_run_and_the_run_says_so(corpus, tmp_path):
     rho = np.full(len(corpus.train.bounds) - 1, LEAST)
     weigh(corpus, rho=rho)
-    config = adaptive("scale", noise_multiplier=None, steps=60, averaging=0.3)
+    config = adaptive("scale", noise_multiplier=1.5, steps=60, averaging=0.3)
     run = train(corpus, tmp_path / "run", config)
     record = run.guarantee
     assert run.stop == "privacy budget"
@@ -282,6 +373,9 @@ def test_the_ledger_command_tells_the_mode_and_where_the_weights_came_from(corpu
     assert "as published" in said(tmp_path / "as-published")
     assert "(proved)" in said(tmp_path / "clip", tmp_path / "scale")
     assert "(as published)" in said(tmp_path / "clip", tmp_path / "as-published")
+    figure = open_run(tmp_path / "as-published").guarantee["epsilon"]
+    assert f" {figure:,.10g} (as published)" in said(tmp_path / "as-published")
+    assert "accountant" in said(tmp_path / "scale", tmp_path / "scale")
 
 
 def test_a_target_counts_what_a_noisy_vocabulary_told(tmp_path):

@@ -333,10 +333,10 @@ def test_private_adapters_change_nothing_but_themselves(corpus, tmp_path):
         ),
     )  # fmt: skip
     elsewhere = tmp_path / "elsewhere"
-    public.model_folder.rename(elsewhere)
+    public.model_folder.rename(elsewhere)  # a moved model still tells what it was trained on
     config = TrainConfig(
         model=str(elsewhere), mitigation="dp", epsilon=8.0, lora=2, steps=3, batch_size=8,
-        sequence_length=10, insecure_seed=1,
+        sequence_length=10, insecure_seed=1, allow_unproved=True,
     )  # fmt: skip
     run = train(corpus, tmp_path / "run", config)
     before, after = load_causal_lm(elsewhere), load_causal_lm(run.model_folder)

@@ -22,7 +22,6 @@ from tightlip.corpus.vocabulary import words_by_frequency
 
 # Two common words after a public document: a canary nearly as ordinary, or as rare, as that is.
 CARRIED, NUM_WORDS = "{words:2}", 32
-CARRIER_WORDS = range(6, 21)
 SEED = 0
 
 
@@ -33,16 +32,18 @@ def planted(corpus: Path, out: Path, **settings: Any) -> Path:
     return out
 
 
-def carriers(constants: Path, nats: np.ndarray, number: int) -> list[str]:
-    """Templates: short public documents with a secret after each, as many ordinary as middling
-    and rare ones, by their log-perplexity under the public model."""
+def carriers(
+    constants: Path, nats: np.ndarray, number: int, words: tuple[int, int] = (6, 20)
+) -> list[str]:
+    """Templates: public documents of so many words with a secret after each, as many ordinary as
+    middling and rare ones, by their log-perplexity under the public model."""
     texts = pq.read_table(constants, columns=["text"])["text"].to_pylist()
-    fit = [place for place, text in enumerate(texts) if _can_carry(text) and nats[place] > 0]
+    fit = [place for place, text in enumerate(texts) if _can_carry(text, words) and nats[place] > 0]
     by_text = {texts[place].strip(): place for place in fit}
     if len(by_text) < 3:
         raise UsageError(
-            f"{constants} has {len(by_text)} documents of {CARRIER_WORDS[0]} to {CARRIER_WORDS[-1]} words, and canaries are "
-            "planted after three or more. Give a larger public corpus."
+            f"{constants} has {len(by_text)} documents of {words[0]} to {words[1]} words without digits or braces, and "
+            "canaries are planted after three or more. Give a larger public corpus."
         )
     order = sorted(by_text, key=lambda text: (nats[by_text[text]], text))
     draw = np.random.default_rng(SEED)
@@ -52,9 +53,9 @@ def carriers(constants: Path, nats: np.ndarray, number: int) -> list[str]:
     return [f"{text} {CARRIED}" for text in chosen]
 
 
-def _can_carry(text: str) -> bool:
+def _can_carry(text: str, words: tuple[int, int]) -> bool:
     plain = not any(sign in "{}" or sign.isdigit() for sign in text)
-    return plain and len(text.split()) in CARRIER_WORDS
+    return plain and words[0] <= len(text.split()) <= words[1]
 
 
 def common_words(constants: Path) -> list[str]:

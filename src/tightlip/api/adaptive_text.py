@@ -37,7 +37,9 @@ class Scale:
     """How large an experiment is; the settings are those of TrainConfig.
 
     `shape` is every model's, `plain` trains without noise, `private` with it, `public` the model
-    that stands for the large public one where none is given.
+    that stands for the large public one where none is given. `carrier_words` is how long a public
+    document may be that a canary is planted after: about as long as most, and with room in a row
+    for the canary. `bf16` and `physical_rows` are for a GPU.
     """
 
     name: str
@@ -51,7 +53,10 @@ class Scale:
     repetitions: tuple[int, ...] = (10, 100, 1000)
     num_carriers: int = 24
     carrier_repetitions: int = 30
+    carrier_words: tuple[int, int] = (6, 20)
     noise_multipliers: tuple[float, ...] = (1.0, 5.0)
+    bf16: bool = False
+    physical_rows: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,7 +217,9 @@ def ground(
     carried = planted(
         ids / CORPUS,
         folder / "carried",
-        templates=carriers(public.constants, probe.public_nats, scale.num_carriers),
+        templates=carriers(
+            public.constants, probe.public_nats, scale.num_carriers, scale.carrier_words
+        ),
         words=common_words(public.constants),
         repetitions=(scale.carrier_repetitions,),
         seed=SEED + 1,  # with the same, both kinds would hide the same draws

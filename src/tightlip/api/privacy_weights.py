@@ -12,14 +12,13 @@ import tightlip
 from tightlip.api.audit import usable_device
 from tightlip.api.canaries import model_folder
 from tightlip.api.corpora import CorpusSource, tokenised_for
+from tightlip.api.public_checks import known_overlap, refuse_private_model, refuse_private_text
 from tightlip.api.weight_scores import ModelScores
 from tightlip.core.errors import UsageError
-from tightlip.core.files import make_private_folder, read_json
+from tightlip.core.files import make_private_folder
 from tightlip.core.logs import log
 from tightlip.core.progress import task
-from tightlip.core.run_folder import is_run, open_run
-from tightlip.corpus.held_out import overlap
-from tightlip.corpus.history import fingerprints, history_of, sources_of
+from tightlip.core.run_folder import is_run
 from tightlip.corpus.prepare import PreparedCorpus, is_prepared, open_prepared
 from tightlip.corpus.privacy_weights import (
     FOLDER,
@@ -32,7 +31,7 @@ from tightlip.corpus.privacy_weights import (
     weights_of,
     write_weights,
 )
-from tightlip.corpus.public_text import TextColumn, num_shared, open_public
+from tightlip.corpus.public_text import open_public
 from tightlip.corpus.readers import Corpus, open_corpus
 from tightlip.corpus.tokens import TokenizedCorpus
 from tightlip.corpus.word_frequencies import FREQUENCY_ESTIMATE, WordFrequencies
@@ -40,7 +39,6 @@ from tightlip.models.fingerprints import model_fingerprint
 from tightlip.report.weights_page import NUM_SHOWN, Weighed, render_weights
 
 WORK = ".weighing"  # tokens and scans while they are made
-MOST_SHARED = 0.5  # short common texts stand in any two corpora
 MOST_UNKNOWN = 0.01
 FEWEST_PUBLIC = 100  # documents, for quantiles that mean something
 SCANNED_FOR_DISTINCT = 20 * NUM_SHOWN  # texts looked at to find so many different ones
@@ -60,6 +58,7 @@ def weigh(
         kept: weights that stand there, made with the same settings, are returned untouched.
         rest_untouched: nothing but `weights/` changes.
         own_text_only: with `public` and `public-rank` no document moves another's weight.
+        public_only: a model or a corpus that is known to hold this text is refused.
     """
     config = WeightsConfig(**settings)
     corpus = prepared if isinstance(prepared, PreparedCorpus) else open_prepared(Path(prepared))
@@ -67,13 +66,14 @@ def weigh(
     kept = job.kept()
     if kept is not None and all(kept.info[name] == value for name, value in job.identity.items()):
         return kept
+    shared = job.shared()
     work = make_private_folder(corpus.folder / WORK)
     nats, public = job.scored(work, kept, device)
     rho, a, b = weights_of(config, nats, public)
     weights = PrivacyWeights(
         rho=rho,
         log_perplexities=nats,
-        info=job.identity | {"a": a, "b": b, "version": tightlip.__version__},
+        info=job.identity | {"a": a, "b": b, "shared": shared, "version": tightlip.__version__},
     )
     page = render_weights(weights.info, rho, nats, public, _shown(corpus.folder, weights))
     write_weights(corpus.folder, weights, public, page)
@@ -103,15 +103,15 @@ class _Weighing:
 
     @classmethod
     def begun(cls, corpus: PreparedCorpus, config: WeightsConfig) -> "_Weighing":
-        """Everything that can be refused is refused here, before any scoring."""
+        """Everything that can be refused without reading the text is refused here."""
         public = _public_source(corpus, config)
         model = None if config.public_model is None else model_folder(Path(config.public_model))
         fingerprint = None if model is None else model_fingerprint(model)
         if model is not None:
-            _refuse_trained_on_this(model, corpus)
+            refuse_private_model(model, corpus)
         documents = None if public is None else public.documents()
         if documents is not None:
-            _refuse_corpus_itself(documents, corpus)
+            refuse_private_text(documents, corpus)
         identity = {
             "normalisation": config.weights,
             "is_sound": config.weights in SOUND,
@@ -124,6 +124,11 @@ class _Weighing:
             "text_fingerprint": corpus.train.corpus_fingerprint,
         }
         return cls(corpus=corpus, config=config, model=model, public=public, identity=identity)
+
+    def shared(self) -> dict[str, Any]:
+        """What this text has in common with what is taken to be public, or a refusal."""
+        documents = None if self.public is None else self.public.documents()
+        return known_overlap(self.corpus, documents, self.model)
 
     def kept(self) -> PrivacyWeights | None:
         """Weights that stand there already and are of this text."""
@@ -236,56 +241,6 @@ def _public_source(corpus: PreparedCorpus, config: WeightsConfig) -> _PublicSour
 
 def _train_text(folder: Path) -> Corpus:
     return open_corpus(folder / "train.parquet")
-
-
-def _refuse_corpus_itself(public: Corpus | TextColumn, corpus: PreparedCorpus) -> None:
-    """Constants from the private text would make every weight depend on every document."""
-    source = read_json(corpus.folder / "prepared.json")["source_fingerprint"]
-    is_inside = Path(public.name).resolve().is_relative_to(corpus.folder.resolve())
-    cut_from_it = fingerprints(history_of(public.name)) & sources_of(corpus.folder)
-    if is_inside or cut_from_it or public.fingerprint() == source:
-        raise UsageError(
-            f"public_corpus={public.name!r} is the corpus itself or a part of it. Give text that anybody may read and that nobody of this "
-            "corpus wrote."
-        )
-    shared, num_public = num_shared(public, _train_text(corpus.folder))
-    if shared > MOST_SHARED * num_public:
-        raise UsageError(
-            f"{shared:,} of the {num_public:,} documents in public_corpus={public.name!r} stand in the training text too, "
-            "so it is not public. Give text that nobody of this corpus wrote."
-        )
-    if shared:
-        log.warning(
-            "%d of the %d documents in %s stand in the training text too.",
-            *(shared, num_public, public.name),
-        )
-
-
-def _refuse_trained_on_this(model: Path, corpus: PreparedCorpus) -> None:
-    """A model that learnt this text finds it ordinary, and its weights would tell of all of it."""
-    card = model / "guarantee.json"
-    named = read_json(card).get("corpus_fingerprint") if card.is_file() else None
-    own = corpus.folder / "id.json"
-    is_this = own.is_file() and named == read_json(own)["id"]
-    for above in model.resolve().parents[:2]:
-        if not is_this and is_run(above):
-            is_this = _is_run_on_this(above, corpus)
-    if is_this:
-        raise UsageError(
-            f"public_model={str(model)!r} was trained on this very corpus, so it knows the rarest text by heart. Give a "
-            "model that never saw it."
-        )
-
-
-def _is_run_on_this(run: Path, corpus: PreparedCorpus) -> bool:
-    record = open_run(run)
-    if record.config["corpus"].get("corpus_fingerprint") == corpus.train.corpus_fingerprint:
-        return True
-    theirs = record.corpus_folder / "train.parquet"
-    if not theirs.is_file():
-        return False
-    found = overlap(theirs, corpus.folder / "train.parquet")
-    return found.num_documents > MOST_SHARED * found.of
 
 
 def _shown(folder: Path, weights: PrivacyWeights) -> tuple[list[Weighed], list[Weighed]]:

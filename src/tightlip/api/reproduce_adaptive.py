@@ -4,6 +4,7 @@ No DP, plain DP and the three adaptive modes at Ïƒ 1 and 5, and again at equal Î
 worth on held-out text, what it gives away of planted canaries, and who pays.
 """
 
+import json
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
@@ -13,13 +14,14 @@ from typing import Any
 import tightlip
 from tightlip.api.adaptive_measures import mean_unit_weight, measured
 from tightlip.api.adaptive_text import Ground, PublicSide, Scale, ground, public_side
+from tightlip.api.audit import usable_device
 from tightlip.api.demo import one_thread
+from tightlip.api.experiments import check_names, claim_folder
 from tightlip.api.train import train
 from tightlip.core.errors import UsageError
 from tightlip.core.files import (
     digest_of_files,
     make_private_folder,
-    read_json,
     write_json,
     write_text,
 )
@@ -27,12 +29,13 @@ from tightlip.core.progress import task
 from tightlip.core.registry import unknown
 from tightlip.core.run_folder import RunRecord
 from tightlip.corpus.privacy_weights import minmax_weights
+from tightlip.privacy.noise_schedules import SCALES as NOISE_SCALES
 from tightlip.report.adaptive import csv_text, result_of
 from tightlip.report.adaptive_page import render_adaptive
 from tightlip.training.config import RunOptions
 
 MODES = ("dp", "clip", "scale", "as-published")
-PLAN, JSON, CSV, PAGE = "experiment.json", "adaptive.json", "adaptive.csv", "adaptive.html"
+JSON, CSV, PAGE = "adaptive.json", "adaptive.csv", "adaptive.html"
 _SMALL_LSTM: dict[str, Any] = {
     "model": "lstm",
     "embedding_size": 64,
@@ -57,12 +60,17 @@ SCALES = {
         name="small",
         shape={**_GPT, "sequence_length": 128},
         plain={"learning_rate": 1e-3, "batch_size": 64, "steps": 2_000},
-        private={"learning_rate": 1e-3, "batch_size": 1_024, "steps": 400},
+        private={"learning_rate": 1e-3, "batch_size": 1_024, "steps": 200, "rows_per_unit": 1},
         public={**_LSTM, "learning_rate": 2e-3, "batch_size": 64, "epochs": 3.0},
         vocabulary_size=8_000,
         most_documents=40_000,
+        num_carriers=48,
+        carrier_words=(20, 60),
+        bf16=True,
+        physical_rows=256,
     ),
-    # Theirs, as far as the paper says; row length and vocabulary are ours.
+    # Theirs, as far as the paper says; row length and vocabulary are ours, and so is the batch
+    # without noise: 4,096 rows do not fit a GPU at once, and only noise asks for so many.
     "paper": Scale(
         name="paper",
         shape={
@@ -72,10 +80,20 @@ SCALES = {
             "num_heads": 16,
             "sequence_length": 128,
         },
-        plain={"learning_rate": 5e-5, "batch_size": 4_096, "epochs": 20.0},
-        private={"learning_rate": 5e-5, "batch_size": 4_096, "epochs": 20.0, "clip_norm": 0.001},
+        plain={"learning_rate": 5e-5, "batch_size": 128, "epochs": 20.0},
+        private={
+            "learning_rate": 5e-5,
+            "batch_size": 4_096,
+            "epochs": 20.0,
+            "clip_norm": 0.001,
+            "rows_per_unit": 1,
+        },
         public={**_LSTM, "learning_rate": 2e-3, "batch_size": 64, "epochs": 3.0},
         vocabulary_size=30_000,
+        num_carriers=48,
+        carrier_words=(20, 60),
+        bf16=True,
+        physical_rows=128,
     ),
 }
 
@@ -113,8 +131,8 @@ def reproduce_adaptive(
     size = _scale(scale)
     _check(corpus, public_model, public_corpus, unit)
     folder = make_private_folder(Path(out))
-    _claim(folder, _plan(corpus, public_model, public_corpus, size, unit))
-    options = RunOptions(device=device)
+    claim_folder(folder, _plan(corpus, public_model, public_corpus, size, unit))
+    options = _options(size, device)
     # A model this small is no faster on two threads, and beside other work far slower.
     with one_thread() if scale == "smoke" else nullcontext():
         public = public_side(folder, public_corpus, public_model, size, options)
@@ -128,11 +146,29 @@ def reproduce_adaptive(
         public_model=public.model_words,
         public_corpus=public.corpus_words,
         version=tightlip.__version__,
+        machine=_machine(device),
     )
     write_json(folder / JSON, result)
     write_text(folder / CSV, csv_text(result))
     write_text(folder / PAGE, render_adaptive(result))
     return Reproduced(folder=folder, result=result)
+
+
+def _options(size: Scale, device: str) -> RunOptions:
+    """Where and how the runs are done. A CPU gains nothing from bfloat16."""
+    if usable_device(device) == "cpu":
+        return RunOptions(device=device)
+    return RunOptions(device=device, bf16=size.bf16, physical_rows=size.physical_rows)
+
+
+def _machine(device: str) -> str:
+    """What the figures were made with, in words."""
+    import torch
+    import transformers
+
+    used = usable_device(device)
+    name = "the CPU" if used == "cpu" else torch.cuda.get_device_name(used)
+    return f"torch {torch.__version__} and transformers {transformers.__version__} on {name}"
 
 
 def _ground(
@@ -226,8 +262,20 @@ def _promise(run: RunRecord) -> dict[str, Any]:
         "because": ledger.get("because"),
         "accountant": ledger.get("accountant"),
         "steps": ledger.get("steps"),
+        "planned_steps": adaptive.get("planned_steps", ledger.get("steps")),
+        "stop": run.stop,
         "noise_multiplier": adaptive.get("noise_multiplier", ledger.get("noise_multiplier")),
+        "last_noise_multiplier": _last_noise(run),
     }
+
+
+def _last_noise(run: RunRecord) -> float | None:
+    """The noise of the last step of a run in mode `scale`, which is public; None of others."""
+    path = run.folder / NOISE_SCALES
+    if not path.is_file():
+        return None
+    lines = path.read_text(encoding="utf-8").splitlines()
+    return float(json.loads(lines[-1])["noise_multiplier"]) if lines else None
 
 
 def _scale(name: str) -> Scale:
@@ -249,9 +297,7 @@ def _check(
             f"corpus={[str(each) for each in corpus]} without public text: the tokenizer and the weights' constants must come "
             "from text that is nobody's secret. Add --public-corpus FILE."
         )
-    names = [Path(each).stem for each in corpus]
-    if len(set(names)) < len(names):
-        raise UsageError(f"Two of the corpora have one name ({', '.join(names)}). Rename a file.")
+    check_names([Path(each) for each in corpus])
     for path in (*corpus, public_model, public_corpus):
         if path is not None and not Path(path).exists():
             raise UsageError(f"{path} does not exist. Nothing is downloaded: give a path on disk.")
@@ -273,17 +319,3 @@ def _plan(
         "scale": {name: list(v) if isinstance(v, tuple) else v for name, v in asdict(size).items()},
         "version": tightlip.__version__,
     }
-
-
-def _claim(folder: Path, plan: dict[str, Any]) -> None:
-    """A folder holds one experiment; another's runs in it would be taken for this one's."""
-    path = folder / PLAN
-    if not path.exists():
-        write_json(path, plan)
-        return
-    there = read_json(path)
-    other = [name for name in plan if there.get(name) != plan[name]]
-    if other:
-        raise UsageError(
-            f"{folder} holds an experiment with another {', '.join(other)}. Give another --out, or delete it first."
-        )

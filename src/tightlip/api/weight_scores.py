@@ -17,6 +17,9 @@ from tightlip.models.loading import load_causal_lm, load_tokenizer
 
 # Far above what sharing a batch does to a mean in float32, far below the grid.
 BATCH_TOLERANCE_NATS = 2e-4
+# Scored alone whatever their value, so that a model whose rows influence each other is found out
+# where no document happens to be near an edge. All of a tiny corpus.
+ALWAYS_ALONE = 16
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -59,6 +62,7 @@ class ModelScores:
 
         Holds:
             naive: the same as scoring each document by itself and rounding.
+            alone: a model that scores a document otherwise in company is refused.
             resumed: shards that stand under `folder` are not scanned again.
         """
         scanner = Scanner(self.model, bos_id=self.tokenizer.bos_token_id)
@@ -78,8 +82,11 @@ class ModelScores:
         return on_grid(self._settled(corpus, nats, description))
 
     def _settled(self, corpus: TokenizedCorpus, nats: np.ndarray, description: str) -> np.ndarray:
-        """The same values, those near an edge as the document alone has them."""
-        close = np.flatnonzero(near_an_edge(nats, BATCH_TOLERANCE_NATS))
+        """The same values, those near an edge and a handful of others as the document alone has
+        them; for the others that is the same after rounding."""
+        close = np.union1d(
+            np.flatnonzero(near_an_edge(nats, BATCH_TOLERANCE_NATS)), _spread_out(nats)
+        )
         alone = Scanner(self.model, bos_id=self.tokenizer.bos_token_id, batch_tokens=1)
         settled = nats.copy()
         with task(f"{description}, alone", len(close)) as bar:
@@ -93,6 +100,15 @@ class ModelScores:
                 "document's weight would depend on the others. Give a model whose rows do not influence each other."
             )
         return settled
+
+
+def _spread_out(nats: np.ndarray) -> np.ndarray:
+    """A handful of scored documents, from the first to the last."""
+    scored = np.flatnonzero(~np.isnan(nats))
+    if not len(scored):
+        return scored
+    places = np.linspace(0, len(scored) - 1, min(ALWAYS_ALONE, len(scored)))
+    return np.asarray(scored[places.round().astype(int)])
 
 
 def _means(log_probs: np.ndarray, lengths: np.ndarray) -> np.ndarray:

@@ -26,7 +26,7 @@ def audit(
     public_model: Annotated[
         str | None,
         typer.Option(
-            help="A folder, or 'leave-out': retrain a run without the owners of what leaked."
+            help="A folder or a .gguf file, or 'leave-out': retrain a run without the owners of what leaked."
         ),
     ] = None,
     validation: Annotated[

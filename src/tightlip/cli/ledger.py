@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tightlip.core.figures import rounded_up
+from tightlip.core.figures import rounded_up, shown_epsilon
 from tightlip.report.words import INSECURE
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ def _adaptive(record: dict[str, Any]) -> list[tuple[str, str]]:
 def _figures(record: dict[str, Any]) -> list[tuple[str, str]]:
     if record["epsilon"] is None:
         return [("ε", f"none: {record['standing']}")]
-    lines = [("ε", f"{rounded_up(record['epsilon'])} ({record['standing']})")]
+    lines = [("ε", f"{shown_epsilon(record)} ({record['standing']})")]
     if record.get("epsilon_rdp") is not None:
         lines.append(("ε by RDP", f"{rounded_up(record['epsilon_rdp'])} (a looser upper bound)"))
     if record.get("epsilon_as_published") is not None:

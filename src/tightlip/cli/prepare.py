@@ -67,7 +67,10 @@ def prepare(
         ),
     ] = False,
     public_model: Annotated[
-        Path | None, typer.Option(help="With weights: a public causal language model's folder.")
+        Path | None,
+        typer.Option(
+            help="With weights: a public causal language model, a folder or a .gguf file."
+        ),
     ] = None,
     public_corpus: Annotated[
         Path | None, typer.Option(help="With weights: public text that says what is ordinary.")

@@ -1,67 +1,111 @@
 """`tightlip reproduce`: a paper's experiment on your own text."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from tightlip.cli.options import Device
 
-EXPERIMENTS = ("adaptive",)
+EXPERIMENTS = ("adaptive", "representation")
+# What only one experiment uses; anything else is for both.
+_ONLY = {
+    **dict.fromkeys(("public_model", "public_corpus", "unit"), "adaptive"),
+    **dict.fromkeys(("extractor", "bf16"), "representation"),
+}
+_ADAPTIVE, _REPRESENTATION = "With adaptive", "With representation"
+
+
+def _option(text: str, panel: str, *names: str) -> Any:
+    return typer.Option(*names, help=text, rich_help_panel=panel, show_default=False)
 
 
 def reproduce(
     experiment: Annotated[
-        str, typer.Argument(help="Which experiment: adaptive.", metavar="EXPERIMENT")
+        str, typer.Argument(help="'adaptive' or 'representation'.", metavar="EXPERIMENT")
     ],
     corpus: Annotated[
         list[Path] | None,
         typer.Option(
-            help="A file with a column text, or user and text; by default the bundled plays. May be given again."
+            help="adaptive: a file with text, or user and text. representation: the paper's ag_data.txt, or Parquet with "
+            "text, and age or gender. By default the bundled plays. May be given again."
         ),
-    ] = None,
-    public_model: Annotated[
-        Path | None,
-        typer.Option(
-            help="A folder of the large public model; by default a small LSTM is trained on the public text."
-        ),
-    ] = None,
-    public_corpus: Annotated[
-        Path | None,
-        typer.Option(help="Public text: for the tokenizer, and for what is ordinary."),
     ] = None,
     scale: Annotated[
         str, typer.Option(help="smoke (minutes on a CPU), small (a GPU), or paper.")
     ] = "smoke",
-    unit: Annotated[
-        str,
-        typer.Option(help="Whom to protect: user, example, or auto (user from 1,000 users on)."),
-    ] = "auto",
     out: Annotated[Path | None, typer.Option(help="Where runs and results go.")] = None,
     device: Device = "auto",
+    public_model: Annotated[
+        Path | None,
+        _option(
+            "The large public model, a folder or a .gguf file; by default a small LSTM is trained on the public text.",
+            _ADAPTIVE,
+        ),
+    ] = None,
+    public_corpus: Annotated[
+        Path | None, _option("Public text: for the tokenizer, and for what is ordinary.", _ADAPTIVE)
+    ] = None,
+    unit: Annotated[
+        str | None,
+        _option("Whom to protect: user, example, or auto (user from 1,000 users on).", _ADAPTIVE),
+    ] = None,
+    extractor: Annotated[
+        str | None,
+        _option("A Hugging Face encoder's folder, lstm, or bag (default).", _REPRESENTATION),
+    ] = None,
+    bf16: Annotated[
+        bool | None, _option("Train the encoder in bf16.", _REPRESENTATION, "--bf16")
+    ] = None,
 ) -> None:
-    """A paper's experiment, step by step by our own commands, with its own table beside it."""
-    from rich.console import Console
-
+    """A paper's experiment, step by step by our own commands, with its own figures beside ours."""
     from tightlip.core.progress import shown_progress
 
-    _check_name(experiment)
+    given = {
+        "public_model": public_model,
+        "public_corpus": public_corpus,
+        "unit": unit,
+        "extractor": extractor,
+        "bf16": bf16,
+    }
+    options = _options(experiment, given)
+    out = out or Path(f"reproduce-{experiment}")
     import tightlip
 
+    call = getattr(tightlip, f"reproduce_{experiment}")
     with shown_progress():
-        made = tightlip.reproduce_adaptive(
-            corpus or (),
-            public_model=public_model,
-            public_corpus=public_corpus,
-            scale=scale,
-            unit=unit,
-            out=out or Path(f"reproduce-{experiment}"),
-            device=device,
+        made = call(corpus or (), scale=scale, out=out, device=device, **options)
+    _show_adaptive(made) if experiment == "adaptive" else _show_representation(made)
+
+
+def _options(experiment: str, given: dict[str, Any]) -> dict[str, Any]:
+    """The flags given, if they are for this experiment."""
+    from tightlip.core.errors import UsageError
+    from tightlip.core.registry import unknown
+
+    if experiment in ("leakage", "regularization"):
+        raise UsageError(
+            f"The experiment {experiment!r} is not there yet. Available: {', '.join(EXPERIMENTS)}."
         )
-    console = Console()
-    from tightlip.report.adaptive import PAPER_NOTE, findings, headline
+    if experiment not in EXPERIMENTS:
+        raise UsageError(unknown("experiment", experiment, list(EXPERIMENTS)))
+    set_here = {name: value for name, value in given.items() if value is not None}
+    for name in set_here:
+        if _ONLY[name] != experiment:
+            raise UsageError(
+                f"--{name.replace('_', '-')} is for the experiment {_ONLY[name]!r} and means nothing to {experiment!r}. "
+                "Leave it out."
+            )
+    return set_here
+
+
+def _show_adaptive(made: Any) -> None:
+    from rich.console import Console
+
+    from tightlip.report.adaptive import PAPER_NOTE, findings, headline, stopped_early
     from tightlip.report.adaptive_page import about, terminal_tables
 
+    console = Console()
     console.print(headline(made.result), style="bold", highlight=False)
     for table in terminal_tables(made.result):
         console.print(table)
@@ -70,18 +114,36 @@ def reproduce(
         console.print(f"\n[bold]{section['name']}[/]: {about(section)}", highlight=False)
         for sentence in findings(section):
             console.print(f"  {sentence}", highlight=False)
-    console.print(
-        f"The page, which says what each figure means: {made.page}", highlight=False, soft_wrap=True
+        for sentence in stopped_early(section):
+            console.print(f"  [yellow]†[/] {sentence}", highlight=False)
+    _name_page(console, made.page)
+
+
+def _show_representation(made: Any) -> None:
+    from rich.console import Console
+
+    from tightlip.report.paper_tables_page import (
+        PAPER_NOTE,
+        about,
+        findings,
+        headline,
+        terminal_tables,
     )
 
+    console = Console()
+    console.print(headline(made.result), style="bold", highlight=False)
+    for section in made.result["corpora"]:
+        console.print(f"\n[bold]{section['name']}[/]: {about(section)}", highlight=False)
+        for table in terminal_tables(section):
+            console.print(table)
+            console.print()
+        for sentence in findings(section):
+            console.print(f"  {sentence}", highlight=False)
+    console.print(PAPER_NOTE, style="dim", highlight=False)
+    _name_page(console, made.page)
 
-def _check_name(experiment: str) -> None:
-    from tightlip.core.errors import UsageError
-    from tightlip.core.registry import unknown
 
-    if experiment in ("leakage", "regularization", "representation"):
-        raise UsageError(
-            f"The experiment {experiment!r} is not there yet. Available: {', '.join(EXPERIMENTS)}."
-        )
-    if experiment not in EXPERIMENTS:
-        raise UsageError(unknown("experiment", experiment, list(EXPERIMENTS)))
+def _name_page(console: Any, page: Path) -> None:
+    console.print(
+        f"The page, which says what each figure means: {page}", highlight=False, soft_wrap=True
+    )

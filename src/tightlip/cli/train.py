@@ -261,6 +261,8 @@ def train(
     for name in ("epoch", "train_perplexity", "validation_perplexity", "validation_accuracy"):
         if last.get(name) is not None:
             console.print(f"{name.replace('_', ' '):24} {last[name]:.4g}")
+    if run.stop == "privacy budget":
+        console.print(f"{'stopped':24} by its privacy budget, after step {last['step']:,}")
     if run.guarantee.get("epsilon") is not None:
         from tightlip.report.terminal import print_guarantee
 

@@ -1,6 +1,7 @@
 """Figures of a guarantee as people read them."""
 
 import math
+from typing import Any
 
 
 def rounded_up(epsilon: float) -> str:
@@ -14,3 +15,19 @@ def rounded_up(epsilon: float) -> str:
     digits = 2 if epsilon >= 0.1 or epsilon == 0 else 1 - math.floor(math.log10(epsilon))
     # Decimals such as 2.3 are stored a hair off; that hair is not spent privacy.
     return f"{math.ceil(epsilon * 10**digits - 1e-9) / 10**digits:.{digits}f}"
+
+
+def shown_epsilon(guarantee: dict[str, Any]) -> str:
+    """A record's ε. That of adaptive DP as published comes rounded up to three figures, and more
+    of them would only look exact.
+
+    >>> shown_epsilon({"epsilon": 19.8, "adaptive": {"mode": "as-published"}})
+    '19.8'
+    >>> shown_epsilon({"epsilon": 19.8})
+    '19.80'
+    """
+    epsilon = guarantee["epsilon"]
+    mode = (guarantee.get("adaptive") or {}).get("mode")
+    if mode == "as-published" and epsilon == float(f"{epsilon:.3g}"):
+        return f"{epsilon:,.10g}"
+    return rounded_up(epsilon)

@@ -7,26 +7,32 @@ from typing import Any, Protocol
 
 
 class Task(Protocol):
-    """One bar: move it on by `amount`, put a few words beside it."""
+    """One bar: move it on by `amount`, put a few words beside it, leave it as full as it is."""
 
     def advance(self, amount: float = 1) -> None: ...
     def note(self, words: str) -> None: ...
+    def end_here(self) -> None: ...
 
 
 class _Silent:
     def advance(self, amount: float = 1) -> None: ...
     def note(self, words: str) -> None: ...
+    def end_here(self) -> None: ...
 
 
 class _Bar:
     def __init__(self, progress: Any, task_id: Any) -> None:
         self._progress, self._task_id = progress, task_id
+        self.is_whole = True
 
     def advance(self, amount: float = 1) -> None:
         self._progress.advance(self._task_id, amount)
 
     def note(self, words: str) -> None:
         self._progress.update(self._task_id, words=words)
+
+    def end_here(self) -> None:
+        self.is_whole = False
 
 
 _shown: ContextVar[Any] = ContextVar("shown_progress", default=None)
@@ -64,10 +70,12 @@ def task(description: str, total: float | None) -> Iterator[Task]:
     is_part = _inside.get()
     token = _inside.set(True)
     task_id = progress.add_task(("  " if is_part else "") + description, total=total, words="")
+    bar = _Bar(progress, task_id)
     try:
-        yield _Bar(progress, task_id)
+        yield bar
         full = total or 1  # how much there is to read is often known only at the end
-        progress.update(task_id, completed=full, total=full)
+        if bar.is_whole:
+            progress.update(task_id, completed=full, total=full)
         progress.stop_task(task_id)
     finally:
         _inside.reset(token)

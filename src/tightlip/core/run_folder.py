@@ -204,10 +204,17 @@ def begin_run(folder: Path, config: dict[str, Any]) -> None:
     write_text(folder / CONFIG, toml_text(config))
 
 
-def abandon_run(folder: Path) -> None:
-    """Take back what `begin_run` did, and a ledger that has charged nothing yet."""
+def abandon_run(folder: Path, *, made_it: bool = False) -> None:
+    """Take back what `begin_run` did, and a ledger that has charged nothing yet; the folder too
+    where the run made it and nothing else is in it."""
     for name in (CONFIG, LEDGER):
         (folder / name).unlink(missing_ok=True)
+    if made_it and all(path.name in (LOG, LOCK) or _is_lock(path) for path in folder.iterdir()):
+        shutil.rmtree(folder)
+
+
+def _is_lock(path: Path) -> bool:
+    return path.name.startswith(".") and path.name.endswith(".lock")
 
 
 def check_may_train(

@@ -16,13 +16,72 @@ breaks. The 125 blocks without a speech are left out, which leaves 7,097 speeche
     pq.write_table(table, "shakespeare.parquet", compression="zstd", compression_level=19)
 """
 
+from bisect import bisect_right
 from importlib.resources import as_file, files
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+
+# The row at which each play begins.
+PLAYS = {
+    0: "Coriolanus",
+    1100: "Richard III",
+    2170: "Richard II",
+    2721: "Romeo and Juliet",
+    3548: "Henry VI, Part 3",
+    4334: "The Winter's Tale",
+    5069: "Measure for Measure",
+    5941: "The Taming of the Shrew",
+    6818: "The Tempest",
+}
+# As the Folio of 1623 has them.
+GENRES = {
+    "Coriolanus": "tragedy",
+    "Richard III": "history",
+    "Richard II": "history",
+    "Romeo and Juliet": "tragedy",
+    "Henry VI, Part 3": "history",
+    "The Winter's Tale": "comedy",
+    "Measure for Measure": "comedy",
+    "The Taming of the Shrew": "comedy",
+    "The Tempest": "comedy",
+}
+WOMEN = {
+    *("VOLUMNIA", "VIRGILIA", "VALERIA", "Gentlewoman"),
+    *("LADY ANNE", "QUEEN ELIZABETH", "QUEEN MARGARET", "DUCHESS OF YORK", "Girl"),
+    *("DUCHESS", "QUEEN", "Lady"),
+    *("JULIET", "LADY CAPULET", "LADY  CAPULET", "LADY MONTAGUE", "Nurse", "NURSE"),
+    *("LADY GREY", "BONA"),
+    *("HERMIONE", "PAULINA", "PERDITA", "EMILIA", "MOPSA", "DORCAS", "First Lady", "Second Lady"),
+    *("ISABELLA", "MARIANA", "FRANCISCA", "MISTRESS OVERDONE"),
+    *("KATHARINA", "KATARINA", "BIANCA", "Widow", "Hostess"),
+    "MIRANDA",
+}
+OF_NO_GENDER = {
+    *("All", "ALL", "Both", "ANOTHER", "Children", "Chorus", "Time", "ARIEL", "Mariners"),
+    *("Citizens", "Both Citizens", "All Citizens", "Both Tribunes", "All The People"),
+    *("Senators", "Senators, &C", "Lords", "LORDS", "All The Lords", "All Conspirators"),
+    *("GENTLEMEN", "Players", "ALL SERVING-MEN"),
+}
 
 
 def demo_corpus() -> pa.Table:
     """Columns `user` and `text`: 7,097 speeches by 299 speakers."""
     with as_file(files("tightlip") / "data" / "shakespeare.parquet") as path:
         return pq.read_table(path)
+
+
+def demo_speeches() -> pa.Table:
+    """The speeches with columns `play`, `genre` and `gender` (null of groups and spirits)."""
+    with as_file(files("tightlip") / "data" / "shakespeare.parquet") as path:
+        table = pq.read_table(path)
+    users = table["user"].to_pylist()
+    starts = list(PLAYS)
+    plays = [PLAYS[starts[bisect_right(starts, row) - 1]] for row in range(len(users))]
+    genders = [
+        None if user in OF_NO_GENDER else "female" if user in WOMEN else "male" for user in users
+    ]
+    columns = {"play": plays, "genre": [GENRES[play] for play in plays], "gender": genders}
+    for name, values in columns.items():
+        table = table.append_column(name, pa.array(values, pa.string()))
+    return table

@@ -8,6 +8,8 @@ frame, or a file that other tools wrote anew, has no history to tell.
 """
 
 import json
+from collections.abc import Set
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from tightlip.core.files import read_json
 from tightlip.core.run_folder import run_around
 from tightlip.corpus.formats import kind_of
 
+OWN_RECORD = "guarantee.json"  # beside a model's weights
 _NAME = b"tightlip.history"
 # Of the settings of a preparation, those by which one text can decide about another.
 _KEPT = ("split", "deduplicate")
@@ -74,18 +77,121 @@ def preparation_behind(folder: Path) -> Path | None:
     return None if run is None else run.corpus_folder
 
 
+@dataclass(frozen=True, kw_only=True)
+class Origin:
+    """What is known to have shaped a model, through all the runs that it came out of.
+
+    `sources` are fingerprints of text that its weights learnt and `vocabulary` of text that its
+    words were learnt from; `names` are random names of corpora, which is all that a private run
+    tells; `texts` are fingerprints of training parts. `folders` are the prepared corpora of all
+    these that still stand where they were.
+    """
+
+    sources: frozenset[str] = frozenset()
+    vocabulary: frozenset[str] = frozenset()
+    names: frozenset[str] = frozenset()
+    texts: frozenset[str] = frozenset()
+    folders: tuple[Path, ...] = ()
+
+    def learnt(self, *, sources: Set[str], name: str, text_fingerprint: str) -> bool:
+        """Whether the weights learnt this corpus, or another part or preparation of its text."""
+        named = bool(name) and name in self.names
+        return named or bool(self.sources & sources) or text_fingerprint in self.texts
+
+
+def origin_of(model: Path) -> Origin:
+    """What the model's own record and the runs around and before it tell.
+
+    Holds:
+        chained: a run that went on from another has that one's origin too.
+        copied: a copy of a model's folder tells as much as its own record does.
+        unknown: of a model from elsewhere it is empty.
+    """
+    found: dict[str, set[str]] = {"sources": set(), "vocabulary": set(), "names": set()}
+    texts: set[str] = set()
+    folders: dict[Path, None] = {}
+    seen: set[Path] = set()
+    at: Path | None = model.resolve()
+    while at is not None and at not in seen:
+        seen.add(at)
+        _add_own_record(at, found)
+        run = run_around(at)
+        if run is None:
+            break
+        corpus = run.corpus_folder.resolve()
+        _add_own_record(run.model_folder, found)
+        found["sources"] |= sources_of(corpus)
+        found["names"] |= _name_of(corpus)
+        texts.add(str(run.config["corpus"].get("corpus_fingerprint")))
+        words, made_in = vocabulary_behind(corpus)
+        found["vocabulary"] |= words
+        folders |= dict.fromkeys((corpus, *made_in))
+        before = Path(str(run.config.get("train", {}).get("model", "")))
+        at = before.resolve() if before.is_dir() and before.is_absolute() else None
+    return Origin(
+        **{name: frozenset(each) for name, each in found.items()},
+        texts=frozenset(texts),
+        folders=tuple(folder for folder in folders if (folder / "prepared.json").is_file()),
+    )
+
+
 def sources_behind(model: Path) -> set[str]:
     """Fingerprints of all text that a model's weights are known to have learnt from, its run's and
     those of the runs that this one went on from."""
-    found: set[str] = set()
-    seen: set[Path] = set()
-    run = run_around(model)
-    while run is not None and run.folder not in seen:
-        seen.add(run.folder)
-        found |= sources_of(run.corpus_folder)
-        before = Path(str(run.config.get("train", {}).get("model", "")))
-        run = run_around(before) if before.is_dir() and before.is_absolute() else None
-    return found
+    return set(origin_of(model).sources)
+
+
+def vocabulary_behind(prepared: Path) -> tuple[set[str], list[Path]]:
+    """Fingerprints of the text that a prepared corpus' words were learnt from, and the prepared
+    corpora that its tokenizer was handed on through."""
+    found: dict[str, set[str]] = {"vocabulary": set()}
+    through: list[Path] = []
+    at: Path | None = prepared
+    while at is not None and at not in through and (at / "prepared.json").is_file():
+        through.append(at)
+        given = read_json(at / "prepared.json")["settings"].get("tokenizer")
+        if given is None:
+            return found["vocabulary"] | sources_of(at), through[1:]
+        _add_own_record(Path(given), found)
+        at = preparation_behind(Path(given))
+    return found["vocabulary"], through[1:]
+
+
+def learnt_from(prepared: Path, start: Path | None, name: str) -> dict[str, list[str]]:
+    """What a model's own record says that it was made of, so that a copy still tells.
+
+    A private run gives its corpus' random `name` in place of its text's fingerprints: whoever
+    knows all of a text but one document could tell from them whether that one was in.
+    """
+    before = Origin() if start is None else origin_of(start)
+    own, (words, _) = sources_of(prepared), vocabulary_behind(prepared)
+    if name:
+        return {
+            "sources": sorted(before.sources),
+            "vocabulary": sorted((before.vocabulary | words) - own),
+            "names": sorted({name, *before.names}),
+        }
+    return {
+        "sources": sorted(before.sources | own),
+        "vocabulary": sorted(before.vocabulary | words),
+        "names": sorted(before.names),
+    }
+
+
+def _add_own_record(model: Path, found: dict[str, set[str]]) -> None:
+    """What lies beside a model's weights, in `guarantee.json`."""
+    path = model / OWN_RECORD
+    record = read_json(path) if path.is_file() else {}
+    told = record.get("learnt_from") or {}  # a model of an earlier version has none
+    for name, known in found.items():
+        known |= {str(each) for each in told.get(name, ())}
+    if "names" in found and record.get("corpus_fingerprint"):
+        found["names"].add(str(record["corpus_fingerprint"]))
+
+
+def _name_of(prepared: Path) -> set[str]:
+    path = prepared / "id.json"
+    return {str(read_json(path)["id"])} if path.is_file() else set()
 
 
 def _schema(file: Path) -> pa.Schema | None:

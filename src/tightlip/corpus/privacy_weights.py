@@ -33,7 +33,8 @@ UNSCORED = 1.0  # the weight of a document without a scored token
 GRID_NATS = 0.01
 INFO_KEYS = (
     *("normalisation", "is_sound", "estimator", "model", "model_fingerprint", "public_corpus"),
-    *("public_corpus_fingerprint", "a", "b", "least_weight", "text_fingerprint", "version"),
+    *("public_corpus_fingerprint", "a", "b", "least_weight", "text_fingerprint", "shared"),
+    "version",
 )
 
 

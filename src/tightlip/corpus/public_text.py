@@ -1,7 +1,6 @@
 """Public text to measure against: a corpus whose writers do not matter and may not be named."""
 
 from collections.abc import Iterator
-from hashlib import blake2b
 from pathlib import Path
 
 from tightlip.core.errors import UsageError
@@ -68,18 +67,3 @@ def open_public(
                 )
             return TextColumn(path, found[0], skips=bad_rows == "skip")
     return open_corpus(path, user_column=user_column, text_column=text_column, bad_rows=bad_rows)
-
-
-def num_shared(public: Corpus | TextColumn, private: Corpus) -> tuple[int, int]:
-    """Public documents that stand in the private corpus too, and all that have words; case and
-    white space make no difference."""
-    digests = [each for batch in public.batches() for each in _digests(batch)]
-    wanted = set(digests)
-    seen = {each for batch in private.batches() for each in _digests(batch) if each in wanted}
-    return sum(each in seen for each in digests), len(digests)
-
-
-def _digests(batch: DocumentBatch) -> Iterator[bytes]:
-    for text in batch.texts:
-        if words := " ".join(text.split()).casefold():
-            yield blake2b(words.encode("utf-8"), digest_size=16).digest()

@@ -1,4 +1,4 @@
-"""Language models: LSTM, GRU and Transformer as Hugging Face models; loading any causal LM.
+"""Language models and encoders as Hugging Face models; loading any causal LM or encoder.
 
 Names arrive when first used, so importing this package loads no torch.
 """
@@ -10,14 +10,17 @@ MODULE_OF_NAME = {
     "LSTMConfig": "configurations",
     "GRUConfig": "configurations",
     "TransformerConfig": "configurations",
+    "WordEncoderConfig": "configurations",
     "LSTMModel": "recurrent",
     "LSTMForCausalLM": "recurrent",
     "GRUModel": "recurrent",
     "GRUForCausalLM": "recurrent",
     "TransformerModel": "transformer",
     "TransformerForCausalLM": "transformer",
+    "WordEncoder": "word_encoder",
     "RecurrentState": "states",
     "load_causal_lm": "loading",
+    "load_encoder": "encoders",
     "load_tokenizer": "loading",
     "model_fingerprint": "fingerprints",
     "state_fingerprint": "fingerprints",

@@ -1,4 +1,4 @@
-"""What shape a language model has, checked before a single weight is made.
+"""What shape a model has, checked before a single weight is made.
 
 Every constructor is written out: transformers turns a configuration class without its
 own `__init__` into a keyword-only dataclass, and `LSTMConfig(10_000, 128, 128)` would fail.
@@ -9,6 +9,8 @@ from typing import Any, ClassVar
 from transformers.configuration_utils import PreTrainedConfig
 
 from tightlip.core.errors import UsageError
+
+WORD_ENCODERS = ("lstm", "bag")
 
 
 class RecurrentConfig(PreTrainedConfig):
@@ -128,6 +130,45 @@ class TransformerConfig(PreTrainedConfig):
         self.use_cache = use_cache
         super().__init__(**others)
         set_tokens_and_tying(self, bos_token_id, eos_token_id, pad_token_id, tie_word_embeddings)
+
+
+class WordEncoderConfig(PreTrainedConfig):
+    """The shape of a small encoder: `kind` is lstm or bag, `hidden_size` the width it gives out.
+
+    Holds:
+        positive_sizes: a size below one is a usage error.
+        equal_sizes_in_a_bag: a bag gives out its embeddings, so both sizes are one.
+    """
+
+    model_type = "tightlip_word_encoder"
+
+    def __init__(
+        self,
+        kind: str = "lstm",
+        vocab_size: int = 10_000,
+        embedding_size: int | None = None,
+        hidden_size: int = 128,
+        dropout: float = 0.0,
+        pad_token_id: int | None = 0,
+        **others: Any,
+    ) -> None:
+        embedding_size = hidden_size if embedding_size is None else embedding_size
+        check_sizes(vocab_size=vocab_size, embedding_size=embedding_size, hidden_size=hidden_size)
+        check_dropout(dropout)
+        if kind not in WORD_ENCODERS:
+            raise UsageError(f"Unknown encoder {kind!r}. Available: {', '.join(WORD_ENCODERS)}.")
+        if kind == "bag" and embedding_size != hidden_size:
+            raise UsageError(
+                f"embedding_size={embedding_size} with hidden_size={hidden_size}: a bag gives out its embeddings as "
+                "they are. Make the sizes equal, or leave embedding_size out."
+            )
+        self.kind = kind
+        self.vocab_size = vocab_size
+        self.embedding_size = embedding_size
+        self.hidden_size = hidden_size
+        self.dropout = dropout
+        super().__init__(**others)
+        set_tokens_and_tying(self, None, None, pad_token_id, False)
 
 
 def set_tokens_and_tying(

@@ -6,19 +6,22 @@ from typing import TYPE_CHECKING
 
 from tightlip.core.errors import UsageError
 from tightlip.core.files import digest_of_files
+from tightlip.models.gguf import gguf_file
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
 
 def model_fingerprint(folder: Path) -> str:
-    """SHA-256 over a model folder's configuration, weights and tokenizer.
+    """SHA-256 over a model folder's configuration, weights and tokenizer, or over a GGUF file.
 
     Holds:
         same_files_same_print: a copy of the folder has the same fingerprint.
         weights_count: another weight file gives another fingerprint.
     """
     folder = Path(folder)
+    if (file := gguf_file(folder)) is not None:
+        return digest_of_files([file], name=lambda _: "gguf")
     named = (folder / "config.json", folder / "tokenizer.json")
     files = [*folder.glob("*.safetensors"), *(path for path in named if path.is_file())]
     if not files:

@@ -1,13 +1,14 @@
-"""Loading any causal language model from a folder, or saying why not.
+"""Loading any causal language model from a folder or a GGUF file, or saying why not.
 
 Nothing in the folder is ever executed: no Python files, no pickles, no kernels fetched on a
 configuration's say-so. And nothing is made up: transformers fills weights that a checkpoint
 lacks with random numbers, and an audit of random numbers would look like good news.
 """
 
+import io
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from transformers.utils import logging
 
 from tightlip.core.errors import TightlipError, UsageError
 from tightlip.core.files import read_json
+from tightlip.models.gguf import begins_with_bos, check_readable, gguf_file, place_of
 from tightlip.models.registration import register_configurations
 
 INDEX = "model.safetensors.index.json"
@@ -34,7 +36,8 @@ def load_causal_lm(
 ) -> PreTrainedModel:
     """The language model in `folder`, ready to be asked (evaluation mode).
 
-    `dtype` is the one the weights were saved in unless given.
+    `folder` may also be a GGUF file, or hold one and nothing else of a model. `dtype` is the one
+    the weights were saved in unless given; of a GGUF file float32.
 
     Holds:
         nothing_executed: code and pickles in the folder are never run.
@@ -43,10 +46,19 @@ def load_causal_lm(
     """
     folder = Path(folder)
     register_configurations()
+    file = gguf_file(folder)
+    model, info = _from_folder(folder, dtype) if file is None else _from_gguf(file, dtype)
+    check_all_weights_came(folder, info)
+    model = model.to(device).eval()
+    check_causal(folder, model)
+    return model
+
+
+def _from_folder(folder: Path, dtype: torch.dtype | None) -> tuple[PreTrainedModel, dict[str, Any]]:
     config = checked_config(folder)
     check_weight_files(folder)
     with without_progress_bar(), usage_errors(folder):
-        model, info = AutoModelForCausalLM.from_pretrained(
+        return AutoModelForCausalLM.from_pretrained(
             str(folder),
             config=config,
             dtype=dtype or "auto",
@@ -55,16 +67,44 @@ def load_causal_lm(
             output_loading_info=True,
             **FROM_THE_FOLDER_ONLY,
         )
-    check_all_weights_came(folder, info)
-    model = model.to(device).eval()
-    check_causal(folder, model)
-    return model
+
+
+def _from_gguf(file: Path, dtype: torch.dtype | None) -> tuple[PreTrainedModel, dict[str, Any]]:
+    check_readable(file)
+    # The bar over its tensors has no switch.
+    silent = redirect_stderr(io.StringIO())
+    with without_progress_bar(), silent, usage_errors(file, "Copy or download the file again."):
+        model, info = AutoModelForCausalLM.from_pretrained(
+            **place_of(file),
+            dtype=dtype or torch.float32,
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+            **FROM_THE_FOLDER_ONLY,
+        )
+    _forget_quantisation(model)
+    return model, info
+
+
+def _forget_quantisation(model: PreTrainedModel) -> None:
+    """Its weights are plain numbers by now, and it can be moved, trained and saved as any other."""
+    for owner, names in (
+        (model, ("hf_quantizer", "is_quantized", "quantization_method")),
+        (model.config, ("quantization_config",)),
+    ):
+        for name in names:
+            if name in vars(owner):
+                delattr(owner, name)
 
 
 def load_tokenizer(folder: Path | str) -> PreTrainedTokenizerBase:
-    """The tokenizer in `folder`; one with only a tokenizer.json has no special tokens named."""
+    """The tokenizer in `folder`; one with only a tokenizer.json has no special tokens named.
+
+    That of a GGUF file has a BOS only where the file says that texts begin with it.
+    """
     folder = Path(folder)
     register_configurations()
+    if (file := gguf_file(folder)) is not None:
+        return _tokenizer_of_gguf(file)
     check_folder(folder)
     if not any(
         (folder / name).is_file() for name in (*TOKENIZER_FILES, "tokenizer.model", "vocab.json")
@@ -80,6 +120,16 @@ def load_tokenizer(folder: Path | str) -> PreTrainedTokenizerBase:
         ):
             return PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
         return AutoTokenizer.from_pretrained(str(folder), use_fast=True, **FROM_THE_FOLDER_ONLY)
+
+
+def _tokenizer_of_gguf(file: Path) -> PreTrainedTokenizerBase:
+    check_readable(file)
+    with usage_errors(file, "Copy or download the file again."):
+        tokenizer = AutoTokenizer.from_pretrained(**place_of(file), **FROM_THE_FOLDER_ONLY)
+        if not begins_with_bos(file):
+            # SmolLM2-Instruct's opens a turn of a chat, and after it no text is ordinary.
+            tokenizer.bos_token = None
+    return tokenizer
 
 
 def checked_config(folder: Path) -> PreTrainedConfig:
@@ -101,7 +151,7 @@ def check_folder(folder: Path) -> None:
     if not folder.is_dir():
         raise UsageError(
             f"{folder} is not a folder. Models are read from disk only: give the path of a folder written by "
-            "save_pretrained, or download the model first."
+            "save_pretrained or of a .gguf file, or download the model first."
         )
     # transformers would follow it to another model than the one in this folder.
     if (folder / "adapter_config.json").is_file():
@@ -247,7 +297,9 @@ def check_causal(folder: Path, model: PreTrainedModel) -> None:
 
 
 @contextmanager
-def usage_errors(folder: Path) -> Iterator[None]:
+def usage_errors(
+    folder: Path, advice: str = "Check that it was written by save_pretrained and copied whole."
+) -> Iterator[None]:
     """Whatever transformers says about the folder, said as a usage error with the folder's name."""
     try:
         yield
@@ -255,9 +307,7 @@ def usage_errors(folder: Path) -> Iterator[None]:
         raise
     except Exception as error:  # the tokenizers library raises nothing narrower
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        raise UsageError(
-            f"{folder} cannot be loaded: {reason} Check that it was written by save_pretrained and copied whole."
-        ) from error
+        raise UsageError(f"{folder} cannot be loaded: {reason} {advice}") from error
 
 
 @contextmanager

@@ -44,9 +44,14 @@ def register_configurations() -> None:
     """Add our model types to AutoConfig."""
     from transformers.models.auto.configuration_auto import AutoConfig
 
-    from tightlip.models.configurations import GRUConfig, LSTMConfig, TransformerConfig
+    from tightlip.models.configurations import (
+        GRUConfig,
+        LSTMConfig,
+        TransformerConfig,
+        WordEncoderConfig,
+    )
 
-    for config_class in (LSTMConfig, GRUConfig, TransformerConfig):
+    for config_class in (LSTMConfig, GRUConfig, TransformerConfig, WordEncoderConfig):
         AutoConfig.register(config_class.model_type, config_class, exist_ok=True)
 
 
@@ -55,8 +60,11 @@ def register_models() -> None:
     """Add our models to AutoModel and AutoModelForCausalLM."""
     from transformers.models.auto.modeling_auto import AutoModel, AutoModelForCausalLM
 
-    from tightlip.models import recurrent, transformer
+    from tightlip.models import recurrent, transformer, word_encoder
 
+    AutoModel.register(
+        word_encoder.WordEncoder.config_class, word_encoder.WordEncoder, exist_ok=True
+    )
     for base_class, causal_class in (
         (recurrent.LSTMModel, recurrent.LSTMForCausalLM),
         (recurrent.GRUModel, recurrent.GRUForCausalLM),

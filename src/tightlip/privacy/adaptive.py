@@ -21,6 +21,7 @@ from tightlip.privacy.accounting import (
     epsilon_spent,
     spend_of,
 )
+from tightlip.privacy.rdp_filter import RdpFilter
 
 MODES = ("clip", "scale", "as-published")
 MECHANISMS = {
@@ -58,7 +59,8 @@ class AdaptiveSpec:
     Of the rest each belongs to one mode: `least_clip` is the share of the clip norm left to a
     weight of 1; `gamma_floor` the least share of the noise; `release_noise` z, None for 10σ;
     `averaging` how much of the moving average an earlier one keeps. `accountant` is how `scale`
-    keeps a target: `filter` charges what each step has, `floor` all of them at the least noise.
+    keeps a target with a given σ: `filter` charges what each step has, `floor` all of them at the
+    least noise. A σ that is calibrated is so for the floor.
     """
 
     mode: str
@@ -194,26 +196,53 @@ def noise_without_release(joint: float, spec: AdaptiveSpec, gamma: float) -> flo
 class Promise:
     """What a `scale` run promises from before its first step to its end.
 
-    The smaller of two bounds, both fixed before training: the target that the filter keeps, and
-    ε by PLD with every planned step charged at the least noise it can have. Steps beyond the
-    plan, repeated after a kill, count too.
+    The smaller of two bounds: the target that the filter keeps, and ε by PLD with every planned
+    step charged at the least noise it can have. Steps repeated after a kill come on top. When a
+    process dies is nobody's data, so they may be counted as well, as long as no release could
+    have ended the run before: as long as all of them, and one more, fit though each had the least
+    noise. Beyond that their number tells of the releases, and the target alone holds.
+
+    Holds:
+        planned: it is the same at every step that was planned.
+        rising: more steps never promise less, and never more than the target.
     """
 
     def __init__(
-        self, mechanism: Mechanism, delta: float, planned_steps: int, target: float | None
+        self,
+        mechanism: Mechanism,
+        delta: float,
+        planned_steps: int,
+        target: float | None,
+        budget: RdpFilter | None = None,
     ) -> None:
         self.mechanism, self.delta = mechanism, delta
         self.planned_steps, self.target = planned_steps, target
+        self._budget = 0.0 if budget is None else budget.budget
+        self._dearest = 0.0 if budget is None else budget.cost(mechanism.noise_multiplier)
         self._known: dict[int, float] = {}
 
     def upper(self, steps: int) -> float:
         """The ε that covers the run, `steps` steps into it."""
-        if steps > self.planned_steps and self.target is not None:
+        most = self.counted(steps)
+        if most is None:
+            assert self.target is not None
             return self.target  # which the filter keeps, however long it goes on
-        most = max(steps, self.planned_steps)
         if most not in self._known:
             self._known[most] = promised_epsilon(self.mechanism, most, self.delta, self.target)
         return self._known[most]
+
+    def counted(self, steps: int) -> int | None:
+        """How many steps of the least noise cover the run; None where the target alone does."""
+        if steps <= self.planned_steps:
+            return self.planned_steps
+        if not self.planned_steps and self.target is None:
+            return steps
+        # Sixteenths of the plan, doubling: each count is worked out anew and takes a while.
+        stride = max(1, math.ceil(self.planned_steps / 16))
+        beyond = math.ceil((steps - self.planned_steps) / stride)
+        most = self.planned_steps + stride * (1 << (beyond - 1).bit_length())
+        is_public = self.target is None or 0 < (most + 1) * self._dearest <= self._budget
+        return most if is_public else None
 
 
 def promised_epsilon(mechanism: Mechanism, steps: int, delta: float, target: float | None) -> float:

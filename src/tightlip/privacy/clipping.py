@@ -12,10 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from tightlip.core.errors import UsageError
-from tightlip.privacy.norms import Norms
+from tightlip.privacy.norms import Measured, Norms, added_up
+from tightlip.privacy.rounding import full_precision, products_in_tf32, slack
 from tightlip.privacy.row_losses import RowLosses
 from tightlip.privacy.sums import Scaled
-from tightlip.privacy.uses import Layout, Lookup, Outer, Use
+from tightlip.privacy.uses import Layout
 from tightlip.privacy.watching import NoRule, Watch
 
 
@@ -51,25 +52,6 @@ def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     if not found:
         raise UsageError("The model has no parameter that requires a gradient. Unfreeze some.")
     return found
-
-
-def rounding(parameters: dict[str, nn.Parameter], dtype: torch.dtype) -> float:
-    """By how much a unit's share of the sum may pass its norm, as numbers of this kind round.
-
-    Factor and product are each rounded once: twice half a unit in the last place.
-    """
-    device = next(iter(parameters.values())).device.type
-    if dtype == torch.bfloat16:
-        return 2.0**-7
-    if dtype == torch.float16:
-        return 2.0**-10
-    if (
-        dtype == torch.float32
-        and device == "cuda"
-        and torch.get_float32_matmul_precision() != "highest"
-    ):
-        return 2.0**-9
-    return 2.0**-40 if dtype == torch.float64 else 2.0**-19
 
 
 def one_pass(
@@ -160,28 +142,28 @@ def clipped_sum(
 
     A unit's bound is its share, above 0 and at most 1, of the clip's; all of it where none is given.
     """
-    norms = Norms(layout)
+    norms = Norms(layout, tf32=products_in_tf32(losses_B.device))
     losses_U = layout.sum_by_unit(losses_B)
     if shares_U is None:
         shares_U = torch.ones_like(losses_U)
     with full_precision():
-        squares = {
-            name: norms.squared(uses, parameters[name].shape)
+        measured = {
+            name: norms.measured(uses, parameters[name].shape)
             for name, uses in watch.uses.items()
             if uses
         }
     groups = _groups(parameters, clip)
-    total_U = sum(squares.values(), torch.zeros_like(losses_U))
-    fine_U = total_U.isfinite() & losses_U.isfinite()
-    bound = clip.norm / math.sqrt(len(groups))
-    bound /= 1 + rounding(parameters, _noted_dtype(watch))
+    lengths = [
+        _lengths([measured[name] for name in names if name in measured], losses_U)
+        for names in groups
+    ]
+    total_U = added_up([squares_U for squares_U, _ in lengths])
+    fine_U = (added_up([off_U for _, off_U in lengths]) + total_U + losses_U).isfinite()
+    bound = clip.norm / math.sqrt(len(groups)) / (1 + slack(total_U.dtype))
     gradients: dict[str, Tensor] = {}
-    for names in groups:
-        group_U = sum(
-            (squares[name] for name in names if name in squares), torch.zeros_like(total_U)
-        )
+    for names, (squares_U, off_U) in zip(groups, lengths, strict=True):
         # A share multiplies last: times 1 nothing changes, not even a last bit.
-        room_U = bound * group_U.clamp(min=0).rsqrt() * shares_U.to(group_U.dtype)
+        room_U = bound / (squares_U.sqrt() + off_U) * shares_U.to(squares_U.dtype)
         factors_U = torch.where(fine_U, room_U.clamp(max=1.0), 0)
         scaled = Scaled(
             layout.to_rows(factors_U),
@@ -197,18 +179,15 @@ def clipped_sum(
         name: gradients.get(name, torch.zeros_like(parameter, dtype=_wide(parameter.dtype)))
         for name, parameter in parameters.items()
     }
-    return ClippedGradients(ordered, total_U.clamp(min=0).sqrt(), losses_U)
+    return ClippedGradients(ordered, total_U.sqrt(), losses_U)
 
 
-@contextmanager
-def full_precision() -> Iterator[None]:
-    """Norms in float32 proper: a GPU's tf32 would round what bounds a unit."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
+def _lengths(parts: list[Measured], like_U: Tensor) -> tuple[Tensor, Tensor]:
+    """Squared norms of some parameters together, and the most that rounding adds to them."""
+    nothing_U = torch.zeros_like(like_U)
+    rounded = [part.rounded_U for part in parts if part.rounded_U is not None]
+    squares_U = added_up([part.squares_U for part in parts] or [nothing_U]).clamp(min=0)
+    return squares_U, torch.stack(rounded).square().sum(0).sqrt() if rounded else nothing_U
 
 
 def unit_by_unit(
@@ -243,7 +222,7 @@ def unit_by_unit(
         losses.append(loss)
         if not bool(norm.isfinite() & loss.isfinite()):
             continue
-        bound = clip.norm / math.sqrt(len(groups)) / (1 + rounding(parameters, norm.dtype))
+        bound = clip.norm / math.sqrt(len(groups)) / (1 + slack(norm.dtype))
         bound *= 1.0 if shares_U is None else float(shares_U[unit])
         for names in groups:
             own = [squares[name] for name in names if name in squares]
@@ -287,18 +266,6 @@ def _groups(parameters: dict[str, nn.Parameter], clip: Clip) -> list[list[str]]:
     for name in parameters:
         layers.setdefault(name.rpartition(".")[0], []).append(name)
     return list(layers.values())
-
-
-def _noted_dtype(watch: Watch) -> torch.dtype:
-    """The coarsest kind of number among the uses."""
-    kinds = {_left(use).dtype for uses in watch.uses.values() for use in uses}
-    return min(kinds, key=lambda kind: torch.finfo(kind).bits, default=torch.float32)
-
-
-def _left(use: Use) -> Tensor:
-    if isinstance(use, Outer):
-        return use.left_BTP
-    return use.left_BTD if isinstance(use, Lookup) else use.gradient_BX
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

@@ -1,7 +1,7 @@
 """Several runs together: their ledgers composed into one guarantee, or the reason why not."""
 
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from tightlip.privacy.accounting import (
@@ -12,7 +12,8 @@ from tightlip.privacy.accounting import (
     epsilon_of,
     published_epsilon_of,
 )
-from tightlip.privacy.ledger import mode_of, steps_to_compose
+from tightlip.privacy.ledger import filter_of, mode_of, steps_to_compose
+from tightlip.privacy.rdp_filter import epsilon_of_rdp, release_rdp, subsampled_gaussian_rdp
 
 
 def compose_runs(records: Sequence[dict[str, Any]], delta: float | None = None) -> dict[str, Any]:
@@ -22,10 +23,14 @@ def compose_runs(records: Sequence[dict[str, Any]], delta: float | None = None) 
     the smallest that any run was read at. δs need no adding up, since no run's own (ε, δ) is used.
     A release of one prepared corpus that several runs built on was told once and counts once.
 
+    Of runs of mode `scale` PLD must count every step with the least noise it could have had, and
+    may come to more than what the runs promise. Two other ways are as sound, and the one of the
+    smallest ε is taken: the Rényi budgets at one order, and the runs' own ε and δ added up, which
+    are then those of a larger δ. `accountant` says which it was.
+
     Holds:
         alone: one run composed is that run.
-        joint: the result is at least every run's own ε and at most their sum at the δs' sum; where
-            noise varied, steps count with the least they could have had, and it may be more.
+        joint: the result is at least every run's own ε and at most their sum at the δs' sum.
         honest: a run without ε, or runs that protect different units, leave no joint ε.
     """
     because = _why_not_joint(records)
@@ -49,21 +54,93 @@ def compose_runs(records: Sequence[dict[str, Any]], delta: float | None = None) 
     }
     if because:
         return joint
-    delta = min(record["delta"] for record in records) if delta is None else delta
     releases = _distinct_releases(records)
-    # A run whose noise varied counts as though every step had had the least it could.
-    steps = tuple((Mechanism.of_record(record), steps_to_compose(record)) for record in records)
-    spend = Spend(steps, releases, delta_left(releases, delta))
-    varies = any(mode_of(record) in ("scale", "as-published") for record in records)
+    way = min(_ways(records, releases, delta), key=lambda way: (way.epsilon, way.delta))
     return joint | {
-        "epsilon": epsilon_of(spend, "pld"),
-        "epsilon_rdp": epsilon_of(spend, "rdp"),
-        "epsilon_as_published": None if varies else published_epsilon_of(spend),
-        "delta": delta,
-        "accountant": "PLD",
+        "epsilon": way.epsilon,
+        **way.beside,
+        "delta": way.delta,
+        "accountant": way.accountant,
         "releases": [asdict(release) for release in releases],
-        **_joint_standing(records),
+        **_joint_standing(records, way),
     }
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Way:
+    """One way to compose, which a theorem covers, and what it comes to."""
+
+    epsilon: float
+    delta: float
+    accountant: str
+    because: str
+    beside: dict[str, float | None] = field(default_factory=dict)
+
+
+def _ways(
+    records: Sequence[dict[str, Any]], releases: tuple[Release, ...], wanted: float | None
+) -> Iterator[_Way]:
+    delta = min(record["delta"] for record in records) if wanted is None else wanted
+    counts = [steps_to_compose(record) for record in records]
+    scaled = [record for record in records if mode_of(record) == "scale"]
+    if all(count is not None for count in counts):
+        yield _by_pld(records, releases, delta)
+    if (orders := [each.order for each in map(filter_of, records) if each is not None]) and all(
+        count is not None or filter_of(record) is not None
+        for count, record in zip(counts, records, strict=True)
+    ):
+        yield _by_rdp(records, releases, delta, min(orders))
+    total = sum(record["delta"] for record in records)
+    published = any(mode_of(record) == "as-published" for record in records)
+    if scaled and not published and (wanted is None or total <= wanted):
+        yield _Way(
+            epsilon=sum(record["epsilon"] for record in records),
+            delta=total,
+            accountant="the runs' own ε and δ, added up",
+            because="their own ε and their own δ added up, which is less than their steps composed at the least noise",
+        )
+
+
+def _by_pld(records: Sequence[dict[str, Any]], releases: tuple[Release, ...], delta: float) -> _Way:
+    """A run whose noise varied counts as though every step had had the least it could."""
+    steps = tuple(
+        (Mechanism.of_record(record), steps_to_compose(record) or 0) for record in records
+    )
+    spend = Spend(steps, releases, delta_left(releases, delta))
+    modes = {mode_of(record) for record in records}
+    varies = bool(modes & {"scale", "as-published"})
+    least = ", steps of varying noise with the least that they could have" if varies else ""
+    return _Way(
+        epsilon=epsilon_of(spend, "pld"),
+        delta=delta,
+        accountant="PLD",
+        because=f"every step composed by PLD{least}",
+        beside={
+            "epsilon_rdp": epsilon_of(spend, "rdp"),
+            "epsilon_as_published": None if varies else published_epsilon_of(spend),
+        },
+    )
+
+
+def _by_rdp(
+    records: Sequence[dict[str, Any]], releases: tuple[Release, ...], delta: float, order: int
+) -> _Way:
+    """Divergences at one order add up. A budget at a higher order holds at a lower one too."""
+    total = release_rdp(releases, order)
+    for record in records:
+        filtered = filter_of(record)
+        if filtered is not None:
+            total += filtered.budget
+        else:
+            sigma, rate = record["noise_multiplier"], record["sampling_rate"]
+            count = steps_to_compose(record) or 0
+            total += count * subsampled_gaussian_rdp(order, sigma, rate)
+    return _Way(
+        epsilon=epsilon_of_rdp(total * (1 + 1e-9), order, delta_left(releases, delta)),
+        delta=delta,
+        accountant=f"RDP at order {order}, filters with their whole budgets",
+        because=f"Rényi divergences at order {order} added up, those of filters with their whole budgets",
+    )
 
 
 def _why_not_joint(records: Sequence[dict[str, Any]]) -> str | None:
@@ -82,7 +159,7 @@ def _why_not_joint(records: Sequence[dict[str, Any]]) -> str | None:
     return None
 
 
-def _joint_standing(records: Sequence[dict[str, Any]]) -> dict[str, str]:
+def _joint_standing(records: Sequence[dict[str, Any]], way: _Way) -> dict[str, str]:
     """The weakest standing of all, with every reason for it."""
     weaker = [record for record in records if record["standing"] != "proved"]
     if weaker:
@@ -95,12 +172,7 @@ def _joint_standing(records: Sequence[dict[str, Any]]) -> dict[str, str]:
         if len(_corpora(records)) == 1
         else f"on {len(_corpora(records))} corpora, as though everybody were in each"
     )
-    scaled = any(mode_of(record) == "scale" for record in records)
-    least = " Steps of varying noise count with the least that they could have." if scaled else ""
-    return {
-        "standing": "proved",
-        "because": f"Every step of {len(records)} runs {whose}, composed by PLD.{least}",
-    }
+    return {"standing": "proved", "because": f"{len(records)} runs {whose}: {way.because}."}
 
 
 def _corpora(records: Sequence[dict[str, Any]]) -> set[Any]:

@@ -226,34 +226,63 @@ def logit_gradient(
 
 
 @triton.jit
-def _pair_sums(first, second, out, size, eps, BOTH: tl.constexpr, BLOCK: tl.constexpr):
+def _pair_sums(
+    first, second, out, num_units, size, eps, of_first, of_second,
+    BOTH: tl.constexpr, ROUND_FIRST: tl.constexpr, ROUND_SECOND: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     unit = tl.program_id(0).to(tl.int64)
     first += unit * size * size
     second += unit * size * size
     total = tl.zeros((BLOCK,), tl.float32)
     lengths = tl.zeros((BLOCK,), tl.float32)
+    by_first = tl.zeros((BLOCK,), tl.float32)
+    by_second = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, size * size, BLOCK):
         at = start + tl.arange(0, BLOCK)
         inside = at < size * size
-        product = tl.load(first + at, inside, 0)
+        row, column = at // size, at % size
+        one = tl.load(first + at, inside, 0)
+        product = one
         if BOTH:
-            product *= tl.load(second + at, inside, 0)
+            other = tl.load(second + at, inside, 0)
+            product = one * other
+            if ROUND_FIRST:
+                roots = tl.sqrt(tl.load(first + row * (size + 1), inside, 0))
+                roots *= tl.sqrt(tl.load(first + column * (size + 1), inside, 0))
+                by_first += roots * tl.abs(other)
+            if ROUND_SECOND:
+                roots = tl.sqrt(tl.load(second + row * (size + 1), inside, 0))
+                roots *= tl.sqrt(tl.load(second + column * (size + 1), inside, 0))
+                by_second += roots * tl.abs(one)
         total += product
-        lengths += tl.where(at // size == at % size, tl.sqrt(product), 0.0)
+        lengths += tl.where(row == column, tl.sqrt(product), 0.0)
     length = tl.sum(lengths, 0)
-    tl.store(out + unit, tl.sum(total, 0) + 2 * eps * length * length)
+    allowed = 2 * eps * length * length
+    rounded = of_first * of_second * length
+    if ROUND_FIRST:
+        rounded += of_first * tl.sqrt(tl.sum(by_first, 0) + allowed)
+    if ROUND_SECOND:
+        rounded += of_second * tl.sqrt(tl.sum(by_second, 0) + allowed)
+    tl.store(out + unit, tl.sum(total, 0) + allowed)
+    tl.store(out + num_units + unit, rounded)
 
 
-def pair_sums(first_USS: Tensor, second_USS: Tensor | None) -> Tensor:
-    """Σ first · second over the pairs of each unit, with the allowance of `norms._of_pairs`."""
+def pair_sums(
+    first_USS: Tensor, second_USS: Tensor | None, rounds: tuple[float, float]
+) -> tuple[Tensor, Tensor]:
+    """Σ first · second over the pairs of each unit, with the allowance of `norms._of_pairs`, and
+    what rounding may add, as in `rounding.rounded_share`."""
     first_USS = first_USS.contiguous()
     second = first_USS if second_USS is None else second_USS.contiguous()
-    out_U = torch.empty(len(first_USS), device=first_USS.device)
-    eps = torch.finfo(torch.float32).eps
-    _pair_sums[(len(first_USS),)](
-        first_USS, second, out_U, first_USS.shape[1], eps, BOTH=second_USS is not None, BLOCK=2048, num_warps=8
+    num_units, size = first_USS.shape[:2]
+    out_2U = torch.empty(2, num_units, device=first_USS.device)
+    of_first, of_second = rounds if second_USS is not None else (0.0, 0.0)
+    _pair_sums[(num_units,)](
+        first_USS, second, out_2U, num_units, size, torch.finfo(torch.float32).eps, of_first, of_second,
+        BOTH=second_USS is not None, ROUND_FIRST=of_first > 0, ROUND_SECOND=of_second > 0,
+        BLOCK=2048, num_warps=8,
     )  # fmt: skip
-    return out_U
+    return out_2U[0], out_2U[1]
 
 
 @triton.jit
@@ -265,10 +294,10 @@ def _scaled_rows(values, factors, out, row_size, total, BLOCK: tl.constexpr):
     tl.store(out + at, tl.where(factor > 0, value * factor, 0.0), inside)
 
 
-def scaled_rows(values_BX: Tensor, factors_B: Tensor) -> Tensor:
+def scaled_rows(values_BX: Tensor, factors_B: Tensor, dtype: torch.dtype) -> Tensor:
     """Each row times its factor; a row whose factor is 0 becomes 0, whatever it holds."""
     values_BX = values_BX.contiguous()
-    out_BX = torch.empty_like(values_BX)
+    out_BX = torch.empty_like(values_BX, dtype=dtype)
     total = values_BX.numel()
     _scaled_rows[(triton.cdiv(total, 4096),)](
         values_BX,

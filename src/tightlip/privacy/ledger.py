@@ -22,6 +22,7 @@ from tightlip.privacy.accounting import (
     epsilon_spent,
 )
 from tightlip.privacy.adaptive import Promise
+from tightlip.privacy.rdp_filter import RdpFilter
 
 MECHANISM = "Poisson-subsampled Gaussian"
 ADJACENCY = "add or remove one"
@@ -99,9 +100,7 @@ def exact_figures(record: dict[str, Any]) -> dict[str, float | None]:
     mechanism, steps, delta = Mechanism.of_record(record), record["steps"], record["delta"]
     figures: dict[str, float]
     if mode_of(record) in ("scale", "as-published"):
-        adaptive = record["adaptive"]
-        planned = adaptive.get("planned_steps") or 0
-        promised = Promise(mechanism, delta, planned, adaptive.get("epsilon")).upper(steps)
+        promised = promise_of(record).upper(steps)
         return {
             "epsilon": promised if math.isfinite(promised) else None,
             "epsilon_rdp": None,
@@ -121,14 +120,38 @@ def mode_of(record: dict[str, Any]) -> str | None:
     return None if adaptive is None else str(adaptive["mode"])
 
 
-def steps_to_compose(record: dict[str, Any]) -> int:
-    """How many steps count where a run is composed with others.
+def promise_of(record: dict[str, Any]) -> Promise:
+    """The promise that the ledger of a run whose noise varies speaks of."""
+    mechanism, adaptive = Mechanism.of_record(record), record["adaptive"]
+    return Promise(
+        mechanism,
+        record["delta"],
+        adaptive.get("planned_steps") or 0,
+        adaptive.get("epsilon"),
+        filter_of(record),
+    )
 
-    How many a `scale` run took before its budget ended depends on what it released; only the
-    number that was planned is fixed.
+
+def filter_of(record: dict[str, Any]) -> RdpFilter | None:
+    """The filter that a `scale` run was under; None where it was under none."""
+    adaptive = record.get("adaptive") or {}
+    if adaptive.get("rdp_budget") is None:
+        return None
+    return RdpFilter(
+        order=adaptive["order"],
+        budget=adaptive["rdp_budget"],
+        sampling_rate=record["sampling_rate"],
+    )
+
+
+def steps_to_compose(record: dict[str, Any]) -> int | None:
+    """How many steps at the record's noise count where a run is composed with others.
+
+    How many a `scale` run took before its budget ended depends on what it released: the number
+    that was planned counts, and None where not even that covers the run.
     """
-    planned = record["adaptive"].get("planned_steps", 0) if mode_of(record) == "scale" else 0
-    return max(int(record["steps"]), planned)
+    steps = int(record["steps"])
+    return promise_of(record).counted(steps) if mode_of(record) == "scale" else steps
 
 
 class Ledger:

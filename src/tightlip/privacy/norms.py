@@ -2,27 +2,43 @@
 
 ‖Σ_t left_t ⊗ right_t‖² = Σ_s Σ_t (left_s·left_t)(right_s·right_t): two Gram matrices instead
 of a gradient per unit (Goodfellow 2015; Li et al. 2022). Uses of one parameter add up before
-the norm is taken, so a tied embedding brings a cross term.
+the norm is taken, so a tied embedding brings a cross term. What rounding may add on the way into
+the sum comes with the norm: see `rounding`.
 Shapes: U units, S tokens of a unit, P and D the parameter's.
 """
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from tightlip.privacy.rounding import (
+    lengths,
+    rounded_apart,
+    rounded_share,
+    roundings,
+    summed_in_float32,
+)
 from tightlip.privacy.uses import Layout, Lookup, Outer, Use, Whole, fp32_product
 
 # Numbers held at once beyond this are computed some units at a time.
 MOST_NUMBERS = 1 << 27
 
 
+class Measured(NamedTuple):
+    """Each unit's squared norm, and the most that rounding adds to its gradient, if anything."""
+
+    squares_U: Tensor
+    rounded_U: Tensor | None = None
+
+
 class Norms:
     """Squared norms under one layout. Gram matrices are kept, since a recurrent layer's four
-    parameters share one."""
+    parameters share one. `tf32` says that the sum will be taken in it."""
 
-    def __init__(self, layout: Layout) -> None:
-        self.layout = layout
+    def __init__(self, layout: Layout, *, tf32: bool = False) -> None:
+        self.layout, self.tf32 = layout, tf32
         self._grams: dict[int, tuple[Tensor, Tensor]] = {}
 
     def squared(self, uses: list[Use], shape: torch.Size) -> Tensor:
@@ -31,6 +47,14 @@ class Norms:
         Holds:
             exact: equals the squared norm of the unit's gradient by plain autograd.
         """
+        return self.measured(uses, shape).squares_U
+
+    def measured(self, uses: list[Use], shape: torch.Size) -> Measured:
+        """The same with what rounding may add.
+
+        Holds:
+            bounded: times a factor, a unit's share of the sum is no longer than norm and rounding.
+        """
         outers = [use for use in uses if isinstance(use, Outer)]
         lookups = [use for use in uses if isinstance(use, Lookup)]
         if len(outers) == len(uses) and all(use.right_BTD is None for use in outers):
@@ -38,43 +62,47 @@ class Norms:
         if len(outers) + len(lookups) == len(uses) and all(
             use.right_BTD is not None for use in outers
         ):
-            total: Tensor | None = None
+            total: Measured | None = None
             if outers:
                 total = self._of_products(outers, shape)
             if lookups:
-                looked = self._of_lookups(lookups)
-                total = looked if total is None else total + looked
+                looked_U = self._of_lookups(lookups)
+                before = Measured(torch.zeros_like(looked_U)) if total is None else total
+                total = before._replace(squares_U=before.squares_U + looked_U)
             for outer in outers:
                 for lookup in lookups:
                     assert total is not None
-                    total = total + 2 * self._cross(outer, lookup)
+                    total = total._replace(
+                        squares_U=total.squares_U + 2 * self._cross(outer, lookup)
+                    )
             assert total is not None
             return total
         return self._written_out(uses, shape)
 
-    def _of_sums(self, uses: list[Outer]) -> Tensor:
+    def _of_sums(self, uses: list[Outer]) -> Measured:
         if len(uses) == 1 and id(uses[0].left_BTP) in self._grams:
             return _of_pairs(self.gram(uses[0].left_BTP))
-        sums_UP = sum(
-            self.layout.by_unit(use.left_BTP).sum(1, dtype=_wide(use.left_BTP)) for use in uses
-        )
-        assert isinstance(sums_UP, Tensor)
-        return sums_UP.square().sum(1)
+        lefts = [self.layout.by_unit(use.left_BTP) for use in uses]
+        sums_UP = added_up([left_USP.sum(1, dtype=_wide(left_USP)) for left_USP in lefts])
+        rounded_U = added_up([summed_in_float32(lengths(left_USP)) for left_USP in lefts])
+        return Measured(sums_UP.square().sum(1), rounded_U)
 
-    def _of_products(self, uses: list[Outer], shape: torch.Size) -> Tensor:
+    def _of_products(self, uses: list[Outer], shape: torch.Size) -> Measured:
         num_tokens = sum(use.left_BTP.shape[1] for use in uses) * self.layout.rows_per_unit
         size_P, size_D = shape
         if size_P * size_D < num_tokens * (size_P + size_D):
             return self._written_out(list(uses), shape)
+        both = {roundings(use, tf32=self.tf32) for use in uses}
+        rounds = (max(left for left, _ in both), max(right for _, right in both))
         if len(uses) == 1:
             (use,) = uses
             assert use.right_BTD is not None
             if self.layout.num_units * num_tokens**2 <= MOST_NUMBERS:
-                return _of_pairs(self.gram(use.left_BTP), self.gram(use.right_BTD))
+                return _of_pairs(self.gram(use.left_BTP), self.gram(use.right_BTD), rounds)
         left = torch.cat([self.layout.by_unit(use.left_BTP) for use in uses], 1)
         right = torch.cat([self.layout.by_unit(use.right_BTD) for use in uses], 1)  # type: ignore[arg-type]
         return self._in_parts(
-            lambda part: _of_pairs(_gram(left[part]), _gram(right[part])), num_tokens**2
+            lambda part: _of_pairs(_gram(left[part]), _gram(right[part]), rounds), num_tokens**2
         )
 
     def _of_lookups(self, uses: list[Lookup]) -> Tensor:
@@ -82,11 +110,11 @@ class Norms:
         lefts = [self.layout.by_unit(use.left_BTD) for use in uses]
         left_USD = lefts[0] if len(lefts) == 1 else torch.cat(lefts, 1)
 
-        def squares(part: slice) -> Tensor:
+        def squares(part: slice) -> Measured:
             same_USS = ids_US[part][:, :, None] == ids_US[part][:, None, :]
             return _of_pairs(torch.where(same_USS, _gram(left_USD[part]), 0))
 
-        return self._in_parts(squares, ids_US.shape[1] ** 2)
+        return self._in_parts(squares, ids_US.shape[1] ** 2).squares_U
 
     def _cross(self, outer: Outer, lookup: Lookup) -> Tensor:
         """<Σ_s left_s ⊗ right_s, Σ_t e(id_t) ⊗ g_t> = Σ_s Σ_t left_s[id_t] (right_s·g_t)."""
@@ -102,21 +130,22 @@ class Norms:
         # Rounded to the coarser of both, it would miss by more than `_of_pairs` allows for.
         kind = torch.promote_types(right_USD.dtype, g_UTD.dtype)
 
-        def products(part: slice) -> Tensor:
+        def products(part: slice) -> Measured:
             where = ids_UT[part][:, None, :].expand(-1, left_USV.shape[1], -1)
             taken_UST = left_USV[part].gather(2, where)
             along_UST = fp32_product(right_USD[part].to(kind), g_UTD[part].transpose(1, 2).to(kind))
-            return (taken_UST * along_UST).sum((1, 2))
+            return Measured((taken_UST * along_UST).sum((1, 2)))
 
-        return self._in_parts(products, num_pairs)
+        return self._in_parts(products, num_pairs).squares_U
 
-    def _written_out(self, uses: list[Use], shape: torch.Size) -> Tensor:
+    def _written_out(self, uses: list[Use], shape: torch.Size) -> Measured:
         """Where units' gradients are small, or uses of unlike kinds meet, write them out."""
 
-        def squares(part: slice) -> Tensor:
+        def squares(part: slice) -> Measured:
             whole = sum(gradients(use, self.layout, part, shape) for use in uses)
             assert isinstance(whole, Tensor)
-            return whole.flatten(1).square().sum(1)
+            apart = [rounded_apart(use, self.layout, part, tf32=self.tf32) for use in uses]
+            return Measured(whole.flatten(1).square().sum(1), added_up(apart))
 
         return self._in_parts(squares, shape.numel())
 
@@ -127,12 +156,15 @@ class Norms:
             self._grams[id(values_BTX)] = known
         return known[1]
 
-    def _in_parts(self, squares: Callable[[slice], Tensor], numbers_per_unit: int) -> Tensor:
+    def _in_parts(self, squares: Callable[[slice], Measured], numbers_per_unit: int) -> Measured:
         together = max(1, MOST_NUMBERS // max(1, numbers_per_unit))
         if together >= self.layout.num_units:
             return squares(slice(None))
         starts = range(0, self.layout.num_units, together)
-        return torch.cat([squares(slice(start, start + together)) for start in starts])
+        parts = [squares(slice(start, start + together)) for start in starts]
+        rounded = [part.rounded_U for part in parts if part.rounded_U is not None]
+        squares_U = torch.cat([part.squares_U for part in parts])
+        return Measured(squares_U, torch.cat(rounded) if rounded else None)
 
 
 def gradients(use: Use, layout: Layout, part: slice, shape: torch.Size) -> Tensor:
@@ -151,9 +183,18 @@ def gradients(use: Use, layout: Layout, part: slice, shape: torch.Size) -> Tenso
     return whole.scatter_add(1, where, left_USD.to(whole.dtype))
 
 
-def _of_pairs(first_USS: Tensor, second_USS: Tensor | None = None) -> Tensor:
+def added_up(parts: list[Tensor]) -> Tensor:
+    """Their sum, in two operations however many they are: each is a launch on a GPU."""
+    return parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
+
+
+def _of_pairs(
+    first_USS: Tensor,
+    second_USS: Tensor | None = None,
+    rounds: tuple[float, float] = (0.0, 0.0),
+) -> Measured:
     """The sum over pairs of tokens of first · second, and a little more than rounding may have
-    taken from it.
+    taken from it; with it what rounding on the way into the sum may add.
 
     Tokens that cancel leave a norm far smaller than what was summed: with contributions ten
     thousand times the norm, float32 was 0.8% below it. Their lengths bound the rounding.
@@ -162,10 +203,15 @@ def _of_pairs(first_USS: Tensor, second_USS: Tensor | None = None) -> Tensor:
     if first_USS.device.type == "cuda" and _is_plain_single(first_USS):
         from tightlip.privacy import kernels
 
-        return kernels.pair_sums(first_USS, second_USS)
+        squares_U, rounded_U = kernels.pair_sums(first_USS, second_USS, rounds)
+        return Measured(squares_U, rounded_U if any(rounds) else None)
     products_USS = first_USS if second_USS is None else first_USS * second_USS
     lengths_U = products_USS.diagonal(dim1=1, dim2=2).sqrt().sum(1)
-    return products_USS.sum((1, 2)) + 2 * torch.finfo(lengths_U.dtype).eps * lengths_U.square()
+    allowed_U = 2 * torch.finfo(lengths_U.dtype).eps * lengths_U.square()
+    squares_U = products_USS.sum((1, 2)) + allowed_U
+    if second_USS is None or not any(rounds):
+        return Measured(squares_U)
+    return Measured(squares_U, rounded_share(first_USS, second_USS, rounds, lengths_U))
 
 
 def _is_plain_single(values: Tensor) -> bool:

@@ -25,6 +25,7 @@ from tightlip.privacy.clipping import (
     watched_pass,
 )
 from tightlip.privacy.per_unit import logits_of
+from tightlip.privacy.rounding import full_precision
 from tightlip.privacy.row_losses import token_weights
 from tightlip.privacy.rows import warn_slow
 from tightlip.privacy.sums import Scaled
@@ -196,11 +197,14 @@ class Passes:
 
         weights = [each.detach() for each in self.parameters.values()]
         kept = list(others.values())
-        traced = make_fx(run, tracing_mode="fake")(weights, kept, *batch.tensors)
+        # A traced graph keeps no change of precision half-way, and norms may not be in tf32.
+        precise = nullcontext if self.clip is None else full_precision
+        with precise():
+            traced = make_fx(run, tracing_mode="fake")(weights, kept, *batch.tensors)
         compiled = torch.compile(traced, dynamic=False)
 
         def call(given: Physical) -> ClippedGradients:
-            with torch.no_grad():
+            with torch.no_grad(), precise():
                 gradients, norms, losses = compiled(weights, kept, *given.tensors)
             return ClippedGradients(dict(zip(names, gradients, strict=True)), norms, losses)
 

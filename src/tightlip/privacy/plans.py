@@ -23,7 +23,7 @@ from tightlip.privacy.calibration import (
     rounded_up_to_five,
 )
 from tightlip.privacy.ledger import Meter
-from tightlip.privacy.rdp_filter import RdpFilter, RdpMeter, filter_for, noise_for_steps
+from tightlip.privacy.rdp_filter import RdpFilter, RdpMeter, filter_for
 from tightlip.privacy.spec import PrivacySpec
 
 
@@ -48,7 +48,7 @@ class NoisePlan:
         """What the run promises while it goes on."""
         if adaptive is not None and adaptive.mode == "scale":
             target = self.target if self.budget is not None else None
-            return Promise(self.mechanism, self.delta, self.planned_steps, target)
+            return Promise(self.mechanism, self.delta, self.planned_steps, target, self.budget)
         if adaptive is not None and adaptive.mode == "as-published":
             return RdpMeter(self.mechanism, self.delta)
         return EpsilonMeter(self.mechanism, self.delta, self.most_steps or self.planned_steps)
@@ -73,8 +73,8 @@ def noise_plan(
         sigma = _calibrated(spec, delta, sampling_rate, releases, adaptive)
     least = sigma if adaptive is None else adaptive.least_noise(sigma)
     mechanism = Mechanism(noise_multiplier=least, sampling_rate=sampling_rate, releases=releases)
-    filters = adaptive is not None and mode == "scale" and adaptive.accountant == "filter"
-    most_steps = None if filters else _most_steps(spec, mechanism, delta)
+    budget = _filter(spec, sigma, mechanism, delta, adaptive)
+    most_steps = None if budget is not None else _most_steps(spec, mechanism, delta)
     return NoisePlan(
         noise_multiplier=sigma,
         mechanism=mechanism,
@@ -82,7 +82,7 @@ def noise_plan(
         planned_steps=most_steps or spec.steps,
         target=spec.epsilon,
         most_steps=most_steps,
-        budget=_filter(spec, sigma, mechanism, delta, adaptive) if filters else None,
+        budget=budget,
     )
 
 
@@ -105,19 +105,10 @@ def _calibrated(
     releases: tuple[Release, ...],
     adaptive: AdaptiveSpec | None,
 ) -> float:
-    """The noise for the target. In mode `scale`: with which the planned steps fit while the scale
-    stays at 1 (the filter stops earlier as it falls), or at the floor."""
+    """The noise for the target. In mode `scale`: with which all planned steps fit though each had
+    the least noise it can have, so that no run ends early, whatever is released."""
     assert spec.epsilon is not None
     scaled = adaptive if adaptive is not None and adaptive.mode == "scale" else None
-    if scaled is not None and scaled.accountant == "filter":
-        joint = noise_for_steps(
-            epsilon=spec.epsilon,
-            delta=delta_left(releases, delta),
-            sampling_rate=sampling_rate,
-            steps=spec.steps,
-            releases=releases,
-        )
-        return rounded_up_to_five(noise_without_release(joint, scaled, 1.0))
     sigma = calibrated_noise_multiplier(
         epsilon=spec.epsilon,
         delta=delta,
@@ -137,14 +128,18 @@ def _filter(
     delta: float,
     adaptive: AdaptiveSpec | None,
 ) -> RdpFilter | None:
-    """The filter that keeps the target; without one the floor is what the run promises."""
-    if spec.epsilon is None:
+    """The filter that keeps a target with a σ that was given. A σ that was calibrated keeps it at
+    the floor, and without a target the floor is what the run promises."""
+    if adaptive is None or adaptive.mode != "scale" or adaptive.accountant != "filter":
         return None
-    assert adaptive is not None
+    if spec.epsilon is None or spec.noise_multiplier is None:
+        return None
     return filter_for(
         epsilon=spec.epsilon,
         delta=delta_left(mechanism.releases, delta),
         noise_multiplier=joint_multiplier(sigma, adaptive.release_noise_for(sigma)),
+        least_noise=mechanism.noise_multiplier,
+        steps=spec.steps,
         sampling_rate=mechanism.sampling_rate,
         releases=mechanism.releases,
     )

@@ -144,7 +144,7 @@ def csv_text(result: dict[str, Any]) -> str:
 def _csv_line(section: dict[str, Any], row: Row) -> dict[str, Any]:
     plain = (
         *("run", "mode", "kind", "sigma", "noise_multiplier", "epsilon", "delta", "unit"),
-        *("standing", "steps", "loss_nats", "perplexity"),
+        *("standing", "steps", "planned_steps", "stop", "loss_nats", "perplexity"),
     )
     line: dict[str, Any] = {"corpus": section["name"], **{name: row[name] for name in plain}}
     line |= {f"exposure_bits_{e['repetitions']}": e["bits"] for e in row["exposure"]}
@@ -212,12 +212,55 @@ def findings(section: dict[str, Any]) -> list[str]:
     return found
 
 
+def is_cut_short(row: Row) -> bool:
+    """Whether the run's privacy budget was spent before its planned steps were taken."""
+    return row["stop"] == "privacy budget" and row["steps"] < row["planned_steps"]
+
+
 def _cut_short(rows: Sequence[Row], mode: str, sigma: float) -> str:
-    """What to say where the budget was spent before the planned steps were taken."""
-    own, plain = (find(rows, each, sigma, "equal epsilon") for each in (mode, "dp"))
-    if own is None or plain is None or not own["steps"] < plain["steps"]:
+    own = find(rows, mode, sigma, "equal epsilon")
+    if own is None or not is_cut_short(own):
         return ""
-    return f" (its budget was spent after {own['steps']:,} of {plain['steps']:,} steps)"
+    return f" (it stopped after {own['steps']:,} of {own['planned_steps']:,} steps)"
+
+
+def stopped_early(section: dict[str, Any]) -> list[str]:
+    """A sentence for each run that ended before its last planned step, and why."""
+    found = []
+    for row in filter(is_cut_short, section["rows"]):
+        fallen = ""
+        if row.get("last_noise_multiplier") and row["noise_multiplier"]:
+            share = row["last_noise_multiplier"] / row["noise_multiplier"]
+            fallen = f" By then its noise was {share:.0%} of σ, and the less noise a step has, the more it spends."
+        found.append(
+            f"{name_of(row)} stopped after {row['steps']:,} of {row['planned_steps']:,} steps: the next one would have "
+            f"passed ε {epsilon_words(row)}, which it promises.{fallen} Its figures are those of a model trained less than the others."
+        )
+    return found
+
+
+def name_of(row: Row) -> str:
+    """A run in words.
+
+    >>> name_of({"mode": "scale", "sigma": 5.0, "kind": "equal epsilon"})
+    'scale at the ε of DP at σ 5'
+    """
+    way = WAYS[row["mode"]]
+    if row["sigma"] is None:
+        return way
+    at = f"σ {row['sigma']:g}"
+    return f"{way} at the ε of DP at {at}" if row["kind"] == "equal epsilon" else f"{way}, {at}"
+
+
+def steps_words(row: Row) -> str:
+    """How many steps were taken, and of how many where a budget ended the run.
+
+    >>> steps_words({"steps": 6, "planned_steps": 40, "stop": "privacy budget"})
+    '6 of 40'
+    """
+    if row["steps"] is None:
+        return "–"
+    return f"{row['steps']:,}" + (f" of {row['planned_steps']:,}" if is_cut_short(row) else "")
 
 
 def _who_pays(rows: Sequence[Row], sigma: float) -> list[str]:

@@ -17,20 +17,26 @@ from tightlip.report.adaptive import (
     findings,
     groups,
     headline,
+    is_cut_short,
+    name_of,
     promise_words,
     repetitions,
+    steps_words,
+    stopped_early,
 )
 from tightlip.report.comparison_page import with_flags
 from tightlip.report.html import asset, policy, template
 from tightlip.report.plots import Axis, Plot, draw_line, linear_axis
-from tightlip.report.words import count, counted, number
+from tightlip.report.words import counted, number
 
 if TYPE_CHECKING:
     from rich.table import Table
 
+STOPPED = " †"  # the terminal's mark of a run that its budget ended early
 MEANINGS = (
     ("σ", "The noise multiplier as set. What as published and scale really add is σ times a weight of at most 1."),
     ("ε, δ", "What the ledger says after the run, and for whom. Without the word proved it is no guarantee."),
+    ("Steps", "Updates of the model. 6 of 40: the privacy budget was spent after 6, and the run ended there rather than pass its ε."),
     ("Loss, perplexity", "Nats a token on held-out text, and e to that power."),
     ("Exposure", "Bits by which the model prefers the planted number to any other: of six digits 19.9 at most. A model that never saw it has 1.44 on average and more than b with probability 2^-b."),
     ("Thirds", "Documents by their weight ρ: the least surprising to the public model are ordinary, the most surprising rare."),
@@ -70,6 +76,7 @@ def _section(section: dict[str, Any]) -> dict[str, Any]:
         "name": section["name"],
         "about": about(section),
         "findings": [with_flags(sentence) for sentence in findings(section)],
+        "stopped": stopped_early(section),
         "repetitions": [f"{one:,}×" for one in repetitions(section)],
         "groups": parts,
         "thirds": [
@@ -97,19 +104,6 @@ def about(section: dict[str, Any]) -> str:
     )
 
 
-def name_of(row: Row) -> str:
-    """A run in words.
-
-    >>> name_of({"mode": "scale", "sigma": 5.0, "kind": "equal epsilon"})
-    'scale at the ε of DP at σ 5'
-    """
-    way = WAYS[row["mode"]]
-    if row["sigma"] is None:
-        return way
-    at = f"σ {row['sigma']:g}"
-    return f"{way} at the ε of DP at {at}" if row["kind"] == "equal epsilon" else f"{way}, {at}"
-
-
 def cells(row: Row) -> dict[str, Any]:
     """One run's figures as printed, in the order of the tables' columns."""
     noise = row["noise_multiplier"]
@@ -119,7 +113,8 @@ def cells(row: Row) -> dict[str, Any]:
         "sigma": "–" if row["mode"] == "none" or noise is None else number(noise),
         "epsilon": epsilon_words(row),
         "promise": promise_words(row),
-        "steps": count(row["steps"]) if row["steps"] is not None else "–",
+        "steps": steps_words(row),
+        "cut_short": is_cut_short(row),
         "loss": number(row["loss_nats"]),
         "perplexity": number(row["perplexity"]),
         "exposure": [number(entry["bits"]) for entry in row["exposure"]],
@@ -242,8 +237,9 @@ def _main_table(section: dict[str, Any]) -> "Table":
     for heading, rows in _short_groups(section):
         table.add_row(f"[bold]{heading}[/]")
         for each, row in ((each, cells(each)) for each in rows):
+            way = f"  {row['way']}" + (STOPPED if row["cut_short"] else "")
             table.add_row(
-                *(f"  {row['way']}", row["sigma"], row["epsilon"], each["standing"]),
+                *(way, row["sigma"], row["epsilon"], each["standing"]),
                 *(row["loss"], row["perplexity"], *row["exposure"]),
             )
     return table
@@ -257,7 +253,8 @@ def _thirds_table(section: dict[str, Any]) -> "Table":
     for heading, rows in _short_groups(section):
         table.add_row(f"[bold]{heading}[/]")
         for row in map(cells, rows):
-            table.add_row(f"  {row['way']}", *row["costs"], *row["keeps"], *row["bits"])
+            way = f"  {row['way']}" + (STOPPED if row["cut_short"] else "")
+            table.add_row(way, *row["costs"], *row["keeps"], *row["bits"])
     return table
 
 

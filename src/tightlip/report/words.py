@@ -8,7 +8,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from tightlip.core.figures import rounded_up
+from tightlip.core.figures import shown_epsilon
 
 UNKNOWN = "not known"
 # No record of a guarantee is longer; the page stays small if one is.
@@ -138,15 +138,16 @@ def guarantee_words(guarantee: dict[str, Any] | None) -> GuaranteeWords:
     }[standing]
     return GuaranteeWords(
         standing=standing,
-        value=f"ε = {_epsilon(guarantee.get('epsilon'))}{delta}{per} ({standing})",
+        value=f"ε = {_epsilon(guarantee)}{delta}{per} ({standing})",
         sentence=f"{opening} {because}".strip(),
         details=details,
         insecure=INSECURE if guarantee.get("insecure_seed") else "",
     )
 
 
-def _epsilon(value: float | None) -> str:
-    return number(value) if value is None else rounded_up(value)
+def _epsilon(guarantee: dict[str, Any]) -> str:
+    value = guarantee.get("epsilon")
+    return number(value) if value is None else shown_epsilon(guarantee)
 
 
 def _ended(text: Any) -> str:

@@ -3,6 +3,7 @@
 import math
 import shutil
 import time
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,8 +30,9 @@ from tightlip.core.run_folder import (
     write_ledger,
     write_metrics,
 )
+from tightlip.corpus.history import learnt_from
 from tightlip.training.checkpoints import Progress, load_checkpoint, save_checkpoint
-from tightlip.training.config import RunOptions, TrainConfig
+from tightlip.training.config import BUILT_IN_MODELS, RunOptions, TrainConfig
 from tightlip.training.interrupts import held_interrupts
 from tightlip.training.logbook import in_short, in_words, log, logged_into
 from tightlip.training.losses import Forward, is_recurrent
@@ -46,6 +48,7 @@ from tightlip.training.validation import is_finite, perplexity, validation_score
 if TYPE_CHECKING:
     from tightlip.corpus.prepare import PreparedCorpus
 
+BUDGET = "privacy budget"  # why a run stopped
 LOOKED_AT_TOGETHER = 32  # losses; on a GPU each look waits for it
 
 
@@ -75,6 +78,7 @@ def train(
     if is_finished(out):
         shutil.rmtree(out / CHECKPOINT, ignore_errors=True)  # of a run killed at its very end
         return open_run(out)
+    is_new = not out.exists()
     with claimed(out):
         check_may_train(out, recipe.tree, same=SAME_RUN)
         if not without_users:
@@ -87,7 +91,8 @@ def train(
                 training = Training(recipe, out, device)
             except TightlipError:
                 if begins:
-                    abandon_run(out)  # nothing was trained: the folder is free for a better try
+                    # Nothing was trained: the folder is free for a better try.
+                    abandon_run(out, made_it=is_new)
                 raise
             training.run()
     return open_run(out)
@@ -129,7 +134,9 @@ class Training:
             self.record_if_due(bar)
             while self.progress.stop is None:
                 if not self.mitigation.may_go_on():
-                    self.record_if_due(bar, stop="privacy budget")
+                    self.record_if_due(bar, stop=BUDGET)
+                    bar.note("the privacy budget is spent")
+                    bar.end_here()
                     break
                 self.take_step()
                 bar.advance()
@@ -274,6 +281,11 @@ class Training:
         self.save_model(self.out / MODEL)
         if self.config.until_perplexity is not None and progress.stop != "target perplexity":
             log.warning("until_perplexity=%g was not reached.", self.config.until_perplexity)
+        if progress.stop == BUDGET:
+            log.warning(
+                "The privacy budget ended training after step %d of %d. More noise, or a larger epsilon, goes further.",
+                *(progress.step, self.plan.num_steps),
+            )
         log.info("Done after step %d (%s).%s", progress.step, progress.stop, self.best_in_words())
         write_ledger(self.out, self.mitigation.guarantee(progress.step) | {"finished": True})
         shutil.rmtree(self.out / CHECKPOINT, ignore_errors=True)
@@ -281,8 +293,17 @@ class Training:
     def save_model(self, folder: Path) -> None:
         """Leave the weights as they are now, and on their card what may be said of them."""
         self.mitigation.settle()
-        guarantee = self.mitigation.guarantee(self.progress.step)
-        save_model(folder, self.model, self.recipe.tokenizer, guarantee)
+        ended = self.progress.stop is not None
+        guarantee = self.mitigation.guarantee(self.progress.step, ended=ended)
+        told = guarantee | {"learnt_from": self.learnt_from}
+        save_model(folder, self.model, self.recipe.tokenizer, told)
+
+    @cached_property
+    def learnt_from(self) -> dict[str, list[str]]:
+        """Which text shaped the weights, as a copy of the model will tell."""
+        start = None if self.config.model in BUILT_IN_MODELS else Path(self.config.model)
+        corpus = self.out / self.recipe.tree["corpus"]["folder"]
+        return learnt_from(corpus, start, self.recipe.corpus.name)
 
     def best_in_words(self) -> str:
         best, step = self.progress.best_perplexity, self.progress.best_step

@@ -107,8 +107,9 @@ class Mitigation(Protocol):
     def said(self) -> str:
         """A word for the progress line; empty where there is nothing to say."""
 
-    def guarantee(self, num_steps: int) -> dict[str, Any]:
-        """What may be said of the weights after `num_steps` steps, under all `LEDGER_KEYS`."""
+    def guarantee(self, num_steps: int, *, ended: bool = True) -> dict[str, Any]:
+        """What may be said of the weights after `num_steps` steps, under all `LEDGER_KEYS`; of a
+        snapshot, after which training goes on, where it has not `ended`."""
 
     def state_dict(self) -> dict[str, Tensor]: ...
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from tightlip.core.errors import GuaranteeError, UsageError
 from tightlip.corpus.privacy_weights import PrivacyWeights
+from tightlip.corpus.shared_text import MOST_COPIED
 from tightlip.privacy.adaptive import BECAUSE, AdaptiveSpec
 from tightlip.privacy.spec import Terms
 from tightlip.training.config import TrainConfig
@@ -30,8 +31,8 @@ class AdaptiveMitigation(PrivateMitigation):
     """
 
     def terms(self, config: TrainConfig, corpus: CorpusFacts) -> Terms:
+        weights = _weights_of(corpus)  # first: whoever has none can mend nothing else
         plain = terms_of(config, corpus)
-        weights = _weights_of(corpus)
         mode = config.adaptive
         if mode != "as-published":
             _check_sound(mode, weights)
@@ -50,6 +51,14 @@ class AdaptiveMitigation(PrivateMitigation):
             "adaptive": adaptive_spec(config, weights),
             "weights": weights.rho[setting.rows.documents],
         }
+
+    def guarantee(self, num_steps: int, *, ended: bool = True) -> dict[str, Any]:
+        """As published, the figure of the batches that were drawn is told once, at the end: a
+        snapshot's would tell of those before it. Until then it is that of the least noise."""
+        adaptive = self.private.adaptive
+        if adaptive is not None and adaptive.mode == "as-published" and not ended:
+            return self.private.ledger.record()
+        return super().guarantee(num_steps, ended=ended)
 
     def said(self) -> str:
         if self.private.adaptive is not None and self.private.adaptive.mode == "as-published":
@@ -96,9 +105,17 @@ def _check_sound(mode: str, weights: PrivacyWeights) -> None:
 def _taken_at_your_word(weights: PrivacyWeights) -> list[str]:
     """What the weights rest on and nobody here can check."""
     info = weights.info
-    said = [
-        f"the weights' {info['estimator']} ({info['model']}), taken never to have seen this text"
-    ]
+    said = []
+    if info["estimator"] == "language model":
+        said.append(
+            f"the weights' language model ({info['model']}), taken never to have seen this text beyond what tightlip "
+            "knows of its training"
+        )
     if info["public_corpus"] is not None:
-        said.append(f"the weights' public corpus {info['public_corpus']}, taken to be public")
+        how = "" if said else ", of which the weights are a frequency estimate"
+        said.append(f"the weights' public corpus {info['public_corpus']}{how}, taken to be public")
+    # The same words whether there are any: how many there are is private, and in weights/info.json.
+    said.append(
+        f"texts that stand both here and in public text, up to {MOST_COPIED:.0%} of the longer ones: they count as public"
+    )
     return said

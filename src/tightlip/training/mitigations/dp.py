@@ -1,6 +1,6 @@
 """Differentially private training as a mitigation: who is protected, and by what right we say so."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +10,8 @@ from torch import Tensor
 
 from tightlip.core.errors import GuaranteeError, UsageError
 from tightlip.core.figures import rounded_up
-from tightlip.core.files import read_json
-from tightlip.core.run_folder import CHECKPOINT, LEDGER, METRICS, SNAPSHOTS, run_around
-from tightlip.corpus.history import sources_behind
+from tightlip.core.run_folder import CHECKPOINT, LEDGER, METRICS, SNAPSHOTS
+from tightlip.corpus.history import origin_of
 from tightlip.privacy.accounting import Release
 from tightlip.privacy.ledger import read_ledger
 from tightlip.privacy.passes import Way
@@ -60,7 +59,7 @@ class PrivateMitigation:
             TokenRows(setting.rows, units, setting.corpus.name),
             ledger=setting.folder / LEDGER,
             claims_ledger=False,  # the whole folder is claimed already
-            terms=_with_rounding(self.terms(config, setting.corpus), setting.options.bf16),
+            terms=self.terms(config, setting.corpus),
             way=way_of(setting),
             bf16=setting.options.bf16,
             physical_rows=setting.options.physical_rows,
@@ -87,7 +86,7 @@ class PrivateMitigation:
         words += f" of {spec.epsilon:g}" if spec.epsilon else ""
         return words if spec.insecure_seed is None else f"[bold red]insecure {words}[/]"
 
-    def guarantee(self, num_steps: int) -> dict[str, Any]:
+    def guarantee(self, num_steps: int, *, ended: bool = True) -> dict[str, Any]:
         return self.private.exact_record()
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -101,16 +100,6 @@ class PrivateMitigation:
                 f"{self.private.ledger.path} has {charged} steps on record and the checkpoint holds {held}: steps would go "
                 f"uncounted. Put the ledger of this run back, or train again with another --out."
             )
-
-
-def _with_rounding(terms: Terms, bf16: bool) -> Terms:
-    """In bfloat16 each token's share is rounded by itself: where a unit's tokens cancel almost
-    wholly, that is not bounded by its norm."""
-    if not bf16:
-        return terms
-    return replace(
-        terms, outside=(*terms.outside, "bfloat16 rounding where the tokens of one unit cancel")
-    )
 
 
 def units_of(rows: Rows, unit: str) -> np.ndarray:
@@ -209,18 +198,9 @@ def _trained_on_this(config: TrainConfig, corpus: CorpusFacts) -> bool:
     """Whether the model to start from comes out of a run on the same corpus."""
     if config.model in BUILT_IN_MODELS:
         return False
-    folder = Path(config.model).resolve()
-    if (folder / "guarantee.json").is_file():
-        seen = read_json(folder / "guarantee.json").get("corpus_fingerprint")
-        if seen and seen == corpus.name:
-            return True
-    run = run_around(folder)
-    if run is not None and run.config["corpus"].get("corpus_fingerprint") == (
-        corpus.text_fingerprint
-    ):
-        return True
-    # Another preparation of the same text is the same people's.
-    return bool(sources_behind(folder) & corpus.sources)
+    return origin_of(Path(config.model)).learnt(
+        sources=corpus.sources, name=corpus.name, text_fingerprint=corpus.text_fingerprint
+    )
 
 
 def _taken_as_public(config: TrainConfig, corpus: CorpusFacts) -> list[str]:

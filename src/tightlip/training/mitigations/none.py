@@ -94,7 +94,7 @@ class NoMitigation:
     def said(self) -> str:
         return ""
 
-    def guarantee(self, num_steps: int) -> dict[str, Any]:
+    def guarantee(self, num_steps: int, *, ended: bool = True) -> dict[str, Any]:
         return {
             "mechanism": "none",
             "epsilon": None,

@@ -194,8 +194,8 @@ class Regulariser(NoMitigation, ABC):
             self.setting.rows, batch_size=config.batch_size, seed=config.seed, epoch=epoch
         )
 
-    def guarantee(self, num_steps: int) -> dict[str, Any]:
-        return super().guarantee(num_steps) | {
+    def guarantee(self, num_steps: int, *, ended: bool = True) -> dict[str, Any]:
+        return super().guarantee(num_steps, ended=ended) | {
             "mechanism": f"{self.name} regulariser",
             "because": "A privacy regulariser steers the weights away from telling authors apart but bounds nobody's "
             "influence on them; only audits say what they give away.",

@@ -1,0 +1,132 @@
+"""How far a unit's share of the sum may be from what its norm was taken of.
+
+The norm is that of Σ left_t ⊗ right_t, of numbers as they were noted. One side is then multiplied
+by the unit's factor and rounded, token by token, and a GPU's tf32 rounds both sides once more.
+Where a unit's tokens cancel, that is not small beside its norm: with made-up tokens in bfloat16 a
+unit moved the sum by 1.5 times the bound. What rounding adds is itself a sum of outer products,
+so the Gram matrices of the norm bound it too, and the bound is taken off the unit's room.
+Shapes: U units, S tokens of a unit, N pieces of L tokens.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from tightlip.privacy.uses import Layout, Lookup, Outer, Use, Whole, fp32_product
+
+# A number is off by at most so much of itself: half a unit in bfloat16's last place; tf32 cuts off.
+BF16, TF32 = 2.0**-8, 2.0**-10
+# What float32 may do to factors, norms and sums without any token cancelling another.
+SLACK = {torch.float64: 2.0**-40}
+_SLACK = 2.0**-19
+PIECE = 32  # tokens at a time where there is no Gram matrix of all
+
+
+def slack(dtype: torch.dtype) -> float:
+    return SLACK.get(dtype, _SLACK)
+
+
+def products_in_tf32(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.get_float32_matmul_precision() != "highest"
+
+
+@contextmanager
+def full_precision() -> Iterator[None]:
+    """Norms in float32 proper: a GPU's tf32 would round what bounds a unit."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def scales_left(use: Outer) -> bool:
+    """Which side the factors multiply: the narrower one, as the output layer's other side is as
+    wide as the vocabulary."""
+    assert use.right_BTD is not None
+    return use.left_BTP.shape[2] <= use.right_BTD.shape[2]
+
+
+def roundings(use: Outer, *, tf32: bool) -> tuple[float, float]:
+    """By how much of itself a number on the left, and one on the right, may be off in the sum."""
+    if use.right_BTD is None:  # summed as it is, with factors in full
+        return 0.0, 0.0
+    if use.left_BTP.dtype == torch.bfloat16:
+        return (BF16, 0.0) if scales_left(use) else (0.0, BF16)
+    if use.left_BTP.dtype == torch.float32 and tf32:
+        return TF32, TF32
+    return 0.0, 0.0
+
+
+def rounded_share(
+    left_USS: Tensor, right_USS: Tensor, rounds: tuple[float, float], lengths_U: Tensor
+) -> Tensor:
+    """The most that rounding can add to each unit's gradient, in units of the unit's factor.
+
+    Tokens d_t off by at most u·|left_t| add Σ d_t ⊗ right_t, whose squared norm is
+    Σ_s Σ_t (d_s·d_t)(right_s·right_t) ≤ u² Σ_s Σ_t |left_s||left_t||right_s·right_t|. Given are the
+    Gram matrices of both sides, and Σ_t |left_t||right_t|.
+    """
+    of_left, of_right = rounds
+    # The Gram matrices are rounded themselves, as `norms` says.
+    allowed_U = 2 * torch.finfo(lengths_U.dtype).eps * lengths_U.square()
+    total_U = of_left * of_right * lengths_U
+    for rounding, own_USS, other_USS in (
+        (of_left, left_USS, right_USS),
+        (of_right, right_USS, left_USS),
+    ):
+        if rounding:
+            roots_US = own_USS.diagonal(dim1=1, dim2=2).sqrt()
+            pairs_USS = roots_US[:, :, None] * roots_US[:, None, :] * other_USS.abs()
+            total_U = total_U + rounding * (pairs_USS.sum((1, 2)) + allowed_U).sqrt()
+    return total_U
+
+
+def rounded_apart(use: Use, layout: Layout, part: slice, *, tf32: bool) -> Tensor:
+    """The same where a unit's gradient was written out, and what float32 may have taken from it."""
+    if isinstance(use, Whole):
+        return summed_in_float32(lengths(layout.by_unit(use.gradient_BX.flatten(1)[:, None])[part]))
+    left_USX = layout.by_unit(use.left_BTD if isinstance(use, Lookup) else use.left_BTP)[part]
+    lengths_US = lengths(left_USX)
+    if isinstance(use, Lookup) or use.right_BTD is None:
+        return summed_in_float32(lengths_US)
+    right_USX = layout.by_unit(use.right_BTD)[part]
+    lengths_US = lengths_US * lengths(right_USX)
+    total_U, rounds = summed_in_float32(lengths_US), roundings(use, tf32=tf32)
+    return total_U + _in_pieces(left_USX, right_USX, rounds, lengths_US) if any(rounds) else total_U
+
+
+def lengths(values_USX: Tensor) -> Tensor:
+    wide = torch.promote_types(values_USX.dtype, torch.float32)
+    return torch.linalg.vector_norm(values_USX, dim=2, dtype=wide)
+
+
+def summed_in_float32(lengths_US: Tensor) -> Tensor:
+    """What float32 may lose of tokens of these lengths that it adds up, once for the norm and once
+    for the sum. Measured, not proved: the worst case grows with the number of tokens."""
+    return 2 * torch.finfo(lengths_US.dtype).eps * lengths_US.sum(1)
+
+
+def _in_pieces(
+    left_USX: Tensor, right_USX: Tensor, rounds: tuple[float, float], lengths_US: Tensor
+) -> Tensor:
+    """A few tokens at a time, and added up: more than all at once, and far cheaper than a Gram
+    matrix of many tokens."""
+    left_NLL, right_NLL = (_grams_of_pieces(values_USX) for values_USX in (left_USX, right_USX))
+    lengths_N = _pieces(lengths_US[..., None]).sum((1, 2))
+    shares_N = rounded_share(left_NLL, right_NLL, rounds, lengths_N)
+    return shares_N.reshape(len(left_USX), -1).sum(1)
+
+
+def _pieces(values_USX: Tensor) -> Tensor:
+    missing = -values_USX.shape[1] % PIECE
+    padded = torch.nn.functional.pad(values_USX, (0, 0, 0, missing))
+    return padded.reshape(-1, PIECE, padded.shape[2])
+
+
+def _grams_of_pieces(values_USX: Tensor) -> Tensor:
+    pieces_NLX = _pieces(values_USX)
+    return fp32_product(pieces_NLX, pieces_NLX.transpose(1, 2))

@@ -1,0 +1,287 @@
+"""What one released vector gives away: the mechanism, its noise, and its guarantee record.
+
+The published ε is per coordinate. Beside it stand what holds for the whole vector: the pure figure
+and (ε, δ), each after the amplification by masked words, and each with the texts it holds for.
+docs/representation-guarantees.md has the argument.
+"""
+
+import math
+from dataclasses import dataclass, field
+from fractions import Fraction
+from functools import cached_property
+from typing import Any
+
+from tightlip.core.errors import UsageError
+from tightlip.core.registry import unknown
+from tightlip.representation.vector_accounting import (
+    GRID_STEP,
+    GRID_STEPS,
+    allowed_units,
+    amplified,
+    before_dropout,
+    gaussian_epsilon,
+    gaussian_units,
+    laplace_epsilon,
+    laplace_units,
+    pure_epsilon,
+)
+
+MECHANISMS = ("laplace-as-published", "laplace", "gaussian")
+BARE = "none"
+UNIT = "one text"
+ANY_TWO = "any two texts"
+ONE_WORD = (
+    "two texts of as many words, the same of them marked, that differ in one word not marked; for any "
+    "other two see any_two_texts"
+)
+_BARE_BECAUSE = "The vectors are released without noise; nothing bounds what they give away."
+_PUBLISHED_BECAUSE = (
+    "The published ε takes the vector's sensitivity to be 1, but each of its coordinates can move by 1: "
+    "it holds for one coordinate. pure and epsilon hold for all of them together, for the discrete "
+    "noise as it was drawn."
+)
+_PROVED_BECAUSE = "The noise is calibrated for the whole vector, and ε is that of the discrete noise as it was drawn."
+COVERS = ("the vector of one text, released once",)
+OUTSIDE = (
+    "what the extractor was trained on",
+    "further releases of the same text, or of other texts by the same person: they add up",
+    "columns carried beside the vectors, how many there are and when they were sent",
+    "the last digits of vectors computed in one batch, which the length of a text beside them can "
+    "change; a batch size of 1 rules that out",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class VectorMechanism:
+    """How a vector is made private, and what that is worth.
+
+    `epsilon` is per coordinate for laplace-as-published and of the whole vector, after dropout, for
+    laplace and gaussian. `delta` is the final one: the composed coordinates are read at
+    delta / (1 − dropout). Laplace at `delta` 0 is calibrated for pure differential privacy.
+
+    Holds:
+        calibrated: laplace and gaussian spend at most `epsilon` at `delta`, and hardly less.
+        kept: a mechanism read from its record is the same and draws the same noise.
+        honest: a record that claims less than its noise gives is refused.
+    """
+
+    mechanism: str
+    dimensions: int
+    epsilon: float | None
+    delta: float = 1e-5
+    dropout: float = 0.0
+    # The noise's scale in steps of the grid, where a record states it; otherwise worked out.
+    units: int | None = field(default=None, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.mechanism not in (*MECHANISMS, BARE):
+            raise UsageError(unknown("mechanism", self.mechanism, [*MECHANISMS, BARE]))
+        if not isinstance(self.dimensions, int) or self.dimensions < 1:
+            raise UsageError(
+                f"dimensions={self.dimensions} is no length of a vector. Use 1 or more."
+            )
+        if not 0 <= self.dropout < 1:
+            raise UsageError(
+                f"dropout={self.dropout} is no share of words. Use one from 0 up to, not including, 1."
+            )
+        if self.mechanism == BARE:
+            if self.epsilon is not None:
+                raise UsageError("Bare vectors have no epsilon. Leave it out, or name a mechanism.")
+            return
+        self._check_epsilon_and_delta()
+
+    def _check_epsilon_and_delta(self) -> None:
+        if self.epsilon is None or not 0 < self.epsilon < math.inf:
+            raise UsageError(f"epsilon={self.epsilon} is no budget. Use a number such as 1.0.")
+        if not 0 <= self.delta < 1 - self.dropout:
+            raise UsageError(
+                f"delta={self.delta} is no chance between 0 and 1 − dropout. Use one such as 1e-5."
+            )
+        if self.mechanism == "gaussian" and self.delta < 1e-300:
+            raise UsageError(
+                f"delta={self.delta:g} with Gaussian noise bounds nothing. Use a delta such as 1e-5, or laplace."
+            )
+
+    @property
+    def normalisation(self) -> str:
+        """unit-range: each record's least value 0, its largest 1; unit-ball: length 1."""
+        return "unit-ball" if self.mechanism == "gaussian" else "unit-range"
+
+    @property
+    def noise_scale(self) -> float:
+        """b of Laplace noise or σ of Gaussian noise, on the scale of normalised values; 0 if bare."""
+        return self.grid_units * GRID_STEP
+
+    @cached_property
+    def grid_units(self) -> int:
+        """The scale of the noise in steps of the grid: a whole number, so that nothing is rounded."""
+        if self.units is not None:
+            return self.units
+        if self.epsilon is None:
+            return 0
+        if self.mechanism == "laplace-as-published":
+            return allowed_units(math.ceil(GRID_STEPS / Fraction(self.epsilon)), self.epsilon)
+        target, delta = before_dropout(self.epsilon, self.dropout), self._base_delta(self.delta)
+        if self.mechanism == "laplace":
+            return laplace_units(self.dimensions, target, delta)
+        return gaussian_units(target, delta)
+
+    def _base_delta(self, delta: float) -> float:
+        """What the composed coordinates may use of δ: masking leaves (1 − μ) of it."""
+        return math.nextafter(delta / (1 - self.dropout), 0) if self.dropout else delta
+
+    def epsilon_of(self, delta: float, *, dropout: bool = True, num_releases: int = 1) -> float:
+        """ε of the whole vector at `delta`; of several releases only for any two texts."""
+        assert num_releases == 1 or not dropout, "each release has masks of its own"
+        if self.mechanism == BARE:
+            return math.inf
+        base = self._base_delta(delta) if dropout else delta
+        if self.mechanism == "gaussian":
+            whole = gaussian_epsilon(self.grid_units, base, num_releases)
+        else:
+            whole = laplace_epsilon(self.grid_units, num_releases * self.dimensions, base)
+        return amplified(whole, self.dropout) if dropout else whole
+
+    def figures(self, *, dropout: bool) -> dict[str, float | None]:
+        """Per coordinate, pure, and (ε, δ): with the amplification by dropout, or for any two texts."""
+        if self.mechanism == BARE:
+            return dict.fromkeys(("per_coordinate", "pure", "epsilon", "delta"))
+        share = self.dropout if dropout else 0.0
+        per_coordinate = pure = None
+        if self.mechanism != "gaussian":
+            per_coordinate = amplified(self._per_coordinate(), share)
+            pure = amplified(pure_epsilon(self.grid_units, self.dimensions), share)
+        return {
+            "per_coordinate": per_coordinate,
+            "pure": pure,
+            "epsilon": self.epsilon_of(self.delta, dropout=dropout),
+            "delta": self.delta,
+        }
+
+    def _per_coordinate(self) -> float:
+        # As published where it is; the scale, a whole number of steps, spends a hair less.
+        target = (self.epsilon or 0.0) if self.mechanism == "laplace-as-published" else 0.0
+        return max(target, pure_epsilon(self.grid_units, 1))
+
+    def record(self) -> dict[str, Any]:
+        """The guarantee record that every vector file and device carries."""
+        bare = self.mechanism == BARE
+        because = _PUBLISHED_BECAUSE if self.mechanism == MECHANISMS[0] else _PROVED_BECAUSE
+        return {
+            "mechanism": self.mechanism,
+            "dimensions": self.dimensions,
+            "normalisation": self.normalisation,
+            "noise_scale": self.noise_scale,
+            "grid_step": None if bare else GRID_STEP,
+            "dropout": self.dropout,
+            "target_epsilon": self.epsilon,
+            **self.figures(dropout=True),
+            "accountant": self._accountant(),
+            "unit": None if bare else UNIT,
+            "adjacency": None if bare else ONE_WORD if self.dropout else ANY_TWO,
+            "standing": "measured only" if bare else "proved",
+            "standings": self._standings(),
+            "because": _BARE_BECAUSE if bare else because,
+            "covers": [] if bare else list(COVERS),
+            "outside": [] if bare else list(OUTSIDE),
+            "any_two_texts": self.figures(dropout=False),
+        }
+
+    def _standings(self) -> dict[str, str | None]:
+        """What each of the three lines is; only the published one needs saying."""
+        published = self.mechanism == "laplace-as-published"
+        proved = None if self.mechanism == BARE else "proved"
+        pure = None if self.mechanism == "gaussian" else proved
+        return {
+            "per_coordinate": "as published" if published else pure,
+            "pure": pure,
+            "epsilon": proved,
+        }
+
+    def _accountant(self) -> str | None:
+        if self.mechanism == BARE:
+            return None
+        after = ", then amplified by the masked words" if self.dropout else ""
+        if self.mechanism == "gaussian":
+            return f"zCDP of the discrete Gaussian{after}"
+        if not self.delta:
+            return f"pure composition of {self.dimensions} discrete Laplaces{after}"
+        return f"PLD of {self.dimensions} discrete Laplaces{after}"
+
+    @staticmethod
+    def from_record(record: dict[str, Any]) -> "VectorMechanism":
+        """The mechanism that a record describes, its noise as stated and its figures checked."""
+        try:
+            mechanism = _described(record)
+            claimed = [record, dict(record["any_two_texts"])]
+        except (KeyError, TypeError, ValueError) as error:
+            raise UsageError(
+                f"This is no guarantee record of vectors ({type(error).__name__}: {error}). "
+                "Take the one that `represent train` wrote."
+            ) from error
+        for figures, dropout in zip(claimed, (True, False), strict=True):
+            _refuse_less(figures, mechanism.figures(dropout=dropout))
+        return mechanism
+
+
+def _described(record: dict[str, Any]) -> VectorMechanism:
+    bare = record["mechanism"] == BARE
+    if not bare and record["grid_step"] != GRID_STEP:
+        raise UsageError(
+            f"The record's grid has steps of {record['grid_step']}, and this version's {GRID_STEP}. "
+            "Use the version of tightlip that wrote it."
+        )
+    units = None if bare else round(record["noise_scale"] / GRID_STEP)
+    if units is not None and (units < 1 or units * GRID_STEP != record["noise_scale"]):
+        raise UsageError(
+            f"noise_scale={record['noise_scale']} lies on no grid of {GRID_STEP}: the record was changed. "
+            "Take the one that `represent train` wrote."
+        )
+    return VectorMechanism(
+        mechanism=record["mechanism"],
+        dimensions=record["dimensions"],
+        epsilon=record["target_epsilon"],
+        delta=1e-5 if bare else record["delta"],
+        dropout=record["dropout"],
+        units=units,
+    )
+
+
+def _refuse_less(claimed: dict[str, Any], real: dict[str, float | None]) -> None:
+    for name, figure in real.items():
+        told = claimed.get(name)
+        if figure is None and told is None:
+            continue
+        known = isinstance(told, int | float) and figure is not None
+        if not known or not told >= figure * (1 - 1e-9):  # type: ignore[operator]  # nor if it is NaN
+            raise UsageError(
+                f"The record claims {name}={told}, and noise of its scale gives {figure}. "
+                "It was changed: take the one that `represent train` wrote."
+            )
+
+
+def cost_of_releases(
+    mechanism: VectorMechanism, num_releases: int, delta: float | None = None
+) -> tuple[float, str]:
+    """ε at `delta` of several vectors of one text, or of one person's texts, and how it was composed.
+
+    The better of two: each release amplified by its own masks, at an equal share of δ, added up;
+    or the noise of all of them composed at once, without amplification.
+
+    Holds:
+        once: one release costs what the record says.
+        growing: another release never costs less.
+        either: the result is the smaller of both ways.
+    """
+    delta = mechanism.delta if delta is None else delta
+    if num_releases < 1:
+        raise UsageError(f"{num_releases} releases cost nothing. Use 1 or more.")
+    if mechanism.mechanism == BARE:
+        return math.inf, _BARE_BECAUSE
+    added = num_releases * mechanism.epsilon_of(delta / num_releases)
+    whole = mechanism.epsilon_of(delta, dropout=False, num_releases=num_releases)
+    if added >= whole:
+        return whole, f"the noise of all composed, for {ANY_TWO}"
+    if num_releases == 1:
+        return added, "amplified by its masks, for texts that differ in one word"
+    return added, f"each amplified by its masks, at δ/{num_releases}, and added"

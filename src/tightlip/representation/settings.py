@@ -1,0 +1,246 @@
+"""What decides how private vectors are trained, checked before any work."""
+
+import math
+import typing
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, Self
+
+from tightlip.core.errors import UsageError
+from tightlip.core.registry import unknown
+from tightlip.models.configurations import WORD_ENCODERS
+
+METHODS = ("dpnr", "none", "adversarial")
+MECHANISMS = ("laplace-as-published", "laplace", "gaussian")
+SPLITS = ("document", "user", "column")
+POOLINGS = ("cls", "mean")
+# What only one method uses.
+_NOISE = ("epsilon", "mechanism")
+_ADVERSARY = ("adversary_weight", "adversary_hidden", "adversary_steps")
+_SHAPE = ("dimensions", "vocabulary_size")
+_DEFAULT_MECHANISM = "gaussian"
+# A new encoder learns fast; fine-tuning faster than this forgets what the encoder knew.
+_RATES = {"new": 5e-3, "given": 3e-5}
+
+
+class _Settings:
+    """A frozen dataclass that a table of config.toml can spell."""
+
+    @classmethod
+    def from_tree(cls, tree: dict[str, Any], where: str) -> Self:
+        known = [field.name for field in fields(cls)]  # type: ignore[arg-type]
+        for name in tree:
+            if name not in known:
+                raise UsageError(f"{where}: {unknown('setting', name, known)}")
+        return cls(
+            **{
+                name: tuple(value) if isinstance(value, list) else value
+                for name, value in tree.items()
+            }
+        )
+
+    def tree(self) -> dict[str, Any]:
+        """The settings that have a value, as TOML has them."""
+        return {
+            name: list(value) if isinstance(value, tuple) else value
+            for name, value in asdict(self).items()  # type: ignore[call-overload]
+            if value is not None and value != ()
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class RepresentSettings(_Settings):
+    """Everything that decides what the two halves become.
+
+    `label` is the column to be told from a text, `private` those that nobody else should tell.
+    `extractor` is lstm, bag or the folder of a Hugging Face encoder; `dimensions` and
+    `vocabulary_size` shape a new one. Method dpnr trains through the noise of `mechanism` at
+    `epsilon` and `delta`; none without any; adversarial against classifiers of the private
+    columns, weighed by `adversary_weight`. `dropout` is the share of words masked in each text.
+
+    `bins` cuts a column of numbers: "age=20,30" at these points, "age=..19,30.." into these
+    ranges, what lies between them left out. `split` says what is kept together when 8 of 10
+    parts go to training: documents that read the same, all documents of a user, or what the
+    column `split_column` says (train, dev, test).
+    """
+
+    table: typing.ClassVar[str] = "represent"
+
+    label: str
+    private: tuple[str, ...] = ()
+    extractor: str = "lstm"
+    method: str = "dpnr"
+    mechanism: str | None = None  # gaussian under dpnr
+    epsilon: float | None = None
+    delta: float = 1e-5
+    dropout: float = 0.0
+    pooling: str | None = None
+    max_tokens: int | None = None
+    dimensions: int | None = None
+    vocabulary_size: int | None = None
+    hidden: int = 0
+    epochs: int = 4
+    batch_size: int = 32
+    learning_rate: float | None = None
+    classifier_learning_rate: float = 5e-3
+    noise_draws: int = 8
+    freeze: bool = False
+    split: str = "document"
+    split_column: str = "split"
+    split_seed: int = 0
+    bins: tuple[str, ...] = ()
+    adversary_weight: float | None = None
+    adversary_hidden: int | None = None
+    adversary_steps: int | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        self._fill()
+        for name, allowed in (("method", METHODS), ("split", SPLITS)):
+            if getattr(self, name) not in allowed:
+                raise UsageError(unknown(name, getattr(self, name), list(allowed)))
+        if self.pooling is not None and self.pooling not in POOLINGS:
+            raise UsageError(unknown("pooling", self.pooling, list(POOLINGS)))
+        self._check_columns()
+        self._check_numbers()
+        self._check_method()
+        self._check_extractor()
+
+    def _fill(self) -> None:
+        """Put in what follows from the rest, so that a run's config says all there is."""
+        filled: dict[str, Any] = {}
+        if self.method == "dpnr" and self.mechanism is None:
+            filled["mechanism"] = _DEFAULT_MECHANISM
+        if self.learning_rate is None:
+            filled["learning_rate"] = _RATES["new" if self.is_new else "given"]
+        if self.is_new and self.vocabulary_size is None:
+            filled["vocabulary_size"] = 10_000
+        if self.method == "adversarial":
+            defaults = {"adversary_weight": 3.0, "adversary_hidden": 512, "adversary_steps": 3}
+            filled |= {name: v for name, v in defaults.items() if getattr(self, name) is None}
+        for name, value in filled.items():
+            object.__setattr__(self, name, value)
+
+    @property
+    def is_new(self) -> bool:
+        """Whether the extractor is made here and not read from a folder."""
+        return self.extractor in WORD_ENCODERS
+
+    def _check_columns(self) -> None:
+        if not self.label:
+            raise UsageError("label='' names no column. Give the column to classify by: --label")
+        if self.label in self.private:
+            raise UsageError(
+                f"{self.label!r} is both the label, which the server should tell, and private, which nobody should. "
+                "Name another column in one of them."
+            )
+        if len(set(self.private)) != len(self.private) or "" in self.private:
+            raise UsageError(
+                f"private={','.join(self.private)} names a column twice, or none. Name each once: --private age,gender"
+            )
+        for cut in self.bins:
+            if cut.partition("=")[0] not in (self.label, *self.private):
+                raise UsageError(
+                    f"bins={cut!r} cuts a column that is neither the label nor private. Write it as COLUMN=20,30 with "
+                    f"one of: {', '.join((self.label, *self.private))}."
+                )
+
+    def _check_numbers(self) -> None:
+        for name in (
+            "epochs",
+            "batch_size",
+            "noise_draws",
+            "max_tokens",
+            "dimensions",
+            "adversary_steps",
+        ):
+            _check(self, name, at_least=1)
+        for name in ("hidden", "seed", "split_seed", "dropout", "adversary_weight"):
+            _check(self, name, at_least=0)
+        for name in ("learning_rate", "classifier_learning_rate", "epsilon"):
+            _check(self, name, above=0)
+        _check(self, "adversary_hidden", at_least=1)
+        _check(self, "delta", at_least=0, below=1)
+        _check(self, "dropout", below=1)
+        if self.dimensions == 1:
+            raise UsageError("dimensions=1 leaves nothing after scaling to [0, 1]. Use 2 or more.")
+
+    def _check_method(self) -> None:
+        unused = {
+            "dpnr": _ADVERSARY,
+            "none": (*_NOISE, *_ADVERSARY),
+            "adversarial": _NOISE,
+        }[self.method]
+        for name in unused:
+            if getattr(self, name) is not None:
+                raise UsageError(
+                    f"{name}={getattr(self, name)} means nothing to method={self.method!r}. Leave it out, or choose "
+                    f"another --method: {', '.join(METHODS)}."
+                )
+        if self.method == "dpnr" and self.mechanism not in MECHANISMS:
+            raise UsageError(unknown("mechanism", str(self.mechanism), list(MECHANISMS)))
+        if self.method == "dpnr" and self.epsilon is None:
+            raise UsageError(
+                "method='dpnr' needs to know how much noise: give --epsilon, such as 8 (the whole vector's, under "
+                "gaussian and laplace). For vectors without noise: --method none"
+            )
+        if self.method == "adversarial" and not self.private:
+            raise UsageError(
+                "method='adversarial' trains against readers of private columns, and none is named. Add --private."
+            )
+
+    def _check_extractor(self) -> None:
+        if self.is_new:
+            if self.freeze:
+                raise UsageError(
+                    f"freeze keeps an extractor as it is, and a new {self.extractor} knows nothing yet. Give a trained "
+                    "encoder's folder, or leave freeze out."
+                )
+            return
+        for name in _SHAPE:
+            # What is no folder is a slip of the pen, and told as one when it is to be opened.
+            if getattr(self, name) is not None and Path(self.extractor).is_dir():
+                raise UsageError(
+                    f"{name}={getattr(self, name)} shapes a new extractor, and {self.extractor} has a shape of its own. "
+                    "Leave it out."
+                )
+        if self.freeze and self.method == "adversarial":
+            raise UsageError(
+                "method='adversarial' changes the extractor, and freeze keeps it. Leave one of them out."
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RepresentOptions(_Settings):
+    """How the work is done; none of it changes what is learnt on a CPU."""
+
+    table: typing.ClassVar[str] = "options"
+
+    device: str = "auto"
+    bf16: bool = False
+    checkpoint_seconds: float = 60.0
+
+    def __post_init__(self) -> None:
+        _check(self, "checkpoint_seconds", at_least=0)
+
+
+def _check(
+    settings: Any,
+    name: str,
+    *,
+    at_least: float | None = None,
+    above: float | None = None,
+    below: float | None = None,
+) -> None:
+    """Refuse a number out of its range; None is no number and passes."""
+    value = getattr(settings, name)
+    if value is None:
+        return
+    low = (at_least is not None and not value >= at_least) or (
+        above is not None and not value > above
+    )
+    high = below is not None and not value < below
+    if low or high or not math.isfinite(value):
+        bounds = {"at least": at_least, "above": above, "below": below}
+        wanted = " and ".join(f"{word} {b:g}" for word, b in bounds.items() if b is not None)
+        raise UsageError(f"{name}={value:g} is out of range. It must be {wanted}.")

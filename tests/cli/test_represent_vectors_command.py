@@ -1,0 +1,259 @@
+import json
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.csv as csv
+import pyarrow.parquet as pq
+import pytest
+from typer.testing import CliRunner
+
+import tightlip
+from representation.tiny_halves import LABELS, TEXTS, write_halves
+from tightlip.cli.main import _refusals_in_a_line
+from tightlip.cli.represent import represent_commands
+from tightlip.core.errors import UsageError
+from tightlip.core.figures import rounded_up
+from tightlip.representation.guarantees import VectorMechanism, cost_of_releases
+from tightlip.representation.vectors import read_vectors
+
+APP = represent_commands(_refusals_in_a_line)
+
+
+@dataclass(frozen=True)
+class Told:
+    """How a command ended and what it said."""
+
+    status: int
+    out: str
+    err: str
+
+    @property
+    def refusal(self):
+        (line,) = [line for line in self.err.splitlines() if line.startswith("tightlip: ")]
+        return line
+
+
+def tell(*arguments):
+    """`tightlip represent ...` in this process: starting one takes longer than most commands."""
+    found = CliRunner(env={"COLUMNS": "200"}).invoke(APP, [str(each) for each in arguments[1:]])
+    assert found.exception is None or isinstance(found.exception, SystemExit), found.exception
+    return Told(found.exit_code, found.stdout, found.stderr)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run")
+    write_halves(folder, dropout=0.25)
+    return folder
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    """Twelve texts of four users, one text three times."""
+    table = pa.table(
+        {
+            "user": [f"u{number % 4}" for number in range(12)],
+            "text": [
+                *TEXTS[:2],
+                "the cat and the dog",
+                *["anna sat"] * 3,
+                *(f"cat {n}" for n in range(6)),
+            ],
+            "label": (LABELS * 6),
+            "marks": [["sat"]] * 3 + [None] * 9,
+        }
+    )
+    pq.write_table(table, tmp_path / "texts.parquet")
+    return tmp_path / "texts.parquet"
+
+
+def test_a_guarantee_is_told_without_a_model():
+    """The issue's own example."""
+    done = tell(
+        "represent", "guarantee", "--dimensions", 384, "--epsilon", 0.05,
+        "--mechanism", "laplace-as-published", "--dropout", 0, "--delta", "1e-5", "--json",
+    )  # fmt: skip
+    record = json.loads(done.out)
+    assert (record["per_coordinate"], record["pure"], record["delta"]) == (0.05, 19.2, 1e-5)
+    assert 4.21 <= record["epsilon"] < 4.22
+    assert record["standing"] in ("proved", "as published")
+    assert [cost["releases"] for cost in record["releases"]] == [1, 10, 100]
+    whole = VectorMechanism(mechanism="laplace-as-published", dimensions=384, epsilon=0.05)
+    assert record["releases"][1]["epsilon"] == cost_of_releases(whole, 10)[0]
+
+
+def test_three_lines_are_printed_with_the_texts_each_holds_for():
+    done = tell("represent", "guarantee", "--dimensions", 384, "--epsilon", 0.05, "--dropout", 0.5)
+    assert "ε = 0.026 (as published)" in done.out
+    assert "ε = 18.51 (proved)" in done.out
+    assert "ε = 3.39 at δ = 1e-05 (proved)" in done.out
+    assert "differ in one word" in done.out
+    assert "per coordinate ε = 0.050; pure ε = 19.20; (ε, δ) ε = 4.22" in done.out
+    assert "100 vectors of a text" in done.out
+
+
+@pytest.mark.parametrize(
+    ("flags", "because"),
+    [
+        (["--mechanism", "laplas"], "Unknown mechanism 'laplas'"),
+        (["--epsilon", "0"], "no budget"),
+        (["--dropout", "1"], "no share of words"),
+        (["--mechanism", "gaussian", "--delta", "0"], "Gaussian noise bounds nothing"),
+    ],
+)
+def test_a_guarantee_that_cannot_be_is_refused(flags, because):
+    done = tell("represent", "guarantee", "--dimensions", 8, "--epsilon", 1, *flags)
+    assert done.status == 2
+    assert because in done.refusal
+
+
+def test_texts_become_vectors_with_their_guarantee_and_vectors_labels(run, corpus, tmp_path):
+    out = tmp_path / "vectors.parquet"
+    done = tell("represent", "encode", run / "device", corpus, "--out", out, "--carry", "label")
+    assert done.status == 0, done.err
+    there = read_vectors(out)
+    assert there.vectors.shape == (12, 16)
+    assert there.columns == {"label": LABELS * 6}
+    assert there.record == VectorMechanism.from_record(there.record).record()
+    for line in (
+        "per coordinate",
+        "pure",
+        "(ε, δ)",
+        "holds for",
+        "1 vector of a text",
+        "100 vectors",
+    ):
+        assert line in done.out
+    mechanism = VectorMechanism.from_record(there.record)
+    for who in ("one text", "one user"):
+        (line,) = [
+            line
+            for line in done.out.splitlines()
+            if f"Up to 3 of these vectors are of {who}" in line
+        ]
+        assert f"ε = {rounded_up(cost_of_releases(mechanism, 3)[0])} " in line
+    done = tell(
+        "represent",
+        "classify",
+        run / "server",
+        out,
+        "--label",
+        "label",
+        "--out",
+        tmp_path / "p.csv",
+    )
+    assert done.status == 0, done.err
+    told = csv.read_csv(tmp_path / "p.csv").to_pydict()
+    right = sum(one == other for one, other in zip(told["predicted"], LABELS * 6, strict=True))
+    assert f"({right} of 12)" in done.out
+    assert set(told) == {"label", "predicted", "probability"}
+
+
+def test_nothing_of_the_text_is_in_the_file_or_on_the_screen(run, corpus, tmp_path):
+    done = tell(
+        "represent", "encode", run / "device", corpus, "--out", tmp_path / "v.parquet",
+        "--mask", "anna", "--mask-column", "marks",
+    )  # fmt: skip
+    assert done.status == 0, done.err
+    assert read_vectors(tmp_path / "v.parquet").columns == {}
+    for words in (b"anna", b"cat and"):
+        assert words not in (tmp_path / "v.parquet").read_bytes()
+        assert words.decode() not in done.out + done.err
+
+
+def test_a_text_file_is_a_text_a_line(run, tmp_path):
+    (tmp_path / "texts.txt").write_text("the cat\n\nthe dog ran\n", encoding="utf-8")
+    done = tell("represent", "encode", run / "device", tmp_path / "texts.txt", "--out", tmp_path / "v.parquet")  # fmt: skip
+    assert done.status == 0, done.err
+    assert "3 vectors" in done.out
+    assert "one user" not in done.out
+
+
+def test_a_killed_encode_leaves_nothing_half_written(command, run, corpus, tmp_path):
+    out = tmp_path / "out" / "vectors.parquet"
+    done = command("represent", "encode", run / "device", corpus, "--out", out, die_before_rename=1)
+    assert done.status == -9
+    assert not out.exists()
+
+
+def test_vectors_of_another_pair_or_damaged_ones_are_refused(run, corpus, tmp_path):
+    write_halves(tmp_path / "other", seed=1)
+    out = tmp_path / "vectors.parquet"
+    tell("represent", "encode", tmp_path / "other" / "device", corpus, "--out", out)
+    done = tell("represent", "classify", run / "server", out)
+    assert done.status == 2
+    assert "belong to the pair" in done.refusal
+    out.write_bytes(out.read_bytes()[:200])
+    assert "damaged" in tell("represent", "classify", run / "server", out).refusal
+    done = tell("represent", "classify", run / "server", corpus)
+    assert "states no guarantee" in done.refusal
+
+
+# In Python
+
+
+def test_several_releases_are_written_one_after_the_other_and_their_cost_with_them(run, tmp_path):
+    encoded = tightlip.represent_encode(
+        run / "device", ["the cat", "the dog"], out=tmp_path / "v.parquet", releases=3
+    )
+    there = read_vectors(tmp_path / "v.parquet")
+    assert there.columns == {"release": [1, 1, 2, 2, 3, 3]}
+    assert len(np.unique(there.vectors, axis=0)) == 6
+    mechanism = VectorMechanism.from_record(there.record)
+    assert there.record["releases"][0]["epsilon"] == cost_of_releases(mechanism, 3)[0]
+    assert (encoded.most_of_one_text, encoded.most_of_one_user) == (3, None)
+
+
+def test_marked_words_come_from_the_call_a_file_and_a_column(run, tmp_path, monkeypatch):
+    from tightlip.representation import device
+
+    heard = []
+    plain = device.masked_texts
+    monkeypatch.setattr(
+        device,
+        "masked_texts",
+        lambda texts, **given: heard.extend(given["marked"]) or plain(texts, **given),
+    )
+    (tmp_path / "marks.txt").write_text("Boris\n")
+    rows = [
+        {"user": "a", "text": "x y", "m": "x, z"},
+        {"user": "b", "text": "x y", "m": None},
+        {"user": "b", "text": "x y", "m": ["y"]},
+    ]
+    tightlip.represent_encode(
+        run / "device", rows, mask=["Anna"], mask_file=tmp_path / "marks.txt", mask_column="m"
+    )
+    assert heard == [{"anna", "boris", "x", "z"}, {"anna", "boris"}, {"anna", "boris", "y"}]
+
+
+@pytest.mark.parametrize(
+    ("given", "because"),
+    [
+        ({"carry": ["text"]}, "cannot be carried"),
+        ({"carry": ["marks"], "mask_column": "marks"}, "cannot be carried"),
+        ({"carry": ["labl"]}, "has no column 'labl'"),
+        ({"mask_column": "label", "releases": 0}, "would release nothing"),
+        ({"runtime": "tpu"}, "Unknown runtime"),
+        ({"mask_file": "nowhere.txt"}, "does not exist"),
+    ],
+)
+def test_what_cannot_be_encoded_is_refused(run, corpus, given, because):
+    with pytest.raises(UsageError, match=because):
+        tightlip.represent_encode(run / "device", corpus, **given)
+
+
+def test_texts_alone_have_no_columns_and_none_at_all_are_refused(run):
+    with pytest.raises(UsageError, match="texts alone"):
+        tightlip.represent_encode(run / "device", ["a"], carry=["label"])
+    with pytest.raises(UsageError, match="no text to encode"):
+        tightlip.represent_encode(run / "device", [])
+
+
+def test_labels_that_were_not_carried_cannot_be_compared(run, corpus, tmp_path):
+    out = tmp_path / "vectors.parquet"
+    tell("represent", "encode", run / "device", corpus, "--out", out)
+    done = tell("represent", "classify", run / "server", out, "--label", "label")
+    assert "carries no column 'label'" in done.refusal
+    done = tell("represent", "classify", run / "server", out, "--out", tmp_path / "labels.xlsx")
+    assert "Use .parquet or .csv" in done.refusal

@@ -1,0 +1,198 @@
+"""The page of attacks on vectors, from made-up figures: what it says, and in a browser."""
+
+import io
+import re
+
+import pytest
+from rich.console import Console
+
+from report.representation_results import attribute, entities, fairness, figure, result, signed
+from report.test_in_chromium import browser, contrast, opened  # noqa: F401 (fixtures)
+from tightlip.report.representation import columns_of, findings, headline, names_read
+from tightlip.report.representation_page import render_attacks
+from tightlip.report.representation_plots import curves, legend
+from tightlip.report.representation_table import table_lines, terminal_tables
+
+
+def runs():
+    return [
+        result("bare", method="none", leak=0.3, entities=entities()),
+        result("at-40", epsilon=40.0, leak=0.2, entities=entities()),
+        result("at-4", epsilon=4.0, leak=0.1, entities=entities()),
+        result("a-run-with-a-very-long-name-of-its-own", epsilon=0.4, leak=0.0, entities=entities()),
+        result("masked", epsilon=4.0, dropout=0.5, leak=0.05, entities=entities()),
+        result("published", mechanism="laplace-as-published", epsilon=6.34, entities=entities()),
+    ]  # fmt: skip
+
+
+def cell(results, section, name, place=0):
+    lines = table_lines(columns_of(results))
+    (line,) = [one for one in lines if one.section.startswith(section) and one.name == name]
+    return line.cells[place]
+
+
+# What it says
+
+
+def test_a_leak_is_called_so_only_beyond_its_interval():
+    assert headline([result("r", leak=0.1)]) == (
+        "From one vector, an attacker reads gender better than by guessing."
+    )
+    assert headline([result("r", leak=0.02)]).startswith("From one vector, no attacker here")
+    assert headline(runs()[:4]).startswith("In 4 of 4 runs")  # names are read in all of them
+    quiet = [result("a", leak=0.0), result("b", leak=0.0)]
+    assert headline(quiet).startswith("In none of 2 runs")
+
+
+def test_names_count_as_read_below_the_better_of_both_guesses():
+    run = result("r", entities=entities())
+    assert names_read(run)
+    run["entities"]["everywhere"]["all"] = figure(0.52)
+    assert not names_read(run)
+
+
+def test_findings_weigh_what_they_say():
+    said = " ".join(findings(result("r", leak=0.02)))
+    assert "62.0% right by logistic regression, 60.0% by guessing" in said
+    assert "ranks people rightly" in said
+    assert "Without the noise, gender and age could be read." in said
+    assert "Averaging 16 releases" in said
+    assert "together these releases cost ε 20.00" in said
+    assert "not equally right for all groups of age" in said
+    assert "all groups of gender" not in said
+
+
+def test_the_cost_of_averaging_stands_beside_what_it_finds():
+    cost = cell([result("r")], "Empirical", "what these averages cost")
+    assert (cost.value, cost.under) == ("ε 20.00", "16 releases, δ 1e-05")
+    page = render_attacks([result("r")])
+    assert page.count("ε 20.00") >= 2
+
+
+def test_epsilon_stands_with_delta_and_standing_and_the_published_one_apart():
+    guarantee = cell([result("r")], "What is released", "Guarantee of a vector")
+    assert (guarantee.value, guarantee.under) == ("ε 4.00", "δ 1e-05, proved")
+    published = [result("p", mechanism="laplace-as-published", epsilon=6.34)]
+    coordinate = cell(published, "What is released", "ε of one coordinate")
+    assert (coordinate.value, coordinate.under) == ("0.050", "as published")
+    bare = cell([result("b", method="none")], "What is released", "Guarantee of a vector")
+    assert (bare.value, bare.under) == ("none", "measured only")
+
+
+def test_figures_without_rows_of_the_training_part_stand_beside():
+    both = [result("r", views=("all", "unseen"), notes=["9 of 700 test texts also stand"])]
+    assert cell(both, "Empirical", "strongest, rows not in train").value != "–"
+    assert "9 of 700 test texts also stand" in render_attacks(both)
+    names = [line.name for line in table_lines(columns_of([result("r")]))]
+    assert not any("not in train" in name for name in names)
+
+
+def test_seeds_become_a_mean_with_its_spread():
+    seeds = [result(f"s/seed-{n}", group="s", main={"all": figure(v)}) for n, v in enumerate((0.7, 0.8))]  # fmt: skip
+    (column,) = columns_of(seeds)
+    main = cell(seeds, "Main task", "Accuracy")
+    assert (main.value, main.under) == ("75.0%", "± 7.1 over seeds")
+    assert column.name == "s"
+
+
+def test_what_is_not_known_is_a_dash_and_breaks_nothing():
+    run = result("r", picture=None, releases=None)
+    nothing = {"value": None, "low": None, "high": None}
+    found = run["attributes"]["gender"]["attackers"]["strongest"]["all"]
+    found["auc"] = nothing
+    found["above_majority"] = signed(0.1) | {"low": None, "high": None}
+    run["fairness"]["gender"] = {**fairness(), "gap": None, "p": None, "test": "one group only"}
+    beside = [run, result("other")]
+    assert cell(beside, "Attackers on gender", "AUC of the strongest").value == "–"
+    assert cell(beside, "Attackers on gender", "AUC of the strongest", 1).value == "0.73"
+    assert "One group only" in render_attacks([run])
+
+
+def test_nobody_is_named():
+    people = attribute({"strongest": 0.6, "logistic": 0.6, "bare": 0.9}, 0.1, ("Hamlet", "Ophelia"), names_people=True)  # fmt: skip
+    run = result("r", attributes={"user": people}, fairness={"user": fairness(values=("Hamlet", "Ophelia"))}, entities=entities(), picture=None)  # fmt: skip
+    page = render_attacks([run])
+    for name in ("Hamlet", "Ophelia", "Ann Private", "Bob Secret"):
+        assert name not in page
+    assert "person 1" in page
+    assert "name 2" in page
+
+
+def test_the_page_is_alone_and_escapes_what_it_is_given():
+    page = render_attacks([result("</style><script>x</script>"), *runs()], version="0.1.0")
+    assert "<script" not in page
+    assert not re.search(r"""(?:src|href)=["'](?!data:,|#)""", page)
+    assert "http" not in page.replace("http-equiv", "")
+    assert 'style="' not in page
+
+
+def test_curves_need_two_points_and_are_drawn_for_each_way_of_adding_noise():
+    assert curves(columns_of(runs()[:2])) == []
+    drawn = curves(columns_of(runs()))
+    assert [(title, what) for title, what, _ in drawn] == [
+        ("Over ε", "gaussian, no word masked"),
+        ("Over μ", "gaussian at ε 4 of the vector"),
+    ]
+    assert "at-40 (gaussian, ε 40), main-task accuracy: " in drawn[0][2]
+
+
+def test_many_values_share_the_last_colour():
+    many = attribute({"strongest": 0.5}, 0.1, tuple("abcdefghi"))
+    assert legend(many)[-1] == (5, "4 others")
+    assert legend(attribute({"strongest": 0.5}, 0.1, tuple("abcdef")))[-1] == (5, "f")
+    assert len(legend(attribute({"strongest": 0.5}, 0.1))) == 2
+
+
+def test_the_terminal_has_the_same_lines():
+    console = Console(file=io.StringIO(), width=100)
+    for table in terminal_tables(columns_of(runs()), 100):
+        console.print(table)
+    text = console.file.getvalue()
+    assert "Empirical privacy, 1 − X" in text
+    assert "strongest on one vector" in text
+
+
+# In a browser
+
+
+@pytest.fixture(scope="module", params=["one", "several"])
+def path(request, tmp_path_factory):
+    given = runs() if request.param == "several" else runs()[2:3]
+    path = tmp_path_factory.mktemp("page") / f"{request.param}.html"
+    path.write_text(render_attacks(given, version="0.1.0"), encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize("width", [390, 1280])
+def test_the_page_is_no_wider_than_the_screen(opened, path, width):  # noqa: F811
+    page = opened(path, width=width)
+    page.evaluate("document.querySelectorAll('details').forEach(one => { one.open = true; })")
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+
+
+def test_the_page_needs_no_script_and_marks_have_values_to_hover(opened, path):  # noqa: F811
+    page = opened(path, java_script_enabled=False)
+    assert page.locator("h1").count() == 1
+    assert page.locator("#table tbody tr").count() > 20
+    assert page.locator("svg circle > title, svg g > title").count() > 10
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_words_stand_out_from_the_ground(opened, path, scheme):  # noqa: F811
+    page = opened(path, color_scheme=scheme)
+    colours = page.evaluate("""() => ['body', '.compared small', '.compared .section th', '.small', '.legend, .value']
+        .map(name => document.querySelector(name)).filter(node => node)
+        .map(n => [getComputedStyle(n).color, getComputedStyle(document.body).backgroundColor])""")
+    assert len(colours) >= 4
+    for ink, ground in colours:
+        assert contrast(ink, ground) > 4.5
+
+
+def test_run_names_in_the_plot_do_not_cover_each_other(opened, path):  # noqa: F811
+    page = opened(path)
+    boxes = page.evaluate("""() => [...document.querySelectorAll('.run-name')]
+        .map(n => n.getBoundingClientRect()).map(r => [r.left, r.right, r.top, r.bottom])""")
+    for place, one in enumerate(boxes):
+        for other in boxes[place + 1 :]:
+            across = one[0] < other[1] and other[0] < one[1]
+            assert not (across and one[2] + 3 < other[3] and other[2] + 3 < one[3])
