@@ -27,6 +27,7 @@ import tightlip
 import tightlip.api.adaptive_text
 import tightlip.api.demo
 import tightlip.api.reproduce_adaptive
+import tightlip.api.reproduce_representation
 import tightlip.corpus.bundled
 import tightlip.representation.data
 from tightlip.audit.leakage import LeakageConfig, ScanOptions
@@ -156,6 +157,7 @@ def small(monkeypatch):
         monkeypatch.setattr(module, "demo_corpus", lambda: few)
     some = demo_speeches().take(list(range(0, 7000, 10)))
     monkeypatch.setattr(tightlip.representation.data, "demo_speeches", lambda: some)
+    monkeypatch.setattr(tightlip.corpus.bundled, "demo_speeches", lambda: some)
     monkeypatch.setitem(tightlip.api.demo.TRAIN, "epochs", 1.0)
     monkeypatch.setattr(tightlip.api.demo, "FEWEST_WORDS", 1)
     scale, soon = tightlip.api.reproduce_adaptive.SCALES["smoke"], {"steps": 2, "batch_size": 8}
@@ -168,6 +170,9 @@ def small(monkeypatch):
     )
     monkeypatch.setitem(tightlip.api.reproduce_adaptive.SCALES, "smoke", scale)
     monkeypatch.setattr(tightlip.api.adaptive_text, "IDENTITY", "My ID is {digits:3}")
+    scale = tightlip.api.reproduce_representation.SCALES["smoke"]
+    scale = dataclasses.replace(scale, epsilons=(1.0,), dropouts=(), attackers=("mlp",))
+    monkeypatch.setitem(tightlip.api.reproduce_representation.SCALES, "smoke", scale)
 
 
 @pytest.fixture

@@ -63,6 +63,24 @@ def test_what_leaves_is_the_grid_value_of_each_text_in_order_with_noise(monkeypa
     assert half.encode([]).shape == (0, 16)
 
 
+def test_each_text_of_a_streaming_extractor_gets_its_own_vector_marks_and_noise(tmp_path):
+    """Texts of many lengths in batches of 3, so that they are read in another order."""
+    write_halves(tmp_path, mechanism="laplace-as-published", epsilon=500.0)
+    half = load_device(tmp_path / "device")
+    texts = [" ".join(["cat", "dog", "mat", "park"][: n % 4 + 1] * (n % 3 + 1)) for n in range(31)]
+    marked = [["cat"] if n % 2 else ["park"] for n in range(31)]
+    read = [
+        text.replace(words[0], half.mask_word) for text, words in zip(texts, marked, strict=True)
+    ]
+    wanted = on_grid(half.extractor.encode(read), half.mechanism) * GRID_STEP
+    found = [half.encode(texts, marked=marked, batch_size=3) for _ in range(2)]
+    for each in found:
+        assert np.abs(each - wanted).max() < 20 * half.mechanism.noise_scale
+    noise = np.stack([each - wanted for each in found]).reshape(62, -1)
+    assert len({tuple(row) for row in noise.tolist()}) == 62
+    assert np.abs(np.corrcoef(noise[:31].ravel(), noise[31:].ravel())[0, 1]) < 0.25
+
+
 def test_many_texts_are_masked_with_their_own_marks_in_order(monkeypatch):
     monkeypatch.setattr(device_module, "AT_ONCE", 4)
     half = listening(mechanism="none", epsilon=None)

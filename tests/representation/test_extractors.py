@@ -106,3 +106,55 @@ def test_encoding_leaves_a_training_extractor_in_training(extractors):
     extractor.encode(TEXTS[:2])
     assert extractor.training
     extractor.eval()
+
+
+@pytest.mark.parametrize("kind", ["bert", "roberta"])
+def test_the_wide_mask_a_gpu_is_given_means_the_same(extractors, kind):
+    """Both ways: with all of it real, the short text's vectors are others."""
+    extractor = extractors[kind]
+    batch = extractor.tokenize(["goal bank match", "goal"])
+    wide = extractor._wide(batch["attention_mask"])
+    assert wide.shape == (2, 1, 1, batch["input_ids"].shape[1])
+    with torch.no_grad():
+        found, plain, wrong = (
+            extractor.model(input_ids=batch["input_ids"], attention_mask=mask).last_hidden_state
+            for mask in (wide, batch["attention_mask"], torch.ones_like(wide))
+        )
+    real = batch["attention_mask"].bool()
+    assert torch.allclose(found[real], plain[real], atol=1e-6)
+    assert not torch.allclose(wrong[real], plain[real], atol=1e-3)
+    assert extractors["lstm"]._wide(batch["attention_mask"]) is batch["attention_mask"]
+
+
+@pytest.mark.parametrize("batch_size", [1, 3, 7, 100])
+def test_every_text_is_prepared_and_read_once_and_batches_are_of_like_length(
+    extractors, batch_size
+):
+    extractor, asked = extractors["bag"], []
+
+    def prepared(places):
+        asked.extend(places.tolist())
+        return [TEXTS[place].upper() for place in places]
+
+    batches = list(extractor.batches(TEXTS, batch_size, prepared))
+    assert sorted(asked) == list(range(len(TEXTS)))
+    assert sorted(n for places, _ in batches for n in places) == list(range(len(TEXTS)))
+    for places, batch in batches:
+        rows = extractor.token_ids([TEXTS[place] for place in places])  # it reads lower case
+        assert [
+            row[: len(ids)] for row, ids in zip(batch["input_ids"].tolist(), rows, strict=True)
+        ] == rows
+        assert batch["attention_mask"].sum(dim=1).tolist() == [max(1, len(row)) for row in rows]
+    lengths = [batch["input_ids"].shape[1] for _, batch in batches]
+    assert lengths[0] == max(lengths)
+
+
+def test_a_stream_left_early_puts_the_extractor_back(extractors):
+    extractor = extractors["lstm"].train()
+    coming = extractor.stream(TEXTS, batch_size=4)
+    first = next(coming)
+    assert first.arrived().shape == (4, 16)
+    assert not extractor.training
+    coming.close()
+    assert extractor.training
+    extractor.eval()

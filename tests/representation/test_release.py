@@ -127,6 +127,12 @@ def test_released_floats_are_those_of_the_steps_and_the_noise_is_wiped_out():
         noised(raw(5), LAPLACE, noise)
 
 
+def test_noise_for_fewer_vectors_is_refused_and_never_shared():
+    for num in (1, 4, 6):
+        with pytest.raises(GuaranteeError, match="share it"):
+            noised(raw(5), LAPLACE, drawn(LAPLACE, seeded(), num))
+
+
 def test_bare_vectors_are_normalised_and_nothing_else():
     expected = normalised(torch.from_numpy(raw(5)), BARE).numpy()
     assert released(raw(5), BARE, seeded()) == pytest.approx(expected, abs=1e-6)

@@ -140,6 +140,31 @@ def test_a_given_encoder_is_tuned_or_with_freeze_left_as_it_was(kind, tmp_path):
         assert same(before, load_extractor(frozen.device).state_dict())
 
 
+@pytest.mark.parametrize("freeze", [False, True])
+def test_every_module_drops_out_in_every_step_unless_it_is_frozen(freeze, tmp_path, monkeypatch):
+    """A loaded encoder starts in evaluation, and scoring an epoch puts it there again."""
+    update, modes = Training._update, []
+
+    def noted(self, loss):
+        modes.append({module.training for module in self.extractor.model.modules()})
+        update(self, loss)
+
+    monkeypatch.setattr(Training, "_update", noted)
+    folder = tiny_encoder(tmp_path / "given", "bert")
+    changed = {"extractor": str(folder), "dimensions": None, "method": "none", "epochs": 2}
+    trained(tmp_path / "run", dropout=0.2, freeze=freeze, **changed)
+    assert len(modes) > 10
+    assert all(each == {not freeze} for each in modes)
+
+
+def test_seeding_a_step_is_what_torch_does_on_the_cpu():
+    training.seed_step(3, 7, torch.device("cpu"))
+    ours = torch.randn(5)
+    seed = int(np.random.SeedSequence([3, 8, 0]).generate_state(1, np.uint64)[0]) >> 1
+    torch.manual_seed(seed)
+    assert torch.equal(ours, torch.randn(5))
+
+
 def test_what_the_device_releases_the_server_tells_apart(tmp_path):
     """Trained through little noise, the two halves together find the label in fresh texts."""
     run = trained(tmp_path / "run", toy_corpus(400), epsilon=200.0, epochs=8)

@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 
 from tightlip.core.errors import UsageError
 from tightlip.core.files import written_whole
-from tightlip.corpus.bundled import demo_speeches
+from tightlip.corpus import bundled
 from tightlip.representation.attackers import sklearn_part
 
 NUM_TOPICS, DOMINATING = 10, 0.8
@@ -49,7 +49,7 @@ def task_of(corpus: Path | None, folder: Path, seed: int = 0) -> Task:
 
 def plays_task(folder: Path) -> Task:
     """The bundled plays: the kind of play as label; which play it is and who speaks, as private."""
-    path = _made_once(folder / "plays.parquet", demo_speeches)
+    path = _made_once(folder / "plays.parquet", bundled.demo_speeches)
     return Task(
         name="plays",
         path=path,

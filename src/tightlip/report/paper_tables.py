@@ -180,27 +180,12 @@ def _entity_attack(section: dict[str, Any]) -> PaperTable:
 
 def _by_group(section: dict[str, Any]) -> PaperTable:
     """Tables 6 and 7: the main task by group, and whether the gap may be chance."""
-    rows = []
-    for row in _compared(section):
-        for attribute, found in row["groups"].items():
-            paper = GROUPS.get((section["paper"] or "", attribute), {})
-            one, other = paper.get("pair") or tuple(list(found["accuracy"])[:2])
-            accuracy = found["accuracy"]
-            if one not in accuracy or other not in accuracy:
-                continue
-            theirs = paper.get(row["way"])
-            gap = accuracy[other]["mean"] - accuracy[one]["mean"]
-            rows.append(
-                (
-                    f"{name_of(row)}: {attribute}",
-                    (
-                        f"{one} {_mean(accuracy[one])}",
-                        f"{other} {100 * gap:+.2f}",
-                        "–" if theirs is None else f"{theirs[0]:.2f}, {theirs[1]:+.2f}",
-                        "–" if found["p"] is None else f"{found['p']:.2g}",
-                    ),
-                )
-            )
+    rows = [
+        (f"{attribute}: {name_of(row)}", cells)
+        for attribute in section["private"]
+        for row in _compared(section)
+        if (cells := _group_cells(section, row, attribute)) is not None
+    ]
     return PaperTable(
         number="7" if section["kind"] == "entities" else "6",
         title="Fairness: the main task by group",
@@ -208,6 +193,23 @@ def _by_group(section: dict[str, Any]) -> PaperTable:
         "the groups fare alike.",
         columns=("one group", "the other", "theirs", "p"),
         rows=tuple(rows),
+    )
+
+
+def _group_cells(section: dict[str, Any], row: Row, attribute: str) -> tuple[str, ...] | None:
+    """One attribute of two groups; one of more, such as plays, has no place in the paper's table."""
+    found = row["groups"][attribute]
+    accuracy, paper = found["accuracy"], GROUPS.get((section["paper"] or "", attribute), {})
+    one, other = paper.get("pair") or (*accuracy, "", "")[:2]
+    if len(accuracy) != 2 or {one, other} != {*accuracy}:
+        return None
+    theirs = paper.get(row["way"])
+    gap = accuracy[other]["mean"] - accuracy[one]["mean"]
+    return (
+        f"{one} {_mean(accuracy[one])}",
+        f"{other} {100 * gap:+.2f}",
+        "–" if theirs is None else f"{theirs[0]:.2f}, {theirs[1]:+.2f}",
+        "–" if found["p"] is None else f"{found['p']:.2g}",
     )
 
 

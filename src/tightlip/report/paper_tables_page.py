@@ -77,7 +77,12 @@ def render_paper_tables(result: dict[str, Any]) -> str:
         alone: it names no other file and no address, and runs no script.
         standing: every way's promise stands with its standing.
     """
-    style = asset("page.css") + asset("comparison.css") + asset("adaptive.css")
+    style = (
+        asset("page.css")
+        + asset("comparison.css")
+        + asset("adaptive.css")
+        + asset("paper_tables.css")
+    )
     return str(
         template("paper_tables.html.jinja").render(
             style=Markup(style),

@@ -1,18 +1,22 @@
 """Which texts make up each training step, with words taken out of them, as tensors in time."""
 
 import math
+from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from tightlip.representation.data import Examples
-from tightlip.representation.extractors import Extractor
+from tightlip.representation.extractors import Extractor, pinned
 from tightlip.representation.words import masked_texts
 
 _BATCHES_SORTED_TOGETHER = 32
+_AHEAD = 2  # batches made before they are asked for
+_NUMBERS = "numbers"
 _ORDER, _WORDS = 0, 1  # what a seed's streams are for
 
 
@@ -22,6 +26,7 @@ class Batch:
 
     places: np.ndarray
     tokens: dict[str, Tensor]
+    numbers: Tensor  # the places, from where the training's device copies them
 
 
 class Batches:
@@ -43,30 +48,35 @@ class Batches:
         batch_size: int,
         dropout: float,
         seed: int,
+        device: torch.device | str = "cpu",
     ) -> None:
         # A device masks before it tokenises, which leaves one space between two words.
         self._extractor, self._texts = extractor, [" ".join(t.split()) for t in examples.texts]
         self._batch_size, self._dropout, self._seed = batch_size, dropout, seed
+        self._device = device
         self._ids = extractor.token_ids(self._texts)
         self._lengths = np.array([len(row) for row in self._ids])
         self.steps_per_epoch = math.ceil(len(examples) / batch_size)
 
     def from_step(self, first: int, end: int) -> Iterator[Batch]:
-        """The batches of steps `first` up to `end`."""
+        """The batches of steps `first` up to `end`; some are made while a step runs."""
         with ThreadPoolExecutor(1) as maker:
-            coming: Future[Batch] | None = None
-            order, epoch = np.empty((0,)), -1
-            for step in range(first, end + 1):
-                ready = coming
-                coming = None
-                if step < end:
-                    if step // self.steps_per_epoch != epoch:
-                        epoch = step // self.steps_per_epoch
-                        order = self._order(epoch)
-                    places = order[step % self.steps_per_epoch]
-                    coming = maker.submit(self._batch, places, step)
-                if ready is not None:
-                    yield ready.result()
+            coming: deque[Future[Batch]] = deque()
+            for step, places in self._steps(first, end):
+                coming.append(maker.submit(self._batch, places, step))
+                if len(coming) > _AHEAD:
+                    yield coming.popleft().result()
+            while coming:
+                yield coming.popleft().result()
+
+    def _steps(self, first: int, end: int) -> Iterator[tuple[int, np.ndarray]]:
+        """Each step with the places of its texts."""
+        order, epoch = np.empty((0,)), -1
+        for step in range(first, end):
+            if step // self.steps_per_epoch != epoch:
+                epoch = step // self.steps_per_epoch
+                order = self._order(epoch)
+            yield step, order[step % self.steps_per_epoch]
 
     def _order(self, epoch: int) -> np.ndarray:
         """The places of each batch of an epoch, an array of arrays."""
@@ -87,8 +97,12 @@ class Batches:
         return found
 
     def _batch(self, places: np.ndarray, step: int) -> Batch:
+        tokens = pinned({**self._tokens(places, step), _NUMBERS: torch.from_numpy(places)}, self._device)  # fmt: skip
+        return Batch(places, numbers=tokens.pop(_NUMBERS), tokens=tokens)
+
+    def _tokens(self, places: np.ndarray, step: int) -> dict[str, Tensor]:
         if not self._dropout:
-            return Batch(places, self._extractor.padded([self._ids[place] for place in places]))
+            return self._extractor.padded([self._ids[place] for place in places])
         draw = np.random.default_rng([self._seed, _WORDS, step])
         texts = masked_texts(
             [self._texts[place] for place in places],
@@ -96,4 +110,4 @@ class Batches:
             dropout=self._dropout,
             generator=draw,
         )
-        return Batch(places, self._extractor.tokenize(texts))
+        return self._extractor.tokenize(texts)

@@ -1,8 +1,9 @@
 """What runs on the user's device: texts in, vectors out that may be sent."""
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -10,8 +11,9 @@ import numpy as np
 
 from tightlip.core.errors import UsageError
 from tightlip.core.files import read_json
-from tightlip.core.progress import Task, task
+from tightlip.core.progress import task
 from tightlip.core.randomness import keyed_generator
+from tightlip.representation.extractors import Raw
 from tightlip.representation.grid_noise import GridNoise
 from tightlip.representation.guarantees import BARE, VectorMechanism
 from tightlip.representation.halves import DEVICE, GUARANTEE, load_extractor, read_half
@@ -19,8 +21,11 @@ from tightlip.representation.release import drawn, noised, released
 from tightlip.representation.words import Marked, marks_of, masked_texts
 
 Runtime = Literal["torch", "onnx"]
-# Texts whose noise and raw vectors are held at a time.
+# Texts given at a time to an extractor that does not hand out its vectors batch by batch.
 AT_ONCE = 4096
+# Batches on their way at a time: a GPU is never without one while the interpreter is busy.
+_ON_THE_WAY = 3
+_DRAWING = 2  # threads that draw noise, beside the interpreter's lock
 
 
 class RawVectors(Protocol):
@@ -66,55 +71,76 @@ class Device:
         found = np.empty((len(texts), self.dimensions), np.float32)
         if not len(texts):
             return found
-        given = {"batch_size": batch_size, "device": device}
-        with task("encode", len(texts)) as bar, ThreadPoolExecutor(2) as beside:
-            pending: deque[tuple[slice, Future[np.ndarray]]] = deque()
-            for part, masked, noise in self._prepared(texts, marked, beside):
-                raw = self.extractor.encode(masked, **given)
-                pending.append((part, beside.submit(self._released, raw, noise)))
-                while len(pending) > 1:
-                    _take(pending, found, bar)
+        marks = marks_of(marked, len(texts))
+        with (
+            task("encode", len(texts)) as bar,
+            ThreadPoolExecutor(_DRAWING) as drawing,
+            ThreadPoolExecutor(1) as releasing,
+        ):
+            noise = _Ahead(partial(drawn, self.mechanism, self._noise), drawing)
+            pending: deque[Future[int]] = deque()
+            for raw in self._raw(texts, marks, noise, batch_size=batch_size, device=device):
+                pending.append(releasing.submit(self._release, raw, noise.next(), found))
+                while len(pending) > _ON_THE_WAY:
+                    bar.advance(pending.popleft().result())
             while pending:
-                _take(pending, found, bar)
+                bar.advance(pending.popleft().result())
         return found
 
-    def _prepared(
-        self, texts: Sequence[str], marked: Marked, beside: ThreadPoolExecutor
-    ) -> Iterator[tuple[slice, list[str], "Future[np.ndarray] | None"]]:
-        """Masked texts, some at a time, and noise being drawn for them while they are extracted."""
-        parts = [slice(start, start + AT_ONCE) for start in range(0, len(texts), AT_ONCE)]
-        marks = marks_of(marked, len(texts))
-        bare = self.mechanism.mechanism == BARE
-        # The next texts are masked while these are extracted; never two at a time.
-        ahead = beside.submit(self._masked, texts, marks, parts[0])
-        for part, after in zip(parts, [*parts[1:], None], strict=True):
-            masked = ahead.result()
-            noise = None if bare else beside.submit(drawn, self.mechanism, self._noise, len(masked))
-            if after is not None:
-                ahead = beside.submit(self._masked, texts, marks, after)
-            yield part, masked, noise
+    def _raw(
+        self, texts: Sequence[str], marks: Sequence[frozenset[str]], noise: "_Ahead", **given: Any
+    ) -> Iterator[Raw]:
+        """Raw vectors of the masked texts, some at a time.
 
-    def _masked(
-        self, texts: Sequence[str], marks: Sequence[frozenset[str]], part: slice
-    ) -> list[str]:
+        While these are extracted the next texts are masked, and noise for them is drawn.
+        """
+        bare = self.mechanism.mechanism == BARE
+
+        def masked(places: np.ndarray, at_once: int = given["batch_size"]) -> list[str]:
+            for start in range(0, len(places), at_once):
+                noise.draw(0 if bare else len(places[start : start + at_once]))
+            return self._masked([texts[n] for n in places], [marks[n] for n in places])
+
+        stream = getattr(self.extractor, "stream", None)
+        if stream is not None:
+            yield from stream(texts, prepared=masked, **given)
+            return
+        for start in range(0, len(texts), AT_ONCE):
+            places = np.arange(start, min(start + AT_ONCE, len(texts)))
+            vectors = self.extractor.encode(masked(places, AT_ONCE), **given)
+            yield Raw(places, partial(np.asarray, vectors))
+
+    def _masked(self, texts: Sequence[str], marks: Sequence[frozenset[str]]) -> list[str]:
         return masked_texts(
-            texts[part],
+            texts,
             mask_word=self.mask_word,
             dropout=self.mechanism.dropout,
-            marked=marks[part],
+            marked=marks,
             generator=self._generator,
         )
 
-    def _released(self, raw: np.ndarray, noise: "Future[np.ndarray] | None") -> np.ndarray:
-        if noise is None:
-            return released(raw, self.mechanism, self._noise)
-        return noised(raw, self.mechanism, noise.result())
+    def _release(self, raw: Raw, noise: "Future[np.ndarray]", found: np.ndarray) -> int:
+        """Put what may be sent of these vectors where it belongs; how many they are."""
+        vectors = raw.arrived()
+        if self.mechanism.mechanism == BARE:
+            found[raw.places] = released(vectors, self.mechanism, self._noise)
+        else:
+            found[raw.places] = noised(vectors, self.mechanism, noise.result())
+        return len(raw.places)
 
 
-def _take(pending: "deque[tuple[slice, Future[np.ndarray]]]", found: np.ndarray, bar: Task) -> None:
-    part, vectors = pending.popleft()
-    found[part] = vectors.result()
-    bar.advance(len(found[part]))
+class _Ahead:
+    """Noise being drawn for vectors that are not there yet, handed out once, in order."""
+
+    def __init__(self, drawn: Callable[[int], np.ndarray], pool: ThreadPoolExecutor) -> None:
+        self._drawn, self._pool = drawn, pool
+        self._coming: deque[Future[np.ndarray]] = deque()
+
+    def draw(self, num_vectors: int) -> None:
+        self._coming.append(self._pool.submit(self._drawn, num_vectors))
+
+    def next(self) -> "Future[np.ndarray]":
+        return self._coming.popleft()
 
 
 def load_device(folder: Path | str, *, runtime: Runtime = "torch") -> Device:

@@ -7,6 +7,7 @@ K dimensions of the vector.
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,8 +31,11 @@ DEFAULT_TOKENS = 128
 NEW_DIMENSIONS = 64
 SPECIAL_TOKENS = ["[PAD]", "[UNK]", "[CLS]", "[MASK]"]
 _AT_ONCE = 4096  # texts sorted by length together
-_TOGETHER = 4  # batches tokenised together
-_AHEAD = 2  # times as many are tokenised while a model works on others
+# Encoders whose attention takes a mask of four dimensions as it is.
+_TAKE_WIDE_MASKS = ("bert", "roberta", "xlm-roberta")
+_TOGETHER = 1024  # texts masked and tokenised together
+_AHEAD = 8  # batches made while a model works on others
+_ON_THE_WAY = 2  # batches a GPU is given before the first is fetched
 
 
 class Raw(NamedTuple):
@@ -67,12 +71,11 @@ class Tokenised:
 
     def padded(self, rows: Sequence[Sequence[int]]) -> dict[str, Tensor]:
         """Rows of ids as `input_ids` and `attention_mask`, padded on the right."""
-        longest = max(1, *map(len, rows)) if rows else 1
-        ids_BT = np.full((len(rows), longest), self.tokenizer.pad_token_id or 0, np.int64)
-        mask_BT = np.zeros((len(rows), longest), np.int64)
-        for number, row in enumerate(rows):
-            ids_BT[number, : len(row)] = row
-            mask_BT[number, : len(row)] = 1
+        lengths_B = np.fromiter(map(len, rows), np.int64, len(rows))
+        real_BT = np.arange(max(1, lengths_B.max(initial=1))) < lengths_B[:, None]
+        ids_BT = np.full(real_BT.shape, self.tokenizer.pad_token_id or 0, np.int64)
+        ids_BT[real_BT] = np.fromiter(chain.from_iterable(rows), np.int64, lengths_B.sum())
+        mask_BT = real_BT.astype(np.int64)
         # A model asked about no token at all answers with nothing, or not a number.
         mask_BT[:, 0] = 1
         return {"input_ids": torch.from_numpy(ids_BT), "attention_mask": torch.from_numpy(mask_BT)}
@@ -108,16 +111,17 @@ class Tokenised:
 def _windows(texts: Sequence[str], batch_size: int) -> Iterator[np.ndarray]:
     """Places of texts to tokenise together, the longest first; by letters, which cost nothing.
 
-    The first are fewer, so that the model starts soon.
+    Few at first, so that the model starts soon, then twice as many each time: the more are sorted
+    by their tokens, the less is padding. No more than are masked before a GPU has run out of work.
     """
+    size = batch_size
     for start in range(0, len(texts), _AT_ONCE):
-        sizes = [-len(text) for text in texts[start : start + _AT_ONCE]]
-        order = start + np.argsort(sizes, kind="stable")
-        first = batch_size if not start else 0
-        if first:
-            yield order[:first]
-        for begin in range(first, len(order), _TOGETHER * batch_size):
-            yield order[begin : begin + _TOGETHER * batch_size]
+        letters = [-len(text) for text in texts[start : start + _AT_ONCE]]
+        order = start + np.argsort(letters, kind="stable")
+        while len(order):
+            yield order[:size]
+            order = order[size:]
+            size = max(batch_size, min(2 * size, _TOGETHER // batch_size * batch_size))
 
 
 class Extractor(Tokenised, nn.Module):
@@ -143,13 +147,19 @@ class Extractor(Tokenised, nn.Module):
         return int(self.model.config.hidden_size)
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        hidden_BTK = self.model(
-            input_ids=input_ids, attention_mask=attention_mask
-        ).last_hidden_state
+        seen = self._wide(attention_mask) if attention_mask.is_cuda else attention_mask
+        hidden_BTK = self.model(input_ids=input_ids, attention_mask=seen).last_hidden_state
         if self.pooling == "cls":
             return hidden_BTK[:, 0]
         real_BT1 = attention_mask[..., None].to(hidden_BTK.dtype)
         return (hidden_BTK * real_BT1).sum(dim=1) / real_BT1.sum(dim=1).clamp(min=1)
+
+    def _wide(self, attention_mask: Tensor) -> Tensor:
+        """The same mask in the shape attention adds it; of one of two dimensions, transformers asks
+        whether all of it is real, and waits until the GPU has done everything before."""
+        config = self.model.config
+        plain = config.model_type not in _TAKE_WIDE_MASKS or config._attn_implementation != "sdpa"
+        return attention_mask if plain else attention_mask[:, None, None, :].bool()
 
     def encode(
         self,
@@ -163,7 +173,7 @@ class Extractor(Tokenised, nn.Module):
         pending: deque[Raw] = deque()
         for raw in self.stream(texts, batch_size=batch_size, device=device):
             pending.append(raw)
-            if len(pending) > _AHEAD:
+            if len(pending) > _ON_THE_WAY:
                 _put(found, pending.popleft())
         for raw in pending:
             _put(found, raw)
@@ -219,7 +229,7 @@ def _made_ahead(
         return None if places is None else (places, pinned(batch, where))
 
     with ThreadPoolExecutor(1) as maker:
-        coming = deque(maker.submit(made) for _ in range(_AHEAD * _TOGETHER))
+        coming = deque(maker.submit(made) for _ in range(_AHEAD))
         try:
             while (batch := coming.popleft().result()) is not None:
                 coming.append(maker.submit(made))

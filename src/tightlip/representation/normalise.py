@@ -4,6 +4,7 @@ Each record is normalised by itself: its least and largest value, or its length,
 released. What cannot be normalised becomes a fixed vector, all zeros.
 """
 
+import math
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ def unit_range(vectors_BK: Any) -> Any:
         agree: numpy and torch give the same up to rounding.
     """
     if isinstance(vectors_BK, Tensor):
-        return _torch_unit_range(vectors_BK)
+        return _UnitRange.apply(vectors_BK)
     values, usable = _usable(vectors_BK)
     least = values.min(axis=1, keepdims=True)
     spread = values.max(axis=1, keepdims=True) - least
@@ -38,7 +39,7 @@ def unit_ball(vectors_BK: Any) -> Any:
         agree: numpy and torch give the same up to rounding.
     """
     if isinstance(vectors_BK, Tensor):
-        return _torch_unit_ball(vectors_BK)
+        return _UnitBall.apply(vectors_BK)
     values, usable = _usable(vectors_BK)
     # By the largest entry first: squares of numbers far from 1 are lost.
     largest = np.abs(values).max(axis=1, keepdims=True)
@@ -55,25 +56,53 @@ def _usable(vectors_BK: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return np.where(finite, values, 0), finite
 
 
-def _torch_usable(vectors_BK: Tensor) -> tuple[Tensor, Tensor]:
-    finite = torch.isfinite(vectors_BK).all(dim=1, keepdim=True)
-    return torch.where(finite, vectors_BK, 0), finite
+class _UnitRange(torch.autograd.Function):
+    """With its gradient written out: left to torch it is several times as many small operations,
+    each of which takes a GPU as long as a large one. What cannot be normalised ends in 0/0."""
+
+    @staticmethod
+    def forward(ctx: Any, vectors_BK: Tensor) -> Tensor:
+        least, first = vectors_BK.min(dim=1, keepdim=True)
+        largest, last = vectors_BK.max(dim=1, keepdim=True)
+        # Halves, so that the difference of two very large numbers is one too.
+        least = least / 2
+        spread = largest / 2 - least
+        found_BK = _or_zero((vectors_BK / 2 - least) / spread)
+        ctx.save_for_backward(found_BK, spread, first, last)
+        return found_BK
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Tensor:
+        """Each entry moves itself; the least and the largest move all others too."""
+        found_BK, spread, first, last = ctx.saved_tensors
+        (grad_BK,) = grads
+        by_last = (grad_BK * found_BK).sum(dim=1, keepdim=True)
+        by_first = grad_BK.sum(dim=1, keepdim=True) - by_last
+        ends, by_ends = torch.cat([first, last], dim=1), torch.cat([by_first, by_last], dim=1)
+        return _or_zero(grad_BK.scatter_add(1, ends, -by_ends) / (2 * spread))
 
 
-def _torch_unit_range(vectors_BK: Tensor) -> Tensor:
-    values, usable = _torch_usable(vectors_BK)
-    least, largest = values.amin(dim=1, keepdim=True), values.amax(dim=1, keepdim=True)
-    # Halves, so that the difference of two very large numbers is one too.
-    spread = largest / 2 - least / 2
-    usable = usable & (spread > 0)
-    scaled = (values / 2 - least / 2) / torch.where(usable, spread, 1)
-    return torch.where(usable, scaled.clamp(0, 1), 0)
+class _UnitBall(torch.autograd.Function):
+    """With its gradient written out, for the same reason."""
+
+    @staticmethod
+    def forward(ctx: Any, vectors_BK: Tensor) -> Tensor:
+        # By the largest entry first: squares of numbers far from 1 are lost.
+        largest = torch.linalg.vector_norm(vectors_BK, math.inf, dim=1, keepdim=True)
+        found_BK = vectors_BK / largest
+        length = torch.linalg.vector_norm(found_BK, dim=1, keepdim=True)
+        found_BK = _or_zero(found_BK / length)
+        ctx.save_for_backward(found_BK, largest * length)
+        return found_BK
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Tensor:
+        """What would change the length alone changes nothing."""
+        found_BK, length = ctx.saved_tensors
+        (grad_BK,) = grads
+        along = (grad_BK * found_BK).sum(dim=1, keepdim=True)
+        return _or_zero((grad_BK - found_BK * along) / length)
 
 
-def _torch_unit_ball(vectors_BK: Tensor) -> Tensor:
-    values, usable = _torch_usable(vectors_BK)
-    largest = values.detach().abs().amax(dim=1, keepdim=True)
-    usable = usable & (largest > 0)
-    values = values / torch.where(usable, largest, 1)
-    length = torch.where(usable, values, 1).square().sum(dim=1, keepdim=True).sqrt()
-    return torch.where(usable, values / length, 0)
+def _or_zero(values: Tensor) -> Tensor:
+    return values.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)

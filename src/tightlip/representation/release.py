@@ -49,6 +49,10 @@ def noised(vectors_NK: np.ndarray, mechanism: VectorMechanism, noise_NK: np.ndar
     if not noise_NK.flags.writeable:
         raise GuaranteeError("This noise was used before. Draw fresh noise for every release.")
     vectors_NK = _checked(vectors_NK, mechanism)
+    if noise_NK.shape != vectors_NK.shape:
+        raise GuaranteeError(
+            f"Noise of shape {noise_NK.shape} is not for vectors of shape {vectors_NK.shape}: some would share it, or have none."
+        )
     found_NK = np.empty(vectors_NK.shape, np.float32)
 
     def fill(start: int) -> None:

@@ -113,7 +113,7 @@ class Training:
         self.settings, self.options, self.out = settings, options, out
         self.device = chosen_device(options)
         self.examples, self.train = examples, examples.part("train")
-        seed_step(settings.seed, -1)
+        seed_step(settings.seed, -1, self.device)
         self.extractor = make_extractor(
             settings.extractor,
             self.train.texts,
@@ -138,6 +138,7 @@ class Training:
             batch_size=settings.batch_size,
             dropout=settings.dropout,
             seed=settings.seed,
+            device=self.device,
         )
         self.num_steps = settings.epochs * self.batches.steps_per_epoch
         self.truth = torch.from_numpy(self.train.label_ids).to(self.device)
@@ -206,11 +207,10 @@ class Training:
         return self.finish()
 
     def take_step(self, batch: Batch) -> None:
-        seed_step(self.settings.seed, self.progress.step)
+        seed_step(self.settings.seed, self.progress.step, self.device)
         self._set_rates()
-        self.extractor.train(not self.settings.freeze)
-        self.classifier.train()
-        places = torch.from_numpy(batch.places).to(self.device, non_blocking=True)
+        self._set_modes()
+        places = batch.numbers.to(self.device, non_blocking=True)
         private = [column[places] for column in self.private]
         vectors = normalised(self._raw(batch, places), self.mechanism)
         if "readers" in self.optimizers:
@@ -222,7 +222,7 @@ class Training:
             weight = self.settings.adversary_weight or 0.0
             loss = loss + weight * self.readers.certainty(vectors, self.frequencies)
         self._update(loss)
-        self.loss += told.detach() * len(batch.places)
+        self.loss.add_(told.detach(), alpha=len(batch.places))
         self.progress.num_texts += len(batch.places)
         self.progress.step += 1
 
@@ -240,9 +240,9 @@ class Training:
         vectors = vectors.repeat(num_draws, 1)
         seed, step = self.settings.seed, self.progress.step
         # Streams of their own: with and without noise, everything else is drawn alike.
-        seed_step(seed, step, stream=1)
+        seed_step(seed, step, self.device, stream=1)
         noise = training_noise(vectors, self.mechanism)
-        seed_step(seed, step, stream=2)
+        seed_step(seed, step, self.device, stream=2)
         logits = self.classifier(vectors + noise)
         return functional.cross_entropy(logits, truth.repeat(num_draws))
 
@@ -253,6 +253,14 @@ class Training:
         for group in optimizer.param_groups:
             nn.utils.clip_grad_norm_(group["params"], LARGEST_NORM)
         optimizer.step()
+
+    def _set_modes(self) -> None:
+        """Only where one is in another mode: to tell a hundred modules takes as long as a layer."""
+        # A loaded model starts in evaluation inside an extractor that starts in training.
+        if self.extractor.model.training == self.settings.freeze:
+            self.extractor.train(not self.settings.freeze)
+        if not self.classifier.training:
+            self.classifier.train()
 
     def _set_rates(self) -> None:
         """Up over the first tenth of the steps, then down to 0, as encoders are usually tuned."""
@@ -361,7 +369,16 @@ class Training:
         )
 
 
-def seed_step(seed: int, step: int, stream: int = 0) -> None:
-    """Make what a step draws a function of seed and step, so that no state need be kept."""
+def seed_step(seed: int, step: int, device: torch.device, *, stream: int = 0) -> None:
+    """Make what a step draws a function of seed and step, so that no state need be kept.
+
+    torch.manual_seed would seed every kind of device, and write down a stack for each that is not
+    there: 1 ms a call, three times a step.
+    """
     words = np.random.SeedSequence([seed, step + 1, stream]).generate_state(1, np.uint64)
-    torch.manual_seed(int(words[0]) >> 1)
+    number = int(words[0]) >> 1
+    torch.default_generator.manual_seed(number)
+    if device.type == "cuda":
+        torch.cuda.init()
+        place = torch.cuda.current_device() if device.index is None else device.index
+        torch.cuda.default_generators[place].manual_seed(number)

@@ -161,8 +161,8 @@ class TrainConfig(Settings):
     Mode clip: `least_clip` is the share of clip_norm left to a weight of 1. Mode scale:
     `gamma_floor` is the least share of the noise, `release_noise` the noise on the released mean
     weight (None: 10 times the noise multiplier), `averaging` how much of the moving average an
-    earlier one keeps, `scale_accountant` whether each step is charged at its own noise by a filter
-    that may end the run early, or at the floor.
+    earlier one keeps, `scale_accountant` (where the noise multiplier is given too) whether each step
+    is charged at its own noise by a filter that may end the run early, or at the floor.
 
     Under mitigations adversarial and triplet: `privacy_weight` is the paper's λ, reached after
     `privacy_warmup_steps`; `batching` says whether a batch holds rows of one user or of any.
