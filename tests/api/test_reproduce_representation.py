@@ -13,7 +13,9 @@ from tightlip.api import reproduce_representation as experiment
 from tightlip.api.representation_corpora import ag_task, blog_task, plays_task, task_of
 from tightlip.api.reproduce_representation import SCALES, Scale, reproduce_representation
 from tightlip.core.errors import UsageError
+from tightlip.core.figures import rounded_up
 from tightlip.report.paper_tables import csv_text, tables
+from tightlip.report.paper_tables_page import certainty, headline, render_paper_tables
 from tightlip.report.published_representation import GROUPS, MAIN_AND_PRIVACY
 
 COLOURS = ["amber", "azure", "ivory", "olive", "coral", "khaki", "mauve", "ochre"]
@@ -175,6 +177,7 @@ def test_every_way_is_trained_and_every_table_filled(reproduced):
         assert all(len(cells) == len(table.columns) for _, cells in table.rows)
     two = dict(zip([r[1][0] for r in made[0].rows], made[0].rows, strict=True))
     assert two["–"][1][2] == "78.75", "theirs stands beside ours"
+    assert two["–"][1][3:] == ("none", "–")
     assert len(csv_text([section]).splitlines()) == 1 + sum(
         len(t.rows) * len(t.columns) for t in made
     )
@@ -190,6 +193,55 @@ def test_what_the_noise_promises_stands_with_each_way(reproduced):
             assert row["epsilon"] < epsilon <= 8 * row["epsilon"] * (1 + 1e-6), "eight coordinates"
         elif row["way"] != "dpnr":
             assert epsilon <= 8
+
+
+def test_every_whole_vectors_epsilon_says_for_which_texts_it_holds(reproduced):
+    (section,) = reproduced.result["corpora"]
+    two, three = tables(section)[:2]
+    assert [cells[-1] for _, cells in two.rows[1:]] == ["any two texts"] * 2
+    plain, masked = (
+        next(r for r in section["rows"] if r["epsilon"] == 1 and r["dropout"] == share)
+        for share in (0.0, 0.3)
+    )
+    other = rounded_up(plain["guarantee"]["epsilon"])
+    assert three.rows[-1][1][-1] == f"one word differs (any two texts: {other})"
+    assert masked["guarantee"]["epsilon"] < plain["guarantee"]["epsilon"]
+    for name in ("representation.html", "representation.csv"):
+        assert (
+            f"one word differs (any two texts: {other})" in (reproduced.folder / name).read_text()
+        )
+    assert f"any_two_texts: ε {other}" in (reproduced.folder / "representation.html").read_text()
+
+
+def test_the_strongest_is_the_one_that_the_development_part_chose(reproduced):
+    """Its figures are those of the kept attacks, not the least over the attackers."""
+    (section,) = reproduced.result["corpora"]
+    for row in section["rows"]:
+        left, chosen = [], []
+        for seed in ("seed-0", "seed-1"):
+            kept = json.loads(
+                (
+                    reproduced.folder / section["name"] / row["run"] / seed / "attack.json"
+                ).read_text()
+            )["runs"][0]["attributes"]
+            counts = [
+                one["attackers"][one["strongest"]]["all"]["by_value"]["present"]
+                for one in kept.values()
+            ]
+            total = sum(one["num"] + one["said"] for one in counts)
+            left.append(1 - (2 * sum(one["right"] for one in counts) / total if total else 0.0))
+            chosen += [one["strongest"] for one in kept.values()]
+        assert row["privacy"]["strongest"]["mean"] == pytest.approx(np.mean(left))
+        assert row["strongest"] == {name: chosen.count(name) for name in set(chosen)}
+
+
+def test_one_seed_is_called_so_in_the_headline_and_under_it(reproduced):
+    assert "means over 2 seeds" in headline(reproduced.result)
+    assert "Ours are means over 2 seeds" in certainty(reproduced.result)
+    one = reproduced.result | {"num_seeds": 1}
+    assert headline(one).endswith("; one seed).")
+    assert "of one seed and has no interval" in certainty(one)
+    assert "of one seed and has no interval" in render_paper_tables(one)
 
 
 def test_the_page_and_the_tables_hold_no_text_and_nobodys_name(reproduced):

@@ -1,6 +1,7 @@
 """`tightlip represent attack` as a stranger types it."""
 
 import json
+import shutil
 
 import pyarrow.parquet as pq
 import pytest
@@ -42,6 +43,8 @@ def test_one_run_is_told_in_the_terminal_and_written_beside_it(command, runs):
     assert f"{runs}/noisy/report.html" in done.out
     (result,) = json.loads((runs / "noisy" / "attack.json").read_text(encoding="utf-8"))["runs"]
     assert result["releases"]["num"] == 4
+    assert result["releases"]["any_two_texts"] == result["releases"]["epsilon"], "no word is masked"
+    assert "proved; any two texts" in " ".join(done.out.split())
     for name in ("attack.json", "report.html"):
         assert (runs / "noisy" / name).stat().st_mode & 0o077 == 0
 
@@ -62,6 +65,37 @@ def test_killed_between_two_runs_it_goes_on_with_the_second(command, runs, tmp_p
     assert done.status == 0, done.err
     assert "1 of 2 runs were measured before" in done.out
     assert (tmp_path / "both" / "report.html").exists()
+
+
+def test_an_earlier_versions_interval_of_a_chosen_gap_is_left_out(command, runs, tmp_path):
+    """The figures are still taken from the folder: what is wrong in them is not."""
+    shutil.copytree(runs / "noisy", tmp_path / "noisy")
+    command("represent", "attack", tmp_path / "noisy", *QUICK)
+    path = tmp_path / "noisy" / "attack.json"
+    before = json.loads(path.read_text(encoding="utf-8"))
+    found = before["runs"][0]["fairness"]["gender"]
+    found["groups"]["neither"] = next(iter(found["groups"].values()))
+    before["runs"][0]["attributes"]["gender"]["values"].append("neither")
+    assert len(found["groups"]) > 2
+    found["gap"] = {"value": 0.2, "low": 0.1, "high": 0.3}
+    path.write_text(json.dumps(before), encoding="utf-8")
+    asked = (tmp_path / "noisy", *QUICK, "--out", tmp_path / "elsewhere")
+    again = command("represent", "attack", *asked)
+    assert "1 of 1 runs were measured before" in again.out, again.err
+    after = json.loads((tmp_path / "elsewhere" / "attack.json").read_text(encoding="utf-8"))[
+        "runs"
+    ][0]
+    assert after["fairness"]["gender"]["gap"] == {"value": 0.2, "low": None, "high": None}
+
+
+def test_halves_of_two_trainings_in_one_folder_are_refused(command, runs, tmp_path):
+    mixed = tmp_path / "mixed"
+    shutil.copytree(runs / "noisy", mixed)
+    shutil.rmtree(mixed / "server")
+    shutil.copytree(runs / "open" / "server", mixed / "server")
+    refused = command("represent", "attack", mixed, *QUICK)
+    assert refused.status == 2
+    assert "come from two trainings" in refused.refusal
 
 
 @pytest.mark.parametrize(

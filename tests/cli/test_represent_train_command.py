@@ -1,6 +1,8 @@
 """`tightlip represent train` as typed: killed and started again, refused in a line, several seeds."""
 
 import json
+import subprocess
+import sys
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -65,6 +67,7 @@ def test_several_seeds_are_told_with_their_spread(command, corpus, tmp_path):
     found = summary["test_accuracy"]
     assert f"{found['mean']:.3f} ± {found['spread']:.3f}" in done.out
     assert (tmp_path / "runs" / "seed-1" / "device").is_dir()
+    assert done.out.splitlines()[-1].endswith(f"tightlip represent attack {tmp_path / 'runs'}")
 
 
 @pytest.mark.parametrize(
@@ -77,6 +80,7 @@ def test_several_seeds_are_told_with_their_spread(command, corpus, tmp_path):
         (("--method", "none"), "means nothing"),
         (("--seeds", "1"), "no spread"),
         (("--device", "tpu9"), "Unknown device"),
+        (("--bins", "age"), "does not say where to cut"),
     ],
 )
 def test_a_refusal_is_one_line_and_leaves_nothing(command, corpus, tmp_path, flags, because):
@@ -84,6 +88,32 @@ def test_a_refusal_is_one_line_and_leaves_nothing(command, corpus, tmp_path, fla
     assert done.status == 2
     assert because in done.refusal
     assert not (tmp_path / "run" / "config.toml").exists()
+
+
+def test_a_refused_option_waits_for_no_torch(corpus, tmp_path):
+    words = ["tightlip", "represent", "train", str(corpus), "--label", "topic", "--method", "none"]
+    words += ["--epsilon", "3", "--out", str(tmp_path / "run")]
+    program = f"""
+import sys
+from tightlip.cli.main import main
+sys.argv = {words!r}
+try:
+    main()
+except SystemExit as end:
+    print(end.code, [name for name in ("torch", "transformers") if name in sys.modules])
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert "epsilon=3.0 means nothing" in done.stderr
+    assert done.stdout == "2 []\n"
+
+
+@pytest.mark.parametrize("words", [("audit",), ("ledger",), ("compare",)])
+def test_what_is_for_language_models_says_that_this_run_is_none(command, corpus, tmp_path, words):
+    run = tmp_path / "run"
+    assert command("represent", "train", corpus, *FLAGS, "--epochs", "1", "--out", run).status == 0
+    done = command(*words, run, *([run] if words == ("compare",) else []))
+    assert done.status == 2, done.err
+    assert f"{run} is a run of `tightlip represent train`" in done.refusal
 
 
 def test_on_the_bundled_plays_a_bag_learns_more_than_the_most_frequent_genre(command, tmp_path):

@@ -14,8 +14,8 @@ from tightlip.cli.main import _refusals_in_a_line
 from tightlip.cli.represent import represent_commands
 from tightlip.core.errors import UsageError
 from tightlip.core.figures import rounded_up
-from tightlip.representation.guarantees import VectorMechanism, cost_of_releases
-from tightlip.representation.vectors import read_vectors
+from tightlip.representation.guarantees import VectorMechanism, cost_of_releases, cost_of_texts
+from tightlip.representation.vectors import read_vectors, write_vectors
 
 APP = represent_commands(_refusals_in_a_line)
 
@@ -132,7 +132,8 @@ def test_texts_become_vectors_with_their_guarantee_and_vectors_labels(run, corpu
             for line in done.out.splitlines()
             if f"Up to 3 of these vectors are of {who}" in line
         ]
-        assert f"ε = {rounded_up(cost_of_releases(mechanism, 3)[0])} " in line
+        assert f"ε = {rounded_up(cost_of_texts(mechanism, 3))} " in line
+        assert "for any other texts in their place" in line
     done = tell(
         "represent",
         "classify",
@@ -202,7 +203,90 @@ def test_several_releases_are_written_one_after_the_other_and_their_cost_with_th
     assert len(np.unique(there.vectors, axis=0)) == 6
     mechanism = VectorMechanism.from_record(there.record)
     assert there.record["releases"][0]["epsilon"] == cost_of_releases(mechanism, 3)[0]
+    assert there.record["releases"][0]["any_two_texts"] == cost_of_texts(mechanism, 3)
     assert (encoded.most_of_one_text, encoded.most_of_one_user) == (3, None)
+
+
+def test_vectors_of_one_user_are_counted_over_texts_and_releases(run):
+    rows = [{"user": user, "text": f"cat {n}"} for n, user in enumerate("aab")]
+    encoded = tightlip.represent_encode(run / "device", rows, releases=3)
+    assert (encoded.most_of_one_text, encoded.most_of_one_user) == (3, 6)
+
+
+def test_texts_that_are_read_as_the_same_are_counted_as_one(run):
+    encoded = tightlip.represent_encode(run / "device", ["the cat", " the\u00a0 cat\n", "the dog"])
+    assert encoded.most_of_one_text == 2
+
+
+def test_what_a_users_texts_cost_together_is_never_that_of_texts_one_word_apart(tmp_path):
+    """Masks of 95% make five releases of texts one word apart far cheaper than any five texts."""
+    mechanism = write_halves(tmp_path, dropout=0.95, epsilon=0.3)
+    rows = [{"user": "u", "text": f"cat {n}"} for n in range(5)]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "t.parquet")
+    done = tell("represent", "encode", tmp_path / "device", tmp_path / "t.parquet", "--out", tmp_path / "v.parquet")  # fmt: skip
+    whole, apart = cost_of_texts(mechanism, 5), cost_of_releases(mechanism, 5)[0]
+    assert whole > apart + 1
+    (line,) = [line for line in done.out.splitlines() if "of one user" in line]
+    assert f"ε = {rounded_up(whole)} at" in line
+    costs = [line for line in done.out.splitlines() if "vectors of a text" in line]
+    assert len(costs) == 2
+    for number, line in zip((10, 100), costs, strict=True):
+        assert cost_of_releases(mechanism, number)[1] in line
+
+
+def test_marks_are_told_by_number_and_those_found_nowhere_too(run, corpus, tmp_path):
+    done = tell(
+        "represent", "encode", run / "device", corpus, "--out", tmp_path / "v.parquet",
+        "--mask", "Anna", "--mask", "zebra",
+    )  # fmt: skip
+    assert "3 words masked in 3 texts because they are marked; 1 found nowhere." in done.out
+    done = tell("represent", "encode", run / "device", corpus, "--out", tmp_path / "v.parquet")
+    assert "words masked in" not in done.out
+
+
+def test_vectors_are_written_under_parquets_own_name_only(run, tmp_path):
+    for name in ("t.csv", "t", "t.parquet.gz"):
+        with pytest.raises(UsageError, match=r"end in \.parquet"):
+            tightlip.represent_encode(run / "device", ["a"], out=tmp_path / name)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_line_of_a_text_file_ends_at_a_line_feed_only(run, tmp_path):
+    path = tmp_path / "texts.txt"
+    path.write_bytes("the\u2028cat\r\nthe\x0cdog\x85\n\nlast".encode())
+    assert len(tightlip.represent_encode(run / "device", path).vectors) == 4
+
+
+def test_a_carried_release_is_never_overwritten(run):
+    rows = [{"user": "a", "text": "x", "release": "beta"}]
+    with pytest.raises(UsageError, match="Rename yours"):
+        tightlip.represent_encode(run / "device", rows, carry=["release"], releases=2)
+    once = tightlip.represent_encode(run / "device", rows, carry=["release"])
+    assert once.columns == {"release": ["beta"]}
+
+
+@pytest.mark.parametrize("cell", ["Anna’s", "b anna", ["x", "ANNA"]])
+def test_a_column_that_holds_the_marked_words_is_not_carried(run, cell):
+    rows = [{"user": "a", "text": "x anna", "about": cell, "m": ["anna"]}]
+    rows.append({"user": "b", "text": "y boris", "about": "anna", "m": ["boris"]})
+    given = {"carry": ["about"], "mask_column": "m"}
+    with pytest.raises(UsageError, match="'about' holds a marked word in 1 of 2 rows"):
+        tightlip.represent_encode(run / "device", rows, **given)
+
+
+def test_a_vector_file_with_a_lowered_record_is_not_classified(run, corpus, tmp_path):
+    """The record is that of more masking, sound in itself, and the digest is worked out anew."""
+    out = tmp_path / "v.parquet"
+    tell("represent", "encode", run / "device", corpus, "--out", out)
+    there = read_vectors(out)
+    record = VectorMechanism(
+        mechanism="laplace-as-published", dimensions=16, epsilon=0.5, dropout=0.9
+    ).record()
+    assert record["epsilon"] < there.record["epsilon"]
+    write_vectors(out, there.vectors, there.columns, record, pair=there.pair)
+    done = tell("represent", "classify", run / "server", out)
+    assert (done.status, done.out) == (2, "")
+    assert "other noise" in done.refusal
 
 
 def test_marked_words_come_from_the_call_a_file_and_a_column(run, tmp_path, monkeypatch):

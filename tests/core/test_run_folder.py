@@ -11,6 +11,7 @@ from tightlip.core.run_folder import (
     go_back_to,
     is_run,
     open_run,
+    run_around,
     write_ledger,
     write_metrics,
 )
@@ -58,6 +59,19 @@ def test_a_run_is_finished_once_model_and_ledger_are_there(run):
 def test_a_folder_without_a_configuration_is_no_run(tmp_path):
     assert not is_run(tmp_path)
     with pytest.raises(UsageError, match="is no run"):
+        open_run(tmp_path)
+
+
+def test_a_run_of_private_vectors_is_named_as_such(tmp_path):
+    begin_run(tmp_path, {"represent": {"label": "topic"}, "corpus": {"path": "texts.csv"}})
+    with pytest.raises(UsageError, match=r"represent train.*tightlip represent attack"):
+        open_run(tmp_path)
+    assert run_around(tmp_path) is None
+
+
+def test_a_configuration_of_something_else_is_no_run(tmp_path):
+    begin_run(tmp_path, {"tool": {"name": "other"}})
+    with pytest.raises(UsageError, match="is no run's"):
         open_run(tmp_path)
 
 

@@ -64,19 +64,53 @@ def test_findings_weigh_what_they_say():
 
 def test_the_cost_of_averaging_stands_beside_what_it_finds():
     cost = cell([result("r")], "Empirical", "what these averages cost")
-    assert (cost.value, cost.under) == ("ε 20.00", "16 releases, δ 1e-05")
+    assert (cost.value, cost.under) == ("ε 20.00", "16 releases, δ 1e-05; any two texts")
     page = render_attacks([result("r")])
     assert page.count("ε 20.00") >= 2
 
 
 def test_epsilon_stands_with_delta_and_standing_and_the_published_one_apart():
     guarantee = cell([result("r")], "What is released", "Guarantee of a vector")
-    assert (guarantee.value, guarantee.under) == ("ε 4.00", "δ 1e-05, proved")
+    assert (guarantee.value, guarantee.under) == ("ε 4.00", "δ 1e-05, proved; any two texts")
     published = [result("p", mechanism="laplace-as-published", epsilon=6.34)]
     coordinate = cell(published, "What is released", "ε of one coordinate")
-    assert (coordinate.value, coordinate.under) == ("0.050", "as published")
+    assert (coordinate.value, coordinate.under) == ("0.050", "as published; any two texts")
     bare = cell([result("b", method="none")], "What is released", "Guarantee of a vector")
     assert (bare.value, bare.under) == ("none", "measured only")
+
+
+def test_with_masked_words_each_line_says_for_which_texts_and_what_holds_for_any_two():
+    run = result("m", mechanism="laplace-as-published", epsilon=8.0, dropout=0.5)
+    run["guarantee"] |= {
+        "dropout": 0.5,
+        "adjacency": "two texts that differ in one word",
+        "any_two_texts": {"per_coordinate": 0.0983, "epsilon": 8.961},
+    }
+    run["releases"]["how"] = "each amplified by its masks, at δ/16, and added"
+    guarantee = cell([run], "What is released", "Guarantee of a vector")
+    assert guarantee.under == "δ 1e-05, proved; one word differs (any two texts: 8.97)"
+    coordinate = cell([run], "What is released", "ε of one coordinate")
+    assert coordinate.under == "as published; one word differs (any two texts: 0.099)"
+    cost = cell([run], "Empirical", "what these averages cost")
+    assert cost.under == "16 releases, δ 1e-05; one word differs", "as an earlier version kept it"
+    run["releases"]["any_two_texts"] = 59.452
+    cost = cell([run], "Empirical", "what these averages cost")
+    assert cost.under == "16 releases, δ 1e-05; one word differs (any two texts: 59.46)"
+    page = render_attacks([run])
+    assert page.count("one word differs (any two texts: 8.97)") == 2
+    run["releases"]["how"] = "the noise of all composed, for any two texts"
+    assert cell([run], "Empirical", "what these averages cost").under.endswith("; any two texts")
+
+
+def test_the_gap_between_best_and_worst_of_several_groups_says_why_it_has_no_interval():
+    run = result("r")
+    run["fairness"]["gender"] = fairness(values=("a", "b", "c"))
+    run["attributes"]["gender"]["values"] = ["a", "b", "c"]
+    assert cell([run], "Fairness", "gap by gender, points").under == (
+        "no interval, best and worst of 3"
+    )
+    assert "no interval, since best and worst of several groups" in render_attacks([run])
+    assert cell([run], "Fairness", "gap by age, points").under == "7.0 to 13.0"
 
 
 def test_figures_without_rows_of_the_training_part_stand_beside():
@@ -93,6 +127,10 @@ def test_seeds_become_a_mean_with_its_spread():
     main = cell(seeds, "Main task", "Accuracy")
     assert (main.value, main.under) == ("75.0%", "± 7.1 over seeds")
     assert column.name == "s"
+    for run, area in zip(seeds, (0.6, 0.7), strict=True):
+        run["attributes"]["gender"]["attackers"]["strongest"]["all"]["auc"] = figure(area)
+    areas = cell(seeds, "Attackers on gender", "AUC of the strongest")
+    assert (areas.value, areas.under) == ("0.65", "± 0.07 over seeds")
 
 
 def test_what_is_not_known_is_a_dash_and_breaks_nothing():

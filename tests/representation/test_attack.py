@@ -10,7 +10,7 @@ from tightlip.core.errors import UsageError
 from tightlip.representation.attack import AttackSettings, Heard, attack
 from tightlip.representation.attack_data import Entities
 from tightlip.representation.attack_figures import Target
-from tightlip.representation.attackers import Parts, Releases
+from tightlip.representation.attackers import Parts, Reading, Releases
 
 SIZES = (200, 60, 100)
 FAST = AttackSettings(attackers=("logistic", "averaged"), num_bootstraps=100, copies=16)
@@ -72,6 +72,24 @@ def test_the_strongest_is_one_with_a_single_release(found):
     strongest = found["privacy"]["strongest"]["all"]
     assert strongest == found["privacy"]["logistic"]["all"]
     assert found["privacy"]["averaged"]["all"]["value"] < strongest["value"]
+
+
+def test_the_strongest_is_chosen_on_the_development_part_not_on_the_test(monkeypatch):
+    """One attacker knows the development part and is wrong on the test part; one the reverse."""
+
+    def readings(who, releases, values, **options):
+        right = {part: np.eye(2)[getattr(values, part)] for part in ("dev", "test")}
+        wrong = {part: 1 - scores for part, scores in right.items()}
+        if who == "logistic":
+            return Reading(dev=right["dev"], test=wrong["test"], chosen={})
+        return Reading(dev=wrong["dev"], test=right["test"], chosen={})
+
+    monkeypatch.setattr("tightlip.representation.attack.read_attribute", readings)
+    settings = AttackSettings(attackers=("trees", "logistic"), num_bootstraps=100, pictures=False)
+    found = attack(heard(with_names=False), settings)
+    assert found["attributes"]["p"]["strongest"] == "logistic"
+    assert found["privacy"]["strongest"]["all"]["value"] == 1
+    assert found["privacy"]["trees"]["all"]["value"] == 0
 
 
 def test_every_figure_comes_with_and_without_rows_that_stand_in_train(found):

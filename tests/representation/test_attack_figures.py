@@ -147,6 +147,17 @@ def test_a_tuned_threshold_finds_rare_names_that_are_never_likelier_than_not():
     assert 0.1 < best_threshold(truth[:, None] == 1, likely[:, None]) <= 0.4
 
 
+def test_the_threshold_is_chosen_on_the_development_part_not_on_the_test():
+    truth = np.repeat([1, 0], [20, 100])
+    scores = {}
+    for part, (present, absent) in {"dev": (0.9, 0.6), "test": (0.4, 0.1)}.items():
+        likely = np.where(truth == 1, present, absent)
+        scores[part] = np.stack([1 - likely, likely], axis=1)
+    found = entity_figures([target_of(truth)], [Reading(**scores, chosen={})], on_all())
+    assert 0.6 < found["threshold"] <= 0.9
+    assert found["one_minus_f_tuned"]["value"] == 1  # one of 0.4 would find every name
+
+
 def test_baselines_for_names_are_their_closed_forms():
     truth = np.stack([np.repeat([1, 0], [80, 40]), np.repeat([1, 0], [30, 90])])
     targets = [target_of(row) for row in truth]

@@ -1,6 +1,7 @@
 """Labelled texts: which rows count, what is a class, and who ends up in which part."""
 
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pyarrow as pa
@@ -11,7 +12,7 @@ from representation.toy_corpora import toy_corpus
 from tightlip.core.errors import UsageError
 from tightlip.core.toml import toml_text
 from tightlip.representation.categories import categories
-from tightlip.representation.data import load_examples, open_source, read_examples
+from tightlip.representation.data import load_examples, open_source, read_examples, write_split
 from tightlip.representation.settings import RepresentSettings
 
 SETTINGS = {"label": "topic", "private": ("age",), "extractor": "bag", "method": "none"}
@@ -50,6 +51,19 @@ def test_texts_that_read_the_same_are_in_one_part():
     assert abs(shares(examples)[0] - 144) <= 3
 
 
+def test_texts_that_differ_in_spaces_or_case_are_in_one_part():
+    rows = toy_corpus(60)
+    spellings = (str, str.upper, str.title, lambda text: f" {text.replace(' ', '  ')}\n")
+    examples = examples_of(
+        [row | {"text": spell(row["text"])} for spell in spellings for row in rows]
+    )
+    parts = {}
+    for text, part in zip(examples.texts, examples.parts, strict=True):
+        parts.setdefault(tuple(text.lower().split()), set()).add(part)
+    assert len(parts) == 60
+    assert all(len(found) == 1 for found in parts.values())
+
+
 def test_all_texts_of_a_user_are_in_one_part():
     examples = examples_of(toy_corpus(400), split="user")
     parts = {}
@@ -80,6 +94,43 @@ def test_rows_without_a_class_are_left_out_and_counted():
     ]
 
 
+@pytest.mark.parametrize("nothing", ["", "  ", None, float("nan"), np.float32("nan")])
+@pytest.mark.parametrize("cut", [None, "20,30"])
+def test_an_empty_cell_is_no_class(nothing, cut):
+    found = categories(["18", nothing, "35", "18"], "age", cut)
+    assert found.ids.tolist() in ([0, -1, 1, 0], [0, -1, 2, 0])
+    assert not {"", "nan"} & {*found.names}
+
+
+def test_empty_cells_of_a_csv_are_left_out_and_counted(tmp_path):
+    rows = toy_corpus(50)
+    rows[4]["topic"] = rows[7]["age"] = ""
+    rows[9]["topic"] = " "
+    path = tmp_path / "texts.csv"
+    pa.Table.from_pylist(rows).to_pandas().to_csv(path, index=False)
+    examples = examples_of(path)
+    assert examples.num_dropped == 3
+    assert examples.labels == ["money", "sport"]
+    assert examples.private["age"].names == ["old", "young"]
+
+
+@pytest.mark.parametrize("cut", ["..10,90..", "0..10,90..99", "..10"])
+def test_bins_that_keep_no_row_are_named_and_not_the_label(cut):
+    rows = [row | {"age": 18 + number % 40} for number, row in enumerate(toy_corpus(50))]
+    with pytest.raises(UsageError, match=r"bins=age=.* keeps none of the 50 rows.* from 18 to 57"):
+        examples_of(rows, bins=(f"age={cut}",))
+
+
+def test_columns_that_are_empty_alone_or_together_are_named():
+    rows = toy_corpus(40)
+    with pytest.raises(UsageError, match="'age' is empty in all 40 rows"):
+        examples_of([row | {"age": ""} for row in rows])
+    for number, row in enumerate(rows):
+        row["topic" if number % 2 else "age"] = None
+    with pytest.raises(UsageError, match="None of the 40 rows has all of topic, age"):
+        examples_of(rows)
+
+
 @pytest.mark.parametrize(
     ("cut", "names", "wanted"),
     [
@@ -108,6 +159,14 @@ def test_classes_stand_in_their_order_and_few_numbers_are_classes():
         ([f"name {number}" for number in range(60)], None, "nothing to learn"),
         (["20", "old"], "20,30", "no number"),
         (["20"], "twenty", "not understood"),
+        (["20"], "20,nan", "not understood"),
+        (["20"], "20,30..", "not understood"),
+        (["20"], "", "not understood"),
+        (["20"], "..20,15..", r"\.\.20 and 15\.\. overlap"),
+        (["20"], "..20,20..", "overlap"),
+        (["20"], "20,20", "names 20 twice"),
+        (["20"], "20,30,20.0", "names 20 twice"),
+        (["20"], "30..20", r"30\.\.20 holds no number"),
     ],
 )
 def test_what_is_no_class_is_refused(values, cut, because):
@@ -187,3 +246,20 @@ def test_a_runs_texts_are_read_again_and_a_changed_corpus_is_refused(tmp_path):
         load_examples(run)
     with pytest.raises(UsageError, match="is no run"):
         load_examples(tmp_path)
+
+
+def test_a_finished_run_keeps_the_split_it_was_trained_with(tmp_path):
+    path, run = tmp_path / "texts.parquet", tmp_path / "run"
+    pq.write_table(pa.Table.from_pylist(toy_corpus(40)), path)
+    run.mkdir()
+    source, settings = open_source(path), RepresentSettings(**SETTINGS)
+    (run / "config.toml").write_text(
+        toml_text({"represent": settings.tree(), "corpus": source.tree})
+    )
+    wanted = read_examples(source, settings)
+    turned = replace(wanted, parts=wanted.parts[::-1])
+    write_split(run / "split.parquet", turned)
+    assert load_examples(run).parts.tolist() == turned.parts.tolist()
+    write_split(run / "split.parquet", wanted.chosen(np.arange(39)))
+    with pytest.raises(UsageError, match="other rows"):
+        load_examples(run)

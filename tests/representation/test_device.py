@@ -1,4 +1,5 @@
 import json
+import os
 import shutil
 
 import numpy as np
@@ -95,6 +96,30 @@ def test_the_same_text_again_has_other_masks_and_other_noise():
     assert len(set(half.extractor.heard)) > 5
 
 
+def test_no_two_devices_draw_the_same_masks():
+    texts = ["a b c d e f g h i j k l"] * 8
+    one, other = listening(dropout=0.5), listening(dropout=0.5)
+    one.encode(texts)
+    other.encode(texts)
+    assert one.extractor.heard != other.extractor.heard
+
+
+def test_a_forked_process_draws_masks_of_its_own():
+    """Parent and child mask the same texts with one device; 8 texts of 924 masks each."""
+    half, texts = listening(dropout=0.5), ["a b c d e f g h i j k l"] * 8
+    reading, writing = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            os.write(writing, "|".join(half._masked(texts, [frozenset()] * 8)).encode())
+        finally:
+            os._exit(0)
+    os.close(writing)
+    os.waitpid(child, 0)
+    with os.fdopen(reading) as stream:
+        assert stream.read() not in ("", "|".join(half._masked(texts, [frozenset()] * 8)))
+
+
 def test_raw_vectors_are_never_released_where_the_mechanism_has_noise():
     half = listening(epsilon=0.05)
     texts = [f"text {number}" for number in range(300)]
@@ -151,6 +176,10 @@ def test_a_device_whose_guarantee_was_changed_is_refused(run, tmp_path):
     with pytest.raises(UsageError, match="claims epsilon"):
         load_device(tmp_path / "device")
     change(tmp_path / "device/device.json", guarantee=record | {"because": "trust me"})
+    with pytest.raises(UsageError, match="says because"):
+        load_device(tmp_path / "device")
+    higher = record | {"epsilon": record["epsilon"] + 1}
+    change(tmp_path / "device/device.json", guarantee=higher)
     with pytest.raises(UsageError, match="different guarantees"):
         load_device(tmp_path / "device")
     wider = VectorMechanism(mechanism="laplace", dimensions=17, epsilon=1.0).record()
@@ -182,6 +211,38 @@ def test_a_server_classifies_as_its_classifier_and_only_vectors_of_its_device(ru
         server.classify(VectorFile(vectors=vectors, columns={}, record=record, pair="another"))
     with pytest.raises(UsageError, match="16 dimensions"):
         server.classify(vectors[:, :5])
+
+
+@pytest.mark.parametrize(
+    "lowered",
+    [
+        {"dropout": 0.9},
+        {"epsilon": 0.25},
+        {"mechanism": "laplace", "epsilon": 1.0},
+        {"mechanism": "none", "epsilon": None},
+        {"delta": 1e-3},
+    ],
+    ids=str,
+)
+def test_vectors_whose_record_tells_of_other_noise_than_their_pairs_are_refused(run, lowered):
+    half, server = load_device(run / "device"), load_server(run / "server")
+    vectors = half.encode(TEXTS)
+    given = {"mechanism": "laplace-as-published", "dimensions": 16, "epsilon": 0.5, "dropout": 0.25}
+    record = VectorMechanism(**given | lowered).record()
+    with pytest.raises(UsageError, match="other noise"):
+        server.classify(VectorFile(vectors=vectors, columns={}, record=record, pair=half.pair))
+    less = half.mechanism.record() | {"epsilon": 0.1}
+    with pytest.raises(UsageError, match="claims epsilon"):
+        server.classify(VectorFile(vectors=vectors, columns={}, record=less, pair=half.pair))
+
+
+def test_a_tokenizer_of_another_training_is_refused_by_onnx_too(tmp_path):
+    write_halves(tmp_path)
+    export_onnx(tmp_path / "device")
+    tokenizer = tmp_path / "device/extractor/tokenizer.json"
+    tokenizer.write_text(tokenizer.read_text().replace("cat", "cot"))
+    with pytest.raises(UsageError, match=r"tokenizer\.json"):
+        load_device(tmp_path / "device", runtime="onnx")
 
 
 def test_a_device_runs_by_onnx_without_the_weights(tmp_path):

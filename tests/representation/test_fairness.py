@@ -41,6 +41,34 @@ def test_a_wide_gap_over_many_users_is_seen():
     assert found["groups"]["f"]["num_users"] == 30
 
 
+def test_the_interval_between_two_groups_holds_their_difference_nineteen_times_in_twenty():
+    rng = np.random.default_rng(5)
+    held = {0.0: 0, 0.2: 0}
+    for trial in range(100):
+        for difference in held:
+            correct, groups, users = people(rng, 40, 6, [0.4, 0.4 + difference])
+            found = fairness(
+                correct, groups, UserDraws(users, seed=trial, num_draws=200), num_swaps=1
+            )
+            gap, first = found["gap"], found["groups"]["m"]["value"]
+            # The best is "f", as in truth, or "m", and the difference then has the other sign.
+            signed = difference if found["groups"]["f"]["value"] >= first else -difference
+            held[difference] += gap["low"] <= signed <= gap["high"]
+    assert all(88 <= times <= 100 for times in held.values()), held
+
+
+@pytest.mark.parametrize("num_groups", [3, 10, 36])
+def test_a_gap_between_the_best_and_the_worst_of_several_groups_has_no_interval(num_groups):
+    """Equal accuracy everywhere still leaves a best and a worst, and their interval excludes 0."""
+    rng = np.random.default_rng(num_groups)
+    users = np.repeat(np.arange(8 * num_groups), 5)
+    groups = [f"g{user % num_groups}" for user in users]
+    found = fairness(rng.random(len(users)) < 0.6, groups, UserDraws(users), num_swaps=49)
+    shares = [group["value"] for group in found["groups"].values()]
+    assert found["gap"] == {"value": max(shares) - min(shares), "low": None, "high": None}
+    assert found["p"] > 0.02
+
+
 def test_with_a_row_a_user_the_statistic_is_welchs():
     rng = np.random.default_rng(2)
     correct, groups = rng.random(200) < 0.7, rng.integers(0, 2, 200)

@@ -7,8 +7,11 @@ from tightlip.core.errors import UsageError
 from tightlip.representation.guarantees import (
     ANY_TWO,
     MECHANISMS,
+    ONE_WORD,
     VectorMechanism,
     cost_of_releases,
+    cost_of_texts,
+    cost_record,
 )
 from tightlip.representation.vector_accounting import GRID_STEP, gaussian_epsilon, laplace_epsilon
 
@@ -129,6 +132,16 @@ def test_a_mechanism_comes_back_from_its_record_with_the_same_noise(mechanism, d
         {"dimensions": "384"},
         {"any_two_texts": {"per_coordinate": 0.05, "pure": 19.2, "epsilon": 0.1, "delta": 1e-5}},
         {"any_two_texts": None},
+        {"adjacency": "any two texts"},
+        {"unit": "one user"},
+        {"standing": "certified"},
+        {"standings": {"per_coordinate": "proved", "pure": "proved", "epsilon": "proved"}},
+        {"covers": ["everything you ever send"]},
+        {"outside": []},
+        {"because": "trust me"},
+        {"accountant": "exact"},
+        {"normalisation": "none"},
+        {"certified_epsilon": 0.1},
     ],
     ids=str,
 )
@@ -192,3 +205,69 @@ def test_another_release_never_costs_less():
     assert cost_of_releases(sigma, 7)[0] == gaussian_epsilon(sigma.grid_units, 1e-5, 7)
     with pytest.raises(UsageError, match="1 or more"):
         cost_of_releases(sigma, 0)
+
+
+def test_each_field_of_a_record_is_needed():
+    record = published(dropout=0.2).record()
+    for name in record:
+        with pytest.raises(UsageError):
+            VectorMechanism.from_record({key: record[key] for key in record if key != name})
+
+
+def test_figures_that_are_higher_than_they_need_be_are_believed():
+    record = published(dropout=0.2).record()
+    higher = record | {"epsilon": record["epsilon"] + 1, "pure": record["pure"] + 1}
+    assert VectorMechanism.from_record(higher) == published(dropout=0.2)
+
+
+def test_figures_for_any_two_texts_are_never_those_that_masks_amplified():
+    made = published(dropout=0.5)
+    record = made.record() | {"any_two_texts": made.figures(dropout=True)}
+    with pytest.raises(UsageError, match="claims"):
+        VectorMechanism.from_record(record)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"epsilon": 0.1},
+        {"any_two_texts": 0.1},
+        {"releases": 2},
+        {"releases": "5"},
+        {"releases": 0},
+        {"delta": 1e-9},
+        {"how": "added"},
+        {"adjacency": ANY_TWO},
+        {"certified": True},
+    ],
+    ids=str,
+)
+def test_what_a_record_says_of_several_releases_is_checked(change):
+    made = published(dimensions=24, epsilon=0.3, dropout=0.95)
+    told = cost_record(made, 5)
+    assert VectorMechanism.from_record(made.record() | {"releases": [told]}) == made
+    with pytest.raises(UsageError):
+        VectorMechanism.from_record(made.record() | {"releases": [told | change]})
+    with pytest.raises(UsageError):
+        VectorMechanism.from_record(made.record() | {"releases": 5})
+
+
+def test_what_several_vectors_cost_says_for_which_texts():
+    made = published(dimensions=24, epsilon=0.3, dropout=0.95)
+    for number in (1, 5):
+        told = cost_record(made, number)
+        assert told["adjacency"] == ONE_WORD
+        assert "differ in one word" in told["how"]
+        assert told["any_two_texts"] == laplace_epsilon(made.grid_units, 24 * number, 1e-5)
+        assert told["any_two_texts"] > told["epsilon"]
+    many = cost_record(published(dimensions=24, epsilon=0.5, dropout=0.9), 400)
+    assert many["adjacency"] == ANY_TWO
+    assert many["epsilon"] == many["any_two_texts"]
+
+
+def test_texts_of_one_person_cost_what_any_texts_do_masked_or_not():
+    masked, plain = (published(dimensions=24, epsilon=0.5, dropout=share) for share in (0.5, 0.0))
+    assert cost_of_texts(masked, 5) == cost_of_texts(plain, 5) == cost_of_releases(plain, 5)[0]
+    assert (
+        cost_of_texts(VectorMechanism(mechanism="none", dimensions=2, epsilon=None), 2) == math.inf
+    )

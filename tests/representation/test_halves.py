@@ -106,3 +106,28 @@ def test_a_damaged_server_is_refused(tmp_path):
     path.write_text(path.read_text()[:-5])
     with pytest.raises(UsageError, match="is damaged"):
         load_classifier(tmp_path / "server")
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json", "config.json"])
+def test_a_file_of_another_trainings_extractor_is_refused(name, tmp_path):
+    for seed in (0, 1):
+        write_halves(tmp_path / str(seed), seed=seed)
+    theirs, ours = (tmp_path / seed / "device/extractor" / name for seed in "10")
+    same = theirs.read_bytes() == ours.read_bytes()
+    ours.write_bytes(theirs.read_bytes() + (b"\n" if same else b""))
+    with pytest.raises(UsageError, match=name):
+        load_extractor(tmp_path / "0" / "device")
+
+
+def test_a_file_added_to_the_extractor_or_lost_from_it_is_refused(tmp_path):
+    write_halves(tmp_path)
+    folder = tmp_path / "device" / "extractor"
+    (folder / ".DS_Store").write_bytes(b"of a file manager")
+    load_extractor(tmp_path / "device")
+    (folder / "added_tokens.json").write_text("{}")
+    with pytest.raises(UsageError, match=r"added_tokens\.json"):
+        load_extractor(tmp_path / "device")
+    (folder / "added_tokens.json").unlink()
+    (folder / "tokenizer_config.json").unlink()
+    with pytest.raises(UsageError, match=r"tokenizer_config\.json"):
+        load_extractor(tmp_path / "device")

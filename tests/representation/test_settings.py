@@ -6,7 +6,8 @@ import pytest
 
 from tightlip.core.errors import UsageError
 from tightlip.core.toml import read_toml, toml_text
-from tightlip.representation.settings import RepresentSettings
+from tightlip.models.configurations import WORD_ENCODERS
+from tightlip.representation.settings import NEW_EXTRACTORS, RepresentSettings
 
 GOOD = {"label": "topic", "private": ("age",), "epsilon": 8.0}
 
@@ -27,6 +28,11 @@ GOOD = {"label": "topic", "private": ("age",), "epsilon": 8.0}
         ({"private": ("topic",)}, "both the label"),
         ({"private": ("age", "age")}, "twice"),
         ({"bins": ("sign=1",)}, "neither the label nor private"),
+        ({"bins": ("age",)}, "bins='age' does not say where to cut"),
+        ({"bins": ("age=20", "age=30")}, "cuts age twice"),
+        ({"bins": ("age=30..20",)}, "holds no number"),
+        ({"bins": ("age=..20,15..",)}, "overlap"),
+        ({"bins": ("age=20,20",)}, "twice"),
         ({"pooling": "max"}, "Unknown pooling"),
         ({"split": "usr"}, "Closest: user"),
         ({"epochs": 0}, "epochs=0"),
@@ -56,6 +62,10 @@ def test_a_file_gives_the_settings_back(changed, tmp_path):
 def test_an_unknown_setting_is_named_with_the_closest():
     with pytest.raises(UsageError, match="Closest: epsilon"):
         RepresentSettings.from_tree({"label": "x", "epsilom": 1.0}, "here")
+
+
+def test_the_new_extractors_are_those_that_there_are():
+    assert NEW_EXTRACTORS == WORD_ENCODERS
 
 
 def test_every_setting_has_a_flag_of_its_name():

@@ -1,6 +1,7 @@
 """Training through noise: the same end however it got there, and the best epoch kept."""
 
 import json
+import signal
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from representation.toy_corpora import tiny_encoder, toy_corpus
 from tightlip.api.represent_train import represent_train
 from tightlip.core.errors import UsageError
 from tightlip.representation import training
+from tightlip.representation.attack_data import parts_of_run, seen_in_train
 from tightlip.representation.batches import Batches
 from tightlip.representation.data import load_examples, open_source, read_examples
 from tightlip.representation.device import load_device
@@ -88,6 +90,24 @@ def test_a_training_stopped_at_any_step_goes_on_to_the_same_end(tmp_path, change
         line["dev_loss_nats"] for line in whole.metrics["epochs"]
     ]
     assert not (run.folder / "checkpoint").exists()
+
+
+@pytest.mark.parametrize("step", [5, 10])  # within an epoch, and the last of one
+def test_ctrl_c_saves_the_step_it_came_in_and_the_same_call_goes_on(tmp_path, monkeypatch, step):
+    whole, plain = trained(tmp_path / "whole"), Training._update
+
+    def interrupted(self, loss):
+        if self.progress.step == step - 1:
+            signal.raise_signal(signal.SIGINT)
+        plain(self, loss)
+
+    monkeypatch.setattr(Training, "_update", interrupted)
+    with pytest.raises(KeyboardInterrupt, match=f"Stopped after step {step} of 30"):
+        trained(tmp_path / "run")
+    (state,) = (tmp_path / "run" / "checkpoint").glob("step-*/state.json")
+    assert json.loads(state.read_text())["step"] == step
+    monkeypatch.setattr(Training, "_update", plain)
+    assert same(weights(whole), weights(trained(tmp_path / "run")))
 
 
 def test_through_noise_of_scale_zero_it_learns_what_it_learns_without(tmp_path, monkeypatch):
@@ -198,6 +218,17 @@ def test_a_finished_run_is_returned_as_it_is_and_another_setting_is_refused(tmp_
         trained(tmp_path / "run", epsilon=1.0)
     with pytest.raises(UsageError, match="fingerprint"):
         trained(tmp_path / "run", toy_corpus(201))
+
+
+def test_test_texts_that_read_as_a_training_text_does_are_counted(tmp_path):
+    rows = [row | {"split": "train"} for row in toy_corpus(60)]
+    rows += [row | {"split": "dev"} for row in toy_corpus(20, seed=1)]
+    rows += [row | {"split": "test", "text": f" {row['text'].upper()} "} for row in rows[:7]]
+    rows += [row | {"split": "test", "text": f"{row['text']} again"} for row in rows[7:12]]
+    run = trained(tmp_path / "run", rows, split="column", epochs=1)
+    assert run.metrics["num_seen_in_train"] == 7
+    examples = load_examples(run.folder)
+    assert seen_in_train(examples, parts_of_run(examples)).sum() == 7
 
 
 def test_texts_in_memory_stay_with_the_run(tmp_path):

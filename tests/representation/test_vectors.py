@@ -1,6 +1,8 @@
 import json
+import math
 import os
 import stat
+from datetime import date, datetime
 
 import numpy as np
 import pyarrow as pa
@@ -9,7 +11,7 @@ import pytest
 
 from tightlip.core.errors import UsageError
 from tightlip.representation.guarantees import VectorMechanism
-from tightlip.representation.vectors import read_vectors, write_vectors
+from tightlip.representation.vectors import _digest, read_vectors, write_vectors
 
 RECORD = VectorMechanism(mechanism="laplace-as-published", dimensions=6, epsilon=0.5).record()
 KEY = b"tightlip_vectors"
@@ -179,3 +181,40 @@ def test_another_format_is_refused(tmp_path):
     about = said(path) | {"format": 2}
     with pytest.raises(UsageError, match="format this version does not know"):
         read_vectors(with_metadata(path, json.dumps(about)))
+
+
+def test_a_record_that_promises_more_is_refused_even_with_a_digest_that_fits(tmp_path):
+    path = written(tmp_path)
+    about = said(path)
+    about["record"] |= {"epsilon": 0.1}
+    about["sha256"] = _digest(vectors(), {}, about)
+    with pytest.raises(UsageError, match="claims epsilon"):
+        read_vectors(with_metadata(path, json.dumps(about)))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda table: table.set_column(1, "label", pa.array(list("abcdefghx"))),
+        lambda table: table.rename_columns(["vector", "lable"]),
+        lambda table: table.drop_columns(["label"]),
+        lambda table: table.append_column("more", pa.array([1] * 9)),
+    ],
+)
+def test_carried_columns_that_were_changed_are_refused(tmp_path, change):
+    path = written(tmp_path, label=list("abcdefghi"))
+    with pytest.raises(UsageError, match="not those that were written"):
+        read_vectors(rewritten(path, change))
+
+
+def test_columns_of_every_kind_are_read_as_they_were_written(tmp_path):
+    columns = {
+        "day": [date(2020, 2, 3)] * 9,
+        "time": [datetime(2020, 2, 3, 4, 5, 6, 789)] * 9,
+        "share": [0.1, math.inf, -0.0, *[None] * 6],
+        "tags": [["ä", None], [], *[None] * 7],
+        "raw": [b"\xff"] * 9,
+        "nothing": [None] * 9,
+        "both": [{"a": 1, "b": "x"}] * 9,
+    }
+    assert read_vectors(written(tmp_path, **columns)).columns == columns

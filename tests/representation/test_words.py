@@ -7,7 +7,7 @@ import pytest
 from scipy import stats
 
 from tightlip.core.errors import UsageError
-from tightlip.representation.words import masked_texts
+from tightlip.representation.words import as_read, masked_texts, masking_of
 
 
 def masked(texts, dropout=0.0, marked=(), seed=0):
@@ -89,3 +89,76 @@ def test_white_space_is_lost_so_that_it_tells_nothing():
 def test_a_rate_that_is_none_is_refused(dropout):
     with pytest.raises(UsageError, match="no share"):
         masked(["a"], dropout)
+
+
+@pytest.mark.parametrize(
+    ("mark", "word"),
+    [
+        ("O'Brien", "O’Brien"),
+        ("O’Brien", "O'Brien's"),
+        ("O'Brien", "Oʼbrien"),
+        ("O'Brien", "OBRIEN"),
+        ("Jean-Luc", "Jean-Luc/Picard"),
+        ("Jean-Luc", "Jean\u2011Luc"),
+        ("Jean-Luc", "(Jean–Luc)"),
+        ("Jean–Luc", "jean-luc."),
+        ("Anna", "Anna_Maria"),
+        ("Anna_Maria", "Anna-Maria"),
+        ("Anna", "An\u00adna"),
+        ("Anna", "Anna\u00adMaria"),
+        ("Anna", "An\u200bna"),
+        ("Anna", "Anna\u200bMaria"),
+        ("An\u00adna", "anna"),
+        ("Anna", "A\u034fnna\ufe0f"),
+        ("Anna", "Anna²"),
+        ("Anna", "Anna3"),
+        ("anna@x.org", "<anna@x.org>;anna@x.org"),
+        ("+44-20", "+44-20-7946"),
+        ("+44-20", "+44–20–7946"),
+        ("你好", "张三说你好吗"),
+        ("สมชาย", "คุณสมชายมา"),
+        ("김철수", "김철수는"),
+        ("हिन्दी", "(हिन्दी)"),
+        ("***", "***"),
+        ("--", "a--b"),
+        ("😀", "hi😀!"),
+        ("José", "Jose"),
+        ("istanbul", "İSTANBUL"),
+        ("STRASSE", "straße"),
+        ("Anna,Boris", "Boris"),
+    ],
+)
+def test_a_marked_word_never_stays_however_it_is_written(mark, word):
+    assert masked([f"so {word} went"], marked=[mark]) == ["so [MASK] went"]
+
+
+@pytest.mark.parametrize(
+    ("mark", "word"), [("anna", "hannah"), ("O'Brien", "brien"), ("हिन्दी", "हिन्दू"), ("44", "1445")]
+)
+def test_another_word_stays(mark, word):
+    assert masked([word], marked=[mark]) == [word]
+
+
+def test_a_mark_that_nobody_can_see_is_refused():
+    with pytest.raises(UsageError, match="would mask nothing"):
+        masked(["a"], marked=["\u200b\u00ad"])
+    assert masked(["a"], marked=["", "  "]) == ["a"]
+
+
+def test_a_word_of_very_many_pieces_is_searched_in_time_that_grows_with_its_length():
+    """Each of 100,000 pieces starts a run; one that is longer than any mark is given up."""
+    long = "a." * 100_000
+    assert masked([long + "anna", long + "hannah"], marked=["anna"]) == ["[MASK]", long + "hannah"]
+
+
+def test_marks_found_nowhere_are_counted():
+    texts = ["Anna met anna's friend", "Boris", "nobody"]
+    told = masking_of(texts, ["anna", "Boris", "Clara"])
+    assert (told.num_words, told.num_texts, told.num_nowhere) == (3, 2, 1)
+    of_each = masking_of(texts, [["anna", "x"], ["x", "anna"], ["x"]])
+    assert (of_each.num_words, of_each.num_texts, of_each.num_nowhere) == (2, 1, 2)
+    assert masking_of([], []).num_words == 0
+
+
+def test_texts_are_the_same_where_white_space_alone_differs():
+    assert as_read(" a\tb\n") == masked([" a\tb\n"])[0] == "a b"

@@ -101,6 +101,8 @@ def represent_attack(
     )
     given = [runs] if isinstance(runs, str | Path) else list(runs)
     folders = _runs(given)
+    for folder, _ in folders:
+        _pair(folder)  # refused before the first of them is encoded
     results, num_kept = [], 0
     for folder, group in folders:
         kept = None if again else _kept(folder, asked)
@@ -148,15 +150,30 @@ def _kept(folder: Path, asked: _Asked) -> dict[str, Any] | None:
         (result,) = written["runs"]
         same = result["asked"] == asked.tree() and result["pair"] == _pair(folder)
         same &= written["format"] == FORMAT
+        return _without_chosen_gaps(result) if same else None
     except (ValueError, KeyError, TypeError):
         return None  # another version's, or damaged: measured again
-    return result if same else None
+
+
+def _without_chosen_gaps(result: dict[str, Any]) -> dict[str, Any]:
+    """Figures as an earlier version kept them, less the intervals of gaps between chosen groups."""
+    for found in result["fairness"].values():
+        if len(found["groups"]) > 2:
+            found["gap"] |= {"low": None, "high": None}
+    return result
 
 
 def _pair(folder: Path) -> str:
-    from tightlip.representation.halves import DEVICE, read_half
+    """The training that both halves come from."""
+    from tightlip.representation.halves import DEVICE, SERVER, read_half
 
-    return str(read_half(folder / DEVICE, DEVICE)["pair"])
+    device, server = (str(read_half(folder / half, half)["pair"]) for half in (DEVICE, SERVER))
+    if device != server:
+        raise UsageError(
+            f"The halves in {folder} come from two trainings: the device belongs to the pair {device}, and the server to "
+            f"{server}. Attack the folder that one `tightlip represent train` wrote."
+        )
+    return device
 
 
 def _written(results: list[dict[str, Any]], place: Path) -> Path:
@@ -304,11 +321,15 @@ def _cost(settings: "AttackSettings", device: "Device") -> dict[str, Any] | None
         return None
     epsilon, how = cost_of_releases(device.mechanism, settings.copies)
     known = math.isfinite(epsilon)
+    whole = device.mechanism.epsilon_of(
+        device.mechanism.delta, dropout=False, num_releases=settings.copies
+    )
     return {
         "num": settings.copies,
         "epsilon": epsilon if known else None,
         "delta": device.mechanism.delta if known else None,
         "how": how,
+        "any_two_texts": whole if known else None,
     }
 
 

@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tightlip.core.errors import UsageError
-from tightlip.representation.guarantees import VectorMechanism, cost_of_releases
+from tightlip.representation.guarantees import VectorMechanism, cost_record
 
 if TYPE_CHECKING:
     import numpy as np
+
+    from tightlip.representation.words import Masking
 
 TOLD_RELEASES = (1, 10, 100)
 
@@ -32,14 +34,10 @@ def represent_guarantee(
 
 
 def costs(mechanism: VectorMechanism, releases: Sequence[int]) -> list[dict[str, Any]]:
-    """ε of several releases of one text, how it was composed, at the mechanism's δ."""
+    """ε of several releases of one text, how it was composed and for which texts, at its δ."""
     if mechanism.epsilon is None:
         return []
-    told = []
-    for number in releases:
-        epsilon, how = cost_of_releases(mechanism, number)
-        told.append({"releases": number, "epsilon": epsilon, "delta": mechanism.delta, "how": how})
-    return told
+    return [cost_record(mechanism, number) for number in releases]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +45,8 @@ class Encoded:
     """Released vectors, what stands beside them, and what they may promise.
 
     `most_of_one_text` and `most_of_one_user` are for whoever holds the texts: how many of these
-    vectors are of one text, and of one person. They are not in the file.
+    vectors are of one text, and of one person. `masking` tells what the marked words found, where
+    some were marked. They are not in the file.
     """
 
     vectors: "np.ndarray"
@@ -56,6 +55,7 @@ class Encoded:
     pair: str
     most_of_one_text: int
     most_of_one_user: int | None
+    masking: "Masking | None" = None
 
 
 @dataclass(frozen=True)
@@ -91,26 +91,24 @@ def represent_encode(
 
     Holds:
         in_order: vector n is of text n.
-        textless: the text and the marked words are in no column of the file.
+        textless: the text and the marked words are in no column of the file; a column to carry
+            that holds one of its row's marked words is refused.
         whole: killed, it leaves no file.
     """
     from tightlip.api.audit import usable_device
     from tightlip.representation.device import load_device
     from tightlip.representation.vectors import write_vectors
+    from tightlip.representation.words import as_read, masking_of
 
-    if releases < 1:
-        raise UsageError(f"releases={releases} would release nothing. Use 1 or more.")
-    if set(carry) & {text_column, mask_column, "text"}:
-        raise UsageError(
-            "The text and the marked words cannot be carried beside the vectors that hide them. "
-            "Name other columns."
-        )
+    _check_call(out, releases, carry, {text_column, mask_column, "text"})
     half = load_device(device, runtime=runtime)  # type: ignore[arg-type]
     wanted = [*carry, *([mask_column] if mask_column else [])]
     given = _read(
         texts, wanted, text_column=text_column, user_column=user_column, bad_rows=bad_rows
     )
     marks = _marks(given, mask, mask_file, mask_column)
+    masking = masking_of(given.texts, marks) if any(marks) else None
+    _refuse_marked(given, carry, marks)
     vectors = half.encode(
         given.texts * releases,
         marked=marks * releases,
@@ -122,12 +120,52 @@ def represent_encode(
         columns=_carried(given, carry, releases),
         record=half.mechanism.record() | _together(half.mechanism, releases),
         pair=half.pair,
-        most_of_one_text=releases * _most(given.texts),
+        most_of_one_text=releases * _most([as_read(text) for text in given.texts]),
         most_of_one_user=None if given.users is None else releases * _most(given.users),
+        masking=masking,
     )
     if out is not None:
         write_vectors(out, vectors, encoded.columns, encoded.record, pair=half.pair)
     return encoded
+
+
+def _check_call(
+    out: Path | str | None, releases: int, carry: Sequence[str], hidden: set[str | None]
+) -> None:
+    if out is not None and Path(out).suffix.lower() != ".parquet":
+        raise UsageError(
+            f"{out} would be a Parquet file under another name. Let it end in .parquet."
+        )
+    if releases < 1:
+        raise UsageError(f"releases={releases} would release nothing. Use 1 or more.")
+    if set(carry) & hidden:
+        raise UsageError(
+            "The text and the marked words cannot be carried beside the vectors that hide them. "
+            "Name other columns."
+        )
+    if releases > 1 and "release" in carry:
+        raise UsageError(
+            "A column 'release' cannot be carried where each text is released several times: "
+            "there it tells which release a vector is. Rename yours."
+        )
+
+
+def _refuse_marked(given: _Texts, carry: Sequence[str], marks: list[list[str]]) -> None:
+    """Refuse columns that would tell the words that are masked in the texts."""
+    from tightlip.representation.words import holds_marked, marks_of
+
+    if not any(marks):
+        return
+    compared = marks_of(marks, len(marks))
+    for name in carry:
+        # Lists and the like as they are written out: their brackets and commas part words too.
+        values = zip(given.columns[name], compared, strict=True)
+        num = sum(value is not None and holds_marked(str(value), each) for value, each in values)
+        if num:
+            raise UsageError(
+                f"Column {name!r} holds a marked word in {num:,} of {len(marks):,} rows, and would carry it "
+                "beside the vectors that hide it. Leave it out, or code its values."
+            )
 
 
 def _read(source: Any, wanted: Sequence[str], **columns: Any) -> _Texts:
@@ -146,8 +184,10 @@ def _read(source: Any, wanted: Sequence[str], **columns: Any) -> _Texts:
 
 
 def _lines(path: Path) -> list[str]:
+    """The lines of a file. A line ends where the file says so; a form feed is white space in it."""
     try:
-        return path.read_text(encoding="utf-8-sig").splitlines()
+        with path.open(encoding="utf-8-sig", newline="\n") as stream:
+            return [line.removesuffix("\n").removesuffix("\r") for line in stream]
     except UnicodeDecodeError as error:
         raise UsageError(f"{path} is not UTF-8 ({error}). Convert it first.") from error
     except FileNotFoundError:

@@ -5,6 +5,7 @@ its figures beside ours, and what its ε promises of a whole vector.
 """
 
 import statistics
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -227,9 +228,7 @@ class _Runs:
     def _row(self, way: _Way, results: list[dict[str, Any]]) -> dict[str, Any]:
         first = results[0]
         attackers = [name for name in self.size.attackers if name in _attackers(first)]
-        privacy = {name: self._privacy(results, name) for name in attackers}
-        single = [name for name in attackers if name != "averaged"]
-        strongest = min(single, key=lambda name: privacy[name]["mean"])
+        privacy = {name: self._privacy(results, name) for name in (*attackers, "strongest")}
         return {
             "way": way.way,
             "run": way.name,
@@ -240,7 +239,8 @@ class _Runs:
             "main_unseen": _over_seeds(
                 [one["main"].get("unseen", {}).get("value") for one in results]
             ),
-            "privacy": {**privacy, "strongest": {**privacy[strongest], "attacker": strongest}},
+            "privacy": privacy,
+            "strongest": self._strongest(results),
             "attributes": {name: self._read(results, name) for name in self.here.private},
             "groups": {name: _groups(results, name) for name in self.here.private},
         }
@@ -250,6 +250,13 @@ class _Runs:
         if self.here.kind == "attributes":
             return _over_seeds([one["privacy"][attacker]["all"]["value"] for one in results])
         return _over_seeds([1 - _f1(self._confusions(one, attacker)) for one in results])
+
+    def _strongest(self, results: list[dict[str, Any]]) -> dict[str, int]:
+        """How often each attacker was chosen by the development part, over attributes and seeds."""
+        chosen = Counter(
+            one["attributes"][name]["strongest"] for one in results for name in self.here.private
+        )
+        return dict(chosen.most_common())
 
     def _confusions(self, result: dict[str, Any], attacker: str) -> list[dict[str, Any]]:
         return [_by_value(result["attributes"][name], attacker) for name in self.here.private]

@@ -94,13 +94,15 @@ def train(
     given = {name: value for name, value in locals().items() if value is not None}
     import tightlip
     from tightlip.core.progress import shown_progress
-    from tightlip.representation.settings import RepresentOptions
+    from tightlip.representation.settings import RepresentOptions, RepresentSettings
 
     options = {name: given.pop(name) for name in ("device", "bf16") if name in given}
     given["private"] = tuple(name.strip() for name in (private or "").split(",") if name.strip())
     given["bins"] = tuple(given.get("bins", ()))
     if "epochs" in given:
         given["epochs"] = _whole("epochs", given["epochs"])
+    # Refused here, nobody waits for torch.
+    RepresentSettings(**{name: given[name] for name in _settings_in(given)})
     with shown_progress():
         done = tightlip.represent_train(
             given.pop("corpus"), given.pop("out"), options=RepresentOptions(**options), **given
@@ -109,6 +111,14 @@ def train(
         _show_runs(done)
     else:
         _show_run(done)
+
+
+def _settings_in(given: dict[str, Any]) -> set[str]:
+    from dataclasses import fields
+
+    from tightlip.representation.settings import RepresentSettings
+
+    return {field.name for field in fields(RepresentSettings)} & {*given}
 
 
 def _whole(name: str, value: float) -> int:
@@ -156,9 +166,9 @@ def _show_runs(done: "RepresentRuns") -> None:
         console.print(f"{name.replace('_', ' '):24} {found['mean']:.3f} ± {found['spread']:.3f}")
     console.print(f"over {len(done.runs)} seeds: mean, and standard deviation between them")
     _show_guarantee(done.runs[0])
-    folders = " ".join(str(run.folder) for run in done.runs)
     console.print(
-        f"The runs: {done.folder}\nNext:     tightlip represent attack {folders}", soft_wrap=True
+        f"The runs: {done.folder}\nNext:     tightlip represent attack {done.folder}",
+        soft_wrap=True,
     )
 
 

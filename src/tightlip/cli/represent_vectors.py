@@ -74,17 +74,23 @@ def _show_encoded(encoded: "Encoded", out: Path) -> None:
     from tightlip.api.represent_vectors import TOLD_RELEASES, costs
     from tightlip.cli.represent_guarantee import show_guarantee
     from tightlip.core.figures import rounded_up
-    from tightlip.representation.guarantees import VectorMechanism
+    from tightlip.representation.guarantees import BARE, VectorMechanism, cost_of_texts
 
     mechanism = VectorMechanism.from_record(encoded.record)
     show_guarantee(encoded.record, costs(mechanism, TOLD_RELEASES))
     whose = [("one text", encoded.most_of_one_text), ("one user", encoded.most_of_one_user or 1)]
     for who, most in whose:
-        if most > 1 and (cost := costs(mechanism, [most])):
-            epsilon = rounded_up(cost[0]["epsilon"])
+        if most > 1 and mechanism.mechanism != BARE:
+            epsilon = rounded_up(cost_of_texts(mechanism, most))
             print(
-                f"Up to {most:,} of these vectors are of {who}: together ε = {epsilon} at δ = {mechanism.delta:g}."
+                f"Up to {most:,} of these vectors are of {who}: together ε = {epsilon} at δ = {mechanism.delta:g}, "
+                "for any other texts in their place."
             )
+    if (found := encoded.masking) is not None:
+        print(
+            f"{found.num_words:,} words masked in {found.num_texts:,} texts because they are marked; "
+            f"{found.num_nowhere:,} found nowhere."
+        )
     print(f"{len(encoded.vectors):,} vectors: {out}")
 
 

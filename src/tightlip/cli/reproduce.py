@@ -125,6 +125,7 @@ def _show_representation(made: Any) -> None:
     from tightlip.report.paper_tables_page import (
         PAPER_NOTE,
         about,
+        certainty,
         findings,
         headline,
         terminal_tables,
@@ -132,6 +133,7 @@ def _show_representation(made: Any) -> None:
 
     console = Console()
     console.print(headline(made.result), style="bold", highlight=False)
+    console.print(certainty(made.result), highlight=False)
     for section in made.result["corpora"]:
         console.print(f"\n[bold]{section['name']}[/]: {about(section)}", highlight=False)
         for table in terminal_tables(section):

@@ -102,7 +102,9 @@ def open_run(folder: Path) -> RunRecord:
         raise UsageError(
             f"{folder} is no run (no {CONFIG}). Run: tightlip train CORPUS --out {folder}"
         )
-    config, metrics = read_toml(folder / CONFIG), read_metrics(folder)
+    config = read_toml(folder / CONFIG)
+    _check_language_model(folder, config)
+    metrics = read_metrics(folder)
     finished = is_finished(folder)
     return RunRecord(
         folder=folder,
@@ -114,6 +116,18 @@ def open_run(folder: Path) -> RunRecord:
         guarantee=_guarantee(folder / LEDGER),
         finished=finished,
     )
+
+
+def _check_language_model(folder: Path, config: dict[str, Any]) -> None:
+    if "represent" in config:
+        raise UsageError(
+            f"{folder} is a run of `tightlip represent train`: it holds an encoder's two halves and no language model. What "
+            f"it promises is in {folder / 'device' / 'guarantee.json'}; to test it, run: tightlip represent attack {folder}"
+        )
+    if "folder" not in config.get("corpus", {}):
+        raise UsageError(
+            f"{folder / CONFIG} is no run's: it names no corpus. Run: tightlip train CORPUS --out {folder}"
+        )
 
 
 def _guarantee(path: Path) -> dict[str, Any]:

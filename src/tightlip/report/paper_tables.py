@@ -2,7 +2,8 @@
 
 A section of the experiment is one corpus; its rows are ways of training, each a mean over seeds.
 What a row holds: `way` and its settings, `main` (accuracy), `privacy` (1 - X or 1 - F) by
-attacker, `attributes` (what each attacker reads) and `groups` (the main task by group).
+attacker, `strongest` (how often each attacker was chosen by the development part), `attributes`
+(what the paper's attacker reads) and `groups` (the main task by group).
 """
 
 import csv
@@ -19,6 +20,7 @@ from tightlip.report.published_representation import (
     GROUPS,
     MAIN_AND_PRIVACY,
 )
+from tightlip.report.representation import adjacency_words
 
 WAYS = {
     "majority": "majority class",
@@ -85,8 +87,28 @@ def promise_of(row: Row) -> str:
         return "nothing (measured only)"
     return (
         f"ε {rounded_up(record['epsilon'])} for the whole vector at δ {record['delta']:g} ({record['standing']}); "
-        f"{record['adjacency']}"
+        f"{record['adjacency']}{_for_any_two(record)}"
     )
+
+
+def _for_any_two(record: dict[str, Any]) -> str:
+    if not record.get("dropout"):
+        return ""
+    return f": ε {rounded_up(record['any_two_texts']['epsilon'])}"
+
+
+def strongest_words(row: Row) -> str:
+    """Who was the strongest; how often each, where attributes or seeds had several.
+
+    >>> strongest_words({"strongest": {"logistic": 2}})
+    'logistic regression'
+    >>> strongest_words({"strongest": {"logistic": 3, "mlp": 1}})
+    "logistic regression 3, the paper's MLP 1"
+    """
+    chosen = row["strongest"]
+    if len(chosen) == 1:
+        return ATTACKERS[next(iter(chosen))]
+    return ", ".join(f"{ATTACKERS[name]} {times}" for name, times in chosen.items())
 
 
 def _by_setting(
@@ -103,7 +125,7 @@ def _by_setting(
         number=number,
         title=f"Main task as {sign} varies",
         note="Accuracy in per cent; μ = 0." if name == "epsilon" else "Accuracy in per cent; ε = 1 a coordinate.",
-        columns=(sign, "ours", "theirs", "ε of the whole vector"),
+        columns=(sign, "ours", "theirs", "ε of the whole vector", "which holds for"),
         rows=tuple(
             (
                 WAYS[row["way"]],
@@ -111,7 +133,7 @@ def _by_setting(
                     "–" if row["way"] == "none" else f"{row[name]:g}",
                     _mean(row["main"]),
                     _theirs(theirs.get(None if row["way"] == "none" else row[name])),
-                    _whole(row),
+                    *_whole(row),
                 ),
             )
             for row in rows
@@ -138,7 +160,7 @@ def _main_and_privacy(section: dict[str, Any]) -> PaperTable:
                     _mean(row["privacy"]["mlp"]),
                     _theirs(privacy),
                     "–" if strongest is None else _mean(strongest),
-                    "–" if strongest is None else ATTACKERS[strongest["attacker"]],
+                    "–" if strongest is None else strongest_words(row),
                 ),
             )
         )
@@ -150,7 +172,8 @@ def _main_and_privacy(section: dict[str, Any]) -> PaperTable:
     return PaperTable(
         number="4",
         title="Main task and empirical privacy",
-        note=f"Empirical privacy is {what}, in per cent: higher is better. Theirs is for DPNR at ε = 0.05.",
+        note=f"Empirical privacy is {what}, in per cent: higher is better. Theirs is for DPNR at ε = 0.05. The "
+        "strongest is chosen for each attribute and seed by the development part; the figures are the test part's.",
         columns=("main", "theirs", "privacy, MLP", "theirs", "against the strongest", "which was"),
         rows=tuple(made),
     )  # fmt: skip
@@ -228,9 +251,12 @@ def _all(section: dict[str, Any], way: str) -> list[Row]:
     return [row for row in section["rows"] if row["way"] == way]
 
 
-def _whole(row: Row) -> str:
+def _whole(row: Row) -> tuple[str, str]:
+    """ε of the whole vector, and the texts it holds for."""
     record = row.get("guarantee") or {}
-    return "none" if record.get("epsilon") is None else rounded_up(record["epsilon"])
+    if record.get("epsilon") is None:
+        return "none", "–"
+    return rounded_up(record["epsilon"]), adjacency_words(record)
 
 
 def _mean(figure: Cell) -> str:

@@ -7,7 +7,7 @@ from markupsafe import Markup
 
 from tightlip.core.figures import rounded_up
 from tightlip.report.html import asset, policy, template
-from tightlip.report.paper_tables import ATTACKERS, name_of, promise_of, tables
+from tightlip.report.paper_tables import name_of, promise_of, strongest_words, tables
 from tightlip.report.words import counted
 
 if TYPE_CHECKING:
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 MEANINGS = (
     ("Main", "How often the server names the right label for a test text from its released vector."),
     ("Empirical privacy", "What an attacker who learns from other people's vectors gets wrong: 1 − X, one minus its mean accuracy over the writer's attributes, or 1 − F, one minus its F1 over the names in the text. Guessing is the most there is to reach."),
-    ("The strongest", "Of our attackers on one release of each text, the one that left least over the seeds. It was chosen by these very figures, so it flatters the attacker a little."),
+    ("The strongest", "Of our attackers on one release of each text, the one that was best on the development part, chosen for each attribute and seed; its figures are from the test part."),
     ("± ", "The standard deviation between seeds. It does not cover the choice of test texts."),
     ("ε a coordinate", "As in the paper: noise that hides one coordinate of the vector."),
-    ("ε of the whole vector", "What bounds every attacker, at δ = 1e-5: all coordinates composed."),
+    ("ε of the whole vector", "What bounds every attacker, at δ = 1e-5: all coordinates composed. Without masked words it holds for any two texts; with them for texts of as many words that differ in one, and the figure for any two stands beside."),
     ("Calibrated", "Noise set so that the whole vector has the ε named."),
 )  # fmt: skip
 PAPER_NOTE = (
@@ -35,9 +35,27 @@ def headline(result: dict[str, Any]) -> str:
     private = _smallest(section)
     whole = rounded_up(private["guarantee"]["epsilon"])
     return (
-        f"Noise of ε {private['epsilon']:g} a coordinate, which is {whole} for the whole vector, brings the main task from "
-        f"{_percent(plain['main'])} to {_percent(private['main'])} (majority class {_percent(section['majority']['main'])})."
+        f"Noise of ε {private['epsilon']:g} a coordinate, which is {whole} for the whole vector and any two texts, brings the "
+        f"main task from {_percent(plain['main'])} to {_percent(private['main'])} (majority class "
+        f"{_percent(section['majority']['main'])}; {_seeds(result)})."
     )
+
+
+def certainty(result: dict[str, Any]) -> str:
+    """How far chance is told of in the tables: which figures have a spread, and which do not."""
+    if result["num_seeds"] == 1:
+        return (
+            "Every figure of ours, here and in the tables, is of one seed and has no interval: differences of some points "
+            "may be chance."
+        )
+    return (
+        f"Ours are means over {result['num_seeds']} seeds; ± is the standard deviation between them and does not cover the "
+        "choice of test texts. Table 5 and the gaps of tables 6 and 7 have neither spread nor interval."
+    )
+
+
+def _seeds(result: dict[str, Any]) -> str:
+    return "one seed" if result["num_seeds"] == 1 else f"means over {result['num_seeds']} seeds"
 
 
 def findings(section: dict[str, Any]) -> Iterator[str]:
@@ -48,12 +66,12 @@ def findings(section: dict[str, Any]) -> Iterator[str]:
     for row in (plain, private):
         left = row["privacy"]["strongest"]
         yield (
-            f"{name_of(row)}: the strongest attacker ({ATTACKERS[left['attacker']]}) leaves {_percent(left)} empirical privacy; "
+            f"{name_of(row)}: the strongest attacker ({strongest_words(row)}) leaves {_percent(left)} empirical privacy; "
             f"guessing leaves {100 * least:.1f}%."
         )
     for way in ("laplace", "gaussian"):
         for row in (one for one in section["rows"] if one["way"] == way):
-            yield f"{name_of(row)} of the whole vector: main task {_percent(row['main'])}."
+            yield f"{name_of(row)} of the whole vector, any two texts: main task {_percent(row['main'])}."
     if section["num_seen_in_train"]:
         yield (
             f"{section['num_seen_in_train']:,} of {section['num_test']:,} test texts also stand in train. Without them: "
@@ -89,6 +107,7 @@ def render_paper_tables(result: dict[str, Any]) -> str:
             policy=policy(style),
             result=result,
             headline=headline(result),
+            certainty=certainty(result),
             sections=[
                 {
                     "name": section["name"],

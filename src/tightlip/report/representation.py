@@ -22,6 +22,7 @@ ATTACKER_NAMES = {
     "averaged": "averages",
     "bare": "bare vectors",
 }
+ANY_TWO, ONE_WORD = "any two texts", "one word differs"
 METHOD_NAMES = {"dpnr": "noise", "none": "no noise", "adversarial": "adversarial, no noise"}
 
 
@@ -137,11 +138,26 @@ def setting_words(result: Result) -> str:
 
 
 def promise_words(result: Result) -> tuple[str, str]:
-    """ε, and its δ with its standing."""
+    """ε, and its δ with its standing and the texts it holds for."""
     record = result["guarantee"]
     if record.get("epsilon") is None:
         return "none", str(record.get("standing") or "measured only")
-    return epsilon_words(result), f"δ {record['delta']:g}, {record['standing']}"
+    under = f"δ {record['delta']:g}, {record['standing']}; {adjacency_words(record)}"
+    return epsilon_words(result), under
+
+
+def adjacency_words(record: dict[str, Any], line: str = "epsilon") -> str:
+    """The texts that one figure of a record holds for, and beside it the one for any two texts.
+
+    >>> adjacency_words({"dropout": 0.5, "any_two_texts": {"epsilon": 8.961}})
+    'one word differs (any two texts: 8.97)'
+    >>> adjacency_words({"dropout": 0.0})
+    'any two texts'
+    """
+    if not record.get("dropout"):
+        return ANY_TWO
+    other = (record.get("any_two_texts") or {}).get(line)
+    return ONE_WORD if other is None else f"{ONE_WORD} ({ANY_TWO}: {rounded_up(other)})"
 
 
 def releases_words(result: Result) -> str:
@@ -151,6 +167,16 @@ def releases_words(result: Result) -> str:
         return "no bound"
     epsilon = releases["epsilon"]
     return f"ε {rounded_up(epsilon) if epsilon < 1000 else number(epsilon)}"
+
+
+def releases_adjacency(result: Result) -> str:
+    """The texts that the cost of several releases holds for: fewer where masks were counted on."""
+    releases = result["releases"]
+    if not result["dropout"] or ANY_TWO in releases["how"]:
+        return ANY_TWO
+    return adjacency_words(
+        {"dropout": result["dropout"], "any_two_texts": {"epsilon": releases.get("any_two_texts")}}
+    )
 
 
 def value_names(attribute: dict[str, Any]) -> list[str]:

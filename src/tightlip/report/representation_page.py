@@ -46,8 +46,8 @@ MEANINGS = (
     ("Bare vectors", "Logistic regression on the vectors before noise and without masked words. Nobody is sent these; it shows how much there is to hide."),
     ("AUC", "How often the attacker ranks a row with a value above one without: 0.5 is blind. It shows what accuracy cannot where a value is rare."),
     ("Intervals", "95%, from 1,000 draws of whole users with all their test rows, since what one person writes is alike; with few users widened as Student's t does. They cover the choice of test users, not that of training texts or noise: for these use several seeds."),
-    ("Gap, p", "The main task's accuracy in its best group less that in its worst. p is how often users who swap groups at random are as far apart, in units of the spread between users; where users have rows in several groups, Wald's F test with a covariance over users."),
-    ("ε of a vector", "What bounds every attacker, whatever it learns, for one release of one text. The published ε is that of one coordinate."),
+    ("Gap, p", "The main task's accuracy in its best group less that in its worst. It has an interval between two groups only: of more, best and worst are picked by the same rows, so that a gap shows where all fare alike. p is how often users who swap groups at random are as far apart, in units of the spread between users; where users have rows in several groups, Wald's F test with a covariance over users."),
+    ("ε of a vector", "What bounds every attacker, whatever it learns, for one release of one text. Where words are masked it holds for texts of as many words that differ in one of them; the figure for any two texts stands beside. The published ε is that of one coordinate."),
 )  # fmt: skip
 
 
@@ -115,7 +115,7 @@ def _promise(result: Result) -> str:
         if releases
         else ""
     )
-    return f"{figure} at {standing}, for {record['adjacency']}. {record['because']}{several}"
+    return f"{figure} at {standing}. That is: {record['adjacency']}. {record['because']}{several}"
 
 
 def _attribute(result: Result, name: str) -> dict[str, Any]:
@@ -142,6 +142,8 @@ def _gap(found: dict[str, Any]) -> str:
         return "One group only, so there is no gap."
     test = found["test"] if found["p"] is None else f"{p_words(found['p'])}: {found['test']}"
     ends = range_words(found["gap"])
+    if len(found["groups"]) > 2:
+        ends = "no interval, since best and worst of several groups are picked by these very rows"
     return (
         f"Gap {points_words(found['gap'], sign='')} points{f' ({ends})' if ends else ''}; {test}."
     )

@@ -11,10 +11,12 @@ from tightlip.report.representation import (
     Column,
     Figure,
     Result,
+    adjacency_words,
     p_words,
     points_words,
     promise_words,
     range_words,
+    releases_adjacency,
     releases_words,
     share_words,
 )
@@ -104,8 +106,11 @@ def _coordinate(result: Result) -> Cell:
     figure = record.get("per_coordinate")
     if figure is None:
         return Cell(value="–")
-    under = str((record.get("standings") or {}).get("per_coordinate") or "")
-    return Cell(value=rounded_up(figure), under=under)
+    standing = (record.get("standings") or {}).get("per_coordinate")
+    adjacency = adjacency_words(record, "per_coordinate")
+    return Cell(
+        value=rounded_up(figure), under=f"{standing}; {adjacency}" if standing else adjacency
+    )
 
 
 def _main(columns: Sequence[Column]) -> Iterator[Line]:
@@ -130,8 +135,10 @@ def _cost(result: Result) -> Cell:
     releases = result.get("releases")
     if not releases:
         return Cell(value="–")
-    delta = "" if releases["delta"] is None else f", δ {releases['delta']:g}"
-    return Cell(value=releases_words(result), under=f"{releases['num']} releases{delta}")
+    under = f"{releases['num']} releases"
+    if releases["epsilon"] is not None:
+        under += f", δ {releases['delta']:g}; {releases_adjacency(result)}"
+    return Cell(value=releases_words(result), under=under)
 
 
 def _attributes(columns: Sequence[Column]) -> Iterator[Line]:
@@ -152,8 +159,10 @@ def _attributes(columns: Sequence[Column]) -> Iterator[Line]:
 def _auc(figure: Figure | None) -> Cell:
     if figure is None:
         return Cell(value="–")
-    low, high = figure["low"], figure["high"]
+    low, high, spread = figure["low"], figure["high"], figure.get("spread")
     under = "" if low is None else f"{low:.2f} to {high:.2f}"
+    if spread is not None:
+        under = f"± {spread:.2f} over seeds"
     return Cell(value=f"{figure['value']:.2f}", under=under)
 
 
@@ -174,11 +183,19 @@ def _names(columns: Sequence[Column]) -> Iterator[Line]:
 def _fairness(columns: Sequence[Column]) -> Iterator[Line]:
     section = "Fairness of the main task"
     for name in _all_names(columns, "fairness"):
-        gaps = [column.figure(at("fairness", name, "gap")) for column in columns]
-        cells = [Cell(value=points_words(g, sign=""), under=range_words(g)) for g in gaps]
-        yield Line(section=section, name=f"gap by {name}, points", cells=cells)
+        gaps = [_gap(column, name) for column in columns]
+        yield Line(section=section, name=f"gap by {name}, points", cells=gaps)
         chances = [_chance(column, name) for column in columns]
         yield Line(section=section, name=f"chance of it by {name}", cells=chances)
+
+
+def _gap(column: Column, name: str) -> Cell:
+    """Best group less worst; of several groups they are picked by these rows, so no interval holds."""
+    figure = column.figure(at("fairness", name, "gap"))
+    groups = at("fairness", name, "groups")(column.first) or {}
+    chosen = len(column.runs) == 1 and len(groups) > 2
+    under = f"no interval, best and worst of {len(groups)}" if chosen else range_words(figure)
+    return Cell(value=points_words(figure, sign=""), under=under)
 
 
 def _chance(column: Column, name: str) -> Cell:

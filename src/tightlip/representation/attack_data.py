@@ -13,7 +13,14 @@ from tightlip.core.run_folder import CONFIG
 from tightlip.core.toml import read_toml
 from tightlip.representation.attack_figures import Target
 from tightlip.representation.attackers import Parts, Releases
-from tightlip.representation.data import PARTS, Categories, Examples, categories, open_source
+from tightlip.representation.data import (
+    PARTS,
+    Categories,
+    Examples,
+    categories,
+    open_source,
+    reading_of,
+)
 from tightlip.representation.entities import (
     frequent_names,
     is_listing,
@@ -50,7 +57,7 @@ def users_of(examples: Examples) -> list[str]:
 
 def seen_in_train(examples: Examples, parts: Parts[np.ndarray]) -> np.ndarray:
     """Which test texts read as a training text does; case and white space make no difference."""
-    reading = [" ".join(text.split()).casefold() for text in examples.texts]
+    reading = [reading_of(text) for text in examples.texts]
     trained = {reading[place] for place in parts.train}
     return np.asarray([reading[place] in trained for place in parts.test], dtype=bool)
 

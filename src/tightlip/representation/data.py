@@ -17,7 +17,7 @@ from tightlip.core.toml import read_toml
 from tightlip.corpus.bundled import demo_speeches
 from tightlip.corpus.formats import columns_of, kind_of, rows_of
 from tightlip.corpus.readers import Corpus, open_corpus
-from tightlip.representation.categories import LEFT_OUT, Categories, categories
+from tightlip.representation.categories import LEFT_OUT, Categories, categories, span_of
 from tightlip.representation.settings import RepresentSettings
 
 BUNDLED = "bundled"
@@ -137,9 +137,9 @@ def read_examples(source: Source, settings: RepresentSettings) -> Examples:
     """All texts that have a label and every private attribute, and the part each is in.
 
     Holds:
-        dropped: a row without a label, or outside the bins, is left out and counted.
+        dropped: a row without a label (null, blank, NaN), or outside the bins, is left out and counted.
         eight_one_one: train, dev and test have 8, 1 and 1 of 10 texts, up to groups that stay whole.
-        together: texts that read the same, or of one user, are in one part.
+        together: texts that read the same (see `reading_of`), or of one user, are in one part.
     """
     texts, users, attributes = _columns(source, settings)
     bins = dict(cut.split("=", 1) for cut in settings.bins)
@@ -148,6 +148,8 @@ def read_examples(source: Source, settings: RepresentSettings) -> Examples:
         for name in (settings.label, *settings.private)
     }
     kept = np.flatnonzero(np.all([column.ids != LEFT_OUT for column in classes.values()], axis=0))
+    if not len(kept):
+        raise UsageError(_why_none(classes, attributes, bins))
     label, *private = (column.chosen(kept) for column in classes.values())
     examples = Examples(
         texts=[texts[row] for row in kept],
@@ -163,6 +165,24 @@ def read_examples(source: Source, settings: RepresentSettings) -> Examples:
     examples = replace(examples, parts=parts)
     _check_usable(examples, settings)
     return examples
+
+
+def _why_none(
+    classes: dict[str, Categories], attributes: dict[str, list[Any]], bins: dict[str, str]
+) -> str:
+    """Which column is to blame where no row is left."""
+    for name, column in classes.items():
+        if (column.ids != LEFT_OUT).any():
+            continue
+        total, span = len(column.ids), span_of(attributes[name])
+        if name in bins and span is not None:
+            return (
+                f"bins={name}={bins[name]} keeps none of the {total} rows: the numbers run from {span[0]:g} to "
+                f"{span[1]:g}. Choose ranges among them."
+            )
+        return f"Column {name!r} is empty in all {total} rows. Name another column."
+    total = len(next(iter(classes.values())).ids)
+    return f"None of the {total} rows has all of {', '.join(classes)}. Name fewer columns, or look at --bins."
 
 
 def _columns(
@@ -208,12 +228,33 @@ def parts_of(
             "split='user' keeps each user's texts together, and the corpus has no users. Name the column with "
             "--user-column, or use --split document."
         )
-    keys = examples.texts if settings.split == "document" else examples.users
+    keys = _spellings(examples.texts) if settings.split == "document" else examples.users
     assert keys is not None
     sizes: dict[str, int] = {}
     for key in keys:
         sizes[key] = sizes.get(key, 0) + 1
     return np.array(list(map(_assigned(sizes, settings.split_seed).__getitem__, keys)))
+
+
+def reading_of(text: str) -> str:
+    """What a text reads as: case and white space make no difference.
+
+    >>> reading_of(" To  be,  OR not ")
+    'to be, or not'
+    """
+    return " ".join(text.split()).casefold()
+
+
+def _spellings(texts: list[str]) -> list[str]:
+    """For each text, one of those that read as it does, the same for all of them.
+
+    A text that nothing else reads like stands for itself, however it is spelt.
+    """
+    first: dict[str, str] = {}
+    readings = [reading_of(text) for text in texts]
+    for reading, text in zip(readings, texts, strict=True):
+        first[reading] = min(first.get(reading, text), text)
+    return [first[reading] for reading in readings]
 
 
 def _assigned(sizes: dict[str, int], seed: int) -> dict[str, str]:
@@ -274,6 +315,7 @@ def load_examples(run: Path | str) -> Examples:
 
     Holds:
         same: a corpus that changed since is a usage error.
+        split: a finished run's texts are in the parts that it was trained with.
     """
     run = Path(run)
     if not (run / CONFIG).is_file():
@@ -291,4 +333,17 @@ def load_examples(run: Path | str) -> Examples:
         raise UsageError(
             f"{tree['path']} is not what {run} was trained on: it changed since. Put the old file back, or train again."
         )
-    return read_examples(source, settings)
+    return _as_trained(run, read_examples(source, settings))
+
+
+def _as_trained(run: Path, examples: Examples) -> Examples:
+    """In the parts that split.parquet has, where the training is finished."""
+    if not (run / SPLIT).is_file():
+        return examples
+    split = pq.read_table(run / SPLIT)
+    if split["row"].to_pylist() != examples.rows.tolist():
+        raise UsageError(
+            f"{run} was trained on other rows of its corpus than are read now: an earlier version of tightlip left out "
+            "others. Train again, with another --out."
+        )
+    return replace(examples, parts=np.array(split["part"].to_pylist()))

@@ -1,5 +1,6 @@
 """What runs on the user's device: texts in, vectors out that may be sent."""
 
+import os
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -16,7 +17,13 @@ from tightlip.core.randomness import keyed_generator
 from tightlip.representation.extractors import Raw
 from tightlip.representation.grid_noise import GridNoise
 from tightlip.representation.guarantees import BARE, VectorMechanism
-from tightlip.representation.halves import DEVICE, GUARANTEE, load_extractor, read_half
+from tightlip.representation.halves import (
+    DEVICE,
+    GUARANTEE,
+    check_files,
+    load_extractor,
+    read_half,
+)
 from tightlip.representation.release import drawn, noised, released
 from tightlip.representation.words import Marked, marks_of, masked_texts
 
@@ -41,7 +48,7 @@ class Device:
     Raw vectors never leave `encode`: only normalised, noised ones do.
 
     Holds:
-        fresh: encoding a text again draws other masks and other noise.
+        fresh: encoding a text again draws other masks and other noise, in a forked process too.
         any_text: the empty text, one word, and text beyond the window are vectors like any other.
         alone: it loads without the server's half.
     """
@@ -51,7 +58,8 @@ class Device:
     ) -> None:
         self.extractor, self.mechanism = extractor, mechanism
         self.mask_word, self.pair = mask_word, pair
-        self._noise, self._generator = GridNoise(), keyed_generator()
+        self._noise = GridNoise()
+        self._generator, self._process = keyed_generator(), os.getpid()
 
     @property
     def dimensions(self) -> int:
@@ -116,8 +124,14 @@ class Device:
             mask_word=self.mask_word,
             dropout=self.mechanism.dropout,
             marked=marks,
-            generator=self._generator,
+            generator=self._masks(),
         )
+
+    def _masks(self) -> np.random.Generator:
+        """The generator of masks; a forked process makes its own, or it would draw its parent's."""
+        if os.getpid() != self._process:
+            self._generator, self._process = keyed_generator(), os.getpid()
+        return self._generator
 
     def _release(self, raw: Raw, noise: "Future[np.ndarray]", found: np.ndarray) -> int:
         """Put what may be sent of these vectors where it belongs; how many they are."""
@@ -153,6 +167,7 @@ def load_device(folder: Path | str, *, runtime: Runtime = "torch") -> Device:
     if runtime == "onnx":
         from tightlip.representation.onnx_export import load_onnx_extractor
 
+        check_files(folder, about, weights=False)
         extractor = load_onnx_extractor(folder)
     elif runtime == "torch":
         extractor = load_extractor(folder)

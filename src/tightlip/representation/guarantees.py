@@ -34,6 +34,8 @@ ONE_WORD = (
     "two texts of as many words, the same of them marked, that differ in one word not marked; for any "
     "other two see any_two_texts"
 )
+FIGURES = ("per_coordinate", "pure", "epsilon", "delta")
+_IN_ONE_WORD = "for texts that differ in one word not marked"
 _BARE_BECAUSE = "The vectors are released without noise; nothing bounds what they give away."
 _PUBLISHED_BECAUSE = (
     "The published ε takes the vector's sensitivity to be 1, but each of its coordinates can move by 1: "
@@ -62,7 +64,8 @@ class VectorMechanism:
     Holds:
         calibrated: laplace and gaussian spend at most `epsilon` at `delta`, and hardly less.
         kept: a mechanism read from its record is the same and draws the same noise.
-        honest: a record that claims less than its noise gives is refused.
+        honest: a record that claims less than its noise gives, or says anything else of it than
+            this version does, is refused; so is what it says of several releases.
     """
 
     mechanism: str
@@ -145,7 +148,7 @@ class VectorMechanism:
     def figures(self, *, dropout: bool) -> dict[str, float | None]:
         """Per coordinate, pure, and (ε, δ): with the amplification by dropout, or for any two texts."""
         if self.mechanism == BARE:
-            return dict.fromkeys(("per_coordinate", "pure", "epsilon", "delta"))
+            return dict.fromkeys(FIGURES)
         share = self.dropout if dropout else 0.0
         per_coordinate = pure = None
         if self.mechanism != "gaussian":
@@ -210,10 +213,14 @@ class VectorMechanism:
 
     @staticmethod
     def from_record(record: dict[str, Any]) -> "VectorMechanism":
-        """The mechanism that a record describes, its noise as stated and its figures checked."""
+        """The mechanism that a record describes, its noise as stated and all else checked."""
         try:
             mechanism = _described(record)
+            _refuse_other_words(record, mechanism.record())
             claimed = [record, dict(record["any_two_texts"])]
+            releases = [dict(each) for each in record.get("releases", [])]
+            for told in releases:
+                _refuse_other_releases(told, mechanism)
         except (KeyError, TypeError, ValueError) as error:
             raise UsageError(
                 f"This is no guarantee record of vectors ({type(error).__name__}: {error}). "
@@ -247,6 +254,39 @@ def _described(record: dict[str, Any]) -> VectorMechanism:
     )
 
 
+def _refuse_other_words(claimed: dict[str, Any], real: dict[str, Any]) -> None:
+    """Everything but the figures is as this version writes it; figures may be higher."""
+    figures = {*FIGURES, "any_two_texts", "releases"}
+    for name in sorted((claimed.keys() | real.keys()) - figures):
+        if name not in real or name not in claimed or claimed[name] != real[name]:
+            raise UsageError(
+                f"The record says {name}={claimed.get(name)!r}, and of such noise it must be "
+                f"{real.get(name)!r}. It was changed: take the one that `represent train` wrote."
+            )
+    if more := dict(claimed["any_two_texts"]).keys() - set(FIGURES):
+        raise UsageError(
+            f"The record says {', '.join(sorted(more))} of any two texts, which is no figure. "
+            "It was changed: take the one that `represent train` wrote."
+        )
+
+
+def _refuse_other_releases(told: dict[str, Any], mechanism: VectorMechanism) -> None:
+    number = told["releases"]
+    if not isinstance(number, int) or mechanism.mechanism == BARE:
+        raise UsageError(
+            f"The record claims a cost of {number!r} releases, and there is none. "
+            "It was changed: take the one that `represent train` wrote."
+        )
+    real = cost_record(mechanism, number)
+    names = ("epsilon", "any_two_texts")
+    _refuse_less(told, {name: real[name] for name in names})
+    if {**told, **dict.fromkeys(names)} != {**real, **dict.fromkeys(names)}:
+        raise UsageError(
+            f"What the record says of {number} releases is not how they compose. "
+            "It was changed: take the one that `represent train` wrote."
+        )
+
+
 def _refuse_less(claimed: dict[str, Any], real: dict[str, float | None]) -> None:
     for name, figure in real.items():
         told = claimed.get(name)
@@ -263,25 +303,46 @@ def _refuse_less(claimed: dict[str, Any], real: dict[str, float | None]) -> None
 def cost_of_releases(
     mechanism: VectorMechanism, num_releases: int, delta: float | None = None
 ) -> tuple[float, str]:
-    """ε at `delta` of several vectors of one text, or of one person's texts, and how it was composed.
+    """ε at `delta` of several vectors of one text, how it was composed, and for which texts.
 
-    The better of two: each release amplified by its own masks, at an equal share of δ, added up;
-    or the noise of all of them composed at once, without amplification.
+    The better of two: each release amplified by its own masks, at an equal share of δ, added up,
+    which holds for texts that differ in one word; or the noise of all of them composed at once,
+    without amplification, which holds for any. Of several texts of one person only the latter
+    holds: `cost_of_texts`.
 
     Holds:
         once: one release costs what the record says.
         growing: another release never costs less.
         either: the result is the smaller of both ways.
     """
-    delta = mechanism.delta if delta is None else delta
-    if num_releases < 1:
-        raise UsageError(f"{num_releases} releases cost nothing. Use 1 or more.")
-    if mechanism.mechanism == BARE:
+    if mechanism.mechanism == BARE and num_releases >= 1:
         return math.inf, _BARE_BECAUSE
+    delta = mechanism.delta if delta is None else delta
+    whole = cost_of_texts(mechanism, num_releases, delta)
     added = num_releases * mechanism.epsilon_of(delta / num_releases)
-    whole = mechanism.epsilon_of(delta, dropout=False, num_releases=num_releases)
     if added >= whole:
         return whole, f"the noise of all composed, for {ANY_TWO}"
     if num_releases == 1:
-        return added, "amplified by its masks, for texts that differ in one word"
-    return added, f"each amplified by its masks, at δ/{num_releases}, and added"
+        return added, f"amplified by its masks, {_IN_ONE_WORD}"
+    return added, f"each amplified by its masks, at δ/{num_releases}, and added, {_IN_ONE_WORD}"
+
+
+def cost_of_texts(mechanism: VectorMechanism, num_texts: int, delta: float | None = None) -> float:
+    """ε at `delta` of so many vectors together, whatever their texts are and might have been."""
+    if num_texts < 1:
+        raise UsageError(f"{num_texts} releases cost nothing. Use 1 or more.")
+    delta = mechanism.delta if delta is None else delta
+    return mechanism.epsilon_of(delta, dropout=False, num_releases=num_texts)
+
+
+def cost_record(mechanism: VectorMechanism, num_releases: int) -> dict[str, Any]:
+    """What so many vectors of one text cost, as records and tables have it."""
+    epsilon, how = cost_of_releases(mechanism, num_releases)
+    return {
+        "releases": num_releases,
+        "epsilon": epsilon,
+        "delta": mechanism.delta,
+        "how": how,
+        "adjacency": ONE_WORD if how.endswith(_IN_ONE_WORD) else ANY_TWO,
+        "any_two_texts": cost_of_texts(mechanism, num_releases),
+    }

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from tightlip.core.errors import UsageError
-from tightlip.core.files import folder_written_whole, read_json, write_json
+from tightlip.core.files import digest_of_files, folder_written_whole, read_json, write_json
 from tightlip.models.fingerprints import state_fingerprint
 from tightlip.models.loading import without_progress_bar
 from tightlip.representation.extractors import Extractor, open_extractor
@@ -26,9 +26,29 @@ FORMAT = 1
 DEVICE, SERVER = "device", "server"
 EXTRACTOR, GUARANTEE, WEIGHTS = "extractor", "guarantee.json", "model.safetensors"
 _NEEDED = {
-    DEVICE: ("extractor", "pooling", "max_tokens", "dimensions", "mask_word", "guarantee", "pair"),
+    DEVICE: (
+        "extractor",
+        "pooling",
+        "max_tokens",
+        "dimensions",
+        "mask_word",
+        "guarantee",
+        "pair",
+        "files",
+    ),
     SERVER: ("labels", "dimensions", "pair", "hidden"),
 }
+# What settles the noise of a record: numbers that are read back as they were written.
+_NOISE = (
+    "mechanism",
+    "dimensions",
+    "normalisation",
+    "noise_scale",
+    "grid_step",
+    "dropout",
+    "target_epsilon",
+    "delta",
+)
 
 
 class Classifier(nn.Module):
@@ -64,11 +84,20 @@ class Classifier(nn.Module):
 
 
 def pair_id(extractor: Extractor, classifier: Classifier, record: dict[str, Any]) -> str:
-    """What both halves of one training carry, and the halves of no other."""
+    """What both halves of one training carry, and the halves of no other.
+
+    Its last part is the print of the noise, so that the server knows what its vectors must promise.
+    """
     digest = hashlib.sha256(state_fingerprint(extractor).encode())
     digest.update(state_fingerprint(classifier).encode())
     digest.update(json.dumps([classifier.labels, record], sort_keys=True).encode())
-    return digest.hexdigest()[:32]
+    return f"{digest.hexdigest()[:32]}-{noise_print(record)}"
+
+
+def noise_print(record: dict[str, Any]) -> str:
+    """Which noise a guarantee record describes, in 32 characters; its figures follow from that."""
+    said = json.dumps([record.get(name) for name in _NOISE])
+    return hashlib.sha256(said.encode()).hexdigest()[:32]
 
 
 def write_device(folder: Path, extractor: Extractor, record: dict[str, Any], pair: str) -> None:
@@ -87,6 +116,7 @@ def write_device(folder: Path, extractor: Extractor, record: dict[str, Any], pai
             "mask_word": extractor.mask_word,
             "guarantee": record,
             "pair": pair,
+            "files": _prints(beside / EXTRACTOR),
         }
         write_json(beside / f"{DEVICE}.json", about)
 
@@ -95,6 +125,34 @@ def save_extractor(folder: Path, extractor: Extractor) -> None:
     with without_progress_bar():
         extractor.model.save_pretrained(folder)
         extractor.tokenizer.save_pretrained(folder)
+
+
+def _prints(folder: Path) -> dict[str, str]:
+    """The SHA-256 of each of an extractor's files; hidden ones, of file managers, are passed over."""
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    return {
+        str(path.relative_to(folder)): digest_of_files([path])
+        for path in sorted(files)
+        if not path.name.startswith(".")
+    }
+
+
+def check_files(folder: Path, about: dict[str, Any], *, weights: bool = True) -> None:
+    """Refuse an extractor whose weights, settings or tokenizer are not those of device.json.
+
+    Without `weights` these are not compared, and need not be there.
+    """
+    there, wanted = _prints(folder / EXTRACTOR), dict(about["files"])
+    other = [
+        name
+        for name in sorted(there.keys() | wanted.keys())
+        if there.get(name) != wanted.get(name) and (weights or name != WEIGHTS)
+    ]
+    if other:
+        raise UsageError(
+            f"{', '.join(other)} in {folder / EXTRACTOR} are not those that device.json was written with. "
+            "They come from two trainings, or were changed: copy the folder again."
+        )
 
 
 def write_server(folder: Path, classifier: Classifier, pair: str) -> None:
@@ -150,9 +208,11 @@ def load_extractor(folder: Path | str) -> Extractor:
     Holds:
         alone: nothing outside `folder` is read.
         nothing_executed: code and pickles in the folder are never run.
+        its_own: files of another training are refused.
     """
     folder = Path(folder)
     about = read_half(folder, DEVICE)
+    check_files(folder, about)
     extractor = open_extractor(
         folder / EXTRACTOR,
         kind=about["extractor"],

@@ -1,12 +1,20 @@
 """What runs on the server: vectors in, labels out. It never sees a text."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
 from tightlip.core.errors import UsageError
-from tightlip.representation.halves import SERVER, Classifier, load_classifier, read_half
+from tightlip.representation.guarantees import VectorMechanism
+from tightlip.representation.halves import (
+    SERVER,
+    Classifier,
+    load_classifier,
+    noise_print,
+    read_half,
+)
 from tightlip.representation.vectors import VectorFile
 
 _AT_ONCE = 65_536
@@ -17,6 +25,7 @@ class Server:
 
     Holds:
         paired: vectors of another training are refused.
+        honest: vectors whose record tells of other noise than this training had are refused.
         shares: the probabilities of a vector add up to 1.
         alone: it loads without the device's half.
     """
@@ -45,12 +54,21 @@ class Server:
                     f"The vectors belong to the pair {vectors.pair}, and this server to {self.pair}. "
                     "Encode the texts with the device that was trained with it."
                 )
+            self._check_record(vectors.record)
             vectors = vectors.vectors
         if vectors.ndim != 2 or vectors.shape[1] != self.classifier.dimensions:
             raise UsageError(
                 f"Vectors of shape {vectors.shape} cannot be classified: the server takes {self.classifier.dimensions} dimensions."
             )
         return vectors
+
+    def _check_record(self, record: dict[str, Any]) -> None:
+        VectorMechanism.from_record(record)
+        if not self.pair.endswith(f"-{noise_print(record)}"):
+            raise UsageError(
+                "The vectors' record tells of other noise than the device of this pair adds. "
+                "It was changed: encode the texts again, with the device that was trained with this server."
+            )
 
 
 def load_server(folder: Path | str) -> Server:

@@ -1,15 +1,17 @@
 """What decides how private vectors are trained, checked before any work."""
 
-import math
 import typing
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Self
 
 from tightlip.core.errors import UsageError
+from tightlip.core.ranges import check_range
 from tightlip.core.registry import unknown
-from tightlip.models.configurations import WORD_ENCODERS
+from tightlip.representation.categories import ranges_of
 
+# As in tightlip.models.configurations, which would load torch: a refusal should not wait for it.
+NEW_EXTRACTORS = ("lstm", "bag")
 METHODS = ("dpnr", "none", "adversarial")
 MECHANISMS = ("laplace-as-published", "laplace", "gaussian")
 SPLITS = ("document", "user", "column")
@@ -124,7 +126,7 @@ class RepresentSettings(_Settings):
     @property
     def is_new(self) -> bool:
         """Whether the extractor is made here and not read from a folder."""
-        return self.extractor in WORD_ENCODERS
+        return self.extractor in NEW_EXTRACTORS
 
     def _check_columns(self) -> None:
         if not self.label:
@@ -138,12 +140,28 @@ class RepresentSettings(_Settings):
             raise UsageError(
                 f"private={','.join(self.private)} names a column twice, or none. Name each once: --private age,gender"
             )
-        for cut in self.bins:
-            if cut.partition("=")[0] not in (self.label, *self.private):
+        self._check_bins()
+
+    def _check_bins(self) -> None:
+        cut_before: set[str] = set()
+        for given in self.bins:
+            column, says, cut = given.partition("=")
+            if column not in (self.label, *self.private):
                 raise UsageError(
-                    f"bins={cut!r} cuts a column that is neither the label nor private. Write it as COLUMN=20,30 with "
+                    f"bins={given!r} cuts a column that is neither the label nor private. Write it as COLUMN=20,30 with "
                     f"one of: {', '.join((self.label, *self.private))}."
                 )
+            if not says:
+                raise UsageError(
+                    f"bins={given!r} does not say where to cut. Write cut points, {column}=20,30, or ranges, "
+                    f"{column}=..19,30.."
+                )
+            if column in cut_before:
+                raise UsageError(
+                    f"bins cuts {column} twice. Put all its points in one: --bins {column}=20,30"
+                )
+            cut_before.add(column)
+            ranges_of(column, cut)
 
     def _check_numbers(self) -> None:
         for name in (
@@ -154,14 +172,14 @@ class RepresentSettings(_Settings):
             "dimensions",
             "adversary_steps",
         ):
-            _check(self, name, at_least=1)
+            check_range(self, name, at_least=1)
         for name in ("hidden", "seed", "split_seed", "dropout", "adversary_weight"):
-            _check(self, name, at_least=0)
+            check_range(self, name, at_least=0)
         for name in ("learning_rate", "classifier_learning_rate", "epsilon"):
-            _check(self, name, above=0)
-        _check(self, "adversary_hidden", at_least=1)
-        _check(self, "delta", at_least=0, below=1)
-        _check(self, "dropout", below=1)
+            check_range(self, name, above=0)
+        check_range(self, "adversary_hidden", at_least=1)
+        check_range(self, "delta", at_least=0, below=1)
+        check_range(self, "dropout", below=1)
         if self.dimensions == 1:
             raise UsageError("dimensions=1 leaves nothing after scaling to [0, 1]. Use 2 or more.")
 
@@ -221,26 +239,4 @@ class RepresentOptions(_Settings):
     checkpoint_seconds: float = 60.0
 
     def __post_init__(self) -> None:
-        _check(self, "checkpoint_seconds", at_least=0)
-
-
-def _check(
-    settings: Any,
-    name: str,
-    *,
-    at_least: float | None = None,
-    above: float | None = None,
-    below: float | None = None,
-) -> None:
-    """Refuse a number out of its range; None is no number and passes."""
-    value = getattr(settings, name)
-    if value is None:
-        return
-    low = (at_least is not None and not value >= at_least) or (
-        above is not None and not value > above
-    )
-    high = below is not None and not value < below
-    if low or high or not math.isfinite(value):
-        bounds = {"at least": at_least, "above": above, "below": below}
-        wanted = " and ".join(f"{word} {b:g}" for word, b in bounds.items() if b is not None)
-        raise UsageError(f"{name}={value:g} is out of range. It must be {wanted}.")
+        check_range(self, "checkpoint_seconds", at_least=0)

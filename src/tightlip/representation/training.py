@@ -17,6 +17,7 @@ from torch.nn import functional
 
 from tightlip.core.errors import UsageError
 from tightlip.core.files import write_json
+from tightlip.core.interrupts import held_interrupts
 from tightlip.core.logs import log
 from tightlip.core.progress import Task, task
 from tightlip.core.run_folder import CHECKPOINT
@@ -29,7 +30,7 @@ from tightlip.representation.checkpoints import (
     save_best,
     save_progress,
 )
-from tightlip.representation.data import SPLIT, Examples, write_split
+from tightlip.representation.data import SPLIT, Examples, reading_of, write_split
 from tightlip.representation.extractors import make_extractor, to_device
 from tightlip.representation.guarantees import BARE, VectorMechanism
 from tightlip.representation.halves import (
@@ -99,6 +100,7 @@ class Training:
     Holds:
         deterministic: on the CPU, the same settings give the same halves bit for bit.
         resumed: so does a training that was killed, however often, and started again.
+        interrupted: Ctrl-C ends the step under way, saves it and stops.
         best: what is kept are the weights of the epoch with the least loss on the dev texts.
         no_noise: through noise of scale 0 it learns what it learns without.
     """
@@ -194,7 +196,7 @@ class Training:
         """Train to the end and leave both halves; metrics.json comes last and marks it."""
         self.progress = load_progress(self.out / CHECKPOINT, self.modules, self.optimizers)
         log.info(self.described())
-        with task("Training", self.num_steps) as bar:
+        with task("Training", self.num_steps) as bar, held_interrupts() as interruption:
             bar.advance(self.progress.step)
             self.clock = self.saved_at = time.monotonic()
             for batch in self.batches.from_step(self.progress.step, self.num_steps):
@@ -204,6 +206,8 @@ class Training:
                     self.end_epoch(bar)
                 elif time.monotonic() - self.saved_at >= self.options.checkpoint_seconds:
                     self.save()
+                if interruption.wanted:
+                    self.stop_for_now()
         return self.finish()
 
     def take_step(self, batch: Batch) -> None:
@@ -319,6 +323,12 @@ class Training:
         save_progress(self.out / CHECKPOINT, self.progress, self.modules, self.optimizers)
         self.clock = self.saved_at = time.monotonic()
 
+    def stop_for_now(self) -> None:
+        self.save()
+        words = f"Stopped after step {self.progress.step} of {self.num_steps}. Give the same command again to go on."
+        log.info(words)
+        raise KeyboardInterrupt(words)
+
     def finish(self) -> dict[str, Any]:
         load_best(self.out / CHECKPOINT, self.progress.best_epoch, self.modules)
         metrics = self.metrics()
@@ -336,8 +346,8 @@ class Training:
     def metrics(self) -> dict[str, Any]:
         dev, test = self.scores("dev"), self.scores("test")
         test_texts = self.examples.part("test")
-        known = set(self.train.texts)
-        unseen = np.array([text not in known for text in test_texts.texts])
+        known = set(map(reading_of, self.train.texts))
+        unseen = np.array([reading_of(text) not in known for text in test_texts.texts])
         usual = np.bincount(self.train.label_ids, minlength=len(self.examples.labels)).argmax()
         return {
             "dev_accuracy": dev.accuracy,

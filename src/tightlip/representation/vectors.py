@@ -1,7 +1,7 @@
 """vectors.parquet: released vectors, the columns carried beside them, and their guarantee.
 
 The file says of itself what it may promise, which pair of device and server it belongs to, and a
-digest of both and the vectors, so that a damaged or foreign file is never classified.
+digest of both, the vectors and the columns, so that a damaged or foreign file is never classified.
 """
 
 import json
@@ -59,11 +59,11 @@ def write_vectors(
             )
     vectors = np.ascontiguousarray(vectors, "<f4")
     values = pa.array(vectors.reshape(-1), pa.float32())
-    table = {COLUMN: pa.FixedSizeListArray.from_arrays(values, vectors.shape[1])}
-    for name, column in columns.items():
-        table[name] = _arrow(name, column)
+    beside_them = {name: _arrow(column) for name, column in columns.items()}
+    table = {COLUMN: pa.FixedSizeListArray.from_arrays(values, vectors.shape[1]), **beside_them}
     about = {"format": FORMAT, "record": record, "pair": pair}
-    about["sha256"] = _digest(vectors, about)
+    kept = {name: column.to_pylist() for name, column in beside_them.items()}
+    about["sha256"] = _digest(vectors, kept, about)
     metadata = {_KEY: json.dumps(about, ensure_ascii=False, allow_nan=False).encode()}
     with written_whole(Path(path)) as beside:
         pq.write_table(
@@ -79,22 +79,25 @@ def read_vectors(path: Path | str) -> VectorFile:
 
     Holds:
         same: what was written is read, bit for bit.
-        sound: another length, a non-finite entry, a changed value or record is refused.
+        sound: another length, a non-finite entry, a changed value, column or record is refused.
+        honest: so is a record that promises more than its noise gives.
     """
     path = Path(path)
     table = _table(path)
     about = _about(path, table)
     vectors = _vectors(path, table)
-    if about["sha256"] != _digest(vectors, about):
-        raise _damaged(path, "its vectors or its record are not those that were written")
+    columns = {name: table[name].to_pylist() for name in table.column_names if name != COLUMN}
+    if about["sha256"] != _digest(vectors, columns, about):
+        raise _damaged(path, "its vectors, columns or record are not those that were written")
     if vectors.shape[1] != about["record"].get("dimensions"):
         raise _damaged(
             path, f"its vectors have {vectors.shape[1]} dimensions, its record says other"
         )
     if not np.isfinite(vectors).all():
         raise _damaged(path, "an entry is not a finite number")
-    columns = {name: table[name].to_pylist() for name in table.column_names if name != COLUMN}
-    return VectorFile(vectors=vectors, columns=columns, record=about["record"], pair=about["pair"])
+    there = VectorFile(vectors=vectors, columns=columns, record=about["record"], pair=about["pair"])
+    _ = there.mechanism  # checks the record
+    return there
 
 
 def _table(path: Path) -> pa.Table:
@@ -142,16 +145,18 @@ def _vectors(path: Path, table: pa.Table) -> np.ndarray:
     return flat.to_numpy(zero_copy_only=False).reshape(len(column), kind.list_size)
 
 
-def _arrow(name: str, column: Sequence[Any]) -> pa.Array:
+def _arrow(column: Sequence[Any]) -> pa.Array:
     try:
         return pa.array(column)
     except pa.ArrowException:
         return pa.array([None if value is None else str(value) for value in column])
 
 
-def _digest(vectors: np.ndarray, about: dict[str, Any]) -> str:
+def _digest(vectors: np.ndarray, columns: dict[str, list[Any]], about: dict[str, Any]) -> str:
     said = json.dumps([about["record"], about["pair"]], sort_keys=True, ensure_ascii=False)
-    digest = sha256(said.encode() + b"\0" + str(vectors.shape).encode() + b"\0")
+    # A date is written by its name; all else that a column holds JSON knows.
+    beside = json.dumps(list(columns.items()), default=str)
+    digest = sha256(b"\0".join([said.encode(), beside.encode(), str(vectors.shape).encode(), b""]))
     digest.update(np.ascontiguousarray(vectors, "<f4").tobytes())
     return digest.hexdigest()
 

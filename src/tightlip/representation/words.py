@@ -1,13 +1,15 @@
 """Words taken out of a text before a model reads it: those the user marks, and some at random.
 
 A word is what white space separates. Whole words are masked, before tokenising, so that no piece
-of one is left; texts that differ in white space only become the same.
+of one is left; texts that differ in white space only become the same. Where it is in doubt
+whether a word is a marked one it is masked: a word too many is lost, a word too few is told.
 """
 
 import math
 import re
 import unicodedata
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
 
@@ -15,9 +17,22 @@ import numpy as np
 
 from tightlip.core.errors import UsageError
 
-_PIECES = re.compile(r"\w+")
-_OUTER = re.compile(r"^[\W_]+|[\W_]+$")
-_POSSESSIVE = re.compile(r"['’]s$")
+# A name and the number behind it (Anna2, Anna²) are two pieces.
+_PIECES = re.compile(r"[0-9]+|[^0-9\s]+")
+_BETWEEN_MARKS = re.compile(r"[\s,;|]+")
+# Accents of Latin, Greek and Cyrillic letters: Jose is taken for José.
+_ACCENTS = re.compile("[\u0300-\u036f]")
+# Letters by their category that are written as apostrophes and other signs.
+_SIGNS = range(0x2B9, 0x2E0)
+# Marks that are seen by nobody, beside the format characters: variation selectors, fillers.
+_UNSEEN = re.compile(
+    "[\u115f\u1160\u3164\uffa0\u17b4\u17b5\u180b-\u180d\ufe00-\ufe0f\U000e0100-\U000e01ef]"
+)
+# Thai, Lao, Tibetan, Burmese, Khmer, kana, Han, Yi, and Hangul, whose names carry their particles.
+_UNSPACED = re.compile(
+    "[\u0e00-\u0fff\u1000-\u109f\u1100-\u11ff\u1780-\u17ff\u1950-\u19ff\u1a20-\u1aaf\u3005-\u30ff\u3100-\u31ff"
+    "\u3400-\u9fff\ua000-\ua4cf\ua960-\ua97f\uaa60-\uaadf\uac00-\ud7ff\uf900-\ufaff\U00020000-\U0003ffff]"
+)
 # Random keys drawn at a time: 0.5 MB of them.
 _MOST_KEYS = 1 << 16
 Marked = Sequence[Collection[str]] | Collection[str]
@@ -34,8 +49,9 @@ def masked_texts(
     """The texts with the marked words and, of the others, the share `dropout` at random masked.
 
     `marked` is one collection of words for all texts, or one for each. A word counts as marked in
-    any case, with any punctuation around it, and where it is a part of a compound ("Anna's",
-    "Anna-Maria"). ⌈dropout · n⌉ of the n words not marked are masked, so that the share is never
+    any case and with or without accents, whatever signs stand around or within it ("O’Brien"),
+    where it is a part of a compound ("Anna's", "Anna_Maria"), and in a script without spaces
+    wherever it stands. ⌈dropout · n⌉ of the n words not marked are masked, so that the share is never
     below `dropout`.
 
     Holds:
@@ -74,16 +90,107 @@ def marks_of(marked: Marked, num_texts: int) -> list[frozenset[str]]:
     return [_comparable(frozenset(each)) for each in marked]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Masking:
+    """How many words were masked because they are marked, in how many texts; and what was missed.
+
+    `num_nowhere` counts the marks of all texts that stand in none, and those of one text that do
+    not stand in it.
+    """
+
+    num_words: int
+    num_texts: int
+    num_nowhere: int
+
+
+def masking_of(texts: Sequence[str], marked: Marked) -> Masking:
+    """What the marks find in these texts.
+
+    Holds:
+        told: a mark that finds nothing is counted.
+    """
+    marks = marks_of(marked, len(texts))
+    kinds = set(marks)
+    common = frozenset.intersection(*kinds) if kinds else frozenset()
+    found: set[str] = set()
+    num_words = num_texts = num_nowhere = 0
+    for text, each in zip(texts, marks, strict=True):
+        hits = [set(_hits(word, each)) for word in text.split()] if each else []
+        here = set().union(*hits)
+        found |= here
+        num_words += sum(map(bool, hits))
+        num_texts += bool(here)
+        num_nowhere += len(each - common - here)
+    return Masking(
+        num_words=num_words, num_texts=num_texts, num_nowhere=num_nowhere + len(common - found)
+    )
+
+
+def holds_marked(text: str, marks: frozenset[str]) -> bool:
+    """Whether one of `marks`, as they are compared, stands in `text`."""
+    return bool(_marked_places(text.split(), marks))
+
+
+def as_read(text: str) -> str:
+    """The text as it is read: white space told apart by nothing."""
+    return " ".join(text.split())
+
+
 @lru_cache(maxsize=4096)
 def _comparable(words: frozenset[str]) -> frozenset[str]:
     """Marked words as they are compared; of a phrase, each word."""
-    plain = {_plain(word) for phrase in words for word in phrase.split()}
-    return frozenset(plain - {""})
+    return frozenset(
+        _mark(word) for phrase in words for word in _words_of(phrase) if not word.isspace()
+    )
 
 
-def _plain(word: str) -> str:
-    """A word without case, outer punctuation, or the way its accents are encoded."""
-    return _OUTER.sub("", unicodedata.normalize("NFKC", word).casefold())
+def _words_of(phrase: str) -> list[str]:
+    return [word for word in _BETWEEN_MARKS.split(phrase) if word] or phrase.split()
+
+
+def _mark(word: str) -> str:
+    """A marked word's letters and digits; of one that has none, its signs."""
+    mark = "".join(_pieces(_folded(word))) or _folded(word)
+    if not mark:
+        raise UsageError(
+            f"The marked word {word!r} has no character that can be seen, so it would mask nothing. "
+            "Mark a word as it is written in the texts."
+        )
+    return mark
+
+
+@lru_cache(maxsize=1 << 16)
+def _folded(word: str, instead: str = "") -> str:
+    """A word without case, accents and the ways to encode them; `instead` of what nobody sees."""
+    word = "".join(
+        instead if unicodedata.category(sign) in ("Cf", "Cc") else sign
+        for sign in _UNSEEN.sub(instead, word)
+    )
+    for _ in range(2):  # lower case can be written in several ways again
+        word = unicodedata.normalize("NFKD", word).casefold()
+    # A dotless i is that of İstanbul in capitals.
+    word = _ACCENTS.sub("", word).replace("ı", "i")
+    return unicodedata.normalize("NFKC", word)
+
+
+def _pieces(folded: str) -> list[str]:
+    """Runs of letters with their vowel signs, and runs of digits."""
+    return _PIECES.findall("".join(sign if _is_letter(sign) else " " for sign in folded))
+
+
+@lru_cache(maxsize=1 << 16)
+def _is_letter(sign: str) -> bool:
+    return unicodedata.category(sign)[0] in "LMN" and ord(sign) not in _SIGNS
+
+
+@lru_cache(maxsize=1 << 16)
+def _read_as(word: str) -> tuple[tuple[str, ...], ...]:
+    """The pieces of a word, as often as there are ways to read it.
+
+    What nobody sees may stand within a name (a soft hyphen) or between two (a space of no width).
+    """
+    ways = {tuple(_pieces(_folded(word))), tuple(_pieces(_folded(word, " ")))}
+    return tuple(sorted(ways))
 
 
 def _marked_places(words: list[str], marks: frozenset[str]) -> list[int]:
@@ -92,11 +199,37 @@ def _marked_places(words: list[str], marks: frozenset[str]) -> list[int]:
     return [place for place, word in enumerate(words) if _is_marked(word, marks)]
 
 
+@lru_cache(maxsize=1 << 16)
 def _is_marked(word: str, marks: frozenset[str]) -> bool:
-    plain = _plain(word)
-    if plain in marks or _POSSESSIVE.sub("", plain) in marks:
-        return True
-    return any(piece in marks for piece in _PIECES.findall(plain))
+    return next(_hits(word, marks), None) is not None
+
+
+def _hits(word: str, marks: frozenset[str]) -> Iterator[str]:
+    """The marks that a word holds: as a run of its pieces, or anywhere in it."""
+    longest, anywhere, signs = _ways_to_search(marks)
+    for pieces in _read_as(word):
+        for start in range(len(pieces)):
+            run = ""
+            for place in range(start, len(pieces)):
+                run += pieces[place]
+                if len(run) > longest:
+                    break
+                if run in marks:
+                    yield run
+        if anywhere:
+            whole = "".join(pieces)
+            yield from (mark for mark in anywhere if mark in whole)
+    if signs:
+        folded = _folded(word)
+        yield from (mark for mark in signs if mark in folded)
+
+
+@lru_cache(maxsize=4096)
+def _ways_to_search(marks: frozenset[str]) -> tuple[int, tuple[str, ...], tuple[str, ...]]:
+    """The longest mark, those of scripts without spaces, and those of signs alone."""
+    anywhere = tuple(mark for mark in marks if _UNSPACED.search(mark))
+    signs = tuple(mark for mark in marks if not any(map(_is_letter, mark)))
+    return max(map(len, marks), default=0), anywhere, signs
 
 
 def _mask_at_random(

@@ -1,7 +1,6 @@
 """What a training run is asked for. `TrainConfig` decides the weights, `RunOptions` does not."""
 
 import dataclasses
-import math
 import types
 import typing
 from dataclasses import dataclass
@@ -9,6 +8,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from tightlip.core.errors import UsageError
+from tightlip.core.ranges import check_range
 from tightlip.core.registry import names_of, unknown
 from tightlip.core.toml import read_toml, toml_text
 
@@ -273,25 +273,25 @@ class TrainConfig(Settings):
 
     def _check_numbers(self) -> None:
         for name in (*_SIZES, *_COUNTS):
-            _check(self, name, at_least=1)
+            check_range(self, name, at_least=1)
         for name in ("warmup_steps", "seed", "weight_decay", "momentum", "dropout"):
-            _check(self, name, at_least=0)
+            check_range(self, name, at_least=0)
         for name in ("learning_rate", "gradient_clip", "epochs", "epsilon", "clip_norm", "delta"):
-            _check(self, name, above=0)
+            check_range(self, name, above=0)
         for name in ("discriminator_learning_rate", "triplet_margin"):
-            _check(self, name, above=0)
+            check_range(self, name, above=0)
         for name in ("privacy_weight", "privacy_warmup_steps", "averaging"):
-            _check(self, name, at_least=0)
+            check_range(self, name, at_least=0)
         for name in ("least_clip", "gamma_floor"):
-            _check(self, name, above=0, at_most=1)
-        _check(self, "release_noise", above=0)
-        _check(self, "averaging", below=1)
+            check_range(self, name, above=0, at_most=1)
+        check_range(self, "release_noise", above=0)
+        check_range(self, "averaging", below=1)
         for name in ("noise_multiplier", "dp_check_canaries"):
-            _check(self, name, at_least=0)
-        _check(self, "until_perplexity", above=1)
+            check_range(self, name, at_least=0)
+        check_range(self, "until_perplexity", above=1)
         for name in ("momentum", "dropout"):
-            _check(self, name, below=1)
-        _check(self, "delta", below=1)
+            check_range(self, name, below=1)
+        check_range(self, "delta", below=1)
         if self.momentum and self.optimizer != "sgd":
             raise UsageError(
                 f"momentum={self.momentum} means nothing to {self.optimizer}. Use optimizer=sgd, or leave it out."
@@ -385,28 +385,5 @@ class RunOptions(Settings):
 
     def __post_init__(self) -> None:
         self.check_types()
-        _check(self, "physical_rows", at_least=1)
-        _check(self, "checkpoint_seconds", at_least=0)
-
-
-def _check(
-    settings: Any,
-    name: str,
-    *,
-    at_least: float | None = None,
-    above: float | None = None,
-    below: float | None = None,
-    at_most: float | None = None,
-) -> None:
-    """Refuse a number out of its range; None is no number and passes."""
-    value = getattr(settings, name)
-    if value is None:
-        return
-    low = at_least is not None and not value >= at_least
-    low = low or (above is not None and not value > above)
-    high = below is not None and not value < below
-    high = high or (at_most is not None and not value <= at_most)
-    if low or high or not math.isfinite(value):
-        bounds = {"at least": at_least, "above": above, "below": below, "at most": at_most}
-        wanted = " and ".join(f"{word} {b}" for word, b in bounds.items() if b is not None)
-        raise UsageError(f"{name}={value:g} is out of range. It must be {wanted or 'finite'}.")
+        check_range(self, "physical_rows", at_least=1)
+        check_range(self, "checkpoint_seconds", at_least=0)

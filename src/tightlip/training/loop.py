@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tightlip.core.errors import TightlipError, UsageError
+from tightlip.core.interrupts import held_interrupts
 from tightlip.core.progress import Task, task
 from tightlip.core.registry import look_up
 from tightlip.core.run_folder import (
@@ -33,7 +34,6 @@ from tightlip.core.run_folder import (
 from tightlip.corpus.history import learnt_from
 from tightlip.training.checkpoints import Progress, load_checkpoint, save_checkpoint
 from tightlip.training.config import BUILT_IN_MODELS, RunOptions, TrainConfig
-from tightlip.training.interrupts import held_interrupts
 from tightlip.training.logbook import in_short, in_words, log, logged_into
 from tightlip.training.losses import Forward, is_recurrent
 from tightlip.training.mitigations import Mitigation, Setting
