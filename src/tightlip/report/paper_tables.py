@@ -85,8 +85,9 @@ def promise_of(row: Row) -> str:
     record = row.get("guarantee")
     if not record or record.get("epsilon") is None:
         return "nothing (measured only)"
+    standing = (record.get("standings") or {}).get("epsilon") or record["standing"]
     return (
-        f"ε {rounded_up(record['epsilon'])} for the whole vector at δ {record['delta']:g} ({record['standing']}); "
+        f"ε {rounded_up(record['epsilon'])} for the whole vector at δ {record['delta']:g} ({standing}); "
         f"{record['adjacency']}{_for_any_two(record)}"
     )
 

@@ -142,7 +142,8 @@ def promise_words(result: Result) -> tuple[str, str]:
     record = result["guarantee"]
     if record.get("epsilon") is None:
         return "none", str(record.get("standing") or "measured only")
-    under = f"δ {record['delta']:g}, {record['standing']}; {adjacency_words(record)}"
+    standing = (record.get("standings") or {}).get("epsilon") or record["standing"]
+    under = f"δ {record['delta']:g}, {standing}; {adjacency_words(record)}"
     return epsilon_words(result), under
 
 

@@ -182,13 +182,19 @@ class VectorMechanism:
             "accountant": self._accountant(),
             "unit": None if bare else UNIT,
             "adjacency": None if bare else ONE_WORD if self.dropout else ANY_TWO,
-            "standing": "measured only" if bare else "proved",
+            "standing": self._standing(),
             "standings": self._standings(),
             "because": _BARE_BECAUSE if bare else because,
             "covers": [] if bare else list(COVERS),
             "outside": [] if bare else list(OUTSIDE),
             "any_two_texts": self.figures(dropout=False),
         }
+
+    def _standing(self) -> str:
+        """The weakest of the lines: a reader of one word is told too little and never too much."""
+        if self.mechanism == BARE:
+            return "measured only"
+        return "as published" if self.mechanism == "laplace-as-published" else "proved"
 
     def _standings(self) -> dict[str, str | None]:
         """What each of the three lines is; only the published one needs saying."""
