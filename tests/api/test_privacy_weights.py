@@ -185,15 +185,20 @@ def noisy(size):
     return scanning
 
 
-def test_what_a_batch_does_to_rounding_reaches_no_weight(tmp_path, models, monkeypatch):
-    rows, model = documents(400, seed=3), models["gpt2"][0]
-    plain = weighed(tmp_path / "a", rows, model, None, weights="rank")
+def assert_company_reaches_no_weight(tmp_path, rows, model, plain, monkeypatch):
+    """Rounding changes nothing; what is more than rounding is refused."""
     monkeypatch.setattr(weight_scores, "scan_corpus", noisy(1.9e-4))
     found = weighed(tmp_path / "b", rows, model, None, weights="rank")
     np.testing.assert_array_equal(found.log_perplexities, plain.log_perplexities)
     monkeypatch.setattr(weight_scores, "scan_corpus", noisy(5e-3))
     with pytest.raises(UsageError, match="in company than alone"):
         weighed(tmp_path / "c", rows, model, None, weights="rank")
+
+
+def test_what_a_batch_does_to_rounding_reaches_no_weight(tmp_path, models, monkeypatch):
+    rows, model = documents(400, seed=3), models["gpt2"][0]
+    plain = weighed(tmp_path / "a", rows, model, None, weights="rank")
+    assert_company_reaches_no_weight(tmp_path, rows, model, plain, monkeypatch)
 
 
 def test_company_is_noticed_in_a_corpus_of_a_few_documents_none_near_an_edge(
@@ -204,12 +209,7 @@ def test_company_is_noticed_in_a_corpus_of_a_few_documents_none_near_an_edge(
     monkeypatch.setattr(
         weight_scores, "near_an_edge", lambda nats, tolerance: np.zeros(len(nats), bool)
     )
-    monkeypatch.setattr(weight_scores, "scan_corpus", noisy(1.9e-4))
-    found = weighed(tmp_path / "b", rows, model, None, weights="rank")
-    np.testing.assert_array_equal(found.log_perplexities, plain.log_perplexities)
-    monkeypatch.setattr(weight_scores, "scan_corpus", noisy(5e-3))
-    with pytest.raises(UsageError, match="in company than alone"):
-        weighed(tmp_path / "c", rows, model, None, weights="rank")
+    assert_company_reaches_no_weight(tmp_path, rows, model, plain, monkeypatch)
 
 
 def test_a_model_whose_rows_influence_each_other_is_refused_on_a_tiny_corpus(

@@ -23,9 +23,10 @@ from tightlip.audit.membership import (
     measure_level,
     standing_in_both,
 )
-from tightlip.audit.resampling import check_num_bootstraps, interval, tail_share, times_drawn
+from tightlip.audit.resampling import check_num_bootstraps, interval, times_drawn
 from tightlip.audit.scan import Scanner
 from tightlip.core.errors import UsageError
+from tightlip.core.tails import tail_share
 from tightlip.corpus.tokens import TokenizedCorpus
 
 VOCABULARY, BOS = 12, 11

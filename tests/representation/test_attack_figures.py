@@ -20,7 +20,7 @@ from tightlip.representation.attack_figures import (
     majority_privacy,
 )
 from tightlip.representation.attackers import Parts, Reading
-from tightlip.representation.intervals import UserDraws, tail_share
+from tightlip.representation.intervals import UserDraws
 
 NUM = 120
 
@@ -211,9 +211,3 @@ def test_a_drawn_user_brings_all_their_rows():
     np.testing.assert_allclose(
         draws.sums(np.arange(8.0).reshape(4, 2)), times @ np.arange(8.0).reshape(4, 2)
     )
-
-
-def test_tails_go_as_far_as_those_of_the_other_audits():
-    from tightlip.audit import resampling
-
-    assert [tail_share(n) for n in (2, 9, 300)] == [resampling.tail_share(n) for n in (2, 9, 300)]

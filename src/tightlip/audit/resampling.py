@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 
 from tightlip.core.errors import UsageError
+from tightlip.core.tails import tail_share
 
-LEFT_OUT = 0.05  # what lies outside a 95% interval
 FEW_USERS = 20  # with 12 users of unequal size, 90 to 94 of 100 intervals held the truth
 
 
@@ -43,19 +43,6 @@ def interval(
     tail = tail_share(num_users, num_groups)
     low, high = np.quantile(np.asarray(drawn, dtype=np.float64), [tail, 1 - tail])
     return {"value": float(value), "low": float(low), "high": float(high)}
-
-
-def tail_share(num_users: int, num_groups: int = 1) -> float:
-    """How far into each tail a 95% interval goes; `num_groups` of users are drawn separately.
-
-    >>> [round(tail_share(n), 4) for n in (5, 20, 100, 10_000)]
-    [0.001, 0.0159, 0.0231, 0.025]
-    """
-    from scipy.special import ndtr, stdtrit
-
-    freedom = num_users - num_groups
-    student = stdtrit(freedom, 1 - LEFT_OUT / 2)
-    return float(ndtr(-np.sqrt(num_users / freedom) * student))
 
 
 def times_drawn(rng: np.random.Generator, groups: Sequence[np.ndarray], size: int) -> np.ndarray:

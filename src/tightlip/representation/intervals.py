@@ -14,8 +14,9 @@ from typing import Any
 
 import numpy as np
 
+from tightlip.core.tails import LEFT_OUT, tail_share
+
 NUM_DRAWS = 1000
-LEFT_OUT = 0.05  # what lies outside a 95% interval
 _DRAWS_AT_ONCE = 64
 HOW = (
     "95% intervals from 1,000 draws of whole users, each with all their test rows; "
@@ -87,18 +88,6 @@ class UserDraws:
         sums = self.sums(np.stack([hits & among, among], axis=1).astype(np.float64))
         with np.errstate(invalid="ignore", divide="ignore"):
             return np.asarray(sums[:, 0] / sums[:, 1])
-
-
-def tail_share(num_users: int) -> float:
-    """How far into each tail a 95% interval goes.
-
-    >>> [round(tail_share(n), 4) for n in (5, 20, 100, 10_000)]
-    [0.001, 0.0159, 0.0231, 0.025]
-    """
-    from scipy.special import ndtr, stdtrit
-
-    student = stdtrit(num_users - 1, 1 - LEFT_OUT / 2)
-    return float(ndtr(-math.sqrt(num_users / (num_users - 1)) * student))
 
 
 def _ratio(above: float, below: float) -> float:
