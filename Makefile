@@ -18,7 +18,7 @@ demo: install
 
 test: install
 	tools/ensure-chromium
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 
 lint: install
 	$(BIN)/ruff check .

@@ -20,9 +20,9 @@ from tightlip.models.configurations import GRUConfig, TransformerConfig
 from tightlip.models.recurrent import GRUForCausalLM
 from tightlip.models.transformer import TransformerForCausalLM
 from tightlip.privacy.clipping import Clip, clipped_sum
+from tightlip.privacy.layers import Layout, Outer, fp32_product
 from tightlip.privacy.noise_kernel import LANES, GPUNoise
 from tightlip.privacy.passes import Passes, Physical
-from tightlip.privacy.uses import Layout, Outer, fp32_product
 
 VOCABULARY = 501  # odd, so that columns must be added
 TOLERANCE = {"float32": 2e-3, "bf16": 3e-2}

@@ -59,7 +59,12 @@ def chosen_sequences(corpus, number):
 
 
 def with_tightlip(corpus, chosen):
-    from tightlip.audit.counting import Sequences, added_up, count_in_shard, user_disjoint_shards
+    from tightlip.audit.leakage.counting import (
+        Sequences,
+        added_up,
+        count_in_shard,
+        user_disjoint_shards,
+    )
 
     offsets = np.r_[0, np.cumsum([len(sequence) for sequence in chosen])]
     sequences = Sequences(tokens=np.concatenate(chosen), offsets=offsets)

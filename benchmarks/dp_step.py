@@ -32,10 +32,10 @@ from tightlip.models.recurrent import GRUForCausalLM
 from tightlip.models.transformer import TransformerForCausalLM
 from tightlip.privacy.adaptive import AdaptiveSpec
 from tightlip.privacy.clipping import Clip
+from tightlip.privacy.layers import Layout
 from tightlip.privacy.noise import noise_for
 from tightlip.privacy.passes import Passes, Physical
 from tightlip.privacy.private_training import PrivateTraining
-from tightlip.privacy.uses import Layout
 from tightlip.training.batches import Batch
 from tightlip.training.losses import Forward
 

@@ -17,11 +17,11 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as the command sets it
 import numpy as np
 import torch
 
-from tightlip.audit.candidates import Candidates, CandidateScorer
-from tightlip.audit.scan import Scanner
+from tightlip.audit.canaries.candidates import Candidates, CandidateScorer
 from tightlip.corpus.canary_templates import DIGIT_POOL, read_template
 from tightlip.corpus.vocabulary import word_tokenizer
 from tightlip.models import LSTMConfig, LSTMForCausalLM
+from tightlip.scan.scanner import Scanner
 
 TEXT_BY_TEXT = 20_000
 

@@ -26,7 +26,7 @@ from tightlip.training.mitigations import CorpusFacts, Setting
 from tightlip.training.mitigations.adversarial import AdversarialMitigation
 from tightlip.training.mitigations.none import NoMitigation
 from tightlip.training.mitigations.triplet import TripletMitigation
-from tightlip.training.optimizers import build_optimizer
+from tightlip.training.plan import build_optimizer
 
 SHAPES = {  # vocabulary, size, layers, rows, positions, steps of a round
     "cuda": (40_000, 550, 2, 100, 64, 20),

@@ -22,9 +22,9 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as the command sets it
 import numpy as np
 import torch
 
-from tightlip.representation.device import Device
-from tightlip.representation.extractors import make_extractor
-from tightlip.representation.guarantees import VectorMechanism
+from tightlip.vectors.device import Device
+from tightlip.vectors.extractors import make_extractor
+from tightlip.vectors.guarantees import VectorMechanism
 
 WORDS = ["the", "of", "and", "to", "in", "a", "is", "that", "for", "it", "was", "with", "be", "by"]
 SETTINGS = {

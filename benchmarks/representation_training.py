@@ -25,9 +25,9 @@ from torch import nn
 from torch.nn import functional
 
 from representation import pooled, texts_of, tokenised
-from tightlip.representation.data import open_source, read_examples
-from tightlip.representation.settings import RepresentOptions, RepresentSettings
-from tightlip.representation.training import LARGEST_NORM, Training
+from tightlip.vectors.data import open_source, read_examples
+from tightlip.vectors.learning import LARGEST_NORM, Training
+from tightlip.vectors.settings import RepresentOptions, RepresentSettings
 
 SETTINGS = {
     "no noise": {"method": "none"},

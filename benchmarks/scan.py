@@ -16,8 +16,8 @@ import numpy as np
 import torch
 
 import tightlip
-from tightlip.audit.scan import Filling, Scanner, full_precision, segments_of
 from tightlip.models import LSTMConfig, LSTMForCausalLM
+from tightlip.scan.scanner import Filling, Scanner, full_precision, segments_of
 
 
 def lstm(vocab_size, size):

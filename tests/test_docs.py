@@ -24,19 +24,20 @@ import typer.main
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import tightlip
-import tightlip.api.adaptive_text
-import tightlip.api.demo
-import tightlip.api.reproduce_adaptive
-import tightlip.api.reproduce_representation
 import tightlip.corpus.bundled
-import tightlip.representation.data
-from tightlip.audit.leakage import LeakageConfig, ScanOptions
+import tightlip.experiments.adaptive
+import tightlip.experiments.adaptive_text
+import tightlip.experiments.demo
+import tightlip.experiments.vectors
+import tightlip.vectors.data
+from tightlip.audit.leakage.findings import LeakageConfig
 from tightlip.cli.main import app, main
 from tightlip.corpus.bundled import demo_corpus, demo_speeches
-from tightlip.corpus.prepare import PrepareConfig
+from tightlip.corpus.prepare_config import PrepareConfig
 from tightlip.corpus.privacy_weights import WeightsConfig
 from tightlip.corpus.readers import open_corpus
 from tightlip.corpus.vocabulary import build_tokenizer
+from tightlip.scan.models import ScanOptions
 from tightlip.training.config import RunOptions, TrainConfig
 
 ROOT = Path(__file__).parent.parent
@@ -153,14 +154,14 @@ def inputs(tmp_path_factory):
 def small(monkeypatch):
     """The bundled plays as a few speeches, and a demo that is over soon."""
     few = speeches()
-    for module in (tightlip.corpus.bundled, tightlip.api.demo):
+    for module in (tightlip.corpus.bundled, tightlip.experiments.demo):
         monkeypatch.setattr(module, "demo_corpus", lambda: few)
     some = demo_speeches().take(list(range(0, 7000, 10)))
-    monkeypatch.setattr(tightlip.representation.data, "demo_speeches", lambda: some)
+    monkeypatch.setattr(tightlip.vectors.data, "demo_speeches", lambda: some)
     monkeypatch.setattr(tightlip.corpus.bundled, "demo_speeches", lambda: some)
-    monkeypatch.setitem(tightlip.api.demo.TRAIN, "epochs", 1.0)
-    monkeypatch.setattr(tightlip.api.demo, "FEWEST_WORDS", 1)
-    scale, soon = tightlip.api.reproduce_adaptive.SCALES["smoke"], {"steps": 2, "batch_size": 8}
+    monkeypatch.setitem(tightlip.experiments.demo.TRAIN, "epochs", 1.0)
+    monkeypatch.setattr(tightlip.experiments.demo, "FEWEST_WORDS", 1)
+    scale, soon = tightlip.experiments.adaptive.SCALES["smoke"], {"steps": 2, "batch_size": 8}
     scale = dataclasses.replace(
         scale,
         **{name: getattr(scale, name) | soon for name in ("plain", "private", "public")},
@@ -168,11 +169,11 @@ def small(monkeypatch):
         num_carriers=6,
         noise_multipliers=(1.0,),
     )
-    monkeypatch.setitem(tightlip.api.reproduce_adaptive.SCALES, "smoke", scale)
-    monkeypatch.setattr(tightlip.api.adaptive_text, "IDENTITY", "My ID is {digits:3}")
-    scale = tightlip.api.reproduce_representation.SCALES["smoke"]
+    monkeypatch.setitem(tightlip.experiments.adaptive.SCALES, "smoke", scale)
+    monkeypatch.setattr(tightlip.experiments.adaptive_text, "IDENTITY", "My ID is {digits:3}")
+    scale = tightlip.experiments.vectors.SCALES["smoke"]
     scale = dataclasses.replace(scale, epsilons=(1.0,), dropouts=(), attackers=("mlp",))
-    monkeypatch.setitem(tightlip.api.reproduce_representation.SCALES, "smoke", scale)
+    monkeypatch.setitem(tightlip.experiments.vectors.SCALES, "smoke", scale)
 
 
 @pytest.fixture

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 import torch
 
-from tightlip.audit import canary_scores
-from tightlip.audit.canary_scores import scores_of
-from tightlip.core.canary_key import CanaryKey, write_key
+from tightlip.audit import dp_check as canary_scores
+from tightlip.audit.dp_check import scores_of
 from tightlip.core.errors import UsageError
+from tightlip.corpus.check_key import CanaryKey, write_key
 from tightlip.corpus.readers import open_corpus
 from tightlip.corpus.vocabulary import build_tokenizer
 from tightlip.models import LSTMConfig, LSTMForCausalLM

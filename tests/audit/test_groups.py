@@ -9,7 +9,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tightlip.audit.document_scores import DocumentScores
 from tightlip.audit.groups import (
     MOST_BINS,
     GroupFigures,
@@ -21,6 +20,7 @@ from tightlip.audit.groups import (
     top_and_low,
     user_rows,
 )
+from tightlip.scan.document_scores import DocumentScores
 
 
 def scores_of(losses, tokens):

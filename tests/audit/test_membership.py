@@ -13,21 +13,16 @@ import pytest
 import torch
 
 from standins import BigramTable, Parrot, Stranger
-from tightlip.audit import fair_tokens, scanned
-from tightlip.audit.document_scores import DocumentScores, score_documents
-from tightlip.audit.membership import (
-    RATES,
-    Ranking,
-    Side,
-    compressed_sizes,
-    measure_level,
-    standing_in_both,
-)
-from tightlip.audit.resampling import check_num_bootstraps, interval, times_drawn
-from tightlip.audit.scan import Scanner
+from tightlip.audit import sides as fair_tokens
+from tightlip.audit.membership import RATES, Ranking, measure_level
+from tightlip.audit.sides import Side, compressed_sizes
 from tightlip.core.errors import UsageError
-from tightlip.core.tails import tail_share
+from tightlip.core.resampling import check_num_bootstraps, interval, tail_share, times_drawn
+from tightlip.corpus.opening import standing_in_both
 from tightlip.corpus.tokens import TokenizedCorpus
+from tightlip.scan import store as scanned
+from tightlip.scan.document_scores import DocumentScores, score_documents
+from tightlip.scan.scanner import Scanner
 
 VOCABULARY, BOS = 12, 11
 

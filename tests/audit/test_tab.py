@@ -13,10 +13,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 from animals import WORDS
-from tightlip.audit.report import LeakageReport
+from tightlip.audit.leakage.summary import LeakageReport
 from tightlip.audit.tab import SENTENCE_END, Completer, TabConfig
-from tightlip.audit.tab_marks import UniqueTexts, unique_texts
-from tightlip.audit.tab_memory import LINES_KEPT, Memory
+from tightlip.audit.tab_memory import LINES_KEPT, Memory, UniqueTexts, unique_texts
 from tightlip.core.errors import UsageError
 from tightlip.corpus.readers import open_corpus
 from tightlip.corpus.vocabulary import build_tokenizer

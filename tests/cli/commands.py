@@ -81,14 +81,7 @@ def _import_everything() -> None:
     import rich.progress  # noqa: F401
     import torch
 
-    import tightlip.api.audit
-    import tightlip.audit.scoring_cpu
-    import tightlip.cli.main
-    import tightlip.models.recurrent
-    import tightlip.models.transformer
-    import tightlip.report.page
-    import tightlip.report.terminal  # noqa: F401
-    from tightlip.audit.counting import Sequences, Shard, count_in_shard
+    from tightlip.audit.leakage.counting import Sequences, Shard, count_in_shard
 
     torch.set_num_threads(1)
     one, ends = np.zeros(1, np.int32), np.array([0, 1])
@@ -116,8 +109,8 @@ def serve() -> None:
 
 
 def _become_command(request: dict) -> None:
-    from tightlip.audit import scanned
     from tightlip.cli.main import main
+    from tightlip.scan import store as scanned
 
     folder = Path(request["folder"])
     for name, descriptor in (("out", 1), ("err", 2)):
@@ -144,7 +137,7 @@ def _become_command(request: dict) -> None:
 
 def _watch(note, request: dict) -> None:
     """Note every scan of a shard and every rename, and die before the one asked for."""
-    from tightlip.audit.scan import Scanner
+    from tightlip.scan.scanner import Scanner
 
     plain_scan = Scanner.scan
 

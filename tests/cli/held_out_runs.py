@@ -5,10 +5,12 @@ import random
 import torch
 
 from animals import WORDS
-from tightlip.api.run_corpora import fingerprints
 from tightlip.core.run_folder import begin_run, write_ledger
 from tightlip.corpus.canaries import Canary, Planted, write_key
-from tightlip.corpus.prepare import PrepareConfig, PreparedCorpus, prepare
+from tightlip.corpus.opening import fingerprints
+from tightlip.corpus.prepare import PreparedCorpus
+from tightlip.corpus.prepare import prepare_corpus as prepare
+from tightlip.corpus.prepare_config import PrepareConfig
 from tightlip.corpus.readers import open_corpus
 from tightlip.corpus.vocabulary import build_tokenizer
 from tightlip.models import LSTMConfig, LSTMForCausalLM

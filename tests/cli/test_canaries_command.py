@@ -12,7 +12,7 @@ import torch
 import typer
 
 import tightlip
-from tightlip.cli.canary_table import canary_lines, canary_tables
+from tightlip.cli.canaries import canary_lines, canary_tables
 from tightlip.corpus.readers import open_corpus
 from tightlip.corpus.vocabulary import build_tokenizer
 from tightlip.models import LSTMConfig, LSTMForCausalLM

@@ -10,15 +10,15 @@ import pytest
 import torch
 
 from animals import WORDS
-from tightlip.api.dp_check import check_run
-from tightlip.core.canary_key import read_key
+from tightlip.audit.dp_check import check_run
 from tightlip.core.errors import UsageError
 from tightlip.core.run_folder import begin_run, write_ledger
+from tightlip.corpus.check_key import read_key
 from tightlip.corpus.readers import open_corpus
 from tightlip.corpus.vocabulary import build_tokenizer
 from tightlip.models import LSTMConfig, LSTMForCausalLM
 from tightlip.training.batches import Rows, gather
-from tightlip.training.check_canaries import plant
+from tightlip.training.recipe import plant
 
 LEDGER = {"mechanism": "test", "epsilon": 1.0, "delta": 1e-5, "standing": "proved", "because": ""}
 

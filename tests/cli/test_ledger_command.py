@@ -4,11 +4,11 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from tightlip.api.ledger import ledger
 from tightlip.cli import ledger as command
 from tightlip.core.errors import GuaranteeError, UsageError
 from tightlip.core.run_folder import begin_run, open_run, write_ledger
 from tightlip.privacy.accounting import EpsilonMeter, Mechanism, epsilon_spent
+from tightlip.privacy.composition import ledger
 from tightlip.privacy.ledger import Ledger, guarantee_terms
 
 MECHANISM = Mechanism(noise_multiplier=2.0, sampling_rate=0.05)

@@ -6,8 +6,8 @@ import shutil
 import numpy as np
 import pytest
 
-from api.test_privacy_weights import documents, save_model
 from tightlip.corpus.privacy_weights import read_weights
+from training.test_weighing import documents, save_model
 
 SHARD = 300
 

@@ -8,7 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from representation.toy_corpora import toy_corpus
+from vectors.toy_corpora import toy_corpus
 
 FLAGS = (
     *("--label", "topic", "--private", "age", "--extractor", "bag", "--dimensions", "8"),

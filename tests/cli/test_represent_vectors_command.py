@@ -9,13 +9,13 @@ import pytest
 from typer.testing import CliRunner
 
 import tightlip
-from representation.tiny_halves import LABELS, TEXTS, write_halves
 from tightlip.cli.main import _refusals_in_a_line
 from tightlip.cli.represent import represent_commands
 from tightlip.core.errors import UsageError
 from tightlip.core.figures import rounded_up
-from tightlip.representation.guarantees import VectorMechanism, cost_of_releases, cost_of_texts
-from tightlip.representation.vectors import read_vectors, write_vectors
+from tightlip.vectors.guarantees import VectorMechanism, cost_of_releases, cost_of_texts
+from tightlip.vectors.server import read_vectors, write_vectors
+from vectors.tiny_halves import LABELS, TEXTS, write_halves
 
 APP = represent_commands(_refusals_in_a_line)
 
@@ -290,7 +290,7 @@ def test_a_vector_file_with_a_lowered_record_is_not_classified(run, corpus, tmp_
 
 
 def test_marked_words_come_from_the_call_a_file_and_a_column(run, tmp_path, monkeypatch):
-    from tightlip.representation import device
+    from tightlip.vectors import device
 
     heard = []
     plain = device.masked_texts

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tightlip.core.errors import UsageError
-from tightlip.core.toml import read_toml, toml_text
+from tightlip.core.settings import read_toml, toml_text
 
 scalars = (
     st.text(st.characters(exclude_categories=["Cs"]))

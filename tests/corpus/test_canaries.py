@@ -11,14 +11,8 @@ import pytest
 from animals import WORDS
 from tightlip.core.errors import UsageError
 from tightlip.core.files import read_json, write_json
-from tightlip.corpus.canaries import (
-    PAPER_SCHEDULE,
-    SHORT_SCHEDULE,
-    CanaryConfig,
-    _drawn,
-    plant_canaries,
-    read_key,
-)
+from tightlip.corpus.canaries import PAPER_SCHEDULE, SHORT_SCHEDULE, CanaryConfig, _drawn, read_key
+from tightlip.corpus.canaries import plant_in as plant_canaries
 from tightlip.corpus.canary_templates import read_template
 from tightlip.corpus.readers import open_corpus
 

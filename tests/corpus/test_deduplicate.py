@@ -3,7 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tightlip.corpus.deduplicate import DuplicateDocuments, DuplicateSentences, sentences
+from tightlip.corpus.cleaning import DuplicateDocuments, DuplicateSentences, sentences
 
 
 def test_a_repeated_sentence_goes_whoever_wrote_it():

@@ -10,10 +10,12 @@ from transformers import AutoTokenizer
 
 import tightlip
 from tightlip.core.errors import UsageError
-from tightlip.corpus.canaries import CanaryConfig, plant_canaries
-from tightlip.corpus.held_out import overlap
-from tightlip.corpus.prepare import PrepareConfig, prepare
+from tightlip.corpus.canaries import CanaryConfig
+from tightlip.corpus.canaries import plant_in as plant_canaries
+from tightlip.corpus.prepare import prepare_corpus as prepare
+from tightlip.corpus.prepare_config import PrepareConfig
 from tightlip.corpus.readers import open_corpus
+from tightlip.corpus.split import overlap
 
 TRAIN = [(f"u{number % 3}", f"Note {number} of mine is here.") for number in range(12)]
 HELD = [("u0", "Note 12 of mine is not here."), ("v", "Here is note 7 of unheard.")]

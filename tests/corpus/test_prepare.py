@@ -11,9 +11,11 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from tightlip.core.errors import UsageError
-from tightlip.corpus.prepare import PrepareConfig, is_prepared, open_prepared, prepare
+from tightlip.corpus.encoding import tokenizer_fingerprint
+from tightlip.corpus.prepare import is_prepared, open_prepared
+from tightlip.corpus.prepare import prepare_corpus as prepare
+from tightlip.corpus.prepare_config import PrepareConfig
 from tightlip.corpus.readers import open_corpus
-from tightlip.corpus.tokens import tokenizer_fingerprint
 
 ROWS = [
     {

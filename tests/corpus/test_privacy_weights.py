@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tightlip.core.errors import UsageError
-from tightlip.corpus.prepare import PrepareConfig, prepare
+from tightlip.corpus.prepare import prepare_corpus as prepare
+from tightlip.corpus.prepare_config import PrepareConfig
 from tightlip.corpus.privacy_weights import (
     GRID_NATS,
     INFO_KEYS,
@@ -31,8 +32,7 @@ from tightlip.corpus.privacy_weights import (
     weights_of,
     write_weights,
 )
-from tightlip.corpus.public_text import open_public
-from tightlip.corpus.word_frequencies import WordFrequencies, words_of
+from tightlip.corpus.public_text import WordFrequencies, open_public, words_of
 
 LEAST = 0.05
 NATS = st.floats(0, 40) | st.just(math.nan)

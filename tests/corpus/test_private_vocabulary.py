@@ -15,7 +15,9 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from tightlip.core.errors import GuaranteeError, UsageError
-from tightlip.corpus.prepare import PrepareConfig, open_prepared, prepare
+from tightlip.corpus.prepare import open_prepared
+from tightlip.corpus.prepare import prepare_corpus as prepare
+from tightlip.corpus.prepare_config import PrepareConfig
 from tightlip.corpus.private_vocabulary import (
     VocabularyRelease,
     bounded_sums,

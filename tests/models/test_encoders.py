@@ -7,9 +7,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2Model, T5Config, T5Model
 
-from representation.toy_corpora import tiny_encoder
 from tightlip.core.errors import UsageError
 from tightlip.models.encoders import load_encoder, most_tokens
+from vectors.toy_corpora import tiny_encoder
 
 
 @pytest.mark.parametrize(("kind", "positions"), [("bert", 20), ("roberta", 20)])

@@ -7,7 +7,7 @@ from transformers import AutoModel
 from models.small_models import random_ids
 from tightlip.core.errors import UsageError
 from tightlip.models import WordEncoder, WordEncoderConfig, load_encoder
-from tightlip.models.word_encoder import last_first
+from tightlip.models.encoders import last_first
 
 
 def small(kind, seed=0):

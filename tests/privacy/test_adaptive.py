@@ -21,20 +21,15 @@ from privacy.test_private_training import documents, flat, lstm
 from tightlip.core.errors import GuaranteeError, UsageError
 from tightlip.privacy import PrivateTraining
 from tightlip.privacy.accounting import Mechanism, epsilon_spent
-from tightlip.privacy.adaptive import (
-    MECHANISMS,
-    AdaptiveSpec,
-    clip_shares,
-    joint_multiplier,
-)
+from tightlip.privacy.adaptive import MECHANISMS, AdaptiveSpec, clip_shares, joint_multiplier
 from tightlip.privacy.clipping import Clip
 from tightlip.privacy.composition import compose_runs
+from tightlip.privacy.layers import Layout
 from tightlip.privacy.ledger import MECHANISM, exact_figures, read_ledger
 from tightlip.privacy.noise import CPUNoise
 from tightlip.privacy.noise_schedules import PRIVATE_COUNTS, SCALES, ReleasedNoise
 from tightlip.privacy.passes import Passes, Physical
-from tightlip.privacy.spec import Terms
-from tightlip.privacy.uses import Layout
+from tightlip.privacy.plans import Terms
 
 LEAST = 0.05
 

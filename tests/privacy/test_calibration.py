@@ -4,7 +4,7 @@ from privacy.accounts import WORDS, mechanism
 from tightlip.core.errors import UsageError
 from tightlip.privacy import accounting
 from tightlip.privacy.accounting import epsilon_spent
-from tightlip.privacy.calibration import calibrated_noise_multiplier, largest_steps
+from tightlip.privacy.plans import calibrated_noise_multiplier, largest_steps
 
 
 @pytest.mark.parametrize(

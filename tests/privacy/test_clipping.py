@@ -17,8 +17,7 @@ from privacy.oracles import check_equal, unit_gradients
 from privacy.tiny_models import LAYERS, SIZE, UNCOVERED, VOCABULARY, Chain
 from tightlip.core.errors import UsageError
 from tightlip.privacy import norms
-from tightlip.privacy.per_unit import clipped_gradients
-from tightlip.privacy.self_check import synthetic_rows
+from tightlip.privacy.per_unit import clipped_gradients, synthetic_rows
 
 
 def built(make, seed=0):

@@ -10,11 +10,10 @@ from privacy.oracles import clipped_one, norm_of, unit_gradients
 from privacy.tiny_models import LAYERS, SIZE, UNCOVERED, VOCABULARY
 from tightlip.core.errors import UsageError
 from tightlip.privacy.clipping import Clip
+from tightlip.privacy.layers import Layout, Lookup, Outer
 from tightlip.privacy.norms import Norms
-from tightlip.privacy.per_unit import clipped_gradients
+from tightlip.privacy.per_unit import clipped_gradients, synthetic_rows
 from tightlip.privacy.row_losses import RowLosses, token_weights
-from tightlip.privacy.self_check import synthetic_rows
-from tightlip.privacy.uses import Layout, Lookup, Outer
 
 MODELS = {**LAYERS, **UNCOVERED}
 SOME = ["wide linear", "LayerNorm", "LSTM of 2", "GRU", "tied", "positions 1T", "layers.0.scale"]

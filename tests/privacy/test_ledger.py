@@ -223,7 +223,7 @@ def charge_and_report_until_killed(ledger, to_parent):
         os._exit(1)
 
 
-@pytest.mark.parametrize("name", ["accounting", "calibration", "composition", "ledger", "sampling"])
+@pytest.mark.parametrize("name", ["accounting", "plans", "composition", "ledger", "sampling"])
 def test_accounting_needs_no_torch(name):
     source = Path(module.__file__).with_name(f"{name}.py").read_text(encoding="utf-8")
     assert "torch" not in source

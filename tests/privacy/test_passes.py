@@ -9,8 +9,8 @@ from tightlip.models.configurations import GRUConfig, TransformerConfig
 from tightlip.models.recurrent import GRUForCausalLM
 from tightlip.models.transformer import TransformerForCausalLM
 from tightlip.privacy.clipping import Clip
+from tightlip.privacy.layers import Layout
 from tightlip.privacy.passes import Passes, Physical
-from tightlip.privacy.uses import Layout
 from tightlip.training.starting import with_adapters
 
 VOCABULARY = 30

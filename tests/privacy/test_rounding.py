@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from tightlip.privacy.clipping import Clip, clipped_sum
+from tightlip.privacy.layers import Layout, Lookup, Outer, Whole
 from tightlip.privacy.norms import Norms
-from tightlip.privacy.sums import Scaled, _columns
-from tightlip.privacy.uses import Layout, Lookup, Outer, Whole
+from tightlip.privacy.rounding import Scaled, _columns
 
 HALF = 30  # tokens that cancel as many others
 # Gram matrices, the left or the right side scaled; and a gradient that is written out.

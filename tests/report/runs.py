@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from tightlip.report.comparison import RunMeasures
+from tightlip.audit.compared import RunMeasures
 
 SECRETS = ["zanzibar quartz hums", "My ID is 4711", "marble kettle ivy", "My ID is 0815"]
 OWNERS = ["Viola", "Orsino", "Olivia", "Feste"]

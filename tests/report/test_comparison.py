@@ -24,18 +24,24 @@ from report.runs import (
     with_perplexity,
 )
 from report.test_page import Reader
+from tightlip.audit.compared import Matching, change_of, compared
 from tightlip.core.errors import UsageError
-from tightlip.report.comparison import Matching, compared
-from tightlip.report.comparison_page import render_comparison
-from tightlip.report.comparison_table import (
+from tightlip.report.comparison import render_comparison
+from tightlip.report.comparison.table import (
     MOST_REPETITIONS,
     chosen_repetitions,
     csv_text,
     table_lines,
     terminal_tables,
 )
-from tightlip.report.comparison_words import MEANINGS, ONE_TRAINING, headline, missing, uncounted
-from tightlip.report.exposure_changes import change_of, clearly_less
+from tightlip.report.comparison.words import (
+    MEANINGS,
+    ONE_TRAINING,
+    clearly_less,
+    headline,
+    missing,
+    uncounted,
+)
 
 MATCHING = Matching()
 

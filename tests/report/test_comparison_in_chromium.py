@@ -4,8 +4,8 @@ import pytest
 
 from report.runs import exposures, measured, membership, with_perplexity
 from report.test_in_chromium import browser, contrast, opened  # noqa: F401 (fixtures)
-from tightlip.report.comparison import Matching, compared
-from tightlip.report.comparison_page import render_comparison
+from tightlip.audit.compared import Matching, compared
+from tightlip.report.comparison import render_comparison
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ import shutil
 import pytest
 
 from report.folders import PEOPLE, redacted, row, sample_rows, sample_snapshots, write_folder
-from tightlip.report.page import write_page
+from tightlip.report.leakage import write_page
 
 FLAGS = [
     "--headless",

@@ -24,7 +24,7 @@ from report.folders import (
 )
 from report.test_words import LEDGER
 from tightlip.core.errors import UsageError
-from tightlip.report.page import MOST_BYTES, render_page, write_page
+from tightlip.report.leakage import MOST_BYTES, render_page, write_page
 
 
 class Reader(HTMLParser):

@@ -8,10 +8,10 @@ from rich.console import Console
 
 from report.representation_results import attribute, entities, fairness, figure, result, signed
 from report.test_in_chromium import browser, contrast, opened  # noqa: F401 (fixtures)
-from tightlip.report.representation import columns_of, findings, headline, names_read
-from tightlip.report.representation_page import render_attacks
-from tightlip.report.representation_plots import curves, legend
-from tightlip.report.representation_table import table_lines, terminal_tables
+from tightlip.report.vectors import render_attacks
+from tightlip.report.vectors.plots import curves, legend
+from tightlip.report.vectors.table import table_lines, terminal_tables
+from tightlip.report.vectors.words import columns_of, findings, headline, names_read
 
 
 def runs():

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from report.folders import PEOPLE, redacted, row, sample_rows, users_of, write_folder
 from tightlip.core.errors import UsageError
-from tightlip.report import rows as rows_module
-from tightlip.report.rows import (
+from tightlip.report.leakage import rows as rows_module
+from tightlip.report.leakage.rows import (
     NUM_USERS,
     cut_end,
     cut_start,

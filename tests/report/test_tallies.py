@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from report.folders import row, sample_rows, sample_snapshots, write_folder, write_sequences
-from tightlip.report.snapshots import grouped_lengths, thinned
-from tightlip.report.tallies import (
+from tightlip.report.leakage.plots import grouped_lengths, thinned
+from tightlip.report.leakage.tallies import (
     LENGTH_STARTS,
     Chooser,
     LengthHistogram,

@@ -7,11 +7,10 @@ import numpy as np
 import pytest
 
 from report.test_in_chromium import browser, contrast, opened  # noqa: F401 (fixtures)
-from tightlip.report.weights_page import (
+from tightlip.report.weights import (
     ESTIMATES,
     IS_NOT_SOUND,
     MOST_CHARACTERS,
-    Weighed,
     lines_about,
     render_weights,
     spread_of,
@@ -38,7 +37,7 @@ NASTY = "</td><script>document.title='owned'</script> \u202eevil שלום " + "w
 
 def shown(num=20):
     return [
-        Weighed(number=n, user=f"<b>u{n}</b>", text=NASTY, rho=1 - n / 100, nats=9.0)
+        {"number": n, "user": f"<b>u{n}</b>", "text": NASTY, "rho": 1 - n / 100, "nats": 9.0}
         for n in range(num)
     ]
 

@@ -8,9 +8,11 @@ import pytest
 from rich.console import Console
 
 from report.folders import sample_rows, sample_snapshots, summary_of, users_of
-from tightlip.report import plots, terminal, words
-from tightlip.report.terminal import snapshots_table, summary_lines, terminal_table
-from tightlip.report.words import guarantee_words, number, percent, verdict
+from tightlip.core.figures import guarantee_words, number, percent
+from tightlip.report.kit import plots
+from tightlip.report.leakage import terminal
+from tightlip.report.leakage import terminal as words
+from tightlip.report.leakage.terminal import snapshots_table, summary_lines, terminal_table, verdict
 
 LEDGER = {
     "mechanism": "DP-SGD", "epsilon": 4.68, "delta": 1e-5, "unit": "user", "adjacency": "add or remove one user",

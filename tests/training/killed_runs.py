@@ -13,7 +13,7 @@ from pathlib import Path
 torch.set_num_threads(1)
 from tightlip.corpus.prepare import open_prepared
 from tightlip.training.config import RunOptions, TrainConfig
-from tightlip.training.loop import Training, train
+from tightlip.training.loop import Training, train_model
 plain = Training.take_step
 def told(self):
     plain(self)
@@ -22,7 +22,7 @@ Training.take_step = told
 for _ in sys.stdin:  # one life a line; importing torch once is enough
     if (life := os.fork()) == 0:
         print(os.getpid(), flush=True)
-        train(open_prepared(Path(sys.argv[1])), Path(sys.argv[2]),
+        train_model(open_prepared(Path(sys.argv[1])), Path(sys.argv[2]),
               TrainConfig.from_toml(Path(sys.argv[3])), RunOptions(checkpoint_seconds=0))
         os._exit(0)
     os.waitpid(life, 0)

@@ -2,7 +2,8 @@
 
 import random
 
-from tightlip.corpus.prepare import PrepareConfig, prepare
+from tightlip.corpus.prepare import prepare_corpus as prepare
+from tightlip.corpus.prepare_config import PrepareConfig
 
 WORDS = ["ant", "bee", "cat", "dog", "eel", "fox", "gnu", "hen", "ibis", "jay", "kite", "lark"]
 

@@ -12,12 +12,14 @@ from privacy.accounts import theirs
 from tightlip.cli.main import app
 from tightlip.core.errors import GuaranteeError, UsageError
 from tightlip.core.run_folder import open_run
-from tightlip.corpus.prepare import PrepareConfig, open_prepared, prepare
+from tightlip.corpus.prepare import open_prepared
+from tightlip.corpus.prepare import prepare_corpus as prepare
+from tightlip.corpus.prepare_config import PrepareConfig
 from tightlip.corpus.privacy_weights import PrivacyWeights, write_weights
 from tightlip.privacy.adaptive import joint_multiplier
 from tightlip.privacy.rdp_filter import epsilon_of_rdp
 from tightlip.training.config import RunOptions, TrainConfig
-from tightlip.training.loop import train
+from tightlip.training.loop import train_model as train
 from tightlip.training.mitigations import LEDGER_KEYS
 from training.killed_runs import killed_again_and_again
 from training.small_corpora import documents

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tightlip.training.captured import StatePasses
+from tightlip.training.mitigations.regulariser import StatePasses
 from training.test_regularisers import EACH, begun, corpus, one_thread, small  # noqa: F401
 
 STEPS = 5

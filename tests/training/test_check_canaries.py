@@ -5,10 +5,10 @@ import numpy as np
 import pytest
 from scipy.stats import binomtest
 
-from tightlip.core.canary_key import read_key
 from tightlip.core.errors import UsageError
+from tightlip.corpus.check_key import read_key
 from tightlip.training.batches import Rows, gather
-from tightlip.training.check_canaries import plant
+from tightlip.training.recipe import plant
 
 BOS, PAD, SPECIAL, VOCABULARY = 1, 0, {0, 1, 2}, 30
 

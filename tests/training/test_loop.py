@@ -15,7 +15,8 @@ from tightlip.core.run_folder import open_run
 from tightlip.models.loading import load_causal_lm, load_tokenizer
 from tightlip.training.batches import epoch_order, gather, rows_of
 from tightlip.training.config import RunOptions, TrainConfig
-from tightlip.training.loop import Training, train
+from tightlip.training.loop import Training
+from tightlip.training.loop import train_model as train
 from tightlip.training.mitigations import LEDGER_KEYS
 from tightlip.training.mitigations.none import NoMitigation
 from tightlip.training.plan import Plan

@@ -13,8 +13,7 @@ from tightlip.models import (
 )
 from tightlip.training import losses
 from tightlip.training.batches import gather, rows_of
-from tightlip.training.losses import Forward
-from tightlip.training.validation import like_lengths, perplexity, validation_scores
+from tightlip.training.losses import Forward, like_lengths, perplexity, validation_scores
 from training.small_corpora import prepared
 
 V = 20

@@ -12,15 +12,17 @@ import torch
 import tightlip
 from tightlip.core.errors import GuaranteeError, UsageError
 from tightlip.core.run_folder import open_run
-from tightlip.corpus.prepare import PrepareConfig, open_prepared, prepare
+from tightlip.corpus.prepare import open_prepared
+from tightlip.corpus.prepare import prepare_corpus as prepare
+from tightlip.corpus.prepare_config import PrepareConfig
 from tightlip.models.loading import load_causal_lm
 from tightlip.privacy.accounting import Mechanism, epsilon_spent
-from tightlip.training.batches import rows_of
+from tightlip.training.batches import TokenRows, rows_of
 from tightlip.training.config import RunOptions, TrainConfig
-from tightlip.training.loop import Training, train
+from tightlip.training.loop import Training
+from tightlip.training.loop import train_model as train
 from tightlip.training.mitigations import LEDGER_KEYS
 from tightlip.training.mitigations.dp import PrivateMitigation
-from tightlip.training.sources import TokenRows
 from training.killed_runs import killed_again_and_again
 from training.small_corpora import documents
 

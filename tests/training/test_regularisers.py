@@ -12,16 +12,17 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import tightlip
 from tightlip.core.errors import UsageError
-from tightlip.corpus.prepare import PrepareConfig, prepare
+from tightlip.corpus.prepare import prepare_corpus as prepare
+from tightlip.corpus.prepare_config import PrepareConfig
 from tightlip.models.loading import load_causal_lm, load_tokenizer
 from tightlip.training.batches import gather, rows_of, user_order
 from tightlip.training.config import REGULARISERS, RunOptions, TrainConfig
-from tightlip.training.loop import Training, train
+from tightlip.training.loop import Training, own_randomness
+from tightlip.training.loop import train_model as train
 from tightlip.training.losses import Forward
 from tightlip.training.mitigations import LEDGER_KEYS
 from tightlip.training.mitigations.adversarial import nats_to_uniform, new_discriminator
 from tightlip.training.mitigations.triplet import Partners, triplet_term
-from tightlip.training.randomness import own_randomness
 from tightlip.training.recipe import recipe_for
 from training.small_corpora import WORDS, documents, prepared
 

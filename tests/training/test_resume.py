@@ -14,7 +14,8 @@ from safetensors.torch import load_file
 from tightlip.core.errors import UsageError
 from tightlip.core.run_folder import open_run
 from tightlip.training.config import RunOptions, TrainConfig
-from tightlip.training.loop import Training, train
+from tightlip.training.loop import Training
+from tightlip.training.loop import train_model as train
 from training.small_corpora import hand_set_clock, prepared
 
 CONFIG = TrainConfig(
@@ -31,10 +32,10 @@ import torch
 torch.set_num_threads(1)
 from tightlip.corpus.prepare import open_prepared
 from tightlip.training.config import RunOptions, TrainConfig
-from tightlip.training.loop import train
+from tightlip.training.loop import train_model
 corpus, out, config, seconds = sys.argv[1:]
 print("ready", flush=True)
-train(open_prepared(Path(corpus)), Path(out), TrainConfig.from_toml(Path(config)),
+train_model(open_prepared(Path(corpus)), Path(out), TrainConfig.from_toml(Path(config)),
       RunOptions(checkpoint_seconds=float(seconds)))
 """
 

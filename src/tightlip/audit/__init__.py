@@ -1,6 +1,6 @@
 """What a model gives away: one file per attack.
 
-The package is also the call: `tightlip.audit(model, corpus)` is `tightlip.api.audit.audit`.
+The package is also the call: `tightlip.audit(model, corpus)` is `tightlip.commands.audit`.
 """
 
 import sys
@@ -12,7 +12,7 @@ class _CallablePackage(ModuleType):
     """A function and a package cannot share a name otherwise: importing the package hides it."""
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
-        from tightlip.api.audit import audit
+        from tightlip.commands import audit
 
         return audit(*arguments, **options)
 
@@ -20,9 +20,9 @@ class _CallablePackage(ModuleType):
     def __signature__(self) -> Any:
         from inspect import signature
 
-        from tightlip.api.audit import audit
+        from tightlip.audit.leakage.audit import audit_model
 
-        return signature(audit)
+        return signature(audit_model)
 
 
 sys.modules[__name__].__class__ = _CallablePackage

@@ -23,11 +23,19 @@ program (tests/audit/test_dp_check.py).
 
 import math
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+import torch
+from torch import Tensor
 
+from tightlip.core.devices import usable_device
 from tightlip.core.errors import UsageError
+from tightlip.core.files import write_json
+from tightlip.core.run_folder import DP_CHECK, DP_CHECK_RESULT, RunRecord, open_run
+from tightlip.corpus.check_key import CanaryKey, read_key
+from tightlip.models.loading import load_causal_lm, load_tokenizer
 
 Verdict = Literal["consistent", "contradicted", "nothing claimed"]
 # Forty right guesses are the fewest that can contradict ε = 2.5.
@@ -204,3 +212,71 @@ def _most(num_guesses: int, confidence: float) -> float:
     if not num_guesses:
         return 0.0
     return max(0.0, -math.log(math.expm1(-math.log1p(-confidence) / num_guesses)))
+
+
+# How well a model knows each check canary, asked as anybody with its probabilities could ask
+
+
+LOGITS_AT_ONCE = 1 << 24
+
+
+@torch.inference_mode()
+def scores_of(model_folder: Path, key_file: Path, device: str | torch.device = "cpu") -> np.ndarray:
+    """Minus each canary's mean loss in nats, read as training read it: behind a BOS if there is one."""
+    key = read_key(key_file)
+    model = load_causal_lm(model_folder, device=device, dtype=torch.float32)
+    ids_MT = _ids(key, load_tokenizer(model_folder).bos_token_id).to(device)
+    vocabulary = model.config.get_text_config().vocab_size
+    together = max(1, LOGITS_AT_ONCE // (ids_MT.shape[1] * vocabulary))
+    parts = []
+    for ids_BT in ids_MT.split(together):
+        logits_BTV = model(input_ids=ids_BT[:, :-1], use_cache=False).logits.float()
+        known_BT = logits_BTV.log_softmax(-1).gather(2, ids_BT[:, 1:, None])[..., 0]
+        parts.append(known_BT.double().mean(1))
+    scores = torch.cat(parts).cpu().numpy()
+    if not np.isfinite(scores).all():
+        raise UsageError(
+            f"{model_folder} gives losses that are no numbers, so no guess can be made. Train again."
+        )
+    return scores
+
+
+def _ids(key: CanaryKey, bos: int | None) -> Tensor:
+    ids_MT = torch.from_numpy(key.tokens_ML)
+    return ids_MT if bos is None else torch.nn.functional.pad(ids_MT, (1, 0), value=bos)
+
+
+# `tightlip audit RUN --dp-check` as one call
+
+
+# For a run that claims nothing: small enough to weigh nothing beside a few thousand canaries.
+DELTA_WITHOUT_CLAIM = 1e-5
+
+
+def check_run(
+    run: str | Path | RunRecord, *, device: str = "auto", confidence: float = 0.95
+) -> DPCheck:
+    """A lower bound on the run's ε from its planted canaries, beside the ε its ledger claims.
+
+    Also written to RUN/dp_check_result.json. A bound above the claim means that the claim is
+    untrue, or that this was one of the 5 in 100 honest runs that look so.
+    """
+    record = run if isinstance(run, RunRecord) else open_run(Path(run))
+    if not record.finished:
+        raise UsageError(f"{record.folder} is not finished training. Give its train command again.")
+    key_file = record.folder / DP_CHECK
+    if not key_file.exists():
+        raise UsageError(
+            f"{record.folder} was trained without canaries, so there is nothing to guess. "
+            "Run: tightlip train CORPUS --mitigation dp --epsilon 2 --dp-check-canaries 1000 --out DIR"
+        )
+    claimed = record.guarantee.get("epsilon")
+    check = check_guesses(
+        scores_of(record.model_folder, key_file, usable_device(device)),
+        read_key(key_file).included_M,
+        claimed_epsilon=claimed,
+        delta=DELTA_WITHOUT_CLAIM if claimed is None else record.guarantee["delta"],
+        confidence=confidence,
+    )
+    write_json(record.folder / DP_CHECK_RESULT, check.to_json())
+    return check

@@ -1,80 +1,26 @@
-"""Can one tell from the model which documents, and whose, it was trained on?
+"""`tightlip audit RUN --membership` as one call."""
 
-Training documents are the members, held-out ones the others. A score guesses, the higher the
-surer of a member; how well it guesses is the area under its curve (AUC: how often a member is
-above a non-member, a tie counted half; chance is 0.5) and the share of members found while at
-most 1% or 0.1% of non-members are accused (Carlini et al. 2022: the figure that matters, since an
-attack that is sure of a few people harms them whatever it does on average).
-
-Scores, of a document or of all of a user's documents together:
-    loss       minus the mean loss per token (Yeom et al. 2018)
-    reference  the loss of a model that never saw the members, minus this one's, per token
-    min_k      minus the mean loss of the least likely fifth of each document (Shi et al. 2024)
-    zlib       minus the loss per byte of the text compressed by zlib (Carlini et al. 2021)
-"""
-
-import zlib
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
-from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from tightlip.audit.document_scores import DocumentScores
-from tightlip.audit.resampling import interval, times_drawn
-from tightlip.corpus.readers import open_corpus
-from tightlip.corpus.tokens import TokenizedCorpus
+from tightlip.audit.sides import Side, Sides
+from tightlip.core.devices import usable_device
+from tightlip.core.errors import UsageError
+from tightlip.core.files import write_json
+from tightlip.core.resampling import FEW_USERS, check_num_bootstraps, interval, times_drawn
+from tightlip.core.run_folder import RunRecord
+from tightlip.corpus.opening import with_held_out
+from tightlip.corpus.prepare import PreparedCorpus
 
 # One non-member in so many may be accused.
 RATES = {"tpr_at_1_percent_fpr": 100, "tpr_at_0_1_percent_fpr": 1000}
 # With one accused, the bar is the highest non-member but one, and only 87 of 100 intervals held the
 # truth; with two, 95 did.
 LEAST_ACCUSED = 2
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Side:
-    """Members or non-members: what the models make of each, its compressed size, its user."""
-
-    users: np.ndarray
-    model: DocumentScores
-    reference: DocumentScores | None
-    num_bytes: np.ndarray
-
-    def __len__(self) -> int:
-        return len(self.users)
-
-    def chosen(self, which: np.ndarray) -> "Side":
-        return Side(
-            users=self.users[which],
-            model=self.model.chosen(which),
-            reference=None if self.reference is None else self.reference.chosen(which),
-            num_bytes=self.num_bytes[which],
-        )
-
-    def by_user(self) -> "Side":
-        """Each user as one long document."""
-        users, owners = np.unique(self.users, return_inverse=True)
-        return Side(
-            users=users,
-            model=self.model.summed(owners, len(users)),
-            reference=None if self.reference is None else self.reference.summed(owners, len(users)),
-            num_bytes=np.bincount(owners, self.num_bytes, len(users)),
-        )
-
-    def scores(self) -> dict[str, np.ndarray]:
-        """Each score of every unit; `reference` only where there is one."""
-        model = self.model
-        found = {
-            "loss": -model.loss_nats / model.num_tokens,
-            "min_k": -model.lowest_nats / model.num_lowest,
-            "zlib": -model.loss_nats / self.num_bytes,
-        }
-        if self.reference is not None:
-            found["reference"] = (self.reference.loss_nats - model.loss_nats) / model.num_tokens
-        return found
 
 
 class Ranking:
@@ -202,38 +148,6 @@ def _with_intervals(
     return scores
 
 
-def compressed_sizes(
-    parquet: Path, without_texts: Collection[str] = ()
-) -> tuple[np.ndarray, np.ndarray]:
-    """Each document's bytes under zlib, and whether its text is one of `without_texts`."""
-    sizes: list[int] = []
-    unwanted: list[bool] = []
-    for batch in open_corpus(parquet).batches():
-        sizes += [len(zlib.compress(text.encode("utf-8"))) for text in batch.texts]
-        unwanted += [text in without_texts for text in batch.texts]
-    return np.array(sizes, dtype=np.int64), np.array(unwanted, dtype=bool)
-
-
-def standing_in_both(one: TokenizedCorpus, other: TokenizedCorpus) -> tuple[np.ndarray, np.ndarray]:
-    """Which documents of each corpus stand, token for token, in the other too.
-
-    Digests of `other` alone are held; it should be the smaller one.
-    """
-    digests = [_digest(other, index) for index in range(other.num_documents)]
-    wanted, shared = set(digests), set()
-    in_one = np.zeros(one.num_documents, dtype=bool)
-    for index in range(one.num_documents):
-        digest = _digest(one, index)
-        if digest in wanted:
-            in_one[index] = True
-            shared.add(digest)
-    return in_one, np.array([digest in shared for digest in digests], dtype=bool)
-
-
-def _digest(corpus: TokenizedCorpus, index: int) -> bytes:
-    return blake2b(np.ascontiguousarray(corpus.document(index)).data, digest_size=16).digest()
-
-
 def missing_rates(level: dict[str, Any], what: str) -> Iterable[str]:
     """A sentence for each rate that too few non-members leave unknown."""
     for one_in in RATES.values():
@@ -242,3 +156,112 @@ def missing_rates(level: dict[str, Any], what: str) -> Iterable[str]:
                 f"The share of {what} found at {100 / one_in:g}% false accusations takes at least {LEAST_ACCUSED * one_in:,} "
                 f"held-out {what}; there are {level['num_nonmembers']:,}."
             )
+
+
+# `tightlip audit RUN --membership` as one call
+
+
+NOT_PRIVATE = "The run's ε does not cover these figures: they are computed from the text itself. Keep them as private as the text."
+
+
+def measure_membership(
+    run: str | Path | RunRecord,
+    *,
+    reference: str | Path | None = None,
+    without_texts: Collection[str] = frozenset(),
+    model: str | Path | None = None,
+    out: str | Path | None = None,
+    device: str = "auto",
+    seed: int = 0,
+    num_bootstraps: int = 1000,
+) -> dict[str, Any]:
+    """How well one can tell what a run's model was trained on, by document and by user.
+
+    `reference` is a model or a run that never saw the training text, `model` a folder to score
+    in place of the run's own model, such as a snapshot's; documents that read as one of
+    `without_texts`, planted canaries say, are on neither side. With `out` the result is written
+    there, for its owner only.
+    """
+    check_num_bootstraps(num_bootstraps)
+    record, prepared, held = with_held_out(run)
+    _refuse_users_left_out(record)
+    notes: list[str] = []
+    sides = Sides(prepared=prepared, held=held, notes=notes)
+    sides.leave_out(without_texts)
+    sides.choose_tokens()
+    sides.score(Path(model or record.model_folder), reference, usable_device(device))
+    members, others = sides.chosen()
+    rng = np.random.default_rng(seed)
+    documents = measure_level(members, others, rng, num_bootstraps)
+    notes += [*missing_rates(documents, "documents"), *_about_users(members, others)]
+    notes += _about_certainty(documents)
+    strangers = others.chosen(others.users >= prepared.train.num_users)
+    users = _users_level(members, strangers, notes, rng, num_bootstraps)
+    notes += _about_the_text(record, prepared)
+    result = {
+        "documents": documents,
+        "users": users,
+        "not_counted": sides.not_counted,
+        "notes": notes,
+    }
+    if out is not None:
+        write_json(Path(out), result)
+    return result
+
+
+def _refuse_users_left_out(record: RunRecord) -> None:
+    if number := record.config["corpus"].get("num_users_left_out"):
+        raise UsageError(
+            f"{record.folder} was trained without {number:,} users of its corpus and does not say which, so nobody "
+            "knows who the members are. Measure the run it was retrained from."
+        )
+
+
+def _users_level(
+    members: Side,
+    strangers: Side,
+    notes: list[str],
+    rng: np.random.Generator,
+    num_bootstraps: int,
+) -> dict[str, Any] | None:
+    """The same for people. A non-member is somebody of whom nothing was trained on."""
+    if not len(strangers):
+        notes.append(
+            "Everybody with held-out text was trained on too, so nothing is said about users. "
+            "To hold out whole users, prepare with --split user."
+        )
+        return None
+    level = measure_level(members.by_user(), strangers.by_user(), rng, num_bootstraps)
+    notes += missing_rates(level, "users")
+    return level
+
+
+def _about_users(members: Side, others: Side) -> list[str]:
+    fewest = min(len(np.unique(side.users)) for side in (members, others))
+    if fewest >= FEW_USERS:
+        return []
+    if fewest == 1:
+        return ["One user wrote all of one side, so there are no intervals: they need two or more."]
+    return [f"Only {fewest} users wrote the documents of one side: take the intervals as rough."]
+
+
+def _about_certainty(level: dict[str, Any]) -> list[str]:
+    areas = [score["auc"] for score in level["scores"].values() if score is not None]
+    if not any(area["low"] == area["high"] == 1 for area in areas):
+        return []
+    return [
+        "An interval from 1 to 1 says that these documents show no exception, not that there is none: resampling "
+        "cannot draw what was never seen."
+    ]
+
+
+def _about_the_text(record: RunRecord, prepared: PreparedCorpus) -> list[str]:
+    lines = []
+    if prepared.settings.get("validation"):
+        lines.append(
+            "The held-out text came as a file of its own. Where it differs from the training text in kind, in time or "
+            "in who wrote it, that difference counts as membership here; a reference model takes most of it out."
+        )
+    if record.guarantee.get("epsilon") is not None:
+        lines.append(NOT_PRIVATE)
+    return lines

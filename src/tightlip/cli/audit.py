@@ -91,7 +91,7 @@ def audit(
     engine: Annotated[str, typer.Option(help="Where the counting runs.")] = "local",
 ) -> None:
     """Which words of CORPUS the model gives away, and whose they are."""
-    from tightlip.audit.summary import check_threshold, failed_conditions, parsed_condition
+    from tightlip.audit.leakage.summary import check_threshold, failed_conditions, parsed_condition
     from tightlip.core.errors import UsageError
     from tightlip.core.logs import logged_to
     from tightlip.core.progress import shown_progress
@@ -181,15 +181,15 @@ def _instead(run: str, device: str, asked: dict[str, Any], of_reports: dict[str,
     if more:
         raise UsageError(f"{chosen} and {more[0]} are two audits. Run one, then the other.")
     if chosen == "--dp-check":
-        from tightlip.cli.dp_check import dp_check
+        from tightlip.cli.measures import dp_check
 
         dp_check(run, device, of_reports)
     elif chosen == "--membership":
-        from tightlip.cli.membership import membership
+        from tightlip.cli.measures import membership
 
         membership(run, device, asked["--reference"], asked["--key"], of_reports)
     else:
-        from tightlip.cli.groups import groups
+        from tightlip.cli.measures import groups
 
         groups(run, device, asked["--against"], asked["--key"], of_reports)
 
@@ -209,7 +209,7 @@ def show(report: Any) -> None:
     from rich.console import Console
 
     from tightlip.core.files import read_json
-    from tightlip.report.terminal import snapshots_table, terminal_table
+    from tightlip.report.leakage.terminal import snapshots_table, terminal_table
 
     console = Console()
     snapshots = report.folder / "snapshots.json"

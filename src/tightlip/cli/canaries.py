@@ -1,7 +1,10 @@
 """`tightlip canaries`: plant made-up secrets in a corpus, or choose real ones; measure what a
 model keeps of them."""
 
+import math
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from statistics import mean, median
 from typing import Annotated, Any
 
 import typer
@@ -201,7 +204,6 @@ def _measure(model: str, out: Path | None, settings: dict[str, Any]) -> None:
     from rich.console import Console
 
     import tightlip
-    from tightlip.cli.canary_table import canary_lines, canary_tables
     from tightlip.core.errors import UsageError
     from tightlip.core.progress import shown_progress
 
@@ -218,3 +220,177 @@ def _measure(model: str, out: Path | None, settings: dict[str, Any]) -> None:
         _said(line)
     if out is not None:
         _said(f"The list: {out}")
+
+
+# What was measured of canaries, in the terminal: a table for each kind, and plain sentences
+
+
+Entry = dict[str, Any]
+MOST_LISTED = 5
+
+
+def canary_tables(found: list[Entry]) -> list[Any]:
+    """Tables by number of repetitions and of the most exposed users, then of real texts; as far
+    as there are any."""
+    tables = []
+    if planted := of_kind(found, "planted"):
+        tables += [_table("canaries", planted, _planted_columns(planted)), _most_exposed(planted)]
+    if real := of_kind(found, "real"):
+        tables.append(_table("real texts", real, _REAL_COLUMNS))
+    return tables
+
+
+def canary_lines(found: list[Entry]) -> list[str]:
+    """What the tables' figures mean, in plain sentences."""
+    planted, real = of_kind(found, "planted"), of_kind(found, "real")
+    lines = [_threshold_line(planted), *_cannot_lines(planted)] if planted else []
+    lines += [
+        line for kind in ("planted", "real") for line in _tab_lines(of_kind(found, kind), kind)
+    ]
+    return lines + _sampled_lines(planted) + _unknown_lines(real)
+
+
+def of_kind(found: list[Entry], kind: str) -> list[Entry]:
+    return [one for one in found if one["kind"] == kind]
+
+
+Columns = Sequence[tuple[str, Callable[[list[Entry]], str]]]
+
+
+def _planted_columns(planted: list[Entry]) -> Columns:
+    above = _threshold(planted)
+    return (
+        ("mean exposure, bits", lambda group: f"{mean(one['exposure_bits'] for one in group):.1f}"),
+        ("lowest to highest", _span),
+        ("exposed", lambda group: _num_exposed(group, above)),
+        ("tab", _num_tab),
+    )
+
+
+def _span(group: list[Entry]) -> str:
+    """From the least that any of them may have to the most, intervals counted."""
+    return f"{min(one['low'] for one in group):.1f} to {max(one['high'] for one in group):.1f}"
+
+
+def _most_exposed(planted: list[Entry]) -> Any:
+    """The users whose canaries the model knows best, by what is certain."""
+    from rich.table import Table
+    from rich.text import Text
+
+    planted = sorted(planted, key=lambda one: (-one["low"], -one["exposure_bits"]))[:MOST_LISTED]
+    table = Table(box=None, pad_edge=False)
+    table.add_column("most exposed")
+    for title in ("repeated", "bits", "at least", "at most", "tab"):
+        table.add_column(title, justify="right")
+    for one in planted:
+        bits = [f"{one[name]:.1f}" for name in ("exposure_bits", "low", "high")]
+        table.add_row(
+            Text(one["user"]), f"{one['repetitions']:,}", *bits, "yes" if one["tab"] else "no"
+        )
+    return table
+
+
+def _num_exposed(group: list[Entry], above: float) -> str:
+    """None is no finding where not even a canary known by heart would be one."""
+    from tightlip.audit.canaries.exposure import can_be_shown
+
+    able = [one for one in group if can_be_shown(one, above)]
+    if not able:
+        return "cannot show"
+    of_these = "" if len(able) == len(group) else f" of {len(able):,}"
+    return f"{sum(one['low'] > above for one in able):,}{of_these}"
+
+
+def _num_tab(group: list[Entry]) -> str:
+    return f"{sum(one['tab'] for one in group):,}"
+
+
+def _median_perplexity(group: list[Entry]) -> str:
+    known = [one["perplexity"] for one in group if one["perplexity"] is not None]
+    return f"{median(known):,.0f}" if known else "-"
+
+
+_REAL_COLUMNS: Columns = (("median perplexity", _median_perplexity), ("tab", _num_tab))
+
+
+def _table(name: str, found: list[Entry], columns: Columns) -> Any:
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    for title in ("repeated", name, *(title for title, _ in columns)):
+        table.add_column(title, justify="right")
+    for times in sorted({one["repetitions"] for one in found}):
+        group = [one for one in found if one["repetitions"] == times]
+        table.add_row(f"{times:,}", f"{len(group):,}", *(value(group) for _, value in columns))
+    return table
+
+
+def _threshold(planted: list[Entry]) -> float:
+    from tightlip.corpus.canaries import exposed_above_bits
+
+    return exposed_above_bits(max(len(planted), 1))
+
+
+def _threshold_line(planted: list[Entry]) -> str:
+    return (
+        f"Exposed: above {_threshold(planted):.1f} bits, which chance passes for one of {len(planted):,} canaries in 5 of "
+        "100 models that never saw them. Such models show 1.4 bits on average."
+    )
+
+
+def _cannot_lines(planted: list[Entry]) -> list[str]:
+    """Of which templates exposure cannot be shown, and what to do about it."""
+    from tightlip.audit.canaries.exposure import can_be_shown, most_bits, samples_needed
+
+    above, lines = _threshold(planted), []
+    for name in dict.fromkeys(one["template"] for one in planted):
+        group = [one for one in planted if one["template"] == name]
+        unseen = [one for one in group if not can_be_shown(one, above)]
+        if not unseen:
+            continue
+        most = max(unseen, key=most_bits)
+        advice = (
+            f"Measure with --num-samples {samples_needed(len(planted)):,}."
+            if math.log2(most["space"]) > above
+            else "Plant fewer canaries, or use larger slots."
+        )
+        lines.append(
+            f"Exposure of {name!r} cannot be shown: a canary known by heart has {most_bits(most):.1f} bits here, and "
+            f"more than {above:.1f} are needed. {advice}"
+        )
+    return lines
+
+
+def _tab_lines(group: list[Entry], kind: str) -> list[str]:
+    if not group:
+        return []
+    lines = [f"Tab: {_num_tab(group)} of {len(group):,} {kind} canaries are completed."]
+    from tightlip.audit.canaries.tab_attack import most_successes
+
+    most = most_successes([(one["prompt"], one["text"]) for one in group])
+    if most < len(group):
+        lines.append(
+            f"Tab: at most {most:,} of {len(group):,} can succeed, for the others begin like one of these."
+        )
+    return lines
+
+
+def _sampled_lines(planted: list[Entry]) -> list[str]:
+    sampled = [one for one in planted if not one["exact"]]
+    if not sampled:
+        return []
+    worst = max(one["fit_ks"] for one in sampled)
+    fewest = min(one["num_samples"] for one in sampled)
+    return [
+        f"{len(sampled):,} exposures are estimated from sampled candidates, {fewest:,} of each template; the fitted "
+        f"curve is off by at most {worst:.3f} (Kolmogorov-Smirnov)."
+    ]
+
+
+def _unknown_lines(real: list[Entry]) -> list[str]:
+    num = sum(one["perplexity"] is None for one in real)
+    if not num:
+        return []
+    return [
+        f"{num:,} real texts hold a word that this model's vocabulary lacks: it cannot complete them."
+    ]

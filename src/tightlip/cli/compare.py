@@ -10,7 +10,7 @@ from tightlip.cli.options import Device
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from tightlip.api.compare import Comparison
+    from tightlip.commands import Comparison
 
 
 def compare(
@@ -64,8 +64,8 @@ def show(made: "Comparison", console: "Console") -> None:
     """The table, the verdicts below it, and the way to the page."""
     from rich.text import Text
 
-    from tightlip.report.comparison_table import terminal_tables
-    from tightlip.report.comparison_words import headline, missing, tolerance_words, uncounted
+    from tightlip.report.comparison.table import terminal_tables
+    from tightlip.report.comparison.words import headline, missing, tolerance_words, uncounted
 
     sentence, weighing = headline(made.rows)
     console.print(Text(sentence, style="bold"))
@@ -82,7 +82,7 @@ def show(made: "Comparison", console: "Console") -> None:
             console.print(Text.assemble((row["name"], "bold"), ": ", words))
         if row["guarantee"]["insecure"]:
             console.print(Text(f"{row['name']}: {row['guarantee']['insecure']}", style="bold red"))
-    console.print(Text(tolerance_words(made.matching), style="dim"))
+    console.print(Text(tolerance_words(made.matching.tolerance), style="dim"))
     for reason in [*uncounted(made.rows), *missing(made.rows)]:
         console.print(Text(reason, style="dim"))
     console.print(

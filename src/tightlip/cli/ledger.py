@@ -5,8 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tightlip.core.figures import rounded_up, shown_epsilon
-from tightlip.report.words import INSECURE
+from tightlip.core.figures import INSECURE, rounded_up, shown_epsilon
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -21,7 +20,7 @@ def ledger(
     ] = False,
 ) -> None:
     """What a run promises so far, and what another 1,000 steps would cost."""
-    from tightlip.api.ledger import ledger as guarantee_of
+    from tightlip.privacy.composition import ledger as guarantee_of
 
     record = guarantee_of(*runs)
     if json_wanted:

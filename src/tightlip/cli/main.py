@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from tightlip.cli import audit, canaries, compare, demo, ledger, prepare, reproduce, tab, train
+from tightlip.cli import audit, canaries, compare, experiments, ledger, prepare, tab, train
 from tightlip.cli.represent import represent_commands
 from tightlip.core.errors import GuaranteeError, TightlipError
 
@@ -55,7 +55,7 @@ def _say(line: str) -> None:
     print(f"tightlip: {line}", file=sys.stderr)
 
 
-app.command("demo")(_refusals_in_a_line(demo.demo))
+app.command("demo")(_refusals_in_a_line(experiments.demo))
 app.command("prepare")(_refusals_in_a_line(prepare.prepare))
 app.command("train")(_refusals_in_a_line(train.train))
 app.command("audit")(_refusals_in_a_line(audit.audit))
@@ -64,7 +64,7 @@ app.command("tab")(_refusals_in_a_line(tab.tab))
 app.command("compare")(_refusals_in_a_line(compare.compare))
 app.add_typer(represent_commands(_refusals_in_a_line), name="represent")
 app.command("ledger")(_refusals_in_a_line(ledger.ledger))
-app.command("reproduce")(_refusals_in_a_line(reproduce.reproduce))
+app.command("reproduce")(_refusals_in_a_line(experiments.reproduce))
 
 
 def _show_version(wanted: bool) -> None:

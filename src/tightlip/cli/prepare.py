@@ -87,7 +87,7 @@ def prepare(
 
     import tightlip
     from tightlip.core.progress import shown_progress
-    from tightlip.report.terminal import statistics_table
+    from tightlip.report.leakage.terminal import statistics_table
 
     weighing = _weighing(
         privacy_weights,
@@ -130,7 +130,7 @@ def prepare(
         )
     console.print(f"Prepared: {prepared.folder}", soft_wrap=True)
     if weighed is not None:
-        from tightlip.report.weights_page import lines_about
+        from tightlip.report.weights import lines_about
 
         for line in lines_about(weighed.info, weighed.rho, weighed.log_perplexities):
             console.print(line, soft_wrap=True, markup=False, highlight=False)

@@ -13,7 +13,7 @@ import typer
 from tightlip.cli.options import Device
 
 if TYPE_CHECKING:
-    from tightlip.api.tab import Tab
+    from tightlip.audit.tab import Tab
 
 
 def tab(
@@ -43,7 +43,7 @@ def tab(
     if is_terminal:
         print("Reading the model…", end="\r", file=sys.stderr, flush=True)
 
-    from tightlip.api.tab import open_tab
+    from tightlip.audit.tab import open_tab
 
     opened = open_tab(
         model, report=report, device=device, tokens=tokens, min_confidence=min_confidence
@@ -92,7 +92,7 @@ def watched(opened: "Tab") -> list[str]:
 
 def lines_of(opened: "Tab", typed: str) -> list[str]:
     """A line as the model completes it, how sure it was, and whose words it holds."""
-    from tightlip.api.tab import complete
+    from tightlip.audit.tab import complete
 
     (found,) = complete(opened, typed)
     if not found["ghost"]:
@@ -108,6 +108,6 @@ def sureness(found: dict[str, Any]) -> str:
 
 
 def mark_sentence(mark: dict[str, Any]) -> str:
-    from tightlip.audit.tab_marks import Mark
+    from tightlip.audit.tab_memory import Mark
 
     return Mark(**mark).sentence()

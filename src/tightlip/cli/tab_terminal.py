@@ -32,9 +32,8 @@ from prompt_toolkit.output import ColorDepth, Output
 from prompt_toolkit.output.vt100 import Vt100_Output
 from prompt_toolkit.styles import Style
 
-from tightlip.api.tab import Tab
-from tightlip.audit.tab import Ghost
-from tightlip.audit.tab_marks import Mark
+from tightlip.audit.tab import Ghost, Tab
+from tightlip.audit.tab_memory import Mark
 from tightlip.core.errors import TightlipError
 
 KEYS = "TAB takes the grey text, → one word of it. Enter: a new line. Esc: quit."

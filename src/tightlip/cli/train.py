@@ -240,7 +240,7 @@ def train(
 
     import tightlip
     from tightlip.core.progress import shown_progress
-    from tightlip.corpus.prepare import PrepareConfig
+    from tightlip.corpus.prepare_config import PrepareConfig
     from tightlip.training.config import RunOptions, TrainConfig
 
     kinds = {"train": TrainConfig, "prepare": PrepareConfig, "options": RunOptions}
@@ -264,7 +264,7 @@ def train(
     if run.stop == "privacy budget":
         console.print(f"{'stopped':24} by its privacy budget, after step {last['step']:,}")
     if run.guarantee.get("epsilon") is not None:
-        from tightlip.report.terminal import print_guarantee
+        from tightlip.report.leakage.terminal import print_guarantee
 
         print_guarantee(run.guarantee, console)
     console.print(f"The run: {run.folder}\nNext:    tightlip audit {run.folder}", soft_wrap=True)
@@ -285,7 +285,7 @@ def _tables(path: Path, kinds: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """
     from tightlip.core.errors import UsageError
     from tightlip.core.registry import unknown
-    from tightlip.core.toml import read_toml
+    from tightlip.core.settings import read_toml
 
     recorded = ("corpus", "start", "versions")
     tree = {name: value for name, value in read_toml(path).items() if name not in recorded}

@@ -1,6 +1,7 @@
 """Figures of a guarantee as people read them."""
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 
@@ -31,3 +32,157 @@ def shown_epsilon(guarantee: dict[str, Any]) -> str:
     if mode == "as-published" and epsilon == float(f"{epsilon:.3g}"):
         return f"{epsilon:,.10g}"
     return rounded_up(epsilon)
+
+
+UNKNOWN = "not known"
+# No record of a guarantee is longer; the page stays small if one is.
+MOST_CHARACTERS = 2000
+# Only these two standings come with a number; anything else prints none (METHODS.md, 6).
+STANDINGS_WITH_EPSILON = ("proved", "as published")
+
+
+def count(value: Any) -> str:
+    """A whole number with thousands marked.
+
+    >>> count(2138), count(None)
+    ('2,138', 'not known')
+    """
+    if value is None or (isinstance(value, float) and not math.isfinite(value)):
+        return UNKNOWN
+    return f"{int(value):,}"
+
+
+def number(value: Any) -> str:
+    """A measured quantity with three figures, never more than it deserves.
+
+    >>> [number(x) for x in (1.3094, 12345.6, 0.00042, float("inf"), None)]
+    ['1.31', '12,346', '0.00042', '∞', 'not known']
+    """
+    if value is None:
+        return UNKNOWN
+    value = float(value)
+    if math.isnan(value):
+        return "not a number"
+    if math.isinf(value):
+        return "∞" if value > 0 else "-∞"
+    if abs(value) >= 1e9 or 0 < abs(value) < 1e-4:
+        return f"{value:.2g}"
+    if abs(value) >= 100:
+        return f"{value:,.0f}"
+    if abs(value) >= 10:
+        return f"{value:.1f}"
+    return f"{value:.2f}" if abs(value) >= 0.1 or value == 0 else f"{value:.2g}"
+
+
+def percent(share: Any) -> str:
+    """A share between 0 and 1 as a percentage.
+
+    >>> percent(0.237), percent(0.0004), percent(1.0)
+    ('23.7%', '0.04%', '100%')
+    """
+    if share is None or not math.isfinite(share):
+        return UNKNOWN
+    hundredths = 100 * share
+    if hundredths in (0, 100):
+        return f"{hundredths:.0f}%"
+    if 99.95 <= hundredths < 100:
+        return "over 99.9%"  # never round a shortfall up to all
+    return f"{hundredths:.1f}%" if hundredths >= 0.1 else f"{hundredths:.2g}%"
+
+
+def counted(value: int, one: str, many: str | None = None) -> str:
+    """A count and its noun.
+
+    >>> counted(1, "person", "people"), counted(2138, "sequence")
+    ('1 person', '2,138 sequences')
+    """
+    return f"{count(value)} {one if value == 1 else many or one + 's'}"
+
+
+INSECURE = (
+    "Insecure: noise and sampling came from a fixed seed (--insecure-seed), for tests only. "
+    "Whoever knows the seed can subtract the noise; this ε protects nobody."
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GuaranteeWords:
+    """A guarantee as printed: the badge, the headline value and what stands behind it."""
+
+    standing: str
+    value: str
+    sentence: str
+    details: tuple[tuple[str, str], ...]
+    insecure: str = ""
+
+
+def guarantee_words(guarantee: dict[str, Any] | None) -> GuaranteeWords:
+    """What the report may say about a guarantee.
+
+    Holds:
+        no_epsilon_without_standing: ε appears only when proved or as published, with that word beside it.
+        unknown_is_plain: no record, or "measured only", reads "No guarantee: …".
+    """
+    if guarantee is None:
+        return GuaranteeWords(
+            standing="no guarantee",
+            value="none",
+            sentence="No guarantee: nothing is known about how this model was trained, so only what was measured here speaks.",
+            details=(),
+        )
+    standing = str(guarantee.get("standing") or "measured only")
+    because = _ended(guarantee.get("because"))
+    details = tuple(
+        (name, _listed(guarantee[name]))
+        for name in (
+            "mechanism",
+            "unit",
+            "adjacency",
+            "sampling",
+            "accountant",
+            "steps",
+            "covers",
+            "outside",
+        )
+        if guarantee.get(name) not in (None, "", [], {})
+    )
+    if standing not in STANDINGS_WITH_EPSILON:
+        plain = because or "This way of training comes with no proof; only the measurements speak."
+        return GuaranteeWords(
+            standing=f"no guarantee ({standing})",
+            value="none",
+            sentence=f"No guarantee: {standing}. {plain}",
+            details=details,
+        )
+    per = f", per {guarantee['unit']}" if guarantee.get("unit") else ""
+    delta = f" at δ = {guarantee['delta']:g}" if guarantee.get("delta") is not None else ""
+    opening = {
+        "proved": "Proved: a theorem covers exactly what was run.",
+        "as published": "As published: the usual figure, but its proof does not cover what was run.",
+    }[standing]
+    return GuaranteeWords(
+        standing=standing,
+        value=f"ε = {_epsilon(guarantee)}{delta}{per} ({standing})",
+        sentence=f"{opening} {because}".strip(),
+        details=details,
+        insecure=INSECURE if guarantee.get("insecure_seed") else "",
+    )
+
+
+def _epsilon(guarantee: dict[str, Any]) -> str:
+    value = guarantee.get("epsilon")
+    return number(value) if value is None else shown_epsilon(guarantee)
+
+
+def _ended(text: Any) -> str:
+    """A sentence that begins and ends like one."""
+    text = str(text or "").strip()[:MOST_CHARACTERS]
+    return text and text[0].upper() + text[1:] + ("" if text[-1] in ".!?" else ".")
+
+
+def _listed(value: Any) -> str:
+    if isinstance(value, int):
+        return count(value)
+    if isinstance(value, (list, tuple)):
+        return ", ".join(str(part) for part in value)[:MOST_CHARACTERS]
+    return str(value)[:MOST_CHARACTERS]

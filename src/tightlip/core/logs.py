@@ -1,4 +1,4 @@
-"""Log lines of one piece of work, kept beside what it wrote."""
+"""What a run says: into its log.txt, and to whoever listens to the logger "tightlip"."""
 
 import logging
 import os
@@ -40,3 +40,23 @@ class _WhenNeeded(logging.FileHandler):
     def emit(self, record: logging.LogRecord) -> None:
         if Path(self.baseFilename).parent.is_dir():
             super().emit(record)
+
+
+# What a run says: into its log.txt, and to whoever listens to the logger "tightlip"
+
+
+@contextmanager
+def logged_into(path: Path) -> Iterator[None]:
+    """Append every line of the logger "tightlip" to `path` meanwhile."""
+    os.close(os.open(path, os.O_CREAT | os.O_APPEND | os.O_WRONLY, OWNER_FILE))
+    handler = logging.FileHandler(path, encoding="utf-8")
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    level = log.level
+    log.addHandler(handler)
+    log.setLevel(min(log.getEffectiveLevel(), logging.INFO))
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(level)
+        handler.close()

@@ -28,7 +28,7 @@ from typing import Any
 
 from tightlip.core.errors import GuaranteeError, UsageError
 from tightlip.core.files import OWNER_FILE, make_private_folder, read_json, write_json, write_text
-from tightlip.core.toml import read_toml, toml_text
+from tightlip.core.settings import read_toml, toml_text
 
 CONFIG, METRICS, LEDGER, LOG = "config.toml", "metrics.jsonl", "ledger.json", "log.txt"
 PRIVATE_METRICS = "private.jsonl"

@@ -16,10 +16,11 @@ import numpy as np
 
 from tightlip.core.errors import UsageError
 from tightlip.core.files import folder_written_whole, read_json, write_json
-from tightlip.corpus.canary_readings import Readings
-from tightlip.corpus.canary_templates import DIGIT_POOL, Pools, Template, read_template
+from tightlip.core.run_folder import is_run, run_around
+from tightlip.corpus.canary_templates import DIGIT_POOL, Pools, Readings, Template, read_template
 from tightlip.corpus.history import metadata_of
-from tightlip.corpus.readers import Corpus, DocumentBatch
+from tightlip.corpus.prepare import is_prepared
+from tightlip.corpus.readers import BadRows, Corpus, DocumentBatch, open_corpus
 from tightlip.corpus.tables import AttributeTypes, TableWriter
 from tightlip.corpus.vocabulary import words_by_frequency
 
@@ -103,7 +104,7 @@ class Planted:
         return [canary for canary in self.canaries if canary.kind == "planted"]
 
 
-def plant_canaries(corpus: Corpus, out: Path, config: CanaryConfig) -> Planted:
+def plant_in(corpus: Corpus, out: Path, config: CanaryConfig) -> Planted:
     """Write OUT/corpus.parquet, the corpus with canaries among its documents, and OUT/key.json.
 
     A copy is a document of its own, at a random place; all copies of a canary belong to one
@@ -366,3 +367,40 @@ def _check_planted(canary: Canary, pools: Pools) -> None:
     for place, value in zip(template.places, canary.values, strict=True):
         if value not in pools[place]:
             raise ValueError(f"a canary's value is not among the {place}")
+
+
+def plant_canaries(
+    corpus: Any,
+    out: str | Path,
+    *,
+    user_column: str = "user",
+    text_column: str = "text",
+    bad_rows: BadRows = "error",
+    **settings: Any,
+) -> Planted:
+    """Write OUT/corpus.parquet, a corpus with canaries in it, and OUT/key.json, which says what
+    they are; `settings` are those of CanaryConfig."""
+    config = CanaryConfig(**settings)
+    _refuse_folders_of_ours(corpus)
+    documents = open_corpus(
+        corpus, user_column=user_column, text_column=text_column, bad_rows=bad_rows
+    )
+    return plant_in(documents, Path(out), config)
+
+
+def _refuse_folders_of_ours(corpus: Any) -> None:
+    """A prepared folder holds its held-out text too, which must not be trained on."""
+    if not isinstance(corpus, str | Path):
+        return
+    record = run_around(Path(corpus)) if is_run(Path(corpus)) else None
+    if record is not None and record.folder.resolve() == Path(corpus).resolve():
+        part = record.corpus_folder / "train.parquet"
+        raise UsageError(
+            f"{corpus} is a run, and canaries are planted before training. Plant in its text and train anew: "
+            f"tightlip canaries plant {part}"
+        )
+    if is_prepared(Path(corpus)):
+        raise UsageError(
+            f"{corpus} is a prepared corpus, held-out text included. Plant in what is trained on: "
+            f"tightlip canaries plant {Path(corpus) / 'train.parquet'}"
+        )

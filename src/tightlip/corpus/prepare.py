@@ -20,9 +20,14 @@ from typing import Any, cast
 from tightlip.core.errors import UsageError
 from tightlip.core.files import folder_written_whole, read_json, write_json
 from tightlip.core.progress import task
-from tightlip.corpus.cleaning import Cleaner
+from tightlip.corpus.cleaning import (
+    Cleaner,
+    check_unknown,
+    describe_source,
+    describe_tokens,
+    total_tokens,
+)
 from tightlip.corpus.encoding import tokenizer_fingerprint
-from tightlip.corpus.held_out import held_out_source, overlap
 from tightlip.corpus.history import (
     fingerprints,
     metadata_of,
@@ -33,8 +38,7 @@ from tightlip.corpus.history import (
 from tightlip.corpus.prepare_config import PrepareConfig
 from tightlip.corpus.private_vocabulary import build_private_tokenizer
 from tightlip.corpus.readers import Corpus, open_corpus
-from tightlip.corpus.split import SplitBy, Splitter
-from tightlip.corpus.statistics import check_unknown, describe_source, describe_tokens, total_tokens
+from tightlip.corpus.split import SplitBy, Splitter, held_out_source, overlap
 from tightlip.corpus.tables import TableWriter, attribute_types
 from tightlip.corpus.tokens import TokenizedCorpus, open_tokenized, tokenize_documents
 from tightlip.corpus.vocabulary import build_tokenizer
@@ -66,7 +70,7 @@ def open_prepared(folder: Path) -> PreparedCorpus:
     """The prepared corpus in `folder`."""
     if not is_prepared(folder):
         raise UsageError(
-            f"{folder} is no prepared corpus (no prepared.json). Run: tightlip prepare CORPUS --out {folder}"
+            f"{folder} is no prepared corpus (no prepared.json). Run: tightlip prepare_corpus CORPUS --out {folder}"
         )
     record = read_json(folder / "prepared.json")
     held = folder / "validation"
@@ -111,7 +115,7 @@ def corpus_id(folder: Path) -> str:
     return str(read_json(path)["id"])
 
 
-def prepare(source: Any, out: Path, config: PrepareConfig) -> PreparedCorpus:
+def prepare_corpus(source: Any, out: Path, config: PrepareConfig) -> PreparedCorpus:
     """Read, clean, split and tokenise `source` into `out`, which appears when all is done.
 
     Holds:
@@ -356,3 +360,11 @@ def _warnings(
         f"the same words for vocabulary_noise={config.vocabulary_noise}. Give a public --tokenizer, or "
         "charge for another vocabulary with less noise."
     ]
+
+
+# `tightlip prepare` as one call
+
+
+def prepare(corpus: Any, out: str | Path, **settings: Any) -> PreparedCorpus:
+    """Read, check, clean, split and tokenise a corpus; `settings` are those of PrepareConfig."""
+    return prepare_corpus(corpus, Path(out), PrepareConfig(**settings))

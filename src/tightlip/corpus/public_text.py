@@ -1,12 +1,22 @@
-"""Public text to measure against: a corpus whose writers do not matter and may not be named."""
+"""Whether a model and a corpus that are called public are known to hold the private text after all."""
 
-from collections.abc import Iterator
+import math
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 from tightlip.core.errors import UsageError
-from tightlip.core.files import digest_of_files
+from tightlip.core.files import digest_of_files, read_json
+from tightlip.core.logs import log
+from tightlip.core.progress import task
+from tightlip.corpus.canaries import KEY, read_key
 from tightlip.corpus.formats import MAX_BATCH_BYTES, MAX_BATCH_ROWS, kind_of, rows_of
+from tightlip.corpus.history import fingerprints, history_of, origin_of, sources_of
+from tightlip.corpus.prepare import PreparedCorpus
 from tightlip.corpus.readers import BadRows, Corpus, DocumentBatch, open_corpus
+from tightlip.corpus.shared_text import Documents, Several, Shared, Without, shared_text
 
 NOBODY = ""
 
@@ -67,3 +77,154 @@ def open_public(
                 )
             return TextColumn(path, found[0], skips=bad_rows == "skip")
     return open_corpus(path, user_column=user_column, text_column=text_column, bad_rows=bad_rows)
+
+
+# How surprising a text is by the words of a public corpus: a frequency estimate, no language model
+
+
+FREQUENCY_ESTIMATE = "frequency estimate, no language model"
+AFTER_WORD, BY_ITSELF, EQUAL = 0.6, 0.35, 0.05
+_WORD = re.compile(r"\w+|[^\w\s]")
+_START = ""  # before the first word; no word is empty
+
+
+def words_of(text: str) -> list[str]:
+    """Words and punctuation in small letters.
+
+    >>> words_of("It's late, Bob!")
+    ['it', "'", 's', 'late', ',', 'bob', '!']
+    """
+    return _WORD.findall(text.casefold())
+
+
+class WordFrequencies:
+    """Counts of words and of pairs of neighbours in public text.
+
+    Holds:
+        sums_to_one: after any word, the known words and the unknown one have probability 1 together.
+        without_itself: a text scored `without_itself` is scored as if it had never been counted.
+    """
+
+    def __init__(self, texts: Iterable[str]) -> None:
+        self.words: Counter[str] = Counter()
+        self.pairs: Counter[tuple[str, str]] = Counter()
+        self.firsts: Counter[str] = Counter()  # how often a word has another after it
+        for text in texts:
+            words, pairs = _counted(text)
+            self.words.update(words)
+            self.pairs.update(pairs)
+            self.firsts.update(first for first, _ in pairs)
+        self.num_words, self.num_known = self.words.total(), len(self.words)
+
+    def log_perplexity(self, text: str, *, without_itself: bool = False) -> float:
+        """Nats a word; NaN for a text without words. Public texts are scored without themselves,
+        or their own words would look more ordinary than anybody else's ever could."""
+        words, pairs = _counted(text)
+        if not words:
+            return math.nan
+        own = WordFrequencies([text]) if without_itself else _NOTHING
+        # Only words that stand elsewhere too are known.
+        num_known = self.num_known - sum(self.words[each] == n for each, n in own.words.items())
+        nats = [math.log(self._probability(*pair, own, num_known)) for pair in pairs]
+        return -math.fsum(nats) / len(nats)
+
+    def _probability(self, first: str, word: str, own: "WordFrequencies", num_known: int) -> float:
+        """A part of the mixture that was never seen gives its share to the next."""
+        equal = 1 / (num_known + 1)
+        left = self.num_words - own.num_words
+        alone = (self.words[word] - own.words[word]) / left if left else equal
+        times = self.firsts[first] - own.firsts[first]
+        after = (self.pairs[first, word] - own.pairs[first, word]) / times if times else alone
+        return AFTER_WORD * after + BY_ITSELF * alone + EQUAL * equal
+
+
+def _counted(text: str) -> tuple[list[str], list[tuple[str, str]]]:
+    words = words_of(text)
+    return words, list(zip([_START, *words], words, strict=False))
+
+
+_NOTHING = WordFrequencies([])
+
+
+# Whether a model and a corpus that are called public are known to hold the private text after all
+
+
+PUBLIC_CORPUS, MODEL_TEXT = "public_corpus", "model_text"
+
+
+def refuse_private_text(public: Corpus | TextColumn, corpus: PreparedCorpus) -> None:
+    """Constants from the private text would make every weight depend on every document."""
+    source = read_json(corpus.folder / "prepared.json")["source_fingerprint"]
+    is_inside = Path(public.name).resolve().is_relative_to(corpus.folder.resolve())
+    cut_from_it = fingerprints(history_of(public.name)) & sources_of(corpus.folder)
+    if is_inside or cut_from_it or public.fingerprint() == source:
+        raise UsageError(
+            f"public_corpus={public.name!r} is the corpus itself or a part of it. Give text that anybody may read and that "
+            "nobody of this corpus wrote."
+        )
+
+
+def known_overlap(
+    corpus: PreparedCorpus, public: Corpus | TextColumn | None, model: Path | None
+) -> dict[str, Any]:
+    """What the corpus shares with the public one and with all text behind the model that still
+    stands there; a refusal where that is more than a few texts.
+
+    The counts are private like the text.
+    """
+    own = _own_text(corpus)
+    found: dict[str, Any] = {PUBLIC_CORPUS: None, MODEL_TEXT: []}
+    if public is not None:
+        with task("Comparing with the public corpus", None):
+            shared = shared_text(own, public)
+        _check(shared, f"public_corpus={public.name!r}", "so it is not public")
+        found[PUBLIC_CORPUS] = shared.to_json()
+    for folder in () if model is None else origin_of(model).folders:
+        if sources_of(folder) & sources_of(corpus.folder):
+            continue  # this very text, of which only a noisy vocabulary was let pass
+        with task("Comparing with the model's text", None):
+            shared = shared_text(own, open_corpus(folder / "train.parquet"))
+        _check(shared, f"{folder}, which shaped public_model={str(model)!r},", "so it saw them")
+        found[MODEL_TEXT].append({"corpus": folder.name, **shared.to_json()})
+    return found
+
+
+def _check(shared: Shared, name: str, so: str) -> None:
+    words = shared.words(name)
+    if shared.is_too_much():
+        raise UsageError(
+            f"{words}, {so}. Weights would tell of them, and no proof covers that. Give text, or a model of text, that "
+            "nobody of this corpus wrote."
+        )
+    if shared.any():
+        log.warning(
+            "%s. These count as public text: weights may tell of them. Take them out of one of the two if they are "
+            "somebody's own.",
+            words,
+        )
+
+
+def _own_text(corpus: PreparedCorpus) -> Documents:
+    """All that the corpus' users wrote, what was held out of it too; no canaries, which may have
+    been planted in public text on purpose."""
+    parts = [open_corpus(corpus.folder / "train.parquet")]
+    held = corpus.folder / "validation.parquet"
+    if corpus.settings.get("validation") is None and held.is_file():
+        parts.append(open_corpus(held))
+    planted = {text for key in _keys_beside(corpus) for text in _planted(key)}
+    return Without(Several(*parts), planted) if planted else Several(*parts)
+
+
+def _keys_beside(corpus: PreparedCorpus) -> list[Path]:
+    """Keys of canaries where the corpus' source is, as it was named or beside the prepared folder:
+    the name may be relative to another place."""
+    named = Path(str(read_json(corpus.folder / "prepared.json")["source"]))
+    near = corpus.folder.resolve().parent / named.parent.name
+    return [folder / KEY for folder in (named.parent, near) if (folder / KEY).is_file()]
+
+
+def _planted(key: Path) -> set[str]:
+    try:
+        return {canary.text for canary in read_key(key).canaries if canary.kind == "planted"}
+    except UsageError:  # somebody's own file of that name
+        return set()

@@ -4,8 +4,10 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TypeVar
 
-from tightlip.core.engine import Item, Result
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 
 
 class LocalEngine:

@@ -17,7 +17,7 @@ MODULE_OF_NAME = {
     "GRUForCausalLM": "recurrent",
     "TransformerModel": "transformer",
     "TransformerForCausalLM": "transformer",
-    "WordEncoder": "word_encoder",
+    "WordEncoder": "encoders",
     "RecurrentState": "states",
     "load_causal_lm": "loading",
     "load_encoder": "encoders",

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from tightlip.core.errors import UsageError
 from tightlip.core.files import digest_of_files
-from tightlip.models.gguf import gguf_file
+from tightlip.models.loading import gguf_file
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

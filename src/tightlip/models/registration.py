@@ -60,11 +60,9 @@ def register_models() -> None:
     """Add our models to AutoModel and AutoModelForCausalLM."""
     from transformers.models.auto.modeling_auto import AutoModel, AutoModelForCausalLM
 
-    from tightlip.models import recurrent, transformer, word_encoder
+    from tightlip.models import encoders, recurrent, transformer
 
-    AutoModel.register(
-        word_encoder.WordEncoder.config_class, word_encoder.WordEncoder, exist_ok=True
-    )
+    AutoModel.register(encoders.WordEncoder.config_class, encoders.WordEncoder, exist_ok=True)
     for base_class, causal_class in (
         (recurrent.LSTMModel, recurrent.LSTMForCausalLM),
         (recurrent.GRUModel, recurrent.GRUForCausalLM),

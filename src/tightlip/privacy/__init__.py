@@ -8,7 +8,7 @@ _NAMES = {
     "clipped_gradients": "tightlip.privacy.per_unit",
     "ClippedGradients": "tightlip.privacy.clipping",
     "PrivateTraining": "tightlip.privacy.private_training",
-    "PrivacySpec": "tightlip.privacy.spec",
+    "PrivacySpec": "tightlip.privacy.plans",
 }
 
 

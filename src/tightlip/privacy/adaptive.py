@@ -14,13 +14,7 @@ import numpy as np
 
 from tightlip.core.errors import GuaranteeError, UsageError
 from tightlip.core.registry import unknown
-from tightlip.privacy.accounting import (
-    COARSER,
-    Mechanism,
-    epsilon_of,
-    epsilon_spent,
-    spend_of,
-)
+from tightlip.privacy.accounting import COARSER, Mechanism, epsilon_of, epsilon_spent, spend_of
 from tightlip.privacy.rdp_filter import RdpFilter
 
 MODES = ("clip", "scale", "as-published")

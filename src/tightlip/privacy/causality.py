@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from tightlip.core.errors import GuaranteeError, UsageError
-from tightlip.privacy.rows import logits_of
+from tightlip.privacy.per_unit import logits_of
 
 
 def check_causal(model: nn.Module, ids_BT: Tensor) -> None:

@@ -12,11 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from tightlip.core.errors import UsageError
+from tightlip.privacy.layers import Layout
 from tightlip.privacy.norms import Measured, Norms, added_up
-from tightlip.privacy.rounding import full_precision, products_in_tf32, slack
+from tightlip.privacy.rounding import Scaled, full_precision, products_in_tf32, slack
 from tightlip.privacy.row_losses import RowLosses
-from tightlip.privacy.sums import Scaled
-from tightlip.privacy.uses import Layout
 from tightlip.privacy.watching import NoRule, Watch
 
 

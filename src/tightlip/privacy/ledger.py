@@ -16,11 +16,7 @@ from typing import IO, Any, Protocol
 
 from tightlip.core.errors import GuaranteeError
 from tightlip.core.files import OWNER_FILE, fsync_folder, make_private_folder
-from tightlip.privacy.accounting import (
-    Mechanism,
-    as_published_epsilon,
-    epsilon_spent,
-)
+from tightlip.privacy.accounting import Mechanism, as_published_epsilon, epsilon_spent
 from tightlip.privacy.adaptive import Promise
 from tightlip.privacy.rdp_filter import RdpFilter
 

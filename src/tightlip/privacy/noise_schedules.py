@@ -16,18 +16,10 @@ import numpy as np
 from tightlip.core.errors import GuaranteeError
 from tightlip.core.files import OWNER_FILE, make_private_folder
 from tightlip.core.randomness import keyed_generator
-from tightlip.privacy.accounting import (
-    COARSER,
-    Mechanism,
-    Release,
-    Spend,
-    delta_left,
-    epsilon_of,
-)
+from tightlip.privacy.accounting import COARSER, Mechanism, Release, Spend, delta_left, epsilon_of
 from tightlip.privacy.adaptive import AdaptiveSpec, joint_multiplier
-from tightlip.privacy.plans import NoisePlan
+from tightlip.privacy.plans import NoisePlan, PrivacySpec
 from tightlip.privacy.rdp_filter import RdpFilter
-from tightlip.privacy.spec import PrivacySpec
 
 SCALES = "noise_scales.jsonl"  # public: what each step was charged at, and the release before it
 PRIVATE_COUNTS = "private_noise.bin"  # owner-only: how often each share of the noise was used

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tightlip.privacy.layers import Layout, Lookup, Outer, Use, Whole, fp32_product
 from tightlip.privacy.rounding import (
     lengths,
     rounded_apart,
@@ -20,7 +21,6 @@ from tightlip.privacy.rounding import (
     roundings,
     summed_in_float32,
 )
-from tightlip.privacy.uses import Layout, Lookup, Outer, Use, Whole, fp32_product
 
 # Numbers held at once beyond this are computed some units at a time.
 MOST_NUMBERS = 1 << 27

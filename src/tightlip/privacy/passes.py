@@ -24,12 +24,10 @@ from tightlip.privacy.clipping import (
     unit_by_unit,
     watched_pass,
 )
-from tightlip.privacy.per_unit import logits_of
-from tightlip.privacy.rounding import full_precision
+from tightlip.privacy.layers import Layout, Use
+from tightlip.privacy.per_unit import logits_of, warn_slow
+from tightlip.privacy.rounding import Scaled, full_precision
 from tightlip.privacy.row_losses import token_weights
-from tightlip.privacy.rows import warn_slow
-from tightlip.privacy.sums import Scaled
-from tightlip.privacy.uses import Layout, Use
 from tightlip.privacy.watching import NoRule, Watch
 
 Way = Literal["eager", "graph", "compile", "slow"]

@@ -1,15 +1,276 @@
-"""`clipped_gradients`: per-unit clipping of any language model's gradient, in one call.
+"""Whether the one-pass rules are exact for a model: asked of the model, not assumed.
 
-Shapes: B rows, T positions, U units.
+Shapes: B rows, T positions.
 """
+
+import inspect
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 
 from tightlip.core.errors import UsageError
-from tightlip.privacy.clipping import Clip, ClippedGradients, trainable_parameters
-from tightlip.privacy.rows import Rows, groups_of_rows, logits_of
-from tightlip.privacy.self_check import no_rule_for
+from tightlip.privacy.clipping import (
+    Clip,
+    ClippedGradients,
+    one_pass,
+    trainable_parameters,
+    unit_by_unit,
+)
+from tightlip.privacy.layers import Layout
+from tightlip.privacy.row_losses import NO_LABEL, next_targets, token_weights
+from tightlip.privacy.watching import NoRule
+
+
+@dataclass(frozen=True, eq=False)
+class Group:
+    """Units with about equally many rows; a place without a row is -1."""
+
+    units: Tensor
+    rows_UM: Tensor
+
+
+def groups_of_rows(unit_B: Tensor, num_units: int) -> Iterator[Group]:
+    """Units by number of rows, rounded up to a power of two, so that little is padding."""
+    counts_U = torch.bincount(unit_B, minlength=num_units)
+    order_B = torch.argsort(unit_B, stable=True)
+    starts_U = counts_U.cumsum(0) - counts_U
+    sizes_U = 2 ** counts_U.clamp(min=1).double().log2().ceil().long()
+    for size in sizes_U.unique().tolist():
+        chosen = (sizes_U == size).nonzero()[:, 0]
+        place_1M = torch.arange(size)[None]
+        where_UM = (starts_U[chosen, None] + place_1M).clamp(max=max(len(order_B) - 1, 0))
+        rows_UM = torch.where(place_1M < counts_U[chosen, None], order_B[where_UM], -1)
+        yield Group(chosen, rows_UM)
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """The rows of one group, unit after unit. A place without a row repeats the unit's first,
+    without a target: another unit's row there could spoil this unit by a NaN."""
+
+    ids_BT: Tensor
+    targets_BT: Tensor
+    weights_BT: Tensor
+    mask_BT: Tensor | None
+    layout: Layout
+
+    @classmethod
+    def chosen(cls, group: Group, ids: Tensor, labels: Tensor, mask: Tensor | None) -> "Rows":
+        num_units, size = group.rows_UM.shape
+        is_row_UM = group.rows_UM >= 0
+        taken_B = (
+            torch.where(is_row_UM, group.rows_UM, group.rows_UM[:, :1]).flatten().to(ids.device)
+        )
+        is_row_B = is_row_UM.flatten().to(ids.device)
+        targets_BT = next_targets(labels[taken_B])
+        targets_BT = torch.where(is_row_B[:, None], targets_BT, NO_LABEL)
+        num_rows_U = is_row_UM.sum(1).to(ids.device)
+        return cls(
+            ids_BT=ids[taken_B],
+            targets_BT=targets_BT,
+            weights_BT=token_weights(targets_BT, num_rows_U.repeat_interleave(size)),
+            mask_BT=None if mask is None else mask[taken_B],
+            layout=Layout(num_units=num_units, rows_per_unit=size),
+        )
+
+    def in_one_pass(
+        self, model: nn.Module, parameters: dict[str, nn.Parameter], clip: Clip
+    ) -> ClippedGradients:
+        return one_pass(
+            parameters,
+            lambda: logits_of(model, self.ids_BT, self.mask_BT),
+            self.targets_BT,
+            self.weights_BT,
+            self.layout,
+            clip,
+        )
+
+    def clipped(
+        self, model: nn.Module, parameters: dict[str, nn.Parameter], clip: Clip, *, slow: bool
+    ) -> ClippedGradients:
+        if not slow:
+            try:
+                return self.in_one_pass(model, parameters, clip)
+            except NoRule as error:  # shapes of this batch that leave it open whose row is whose
+                warn_slow(str(error))
+        return unit_by_unit(
+            parameters,
+            lambda rows: logits_of(
+                model, self.ids_BT[rows], None if self.mask_BT is None else self.mask_BT[rows]
+            ),
+            self.targets_BT,
+            self.weights_BT,
+            self.layout,
+            clip,
+        )
+
+
+def logits_of(model: nn.Module, input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
+    """The logits of any language model: its `.logits`, its first output, or its output."""
+    known = inspect.signature(model.forward).parameters
+    takes_any = any(each.kind is each.VAR_KEYWORD for each in known.values())
+    options: dict[str, Any] = {}
+    if attention_mask is not None and not takes_any and "attention_mask" not in known:
+        raise UsageError(f"{type(model).__name__} takes no attention_mask. Leave it out.")
+    if attention_mask is not None:
+        options["attention_mask"] = attention_mask
+    if "use_cache" in known or takes_any:
+        options["use_cache"] = False
+    outputs = model(input_ids, **options)
+    logits = outputs if isinstance(outputs, Tensor) else getattr(outputs, "logits", None)
+    logits = outputs[0] if logits is None else logits
+    if logits.ndim != 3 or logits.shape[:2] != input_ids.shape:
+        raise UsageError(
+            f"{type(model).__name__} gives logits of shape {tuple(logits.shape)} for ids of shape "
+            f"{tuple(input_ids.shape)}. It must give one row of numbers per id."
+        )
+    return logits
+
+
+def warn_slow(reason: str) -> None:
+    warnings.warn(
+        f"No fast rule covers {reason}. Units are clipped one after the other instead: exact, but slow.",
+        stacklevel=3,
+    )
+
+
+# Whether the one-pass rules are exact for a model: asked of the model, not assumed
+
+
+# By model, and by what it was when it was asked: why the one-pass rules will not do, if so.
+_verdicts: WeakKeyDictionary[nn.Module, dict[tuple, str | None]] = WeakKeyDictionary()
+_DROPOUTS = {
+    getattr(functional, name)
+    for name in [
+        "dropout",
+        "dropout1d",
+        "dropout2d",
+        "dropout3d",
+        "alpha_dropout",
+        "feature_alpha_dropout",
+    ]
+}
+
+
+def no_rule_for(
+    model: nn.Module,
+    parameters: dict[str, nn.Parameter],
+    input_ids: Tensor,
+    *,
+    with_mask: bool = False,
+) -> str | None:
+    """Why the one-pass rules may not be used for this model; None where they are exact.
+
+    Two rows of synthetic ids, as long as those given, are compared with plain autograd,
+    parameter by parameter; once a model, and again when its modules, their modes or what is
+    frozen have changed.
+    """
+    known = _verdicts.setdefault(model, {})
+    looks = _looks(model, parameters, with_mask)
+    if looks not in known:
+        known[looks] = _found_wanting(
+            model, parameters, synthetic_rows(model, input_ids), with_mask
+        )
+        if known[looks] is not None:
+            warn_slow(str(known[looks]))
+    return known[looks]
+
+
+def _looks(model: nn.Module, parameters: dict[str, nn.Parameter], with_mask: bool) -> tuple:
+    """All that a verdict hangs on and that may change between two calls."""
+    modules = tuple(
+        (ref(each), each.training, getattr(each, "gradient_checkpointing", False))
+        for each in model.modules()
+    )
+    hooked = tuple(bool(each._backward_hooks) for each in parameters.values())
+    return with_mask, tuple(parameters), hooked, modules
+
+
+def _found_wanting(
+    model: nn.Module, parameters: dict[str, nn.Parameter], ids_BT: Tensor, with_mask: bool
+) -> str | None:
+    mask_BT = torch.ones_like(ids_BT) if with_mask else None
+    if mask_BT is not None:
+        mask_BT[1, -2:] = 0
+    rows = Rows.chosen(next(groups_of_rows(torch.arange(2), 2)), ids_BT, ids_BT, mask_BT)
+    limitless = Clip(norm=float("inf"))
+    with Steady():
+        for unit in range(2):
+            # The other unit's loss counts nothing, so what is summed is this unit's alone.
+            is_own_B = torch.arange(2, device=ids_BT.device) == unit
+            own = replace(rows, weights_BT=rows.weights_BT * is_own_B[:, None])
+            try:
+                one = own.in_one_pass(model, parameters, limitless)
+            except NoRule as error:
+                return str(error)
+            except UsageError:
+                raise
+            except Exception as error:  # a model may break on tensors that a rule has spread
+                return f"the model (watched, it fails: {error})"
+            alone = own.clipped(model, parameters, limitless, slow=True)
+            if (name := _first_unlike(one, alone)) is not None:
+                return f"{name} (its gradient for two synthetic rows is not that of autograd)"
+            if not torch.allclose(one.norms, alone.norms, rtol=_tolerance(one.norms), atol=1e-12):
+                return (
+                    "the whole model (its norms for two synthetic rows are not those of autograd)"
+                )
+    return None
+
+
+class Steady(TorchFunctionMode):
+    """Dropout lets everything through, so that two passes of a model are one function."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _DROPOUTS:
+            return args[0] if args else kwargs["input"]
+        if func is functional.scaled_dot_product_attention:
+            if len(args) > 4:
+                args = (*args[:4], 0.0, *args[5:])
+            else:
+                kwargs = {**kwargs, "dropout_p": 0.0}
+        if func in (torch.lstm, torch.gru) and len(args) == 9:
+            args = (*args[:5], 0.0, *args[6:])
+        return func(*args, **kwargs)
+
+
+def _first_unlike(one: ClippedGradients, other: ClippedGradients) -> str | None:
+    scale = max(float(other.norms.max()), 1e-30)
+    for name, gradient in one.gradients.items():
+        expected = other.gradients[name]
+        off = float((gradient - expected).norm())
+        if not off <= _tolerance(gradient) * (float(expected.norm()) + 1e-3 * scale):
+            return name
+    return None
+
+
+def _tolerance(values: Tensor) -> float:
+    # Both passes round differently; a wrong rule is off by far more.
+    return 1e-7 if values.dtype == torch.float64 else 2e-2
+
+
+def synthetic_rows(model: nn.Module, input_ids: Tensor) -> Tensor:
+    """Two rows of ids, one id twice in a row; not two of two, which would hide a mix-up."""
+    config = getattr(model, "config", None)
+    size = getattr(config, "vocab_size", None) or int(input_ids.max()) + 1
+    length = input_ids.shape[1] if input_ids.shape[1] > 2 else 5
+    fixed = torch.Generator().manual_seed(0)
+    ids = torch.randint(size, (2, length), generator=fixed)
+    ids[:, -1] = ids[:, 0]
+    return ids.to(input_ids)
+
+
+# `clipped_gradients`: per-unit clipping of any language model's gradient, in one call
+
 
 __all__ = ["check_no_buffers", "clipped_gradients", "logits_of", "no_rule_for"]
 

@@ -25,6 +25,7 @@ from tightlip.privacy.accounting import Mechanism
 from tightlip.privacy.adaptive import BECAUSE, MECHANISMS, AdaptiveSpec, checked_weights
 from tightlip.privacy.causality import check_causal
 from tightlip.privacy.clipping import Clip
+from tightlip.privacy.layers import Layout
 from tightlip.privacy.ledger import (
     ACCOUNTANT,
     MECHANISM,
@@ -37,14 +38,11 @@ from tightlip.privacy.ledger import (
 from tightlip.privacy.noise import noise_for
 from tightlip.privacy.noise_schedules import BatchNoise, Schedule, schedule_for
 from tightlip.privacy.passes import Passes, Physical, Way
-from tightlip.privacy.per_unit import check_no_buffers, no_rule_for
-from tightlip.privacy.plans import noise_plan
+from tightlip.privacy.per_unit import check_no_buffers, no_rule_for, synthetic_rows
+from tightlip.privacy.plans import PrivacySpec, Terms, noise_plan
 from tightlip.privacy.row_losses import NO_LABEL
 from tightlip.privacy.sampling import PoissonSampler, UnitRows
-from tightlip.privacy.self_check import synthetic_rows
 from tightlip.privacy.sources import Documents, Source, source_of
-from tightlip.privacy.spec import PrivacySpec, Terms
-from tightlip.privacy.uses import Layout
 
 log = logging.getLogger("tightlip")
 LONGEST_CHECKED = 32  # positions of the two synthetic rows of the self-check

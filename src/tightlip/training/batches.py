@@ -15,6 +15,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from tightlip.corpus.tokens import TokenizedCorpus
 
+
 NO_LABEL = -100
 SORTED_TOGETHER = 50  # batches; sorting more by length saves no padding worth having
 
@@ -194,3 +195,23 @@ def gather(rows: Rows, chosen: np.ndarray, *, widths: tuple[int, ...] = ()) -> B
         target_ids_N=torch.from_numpy(targets[places_N]),
         users_B=torch.from_numpy(rows.users[chosen].astype(np.int64)),
     )
+
+
+# The corpus' rows as private training asks for them: by unit, in batches of a given width
+
+
+class TokenRows:
+    """Rows and whose each is."""
+
+    def __init__(self, rows: Rows, unit_of_row: np.ndarray, fingerprint: str = "") -> None:
+        self.rows, self.unit_of_row, self.fingerprint = rows, unit_of_row, fingerprint
+        self.lengths = np.asarray(rows.num_targets)
+
+    def gather(self, rows: np.ndarray, width: int) -> tuple[Tensor, Tensor]:
+        """Ids and targets of `width` positions; a row of -1 is padding without a target."""
+        batch = gather(self.rows, np.maximum(rows, 0), widths=(width,))
+        ids_BT, targets_BT = batch.inputs.contiguous(), batch.targets.clone()
+        # Not one word of somebody else: were it not finite under the model, it would take the
+        # unit that it pads out with it.
+        ids_BT[rows < 0], targets_BT[rows < 0] = self.rows.pad, NO_LABEL
+        return ids_BT, targets_BT

@@ -5,6 +5,7 @@ run. A new one is written whole before the old one goes. No random state is kept
 and dropout are functions of the seed and the step.
 """
 
+import math
 import shutil
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -118,3 +119,32 @@ def _prefixed(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 def _part(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
     start = f"{prefix}."
     return {name[len(start) :]: value for name, value in tensors.items() if name.startswith(start)}
+
+
+# The training loss of the epoch under way, and the alarm when it is no number
+
+
+class RunningLoss:
+    """Losses on their way into the epoch's sum, looked at some at a time."""
+
+    def __init__(self, progress: Progress, *, together: int) -> None:
+        self.progress, self._together = progress, together
+        self._waiting: list[tuple[Tensor, int]] = []
+
+    def add(self, loss: Tensor, num_targets: int) -> None:
+        self._waiting.append((loss, num_targets))
+        if len(self._waiting) >= self._together:
+            self.look()
+
+    def look(self) -> None:
+        """Add what waits to the sum; a loss that is no number raises FloatingPointError."""
+        waiting, self._waiting = self._waiting, []
+        if not waiting:
+            return
+        values = torch.stack([loss for loss, _ in waiting]).tolist()
+        for late, (value, (_, num_targets)) in enumerate(zip(values, waiting, strict=True)):
+            if not math.isfinite(value):
+                step = self.progress.step - len(waiting) + late + 1
+                raise FloatingPointError(f"The loss at step {step} is {value}")
+            self.progress.loss_nats += value * num_targets
+            self.progress.num_targets += num_targets

@@ -1,16 +1,13 @@
 """What a training run is asked for. `TrainConfig` decides the weights, `RunOptions` does not."""
 
-import dataclasses
-import types
 import typing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from tightlip.core.errors import UsageError
-from tightlip.core.ranges import check_range
 from tightlip.core.registry import names_of, unknown
-from tightlip.core.toml import read_toml, toml_text
+from tightlip.core.settings import Settings, check_range, fields_of
 
 BUILT_IN_MODELS = ("lstm", "gru", "transformer")
 _CHOICES = {
@@ -81,65 +78,6 @@ def check_given(settings: typing.Mapping[str, Any]) -> None:
                 f"{name}={settings[name]} means nothing to mitigation={mitigation!r}. "
                 f"Add --mitigation {' or '.join(of)}, or leave it out."
             )
-
-
-class Settings:
-    """A frozen dataclass that a table of a TOML file can spell."""
-
-    table: typing.ClassVar[str]
-
-    @classmethod
-    def from_toml(cls, path: Path) -> Self:
-        """The settings in `path`: its table of our name, or the file itself where it has none.
-
-        Holds:
-            known_names: a name that is no setting is a usage error with the closest one.
-        """
-        tree = read_toml(Path(path))
-        tables = [name for name, value in tree.items() if isinstance(value, dict)]
-        return cls.from_tree(tree.get(cls.table, {}) if tables else tree, str(path))
-
-    @classmethod
-    def from_tree(cls, tree: dict[str, Any], where: str) -> Self:
-        known = [field.name for field in _fields(cls)]
-        for name in tree:
-            if name not in known:
-                raise UsageError(f"{where}: {unknown('setting', name, known)}")
-        return cls(**tree)
-
-    def tree(self) -> dict[str, Any]:
-        """The settings that have a value, as TOML can hold them."""
-        values = {field.name: getattr(self, field.name) for field in _fields(type(self))}
-        return {name: value for name, value in values.items() if value is not None}
-
-    def to_toml(self) -> str:
-        return toml_text({self.table: self.tree()})
-
-    def check_types(self) -> None:
-        """Refuse a value of another type; a whole number passes for a float and becomes one."""
-        hints = typing.get_type_hints(type(self))
-        for field in _fields(type(self)):
-            object.__setattr__(
-                self, field.name, _typed(field.name, getattr(self, field.name), hints[field.name])
-            )
-
-
-def _fields(cls: Any) -> tuple[dataclasses.Field, ...]:
-    return dataclasses.fields(cls)
-
-
-def _typed(name: str, value: Any, hint: Any) -> Any:
-    accepted = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
-    if float in accepted and type(value) is int:
-        return float(value)
-    if str in accepted and isinstance(value, Path):
-        return str(value)
-    if type(value) in accepted:
-        return value
-    words = " or ".join(kind.__name__ for kind in accepted if kind is not type(None))
-    raise UsageError(
-        f"{name}={value!r} is a {type(value).__name__} where {words} belongs. Give {name} as {words}."
-    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -224,7 +162,7 @@ class TrainConfig(Settings):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        self.check_types()
+        super().__post_init__()
         if self.privacy_weight is None:
             object.__setattr__(self, "privacy_weight", DEFAULT_WEIGHTS.get(self.mitigation))
         for name, allowed in _CHOICES.items():
@@ -244,7 +182,7 @@ class TrainConfig(Settings):
             described = unknown("model", self.model, list(BUILT_IN_MODELS))
             raise UsageError(f"{described} Or give the path of a Hugging Face model folder.")
         if self.model not in BUILT_IN_MODELS:
-            for field in _fields(type(self)):
+            for field in fields_of(type(self)):
                 if field.name in _SHAPE and getattr(self, field.name) != field.default:
                     raise UsageError(
                         f"{field.name}={getattr(self, field.name)} shapes a built-in model, and {self.model} has "
@@ -299,7 +237,7 @@ class TrainConfig(Settings):
 
     def _check_privacy(self) -> None:
         if self.mitigation not in PRIVATE_MITIGATIONS:
-            for field in _fields(type(self)):
+            for field in fields_of(type(self)):
                 if field.name in PRIVACY and getattr(self, field.name) != field.default:
                     raise UsageError(
                         f"{field.name}={getattr(self, field.name)} is part of private training, and mitigation="
@@ -322,7 +260,7 @@ class TrainConfig(Settings):
             )
 
     def _check_adaptive(self) -> None:
-        for field in _fields(type(self)):
+        for field in fields_of(type(self)):
             modes = ADAPTIVE.get(field.name)
             if modes is None or getattr(self, field.name) == field.default:
                 continue
@@ -354,7 +292,7 @@ class TrainConfig(Settings):
             )
 
     def _check_regulariser(self) -> None:
-        for field in _fields(type(self)):
+        for field in fields_of(type(self)):
             of = REGULARISERS.get(field.name, (self.mitigation,))
             if self.mitigation not in of and getattr(self, field.name) != field.default:
                 raise UsageError(
@@ -384,6 +322,6 @@ class RunOptions(Settings):
     physical_rows: int | None = None
 
     def __post_init__(self) -> None:
-        self.check_types()
+        super().__post_init__()
         check_range(self, "physical_rows", at_least=1)
         check_range(self, "checkpoint_seconds", at_least=0)

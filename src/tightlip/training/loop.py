@@ -3,15 +3,18 @@
 import math
 import shutil
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from tightlip.core.errors import TightlipError, UsageError
-from tightlip.core.interrupts import held_interrupts
-from tightlip.core.progress import Task, task
+from tightlip.core.logs import log, logged_into
+from tightlip.core.progress import Task, held_interrupts, task
 from tightlip.core.registry import look_up
 from tightlip.core.run_folder import (
     CHECKPOINT,
@@ -32,27 +35,23 @@ from tightlip.core.run_folder import (
     write_metrics,
 )
 from tightlip.corpus.history import learnt_from
-from tightlip.training.checkpoints import Progress, load_checkpoint, save_checkpoint
+from tightlip.training.checkpoints import Progress, RunningLoss, load_checkpoint, save_checkpoint
 from tightlip.training.config import BUILT_IN_MODELS, RunOptions, TrainConfig
-from tightlip.training.logbook import in_short, in_words, log, logged_into
-from tightlip.training.losses import Forward, is_recurrent
+from tightlip.training.losses import Forward, is_finite, is_recurrent, perplexity, validation_scores
 from tightlip.training.mitigations import Mitigation, Setting
-from tightlip.training.optimizers import build_optimizer, set_learning_rate
-from tightlip.training.plan import Plan
-from tightlip.training.randomness import own_randomness, seed_step
+from tightlip.training.plan import Plan, build_optimizer, set_learning_rate
 from tightlip.training.recipe import SAME_RUN, Recipe, recipe_for, with_canaries
-from tightlip.training.running_loss import RunningLoss
 from tightlip.training.starting import check_fits, chosen_device, save_model, starting_model
-from tightlip.training.validation import is_finite, perplexity, validation_scores
 
 if TYPE_CHECKING:
     from tightlip.corpus.prepare import PreparedCorpus
+
 
 BUDGET = "privacy budget"  # why a run stopped
 LOOKED_AT_TOGETHER = 32  # losses; on a GPU each look waits for it
 
 
-def train(
+def train_model(
     corpus: "PreparedCorpus",
     out: Path,
     config: TrainConfig,
@@ -351,3 +350,41 @@ class Training:
             steps_per_epoch=self.plan.steps_per_epoch,
             num_steps=self.plan.num_steps,
         )
+
+
+# Randomness as a function of the seed and the step, and of nothing else in the process
+
+
+@contextmanager
+def own_randomness(device: torch.device, seed: int) -> Iterator[None]:
+    """Seed torch for the run and leave its generators, and its precision, as they were."""
+    devices = [device] if device.type == "cuda" else []
+    precision = torch.get_float32_matmul_precision()
+    with torch.random.fork_rng(devices):
+        torch.manual_seed(seed)
+        # As torch's LSTM does on its own; twice as fast, and training does not notice.
+        torch.set_float32_matmul_precision("high" if devices else precision)
+        try:
+            yield
+        finally:
+            torch.set_float32_matmul_precision(precision)
+
+
+def seed_step(seed: int, step: int) -> None:
+    """Make a step's dropout a function of seed and step, so that no state need be kept."""
+    torch.manual_seed(
+        int(np.random.SeedSequence([seed, step]).generate_state(1, np.uint64)[0]) >> 1
+    )
+
+
+def in_words(line: dict[str, Any]) -> str:
+    seconds = "" if line["seconds"] is None else f", {line['seconds']:.1f} s"
+    return f"Epoch {line['epoch']:g}, step {line['step']}: {in_short(line)}{seconds}."
+
+
+def in_short(line: dict[str, Any]) -> str:
+    train, held = line["train_perplexity"], line["validation_perplexity"]
+    if line["train_loss_nats"] is None:
+        return "losses are private"
+    words = f"perplexity {train or math.inf:.1f}"
+    return words if held is None else f"{words}, validation {held:.1f}"

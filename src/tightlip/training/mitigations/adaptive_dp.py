@@ -10,7 +10,7 @@ from tightlip.core.errors import GuaranteeError, UsageError
 from tightlip.corpus.privacy_weights import PrivacyWeights
 from tightlip.corpus.shared_text import MOST_COPIED
 from tightlip.privacy.adaptive import BECAUSE, AdaptiveSpec
-from tightlip.privacy.spec import Terms
+from tightlip.privacy.plans import Terms
 from tightlip.training.config import TrainConfig
 from tightlip.training.mitigations import CorpusFacts, Setting
 from tightlip.training.mitigations.dp import PrivateMitigation, terms_of

@@ -15,13 +15,12 @@ from tightlip.corpus.history import origin_of
 from tightlip.privacy.accounting import Release
 from tightlip.privacy.ledger import read_ledger
 from tightlip.privacy.passes import Way
+from tightlip.privacy.plans import Terms
 from tightlip.privacy.private_training import PrivateTraining
-from tightlip.privacy.spec import Terms
-from tightlip.training.batches import Rows
+from tightlip.training.batches import Rows, TokenRows
 from tightlip.training.config import BUILT_IN_MODELS, TrainConfig
 from tightlip.training.losses import is_ours, is_recurrent
 from tightlip.training.mitigations import CorpusFacts, Setting
-from tightlip.training.sources import TokenRows
 
 _PASSED_ON = (
     *("epsilon", "noise_multiplier", "delta", "unit", "clip_norm", "per_layer", "rows_per_unit"),

@@ -7,14 +7,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tightlip.privacy.layers import Layout
 from tightlip.privacy.passes import Passes, Physical
-from tightlip.privacy.uses import Layout
-from tightlip.training.batches import Rows, epoch_order
+from tightlip.training.batches import Rows, TokenRows, epoch_order
 from tightlip.training.config import TrainConfig
 from tightlip.training.losses import is_recurrent
 from tightlip.training.mitigations import CorpusFacts, Setting
-from tightlip.training.optimizers import clip_gradients
-from tightlip.training.sources import TokenRows
+from tightlip.training.plan import clip_gradients
 
 
 class NoMitigation:

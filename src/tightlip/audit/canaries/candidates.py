@@ -1,0 +1,289 @@
+"""The log-probability of many texts that differ only in a template's places.
+
+Where every value is one token, candidates are the leaves of a tree and each of its inner nodes
+is read once: a million six-digit numbers cost 111,111 steps of the model, not six million.
+Other tokenizers (byte pairs that join digits) have every text scored by itself.
+
+Shapes: B rows, K values of a place, T positions, V vocabulary.
+"""
+
+import logging
+from collections.abc import Iterable, Iterator, Sequence, Set
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tightlip.audit.canaries.prefixes import PrefixReader, joining_entries, single_tokens
+from tightlip.core.errors import UsageError
+from tightlip.core.progress import task
+from tightlip.corpus.canary_templates import Readings, Slot, Template
+from tightlip.corpus.encoding import Encoder
+from tightlip.scan.scanner import Scanner, evaluating, full_precision
+from tightlip.scan.scoring import score_logits
+
+log = logging.getLogger("tightlip")
+
+TEXTS_AT_ONCE = 50_000
+_SCORES_COMPARED = 100
+# What float32 sums in another order may differ by; tokens read otherwise are off by whole nats.
+_NEAR_NATS, _NEAR_SHARE = 1e-3, 1e-4
+
+
+@dataclass(frozen=True, eq=False)
+class Candidates:
+    """All ways to fill a template, numbered as if places were the digits of a number."""
+
+    template: Template
+    pools: tuple[tuple[str, ...], ...]  # of each place
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(len(pool) for pool in self.pools)
+
+    def places_of(self, numbers: np.ndarray) -> np.ndarray:
+        """Of each candidate, which value stands in each place."""
+        return np.stack(np.unravel_index(numbers, self.shape), axis=1)
+
+    def number_of(self, values: Sequence[str]) -> int:
+        where = [pool.index(value) for pool, value in zip(self.pools, values, strict=True)]
+        return int(np.ravel_multi_index(where, self.shape))
+
+    @cached_property
+    def readings(self) -> Readings:
+        return Readings(self.template, self.pools)
+
+    def first_of_each_text(self) -> np.ndarray:
+        """Whether a candidate, by number, is the first that reads as it does."""
+        numbers = np.arange(int(np.prod(self.shape)))
+        first = np.ones(len(numbers), bool)
+        if not self.readings.plain:
+            by_text: dict[str, int] = {}
+            for number, text in enumerate(self.texts(self.places_of(numbers))):
+                first[number] = by_text.setdefault(text, number) == number
+        return first
+
+    def texts(self, places: np.ndarray) -> list[str]:
+        fill = self.template.filled
+        return [
+            fill([pool[at] for pool, at in zip(self.pools, row, strict=True)])
+            for row in places.tolist()
+        ]
+
+    def drawn(self, num: int, draw: np.random.Generator) -> np.ndarray:
+        """Places of `num` candidates, uniform over all, with repeats."""
+        return np.stack([draw.integers(0, size, num) for size in self.shape], axis=1)
+
+    def drawn_texts(
+        self, num: int, draw: np.random.Generator, without: Set[tuple[int, ...]] = frozenset()
+    ) -> list[str]:
+        """About `num` texts, uniform over all but those with the places in `without`.
+
+        A text with two readings is no likelier than others.
+        """
+        rows = [row for row in map(tuple, self.drawn(num, draw).tolist()) if row not in without]
+        texts = self.texts(np.array(rows, np.int64).reshape(-1, len(self.shape)))
+        if self.readings.plain:
+            return texts
+        return [text for text in texts if draw.random() < 1 / len(self.readings.of(text))]
+
+
+class CandidateScorer:
+    """One model and tokenizer, asked for the log-probability of whole texts from BOS on.
+
+    Holds:
+        same_either_way: the tree gives what scoring every text by itself gives.
+        known: text with a word outside the vocabulary is refused.
+    """
+
+    def __init__(self, scanner: Scanner, tokenizer: Any) -> None:
+        self.scanner = scanner
+        self._tokenizer = tokenizer
+        self._encoder = Encoder(tokenizer)
+        self._unknown = tokenizer.unk_token_id
+
+    def ids_of(self, texts: list[str]) -> list[np.ndarray]:
+        """Each text's ids; a text that the vocabulary cannot spell is refused."""
+        ids = self._encoder.encode(texts)[0]
+        if self._unknown is not None:
+            for text, row in zip(texts, ids, strict=True):
+                if self._unknown in row:
+                    raise UsageError(
+                        f"{text!r} holds a word outside the model's vocabulary, and one unknown word looks like another. "
+                        "Plant canaries from words and names that the model's vocabulary has (--words FILE, --names FILE), "
+                        "in a template of such words."
+                    )
+        return ids
+
+    def spelt(self, texts: list[str]) -> list[bool]:
+        """Whether the vocabulary has every word of each text."""
+        ids = self._encoder.encode(texts)[0]
+        return [self._unknown is None or self._unknown not in row for row in ids]
+
+    def prompt_of(self, text: str, num_tokens: int) -> str:
+        """A text's first tokens, as somebody would type them."""
+        ids = self._encoder.encode([text])[0][0][:num_tokens].tolist()
+        typed = str(self._tokenizer.decode(ids))
+        if "\ufffd" in typed:  # half a character: other halves decode to the same
+            return " ".join(self._tokenizer.convert_ids_to_tokens(ids))
+        return typed
+
+    def places_reading(self, candidates: Candidates, texts: list[str]) -> set[tuple[int, ...]]:
+        """Places of the candidates that read as one of `texts`, to us or to the model.
+
+        Word tokenizers drop spaces, so that "12 34" and "1234" are the same to it.
+        """
+        rows = [_as_characters(row) for row in self._encoder.encode(texts)[0]]
+        by_tokens = self._token_readings(candidates)
+        return {
+            places
+            for text, row in zip(texts, rows, strict=True)
+            for places in [*candidates.readings.of(text), *by_tokens.of(row)]
+        }
+
+    def _token_readings(self, candidates: Candidates) -> Readings:
+        """The template and its lists with a character for each token."""
+
+        def characters(texts: Sequence[str]) -> list[str]:
+            return [_as_characters(row) for row in self.ids_of(list(texts))]
+
+        template = candidates.template
+        parts = tuple(p if isinstance(p, Slot) else characters([p])[0] for p in template.parts)
+        pools = {pool: characters(pool) for pool in dict.fromkeys(candidates.pools)}
+        return Readings(Template(template.text, parts), [pools[p] for p in candidates.pools])
+
+    def score_texts(self, texts: list[str]) -> np.ndarray:
+        """Total log-probability of each text, scored by itself."""
+        parts = []
+        for start in range(0, len(texts), TEXTS_AT_ONCE):
+            log_probs, bounds, _ = self.scanned(texts[start : start + TEXTS_AT_ONCE])
+            # NaN is the first token of a model without BOS: it is given, not predicted.
+            parts.append(np.add.reduceat(np.nan_to_num(log_probs.astype(np.float64)), bounds[:-1]))
+        return _finite(np.concatenate(parts))
+
+    def scanned(self, texts: list[str]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Every token's log-probability, where each text begins, and every token's rank."""
+        ids = self.ids_of(texts)
+        bounds = np.cumsum([0, *map(len, ids)])
+        ranks, log_probs = self.scanner.scan(np.concatenate(ids), bounds)
+        return log_probs, bounds, ranks
+
+    def score_all(self, candidates: Candidates, secrets: Sequence[int] = ()) -> np.ndarray:
+        """Total log-probability of every candidate, by number.
+
+        Of `secrets` and some others it is looked up whether the tree gives what the text by
+        itself gives; otherwise every text is scored by itself.
+        """
+        steps = self._single_tokens(candidates, secrets)
+        if steps is not None:
+            scores = _collected(self._by_tree(steps), candidates)
+            if self._agree(scores, candidates, secrets):
+                return scores
+            log.warning(
+                "Sharing beginnings gives other scores than reading %r text by text. Going on text by text, which is slower.",
+                candidates.template.text,
+            )
+        return _collected(self._by_text(candidates), candidates)
+
+    def _agree(self, scores: np.ndarray, candidates: Candidates, secrets: Sequence[int]) -> bool:
+        some = np.random.default_rng(0).integers(0, len(scores), _SCORES_COMPARED)
+        numbers = np.unique([*secrets, *some])
+        alone = self.score_texts(candidates.texts(candidates.places_of(numbers)))
+        return bool(np.isclose(scores[numbers], alone, rtol=_NEAR_SHARE, atol=_NEAR_NATS).all())
+
+    def check_known(self, candidates: Candidates) -> None:
+        """Refuse a template with a value, or words around them, that the vocabulary lacks."""
+        literals = [part for part in candidates.template.parts if isinstance(part, str)]
+        values = [value for pool in dict.fromkeys(candidates.pools) for value in pool]
+        self.ids_of([*literals, *values])
+
+    def _by_text(self, candidates: Candidates) -> Iterator[np.ndarray]:
+        total = int(np.prod(candidates.shape))
+        for start in range(0, total, TEXTS_AT_ONCE):
+            numbers = np.arange(start, min(start + TEXTS_AT_ONCE, total))
+            yield self.score_texts(candidates.texts(candidates.places_of(numbers)))
+
+    def _by_tree(self, steps: list[np.ndarray]) -> Iterator[np.ndarray]:
+        with torch.inference_mode(), full_precision(), evaluating(self.scanner.model):
+            yield from _Tree(self.scanner, steps).scores()
+
+    def _single_tokens(
+        self, candidates: Candidates, secrets: Sequence[int] = ()
+    ) -> list[np.ndarray] | None:
+        """The tokens possible at each position; None where values are not tokens of their own."""
+        places = candidates.places_of(np.array(secrets, np.int64))
+        return single_tokens(candidates, self.ids_of, joining_entries(self._tokenizer), places)
+
+
+class _Tree:
+    """Reads every prefix that candidates share once, a bounded number of rows at a time."""
+
+    def __init__(self, scanner: Scanner, steps: list[np.ndarray]) -> None:
+        self.reader, self.device, self.bos = PrefixReader(scanner), scanner.device, scanner.bos_id
+        self.steps = [torch.from_numpy(step.astype(np.int64)).to(self.device) for step in steps]
+
+    def scores(self) -> Iterator[np.ndarray]:
+        if self.bos is not None:
+            first, level = torch.tensor([self.bos], device=self.device), 0
+        else:  # the first token is given, not predicted
+            first, level = self.steps[0], 1
+        nothing = torch.zeros(len(first), dtype=torch.float64, device=self.device)
+        if level == len(self.steps):
+            yield nothing.cpu().numpy()
+            return
+        if len(self.steps) - level > 1:  # else nothing is read twice
+            self.reader.choose_way(torch.stack([first[0], self.steps[level][0]]))
+        yield from self._grow(None, first, nothing, level)
+
+    def _grow(
+        self, memory: Any, tokens_B: Tensor, scores_B: Tensor, level: int
+    ) -> Iterator[np.ndarray]:
+        """Scores of all candidates that go on from these rows, in order."""
+        logits_BV, memory = self.reader.read(memory, tokens_B)
+        step = self.steps[level]
+        known_BK = _log_probs(logits_BV, step)
+        scores = (scores_B[:, None] + known_BK).reshape(-1)
+        if level + 1 == len(self.steps):
+            yield scores.cpu().numpy()
+            return
+        position = level + (self.bos is not None)
+        rows = self.reader.rows_at_once(memory, logits_BV.shape[1], position, len(self.steps))
+        del logits_BV, known_BK
+        for part in torch.arange(len(scores), device=self.device).split(rows):
+            chosen = self.reader.select(memory, part // len(step))
+            yield from self._grow(chosen, step[part % len(step)], scores[part], level + 1)
+
+
+def _log_probs(logits_BV: Tensor, step_K: Tensor) -> Tensor:
+    """Log-probabilities of a step's tokens.
+
+    One token's comes from the scan's own pass, three times as fast as torch's logsumexp on a
+    CPU; the others differ from it by their logits.
+    """
+    logits_BK = logits_BV[:, step_K].double()
+    _, first_B = score_logits(logits_BV, step_K[:1].expand(len(logits_BV)).contiguous())
+    return logits_BK - logits_BK[:, :1] + first_B.double()[:, None]
+
+
+def _as_characters(ids: np.ndarray) -> str:
+    return "".join(map(chr, ids.tolist()))
+
+
+def _collected(parts: Iterable[np.ndarray], candidates: Candidates) -> np.ndarray:
+    done = []
+    with task("Scoring candidates", int(np.prod(candidates.shape))) as bar:
+        for part in parts:
+            done.append(part)
+            bar.advance(len(part))
+    return _finite(np.concatenate(done))
+
+
+def _finite(scores: np.ndarray) -> np.ndarray:
+    if np.isnan(scores).any():
+        raise UsageError(
+            "The model gives probabilities that are no numbers, so nothing can be ranked. Train again."
+        )
+    return scores

@@ -1,0 +1,198 @@
+"""Real canaries: of each user the training document that surprises an unmitigated model most.
+
+Mireshghallah et al. 2021: what a model finds least likely is most likely to be private. Nobody
+knows what else such a text could have read, so it has no exposure; only the tab attack is tried.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tightlip.audit.canaries.exposure import Keys, device_for, read_keys
+from tightlip.core.errors import UsageError
+from tightlip.core.run_folder import RunRecord, is_run, open_run
+from tightlip.corpus.canaries import Canary, Planted, write_key
+from tightlip.corpus.encoding import Encoder
+from tightlip.corpus.opening import model_folder, open_run_corpus
+from tightlip.corpus.readers import Corpus, open_corpus
+from tightlip.corpus.tokens import TokenizedCorpus
+from tightlip.scan.document_scores import score_documents
+from tightlip.scan.scanner import Scanner
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChoiceConfig:
+    """Which documents may be chosen."""
+
+    min_tokens: int = 5
+
+    def __post_init__(self) -> None:
+        if self.min_tokens < 2:
+            raise UsageError(
+                f"min_tokens={self.min_tokens} would choose texts with nothing to guess behind their first token. "
+                "Use 2 or more."
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """The canaries, by user in order of first appearance, and how many users have none."""
+
+    canaries: list[Canary]
+    num_users_left_out: int
+
+
+def choose_real_canaries(
+    scanner: Scanner,
+    tokenizer: Any,
+    tokens: TokenizedCorpus,
+    documents: Corpus,
+    config: ChoiceConfig,
+    planted: Sequence[str] = (),
+) -> Choice:
+    """Each user's document with the highest perplexity; of equal ones the first.
+
+    `documents` are the texts of `tokens`, in the same order. `planted` texts are made up, and
+    surprise a model most: they are passed over.
+
+    Holds:
+        surprising: no other usable document of that user has a higher perplexity.
+        usable: a document with fewer tokens, or with a word the model lacks, is never chosen.
+        as_often: repetitions are the documents of the whole corpus that read the same.
+    """
+    scores = score_documents(scanner, tokens)
+    mean_nats = scores.loss_nats / np.maximum(scores.num_tokens, 1)
+    usable = usable_documents(tokens, tokenizer.unk_token_id, config.min_tokens)
+    made_up = {ids.astype(np.int32).tobytes() for ids in _encoded(tokenizer, planted)}
+    usable[[number for number, _ in _reading(tokens, made_up)]] = False
+    mean_nats[~usable] = -np.inf
+    chosen = _most_surprising(mean_nats, np.asarray(tokens.users), tokens.num_users)
+    if not len(chosen):
+        raise UsageError(
+            f"No document has min_tokens={config.min_tokens} tokens and only words the model knows, so none can be "
+            "chosen. Use a smaller --min-tokens, or train with a larger vocabulary."
+        )
+    repetitions = _repetitions(tokens, chosen)
+    texts = _texts_of(documents, set(chosen.tolist()))
+    canaries = [
+        Canary(
+            text=texts[number],
+            user=tokens.user_names[tokens.users[number]],
+            repetitions=times,
+            kind="real",
+        )
+        for number, times in zip(chosen.tolist(), repetitions, strict=True)
+    ]
+    return Choice(canaries=canaries, num_users_left_out=tokens.num_users - len(canaries))
+
+
+def usable_documents(
+    tokens: TokenizedCorpus, unknown_id: int | None, min_tokens: int
+) -> np.ndarray:
+    """True for each document that is long enough and spelt in words the model knows."""
+    bounds = np.asarray(tokens.bounds)
+    usable = np.diff(bounds) >= min_tokens
+    if unknown_id is not None:
+        places = np.flatnonzero(np.asarray(tokens.tokens) == unknown_id)
+        usable[np.searchsorted(bounds, places, side="right") - 1] = False
+    return usable
+
+
+def _most_surprising(mean_nats: np.ndarray, users: np.ndarray, num_users: int) -> np.ndarray:
+    """Each user's document of the largest value, by number; users without a finite one have none."""
+    order = np.lexsort((np.arange(len(users)), -mean_nats, users))
+    order = order[np.isfinite(mean_nats[order])]
+    _, first = np.unique(users[order], return_index=True)
+    return order[first]
+
+
+def _repetitions(tokens: TokenizedCorpus, chosen: np.ndarray) -> list[int]:
+    """How many documents have the very tokens of each chosen one."""
+    own = [tokens.document(number).tobytes() for number in chosen]
+    counts = dict.fromkeys(own, 0)
+    for _, read in _reading(tokens, set(own)):
+        counts[read] += 1
+    return [counts[each] for each in own]
+
+
+def _reading(tokens: TokenizedCorpus, wanted: set[bytes]) -> Iterator[tuple[int, bytes]]:
+    """The documents whose tokens, as bytes, are among `wanted`."""
+    lengths = [len(each) // tokens.tokens.itemsize for each in wanted]
+    for number in np.flatnonzero(np.isin(np.diff(tokens.bounds), lengths)).tolist():
+        read = tokens.document(number).tobytes()
+        if read in wanted:
+            yield number, read
+
+
+def _encoded(tokenizer: Any, texts: Sequence[str]) -> list[np.ndarray]:
+    return Encoder(tokenizer).encode(list(texts))[0] if texts else []
+
+
+def _texts_of(documents: Corpus, numbers: set[int]) -> dict[int, str]:
+    found: dict[int, str] = {}
+    start = 0
+    for batch in documents.batches():
+        here = range(start, start + len(batch))
+        found |= {number: batch.texts[number - start] for number in here if number in numbers}
+        start = here.stop
+    return found
+
+
+def choose_canaries(
+    run: str | Path,
+    out: str | Path,
+    *,
+    key: Keys = (),
+    device: str = "auto",
+    **settings: Any,
+) -> Planted:
+    """Write to `out` a key of real canaries: of each user the training document that surprises
+    the model of an unmitigated run most; `settings` are those of ChoiceConfig.
+
+    `key` names what was planted in the run's corpus, which is then never chosen.
+    """
+    from tightlip.models.fingerprints import model_fingerprint
+    from tightlip.models.loading import load_tokenizer
+    from tightlip.scan.document_scores import open_scanner
+
+    config, record = ChoiceConfig(**settings), _unmitigated(Path(run))
+    if Path(out).exists():
+        raise UsageError(f"{out} exists. Give another --out, or delete it first.")
+    corpus = open_run_corpus(record)
+    choice = choose_real_canaries(
+        open_scanner(record.model_folder, corpus.train, device_for(device)),
+        load_tokenizer(record.model_folder),
+        corpus.train,
+        open_corpus(record.corpus_folder / "train.parquet"),
+        config,
+        planted=[canary.text for each in read_keys(key) for canary in each.of_planted],
+    )
+    chosen = Planted(
+        canaries=choice.canaries,
+        pools={},
+        model_fingerprint=model_fingerprint(record.model_folder),
+        snapshot_fingerprints=tuple(model_fingerprint(each.folder) for each in record.snapshots),
+        num_users_left_out=choice.num_users_left_out,
+    )
+    write_key(Path(out), chosen)
+    return chosen
+
+
+def _unmitigated(run: Path) -> RunRecord:
+    if not is_run(run):
+        raise UsageError(
+            f"{run} is no run, and canaries are chosen from the text that a run trained on. Train one: "
+            "tightlip train CORPUS --out RUN"
+        )
+    model_folder(run)
+    record = open_run(run)
+    mitigation = record.config["train"]["mitigation"]
+    if mitigation != "none":
+        raise UsageError(
+            f"{run} was trained with mitigation {mitigation!r}, which has a hand in what surprises the model. Choose with "
+            "an unmitigated run: tightlip train CORPUS --out RUN --mitigation none"
+        )
+    return record

@@ -1,0 +1,318 @@
+"""Runs side by side: what each is good for, what it gives away, and which may be compared.
+
+A row holds counts and means only: no text, and nobody's name.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from tightlip.audit.canaries.tab_attack import most_successes
+from tightlip.core.errors import UsageError
+from tightlip.core.figures import STANDINGS_WITH_EPSILON, guarantee_words, number
+from tightlip.core.resampling import LEAST_CANARIES, ONE_TAIL
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunMeasures:
+    """What was measured of one run's model; the reason for what is None stands in `not_known`."""
+
+    name: str
+    mitigation: str
+    model: str | None  # "final", a snapshot's name, or None where no snapshot would do
+    train_text: str  # fingerprints, as the next two
+    held_out_text: str | None
+    tokenizer: str
+    guarantee: dict[str, Any] | None
+    best_perplexity: float | None = None  # the lowest there is, where no snapshot would do
+    seconds_per_epoch: float | None = None
+    leakage: dict[str, Any] | None = None
+    exposures: list[dict[str, Any]] | None = None
+    exposed_above_bits: float | None = None
+    canary_note: str | None = None  # where the canaries are not those that it was trained on
+    groups: dict[str, Any] | None = None
+    membership: dict[str, Any] | None = None
+    not_known: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def perplexity(self) -> dict[str, Any] | None:
+        """On held-out text, with its interval where that was measured."""
+        if self.groups is not None and self.groups.get("perplexity") is not None:
+            return self.groups["perplexity"]
+        value = (self.leakage or {}).get("validation_perplexity")
+        return None if value is None else {"value": value, "low": None, "high": None}
+
+    @property
+    def planted(self) -> list[dict[str, Any]]:
+        """The planted canaries whose exposure is known."""
+        return [one for one in self._of_kind("planted") if one.get("exposure_bits") is not None]
+
+    def tab(self, kind: str) -> dict[str, int] | None:
+        """How many canaries of a kind TAB completes, and how many it could at most."""
+        chosen = self._of_kind(kind)
+        if not chosen:
+            return None
+        return {
+            "successes": sum(bool(one["tab"]) for one in chosen),
+            "num_canaries": len(chosen),
+            "ceiling": most_successes([(one["prompt"], one["text"]) for one in chosen]),
+        }
+
+    def _of_kind(self, kind: str) -> list[dict[str, Any]]:
+        return [one for one in self.exposures or () if one.get("kind", "planted") == kind]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Matching:
+    """When two runs count as equally useful: perplexities no further apart than this share."""
+
+    tolerance: float = 0.05
+    at_perplexity: float | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 < self.tolerance < 1:
+            raise UsageError(
+                f"tolerance={self.tolerance:g} is no share between 0 and 1. Use 0.05 for 5%."
+            )
+        if self.at_perplexity is not None and not self.at_perplexity > 1:
+            raise UsageError(
+                f"at_perplexity={self.at_perplexity:g} is out of reach: no perplexity is below 1. Give "
+                "one that the runs reached."
+            )
+
+
+def baseline_place(mitigations: Sequence[str]) -> int:
+    """Which run the others are held against: the first without a mitigation, else the first.
+
+    >>> baseline_place(["dp", "none", "none"]), baseline_place(["dp", "triplet"])
+    (1, 0)
+    """
+    return mitigations.index("none") if "none" in mitigations else 0
+
+
+def compared(runs: Sequence[RunMeasures], matching: Matching) -> list[Row]:
+    """One row for each run, in the order given.
+
+    Holds:
+        unknown_is_none: what was not measured is None, never 0, and its reason is in `not_known`.
+        standing: ε is there only where the standing is proved or as published.
+        silent: no text of a canary and no user's name is in a row.
+    """
+    base = runs[baseline_place([run.mitigation for run in runs])]
+    return [_row(run, base, runs, matching) for run in runs]
+
+
+def _row(
+    run: RunMeasures, base: RunMeasures, runs: Sequence[RunMeasures], matching: Matching
+) -> Row:
+    comparable, verdicts = judged(run, base, matching)
+    verdicts += [] if run.canary_note is None else [run.canary_note]
+    return {
+        "name": run.name,
+        "mitigation": run.mitigation,
+        "model": run.model,
+        "is_baseline": run is base,
+        "comparable": comparable,
+        "verdicts": verdicts,
+        "same_held_out": _shares_held_out_text(run, base),
+        "perplexity": run.perplexity,
+        **_leakage(run),
+        "exposure": exposure_by_repetition(run),
+        "exposed_above_bits": run.exposed_above_bits if run.planted else None,
+        "exposure_changes": exposure_changes(run, runs),
+        "tab": {kind: run.tab(kind) for kind in ("planted", "real")},
+        "gap": (run.groups or {}).get("gap"),
+        "membership": _membership(run),
+        "seconds_per_epoch": run.seconds_per_epoch,
+        "times_baseline": _ratio(run.seconds_per_epoch, base.seconds_per_epoch),
+        "guarantee": _guarantee(run),
+        "not_known": dict(run.not_known),
+    }
+
+
+def _leakage(run: RunMeasures) -> Row:
+    names = ("unique", "users_with_unique", "num_users", "leakage_epsilon")
+    return {name: (run.leakage or {}).get(name) for name in names}
+
+
+def exposure_by_repetition(run: RunMeasures) -> list[Row]:
+    """Mean exposure of the planted canaries by how often each was planted, rarest first."""
+    rows = []
+    for times in sorted({one["repetitions"] for one in run.planted}):
+        group = [one for one in run.planted if one["repetitions"] == times]
+        above = math.inf if run.exposed_above_bits is None else run.exposed_above_bits
+        rows.append(
+            {
+                "repetitions": times,
+                "num_canaries": len(group),
+                "mean_bits": math.fsum(one["exposure_bits"] for one in group) / len(group),
+                "num_exposed": sum(one["low"] > above for one in group),
+            }
+        )
+    return rows
+
+
+def exposure_changes(run: RunMeasures, others: Sequence[RunMeasures]) -> dict[str, Row | None]:
+    """How much more or less the canaries are exposed than in each other run, by its name."""
+    return {
+        other.name: change_of(run.planted, other.planted) for other in others if other is not run
+    }
+
+
+def _membership(run: RunMeasures) -> Row | None:
+    if run.membership is None:
+        return None
+    return {name: run.membership.get(name) for name in ("documents", "users", "not_counted")}
+
+
+def _ratio(value: float | None, to: float | None) -> float | None:
+    return value / to if value is not None and to else None
+
+
+def _guarantee(run: RunMeasures) -> Row:
+    words, record = guarantee_words(run.guarantee), run.guarantee or {}
+    has_epsilon = record.get("standing") in STANDINGS_WITH_EPSILON
+    standing = str(record.get("standing") or "measured only")
+    return {
+        "standing": standing,
+        "epsilon": record.get("epsilon") if has_epsilon else None,
+        "delta": record.get("delta") if has_epsilon else None,
+        "unit": record.get("unit") if has_epsilon else None,
+        "words": words.value if has_epsilon else f"none ({standing})",
+        "sentence": words.sentence,
+        "insecure": words.insecure,
+        "because": None if standing == "proved" else record.get("because"),
+    }
+
+
+# Which runs may be compared
+def judged(
+    run: RunMeasures, base: RunMeasures, matching: Matching
+) -> tuple[bool | None, list[str]]:
+    """Whether a run is as useful as the baseline and learnt from the same text, and why not.
+
+    None where that cannot be said for want of a perplexity.
+
+    Holds:
+        said: whatever makes it not comparable is a sentence.
+    """
+    if run.model is None:
+        return False, [_never_reached(run, matching)]
+    if run is base:
+        return (True if run.perplexity else None), _without_utility(run)
+    comparable, sentences = _utility(run, base, matching)
+    if run.train_text != base.train_text:
+        comparable = False
+        sentences.append(
+            f"Trained on other text or other canaries than {base.name}, so what it gives away is not the same text."
+        )
+    return comparable, sentences
+
+
+def _utility(
+    run: RunMeasures, base: RunMeasures, matching: Matching
+) -> tuple[bool | None, list[str]]:
+    if run.held_out_text is not None and base.held_out_text is not None:
+        for differs, what in (
+            (run.tokenizer != base.tokenizer, "It cuts text into other tokens than"),
+            (run.held_out_text != base.held_out_text, "Its held-out text is not that of"),
+        ):
+            if differs:
+                return False, [
+                    f"{what} {base.name}, so their perplexities say nothing about each other; only leakage can be compared."
+                ]
+    if run.perplexity is None or base.perplexity is None:
+        return None, _without_utility(run) or [
+            f"The perplexity of {base.name} is not known, so utility cannot be matched; only leakage can be compared."
+        ]
+    mine, theirs = run.perplexity["value"], base.perplexity["value"]
+    against = f"{number(mine)} against {number(theirs)}"
+    if abs(mine - theirs) <= matching.tolerance * theirs:
+        return True, [f"Comparable at matched utility: perplexity {against}."]
+    advice = (
+        _advice(run, base, mine, theirs)
+        if matching.at_perplexity is None
+        else "Snapshots are too far apart: train with --snapshot-steps N for more of them."
+    )
+    return False, [f"Not comparable at matched utility: {against}. {advice}"]
+
+
+def _without_utility(run: RunMeasures) -> list[str]:
+    if run.perplexity is not None:
+        return []
+    why = run.not_known.get("perplexity", "")
+    return [f"Its utility is not known. {why}".strip()]
+
+
+def _advice(run: RunMeasures, base: RunMeasures, mine: float, theirs: float) -> str:
+    """What to do about perplexities too far apart: the better run has to stop earlier."""
+    better, reach = (run, theirs) if mine < theirs else (base, mine)
+    # Rounded up, or the worse of the two would just miss it.
+    digits = 2 - math.floor(math.log10(reach))
+    target = f"{math.ceil(reach * 10**digits) / 10**digits:g}"
+    advice = f"Compare with --at-perplexity {target}"
+    if better.mitigation in (
+        "dp",
+        "adaptive-dp",
+    ):  # such a run may not stop by looking at private text
+        return f"{advice}."
+    return f"{advice}, or train {better.name} with --until-perplexity {target}."
+
+
+def _never_reached(run: RunMeasures, matching: Matching) -> str:
+    target = matching.at_perplexity
+    if run.perplexity is None and run.best_perplexity is None:
+        return f"Its utility is not known. {run.not_known.get('perplexity', '')}".strip()
+    reached = (
+        "" if run.best_perplexity is None else f"; its lowest is {number(run.best_perplexity)}"
+    )
+    aim = "the perplexity asked for" if target is None else f"a validation perplexity of {target:g}"
+    return f"No snapshot reached {aim}{reached}, so there is nothing to compare."
+
+
+def _shares_held_out_text(run: RunMeasures, base: RunMeasures) -> bool:
+    """Whether the two perplexities are on one scale."""
+    return (run.held_out_text, run.tokenizer) == (base.held_out_text, base.tokenizer)
+
+
+Change = dict[str, Any]
+
+
+def change_of(mine: Sequence[Change], theirs: Sequence[Change]) -> Change | None:
+    """By how many bits the most repeated canaries are more exposed than the same ones elsewhere.
+
+    The interval is Student's, 95%, and there is none for a single canary. `p_value` is how often
+    chance alone would have them so much less exposed; None where the canaries cannot tell, being
+    fewer than three or all changed by the same.
+    """
+    if not mine or not theirs:
+        return None
+    most = max(one["repetitions"] for one in mine)
+    before = {one["text"]: one["exposure_bits"] for one in theirs}
+    changes = [
+        one["exposure_bits"] - before[one["text"]]
+        for one in mine
+        if one["repetitions"] == most and one["text"] in before
+    ]
+    return _mean_with_interval(changes) | {"repetitions": most} if changes else None
+
+
+def _mean_with_interval(values: list[float]) -> Change:
+    num = len(values)
+    mean = math.fsum(values) / num
+    found: Change = {"value": mean, "low": None, "high": None, "num_canaries": num, "p_value": None}
+    if num < 2:
+        return found
+    from scipy.special import stdtr, stdtrit
+
+    spread = math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (num - 1))
+    error = spread / math.sqrt(num)
+    reach = float(stdtrit(num - 1, 1 - ONE_TAIL)) * error
+    found |= {"low": mean - reach, "high": mean + reach}
+    # The same change in every canary says that something repeats, not how surely.
+    if num >= LEAST_CANARIES and spread > 1e-9 * max(1.0, abs(mean)):
+        found["p_value"] = float(stdtr(num - 1, mean / error))
+    return found

@@ -1,0 +1,297 @@
+"""`tightlip compare` as one call: measure what is missing of each run, line the runs up."""
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from tightlip.audit.compared import Matching, Row, RunMeasures, baseline_place, compared
+from tightlip.audit.measures import Key, Measuring, ModelMeasures, measured_or_reason, open_key
+from tightlip.core.errors import UsageError
+from tightlip.core.progress import Task, task
+from tightlip.core.run_folder import RunRecord, open_run
+
+STEPS_PER_RUN = 4
+NOTHING_HELD_OUT = "The run holds out no text. Prepare with --holdout 0.2, or --validation FILE."
+NO_CHOICE = "Without perplexities no snapshot can be chosen."
+NO_KEY = "No key of canaries was given (--key FILE)."
+NO_REFERENCE = "No reference model was given (--reference DIR)."
+PRIVATE_TIME = "A private run does not tell: time shows how much text was drawn."
+CHOSEN_BY_THIS = "They were chosen with this very run, and the choice would flatter it."
+CHOSEN_BY_TEXT = (
+    "The snapshot was chosen by its perplexity on held-out text, which this ε does not cover."
+)
+
+
+def compare_runs(
+    runs: Sequence[str | Path | RunRecord],
+    matching: Matching,
+    *,
+    key: str | Path | Sequence[str | Path] | None,
+    reference: str | Path | None,
+    device: str,
+    seed: int,
+    num_bootstraps: int,
+) -> list[Row]:
+    """A row for each run; what is not yet measured is measured now and kept with the run."""
+    records = _opened(runs)
+    measuring = _measuring(key, reference, device, seed, num_bootstraps)
+    _refuse_what_saw_the_text(measuring.reference, records)
+    subjects = _subjects(records, measuring, matching.at_perplexity)
+    base = subjects[baseline_place([subject.mitigation for subject in subjects])]
+    with task("Comparing", STEPS_PER_RUN * len(subjects)) as bar:
+        measures = [_gathered(subject, base, bar) for subject in subjects]
+    return compared(measures, matching)
+
+
+def _opened(runs: Sequence[str | Path | RunRecord]) -> list[RunRecord]:
+    records = [run if isinstance(run, RunRecord) else open_run(Path(run)) for run in runs]
+    if len({record.folder.resolve() for record in records}) < max(2, len(records)):
+        what = "One run was given" if len(records) == 1 else "The same run was given twice"
+        raise UsageError(
+            f"{what if records else 'No run was given'}, and a comparison needs different ones. "
+            "Run: tightlip compare RUN RUN..."
+        )
+    for record in records:
+        if not record.finished:
+            raise UsageError(
+                f"{record.folder} is not finished training. Give its train command again."
+            )
+    return records
+
+
+def _measuring(
+    key: Any, reference: str | Path | None, device: str, seed: int, num_bootstraps: int
+) -> Measuring:
+    """How to measure; whatever cannot work is refused here, before the long work."""
+    from tightlip.core.devices import usable_device
+    from tightlip.core.resampling import check_num_bootstraps
+    from tightlip.corpus.opening import model_folder
+    from tightlip.models.fingerprints import model_fingerprint
+
+    check_num_bootstraps(num_bootstraps)
+    paths = [] if key is None else [key] if isinstance(key, str | Path) else list(key)
+    keys: tuple[Key, ...] = tuple(open_key(Path(path)) for path in paths)
+    given = None if reference is None else Path(reference)
+    return Measuring(
+        keys=keys,
+        reference=given,
+        reference_fingerprint=None if given is None else model_fingerprint(model_folder(given)),
+        device=usable_device(device),
+        seed=seed,
+        num_bootstraps=num_bootstraps,
+    )
+
+
+def _refuse_what_saw_the_text(reference: Path | None, records: Sequence[RunRecord]) -> None:
+    """Before anything kept is looked at: it may have been measured when nobody could tell."""
+    from tightlip.corpus.opening import check_reference, open_run_corpus
+
+    for record in records:
+        corpus = open_run_corpus(record)
+        if reference is not None:
+            check_reference(reference, corpus)
+
+
+# Which model of a run is compared
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """One run and its model that is compared, None where no snapshot is good enough."""
+
+    run: RunRecord
+    name: str
+    model: str | None
+    measures: ModelMeasures | None
+    best_perplexity: float | None = None
+    was_chosen: bool = False  # by looking at held-out text
+
+    @property
+    def mitigation(self) -> str:
+        return str(self.run.config["train"].get("mitigation", "none"))
+
+
+def _subjects(
+    records: list[RunRecord], measuring: Measuring, at_perplexity: float | None
+) -> list[Subject]:
+    names = labels([record.folder for record in records])
+    if at_perplexity is None:
+        return [
+            Subject(
+                run=run,
+                name=name,
+                model="final",
+                measures=ModelMeasures(run, run.model_folder, measuring),
+            )
+            for run, name in zip(records, names, strict=True)
+        ]
+    return [
+        _at_perplexity(run, name, measuring, at_perplexity)
+        for run, name in zip(records, names, strict=True)
+    ]
+
+
+def labels(folders: Sequence[Path]) -> list[str]:
+    """The end of each path, as much of it as tells them apart.
+
+    >>> labels([Path("/a/dp/run"), Path("/a/none/run")])
+    ['dp/run', 'none/run']
+    """
+    parts = [folder.resolve().parts for folder in folders]
+    for length in range(1, max(map(len, parts)) + 1):
+        names = ["/".join(part[-length:]) for part in parts]
+        if len(set(names)) == len(names):
+            break
+    return names
+
+
+def _at_perplexity(run: RunRecord, name: str, measuring: Measuring, target: float) -> Subject:
+    """The first model on the run's way whose held-out perplexity is at most `target`."""
+    best = None
+    for model, folder, known in _on_the_way(run):
+        measures = ModelMeasures(run, folder, measuring)
+        perplexity = known
+        if known is None and measures.held_out is not None:
+            perplexity = measures.perplexity()  # a private run does not publish it
+        if perplexity is not None and perplexity <= target:
+            return Subject(run=run, name=name, model=model, measures=measures, was_chosen=True)
+        best = min((value for value in (best, perplexity) if value is not None), default=None)
+    return Subject(run=run, name=name, model=None, measures=None, best_perplexity=best)
+
+
+def _on_the_way(run: RunRecord) -> list[tuple[str, Path, float | None]]:
+    """Every model of a run in training order, with its perplexity where the metrics have it."""
+    known = {line.get("snapshot"): line.get("validation_perplexity") for line in run.metrics}
+    last = run.metrics[-1] if run.metrics else {}
+    found = [(one.name, one.folder, known[one.name]) for one in run.snapshots]
+    return [*found, ("final", run.model_folder, last.get("validation_perplexity"))]
+
+
+# What is measured of it
+def _gathered(subject: Subject, base: Subject, bar: Task) -> RunMeasures:
+    corpus = subject.run.config["corpus"]
+    bar.note(subject.name)
+    seconds, why = seconds_per_epoch(subject.run)
+    found = RunMeasures(
+        name=subject.name,
+        mitigation=subject.mitigation,
+        model=subject.model,
+        train_text=f"{corpus['corpus_fingerprint']} without {corpus.get('num_users_left_out', 0)}",
+        held_out_text=corpus.get("validation_fingerprint"),
+        tokenizer=corpus["tokenizer_fingerprint"],
+        guarantee=promised(subject),
+        best_perplexity=subject.best_perplexity,
+        seconds_per_epoch=seconds,
+        not_known={} if why is None else {"seconds per epoch": why},
+    )
+    if subject.measures is None:
+        bar.advance(STEPS_PER_RUN)
+        reason = NOTHING_HELD_OUT if found.held_out_text is None else ""
+        return replace(
+            found, not_known=found.not_known | ({"perplexity": reason} if reason else {})
+        )
+    for measure in (_with_leakage, _with_exposures, _with_groups, _with_membership):
+        found = measure(found, subject.measures, base)
+        bar.advance()
+    return found
+
+
+def _with_leakage(found: RunMeasures, of: ModelMeasures, base: Subject) -> RunMeasures:
+    leakage, why = measured_or_reason("The leakage report", found.name, of.leakage)
+    reasons = {} if why is None else {"unique sequences": why, "leakage ε_l": why}
+    if leakage is not None and leakage["leakage_epsilon"] is None:
+        reasons["leakage ε_l"] = (
+            NO_REFERENCE
+            if of.measuring.reference is None
+            else "No unique sequence has a finite ratio."
+        )
+    return replace(found, leakage=leakage, not_known=found.not_known | reasons)
+
+
+def _with_exposures(found: RunMeasures, of: ModelMeasures, base: Subject) -> RunMeasures:
+    from tightlip.audit.canaries.exposure import missing_copies
+    from tightlip.corpus.canaries import exposed_above_bits, read_key
+
+    keys = of.measuring.keys
+    if not keys:
+        return replace(found, not_known=found.not_known | {"exposure": NO_KEY, "tab": NO_KEY})
+    reasons: dict[str, str] = {}
+    exposures: list[dict[str, Any]] = []
+    if any(key.planted_texts for key in keys):
+        planted, why = measured_or_reason("Exposure", found.name, of.exposures)
+        exposures += planted or []
+        reasons |= {} if why is None else {"exposure": why, "tab of planted canaries": why}
+    else:
+        reasons["exposure"] = "No key holds planted canaries, and only these have an exposure."
+    for key in keys:
+        real, why = _real(found.name, of, key)
+        exposures += real
+        reasons |= {} if why is None else {"tab of real canaries": why}
+    note = missing_copies(of.run, [read_key(key.path) for key in keys])
+    found = replace(
+        found, exposures=exposures, canary_note=note, not_known=found.not_known | reasons
+    )
+    if not found.planted:
+        return found
+    return replace(found, exposed_above_bits=exposed_above_bits(len(found.planted)))
+
+
+def _real(name: str, of: ModelMeasures, key: Key) -> tuple[list[dict[str, Any]], str | None]:
+    """The real canaries in a key, or why they are not measured."""
+    if key.planted_texts:
+        return [], None
+    if of.fingerprint in key.chosen_by:
+        return [], CHOSEN_BY_THIS
+    found, why = measured_or_reason("Tab", name, lambda: of.real(key))
+    return found or [], why
+
+
+def _with_groups(found: RunMeasures, of: ModelMeasures, base: Subject) -> RunMeasures:
+    if of.held_out is None:
+        reasons = dict.fromkeys(("perplexity", "gap, low-5 to top-5"), NOTHING_HELD_OUT)
+        return replace(found, not_known=found.not_known | reasons)
+    is_base = of is base.measures
+    against = None if is_base or not _same_held_out(of, base) else base.measures
+    groups, why = measured_or_reason("Groups", found.name, lambda: of.groups(against))
+    reasons = {} if why is None else {"gap, low-5 to top-5": why}
+    if why is None and not is_base and (groups or {}).get("gap") is None:
+        reasons["gap, low-5 to top-5"] = (
+            f"It needs the same held-out text and tokenizer as {base.name}."
+            if against is None
+            else "Too few users have held-out text, or all have equally much of it."
+        )
+    return replace(found, groups=groups, not_known=found.not_known | reasons)
+
+
+def _same_held_out(of: ModelMeasures, base: Subject) -> bool:
+    if base.measures is None:
+        return False
+    mine, theirs = of.run.config["corpus"], base.run.config["corpus"]
+    names = ("validation_fingerprint", "tokenizer_fingerprint")
+    return all(mine.get(name) == theirs.get(name) for name in names)
+
+
+def _with_membership(found: RunMeasures, of: ModelMeasures, base: Subject) -> RunMeasures:
+    if of.held_out is None:
+        return replace(found, not_known=found.not_known | {"membership AUC": NOTHING_HELD_OUT})
+    membership, why = measured_or_reason("Membership", found.name, of.membership)
+    reasons = {} if why is None else {"membership AUC": why}
+    return replace(found, membership=membership, not_known=found.not_known | reasons)
+
+
+def seconds_per_epoch(run: RunRecord) -> tuple[float | None, str | None]:
+    """The median over whole epochs, or why there is none."""
+    ends = [line for line in run.metrics if line["epoch"] > 0 and float(line["epoch"]).is_integer()]
+    seconds = [line["seconds"] for line in ends if line.get("seconds") is not None]
+    if seconds:
+        return statistics.median(seconds), None
+    return None, PRIVATE_TIME if ends else "No whole epoch was trained."
+
+
+def promised(subject: Subject) -> dict[str, Any] | None:
+    """What the run promises; less where the model was picked by looking at private text."""
+    record = subject.run.guarantee or None
+    if record is None or not subject.was_chosen or record.get("epsilon") is None:
+        return record
+    before = record["because"] if record["standing"] == "as published" else ""
+    return record | {"standing": "as published", "because": f"{before} {CHOSEN_BY_TEXT}".strip()}

@@ -1,0 +1,275 @@
+"""How often, and by how many people, each sequence was written anywhere in the corpus.
+
+A suffix array lists every place of the corpus in the order of the text that
+follows it, so all occurrences of a sequence stand side by side: two binary
+searches give the total, one walk over the block gives the distinct users.
+
+The work is a pure function of a shard whose users are in no other shard, and
+the results add up; the corpus is therefore counted in pieces that fit a memory
+bound, here or on a cluster, and the result is the same.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+import numpy as np
+from numba import njit
+
+from tightlip.core.errors import UsageError
+from tightlip.corpus.tokens import TokenizedCorpus
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+class Engine(Protocol):
+    """Apply a pure function to each item, yielding (item, result) in the items' order."""
+
+    workers: int
+
+    def map(
+        self, function: Callable[[Item], Result], items: Iterable[Item]
+    ) -> Iterator[tuple[Item, Result]]: ...
+
+
+# How often, and by how many people, each sequence was written anywhere in the corpus
+
+
+# Peak bytes held per token while a shard of w-byte symbols is indexed: text and users (8), the
+# symbols (w), their suffix array (4w) and the token suffix array filtered from it (4).
+_MAX_SYMBOL_BYTES = 3
+_BYTES_PER_TOKEN = 8 + 5 * _MAX_SYMBOL_BYTES + 4
+# Beyond this a larger shard no longer saves searches worth its cache misses (docs/benchmarks.md),
+# and its symbols still fit the 32-bit suffix sorter.
+_LARGEST_SHARD_TOKENS = 24_000_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sequences:
+    """Token sequences end to end: number i is tokens[offsets[i]:offsets[i + 1]]."""
+
+    tokens: np.ndarray
+    offsets: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shard:
+    """Some documents. `sole_user` marks a piece of one user too large for a single shard."""
+
+    tokens: np.ndarray
+    bounds: np.ndarray
+    users: np.ndarray
+    sole_user: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Counts:
+    """Occurrences and distinct users of each sequence."""
+
+    totals: np.ndarray
+    users: np.ndarray
+
+
+def count_in_shard(shard: Shard, sequences: Sequences) -> Counts:
+    """Occurrences inside documents, overlapping ones included, and distinct users, in one shard."""
+    text, num_symbols = _text_with_separators(shard.tokens, shard.bounds)
+    places = _suffix_array(text, num_symbols)
+    local_users = np.unique(shard.users, return_inverse=True)[1].astype(np.int32)
+    users_in_order = _users_in_suffix_order(places, shard.bounds, local_users)
+    totals, users = _count(
+        text,
+        places,
+        users_in_order,
+        np.ascontiguousarray(sequences.tokens, dtype=np.int32),
+        sequences.offsets,
+        int(local_users.max(initial=-1)) + 1,
+    )
+    return Counts(totals=totals, users=users)
+
+
+def added_up(results: Iterator[tuple[Shard | None, Counts]], num_sequences: int) -> Counts:
+    """The counts of the whole corpus. Pieces of one large user count that user once."""
+    totals = np.zeros(num_sequences, dtype=np.int64)
+    users = np.zeros(num_sequences, dtype=np.int64)
+    large_users: dict[int, np.ndarray] = {}
+    for shard, counts in results:
+        totals += counts.totals
+        if shard is None or shard.sole_user is None:
+            users += counts.users
+        else:
+            seen = large_users.setdefault(shard.sole_user, np.zeros(num_sequences, dtype=bool))
+            seen |= counts.users > 0
+    for seen in large_users.values():
+        users += seen
+    return Counts(totals=totals, users=users)
+
+
+def user_disjoint_shards(corpus: TokenizedCorpus, memory_bytes: int) -> Iterator[Shard]:
+    """The corpus in shards that each fit `memory_bytes` while they are counted."""
+    most_tokens = min(memory_bytes // _BYTES_PER_TOKEN, _LARGEST_SHARD_TOKENS)
+    lengths = np.diff(corpus.bounds) + 1  # each document is followed by a separator
+    longest = int(lengths.max(initial=0))
+    if longest > most_tokens and longest * _BYTES_PER_TOKEN > memory_bytes:
+        raise UsageError(
+            f"Document {int(lengths.argmax())} has {longest - 1:,} tokens; counting it takes "
+            f"{longest * _BYTES_PER_TOKEN / 1e9:.1f} GB and {memory_bytes / 1e9:.1f} GB is allowed. "
+            f"Raise --memory, or cut the document into shorter ones."
+        )
+    by_user = np.argsort(corpus.users, kind="stable")
+    for documents, sole_user in _packed(by_user, corpus.users, lengths, most_tokens):
+        yield _gathered(corpus, documents, sole_user)
+
+
+def _packed(
+    by_user: np.ndarray, users: np.ndarray, lengths: np.ndarray, most_tokens: int
+) -> Iterator[tuple[np.ndarray, int | None]]:
+    """Documents for each shard: whole users while they fit, a larger user in pieces of its own."""
+    sorted_users = users[by_user]
+    starts = np.flatnonzero(np.r_[True, sorted_users[1:] != sorted_users[:-1]])
+    ends = np.r_[starts[1:], len(by_user)]
+    waiting: list[np.ndarray] = []
+    waiting_tokens = 0
+    for start, end in zip(starts, ends, strict=True):
+        documents = by_user[start:end]
+        size = int(lengths[documents].sum())
+        if waiting and waiting_tokens + size > most_tokens:
+            yield np.concatenate(waiting), None
+            waiting, waiting_tokens = [], 0
+        if size > most_tokens:
+            cuts = _cuts(lengths[documents], most_tokens)
+            for piece in np.split(documents, cuts):
+                yield piece, int(sorted_users[start])
+        else:
+            waiting.append(documents)
+            waiting_tokens += size
+    if waiting:
+        yield np.concatenate(waiting), None
+
+
+def _cuts(lengths: np.ndarray, most_tokens: int) -> list[int]:
+    """Where to cut a user's documents so that no piece of two or more exceeds the bound."""
+    cuts, size = [], 0
+    for index, length in enumerate(lengths):
+        if size and size + length > most_tokens:
+            cuts.append(index)
+            size = 0
+        size += int(length)
+    return cuts
+
+
+def _gathered(corpus: TokenizedCorpus, documents: np.ndarray, sole_user: int | None) -> Shard:
+    lengths = np.diff(corpus.bounds)[documents]
+    bounds = np.zeros(len(documents) + 1, dtype=np.int64)
+    np.cumsum(lengths, out=bounds[1:])
+    tokens = np.empty(bounds[-1], dtype=np.int32)
+    _copy_documents(corpus.tokens, corpus.bounds, documents, tokens, bounds)
+    return Shard(tokens=tokens, bounds=bounds, users=corpus.users[documents], sole_user=sole_user)
+
+
+@njit(cache=True, nogil=True)
+def _copy_documents(source, source_bounds, documents, target, bounds):  # type: ignore[no-untyped-def]
+    for i in range(len(documents)):
+        begin = source_bounds[documents[i]]
+        for j in range(bounds[i + 1] - bounds[i]):
+            target[bounds[i] + j] = source[begin + j]
+
+
+def _text_with_separators(tokens: np.ndarray, bounds: np.ndarray) -> tuple[np.ndarray, int]:
+    """Token ids plus one, with a 0 after each document so that no match crosses into the next."""
+    text = np.zeros(len(tokens) + len(bounds) - 1, dtype=np.int32)
+    _fill_text(tokens, bounds, text)
+    return text, int(text.max(initial=0)) + 1
+
+
+@njit(cache=True, nogil=True)
+def _fill_text(tokens, bounds, text):  # type: ignore[no-untyped-def]
+    for document in range(len(bounds) - 1):
+        for place in range(bounds[document], bounds[document + 1]):
+            text[place + document] = tokens[place] + 1
+
+
+def _suffix_array(text: np.ndarray, num_symbols: int) -> np.ndarray:
+    """All places of `text`, ordered by what follows.
+
+    divsufsort sorts bytes. Written big-endian in the fewest bytes, symbols compare as their bytes
+    do, and the places that start a symbol are kept. (pydivsufsort rounds three bytes up to four
+    and filters through 64-bit temporaries: a third more time and twice the memory.)
+    """
+    from pydivsufsort import divsufsort  # not on a bare GPU image, where only scanning runs
+
+    width = max(1, (int(num_symbols - 1).bit_length() + 7) // 8)
+    assert width <= _MAX_SYMBOL_BYTES, f"{num_symbols} symbols need more than 3 bytes"
+    symbols = np.empty((len(text), width), dtype=np.uint8)
+    for byte in range(width):
+        symbols[:, byte] = (text >> (8 * (width - 1 - byte))) & 0xFF
+    if len(text) == 0:
+        return np.zeros(0, dtype=np.int32)
+    byte_places = divsufsort(symbols.reshape(-1))
+    return _every_symbol_start(byte_places, width, len(text)) if width > 1 else byte_places
+
+
+@njit(cache=True, nogil=True)
+def _every_symbol_start(byte_places, width, length):  # type: ignore[no-untyped-def]
+    places = np.empty(length, dtype=np.int32)
+    found = 0
+    for place in byte_places:
+        if place % width == 0:
+            places[found] = place // width
+            found += 1
+    return places
+
+
+def _users_in_suffix_order(places: np.ndarray, bounds: np.ndarray, users: np.ndarray) -> np.ndarray:
+    # Each document takes its length plus its separator.
+    user_of_place = np.repeat(users, np.diff(bounds) + 1)
+    return user_of_place[places]
+
+
+@njit(cache=True, nogil=True)
+def _count(text, places, users_in_order, tokens, offsets, num_users):  # type: ignore[no-untyped-def]
+    num_sequences = len(offsets) - 1
+    totals = np.zeros(num_sequences, dtype=np.int64)
+    users = np.zeros(num_sequences, dtype=np.int64)
+    last_seen = np.full(num_users, -1, dtype=np.int64)
+    for sequence in range(num_sequences):
+        query = tokens[offsets[sequence] : offsets[sequence + 1]]
+        low = _first_not_below(text, places, query, 0, False)
+        high = _first_not_below(text, places, query, low, True)
+        totals[sequence] = high - low
+        distinct = 0
+        for rank in range(low, high):
+            user = users_in_order[rank]
+            if last_seen[user] != sequence:
+                last_seen[user] = sequence
+                distinct += 1
+                if distinct == num_users:
+                    break
+        users[sequence] = distinct
+    return totals, users
+
+
+@njit(cache=True, nogil=True)
+def _first_not_below(text, places, query, low, past):  # type: ignore[no-untyped-def]
+    """First rank whose suffix is not below `query`; with `past`, not below all that begin with it."""
+    high = len(places)
+    while low < high:
+        middle = (low + high) >> 1
+        place = places[middle]
+        order = 0  # suffix against query: -1 below, 0 begins with it, 1 above
+        for i in range(len(query)):
+            if place + i >= len(text):
+                order = -1
+                break
+            difference = text[place + i] - (query[i] + 1)
+            if difference != 0:
+                order = -1 if difference < 0 else 1
+                break
+        if order < 0 or (past and order == 0):
+            low = middle + 1
+        else:
+            high = middle
+    return low

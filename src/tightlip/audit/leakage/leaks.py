@@ -1,0 +1,272 @@
+"""From a scan to what leaked: S, its distinct sequences, their six features, who owns them."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+from numba import njit
+
+from tightlip.audit.leakage.counting import (
+    Counts,
+    Engine,
+    added_up,
+    count_in_shard,
+    user_disjoint_shards,
+)
+from tightlip.audit.leakage.runs import (
+    DistinctSequences,
+    Runs,
+    collect_runs,
+    copied_runs,
+    distinct_sequences,
+    packed,
+    sums_over_runs,
+)
+from tightlip.core.progress import task
+from tightlip.corpus.tokens import TokenizedCorpus
+from tightlip.scan.store import ScannedCorpus, ScanShard
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fit:
+    """How well the model predicts the corpus: over all tokens that were scored."""
+
+    num_scored: int
+    num_hits: int
+    log_prob_sum: float
+
+    @property
+    def perplexity(self) -> float | None:
+        if not self.num_scored:
+            return None
+        with np.errstate(over="ignore"):
+            return float(np.exp(-self.log_prob_sum / self.num_scored))
+
+    @property
+    def accuracy(self) -> float | None:
+        return self.num_hits / self.num_scored if self.num_scored else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Leaks:
+    """S and its distinct sequences. Arrays named `…_of_run` follow runs, the others sequences."""
+
+    corpus: TokenizedCorpus
+    runs: Runs
+    perplexity_of_run: np.ndarray
+    copied_of_run: np.ndarray
+    distinct: DistinctSequences
+    lengths: np.ndarray
+    total_in_s: np.ndarray
+    users_in_s: np.ndarray
+    total_in_d: np.ndarray
+    users_in_d: np.ndarray
+    fit: Fit
+
+    @property
+    def unique(self) -> np.ndarray:
+        """Sequences that one user alone wrote, anywhere in the corpus."""
+        return self.users_in_d == 1
+
+    @property
+    def owners(self) -> np.ndarray:
+        """For each sequence the number of a user for whom it was predicted; for a unique one, its owner."""
+        return self.corpus.users[self.runs.documents[self.distinct.first_run]]
+
+
+def find_leaks(
+    scanned: ScannedCorpus,
+    *,
+    top_k: int,
+    carries_text: np.ndarray,
+    engine: Engine,
+    memory_bytes: int,
+) -> Leaks:
+    """Everything the report says about the model alone."""
+    corpus = scanned.corpus
+    runs, log_prob_sums, fit = _gather_runs(scanned, top_k, carries_text)
+    distinct = distinct_sequences(corpus.tokens, runs)
+    in_d = count_in_corpus(corpus, runs, distinct, engine=engine, memory_bytes=memory_bytes)
+    number = distinct.number_of_run
+    return Leaks(
+        corpus=corpus,
+        runs=runs,
+        perplexity_of_run=perplexities(log_prob_sums, runs.lengths),
+        copied_of_run=copied_runs(corpus.tokens, corpus.bounds, runs),
+        distinct=distinct,
+        lengths=runs.lengths[distinct.first_run],
+        total_in_s=np.bincount(number, minlength=len(distinct)),
+        users_in_s=_distinct_users(number, corpus.users[runs.documents], len(distinct)),
+        total_in_d=in_d.totals,
+        users_in_d=in_d.users,
+        fit=fit,
+    )
+
+
+def fit_of(scanned: ScannedCorpus, top_k: int, carries_text: np.ndarray) -> Fit:
+    """How well the model predicts the scanned corpus."""
+    return _gather_runs(scanned, top_k, carries_text)[2]
+
+
+def perplexities(log_prob_sums: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """exp of minus the mean log-probability; infinite where a token was held impossible."""
+    with np.errstate(over="ignore"):
+        return np.exp(-log_prob_sums / lengths)
+
+
+def count_in_corpus(
+    corpus: TokenizedCorpus,
+    runs: Runs,
+    distinct: DistinctSequences,
+    *,
+    engine: Engine,
+    memory_bytes: int,
+) -> Counts:
+    """Occurrences and distinct users of every distinct sequence, shard by shard."""
+    sequences = packed(corpus.tokens, runs, distinct.first_run)
+    shards = user_disjoint_shards(corpus, memory_bytes // engine.workers)
+    count = partial(_count_shard, sequences)
+    with task("Counting in the corpus", corpus.num_tokens) as bar:
+
+        def watched() -> Any:
+            for shard, counts in engine.map(count, shards):
+                bar.advance(len(shard.tokens))
+                yield shard, counts
+
+        return added_up(watched(), len(sequences))
+
+
+def _count_shard(sequences: Any, shard: Any) -> Counts:
+    return count_in_shard(shard, sequences)
+
+
+def each_run_sum(
+    scanned: ScannedCorpus, runs: Runs, sums: Callable[[ScanShard, Runs], np.ndarray]
+) -> np.ndarray:
+    """A number for each run, computed from the scan of the shard its document is in."""
+    values = np.full(len(runs), np.nan)
+    for shard in scanned.shards():
+        low, high = np.searchsorted(runs.documents, [shard.first, shard.end])
+        part = slice(low, high)
+        inside = Runs(
+            starts=runs.starts[part], lengths=runs.lengths[part], documents=runs.documents[part]
+        )
+        values[part] = sums(shard, inside)
+    return values
+
+
+def _gather_runs(
+    scanned: ScannedCorpus, top_k: int, carries_text: np.ndarray
+) -> tuple[Runs, np.ndarray, Fit]:
+    """Runs of all shards end to end, their summed log-probabilities, and the overall fit."""
+    corpus = scanned.corpus
+    parts: list[Runs] = []
+    sums: list[np.ndarray] = []
+    num_scored, num_hits, log_prob_sum = 0, 0, 0.0
+    for shard in scanned.shards():
+        bounds = corpus.bounds[shard.first : shard.end + 1]
+        found = collect_runs(corpus.tokens, bounds, shard.ranks, carries_text, top_k)
+        parts.append(
+            Runs(
+                starts=found.starts,
+                lengths=found.lengths,
+                documents=found.documents + shard.first,
+            )
+        )
+        sums.append(sums_over_runs(shard.log_probs, found, int(bounds[0])))
+        scored = shard.ranks >= 0
+        num_scored += int(scored.sum())
+        num_hits += int(found.lengths.sum())
+        log_prob_sum += float(shard.log_probs[scored].sum(dtype=np.float64))
+    runs = Runs(
+        starts=_joined([part.starts for part in parts], np.int64),
+        lengths=_joined([part.lengths for part in parts], np.int64),
+        documents=_joined([part.documents for part in parts], np.int64),
+    )
+    fit = Fit(num_scored=num_scored, num_hits=num_hits, log_prob_sum=log_prob_sum)
+    return runs, _joined(sums, np.float64), fit
+
+
+def _joined(parts: list[np.ndarray], dtype: Any) -> np.ndarray:
+    return np.concatenate(parts) if parts else np.zeros(0, dtype=dtype)
+
+
+def _distinct_users(numbers: np.ndarray, users: np.ndarray, num_sequences: int) -> np.ndarray:
+    order = np.lexsort((users, numbers))
+    numbers, users = numbers[order], users[order]
+    new = np.ones(len(order), dtype=bool)
+    new[1:] = (numbers[1:] != numbers[:-1]) | (users[1:] != users[:-1])
+    return np.bincount(numbers[new], minlength=num_sequences)
+
+
+# How surprised a public model is by what leaked: the ratio PP_public / PP_lm of each run
+
+
+@dataclass(frozen=True, kw_only=True)
+class PublicView:
+    """What the public model says of the same text."""
+
+    name: str
+    perplexity_of_run: np.ndarray
+    cross_tokenizer: bool
+    unique: int | None
+
+    def ratio_of_run(self, leaks: Leaks) -> np.ndarray:
+        with np.errstate(divide="ignore", invalid="ignore"):
+            return self.perplexity_of_run / leaks.perplexity_of_run
+
+
+def public_perplexities(leaks: Leaks, public: ScannedCorpus) -> np.ndarray:
+    """PP_public of every run; NaN where the public model scored no token of it."""
+    if public.corpus.tokenizer_fingerprint == leaks.corpus.tokenizer_fingerprint:
+        bounds = leaks.corpus.bounds
+
+        def sums(shard: ScanShard, runs: Runs) -> np.ndarray:
+            return sums_over_runs(shard.log_probs, runs, int(bounds[shard.first]))
+    else:
+
+        def sums(shard: ScanShard, runs: Runs) -> np.ndarray:
+            return sums_over_characters(leaks.corpus, public.corpus, shard, runs)
+
+    return perplexities(each_run_sum(public, leaks.runs, sums), leaks.runs.lengths)
+
+
+def sums_over_characters(
+    audited: TokenizedCorpus, public: TokenizedCorpus, shard: ScanShard, runs: Runs
+) -> np.ndarray:
+    """Summed log-probability of the public tokens that start inside each run's characters."""
+    assert audited.spans is not None
+    assert public.spans is not None
+    begins = audited.spans[runs.starts, 0]
+    ends = audited.spans[runs.starts + runs.lengths - 1, 1]
+    return _sums_in_spans(
+        begins,
+        ends,
+        runs.documents,
+        public.bounds,
+        public.spans,
+        shard.log_probs,
+        public.bounds[shard.first],
+    )
+
+
+@njit(cache=True, nogil=True)
+def _sums_in_spans(begins, ends, documents, bounds, spans, log_probs, base):  # type: ignore[no-untyped-def]
+    sums = np.zeros(len(begins), dtype=np.float64)
+    for run in range(len(begins)):
+        low, high = bounds[documents[run]], bounds[documents[run] + 1]
+        last = high
+        while low < high:  # the first public token that starts at or after the run
+            middle = (low + high) >> 1
+            if spans[middle, 0] < begins[run]:
+                low = middle + 1
+            else:
+                high = middle
+        if low == last or spans[low, 0] >= ends[run]:
+            sums[run] = np.nan  # not 0, which would pass for certainty
+        while low < last and spans[low, 0] < ends[run]:
+            sums[run] += log_probs[low - base]
+            low += 1
+    return sums

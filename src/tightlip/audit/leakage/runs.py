@@ -1,0 +1,236 @@
+"""The multiset S: maximal runs of consecutive correct predictions, and which of them are equal.
+
+METHODS: Algorithm 1 of the leakage-report paper, with the run that reaches the end of its
+document flushed (their printed pseudo-code drops it).
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numba import njit
+
+from tightlip.audit.leakage.counting import Sequences
+
+
+@dataclass(frozen=True, kw_only=True)
+class Runs:
+    """Entries of S in corpus order: where each starts, how long it is, in which document."""
+
+    starts: np.ndarray
+    lengths: np.ndarray
+    documents: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DistinctSequences:
+    """Runs with equal token ids share a number; numbers ascend with the token ids."""
+
+    number_of_run: np.ndarray
+    first_run: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.first_run)
+
+
+def collect_runs(
+    tokens: np.ndarray,
+    bounds: np.ndarray,
+    ranks: np.ndarray,
+    carries_text: np.ndarray,
+    top_k: int,
+) -> Runs:
+    """Maximal runs of tokens that stand among the top k and carry text.
+
+    `bounds` may start anywhere: `ranks[0]` belongs to token `bounds[0]`, and documents are
+    numbered from 0.
+    """
+    hits = (ranks >= 0) & (ranks < top_k) & carries_text[tokens[bounds[0] : bounds[-1]]]
+    starts, lengths, documents = _runs_of(hits, bounds)
+    return Runs(starts=starts, lengths=lengths, documents=documents)
+
+
+@njit(cache=True, nogil=True)
+def _runs_of(hits, bounds):  # type: ignore[no-untyped-def]
+    base = bounds[0]
+    num_runs = 0
+    for document in range(len(bounds) - 1):
+        inside = False
+        for place in range(bounds[document] - base, bounds[document + 1] - base):
+            if hits[place] and not inside:
+                num_runs += 1
+            inside = hits[place]
+    starts = np.empty(num_runs, dtype=np.int64)
+    lengths = np.empty(num_runs, dtype=np.int64)
+    documents = np.empty(num_runs, dtype=np.int64)
+    run = -1
+    for document in range(len(bounds) - 1):
+        inside = False
+        for place in range(bounds[document] - base, bounds[document + 1] - base):
+            if hits[place]:
+                if not inside:
+                    run += 1
+                    starts[run] = place + base
+                    lengths[run] = 0
+                    documents[run] = document
+                lengths[run] += 1
+            inside = hits[place]
+    return starts, lengths, documents
+
+
+def sums_over_runs(values: np.ndarray, runs: Runs, base: int) -> np.ndarray:
+    """The sum of a per-token value over each run, in float64; `values[0]` belongs to `base`."""
+    return _sums(values, runs.starts - base, runs.lengths)
+
+
+@njit(cache=True, nogil=True)
+def _sums(values, starts, lengths):  # type: ignore[no-untyped-def]
+    # Not a difference of cumulative sums: over a long corpus that loses the digits of short runs.
+    sums = np.zeros(len(starts), dtype=np.float64)
+    for run in range(len(starts)):
+        for place in range(starts[run], starts[run] + lengths[run]):
+            sums[run] += values[place]
+    return sums
+
+
+def distinct_sequences(tokens: np.ndarray, runs: Runs) -> DistinctSequences:
+    """Number the runs by content, exactly and in the order of their token ids.
+
+    All runs start in one group; each round splits every group by its next token, an ended run
+    before the others. A group of one, or of ended runs, is settled. A rank is the number of runs
+    in groups before it, so settled ranks stay valid while the rest is still being split.
+    """
+    rank = np.zeros(len(runs), dtype=np.int64)
+    unsettled = np.arange(len(runs))
+    num_symbols = int(tokens.max(initial=0)) + 2
+    depth = 0
+    while len(unsettled):
+        place = np.minimum(runs.starts[unsettled] + depth, len(tokens) - 1)
+        ended = runs.lengths[unsettled] == depth
+        symbol = np.where(ended, 0, tokens[place].astype(np.int64) + 1)
+        key = rank[unsettled] * num_symbols + symbol
+        order = np.argsort(key, kind="stable")
+        unsettled, ended, key = unsettled[order], ended[order], key[order]
+        starts_group = _changes(key)
+        starts_old_group = _changes(rank[unsettled])
+        rank[unsettled] += _first_of_group(starts_group) - _first_of_group(starts_old_group)
+        alone = starts_group & np.r_[starts_group[1:], True]
+        unsettled = unsettled[~(alone | ended)]
+        depth += 1
+    _, first_run, number_of_run = np.unique(rank, return_index=True, return_inverse=True)
+    return DistinctSequences(number_of_run=number_of_run, first_run=first_run)
+
+
+def _changes(values: np.ndarray) -> np.ndarray:
+    return np.r_[True, values[1:] != values[:-1]]
+
+
+def _first_of_group(starts_group: np.ndarray) -> np.ndarray:
+    return np.flatnonzero(starts_group)[np.cumsum(starts_group) - 1]
+
+
+def packed(tokens: np.ndarray, runs: Runs, chosen: np.ndarray) -> Sequences:
+    """The tokens of the chosen runs, end to end."""
+    lengths = runs.lengths[chosen]
+    offsets = np.zeros(len(chosen) + 1, dtype=np.int64)
+    np.cumsum(lengths, out=offsets[1:])
+    within = np.arange(offsets[-1]) - np.repeat(offsets[:-1], lengths)
+    places = np.repeat(runs.starts[chosen], lengths) + within
+    return Sequences(tokens=tokens[places], offsets=offsets)
+
+
+def copied_runs(tokens: np.ndarray, bounds: np.ndarray, runs: Runs) -> np.ndarray:
+    """Which runs already stand, whole, in their own document before they start."""
+    order = np.lexsort((runs.starts, runs.lengths, runs.documents))
+    copied = np.zeros(len(runs), dtype=np.bool_)
+    _mark_copied(tokens, bounds, runs.starts, runs.lengths, runs.documents, order, copied)
+    return copied
+
+
+@njit(cache=True, nogil=True)
+def _mark_copied(tokens, bounds, starts, lengths, documents, order, copied):  # type: ignore[no-untyped-def]
+    group_start = 0
+    while group_start < len(order):
+        first = order[group_start]
+        group_end = group_start + 1
+        while (
+            group_end < len(order)
+            and documents[order[group_end]] == documents[first]
+            and lengths[order[group_end]] == lengths[first]
+        ):
+            group_end += 1
+        group = order[group_start:group_end]
+        begin = bounds[documents[first]]
+        # A copy must end before its run starts, and the last run of the group starts latest.
+        if starts[group[-1]] - begin >= lengths[first]:
+            _mark_group(tokens, begin, starts, lengths[first], group, copied)
+        group_start = group_end
+
+
+@njit(cache=True, nogil=True)
+def _mark_group(tokens, begin, starts, length, group, copied):  # type: ignore[no-untyped-def]
+    """Runs of one length in one document: slide a window over it, look its hash up among theirs.
+
+    Naive search is quadratic in a document with many runs; a hash only proposes, tokens decide.
+    """
+    base = np.uint64(0x9E3779B97F4A7C15)
+    table_size = 2
+    while table_size < 2 * len(group):
+        table_size *= 2
+    slot_run = np.full(table_size, -1, dtype=np.int64)
+    slot_hash = np.zeros(table_size, dtype=np.uint64)
+    first_place = np.full(table_size, -1, dtype=np.int64)
+    slot_of = np.empty(len(group), dtype=np.int64)
+    not_found = 0
+    for member in range(len(group)):
+        start = starts[group[member]]
+        window_hash = _window_hash(tokens, start, length, base)
+        slot = _find_slot(tokens, starts, length, slot_run, slot_hash, window_hash, start)
+        not_found += slot_run[slot] < 0
+        slot_run[slot] = group[member]
+        slot_hash[slot] = window_hash
+        slot_of[member] = slot
+    leading = np.uint64(1)
+    for _ in range(length - 1):
+        leading *= base
+    window_hash = _window_hash(tokens, begin, length, base)
+    for place in range(begin, starts[group[-1]] - length + 1):
+        slot = _find_slot(tokens, starts, length, slot_run, slot_hash, window_hash, place)
+        if slot_run[slot] >= 0 and first_place[slot] < 0:
+            first_place[slot] = place
+            not_found -= 1
+            if not_found == 0:  # in "na na na na" every place is a match, compared to its end
+                break
+        window_hash -= (np.uint64(tokens[place]) + np.uint64(1)) * leading
+        window_hash = window_hash * base + np.uint64(tokens[place + length]) + np.uint64(1)
+    for member in range(len(group)):
+        place = first_place[slot_of[member]]
+        copied[group[member]] = place >= 0 and place + length <= starts[group[member]]
+
+
+@njit(cache=True, nogil=True)
+def _window_hash(tokens, start, length, base):  # type: ignore[no-untyped-def]
+    value = np.uint64(0)
+    for place in range(start, start + length):
+        value = value * base + np.uint64(tokens[place]) + np.uint64(1)
+    return value
+
+
+@njit(cache=True, nogil=True)
+def _find_slot(tokens, starts, length, slot_run, slot_hash, window_hash, place):  # type: ignore[no-untyped-def]
+    """The slot that holds these tokens, or the free one where they would go."""
+    mask = len(slot_run) - 1
+    slot = np.int64(window_hash >> np.uint64(33)) & mask
+    while slot_run[slot] >= 0:
+        if slot_hash[slot] == window_hash:
+            equal = True
+            for i in range(length):
+                if tokens[starts[slot_run[slot]] + i] != tokens[place + i]:
+                    equal = False
+                    break
+            if equal:
+                return slot
+        slot = (slot + 1) & mask
+    return slot

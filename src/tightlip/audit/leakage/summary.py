@@ -1,0 +1,271 @@
+"""The report's headline figures, and the gate that fails on them."""
+
+import math
+import operator
+import re
+from collections.abc import Iterable
+from functools import cached_property
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from tightlip.audit.leakage.leaks import Fit, Leaks, PublicView
+from tightlip.core.errors import UsageError
+from tightlip.core.files import read_json
+from tightlip.core.registry import unknown
+
+_COMPARISONS = {
+    ">=": operator.ge,
+    "<=": operator.le,
+    "==": operator.eq,
+    "!=": operator.ne,
+    ">": operator.gt,
+    "<": operator.lt,
+}
+# What a gate may ask for: the numbers of summary.json, and the tables of numbers within it.
+FIGURES = (
+    "accuracy",
+    "distinct_sequences",
+    "fewer_than_p",
+    "leakage_epsilon",
+    "num_documents",
+    "num_tokens",
+    "num_users",
+    "p",
+    "perplexity",
+    "public_unique",
+    "sequences_in_s",
+    "top_k",
+    "unique",
+    "users_with_unique",
+    "validation_accuracy",
+    "validation_perplexity",
+)
+TABLES = ("curated", "unique_by_length")
+
+
+def summarise(
+    leaks: Leaks,
+    *,
+    top_k: int,
+    fewer_than: int,
+    thresholds: Iterable[float],
+    ratios: np.ndarray,
+    public: PublicView | None,
+    validation: Fit | None,
+) -> dict[str, Any]:
+    """The keys of summary.json that come from the findings. What is not known is None."""
+    unique = leaks.unique
+    unique_ratios = ratios[unique]
+    lengths, counts = np.unique(leaks.lengths[unique], return_counts=True)
+    known = unique_ratios[~np.isnan(unique_ratios)]
+    return {
+        "unique": int(unique.sum()),
+        "unique_by_length": {str(n): int(c) for n, c in zip(lengths, counts, strict=True)},
+        "curated": {f"{t:g}": int((unique_ratios >= t).sum()) for t in thresholds}
+        if public
+        else None,
+        "leakage_epsilon": _leakage_epsilon(known, public is not None and not unique.any()),
+        "sequences_in_s": len(leaks.runs),
+        "distinct_sequences": len(leaks.distinct),
+        "users_with_unique": len(np.unique(leaks.owners[unique])),
+        "fewer_than_p": int((leaks.users_in_s < fewer_than).sum()),
+        "p": fewer_than,
+        "perplexity": finite(leaks.fit.perplexity),
+        "accuracy": leaks.fit.accuracy,
+        "top_k": top_k,
+        "validation_perplexity": finite(validation.perplexity) if validation else None,
+        "validation_accuracy": validation.accuracy if validation else None,
+        "public_unique": public.unique if public else None,
+        "public_model": public.name if public else None,
+        "cross_tokenizer": public.cross_tokenizer if public else None,
+        "num_users": leaks.corpus.num_users,
+        "num_documents": leaks.corpus.num_documents,
+        "num_tokens": leaks.corpus.num_tokens,
+    }
+
+
+def _leakage_epsilon(unique_ratios: np.ndarray, nothing_unique: bool) -> float | None:
+    """The largest ratio. Where a public model was asked and nothing is unique, nothing leaks: 0."""
+    if nothing_unique:
+        return 0.0
+    return finite(unique_ratios.max()) if len(unique_ratios) else None
+
+
+def finite(value: float | None) -> float | None:
+    """JSON has no infinity; a figure that is not a number is not known."""
+    return float(value) if value is not None and math.isfinite(value) else None
+
+
+def failed_conditions(summary: dict[str, Any], conditions: Iterable[str]) -> list[str]:
+    """Which of 'unique>0', 'curated[2]>=10' and the like hold, each with the figure that made it so.
+
+    A figure that is not known fails: a gate must not pass for want of an answer.
+
+    >>> failed_conditions({"unique": 3, "leakage_epsilon": None}, ["unique>5", "leakage_epsilon>2"])
+    ['leakage_epsilon>2: leakage_epsilon is not known']
+    """
+    failed = []
+    for condition in conditions:
+        key, compare, limit = parsed_condition(condition)
+        value = _figure(summary, key)
+        if value is None:
+            failed.append(f"{condition}: {key} is not known")
+        elif compare(value, limit):
+            failed.append(
+                f"{condition}: {key} is {value:g}"
+                if isinstance(value, float)
+                else f"{condition}: {key} is {value}"
+            )
+    return failed
+
+
+def parsed_condition(condition: str) -> tuple[str, Any, float]:
+    """Figure, comparison and limit of a condition; a figure that no report has is refused."""
+    match = re.fullmatch(
+        r"\s*([a-z_]+)(\[[^\]]+\])?\s*(>=|<=|==|!=|>|<)\s*([-+]?[0-9.]+(?:e[-+]?[0-9]+)?)\s*",
+        condition,
+    )
+    if not match:
+        raise UsageError(
+            f"--fail-on {condition!r} is not a comparison. Write it like 'unique>0' or 'leakage_epsilon>2'."
+        )
+    name, inner, sign, limit = match.groups()
+    _check_figure(name, inner, condition)
+    return name + (inner or ""), _COMPARISONS[sign], _number(limit, condition)
+
+
+def _check_figure(name: str, inner: str | None, condition: str) -> None:
+    if name in TABLES:
+        if inner is None:
+            raise UsageError(
+                f"--fail-on {condition!r}: {name} is not one number. Use one of its entries, like {name}[2]."
+            )
+        _number(inner[1:-1], condition)
+    elif name not in FIGURES:
+        raise UsageError(f"--fail-on {condition!r}: {unknown('figure', name, _available())}")
+    elif inner is not None:
+        raise UsageError(f"--fail-on {condition!r}: {name} is one number. Leave {inner} out.")
+
+
+def check_threshold(key: str, condition: str, thresholds: Iterable[float]) -> None:
+    """Refuse curated[t] for a t that the audit does not count."""
+    name, _, inner = key.partition("[")
+    counted = [f"{t:g}" for t in thresholds]
+    if name == "curated" and f"{float(inner.rstrip(']')):g}" not in counted:
+        raise UsageError(
+            f"--fail-on {condition!r}: curated is counted at {', '.join(counted)} only. "
+            f"Use one of these, or name others with --curated-at."
+        )
+
+
+def _available() -> list[str]:
+    return sorted([*FIGURES, *(f"{name}[…]" for name in TABLES)])
+
+
+def _number(text: str, condition: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise UsageError(f"--fail-on {condition!r}: {text!r} is not a number.") from None
+
+
+def _figure(summary: dict[str, Any], key: str) -> float | int | None:
+    name, _, inner = key.partition("[")
+    value = summary.get(name)
+    if not inner or value is None:
+        return value
+    entries = {float(entry): number for entry, number in value.items()}
+    # A length nobody leaked has no entry: none were found, which is a known zero.
+    return entries.get(float(inner[:-1]), 0 if name == "unique_by_length" else None)
+
+
+# A finished leakage report as an object: its figures, its tables, a view for notebooks
+
+
+_HEADLINES = {
+    "unique": "sequences that one user alone wrote and the model completes",
+    "users_with_unique": "users who own one",
+    "leakage_epsilon": "largest PP_public / PP_lm among them",
+    "public_unique": "the same count for the public model",
+    "perplexity": "on the corpus",
+    "validation_perplexity": "on held-out text",
+    "accuracy": "top-k, on the corpus",
+}
+
+
+class LeakageReport:
+    """What an audit found. Every key of summary.json is an attribute: `report.unique`."""
+
+    def __init__(self, folder: Path, keep_alive: Any = None) -> None:
+        if not (folder / "summary.json").exists():
+            raise UsageError(
+                f"{folder} holds no finished report (no summary.json). Run: tightlip audit"
+            )
+        self.folder = folder
+        self.summary: dict[str, Any] = read_json(folder / "summary.json")
+        # A report made without `out` lives in a temporary folder for as long as this object does.
+        self._keep_alive = keep_alive
+
+    def __getattr__(self, name: str) -> Any:
+        if name != "summary" and name in self.__dict__.get("summary", {}):
+            return self.summary[name]
+        raise AttributeError(f"a leakage report has no {name!r}")
+
+    def __dir__(self) -> list[str]:
+        return sorted([*super().__dir__(), *self.summary])
+
+    @cached_property
+    def sequences(self) -> pa.Table:
+        """One row per distinct sequence, worst first, as Arrow."""
+        return pq.read_table(self.folder / "sequences.parquet")
+
+    @cached_property
+    def owners(self) -> pa.Table:
+        """Row for row beside `sequences`: the one user who wrote it, or null."""
+        return pq.read_table(self.folder / "owners.parquet")
+
+    @cached_property
+    def users(self) -> pa.Table:
+        """One row per user: how much they wrote, how much of it alone the model completes."""
+        return pq.read_table(self.folder / "users.parquet")
+
+    def to_pandas(self) -> Any:
+        """The sequences with their owners as a pandas DataFrame."""
+        return self.sequences.append_column("owner", self.owners["owner"]).to_pandas()
+
+    def failed(self, *conditions: str) -> list[str]:
+        """Which of 'unique>0' and the like hold, each with its figure: empty means all is well."""
+        return failed_conditions(self.summary, conditions)
+
+    def __repr__(self) -> str:
+        figures = ", ".join(f"{name}={_short(self.summary.get(name))}" for name in _HEADLINES)
+        return f"LeakageReport({figures}, folder={str(self.folder)!r})"
+
+    def _repr_html_(self) -> str:
+        rows = "".join(
+            f"<tr><th style='text-align:left'>{name}</th><td>{_short(self.summary.get(name))}</td>"
+            f"<td style='text-align:left'>{words}</td></tr>"
+            for name, words in _HEADLINES.items()
+        )
+        leaked = "".join(
+            f"<tr><td style='text-align:left'>{escape(_text_of(row))}</td>"
+            f"<td>{row['users_in_d']}</td><td>{_short(row['ratio'])}</td></tr>"
+            for row in self.sequences.slice(0, 8).to_pylist()
+        )
+        head = "<tr><th>sequence</th><th>users in D</th><th>ratio</th></tr>"
+        return f"<table>{rows}</table><table>{head}{leaked}</table>"
+
+
+def _text_of(row: dict[str, Any]) -> str:
+    return row["sequence"] if row["sequence"] is not None else f"{row['num_tokens']} tokens"
+
+
+def _short(value: Any) -> str:
+    if value is None:
+        return "not known"
+    return f"{value:,.4g}" if isinstance(value, float) else f"{value:,}"

@@ -1,0 +1,217 @@
+"""The report's tables: one row per leaked sequence, one per user. Formats: docs/formats.md."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from tightlip.audit.leakage.leaks import Leaks
+from tightlip.core.files import written_whole
+from tightlip.core.progress import task
+
+CONTEXT_TOKENS = 32
+_ROWS_AT_ONCE = 10_000
+
+SEQUENCES = pa.schema(
+    [
+        ("sequence", pa.string()),
+        ("token_ids", pa.list_(pa.int32())),
+        ("num_tokens", pa.int32()),
+        ("total_in_s", pa.int64()),
+        ("users_in_s", pa.int64()),
+        ("total_in_d", pa.int64()),
+        ("users_in_d", pa.int64()),
+        ("contexts", pa.list_(pa.string())),
+        ("context_tokens", pa.list_(pa.int32())),
+        ("perplexities", pa.list_(pa.float64())),
+        ("public_perplexities", pa.list_(pa.float64())),
+        ("ratio", pa.float64()),
+        ("copied", pa.bool_()),
+    ]
+)
+OWNERS = pa.schema([("owner", pa.string())])
+
+
+def ratio_of_sequence(leaks: Leaks, ratio_of_run: np.ndarray | None) -> np.ndarray:
+    """The largest ratio over all occurrences of each sequence; NaN where none is known."""
+    ratios = np.full(len(leaks.distinct), np.nan)
+    if ratio_of_run is not None:
+        known = ~np.isnan(ratio_of_run)
+        np.fmax.at(ratios, leaks.distinct.number_of_run[known], ratio_of_run[known])
+    return ratios
+
+
+def report_order(leaks: Leaks, ratios: np.ndarray) -> np.ndarray:
+    """Largest ratio first, unknown last; then longest; then by token ids (their numbers' order)."""
+    ascending = np.where(np.isnan(ratios), np.inf, -ratios)
+    # An infinite ratio is the worst there is; only NaN goes last.
+    unknown = np.isnan(ratios)
+    return np.lexsort((np.arange(len(ratios)), -leaks.lengths, ascending, unknown))
+
+
+def write_sequences(
+    folder: Path,
+    leaks: Leaks,
+    *,
+    decode: Callable[[list[list[int]]], list[str]],
+    public_perplexity_of_run: np.ndarray | None,
+    ratios: np.ndarray,
+    occurrences: int | None,
+    redact: bool,
+) -> None:
+    """Write sequences.parquet and, row for row beside it, owners.parquet."""
+    order = report_order(leaks, ratios)
+    occurrence_order, edges = _occurrences(leaks)
+    names = user_names(leaks, redact)
+    with (
+        written_whole(folder / "sequences.parquet") as sequences_path,
+        written_whole(folder / "owners.parquet") as owners_path,
+        pq.ParquetWriter(sequences_path, SEQUENCES, compression="zstd") as sequences,
+        pq.ParquetWriter(owners_path, OWNERS, compression="zstd") as owners,
+        task("Writing the report", len(order)) as bar,
+    ):
+        for rows in _stretches(order):
+            kept = [occurrence_order[edges[row] : edges[row + 1]][:occurrences] for row in rows]
+            columns = _columns(leaks, rows, kept, public_perplexity_of_run, ratios)
+            columns |= _texts(leaks, rows, kept, decode) if not redact else _no_texts(len(rows))
+            sequences.write_table(pa.table(columns, schema=SEQUENCES))
+            owner = [
+                names[user] if alone else None
+                for user, alone in zip(leaks.owners[rows], leaks.unique[rows], strict=True)
+            ]
+            owners.write_table(pa.table({"owner": owner}, schema=OWNERS))
+            bar.advance(len(rows))
+
+
+def user_names(leaks: Leaks, redact: bool) -> list[str]:
+    """What the report calls each user: redacted, a number in order of appearance."""
+    names = leaks.corpus.user_names
+    return [f"user {number + 1}" for number in range(len(names))] if redact else names
+
+
+def _stretches(order: np.ndarray) -> Iterator[np.ndarray]:
+    for begin in range(0, len(order), _ROWS_AT_ONCE):
+        yield order[begin : begin + _ROWS_AT_ONCE]
+
+
+def _occurrences(leaks: Leaks) -> tuple[np.ndarray, np.ndarray]:
+    """Runs grouped by sequence, lowest perplexity first, then in corpus order; and the edges."""
+    number = leaks.distinct.number_of_run
+    order = np.lexsort((np.arange(len(number)), leaks.perplexity_of_run, number))
+    edges = np.zeros(len(leaks.distinct) + 1, dtype=np.int64)
+    np.cumsum(leaks.total_in_s, out=edges[1:])
+    return order, edges
+
+
+def _columns(
+    leaks: Leaks,
+    rows: np.ndarray,
+    kept: list[np.ndarray],
+    public_perplexity_of_run: np.ndarray | None,
+    ratios: np.ndarray,
+) -> dict[str, Any]:
+    flat = np.concatenate(kept) if kept else np.zeros(0, dtype=np.int64)
+    sizes = [len(runs) for runs in kept]
+    before = leaks.runs.starts[flat] - leaks.corpus.bounds[leaks.runs.documents[flat]]
+    public = None
+    if public_perplexity_of_run is not None:
+        public = _lists(_null_nan(public_perplexity_of_run[flat]), sizes, pa.float64())
+    return {
+        "num_tokens": leaks.lengths[rows].astype(np.int32),
+        "total_in_s": leaks.total_in_s[rows],
+        "users_in_s": leaks.users_in_s[rows],
+        "total_in_d": leaks.total_in_d[rows],
+        "users_in_d": leaks.users_in_d[rows],
+        "context_tokens": _lists(before.astype(np.int32), sizes, pa.int32()),
+        "perplexities": _lists(leaks.perplexity_of_run[flat], sizes, pa.float64()),
+        "public_perplexities": public
+        if public is not None
+        else pa.nulls(len(rows), SEQUENCES.field("public_perplexities").type),
+        "ratio": _null_nan(ratios[rows]),
+        "copied": copied_sequences(leaks)[rows],
+    }
+
+
+def copied_sequences(leaks: Leaks) -> np.ndarray:
+    """Sequences whose every occurrence in S stood in its own context already.
+
+    One occurrence that did not is a leak the copying mechanism does not explain.
+    """
+    own = np.bincount(
+        leaks.distinct.number_of_run, weights=~leaks.copied_of_run, minlength=len(leaks.distinct)
+    )
+    return own == 0
+
+
+def _texts(
+    leaks: Leaks,
+    rows: np.ndarray,
+    kept: list[np.ndarray],
+    decode: Callable[[list[list[int]]], list[str]],
+) -> dict[str, Any]:
+    tokens, runs = leaks.corpus.tokens, leaks.runs
+    ids = [
+        tokens[runs.starts[run] : runs.starts[run] + runs.lengths[run]].tolist()
+        for run in leaks.distinct.first_run[rows]
+    ]
+    contexts = []
+    for run in (int(run) for chosen in kept for run in chosen):
+        document = leaks.corpus.bounds[runs.documents[run]]
+        begin = max(document, runs.starts[run] - CONTEXT_TOKENS)
+        contexts.append(tokens[begin : runs.starts[run]].tolist())
+    return {
+        "sequence": decode(ids),
+        "token_ids": pa.array(ids, pa.list_(pa.int32())),
+        "contexts": _lists(
+            pa.array(decode(contexts), pa.string()), [len(c) for c in kept], pa.string()
+        ),
+    }
+
+
+def _no_texts(num_rows: int) -> dict[str, Any]:
+    return {
+        name: pa.nulls(num_rows, SEQUENCES.field(name).type)
+        for name in ("sequence", "token_ids", "contexts")
+    }
+
+
+def _lists(values: Any, sizes: list[int], value_type: pa.DataType) -> pa.Array:
+    offsets = np.zeros(len(sizes) + 1, dtype=np.int32)
+    np.cumsum(sizes, out=offsets[1:])
+    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(values, value_type))
+
+
+def _null_nan(values: np.ndarray) -> pa.Array:
+    return pa.array(values, pa.float64(), mask=np.isnan(values))
+
+
+def write_users(folder: Path, leaks: Leaks, ratios: np.ndarray, redact: bool) -> None:
+    """One row per user: how much they wrote and how much of it alone the model completes."""
+    corpus, unique = leaks.corpus, leaks.unique
+    owners, lengths = leaks.owners[unique], leaks.lengths[unique]
+    num_users = corpus.num_users
+    longest = np.zeros(num_users, dtype=np.int32)
+    np.maximum.at(longest, owners, lengths)
+    max_ratio = np.full(num_users, np.nan)
+    np.fmax.at(max_ratio, owners, ratios[unique])
+    document_tokens = np.diff(corpus.bounds)
+    table = pa.table(
+        {
+            "user": user_names(leaks, redact),
+            "num_documents": np.bincount(corpus.users, minlength=num_users),
+            "num_tokens": np.bincount(
+                corpus.users, weights=document_tokens, minlength=num_users
+            ).astype(np.int64),
+            "unique": np.bincount(owners, minlength=num_users),
+            "unique_tokens": np.bincount(owners, weights=lengths, minlength=num_users).astype(
+                np.int64
+            ),
+            "longest": longest,
+            "max_ratio": _null_nan(max_ratio),
+        }
+    )
+    with written_whole(folder / "users.parquet") as path:
+        pq.write_table(table, path, compression="zstd")

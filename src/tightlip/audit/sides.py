@@ -1,0 +1,329 @@
+"""Tokens by which members and non-members may be compared where the vocabulary came from training.
+
+A word vocabulary is built on the training part, so a rare word of a training document is in it
+because of that document, while a held-out document's rare words are <unk>. Rare words are hard to
+predict and <unk> is easy: the members look unknown to a model that never saw either. On half of the
+bundled plays such a model had an AUC of 0.368 (0.349 to 0.388) where chance is 0.5, which hides as
+much leakage. So a token counts only if its word would be in the vocabulary without all that its user
+wrote in training, and <unk> never does. With this the same model had 0.500 (0.480 to 0.522); where
+whole users were held out, it was 0.278 (0.191 to 0.380) for users without and 0.494 (0.384 to 0.600)
+with it.
+
+The user is left out on both sides, though a held-out document brought no word in itself. Leaving out
+the document alone turns the error round: of three documents a user a member's word was looked for in
+one other, a held-out document's in two, and a model that saw nothing had an AUC of 0.59 to 0.63.
+
+What does not count is what one user alone wrote, the most private text. A reference model does not
+bring it back: two models that never saw a word agree on it only if they were trained alike (see the
+log), so its score is over the same tokens.
+"""
+
+import zlib
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tightlip.core.errors import UsageError
+from tightlip.corpus.opening import check_reference, model_folder, standing_in_both
+from tightlip.corpus.prepare import PreparedCorpus
+from tightlip.corpus.readers import open_corpus
+from tightlip.corpus.tokens import TokenizedCorpus
+from tightlip.corpus.vocabulary import DIGITS
+from tightlip.models.loading import load_tokenizer
+from tightlip.scan.document_scores import DocumentScores, open_scanner, score_documents
+
+_NONE = 2**40
+_TOGETHER = 1_000_000  # tokens looked at in one go
+
+# Where some users' tokens stand, and the user of each.
+Places = tuple[np.ndarray, np.ndarray]
+
+
+def fair_tokens(
+    train: TokenizedCorpus,
+    held: TokenizedCorpus,
+    *,
+    leaves_out_rare: bool,
+    min_users: int = 1,
+    always: Collection[int],
+    never: Collection[int],
+) -> tuple[np.ndarray, np.ndarray]:
+    """Which tokens of training and of held-out text count: one bool each.
+
+    `always` are in the vocabulary whoever writes them (digits), `never` are no words,
+    `leaves_out_rare` tells whether the rarest words of the training text were cut off, and
+    `min_users` is how many users a word of the vocabulary takes.
+
+    Holds:
+        left_out: without any training text of the user who wrote it, a counted word would still
+            be as frequent, and of as many users, as words had to be.
+        same_for_both: of a user's words the same count in training and in held-out text.
+    """
+    size = 1 + max(int(corpus.tokens.max(initial=0)) for corpus in (train, held))
+    totals, num_users = _totals(train, held, size)
+    special = np.isin(np.arange(size), [*always, *never])
+    needed = 1
+    if leaves_out_rare:
+        # Of the words as rare as the rarest known, such a vocabulary has some and lacks others.
+        needed = 1 + totals[~special & (totals > 0)].min(initial=_NONE)
+    found = np.zeros(train.num_tokens, dtype=bool), np.zeros(held.num_tokens, dtype=bool)
+    for sides in _by_user(train, held):
+        pairs, times = _pairs(train, sides[0], size)
+        for mask, corpus, (places, users) in zip(found, (train, held), sides, strict=True):
+            words = corpus.tokens[places].astype(np.int64)
+            own = _looked_up(users * size + words, pairs, times)
+            by_others = num_users[words] - (own > 0)
+            mask[places] = (totals[words] - own >= needed) & (by_others >= min_users)
+    for mask, corpus in zip(found, (train, held), strict=True):
+        mask[np.isin(corpus.tokens, [*always])] = True
+        mask[np.isin(corpus.tokens, [*never])] = False
+    return found
+
+
+def _totals(
+    train: TokenizedCorpus, held: TokenizedCorpus, size: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """How often each word stands in training, and how many users wrote it there."""
+    totals, num_users = np.zeros(size, dtype=np.int64), np.zeros(size, dtype=np.int64)
+    for mine, _ in _by_user(train, held):
+        pairs, times = _pairs(train, mine, size)
+        np.add.at(totals, pairs % size, times)
+        num_users += np.bincount(pairs % size, minlength=size)
+    return totals, num_users
+
+
+def _pairs(train: TokenizedCorpus, mine: Places, size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Each user with each word of theirs as one number, in order, and how often it stands."""
+    places, users = mine
+    return np.unique(users * size + train.tokens[places], return_counts=True)
+
+
+def _looked_up(wanted: np.ndarray, pairs: np.ndarray, times: np.ndarray) -> np.ndarray:
+    """How often each of `wanted` stands in training; 0 for those that do not."""
+    if not len(pairs):
+        return np.zeros(len(wanted), dtype=np.int64)
+    at = np.minimum(np.searchsorted(pairs, wanted), len(pairs) - 1)
+    return np.where(pairs[at] == wanted, times[at], 0)
+
+
+def _by_user(train: TokenizedCorpus, held: TokenizedCorpus) -> Iterator[tuple[Places, Places]]:
+    """The places of both corpora, some whole users at a time; a user is known by name."""
+    names = {name: number for number, name in enumerate(train.user_names)}
+    numbers = [names.setdefault(name, len(names)) for name in held.user_names]
+    owners = np.asarray(train.users, np.int64), np.array(numbers, np.int64)[held.users]
+    lengths = np.diff(train.bounds), np.diff(held.bounds)
+    num_tokens = sum(
+        np.bincount(mine, size, len(names)) for mine, size in zip(owners, lengths, strict=True)
+    )
+    group = (np.cumsum(num_tokens) - num_tokens).astype(np.int64) // _TOGETHER
+    orders = [np.argsort(group[mine], kind="stable") for mine in owners]
+    for number in np.unique(group):
+        train_part, held_part = (
+            _places(
+                corpus,
+                mine,
+                order[slice(*np.searchsorted(group[mine[order]], [number, number + 1]))],
+            )
+            for corpus, mine, order in zip((train, held), owners, orders, strict=True)
+        )
+        yield train_part, held_part
+
+
+def _places(corpus: TokenizedCorpus, owners: np.ndarray, documents: np.ndarray) -> Places:
+    """Where the tokens of these documents stand, and whose each is."""
+    sizes = np.diff(corpus.bounds)[documents]
+    within = np.arange(sizes.sum()) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+    return np.repeat(corpus.bounds[documents], sizes) + within, np.repeat(owners[documents], sizes)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Side:
+    """Members or non-members: what the models make of each, its compressed size, its user."""
+
+    users: np.ndarray
+    model: DocumentScores
+    reference: DocumentScores | None
+    num_bytes: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.users)
+
+    def chosen(self, which: np.ndarray) -> "Side":
+        return Side(
+            users=self.users[which],
+            model=self.model.chosen(which),
+            reference=None if self.reference is None else self.reference.chosen(which),
+            num_bytes=self.num_bytes[which],
+        )
+
+    def by_user(self) -> "Side":
+        """Each user as one long document."""
+        users, owners = np.unique(self.users, return_inverse=True)
+        return Side(
+            users=users,
+            model=self.model.summed(owners, len(users)),
+            reference=None if self.reference is None else self.reference.summed(owners, len(users)),
+            num_bytes=np.bincount(owners, self.num_bytes, len(users)),
+        )
+
+    def scores(self) -> dict[str, np.ndarray]:
+        """Each score of every unit; `reference` only where there is one."""
+        model = self.model
+        found = {
+            "loss": -model.loss_nats / model.num_tokens,
+            "min_k": -model.lowest_nats / model.num_lowest,
+            "zlib": -model.loss_nats / self.num_bytes,
+        }
+        if self.reference is not None:
+            found["reference"] = (self.reference.loss_nats - model.loss_nats) / model.num_tokens
+        return found
+
+
+def compressed_sizes(
+    parquet: Path, without_texts: Collection[str] = ()
+) -> tuple[np.ndarray, np.ndarray]:
+    """Each document's bytes under zlib, and whether its text is one of `without_texts`."""
+    sizes: list[int] = []
+    unwanted: list[bool] = []
+    for batch in open_corpus(parquet).batches():
+        sizes += [len(zlib.compress(text.encode("utf-8"))) for text in batch.texts]
+        unwanted += [text in without_texts for text in batch.texts]
+    return np.array(sizes, dtype=np.int64), np.array(unwanted, dtype=bool)
+
+
+@dataclass(kw_only=True)
+class Sides:
+    """Training and held-out documents on their way to members and non-members."""
+
+    prepared: PreparedCorpus
+    held: TokenizedCorpus
+    notes: list[str]
+
+    def leave_out(self, without_texts: Collection[str]) -> None:
+        """Mark what stands on both sides, and what was asked to be left out."""
+        self.train_bytes, train_unwanted = self._sizes("train", without_texts)
+        self.held_bytes, held_unwanted = self._sizes("validation", without_texts)
+        if num := int(train_unwanted.sum() + held_unwanted.sum()):
+            self.notes.append(f"{num:,} documents are left out as asked, planted canaries say.")
+        in_train, in_held = standing_in_both(self.prepared.train, self.held)
+        in_train, in_held = in_train & ~train_unwanted, in_held & ~held_unwanted
+        if in_held.any():
+            self.notes.append(
+                f"{in_held.sum():,} held-out documents stand word for word in training too. They are left out, and so "
+                f"are the {in_train.sum():,} training documents that read the same: what many write is easy to "
+                "predict, and on one side only it would look like memory."
+            )
+        self.train_kept = ~(train_unwanted | in_train)
+        self.held_kept = ~(held_unwanted | in_held)
+
+    def _sizes(self, split: str, without_texts: Collection[str]) -> tuple[np.ndarray, np.ndarray]:
+        return compressed_sizes(self.prepared.folder / f"{split}.parquet", without_texts)
+
+    def choose_tokens(self) -> None:
+        """Leave out words that only their own user made part of the vocabulary."""
+        self.counted: tuple[np.ndarray | None, np.ndarray | None] = None, None
+        settings = self.prepared.settings
+        if not _learnt_from_training(settings):
+            if self.prepared.learnt_vocabulary and settings.get("tokenizer") is not None:
+                self.notes.append(
+                    "The tokenizer was given, and was itself learnt from this text. Words of held-out text that it lacks are "
+                    "easy to predict, so these figures are too low. Prepare with a tokenizer made of other text."
+                )
+            return
+        tokenizer = load_tokenizer(self.prepared.tokenizer_folder)
+        self.counted = fair_tokens(
+            self.prepared.train,
+            self.held,
+            leaves_out_rare=_leaves_out_rare(settings, len(tokenizer)),
+            min_users=settings.get("min_users") or 1,
+            always=tokenizer.convert_tokens_to_ids(DIGITS),
+            never=tokenizer.all_special_ids,
+        )
+
+    def score(self, folder: Path, reference: str | Path | None, device: str) -> None:
+        """The reference first: where it is refused, nobody has waited for the model."""
+        self.reference: tuple[DocumentScores, DocumentScores] | None = None
+        if reference is not None:
+            self.notes += check_reference(Path(reference), self.prepared)
+            self.reference = self._scored(model_folder(Path(reference)), device, "by the reference")
+        self.model = self._scored(folder, device, "by the model")
+        if (
+            self.reference is not None
+            and (self.reference[0].num_tokens != self.model[0].num_tokens).any()
+        ):
+            raise UsageError(
+                f"{reference} and {folder} do not begin a document alike (one has a beginning-of-text token and "
+                "the other none), so their losses are over other tokens. Give a reference that reads as it does."
+            )
+
+    def _scored(self, folder: Path, device: str, by: str) -> tuple[DocumentScores, DocumentScores]:
+        scanner = open_scanner(folder, self.prepared.train, device)
+        parts = (("Members", self.prepared.train), ("Non-members", self.held))
+        members, others = (
+            score_documents(scanner, corpus, counted=counted, description=f"{name} {by}")
+            for (name, corpus), counted in zip(parts, self.counted, strict=True)
+        )
+        return members, others
+
+    def chosen(self) -> tuple[Side, Side]:
+        """Members and non-members with something to score; users nobody trained on come last."""
+        names = {name: number for number, name in enumerate(self.prepared.train.user_names)}
+        numbers = [names.setdefault(name, len(names)) for name in self.held.user_names]
+        members = self._side(0, np.asarray(self.prepared.train.users), self.train_bytes)
+        others = self._side(1, np.array(numbers)[self.held.users], self.held_bytes)
+        kept = [
+            (members, self.train_kept, members.model.num_tokens > 0),
+            (others, self.held_kept, others.model.num_tokens > 0),
+        ]
+        self._note_uncounted([wanted & ~scored for _, wanted, scored in kept])
+        left = [side.chosen(wanted & scored) for side, wanted, scored in kept]
+        for side, what in zip(left, ("training", "held-out"), strict=True):
+            if not len(side):
+                raise UsageError(
+                    f"No {what} document is left to compare: all stand on both sides, are left out or are empty. "
+                    "Hold out text that is not trained on: prepare with --deduplicate documents, or --validation FILE."
+                )
+        return left[0], left[1]
+
+    def _note_uncounted(self, dropped: list[np.ndarray]) -> None:
+        """Keep, and say, how much of the text the figures are not about."""
+        corpora = (self.prepared.train, self.held)
+        num_documents = num_tokens = 0
+        for corpus, counted, kept, without in zip(
+            corpora, self.counted, (self.train_kept, self.held_kept), dropped, strict=True
+        ):
+            if counted is not None:
+                lengths = np.diff(corpus.bounds)
+                num_documents += int((without & (lengths > 0)).sum())
+                num_tokens += int((~counted & np.repeat(kept, lengths)).sum())
+        self.not_counted = {"num_documents": num_documents, "num_tokens": num_tokens}
+        if empty := int(sum(one.sum() for one in dropped)) - num_documents:
+            self.notes.append(f"{empty:,} documents without a token to predict are left out.")
+        if num_tokens:
+            self.notes.append(
+                f"{num_documents:,} documents, {num_tokens:,} tokens not counted: the vocabulary was built on the training "
+                "text, so unknown words do not count, nor words that would be unknown without the user who wrote them. "
+                "That is the most private text, and these figures do not see it. To count all, prepare with --tokenizer "
+                "DIR, made of other text."
+            )
+
+    def _side(self, place: int, users: np.ndarray, num_bytes: np.ndarray) -> Side:
+        reference = None if self.reference is None else self.reference[place]
+        return Side(users=users, model=self.model[place], reference=reference, num_bytes=num_bytes)
+
+
+def _learnt_from_training(settings: dict[str, Any]) -> bool:
+    """Whether one document can bring a word into the vocabulary. Noise is there to prevent it."""
+    return (
+        settings.get("tokenizer") is None
+        and settings.get("vocabulary") == "words"
+        and settings.get("vocabulary_noise") is None
+    )
+
+
+def _leaves_out_rare(settings: dict[str, Any], num_tokens: int) -> bool:
+    size = settings.get("vocabulary_size")
+    return size is not None and num_tokens >= size

@@ -1,0 +1,291 @@
+"""`tightlip audit RUN --membership`: can one tell what the run was trained on?"""
+
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tightlip.audit.dp_check import DPCheck
+
+
+MEMBERSHIP_RESULT = "membership.json"
+_SCORES = {"loss": "loss", "reference": "reference", "min_k": "min-k%", "zlib": "zlib"}
+_RATES = {"tpr_at_1_percent_fpr": "at 1%", "tpr_at_0_1_percent_fpr": "at 0.1%"}
+
+
+def membership(
+    run: str,
+    device: str,
+    reference: str | None,
+    keys: Sequence[Path] | None,
+    others: dict[str, Any],
+) -> None:
+    """Measure, print, and write RUN/membership.json."""
+    from rich.console import Console
+
+    import tightlip
+    from tightlip.audit.measures import planted_texts
+    from tightlip.core.progress import shown_progress
+
+    refuse(run, "--membership", others)
+    out = Path(run) / MEMBERSHIP_RESULT
+    with shown_progress():
+        found = tightlip.measure_membership(
+            run,
+            reference=reference,
+            without_texts=planted_texts(keys or ()),
+            out=out,
+            device=device,
+        )
+    console = Console()
+    console.print(_membership_table(found))
+    for line in lines_about_membership(found):
+        console.print(line, soft_wrap=True, highlight=False)
+    console.print(f"The record: {out}", soft_wrap=True, highlight=False)
+
+
+def refuse(run: str, flag: str, others: dict[str, Any]) -> None:
+    """Refuse what is no run, and flags of a leakage report."""
+    from tightlip.core.errors import UsageError
+    from tightlip.core.run_folder import is_run
+
+    if not is_run(Path(run)):
+        raise UsageError(
+            f"{flag} compares what a run was trained on with what it held out, and {run} is no run of tightlip. "
+            "Run: tightlip train CORPUS --out DIR"
+        )
+    if given := [name for name, value in others.items() if value]:
+        raise UsageError(
+            f"{flag} makes no leakage report, so {given[0]} does not go with it. "
+            f"Run: tightlip audit {run} {flag}"
+        )
+
+
+def _membership_table(found: dict[str, Any]) -> Any:
+    from rich.table import Table
+
+    levels = {name: found[name] for name in ("documents", "users") if found[name] is not None}
+    scores = [
+        (level, name, score)
+        for level, figures in levels.items()
+        for name, score in figures["scores"].items()
+        if score is not None
+    ]
+    rates = {name: title for name, title in _RATES.items() if any(s[name] for _, _, s in scores)}
+    table = Table(box=None, pad_edge=False)
+    table.add_column("of")
+    table.add_column("score")
+    for title in ("AUC", *rates.values()):
+        table.add_column(title, justify="right")
+        table.add_column("95%", justify="right")
+    for level, name, score in scores:
+        shares = [cell for rate in rates for cell in _cells(score[rate], ".1%")]
+        table.add_row(level, _SCORES[name], *_cells(score["auc"], ".3f"), *shares)
+    return table
+
+
+def _cells(figure: dict[str, Any] | None, spelled: str) -> tuple[str, str]:
+    if figure is None:
+        return "", ""
+    if figure["low"] is None:
+        return f"{figure['value']:{spelled}}", ""
+    return (
+        f"{figure['value']:{spelled}}",
+        f"{figure['low']:{spelled}}".removesuffix("%") + f"–{figure['high']:{spelled}}",
+    )
+
+
+def ends(figure: dict[str, Any], spelled: str) -> str:
+    """An interval's two ends, or that there is none.
+
+    >>> ends({"value": 2.0, "low": 1.0, "high": 3.0}, ".1f")
+    '1.0 to 3.0'
+    """
+    if figure["low"] is None:
+        return "no interval"
+    return f"{figure['low']:{spelled}} to {figure['high']:{spelled}}"
+
+
+def lines_about_membership(found: dict[str, Any]) -> list[str]:
+    """What the table's figures mean, in plain sentences."""
+    documents = found["documents"]
+    lines = [
+        f"{documents['num_members']:,} training documents against {documents['num_nonmembers']:,} held-out ones; "
+        "AUC 0.5 is chance, 1 tells every one.",
+        *_about_rates(documents),
+        _verdict("document", documents),
+    ]
+    if (users := found["users"]) is not None:
+        lines.append(_verdict("user", users))
+    return lines + found["notes"]
+
+
+def _about_rates(level: dict[str, Any]) -> list[str]:
+    if level["scores"]["loss"]["tpr_at_1_percent_fpr"] is None:
+        return []
+    return [
+        "At 1%, at 0.1%: the share of those trained on that is found while so many of the others are accused; chance "
+        "finds as many."
+    ]
+
+
+def _verdict(one: str, level: dict[str, Any]) -> str:
+    scores = {name: score for name, score in level["scores"].items() if score is not None}
+    best = max(scores, key=lambda name: scores[name]["auc"]["value"])
+    auc = scores[best]["auc"]
+    if auc["low"] is None or auc["low"] <= 0.5:
+        return (
+            f"These scores do not tell {one}s that were trained on from {one}s that were not: the highest AUC's interval "
+            "is not above chance."
+        )
+    return (
+        f"{one.capitalize()}s that were trained on can be told: of one that was and one that was not, the "
+        f"{_SCORES[best]} score names the right one {auc['value']:.0%} of the time."
+    )
+
+
+# `tightlip audit RUN --groups`: whose text is predicted worse, and who lost by a mitigation
+
+
+GROUPS_RESULT = "groups.json"
+
+
+def groups(
+    run: str,
+    device: str,
+    against: str | None,
+    keys: Sequence[Path] | None,
+    others: dict[str, Any],
+) -> None:
+    """Measure, print, and write RUN/groups.json."""
+    from rich.console import Console
+
+    import tightlip
+    from tightlip.audit.measures import planted_texts
+    from tightlip.core.progress import shown_progress
+
+    refuse(run, "--groups", others)
+    out = Path(run) / GROUPS_RESULT
+    with shown_progress():
+        found = tightlip.measure_groups(
+            run, against=against, without_texts=planted_texts(keys or ()), out=out, device=device
+        )
+    console = Console()
+    for table in _groups_tables(found):
+        console.print(table)
+    for line in lines_about_groups(found):
+        console.print(line, soft_wrap=True, highlight=False)
+    console.print(f"The record: {out}", soft_wrap=True, highlight=False)
+
+
+def _groups_tables(found: dict[str, Any]) -> Iterator[Any]:
+    """By number of training documents, the most first; then by each attribute."""
+    curve = {_range(row): row for row in reversed(found["curve"])}
+    for title, rows in ({"training documents": curve} | found["attributes"]).items():
+        yield _groups_table(title, rows)
+
+
+def _groups_table(title: str, rows: dict[str, Any]) -> Any:
+    from rich.table import Table
+
+    has_change = any(row["change"] is not None for row in rows.values())
+    table = Table(box=None, pad_edge=False)
+    table.add_column(title)
+    for name in ["users", "perplexity", "95%"] + ["change", "95%"] * has_change:
+        table.add_column(name, justify="right")
+    for name, row in rows.items():
+        figures = [f"{row['perplexity']['value']:.1f}", ends(row["perplexity"], ".1f")]
+        if has_change:
+            figures += [f"{row['change']['value']:+.1f}", ends(row["change"], "+.1f")]
+        table.add_row(name, f"{row['num_users']:,}", *figures)
+    return table
+
+
+def _range(row: dict[str, Any]) -> str:
+    first, last = row["num_samples_from"], row["num_samples_to"]
+    return f"{first:,}" if first == last else f"{first:,} to {last:,}"
+
+
+def lines_about_groups(found: dict[str, Any]) -> list[str]:
+    """What the table's figures mean, in plain sentences."""
+    lines = [
+        f"{found['num_users']:,} users with {found['num_documents']:,} held-out documents; perplexity of all their "
+        f"text {found['perplexity']['value']:.1f} ({ends(found['perplexity'], '.1f')})."
+    ]
+    if (gap := found["gap"]) is not None:
+        lines.append(_about_gap(found, gap))
+    return lines + found["notes"]
+
+
+def _about_gap(found: dict[str, Any], gap: dict[str, Any]) -> str:
+    plain, log = gap["perplexity"], gap["log"]
+    said = "more" if plain["value"] >= 0 else "less"
+    line = (
+        f"The perplexity of the {len(found['low'])} users with the fewest training documents rose by "
+        f"{abs(plain['value']):.1f} points {said} than that of the {len(found['top'])} with the most "
+        f"(95%: {ends(plain, '+.1f')}; in logs {log['value']:+.3f}, {ends(log, '+.3f')})."
+    )
+    if plain["low"] <= 0 <= plain["high"]:
+        line += " The interval holds 0: this may be chance."
+    return line
+
+
+# `tightlip audit RUN --dp-check`: what planted canaries say about the run's ε
+
+
+def dp_check(run: str, device: str, others: dict[str, Any]) -> None:
+    """Check, print, and refuse to let an untrue ε stand."""
+    from rich.console import Console
+
+    from tightlip.core.errors import GuaranteeError, UsageError
+    from tightlip.core.run_folder import DP_CHECK_RESULT, is_run
+
+    if not is_run(Path(run)):
+        raise UsageError(
+            f"--dp-check looks at the canaries that a run was trained with, and {run} is no run of tightlip. "
+            "Run: tightlip train CORPUS --mitigation dp --epsilon 2 --dp-check-canaries 1000 --out DIR"
+        )
+    if given := [name for name, value in others.items() if value]:
+        raise UsageError(
+            f"--dp-check makes no leakage report, so {given[0]} does not go with it. "
+            f"Run: tightlip audit {run} --dp-check"
+        )
+    from tightlip.audit.dp_check import check_run
+
+    check = check_run(run, device=device)
+    console = Console()
+    for line in lines_about_check(check):
+        console.print(line, soft_wrap=True, highlight=False)
+    console.print(f"The record: {Path(run) / DP_CHECK_RESULT}", soft_wrap=True, highlight=False)
+    if check.verdict == "contradicted":
+        raise GuaranteeError(
+            f"{run} claims ε {check.claimed_epsilon:.3g}, and its canaries show at least "
+            f"{rounded_down(check.epsilon_lower_bound)} at {check.confidence:.0%} confidence. Do not rely on the claim; "
+            "train and check again, and report it if it is contradicted twice."
+        )
+
+
+def lines_about_check(check: "DPCheck") -> list[str]:
+    """The finding in plain sentences."""
+    guessed = (
+        f"{check.num_correct:,} of {check.num_guesses:,} guesses about {check.num_canaries:,} canaries "
+        f"were right; {check.num_guesses // 2:,} would be by chance."
+    )
+    bound = (
+        f"ε is at least {rounded_down(check.epsilon_lower_bound)} at δ {check.delta:g}, "
+        f"with {check.confidence:.0%} confidence."
+    )
+    if check.claimed_epsilon is None:
+        return [guessed, bound, "The run claims no ε."]
+    verdict = "contradicted" if check.verdict == "contradicted" else "not contradicted"
+    return [guessed, bound, f"The run's claim, ε {check.claimed_epsilon:.3g}, is {verdict}."]
+
+
+def rounded_down(epsilon: float) -> str:
+    """Two decimals, never more than was shown.
+
+    >>> rounded_down(1.239), rounded_down(0.0)
+    ('1.23', '0.00')
+    """
+    return f"{math.floor(epsilon * 100) / 100:.2f}"

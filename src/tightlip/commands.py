@@ -1,0 +1,154 @@
+"""What joins stages: call one, then write its page."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import tightlip
+from tightlip.audit.compared import Matching, Row
+from tightlip.audit.leakage.summary import LeakageReport
+from tightlip.core.errors import UsageError
+from tightlip.core.files import make_private_folder, write_json, write_text
+from tightlip.core.run_folder import RunRecord
+from tightlip.corpus.prepare import PreparedCorpus
+from tightlip.corpus.privacy_weights import PrivacyWeights
+
+CSV, JSON, PAGE = "comparison.csv", "comparison.json", "comparison.html"
+ATTACKS_PAGE = "report.html"
+
+
+def audit(model: Any, corpus: Any = None, **settings: Any) -> LeakageReport:
+    from tightlip.audit.leakage.audit import audit_model
+    from tightlip.report.leakage import write_page
+    from tightlip.training.run import retrain_without
+
+    return audit_model(model, corpus, **settings, retrain=retrain_without, write_page=write_page)
+
+
+def weigh(
+    prepared: str | Path | PreparedCorpus, *, device: str = "auto", **settings: Any
+) -> PrivacyWeights:
+    """Weigh every training document of a prepared corpus by how rare it is to a public model.
+
+    `settings` are those of WeightsConfig. The weights and their page stand in `weights/` of the
+    corpus' folder.
+    """
+    from tightlip.report.weights import render_weights
+    from tightlip.training.weighing import weigh_documents
+
+    return weigh_documents(prepared, render=render_weights, device=device, **settings)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """Runs side by side: `rows` as in comparison.json, and the folder with the files."""
+
+    folder: Path
+    rows: list[Row]
+    matching: Matching
+    notes: tuple[str, ...] = ()
+
+    @property
+    def page(self) -> Path:
+        return self.folder / PAGE
+
+
+def compare(
+    runs: Sequence[str | Path | RunRecord],
+    *,
+    key: str | Path | Sequence[str | Path] | None = None,
+    reference: str | Path | None = None,
+    at_perplexity: float | None = None,
+    tolerance: float = 0.05,
+    out: str | Path = "comparison",
+    notes: Sequence[str] = (),
+    device: str = "auto",
+    seed: int = 0,
+    num_bootstraps: int = 1000,
+) -> Comparison:
+    """Utility, leakage, cost and promise of several runs, and which of them may be compared.
+
+    What is not yet measured is measured now and kept in each run's `measures/`. With
+    `at_perplexity` a run stands for its first snapshot that is at least as good. `notes` are
+    printed on top of the page.
+
+    Holds:
+        goes_on: killed and started again, it measures only what is missing.
+        silent: what is written to `out` holds no text and no user's name.
+    """
+    from tightlip.audit.comparison import compare_runs
+
+    matching = Matching(tolerance=tolerance, at_perplexity=at_perplexity)
+    folder = _free(Path(out))
+    rows = compare_runs(
+        runs,
+        matching,
+        key=key,
+        reference=reference,
+        device=device,
+        seed=seed,
+        num_bootstraps=num_bootstraps,
+    )
+    made = Comparison(folder=folder, rows=rows, matching=matching, notes=tuple(notes))
+    _write_comparison(made)
+    return made
+
+
+def _free(folder: Path) -> Path:
+    """`folder`, new, empty or with an earlier comparison; never somebody's other files."""
+    if folder.exists() and not folder.is_dir():
+        raise UsageError(f"{folder} is a file. Give --out a folder.")
+    names = [path.name for path in folder.iterdir()] if folder.exists() else []
+    there = {name for name in names if not name.endswith(".partial")}  # of a killed predecessor
+    if there and not there & {CSV, JSON, PAGE}:
+        raise UsageError(
+            f"{folder} holds other files, and a comparison would be mixed among them. Give --out a "
+            "new or empty folder."
+        )
+    return folder
+
+
+def _write_comparison(made: Comparison) -> None:
+    from tightlip.report.comparison import render_comparison
+    from tightlip.report.comparison.table import csv_text
+
+    make_private_folder(made.folder)
+    for path in made.folder.glob(".*.partial"):  # of a killed predecessor
+        path.unlink()
+    about = {"version": tightlip.__version__, **asdict(made.matching), "notes": list(made.notes)}
+    write_json(made.folder / JSON, {**about, "runs": made.rows})
+    write_text(made.folder / CSV, csv_text(made.rows))
+    page = render_comparison(
+        made.rows, made.matching, notes=made.notes, version=tightlip.__version__
+    )
+    write_text(made.folder / PAGE, page)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttackReport:
+    """What the attackers found in each run, and the page that shows it."""
+
+    results: list[dict[str, Any]]
+    page: Path
+    num_kept: int  # runs whose figures were there already
+
+
+def represent_attack(
+    runs: str | Path | Sequence[str | Path], *, out: str | Path | None = None, **settings: Any
+) -> AttackReport:
+    """Attack the vectors of one run or several, and write attack.json and report.html.
+
+    `settings` are those of `tightlip.vectors.attack_runs.attack_runs`. The page is in `out`: by
+    default the run's own folder, or `attacks` for several runs.
+    """
+    from tightlip.report.vectors import render_attacks
+    from tightlip.vectors.attack_runs import FORMAT, RESULT, attack_runs
+
+    attacked = attack_runs(runs, out=out, **settings)
+    folder, version = attacked.folder, tightlip.__version__
+    write_json(folder / RESULT, {"format": FORMAT, "version": version, "runs": attacked.results})
+    write_text(folder / ATTACKS_PAGE, render_attacks(attacked.results, version=version))
+    return AttackReport(
+        results=attacked.results, page=folder / ATTACKS_PAGE, num_kept=attacked.num_kept
+    )

@@ -1,0 +1,222 @@
+"""Settings written once: name, default, range, help and flag; read from TOML, flags and Python."""
+
+import dataclasses
+import math
+import re
+import tomllib
+import types
+import typing
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Self
+
+import tomli_w
+
+from tightlip.core.errors import UsageError
+from tightlip.core.registry import unknown
+
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class About:
+    """What is to be known of a setting beyond its name, type and default.
+
+    `default_words` says what None stands for. `flag` is its spelling on the command line where
+    the name itself will not do, `parse` reads it from there, and a hidden flag works but is not
+    listed.
+    """
+
+    help: str
+    choices: tuple[str, ...] = ()
+    at_least: float | None = None
+    above: float | None = None
+    below: float | None = None
+    at_most: float | None = None
+    default_words: str | None = None
+    flag: str | None = None
+    parse: Callable[[str], Any] | None = None
+    panel: str | None = None
+    hidden: bool = False
+
+    def check(self, name: str, value: Any) -> None:
+        """Refuse what is not among the choices or is out of range; None is nothing and passes."""
+        if value is None:
+            return
+        if self.choices and value not in self.choices:
+            raise UsageError(unknown(name, value, list(self.choices)))
+        bounds = {
+            "at least": self.at_least,
+            "above": self.above,
+            "below": self.below,
+            "at most": self.at_most,
+        }
+        wanted = {word: bound for word, bound in bounds.items() if bound is not None}
+        if not wanted:
+            return
+        holds = (
+            (self.at_least is None or value >= self.at_least)
+            and (self.above is None or value > self.above)
+            and (self.below is None or value < self.below)
+            and (self.at_most is None or value <= self.at_most)
+        )
+        if not holds or not math.isfinite(value):
+            words = " and ".join(f"{word} {bound}" for word, bound in wanted.items())
+            raise UsageError(f"{name}={value:g} is out of range. It must be {words}.")
+
+
+def setting(default: Any, help: str, **about: Any) -> Any:
+    """A field of a `Settings` dataclass; `...` as its default means that it must be given."""
+    metadata = {"about": About(help=help, **about)}
+    if default is ...:
+        return dataclasses.field(metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def about(field: dataclasses.Field) -> About:
+    found: About = field.metadata.get("about", About(help=""))
+    return found
+
+
+class Settings:
+    """A frozen dataclass of `setting`s that a table of a TOML file can spell."""
+
+    table: typing.ClassVar[str]
+
+    def __post_init__(self) -> None:
+        hints = typing.get_type_hints(type(self))
+        for field in settings_of(type(self)):
+            value = _typed(field.name, getattr(self, field.name), hints[field.name])
+            about(field).check(field.name, value)
+            object.__setattr__(self, field.name, value)
+
+    @classmethod
+    def from_toml(cls, path: Path) -> Self:
+        """The settings in `path`: its table of our name, or the file itself where it has none.
+
+        Holds:
+            known_names: a name that is no setting is a usage error with the closest one.
+        """
+        tree = read_toml(Path(path))
+        tables = [name for name, value in tree.items() if isinstance(value, dict)]
+        return cls.from_tree(tree.get(cls.table, {}) if tables else tree, str(path))
+
+    @classmethod
+    def from_tree(cls, tree: dict[str, Any], where: str) -> Self:
+        check_names(cls, tree, where)
+        return cls(**tree)
+
+    def tree(self) -> dict[str, Any]:
+        """The settings that have a value, as TOML can hold them."""
+        values = {field.name: getattr(self, field.name) for field in settings_of(type(self))}
+        return {
+            name: list(value) if isinstance(value, tuple) else value
+            for name, value in values.items()
+            if value is not None and value != ()
+        }
+
+    def to_toml(self) -> str:
+        return toml_text({self.table: self.tree()})
+
+
+def settings_of(kind: type[Settings]) -> list[dataclasses.Field]:
+    """The fields of `kind` that were written with `setting`."""
+    fields = dataclasses.fields(kind)  # type: ignore[arg-type]
+    return [field for field in fields if "about" in field.metadata] or list(fields)
+
+
+def names_in(*kinds: type[Settings]) -> list[str]:
+    return [field.name for kind in kinds for field in settings_of(kind)]
+
+
+def check_names(kind: type[Settings], tree: Mapping[str, Any], where: str) -> None:
+    known = names_in(kind)
+    for name in tree:
+        if name not in known:
+            raise UsageError(f"{where}: {unknown('setting', name, known)}")
+
+
+def _typed(name: str, value: Any, hint: Any) -> Any:
+    """The value in the setting's own type, or a refusal; a whole number passes for a float."""
+    accepted = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    if any(typing.get_origin(kind) is tuple for kind in accepted) and isinstance(
+        value, list | tuple
+    ):
+        (inner,) = {typing.get_args(kind)[0] for kind in accepted if typing.get_origin(kind)}
+        return tuple(_typed(name, one, inner) for one in value)
+    if float in accepted and type(value) is int:
+        return float(value)
+    if str in accepted and isinstance(value, Path):
+        return str(value)
+    if type(value) in accepted or (Path in accepted and isinstance(value, Path)):
+        return value
+    if Path in accepted and isinstance(value, str):
+        return Path(value)
+    kinds = [kind for kind in accepted if kind is not type(None)]
+    words = " or ".join(getattr(kind, "__name__", str(kind)) for kind in kinds)
+    raise UsageError(
+        f"{name}={value!r} is a {type(value).__name__} where {words} belongs. Give {name} as {words}."
+    )
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """The tree in `path`, or a usage error that names the file and the place."""
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(
+            f"{path} cannot be read ({error.strerror}). Give the path of a TOML file."
+        ) from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UsageError(
+            f"{path} is not TOML: {error}. Write one name = value per line."
+        ) from error
+
+
+def toml_text(tree: Mapping[str, Any]) -> str:
+    """`tree` as TOML; a value of None is left out, since TOML has no word for it.
+
+    Holds:
+        round_trip: reading the text gives the tree back, without its Nones.
+
+    >>> print(toml_text({"seed": 0, "train": {"model": "lstm", "steps": None}}), end="")
+    seed = 0
+    <BLANKLINE>
+    [train]
+    model = "lstm"
+    """
+    return tomli_w.dumps(_without_none(tree))
+
+
+def _without_none(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _without_none(one) for name, one in value.items() if one is not None}
+    if isinstance(value, list | tuple):
+        return [_without_none(one) for one in value]
+    return str(value) if isinstance(value, Path) else value
+
+
+def bytes_from(text: str) -> int:
+    """Bytes meant by '4GB', '512 MB' or '2000000000'.
+
+    >>> bytes_from("4GB")
+    4000000000
+    >>> bytes_from("1.5 GiB")
+    1610612736
+    """
+    match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([KMGT]?)(i?)B?\s*", text, re.IGNORECASE)
+    if not match:
+        raise UsageError(f"memory={text!r} is not a size. Write it like 4GB or 512MB.")
+    number, unit, binary = match.groups()
+    scale = _UNITS[unit.upper()]
+    if binary:
+        scale = 1024 ** "KMGT".index(unit.upper()) * 1024 if unit else 1
+    return int(float(number) * scale)
+
+
+def check_range(settings: Any, name: str, **bounds: float) -> None:
+    About(help="", **bounds).check(name, getattr(settings, name))  # type: ignore[arg-type]
+
+
+def fields_of(kind: Any) -> tuple[dataclasses.Field, ...]:
+    return dataclasses.fields(kind)

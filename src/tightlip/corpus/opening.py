@@ -1,0 +1,255 @@
+"""The text a run learnt from, and whether it is still that text."""
+
+import shutil
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tightlip.core.errors import UsageError
+from tightlip.core.files import read_json, write_json
+from tightlip.core.run_folder import RunRecord, is_run, open_run, run_around
+from tightlip.corpus.encoding import tokenizer_fingerprint
+from tightlip.corpus.history import sources_behind, sources_of
+from tightlip.corpus.prepare import PreparedCorpus, is_prepared, open_prepared
+from tightlip.corpus.readers import open_corpus
+from tightlip.corpus.tokens import TokenizedCorpus, open_tokenized, tokenize_documents
+
+
+@dataclass(frozen=True)
+class CorpusSource:
+    """A path, table, frame or list, and how to read it. `FOLDER/validation` of a prepared
+    corpus is its held-out part."""
+
+    source: Any
+    columns: dict[str, Any]
+
+    @property
+    def path(self) -> Path | None:
+        return Path(self.source) if isinstance(self.source, str | Path) else None
+
+    @property
+    def _is_held_out_part(self) -> bool:
+        return (
+            self.path is not None
+            and self.path.name == "validation"
+            and is_prepared(self.path.parent)
+        )
+
+    def exists(self) -> bool:
+        return self.path is None or self.path.exists()
+
+    def prepared(self) -> TokenizedCorpus | None:
+        """The tokens stored with a prepared corpus."""
+        if self._is_held_out_part:
+            assert self.path is not None
+            return open_prepared(self.path.parent).validation
+        if self.path is not None and is_prepared(self.path):
+            return open_prepared(self.path).train
+        return None
+
+    def documents(self) -> Any:
+        if self._is_held_out_part:
+            assert self.path is not None
+            return open_corpus(self.path.with_suffix(".parquet"))
+        if self.path is not None and is_prepared(self.path):
+            return open_corpus(self.path / "train.parquet")
+        return open_corpus(self.source, **self.columns)
+
+    def identity(self) -> Any:
+        """Enough to notice that a file changed between a killed audit and its resumption."""
+        if self.path is None:
+            return None
+        files = (
+            sorted(p for p in self.path.rglob("*") if p.is_file())
+            if self.path.is_dir()
+            else [self.path]
+        )
+        stats = [(str(p), p.stat().st_size, p.stat().st_mtime_ns) for p in files if p.exists()]
+        return [[list(entry) for entry in stats], self.columns]
+
+
+def tokenised_for(
+    source: CorpusSource, tokenizer: Any, folder: Path, *, with_spans: bool = False
+) -> TokenizedCorpus:
+    """The corpus in the tokenizer's tokens: stored ones where they fit, made under `folder` else."""
+    fingerprint = tokenizer_fingerprint(tokenizer)
+    stored = source.prepared()
+    if stored is not None and stored.tokenizer_fingerprint == fingerprint and not with_spans:
+        return stored
+    key = {"tokenizer": fingerprint, "source": source.identity(), "spans": with_spans}
+    key_file = folder.with_suffix(".json")
+    if folder.exists():
+        known = read_json(key_file) if key_file.exists() else {}
+        if key["source"] is not None and known.get("key") == key:
+            return open_tokenized(folder)
+        key_file.unlink(missing_ok=True)  # first: it must never stand beside other tokens
+        shutil.rmtree(folder)
+    if not source.exists():
+        raise UsageError(f"{source.path} does not exist. Give the path of the corpus.")
+    documents = source.documents()
+    corpus = tokenize_documents(documents.batches(), tokenizer, folder, with_spans=with_spans)
+    write_json(key_file, {"key": key, "num_skipped": documents.num_skipped})
+    return corpus
+
+
+def num_skipped(folder: Path) -> int:
+    """Unusable rows left out when the tokens in `folder` were made."""
+    key_file = folder.with_suffix(".json")
+    return read_json(key_file)["num_skipped"] if key_file.exists() else 0
+
+
+# The text a run learnt from, and whether it is still that text
+
+
+MOST_SHARED = 0.5  # short common texts stand in any two corpora
+_PARTS = {
+    "corpus_fingerprint": "training text",
+    "validation_fingerprint": "held-out text",
+    "tokenizer_fingerprint": "tokenizer",
+}
+
+
+def open_run_corpus(run: RunRecord) -> PreparedCorpus:
+    """The prepared corpus of a run, refused where other text lies at its path by now.
+
+    Holds:
+        the_same: training text, held-out text and tokenizer are those the run recorded.
+    """
+    prepared = open_prepared(run.corpus_folder)
+    if differing := differences(run, prepared):
+        raise UsageError(
+            f"{run.corpus_folder} is not what {run.folder} was trained on: it has another {' and another '.join(differing)}. "
+            "What is measured on it would say nothing about the run. Put the corpus back that was there, or prepare it "
+            "there again from the same source with the same settings."
+        )
+    return prepared
+
+
+def differences(run: RunRecord, prepared: PreparedCorpus) -> list[str]:
+    """What of a corpus is not as the run recorded it; nothing where it recorded nothing."""
+    recorded = run.config["corpus"]
+    if "corpus_fingerprint" not in recorded:
+        return []
+    found = fingerprints(prepared)
+    # Nothing held out is recorded as nothing at all.
+    return [what for name, what in _PARTS.items() if recorded.get(name) != found[name]]
+
+
+def fingerprints(prepared: PreparedCorpus) -> dict[str, str | None]:
+    """The text and the tokenizer of a corpus, by the names that a run records them under."""
+    held = prepared.validation
+    return {
+        "corpus_fingerprint": prepared.train.corpus_fingerprint,
+        "validation_fingerprint": None if held is None else held.corpus_fingerprint,
+        "tokenizer_fingerprint": prepared.train.tokenizer_fingerprint,
+    }
+
+
+def check_reference(reference: Path, prepared: PreparedCorpus) -> list[str]:
+    """Refuse a reference that learnt the members; returns what is to be noted of it.
+
+    `reference` is a run, a model inside one, or a model from elsewhere, of which nothing is known.
+    """
+    if _card_names(reference, prepared):
+        raise _no_reference(reference, "this very corpus")
+    if sources_behind(reference) & sources_of(prepared.folder):
+        raise _no_reference(reference, "this very corpus, or another part of the same text")
+    run = run_around(reference)
+    return [] if run is None else _check_run(reference, run, prepared)
+
+
+def _check_run(reference: Path, run: RunRecord, prepared: PreparedCorpus) -> list[str]:
+    train = prepared.train
+    if run.config["corpus"].get("corpus_fingerprint") == train.corpus_fingerprint:
+        raise _no_reference(reference, "this very corpus")
+    theirs = _text_of(run)
+    if theirs is None:
+        return [
+            f"What {reference} was trained on is no longer there, so nobody can tell whether it saw the training "
+            "documents; its score is too low if it did."
+        ]
+    if theirs.tokenizer_fingerprint != train.tokenizer_fingerprint:
+        return []  # refused when it is opened, with the reason
+
+    shared, _ = standing_in_both(train, theirs)
+    if shared.mean() > MOST_SHARED:
+        raise _no_reference(
+            reference, f"{shared.sum():,} of the {len(shared):,} training documents"
+        )
+    if not shared.any():
+        return []
+    return [
+        f"The reference was itself trained on {shared.sum():,} of the {len(shared):,} training documents; its score is "
+        "too low by what it keeps of these."
+    ]
+
+
+def _text_of(run: RunRecord) -> TokenizedCorpus | None:
+    if not is_prepared(run.corpus_folder):
+        return None
+    prepared = open_prepared(run.corpus_folder)
+    return None if differences(run, prepared) else prepared.train
+
+
+def _card_names(model: Path, prepared: PreparedCorpus) -> bool:
+    """Whether the model's own card names the corpus, as that of a private run does."""
+    card, own = model / "guarantee.json", prepared.folder / "id.json"
+    if not card.is_file() or not own.is_file():
+        return False
+    return read_json(card).get("corpus_fingerprint") == read_json(own)["id"]
+
+
+def _no_reference(reference: Path, what: str) -> UsageError:
+    return UsageError(
+        f"{reference} was itself trained on {what}, so it is no reference. Give a model that never saw the training "
+        "text: trained on other text, or public."
+    )
+
+
+def standing_in_both(one: TokenizedCorpus, other: TokenizedCorpus) -> tuple[np.ndarray, np.ndarray]:
+    """Which documents of each corpus stand, token for token, in the other too.
+
+    Digests of `other` alone are held; it should be the smaller one.
+    """
+    digests = [_digest(other, index) for index in range(other.num_documents)]
+    wanted, shared = set(digests), set()
+    in_one = np.zeros(one.num_documents, dtype=bool)
+    for index in range(one.num_documents):
+        digest = _digest(one, index)
+        if digest in wanted:
+            in_one[index] = True
+            shared.add(digest)
+    return in_one, np.array([digest in shared for digest in digests], dtype=bool)
+
+
+def _digest(corpus: TokenizedCorpus, index: int) -> bytes:
+    return blake2b(np.ascontiguousarray(corpus.document(index)).data, digest_size=16).digest()
+
+
+def model_folder(model: Path) -> Path:
+    """`model` itself, or the model of a finished run."""
+    if not is_run(model):
+        return model
+    record = open_run(model)
+    if not record.finished:
+        raise UsageError(f"{model} is not finished training. Give its train command again.")
+    return record.model_folder
+
+
+def with_held_out(
+    run: str | Path | RunRecord,
+) -> tuple[RunRecord, PreparedCorpus, TokenizedCorpus]:
+    """A finished run, its corpus, and what was held out of it."""
+    record = run if isinstance(run, RunRecord) else open_run(Path(run))
+    if not record.finished:
+        raise UsageError(f"{record.folder} is not finished training. Give its train command again.")
+    prepared = open_run_corpus(record)
+    if prepared.validation is None or not prepared.validation.num_documents:
+        raise UsageError(
+            f"{record.folder} was trained with nothing held out, so there is no text it never saw to compare with. "
+            "Train with --split document, or give held-out text by --validation FILE."
+        )
+    return record, prepared, prepared.validation

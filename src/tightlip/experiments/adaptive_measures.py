@@ -1,0 +1,125 @@
+"""What one run of `tightlip reproduce adaptive` is good for and gives away, by how rare text is."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+
+from tightlip.audit.canaries.exposure import measure_canaries
+from tightlip.core.devices import usable_device
+from tightlip.core.files import read_json, write_json
+from tightlip.core.run_folder import RunRecord
+from tightlip.experiments.adaptive_text import Ground
+from tightlip.scan.document_scores import DocumentScores, open_scanner, score_documents
+
+THIRDS = ("ordinary", "middling", "rare")
+
+
+def measured(run: RunRecord, ground: Ground, path: Path, device: str) -> dict[str, Any]:
+    """Losses and exposures of a finished run; kept in `path`, and read from there next time."""
+    if path.exists():
+        return dict(read_json(path))
+    corpus = ground.probe.corpus.train
+    scanner = open_scanner(run.model_folder, corpus, usable_device(device))
+    scores = score_documents(scanner, corpus, description="Scoring the probe")
+    found = {
+        **losses(scores, ground),
+        **exposures(measure_canaries(run.folder, ground.keys, device=device), ground),
+    }
+    write_json(path, found)
+    return found
+
+
+def losses(scores: DocumentScores, ground: Ground) -> dict[str, Any]:
+    """Nats a token on held-out text, over all of it and by thirds of ρ; beside each third the
+    same of text that was trained on. The difference is what the model keeps of its training text."""
+    held = ground.probe.is_held_out
+    loss = nats_per_token(scores, held)
+    rho, nats = ground.probe.weights.rho, ground.probe.weights.log_perplexities
+    third = thirds(nats, scores.num_tokens > 0)
+    rows = []
+    for place, name in enumerate(THIRDS):
+        here = third == place
+        own, seen = (nats_per_token(scores, here & part) for part in (held, ~held))
+        rows.append(
+            {
+                "third": name,
+                "mean_rho": _mean(rho[here]),
+                "num_documents": int((here & held).sum()),
+                "loss_nats": own,
+                "seen_loss_nats": seen,
+                "kept_nats": None if own is None or seen is None else own - seen,
+            }
+        )
+    return {
+        "loss_nats": loss,
+        "perplexity": None if loss is None else float(np.exp(loss)),
+        "thirds": rows,
+    }
+
+
+def thirds(nats: np.ndarray, counted: np.ndarray) -> np.ndarray:
+    """0, 1 or 2 for the least, middling and most surprising documents, -1 for what is not counted.
+
+    By log-perplexity, which ρ rises with: where many weights are cut off at the same bound, ρ
+    would leave a third empty.
+
+    >>> thirds(np.array([0.1, 0.9, 0.5, 0.2, 1.0, 0.6]), np.ones(6, bool)).tolist()
+    [0, 2, 1, 0, 2, 1]
+    """
+    found = np.full(len(nats), -1)
+    places = np.flatnonzero(counted)
+    order = places[np.argsort(nats[places], kind="stable")]
+    found[order] = np.arange(len(order)) * 3 // max(1, len(order))
+    return found
+
+
+def nats_per_token(scores: DocumentScores, chosen: np.ndarray) -> float | None:
+    """Σ loss / Σ tokens over the chosen documents; None where they have no token."""
+    num_tokens = scores.num_tokens[chosen].sum()
+    return float(scores.loss_nats[chosen].sum() / num_tokens) if num_tokens else None
+
+
+def exposures(found: list[dict[str, Any]], ground: Ground) -> dict[str, Any]:
+    """Bits of the paper's canary by insertions, and of those in public lines by thirds of their ρ."""
+    known = {entry["text"]: entry["exposure_bits"] for entry in found}
+    ids, carried = (read_json(key)["canaries"] for key in ground.keys)
+    places = canary_places(ground, [canary["text"] for canary in carried])
+    rho, nats = ground.weights.rho[places], ground.weights.log_perplexities[places]
+    bits = np.array([known[canary["text"]] for canary in carried])
+    third = thirds(nats, np.ones(len(nats), bool))
+    return {
+        "exposure": [
+            {"repetitions": canary["repetitions"], "bits": known[canary["text"]]} for canary in ids
+        ],
+        "exposure_by_third": [
+            {
+                "third": name,
+                "mean_rho": _mean(rho[third == place]),
+                "num_canaries": int((third == place).sum()),
+                "mean_bits": _mean(bits[third == place]),
+            }
+            for place, name in enumerate(THIRDS)
+        ],
+    }
+
+
+def canary_places(ground: Ground, texts: list[str]) -> list[int]:
+    """Which document each canary is in training; its copies read alike and weigh alike."""
+    stored = pq.read_table(ground.corpus.folder / "train.parquet", columns=["text"])["text"]
+    place = {text: number for number, text in enumerate(stored.to_pylist())}
+    return [place[text] for text in texts]
+
+
+def mean_unit_weight(ground: Ground) -> float:
+    """The mean over units of a unit's mean weight: what a batch's mean is near."""
+    if ground.unit == "example":
+        return float(ground.weights.rho.mean())
+    users = np.asarray(ground.corpus.train.users)
+    sums, counts = np.bincount(users, ground.weights.rho), np.bincount(users)
+    return float((sums[counts > 0] / counts[counts > 0]).mean())
+
+
+def _mean(values: np.ndarray) -> float | None:
+    return float(values.mean()) if len(values) else None

@@ -1,0 +1,256 @@
+"""The rows the page carries with it: cut to size, within a budget of bytes.
+
+Whatever a corpus holds, the page must stay small and must not run any of it: texts
+are cut, the least telling rows are left out, and what could end a script element
+or an attribute is written as an escape.
+"""
+
+import heapq
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from tightlip.core.errors import UsageError
+from tightlip.report.leakage.tallies import BUFFER_BYTES, open_sequences, read_owners
+
+SEQUENCE_CHARACTERS = 600
+CONTEXT_CHARACTERS = 280
+NAME_CHARACTERS = 60
+NUM_OCCURRENCES = 8
+NUM_USERS = 300
+SEQUENCES_BYTES = 1_900_000
+# A row may hold eight contexts of 100 kB: few rows at a time keep the memory flat.
+_TEXT_BATCH_ROWS = 128
+
+_FIGURES = (
+    "num_tokens", "total_in_s", "users_in_s", "total_in_d", "users_in_d", "context_tokens",
+    "perplexities", "public_perplexities", "ratio", "copied",
+)  # fmt: skip
+_TEXTS = ("sequence", "contexts")
+_USER_FIGURES = ("num_documents", "num_tokens", "unique", "unique_tokens", "longest", "max_ratio")
+
+
+def safe_json(value: Any) -> str:
+    """JSON that may stand inside a script element of a page, whatever it holds.
+
+    Holds:
+        inert: the result has no <, >, & and no line separator.
+        faithful: `json.loads` gives the value back.
+    """
+    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    for character in "<>&\u2028\u2029":
+        text = text.replace(character, f"\\u{ord(character):04x}")
+    return text
+
+
+def num_bytes(value: Any) -> int:
+    return len(safe_json(value).encode("utf-8", "replace"))
+
+
+def plain_number(value: float | None) -> float | str | None:
+    """A float JSON can carry: six figures, and words for what JSON has no number for."""
+    if value is None:
+        return None
+    if math.isnan(value):
+        return "NaN"
+    if math.isinf(value):
+        return "Infinity" if value > 0 else "-Infinity"
+    return float(f"{value:.6g}")
+
+
+def cut_end(text: str, most: int) -> tuple[str, int]:
+    """The beginning of a text, and how many characters were cut."""
+    return (text, 0) if len(text) <= most else (text[:most], len(text) - most)
+
+
+def cut_start(text: str, most: int) -> tuple[str, int]:
+    """The end of a text, and how many characters were cut."""
+    return (text, 0) if len(text) <= most else (text[-most:], len(text) - most)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Embedded:
+    """What the page's script reads."""
+
+    sequences: list[list[Any]]
+    owners: list[list[Any]]
+    users: list[list[Any]]
+
+    def as_json(self) -> str:
+        return safe_json({"sequences": self.sequences, "owners": self.owners, "users": self.users})
+
+
+def embed(
+    folder: Path, chosen: list[int], users: list[dict[str, Any]], *, redacted: bool
+) -> Embedded:
+    """Rows for the page, the most telling first served, in the file's order.
+
+    A redacted page never reads the columns that hold text.
+
+    Holds:
+        within_budget: the sequences take at most `SEQUENCES_BYTES` of JSON.
+        silent: a redacted page has none of the text, even where the file still has it.
+    """
+    owners: dict[str, int] = {}
+    user_rows = [
+        [_owner_place(owners, user["user"]), *(_figure(user[name]) for name in _USER_FIGURES)]
+        for user in users
+    ]
+    names: list[list[Any]] = [[*cut_end(name, NAME_CHARACTERS)] for name in owners]
+    owner_of_row = read_owners(folder)
+    read = {
+        place: _row(place, row, owner_of_row[place].as_py())
+        for place, row in _read_rows(folder, chosen, redacted=redacted)
+    }
+    left = SEQUENCES_BYTES
+    kept = []
+    for place in chosen:
+        row, owner = read[place]
+        new_name = [] if owner is None or owner in owners else [[*cut_end(owner, NAME_CHARACTERS)]]
+        needed = num_bytes(row) + 1 + sum(num_bytes(name) + 1 for name in new_name)
+        if needed > left:
+            break
+        left -= needed
+        names += new_name
+        row[OWNER] = None if owner is None else _owner_place(owners, owner)
+        kept.append(place)
+    return Embedded(
+        sequences=[read[place][0] for place in sorted(kept)], owners=names, users=user_rows
+    )
+
+
+# Places in a row; page.js has the same list.
+OWNER = 11
+
+
+def _row(place: int, row: dict[str, Any], owner: str | None) -> tuple[list[Any], str | None]:
+    """One sequence as the page's script reads it, its owner's number still to come, and its owner."""
+    sequence = row.get("sequence")
+    text, cut = (None, 0) if sequence is None else cut_end(sequence, SEQUENCE_CHARACTERS)
+    perplexities = row["perplexities"] or []
+    occurrences = list(_occurrences(row))
+    entry = [
+        place, text, cut, row["num_tokens"],
+        row["total_in_s"], row["users_in_s"], row["total_in_d"], row["users_in_d"],
+        plain_number(perplexities[0] if perplexities else None), plain_number(row["ratio"]),
+        int(bool(row["copied"])), 10**7, occurrences,
+    ]  # fmt: skip
+    return entry, owner
+
+
+def _occurrences(row: dict[str, Any]) -> Iterator[list[Any]]:
+    """[context, characters cut, tokens of context, perplexity, public perplexity], lowest perplexity first."""
+    perplexities = row["perplexities"] or []
+    contexts, public = row.get("contexts") or [], row["public_perplexities"] or []
+    lengths = row["context_tokens"] or []
+    for place, perplexity in enumerate(perplexities[:NUM_OCCURRENCES]):
+        context, cut = None, 0
+        if place < len(contexts) and contexts[place] is not None:
+            context, cut = cut_start(contexts[place], CONTEXT_CHARACTERS)
+        beside = public[place] if place < len(public) else None
+        yield [
+            context,
+            cut,
+            lengths[place] if place < len(lengths) else None,
+            plain_number(perplexity),
+            plain_number(beside),
+        ]
+
+
+def _read_rows(
+    folder: Path, chosen: list[int], *, redacted: bool
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The chosen rows, read from the row groups that hold them and no further than the last."""
+    wanted = sorted(chosen)
+    with open_sequences(folder) as file:
+        texts = (
+            () if redacted else tuple(name for name in _TEXTS if name in file.schema_arrow.names)
+        )
+        start = 0
+        for group in range(file.num_row_groups):
+            end = start + file.metadata.row_group(group).num_rows
+            inside = [place for place in wanted if start <= place < end]
+            if inside:
+                yield from _read_group(file, group, start, inside, [*_FIGURES, *texts])
+            start = end
+
+
+def _read_group(
+    file: pq.ParquetFile, group: int, start: int, inside: list[int], columns: list[str]
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    waiting = iter(inside)
+    place = next(waiting, None)
+    for batch in file.iter_batches(
+        batch_size=_TEXT_BATCH_ROWS, row_groups=[group], columns=columns, use_threads=False
+    ):
+        while place is not None and place < start + batch.num_rows:
+            yield place, batch.slice(place - start, 1).to_pylist()[0]
+            place = next(waiting, None)
+        if place is None:
+            return
+        start += batch.num_rows
+
+
+def _owner_place(owners: dict[str, int], name: str) -> int:
+    return owners.setdefault(name, len(owners))
+
+
+def _figure(value: Any) -> Any:
+    return plain_number(value) if isinstance(value, float) else value
+
+
+@dataclass(frozen=True, kw_only=True)
+class Users:
+    """The users who leak most, and what all of them come to."""
+
+    worst: list[dict[str, Any]]
+    num_users: int
+    num_with_unique: int
+    num_unique: int
+
+    def share_of_first(self, many: int) -> float | None:
+        """Share of all unique sequences that the first `many` users own."""
+        if not self.num_unique:
+            return None
+        return sum(user["unique"] or 0 for user in self.worst[:many]) / self.num_unique
+
+
+def read_users(folder: Path) -> Users:
+    """The `NUM_USERS` users with most unique sequences, then most leaked tokens, then the longest."""
+    path = folder / "users.parquet"
+    if not path.exists():
+        raise UsageError(
+            f"{folder} has no users.parquet. An older tightlip may have made it; run tightlip audit again."
+        )
+    worst: list[tuple[tuple[int, int, int, int], dict[str, Any]]] = []
+    num_users = num_with_unique = num_unique = 0
+    with pq.ParquetFile(path, buffer_size=BUFFER_BYTES, pre_buffer=False) as file:
+        for batch in file.iter_batches(
+            batch_size=1024, columns=["user", *_USER_FIGURES], use_threads=False
+        ):
+            rows = _leaking(batch)
+            keyed = [(_leak_key(row, num_users + place), row) for place, row in rows]
+            worst = heapq.nlargest(NUM_USERS, [*worst, *keyed], key=lambda pair: pair[0])
+            num_users += batch.num_rows
+            num_with_unique += len(rows)
+            num_unique += sum(row["unique"] for _, row in rows)
+    return Users(
+        worst=[row for _, row in worst],
+        num_users=num_users,
+        num_with_unique=num_with_unique,
+        num_unique=num_unique,
+    )
+
+
+def _leaking(batch: pa.RecordBatch) -> list[tuple[int, dict[str, Any]]]:
+    return [(place, row) for place, row in enumerate(batch.to_pylist()) if row["unique"]]
+
+
+def _leak_key(row: dict[str, Any], place: int) -> tuple[int, int, int, int]:
+    return (row["unique"], row["unique_tokens"] or 0, row["longest"] or 0, -place)

@@ -1,0 +1,345 @@
+"""Plots of attacks on vectors: curves over ε and μ, attackers side by side, and t-SNE pictures."""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from markupsafe import Markup
+
+from tightlip.report.comparison.plots import cut_name
+from tightlip.report.kit.plots import Axis, Plot, draw_line, linear_axis, short
+from tightlip.report.vectors.words import (
+    ATTACKER_NAMES,
+    Column,
+    Figure,
+    Result,
+    range_words,
+    setting_words,
+    share_words,
+    value_names,
+)
+
+# A colour each in representation.css; further values share the last.
+MOST_COLOURS = 6
+SERIES = (
+    ("main", "main-task accuracy", lambda r: r["main"]["all"]),
+    ("strongest", "1 − X, strongest on one vector", lambda r: _privacy(r, "strongest")),
+    ("averaged", "1 − X, averages of several", lambda r: _privacy(r, "averaged")),
+    ("majority", "1 − X, guessing", lambda r: _privacy(r, "majority")),
+)
+# Intervals at one ε stand beside each other, not on each other.
+ASIDE = {"main": -0.015, "averaged": 0.015}
+Get = Callable[[Result], Figure | None]
+
+
+def _privacy(result: Result, name: str) -> Figure | None:
+    """1 - X, or 1 - F with a tuned threshold where names are all there is to hide."""
+    if result["privacy"]:
+        return (result["privacy"].get(name) or {}).get("all")
+    entities = result["entities"]
+    if not entities:
+        return None
+    if name == "majority":
+        return min(
+            (entities[one]["all"] for one in ("majority", "everywhere")), key=lambda f: f["value"]
+        )  # type: ignore[no-any-return]
+    found = entities["attackers"].get(name)
+    return None if found is None else found["all"]["one_minus_f_tuned"]
+
+
+# Curves
+def curves(columns: Sequence[Column]) -> list[tuple[str, str, Markup]]:
+    """For each way of adding noise the curve over ε, and over μ, where there are two points."""
+    noisy = [column for column in columns if column.first["guarantee"].get("epsilon") is not None]
+    bare = [column for column in columns if column not in noisy]
+    drawn = []
+    for (mechanism, dropout), group in _grouped(noisy, "mechanism", "dropout").items():
+        if len({column.first["epsilon"] for column in group}) > 1:
+            what = f"{mechanism}, {_masked(dropout)}"
+            drawn.append(("Over ε", what, _curve(group, bare, _epsilon, "ε of the whole vector")))
+    for (mechanism, epsilon), group in _grouped(noisy, "mechanism", "epsilon").items():
+        if len({column.first["dropout"] for column in group}) > 1:
+            per = "of one coordinate" if mechanism == "laplace-as-published" else "of the vector"
+            what = f"{mechanism} at ε {epsilon:g} {per}"
+            drawn.append(
+                ("Over μ", what, _curve(group, bare, _dropout, "share of words masked, μ"))
+            )
+    return drawn
+
+
+def _masked(dropout: float) -> str:
+    return f"{100 * dropout:g}% of words masked" if dropout else "no word masked"
+
+
+def _epsilon(result: Result) -> float:
+    return float(result["guarantee"]["epsilon"])
+
+
+def _dropout(result: Result) -> float:
+    return float(result["dropout"])
+
+
+def _grouped(columns: Sequence[Column], *keys: str) -> dict[tuple[Any, ...], list[Column]]:
+    groups: dict[tuple[Any, ...], list[Column]] = {}
+    for column in columns:
+        groups.setdefault(tuple(column.first[key] for key in keys), []).append(column)
+    return groups
+
+
+def _curve(
+    group: list[Column], bare: list[Column], place: Callable[[Result], float], label: str
+) -> Markup:
+    """Utility and privacy along one parameter; runs without noise stand at the right."""
+    plot = Plot(
+        title=f"Main-task accuracy and empirical privacy over {label}",
+        description="Higher is better for both. Bars are 95% intervals.",
+        width=430,
+        height=290,
+        left=56,
+    )
+    drawn = [column.figure(get) for column in [*group, *bare] for _, _, get in SERIES]
+    ends = [one[end] for one in drawn if one for end in ("value", "low", "high")]
+    axis = _roomy([end for end in ends if end is not None])
+    plot.y_axis(_as_percent(axis), "share of test rows")
+    group = sorted(group, key=lambda column: place(column.first))
+    values = [place(column.first) for column in group]
+    use_log = place is _epsilon and min(values) > 0
+    shares = [_share(value, values, log=use_log, end=0.8 if bare else 0.94) for value in values]
+    beyond = [0.8 + 0.16 * (n + 1) / len(bare) for n in range(len(bare))]
+    for kind, name, get in SERIES:
+        _series(plot, axis, list(zip(shares, group, strict=True)), kind, name, get)
+        for share, column in zip(beyond, bare, strict=True):
+            _series(plot, axis, [(share, column)], kind, name, get)
+    ticks = [
+        (share, short(float(f"{value:.3g}"))) for share, value in zip(shares, values, strict=True)
+    ]
+    names = [(share, _bare_name(column)) for share, column in zip(beyond, bare, strict=True)]
+    plot.x_labels(ticks + names, label)
+    return plot.svg()
+
+
+def _bare_name(column: Column) -> str:
+    return {"none": "no noise", "adversarial": "advers."}.get(column.first["method"], "bare")
+
+
+def _as_percent(axis: Axis) -> Axis:
+    ticks = [(value, f"{100 * value:g}%") for value, _ in axis.ticks]
+    return Axis(low=axis.low, high=axis.high, log=False, ticks=ticks)
+
+
+def _share(value: float, values: list[float], *, log: bool, end: float) -> float:
+    """Where a value stands across the plot, clear of both ends."""
+    turn: Callable[[float], float] = math.log if log else float
+    low, high = turn(min(values)), turn(max(values))
+    return 0.06 + (end - 0.06) * (turn(value) - low) / (high - low)
+
+
+def _series(
+    plot: Plot, axis: Axis, columns: list[tuple[float, Column]], kind: str, name: str, get: Get
+) -> None:
+    aside = ASIDE.get(kind, 0.0)
+    found = [(share + aside, column, column.figure(get)) for share, column in columns]
+    known = [(share, column, figure) for share, column, figure in found if figure is not None]
+    for share, _, figure in known:
+        _whisker(plot, plot.x(share), axis, figure, kind)
+    points = [
+        (share, axis.at(figure["value"]), _tip(column.name, column.first, name, figure))
+        for share, column, figure in known
+    ]
+    draw_line(plot, points, f"way-{kind}")
+
+
+def _tip(run: str, result: Result, name: str, figure: Figure) -> str:
+    ends = range_words(figure)
+    return f"{run} ({setting_words(result)}), {name}: {share_words(figure)}" + (
+        f" ({ends})" if ends else ""
+    )
+
+
+def _whisker(plot: Plot, x: float, axis: Axis, figure: Figure, kind: str) -> None:
+    low, high = figure["low"], figure["high"]
+    if figure.get("spread") is not None:
+        low, high = (figure["value"] + side * figure["spread"] for side in (-1, 1))
+    if low is None:
+        return
+    plot.draw(
+        "line",
+        x1=x,
+        x2=x,
+        y1=plot.y(axis.at(low)),
+        y2=plot.y(axis.at(high)),
+        class_=f"whisker way-{kind}",
+    )
+
+
+def tradeoff(columns: Sequence[Column]) -> Markup | None:
+    """Utility against privacy, a mark for each run: up and to the right is better."""
+    points = [
+        (column, column.figure(SERIES[0][2]), column.figure(SERIES[1][2])) for column in columns
+    ]
+    known = [(c, main, privacy) for c, main, privacy in points if main and privacy]
+    if len(known) < 2:
+        return None
+    plot = Plot(
+        title="Utility against empirical privacy",
+        description="Each run's main-task accuracy and 1 − X of the strongest attacker on one vector.",
+        width=430,
+        height=290,
+        left=56,
+        right=22,
+    )
+    across, up = (
+        _roomy([figure["value"] for figure in figures])
+        for figures in ([m for _, m, _ in known], [p for _, _, p in known])
+    )
+    plot.y_axis(_as_percent(up), "1 − X, strongest")
+    plot.x_axis(_as_percent(across), "main-task accuracy")
+    taken: list[tuple[float, float]] = []
+    for column, main, privacy in known:
+        x, y = plot.x(across.at(main["value"])), plot.y(up.at(privacy["value"]))
+        kind = "private" if column.first["guarantee"].get("epsilon") is not None else "open"
+        tip = f"{column.name} ({setting_words(column.first)}): main task {share_words(main)}, 1 − X {share_words(privacy)}"
+        plot.draw("circle", cx=x, cy=y, r=5, class_=f"run {kind}", tip=tip)
+        _label(plot, cut_name(setting_words(column.first), 24), x, y, taken)
+    return plot.svg()
+
+
+def _label(plot: Plot, name: str, x: float, y: float, taken: list[tuple[float, float]]) -> None:
+    """A name beside its mark, moved down until it covers no other."""
+    to_left = x > plot.left + 0.6 * plot.x_span
+    height = y + 4
+    while any(abs(height - other) < 13 and side == to_left for other, side in taken):
+        height += 13
+    taken.append((height, to_left))
+    plot.draw(
+        "text",
+        name,
+        x=x + (-9 if to_left else 9),
+        y=height,
+        class_="run-name end" if to_left else "run-name",
+    )
+
+
+def _roomy(values: list[float]) -> Axis:
+    low, high = min(values), max(values)
+    room = max(0.02, 0.15 * (high - low))
+    return linear_axis(min(1.0, high + room), low=max(0.0, low - room))
+
+
+# Attackers on one attribute
+def attacker_plot(name: str, attribute: dict[str, Any]) -> Markup:
+    """Each attacker's accuracy with its interval, the majority's as a line."""
+    shown = [(who, label) for who, label in ATTACKER_NAMES.items() if who in attribute["attackers"]]
+    shown = [pair for pair in shown if pair[0] != "strongest"]
+    plot = Plot(
+        title=f"Attackers on {name}",
+        description="Accuracy of each attacker with its 95% interval; the dashed line is guessing the commonest value.",
+        width=430,
+        height=60 + 28 * len(shown),
+        left=152,
+        right=22,
+    )
+    figures = [attribute["attackers"][who]["all"]["accuracy"] for who, _ in shown]
+    majority = attribute["majority"]["all"]
+    every = [
+        f[end]
+        for f in [*figures, majority]
+        for end in ("value", "low", "high")
+        if f[end] is not None
+    ]
+    axis = _as_percent(_roomy(every))
+    for value, _ in axis.ticks:
+        across = plot.x(axis.at(value))
+        plot.draw("line", x1=across, x2=across, y1=plot.y(0), y2=plot.y(1), class_="grid")
+    plot.x_axis(axis, "accuracy")
+    _level_band(plot, axis, majority)
+    for place, ((who, label), figure) in enumerate(zip(shown, figures, strict=True)):
+        height = plot.y(1 - (place + 0.5) / len(shown))
+        _attacker_row(plot, axis, height, who, label, figure, who == attribute["strongest"])
+    return plot.svg()
+
+
+def _level_band(plot: Plot, axis: Axis, majority: Figure) -> None:
+    across = plot.x(axis.at(majority["value"]))
+    plot.draw(
+        "line",
+        x1=across,
+        x2=across,
+        y1=plot.y(0),
+        y2=plot.y(1),
+        class_="mark",
+        tip=f"guessing the commonest value: {share_words(majority)}",
+    )
+
+
+def _attacker_row(
+    plot: Plot, axis: Axis, height: float, who: str, label: str, figure: Figure, strongest: bool
+) -> None:
+    plot.draw(
+        "text",
+        label,
+        x=plot.left - 9,
+        y=height + 4,
+        class_="tick end strong" if strongest else "tick end",
+    )
+    tip = f"{label}: {share_words(figure)} ({range_words(figure) or 'no interval'})"
+    if figure["low"] is not None:
+        ends = [plot.x(axis.at(figure[end])) for end in ("low", "high")]
+        plot.draw("line", x1=ends[0], x2=ends[1], y1=height, y2=height, class_=f"whisker who-{who}", tip=tip)  # fmt: skip
+    plot.draw("circle", cx=plot.x(axis.at(figure["value"])), cy=height, r=5, class_=f"who who-{who}", tip=tip)  # fmt: skip
+
+
+# Pictures
+def pictures(result: Result, name: str) -> list[tuple[str, Markup]]:
+    """The test vectors in two dimensions before and after the noise, coloured by an attribute."""
+    picture = result["picture"]
+    if picture is None:
+        return []
+    codes, names = picture["codes"][name], value_names(result["attributes"][name])
+    return [
+        (title, _scatter(f"{name}, {title}", picture[key], codes, names))
+        for title, key in _titles(result)
+    ]
+
+
+def _titles(result: Result) -> list[tuple[str, str]]:
+    """What each picture shows; vectors that are released bare have one."""
+    if result["mechanism"] == "none":
+        masked = [("with words masked", "after")] if result["dropout"] else []
+        return [("without noise", "before"), *masked]
+    return [("before the noise", "before"), ("after the noise", "after")]
+
+
+def legend(attribute: dict[str, Any]) -> list[tuple[int, str]]:
+    """A colour's number and the value it stands for."""
+    names = value_names(attribute)
+    shown = [(place, name) for place, name in enumerate(names[: MOST_COLOURS - 1])]
+    rest = len(names) - len(shown)
+    if rest == 1:
+        return [*shown, (MOST_COLOURS - 1, names[-1])]
+    return [*shown, (MOST_COLOURS - 1, f"{rest} others")] if rest else shown
+
+
+def _scatter(title: str, places: list[list[float]], codes: list[int], names: list[str]) -> Markup:
+    plot = Plot(
+        title=title,
+        description="t-SNE of the test vectors; colours are values of the attribute.",
+        width=300,
+        height=300,
+        left=6,
+        right=6,
+        top=6,
+        bottom=6,
+    )
+    circles: dict[int, list[str]] = {}
+    for (across, up), code in zip(places, codes, strict=True):
+        circle = f'<circle cx="{plot.x(across):.1f}" cy="{plot.y(up):.1f}" r="2.6"/>'
+        circles.setdefault(code, []).append(circle)
+    # One tooltip for a group keeps a page with many pictures small.
+    for code, marks in sorted(circles.items()):
+        colour = min(code, MOST_COLOURS - 1) if code >= 0 else "unknown"
+        opening = Markup('<g class="point value-{}"><title>{}</title>').format(
+            colour, names[code] if code >= 0 else "not known"
+        )
+        plot.parts.append(opening + Markup("".join(marks)) + Markup("</g>"))
+    return plot.svg()

@@ -1,0 +1,267 @@
+"""Attacks on private vectors in words and figures: columns, headline, findings.
+
+A column is a run, or several of one setting that differ in their seed. Its figures are then
+means over the seeds, with their spread in place of an interval.
+"""
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tightlip.core.figures import number, rounded_up
+
+Result = dict[str, Any]
+Figure = dict[str, Any]
+ATTACKER_NAMES = {
+    "strongest": "strongest on one vector",
+    "mlp": "the paper's MLP",
+    "logistic": "logistic regression",
+    "trees": "boosted trees",
+    "averaged": "averages",
+    "bare": "bare vectors",
+}
+ANY_TWO, ONE_WORD = "any two texts", "one word differs"
+METHOD_NAMES = {"dpnr": "noise", "none": "no noise", "adversarial": "adversarial, no noise"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Column:
+    """A run, or the runs of one setting over several seeds."""
+
+    name: str
+    runs: list[Result]
+
+    @property
+    def first(self) -> Result:
+        return self.runs[0]
+
+    def figure(self, get: Callable[[Result], Figure | None]) -> Figure | None:
+        """One run's figure, or the mean over seeds with `spread`; null where one has none."""
+        found = [get(run) for run in self.runs]
+        known = [one for one in found if one is not None and one["value"] is not None]
+        if not known or len(known) < len(found):
+            return None
+        if len(known) == 1:
+            return known[0]
+        values = [one["value"] for one in known]
+        spread = statistics.stdev(values)
+        return {"value": statistics.fmean(values), "low": None, "high": None, "spread": spread}
+
+
+def columns_of(results: Sequence[Result]) -> list[Column]:
+    """Runs in the order given, those of one group of seeds together."""
+    groups: dict[str, list[Result]] = {}
+    for result in results:
+        groups.setdefault(result.get("group") or result["run"], []).append(result)
+    return [Column(name=name, runs=runs) for name, runs in groups.items()]
+
+
+# Figures as printed
+def share_words(figure: Figure | None) -> str:
+    """A share as a percentage with one decimal.
+
+    >>> share_words({"value": 0.7134}), share_words(None)
+    ('71.3%', '–')
+    """
+    if figure is None or figure["value"] is None:
+        return "–"
+    return f"{100 * figure['value']:.1f}%"
+
+
+def range_words(figure: Figure | None, *, signed: bool = False) -> str:
+    """The interval, or the spread over seeds.
+
+    >>> range_words({"value": 0.7, "low": 0.654, "high": 0.75})
+    '65.4 to 75.0'
+    >>> range_words({"value": 0.7, "low": None, "high": None, "spread": 0.021})
+    '± 2.1 over seeds'
+    """
+    if figure is None:
+        return ""
+    if figure.get("spread") is not None:
+        return f"± {100 * figure['spread']:.1f} over seeds"
+    if figure["low"] is None:
+        return ""
+    sign = "+" if signed else ""
+    return f"{100 * figure['low']:{sign}.1f} to {100 * figure['high']:{sign}.1f}"
+
+
+def points_words(figure: Figure | None, *, sign: str = "+") -> str:
+    """A difference of two shares in points.
+
+    >>> points_words({"value": 0.034}), points_words({"value": -0.0001})
+    ('+3.4', '+0.0')
+    """
+    if figure is None or figure["value"] is None:
+        return "–"
+    return f"{round(100 * figure['value'], 1) + 0.0:{sign}.1f}"
+
+
+def p_words(p: float | None) -> str:
+    """A p-value.
+
+    >>> p_words(0.0005), p_words(0.0321), p_words(None)
+    ('p < 0.001', 'p = 0.032', 'no test')
+    """
+    if p is None:
+        return "no test"
+    return "p < 0.001" if p < 0.001 else f"p = {p:.2g}" if p < 0.1 else f"p = {p:.2f}"
+
+
+# The setting
+def epsilon_words(result: Result) -> str:
+    """The whole vector's ε, which is the one that may be compared."""
+    epsilon = result["guarantee"].get("epsilon")
+    return "no ε" if epsilon is None else f"ε {rounded_up(epsilon)}"
+
+
+def setting_words(result: Result) -> str:
+    """What was done to the vectors, in a few words.
+
+    >>> setting_words({"method": "dpnr", "mechanism": "laplace", "dropout": 0.5, "epsilon": 4.0})
+    'laplace, ε 4, μ 0.5'
+    """
+    masked = f", μ {result['dropout']:g}" if result["dropout"] else ""
+    if result["method"] != "dpnr":
+        method = str(result["method"])
+        return METHOD_NAMES.get(method, method) + masked
+    # A calibrated mechanism spends its target or a hair less; the published ε is of a coordinate.
+    published = result["mechanism"] == "laplace-as-published"
+    epsilon = epsilon_words(result) if published else f"ε {result['epsilon']:g}"
+    return f"{result['mechanism']}, {epsilon}{masked}"
+
+
+def promise_words(result: Result) -> tuple[str, str]:
+    """ε, and its δ with its standing and the texts it holds for."""
+    record = result["guarantee"]
+    if record.get("epsilon") is None:
+        return "none", str(record.get("standing") or "measured only")
+    standing = (record.get("standings") or {}).get("epsilon") or record["standing"]
+    under = f"δ {record['delta']:g}, {standing}; {adjacency_words(record)}"
+    return epsilon_words(result), under
+
+
+def adjacency_words(record: dict[str, Any], line: str = "epsilon") -> str:
+    """The texts that one figure of a record holds for, and beside it the one for any two texts.
+
+    >>> adjacency_words({"dropout": 0.5, "any_two_texts": {"epsilon": 8.961}})
+    'one word differs (any two texts: 8.97)'
+    >>> adjacency_words({"dropout": 0.0})
+    'any two texts'
+    """
+    if not record.get("dropout"):
+        return ANY_TWO
+    other = (record.get("any_two_texts") or {}).get(line)
+    return ONE_WORD if other is None else f"{ONE_WORD} ({ANY_TWO}: {rounded_up(other)})"
+
+
+def releases_words(result: Result) -> str:
+    """What the releases that `averaged` hears cost together."""
+    releases = result.get("releases")
+    if not releases or releases.get("epsilon") is None:
+        return "no bound"
+    epsilon = releases["epsilon"]
+    return f"ε {rounded_up(epsilon) if epsilon < 1000 else number(epsilon)}"
+
+
+def releases_adjacency(result: Result) -> str:
+    """The texts that the cost of several releases holds for: fewer where masks were counted on."""
+    releases = result["releases"]
+    if not result["dropout"] or ANY_TWO in releases["how"]:
+        return ANY_TWO
+    return adjacency_words(
+        {"dropout": result["dropout"], "any_two_texts": {"epsilon": releases.get("any_two_texts")}}
+    )
+
+
+def value_names(attribute: dict[str, Any]) -> list[str]:
+    """An attribute's values as the page may show them: never somebody's name."""
+    values = attribute["values"]
+    if attribute["names_people"]:
+        return [f"person {place}" for place in range(1, len(values) + 1)]
+    return [str(value) for value in values]
+
+
+# What is found
+def reads(result: Result, attacker: str = "strongest") -> list[str]:
+    """The attributes that an attacker tells better than the majority, beyond the interval."""
+    return [
+        name
+        for name, attribute in result["attributes"].items()
+        if (_low(attribute["attackers"].get(attacker)) or 0) > 0
+    ]
+
+
+def _low(views: dict[str, Any] | None) -> float | None:
+    return None if views is None else views["all"]["above_majority"]["low"]
+
+
+def headline(results: Sequence[Result]) -> str:
+    """The page in one sentence."""
+    if len(results) > 1:
+        hit = sum(bool(reads(result)) or bool(names_read(result)) for result in results)
+        if not hit:
+            return f"In none of {len(results)} runs does one vector tell an attacker more than guessing does."
+        return f"In {hit} of {len(results)} runs, one vector tells an attacker more than guessing does."
+    (result,) = results
+    found = reads(result) + (["who is named"] if names_read(result) else [])
+    if not found:
+        return "From one vector, no attacker here reads what is private better than by guessing."
+    return f"From one vector, an attacker reads {_listed(found)} better than by guessing."
+
+
+def names_read(result: Result) -> bool:
+    """Whether the strongest attacker finds names better than one who says the likeliest of all."""
+    found = result["entities"]
+    if not found:
+        return False
+    strongest = found["attackers"]["strongest"]["all"]["one_minus_f_tuned"]
+    bar = min(found[name]["all"]["value"] for name in ("majority", "everywhere"))
+    return strongest["high"] is not None and strongest["high"] < bar
+
+
+def findings(result: Result) -> list[str]:
+    """What one run's figures say, in sentences."""
+    sentences = [_about_attribute(name, a) for name, a in result["attributes"].items()]
+    only_bare = [name for name in reads(result, "bare") if name not in reads(result)]
+    if only_bare and result["method"] == "dpnr":
+        sentences.append(f"Without the noise, {_listed(only_bare)} could be read.")
+    more = [name for name in reads(result, "averaged") if name not in reads(result)]
+    releases = result["releases"]
+    if more and releases:
+        sentences.append(
+            f"Averaging {releases['num']} releases of each text, an attacker reads {_listed(more)} too; together these "
+            f"releases cost {releases_words(result)}."
+        )
+    for name, found in result["fairness"].items():
+        if found["p"] is not None and found["p"] < 0.05:
+            sentences.append(
+                f"The main task is not equally right for all groups of {name}: {points_words(found['gap'], sign='')} points "
+                f"between the best and the worst ({p_words(found['p'])})."
+            )
+    return sentences
+
+
+def _about_attribute(name: str, attribute: dict[str, Any]) -> str:
+    figures = attribute["attackers"]["strongest"]["all"]
+    majority = attribute["majority"]["all"]
+    by = ATTACKER_NAMES[attribute["strongest"]]
+    above = figures["above_majority"]
+    verdict = "no better than guessing the commonest value"
+    if above["low"] is None:
+        verdict = "one test user only, so nothing is certain"
+    elif above["low"] > 0:
+        verdict = f"{points_words(above)} points above guessing ({range_words(above, signed=True)})"
+    elif (figures["auc"]["low"] or 0) > 0.5:
+        verdict = f"it names the value no better than guessing, but ranks people rightly (AUC {figures['auc']['value']:.2f})"
+    return f"{name}: {share_words(figures['accuracy'])} right by {by}, {share_words(majority)} by guessing; {verdict}."
+
+
+def _listed(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+
+
+def notes_of(results: Sequence[Result]) -> list[str]:
+    """What to keep in mind; a note that several runs share is said once."""
+    return list(dict.fromkeys(note for result in results for note in result["notes"]))

@@ -1,0 +1,1 @@
+"""One pass of a model over a text, stored once and read by every audit."""

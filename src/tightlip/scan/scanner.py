@@ -1,0 +1,330 @@
+"""One teacher-forced pass over every document: each token's rank and log-probability.
+
+Rows of like length share a batch. The output layer is applied to a few hundred positions at a
+time and its logits are reduced at once, so no batch of full logits is ever kept.
+"""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from tightlip.core.errors import UsageError
+from tightlip.scan.scoring import score_logits
+from tightlip.scan.store import NOT_SCORED
+
+log = logging.getLogger("tightlip")
+
+DEFAULT_WINDOW = 2048  # for models that name no limit and carry no state of ours
+RECURRENT_CHUNK = 1024
+LOGIT_ROWS = {"cpu": 256, "cuda": 4096}
+BATCH_TOKENS = {"cpu": 16_384, "cuda": 65_536}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Segments:
+    """Rows to feed: inputs [start, end) of a document's input row, targets kept from `keep` on.
+
+    Input j of a document is its BOS (j = 0, where there is one) or a token; input j predicts
+    what stands at j + 1.
+    """
+
+    documents: np.ndarray
+    starts: np.ndarray
+    ends: np.ndarray
+    keeps: np.ndarray
+
+
+@dataclass(frozen=True, kw_only=True)
+class Filling:
+    """A scan under way: what is read, and the two arrays that fill up."""
+
+    tokens: np.ndarray
+    bounds: np.ndarray
+    cover: Segments
+    ranks: np.ndarray
+    log_probs: np.ndarray
+
+
+def segments_of(lengths: np.ndarray, has_bos: bool, window: int | None) -> Segments:
+    """Cover each document's targets once, each with half a window of context or all there is.
+
+    >>> cover = segments_of(np.array([9]), has_bos=True, window=4)
+    >>> list(zip(cover.starts.tolist(), cover.ends.tolist(), cover.keeps.tolist()))
+    [(0, 4, 1), (3, 7, 5), (6, 9, 8)]
+    """
+    last_targets = lengths - 1 + int(has_bos)
+    rows: list[tuple[int, int, int, int]] = []
+    limit = window or int(last_targets.max(initial=1))
+    half = (limit + 1) // 2
+    for document in np.flatnonzero(last_targets > 0):
+        last = int(last_targets[document])
+        start, end, keep = 0, min(limit, last), 1
+        rows.append((int(document), start, end, keep))
+        while end < last:
+            keep = end + 1
+            start = keep - half
+            end = min(start + limit, last)
+            rows.append((int(document), start, end, keep))
+    table = np.array(rows, dtype=np.int64).reshape(-1, 4)
+    return Segments(documents=table[:, 0], starts=table[:, 1], ends=table[:, 2], keeps=table[:, 3])
+
+
+class Scanner:
+    """A model ready to score documents given as token ids."""
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        bos_id: int | None,
+        window: int | None = None,
+        batch_tokens: int | None = None,
+    ) -> None:
+        self.model = model
+        self.device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        self.bos_id = bos_id
+        config = getattr(model, "config", None)
+        self.carries_state = bool(getattr(config, "is_recurrent", False))
+        self.window = None if self.carries_state else checked_window(window, config)
+        kind = self.device.type
+        self.batch_tokens = batch_tokens or BATCH_TOKENS.get(kind, 16_384)
+        self.logit_rows = LOGIT_ROWS.get(kind, 1024)
+        self.output_layer: Any = None
+        self._checked = False
+        self._refuse_broken_weights()
+
+    def _refuse_broken_weights(self) -> None:
+        for name, parameter in self.model.named_parameters():
+            if not torch.isfinite(parameter).all():
+                raise UsageError(
+                    f"Parameter {name} holds NaN or infinite values, so every prediction would be "
+                    f"meaningless. Audit an earlier snapshot, or train again with a lower rate."
+                )
+
+    def scan(self, tokens: np.ndarray, bounds: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Rank and log-probability of tokens[bounds[0]:bounds[-1]]; NOT_SCORED and NaN where none."""
+        size = int(bounds[-1] - bounds[0])
+        ranks = np.full(size, NOT_SCORED, dtype=np.int32)
+        log_probs = np.full(size, np.nan, dtype=np.float32)
+        has_bos = self.bos_id is not None
+        cover = segments_of(np.diff(bounds), has_bos, self.window)
+        into = Filling(tokens=tokens, bounds=bounds, cover=cover, ranks=ranks, log_probs=log_probs)
+        with torch.inference_mode(), full_precision(), evaluating(self.model):
+            for rows in self._batches(cover):
+                self._score_or_halve(into, rows)
+        return ranks, log_probs
+
+    def _batches(self, cover: Segments) -> Iterator[np.ndarray]:
+        """Rows of like length, longest first, so that a batch too large for memory shows early."""
+        sizes = cover.ends - cover.starts
+        waiting = np.argsort(-sizes, kind="stable")
+        while len(waiting):
+            rows = max(1, self.batch_tokens // int(sizes[waiting[0]]))
+            yield waiting[:rows]
+            waiting = waiting[rows:]
+
+    def _score_or_halve(self, into: Filling, rows: np.ndarray) -> None:
+        """Score a batch; out of memory, halve it and go on with smaller ones."""
+        try:
+            self._score_batch(into, rows)
+            return
+        except (torch.OutOfMemoryError, RuntimeError) as error:
+            if not _is_out_of_memory(error):
+                raise
+            if len(rows) == 1:
+                size = int((into.cover.ends - into.cover.starts)[rows[0]])
+                raise UsageError(
+                    f"One row of {size} tokens does not fit the memory of {self.device}. "
+                    f"Give a smaller --window or another --device."
+                ) from error
+        # Outside the handler, so that the failed batch's tensors are released.
+        self.batch_tokens = max(1, self.batch_tokens // 2)
+        log.warning("Out of memory: going on with batches of %d tokens.", self.batch_tokens)
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        half = len(rows) // 2
+        self._score_or_halve(into, rows[:half])
+        self._score_or_halve(into, rows[half:])
+
+    def _score_batch(self, into: Filling, rows: np.ndarray) -> None:
+        """Score the rows in stretches of time. A recurrent state carries over from one to the
+        next, so that a document of any length takes the memory of one stretch."""
+        width = int((into.cover.ends - into.cover.starts)[rows].max())
+        stretch = RECURRENT_CHUNK if self.carries_state else width
+        state = None
+        for begin in range(0, width, stretch):
+            inputs_BT, places_BT, wanted_BT = self._padded(
+                into, rows, begin, min(begin + stretch, width)
+            )
+            if not self._checked:
+                self._check(inputs_BT)
+            inputs = torch.from_numpy(inputs_BT).to(self.device)
+            hidden, state = self._forward(inputs, state=state, keep_state=stretch < width)
+            places = places_BT[wanted_BT]
+            # Indices rather than a mask: the GPU need not stop to count them.
+            chosen = torch.from_numpy(np.flatnonzero(wanted_BT)).to(self.device)
+            targets = torch.from_numpy(into.tokens[places].astype(np.int64)).to(self.device)
+            kept = hidden.flatten(0, 1).index_select(0, chosen)
+            places -= into.bounds[0]
+            into.ranks[places], into.log_probs[places] = self._score_rows(kept, targets)
+
+    def _padded(
+        self, into: Filling, rows: np.ndarray, begin: int, end: int
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Columns [begin, end) of the rows: inputs, the place in the corpus each predicts, and
+        whether that prediction is kept. Padding is on the right, where a causal model never
+        looks, so no mask is needed."""
+        cover, has_bos = into.cover, int(self.bos_id is not None)
+        starts, ends, keeps = cover.starts[rows], cover.ends[rows], cover.keeps[rows]
+        input_index = starts[:, None] + np.arange(begin, end)
+        valid = input_index < ends[:, None]
+        source = (into.bounds[cover.documents[rows]] - has_bos)[:, None] + input_index
+        inputs = np.zeros(valid.shape, dtype=np.int64)
+        is_token = valid & (input_index >= has_bos)
+        inputs[is_token] = into.tokens[source[is_token]]
+        if self.bos_id is not None:
+            inputs[valid & (input_index == 0)] = self.bos_id
+        return inputs, source + 1, valid & (input_index + 1 >= keeps[:, None])
+
+    def _forward(
+        self, inputs: torch.Tensor, *, state: Any = None, keep_state: bool = False
+    ) -> tuple[torch.Tensor, Any]:
+        body = self.model if self.output_layer is None else self.model.base_model
+        extra: dict[str, Any] = {"past_key_values": state} if self.carries_state else {}
+        if hasattr(self.model, "config"):
+            extra["use_cache"] = keep_state
+        try:
+            output = body(input_ids=inputs, **extra)
+        except IndexError as error:
+            raise UsageError(
+                f"The model failed on a row of {inputs.shape[1]} tokens ({error}). Its window may be "
+                f"shorter than its config says, or the tokenizer has ids the model lacks. "
+                f"Give --window with a smaller number, or the tokenizer the model was trained with."
+            ) from error
+        values = output.logits if self.output_layer is None else output.last_hidden_state
+        return values, getattr(output, "past_key_values", None)
+
+    def _score_rows(
+        self, rows: torch.Tensor, targets: torch.Tensor
+    ) -> tuple[np.ndarray, np.ndarray]:
+        ranks = torch.empty(len(rows), dtype=torch.int32, device=self.device)
+        log_probs = torch.empty(len(rows), dtype=torch.float32, device=self.device)
+        for begin in range(0, len(rows), self.logit_rows):
+            part = slice(begin, begin + self.logit_rows)
+            logits = rows[part] if self.output_layer is None else self.output_layer(rows[part])
+            ranks[part], log_probs[part] = score_logits(logits, targets[part])
+        # The CPU kernel assumes that no logit is NaN, so what the logits come from is looked at.
+        self._refuse_nan(rows)
+        self._refuse_nan(log_probs)
+        return ranks.cpu().numpy(), log_probs.cpu().numpy()
+
+    def _refuse_nan(self, values: torch.Tensor) -> None:
+        # A NaN is above nothing and below nothing: left alone, it would pass for a correct guess.
+        if torch.isnan(values).any():
+            raise UsageError(
+                "The model's predictions are NaN on this corpus, so nothing can be said about it. "
+                "Try --dtype float32; if that is what was used, the model is broken."
+            )
+
+    def _check(self, inputs_BT: np.ndarray) -> None:
+        """Once, on one row: is the model causal, and do its hidden states give its own logits?"""
+        row = torch.from_numpy(inputs_BT[:1, :128]).to(self.device)
+        logits = self._forward(row)[0].float()
+        self._refuse_nan(logits)  # which differs from itself, and would read as looking ahead
+        self._refuse_looking_ahead(row, logits)
+        self.output_layer = self._usable_output_layer(row, logits)
+        self._checked = True
+
+    def _refuse_looking_ahead(self, row: torch.Tensor, logits: torch.Tensor) -> None:
+        half = row.shape[1] // 2
+        if half == 0:
+            return
+        changed = row.clone()
+        changed[:, half:] = changed[:, half:].flip(1).roll(1, dims=1)
+        changed[:, half] = (row[:, half] + 1) % logits.shape[-1]
+        again = self._forward(changed)[0].float()[:, :half]
+        if not self._close(again, logits[:, :half]):
+            raise UsageError(
+                "The model's predictions change with the words that come after them, so it is no "
+                "causal language model and every hit would be a false one. Audit the causal model; "
+                "for a BERT shape that means config.is_decoder = true in training and here."
+            )
+
+    def _usable_output_layer(self, row: torch.Tensor, logits: torch.Tensor) -> Any:
+        find = getattr(self.model, "get_output_embeddings", None)
+        layer = find() if find else None
+        body = getattr(self.model, "base_model", self.model)
+        if layer is None or body is self.model:
+            return None
+        hidden = getattr(body(input_ids=row), "last_hidden_state", None)
+        if hidden is None or hidden.shape[-1] != getattr(layer, "in_features", -1):
+            return None
+        if self._close(layer(hidden).float(), logits):
+            return layer
+        log.info("The model changes its output layer's logits; using the model's own, in full.")
+        return None
+
+    def _close(self, values: torch.Tensor, reference: torch.Tensor) -> bool:
+        """Equal up to the rounding of the type the model computes in."""
+        dtype = next((p.dtype for p in self.model.parameters()), torch.float32)
+        tolerance = 1e-4 if dtype in (torch.float32, torch.float64) else 2e-2
+        finite = torch.isfinite(reference)
+        spread = float(reference[finite].abs().max()) if finite.any() else 1.0
+        near = torch.isclose(values, reference, rtol=0, atol=tolerance * max(spread, 1e-6))
+        return bool((near | (values == reference)).all())
+
+
+def checked_window(window: int | None, config: Any) -> int:
+    """The window asked for, if the model has as many positions; its own where none was."""
+    own = window_of(config)
+    if window is not None and window > own and own != DEFAULT_WINDOW:
+        raise UsageError(
+            f"window={window} is more than the {own} positions the model has. Use {own} or fewer."
+        )
+    return window or own
+
+
+@contextmanager
+def evaluating(model: Any) -> Iterator[None]:
+    """Evaluation mode inside; afterwards every part is as it was, dropout included."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+def window_of(config: Any) -> int:
+    """The most tokens the model may be shown at once."""
+    for name in ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "seq_length"):
+        value = getattr(config, name, None)
+        if isinstance(value, int) and value > 0:
+            if getattr(config, "model_type", "") in {"roberta", "xlm-roberta", "camembert"}:
+                return value - int(getattr(config, "pad_token_id", None) or 1) - 1
+            return value
+    return DEFAULT_WINDOW
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+
+
+@contextmanager
+def full_precision() -> Iterator[None]:
+    """float32 means float32: TF32 would break ties one way here and another there."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    cudnn_before = torch.backends.cudnn.allow_tf32
+    torch.backends.cudnn.allow_tf32 = False
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+        torch.backends.cudnn.allow_tf32 = cudnn_before

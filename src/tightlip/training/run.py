@@ -1,0 +1,118 @@
+"""`tightlip train` as one call."""
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from tightlip.core.errors import UsageError
+from tightlip.core.logs import log
+from tightlip.core.registry import look_up
+from tightlip.core.run_folder import RunRecord, is_run
+from tightlip.corpus.history import history_of
+from tightlip.corpus.prepare import (
+    PreparedCorpus,
+    held_out_corpus,
+    is_prepared,
+    open_prepared,
+    prepare_corpus,
+)
+from tightlip.corpus.prepare_config import PrepareConfig
+from tightlip.training.config import BUILT_IN_MODELS, RunOptions, TrainConfig, check_given
+from tightlip.training.loop import train_model
+from tightlip.training.mitigations import CorpusFacts
+
+
+def train(
+    corpus: Any,
+    out: str | Path,
+    *,
+    prepare: dict[str, Any] | None = None,
+    options: RunOptions | None = None,
+    **settings: Any,
+) -> RunRecord:
+    """Train a language model; `settings` are those of TrainConfig.
+
+    A corpus that is not prepared yet is prepared inside the run, by the settings in `prepare`
+    (those of PrepareConfig).
+    """
+    model = settings.get("model", BUILT_IN_MODELS[0])
+    if model not in BUILT_IN_MODELS and is_run(Path(model)):
+        settings["model"] = str(Path(model) / "model")  # a run stands for the model it trained
+    check_given(settings)
+    config = TrainConfig(**settings)
+    ready = _prepared(corpus, Path(out), config, prepare or {})
+    return train_model(ready, Path(out), config, options or RunOptions())
+
+
+def _prepared(
+    corpus: Any, out: Path, config: TrainConfig, settings: dict[str, Any]
+) -> PreparedCorpus:
+    if isinstance(corpus, PreparedCorpus):
+        return corpus
+    if isinstance(corpus, str | Path) and is_prepared(Path(corpus)):
+        ready = open_prepared(Path(corpus))
+        other = [n for n, v in settings.items() if not _as_prepared(n, v, ready)]
+        if other:
+            raise UsageError(
+                f"{corpus} was prepared with other settings, so {', '.join(sorted(other))} would do "
+                f"nothing. Leave it out, or give the raw corpus."
+            )
+        return ready
+    settings = {"seed": config.seed, **settings}
+    if config.mitigation == "dp" and config.unit == "example":
+        # A share held out by number would let one document more move others in and out.
+        settings = {"split": "none", **settings}
+    if config.model not in BUILT_IN_MODELS:
+        settings = _with_tokenizer_of(config.model, settings)
+    chosen = PrepareConfig(**settings)
+    _check_promise(config, chosen, history_of(corpus))
+    ready = prepare_corpus(corpus, out / "corpus", chosen)
+    for warning in ready.statistics["warnings"]:
+        log.warning("%s", warning)
+    return ready
+
+
+def _as_prepared(name: str, value: Any, ready: PreparedCorpus) -> bool:
+    """Whether a setting says what the corpus was prepared with; held-out text by its text."""
+    if name == "seed":
+        return True
+    if name != "validation" or ready.settings.get(name) is None:
+        return bool(ready.settings.get(name) == value)
+    held_out = held_out_corpus(PrepareConfig(**(ready.settings | {name: value})))
+    assert held_out is not None
+    return held_out.fingerprint() == ready.validation_fingerprint
+
+
+def _check_promise(
+    config: TrainConfig, chosen: PrepareConfig, history: list[dict[str, Any]]
+) -> None:
+    """Refuse settings of the corpus that the mitigation's promise cannot bear, before hours of
+    preparing it."""
+    release = chosen.release()
+    facts = CorpusFacts(
+        text_fingerprint="",
+        name="",
+        settings=asdict(chosen),
+        releases=[] if release is None else [release.record()],
+        learnt_vocabulary=chosen.tokenizer is None and release is None,
+        history=history,
+    )
+    look_up("mitigation", config.mitigation)().check(config, facts)
+
+
+def _with_tokenizer_of(model: str, settings: dict[str, Any]) -> dict[str, Any]:
+    """A model that goes on training speaks through the tokenizer it came with."""
+    shaping = {"vocabulary", "vocabulary_size", "min_users", "vocabulary_noise"} & settings.keys()
+    if "tokenizer" not in settings and shaping:
+        raise UsageError(
+            f"{model} brings its own tokenizer, so {', '.join(sorted(shaping))} would do nothing. "
+            f"Leave it out."
+        )
+    return {"tokenizer": model, **settings}
+
+
+def retrain_without(run: RunRecord, users: frozenset[int], out: Path) -> RunRecord:
+    """The run's recipe and options on its own corpus, without any document of these users."""
+    config = TrainConfig.from_tree(run.config["train"], str(run.folder))
+    options = RunOptions.from_tree(run.config.get("options", {}), str(run.folder))
+    return train_model(open_prepared(run.corpus_folder), out, config, options, without_users=users)

@@ -1,0 +1,439 @@
+"""Privacy weights of a prepared corpus as one call: score, normalise, store, draw the page."""
+
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import tightlip
+from tightlip.core.devices import usable_device
+from tightlip.core.errors import UsageError
+from tightlip.core.files import make_private_folder, read_json
+from tightlip.core.logs import log
+from tightlip.core.progress import task
+from tightlip.core.run_folder import is_run
+from tightlip.corpus.encoding import tokenizer_fingerprint
+from tightlip.corpus.history import origin_of, sources_of
+from tightlip.corpus.opening import CorpusSource, model_folder, tokenised_for
+from tightlip.corpus.prepare import PreparedCorpus, is_prepared, open_prepared
+from tightlip.corpus.privacy_weights import (
+    FOLDER,
+    PUBLIC_LOG_PERPLEXITIES,
+    SOUND,
+    PrivacyWeights,
+    WeightsConfig,
+    near_an_edge,
+    on_grid,
+    read_weights,
+    weights_of,
+    write_weights,
+)
+from tightlip.corpus.public_text import (
+    FREQUENCY_ESTIMATE,
+    WordFrequencies,
+    known_overlap,
+    open_public,
+    refuse_private_text,
+)
+from tightlip.corpus.readers import Corpus, open_corpus
+from tightlip.corpus.tokens import TokenizedCorpus
+from tightlip.models.fingerprints import model_fingerprint
+from tightlip.models.loading import load_causal_lm, load_tokenizer
+from tightlip.scan.scanner import Scanner
+from tightlip.scan.store import scan_corpus
+
+# Far above what sharing a batch does to a mean in float32, far below the grid.
+BATCH_TOLERANCE_NATS = 2e-4
+# Scored alone whatever their value, so that a model whose rows influence each other is found out
+# where no document happens to be near an edge. All of a tiny corpus.
+ALWAYS_ALONE = 16
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ModelScores:
+    """A public model with its own tokenizer, ready to score documents."""
+
+    folder: Path
+    model: Any
+    tokenizer: Any
+
+    @classmethod
+    def opened(cls, folder: Path, device: str) -> "ModelScores":
+        import torch
+
+        tokenizer = load_tokenizer(folder)
+        model = load_causal_lm(folder, device=device, dtype=torch.float32)
+        return cls(folder=folder, model=model, tokenizer=tokenizer)
+
+    @property
+    def tokenizer_fingerprint(self) -> str:
+        return tokenizer_fingerprint(self.tokenizer)
+
+    def unknown_share(self, corpus: TokenizedCorpus) -> float:
+        """The share of tokens that stand for a word the model has no name for."""
+        unknown = self.tokenizer.unk_token_id
+        return (
+            0.0
+            if unknown is None
+            else float((corpus.tokens == unknown).sum() / max(corpus.num_tokens, 1))
+        )
+
+    def log_perplexities(
+        self, corpus: TokenizedCorpus, folder: Path, description: str
+    ) -> np.ndarray:
+        """Nats a token of every document, on the grid; NaN where no token was scored.
+
+        A batched pass finds nearly all. Documents so close to an edge of the grid that rounding in
+        the batch could decide are scored again alone, so that each value is that of the document
+        by itself.
+
+        Holds:
+            naive: the same as scoring each document by itself and rounding.
+            alone: a model that scores a document otherwise in company is refused.
+            resumed: shards that stand under `folder` are not scanned again.
+        """
+        scanner = Scanner(self.model, bos_id=self.tokenizer.bos_token_id)
+        key = {
+            "model": model_fingerprint(self.folder),
+            "corpus": corpus.corpus_fingerprint,
+            "tokenizer": corpus.tokenizer_fingerprint,
+            "bos_id": self.tokenizer.bos_token_id,
+        }
+        scanned = scan_corpus(scanner.scan, corpus, folder, key=key, description=description)
+        means = [
+            _means(shard.log_probs, np.diff(corpus.bounds[shard.first : shard.end + 1]))
+            for shard in scanned.shards()
+        ]
+        nats = np.concatenate(means) if means else np.zeros(0)
+        _refuse_infinite(nats, self.folder)
+        return on_grid(self._settled(corpus, nats, description))
+
+    def _settled(self, corpus: TokenizedCorpus, nats: np.ndarray, description: str) -> np.ndarray:
+        """The same values, those near an edge and a handful of others as the document alone has
+        them; for the others that is the same after rounding."""
+        close = np.union1d(
+            np.flatnonzero(near_an_edge(nats, BATCH_TOLERANCE_NATS)), _spread_out(nats)
+        )
+        alone = Scanner(self.model, bos_id=self.tokenizer.bos_token_id, batch_tokens=1)
+        settled = nats.copy()
+        with task(f"{description}, alone", len(close)) as bar:
+            for document in close:
+                bounds = corpus.bounds[document : document + 2]
+                settled[document] = _means(alone.scan(corpus.tokens, bounds)[1], np.diff(bounds))[0]
+                bar.advance()
+        if (worst := np.abs(settled - nats)[close].max(initial=0)) > BATCH_TOLERANCE_NATS:
+            raise UsageError(
+                f"{self.folder} gives a document another perplexity in company than alone (by {worst:.1e} nats), so one "
+                "document's weight would depend on the others. Give a model whose rows do not influence each other."
+            )
+        return settled
+
+
+def _spread_out(nats: np.ndarray) -> np.ndarray:
+    """A handful of scored documents, from the first to the last."""
+    scored = np.flatnonzero(~np.isnan(nats))
+    if not len(scored):
+        return scored
+    places = np.linspace(0, len(scored) - 1, min(ALWAYS_ALONE, len(scored)))
+    return np.asarray(scored[places.round().astype(int)])
+
+
+def _means(log_probs: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """Minus the mean log-probability of each document's scored tokens."""
+    documents = np.repeat(np.arange(len(lengths)), lengths)
+    scored = ~np.isnan(log_probs)
+    sums = np.bincount(documents[scored], -log_probs[scored].astype(np.float64), len(lengths))
+    with np.errstate(invalid="ignore"):
+        return np.asarray(sums / np.bincount(documents[scored], minlength=len(lengths)))
+
+
+def _refuse_infinite(nats: np.ndarray, folder: Path) -> None:
+    if np.isinf(nats).any():
+        raise UsageError(
+            f"{folder} holds a token of this text for impossible (probability 0), so no perplexity means anything. Give "
+            "the model without whatever masks its logits."
+        )
+
+
+# Privacy weights of a prepared corpus as one call: score, normalise, store, draw the page
+
+
+WORK = ".weighing"  # tokens and scans while they are made
+MOST_UNKNOWN = 0.01
+FEWEST_PUBLIC = 100  # documents, for quantiles that mean something
+Shown = dict[str, Any]  # a document as the page shows it
+NUM_SHOWN = 20  # documents at either end of the weights
+SCANNED_FOR_DISTINCT = 20 * NUM_SHOWN  # texts looked at to find so many different ones
+
+
+def weigh_documents(
+    prepared: str | Path | PreparedCorpus,
+    *,
+    render: Callable[..., str],
+    device: str = "auto",
+    **settings: Any,
+) -> PrivacyWeights:
+    """Weigh every training document of a prepared corpus by how rare it is to a public model.
+
+    `settings` are those of WeightsConfig. The weights stand in `weights/` of the corpus' folder,
+    with the page that `render` draws.
+
+    Holds:
+        kept: weights that stand there, made with the same settings, are returned untouched.
+        rest_untouched: nothing but `weights/` changes.
+        own_text_only: with `public` and `public-rank` no document moves another's weight.
+        public_only: a model or a corpus that is known to hold this text is refused.
+    """
+    config = WeightsConfig(**settings)
+    corpus = prepared if isinstance(prepared, PreparedCorpus) else open_prepared(Path(prepared))
+    job = _Weighing.begun(corpus, config)
+    kept = job.kept()
+    if kept is not None and all(kept.info[name] == value for name, value in job.identity.items()):
+        return kept
+    shared = job.shared()
+    work = make_private_folder(corpus.folder / WORK)
+    nats, public = job.scored(work, kept, device)
+    rho, a, b = weights_of(config, nats, public)
+    weights = PrivacyWeights(
+        rho=rho,
+        log_perplexities=nats,
+        info=job.identity | {"a": a, "b": b, "shared": shared, "version": tightlip.__version__},
+    )
+    page = render(weights.info, rho, nats, public, _shown(corpus.folder, weights))
+    write_weights(corpus.folder, weights, public, page)
+    shutil.rmtree(work, ignore_errors=True)
+    return weights
+
+
+def refuse_private_model(model: Path, corpus: PreparedCorpus) -> None:
+    """A model that learnt this text finds it ordinary, and its weights would tell of all of it.
+
+    Holds:
+        chained: it is found through runs that went on from one another, and in a copy.
+        words: so is a vocabulary that was learnt from this text.
+    """
+    origin, sources = origin_of(model), sources_of(corpus.folder)
+    own = corpus.folder / "id.json"
+    if origin.learnt(
+        sources=sources,
+        name=str(read_json(own)["id"]) if own.is_file() else "",
+        text_fingerprint=corpus.train.corpus_fingerprint,
+    ):
+        raise UsageError(
+            f"public_model={str(model)!r} was trained on this very corpus or another part of the same text, by itself or "
+            "through the model that it went on from. It knows the rarest text by heart. Give a model that never saw it."
+        )
+    if origin.vocabulary & sources and not _is_charged(model, corpus):
+        raise UsageError(
+            f"The vocabulary of public_model={str(model)!r} was learnt from this very corpus, so every weight would tell "
+            "which words are in it. Give a model with a tokenizer of other text."
+        )
+
+
+def _is_charged(model: Path, corpus: PreparedCorpus) -> bool:
+    """A noisy vocabulary that this corpus uses itself is a release that its runs pay for."""
+    theirs = tokenizer_fingerprint(load_tokenizer(model))
+    return bool(corpus.releases) and theirs == corpus.train.tokenizer_fingerprint
+
+
+class _PublicSource(CorpusSource):
+    """The public corpus, with or without users."""
+
+    def documents(self) -> Any:
+        assert self.path is not None
+        if is_prepared(self.path):
+            return super().documents()
+        return open_public(self.path, **self.columns)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Weighing:
+    """What is weighed and by what; `identity` says when weights need not be made again."""
+
+    corpus: PreparedCorpus
+    config: WeightsConfig
+    model: Path | None
+    public: _PublicSource | None
+    identity: dict[str, Any]
+
+    @classmethod
+    def begun(cls, corpus: PreparedCorpus, config: WeightsConfig) -> "_Weighing":
+        """Everything that can be refused without reading the text is refused here."""
+        public = _public_source(corpus, config)
+        model = None if config.public_model is None else model_folder(Path(config.public_model))
+        fingerprint = None if model is None else model_fingerprint(model)
+        if model is not None:
+            refuse_private_model(model, corpus)
+        documents = None if public is None else public.documents()
+        if documents is not None:
+            refuse_private_text(documents, corpus)
+        identity = {
+            "normalisation": config.weights,
+            "is_sound": config.weights in SOUND,
+            "estimator": "frequency estimate" if model is None else "language model",
+            "model": FREQUENCY_ESTIMATE if model is None else _name_of(model),
+            "model_fingerprint": fingerprint,
+            "public_corpus": None if public is None else Path(str(config.public_corpus)).name,
+            "public_corpus_fingerprint": None if documents is None else documents.fingerprint(),
+            "least_weight": config.least_weight,
+            "text_fingerprint": corpus.train.corpus_fingerprint,
+        }
+        return cls(corpus=corpus, config=config, model=model, public=public, identity=identity)
+
+    def shared(self) -> dict[str, Any]:
+        """What this text has in common with what is taken to be public, or a refusal."""
+        documents = None if self.public is None else self.public.documents()
+        return known_overlap(self.corpus, documents, self.model)
+
+    def kept(self) -> PrivacyWeights | None:
+        """Weights that stand there already and are of this text."""
+        try:
+            return read_weights(self.corpus.folder)
+        except UsageError:
+            return None
+
+    def scored(
+        self, work: Path, kept: PrivacyWeights | None, device: str
+    ) -> tuple[np.ndarray, np.ndarray | None]:
+        """Log-perplexities of the training documents and of the public ones, on their grid."""
+        nats, public = self._scored_before(kept)
+        score: Callable[[str], np.ndarray] | None = None
+        if nats is None or (public is None and self.public is not None):
+            score = self._by_words() if self.model is None else self._by_model(work, device)
+        if nats is None:
+            assert score is not None
+            nats = score("train")
+        if public is None and self.public is not None:
+            assert score is not None
+            public = score("public")
+        if public is not None and (few := int((~np.isnan(public)).sum())) < FEWEST_PUBLIC:
+            log.warning(
+                "Only %d public documents could be scored; constants from so few mean little.", few
+            )
+        return nats, public
+
+    def _scored_before(
+        self, kept: PrivacyWeights | None
+    ) -> tuple[np.ndarray | None, np.ndarray | None]:
+        """What other weights by the same estimator were made from."""
+        same = ["estimator", "model_fingerprint"]
+        same += ["public_corpus_fingerprint"] if self.model is None else []
+        if (
+            kept is None
+            or kept.info["version"] != tightlip.__version__
+            or any(kept.info[name] != self.identity[name] for name in same)
+        ):
+            return None, None
+        stored = self.corpus.folder / FOLDER / PUBLIC_LOG_PERPLEXITIES
+        fingerprint = "public_corpus_fingerprint"
+        if not stored.is_file() or kept.info[fingerprint] != self.identity[fingerprint]:
+            return kept.log_perplexities, None
+        return kept.log_perplexities, np.load(stored)
+
+    def _by_words(self) -> Callable[[str], np.ndarray]:
+        assert self.public is not None
+        public = self.public.documents()
+        counts = WordFrequencies(text for batch in public.batches() for text in batch.texts)
+
+        def score(part: str) -> np.ndarray:
+            is_public = part == "public"
+            documents = public if is_public else _train_text(self.corpus.folder)
+            found = []
+            with task(f"Weighing {part}", None) as bar:
+                for batch in documents.batches():
+                    found += [
+                        counts.log_perplexity(t, without_itself=is_public) for t in batch.texts
+                    ]
+                    bar.advance(len(batch))
+            return on_grid(np.array(found, np.float64))
+
+        return score
+
+    def _by_model(self, work: Path, device: str) -> Callable[[str], np.ndarray]:
+        assert self.model is not None
+        scores = ModelScores.opened(self.model, usable_device(device))
+
+        def score(part: str) -> np.ndarray:
+            tokens = self._tokens(part, scores, work)
+            return scores.log_perplexities(tokens, work / f"{part}-scan", f"Weighing {part}")
+
+        return score
+
+    def _tokens(self, part: str, scores: ModelScores, work: Path) -> TokenizedCorpus:
+        """The text as the public model's own tokenizer cuts it."""
+        if part == "public":
+            assert self.public is not None
+            return tokenised_for(self.public, scores.tokenizer, work / "public")
+        tokens = self.corpus.train
+        if tokens.tokenizer_fingerprint != scores.tokenizer_fingerprint:
+            # The file and not the folder, whose other files change while this one is read.
+            source = CorpusSource(self.corpus.folder / "train.parquet", {})
+            tokens = tokenised_for(source, scores.tokenizer, work / "train")
+        if (share := scores.unknown_share(tokens)) > MOST_UNKNOWN:
+            log.warning(
+                "%.1f%% of the training text are unknown words to %s, and however rare, an unknown word is ordinary to "
+                "it. Give a model whose tokenizer can spell every text (BPE).",
+                *(100 * share, self.model),
+            )
+        return tokens
+
+
+def _name_of(model: Path) -> str:
+    """A folder's name; of a run's model, the run's with it."""
+    resolved = model.resolve()
+    is_runs = is_run(resolved.parent)
+    return f"{resolved.parent.name}/{resolved.name}" if is_runs else resolved.name
+
+
+def _public_source(corpus: PreparedCorpus, config: WeightsConfig) -> _PublicSource | None:
+    """The public corpus, read with the columns of the private one; None where nothing is taken from it."""
+    is_used = config.weights in SOUND or config.public_model is None
+    if config.public_corpus is None or not is_used:
+        return None
+    columns = {name: corpus.settings[name] for name in ("user_column", "text_column", "bad_rows")}
+    return _PublicSource(Path(config.public_corpus), columns)
+
+
+def _train_text(folder: Path) -> Corpus:
+    return open_corpus(folder / "train.parquet")
+
+
+def _shown(folder: Path, weights: PrivacyWeights) -> tuple[list[Shown], list[Shown]]:
+    """The highest- and the lowest-weighted documents, each text once."""
+    nats, rho = weights.log_perplexities, weights.rho
+    order = np.lexsort((nats, rho))
+    order = order[~np.isnan(nats[order])]
+    ends = order[::-1][:SCANNED_FOR_DISTINCT], order[:SCANNED_FOR_DISTINCT]
+    found = _texts(folder, {int(each) for end in ends for each in end})
+    highest, lowest = (
+        [
+            {
+                "number": int(n),
+                "user": found[n][0],
+                "text": found[n][1],
+                "rho": rho[n],
+                "nats": nats[n],
+            }
+            for n in end
+        ]
+        for end in ends
+    )
+    return _distinct(highest), _distinct(lowest)
+
+
+def _texts(folder: Path, wanted: set[int]) -> dict[int, tuple[str, str]]:
+    found, number = {}, 0
+    for batch in _train_text(folder).batches():
+        for user, text in zip(batch.users, batch.texts, strict=True):
+            if number in wanted:
+                found[number] = (user, text)
+            number += 1
+    return found
+
+
+def _distinct(documents: list[Shown]) -> list[Shown]:
+    by_text = {" ".join(each["text"].split()): each for each in reversed(documents)}
+    return sorted(by_text.values(), key=documents.index)[:NUM_SHOWN]

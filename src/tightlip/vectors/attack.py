@@ -1,0 +1,292 @@
+"""All attackers on all private attributes of one run, and what they come to."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from tightlip.core.errors import UsageError
+from tightlip.core.progress import task
+from tightlip.core.resampling import HOW, NUM_DRAWS
+from tightlip.vectors.attack_data import Entities
+from tightlip.vectors.attack_figures import (
+    Judged,
+    Target,
+    attribute_figures,
+    by_value,
+    empirical_privacy,
+    entity_figures,
+    everywhere_f1_privacy,
+    fairness,
+    judged,
+    majority_f1_privacy,
+    majority_figure,
+    majority_privacy,
+)
+from tightlip.vectors.attackers import (
+    ATTACKERS,
+    Parts,
+    Reading,
+    Releases,
+    best_on_dev,
+    read_attribute,
+    sklearn_part,
+)
+
+# Not attackers: the likeliest of those with one release, and one who hears the vectors bare.
+STRONGEST, BARE = "strongest", "bare"
+SEVERAL_RELEASES = ("averaged",)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttackSettings:
+    """Who attacks and how; `copies` is how many releases of each text `averaged` has."""
+
+    attackers: tuple[str, ...] = ATTACKERS
+    copies: int = 16
+    seed: int = 0
+    num_bootstraps: int = NUM_DRAWS
+    pictures: bool = True
+
+    def __post_init__(self) -> None:
+        for name in self.attackers:
+            if name not in ATTACKERS:
+                raise UsageError(f"Unknown attacker {name!r}. Available: {', '.join(ATTACKERS)}.")
+        if not set(self.attackers) - set(SEVERAL_RELEASES):
+            raise UsageError(
+                "No attacker hears one release only. Add one of mlp, logistic and trees."
+            )
+        if self.copies < 1 or (self.copies == 1 and "averaged" in self.attackers):
+            raise UsageError(
+                f"copies={self.copies} leaves nothing to average. Use 2 or more, or leave `averaged` out of the attackers."
+            )
+        if self.num_bootstraps < 100:
+            raise UsageError(
+                f"num_bootstraps={self.num_bootstraps} is too few to find the ends of a 95% interval. Use 1000."
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Heard:
+    """A run as arrays: vectors with and without noise, what is private, and the main task."""
+
+    releases: Releases
+    bare: Parts[np.ndarray]  # normalised, without noise and without masked words
+    targets: Sequence[Target]
+    entities: Entities | None
+    users: Sequence[str]  # of the test part, like all that follows
+    seen: np.ndarray  # which texts also stand in the training part
+    main_right: np.ndarray  # whether the server is right
+    main_plain: np.ndarray  # whether the commonest label is
+
+
+def attack(heard: Heard, settings: AttackSettings, *, device: str = "cpu") -> dict[str, Any]:
+    """Every figure of one run, ready to be written as JSON.
+
+    Holds:
+        both: where test texts also stand in train, every figure comes with and without them.
+        judged_late: the strongest attacker is the one that was best on the development part.
+    """
+    views = _views(heard, settings)
+    everybody = views["all"]
+    targets, entities = list(heard.targets), heard.entities
+    named = [] if entities is None else entities.targets
+    with task("Attackers", len(targets) + len(named)) as bar:
+        readings = []
+        for target in [*targets, *named]:
+            bar.note(target.name if target in targets else "a name")
+            readings.append(_read_by_all(heard, target, settings, device))
+            bar.advance()
+    demographic, about_names = readings[: len(targets)], readings[len(targets) :]
+    return {
+        "intervals": HOW,
+        "num_test": len(heard.users),
+        "num_test_users": everybody.draws.num_users,
+        "num_seen_in_train": int(heard.seen.sum()),
+        "main": _in_views(views, lambda on: on.draws.share(heard.main_right[on.rows])),
+        "main_majority": _in_views(views, lambda on: on.draws.share(heard.main_plain[on.rows])),
+        "attributes": {
+            target.name: _attribute(target, found, views, heard.users)
+            for target, found in zip(targets, demographic, strict=True)
+        },
+        "privacy": _privacy(targets, demographic, views) if targets else None,
+        "entities": None if entities is None else _names(entities, about_names, views),
+        "fairness": {
+            target.name: fairness(
+                heard.main_right, _groups(target), everybody.draws, seed=settings.seed
+            )
+            for target in targets
+        },
+        "picture": _picture(heard, settings) if settings.pictures else None,
+    }
+
+
+def _views(heard: Heard, settings: AttackSettings) -> dict[str, Judged]:
+    """All test rows; and those that are not in the training part, where some are."""
+    masks = {"all": np.ones(len(heard.users), dtype=bool)}
+    if heard.seen.any() and not heard.seen.all():
+        masks["unseen"] = ~heard.seen
+    options = {"seed": settings.seed, "num_draws": settings.num_bootstraps}
+    return {name: judged(heard.users, mask, **options) for name, mask in masks.items()}
+
+
+def _in_views(views: dict[str, Judged], figure: Any) -> dict[str, Any]:
+    return {name: figure(on) for name, on in views.items()}
+
+
+def _read_by_all(
+    heard: Heard, target: Target, settings: AttackSettings, device: str
+) -> dict[str, Reading]:
+    """Each attacker's reading of one attribute, with the strongest and the bare vectors' last."""
+    known = Parts(
+        **{part: getattr(target.codes, part) >= 0 for part in ("train", "dev")},
+        test=np.ones(len(target.codes.test), dtype=bool),
+    )
+    values = _kept(target.codes, known)
+    releases = Releases(
+        single=_kept(heard.releases.single, known), averaged=_kept(heard.releases.averaged, known)
+    )
+    bare = _kept(heard.bare, known)
+    options: dict[str, Any] = {"num_values": len(target.values), "name": target.name}
+    options["seed"] = settings.seed
+    found = {
+        name: read_attribute(name, releases, values, device=device, **options)
+        for name in settings.attackers
+    }
+    single = (reading for name, reading in found.items() if name not in SEVERAL_RELEASES)
+    strongest = best_on_dev(single, values.dev)
+    open_book = read_attribute("averaged", Releases(single=bare, averaged=bare), values, **options)
+    return {**found, STRONGEST: strongest, BARE: open_book}
+
+
+def _kept(parts: Parts[np.ndarray], masks: Parts[np.ndarray]) -> Parts[np.ndarray]:
+    return Parts(**{p: getattr(parts, p)[getattr(masks, p)] for p in ("train", "dev", "test")})
+
+
+def _attribute(
+    target: Target, readings: dict[str, Reading], views: dict[str, Judged], users: Sequence[str]
+) -> dict[str, Any]:
+    return {
+        "values": list(target.values),
+        # Such as speakers: the page then writes no value out.
+        "names_people": not set(target.values).isdisjoint(users),
+        "strongest": next(
+            name for name, reading in readings.items() if reading is readings[STRONGEST]
+        ),
+        "majority": _in_views(views, lambda on: majority_figure(target, on)),
+        "majority_by_value": by_value(target, np.full(len(users), target.majority), views["all"]),
+        "attackers": {
+            name: _in_views(views, lambda on, r=reading: attribute_figures(target, r, on))
+            for name, reading in readings.items()
+        },
+    }
+
+
+def _privacy(
+    targets: list[Target], readings: list[dict[str, Reading]], views: dict[str, Judged]
+) -> dict[str, Any]:
+    """1 - X by attacker, and of the majority."""
+    found = {
+        name: _in_views(
+            views, lambda on, n=name: empirical_privacy(targets, [r[n] for r in readings], on)
+        )
+        for name in readings[0]
+    }
+    return {"majority": _in_views(views, lambda on: majority_privacy(targets, on)), **found}
+
+
+def _names(
+    entities: Entities, readings: list[dict[str, Reading]], views: dict[str, Judged]
+) -> dict[str, Any]:
+    targets = entities.targets
+    return {
+        "names": entities.names,
+        "found_by": entities.found_by,
+        "num_left_out": entities.num_left_out,
+        "shares": [float((target.codes.test == 1).mean()) for target in targets],
+        "majority": _in_views(views, lambda on: majority_f1_privacy(targets, on)),
+        "everywhere": _in_views(views, lambda on: everywhere_f1_privacy(targets, on)),
+        "attackers": {
+            name: _in_views(
+                views, lambda on, n=name: entity_figures(targets, [r[n] for r in readings], on)
+            )
+            for name in readings[0]
+        },
+        "each": {
+            name: [
+                attribute_figures(target, by_name[name], views["all"])
+                for target, by_name in zip(targets, readings, strict=True)
+            ]
+            for name in (STRONGEST, BARE)
+        },
+    }
+
+
+def _groups(target: Target) -> list[str | None]:
+    return [None if code < 0 else target.values[code] for code in target.codes.test]
+
+
+def _picture(heard: Heard, settings: AttackSettings) -> dict[str, Any] | None:
+    """Places of some test vectors before and after the noise, and their values as codes."""
+    rows = chosen_rows(len(heard.users), seed=settings.seed)
+    with task("Pictures", 2) as bar:
+        before = flat_places(heard.bare.test[rows], seed=settings.seed)
+        bar.advance()
+        after = flat_places(heard.releases.single.test[rows], seed=settings.seed)
+    if before is None or after is None:
+        return None
+    return {
+        "num_points": len(rows),
+        "before": before.tolist(),
+        "after": after.tolist(),
+        "codes": {target.name: target.codes.test[rows].tolist() for target in heard.targets},
+    }
+
+
+# A picture of vectors: t-SNE's two coordinates for each, before and after the noise
+
+
+MOST_POINTS = 500
+FIRST_DIMENSIONS = 50  # principal components, as the method's authors advise
+FEWEST_POINTS = 8
+
+
+def chosen_rows(num_rows: int, *, most: int = MOST_POINTS, seed: int = 0) -> np.ndarray:
+    """Which rows are drawn: all, or `most` of them at random, in order."""
+    if num_rows <= most:
+        return np.arange(num_rows)
+    return np.sort(np.random.default_rng(seed).choice(num_rows, most, replace=False))
+
+
+def flat_places(vectors: np.ndarray, *, seed: int = 0) -> np.ndarray | None:
+    """Two coordinates between 0 and 1 for each vector; null where too few differ.
+
+    Holds:
+        same_again: one seed gives one picture.
+        apart: well separated clusters stay apart.
+    """
+    vectors = np.asarray(vectors, dtype=np.float64)
+    # Equal vectors share a place. scikit-learn's t-SNE crashes on vectors that are all equal.
+    vectors, place_of = np.unique(vectors, axis=0, return_inverse=True)
+    if len(vectors) < FEWEST_POINTS:
+        return None
+    vectors = (vectors - vectors.mean(axis=0)) / vectors.std()
+    most = min(FIRST_DIMENSIONS, *vectors.shape)
+    decomposition: Any = sklearn_part("decomposition")
+    if most < vectors.shape[1]:
+        vectors = decomposition.PCA(most, random_state=seed).fit_transform(vectors)
+    placed = sklearn_part("manifold").TSNE(
+        n_components=2,
+        init="pca",
+        learning_rate="auto",
+        perplexity=min(30.0, (len(vectors) - 1) / 3),
+        random_state=seed,
+    )
+    return between_0_and_1(placed.fit_transform(vectors))[place_of.reshape(-1)]
+
+
+def between_0_and_1(places: np.ndarray) -> np.ndarray:
+    """The same picture, each axis stretched to fill its frame."""
+    low, high = places.min(axis=0), places.max(axis=0)
+    return np.round((places - low) / np.where(high > low, high - low, 1), 4)

@@ -1,0 +1,349 @@
+"""What attackers' guesses come to: accuracy against the majority, AUC, F1, empirical privacy."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from tightlip.core.resampling import UserDraws
+from tightlip.vectors.attackers import Parts, Reading
+
+Figure = dict[str, float | None]
+THRESHOLDS = np.linspace(0.02, 0.98, 49)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """One private attribute: its values, and each row's as a code, -1 where it is not known."""
+
+    name: str
+    values: tuple[str, ...]
+    codes: Parts[np.ndarray]
+
+    @property
+    def majority(self) -> int:
+        """The commonest value of the training part: what one guesses without a vector."""
+        known = self.codes.train[self.codes.train >= 0]
+        return int(np.bincount(known, minlength=len(self.values)).argmax())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Judged:
+    """The test rows on which figures are taken, and their users' draws."""
+
+    rows: np.ndarray  # which rows of the test part
+    draws: UserDraws
+
+
+def judged(
+    users: Sequence[str], rows: np.ndarray, *, seed: int = 0, num_draws: int = 1000
+) -> Judged:
+    """Figures on some rows of the test part; `rows` is a mask."""
+    places = np.flatnonzero(rows)
+    draws = UserDraws([users[int(place)] for place in places], seed=seed, num_draws=num_draws)
+    return Judged(rows=places, draws=draws)
+
+
+# One attribute
+def attribute_figures(target: Target, reading: Reading, on: Judged) -> dict[str, Any]:
+    """Accuracy, how far above the majority's, and AUC, each with its interval."""
+    truth, scores = target.codes.test[on.rows], reading.test[on.rows]
+    known = truth >= 0
+    right = scores.argmax(axis=1) == truth
+    plain = truth == target.majority
+    above = on.draws.share_draws(right, known) - on.draws.share_draws(plain, known)
+    value = float(right[known].mean() - plain[known].mean()) if known.any() else float("nan")
+    return {
+        "accuracy": on.draws.share(right, known),
+        "above_majority": on.draws.interval(value, above),
+        "auc": auc(truth, scores, on.draws),
+        "by_value": by_value(target, scores.argmax(axis=1), on),
+        "chosen": reading.chosen,
+    }
+
+
+def by_value(target: Target, guess: np.ndarray, on: Judged) -> dict[str, dict[str, int]]:
+    """Of each value: how many test rows have it, how many were said to, and how many rightly."""
+    truth = target.codes.test[on.rows]
+    known = truth >= 0
+    return {
+        value: {
+            "num": int((truth == code).sum()),
+            "said": int(((guess == code) & known).sum()),
+            "right": int(((guess == code) & (truth == code)).sum()),
+        }
+        for code, value in enumerate(target.values)
+    }
+
+
+def majority_figure(target: Target, on: Judged) -> Figure:
+    """How often the training part's commonest value is right on the test part."""
+    truth = target.codes.test[on.rows]
+    return on.draws.share(truth == target.majority, truth >= 0)
+
+
+def auc(truth: np.ndarray, scores: np.ndarray, draws: UserDraws) -> Figure:
+    """How often a row of a value outranks one that is not: 0.5 is blind, 1 knows all.
+
+    Accuracy says nothing of a rare value that the attacker suspects rightly and never names;
+    this does. With several values it is the mean over those that both stand and lack in the
+    test part.
+    """
+    known = np.flatnonzero(truth >= 0)
+    present = [code for code in range(scores.shape[1]) if (truth[known] == code).sum() > 0]
+    present = [code for code in present if (truth[known] == code).sum() < len(known)]
+    if not present:
+        return {"value": float("nan"), "low": None, "high": None}
+    if scores.shape[1] == 2:
+        present = present[-1:]
+    every = np.ones((1, len(truth)))
+    values = [_auc(truth, scores[:, code], code, known)(every)[0] for code in present]
+    drawn = [draws.over_rows(_auc(truth, scores[:, code], code, known)) for code in present]
+    return draws.interval(float(np.mean(values)), np.mean(drawn, axis=0))
+
+
+def _auc(truth: np.ndarray, scores: np.ndarray, code: int, known: np.ndarray) -> Any:
+    """The AUC as a function of how often each row counts; equal scores count half."""
+    order = known[np.argsort(scores[known], kind="stable")]
+    positive = (truth[order] == code).astype(float)
+    starts = np.flatnonzero(np.diff(scores[order], prepend=np.nan) != 0)
+
+    def figure(times: np.ndarray) -> np.ndarray:
+        times = times[:, order]
+        ups = np.add.reduceat(times * positive, starts, axis=1)
+        downs = np.add.reduceat(times * (1 - positive), starts, axis=1)
+        below = np.cumsum(downs, axis=1) - downs / 2
+        with np.errstate(invalid="ignore", divide="ignore"):
+            return np.asarray((ups * below).sum(axis=1) / (ups.sum(axis=1) * downs.sum(axis=1)))
+
+    return figure
+
+
+# All attributes
+def empirical_privacy(targets: Sequence[Target], readings: Sequence[Reading], on: Judged) -> Figure:
+    """1 - X: one minus the mean accuracy over the attributes."""
+    guesses = [reading.test[on.rows].argmax(axis=1) for reading in readings]
+    return _one_minus_mean(targets, guesses, on)
+
+
+def majority_privacy(targets: Sequence[Target], on: Judged) -> Figure:
+    """1 - X of one who guesses without a vector: no attack should leave less than noise does."""
+    guesses = [np.full(len(on.rows), target.majority) for target in targets]
+    return _one_minus_mean(targets, guesses, on)
+
+
+def _one_minus_mean(targets: Sequence[Target], guesses: Sequence[np.ndarray], on: Judged) -> Figure:
+    values, drawn = [], []
+    for target, guess in zip(targets, guesses, strict=True):
+        truth = target.codes.test[on.rows]
+        known = truth >= 0
+        values.append(float((guess == truth)[known].mean()) if known.any() else float("nan"))
+        drawn.append(on.draws.share_draws(guess == truth, known))
+    return on.draws.interval(1 - float(np.mean(values)), 1 - np.mean(drawn, axis=0))
+
+
+# Named entities
+def entity_f1(truth: np.ndarray, guess: np.ndarray, draws: UserDraws) -> Figure:
+    """F1 over the presence of all entities together ([rows, entities], true where present)."""
+    counts = np.stack(
+        [(truth & guess).sum(axis=1), truth.sum(axis=1) + guess.sum(axis=1)], axis=1
+    ).astype(float)
+    sums = draws.sums(counts)
+    total = counts.sum(axis=0)
+    value = float(2 * total[0] / total[1]) if total[1] else 0.0
+    with np.errstate(invalid="ignore", divide="ignore"):
+        drawn = np.nan_to_num(2 * sums[:, 0] / sums[:, 1])
+    return draws.interval(value, drawn)
+
+
+def entity_figures(
+    targets: Sequence[Target], readings: Sequence[Reading], on: Judged
+) -> dict[str, Any]:
+    """1 - F as published (present where likelier than not) and with a threshold chosen on dev.
+
+    A rare name is hardly ever likelier than not, and 1 - F is then near 1 however well the
+    attacker ranks the texts; one who wants a good F1 moves the threshold.
+    """
+    dev, test = (
+        np.stack([getattr(r, part)[:, 1] for r in readings], axis=1) for part in ("dev", "test")
+    )
+    truth = Parts(
+        **{
+            p: np.stack([getattr(t.codes, p) for t in targets], axis=1) == 1
+            for p in ("train", "dev", "test")
+        }
+    )
+    threshold = best_threshold(truth.dev, dev)
+    here = truth.test[on.rows]
+    return {
+        "one_minus_f": one_minus(entity_f1(here, test[on.rows] > 0.5, on.draws)),
+        "one_minus_f_tuned": one_minus(entity_f1(here, test[on.rows] >= threshold, on.draws)),
+        "threshold": threshold,
+    }
+
+
+def majority_f1_privacy(targets: Sequence[Target], on: Judged) -> Figure:
+    """1 - F of one who says of each name what holds of most training texts."""
+    truth = np.stack([target.codes.test[on.rows] for target in targets], axis=1) == 1
+    guess = np.tile([target.majority == 1 for target in targets], (len(on.rows), 1))
+    return one_minus(entity_f1(truth, guess, on.draws))
+
+
+def everywhere_f1_privacy(targets: Sequence[Target], on: Judged) -> Figure:
+    """1 - F of one who says that every name is everywhere: the bar for a tuned threshold."""
+    truth = np.stack([target.codes.test[on.rows] for target in targets], axis=1) == 1
+    return one_minus(entity_f1(truth, np.ones_like(truth), on.draws))
+
+
+def best_threshold(truth: np.ndarray, scores: np.ndarray) -> float:
+    """The threshold whose F1 over all entities is highest on the development part."""
+    both = [((truth & (scores >= t)).sum(), truth.sum() + (scores >= t).sum()) for t in THRESHOLDS]
+    f1 = [2 * hit / total if total else 0.0 for hit, total in both]
+    return float(THRESHOLDS[int(np.argmax(f1))])
+
+
+def one_minus(figure: Figure) -> Figure:
+    """The same figure seen from the other side.
+
+    >>> one_minus({"value": 0.75, "low": 0.5, "high": 1.0})
+    {'value': 0.25, 'low': 0.0, 'high': 0.5}
+    """
+    value, low, high = figure["value"], figure["low"], figure["high"]
+    assert value is not None
+    return {
+        "value": 1 - value,
+        "low": None if high is None else 1 - high,
+        "high": None if low is None else 1 - low,
+    }
+
+
+# Whether the main task works as well for one group of people as for another
+
+
+NUM_SWAPS = 1999
+FEWEST_USERS = 5  # in the smallest group; below that no test is worth its name
+
+
+def fairness(
+    correct: np.ndarray,
+    groups: Sequence[str | None],
+    draws: UserDraws,
+    *,
+    seed: int = 0,
+    num_swaps: int = NUM_SWAPS,
+) -> dict[str, Any]:
+    """Accuracy by group, the gap between the best and the worst, and whether it may be chance.
+
+    A row whose group is None is left out. The p-value is null with fewer than two groups, or
+    with fewer than five users in one. The gap has an interval between two groups only: of more,
+    best and worst are picked by the same rows, and the gap is wide where all fare alike.
+
+    Holds:
+        covered: between two groups the interval holds the difference nineteen times in twenty.
+        level: with equal accuracies p is below 0.05 about one time in twenty, however rows cluster.
+        sees: a wide gap over many users gets a small p.
+    """
+    names = sorted({str(one) for one in groups if one is not None})
+    place = {name: number for number, name in enumerate(names)}
+    codes = np.asarray([-1 if one is None else place[str(one)] for one in groups])
+    shares = {
+        name: draws.share(correct, codes == number)
+        | {"num_rows": int((codes == number).sum()), "num_users": _num_users(codes, number, draws)}
+        for name, number in place.items()
+    }
+    return {
+        "groups": shares,
+        "gap": _gap(correct, codes, len(names), draws),
+        **_test(correct, codes, len(names), draws, seed, num_swaps),
+    }
+
+
+def _num_users(codes: np.ndarray, number: int, draws: UserDraws) -> int:
+    return len(np.unique(draws.user_of_row[codes == number]))
+
+
+def _gap(
+    correct: np.ndarray, codes: np.ndarray, num_groups: int, draws: UserDraws
+) -> dict[str, Any] | None:
+    """Best minus worst; between two groups with the interval of their signed difference."""
+    if num_groups < 2:
+        return None
+    values = [float(correct[codes == number].mean()) for number in range(num_groups)]
+    best, worst = int(np.argmax(values)), int(np.argmin(values))
+    if num_groups > 2:
+        return {"value": values[best] - values[worst], "low": None, "high": None}
+    drawn = [draws.share_draws(correct, codes == number) for number in (best, worst)]
+    return draws.interval(values[best] - values[worst], drawn[0] - drawn[1])
+
+
+def _test(
+    correct: np.ndarray,
+    codes: np.ndarray,
+    num_groups: int,
+    draws: UserDraws,
+    seed: int,
+    num_swaps: int,
+) -> dict[str, Any]:
+    fewest = min((_num_users(codes, n, draws) for n in range(num_groups)), default=0)
+    if num_groups < 2 or fewest < FEWEST_USERS:
+        because = f"a group has fewer than {FEWEST_USERS} users in the test part"
+        return {"p": None, "test": because if num_groups > 1 else "there is one group only"}
+    hits, rows = by_user(correct, codes, num_groups, draws)
+    if ((rows > 0).sum(axis=1) <= 1).all():
+        p = _swapped_p(hits, rows, np.random.default_rng(seed), num_swaps)
+        return {"p": p, "test": "users swap groups at random; covariance over users"}
+    return {"p": _f_p(hits, rows), "test": "Wald's F with a covariance over users"}
+
+
+def by_user(
+    correct: np.ndarray, codes: np.ndarray, num_groups: int, draws: UserDraws
+) -> tuple[np.ndarray, np.ndarray]:
+    """Right answers and rows of each user in each group, [users, groups]; users with none left out."""
+    known = codes >= 0
+    at = (draws.user_of_row[known], codes[known])
+    hits, rows = np.zeros((2, draws.num_users, num_groups))
+    np.add.at(hits, at, correct[known].astype(float))
+    np.add.at(rows, at, 1.0)
+    there = rows.sum(axis=1) > 0
+    return hits[there], rows[there]
+
+
+def wald(hits: np.ndarray, rows: np.ndarray) -> float:
+    """How far the groups' accuracies are apart, in units of what users' spread explains."""
+    totals = rows.sum(axis=0)
+    accuracies = hits.sum(axis=0) / totals
+    influence = (hits - rows * accuracies) / totals
+    covariance = len(hits) / (len(hits) - 1) * influence.T @ influence
+    contrast = np.eye(len(totals))[1:] - np.eye(len(totals))[0]
+    difference = contrast @ accuracies
+    spread = contrast @ covariance @ contrast.T
+    if not difference.any():
+        return 0.0
+    # A group that is always right has no spread; a hair of it keeps the matrix invertible.
+    spread += np.eye(len(spread)) * 1e-12
+    return float(difference @ np.linalg.solve(spread, difference))
+
+
+def _swapped_p(
+    hits: np.ndarray, rows: np.ndarray, rng: np.random.Generator, num_swaps: int
+) -> float:
+    """How often users who swapped groups at random are as far apart; never below 1 / swaps."""
+    group = rows.argmax(axis=1)
+    right, num_rows = hits.sum(axis=1), rows.sum(axis=1)
+    seen = wald(hits, rows)
+    as_far = 0
+    for _ in range(num_swaps):
+        membership = np.eye(rows.shape[1])[rng.permutation(group)]
+        swapped = wald(membership * right[:, None], membership * num_rows[:, None])
+        as_far += swapped >= seen * (1 - 1e-9)
+    return (1 + as_far) / (1 + num_swaps)
+
+
+def _f_p(hits: np.ndarray, rows: np.ndarray) -> float:
+    from scipy.stats import f
+
+    num_users, contrasts = len(hits), rows.shape[1] - 1
+    freedom = max(num_users - contrasts, 1)
+    scaled = wald(hits, rows) * freedom / (contrasts * max(num_users - 1, 1))
+    return float(f.sf(scaled, contrasts, freedom))

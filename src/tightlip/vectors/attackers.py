@@ -1,0 +1,316 @@
+"""Eavesdroppers who learn to read a private attribute from vectors.
+
+Each is trained on vectors of texts whose attribute it knows, makes its choices on development
+vectors, and then says for each test vector how likely each value is. `mlp` is the paper's; the
+others are stronger in one way each: `logistic` needs few examples to see through much noise,
+`averaged` is the same on means of several releases of each text, `trees` finds what is no line.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.optim import Optimizer
+
+from tightlip.core.errors import UsageError
+
+ATTACKERS = ("mlp", "logistic", "averaged", "trees")
+HIDDEN = 512
+LEARNING_RATES = (1e-3, 1e-4)
+MOST_EPOCHS, PATIENCE, BATCH = 40, 5, 128
+# Inverse strengths of the penalty, the strongest first: each fit starts from the one before.
+PENALTIES = (1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0)
+TREES, LEAVES = 100, 15
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parts(Generic[T]):
+    """The same of each part of a split."""
+
+    train: T
+    dev: T
+    test: T
+
+    def map(self, change: Callable[[T], Any]) -> "Parts[Any]":
+        return Parts(train=change(self.train), dev=change(self.dev), test=change(self.test))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Releases:
+    """What an eavesdropper has: one release of each text, and means of several.
+
+    It owns the extractor, which every device carries, so of its own training texts it can
+    always make several releases; of somebody else's only where the device answers again.
+    """
+
+    single: Parts[np.ndarray]
+    averaged: Parts[np.ndarray]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """What one attacker makes of the test vectors: [rows, values], each row summing to 1."""
+
+    dev: np.ndarray
+    test: np.ndarray
+    chosen: dict[str, Any]  # what it settled on by the development part
+
+
+def read_attribute(
+    attacker: str,
+    releases: Releases,
+    values: Parts[np.ndarray],
+    *,
+    num_values: int,
+    name: str = "the attribute",
+    seed: int = 0,
+    device: str = "cpu",
+) -> Reading:
+    """How likely `attacker` holds each value for each vector; `values` are codes from 0.
+
+    Holds:
+        finds: on vectors that spell the attribute out it is nearly always right.
+        silent: on pure noise it is no better than the majority, within its interval.
+        unseen: nothing of the test part but its vectors is looked at.
+    """
+    if attacker not in ATTACKERS:
+        raise UsageError(f"Unknown attacker {attacker!r}. Available: {', '.join(ATTACKERS)}.")
+    if len(np.unique(values.train)) < 2 or not len(values.dev):
+        raise UsageError(
+            f"The training part has fewer than two values of {name!r}, or the development part none, so no attacker can "
+            "learn it. Choose another attribute, or give more texts."
+        )
+    offers = {
+        "mlp": lambda: _networks(releases.single, values, num_values, seed, device),
+        "logistic": lambda: _lines(releases, values, num_values),
+        "averaged": lambda: _lines_on(releases.averaged, releases.averaged, values, num_values),
+        "trees": lambda: _trees(releases.single, values, num_values, seed),
+    }[attacker]()
+    return best_on_dev(offers, values.dev)
+
+
+def best_on_dev(offers: Iterator[Reading], truth: np.ndarray) -> Reading:
+    """The offer most often right on the development part; of equals the least surprised."""
+    return max(offers, key=lambda offer: _merit(offer.dev, truth))
+
+
+def _merit(scores: np.ndarray, truth: np.ndarray) -> tuple[float, float]:
+    right = float((scores.argmax(axis=1) == truth).mean())
+    return right, float(np.log(np.maximum(scores[np.arange(len(truth)), truth], 1e-12)).mean())
+
+
+def scaled_by_train(vectors: Parts[np.ndarray]) -> Parts[np.ndarray]:
+    """Coordinates with mean 0 and deviation 1 on the training part."""
+    mean, spread = vectors.train.mean(axis=0), vectors.train.std(axis=0)
+    spread = np.where(spread > 0, spread, 1)
+    return vectors.map(lambda part: ((part - mean) / spread).astype(np.float32))
+
+
+# Logistic regression
+def _lines(releases: Releases, values: Parts[np.ndarray], num_values: int) -> Iterator[Reading]:
+    """Trained on single releases or on means of its own texts' releases; tried on single ones."""
+    yield from _lines_on(releases.single, releases.single, values, num_values, "one release")
+    yield from _lines_on(releases.averaged, releases.single, values, num_values, "averages")
+
+
+def _lines_on(
+    learn: Parts[np.ndarray],
+    judge: Parts[np.ndarray],
+    values: Parts[np.ndarray],
+    num_values: int,
+    trained_on: str = "averages",
+) -> Iterator[Reading]:
+    linear = sklearn_part("linear_model")
+    vectors = scaled_by_train(Parts(train=learn.train, dev=judge.dev, test=judge.test))
+    line = linear.LogisticRegression(max_iter=300, warm_start=True)
+    for penalty in PENALTIES:
+        line.set_params(C=penalty)
+        with _quiet_about_convergence():
+            line.fit(vectors.train, values.train)
+        chosen = {"penalty": penalty, "trained_on": trained_on}
+        yield _reading(line.predict_proba, line.classes_, vectors, num_values, chosen)
+
+
+# Gradient-boosted trees
+def _trees(
+    vectors: Parts[np.ndarray], values: Parts[np.ndarray], num_values: int, seed: int
+) -> Iterator[Reading]:
+    """One forest, offered at every tenth of its growth."""
+    ensemble = sklearn_part("ensemble")
+    forest = ensemble.HistGradientBoostingClassifier(
+        max_iter=TREES, max_leaf_nodes=LEAVES, early_stopping=False, random_state=seed
+    )
+    forest.fit(vectors.train, values.train)
+    stages = [forest.staged_predict_proba(part) for part in (vectors.dev, vectors.test)]
+    for num_trees, (dev, test) in enumerate(zip(*stages, strict=True), 1):
+        if num_trees % (TREES // 10) == 0:
+            spread = [_over_all(part, forest.classes_, num_values) for part in (dev, test)]
+            yield Reading(dev=spread[0], test=spread[1], chosen={"trees": num_trees})
+
+
+# The paper's network: two hidden layers of 512, ReLU
+def _networks(
+    vectors: Parts[np.ndarray], values: Parts[np.ndarray], num_values: int, seed: int, device: str
+) -> Iterator[Reading]:
+    import torch
+
+    vectors = scaled_by_train(vectors)
+    tensors = vectors.map(lambda part: torch.from_numpy(part).to(device))
+    truth = torch.from_numpy(values.train.astype(np.int64)).to(device)
+    for rate in LEARNING_RATES:
+        torch.manual_seed(seed)
+        network = _network(vectors.train.shape[1], num_values).to(device)
+        epochs = _epochs(network, tensors, truth, rate, seed)
+        yield from _until_worse(epochs, values.dev, rate)
+
+
+def _network(dimensions: int, num_values: int) -> Any:
+    from torch import nn
+
+    return nn.Sequential(
+        *(nn.Linear(dimensions, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, HIDDEN), nn.ReLU()),
+        nn.Linear(HIDDEN, num_values),
+    )
+
+
+def _epochs(
+    network: Any, tensors: Parts[Any], truth: Any, rate: float, seed: int
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Scores on development and test vectors after each epoch."""
+    import torch
+    from torch.nn.functional import cross_entropy
+
+    optimizer = torch.optim.Adam(network.parameters(), lr=rate)
+    shuffle = torch.Generator().manual_seed(seed)
+    for _ in range(MOST_EPOCHS):
+        for rows in torch.randperm(len(truth), generator=shuffle).to(truth.device).split(BATCH):
+            optimizer.zero_grad()
+            cross_entropy(network(tensors.train[rows]), truth[rows]).backward()
+            optimizer.step()
+        with torch.inference_mode():
+            dev, test = (
+                torch.softmax(network(part).float(), dim=1).cpu().numpy()
+                for part in (tensors.dev, tensors.test)
+            )
+        yield dev, test
+
+
+def _until_worse(
+    epochs: Iterator[tuple[np.ndarray, np.ndarray]], truth: np.ndarray, rate: float
+) -> Iterator[Reading]:
+    """Epochs until neither hits nor surprise on the development part have improved for a while."""
+    best, since = [-np.inf, -np.inf], 0
+    for epoch, (dev, test) in enumerate(epochs, 1):
+        yield Reading(dev=dev, test=test, chosen={"learning_rate": rate, "epochs": epoch})
+        merit = _merit(dev, truth)
+        better = [one > other for one, other in zip(merit, best, strict=True)]
+        since = 0 if any(better) else since + 1
+        best = [max(pair) for pair in zip(merit, best, strict=True)]
+        if since >= PATIENCE:
+            return
+
+
+# scikit-learn
+def sklearn_part(name: str) -> Any:
+    """A part of scikit-learn; without it, the line that installs it."""
+    from importlib import import_module
+
+    try:
+        return import_module(f"sklearn.{name}")
+    except ImportError as error:
+        raise UsageError(
+            "Attacking vectors needs scikit-learn, which is not installed. Run: pip install 'tightlip[represent]'"
+        ) from error
+
+
+def _quiet_about_convergence() -> Any:
+    """A fit stopped early is one more offer; the development part judges it."""
+    import contextlib
+    import warnings
+
+    @contextlib.contextmanager
+    def quiet() -> Iterator[None]:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", sklearn_part("exceptions").ConvergenceWarning)
+            yield
+
+    return quiet()
+
+
+def _reading(
+    predict: Callable[[np.ndarray], np.ndarray],
+    classes: Sequence[int],
+    vectors: Parts[np.ndarray],
+    num_values: int,
+    chosen: dict[str, Any],
+) -> Reading:
+    dev, test = (
+        _over_all(predict(part), classes, num_values) for part in (vectors.dev, vectors.test)
+    )
+    return Reading(dev=dev, test=test, chosen=chosen)
+
+
+def _over_all(scores: np.ndarray, classes: Sequence[int], num_values: int) -> np.ndarray:
+    """Columns for values that the training part does not have, where they are never guessed."""
+    spread = np.zeros((len(scores), num_values))
+    spread[:, np.asarray(classes)] = scores
+    return spread
+
+
+# Adversarial training of an extractor (Coavoux et al. 2018): vectors that leave private readers in doubt
+
+
+class Readers(nn.Module):
+    """One reader per private attribute, each an MLP of one hidden layer."""
+
+    def __init__(self, dimensions: int, num_classes: Sequence[int], *, hidden: int) -> None:
+        super().__init__()
+        self.each = nn.ModuleList(
+            nn.Sequential(nn.Linear(dimensions, hidden), nn.ReLU(), nn.Linear(hidden, num))
+            for num in num_classes
+        )
+
+    def logits(self, vectors: Tensor) -> Iterable[Tensor]:
+        centred = 2 * vectors - 1  # from [0, 1]
+        return (reader(centred) for reader in self.each)
+
+    def learn(
+        self, vectors: Tensor, private: Sequence[Tensor], optimizer: Optimizer, num_steps: int
+    ) -> None:
+        """Let the readers read these vectors a little better; the extractor stays as it is."""
+        vectors = vectors.detach()
+        for _ in range(num_steps):
+            optimizer.zero_grad(set_to_none=True)
+            losses = [
+                functional.cross_entropy(logits, truth)
+                for logits, truth in zip(self.logits(vectors), private, strict=True)
+            ]
+            torch.stack(losses).sum().backward()
+            optimizer.step()
+
+    def certainty(self, vectors: Tensor, frequencies: Sequence[Tensor]) -> Tensor:
+        """What the extractor pays: how far the readers are from saying how frequent each class is.
+
+        That is the cross entropy of their reading under the classes' frequencies, without its
+        least value, so that it is 0 for readers who learn nothing from the vector.
+
+        Holds:
+            doubt: 0 where every reader says the frequencies, more everywhere else.
+        """
+        losses = [
+            -(share * (logits.log_softmax(dim=1) - share.log())).sum(dim=1).mean()
+            for logits, share in zip(self.logits(vectors), frequencies, strict=True)
+        ]
+        return torch.stack(losses).mean()
+
+
+def frequencies_of(ids: Tensor, num_classes: int) -> Tensor:
+    """The share of each class, none of them 0."""
+    counts = torch.bincount(ids, minlength=num_classes) + 1.0
+    return counts / counts.sum()

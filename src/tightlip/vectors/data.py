@@ -1,0 +1,348 @@
+"""Texts with a label and private attributes, split 8:1:1 into train, dev and test."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from tightlip.core.errors import UsageError
+from tightlip.core.files import written_whole
+from tightlip.core.run_folder import CONFIG
+from tightlip.core.settings import read_toml
+from tightlip.corpus.bundled import demo_speeches
+from tightlip.corpus.formats import columns_of, kind_of, rows_of
+from tightlip.corpus.readers import Corpus, open_corpus
+from tightlip.vectors.settings import LEFT_OUT, Categories, RepresentSettings, categories, span_of
+
+BUNDLED = "bundled"
+PARTS = ("train", "dev", "test")
+SPLIT, CORPUS = "split.parquet", "corpus.parquet"
+_SHARES = (0.8, 0.9, 1.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Examples:
+    """The texts to learn from, in corpus order; `rows` are their places in the corpus."""
+
+    texts: list[str]
+    users: list[str] | None
+    rows: np.ndarray
+    label: Categories
+    private: dict[str, Categories]
+    parts: np.ndarray
+    num_dropped: int = 0
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+    @property
+    def labels(self) -> list[str]:
+        return self.label.names
+
+    @property
+    def label_ids(self) -> np.ndarray:
+        return self.label.ids
+
+    def part(self, name: str) -> "Examples":
+        """Only the texts of train, dev or test."""
+        return self.chosen(np.flatnonzero(self.parts == name))
+
+    def chosen(self, places: np.ndarray) -> "Examples":
+        return replace(
+            self,
+            texts=[self.texts[place] for place in places],
+            users=None if self.users is None else [self.users[place] for place in places],
+            rows=self.rows[places],
+            label=self.label.chosen(places),
+            private={name: column.chosen(places) for name, column in self.private.items()},
+            parts=self.parts[places],
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """Where the texts come from and how they are read; `has_users` where a column says whose."""
+
+    corpus: Corpus
+    has_users: bool
+    tree: dict[str, Any]
+
+
+def open_source(
+    source: Any,
+    *,
+    user_column: str = "user",
+    text_column: str = "text",
+    bad_rows: Any = "error",
+) -> Source:
+    """The corpus in a file, a folder or a table; the name `bundled` is the plays that come along.
+
+    A corpus without users is read too.
+    """
+    path, given = None, source
+    if isinstance(source, str | Path):
+        path = str(source)
+        if path == BUNDLED and not Path(path).exists():
+            given = demo_speeches()
+        else:
+            path = str(Path(path).resolve())
+    has_users = _has_users(given, user_column)
+    if not has_users:
+        given = _with_nobody(given, user_column)
+    columns = {"user_column": user_column, "text_column": text_column, "bad_rows": bad_rows}
+    corpus = open_corpus(given, **columns)
+    tree = {"path": path, "fingerprint": corpus.fingerprint(), **columns}
+    return Source(corpus=corpus, has_users=has_users, tree=tree)
+
+
+def _has_users(source: Any, column: str) -> bool:
+    if isinstance(source, pa.Table):
+        return column in source.schema.names
+    if isinstance(source, list | tuple):
+        return not source or not isinstance(source[0], dict) or column in source[0]
+    if not isinstance(source, str | Path):
+        return column in getattr(source, "columns", [column])
+    path = Path(source)
+    if not path.is_file() or kind_of(path) is None or not path.stat().st_size:
+        return True  # whoever opens it says what is wrong
+    schema = columns_of(path)
+    if schema is not None:
+        return column in schema.names
+    _, first = next(rows_of(path), (0, {column: ""}))
+    return not isinstance(first, dict) or column in first
+
+
+def _with_nobody(source: Any, column: str) -> Any:
+    """The rows with an empty user in each."""
+    if isinstance(source, pa.Table):
+        return source.append_column(column, pa.array([""] * source.num_rows))
+    if isinstance(source, list | tuple):
+        return [{column: "", **row} if isinstance(row, dict) else row for row in source]
+    if not isinstance(source, str | Path):
+        return source.assign(**{column: ""})
+    if kind_of(Path(source)) == "parquet":
+        return _with_nobody(pq.read_table(source), column)
+    return [
+        {**row, column: ""} if isinstance(row, dict) else row for _, row in rows_of(Path(source))
+    ]
+
+
+def read_examples(source: Source, settings: RepresentSettings) -> Examples:
+    """All texts that have a label and every private attribute, and the part each is in.
+
+    Holds:
+        dropped: a row without a label (null, blank, NaN), or outside the bins, is left out and counted.
+        eight_one_one: train, dev and test have 8, 1 and 1 of 10 texts, up to groups that stay whole.
+        together: texts that read the same (see `reading_of`), or of one user, are in one part.
+    """
+    texts, users, attributes = _columns(source, settings)
+    bins = dict(cut.split("=", 1) for cut in settings.bins)
+    classes = {
+        name: categories(attributes[name], name, bins.get(name))
+        for name in (settings.label, *settings.private)
+    }
+    kept = np.flatnonzero(np.all([column.ids != LEFT_OUT for column in classes.values()], axis=0))
+    if not len(kept):
+        raise UsageError(_why_none(classes, attributes, bins))
+    label, *private = (column.chosen(kept) for column in classes.values())
+    examples = Examples(
+        texts=[texts[row] for row in kept],
+        users=[users[row] for row in kept] if source.has_users else None,
+        rows=kept,
+        label=label,
+        private=dict(zip(settings.private, private, strict=True)),
+        parts=np.full(len(kept), ""),
+        num_dropped=len(texts) - len(kept),
+    )
+    given = attributes.get(settings.split_column)
+    parts = parts_of(examples, settings, None if given is None else [given[row] for row in kept])
+    examples = replace(examples, parts=parts)
+    _check_usable(examples, settings)
+    return examples
+
+
+def _why_none(
+    classes: dict[str, Categories], attributes: dict[str, list[Any]], bins: dict[str, str]
+) -> str:
+    """Which column is to blame where no row is left."""
+    for name, column in classes.items():
+        if (column.ids != LEFT_OUT).any():
+            continue
+        total, span = len(column.ids), span_of(attributes[name])
+        if name in bins and span is not None:
+            return (
+                f"bins={name}={bins[name]} keeps none of the {total} rows: the numbers run from {span[0]:g} to "
+                f"{span[1]:g}. Choose ranges among them."
+            )
+        return f"Column {name!r} is empty in all {total} rows. Name another column."
+    total = len(next(iter(classes.values())).ids)
+    return f"None of the {total} rows has all of {', '.join(classes)}. Name fewer columns, or look at --bins."
+
+
+def _columns(
+    source: Source, settings: RepresentSettings
+) -> tuple[list[str], list[str], dict[str, list[Any]]]:
+    wanted = [settings.label, *settings.private]
+    wanted += [settings.split_column] if settings.split == "column" else []
+    texts: list[str] = []
+    users: list[str] = []
+    attributes: dict[str, list[Any]] = {name: [] for name in wanted}
+    user_column = source.tree["user_column"]
+    there: dict[str, None] = {}
+    for batch in source.corpus.batches():
+        texts += batch.texts
+        users += batch.users
+        there |= dict.fromkeys(batch.attributes)
+        for name, values in attributes.items():
+            # Who wrote it may be just what nobody should tell.
+            found = batch.users if name == user_column else batch.attributes.get(name)
+            values += found or [None] * len(batch)
+    for name in wanted:
+        if name not in there and not (name == user_column and source.has_users):
+            raise UsageError(
+                f"{source.corpus.name} has no column {name!r}. Columns there: {', '.join(there) or 'none'}."
+            )
+    return texts, users, attributes
+
+
+def parts_of(
+    examples: Examples, settings: RepresentSettings, given: list[Any] | None
+) -> np.ndarray:
+    """Each text's part, by a keyed hash of what must stay together."""
+    if settings.split == "column":
+        assert given is not None
+        odd = sorted({str(part) for part in given} - {*PARTS})
+        if odd:
+            raise UsageError(
+                f"Column {settings.split_column!r} says {odd[0]!r}, which is no part. It must say train, dev or test."
+            )
+        return np.array(given)
+    if settings.split == "user" and examples.users is None:
+        raise UsageError(
+            "split='user' keeps each user's texts together, and the corpus has no users. Name the column with "
+            "--user-column, or use --split document."
+        )
+    keys = _spellings(examples.texts) if settings.split == "document" else examples.users
+    assert keys is not None
+    sizes: dict[str, int] = {}
+    for key in keys:
+        sizes[key] = sizes.get(key, 0) + 1
+    return np.array(list(map(_assigned(sizes, settings.split_seed).__getitem__, keys)))
+
+
+def reading_of(text: str) -> str:
+    """What a text reads as: case and white space make no difference.
+
+    >>> reading_of(" To  be,  OR not ")
+    'to be, or not'
+    """
+    return " ".join(text.split()).casefold()
+
+
+def _spellings(texts: list[str]) -> list[str]:
+    """For each text, one of those that read as it does, the same for all of them.
+
+    A text that nothing else reads like stands for itself, however it is spelt.
+    """
+    first: dict[str, str] = {}
+    readings = [reading_of(text) for text in texts]
+    for reading, text in zip(readings, texts, strict=True):
+        first[reading] = min(first.get(reading, text), text)
+    return [first[reading] for reading in readings]
+
+
+def _assigned(sizes: dict[str, int], seed: int) -> dict[str, str]:
+    """Each group's part: in an order that the seed decides, until each part has its share."""
+
+    def place(key: str) -> bytes:
+        return blake2b(key.encode(), digest_size=16, key=str(seed).encode()).digest()
+
+    total, before, found = sum(sizes.values()), 0, {}
+    for key in sorted(sizes, key=place):
+        share = before / total
+        found[key] = next(
+            part for part, end in zip(PARTS, _SHARES, strict=True) if share < end - 1e-12
+        )
+        before += sizes[key]
+    return found
+
+
+def _check_usable(examples: Examples, settings: RepresentSettings) -> None:
+    for name, column in {settings.label: examples.label, **examples.private}.items():
+        if len(set(column.ids.tolist())) < 2:
+            raise UsageError(
+                f"Column {name!r} has one value in all {len(examples)} texts left, so nothing can be told. Name another "
+                "column, or look at --bins."
+            )
+    for part in PARTS:
+        if not (examples.parts == part).any():
+            raise UsageError(
+                f"The {len(examples)} texts left none to {part}. Give more texts, or, with --split user, more users."
+            )
+
+
+def write_split(path: Path, examples: Examples) -> None:
+    table = pa.table({"row": examples.rows, "part": pa.array(examples.parts.tolist())})
+    with written_whole(path) as beside:
+        pq.write_table(table, beside, compression="zstd")
+
+
+def write_corpus(path: Path, source: Source) -> None:
+    """Keep a corpus that lay in memory with the run that it trains."""
+    user_column, text_column = source.tree["user_column"], source.tree["text_column"]
+    rows = [
+        {**attributes, text_column: text, **({user_column: user} if source.has_users else {})}
+        for user, text, attributes in _every_row(source)
+    ]
+    with written_whole(path) as beside:
+        pq.write_table(pa.Table.from_pylist(rows), beside, compression="zstd")
+
+
+def _every_row(source: Source) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    for batch in source.corpus.batches():
+        for place, (user, text) in enumerate(zip(batch.users, batch.texts, strict=True)):
+            yield user, text, {name: values[place] for name, values in batch.attributes.items()}
+
+
+def load_examples(run: Path | str) -> Examples:
+    """The texts, attributes and parts that a run was trained with, read again.
+
+    Holds:
+        same: a corpus that changed since is a usage error.
+        split: a finished run's texts are in the parts that it was trained with.
+    """
+    run = Path(run)
+    if not (run / CONFIG).is_file():
+        raise UsageError(
+            f"{run} is no run (no {CONFIG}). Run: tightlip represent train CORPUS --out {run}"
+        )
+    config = read_toml(run / CONFIG)
+    if RepresentSettings.table not in config:
+        raise UsageError(f"{run} is a run of something else than `tightlip represent train`.")
+    settings = RepresentSettings.from_tree(config["represent"], str(run / CONFIG))
+    tree = config["corpus"]
+    columns = {name: tree[name] for name in ("user_column", "text_column", "bad_rows")}
+    source = open_source(tree.get("path") or run / CORPUS, **columns)
+    if tree.get("path") and source.tree["fingerprint"] != tree["fingerprint"]:
+        raise UsageError(
+            f"{tree['path']} is not what {run} was trained on: it changed since. Put the old file back, or train again."
+        )
+    return _as_trained(run, read_examples(source, settings))
+
+
+def _as_trained(run: Path, examples: Examples) -> Examples:
+    """In the parts that split.parquet has, where the training is finished."""
+    if not (run / SPLIT).is_file():
+        return examples
+    split = pq.read_table(run / SPLIT)
+    if split["row"].to_pylist() != examples.rows.tolist():
+        raise UsageError(
+            f"{run} was trained on other rows of its corpus than are read now: an earlier version of tightlip left out "
+            "others. Train again, with another --out."
+        )
+    return replace(examples, parts=np.array(split["part"].to_pylist()))

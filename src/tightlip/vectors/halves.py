@@ -1,0 +1,242 @@
+"""The two halves of a trained model, as they are deployed: files that either side loads alone.
+
+device/  extractor and guarantee: turns texts into vectors, knows nothing of the classifier
+server/  the classifier: turns vectors into labels, knows nothing of the extractor
+"""
+
+import hashlib
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from tightlip.core.errors import UsageError
+from tightlip.core.files import digest_of_files, folder_written_whole, read_json, write_json
+from tightlip.models.fingerprints import state_fingerprint
+from tightlip.models.loading import without_progress_bar
+from tightlip.vectors.extractors import Extractor, open_extractor
+
+FORMAT = 1
+DEVICE, SERVER = "device", "server"
+EXTRACTOR, GUARANTEE, WEIGHTS = "extractor", "guarantee.json", "model.safetensors"
+_NEEDED = {
+    DEVICE: (
+        "extractor",
+        "pooling",
+        "max_tokens",
+        "dimensions",
+        "mask_word",
+        "guarantee",
+        "pair",
+        "files",
+    ),
+    SERVER: ("labels", "dimensions", "pair", "hidden"),
+}
+# What settles the noise of a record: numbers that are read back as they were written.
+_NOISE = (
+    "mechanism",
+    "dimensions",
+    "normalisation",
+    "noise_scale",
+    "grid_step",
+    "dropout",
+    "target_epsilon",
+    "delta",
+)
+
+
+class Classifier(nn.Module):
+    """Vectors in, one logit per label out: linear, or through a hidden layer.
+
+    Released vectors carry noise many times as wide as they are. `center` and `width` bring them
+    to about the size that a freshly made layer expects.
+    """
+
+    center: Tensor
+    width: Tensor
+
+    def __init__(
+        self,
+        dimensions: int,
+        labels: Sequence[str],
+        *,
+        hidden: int = 0,
+        dropout: float = 0.1,
+        center: float = 0.0,
+        width: float = 1.0,
+    ) -> None:
+        super().__init__()
+        self.dimensions, self.labels, self.hidden = dimensions, list(labels), hidden
+        self.register_buffer("center", torch.tensor(center))
+        self.register_buffer("width", torch.tensor(width))
+        last = nn.Linear(hidden or dimensions, len(self.labels))
+        layers = [nn.Linear(dimensions, hidden), nn.ReLU()] if hidden else []
+        self.layers = nn.Sequential(nn.Dropout(dropout), *layers, last)
+
+    def forward(self, vectors: Tensor) -> Tensor:
+        return self.layers((vectors - self.center) / self.width)
+
+
+def pair_id(extractor: Extractor, classifier: Classifier, record: dict[str, Any]) -> str:
+    """What both halves of one training carry, and the halves of no other.
+
+    Its last part is the print of the noise, so that the server knows what its vectors must promise.
+    """
+    digest = hashlib.sha256(state_fingerprint(extractor).encode())
+    digest.update(state_fingerprint(classifier).encode())
+    digest.update(json.dumps([classifier.labels, record], sort_keys=True).encode())
+    return f"{digest.hexdigest()[:32]}-{noise_print(record)}"
+
+
+def noise_print(record: dict[str, Any]) -> str:
+    """Which noise a guarantee record describes, in 32 characters; its figures follow from that."""
+    said = json.dumps([record.get(name) for name in _NOISE])
+    return hashlib.sha256(said.encode()).hexdigest()[:32]
+
+
+def write_device(folder: Path, extractor: Extractor, record: dict[str, Any], pair: str) -> None:
+    """Write the device's half whole or not at all; an earlier one gives way."""
+    shutil.rmtree(folder, ignore_errors=True)
+    with folder_written_whole(folder) as beside:
+        save_extractor(beside / EXTRACTOR, extractor)
+        write_json(beside / GUARANTEE, record)
+        about = {
+            "format": FORMAT,
+            "kind": f"tightlip-{DEVICE}",
+            "extractor": extractor.kind,
+            "pooling": extractor.pooling,
+            "max_tokens": extractor.max_tokens,
+            "dimensions": extractor.dimensions,
+            "mask_word": extractor.mask_word,
+            "guarantee": record,
+            "pair": pair,
+            "files": _prints(beside / EXTRACTOR),
+        }
+        write_json(beside / f"{DEVICE}.json", about)
+
+
+def save_extractor(folder: Path, extractor: Extractor) -> None:
+    with without_progress_bar():
+        extractor.model.save_pretrained(folder)
+        extractor.tokenizer.save_pretrained(folder)
+
+
+def _prints(folder: Path) -> dict[str, str]:
+    """The SHA-256 of each of an extractor's files; hidden ones, of file managers, are passed over."""
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    return {
+        str(path.relative_to(folder)): digest_of_files([path])
+        for path in sorted(files)
+        if not path.name.startswith(".")
+    }
+
+
+def check_files(folder: Path, about: dict[str, Any], *, weights: bool = True) -> None:
+    """Refuse an extractor whose weights, settings or tokenizer are not those of device.json.
+
+    Without `weights` these are not compared, and need not be there.
+    """
+    there, wanted = _prints(folder / EXTRACTOR), dict(about["files"])
+    other = [
+        name
+        for name in sorted(there.keys() | wanted.keys())
+        if there.get(name) != wanted.get(name) and (weights or name != WEIGHTS)
+    ]
+    if other:
+        raise UsageError(
+            f"{', '.join(other)} in {folder / EXTRACTOR} are not those that device.json was written with. "
+            "They come from two trainings, or were changed: copy the folder again."
+        )
+
+
+def write_server(folder: Path, classifier: Classifier, pair: str) -> None:
+    """Write the server's half whole or not at all; an earlier one gives way."""
+    shutil.rmtree(folder, ignore_errors=True)
+    with folder_written_whole(folder) as beside:
+        tensors = {
+            name: tensor.cpu().contiguous() for name, tensor in classifier.state_dict().items()
+        }
+        save_file(tensors, beside / WEIGHTS)
+        about = {
+            "format": FORMAT,
+            "kind": f"tightlip-{SERVER}",
+            "labels": classifier.labels,
+            "dimensions": classifier.dimensions,
+            "hidden": classifier.hidden,
+            "pair": pair,
+        }
+        write_json(beside / f"{SERVER}.json", about)
+
+
+def read_half(folder: Path, kind: str) -> dict[str, Any]:
+    """What device.json or server.json says, checked to be such a file."""
+    path = Path(folder) / f"{kind}.json"
+    if not path.is_file():
+        inner = Path(folder) / kind
+        hint = f" Give {inner}." if (inner / path.name).is_file() else ""
+        raise UsageError(
+            f"{folder} is no {kind}'s half: it has no {path.name}.{hint or ' Run: tightlip represent train'}"
+        )
+    try:
+        about = read_json(path)
+    except ValueError as error:
+        raise UsageError(f"{path} is damaged ({error}). Copy the folder again.") from error
+    if not isinstance(about, dict) or about.get("kind") != f"tightlip-{kind}":
+        raise UsageError(
+            f"{path} does not describe a {kind}'s half. Give a folder of `tightlip represent train`."
+        )
+    if about.get("format") != FORMAT:
+        raise UsageError(
+            f"{path} has format {about.get('format')!r}, and this tightlip reads {FORMAT}. Update tightlip, or train again."
+        )
+    if missing := [name for name in _NEEDED[kind] if name not in about]:
+        raise UsageError(
+            f"{path} lacks {', '.join(missing)}. Copy the folder again, or train again."
+        )
+    return about
+
+
+def load_extractor(folder: Path | str) -> Extractor:
+    """The extractor of a device's half, in evaluation mode.
+
+    Holds:
+        alone: nothing outside `folder` is read.
+        nothing_executed: code and pickles in the folder are never run.
+        its_own: files of another training are refused.
+    """
+    folder = Path(folder)
+    about = read_half(folder, DEVICE)
+    check_files(folder, about)
+    extractor = open_extractor(
+        folder / EXTRACTOR,
+        kind=about["extractor"],
+        pooling=about["pooling"],
+        max_tokens=about["max_tokens"],
+    )
+    if (extractor.dimensions, extractor.mask_word) != (about["dimensions"], about["mask_word"]):
+        raise UsageError(
+            f"{folder}/{EXTRACTOR} gives {extractor.dimensions} dimensions and masks with {extractor.mask_word}; "
+            f"device.json says {about['dimensions']} and {about['mask_word']}. They come from two trainings: copy the folder again."
+        )
+    return extractor.eval()
+
+
+def load_classifier(folder: Path | str) -> Classifier:
+    """The classifier of a server's half, in evaluation mode."""
+    folder = Path(folder)
+    about = read_half(folder, SERVER)
+    classifier = Classifier(about["dimensions"], about["labels"], hidden=about["hidden"])
+    try:
+        classifier.load_state_dict(load_file(folder / WEIGHTS))
+    except (OSError, SafetensorError, RuntimeError) as error:
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        raise UsageError(
+            f"{folder / WEIGHTS} is not the classifier that server.json describes ({reason}). Copy the folder again."
+        ) from error
+    return classifier.eval()

@@ -1,0 +1,385 @@
+"""Robust training: extractor and classifier learn through the very noise that will be added.
+
+Words are masked, texts extracted, vectors normalised and perturbed inside the graph, as on a
+device later; the best epoch on the development texts is kept.
+"""
+
+import math
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from tightlip.core.errors import UsageError
+from tightlip.core.files import write_json
+from tightlip.core.logs import log
+from tightlip.core.progress import Task, held_interrupts, task
+from tightlip.core.run_folder import CHECKPOINT
+from tightlip.vectors.attackers import Readers, frequencies_of
+from tightlip.vectors.batches import Batch, Batches, Scores, scores_of
+from tightlip.vectors.checkpoints import (
+    Progress,
+    load_best,
+    load_progress,
+    save_best,
+    save_progress,
+)
+from tightlip.vectors.data import SPLIT, Examples, reading_of, write_split
+from tightlip.vectors.extractors import make_extractor, to_device
+from tightlip.vectors.guarantees import BARE, VectorMechanism
+from tightlip.vectors.halves import DEVICE, SERVER, Classifier, pair_id, write_device, write_server
+from tightlip.vectors.release import normalised, training_noise
+from tightlip.vectors.settings import RepresentOptions, RepresentSettings
+
+METRICS = "metrics.json"
+WARMUP_SHARE = 0.1
+LARGEST_NORM = 1.0
+READERS_RATE = 2e-3
+
+
+def chosen_device(options: RepresentOptions) -> torch.device:
+    """The device the options mean; auto is the GPU where there is one."""
+    name = options.device
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise UsageError(f"Unknown device {name!r}. Available: auto, cpu, cuda, cuda:N.") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise UsageError(f"device={name!r} needs a GPU, and torch sees none here. Use device=auto.")
+    if options.bf16 and device.type == "cpu":
+        raise UsageError("bf16=True is for GPUs, and this run is on the CPU. Leave bf16 out.")
+    return device
+
+
+def mechanism_of(settings: RepresentSettings, dimensions: int) -> VectorMechanism:
+    """The noise that the settings ask for; none at all for the baselines."""
+    return VectorMechanism(
+        mechanism=settings.mechanism or BARE,
+        dimensions=dimensions,
+        epsilon=settings.epsilon,
+        delta=settings.delta,
+        dropout=settings.dropout,
+    )
+
+
+def new_classifier(
+    labels: list[str], mechanism: VectorMechanism, settings: RepresentSettings
+) -> Classifier:
+    """A classifier that expects vectors as wide as this mechanism's noise makes them."""
+    in_a_ball = mechanism.normalisation == "unit-ball"
+    own = 1 / mechanism.dimensions if in_a_ball else 0.25  # the largest variance without noise
+    noise = mechanism.noise_scale**2 * (1 if mechanism.mechanism == "gaussian" else 2)
+    return Classifier(
+        mechanism.dimensions,
+        labels,
+        hidden=settings.hidden,
+        center=0.0 if in_a_ball else 0.5,
+        width=math.sqrt(own + noise),
+    )
+
+
+class Training:
+    """One training under way.
+
+    Holds:
+        deterministic: on the CPU, the same settings give the same halves bit for bit.
+        resumed: so does a training that was killed, however often, and started again.
+        interrupted: Ctrl-C ends the step under way, saves it and stops.
+        best: what is kept are the weights of the epoch with the least loss on the dev texts.
+        no_noise: through noise of scale 0 it learns what it learns without.
+    """
+
+    def __init__(
+        self,
+        examples: Examples,
+        settings: RepresentSettings,
+        options: RepresentOptions,
+        out: Path,
+    ) -> None:
+        self.settings, self.options, self.out = settings, options, out
+        self.device = chosen_device(options)
+        self.examples, self.train = examples, examples.part("train")
+        seed_step(settings.seed, -1, self.device)
+        self.extractor = make_extractor(
+            settings.extractor,
+            self.train.texts,
+            pooling=settings.pooling,
+            max_tokens=settings.max_tokens,
+            dimensions=settings.dimensions,
+            vocabulary_size=settings.vocabulary_size or 0,
+        )
+        self.mechanism = mechanism_of(settings, self.extractor.dimensions)
+        self.classifier = new_classifier(examples.labels, self.mechanism, settings)
+        self.readers = self._new_readers()
+        self.modules: dict[str, nn.Module] = {
+            "extractor": self.extractor,
+            "classifier": self.classifier,
+            "readers": self.readers,
+        }
+        for module in self.modules.values():
+            module.to(self.device)
+        self.batches = Batches(
+            self.extractor,
+            self.train,
+            batch_size=settings.batch_size,
+            dropout=settings.dropout,
+            seed=settings.seed,
+            device=self.device,
+        )
+        self.num_steps = settings.epochs * self.batches.steps_per_epoch
+        self.truth = torch.from_numpy(self.train.label_ids).to(self.device)
+        self.private = [
+            torch.from_numpy(column.ids).to(self.device) for column in self.train.private.values()
+        ]
+        self.frequencies = [
+            frequencies_of(ids, len(column.names))
+            for ids, column in zip(self.private, self.train.private.values(), strict=True)
+        ]
+        self.optimizers = self._new_optimizers()
+        # Frozen and unmasked, a text's vector is the same at every step.
+        self.fixed = self._raw_once() if settings.freeze and not settings.dropout else None
+        self.progress = Progress()
+        self.loss = torch.zeros((), device=self.device)
+        self.clock = self.saved_at = time.monotonic()
+
+    def _new_readers(self) -> Readers:
+        num_classes = [len(column.names) for column in self.examples.private.values()]
+        adversarial = self.settings.method == "adversarial"
+        return Readers(
+            self.extractor.dimensions,
+            num_classes if adversarial else [],
+            hidden=self.settings.adversary_hidden or 1,
+        )
+
+    def _new_optimizers(self) -> dict[str, torch.optim.Optimizer]:
+        settings = self.settings
+        groups = [
+            {
+                "params": list(self.classifier.parameters()),
+                "full_rate": settings.classifier_learning_rate,
+            }
+        ]
+        if settings.freeze:
+            self.extractor.requires_grad_(False)
+        else:
+            groups.append(
+                {"params": list(self.extractor.parameters()), "full_rate": settings.learning_rate}
+            )
+        found = {"main": torch.optim.AdamW(groups, fused=True)}
+        if self.settings.method == "adversarial":
+            found["readers"] = torch.optim.AdamW(
+                self.readers.parameters(), lr=READERS_RATE, fused=True
+            )
+        return found
+
+    def _raw_once(self) -> Tensor:
+        vectors = self.extractor.encode(self.train.texts, batch_size=64)
+        return torch.from_numpy(vectors).to(self.device)
+
+    def run(self) -> dict[str, Any]:
+        """Train to the end and leave both halves; metrics.json comes last and marks it."""
+        self.progress = load_progress(self.out / CHECKPOINT, self.modules, self.optimizers)
+        log.info(self.described())
+        with task("Training", self.num_steps) as bar, held_interrupts() as interruption:
+            bar.advance(self.progress.step)
+            self.clock = self.saved_at = time.monotonic()
+            for batch in self.batches.from_step(self.progress.step, self.num_steps):
+                self.take_step(batch)
+                bar.advance()
+                if self.progress.step % self.batches.steps_per_epoch == 0:
+                    self.end_epoch(bar)
+                elif time.monotonic() - self.saved_at >= self.options.checkpoint_seconds:
+                    self.save()
+                if interruption.wanted:
+                    self.stop_for_now()
+        return self.finish()
+
+    def take_step(self, batch: Batch) -> None:
+        seed_step(self.settings.seed, self.progress.step, self.device)
+        self._set_rates()
+        self._set_modes()
+        places = batch.numbers.to(self.device, non_blocking=True)
+        private = [column[places] for column in self.private]
+        vectors = normalised(self._raw(batch, places), self.mechanism)
+        if "readers" in self.optimizers:
+            self.readers.learn(
+                vectors, private, self.optimizers["readers"], self.settings.adversary_steps or 1
+            )
+        loss = told = self._loss_through_noise(vectors, self.truth[places])
+        if "readers" in self.optimizers:
+            weight = self.settings.adversary_weight or 0.0
+            loss = loss + weight * self.readers.certainty(vectors, self.frequencies)
+        self._update(loss)
+        self.loss.add_(told.detach(), alpha=len(batch.places))
+        self.progress.num_texts += len(batch.places)
+        self.progress.step += 1
+
+    def _raw(self, batch: Batch, places: Tensor) -> Tensor:
+        if self.fixed is not None:
+            return self.fixed[places]
+        tokens = to_device(batch.tokens, self.device)
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.options.bf16):
+            return self.extractor(**tokens).float()
+
+    def _loss_through_noise(self, vectors: Tensor, truth: Tensor) -> Tensor:
+        """The mean loss over a few draws of noise: an encoder's pass is dear, another draw is not,
+        and of one draw of strong noise the gradient is mostly noise."""
+        num_draws = self.settings.noise_draws
+        vectors = vectors.repeat(num_draws, 1)
+        seed, step = self.settings.seed, self.progress.step
+        # Streams of their own: with and without noise, everything else is drawn alike.
+        seed_step(seed, step, self.device, stream=1)
+        noise = training_noise(vectors, self.mechanism)
+        seed_step(seed, step, self.device, stream=2)
+        logits = self.classifier(vectors + noise)
+        return functional.cross_entropy(logits, truth.repeat(num_draws))
+
+    def _update(self, loss: Tensor) -> None:
+        optimizer = self.optimizers["main"]
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        for group in optimizer.param_groups:
+            nn.utils.clip_grad_norm_(group["params"], LARGEST_NORM)
+        optimizer.step()
+
+    def _set_modes(self) -> None:
+        """Only where one is in another mode: to tell a hundred modules takes as long as a layer."""
+        # A loaded model starts in evaluation inside an extractor that starts in training.
+        if self.extractor.model.training == self.settings.freeze:
+            self.extractor.train(not self.settings.freeze)
+        if not self.classifier.training:
+            self.classifier.train()
+
+    def _set_rates(self) -> None:
+        """Up over the first tenth of the steps, then down to 0, as encoders are usually tuned."""
+        step, warmup = self.progress.step, max(1, round(WARMUP_SHARE * self.num_steps))
+        share = min((step + 1) / warmup, (self.num_steps - step) / max(1, self.num_steps - warmup))
+        for group in self.optimizers["main"].param_groups:
+            group["lr"] = group["full_rate"] * min(1.0, share)
+
+    def end_epoch(self, bar: Task) -> None:
+        """Measure on the dev texts; keep the weights if no epoch before was better."""
+        progress = self.progress
+        self.catch_up()
+        epoch = progress.step // self.batches.steps_per_epoch
+        dev = self.scores("dev")
+        if not math.isfinite(dev.loss_nats):
+            raise UsageError(
+                f"The loss after epoch {epoch} is {dev.loss_nats}: training diverged. Use a learning_rate below "
+                f"{self.settings.learning_rate:g}, and another --out."
+            )
+        if progress.best_loss_nats is None or dev.loss_nats < progress.best_loss_nats:
+            progress.best_epoch, progress.best_loss_nats = epoch, dev.loss_nats
+            save_best(self.out / CHECKPOINT, epoch, self.modules)
+        line = {
+            "epoch": epoch,
+            "train_loss_nats": progress.loss_nats / max(1, progress.num_texts),
+            "dev_loss_nats": dev.loss_nats,
+            "dev_accuracy": dev.accuracy,
+            "seconds": round(progress.seconds, 3),
+        }
+        progress.epochs.append(line)
+        progress.loss_nats, progress.num_texts, progress.seconds = 0.0, 0, 0.0
+        words = f"dev accuracy {dev.accuracy:.3f}, loss {dev.loss_nats:.3f}"
+        bar.note(words)
+        log.info("Epoch %d: %s, %.1f s.", epoch, words, line["seconds"])
+        self.save()
+
+    def scores(self, part: str) -> Scores:
+        return scores_of(
+            self.extractor,
+            self.classifier,
+            self.mechanism,
+            self.examples.part(part),
+            seed=self.settings.seed,
+        )
+
+    def catch_up(self) -> None:
+        """Bring loss and seconds of the epoch up to the last step; on a GPU this waits for it."""
+        self.progress.loss_nats += float(self.loss)
+        self.loss.zero_()
+        now = time.monotonic()
+        self.progress.seconds += now - self.clock
+        self.clock = now
+
+    def save(self) -> None:
+        self.catch_up()
+        save_progress(self.out / CHECKPOINT, self.progress, self.modules, self.optimizers)
+        self.clock = self.saved_at = time.monotonic()
+
+    def stop_for_now(self) -> None:
+        self.save()
+        words = f"Stopped after step {self.progress.step} of {self.num_steps}. Give the same command again to go on."
+        log.info(words)
+        raise KeyboardInterrupt(words)
+
+    def finish(self) -> dict[str, Any]:
+        load_best(self.out / CHECKPOINT, self.progress.best_epoch, self.modules)
+        metrics = self.metrics()
+        record = self.mechanism.record()
+        self.extractor.eval().requires_grad_(True)
+        pair = pair_id(self.extractor, self.classifier, record)
+        write_device(self.out / DEVICE, self.extractor, record, pair)
+        write_server(self.out / SERVER, self.classifier, pair)
+        write_split(self.out / SPLIT, self.examples)
+        write_json(self.out / METRICS, metrics)
+        log.info("Done: the best epoch was %d.", metrics["best_epoch"])
+        shutil.rmtree(self.out / CHECKPOINT, ignore_errors=True)
+        return metrics
+
+    def metrics(self) -> dict[str, Any]:
+        dev, test = self.scores("dev"), self.scores("test")
+        test_texts = self.examples.part("test")
+        known = set(map(reading_of, self.train.texts))
+        unseen = np.array([reading_of(text) not in known for text in test_texts.texts])
+        usual = np.bincount(self.train.label_ids, minlength=len(self.examples.labels)).argmax()
+        return {
+            "dev_accuracy": dev.accuracy,
+            "dev_loss_nats": dev.loss_nats,
+            "test_accuracy": test.accuracy,
+            "test_loss_nats": test.loss_nats,
+            "majority_accuracy": float((test_texts.label_ids == usual).mean()),
+            "best_epoch": self.progress.best_epoch,
+            "epochs": self.progress.epochs,
+            "seconds": round(sum(line["seconds"] for line in self.progress.epochs), 3),
+            "num_train": len(self.train),
+            "num_dev": int((self.examples.parts == "dev").sum()),
+            "num_test": len(test_texts),
+            "num_dropped": self.examples.num_dropped,
+            "num_seen_in_train": int((~unseen).sum()),
+            "test_accuracy_unseen": float(test.share_right[unseen].mean())
+            if unseen.any()
+            else None,
+            "finished": True,
+        }
+
+    def described(self) -> str:
+        if self.progress.step:
+            return f"Going on after step {self.progress.step}."
+        num = sum(parameter.numel() for parameter in self.extractor.parameters())
+        return (
+            f"Training {self.settings.extractor} ({num:,} parameters, method {self.settings.method}) on {self.device}: "
+            f"{len(self.train):,} texts, {self.num_steps:,} steps."
+        )
+
+
+def seed_step(seed: int, step: int, device: torch.device, *, stream: int = 0) -> None:
+    """Make what a step draws a function of seed and step, so that no state need be kept.
+
+    torch.manual_seed would seed every kind of device, and write down a stack for each that is not
+    there: 1 ms a call, three times a step.
+    """
+    words = np.random.SeedSequence([seed, step + 1, stream]).generate_state(1, np.uint64)
+    number = int(words[0]) >> 1
+    torch.default_generator.manual_seed(number)
+    if device.type == "cuda":
+        torch.cuda.init()
+        place = torch.cuda.current_device() if device.index is None else device.index
+        torch.cuda.default_generators[place].manual_seed(number)

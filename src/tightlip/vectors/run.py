@@ -1,0 +1,210 @@
+"""`tightlip represent train` and `export` as calls."""
+
+import statistics
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from tightlip.core.errors import UsageError
+from tightlip.core.files import read_json, write_json
+from tightlip.core.logs import log, logged_to
+from tightlip.core.run_folder import LOG, abandon_run, begin_run, check_may_train, claimed, is_run
+from tightlip.models.fingerprints import model_fingerprint
+from tightlip.vectors.data import CORPUS, Examples, Source, open_source, read_examples, write_corpus
+from tightlip.vectors.extractors import checked_folder
+from tightlip.vectors.halves import DEVICE, SERVER, read_half
+from tightlip.vectors.settings import RepresentOptions, RepresentSettings
+
+SUMMARY, METRICS = "summary.json", "metrics.json"
+_SUMMED_UP = (
+    *("dev_accuracy", "dev_loss_nats", "test_accuracy", "test_loss_nats", "majority_accuracy"),
+    *("test_accuracy_unseen", "best_epoch", "seconds"),
+)
+# Where the corpus lies may change; what it says may not.
+_SAME_RUN = {"represent": ("extractor",), "start": (), "corpus": ("path",)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RepresentRun:
+    """A finished training: its folder, its metrics, and what a vector of it may promise."""
+
+    folder: Path
+    metrics: dict[str, Any]
+    guarantee: dict[str, Any]
+
+    @property
+    def device(self) -> Path:
+        return self.folder / DEVICE
+
+    @property
+    def server(self) -> Path:
+        return self.folder / SERVER
+
+
+@dataclass(frozen=True, kw_only=True)
+class RepresentRuns:
+    """Several trainings that differ in their seed alone, with mean and spread of their metrics."""
+
+    folder: Path
+    runs: list[RepresentRun]
+    summary: dict[str, Any]
+
+
+def represent_train(
+    corpus: Any,
+    out: str | Path,
+    *,
+    seeds: int | None = None,
+    user_column: str = "user",
+    text_column: str = "text",
+    bad_rows: str = "error",
+    options: RepresentOptions | None = None,
+    **settings: Any,
+) -> RepresentRun | RepresentRuns:
+    """Train vectors that tell a label and hide the writer; `settings` are those of RepresentSettings.
+
+    With `seeds`, that many runs OUT/seed-0, OUT/seed-1, ..., and their mean and spread. A run that
+    was stopped goes on; a finished one is returned as it is.
+    """
+    chosen, options, out = RepresentSettings(**settings), options or RepresentOptions(), Path(out)
+    if not chosen.is_new:
+        chosen = replace(chosen, extractor=str(checked_folder(chosen.extractor).resolve()))
+    source = open_source(
+        corpus, user_column=user_column, text_column=text_column, bad_rows=bad_rows
+    )
+    if seeds is None:
+        if (out / SUMMARY).exists() or (out / "seed-0").exists():
+            raise UsageError(
+                f"{out} holds runs of several seeds. Choose another --out, or add --seeds."
+            )
+        return _train_one(source, out, chosen, options)
+    if seeds < 2:
+        raise UsageError(f"seeds={seeds} has no spread. Use 2 or more, or leave it out.")
+    if is_run(out):
+        raise UsageError(
+            f"{out} holds a run of one seed. Choose another --out for {seeds} of them."
+        )
+    runs = []
+    for number in range(seeds):
+        one = replace(chosen, seed=chosen.seed + number)
+        runs.append(_train_one(source, out / f"seed-{number}", one, options))
+    summary = _summary(runs, [chosen.seed + number for number in range(seeds)])
+    write_json(out / SUMMARY, summary)
+    return RepresentRuns(folder=out, runs=runs, summary=summary)
+
+
+def _train_one(
+    source: Source, out: Path, settings: RepresentSettings, options: RepresentOptions
+) -> RepresentRun:
+    tree = {
+        "represent": settings.tree(),
+        "start": _start(settings),
+        "corpus": source.tree,
+        "options": options.tree(),
+    }
+    check_may_train(out, tree, same=_SAME_RUN)
+    if (done := _finished(out)) is not None:
+        return done
+    # Before the folder is claimed: a refusal leaves nothing behind.
+    examples = read_examples(source, settings)
+    with claimed(out):
+        check_may_train(out, tree, same=_SAME_RUN)
+        begins = not is_run(out)
+        if begins:
+            begin_run(out, tree)
+        try:
+            _train_in(out, source, examples, settings, options)
+        except UsageError:
+            if begins and not (out / "checkpoint").exists():
+                abandon_run(out)
+            raise
+    finished = _finished(out)
+    assert finished is not None
+    return finished
+
+
+def _start(settings: RepresentSettings) -> dict[str, str]:
+    """What identifies the extractor that training starts from, wherever it lies."""
+    if settings.is_new:
+        return {"extractor": settings.extractor}
+    folder = Path(settings.extractor)
+    inner = folder / "extractor"
+    return {"fingerprint": model_fingerprint(inner if inner.is_dir() else folder)}
+
+
+def _train_in(
+    out: Path,
+    source: Source,
+    examples: Examples,
+    settings: RepresentSettings,
+    options: RepresentOptions,
+) -> None:
+    from tightlip.vectors.learning import Training, chosen_device
+
+    device = chosen_device(options)
+    with logged_to(out / LOG), _own_randomness(device), _few_threads(settings.is_new):
+        training = Training(examples, settings, options, out)
+        if source.tree["path"] is None and not (out / CORPUS).exists():
+            write_corpus(out / CORPUS, source)
+        if examples.num_dropped:
+            log.info(
+                "%d rows are left out: no label, no private attribute, or in no bin.",
+                examples.num_dropped,
+            )
+        training.run()
+
+
+@contextmanager
+def _own_randomness(device: Any) -> Iterator[None]:
+    """Leave torch's generators, which training seeds, as they were."""
+    import torch
+
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        yield
+
+
+@contextmanager
+def _few_threads(small: bool) -> Iterator[None]:
+    """A new extractor is small: it trains no faster on many threads, and beside other work slower."""
+    import torch
+
+    before = torch.get_num_threads()
+    if small:
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _finished(out: Path) -> RepresentRun | None:
+    if not (out / METRICS).is_file():
+        return None
+    return RepresentRun(
+        folder=out,
+        metrics=read_json(out / METRICS),
+        guarantee=read_half(out / DEVICE, DEVICE)["guarantee"],
+    )
+
+
+def _summary(runs: list[RepresentRun], seeds: list[int]) -> dict[str, Any]:
+    """Mean and spread (the standard deviation between seeds) of each figure."""
+    found: dict[str, Any] = {"seeds": seeds, "runs": [run.folder.name for run in runs]}
+    for name in _SUMMED_UP:
+        values = [run.metrics[name] for run in runs]
+        known = all(value is not None for value in values)
+        found[name] = {
+            "mean": statistics.fmean(values) if known else None,
+            "spread": statistics.stdev(values) if known else None,
+            "values": values,
+        }
+    return found
+
+
+def represent_export(device: str | Path, *, out: str | Path | None = None) -> Path:
+    """Write the device's extractor as ONNX, for ONNX Runtime; into the device's folder by default."""
+    from tightlip.vectors.onnx_export import export_onnx
+
+    return export_onnx(Path(device), None if out is None else Path(out))

@@ -1,0 +1,189 @@
+"""Rank and log-probability of a target against float64 and against plain torch operations."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from tightlip.core.errors import UsageError
+from tightlip.models import LSTMConfig, LSTMForCausalLM
+from tightlip.scan.scanner import Scanner
+from tightlip.scan.scoring import score_logits, score_with_torch
+
+INFINITY = float("inf")
+
+
+def in_float64(logits, targets):
+    """Oracle: the definition, one row at a time, with Python's exact sum."""
+    ranks, log_probs = [], []
+    for row, target in zip(logits.double().tolist(), targets.tolist(), strict=True):
+        ranks.append(sum(value > row[target] for value in row))
+        top = max(row)
+        total = math.fsum(math.exp(value - top) for value in row)
+        log_probs.append(row[target] - top - math.log(total))
+    return ranks, log_probs
+
+
+def check(logits, targets, *, absolute=3e-6):
+    for score in (score_logits, score_with_torch):
+        ranks, log_probs = score(logits, targets)
+        want_ranks, want = in_float64(logits.float(), targets)
+        assert ranks.dtype == torch.int32
+        assert log_probs.dtype == torch.float32
+        assert ranks.tolist() == want_ranks, score
+        assert log_probs.tolist() == pytest.approx(want, rel=1e-6, abs=absolute), score
+
+
+def random_targets(rows, width, generator):
+    return torch.randint(0, width, (rows,), generator=generator)
+
+
+@pytest.mark.parametrize("width", [1, 2, 3, 31, 1000, 50_257])
+@pytest.mark.parametrize("scale", [1e-6, 1.0, 30.0, 1e4])
+def test_scores_agree_with_float64(width, scale):
+    generator = torch.Generator().manual_seed(width)
+    rows = 3 if width > 1000 else 40
+    logits = torch.randn(rows, width, generator=generator) * scale
+    # Above 1e4 a float32 difference is itself rounded: to about 1e-3 of a nat.
+    check(logits, random_targets(rows, width, generator), absolute=3e-6 + 1e-7 * scale)
+
+
+@pytest.mark.parametrize("width", [2, 31, 4096])
+def test_equal_logits_are_not_above_each_other(width):
+    generator = torch.Generator().manual_seed(width)
+    logits = torch.randint(0, 3, (50, width), generator=generator).float()
+    check(logits, random_targets(50, width, generator))
+    flat_ranks, flat = score_logits(torch.zeros(4, width), torch.tensor([0, 1, width - 1, 1]))
+    assert flat_ranks.tolist() == [0] * 4
+    assert flat.tolist() == pytest.approx([-math.log(width)] * 4, rel=1e-6)
+
+
+def test_logits_one_float_apart_are_told_apart():
+    low, high = np.float32(1.0), np.nextafter(np.float32(1.0), np.float32(2.0))
+    logits = torch.tensor([[low, high, low], [high, low, low], [-high, -low, -high]])
+    ranks, _ = score_logits(logits, torch.tensor([0, 0, 0]))
+    assert ranks.tolist() == [1, 0, 1]
+
+
+def test_half_precision_logits_are_compared_as_float32():
+    logits = torch.tensor([[1.0, 1.0009765625, 3.0]], dtype=torch.float16)
+    for score in (score_logits, score_with_torch):
+        assert score(logits, torch.tensor([0]))[0].tolist() == [2]
+        assert score(logits.bfloat16(), torch.tensor([0]))[0].tolist() == [
+            1
+        ]  # there they are equal
+
+
+@pytest.mark.parametrize("width", [2, 31, 4096])
+def test_forbidden_tokens_take_no_probability(width):
+    generator = torch.Generator().manual_seed(width)
+    logits = torch.randn(20, width, generator=generator)
+    logits[torch.rand(20, width, generator=generator) < 0.4] = -INFINITY
+    logits[:, 0] = 0.5
+    targets = torch.zeros(20, dtype=torch.int64)
+    check(logits, targets)
+
+
+def test_a_forbidden_target_is_impossible_and_below_all_that_are_not():
+    logits = torch.tensor([[0.0, -INFINITY, 2.0, -INFINITY]])
+    for score in (score_logits, score_with_torch):
+        ranks, log_probs = score(logits, torch.tensor([1]))
+        assert ranks.tolist() == [2]
+        assert log_probs.tolist() == [-INFINITY]
+
+
+def test_certainty_is_a_log_probability_of_zero_and_its_opposite_stays_finite():
+    logits = torch.tensor([[1e4, -1e4, 0.0], [-1e4, -1e4, -1e4], [88.8, 0.0, -3.4e38]])
+    check(logits, torch.tensor([0, 2, 0]), absolute=1e-3)  # a float32 near 1e4 has no finer steps
+    assert score_logits(logits, torch.tensor([1, 1, 1]))[1][0] == -2e4
+
+
+def test_rows_that_are_not_contiguous_are_scored_alike():
+    generator = torch.Generator().manual_seed(0)
+    wide = torch.randn(31, 12, generator=generator)
+    targets = random_targets(12, 31, generator)
+    check(wide.T, targets)
+    check(torch.randn(24, 40, generator=generator)[::2, 3:34], targets)
+
+
+def test_no_rows_give_no_scores():
+    ranks, log_probs = score_logits(torch.zeros(0, 5), torch.zeros(0, dtype=torch.int64))
+    assert (len(ranks), len(log_probs)) == (0, 0)
+
+
+def small_lstm():
+    torch.manual_seed(0)
+    return LSTMForCausalLM(LSTMConfig(9, 4, 4, 1)).eval()
+
+
+@pytest.mark.parametrize("value", [float("nan"), INFINITY])
+def test_a_model_with_broken_weights_is_refused_by_the_weights_name(value):
+    model = small_lstm()
+    with torch.no_grad():
+        model.get_input_embeddings().weight[3, 1] = value
+    with pytest.raises(UsageError, match=r"embed.*weight.*NaN or infinite"):
+        Scanner(model, bos_id=1)
+
+
+class Says(nn.Module):
+    """A model whose logits are one given row, at every position."""
+
+    def __init__(self, row):
+        super().__init__()
+        self.row = torch.tensor(row)
+
+    def forward(self, input_ids):
+        logits = self.row.expand(*input_ids.shape, -1).clone()
+        return type("Output", (), {"logits": logits})
+
+
+def scan(model, ids):
+    scanner = Scanner(model, bos_id=0)
+    return scanner.scan(np.array(ids, dtype=np.int32), np.array([0, len(ids)]))
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        [float("nan")] * 4,
+        [0.0, 1.0, float("nan"), 2.0],
+        [-INFINITY] * 4,
+        [0.0, INFINITY, 1.0, -INFINITY],
+    ],
+    ids=["all NaN", "one NaN", "nothing possible", "infinitely likely"],
+)
+@pytest.mark.parametrize("target", [1, 3])
+def test_predictions_that_are_no_probabilities_are_refused(row, target):
+    with pytest.raises(UsageError, match="NaN"):
+        scan(Says(row), [target, target])
+
+
+def test_a_prediction_with_forbidden_tokens_is_scored():
+    ranks, log_probs = scan(Says([0.0, 0.0, -INFINITY, -1.0]), [1, 2, 3])
+    total = math.log(2 + math.exp(-1))
+    assert ranks.tolist() == [0, 3, 2]
+    assert log_probs.tolist() == pytest.approx([-total, -INFINITY, -1 - total])
+
+
+class Overflowing(LSTMForCausalLM):
+    """Finite weights, but the last layer's output is infinite now and then."""
+
+    def __init__(self, config, after):
+        super().__init__(config)
+        self.base_model.register_forward_hook(self.overflow)
+        self.after, self.calls = after, 0
+
+    def overflow(self, module, inputs, output):
+        self.calls += 1
+        if self.calls > self.after:
+            output.last_hidden_state[:, 2, 1] = INFINITY
+
+
+def test_infinite_hidden_states_are_refused():
+    torch.manual_seed(0)
+    model = Overflowing(LSTMConfig(9, 4, 4, 1), after=3).eval()
+    with pytest.raises(UsageError, match="NaN"):
+        scan(model, [3, 4, 5, 6, 7, 8])
+    assert model.calls > 3
