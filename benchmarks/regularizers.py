@@ -73,7 +73,7 @@ class Method:
             )
         ).to(device)
         self.model = model
-        config = TrainConfig(batch_size=batch_size, sequence_length=positions, **settings)
+        config = TrainConfig.of(batch_size=batch_size, sequence_length=positions, **settings)
         rows = rows_of(
             corpus_of(num_users, batch_size, positions, vocabulary, shortest=shortest),
             sequence_length=positions, bos=1, pad=0,

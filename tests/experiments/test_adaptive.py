@@ -220,10 +220,10 @@ def test_what_cannot_work_is_refused_before_anything_is_written(files, tmp_path)
 @pytest.mark.parametrize("scale", list(reproduce.SCALES.values()), ids=list(reproduce.SCALES))
 def test_every_scale_is_a_recipe_that_training_accepts(scale):
     assert scale.repetitions == (10, 100, 1000)
-    TrainConfig(**scale.shape, **scale.plain)
-    TrainConfig(**scale.public)
+    TrainConfig.of(**scale.shape, **scale.plain)
+    TrainConfig.of(**scale.public)
     for mode in ("clip", "scale", "as-published"):
-        TrainConfig(
+        TrainConfig.of(
             **scale.shape,
             **scale.private,
             mitigation="adaptive-dp",

@@ -38,7 +38,7 @@ LEAST = 0.05
 
 
 def adaptive(mode="clip", **changed):
-    return TrainConfig(**{**SMALL, **MODES[mode], **changed})
+    return TrainConfig.of(**{**SMALL, **MODES[mode], **changed})
 
 
 def weigh(corpus, *, normalisation="public", rho=None, **told):
@@ -115,7 +115,7 @@ def check_card(card, record):
 
 
 def test_with_whole_bounds_a_run_is_that_of_dp_bit_for_bit(corpus, tmp_path):
-    plain = TrainConfig(**{**SMALL, "mitigation": "dp", "epsilon": 8.0, "insecure_seed": 1})
+    plain = TrainConfig.of(**{**SMALL, "mitigation": "dp", "epsilon": 8.0, "insecure_seed": 1})
     own = adaptive("clip", least_clip=1.0, insecure_seed=1)
     one, other = train(corpus, tmp_path / "a", plain), train(corpus, tmp_path / "b", own)
     files = [(run.model_folder / "model.safetensors").read_bytes() for run in (one, other)]
@@ -254,12 +254,12 @@ def test_settings_that_do_not_go_together_are_refused(mode, changed, words):
 
 
 def test_settings_of_other_modes_are_not_kept_with_the_run():
-    assert {"least_clip", "adaptive"} <= {*adaptive("clip").tree()}
-    assert "gamma_floor" not in adaptive("clip").tree()
-    assert "least_clip" not in adaptive("scale").tree()
-    assert "adaptive" not in TrainConfig(mitigation="dp", epsilon=8.0).tree()
+    assert {"least_clip", "adaptive"} <= {*adaptive("clip").tree()["adaptive-dp"]}
+    assert "gamma_floor" not in adaptive("clip").tree()["adaptive-dp"]
+    assert "least_clip" not in adaptive("scale").tree()["adaptive-dp"]
+    assert "adaptive" not in TrainConfig.of(mitigation="dp", epsilon=8.0).tree()["dp"]
     for mode in MODES:
-        assert TrainConfig(**adaptive(mode).tree()) == adaptive(mode)
+        assert TrainConfig.of(**adaptive(mode).tree()) == adaptive(mode)
 
 
 def test_with_a_target_alone_a_scale_run_takes_all_its_steps_though_the_scale_falls(

@@ -5,19 +5,19 @@ from tightlip.training.config import RunOptions, TrainConfig
 
 
 def test_a_configuration_comes_back_from_its_toml(tmp_path):
-    config = TrainConfig(model="gru", steps=7, gradient_clip=1.0, learning_rate=3e-5)
+    config = TrainConfig.of(model="gru", steps=7, gradient_clip=1.0, learning_rate=3e-5)
     (tmp_path / "train.toml").write_text(config.to_toml())
     assert TrainConfig.from_toml(tmp_path / "train.toml") == config
 
 
 def test_a_file_without_tables_spells_the_settings_directly(tmp_path):
     (tmp_path / "train.toml").write_text('model = "gru"\nepochs = 2\n')
-    assert TrainConfig.from_toml(tmp_path / "train.toml") == TrainConfig(model="gru", epochs=2.0)
+    assert TrainConfig.from_toml(tmp_path / "train.toml") == TrainConfig.of(model="gru", epochs=2.0)
 
 
 def test_each_part_reads_its_own_table(tmp_path):
     (tmp_path / "run.toml").write_text("[train]\nsteps = 3\n[options]\nbf16 = true\n")
-    assert TrainConfig.from_toml(tmp_path / "run.toml") == TrainConfig(steps=3)
+    assert TrainConfig.from_toml(tmp_path / "run.toml") == TrainConfig.of(steps=3)
     assert RunOptions.from_toml(tmp_path / "run.toml") == RunOptions(bf16=True)
 
 
@@ -28,15 +28,15 @@ def test_an_unknown_name_in_a_file_is_refused_with_the_closest(tmp_path):
 
 
 def test_training_takes_five_epochs_unless_told_and_never_two_lengths():
-    assert TrainConfig().epochs == 5.0
-    assert TrainConfig(steps=10).epochs is None
+    assert TrainConfig.of().epochs == 5.0
+    assert TrainConfig.of(steps=10).epochs is None
     with pytest.raises(UsageError, match="Give one of them"):
-        TrainConfig(steps=10, epochs=1)
+        TrainConfig.of(steps=10, epochs=1)
 
 
 def test_whole_numbers_pass_for_floats_so_that_equal_settings_are_equal():
-    assert TrainConfig(epochs=2).tree() == TrainConfig(epochs=2.0).tree()
-    assert isinstance(TrainConfig(epochs=2).epochs, float)
+    assert TrainConfig.of(epochs=2).tree() == TrainConfig.of(epochs=2.0).tree()
+    assert isinstance(TrainConfig.of(epochs=2).epochs, float)
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def test_whole_numbers_pass_for_floats_so_that_equal_settings_are_equal():
 )
 def test_what_cannot_work_is_refused_in_words(settings, words):
     with pytest.raises(UsageError, match=words):
-        TrainConfig(**settings)
+        TrainConfig.of(**settings)
 
 
 def test_options_are_checked_too():

@@ -28,7 +28,7 @@ SMALL |= {"sequence_length": 10, "learning_rate": 0.01}
 
 
 def small(**settings):
-    return TrainConfig(**{**SMALL, **settings})
+    return TrainConfig.of(**{**SMALL, **settings})
 
 
 @pytest.fixture(scope="module")
@@ -126,7 +126,7 @@ def test_a_run_leaves_everything_a_later_stage_reads(corpus, tmp_path):
         )  # fmt: skip
     assert not (tmp_path / "run/checkpoint").exists()
     assert "Training lstm" in (tmp_path / "run/log.txt").read_text()
-    assert TrainConfig(**run.config["train"]) == small(
+    assert TrainConfig.of(**run.config["train"]) == small(
         epochs=2, first_quarter=True, snapshot_steps=4
     )
 
@@ -284,7 +284,7 @@ def test_a_run_that_diverges_says_where_and_keeps_its_last_good_snapshot(
 
 def test_training_goes_on_from_a_model_folder(corpus, tmp_path):
     first = train(corpus, tmp_path / "first", small(epochs=4, learning_rate=0.05))
-    config = TrainConfig(model=str(first.model_folder), epochs=1, sequence_length=10, batch_size=8)
+    config = TrainConfig.of(model=str(first.model_folder), epochs=1, sequence_length=10, batch_size=8)
     second = train(corpus, tmp_path / "second", config)
     start = first.metrics[-1]["validation_perplexity"]
     assert second.metrics[0]["validation_perplexity"] == pytest.approx(start, rel=0.2)
@@ -294,12 +294,12 @@ def test_a_model_that_reads_other_tokens_than_the_corpus_is_refused(corpus, tmp_
     first = train(corpus, tmp_path / "first", small(epochs=1))
     other = prepared(tmp_path / "other", longest=2, num_documents=12, split="none")
     with pytest.raises(UsageError, match="prepared with another tokenizer"):
-        train(other, tmp_path / "second", TrainConfig(model=str(first.model_folder)))
+        train(other, tmp_path / "second", TrainConfig.of(model=str(first.model_folder)))
 
 
 def test_rows_longer_than_a_model_has_positions_are_refused(corpus, tmp_path):
     first = train(corpus, tmp_path / "first", small(model="transformer", epochs=1))
-    config = TrainConfig(model=str(first.model_folder), sequence_length=11)
+    config = TrainConfig.of(model=str(first.model_folder), sequence_length=11)
     with pytest.raises(UsageError, match=r"sequence_length=11 is more than the 10 positions"):
         train(corpus, tmp_path / "second", config)
 

@@ -7,7 +7,7 @@ from tightlip.training.plan import Plan
 
 
 def plan(steps_per_epoch=10, **settings):
-    return Plan(config=TrainConfig(**settings), steps_per_epoch=steps_per_epoch)
+    return Plan(config=TrainConfig.of(**settings), steps_per_epoch=steps_per_epoch)
 
 
 def names(a_plan):

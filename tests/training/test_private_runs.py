@@ -1,6 +1,5 @@
 """Private runs from the outside: what is refused, what is written, what a resumption spends."""
 
-import dataclasses
 import json
 import shutil
 import stat
@@ -33,7 +32,7 @@ SMALL = {
 
 
 def private(**settings):
-    return TrainConfig(**{**SMALL, **settings})
+    return TrainConfig.of(**{**SMALL, **settings})
 
 
 @pytest.fixture(scope="module")
@@ -203,7 +202,7 @@ def test_a_share_held_out_by_number_breaks_the_proof(unit, split, public_tokeniz
 
 def test_weights_are_known_by_their_card_wherever_they_were_copied(corpus, run, tmp_path):
     shutil.copytree(run.model_folder, tmp_path / "elsewhere")
-    config = TrainConfig(
+    config = TrainConfig.of(
         model=str(tmp_path / "elsewhere"), mitigation="dp", epsilon=8.0, steps=2, batch_size=8,
         sequence_length=10,
     )  # fmt: skip
@@ -251,7 +250,7 @@ def test_what_breaks_the_proof_is_refused_or_lowers_the_standing(changed, words,
     with pytest.raises(GuaranteeError, match=words):
         train(corpus, tmp_path / "run", config)
     assert not (tmp_path / "run").exists()
-    run = train(corpus, tmp_path / "run", dataclasses.replace(config, allow_unproved=True))
+    run = train(corpus, tmp_path / "run", TrainConfig.of(**config.tree(), allow_unproved=True))
     assert run.guarantee["standing"] == "as published"
     assert words in run.guarantee["because"]
 
@@ -292,7 +291,7 @@ def test_a_noisy_vocabulary_keeps_the_proof_and_is_charged_to_the_same_ledger(tm
 
 
 def test_weights_that_saw_this_corpus_are_no_public_start(corpus, run, tmp_path):
-    config = TrainConfig(
+    config = TrainConfig.of(
         model=str(run.model_folder), mitigation="dp", epsilon=8.0, steps=2, batch_size=8,
         sequence_length=10,
     )  # fmt: skip
@@ -330,13 +329,13 @@ def test_every_built_in_model_trains_privately_under_both_units(model, unit, who
 
 def test_private_adapters_change_nothing_but_themselves(corpus, tmp_path):
     public = train(
-        corpus, tmp_path / "public", TrainConfig(
+        corpus, tmp_path / "public", TrainConfig.of(
             model="transformer", hidden_size=8, num_heads=2, num_layers=1, steps=1, sequence_length=10
         ),
     )  # fmt: skip
     elsewhere = tmp_path / "elsewhere"
     public.model_folder.rename(elsewhere)  # a moved model still tells what it was trained on
-    config = TrainConfig(
+    config = TrainConfig.of(
         model=str(elsewhere), mitigation="dp", epsilon=8.0, lora=2, steps=3, batch_size=8,
         sequence_length=10, insecure_seed=1, allow_unproved=True,
     )  # fmt: skip

@@ -18,7 +18,7 @@ from tightlip.training.loop import Training
 from tightlip.training.loop import train_model as train
 from training.small_corpora import hand_set_clock, prepared
 
-CONFIG = TrainConfig(
+CONFIG = TrainConfig.of(
     embedding_size=8, hidden_size=8, num_layers=2, dropout=0.2, batch_size=8, sequence_length=10,
     learning_rate=0.01, schedule="cosine", epochs=4, snapshot_steps=4, tie_word_embeddings=True,
 )  # fmt: skip
@@ -241,13 +241,13 @@ def test_an_unfinished_run_refuses_other_settings_too(corpus, tmp_path, monkeypa
         train(corpus, tmp_path / "run", CONFIG, RARELY)
     monkeypatch.undo()
     with pytest.raises(UsageError, match=r"other settings \(epochs\)"):
-        train(corpus, tmp_path / "run", TrainConfig(**{**CONFIG.tree(), "epochs": 5}), RARELY)
+        train(corpus, tmp_path / "run", TrainConfig.of(**{**CONFIG.tree(), "epochs": 5}), RARELY)
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "adamax", "sgd"])
 def test_every_optimizer_resumes_to_the_same_bits(optimizer, corpus, tmp_path, monkeypatch):
     momentum = {"momentum": 0.9} if optimizer == "sgd" else {}
-    config = TrainConfig(**{**CONFIG.tree(), "optimizer": optimizer, **momentum})
+    config = TrainConfig.of(**{**CONFIG.tree(), "optimizer": optimizer, **momentum})
     expected = train(corpus, tmp_path / "whole", config, RARELY)
     plain = Training.take_step
 

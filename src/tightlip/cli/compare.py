@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tightlip.cli.options import Device
+from tightlip.cli.flags import Device
 
 if TYPE_CHECKING:
     from rich.console import Console

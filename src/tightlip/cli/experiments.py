@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
-from tightlip.cli.options import Device
+from tightlip.cli.flags import Device
 
 EXPERIMENTS = ("adaptive", "representation")
 # What only one experiment uses; anything else is for both.

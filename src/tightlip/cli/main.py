@@ -1,70 +1,99 @@
-"""The `tightlip` command."""
+"""The `tightlip` command: what there is. Each command is imported when it is called."""
 
 import logging
 import os
 import sys
-from collections.abc import Callable
-from functools import wraps
+from importlib import import_module
 from typing import Annotated, Any
 
 import typer
 
-from tightlip.cli import audit, canaries, compare, experiments, ledger, prepare, tab, train
-from tightlip.cli.represent import represent_commands
-from tightlip.core.errors import GuaranteeError, TightlipError
+from tightlip.cli.flags import NO_VALUE, Command, Group, command_of, refusals_in_a_line
 
 # Read when torch and numba start their threads. Otherwise these spin while they wait for each
 # other, and beside one other busy process the demo took ten times as long.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-app = typer.Typer(
-    name="tightlip",
-    help="Which of people's words does a language model give away, and whose were they?",
-    no_args_is_help=True,
-    add_completion=False,
-    rich_markup_mode="rich",
-    pretty_exceptions_enable=False,
-)
+# Where each command is, and what it is for.
+_COMMANDS = {
+    "demo": ("experiments:demo", "The whole story on the bundled corpus, in a few minutes."),
+    "prepare": ("prepare:prepare", "Check a corpus and make it ready for training."),
+    "train": ("train:train", "Train a language model; the same command goes on where it stopped."),
+    "audit": ("audit:audit", "Which words of CORPUS the model gives away, and whose they are."),
+    "membership": ("measures:membership", "Can one tell what a run was trained on?"),
+    "groups": ("measures:groups", "Whose held-out text a run predicts worse, and who lost."),
+    "dp-check": ("measures:dp_check", "What a run's planted canaries say about its ε."),
+    "tab": ("tab:tab", "Type, press TAB, and see whose words the model completes."),
+    "compare": ("compare:compare", "Utility, leakage, cost and guarantee of several runs."),
+    "ledger": ("ledger:ledger", "What a run promises so far, and what more steps would cost."),
+    "reproduce": (
+        "experiments:reproduce",
+        "A paper's experiment, with its own figures beside ours.",
+    ),
+}
+_ROOMS = {
+    "canaries": (
+        "Plant made-up secrets in a corpus, or choose real ones, and measure what a model keeps.",
+        {
+            "plant": ("canaries:plant", "Plant made-up secrets in a corpus."),
+            "choose": ("canaries:choose", "Choose real secrets: what surprises a run most."),
+            "measure": ("canaries:measure", "What a model keeps of the secrets in a key."),
+        },
+    ),
+    "represent": (
+        "Send a private vector instead of the text: train, encode, classify, attack.",
+        {
+            "train": ("represent:train", "Train the device's half and the server's."),
+            "export": ("represent:export", "The device's half as ONNX."),
+            "encode": ("represent:encode", "Texts to private vectors: what runs on the device."),
+            "classify": ("represent:classify", "Vectors to labels: what runs on the server."),
+            "guarantee": ("represent:guarantee", "What noise on a vector is worth."),
+            "attack": ("represent:attack", "What eavesdroppers read from a run's vectors."),
+        },
+    ),
+}
 
 
-def _refusals_in_a_line(command: Callable[..., None]) -> Callable[..., None]:
-    """A refusal is one line and exit code 2, an interruption 130 with the way on."""
+class CommandWhenCalled(Command):
+    """Stands in the list of commands; what does the work is imported when it is called."""
 
-    @wraps(command)
-    def run(*arguments: Any, **options: Any) -> None:
-        try:
-            command(*arguments, **options)
-        except KeyboardInterrupt:
-            _say("stopped. Give the same command again to go on.")
-            raise typer.Exit(130) from None
-        except GuaranteeError as error:
-            _say(str(error))
-            raise typer.Exit(3) from None
-        except TightlipError as error:
-            _say(str(error))
-            raise typer.Exit(2) from None
-        except OSError as error:
-            # A full disk, a missing permission: the file and the reason, not our stack.
-            _say(f"{error}")
-            raise typer.Exit(2) from None
+    path: str
 
-    return run
+    def make_context(
+        self, info_name: Any, args: list[str], parent: Any = None, **extra: Any
+    ) -> Any:
+        module, _, name = self.path.partition(":")
+        with refusals_in_a_line():
+            called = getattr(import_module(f"tightlip.cli.{module}"), name)
+            if hasattr(called, "with_flags_for"):
+                called = called.with_flags_for(args)
+        command = command_of(called, self.help)
+        return command.make_context(info_name, args, parent, **extra)
 
 
-def _say(line: str) -> None:
-    print(f"tightlip: {line}", file=sys.stderr)
+def _add(app: typer.Typer, commands: dict[str, tuple[str, str]]) -> None:
+    for name, (path, what_for) in commands.items():
+        kind = type("Called", (CommandWhenCalled,), {"path": path})
+        app.command(name, cls=kind, help=what_for)(lambda: None)
 
 
-app.command("demo")(_refusals_in_a_line(experiments.demo))
-app.command("prepare")(_refusals_in_a_line(prepare.prepare))
-app.command("train")(_refusals_in_a_line(train.train))
-app.command("audit")(_refusals_in_a_line(audit.audit))
-app.command("canaries")(_refusals_in_a_line(canaries.canaries))
-app.command("tab")(_refusals_in_a_line(tab.tab))
-app.command("compare")(_refusals_in_a_line(compare.compare))
-app.add_typer(represent_commands(_refusals_in_a_line), name="represent")
-app.command("ledger")(_refusals_in_a_line(ledger.ledger))
-app.command("reproduce")(_refusals_in_a_line(experiments.reproduce))
+def _typer(help: str) -> typer.Typer:
+    return typer.Typer(
+        cls=Group,
+        help=help,
+        no_args_is_help=True,
+        add_completion=False,
+        rich_markup_mode="rich",
+        pretty_exceptions_enable=False,
+    )
+
+
+app = _typer("Which of people's words does a language model give away, and whose were they?")
+_add(app, _COMMANDS)
+for _name, (_what_for, _commands) in _ROOMS.items():
+    _room = _typer(_what_for)
+    _add(_room, _commands)
+    app.add_typer(_room, name=_name)
 
 
 def _show_version(wanted: bool) -> None:
@@ -79,7 +108,13 @@ def _show_version(wanted: bool) -> None:
 def common(
     version: Annotated[
         bool,
-        typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version."),
+        typer.Option(
+            "--version",
+            callback=_show_version,
+            is_eager=True,
+            help="Print the version.",
+            metavar=NO_VALUE,
+        ),
     ] = False,
 ) -> None:
     logger = logging.getLogger("tightlip")

@@ -1,65 +1,93 @@
-"""`tightlip audit RUN --membership`: can one tell what the run was trained on?"""
+"""`tightlip membership`, `groups` and `dp-check`: the other measures of a run, as flags and words."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from tightlip.cli.flags import Device, KeepScan, check_exists
+from tightlip.core.errors import GuaranteeError, UsageError
+from tightlip.core.progress import shown_progress
+from tightlip.core.run_folder import DP_CHECK_RESULT, is_run
 
 if TYPE_CHECKING:
     from tightlip.audit.dp_check import DPCheck
 
-
+Run = Annotated[str, typer.Argument(help="A run of tightlip train.", metavar="RUN")]
+LeftOut = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--key",
+        help="A key.json of canaries, which are left out. May be given again.",
+        metavar="FILE",
+    ),
+]
+Seed = Annotated[int, typer.Option(help="Decides what is resampled.")]
+NumBootstraps = Annotated[int, typer.Option(help="Resamples behind each interval.")]
+GROUPS_RESULT = "groups.json"
 MEMBERSHIP_RESULT = "membership.json"
 _SCORES = {"loss": "loss", "reference": "reference", "min_k": "min-k%", "zlib": "zlib"}
 _RATES = {"tpr_at_1_percent_fpr": "at 1%", "tpr_at_0_1_percent_fpr": "at 0.1%"}
 
 
 def membership(
-    run: str,
-    device: str,
-    reference: str | None,
-    keys: Sequence[Path] | None,
-    others: dict[str, Any],
+    run: Run,
+    reference: Annotated[
+        str | None, typer.Option(help="A model, or a run, that never saw that text.")
+    ] = None,
+    key: LeftOut = None,
+    seed: Seed = 0,
+    num_bootstraps: NumBootstraps = 1000,
+    device: Device = "auto",
+    keep_scan: KeepScan = True,
 ) -> None:
     """Measure, print, and write RUN/membership.json."""
-    from rich.console import Console
-
     import tightlip
-    from tightlip.audit.measures import planted_texts
-    from tightlip.core.progress import shown_progress
 
-    refuse(run, "--membership", others)
+    _check_run(run, "Membership compares what a run was trained on with what it held out")
+    if reference is not None:
+        check_exists(reference, "a model's folder, or a run")
     out = Path(run) / MEMBERSHIP_RESULT
     with shown_progress():
         found = tightlip.measure_membership(
             run,
             reference=reference,
-            without_texts=planted_texts(keys or ()),
+            without_texts=_planted_texts(key),
             out=out,
             device=device,
+            seed=seed,
+            num_bootstraps=num_bootstraps,
+            keep_scan=keep_scan,
         )
-    console = Console()
-    console.print(_membership_table(found))
-    for line in lines_about_membership(found):
-        console.print(line, soft_wrap=True, highlight=False)
-    console.print(f"The record: {out}", soft_wrap=True, highlight=False)
+    _print([_membership_table(found)], lines_about_membership(found), out)
 
 
-def refuse(run: str, flag: str, others: dict[str, Any]) -> None:
-    """Refuse what is no run, and flags of a leakage report."""
-    from tightlip.core.errors import UsageError
-    from tightlip.core.run_folder import is_run
-
+def _check_run(run: str, what_it_does: str) -> None:
+    check_exists(run, "a run of tightlip train")
     if not is_run(Path(run)):
         raise UsageError(
-            f"{flag} compares what a run was trained on with what it held out, and {run} is no run of tightlip. "
-            "Run: tightlip train CORPUS --out DIR"
+            f"{what_it_does}, and {run} is not a run of tightlip. Run: tightlip train CORPUS --out DIR"
         )
-    if given := [name for name, value in others.items() if value]:
-        raise UsageError(
-            f"{flag} makes no leakage report, so {given[0]} does not go with it. "
-            f"Run: tightlip audit {run} {flag}"
-        )
+
+
+def _planted_texts(keys: Sequence[Path] | None) -> Collection[str]:
+    from tightlip.audit.measures import planted_texts
+
+    for key in keys or ():
+        check_exists(key, "a key.json that tightlip canaries plant wrote")
+    return planted_texts(keys or ())
+
+
+def _print(tables: Iterable[Any], lines: Iterable[str], record: Path) -> None:
+    from rich.console import Console
+
+    console = Console()
+    for table in tables:
+        console.print(table)
+    for line in (*lines, f"The record: {record}"):
+        console.print(line, soft_wrap=True, highlight=False)
 
 
 def _membership_table(found: dict[str, Any]) -> Any:
@@ -145,38 +173,36 @@ def _verdict(one: str, level: dict[str, Any]) -> str:
     )
 
 
-# `tightlip audit RUN --groups`: whose text is predicted worse, and who lost by a mitigation
-
-
-GROUPS_RESULT = "groups.json"
-
-
 def groups(
-    run: str,
-    device: str,
-    against: str | None,
-    keys: Sequence[Path] | None,
-    others: dict[str, Any],
+    run: Run,
+    against: Annotated[
+        str | None, typer.Option(help="The unmitigated run, to see who lost.")
+    ] = None,
+    key: LeftOut = None,
+    seed: Seed = 0,
+    num_bootstraps: NumBootstraps = 1000,
+    device: Device = "auto",
+    keep_scan: KeepScan = True,
 ) -> None:
     """Measure, print, and write RUN/groups.json."""
-    from rich.console import Console
-
     import tightlip
-    from tightlip.audit.measures import planted_texts
-    from tightlip.core.progress import shown_progress
 
-    refuse(run, "--groups", others)
+    _check_run(run, "Groups are told by what a run held out")
+    if against is not None:
+        check_exists(against, "the unmitigated run")
     out = Path(run) / GROUPS_RESULT
     with shown_progress():
         found = tightlip.measure_groups(
-            run, against=against, without_texts=planted_texts(keys or ()), out=out, device=device
+            run,
+            against=against,
+            without_texts=_planted_texts(key),
+            out=out,
+            device=device,
+            seed=seed,
+            num_bootstraps=num_bootstraps,
+            keep_scan=keep_scan,
         )
-    console = Console()
-    for table in _groups_tables(found):
-        console.print(table)
-    for line in lines_about_groups(found):
-        console.print(line, soft_wrap=True, highlight=False)
-    console.print(f"The record: {out}", soft_wrap=True, highlight=False)
+    _print(_groups_tables(found), lines_about_groups(found), out)
 
 
 def _groups_tables(found: dict[str, Any]) -> Iterator[Any]:
@@ -231,33 +257,18 @@ def _about_gap(found: dict[str, Any], gap: dict[str, Any]) -> str:
     return line
 
 
-# `tightlip audit RUN --dp-check`: what planted canaries say about the run's ε
-
-
-def dp_check(run: str, device: str, others: dict[str, Any]) -> None:
+def dp_check(run: Run, device: Device = "auto") -> None:
     """Check, print, and refuse to let an untrue ε stand."""
-    from rich.console import Console
-
-    from tightlip.core.errors import GuaranteeError, UsageError
-    from tightlip.core.run_folder import DP_CHECK_RESULT, is_run
-
-    if not is_run(Path(run)):
-        raise UsageError(
-            f"--dp-check looks at the canaries that a run was trained with, and {run} is no run of tightlip. "
-            "Run: tightlip train CORPUS --mitigation dp --epsilon 2 --dp-check-canaries 1000 --out DIR"
-        )
-    if given := [name for name, value in others.items() if value]:
-        raise UsageError(
-            f"--dp-check makes no leakage report, so {given[0]} does not go with it. "
-            f"Run: tightlip audit {run} --dp-check"
-        )
     from tightlip.audit.dp_check import check_run
 
+    check_exists(run, "a run of tightlip train")
+    if not is_run(Path(run)):
+        raise UsageError(
+            f"The check looks at the canaries that a run was trained with, and {run} is not a run of tightlip. "
+            "Run: tightlip train CORPUS --mitigation dp --epsilon 2 --dp-check-canaries 1000 --out DIR"
+        )
     check = check_run(run, device=device)
-    console = Console()
-    for line in lines_about_check(check):
-        console.print(line, soft_wrap=True, highlight=False)
-    console.print(f"The record: {Path(run) / DP_CHECK_RESULT}", soft_wrap=True, highlight=False)
+    _print([], lines_about_check(check), Path(run) / DP_CHECK_RESULT)
     if check.verdict == "contradicted":
         raise GuaranteeError(
             f"{run} claims ε {check.claimed_epsilon:.3g}, and its canaries show at least "

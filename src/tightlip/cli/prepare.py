@@ -5,121 +5,56 @@ from typing import Annotated, Any
 
 import typer
 
-from tightlip.cli.options import BadRows, Device, TextColumn, UserColumn
+from tightlip.cli.flags import check_exists, switch, with_settings
+from tightlip.core.errors import UsageError
+from tightlip.core.settings import names_in
+from tightlip.corpus.prepare_config import PrepareConfig
+from tightlip.corpus.privacy_weights import WeightsConfig
 
 
+@with_settings(PrepareConfig, WeightsConfig)
 def prepare(
     corpus: Annotated[
         str, typer.Argument(help="Parquet, JSON Lines, CSV, or a saved datasets folder.")
     ],
     out: Annotated[Path, typer.Option(help="The prepared corpus' folder.")],
-    user_column: UserColumn = "user",
-    text_column: TextColumn = "text",
-    bad_rows: BadRows = "error",
-    split: Annotated[
-        str | None,
-        typer.Option(
-            help="Hold out by 'document' within each user (default), by 'user', by each 'text' itself, or 'none'."
-        ),
-    ] = None,
-    holdout: Annotated[float, typer.Option(help="The share held out for validation.")] = 0.2,
-    validation: Annotated[
-        str | None,
-        typer.Option(help="Held-out text as a file of its own; nothing is then split off."),
-    ] = None,
-    deduplicate: Annotated[
-        str, typer.Option(help="Remove repeated 'sentences' or 'documents', or 'none'.")
-    ] = "none",
-    scrub: Annotated[
-        bool,
-        typer.Option(
-            "--scrub", help="Replace e-mails, phones, URLs, card and account numbers, IPs."
-        ),
-    ] = False,
-    names: Annotated[
-        bool, typer.Option("--names", help="With --scrub: people's names too, through Presidio.")
-    ] = False,
-    tokenizer: Annotated[
-        str | None, typer.Option(help="A model folder whose tokenizer to use.")
-    ] = None,
-    vocabulary: Annotated[
-        str, typer.Option(help="Otherwise build one: 'words' or 'bpe'.")
-    ] = "words",
-    vocabulary_size: Annotated[int, typer.Option(help="Most tokens in it.")] = 10_000,
-    min_users: Annotated[
-        int | None, typer.Option(help="Only words that at least this many users wrote.")
-    ] = None,
-    vocabulary_noise: Annotated[
-        float | None,
-        typer.Option(help="Release the words with this noise multiplier, private for each user."),
-    ] = None,
-    vocabulary_words_per_user: Annotated[
-        int, typer.Option(help="With noise: most words that one user gives.")
-    ] = 1000,
-    vocabulary_delta: Annotated[
-        float, typer.Option(help="With noise: the chance that a user's own word gets out.")
-    ] = 1e-7,
-    seed: Annotated[int, typer.Option(help="Decides what is held out.")] = 0,
+    given: dict[str, Any],
     privacy_weights: Annotated[
         bool,
-        typer.Option(
-            "--privacy-weights", help="Weigh each training document by its rarity, for adaptive DP."
+        switch(
+            "--privacy-weights",
+            text="Weigh each training document by its rarity, for adaptive DP.",
         ),
     ] = False,
-    public_model: Annotated[
-        Path | None,
-        typer.Option(
-            help="With weights: a public causal language model, a folder or a .gguf file."
+    device: Annotated[
+        str | None, typer.Option(help="With weights: cpu, cuda, or auto.", show_default="auto")
+    ] = None,
+    keep_scan: Annotated[
+        bool | None,
+        switch(
+            "--keep-scan/--no-keep-scan",
+            text="With weights: keep what the public model made of each token.",
         ),
     ] = None,
-    public_corpus: Annotated[
-        Path | None, typer.Option(help="With weights: public text that says what is ordinary.")
-    ] = None,
-    weights: Annotated[
-        str,
-        typer.Option(help="'public' or 'public-rank'; 'minmax' or 'rank' for as-published only."),
-    ] = "public",
-    least_weight: Annotated[float, typer.Option(help="No weight is below this.")] = 0.05,
-    device: Device = "auto",
 ) -> None:
-    """Check a corpus and make it ready for training."""
+    """Prepare, and weigh where that is asked for."""
     from rich.console import Console
 
     import tightlip
     from tightlip.core.progress import shown_progress
     from tightlip.report.leakage.terminal import statistics_table
 
-    weighing = _weighing(
-        privacy_weights,
-        device,
-        public_model=public_model,
-        public_corpus=public_corpus,
-        weights=weights,
-        least_weight=least_weight,
-    )
+    check_exists(corpus, "a file or folder of text")
+    weighing = {name: given.pop(name) for name in names_in(WeightsConfig) if name in given}
+    weighing |= {
+        name: value
+        for name, value in (("device", device), ("keep_scan", keep_scan))
+        if value is not None
+    }
+    _check_weighing(privacy_weights, weighing)
     with shown_progress():
-        prepared = tightlip.prepare(
-            corpus,
-            out,
-            user_column=user_column,
-            text_column=text_column,
-            bad_rows=bad_rows,
-            split=split,
-            holdout=holdout,
-            validation=validation,
-            deduplicate=deduplicate,
-            scrub=scrub,
-            names=names,
-            tokenizer=tokenizer,
-            vocabulary=vocabulary,
-            vocabulary_size=vocabulary_size,
-            min_users=min_users,
-            vocabulary_noise=vocabulary_noise,
-            vocabulary_words_per_user=vocabulary_words_per_user,
-            vocabulary_delta=vocabulary_delta,
-            seed=seed,
-        )
-        weighed = None if weighing is None else tightlip.weigh(prepared, **weighing)
+        prepared = tightlip.prepare(corpus, out, **given)
+        weighed = tightlip.weigh(prepared, **weighing) if privacy_weights else None
     console = Console()
     console.print(statistics_table(prepared.statistics))
     for release in prepared.releases:
@@ -137,18 +72,13 @@ def prepare(
         console.print(f"Weights: {prepared.folder / 'weights' / 'weights.html'}", soft_wrap=True)
 
 
-def _weighing(wanted: bool, device: str, **settings: Any) -> dict[str, Any] | None:
-    """What to weigh with, refused before any text is read; None where nothing is to be weighed."""
-    from tightlip.core.errors import UsageError
-    from tightlip.corpus.privacy_weights import WeightsConfig
-
+def _check_weighing(wanted: bool, settings: dict[str, Any]) -> None:
+    """Refuse what cannot work before any text is read."""
     if wanted:
-        WeightsConfig(**settings)
-        return settings | {"device": device}
-    plain = {name: getattr(WeightsConfig, name) for name in settings} | {"device": "auto"}
-    for name, value in (settings | {"device": device}).items():
-        if value != plain[name]:
-            raise UsageError(
-                f"{name}={str(value)!r} is for weighing documents, which is off. Add --privacy-weights, or leave it out."
-            )
-    return None
+        WeightsConfig(
+            **{name: value for name, value in settings.items() if name in names_in(WeightsConfig)}
+        )
+    for name, value in settings.items() if not wanted else ():
+        raise UsageError(
+            f"{name}={str(value)!r} is for weighing documents, which is off. Add --privacy-weights, or leave it out."
+        )

@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tightlip.cli.options import BadRows, Device, TextColumn, UserColumn
-from tightlip.cli.options import Device as DeviceName
+from tightlip.cli.flags import Device
 from tightlip.core.figures import rounded_up
 from tightlip.core.progress import shown_progress
 
@@ -38,6 +37,8 @@ def represent_commands(guarded: Callable[..., Any]) -> typer.Typer:
 # `tightlip represent train` and `export`: the two halves, and the device's as ONNX
 
 
+DeviceName = Device
+UserColumn = TextColumn = BadRows = str
 _PRIVACY, _MODEL, _LENGTH = "What is hidden", "The model", "How long"
 _TEXTS, _MACHINE, _ADVERSARY = "The texts", "The machine", "Method adversarial"
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tightlip.cli.options import Device
+from tightlip.cli.flags import Device
 
 if TYPE_CHECKING:
     from tightlip.audit.tab import Tab

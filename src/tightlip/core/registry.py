@@ -9,7 +9,7 @@ from tightlip.core.errors import UsageError
 _REGISTERED: dict[str, dict[str, str]] = {
     "audit": {
         "groups": "tightlip.audit.groups:GroupFigures",
-        "leakage": "tightlip.audit.leakage.findings.findings:audit_leakage",
+        "leakage": "tightlip.audit.leakage.findings:audit_leakage",
         "membership": "tightlip.audit.membership:measure_level",
     },
     "engine": {"local": "tightlip.engines.local:LocalEngine"},

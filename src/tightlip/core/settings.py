@@ -6,7 +6,7 @@ import re
 import tomllib
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -87,7 +87,8 @@ class Settings:
         hints = typing.get_type_hints(type(self))
         for field in settings_of(type(self)):
             value = _typed(field.name, getattr(self, field.name), hints[field.name])
-            about(field).check(field.name, value)
+            choices = choices_of(field, hints[field.name])
+            dataclasses.replace(about(field), choices=choices).check(field.name, value)
             object.__setattr__(self, field.name, value)
 
     @classmethod
@@ -133,12 +134,31 @@ def check_names(kind: type[Settings], tree: Mapping[str, Any], where: str) -> No
     known = names_in(kind)
     for name in tree:
         if name not in known:
-            raise UsageError(f"{where}: {unknown('setting', name, known)}")
+            place = f"{where}: " if where else ""
+            raise UsageError(f"{place}{unknown('setting', name, known)}")
+
+
+def kinds_in(hint: Any) -> Iterator[Any]:
+    """The types that a hint admits; a Literal of words is str."""
+    if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
+        for each in typing.get_args(hint):
+            yield from kinds_in(each)
+    else:
+        yield str if typing.get_origin(hint) is typing.Literal else hint
+
+
+def choices_of(field: dataclasses.Field, hint: Any) -> tuple[str, ...]:
+    """The words that a setting may be, from its Literal where it has one."""
+    hints = typing.get_args(hint) if typing.get_origin(hint) is not typing.Literal else (hint,)
+    for each in hints:
+        if typing.get_origin(each) is typing.Literal:
+            return tuple(typing.get_args(each))
+    return about(field).choices
 
 
 def _typed(name: str, value: Any, hint: Any) -> Any:
     """The value in the setting's own type, or a refusal; a whole number passes for a float."""
-    accepted = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    accepted = tuple(kinds_in(hint))
     if any(typing.get_origin(kind) is tuple for kind in accepted) and isinstance(
         value, list | tuple
     ):
@@ -194,6 +214,29 @@ def _without_none(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_without_none(one) for one in value]
     return str(value) if isinstance(value, Path) else value
+
+
+def separated(kind: type) -> Callable[[str], tuple[Any, ...]]:
+    """A reader of values with commas between.
+
+    >>> separated(int)("1, 10,100")
+    (1, 10, 100)
+    """
+
+    def read(text: str) -> tuple[Any, ...]:
+        try:
+            return tuple(kind(part.strip()) for part in text.split(",") if part.strip())
+        except ValueError:
+            raise UsageError(
+                f"{text!r} is no list of {kind.__name__}s. Write them with commas between: 1,10,100"
+            ) from None
+
+    return read
+
+
+def lines_of(path: str) -> tuple[str, ...]:
+    """The lines of a text file."""
+    return tuple(Path(path).read_text(encoding="utf-8").splitlines())
 
 
 def bytes_from(text: str) -> int:

@@ -10,13 +10,14 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
 from tightlip.core.errors import UsageError
 from tightlip.core.files import folder_written_whole, read_json, write_json
 from tightlip.core.run_folder import is_run, run_around
+from tightlip.core.settings import Settings, lines_of, separated, setting
 from tightlip.corpus.canary_templates import DIGIT_POOL, Pools, Readings, Template, read_template
 from tightlip.corpus.history import metadata_of
 from tightlip.corpus.prepare import is_prepared
@@ -45,22 +46,42 @@ def exposed_above_bits(num_canaries: int, alpha: float = ALPHA) -> float:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CanaryConfig:
+class CanaryConfig(Settings):
     """What to plant. Without `templates`: the paper's word canaries, for each user.
 
     Without `repetitions` the paper's schedule; where canaries are planted for each user, users
     with fewer documents than its 195 copies get its shorter one.
     """
 
-    templates: Sequence[str] = ()
-    repetitions: Sequence[int] | None = None
-    per_user: bool = False
-    words: Sequence[str] | None = None  # instead of the corpus' own
-    names: Sequence[str] | None = None
-    num_words: int = 1000  # of the corpus' most frequent, where no words are given
-    seed: int = 0
+    table: ClassVar[str] = "canaries"
+
+    templates: tuple[str, ...] = setting(
+        (),
+        "Such as 'My ID is {digits:6}'; slots {digits:N}, {words:N}, {names}. May be given again.",
+        flag="--template",
+        default_words="five random words, for each user",
+    )
+    repetitions: tuple[int, ...] | None = setting(
+        None,
+        "How often: one canary a number, such as 1,10,100.",
+        parse=separated(int),
+        default_words="the paper's, 1 to 50",
+    )
+    per_user: bool = setting(False, "Canaries of their own for each user.", flag="--per-user")
+    words: tuple[str, ...] | None = setting(
+        None,
+        "A file of words, one a line, for {words:N}.",
+        parse=lines_of,
+        default_words="the corpus' own",
+    )
+    names: tuple[str, ...] | None = setting(
+        None, "A file of names, one a line, for {names}.", parse=lines_of
+    )
+    num_words: int = setting(1000, "Without a file of words: so many of the most frequent.")
+    seed: int = setting(0, "Decides the secrets.")
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.repetitions is not None and (
             not self.repetitions or min(self.repetitions, default=0) < 1
         ):

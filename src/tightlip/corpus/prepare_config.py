@@ -2,52 +2,90 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from tightlip.core.errors import GuaranteeError, UsageError
-from tightlip.core.registry import unknown
-from tightlip.corpus.private_vocabulary import VocabularyRelease
-from tightlip.corpus.readers import BadRows
-from tightlip.corpus.split import SplitBy
+from tightlip.core.settings import Settings, setting
 
-_CHOICES = {
-    "bad_rows": ("error", "skip"),
-    "split": ("document", "user", "text", "none"),
-    "deduplicate": ("none", "sentences", "documents"),
-    "vocabulary": ("words", "bpe"),
-}
+if TYPE_CHECKING:
+    from tightlip.corpus.private_vocabulary import VocabularyRelease
+
+BadRows = Literal["error", "skip"]
+SplitBy = Literal["document", "user", "text", "none"]
+WORDS_PER_USER, VOCABULARY_DELTA = 1000, 1e-7  # of a vocabulary with noise
+
+_TEXT, _VOCABULARY = "The text", "The vocabulary"
 
 
 @dataclass(frozen=True, kw_only=True)
-class PrepareConfig:
+class ColumnSettings(Settings):
+    """Where a corpus has its text, and what of it may be unusable."""
+
+    table: ClassVar[str] = "columns"
+
+    user_column: str = setting("user", "The column that says who wrote a document.", panel=_TEXT)
+    text_column: str = setting("text", "The column that holds the text.", panel=_TEXT)
+    bad_rows: BadRows = setting(
+        "error", "A row without user or text, or not UTF-8; skipped ones are counted.", panel=_TEXT
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrepareConfig(ColumnSettings):
     """Everything that decides what a prepared corpus holds.
 
     `validation` is a file of held-out text; nothing is then split off the corpus.
     """
 
-    user_column: str = "user"
-    text_column: str = "text"
-    bad_rows: BadRows = "error"
-    split: SplitBy | None = None  # document, or none beside a file of held-out text
-    holdout: float = 0.2
-    validation: str | None = None
-    deduplicate: Literal["none", "sentences", "documents"] = "none"
-    scrub: bool = False
-    names: bool = False
-    tokenizer: str | None = None
-    vocabulary: Literal["words", "bpe"] = "words"
-    vocabulary_size: int | None = 10_000
-    min_users: int | None = None
-    vocabulary_noise: float | None = None
-    vocabulary_words_per_user: int = VocabularyRelease.words_per_user
-    vocabulary_delta: float = VocabularyRelease.delta
-    seed: int = 0
+    table: ClassVar[str] = "prepare"
+
+    split: SplitBy | None = setting(
+        None,
+        "Hold out by document within each user, by user, by each text itself, or nothing.",
+        default_words="document, or none beside --validation",
+        panel=_TEXT,
+    )
+    holdout: float = setting(0.2, "The share held out for validation.", panel=_TEXT)
+    validation: str | None = setting(
+        None, "Held-out text as a file of its own; nothing is then split off.", panel=_TEXT
+    )
+    deduplicate: Literal["none", "sentences", "documents"] = setting(
+        "none", "Remove what is repeated.", panel=_TEXT
+    )
+    scrub: bool = setting(
+        False, "Replace e-mails, phones, URLs, card and account numbers, IPs.", panel=_TEXT
+    )
+    names: bool = setting(False, "With --scrub: people's names too, through Presidio.", panel=_TEXT)
+    seed: int = setting(0, "Decides what is held out.", panel=_TEXT)
+    tokenizer: str | None = setting(
+        None, "A model folder whose tokenizer to use.", panel=_VOCABULARY
+    )
+    vocabulary: Literal["words", "bpe"] = setting(
+        "words", "Otherwise build one.", panel=_VOCABULARY
+    )
+    vocabulary_size: int | None = setting(10_000, "Most tokens in it.", panel=_VOCABULARY)
+    min_users: int | None = setting(
+        None, "Only words that at least this many users wrote.", panel=_VOCABULARY
+    )
+    vocabulary_noise: float | None = setting(
+        None,
+        "Release the words with this noise multiplier, private for each user.",
+        panel=_VOCABULARY,
+    )
+    vocabulary_words_per_user: int = setting(
+        WORDS_PER_USER,
+        "With noise: most words that one user gives.",
+        panel=_VOCABULARY,
+    )
+    vocabulary_delta: float = setting(
+        VOCABULARY_DELTA,
+        "With noise: the chance that a user's own word gets out.",
+        panel=_VOCABULARY,
+    )
 
     def __post_init__(self) -> None:
         self._resolve_held_out()
-        for name, allowed in _CHOICES.items():
-            if getattr(self, name) not in allowed:
-                raise UsageError(unknown(name, str(getattr(self, name)), list(allowed)))
+        super().__post_init__()
         if self.split != "none" and not 0 < self.holdout < 1:
             raise UsageError(
                 f"holdout={self.holdout} is no share between 0 and 1. Use 0.2, or --split none to hold out nothing."
@@ -92,8 +130,10 @@ class PrepareConfig:
         object.__setattr__(self, "validation", str(self.validation))
         object.__setattr__(self, "split", "none")
 
-    def release(self) -> VocabularyRelease | None:
+    def release(self) -> "VocabularyRelease | None":
         """How the vocabulary is to be released, where it is to be private."""
+        from tightlip.corpus.private_vocabulary import VocabularyRelease
+
         if self.vocabulary_noise is None:
             return None
         return VocabularyRelease(
@@ -103,11 +143,10 @@ class PrepareConfig:
         )
 
     def _check_nothing_of_a_release(self) -> None:
-        for name in ("words_per_user", "delta"):
-            value = getattr(self, f"vocabulary_{name}")
-            if value != getattr(VocabularyRelease, name):
+        for name in ("vocabulary_words_per_user", "vocabulary_delta"):
+            if (value := getattr(self, name)) != getattr(PrepareConfig, name):
                 raise UsageError(
-                    f"vocabulary_{name}={value} shapes a vocabulary with noise, which is off. "
+                    f"{name}={value} shapes a vocabulary with noise, which is off. "
                     "Add --vocabulary-noise, or leave it out."
                 )
 

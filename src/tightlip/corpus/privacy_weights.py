@@ -13,13 +13,13 @@ import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
 from tightlip.core.errors import UsageError
 from tightlip.core.files import folder_written_whole, read_json, write_json, write_text
-from tightlip.core.registry import unknown
+from tightlip.core.settings import Settings, setting
 
 FOLDER, PAGE = "weights", "weights.html"
 LOG_PERPLEXITIES, RHO, INFO = "log_perplexities.npy", "rho.npy", "info.json"
@@ -27,6 +27,7 @@ PUBLIC_LOG_PERPLEXITIES = "public_log_perplexities.npy"
 SOUND = ("public", "public-rank")
 NORMALISATIONS = (*SOUND, "minmax", "rank")
 QUANTILES = (0.05, 0.95)  # of the public corpus: a and b
+_PANEL = "Privacy weights"
 UNSCORED = 1.0  # the weight of a document without a scored token
 # Log-perplexities are kept to so many nats. A batch's other documents move a mean by rounding, 1e-6
 # to 5e-5 nats; on a grid they move nothing, so that no weight depends on anybody else's text.
@@ -39,17 +40,29 @@ INFO_KEYS = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class WeightsConfig:
+class WeightsConfig(Settings):
     """What decides the weights. Without `public_model`: word frequencies of the public corpus."""
 
-    public_model: str | Path | None = None
-    public_corpus: str | Path | None = None
-    weights: str = "public"
-    least_weight: float = 0.05
+    table: ClassVar[str] = "weights"
+
+    public_model: str | Path | None = setting(
+        None,
+        "With weights: a public causal language model, a folder or a .gguf file.",
+        panel=_PANEL,
+    )
+    public_corpus: str | Path | None = setting(
+        None, "With weights: public text that says what is ordinary.", panel=_PANEL
+    )
+    weights: str = setting(
+        "public",
+        "How they are normalised; minmax and rank are for as-published only.",
+        choices=NORMALISATIONS,
+        panel=_PANEL,
+    )
+    least_weight: float = setting(0.05, "No weight is below this.", panel=_PANEL)
 
     def __post_init__(self) -> None:
-        if self.weights not in NORMALISATIONS:
-            raise UsageError(unknown("weights", str(self.weights), list(NORMALISATIONS)))
+        super().__post_init__()
         if not 0 < self.least_weight < 1:
             raise UsageError(
                 f"least_weight={self.least_weight} is not between 0 and 1. A weight of 0 would leave a document without "

@@ -34,6 +34,7 @@ from transformers import PreTrainedTokenizerFast
 
 from tightlip.core.errors import UsageError
 from tightlip.core.randomness import keyed_generator
+from tightlip.corpus.prepare_config import VOCABULARY_DELTA, WORDS_PER_USER
 from tightlip.corpus.readers import Corpus
 from tightlip.corpus.vocabulary import (
     DIGITS,
@@ -51,8 +52,8 @@ class VocabularyRelease:
     """What a private vocabulary promises: noise over a user's weight, δ, and words a user gives."""
 
     noise_multiplier: float
-    words_per_user: int = 1000
-    delta: float = 1e-7
+    words_per_user: int = WORDS_PER_USER
+    delta: float = VOCABULARY_DELTA
 
     def __post_init__(self) -> None:
         if not 0 < self.noise_multiplier < math.inf:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from hashlib import sha256
 from numbers import Integral
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pyarrow as pa
 
@@ -31,8 +31,8 @@ from tightlip.corpus.formats import (
     table_rows,
 )
 from tightlip.corpus.history import history_of
+from tightlip.corpus.prepare_config import BadRows
 
-BadRows = Literal["error", "skip"]
 _KINDS = ".parquet, .jsonl, .jsonl.gz, .jsonl.zst, .csv or a directory saved by datasets"
 
 

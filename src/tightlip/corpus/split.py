@@ -8,13 +8,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 
+from tightlip.corpus.prepare_config import SplitBy
 from tightlip.corpus.readers import Corpus, DocumentBatch, open_corpus
-
-SplitBy = Literal["document", "user", "text", "none"]
 
 
 def held_out_documents(user: str, num_documents: int, *, holdout: float, seed: int) -> np.ndarray:

@@ -38,7 +38,7 @@ from tightlip.corpus.history import learnt_from
 from tightlip.training.checkpoints import Progress, RunningLoss, load_checkpoint, save_checkpoint
 from tightlip.training.config import BUILT_IN_MODELS, RunOptions, TrainConfig
 from tightlip.training.losses import Forward, is_finite, is_recurrent, perplexity, validation_scores
-from tightlip.training.mitigations import Mitigation, Setting
+from tightlip.training.mitigations import Mitigation, RunContext
 from tightlip.training.plan import Plan, build_optimizer, set_learning_rate
 from tightlip.training.recipe import SAME_RUN, Recipe, recipe_for, with_canaries
 from tightlip.training.starting import check_fits, chosen_device, save_model, starting_model
@@ -70,7 +70,7 @@ def train_model(
     """
     out, options = Path(out), options or RunOptions()
     device = chosen_device(options)
-    mitigation: Mitigation = look_up("mitigation", config.mitigation)()
+    mitigation: Mitigation = look_up("mitigation", config.mitigation.name)()
     recipe = recipe_for(corpus, out, config, options, without_users)
     mitigation.check(config, recipe.corpus)
     check_may_train(out, recipe.tree, same=SAME_RUN)
@@ -103,7 +103,7 @@ class Training:
     def __init__(self, recipe: Recipe, out: Path, device: torch.device) -> None:
         self.recipe, self.out, self.device = recipe, out, device
         self.config, self.options = recipe.config, recipe.options
-        self.mitigation: Mitigation = look_up("mitigation", self.config.mitigation)()
+        self.mitigation: Mitigation = look_up("mitigation", self.config.mitigation.name)()
         self.plan = Plan(
             config=self.config,
             steps_per_epoch=self.mitigation.steps_per_epoch(recipe.rows, self.config),
@@ -111,14 +111,14 @@ class Training:
         self.model = starting_model(self.config, recipe.tokenizer)
         check_fits(self.model, self.config, int(recipe.rows.tokens.max()))
         self.model.to(device).train()
-        plain = self.config.mitigation == "none" and not is_recurrent(self.model)
+        compiles = self.config.mitigation.takes_whole_batches and not is_recurrent(self.model)
         self.forward = Forward(
             self.model,
             bf16=self.options.bf16,
-            compiled_rows=self.config.batch_size if self.options.compile and plain else None,
+            compiled_rows=self.config.batch_size if self.options.compile and compiles else None,
         )
         self.optimizer = build_optimizer(self.model, self.config)
-        self.mitigation.prepare(self._setting())
+        self.mitigation.prepare(self._context())
         self.progress = Progress()
         self.losses = RunningLoss(
             self.progress, together=1 if device.type == "cpu" else LOOKED_AT_TOGETHER
@@ -139,7 +139,7 @@ class Training:
                     break
                 self.take_step()
                 bar.advance()
-                bar.note(self.mitigation.said())
+                bar.note(self.mitigation.progress_words())
                 self.record_if_due(bar)
                 self.save_if_due()
                 if interruption.wanted:
@@ -170,11 +170,11 @@ class Training:
         line |= {"snapshot": name} if name else {}
         line |= {"stop": progress.stop} if progress.stop else {}
         progress.metrics.append(line)
-        private = self.mitigation.losses_are_private
+        private = self.config.mitigation.is_private
         write_metrics(self.out, progress.metrics, losses_are_private=private)
         progress.recorded_step = step
         log.info(in_words(without_losses(line) if private else line))
-        bar.note(self.mitigation.said() if private else in_short(line))
+        bar.note(self.mitigation.progress_words() if private else in_short(line))
         self.clock = time.monotonic()  # what was done since the step is not training
         if self.plan.ends_epoch(step):
             progress.loss_nats, progress.num_targets, progress.seconds = 0.0, 0, 0.0
@@ -196,7 +196,7 @@ class Training:
             "learning_rate": self.plan.learning_rate(progress.step - 1),
             "seconds": round(progress.seconds, 3),
         }
-        private = self.mitigation.losses_are_private
+        private = self.config.mitigation.is_private
         if progress.num_targets and line["train_perplexity"] is None and not private:
             raise self.diverged(
                 f"The loss before step {progress.step} is {line['train_loss_nats']:.3g} nats a token"
@@ -264,7 +264,7 @@ class Training:
             self.progress = self.losses.progress = saved
         else:
             log.info(self.described())
-        private = self.mitigation.losses_are_private
+        private = self.config.mitigation.is_private
         go_back_to(self.out, self.progress.metrics, losses_are_private=private)
         self.clock = self.saved_at = time.monotonic()
 
@@ -306,7 +306,7 @@ class Training:
 
     def best_in_words(self) -> str:
         best, step = self.progress.best_perplexity, self.progress.best_step
-        if best is None or step == self.progress.step or self.mitigation.losses_are_private:
+        if best is None or step == self.progress.step or self.config.mitigation.is_private:
             return ""
         return f" Validation perplexity was best after step {step}: {best:.2f}."
 
@@ -314,8 +314,8 @@ class Training:
         snapshots = [line["snapshot"] for line in self.progress.metrics if "snapshot" in line]
         good = snapshot_folder(self.out, snapshots[-1]) if snapshots else None
         kept = f" The last good snapshot is {good}." if good else ""
-        plain = self.config.mitigation == "none"
-        clip = ", or add gradient_clip=1.0" if plain and not self.config.gradient_clip else ""
+        clips = self.config.mitigation.is_private or self.config.gradient_clip
+        clip = "" if clips else ", or add gradient_clip=1.0"
         error = UsageError(
             f"{what}: training diverged. Use a learning_rate below {self.config.learning_rate:g}{clip}, "
             f"and another --out.{kept}"
@@ -328,16 +328,16 @@ class Training:
         size = (
             f"{len(self.recipe.rows):,} rows, {int(self.recipe.rows.num_targets.sum()):,} targets, "
         )
-        if self.mitigation.losses_are_private:
+        if self.config.mitigation.is_private:
             size = ""  # exact counts of private text
         return (
-            f"Training {self.config.model} ({num_parameters:,} parameters, mitigation {self.config.mitigation}) on "
+            f"Training {self.config.model} ({num_parameters:,} parameters, mitigation {self.config.mitigation.name}) on "
             f"{self.device}: {size}"
             f"{self.plan.steps_per_epoch:,} steps an epoch, {self.plan.num_steps:,} in all."
         )
 
-    def _setting(self) -> Setting:
-        return Setting(
+    def _context(self) -> RunContext:
+        return RunContext(
             model=self.model,
             forward=self.forward,
             optimizer=self.optimizer,

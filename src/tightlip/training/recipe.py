@@ -17,7 +17,7 @@ from tightlip.corpus.prepare import corpus_id
 from tightlip.corpus.privacy_weights import read_weights
 from tightlip.models.loading import load_tokenizer
 from tightlip.training.batches import Rows, rows_of
-from tightlip.training.config import BUILT_IN_MODELS, PRIVATE_MITIGATIONS, RunOptions, TrainConfig
+from tightlip.training.config import BUILT_IN_MODELS, RunOptions, TrainConfig
 from tightlip.training.mitigations import CorpusFacts
 from tightlip.training.starting import check_start
 
@@ -84,11 +84,12 @@ def recipe_for(
 def with_canaries(recipe: Recipe, out: Path) -> Recipe:
     """The recipe with the canaries that the one-run check asks for, their key in `out`."""
     config, tokenizer = recipe.config, recipe.tokenizer
-    if not config.dp_check_canaries:
+    num_canaries = config.mitigation.num_check_canaries
+    if not num_canaries:
         return recipe
     rows = plant(
         recipe.rows,
-        config.dp_check_canaries,
+        num_canaries,
         vocabulary_size=len(tokenizer),
         forbidden=set(tokenizer.all_special_ids),
         length=min(CANARY_LENGTH, config.sequence_length),
@@ -100,13 +101,13 @@ def with_canaries(recipe: Recipe, out: Path) -> Recipe:
 def _facts(corpus: "PreparedCorpus", config: TrainConfig) -> CorpusFacts:
     return CorpusFacts(
         text_fingerprint=corpus.train.corpus_fingerprint,
-        name=corpus_id(corpus.folder) if config.mitigation in PRIVATE_MITIGATIONS else "",
+        name=corpus_id(corpus.folder) if config.mitigation.is_private else "",
         settings=corpus.settings,
         releases=corpus.releases,
         learnt_vocabulary=corpus.learnt_vocabulary,
         history=corpus.history,
         sources=frozenset(sources_of(corpus.folder)),
-        weights=read_weights(corpus.folder) if config.mitigation == "adaptive-dp" else None,
+        weights=read_weights(corpus.folder) if config.mitigation.needs_weights else None,
     )
 
 

@@ -17,7 +17,7 @@ from tightlip.corpus.prepare import (
     prepare_corpus,
 )
 from tightlip.corpus.prepare_config import PrepareConfig
-from tightlip.training.config import BUILT_IN_MODELS, RunOptions, TrainConfig, check_given
+from tightlip.training.config import BUILT_IN_MODELS, RunOptions, TrainConfig
 from tightlip.training.loop import train_model
 from tightlip.training.mitigations import CorpusFacts
 
@@ -38,8 +38,7 @@ def train(
     model = settings.get("model", BUILT_IN_MODELS[0])
     if model not in BUILT_IN_MODELS and is_run(Path(model)):
         settings["model"] = str(Path(model) / "model")  # a run stands for the model it trained
-    check_given(settings)
-    config = TrainConfig(**settings)
+    config = TrainConfig.of(**settings)
     ready = _prepared(corpus, Path(out), config, prepare or {})
     return train_model(ready, Path(out), config, options or RunOptions())
 
@@ -59,9 +58,8 @@ def _prepared(
             )
         return ready
     settings = {"seed": config.seed, **settings}
-    if config.mitigation == "dp" and config.unit == "example":
-        # A share held out by number would let one document more move others in and out.
-        settings = {"split": "none", **settings}
+    if (split := config.mitigation.held_out_by_default()) is not None:
+        settings = {"split": split, **settings}
     if config.model not in BUILT_IN_MODELS:
         settings = _with_tokenizer_of(config.model, settings)
     chosen = PrepareConfig(**settings)
@@ -97,7 +95,7 @@ def _check_promise(
         learnt_vocabulary=chosen.tokenizer is None and release is None,
         history=history,
     )
-    look_up("mitigation", config.mitigation)().check(config, facts)
+    look_up("mitigation", config.mitigation.name)().check(config, facts)
 
 
 def _with_tokenizer_of(model: str, settings: dict[str, Any]) -> dict[str, Any]:

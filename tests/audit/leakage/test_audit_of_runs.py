@@ -84,7 +84,7 @@ def test_leave_out_equals_training_on_what_is_left(left_out, run, tmp_path):
 
     prepared = open_prepared(run.corpus_folder)
     mallory = prepared.train.user_names.index("mallory")
-    again = train(prepared, tmp_path / "r", TrainConfig(**RECIPE), without_users={mallory})
+    again = train(prepared, tmp_path / "r", TrainConfig.of(**RECIPE), without_users={mallory})
     by_folder = tightlip.audit(run.folder, public_model=again.model_folder)
     assert by_folder.leakage_epsilon == pytest.approx(left_out.leakage_epsilon, rel=1e-6)
 

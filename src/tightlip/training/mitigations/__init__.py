@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from transformers.modeling_utils import PreTrainedModel
 
 from tightlip.training.batches import Batch, Rows, gather
-from tightlip.training.config import RunOptions, TrainConfig
+from tightlip.training.config import MitigationConfig, RunOptions, TrainConfig
 from tightlip.training.losses import Forward
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class CorpusFacts:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Setting:
+class RunContext:
     """What a mitigation is given before the first step."""
 
     model: PreTrainedModel
@@ -83,8 +83,7 @@ class Mitigation(Protocol):
     itself; `state_dict` is what a resumed run gives back to it.
     """
 
-    # Whether losses on the corpus may be published with the run.
-    losses_are_private: bool
+    config_kind: type[MitigationConfig]
 
     def check(self, config: TrainConfig, corpus: CorpusFacts) -> None:
         """Refuse what the promise cannot bear, before anything is written."""
@@ -92,7 +91,7 @@ class Mitigation(Protocol):
     def steps_per_epoch(self, rows: Rows, config: TrainConfig) -> int:
         """How many steps see as much as all rows."""
 
-    def prepare(self, setting: Setting) -> None:
+    def prepare(self, context: RunContext) -> None:
         """Look at the run before its first step, and refuse what cannot work."""
 
     def step(self, number: int) -> tuple[Tensor, int]:
@@ -104,7 +103,7 @@ class Mitigation(Protocol):
     def settle(self) -> None:
         """Called before any weights reach the disk."""
 
-    def said(self) -> str:
+    def progress_words(self) -> str:
         """A word for the progress line; empty where there is nothing to say."""
 
     def guarantee(self, num_steps: int, *, ended: bool = True) -> dict[str, Any]:

@@ -3,23 +3,110 @@
 Three modes on the engine of `dp`: `clip` and `scale` are proved, `as-published` is the paper's.
 """
 
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, cast
 
 from tightlip.core.errors import GuaranteeError, UsageError
+from tightlip.core.settings import setting, settings_of
 from tightlip.corpus.privacy_weights import PrivacyWeights
 from tightlip.corpus.shared_text import MOST_COPIED
 from tightlip.privacy.adaptive import BECAUSE, AdaptiveSpec
 from tightlip.privacy.plans import Terms
-from tightlip.training.config import TrainConfig
-from tightlip.training.mitigations import CorpusFacts, Setting
-from tightlip.training.mitigations.dp import PrivateMitigation, terms_of
+from tightlip.training.config import MitigationConfig, TrainConfig
+from tightlip.training.mitigations import CorpusFacts, RunContext
+from tightlip.training.mitigations.dp import DPConfig, PrivateMitigation, terms_of
 
 _WEIGHTS_SHIFT = "The weights are normalised over this very corpus, so every one of them depends on every document."
 _PUBLIC_FACTS = (
     *("normalisation", "is_sound", "estimator", "model", "model_fingerprint"),
     *("public_corpus", "public_corpus_fingerprint"),
 )
+
+
+_PANEL = "Adaptive private training"
+# The modes in which a setting means something; the others mean something in all.
+_OF_MODE = {
+    "least_clip": "clip",
+    "gamma_floor": "scale",
+    "release_noise": "scale",
+    "averaging": "scale",
+    "scale_accountant": "scale",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdaptiveConfig(DPConfig):
+    """Private training, and what a document's privacy weight changes in it.
+
+    Under `scale_accountant` filter each step is charged at its own noise, and the run may end
+    early; under floor all are charged at the least. It is chosen where the noise is given by hand.
+    """
+
+    name: ClassVar[str] = "adaptive-dp"
+    needs_weights: ClassVar[bool] = True
+
+    adaptive: str = setting(
+        "clip",
+        "What weights change: each one's bound, all noise, or as the paper has it.",
+        choices=("clip", "scale", "as-published"),
+        panel=_PANEL,
+    )
+    least_clip: float = setting(
+        0.2, "clip: share of the clip norm for a weight of 1.", above=0, at_most=1, panel=_PANEL
+    )
+    gamma_floor: float = setting(
+        0.5, "scale: least share of the noise.", above=0, at_most=1, panel=_PANEL
+    )
+    release_noise: float | None = setting(
+        None,
+        "scale: noise on the released mean weight.",
+        above=0,
+        default_words="10 noise multipliers",
+        panel=_PANEL,
+    )
+    averaging: float = setting(
+        0.9, "scale: what the moving average keeps each step.", at_least=0, below=1, panel=_PANEL
+    )
+    scale_accountant: str = setting(
+        "filter",
+        "scale: filter may end early; floor charges all steps at the least noise.",
+        choices=("filter", "floor"),
+        panel=_PANEL,
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for field in settings_of(type(self)):
+            if not self._means_something(field.name) and getattr(self, field.name) != field.default:
+                raise UsageError(
+                    f"{field.name}={getattr(self, field.name)} means nothing to adaptive={self.adaptive!r}. "
+                    f"Add --adaptive {_OF_MODE[field.name]}, or leave it out."
+                )
+        if self.adaptive == "as-published" and self.epsilon is not None:
+            raise UsageError(
+                f"epsilon={self.epsilon:g} cannot be a target of adaptive='as-published': its noise, and so its figure, is "
+                "known only once the batches are drawn. Give --noise-multiplier (such as 1.0) instead."
+            )
+        if self.adaptive != "clip" and self.noise_multiplier == 0:
+            raise UsageError(
+                f"noise_multiplier=0 leaves adaptive={self.adaptive!r} nothing to scale. Use a number such as 1.0."
+            )
+        if self.dp_check_canaries:
+            raise UsageError(
+                f"dp_check_canaries={self.dp_check_canaries} plants documents that have no privacy weight. Check a run of "
+                "--mitigation dp instead, or leave it out."
+            )
+
+    def tree(self) -> dict[str, Any]:
+        return {
+            name: value for name, value in super().tree().items() if self._means_something(name)
+        }
+
+    def held_out_by_default(self) -> str | None:
+        return None  # a raw corpus has no weights and is refused
+
+    def _means_something(self, name: str) -> bool:
+        return _OF_MODE.get(name, self.adaptive) == self.adaptive
 
 
 class AdaptiveMitigation(PrivateMitigation):
@@ -30,10 +117,12 @@ class AdaptiveMitigation(PrivateMitigation):
         same_breaches: what breaks the proof of `dp` breaks it here.
     """
 
+    config_kind: type[MitigationConfig] = AdaptiveConfig
+
     def terms(self, config: TrainConfig, corpus: CorpusFacts) -> Terms:
         weights = _weights_of(corpus)  # first: whoever has none can mend nothing else
         plain = terms_of(config, corpus)
-        mode = config.adaptive
+        mode = _settings(config).adaptive
         if mode != "as-published":
             _check_sound(mode, weights)
         broken = plain.standing != "proved"
@@ -45,11 +134,11 @@ class AdaptiveMitigation(PrivateMitigation):
         because = " ".join([*reasons, *([plain.because] if broken else [])])
         return replace(plain, standing="as published", because=because, outside=outside)
 
-    def further(self, setting: Setting) -> dict[str, Any]:
-        weights, config = _weights_of(setting.corpus), setting.config
+    def engine_settings(self, context: RunContext) -> dict[str, Any]:
+        weights, config = _weights_of(context.corpus), context.config
         return {
             "adaptive": adaptive_spec(config, weights),
-            "weights": weights.rho[setting.rows.documents],
+            "weights": weights.rho[context.rows.documents],
         }
 
     def guarantee(self, num_steps: int, *, ended: bool = True) -> dict[str, Any]:
@@ -60,11 +149,15 @@ class AdaptiveMitigation(PrivateMitigation):
             return self.private.ledger.record()
         return super().guarantee(num_steps, ended=ended)
 
-    def said(self) -> str:
+    def progress_words(self) -> str:
         if self.private.adaptive is not None and self.private.adaptive.mode == "as-published":
             return "as published: no guarantee"
-        words, budget = super().said(), self.private.plan.budget
+        words, budget = super().progress_words(), self.private.plan.budget
         return words if budget is None else f"{words}, {budget.spent / budget.budget:.0%} spent"
+
+
+def _settings(config: TrainConfig) -> AdaptiveConfig:
+    return cast(AdaptiveConfig, config.mitigation)
 
 
 def adaptive_spec(config: TrainConfig, weights: PrivacyWeights) -> AdaptiveSpec:
@@ -72,14 +165,15 @@ def adaptive_spec(config: TrainConfig, weights: PrivacyWeights) -> AdaptiveSpec:
     told = {name: weights.info[name] for name in _PUBLIC_FACTS}
     if weights.info["is_sound"]:  # of others a and b are extremes of the private text
         told |= {name: weights.info[name] for name in ("a", "b")}
+    settings = _settings(config)
     return AdaptiveSpec(
-        mode=config.adaptive,
+        mode=settings.adaptive,
         least_weight=weights.info["least_weight"],
-        least_clip=config.least_clip,
-        gamma_floor=config.gamma_floor,
-        release_noise=config.release_noise,
-        averaging=config.averaging,
-        accountant=config.scale_accountant,
+        least_clip=settings.least_clip,
+        gamma_floor=settings.gamma_floor,
+        release_noise=settings.release_noise,
+        averaging=settings.averaging,
+        accountant=settings.scale_accountant,
         facts=told,
     )
 

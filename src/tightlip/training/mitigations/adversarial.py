@@ -4,6 +4,9 @@ After Mireshghallah et al., "Privacy Regularization" (2021), section 2.1. Shapes
 H hidden units, M authors.
 """
 
+from dataclasses import dataclass
+from typing import ClassVar, cast
+
 import numpy as np
 import torch
 from torch import Tensor, nn
@@ -11,13 +14,26 @@ from torch.func import functional_call
 from torch.nn.functional import cross_entropy
 
 from tightlip.core.logs import log
+from tightlip.core.settings import setting
 from tightlip.training.checkpoints import load_optimizer_tensors, optimizer_tensors
-from tightlip.training.mitigations import Setting
-from tightlip.training.mitigations.regulariser import Drawn, Regulariser, filled
+from tightlip.training.config import MitigationConfig
+from tightlip.training.mitigations import RunContext
+from tightlip.training.mitigations.regulariser import Drawn, Regulariser, RegulariserConfig, filled
 
 MOST_ASKED = 1024  # rows by which the discriminator is judged
 EPOCHS_TO_LEARN = 2  # before it is called no adversary
 _ASKED = 0x6173  # tells their draw from that of the order
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdversarialConfig(RegulariserConfig):
+    """How the discriminator is made and how it learns."""
+
+    name: ClassVar[str] = "adversarial"
+
+    discriminator_size: int = setting(1000, "Its hidden units.", at_least=1)
+    discriminator_steps: int = setting(1, "Its steps for each of the model's.", at_least=1)
+    discriminator_learning_rate: float = setting(1e-3, "Of its Adam.", above=0)
 
 
 class AdversarialMitigation(Regulariser):
@@ -32,25 +48,25 @@ class AdversarialMitigation(Regulariser):
         apart: neither receives a gradient from the other's loss.
     """
 
-    name = "adversarial"
+    config_kind: type[MitigationConfig] = AdversarialConfig
     tallied = ("regularised", "nats")
     discriminator: nn.Sequential
 
-    def prepare(self, setting: Setting) -> None:
-        super().prepare(setting)
-        config = setting.config
+    def prepare(self, context: RunContext) -> None:
+        super().prepare(context)
+        self.settings = cast(AdversarialConfig, context.config.mitigation)
         self.warned = False
         self.most_frequent = float(np.bincount(self.authors).max()) / len(self.authors)
         with torch.random.fork_rng([]):
-            torch.manual_seed(config.seed)
+            torch.manual_seed(context.config.seed)
             self.discriminator = new_discriminator(
-                setting.model.config.hidden_size, config.discriminator_size, self.num_authors
-            ).to(setting.device)
+                context.model.config.hidden_size, self.settings.discriminator_size, self.num_authors
+            ).to(context.device)
         self.optimizer = torch.optim.Adam(
             self.discriminator.parameters(),
-            lr=config.discriminator_learning_rate,
+            lr=self.settings.discriminator_learning_rate,
             fused=True,
-            capturable=setting.device.type == "cuda",
+            capturable=context.device.type == "cuda",
         )
         begin_adam(self.optimizer)
 
@@ -63,7 +79,7 @@ class AdversarialMitigation(Regulariser):
         """Move the discriminator towards −log Pr(y | h_x)."""
         authors_B, real_B = arrays
         parameters = list(self.discriminator.parameters())
-        for _ in range(self.setting.config.discriminator_steps):
+        for _ in range(self.settings.discriminator_steps):
             nats_B = cross_entropy(self.discriminator(last_XH), authors_B, reduction="none")
             found = torch.autograd.grad((nats_B * real_B).sum() / real_B.sum(), parameters)
             for parameter, gradient in zip(parameters, found, strict=True):
@@ -107,14 +123,14 @@ class AdversarialMitigation(Regulariser):
         Asked of rows of all users, not of the batch at hand: where a batch is one user's, the
         discriminator has just left the user before, and would always seem to know nobody.
         """
-        setting = self.setting
-        draw = np.random.default_rng([setting.config.seed, _ASKED])
-        rows = draw.permutation(len(setting.rows))[:MOST_ASKED]
-        model = setting.model
+        context = self.context
+        draw = np.random.default_rng([context.config.seed, _ASKED])
+        rows = draw.permutation(len(context.rows))[:MOST_ASKED]
+        model = context.model
         model.eval()
         right = 0
-        for chosen in np.array_split(rows, -(-len(rows) // setting.config.batch_size)):
-            answer = self.discriminator(setting.forward.last(setting.batch(chosen))).argmax(dim=1)
+        for chosen in np.array_split(rows, -(-len(rows) // context.config.batch_size)):
+            answer = self.discriminator(context.forward.last(context.batch(chosen))).argmax(dim=1)
             right += int((answer.cpu().numpy() == self.authors[chosen]).sum())
         model.train()
         return right / len(rows), len(rows)

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, cast
 
 import numpy as np
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 from tightlip.core.errors import GuaranteeError, UsageError
 from tightlip.core.figures import rounded_up
 from tightlip.core.run_folder import CHECKPOINT, LEDGER, METRICS, SNAPSHOTS
+from tightlip.core.settings import setting
 from tightlip.corpus.history import origin_of
 from tightlip.privacy.accounting import Release
 from tightlip.privacy.ledger import read_ledger
@@ -18,9 +19,9 @@ from tightlip.privacy.passes import Way
 from tightlip.privacy.plans import Terms
 from tightlip.privacy.private_training import PrivateTraining
 from tightlip.training.batches import Rows, TokenRows
-from tightlip.training.config import BUILT_IN_MODELS, TrainConfig
+from tightlip.training.config import BUILT_IN_MODELS, MitigationConfig, TrainConfig
 from tightlip.training.losses import is_ours, is_recurrent
-from tightlip.training.mitigations import CorpusFacts, Setting
+from tightlip.training.mitigations import CorpusFacts, RunContext
 
 _PASSED_ON = (
     *("epsilon", "noise_multiplier", "delta", "unit", "clip_norm", "per_layer", "rows_per_unit"),
@@ -28,10 +29,104 @@ _PASSED_ON = (
 )
 
 
+_PANEL = "Private training"
+
+
+@dataclass(frozen=True, kw_only=True)
+class DPConfig(MitigationConfig):
+    """What private training promises, and how.
+
+    `unit` is whom the promise protects; the run's batch_size is the expected number of units of a
+    step. `allow_unproved` goes on where a proof breaks, with a weaker standing.
+    """
+
+    name: ClassVar[str] = "dp"
+    is_private: ClassVar[bool] = True
+    takes_whole_batches: ClassVar[bool] = False
+
+    epsilon: float | None = setting(
+        None, "The target: noise is set so that it is met, never passed.", above=0, panel=_PANEL
+    )
+    unit: str = setting(
+        "user",
+        "Whom it protects; an example is a document.",
+        choices=("user", "example"),
+        panel=_PANEL,
+    )
+    delta: float | None = setting(
+        None,
+        "How often the promise may fail.",
+        above=0,
+        below=1,
+        default_words="1e-5, or 1 / (10 units) where that is less",
+        panel=_PANEL,
+    )
+    noise_multiplier: float | None = setting(
+        None, "The noise by hand, in units of the clip norm.", at_least=0, panel=_PANEL
+    )
+    clip_norm: float = setting(1.0, "Largest gradient of a unit.", above=0, panel=_PANEL)
+    per_layer: bool = setting(
+        False, "Clip each layer by itself.", flag="--per-layer/--flat", panel=_PANEL
+    )
+    rows_per_unit: int = setting(
+        4,
+        "Most rows (documents, or pieces of long ones) of a unit in a step.",
+        at_least=1,
+        panel=_PANEL,
+    )
+    allow_unproved: bool = setting(
+        False,
+        "Go on where a proof breaks; the standing says so.",
+        flag="--allow-unproved",
+        panel=_PANEL,
+    )
+    allow_loose_delta: bool = setting(
+        False, "A delta above 1 / units.", flag="--allow-loose-delta", panel=_PANEL
+    )
+    insecure_seed: int | None = setting(
+        None, "Known noise, for tests only: it protects nobody.", panel=_PANEL
+    )
+    dp_check_canaries: int | None = setting(
+        None, "Plant so many canaries, for tightlip dp-check RUN.", at_least=0, panel=_PANEL
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.epsilon is None and self.noise_multiplier is None:
+            raise UsageError(
+                f"mitigation={self.name!r} needs a target: give --epsilon (such as 8), or --noise-multiplier (such "
+                "as 1.0)."
+            )
+
+    @property
+    def num_check_canaries(self) -> int:
+        return self.dp_check_canaries or 0
+
+    def check_run(self, config: TrainConfig) -> None:
+        if config.dropout:
+            raise UsageError(
+                f"dropout={config.dropout:g} under mitigation={self.name!r} would let one {self.unit} more or less change everybody's "
+                f"masks. Private training goes without dropout: leave it out."
+            )
+        if config.gradient_clip is not None:
+            raise UsageError(
+                f"gradient_clip={config.gradient_clip:g} is for plain training; private training clips each {self.unit}'s "
+                f"gradient by clip_norm. Leave gradient_clip out."
+            )
+
+    def held_out_by_default(self) -> str | None:
+        # A share held out by number would let one document more move others in and out.
+        return "none" if self.unit == "example" else None
+
+
+def dp_settings(config: TrainConfig) -> DPConfig:
+    return cast(DPConfig, config.mitigation)
+
+
 class PrivateMitigation:
     """Poisson samples of units, clipped gradients, Gaussian noise, and a ledger of it all."""
 
-    losses_are_private = True
+    config_kind: type[MitigationConfig] = DPConfig
     private: PrivateTraining
 
     def check(self, config: TrainConfig, corpus: CorpusFacts) -> None:
@@ -41,32 +136,32 @@ class PrivateMitigation:
         """The standing of the run's promise, or a refusal."""
         return terms_of(config, corpus)
 
-    def further(self, setting: Setting) -> dict[str, Any]:
+    def engine_settings(self, context: RunContext) -> dict[str, Any]:
         """What a kindred mitigation gives the engine beyond this."""
         return {}
 
     def steps_per_epoch(self, rows: Rows, config: TrainConfig) -> int:
-        return -(-len(np.unique(units_of(rows, config.unit))) // config.batch_size)
+        return -(-len(np.unique(units_of(rows, dp_settings(config).unit))) // config.batch_size)
 
-    def prepare(self, setting: Setting) -> None:
-        config = setting.config
-        _check_ledger_is_there(setting.folder)
-        units = units_of(setting.rows, config.unit)
+    def prepare(self, context: RunContext) -> None:
+        config = context.config
+        _check_ledger_is_there(context.folder)
+        units = units_of(context.rows, dp_settings(config).unit)
         self.private = PrivateTraining(
-            setting.model,
-            setting.optimizer,
-            TokenRows(setting.rows, units, setting.corpus.name),
-            ledger=setting.folder / LEDGER,
+            context.model,
+            context.optimizer,
+            TokenRows(context.rows, units, context.corpus.name),
+            ledger=context.folder / LEDGER,
             claims_ledger=False,  # the whole folder is claimed already
-            terms=self.terms(config, setting.corpus),
-            way=way_of(setting),
-            bf16=setting.options.bf16,
-            physical_rows=setting.options.physical_rows,
-            widths=setting.widths,
+            terms=self.terms(config, context.corpus),
+            way=way_of(context),
+            bf16=context.options.bf16,
+            physical_rows=context.options.physical_rows,
+            widths=context.widths,
             expected_batch=config.batch_size,
-            steps=setting.num_steps,
-            **{name: getattr(config, name) for name in _PASSED_ON},
-            **self.further(setting),
+            steps=context.num_steps,
+            **{name: getattr(config.mitigation, name) for name in _PASSED_ON},
+            **self.engine_settings(context),
         )
 
     def step(self, number: int) -> tuple[Tensor, int]:
@@ -79,7 +174,7 @@ class PrivateMitigation:
     def settle(self) -> None:
         self.private.settle()
 
-    def said(self) -> str:
+    def progress_words(self) -> str:
         spec = self.private.spec
         words = f"ε {rounded_up(self.private.epsilon)}"
         words += f" of {spec.epsilon:g}" if spec.epsilon else ""
@@ -106,18 +201,18 @@ def units_of(rows: Rows, unit: str) -> np.ndarray:
     return np.asarray(rows.users if unit == "user" else rows.documents)
 
 
-def way_of(setting: Setting) -> Way:
-    if setting.device.type != "cuda":
+def way_of(context: RunContext) -> Way:
+    if context.device.type != "cuda":
         return "eager"
-    if is_recurrent(setting.model) or (is_ours(setting.model) and not setting.options.compile):
+    if is_recurrent(context.model) or (is_ours(context.model) and not context.options.compile):
         return "graph"
-    return "compile" if setting.options.compile else "eager"
+    return "compile" if context.options.compile else "eager"
 
 
 def terms_of(config: TrainConfig, corpus: CorpusFacts) -> Terms:
     """The standing of the run's promise: proved, or weaker on an explicit flag, or refused."""
     broken = breaches(config, corpus)
-    if broken and not config.allow_unproved:
+    if broken and not dp_settings(config).allow_unproved:
         said = " ".join(f"{each.why} {each.instead}" for each in broken)
         raise GuaranteeError(
             f"{said} As it is, no theorem covers this run. To go on all the same, add --allow-unproved: the standing is "
@@ -128,7 +223,7 @@ def terms_of(config: TrainConfig, corpus: CorpusFacts) -> Terms:
         standing="as published" if broken else proved.standing,
         because=" ".join(each.why for each in broken) or proved.because,
         outside=(*proved.outside, *_taken_as_public(config, corpus)),
-        releases=tuple(_release(each, config.unit) for each in corpus.releases),
+        releases=tuple(_release(each, dp_settings(config).unit) for each in corpus.releases),
     )
 
 
@@ -173,21 +268,20 @@ def breaches(config: TrainConfig, corpus: CorpusFacts) -> list[Breach]:
 
 def _cut_by_others(config: TrainConfig, made: dict[str, Any], when: str) -> list[Breach]:
     """What in a preparation lets one unit decide what is left of another."""
-    found = []
+    found, unit = [], dp_settings(config).unit
     if made.get("deduplicate", "none") != "none":
         found.append(
             Breach(
-                f"deduplicate={made['deduplicate']!r}{when} lets one {config.unit}'s text decide what is left of another's.",
+                f"deduplicate={made['deduplicate']!r}{when} lets one {unit}'s text decide what is left of another's.",
                 "Prepare the corpus without it.",
             )
         )
-    if made.get("split", "none") in (("user",) if config.unit == "user" else ("user", "document")):
+    if made.get("split", "none") in (("user",) if unit == "user" else ("user", "document")):
         found.append(
             Breach(
-                f"split={made['split']!r}{when} holds out by number, so one {config.unit} more or less moves others in and "
+                f"split={made['split']!r}{when} holds out by number, so one {unit} more or less moves others in and "
                 "out.",
-                "Use --split text or none"
-                + (", or --split document." if config.unit == "user" else "."),
+                "Use --split text or none" + (", or --split document." if unit == "user" else "."),
             )
         )
     return found
@@ -204,7 +298,7 @@ def _trained_on_this(config: TrainConfig, corpus: CorpusFacts) -> bool:
 
 def _taken_as_public(config: TrainConfig, corpus: CorpusFacts) -> list[str]:
     taken = [
-        f"the number of {config.unit}s, which counts as public",
+        f"the number of {dp_settings(config).unit}s, which counts as public",
         "what was done to the text before it was prepared, where its files do not tell",
     ]
     if corpus.settings.get("tokenizer") is not None:

@@ -10,9 +10,9 @@ from torch import Tensor
 from tightlip.privacy.layers import Layout
 from tightlip.privacy.passes import Passes, Physical
 from tightlip.training.batches import Rows, TokenRows, epoch_order
-from tightlip.training.config import TrainConfig
+from tightlip.training.config import MitigationConfig, TrainConfig
 from tightlip.training.losses import is_recurrent
-from tightlip.training.mitigations import CorpusFacts, Setting
+from tightlip.training.mitigations import CorpusFacts, RunContext
 from tightlip.training.plan import clip_gradients
 
 
@@ -24,8 +24,8 @@ class NoMitigation:
     validation perplexity, and the weights bring that back.
     """
 
-    losses_are_private = False
-    setting: Setting
+    config_kind: type[MitigationConfig] = MitigationConfig
+    context: RunContext
 
     def __init__(self) -> None:
         self._epoch: tuple[int, Sequence[np.ndarray]] = (-1, ())
@@ -35,62 +35,62 @@ class NoMitigation:
     def steps_per_epoch(self, rows: Rows, config: TrainConfig) -> int:
         return -(-len(rows) // config.batch_size)
 
-    def prepare(self, setting: Setting) -> None:
-        self.setting = setting
-        self.source = TokenRows(setting.rows, np.arange(len(setting.rows)))
+    def prepare(self, context: RunContext) -> None:
+        self.context = context
+        self.source = TokenRows(context.rows, np.arange(len(context.rows)))
         self.passes: Passes | None = None
-        if setting.device.type == "cuda" and is_recurrent(setting.model):
+        if context.device.type == "cuda" and is_recurrent(context.model):
             # Our own recurrent layers in a CUDA graph: half of cuDNN's time.
-            self.passes = Passes(setting.model, None, way="graph", bf16=setting.options.bf16)
+            self.passes = Passes(context.model, None, way="graph", bf16=context.options.bf16)
 
     def step(self, number: int) -> tuple[Tensor, int]:
-        setting, chosen = self.setting, self._chosen(number)
+        context, chosen = self.context, self._chosen(number)
         if self.passes is not None:
             loss, num_targets = self._captured_gradients(self.passes, chosen)
         else:
-            batch = setting.batch(chosen)
-            setting.optimizer.zero_grad(set_to_none=True)
-            loss, num_targets = setting.forward.mean_loss(batch), batch.num_targets
-            (loss * (num_targets / setting.targets_per_batch)).backward()
-        clip_gradients(setting.model, setting.config.gradient_clip)
-        setting.optimizer.step()
+            batch = context.batch(chosen)
+            context.optimizer.zero_grad(set_to_none=True)
+            loss, num_targets = context.forward.mean_loss(batch), batch.num_targets
+            (loss * (num_targets / context.targets_per_batch)).backward()
+        clip_gradients(context.model, context.config.gradient_clip)
+        context.optimizer.step()
         return loss.detach(), num_targets
 
     def _chosen(self, number: int) -> np.ndarray:
-        epoch, place = divmod(number, self.setting.steps_per_epoch)
+        epoch, place = divmod(number, self.context.steps_per_epoch)
         if self._epoch[0] != epoch:
             self._epoch = (epoch, self._order(epoch))
         return self._epoch[1][place]
 
     def _order(self, epoch: int) -> Sequence[np.ndarray]:
-        config = self.setting.config
+        config = self.context.config
         return epoch_order(
-            self.setting.rows, batch_size=config.batch_size, seed=config.seed, epoch=epoch
+            self.context.rows, batch_size=config.batch_size, seed=config.seed, epoch=epoch
         )
 
     def _captured_gradients(self, passes: Passes, chosen: np.ndarray) -> tuple[Tensor, int]:
-        setting = self.setting
+        context = self.context
         longest = int(self.source.lengths[chosen].max())
-        width = min(width for width in setting.widths if width >= longest)
-        rows = np.full(setting.config.batch_size, -1)
+        width = min(width for width in context.widths if width >= longest)
+        rows = np.full(context.config.batch_size, -1)
         rows[: len(chosen)] = chosen
-        ids_BT, targets_BT = (part.to(setting.device) for part in self.source.gather(rows, width))
-        num_targets = int(setting.rows.num_targets[chosen].sum())
-        weights_BT = (targets_BT >= 0) / setting.targets_per_batch
+        ids_BT, targets_BT = (part.to(context.device) for part in self.source.gather(rows, width))
+        num_targets = int(context.rows.num_targets[chosen].sum())
+        weights_BT = (targets_BT >= 0) / context.targets_per_batch
         found = passes(
             Physical(ids_BT, targets_BT, weights_BT, Layout(num_units=len(rows), rows_per_unit=1))
         )
         for name, parameter in passes.parameters.items():
             parameter.grad = found.gradients[name]
         with torch.no_grad():
-            return found.losses.sum() * (setting.targets_per_batch / num_targets), num_targets
+            return found.losses.sum() * (context.targets_per_batch / num_targets), num_targets
 
     def may_go_on(self) -> bool:
         return True
 
     def settle(self) -> None: ...
 
-    def said(self) -> str:
+    def progress_words(self) -> str:
         return ""
 
     def guarantee(self, num_steps: int, *, ended: bool = True) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar, cast
 
 import numpy as np
 import torch
@@ -16,14 +16,15 @@ from torch import Tensor
 from transformers.modeling_utils import PreTrainedModel
 
 from tightlip.core.errors import UsageError
+from tightlip.core.settings import setting
 from tightlip.privacy.clipping import trainable_parameters
 from tightlip.privacy.passes import captured, plain_sums
 from tightlip.privacy.row_losses import RowLosses
 from tightlip.privacy.watching import Watch
 from tightlip.training.batches import Rows, TokenRows, user_order
-from tightlip.training.config import TrainConfig
+from tightlip.training.config import MitigationConfig, TrainConfig
 from tightlip.training.losses import Selected, is_recurrent
-from tightlip.training.mitigations import Setting
+from tightlip.training.mitigations import RunContext
 from tightlip.training.mitigations.none import NoMitigation
 from tightlip.training.plan import clip_gradients
 
@@ -132,6 +133,19 @@ class Drawn:
     arrays: tuple[np.ndarray, ...]
 
 
+@dataclass(frozen=True, kw_only=True)
+class RegulariserConfig(MitigationConfig):
+    """What both regularisers are asked for."""
+
+    takes_whole_batches: ClassVar[bool] = False
+
+    privacy_weight: float = setting(1.0, "The paper's λ.", at_least=0)
+    privacy_warmup_steps: int = setting(0, "Steps over which it rises to that.", at_least=0)
+    batching: str = setting(
+        "user", "A batch holds one user's rows, or any.", choices=("user", "uniform")
+    )
+
+
 class Regulariser(NoMitigation, ABC):
     """Plain training whose loss has a term more: L = L_CE + λ · L_P.
 
@@ -142,7 +156,6 @@ class Regulariser(NoMitigation, ABC):
         same_either_way: on a GPU a recurrent model's step is a CUDA graph, and the same step.
     """
 
-    name: str
     authors: np.ndarray  # of each row, counted from 0 without gaps
     num_authors: int
     # Sums over the epoch under way, kept where the model is so that no step waits for them.
@@ -150,38 +163,38 @@ class Regulariser(NoMitigation, ABC):
     sums: Tensor
 
     def steps_per_epoch(self, rows: Rows, config: TrainConfig) -> int:
-        if config.batching == "uniform":
+        if _settings(config).batching == "uniform":
             return super().steps_per_epoch(rows, config)
         rows_of_user = np.unique(rows.users, return_counts=True)[1]
         return int((-(-rows_of_user // config.batch_size)).sum())
 
-    def prepare(self, setting: Setting) -> None:
-        self.setting = setting
-        users, self.authors = np.unique(setting.rows.users, return_inverse=True)
+    def prepare(self, context: RunContext) -> None:
+        self.context = context
+        users, self.authors = np.unique(context.rows.users, return_inverse=True)
         self.num_authors = len(users)
         if self.num_authors < 2:
             raise UsageError(
-                f"mitigation={self.name!r} hides who of several people wrote a text, and all {len(setting.rows)} rows "
+                f"mitigation={self.config_kind.name!r} hides who of several people wrote a text, and all {len(context.rows)} rows "
                 f"have one author. Use a corpus of at least two users, or leave the mitigation out."
             )
-        self.sums = torch.zeros(len(self.tallied), dtype=torch.float64, device=setting.device)
-        self.source = TokenRows(setting.rows, np.arange(len(setting.rows)))
+        self.sums = torch.zeros(len(self.tallied), dtype=torch.float64, device=context.device)
+        self.source = TokenRows(context.rows, np.arange(len(context.rows)))
         self.states: StatePasses | None = None
-        if setting.device.type == "cuda" and is_recurrent(setting.model):
+        if context.device.type == "cuda" and is_recurrent(context.model):
             self.states = StatePasses(
-                setting.model, self._weighted_term, self.own_state, bf16=setting.options.bf16
+                context.model, self._weighted_term, self.own_state, bf16=context.options.bf16
             )
 
     def step(self, number: int) -> tuple[Tensor, int]:
-        setting, chosen = self.setting, self._chosen(number)
-        rows_per_batch = len(setting.rows) / setting.steps_per_epoch
+        context, chosen = self.context, self._chosen(number)
+        rows_per_batch = len(context.rows) / context.steps_per_epoch
         weight = self.weight(number) * len(chosen) / rows_per_batch
         if self.states is None:
             loss, num_targets = self._direct_gradients(number, chosen, weight)
         else:
             loss, num_targets = self._graph_gradients(self.states, number, chosen, weight)
-        clip_gradients(setting.model, setting.config.gradient_clip)
-        setting.optimizer.step()
+        clip_gradients(context.model, context.config.gradient_clip)
+        context.optimizer.step()
         self.look(number)
         self._tell_if_due(number)
         return loss.detach(), num_targets
@@ -189,16 +202,16 @@ class Regulariser(NoMitigation, ABC):
     def _direct_gradients(
         self, number: int, chosen: np.ndarray, weight: float
     ) -> tuple[Tensor, int]:
-        setting, batch = self.setting, self.setting.batch(chosen)
+        context, batch = self.context, self.context.batch(chosen)
         drawn = self.drawn(number, chosen, len(chosen))
-        arrays = [torch.from_numpy(array).to(setting.device) for array in drawn.arrays]
-        setting.optimizer.zero_grad(set_to_none=True)
-        loss, last_BH = setting.forward.mean_loss_and_last(batch)
-        whole = loss * (batch.num_targets / setting.targets_per_batch)
+        arrays = [torch.from_numpy(array).to(context.device) for array in drawn.arrays]
+        context.optimizer.zero_grad(set_to_none=True)
+        loss, last_BH = context.forward.mean_loss_and_last(batch)
+        whole = loss * (batch.num_targets / context.targets_per_batch)
         self.teach(last_BH.detach(), *arrays)
         if weight:
             if len(drawn.partners):
-                beside_BH = setting.forward.last(setting.batch(drawn.partners))
+                beside_BH = context.forward.last(context.batch(drawn.partners))
                 last_BH = torch.cat([last_BH, beside_BH])
             whole = whole + weight * self.term(last_BH, *arrays)
         whole.backward()
@@ -208,11 +221,11 @@ class Regulariser(NoMitigation, ABC):
         self, states: StatePasses, number: int, chosen: np.ndarray, weight: float
     ) -> tuple[Tensor, int]:
         """The same in one graph, whose shapes are fixed: batches are filled up with nobody."""
-        setting, size = self.setting, self.setting.config.batch_size
+        context, size = self.context, self.context.config.batch_size
         drawn = self.drawn(number, chosen, size)
         rows_X = np.concatenate([filled(chosen, size, -1), drawn.partners])
         num_targets_X = np.where(rows_X < 0, 1, self.source.lengths[rows_X])
-        width = min(width for width in setting.widths if width >= num_targets_X.max())
+        width = min(width for width in context.widths if width >= num_targets_X.max())
         ids_XT, targets_XT = self.source.gather(rows_X, width)
         last_X = np.arange(len(rows_X)) * width + num_targets_X - 1
         more = [torch.tensor(weight, dtype=torch.float32), *map(torch.from_numpy, drawn.arrays)]
@@ -222,20 +235,20 @@ class Regulariser(NoMitigation, ABC):
                 ids_XT=self._there(ids_XT),
                 last_X=self._there(torch.from_numpy(last_X)),
                 targets_BT=targets_BT,
-                weights_BT=(targets_BT >= 0) / setting.targets_per_batch,
+                weights_BT=(targets_BT >= 0) / context.targets_per_batch,
                 more=tuple(self._there(each) for each in more),
             )
         )
         for name, parameter in states.parameters.items():
             parameter.grad = gradients[name]
-        num_targets = int(setting.rows.num_targets[chosen].sum())
-        return losses_B.sum() * (setting.targets_per_batch / num_targets), num_targets
+        num_targets = int(context.rows.num_targets[chosen].sum())
+        return losses_B.sum() * (context.targets_per_batch / num_targets), num_targets
 
     def _there(self, tensor: Tensor) -> Tensor:
         """Where the model is, without waiting for it."""
-        if self.setting.device.type == "cuda":
+        if self.context.device.type == "cuda":
             tensor = tensor.pin_memory()
-        return tensor.to(self.setting.device, non_blocking=True)
+        return tensor.to(self.context.device, non_blocking=True)
 
     def _weighted_term(self, last_XH: Tensor, weight: Tensor, *arrays: Tensor) -> Tensor:
         """What a graph adds to the loss: it cannot leave the term out where the weight is 0."""
@@ -244,10 +257,9 @@ class Regulariser(NoMitigation, ABC):
 
     def weight(self, number: int) -> float:
         """λ at a step: it rises in a line to its full size over the warm-up."""
-        config = self.setting.config
-        assert config.privacy_weight is not None
-        risen = min(1.0, number / config.privacy_warmup_steps) if config.privacy_warmup_steps else 1
-        return config.privacy_weight * risen
+        settings = _settings(self.context.config)
+        warmup = settings.privacy_warmup_steps
+        return settings.privacy_weight * (min(1.0, number / warmup) if warmup else 1)
 
     @abstractmethod
     def drawn(self, number: int, chosen: np.ndarray, size: int) -> Drawn:
@@ -279,23 +291,23 @@ class Regulariser(NoMitigation, ABC):
         self.sums[first : first + len(values)] += added
 
     def _tell_if_due(self, number: int) -> None:
-        done, steps_per_epoch = number + 1, self.setting.steps_per_epoch
-        if done % steps_per_epoch == 0 or done == self.setting.num_steps:
+        done, steps_per_epoch = number + 1, self.context.steps_per_epoch
+        if done % steps_per_epoch == 0 or done == self.context.num_steps:
             sums = dict(zip(self.tallied, self.sums.tolist(), strict=True))
             self.tell(-(-done // steps_per_epoch), sums)
             self.sums.zero_()
 
     def _order(self, epoch: int) -> Sequence[np.ndarray]:
-        config = self.setting.config
-        if config.batching == "uniform":
+        config = self.context.config
+        if _settings(config).batching == "uniform":
             return super()._order(epoch)
         return user_order(
-            self.setting.rows, batch_size=config.batch_size, seed=config.seed, epoch=epoch
+            self.context.rows, batch_size=config.batch_size, seed=config.seed, epoch=epoch
         )
 
     def guarantee(self, num_steps: int, *, ended: bool = True) -> dict[str, Any]:
         return super().guarantee(num_steps, ended=ended) | {
-            "mechanism": f"{self.name} regulariser",
+            "mechanism": f"{self.config_kind.name} regulariser",
             "because": "A privacy regulariser steers the weights away from telling authors apart but bounds nobody's "
             "influence on them; only audits say what they give away.",
         }
@@ -305,6 +317,10 @@ class Regulariser(NoMitigation, ABC):
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         self.sums.copy_(state["sums"])
+
+
+def _settings(config: TrainConfig) -> RegulariserConfig:
+    return cast(RegulariserConfig, config.mitigation)
 
 
 def filled(values: np.ndarray, size: int, filler: Any) -> np.ndarray:

@@ -6,6 +6,8 @@ the sign printed in its Eq. 4 is the other way round. Shapes: B rows, P pairs, H
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, cast
 
 import numpy as np
 import torch
@@ -13,11 +15,37 @@ from torch import Tensor
 
 from tightlip.core.errors import UsageError
 from tightlip.core.logs import log
-from tightlip.training.mitigations import Setting
-from tightlip.training.mitigations.regulariser import Drawn, Regulariser, filled
+from tightlip.core.settings import setting
+from tightlip.training.config import MitigationConfig
+from tightlip.training.mitigations import RunContext
+from tightlip.training.mitigations.regulariser import Drawn, Regulariser, RegulariserConfig, filled
 
 _PARTNERS = 0x7269  # tells the draw of partners from that of the order
 LOOKED_AT_EVERY = 50  # steps; on a GPU each look waits for it
+
+
+@dataclass(frozen=True, kw_only=True)
+class TripletConfig(RegulariserConfig):
+    """Which pairs are compared, and how far apart rows of one author are to go."""
+
+    name: ClassVar[str] = "triplet"
+
+    # Distances are not bounded as the adversary's nats are: at 1 the term drowns the loss.
+    privacy_weight: float = setting(0.03, "The paper's λ.", at_least=0)
+    triplet_pairs: str = setting(
+        "auxiliary", "With rows of a second batch, or inside it.", choices=("auxiliary", "inside")
+    )
+    triplet_margin: float | None = setting(
+        None, "Squared distance at which one author's rows stop moving apart.", above=0
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.triplet_pairs == "inside" and self.batching == "user":
+            raise UsageError(
+                "triplet_pairs='inside' takes its pairs from one batch, and with batching='user' all its rows have one "
+                "author: no pair differs. Add --batching uniform, or use --triplet-pairs auxiliary."
+            )
 
 
 class TripletMitigation(Regulariser):
@@ -29,17 +57,17 @@ class TripletMitigation(Regulariser):
     of it on shared authors, the term would fall without end as all states spread out.
     """
 
-    name = "triplet"
+    config_kind: type[MitigationConfig] = TripletConfig
     tallied = ("num_same", "same", "num_different", "different", "num_terms", "term")
 
-    def prepare(self, setting: Setting) -> None:
-        super().prepare(setting)
+    def prepare(self, context: RunContext) -> None:
+        super().prepare(context)
         self.partners = Partners(self.authors)
         self.warned = False
-        self.latest = torch.zeros((), device=setting.device)
+        self.latest = torch.zeros((), device=context.device)
         self._pairs: dict[int, tuple[Tensor, Tensor]] = {}
-        config = setting.config
-        if config.triplet_pairs == "inside":
+        self.settings = cast(TripletConfig, context.config.mitigation)
+        if self.settings.triplet_pairs == "inside":
             self._check_batches()
         elif self.partners.counts.max() < 2:
             raise UsageError(
@@ -50,7 +78,7 @@ class TripletMitigation(Regulariser):
     def _check_batches(self) -> None:
         """Refuse batches that hold no pair of one of the kinds; the first epoch stands for all."""
         authors = [self.authors[chosen] for chosen in self._order(0)]
-        batch_size = self.setting.config.batch_size
+        batch_size = self.context.config.batch_size
         if not any(len(np.unique(own)) < len(own) for own in authors):
             raise UsageError(
                 f"triplet_pairs='inside' needs rows of one author in one batch, and of {len(authors)} batches of "
@@ -63,8 +91,8 @@ class TripletMitigation(Regulariser):
             )
 
     def drawn(self, number: int, chosen: np.ndarray, size: int) -> Drawn:
-        config, num_real = self.setting.config, len(chosen)
-        if config.triplet_pairs == "inside":
+        config, num_real = self.context.config, len(chosen)
+        if self.settings.triplet_pairs == "inside":
             first, second = inside_pairs(size)
             real_P = second < num_real
             authors = filled(self.authors[chosen], size, 0)
@@ -74,17 +102,17 @@ class TripletMitigation(Regulariser):
             partners, real_P = filled(found, size, -1), np.arange(size) < num_real
             same_P = filled(self.authors[chosen] == self.authors[found], size, False)
         weights_P = np.zeros(len(real_P), np.float32)
-        weights_P[real_P] = pair_weights(same_P[real_P], config.triplet_pairs)
+        weights_P[real_P] = pair_weights(same_P[real_P], self.settings.triplet_pairs)
         return Drawn(partners, (weights_P, (same_P & real_P).astype(np.float32)))
 
     def term(self, last_XH: Tensor, *arrays: Tensor) -> Tensor:
         weights_P, same_P = arrays
-        if self.setting.config.triplet_pairs == "inside":
+        if self.settings.triplet_pairs == "inside":
             one_PH, other_PH = (last_XH[places_P] for places_P in self._inside(len(last_XH)))
         else:
             one_PH, other_PH = last_XH.chunk(2)
         distances_P = (one_PH - other_PH).square().sum(dim=1)
-        term = triplet_term(distances_P, weights_P, self.setting.config.triplet_margin)
+        term = triplet_term(distances_P, weights_P, self.settings.triplet_margin)
         different_P = (weights_P > 0).float()
         self.tally(
             num_same=same_P.sum(),
@@ -115,7 +143,7 @@ class TripletMitigation(Regulariser):
     def _warn_if_diverging(self, number: int, weight: float, term: float) -> None:
         """Say once when the term gives more than the language model's loss ever could: from
         even odds to certainty is log V nats a token."""
-        most = math.log(self.setting.model.config.vocab_size)
+        most = math.log(self.context.model.config.vocab_size)
         if self.warned or weight * term > -most:
             return
         self.warned = True
@@ -134,7 +162,7 @@ class TripletMitigation(Regulariser):
             *(epoch, sums["same"] / max(1, sums["num_same"]), sums["num_same"]),
             *(sums["different"] / max(1, sums["num_different"]), sums["num_different"], term),
         )
-        last = min(epoch * self.setting.steps_per_epoch, self.setting.num_steps) - 1
+        last = min(epoch * self.context.steps_per_epoch, self.context.num_steps) - 1
         self._warn_if_diverging(last, self.weight(last), term)
 
 

@@ -1,0 +1,212 @@
+"""Flags made from settings: a command takes its own parameters and a flag for every setting."""
+
+import inspect
+import sys
+import typing
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import MISSING, Field
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+from tightlip.core.errors import GuaranteeError, TightlipError, UsageError
+from tightlip.core.settings import Settings, about, choices_of, kinds_in, settings_of
+
+NO_VALUE = " "  # where <bool> would stand behind a switch, as if it took a value
+
+Device = Annotated[str, typer.Option(help="cpu, cuda, or auto.")]
+Config = Annotated[
+    Path | None, typer.Option("--config", help="A TOML file with the same names; flags win.")
+]
+Json = Annotated[
+    bool,
+    typer.Option("--json", help="Print the record as JSON, all of it.", metavar=NO_VALUE),
+]
+Keys = Annotated[
+    list[Path] | None,
+    typer.Option("--key", help="A key.json of canaries. May be given again.", metavar="FILE"),
+]
+KeepScan = Annotated[
+    bool,
+    typer.Option(
+        "--keep-scan/--no-keep-scan",
+        help="Keep what the model made of each token, for other measures.",
+        metavar=NO_VALUE,
+    ),
+]
+
+
+class _HelpIsASwitch:
+    """--help does not look as if it took a value."""
+
+    def get_help_option(self, ctx: Any) -> Any:
+        option = super().get_help_option(ctx)  # type: ignore[misc]
+        if option is not None:
+            option.metavar = NO_VALUE
+        return option
+
+
+class Group(_HelpIsASwitch, TyperGroup):
+    """A command with commands in it."""
+
+
+class Command(_HelpIsASwitch, TyperCommand):
+    """A command that refuses in a line."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        with refusals_in_a_line():
+            return super().parse_args(ctx, args)
+
+    def invoke(self, ctx: Any) -> Any:
+        with refusals_in_a_line():
+            return super().invoke(ctx)
+
+
+def command_of(function: Callable[..., None], help: str | None) -> Any:
+    """The command that a function with Typer's annotations is."""
+    app = typer.Typer(add_completion=False, rich_markup_mode="rich")
+    epilog = getattr(function, "epilog", None)
+    app.command(cls=Command, help=help, epilog=epilog)(function)
+    return typer.main.get_command(app)
+
+
+@contextmanager
+def refusals_in_a_line() -> Iterator[None]:
+    """A refusal is one line and exit code 2, a broken guarantee 3, an interruption 130."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        _say("stopped. Give the same command again to go on.")
+        raise typer.Exit(130) from None
+    except GuaranteeError as error:
+        _say(str(error))
+        raise typer.Exit(3) from None
+    except (TightlipError, OSError) as error:
+        # A full disk, a missing permission: the file and the reason, not our stack.
+        _say(str(error))
+        raise typer.Exit(2) from None
+
+
+def _say(line: str) -> None:
+    print(f"tightlip: {line}", file=sys.stderr)
+
+
+def check_exists(path: str | Path, what: str) -> None:
+    """Refuse a path that leads nowhere before anything else is asked of the command."""
+    if not Path(path).exists():
+        raise UsageError(f"{path} does not exist. Give {what}.")
+
+
+def switch(*names: str, text: str, hidden: bool = False) -> Any:
+    return typer.Option(*names, help=text, metavar=NO_VALUE, hidden=hidden, show_default=False)
+
+
+def with_settings(
+    *kinds: type[Settings], listed: Collection[str] | None = None
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command a flag for every setting of `kinds`; of two of one name the first counts.
+
+    The command's parameter `given` is a dictionary of those that were given. With `listed`, the
+    other settings work all the same and are not in the help.
+    """
+
+    def made(command: Callable[..., None]) -> Callable[..., None]:
+        own = dict(inspect.signature(command, eval_str=True).parameters)
+        del own["given"]
+        flags: dict[str, inspect.Parameter] = {}
+        for kind in kinds:
+            for flag in _flags(kind, listed):
+                if flag.name not in own:
+                    flags.setdefault(flag.name, flag)
+
+        def run(**arguments: Any) -> None:
+            values = {name: arguments.pop(name) for name in flags}
+            given = {name: value for name, value in values.items() if value not in (None, [])}
+            command(**arguments, given=given)
+
+        parameters = [
+            each.replace(kind=inspect.Parameter.KEYWORD_ONLY)
+            for each in (*own.values(), *flags.values())
+        ]
+        run.__doc__, run.__name__ = command.__doc__, command.__name__
+        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        run.__annotations__ = {each.name: each.annotation for each in parameters}
+        return run
+
+    return made
+
+
+def _flags(kind: type[Settings], listed: Collection[str] | None) -> Iterator[inspect.Parameter]:
+    hints = typing.get_type_hints(kind)
+    for field in settings_of(kind):
+        is_listed = not about(field).hidden if listed is None else field.name in listed
+        is_required = field.default is MISSING
+        read_as = _read_as(field, hints[field.name])
+        yield inspect.Parameter(
+            field.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=inspect.Parameter.empty if is_required else None,
+            annotation=Annotated[
+                read_as if is_required else read_as | None,
+                _option(field, hints[field.name], hidden=not is_listed),
+            ],
+        )
+
+
+def _read_as(field: Field, hint: Any) -> Any:
+    """What Typer reads: text where the setting has its own reader, else the setting's type."""
+    kinds = [kind for kind in kinds_in(hint) if kind is not type(None)]
+    if about(field).parse is not None:
+        return str
+    if any(typing.get_origin(kind) is tuple for kind in kinds):
+        return list[str]
+    return next(kind for kind in (float, int, bool, str) if kind in kinds)
+
+
+def _option(field: Field, hint: Any, *, hidden: bool) -> Any:
+    told, dashed = about(field), field.name.replace("_", "-")
+    is_switch = bool in kinds_in(hint)
+    names = f"--{dashed}/--no-{dashed}" if is_switch else f"--{dashed}"
+    words = told.default_words or _in_words(field.default)
+    return typer.Option(
+        told.flag or names,
+        help=told.help + (f" [dim]\\[default: {words}][/]" if words else ""),
+        metavar=NO_VALUE if is_switch else _metavar(field, hint),
+        show_default=False,
+        rich_help_panel=told.panel,
+        hidden=hidden,
+    )
+
+
+def _metavar(field: Field, hint: Any) -> str | None:
+    """What stands for the value in the help; None leaves it to Typer."""
+    if choices := choices_of(field, hint):
+        return "|".join(choices)
+    kinds = [typing.get_origin(kind) for kind in kinds_in(hint)]
+    return "TEXT" if tuple in kinds or about(field).parse is not None else None
+
+
+def _in_words(default: Any) -> str | None:
+    """The default as one would write it; None where that says nothing."""
+    if default is None or default is MISSING or isinstance(default, bool) or default == ():
+        return None
+    if isinstance(default, tuple):
+        return ",".join(f"{each:g}" if isinstance(each, float) else str(each) for each in default)
+    return f"{default:g}" if isinstance(default, float) else f"{default}"
+
+
+def parsed(kinds: Collection[type[Settings]], given: dict[str, Any]) -> dict[str, Any]:
+    """The given flags in their settings' own types."""
+    readers = {
+        field.name: about(field).parse
+        for kind in kinds
+        for field in settings_of(kind)
+        if about(field).parse is not None
+    }
+    return {
+        name: reader(value) if (reader := readers.get(name)) else value
+        for name, value in given.items()
+    }
