@@ -5,7 +5,7 @@ from typing import Any
 
 from tightlip.models.registration import register_when_transformers_loads
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 # Loaded on first use, so that `tightlip --help` needs no torch.
 _CALLS = {

@@ -284,7 +284,9 @@ def test_a_run_that_diverges_says_where_and_keeps_its_last_good_snapshot(
 
 def test_training_goes_on_from_a_model_folder(corpus, tmp_path):
     first = train(corpus, tmp_path / "first", small(epochs=4, learning_rate=0.05))
-    config = TrainConfig.of(model=str(first.model_folder), epochs=1, sequence_length=10, batch_size=8)
+    config = TrainConfig.of(
+        model=str(first.model_folder), epochs=1, sequence_length=10, batch_size=8
+    )
     second = train(corpus, tmp_path / "second", config)
     start = first.metrics[-1]["validation_perplexity"]
     assert second.metrics[0]["validation_perplexity"] == pytest.approx(start, rel=0.2)

@@ -571,9 +571,7 @@ def test_numbers_out_of_range_are_refused(settings):
         TrainConfig.of(**settings)
 
 
-@pytest.mark.parametrize(
-    ("mitigation", "weight"), [("adversarial", 1.0), ("triplet", 0.03)]
-)
+@pytest.mark.parametrize(("mitigation", "weight"), [("adversarial", 1.0), ("triplet", 0.03)])
 def test_each_regulariser_has_a_weight_of_its_own_unless_given(mitigation, weight):
     assert small(mitigation=mitigation).mitigation.privacy_weight == weight
 

@@ -331,7 +331,7 @@ class Training:
         if self.config.mitigation.is_private:
             size = ""  # exact counts of private text
         return (
-            f"Training {self.config.model} ({num_parameters:,} parameters, mitigation {self.config.mitigation.name}) on "
+            f"Training {self.config.model} ({num_parameters:,} parameters, mitigation {self.config.mitigation.in_words()}) on "
             f"{self.device}: {size}"
             f"{self.plan.steps_per_epoch:,} steps an epoch, {self.plan.num_steps:,} in all."
         )

@@ -43,6 +43,7 @@ class DPConfig(MitigationConfig):
     name: ClassVar[str] = "dp"
     is_private: ClassVar[bool] = True
     takes_whole_batches: ClassVar[bool] = False
+    strength: ClassVar[str | None] = "noise_multiplier"
 
     epsilon: float | None = setting(
         None, "The target: noise is set so that it is met, never passed.", above=0, panel=_PANEL
