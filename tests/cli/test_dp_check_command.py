@@ -1,4 +1,4 @@
-"""`tightlip audit RUN --dp-check` on a model that knows its canaries by heart and one that does not."""
+"""`tightlip dp-check` on a model that knows its canaries by heart and one that does not."""
 
 import json
 import os
@@ -63,7 +63,7 @@ def learn(model, batch, steps):
 
 
 def test_a_claim_that_the_canaries_contradict_exits_3_and_is_on_record(runs, command):
-    ran = command("audit", runs / "parrot", "--dp-check", "--device", "cpu")
+    ran = command("dp-check", runs / "parrot", "--device", "cpu")
     assert ran.status == 3, ran.err
     assert "40 of 40 guesses about 80 canaries were right; 20 would be by chance." in ran.out
     assert "ε is at least 2.55 at δ 1e-05, with 95% confidence." in ran.out
@@ -75,7 +75,7 @@ def test_a_claim_that_the_canaries_contradict_exits_3_and_is_on_record(runs, com
 
 
 def test_a_model_that_never_saw_them_contradicts_nothing(runs, command):
-    ran = command("audit", runs / "stranger", "--dp-check", "--device", "cpu")
+    ran = command("dp-check", runs / "stranger", "--device", "cpu")
     assert ran.status == 0, ran.err
     assert "ε 1, is not contradicted." in ran.out
     found = json.loads((runs / "stranger/dp_check_result.json").read_text())
@@ -95,13 +95,13 @@ def test_a_run_that_claims_nothing_is_told_what_was_seen(runs, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        (("parrot/model", "corpus.parquet"), "is no run of tightlip"),
+        (("parrot/model",), "is not a run of tightlip"),
         (("parrot", "corpus.parquet"), "CORPUS does not go with it"),
         (("parrot", "--snapshots"), "--snapshots does not go with it"),
         (("parrot", "--fail-on", "unique>0"), "--fail-on does not go with it"),
     ],
 )
-def test_flags_of_a_leakage_report_are_refused(runs, command, arguments, reason):
+def test_the_old_spelling_refuses_flags_of_a_leakage_report(runs, command, arguments, reason):
     first, *others = arguments
     ran = command("audit", runs / first, *others, "--dp-check")
     assert ran.status == 2

@@ -2,7 +2,6 @@
 
 import logging
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -68,11 +67,24 @@ def audit(
     from tightlip.core.progress import shown_progress
 
     check_exists(model, "a Hugging Face model folder, or a run")
-    old = {"membership": membership, "groups": groups, "dp-check": dp_check}
-    if any(old.values()):
-        _as_spelt_before(
-            model, [name for name, wanted in old.items() if wanted], reference, against, key
-        )
+    asked = [
+        name
+        for name, wanted in (("membership", membership), ("groups", groups), ("dp-check", dp_check))
+        if wanted
+    ]
+    flags = {"--reference": reference, "--against": against, "--key": key}
+    if asked or any(flags.values()):
+        of_reports = {
+            "CORPUS": corpus,
+            "--out": out,
+            "--public-model": public_model,
+            "--validation": validation,
+            "--snapshots": snapshots,
+            "--fail-on": fail_on,
+            **{f"--{name.replace('_', '-')}": value for name, value in given.items()},
+        }
+        device = str(of_reports.pop("--device", "auto"))
+        _as_spelt_before(model, device, asked, flags, of_reports)
         return
     for path in (corpus, validation):
         if path is not None:
@@ -109,27 +121,36 @@ def audit(
 
 def _as_spelt_before(
     run: str,
+    device: str,
     asked: list[str],
-    reference: str | None,
-    against: str | None,
-    key: list[Path] | None,
+    flags: dict[str, Any],
+    of_reports: dict[str, Any],
 ) -> None:
-    """What --membership, --groups and --dp-check were before they became commands, in 0.1."""
+    """What --membership, --groups and --dp-check were in 0.1, before they became commands."""
     from tightlip.cli import measures
 
+    if not asked:
+        flag, value = next((flag, value) for flag, value in flags.items() if value)
+        command = "groups" if flag == "--against" else "membership"
+        raise UsageError(f"{flag} does nothing here. Run: tightlip {command} {run} {flag} {value}")
     if len(asked) > 1:
         raise UsageError(f"--{asked[0]} and --{asked[1]} are two audits. Run one, then the other.")
     (command,) = asked
+    if not_here := [flag for flag, value in of_reports.items() if value]:
+        raise UsageError(
+            f"--{command} makes no leakage report, so {not_here[0]} does not go with it. Run: tightlip {command} {run}"
+        )
     logging.getLogger("tightlip").warning(
         "audit --%s is now: tightlip %s %s. The old spelling goes with the next version.",
         *(command, command, run),
     )
-    calls: dict[str, Callable[[], None]] = {
-        "membership": lambda: measures.membership(run, reference, key),
-        "groups": lambda: measures.groups(run, against, key),
-        "dp-check": lambda: measures.dp_check(run),
-    }
-    calls[command]()
+    reference, against, key = flags.values()
+    if command == "membership":
+        measures.membership(run, reference, key, device=device)
+    elif command == "groups":
+        measures.groups(run, against, key, device=device)
+    else:
+        measures.dp_check(run, device=device)
 
 
 def _check_gate(conditions: list[str], settings: dict[str, Any]) -> None:
