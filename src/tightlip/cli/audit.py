@@ -93,8 +93,7 @@ def audit(
     """Which words of CORPUS the model gives away, and whose they are."""
     from tightlip.audit.leakage.summary import check_threshold, failed_conditions, parsed_condition
     from tightlip.core.errors import UsageError
-    from tightlip.core.logs import logged_to
-    from tightlip.core.progress import shown_progress
+    from tightlip.core.progress import logged_to, shown_progress
     from tightlip.core.run_folder import is_run
 
     of_reports = {

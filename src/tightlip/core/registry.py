@@ -9,7 +9,7 @@ from tightlip.core.errors import UsageError
 _REGISTERED: dict[str, dict[str, str]] = {
     "audit": {
         "groups": "tightlip.audit.groups:GroupFigures",
-        "leakage": "tightlip.audit.leakage.findings.findings:audit_leakage",
+        "leakage": "tightlip.audit.leakage.findings:audit_leakage",
         "membership": "tightlip.audit.membership:measure_level",
     },
     "engine": {"local": "tightlip.engines.local:LocalEngine"},
@@ -21,13 +21,6 @@ _REGISTERED: dict[str, dict[str, str]] = {
         "triplet": "tightlip.training.mitigations.triplet:TripletMitigation",
     },
 }
-
-
-def register(kind: str, name: str, path: str) -> None:
-    """Add one name. A name taken twice is a slip of ours, not the user's."""
-    names = _REGISTERED.setdefault(kind, {})
-    assert name not in names, f"{kind} {name!r} is registered twice: {names[name]} and {path}"
-    names[name] = path
 
 
 def names_of(kind: str) -> list[str]:

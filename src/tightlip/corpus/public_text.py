@@ -9,9 +9,8 @@ from typing import Any
 
 from tightlip.core.errors import UsageError
 from tightlip.core.files import digest_of_files, read_json
-from tightlip.core.logs import log
-from tightlip.core.progress import task
-from tightlip.corpus.canaries import KEY, read_key
+from tightlip.core.progress import log, task
+from tightlip.corpus.canaries import KEY, read_canary_key
 from tightlip.corpus.formats import MAX_BATCH_BYTES, MAX_BATCH_ROWS, kind_of, rows_of
 from tightlip.corpus.history import fingerprints, history_of, origin_of, sources_of
 from tightlip.corpus.prepare import PreparedCorpus
@@ -225,6 +224,6 @@ def _keys_beside(corpus: PreparedCorpus) -> list[Path]:
 
 def _planted(key: Path) -> set[str]:
     try:
-        return {canary.text for canary in read_key(key).canaries if canary.kind == "planted"}
+        return {canary.text for canary in read_canary_key(key).canaries if canary.kind == "planted"}
     except UsageError:  # somebody's own file of that name
         return set()

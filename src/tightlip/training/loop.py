@@ -13,8 +13,7 @@ import numpy as np
 import torch
 
 from tightlip.core.errors import TightlipError, UsageError
-from tightlip.core.logs import log, logged_into
-from tightlip.core.progress import Task, held_interrupts, task
+from tightlip.core.progress import Task, held_interrupts, log, logged_to, task
 from tightlip.core.registry import look_up
 from tightlip.core.run_folder import (
     CHECKPOINT,
@@ -85,7 +84,7 @@ def train_model(
         begins = not is_run(out)
         if begins:
             begin_run(out, recipe.tree)
-        with logged_into(out / LOG), own_randomness(device, config.seed):
+        with logged_to(out / LOG), own_randomness(device, config.seed):
             try:
                 training = Training(recipe, out, device)
             except TightlipError:

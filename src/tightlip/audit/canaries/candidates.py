@@ -7,7 +7,6 @@ Other tokenizers (byte pairs that join digits) have every text scored by itself.
 Shapes: B rows, K values of a place, T positions, V vocabulary.
 """
 
-import logging
 from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,13 +18,11 @@ from torch import Tensor
 
 from tightlip.audit.canaries.prefixes import PrefixReader, joining_entries, single_tokens
 from tightlip.core.errors import UsageError
-from tightlip.core.progress import task
+from tightlip.core.progress import log, task
 from tightlip.corpus.canary_templates import Readings, Slot, Template
 from tightlip.corpus.encoding import Encoder
 from tightlip.scan.scanner import Scanner, evaluating, full_precision
 from tightlip.scan.scoring import score_logits
-
-log = logging.getLogger("tightlip")
 
 TEXTS_AT_ONCE = 50_000
 _SCORES_COMPARED = 100

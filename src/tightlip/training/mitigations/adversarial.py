@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.functional import cross_entropy
 
-from tightlip.core.logs import log
+from tightlip.core.progress import log
 from tightlip.training.checkpoints import load_optimizer_tensors, optimizer_tensors
 from tightlip.training.mitigations import Setting
 from tightlip.training.mitigations.regulariser import Drawn, Regulariser, filled

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tightlip.core.errors import UsageError
-from tightlip.core.logs import log
+from tightlip.core.progress import log
 from tightlip.training.mitigations import Setting
 from tightlip.training.mitigations.regulariser import Drawn, Regulariser, filled
 
