@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
+from itertools import compress
 from numbers import Integral
 from pathlib import Path
 from typing import Any, Literal
@@ -46,6 +47,14 @@ class DocumentBatch:
 
     def __len__(self) -> int:
         return len(self.users)
+
+    def where(self, keep: Sequence[bool]) -> "DocumentBatch":
+        """Those of the documents where `keep` is true."""
+        return DocumentBatch(
+            users=list(compress(self.users, keep)),
+            texts=list(compress(self.texts, keep)),
+            attributes={n: list(compress(v, keep)) for n, v in self.attributes.items()},
+        )
 
 
 @dataclass(frozen=True)
