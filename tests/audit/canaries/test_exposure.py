@@ -15,7 +15,7 @@ from standins import Parrot, Stranger
 from tightlip.audit.canaries import candidates as candidates_module
 from tightlip.audit.canaries import exposure as exposure_module
 from tightlip.audit.canaries import prefixes
-from tightlip.audit.canaries.candidates import Candidates, CandidateScorer
+from tightlip.audit.canaries.candidates import Candidates, CandidateScorer, spelt_across
 from tightlip.audit.canaries.exposure import (
     ExposureConfig,
     can_be_shown,
@@ -26,7 +26,7 @@ from tightlip.audit.canaries.exposure import (
     samples_needed,
     share_limits_bits,
 )
-from tightlip.audit.canaries.prefixes import PrefixReader, spelt_across
+from tightlip.audit.canaries.prefixes import PrefixReader
 from tightlip.audit.canaries.tab_attack import Greedy, most_successes, tab_successes
 from tightlip.core.errors import UsageError
 from tightlip.corpus.canaries import Canary, CanaryConfig, Planted, exposed_above_bits
