@@ -1,9 +1,9 @@
-"""Which documents are held out of training: by number, by user, or by their own text.
+"""Which documents are held out of training: some of each user, whole users, or by their own text.
 
-Who is held out follows from the seed and names, so that every run of it gives the same.
+What is held out follows from the seed and a hash, so that the same corpus is always split alike.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from hashlib import blake2b
 from typing import Literal
 
@@ -50,8 +50,7 @@ class Splitter:
     ) -> None:
         self._documents_per_user = documents_per_user
         self._split, self._holdout, self._seed = split, holdout, seed
-        self._held: dict[str, np.ndarray] = {}
-        self._next: dict[str, int] = {}
+        self._held: dict[str, Iterator[bool]] = {}
         self._held_users: set[str] = set()
         if split == "user":
             self._held_users = held_out_users(documents_per_user, holdout=holdout, seed=seed)
@@ -61,14 +60,11 @@ class Splitter:
             return held_out_text(user, text, holdout=self._holdout, seed=self._seed)
         if self._split != "document":
             return user in self._held_users
-        index = self._next.get(user, 0)
-        self._next[user] = index + 1
-        if index == 0:
+        if user not in self._held:
             num_documents = self._documents_per_user[user]
-            self._held[user] = held_out_documents(
-                user, num_documents, holdout=self._holdout, seed=self._seed
-            )
-        return bool(self._held[user][index])
+            held = held_out_documents(user, num_documents, holdout=self._holdout, seed=self._seed)
+            self._held[user] = iter(held.tolist())
+        return next(self._held[user])
 
 
 def _place(seed: int, user: str, what: int | str | None) -> bytes:
