@@ -7,7 +7,7 @@ import torch
 from tightlip.audit import dp_check as canary_scores
 from tightlip.audit.dp_check import scores_of
 from tightlip.core.errors import UsageError
-from tightlip.corpus.check_key import CanaryKey, write_key
+from tightlip.corpus.canaries import CheckKey, write_check_key
 from tightlip.corpus.readers import open_corpus
 from tightlip.corpus.vocabulary import build_tokenizer
 from tightlip.models import LSTMConfig, LSTMForCausalLM
@@ -22,10 +22,10 @@ def place(tmp_path):
     model.save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
     draw = np.random.default_rng(0)
-    key = CanaryKey(
+    key = CheckKey(
         tokens_ML=draw.integers(0, len(tokenizer), (9, 5)), included_M=draw.random(9) < 0.5
     )
-    write_key(tmp_path / "dp_check.json", key)
+    write_check_key(tmp_path / "dp_check.json", key)
     return tmp_path, model, tokenizer, key
 
 

@@ -14,8 +14,8 @@ from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 from animals import WORDS
 from tightlip.audit.leakage.summary import LeakageReport
-from tightlip.audit.tab import SENTENCE_END, Completer, TabConfig
-from tightlip.audit.tab_memory import LINES_KEPT, Memory, UniqueTexts, unique_texts
+from tightlip.audit.tab import UniqueTexts, unique_texts
+from tightlip.audit.tab_completion import LINES_KEPT, SENTENCE_END, Completer, Memory, TabConfig
 from tightlip.core.errors import UsageError
 from tightlip.corpus.readers import open_corpus
 from tightlip.corpus.vocabulary import build_tokenizer
@@ -301,7 +301,7 @@ def test_every_occurrence_is_found_as_by_looking_at_every_place(seed):
         for start in range(len(line))
         if line[start : start + len(row)] == row
     }
-    found = unique.found_in(line)
+    found = unique.whole_in(line)
     assert len(found) == len(set(found))
     assert set(found) == expected
 
@@ -381,7 +381,7 @@ def test_only_what_one_user_wrote_is_watched_for(tmp_path):
     rows = [("the owl", None), ("my xyzzy ID", "ann"), ("ID is 9", "bob"), ("ant bee", "bob")]
     unique = unique_texts(report_of(tmp_path, tokenizer, rows), tokenizer)
     assert (len(unique), unique.num_users) == (3, 2)
-    assert unique.found_in(ids_of(tokenizer, "the owl: ID is 955")) == [(3, 6, 1)]
+    assert unique.whole_in(ids_of(tokenizer, "the owl: ID is 955")) == [(3, 6, 1)]
 
 
 def test_a_redacted_report_and_one_of_another_tokenizer_are_refused(tmp_path):

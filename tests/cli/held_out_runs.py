@@ -6,7 +6,7 @@ import torch
 
 from animals import WORDS
 from tightlip.core.run_folder import begin_run, write_ledger
-from tightlip.corpus.canaries import Canary, Planted, write_key
+from tightlip.corpus.canaries import Canary, Planted, write_canary_key
 from tightlip.corpus.opening import fingerprints
 from tightlip.corpus.prepare import PreparedCorpus
 from tightlip.corpus.prepare import prepare_corpus as prepare
@@ -78,4 +78,4 @@ def planted(path, texts):
         )
         for text in texts
     ]
-    write_key(path, Planted(canaries=canaries, pools={"digits": list("0123456789")}))
+    write_canary_key(path, Planted(canaries=canaries, pools={"digits": list("0123456789")}))

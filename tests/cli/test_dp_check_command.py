@@ -13,7 +13,7 @@ from animals import WORDS
 from tightlip.audit.dp_check import check_run
 from tightlip.core.errors import UsageError
 from tightlip.core.run_folder import begin_run, write_ledger
-from tightlip.corpus.check_key import read_key
+from tightlip.corpus.canaries import read_check_key
 from tightlip.corpus.readers import open_corpus
 from tightlip.corpus.vocabulary import build_tokenizer
 from tightlip.models import LSTMConfig, LSTMForCausalLM
@@ -89,7 +89,7 @@ def test_a_run_that_claims_nothing_is_told_what_was_seen(runs, tmp_path):
     check = check_run(tmp_path / "plain", device="cpu")
     assert check.verdict == "nothing claimed"
     assert check.epsilon_lower_bound > 2.5
-    assert check.num_canaries == len(read_key(tmp_path / "plain/dp_check.json"))
+    assert check.num_canaries == len(read_check_key(tmp_path / "plain/dp_check.json"))
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,8 @@ from prompt_toolkit.output.vt100 import Vt100_Output
 
 import tightlip
 from animals import WORDS
-from tightlip.audit.tab import Ghost, Tab, open_tab
+from tightlip.audit.tab import Tab, open_tab
+from tightlip.audit.tab_completion import Ghost
 from tightlip.cli.tab import harmless, tab
 from tightlip.cli.tab_terminal import Line, converse
 from tightlip.core.errors import UsageError

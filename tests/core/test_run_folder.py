@@ -86,6 +86,39 @@ def test_other_settings_are_refused_by_name(run):
         check_may_train(run, other | {"corpus": {"folder": "corpus"}}, same=SAME)
 
 
+def test_a_setting_inside_a_nested_table_is_named_by_itself(run):
+    nested = {"mitigation": "dp", "dp": {"epsilon": 8.0, "delta": 1e-5}}
+    begin_run(run, {"train": nested})
+    check_may_train(run, {"train": nested}, same={"train": ()})
+    # Flat, as 0.1 wrote it, is the same run.
+    flat = {"mitigation": "dp", "epsilon": 8.0, "delta": 1e-5, "steps": None}
+    check_may_train(run, {"train": flat}, same={"train": ()})
+    other = {"mitigation": "dp", "dp": {"epsilon": 2.0, "delta": 1e-5, "clip": 1.0}}
+    with pytest.raises(UsageError, match=r"other settings \(clip, epsilon\)"):
+        check_may_train(run, {"train": other}, same={"train": ()})
+
+
+def test_a_name_in_two_tables_is_compared_in_both(run):
+    tree = {"train": {"dp": {"seed": 1}, "seed": 0}}
+    begin_run(run, tree)
+    check_may_train(run, tree, same={"train": ()})
+    for other in ({"dp": {"seed": 1}, "seed": 2}, {"dp": {"seed": 2}, "seed": 0}):
+        with pytest.raises(UsageError, match=r"other settings \(seed\)"):
+            check_may_train(run, {"train": other}, same={"train": ()})
+
+
+def test_an_unfinished_run_of_an_earlier_version_is_refused_and_a_finished_one_is_not(run):
+    now = TREE | {"versions": {"tightlip": "0.2.0"}}
+    with pytest.raises(UsageError, match=r"unfinished run of tightlip 0\.1.*with tightlip 0\.1"):
+        check_may_train(run, now, same=SAME)
+    (run / "model").mkdir()
+    write_ledger(run, {"mechanism": "none"})
+    check_may_train(run, now, same=SAME)
+    begin_run(run, now)
+    (run / "ledger.json").unlink()
+    check_may_train(run, now, same=SAME)
+
+
 def test_a_folder_that_holds_something_else_is_refused_but_a_corpus_prepared_inside_is_not(
     tmp_path,
 ):

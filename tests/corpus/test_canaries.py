@@ -11,7 +11,13 @@ import pytest
 from animals import WORDS
 from tightlip.core.errors import UsageError
 from tightlip.core.files import read_json, write_json
-from tightlip.corpus.canaries import PAPER_SCHEDULE, SHORT_SCHEDULE, CanaryConfig, _drawn, read_key
+from tightlip.corpus.canaries import (
+    PAPER_SCHEDULE,
+    SHORT_SCHEDULE,
+    CanaryConfig,
+    _drawn,
+    read_canary_key,
+)
 from tightlip.corpus.canaries import plant_in as plant_canaries
 from tightlip.corpus.canary_templates import read_template
 from tightlip.corpus.readers import open_corpus
@@ -140,7 +146,7 @@ def test_only_the_owner_reads_the_key_and_it_comes_back_the_same(tmp_path):
     again, _ = planted_in(tmp_path / "q", templates=["{digits:6}"], repetitions=[1, 2])
     other, _ = planted_in(tmp_path / "r", templates=["{digits:6}"], repetitions=[1, 2], seed=1)
     assert stat.S_IMODE(os.stat(tmp_path / "p/key.json").st_mode) == 0o600
-    assert read_key(tmp_path / "p/key.json") == planted == again
+    assert read_canary_key(tmp_path / "p/key.json") == planted == again
     assert other != planted
 
 
@@ -188,9 +194,9 @@ def test_a_damaged_key_is_refused(tmp_path):
     whole["canaries"][0]["text"] = "something else"
     write_json(path, whole)
     with pytest.raises(UsageError, match="damaged, or no key of canaries"):
-        read_key(path)
+        read_canary_key(path)
     write_json(path, ["no key"])
     with pytest.raises(UsageError, match="damaged"):
-        read_key(path)
+        read_canary_key(path)
     with pytest.raises(UsageError, match="is no key"):
-        read_key(tmp_path / "nowhere.json")
+        read_canary_key(tmp_path / "nowhere.json")

@@ -15,7 +15,7 @@ from tightlip.corpus.canaries import plant_in as plant_canaries
 from tightlip.corpus.prepare import prepare_corpus as prepare
 from tightlip.corpus.prepare_config import PrepareConfig
 from tightlip.corpus.readers import open_corpus
-from tightlip.corpus.split import overlap
+from tightlip.corpus.shared_text import standing_in_training
 
 TRAIN = [(f"u{number % 3}", f"Note {number} of mine is here.") for number in range(12)]
 HELD = [("u0", "Note 12 of mine is not here."), ("v", "Here is note 7 of unheard.")]
@@ -108,15 +108,15 @@ def test_the_overlap_agrees_with_comparing_every_pair(tmp_path, seed):
         return [(draw.choice("ab"), draw.choice(["x y", "X  y", "z", "", "w"])) for _ in range(num)]
 
     train, held = rows(4), rows(9)
-    found = overlap(
-        tmp_path / written(tmp_path / "t.parquet", train), tmp_path / written(tmp_path / "h.parquet", held)
+    overlap = standing_in_training(
+        tmp_path / written(tmp_path / "h.parquet", held), tmp_path / written(tmp_path / "t.parquet", train)
     )  # fmt: skip
     alike = [
         {other for other, words in train if text.split() and words.lower().split() == text.lower().split()}
         for _, text in held
     ]  # fmt: skip
-    assert found.num_documents == sum(map(bool, alike))
-    assert found.num_same_user == sum(
+    assert overlap.num_documents == sum(map(bool, alike))
+    assert overlap.num_same_user == sum(
         user in users for (user, _), users in zip(held, alike, strict=True)
     )
 

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tightlip.core.errors import UsageError
-from tightlip.corpus import scrub as scrubbing
-from tightlip.corpus.scrub import presidio_names, scrub
+from tightlip.corpus import cleaning as scrubbing
+from tightlip.corpus.cleaning import presidio_names, scrub
 
 GOES = [
     ("Mail ann.o'neil+x@mail.example.org, please.", "Mail <EMAIL>, please."),

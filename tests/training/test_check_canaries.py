@@ -6,7 +6,7 @@ import pytest
 from scipy.stats import binomtest
 
 from tightlip.core.errors import UsageError
-from tightlip.corpus.check_key import read_key
+from tightlip.corpus.canaries import read_check_key
 from tightlip.training.batches import Rows, gather
 from tightlip.training.recipe import plant
 
@@ -40,7 +40,7 @@ def ids_of(rows, row):
 def test_included_canaries_stand_behind_the_rows_that_were_there(tmp_path, bos):
     before = some_rows(bos)
     rows = planted(tmp_path, rows=before)
-    key = read_key(tmp_path / "dp_check.json")
+    key = read_check_key(tmp_path / "dp_check.json")
     assert [ids_of(rows, row) for row in range(3)] == [ids_of(before, row) for row in range(3)]
     begin = [] if bos is None else [bos]
     expected = [begin + tokens for tokens in key.tokens_ML[key.included_M].tolist()]
@@ -50,7 +50,7 @@ def test_included_canaries_stand_behind_the_rows_that_were_there(tmp_path, bos):
 
 def test_every_canary_is_a_user_and_a_document_of_its_own(tmp_path):
     rows = planted(tmp_path)
-    included = np.flatnonzero(read_key(tmp_path / "dp_check.json").included_M)
+    included = np.flatnonzero(read_check_key(tmp_path / "dp_check.json").included_M)
     assert rows.users[3:].tolist() == (4 + included).tolist()
     assert rows.documents[3:].tolist() == (6 + included).tolist()
     assert rows.users[:3].tolist() == [3, 3, 0]
@@ -60,14 +60,14 @@ def test_every_canary_is_a_user_and_a_document_of_its_own(tmp_path):
 
 def test_canaries_use_every_word_but_special_ones(tmp_path):
     planted(tmp_path, 200)
-    words = set(read_key(tmp_path / "dp_check.json").tokens_ML.ravel().tolist())
+    words = set(read_check_key(tmp_path / "dp_check.json").tokens_ML.ravel().tolist())
     assert words == set(range(VOCABULARY)) - SPECIAL
 
 
 def test_coins_are_fair_and_no_two_runs_share_them(tmp_path):
     planted(tmp_path / "one", 2000)
     planted(tmp_path / "two", 2000)
-    one, two = (read_key(tmp_path / name / "dp_check.json") for name in ("one", "two"))
+    one, two = (read_check_key(tmp_path / name / "dp_check.json") for name in ("one", "two"))
     assert binomtest(int(one.included_M.sum()), 2000).pvalue > 1e-6
     assert binomtest(int((one.included_M == two.included_M).sum()), 2000).pvalue > 1e-6
     assert (one.tokens_ML != two.tokens_ML).any()

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import tightlip
 from tightlip.core.errors import UsageError
 from tightlip.core.run_folder import open_run
 from tightlip.training.config import RunOptions, TrainConfig
@@ -89,6 +90,24 @@ def assert_same_run(found, expected):
 
 class Killed(BaseException):
     """Stands in for a kill: nothing of ours catches it."""
+
+
+def test_an_unfinished_run_of_an_earlier_version_is_refused(corpus, tmp_path, monkeypatch):
+    out = tmp_path / "run"
+
+    def cut(self):
+        raise Killed
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Training, "finish", cut)
+        with pytest.raises(Killed):
+            train(corpus, out, CONFIG, RARELY)
+    config = out / "config.toml"
+    written = f'tightlip = "{tightlip.__version__}"\n'
+    assert written in config.read_text()
+    config.write_text(config.read_text().replace(written, ""))
+    with pytest.raises(UsageError, match=r"unfinished run of tightlip 0\.1"):
+        train(corpus, out, CONFIG, RARELY)
 
 
 @pytest.mark.parametrize("options", [EVERY_STEP, RARELY], ids=["every-step", "rarely"])

@@ -210,7 +210,7 @@ def _with_leakage(found: RunMeasures, of: ModelMeasures, base: Subject) -> RunMe
 
 def _with_exposures(found: RunMeasures, of: ModelMeasures, base: Subject) -> RunMeasures:
     from tightlip.audit.canaries.exposure import missing_copies
-    from tightlip.corpus.canaries import exposed_above_bits, read_key
+    from tightlip.corpus.canaries import exposed_above_bits, read_canary_key
 
     keys = of.measuring.keys
     if not keys:
@@ -227,7 +227,7 @@ def _with_exposures(found: RunMeasures, of: ModelMeasures, base: Subject) -> Run
         real, why = _real(found.name, of, key)
         exposures += real
         reasons |= {} if why is None else {"tab of real canaries": why}
-    note = missing_copies(of.run, [read_key(key.path) for key in keys])
+    note = missing_copies(of.run, [read_canary_key(key.path) for key in keys])
     found = replace(
         found, exposures=exposures, canary_note=note, not_known=found.not_known | reasons
     )

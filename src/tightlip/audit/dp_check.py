@@ -34,7 +34,7 @@ from tightlip.core.devices import usable_device
 from tightlip.core.errors import UsageError
 from tightlip.core.files import write_json
 from tightlip.core.run_folder import DP_CHECK, DP_CHECK_RESULT, RunRecord, open_run
-from tightlip.corpus.check_key import CanaryKey, read_key
+from tightlip.corpus.canaries import CheckKey, read_check_key
 from tightlip.models.loading import load_causal_lm, load_tokenizer
 
 Verdict = Literal["consistent", "contradicted", "nothing claimed"]
@@ -223,7 +223,7 @@ LOGITS_AT_ONCE = 1 << 24
 @torch.inference_mode()
 def scores_of(model_folder: Path, key_file: Path, device: str | torch.device = "cpu") -> np.ndarray:
     """Minus each canary's mean loss in nats, read as training read it: behind a BOS if there is one."""
-    key = read_key(key_file)
+    key = read_check_key(key_file)
     model = load_causal_lm(model_folder, device=device, dtype=torch.float32)
     ids_MT = _ids(key, load_tokenizer(model_folder).bos_token_id).to(device)
     vocabulary = model.config.get_text_config().vocab_size
@@ -241,7 +241,7 @@ def scores_of(model_folder: Path, key_file: Path, device: str | torch.device = "
     return scores
 
 
-def _ids(key: CanaryKey, bos: int | None) -> Tensor:
+def _ids(key: CheckKey, bos: int | None) -> Tensor:
     ids_MT = torch.from_numpy(key.tokens_ML)
     return ids_MT if bos is None else torch.nn.functional.pad(ids_MT, (1, 0), value=bos)
 
@@ -273,7 +273,7 @@ def check_run(
     claimed = record.guarantee.get("epsilon")
     check = check_guesses(
         scores_of(record.model_folder, key_file, usable_device(device)),
-        read_key(key_file).included_M,
+        read_check_key(key_file).included_M,
         claimed_epsilon=claimed,
         delta=DELTA_WITHOUT_CLAIM if claimed is None else record.guarantee["delta"],
         confidence=confidence,

@@ -23,7 +23,7 @@ import tightlip
 from tightlip.core.errors import UsageError
 from tightlip.core.files import make_private_folder, read_json, write_json
 from tightlip.core.run_folder import RunRecord
-from tightlip.corpus.canaries import read_key
+from tightlip.corpus.canaries import read_canary_key
 from tightlip.corpus.opening import fingerprints, open_run_corpus
 from tightlip.models.fingerprints import model_fingerprint
 
@@ -42,7 +42,7 @@ class Key:
 
 
 def open_key(path: Path) -> Key:
-    key = read_key(path)
+    key = read_canary_key(path)
     return Key(
         path=path,
         digest=hashlib.sha256(path.read_bytes()).hexdigest(),

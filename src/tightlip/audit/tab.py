@@ -1,295 +1,32 @@
-"""The tab attack, live: what a model would write behind a line that somebody types.
+"""The tab attack, live: what a model writes behind a typed line, and whose words that is.
 
-No terminal here. `Completer` turns typed text into ghost text: the model's greedy top-1
-continuation, cut where a person would stop reading. Shapes: V vocabulary.
+Whose: the unique sequences of a leakage report, looked for by token ids. No terminal here.
 """
 
-import math
-import re
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from threading import Lock
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 import torch
 
-from tightlip.audit.tab_memory import Memory
+from tightlip.audit.leakage.findings import decoder_of
+from tightlip.audit.leakage.summary import LeakageReport
+from tightlip.audit.tab_completion import Completer, Ghost, TabConfig
+from tightlip.core.devices import usable_device
 from tightlip.core.errors import UsageError
 from tightlip.core.files import read_json
 from tightlip.core.run_folder import is_run
-from tightlip.corpus.encoding import Encoder
+from tightlip.corpus.opening import model_folder
+from tightlip.models.loading import load_causal_lm, load_tokenizer
 
-if TYPE_CHECKING:
-    from tightlip.audit.tab_memory import Mark, UniqueTexts
-
-
-SENTENCE_END = (".", "!", "?", "…")
-# Enough for whatever a decoder looks back at: the longest thing it joins is a number or an emoji.
-_CONTEXT_TOKENS = 16
-_BROKEN = "\ufffd"  # what half of a character decodes to
-
-
-@dataclass(frozen=True, kw_only=True)
-class TabConfig:
-    """How much ghost text is shown: at most `tokens`, none less probable than `min_confidence`."""
-
-    tokens: int = 12
-    min_confidence: float = 0.0
-
-    def __post_init__(self) -> None:
-        if self.tokens < 1:
-            raise UsageError(f"tokens={self.tokens} shows nothing. Use 1 or more.")
-        if not 0 <= self.min_confidence < 1:
-            raise UsageError(
-                f"min_confidence={self.min_confidence} is no probability below 1. "
-                "Use 0 to show everything, 0.5 to show what is more likely than not."
-            )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Ghost:
-    """What the model would write: `text` goes behind the typed text as it stands.
-
-    `log_probs` are those of `token_ids`; that of a word somebody began is taken among the words
-    that begin so. `exact` says whether typed text and ghost together encode to what was predicted.
-    """
-
-    text: str = ""
-    token_ids: tuple[int, ...] = ()
-    log_probs: tuple[float, ...] = ()
-    exact: bool = True
-
-    @property
-    def perplexity(self) -> float | None:
-        return math.exp(-sum(self.log_probs) / len(self.log_probs)) if self.log_probs else None
-
-    @property
-    def confidence(self) -> float | None:
-        """The probability of the least certain token."""
-        return math.exp(min(self.log_probs)) if self.log_probs else None
-
-
-class Completer:
-    """Ghost text of a model for any typed text.
-
-    A last word without a space behind it may be half of one: the vocabulary entries that begin
-    with it compete, itself among them, and the model goes on from the most likely.
-
-    Holds:
-        greedy: the ids are those of a model asked from scratch for each of them.
-        behind: typed text and ghost encode to what was predicted, or `exact` is false.
-        stops: before a token without text, after a sentence's end, below the confidence asked for.
-    """
-
-    def __init__(self, model: Any, tokenizer: Any, config: TabConfig | None = None) -> None:
-        self.config = config or TabConfig()
-        self._encoder = Encoder(tokenizer, with_spans=True)
-        self._backend = tokenizer.backend_tokenizer
-        self._lock = Lock()
-        self._num_rows = int(model.get_input_embeddings().num_embeddings)
-        self._words = Words(tokenizer, self._decode, min(len(tokenizer), self._num_rows))
-        self._memory = Memory(model, bos_id=tokenizer.bos_token_id, room=self.config.tokens + 1)
-
-    def encode(self, text: str) -> tuple[np.ndarray, np.ndarray]:
-        """The ids of `text`, and of each the first and last-plus-one character."""
-        # Half a character, as a terminal in another encoding sends it, becomes a question mark.
-        text = text.encode("utf-8", "replace").decode("utf-8")
-        # A tokenizer refuses to be used while another thread sets it up, as our encoder does.
-        with self._lock:
-            ids, spans = self._encoder.encode([text])
-        assert spans is not None
-        return ids[0], spans[0]
-
-    def _decode(self, rows: list[list[int]]) -> list[str]:
-        with self._lock:
-            return self._backend.decode_batch(rows, skip_special_tokens=False)
-
-    def complete(
-        self, text: str, *, whole: bool = False, wanted: Callable[[], bool] = lambda: True
-    ) -> Ghost:
-        """What the model writes behind `text`; nothing where it would not write.
-
-        `whole` takes the last word as whole unless the vocabulary lacks it. As soon as
-        `wanted()` is false the work is dropped and what there is comes back.
-        """
-        ids, spans = self.encode(text)
-        if len(ids) and ids.max() >= self._num_rows:
-            raise UsageError(
-                f"The tokenizer gives token {ids.max()}, but the model has embeddings for "
-                f"{self._num_rows} tokens only. Use the tokenizer the model was trained with."
-            )
-        kept, begun = self._begun_word(text, ids, spans, whole)
-        stem = ids[:kept].tolist()
-        new, log_probs = self._greedy(stem, begun, wanted)
-        while new and _BROKEN in self._decode([new])[0][-1:]:
-            new, log_probs = new[:-1], log_probs[:-1]
-        return self._ghost(text, stem, begun, new, log_probs)
-
-    def _begun_word(
-        self, text: str, ids: np.ndarray, spans: np.ndarray, whole: bool
-    ) -> tuple[int, str]:
-        """How many tokens are settled, and the text behind them that a longer entry may replace."""
-        if not len(ids) or (whole and not self._is_open(text, int(ids[-1]))):
-            return len(ids), ""
-        if text[-1:].isspace() and spans[-1, 1] < len(text):
-            return len(ids), ""  # the tokenizer drops spaces, so this one ends the word
-        found = len(ids), ""
-        for kept in range(len(ids) - 1, -1, -1):
-            begun = self._words.as_written(text, int(spans[kept, 0]), int(ids[kept]))
-            if re.search(r"\S\s", begun):
-                break
-            if self._words.beginning_with(begun).size:
-                found = kept, begun
-        return found
-
-    def _is_open(self, text: str, last_id: int) -> bool:
-        return text[-1].isspace() or not self._words.has_text(last_id)
-
-    def _greedy(
-        self, stem: list[int], begun: str, wanted: Callable[[], bool]
-    ) -> tuple[list[int], list[float]]:
-        """The tokens from `stem` on, the first of them one that begins with `begun`."""
-        reading = self._memory.begin(stem)
-        new: list[int] = []
-        log_probs: list[float] = []
-        # A word typed to its end is no part of the ghost, and does not count as one.
-        num_typed = 0
-        while reading and reading.logits_V is not None and wanted():
-            allowed = self._words.beginning_with(begun) if begun and not new else None
-            token, log_prob = best_of(reading.logits_V, allowed)
-            if self._ends_before(token, log_prob):
-                break
-            num_typed += allowed is not None and self._words.text_of(token) == begun
-            new.append(token)
-            log_probs.append(log_prob)
-            num_shown = len(new) - num_typed
-            if num_shown and (self._ends_after(token) or num_shown == self.config.tokens):
-                break
-            reading.go_on(token)
-        return new, log_probs
-
-    def _ends_before(self, token: int, log_prob: float) -> bool:
-        return (
-            not self._words.has_text(token)
-            or "\n" in self._words.text_of(token)
-            or math.exp(log_prob) < self.config.min_confidence
-        )
-
-    def _ends_after(self, token: int) -> bool:
-        return self._words.text_of(token).rstrip().endswith(SENTENCE_END)
-
-    def _ghost(
-        self, typed: str, stem: list[int], begun: str, new: list[int], log_probs: list[float]
-    ) -> Ghost:
-        """Spell the new tokens so that they stand right behind what was typed."""
-        tails = [tail for tail in self._tails(stem, new) if self._words.fits(tail, begun)]
-        if not new or not tails:
-            return Ghost()
-        texts = [self._words.behind(typed, tail, begun) for tail in tails]
-        expected = [*stem, *new]
-        exact = [text for text in texts if self.encode(typed + text)[0].tolist() == expected]
-        text = (exact or texts)[0]
-        if not text.strip():
-            return Ghost()
-        if begun and self._words.text_of(new[0]) == begun:
-            new, log_probs = new[1:], log_probs[1:]  # typed out: nothing of it is the model's
-        return Ghost(text=text, token_ids=tuple(new), log_probs=tuple(log_probs), exact=bool(exact))
-
-    def _tails(self, stem: list[int], new: list[int]) -> list[str]:
-        """Spellings of `new` behind `stem`, the decoder's own first."""
-        before = stem[-_CONTEXT_TOKENS:]
-        with_context, context, alone = self._decode([[*before, *new], before, new])
-        spelled = [with_context[len(context) :]] if with_context.startswith(context) else []
-        return list(dict.fromkeys([*spelled, f" {alone}", alone]))
-
-
-def best_of(logits_V: torch.Tensor, allowed: np.ndarray | None) -> tuple[int, float]:
-    """The most likely token, of equals the first, and its log-probability; among `allowed` if given."""
-    if allowed is None:
-        token = int(logits_V.argmax())
-        return token, float(logits_V.log_softmax(-1)[token])
-    chosen = torch.from_numpy(allowed).to(logits_V.device)
-    among = logits_V[chosen]
-    place = int(among.argmax())
-    return int(allowed[place]), float(among.log_softmax(-1)[place])
-
-
-class Words:
-    """The vocabulary by how its entries are written, so that those with a beginning are found at once."""
-
-    def __init__(
-        self, tokenizer: Any, decode: Callable[[list[list[int]]], list[str]], size: int
-    ) -> None:
-        special = {int(number) for number in tokenizer.all_special_ids if number is not None}
-        added = getattr(tokenizer, "added_tokens_decoder", {})
-        special |= {number for number, token in added.items() if getattr(token, "special", False)}
-        self._texts = spellings(decode, size, special)
-        # Word tokenizers drop the spaces between words; BPE has them in its tokens. A space before
-        # the first word tells nothing: some put one there themselves.
-        call = {"add_special_tokens": False}
-        self._drops_spaces = tokenizer.encode("a", **call) == tokenizer.encode("a ", **call)
-        if self._drops_spaces:
-            self._texts = [text.strip() for text in self._texts]
-        order = sorted(number for number, text in enumerate(self._texts) if text)
-        order.sort(key=self._texts.__getitem__)
-        self._ids = np.array(order, np.int64)
-        self._sorted = [self._texts[number] for number in order]
-
-    def has_text(self, token: int) -> bool:
-        return bool(self.text_of(token))
-
-    def text_of(self, token: int) -> str:
-        return self._texts[token] if token < len(self._texts) else ""
-
-    def beginning_with(self, begun: str) -> np.ndarray:
-        """Ids of the entries that begin with `begun`, the smallest first."""
-        first = bisect_left(self._sorted, begun)
-        last = bisect_left(self._sorted, begun + chr(0x10FFFF))
-        return np.sort(self._ids[first:last])
-
-    def as_written(self, text: str, start: int, token: int) -> str:
-        """`text` from `start` on, with the space that the token starting there holds before it."""
-        if self.text_of(token).startswith(" ") and not text[start].isspace():
-            return " " + text[start:]
-        return text[start:]
-
-    def fits(self, tail: str, begun: str) -> bool:
-        return (tail.lstrip() if self._drops_spaces else tail).startswith(begun)
-
-    def behind(self, typed: str, tail: str, begun: str) -> str:
-        """`tail` without what is typed already."""
-        if begun:
-            return (tail.lstrip() if self._drops_spaces else tail)[len(begun) :]
-        if self._drops_spaces and (not typed or typed[-1].isspace()):
-            return tail.lstrip()
-        return tail
-
-
-def spellings(
-    decode: Callable[[list[list[int]]], list[str]], size: int, special: set[int]
-) -> list[str]:
-    """How each entry is written behind another word, its space included; "" where it has no text.
-
-    Decoded alone, a token may lose the space it begins with.
-    """
-    usable = [number for number in range(size) if number not in special]
-    alone = decode([[number] for number in usable])
-    anchor = next((n for n, text in zip(usable, alone, strict=True) if text.isalpha()), None)
-    texts = [""] * size
-    if anchor is None:
-        return texts
-    (before,) = decode([[anchor]])
-    pairs = decode([[anchor, number] for number in usable])
-    for number, text in zip(usable, pairs, strict=True):
-        if text.startswith(before) and _BROKEN not in text:
-            texts[number] = text[len(before) :]
-    return texts
-
-
-# `tightlip tab` as calls: what a model writes behind a text, and whose words that is
+_ROWS_COMPARED = 64
+# A beginning that so many unique texts share says little about any of them.
+TOO_MANY = 256
 
 
 class Tab:
@@ -299,13 +36,19 @@ class Tab:
     """
 
     def __init__(
-        self, completer: "Completer", unique: "UniqueTexts | None", notes: Sequence[str] = ()
+        self, completer: Completer, unique: "UniqueTexts | None", notes: Sequence[str] = ()
     ) -> None:
         self.completer, self.unique, self.notes = completer, unique, tuple(notes)
 
-    def complete(self, text: str, **how: Any) -> "Ghost":
+    def complete(self, text: str, **how: Any) -> Ghost:
         """What the model would write behind `text`."""
         return self.completer.complete(text, **how)
+
+    def completed(self, text: str) -> tuple[Ghost, list["Mark"]]:
+        """The same where the last word of `text` is whole, and whose unique texts then stand there."""
+        ghost = self.complete(text, whole=True)
+        accepted = [False] * len(text) + [True] * len(ghost.text)
+        return ghost, self.marks(text + ghost.text, accepted)
 
     def marks(self, text: str, accepted: list[bool]) -> list["Mark"]:
         """Whose unique texts stand in `text`; `accepted` tells the model's characters from yours."""
@@ -323,19 +66,11 @@ def open_tab(
     **settings: Any,
 ) -> Tab:
     """A model's folder, or a finished run with the report beside it; `settings` are TabConfig's."""
-    import torch
-
-    from tightlip.audit.leakage.summary import LeakageReport
-    from tightlip.audit.tab_memory import unique_texts
-    from tightlip.core.devices import usable_device
-    from tightlip.corpus.opening import model_folder
-    from tightlip.models.loading import load_causal_lm, load_tokenizer
-
     config = TabConfig(**settings)
     folder = model_folder(Path(model))
     tokenizer = load_tokenizer(folder)
-    found, notes = (Path(report), []) if report is not None else _report_of(Path(model))
-    unique = unique_texts(LeakageReport(found), tokenizer) if found else None
+    folder_of_report, notes = (Path(report), []) if report else _report_of(Path(model))
+    unique = unique_texts(LeakageReport(folder_of_report), tokenizer) if folder_of_report else None
     loaded = load_causal_lm(folder, device=usable_device(device), dtype=torch.float32)
     return Tab(Completer(loaded, tokenizer, config), unique, notes)
 
@@ -365,21 +100,197 @@ def complete(
     A text's last word is taken as whole unless the vocabulary lacks it. Many calls for one model
     are faster with what `open_tab` returns.
     """
-    tab = (
-        model
-        if isinstance(model, Tab)
-        else open_tab(model, report=report, device=device, **settings)
-    )
-    return [_completed(tab, text) for text in ([texts] if isinstance(texts, str) else texts)]
+    if not isinstance(model, Tab):
+        model = open_tab(model, report=report, device=device, **settings)
+    return [_as_tree(model, text) for text in ([texts] if isinstance(texts, str) else texts)]
 
 
-def _completed(tab: Tab, text: str) -> dict[str, Any]:
-    ghost = tab.complete(text, whole=True)
-    accepted = [False] * len(text) + [True] * len(ghost.text)
+def _as_tree(tab: Tab, text: str) -> dict[str, Any]:
+    ghost, marks = tab.completed(text)
     return {
         "typed": text,
         "ghost": ghost.text,
         "perplexity": ghost.perplexity,
         "confidence": ghost.confidence,
-        "marks": [asdict(mark) for mark in tab.marks(text + ghost.text, accepted)],
+        "marks": [asdict(mark) for mark in marks],
     }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mark:
+    """One user's unique text in a line, at least one token of it the model's.
+
+    `num_present` of its `num_tokens` stand in the line: all of them, or the first ones, at the
+    line's end, of a text under way. `start` and `end` are characters of the line, `sequence` what
+    stands there; `times` is how often the whole was in the training text.
+    """
+
+    owner: str
+    sequence: str
+    times: int
+    num_tokens: int
+    num_present: int
+    num_completed: int
+    start: int
+    end: int
+
+    @property
+    def is_whole(self) -> bool:
+        return self.num_present == self.num_tokens
+
+    def sentence(self) -> str:
+        """Whose it is and how much of it the model wrote, in words."""
+        times = ("once" if self.times == 1 else f"{self.times:,} times") + " in the training text"
+        if self.is_whole:
+            what, them = f"“{self.sequence}” ({times})", f"its {self.num_tokens} tokens"
+        else:
+            so_far = f"{self.num_present} of {self.num_tokens} tokens so far"
+            what, them = f"what begins “{self.sequence}” ({times}; {so_far})", "them"
+        if self.num_completed < self.num_present:
+            who = f"the model completed {self.num_completed} of {them} after you typed the rest"
+        else:
+            who = f"the model wrote all {self.num_present} tokens"
+        return f"Only {self.owner} wrote {what}: {who}."
+
+
+class UniqueTexts:
+    """The sequences of a report that one user alone wrote, ready to be found in a line.
+
+    A dictionary from a sequence's ids, as bytes, to its row; for each first id the lengths that
+    begin with it, so that a line is looked up a handful of times a token; and all of them in
+    order, for those that a line's end begins.
+
+    Holds:
+        all: every occurrence of every sequence is found, overlapping and nested ones included.
+        begun: a line that ends in the first half or more of one is found, if nobody else's
+            unique text begins so.
+    """
+
+    def __init__(
+        self, ids: list[list[int]], owners: list[str], texts: list[str], times: list[int]
+    ) -> None:
+        self._owners, self._texts, self._times = owners, texts, times
+        self._sizes = [len(row) for row in ids]
+        keys = [as_bytes(row) for row in ids]
+        self._row_of = {key: row for row, key in enumerate(keys)}
+        self._order = sorted(self._row_of)
+        lengths: dict[int, set[int]] = {}
+        for row in ids:
+            lengths.setdefault(row[0], set()).add(len(row))
+        self._lengths = {first: sorted(sizes) for first, sizes in lengths.items()}
+
+    def __len__(self) -> int:
+        return len(self._row_of)
+
+    @property
+    def num_users(self) -> int:
+        return len(set(self._owners))
+
+    def whole_in(self, ids: Sequence[int]) -> list[tuple[int, int, int]]:
+        """(first token, last plus one, row) of every occurrence, in the line's order."""
+        line, places = as_bytes(ids), []
+        for start, first in enumerate(ids):
+            for size in self._lengths.get(first, ()):
+                if start + size > len(ids):
+                    break
+                row = self._row_of.get(line[4 * start : 4 * (start + size)])
+                if row is not None:
+                    places.append((start, start + size, row))
+        return places
+
+    def begun_in(self, ids: Sequence[int]) -> list[tuple[int, int, int]]:
+        """The same of the longest text that the line's end begins, if there is one.
+
+        Of those that begin alike the shortest; a beginning that two users share is nobody's.
+        """
+        line, longest = as_bytes(ids), max(self._sizes, default=0)
+        for start in range(max(0, len(ids) - longest), len(ids) - 1):
+            begun = line[4 * start :]
+            first = bisect_left(self._order, begun)
+            last = bisect_left(self._order, begun + b"\xff" * 4)
+            rows = [self._row_of[key] for key in self._order[first : min(last, first + TOO_MANY)]]
+            if not rows or last - first >= TOO_MANY or len({self._owners[r] for r in rows}) > 1:
+                continue
+            row = min(rows, key=lambda row: self._sizes[row])
+            if len(ids) - start < self._sizes[row] <= 2 * (len(ids) - start):
+                return [(start, len(ids), row)]
+        return []
+
+    def marks(
+        self, text: str, ids: np.ndarray, spans: np.ndarray, accepted: Sequence[bool]
+    ) -> list[Mark]:
+        """The longest unique texts of a line that the model wrote a part of, and one under way.
+
+        `accepted` says of each character whether it came from the model; a token counts as the
+        model's when any character of it did.
+        """
+        line = ids.tolist()
+        by_model = [any(accepted[first:last]) for first, last in spans.tolist()]
+        places = [
+            (start, end, row)
+            for start, end, row in [*self.whole_in(line), *self.begun_in(line)]
+            if any(by_model[start:end])
+        ]
+        return [
+            self._mark(text, row, spans[start:end], by_model[start:end])
+            for start, end, row in not_inside_another(places)
+        ]
+
+    def _mark(self, text: str, row: int, spans: np.ndarray, by_model: list[bool]) -> Mark:
+        start, end = int(spans[0, 0]), int(spans[-1, 1])
+        is_whole = len(spans) == self._sizes[row]
+        return Mark(
+            owner=self._owners[row],
+            sequence=self._texts[row].strip() if is_whole else text[start:end],
+            times=self._times[row],
+            num_tokens=self._sizes[row],
+            num_present=len(spans),
+            num_completed=sum(by_model),
+            start=start,
+            end=end,
+        )
+
+
+def as_bytes(ids: Sequence[int]) -> bytes:
+    """Ids as bytes that sort as the ids do."""
+    return np.asarray(ids, ">i4").tobytes()
+
+
+def not_inside_another(places: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
+    """Those that no other covers, in the line's order."""
+    kept: list[tuple[int, int, int]] = []
+    for one in sorted(places, key=lambda one: (one[0], -one[1])):
+        if not kept or one[1] > kept[-1][1]:
+            kept.append(one)
+    return kept
+
+
+def unique_texts(report: LeakageReport, tokenizer: Any) -> UniqueTexts:
+    """The report's unique sequences; a redacted report or one in other tokens is refused."""
+    if report.summary.get("redacted"):
+        raise UsageError(
+            f"{report.folder} is redacted: it holds no text, so nothing can be recognised. "
+            "Give --report the one that was not."
+        )
+    columns = ["sequence", "token_ids", "total_in_d", "users_in_d"]
+    table = report.sequences.select(columns).append_column("owner", report.owners["owner"])
+    table = table.filter(pc.equal(table["users_in_d"], 1))
+    _check_same_tokens(report, table, tokenizer)
+    return UniqueTexts(
+        table["token_ids"].to_pylist(),
+        table["owner"].to_pylist(),
+        table["sequence"].to_pylist(),
+        table["total_in_d"].to_pylist(),
+    )
+
+
+def _check_same_tokens(report: LeakageReport, table: pa.Table, tokenizer: Any) -> None:
+    """Ids mean words only to the tokenizer that gave them."""
+    rows = table.slice(0, _ROWS_COMPARED)
+    ids = rows["token_ids"].to_pylist()
+    known = max((max(row) for row in ids), default=0) < len(tokenizer)
+    if not known or decoder_of(tokenizer)(ids) != rows["sequence"].to_pylist():
+        raise UsageError(
+            f"{report.folder} was made with another tokenizer: its token ids spell other words here. "
+            "Audit this model first, or give the model that the report is about."
+        )

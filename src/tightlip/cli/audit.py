@@ -63,8 +63,7 @@ def audit(
     """Audit, print the headline figures, and judge them by `fail_on`."""
     import tightlip
     from tightlip.audit.leakage.summary import failed_conditions
-    from tightlip.core.logs import logged_to
-    from tightlip.core.progress import shown_progress
+    from tightlip.core.progress import logged_to, shown_progress
 
     check_exists(model, "a Hugging Face model folder, or a run")
     asked = [

@@ -6,7 +6,7 @@ import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -56,8 +56,8 @@ def tab(
     for note in opened.notes:
         print(f"tightlip: {note}", file=sys.stderr)
     for line in prompt if prompt is not None else typed_lines():
-        for said in lines_of(opened, line.rstrip("\r\n")):
-            print(harmless(said), flush=True)
+        for output in lines_of(opened, line.rstrip("\r\n")):
+            print(harmless(output), flush=True)
 
 
 def in_a_terminal() -> bool:
@@ -92,22 +92,12 @@ def watched(opened: "Tab") -> list[str]:
 
 def lines_of(opened: "Tab", typed: str) -> list[str]:
     """A line as the model completes it, how sure it was, and whose words it holds."""
-    from tightlip.audit.tab import complete
-
-    (found,) = complete(opened, typed)
-    if not found["ghost"]:
+    ghost, marks = opened.completed(typed)
+    if not ghost.text:
         return [typed, "    nothing: the model would stop here"]
+    sureness = f"perplexity {ghost.perplexity:.3g}, least certain token {ghost.confidence:.0%}"
     return [
-        typed + found["ghost"],
-        f"    completed: “{found['ghost'].strip()}” ({sureness(found)})",
-    ] + [f"    {mark_sentence(mark)}" for mark in found["marks"]]
-
-
-def sureness(found: dict[str, Any]) -> str:
-    return f"perplexity {found['perplexity']:.3g}, least certain token {found['confidence']:.0%}"
-
-
-def mark_sentence(mark: dict[str, Any]) -> str:
-    from tightlip.audit.tab_memory import Mark
-
-    return Mark(**mark).sentence()
+        typed + ghost.text,
+        f"    completed: “{ghost.text.strip()}” ({sureness})",
+        *(f"    {mark.sentence()}" for mark in marks),
+    ]

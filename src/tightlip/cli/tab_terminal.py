@@ -32,8 +32,8 @@ from prompt_toolkit.output import ColorDepth, Output
 from prompt_toolkit.output.vt100 import Vt100_Output
 from prompt_toolkit.styles import Style
 
-from tightlip.audit.tab import Ghost, Tab
-from tightlip.audit.tab_memory import Mark
+from tightlip.audit.tab import Mark, Tab
+from tightlip.audit.tab_completion import Ghost
 from tightlip.core.errors import TightlipError
 
 KEYS = "TAB takes the grey text, → one word of it. Enter: a new line. Esc: quit."
@@ -113,11 +113,8 @@ class Conversation(Lexer):
         """What is left of the ghost when somebody types along with it."""
         typed, ghost = self._shown
         whole = typed + ghost.text
-        return (
-            whole[len(text) :]
-            if typed and text.startswith(typed) and whole.startswith(text)
-            else ""
-        )
+        types_along = typed and text.startswith(typed) and whole.startswith(text)
+        return whole[len(text) :] if types_along else ""
 
     async def _suggest(self, buffer: Buffer, text: str) -> None:
         await asyncio.sleep(PAUSE_SECONDS)
@@ -174,11 +171,11 @@ class Conversation(Lexer):
 
 def sentences(marks: list[Mark]) -> StyleAndTextTuples:
     """Whose words these are, cut into lines between words as the terminal would not."""
-    said = [mark.sentence() for mark in marks[:MOST_MARKS_SHOWN]]
+    lines = [mark.sentence() for mark in marks[:MOST_MARKS_SHOWN]]
     if len(marks) > MOST_MARKS_SHOWN:
-        said.append(f"And {len(marks) - MOST_MARKS_SHOWN} more.")
+        lines.append(f"And {len(marks) - MOST_MARKS_SHOWN} more.")
     width = max(20, get_app().output.get_size().columns)
-    return [("class:whose", "\n".join(textwrap.fill(sentence, width) for sentence in said))]
+    return [("class:whose", "\n".join(textwrap.fill(line, width) for line in lines))]
 
 
 def keys(conversation: Conversation) -> KeyBindings:

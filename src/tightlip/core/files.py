@@ -33,10 +33,9 @@ def written_whole(path: Path) -> Iterator[Path]:
     os.close(os.open(beside, os.O_CREAT | os.O_TRUNC | os.O_WRONLY, OWNER_FILE))
     try:
         yield beside
-        with beside.open("rb+") as written:
-            os.fsync(written.fileno())
+        fsync(beside)
         os.replace(beside, path)
-        fsync_folder(path.parent)
+        fsync(path.parent)
     finally:
         beside.unlink(missing_ok=True)
 
@@ -54,17 +53,16 @@ def folder_written_whole(folder: Path) -> Iterator[Path]:
         for path in beside.rglob("*"):
             path.chmod(OWNER_FOLDER if path.is_dir() else OWNER_FILE)
             if path.is_file():
-                with path.open("rb+") as written:
-                    os.fsync(written.fileno())
+                fsync(path)
         os.rename(beside, folder)
-        fsync_folder(folder.parent)
+        fsync(folder.parent)
     finally:
         shutil.rmtree(beside, ignore_errors=True)
 
 
-def fsync_folder(folder: Path) -> None:
-    """Make a rename in `folder` survive a power cut."""
-    descriptor = os.open(folder, os.O_RDONLY)
+def fsync(path: Path) -> None:
+    """Make what a file holds, or a rename in a folder, survive a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

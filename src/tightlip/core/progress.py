@@ -1,29 +1,34 @@
-"""Progress bars for long work, silent unless somebody asked to watch."""
+"""Long work: bars for whoever watches, lines for its log, and Ctrl-C only between two steps."""
 
+import logging
+import os
 import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any
+
+from tightlip.core.files import OWNER_FILE
+
+log = logging.getLogger("tightlip")
 
 
-class Task(Protocol):
-    """One bar: move it on by `amount`, put a few words beside it, leave it as full as it is."""
+class Task:
+    """One bar: move it on by `amount`, put a few words beside it, leave it as full as it is.
+
+    This one is silent, for work that nobody watches.
+    """
 
     def advance(self, amount: float = 1) -> None: ...
     def note(self, words: str) -> None: ...
     def end_here(self) -> None: ...
 
 
-class _Silent:
-    def advance(self, amount: float = 1) -> None: ...
-    def note(self, words: str) -> None: ...
-    def end_here(self) -> None: ...
-
-
-class _Bar:
+class _Bar(Task):
     def __init__(self, progress: Any, task_id: Any) -> None:
         self._progress, self._task_id = progress, task_id
         self.is_whole = True
@@ -68,7 +73,7 @@ def task(description: str, total: float | None) -> Iterator[Task]:
     """A bar named `description` that is full at `total`. Inside another task it goes when done."""
     progress = _shown.get()
     if progress is None:
-        yield _Silent()
+        yield Task()
         return
     is_part = _inside.get()
     token = _inside.set(True)
@@ -86,21 +91,47 @@ def task(description: str, total: float | None) -> Iterator[Task]:
             progress.remove_task(task_id)
 
 
-# Ctrl-C between two steps, never within one: half an update must not be saved
+@contextmanager
+def logged_to(path: Path) -> Iterator[None]:
+    """Append everything logged inside to `path` (owner only), made when the first line comes."""
+    handler = _WhenNeeded(path, encoding="utf-8", delay=True)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    log.addHandler(handler)
+    before = log.level
+    log.setLevel(min(log.getEffectiveLevel(), logging.INFO))
+    try:
+        yield
+    finally:
+        log.setLevel(before)
+        log.removeHandler(handler)
+        handler.close()
 
 
+class _WhenNeeded(logging.FileHandler):
+    """A file that is not there before its first line, nor where its folder never came to be."""
+
+    def _open(self):  # type: ignore[no-untyped-def]
+        descriptor = os.open(self.baseFilename, os.O_CREAT | os.O_APPEND | os.O_WRONLY, OWNER_FILE)
+        return os.fdopen(descriptor, "a", encoding="utf-8")
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if Path(self.baseFilename).parent.is_dir():
+            super().emit(record)
+
+
+@dataclass
 class Interruption:
     """Whether somebody asked to stop."""
 
-    def __init__(self) -> None:
-        self.wanted = False
+    wanted: bool = False
 
 
 @contextmanager
 def held_interrupts() -> Iterator[Interruption]:
     """Note the first Ctrl-C instead of raising it; a second one is raised at once.
 
-    Only the main thread hears signals; elsewhere nothing changes.
+    Half an update must not be saved, so whoever works looks between two steps. Only the main
+    thread hears signals; elsewhere nothing changes.
     """
     interruption = Interruption()
     if threading.current_thread() is not threading.main_thread():

@@ -23,13 +23,6 @@ _REGISTERED: dict[str, dict[str, str]] = {
 }
 
 
-def register(kind: str, name: str, path: str) -> None:
-    """Add one name. A name taken twice is a slip of ours, not the user's."""
-    names = _REGISTERED.setdefault(kind, {})
-    assert name not in names, f"{kind} {name!r} is registered twice: {names[name]} and {path}"
-    names[name] = path
-
-
 def names_of(kind: str) -> list[str]:
     return sorted(_REGISTERED[kind])
 

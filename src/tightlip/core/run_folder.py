@@ -104,8 +104,7 @@ def open_run(folder: Path) -> RunRecord:
         )
     config = read_toml(folder / CONFIG)
     _check_language_model(folder, config)
-    metrics = read_metrics(folder)
-    finished = is_finished(folder)
+    metrics = _read_metrics(folder / METRICS)
     return RunRecord(
         folder=folder,
         config=config,
@@ -114,7 +113,7 @@ def open_run(folder: Path) -> RunRecord:
         snapshots=_snapshots(folder, metrics),
         metrics=metrics,
         guarantee=_guarantee(folder / LEDGER),
-        finished=finished,
+        finished=is_finished(folder),
     )
 
 
@@ -142,28 +141,26 @@ def _guarantee(path: Path) -> dict[str, Any]:
 
 
 def _snapshots(folder: Path, metrics: list[dict[str, Any]]) -> list[Snapshot]:
-    named = [line for line in metrics if line.get("snapshot")]
-    return [
+    named = [
         Snapshot(
             name=line["snapshot"],
             step=line["step"],
             epoch=line["epoch"],
             folder=snapshot_folder(folder, line["snapshot"]),
         )
-        for line in named
-        if snapshot_folder(folder, line["snapshot"]).is_dir()
+        for line in metrics
+        if line.get("snapshot")
     ]
+    return [snapshot for snapshot in named if snapshot.folder.is_dir()]
 
 
 def snapshot_folder(folder: Path, name: str) -> Path:
     return folder / SNAPSHOTS / name
 
 
-def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    path = folder / METRICS
-    if not path.exists():
-        return []
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+def _read_metrics(path: Path) -> list[dict[str, Any]]:
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    return [json.loads(line) for line in lines]
 
 
 def write_metrics(
@@ -241,10 +238,13 @@ def check_may_train(
 
     Holds:
         same_settings: a run with any other setting in those tables is a usage error naming it.
+        version: an unfinished run of tightlip 0.1 is a usage error naming that version.
         foreign: a folder that holds something else is a usage error.
     """
     if is_run(folder):
-        _check_same(folder, read_toml(folder / CONFIG), config, same)
+        there = read_toml(folder / CONFIG)
+        _check_version(folder, there, config)
+        _check_same(folder, there, config, same)
     elif folder.exists():
         names = {path.name for path in folder.iterdir() if not path.name.startswith(".")}
         if foreign := sorted(names - _MAY_STAND_BEFORE):
@@ -253,19 +253,44 @@ def check_may_train(
             )
 
 
+def _check_version(folder: Path, there: dict[str, Any], given: dict[str, Any]) -> None:
+    """A run under way is gone on with by a version that knows its settings and its checkpoint."""
+    writes_version = "tightlip" in given.get("versions", {})
+    if writes_version and "tightlip" not in there.get("versions", {}) and not is_finished(folder):
+        raise UsageError(
+            f"{folder} holds an unfinished run of tightlip 0.1, which this version cannot go on with. "
+            "Finish it with tightlip 0.1, or choose another --out."
+        )
+
+
 def _check_same(
     folder: Path, there: dict[str, Any], given: dict[str, Any], same: Mapping[str, tuple[str, ...]]
 ) -> None:
-    differing = [
-        name
-        for table, free in same.items()
-        for name in sorted({*there.get(table, {}), *given.get(table, {})} - {*free})
-        if there.get(table, {}).get(name) != given.get(table, {}).get(name)
-    ]
+    differing = []
+    for table, free in same.items():
+        old, new = _flat(there.get(table, {})), _flat(given.get(table, {}))
+        names = sorted({*old, *new} - {*free})
+        differing += [name for name in names if old.get(name, []) != new.get(name, [])]
     if differing:
         raise UsageError(
             f"{folder} holds a run with other settings ({', '.join(differing)}). Choose another --out."
         )
+
+
+def _flat(table: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """Every value under its own name, whichever table inside `table` holds it.
+
+    A name may stand in several of them, and none of its values must hide another.
+    """
+    values: dict[str, list[Any]] = {}
+    # Tables last, as TOML has them.
+    for name, value in sorted(
+        table.items(), key=lambda item: (isinstance(item[1], Mapping), item[0])
+    ):
+        inner = _flat(value) if isinstance(value, Mapping) else {name: [value]}
+        for each, some in inner.items():
+            values.setdefault(each, []).extend(one for one in some if one is not None)
+    return values
 
 
 def go_back_to(

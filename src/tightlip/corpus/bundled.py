@@ -73,8 +73,7 @@ def demo_corpus() -> pa.Table:
 
 def demo_speeches() -> pa.Table:
     """The speeches with columns `play`, `genre` and `gender` (null of groups and spirits)."""
-    with as_file(files("tightlip") / "data" / "shakespeare.parquet") as path:
-        table = pq.read_table(path)
+    table = demo_corpus()
     users = table["user"].to_pylist()
     starts = list(PLAYS)
     plays = [PLAYS[starts[bisect_right(starts, row) - 1]] for row in range(len(users))]

@@ -1,10 +1,10 @@
 """Canaries: made-up secrets planted in a corpus, so that what a model keeps can be measured.
 
 Every value of every canary is drawn uniformly and independently of the others: a model that
-never saw one then ranks it anywhere, which is what exposure is measured against.
+never saw one then ranks it anywhere, which is what exposure is measured against. What was
+planted stands in a key, which nobody but its owner reads.
 """
 
-import logging
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,16 +16,15 @@ import numpy as np
 
 from tightlip.core.errors import UsageError
 from tightlip.core.files import folder_written_whole, read_json, write_json
+from tightlip.core.progress import log
 from tightlip.core.run_folder import is_run, run_around
 from tightlip.core.settings import Settings, lines_of, separated, setting
-from tightlip.corpus.canary_templates import DIGIT_POOL, Pools, Readings, Template, read_template
+from tightlip.corpus.canary_templates import DIGIT_POOL, Pools, Template, read_template
 from tightlip.corpus.history import metadata_of
 from tightlip.corpus.prepare import is_prepared
 from tightlip.corpus.readers import BadRows, Corpus, DocumentBatch, open_corpus
 from tightlip.corpus.tables import AttributeTypes, TableWriter
 from tightlip.corpus.vocabulary import words_by_frequency
-
-log = logging.getLogger("tightlip")
 
 CORPUS, KEY = "corpus.parquet", "key.json"
 # Mireshghallah et al. 2021, appendix: five random words, 14 canaries a user, 195 copies.
@@ -125,6 +124,43 @@ class Planted:
         return [canary for canary in self.canaries if canary.kind == "planted"]
 
 
+def plant_canaries(
+    corpus: Any,
+    out: str | Path,
+    *,
+    user_column: str = "user",
+    text_column: str = "text",
+    bad_rows: BadRows = "error",
+    **settings: Any,
+) -> Planted:
+    """Write OUT/corpus.parquet, a corpus with canaries in it, and OUT/key.json, which says what
+    they are; `settings` are those of CanaryConfig."""
+    config = CanaryConfig(**settings)
+    _refuse_folders_of_ours(corpus)
+    documents = open_corpus(
+        corpus, user_column=user_column, text_column=text_column, bad_rows=bad_rows
+    )
+    return plant_in(documents, Path(out), config)
+
+
+def _refuse_folders_of_ours(corpus: Any) -> None:
+    """A prepared folder holds its held-out text too, which must not be trained on."""
+    if not isinstance(corpus, str | Path):
+        return
+    record = run_around(Path(corpus)) if is_run(Path(corpus)) else None
+    if record is not None and record.folder.resolve() == Path(corpus).resolve():
+        part = record.corpus_folder / "train.parquet"
+        raise UsageError(
+            f"{corpus} is a run, and canaries are planted before training. Plant in its text and train anew: "
+            f"tightlip canaries plant {part}"
+        )
+    if is_prepared(Path(corpus)):
+        raise UsageError(
+            f"{corpus} is a prepared corpus, held-out text included. Plant in what is trained on: "
+            f"tightlip canaries plant {Path(corpus) / 'train.parquet'}"
+        )
+
+
 def plant_in(corpus: Corpus, out: Path, config: CanaryConfig) -> Planted:
     """Write OUT/corpus.parquet, the corpus with canaries among its documents, and OUT/key.json.
 
@@ -151,7 +187,7 @@ def plant_in(corpus: Corpus, out: Path, config: CanaryConfig) -> Planted:
     _check_num_copies(len(templates) * sum(times for _, times in owners), types.num_documents)
     planted = Planted(canaries=_drawn(templates, owners, pools, draw), pools=pools)
     with folder_written_whole(out) as folder:
-        write_key(folder / KEY, planted)
+        write_canary_key(folder / KEY, planted)
         history = metadata_of(corpus.history)
         with TableWriter(folder / CORPUS, types.resolved(), history) as writer:
             for batch in _with_copies(corpus, planted.canaries, types.num_documents, draw):
@@ -234,51 +270,19 @@ def _drawn(
     draw: np.random.Generator,
 ) -> list[Canary]:
     taken: set[str] = set()
-    canaries = []
-    for template in templates:
-        _check_room(template, len(owners), pools)
-        readings = _readings(template, pools)
-        for user, times in owners:
-            values = _values(template, readings, pools, taken, draw)
-            text = template.filled(values)
-            taken.add(text)
-            canaries.append(
-                Canary(
-                    text=text, user=user, repetitions=times, template=template.text, values=values
-                )
-            )
-    return canaries
-
-
-def _check_room(template: Template, num_canaries: int, pools: Pools) -> None:
-    space = template.num_candidates(pools)
-    if space < 2 * num_canaries:
-        raise UsageError(
-            f"Template {template.text!r} can be filled in {space:,} ways, too few for {num_canaries:,} canaries that must "
-            "differ and leave as many decoys. Use more or larger slots."
+    return [
+        Canary(
+            text=template.filled(values),
+            user=user,
+            repetitions=times,
+            template=template.text,
+            values=values,
         )
-
-
-def _readings(template: Template, pools: Pools) -> Readings:
-    return Readings(template, [pools[name] for name in template.places])
-
-
-def _values(
-    template: Template,
-    readings: Readings,
-    pools: Pools,
-    taken: set[str],
-    draw: np.random.Generator,
-) -> tuple[str, ...]:
-    while True:
-        values = tuple(
-            pools[name][int(draw.integers(len(pools[name])))] for name in template.places
+        for template in templates
+        for (user, times), values in zip(
+            owners, template.drawn(len(owners), pools, taken, draw), strict=True
         )
-        text = template.filled(values)
-        num_ways = len(readings.of(text))
-        # A text that can be filled in two ways would come up twice as often as others.
-        if text not in taken and (num_ways == 1 or draw.random() < 1 / num_ways):
-            return values
+    ]
 
 
 def _warn_of_small_spaces(planted: Planted) -> None:
@@ -287,7 +291,7 @@ def _warn_of_small_spaces(planted: Planted) -> None:
     above = exposed_above_bits(num)
     for name in dict.fromkeys(str(canary.template) for canary in planted.canaries):
         template = read_template(name)
-        readings = _readings(template, planted.pools)
+        readings = template.readings(planted.pools)
         num_planted = sum(len(readings.of(canary.text)) for canary in planted.canaries)
         bits = math.log2(max(template.num_candidates(planted.pools) - num_planted + 1, 1))
         if bits <= above:
@@ -333,12 +337,12 @@ def _merged(batch: DocumentBatch, places: np.ndarray, copies: list[Canary]) -> D
     )
 
 
-def write_key(path: Path, key: Planted) -> None:
+def write_canary_key(path: Path, key: Planted) -> None:
     """The key as JSON, for its owner only: whoever reads it knows every secret."""
     write_json(path, asdict(key))
 
 
-def read_key(path: Path) -> Planted:
+def read_canary_key(path: Path) -> Planted:
     """The key in `path`, or a refusal where it is not one."""
     if not path.is_file():
         raise UsageError(
@@ -390,38 +394,53 @@ def _check_planted(canary: Canary, pools: Pools) -> None:
             raise ValueError(f"a canary's value is not among the {place}")
 
 
-def plant_canaries(
-    corpus: Any,
-    out: str | Path,
-    *,
-    user_column: str = "user",
-    text_column: str = "text",
-    bad_rows: BadRows = "error",
-    **settings: Any,
-) -> Planted:
-    """Write OUT/corpus.parquet, a corpus with canaries in it, and OUT/key.json, which says what
-    they are; `settings` are those of CanaryConfig."""
-    config = CanaryConfig(**settings)
-    _refuse_folders_of_ours(corpus)
-    documents = open_corpus(
-        corpus, user_column=user_column, text_column=text_column, bad_rows=bad_rows
+@dataclass(frozen=True, kw_only=True, eq=False)
+class CheckKey:
+    """The key of a run's check canaries: the tokens of each, and whether it was trained on.
+
+    Training writes it, `tightlip dp-check` reads it. These canaries are nobody's text, so their
+    coins, unlike any real person's, may be written down; still only the owner reads them, since
+    whoever knows the coins can guess them. Shapes: M canaries, L tokens of each.
+    """
+
+    tokens_ML: np.ndarray
+    included_M: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.included_M)
+
+    @property
+    def length(self) -> int:
+        return self.tokens_ML.shape[1]
+
+
+def write_check_key(path: Path, key: CheckKey) -> None:
+    write_json(
+        path,
+        {
+            "num_canaries": len(key),
+            "length": key.length,
+            "included": key.included_M.tolist(),
+            "tokens": [" ".join(map(str, tokens)) for tokens in key.tokens_ML.tolist()],
+        },
     )
-    return plant_in(documents, Path(out), config)
 
 
-def _refuse_folders_of_ours(corpus: Any) -> None:
-    """A prepared folder holds its held-out text too, which must not be trained on."""
-    if not isinstance(corpus, str | Path):
-        return
-    record = run_around(Path(corpus)) if is_run(Path(corpus)) else None
-    if record is not None and record.folder.resolve() == Path(corpus).resolve():
-        part = record.corpus_folder / "train.parquet"
-        raise UsageError(
-            f"{corpus} is a run, and canaries are planted before training. Plant in its text and train anew: "
-            f"tightlip canaries plant {part}"
+def read_check_key(path: Path) -> CheckKey:
+    """The key in `path`, or a refusal where it is not whole."""
+    try:
+        there = read_json(path)
+        key = CheckKey(
+            tokens_ML=np.array([text.split() for text in there["tokens"]], np.int64),
+            included_M=np.array(there["included"], bool),
         )
-    if is_prepared(Path(corpus)):
+        if key.tokens_ML.shape != (there["num_canaries"], there["length"]) or len(key) != len(
+            key.tokens_ML
+        ):
+            raise ValueError("canaries are missing")
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UsageError(
-            f"{corpus} is a prepared corpus, held-out text included. Plant in what is trained on: "
-            f"tightlip canaries plant {Path(corpus) / 'train.parquet'}"
-        )
+            f"{path} is damaged ({error}), so nobody knows which canaries were trained on. Put a whole "
+            "copy back, or train again with another --out."
+        ) from error
+    return key

@@ -1,7 +1,8 @@
-"""What a canary reads: a template whose slots are filled from lists of values.
+"""What a canary reads: a template whose slots are filled from lists of values, and back again.
 
 `{digits:6}` is six places, each a digit; `{words:5}` five places with a space between them,
-each a word of a list; `{names}` one place, a name of a list.
+each a word of a list; `{names}` one place, a name of a list. A text may have been made from one
+set of values, mostly, from several, or from none: `Readings` tells.
 """
 
 import math
@@ -11,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+import numpy as np
+
 from tightlip.core.errors import UsageError
 from tightlip.core.registry import unknown
 
@@ -19,6 +22,7 @@ DIGIT_POOL = tuple("0123456789")
 _SLOT = re.compile(r"\{([^{}:]*)(?::([^{}]*))?\}")
 _BETWEEN = {"digits": "", "words": " ", "names": " "}
 MOST_PLACES = 64
+Numbers = dict[int, dict[str, list[int]]]  # by a value's length and the value: where it is listed
 
 
 @dataclass(frozen=True)
@@ -53,6 +57,35 @@ class Template:
     def num_candidates(self, pools: Pools) -> int:
         """In how many ways the places can be filled."""
         return math.prod(len(pools[name]) for name in self.places)
+
+    def readings(self, pools: Pools) -> "Readings":
+        return Readings(self, [pools[name] for name in self.places])
+
+    def drawn(
+        self, num_canaries: int, pools: Pools, taken: set[str], draw: np.random.Generator
+    ) -> list[tuple[str, ...]]:
+        """Values of so many canaries; what they read is new, and is `taken` from now on."""
+        self._check_room(num_canaries, pools)
+        readings = self.readings(pools)
+        chosen: list[tuple[str, ...]] = []
+        lists = [pools[name] for name in self.places]
+        while len(chosen) < num_canaries:
+            values = tuple(values[int(draw.integers(len(values)))] for values in lists)
+            text = self.filled(values)
+            num_ways = len(readings.of(text))
+            # A text that can be filled in two ways would come up twice as often as others.
+            if text not in taken and (num_ways == 1 or draw.random() < 1 / num_ways):
+                taken.add(text)
+                chosen.append(values)
+        return chosen
+
+    def _check_room(self, num_canaries: int, pools: Pools) -> None:
+        space = self.num_candidates(pools)
+        if space < 2 * num_canaries:
+            raise UsageError(
+                f"Template {self.text!r} can be filled in {space:,} ways, too few for {num_canaries:,} canaries that must "
+                "differ and leave as many decoys. Use more or larger slots."
+            )
 
 
 def read_template(text: str) -> Template:
@@ -91,12 +124,6 @@ def _places(match: re.Match[str], text: str) -> list[str | Slot]:
     for _ in range(int(given or 1) - 1):
         places += [_BETWEEN[pool], Slot(pool)]
     return places
-
-
-# Which values a text may have been made from: mostly one set, sometimes several, often none
-
-
-Numbers = dict[int, dict[str, list[int]]]  # by a value's length and the value: where it is listed
 
 
 class Readings:
@@ -141,10 +168,10 @@ class Readings:
 
 
 def _numbered(values: Sequence[str]) -> Numbers:
-    found: Numbers = defaultdict(dict)
+    numbers: Numbers = defaultdict(dict)
     for number, value in enumerate(values):
-        found[len(value)].setdefault(value, []).append(number)
-    return dict(found)
+        numbers[len(value)].setdefault(value, []).append(number)
+    return dict(numbers)
 
 
 def _differ(values: Numbers) -> bool:

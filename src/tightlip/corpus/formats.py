@@ -27,6 +27,8 @@ from tightlip.core.files import read_json
 
 MAX_BATCH_ROWS = 1_000
 MAX_BATCH_BYTES = 8_000_000
+_TEXT_KINDS = {".jsonl": "json", ".ndjson": "json", ".json": "json", ".csv": "csv"}
+_KINDS = _TEXT_KINDS | {".parquet": "parquet", ".pq": "parquet", ".arrow": "arrow"}
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")  # a pair is a character, half a pair is nothing
 
@@ -44,21 +46,8 @@ NOT_UTF8 = Fault("holds bytes that are not UTF-8")
 
 def kind_of(path: Path) -> str | None:
     """'parquet', 'json', 'csv' or 'arrow' by the file's name, None for anything else."""
-    suffixes = [suffix.lower() for suffix in path.suffixes]
-    if suffixes and suffixes[-1] in {".gz", ".zst"}:
-        suffixes.pop()
-        return {".jsonl": "json", ".ndjson": "json", ".json": "json", ".csv": "csv"}.get(
-            suffixes[-1] if suffixes else ""
-        )
-    return {
-        ".parquet": "parquet",
-        ".pq": "parquet",
-        ".jsonl": "json",
-        ".ndjson": "json",
-        ".json": "json",
-        ".csv": "csv",
-        ".arrow": "arrow",
-    }.get(suffixes[-1] if suffixes else "")
+    *before, last = "", *(suffix.lower() for suffix in path.suffixes)
+    return _TEXT_KINDS.get(before[-1]) if last in (".gz", ".zst") else _KINDS.get(last)
 
 
 def columns_of(path: Path) -> pa.Schema | None:

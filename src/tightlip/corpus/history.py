@@ -107,54 +107,48 @@ def origin_of(model: Path) -> Origin:
         copied: a copy of a model's folder tells as much as its own record does.
         unknown: of a model from elsewhere it is empty.
     """
-    found: dict[str, set[str]] = {"sources": set(), "vocabulary": set(), "names": set()}
+    known: dict[str, set[str]] = {"sources": set(), "vocabulary": set(), "names": set()}
     texts: set[str] = set()
     folders: dict[Path, None] = {}
     seen: set[Path] = set()
     at: Path | None = model.resolve()
     while at is not None and at not in seen:
         seen.add(at)
-        _add_own_record(at, found)
+        _add_own_record(at, known)
         run = run_around(at)
         if run is None:
             break
         corpus = run.corpus_folder.resolve()
-        _add_own_record(run.model_folder, found)
-        found["sources"] |= sources_of(corpus)
-        found["names"] |= _name_of(corpus)
+        _add_own_record(run.model_folder, known)
+        known["sources"] |= sources_of(corpus)
+        known["names"] |= _name_of(corpus)
         texts.add(str(run.config["corpus"].get("corpus_fingerprint")))
         words, made_in = vocabulary_behind(corpus)
-        found["vocabulary"] |= words
+        known["vocabulary"] |= words
         folders |= dict.fromkeys((corpus, *made_in))
         before = Path(str(run.config.get("train", {}).get("model", "")))
         at = before.resolve() if before.is_dir() and before.is_absolute() else None
     return Origin(
-        **{name: frozenset(each) for name, each in found.items()},
+        **{name: frozenset(each) for name, each in known.items()},
         texts=frozenset(texts),
         folders=tuple(folder for folder in folders if (folder / "prepared.json").is_file()),
     )
 
 
-def sources_behind(model: Path) -> set[str]:
-    """Fingerprints of all text that a model's weights are known to have learnt from, its run's and
-    those of the runs that this one went on from."""
-    return set(origin_of(model).sources)
-
-
 def vocabulary_behind(prepared: Path) -> tuple[set[str], list[Path]]:
     """Fingerprints of the text that a prepared corpus' words were learnt from, and the prepared
     corpora that its tokenizer was handed on through."""
-    found: dict[str, set[str]] = {"vocabulary": set()}
+    known: dict[str, set[str]] = {"vocabulary": set()}
     through: list[Path] = []
     at: Path | None = prepared
     while at is not None and at not in through and (at / "prepared.json").is_file():
         through.append(at)
         given = read_json(at / "prepared.json")["settings"].get("tokenizer")
         if given is None:
-            return found["vocabulary"] | sources_of(at), through[1:]
-        _add_own_record(Path(given), found)
+            return known["vocabulary"] | sources_of(at), through[1:]
+        _add_own_record(Path(given), known)
         at = preparation_behind(Path(given))
-    return found["vocabulary"], through[1:]
+    return known["vocabulary"], through[1:]
 
 
 def learnt_from(prepared: Path, start: Path | None, name: str) -> dict[str, list[str]]:
@@ -178,15 +172,15 @@ def learnt_from(prepared: Path, start: Path | None, name: str) -> dict[str, list
     }
 
 
-def _add_own_record(model: Path, found: dict[str, set[str]]) -> None:
+def _add_own_record(model: Path, known: dict[str, set[str]]) -> None:
     """What lies beside a model's weights, in `guarantee.json`."""
     path = model / OWN_RECORD
     record = read_json(path) if path.is_file() else {}
-    told = record.get("learnt_from") or {}  # a model of an earlier version has none
-    for name, known in found.items():
-        known |= {str(each) for each in told.get(name, ())}
-    if "names" in found and record.get("corpus_fingerprint"):
-        found["names"].add(str(record["corpus_fingerprint"]))
+    learnt = record.get("learnt_from") or {}  # a model of an earlier version has none
+    for name, values in known.items():
+        values |= {str(each) for each in learnt.get(name, ())}
+    if "names" in known and record.get("corpus_fingerprint"):
+        known["names"].add(str(record["corpus_fingerprint"]))
 
 
 def _name_of(prepared: Path) -> set[str]:
@@ -202,5 +196,5 @@ def _schema(file: Path) -> pa.Schema | None:
 
 
 def _read(schema: pa.Schema | None) -> list[dict[str, Any]]:
-    found = (schema.metadata or {}).get(_NAME) if schema is not None else None
-    return json.loads(found) if found else []
+    written = (schema.metadata or {}).get(_NAME) if schema is not None else None
+    return json.loads(written) if written else []

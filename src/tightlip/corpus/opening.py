@@ -12,7 +12,7 @@ from tightlip.core.errors import UsageError
 from tightlip.core.files import read_json, write_json
 from tightlip.core.run_folder import RunRecord, is_run, open_run, run_around
 from tightlip.corpus.encoding import tokenizer_fingerprint
-from tightlip.corpus.history import sources_behind, sources_of
+from tightlip.corpus.history import origin_of, sources_of
 from tightlip.corpus.prepare import PreparedCorpus, is_prepared, open_prepared
 from tightlip.corpus.readers import open_corpus
 from tightlip.corpus.tokens import TokenizedCorpus, open_tokenized, tokenize_documents
@@ -155,7 +155,7 @@ def check_reference(reference: Path, prepared: PreparedCorpus) -> list[str]:
     """
     if _card_names(reference, prepared):
         raise _no_reference(reference, "this very corpus")
-    if sources_behind(reference) & sources_of(prepared.folder):
+    if origin_of(reference).sources & sources_of(prepared.folder):
         raise _no_reference(reference, "this very corpus, or another part of the same text")
     run = run_around(reference)
     return [] if run is None else _check_run(reference, run, prepared)

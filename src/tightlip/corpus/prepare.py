@@ -20,13 +20,7 @@ from typing import Any, cast
 from tightlip.core.errors import UsageError
 from tightlip.core.files import folder_written_whole, read_json, write_json
 from tightlip.core.progress import task
-from tightlip.corpus.cleaning import (
-    Cleaner,
-    check_unknown,
-    describe_source,
-    describe_tokens,
-    total_tokens,
-)
+from tightlip.corpus.cleaning import Cleaner
 from tightlip.corpus.encoding import tokenizer_fingerprint
 from tightlip.corpus.history import (
     fingerprints,
@@ -38,8 +32,9 @@ from tightlip.corpus.history import (
 from tightlip.corpus.prepare_config import PrepareConfig
 from tightlip.corpus.private_vocabulary import build_private_tokenizer
 from tightlip.corpus.readers import Corpus, open_corpus
-from tightlip.corpus.split import SplitBy, Splitter, held_out_source, overlap
-from tightlip.corpus.tables import TableWriter, attribute_types
+from tightlip.corpus.shared_text import standing_in_training
+from tightlip.corpus.split import SplitBy, Splitter
+from tightlip.corpus.tables import AttributeTypes, TableWriter
 from tightlip.corpus.tokens import TokenizedCorpus, open_tokenized, tokenize_documents
 from tightlip.corpus.vocabulary import build_tokenizer
 
@@ -70,7 +65,7 @@ def open_prepared(folder: Path) -> PreparedCorpus:
     """The prepared corpus in `folder`."""
     if not is_prepared(folder):
         raise UsageError(
-            f"{folder} is no prepared corpus (no prepared.json). Run: tightlip prepare_corpus CORPUS --out {folder}"
+            f"{folder} is no prepared corpus (no prepared.json). Run: tightlip prepare CORPUS --out {folder}"
         )
     record = read_json(folder / "prepared.json")
     held = folder / "validation"
@@ -82,13 +77,16 @@ def open_prepared(folder: Path) -> PreparedCorpus:
         settings=record["settings"],
         tokenizer_folder=folder / "tokenizer",
         releases=record.get("releases", []),
-        learnt_vocabulary=record.get(
-            "learnt_vocabulary",
-            record["settings"].get("tokenizer") is None and not record.get("releases"),
-        ),
+        learnt_vocabulary=_learnt_vocabulary(record),
         history=record.get("history", []),
         validation_fingerprint=record.get("validation_fingerprint"),
     )
+
+
+def _learnt_vocabulary(record: dict[str, Any]) -> bool:
+    """As the record says; one of an earlier version says it by its settings."""
+    learnt = record["settings"].get("tokenizer") is None and not record.get("releases")
+    return bool(record.get("learnt_vocabulary", learnt))
 
 
 def corpus_id(folder: Path) -> str:
@@ -165,10 +163,17 @@ def _opened(source: Any, config: PrepareConfig) -> Corpus:
 
 
 def held_out_corpus(config: PrepareConfig) -> Corpus | None:
-    """The file of held-out text that the settings name, read with the corpus' own columns."""
+    """The file of held-out text that the settings name, read with the corpus' own columns.
+
+    It is cleaned like the training text, but by itself: what it holds depends on the file and the
+    settings alone, so that several runs on different text can be judged on the very same documents.
+    """
     if config.validation is None:
         return None
-    return _opened(held_out_source(config.validation), config)
+    path = Path(config.validation)
+    if path.name == "validation" and is_prepared(path.parent):  # another corpus' held-out part
+        path = path.with_suffix(".parquet")
+    return _opened(path, config)
 
 
 def _already_there(out: Path, identity: dict[str, Any]) -> PreparedCorpus:
@@ -210,10 +215,9 @@ def _vocabulary_facts(config: PrepareConfig, sources: set[str]) -> dict[str, Any
     if made_in is None or not sources & sources_of(made_in):
         return {"releases": [], "learnt_vocabulary": False}
     record = read_json(made_in / "prepared.json")
-    learnt = record["settings"].get("tokenizer") is None and not record.get("releases")
     return {
         "releases": record.get("releases", []),
-        "learnt_vocabulary": record.get("learnt_vocabulary", learnt),
+        "learnt_vocabulary": _learnt_vocabulary(record),
     }
 
 
@@ -226,7 +230,7 @@ def _write_documents(
     num_skipped = corpus.num_skipped
     _write_splits(open_corpus(cleaned), folder, types, cleaner.documents_per_user, config, metadata)
     cleaned.unlink()
-    return describe_source(cleaner, num_skipped)
+    return cleaner.statistics(num_skipped)
 
 
 def _write_cleaned(
@@ -234,8 +238,16 @@ def _write_cleaned(
 ) -> tuple[Cleaner, dict[str, Any]]:
     """What is left of a corpus; returns who cleaned it, and the further columns as stored."""
     cleaner = Cleaner(deduplicate=config.deduplicate, scrub=config.scrub, names=config.names)
-    num_documents, types = _check(corpus, f"Checking{part}")
-    with TableWriter(path, types) as table, task(f"Cleaning{part}", num_documents) as bar:
+    types = AttributeTypes()
+    # Read everything once, so that a bad row is reported before any long work.
+    with task(f"Checking{part}", None) as bar:
+        for batch in corpus.batches():
+            types.add(batch)
+            bar.advance(len(batch))
+    with (
+        TableWriter(path, types.resolved()) as table,
+        task(f"Cleaning{part}", types.num_documents) as bar,
+    ):
         for batch in corpus.batches():
             table.write(cleaner.clean(batch))
             bar.advance(len(batch))
@@ -248,21 +260,20 @@ def _write_held_out(held_out: Corpus, folder: Path, config: PrepareConfig) -> di
     """validation.parquet from its own file, cleaned by itself."""
     path = folder / "validation.parquet"
     cleaner, _ = _write_cleaned(held_out, path, config, " validation")
-    return describe_source(cleaner, held_out.num_skipped)
+    return cleaner.statistics(held_out.num_skipped)
 
 
 def _warnings_of_held_out(folder: Path, held_out: Corpus) -> list[str]:
-    found = overlap(folder / "train.parquet", folder / "validation.parquet")
-    skipped = f"{held_out.num_skipped:,} unusable rows of {held_out.name} were skipped."
-    said = [skipped if held_out.num_skipped else None, found.warning(held_out.name)]
-    return [warning for warning in said if warning is not None]
-
-
-def _check(corpus: Corpus, description: str) -> tuple[int, dict[str, Any]]:
-    """Read everything once, so that a bad row is reported before any long work."""
-    with task(description, None) as bar:
-        types = attribute_types(corpus.batches(), bar.advance)
-    return types.num_documents, types.resolved()
+    num, name = held_out.num_skipped, held_out.name
+    warnings = [f"{num:,} unusable rows of {name} were skipped."] if num else []
+    overlap = standing_in_training(folder / "validation.parquet", folder / "train.parquet")
+    if overlap.num_documents:
+        warnings.append(
+            f"{overlap.num_documents:,} of the {overlap.of:,} documents in {name} stand in the training text too "
+            f"({overlap.num_same_user:,} by the same user), so validation looks better than it is. Take them out of one of the "
+            "two."
+        )
+    return warnings
 
 
 def _write_splits(
@@ -334,35 +345,49 @@ def _load_tokenizer(folder: str) -> Any:
 
 
 def _write_tokens(folder: Path, tokenizer: Any, config: PrepareConfig) -> dict[str, Any]:
-    described: dict[str, Any] = {"warnings": []}
+    splits: dict[str, Any] = {}
     for split in ("train", "validation"):
-        if not (folder / f"{split}.parquet").exists():
-            continue
-        corpus = open_corpus(folder / f"{split}.parquet")
-        tokens = tokenize_documents(
-            corpus.batches(), tokenizer, folder / split, description=f"Tokenising {split}"
-        )
-        described[split] = describe_tokens(tokens, tokenizer)
-        described["warnings"] += _warnings(split, described[split], tokenizer, config)
-    return described | total_tokens(described)
+        if (folder / f"{split}.parquet").exists():
+            batches = open_corpus(folder / f"{split}.parquet").batches()
+            description = f"Tokenising {split}"
+            tokens = tokenize_documents(batches, tokenizer, folder / split, description=description)
+            splits[split] = tokens.statistics(tokenizer.unk_token_id)
+    num_tokens, num_unknown = (
+        sum(split[name] for split in splits.values()) for name in ("tokens", "unknown_tokens")
+    )
+    return {
+        "warnings": [
+            warning
+            for split, statistics in splits.items()
+            for warning in _warnings(split, statistics, tokenizer.unk_token, config)
+        ],
+        **splits,
+        "tokens": num_tokens,
+        "unknown_share": num_unknown / max(num_tokens, 1),
+    }
 
 
 def _warnings(
-    split: str, described: dict[str, Any], tokenizer: Any, config: PrepareConfig
+    split: str, statistics: dict[str, Any], unknown: str, config: PrepareConfig
 ) -> list[str]:
-    if config.vocabulary_noise is None or not described["tokens"]:
-        return check_unknown(split, described, tokenizer, config.tokenizer)
-    # Never an error: whoever draws again until a draw pleases releases more than is charged.
-    if described["unknown_share"] <= 0.5:
-        return []
-    return [
-        f"{described['unknown_share']:.0%} of {split}'s tokens are {tokenizer.unk_token}: too few users wrote "
-        f"the same words for vocabulary_noise={config.vocabulary_noise}. Give a public --tokenizer, or "
-        "charge for another vocabulary with less noise."
-    ]
-
-
-# `tightlip prepare` as one call
+    """Of tokens that the tokenizer does not know; none known in training is an error."""
+    num_tokens, share = statistics["tokens"], statistics["unknown_share"]
+    if not num_tokens:
+        return [f"{split} holds no tokens: every document is empty."]
+    noise = config.vocabulary_noise
+    if noise is not None:
+        advice = (
+            f"too few users wrote the same words for vocabulary_noise={noise}. Give a public --tokenizer, or "
+            "charge for another vocabulary with less noise"
+        )
+    elif config.tokenizer:
+        advice = f"tokenizer={config.tokenizer!r} does not fit this text; choose the model's own or build one here"
+    else:
+        advice = "the vocabulary is too small for this text; raise --vocabulary-size or lower --min-users"
+    # With noise never an error: whoever draws again until a draw pleases releases more than is charged.
+    if split == "train" and noise is None and num_tokens == statistics["unknown_tokens"]:
+        raise UsageError(f"All {num_tokens} tokens of {split} are {unknown}: {advice}.")
+    return [f"{share:.0%} of {split}'s tokens are {unknown}: {advice}."] if share > 0.5 else []
 
 
 def prepare(corpus: Any, out: str | Path, **settings: Any) -> PreparedCorpus:

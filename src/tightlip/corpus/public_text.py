@@ -1,4 +1,8 @@
-"""Whether a model and a corpus that are called public are known to hold the private text after all."""
+"""Public text, which privacy weights are measured against.
+
+It may come without users; where no model is given, the frequencies of its words say how surprising
+a text is; and it must not be known to hold the private text after all, nor must the public model.
+"""
 
 import math
 import re
@@ -8,60 +12,40 @@ from pathlib import Path
 from typing import Any
 
 from tightlip.core.errors import UsageError
-from tightlip.core.files import digest_of_files, read_json
-from tightlip.core.logs import log
-from tightlip.core.progress import task
-from tightlip.corpus.canaries import KEY, read_key
-from tightlip.corpus.formats import MAX_BATCH_BYTES, MAX_BATCH_ROWS, kind_of, rows_of
+from tightlip.core.files import read_json
+from tightlip.core.progress import log, task
+from tightlip.corpus.canaries import KEY, read_canary_key
+from tightlip.corpus.formats import Fault, Row, kind_of, rows_of
 from tightlip.corpus.history import fingerprints, history_of, origin_of, sources_of
 from tightlip.corpus.prepare import PreparedCorpus
-from tightlip.corpus.readers import BadRows, Corpus, DocumentBatch, open_corpus
+from tightlip.corpus.readers import BadRows, Corpus, Part, open_corpus
 from tightlip.corpus.shared_text import Documents, Several, Shared, Without, shared_text
 
 NOBODY = ""
+PUBLIC_CORPUS, MODEL_TEXT = "public_corpus", "model_text"
+FREQUENCY_ESTIMATE = "frequency estimate, no language model"
+AFTER_WORD, BY_ITSELF, EQUAL = 0.6, 0.35, 0.05
+_WORD = re.compile(r"\w+|[^\w\s]")
+_START = ""  # before the first word; no word is empty
 
 
-class TextColumn:
+class TextColumn(Corpus):
     """A file of texts without users, read like a corpus."""
 
-    def __init__(self, path: Path, text_column: str, *, skips: bool) -> None:
-        self.name, self.num_skipped = str(path), 0
-        self._path, self._column, self._skips = path, text_column, skips
+    def __init__(self, path: Path, column: str, bad_rows: BadRows) -> None:
+        super().__init__(str(path), [Part(str(path), self._rows, path)], bad_rows=bad_rows)
+        self._path, self._column = path, column
 
-    def batches(self) -> Iterator[DocumentBatch]:
-        self.num_skipped = num_documents = 0
-        texts: list[str] = []
-        for text in self._texts():
-            texts.append(text)
-            num_documents += 1
-            if len(texts) == MAX_BATCH_ROWS or len(text) > MAX_BATCH_BYTES:
-                yield DocumentBatch(users=[NOBODY] * len(texts), texts=texts)
-                texts = []
-        if texts:
-            yield DocumentBatch(users=[NOBODY] * len(texts), texts=texts)
-        if not num_documents:
-            raise UsageError(f"{self.name} holds no documents. Give a file with at least one row.")
-
-    def _texts(self) -> Iterator[str]:
+    def _rows(self) -> Iterator[tuple[int, Row]]:
         for number, row in rows_of(self._path):
             text = row.get(self._column) if isinstance(row, dict) else None
             if isinstance(text, str):
-                yield text
-            elif self._skips:
-                self.num_skipped += 1
+                yield number, {"user": NOBODY, "text": text}
             else:
-                raise UsageError(
-                    f"{self.name}, row {number} has no text in column {self._column!r}. Mend it, or skip and count such "
-                    "rows: --bad-rows skip"
-                )
-
-    def fingerprint(self) -> str:
-        return digest_of_files([self._path])
+                yield number, Fault(f"has no text in column {self._column!r}")
 
 
-def open_public(
-    path: Path, *, user_column: str, text_column: str, bad_rows: BadRows
-) -> Corpus | TextColumn:
+def open_public(path: Path, *, user_column: str, text_column: str, bad_rows: BadRows) -> Corpus:
     """The public corpus at `path`, its text in the private corpus' column or in `text`.
 
     A file without users is read by its text column alone.
@@ -69,23 +53,14 @@ def open_public(
     if path.is_file() and kind_of(path) is not None and path.stat().st_size:
         _, first = next(rows_of(path), (0, {}))
         if isinstance(first, dict) and user_column not in first:
-            found = [name for name in (text_column, "text") if name in first]
-            if not found:
+            column = next((name for name in (text_column, "text") if name in first), None)
+            if column is None:
                 raise UsageError(
                     f"{path} has no column {text_column!r} and none named text. Columns there: {', '.join(first)}. Rename "
                     "the one that holds the text."
                 )
-            return TextColumn(path, found[0], skips=bad_rows == "skip")
+            return TextColumn(path, column, bad_rows)
     return open_corpus(path, user_column=user_column, text_column=text_column, bad_rows=bad_rows)
-
-
-# How surprising a text is by the words of a public corpus: a frequency estimate, no language model
-
-
-FREQUENCY_ESTIMATE = "frequency estimate, no language model"
-AFTER_WORD, BY_ITSELF, EQUAL = 0.6, 0.35, 0.05
-_WORD = re.compile(r"\w+|[^\w\s]")
-_START = ""  # before the first word; no word is empty
 
 
 def words_of(text: str) -> list[str]:
@@ -146,13 +121,7 @@ def _counted(text: str) -> tuple[list[str], list[tuple[str, str]]]:
 _NOTHING = WordFrequencies([])
 
 
-# Whether a model and a corpus that are called public are known to hold the private text after all
-
-
-PUBLIC_CORPUS, MODEL_TEXT = "public_corpus", "model_text"
-
-
-def refuse_private_text(public: Corpus | TextColumn, corpus: PreparedCorpus) -> None:
+def refuse_private_text(public: Corpus, corpus: PreparedCorpus) -> None:
     """Constants from the private text would make every weight depend on every document."""
     source = read_json(corpus.folder / "prepared.json")["source_fingerprint"]
     is_inside = Path(public.name).resolve().is_relative_to(corpus.folder.resolve())
@@ -165,7 +134,7 @@ def refuse_private_text(public: Corpus | TextColumn, corpus: PreparedCorpus) -> 
 
 
 def known_overlap(
-    corpus: PreparedCorpus, public: Corpus | TextColumn | None, model: Path | None
+    corpus: PreparedCorpus, public: Corpus | None, model: Path | None
 ) -> dict[str, Any]:
     """What the corpus shares with the public one and with all text behind the model that still
     stands there; a refusal where that is more than a few texts.
@@ -173,20 +142,20 @@ def known_overlap(
     The counts are private like the text.
     """
     own = _own_text(corpus)
-    found: dict[str, Any] = {PUBLIC_CORPUS: None, MODEL_TEXT: []}
+    overlap: dict[str, Any] = {PUBLIC_CORPUS: None, MODEL_TEXT: []}
     if public is not None:
         with task("Comparing with the public corpus", None):
             shared = shared_text(own, public)
         _check(shared, f"public_corpus={public.name!r}", "so it is not public")
-        found[PUBLIC_CORPUS] = shared.to_json()
+        overlap[PUBLIC_CORPUS] = shared.to_json()
     for folder in () if model is None else origin_of(model).folders:
         if sources_of(folder) & sources_of(corpus.folder):
             continue  # this very text, of which only a noisy vocabulary was let pass
         with task("Comparing with the model's text", None):
             shared = shared_text(own, open_corpus(folder / "train.parquet"))
         _check(shared, f"{folder}, which shaped public_model={str(model)!r},", "so it saw them")
-        found[MODEL_TEXT].append({"corpus": folder.name, **shared.to_json()})
-    return found
+        overlap[MODEL_TEXT].append({"corpus": folder.name, **shared.to_json()})
+    return overlap
 
 
 def _check(shared: Shared, name: str, so: str) -> None:
@@ -225,6 +194,6 @@ def _keys_beside(corpus: PreparedCorpus) -> list[Path]:
 
 def _planted(key: Path) -> set[str]:
     try:
-        return {canary.text for canary in read_key(key).canaries if canary.kind == "planted"}
+        return {canary.text for canary in read_canary_key(key).of_planted}
     except UsageError:  # somebody's own file of that name
         return set()

@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
+from itertools import compress
 from numbers import Integral
 from pathlib import Path
 from typing import Any
@@ -47,9 +48,17 @@ class DocumentBatch:
     def __len__(self) -> int:
         return len(self.users)
 
+    def where(self, keep: Sequence[bool]) -> "DocumentBatch":
+        """Those of the documents where `keep` is true."""
+        return DocumentBatch(
+            users=list(compress(self.users, keep)),
+            texts=list(compress(self.texts, keep)),
+            attributes={n: list(compress(v, keep)) for n, v in self.attributes.items()},
+        )
+
 
 @dataclass(frozen=True)
-class _Part:
+class Part:
     """One file (or table) of a corpus: its name in errors, and its rows."""
 
     name: str
@@ -70,7 +79,7 @@ class Corpus:
     def __init__(
         self,
         name: str,
-        parts: list[_Part],
+        parts: list[Part],
         *,
         user_column: str = "user",
         text_column: str = "text",
@@ -130,14 +139,14 @@ class Corpus:
                 else:
                     self._refuse_or_count(part, number, fault)
 
-    def _refuse_or_count(self, part: _Part, number: int, fault: Fault) -> None:
+    def _refuse_or_count(self, part: Part, number: int, fault: Fault) -> None:
         line = f"{part.name}, row {number} {fault.because}."
         if self._bad_rows == "error":
             raise UsageError(f"{line} Mend it, or skip and count such rows: --bad-rows skip")
         self._first_fault = self._first_fault or line
         self.num_skipped += 1
 
-    def _fault_of(self, part: _Part, number: int, row: dict[str, Any]) -> Fault | None:
+    def _fault_of(self, part: Part, number: int, row: dict[str, Any]) -> Fault | None:
         """What is wrong with a row, None if nothing; its user and text become plain strings."""
         where = f"{part.name}, row {number}"
         for name, as_string in ((self._user_column, _user), (self._text_column, _text)):
@@ -199,9 +208,9 @@ def open_corpus(
     )
 
 
-def _file_part(file: Path) -> _Part:
+def _file_part(file: Path) -> Part:
     rows = lambda: rows_of(file) if file.stat().st_size else iter(())  # noqa: E731
-    return _Part(str(file), rows, file, empty_is_null=kind_of(file) == "csv")
+    return Part(str(file), rows, file, empty_is_null=kind_of(file) == "csv")
 
 
 def _files_of(path: Path) -> list[Path]:
@@ -232,11 +241,11 @@ def _files_in(folder: Path) -> list[Path]:
     return files
 
 
-def _in_memory(source: Any, user_column: str, text_column: str) -> tuple[str, list[_Part]]:
+def _in_memory(source: Any, user_column: str, text_column: str) -> tuple[str, list[Part]]:
     if isinstance(source, list | tuple):
         name = "the list given"
         rows = lambda: _listed_rows(source, user_column, text_column)  # noqa: E731
-        return name, [_Part(name, rows)]
+        return name, [Part(name, rows)]
     name = "the table given"
     if type(source).__name__ == "DataFrame" and hasattr(source, "to_parquet"):
         name, source = "the data frame given", _from_pandas(source)
@@ -247,7 +256,7 @@ def _in_memory(source: Any, user_column: str, text_column: str) -> tuple[str, li
         )
     _check_columns(name, source.schema, user_column, text_column)
     table = source
-    return name, [_Part(name, lambda: table_rows(iter(table.to_batches())))]
+    return name, [Part(name, lambda: table_rows(iter(table.to_batches())))]
 
 
 def _from_pandas(frame: Any) -> pa.Table:

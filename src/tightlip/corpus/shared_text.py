@@ -11,11 +11,12 @@ from collections.abc import Iterable, Iterator, Set
 from dataclasses import asdict, dataclass
 from hashlib import blake2b
 from itertools import chain
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
-from tightlip.corpus.readers import DocumentBatch
+from tightlip.corpus.readers import DocumentBatch, open_corpus
 
 RUN = 5  # words that stand together
 FEWEST_RUNS = 4  # of a document whose runs are looked at: eight words
@@ -54,13 +55,7 @@ class Without:
 
     def batches(self) -> Iterator[DocumentBatch]:
         for batch in self.corpus.batches():
-            kept = [
-                (user, text)
-                for user, text in zip(batch.users, batch.texts, strict=True)
-                if text not in self.texts
-            ]
-            users, texts = zip(*kept, strict=True) if kept else ((), ())
-            yield DocumentBatch(users=list(users), texts=list(texts))
+            yield batch.where([text not in self.texts for text in batch.texts])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +72,7 @@ class Side:
     long: int
 
     @property
-    def found(self) -> int:
+    def shared(self) -> int:
         return max(self.whole, self.copied)
 
     def is_too_much(self) -> bool:
@@ -93,7 +88,7 @@ class Shared:
     there: Side
 
     def any(self) -> bool:
-        return bool(self.here.found or self.there.found)
+        return bool(self.here.shared or self.there.shared)
 
     def is_too_much(self) -> bool:
         """More than two corpora that nobody copied from each other have in common."""
@@ -105,7 +100,7 @@ class Shared:
             (self.there, f"documents in {name}", "this corpus"),
             (self.here, "documents of this corpus", name),
         )
-        told = [
+        sentences = [
             (part / max(1, whole), f"{part:,} of the {whole:,} {whose} stand in {other} too{how}")
             for side, whose, other in sides
             for part, whole, how in (
@@ -113,10 +108,19 @@ class Shared:
                 (side.copied, side.long, ", whole, cut up or slightly changed"),
             )
         ]
-        return max(told)[1]
+        return max(sentences)[1]
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Overlap:
+    """Held-out documents that were trained on, of so many: in all, and by the same user."""
+
+    num_documents: int
+    num_same_user: int
+    of: int
 
 
 def shared_text(here: Documents, there: Documents) -> Shared:
@@ -132,6 +136,26 @@ def shared_text(here: Documents, there: Documents) -> Shared:
     second.look_in(here)
     first.look_in(there)
     return Shared(here=first.side(second), there=second.side(first))
+
+
+def standing_in_training(held: Path, train: Path) -> Overlap:
+    """Which documents of `held` stand in `train` as they are.
+
+    Holds:
+        bounded: what is kept in memory is 16 bytes for each document of `held`, not of `train`.
+    """
+    digests = list(_digests_by_user(open_corpus(held)))
+    by_anybody, by_user = ({each[which] for each in digests if each} for which in (0, 1))
+    seen: set[bytes] = set()
+    for trained in _digests_by_user(open_corpus(train)):
+        if trained and trained[0] in by_anybody:
+            seen.add(trained[0])
+            seen.update({trained[1]} & by_user)
+    return Overlap(
+        num_documents=sum(bool(each) and each[0] in seen for each in digests),
+        num_same_user=sum(bool(each) and each[1] in seen for each in digests),
+        of=len(digests),
+    )
 
 
 class _Sketch:
@@ -167,21 +191,34 @@ class _Sketch:
 
     def side(self, other: "_Sketch") -> Side:
         owners = np.repeat(np.arange(len(self.lengths)), self.lengths)
-        found = np.bincount(owners, self._is_there[self._place], len(self.lengths))
+        num_there = np.bincount(owners, self._is_there[self._place], len(self.lengths))
         return Side(
             whole=int(np.isin(self.digests, other.digests).sum()),
             documents=len(self.digests),
-            copied=int((found >= COPIED * self.lengths).sum()),
+            copied=int((num_there >= COPIED * self.lengths).sum()),
             long=len(self.lengths),
         )
 
 
 def _digests(texts: Iterable[str]) -> Iterator[int | None]:
     """None of a text without words."""
-    for text in texts:
-        words = " ".join(text.split()).casefold()
-        digest = blake2b(words.encode("utf-8"), digest_size=8).digest()
-        yield int.from_bytes(digest, "little") if words else None
+    for words in map(_plain, texts):
+        yield int.from_bytes(_digest(words, 8), "little") if words else None
+
+
+def _digests_by_user(corpus: Documents) -> Iterator[tuple[bytes, ...]]:
+    """Of each document its text, and its text with its user; nothing of one without words."""
+    for batch in corpus.batches():
+        for user, words in zip(batch.users, map(_plain, batch.texts), strict=True):
+            yield (_digest(words, 16), _digest(f"{words}\0{user}", 16)) if words else ()
+
+
+def _plain(text: str) -> str:
+    return " ".join(text.split()).casefold()
+
+
+def _digest(text: str, size: int) -> bytes:
+    return blake2b(text.encode("utf-8"), digest_size=size).digest()
 
 
 def _runs_by_text(texts: list[str]) -> list[np.ndarray]:

@@ -1,14 +1,13 @@
 """Documents as Parquet: user, text, then the further columns under one type each."""
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet
 
-from tightlip.corpus.cleaning import chosen
 from tightlip.corpus.readers import DocumentBatch
 
 _ROW_GROUP_BYTES = 32_000_000
@@ -33,16 +32,6 @@ class AttributeTypes:
     def resolved(self) -> dict[str, pa.DataType | None]:
         """Column to type; None stands for JSON text."""
         return dict(self._types)
-
-
-def attribute_types(
-    batches: Iterable[DocumentBatch], advance: Callable[[float], None]
-) -> AttributeTypes:
-    types = AttributeTypes()
-    for batch in batches:
-        types.add(batch)
-        advance(len(batch))
-    return types
 
 
 def _type_of(values: list) -> pa.DataType | None:
@@ -97,7 +86,7 @@ class TableWriter:
 
     def write(self, batch: DocumentBatch, keep: list[bool] | None = None) -> None:
         """Add a batch, or those of its documents where `keep` is true."""
-        batch = batch if keep is None else chosen(batch, keep)
+        batch = batch if keep is None else batch.where(keep)
         columns = [pa.array(batch.users, pa.string()), pa.array(batch.texts, pa.string())]
         for name, kind in self._types.items():
             columns.append(_column(batch.attributes.get(name, [None] * len(batch)), kind))

@@ -27,7 +27,7 @@ from tightlip.core.progress import task
 from tightlip.corpus.encoding import Encoder, tokenizer_fingerprint
 from tightlip.corpus.readers import DocumentBatch
 
-__all__ = ["TokenizedCorpus", "open_tokenized", "tokenize_documents", "tokenizer_fingerprint"]
+_COUNTED_AT_ONCE = 4_000_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,8 +59,37 @@ class TokenizedCorpus:
     def num_users(self) -> int:
         return len(self.user_names)
 
+    def statistics(self, unknown_id: int | None) -> dict[str, Any]:
+        """Documents, users and tokens; `unknown_id` stands for words outside the vocabulary."""
+        num_unknown = 0
+        if unknown_id is not None:
+            for start in range(0, self.num_tokens, _COUNTED_AT_ONCE):
+                chunk = self.tokens[start : start + _COUNTED_AT_ONCE]
+                num_unknown += int((chunk == unknown_id).sum())
+        return {
+            "documents": self.num_documents,
+            "users": self.num_users,
+            "tokens": self.num_tokens,
+            "unknown_tokens": num_unknown,
+            "unknown_share": num_unknown / max(self.num_tokens, 1),
+            "documents_per_user": spread(np.bincount(self.users, minlength=self.num_users)),
+            "corpus_fingerprint": self.corpus_fingerprint,
+            "tokenizer_fingerprint": self.tokenizer_fingerprint,
+        }
+
     def document(self, index: int) -> np.ndarray:
         return self.tokens[self.bounds[index] : self.bounds[index + 1]]
+
+
+def spread(counts: np.ndarray) -> dict[str, float]:
+    """The smallest, middle and largest of some counts."""
+    if not len(counts):
+        return {"min": 0, "median": 0, "max": 0}
+    return {
+        "min": int(counts.min()),
+        "median": float(np.median(counts)),
+        "max": int(counts.max()),
+    }
 
 
 def open_tokenized(folder: Path) -> TokenizedCorpus:

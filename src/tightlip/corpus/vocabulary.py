@@ -38,7 +38,7 @@ _TIDYING = [
     (r"(?<=\p{Nd},) (?=\p{Nd}{3}(?!\p{Nd}))", ""),  # 1, 000  -> 1,000
     (r"(?<=-) (?=-)", ""),  # - -  -> --
     *((rf"(?<={_LETTER_OR_DIGIT}) {mark} (?={_LETTER_OR_DIGIT})", mark) for mark in "-@/_"),
-    (r"(?<=<) (?=(?:EMAIL|URL|IP|CARD|ACCOUNT|PHONE|NAME) >)", ""),  # scrub.py's placeholders
+    (r"(?<=<) (?=(?:EMAIL|URL|IP|CARD|ACCOUNT|PHONE|NAME) >)", ""),  # cleaning.py's placeholders
     (r"(?<=<EMAIL|<URL|<IP|<CARD|<ACCOUNT|<PHONE|<NAME) (?=>)", ""),
     # parts of one emoji: variation selectors, keycaps, skin tones, joiners, flags
     (r"(?<=[^\p{L}\p{M}\s]) (?=[\x{FE0E}\x{FE0F}])", ""),

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import IO, Any, Protocol
 
 from tightlip.core.errors import GuaranteeError
-from tightlip.core.files import OWNER_FILE, fsync_folder, make_private_folder
+from tightlip.core.files import OWNER_FILE, fsync, make_private_folder
 from tightlip.privacy.accounting import Mechanism, as_published_epsilon, epsilon_spent
 from tightlip.privacy.adaptive import Promise
 from tightlip.privacy.rdp_filter import RdpFilter
@@ -256,7 +256,7 @@ class Ledger:
         """
         with self.path.open("rb+") as written:
             os.fsync(written.fileno())
-        fsync_folder(self.path.parent)
+        fsync(self.path.parent)
 
     def finish(self) -> dict[str, Any]:
         """Close with the exact figures; the record."""

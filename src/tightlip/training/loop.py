@@ -13,8 +13,7 @@ import numpy as np
 import torch
 
 from tightlip.core.errors import TightlipError, UsageError
-from tightlip.core.logs import log, logged_into
-from tightlip.core.progress import Task, held_interrupts, task
+from tightlip.core.progress import Task, held_interrupts, log, logged_to, task
 from tightlip.core.registry import look_up
 from tightlip.core.run_folder import (
     CHECKPOINT,
@@ -45,7 +44,6 @@ from tightlip.training.starting import check_fits, chosen_device, save_model, st
 
 if TYPE_CHECKING:
     from tightlip.corpus.prepare import PreparedCorpus
-
 
 BUDGET = "privacy budget"  # why a run stopped
 LOOKED_AT_TOGETHER = 32  # losses; on a GPU each look waits for it
@@ -85,7 +83,7 @@ def train_model(
         begins = not is_run(out)
         if begins:
             begin_run(out, recipe.tree)
-        with logged_into(out / LOG), own_randomness(device, config.seed):
+        with logged_to(out / LOG), own_randomness(device, config.seed):
             try:
                 training = Training(recipe, out, device)
             except TightlipError:
@@ -128,6 +126,14 @@ class Training:
 
     def run(self) -> None:
         self.go_back()
+        try:
+            self.take_steps()
+        except FloatingPointError as error:
+            raise self.diverged(str(error)) from error
+        self.finish()
+
+    def take_steps(self) -> None:
+        """All steps that are left; FloatingPointError where a loss or a weight is no number."""
         with task("Training", self.plan.num_steps) as bar, held_interrupts() as interruption:
             bar.advance(self.progress.step)
             self.record_if_due(bar)
@@ -141,20 +147,17 @@ class Training:
                 bar.advance()
                 bar.note(self.mitigation.progress_words())
                 self.record_if_due(bar)
-                self.save_if_due()
+                if time.monotonic() - self.saved_at >= self.options.checkpoint_seconds:
+                    self.save()
                 if interruption.wanted:
                     self.stop_for_now()
-        self.finish()
 
     def take_step(self) -> None:
         seed_step(self.config.seed, self.progress.step)
         set_learning_rate(self.optimizer, self.plan.learning_rate(self.progress.step))
         loss, num_targets = self.mitigation.step(self.progress.step)
         self.progress.step += 1
-        try:
-            self.losses.add(loss, num_targets)
-        except FloatingPointError as error:
-            raise self.diverged(str(error)) from error
+        self.losses.add(loss, num_targets)
 
     def record_if_due(self, bar: Task, *, stop: str | None = None) -> None:
         """Measure, decide whether to stop, keep a snapshot and a line of metrics."""
@@ -184,7 +187,7 @@ class Training:
         """A line of metrics. Training loss and seconds run from the epoch's start."""
         progress = self.progress
         if not is_finite(self.model):
-            raise self.diverged(f"The weights after step {progress.step} are not all numbers")
+            raise FloatingPointError(f"The weights after step {progress.step} are not all numbers")
         line: dict[str, Any] = {
             "step": progress.step,
             "epoch": self.plan.epoch(progress.step),
@@ -198,7 +201,7 @@ class Training:
         }
         private = self.config.mitigation.is_private
         if progress.num_targets and line["train_perplexity"] is None and not private:
-            raise self.diverged(
+            raise FloatingPointError(
                 f"The loss before step {progress.step} is {line['train_loss_nats']:.3g} nats a token"
             )
         if self.recipe.validation is None:
@@ -207,7 +210,7 @@ class Training:
         if not math.isfinite(scores.loss_nats):
             if private:
                 return line  # a run that ended here would tell of somebody's text
-            raise self.diverged(
+            raise FloatingPointError(
                 f"The validation loss after step {progress.step} is {scores.loss_nats}"
             )
         return line | {
@@ -217,23 +220,19 @@ class Training:
         }
 
     def reason_to_stop(self, line: dict[str, Any]) -> str | None:
-        progress, found = self.progress, line["validation_perplexity"]
-        if found is not None and found <= (self.config.until_perplexity or 0):
+        progress, validation = self.progress, line["validation_perplexity"]
+        if validation is not None and validation <= (self.config.until_perplexity or 0):
             return "target perplexity"
         if self.plan.ends_epoch(progress.step) and self.recipe.validation is not None:
             progress.epochs_since_best += 1
-            if found is not None and found < (progress.best_perplexity or math.inf):
-                progress.best_perplexity, progress.best_step = found, progress.step
+            if validation is not None and validation < (progress.best_perplexity or math.inf):
+                progress.best_perplexity, progress.best_step = validation, progress.step
                 progress.epochs_since_best = 0
             if progress.epochs_since_best >= (self.config.early_stop or math.inf):
                 return "early stop"
         if progress.step >= self.plan.num_steps:
             return "steps" if self.config.steps is not None else "epochs"
         return None
-
-    def save_if_due(self) -> None:
-        if time.monotonic() - self.saved_at >= self.options.checkpoint_seconds:
-            self.save()
 
     def save(self) -> None:
         self.catch_up()
@@ -248,10 +247,7 @@ class Training:
 
     def catch_up(self) -> None:
         """Bring the sums and seconds of the epoch up to the last step."""
-        try:
-            self.losses.look()
-        except FloatingPointError as error:
-            raise self.diverged(str(error)) from error
+        self.losses.look()
         now = time.monotonic()
         self.progress.seconds += now - self.clock
         self.clock = now
@@ -293,9 +289,9 @@ class Training:
         """Leave the weights as they are now, and on their card what may be said of them."""
         self.mitigation.settle()
         ended = self.progress.stop is not None
-        guarantee = self.mitigation.guarantee(self.progress.step, ended=ended)
-        told = guarantee | {"learnt_from": self.learnt_from}
-        save_model(folder, self.model, self.recipe.tokenizer, told)
+        card = self.mitigation.guarantee(self.progress.step, ended=ended)
+        card |= {"learnt_from": self.learnt_from}
+        save_model(folder, self.model, self.recipe.tokenizer, card)
 
     @cached_property
     def learnt_from(self) -> dict[str, list[str]]:
@@ -325,15 +321,12 @@ class Training:
 
     def described(self) -> str:
         num_parameters = sum(parameter.numel() for parameter in self.model.parameters())
-        size = (
-            f"{len(self.recipe.rows):,} rows, {int(self.recipe.rows.num_targets.sum()):,} targets, "
-        )
-        if self.config.mitigation.is_private:
-            size = ""  # exact counts of private text
+        rows, size = self.recipe.rows, ""
+        if not self.config.mitigation.is_private:  # else exact counts of private text
+            size = f"{len(rows):,} rows, {int(rows.num_targets.sum()):,} targets, "
         return (
             f"Training {self.config.model} ({num_parameters:,} parameters, mitigation {self.config.mitigation.in_words()}) on "
-            f"{self.device}: {size}"
-            f"{self.plan.steps_per_epoch:,} steps an epoch, {self.plan.num_steps:,} in all."
+            f"{self.device}: {size}{self.plan.steps_per_epoch:,} steps an epoch, {self.plan.num_steps:,} in all."
         )
 
     def _context(self) -> RunContext:
@@ -350,9 +343,6 @@ class Training:
             steps_per_epoch=self.plan.steps_per_epoch,
             num_steps=self.plan.num_steps,
         )
-
-
-# Randomness as a function of the seed and the step, and of nothing else in the process
 
 
 @contextmanager

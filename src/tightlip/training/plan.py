@@ -1,4 +1,4 @@
-"""What happens at which step, all of it a function of the settings and the number of rows."""
+"""What happens at which step, a function of the settings and the number of rows; the optimizer."""
 
 import math
 from dataclasses import dataclass
@@ -8,6 +8,14 @@ import torch
 from torch import nn, optim
 
 from tightlip.training.config import TrainConfig
+
+_OPTIMIZERS: dict[str, Any] = {
+    "adam": optim.Adam,
+    "adamw": optim.AdamW,
+    "adamax": optim.Adamax,
+    "sgd": optim.SGD,
+}
+_NEVER_FUSED = {"adamax"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,18 +81,6 @@ class Plan:
         return full
 
 
-# The optimizers by name, and their step size set from outside
-
-
-_CLASSES: dict[str, Any] = {
-    "adam": optim.Adam,
-    "adamw": optim.AdamW,
-    "adamax": optim.Adamax,
-    "sgd": optim.SGD,
-}
-_NEVER_FUSED = {"adamax"}
-
-
 def build_optimizer(model: nn.Module, config: TrainConfig) -> optim.Optimizer:
     """The optimizer the settings ask for, over every parameter that may change."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -93,7 +89,7 @@ def build_optimizer(model: nn.Module, config: TrainConfig) -> optim.Optimizer:
         extra["momentum"] = config.momentum
     if config.optimizer not in _NEVER_FUSED and parameters[0].device.type in ("cpu", "cuda"):
         extra["fused"] = True
-    return _CLASSES[config.optimizer](
+    return _OPTIMIZERS[config.optimizer](
         parameters, lr=config.learning_rate, weight_decay=config.weight_decay, **extra
     )
 

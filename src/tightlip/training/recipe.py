@@ -1,4 +1,8 @@
-"""A run before it starts: its text as rows, its settings resolved, all of it checked."""
+"""A run before it starts: its text as rows, its settings resolved, all of it checked.
+
+Where the one-run check is asked for, canaries stand behind the rows: random documents, each
+trained on or not by a fair coin.
+"""
 
 import hashlib
 import importlib.metadata
@@ -8,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from tightlip import __version__
 from tightlip.core.errors import UsageError
 from tightlip.core.randomness import keyed_generator
 from tightlip.core.run_folder import DP_CHECK
-from tightlip.corpus.check_key import CanaryKey, read_key, write_key
+from tightlip.corpus.canaries import CheckKey, read_check_key, write_check_key
 from tightlip.corpus.history import sources_of
 from tightlip.corpus.prepare import corpus_id
 from tightlip.corpus.privacy_weights import read_weights
@@ -55,17 +60,18 @@ def recipe_for(
     """Everything the loop needs, or a usage error before any work is done."""
     tokenizer = load_tokenizer(corpus.tokenizer_folder)
     rows = _rows(corpus.train, config, tokenizer, without_users)
-    validation = None
-    if corpus.validation is not None:
-        validation = _rows(corpus.validation, config, tokenizer, frozenset())
     _check_rows(rows, corpus, without_users)
-    _check_validation(validation, corpus, config)
+    held = corpus.validation
+    validation = None if held is None else _rows(held, config, tokenizer, frozenset())
+    if validation is None or not len(validation):
+        validation = None
+        _check_needs_no_validation(corpus, config)
     facts = _facts(corpus, config)
     return Recipe(
         config=config,
         options=options,
         rows=rows,
-        validation=validation if validation is not None and len(validation) else None,
+        validation=validation,
         tokenizer=tokenizer,
         corpus=facts,
         tree={
@@ -73,10 +79,9 @@ def recipe_for(
             "corpus": _corpus_tree(corpus, out, rows, without_users) | _weights_tree(facts),
             "start": check_start(config, tokenizer, corpus.folder),
             "options": options.tree(),
-            "prepare": {name: v for name, v in corpus.settings.items() if v is not None},
-            "versions": {
-                name: importlib.metadata.version(name) for name in ("torch", "transformers")
-            },
+            "prepare": corpus.settings,
+            "versions": {"tightlip": __version__}
+            | {name: importlib.metadata.version(name) for name in ("torch", "transformers")},
         },
     )
 
@@ -140,12 +145,9 @@ def _check_rows(rows: Rows, corpus: "PreparedCorpus", without_users: frozenset[i
     )
 
 
-def _check_validation(
-    validation: Rows | None, corpus: "PreparedCorpus", config: TrainConfig
-) -> None:
+def _check_needs_no_validation(corpus: "PreparedCorpus", config: TrainConfig) -> None:
     for name in ("early_stop", "until_perplexity"):
-        value = getattr(config, name)
-        if value is not None and (validation is None or not len(validation)):
+        if (value := getattr(config, name)) is not None:
             raise UsageError(
                 f"{name}={value:g} looks at validation perplexity, and {corpus.folder} holds nothing out. "
                 "Run: tightlip prepare CORPUS --holdout 0.2"
@@ -177,9 +179,6 @@ def _corpus_tree(
     }
 
 
-# Canaries for the one-run check: random documents, each trained on or not by a fair coin
-
-
 def plant(
     rows: Rows,
     num_canaries: int,
@@ -200,15 +199,15 @@ def plant(
         same: planting again with the same key file gives the same rows.
     """
     if key_file.exists():
-        key = read_key(key_file)
+        key = read_check_key(key_file)
         _check_same(key, num_canaries, length, key_file)
     else:
         key = _drawn(num_canaries, length, vocabulary_size, forbidden)
-        write_key(key_file, key)
+        write_check_key(key_file, key)
     return _with_included(rows, key)
 
 
-def _drawn(num_canaries: int, length: int, vocabulary_size: int, forbidden: set[int]) -> CanaryKey:
+def _drawn(num_canaries: int, length: int, vocabulary_size: int, forbidden: set[int]) -> CheckKey:
     if num_canaries < 1 or length < 2:
         raise UsageError(
             f"{num_canaries} canaries of {length} tokens tell nothing. Use --dp-check-canaries 1000 and rows of "
@@ -221,13 +220,13 @@ def _drawn(num_canaries: int, length: int, vocabulary_size: int, forbidden: set[
             "Give a corpus with more words."
         )
     generator = keyed_generator()
-    return CanaryKey(
+    return CheckKey(
         tokens_ML=generator.choice(allowed, (num_canaries, length)),
         included_M=generator.integers(0, 2, num_canaries).astype(bool),
     )
 
 
-def _check_same(key: CanaryKey, num_canaries: int, length: int, key_file: Path) -> None:
+def _check_same(key: CheckKey, num_canaries: int, length: int, key_file: Path) -> None:
     if (len(key), key.length) != (num_canaries, length):
         raise UsageError(
             f"{key_file} holds {len(key)} canaries of {key.length} tokens, and {num_canaries} of {length} were asked for. "
@@ -235,10 +234,9 @@ def _check_same(key: CanaryKey, num_canaries: int, length: int, key_file: Path) 
         )
 
 
-def _with_included(rows: Rows, key: CanaryKey) -> Rows:
-    chosen = np.flatnonzero(key.included_M)
-    tokens = key.tokens_ML[chosen].ravel().astype(rows.tokens.dtype)
-    count = len(chosen)
+def _with_included(rows: Rows, key: CheckKey) -> Rows:
+    included = np.flatnonzero(key.included_M)
+    count = len(included)
 
     def extended(part: np.ndarray, more: np.ndarray) -> np.ndarray:
         return np.concatenate([part, more.astype(part.dtype)])
@@ -247,12 +245,12 @@ def _with_included(rows: Rows, key: CanaryKey) -> Rows:
         rows,
         # A corpus read from disk as it is needed is copied into memory here: a row says where
         # its tokens start in one array.
-        tokens=np.concatenate([rows.tokens, tokens]),
+        tokens=extended(rows.tokens, key.tokens_ML[included].ravel()),
         starts=extended(rows.starts, len(rows.tokens) + key.length * np.arange(count)),
         lengths=extended(rows.lengths, np.full(count, key.length)),
         begins=extended(rows.begins, np.full(count, rows.bos is not None)),
-        users=extended(rows.users, _after(rows.users) + chosen),
-        documents=extended(rows.documents, _after(rows.documents) + chosen),
+        users=extended(rows.users, _after(rows.users) + included),
+        documents=extended(rows.documents, _after(rows.documents) + included),
     )
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from tightlip.core.errors import UsageError
-from tightlip.core.logs import log
+from tightlip.core.progress import log
 from tightlip.core.registry import look_up
 from tightlip.core.run_folder import RunRecord, is_run
 from tightlip.corpus.history import history_of

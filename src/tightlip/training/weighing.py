@@ -12,8 +12,7 @@ import tightlip
 from tightlip.core.devices import usable_device
 from tightlip.core.errors import UsageError
 from tightlip.core.files import make_private_folder, read_json
-from tightlip.core.logs import log
-from tightlip.core.progress import task
+from tightlip.core.progress import log, task
 from tightlip.core.run_folder import is_run
 from tightlip.corpus.encoding import tokenizer_fingerprint
 from tightlip.corpus.history import origin_of, sources_of

@@ -17,8 +17,7 @@ from torch.nn import functional
 
 from tightlip.core.errors import UsageError
 from tightlip.core.files import write_json
-from tightlip.core.logs import log
-from tightlip.core.progress import Task, held_interrupts, task
+from tightlip.core.progress import Task, held_interrupts, log, task
 from tightlip.core.run_folder import CHECKPOINT
 from tightlip.vectors.attackers import Readers, frequencies_of
 from tightlip.vectors.batches import Batch, Batches, Scores, scores_of

@@ -15,7 +15,7 @@ from standins import Parrot, Stranger
 from tightlip.audit.canaries import candidates as candidates_module
 from tightlip.audit.canaries import exposure as exposure_module
 from tightlip.audit.canaries import prefixes
-from tightlip.audit.canaries.candidates import Candidates, CandidateScorer
+from tightlip.audit.canaries.candidates import Candidates, CandidateScorer, spelt_across
 from tightlip.audit.canaries.exposure import (
     ExposureConfig,
     can_be_shown,
@@ -26,8 +26,8 @@ from tightlip.audit.canaries.exposure import (
     samples_needed,
     share_limits_bits,
 )
-from tightlip.audit.canaries.prefixes import PrefixReader, spelt_across
-from tightlip.audit.canaries.tab_attack import Greedy, most_successes, tab_successes
+from tightlip.audit.canaries.prefixes import PrefixReader
+from tightlip.audit.canaries.tab_attack import Greedy, attacked, most_successes
 from tightlip.core.errors import UsageError
 from tightlip.corpus.canaries import Canary, CanaryConfig, Planted, exposed_above_bits
 from tightlip.corpus.canaries import plant_in as plant_canaries
@@ -46,6 +46,11 @@ TEMPLATES = ["PIN is {digits:2}", "{digits:1} {words:2} PIN", "{words:1}{digits:
 def canary(template, values):
     text = read_template(template).filled(values)
     return Canary(text=text, user="u", repetitions=1, template=template, values=tuple(values))
+
+
+def tab_successes(scorer, texts, prompt_tokens):
+    canaries = [Canary(text=text, user="u", repetitions=1) for text in texts]
+    return [attack.tab for attack in attacked(scorer, canaries, prompt_tokens)]
 
 
 def scorer_of(model, tokenizer=TOKENIZER, bos=BOS):

@@ -14,7 +14,7 @@ from models.small_models import next_logits
 from tightlip.audit.canaries.real import usable_documents
 from tightlip.core.errors import UsageError
 from tightlip.core.run_folder import open_run
-from tightlip.corpus.canaries import CanaryConfig, read_key
+from tightlip.corpus.canaries import CanaryConfig, read_canary_key
 from tightlip.corpus.canaries import plant_in as plant_canaries
 from tightlip.corpus.prepare import open_prepared
 from tightlip.corpus.readers import open_corpus
@@ -70,7 +70,7 @@ def test_each_users_canary_is_their_most_surprising_usable_document(place):
         found = perplexity_by_rereading(model, tokenizer.bos_token_id, ids)
         if found > best.get(user, (0.0, ""))[0]:
             best[user] = (found, text)
-    key = read_key(place / "real.json")
+    key = read_canary_key(place / "real.json")
     assert {one.user: one.text for one in key.canaries} == {
         u: text for u, (_, text) in best.items()
     }
@@ -149,7 +149,7 @@ def test_a_real_key_without_its_chooser_is_refused(place, tmp_path):
     there = json.loads((place / "real.json").read_text())
     (tmp_path / "k.json").write_text(json.dumps(there | {"model_fingerprint": None}))
     with pytest.raises(UsageError, match="neither planted nor chosen by a known model"):
-        read_key(tmp_path / "k.json")
+        read_canary_key(tmp_path / "k.json")
 
 
 def test_documents_of_no_tokens_and_their_neighbours_are_told_apart(place):

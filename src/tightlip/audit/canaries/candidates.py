@@ -2,35 +2,41 @@
 
 Where every value is one token, candidates are the leaves of a tree and each of its inner nodes
 is read once: a million six-digit numbers cost 111,111 steps of the model, not six million.
-Other tokenizers (byte pairs that join digits) have every text scored by itself.
+Other tokenizers (byte pairs that join digits) have every text scored by itself. A tokenizer may
+join what stands in neighbouring places ("20" and "24"), so that it is asked about every value,
+every pair of neighbours and the secrets, and its entries that could reach over the edge of a
+place are looked for.
 
-Shapes: B rows, K values of a place, T positions, V vocabulary.
+Shapes: B rows, K values of a place, N texts, P places, V vocabulary.
 """
 
-import logging
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from tightlip.audit.canaries.prefixes import PrefixReader, joining_entries, single_tokens
+from tightlip.audit.canaries.prefixes import PrefixReader
 from tightlip.core.errors import UsageError
-from tightlip.core.progress import task
+from tightlip.core.progress import log, task
 from tightlip.corpus.canary_templates import Readings, Slot, Template
 from tightlip.corpus.encoding import Encoder
 from tightlip.scan.scanner import Scanner, evaluating, full_precision
 from tightlip.scan.scoring import score_logits
 
-log = logging.getLogger("tightlip")
-
 TEXTS_AT_ONCE = 50_000
 _SCORES_COMPARED = 100
 # What float32 sums in another order may differ by; tokens read otherwise are off by whole nats.
 _NEAR_NATS, _NEAR_SHARE = 1e-3, 1e-4
+TEXTS_COMPARED = 2_000
+MOST_PAIRS = 10_000
+_MARKS = "▁Ġ#"  # put before an entry that begins, or goes on with, a word
+# Of each part: whether it is a place, and the tokens possible at each of its positions.
+_Steps = list[tuple[bool, list[np.ndarray]]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,6 +54,9 @@ class Candidates:
         """Of each candidate, which value stands in each place."""
         return np.stack(np.unravel_index(numbers, self.shape), axis=1)
 
+    def texts_of(self, numbers: np.ndarray) -> list[str]:
+        return self.texts(self.places_of(numbers))
+
     def number_of(self, values: Sequence[str]) -> int:
         where = [pool.index(value) for pool, value in zip(self.pools, values, strict=True)]
         return int(np.ravel_multi_index(where, self.shape))
@@ -62,7 +71,7 @@ class Candidates:
         first = np.ones(len(numbers), bool)
         if not self.readings.plain:
             by_text: dict[str, int] = {}
-            for number, text in enumerate(self.texts(self.places_of(numbers))):
+            for number, text in enumerate(self.texts_of(numbers)):
                 first[number] = by_text.setdefault(text, number) == number
         return first
 
@@ -72,6 +81,12 @@ class Candidates:
             fill([pool[at] for pool, at in zip(self.pools, row, strict=True)])
             for row in places.tolist()
         ]
+
+    def options(self) -> list[list[str]]:
+        """What each part of the template may read, literal text included, in small letters."""
+        left = iter(self.pools)
+        parts = [next(left) if isinstance(p, Slot) else [p] for p in self.template.parts]
+        return [[text.casefold() for text in texts] for texts in parts]
 
     def drawn(self, num: int, draw: np.random.Generator) -> np.ndarray:
         """Places of `num` candidates, uniform over all, with repeats."""
@@ -191,7 +206,7 @@ class CandidateScorer:
     def _agree(self, scores: np.ndarray, candidates: Candidates, secrets: Sequence[int]) -> bool:
         some = np.random.default_rng(0).integers(0, len(scores), _SCORES_COMPARED)
         numbers = np.unique([*secrets, *some])
-        alone = self.score_texts(candidates.texts(candidates.places_of(numbers)))
+        alone = self.score_texts(candidates.texts_of(numbers))
         return bool(np.isclose(scores[numbers], alone, rtol=_NEAR_SHARE, atol=_NEAR_NATS).all())
 
     def check_known(self, candidates: Candidates) -> None:
@@ -204,7 +219,7 @@ class CandidateScorer:
         total = int(np.prod(candidates.shape))
         for start in range(0, total, TEXTS_AT_ONCE):
             numbers = np.arange(start, min(start + TEXTS_AT_ONCE, total))
-            yield self.score_texts(candidates.texts(candidates.places_of(numbers)))
+            yield self.score_texts(candidates.texts_of(numbers))
 
     def _by_tree(self, steps: list[np.ndarray]) -> Iterator[np.ndarray]:
         with torch.inference_mode(), full_precision(), evaluating(self.scanner.model):
@@ -216,6 +231,106 @@ class CandidateScorer:
         """The tokens possible at each position; None where values are not tokens of their own."""
         places = candidates.places_of(np.array(secrets, np.int64))
         return single_tokens(candidates, self.ids_of, joining_entries(self._tokenizer), places)
+
+
+def single_tokens(
+    candidates: Candidates,
+    ids_of: Callable[[list[str]], list[np.ndarray]],
+    entries: Iterable[str],
+    secrets_NP: np.ndarray,
+) -> list[np.ndarray] | None:
+    """The tokens possible at each position; None where values are not tokens of their own."""
+    steps = _tokens_alone(candidates, ids_of)
+    if steps is None:
+        return None
+    for places_NP in _compared(candidates, secrets_NP):
+        rows = np.stack(list(_expected(steps, places_NP)), axis=1)
+        read = ids_of(candidates.texts(places_NP))
+        if not all(np.array_equal(one, other) for one, other in zip(read, rows, strict=True)):
+            return None
+    options = candidates.options()
+    if any(spelt_across(options, entry.casefold()) for entry in entries):
+        return None
+    return [token for _, tokens in steps for token in tokens]
+
+
+def joining_entries(tokenizer: Any) -> list[str]:
+    """What a tokenizer may read as one where our texts have several values: entries that were
+    added to its vocabulary, and numbers of two digits or more."""
+    added = [str(token.content) for token in tokenizer.added_tokens_decoder.values()]
+    bare = (entry.lstrip(_MARKS) for entry in tokenizer.get_vocab())
+    return [*added, *(entry for entry in bare if len(entry) > 1 and entry.isdecimal())]
+
+
+def spelt_across(options: Sequence[Sequence[str]], entry: str) -> bool:
+    """Whether `entry` can stand over an edge between parts, given what each part may read.
+
+    >>> spelt_across([["id "], ["2", "4"], ["0", "1"]], "41")
+    True
+    >>> spelt_across([["id "], ["2", "4"], ["0", "1"]], "14")
+    False
+    """
+    return any(
+        entry.startswith(text[start:])
+        and len(entry) > len(text) - start
+        and _goes_on(options[number + 1 :], entry[len(text) - start :])
+        for number, texts in enumerate(options)
+        for text in texts
+        for start in range(len(text))
+    )
+
+
+def _goes_on(options: Sequence[Sequence[str]], rest: str) -> bool:
+    return bool(options) and any(
+        text.startswith(rest)
+        or (rest.startswith(text) and _goes_on(options[1:], rest[len(text) :]))
+        for text in options[0]
+    )
+
+
+def _tokens_alone(
+    candidates: Candidates, ids_of: Callable[[list[str]], list[np.ndarray]]
+) -> _Steps | None:
+    """Each part encoded by itself; None where some value has not exactly one token."""
+    steps: _Steps = []
+    left = iter(candidates.pools)
+    for part in candidates.template.parts:
+        if not isinstance(part, Slot):
+            steps.append((False, [token[None] for token in ids_of([part])[0]]))
+            continue
+        ids = ids_of(list(next(left)))
+        if any(len(row) != 1 for row in ids):
+            return None
+        steps.append((True, [np.concatenate(ids)]))
+    return steps
+
+
+def _expected(steps: _Steps, places_NP: np.ndarray) -> Iterator[np.ndarray]:
+    """The token at each position of the texts with these places, value by value."""
+    place = 0
+    for is_place, tokens in steps:
+        for token in tokens:
+            yield token[places_NP[:, place]] if is_place else np.repeat(token, len(places_NP))
+        place += is_place
+
+
+def _compared(candidates: Candidates, secrets_NP: np.ndarray) -> Iterator[np.ndarray]:
+    """The texts to ask the tokenizer about: the secrets, some at random, every value in every
+    place, and all pairs of neighbours where they are few."""
+    draw = np.random.default_rng(0)
+    sizes = [len(pool) for pool in candidates.pools]
+    if len(secrets_NP):
+        yield secrets_NP
+    yield candidates.drawn(TEXTS_COMPARED, draw)
+    for place, size in enumerate(sizes):
+        places_NP = candidates.drawn(size, draw)
+        places_NP[:, place] = np.arange(size)
+        yield places_NP
+    for place, (size, after) in enumerate(pairwise(sizes)):
+        if size * after <= MOST_PAIRS:
+            places_NP = candidates.drawn(size * after, draw)
+            places_NP[:, place], places_NP[:, place + 1] = np.divmod(np.arange(size * after), after)
+            yield places_NP
 
 
 class _Tree:

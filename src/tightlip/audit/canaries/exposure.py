@@ -25,7 +25,7 @@ from tightlip.corpus.canaries import (
     ALPHA,
     Canary,
     Planted,
-    read_key,
+    read_canary_key,
 )
 from tightlip.corpus.canary_templates import Pools, read_template
 from tightlip.corpus.opening import model_folder, open_run_corpus
@@ -407,7 +407,7 @@ def missing_copies(record: RunRecord, keys: Sequence[Planted]) -> str | None:
 def read_keys(given: Keys) -> list[Planted]:
     """The keys, each once; one path stands for itself."""
     paths = [given] if isinstance(given, str | Path) else list(given)
-    return [read_key(path) for path in dict.fromkeys(Path(path).resolve() for path in paths)]
+    return [read_canary_key(path) for path in dict.fromkeys(Path(path).resolve() for path in paths)]
 
 
 def _refuse_own_choice(folder: Path, keys: Sequence[Planted]) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 from tightlip.audit.canaries.exposure import Keys, device_for, read_keys
 from tightlip.core.errors import UsageError
 from tightlip.core.run_folder import RunRecord, is_run, open_run
-from tightlip.corpus.canaries import Canary, Planted, write_key
+from tightlip.corpus.canaries import Canary, Planted, write_canary_key
 from tightlip.corpus.encoding import Encoder
 from tightlip.corpus.opening import model_folder, open_run_corpus
 from tightlip.corpus.readers import Corpus, open_corpus
@@ -177,7 +177,7 @@ def choose_canaries(
         snapshot_fingerprints=tuple(model_fingerprint(each.folder) for each in record.snapshots),
         num_users_left_out=choice.num_users_left_out,
     )
-    write_key(Path(out), chosen)
+    write_canary_key(Path(out), chosen)
     return chosen
 
 

@@ -9,7 +9,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import compress, pairwise
 
 import numpy as np
 import torch
@@ -37,33 +37,29 @@ class Attack:
 def attacked(
     scorer: CandidateScorer, canaries: Sequence[Canary], prompt_tokens: int
 ) -> list[Attack]:
-    """A real canary with a word that the model lacks cannot come back, and is not scored."""
+    """Whether someone who types a text's first tokens and then accepts each suggestion gets it all.
+
+    A real canary with a word that the model lacks cannot come back, and is not scored.
+
+    Holds:
+        greedy: a text succeeds where the model's own greedy generation gives it, ties included.
+        one_way: behind one prompt all that succeed are beginnings of one text.
+    """
     texts = [canary.text for canary in canaries]
-    known = [
-        spelt or canary.kind == "planted"
-        for spelt, canary in zip(scorer.spelt(texts), canaries, strict=True)
-    ]
-    spelt_texts = [text for text, can in zip(texts, known, strict=True) if can]
-    found = iter(_attacks(scorer, spelt_texts, prompt_tokens) if spelt_texts else [])
+    spelt = scorer.spelt(texts)
+    known = [can or canary.kind == "planted" for can, canary in zip(spelt, canaries, strict=True)]
+    attacks = iter(_attacks(scorer, list(compress(texts, known)), prompt_tokens))
     return [
-        next(found)
+        next(attacks)
         if can
         else Attack(tab=False, prompt=scorer.prompt_of(text, prompt_tokens), perplexity=None)
         for text, can in zip(texts, known, strict=True)
     ]
 
 
-def tab_successes(scorer: CandidateScorer, texts: list[str], prompt_tokens: int) -> list[bool]:
-    """Whether someone who types a text's first tokens and then accepts each suggestion gets it all.
-
-    Holds:
-        greedy: a text succeeds where the model's own greedy generation gives it, ties included.
-        one_way: behind one prompt all that succeed are beginnings of one text.
-    """
-    return [attack.tab for attack in _attacks(scorer, texts, prompt_tokens)]
-
-
 def _attacks(scorer: CandidateScorer, texts: list[str], prompt_tokens: int) -> list[Attack]:
+    if not texts:
+        return []
     log_probs, bounds, ranks = scorer.scanned(texts)
     near = []
     for begin, end in pairwise(bounds):
@@ -88,7 +84,7 @@ def _completed(
     scorer: CandidateScorer, texts: list[str], near: list[bool], prompt_tokens: int
 ) -> set[str]:
     """The texts that greedy generation gives, among those `near` to it in the scan."""
-    chosen = [text for text, is_near in zip(texts, near, strict=True) if is_near]
+    chosen = list(compress(texts, near))
     by_prompt: dict[tuple[int, ...], dict[str, list[int]]] = defaultdict(dict)
     for text, ids in zip(chosen, scorer.ids_of(chosen) if chosen else [], strict=True):
         row = ids.tolist()
@@ -144,9 +140,6 @@ class Greedy:
 def _perplexity(log_probs: np.ndarray) -> float:
     """Over the predicted tokens: without a BOS the first one is given."""
     return math.exp(min(-float(np.nanmean(log_probs.astype(np.float64))), 700.0))
-
-
-# How many canaries TAB can complete at most: after one prompt there is one way on
 
 
 def most_successes(pairs: Sequence[tuple[str, str]]) -> int:

@@ -23,6 +23,15 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
+# Peak bytes held per token while a shard of w-byte symbols is indexed: text and users (8), the
+# symbols (w), their suffix array (4w) and the token suffix array filtered from it (4).
+_MAX_SYMBOL_BYTES = 3
+_BYTES_PER_TOKEN = 8 + 5 * _MAX_SYMBOL_BYTES + 4
+# Beyond this a larger shard no longer saves searches worth its cache misses (docs/benchmarks.md),
+# and its symbols still fit the 32-bit suffix sorter.
+_LARGEST_SHARD_TOKENS = 24_000_000
+
+
 class Engine(Protocol):
     """Apply a pure function to each item, yielding (item, result) in the items' order."""
 
@@ -31,18 +40,6 @@ class Engine(Protocol):
     def map(
         self, function: Callable[[Item], Result], items: Iterable[Item]
     ) -> Iterator[tuple[Item, Result]]: ...
-
-
-# How often, and by how many people, each sequence was written anywhere in the corpus
-
-
-# Peak bytes held per token while a shard of w-byte symbols is indexed: text and users (8), the
-# symbols (w), their suffix array (4w) and the token suffix array filtered from it (4).
-_MAX_SYMBOL_BYTES = 3
-_BYTES_PER_TOKEN = 8 + 5 * _MAX_SYMBOL_BYTES + 4
-# Beyond this a larger shard no longer saves searches worth its cache misses (docs/benchmarks.md),
-# and its symbols still fit the 32-bit suffix sorter.
-_LARGEST_SHARD_TOKENS = 24_000_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +69,13 @@ class Counts:
 
     totals: np.ndarray
     users: np.ndarray
+
+
+def edges_of(lengths: np.ndarray) -> np.ndarray:
+    """Where stretches of these lengths begin and end when they lie end to end."""
+    edges = np.zeros(len(lengths) + 1, dtype=np.int64)
+    np.cumsum(lengths, out=edges[1:])
+    return edges
 
 
 def count_in_shard(shard: Shard, sequences: Sequences) -> Counts:
@@ -162,9 +166,7 @@ def _cuts(lengths: np.ndarray, most_tokens: int) -> list[int]:
 
 
 def _gathered(corpus: TokenizedCorpus, documents: np.ndarray, sole_user: int | None) -> Shard:
-    lengths = np.diff(corpus.bounds)[documents]
-    bounds = np.zeros(len(documents) + 1, dtype=np.int64)
-    np.cumsum(lengths, out=bounds[1:])
+    bounds = edges_of(np.diff(corpus.bounds)[documents])
     tokens = np.empty(bounds[-1], dtype=np.int32)
     _copy_documents(corpus.tokens, corpus.bounds, documents, tokens, bounds)
     return Shard(tokens=tokens, bounds=bounds, users=corpus.users[documents], sole_user=sole_user)
@@ -215,11 +217,11 @@ def _suffix_array(text: np.ndarray, num_symbols: int) -> np.ndarray:
 @njit(cache=True, nogil=True)
 def _every_symbol_start(byte_places, width, length):  # type: ignore[no-untyped-def]
     places = np.empty(length, dtype=np.int32)
-    found = 0
+    num_kept = 0
     for place in byte_places:
         if place % width == 0:
-            places[found] = place // width
-            found += 1
+            places[num_kept] = place // width
+            num_kept += 1
     return places
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from numba import njit
 
-from tightlip.audit.leakage.counting import Sequences
+from tightlip.audit.leakage.counting import Sequences, edges_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,8 +134,7 @@ def _first_of_group(starts_group: np.ndarray) -> np.ndarray:
 def packed(tokens: np.ndarray, runs: Runs, chosen: np.ndarray) -> Sequences:
     """The tokens of the chosen runs, end to end."""
     lengths = runs.lengths[chosen]
-    offsets = np.zeros(len(chosen) + 1, dtype=np.int64)
-    np.cumsum(lengths, out=offsets[1:])
+    offsets = edges_of(lengths)
     within = np.arange(offsets[-1]) - np.repeat(offsets[:-1], lengths)
     places = np.repeat(runs.starts[chosen], lengths) + within
     return Sequences(tokens=tokens[places], offsets=offsets)

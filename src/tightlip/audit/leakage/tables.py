@@ -1,6 +1,6 @@
 """The report's tables: one row per leaked sequence, one per user. Formats: docs/formats.md."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +8,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from tightlip.audit.leakage.counting import edges_of
 from tightlip.audit.leakage.leaks import Leaks
 from tightlip.core.files import written_whole
 from tightlip.core.progress import task
@@ -73,15 +74,14 @@ def write_sequences(
         pq.ParquetWriter(owners_path, OWNERS, compression="zstd") as owners,
         task("Writing the report", len(order)) as bar,
     ):
-        for rows in _stretches(order):
+        for begin in range(0, len(order), _ROWS_AT_ONCE):
+            rows = order[begin : begin + _ROWS_AT_ONCE]
             kept = [occurrence_order[edges[row] : edges[row + 1]][:occurrences] for row in rows]
             columns = _columns(leaks, rows, kept, public_perplexity_of_run, ratios)
             columns |= _texts(leaks, rows, kept, decode) if not redact else _no_texts(len(rows))
             sequences.write_table(pa.table(columns, schema=SEQUENCES))
-            owner = [
-                names[user] if alone else None
-                for user, alone in zip(leaks.owners[rows], leaks.unique[rows], strict=True)
-            ]
+            pairs = zip(leaks.owners[rows], leaks.unique[rows], strict=True)
+            owner = [names[user] if alone else None for user, alone in pairs]
             owners.write_table(pa.table({"owner": owner}, schema=OWNERS))
             bar.advance(len(rows))
 
@@ -92,18 +92,11 @@ def user_names(leaks: Leaks, redact: bool) -> list[str]:
     return [f"user {number + 1}" for number in range(len(names))] if redact else names
 
 
-def _stretches(order: np.ndarray) -> Iterator[np.ndarray]:
-    for begin in range(0, len(order), _ROWS_AT_ONCE):
-        yield order[begin : begin + _ROWS_AT_ONCE]
-
-
 def _occurrences(leaks: Leaks) -> tuple[np.ndarray, np.ndarray]:
     """Runs grouped by sequence, lowest perplexity first, then in corpus order; and the edges."""
     number = leaks.distinct.number_of_run
     order = np.lexsort((np.arange(len(number)), leaks.perplexity_of_run, number))
-    edges = np.zeros(len(leaks.distinct) + 1, dtype=np.int64)
-    np.cumsum(leaks.total_in_s, out=edges[1:])
-    return order, edges
+    return order, edges_of(leaks.total_in_s)
 
 
 def _columns(
@@ -116,7 +109,7 @@ def _columns(
     flat = np.concatenate(kept) if kept else np.zeros(0, dtype=np.int64)
     sizes = [len(runs) for runs in kept]
     before = leaks.runs.starts[flat] - leaks.corpus.bounds[leaks.runs.documents[flat]]
-    public = None
+    public = pa.nulls(len(rows), SEQUENCES.field("public_perplexities").type)
     if public_perplexity_of_run is not None:
         public = _lists(_null_nan(public_perplexity_of_run[flat]), sizes, pa.float64())
     return {
@@ -127,9 +120,7 @@ def _columns(
         "users_in_d": leaks.users_in_d[rows],
         "context_tokens": _lists(before.astype(np.int32), sizes, pa.int32()),
         "perplexities": _lists(leaks.perplexity_of_run[flat], sizes, pa.float64()),
-        "public_perplexities": public
-        if public is not None
-        else pa.nulls(len(rows), SEQUENCES.field("public_perplexities").type),
+        "public_perplexities": public,
         "ratio": _null_nan(ratios[rows]),
         "copied": copied_sequences(leaks)[rows],
     }
@@ -179,8 +170,7 @@ def _no_texts(num_rows: int) -> dict[str, Any]:
 
 
 def _lists(values: Any, sizes: list[int], value_type: pa.DataType) -> pa.Array:
-    offsets = np.zeros(len(sizes) + 1, dtype=np.int32)
-    np.cumsum(sizes, out=offsets[1:])
+    offsets = edges_of(np.array(sizes, np.int64)).astype(np.int32)
     return pa.ListArray.from_arrays(pa.array(offsets), pa.array(values, value_type))
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.functional import cross_entropy
 
-from tightlip.core.logs import log
+from tightlip.core.progress import log
 from tightlip.core.settings import setting
 from tightlip.training.checkpoints import load_optimizer_tensors, optimizer_tensors
 from tightlip.training.config import MitigationConfig

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tightlip.core.errors import UsageError
-from tightlip.core.logs import log
+from tightlip.core.progress import log
 from tightlip.core.settings import setting
 from tightlip.training.config import MitigationConfig
 from tightlip.training.mitigations import RunContext
