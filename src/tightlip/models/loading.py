@@ -22,6 +22,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from transformers.utils import logging
 
+from tightlip.core.causality import looks_ahead, rounding_tolerance
 from tightlip.core.errors import TightlipError, UsageError
 from tightlip.core.files import read_json
 from tightlip.models.registration import register_configurations
@@ -276,20 +277,16 @@ def check_all_weights_came(folder: Path, info: dict[str, Any]) -> None:
 
 
 def check_causal(folder: Path, model: PreTrainedModel) -> None:
-    """Refuse a model whose earlier predictions change with a later token.
-
-    Asked of the model itself: configurations do not tell (GPT-NeoX says is_decoder=False
-    and looks back only; so says BERT, which looks both ways).
-    """
-    ids = (
-        torch.tensor([[1, 2, 3, 4], [1, 2, 3, 5]], device=model.device)
-        % model.config.get_text_config().vocab_size
-    )
+    """Refuse a model whose earlier predictions change with a later token."""
+    ids_1T = torch.tensor([[1, 2, 3, 4]], device=model.device)
+    ids_1T %= model.config.get_text_config().vocab_size
     with torch.inference_mode():
-        logits = model(input_ids=ids, use_cache=False).logits[:, :-1].float()
-    tolerance = 1e-5 if model.dtype in (torch.float32, torch.float64) else 1e-2
-    allowed = tolerance * logits.abs().max().clamp(min=1e-3)
-    if bool(((logits[0] - logits[1]).abs() > allowed).any()):
+        ahead = looks_ahead(
+            lambda ids: model(input_ids=ids, use_cache=False).logits.float(),
+            ids_1T,
+            tolerance=rounding_tolerance(model.dtype),
+        )
+    if ahead:
         raise UsageError(
             f"{folder} holds a '{model.config.model_type}' model that looks at later tokens when it predicts earlier ones, "
             "as encoders do. Give a decoder-only language model such as GPT-2, Llama or one that tightlip trained."

@@ -19,11 +19,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from tightlip.core.causality import looks_ahead, rounding_tolerance
 from tightlip.core.errors import GuaranteeError, UsageError
 from tightlip.core.randomness import keyed_generator
 from tightlip.privacy.accounting import Mechanism
 from tightlip.privacy.adaptive import BECAUSE, MECHANISMS, AdaptiveSpec, checked_weights
-from tightlip.privacy.causality import check_causal
 from tightlip.privacy.clipping import Clip
 from tightlip.privacy.layers import Layout
 from tightlip.privacy.ledger import (
@@ -38,7 +38,7 @@ from tightlip.privacy.ledger import (
 from tightlip.privacy.noise import noise_for
 from tightlip.privacy.noise_schedules import BatchNoise, Schedule, schedule_for
 from tightlip.privacy.passes import Passes, Physical, Way
-from tightlip.privacy.per_unit import check_no_buffers, no_rule_for, synthetic_rows
+from tightlip.privacy.per_unit import check_no_buffers, logits_of, no_rule_for, synthetic_rows
 from tightlip.privacy.plans import PrivacySpec, Terms, noise_plan
 from tightlip.privacy.row_losses import NO_LABEL
 from tightlip.privacy.sampling import PoissonSampler, UnitRows
@@ -293,7 +293,6 @@ class PrivateTraining:
         return _moved(torch.from_numpy(padded), self.device)
 
     def _checked_passes(self, way: Way, bf16: bool) -> Passes:
-        check_no_buffers(self.model)
         _check_optimizer(self.model, self.optimizer)
         self.model.eval()
         clip = Clip(norm=self.spec.clip_norm, per_layer=self.spec.per_layer)
@@ -301,7 +300,7 @@ class PrivateTraining:
         length = min(LONGEST_CHECKED, int(self.source.lengths.max()))
         some = torch.full((1, length), self._some_id(), device=self.device)
         widest = max(int(self.source.lengths.max()), *(self._widths or (1,)))
-        check_causal(self.model, synthetic_rows(self.model, some[:, :1].expand(-1, widest)))
+        _check_model(self.model, synthetic_rows(self.model, some[:, :1].expand(-1, widest)))
         slow = no_rule_for(self.model, passes.parameters, some)
         if slow is not None:
             log.warning(
@@ -412,6 +411,32 @@ def _check_unit(unit: str, users: Sequence[Any] | None) -> None:
         raise UsageError(
             f"unit={unit!r} with {given} given: with users the unit is a user, without them an example. Leave unit out."
         )
+
+
+def _check_model(model: nn.Module, ids_BT: Tensor) -> None:
+    """Refuse a model whose answer for a row depends on what stands to the right of it.
+
+    How far a row is padded depends on who else is drawn, so for such a model one unit more would
+    change everybody's gradient. Refused too: weights that are no numbers, and buffers that a
+    pass changes, since they would keep private text that no noise hides.
+    """
+    check_no_buffers(model)
+    for name, parameter in model.named_parameters():
+        if not bool(parameter.isfinite().all()):
+            raise UsageError(f"{name} is not all finite numbers. Give a model that is whole.")
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    # A GPU may take products in tf32, which rounds more than float32 does.
+    tolerance = rounding_tolerance(next(model.parameters()).dtype, least=1e-3)
+    if looks_ahead(lambda ids: logits_of(model, ids, None), ids_BT, tolerance=tolerance):
+        raise GuaranteeError(
+            "The model's logits depend on what stands to the right of a position (padding changes them), so one unit "
+            "more would change everybody's gradient. Give a causal model (of BERT: is_decoder=True)."
+        )
+    for name, buffer in model.named_buffers():
+        if name not in before or not torch.equal(buffer, before[name]):
+            raise GuaranteeError(
+                f"{name} is a buffer that a pass over text changes: nothing would clip it or hide it."
+            )
 
 
 def _check_optimizer(model: nn.Module, optimizer: Optimizer) -> None:

@@ -17,33 +17,12 @@ from tightlip.models.fingerprints import model_fingerprint
 from tightlip.models.loading import load_causal_lm, load_tokenizer, without_progress_bar
 from tightlip.models.recurrent import GRUForCausalLM, LSTMForCausalLM, RecurrentForCausalLM
 from tightlip.models.transformer import TransformerForCausalLM
-from tightlip.training.config import BUILT_IN_MODELS, RunOptions, TrainConfig
+from tightlip.training.config import BUILT_IN_MODELS, TrainConfig
 
 _RECURRENT: dict[str, Any] = {
     "lstm": (LSTMConfig, LSTMForCausalLM),
     "gru": (GRUConfig, GRUForCausalLM),
 }
-
-
-def chosen_device(options: RunOptions) -> torch.device:
-    """The device the options mean; auto is the GPU where there is one."""
-    device = named_device(options.device)
-    if options.bf16 and device.type == "cpu":
-        # Without AVX-512, oneDNN's bfloat16 LSTM ends the process with an illegal instruction.
-        raise UsageError("bf16=True is for GPUs, and this run is on the CPU. Leave bf16 out.")
-    return device
-
-
-def named_device(name: str) -> torch.device:
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise UsageError(f"Unknown device {name!r}. Available: auto, cpu, cuda, cuda:N.") from error
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise UsageError(f"device={name!r} needs a GPU, and torch sees none here. Use device=auto.")
-    return device
 
 
 def starting_model(config: TrainConfig, tokenizer: Any) -> PreTrainedModel:
