@@ -12,14 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import gelu, scaled_dot_product_attention
 from transformers.cache_utils import Cache, DynamicCache
-from transformers.generation import GenerationMixin
-from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.modeling_utils import PreTrainedModel
 from transformers.utils.generic import can_return_tuple
 
 from tightlip.core.errors import UsageError
+from tightlip.models.causal_lm import CausalLM, embedded, is_filled
 from tightlip.models.configurations import TransformerConfig
-from tightlip.models.heads import embedded, is_filled, kept_positions
 
 
 class SelfAttention(nn.Module):
@@ -144,14 +143,14 @@ class TransformerModel(TransformerPreTrainedModel):
             position_ids = positions(real_BS, num_past, inputs_BTH)
         hidden_BTH = self.dropout(inputs_BTH + self.embed_positions(position_ids))
         visible = visible_keys(real_BS, num_past, hidden_BTH)
-        seen = [hidden_BTH]
+        layers = [hidden_BTH]
         for block in self.blocks:
-            seen.append(hidden_BTH := block(hidden_BTH, visible, cache))
-        seen[-1] = hidden_BTH = self.norm(hidden_BTH)
+            layers.append(hidden_BTH := block(hidden_BTH, visible, cache))
+        layers[-1] = hidden_BTH = self.norm(hidden_BTH)
         return BaseModelOutputWithPast(
             last_hidden_state=hidden_BTH,
             past_key_values=cache,
-            hidden_states=tuple(seen) if output_hidden_states else None,
+            hidden_states=tuple(layers) if output_hidden_states else None,
         )
 
     def cache_for(self, given: Cache | None, use_cache: bool | None) -> Cache | None:
@@ -209,51 +208,8 @@ def visible_keys(real_BS: Tensor | None, num_past: int, hidden_BTH: Tensor) -> T
     return visible_1TS[:, None]
 
 
-class TransformerForCausalLM(TransformerPreTrainedModel, GenerationMixin):
+class TransformerForCausalLM(CausalLM, TransformerPreTrainedModel):
     """A decoder-only Transformer language model."""
 
-    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
-
-    def __init__(self, config: TransformerConfig) -> None:
-        super().__init__(config)
-        self.model = TransformerModel(config)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        self.post_init()
-
-    @can_return_tuple
-    def forward(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        past_key_values: Cache | None = None,
-        labels: Tensor | None = None,
-        use_cache: bool | None = None,
-        inputs_embeds: Tensor | None = None,
-        logits_to_keep: int | Tensor = 0,
-        output_hidden_states: bool | None = None,
-        **others: Any,
-    ) -> CausalLMOutputWithPast:
-        """Next-token logits; with `labels` the mean loss over those that are not -100."""
-        outputs = self.model(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            past_key_values=past_key_values,
-            inputs_embeds=inputs_embeds,
-            use_cache=use_cache,
-            output_hidden_states=output_hidden_states,
-            return_dict=True,
-        )
-        logits_BTV = self.lm_head(kept_positions(outputs.last_hidden_state, logits_to_keep))
-        loss = None
-        if labels is not None:
-            loss = self.loss_function(
-                logits=logits_BTV, labels=labels, vocab_size=self.config.vocab_size, **others
-            )
-        return CausalLMOutputWithPast(
-            loss=loss,
-            logits=logits_BTV,
-            past_key_values=outputs.past_key_values,
-            hidden_states=outputs.hidden_states,
-        )
+    base_class = TransformerModel
+    head_has_bias = False

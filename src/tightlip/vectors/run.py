@@ -12,7 +12,7 @@ from tightlip.core.errors import UsageError
 from tightlip.core.files import read_json, write_json
 from tightlip.core.logs import log, logged_to
 from tightlip.core.run_folder import LOG, abandon_run, begin_run, check_may_train, claimed, is_run
-from tightlip.models.fingerprints import model_fingerprint
+from tightlip.models.loading import model_fingerprint
 from tightlip.vectors.data import CORPUS, Examples, Source, open_source, read_examples, write_corpus
 from tightlip.vectors.extractors import checked_folder
 from tightlip.vectors.halves import DEVICE, SERVER, read_half
