@@ -64,6 +64,11 @@ class Layout:
         return values_U.repeat_interleave(self.rows_per_unit)
 
 
+def at_least_float32(dtype: torch.dtype) -> torch.dtype:
+    """What norms and sums of numbers of this kind are kept in."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
 def aligned(values_XD: Tensor) -> Tensor:
     """Zeros added to the last dimension on a GPU, where rows of 16 bytes multiply far faster.
 
@@ -87,9 +92,6 @@ def fp32_product(left_XN: Tensor, right_NY: Tensor) -> Tensor:
         multiply = torch.bmm if left_XN.ndim == 3 else torch.mm
         return multiply(left_XN, right_NY, out_dtype=torch.float32)
     return left_XN.float() @ right_NY.float()
-
-
-# Layers as autograd sees them under watch: the same numbers forward, notes on the way back
 
 
 class LinearUse(torch.autograd.Function):

@@ -13,7 +13,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tightlip.privacy.layers import Layout, Lookup, Outer, Use, Whole, fp32_product
+from tightlip.privacy.layers import (
+    Layout,
+    Lookup,
+    Outer,
+    Use,
+    Whole,
+    at_least_float32,
+    fp32_product,
+)
 from tightlip.privacy.rounding import (
     lengths,
     rounded_apart,
@@ -83,7 +91,9 @@ class Norms:
         if len(uses) == 1 and id(uses[0].left_BTP) in self._grams:
             return _of_pairs(self.gram(uses[0].left_BTP))
         lefts = [self.layout.by_unit(use.left_BTP) for use in uses]
-        sums_UP = added_up([left_USP.sum(1, dtype=_wide(left_USP)) for left_USP in lefts])
+        sums_UP = added_up(
+            [left_USP.sum(1, dtype=at_least_float32(left_USP.dtype)) for left_USP in lefts]
+        )
         rounded_U = added_up([summed_in_float32(lengths(left_USP)) for left_USP in lefts])
         return Measured(sums_UP.square().sum(1), rounded_U)
 
@@ -170,15 +180,15 @@ class Norms:
 def gradients(use: Use, layout: Layout, part: slice, shape: torch.Size) -> Tensor:
     """The gradients of some units, written out: [U, *shape]."""
     if isinstance(use, Whole):
-        return layout.sum_by_unit(use.gradient_BX.to(_wide(use.gradient_BX)))[part]
+        return layout.sum_by_unit(use.gradient_BX.to(at_least_float32(use.gradient_BX.dtype)))[part]
     if isinstance(use, Outer):
         left_USP = layout.by_unit(use.left_BTP)[part]
         if use.right_BTD is None:
-            return left_USP.sum(1, dtype=_wide(left_USP))[:, : shape[0]]
+            return left_USP.sum(1, dtype=at_least_float32(left_USP.dtype))[:, : shape[0]]
         right_USD = layout.by_unit(use.right_BTD)[part]
         return fp32_product(left_USP.transpose(1, 2), right_USD)[:, : shape[0], : shape[1]]
     ids_US, left_USD = layout.by_unit(use.ids_BT)[part], layout.by_unit(use.left_BTD)[part]
-    whole = left_USD.new_zeros(len(ids_US), *shape, dtype=_wide(left_USD))
+    whole = left_USD.new_zeros(len(ids_US), *shape, dtype=at_least_float32(left_USD.dtype))
     where = ids_US[..., None].expand(-1, -1, shape[1])
     return whole.scatter_add(1, where, left_USD.to(whole.dtype))
 
@@ -220,7 +230,3 @@ def _is_plain_single(values: Tensor) -> bool:
 
 def _gram(values_USX: Tensor) -> Tensor:
     return fp32_product(values_USX, values_USX.transpose(1, 2))
-
-
-def _wide(values: Tensor) -> torch.dtype:
-    return torch.float64 if values.dtype == torch.float64 else torch.float32

@@ -25,7 +25,7 @@ from tightlip.core.randomness import keyed_generator
 from tightlip.privacy.accounting import Mechanism
 from tightlip.privacy.adaptive import BECAUSE, MECHANISMS, AdaptiveSpec, checked_weights
 from tightlip.privacy.clipping import Clip
-from tightlip.privacy.layers import Layout
+from tightlip.privacy.layers import Layout, at_least_float32
 from tightlip.privacy.ledger import (
     ACCOUNTANT,
     MECHANISM,
@@ -37,8 +37,8 @@ from tightlip.privacy.ledger import (
 )
 from tightlip.privacy.noise import noise_for
 from tightlip.privacy.noise_schedules import BatchNoise, Schedule, schedule_for
-from tightlip.privacy.passes import Passes, Physical, Way
-from tightlip.privacy.per_unit import check_no_buffers, logits_of, no_rule_for, synthetic_rows
+from tightlip.privacy.passes import Passes, Physical, Way, logits_of
+from tightlip.privacy.per_unit import check_no_buffers, no_rule_for, synthetic_rows
 from tightlip.privacy.plans import PrivacySpec, Terms, noise_plan
 from tightlip.privacy.row_losses import NO_LABEL
 from tightlip.privacy.sampling import PoissonSampler, UnitRows
@@ -225,7 +225,10 @@ class PrivateTraining:
             else:
                 torch._foreach_add_(total, parts)
         if total is None:
-            total = [_zeros(each) for each in self._passes.parameters.values()]
+            total = [
+                torch.zeros(each.shape, dtype=at_least_float32(each.dtype), device=each.device)
+                for each in self._passes.parameters.values()
+            ]
         return total, Step(loss=loss / max(1, len(units)), num_targets=num_targets)
 
     def physical_batches(
@@ -301,7 +304,7 @@ class PrivateTraining:
         some = torch.full((1, length), self._some_id(), device=self.device)
         widest = max(int(self.source.lengths.max()), *(self._widths or (1,)))
         _check_model(self.model, synthetic_rows(self.model, some[:, :1].expand(-1, widest)))
-        slow = no_rule_for(self.model, passes.parameters, some)
+        slow = no_rule_for(self.model, some)
         if slow is not None:
             log.warning(
                 "No fast rule covers %s: units are clipped one after the other, exactly but slowly.",
@@ -453,11 +456,6 @@ def _check_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
             f"The optimizer changes {len(changed)} tensors that are no parameters of the model: nothing would clip them. "
             f"Build it from model.parameters()."
         )
-
-
-def _zeros(parameter: nn.Parameter) -> Tensor:
-    wide = torch.float64 if parameter.dtype == torch.float64 else torch.float32
-    return torch.zeros(parameter.shape, dtype=wide, device=parameter.device)
 
 
 def _moved(tensor: Tensor, device: torch.device) -> Tensor:

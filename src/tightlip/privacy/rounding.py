@@ -14,7 +14,15 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from tightlip.privacy.layers import Layout, Lookup, Outer, Use, Whole, fp32_product
+from tightlip.privacy.layers import (
+    Layout,
+    Lookup,
+    Outer,
+    Use,
+    Whole,
+    at_least_float32,
+    fp32_product,
+)
 
 # A number is off by at most so much of itself: half a unit in bfloat16's last place; tf32 cuts off.
 BF16, TF32 = 2.0**-8, 2.0**-10
@@ -157,7 +165,7 @@ class Scaled:
         return total
 
     def _sum(self, use: Use, like: Tensor) -> Tensor:
-        dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
+        dtype = at_least_float32(like.dtype)
         if isinstance(use, Whole):
             return self.scaled(use.gradient_BX, dtype).sum(0, dtype=dtype).reshape(like.shape)
         if isinstance(use, Lookup):
