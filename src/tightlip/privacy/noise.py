@@ -38,6 +38,6 @@ def noise_for(device: torch.device, insecure_seed: int | None) -> Any:
     """The noise for gradients on `device`."""
     if device.type != "cuda":
         return CPUNoise(insecure_seed)
-    from tightlip.privacy.noise_kernel import GPUNoise
+    from tightlip.privacy.kernels import GPUNoise
 
     return GPUNoise(device, insecure_seed=insecure_seed)

@@ -11,12 +11,14 @@ from weakref import WeakKeyDictionary, ref
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
-from tightlip.core.errors import UsageError
+from tightlip.core.causality import looks_ahead, rounding_tolerance
+from tightlip.core.errors import GuaranteeError, UsageError
 from tightlip.privacy.clipping import Clip, ClippedGradients, trainable_parameters
 from tightlip.privacy.layers import Layout
-from tightlip.privacy.passes import Passes, Physical, warn_slow
+from tightlip.privacy.passes import Passes, Physical, logits_of, warn_slow
 from tightlip.privacy.row_losses import NO_LABEL, next_targets
 from tightlip.privacy.watching import NoRule
 
@@ -107,6 +109,48 @@ def _joined(parts: list[ClippedGradients], units: Tensor) -> ClippedGradients:
         torch.cat([getattr(part, name) for part in parts]) for name in ("norms", "losses")
     )
     return ClippedGradients(gradients, norms[order_U], losses[order_U])
+
+
+def check_model(model: nn.Module, ids_BT: Tensor) -> None:
+    """Refuse a model whose answer for a row depends on what stands to the right of it.
+
+    How far a row is padded depends on who else is drawn, so for such a model one unit more would
+    change everybody's gradient. Refused too: weights that are no numbers, and buffers that a
+    pass changes, since they would keep private text that no noise hides.
+    """
+    check_no_buffers(model)
+    for name, parameter in model.named_parameters():
+        if not bool(parameter.isfinite().all()):
+            raise UsageError(f"{name} is not all finite numbers. Give a model that is whole.")
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    # A GPU may take products in tf32, which rounds more than float32 does.
+    tolerance = rounding_tolerance(next(model.parameters()).dtype, least=1e-3)
+    if looks_ahead(lambda ids: logits_of(model, ids, None), ids_BT, tolerance=tolerance):
+        raise GuaranteeError(
+            "The model's logits depend on what stands to the right of a position (padding changes them), so one unit "
+            "more would change everybody's gradient. Give a causal model (of BERT: is_decoder=True)."
+        )
+    for name, buffer in model.named_buffers():
+        if name not in before or not torch.equal(buffer, before[name]):
+            raise GuaranteeError(
+                f"{name} is a buffer that a pass over text changes: nothing would clip it or hide it."
+            )
+
+
+def check_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
+    """Refuse an optimizer that changes other weights than those that are clipped."""
+    changed = {id(each) for group in optimizer.param_groups for each in group["params"]}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and id(parameter) not in changed:
+            raise UsageError(
+                f"The optimizer does not hold {name}, so it would never change. Give it the optimizer, or freeze it."
+            )
+        changed.discard(id(parameter))
+    if changed:
+        raise GuaranteeError(
+            f"The optimizer changes {len(changed)} tensors that are no parameters of the model: nothing would clip them. "
+            f"Build it from model.parameters()."
+        )
 
 
 class Group(NamedTuple):
