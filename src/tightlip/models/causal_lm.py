@@ -7,11 +7,60 @@ from typing import Any
 
 from torch import Tensor, nn
 from transformers.generation import GenerationMixin
-from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.modeling_utils import PreTrainedModel
 from transformers.utils.generic import can_return_tuple
 
 from tightlip.core.errors import UsageError
+
+
+class BaseModel(PreTrainedModel):
+    """Embeddings and layers: tokens in, one hidden state per position out."""
+
+    embed_tokens: nn.Embedding
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        past_key_values: Any = None,
+        use_cache: bool | None = None,
+        output_hidden_states: bool | None = None,
+        **others: Any,
+    ) -> BaseModelOutputWithPast:
+        """Run over `input_ids`, going on from `past_key_values` where given.
+
+        `use_cache` decides whether a state comes back; unless given it does in evaluation and
+        not in training.
+        """
+        if use_cache is None:
+            use_cache = self.config.use_cache and not self.training
+        hidden, state = self.run(
+            embedded(self.embed_tokens, input_ids, inputs_embeds),
+            attention_mask,
+            past_key_values,
+            use_cache=use_cache,
+            **others,
+        )
+        return BaseModelOutputWithPast(
+            last_hidden_state=hidden[-1],
+            past_key_values=state,
+            hidden_states=hidden if output_hidden_states else None,
+        )
+
+    def run(
+        self,
+        inputs_BTE: Tensor,
+        attention_mask: Tensor | None,
+        past: Any,
+        *,
+        use_cache: bool,
+        **others: Any,
+    ) -> tuple[tuple[Tensor, ...], Any]:
+        """The hidden states of the layers, the last one last, and what to go on from."""
+        raise NotImplementedError
 
 
 class CausalLM(PreTrainedModel, GenerationMixin):

@@ -9,12 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.modeling_utils import PreTrainedModel
-from transformers.utils.generic import can_return_tuple
 
 from tightlip.core.errors import UsageError
-from tightlip.models.causal_lm import CausalLM, embedded, is_filled
+from tightlip.models.causal_lm import BaseModel, CausalLM, is_filled
 from tightlip.models.configurations import GRUConfig, LSTMConfig, RecurrentConfig
 from tightlip.models.states import RecurrentState, checked_state, real_positions, run_recurrent
 
@@ -68,7 +66,7 @@ def fill_recurrent(parameter: nn.Parameter, name: str, rnn: nn.RNNBase) -> None:
             nn.init.uniform_(gate, -bound, bound)
 
 
-class RecurrentModel(RecurrentPreTrainedModel):
+class RecurrentModel(BaseModel, RecurrentPreTrainedModel):
     """Embeddings and recurrent layers: tokens in, one hidden state per position out.
 
     Holds:
@@ -91,39 +89,24 @@ class RecurrentModel(RecurrentPreTrainedModel):
         )
         self.post_init()
 
-    @can_return_tuple
-    def forward(
+    def run(
         self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        past_key_values: RecurrentState | None = None,
-        inputs_embeds: Tensor | None = None,
-        use_cache: bool | None = None,
-        output_hidden_states: bool | None = None,
+        inputs_BTE: Tensor,
+        attention_mask: Tensor | None,
+        past: RecurrentState | None,
+        *,
+        use_cache: bool,
         **unused: Any,
-    ) -> BaseModelOutputWithPast:
-        """Run over `input_ids`, going on from `past_key_values` where given.
-
-        `use_cache` decides whether a state comes back; unless given it does in evaluation and
-        not in training. `output_hidden_states` gives the embeddings and the last layer: torch
-        keeps the layers between to itself.
-        """
-        inputs_BTE = embedded(self.embed_tokens, input_ids, inputs_embeds)
-        if use_cache is None:
-            use_cache = self.config.use_cache and not self.training
+    ) -> tuple[tuple[Tensor, ...], RecurrentState | None]:
+        """The embeddings and the last layer: torch keeps the layers between to itself."""
         hidden_BTH, state = run_recurrent(
             self.rnn,
             self.dropout(inputs_BTE),
             real_positions(attention_mask, inputs_BTE.shape[1]),
-            checked_state(past_key_values, inputs_BTE.shape[0]),
+            checked_state(past, inputs_BTE.shape[0]),
             keep_state=use_cache,
         )
-        hidden_BTH = self.dropout(hidden_BTH)
-        return BaseModelOutputWithPast(
-            last_hidden_state=hidden_BTH,
-            past_key_values=state,
-            hidden_states=(inputs_BTE, hidden_BTH) if output_hidden_states else None,
-        )
+        return (inputs_BTE, self.dropout(hidden_BTH)), state
 
 
 class RecurrentForCausalLM(CausalLM, RecurrentPreTrainedModel):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from tightlip.core.errors import UsageError
-from tightlip.privacy.layers import Layout, at_least_float32
+from tightlip.privacy.layers import Layout
 from tightlip.privacy.norms import Measured, Norms, added_up
 from tightlip.privacy.rounding import Scaled, full_precision, products_in_tf32, slack
 from tightlip.privacy.row_losses import RowLosses
@@ -148,7 +148,8 @@ def clipped_sum(
                 gradients[name] = scaled.sum(watch.uses[name], parameters[name])
     ordered = {
         name: gradients.get(
-            name, torch.zeros_like(parameter, dtype=at_least_float32(parameter.dtype))
+            name,
+            torch.zeros_like(parameter, dtype=torch.promote_types(parameter.dtype, torch.float32)),
         )
         for name, parameter in parameters.items()
     }
@@ -177,7 +178,7 @@ def unit_by_unit(
     Rows run alone, so that a model that mixes rows cannot mix one unit with another.
     """
     total = {
-        name: torch.zeros_like(each, dtype=at_least_float32(each.dtype))
+        name: torch.zeros_like(each, dtype=torch.promote_types(each.dtype, torch.float32))
         for name, each in parameters.items()
     }
     groups = _groups(parameters, clip)
@@ -217,7 +218,9 @@ def _plain(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Loss and gradients of some rows, each run alone."""
     first = next(iter(parameters.values()))
-    loss = torch.zeros((), dtype=at_least_float32(first.dtype), device=first.device)
+    loss = torch.zeros(
+        (), dtype=torch.promote_types(first.dtype, torch.float32), device=first.device
+    )
     gradients: dict[str, Tensor] = {}
     for row in rows:
         # cuDNN's recurrent layers have no way back in evaluation mode; torch's own have.
@@ -227,7 +230,7 @@ def _plain(
         loss = loss + own.detach()
         for name, gradient in zip(parameters, of_row, strict=True):
             if gradient is not None:
-                wide = gradient.to(at_least_float32(gradient.dtype))
+                wide = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
                 gradients[name] = gradients[name] + wide if name in gradients else wide
     return loss, gradients
 

@@ -64,11 +64,6 @@ class Layout:
         return values_U.repeat_interleave(self.rows_per_unit)
 
 
-def at_least_float32(dtype: torch.dtype) -> torch.dtype:
-    """What norms and sums of numbers of this kind are kept in."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
 def aligned(values_XD: Tensor) -> Tensor:
     """Zeros added to the last dimension on a GPU, where rows of 16 bytes multiply far faster.
 

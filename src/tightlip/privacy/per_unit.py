@@ -25,15 +25,8 @@ from tightlip.privacy.watching import NoRule
 # By model, and by what it was when it was asked: why the one-pass rules will not do, if so.
 _verdicts: WeakKeyDictionary[nn.Module, dict[tuple, str | None]] = WeakKeyDictionary()
 _DROPOUTS = {
-    getattr(functional, name)
-    for name in [
-        "dropout",
-        "dropout1d",
-        "dropout2d",
-        "dropout3d",
-        "alpha_dropout",
-        "feature_alpha_dropout",
-    ]
+    *(functional.dropout, functional.dropout1d, functional.dropout2d, functional.dropout3d),
+    *(functional.alpha_dropout, functional.feature_alpha_dropout),
 }
 _BUFFERED = (nn.modules.batchnorm._BatchNorm,)
 

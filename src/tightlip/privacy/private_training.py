@@ -24,7 +24,7 @@ from tightlip.core.randomness import keyed_generator
 from tightlip.privacy.accounting import Mechanism
 from tightlip.privacy.adaptive import BECAUSE, MECHANISMS, AdaptiveSpec, checked_weights
 from tightlip.privacy.clipping import Clip
-from tightlip.privacy.layers import Layout, at_least_float32
+from tightlip.privacy.layers import Layout
 from tightlip.privacy.ledger import (
     ACCOUNTANT,
     MECHANISM,
@@ -238,7 +238,11 @@ class PrivateTraining:
                 torch._foreach_add_(total, parts)
         if total is None:
             total = [
-                torch.zeros(each.shape, dtype=at_least_float32(each.dtype), device=each.device)
+                torch.zeros(
+                    each.shape,
+                    dtype=torch.promote_types(each.dtype, torch.float32),
+                    device=each.device,
+                )
                 for each in self._passes.parameters.values()
             ]
         return total, Step(loss=loss / max(1, len(units)), num_targets=num_targets)

@@ -14,15 +14,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from tightlip.privacy.layers import (
-    Layout,
-    Lookup,
-    Outer,
-    Use,
-    Whole,
-    at_least_float32,
-    fp32_product,
-)
+from tightlip.privacy.layers import Layout, Lookup, Outer, Use, Whole, fp32_product
 
 # A number is off by at most so much of itself: half a unit in bfloat16's last place; tf32 cuts off.
 BF16, TF32 = 2.0**-8, 2.0**-10
@@ -140,9 +132,6 @@ def _grams_of_pieces(values_USX: Tensor) -> Tensor:
     return fp32_product(pieces_NLX, pieces_NLX.transpose(1, 2))
 
 
-# The sum over units of clipped gradients, one matrix product per use
-
-
 class Scaled:
     """Uses scaled by a factor per row, and summed over all rows; without factors, just summed.
 
@@ -165,7 +154,7 @@ class Scaled:
         return total
 
     def _sum(self, use: Use, like: Tensor) -> Tensor:
-        dtype = at_least_float32(like.dtype)
+        dtype = torch.promote_types(like.dtype, torch.float32)
         if isinstance(use, Whole):
             return self.scaled(use.gradient_BX, dtype).sum(0, dtype=dtype).reshape(like.shape)
         if isinstance(use, Lookup):
