@@ -41,18 +41,11 @@ class Norms:
         self.layout, self.tf32 = layout, tf32
         self._grams: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def squared(self, uses: list[Use], shape: torch.Size) -> Tensor:
-        """Of one parameter, for every unit.
-
-        Holds:
-            exact: equals the squared norm of the unit's gradient by plain autograd.
-        """
-        return self.measured(uses, shape).squares_U
-
     def measured(self, uses: list[Use], shape: torch.Size) -> Measured:
-        """The same with what rounding may add.
+        """Of one parameter, for every unit, with what rounding may add.
 
         Holds:
+            exact: `squares_U` are the squared norms of the units' gradients by plain autograd.
             bounded: times a factor, a unit's share of the sum is no longer than norm and rounding.
         """
         outers = [use for use in uses if isinstance(use, Outer)]

@@ -19,6 +19,7 @@ from tightlip.core.errors import GuaranteeError, UsageError
 from tightlip.privacy.clipping import Clip, ClippedGradients, trainable_parameters
 from tightlip.privacy.layers import Layout
 from tightlip.privacy.passes import Passes, Physical, logits_of, warn_slow
+from tightlip.privacy.rounding import full_precision
 from tightlip.privacy.row_losses import NO_LABEL, next_targets
 from tightlip.privacy.watching import NoRule
 
@@ -116,9 +117,11 @@ def check_model(model: nn.Module, ids_BT: Tensor) -> None:
         if not bool(parameter.isfinite().all()):
             raise UsageError(f"{name} is not all finite numbers. Give a model that is whole.")
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    # A GPU may take products in tf32, which rounds more than float32 does.
     tolerance = rounding_tolerance(next(model.parameters()).dtype, least=1e-3)
-    if looks_ahead(lambda ids: logits_of(model, ids, None), ids_BT, tolerance=tolerance):
+    # A GPU's tf32 would round by as much as a little looking ahead changes.
+    with full_precision(), torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
+        ahead = looks_ahead(lambda ids: logits_of(model, ids, None), ids_BT, tolerance=tolerance)
+    if ahead:
         raise GuaranteeError(
             "The model's logits depend on what stands to the right of a position (padding changes them), so one unit "
             "more would change everybody's gradient. Give a causal model (of BERT: is_decoder=True)."
