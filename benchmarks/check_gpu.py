@@ -20,8 +20,8 @@ from tightlip.models.configurations import GRUConfig, TransformerConfig
 from tightlip.models.recurrent import GRUForCausalLM
 from tightlip.models.transformer import TransformerForCausalLM
 from tightlip.privacy.clipping import Clip, clipped_sum
+from tightlip.privacy.kernels import LANES, GPUNoise
 from tightlip.privacy.layers import Layout, Outer, fp32_product
-from tightlip.privacy.noise_kernel import LANES, GPUNoise
 from tightlip.privacy.passes import Passes, Physical
 
 VOCABULARY = 501  # odd, so that columns must be added

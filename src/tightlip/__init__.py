@@ -3,7 +3,7 @@
 from importlib import import_module
 from typing import Any
 
-from tightlip.models.registration import register_when_transformers_loads
+from tightlip.models import register_when_transformers_loads
 
 __version__ = "0.2.0"
 

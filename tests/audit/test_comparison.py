@@ -14,7 +14,7 @@ from tightlip.audit import measures
 from tightlip.audit.comparison import Subject, labels, promised, seconds_per_epoch
 from tightlip.core.errors import UsageError
 from tightlip.core.run_folder import open_run
-from tightlip.models.fingerprints import model_fingerprint
+from tightlip.models.loading import model_fingerprint
 
 WORDS = ["ant", "bee", "cat", "dog", "eel", "fox", "gnu", "hen", "ibis", "jay", "kite", "lark"]
 RECIPE = {

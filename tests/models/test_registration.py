@@ -7,7 +7,7 @@ import pytest
 
 from models.small_models import small_model
 
-REGISTER = "from tightlip.models.registration import register_when_transformers_loads as r; r()"
+REGISTER = "from tightlip.models import register_when_transformers_loads as r; r()"
 LOAD = "print(type(AutoModelForCausalLM.from_pretrained(FOLDER)).__name__)"
 
 

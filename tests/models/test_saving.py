@@ -8,8 +8,12 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from models.small_models import ALL, random_ids, small_model
 from tightlip.core.errors import UsageError
-from tightlip.models import load_causal_lm, model_fingerprint, state_fingerprint
-from tightlip.models.registration import register_when_transformers_loads
+from tightlip.models import (
+    load_causal_lm,
+    model_fingerprint,
+    register_when_transformers_loads,
+    state_fingerprint,
+)
 
 register_when_transformers_loads()
 

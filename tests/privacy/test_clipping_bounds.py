@@ -179,7 +179,7 @@ def test_tokens_that_cancel_do_not_make_a_norm_look_smaller(kind, excess):
         else:
             use, length = Lookup(ids, left[None]), 1.0
         true = (float(left.double().sum(0).norm()) * length) ** 2
-        found = float(Norms(layout).squared([use], shape))
+        found = float(Norms(layout).measured([use], shape).squares_U)
         summed_lengths = float(left.norm(dim=1).sum()) * length
         assert true * (1 - 1e-6) <= found <= true * (1 + 1e-5) + 3e-7 * summed_lengths**2
 

@@ -68,7 +68,7 @@ def _measuring(
     from tightlip.core.devices import usable_device
     from tightlip.core.resampling import check_num_bootstraps
     from tightlip.corpus.opening import model_folder
-    from tightlip.models.fingerprints import model_fingerprint
+    from tightlip.models.loading import model_fingerprint
 
     check_num_bootstraps(num_bootstraps)
     paths = [] if key is None else [key] if isinstance(key, str | Path) else list(key)

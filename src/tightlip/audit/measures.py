@@ -25,7 +25,7 @@ from tightlip.core.files import make_private_folder, read_json, write_json
 from tightlip.core.run_folder import RunRecord
 from tightlip.corpus.canaries import read_canary_key
 from tightlip.corpus.opening import fingerprints, open_run_corpus
-from tightlip.models.fingerprints import model_fingerprint
+from tightlip.models.loading import model_fingerprint
 
 log = logging.getLogger("tightlip")
 MEASURES = "measures"

@@ -1,11 +1,21 @@
 """Language models and encoders as Hugging Face models; loading any causal LM or encoder.
 
-Names arrive when first used, so importing this package loads no torch.
+`import tightlip` must be fast, so nothing here imports torch or transformers until someone else
+does: names arrive when first used. A finder in front of `sys.meta_path` waits for transformers'
+table of configurations and adds ours as soon as it is loaded; our model classes follow when the
+first of our configurations is made (see `configurations.fill`).
 """
 
-import importlib
+import importlib.abc
+import importlib.util
+import sys
+from collections.abc import Sequence
+from functools import cache
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 from typing import Any
 
+CONFIGURATION_TABLE = "transformers.models.auto.configuration_auto"
 MODULE_OF_NAME = {
     "LSTMConfig": "configurations",
     "GRUConfig": "configurations",
@@ -22,20 +32,107 @@ MODULE_OF_NAME = {
     "load_causal_lm": "loading",
     "load_encoder": "encoders",
     "load_tokenizer": "loading",
-    "model_fingerprint": "fingerprints",
-    "state_fingerprint": "fingerprints",
-    "register_when_transformers_loads": "registration",
+    "model_fingerprint": "loading",
+    "state_fingerprint": "loading",
 }
 
-__all__ = list(MODULE_OF_NAME)
+__all__ = [*MODULE_OF_NAME, "register_when_transformers_loads"]
 
 
 def __getattr__(name: str) -> Any:
     if name not in MODULE_OF_NAME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = importlib.import_module(f"{__name__}.{MODULE_OF_NAME[name]}")
-    return getattr(module, name)
+    return getattr(importlib.import_module(f"{__name__}.{MODULE_OF_NAME[name]}"), name)
 
 
 def __dir__() -> list[str]:
     return sorted([*globals(), *MODULE_OF_NAME])
+
+
+def register_when_transformers_loads() -> None:
+    """Let the Auto classes know our models, now or when transformers is first imported.
+
+    Holds:
+        either_order: it works whether transformers is imported before or after.
+        idempotent: calling it again changes nothing.
+        light: it imports neither torch nor transformers.
+    """
+    if is_loaded(CONFIGURATION_TABLE):
+        register_configurations()
+    elif not any(isinstance(finder, TableWatcher) for finder in sys.meta_path):
+        sys.meta_path.insert(0, TableWatcher())
+
+
+def is_loaded(name: str) -> bool:
+    """Whether a module is imported to its end; one still loading has no table to add to."""
+    module = sys.modules.get(name)
+    spec = getattr(module, "__spec__", None)
+    return module is not None and not getattr(spec, "_initializing", False)
+
+
+@cache
+def register_configurations() -> None:
+    """Add our model types to AutoConfig."""
+    from transformers.models.auto.configuration_auto import AutoConfig
+
+    from tightlip.models import configurations as ours
+
+    for config_class in (
+        ours.LSTMConfig,
+        ours.GRUConfig,
+        ours.TransformerConfig,
+        ours.WordEncoderConfig,
+    ):
+        AutoConfig.register(config_class.model_type, config_class, exist_ok=True)
+
+
+@cache
+def register_models() -> None:
+    """Add our models to AutoModel and AutoModelForCausalLM."""
+    from transformers.models.auto.modeling_auto import AutoModel, AutoModelForCausalLM
+
+    from tightlip.models import encoders, recurrent, transformer
+
+    AutoModel.register(encoders.WordEncoder.config_class, encoders.WordEncoder, exist_ok=True)
+    for causal_class in (
+        recurrent.LSTMForCausalLM,
+        recurrent.GRUForCausalLM,
+        transformer.TransformerForCausalLM,
+    ):
+        config_class = causal_class.config_class
+        AutoModel.register(config_class, causal_class.base_class, exist_ok=True)
+        AutoModelForCausalLM.register(config_class, causal_class, exist_ok=True)
+
+
+class TableWatcher(importlib.abc.MetaPathFinder):
+    """Finds one module the usual way, and has our configurations added once it has run."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if name != CONFIGURATION_TABLE:
+            return None
+        # Stepping aside first keeps the search below from finding this watcher again.
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.loader is not None:
+            spec.loader = LoaderThatRegisters(spec.loader)
+        return spec
+
+
+class LoaderThatRegisters(importlib.abc.Loader):
+    """Loads a module as its own loader would, then registers our configurations."""
+
+    def __init__(self, loader: Any) -> None:
+        self.loader = loader
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return self.loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        self.loader.exec_module(module)
+        # From here on the module is an ordinary one, for inspect and for reloading.
+        module.__loader__ = self.loader
+        if module.__spec__ is not None:
+            module.__spec__.loader = self.loader
+        register_configurations()

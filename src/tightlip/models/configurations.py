@@ -2,6 +2,7 @@
 
 Every constructor is written out: transformers turns a configuration class without its
 own `__init__` into a keyword-only dataclass, and `LSTMConfig(10_000, 128, 128)` would fail.
+Beside the shape each takes `use_cache`, `tie_word_embeddings` and the ids of special tokens by name.
 """
 
 from typing import Any, ClassVar
@@ -11,6 +12,13 @@ from transformers.configuration_utils import PreTrainedConfig
 from tightlip.core.errors import UsageError
 
 WORD_ENCODERS = ("lstm", "bag")
+# Set after transformers' own constructor has run, so that none of its defaults wins.
+SET_LAST: dict[str, Any] = {
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+    "tie_word_embeddings": False,
+}
 
 
 class RecurrentConfig(PreTrainedConfig):
@@ -34,29 +42,16 @@ class RecurrentConfig(PreTrainedConfig):
         hidden_size: int = 128,
         num_layers: int = 2,
         dropout: float = 0.0,
-        tie_word_embeddings: bool = False,
-        use_cache: bool = True,
-        bos_token_id: int | None = None,
-        eos_token_id: int | list[int] | None = None,
-        pad_token_id: int | None = None,
         **others: Any,
     ) -> None:
-        check_sizes(
-            vocab_size=vocab_size,
-            embedding_size=embedding_size,
-            hidden_size=hidden_size,
-            num_layers=num_layers,
-        )
-        check_dropout(dropout)
-        check_tying(tie_word_embeddings, embedding_size, hidden_size)
-        self.vocab_size = vocab_size
-        self.embedding_size = embedding_size
-        self.hidden_size = hidden_size
-        self.num_layers = num_layers
-        self.dropout = dropout
-        self.use_cache = use_cache
-        super().__init__(**others)
-        set_tokens_and_tying(self, bos_token_id, eos_token_id, pad_token_id, tie_word_embeddings)
+        sizes = {
+            "vocab_size": vocab_size,
+            "embedding_size": embedding_size,
+            "hidden_size": hidden_size,
+            "num_layers": num_layers,
+        }
+        fill(self, sizes, others, dropout=dropout, use_cache=others.pop("use_cache", True))
+        check_tying(self.tie_word_embeddings, embedding_size, hidden_size)
 
 
 class LSTMConfig(RecurrentConfig):
@@ -101,35 +96,20 @@ class TransformerConfig(PreTrainedConfig):
         max_position_embeddings: int = 512,
         intermediate_size: int | None = None,
         dropout: float = 0.0,
-        tie_word_embeddings: bool = False,
-        use_cache: bool = True,
-        bos_token_id: int | None = None,
-        eos_token_id: int | list[int] | None = None,
-        pad_token_id: int | None = None,
         **others: Any,
     ) -> None:
-        if intermediate_size is None:
-            intermediate_size = 4 * hidden_size
-        check_sizes(
-            vocab_size=vocab_size,
-            hidden_size=hidden_size,
-            num_layers=num_layers,
-            num_heads=num_heads,
-            max_position_embeddings=max_position_embeddings,
-            intermediate_size=intermediate_size,
-        )
-        check_dropout(dropout)
+        sizes = {
+            "vocab_size": vocab_size,
+            "hidden_size": hidden_size,
+            "num_layers": num_layers,
+            "num_heads": num_heads,
+            "max_position_embeddings": max_position_embeddings,
+            "intermediate_size": 4 * hidden_size
+            if intermediate_size is None
+            else intermediate_size,
+        }
+        fill(self, sizes, others, dropout=dropout, use_cache=others.pop("use_cache", True))
         check_heads(hidden_size, num_heads)
-        self.vocab_size = vocab_size
-        self.hidden_size = hidden_size
-        self.num_layers = num_layers
-        self.num_heads = num_heads
-        self.max_position_embeddings = max_position_embeddings
-        self.intermediate_size = intermediate_size
-        self.dropout = dropout
-        self.use_cache = use_cache
-        super().__init__(**others)
-        set_tokens_and_tying(self, bos_token_id, eos_token_id, pad_token_id, tie_word_embeddings)
 
 
 class WordEncoderConfig(PreTrainedConfig):
@@ -153,8 +133,13 @@ class WordEncoderConfig(PreTrainedConfig):
         **others: Any,
     ) -> None:
         embedding_size = hidden_size if embedding_size is None else embedding_size
-        check_sizes(vocab_size=vocab_size, embedding_size=embedding_size, hidden_size=hidden_size)
-        check_dropout(dropout)
+        sizes = {
+            "vocab_size": vocab_size,
+            "embedding_size": embedding_size,
+            "hidden_size": hidden_size,
+        }
+        others |= {**SET_LAST, "pad_token_id": pad_token_id}
+        fill(self, sizes, others, dropout=dropout, kind=kind)
         if kind not in WORD_ENCODERS:
             raise UsageError(f"Unknown encoder {kind!r}. Available: {', '.join(WORD_ENCODERS)}.")
         if kind == "bag" and embedding_size != hidden_size:
@@ -162,35 +147,36 @@ class WordEncoderConfig(PreTrainedConfig):
                 f"embedding_size={embedding_size} with hidden_size={hidden_size}: a bag gives out its embeddings as "
                 "they are. Make the sizes equal, or leave embedding_size out."
             )
-        self.kind = kind
-        self.vocab_size = vocab_size
-        self.embedding_size = embedding_size
-        self.hidden_size = hidden_size
-        self.dropout = dropout
-        super().__init__(**others)
-        set_tokens_and_tying(self, None, None, pad_token_id, False)
 
 
-def set_tokens_and_tying(
+def fill(
     config: PreTrainedConfig,
-    bos_token_id: int | None,
-    eos_token_id: int | list[int] | None,
-    pad_token_id: int | None,
-    tie_word_embeddings: bool,
+    sizes: dict[str, int],
+    others: dict[str, Any],
+    *,
+    dropout: float,
+    **settings: Any,
 ) -> None:
-    """What every configuration ends with; set last, so that no base default wins.
+    """Check and set what every configuration has: sizes, dropout, ids of special tokens, tying.
 
     A configuration is what an Auto class looks a model up by, so the moment one exists
     is the last moment at which our models must be known. Registering them earlier would
     make everyone who only wants a tokenizer wait for transformers' modelling code.
     """
-    from tightlip.models.registration import register_models
+    from tightlip.models import register_models
 
-    config.bos_token_id = bos_token_id
-    config.eos_token_id = eos_token_id
-    config.pad_token_id = pad_token_id
-    config.tie_word_embeddings = tie_word_embeddings
+    check_sizes(**sizes)
+    check_dropout(dropout)
+    last = {name: others.pop(name, default) for name, default in SET_LAST.items()}
+    _set(config, {**sizes, "dropout": dropout, **settings})
+    PreTrainedConfig.__init__(config, **others)
+    _set(config, last)
     register_models()
+
+
+def _set(config: PreTrainedConfig, values: dict[str, Any]) -> None:
+    for name, value in values.items():
+        setattr(config, name, value)
 
 
 def check_sizes(**sizes: int) -> None:

@@ -1,4 +1,7 @@
-"""Loading any text encoder from a folder, or saying why not; nothing in it is ever executed."""
+"""Text encoders: any that lies in a folder, and small ones of our own to train where none is at hand.
+
+Nothing in a folder is ever executed.
+"""
 
 import math
 from collections.abc import Iterator
@@ -8,27 +11,22 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModel
+from transformers import AutoModel
 from transformers.modeling_outputs import BaseModelOutput
 from transformers.modeling_utils import PreTrainedModel
 from transformers.utils import logging
 from transformers.utils.generic import can_return_tuple
 
 from tightlip.core.errors import UsageError
+from tightlip.models.causal_lm import embedded, is_filled
 from tightlip.models.configurations import WordEncoderConfig
-from tightlip.models.heads import embedded, is_filled
 from tightlip.models.loading import (
-    FROM_THE_FOLDER_ONLY,
     check_all_weights_came,
-    check_folder,
-    check_no_foreign_code,
-    check_weight_files,
-    read_config,
+    read_configuration,
+    read_weights,
     usage_errors,
-    without_progress_bar,
 )
 from tightlip.models.recurrent import fill_recurrent
-from tightlip.models.registration import register_configurations
 
 # Made for another task than ours and never asked; many a checkpoint comes without it.
 UNUSED_PART = "pooler"
@@ -43,29 +41,16 @@ def load_encoder(folder: Path | str) -> PreTrainedModel:
         one_vector_a_token: what gives no hidden state per token is a usage error.
     """
     folder = Path(folder)
-    register_configurations()
-    check_folder(folder)
-    check_no_foreign_code(folder, read_config(folder))
-    with usage_errors(folder):
-        config = AutoConfig.from_pretrained(str(folder), **FROM_THE_FOLDER_ONLY)
+    config = read_configuration(folder)
     if config.is_encoder_decoder:
         raise UsageError(
             f"{folder} holds a '{config.model_type}' model, half of which writes text. Give an encoder such as BERT, "
             "RoBERTa or MiniLM."
         )
-    check_weight_files(folder)
-    with without_progress_bar(), without_warnings(), usage_errors(folder):
-        model, info = AutoModel.from_pretrained(
-            str(folder),
-            config=config,
-            dtype=torch.float32,
-            use_safetensors=True,
-            ignore_mismatched_sizes=True,  # they are reported below, with the missing ones
-            output_loading_info=True,
-            **FROM_THE_FOLDER_ONLY,
-        )
+    with without_warnings():
+        model, info = read_weights(AutoModel, folder, config, torch.float32)
     check_all_weights_came(folder, without_the_unused(info))
-    if getattr(model, UNUSED_PART, None) is not None:
+    if hasattr(model, UNUSED_PART):
         setattr(model, UNUSED_PART, None)
     check_hidden_states(folder, model)
     return model.eval()
@@ -93,8 +78,8 @@ def check_hidden_states(folder: Path, model: PreTrainedModel) -> None:
     """Ask the model itself: configurations do not tell what comes out."""
     ids = torch.ones(1, 3, dtype=torch.int64)
     with torch.inference_mode(), usage_errors(folder):
-        found = model.eval()(input_ids=ids, attention_mask=torch.ones_like(ids))
-    hidden = getattr(found, "last_hidden_state", None)
+        outputs = model.eval()(input_ids=ids, attention_mask=torch.ones_like(ids))
+    hidden = getattr(outputs, "last_hidden_state", None)
     if hidden is None or hidden.shape[:2] != ids.shape:
         raise UsageError(
             f"{folder} holds a '{model.config.model_type}' model that gives no vector for each token. Give an encoder "
@@ -111,9 +96,6 @@ def most_tokens(model: PreTrainedModel) -> int | None:
     # RoBERTa counts its positions from behind the padding's own.
     padding = getattr(table, "padding_idx", None)
     return positions if padding is None else positions - padding - 1
-
-
-# Small encoders to train from scratch where no encoder's weights are at hand
 
 
 class WordEncoder(PreTrainedModel):

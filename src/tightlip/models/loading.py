@@ -1,10 +1,11 @@
-"""Loading any causal language model from a folder or a GGUF file, or saying why not.
+"""Opening any causal language model, in a folder or a GGUF file, or saying why not; which it is.
 
 Nothing in the folder is ever executed: no Python files, no pickles, no kernels fetched on a
 configuration's say-so. And nothing is made up: transformers fills weights that a checkpoint
 lacks with random numbers, and an audit of random numbers would look like good news.
 """
 
+import hashlib
 import io
 import json
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.modeling_utils import PreTrainedModel
@@ -22,13 +24,16 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from transformers.utils import logging
 
+from tightlip.core.causality import looks_ahead, rounding_tolerance
 from tightlip.core.errors import TightlipError, UsageError
-from tightlip.core.files import read_json
-from tightlip.models.registration import register_configurations
+from tightlip.core.files import digest_of_files, read_json
+from tightlip.models import register_configurations
 
 INDEX = "model.safetensors.index.json"
 TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json")
 FROM_THE_FOLDER_ONLY = {"local_files_only": True, "trust_remote_code": False}
+GGUF_SUFFIX = ".gguf"
+NEEDED_FOR_GGUF = ("gguf", "accelerate")
 
 
 def load_causal_lm(
@@ -55,15 +60,27 @@ def load_causal_lm(
 
 
 def _from_folder(folder: Path, dtype: torch.dtype | None) -> tuple[PreTrainedModel, dict[str, Any]]:
-    config = checked_config(folder)
+    config = read_configuration(folder)
+    if config.is_encoder_decoder or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise UsageError(
+            f"{folder} holds a '{config.model_type}' model, which does not predict the next token from those before. "
+            "Give a decoder-only language model such as GPT-2, Llama or one that tightlip trained."
+        )
+    return read_weights(AutoModelForCausalLM, folder, config, dtype or "auto")
+
+
+def read_weights(
+    auto_class: Any, folder: Path, config: PreTrainedConfig, dtype: torch.dtype | str
+) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """The model of this configuration with the folder's weights, and which of them were missing."""
     check_weight_files(folder)
     with without_progress_bar(), usage_errors(folder):
-        return AutoModelForCausalLM.from_pretrained(
+        return auto_class.from_pretrained(
             str(folder),
             config=config,
-            dtype=dtype or "auto",
+            dtype=dtype,
             use_safetensors=True,
-            ignore_mismatched_sizes=True,  # they are reported below, with the missing ones
+            ignore_mismatched_sizes=True,  # they are reported later, with the missing ones
             output_loading_info=True,
             **FROM_THE_FOLDER_ONLY,
         )
@@ -132,19 +149,13 @@ def _tokenizer_of_gguf(file: Path) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def checked_config(folder: Path) -> PreTrainedConfig:
-    """The folder's configuration, if it is one of a causal model we can load without its code."""
+def read_configuration(folder: Path) -> PreTrainedConfig:
+    """The folder's configuration, if it is one of a model that needs no code of its own."""
+    register_configurations()
     check_folder(folder)
-    written = read_config(folder)
-    check_no_foreign_code(folder, written)
+    check_no_foreign_code(folder, read_config(folder))
     with usage_errors(folder):
-        config = AutoConfig.from_pretrained(str(folder), **FROM_THE_FOLDER_ONLY)
-    if config.is_encoder_decoder or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise UsageError(
-            f"{folder} holds a '{config.model_type}' model, which does not predict the next token from those before. "
-            "Give a decoder-only language model such as GPT-2, Llama or one that tightlip trained."
-        )
-    return config
+        return AutoConfig.from_pretrained(str(folder), **FROM_THE_FOLDER_ONLY)
 
 
 def check_folder(folder: Path) -> None:
@@ -276,20 +287,16 @@ def check_all_weights_came(folder: Path, info: dict[str, Any]) -> None:
 
 
 def check_causal(folder: Path, model: PreTrainedModel) -> None:
-    """Refuse a model whose earlier predictions change with a later token.
-
-    Asked of the model itself: configurations do not tell (GPT-NeoX says is_decoder=False
-    and looks back only; so says BERT, which looks both ways).
-    """
-    ids = (
-        torch.tensor([[1, 2, 3, 4], [1, 2, 3, 5]], device=model.device)
-        % model.config.get_text_config().vocab_size
-    )
+    """Refuse a model whose earlier predictions change with a later token."""
+    ids_1T = torch.tensor([[1, 2, 3, 4]], device=model.device)
+    ids_1T %= model.config.get_text_config().vocab_size
     with torch.inference_mode():
-        logits = model(input_ids=ids, use_cache=False).logits[:, :-1].float()
-    tolerance = 1e-5 if model.dtype in (torch.float32, torch.float64) else 1e-2
-    allowed = tolerance * logits.abs().max().clamp(min=1e-3)
-    if bool(((logits[0] - logits[1]).abs() > allowed).any()):
+        ahead = looks_ahead(
+            lambda ids: model(input_ids=ids, use_cache=False).logits.float(),
+            ids_1T,
+            tolerance=rounding_tolerance(model.dtype),
+        )
+    if ahead:
         raise UsageError(
             f"{folder} holds a '{model.config.model_type}' model that looks at later tokens when it predicts earlier ones, "
             "as encoders do. Give a decoder-only language model such as GPT-2, Llama or one that tightlip trained."
@@ -322,30 +329,22 @@ def without_progress_bar() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-# Causal language models in GGUF files: one file with weights, configuration and tokenizer
-
-
-SUFFIX = ".gguf"
-NEEDED = ("gguf", "accelerate")
-_BEGINS_WITH_BOS = "tokenizer.ggml.add_bos_token"
-
-
 def gguf_file(path: Path) -> Path | None:
     """The GGUF file that `path` is, or is a folder of; None where it is something else.
 
     A folder with a config.json is a Hugging Face model, whatever else lies there.
     """
-    if path.suffix.lower() == SUFFIX and not path.is_dir():
+    if path.suffix.lower() == GGUF_SUFFIX and not path.is_dir():
         return path
     if not path.is_dir() or (path / "config.json").is_file():
         return None
-    found = sorted(each for each in path.iterdir() if each.suffix.lower() == SUFFIX)
-    if len(found) > 1:
-        named = ", ".join(each.name for each in found[:4])
+    files = sorted(each for each in path.iterdir() if each.suffix.lower() == GGUF_SUFFIX)
+    if len(files) > 1:
+        named = ", ".join(each.name for each in files[:4])
         raise UsageError(
-            f"{path} holds {len(found)} GGUF files ({named}), and each is a model of its own. Give the path of one."
+            f"{path} holds {len(files)} GGUF files ({named}), and each is a model of its own. Give the path of one."
         )
-    return found[0] if found else None
+    return files[0] if files else None
 
 
 def check_readable(file: Path) -> None:
@@ -355,7 +354,7 @@ def check_readable(file: Path) -> None:
     with file.open("rb") as stream:
         if stream.read(4) != b"GGUF":
             raise UsageError(f"{file} is no GGUF file. Copy or download the model again.")
-    missing = [name for name in NEEDED if find_spec(name) is None]
+    missing = [name for name in NEEDED_FOR_GGUF if find_spec(name) is None]
     if missing:
         raise UsageError(
             f"{file} is a GGUF file, and reading it needs {' and '.join(missing)}. "
@@ -367,10 +366,50 @@ def begins_with_bos(file: Path) -> bool:
     """Whether the model was shown its texts after a BOS token, as the file says; unsaid, it was."""
     from gguf import GGUFReader
 
-    field = GGUFReader(str(file)).fields.get(_BEGINS_WITH_BOS)
+    field = GGUFReader(str(file)).fields.get("tokenizer.ggml.add_bos_token")
     return True if field is None else bool(field.contents())
 
 
 def place_of(file: Path) -> dict[str, Any]:
     """How transformers is told which file to read."""
     return {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
+
+
+def model_fingerprint(folder: Path) -> str:
+    """SHA-256 over a model folder's configuration, weights and tokenizer, or over a GGUF file.
+
+    Holds:
+        same_files_same_print: a copy of the folder has the same fingerprint.
+        weights_count: another weight file gives another fingerprint.
+    """
+    folder = Path(folder)
+    if (file := gguf_file(folder)) is not None:
+        return digest_of_files([file], name=lambda _: "gguf")
+    named = (folder / "config.json", folder / "tokenizer.json")
+    files = [*folder.glob("*.safetensors"), *(path for path in named if path.is_file())]
+    if not files:
+        raise UsageError(
+            f"{folder} has no config.json and no .safetensors file, so there is no model to fingerprint. "
+            "Give a folder written by save_pretrained."
+        )
+    return digest_of_files(sorted(files, key=lambda path: path.name))
+
+
+def state_fingerprint(model: nn.Module) -> str:
+    """SHA-256 over the names, types, shapes and bytes of a model's weights.
+
+    Holds:
+        device_free: the same weights on another device have the same fingerprint.
+        one_bit_counts: changing any weight changes the fingerprint.
+    """
+    digest = hashlib.sha256()
+    for name, tensor in sorted(model.state_dict().items()):
+        digest.update(f"{name}\0{tensor.dtype}\0{tuple(tensor.shape)}\0".encode())
+        digest.update(bytes_of(tensor))
+    return digest.hexdigest()
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """A tensor's bytes, whatever its type: numpy knows no bfloat16."""
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy().data

@@ -9,14 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.generation import GenerationMixin
-from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.modeling_utils import PreTrainedModel
-from transformers.utils.generic import can_return_tuple
 
 from tightlip.core.errors import UsageError
+from tightlip.models.causal_lm import BaseModel, CausalLM, is_filled
 from tightlip.models.configurations import GRUConfig, LSTMConfig, RecurrentConfig
-from tightlip.models.heads import embedded, is_filled, kept_positions
 from tightlip.models.states import RecurrentState, checked_state, real_positions, run_recurrent
 
 
@@ -69,7 +66,7 @@ def fill_recurrent(parameter: nn.Parameter, name: str, rnn: nn.RNNBase) -> None:
             nn.init.uniform_(gate, -bound, bound)
 
 
-class RecurrentModel(RecurrentPreTrainedModel):
+class RecurrentModel(BaseModel, RecurrentPreTrainedModel):
     """Embeddings and recurrent layers: tokens in, one hidden state per position out.
 
     Holds:
@@ -77,13 +74,12 @@ class RecurrentModel(RecurrentPreTrainedModel):
         padding_unseen: padding on either side changes nothing at real positions.
     """
 
-    rnn_class: type[nn.LSTM] | type[nn.GRU]
-
     def __init__(self, config: RecurrentConfig) -> None:
         super().__init__(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.embedding_size)
         self.dropout = nn.Dropout(config.dropout)
-        self.rnn = self.rnn_class(
+        rnn_class = nn.LSTM if isinstance(config, LSTMConfig) else nn.GRU
+        self.rnn = rnn_class(
             config.embedding_size,
             config.hidden_size,
             config.num_layers,
@@ -93,92 +89,32 @@ class RecurrentModel(RecurrentPreTrainedModel):
         )
         self.post_init()
 
-    @can_return_tuple
-    def forward(
+    def run(
         self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        past_key_values: RecurrentState | None = None,
-        inputs_embeds: Tensor | None = None,
-        use_cache: bool | None = None,
-        output_hidden_states: bool | None = None,
+        inputs_BTE: Tensor,
+        attention_mask: Tensor | None,
+        past: RecurrentState | None,
+        *,
+        use_cache: bool,
         **unused: Any,
-    ) -> BaseModelOutputWithPast:
-        """Run over `input_ids`, going on from `past_key_values` where given.
-
-        `use_cache` decides whether a state comes back; unless given it does in evaluation and
-        not in training. `output_hidden_states` gives the embeddings and the last layer: torch
-        keeps the layers between to itself.
-        """
-        inputs_BTE = embedded(self.embed_tokens, input_ids, inputs_embeds)
-        if use_cache is None:
-            use_cache = self.config.use_cache and not self.training
+    ) -> tuple[tuple[Tensor, ...], RecurrentState | None]:
+        """The embeddings and the last layer: torch keeps the layers between to itself."""
         hidden_BTH, state = run_recurrent(
             self.rnn,
             self.dropout(inputs_BTE),
             real_positions(attention_mask, inputs_BTE.shape[1]),
-            checked_state(past_key_values, inputs_BTE.shape[0]),
+            checked_state(past, inputs_BTE.shape[0]),
             keep_state=use_cache,
         )
-        hidden_BTH = self.dropout(hidden_BTH)
-        return BaseModelOutputWithPast(
-            last_hidden_state=hidden_BTH,
-            past_key_values=state,
-            hidden_states=(inputs_BTE, hidden_BTH) if output_hidden_states else None,
-        )
+        return (inputs_BTE, self.dropout(hidden_BTH)), state
 
 
-class RecurrentForCausalLM(RecurrentPreTrainedModel, GenerationMixin):
+class RecurrentForCausalLM(CausalLM, RecurrentPreTrainedModel):
     """A recurrent language model: a linear layer with bias from hidden state to vocabulary.
 
     Holds:
         generates_as_recomputed: every step of `generate` sees what a full pass would give it.
     """
-
-    base_class: type[RecurrentModel]
-    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
-
-    def __init__(self, config: RecurrentConfig) -> None:
-        super().__init__(config)
-        self.model = self.base_class(config)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size)
-        self.post_init()
-
-    @can_return_tuple
-    def forward(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        past_key_values: RecurrentState | None = None,
-        labels: Tensor | None = None,
-        use_cache: bool | None = None,
-        inputs_embeds: Tensor | None = None,
-        logits_to_keep: int | Tensor = 0,
-        output_hidden_states: bool | None = None,
-        **others: Any,
-    ) -> CausalLMOutputWithPast:
-        """Next-token logits; with `labels` the mean loss over those that are not -100."""
-        outputs = self.model(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            past_key_values=past_key_values,
-            inputs_embeds=inputs_embeds,
-            use_cache=use_cache,
-            output_hidden_states=output_hidden_states,
-            return_dict=True,
-        )
-        logits_BTV = self.lm_head(kept_positions(outputs.last_hidden_state, logits_to_keep))
-        loss = None
-        if labels is not None:
-            loss = self.loss_function(
-                logits=logits_BTV, labels=labels, vocab_size=self.config.vocab_size, **others
-            )
-        return CausalLMOutputWithPast(
-            loss=loss,
-            logits=logits_BTV,
-            past_key_values=outputs.past_key_values,
-            hidden_states=outputs.hidden_states,
-        )
 
     def _prepare_cache_for_generation(
         self,
@@ -218,7 +154,6 @@ class LSTMModel(RecurrentModel):
     """An LSTM without its output layer."""
 
     config_class = LSTMConfig
-    rnn_class = nn.LSTM
 
 
 class LSTMForCausalLM(RecurrentForCausalLM):
@@ -232,7 +167,6 @@ class GRUModel(RecurrentModel):
     """A GRU without its output layer."""
 
     config_class = GRUConfig
-    rnn_class = nn.GRU
 
 
 class GRUForCausalLM(RecurrentForCausalLM):

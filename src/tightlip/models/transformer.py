@@ -12,14 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import gelu, scaled_dot_product_attention
 from transformers.cache_utils import Cache, DynamicCache
-from transformers.generation import GenerationMixin
-from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.modeling_utils import PreTrainedModel
-from transformers.utils.generic import can_return_tuple
 
 from tightlip.core.errors import UsageError
+from tightlip.models.causal_lm import BaseModel, CausalLM, is_filled
 from tightlip.models.configurations import TransformerConfig
-from tightlip.models.heads import embedded, is_filled, kept_positions
 
 
 class SelfAttention(nn.Module):
@@ -101,7 +98,7 @@ def writes_residual(module: nn.Module) -> bool:
     return bool(getattr(module, "writes_residual", False))
 
 
-class TransformerModel(TransformerPreTrainedModel):
+class TransformerModel(BaseModel, TransformerPreTrainedModel):
     """Embeddings and blocks: tokens in, one hidden state per position out.
 
     Holds:
@@ -118,50 +115,36 @@ class TransformerModel(TransformerPreTrainedModel):
         self.norm = nn.LayerNorm(config.hidden_size)
         self.post_init()
 
-    @can_return_tuple
-    def forward(
+    def run(
         self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
+        inputs_BTE: Tensor,
+        attention_mask: Tensor | None,
+        past: Cache | None,
+        *,
+        use_cache: bool,
         position_ids: Tensor | None = None,
-        past_key_values: Cache | None = None,
-        inputs_embeds: Tensor | None = None,
-        use_cache: bool | None = None,
-        output_hidden_states: bool | None = None,
         **unused: Any,
-    ) -> BaseModelOutputWithPast:
-        """Run over `input_ids` after `past_key_values`; `attention_mask` covers both.
-
-        Unless given, positions count real tokens only. `use_cache` decides whether a cache
-        comes back; unless given it does in evaluation and not in training.
-        """
-        inputs_BTH = embedded(self.embed_tokens, input_ids, inputs_embeds)
-        cache = self.cache_for(past_key_values, use_cache)
+    ) -> tuple[tuple[Tensor, ...], Cache | None]:
+        """`attention_mask` covers the past too. Unless given, positions count real tokens only."""
+        cache = self.cache_for(past, use_cache)
         num_past = int(cache.get_seq_length()) if cache is not None else 0
-        self.check_length(num_past + inputs_BTH.shape[1])
-        real_BS = real_keys(attention_mask, num_past + inputs_BTH.shape[1])
+        self.check_length(num_past + inputs_BTE.shape[1])
+        real_BS = real_keys(attention_mask, num_past + inputs_BTE.shape[1])
         if position_ids is None:
-            position_ids = positions(real_BS, num_past, inputs_BTH)
-        hidden_BTH = self.dropout(inputs_BTH + self.embed_positions(position_ids))
+            position_ids = positions(real_BS, num_past, inputs_BTE)
+        hidden_BTH = self.dropout(inputs_BTE + self.embed_positions(position_ids))
         visible = visible_keys(real_BS, num_past, hidden_BTH)
-        seen = [hidden_BTH]
+        layers = [hidden_BTH]
         for block in self.blocks:
-            seen.append(hidden_BTH := block(hidden_BTH, visible, cache))
-        seen[-1] = hidden_BTH = self.norm(hidden_BTH)
-        return BaseModelOutputWithPast(
-            last_hidden_state=hidden_BTH,
-            past_key_values=cache,
-            hidden_states=tuple(seen) if output_hidden_states else None,
-        )
+            layers.append(hidden_BTH := block(hidden_BTH, visible, cache))
+        return (*layers[:-1], self.norm(hidden_BTH)), cache
 
-    def cache_for(self, given: Cache | None, use_cache: bool | None) -> Cache | None:
+    def cache_for(self, given: Cache | None, use_cache: bool) -> Cache | None:
         if given is not None and not isinstance(given, Cache):
             raise UsageError(
                 f"past_key_values is a {type(given).__name__}; a Transformer keeps a transformers Cache. "
                 "Pass the past_key_values of an earlier output, or leave it out."
             )
-        if use_cache is None:
-            use_cache = self.config.use_cache and not self.training
         return DynamicCache(config=self.config) if given is None and use_cache else given
 
     def check_length(self, num_positions: int) -> None:
@@ -209,51 +192,8 @@ def visible_keys(real_BS: Tensor | None, num_past: int, hidden_BTH: Tensor) -> T
     return visible_1TS[:, None]
 
 
-class TransformerForCausalLM(TransformerPreTrainedModel, GenerationMixin):
+class TransformerForCausalLM(CausalLM, TransformerPreTrainedModel):
     """A decoder-only Transformer language model."""
 
-    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
-
-    def __init__(self, config: TransformerConfig) -> None:
-        super().__init__(config)
-        self.model = TransformerModel(config)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        self.post_init()
-
-    @can_return_tuple
-    def forward(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        past_key_values: Cache | None = None,
-        labels: Tensor | None = None,
-        use_cache: bool | None = None,
-        inputs_embeds: Tensor | None = None,
-        logits_to_keep: int | Tensor = 0,
-        output_hidden_states: bool | None = None,
-        **others: Any,
-    ) -> CausalLMOutputWithPast:
-        """Next-token logits; with `labels` the mean loss over those that are not -100."""
-        outputs = self.model(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            past_key_values=past_key_values,
-            inputs_embeds=inputs_embeds,
-            use_cache=use_cache,
-            output_hidden_states=output_hidden_states,
-            return_dict=True,
-        )
-        logits_BTV = self.lm_head(kept_positions(outputs.last_hidden_state, logits_to_keep))
-        loss = None
-        if labels is not None:
-            loss = self.loss_function(
-                logits=logits_BTV, labels=labels, vocab_size=self.config.vocab_size, **others
-            )
-        return CausalLMOutputWithPast(
-            loss=loss,
-            logits=logits_BTV,
-            past_key_values=outputs.past_key_values,
-            hidden_states=outputs.hidden_states,
-        )
+    base_class = TransformerModel
+    head_has_bias = False

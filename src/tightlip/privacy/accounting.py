@@ -127,8 +127,7 @@ def spend_of(mechanism: Mechanism, steps: int, delta: float) -> Spend:
 
 def delta_left(releases: Sequence[Release], delta: float) -> float:
     """What releases leave of δ, each having taken its own; a refusal where nothing is left."""
-    if not 0 < delta < 1:
-        raise UsageError(f"delta={delta} is no probability between 0 and 1. Use one such as 1e-6.")
+    _check_probability(delta)
     taken = sum(release.delta for release in releases)
     if taken >= delta:
         names = ", ".join(release.name for release in releases)
@@ -280,11 +279,15 @@ def check_delta(
     delta: float, num_units: int, allow_loose: bool = False, *, unit: str = "unit"
 ) -> None:
     """Refuse a δ at which telling one unit's data outright would count as private."""
-    if not 0 < delta < 1:
-        raise UsageError(f"delta={delta} is no probability between 0 and 1. Use one such as 1e-6.")
+    _check_probability(delta)
     if delta > 1 / num_units and not allow_loose:
         digits = 1 - math.floor(math.log10(1 / num_units))
         below = math.floor(10**digits / num_units) / 10**digits
         raise UsageError(
             f"delta={delta:g} is looser than 1/num_{unit}s (1/{num_units}). Use delta below {below:.1e}."
         )
+
+
+def _check_probability(delta: float) -> None:
+    if not 0 < delta < 1:
+        raise UsageError(f"delta={delta} is no probability between 0 and 1. Use one such as 1e-6.")

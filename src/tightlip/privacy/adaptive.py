@@ -7,7 +7,7 @@ theorem covers.
 """
 
 import math
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -79,8 +79,8 @@ class AdaptiveSpec:
                 f"least_weight={self.least_weight} is not between 0 and 1, so no weight can fall between them. Prepare "
                 "the weights with --least-weight 0.05."
             )
-        for name, low in (("least_clip", 0.0), ("gamma_floor", 0.0)):
-            if not low < getattr(self, name) <= 1:
+        for name in ("least_clip", "gamma_floor"):
+            if not 0 < getattr(self, name) <= 1:
                 raise UsageError(
                     f"{name}={getattr(self, name)} is out of range. It must be above 0 and at most 1."
                 )
@@ -122,12 +122,11 @@ class AdaptiveSpec:
             "scale": ("gamma_floor", "averaging", "accountant"),
             "as-published": (),
         }[self.mode]
-        kept = asdict(self)
-        told = {"mode": self.mode, "noise_multiplier": noise_multiplier}
-        told |= {name: kept[name] for name in ("least_weight", *own)}
+        terms = {"mode": self.mode, "noise_multiplier": noise_multiplier}
+        terms |= {name: getattr(self, name) for name in ("least_weight", *own)}
         if self.mode == "scale":
-            told["release_noise"] = self.release_noise_for(noise_multiplier)
-        return {**told, "weights": self.facts}
+            terms["release_noise"] = self.release_noise_for(noise_multiplier)
+        return {**terms, "weights": self.facts}
 
 
 def clip_shares(rho_U: np.ndarray, least_weight: float, least_clip: float) -> np.ndarray:

@@ -47,43 +47,10 @@ class Clip:
 
 def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """What training changes, a shared parameter once under its first name."""
-    found = {name: each for name, each in model.named_parameters() if each.requires_grad}
-    if not found:
+    trainable = {name: each for name, each in model.named_parameters() if each.requires_grad}
+    if not trainable:
         raise UsageError("The model has no parameter that requires a gradient. Unfreeze some.")
-    return found
-
-
-def one_pass(
-    parameters: dict[str, nn.Parameter],
-    forward: Callable[[], Tensor],
-    targets_BT: Tensor,
-    weights_BT: Tensor,
-    layout: Layout,
-    clip: Clip,
-    *,
-    look_for_unseen: bool = True,
-    shares_U: Tensor | None = None,
-) -> ClippedGradients:
-    """One pass over units of equally many rows; `forward` gives the logits.
-
-    Raises NoRule, before anything is changed, where a parameter is used in a way that no rule
-    covers. `look_for_unseen` asks autograd itself whether it can reach a parameter; a CUDA
-    graph cannot be asked while it is captured, only before.
-    """
-    watch, losses_B = watched_pass(
-        parameters,
-        forward,
-        targets_BT,
-        weights_BT,
-        layout.num_rows,
-        look_for_unseen=look_for_unseen,
-    )
-    try:
-        # The caller's autocast would round norms and sums to bfloat16.
-        with torch.no_grad(), torch.autocast(losses_B.device.type, enabled=False):
-            return clipped_sum(watch, parameters, losses_B, layout, clip, shares_U)
-    finally:
-        watch.forget()
+    return trainable
 
 
 def watched_pass(
@@ -95,15 +62,20 @@ def watched_pass(
     *,
     look_for_unseen: bool,
 ) -> tuple[Watch, Tensor]:
-    """Forward and back once: every use of every parameter, and each row's loss."""
+    """Forward and back once: every use of every parameter, and each row's loss.
+
+    Raises NoRule, before anything is changed, where a parameter is used in a way that no rule
+    covers. `look_for_unseen` asks autograd itself whether it can reach a parameter; a CUDA
+    graph cannot be asked while it is captured, only before.
+    """
     watch = Watch(parameters, num_rows, targets_BT.shape[1])
     asked = [watch.anchor, *(parameters.values() if look_for_unseen else ())]
     # The way back is watched too: with gradient checkpointing layers run once more there.
     try:
         with _no_reentrant(), torch.enable_grad(), watch:
             losses_B = RowLosses.apply(forward(), targets_BT, weights_BT, watch)
-            found = watch.backward(losses_B.sum(), asked)
-        for name, gradient in zip(parameters, found[1:], strict=False):
+            reached = watch.backward(losses_B.sum(), asked)
+        for name, gradient in zip(parameters, reached[1:], strict=False):
             if gradient is not None:
                 raise NoRule(name, "used by an operation that cannot be seen")
     except BaseException:
@@ -175,7 +147,10 @@ def clipped_sum(
             if watch.uses[name]:
                 gradients[name] = scaled.sum(watch.uses[name], parameters[name])
     ordered = {
-        name: gradients.get(name, torch.zeros_like(parameter, dtype=_wide(parameter.dtype)))
+        name: gradients.get(
+            name,
+            torch.zeros_like(parameter, dtype=torch.promote_types(parameter.dtype, torch.float32)),
+        )
         for name, parameter in parameters.items()
     }
     return ClippedGradients(ordered, total_U.sqrt(), losses_U)
@@ -203,7 +178,8 @@ def unit_by_unit(
     Rows run alone, so that a model that mixes rows cannot mix one unit with another.
     """
     total = {
-        name: torch.zeros_like(each, dtype=_wide(each.dtype)) for name, each in parameters.items()
+        name: torch.zeros_like(each, dtype=torch.promote_types(each.dtype, torch.float32))
+        for name, each in parameters.items()
     }
     groups = _groups(parameters, clip)
     norms, losses = [], []
@@ -242,17 +218,19 @@ def _plain(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Loss and gradients of some rows, each run alone."""
     first = next(iter(parameters.values()))
-    loss = torch.zeros((), dtype=_wide(first.dtype), device=first.device)
+    loss = torch.zeros(
+        (), dtype=torch.promote_types(first.dtype, torch.float32), device=first.device
+    )
     gradients: dict[str, Tensor] = {}
     for row in rows:
         # cuDNN's recurrent layers have no way back in evaluation mode; torch's own have.
         with _no_reentrant(), torch.enable_grad(), torch.backends.cudnn.flags(enabled=False):
             own = RowLosses.apply(forward(row), targets_BT[row], weights_BT[row], None).sum()
-            found = torch.autograd.grad(own, list(parameters.values()), allow_unused=True)
+            of_row = torch.autograd.grad(own, list(parameters.values()), allow_unused=True)
         loss = loss + own.detach()
-        for name, gradient in zip(parameters, found, strict=True):
+        for name, gradient in zip(parameters, of_row, strict=True):
             if gradient is not None:
-                wide = gradient.to(_wide(gradient.dtype))
+                wide = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
                 gradients[name] = gradients[name] + wide if name in gradients else wide
     return loss, gradients
 
@@ -265,7 +243,3 @@ def _groups(parameters: dict[str, nn.Parameter], clip: Clip) -> list[list[str]]:
     for name in parameters:
         layers.setdefault(name.rpartition(".")[0], []).append(name)
     return list(layers.values())
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32

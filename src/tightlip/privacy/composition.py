@@ -21,6 +21,21 @@ from tightlip.privacy.ledger import exact_figures, filter_of, mode_of, read_ledg
 from tightlip.privacy.rdp_filter import epsilon_of_rdp, release_rdp, subsampled_gaussian_rdp
 
 
+def ledger(*runs: str | Path | RunRecord, delta: float | None = None) -> dict[str, Any]:
+    """What a run may promise, finished or not; of several runs, what they may promise together.
+
+    For one run ε is that of the steps it has charged so far, and `another_1000_steps` the ε that
+    a thousand more would bring (None where there is no ε). `delta` reads several runs at a δ
+    of your own.
+    """
+    if not runs:
+        raise UsageError("No run was given. Run: tightlip ledger RUN [RUN...]")
+    records = [_record_of(run) for run in runs]
+    if len(records) == 1:
+        return records[0] | {"another_1000_steps": _after(records[0], 1000)}
+    return compose_runs(records, delta)
+
+
 def compose_runs(records: Sequence[dict[str, Any]], delta: float | None = None) -> dict[str, Any]:
     """What may be said of several runs together, from their ledgers.
 
@@ -60,19 +75,19 @@ def compose_runs(records: Sequence[dict[str, Any]], delta: float | None = None) 
     if because:
         return joint
     releases = _distinct_releases(records)
-    way = min(_ways(records, releases, delta), key=lambda way: (way.epsilon, way.delta))
+    best = min(_compositions(records, releases, delta), key=lambda each: (each.epsilon, each.delta))
     return joint | {
-        "epsilon": way.epsilon,
-        **way.beside,
-        "delta": way.delta,
-        "accountant": way.accountant,
+        "epsilon": best.epsilon,
+        **best.beside,
+        "delta": best.delta,
+        "accountant": best.accountant,
         "releases": [asdict(release) for release in releases],
-        **_joint_standing(records, way),
+        **_joint_standing(records, best.because),
     }
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Way:
+class _Composition:
     """One way to compose, which a theorem covers, and what it comes to."""
 
     epsilon: float
@@ -82,9 +97,9 @@ class _Way:
     beside: dict[str, float | None] = field(default_factory=dict)
 
 
-def _ways(
+def _compositions(
     records: Sequence[dict[str, Any]], releases: tuple[Release, ...], wanted: float | None
-) -> Iterator[_Way]:
+) -> Iterator[_Composition]:
     delta = min(record["delta"] for record in records) if wanted is None else wanted
     counts = [steps_to_compose(record) for record in records]
     scaled = [record for record in records if mode_of(record) == "scale"]
@@ -98,7 +113,7 @@ def _ways(
     total = sum(record["delta"] for record in records)
     published = any(mode_of(record) == "as-published" for record in records)
     if scaled and not published and (wanted is None or total <= wanted):
-        yield _Way(
+        yield _Composition(
             epsilon=sum(record["epsilon"] for record in records),
             delta=total,
             accountant="the runs' own ε and δ, added up",
@@ -106,7 +121,9 @@ def _ways(
         )
 
 
-def _by_pld(records: Sequence[dict[str, Any]], releases: tuple[Release, ...], delta: float) -> _Way:
+def _by_pld(
+    records: Sequence[dict[str, Any]], releases: tuple[Release, ...], delta: float
+) -> _Composition:
     """A run whose noise varied counts as though every step had had the least it could."""
     steps = tuple(
         (Mechanism.of_record(record), steps_to_compose(record) or 0) for record in records
@@ -115,7 +132,7 @@ def _by_pld(records: Sequence[dict[str, Any]], releases: tuple[Release, ...], de
     modes = {mode_of(record) for record in records}
     varies = bool(modes & {"scale", "as-published"})
     least = ", steps of varying noise with the least that they could have" if varies else ""
-    return _Way(
+    return _Composition(
         epsilon=epsilon_of(spend, "pld"),
         delta=delta,
         accountant="PLD",
@@ -129,7 +146,7 @@ def _by_pld(records: Sequence[dict[str, Any]], releases: tuple[Release, ...], de
 
 def _by_rdp(
     records: Sequence[dict[str, Any]], releases: tuple[Release, ...], delta: float, order: int
-) -> _Way:
+) -> _Composition:
     """Divergences at one order add up. A budget at a higher order holds at a lower one too."""
     total = release_rdp(releases, order)
     for record in records:
@@ -140,7 +157,7 @@ def _by_rdp(
             sigma, rate = record["noise_multiplier"], record["sampling_rate"]
             count = steps_to_compose(record) or 0
             total += count * subsampled_gaussian_rdp(order, sigma, rate)
-    return _Way(
+    return _Composition(
         epsilon=epsilon_of_rdp(total * (1 + 1e-9), order, delta_left(releases, delta)),
         delta=delta,
         accountant=f"RDP at order {order}, filters with their whole budgets",
@@ -164,7 +181,7 @@ def _why_not_joint(records: Sequence[dict[str, Any]]) -> str | None:
     return None
 
 
-def _joint_standing(records: Sequence[dict[str, Any]], way: _Way) -> dict[str, str]:
+def _joint_standing(records: Sequence[dict[str, Any]], because: str) -> dict[str, str]:
     """The weakest standing of all, with every reason for it."""
     weaker = [record for record in records if record["standing"] != "proved"]
     if weaker:
@@ -177,7 +194,7 @@ def _joint_standing(records: Sequence[dict[str, Any]], way: _Way) -> dict[str, s
         if len(_corpora(records)) == 1
         else f"on {len(_corpora(records))} corpora, as though everybody were in each"
     )
-    return {"standing": "proved", "because": f"{len(records)} runs {whose}: {way.because}."}
+    return {"standing": "proved", "because": f"{len(records)} runs {whose}: {because}."}
 
 
 def _corpora(records: Sequence[dict[str, Any]]) -> set[Any]:
@@ -201,24 +218,6 @@ def _shared(records: Sequence[dict[str, Any]], name: str) -> Any:
 
 def _all_of(records: Sequence[dict[str, Any]], name: str) -> list[str]:
     return list(dict.fromkeys(item for record in records for item in record.get(name) or ()))
-
-
-# `tightlip ledger` as one call
-
-
-def ledger(*runs: str | Path | RunRecord, delta: float | None = None) -> dict[str, Any]:
-    """What a run may promise, finished or not; of several runs, what they may promise together.
-
-    For one run ε is that of the steps it has charged so far, and `another_1000_steps` the ε that
-    a thousand more would bring (None where there is no ε). `delta` reads several runs at a δ
-    of your own.
-    """
-    if not runs:
-        raise UsageError("No run was given. Run: tightlip ledger RUN [RUN...]")
-    records = [_record_of(run) for run in runs]
-    if len(records) == 1:
-        return records[0] | {"another_1000_steps": _after(records[0], 1000)}
-    return compose_runs(records, delta)
 
 
 def _record_of(run: str | Path | RunRecord) -> dict[str, Any]:

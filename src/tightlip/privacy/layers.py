@@ -89,9 +89,6 @@ def fp32_product(left_XN: Tensor, right_NY: Tensor) -> Tensor:
     return left_XN.float() @ right_NY.float()
 
 
-# Layers as autograd sees them under watch: the same numbers forward, notes on the way back
-
-
 class LinearUse(torch.autograd.Function):
     """x Wᵀ + b, or x W + b where the weight is `transposed`, as transformers' Conv1D has it.
 

@@ -94,19 +94,20 @@ def exact_figures(record: dict[str, Any]) -> dict[str, float | None]:
     upper bound of the figure that it will end with (`as-published`). Others would say nothing.
     """
     mechanism, steps, delta = Mechanism.of_record(record), record["steps"], record["delta"]
-    figures: dict[str, float]
     if mode_of(record) in ("scale", "as-published"):
-        promised = promise_of(record).upper(steps)
-        return {
-            "epsilon": promised if math.isfinite(promised) else None,
-            "epsilon_rdp": None,
-            "epsilon_as_published": None,
-        }
-    figures = {
-        "epsilon": epsilon_spent(mechanism, steps, delta),
-        "epsilon_rdp": epsilon_spent(mechanism, steps, delta, "rdp"),
-        "epsilon_as_published": as_published_epsilon(mechanism, steps, delta),
-    }
+        return figures_of(promise_of(record).upper(steps))
+    return figures_of(
+        epsilon_spent(mechanism, steps, delta),
+        epsilon_spent(mechanism, steps, delta, "rdp"),
+        as_published_epsilon(mechanism, steps, delta),
+    )
+
+
+def figures_of(
+    epsilon: float, rdp: float = math.inf, published: float = math.inf
+) -> dict[str, float | None]:
+    """A record's three figures; one that is infinite is none."""
+    figures = {"epsilon": epsilon, "epsilon_rdp": rdp, "epsilon_as_published": published}
     return {name: value if math.isfinite(value) else None for name, value in figures.items()}
 
 
@@ -118,9 +119,9 @@ def mode_of(record: dict[str, Any]) -> str | None:
 
 def promise_of(record: dict[str, Any]) -> Promise:
     """The promise that the ledger of a run whose noise varies speaks of."""
-    mechanism, adaptive = Mechanism.of_record(record), record["adaptive"]
+    adaptive = record["adaptive"]
     return Promise(
-        mechanism,
+        Mechanism.of_record(record),
         record["delta"],
         adaptive.get("planned_steps") or 0,
         adaptive.get("epsilon"),
@@ -180,30 +181,16 @@ class Ledger:
         self._closed = False
 
     @classmethod
-    def begin(
-        cls,
-        path: Path,
-        terms: dict[str, Any],
-        meter: Meter,
-        state: Callable[[], dict[str, Any]] = dict,
-        figures: Figures | None = None,
-    ) -> "Ledger":
-        """A new run's ledger, on disk before its first step."""
-        ledger = cls(path, terms, meter, state=state, figures=figures)
+    def begin(cls, path: Path, terms: dict[str, Any], meter: Meter, **kept: Any) -> "Ledger":
+        """A new run's ledger, on disk before its first step; `kept` as in the constructor."""
+        ledger = cls(path, terms, meter, **kept)
         make_private_folder(ledger.path.parent)
         ledger._replace(ledger.record())
         ledger.settle()
         return ledger
 
     @classmethod
-    def open(
-        cls,
-        path: Path,
-        terms: dict[str, Any],
-        meter: Meter,
-        state: Callable[[], dict[str, Any]] = dict,
-        figures: Figures | None = None,
-    ) -> "Ledger":
+    def open(cls, path: Path, terms: dict[str, Any], meter: Meter, **kept: Any) -> "Ledger":
         """The ledger of a run that goes on: what it has charged stays charged."""
         there = read_ledger(Path(path))
         differing = [
@@ -217,7 +204,7 @@ class Ledger:
                 f"{path} was begun with {name}={there.get(name)!r} and would go on with "
                 f"{terms[name]!r}; one ε cannot cover both. Give the old settings, or another --out."
             )
-        return cls(path, terms, meter, there["steps"], state, figures)
+        return cls(path, terms, meter, there["steps"], **kept)
 
     def close(self) -> None:
         """Let another training go on with this ledger; this one may charge nothing any more."""
@@ -274,13 +261,10 @@ class Ledger:
 
     def record(self, *, exact: bool = False) -> dict[str, Any]:
         """The guarantee as it stands now; exactly once the run is finished, or where asked."""
-        epsilon = self.epsilon
         record = {
             **self._terms,
             "steps": self.steps,
-            "epsilon": epsilon if math.isfinite(epsilon) else None,
-            "epsilon_rdp": None,
-            "epsilon_as_published": None,
+            **figures_of(self.epsilon),
             "finished": self._finished,
         }
         if state := self._state():
@@ -330,9 +314,8 @@ def read_ledger(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise _damaged(path) from error
     steps = record.get("steps") if isinstance(record, dict) else None
-    if not {"mechanism", "epsilon", "standing", "because"} <= {*(record or ())}:
-        raise _damaged(path)
-    if not isinstance(steps, int) or isinstance(steps, bool) or steps < 0:
+    is_whole = {"mechanism", "epsilon", "standing", "because"} <= {*(record or ())}
+    if not is_whole or not isinstance(steps, int) or isinstance(steps, bool) or steps < 0:
         raise _damaged(path)
     return record
 

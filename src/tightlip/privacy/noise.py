@@ -1,6 +1,6 @@
 """Gaussian noise added to gradients, on the CPU or on a GPU, from a key nobody knows."""
 
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -34,10 +34,10 @@ class CPUNoise:
         self._room.fill(0)  # whoever reads this memory later must not find the noise
 
 
-def noise_for(device: torch.device, insecure_seed: int | None) -> Any:
+def noise_for(device: torch.device, insecure_seed: int | None) -> Noise:
     """The noise for gradients on `device`."""
     if device.type != "cuda":
         return CPUNoise(insecure_seed)
-    from tightlip.privacy.noise_kernel import GPUNoise
+    from tightlip.privacy.kernels import GPUNoise
 
     return GPUNoise(device, insecure_seed=insecure_seed)

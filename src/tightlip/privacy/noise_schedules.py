@@ -9,7 +9,7 @@ import math
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -18,6 +18,7 @@ from tightlip.core.files import OWNER_FILE, make_private_folder
 from tightlip.core.randomness import keyed_generator
 from tightlip.privacy.accounting import COARSER, Mechanism, Release, Spend, delta_left, epsilon_of
 from tightlip.privacy.adaptive import AdaptiveSpec, joint_multiplier
+from tightlip.privacy.ledger import exact_figures, figures_of
 from tightlip.privacy.plans import NoisePlan, PrivacySpec
 from tightlip.privacy.rdp_filter import RdpFilter
 
@@ -29,17 +30,29 @@ _RATIO = 1.02  # between two shares of the noise that are counted apart
 _SHARE = "<u8"
 
 
-class Schedule(Protocol):
-    """The noise of one step after another."""
+class Schedule:
+    """The noise of one step after another: here the same at every step, as in plain private
+    training and in mode `clip`."""
+
+    def __init__(self, noise_multiplier: float) -> None:
+        self.noise_multiplier = noise_multiplier
 
     def fits(self) -> bool:
         """Whether another step stays within the budget."""
+        return True
 
     def charge(self, record: Callable[[], None], rho_U: np.ndarray | None) -> float:
         """Charge one step, `record` putting it on disk; its noise multiplier."""
+        record()
+        return self.noise_multiplier
+
+    def figures(self, record: dict[str, Any]) -> dict[str, float | None]:
+        """ε of the steps on record, as `exact_figures` has it."""
+        return exact_figures(record)
 
     def state(self) -> dict[str, Any]:
         """What a resumed run needs, all of it public."""
+        return {}
 
     def restore(self, state: dict[str, Any], steps: int) -> None:
         """Go on from a ledger of `steps` steps."""
@@ -48,28 +61,7 @@ class Schedule(Protocol):
         """Make all of it survive a power cut."""
 
 
-class FixedNoise:
-    """The same noise at every step: plain private training, and mode `clip`."""
-
-    def __init__(self, noise_multiplier: float) -> None:
-        self.noise_multiplier = noise_multiplier
-
-    def fits(self) -> bool:
-        return True
-
-    def charge(self, record: Callable[[], None], rho_U: np.ndarray | None) -> float:
-        record()
-        return self.noise_multiplier
-
-    def state(self) -> dict[str, Any]:
-        return {}
-
-    def restore(self, state: dict[str, Any], steps: int) -> None: ...
-
-    def settle(self, record: Callable[[], None]) -> None: ...
-
-
-class ReleasedNoise:
+class ReleasedNoise(Schedule):
     """Mode `scale`: σ_t = σ·clip(m, γ_floor, 1), m a moving average of the releases before t.
 
     Holds:
@@ -89,7 +81,8 @@ class ReleasedNoise:
         budget: RdpFilter | None,
         insecure_seed: int | None = None,
     ) -> None:
-        self.spec, self.noise_multiplier = spec, noise_multiplier
+        super().__init__(noise_multiplier)
+        self.spec = spec
         self.release_noise = spec.release_noise_for(noise_multiplier)
         self.expected_batch, self.budget = expected_batch, budget
         self.average, self.num_releases = 1.0, 0
@@ -138,8 +131,8 @@ class ReleasedNoise:
 
     def state(self) -> dict[str, Any]:
         """Releases are public by the proof, and so is what follows from them."""
-        told: dict[str, Any] = {"average": self.average, "num_releases": self.num_releases}
-        return told if self.budget is None else {**told, "rdp": self.budget.spent}
+        spent = {} if self.budget is None else {"rdp": self.budget.spent}
+        return {"average": self.average, "num_releases": self.num_releases, **spent}
 
     def restore(self, state: dict[str, Any], steps: int) -> None:
         self._check_lines(steps)
@@ -173,7 +166,7 @@ class ReleasedNoise:
         _flush(self._path)
 
 
-class BatchNoise:
+class BatchNoise(Schedule):
     """Mode `as-published`: σ times the mean weight of the very batch. No theorem covers it.
 
     How often each share of the noise was used is private. It is kept beside the ledger, for the
@@ -181,12 +174,10 @@ class BatchNoise:
     """
 
     def __init__(self, spec: AdaptiveSpec, noise_multiplier: float, folder: Path) -> None:
-        self.spec, self.noise_multiplier = spec, noise_multiplier
+        super().__init__(noise_multiplier)
+        self.spec = spec
         self._path = folder / PRIVATE_COUNTS
         self._counts = np.zeros(_bin(spec.least_weight) + 1, _SHARE)
-
-    def fits(self) -> bool:
-        return True
 
     def charge(self, record: Callable[[], None], rho_U: np.ndarray | None) -> float:
         assert rho_U is not None
@@ -205,8 +196,7 @@ class BatchNoise:
             mechanism.releases,
             record["delta"],
         )
-        figure = _three_figures(spent) if math.isfinite(spent) else None
-        return {"epsilon": figure, "epsilon_rdp": None, "epsilon_as_published": None}
+        return figures_of(_three_figures(spent) if math.isfinite(spent) else spent)
 
     def _count(self, place: int) -> None:
         self._counts[place] += 1
@@ -217,9 +207,6 @@ class BatchNoise:
             os.pwrite(descriptor, self._counts[place].tobytes(), place * 8)
         finally:
             os.close(descriptor)
-
-    def state(self) -> dict[str, Any]:
-        return {}
 
     def restore(self, state: dict[str, Any], steps: int) -> None:
         there = self._path.read_bytes() if self._path.exists() else bytes(self._counts.nbytes)
@@ -268,7 +255,7 @@ def schedule_for(
         )
     if adaptive is not None and adaptive.mode == "as-published":
         return BatchNoise(adaptive, plan.noise_multiplier, folder)
-    return FixedNoise(plan.noise_multiplier)
+    return Schedule(plan.noise_multiplier)
 
 
 def _three_figures(value: float) -> float:

@@ -41,49 +41,37 @@ class Norms:
         self.layout, self.tf32 = layout, tf32
         self._grams: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def squared(self, uses: list[Use], shape: torch.Size) -> Tensor:
-        """Of one parameter, for every unit.
-
-        Holds:
-            exact: equals the squared norm of the unit's gradient by plain autograd.
-        """
-        return self.measured(uses, shape).squares_U
-
     def measured(self, uses: list[Use], shape: torch.Size) -> Measured:
-        """The same with what rounding may add.
+        """Of one parameter, for every unit, with what rounding may add.
 
         Holds:
+            exact: `squares_U` are the squared norms of the units' gradients by plain autograd.
             bounded: times a factor, a unit's share of the sum is no longer than norm and rounding.
         """
         outers = [use for use in uses if isinstance(use, Outer)]
         lookups = [use for use in uses if isinstance(use, Lookup)]
-        if len(outers) == len(uses) and all(use.right_BTD is None for use in outers):
+        are_sums = [use.right_BTD is None for use in outers]
+        if len(outers) == len(uses) and all(are_sums):
             return self._of_sums(outers)
-        if len(outers) + len(lookups) == len(uses) and all(
-            use.right_BTD is not None for use in outers
-        ):
-            total: Measured | None = None
-            if outers:
-                total = self._of_products(outers, shape)
-            if lookups:
-                looked_U = self._of_lookups(lookups)
-                before = Measured(torch.zeros_like(looked_U)) if total is None else total
-                total = before._replace(squares_U=before.squares_U + looked_U)
-            for outer in outers:
-                for lookup in lookups:
-                    assert total is not None
-                    total = total._replace(
-                        squares_U=total.squares_U + 2 * self._cross(outer, lookup)
-                    )
-            assert total is not None
-            return total
-        return self._written_out(uses, shape)
+        if len(outers) + len(lookups) < len(uses) or any(are_sums):
+            return self._written_out(uses, shape)
+        parts = [self._of_products(outers, shape)] if outers else []
+        if lookups:
+            parts.append(Measured(self._of_lookups(lookups)))
+        crosses = [2 * self._cross(outer, lookup) for outer in outers for lookup in lookups]
+        squares = [*(part.squares_U for part in parts), *crosses]
+        return parts[0]._replace(squares_U=sum(squares[1:], squares[0]))
 
     def _of_sums(self, uses: list[Outer]) -> Measured:
         if len(uses) == 1 and id(uses[0].left_BTP) in self._grams:
             return _of_pairs(self.gram(uses[0].left_BTP))
         lefts = [self.layout.by_unit(use.left_BTP) for use in uses]
-        sums_UP = added_up([left_USP.sum(1, dtype=_wide(left_USP)) for left_USP in lefts])
+        sums_UP = added_up(
+            [
+                left_USP.sum(1, dtype=torch.promote_types(left_USP.dtype, torch.float32))
+                for left_USP in lefts
+            ]
+        )
         rounded_U = added_up([summed_in_float32(lengths(left_USP)) for left_USP in lefts])
         return Measured(sums_UP.square().sum(1), rounded_U)
 
@@ -170,15 +158,21 @@ class Norms:
 def gradients(use: Use, layout: Layout, part: slice, shape: torch.Size) -> Tensor:
     """The gradients of some units, written out: [U, *shape]."""
     if isinstance(use, Whole):
-        return layout.sum_by_unit(use.gradient_BX.to(_wide(use.gradient_BX)))[part]
+        return layout.sum_by_unit(
+            use.gradient_BX.to(torch.promote_types(use.gradient_BX.dtype, torch.float32))
+        )[part]
     if isinstance(use, Outer):
         left_USP = layout.by_unit(use.left_BTP)[part]
         if use.right_BTD is None:
-            return left_USP.sum(1, dtype=_wide(left_USP))[:, : shape[0]]
+            return left_USP.sum(1, dtype=torch.promote_types(left_USP.dtype, torch.float32))[
+                :, : shape[0]
+            ]
         right_USD = layout.by_unit(use.right_BTD)[part]
         return fp32_product(left_USP.transpose(1, 2), right_USD)[:, : shape[0], : shape[1]]
     ids_US, left_USD = layout.by_unit(use.ids_BT)[part], layout.by_unit(use.left_BTD)[part]
-    whole = left_USD.new_zeros(len(ids_US), *shape, dtype=_wide(left_USD))
+    whole = left_USD.new_zeros(
+        len(ids_US), *shape, dtype=torch.promote_types(left_USD.dtype, torch.float32)
+    )
     where = ids_US[..., None].expand(-1, -1, shape[1])
     return whole.scatter_add(1, where, left_USD.to(whole.dtype))
 
@@ -220,7 +214,3 @@ def _is_plain_single(values: Tensor) -> bool:
 
 def _gram(values_USX: Tensor) -> Tensor:
     return fp32_product(values_USX, values_USX.transpose(1, 2))
-
-
-def _wide(values: Tensor) -> torch.dtype:
-    return torch.float64 if values.dtype == torch.float64 else torch.float32

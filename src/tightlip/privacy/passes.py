@@ -6,6 +6,8 @@ Both want fixed shapes: a shape is prepared when it is first seen.
 Shapes: B rows, T positions.
 """
 
+import inspect
+import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -25,7 +27,6 @@ from tightlip.privacy.clipping import (
     watched_pass,
 )
 from tightlip.privacy.layers import Layout, Use
-from tightlip.privacy.per_unit import logits_of, warn_slow
 from tightlip.privacy.rounding import Scaled, full_precision
 from tightlip.privacy.row_losses import token_weights
 from tightlip.privacy.watching import NoRule, Watch
@@ -39,6 +40,7 @@ class Physical:
     that predicts it. Rows beyond a unit's own have no target.
 
     `shares_U` is which share of the clip norm bounds each unit; all of it where none is given.
+    Language models look left only, so that a mask is needed only where rows are padded on the left.
     """
 
     ids_BT: Tensor
@@ -46,6 +48,7 @@ class Physical:
     weights_BT: Tensor
     layout: Layout
     shares_U: Tensor | None = None
+    mask_BT: Tensor | None = None
 
     @classmethod
     def of(
@@ -55,10 +58,11 @@ class Physical:
         num_rows_U: Tensor,
         layout: Layout,
         shares_U: Tensor | None = None,
+        mask_BT: Tensor | None = None,
     ) -> "Physical":
         """`num_rows_U` is how many of each unit's rows are its own."""
         weights_BT = token_weights(targets_BT, layout.to_rows(num_rows_U.clamp(min=1)))
-        return cls(ids_BT, targets_BT, weights_BT, layout, shares_U)
+        return cls(ids_BT, targets_BT, weights_BT, layout, shares_U, mask_BT)
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -90,27 +94,31 @@ class Passes:
 
     def __call__(self, batch: Physical) -> ClippedGradients:
         if self.way == "slow":
-            return self._slow(batch)
+            return self.slow(batch)
         try:
             return self._fast(batch)
-        except NoRule as error:
+        except NoRule as error:  # or shapes of this batch that leave it open whose row is whose
             if self.clip is None:
                 raise UsageError(
                     f"No rule covers {error}. Train it without CUDA graphs."
                 ) from error
             warn_slow(str(error))
-            return self._slow(batch)
+            return self.slow(batch)
 
     def _fast(self, batch: Physical) -> ClippedGradients:
         if self.way == "eager":
-            return self._eager(batch.layout, *batch.tensors)
+            return self.eager(batch)
         key = (batch.ids_BT.shape, batch.layout)
         if key not in self._ready:
             ready = self._captured if self.way == "graph" else self._compiled
             self._ready[key] = ready(batch)
         return self._ready[key](batch)
 
-    def _eager(
+    def eager(self, batch: Physical) -> ClippedGradients:
+        """One pass as it is; NoRule where a parameter is used in a way that no rule covers."""
+        return self._in_one_pass(batch.layout, *batch.tensors, mask_BT=batch.mask_BT)
+
+    def _in_one_pass(
         self,
         layout: Layout,
         ids_BT: Tensor,
@@ -118,13 +126,13 @@ class Passes:
         weights_BT: Tensor,
         shares_U: Tensor,
         *,
+        mask_BT: Tensor | None = None,
         look: bool = True,
     ) -> ClippedGradients:
-        # Padding stands on the right and language models look left only: no mask is needed.
         with self._precision():
             watch, losses_B = watched_pass(
                 self.parameters,
-                lambda: logits_of(self.model, ids_BT, None),
+                lambda: logits_of(self.model, ids_BT, mask_BT),
                 targets_BT,
                 weights_BT,
                 layout.num_rows,
@@ -132,12 +140,16 @@ class Passes:
             )
         return summed(watch, self.parameters, losses_B, layout, self.clip, shares_U)
 
-    def _slow(self, batch: Physical) -> ClippedGradients:
+    def slow(self, batch: Physical) -> ClippedGradients:
+        """Unit after unit by plain autograd."""
         assert self.clip is not None
+        mask_BT = batch.mask_BT
         with self._precision():
             return unit_by_unit(
                 self.parameters,
-                lambda rows: logits_of(self.model, batch.ids_BT[rows], None),
+                lambda rows: logits_of(
+                    self.model, batch.ids_BT[rows], None if mask_BT is None else mask_BT[rows]
+                ),
                 batch.targets_BT,
                 batch.weights_BT,
                 batch.layout,
@@ -147,7 +159,7 @@ class Passes:
 
     def _captured(self, batch: Physical) -> Callable[[Physical], ClippedGradients]:
         def run(*tensors: Tensor, look: bool = False) -> ClippedGradients:
-            return self._eager(batch.layout, *tensors, look=look)
+            return self._in_one_pass(batch.layout, *tensors, look=look)
 
         replay, self._pool = captured(
             run, batch.tensors, warm_up=partial(run, look=True), pool=self._pool
@@ -190,8 +202,8 @@ class Passes:
                     num_rows=batch.layout.num_rows,
                     look_for_unseen=True,
                 )
-            found = summed(watch, own, losses_B, batch.layout, self.clip, of_clip)  # type: ignore[arg-type]
-            return [found.gradients[name] for name in names], found.norms, found.losses
+            result = summed(watch, own, losses_B, batch.layout, self.clip, of_clip)  # type: ignore[arg-type]
+            return [result.gradients[name] for name in names], result.norms, result.losses
 
         weights = [each.detach() for each in self.parameters.values()]
         kept = list(others.values())
@@ -214,6 +226,35 @@ class Passes:
         device = next(iter(self.parameters.values())).device.type
         # Autocast's cache would hand one trace's copies of weights to the next.
         return torch.autocast(device, dtype=torch.bfloat16, cache_enabled=False)
+
+
+def logits_of(model: nn.Module, input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
+    """The logits of any language model: its `.logits`, its first output, or its output."""
+    known = inspect.signature(model.forward).parameters
+    takes_any = any(each.kind is each.VAR_KEYWORD for each in known.values())
+    options: dict[str, Any] = {}
+    if attention_mask is not None and not takes_any and "attention_mask" not in known:
+        raise UsageError(f"{type(model).__name__} takes no attention_mask. Leave it out.")
+    if attention_mask is not None:
+        options["attention_mask"] = attention_mask
+    if "use_cache" in known or takes_any:
+        options["use_cache"] = False
+    outputs = model(input_ids, **options)
+    logits = outputs if isinstance(outputs, Tensor) else getattr(outputs, "logits", None)
+    logits = outputs[0] if logits is None else logits
+    if logits.ndim != 3 or logits.shape[:2] != input_ids.shape:
+        raise UsageError(
+            f"{type(model).__name__} gives logits of shape {tuple(logits.shape)} for ids of shape "
+            f"{tuple(input_ids.shape)}. It must give one row of numbers per id."
+        )
+    return logits
+
+
+def warn_slow(reason: str) -> None:
+    warnings.warn(
+        f"No fast rule covers {reason}. Units are clipped one after the other instead: exact, but slow.",
+        stacklevel=3,
+    )
 
 
 def captured(
@@ -265,15 +306,16 @@ def summed(
     shares_U: Tensor,
 ) -> ClippedGradients:
     """The clipped sum over units, or without a clip the plain one."""
-    with torch.no_grad():
-        if clip is not None:
-            result = clipped_sum(watch, parameters, losses_B, layout, clip, shares_U)
-        else:
-            gradients = plain_sums(watch.uses, parameters)
+    try:
+        # The caller's autocast would round norms and sums to bfloat16.
+        with torch.no_grad(), torch.autocast(losses_B.device.type, enabled=False):
+            if clip is not None:
+                return clipped_sum(watch, parameters, losses_B, layout, clip, shares_U)
             losses_U = layout.sum_by_unit(losses_B)
-            result = ClippedGradients(gradients, torch.zeros_like(losses_U), losses_U)
-    watch.forget()
-    return result
+            gradients = plain_sums(watch.uses, parameters)
+            return ClippedGradients(gradients, torch.zeros_like(losses_U), losses_U)
+    finally:
+        watch.forget()
 
 
 def _swapped_logits(model: nn.Module, swapped: dict[str, Tensor], ids_BT: Tensor) -> Tensor:

@@ -1,35 +1,155 @@
-"""Whether the one-pass rules are exact for a model: asked of the model, not assumed.
+"""Clipped gradients of any language model in one call, by the one-pass rules where they are exact.
 
-Shapes: B rows, T positions.
+Whether they are is asked of the model, not assumed. Shapes: B rows, T positions, U units, M rows of a unit.
 """
 
-import inspect
-import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
-from tightlip.core.errors import UsageError
-from tightlip.privacy.clipping import (
-    Clip,
-    ClippedGradients,
-    one_pass,
-    trainable_parameters,
-    unit_by_unit,
-)
+from tightlip.core.causality import looks_ahead, rounding_tolerance
+from tightlip.core.errors import GuaranteeError, UsageError
+from tightlip.privacy.clipping import Clip, ClippedGradients, trainable_parameters
 from tightlip.privacy.layers import Layout
-from tightlip.privacy.row_losses import NO_LABEL, next_targets, token_weights
+from tightlip.privacy.passes import Passes, Physical, logits_of, warn_slow
+from tightlip.privacy.rounding import full_precision
+from tightlip.privacy.row_losses import NO_LABEL, next_targets
 from tightlip.privacy.watching import NoRule
 
+# By model, and by what it was when it was asked: why the one-pass rules will not do, if so.
+_verdicts: WeakKeyDictionary[nn.Module, dict[tuple, str | None]] = WeakKeyDictionary()
+_DROPOUTS = {
+    *(functional.dropout, functional.dropout1d, functional.dropout2d, functional.dropout3d),
+    *(functional.alpha_dropout, functional.feature_alpha_dropout),
+}
+_BUFFERED = (nn.modules.batchnorm._BatchNorm,)
 
-@dataclass(frozen=True, eq=False)
-class Group:
+
+def clipped_gradients(
+    model: nn.Module,
+    input_ids: Tensor,
+    labels: Tensor,
+    *,
+    clip_norm: float,
+    attention_mask: Tensor | None = None,
+    units: Tensor | None = None,
+    per_layer: bool = False,
+) -> ClippedGradients:
+    """The sum over units of clipped gradients, without noise, and every unit's norm.
+
+    A row's loss is the mean cross-entropy over its labels that are not -100, shifted as
+    transformers does; a unit's loss is the mean over its rows. `units` says whose each row is;
+    without it every row is a unit of its own. Norms come in the order of the sorted distinct
+    unit ids. A unit whose loss or gradient is not finite contributes nothing.
+
+    Holds:
+        exact: equals clipping each unit's gradient from plain autograd.
+        bounded: no unit moves the sum by more than `clip_norm`.
+        whole: every trainable parameter is there, once, by its first name; an unused one is 0.
+        kept: the model's mode, its gradients and its weights stay as they were.
+    """
+    clip = Clip(norm=clip_norm, per_layer=per_layer)
+    passes = Passes(model, clip)
+    _check_shapes(input_ids, labels, attention_mask, units)
+    check_no_buffers(model)
+    if no_rule_for(model, input_ids, with_mask=attention_mask is not None) is not None:
+        passes.way = "slow"
+    if units is None:
+        units = torch.arange(len(input_ids))
+    distinct, place_B = torch.unique(units.cpu(), return_inverse=True)
+    groups = list(groups_of_rows(place_B, len(distinct)))
+    parts = [passes(rows_of(group, input_ids, labels, attention_mask)) for group in groups]
+    return _joined(parts, torch.cat([group.units for group in groups]).to(input_ids.device))
+
+
+def check_no_buffers(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if isinstance(module, _BUFFERED):
+            raise UsageError(
+                f"{name} is a {type(module).__name__}: it mixes rows, and keeps averages of private text that no noise "
+                f"hides. Replace it with a LayerNorm."
+            )
+
+
+def _check_shapes(ids: Tensor, labels: Tensor, mask: Tensor | None, units: Tensor | None) -> None:
+    if ids.ndim != 2 or not len(ids) or labels.shape != ids.shape:
+        raise UsageError(
+            f"input_ids has shape {tuple(ids.shape)} and labels {tuple(labels.shape)}. Give one row of each per document."
+        )
+    if mask is not None and mask.shape != ids.shape:
+        raise UsageError(
+            f"attention_mask has shape {tuple(mask.shape)} for ids {tuple(ids.shape)}."
+        )
+    if units is not None and units.shape != ids.shape[:1]:
+        raise UsageError(
+            f"units has shape {tuple(units.shape)} for {len(ids)} rows. Give one id per row."
+        )
+
+
+def _joined(parts: list[ClippedGradients], units: Tensor) -> ClippedGradients:
+    """One sum of all groups; `units` says whose norms and losses they are, group by group."""
+    gradients = parts[0].gradients
+    for part in parts[1:]:
+        gradients = {name: gradients[name] + part.gradients[name] for name in gradients}
+    order_U = units.argsort()
+    norms, losses = (
+        torch.cat([getattr(part, name) for part in parts]) for name in ("norms", "losses")
+    )
+    return ClippedGradients(gradients, norms[order_U], losses[order_U])
+
+
+def check_model(model: nn.Module, ids_BT: Tensor) -> None:
+    """Refuse a model whose answer for a row depends on what stands to the right of it.
+
+    How far a row is padded depends on who else is drawn, so for such a model one unit more would
+    change everybody's gradient. Refused too: weights that are no numbers, and buffers that a
+    pass changes, since they would keep private text that no noise hides.
+    """
+    check_no_buffers(model)
+    for name, parameter in model.named_parameters():
+        if not bool(parameter.isfinite().all()):
+            raise UsageError(f"{name} is not all finite numbers. Give a model that is whole.")
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    tolerance = rounding_tolerance(next(model.parameters()).dtype, least=1e-3)
+    # A GPU's tf32 would round by as much as a little looking ahead changes.
+    with full_precision(), torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
+        ahead = looks_ahead(lambda ids: logits_of(model, ids, None), ids_BT, tolerance=tolerance)
+    if ahead:
+        raise GuaranteeError(
+            "The model's logits depend on what stands to the right of a position (padding changes them), so one unit "
+            "more would change everybody's gradient. Give a causal model (of BERT: is_decoder=True)."
+        )
+    for name, buffer in model.named_buffers():
+        if name not in before or not torch.equal(buffer, before[name]):
+            raise GuaranteeError(
+                f"{name} is a buffer that a pass over text changes: nothing would clip it or hide it."
+            )
+
+
+def check_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
+    """Refuse an optimizer that changes other weights than those that are clipped."""
+    changed = {id(each) for group in optimizer.param_groups for each in group["params"]}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and id(parameter) not in changed:
+            raise UsageError(
+                f"The optimizer does not hold {name}, so it would never change. Give it the optimizer, or freeze it."
+            )
+        changed.discard(id(parameter))
+    if changed:
+        raise GuaranteeError(
+            f"The optimizer changes {len(changed)} tensors that are no parameters of the model: nothing would clip them. "
+            f"Build it from model.parameters()."
+        )
+
+
+class Group(NamedTuple):
     """Units with about equally many rows; a place without a row is -1."""
 
     units: Tensor
@@ -50,122 +170,23 @@ def groups_of_rows(unit_B: Tensor, num_units: int) -> Iterator[Group]:
         yield Group(chosen, rows_UM)
 
 
-@dataclass(frozen=True, eq=False)
-class Rows:
+def rows_of(group: Group, ids: Tensor, labels: Tensor, mask: Tensor | None) -> Physical:
     """The rows of one group, unit after unit. A place without a row repeats the unit's first,
     without a target: another unit's row there could spoil this unit by a NaN."""
-
-    ids_BT: Tensor
-    targets_BT: Tensor
-    weights_BT: Tensor
-    mask_BT: Tensor | None
-    layout: Layout
-
-    @classmethod
-    def chosen(cls, group: Group, ids: Tensor, labels: Tensor, mask: Tensor | None) -> "Rows":
-        num_units, size = group.rows_UM.shape
-        is_row_UM = group.rows_UM >= 0
-        taken_B = (
-            torch.where(is_row_UM, group.rows_UM, group.rows_UM[:, :1]).flatten().to(ids.device)
-        )
-        is_row_B = is_row_UM.flatten().to(ids.device)
-        targets_BT = next_targets(labels[taken_B])
-        targets_BT = torch.where(is_row_B[:, None], targets_BT, NO_LABEL)
-        num_rows_U = is_row_UM.sum(1).to(ids.device)
-        return cls(
-            ids_BT=ids[taken_B],
-            targets_BT=targets_BT,
-            weights_BT=token_weights(targets_BT, num_rows_U.repeat_interleave(size)),
-            mask_BT=None if mask is None else mask[taken_B],
-            layout=Layout(num_units=num_units, rows_per_unit=size),
-        )
-
-    def in_one_pass(
-        self, model: nn.Module, parameters: dict[str, nn.Parameter], clip: Clip
-    ) -> ClippedGradients:
-        return one_pass(
-            parameters,
-            lambda: logits_of(model, self.ids_BT, self.mask_BT),
-            self.targets_BT,
-            self.weights_BT,
-            self.layout,
-            clip,
-        )
-
-    def clipped(
-        self, model: nn.Module, parameters: dict[str, nn.Parameter], clip: Clip, *, slow: bool
-    ) -> ClippedGradients:
-        if not slow:
-            try:
-                return self.in_one_pass(model, parameters, clip)
-            except NoRule as error:  # shapes of this batch that leave it open whose row is whose
-                warn_slow(str(error))
-        return unit_by_unit(
-            parameters,
-            lambda rows: logits_of(
-                model, self.ids_BT[rows], None if self.mask_BT is None else self.mask_BT[rows]
-            ),
-            self.targets_BT,
-            self.weights_BT,
-            self.layout,
-            clip,
-        )
-
-
-def logits_of(model: nn.Module, input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
-    """The logits of any language model: its `.logits`, its first output, or its output."""
-    known = inspect.signature(model.forward).parameters
-    takes_any = any(each.kind is each.VAR_KEYWORD for each in known.values())
-    options: dict[str, Any] = {}
-    if attention_mask is not None and not takes_any and "attention_mask" not in known:
-        raise UsageError(f"{type(model).__name__} takes no attention_mask. Leave it out.")
-    if attention_mask is not None:
-        options["attention_mask"] = attention_mask
-    if "use_cache" in known or takes_any:
-        options["use_cache"] = False
-    outputs = model(input_ids, **options)
-    logits = outputs if isinstance(outputs, Tensor) else getattr(outputs, "logits", None)
-    logits = outputs[0] if logits is None else logits
-    if logits.ndim != 3 or logits.shape[:2] != input_ids.shape:
-        raise UsageError(
-            f"{type(model).__name__} gives logits of shape {tuple(logits.shape)} for ids of shape "
-            f"{tuple(input_ids.shape)}. It must give one row of numbers per id."
-        )
-    return logits
-
-
-def warn_slow(reason: str) -> None:
-    warnings.warn(
-        f"No fast rule covers {reason}. Units are clipped one after the other instead: exact, but slow.",
-        stacklevel=3,
+    is_row_UM = group.rows_UM >= 0
+    taken_UM = torch.where(is_row_UM, group.rows_UM, group.rows_UM[:, :1])
+    taken_B, is_row_B = taken_UM.flatten().to(ids.device), is_row_UM.flatten().to(ids.device)
+    num_units, size = group.rows_UM.shape
+    return Physical.of(
+        ids[taken_B],
+        torch.where(is_row_B[:, None], next_targets(labels[taken_B]), NO_LABEL),
+        is_row_UM.sum(1).to(ids.device),
+        Layout(num_units=num_units, rows_per_unit=size),
+        mask_BT=None if mask is None else mask[taken_B],
     )
 
 
-# Whether the one-pass rules are exact for a model: asked of the model, not assumed
-
-
-# By model, and by what it was when it was asked: why the one-pass rules will not do, if so.
-_verdicts: WeakKeyDictionary[nn.Module, dict[tuple, str | None]] = WeakKeyDictionary()
-_DROPOUTS = {
-    getattr(functional, name)
-    for name in [
-        "dropout",
-        "dropout1d",
-        "dropout2d",
-        "dropout3d",
-        "alpha_dropout",
-        "feature_alpha_dropout",
-    ]
-}
-
-
-def no_rule_for(
-    model: nn.Module,
-    parameters: dict[str, nn.Parameter],
-    input_ids: Tensor,
-    *,
-    with_mask: bool = False,
-) -> str | None:
+def no_rule_for(model: nn.Module, input_ids: Tensor, *, with_mask: bool = False) -> str | None:
     """Why the one-pass rules may not be used for this model; None where they are exact.
 
     Two rows of synthetic ids, as long as those given, are compared with plain autograd,
@@ -173,18 +194,17 @@ def no_rule_for(
     frozen have changed.
     """
     known = _verdicts.setdefault(model, {})
-    looks = _looks(model, parameters, with_mask)
-    if looks not in known:
-        known[looks] = _found_wanting(
-            model, parameters, synthetic_rows(model, input_ids), with_mask
-        )
-        if known[looks] is not None:
-            warn_slow(str(known[looks]))
-    return known[looks]
+    state = _state(model, with_mask)
+    if state not in known:
+        known[state] = _first_fault(model, synthetic_rows(model, input_ids), with_mask)
+        if known[state] is not None:
+            warn_slow(str(known[state]))
+    return known[state]
 
 
-def _looks(model: nn.Module, parameters: dict[str, nn.Parameter], with_mask: bool) -> tuple:
+def _state(model: nn.Module, with_mask: bool) -> tuple:
     """All that a verdict hangs on and that may change between two calls."""
+    parameters = trainable_parameters(model)
     modules = tuple(
         (ref(each), each.training, getattr(each, "gradient_checkpointing", False))
         for each in model.modules()
@@ -193,28 +213,26 @@ def _looks(model: nn.Module, parameters: dict[str, nn.Parameter], with_mask: boo
     return with_mask, tuple(parameters), hooked, modules
 
 
-def _found_wanting(
-    model: nn.Module, parameters: dict[str, nn.Parameter], ids_BT: Tensor, with_mask: bool
-) -> str | None:
+def _first_fault(model: nn.Module, ids_BT: Tensor, with_mask: bool) -> str | None:
     mask_BT = torch.ones_like(ids_BT) if with_mask else None
     if mask_BT is not None:
         mask_BT[1, -2:] = 0
-    rows = Rows.chosen(next(groups_of_rows(torch.arange(2), 2)), ids_BT, ids_BT, mask_BT)
-    limitless = Clip(norm=float("inf"))
+    rows = rows_of(next(groups_of_rows(torch.arange(2), 2)), ids_BT, ids_BT, mask_BT)
+    limitless = Passes(model, Clip(norm=float("inf")))
     with Steady():
         for unit in range(2):
             # The other unit's loss counts nothing, so what is summed is this unit's alone.
             is_own_B = torch.arange(2, device=ids_BT.device) == unit
             own = replace(rows, weights_BT=rows.weights_BT * is_own_B[:, None])
             try:
-                one = own.in_one_pass(model, parameters, limitless)
+                one = limitless.eager(own)
             except NoRule as error:
                 return str(error)
             except UsageError:
                 raise
             except Exception as error:  # a model may break on tensors that a rule has spread
                 return f"the model (watched, it fails: {error})"
-            alone = own.clipped(model, parameters, limitless, slow=True)
+            alone = limitless.slow(own)
             if (name := _first_unlike(one, alone)) is not None:
                 return f"{name} (its gradient for two synthetic rows is not that of autograd)"
             if not torch.allclose(one.norms, alone.norms, rtol=_tolerance(one.norms), atol=1e-12):
@@ -267,88 +285,3 @@ def synthetic_rows(model: nn.Module, input_ids: Tensor) -> Tensor:
     ids = torch.randint(size, (2, length), generator=fixed)
     ids[:, -1] = ids[:, 0]
     return ids.to(input_ids)
-
-
-# `clipped_gradients`: per-unit clipping of any language model's gradient, in one call
-
-
-__all__ = ["check_no_buffers", "clipped_gradients", "logits_of", "no_rule_for"]
-
-_BUFFERED = (nn.modules.batchnorm._BatchNorm,)
-
-
-def clipped_gradients(
-    model: nn.Module,
-    input_ids: Tensor,
-    labels: Tensor,
-    *,
-    clip_norm: float,
-    attention_mask: Tensor | None = None,
-    units: Tensor | None = None,
-    per_layer: bool = False,
-) -> ClippedGradients:
-    """The sum over units of clipped gradients, without noise, and every unit's norm.
-
-    A row's loss is the mean cross-entropy over its labels that are not -100, shifted as
-    transformers does; a unit's loss is the mean over its rows. `units` says whose each row is;
-    without it every row is a unit of its own. Norms come in the order of the sorted distinct
-    unit ids. A unit whose loss or gradient is not finite contributes nothing.
-
-    Holds:
-        exact: equals clipping each unit's gradient from plain autograd.
-        bounded: no unit moves the sum by more than `clip_norm`.
-        whole: every trainable parameter is there, once, by its first name; an unused one is 0.
-        kept: the model's mode, its gradients and its weights stay as they were.
-    """
-    clip = Clip(norm=clip_norm, per_layer=per_layer)
-    parameters = trainable_parameters(model)
-    _check_shapes(input_ids, labels, attention_mask, units)
-    check_no_buffers(model)
-    slow = no_rule_for(model, parameters, input_ids, with_mask=attention_mask is not None)
-    if units is None:
-        units = torch.arange(len(input_ids))
-    distinct, place_B = torch.unique(units.cpu(), return_inverse=True)
-    groups = list(groups_of_rows(place_B, len(distinct)))
-    parts = [
-        Rows.chosen(group, input_ids, labels, attention_mask).clipped(
-            model, parameters, clip, slow=slow is not None
-        )
-        for group in groups
-    ]
-    return _joined(parts, torch.cat([group.units for group in groups]).to(input_ids.device))
-
-
-def check_no_buffers(model: nn.Module) -> None:
-    for name, module in model.named_modules():
-        if isinstance(module, _BUFFERED):
-            raise UsageError(
-                f"{name} is a {type(module).__name__}: it mixes rows, and keeps averages of private text that no noise "
-                f"hides. Replace it with a LayerNorm."
-            )
-
-
-def _check_shapes(ids: Tensor, labels: Tensor, mask: Tensor | None, units: Tensor | None) -> None:
-    if ids.ndim != 2 or not len(ids) or labels.shape != ids.shape:
-        raise UsageError(
-            f"input_ids has shape {tuple(ids.shape)} and labels {tuple(labels.shape)}. Give one row of each per document."
-        )
-    if mask is not None and mask.shape != ids.shape:
-        raise UsageError(
-            f"attention_mask has shape {tuple(mask.shape)} for ids {tuple(ids.shape)}."
-        )
-    if units is not None and units.shape != ids.shape[:1]:
-        raise UsageError(
-            f"units has shape {tuple(units.shape)} for {len(ids)} rows. Give one id per row."
-        )
-
-
-def _joined(parts: list[ClippedGradients], units: Tensor) -> ClippedGradients:
-    """One sum of all groups; `units` says whose norms and losses they are, group by group."""
-    gradients = parts[0].gradients
-    for part in parts[1:]:
-        gradients = {name: gradients[name] + part.gradients[name] for name in gradients}
-    order_U = units.argsort()
-    norms, losses = (
-        torch.cat([getattr(part, name) for part in parts]) for name in ("norms", "losses")
-    )
-    return ClippedGradients(gradients, norms[order_U], losses[order_U])

@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -23,7 +23,6 @@ from tightlip.core.errors import GuaranteeError, UsageError
 from tightlip.core.randomness import keyed_generator
 from tightlip.privacy.accounting import Mechanism
 from tightlip.privacy.adaptive import BECAUSE, MECHANISMS, AdaptiveSpec, checked_weights
-from tightlip.privacy.causality import check_causal
 from tightlip.privacy.clipping import Clip
 from tightlip.privacy.layers import Layout
 from tightlip.privacy.ledger import (
@@ -31,21 +30,30 @@ from tightlip.privacy.ledger import (
     MECHANISM,
     Ledger,
     claimed,
-    exact_figures,
     guarantee_terms,
     read_ledger,
 )
 from tightlip.privacy.noise import noise_for
-from tightlip.privacy.noise_schedules import BatchNoise, Schedule, schedule_for
+from tightlip.privacy.noise_schedules import schedule_for
 from tightlip.privacy.passes import Passes, Physical, Way
-from tightlip.privacy.per_unit import check_no_buffers, no_rule_for, synthetic_rows
+from tightlip.privacy.per_unit import check_model, check_optimizer, no_rule_for, synthetic_rows
 from tightlip.privacy.plans import PrivacySpec, Terms, noise_plan
 from tightlip.privacy.row_losses import NO_LABEL
 from tightlip.privacy.sampling import PoissonSampler, UnitRows
-from tightlip.privacy.sources import Documents, Source, source_of
 
 log = logging.getLogger("tightlip")
 LONGEST_CHECKED = 32  # positions of the two synthetic rows of the self-check
+
+
+class Source(Protocol):
+    """Rows to train on: whose each is, how long, and the rows themselves."""
+
+    unit_of_row: np.ndarray
+    lengths: np.ndarray
+    fingerprint: str
+
+    def gather(self, rows: np.ndarray, width: int) -> tuple[Tensor, Tensor]:
+        """Ids and targets [B, T] of the rows; a row of -1 is padding without a target."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +78,7 @@ class PrivateTraining:
         self,
         model: nn.Module,
         optimizer: Optimizer,
-        documents: "Source | Sequence[Tensor]",
+        documents: Source | Sequence[Tensor],
         *,
         ledger: str | Path,
         users: Sequence[Any] | None = None,
@@ -86,7 +94,7 @@ class PrivateTraining:
     ) -> None:
         """`weights` are the ρ of each row, for `adaptive`: private, all but their public facts."""
         self.model, self.optimizer = model, optimizer
-        self.source = source_of(documents, users)
+        self.source = _source_of(documents, users)
         self.spec = PrivacySpec(**{"unit": "example" if users is None else "user", **spec})
         if isinstance(self.source, Documents):
             _check_unit(self.spec.unit, users)
@@ -109,7 +117,7 @@ class PrivateTraining:
             releases=self.terms.releases,
             adaptive=adaptive,
         )
-        self.schedule: Schedule = schedule_for(adaptive, self.plan, self.spec, Path(ledger).parent)
+        self.schedule = schedule_for(adaptive, self.plan, self.spec, Path(ledger).parent)
         self.ledger = self._ledger(Path(ledger), claims_ledger)
 
     def close(self) -> None:
@@ -124,6 +132,10 @@ class PrivateTraining:
     def mechanism(self) -> Mechanism:
         """A step as the accounting has it; where the noise varies, with the least it can be."""
         return self.plan.mechanism
+
+    @property
+    def _mode(self) -> str | None:
+        return None if self.adaptive is None else self.adaptive.mode
 
     @property
     def delta(self) -> float:
@@ -213,11 +225,11 @@ class PrivateTraining:
         loss, num_targets = torch.zeros((), device=self.device), 0
         batches = list(self.physical_batches(units, *(() if drawn is None else (drawn,))))
         for batch, targets in batches:
-            found = self._passes(batch)
+            clipped = self._passes(batch)
             # A unit that is not finite counts nothing, here as in the sum.
-            loss += torch.where(found.losses.isfinite(), found.losses, 0).sum().float()
+            loss += torch.where(clipped.losses.isfinite(), clipped.losses, 0).sum().float()
             num_targets += targets
-            parts = list(found.gradients.values())
+            parts = list(clipped.gradients.values())
             if total is None:
                 # A captured pass writes to the same memory each time.
                 keep = len(batches) > 1 and self._passes.wants_fixed_shapes
@@ -225,7 +237,14 @@ class PrivateTraining:
             else:
                 torch._foreach_add_(total, parts)
         if total is None:
-            total = [_zeros(each) for each in self._passes.parameters.values()]
+            total = [
+                torch.zeros(
+                    each.shape,
+                    dtype=torch.promote_types(each.dtype, torch.float32),
+                    device=each.device,
+                )
+                for each in self._passes.parameters.values()
+            ]
         return total, Step(loss=loss / max(1, len(units)), num_targets=num_targets)
 
     def physical_batches(
@@ -293,16 +312,15 @@ class PrivateTraining:
         return _moved(torch.from_numpy(padded), self.device)
 
     def _checked_passes(self, way: Way, bf16: bool) -> Passes:
-        check_no_buffers(self.model)
-        _check_optimizer(self.model, self.optimizer)
+        check_optimizer(self.model, self.optimizer)
         self.model.eval()
         clip = Clip(norm=self.spec.clip_norm, per_layer=self.spec.per_layer)
         passes = Passes(self.model, clip, way=way, bf16=bf16)
         length = min(LONGEST_CHECKED, int(self.source.lengths.max()))
         some = torch.full((1, length), self._some_id(), device=self.device)
         widest = max(int(self.source.lengths.max()), *(self._widths or (1,)))
-        check_causal(self.model, synthetic_rows(self.model, some[:, :1].expand(-1, widest)))
-        slow = no_rule_for(self.model, passes.parameters, some)
+        check_model(self.model, synthetic_rows(self.model, some[:, :1].expand(-1, widest)))
+        slow = no_rule_for(self.model, some)
         if slow is not None:
             log.warning(
                 "No fast rule covers %s: units are clipped one after the other, exactly but slowly.",
@@ -318,21 +336,21 @@ class PrivateTraining:
         return int(ids_BT.max())
 
     def _because(self) -> str:
-        said = [self.terms.because]
-        if self.adaptive is not None and self.adaptive.mode == "as-published":
-            why = BECAUSE["as-published"]  # whatever the terms say
-            said = said if why in said[0] else [why]
+        because = self.terms.because
+        if self._mode == "as-published" and BECAUSE["as-published"] not in because:
+            because = BECAUSE["as-published"]  # whatever the terms say
         if self.spec.insecure_seed is not None:
-            said.insert(0, "The noise comes from a known seed and hides nothing.")
-        return " ".join(said)
+            because = f"The noise comes from a known seed and hides nothing. {because}"
+        return because
 
     def _accountant(self) -> str:
-        mode = None if self.adaptive is None else self.adaptive.mode
-        if mode == "as-published":
+        if self._mode == "as-published":
             return "PLD of σ·γ of each batch, our reading: the paper gives no accounting"
         if self.plan.budget is not None:
             return f"RDP filter at order {self.plan.budget.order}, or PLD at the least noise if that is less"
-        return "PLD at the least noise that a step can have" if mode == "scale" else ACCOUNTANT
+        return (
+            "PLD at the least noise that a step can have" if self._mode == "scale" else ACCOUNTANT
+        )
 
     def _adaptive_terms(self) -> dict[str, Any] | None:
         if self.adaptive is None:
@@ -350,8 +368,7 @@ class PrivateTraining:
 
     def _ledger(self, path: Path, claims: bool) -> Ledger:
         spec = self.spec
-        insecure = spec.insecure_seed is not None
-        mode = None if self.adaptive is None else self.adaptive.mode
+        insecure, mode = spec.insecure_seed is not None, self._mode
         terms = guarantee_terms(
             self.mechanism,
             name=MECHANISM if mode is None else MECHANISMS[mode],
@@ -372,14 +389,13 @@ class PrivateTraining:
             outside=list(self.terms.outside),
         )
         meter, schedule = self.plan.meter(self.adaptive), self.schedule
-        figures = schedule.figures if isinstance(schedule, BatchNoise) else exact_figures
         claim = claimed(path) if claims else None  # before it is read, or two could read the same
         try:
-            if path.exists():
-                ledger = Ledger.open(path, terms, meter, state=schedule.state, figures=figures)
+            goes_on = path.exists()
+            make = Ledger.open if goes_on else Ledger.begin
+            ledger = make(path, terms, meter, state=schedule.state, figures=schedule.figures)
+            if goes_on:
                 schedule.restore(read_ledger(path).get("adaptive_state", {}), ledger.steps)
-            else:
-                ledger = Ledger.begin(path, terms, meter, state=schedule.state, figures=figures)
         except BaseException:
             if claim is not None:
                 claim.close()  # or a kept traceback would keep the lock
@@ -396,13 +412,55 @@ class _Drawn:
     rho_U: np.ndarray
 
 
+class Documents:
+    """Documents as tensors of ids, each read whole."""
+
+    def __init__(self, documents: Sequence[Tensor], users: Sequence[Any] | None) -> None:
+        if users is not None and len(users) != len(documents):
+            raise UsageError(
+                f"{len(users)} users for {len(documents)} documents. Give one user for each document."
+            )
+        if not len(documents):
+            raise UsageError("There are no documents to train on.")
+        self._documents = [
+            torch.as_tensor(document, dtype=torch.long).cpu() for document in documents
+        ]
+        whose = range(len(documents)) if users is None else users
+        self.unit_of_row = np.unique(np.array([str(user) for user in whose]), return_inverse=True)[
+            1
+        ]
+        if users is None:
+            self.unit_of_row = np.arange(len(documents))
+        # The last id is only predicted, never fed.
+        self.lengths = np.array([max(1, len(document) - 1) for document in self._documents])
+        # A hash of the text in a ledger would tell who is in it.
+        self.fingerprint = ""
+
+    def gather(self, rows: np.ndarray, width: int) -> tuple[Tensor, Tensor]:
+        ids = torch.zeros(len(rows), width, dtype=torch.long)
+        targets = torch.full((len(rows), width), NO_LABEL)
+        for place, row in enumerate(rows):
+            if row >= 0:
+                document = self._documents[row]
+                size = max(0, len(document) - 1)  # a document of one id or none predicts nothing
+                ids[place, :size] = document[:size]
+                targets[place, :size] = document[1:]
+        return ids, targets
+
+
+def _source_of(documents: Source | Sequence[Tensor], users: Sequence[Any] | None) -> Source:
+    if hasattr(documents, "gather"):
+        return documents  # type: ignore[return-value]
+    return Documents(documents, users)  # type: ignore[arg-type]
+
+
 def _on_your_word(adaptive: AdaptiveSpec | None) -> Terms:
     """The terms of somebody's own loop, where nobody here knows what else shaped the weights."""
-    said = ["where tokenizer and starting weights came from: yours to say"]
+    outside = (*Terms().outside, "where tokenizer and starting weights came from: yours to say")
     if adaptive is None:
-        return Terms(outside=(*Terms().outside, *said))
-    said.append("where the weights came from, and that each hangs on its own text alone")
-    return Terms(because=BECAUSE[adaptive.mode], outside=(*Terms().outside, *said))
+        return Terms(outside=outside)
+    weights = "where the weights came from, and that each hangs on its own text alone"
+    return Terms(because=BECAUSE[adaptive.mode], outside=(*outside, weights))
 
 
 def _check_unit(unit: str, users: Sequence[Any] | None) -> None:
@@ -412,27 +470,6 @@ def _check_unit(unit: str, users: Sequence[Any] | None) -> None:
         raise UsageError(
             f"unit={unit!r} with {given} given: with users the unit is a user, without them an example. Leave unit out."
         )
-
-
-def _check_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
-    """Refuse an optimizer that changes other weights than those that are clipped."""
-    changed = {id(each) for group in optimizer.param_groups for each in group["params"]}
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad and id(parameter) not in changed:
-            raise UsageError(
-                f"The optimizer does not hold {name}, so it would never change. Give it the optimizer, or freeze it."
-            )
-        changed.discard(id(parameter))
-    if changed:
-        raise GuaranteeError(
-            f"The optimizer changes {len(changed)} tensors that are no parameters of the model: nothing would clip them. "
-            f"Build it from model.parameters()."
-        )
-
-
-def _zeros(parameter: nn.Parameter) -> Tensor:
-    wide = torch.float64 if parameter.dtype == torch.float64 else torch.float32
-    return torch.zeros(parameter.shape, dtype=wide, device=parameter.device)
 
 
 def _moved(tensor: Tensor, device: torch.device) -> Tensor:

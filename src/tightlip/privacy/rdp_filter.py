@@ -185,9 +185,9 @@ def filter_for(
     low = noise_multiplier if least_noise is None else least_noise
     noise, high = low, noise_multiplier
     while fitting >= steps and high / low > 1.001:
-        found, most = best(noise_multiplier=noise)
+        its_order, most = best(noise_multiplier=noise)
         if most >= steps:
-            order, high = found, noise
+            order, high = its_order, noise
         else:
             low = noise
         noise = math.sqrt(low * high)

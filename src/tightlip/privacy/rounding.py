@@ -132,9 +132,6 @@ def _grams_of_pieces(values_USX: Tensor) -> Tensor:
     return fp32_product(pieces_NLX, pieces_NLX.transpose(1, 2))
 
 
-# The sum over units of clipped gradients, one matrix product per use
-
-
 class Scaled:
     """Uses scaled by a factor per row, and summed over all rows; without factors, just summed.
 
@@ -157,7 +154,7 @@ class Scaled:
         return total
 
     def _sum(self, use: Use, like: Tensor) -> Tensor:
-        dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
+        dtype = torch.promote_types(like.dtype, torch.float32)
         if isinstance(use, Whole):
             return self.scaled(use.gradient_BX, dtype).sum(0, dtype=dtype).reshape(like.shape)
         if isinstance(use, Lookup):

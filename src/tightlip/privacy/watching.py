@@ -1,4 +1,4 @@
-"""What replaces each operation on a trainable parameter while a model is watched.
+"""Watching a model use its parameters, so that one backward pass tells of every use.
 
 A rule computes the same, keeps the parameter out of autograd, and sees to it that the way back
 notes what its gradient is made of. Shapes: B rows, T tokens of a row.
@@ -14,6 +14,28 @@ from torch.overrides import TorchFunctionMode
 
 from tightlip.privacy.layers import EmbeddingUse, NormUse, Use, Whole, linear_use
 from tightlip.privacy.recurrent_layers import GRULayer, LSTMLayer
+
+# What can put rows in an order that only this batch holds; two synthetic rows would not tell.
+_PICKING = {
+    function
+    for name in (
+        *(
+            "index_select",
+            "gather",
+            "take",
+            "take_along_dim",
+            "masked_select",
+            "roll",
+            "flip",
+            "sort",
+        ),
+        *("index_add", "index_copy", "index_put", "scatter", "scatter_add"),
+    )
+    for owner, spelling in ((torch, name), (Tensor, name), (Tensor, f"{name}_"))
+    if (function := getattr(owner, spelling, None)) is not None
+} | {Tensor.__getitem__, Tensor.__setitem__}
+_ADDS_ROWS = {Tensor.unsqueeze, torch.unsqueeze, Tensor.__getitem__}
+_AT_FRONT = ((0,), (None,), ((None, ...),))
 
 
 class NoRule(Exception):
@@ -196,34 +218,6 @@ RULES: dict[Any, Callable[..., Any]] = {
 }
 
 
-# Watching a model use its parameters, so that one backward pass tells of every use
-
-
-# What can put rows in an order that only this batch holds; two synthetic rows would not tell.
-_PICKING = {
-    function
-    for name in [
-        "index_select",
-        "gather",
-        "take",
-        "take_along_dim",
-        "masked_select",
-        "roll",
-        "flip",
-        "sort",
-        "index_add",
-        "index_copy",
-        "index_put",
-        "scatter",
-        "scatter_add",
-    ]
-    for owner, spelling in ((torch, name), (Tensor, name), (Tensor, f"{name}_"))
-    if (function := getattr(owner, spelling, None)) is not None
-} | {Tensor.__getitem__, Tensor.__setitem__}
-_ADDS_ROWS = {Tensor.unsqueeze, torch.unsqueeze, Tensor.__getitem__}
-_AT_FRONT = ((0,), (None,), ((None, ...),))
-
-
 class Watch(TorchFunctionMode):
     """Everything that happened to the trainable parameters of one model in one pass."""
 
@@ -315,12 +309,12 @@ class Watch(TorchFunctionMode):
         )
 
     def _parameters_in(self, args: Sequence[Any], kwargs: dict[str, Any]) -> list[str]:
-        found = []
-        for value in (*args, *kwargs.values()):
-            for each in value if isinstance(value, list | tuple) else (value,):
-                if id(each) in self.names:
-                    found.append(self.names[id(each)])
-        return found
+        return [
+            self.names[id(each)]
+            for value in (*args, *kwargs.values())
+            for each in (value if isinstance(value, list | tuple) else (value,))
+            if id(each) in self.names
+        ]
 
 
 def _holds_tensor(value: Any) -> bool:

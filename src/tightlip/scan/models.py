@@ -8,8 +8,12 @@ from tightlip.core.devices import usable_device
 from tightlip.core.errors import UsageError
 from tightlip.core.settings import bytes_from
 from tightlip.corpus.tokens import TokenizedCorpus
-from tightlip.models.fingerprints import model_fingerprint, state_fingerprint
-from tightlip.models.loading import load_causal_lm, load_tokenizer
+from tightlip.models.loading import (
+    load_causal_lm,
+    load_tokenizer,
+    model_fingerprint,
+    state_fingerprint,
+)
 from tightlip.scan.scanner import Scanner
 from tightlip.scan.store import ScannedCorpus, scan_corpus
 

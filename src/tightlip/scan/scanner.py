@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from tightlip.core.causality import looks_ahead, rounding_tolerance
 from tightlip.core.errors import UsageError
 from tightlip.scan.scoring import score_logits
 from tightlip.scan.store import NOT_SCORED
@@ -236,19 +237,14 @@ class Scanner:
         row = torch.from_numpy(inputs_BT[:1, :128]).to(self.device)
         logits = self._forward(row)[0].float()
         self._refuse_nan(logits)  # which differs from itself, and would read as looking ahead
-        self._refuse_looking_ahead(row, logits)
+        self._refuse_looking_ahead(row)
         self.output_layer = self._usable_output_layer(row, logits)
         self._checked = True
 
-    def _refuse_looking_ahead(self, row: torch.Tensor, logits: torch.Tensor) -> None:
-        half = row.shape[1] // 2
-        if half == 0:
-            return
-        changed = row.clone()
-        changed[:, half:] = changed[:, half:].flip(1).roll(1, dims=1)
-        changed[:, half] = (row[:, half] + 1) % logits.shape[-1]
-        again = self._forward(changed)[0].float()[:, :half]
-        if not self._close(again, logits[:, :half]):
+    def _refuse_looking_ahead(self, row: torch.Tensor) -> None:
+        dtype = next((p.dtype for p in self.model.parameters()), torch.float32)
+        tolerance = rounding_tolerance(dtype)
+        if looks_ahead(lambda ids: self._forward(ids)[0].float(), row, tolerance=tolerance):
             raise UsageError(
                 "The model's predictions change with the words that come after them, so it is no "
                 "causal language model and every hit would be a false one. Audit the causal model; "

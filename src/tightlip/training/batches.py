@@ -12,11 +12,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tightlip.privacy.row_losses import NO_LABEL
+
 if TYPE_CHECKING:
     from tightlip.corpus.tokens import TokenizedCorpus
 
 
-NO_LABEL = -100
 SORTED_TOGETHER = 50  # batches; sorting more by length saves no padding worth having
 
 
@@ -101,11 +102,7 @@ def epoch_order(rows: Rows, *, batch_size: int, seed: int, epoch: int) -> list[n
     """
     draw = np.random.default_rng([seed, epoch])
     shuffled = draw.permutation(len(rows))
-    batches = []
-    for start in range(0, len(rows), SORTED_TOGETHER * batch_size):
-        block = shuffled[start : start + SORTED_TOGETHER * batch_size]
-        block = block[np.argsort(rows.lengths[block], kind="stable")]
-        batches += [block[at : at + batch_size] for at in range(0, len(block), batch_size)]
+    batches = _of_like_length(rows, shuffled, batch_size)
     return [batches[place] for place in draw.permutation(len(batches))]
 
 
@@ -123,11 +120,18 @@ def user_order(rows: Rows, *, batch_size: int, seed: int, epoch: int) -> list[np
     changes = np.flatnonzero(np.diff(rows.users[by_user])) + 1
     batches = []
     for own in np.split(by_user, changes):
-        for start in range(0, len(own), SORTED_TOGETHER * batch_size):
-            block = own[start : start + SORTED_TOGETHER * batch_size]
-            block = block[np.argsort(rows.lengths[block], kind="stable")]
-            batches += [block[at : at + batch_size] for at in range(0, len(block), batch_size)]
+        batches += _of_like_length(rows, own, batch_size)
     return [batches[place] for place in draw.permutation(len(batches))]
+
+
+def _of_like_length(rows: Rows, order: np.ndarray, batch_size: int) -> list[np.ndarray]:
+    """Batches in this order, but that of some batches together the rows are sorted by length."""
+    batches = []
+    for start in range(0, len(order), SORTED_TOGETHER * batch_size):
+        block = order[start : start + SORTED_TOGETHER * batch_size]
+        block = block[np.argsort(rows.lengths[block], kind="stable")]
+        batches += [block[at : at + batch_size] for at in range(0, len(block), batch_size)]
+    return batches
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,11 +201,8 @@ def gather(rows: Rows, chosen: np.ndarray, *, widths: tuple[int, ...] = ()) -> B
     )
 
 
-# The corpus' rows as private training asks for them: by unit, in batches of a given width
-
-
 class TokenRows:
-    """Rows and whose each is."""
+    """The corpus' rows as private training asks for them: whose each is, in batches of a given width."""
 
     def __init__(self, rows: Rows, unit_of_row: np.ndarray, fingerprint: str = "") -> None:
         self.rows, self.unit_of_row, self.fingerprint = rows, unit_of_row, fingerprint

@@ -61,11 +61,11 @@ def load_checkpoint(
     folder: Path, model: nn.Module, optimizer: Optimizer, mitigation: Mitigation
 ) -> Progress | None:
     """Bring everything back to the last moment saved; None where none was."""
-    found = [path for path in folder.glob("step-*") if (path / "state.json").is_file()]
-    if not found:
+    saved = [path for path in folder.glob("step-*") if (path / "state.json").is_file()]
+    if not saved:
         return None
-    states = {path: Progress(**read_json(path / "state.json")) for path in found}
-    latest = max(found, key=lambda path: (states[path].step, states[path].recorded_step))
+    states = {path: Progress(**read_json(path / "state.json")) for path in saved}
+    latest = max(saved, key=lambda path: (states[path].step, states[path].recorded_step))
     tensors = load_file(latest / "tensors.safetensors")
     load_model_tensors(model, _part(tensors, "model"), latest)
     load_optimizer_tensors(optimizer, _part(tensors, "optimizer"))
@@ -121,11 +121,9 @@ def _part(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
     return {name[len(start) :]: value for name, value in tensors.items() if name.startswith(start)}
 
 
-# The training loss of the epoch under way, and the alarm when it is no number
-
-
 class RunningLoss:
-    """Losses on their way into the epoch's sum, looked at some at a time."""
+    """Losses on their way into the epoch's sum, looked at some at a time; one that is no number
+    raises the alarm."""
 
     def __init__(self, progress: Progress, *, together: int) -> None:
         self.progress, self._together = progress, together

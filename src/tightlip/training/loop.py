@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from tightlip.core.devices import usable_device
 from tightlip.core.errors import TightlipError, UsageError
 from tightlip.core.progress import Task, held_interrupts, log, logged_to, task
 from tightlip.core.registry import look_up
@@ -40,7 +41,7 @@ from tightlip.training.losses import Forward, is_finite, is_recurrent, perplexit
 from tightlip.training.mitigations import Mitigation, RunContext
 from tightlip.training.plan import Plan, build_optimizer, set_learning_rate
 from tightlip.training.recipe import SAME_RUN, Recipe, recipe_for, with_canaries
-from tightlip.training.starting import check_fits, chosen_device, save_model, starting_model
+from tightlip.training.starting import check_fits, save_model, starting_model
 
 if TYPE_CHECKING:
     from tightlip.corpus.prepare import PreparedCorpus
@@ -67,7 +68,7 @@ def train_model(
         untouched: a finished run with the same settings is returned as it is.
     """
     out, options = Path(out), options or RunOptions()
-    device = chosen_device(options)
+    device = torch.device(usable_device(options.device, bf16=options.bf16))
     mitigation: Mitigation = look_up("mitigation", config.mitigation.name)()
     recipe = recipe_for(corpus, out, config, options, without_users)
     mitigation.check(config, recipe.corpus)

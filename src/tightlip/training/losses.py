@@ -16,11 +16,14 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import cross_entropy, linear
 from transformers.modeling_utils import PreTrainedModel
 
-from tightlip.models.configurations import GRUConfig, LSTMConfig, TransformerConfig
+from tightlip.models.causal_lm import CausalLM
+from tightlip.models.recurrent import RecurrentForCausalLM
 from tightlip.training.batches import NO_LABEL, Batch, Rows, gather
 
 # Logits of so many targets stay in a core's cache: 2.2 s an epoch became 1.5 s on two cores.
 CHUNK = {"cpu": 512, "cuda": 8192}
+POSITIONS = {"cpu": 8192, "cuda": 131_072}  # in one batch that is scored
+FOREIGN_LOGITS = {"cpu": 2**25, "cuda": 2**29}  # of a model that makes all its logits at once
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,19 +100,12 @@ class Forward:
 
     def _logits(self, batch: Batch) -> Iterator[tuple[Tensor, Tensor]]:
         """Logits in float32 with their targets, some hundreds at a time."""
-        size = CHUNK.get(batch.target_ids_N.device.type, 512)
-        if not is_ours(self.model):
-            whole_NV = self._foreign_logits(batch)
-            for logits_NV, targets_N in zip(
-                whole_NV.split(size), batch.target_ids_N.split(size), strict=True
-            ):
-                yield logits_NV.float(), targets_N
-            return
-        hidden_NH = at_targets(self._hidden(batch), batch)
-        for part_NH, targets_N in zip(
-            hidden_NH.split(size), batch.target_ids_N.split(size), strict=True
+        size, ours = CHUNK.get(batch.target_ids_N.device.type, 512), is_ours(self.model)
+        whole_NX = at_targets(self._hidden(batch), batch) if ours else self._foreign_logits(batch)
+        for part_NX, targets_N in zip(
+            whole_NX.split(size), batch.target_ids_N.split(size), strict=True
         ):
-            yield self.model.lm_head(part_NH).float(), targets_N
+            yield (self.model.lm_head(part_NX) if ours else part_NX).float(), targets_N
 
     def _hidden(self, batch: Batch) -> Tensor:
         # Padding stands on the right and our models look left only: no mask is needed.
@@ -138,15 +134,13 @@ class Forward:
 
 def is_ours(model: nn.Module) -> bool:
     """Whether the logits are `lm_head` of the base model's last hidden state, nothing more."""
-    # Adapters wrap a model and show its config: what they wrap is ours, they are not.
-    return isinstance(model, PreTrainedModel) and isinstance(
-        model.config, LSTMConfig | GRUConfig | TransformerConfig
-    )
+    # Adapters wrap a model: what they wrap is ours, they are not.
+    return isinstance(model, CausalLM)
 
 
 def is_recurrent(model: nn.Module) -> bool:
     """Whether the model is one of our own LSTMs and GRUs."""
-    return is_ours(model) and isinstance(model.config, LSTMConfig | GRUConfig)
+    return isinstance(model, RecurrentForCausalLM)
 
 
 def dense_loss(model: PreTrainedModel, inputs_BT: Tensor, targets_BT: Tensor) -> Tensor:
@@ -240,13 +234,6 @@ def softmax_errors(logits_NV: Tensor, targets_N: Tensor) -> tuple[Tensor, Tensor
     errors_NV = logits_NV.sub_(log_sums_N1).exp_()
     errors_NV.scatter_add_(1, targets_N1, -torch.ones_like(log_sums_N1))
     return errors_NV, loss
-
-
-# How well a model predicts text it was not trained on
-
-
-POSITIONS = {"cpu": 8192, "cuda": 131_072}  # in one batch
-FOREIGN_LOGITS = {"cpu": 2**25, "cuda": 2**29}  # of a model that makes all its logits at once
 
 
 def validation_scores(forward: Forward, rows: Rows) -> Scores:

@@ -13,37 +13,26 @@ from tightlip.core.figures import shown_epsilon
 from tightlip.core.files import folder_written_whole, write_json, write_text
 from tightlip.corpus.encoding import tokenizer_fingerprint
 from tightlip.models.configurations import GRUConfig, LSTMConfig, TransformerConfig
-from tightlip.models.fingerprints import model_fingerprint
-from tightlip.models.loading import load_causal_lm, load_tokenizer, without_progress_bar
+from tightlip.models.loading import (
+    load_causal_lm,
+    load_tokenizer,
+    model_fingerprint,
+    without_progress_bar,
+)
 from tightlip.models.recurrent import GRUForCausalLM, LSTMForCausalLM, RecurrentForCausalLM
 from tightlip.models.transformer import TransformerForCausalLM
-from tightlip.training.config import BUILT_IN_MODELS, RunOptions, TrainConfig
+from tightlip.training.config import BUILT_IN_MODELS, TrainConfig
 
 _RECURRENT: dict[str, Any] = {
     "lstm": (LSTMConfig, LSTMForCausalLM),
     "gru": (GRUConfig, GRUForCausalLM),
 }
-
-
-def chosen_device(options: RunOptions) -> torch.device:
-    """The device the options mean; auto is the GPU where there is one."""
-    device = named_device(options.device)
-    if options.bf16 and device.type == "cpu":
-        # Without AVX-512, oneDNN's bfloat16 LSTM ends the process with an illegal instruction.
-        raise UsageError("bf16=True is for GPUs, and this run is on the CPU. Leave bf16 out.")
-    return device
-
-
-def named_device(name: str) -> torch.device:
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise UsageError(f"Unknown device {name!r}. Available: auto, cpu, cuda, cuda:N.") from error
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise UsageError(f"device={name!r} needs a GPU, and torch sees none here. Use device=auto.")
-    return device
+# Of a model's card, before and after its noise.
+_ABOUT_THE_STEPS = ("mechanism", "adjacency", "sampling", "accountant", "steps")
+_ABOUT_THE_PROMISE = ("clip_norm", "sampling_rate", "covers", "outside")
+# Of an adaptive run, as `tightlip ledger` has them.
+_ABOUT_THE_MODE = ("least_clip", "gamma_floor", "release_noise", "averaging", "least_weight")
+_ABOUT_THE_WEIGHTS = ("normalisation", "estimator", "model", "public_corpus")
 
 
 def starting_model(config: TrainConfig, tokenizer: Any) -> PreTrainedModel:
@@ -147,16 +136,6 @@ def save_model(folder: Path, model: Any, tokenizer: Any, guarantee: dict[str, An
         write_json(beside / "guarantee.json", own)
 
 
-# The card that lies beside a model's weights: what may be said of them, in words
-
-
-_NAMES = ("mechanism", "adjacency", "sampling", "accountant", "steps")
-_MORE = ("clip_norm", "sampling_rate", "covers", "outside")
-# Of an adaptive run, as `tightlip ledger` has them.
-_MODE = ("least_clip", "gamma_floor", "release_noise", "averaging", "least_weight")
-_WEIGHTS = ("normalisation", "estimator", "model", "public_corpus")
-
-
 def model_card(guarantee: dict[str, Any]) -> str:
     """Markdown for the model's README. Nothing measured on private text goes in.
 
@@ -199,26 +178,26 @@ def _headline(guarantee: dict[str, Any]) -> list[str]:
 
 def _rows(guarantee: dict[str, Any]) -> list[tuple[str, Any]]:
     """Everything that says something, each with its name."""
-    rows = [(name, guarantee.get(name)) for name in _NAMES]
-    rows += [*_noise(guarantee), *((name, guarantee.get(name)) for name in _MORE)]
+    rows = [(name, guarantee.get(name)) for name in _ABOUT_THE_STEPS]
+    rows += [*_noise(guarantee), *((name, guarantee.get(name)) for name in _ABOUT_THE_PROMISE)]
     return [(name, value) for name, value in rows if value not in (None, [], "")]
 
 
 def _noise(guarantee: dict[str, Any]) -> list[tuple[str, Any]]:
     """How much noise there was; of an adaptive run the mode too, and where the weights are from."""
     adaptive, least = guarantee.get("adaptive"), guarantee.get("noise_multiplier")
-    if not adaptive:
-        return [("noise_multiplier", least)]
     noise = [("noise_multiplier", least)]
+    if not adaptive:
+        return noise
     if adaptive["mode"] != "clip":
         noise = [
             ("full noise_multiplier", adaptive["noise_multiplier"]),
             ("least noise_multiplier", least),
         ]
     weights = adaptive.get("weights") or {}
-    told = ", ".join(str(weights[name]) for name in _WEIGHTS if weights.get(name))
-    own = [(name, adaptive.get(name)) for name in _MODE]
-    return [("adaptive", adaptive["mode"]), *noise, *own, ("weights", told)]
+    origin = ", ".join(str(weights[name]) for name in _ABOUT_THE_WEIGHTS if weights.get(name))
+    own = [(name, adaptive.get(name)) for name in _ABOUT_THE_MODE]
+    return [("adaptive", adaptive["mode"]), *noise, *own, ("weights", origin)]
 
 
 def _cell(value: Any) -> str:

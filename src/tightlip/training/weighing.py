@@ -39,8 +39,7 @@ from tightlip.corpus.public_text import (
 )
 from tightlip.corpus.readers import Corpus, open_corpus
 from tightlip.corpus.tokens import TokenizedCorpus
-from tightlip.models.fingerprints import model_fingerprint
-from tightlip.models.loading import load_causal_lm, load_tokenizer
+from tightlip.models.loading import load_causal_lm, load_tokenizer, model_fingerprint
 from tightlip.scan.scanner import Scanner
 from tightlip.scan.store import scan_corpus
 

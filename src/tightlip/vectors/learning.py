@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from tightlip.core.devices import usable_device
 from tightlip.core.errors import UsageError
 from tightlip.core.files import write_json
 from tightlip.core.progress import Task, held_interrupts, log, task
@@ -39,22 +40,6 @@ METRICS = "metrics.json"
 WARMUP_SHARE = 0.1
 LARGEST_NORM = 1.0
 READERS_RATE = 2e-3
-
-
-def chosen_device(options: RepresentOptions) -> torch.device:
-    """The device the options mean; auto is the GPU where there is one."""
-    name = options.device
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise UsageError(f"Unknown device {name!r}. Available: auto, cpu, cuda, cuda:N.") from error
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise UsageError(f"device={name!r} needs a GPU, and torch sees none here. Use device=auto.")
-    if options.bf16 and device.type == "cpu":
-        raise UsageError("bf16=True is for GPUs, and this run is on the CPU. Leave bf16 out.")
-    return device
 
 
 def mechanism_of(settings: RepresentSettings, dimensions: int) -> VectorMechanism:
@@ -103,7 +88,7 @@ class Training:
         out: Path,
     ) -> None:
         self.settings, self.options, self.out = settings, options, out
-        self.device = chosen_device(options)
+        self.device = torch.device(usable_device(options.device, bf16=options.bf16))
         self.examples, self.train = examples, examples.part("train")
         seed_step(settings.seed, -1, self.device)
         self.extractor = make_extractor(

@@ -7,11 +7,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from tightlip.core.devices import usable_device
 from tightlip.core.errors import UsageError
 from tightlip.core.files import read_json, write_json
 from tightlip.core.progress import log, logged_to
 from tightlip.core.run_folder import LOG, abandon_run, begin_run, check_may_train, claimed, is_run
-from tightlip.models.fingerprints import model_fingerprint
+from tightlip.models.loading import model_fingerprint
 from tightlip.vectors.data import CORPUS, Examples, Source, open_source, read_examples, write_corpus
 from tightlip.vectors.extractors import checked_folder
 from tightlip.vectors.halves import DEVICE, SERVER, read_half
@@ -141,9 +142,9 @@ def _train_in(
     settings: RepresentSettings,
     options: RepresentOptions,
 ) -> None:
-    from tightlip.vectors.learning import Training, chosen_device
+    from tightlip.vectors.learning import Training
 
-    device = chosen_device(options)
+    device = usable_device(options.device, bf16=options.bf16)
     with logged_to(out / LOG), _own_randomness(device), _few_threads(settings.is_new):
         training = Training(examples, settings, options, out)
         if source.tree["path"] is None and not (out / CORPUS).exists():
@@ -157,11 +158,11 @@ def _train_in(
 
 
 @contextmanager
-def _own_randomness(device: Any) -> Iterator[None]:
+def _own_randomness(device: str) -> Iterator[None]:
     """Leave torch's generators, which training seeds, as they were."""
     import torch
 
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+    with torch.random.fork_rng([device] if device.startswith("cuda") else []):
         yield
 
 

@@ -419,7 +419,7 @@ def _refuse_own_choice(folder: Path, keys: Sequence[Planted]) -> None:
     }
     if not choosers:
         return
-    from tightlip.models.fingerprints import model_fingerprint
+    from tightlip.models.loading import model_fingerprint
 
     if model_fingerprint(folder) in choosers:
         raise UsageError(

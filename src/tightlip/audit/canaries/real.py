@@ -154,8 +154,7 @@ def choose_canaries(
 
     `key` names what was planted in the run's corpus, which is then never chosen.
     """
-    from tightlip.models.fingerprints import model_fingerprint
-    from tightlip.models.loading import load_tokenizer
+    from tightlip.models.loading import load_tokenizer, model_fingerprint
     from tightlip.scan.document_scores import open_scanner
 
     config, record = ChoiceConfig(**settings), _unmitigated(Path(run))
