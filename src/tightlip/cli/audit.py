@@ -209,7 +209,7 @@ def show(report: Any) -> None:
     from rich.console import Console
 
     from tightlip.core.files import read_json
-    from tightlip.report.leakage.terminal import snapshots_table, terminal_table
+    from tightlip.report.leakage.table import snapshots_table, terminal_table
 
     console = Console()
     snapshots = report.folder / "snapshots.json"

@@ -87,7 +87,7 @@ def prepare(
 
     import tightlip
     from tightlip.core.progress import shown_progress
-    from tightlip.report.leakage.terminal import statistics_table
+    from tightlip.report.terminal import statistics_table
 
     weighing = _weighing(
         privacy_weights,

@@ -1,21 +1,9 @@
-"""Headline figures, one plain sentence each, for the terminal and the page alike."""
+"""A leakage report in words: its verdict, its headline figures, and what training longer did."""
 
 import math
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-from tightlip.core.figures import (
-    INSECURE,
-    UNKNOWN,
-    count,
-    counted,
-    guarantee_words,
-    number,
-    percent,
-)
-
-if TYPE_CHECKING:
-    from rich.table import Table
-
+from tightlip.core.figures import UNKNOWN, count, counted, guarantee_words, number, percent
 
 NO_PUBLIC_MODEL = (
     "No public model was given. With --public-model DIR (or leave-out) every sequence gets a ratio: "
@@ -46,7 +34,7 @@ def _leak_lines(summary: dict[str, Any]) -> list[Line]:
     owners, users, worst = (
         summary.get(key) for key in ("users_with_unique", "num_users", "leakage_epsilon")
     )
-    longest = longest_unique(summary)
+    longest = longest_of(summary.get("unique_by_length"))
     tail = "" if longest is None else f" The longest is {counted(longest, 'token')}."
     share = (
         f" That is {percent(owners / users)} of everybody who wrote." if owners and users else ""
@@ -85,14 +73,6 @@ def _why_no_ratio(summary: dict[str, Any]) -> str:
 def _guarantee_line(summary: dict[str, Any]) -> Line:
     words = guarantee_words(summary.get("guarantee"))
     return Line("Guarantee", words.value, f"{words.insecure} {words.sentence}".strip())
-
-
-def print_guarantee(guarantee: dict[str, Any], console: Any) -> None:
-    """One line with ε, its δ, unit and standing; a red one below where it protects nobody."""
-    words = guarantee_words(guarantee)
-    console.print(f"{'guarantee':24} {words.value}", soft_wrap=True)
-    if words.insecure:
-        console.print(words.insecure, style="bold red", soft_wrap=True)
 
 
 def _list_lines(summary: dict[str, Any]) -> list[Line]:
@@ -183,152 +163,9 @@ def _curated(curated: dict[str, Any] | None) -> str:
     return " · ".join(f"{count(found)} (t = {float(t):g})" for t, found in by_t)
 
 
-def terminal_table(summary: dict[str, Any]) -> "Table":
-    """The headline figures as a rich table."""
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=None, pad_edge=False, show_header=False, padding=(0, 2, 0, 0))
-    table.add_column(no_wrap=True)
-    table.add_column(justify="right", style="bold", overflow="fold", max_width=30)
-    table.add_column(style="dim", overflow="fold")
-    # Text, not str: a bracket in somebody's words is no markup of ours.
-    for line in summary_lines(summary):
-        if line.value != UNKNOWN or line.name == "Leakage epsilon":  # one hint at what is missing
-            style = "bold red" if line.sentence.startswith(INSECURE) else ""
-            table.add_row(*(Text(part, style=style) for part in line))
-    for note in summary.get("notes") or []:
-        table.add_row(Text("Note", style="bold"), Text(""), Text(note))
-    return table
-
-
-SNAPSHOT_COLUMNS = ("epoch", "train ppl", "validation ppl", "unique", "longest unique", "ε_l")
-
-
-def snapshot_rows(snapshots: dict[str, Any]) -> list[tuple[tuple[str, ...], bool]]:
-    """Cells under `SNAPSHOT_COLUMNS` for each snapshot, and whether its validation perplexity is the best."""
-    best = snapshots.get("best_validation")
-    return [
-        (
-            (
-                epoch_name(snapshot),
-                number(snapshot.get("train_perplexity")),
-                number(snapshot.get("validation_perplexity")),
-                count(snapshot["summary"].get("unique")),
-                count(
-                    max(
-                        (
-                            int(length)
-                            for length, n in (snapshot.get("unique_lengths") or {}).items()
-                            if n
-                        ),
-                        default=0,
-                    )
-                ),
-                number(snapshot["summary"].get("leakage_epsilon")),
-            ),
-            best is not None and snapshot.get("name") == best,
-        )
-        for snapshot in snapshots["snapshots"]
-    ]
-
-
-def epoch_name(snapshot: dict[str, Any]) -> str:
-    """What to call a snapshot on an axis: its epoch, else its step, else its name."""
-    epoch = snapshot.get("epoch")
-    if epoch is not None and math.isfinite(epoch):
-        return f"{epoch:g}"
-    return (
-        f"step {snapshot['step']}"
-        if snapshot.get("step") is not None
-        else str(snapshot.get("name"))
-    )
-
-
-def snapshots_table(snapshots: dict[str, Any]) -> "Table":
-    """One line per snapshot as a rich table, the best validation perplexity marked."""
-    from rich.table import Table
-    from rich.text import Text
-
-    rows = snapshot_rows(snapshots)
-    # A column nobody can fill (ε_l without a public model, validation without held-out text) goes.
-    shown = [
-        i for i in range(len(SNAPSHOT_COLUMNS)) if any(cells[i] != UNKNOWN for cells, _ in rows)
-    ]
-    table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
-    for i in shown:
-        table.add_column(SNAPSHOT_COLUMNS[i], justify="right", no_wrap=True)
-    table.add_column("", no_wrap=True)
-    for cells, is_best in rows:
-        table.add_row(
-            *(Text(cells[i]) for i in shown),
-            Text("← best validation") if is_best else Text(""),
-            style="bold" if is_best else None,
-        )
-    return table
-
-
-def statistics_table(statistics: dict[str, Any]) -> "Table":
-    """What `tightlip prepare` found and did, one line each."""
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=None, pad_edge=False, show_header=False, padding=(0, 2, 0, 0))
-    table.add_column("", justify="left")
-    table.add_column("", justify="right")
-    table.add_column("", style="dim")
-    for name, value, words in _statistics_lines(statistics):
-        table.add_row(Text(name), Text(value), Text(words))
-    for warning in statistics["warnings"]:
-        table.add_row(Text("Warning", style="bold red"), Text(""), Text(warning, style="red"))
-    return table
-
-
-def _statistics_lines(statistics: dict[str, Any]) -> list[tuple[str, str, str]]:
-    per_user, removed = statistics["documents_per_user"], statistics["removed"]
-    lines = [
-        ("Users", count(statistics["users"]), ""),
-        (
-            "Documents",
-            count(statistics["documents"]),
-            f"{count(statistics['documents_read'])} read",
-        ),
-        ("Tokens", count(statistics["tokens"]), f"{percent(statistics['unknown_share'])} unknown"),
-        (
-            "Documents per user",
-            f"{per_user['median']:g}",
-            f"median; from {count(per_user['min'])} to {count(per_user['max'])}",
-        ),
-        ("Repeated documents", count(statistics["duplicate_documents"]), "found in the source"),
-        ("Repeated sentences", count(statistics["duplicate_sentences"]), "found in the source"),
-    ]
-    lines += [
-        (f"Removed {name.replace('_', ' ')}", count(n), "") for name, n in removed.items() if n
-    ]
-    lines += [(f"Scrubbed {name}", count(n), "") for name, n in statistics["scrubbed"].items() if n]
-    if statistics["skipped_rows"]:
-        lines.append(("Skipped rows", count(statistics["skipped_rows"]), "unusable"))
-    for split in ("train", "validation"):
-        if split in statistics:
-            part = statistics[split]
-            lines.append(
-                (
-                    split.capitalize(),
-                    count(part["documents"]),
-                    f"documents, {count(part['tokens'])} tokens",
-                )
-            )
-    return lines
-
-
-# The report's words: numbers as people read them, the verdict, the guarantee
-
-
-def longest_unique(summary: dict[str, Any]) -> int | None:
-    """Tokens in the longest unique sequence, where lengths are known."""
-    lengths = [
-        int(length) for length, found in (summary.get("unique_by_length") or {}).items() if found
-    ]
+def longest_of(num_by_length: dict[str, int] | None) -> int | None:
+    """Tokens in the longest sequence of a tally by length, where there is one."""
+    lengths = [int(length) for length, num in (num_by_length or {}).items() if num]
     return max(lengths, default=None)
 
 
@@ -361,7 +198,7 @@ def _weighing(summary: dict[str, Any], unique: int, num_copied: int | None) -> l
     owners, users, longest = (
         summary.get("users_with_unique"),
         summary.get("num_users"),
-        longest_unique(summary),
+        longest_of(summary.get("unique_by_length")),
     )
     if owners and users:
         tail = "" if longest is None else f"; the longest is {counted(longest, 'token')}"
@@ -386,3 +223,36 @@ def _weighing(summary: dict[str, Any], unique: int, num_copied: int | None) -> l
             f"{count(num_copied)} {stood} already in front of the model when it completed them (marked “copied”)."
         )
     return sentences
+
+
+def epoch_name(snapshot: dict[str, Any]) -> str:
+    """What to call a snapshot on an axis: its epoch, else its step, else its name."""
+    epoch = snapshot.get("epoch")
+    if epoch is not None and math.isfinite(epoch):
+        return f"{epoch:g}"
+    return (
+        f"step {snapshot['step']}"
+        if snapshot.get("step") is not None
+        else str(snapshot.get("name"))
+    )
+
+
+def is_best(snapshot: dict[str, Any], snapshots: dict[str, Any]) -> bool:
+    """Whether a snapshot's validation perplexity is the lowest."""
+    best = snapshots.get("best_validation")
+    return best is not None and snapshot.get("name") == best
+
+
+def story(snapshots: dict[str, Any]) -> str:
+    """What training longer did, in one sentence."""
+    every = snapshots["snapshots"]
+    unique = [one["summary"].get("unique") for one in every]
+    best = next((place for place, one in enumerate(every) if is_best(one, snapshots)), None)
+    if best is None or unique[best] is None or unique[-1] is None:
+        return f"Unique sequences went from {count(unique[0])} to {count(unique[-1])} over {counted(len(every), 'snapshot')}."
+    if best == len(every) - 1:
+        return f"Validation perplexity was still best at the last snapshot, which completes {counted(unique[best], 'unique sequence')}."
+    return (
+        f"Validation perplexity was best at {every[best]['name']}, with {counted(unique[best], 'unique sequence')}; "
+        f"the last snapshot completes {count(unique[-1])}."
+    )
