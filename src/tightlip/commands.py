@@ -124,8 +124,7 @@ def _write_comparison(made: Comparison) -> None:
     about = {"version": tightlip.__version__, **asdict(made.matching), "notes": list(made.notes)}
     write_json(made.folder / JSON, {**about, "runs": made.rows})
     write_text(made.folder / CSV, csv_text(made.rows))
-    shown = {"rows": made.rows, "matching": made.matching, "notes": made.notes}
-    write_page("comparison", made.page, **shown, version=tightlip.__version__)
+    write_page("comparison", made.page, rows=made.rows, **about)
 
 
 @dataclass(frozen=True, kw_only=True)

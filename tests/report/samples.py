@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import asdict
 from html.parser import HTMLParser
 
 import numpy as np
@@ -35,7 +36,7 @@ def comparison(folder):
     ]
     matching = Matching()
     rows = compared(runs, matching)
-    return {"rows": rows, "matching": matching, "notes": ["110 users are few."]}
+    return {"rows": rows, **asdict(matching), "notes": ["110 users are few."]}
 
 
 def attacked_runs():

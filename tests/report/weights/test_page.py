@@ -8,13 +8,10 @@ import pytest
 
 from report.samples import INFO, NATS, RHO, weighed
 from tightlip.report.kit import render_page, write_page
-from tightlip.report.weights import (
-    ESTIMATES,
-    IS_NOT_SOUND,
-    MOST_CHARACTERS,
-    lines_about,
-    spread_of,
-)
+from tightlip.report.weights import MOST_CHARACTERS, lines_about, spread_of
+
+ESTIMATES = "These weights estimate how rare a text is, not how private it is"
+IS_NOT_SOUND = "Every weight depends on every document of the corpus, so no proof covers them"
 
 
 def shown(**changed):

@@ -2,9 +2,8 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
-from tightlip.core.figures import counted
 from tightlip.report.comparison.plots import (
     exposure_scatter,
     kind_of,
@@ -23,15 +22,6 @@ from tightlip.report.comparison.words import headline, missing, tolerance_words,
 SCORE_WORDS = {"loss": "the loss", "reference": "the loss beside the reference model's"}
 
 
-class Matching(Protocol):
-    """When two runs count as equally useful."""
-
-    @property
-    def tolerance(self) -> float: ...
-    @property
-    def at_perplexity(self) -> float | None: ...
-
-
 @dataclass(frozen=True, kw_only=True)
 class ComparisonPage:
     """The page of a comparison.
@@ -42,14 +32,14 @@ class ComparisonPage:
 
     files: ClassVar[str] = "report/comparison/page"
     rows: Sequence[RunFigures]
-    matching: Matching
+    tolerance: float  # within which two runs count as equally useful
+    at_perplexity: float | None = None
     notes: Sequence[str] = ()
     version: str | None = None
 
     def content(self) -> dict[str, Any]:
-        rows, tolerance = self.rows, self.matching.tolerance
+        rows = self.rows
         sentence, weighing = headline(rows)
-        undrawn = num_undrawn(rows)
         return {
             "headline": sentence,
             "version": self.version,
@@ -58,16 +48,14 @@ class ComparisonPage:
             "weighing": weighing,
             "remarks": self.notes,
             "table": comparison_table(rows),
-            "tolerance": tolerance_words(tolerance),
-            "at_perplexity": self.matching.at_perplexity,
+            "tolerance": tolerance_words(self.tolerance),
+            "at_perplexity": self.at_perplexity,
             "missing": missing(rows),
             "uncounted": uncounted(rows),
             "score": SCORE_WORDS[membership_score(rows)],
-            "exposure_plot": exposure_scatter(rows, tolerance),
-            "unique_plot": unique_scatter(rows, tolerance),
-            "undrawn": f"{counted(undrawn, 'run')} without a perplexity on the baseline's held-out text cannot be drawn."
-            if undrawn
-            else "",
+            "exposure_plot": exposure_scatter(rows, self.tolerance),
+            "unique_plot": unique_scatter(rows, self.tolerance),
+            "num_undrawn": num_undrawn(rows),
             "repetition_plots": repetition_plots(rows),
             "repetitions": repetition_table(rows),
         }

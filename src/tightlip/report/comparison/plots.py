@@ -1,8 +1,7 @@
 """Utility against leakage, and exposure by repetition, drawn as SVG."""
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from markupsafe import Markup
 
@@ -25,7 +24,6 @@ from tightlip.report.kit.plots import (
     draw_line,
     linear_axis,
     log_axis,
-    short,
 )
 from tightlip.report.kit.words import NEVER_SAW_BITS
 
@@ -131,17 +129,9 @@ def _draw_points(
 def _perplexity_axis(values: list[float]) -> Axis:
     low, high = min(values), max(values)
     if low > 0 and high > 4 * low:
-        axis = log_axis(low * 0.85, high * 1.15)
-        return axis if len(axis.ticks) > 3 else replace(axis, ticks=_finer(axis))
+        return log_axis(low * 0.85, high * 1.15)
     room = 0.15 * max(high - low, 0.15 * high)
     return linear_axis(high + room, low=max(0.0, low - room))
-
-
-def _finer(axis: Axis) -> list[tuple[float, str]]:
-    """More ticks for an axis of about a decade, which otherwise has two or three."""
-    decades = range(math.floor(math.log10(axis.low)), math.ceil(math.log10(axis.high)))
-    ticks = [step * 10.0**decade for decade in decades for step in (1, 1.5, 2, 3, 4, 5, 7)]
-    return [(tick, short(tick)) for tick in ticks if axis.low <= tick <= axis.high]
 
 
 def _draw_band(plot: Plot, axis: Axis, perplexity: float, tolerance: float) -> None:

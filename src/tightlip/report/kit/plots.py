@@ -15,6 +15,12 @@ from tightlip.report.kit.words import cut_name
 
 CHARACTER_WIDTH = 6.4
 LABEL_HEIGHT = 13
+LOG_STEPS: tuple[tuple[float, ...], ...] = (
+    (1,),
+    (1, 2, 5),
+    (1, 1.5, 2, 3, 4, 5, 7),
+    tuple(1 + x / 10 for x in range(90)),
+)
 DOT = 5.5  # half a run's mark, and more than half a dot
 Box = tuple[float, float, float, float]  # left, right, top, bottom
 
@@ -55,16 +61,15 @@ def count_axis(high: int) -> Axis:
 
 
 def log_axis(low: float, high: float) -> Axis:
-    """Ticks at powers of ten; at 2 and 5 as well where there is room."""
+    """Ticks at powers of ten, and between them where there would be three or fewer."""
     decades = range(math.floor(math.log10(low)) - 1, math.ceil(math.log10(high)) + 2)
-    width = math.log10(high / low)
-    steps: tuple[float, ...] = (1, 2, 5) if width < 2.4 else (1,)
-    if width < 0.7:
-        steps = (1, 1.5, 2, 3, 4, 5, 7) if width > 0.25 else tuple(1 + x / 10 for x in range(90))
-    ticks = [
-        step * 10.0**decade for decade in decades[:: max(1, math.ceil(width / 7))] for step in steps
-    ]
-    inside = [tick for tick in ticks if low * 0.9999 <= tick <= high * 1.0001]
+    apart = max(1, math.ceil(math.log10(high / low) / 7))
+    inside: list[float] = []
+    for steps in LOG_STEPS:
+        ticks = [step * 10.0**decade for decade in decades[::apart] for step in steps]
+        inside = [tick for tick in ticks if low * 0.9999 <= tick <= high * 1.0001]
+        if len(inside) > 3:
+            break
     return Axis(low=low, high=high, log=True, ticks=[(tick, short(tick)) for tick in inside])
 
 

@@ -57,7 +57,7 @@ def _read_summary(folder: Path) -> dict[str, Any]:
             f"{folder} has no summary.json, so it is not a leakage report. Make one with: tightlip audit MODEL CORPUS --out {folder}"
         )
     # What an older report does not say is not known.
-    return {"redacted": False, "version": None, **read_json(path)}
+    return {"redacted": False, "version": None, "top_k": None, **read_json(path)}
 
 
 def _opening(summary: dict[str, Any], tally: Tally) -> dict[str, Any]:
@@ -73,9 +73,6 @@ def _opening(summary: dict[str, Any], tally: Tally) -> dict[str, Any]:
         "remarks": [cut_end(str(note), NOTE_CHARACTERS)[0] for note in notes],
         "guarantee": guarantee_words(summary.get("guarantee")),
         "facts": _facts(summary),
-        "guesses": "first guess"
-        if summary.get("top_k") == 1
-        else f"first {count(summary.get('top_k'))} guesses",
     }
 
 
@@ -101,16 +98,7 @@ def _plots(tally: Tally) -> dict[str, Any]:
         "length_plot": plots.length_plot(tally) if tally.num_unique else None,
         "perplexity_plot": plots.perplexity_plot(tally) if has_perplexities else None,
         "ratio_plot": plots.ratio_plot(tally) if has_ratios else None,
-        "undrawn_perplexities": _undrawn(tally.perplexities.not_finite, "perplexity"),
-        "undrawn_ratios": _undrawn(tally.ratios.not_finite, "ratio"),
-        "any_copied": tally.num_copied > 0,
     }
-
-
-def _undrawn(num: int, what: str) -> str:
-    if not num:
-        return ""
-    return f" {counted(num, 'sequence')} with an infinite or undefined {what} cannot be drawn."
 
 
 def _tables(summary: dict[str, Any], tally: Tally, users: Users, rows: Embedded) -> dict[str, Any]:
@@ -124,12 +112,8 @@ def _tables(summary: dict[str, Any], tally: Tally, users: Users, rows: Embedded)
             f"These are {picked}, some of every person listed below, and a few that several people wrote."
         )
     return {
-        "num_rows": every,
-        "num_unique": tally.num_unique,
-        "has_ratios": tally.num_with_ratio > 0,
-        "no_public_model": NO_PUBLIC_MODEL
-        if summary.get("public_model") is None
-        else "No sequence here has a ratio.",
+        "tally": tally,
+        "no_public_model": NO_PUBLIC_MODEL if summary.get("public_model") is None else None,
         "extent": extent,
         "users": users,
         "users_extent": _users_extent(users),
@@ -162,7 +146,7 @@ def _snapshots(folder: Path) -> dict[str, Any] | None:
     measured = read_json(path) if path.exists() else {}
     if not measured.get("snapshots"):
         return None
-    every, num_drawn = measured["snapshots"], len(plots.thinned(measured))
+    every = measured["snapshots"]
     table = snapshot_figures({**measured, "snapshots": plots.thinned(measured, NUM_SNAPSHOT_ROWS)})
     # The page writes epsilon in full: the letter alone is a guarantee's.
     columns = [*table.columns[:-1], Column("leakage epsilon")]
@@ -172,8 +156,7 @@ def _snapshots(folder: Path) -> dict[str, Any] | None:
         "lengths": plots.lengths_plot(measured),
         "violins": plots.violins_plot(measured),
         "has_validation": any(_known(one.get("validation_perplexity")) for one in every),
-        "thinned": f"{count(num_drawn)} of {count(len(every))} snapshots are drawn."
-        if num_drawn < len(every)
-        else "",
+        "num_drawn": len(plots.thinned(measured)),
+        "num_all": len(every),
         "story": story(measured),
     }

@@ -29,14 +29,23 @@ if TYPE_CHECKING:
     from rich.table import Table as RichTable
 
 ATTACKER_ORDER = ("strongest", "mlp", "logistic", "trees", "averaged", "bare")
+Measure = tuple[str, list[Cell]]  # its name, and a figure of every column
 GUESSING = "guessing (majority)"
 NOT_IN_TRAIN = "rows not in train"
 
 
 def attack_table(columns: Sequence[RunColumn]) -> Table:
     """Promise, main task, empirical privacy, each attribute, names, fairness, test rows."""
-    parts = (_promise, _main, _privacy, _attributes, _names, _fairness, _rows)
-    lines = [line for part in parts for line in part(columns)]
+    parts: dict[str, Iterator[Measure]] = {
+        "What is released": _promise(columns),
+        "Main task": _main(columns),
+        "Empirical privacy, 1 − X": _privacy(columns),
+        **{f"Attackers on {one}": _attribute(columns, one) for one in _all(columns, "attributes")},
+        "Names in the text, 1 − F": _names(columns),
+        "Fairness of the main task": _fairness(columns),
+        "Test part": _rows(columns),
+    }
+    lines = [Row(name, cells, part) for part, lines in parts.items() for name, cells in lines]
     return Table(
         columns=[NAMES, *(Column(one.name, setting_words(one.first)) for one in columns)],
         rows=[line for line in lines if any(cell.value != NONE for cell in line.cells)],
@@ -67,23 +76,20 @@ def at(*path: str) -> Callable[[Result], Any]:
     return get
 
 
-def _firsts(
-    section: str, name: str, columns: Sequence[RunColumn], cell: Callable[[Result], Cell]
-) -> Row:
-    return Row(name, [cell(column.first) for column in columns], section)
+def _firsts(columns: Sequence[RunColumn], cell: Callable[[Result], Cell]) -> list[Cell]:
+    return [cell(column.first) for column in columns]
 
 
-def _shares(section: str, name: str, columns: Sequence[RunColumn], *path: str) -> Row:
+def _shares(columns: Sequence[RunColumn], *path: str) -> list[Cell]:
     figures = [column.figure(at(*path)) for column in columns]
-    return Row(name, [Cell(share_words(one), range_words(one)) for one in figures], section)
+    return [Cell(share_words(one), range_words(one)) for one in figures]
 
 
-def _promise(columns: Sequence[RunColumn]) -> Iterator[Row]:
-    section = "What is released"
-    yield _firsts(section, "Method", columns, _method)
-    yield _firsts(section, "Guarantee of a vector", columns, _guarantee)
-    yield _firsts(section, "ε of one coordinate", columns, _coordinate)
-    yield _firsts(section, "Masked words μ", columns, lambda r: Cell(f"{r['dropout']:g}"))
+def _promise(columns: Sequence[RunColumn]) -> Iterator[Measure]:
+    yield "Method", _firsts(columns, _method)
+    yield "Guarantee of a vector", _firsts(columns, _guarantee)
+    yield "ε of one coordinate", _firsts(columns, _coordinate)
+    yield "Masked words μ", _firsts(columns, lambda r: Cell(f"{r['dropout']:g}"))
 
 
 def _method(result: Result) -> Cell:
@@ -106,21 +112,19 @@ def _coordinate(result: Result) -> Cell:
     return Cell(rounded_up(figure), f"{standing}; {adjacency}" if standing else adjacency)
 
 
-def _main(columns: Sequence[RunColumn]) -> Iterator[Row]:
-    section = "Main task"
-    yield _shares(section, "Accuracy", columns, "main", "all")
-    yield _shares(section, "Commonest label", columns, "main_majority", "all")
-    yield _shares(section, f"Accuracy, {NOT_IN_TRAIN}", columns, "main", "unseen")
+def _main(columns: Sequence[RunColumn]) -> Iterator[Measure]:
+    yield "Accuracy", _shares(columns, "main", "all")
+    yield "Commonest label", _shares(columns, "main_majority", "all")
+    yield f"Accuracy, {NOT_IN_TRAIN}", _shares(columns, "main", "unseen")
 
 
-def _privacy(columns: Sequence[RunColumn]) -> Iterator[Row]:
-    section = "Empirical privacy, 1 − X"
-    yield _shares(section, GUESSING, columns, "privacy", "majority", "all")
+def _privacy(columns: Sequence[RunColumn]) -> Iterator[Measure]:
+    yield GUESSING, _shares(columns, "privacy", "majority", "all")
     for who in ATTACKER_ORDER:
-        yield _shares(section, ATTACKER_NAMES[who], columns, "privacy", who, "all")
+        yield ATTACKER_NAMES[who], _shares(columns, "privacy", who, "all")
         if who == "averaged":
-            yield _firsts(section, "what these averages cost", columns, _cost)
-    yield _shares(section, f"strongest, {NOT_IN_TRAIN}", columns, "privacy", "strongest", "unseen")
+            yield "what these averages cost", _firsts(columns, _cost)
+    yield f"strongest, {NOT_IN_TRAIN}", _shares(columns, "privacy", "strongest", "unseen")
 
 
 def _cost(result: Result) -> Cell:
@@ -134,19 +138,18 @@ def _cost(result: Result) -> Cell:
     return Cell(releases_words(result), under)
 
 
-def _attributes(columns: Sequence[RunColumn]) -> Iterator[Row]:
-    for name in _all_names(columns, "attributes"):
-        section, path = f"Attackers on {name}", ("attributes", name)
-        yield _shares(section, GUESSING, columns, *path, "majority", "all")
-        for who in ATTACKER_ORDER:
-            label = ATTACKER_NAMES[who]
-            yield _shares(section, label, columns, *path, "attackers", who, "all", "accuracy")
-        strongest = (*path, "attackers", "strongest", "all")
-        above = [column.figure(at(*strongest, "above_majority")) for column in columns]
-        cells = [Cell(points_words(one), range_words(one, sign="+")) for one in above]
-        yield Row("strongest above guessing, points", cells, section)
-        areas = [_auc(column.figure(at(*strongest, "auc"))) for column in columns]
-        yield Row("AUC of the strongest", areas, section)
+def _attribute(columns: Sequence[RunColumn], name: str) -> Iterator[Measure]:
+    path = ("attributes", name)
+    yield GUESSING, _shares(columns, *path, "majority", "all")
+    for who in ATTACKER_ORDER:
+        label = ATTACKER_NAMES[who]
+        yield label, _shares(columns, *path, "attackers", who, "all", "accuracy")
+    strongest = (*path, "attackers", "strongest", "all")
+    above = [column.figure(at(*strongest, "above_majority")) for column in columns]
+    points = [Cell(points_words(one), range_words(one, sign="+")) for one in above]
+    yield "strongest above guessing, points", points
+    areas = [_auc(column.figure(at(*strongest, "auc"))) for column in columns]
+    yield "AUC of the strongest", areas
 
 
 def _auc(figure: Figure | None) -> Cell:
@@ -155,27 +158,23 @@ def _auc(figure: Figure | None) -> Cell:
     return Cell(f"{figure['value']:.2f}", range_words(figure, scale=1, digits=2))
 
 
-def _names(columns: Sequence[RunColumn]) -> Iterator[Row]:
-    section = "Names in the text, 1 − F"
-    yield _shares(section, GUESSING, columns, "entities", "majority", "all")
-    yield _shares(section, "every name everywhere", columns, "entities", "everywhere", "all")
+def _names(columns: Sequence[RunColumn]) -> Iterator[Measure]:
+    yield GUESSING, _shares(columns, "entities", "majority", "all")
+    yield "every name everywhere", _shares(columns, "entities", "everywhere", "all")
     read = ("entities", "attackers")
     published = (*read, "mlp", "all", "one_minus_f")
-    yield _shares(section, f"{ATTACKER_NAMES['mlp']}, as published", columns, *published)
+    yield f"{ATTACKER_NAMES['mlp']}, as published", _shares(columns, *published)
     for who in ATTACKER_ORDER:
         label = f"{ATTACKER_NAMES[who]}, tuned"
-        yield _shares(section, label, columns, *read, who, "all", "one_minus_f_tuned")
+        yield label, _shares(columns, *read, who, "all", "one_minus_f_tuned")
     unseen = (*read, "strongest", "unseen", "one_minus_f_tuned")
-    yield _shares(section, f"strongest, tuned, {NOT_IN_TRAIN}", columns, *unseen)
+    yield f"strongest, tuned, {NOT_IN_TRAIN}", _shares(columns, *unseen)
 
 
-def _fairness(columns: Sequence[RunColumn]) -> Iterator[Row]:
-    section = "Fairness of the main task"
-    for name in _all_names(columns, "fairness"):
-        gaps = [_gap(column, name) for column in columns]
-        yield Row(f"gap by {name}, points", gaps, section)
-        chances = [_chance(column, name) for column in columns]
-        yield Row(f"chance of it by {name}", chances, section)
+def _fairness(columns: Sequence[RunColumn]) -> Iterator[Measure]:
+    for name in _all(columns, "fairness"):
+        yield f"gap by {name}, points", [_gap(column, name) for column in columns]
+        yield f"chance of it by {name}", [_chance(column, name) for column in columns]
 
 
 def _gap(column: RunColumn, name: str) -> Cell:
@@ -194,15 +193,15 @@ def _chance(column: RunColumn, name: str) -> Cell:
     return Cell(p_words(at("fairness", name, "p")(column.first)))
 
 
-def _rows(columns: Sequence[RunColumn]) -> Iterator[Row]:
+def _rows(columns: Sequence[RunColumn]) -> Iterator[Measure]:
     for key, label in (
         ("num_test", "test rows"),
         ("num_test_users", "test users"),
         ("num_seen_in_train", "test rows that also stand in train"),
     ):
-        cells = [Cell(count(column.first[key])) for column in columns]
-        yield Row(label, cells, "Test part")
+        yield label, [Cell(count(column.first[key])) for column in columns]
 
 
-def _all_names(columns: Sequence[RunColumn], part: str) -> list[str]:
+def _all(columns: Sequence[RunColumn], part: str) -> list[str]:
+    """The names that any run has there, in their order."""
     return list(dict.fromkeys(name for c in columns for r in c.runs for name in r[part]))

@@ -7,23 +7,11 @@ from typing import Any, ClassVar
 import numpy as np
 from markupsafe import Markup
 
-from tightlip.core.figures import count, counted, number, percent
+from tightlip.core.figures import counted, number, percent
 from tightlip.report.kit.plots import Axis, Bar, Plot, draw_bars, linear_axis
 
 NUM_BARS = 20
 MOST_CHARACTERS = 320
-ESTIMATES = (
-    "These weights estimate how rare a text is, not how private it is: a secret in plain words weighs little, and an "
-    "ordinary text with odd spelling weighs much."
-)
-MEANINGS = {
-    "public": "A text's weight is where its log-perplexity lies between a and b, the 5% and 95% quantiles of the public corpus.",
-    "public-rank": "A text's weight is the share of public documents that surprise the estimator at most as much.",
-    "minmax": "A text's weight is where its perplexity lies between the corpus' own lowest and highest.",
-    "rank": "A text's weight is the share of the corpus' own documents that surprise the estimator at most as much.",
-}
-IS_SOUND = "No document's weight depends on another's text: adaptive DP may use them with a proof (modes clip and scale)."
-IS_NOT_SOUND = "Every weight depends on every document of the corpus, so no proof covers them: only mode as-published takes them."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,7 +117,7 @@ class WeightsPage:
     shown: tuple[Sequence[dict[str, Any]], Sequence[dict[str, Any]]]
 
     def content(self) -> dict[str, Any]:
-        info, is_sound = self.info, self.info["is_sound"]
+        info, public = self.info, self.public
         spread = spread_of(self.rho, self.nats, info["least_weight"])
         half = f"Half of the {counted(spread.num_documents, 'document')} weigh"
         highest, lowest = ([Weighed(**each) for each in end] for end in self.shown)
@@ -137,61 +125,20 @@ class WeightsPage:
             "headline": f"{half} {number(spread.median)} or less",
             "version": info["version"],
             "info": info,
-            "estimates": ESTIMATES,
-            "soundness": IS_SOUND if is_sound else IS_NOT_SOUND,
             "doubts": doubts(info, spread),
-            "cards": _cards(spread, info),
+            "spread": spread,
             "weight_plot": weight_plot(self.rho[~np.isnan(self.nats)]),
             "perplexity_plot": perplexity_plot(self.nats, info),
             "scored": _scored(info),
             "highest": highest,
             "lowest": lowest,
-            "settings": _settings(info, self.public),
+            "num_public": None if public is None else int((~np.isnan(public)).sum()),
         }
 
 
 def _scored(info: dict[str, Any]) -> str:
     """What has a probability of its own."""
     return "word" if info["estimator"] == "frequency estimate" else "token"
-
-
-def _estimator(info: dict[str, Any]) -> str:
-    """A frequency estimate's name says already that it is one."""
-    is_model = info["estimator"] == "language model"
-    return f"language model: {info['model']}" if is_model else str(info["model"])
-
-
-def _cards(spread: Spread, info: dict[str, Any]) -> list[tuple[str, str, str]]:
-    unscored = (
-        f" {counted(spread.num_unscored, 'document')} without a scored token weigh 1 too and are not counted."
-        if spread.num_unscored
-        else ""
-    )
-    return [
-        ("Median weight", number(spread.median), f"The mean is {number(spread.mean)}."),
-        ("Weigh 1", percent(spread.at_one), f"As rare as it gets.{unscored}"),
-        (
-            "Least weight",
-            percent(spread.at_least),
-            f"Have the floor of {info['least_weight']:g}: no text is left without protection.",
-        ),
-    ]
-
-
-def _settings(info: dict[str, Any], public: np.ndarray | None) -> list[tuple[str, str]]:
-    num_public = None if public is None else int((~np.isnan(public)).sum())
-    ends = None if info["a"] is None else f"{info['a']:.2f} and {info['b']:.2f} nats"
-    made = [
-        ("Normalisation", f"{info['normalisation']}. {MEANINGS[info['normalisation']]}"),
-        ("Estimator", _estimator(info)),
-        ("Its fingerprint", info["model_fingerprint"]),
-        ("Public corpus", info["public_corpus"]),
-        ("Its documents", None if num_public is None else f"{count(num_public)} scored"),
-        ("a and b", ends),
-        ("Least weight", f"{info['least_weight']:g}"),
-        ("Text", info["text_fingerprint"]),
-    ]
-    return [(name, value) for name, value in made if value is not None]
 
 
 def weight_plot(rho: np.ndarray) -> Markup:
