@@ -27,7 +27,7 @@ class ComparisonPage:
     """The page of a comparison.
 
     Holds:
-        said: every verdict on comparability and every reason for a missing figure is on it.
+        complete: every verdict on comparability and every reason for a missing figure is on it.
     """
 
     files: ClassVar[str] = "report/comparison/page"
