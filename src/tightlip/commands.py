@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +16,18 @@ from tightlip.corpus.prepare import PreparedCorpus
 from tightlip.corpus.privacy_weights import PrivacyWeights
 
 CSV, JSON, PAGE = "comparison.csv", "comparison.json", "comparison.html"
-ATTACKS_PAGE = "report.html"
+REPORT_PAGE = "report.html"
 
 
 def audit(model: Any, corpus: Any = None, **settings: Any) -> LeakageReport:
     from tightlip.audit.leakage.audit import audit_model
-    from tightlip.report.leakage import write_page
+    from tightlip.report.kit import write_page
     from tightlip.training.run import retrain_without
 
-    return audit_model(model, corpus, **settings, retrain=retrain_without, write_page=write_page)
+    def write_report(folder: Path) -> None:
+        write_page("leakage", folder / REPORT_PAGE, folder=folder)
+
+    return audit_model(model, corpus, **settings, retrain=retrain_without, write_page=write_report)
 
 
 def weigh(
@@ -34,10 +38,11 @@ def weigh(
     `settings` are those of WeightsConfig. The weights and their page stand in `weights/` of the
     corpus' folder.
     """
-    from tightlip.report.weights import render_weights
+    from tightlip.report.kit import render_page
     from tightlip.training.weighing import weigh_documents
 
-    return weigh_documents(prepared, render=render_weights, device=device, **settings)
+    render = partial(render_page, "weights")
+    return weigh_documents(prepared, render=render, device=device, **settings)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,8 +115,8 @@ def _free(folder: Path) -> Path:
 
 
 def _write_comparison(made: Comparison) -> None:
-    from tightlip.report.comparison import render_comparison
     from tightlip.report.comparison.table import csv_text
+    from tightlip.report.kit import write_page
 
     make_private_folder(made.folder)
     for path in made.folder.glob(".*.partial"):  # of a killed predecessor
@@ -119,10 +124,7 @@ def _write_comparison(made: Comparison) -> None:
     about = {"version": tightlip.__version__, **asdict(made.matching), "notes": list(made.notes)}
     write_json(made.folder / JSON, {**about, "runs": made.rows})
     write_text(made.folder / CSV, csv_text(made.rows))
-    page = render_comparison(
-        made.rows, made.matching, notes=made.notes, version=tightlip.__version__
-    )
-    write_text(made.folder / PAGE, page)
+    write_page("comparison", made.page, rows=made.rows, **about)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,13 +144,11 @@ def represent_attack(
     `settings` are those of `tightlip.vectors.attack_runs.attack_runs`. The page is in `out`: by
     default the run's own folder, or `attacks` for several runs.
     """
-    from tightlip.report.vectors import render_attacks
+    from tightlip.report.kit import write_page
     from tightlip.vectors.attack_runs import FORMAT, RESULT, attack_runs
 
     attacked = attack_runs(runs, out=out, **settings)
     folder, version = attacked.folder, tightlip.__version__
     write_json(folder / RESULT, {"format": FORMAT, "version": version, "runs": attacked.results})
-    write_text(folder / ATTACKS_PAGE, render_attacks(attacked.results, version=version))
-    return AttackReport(
-        results=attacked.results, page=folder / ATTACKS_PAGE, num_kept=attacked.num_kept
-    )
+    page = write_page("vectors", folder / REPORT_PAGE, results=attacked.results, version=version)
+    return AttackReport(results=attacked.results, page=page, num_kept=attacked.num_kept)

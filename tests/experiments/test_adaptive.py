@@ -19,7 +19,6 @@ from tightlip.corpus.bundled import demo_corpus
 from tightlip.corpus.prepare import open_prepared
 from tightlip.corpus.privacy_weights import read_weights
 from tightlip.experiments.adaptive_measures import nats_per_token, thirds
-from tightlip.experiments.adaptive_page import render_adaptive
 from tightlip.experiments.adaptive_tables import PAPER, epsilon_words, find, groups
 from tightlip.experiments.adaptive_text import (
     carriers,
@@ -28,6 +27,7 @@ from tightlip.experiments.adaptive_text import (
     private_source,
     public_source,
 )
+from tightlip.report.kit import render_page
 from tightlip.scan.document_scores import open_scanner, score_documents
 from tightlip.training.config import RunOptions, TrainConfig
 
@@ -313,4 +313,4 @@ def test_a_page_can_be_drawn_where_a_third_is_empty(made):
     result = json.loads(json.dumps(made.result))
     for row in result["corpora"][0]["rows"]:
         row["thirds"][1] |= dict.fromkeys(("loss_nats", "cost_nats", "kept_nats", "mean_rho"))
-    assert "not known" in render_adaptive(result)
+    assert "not known" in render_page("adaptive-paper", result=result)

@@ -13,9 +13,10 @@ from tightlip.core.errors import UsageError
 from tightlip.core.figures import rounded_up
 from tightlip.experiments import vectors as experiment
 from tightlip.experiments.vectors import SCALES, Scale, reproduce_representation
-from tightlip.experiments.vectors_page import certainty, headline, render_paper_tables
+from tightlip.experiments.vectors_page import certainty, headline
 from tightlip.experiments.vectors_tables import GROUPS, MAIN_AND_PRIVACY, csv_text, tables
 from tightlip.experiments.vectors_text import ag_task, blog_task, plays_task, task_of
+from tightlip.report.kit import render_page
 
 COLOURS = ["amber", "azure", "ivory", "olive", "coral", "khaki", "mauve", "ochre"]
 BEASTS = ["otter", "heron", "badger", "lynx", "stoat", "ibex", "marten", "crane"]
@@ -173,12 +174,13 @@ def test_every_way_is_trained_and_every_table_filled(reproduced):
     made = tables(section)
     assert [table.number for table in made] == ["2", "3", "4", "5", "7"]
     for table in made:
-        assert all(len(cells) == len(table.columns) for _, cells in table.rows)
-    two = dict(zip([r[1][0] for r in made[0].rows], made[0].rows, strict=True))
-    assert two["–"][1][2] == "78.75", "theirs stands beside ours"
-    assert two["–"][1][3:] == ("none", "–")
+        assert all(1 + len(row.cells) == len(table.columns) for row in table.rows)
+    values = [[cell.value for cell in row.cells] for row in made[0].rows]
+    (bare,) = [row for row in values if row[0] == "–"]
+    assert bare[2] == "78.75", "theirs stands beside ours"
+    assert bare[3:] == ["none", "–"]
     assert len(csv_text([section]).splitlines()) == 1 + sum(
-        len(t.rows) * len(t.columns) for t in made
+        len(t.rows) * (len(t.columns) - 1) for t in made
     )
 
 
@@ -197,13 +199,13 @@ def test_what_the_noise_promises_stands_with_each_way(reproduced):
 def test_every_whole_vectors_epsilon_says_for_which_texts_it_holds(reproduced):
     (section,) = reproduced.result["corpora"]
     two, three = tables(section)[:2]
-    assert [cells[-1] for _, cells in two.rows[1:]] == ["any two texts"] * 2
+    assert [row.cells[-1].value for row in two.rows[1:]] == ["any two texts"] * 2
     plain, masked = (
         next(r for r in section["rows"] if r["epsilon"] == 1 and r["dropout"] == share)
         for share in (0.0, 0.3)
     )
     other = rounded_up(plain["guarantee"]["epsilon"])
-    assert three.rows[-1][1][-1] == f"one word differs (any two texts: {other})"
+    assert three.rows[-1].cells[-1].value == f"one word differs (any two texts: {other})"
     assert masked["guarantee"]["epsilon"] < plain["guarantee"]["epsilon"]
     for name in ("representation.html", "representation.csv"):
         assert (
@@ -240,7 +242,7 @@ def test_one_seed_is_called_so_in_the_headline_and_under_it(reproduced):
     one = reproduced.result | {"num_seeds": 1}
     assert headline(one).endswith("; one seed).")
     assert "of one seed and has no interval" in certainty(one)
-    assert "of one seed and has no interval" in render_paper_tables(one)
+    assert "of one seed and has no interval" in render_page("vectors-paper", result=one)
 
 
 def test_the_page_and_the_tables_hold_no_text_and_nobodys_name(reproduced):

@@ -173,7 +173,7 @@ def show(report: Any) -> None:
     """The headline figures and the way to the page."""
     from rich.console import Console
 
-    from tightlip.report.leakage.terminal import snapshots_table, terminal_table
+    from tightlip.report.leakage.table import snapshots_table, terminal_table
 
     console = Console()
     snapshots = report.folder / "snapshots.json"

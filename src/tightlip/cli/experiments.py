@@ -171,7 +171,7 @@ def demo(
     )
     from tightlip.cli.compare import show
     from tightlip.experiments.demo import CANARIES, run_comparison, run_demo
-    from tightlip.report.leakage.terminal import snapshots_table
+    from tightlip.report.leakage.table import snapshots_table
 
     with shown_progress():
         result = run_demo(out)

@@ -42,7 +42,7 @@ def prepare(
 
     import tightlip
     from tightlip.core.progress import shown_progress
-    from tightlip.report.leakage.terminal import statistics_table
+    from tightlip.report.terminal import statistics_table
 
     check_exists(corpus, "a file or folder of text")
     weighing = {name: given.pop(name) for name in names_in(WeightsConfig) if name in given}

@@ -168,7 +168,7 @@ def _show(run: "RunRecord", console: "Console") -> None:
     if run.stop == "privacy budget":
         console.print(f"{'stopped':24} by its privacy budget, after step {last['step']:,}")
     if run.guarantee.get("epsilon") is not None:
-        from tightlip.report.leakage.terminal import print_guarantee
+        from tightlip.report.terminal import print_guarantee
 
         print_guarantee(run.guarantee, console)
     console.print(f"The run: {run.folder}\nNext:    tightlip audit {run.folder}", soft_wrap=True)

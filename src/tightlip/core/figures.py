@@ -1,44 +1,36 @@
-"""Figures of a guarantee as people read them."""
+"""Figures and guarantees as people read them, in the terminal and on every page.
+
+A figure shows no more digits than it deserves and an ε is never rounded down; a guarantee has
+its standing beside it, and without one no ε is printed.
+"""
 
 import math
 from dataclasses import dataclass
 from typing import Any
 
-
-def rounded_up(epsilon: float) -> str:
-    """Two decimals, or two figures below 0.1; never less than what was spent.
-
-    >>> rounded_up(3.5811), rounded_up(0.01234), rounded_up(0.0)
-    ('3.59', '0.013', '0.00')
-    """
-    if math.isinf(epsilon):
-        return "∞"
-    digits = 2 if epsilon >= 0.1 or epsilon == 0 else 1 - math.floor(math.log10(epsilon))
-    # Decimals such as 2.3 are stored a hair off; that hair is not spent privacy.
-    return f"{math.ceil(epsilon * 10**digits - 1e-9) / 10**digits:.{digits}f}"
-
-
-def shown_epsilon(guarantee: dict[str, Any]) -> str:
-    """A record's ε. That of adaptive DP as published comes rounded up to three figures, and more
-    of them would only look exact.
-
-    >>> shown_epsilon({"epsilon": 19.8, "adaptive": {"mode": "as-published"}})
-    '19.8'
-    >>> shown_epsilon({"epsilon": 19.8})
-    '19.80'
-    """
-    epsilon = guarantee["epsilon"]
-    mode = (guarantee.get("adaptive") or {}).get("mode")
-    if mode == "as-published" and epsilon == float(f"{epsilon:.3g}"):
-        return f"{epsilon:,.10g}"
-    return rounded_up(epsilon)
-
-
 UNKNOWN = "not known"
-# No record of a guarantee is longer; the page stays small if one is.
-MOST_CHARACTERS = 2000
 # Only these two standings come with a number; anything else prints none (METHODS.md, 6).
 STANDINGS_WITH_EPSILON = ("proved", "as published")
+INSECURE = (
+    "Insecure: noise and sampling came from a fixed seed (--insecure-seed), for tests only. "
+    "Whoever knows the seed can subtract the noise; this ε protects nobody."
+)
+# No record of a guarantee is longer; the page stays small if one is.
+MOST_CHARACTERS = 2000
+_OPENINGS = {
+    "proved": "Proved: a theorem covers exactly what was run.",
+    "as published": "As published: the usual figure, but its proof does not cover what was run.",
+}
+_DETAILS = [
+    "mechanism",
+    "unit",
+    "adjacency",
+    "sampling",
+    "accountant",
+    "steps",
+    "covers",
+    "outside",
+]
 
 
 def count(value: Any) -> str:
@@ -99,10 +91,33 @@ def counted(value: int, one: str, many: str | None = None) -> str:
     return f"{count(value)} {one if value == 1 else many or one + 's'}"
 
 
-INSECURE = (
-    "Insecure: noise and sampling came from a fixed seed (--insecure-seed), for tests only. "
-    "Whoever knows the seed can subtract the noise; this ε protects nobody."
-)
+def rounded_up(epsilon: float) -> str:
+    """Two decimals, or two figures below 0.1; never less than what was spent.
+
+    >>> rounded_up(3.5811), rounded_up(0.01234), rounded_up(0.0)
+    ('3.59', '0.013', '0.00')
+    """
+    if math.isinf(epsilon):
+        return "∞"
+    digits = 2 if epsilon >= 0.1 or epsilon == 0 else 1 - math.floor(math.log10(epsilon))
+    # Decimals such as 2.3 are stored a hair off; that hair is not spent privacy.
+    return f"{math.ceil(epsilon * 10**digits - 1e-9) / 10**digits:.{digits}f}"
+
+
+def shown_epsilon(guarantee: dict[str, Any]) -> str:
+    """A record's ε. That of adaptive DP as published comes rounded up to three figures, and more
+    of them would only look exact.
+
+    >>> shown_epsilon({"epsilon": 19.8, "adaptive": {"mode": "as-published"}})
+    '19.8'
+    >>> shown_epsilon({"epsilon": 19.8})
+    '19.80'
+    """
+    epsilon = guarantee["epsilon"]
+    mode = (guarantee.get("adaptive") or {}).get("mode")
+    if mode == "as-published" and epsilon == float(f"{epsilon:.3g}"):
+        return f"{epsilon:,.10g}"
+    return rounded_up(epsilon)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,12 +127,12 @@ class GuaranteeWords:
     standing: str
     value: str
     sentence: str
-    details: tuple[tuple[str, str], ...]
+    details: tuple[tuple[str, str], ...] = ()
     insecure: str = ""
 
 
 def guarantee_words(guarantee: dict[str, Any] | None) -> GuaranteeWords:
-    """What the report may say about a guarantee.
+    """What may be said about a guarantee.
 
     Holds:
         no_epsilon_without_standing: ε appears only when proved or as published, with that word beside it.
@@ -128,24 +143,10 @@ def guarantee_words(guarantee: dict[str, Any] | None) -> GuaranteeWords:
             standing="no guarantee",
             value="none",
             sentence="No guarantee: nothing is known about how this model was trained, so only what was measured here speaks.",
-            details=(),
         )
     standing = str(guarantee.get("standing") or "measured only")
-    because = _ended(guarantee.get("because"))
-    details = tuple(
-        (name, _listed(guarantee[name]))
-        for name in (
-            "mechanism",
-            "unit",
-            "adjacency",
-            "sampling",
-            "accountant",
-            "steps",
-            "covers",
-            "outside",
-        )
-        if guarantee.get(name) not in (None, "", [], {})
-    )
+    because = _as_sentence(guarantee.get("because"))
+    details = _details(guarantee)
     if standing not in STANDINGS_WITH_EPSILON:
         plain = because or "This way of training comes with no proof; only the measurements speak."
         return GuaranteeWords(
@@ -154,35 +155,33 @@ def guarantee_words(guarantee: dict[str, Any] | None) -> GuaranteeWords:
             sentence=f"No guarantee: {standing}. {plain}",
             details=details,
         )
-    per = f", per {guarantee['unit']}" if guarantee.get("unit") else ""
+    epsilon = UNKNOWN if guarantee.get("epsilon") is None else shown_epsilon(guarantee)
     delta = f" at δ = {guarantee['delta']:g}" if guarantee.get("delta") is not None else ""
-    opening = {
-        "proved": "Proved: a theorem covers exactly what was run.",
-        "as published": "As published: the usual figure, but its proof does not cover what was run.",
-    }[standing]
+    per = f", per {guarantee['unit']}" if guarantee.get("unit") else ""
     return GuaranteeWords(
         standing=standing,
-        value=f"ε = {_epsilon(guarantee)}{delta}{per} ({standing})",
-        sentence=f"{opening} {because}".strip(),
+        value=f"ε = {epsilon}{delta}{per} ({standing})",
+        sentence=f"{_OPENINGS[standing]} {because}".strip(),
         details=details,
         insecure=INSECURE if guarantee.get("insecure_seed") else "",
     )
 
 
-def _epsilon(guarantee: dict[str, Any]) -> str:
-    value = guarantee.get("epsilon")
-    return number(value) if value is None else shown_epsilon(guarantee)
+def _details(guarantee: dict[str, Any]) -> tuple[tuple[str, str], ...]:
+    """What the record says of how the model was trained, as pairs of a name and its words."""
+    known = [name for name in _DETAILS if guarantee.get(name) not in (None, "", [], {})]
+    return tuple((name, _in_words(guarantee[name])) for name in known)
 
 
-def _ended(text: Any) -> str:
-    """A sentence that begins and ends like one."""
-    text = str(text or "").strip()[:MOST_CHARACTERS]
-    return text and text[0].upper() + text[1:] + ("" if text[-1] in ".!?" else ".")
-
-
-def _listed(value: Any) -> str:
+def _in_words(value: Any) -> str:
     if isinstance(value, int):
         return count(value)
     if isinstance(value, (list, tuple)):
-        return ", ".join(str(part) for part in value)[:MOST_CHARACTERS]
+        value = ", ".join(map(str, value))
     return str(value)[:MOST_CHARACTERS]
+
+
+def _as_sentence(text: Any) -> str:
+    """A sentence that begins and ends like one."""
+    text = str(text or "").strip()[:MOST_CHARACTERS]
+    return text and text[0].upper() + text[1:] + ("" if text[-1] in ".!?" else ".")

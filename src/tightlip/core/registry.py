@@ -20,6 +20,14 @@ _REGISTERED: dict[str, dict[str, str]] = {
         "none": "tightlip.training.mitigations.none:NoMitigation",
         "triplet": "tightlip.training.mitigations.triplet:TripletMitigation",
     },
+    "page": {
+        "adaptive-paper": "tightlip.experiments.adaptive_page:AdaptivePage",
+        "comparison": "tightlip.report.comparison:ComparisonPage",
+        "leakage": "tightlip.report.leakage:LeakagePage",
+        "vectors": "tightlip.report.vectors:VectorsPage",
+        "vectors-paper": "tightlip.experiments.vectors_page:VectorsPaperPage",
+        "weights": "tightlip.report.weights:WeightsPage",
+    },
 }
 
 

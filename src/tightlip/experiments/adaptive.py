@@ -21,11 +21,11 @@ from tightlip.core.run_folder import RunRecord
 from tightlip.corpus.privacy_weights import minmax_weights
 from tightlip.experiments import check_names, claim_folder
 from tightlip.experiments.adaptive_measures import mean_unit_weight, measured
-from tightlip.experiments.adaptive_page import render_adaptive
 from tightlip.experiments.adaptive_tables import csv_text, result_of
 from tightlip.experiments.adaptive_text import Ground, PublicSide, Scale, ground, public_side
 from tightlip.experiments.demo import one_thread
 from tightlip.privacy.noise_schedules import SCALES as NOISE_SCALES
+from tightlip.report.kit import write_page
 from tightlip.training.config import RunOptions
 from tightlip.training.run import train
 
@@ -145,7 +145,7 @@ def reproduce_adaptive(
     )
     write_json(folder / JSON, result)
     write_text(folder / CSV, csv_text(result))
-    write_text(folder / PAGE, render_adaptive(result))
+    write_page("adaptive-paper", folder / PAGE, result=result)
     return Reproduced(folder=folder, result=result)
 
 

@@ -3,12 +3,12 @@
 Rows hold counts and means only: no text, and nobody's name.
 """
 
-import csv
-import io
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from tightlip.core.figures import STANDINGS_WITH_EPSILON, number, rounded_up
+from tightlip.report.kit import table as kit
+from tightlip.report.kit.words import NEVER_SAW_BITS, NONE
 
 Row = dict[str, Any]
 WAYS = {
@@ -19,7 +19,6 @@ WAYS = {
     "as-published": "as published",
 }
 THIRDS = ("ordinary", "middling", "rare")
-NEVER_SAW_BITS = 1.44
 # Wu, Gong and Xiong 2022, Table 1: WikiText-103.
 PAPER: tuple[Row, ...] = (
     {"model": "No-DP", "loss": 7.08, "perplexity": 256.66, "sigma": None, "epsilon": None},
@@ -88,12 +87,16 @@ def groups(section: dict[str, Any]) -> Iterator[tuple[str, str, list[Row]]]:
     """The rows as they are compared: a heading, a kind, and the runs beneath it."""
     rows = section["rows"]
     yield "Without noise", "no noise", [row for row in rows if row["mode"] == "none"]
-    sigmas = sorted({row["sigma"] for row in rows if row["sigma"] is not None})
     for kind in ("same noise", "equal epsilon"):
-        for sigma in sigmas:
-            found = [find(rows, mode, sigma, kind) for mode in WAYS if mode != "none"]
-            chosen = [row for row in found if row is not None]
-            yield _heading(kind, sigma, chosen), kind, chosen
+        for sigma in noise_levels(section):
+            runs = [find(rows, mode, sigma, kind) for mode in WAYS if mode != "none"]
+            known = [row for row in runs if row is not None]
+            yield _heading(kind, sigma, known), kind, known
+
+
+def noise_levels(section: dict[str, Any]) -> list[float]:
+    """The σ that plain DP was run with, the least noise first."""
+    return sorted({row["sigma"] for row in section["rows"] if row["sigma"] is not None})
 
 
 def _heading(kind: str, sigma: float, rows: Sequence[Row]) -> str:
@@ -131,13 +134,9 @@ def repetitions(section: dict[str, Any]) -> list[int]:
 
 def csv_text(result: dict[str, Any]) -> str:
     """One line a run."""
-    lines = [_csv_line(section, row) for section in result["corpora"] for row in section["rows"]]
-    written = io.StringIO()
-    columns = list(dict.fromkeys(name for line in lines for name in line))
-    writer = csv.DictWriter(written, columns, restval="")
-    writer.writeheader()
-    writer.writerows(lines)
-    return written.getvalue()
+    return kit.csv_text(
+        [_csv_line(section, row) for section in result["corpora"] for row in section["rows"]]
+    )
 
 
 def _csv_line(section: dict[str, Any], row: Row) -> dict[str, Any]:
@@ -155,7 +154,6 @@ def _csv_line(section: dict[str, Any], row: Row) -> dict[str, Any]:
     return line
 
 
-# What it comes to
 def headline(result: dict[str, Any]) -> str:
     """The first corpus' answer: what the weights buy at equal ε."""
     section = result["corpora"][0]
@@ -172,22 +170,21 @@ def headline(result: dict[str, Any]) -> str:
 def equal_ratios(section: dict[str, Any], sigma: float | None = None) -> dict[str, float]:
     """Perplexity of the proved ways over plain DP's at the same ε; the largest ε by default."""
     rows = section["rows"]
-    known = [row["sigma"] for row in rows if row["sigma"] is not None]
-    sigma = min(known, default=None) if sigma is None else sigma
+    sigma = next(iter(noise_levels(section)), None) if sigma is None else sigma
     base = find(rows, "dp", sigma, "equal epsilon")
-    found = {mode: find(rows, mode, sigma, "equal epsilon") for mode in ("clip", "scale")}
     if base is None:
         return {}
+    proved = {mode: find(rows, mode, sigma, "equal epsilon") for mode in ("clip", "scale")}
     return {
-        m: row["perplexity"] / base["perplexity"] for m, row in found.items() if row is not None
+        m: row["perplexity"] / base["perplexity"] for m, row in proved.items() if row is not None
     }
 
 
 def findings(section: dict[str, Any]) -> list[str]:
     """What the figures of one corpus say, a sentence or two each."""
     rows = section["rows"]
-    found = []
-    for sigma in sorted({row["sigma"] for row in rows if row["sigma"] is not None}):
+    sentences = []
+    for sigma in noise_levels(section):
         plain, published = (
             find(rows, mode, sigma, "same noise") for mode in ("dp", "as-published")
         )
@@ -198,15 +195,18 @@ def findings(section: dict[str, Any]) -> list[str]:
             f"{mode} has {ratio:.2f} times that{_cut_short(rows, mode, sigma)}"
             for mode, ratio in ratios.items()
         )
-        found.append(
+        sentences.append(
             f"At ε {epsilon_words(plain)} ({plain['standing']}) the perplexity of plain DP is {number(plain['perplexity'])}; {others}."
         )
-        found.append(
+        sentences.append(
             f"As published at σ {sigma:g}: {published['perplexity'] / plain['perplexity']:.2f} times plain DP's perplexity, "
             f"with less noise (ε {epsilon_words(published)} by our reading, against {epsilon_words(plain)}). No theorem covers it."
         )
-        found += [*_who_pays(rows, sigma), *_who_is_protected(rows, sigma)]
-    return found
+        clip = find(rows, "clip", sigma, "equal epsilon")
+        if clip is not None:
+            sentences += _who_pays(plain, clip)
+            sentences.append(_who_is_protected(rows[0], plain, clip))
+    return sentences
 
 
 def is_cut_short(row: Row) -> bool:
@@ -223,17 +223,17 @@ def _cut_short(rows: Sequence[Row], mode: str, sigma: float) -> str:
 
 def stopped_early(section: dict[str, Any]) -> list[str]:
     """A sentence for each run that ended before its last planned step, and why."""
-    found = []
+    sentences = []
     for row in filter(is_cut_short, section["rows"]):
         fallen = ""
         if row.get("last_noise_multiplier") and row["noise_multiplier"]:
             share = row["last_noise_multiplier"] / row["noise_multiplier"]
             fallen = f" By then its noise was {share:.0%} of σ, and the less noise a step has, the more it spends."
-        found.append(
+        sentences.append(
             f"{name_of(row)} stopped after {row['steps']:,} of {row['planned_steps']:,} steps: the next one would have "
             f"passed ε {epsilon_words(row)}, which it promises.{fallen} Its figures are those of a model trained less than the others."
         )
-    return found
+    return sentences
 
 
 def name_of(row: Row) -> str:
@@ -256,35 +256,29 @@ def steps_words(row: Row) -> str:
     '6 of 40'
     """
     if row["steps"] is None:
-        return "–"
+        return NONE
     return f"{row['steps']:,}" + (f" of {row['planned_steps']:,}" if is_cut_short(row) else "")
 
 
-def _who_pays(rows: Sequence[Row], sigma: float) -> list[str]:
-    plain, clip = (find(rows, mode, sigma, "equal epsilon") for mode in ("dp", "clip"))
-    if plain is None or clip is None:
-        return []
+def _who_pays(plain: Row, clip: Row) -> list[str]:
     more = [
         _difference(own["cost_nats"], other["cost_nats"])
         for own, other in zip(clip["thirds"], plain["thirds"], strict=True)
     ]
     if None in more:
         return []
-    said = ", ".join(f"{name} {value:+.3f}" for name, value in zip(THIRDS, more, strict=True))
+    costs = ", ".join(f"{name} {value:+.3f}" for name, value in zip(THIRDS, more, strict=True))
     return [
-        f"What clip costs beyond plain DP at σ {sigma:g}, in nats a token of held-out text: {said}."
+        f"What clip costs beyond plain DP at σ {plain['sigma']:g}, in nats a token of held-out text: {costs}."
     ]
 
 
-def _who_is_protected(rows: Sequence[Row], sigma: float) -> list[str]:
-    plain, clip = (find(rows, mode, sigma, "equal epsilon") for mode in ("dp", "clip"))
-    if plain is None or clip is None:
-        return []
-    told = []
-    for name, row in (("no DP", rows[0]), ("plain DP", plain), ("clip", clip)):
+def _who_is_protected(bare: Row, plain: Row, clip: Row) -> str:
+    exposed = []
+    for name, row in (("no DP", bare), ("plain DP", plain), ("clip", clip)):
         bits = [third["mean_bits"] for third in row["exposure_by_third"]]
-        told.append(f"{name} {number(bits[0])} and {number(bits[-1])}")
-    return [
-        f"Mean bits of canaries after the most ordinary and the rarest public documents at σ {sigma:g}: {'; '.join(told)}. "
-        f"A model that never saw them has {NEVER_SAW_BITS} on average."
-    ]
+        exposed.append(f"{name} {number(bits[0])} and {number(bits[-1])}")
+    return (
+        f"Mean bits of canaries after the most ordinary and the rarest public documents at σ {plain['sigma']:g}: "
+        f"{'; '.join(exposed)}. A model that never saw them has {NEVER_SAW_BITS} on average."
+    )

@@ -18,10 +18,9 @@ from tightlip.core.files import digest_of_files, make_private_folder, write_json
 from tightlip.core.progress import task
 from tightlip.core.registry import unknown
 from tightlip.experiments import check_names, claim_folder
-from tightlip.experiments.vectors_page import render_paper_tables
 from tightlip.experiments.vectors_tables import csv_text
 from tightlip.experiments.vectors_text import Task, task_of
-from tightlip.report.vectors import render_attacks
+from tightlip.report.kit import write_page
 from tightlip.vectors.run import RepresentRuns, represent_train
 from tightlip.vectors.settings import RepresentOptions
 
@@ -125,7 +124,7 @@ def reproduce_representation(
     }
     write_json(folder / JSON, result)
     write_text(folder / CSV, csv_text(sections))
-    write_text(folder / PAGE, render_paper_tables(result))
+    write_page("vectors-paper", folder / PAGE, result=result)
     return ReproducedTables(folder=folder, result=result)
 
 
@@ -180,7 +179,9 @@ class _Runs:
                 seen.append(results)
                 bar.advance()
         everything = [result for results in seen for result in results]
-        write_text(self.folder / ATTACKS, render_attacks(everything, version=tightlip.__version__))
+        write_page(
+            "vectors", self.folder / ATTACKS, results=everything, version=tightlip.__version__
+        )
         first = seen[0][0]
         return {
             **{name: getattr(self.here, name) for name in ("name", "kind", "paper", "about", "label")},

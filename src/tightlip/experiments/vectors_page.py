@@ -1,27 +1,16 @@
 """The experiment of private representations as one HTML file, and as tables in the terminal."""
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
-
-from markupsafe import Markup
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from tightlip.core.figures import counted, rounded_up
 from tightlip.experiments.vectors_tables import name_of, promise_of, strongest_words, tables
-from tightlip.report.kit import asset, policy, template
+from tightlip.report.kit.words import share_words
 
 if TYPE_CHECKING:
-    from rich.table import Table
+    from rich.table import Table as RichTable
 
-
-MEANINGS = (
-    ("Main", "How often the server names the right label for a test text from its released vector."),
-    ("Empirical privacy", "What an attacker who learns from other people's vectors gets wrong: 1 − X, one minus its mean accuracy over the writer's attributes, or 1 − F, one minus its F1 over the names in the text. Guessing is the most there is to reach."),
-    ("The strongest", "Of our attackers on one release of each text, the one that was best on the development part, chosen for each attribute and seed; its figures are from the test part."),
-    ("± ", "The standard deviation between seeds. It does not cover the choice of test texts."),
-    ("ε a coordinate", "As in the paper: noise that hides one coordinate of the vector."),
-    ("ε of the whole vector", "What bounds every attacker, at δ = 1e-5: all coordinates composed. Without masked words it holds for any two texts; with them for texts of as many words that differ in one, and the figure for any two stands beside."),
-    ("Calibrated", "Noise set so that the whole vector has the ε named."),
-)  # fmt: skip
 PAPER_NOTE = (
     "Theirs: BERT base, fine-tuned, five runs (Lyu, He and Li 2020). Their blogs are not ours: topics come from an LDA of "
     "each, so only orders and distances can be compared there."
@@ -88,57 +77,41 @@ def about(section: dict[str, Any]) -> str:
     )
 
 
-def render_paper_tables(result: dict[str, Any]) -> str:
-    """The page of the experiment, as text.
+@dataclass(frozen=True, kw_only=True)
+class VectorsPaperPage:
+    """The page of the experiment.
 
     Holds:
-        alone: it names no other file and no address, and runs no script.
         standing: every way's promise stands with its standing.
     """
-    style = (
-        asset("report/kit/page.css")
-        + asset("report/kit/tables.css")
-        + asset("experiments/adaptive.css")
-        + asset("experiments/vectors.css")
-    )
-    return str(
-        template("experiments/vectors.html.jinja").render(
-            style=Markup(style),
-            policy=policy(style),
-            result=result,
-            headline=headline(result),
-            certainty=certainty(result),
-            sections=[
-                {
-                    "name": section["name"],
-                    "about": about(section),
-                    "findings": list(findings(section)),
-                    "tables": tables(section),
-                    "promises": [(name_of(row), promise_of(row)) for row in section["rows"]],
-                }
-                for section in result["corpora"]
-            ],
-            meanings=MEANINGS,
-            paper_note=PAPER_NOTE,
-        )
-    )
+
+    files: ClassVar[str] = "experiments/vectors"
+    result: dict[str, Any]
+
+    def content(self) -> dict[str, Any]:
+        result = self.result
+        sections = [
+            {
+                "name": section["name"],
+                "about": about(section),
+                "findings": list(findings(section)),
+                "tables": tables(section),
+                "promises": [(name_of(row), promise_of(row)) for row in section["rows"]],
+            }
+            for section in result["corpora"]
+        ]
+        return {
+            "headline": headline(result),
+            "version": result["version"],
+            "result": result,
+            "certainty": certainty(result),
+            "sections": sections,
+            "paper_note": PAPER_NOTE,
+        }
 
 
-def terminal_tables(section: dict[str, Any]) -> "Iterator[Table]":
-    """The same tables for a terminal."""
-    from rich.table import Table
-
-    for each in tables(section):
-        table = Table(
-            title=f"Table {each.number}. {each.title}", caption=each.note, title_justify="left",
-            caption_justify="left", box=None, pad_edge=False,
-        )  # fmt: skip
-        table.add_column("")
-        for column in each.columns:
-            table.add_column(column, justify="right")
-        for name, cells in each.rows:
-            table.add_row(name, *cells)
-        yield table
+def terminal_tables(section: dict[str, Any]) -> "list[RichTable]":
+    return [table.printed() for table in tables(section)]
 
 
 def _smallest(section: dict[str, Any]) -> dict[str, Any]:
@@ -147,4 +120,4 @@ def _smallest(section: dict[str, Any]) -> dict[str, Any]:
 
 
 def _percent(figure: dict[str, Any]) -> str:
-    return "–" if figure["mean"] is None else f"{100 * figure['mean']:.1f}%"
+    return share_words({"value": figure["mean"]})

@@ -200,7 +200,8 @@ def weigh_documents(
         log_perplexities=nats,
         info=job.identity | {"a": a, "b": b, "shared": shared, "version": tightlip.__version__},
     )
-    page = render(weights.info, rho, nats, public, _shown(corpus.folder, weights))
+    shown = _shown(corpus.folder, weights)
+    page = render(info=weights.info, rho=rho, nats=nats, public=public, shown=shown)
     write_weights(corpus.folder, weights, public, page)
     shutil.rmtree(work, ignore_errors=True)
     return weights

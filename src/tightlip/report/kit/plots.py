@@ -6,11 +6,23 @@ screen; nothing here carries a style attribute, which the page's policy forbids.
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from markupsafe import Markup, escape
 
+from tightlip.report.kit.words import cut_name
+
 CHARACTER_WIDTH = 6.4
+LABEL_HEIGHT = 13
+LOG_STEPS: tuple[tuple[float, ...], ...] = (
+    (1,),
+    (1, 2, 5),
+    (1, 1.5, 2, 3, 4, 5, 7),
+    tuple(1 + x / 10 for x in range(90)),
+)
+DOT = 5.5  # half a run's mark, and more than half a dot
+Box = tuple[float, float, float, float]  # left, right, top, bottom
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,8 +31,8 @@ class Axis:
 
     low: float
     high: float
-    log: bool
     ticks: list[tuple[float, str]]
+    log: bool = False
 
     def at(self, value: float) -> float:
         """Where a value stands between the axis' ends, never outside them."""
@@ -39,30 +51,25 @@ def linear_axis(high: float, *, low: float = 0.0, most_ticks: int = 5) -> Axis:
     step = _round_step((high - low) / most_ticks) if high > low else 1.0
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
     ticks = [place * step for place in range(first, max(last, first + 1) + 1)]
-    return Axis(
-        low=ticks[0], high=ticks[-1], log=False, ticks=[(tick, short(tick)) for tick in ticks]
-    )
+    return Axis(low=ticks[0], high=ticks[-1], ticks=[(tick, short(tick)) for tick in ticks])
 
 
 def count_axis(high: int) -> Axis:
     """A linear axis that ticks at whole numbers."""
     axis = linear_axis(max(high, 1))
-    return Axis(
-        low=axis.low, high=axis.high, log=False, ticks=[t for t in axis.ticks if t[0] == int(t[0])]
-    )
+    return replace(axis, ticks=[tick for tick in axis.ticks if tick[0] == int(tick[0])])
 
 
 def log_axis(low: float, high: float) -> Axis:
-    """Ticks at powers of ten; at 2 and 5 as well where there is room."""
+    """Ticks at powers of ten, and between them where there would be three or fewer."""
     decades = range(math.floor(math.log10(low)) - 1, math.ceil(math.log10(high)) + 2)
-    width = math.log10(high / low)
-    steps: tuple[float, ...] = (1, 2, 5) if width < 2.4 else (1,)
-    if width < 0.7:
-        steps = (1, 1.5, 2, 3, 4, 5, 7) if width > 0.25 else tuple(1 + x / 10 for x in range(90))
-    ticks = [
-        step * 10.0**decade for decade in decades[:: max(1, math.ceil(width / 7))] for step in steps
-    ]
-    inside = [tick for tick in ticks if low * 0.9999 <= tick <= high * 1.0001]
+    apart = max(1, math.ceil(math.log10(high / low) / 7))
+    inside: list[float] = []
+    for steps in LOG_STEPS:
+        ticks = [step * 10.0**decade for decade in decades[::apart] for step in steps]
+        inside = [tick for tick in ticks if low * 0.9999 <= tick <= high * 1.0001]
+        if len(inside) > 3:
+            break
     return Axis(low=low, high=high, log=True, ticks=[(tick, short(tick)) for tick in inside])
 
 
@@ -118,72 +125,107 @@ class Plot:
         inside = (f"<title>{escape(tip)}</title>" if tip else "") + str(escape(text))
         self.parts.append(Markup(f"<{tag}{written}>{inside}</{tag}>"))
 
+    def write(self, words: str, x: float, y: float, kind: str, **attributes: Any) -> None:
+        self.draw("text", words, x=x, y=y, class_=kind, **attributes)
+
+    def level(self, share: float, kind: str) -> float:
+        """A line from end to end at a height of 0..1; where that is."""
+        y = self.y(share)
+        self.draw("line", x1=self.left, x2=self.width - self.right, y1=y, y2=y, class_=kind)
+        return y
+
+    def upright(self, share: float, kind: str, *, tip: str = "") -> float:
+        """A line from bottom to top at 0..1 across; where that is."""
+        x = self.x(share)
+        self.draw("line", x1=x, x2=x, y1=self.y(0), y2=self.y(1), class_=kind, tip=tip)
+        return x
+
+    def bar(self, x: float, width: float, share: float, kind: str, **others: Any) -> None:
+        """A bar that stands on the axis and reaches to 0..1."""
+        top, foot = self.y(share), self.y(0)
+        self.draw("rect", x=x, y=top, width=width, height=foot - top, class_=kind, **others)
+
     def y_axis(self, axis: Axis, label: str) -> None:
         for value, name in axis.ticks:
-            height = self.y(axis.at(value))
-            self.draw(
-                "line",
-                x1=self.left,
-                x2=self.width - self.right,
-                y1=height,
-                y2=height,
-                class_="grid",
-            )
-            self.draw("text", name, x=self.left - 7, y=height + 3.5, class_="tick end")
+            height = self.level(axis.at(value), "grid")
+            self.write(name, self.left - 7, height + 3.5, "tick end")
         middle = self.y(0.5)
-        self.draw(
-            "text",
-            label,
-            x=12,
-            y=middle,
-            transform=f"rotate(-90 12 {middle:.1f})",
-            class_="label middle",
-        )
+        turned = f"rotate(-90 12 {middle:.1f})"
+        self.write(label, 12, middle, "label middle", transform=turned)
 
     def x_axis(self, axis: Axis, label: str) -> None:
         self.x_labels([(axis.at(value), name) for value, name in axis.ticks], label)
 
     def x_labels(self, places: Sequence[tuple[float, str]], label: str) -> None:
         """Tick labels at 0..1, leaving out those that would run into the one before."""
-        self.draw(
-            "line",
-            x1=self.left,
-            x2=self.width - self.right,
-            y1=self.y(0),
-            y2=self.y(0),
-            class_="axis",
-        )
+        self.level(0, "axis")
         free_from = 0.0
         for share, name in places:
             half = len(name) * CHARACTER_WIDTH / 2
             if self.x(share) - half >= free_from and self.x(share) + half <= self.width + 4:
-                self.draw("text", name, x=self.x(share), y=self.y(0) + 16, class_="tick middle")
+                self.write(name, self.x(share), self.y(0) + 16, "tick middle")
                 free_from = self.x(share) + half + 5
-        self.draw("text", label, x=self.x(0.5), y=self.height - 7, class_="label middle")
+        self.write(label, self.x(0.5), self.height - 7, "label middle")
 
-    def mark_x(self, share: float, words: str, *, to_left: bool = False) -> None:
-        """A dashed upright line with a few words beside its top."""
-        across = self.x(share)
-        self.draw("line", x1=across, x2=across, y1=self.y(0), y2=self.y(1), class_="mark")
-        self.draw(
-            "text",
-            words,
-            x=across + (-5 if to_left else 5),
-            y=self.y(1) + 9,
-            class_="note end" if to_left else "note",
-        )
+    def mark_x(self, share: float, words: str) -> None:
+        """A dashed upright line with a few words beside its top, on the side with more room."""
+        across = self.upright(share, "mark")
+        if share > 0.6:
+            self.write(words, across - 5, self.y(1) + 9, "note end")
+        else:
+            self.write(words, across + 5, self.y(1) + 9, "note")
 
     def svg(self, *, wide: bool = False) -> Markup:
-        opening = Markup(
-            '<svg viewBox="0 0 {} {}" role="img" aria-label="{}" class="plot{}">'
-        ).format(
-            self.width, self.height, f"{self.title}. {self.description}", " wide" if wide else ""
-        )
+        opening = Markup('<svg viewBox="0 0 {} {}" role="img" aria-label="{}" class="{}">').format(
+            self.width, self.height, f"{self.title}. {self.description}", "plot wide" if wide else "plot"
+        )  # fmt: skip
         return opening + Markup("").join(self.parts) + Markup("</svg>")
 
 
 def _short(value: object) -> object:
     return f"{value:.1f}".removesuffix(".0") if isinstance(value, float) else value
+
+
+def along(value: float, values: Sequence[float], *, log: bool = True, end: float = 0.94) -> float:
+    """Where a value stands across a plot, clear of the ends, where a tick's label has no room."""
+    turn: Callable[[float], float] = math.log if log else float
+    low, high = turn(min(values)), turn(max(values))
+    return 0.06 + (end - 0.06) * (turn(value) - low) / (high - low) if high > low else 0.5
+
+
+class Labels:
+    """Names beside marks: each on the first side and height where it covers nothing."""
+
+    def __init__(self, plot: Plot, marks: Sequence[tuple[float, float]], *taken: Box) -> None:
+        self.plot = plot
+        self.taken = [(x - DOT, x + DOT, y - DOT, y + DOT) for x, y in marks] + list(taken)
+
+    def draw(self, name: str, x: float, y: float) -> None:
+        name = cut_name(name)
+        width = len(name) * CHARACTER_WIDTH
+        boxes = [
+            (left, left + width, y + step * LABEL_HEIGHT - 6, y + step * LABEL_HEIGHT + 6)
+            for step in (0, -1, 1, -2, 2, -3, 3)
+            for left in (x + DOT + 4, x - DOT - 4 - width)
+        ]
+        inside = [box for box in boxes if self._is_inside(box)] or boxes
+        free = [box for box in inside if not any(_overlap(box, other) for other in self.taken)]
+        left, right, _, bottom = (free or inside)[0]
+        self.taken.append((free or inside)[0])
+        if left < x:
+            self.plot.write(name, right, bottom - 2, "run-name end")
+        else:
+            self.plot.write(name, left, bottom - 2, "run-name")
+
+    def _is_inside(self, box: Box) -> bool:
+        left, right, top, bottom = box
+        across = self.plot.left <= left and right <= self.plot.width
+        return across and self.plot.y(1) - 8 <= top and bottom <= self.plot.y(0)
+
+
+def _overlap(first: Box, second: Box) -> bool:
+    across = first[0] < second[1] and second[0] < first[1]
+    return across and first[2] < second[3] and second[2] < first[3]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -218,17 +260,9 @@ def draw_bars(plot: Plot, bars: Sequence[Bar], y_label: str) -> None:
 
 
 def _draw_bar(plot: Plot, bar: Bar, share: float, kind: str) -> None:
-    left, right, top = plot.x(bar.left), plot.x(bar.right), plot.y(share)
+    left, right = plot.x(bar.left), plot.x(bar.right)
     gap = min(1.5, (right - left) / 6)
-    plot.draw(
-        "rect",
-        x=left + gap / 2,
-        y=top,
-        width=max(right - left - gap, 0.8),
-        height=plot.y(0) - top,
-        class_=kind,
-        tip=bar.tip,
-    )
+    plot.bar(left + gap / 2, max(right - left - gap, 0.8), share, kind, tip=bar.tip)
 
 
 def draw_line(plot: Plot, points: Sequence[tuple[float, float, str]], kind: str) -> None:
@@ -245,9 +279,7 @@ def draw_violin(
     plot: Plot, middle: float, widths: Sequence[tuple[float, float]], reach: float, tip: str
 ) -> None:
     """A shape as wide as `reach` times each (height, width), mirrored about `middle`."""
-    edge: Callable[[float, float, int], str] = lambda height, width, side: (  # noqa: E731
-        f"{plot.x(middle) + side * width * reach:.1f},{plot.y(height):.1f}"
-    )
-    right = [edge(height, width, 1) for height, width in widths]
-    left = [edge(height, width, -1) for height, width in reversed(widths)]
-    plot.draw("polygon", points=" ".join([*right, *left]), class_="violin", tip=tip)
+    right = [(width, height) for height, width in widths]
+    left = [(-width, height) for height, width in reversed(widths)]
+    points = [f"{plot.x(middle) + reach * w:.1f},{plot.y(h):.1f}" for w, h in [*right, *left]]
+    plot.draw("polygon", points=" ".join(points), class_="violin", tip=tip)

@@ -1,68 +1,53 @@
 """The report as one HTML file that asks nothing of the network and stays small."""
 
 import math
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from markupsafe import Markup
 
 from tightlip.core.errors import UsageError
-from tightlip.core.figures import count, counted, guarantee_words, percent
-from tightlip.core.files import read_json, written_whole
-from tightlip.report.kit import asset, policy, template
+from tightlip.core.figures import UNKNOWN, count, counted, guarantee_words, percent
+from tightlip.core.files import read_json
+from tightlip.report.kit.table import Column
 from tightlip.report.leakage import plots
 from tightlip.report.leakage.rows import Embedded, Users, cut_end, embed, read_users
+from tightlip.report.leakage.table import snapshot_figures
 from tightlip.report.leakage.tallies import Tally, tally_and_choose
-from tightlip.report.leakage.terminal import (
-    NO_PUBLIC_MODEL,
-    SNAPSHOT_COLUMNS,
-    snapshot_rows,
-    summary_lines,
-    verdict,
-)
+from tightlip.report.leakage.words import NO_PUBLIC_MODEL, story, summary_lines, verdict
 
-MOST_BYTES = 3_000_000
 NUM_HEADLINES = 4
 NUM_SNAPSHOT_ROWS = 200
 NUM_NOTES, NOTE_CHARACTERS = 40, 1000
 
 
-def write_page(folder: Path) -> Path:
-    """Write `report.html` into a report's folder, readable by its owner only."""
-    page = render_page(folder)
-    path = Path(folder) / "report.html"
-    with written_whole(path) as beside:
-        beside.write_bytes(page.encode("utf-8", "replace"))
-    return path
-
-
-def render_page(folder: Path) -> str:
-    """The page of a report folder, as text.
+@dataclass(frozen=True, kw_only=True)
+class LeakagePage:
+    """The page of a report's folder.
 
     Holds:
-        small: under `MOST_BYTES`, whatever the corpus.
-        alone: it names no other file and no address.
+        small: under 3 MB, whatever the corpus.
         silent: redacted, it holds none of the corpus' text.
     """
-    folder = Path(folder)
-    summary = _read_summary(folder)
-    users = read_users(folder)
-    tally, chosen = tally_and_choose(folder, [user["user"] for user in users.worst])
-    rows = embed(folder, chosen, users.worst, redacted=bool(summary.get("redacted")))
-    style, script = asset("report/kit/page.css"), asset("report/leakage/page.js")
-    page = template("report/leakage/page.html.jinja").render(
-        summary=summary,
-        style=Markup(style),
-        script=Markup(script),
-        policy=policy(style, script),
-        data=Markup(rows.as_json()),
-        **_opening(summary, tally),
-        **_plots(tally),
-        **_tables(summary, tally, users, rows),
-        **_snapshots(folder),
-    )
-    assert len(page.encode("utf-8", "replace")) < MOST_BYTES, "the page outgrew its budget"
-    return page
+
+    files: ClassVar[str] = "report/leakage/page"
+    folder: Path
+
+    def content(self) -> dict[str, Any]:
+        summary = _read_summary(self.folder)
+        users = read_users(self.folder)
+        tally, chosen = tally_and_choose(self.folder, [user["user"] for user in users.worst])
+        rows = embed(self.folder, chosen, users.worst, redacted=bool(summary.get("redacted")))
+        return {
+            "summary": summary,
+            "version": summary["version"],
+            "data": Markup(rows.as_json()),
+            **_opening(summary, tally),
+            **_plots(tally),
+            **_tables(summary, tally, users, rows),
+            "snapshots": _snapshots(self.folder),
+        }
 
 
 def _read_summary(folder: Path) -> dict[str, Any]:
@@ -72,70 +57,48 @@ def _read_summary(folder: Path) -> dict[str, Any]:
             f"{folder} has no summary.json, so it is not a leakage report. Make one with: tightlip audit MODEL CORPUS --out {folder}"
         )
     # What an older report does not say is not known.
-    return {"redacted": False, "version": None, **read_json(path)}
+    return {"redacted": False, "version": None, "top_k": None, **read_json(path)}
 
 
 def _opening(summary: dict[str, Any], tally: Tally) -> dict[str, Any]:
     """The top of the page: verdict, badges, headline figures, notes, guarantee."""
     sentence, weighing = verdict(summary, num_copied=tally.num_copied)
     lines = summary_lines(summary)
-    notes = [
-        cut_end(str(note), NOTE_CHARACTERS)[0] for note in (summary.get("notes") or [])[:NUM_NOTES]
-    ]
+    notes = (summary.get("notes") or [])[:NUM_NOTES]
     return {
-        "verdict": sentence,
+        "headline": sentence,
         "weighing": weighing,
         "headlines": lines[:NUM_HEADLINES],
         "lines": lines[NUM_HEADLINES:],
-        "notes": notes,
+        "remarks": [cut_end(str(note), NOTE_CHARACTERS)[0] for note in notes],
         "guarantee": guarantee_words(summary.get("guarantee")),
         "facts": _facts(summary),
-        "guesses": "first guess"
-        if summary.get("top_k") == 1
-        else f"first {count(summary.get('top_k'))} guesses",
     }
 
 
 def _facts(summary: dict[str, Any]) -> list[tuple[str, str, str]]:
     """(name, short value, whole value) of what identifies the audit."""
     facts = [
-        ("model", str(summary.get("model_fingerprint") or "not known")),
-        ("corpus", str(summary.get("corpus_fingerprint") or "not known")),
-        ("public model", str(summary.get("public_model") or "none")),
-        ("top-k", str(summary.get("top_k"))),
-        ("tightlip", str(summary.get("version") or "not known")),
+        ("model", summary.get("model_fingerprint") or UNKNOWN, 12),
+        ("corpus", summary.get("corpus_fingerprint") or UNKNOWN, 12),
+        ("public model", summary.get("public_model") or "none", 60),
+        ("top-k", summary.get("top_k"), 60),
+        ("tightlip", summary.get("version") or UNKNOWN, 60),
     ]
     return [
-        (
-            name,
-            cut_end(value, 12)[0] if name in ("model", "corpus") else cut_end(value, 60)[0],
-            cut_end(value, 300)[0],
-        )
-        for name, value in facts
+        (name, cut_end(str(value), most)[0], cut_end(str(value), 300)[0])
+        for name, value, most in facts
     ]
 
 
 def _plots(tally: Tally) -> dict[str, Any]:
-    drawn = tally.num_unique > 0
-    has_ratios = tally.ratios.span() is not None
+    has_perplexities = tally.num_unique and tally.perplexities.span()
+    has_ratios = tally.num_unique and tally.ratios.span()
     return {
-        "length_plot": plots.length_plot(tally) if drawn else None,
-        "perplexity_plot": plots.perplexity_plot(tally)
-        if drawn and tally.perplexities.span()
-        else None,
-        "ratio_plot": plots.ratio_plot(tally) if drawn and has_ratios else None,
-        "undrawn_perplexities": _undrawn(tally.perplexities.not_finite, "perplexity"),
-        "undrawn_ratios": _undrawn(tally.ratios.not_finite, "ratio"),
-        "any_copied": tally.num_copied > 0,
+        "length_plot": plots.length_plot(tally) if tally.num_unique else None,
+        "perplexity_plot": plots.perplexity_plot(tally) if has_perplexities else None,
+        "ratio_plot": plots.ratio_plot(tally) if has_ratios else None,
     }
-
-
-def _undrawn(number_of: int, what: str) -> str:
-    return (
-        f" {counted(number_of, 'sequence')} with an infinite or undefined {what} cannot be drawn."
-        if number_of
-        else ""
-    )
 
 
 def _tables(summary: dict[str, Any], tally: Tally, users: Users, rows: Embedded) -> dict[str, Any]:
@@ -149,12 +112,8 @@ def _tables(summary: dict[str, Any], tally: Tally, users: Users, rows: Embedded)
             f"These are {picked}, some of every person listed below, and a few that several people wrote."
         )
     return {
-        "num_rows": every,
-        "num_unique": tally.num_unique,
-        "has_ratios": tally.num_with_ratio > 0,
-        "no_public_model": NO_PUBLIC_MODEL
-        if summary.get("public_model") is None
-        else "No sequence here has a ratio.",
+        "tally": tally,
+        "no_public_model": NO_PUBLIC_MODEL if summary.get("public_model") is None else None,
         "extent": extent,
         "users": users,
         "users_extent": _users_extent(users),
@@ -181,28 +140,23 @@ def _known(value: float | None) -> bool:
     return value is not None and not math.isnan(value)
 
 
-def _snapshots(folder: Path) -> dict[str, Any]:
+def _snapshots(folder: Path) -> dict[str, Any] | None:
     """Figure 5 and its table, where the audit looked at snapshots."""
     path = folder / "snapshots.json"
-    found = read_json(path) if path.exists() else {}
-    if not found.get("snapshots"):
-        return {"snapshots": None}
-    num_all, num_drawn = len(found["snapshots"]), len(plots.thinned(found))
-    in_table = {**found, "snapshots": plots.thinned(found, NUM_SNAPSHOT_ROWS)}
+    measured = read_json(path) if path.exists() else {}
+    if not measured.get("snapshots"):
+        return None
+    every = measured["snapshots"]
+    table = snapshot_figures({**measured, "snapshots": plots.thinned(measured, NUM_SNAPSHOT_ROWS)})
+    # The page writes epsilon in full: the letter alone is a guarantee's.
+    columns = [*table.columns[:-1], Column("leakage epsilon")]
     return {
-        "snapshots": {
-            # The page writes epsilon in full: the letter alone is a guarantee's.
-            "columns": [*SNAPSHOT_COLUMNS[:-1], "leakage epsilon"],
-            "rows": snapshot_rows(in_table),
-            "perplexity": plots.perplexities_by_epoch(found),
-            "lengths": plots.lengths_plot(found),
-            "violins": plots.violins_plot(found),
-            "has_validation": any(
-                _known(one.get("validation_perplexity")) for one in found["snapshots"]
-            ),
-            "thinned": f"{count(num_drawn)} of {count(num_all)} snapshots are drawn."
-            if num_drawn < num_all
-            else "",
-            "story": plots.story(found),
-        }
+        "table": replace(table, columns=columns),
+        "perplexity": plots.perplexities_by_epoch(measured),
+        "lengths": plots.lengths_plot(measured),
+        "violins": plots.violins_plot(measured),
+        "has_validation": any(_known(one.get("validation_perplexity")) for one in every),
+        "num_drawn": len(plots.thinned(measured)),
+        "num_all": len(every),
+        "story": story(measured),
     }

@@ -1,7 +1,7 @@
-"""Figure 5 of the leakage report: what a model gives away while it is trained.
+"""Plots of the leakage report: its unique sequences, and what a model gives away while it is trained.
 
-Three plots over the snapshots: perplexity on train and validation (a), lengths of
-the unique sequences (b), their perplexities (c).
+The latter are Figure 5 of the report's paper, over the snapshots: perplexity on train and
+validation (a), lengths of the unique sequences (b), their perplexities (c).
 """
 
 import math
@@ -30,9 +30,15 @@ from tightlip.report.leakage.tallies import (
     Tally,
     length_label,
 )
-from tightlip.report.leakage.terminal import epoch_name
+from tightlip.report.leakage.words import epoch_name, is_best
 
 MOST_BARS = 34
+# One bar or shape per snapshot; past this many they would be thinner than a pixel.
+MOST_DRAWN = 40
+MOST_POINTS = 200
+VIOLIN_BINS = 28
+# Lengths this rare beside the commonest share one last group, so that the others get room.
+RARE = 0.05
 
 
 def length_plot(tally: Tally) -> Markup:
@@ -44,20 +50,11 @@ def length_plot(tally: Tally) -> Markup:
     bars = tally.lengths.bars()
     own = [n for _, n in tally.own_lengths.bars()] + [0] * len(bars)
     step = 1 / max(len(bars), 8)
-    draw_bars(
-        plot,
-        [
-            Bar(
-                left=i * step,
-                right=(i + 1) * step,
-                count=n,
-                own=own[i],
-                tip=_bar_tip(f"{label} tokens", n, own[i]),
-            )
-            for i, (label, n) in enumerate(bars)
-        ],
-        "unique sequences",
-    )
+    drawn = []
+    for i, (label, n) in enumerate(bars):
+        tip = _bar_tip(f"{label} tokens", n, own[i])
+        drawn.append(Bar(left=i * step, right=(i + 1) * step, count=n, own=own[i], tip=tip))
+    draw_bars(plot, drawn, "unique sequences")
     plot.x_labels(
         [((i + 0.5) * step, label) for i, (label, _) in enumerate(bars) if _is_labelled(i, bars)],
         "length in tokens",
@@ -93,7 +90,7 @@ def ratio_plot(tally: Tally) -> Markup:
     axis = _draw_log_bars(plot, tally.ratios, tally.own_ratios, "ratio")
     if axis is not None:
         if axis.low < 1 < axis.high:
-            plot.mark_x(axis.at(1), "1: no difference", to_left=axis.at(1) > 0.6)
+            plot.mark_x(axis.at(1), "1: no difference")
         plot.x_axis(axis, "ratio (the further right, the worse)")
     return plot.svg()
 
@@ -119,17 +116,6 @@ def _bar_tip(what: str, n: int, own: int) -> str:
     return f"{what}: {counted(n, 'unique sequence')}{copied}"
 
 
-# Figure 5 of the leakage report: what a model gives away while it is trained
-
-
-# One bar or shape per snapshot; past this many they would be thinner than a pixel.
-MOST_DRAWN = 40
-MOST_POINTS = 200
-VIOLIN_BINS = 28
-# Lengths this rare beside the commonest share one last group, so that the others get room.
-RARE = 0.05
-
-
 def thinned(snapshots: dict[str, Any], most: int = MOST_DRAWN) -> list[dict[str, Any]]:
     """At most `most` snapshots: evenly spread, always the first, the last and the best.
 
@@ -139,14 +125,9 @@ def thinned(snapshots: dict[str, Any], most: int = MOST_DRAWN) -> list[dict[str,
     every = snapshots["snapshots"]
     if len(every) <= most:
         return list(every)
-    best = {place for place, one in enumerate(every) if _is_best(one, snapshots)}
+    best = {place for place, one in enumerate(every) if is_best(one, snapshots)}
     evenly = np.linspace(0, len(every) - 1, most - len(best)).round().astype(int).tolist()
     return [every[place] for place in sorted({*evenly, *best})]
-
-
-def _is_best(snapshot: dict[str, Any], snapshots: dict[str, Any]) -> bool:
-    best = snapshots.get("best_validation")
-    return best is not None and snapshot.get("name") == best
 
 
 def perplexities_by_epoch(snapshots: dict[str, Any]) -> Markup:
@@ -168,10 +149,8 @@ def perplexities_by_epoch(snapshots: dict[str, Any]) -> Markup:
                 plot, [_dot(shown, axis, word, place, value) for place, value in points], word
             )
     for place, one in enumerate(shown):
-        if _is_best(one, snapshots):
-            plot.mark_x(
-                (place + 0.5) / len(shown), "best validation", to_left=place > len(shown) / 2
-            )
+        if is_best(one, snapshots):
+            plot.mark_x((place + 0.5) / len(shown), "best validation")
     plot.x_labels(_epoch_labels(plot, shown), "epoch")
     return plot.svg()
 
@@ -195,12 +174,9 @@ def _dot(
 
 def lengths_plot(snapshots: dict[str, Any]) -> Markup:
     """Figure 5b: lengths of unique sequences, one bar per snapshot, later ones darker."""
-    plot = Plot(
-        title="Lengths of unique sequences per epoch",
-        description="For each length one bar per snapshot; the later the epoch, the stronger the colour.",
-        width=580,
-        height=310,
-        left=52,
+    plot = _wide_plot(
+        "Lengths of unique sequences per epoch",
+        "For each length one bar per snapshot; the later the epoch, the stronger the colour.",
     )
     shown = thinned(snapshots)
     labels, counts = grouped_lengths(shown)
@@ -208,22 +184,22 @@ def lengths_plot(snapshots: dict[str, Any]) -> Markup:
     plot.y_axis(axis, "unique sequences")
     group = 1 / max(len(labels), 4)
     bar = 0.84 * group / len(shown)
+    width = max(0.95 * bar * plot.x_span, 0.6)
     for place, one in enumerate(shown):
         strength = f"{0.15 + 0.85 * (place + 1) / len(shown):.2f}"
         for column in np.flatnonzero(counts[place]).tolist():
-            tip = f"epoch {epoch_name(one)}, {labels[column]} tokens: {counted(int(counts[place, column]), 'unique sequence')}"
-            left, top = (
-                plot.x((column + 0.08) * group + place * bar),
-                plot.y(axis.at(int(counts[place, column]))),
-            )
-            plot.draw(
-                "rect", x=left, y=top, width=max(0.95 * bar * plot.x_span, 0.6), height=plot.y(0) - top,
-                fill_opacity=strength, class_="bar", tip=tip,
-            )  # fmt: skip
+            num = int(counts[place, column])
+            tip = f"epoch {epoch_name(one)}, {labels[column]} tokens: {counted(num, 'unique sequence')}"
+            left = plot.x((column + 0.08) * group + place * bar)
+            plot.bar(left, width, axis.at(num), "bar", tip=tip, fill_opacity=strength)
     plot.x_labels(
         [((column + 0.5) * group, label) for column, label in enumerate(labels)], "length in tokens"
     )
     return plot.svg(wide=True)
+
+
+def _wide_plot(title: str, description: str) -> Plot:
+    return Plot(title=title, description=description, width=580, height=310, left=52)
 
 
 def grouped_lengths(shown: list[dict[str, Any]]) -> tuple[list[str], np.ndarray]:
@@ -245,20 +221,17 @@ def grouped_lengths(shown: list[dict[str, Any]]) -> tuple[list[str], np.ndarray]
 
 def _lengths(snapshot: dict[str, Any]) -> LengthHistogram:
     histogram = LengthHistogram()
-    found = snapshot.get("unique_lengths") or {}
-    lengths = np.array([int(length) for length in found], dtype=np.int64)
-    histogram.add(lengths, np.array([*found.values()], dtype=np.int64))
+    num_by_length = snapshot.get("unique_lengths") or {}
+    lengths = np.array([int(length) for length in num_by_length], dtype=np.int64)
+    histogram.add(lengths, np.array([*num_by_length.values()], dtype=np.int64))
     return histogram
 
 
 def violins_plot(snapshots: dict[str, Any]) -> Markup:
     """Figure 5c: perplexities of unique sequences, as wide as there are many of them."""
-    plot = Plot(
-        title="Perplexities of unique sequences per epoch",
-        description="One shape per snapshot, as wide at each perplexity as there are unique sequences there.",
-        width=580,
-        height=310,
-        left=52,
+    plot = _wide_plot(
+        "Perplexities of unique sequences per epoch",
+        "One shape per snapshot, as wide at each perplexity as there are unique sequences there.",
     )
     shown = thinned(snapshots)
     samples = [_sample(one) for one in shown]
@@ -267,7 +240,7 @@ def violins_plot(snapshots: dict[str, Any]) -> Markup:
     plot.y_axis(axis, "perplexity (log scale)")
     edges = np.geomspace(axis.low, axis.high, VIOLIN_BINS + 1)
     bins = [_estimated(sample, one, edges) for sample, one in zip(samples, shown, strict=True)]
-    most = max(float(found.max()) for found in bins)
+    most = max(float(counts.max()) for counts in bins)
     for place, (one, sample) in enumerate(zip(shown, samples, strict=True)):
         if len(sample):
             middle = (place + 0.5) / len(shown)
@@ -287,14 +260,14 @@ def _sample(snapshot: dict[str, Any]) -> np.ndarray:
 
 def _estimated(sample: np.ndarray, snapshot: dict[str, Any], edges: np.ndarray) -> np.ndarray:
     """Unique sequences per bin: the sample, scaled up to what was found."""
-    found = snapshot["summary"].get("unique") or len(sample)
-    return np.histogram(sample, edges)[0] * (found / max(len(sample), 1))
+    unique = snapshot["summary"].get("unique") or len(sample)
+    return np.histogram(sample, edges)[0] * (unique / max(len(sample), 1))
 
 
 def _violin_tip(snapshot: dict[str, Any], sample: np.ndarray) -> str:
-    found = counted(snapshot["summary"].get("unique") or len(sample), "unique sequence")
+    unique = counted(snapshot["summary"].get("unique") or len(sample), "unique sequence")
     below = count(round(100 * float((sample < 3).mean())))
-    return f"epoch {epoch_name(snapshot)}: {found}, median perplexity {number(np.median(sample))}, {below}% below 3"
+    return f"epoch {epoch_name(snapshot)}: {unique}, median perplexity {number(np.median(sample))}, {below}% below 3"
 
 
 def _outline(axis: Axis, edges: np.ndarray, widths: np.ndarray) -> list[tuple[float, float]]:
@@ -319,18 +292,3 @@ def _epoch_labels(plot: Plot, shown: list[dict[str, Any]]) -> list[tuple[float, 
 
 def _is_finite(value: Any) -> bool:
     return value is not None and math.isfinite(value)
-
-
-def story(snapshots: dict[str, Any]) -> str:
-    """What training longer did, in one sentence."""
-    every = snapshots["snapshots"]
-    unique = [one["summary"].get("unique") for one in every]
-    best = next((place for place, one in enumerate(every) if _is_best(one, snapshots)), None)
-    if best is None or unique[best] is None or unique[-1] is None:
-        return f"Unique sequences went from {count(unique[0])} to {count(unique[-1])} over {counted(len(every), 'snapshot')}."
-    if best == len(every) - 1:
-        return f"Validation perplexity was still best at the last snapshot, which completes {counted(unique[best], 'unique sequence')}."
-    return (
-        f"Validation perplexity was best at {every[best]['name']}, with {counted(unique[best], 'unique sequence')}; "
-        f"the last snapshot completes {count(unique[-1])}."
-    )

@@ -33,6 +33,7 @@ _FIGURES = (
     "perplexities", "public_perplexities", "ratio", "copied",
 )  # fmt: skip
 _TEXTS = ("sequence", "contexts")
+OWNER = 11  # its place in a row; page.js has the same list
 _USER_FIGURES = ("num_documents", "num_tokens", "unique", "unique_tokens", "longest", "max_ratio")
 
 
@@ -125,10 +126,6 @@ def embed(
     )
 
 
-# Places in a row; page.js has the same list.
-OWNER = 11
-
-
 def _row(place: int, row: dict[str, Any], owner: str | None) -> tuple[list[Any], str | None]:
     """One sequence as the page's script reads it, its owner's number still to come, and its owner."""
     sequence = row.get("sequence")
@@ -154,13 +151,8 @@ def _occurrences(row: dict[str, Any]) -> Iterator[list[Any]]:
         if place < len(contexts) and contexts[place] is not None:
             context, cut = cut_start(contexts[place], CONTEXT_CHARACTERS)
         beside = public[place] if place < len(public) else None
-        yield [
-            context,
-            cut,
-            lengths[place] if place < len(lengths) else None,
-            plain_number(perplexity),
-            plain_number(beside),
-        ]
+        length = lengths[place] if place < len(lengths) else None
+        yield [context, cut, length, plain_number(perplexity), plain_number(beside)]
 
 
 def _read_rows(
@@ -169,9 +161,7 @@ def _read_rows(
     """The chosen rows, read from the row groups that hold them and no further than the last."""
     wanted = sorted(chosen)
     with open_sequences(folder) as file:
-        texts = (
-            () if redacted else tuple(name for name in _TEXTS if name in file.schema_arrow.names)
-        )
+        texts = [] if redacted else [name for name in _TEXTS if name in file.schema_arrow.names]
         start = 0
         for group in range(file.num_row_groups):
             end = start + file.metadata.row_group(group).num_rows

@@ -64,14 +64,10 @@ class LogHistogram:
             return []
         first, last = span
         width = math.ceil((last - first) / most)
-        return [
-            (
-                self._edge(start),
-                self._edge(start + width),
-                int(self.counts[start : start + width].sum()),
-            )
-            for start in range(first, last, width)
-        ]
+        starts = range(first, last, width)
+        counts = [int(self.counts[start : start + width].sum()) for start in starts]
+        edges = [(self._edge(start), self._edge(start + width)) for start in starts]
+        return [(low, high, num) for (low, high), num in zip(edges, counts, strict=True)]
 
     def _edge(self, position: int) -> float:
         return 10.0 ** (self.LOWEST + position / self.PER_DECADE)
@@ -89,15 +85,8 @@ class LengthHistogram:
 
     def bars(self) -> list[tuple[str, int]]:
         """(label, count) up to the last occupied one."""
-        occupied = np.flatnonzero(self.counts)
-        return (
-            [
-                (length_label(place), int(self.counts[place]))
-                for place in range(int(occupied[-1]) + 1)
-            ]
-            if len(occupied)
-            else []
-        )
+        last = max(np.flatnonzero(self.counts).tolist(), default=-1)
+        return [(length_label(place), int(self.counts[place])) for place in range(last + 1)]
 
 
 def length_label(place: int) -> str:
@@ -191,12 +180,9 @@ class Chooser:
 
     def add(self, batch: pa.RecordBatch, owner: pa.ChunkedArray, start: int) -> None:
         unique = is_unique(batch)
-        self.worst.extend(
-            (start + np.flatnonzero(unique)[: self.num_worst - len(self.worst)]).tolist()
-        )
-        self.shared.extend(
-            (start + np.flatnonzero(~unique)[: self.num_shared - len(self.shared)]).tolist()
-        )
+        worst, shared = np.flatnonzero(unique) + start, np.flatnonzero(~unique) + start
+        self.worst += worst[: self.num_worst - len(self.worst)].tolist()
+        self.shared += shared[: self.num_shared - len(self.shared)].tolist()
         self._add_longest(np.where(unique, filled(batch.column("num_tokens"), 0), 0), start)
         self._add_owned(owner, unique, start)
 

@@ -1,25 +1,22 @@
 """Plots of attacks on vectors: curves over ε and μ, attackers side by side, and t-SNE pictures."""
 
-import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from markupsafe import Markup
 
-from tightlip.report.comparison.plots import cut_name
-from tightlip.report.kit.plots import Axis, Plot, draw_line, linear_axis, short
+from tightlip.report.kit.plots import Axis, Labels, Plot, along, draw_line, linear_axis, short
+from tightlip.report.kit.words import Figure, range_words, share_words
 from tightlip.report.vectors.words import (
     ATTACKER_NAMES,
-    Column,
-    Figure,
     Result,
-    range_words,
+    RunColumn,
     setting_words,
-    share_words,
     value_names,
 )
 
-# A colour each in representation.css; further values share the last.
+# A colour each in page.css; further values share the last.
 MOST_COLOURS = 6
 SERIES = (
     ("main", "main-task accuracy", lambda r: r["main"]["all"]),
@@ -43,12 +40,11 @@ def _privacy(result: Result, name: str) -> Figure | None:
         return min(
             (entities[one]["all"] for one in ("majority", "everywhere")), key=lambda f: f["value"]
         )  # type: ignore[no-any-return]
-    found = entities["attackers"].get(name)
-    return None if found is None else found["all"]["one_minus_f_tuned"]
+    attacker = entities["attackers"].get(name)
+    return None if attacker is None else attacker["all"]["one_minus_f_tuned"]
 
 
-# Curves
-def curves(columns: Sequence[Column]) -> list[tuple[str, str, Markup]]:
+def curves(columns: Sequence[RunColumn]) -> list[tuple[str, str, Markup]]:
     """For each way of adding noise the curve over ε, and over μ, where there are two points."""
     noisy = [column for column in columns if column.first["guarantee"].get("epsilon") is not None]
     bare = [column for column in columns if column not in noisy]
@@ -79,15 +75,15 @@ def _dropout(result: Result) -> float:
     return float(result["dropout"])
 
 
-def _grouped(columns: Sequence[Column], *keys: str) -> dict[tuple[Any, ...], list[Column]]:
-    groups: dict[tuple[Any, ...], list[Column]] = {}
+def _grouped(columns: Sequence[RunColumn], *keys: str) -> dict[tuple[Any, ...], list[RunColumn]]:
+    groups: dict[tuple[Any, ...], list[RunColumn]] = {}
     for column in columns:
         groups.setdefault(tuple(column.first[key] for key in keys), []).append(column)
     return groups
 
 
 def _curve(
-    group: list[Column], bare: list[Column], place: Callable[[Result], float], label: str
+    group: list[RunColumn], bare: list[RunColumn], place: Callable[[Result], float], label: str
 ) -> Markup:
     """Utility and privacy along one parameter; runs without noise stand at the right."""
     plot = Plot(
@@ -104,7 +100,7 @@ def _curve(
     group = sorted(group, key=lambda column: place(column.first))
     values = [place(column.first) for column in group]
     use_log = place is _epsilon and min(values) > 0
-    shares = [_share(value, values, log=use_log, end=0.8 if bare else 0.94) for value in values]
+    shares = [along(value, values, log=use_log, end=0.8 if bare else 0.94) for value in values]
     beyond = [0.8 + 0.16 * (n + 1) / len(bare) for n in range(len(bare))]
     for kind, name, get in SERIES:
         _series(plot, axis, list(zip(shares, group, strict=True)), kind, name, get)
@@ -118,28 +114,20 @@ def _curve(
     return plot.svg()
 
 
-def _bare_name(column: Column) -> str:
+def _bare_name(column: RunColumn) -> str:
     return {"none": "no noise", "adversarial": "advers."}.get(column.first["method"], "bare")
 
 
 def _as_percent(axis: Axis) -> Axis:
-    ticks = [(value, f"{100 * value:g}%") for value, _ in axis.ticks]
-    return Axis(low=axis.low, high=axis.high, log=False, ticks=ticks)
-
-
-def _share(value: float, values: list[float], *, log: bool, end: float) -> float:
-    """Where a value stands across the plot, clear of both ends."""
-    turn: Callable[[float], float] = math.log if log else float
-    low, high = turn(min(values)), turn(max(values))
-    return 0.06 + (end - 0.06) * (turn(value) - low) / (high - low)
+    return replace(axis, ticks=[(value, f"{100 * value:g}%") for value, _ in axis.ticks])
 
 
 def _series(
-    plot: Plot, axis: Axis, columns: list[tuple[float, Column]], kind: str, name: str, get: Get
+    plot: Plot, axis: Axis, columns: list[tuple[float, RunColumn]], kind: str, name: str, get: Get
 ) -> None:
     aside = ASIDE.get(kind, 0.0)
-    found = [(share + aside, column, column.figure(get)) for share, column in columns]
-    known = [(share, column, figure) for share, column, figure in found if figure is not None]
+    every = [(share + aside, column, column.figure(get)) for share, column in columns]
+    known = [(share, column, figure) for share, column, figure in every if figure is not None]
     for share, _, figure in known:
         _whisker(plot, plot.x(share), axis, figure, kind)
     points = [
@@ -162,17 +150,11 @@ def _whisker(plot: Plot, x: float, axis: Axis, figure: Figure, kind: str) -> Non
         low, high = (figure["value"] + side * figure["spread"] for side in (-1, 1))
     if low is None:
         return
-    plot.draw(
-        "line",
-        x1=x,
-        x2=x,
-        y1=plot.y(axis.at(low)),
-        y2=plot.y(axis.at(high)),
-        class_=f"whisker way-{kind}",
-    )
+    bottom, top = (plot.y(axis.at(end)) for end in (low, high))
+    plot.draw("line", x1=x, x2=x, y1=bottom, y2=top, class_=f"whisker way-{kind}")
 
 
-def tradeoff(columns: Sequence[Column]) -> Markup | None:
+def tradeoff(columns: Sequence[RunColumn]) -> Markup | None:
     """Utility against privacy, a mark for each run: up and to the right is better."""
     points = [
         (column, column.figure(SERIES[0][2]), column.figure(SERIES[1][2])) for column in columns
@@ -194,30 +176,18 @@ def tradeoff(columns: Sequence[Column]) -> Markup | None:
     )
     plot.y_axis(_as_percent(up), "1 − X, strongest")
     plot.x_axis(_as_percent(across), "main-task accuracy")
-    taken: list[tuple[float, float]] = []
-    for column, main, privacy in known:
-        x, y = plot.x(across.at(main["value"])), plot.y(up.at(privacy["value"]))
+    places = [
+        (plot.x(across.at(main["value"])), plot.y(up.at(privacy["value"])))
+        for _, main, privacy in known
+    ]
+    labels = Labels(plot, places)
+    for (column, main, privacy), (x, y) in zip(known, places, strict=True):
         kind = "private" if column.first["guarantee"].get("epsilon") is not None else "open"
-        tip = f"{column.name} ({setting_words(column.first)}): main task {share_words(main)}, 1 − X {share_words(privacy)}"
+        setting = setting_words(column.first)
+        tip = f"{column.name} ({setting}): main task {share_words(main)}, 1 − X {share_words(privacy)}"
         plot.draw("circle", cx=x, cy=y, r=5, class_=f"run {kind}", tip=tip)
-        _label(plot, cut_name(setting_words(column.first), 24), x, y, taken)
+        labels.draw(setting, x, y)
     return plot.svg()
-
-
-def _label(plot: Plot, name: str, x: float, y: float, taken: list[tuple[float, float]]) -> None:
-    """A name beside its mark, moved down until it covers no other."""
-    to_left = x > plot.left + 0.6 * plot.x_span
-    height = y + 4
-    while any(abs(height - other) < 13 and side == to_left for other, side in taken):
-        height += 13
-    taken.append((height, to_left))
-    plot.draw(
-        "text",
-        name,
-        x=x + (-9 if to_left else 9),
-        y=height,
-        class_="run-name end" if to_left else "run-name",
-    )
 
 
 def _roomy(values: list[float]) -> Axis:
@@ -226,7 +196,6 @@ def _roomy(values: list[float]) -> Axis:
     return linear_axis(min(1.0, high + room), low=max(0.0, low - room))
 
 
-# Attackers on one attribute
 def attacker_plot(name: str, attribute: dict[str, Any]) -> Markup:
     """Each attacker's accuracy with its interval, the majority's as a line."""
     shown = [(who, label) for who, label in ATTACKER_NAMES.items() if who in attribute["attackers"]]
@@ -249,39 +218,20 @@ def attacker_plot(name: str, attribute: dict[str, Any]) -> Markup:
     ]
     axis = _as_percent(_roomy(every))
     for value, _ in axis.ticks:
-        across = plot.x(axis.at(value))
-        plot.draw("line", x1=across, x2=across, y1=plot.y(0), y2=plot.y(1), class_="grid")
+        plot.upright(axis.at(value), "grid")
     plot.x_axis(axis, "accuracy")
-    _level_band(plot, axis, majority)
+    guessing = f"guessing the commonest value: {share_words(majority)}"
+    plot.upright(axis.at(majority["value"]), "mark", tip=guessing)
     for place, ((who, label), figure) in enumerate(zip(shown, figures, strict=True)):
         height = plot.y(1 - (place + 0.5) / len(shown))
         _attacker_row(plot, axis, height, who, label, figure, who == attribute["strongest"])
     return plot.svg()
 
 
-def _level_band(plot: Plot, axis: Axis, majority: Figure) -> None:
-    across = plot.x(axis.at(majority["value"]))
-    plot.draw(
-        "line",
-        x1=across,
-        x2=across,
-        y1=plot.y(0),
-        y2=plot.y(1),
-        class_="mark",
-        tip=f"guessing the commonest value: {share_words(majority)}",
-    )
-
-
 def _attacker_row(
     plot: Plot, axis: Axis, height: float, who: str, label: str, figure: Figure, strongest: bool
 ) -> None:
-    plot.draw(
-        "text",
-        label,
-        x=plot.left - 9,
-        y=height + 4,
-        class_="tick end strong" if strongest else "tick end",
-    )
+    plot.write(label, plot.left - 9, height + 4, "tick end strong" if strongest else "tick end")
     tip = f"{label}: {share_words(figure)} ({range_words(figure) or 'no interval'})"
     if figure["low"] is not None:
         ends = [plot.x(axis.at(figure[end])) for end in ("low", "high")]
@@ -289,7 +239,6 @@ def _attacker_row(
     plot.draw("circle", cx=plot.x(axis.at(figure["value"])), cy=height, r=5, class_=f"who who-{who}", tip=tip)  # fmt: skip
 
 
-# Pictures
 def pictures(result: Result, name: str) -> list[tuple[str, Markup]]:
     """The test vectors in two dimensions before and after the noise, coloured by an attribute."""
     picture = result["picture"]

@@ -10,9 +10,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from tightlip.core.figures import number, rounded_up
+from tightlip.report.kit.words import (
+    Figure,
+    joined,
+    p_words,
+    points_words,
+    range_words,
+    share_words,
+)
 
 Result = dict[str, Any]
-Figure = dict[str, Any]
 ATTACKER_NAMES = {
     "strongest": "strongest on one vector",
     "mlp": "the paper's MLP",
@@ -26,7 +33,7 @@ METHOD_NAMES = {"dpnr": "noise", "none": "no noise", "adversarial": "adversarial
 
 
 @dataclass(frozen=True, kw_only=True)
-class Column:
+class RunColumn:
     """A run, or the runs of one setting over several seeds."""
 
     name: str
@@ -38,9 +45,9 @@ class Column:
 
     def figure(self, get: Callable[[Result], Figure | None]) -> Figure | None:
         """One run's figure, or the mean over seeds with `spread`; null where one has none."""
-        found = [get(run) for run in self.runs]
-        known = [one for one in found if one is not None and one["value"] is not None]
-        if not known or len(known) < len(found):
+        figures = [get(run) for run in self.runs]
+        known = [one for one in figures if one is not None and one["value"] is not None]
+        if not known or len(known) < len(figures):
             return None
         if len(known) == 1:
             return known[0]
@@ -49,67 +56,14 @@ class Column:
         return {"value": statistics.fmean(values), "low": None, "high": None, "spread": spread}
 
 
-def columns_of(results: Sequence[Result]) -> list[Column]:
+def columns_of(results: Sequence[Result]) -> list[RunColumn]:
     """Runs in the order given, those of one group of seeds together."""
     groups: dict[str, list[Result]] = {}
     for result in results:
         groups.setdefault(result.get("group") or result["run"], []).append(result)
-    return [Column(name=name, runs=runs) for name, runs in groups.items()]
+    return [RunColumn(name=name, runs=runs) for name, runs in groups.items()]
 
 
-# Figures as printed
-def share_words(figure: Figure | None) -> str:
-    """A share as a percentage with one decimal.
-
-    >>> share_words({"value": 0.7134}), share_words(None)
-    ('71.3%', '–')
-    """
-    if figure is None or figure["value"] is None:
-        return "–"
-    return f"{100 * figure['value']:.1f}%"
-
-
-def range_words(figure: Figure | None, *, signed: bool = False) -> str:
-    """The interval, or the spread over seeds.
-
-    >>> range_words({"value": 0.7, "low": 0.654, "high": 0.75})
-    '65.4 to 75.0'
-    >>> range_words({"value": 0.7, "low": None, "high": None, "spread": 0.021})
-    '± 2.1 over seeds'
-    """
-    if figure is None:
-        return ""
-    if figure.get("spread") is not None:
-        return f"± {100 * figure['spread']:.1f} over seeds"
-    if figure["low"] is None:
-        return ""
-    sign = "+" if signed else ""
-    return f"{100 * figure['low']:{sign}.1f} to {100 * figure['high']:{sign}.1f}"
-
-
-def points_words(figure: Figure | None, *, sign: str = "+") -> str:
-    """A difference of two shares in points.
-
-    >>> points_words({"value": 0.034}), points_words({"value": -0.0001})
-    ('+3.4', '+0.0')
-    """
-    if figure is None or figure["value"] is None:
-        return "–"
-    return f"{round(100 * figure['value'], 1) + 0.0:{sign}.1f}"
-
-
-def p_words(p: float | None) -> str:
-    """A p-value.
-
-    >>> p_words(0.0005), p_words(0.0321), p_words(None)
-    ('p < 0.001', 'p = 0.032', 'no test')
-    """
-    if p is None:
-        return "no test"
-    return "p < 0.001" if p < 0.001 else f"p = {p:.2g}" if p < 0.1 else f"p = {p:.2f}"
-
-
-# The setting
 def epsilon_words(result: Result) -> str:
     """The whole vector's ε, which is the one that may be compared."""
     epsilon = result["guarantee"].get("epsilon")
@@ -183,7 +137,6 @@ def value_names(attribute: dict[str, Any]) -> list[str]:
     return [str(value) for value in values]
 
 
-# What is found
 def reads(result: Result, attacker: str = "strongest") -> list[str]:
     """The attributes that an attacker tells better than the majority, beyond the interval."""
     return [
@@ -205,19 +158,19 @@ def headline(results: Sequence[Result]) -> str:
             return f"In none of {len(results)} runs does one vector tell an attacker more than guessing does."
         return f"In {hit} of {len(results)} runs, one vector tells an attacker more than guessing does."
     (result,) = results
-    found = reads(result) + (["who is named"] if names_read(result) else [])
-    if not found:
+    read = reads(result) + (["who is named"] if names_read(result) else [])
+    if not read:
         return "From one vector, no attacker here reads what is private better than by guessing."
-    return f"From one vector, an attacker reads {_listed(found)} better than by guessing."
+    return f"From one vector, an attacker reads {joined(read)} better than by guessing."
 
 
 def names_read(result: Result) -> bool:
     """Whether the strongest attacker finds names better than one who says the likeliest of all."""
-    found = result["entities"]
-    if not found:
+    entities = result["entities"]
+    if not entities:
         return False
-    strongest = found["attackers"]["strongest"]["all"]["one_minus_f_tuned"]
-    bar = min(found[name]["all"]["value"] for name in ("majority", "everywhere"))
+    strongest = entities["attackers"]["strongest"]["all"]["one_minus_f_tuned"]
+    bar = min(entities[name]["all"]["value"] for name in ("majority", "everywhere"))
     return strongest["high"] is not None and strongest["high"] < bar
 
 
@@ -226,19 +179,19 @@ def findings(result: Result) -> list[str]:
     sentences = [_about_attribute(name, a) for name, a in result["attributes"].items()]
     only_bare = [name for name in reads(result, "bare") if name not in reads(result)]
     if only_bare and result["method"] == "dpnr":
-        sentences.append(f"Without the noise, {_listed(only_bare)} could be read.")
+        sentences.append(f"Without the noise, {joined(only_bare)} could be read.")
     more = [name for name in reads(result, "averaged") if name not in reads(result)]
     releases = result["releases"]
     if more and releases:
         sentences.append(
-            f"Averaging {releases['num']} releases of each text, an attacker reads {_listed(more)} too; together these "
+            f"Averaging {releases['num']} releases of each text, an attacker reads {joined(more)} too; together these "
             f"releases cost {releases_words(result)}."
         )
-    for name, found in result["fairness"].items():
-        if found["p"] is not None and found["p"] < 0.05:
+    for name, fairness in result["fairness"].items():
+        if fairness["p"] is not None and fairness["p"] < 0.05:
             sentences.append(
-                f"The main task is not equally right for all groups of {name}: {points_words(found['gap'], sign='')} points "
-                f"between the best and the worst ({p_words(found['p'])})."
+                f"The main task is not equally right for all groups of {name}: {points_words(fairness['gap'], sign='')} "
+                f"points between the best and the worst ({p_words(fairness['p'])})."
             )
     return sentences
 
@@ -252,14 +205,10 @@ def _about_attribute(name: str, attribute: dict[str, Any]) -> str:
     if above["low"] is None:
         verdict = "one test user only, so nothing is certain"
     elif above["low"] > 0:
-        verdict = f"{points_words(above)} points above guessing ({range_words(above, signed=True)})"
+        verdict = f"{points_words(above)} points above guessing ({range_words(above, sign='+')})"
     elif (figures["auc"]["low"] or 0) > 0.5:
         verdict = f"it names the value no better than guessing, but ranks people rightly (AUC {figures['auc']['value']:.2f})"
     return f"{name}: {share_words(figures['accuracy'])} right by {by}, {share_words(majority)} by guessing; {verdict}."
-
-
-def _listed(names: Sequence[str]) -> str:
-    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
 
 
 def notes_of(results: Sequence[Result]) -> list[str]:

@@ -1,30 +1,17 @@
 """Privacy weights on one page: the rarest and the most ordinary documents, for a person to judge."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 import numpy as np
 from markupsafe import Markup
 
-from tightlip.core.figures import count, counted, number, percent
-from tightlip.report.kit import asset, policy, template
-from tightlip.report.kit.plots import Bar, Plot, draw_bars, linear_axis
+from tightlip.core.figures import counted, number, percent
+from tightlip.report.kit.plots import Axis, Bar, Plot, draw_bars, linear_axis
 
 NUM_BARS = 20
 MOST_CHARACTERS = 320
-ESTIMATES = (
-    "These weights estimate how rare a text is, not how private it is: a secret in plain words weighs little, and an "
-    "ordinary text with odd spelling weighs much."
-)
-MEANINGS = {
-    "public": "A text's weight is where its log-perplexity lies between a and b, the 5% and 95% quantiles of the public corpus.",
-    "public-rank": "A text's weight is the share of public documents that surprise the estimator at most as much.",
-    "minmax": "A text's weight is where its perplexity lies between the corpus' own lowest and highest.",
-    "rank": "A text's weight is the share of the corpus' own documents that surprise the estimator at most as much.",
-}
-IS_SOUND = "No document's weight depends on another's text: adaptive DP may use them with a proof (modes clip and scale)."
-IS_NOT_SOUND = "Every weight depends on every document of the corpus, so no proof covers them: only mode as-published takes them."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,9 +65,9 @@ def spread_of(rho: np.ndarray, nats: np.ndarray, least: float) -> Spread:
 
 def doubts(info: dict[str, Any], spread: Spread) -> list[str]:
     """What speaks against these weights, in sentences."""
-    found = []
+    sentences = []
     if spread.at_one > 0.5:
-        found.append(
+        sentences.append(
             f"{percent(spread.at_one)} of the documents weigh 1, so the weights tell little apart. To this estimator most "
             "of the corpus is rarer than the public corpus: take one of a more similar kind, or another model."
         )
@@ -90,13 +77,15 @@ def doubts(info: dict[str, Any], spread: Spread) -> list[str]:
             if info["is_sound"]
             else "A few documents of enormous perplexity take up the whole range."
         )
-        found.append(f"{percent(spread.at_least)} of the documents have the least weight. {why}")
+        sentences.append(
+            f"{percent(spread.at_least)} of the documents have the least weight. {why}"
+        )
     if info["estimator"] == "frequency estimate":
-        found.append(
+        sentences.append(
             "These weights come from a frequency estimate, no language model: how often words and pairs of words stand in "
             "the public corpus."
         )
-    return found
+    return sentences
 
 
 def lines_about(info: dict[str, Any], rho: np.ndarray, nats: np.ndarray) -> list[str]:
@@ -111,86 +100,45 @@ def lines_about(info: dict[str, Any], rho: np.ndarray, nats: np.ndarray) -> list
     return [made + lies, *doubts(info, spread)]
 
 
-def render_weights(
-    info: dict[str, Any],
-    rho: np.ndarray,
-    nats: np.ndarray,
-    public: np.ndarray | None,
-    shown: tuple[Sequence[dict[str, Any]], Sequence[dict[str, Any]]],
-) -> str:
-    """The page as text. `shown` has the highest- and the lowest-weighted documents.
+@dataclass(frozen=True, kw_only=True)
+class WeightsPage:
+    """The page of a corpus' privacy weights; `shown` has the highest- and the lowest-weighted
+    documents.
 
     Holds:
-        alone: it names no other file and no address.
         short: of each document at most `MOST_CHARACTERS` are shown.
     """
-    style = asset("report/kit/page.css") + asset("report/weights/page.css")
-    spread = spread_of(rho, nats, info["least_weight"])
-    highest, lowest = ([Weighed(**each) for each in end] for end in shown)
-    return str(
-        template("report/weights/page.html.jinja").render(
-            style=Markup(style),
-            policy=policy(style),
-            info=info,
-            headline=f"Half of the {counted(spread.num_documents, 'document')} weigh {number(spread.median)} or less",
-            estimates=ESTIMATES,
-            soundness=IS_SOUND if info["is_sound"] else IS_NOT_SOUND,
-            doubts=doubts(info, spread),
-            cards=_cards(spread, info),
-            weight_plot=weight_plot(rho[~np.isnan(nats)]),
-            perplexity_plot=perplexity_plot(nats, info),
-            scored=_scored(info),
-            tables=[
-                ("highest", "Highest weights", "Rarest to the estimator: protected most.", highest),
-                ("lowest", "Lowest weights", "Most ordinary: protected least.", lowest),
-            ],
-            settings=_settings(info, public),
-        )
-    )
+
+    files: ClassVar[str] = "report/weights/page"
+    info: dict[str, Any]
+    rho: np.ndarray
+    nats: np.ndarray
+    public: np.ndarray | None
+    shown: tuple[Sequence[dict[str, Any]], Sequence[dict[str, Any]]]
+
+    def content(self) -> dict[str, Any]:
+        info, public = self.info, self.public
+        spread = spread_of(self.rho, self.nats, info["least_weight"])
+        half = f"Half of the {counted(spread.num_documents, 'document')} weigh"
+        highest, lowest = ([Weighed(**each) for each in end] for end in self.shown)
+        return {
+            "headline": f"{half} {number(spread.median)} or less",
+            "version": info["version"],
+            "info": info,
+            "doubts": doubts(info, spread),
+            "spread": spread,
+            "weight_plot": weight_plot(self.rho[~np.isnan(self.nats)]),
+            "perplexity_plot": perplexity_plot(self.nats, info),
+            "scored": _scored(info),
+            "highest": highest,
+            "lowest": lowest,
+            "num_public": None if public is None else int((~np.isnan(public)).sum()),
+        }
 
 
 def _scored(info: dict[str, Any]) -> str:
     """What has a probability of its own."""
     return "word" if info["estimator"] == "frequency estimate" else "token"
-
-
-def _estimator(info: dict[str, Any]) -> str:
-    """A frequency estimate's name says already that it is one."""
-    is_model = info["estimator"] == "language model"
-    return f"language model: {info['model']}" if is_model else str(info["model"])
-
-
-def _cards(spread: Spread, info: dict[str, Any]) -> list[tuple[str, str, str]]:
-    unscored = (
-        f" {counted(spread.num_unscored, 'document')} without a scored token weigh 1 too and are not counted."
-        if spread.num_unscored
-        else ""
-    )
-    return [
-        ("Median weight", number(spread.median), f"The mean is {number(spread.mean)}."),
-        ("Weigh 1", percent(spread.at_one), f"As rare as it gets.{unscored}"),
-        (
-            "Least weight",
-            percent(spread.at_least),
-            f"Have the floor of {info['least_weight']:g}: no text is left without protection.",
-        ),
-    ]
-
-
-def _settings(info: dict[str, Any], public: np.ndarray | None) -> list[tuple[str, str]]:
-    num_public = None if public is None else int((~np.isnan(public)).sum())
-    ends = None if info["a"] is None else f"{info['a']:.2f} and {info['b']:.2f} nats"
-    made = [
-        ("Normalisation", f"{info['normalisation']}. {MEANINGS[info['normalisation']]}"),
-        ("Estimator", _estimator(info)),
-        ("Its fingerprint", info["model_fingerprint"]),
-        ("Public corpus", info["public_corpus"]),
-        ("Its documents", None if num_public is None else f"{count(num_public)} scored"),
-        ("a and b", ends),
-        ("Least weight", f"{info['least_weight']:g}"),
-        ("Text", info["text_fingerprint"]),
-    ]
-    return [(name, value) for name, value in made if value is not None]
 
 
 def weight_plot(rho: np.ndarray) -> Markup:
@@ -217,13 +165,11 @@ def perplexity_plot(nats: np.ndarray, info: dict[str, Any]) -> Markup | None:
     counts, _ = np.histogram(np.clip(known, low, high), edges)
     shares = (edges - low) / (high - low)
     draw_bars(plot, _bars(shares, edges, counts, "log-perplexity"), "documents")
-    ticks = [t for t in linear_axis(high, low=low).ticks if low <= t[0] <= high]
-    plot.x_labels(
-        [((t - low) / (high - low), name) for t, name in ticks], f"nats a {_scored(info)}"
-    )
+    axis = Axis(low=low, high=high, ticks=linear_axis(high, low=low).ticks)
+    inside = [tick for tick in axis.ticks if low <= tick[0] <= high]
+    plot.x_axis(replace(axis, ticks=inside), f"nats a {_scored(info)}")
     for name, place in zip(("a", "b"), marks, strict=False):
-        share = (place - low) / (high - low)
-        plot.mark_x(share, f"{name} = {place:.2f}", to_left=share > 0.6)
+        plot.mark_x(axis.at(place), f"{name} = {place:.2f}")
     return plot.svg()
 
 

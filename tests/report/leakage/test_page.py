@@ -4,14 +4,13 @@ import json
 import math
 import re
 import stat
-from html.parser import HTMLParser
 from itertools import chain, repeat
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from report.folders import (
+from report.leakage.folders import (
     PEOPLE,
     redacted,
     row,
@@ -22,40 +21,16 @@ from report.folders import (
     write_folder,
     write_sequences,
 )
-from report.test_words import LEDGER
+from report.leakage.test_words import LEDGER
+from report.samples import Reader
 from tightlip.core.errors import UsageError
-from tightlip.report.leakage import MOST_BYTES, render_page, write_page
+from tightlip.report.kit import render_page, write_page
+
+MOST_BYTES = 3_000_000
 
 
-class Reader(HTMLParser):
-    """Takes a page apart as a browser would: its elements, its data, its visible text."""
-
-    def __init__(self, page: str) -> None:
-        super().__init__()
-        self.elements: list[tuple[str, dict[str, str | None]]] = []
-        self.blocks: dict[str, str] = {}
-        self.visible = ""
-        self._inside = ""
-        self.feed(page)
-
-    def handle_starttag(self, tag, attrs):
-        self.elements.append((tag, dict(attrs)))
-        self._inside = (
-            f"{tag} {dict(attrs).get('id', '')}".strip() if tag in ("script", "style") else ""
-        )
-
-    def handle_endtag(self, tag):
-        self._inside = ""
-
-    def handle_data(self, data):
-        if self._inside:
-            self.blocks[self._inside] = self.blocks.get(self._inside, "") + data
-        else:
-            self.visible += data
-
-    @property
-    def data(self):
-        return json.loads(self.blocks["script data"])
+def page_of(folder):
+    return render_page("leakage", folder=folder)
 
 
 def size(page: str) -> int:
@@ -64,10 +39,10 @@ def size(page: str) -> int:
 
 def test_the_page_is_written_whole_for_its_owner_only(tmp_path):
     folder = write_folder(tmp_path / "r", sample_rows(30))
-    path = write_page(folder)
+    path = write_page("leakage", folder / "report.html", folder=folder)
     assert path == folder / "report.html"
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    assert path.read_text(encoding="utf-8") == render_page(folder)
+    assert path.read_text(encoding="utf-8") == page_of(folder)
     assert sorted(p.name for p in folder.iterdir()) == [
         "owners.parquet",
         "report.html",
@@ -81,7 +56,7 @@ def test_the_page_is_small_with_300_000_rows(tmp_path):
     base = sample_rows(3000, seed=1)
     folder = write_folder(tmp_path / "r", base)
     write_sequences(folder, chain.from_iterable(repeat(base, 100)), 3000)
-    page = render_page(folder)
+    page = page_of(folder)
     assert size(page) < MOST_BYTES
     shown = len(Reader(page).data["sequences"])
     assert f"Showing {shown:,} of 300,000; all are in sequences.parquet" in page
@@ -102,13 +77,13 @@ def test_the_page_is_small_with_contexts_of_100_kb(tmp_path):
     folder = tmp_path / "r"
     write_folder(folder, rows[:1], users=users_of(rows, [r["owner"] for r in rows]))
     write_sequences(folder, (rows[place % 250] for place in range(500)), 50)
-    page = render_page(folder)
+    page = page_of(folder)
     assert size(page) < MOST_BYTES
     assert len(Reader(page).data["sequences"]) > 50
 
 
 def test_the_page_stands_alone_naming_no_other_file_and_no_address(tmp_path):
-    page = render_page(write_folder(tmp_path / "r", sample_rows(40), snapshots=sample_snapshots(4)))
+    page = page_of(write_folder(tmp_path / "r", sample_rows(40), snapshots=sample_snapshots(4)))
     reader = Reader(page)
     for tag, attributes in reader.elements:
         assert tag not in ("img", "iframe", "object", "embed", "base")
@@ -120,7 +95,7 @@ def test_the_page_stands_alone_naming_no_other_file_and_no_address(tmp_path):
 
 
 def test_nothing_runs_that_the_policy_does_not_name(tmp_path):
-    page = render_page(write_folder(tmp_path / "r", sample_rows(5)))
+    page = page_of(write_folder(tmp_path / "r", sample_rows(5)))
     policy = next(
         a["content"]
         for tag, a in Reader(page).elements
@@ -136,7 +111,7 @@ def test_nothing_runs_that_the_policy_does_not_name(tmp_path):
 @given(st.text(), st.text(), st.text(min_size=1), st.text())
 def test_any_text_arrives_as_itself_and_as_nothing_else(tmp_path, sequence, context, owner, note):
     rows = [row(sequence=sequence, contexts=[context], owner=owner)]
-    reader = Reader(render_page(write_folder(tmp_path / "r", rows, people=[owner], notes=[note])))
+    reader = Reader(page_of(write_folder(tmp_path / "r", rows, people=[owner], notes=[note])))
     entry = reader.data["sequences"][0]
     assert entry[1] == sequence[:600]
     assert entry[12][0][0] == context[-280:]
@@ -148,7 +123,7 @@ def test_markup_in_a_note_a_path_or_a_reason_stays_text(tmp_path):
     bad = "<img src=x onerror=alert(1)>"
     guarantee = {**LEDGER, "because": bad, "covers": [bad]}
     reader = Reader(
-        render_page(
+        page_of(
             write_folder(
                 tmp_path / "r", sample_rows(9), notes=[bad], public_model=bad, guarantee=guarantee
             )
@@ -164,20 +139,20 @@ def test_a_redacted_page_is_silent(tmp_path):
         row(sequence=secret, contexts=[before], num_tokens=12, context_tokens=[31], owner="user 17")
     ]
     folder = write_folder(tmp_path / "r", leaky, people=["user 17"], redacted=True)
-    page = render_page(folder)
+    page = page_of(folder)
     assert not any(word in page for word in (secret, before, name))
     assert "user 17" in page
     assert 'id="search"' not in page
     assert "redacted: no text in this file" in page
     stored = write_folder(tmp_path / "s", redacted(leaky), people=["user 1"], redacted=True)
-    assert Reader(render_page(stored)).data["sequences"][0][1:4] == [None, 0, 12]
+    assert Reader(page_of(stored)).data["sequences"][0][1:4] == [None, 0, 12]
 
 
 @pytest.mark.parametrize(
     "guarantee", [None, {**LEDGER, "standing": "measured only", "because": "triplet training"}]
 )
 def test_without_a_guarantee_no_epsilon_is_printed(tmp_path, guarantee):
-    page = render_page(
+    page = page_of(
         write_folder(
             tmp_path / "r", sample_rows(20), guarantee=guarantee, snapshots=sample_snapshots(3)
         )
@@ -189,7 +164,7 @@ def test_without_a_guarantee_no_epsilon_is_printed(tmp_path, guarantee):
 
 @pytest.mark.parametrize("standing", ["proved", "as published"])
 def test_the_standing_stands_wherever_epsilon_does(tmp_path, standing):
-    page = render_page(
+    page = page_of(
         write_folder(tmp_path / "r", sample_rows(20), guarantee={**LEDGER, "standing": standing})
     )
     visible = Reader(page).visible
@@ -202,20 +177,20 @@ def test_the_standing_stands_wherever_epsilon_does(tmp_path, standing):
 
 def test_zero_unique_sequences_say_what_that_means_and_does_not(tmp_path):
     rows = [r for r in sample_rows(60) if r["users_in_d"] > 1]
-    reader = Reader(render_page(write_folder(tmp_path / "r", rows)))
+    reader = Reader(page_of(write_folder(tmp_path / "r", rows)))
     assert "None found" in reader.visible
     assert "not a proof" in reader.visible
     assert len(reader.data["sequences"]) == len(rows)
 
 
 def test_a_report_without_sequences_still_reads(tmp_path):
-    visible = Reader(render_page(write_folder(tmp_path / "r", []))).visible
+    visible = Reader(page_of(write_folder(tmp_path / "r", []))).visible
     assert "completed nothing" in visible
     assert "Nobody here has a unique sequence" in visible
 
 
 def test_without_a_public_model_the_page_says_what_one_would_add(tmp_path):
-    page = render_page(write_folder(tmp_path / "r", sample_rows(60, public=False)))
+    page = page_of(write_folder(tmp_path / "r", sample_rows(60, public=False)))
     assert "--public-model" in Reader(page).visible
     assert "data-no-ratio" in page
     assert 'id="min-ratio"' not in page
@@ -228,7 +203,7 @@ def test_infinite_and_undefined_numbers_are_survived(tmp_path):
     snapshots["snapshots"][1].update(
         train_perplexity=math.inf, validation_perplexity=math.nan, unique_perplexities=odd
     )
-    page = render_page(
+    page = page_of(
         write_folder(
             tmp_path / "r", rows, leakage_epsilon=math.inf, perplexity=math.nan, snapshots=snapshots
         )
@@ -239,7 +214,7 @@ def test_infinite_and_undefined_numbers_are_survived(tmp_path):
 
 @pytest.mark.parametrize("num", [1, 2, 25, 300])
 def test_snapshots_give_the_three_plots_of_figure_5(tmp_path, num):
-    page = render_page(
+    page = page_of(
         write_folder(
             tmp_path / "r",
             sample_rows(20),
@@ -271,7 +246,7 @@ def test_snapshots_with_nothing_unique_are_drawn_empty(tmp_path):
         "unique_lengths": {},
         "unique_perplexities": [],
     }
-    page = render_page(
+    page = page_of(
         write_folder(
             tmp_path / "r",
             sample_rows(5),
@@ -296,13 +271,13 @@ def test_thousands_of_people_are_summed_up(tmp_path):
         }
         for name in people
     ]
-    page = render_page(write_folder(tmp_path / "r", rows, users=users))
+    page = page_of(write_folder(tmp_path / "r", rows, users=users))
     assert "Showing 300 of the 5,600 with any; all are in users.parquet." in page
 
 
 def test_a_folder_that_is_no_report_says_so(tmp_path):
     with pytest.raises(UsageError, match=r"no summary\.json"):
-        render_page(tmp_path)
+        page_of(tmp_path)
 
 
 def test_an_older_summary_without_the_newer_keys_still_renders(tmp_path):
@@ -314,4 +289,4 @@ def test_an_older_summary_without_the_newer_keys_still_renders(tmp_path):
         if key in ("unique", "num_users", "distinct_sequences", "top_k")
     }
     (folder / "summary.json").write_text(json.dumps(kept))
-    assert "not known" in render_page(folder)
+    assert "not known" in page_of(folder)

@@ -6,27 +6,20 @@ import re
 import pytest
 from rich.console import Console
 
-from report.representation_results import attribute, entities, fairness, figure, result, signed
-from report.test_in_chromium import browser, contrast, opened  # noqa: F401 (fixtures)
-from tightlip.report.vectors import render_attacks
+from report.samples import attacked_runs as runs
+from report.vectors.results import attribute, entities, fairness, figure, result, signed
+from tightlip.report.kit import render_page, write_page
 from tightlip.report.vectors.plots import curves, legend
-from tightlip.report.vectors.table import table_lines, terminal_tables
+from tightlip.report.vectors.table import attack_table, terminal_tables
 from tightlip.report.vectors.words import columns_of, findings, headline, names_read
 
 
-def runs():
-    return [
-        result("bare", method="none", leak=0.3, entities=entities()),
-        result("at-40", epsilon=40.0, leak=0.2, entities=entities()),
-        result("at-4", epsilon=4.0, leak=0.1, entities=entities()),
-        result("a-run-with-a-very-long-name-of-its-own", epsilon=0.4, leak=0.0, entities=entities()),
-        result("masked", epsilon=4.0, dropout=0.5, leak=0.05, entities=entities()),
-        result("published", mechanism="laplace-as-published", epsilon=6.34, entities=entities()),
-    ]  # fmt: skip
+def page_of(results, **others):
+    return render_page("vectors", results=results, **others)
 
 
 def cell(results, section, name, place=0):
-    lines = table_lines(columns_of(results))
+    lines = attack_table(columns_of(results)).rows
     (line,) = [one for one in lines if one.section.startswith(section) and one.name == name]
     return line.cells[place]
 
@@ -52,20 +45,20 @@ def test_names_count_as_read_below_the_better_of_both_guesses():
 
 
 def test_findings_weigh_what_they_say():
-    said = " ".join(findings(result("r", leak=0.02)))
-    assert "62.0% right by logistic regression, 60.0% by guessing" in said
-    assert "ranks people rightly" in said
-    assert "Without the noise, gender and age could be read." in said
-    assert "Averaging 16 releases" in said
-    assert "together these releases cost ε 20.00" in said
-    assert "not equally right for all groups of age" in said
-    assert "all groups of gender" not in said
+    words = " ".join(findings(result("r", leak=0.02)))
+    assert "62.0% right by logistic regression, 60.0% by guessing" in words
+    assert "ranks people rightly" in words
+    assert "Without the noise, gender and age could be read." in words
+    assert "Averaging 16 releases" in words
+    assert "together these releases cost ε 20.00" in words
+    assert "not equally right for all groups of age" in words
+    assert "all groups of gender" not in words
 
 
 def test_the_cost_of_averaging_stands_beside_what_it_finds():
     cost = cell([result("r")], "Empirical", "what these averages cost")
     assert (cost.value, cost.under) == ("ε 20.00", "16 releases, δ 1e-05; any two texts")
-    page = render_attacks([result("r")])
+    page = page_of([result("r")])
     assert page.count("ε 20.00") >= 2
 
 
@@ -96,7 +89,7 @@ def test_with_masked_words_each_line_says_for_which_texts_and_what_holds_for_any
     run["releases"]["any_two_texts"] = 59.452
     cost = cell([run], "Empirical", "what these averages cost")
     assert cost.under == "16 releases, δ 1e-05; one word differs (any two texts: 59.46)"
-    page = render_attacks([run])
+    page = page_of([run])
     assert page.count("one word differs (any two texts: 8.97)") == 2
     run["releases"]["how"] = "the noise of all composed, for any two texts"
     assert cell([run], "Empirical", "what these averages cost").under.endswith("; any two texts")
@@ -109,15 +102,15 @@ def test_the_gap_between_best_and_worst_of_several_groups_says_why_it_has_no_int
     assert cell([run], "Fairness", "gap by gender, points").under == (
         "no interval, best and worst of 3"
     )
-    assert "no interval, since best and worst of several groups" in render_attacks([run])
+    assert "no interval, since best and worst of several groups" in page_of([run])
     assert cell([run], "Fairness", "gap by age, points").under == "7.0 to 13.0"
 
 
 def test_figures_without_rows_of_the_training_part_stand_beside():
     both = [result("r", views=("all", "unseen"), notes=["9 of 700 test texts also stand"])]
     assert cell(both, "Empirical", "strongest, rows not in train").value != "–"
-    assert "9 of 700 test texts also stand" in render_attacks(both)
-    names = [line.name for line in table_lines(columns_of([result("r")]))]
+    assert "9 of 700 test texts also stand" in page_of(both)
+    names = [line.name for line in attack_table(columns_of([result("r")])).rows]
     assert not any("not in train" in name for name in names)
 
 
@@ -143,13 +136,13 @@ def test_what_is_not_known_is_a_dash_and_breaks_nothing():
     beside = [run, result("other")]
     assert cell(beside, "Attackers on gender", "AUC of the strongest").value == "–"
     assert cell(beside, "Attackers on gender", "AUC of the strongest", 1).value == "0.73"
-    assert "One group only" in render_attacks([run])
+    assert "One group only" in page_of([run])
 
 
 def test_nobody_is_named():
     people = attribute({"strongest": 0.6, "logistic": 0.6, "bare": 0.9}, 0.1, ("Hamlet", "Ophelia"), names_people=True)  # fmt: skip
     run = result("r", attributes={"user": people}, fairness={"user": fairness(values=("Hamlet", "Ophelia"))}, entities=entities(), picture=None)  # fmt: skip
-    page = render_attacks([run])
+    page = page_of([run])
     for name in ("Hamlet", "Ophelia", "Ann Private", "Bob Secret"):
         assert name not in page
     assert "person 1" in page
@@ -157,7 +150,7 @@ def test_nobody_is_named():
 
 
 def test_the_page_is_alone_and_escapes_what_it_is_given():
-    page = render_attacks([result("</style><script>x</script>"), *runs()], version="0.1.0")
+    page = page_of([result("</style><script>x</script>"), *runs()], version="0.1.0")
     assert "<script" not in page
     assert not re.search(r"""(?:src|href)=["'](?!data:,|#)""", page)
     assert "http" not in page.replace("http-equiv", "")
@@ -190,43 +183,34 @@ def test_the_terminal_has_the_same_lines():
     assert "strongest on one vector" in text
 
 
-# In a browser
+# In a browser, beyond what holds for every page
 
 
 @pytest.fixture(scope="module", params=["one", "several"])
 def path(request, tmp_path_factory):
     given = runs() if request.param == "several" else runs()[2:3]
     path = tmp_path_factory.mktemp("page") / f"{request.param}.html"
-    path.write_text(render_attacks(given, version="0.1.0"), encoding="utf-8")
-    return path
+    return write_page("vectors", path, results=given, version="0.1.0")
 
 
+@pytest.mark.xdist_group("chromium")
 @pytest.mark.parametrize("width", [390, 1280])
-def test_the_page_is_no_wider_than_the_screen(opened, path, width):  # noqa: F811
+def test_the_page_is_no_wider_than_the_screen(opened, path, width):
     page = opened(path, width=width)
     page.evaluate("document.querySelectorAll('details').forEach(one => { one.open = true; })")
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
 
 
-def test_the_page_needs_no_script_and_marks_have_values_to_hover(opened, path):  # noqa: F811
+@pytest.mark.xdist_group("chromium")
+def test_the_page_needs_no_script_and_marks_have_values_to_hover(opened, path):
     page = opened(path, java_script_enabled=False)
     assert page.locator("h1").count() == 1
     assert page.locator("#table tbody tr").count() > 20
     assert page.locator("svg circle > title, svg g > title").count() > 10
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_words_stand_out_from_the_ground(opened, path, scheme):  # noqa: F811
-    page = opened(path, color_scheme=scheme)
-    colours = page.evaluate("""() => ['body', '.compared small', '.compared .section th', '.small', '.legend, .value']
-        .map(name => document.querySelector(name)).filter(node => node)
-        .map(n => [getComputedStyle(n).color, getComputedStyle(document.body).backgroundColor])""")
-    assert len(colours) >= 4
-    for ink, ground in colours:
-        assert contrast(ink, ground) > 4.5
-
-
-def test_run_names_in_the_plot_do_not_cover_each_other(opened, path):  # noqa: F811
+@pytest.mark.xdist_group("chromium")
+def test_run_names_in_the_plot_do_not_cover_each_other(opened, path):
     page = opened(path)
     boxes = page.evaluate("""() => [...document.querySelectorAll('.run-name')]
         .map(n => n.getBoundingClientRect()).map(r => [r.left, r.right, r.top, r.bottom])""")

@@ -5,13 +5,14 @@ import io
 import json
 import random
 import re
+from dataclasses import asdict
 from itertools import combinations
 
 import pytest
 from rich.console import Console
 from scipy import stats
 
-from report.runs import (
+from report.comparison.runs import (
     NO_PROMISE,
     OWNERS,
     PROVED,
@@ -23,25 +24,24 @@ from report.runs import (
     repeated,
     with_perplexity,
 )
-from report.test_page import Reader
+from report.samples import Reader
 from tightlip.audit.compared import Matching, change_of, compared
 from tightlip.core.errors import UsageError
-from tightlip.report.comparison import render_comparison
 from tightlip.report.comparison.table import (
     MOST_REPETITIONS,
     chosen_repetitions,
+    comparison_table,
     csv_text,
-    table_lines,
     terminal_tables,
 )
 from tightlip.report.comparison.words import (
-    MEANINGS,
     ONE_TRAINING,
     clearly_less,
     headline,
     missing,
     uncounted,
 )
+from tightlip.report.kit import render_page
 
 MATCHING = Matching()
 
@@ -51,8 +51,12 @@ def rows_of(*runs, matching=MATCHING):
 
 
 def cells(rows, name):
-    (line,) = [line for line in table_lines(rows) if line.name == name]
+    (line,) = [line for line in comparison_table(rows).rows if line.name == name]
     return [cell.value for cell in line.cells]
+
+
+def page_of(rows, matching=MATCHING, **others):
+    return render_page("comparison", rows=rows, **asdict(matching), **others)
 
 
 def printed(rows, width=80):
@@ -152,7 +156,7 @@ def test_what_is_not_known_is_none_and_never_0():
     assert row["exposure"] == []
     assert row["seconds_per_epoch"] is None
     assert row["verdicts"] == [f"Its utility is not known. {reason}"]
-    for line in table_lines(rows):
+    for line in comparison_table(rows).rows:
         if line.name not in ("Model", "Guarantee"):
             assert line.cells[1].value == "not known", line.name
 
@@ -182,7 +186,7 @@ def test_epsilon_is_there_only_beside_its_standing():
     liar = NO_PROMISE | {"epsilon": 2.71828, "delta": 1e-5}
     rows = rows_of(measured(guarantee=liar), with_perplexity("dp", 151, guarantee=PROVED))
     assert [row["guarantee"]["epsilon"] for row in rows] == [None, 3.14159]
-    page = render_comparison(rows, MATCHING)
+    page = page_of(rows, MATCHING)
     assert cells(rows, "Guarantee") == [
         "none (measured only)",
         "ε = 3.15 at δ = 1e-05, per user (proved)",
@@ -198,7 +202,7 @@ def test_an_insecure_seed_is_said_wherever_the_epsilon_is():
     insecure = PROVED | {"insecure_seed": True}
     rows = rows_of(measured(), with_perplexity("dp", 151, guarantee=insecure))
     assert "insecure seed" in printed(rows)
-    assert "this ε protects nobody" in render_comparison(rows, MATCHING)
+    assert "this ε protects nobody" in page_of(rows, MATCHING)
 
 
 # Verdicts
@@ -245,8 +249,8 @@ def test_perplexities_on_other_scales_are_not_compared(changed, words):
     assert words in rows[1]["verdicts"][0]
     assert "only leakage can be compared" in rows[1]["verdicts"][0]
     assert rows[1]["same_held_out"] is False
-    page = render_comparison(rows, MATCHING)
-    assert "1 run without a perplexity on the baseline&#39;s held-out text cannot be drawn" in page
+    visible = Reader(page_of(rows)).visible
+    assert "1 run without a perplexity on the baseline's held-out text cannot be drawn" in visible
 
 
 def test_other_training_text_is_said_to_be_so():
@@ -266,7 +270,7 @@ def test_a_run_that_never_got_there_is_listed_and_not_compared():
     assert rows[1]["verdicts"] == [
         "No snapshot reached a validation perplexity of 150; its lowest is 718, so there is nothing to compare."
     ]
-    assert "its lowest is 718" in Reader(render_comparison(rows, matching)).visible
+    assert "its lowest is 718" in Reader(page_of(rows, matching)).visible
 
 
 def test_snapshots_too_far_apart_are_told_to_be_made_more_often():
@@ -412,7 +416,7 @@ def test_what_membership_does_not_see_is_said_on_the_page_and_in_the_csv():
     )
     (sentence,) = uncounted(rows)
     assert sentence.startswith("Membership of plain and b: 233 documents, 4,800 tokens not counted")
-    assert sentence in Reader(render_comparison(rows, MATCHING)).visible
+    assert sentence in Reader(page_of(rows, MATCHING)).visible
     first, _, third = csv.DictReader(io.StringIO(csv_text(rows)))
     assert first["membership_num_documents_not_counted"] == "233"
     assert first["membership_num_tokens_not_counted"] == "4800"
@@ -449,8 +453,9 @@ def test_a_long_schedule_is_thinned_in_the_table_and_not_in_the_csv():
 
 
 def test_every_line_of_the_table_is_explained():
-    explained = [name for name, _ in MEANINGS]
-    for line in table_lines(rows_of(measured(), with_perplexity("b", 150))):
+    rows = rows_of(measured(), with_perplexity("b", 150))
+    explained = re.findall("<dt>(.*?)</dt>", page_of(rows))
+    for line in comparison_table(rows).rows:
         assert line.name == "Model" or any(line.name.startswith(name) for name in explained), line
 
 
@@ -491,14 +496,14 @@ def test_nothing_that_is_written_holds_text_or_names():
         json.dumps(rows),
         csv_text(rows),
         printed(rows),
-        render_comparison(rows, MATCHING),
+        page_of(rows, MATCHING),
     ):
         for secret in [*SECRETS, *OWNERS, REAL]:
             assert secret not in text
 
 
 def test_the_page_stands_alone_and_runs_nothing():
-    page = render_comparison(rows_of(measured(), with_perplexity("b", 150)), MATCHING)
+    page = page_of(rows_of(measured(), with_perplexity("b", 150)), MATCHING)
     elements = Reader(page).elements
     assert not {tag for tag, _ in elements} & {"script", "img", "iframe", "object", "form"}
     assert not [kinds for _, kinds in elements if "style" in kinds]
@@ -510,7 +515,7 @@ def test_the_page_stands_alone_and_runs_nothing():
 
 def test_names_and_notes_are_text_and_no_markup():
     rows = rows_of(measured("<b>plain</b>"), with_perplexity("<i>x</i>", 150))
-    page = render_comparison(rows, MATCHING, notes=["110 users are <too> few."])
+    page = page_of(rows, MATCHING, notes=["110 users are <too> few."])
     assert "<b>plain</b>" not in page
     assert "<i>x</i>" not in page
     assert "110 users are <too> few." in Reader(page).visible
@@ -523,7 +528,7 @@ def test_every_verdict_and_every_reason_is_on_the_page():
         with_perplexity("c", 150, train_text="other", not_known={"exposure": "No key."}),
     ]
     rows = rows_of(*runs)
-    visible = Reader(render_comparison(rows, MATCHING)).visible
+    visible = Reader(page_of(rows, MATCHING)).visible
     for sentence in [*(v for row in rows for v in row["verdicts"]), *missing(rows)]:
         assert sentence in visible
     assert headline(rows)[0] in visible
@@ -532,6 +537,6 @@ def test_every_verdict_and_every_reason_is_on_the_page():
 def test_a_comparison_without_a_figure_to_draw_has_a_page_all_the_same():
     bare = {"groups": None, "leakage": None, "exposures": None, "membership": None}
     rows = rows_of(measured(**bare), with_perplexity("b", 1, **bare))
-    page = render_comparison(rows, MATCHING)
+    page = page_of(rows, MATCHING)
     assert "<svg" not in page
     assert "cannot be compared" in Reader(page).visible

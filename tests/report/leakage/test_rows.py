@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from report.folders import PEOPLE, redacted, row, sample_rows, users_of, write_folder
+from report.leakage.folders import PEOPLE, redacted, row, sample_rows, users_of, write_folder
 from tightlip.core.errors import UsageError
 from tightlip.report.leakage import rows as rows_module
 from tightlip.report.leakage.rows import (

@@ -6,51 +6,26 @@ import re
 import numpy as np
 import pytest
 
-from report.test_in_chromium import browser, contrast, opened  # noqa: F401 (fixtures)
-from tightlip.report.weights import (
-    ESTIMATES,
-    IS_NOT_SOUND,
-    MOST_CHARACTERS,
-    lines_about,
-    render_weights,
-    spread_of,
-)
+from report.samples import INFO, NATS, RHO, weighed
+from tightlip.report.kit import render_page, write_page
+from tightlip.report.weights import MOST_CHARACTERS, lines_about, spread_of
 
-INFO = {
-    "normalisation": "public",
-    "is_sound": True,
-    "estimator": "language model",
-    "model": "some-model",
-    "model_fingerprint": "f" * 64,
-    "public_corpus": "public.parquet",
-    "public_corpus_fingerprint": "e" * 64,
-    "a": 3.0,
-    "b": 6.0,
-    "least_weight": 0.05,
-    "text_fingerprint": "d" * 64,
-    "version": "0.1.0",
-}
-NATS = np.append(np.random.default_rng(0).normal(4.5, 0.8, 499), math.nan)
-RHO = np.where(np.isnan(NATS), 1.0, np.clip((NATS - 3) / 3, 0.05, 1))
-NASTY = "</td><script>document.title='owned'</script> \u202eevil שלום " + "word " * 200
+ESTIMATES = "These weights estimate how rare a text is, not how private it is"
+IS_NOT_SOUND = "Every weight depends on every document of the corpus, so no proof covers them"
 
 
-def shown(num=20):
-    return [
-        {"number": n, "user": f"<b>u{n}</b>", "text": NASTY, "rho": 1 - n / 100, "nats": 9.0}
-        for n in range(num)
-    ]
+def shown(**changed):
+    ends = (weighed(), weighed(3))
+    return {"info": INFO | changed, "rho": RHO, "nats": NATS, "public": np.arange(120.0), "shown": ends}  # fmt: skip
 
 
 def page_of(**changed):
-    return render_weights(INFO | changed, RHO, NATS, np.arange(120.0), (shown(), shown(3)))
+    return render_page("weights", **shown(**changed))
 
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory):
-    path = tmp_path_factory.mktemp("page") / "weights.html"
-    path.write_text(page_of(), encoding="utf-8")
-    return path
+    return write_page("weights", tmp_path_factory.mktemp("page") / "weights.html", **shown())
 
 
 def test_the_page_says_what_it_is_and_is_not():
@@ -99,22 +74,12 @@ def test_the_spread_is_over_scored_documents():
 def test_weights_that_tell_nothing_apart_are_doubted():
     lines = lines_about(INFO, np.ones(10), np.full(10, 9.0))
     assert any("tell little apart" in line for line in lines)
-    assert render_weights(INFO, np.ones(2), np.full(2, math.nan), None, ([], []))
+    nothing = {"rho": np.ones(2), "nats": np.full(2, math.nan), "public": None, "shown": ([], [])}
+    assert "No document could be scored." in render_page("weights", info=INFO, **nothing)
 
 
-@pytest.mark.parametrize("width", [390, 1280])
-def test_the_page_is_no_wider_than_the_screen(opened, path, width):  # noqa: F811
-    page = opened(path, width=width)
-    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+@pytest.mark.xdist_group("chromium")
+def test_a_strange_text_is_shown_and_not_obeyed(opened, path):
+    page = opened(path)
     assert page.title() == "Privacy weights"
     assert page.locator("#highest tbody tr").count() == 20
-
-
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_words_stand_out_from_the_ground(opened, path, scheme):  # noqa: F811
-    page = opened(path, color_scheme=scheme)
-    colours = page.evaluate("""() => ['body', '.weighed small', '.weighed .cut', '.what']
-        .map(name => document.querySelector(name))
-        .map(n => [getComputedStyle(n).color, getComputedStyle(document.body).backgroundColor])""")
-    for ink, ground in colours:
-        assert contrast(ink, ground) > 4.5

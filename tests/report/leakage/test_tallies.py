@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from report.folders import row, sample_rows, sample_snapshots, write_folder, write_sequences
+from report.leakage.folders import row, sample_rows, sample_snapshots, write_folder, write_sequences
 from tightlip.report.leakage.plots import grouped_lengths, thinned
 from tightlip.report.leakage.tallies import (
     LENGTH_STARTS,

@@ -1,23 +1,21 @@
 """The page in a real browser: it opens quietly, sorts, filters and shows what was asked for."""
 
 import math
-import shutil
 
 import pytest
 
-from report.folders import PEOPLE, redacted, row, sample_rows, sample_snapshots, write_folder
-from tightlip.report.leakage import write_page
+from report.leakage.folders import (
+    PEOPLE,
+    redacted,
+    row,
+    sample_rows,
+    sample_snapshots,
+    write_folder,
+)
+from report.samples import contrast
+from tightlip.report.kit import write_page
 
-FLAGS = [
-    "--headless",
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-]
+pytestmark = pytest.mark.xdist_group("chromium")
 NASTY = row(
     sequence="</script><img src=x onerror=\"document.title='owned'\"> \u202eevil\x00 שלום 😀\nnew line",
     num_tokens=12, ratio=9e5, contexts=["<b>bold</b> &amp; مرحبا"], perplexities=[math.inf], public_perplexities=[math.nan],
@@ -26,53 +24,15 @@ NASTY = row(
 ROWS = [NASTY, *sample_rows(220, seed=7)]
 
 
-@pytest.fixture(scope="module")
-def browser():
-    sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-    names = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-    found = next(filter(None, map(shutil.which, names)), None)
-    if found is None:
-        reason = f"no Chromium on this machine (looked for {', '.join(names)})"
-        print(reason)
-        pytest.skip(reason)
-    with sync_api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=found, args=FLAGS)
-        yield browser
-        browser.close()
+def page_of(folder):
+    return write_page("leakage", folder / "report.html", folder=folder)
 
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory):
     folder = tmp_path_factory.mktemp("reports") / "r"
-    return write_page(
-        write_folder(folder, ROWS, people=[*PEOPLE, NASTY["owner"]], snapshots=sample_snapshots(5))
-    )
-
-
-@pytest.fixture
-def opened(browser):
-    """Opens a report and, at the end, checks that it said nothing and asked for nothing."""
-    contexts, trouble = [], []
-
-    def open_page(path, width=1280, **options):
-        context = browser.new_context(viewport={"width": width, "height": 900}, **options)
-        contexts.append(context)
-        page = context.new_page()
-        page.on("console", lambda message: trouble.append(f"console: {message.text}"))
-        page.on("pageerror", lambda error: trouble.append(f"error: {error}"))
-        page.on(
-            "request",
-            lambda request: (
-                request.url == path.as_uri() or trouble.append(f"request: {request.url}")
-            ),
-        )
-        page.goto(path.as_uri())
-        return page
-
-    yield open_page
-    for context in contexts:
-        context.close()
-    assert trouble == []
+    people = [*PEOPLE, NASTY["owner"]]
+    return page_of(write_folder(folder, ROWS, people=people, snapshots=sample_snapshots(5)))
 
 
 def show_all(page, more="#more"):
@@ -256,7 +216,7 @@ def test_no_sideways_scrolling_and_no_jump_when_rows_open(opened, path, width):
 def test_a_redacted_page_shows_lengths_in_place_of_words(opened, tmp_path):
     rows = redacted(sample_rows(80, seed=3))
     names = sorted({r["owner"] for r in rows if r["owner"]})
-    page = opened(write_page(write_folder(tmp_path / "r", rows, people=names, redacted=True)))
+    page = opened(page_of(write_folder(tmp_path / "r", rows, people=names, redacted=True)))
     first = next(r for r in rows if r["users_in_d"] == 1)
     page.locator("#sequence-table tbody tr.row button").first.click()
     length = f"{first['num_tokens']} token" + ("s" if first["num_tokens"] > 1 else "")
@@ -287,27 +247,13 @@ def test_words_stand_out_from_the_ground(opened, path, scheme):
         assert contrast(ink, ground) > 4.5
 
 
-def contrast(first: str, second: str) -> float:
-    """WCAG's contrast ratio of two rgb() colours."""
-    lights = []
-    for colour in (first, second):
-        channels = [
-            int(part) / 255 for part in colour.removeprefix("rgb(").removesuffix(")").split(",")
-        ]
-        red, green, blue = (
-            c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels
-        )
-        lights.append(0.2126 * red + 0.7152 * green + 0.0722 * blue + 0.05)
-    return max(lights) / min(lights)
-
-
 @pytest.mark.parametrize(
     "rows",
     [[], [r for r in ROWS if r["users_in_d"] > 1][:20], sample_rows(40, public=False)],
     ids=["empty", "none unique", "no public model"],
 )
 def test_bare_reports_open_quietly(opened, tmp_path, rows):
-    page = opened(write_page(write_folder(tmp_path / "r", rows)))
+    page = opened(page_of(write_folder(tmp_path / "r", rows)))
     assert page.locator("h1").is_visible()
     if rows:
         page.locator("#sequence-table tbody tr.row button").first.click()

@@ -1,0 +1,131 @@
+"""One description of a table, which prints to the terminal, to a page and to CSV.
+
+On a page the macros `compared` and `plain` of report/kit/parts.html.jinja draw it.
+"""
+
+import csv
+import io
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from tightlip.core.figures import UNKNOWN
+
+if TYPE_CHECKING:
+    from rich.table import Table as RichTable
+    from rich.text import Text
+
+
+class Cell(NamedTuple):
+    """A figure and, in small print, its interval or what it is out of; `kind` is the page's."""
+
+    value: str
+    under: str = ""
+    kind: str = ""
+
+    @property
+    def is_unknown(self) -> bool:
+        return self.value == UNKNOWN
+
+
+class Column(NamedTuple):
+    """A column's heading, with small print on the page, and how the terminal sets it."""
+
+    name: str = ""
+    under: str = ""
+    left: bool = False
+    wraps: bool = True
+    widest: int | None = None
+    style: str = ""
+
+
+class Row(NamedTuple):
+    """One line of a table; those of one section stand together."""
+
+    name: str
+    cells: Sequence[Cell]
+    section: str = ""
+    kind: str = ""  # the page's mark beside the name
+    style: str = ""  # the terminal's
+
+
+NAMES = Column(left=True, wraps=False)  # the rows' names, which the terminal never breaks
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """Columns, the first of them the rows' names, rows in sections, and a note beneath."""
+
+    columns: Sequence[Column]
+    rows: Sequence[Row]
+    number: str = ""  # where a paper has the same table
+    title: str = ""
+    note: str = ""
+    # How the terminal prints it:
+    heading_style: str = "bold"
+    names_sections: bool = True  # else a blank line stands between them
+    beside: bool = False  # small print on the figure's own line, else below
+
+    @property
+    def heading(self) -> str:
+        return f"Table {self.number}. {self.title}" if self.number else self.title
+
+    @property
+    def sections(self) -> list[tuple[str, list[Row]]]:
+        return [(name, list(rows)) for name, rows in groupby(self.rows, lambda row: row.section)]
+
+    def only(self, places: Sequence[int], **columns: Any) -> "Table":
+        """The same rows with some columns, counted without the names', which are set anew."""
+        chosen = [self.columns[place + 1]._replace(**columns) for place in places]
+        rows = [row._replace(cells=[row.cells[place] for place in places]) for row in self.rows]
+        return replace(self, columns=[self.columns[0], *chosen], rows=rows)
+
+    def printed(self) -> "RichTable":
+        """The table for the terminal. What it holds is text: a bracket in it is no markup."""
+        from rich.table import Table as RichTable
+        from rich.text import Text
+
+        table = RichTable(
+            title=self.heading or None, title_justify="left", caption=self.note or None,
+            caption_justify="left", header_style=self.heading_style, box=None, pad_edge=False,
+            padding=(0, 2, 0, 0), show_header=any(column.name for column in self.columns),
+        )  # fmt: skip
+        for column in self.columns:
+            table.add_column(
+                Text(column.name), justify="left" if column.left else "right",
+                overflow="fold" if column.wraps else "ellipsis", no_wrap=not column.wraps, max_width=column.widest, style=column.style,
+            )  # fmt: skip
+        for place, (section, rows) in enumerate(self.sections):
+            is_named = bool(section) and self.names_sections
+            if place or is_named:
+                table.add_row(Text(section if is_named else "", style="bold"))
+            for row in rows:
+                style = f"bold {row.style}" if row.style else ""
+                name = Text(f"  {row.name}" if is_named else row.name, style=style)
+                table.add_row(name, *(self._text(cell, row.style) for cell in row.cells))
+        return table
+
+    def _text(self, cell: Cell, style: str) -> "Text":
+        from rich.text import Text
+
+        text = Text(cell.value, style="dim" if cell.is_unknown else style)
+        between = " " if self.beside else "\n"
+        return text.append(between + cell.under, style="dim") if cell.under else text
+
+
+def plain_row(name: str, *values: str, **others: str) -> Row:
+    """A row of figures without small print."""
+    return Row(name, [Cell(value) for value in values], **others)
+
+
+def csv_text(lines: Sequence[Mapping[str, Any]]) -> str:
+    """The lines under one heading each; what a line does not have, or not know, is empty."""
+    # A line with fewer figures must not push the others' columns to the end.
+    fullest_first = sorted(lines, key=len, reverse=True)
+    names = list(dict.fromkeys(name for line in fullest_first for name in line))
+    stream = io.StringIO()
+    writer = csv.DictWriter(stream, names, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(lines)
+    return stream.getvalue()

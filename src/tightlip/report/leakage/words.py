@@ -1,0 +1,189 @@
+"""A leakage report in words: its verdict, its headline figures, and what training longer did."""
+
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from tightlip.core.figures import UNKNOWN, count, counted, guarantee_words, number, percent
+
+NO_PUBLIC_MODEL = (
+    "No public model was given. With --public-model DIR (or leave-out) every sequence gets a ratio: "
+    "how much less surprising it is to this model than to one that never saw its writer."
+)
+NOT_VALIDATED = (
+    "Not measured: give --validation CORPUS to learn how well the model does on text it never saw."
+)
+MEANINGS = {
+    "Unique sequences": "Completed by the model, written by one person only.",
+    "People affected": "People with at least one unique sequence the model completes.",
+    "Leakage epsilon": "How many times less surprising the worst unique sequence is to this model than to the public one; near 1 is good.",
+    "Curated": "Unique sequences whose ratio is at least t: the ones a public model finds surprising.",
+    "Public model's unique": "Unique sequences the public model completes too: the benchmark, if it never saw their writers.",
+    "Distinct sequences": "Different pieces of text the model completes, whoever wrote them.",
+    "Sequences in S": "The same, counting every time the model completes one.",
+    "Perplexity": "How surprised the model is by its training corpus; 1 is not at all.",
+    "Validation perplexity": "The same on text it was not trained on; far above the training figure means learning by heart.",
+}
+
+
+class Line(NamedTuple):
+    """One headline figure: its name, its value as printed, what it means."""
+
+    name: str
+    value: str
+    sentence: str
+
+
+def summary_lines(summary: dict[str, Any]) -> list[Line]:
+    """Every headline figure of a report, the four that matter most first."""
+    guarantee = guarantee_words(summary.get("guarantee"))
+    documents, tokens = (count(summary.get(name)) for name in ("num_documents", "num_tokens"))
+    wrote = f"They wrote {documents} documents, {tokens} tokens: the corpus D."
+    return [
+        *_leak_lines(summary),
+        Line("Guarantee", guarantee.value, f"{guarantee.insecure} {guarantee.sentence}".strip()),
+        *_list_lines(summary),
+        *_quality_lines(summary),
+        Line("People", count(summary.get("num_users")), wrote),
+    ]
+
+
+def _meaning(name: str, value: str, more: str = "") -> Line:
+    return Line(name, value, MEANINGS[name] + more)
+
+
+def _leak_lines(summary: dict[str, Any]) -> Iterator[Line]:
+    owners, users = summary.get("users_with_unique"), summary.get("num_users")
+    longest = longest_of(summary.get("unique_by_length"))
+    tail = "" if longest is None else f" The longest is {counted(longest, 'token')}."
+    yield _meaning("Unique sequences", count(summary.get("unique")), tail)
+    share = owners / users if owners and users else None
+    whole = f" That is {percent(share)} of everybody who wrote." if share else ""
+    yield _meaning("People affected", _out_of(owners, users), whole)
+    yield _epsilon_line(summary)
+
+
+def _epsilon_line(summary: dict[str, Any]) -> Line:
+    worst, is_crossed = summary.get("leakage_epsilon"), summary.get("cross_tokenizer")
+    if worst is None:
+        why = "No unique sequence has a finite ratio, so there is no worst one."
+        why = NO_PUBLIC_MODEL if summary.get("public_model") is None else why
+        return Line("Leakage epsilon", UNKNOWN, why)
+    crossed = " The two models cut text differently, so compare it with care." if is_crossed else ""
+    return _meaning("Leakage epsilon", number(worst), crossed)
+
+
+def _list_lines(summary: dict[str, Any]) -> Iterator[Line]:
+    public, p = summary.get("public_unique"), summary.get("p")
+    few = f"fewer than {p} people" if p else "few people"
+    yield _meaning("Curated", _curated(summary.get("curated")))
+    if public is None:
+        none = "The same count for a public model would be the benchmark; none was given."
+        yield Line("Public model's unique", UNKNOWN, none)
+    else:
+        yield _meaning("Public model's unique", count(public))
+    distinct = f"Distinct sequences completed for {few}."
+    yield Line(few[0].upper() + few[1:], count(summary.get("fewer_than_p")), distinct)
+    yield _meaning("Distinct sequences", count(summary.get("distinct_sequences")))
+    yield _meaning("Sequences in S", count(summary.get("sequences_in_s")))
+
+
+def _quality_lines(summary: dict[str, Any]) -> Iterator[Line]:
+    k = summary.get("top_k")
+    among = "its first guess" if k == 1 else f"among its first {k} guesses"
+    validation, accuracy = (
+        summary.get(f"validation_{name}") for name in ("perplexity", "accuracy")
+    )
+    yield _meaning("Perplexity", number(summary.get("perplexity")))
+    share = f"Share of the corpus' tokens that were {among}."
+    yield Line("Accuracy", percent(summary.get("accuracy")), share)
+    unseen = NOT_VALIDATED if validation is None else MEANINGS["Validation perplexity"]
+    yield Line("Validation perplexity", number(validation), unseen)
+    unseen = NOT_VALIDATED if accuracy is None else f"Share of unseen tokens that were {among}."
+    yield Line("Validation accuracy", percent(accuracy), unseen)
+
+
+def _out_of(part: int | None, whole: int | None) -> str:
+    if part is None:
+        return UNKNOWN
+    return count(part) if whole is None else f"{count(part)} of {count(whole)}"
+
+
+def _curated(curated: dict[str, Any] | None) -> str:
+    if not curated or all(num is None for num in curated.values()):
+        return UNKNOWN
+    by_t = sorted((float(t), num) for t, num in curated.items())
+    return " · ".join(f"{count(num)} (t = {t:g})" for t, num in by_t)
+
+
+def longest_of(num_by_length: dict[str, int] | None) -> int | None:
+    """Tokens in the longest sequence of a tally by length, where there is one."""
+    lengths = [int(length) for length, num in (num_by_length or {}).items() if num]
+    return max(lengths, default=None)
+
+
+def verdict(summary: dict[str, Any], *, num_copied: int | None = None) -> tuple[str, list[str]]:
+    """The report in one sentence, then what somebody must know to weigh it."""
+    unique, distinct = summary.get("unique"), summary.get("distinct_sequences")
+    if not distinct and not unique:
+        unlike = "An untrained model, or the wrong corpus, looks the same."
+        none = f"Not one token of the corpus was among its predictions. {unlike}"
+        return "This model completed nothing it was trained on.", [none]
+    if unique is None:
+        return "How much this model gives away is not known.", []
+    if unique == 0:
+        shared = f"Each of the {counted(summary['distinct_sequences'], 'sequence')} it completes was written by two people or more."
+        return "None found: this model completed no text that only one person wrote.", [shared]
+    pieces = counted(unique, "piece of text", "pieces of text")
+    sentence = f"This model completes {pieces} that only one person wrote."
+    return sentence, list(_weighing(summary, unique, num_copied))
+
+
+def _weighing(summary: dict[str, Any], unique: int, num_copied: int | None) -> Iterator[str]:
+    owners, users = summary.get("users_with_unique"), summary.get("num_users")
+    if owners and users:
+        longest = longest_of(summary.get("unique_by_length"))
+        tail = "" if longest is None else f"; the longest is {counted(longest, 'token')}"
+        belong = "It belongs" if unique == 1 else "They belong"
+        people = counted(users, "person", "people")
+        yield f"{belong} to {count(owners)} of {people} ({percent(owners / users)}){tail}."
+    worst = summary.get("leakage_epsilon")
+    if worst is not None and not math.isnan(worst):
+        times = "far" if math.isinf(worst) else f"{number(worst)} times"
+        yield f"The worst is {times} less surprising to this model than to the public one."
+    if summary.get("public_unique"):
+        pieces = counted(summary["public_unique"], "such piece")
+        yield f"The public model completes {pieces} too: if it never saw this text, some can simply be guessed."
+    if num_copied:
+        were = "was" if num_copied == 1 else "were"
+        yield f"{count(num_copied)} {were} already in front of the model when it completed them (marked “copied”)."
+
+
+def epoch_name(snapshot: dict[str, Any]) -> str:
+    """What to call a snapshot on an axis: its epoch, else its step, else its name."""
+    epoch = snapshot.get("epoch")
+    if epoch is not None and math.isfinite(epoch):
+        return f"{epoch:g}"
+    step = snapshot.get("step")
+    return str(snapshot.get("name")) if step is None else f"step {step}"
+
+
+def is_best(snapshot: dict[str, Any], snapshots: dict[str, Any]) -> bool:
+    """Whether a snapshot's validation perplexity is the lowest."""
+    best = snapshots.get("best_validation")
+    return best is not None and snapshot.get("name") == best
+
+
+def story(snapshots: dict[str, Any]) -> str:
+    """What training longer did, in one sentence."""
+    every = snapshots["snapshots"]
+    unique = [one["summary"].get("unique") for one in every]
+    best = next((place for place, one in enumerate(every) if is_best(one, snapshots)), None)
+    if best is None or unique[best] is None or unique[-1] is None:
+        return f"Unique sequences went from {count(unique[0])} to {count(unique[-1])} over {counted(len(every), 'snapshot')}."
+    if best == len(every) - 1:
+        return f"Validation perplexity was still best at the last snapshot, which completes {counted(unique[best], 'unique sequence')}."
+    return (
+        f"Validation perplexity was best at {every[best]['name']}, with {counted(unique[best], 'unique sequence')}; "
+        f"the last snapshot completes {count(unique[-1])}."
+    )
