@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import tightlip
-from tightlip.core.devices import usable_device
+from tightlip.core.devices import one_thread, usable_device
 from tightlip.core.errors import UsageError
 from tightlip.core.files import digest_of_files, make_private_folder, write_json, write_text
 from tightlip.core.progress import task
@@ -24,7 +24,6 @@ from tightlip.experiments.adaptive_measures import mean_unit_weight, measured
 from tightlip.experiments.adaptive_page import render_adaptive
 from tightlip.experiments.adaptive_tables import csv_text, result_of
 from tightlip.experiments.adaptive_text import Ground, PublicSide, Scale, ground, public_side
-from tightlip.experiments.demo import one_thread
 from tightlip.privacy.noise_schedules import SCALES as NOISE_SCALES
 from tightlip.training.config import RunOptions
 from tightlip.training.run import train

@@ -7,8 +7,6 @@ trains quieter models on the same lines and compares them.
 """
 
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +16,7 @@ import pyarrow.parquet as pq
 
 from tightlip.audit.leakage.summary import LeakageReport
 from tightlip.commands import Comparison, audit, compare
+from tightlip.core.devices import one_thread
 from tightlip.core.files import make_private_folder, read_json
 from tightlip.corpus.bundled import demo_corpus
 from tightlip.corpus.canaries import CORPUS, KEY, plant_canaries
@@ -95,19 +94,6 @@ def run_comparison(folder: Path) -> Comparison:
     users, others = speakers()
     with one_thread():
         return compare_ways(folder / "quieter", _table(users), _table(others))
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """A model this small trains no faster on two threads, and beside other work far slower."""
-    import torch
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def demo_table() -> pa.Table:

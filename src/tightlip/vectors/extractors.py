@@ -24,8 +24,8 @@ from tightlip.corpus.encoding import WORD_PATTERN
 from tightlip.models.configurations import WORD_ENCODERS, WordEncoderConfig
 from tightlip.models.encoders import WordEncoder, load_encoder, most_tokens
 from tightlip.models.loading import load_tokenizer
+from tightlip.vectors.settings import POOLINGS
 
-POOLINGS = ("cls", "mean")
 DEFAULT_TOKENS = 128
 NEW_DIMENSIONS = 64
 SPECIAL_TOKENS = ["[PAD]", "[UNK]", "[CLS]", "[MASK]"]

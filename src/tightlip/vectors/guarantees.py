@@ -10,10 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tightlip.core.errors import UsageError
 from tightlip.core.registry import unknown
+from tightlip.vectors.settings import MECHANISMS
 from tightlip.vectors.vector_accounting import (
     GRID_STEP,
     GRID_STEPS,
@@ -27,11 +28,6 @@ from tightlip.vectors.vector_accounting import (
     pure_epsilon,
 )
 
-if TYPE_CHECKING:
-    pass
-
-
-MECHANISMS = ("laplace-as-published", "laplace", "gaussian")
 BARE = "none"
 UNIT = "one text"
 ANY_TWO = "any two texts"
@@ -39,6 +35,7 @@ ONE_WORD = (
     "two texts of as many words, the same of them marked, that differ in one word not marked; for any "
     "other two see any_two_texts"
 )
+TOLD_RELEASES = (1, 10, 100)
 FIGURES = ("per_coordinate", "pure", "epsilon", "delta")
 _IN_ONE_WORD = "for texts that differ in one word not marked"
 _BARE_BECAUSE = "The vectors are released without noise; nothing bounds what they give away."
@@ -357,9 +354,6 @@ def cost_record(mechanism: VectorMechanism, num_releases: int) -> dict[str, Any]
         "adjacency": ONE_WORD if how.endswith(_IN_ONE_WORD) else ANY_TWO,
         "any_two_texts": cost_of_texts(mechanism, num_releases),
     }
-
-
-TOLD_RELEASES = (1, 10, 100)
 
 
 def represent_guarantee(
