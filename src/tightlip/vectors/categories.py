@@ -62,12 +62,12 @@ def _binned(values: Sequence[Any], column: str, cut: str) -> Categories:
         number = None if _is_empty(value) else _number(value)
         if number is None and not _is_empty(value):
             raise UsageError(f"Column {column!r} has {value!r}, which is no number to cut at.")
-        inside = [
+        inside = (
             place
             for place, (_, low, high) in enumerate(ranges)
             if number is not None and low <= number <= high
-        ]
-        ids.append(inside[0] if inside else LEFT_OUT)
+        )
+        ids.append(next(inside, LEFT_OUT))
     return Categories([name for name, _, _ in ranges], np.array(ids, np.int64))
 
 
@@ -79,13 +79,13 @@ def ranges_of(column: str, cut: str) -> list[tuple[str, float, float]]:
     """
     words = [word.strip() for word in cut.split(",")]
     try:
-        found = list(_named(words) if ".." in cut else _cut_at(words))
+        ranges = list(_named(words) if ".." in cut else _cut_at(words))
     except ValueError as error:
         raise UsageError(
             f"bins={column}={cut!r} is not understood. Write cut points, {column}=20,30, or ranges, {column}=..19,30.."
         ) from error
-    _check_apart(column, cut, found)
-    return found
+    _check_apart(column, cut, ranges)
+    return ranges
 
 
 def _named(words: Sequence[str]) -> Iterator[tuple[str, float, float]]:

@@ -268,14 +268,14 @@ def _assigned(sizes: dict[str, int], seed: int) -> dict[str, str]:
     def place(key: str) -> bytes:
         return blake2b(key.encode(), digest_size=16, key=str(seed).encode()).digest()
 
-    total, before, found = sum(sizes.values()), 0, {}
+    total, before, part_of = sum(sizes.values()), 0, {}
     for key in sorted(sizes, key=place):
         share = before / total
-        found[key] = next(
+        part_of[key] = next(
             part for part, end in zip(PARTS, _SHARES, strict=True) if share < end - 1e-12
         )
         before += sizes[key]
-    return found
+    return part_of
 
 
 def _check_usable(examples: Examples, settings: RepresentSettings) -> None:

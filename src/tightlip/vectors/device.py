@@ -70,9 +70,9 @@ class Device:
         """Vectors to send in place of `texts`, float32; words in `marked` are always masked."""
         if batch_size < 1:
             raise UsageError(f"batch_size={batch_size} holds no text. Use 1 or more.")
-        found = np.empty((len(texts), self.dimensions), np.float32)
+        sent = np.empty((len(texts), self.dimensions), np.float32)
         if not len(texts):
-            return found
+            return sent
         marks = marks_of(marked, len(texts))
         with (
             task("encode", len(texts)) as bar,
@@ -82,12 +82,12 @@ class Device:
             noise = _Ahead(partial(drawn, self.mechanism, self._noise), drawing)
             pending: deque[Future[int]] = deque()
             for raw in self._raw(texts, marks, noise, batch_size=batch_size, device=device):
-                pending.append(releasing.submit(self._release, raw, noise.next(), found))
+                pending.append(releasing.submit(self._release, raw, noise.next(), sent))
                 while len(pending) > _ON_THE_WAY:
                     bar.advance(pending.popleft().result())
             while pending:
                 bar.advance(pending.popleft().result())
-        return found
+        return sent
 
     def _raw(
         self, texts: Sequence[str], marks: Sequence[frozenset[str]], noise: "_Ahead", **given: Any
@@ -127,13 +127,13 @@ class Device:
             self._generator, self._process = keyed_generator(), os.getpid()
         return self._generator
 
-    def _release(self, raw: Raw, noise: "Future[np.ndarray]", found: np.ndarray) -> int:
+    def _release(self, raw: Raw, noise: "Future[np.ndarray]", sent: np.ndarray) -> int:
         """Put what may be sent of these vectors where it belongs; how many they are."""
         vectors = raw.arrived()
         if self.mechanism.mechanism == BARE:
-            found[raw.places] = released(vectors, self.mechanism, self._noise)
+            sent[raw.places] = released(vectors, self.mechanism, self._noise)
         else:
-            found[raw.places] = noised(vectors, self.mechanism, noise.result())
+            sent[raw.places] = noised(vectors, self.mechanism, noise.result())
         return len(raw.places)
 
 
@@ -159,10 +159,10 @@ def load_device(folder: Path | str, *, runtime: Runtime = "torch") -> Device:
     _check_guarantee(folder, about, mechanism)
     extractor: RawVectors
     if runtime == "onnx":
-        from tightlip.vectors.onnx_export import load_onnx_extractor
+        from tightlip.vectors.onnx_export import OnnxExtractor
 
         check_files(folder, about, weights=False)
-        extractor = load_onnx_extractor(folder)
+        extractor = OnnxExtractor(folder)
     elif runtime == "torch":
         extractor = load_extractor(folder)
     else:
