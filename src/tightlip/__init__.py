@@ -27,7 +27,7 @@ _CALLS = {
     "reproduce_representation": "tightlip.experiments.vectors",
     "represent_train": "tightlip.vectors.run",
     "represent_export": "tightlip.vectors.run",
-    "represent_encode": "tightlip.vectors.device",
+    "represent_encode": "tightlip.vectors.encode",
     "represent_classify": "tightlip.vectors.server",
     "represent_guarantee": "tightlip.vectors.guarantees",
     "represent_attack": "tightlip.commands",

@@ -15,9 +15,7 @@ from dp_accounting.gaussian_mechanism import get_epsilon_gaussian
 from scipy.stats import binomtest, norm
 from torch import nn
 
-from tightlip.core.errors import UsageError
-from tightlip.corpus.privacy_weights import minmax_weights, public_weights, rank_weights
-from tightlip.experiments.noise_scale import (
+from experiments.noise_scale_attack import (
     bound_from_alarms,
     divergence_nats,
     log_likelihood_ratio,
@@ -26,6 +24,8 @@ from tightlip.experiments.noise_scale import (
     sum_moved,
     tell_apart,
 )
+from tightlip.core.errors import UsageError
+from tightlip.corpus.privacy_weights import minmax_weights, public_weights, rank_weights
 from tightlip.privacy.adaptive import AdaptiveSpec, joint_multiplier
 from tightlip.privacy.noise_schedules import ReleasedNoise
 from tightlip.privacy.private_training import PrivateTraining

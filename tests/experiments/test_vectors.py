@@ -12,7 +12,7 @@ from sklearn.metrics import f1_score
 from tightlip.core.errors import UsageError
 from tightlip.core.figures import rounded_up
 from tightlip.experiments import vectors as experiment
-from tightlip.experiments.vectors import SCALES, Scale, reproduce_representation
+from tightlip.experiments.vectors import SCALES, TablesScale, reproduce_representation
 from tightlip.experiments.vectors_page import certainty, headline
 from tightlip.experiments.vectors_tables import GROUPS, MAIN_AND_PRIVACY, csv_text, tables
 from tightlip.experiments.vectors_text import ag_task, blog_task, plays_task, task_of
@@ -146,7 +146,7 @@ def test_the_papers_differences_were_added_up_rightly():
     assert all(len(figures) == 4 for figures in GROUPS.values())
 
 
-TINY = Scale(
+TINY = TablesScale(
     name="tiny",
     num_seeds=2,
     epsilons=(0.5, 1.0),

@@ -4,9 +4,9 @@ import pytest
 import torch
 from sklearn.linear_model import LogisticRegression
 
-from tightlip.vectors.attackers import Readers, frequencies_of
 from tightlip.vectors.data import load_examples
 from tightlip.vectors.halves import load_extractor
+from tightlip.vectors.learning import Readers, frequencies_of
 from tightlip.vectors.release import unit_range
 from tightlip.vectors.run import represent_train
 from vectors.toy_corpora import toy_corpus

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from tightlip.core.errors import UsageError
-from tightlip.vectors.attack import AttackSettings, Heard, attack
-from tightlip.vectors.attack_data import Entities
+from tightlip.vectors.attack import AttackInput, Entities, attack
 from tightlip.vectors.attack_figures import Target
 from tightlip.vectors.attackers import Parts, Reading, Releases
+from tightlip.vectors.settings import AttackSettings
 
 SIZES = (200, 60, 100)
 FAST = AttackSettings(attackers=("logistic", "averaged"), num_bootstraps=100, copies=16)
@@ -39,7 +39,7 @@ def heard(noise=1.0, *, num_seen=0, with_names=True, unknown=0, seed=0):
     ]
     names = Entities(names=["Ann", "Bob"], found_by="a list", targets=targets[2:], num_left_out=0)
     right = rng.random(SIZES[2]) < 0.8
-    return Heard(
+    return AttackInput(
         releases=Releases(single=parts[1], averaged=parts[2]),
         bare=parts[0],
         targets=targets[:2],
@@ -134,7 +134,7 @@ def test_values_that_are_users_are_marked():
     run = heard(with_names=False)
     speaker = Target(name="speaker", values=("u1", "u2"), codes=run.targets[0].codes)
     found = attack(
-        Heard(**{**vars(run), "targets": [speaker]}),
+        AttackInput(**{**vars(run), "targets": [speaker]}),
         AttackSettings(attackers=("logistic",), num_bootstraps=100, pictures=False),
     )
     assert found["attributes"]["speaker"]["names_people"]

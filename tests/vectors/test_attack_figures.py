@@ -15,7 +15,7 @@ from tightlip.vectors.attack_figures import (
     entity_f1,
     entity_figures,
     everywhere_f1_privacy,
-    judged,
+    judged_rows,
     majority_f1_privacy,
     majority_figure,
     majority_privacy,
@@ -40,7 +40,9 @@ def random_scores(rng, num_values):
 
 
 def on_all(num=NUM, num_users=30):
-    return judged([str(n % num_users) for n in range(num)], np.ones(num, dtype=bool), num_draws=200)
+    return judged_rows(
+        [str(n % num_users) for n in range(num)], np.ones(num, dtype=bool), num_draws=200
+    )
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -131,7 +133,7 @@ def test_rows_by_value_agree_with_a_confusion_matrix():
 def test_only_the_rows_asked_for_are_judged():
     truth = np.repeat([0, 1], 60)
     scores = np.eye(2)[np.zeros(NUM, dtype=int)]
-    on = judged([str(n) for n in range(NUM)], truth == 0)
+    on = judged_rows([str(n) for n in range(NUM)], truth == 0)
     found = attribute_figures(target_of(truth), reading_of(scores), on)
     assert found["accuracy"]["value"] == 1
 

@@ -11,7 +11,7 @@ import pytest
 import tightlip
 from tightlip.core.errors import UsageError
 from tightlip.corpus.bundled import demo_speeches
-from tightlip.vectors.attack import AttackSettings, Heard, attack
+from tightlip.vectors.attack import AttackInput, attack
 from tightlip.vectors.attack_data import parts_of_run, released_afresh, targets_of, users_of
 from tightlip.vectors.data import load_examples
 from tightlip.vectors.device import load_device
@@ -19,6 +19,7 @@ from tightlip.vectors.grid_noise import GridNoise
 from tightlip.vectors.guarantees import VectorMechanism
 from tightlip.vectors.release import released
 from tightlip.vectors.run import represent_train
+from tightlip.vectors.settings import AttackSettings
 
 SMALL = {"label": "play", "private": ("gender",), "extractor": "bag", "dimensions": 32}
 QUICK = {"attackers": ["logistic", "averaged"], "copies": 4, "num_bootstraps": 100, "device": "cpu"}
@@ -62,7 +63,7 @@ def test_the_attack_weakens_as_epsilon_falls(plain):
         )
         test_users = [users_of(examples)[place] for place in parts.test]
         nothing = np.zeros(len(test_users), dtype=bool)
-        heard = Heard(
+        heard = AttackInput(
             releases=releases, bare=releases.single, targets=targets, entities=None, users=test_users,
             seen=nothing, main_right=nothing, main_plain=nothing,
         )  # fmt: skip

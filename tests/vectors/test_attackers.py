@@ -8,7 +8,7 @@ from scipy.stats import norm
 
 from tightlip.core.errors import UsageError
 from tightlip.vectors import attackers
-from tightlip.vectors.attack_figures import Target, attribute_figures, judged
+from tightlip.vectors.attack_figures import Target, attribute_figures, judged_rows
 from tightlip.vectors.attackers import (
     ATTACKERS,
     Parts,
@@ -64,7 +64,7 @@ def test_an_attribute_spelled_out_is_found(attacker, num_values):
 def test_in_pure_noise_nobody_beats_the_majority_beyond_the_interval(attacker):
     releases, values = toy(0.0, 1.0, seed=3)
     target = Target(name="a", values=("no", "yes"), codes=values)
-    on = judged([str(n) for n in range(SIZES["test"])], np.ones(SIZES["test"], dtype=bool))
+    on = judged_rows([str(n) for n in range(SIZES["test"])], np.ones(SIZES["test"], dtype=bool))
     reading = read_attribute(attacker, releases, values, num_values=2)
     figures = attribute_figures(target, reading, on)
     assert figures["above_majority"]["low"] <= 0 <= figures["auc"]["high"] - 0.4

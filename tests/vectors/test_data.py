@@ -10,8 +10,9 @@ import pytest
 
 from tightlip.core.errors import UsageError
 from tightlip.core.settings import toml_text
+from tightlip.vectors.categories import categories
 from tightlip.vectors.data import load_examples, open_source, read_examples, write_split
-from tightlip.vectors.settings import RepresentSettings, categories
+from tightlip.vectors.settings import RepresentSettings
 from vectors.toy_corpora import toy_corpus
 
 SETTINGS = {"label": "topic", "private": ("age",), "extractor": "bag", "method": "none"}

@@ -10,7 +10,7 @@ import torch
 from tightlip.core.errors import UsageError
 from tightlip.vectors.extractors import make_extractor
 from tightlip.vectors.halves import load_extractor, write_device
-from tightlip.vectors.onnx_export import export_onnx, load_onnx_extractor
+from tightlip.vectors.onnx_export import OnnxExtractor, export_onnx
 from vectors.tiny_halves import write_halves
 from vectors.toy_corpora import FILLERS, tiny_encoder, toy_corpus
 
@@ -36,7 +36,7 @@ def devices(tmp_path_factory):
 def test_onnx_runtimes_vectors_are_torchs(devices, kind, batch_size):
     """However many texts, however long, also where they are longer than the window."""
     wanted = load_extractor(devices[kind]).encode(TEXTS)
-    found = load_onnx_extractor(devices[kind]).encode(TEXTS, batch_size=batch_size)
+    found = OnnxExtractor(devices[kind]).encode(TEXTS, batch_size=batch_size)
     assert found.dtype == np.float32
     assert np.abs(found - wanted).max() < 1e-5
 
@@ -45,7 +45,7 @@ def test_no_torch_weight_is_read(devices, tmp_path):
     alone = shutil.copytree(devices["lstm"], tmp_path / "device")
     wanted = load_extractor(alone).encode(TEXTS)
     (alone / "extractor" / "model.safetensors").unlink()
-    assert np.abs(load_onnx_extractor(alone).encode(TEXTS) - wanted).max() < 1e-5
+    assert np.abs(OnnxExtractor(alone).encode(TEXTS) - wanted).max() < 1e-5
 
 
 def test_the_file_is_sound_stands_alone_and_is_its_owners(devices):
@@ -62,13 +62,13 @@ def test_a_file_of_another_training_and_a_damaged_one_are_refused(devices, tmp_p
     write_halves(tmp_path)
     device = tmp_path / "device"
     with pytest.raises(UsageError, match="represent export"):
-        load_onnx_extractor(device)
+        OnnxExtractor(device)
     shutil.copy(devices["lstm"] / "device.onnx", device)
     with pytest.raises(UsageError, match="another training"):
-        load_onnx_extractor(device)
+        OnnxExtractor(device)
     (device / "device.onnx").write_bytes(b"no model")
     with pytest.raises(UsageError, match="Export it again"):
-        load_onnx_extractor(device)
+        OnnxExtractor(device)
 
 
 def test_vectors_that_differ_leave_no_file(devices, tmp_path, monkeypatch):

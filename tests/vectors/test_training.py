@@ -15,7 +15,7 @@ from tightlip.vectors.data import load_examples, open_source, read_examples
 from tightlip.vectors.device import load_device
 from tightlip.vectors.extractors import make_extractor
 from tightlip.vectors.guarantees import VectorMechanism
-from tightlip.vectors.halves import load_classifier, load_extractor
+from tightlip.vectors.halves import load_classifier, load_extractor, noise_classifier
 from tightlip.vectors.learning import Training
 from tightlip.vectors.run import represent_train
 from tightlip.vectors.settings import RepresentOptions, RepresentSettings
@@ -279,10 +279,9 @@ def test_half_the_words_are_masked_anew_at_each_step():
 def test_the_classifier_sees_vectors_of_about_unit_width():
     """Both ways: with the width of another mechanism they would not be."""
     torch.manual_seed(0)
-    settings = RepresentSettings(**(SMALL | {"epsilon": 0.1}))
     for name in ("laplace-as-published", "gaussian"):
         mechanism = VectorMechanism(mechanism=name, dimensions=8, epsilon=0.1)
-        classifier = training.new_classifier(["a", "b"], mechanism, settings)
+        classifier = noise_classifier(["a", "b"], mechanism, hidden=0)
         vectors = training.normalised(torch.randn(4000, 8), mechanism)
         seen = (
             vectors + training.training_noise(vectors, mechanism) - classifier.center

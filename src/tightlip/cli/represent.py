@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from tightlip.commands import AttackReport
-    from tightlip.vectors.device import Encoded
+    from tightlip.vectors.encode import Encoded
     from tightlip.vectors.run import RepresentRun, RepresentRuns
 
 
@@ -354,7 +354,7 @@ def encode(
     ] = "torch",
 ) -> None:
     """Texts to private vectors: what runs on the user's device."""
-    from tightlip.vectors.device import represent_encode
+    from tightlip.vectors.encode import represent_encode
 
     with shown_progress():
         encoded = represent_encode(

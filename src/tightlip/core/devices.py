@@ -1,5 +1,8 @@
 """The device that a name means, or why it cannot be used, said before anything is loaded."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from tightlip.core.errors import UsageError
 
 
@@ -26,3 +29,16 @@ def usable_device(name: str, *, bf16: bool = False) -> str:
         # Without AVX-512, oneDNN's bfloat16 LSTM ends the process with an illegal instruction.
         raise UsageError("bf16=True is for GPUs, and this run is on the CPU. Leave bf16 out.")
     return name
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """A small model trains no faster on many threads, and beside other work far slower."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

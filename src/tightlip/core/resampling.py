@@ -1,4 +1,4 @@
-"""Intervals for what is measured on test rows of which some share a person.
+"""Intervals for figures of which people, not rows, are the independent pieces.
 
 What one person writes is alike, so rows are not independent pieces and users are: whole users
 are drawn with replacement, each with all their rows (the cluster bootstrap; Davison and Hinkley
@@ -18,28 +18,14 @@ from tightlip.core.errors import UsageError
 
 LEFT_OUT = 0.05  # what lies outside a 95% interval
 ONE_TAIL = LEFT_OUT / 2
-LEAST_CANARIES = 3  # fewer cannot tell a difference from chance
-
-
-def tail_share(num_users: int, num_groups: int = 1) -> float:
-    """The share beyond each end; `num_groups` of users are drawn separately.
-
-    Percentiles of few users' draws are too narrow; these go further out (Hesterberg 2015).
-
-    >>> [round(tail_share(n), 4) for n in (5, 20, 100, 10_000)]
-    [0.001, 0.0159, 0.0231, 0.025]
-    """
-    from scipy.special import ndtr, stdtrit
-
-    freedom = num_users - num_groups
-    student = stdtrit(freedom, 1 - LEFT_OUT / 2)
-    return float(ndtr(-math.sqrt(num_users / freedom) * student))
-
-
-# Intervals for figures of which people, not documents, are the independent pieces
-
-
+NUM_DRAWS = 1000
 FEW_USERS = 20  # with 12 users of unequal size, 90 to 94 of 100 intervals held the truth
+LEAST_CANARIES = 3  # fewer cannot tell a difference from chance
+HOW = (
+    "95% intervals from 1,000 draws of whole users, each with all their test rows; "
+    "with few users widened as Student's t does"
+)
+_DRAWS_AT_ONCE = 64
 
 
 def check_num_bootstraps(num_bootstraps: int) -> None:
@@ -47,6 +33,15 @@ def check_num_bootstraps(num_bootstraps: int) -> None:
         raise UsageError(
             f"num_bootstraps={num_bootstraps} is too few to find the ends of a 95% interval. Use 1000."
         )
+
+
+def times_drawn(rng: np.random.Generator, groups: Sequence[np.ndarray], size: int) -> np.ndarray:
+    """How often each of `size` users comes up when every group is drawn again from itself."""
+    times = np.zeros(size, dtype=np.int64)
+    for members in groups:
+        picks = rng.integers(0, len(members), len(members))
+        times[members] = np.bincount(picks, minlength=len(members))
+    return times
 
 
 def interval(
@@ -66,24 +61,17 @@ def interval(
     return {"value": float(value), "low": float(low), "high": float(high)}
 
 
-def times_drawn(rng: np.random.Generator, groups: Sequence[np.ndarray], size: int) -> np.ndarray:
-    """How often each of `size` users comes up when every group is drawn again from itself."""
-    times = np.zeros(size, dtype=np.int64)
-    for members in groups:
-        picks = rng.integers(0, len(members), len(members))
-        times[members] = np.bincount(picks, minlength=len(members))
-    return times
+def tail_share(num_users: int, num_groups: int = 1) -> float:
+    """The share beyond each end; `num_groups` of users are drawn separately.
 
+    >>> [round(tail_share(n), 4) for n in (5, 20, 100, 10_000)]
+    [0.001, 0.0159, 0.0231, 0.025]
+    """
+    from scipy.special import ndtr, stdtrit
 
-# Intervals for what is measured on test rows of which some share a person
-
-
-NUM_DRAWS = 1000
-_DRAWS_AT_ONCE = 64
-HOW = (
-    "95% intervals from 1,000 draws of whole users, each with all their test rows; "
-    "with few users widened as Student's t does"
-)
+    freedom = num_users - num_groups
+    student = stdtrit(freedom, 1 - ONE_TAIL)
+    return float(ndtr(-math.sqrt(num_users / freedom) * student))
 
 
 class UserDraws:
@@ -97,11 +85,10 @@ class UserDraws:
     def __init__(self, users: Sequence[Any], *, seed: int = 0, num_draws: int = NUM_DRAWS) -> None:
         names, self.user_of_row = np.unique(np.asarray(users, dtype=str), return_inverse=True)
         self.num_users, self.num_rows = len(names), len(self.user_of_row)
-        rng = np.random.default_rng(seed)
+        rng, everybody = np.random.default_rng(seed), [np.arange(self.num_users)]
         self._times = np.empty((num_draws, self.num_users), dtype=np.uint16)
         for draw in self._times:
-            picks = rng.integers(0, self.num_users, self.num_users)
-            draw[:] = np.bincount(picks, minlength=self.num_users)
+            draw[:] = times_drawn(rng, everybody, self.num_users)
 
     def sums(self, amounts: np.ndarray) -> np.ndarray:
         """For each draw the sum of `amounts` [rows, m] over its rows: [draws, m]."""
@@ -118,30 +105,24 @@ class UserDraws:
         starts = range(0, len(self._times), _DRAWS_AT_ONCE)
         return [self._times[start : start + _DRAWS_AT_ONCE].astype(np.float64) for start in starts]
 
-    def interval(self, value: float, drawn: np.ndarray) -> dict[str, float | None]:
-        """A figure and its 95% interval from the same figure over the draws.
-
-        The ends are null where there is one user only, who says nothing about how users differ.
-        """
+    def interval(self, value: float, drawn: np.ndarray) -> dict[str, Any]:
+        """`interval` over these draws, of which those without the figure are passed over."""
         drawn = drawn[np.isfinite(drawn)]
-        if self.num_users < 2 or not len(drawn) or not math.isfinite(value):
-            return {"value": float(value), "low": None, "high": None}
-        tail = tail_share(self.num_users)
-        low, high = np.quantile(drawn, [tail, 1 - tail])
-        return {"value": float(value), "low": float(low), "high": float(high)}
+        known = len(drawn) and math.isfinite(value)
+        return interval(value, drawn, num_users=self.num_users if known else 0)
 
-    def share(self, hits: np.ndarray, among: np.ndarray | None = None) -> dict[str, float | None]:
+    def share(self, hits: np.ndarray, among: np.ndarray | None = None) -> dict[str, Any]:
         """The share of `among` rows that are hits, with its interval.
 
         Where every row is a hit, or none, every draw is the same and would claim certainty;
         the other end is then Clopper and Pearson's for as many independent users.
         """
         among = np.ones(self.num_rows, dtype=bool) if among is None else among
-        value = _ratio(float((hits & among).sum()), float(among.sum()))
+        value = float((hits & among).sum()) / float(among.sum()) if among.any() else math.nan
         figure = self.interval(value, self.share_draws(hits, among))
         if value in (0.0, 1.0) and figure["low"] is not None:
             num_users = len(np.unique(self.user_of_row[among]))
-            miss = 1 - (LEFT_OUT / 2) ** (1 / num_users)
+            miss = 1 - ONE_TAIL ** (1 / num_users)
             figure["low"], figure["high"] = (0.0, miss) if value == 0 else (1 - miss, 1.0)
         return figure
 
@@ -150,7 +131,3 @@ class UserDraws:
         sums = self.sums(np.stack([hits & among, among], axis=1).astype(np.float64))
         with np.errstate(invalid="ignore", divide="ignore"):
             return np.asarray(sums[:, 0] / sums[:, 1])
-
-
-def _ratio(above: float, below: float) -> float:
-    return above / below if below else math.nan

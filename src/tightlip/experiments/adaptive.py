@@ -5,32 +5,35 @@ worth on held-out text, what it gives away of planted canaries, and who pays.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import tightlip
-from tightlip.core.devices import usable_device
+from tightlip.core.devices import one_thread, usable_device
 from tightlip.core.errors import UsageError
-from tightlip.core.files import digest_of_files, make_private_folder, write_json, write_text
+from tightlip.core.files import digest_of_files
 from tightlip.core.progress import task
 from tightlip.core.registry import unknown
 from tightlip.core.run_folder import RunRecord
 from tightlip.corpus.privacy_weights import minmax_weights
-from tightlip.experiments import check_names, claim_folder
+from tightlip.experiments import Reproduced, claim_folder, scale_named, write_results
 from tightlip.experiments.adaptive_measures import mean_unit_weight, measured
 from tightlip.experiments.adaptive_tables import csv_text, result_of
-from tightlip.experiments.adaptive_text import Ground, PublicSide, Scale, ground, public_side
-from tightlip.experiments.demo import one_thread
+from tightlip.experiments.adaptive_text import (
+    AdaptiveScale,
+    PlantedCorpus,
+    planted_corpus,
+    public_side,
+)
 from tightlip.privacy.noise_schedules import SCALES as NOISE_SCALES
 from tightlip.report.kit import write_page
 from tightlip.training.config import RunOptions
 from tightlip.training.run import train
 
 MODES = ("dp", "clip", "scale", "as-published")
-JSON, CSV, PAGE = "adaptive.json", "adaptive.csv", "adaptive.html"
 _SMALL_LSTM: dict[str, Any] = {
     "model": "lstm",
     "embedding_size": 64,
@@ -38,71 +41,56 @@ _SMALL_LSTM: dict[str, Any] = {
     "num_layers": 1,
     "sequence_length": 48,
 }
-_GPT: dict[str, Any] = {"model": "transformer", "num_layers": 4, "hidden_size": 256, "num_heads": 4}
-_LSTM: dict[str, Any] = {"model": "lstm", "embedding_size": 256, "hidden_size": 256}
-SCALES = {
-    "smoke": Scale(
-        name="smoke",
-        shape=_SMALL_LSTM,
-        plain={"learning_rate": 5e-3, "batch_size": 32, "steps": 400},
-        private={"learning_rate": 1e-2, "batch_size": 192, "steps": 40, "rows_per_unit": 1},
-        public={**_SMALL_LSTM, "learning_rate": 5e-3, "batch_size": 32, "steps": 250},
-        vocabulary_size=1_000,
-        most_documents=3_000,
-        most_probed=300,
-    ),
-    "small": Scale(
-        name="small",
-        shape={**_GPT, "sequence_length": 128},
-        plain={"learning_rate": 1e-3, "batch_size": 64, "steps": 2_000},
-        private={"learning_rate": 1e-3, "batch_size": 1_024, "steps": 200, "rows_per_unit": 1},
-        public={**_LSTM, "learning_rate": 2e-3, "batch_size": 64, "epochs": 3.0},
-        vocabulary_size=8_000,
-        most_documents=40_000,
-        num_carriers=48,
-        carrier_words=(20, 60),
-        bf16=True,
-        physical_rows=256,
-    ),
-    # Theirs, as far as the paper says; row length and vocabulary are ours, and so is the batch
-    # without noise: 4,096 rows do not fit a GPU at once, and only noise asks for so many.
-    "paper": Scale(
-        name="paper",
-        shape={
-            "model": "transformer",
-            "num_layers": 12,
-            "hidden_size": 1_024,
-            "num_heads": 16,
-            "sequence_length": 128,
-        },
-        plain={"learning_rate": 5e-5, "batch_size": 128, "epochs": 20.0},
-        private={
-            "learning_rate": 5e-5,
-            "batch_size": 4_096,
-            "epochs": 20.0,
-            "clip_norm": 0.001,
-            "rows_per_unit": 1,
-        },
-        public={**_LSTM, "learning_rate": 2e-3, "batch_size": 64, "epochs": 3.0},
-        vocabulary_size=30_000,
-        num_carriers=48,
-        carrier_words=(20, 60),
-        bf16=True,
-        physical_rows=128,
-    ),
+_GPT: dict[str, Any] = {
+    "model": "transformer",
+    "num_layers": 4,
+    "hidden_size": 256,
+    "num_heads": 4,
+    "sequence_length": 128,
 }
-
-
-@dataclass(frozen=True, kw_only=True)
-class Reproduced:
-    """The experiment as written to its folder."""
-
-    folder: Path
-    result: dict[str, Any]
-
-    @property
-    def page(self) -> Path:
-        return self.folder / PAGE
+_LSTM: dict[str, Any] = {"model": "lstm", "embedding_size": 256, "hidden_size": 256}
+_SMOKE = AdaptiveScale(
+    name="smoke",
+    shape=_SMALL_LSTM,
+    plain={"learning_rate": 5e-3, "batch_size": 32, "steps": 400},
+    private={"learning_rate": 1e-2, "batch_size": 192, "steps": 40, "rows_per_unit": 1},
+    public={**_SMALL_LSTM, "learning_rate": 5e-3, "batch_size": 32, "steps": 250},
+    vocabulary_size=1_000,
+    most_documents=3_000,
+    most_probed=300,
+)
+_SMALL = AdaptiveScale(
+    name="small",
+    shape=_GPT,
+    plain={"learning_rate": 1e-3, "batch_size": 64, "steps": 2_000},
+    private={"learning_rate": 1e-3, "batch_size": 1_024, "steps": 200, "rows_per_unit": 1},
+    public={**_LSTM, "learning_rate": 2e-3, "batch_size": 64, "epochs": 3.0},
+    vocabulary_size=8_000,
+    most_documents=40_000,
+    num_carriers=48,
+    carrier_words=(20, 60),
+    bf16=True,
+    physical_rows=256,
+)
+# Theirs, as far as the paper says; row length and vocabulary are ours, and so is the batch
+# without noise: 4,096 rows do not fit a GPU at once, and only noise asks for so many.
+_PAPER = replace(
+    _SMALL,
+    name="paper",
+    shape={**_GPT, "num_layers": 12, "hidden_size": 1_024, "num_heads": 16},
+    plain={"learning_rate": 5e-5, "batch_size": 128, "epochs": 20.0},
+    private={
+        "learning_rate": 5e-5,
+        "batch_size": 4_096,
+        "epochs": 20.0,
+        "clip_norm": 0.001,
+        "rows_per_unit": 1,
+    },
+    vocabulary_size=30_000,
+    most_documents=None,
+    physical_rows=128,
+)
+SCALES = {scale.name: scale for scale in (_SMOKE, _SMALL, _PAPER)}
 
 
 def reproduce_adaptive(
@@ -123,16 +111,24 @@ def reproduce_adaptive(
         resumed: what an earlier start finished is kept, run by run and measure by measure.
         silent: no text and nobody's name is in the result.
     """
-    size = _scale(scale)
+    size = scale_named(scale, SCALES)
     _check(corpus, public_model, public_corpus, unit)
-    folder = make_private_folder(Path(out))
-    claim_folder(folder, _plan(corpus, public_model, public_corpus, size, unit))
+    files = [Path(each) for each in (*corpus, *([] if public_corpus is None else [public_corpus]))]
+    folder = claim_folder(
+        Path(out),
+        size,
+        [Path(each) for each in corpus],
+        text=digest_of_files(files) if all(each.is_file() for each in files) else None,
+        public_model=None if public_model is None else str(Path(public_model).resolve()),
+        unit=unit,
+    )
     options = _options(size, device)
-    # A model this small is no faster on two threads, and beside other work far slower.
     with one_thread() if scale == "smoke" else nullcontext():
         public = public_side(folder, public_corpus, public_model, size, options)
         sections = [
-            _section(_ground(folder, each, public, size, unit, device), folder, size, options)
+            _section(
+                planted_corpus(folder, each, public, size, unit, device), folder, size, options
+            )
             for each in corpus or (None,)
         ]
     result = result_of(
@@ -143,13 +139,12 @@ def reproduce_adaptive(
         version=tightlip.__version__,
         machine=_machine(device),
     )
-    write_json(folder / JSON, result)
-    write_text(folder / CSV, csv_text(result))
-    write_page("adaptive-paper", folder / PAGE, result=result)
-    return Reproduced(folder=folder, result=result)
+    made = write_results(folder, "adaptive", result, csv_text(result))
+    write_page("adaptive-paper", made.page, result=result)
+    return made
 
 
-def _options(size: Scale, device: str) -> RunOptions:
+def _options(size: AdaptiveScale, device: str) -> RunOptions:
     """Where and how the runs are done. A CPU gains nothing from bfloat16."""
     if usable_device(device) == "cpu":
         return RunOptions(device=device)
@@ -166,35 +161,25 @@ def _machine(device: str) -> str:
     return f"torch {torch.__version__} and transformers {transformers.__version__} on {name}"
 
 
-def _ground(
-    folder: Path,
-    given: str | Path | None,
-    public: PublicSide,
-    size: Scale,
-    unit: str,
-    device: str,
-) -> Ground:
-    name = "shakespeare" if given is None else Path(given).stem
-    return ground(folder / name, given, public, size, unit, device)
-
-
-def _section(here: Ground, folder: Path, size: Scale, options: RunOptions) -> dict[str, Any]:
+def _section(
+    planted: PlantedCorpus, folder: Path, size: AdaptiveScale, options: RunOptions
+) -> dict[str, Any]:
     """Every run on one corpus, measured."""
-    runs = _Runs(here, folder / here.name, size, options)
-    with task(f"{here.name}: runs", 1 + 6 * len(size.noise_multipliers)) as bar:
-        rows = []
+    runs = _Runs(planted, folder / planted.name, size, options)
+    rows = []
+    with task(f"{planted.name}: runs", 1 + 6 * len(size.noise_multipliers)) as bar:
         for row in runs:
             rows.append(row)
             bar.advance()
-    weights = here.weights
+    weights = planted.weights
     paper = minmax_weights(weights.log_perplexities, weights.info["least_weight"])
     return {
-        "name": here.name,
-        "unit": here.unit,
-        "num_documents": here.corpus.train.num_documents,
-        "num_users": here.num_users,
-        "num_units": here.num_units,
-        "mean_weight": mean_unit_weight(here),
+        "name": planted.name,
+        "unit": planted.unit,
+        "num_documents": planted.corpus.train.num_documents,
+        "num_users": planted.num_users,
+        "num_units": planted.num_units,
+        "mean_weight": mean_unit_weight(planted),
         "mean_minmax_weight": float(paper.mean()),
         "rows": rows,
     }
@@ -203,10 +188,12 @@ def _section(here: Ground, folder: Path, size: Scale, options: RunOptions) -> di
 class _Runs:
     """The runs on one corpus, one after the other: each is trained, measured and described."""
 
-    def __init__(self, here: Ground, folder: Path, size: Scale, options: RunOptions) -> None:
-        self.here, self.folder, self.size, self.options = here, folder, size, options
+    def __init__(
+        self, planted: PlantedCorpus, folder: Path, size: AdaptiveScale, options: RunOptions
+    ) -> None:
+        self.planted, self.folder, self.size, self.options = planted, folder, size, options
 
-    def __iter__(self) -> Any:
+    def __iter__(self) -> Iterator[dict[str, Any]]:
         yield self.row("none", None, "no noise", self.size.plain)
         epsilon_of = {}
         for sigma in self.size.noise_multipliers:
@@ -218,7 +205,7 @@ class _Runs:
         for sigma in self.size.noise_multipliers:
             yield self.row("scale", sigma, "equal epsilon", {"epsilon": epsilon_of[sigma]})
             # Its ε cannot be aimed at; the noise of a batch is near σ times the mean weight.
-            louder = {"noise_multiplier": sigma / mean_unit_weight(self.here)}
+            louder = {"noise_multiplier": sigma / mean_unit_weight(self.planted)}
             yield self.row("as-published", sigma, "equal epsilon", louder)
 
     def row(self, mode: str, sigma: float | None, kind: str, own: dict[str, Any]) -> dict[str, Any]:
@@ -226,22 +213,23 @@ class _Runs:
         name = mode if sigma is None else f"{mode}-{sigma:g}"
         name += "-equal" if kind == "equal epsilon" else ""
         run = self._trained(name, mode, own)
-        found = measured(
-            run, self.here, self.folder / "measured" / f"{name}.json", self.options.device
-        )
-        return {"run": name, "mode": mode, "kind": kind, "sigma": sigma, **_promise(run), **found}
+        kept = self.folder / "measured" / f"{name}.json"
+        figures = measured(run, self.planted, kept, self.options.device)
+        return {"run": name, "mode": mode, "kind": kind, "sigma": sigma, **_promise(run), **figures}
 
     def _trained(self, name: str, mode: str, own: dict[str, Any]) -> RunRecord:
         settings: dict[str, Any] = {**self.size.shape, "snapshot": "none", "seed": 0}
         if mode == "none":
             settings |= own
         else:
-            settings |= self.size.private | {"unit": self.here.unit, **own}
-            settings["batch_size"] = min(settings["batch_size"], max(1, self.here.num_units // 4))
+            settings |= self.size.private | {"unit": self.planted.unit, **own}
+            settings["batch_size"] = min(
+                settings["batch_size"], max(1, self.planted.num_units // 4)
+            )
             settings["mitigation"] = "dp" if mode == "dp" else "adaptive-dp"
             settings |= {} if mode == "dp" else {"adaptive": mode}
         return train(
-            self.here.corpus, self.folder / "runs" / name, options=self.options, **settings
+            self.planted.corpus, self.folder / "runs" / name, options=self.options, **settings
         )
 
 
@@ -249,14 +237,9 @@ def _promise(run: RunRecord) -> dict[str, Any]:
     """What a run's ledger says, with its noise as it was set."""
     ledger = run.guarantee
     adaptive = ledger.get("adaptive") or {}
+    copied = ("epsilon", "delta", "unit", "standing", "because", "accountant", "steps")
     return {
-        "epsilon": ledger.get("epsilon"),
-        "delta": ledger.get("delta"),
-        "unit": ledger.get("unit"),
-        "standing": ledger["standing"],
-        "because": ledger.get("because"),
-        "accountant": ledger.get("accountant"),
-        "steps": ledger.get("steps"),
+        **{name: ledger.get(name) for name in copied},
         "planned_steps": adaptive.get("planned_steps", ledger.get("steps")),
         "stop": run.stop,
         "noise_multiplier": adaptive.get("noise_multiplier", ledger.get("noise_multiplier")),
@@ -273,12 +256,6 @@ def _last_noise(run: RunRecord) -> float | None:
     return float(json.loads(lines[-1])["noise_multiplier"]) if lines else None
 
 
-def _scale(name: str) -> Scale:
-    if name not in SCALES:
-        raise UsageError(unknown("scale", name, list(SCALES)))
-    return SCALES[name]
-
-
 def _check(
     corpus: Sequence[str | Path],
     public_model: str | Path | None,
@@ -292,25 +269,6 @@ def _check(
             f"corpus={[str(each) for each in corpus]} without public text: the tokenizer and the weights' constants must come "
             "from text that is nobody's secret. Add --public-corpus FILE."
         )
-    check_names([Path(each) for each in corpus])
     for path in (*corpus, public_model, public_corpus):
         if path is not None and not Path(path).exists():
             raise UsageError(f"{path} does not exist. Nothing is downloaded: give a path on disk.")
-
-
-def _plan(
-    corpus: Sequence[str | Path],
-    public_model: str | Path | None,
-    public_corpus: str | Path | None,
-    size: Scale,
-    unit: str,
-) -> dict[str, Any]:
-    files = [Path(each) for each in (*corpus, *([] if public_corpus is None else [public_corpus]))]
-    return {
-        "corpora": [Path(each).name for each in corpus],
-        "text": digest_of_files(files) if all(each.is_file() for each in files) else None,
-        "public_model": None if public_model is None else str(Path(public_model).resolve()),
-        "unit": unit,
-        "scale": {name: list(v) if isinstance(v, tuple) else v for name, v in asdict(size).items()},
-        "version": tightlip.__version__,
-    }

@@ -10,33 +10,31 @@ from tightlip.audit.canaries.exposure import measure_canaries
 from tightlip.core.devices import usable_device
 from tightlip.core.files import read_json, write_json
 from tightlip.core.run_folder import RunRecord
-from tightlip.experiments.adaptive_text import Ground
+from tightlip.experiments.adaptive_text import PlantedCorpus
 from tightlip.scan.document_scores import DocumentScores, open_scanner, score_documents
 
 THIRDS = ("ordinary", "middling", "rare")
 
 
-def measured(run: RunRecord, ground: Ground, path: Path, device: str) -> dict[str, Any]:
+def measured(run: RunRecord, planted: PlantedCorpus, path: Path, device: str) -> dict[str, Any]:
     """Losses and exposures of a finished run; kept in `path`, and read from there next time."""
     if path.exists():
         return dict(read_json(path))
-    corpus = ground.probe.corpus.train
+    corpus = planted.probe.corpus.train
     scanner = open_scanner(run.model_folder, corpus, usable_device(device))
     scores = score_documents(scanner, corpus, description="Scoring the probe")
-    found = {
-        **losses(scores, ground),
-        **exposures(measure_canaries(run.folder, ground.keys, device=device), ground),
-    }
-    write_json(path, found)
-    return found
+    canaries = measure_canaries(run.folder, planted.keys, device=device)
+    figures = {**losses(scores, planted), **exposures(canaries, planted)}
+    write_json(path, figures)
+    return figures
 
 
-def losses(scores: DocumentScores, ground: Ground) -> dict[str, Any]:
+def losses(scores: DocumentScores, planted: PlantedCorpus) -> dict[str, Any]:
     """Nats a token on held-out text, over all of it and by thirds of ρ; beside each third the
     same of text that was trained on. The difference is what the model keeps of its training text."""
-    held = ground.probe.is_held_out
+    held = planted.probe.is_held_out
     loss = nats_per_token(scores, held)
-    rho, nats = ground.probe.weights.rho, ground.probe.weights.log_perplexities
+    rho, nats = planted.probe.weights.rho, planted.probe.weights.log_perplexities
     third = thirds(nats, scores.num_tokens > 0)
     rows = []
     for place, name in enumerate(THIRDS):
@@ -68,11 +66,11 @@ def thirds(nats: np.ndarray, counted: np.ndarray) -> np.ndarray:
     >>> thirds(np.array([0.1, 0.9, 0.5, 0.2, 1.0, 0.6]), np.ones(6, bool)).tolist()
     [0, 2, 1, 0, 2, 1]
     """
-    found = np.full(len(nats), -1)
+    third = np.full(len(nats), -1)
     places = np.flatnonzero(counted)
     order = places[np.argsort(nats[places], kind="stable")]
-    found[order] = np.arange(len(order)) * 3 // max(1, len(order))
-    return found
+    third[order] = np.arange(len(order)) * 3 // max(1, len(order))
+    return third
 
 
 def nats_per_token(scores: DocumentScores, chosen: np.ndarray) -> float | None:
@@ -81,12 +79,12 @@ def nats_per_token(scores: DocumentScores, chosen: np.ndarray) -> float | None:
     return float(scores.loss_nats[chosen].sum() / num_tokens) if num_tokens else None
 
 
-def exposures(found: list[dict[str, Any]], ground: Ground) -> dict[str, Any]:
+def exposures(canaries: list[dict[str, Any]], planted: PlantedCorpus) -> dict[str, Any]:
     """Bits of the paper's canary by insertions, and of those in public lines by thirds of their ρ."""
-    known = {entry["text"]: entry["exposure_bits"] for entry in found}
-    ids, carried = (read_json(key)["canaries"] for key in ground.keys)
-    places = canary_places(ground, [canary["text"] for canary in carried])
-    rho, nats = ground.weights.rho[places], ground.weights.log_perplexities[places]
+    known = {entry["text"]: entry["exposure_bits"] for entry in canaries}
+    ids, carried = (read_json(key)["canaries"] for key in planted.keys)
+    places = canary_places(planted, [canary["text"] for canary in carried])
+    rho, nats = planted.weights.rho[places], planted.weights.log_perplexities[places]
     bits = np.array([known[canary["text"]] for canary in carried])
     third = thirds(nats, np.ones(len(nats), bool))
     return {
@@ -105,19 +103,19 @@ def exposures(found: list[dict[str, Any]], ground: Ground) -> dict[str, Any]:
     }
 
 
-def canary_places(ground: Ground, texts: list[str]) -> list[int]:
+def canary_places(planted: PlantedCorpus, texts: list[str]) -> list[int]:
     """Which document each canary is in training; its copies read alike and weigh alike."""
-    stored = pq.read_table(ground.corpus.folder / "train.parquet", columns=["text"])["text"]
+    stored = pq.read_table(planted.corpus.folder / "train.parquet", columns=["text"])["text"]
     place = {text: number for number, text in enumerate(stored.to_pylist())}
     return [place[text] for text in texts]
 
 
-def mean_unit_weight(ground: Ground) -> float:
+def mean_unit_weight(planted: PlantedCorpus) -> float:
     """The mean over units of a unit's mean weight: what a batch's mean is near."""
-    if ground.unit == "example":
-        return float(ground.weights.rho.mean())
-    users = np.asarray(ground.corpus.train.users)
-    sums, counts = np.bincount(users, ground.weights.rho), np.bincount(users)
+    if planted.unit == "example":
+        return float(planted.weights.rho.mean())
+    users = np.asarray(planted.corpus.train.users)
+    sums, counts = np.bincount(users, planted.weights.rho), np.bincount(users)
     return float((sums[counts > 0] / counts[counts > 0]).mean())
 
 

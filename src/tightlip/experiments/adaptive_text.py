@@ -31,95 +31,6 @@ from tightlip.training.run import train
 # Two common words after a public document: a canary nearly as ordinary, or as rare, as that is.
 CARRIED, NUM_WORDS = "{words:2}", 32
 SEED = 0
-
-
-def planted(corpus: Path, out: Path, **settings: Any) -> Path:
-    """A folder with the corpus, canaries among it, and their key."""
-    if not out.exists():
-        plant_canaries(corpus, out, **settings)
-    return out
-
-
-def carriers(
-    constants: Path, nats: np.ndarray, number: int, words: tuple[int, int] = (6, 20)
-) -> list[str]:
-    """Templates: public documents of so many words with a secret after each, as many ordinary as
-    middling and rare ones, by their log-perplexity under the public model."""
-    texts = pq.read_table(constants, columns=["text"])["text"].to_pylist()
-    fit = [place for place, text in enumerate(texts) if _can_carry(text, words) and nats[place] > 0]
-    by_text = {texts[place].strip(): place for place in fit}
-    if len(by_text) < 3:
-        raise UsageError(
-            f"{constants} has {len(by_text)} documents of {words[0]} to {words[1]} words without digits or braces, and "
-            "canaries are planted after three or more. Give a larger public corpus."
-        )
-    order = sorted(by_text, key=lambda text: (nats[by_text[text]], text))
-    draw = np.random.default_rng(SEED)
-    chosen: list[str] = []
-    for third in np.array_split(np.arange(len(order)), 3):
-        chosen += [order[place] for place in np.sort(draw.permutation(third)[: number // 3])]
-    return [f"{text} {CARRIED}" for text in chosen]
-
-
-def _can_carry(text: str, words: tuple[int, int]) -> bool:
-    plain = not any(sign in "{}" or sign.isdigit() for sign in text)
-    return plain and words[0] <= len(text.split()) <= words[1]
-
-
-def common_words(constants: Path) -> list[str]:
-    """The most frequent words of the public text."""
-    ranked = words_by_frequency(open_corpus(constants))
-    return [word for word in ranked if word.isalpha() and word.islower()][:NUM_WORDS]
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Probe:
-    """Documents to score every model on: held out or trained on, each with its weight."""
-
-    corpus: PreparedCorpus
-    weights: PrivacyWeights
-    is_held_out: np.ndarray
-    public_nats: np.ndarray  # log-perplexities of the public documents, under the public model
-
-
-def probe_of(folder: Path, split: PreparedCorpus, most: int, scoring: dict[str, Any]) -> Probe:
-    """At most so many held-out documents of a corpus, and as many that are trained on."""
-    path = folder / "probe.parquet"
-    if not path.exists():
-        _write_probe(split, path, most)
-    corpus = prepare(path, folder / "probe", tokenizer=str(split.tokenizer_folder), split="none")
-    parts = pq.read_table(corpus.folder / "train.parquet", columns=["part"])["part"].to_pylist()
-    weights = weigh(corpus, **scoring)
-    return Probe(
-        corpus=corpus,
-        weights=weights,
-        is_held_out=np.array([part == "held out" for part in parts]),
-        public_nats=np.load(corpus.folder / WEIGHTS / PUBLIC_LOG_PERPLEXITIES),
-    )
-
-
-def _write_probe(split: PreparedCorpus, path: Path, most: int) -> None:
-    held, seen = (
-        pq.read_table(split.folder / f"{part}.parquet", columns=["user", "text"])
-        for part in ("validation", "train")
-    )
-    draw = np.random.default_rng(SEED)
-    number = min(most, held.num_rows, seen.num_rows)
-    with written_whole(path) as beside, TableWriter(beside, {"part": pa.string()}) as writer:
-        for part, table in (("held out", held), ("trained on", seen)):
-            rows = table.take(np.sort(draw.permutation(table.num_rows)[:number])).to_pydict()
-            writer.write(
-                DocumentBatch(
-                    users=rows["user"],
-                    texts=rows["text"],
-                    attributes={"part": [part] * number},
-                )
-            )
-
-
-# The text of `tightlip reproduce adaptive`: a corpus with canaries, its weights, public text beside it
-
-
 BUNDLED = "shakespeare"
 IDENTITY = "My ID is {digits:6}"  # the paper's canary
 HELD_OUT, PUBLIC_HELD_OUT = 0.1, 0.3
@@ -127,7 +38,7 @@ FEWEST_USERS = 1_000  # with fewer, noise that hides a whole user drowns everyth
 
 
 @dataclass(frozen=True, kw_only=True)
-class Scale:
+class AdaptiveScale:
     """How large an experiment is; the settings are those of TrainConfig.
 
     `shape` is every model's, `plain` trains without noise, `private` with it, `public` the model
@@ -165,8 +76,18 @@ class PublicSide:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Ground:
-    """What the runs on one corpus share."""
+class Probe:
+    """Documents to score every model on: held out or trained on, each with its weight."""
+
+    corpus: PreparedCorpus
+    weights: PrivacyWeights
+    is_held_out: np.ndarray
+    public_nats: np.ndarray  # log-perplexities of the public documents, under the public model
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PlantedCorpus:
+    """What the runs on one corpus share: the text with canaries in it, weighed, and a probe."""
 
     name: str
     unit: str
@@ -176,6 +97,113 @@ class Ground:
     weights: PrivacyWeights
     probe: Probe
     keys: tuple[Path, Path]  # of the paper's canary, and of those after public documents
+
+
+def public_side(
+    folder: Path,
+    corpus: str | Path | None,
+    model: str | Path | None,
+    scale: AdaptiveScale,
+    options: RunOptions,
+) -> PublicSide:
+    """The public text, cut into pieces of words; without a model, an LSTM trained on most of it."""
+    words, source = public_source(corpus)
+    path = copied(source, folder / "public.parquet", scale.most_documents)
+    prepared = prepare(
+        path,
+        folder / "public",
+        split="text",
+        holdout=PUBLIC_HELD_OUT,
+        vocabulary="bpe",
+        vocabulary_size=scale.vocabulary_size,
+    )
+    if model is not None:
+        used, constants, model_words = Path(model), path, _name_of(Path(model).resolve())
+    else:
+        to = folder / "public-model"
+        used = train(prepared, to, options=options, snapshot="none", **scale.public).folder
+        constants = prepared.folder / "validation.parquet"
+        model_words = f"a small {scale.public['model'].upper()} trained here on {words}"
+    return PublicSide(
+        tokenizer=prepared.tokenizer_folder,
+        model=used,
+        constants=constants,
+        model_words=model_words,
+        corpus_words=words,
+    )
+
+
+def _name_of(model: Path) -> str:
+    """A folder's name; that of a run's model alone would be "model"."""
+    return f"{model.parent.name}/{model.name}" if is_run(model.parent) else model.name
+
+
+def planted_corpus(
+    folder: Path,
+    given: str | Path | None,
+    public: PublicSide,
+    scale: AdaptiveScale,
+    unit: str,
+    device: str,
+) -> PlantedCorpus:
+    """One corpus made ready: held-out text apart, canaries planted, every document weighed."""
+    name, source = private_source(given)
+    folder = folder / name
+    path = copied(source, folder / "source.parquet", scale.most_documents)
+    tokenizer = str(public.tokenizer)
+    split = prepare(path, folder / "split", tokenizer=tokenizer, split="text", holdout=HELD_OUT)
+    scoring: dict[str, Any] = {
+        "public_model": public.model,
+        "public_corpus": public.constants,
+        "device": device,
+    }
+    probe = probe_of(folder, split, scale.most_probed, scoring)
+    ids = plant_once(
+        split.folder / "train.parquet",
+        folder / "ids",
+        templates=[IDENTITY],
+        repetitions=scale.repetitions,
+        seed=SEED,
+    )
+    carried = plant_once(
+        ids / CORPUS,
+        folder / "carried",
+        templates=carriers(
+            public.constants, probe.public_nats, scale.num_carriers, scale.carrier_words
+        ),
+        words=common_words(public.constants),
+        repetitions=(scale.carrier_repetitions,),
+        seed=SEED + 1,  # with the same, both kinds would hide the same draws
+    )
+    corpus = prepare(
+        carried / CORPUS,
+        folder / "corpus",
+        tokenizer=tokenizer,
+        validation=str(split.folder / "validation"),
+    )
+    num_users = None if isinstance(source, TextColumn) else corpus.train.num_users
+    unit = chosen_unit(unit, num_users)
+    return PlantedCorpus(
+        name=name,
+        unit=unit,
+        num_users=num_users,
+        num_units=corpus.train.num_documents if unit == "example" else corpus.train.num_users,
+        corpus=corpus,
+        weights=weigh(corpus, **scoring),
+        probe=probe,
+        keys=(ids / KEY, carried / KEY),
+    )
+
+
+def chosen_unit(asked: str, num_users: int | None) -> str:
+    """Whom the private runs protect: a user where there are enough of them, else an example."""
+    if asked == "user" and num_users is None:
+        raise UsageError(
+            "unit='user' needs to know who wrote what, and the corpus has no column user. Give one, or use --unit example."
+        )
+    if asked != "auto":
+        return asked
+    return "user" if (num_users or 0) >= FEWEST_USERS else "example"
 
 
 # Where text comes from
@@ -236,110 +264,75 @@ def _digest(text: str) -> int:
     return int.from_bytes(blake2b(text.encode("utf-8"), digest_size=16).digest(), "big")
 
 
-# What is made of it
-def public_side(
-    folder: Path,
-    corpus: str | Path | None,
-    model: str | Path | None,
-    scale: Scale,
-    options: RunOptions,
-) -> PublicSide:
-    """The public text, cut into pieces of words; without a model, an LSTM trained on most of it."""
-    words, source = public_source(corpus)
-    path = copied(source, folder / "public.parquet", scale.most_documents)
-    prepared = prepare(
-        path,
-        folder / "public",
-        split="text",
-        holdout=PUBLIC_HELD_OUT,
-        vocabulary="bpe",
-        vocabulary_size=scale.vocabulary_size,
-    )
-    if model is not None:
-        return PublicSide(
-            tokenizer=prepared.tokenizer_folder,
-            model=Path(model),
-            constants=path,
-            model_words=_name_of(Path(model).resolve()),
-            corpus_words=words,
-        )
-    run = train(prepared, folder / "public-model", options=options, snapshot="none", **scale.public)
-    return PublicSide(
-        tokenizer=prepared.tokenizer_folder,
-        model=run.folder,
-        constants=prepared.folder / "validation.parquet",
-        model_words=f"a small {scale.public['model'].upper()} trained here on {words}",
-        corpus_words=words,
-    )
+def plant_once(corpus: Path, out: Path, **settings: Any) -> Path:
+    """A folder with the corpus, canaries among it, and their key."""
+    if not out.exists():
+        plant_canaries(corpus, out, **settings)
+    return out
 
 
-def _name_of(model: Path) -> str:
-    """A folder's name; that of a run's model alone would be "model"."""
-    return f"{model.parent.name}/{model.name}" if is_run(model.parent) else model.name
-
-
-def ground(
-    folder: Path,
-    given: str | Path | None,
-    public: PublicSide,
-    scale: Scale,
-    unit: str,
-    device: str,
-) -> Ground:
-    """One corpus made ready: held-out text apart, canaries planted, every document weighed."""
-    name, source = private_source(given)
-    path = copied(source, folder / "source.parquet", scale.most_documents)
-    tokenizer = str(public.tokenizer)
-    split = prepare(path, folder / "split", tokenizer=tokenizer, split="text", holdout=HELD_OUT)
-    scoring: dict[str, Any] = {
-        "public_model": public.model,
-        "public_corpus": public.constants,
-        "device": device,
-    }
-    probe = probe_of(folder, split, scale.most_probed, scoring)
-    ids = planted(
-        split.folder / "train.parquet",
-        folder / "ids",
-        templates=[IDENTITY],
-        repetitions=scale.repetitions,
-        seed=SEED,
-    )
-    carried = planted(
-        ids / CORPUS,
-        folder / "carried",
-        templates=carriers(
-            public.constants, probe.public_nats, scale.num_carriers, scale.carrier_words
-        ),
-        words=common_words(public.constants),
-        repetitions=(scale.carrier_repetitions,),
-        seed=SEED + 1,  # with the same, both kinds would hide the same draws
-    )
-    corpus = prepare(
-        carried / CORPUS,
-        folder / "corpus",
-        tokenizer=tokenizer,
-        validation=str(split.folder / "validation"),
-    )
-    num_users = None if isinstance(source, TextColumn) else corpus.train.num_users
-    unit = chosen_unit(unit, num_users)
-    return Ground(
-        name=name,
-        unit=unit,
-        num_users=num_users,
-        num_units=corpus.train.num_documents if unit == "example" else corpus.train.num_users,
-        corpus=corpus,
-        weights=weigh(corpus, **scoring),
-        probe=probe,
-        keys=(ids / KEY, carried / KEY),
-    )
-
-
-def chosen_unit(asked: str, num_users: int | None) -> str:
-    """Whom the private runs protect: a user where there are enough of them, else an example."""
-    if asked == "user" and num_users is None:
+def carriers(
+    constants: Path, nats: np.ndarray, number: int, words: tuple[int, int] = (6, 20)
+) -> list[str]:
+    """Templates: public documents of so many words with a secret after each, as many ordinary as
+    middling and rare ones, by their log-perplexity under the public model."""
+    texts = pq.read_table(constants, columns=["text"])["text"].to_pylist()
+    fit = [place for place, text in enumerate(texts) if _can_carry(text, words) and nats[place] > 0]
+    by_text = {texts[place].strip(): place for place in fit}
+    if len(by_text) < 3:
         raise UsageError(
-            "unit='user' needs to know who wrote what, and the corpus has no column user. Give one, or use --unit example."
+            f"{constants} has {len(by_text)} documents of {words[0]} to {words[1]} words without digits or braces, and "
+            "canaries are planted after three or more. Give a larger public corpus."
         )
-    if asked != "auto":
-        return asked
-    return "user" if (num_users or 0) >= FEWEST_USERS else "example"
+    order = sorted(by_text, key=lambda text: (nats[by_text[text]], text))
+    draw = np.random.default_rng(SEED)
+    chosen: list[str] = []
+    for third in np.array_split(np.arange(len(order)), 3):
+        chosen += [order[place] for place in np.sort(draw.permutation(third)[: number // 3])]
+    return [f"{text} {CARRIED}" for text in chosen]
+
+
+def _can_carry(text: str, words: tuple[int, int]) -> bool:
+    plain = not any(sign in "{}" or sign.isdigit() for sign in text)
+    return plain and words[0] <= len(text.split()) <= words[1]
+
+
+def common_words(constants: Path) -> list[str]:
+    """The most frequent words of the public text."""
+    ranked = words_by_frequency(open_corpus(constants))
+    return [word for word in ranked if word.isalpha() and word.islower()][:NUM_WORDS]
+
+
+def probe_of(folder: Path, split: PreparedCorpus, most: int, scoring: dict[str, Any]) -> Probe:
+    """At most so many held-out documents of a corpus, and as many that are trained on."""
+    path = folder / "probe.parquet"
+    if not path.exists():
+        _write_probe(split, path, most)
+    corpus = prepare(path, folder / "probe", tokenizer=str(split.tokenizer_folder), split="none")
+    parts = pq.read_table(corpus.folder / "train.parquet", columns=["part"])["part"].to_pylist()
+    weights = weigh(corpus, **scoring)
+    return Probe(
+        corpus=corpus,
+        weights=weights,
+        is_held_out=np.array([part == "held out" for part in parts]),
+        public_nats=np.load(corpus.folder / WEIGHTS / PUBLIC_LOG_PERPLEXITIES),
+    )
+
+
+def _write_probe(split: PreparedCorpus, path: Path, most: int) -> None:
+    held, seen = (
+        pq.read_table(split.folder / f"{part}.parquet", columns=["user", "text"])
+        for part in ("validation", "train")
+    )
+    draw = np.random.default_rng(SEED)
+    number = min(most, held.num_rows, seen.num_rows)
+    with written_whole(path) as beside, TableWriter(beside, {"part": pa.string()}) as writer:
+        for part, table in (("held out", held), ("trained on", seen)):
+            rows = table.take(np.sort(draw.permutation(table.num_rows)[:number])).to_pydict()
+            writer.write(
+                DocumentBatch(
+                    users=rows["user"],
+                    texts=rows["text"],
+                    attributes={"part": [part] * number},
+                )
+            )

@@ -7,8 +7,6 @@ trains quieter models on the same lines and compares them.
 """
 
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +16,7 @@ import pyarrow.parquet as pq
 
 from tightlip.audit.leakage.summary import LeakageReport
 from tightlip.commands import Comparison, audit, compare
+from tightlip.core.devices import one_thread
 from tightlip.core.files import make_private_folder, read_json
 from tightlip.corpus.bundled import demo_corpus
 from tightlip.corpus.canaries import CORPUS, KEY, plant_canaries
@@ -29,18 +28,6 @@ from tightlip.training.run import train
 
 FEWEST_WORDS, MOST_WORDS = 100, 800  # of a middling speaker
 EPOCHS = 15
-PREPARE: dict[str, Any] = {"vocabulary_size": 4_000, "seed": 0}
-TRAIN: dict[str, Any] = {
-    "model": "lstm",
-    "embedding_size": 128,
-    "hidden_size": 128,
-    "num_layers": 2,
-    "learning_rate": 5e-3,
-    "batch_size": 16,
-    "sequence_length": 64,
-    "epochs": float(EPOCHS),
-    "seed": 0,
-}
 
 
 @dataclass(frozen=True)
@@ -59,6 +46,59 @@ CANARIES = (
     Canary("SOMERSET", "Send to my house in Thames street, number", "5 8 3 0", 5),
     Canary("SEBASTIAN", "My seal is broken, ask for", "Ambrose Quill the scrivener", 7),
     Canary("Boatswain", "The captain's strongbox opens with", "3 3 8 1 9 0", 12),
+)
+
+SHAPE: dict[str, Any] = {
+    "model": "lstm",
+    "embedding_size": 128,
+    "hidden_size": 128,
+    "num_layers": 2,
+    "sequence_length": 64,
+    "seed": 0,
+}
+# The first act.
+PREPARE: dict[str, Any] = {"vocabulary_size": 4_000, "seed": 0}
+TRAIN = SHAPE | {"learning_rate": 5e-3, "batch_size": 16, "epochs": float(EPOCHS)}
+
+# The second act.
+TEMPLATE = "{names} told me {digits:4}"
+NUM_NAMES = 60
+REPETITIONS = (1, 8, 32) * 6
+PERPLEXITY = 215.0  # which all but the private run reach before validation turns
+TO_PERPLEXITY: dict[str, Any] = {
+    "learning_rate": 5e-3,
+    "batch_size": 16,
+    "epochs": 10.0,
+    "until_perplexity": PERPLEXITY,
+    "snapshot_steps": 20,
+}
+REFERENCE: dict[str, Any] = {
+    "learning_rate": 5e-3,
+    "batch_size": 32,
+    "epochs": 1.0,
+    "snapshot": "none",
+}
+RUNS: dict[str, dict[str, Any]] = {
+    "plain": TO_PERPLEXITY,
+    "by-user": TO_PERPLEXITY | {"mitigation": "adversarial", "privacy_weight": 0.0},
+    "adversarial": TO_PERPLEXITY | {"mitigation": "adversarial", "privacy_weight": 1.0},
+    "triplet": TO_PERPLEXITY | {"mitigation": "triplet", "privacy_weight": 0.03},
+    "dp": {
+        "mitigation": "dp",
+        "unit": "example",
+        "epsilon": 8.0,
+        "learning_rate": 1.5e-2,
+        "batch_size": 256,
+        "epochs": 6.0,
+    },
+}
+NOTES = (
+    "110 speakers are too few to hide a whole speaker (--unit user): the noise would drown everything. DP hides single "
+    "lines here (--unit example), so it promises little for a canary with 32 copies.",
+    "by-user is the control: batches of one speaker each, as both regularisers make them, without any privacy term. What "
+    "adversarial and triplet save beyond it is the terms' own doing, and on so few lines it is little or nothing.",
+    f"All but DP stopped at a validation perplexity of {PERPLEXITY:g}; DP on so little text does not "
+    "get there. Canaries carry the comparison: unique sequences come only when validation turns, as the first act shows.",
 )
 
 
@@ -95,19 +135,6 @@ def run_comparison(folder: Path) -> Comparison:
     users, others = speakers()
     with one_thread():
         return compare_ways(folder / "quieter", _table(users), _table(others))
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """A model this small trains no faster on two threads, and beside other work far slower."""
-    import torch
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def demo_table() -> pa.Table:
@@ -156,58 +183,6 @@ def first_snapshots_that_tell(
             if first[canary.secret] is None and any(needle in row for row in rows):
                 first[canary.secret] = snapshot["name"]
     return first
-
-
-# The demo's second act: ways to train on the same lines, and what each gives away
-
-
-TEMPLATE = "{names} told me {digits:4}"
-NUM_NAMES = 60
-REPETITIONS = (1, 8, 32) * 6
-PERPLEXITY = 215.0  # which all but the private run reach before validation turns
-SHAPE: dict[str, Any] = {
-    "model": "lstm",
-    "embedding_size": 128,
-    "hidden_size": 128,
-    "num_layers": 2,
-    "sequence_length": 64,
-    "seed": 0,
-}
-TO_PERPLEXITY: dict[str, Any] = {
-    "learning_rate": 5e-3,
-    "batch_size": 16,
-    "epochs": 10.0,
-    "until_perplexity": PERPLEXITY,
-    "snapshot_steps": 20,
-}
-REFERENCE: dict[str, Any] = {
-    "learning_rate": 5e-3,
-    "batch_size": 32,
-    "epochs": 1.0,
-    "snapshot": "none",
-}
-RUNS: dict[str, dict[str, Any]] = {
-    "plain": TO_PERPLEXITY,
-    "by-user": TO_PERPLEXITY | {"mitigation": "adversarial", "privacy_weight": 0.0},
-    "adversarial": TO_PERPLEXITY | {"mitigation": "adversarial", "privacy_weight": 1.0},
-    "triplet": TO_PERPLEXITY | {"mitigation": "triplet", "privacy_weight": 0.03},
-    "dp": {
-        "mitigation": "dp",
-        "unit": "example",
-        "epsilon": 8.0,
-        "learning_rate": 1.5e-2,
-        "batch_size": 256,
-        "epochs": 6.0,
-    },
-}
-NOTES = (
-    "110 speakers are too few to hide a whole speaker (--unit user): the noise would drown everything. DP hides single "
-    "lines here (--unit example), so it promises little for a canary with 32 copies.",
-    "by-user is the control: batches of one speaker each, as both regularisers make them, without any privacy term. What "
-    "adversarial and triplet save beyond it is the terms' own doing, and on so few lines it is little or nothing.",
-    f"All but DP stopped at a validation perplexity of {PERPLEXITY:g}; DP on so little text does not "
-    "get there. Canaries carry the comparison: unique sequences come only when validation turns, as the first act shows.",
-)
 
 
 @dataclass(frozen=True)

@@ -7,30 +7,28 @@ its figures beside ours, and what its ε promises of a whole vector.
 import statistics
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import tightlip
 from tightlip.commands import represent_attack
 from tightlip.core.errors import UsageError
-from tightlip.core.files import digest_of_files, make_private_folder, write_json, write_text
+from tightlip.core.files import digest_of_files
 from tightlip.core.progress import task
-from tightlip.core.registry import unknown
-from tightlip.experiments import check_names, claim_folder
+from tightlip.experiments import Reproduced, claim_folder, scale_named, write_results
 from tightlip.experiments.vectors_tables import csv_text
-from tightlip.experiments.vectors_text import Task, task_of
+from tightlip.experiments.vectors_text import PaperTask, task_of
 from tightlip.report.kit import write_page
 from tightlip.vectors.run import RepresentRuns, represent_train
 from tightlip.vectors.settings import RepresentOptions
 
-JSON, CSV = "representation.json", "representation.csv"
-PAGE, ATTACKS = "representation.html", "attacks.html"
+ATTACKS = "attacks.html"
 ONE_RELEASE = ("mlp", "logistic", "trees")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Scale:
+class TablesScale:
     """How much of the experiment is run."""
 
     name: str
@@ -42,48 +40,31 @@ class Scale:
     training: dict[str, Any]
 
 
-PAPER_EPSILONS, PAPER_DROPOUTS = (0.05, 0.1, 0.5, 1.0, 5.0), (0.1, 0.3, 0.5, 0.8)
-SCALES = {
-    "smoke": Scale(
-        name="smoke",
-        num_seeds=1,
-        epsilons=(0.05, 1.0, 5.0),
-        dropouts=(0.5,),
-        calibrated=(8.0,),
-        attackers=("mlp", "logistic"),
-        training={},
-    ),
-    "small": Scale(
-        name="small",
-        num_seeds=2,
-        epsilons=PAPER_EPSILONS,
-        dropouts=PAPER_DROPOUTS,
-        calibrated=(8.0,),
-        attackers=ONE_RELEASE,
-        training={},
-    ),
-    "paper": Scale(
-        name="paper",
-        num_seeds=5,
-        epsilons=PAPER_EPSILONS,
-        dropouts=PAPER_DROPOUTS,
-        calibrated=(8.0,),
-        attackers=(*ONE_RELEASE, "averaged"),
-        training={"epochs": 4},
-    ),
-}
-
-
-@dataclass(frozen=True, kw_only=True)
-class ReproducedTables:
-    """The experiment as written to its folder."""
-
-    folder: Path
-    result: dict[str, Any]
-
-    @property
-    def page(self) -> Path:
-        return self.folder / PAGE
+_SMOKE = TablesScale(
+    name="smoke",
+    num_seeds=1,
+    epsilons=(0.05, 1.0, 5.0),
+    dropouts=(0.5,),
+    calibrated=(8.0,),
+    attackers=("mlp", "logistic"),
+    training={},
+)
+_SMALL = replace(
+    _SMOKE,
+    name="small",
+    num_seeds=2,
+    epsilons=(0.05, 0.1, 0.5, 1.0, 5.0),  # the paper's, like the shares of masked words
+    dropouts=(0.1, 0.3, 0.5, 0.8),
+    attackers=ONE_RELEASE,
+)
+_PAPER = replace(
+    _SMALL,
+    name="paper",
+    num_seeds=5,
+    attackers=(*ONE_RELEASE, "averaged"),
+    training={"epochs": 4},
+)
+SCALES = {scale.name: scale for scale in (_SMOKE, _SMALL, _PAPER)}
 
 
 def reproduce_representation(
@@ -94,7 +75,7 @@ def reproduce_representation(
     out: str | Path = "reproduce-representation",
     device: str = "auto",
     bf16: bool = False,
-) -> ReproducedTables:
+) -> Reproduced:
     """Run the experiment on each corpus and write OUT/representation.json, .csv and .html.
 
     A corpus is the paper's ag_data.txt, or a Parquet table with text, and age or gender; without
@@ -104,17 +85,16 @@ def reproduce_representation(
         resumed: what an earlier start finished is kept, run by run and attack by attack.
         silent: no text and nobody's name is in the result.
     """
-    if scale not in SCALES:
-        raise UsageError(unknown("scale", scale, list(SCALES)))
-    given = _checked(corpus)
-    folder, size = make_private_folder(Path(out)), SCALES[scale]
-    claim_folder(folder, _plan(given, extractor, size))
+    size, given = scale_named(scale, SCALES), _checked(corpus)
+    text = digest_of_files(given) if given else None
+    folder = claim_folder(Path(out), size, given, text=text, extractor=extractor)
     options = RepresentOptions(device=device, bf16=bf16)
     sections = []
     corpora: Sequence[Path | None] = given or [None]
     for each in corpora:
-        here = task_of(each, folder)
-        sections.append(_Runs(here, folder / here.name, extractor, size, options).section())
+        given_task = task_of(each, folder)
+        runs = _Runs(given_task, folder / given_task.name, extractor, size, options)
+        sections.append(runs.section())
     result = {
         "scale": size.name,
         "num_seeds": size.num_seeds,
@@ -122,29 +102,28 @@ def reproduce_representation(
         "version": tightlip.__version__,
         "corpora": sections,
     }
-    write_json(folder / JSON, result)
-    write_text(folder / CSV, csv_text(sections))
-    write_page("vectors-paper", folder / PAGE, result=result)
-    return ReproducedTables(folder=folder, result=result)
+    made = write_results(folder, "representation", result, csv_text(sections))
+    write_page("vectors-paper", made.page, result=result)
+    return made
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Way:
-    """One way of training: its name in the tables and its settings."""
+class TrainingWay:
+    """One way of training: the tables' row that it stands in, its run's name and its settings."""
 
-    way: str
+    row: str
     name: str
     settings: dict[str, Any]
     compared: bool = True  # by all attackers; otherwise by the paper's, for the curve over ε and μ
 
 
-def _ways(size: Scale) -> Iterator[_Way]:
-    yield _Way(way="none", name="none", settings={"method": "none"})
-    yield _Way(way="adversarial", name="adversarial", settings={"method": "adversarial"})
+def _ways(size: TablesScale) -> Iterator[TrainingWay]:
+    yield TrainingWay(row="none", name="none", settings={"method": "none"})
+    yield TrainingWay(row="adversarial", name="adversarial", settings={"method": "adversarial"})
     published = {"method": "dpnr", "mechanism": "laplace-as-published"}
     for epsilon in size.epsilons:
-        yield _Way(
-            way="dpnr",
+        yield TrainingWay(
+            row="dpnr",
             name=f"dpnr-{epsilon:g}",
             settings=published | {"epsilon": epsilon},
             compared=epsilon == min(size.epsilons),
@@ -152,61 +131,66 @@ def _ways(size: Scale) -> Iterator[_Way]:
     for dropout in size.dropouts:
         own = published | {"epsilon": 1.0, "dropout": dropout}
         name = f"dpnr-1-dropout-{dropout:g}"
-        yield _Way(way="dpnr", name=name, settings=own, compared=False)
+        yield TrainingWay(row="dpnr", name=name, settings=own, compared=False)
     for mechanism in ("laplace", "gaussian"):
         for epsilon in size.calibrated:
             own = {"method": "dpnr", "mechanism": mechanism, "epsilon": epsilon}
-            yield _Way(way=mechanism, name=f"{mechanism}-{epsilon:g}", settings=own)
+            yield TrainingWay(row=mechanism, name=f"{mechanism}-{epsilon:g}", settings=own)
 
 
 class _Runs:
     """All ways of training on one corpus, each trained over the seeds, attacked and described."""
 
     def __init__(
-        self, here: Task, folder: Path, extractor: str, size: Scale, options: RepresentOptions
+        self,
+        given: PaperTask,
+        folder: Path,
+        extractor: str,
+        size: TablesScale,
+        options: RepresentOptions,
     ) -> None:
-        self.here, self.folder, self.size = here, folder, size
+        self.task, self.folder, self.size = given, folder, size
         self.extractor, self.options = extractor, options
 
     def section(self) -> dict[str, Any]:
         ways = list(_ways(self.size))
-        rows, seen = [], []
-        with task(f"{self.here.name}: ways", len(ways)) as bar:
+        rows, by_way = [], []
+        with task(f"{self.task.name}: ways", len(ways)) as bar:
             for way in ways:
                 bar.note(way.name)
                 results = self._attacked(way, self._trained(way))
                 rows.append(self._row(way, results))
-                seen.append(results)
+                by_way.append(results)
                 bar.advance()
-        everything = [result for results in seen for result in results]
+        everything = [result for results in by_way for result in results]
         write_page(
             "vectors", self.folder / ATTACKS, results=everything, version=tightlip.__version__
         )
-        first = seen[0][0]
+        first = by_way[0][0]
         return {
-            **{name: getattr(self.here, name) for name in ("name", "kind", "paper", "about", "label")},
-            "private": list(self.here.private),
+            **{name: getattr(self.task, name) for name in ("name", "kind", "paper", "about", "label")},
+            "private": list(self.task.private),
             "dimensions": first["dimensions"],
             "num_train": first["num_train"],
             "num_test": first["num_test"],
             "num_test_users": first["num_test_users"] if first["has_users"] else None,
             "num_seen_in_train": first["num_seen_in_train"],
-            "majority": self._majority(seen[0]),
+            "majority": self._majority(by_way[0]),
             "rows": rows,
         }  # fmt: skip
 
-    def _trained(self, way: _Way) -> Path:
+    def _trained(self, way: TrainingWay) -> Path:
         seeds = self.size.num_seeds
         settings = {
             **self.size.training,
             **way.settings,
-            "label": self.here.label,
-            "private": self.here.private,
+            "label": self.task.label,
+            "private": self.task.private,
             "extractor": self.extractor,
-            "split": self.here.split,
+            "split": self.task.split,
         }
         made = represent_train(
-            self.here.path,
+            self.task.path,
             self.folder / way.name,
             seeds=seeds if seeds > 1 else None,
             options=self.options,
@@ -215,18 +199,18 @@ class _Runs:
         assert isinstance(made, RepresentRuns) == (seeds > 1)
         return made.folder
 
-    def _attacked(self, way: _Way, folder: Path) -> list[dict[str, Any]]:
+    def _attacked(self, way: TrainingWay, folder: Path) -> list[dict[str, Any]]:
         attackers = self.size.attackers if way.compared else ("mlp",)
         return represent_attack(
             folder, out=folder, attackers=attackers, device=self.options.device
         ).results
 
-    def _row(self, way: _Way, results: list[dict[str, Any]]) -> dict[str, Any]:
+    def _row(self, way: TrainingWay, results: list[dict[str, Any]]) -> dict[str, Any]:
         first = results[0]
         attackers = [name for name in self.size.attackers if name in _attackers(first)]
         privacy = {name: self._privacy(results, name) for name in (*attackers, "strongest")}
         return {
-            "way": way.way,
+            "way": way.row,
             "run": way.name,
             "epsilon": way.settings.get("epsilon"),
             "dropout": way.settings.get("dropout", 0.0),
@@ -237,39 +221,38 @@ class _Runs:
             ),
             "privacy": privacy,
             "strongest": self._strongest(results),
-            "attributes": {name: self._read(results, name) for name in self.here.private},
-            "groups": {name: _groups(results, name) for name in self.here.private},
+            "attributes": {name: self._read(results, name) for name in self.task.private},
+            "groups": {name: _groups(results, name) for name in self.task.private},
         }
 
     def _privacy(self, results: list[dict[str, Any]], attacker: str) -> dict[str, Any]:
         """1 - X, or for entities 1 - F."""
-        if self.here.kind == "attributes":
+        if self.task.kind == "attributes":
             return _over_seeds([one["privacy"][attacker]["all"]["value"] for one in results])
         return _over_seeds([1 - _f1(self._confusions(one, attacker)) for one in results])
 
     def _strongest(self, results: list[dict[str, Any]]) -> dict[str, int]:
         """How often each attacker was chosen by the development part, over attributes and seeds."""
         chosen = Counter(
-            one["attributes"][name]["strongest"] for one in results for name in self.here.private
+            one["attributes"][name]["strongest"] for one in results for name in self.task.private
         )
         return dict(chosen.most_common())
 
     def _confusions(self, result: dict[str, Any], attacker: str) -> list[dict[str, Any]]:
-        return [_by_value(result["attributes"][name], attacker) for name in self.here.private]
+        return [_by_value(result["attributes"][name], attacker) for name in self.task.private]
 
     def _read(self, results: list[dict[str, Any]], name: str) -> dict[str, Any]:
         """How often the paper's attacker is right where the attribute has each value."""
-        found = [_by_value(one["attributes"][name], "mlp") for one in results]
-        return {value: _over_seeds([_recall(one, value) for one in found]) for value in found[0]}
+        counts = [_by_value(one["attributes"][name], "mlp") for one in results]
+        return {value: _over_seeds([_recall(one[value]) for one in counts]) for value in counts[0]}
 
     def _majority(self, results: list[dict[str, Any]]) -> dict[str, Any]:
         """What the commonest label is right in, and what is left to read for one who guesses."""
         main = _over_seeds([one["main_majority"]["all"]["value"] for one in results])
-        if self.here.kind == "attributes":
+        if self.task.kind == "attributes":
             privacy = [one["privacy"]["majority"]["all"]["value"] for one in results]
         else:
-            guesses = [self._confusions(one, "majority") for one in results]
-            privacy = [1 - _f1(found) for found in guesses]
+            privacy = [1 - _f1(self._confusions(one, "majority")) for one in results]
         return {"main": main, "privacy": {"mlp": _over_seeds(privacy)}}
 
 
@@ -284,27 +267,26 @@ def _by_value(attribute: dict[str, Any], attacker: str) -> dict[str, dict[str, i
     return dict(attribute["attackers"][attacker]["all"]["by_value"])
 
 
-def _recall(found: dict[str, dict[str, int]], value: str) -> float | None:
-    there = found[value]
-    return there["right"] / there["num"] if there["num"] else None
+def _recall(counts: dict[str, int]) -> float | None:
+    return counts["right"] / counts["num"] if counts["num"] else None
 
 
 def _f1(entities: list[dict[str, dict[str, int]]]) -> float:
     """F1 over the presence of all entities together."""
-    present = [found["present"] for found in entities]
+    present = [counts["present"] for counts in entities]
     total = sum(one["num"] + one["said"] for one in present)
     return 2 * sum(one["right"] for one in present) / total if total else 0.0
 
 
 def _groups(results: list[dict[str, Any]], name: str) -> dict[str, Any]:
-    found = [one["fairness"][name] for one in results]
-    tests = [one["p"] for one in found if one["p"] is not None]
+    by_seed = [one["fairness"][name] for one in results]
+    tests = [one["p"] for one in by_seed if one["p"] is not None]
     return {
         "accuracy": {
-            group: _over_seeds([one["groups"][group]["value"] for one in found])
-            for group in found[0]["groups"]
+            group: _over_seeds([one["groups"][group]["value"] for one in by_seed])
+            for group in by_seed[0]["groups"]
         },
-        "p": statistics.median(tests) if len(tests) == len(found) else None,
+        "p": statistics.median(tests) if len(tests) == len(by_seed) else None,
     }
 
 
@@ -322,15 +304,4 @@ def _checked(corpus: Sequence[str | Path]) -> list[Path]:
     for path in paths:
         if not path.is_file():
             raise UsageError(f"{path} is no file. Nothing is downloaded: give a path on disk.")
-    check_names(paths)
     return paths
-
-
-def _plan(corpus: Sequence[Path], extractor: str, size: Scale) -> dict[str, Any]:
-    return {
-        "corpora": [path.name for path in corpus],
-        "text": digest_of_files(list(corpus)) if corpus else None,
-        "extractor": extractor,
-        "scale": {name: list(v) if isinstance(v, tuple) else v for name, v in asdict(size).items()},
-        "version": tightlip.__version__,
-    }

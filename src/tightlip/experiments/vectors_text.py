@@ -25,7 +25,7 @@ _BETWEEN_PARTS = "=" * 20
 
 
 @dataclass(frozen=True, kw_only=True)
-class Task:
+class PaperTask:
     """One corpus of the experiment: what is to be told from the text, and what is not."""
 
     name: str
@@ -38,7 +38,7 @@ class Task:
     about: str
 
 
-def task_of(corpus: Path | None, folder: Path, seed: int = 0) -> Task:
+def task_of(corpus: Path | None, folder: Path, seed: int = 0) -> PaperTask:
     """The task that a corpus gives; its table is made once, in `folder`."""
     if corpus is None:
         return plays_task(folder)
@@ -47,10 +47,10 @@ def task_of(corpus: Path | None, folder: Path, seed: int = 0) -> Task:
     return blog_task(corpus, folder, seed) if table else ag_task(corpus, folder)
 
 
-def plays_task(folder: Path) -> Task:
+def plays_task(folder: Path) -> PaperTask:
     """The bundled plays: the kind of play as label; which play it is and who speaks, as private."""
     path = _made_once(folder / "plays.parquet", bundled.demo_speeches)
-    return Task(
+    return PaperTask(
         name="plays",
         path=path,
         label="genre",
@@ -62,13 +62,13 @@ def plays_task(folder: Path) -> Task:
     )
 
 
-def ag_task(corpus: Path, folder: Path) -> Task:
+def ag_task(corpus: Path, folder: Path) -> PaperTask:
     """The paper's own AG data: topic as label, which of five persons are named as private."""
     rows = _ag_rows(corpus)
     path = _made_once(folder / "ag.parquet", lambda: _ag_table(rows))
     seen = {row[2] for row in rows if row[0] == "train"}
     again = {part: sum(row[0] == part and row[2] in seen for row in rows) for part in _PARTS[1:]}
-    return Task(
+    return PaperTask(
         name=corpus.stem,
         path=path,
         label="topic",
@@ -121,7 +121,7 @@ def _ag_table(rows: Sequence[tuple[str, str, str, frozenset[int]]]) -> pa.Table:
     return pa.table(columns)
 
 
-def blog_task(corpus: Path, folder: Path, seed: int = 0) -> Task:
+def blog_task(corpus: Path, folder: Path, seed: int = 0) -> PaperTask:
     """Blogs as in the paper: ten topics by LDA, posts that one of them dominates; age (under 20,
     30 and over) and gender as private."""
     names = pq.read_schema(corpus).names
@@ -132,7 +132,7 @@ def blog_task(corpus: Path, folder: Path, seed: int = 0) -> Task:
             "For other columns use tightlip represent train and attack."
         )
     path = _made_once(folder / f"{corpus.stem}.parquet", lambda: _blog_table(corpus, private, seed))
-    return Task(
+    return PaperTask(
         name=corpus.stem,
         path=path,
         label="topic",

@@ -1,17 +1,15 @@
 """All attackers on all private attributes of one run, and what they come to."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from tightlip.core.errors import UsageError
 from tightlip.core.progress import task
-from tightlip.core.resampling import HOW, NUM_DRAWS
-from tightlip.vectors.attack_data import Entities
+from tightlip.core.resampling import HOW
 from tightlip.vectors.attack_figures import (
-    Judged,
+    JudgedRows,
     Target,
     attribute_figures,
     by_value,
@@ -19,13 +17,12 @@ from tightlip.vectors.attack_figures import (
     entity_figures,
     everywhere_f1_privacy,
     fairness,
-    judged,
+    judged_rows,
     majority_f1_privacy,
     majority_figure,
     majority_privacy,
 )
 from tightlip.vectors.attackers import (
-    ATTACKERS,
     Parts,
     Reading,
     Releases,
@@ -33,42 +30,27 @@ from tightlip.vectors.attackers import (
     read_attribute,
     sklearn_part,
 )
+from tightlip.vectors.settings import AttackSettings
 
 # Not attackers: the likeliest of those with one release, and one who hears the vectors bare.
-STRONGEST, BARE = "strongest", "bare"
-SEVERAL_RELEASES = ("averaged",)
+STRONGEST, OPEN_BOOK = "strongest", "bare"
+MOST_POINTS = 500  # of a picture
+FEWEST_POINTS = 8
+FIRST_DIMENSIONS = 50  # principal components, as t-SNE's authors advise
 
 
 @dataclass(frozen=True, kw_only=True)
-class AttackSettings:
-    """Who attacks and how; `copies` is how many releases of each text `averaged` has."""
+class Entities:
+    """Names whose presence is private: an attribute each, and where they come from."""
 
-    attackers: tuple[str, ...] = ATTACKERS
-    copies: int = 16
-    seed: int = 0
-    num_bootstraps: int = NUM_DRAWS
-    pictures: bool = True
-
-    def __post_init__(self) -> None:
-        for name in self.attackers:
-            if name not in ATTACKERS:
-                raise UsageError(f"Unknown attacker {name!r}. Available: {', '.join(ATTACKERS)}.")
-        if not set(self.attackers) - set(SEVERAL_RELEASES):
-            raise UsageError(
-                "No attacker hears one release only. Add one of mlp, logistic and trees."
-            )
-        if self.copies < 1 or (self.copies == 1 and "averaged" in self.attackers):
-            raise UsageError(
-                f"copies={self.copies} leaves nothing to average. Use 2 or more, or leave `averaged` out of the attackers."
-            )
-        if self.num_bootstraps < 100:
-            raise UsageError(
-                f"num_bootstraps={self.num_bootstraps} is too few to find the ends of a 95% interval. Use 1000."
-            )
+    names: list[str]
+    found_by: str
+    targets: list[Target]
+    num_left_out: int  # too rare, or everywhere
 
 
 @dataclass(frozen=True, kw_only=True)
-class Heard:
+class AttackInput:
     """A run as arrays: vectors with and without noise, what is private, and the main task."""
 
     releases: Releases
@@ -81,91 +63,88 @@ class Heard:
     main_plain: np.ndarray  # whether the commonest label is
 
 
-def attack(heard: Heard, settings: AttackSettings, *, device: str = "cpu") -> dict[str, Any]:
+def attack(given: AttackInput, settings: AttackSettings, *, device: str = "cpu") -> dict[str, Any]:
     """Every figure of one run, ready to be written as JSON.
 
     Holds:
         both: where test texts also stand in train, every figure comes with and without them.
         judged_late: the strongest attacker is the one that was best on the development part.
     """
-    views = _views(heard, settings)
+    views = _views(given, settings)
     everybody = views["all"]
-    targets, entities = list(heard.targets), heard.entities
+    targets, entities = list(given.targets), given.entities
     named = [] if entities is None else entities.targets
     with task("Attackers", len(targets) + len(named)) as bar:
         readings = []
         for target in [*targets, *named]:
             bar.note(target.name if target in targets else "a name")
-            readings.append(_read_by_all(heard, target, settings, device))
+            readings.append(_read_by_all(given, target, settings, device))
             bar.advance()
     demographic, about_names = readings[: len(targets)], readings[len(targets) :]
     return {
         "intervals": HOW,
-        "num_test": len(heard.users),
+        "num_test": len(given.users),
         "num_test_users": everybody.draws.num_users,
-        "num_seen_in_train": int(heard.seen.sum()),
-        "main": _in_views(views, lambda on: on.draws.share(heard.main_right[on.rows])),
-        "main_majority": _in_views(views, lambda on: on.draws.share(heard.main_plain[on.rows])),
+        "num_seen_in_train": int(given.seen.sum()),
+        "main": _in_views(views, lambda on: on.draws.share(given.main_right[on.rows])),
+        "main_majority": _in_views(views, lambda on: on.draws.share(given.main_plain[on.rows])),
         "attributes": {
-            target.name: _attribute(target, found, views, heard.users)
-            for target, found in zip(targets, demographic, strict=True)
+            target.name: _attribute(target, read, views, given.users)
+            for target, read in zip(targets, demographic, strict=True)
         },
         "privacy": _privacy(targets, demographic, views) if targets else None,
         "entities": None if entities is None else _names(entities, about_names, views),
         "fairness": {
             target.name: fairness(
-                heard.main_right, _groups(target), everybody.draws, seed=settings.seed
+                given.main_right, _groups(target), everybody.draws, seed=settings.seed
             )
             for target in targets
         },
-        "picture": _picture(heard, settings) if settings.pictures else None,
+        "picture": _picture(given, settings) if settings.pictures else None,
     }
 
 
-def _views(heard: Heard, settings: AttackSettings) -> dict[str, Judged]:
+def _views(given: AttackInput, settings: AttackSettings) -> dict[str, JudgedRows]:
     """All test rows; and those that are not in the training part, where some are."""
-    masks = {"all": np.ones(len(heard.users), dtype=bool)}
-    if heard.seen.any() and not heard.seen.all():
-        masks["unseen"] = ~heard.seen
+    masks = {"all": np.ones(len(given.users), dtype=bool)}
+    if given.seen.any() and not given.seen.all():
+        masks["unseen"] = ~given.seen
     options = {"seed": settings.seed, "num_draws": settings.num_bootstraps}
-    return {name: judged(heard.users, mask, **options) for name, mask in masks.items()}
+    return {name: judged_rows(given.users, mask, **options) for name, mask in masks.items()}
 
 
-def _in_views(views: dict[str, Judged], figure: Any) -> dict[str, Any]:
+def _in_views(views: dict[str, JudgedRows], figure: Any) -> dict[str, Any]:
     return {name: figure(on) for name, on in views.items()}
 
 
 def _read_by_all(
-    heard: Heard, target: Target, settings: AttackSettings, device: str
+    given: AttackInput, target: Target, settings: AttackSettings, device: str
 ) -> dict[str, Reading]:
     """Each attacker's reading of one attribute, with the strongest and the bare vectors' last."""
-    known = Parts(
-        **{part: getattr(target.codes, part) >= 0 for part in ("train", "dev")},
-        test=np.ones(len(target.codes.test), dtype=bool),
+    known = target.codes.map(lambda codes: codes >= 0)
+    known = replace(known, test=np.ones(len(known.test), dtype=bool))
+    values, single, averaged, bare = (
+        each.map(lambda rows, kept: rows[kept], known)
+        for each in (target.codes, given.releases.single, given.releases.averaged, given.bare)
     )
-    values = _kept(target.codes, known)
-    releases = Releases(
-        single=_kept(heard.releases.single, known), averaged=_kept(heard.releases.averaged, known)
-    )
-    bare = _kept(heard.bare, known)
-    options: dict[str, Any] = {"num_values": len(target.values), "name": target.name}
-    options["seed"] = settings.seed
-    found = {
+    releases = Releases(single=single, averaged=averaged)
+    options: dict[str, Any] = {
+        "num_values": len(target.values),
+        "name": target.name,
+        "seed": settings.seed,
+    }
+    readings = {
         name: read_attribute(name, releases, values, device=device, **options)
         for name in settings.attackers
     }
-    single = (reading for name, reading in found.items() if name not in SEVERAL_RELEASES)
-    strongest = best_on_dev(single, values.dev)
+    of_one_release = (reading for name, reading in readings.items() if name != "averaged")
+    strongest = best_on_dev(of_one_release, values.dev)
     open_book = read_attribute("averaged", Releases(single=bare, averaged=bare), values, **options)
-    return {**found, STRONGEST: strongest, BARE: open_book}
-
-
-def _kept(parts: Parts[np.ndarray], masks: Parts[np.ndarray]) -> Parts[np.ndarray]:
-    return Parts(**{p: getattr(parts, p)[getattr(masks, p)] for p in ("train", "dev", "test")})
+    return {**readings, STRONGEST: strongest, OPEN_BOOK: open_book}
 
 
 def _attribute(
-    target: Target, readings: dict[str, Reading], views: dict[str, Judged], users: Sequence[str]
+    target: Target, readings: dict[str, Reading], views: dict[str, JudgedRows], users: Sequence[str]
 ) -> dict[str, Any]:
     return {
         "values": list(target.values),
@@ -184,20 +163,22 @@ def _attribute(
 
 
 def _privacy(
-    targets: list[Target], readings: list[dict[str, Reading]], views: dict[str, Judged]
+    targets: list[Target], readings: list[dict[str, Reading]], views: dict[str, JudgedRows]
 ) -> dict[str, Any]:
     """1 - X by attacker, and of the majority."""
-    found = {
-        name: _in_views(
-            views, lambda on, n=name: empirical_privacy(targets, [r[n] for r in readings], on)
-        )
-        for name in readings[0]
+    return {
+        "majority": _in_views(views, lambda on: majority_privacy(targets, on)),
+        **{
+            name: _in_views(
+                views, lambda on, n=name: empirical_privacy(targets, [r[n] for r in readings], on)
+            )
+            for name in readings[0]
+        },
     }
-    return {"majority": _in_views(views, lambda on: majority_privacy(targets, on)), **found}
 
 
 def _names(
-    entities: Entities, readings: list[dict[str, Reading]], views: dict[str, Judged]
+    entities: Entities, readings: list[dict[str, Reading]], views: dict[str, JudgedRows]
 ) -> dict[str, Any]:
     targets = entities.targets
     return {
@@ -218,7 +199,7 @@ def _names(
                 attribute_figures(target, by_name[name], views["all"])
                 for target, by_name in zip(targets, readings, strict=True)
             ]
-            for name in (STRONGEST, BARE)
+            for name in (STRONGEST, OPEN_BOOK)
         },
     }
 
@@ -227,29 +208,21 @@ def _groups(target: Target) -> list[str | None]:
     return [None if code < 0 else target.values[code] for code in target.codes.test]
 
 
-def _picture(heard: Heard, settings: AttackSettings) -> dict[str, Any] | None:
+def _picture(given: AttackInput, settings: AttackSettings) -> dict[str, Any] | None:
     """Places of some test vectors before and after the noise, and their values as codes."""
-    rows = chosen_rows(len(heard.users), seed=settings.seed)
+    rows = chosen_rows(len(given.users), seed=settings.seed)
     with task("Pictures", 2) as bar:
-        before = flat_places(heard.bare.test[rows], seed=settings.seed)
+        before = flat_places(given.bare.test[rows], seed=settings.seed)
         bar.advance()
-        after = flat_places(heard.releases.single.test[rows], seed=settings.seed)
+        after = flat_places(given.releases.single.test[rows], seed=settings.seed)
     if before is None or after is None:
         return None
     return {
         "num_points": len(rows),
         "before": before.tolist(),
         "after": after.tolist(),
-        "codes": {target.name: target.codes.test[rows].tolist() for target in heard.targets},
+        "codes": {target.name: target.codes.test[rows].tolist() for target in given.targets},
     }
-
-
-# A picture of vectors: t-SNE's two coordinates for each, before and after the noise
-
-
-MOST_POINTS = 500
-FIRST_DIMENSIONS = 50  # principal components, as the method's authors advise
-FEWEST_POINTS = 8
 
 
 def chosen_rows(num_rows: int, *, most: int = MOST_POINTS, seed: int = 0) -> np.ndarray:

@@ -1,9 +1,11 @@
-"""What an eavesdropper works with: a run's texts released afresh, and what is to be read from them."""
+"""What an eavesdropper works with: a run's texts released afresh, and what is to be read from them.
+
+That is an attribute of each text, a column of the corpus; or whether a person's name stands in it.
+"""
 
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,27 +13,93 @@ import numpy as np
 
 from tightlip.core.errors import UsageError
 from tightlip.core.progress import task
-from tightlip.core.run_folder import CONFIG
-from tightlip.core.settings import read_toml
+from tightlip.vectors.attack import AttackInput, Entities
 from tightlip.vectors.attack_figures import Target
 from tightlip.vectors.attackers import Parts, Releases
-from tightlip.vectors.data import PARTS, Examples, open_source, reading_of
-from tightlip.vectors.settings import Categories, categories
+from tightlip.vectors.categories import Categories, categories
+from tightlip.vectors.data import PARTS, Examples, read_columns, reading_of, source_of_run
+from tightlip.vectors.device import Device
+from tightlip.vectors.grid_noise import GridNoise
+from tightlip.vectors.halves import SERVER
+from tightlip.vectors.release import released, unit_ball, unit_range
+from tightlip.vectors.server import load_server
+from tightlip.vectors.settings import AttackSettings
 
 FEWEST_PRESENT = 2  # training texts with a name, and without, that an attacker can learn from
+MOST_NAMES = 5  # the paper keeps the five most frequent
 COLUMN = "column:"
+_GIVE_A_LIST = "Give the names in a file, a name a line: --entities FILE"
 
 Encode = Callable[[list[str]], np.ndarray]
+NameFinder = Callable[[str], Iterable[str]]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Entities:
-    """Names whose presence is private: an attribute each, and where they come from."""
+def attack_input(
+    run: Path,
+    examples: Examples,
+    device: Device,
+    settings: AttackSettings,
+    encoding: dict[str, Any],
+) -> tuple[AttackInput, str | None]:
+    """The run as arrays, and where the names in its texts come from."""
+    parts = parts_of_run(examples)
+    attributes, listing = listing_columns(run, examples, settings.attributes)
+    source = settings.entities or listing
+    targets = targets_of(run, examples, parts, attributes)
+    entities = None if source is None else entities_of(run, examples, parts, source)
+    if not targets and entities is None:
+        raise UsageError(
+            f"{run} has no private columns, so there is nothing to read. Name some: --attributes, or --entities."
+        )
+    releases, bare = _vectors(examples, parts, device, settings.copies, encoding)
+    right, plain = _main_task(run, examples, parts, releases)
+    users = users_of(examples)
+    given = AttackInput(
+        releases=releases,
+        bare=bare,
+        targets=targets,
+        entities=entities,
+        users=[users[place] for place in parts.test],
+        seen=seen_in_train(examples, parts),
+        main_right=right,
+        main_plain=plain,
+    )
+    return given, source
 
-    names: list[str]
-    found_by: str
-    targets: list[Target]
-    num_left_out: int  # too rare, or everywhere
+
+def _vectors(
+    examples: Examples,
+    parts: Parts[np.ndarray],
+    device: Device,
+    copies: int,
+    encoding: dict[str, Any],
+) -> tuple[Releases, Parts[np.ndarray]]:
+    """Fresh releases as an eavesdropper hears them, and the normalised vectors before noise."""
+    mechanism, noise = device.mechanism, GridNoise()
+    raw = device.extractor.encode(examples.texts, **encoding)
+
+    def encode(texts: list[str]) -> np.ndarray:
+        # Without masked words every release begins with the same vectors; only noise is fresh.
+        if mechanism.dropout:
+            return device.encode(texts, **encoding)
+        return released(raw, mechanism, noise)
+
+    releases = released_afresh(encode, examples.texts, parts, copies=copies)
+    normalise = unit_ball if mechanism.normalisation == "unit-ball" else unit_range
+    bare = normalise(raw).astype("float32")
+    return releases, parts.map(lambda places: bare[places])
+
+
+def _main_task(
+    run: Path, examples: Examples, parts: Parts[np.ndarray], releases: Releases
+) -> tuple[np.ndarray, np.ndarray]:
+    """Whether the server, and whether the commonest training label, is right on each test text."""
+    labels, _ = load_server(run / SERVER).classify(releases.single.test)
+    truth = examples.label_ids
+    number = {name: place for place, name in enumerate(examples.labels)}
+    guessed = np.asarray([number.get(name, -1) for name in labels])
+    commonest = np.bincount(truth[parts.train], minlength=len(examples.labels)).argmax()
+    return guessed == truth[parts.test], truth[parts.test] == commonest
 
 
 def parts_of_run(examples: Examples) -> Parts[np.ndarray]:
@@ -102,22 +170,8 @@ def columns_of_run(run: Path, names: Sequence[str], examples: Examples) -> list[
     """Further columns of a run's corpus, for the texts it uses."""
     if not names:
         return []
-    tree = read_toml(run / CONFIG)["corpus"]
-    columns = {name: tree[name] for name in ("user_column", "text_column", "bad_rows")}
-    corpus = open_source(tree.get("path") or run / "corpus.parquet", **columns).corpus
-    found: dict[str, list[Any]] = {name: [] for name in names}
-    there: dict[str, None] = {}
-    for batch in corpus.batches():
-        there |= dict.fromkeys(batch.attributes)
-        for name, values in found.items():
-            users = batch.users if name == tree["user_column"] else None
-            values += users or batch.attributes.get(name) or [None] * len(batch)
-    for name in names:
-        if name not in there and name != tree["user_column"]:
-            raise UsageError(
-                f"The corpus of {run} has no column {name!r}. Columns there: {', '.join(there) or 'none'}."
-            )
-    return [[found[name][row] for row in examples.rows] for name in names]
+    named = read_columns(source_of_run(run), names).named
+    return [[named[name][row] for row in examples.rows] for name in names]
 
 
 # Names
@@ -177,13 +231,6 @@ def _entities(
     )
 
 
-# Which people's names stand in a text: the private attribute of texts that are about others
-
-
-MOST_NAMES = 5  # the paper keeps the five most frequent
-_GIVE_A_LIST = "Give the names in a file, a name a line: --entities FILE"
-
-
 def names_in_file(path: str | Path) -> list[str]:
     """The names of a file, a name a line; empty lines and repeated names are passed over."""
     path = Path(path)
@@ -215,8 +262,8 @@ def presence(texts: Iterable[str], names: Sequence[str]) -> np.ndarray:
         re.compile(r"(?<!\w)" + r"\s+".join(map(re.escape, name.split())) + r"(?!\w)")
         for name in names
     ]
-    found = [[bool(pattern.search(text)) for pattern in patterns] for text in texts]
-    return np.asarray(found, dtype=bool).reshape(-1, len(names))
+    there = [[bool(pattern.search(text)) for pattern in patterns] for text in texts]
+    return np.asarray(there, dtype=bool).reshape(-1, len(names))
 
 
 def listed_presence(cells: Sequence[Any]) -> tuple[list[str], np.ndarray]:
@@ -248,7 +295,6 @@ def _ids(cell: Any) -> set[str]:
     return {str(cell)}
 
 
-# Finding names
 def frequent_names(texts: Sequence[str], most: int = MOST_NAMES) -> tuple[list[str], str]:
     """The person names in most texts, the most frequent first, and what found them."""
     finder, by = _finder()
@@ -261,19 +307,18 @@ def frequent_names(texts: Sequence[str], most: int = MOST_NAMES) -> tuple[list[s
     return ranked[:most], by
 
 
-def _finder() -> tuple[Callable[[str], Iterable[str]], str]:
+def _finder() -> tuple[NameFinder, str]:
     """NLTK, which the paper used, or spaCy."""
     for make in (_nltk_finder, _spacy_finder):
-        found = make()
-        if found is not None:
-            return found
+        if (finder := make()) is not None:
+            return finder
     raise UsageError(
         "--entities auto needs NLTK or spaCy, with an English model, to find people's names, and neither is "
         f"installed. {_GIVE_A_LIST}"
     )
 
 
-def _nltk_finder() -> tuple[Callable[[str], Iterable[str]], str] | None:
+def _nltk_finder() -> tuple[NameFinder, str] | None:
     try:
         import nltk
     except ImportError:
@@ -292,7 +337,7 @@ def _nltk_finder() -> tuple[Callable[[str], Iterable[str]], str] | None:
     return people, "NLTK"
 
 
-def _spacy_finder() -> tuple[Callable[[str], Iterable[str]], str] | None:
+def _spacy_finder() -> tuple[NameFinder, str] | None:
     try:
         import spacy
 

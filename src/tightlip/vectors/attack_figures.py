@@ -1,4 +1,5 @@
-"""What attackers' guesses come to: accuracy against the majority, AUC, F1, empirical privacy."""
+"""What guesses come to: accuracy against the majority, AUC, F1, empirical privacy, and whether the
+main task works as well for one group of people as for another."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,6 +12,8 @@ from tightlip.vectors.attackers import Parts, Reading
 
 Figure = dict[str, float | None]
 THRESHOLDS = np.linspace(0.02, 0.98, 49)
+NUM_SWAPS = 1999
+FEWEST_USERS = 5  # in the smallest group; below that no test is worth its name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,24 +32,24 @@ class Target:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Judged:
+class JudgedRows:
     """The test rows on which figures are taken, and their users' draws."""
 
     rows: np.ndarray  # which rows of the test part
     draws: UserDraws
 
 
-def judged(
+def judged_rows(
     users: Sequence[str], rows: np.ndarray, *, seed: int = 0, num_draws: int = 1000
-) -> Judged:
+) -> JudgedRows:
     """Figures on some rows of the test part; `rows` is a mask."""
     places = np.flatnonzero(rows)
     draws = UserDraws([users[int(place)] for place in places], seed=seed, num_draws=num_draws)
-    return Judged(rows=places, draws=draws)
+    return JudgedRows(rows=places, draws=draws)
 
 
 # One attribute
-def attribute_figures(target: Target, reading: Reading, on: Judged) -> dict[str, Any]:
+def attribute_figures(target: Target, reading: Reading, on: JudgedRows) -> dict[str, Any]:
     """Accuracy, how far above the majority's, and AUC, each with its interval."""
     truth, scores = target.codes.test[on.rows], reading.test[on.rows]
     known = truth >= 0
@@ -63,7 +66,7 @@ def attribute_figures(target: Target, reading: Reading, on: Judged) -> dict[str,
     }
 
 
-def by_value(target: Target, guess: np.ndarray, on: Judged) -> dict[str, dict[str, int]]:
+def by_value(target: Target, guess: np.ndarray, on: JudgedRows) -> dict[str, dict[str, int]]:
     """Of each value: how many test rows have it, how many were said to, and how many rightly."""
     truth = target.codes.test[on.rows]
     known = truth >= 0
@@ -77,7 +80,7 @@ def by_value(target: Target, guess: np.ndarray, on: Judged) -> dict[str, dict[st
     }
 
 
-def majority_figure(target: Target, on: Judged) -> Figure:
+def majority_figure(target: Target, on: JudgedRows) -> Figure:
     """How often the training part's commonest value is right on the test part."""
     truth = target.codes.test[on.rows]
     return on.draws.share(truth == target.majority, truth >= 0)
@@ -121,19 +124,23 @@ def _auc(truth: np.ndarray, scores: np.ndarray, code: int, known: np.ndarray) ->
 
 
 # All attributes
-def empirical_privacy(targets: Sequence[Target], readings: Sequence[Reading], on: Judged) -> Figure:
+def empirical_privacy(
+    targets: Sequence[Target], readings: Sequence[Reading], on: JudgedRows
+) -> Figure:
     """1 - X: one minus the mean accuracy over the attributes."""
     guesses = [reading.test[on.rows].argmax(axis=1) for reading in readings]
     return _one_minus_mean(targets, guesses, on)
 
 
-def majority_privacy(targets: Sequence[Target], on: Judged) -> Figure:
+def majority_privacy(targets: Sequence[Target], on: JudgedRows) -> Figure:
     """1 - X of one who guesses without a vector: no attack should leave less than noise does."""
     guesses = [np.full(len(on.rows), target.majority) for target in targets]
     return _one_minus_mean(targets, guesses, on)
 
 
-def _one_minus_mean(targets: Sequence[Target], guesses: Sequence[np.ndarray], on: Judged) -> Figure:
+def _one_minus_mean(
+    targets: Sequence[Target], guesses: Sequence[np.ndarray], on: JudgedRows
+) -> Figure:
     values, drawn = [], []
     for target, guess in zip(targets, guesses, strict=True):
         truth = target.codes.test[on.rows]
@@ -158,7 +165,7 @@ def entity_f1(truth: np.ndarray, guess: np.ndarray, draws: UserDraws) -> Figure:
 
 
 def entity_figures(
-    targets: Sequence[Target], readings: Sequence[Reading], on: Judged
+    targets: Sequence[Target], readings: Sequence[Reading], on: JudgedRows
 ) -> dict[str, Any]:
     """1 - F as published (present where likelier than not) and with a threshold chosen on dev.
 
@@ -168,32 +175,33 @@ def entity_figures(
     dev, test = (
         np.stack([getattr(r, part)[:, 1] for r in readings], axis=1) for part in ("dev", "test")
     )
-    truth = Parts(
-        **{
-            p: np.stack([getattr(t.codes, p) for t in targets], axis=1) == 1
-            for p in ("train", "dev", "test")
-        }
-    )
-    threshold = best_threshold(truth.dev, dev)
-    here = truth.test[on.rows]
+    threshold = best_threshold(_present([target.codes.dev for target in targets]), dev)
+    likely = test[on.rows]
     return {
-        "one_minus_f": one_minus(entity_f1(here, test[on.rows] > 0.5, on.draws)),
-        "one_minus_f_tuned": one_minus(entity_f1(here, test[on.rows] >= threshold, on.draws)),
+        "one_minus_f": _one_minus_f1(targets, likely > 0.5, on),
+        "one_minus_f_tuned": _one_minus_f1(targets, likely >= threshold, on),
         "threshold": threshold,
     }
 
 
-def majority_f1_privacy(targets: Sequence[Target], on: Judged) -> Figure:
+def majority_f1_privacy(targets: Sequence[Target], on: JudgedRows) -> Figure:
     """1 - F of one who says of each name what holds of most training texts."""
-    truth = np.stack([target.codes.test[on.rows] for target in targets], axis=1) == 1
     guess = np.tile([target.majority == 1 for target in targets], (len(on.rows), 1))
+    return _one_minus_f1(targets, guess, on)
+
+
+def everywhere_f1_privacy(targets: Sequence[Target], on: JudgedRows) -> Figure:
+    """1 - F of one who says that every name is everywhere: the bar for a tuned threshold."""
+    return _one_minus_f1(targets, np.ones((len(on.rows), len(targets)), dtype=bool), on)
+
+
+def _one_minus_f1(targets: Sequence[Target], guess: np.ndarray, on: JudgedRows) -> Figure:
+    truth = _present([target.codes.test[on.rows] for target in targets])
     return one_minus(entity_f1(truth, guess, on.draws))
 
 
-def everywhere_f1_privacy(targets: Sequence[Target], on: Judged) -> Figure:
-    """1 - F of one who says that every name is everywhere: the bar for a tuned threshold."""
-    truth = np.stack([target.codes.test[on.rows] for target in targets], axis=1) == 1
-    return one_minus(entity_f1(truth, np.ones_like(truth), on.draws))
+def _present(codes: Sequence[np.ndarray]) -> np.ndarray:
+    return np.asarray(np.stack(codes, axis=1) == 1)
 
 
 def best_threshold(truth: np.ndarray, scores: np.ndarray) -> float:
@@ -218,13 +226,7 @@ def one_minus(figure: Figure) -> Figure:
     }
 
 
-# Whether the main task works as well for one group of people as for another
-
-
-NUM_SWAPS = 1999
-FEWEST_USERS = 5  # in the smallest group; below that no test is worth its name
-
-
+# Groups of people
 def fairness(
     correct: np.ndarray,
     groups: Sequence[str | None],

@@ -6,19 +6,21 @@ others are stronger in one way each: `logistic` needs few examples to see throug
 `averaged` is the same on means of several releases of each text, `trees` finds what is no line.
 """
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
-from torch.optim import Optimizer
+from torch.nn.functional import cross_entropy
 
 from tightlip.core.errors import UsageError
+from tightlip.vectors.settings import ATTACKERS
 
-ATTACKERS = ("mlp", "logistic", "averaged", "trees")
 HIDDEN = 512
 LEARNING_RATES = (1e-3, 1e-4)
 MOST_EPOCHS, PATIENCE, BATCH = 40, 5, 128
@@ -37,8 +39,10 @@ class Parts(Generic[T]):
     dev: T
     test: T
 
-    def map(self, change: Callable[[T], Any]) -> "Parts[Any]":
-        return Parts(train=change(self.train), dev=change(self.dev), test=change(self.test))
+    def map(self, change: Callable[..., Any], *others: "Parts[Any]") -> "Parts[Any]":
+        """What `change` makes of each part, and of the same part of `others`."""
+        names = ("train", "dev", "test")
+        return Parts(**{n: change(*(getattr(each, n) for each in (self, *others))) for n in names})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +99,7 @@ def read_attribute(
     return best_on_dev(offers, values.dev)
 
 
-def best_on_dev(offers: Iterator[Reading], truth: np.ndarray) -> Reading:
+def best_on_dev(offers: Iterable[Reading], truth: np.ndarray) -> Reading:
     """The offer most often right on the development part; of equals the least surprised."""
     return max(offers, key=lambda offer: _merit(offer.dev, truth))
 
@@ -133,8 +137,8 @@ def _lines_on(
         line.set_params(C=penalty)
         with _quiet_about_convergence():
             line.fit(vectors.train, values.train)
-        chosen = {"penalty": penalty, "trained_on": trained_on}
-        yield _reading(line.predict_proba, line.classes_, vectors, num_values, chosen)
+        scores = [line.predict_proba(part) for part in (vectors.dev, vectors.test)]
+        yield _reading(scores, line.classes_, num_values, penalty=penalty, trained_on=trained_on)
 
 
 # Gradient-boosted trees
@@ -148,18 +152,15 @@ def _trees(
     )
     forest.fit(vectors.train, values.train)
     stages = [forest.staged_predict_proba(part) for part in (vectors.dev, vectors.test)]
-    for num_trees, (dev, test) in enumerate(zip(*stages, strict=True), 1):
+    for num_trees, scores in enumerate(zip(*stages, strict=True), 1):
         if num_trees % (TREES // 10) == 0:
-            spread = [_over_all(part, forest.classes_, num_values) for part in (dev, test)]
-            yield Reading(dev=spread[0], test=spread[1], chosen={"trees": num_trees})
+            yield _reading(scores, forest.classes_, num_values, trees=num_trees)
 
 
 # The paper's network: two hidden layers of 512, ReLU
 def _networks(
     vectors: Parts[np.ndarray], values: Parts[np.ndarray], num_values: int, seed: int, device: str
 ) -> Iterator[Reading]:
-    import torch
-
     vectors = scaled_by_train(vectors)
     tensors = vectors.map(lambda part: torch.from_numpy(part).to(device))
     truth = torch.from_numpy(values.train.astype(np.int64)).to(device)
@@ -170,9 +171,7 @@ def _networks(
         yield from _until_worse(epochs, values.dev, rate)
 
 
-def _network(dimensions: int, num_values: int) -> Any:
-    from torch import nn
-
+def _network(dimensions: int, num_values: int) -> nn.Module:
     return nn.Sequential(
         *(nn.Linear(dimensions, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, HIDDEN), nn.ReLU()),
         nn.Linear(HIDDEN, num_values),
@@ -180,12 +179,9 @@ def _network(dimensions: int, num_values: int) -> Any:
 
 
 def _epochs(
-    network: Any, tensors: Parts[Any], truth: Any, rate: float, seed: int
+    network: nn.Module, tensors: Parts[Tensor], truth: Tensor, rate: float, seed: int
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Scores on development and test vectors after each epoch."""
-    import torch
-    from torch.nn.functional import cross_entropy
-
     optimizer = torch.optim.Adam(network.parameters(), lr=rate)
     shuffle = torch.Generator().manual_seed(seed)
     for _ in range(MOST_EPOCHS):
@@ -219,8 +215,6 @@ def _until_worse(
 # scikit-learn
 def sklearn_part(name: str) -> Any:
     """A part of scikit-learn; without it, the line that installs it."""
-    from importlib import import_module
-
     try:
         return import_module(f"sklearn.{name}")
     except ImportError as error:
@@ -229,88 +223,20 @@ def sklearn_part(name: str) -> Any:
         ) from error
 
 
-def _quiet_about_convergence() -> Any:
+@contextmanager
+def _quiet_about_convergence() -> Iterator[None]:
     """A fit stopped early is one more offer; the development part judges it."""
-    import contextlib
-    import warnings
-
-    @contextlib.contextmanager
-    def quiet() -> Iterator[None]:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", sklearn_part("exceptions").ConvergenceWarning)
-            yield
-
-    return quiet()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", sklearn_part("exceptions").ConvergenceWarning)
+        yield
 
 
 def _reading(
-    predict: Callable[[np.ndarray], np.ndarray],
-    classes: Sequence[int],
-    vectors: Parts[np.ndarray],
-    num_values: int,
-    chosen: dict[str, Any],
+    scores: Sequence[np.ndarray], classes: Sequence[int], num_values: int, **chosen: Any
 ) -> Reading:
-    dev, test = (
-        _over_all(predict(part), classes, num_values) for part in (vectors.dev, vectors.test)
-    )
+    """Development and test scores, with columns for values that the training part does not have,
+    where they are never guessed."""
+    dev, test = (np.zeros((len(part), num_values)) for part in scores)
+    for spread, part in zip((dev, test), scores, strict=True):
+        spread[:, np.asarray(classes)] = part
     return Reading(dev=dev, test=test, chosen=chosen)
-
-
-def _over_all(scores: np.ndarray, classes: Sequence[int], num_values: int) -> np.ndarray:
-    """Columns for values that the training part does not have, where they are never guessed."""
-    spread = np.zeros((len(scores), num_values))
-    spread[:, np.asarray(classes)] = scores
-    return spread
-
-
-# Adversarial training of an extractor (Coavoux et al. 2018): vectors that leave private readers in doubt
-
-
-class Readers(nn.Module):
-    """One reader per private attribute, each an MLP of one hidden layer."""
-
-    def __init__(self, dimensions: int, num_classes: Sequence[int], *, hidden: int) -> None:
-        super().__init__()
-        self.each = nn.ModuleList(
-            nn.Sequential(nn.Linear(dimensions, hidden), nn.ReLU(), nn.Linear(hidden, num))
-            for num in num_classes
-        )
-
-    def logits(self, vectors: Tensor) -> Iterable[Tensor]:
-        centred = 2 * vectors - 1  # from [0, 1]
-        return (reader(centred) for reader in self.each)
-
-    def learn(
-        self, vectors: Tensor, private: Sequence[Tensor], optimizer: Optimizer, num_steps: int
-    ) -> None:
-        """Let the readers read these vectors a little better; the extractor stays as it is."""
-        vectors = vectors.detach()
-        for _ in range(num_steps):
-            optimizer.zero_grad(set_to_none=True)
-            losses = [
-                functional.cross_entropy(logits, truth)
-                for logits, truth in zip(self.logits(vectors), private, strict=True)
-            ]
-            torch.stack(losses).sum().backward()
-            optimizer.step()
-
-    def certainty(self, vectors: Tensor, frequencies: Sequence[Tensor]) -> Tensor:
-        """What the extractor pays: how far the readers are from saying how frequent each class is.
-
-        That is the cross entropy of their reading under the classes' frequencies, without its
-        least value, so that it is 0 for readers who learn nothing from the vector.
-
-        Holds:
-            doubt: 0 where every reader says the frequencies, more everywhere else.
-        """
-        losses = [
-            -(share * (logits.log_softmax(dim=1) - share.log())).sum(dim=1).mean()
-            for logits, share in zip(self.logits(vectors), frequencies, strict=True)
-        ]
-        return torch.stack(losses).mean()
-
-
-def frequencies_of(ids: Tensor, num_classes: int) -> Tensor:
-    """The share of each class, none of them 0."""
-    counts = torch.bincount(ids, minlength=num_classes) + 1.0
-    return counts / counts.sum()

@@ -1,4 +1,5 @@
-"""Which texts make up each training step, with words taken out of them, as tensors in time."""
+"""Which texts make up each training step, as tensors in time; and how well the label is told from
+vectors as they would be released."""
 
 import math
 from collections import deque
@@ -21,7 +22,9 @@ from tightlip.vectors.release import normalised, training_noise
 _BATCHES_SORTED_TOGETHER = 32
 _AHEAD = 2  # batches made before they are asked for
 _NUMBERS = "numbers"
-_ORDER, _WORDS = 0, 1  # what a seed's streams are for
+_ORDER, _WORDS, _SCORING = 0, 1, 2  # what a seed's streams are for
+# Of one draw of strong noise, the loss says more about the draw than about the weights.
+NUM_DRAWS = 4
 
 
 @dataclass(frozen=True)
@@ -95,10 +98,10 @@ class Batches:
                 chosen[first : first + self._batch_size]
                 for first in range(0, len(chosen), self._batch_size)
             ]
-        found = np.empty(len(batches), object)
+        shuffled_batches = np.empty(len(batches), object)
         for place, number in enumerate(draw.permutation(len(batches))):
-            found[place] = batches[number]
-        return found
+            shuffled_batches[place] = batches[number]
+        return shuffled_batches
 
     def _batch(self, places: np.ndarray, step: int) -> Batch:
         tokens = pinned({**self._tokens(places, step), _NUMBERS: torch.from_numpy(places)}, self._device)  # fmt: skip
@@ -115,14 +118,6 @@ class Batches:
             generator=draw,
         )
         return self._extractor.tokenize(texts)
-
-
-# How well the server's half tells the label from vectors as they would be released
-
-
-# Of one draw of strong noise, the loss says more about the draw than about the weights.
-NUM_DRAWS = 4
-_SCORING = 2  # what a seed's stream is for; training uses 0 and 1
 
 
 @dataclass(frozen=True)

@@ -58,10 +58,10 @@ def load_progress(
     folder: Path, modules: Mapping[str, nn.Module], optimizers: Mapping[str, Optimizer]
 ) -> Progress:
     """Bring everything back to the last moment saved; to the start where none was."""
-    found = [path for path in folder.glob("step-*") if (path / _STATE).is_file()]
-    if not found:
+    written = [path for path in folder.glob("step-*") if (path / _STATE).is_file()]
+    states = {path: Progress(**read_json(path / _STATE)) for path in written}
+    if not states:
         return Progress()
-    states = {path: Progress(**read_json(path / _STATE)) for path in found}
     last = max(states, key=lambda path: (states[path].step, len(states[path].epochs)))
     tensors = load_file(last / _TENSORS)
     load_modules(modules, tensors)

@@ -1,6 +1,6 @@
 """Texts with a label and private attributes, split 8:1:1 into train, dev and test."""
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from pathlib import Path
@@ -17,7 +17,8 @@ from tightlip.core.settings import read_toml
 from tightlip.corpus.bundled import demo_speeches
 from tightlip.corpus.formats import columns_of, kind_of, rows_of
 from tightlip.corpus.readers import Corpus, open_corpus
-from tightlip.vectors.settings import LEFT_OUT, Categories, RepresentSettings, categories, span_of
+from tightlip.vectors.categories import LEFT_OUT, Categories, categories, span_of
+from tightlip.vectors.settings import RepresentSettings
 
 BUNDLED = "bundled"
 PARTS = ("train", "dev", "test")
@@ -132,6 +133,38 @@ def _with_nobody(source: Any, column: str) -> Any:
     ]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Columns:
+    """A corpus in memory: its texts, whose they are where that is known, and some columns."""
+
+    texts: list[str]
+    users: list[str] | None
+    named: dict[str, list[Any]]
+
+
+def read_columns(source: Source, wanted: Sequence[str]) -> Columns:
+    """The texts of a corpus and the columns asked for; one that is not there is refused."""
+    user_column = source.tree["user_column"]
+    texts: list[str] = []
+    users: list[str] = []
+    named: dict[str, list[Any]] = {name: [] for name in wanted}
+    there: dict[str, None] = {user_column: None} if source.has_users else {}
+    for batch in source.corpus.batches():
+        texts += batch.texts
+        users += batch.users
+        there |= dict.fromkeys(batch.attributes)
+        for name, values in named.items():
+            # Who wrote it may be just what nobody should tell.
+            own = batch.users if name == user_column else batch.attributes.get(name)
+            values += own or [None] * len(batch)
+    for name in wanted:
+        if name not in there:
+            raise UsageError(
+                f"{source.corpus.name} has no column {name!r}. Columns there: {', '.join(there) or 'none'}."
+            )
+    return Columns(texts=texts, users=users if source.has_users else None, named=named)
+
+
 def read_examples(source: Source, settings: RepresentSettings) -> Examples:
     """All texts that have a label and every private attribute, and the part each is in.
 
@@ -140,24 +173,23 @@ def read_examples(source: Source, settings: RepresentSettings) -> Examples:
         eight_one_one: train, dev and test have 8, 1 and 1 of 10 texts, up to groups that stay whole.
         together: texts that read the same (see `reading_of`), or of one user, are in one part.
     """
-    texts, users, attributes = _columns(source, settings)
-    bins = dict(cut.split("=", 1) for cut in settings.bins)
-    classes = {
-        name: categories(attributes[name], name, bins.get(name))
-        for name in (settings.label, *settings.private)
-    }
+    wanted = [settings.label, *settings.private]
+    by_column = [settings.split_column] if settings.split == "column" else []
+    read = read_columns(source, [*wanted, *by_column])
+    attributes, bins = read.named, dict(cut.split("=", 1) for cut in settings.bins)
+    classes = {name: categories(attributes[name], name, bins.get(name)) for name in wanted}
     kept = np.flatnonzero(np.all([column.ids != LEFT_OUT for column in classes.values()], axis=0))
     if not len(kept):
         raise UsageError(_why_none(classes, attributes, bins))
     label, *private = (column.chosen(kept) for column in classes.values())
     examples = Examples(
-        texts=[texts[row] for row in kept],
-        users=[users[row] for row in kept] if source.has_users else None,
+        texts=[read.texts[row] for row in kept],
+        users=None if read.users is None else [read.users[row] for row in kept],
         rows=kept,
         label=label,
         private=dict(zip(settings.private, private, strict=True)),
         parts=np.full(len(kept), ""),
-        num_dropped=len(texts) - len(kept),
+        num_dropped=len(read.texts) - len(kept),
     )
     given = attributes.get(settings.split_column)
     parts = parts_of(examples, settings, None if given is None else [given[row] for row in kept])
@@ -182,32 +214,6 @@ def _why_none(
         return f"Column {name!r} is empty in all {total} rows. Name another column."
     total = len(next(iter(classes.values())).ids)
     return f"None of the {total} rows has all of {', '.join(classes)}. Name fewer columns, or look at --bins."
-
-
-def _columns(
-    source: Source, settings: RepresentSettings
-) -> tuple[list[str], list[str], dict[str, list[Any]]]:
-    wanted = [settings.label, *settings.private]
-    wanted += [settings.split_column] if settings.split == "column" else []
-    texts: list[str] = []
-    users: list[str] = []
-    attributes: dict[str, list[Any]] = {name: [] for name in wanted}
-    user_column = source.tree["user_column"]
-    there: dict[str, None] = {}
-    for batch in source.corpus.batches():
-        texts += batch.texts
-        users += batch.users
-        there |= dict.fromkeys(batch.attributes)
-        for name, values in attributes.items():
-            # Who wrote it may be just what nobody should tell.
-            found = batch.users if name == user_column else batch.attributes.get(name)
-            values += found or [None] * len(batch)
-    for name in wanted:
-        if name not in there and not (name == user_column and source.has_users):
-            raise UsageError(
-                f"{source.corpus.name} has no column {name!r}. Columns there: {', '.join(there) or 'none'}."
-            )
-    return texts, users, attributes
 
 
 def parts_of(
@@ -262,14 +268,14 @@ def _assigned(sizes: dict[str, int], seed: int) -> dict[str, str]:
     def place(key: str) -> bytes:
         return blake2b(key.encode(), digest_size=16, key=str(seed).encode()).digest()
 
-    total, before, found = sum(sizes.values()), 0, {}
+    total, before, part_of = sum(sizes.values()), 0, {}
     for key in sorted(sizes, key=place):
         share = before / total
-        found[key] = next(
+        part_of[key] = next(
             part for part, end in zip(PARTS, _SHARES, strict=True) if share < end - 1e-12
         )
         before += sizes[key]
-    return found
+    return part_of
 
 
 def _check_usable(examples: Examples, settings: RepresentSettings) -> None:
@@ -287,26 +293,26 @@ def _check_usable(examples: Examples, settings: RepresentSettings) -> None:
 
 
 def write_split(path: Path, examples: Examples) -> None:
-    table = pa.table({"row": examples.rows, "part": pa.array(examples.parts.tolist())})
-    with written_whole(path) as beside:
-        pq.write_table(table, beside, compression="zstd")
+    columns = {"row": examples.rows, "part": pa.array(examples.parts.tolist())}
+    _write_table(path, pa.table(columns))
 
 
 def write_corpus(path: Path, source: Source) -> None:
     """Keep a corpus that lay in memory with the run that it trains."""
     user_column, text_column = source.tree["user_column"], source.tree["text_column"]
-    rows = [
-        {**attributes, text_column: text, **({user_column: user} if source.has_users else {})}
-        for user, text, attributes in _every_row(source)
-    ]
-    with written_whole(path) as beside:
-        pq.write_table(pa.Table.from_pylist(rows), beside, compression="zstd")
-
-
-def _every_row(source: Source) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    rows = []
     for batch in source.corpus.batches():
-        for place, (user, text) in enumerate(zip(batch.users, batch.texts, strict=True)):
-            yield user, text, {name: values[place] for name, values in batch.attributes.items()}
+        columns = batch.attributes | {text_column: batch.texts}
+        columns |= {user_column: batch.users} if source.has_users else {}
+        rows += [
+            dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)
+        ]
+    _write_table(path, pa.Table.from_pylist(rows))
+
+
+def _write_table(path: Path, table: pa.Table) -> None:
+    with written_whole(path) as beside:
+        pq.write_table(table, beside, compression="zstd")
 
 
 def load_examples(run: Path | str) -> Examples:
@@ -325,14 +331,19 @@ def load_examples(run: Path | str) -> Examples:
     if RepresentSettings.table not in config:
         raise UsageError(f"{run} is a run of something else than `tightlip represent train`.")
     settings = RepresentSettings.from_tree(config["represent"], str(run / CONFIG))
-    tree = config["corpus"]
-    columns = {name: tree[name] for name in ("user_column", "text_column", "bad_rows")}
-    source = open_source(tree.get("path") or run / CORPUS, **columns)
+    source, tree = source_of_run(run), config["corpus"]
     if tree.get("path") and source.tree["fingerprint"] != tree["fingerprint"]:
         raise UsageError(
             f"{tree['path']} is not what {run} was trained on: it changed since. Put the old file back, or train again."
         )
     return _as_trained(run, read_examples(source, settings))
+
+
+def source_of_run(run: Path) -> Source:
+    """The corpus that a run was trained with, opened again."""
+    tree = read_toml(run / CONFIG)["corpus"]
+    columns = {name: tree[name] for name in ("user_column", "text_column", "bad_rows")}
+    return open_source(tree.get("path") or run / CORPUS, **columns)
 
 
 def _as_trained(run: Path, examples: Examples) -> Examples:

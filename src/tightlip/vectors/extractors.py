@@ -6,8 +6,8 @@ K dimensions of the vector.
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from itertools import chain
+from concurrent.futures import ThreadPoolExecutor
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,8 +24,8 @@ from tightlip.corpus.encoding import WORD_PATTERN
 from tightlip.models.configurations import WORD_ENCODERS, WordEncoderConfig
 from tightlip.models.encoders import WordEncoder, load_encoder, most_tokens
 from tightlip.models.loading import load_tokenizer
+from tightlip.vectors.settings import POOLINGS
 
-POOLINGS = ("cls", "mean")
 DEFAULT_TOKENS = 128
 NEW_DIMENSIONS = 64
 SPECIAL_TOKENS = ["[PAD]", "[UNK]", "[CLS]", "[MASK]"]
@@ -168,15 +168,14 @@ class Extractor(Tokenised, nn.Module):
         device: str | torch.device | None = None,
     ) -> np.ndarray:
         """The raw vectors of `texts`, float32, in their order."""
-        found = np.empty((len(texts), self.dimensions), np.float32)
-        pending: deque[Raw] = deque()
-        for raw in self.stream(texts, batch_size=batch_size, device=device):
-            pending.append(raw)
-            if len(pending) > _ON_THE_WAY:
-                _put(found, pending.popleft())
-        for raw in pending:
-            _put(found, raw)
-        return found
+        vectors = np.empty((len(texts), self.dimensions), np.float32)
+        coming = self.stream(texts, batch_size=batch_size, device=device)
+        pending = deque(islice(coming, _ON_THE_WAY))
+        while pending:
+            pending.extend(islice(coming, 1))
+            raw = pending.popleft()
+            vectors[raw.places] = raw.arrived()
+        return vectors
 
     def stream(
         self,
@@ -214,10 +213,6 @@ class Extractor(Tokenised, nn.Module):
         return lambda: (there.synchronize(), host.numpy())[1]
 
 
-def _put(found: np.ndarray, raw: Raw) -> None:
-    found[raw.places] = raw.arrived()
-
-
 def _made_ahead(
     batches: Iterator[tuple[np.ndarray, dict[str, Tensor]]], where: torch.device
 ) -> Iterator[tuple[np.ndarray, dict[str, Tensor]]]:
@@ -234,12 +229,8 @@ def _made_ahead(
                 coming.append(maker.submit(made))
                 yield batch
         finally:
-            _cancel(coming)
-
-
-def _cancel(coming: "deque[Future[Any]]") -> None:
-    for each in coming:
-        each.cancel()
+            for each in coming:
+                each.cancel()
 
 
 def pinned(batch: dict[str, Tensor], where: Any) -> dict[str, Tensor]:
@@ -295,10 +286,8 @@ def make_extractor(
             pooling=pooling or about["pooling"],
             max_tokens=max_tokens or about["max_tokens"],
         )
-    said = sentence_settings(folder)
-    return open_extractor(
-        folder, kind="hf", pooling=pooling or said.get("pooling") or "cls", max_tokens=max_tokens
-    )
+    pooling = pooling or sentence_pooling(folder) or "cls"
+    return open_extractor(folder, kind="hf", pooling=pooling, max_tokens=max_tokens)
 
 
 def checked_folder(spec: str | Path) -> Path:
@@ -343,14 +332,12 @@ def check_pooling(pooling: str, kind: str, tokenizer: Any) -> None:
         )
 
 
-def sentence_settings(folder: Path) -> dict[str, Any]:
+def sentence_pooling(folder: Path) -> str | None:
     """How sentence-transformers pools this encoder, where the folder says so."""
     path = folder / "1_Pooling" / "config.json"
-    if not path.is_file():
-        return {}
-    said = read_json(path)
+    config = read_json(path) if path.is_file() else {}
     modes = {"pooling_mode_mean_tokens": "mean", "pooling_mode_cls_token": "cls"}
-    return {"pooling": next((pooling for mode, pooling in modes.items() if said.get(mode)), None)}
+    return next((pooling for mode, pooling in modes.items() if config.get(mode)), None)
 
 
 def learnt_tokenizer(texts: Sequence[str], size: int) -> PreTrainedTokenizerFast:

@@ -10,10 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tightlip.core.errors import UsageError
 from tightlip.core.registry import unknown
+from tightlip.vectors.settings import MECHANISMS
 from tightlip.vectors.vector_accounting import (
     GRID_STEP,
     GRID_STEPS,
@@ -27,11 +28,6 @@ from tightlip.vectors.vector_accounting import (
     pure_epsilon,
 )
 
-if TYPE_CHECKING:
-    pass
-
-
-MECHANISMS = ("laplace-as-published", "laplace", "gaussian")
 BARE = "none"
 UNIT = "one text"
 ANY_TWO = "any two texts"
@@ -39,6 +35,7 @@ ONE_WORD = (
     "two texts of as many words, the same of them marked, that differ in one word not marked; for any "
     "other two see any_two_texts"
 )
+TOLD_RELEASES = (1, 10, 100)
 FIGURES = ("per_coordinate", "pure", "epsilon", "delta")
 _IN_ONE_WORD = "for texts that differ in one word not marked"
 _BARE_BECAUSE = "The vectors are released without noise; nothing bounds what they give away."
@@ -242,6 +239,10 @@ class VectorMechanism:
         return mechanism
 
 
+def _changed(what: str) -> UsageError:
+    return UsageError(f"{what} It was changed: take the one that `represent train` wrote.")
+
+
 def _described(record: dict[str, Any]) -> VectorMechanism:
     bare = record["mechanism"] == BARE
     if not bare and record["grid_step"] != GRID_STEP:
@@ -270,32 +271,24 @@ def _refuse_other_words(claimed: dict[str, Any], real: dict[str, Any]) -> None:
     figures = {*FIGURES, "any_two_texts", "releases"}
     for name in sorted((claimed.keys() | real.keys()) - figures):
         if name not in real or name not in claimed or claimed[name] != real[name]:
-            raise UsageError(
-                f"The record says {name}={claimed.get(name)!r}, and of such noise it must be "
-                f"{real.get(name)!r}. It was changed: take the one that `represent train` wrote."
+            raise _changed(
+                f"The record says {name}={claimed.get(name)!r}, and of such noise it must be {real.get(name)!r}."
             )
     if more := dict(claimed["any_two_texts"]).keys() - set(FIGURES):
-        raise UsageError(
-            f"The record says {', '.join(sorted(more))} of any two texts, which is no figure. "
-            "It was changed: take the one that `represent train` wrote."
+        raise _changed(
+            f"The record says {', '.join(sorted(more))} of any two texts, which is no figure."
         )
 
 
 def _refuse_other_releases(told: dict[str, Any], mechanism: VectorMechanism) -> None:
     number = told["releases"]
     if not isinstance(number, int) or mechanism.mechanism == BARE:
-        raise UsageError(
-            f"The record claims a cost of {number!r} releases, and there is none. "
-            "It was changed: take the one that `represent train` wrote."
-        )
+        raise _changed(f"The record claims a cost of {number!r} releases, and there is none.")
     real = cost_record(mechanism, number)
     names = ("epsilon", "any_two_texts")
     _refuse_less(told, {name: real[name] for name in names})
     if {**told, **dict.fromkeys(names)} != {**real, **dict.fromkeys(names)}:
-        raise UsageError(
-            f"What the record says of {number} releases is not how they compose. "
-            "It was changed: take the one that `represent train` wrote."
-        )
+        raise _changed(f"What the record says of {number} releases is not how they compose.")
 
 
 def _refuse_less(claimed: dict[str, Any], real: dict[str, float | None]) -> None:
@@ -305,9 +298,8 @@ def _refuse_less(claimed: dict[str, Any], real: dict[str, float | None]) -> None
             continue
         known = isinstance(told, int | float) and figure is not None
         if not known or not told >= figure * (1 - 1e-9):  # type: ignore[operator]  # nor if it is NaN
-            raise UsageError(
-                f"The record claims {name}={told}, and noise of its scale gives {figure}. "
-                "It was changed: take the one that `represent train` wrote."
+            raise _changed(
+                f"The record claims {name}={told}, and noise of its scale gives {figure}."
             )
 
 
@@ -357,9 +349,6 @@ def cost_record(mechanism: VectorMechanism, num_releases: int) -> dict[str, Any]
         "adjacency": ONE_WORD if how.endswith(_IN_ONE_WORD) else ANY_TWO,
         "any_two_texts": cost_of_texts(mechanism, num_releases),
     }
-
-
-TOLD_RELEASES = (1, 10, 100)
 
 
 def represent_guarantee(

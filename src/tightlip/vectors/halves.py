@@ -6,6 +6,7 @@ server/  the classifier: turns vectors into labels, knows nothing of the extract
 
 import hashlib
 import json
+import math
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,33 +21,22 @@ from tightlip.core.errors import UsageError
 from tightlip.core.files import digest_of_files, folder_written_whole, read_json, write_json
 from tightlip.models.loading import state_fingerprint, without_progress_bar
 from tightlip.vectors.extractors import Extractor, open_extractor
+from tightlip.vectors.guarantees import VectorMechanism
 
 FORMAT = 1
 DEVICE, SERVER = "device", "server"
 EXTRACTOR, GUARANTEE, WEIGHTS = "extractor", "guarantee.json", "model.safetensors"
 _NEEDED = {
     DEVICE: (
-        "extractor",
-        "pooling",
-        "max_tokens",
-        "dimensions",
-        "mask_word",
-        "guarantee",
-        "pair",
-        "files",
+        *("extractor", "pooling", "max_tokens", "dimensions"),
+        *("mask_word", "guarantee", "pair", "files"),
     ),
     SERVER: ("labels", "dimensions", "pair", "hidden"),
 }
 # What settles the noise of a record: numbers that are read back as they were written.
 _NOISE = (
-    "mechanism",
-    "dimensions",
-    "normalisation",
-    "noise_scale",
-    "grid_step",
-    "dropout",
-    "target_epsilon",
-    "delta",
+    *("mechanism", "dimensions", "normalisation", "noise_scale"),
+    *("grid_step", "dropout", "target_epsilon", "delta"),
 )
 
 
@@ -82,6 +72,22 @@ class Classifier(nn.Module):
         return self.layers((vectors - self.center) / self.width)
 
 
+def noise_classifier(
+    labels: Sequence[str], mechanism: VectorMechanism, *, hidden: int
+) -> Classifier:
+    """A classifier that expects vectors as wide as this mechanism's noise makes them."""
+    in_a_ball = mechanism.normalisation == "unit-ball"
+    own = 1 / mechanism.dimensions if in_a_ball else 0.25  # the largest variance without noise
+    noise = mechanism.noise_scale**2 * (1 if mechanism.mechanism == "gaussian" else 2)
+    return Classifier(
+        mechanism.dimensions,
+        labels,
+        hidden=hidden,
+        center=0.0 if in_a_ball else 0.5,
+        width=math.sqrt(own + noise),
+    )
+
+
 def pair_id(extractor: Extractor, classifier: Classifier, record: dict[str, Any]) -> str:
     """What both halves of one training carry, and the halves of no other.
 
@@ -95,8 +101,8 @@ def pair_id(extractor: Extractor, classifier: Classifier, record: dict[str, Any]
 
 def noise_print(record: dict[str, Any]) -> str:
     """Which noise a guarantee record describes, in 32 characters; its figures follow from that."""
-    said = json.dumps([record.get(name) for name in _NOISE])
-    return hashlib.sha256(said.encode()).hexdigest()[:32]
+    noise = json.dumps([record.get(name) for name in _NOISE])
+    return hashlib.sha256(noise.encode()).hexdigest()[:32]
 
 
 def write_device(folder: Path, extractor: Extractor, record: dict[str, Any], pair: str) -> None:

@@ -7,6 +7,7 @@ device later; the best epoch on the development texts is kept.
 import math
 import shutil
 import time
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.optim import Optimizer
 
 from tightlip.core.devices import usable_device
 from tightlip.core.errors import UsageError
 from tightlip.core.files import write_json
 from tightlip.core.progress import Task, held_interrupts, log, task
 from tightlip.core.run_folder import CHECKPOINT
-from tightlip.vectors.attackers import Readers, frequencies_of
 from tightlip.vectors.batches import Batch, Batches, Scores, scores_of
 from tightlip.vectors.checkpoints import (
     Progress,
@@ -32,7 +33,14 @@ from tightlip.vectors.checkpoints import (
 from tightlip.vectors.data import SPLIT, Examples, reading_of, write_split
 from tightlip.vectors.extractors import make_extractor, to_device
 from tightlip.vectors.guarantees import BARE, VectorMechanism
-from tightlip.vectors.halves import DEVICE, SERVER, Classifier, pair_id, write_device, write_server
+from tightlip.vectors.halves import (
+    DEVICE,
+    SERVER,
+    noise_classifier,
+    pair_id,
+    write_device,
+    write_server,
+)
 from tightlip.vectors.release import normalised, training_noise
 from tightlip.vectors.settings import RepresentOptions, RepresentSettings
 
@@ -40,6 +48,59 @@ METRICS = "metrics.json"
 WARMUP_SHARE = 0.1
 LARGEST_NORM = 1.0
 READERS_RATE = 2e-3
+
+
+class Readers(nn.Module):
+    """Method adversarial (Coavoux et al. 2018): who is to be left in doubt by the vectors.
+
+    One reader per private attribute, each an MLP of one hidden layer.
+    """
+
+    def __init__(self, dimensions: int, num_classes: Sequence[int], *, hidden: int) -> None:
+        super().__init__()
+        self.each = nn.ModuleList(
+            nn.Sequential(nn.Linear(dimensions, hidden), nn.ReLU(), nn.Linear(hidden, num))
+            for num in num_classes
+        )
+
+    def logits(self, vectors: Tensor) -> Iterable[Tensor]:
+        centred = 2 * vectors - 1  # from [0, 1]
+        return (reader(centred) for reader in self.each)
+
+    def learn(
+        self, vectors: Tensor, private: Sequence[Tensor], optimizer: Optimizer, num_steps: int
+    ) -> None:
+        """Let the readers read these vectors a little better; the extractor stays as it is."""
+        vectors = vectors.detach()
+        for _ in range(num_steps):
+            optimizer.zero_grad(set_to_none=True)
+            losses = [
+                functional.cross_entropy(logits, truth)
+                for logits, truth in zip(self.logits(vectors), private, strict=True)
+            ]
+            torch.stack(losses).sum().backward()
+            optimizer.step()
+
+    def certainty(self, vectors: Tensor, frequencies: Sequence[Tensor]) -> Tensor:
+        """What the extractor pays: how far the readers are from saying how frequent each class is.
+
+        That is the cross entropy of their reading under the classes' frequencies, without its
+        least value, so that it is 0 for readers who learn nothing from the vector.
+
+        Holds:
+            doubt: 0 where every reader says the frequencies, more everywhere else.
+        """
+        losses = [
+            -(share * (logits.log_softmax(dim=1) - share.log())).sum(dim=1).mean()
+            for logits, share in zip(self.logits(vectors), frequencies, strict=True)
+        ]
+        return torch.stack(losses).mean()
+
+
+def frequencies_of(ids: Tensor, num_classes: int) -> Tensor:
+    """The share of each class, none of them 0."""
+    counts = torch.bincount(ids, minlength=num_classes) + 1.0
+    return counts / counts.sum()
 
 
 def mechanism_of(settings: RepresentSettings, dimensions: int) -> VectorMechanism:
@@ -50,22 +111,6 @@ def mechanism_of(settings: RepresentSettings, dimensions: int) -> VectorMechanis
         epsilon=settings.epsilon,
         delta=settings.delta,
         dropout=settings.dropout,
-    )
-
-
-def new_classifier(
-    labels: list[str], mechanism: VectorMechanism, settings: RepresentSettings
-) -> Classifier:
-    """A classifier that expects vectors as wide as this mechanism's noise makes them."""
-    in_a_ball = mechanism.normalisation == "unit-ball"
-    own = 1 / mechanism.dimensions if in_a_ball else 0.25  # the largest variance without noise
-    noise = mechanism.noise_scale**2 * (1 if mechanism.mechanism == "gaussian" else 2)
-    return Classifier(
-        mechanism.dimensions,
-        labels,
-        hidden=settings.hidden,
-        center=0.0 if in_a_ball else 0.5,
-        width=math.sqrt(own + noise),
     )
 
 
@@ -100,7 +145,7 @@ class Training:
             vocabulary_size=settings.vocabulary_size or 0,
         )
         self.mechanism = mechanism_of(settings, self.extractor.dimensions)
-        self.classifier = new_classifier(examples.labels, self.mechanism, settings)
+        self.classifier = noise_classifier(examples.labels, self.mechanism, hidden=settings.hidden)
         self.readers = self._new_readers()
         self.modules: dict[str, nn.Module] = {
             "extractor": self.extractor,
@@ -142,26 +187,22 @@ class Training:
             hidden=self.settings.adversary_hidden or 1,
         )
 
-    def _new_optimizers(self) -> dict[str, torch.optim.Optimizer]:
+    def _new_optimizers(self) -> dict[str, Optimizer]:
         settings = self.settings
-        groups = [
-            {
-                "params": list(self.classifier.parameters()),
-                "full_rate": settings.classifier_learning_rate,
-            }
-        ]
+        rates = {self.classifier: settings.classifier_learning_rate}
         if settings.freeze:
             self.extractor.requires_grad_(False)
         else:
-            groups.append(
-                {"params": list(self.extractor.parameters()), "full_rate": settings.learning_rate}
-            )
-        found = {"main": torch.optim.AdamW(groups, fused=True)}
-        if self.settings.method == "adversarial":
-            found["readers"] = torch.optim.AdamW(
+            rates |= {self.extractor: settings.learning_rate}
+        groups = [
+            {"params": [*module.parameters()], "full_rate": rates[module]} for module in rates
+        ]
+        optimizers: dict[str, Optimizer] = {"main": torch.optim.AdamW(groups, fused=True)}
+        if settings.method == "adversarial":
+            optimizers["readers"] = torch.optim.AdamW(
                 self.readers.parameters(), lr=READERS_RATE, fused=True
             )
-        return found
+        return optimizers
 
     def _raw_once(self) -> Tensor:
         vectors = self.extractor.encode(self.train.texts, batch_size=64)

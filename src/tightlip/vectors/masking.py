@@ -112,17 +112,17 @@ def masking_of(texts: Sequence[str], marked: Marked) -> Masking:
     marks = marks_of(marked, len(texts))
     kinds = set(marks)
     common = frozenset.intersection(*kinds) if kinds else frozenset()
-    found: set[str] = set()
+    met: set[str] = set()
     num_words = num_texts = num_nowhere = 0
     for text, each in zip(texts, marks, strict=True):
         hits = [set(_hits(word, each)) for word in text.split()] if each else []
         here = set().union(*hits)
-        found |= here
+        met |= here
         num_words += sum(map(bool, hits))
         num_texts += bool(here)
         num_nowhere += len(each - common - here)
     return Masking(
-        num_words=num_words, num_texts=num_texts, num_nowhere=num_nowhere + len(common - found)
+        num_words=num_words, num_texts=num_texts, num_nowhere=num_nowhere + len(common - met)
     )
 
 

@@ -75,9 +75,8 @@ def _exported(extractor: Extractor) -> Any:
 
 def _check_equal(extractor: Extractor, path: Path) -> None:
     texts = ["", "one", "a text of several words, with a comma"]
-    found = _run(_session(path), extractor.tokenize(texts))
-    wanted = extractor.encode(texts)
-    if np.abs(found - wanted).max() > _TOLERANCE * max(1.0, float(np.abs(wanted).max())):
+    there, wanted = _run(_session(path), extractor.tokenize(texts)), extractor.encode(texts)
+    if np.abs(there - wanted).max() > _TOLERANCE * max(1.0, float(np.abs(wanted).max())):
         raise UsageError(
             "ONNX Runtime gives other vectors than torch for this extractor, so no file was written. Run it with torch."
         )
@@ -90,9 +89,8 @@ class OnnxExtractor(Tokenised):
         same_pair: a device.onnx of another training is a usage error.
     """
 
-    def __init__(self, device: Path, path: Path | None = None) -> None:
-        about = read_half(device, DEVICE)
-        path = device / ONNX if path is None else path
+    def __init__(self, device: Path) -> None:
+        about, path = read_half(device, DEVICE), device / ONNX
         if not path.is_file():
             raise UsageError(
                 f"{path} does not exist. Run: tightlip represent export {device} --onnx"
@@ -113,19 +111,15 @@ class OnnxExtractor(Tokenised):
         self, texts: Sequence[str], *, batch_size: int = 32, device: Any = None
     ) -> np.ndarray:
         """The raw vectors of `texts`, float32, in their order; ONNX Runtime runs on the CPU here."""
-        found = np.empty((len(texts), self.dimensions), np.float32)
+        vectors = np.empty((len(texts), self.dimensions), np.float32)
         for places, batch in self.batches(texts, batch_size):
-            found[places] = _run(self._session, batch)
-        return found
-
-
-def load_onnx_extractor(device: Path | str, path: Path | None = None) -> OnnxExtractor:
-    return OnnxExtractor(Path(device), path)
+            vectors[places] = _run(self._session, batch)
+        return vectors
 
 
 def _run(session: Any, batch: dict[str, torch.Tensor]) -> np.ndarray:
-    found = session.run([OUTPUT], {name: batch[name].numpy() for name in INPUTS})
-    return found[0]
+    (vectors,) = session.run([OUTPUT], {name: batch[name].numpy() for name in INPUTS})
+    return np.asarray(vectors)
 
 
 def _session(path: Path) -> Any:

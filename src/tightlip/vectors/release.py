@@ -20,6 +20,10 @@ from tightlip.vectors.grid_noise import GridNoise
 from tightlip.vectors.guarantees import BARE, VectorMechanism
 from tightlip.vectors.vector_accounting import GRID_STEP, GRID_STEPS
 
+# A record a hair too long is made shorter by this share until it is not.
+_SHORTER = 1 - 2**-12
+_AT_ONCE = 128  # vectors normalised at a time: they stay in the cache
+
 
 def unit_range(vectors_BK: Any) -> Any:
     """Each record's least value at 0 and its largest at 1; numpy in float64, or torch with gradients.
@@ -76,16 +80,16 @@ class _UnitRange(torch.autograd.Function):
         # Halves, so that the difference of two very large numbers is one too.
         least = least / 2
         spread = largest / 2 - least
-        found_BK = _or_zero((vectors_BK / 2 - least) / spread)
-        ctx.save_for_backward(found_BK, spread, first, last)
-        return found_BK
+        scaled_BK = _or_zero((vectors_BK / 2 - least) / spread)
+        ctx.save_for_backward(scaled_BK, spread, first, last)
+        return scaled_BK
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Tensor:
         """Each entry moves itself; the least and the largest move all others too."""
-        found_BK, spread, first, last = ctx.saved_tensors
+        scaled_BK, spread, first, last = ctx.saved_tensors
         (grad_BK,) = grads
-        by_last = (grad_BK * found_BK).sum(dim=1, keepdim=True)
+        by_last = (grad_BK * scaled_BK).sum(dim=1, keepdim=True)
         by_first = grad_BK.sum(dim=1, keepdim=True) - by_last
         ends, by_ends = torch.cat([first, last], dim=1), torch.cat([by_first, by_last], dim=1)
         return _or_zero(grad_BK.scatter_add(1, ends, -by_ends) / (2 * spread))
@@ -98,31 +102,23 @@ class _UnitBall(torch.autograd.Function):
     def forward(ctx: Any, vectors_BK: Tensor) -> Tensor:
         # By the largest entry first: squares of numbers far from 1 are lost.
         largest = torch.linalg.vector_norm(vectors_BK, math.inf, dim=1, keepdim=True)
-        found_BK = vectors_BK / largest
-        length = torch.linalg.vector_norm(found_BK, dim=1, keepdim=True)
-        found_BK = _or_zero(found_BK / length)
-        ctx.save_for_backward(found_BK, largest * length)
-        return found_BK
+        scaled_BK = vectors_BK / largest
+        length = torch.linalg.vector_norm(scaled_BK, dim=1, keepdim=True)
+        scaled_BK = _or_zero(scaled_BK / length)
+        ctx.save_for_backward(scaled_BK, largest * length)
+        return scaled_BK
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Tensor:
         """What would change the length alone changes nothing."""
-        found_BK, length = ctx.saved_tensors
+        scaled_BK, length = ctx.saved_tensors
         (grad_BK,) = grads
-        along = (grad_BK * found_BK).sum(dim=1, keepdim=True)
-        return _or_zero((grad_BK - found_BK * along) / length)
+        along = (grad_BK * scaled_BK).sum(dim=1, keepdim=True)
+        return _or_zero((grad_BK - scaled_BK * along) / length)
 
 
 def _or_zero(values: Tensor) -> Tensor:
     return values.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
-
-
-# Raw vectors to what leaves the device: normalised, put on the grid, and noised
-
-
-# A record a hair too long is made shorter by this share until it is not.
-_SHORTER = 1 - 2**-12
-_AT_ONCE = 128  # vectors normalised at a time: they stay in the cache
 
 
 def released(vectors_NK: np.ndarray, mechanism: VectorMechanism, noise: GridNoise) -> np.ndarray:
@@ -154,17 +150,17 @@ def noised(vectors_NK: np.ndarray, mechanism: VectorMechanism, noise_NK: np.ndar
         raise GuaranteeError(
             f"Noise of shape {noise_NK.shape} is not for vectors of shape {vectors_NK.shape}: some would share it, or have none."
         )
-    found_NK = np.empty(vectors_NK.shape, np.float32)
+    released_NK = np.empty(vectors_NK.shape, np.float32)
 
     def fill(start: int) -> None:
         part = slice(start, start + _AT_ONCE)
         steps = on_grid(vectors_NK[part], mechanism) + noise_NK[part]
-        found_NK[part] = steps * GRID_STEP
+        released_NK[part] = steps * GRID_STEP
 
     _on_all_cores(fill, range(0, len(vectors_NK), _AT_ONCE))
     noise_NK.fill(0)  # whoever reads this memory later must not find the noise
     noise_NK.flags.writeable = False  # nor may zeros be added in its place
-    return found_NK
+    return released_NK
 
 
 def _on_all_cores(action: Callable[[int], None], starts: Sequence[int]) -> None:

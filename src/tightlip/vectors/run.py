@@ -1,24 +1,35 @@
 """`tightlip represent train` and `export` as calls."""
 
 import statistics
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tightlip.core.devices import usable_device
+import torch
+
+from tightlip.core.devices import one_thread, usable_device
 from tightlip.core.errors import UsageError
 from tightlip.core.files import read_json, write_json
 from tightlip.core.progress import log, logged_to
-from tightlip.core.run_folder import LOG, abandon_run, begin_run, check_may_train, claimed, is_run
+from tightlip.core.run_folder import (
+    CHECKPOINT,
+    LOG,
+    abandon_run,
+    begin_run,
+    check_may_train,
+    claimed,
+    is_run,
+)
 from tightlip.models.loading import model_fingerprint
 from tightlip.vectors.data import CORPUS, Examples, Source, open_source, read_examples, write_corpus
 from tightlip.vectors.extractors import checked_folder
 from tightlip.vectors.halves import DEVICE, SERVER, read_half
+from tightlip.vectors.learning import METRICS, Training
+from tightlip.vectors.onnx_export import export_onnx
 from tightlip.vectors.settings import RepresentOptions, RepresentSettings
 
-SUMMARY, METRICS = "summary.json", "metrics.json"
+SUMMARY = "summary.json"
 _SUMMED_UP = (
     *("dev_accuracy", "dev_loss_nats", "test_accuracy", "test_loss_nats", "majority_accuracy"),
     *("test_accuracy_unseen", "best_epoch", "seconds"),
@@ -118,7 +129,7 @@ def _train_one(
         try:
             _train_in(out, source, examples, settings, options)
         except UsageError:
-            if begins and not (out / "checkpoint").exists():
+            if begins and not (out / CHECKPOINT).exists():
                 abandon_run(out)
             raise
     finished = _finished(out)
@@ -142,10 +153,11 @@ def _train_in(
     settings: RepresentSettings,
     options: RepresentOptions,
 ) -> None:
-    from tightlip.vectors.learning import Training
-
-    device = usable_device(options.device, bf16=options.bf16)
-    with logged_to(out / LOG), _own_randomness(device), _few_threads(settings.is_new):
+    device = torch.device(usable_device(options.device, bf16=options.bf16))
+    own_randomness = torch.random.fork_rng([device] if device.type == "cuda" else [])
+    # A new extractor is small: it trains no faster on many threads, and beside other work slower.
+    threads = one_thread() if settings.is_new else nullcontext()
+    with logged_to(out / LOG), own_randomness, threads:
         training = Training(examples, settings, options, out)
         if source.tree["path"] is None and not (out / CORPUS).exists():
             write_corpus(out / CORPUS, source)
@@ -155,29 +167,6 @@ def _train_in(
                 examples.num_dropped,
             )
         training.run()
-
-
-@contextmanager
-def _own_randomness(device: str) -> Iterator[None]:
-    """Leave torch's generators, which training seeds, as they were."""
-    import torch
-
-    with torch.random.fork_rng([device] if device.startswith("cuda") else []):
-        yield
-
-
-@contextmanager
-def _few_threads(small: bool) -> Iterator[None]:
-    """A new extractor is small: it trains no faster on many threads, and beside other work slower."""
-    import torch
-
-    before = torch.get_num_threads()
-    if small:
-        torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def _finished(out: Path) -> RepresentRun | None:
@@ -192,20 +181,18 @@ def _finished(out: Path) -> RepresentRun | None:
 
 def _summary(runs: list[RepresentRun], seeds: list[int]) -> dict[str, Any]:
     """Mean and spread (the standard deviation between seeds) of each figure."""
-    found: dict[str, Any] = {"seeds": seeds, "runs": [run.folder.name for run in runs]}
+    summary: dict[str, Any] = {"seeds": seeds, "runs": [run.folder.name for run in runs]}
     for name in _SUMMED_UP:
         values = [run.metrics[name] for run in runs]
-        known = all(value is not None for value in values)
-        found[name] = {
+        known = None not in values
+        summary[name] = {
             "mean": statistics.fmean(values) if known else None,
             "spread": statistics.stdev(values) if known else None,
             "values": values,
         }
-    return found
+    return summary
 
 
 def represent_export(device: str | Path, *, out: str | Path | None = None) -> Path:
     """Write the device's extractor as ONNX, for ONNX Runtime; into the device's folder by default."""
-    from tightlip.vectors.onnx_export import export_onnx
-
     return export_onnx(Path(device), None if out is None else Path(out))

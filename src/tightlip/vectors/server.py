@@ -1,7 +1,8 @@
-"""vectors.parquet: released vectors, the columns carried beside them, and their guarantee.
+"""What the server gets, a file of vectors, and what it makes of them: labels. It never sees a text.
 
-The file says of itself what it may promise, which pair of device and server it belongs to, and a
-digest of both, the vectors and the columns, so that a damaged or foreign file is never classified.
+vectors.parquet holds released vectors and the columns carried beside them. It says of itself what
+it may promise, which pair of device and server it belongs to, and a digest of both, the vectors
+and the columns, so that a damaged or foreign file is never classified.
 """
 
 import json
@@ -9,10 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.csv
 import pyarrow.parquet as pq
 import torch
 
@@ -21,13 +23,10 @@ from tightlip.core.files import written_whole
 from tightlip.vectors.guarantees import VectorMechanism
 from tightlip.vectors.halves import SERVER, Classifier, load_classifier, noise_print, read_half
 
-if TYPE_CHECKING:
-    import numpy as np
-
-
 FORMAT = 1
 COLUMN = "vector"
 _KEY = b"tightlip_vectors"
+_AT_ONCE = 65_536  # vectors classified
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,22 +158,18 @@ def _arrow(column: Sequence[Any]) -> pa.Array:
 
 
 def _digest(vectors: np.ndarray, columns: dict[str, list[Any]], about: dict[str, Any]) -> str:
-    said = json.dumps([about["record"], about["pair"]], sort_keys=True, ensure_ascii=False)
+    promise = json.dumps([about["record"], about["pair"]], sort_keys=True, ensure_ascii=False)
     # A date is written by its name; all else that a column holds JSON knows.
     beside = json.dumps(list(columns.items()), default=str)
-    digest = sha256(b"\0".join([said.encode(), beside.encode(), str(vectors.shape).encode(), b""]))
+    digest = sha256(
+        b"\0".join([promise.encode(), beside.encode(), str(vectors.shape).encode(), b""])
+    )
     digest.update(np.ascontiguousarray(vectors, "<f4").tobytes())
     return digest.hexdigest()
 
 
 def _damaged(path: Path, because: str) -> UsageError:
     return UsageError(f"{path} is damaged: {because}. Encode the texts again.")
-
-
-# What runs on the server: vectors in, labels out. It never sees a text
-
-
-_AT_ONCE = 65_536
 
 
 class Server:
@@ -198,11 +193,11 @@ class Server:
     def classify(self, vectors: VectorFile | np.ndarray) -> tuple[list[str], np.ndarray]:
         """The likeliest label of each vector, and the probabilities of all labels."""
         given = self._checked(vectors)
-        found = np.empty((len(given), len(self.labels)), np.float32)
+        probabilities = np.empty((len(given), len(self.labels)), np.float32)
         for start in range(0, len(given), _AT_ONCE):
             part = torch.from_numpy(np.array(given[start : start + _AT_ONCE], np.float32))
-            found[start : start + _AT_ONCE] = self.classifier(part).softmax(dim=1).numpy()
-        return [self.labels[number] for number in found.argmax(axis=1)], found
+            probabilities[start : start + _AT_ONCE] = self.classifier(part).softmax(dim=1).numpy()
+        return [self.labels[number] for number in probabilities.argmax(axis=1)], probabilities
 
     def _checked(self, vectors: VectorFile | np.ndarray) -> np.ndarray:
         if isinstance(vectors, VectorFile):
@@ -235,7 +230,7 @@ def load_server(folder: Path | str) -> Server:
 
 def represent_classify(
     server: Path | str, vectors: Any, *, out: Path | str | None = None
-) -> tuple[list[str], "np.ndarray"]:
+) -> tuple[list[str], np.ndarray]:
     """Each vector's likeliest label and the probabilities of all, by a server's half.
 
     `vectors` is a file of `represent_encode`, or an array. `out` (.parquet or .csv) gets the
@@ -253,18 +248,12 @@ def represent_classify(
 
 
 def _write_predictions(
-    path: Path, columns: dict[str, list[Any]], labels: list[str], probabilities: "np.ndarray"
+    path: Path, columns: dict[str, list[Any]], labels: list[str], probabilities: np.ndarray
 ) -> None:
-    import pyarrow as pa
-    import pyarrow.csv
-    import pyarrow.parquet
-
-    from tightlip.core.files import written_whole
-
     told = {"predicted": labels, "probability": probabilities.max(axis=1)}
     table = pa.table({name: value for name, value in columns.items() if name not in told} | told)
     with written_whole(path) as beside:
         if path.suffix.lower() == ".csv":
             pa.csv.write_csv(table, beside)
         else:
-            pa.parquet.write_table(table, beside, compression="zstd")
+            pq.write_table(table, beside, compression="zstd")

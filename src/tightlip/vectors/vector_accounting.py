@@ -70,12 +70,12 @@ def laplace_epsilon(units: int, num_coordinates: int, delta: float) -> float:
         return pure
     # An ε-DP mechanism is ε²/2-zCDP (Bun and Steinke 2016, Proposition 1.4).
     rho = num_coordinates * pure_epsilon(units, 1) ** 2 / 2
-    found = min(pure, zcdp_epsilon(rho, delta))
+    epsilon = min(pure, zcdp_epsilon(rho, delta))
     reserve = _PLD_RESERVE * num_coordinates
     too_long = num_coordinates > _MOST_COORDINATES or pure_epsilon(units, 1) > _MOST_PURE
-    if too_long or delta < 10 * reserve or found == 0:
-        return found
-    return min(found, _pld_epsilon(units, num_coordinates, delta - reserve))
+    if too_long or delta < 10 * reserve or epsilon == 0:
+        return epsilon
+    return min(epsilon, _pld_epsilon(units, num_coordinates, delta - reserve))
 
 
 def _pld_epsilon(units: int, num_coordinates: int, delta: float) -> float:
@@ -89,9 +89,9 @@ def _pld_epsilon(units: int, num_coordinates: int, delta: float) -> float:
         use_connect_dots=True,
     )
     composed = one.self_compose(num_coordinates) if num_coordinates > 1 else one
-    found = float(composed.get_epsilon_for_delta(delta))
+    epsilon = float(composed.get_epsilon_for_delta(delta))
     # Where e^loss overflows there may be no number; then it bounds nothing.
-    return math.inf if math.isnan(found) else max(0.0, found) * _ABOVE
+    return math.inf if math.isnan(epsilon) else max(0.0, epsilon) * _ABOVE
 
 
 def gaussian_epsilon(units: int, delta: float, num_releases: int = 1) -> float:
@@ -157,10 +157,10 @@ def _least_units(spent: Callable[[int], float], epsilon: float, enough: int) -> 
     excess = lambda log_units: math.log(  # noqa: E731
         max(spent(round(math.exp(log_units))), 1e-300) / epsilon
     )
-    found = round(math.exp(brentq(excess, 0.0, math.log(enough) + 1e-9, xtol=1e-6, rtol=1e-9)))
-    while spent(found) > epsilon:
-        found += max(1, found // 1_000_000)
-    return allowed_units(found, epsilon)
+    units = round(math.exp(brentq(excess, 0.0, math.log(enough) + 1e-9, xtol=1e-6, rtol=1e-9)))
+    while spent(units) > epsilon:
+        units += max(1, units // 1_000_000)
+    return allowed_units(units, epsilon)
 
 
 def allowed_units(units: int, epsilon: float) -> int:
