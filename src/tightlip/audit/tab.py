@@ -323,21 +323,17 @@ def open_tab(
     **settings: Any,
 ) -> Tab:
     """A model's folder, or a finished run with the report beside it; `settings` are TabConfig's."""
-    import torch
-
     from tightlip.audit.leakage.summary import LeakageReport
     from tightlip.audit.tab_memory import unique_texts
-    from tightlip.core.devices import usable_device
     from tightlip.corpus.opening import model_folder
-    from tightlip.models.loading import load_causal_lm, load_tokenizer
+    from tightlip.scan.models import open_model
+    from tightlip.scan.options import ScanOptions
 
     config = TabConfig(**settings)
-    folder = model_folder(Path(model))
-    tokenizer = load_tokenizer(folder)
+    opened = open_model(model_folder(Path(model)), ScanOptions(device=device))
     found, notes = (Path(report), []) if report is not None else _report_of(Path(model))
-    unique = unique_texts(LeakageReport(found), tokenizer) if found else None
-    loaded = load_causal_lm(folder, device=usable_device(device), dtype=torch.float32)
-    return Tab(Completer(loaded, tokenizer, config), unique, notes)
+    unique = unique_texts(LeakageReport(found), opened.tokenizer) if found else None
+    return Tab(Completer(opened.model, opened.tokenizer, config), unique, notes)
 
 
 def _report_of(model: Path) -> tuple[Path | None, list[str]]:
