@@ -13,6 +13,7 @@ import tightlip
 from tightlip.audit import measures
 from tightlip.audit.comparison import Subject, labels, promised, seconds_per_epoch
 from tightlip.core.errors import UsageError
+from tightlip.core.registry import look_up, names_of
 from tightlip.core.run_folder import open_run
 from tightlip.models.fingerprints import model_fingerprint
 
@@ -145,13 +146,8 @@ def refuse_to_measure(monkeypatch):
     def refused(*arguments, **settings):
         raise AssertionError("measured again")
 
-    for module, name in (
-        ("leakage.audit", "audit_model"),
-        ("canaries.exposure", "measure_canaries"),
-        ("groups", "measure_groups"),
-        ("membership", "measure_membership"),
-    ):
-        monkeypatch.setattr(f"tightlip.audit.{module}.{name}", refused)
+    for name in names_of("audit"):
+        monkeypatch.setattr(look_up("audit", name), "figures", refused)
 
 
 def test_what_was_measured_is_not_measured_again(made, place, tmp_path, monkeypatch):
@@ -172,10 +168,12 @@ def test_another_key_is_measured_anew_and_a_damaged_file_too(made, place, tmp_pa
     seen = []
     plain = measures.ModelMeasures._kept
 
-    def watched(self, name, further, measure):
-        return plain(
-            self, name, further, lambda: (seen.append((self.run.folder.name, name)), measure())[1]
-        )
+    def watched(self, name, depends_on, measure):
+        def noted():
+            seen.append((self.run.folder.name, name))
+            return measure()
+
+        return plain(self, name, depends_on, noted)
 
     monkeypatch.setattr(measures.ModelMeasures, "_kept", watched)
     damaged = place / "triplet/measures" / model_fingerprint(place / "triplet/model")[:16]
@@ -281,7 +279,7 @@ def test_a_reference_that_saw_the_text_is_refused_even_where_its_score_is_kept(
     place, tmp_path, inside, monkeypatch
 ):
     with monkeypatch.context() as patched:  # kept when nobody looked
-        patched.setattr("tightlip.corpus.opening.check_reference", lambda *given: [])
+        patched.setattr("tightlip.audit.comparison.check_reference", lambda *given: [])
         patched.setattr("tightlip.audit.sides.check_reference", lambda *given: [])
         compared(place, "plain", "triplet", reference=place / "dp/model", out=tmp_path / "before")
     with pytest.raises(UsageError, match="so it is no reference"):
