@@ -15,7 +15,10 @@ from tightlip.audit.comparison import Subject, labels, promised, seconds_per_epo
 from tightlip.core.errors import UsageError
 from tightlip.core.registry import look_up, names_of
 from tightlip.core.run_folder import open_run
+from tightlip.corpus.opening import open_run_corpus
 from tightlip.models.fingerprints import model_fingerprint
+from tightlip.scan import models
+from tightlip.scan.scanner import Scanner
 
 WORDS = ["ant", "bee", "cat", "dog", "eel", "fox", "gnu", "hen", "ibis", "jay", "kite", "lark"]
 RECIPE = {
@@ -154,6 +157,52 @@ def test_what_was_measured_is_not_measured_again(made, place, tmp_path, monkeypa
     refuse_to_measure(monkeypatch)
     again = compared(place, "plain", "triplet", "dp", "all", out=tmp_path / "again")
     assert again.rows == made.rows
+
+
+@pytest.fixture
+def counted(monkeypatch):
+    """Folders of the models loaded, and tokens scanned."""
+    counts = {"loads": [], "tokens": 0}
+    plain_load, plain_scan = models.load_causal_lm, Scanner.scan
+
+    def load(folder, **options):
+        counts["loads"].append(folder)
+        return plain_load(folder, **options)
+
+    def scan(self, tokens, bounds):
+        counts["tokens"] += int(bounds[-1] - bounds[0])
+        return plain_scan(self, tokens, bounds)
+
+    monkeypatch.setattr(models, "load_causal_lm", load)
+    monkeypatch.setattr(Scanner, "scan", scan)
+    return counts
+
+
+def test_each_model_is_loaded_once_and_reads_each_text_once(place, tmp_path, counted):
+    reference = trained_elsewhere(place, tmp_path)
+    names = ("plain", "triplet", "dp")
+    runs = [shutil.copytree(place / name, tmp_path / "runs" / name) for name in names]
+    for run in runs:
+        for kept in ("measures", "scan", "audit"):
+            shutil.rmtree(run / kept, ignore_errors=True)
+    counted |= {"loads": [], "tokens": 0}
+    corpus = open_run_corpus(open_run(place / "plain"))
+    per_model = corpus.train.num_tokens + corpus.validation.num_tokens
+    settings = {"key": None, "reference": reference, **FEW}
+    first = tightlip.compare(runs, out=tmp_path / "o", **settings)
+    assert sorted(counted["loads"]) == sorted(
+        [*(run / "model" for run in runs), reference / "model"]
+    )
+    assert counted["tokens"] == 4 * per_model
+    counted |= {"loads": [], "tokens": 0}
+    again = tightlip.compare(runs, out=tmp_path / "o", **settings)
+    assert counted == {"loads": [], "tokens": 0}
+    assert again.rows == first.rows
+    # Measures that are made anew read what stands.
+    tightlip.compare(runs, out=tmp_path / "o", **settings | {"seed": 3})
+    assert counted == {"loads": [], "tokens": 0}
+    tightlip.compare(runs, out=tmp_path / "o", keep_scan=False, **settings)
+    assert not list((tmp_path / "runs").rglob("scan"))
 
 
 def test_only_the_measures_are_kept_and_no_report_with_text(made, place):

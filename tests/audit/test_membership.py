@@ -440,7 +440,8 @@ def test_a_users_word_counts_in_training_and_in_held_out_text_or_in_neither():
     nats = np.where(np.arange(500) > 49, 9.0, 3.0)  # a model that saw neither side
 
     def scan(tokens, bounds):
-        return None, -nats[tokens[bounds[0] : bounds[-1]]].astype(np.float32)
+        here = tokens[bounds[0] : bounds[-1]]
+        return np.zeros(len(here), np.int32), -nats[here].astype(np.float32)
 
     made = []
     for side, mask in zip(sides, masks, strict=True):
@@ -470,8 +471,7 @@ def test_a_vocabulary_from_training_does_not_move_chance(size):
             return np.zeros(len(here), np.int32), -nats[here].astype(np.float32)
 
         scored = [
-            scores_by(scan, corpus, counted=mask)
-            for corpus, mask in zip(sides, masks, strict=True)
+            scores_by(scan, corpus, counted=mask) for corpus, mask in zip(sides, masks, strict=True)
         ]
         made = [
             made_side(1000 * place + np.arange(len(one.loss_nats)), -one.loss_nats / one.num_tokens)
