@@ -5,6 +5,8 @@ from types import SimpleNamespace
 import torch
 from torch import nn
 
+from tightlip.scan.store import ScanStore
+
 
 class BigramTable(nn.Module):
     """Logits looked up by the last two tokens: integers, so that ties are frequent and exact."""
@@ -55,3 +57,8 @@ class Stranger(nn.Module):
         logits = torch.zeros(*input_ids.shape, self.vocab_size)
         logits[..., self.favourite] = 5.0
         return SimpleNamespace(logits=logits)
+
+
+def scanned(scan, corpus, folder):
+    """What `scan` makes of every token of the corpus, as audits read it."""
+    return ScanStore(folder).scan(corpus, key={}, open_scan=lambda: scan, description="")

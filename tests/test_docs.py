@@ -30,14 +30,14 @@ import tightlip.experiments.adaptive_text
 import tightlip.experiments.demo
 import tightlip.experiments.vectors
 import tightlip.vectors.data
-from tightlip.audit.leakage.findings import LeakageConfig
+from tightlip.audit.settings import LeakageConfig
 from tightlip.cli.main import app, main
 from tightlip.corpus.bundled import demo_corpus, demo_speeches
 from tightlip.corpus.prepare_config import PrepareConfig
 from tightlip.corpus.privacy_weights import WeightsConfig
 from tightlip.corpus.readers import open_corpus
 from tightlip.corpus.vocabulary import build_tokenizer
-from tightlip.scan.models import ScanOptions
+from tightlip.scan.options import ScanOptions
 from tightlip.training.config import RunOptions, TrainConfig
 
 ROOT = Path(__file__).parent.parent

@@ -31,18 +31,22 @@ def audit(model: Any, corpus: Any = None, **settings: Any) -> LeakageReport:
 
 
 def weigh(
-    prepared: str | Path | PreparedCorpus, *, device: str = "auto", **settings: Any
+    prepared: str | Path | PreparedCorpus,
+    *,
+    device: str = "auto",
+    keep_scan: bool = True,
+    **settings: Any,
 ) -> PrivacyWeights:
     """Weigh every training document of a prepared corpus by how rare it is to a public model.
 
     `settings` are those of WeightsConfig. The weights and their page stand in `weights/` of the
-    corpus' folder.
+    corpus' folder, the scans behind them in its `scan/` unless `keep_scan` is False.
     """
     from tightlip.report.kit import render_page
     from tightlip.training.weighing import weigh_documents
 
     render = partial(render_page, "weights")
-    return weigh_documents(prepared, render=render, device=device, **settings)
+    return weigh_documents(prepared, render=render, device=device, keep_scan=keep_scan, **settings)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,11 +75,12 @@ def compare(
     device: str = "auto",
     seed: int = 0,
     num_bootstraps: int = 1000,
+    keep_scan: bool = True,
 ) -> Comparison:
     """Utility, leakage, cost and promise of several runs, and which of them may be compared.
 
-    What is not yet measured is measured now and kept in each run's `measures/`. With
-    `at_perplexity` a run stands for its first snapshot that is at least as good. `notes` are
+    What is not yet measured is measured now and kept in each run's `measures/`, and the scans
+    behind it in its `scan/` unless `keep_scan` is False. With `at_perplexity` a run stands for its first snapshot that is at least as good. `notes` are
     printed on top of the page.
 
     Holds:
@@ -94,6 +99,7 @@ def compare(
         device=device,
         seed=seed,
         num_bootstraps=num_bootstraps,
+        keep_scan=keep_scan,
     )
     made = Comparison(folder=folder, rows=rows, matching=matching, notes=tuple(notes))
     _write_comparison(made)

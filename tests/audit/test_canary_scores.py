@@ -11,6 +11,8 @@ from tightlip.corpus.canaries import CheckKey, write_check_key
 from tightlip.corpus.readers import open_corpus
 from tightlip.corpus.vocabulary import build_tokenizer
 from tightlip.models import LSTMConfig, LSTMForCausalLM
+from tightlip.scan.models import open_model
+from tightlip.scan.options import ScanOptions
 
 
 @pytest.fixture
@@ -29,6 +31,11 @@ def place(tmp_path):
     return tmp_path, model, tokenizer, key
 
 
+def scores_in(folder):
+    model = open_model(folder / "model", ScanOptions(device="cpu"))
+    return scores_of(model, folder / "dp_check.json")
+
+
 def loss_by_transformers(model, ids):
     """Oracle: the loss that transformers works out from labels, one canary at a time."""
     row = torch.tensor([ids])
@@ -42,10 +49,10 @@ def test_a_score_is_minus_the_mean_loss_behind_a_bos(place, monkeypatch):
         -loss_by_transformers(model, [tokenizer.bos_token_id, *tokens])
         for tokens in key.tokens_ML.tolist()
     ]
-    scores = scores_of(folder / "model", folder / "dp_check.json")
+    scores = scores_in(folder)
     assert scores == pytest.approx(expected, rel=1e-5)
     monkeypatch.setattr(canary_scores, "LOGITS_AT_ONCE", 100)
-    assert scores_of(folder / "model", folder / "dp_check.json") == pytest.approx(scores)
+    assert scores_in(folder) == pytest.approx(scores)
 
 
 def test_a_model_that_gives_no_numbers_is_refused(place):
@@ -54,4 +61,4 @@ def test_a_model_that_gives_no_numbers_is_refused(place):
         model.lm_head.weight.fill_(math.nan)
     model.save_pretrained(folder / "model")
     with pytest.raises(UsageError, match="no numbers"):
-        scores_of(folder / "model", folder / "dp_check.json")
+        scores_in(folder)

@@ -13,8 +13,12 @@ import tightlip
 from tightlip.audit import measures
 from tightlip.audit.comparison import Subject, labels, promised, seconds_per_epoch
 from tightlip.core.errors import UsageError
+from tightlip.core.registry import look_up, names_of
 from tightlip.core.run_folder import open_run
+from tightlip.corpus.opening import open_run_corpus
 from tightlip.models.loading import model_fingerprint
+from tightlip.scan import models
+from tightlip.scan.scanner import Scanner
 
 WORDS = ["ant", "bee", "cat", "dog", "eel", "fox", "gnu", "hen", "ibis", "jay", "kite", "lark"]
 RECIPE = {
@@ -145,19 +149,60 @@ def refuse_to_measure(monkeypatch):
     def refused(*arguments, **settings):
         raise AssertionError("measured again")
 
-    for module, name in (
-        ("leakage.audit", "audit_model"),
-        ("canaries.exposure", "measure_canaries"),
-        ("groups", "measure_groups"),
-        ("membership", "measure_membership"),
-    ):
-        monkeypatch.setattr(f"tightlip.audit.{module}.{name}", refused)
+    for name in names_of("audit"):
+        monkeypatch.setattr(look_up("audit", name), "figures", refused)
 
 
 def test_what_was_measured_is_not_measured_again(made, place, tmp_path, monkeypatch):
     refuse_to_measure(monkeypatch)
     again = compared(place, "plain", "triplet", "dp", "all", out=tmp_path / "again")
     assert again.rows == made.rows
+
+
+@pytest.fixture
+def counted(monkeypatch):
+    """Folders of the models loaded, and tokens scanned."""
+    counts = {"loads": [], "tokens": 0}
+    plain_load, plain_scan = models.load_causal_lm, Scanner.scan
+
+    def load(folder, **options):
+        counts["loads"].append(folder)
+        return plain_load(folder, **options)
+
+    def scan(self, tokens, bounds):
+        counts["tokens"] += int(bounds[-1] - bounds[0])
+        return plain_scan(self, tokens, bounds)
+
+    monkeypatch.setattr(models, "load_causal_lm", load)
+    monkeypatch.setattr(Scanner, "scan", scan)
+    return counts
+
+
+def test_each_model_is_loaded_once_and_reads_each_text_once(place, tmp_path, counted):
+    reference = trained_elsewhere(place, tmp_path)
+    names = ("plain", "triplet", "dp")
+    runs = [shutil.copytree(place / name, tmp_path / "runs" / name) for name in names]
+    for run in runs:
+        for kept in ("measures", "scan", "audit"):
+            shutil.rmtree(run / kept, ignore_errors=True)
+    counted |= {"loads": [], "tokens": 0}
+    corpus = open_run_corpus(open_run(place / "plain"))
+    per_model = corpus.train.num_tokens + corpus.validation.num_tokens
+    settings = {"key": None, "reference": reference, **FEW}
+    first = tightlip.compare(runs, out=tmp_path / "o", **settings)
+    assert sorted(counted["loads"]) == sorted(
+        [*(run / "model" for run in runs), reference / "model"]
+    )
+    assert counted["tokens"] == 4 * per_model
+    counted |= {"loads": [], "tokens": 0}
+    again = tightlip.compare(runs, out=tmp_path / "o", **settings)
+    assert counted == {"loads": [], "tokens": 0}
+    assert again.rows == first.rows
+    # Measures that are made anew read what stands.
+    tightlip.compare(runs, out=tmp_path / "o", **settings | {"seed": 3})
+    assert counted == {"loads": [], "tokens": 0}
+    tightlip.compare(runs, out=tmp_path / "o", keep_scan=False, **settings)
+    assert not list((tmp_path / "runs").rglob("scan"))
 
 
 def test_only_the_measures_are_kept_and_no_report_with_text(made, place):
@@ -172,10 +217,12 @@ def test_another_key_is_measured_anew_and_a_damaged_file_too(made, place, tmp_pa
     seen = []
     plain = measures.ModelMeasures._kept
 
-    def watched(self, name, further, measure):
-        return plain(
-            self, name, further, lambda: (seen.append((self.run.folder.name, name)), measure())[1]
-        )
+    def watched(self, name, depends_on, measure):
+        def noted():
+            seen.append((self.run.folder.name, name))
+            return measure()
+
+        return plain(self, name, depends_on, noted)
 
     monkeypatch.setattr(measures.ModelMeasures, "_kept", watched)
     damaged = place / "triplet/measures" / model_fingerprint(place / "triplet/model")[:16]
@@ -281,7 +328,7 @@ def test_a_reference_that_saw_the_text_is_refused_even_where_its_score_is_kept(
     place, tmp_path, inside, monkeypatch
 ):
     with monkeypatch.context() as patched:  # kept when nobody looked
-        patched.setattr("tightlip.corpus.opening.check_reference", lambda *given: [])
+        patched.setattr("tightlip.audit.comparison.check_reference", lambda *given: [])
         patched.setattr("tightlip.audit.sides.check_reference", lambda *given: [])
         compared(place, "plain", "triplet", reference=place / "dp/model", out=tmp_path / "before")
     with pytest.raises(UsageError, match="so it is no reference"):

@@ -4,6 +4,8 @@ import math
 import random
 import zlib
 from collections import Counter
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,16 +14,16 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from standins import BigramTable, Parrot, Stranger
+from standins import BigramTable, Parrot, Stranger, scanned
 from tightlip.audit import sides as fair_tokens
-from tightlip.audit.membership import RATES, Ranking, measure_level
+from tightlip.audit.membership import RATES, SCORES, Ranking, measure_level
 from tightlip.audit.sides import Side, compressed_sizes
 from tightlip.core.errors import UsageError
 from tightlip.core.resampling import check_num_bootstraps, interval, tail_share, times_drawn
 from tightlip.corpus.opening import standing_in_both
 from tightlip.corpus.tokens import TokenizedCorpus
-from tightlip.scan import store as scanned
-from tightlip.scan.document_scores import DocumentScores, score_documents
+from tightlip.scan import store
+from tightlip.scan.document_scores import DocumentScores, document_scores
 from tightlip.scan.scanner import Scanner
 
 VOCABULARY, BOS = 12, 11
@@ -61,11 +63,12 @@ def losses_one_by_one(model, document, bos):
 
 
 @pytest.mark.parametrize("bos", [BOS, None])
-def test_documents_are_scored_as_one_by_one(bos, monkeypatch):
-    monkeypatch.setattr(scanned, "SHARD_TOKENS", 40)  # several shards, some documents empty
+def test_documents_are_scored_as_one_by_one(bos, monkeypatch, tmp_path):
+    monkeypatch.setattr(store, "SHARD_TOKENS", 40)  # several shards, some documents empty
     documents = random_documents(30, seed=1)
     model = BigramTable(VOCABULARY, seed=2)
-    found = score_documents(Scanner(model, bos_id=bos), corpus_of(documents))
+    scan = Scanner(model, bos_id=bos).scan
+    found = document_scores(scanned(scan, corpus_of(documents), tmp_path))
     for index, document in enumerate(documents):
         losses = losses_one_by_one(model, document, bos)
         worst = sorted(losses, reverse=True)[: max(1, len(losses) // 5)]
@@ -75,39 +78,53 @@ def test_documents_are_scored_as_one_by_one(bos, monkeypatch):
         assert found.lowest_nats[index] == pytest.approx(sum(worst), rel=1e-5)
 
 
-def test_one_shard_of_log_probabilities_is_held_at_a_time(monkeypatch):
-    monkeypatch.setattr(scanned, "SHARD_TOKENS", 50)
-    sizes = []
+def always(log_prob):
+    """A scan that holds every token for equally likely."""
 
     def scan(tokens, bounds):
-        sizes.append(int(bounds[-1] - bounds[0]))
-        return None, np.full(sizes[-1], -1.0, np.float32)
+        size = int(bounds[-1] - bounds[0])
+        return np.zeros(size, np.int32), np.full(size, log_prob, np.float32)
 
+    return scan
+
+
+def test_one_shard_of_log_probabilities_is_held_at_a_time(monkeypatch, tmp_path):
+    monkeypatch.setattr(store, "SHARD_TOKENS", 50)
     corpus = corpus_of(random_documents(100, seed=3))
-    found = score_documents(SimpleNamespace(scan=scan), corpus)
+    whole = scanned(always(-1.0), corpus, tmp_path)
+    sizes, plain = [], whole.shards
+
+    def watched():
+        for shard in plain():
+            sizes.append(len(shard.log_probs))
+            yield shard
+
+    found = document_scores(SimpleNamespace(corpus=corpus, shards=watched))
     assert sum(sizes) == corpus.num_tokens == found.loss_nats.sum()
     assert len(sizes) > 5
     assert max(sizes) < 50 + 12
 
 
-def test_a_token_held_for_impossible_is_refused():
-    def scan(tokens, bounds):
-        return None, np.full(len(tokens), -np.inf, np.float32)
-
+def test_a_token_held_for_impossible_is_refused(tmp_path):
     with pytest.raises(UsageError, match="impossible"):
-        score_documents(SimpleNamespace(scan=scan), corpus_of([[1, 2]]))
+        document_scores(scanned(always(-np.inf), corpus_of([[1, 2]]), tmp_path))
 
 
-def test_a_corpus_without_documents_gives_no_scores():
-    found = score_documents(Scanner(BigramTable(VOCABULARY, 0), bos_id=BOS), corpus_of([]))
+def test_a_corpus_without_documents_gives_no_scores(tmp_path):
+    found = document_scores(scanned(always(-1.0), corpus_of([]), tmp_path))
     assert len(found.loss_nats) == len(found.num_lowest) == 0
+
+
+def scores_by(scan, corpus, **counted):
+    with TemporaryDirectory() as folder:
+        return document_scores(scanned(scan, corpus, Path(folder)), **counted)
 
 
 def side_of(model, documents, users, reference=None):
     corpus = corpus_of(documents, users)
 
     def scored(by):
-        return score_documents(Scanner(by, bos_id=BOS), corpus)
+        return scores_by(Scanner(by, bos_id=BOS).scan, corpus)
 
     return Side(
         users=np.array(users),
@@ -117,11 +134,15 @@ def side_of(model, documents, users, reference=None):
     )
 
 
+def scores_of(side):
+    return {name: score.values(side) for name, score in SCORES.items()}
+
+
 def test_a_user_is_scored_as_all_their_documents_together():
     documents = random_documents(20, seed=4, shortest=1)
     users = [index % 3 for index in range(20)]
     model, reference = BigramTable(VOCABULARY, seed=5), BigramTable(VOCABULARY, seed=6)
-    found = side_of(model, documents, users, reference).by_user().scores()
+    found = scores_of(side_of(model, documents, users, reference).by_user())
     for user in range(3):
         theirs = [documents[index] for index in range(20) if users[index] == user]
         losses = [losses_one_by_one(model, document, BOS) for document in theirs]
@@ -229,8 +250,8 @@ def share_covered(make, *, num_cases=100, num_draws=100, as_documents=False):
     for _ in range(num_cases):
         members, others = make(draw)
         if as_documents:
-            members = made_side(np.arange(len(members)), members.scores()["loss"])
-            others = made_side(1000 + np.arange(len(others)), others.scores()["loss"])
+            members = made_side(np.arange(len(members)), scores_of(members)["loss"])
+            others = made_side(1000 + np.arange(len(others)), scores_of(others)["loss"])
         auc = measure_level(members, others, draw, num_draws)["scores"]["loss"]["auc"]
         covered += auc["low"] <= 0.5 <= auc["high"]
     return covered / num_cases
@@ -419,11 +440,12 @@ def test_a_users_word_counts_in_training_and_in_held_out_text_or_in_neither():
     nats = np.where(np.arange(500) > 49, 9.0, 3.0)  # a model that saw neither side
 
     def scan(tokens, bounds):
-        return None, -nats[tokens[bounds[0] : bounds[-1]]].astype(np.float32)
+        here = tokens[bounds[0] : bounds[-1]]
+        return np.zeros(len(here), np.int32), -nats[here].astype(np.float32)
 
     made = []
     for side, mask in zip(sides, masks, strict=True):
-        one = score_documents(SimpleNamespace(scan=scan), side, counted=mask)
+        one = scores_by(scan, side, counted=mask)
         made.append(made_side(np.asarray(side.users), -one.loss_nats / one.num_tokens))
     auc = measure_level(*made, np.random.default_rng(0), 200)["scores"]["loss"]["auc"]
     assert auc == {"value": 0.5, "low": 0.5, "high": 0.5}
@@ -445,11 +467,11 @@ def test_a_vocabulary_from_training_does_not_move_chance(size):
 
     def auc(masks):
         def scan(tokens, bounds):
-            return None, -nats[tokens[bounds[0] : bounds[-1]]].astype(np.float32)
+            here = tokens[bounds[0] : bounds[-1]]
+            return np.zeros(len(here), np.int32), -nats[here].astype(np.float32)
 
         scored = [
-            score_documents(SimpleNamespace(scan=scan), corpus, counted=mask)
-            for corpus, mask in zip(sides, masks, strict=True)
+            scores_by(scan, corpus, counted=mask) for corpus, mask in zip(sides, masks, strict=True)
         ]
         made = [
             made_side(1000 * place + np.arange(len(one.loss_nats)), -one.loss_nats / one.num_tokens)

@@ -117,7 +117,7 @@ def test_a_gate_with_a_typo_exits_2_before_anything_is_done(place, command, tmp_
         (("--occurrences", "few"), "'few'"),
         (("--curated-at", "2,three"), "2,three"),
         (("--memory", "lots"), "memory='lots'"),
-        (("--dtype", "int3"), "dtype='int3'"),
+        (("--dtype", "int3"), "Unknown dtype 'int3'"),
         (("--window", 1), "window=1"),
         (("--device", "abacus"), "device='abacus'"),
         (("--engine", "locl"), "Closest: local"),
@@ -150,7 +150,7 @@ def test_killed_before_any_rename_the_same_command_ends_with_the_same_report(
         if killed.status == 0 and killed.renames < number:
             break  # numba renames its cache files too, in the first run of a fresh clone only
         assert killed.status == -9
-        finished = len(list(out.glob(".work/scan/[0-9]*.npz")))
+        finished = len(list(out.glob("scan/*/[0-9]*.npz")))
         assert len(killed.scans) - finished in (0, 1)
         again = command(*the_audit(place, out), shard_tokens=SHARD)
         assert again.status == 0, again.err
@@ -183,7 +183,7 @@ def test_a_killed_audit_of_another_corpus_is_not_gone_on_with(place, command, tm
     model = place / "model"
     killed = command("audit", model, other, "--out", out, shard_tokens=SHARD, die_before_rename=6)
     assert killed.status == -9
-    assert list(out.glob(".work/scan/[0-9]*.npz"))
+    assert list(out.glob("scan/*/[0-9]*.npz"))
     ran = command("audit", model, place / "corpus.parquet", "--out", out, shard_tokens=SHARD)
     assert ran.status == 0
     assert len(ran.scans) == 3
@@ -197,7 +197,7 @@ def test_a_killed_audit_with_another_begin_token_is_not_gone_on_with(place, comm
         (model / path.name).write_bytes(path.read_bytes())
     arguments = ("audit", model, place / "corpus.parquet", "--out", tmp_path / "r")
     assert command(*arguments, shard_tokens=SHARD, die_before_rename=6).status == -9
-    assert list((tmp_path / "r").glob(".work/scan/[0-9]*.npz"))
+    assert list((tmp_path / "r").glob("scan/*/[0-9]*.npz"))
     settings = json.loads((model / "tokenizer_config.json").read_text())
     del settings["bos_token"]
     (model / "tokenizer_config.json").write_text(json.dumps(settings))

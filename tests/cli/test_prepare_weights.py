@@ -50,7 +50,7 @@ def test_killed_before_a_rename_no_half_weights_stand_and_the_same_command_goes_
         killed = command(*weighing(place, out), shard_tokens=SHARD, die_before_rename=number)
         assert killed.status == -9
         assert weights_there(out) is None
-        finished = len(list(out.glob(".weighing/*-scan/[0-9]*.npz")))
+        finished = len(list(out.glob("scan/*/[0-9]*.npz")))
         again = command(*weighing(place, out), shard_tokens=SHARD)
         assert again.status == 0, again.err
         assert len(again.scans) == len(ran.scans) - finished, "a finished shard was scanned again"

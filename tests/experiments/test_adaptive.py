@@ -28,7 +28,9 @@ from tightlip.experiments.adaptive_text import (
     public_source,
 )
 from tightlip.report.kit import render_page
-from tightlip.scan.document_scores import open_scanner, score_documents
+from tightlip.scan.models import Scans
+from tightlip.scan.options import ScanOptions
+from tightlip.scan.store import ScanStore
 from tightlip.training.config import RunOptions, TrainConfig
 
 TINY = {"model": "lstm", "embedding_size": 4, "hidden_size": 4, "num_layers": 1}
@@ -108,11 +110,16 @@ def test_a_cpu_is_asked_for_nothing_that_is_for_a_gpu():
     assert reproduce._options(reproduce.SCALES["paper"], "cpu") == RunOptions(device="cpu")
 
 
-def test_losses_are_those_of_a_pass_over_the_held_out_text(made):
+def scores_by(model, held, folder):
+    scans = Scans(store=ScanStore(folder), options=ScanOptions(device="cpu"))
+    return scans.scores(model, held, "Held-out text")
+
+
+def test_losses_are_those_of_a_pass_over_the_held_out_text(made, tmp_path):
     """The probe holds all held-out text here, so its loss is that of the corpus' own part."""
     folder = made.folder / "mine"
     held = open_prepared(folder / "corpus").validation
-    scores = score_documents(open_scanner(folder / "runs" / "dp-1" / "model", held, "cpu"), held)
+    scores = scores_by(folder / "runs" / "dp-1" / "model", held, tmp_path)
     wanted = scores.loss_nats.sum() / scores.num_tokens.sum()
     row = find(section(made)["rows"], "dp", 1.0, "same noise")
     assert row["loss_nats"] == pytest.approx(wanted, rel=1e-5)
@@ -302,10 +309,10 @@ def test_thirds_follow_the_weights_and_leave_out_what_has_no_tokens():
     assert rho[found == 0].max() < rho[found == 1].min() < rho[found == 2].min()
 
 
-def test_no_tokens_have_no_loss(made):
+def test_no_tokens_have_no_loss(made, tmp_path):
     held = open_prepared(made.folder / "mine" / "corpus").validation
     model = made.folder / "mine" / "runs" / "none" / "model"
-    scores = score_documents(open_scanner(model, held, "cpu"), held)
+    scores = scores_by(model, held, tmp_path)
     assert nats_per_token(scores, np.zeros(held.num_documents, bool)) is None
 
 

@@ -20,7 +20,8 @@ from tightlip.corpus.readers import open_corpus
 from tightlip.corpus.tables import TableWriter
 from tightlip.corpus.vocabulary import build_tokenizer
 from tightlip.models import LSTMConfig, LSTMForCausalLM
-from tightlip.scan.store import scan_corpus
+from tightlip.scan import models as opened_models
+from tightlip.scan.store import ScanStore
 from tightlip.training import weighing as weight_scores
 
 WINDOW = 8
@@ -169,28 +170,31 @@ def test_over_the_corpus_itself_it_changes_others(tmp_path, models, public, weig
     assert found.info["public_corpus"] is None, "nothing was taken from it"
 
 
+PLAIN_SCAN = ScanStore.scan
+
+
 def noisy(size):
     """A batched scan whose every value is off by up to `size`, as in other company it might be."""
 
-    def scanning(scan, corpus, folder, **others):
+    def scanning(self, corpus, *, open_scan, **others):
         draw = np.random.default_rng(0)
 
         def off(tokens, bounds):
-            ranks, log_probs = scan(tokens, bounds)
+            ranks, log_probs = open_scan()(tokens, bounds)
             shift = draw.uniform(-size, size, len(bounds) - 1)
             return ranks, log_probs + np.repeat(shift, np.diff(bounds)).astype(np.float32)
 
-        return scan_corpus(off, corpus, folder, **others)
+        return PLAIN_SCAN(self, corpus, open_scan=lambda: off, **others)
 
     return scanning
 
 
 def assert_company_reaches_no_weight(tmp_path, rows, model, plain, monkeypatch):
     """Rounding changes nothing; what is more than rounding is refused."""
-    monkeypatch.setattr(weight_scores, "scan_corpus", noisy(1.9e-4))
+    monkeypatch.setattr(ScanStore, "scan", noisy(1.9e-4))
     found = weighed(tmp_path / "b", rows, model, None, weights="rank")
     np.testing.assert_array_equal(found.log_perplexities, plain.log_perplexities)
-    monkeypatch.setattr(weight_scores, "scan_corpus", noisy(5e-3))
+    monkeypatch.setattr(ScanStore, "scan", noisy(5e-3))
     with pytest.raises(UsageError, match="in company than alone"):
         weighed(tmp_path / "c", rows, model, None, weights="rank")
 
@@ -224,7 +228,7 @@ def test_a_model_whose_rows_influence_each_other_is_refused_on_a_tiny_corpus(
 
     rows, folder = documents(6, seed=4), models["gpt2"][0]
     weighed(tmp_path / "a", rows, folder, None, weights="rank")
-    monkeypatch.setattr(weight_scores, "load_causal_lm", mingling)
+    monkeypatch.setattr(opened_models, "load_causal_lm", mingling)
     with pytest.raises(UsageError, match="in company than alone"):
         weighed(tmp_path / "b", rows, folder, None, weights="rank")
 
@@ -260,7 +264,7 @@ def test_weights_are_added_and_replaced_and_the_rest_stays(tmp_path, models, pub
     first = tightlip.weigh(corpus, **settings)
     after = contents(corpus.folder)
     assert {name: after[name] for name in before} == before
-    assert {name.split("/")[0] for name in after.keys() - before.keys()} == {"weights"}
+    assert {name.split("/")[0] for name in after.keys() - before.keys()} == {"weights", "scan"}
 
     tightlip.weigh(corpus.folder, **settings)
     assert contents(corpus.folder) == after, "the same settings change nothing"
@@ -268,7 +272,7 @@ def test_weights_are_added_and_replaced_and_the_rest_stays(tmp_path, models, pub
     def never(*_, **__):
         raise AssertionError("scored again")
 
-    monkeypatch.setattr(weight_scores, "scan_corpus", never)
+    monkeypatch.setattr(ScanStore, "scan", never)
     second = tightlip.weigh(corpus, **settings, weights="public-rank", least_weight=0.2)
     assert second.info["a"] is None
     assert second.rho.min() >= 0.2

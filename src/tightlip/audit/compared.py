@@ -22,6 +22,8 @@ class RunMeasures:
 
     name: str
     mitigation: str
+    is_mitigated: bool
+    is_private: bool
     model: str | None  # "final", a snapshot's name, or None where no snapshot would do
     train_text: str  # fingerprints, as the next two
     held_out_text: str | None
@@ -84,13 +86,13 @@ class Matching:
             )
 
 
-def baseline_place(mitigations: Sequence[str]) -> int:
+def baseline_place(are_mitigated: Sequence[bool]) -> int:
     """Which run the others are held against: the first without a mitigation, else the first.
 
-    >>> baseline_place(["dp", "none", "none"]), baseline_place(["dp", "triplet"])
+    >>> baseline_place([True, False, False]), baseline_place([True, True])
     (1, 0)
     """
-    return mitigations.index("none") if "none" in mitigations else 0
+    return list(are_mitigated).index(False) if False in are_mitigated else 0
 
 
 def compared(runs: Sequence[RunMeasures], matching: Matching) -> list[Row]:
@@ -101,7 +103,7 @@ def compared(runs: Sequence[RunMeasures], matching: Matching) -> list[Row]:
         standing: ε is there only where the standing is proved or as published.
         silent: no text of a canary and no user's name is in a row.
     """
-    base = runs[baseline_place([run.mitigation for run in runs])]
+    base = runs[baseline_place([run.is_mitigated for run in runs])]
     return [_row(run, base, runs, matching) for run in runs]
 
 
@@ -188,7 +190,6 @@ def _guarantee(run: RunMeasures) -> Row:
     }
 
 
-# Which runs may be compared
 def judged(
     run: RunMeasures, base: RunMeasures, matching: Matching
 ) -> tuple[bool | None, list[str]]:
@@ -254,10 +255,7 @@ def _advice(run: RunMeasures, base: RunMeasures, mine: float, theirs: float) -> 
     digits = 2 - math.floor(math.log10(reach))
     target = f"{math.ceil(reach * 10**digits) / 10**digits:g}"
     advice = f"Compare with --at-perplexity {target}"
-    if better.mitigation in (
-        "dp",
-        "adaptive-dp",
-    ):  # such a run may not stop by looking at private text
+    if better.is_private:  # such a run may not stop by looking at private text
         return f"{advice}."
     return f"{advice}, or train {better.name} with --until-perplexity {target}."
 
@@ -303,16 +301,22 @@ def change_of(mine: Sequence[Change], theirs: Sequence[Change]) -> Change | None
 def _mean_with_interval(values: list[float]) -> Change:
     num = len(values)
     mean = math.fsum(values) / num
-    found: Change = {"value": mean, "low": None, "high": None, "num_canaries": num, "p_value": None}
+    change: Change = {
+        "value": mean,
+        "low": None,
+        "high": None,
+        "num_canaries": num,
+        "p_value": None,
+    }
     if num < 2:
-        return found
+        return change
     from scipy.special import stdtr, stdtrit
 
     spread = math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (num - 1))
     error = spread / math.sqrt(num)
     reach = float(stdtrit(num - 1, 1 - ONE_TAIL)) * error
-    found |= {"low": mean - reach, "high": mean + reach}
+    change |= {"low": mean - reach, "high": mean + reach}
     # The same change in every canary says that something repeats, not how surely.
     if num >= LEAST_CANARIES and spread > 1e-9 * max(1.0, abs(mean)):
-        found["p_value"] = float(stdtr(num - 1, mean / error))
-    return found
+        change["p_value"] = float(stdtr(num - 1, mean / error))
+    return change

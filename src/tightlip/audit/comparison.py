@@ -6,11 +6,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from tightlip.audit.canaries.exposure import missing_copies
 from tightlip.audit.compared import Matching, Row, RunMeasures, baseline_place, compared
 from tightlip.audit.measures import Key, Measuring, ModelMeasures, measured_or_reason, open_key
+from tightlip.core.devices import usable_device
 from tightlip.core.errors import UsageError
 from tightlip.core.progress import Task, task
+from tightlip.core.resampling import check_num_bootstraps
 from tightlip.core.run_folder import RunRecord, open_run
+from tightlip.corpus.canaries import exposed_above_bits, read_canary_key
+from tightlip.corpus.opening import check_reference, model_folder, open_run_corpus
+from tightlip.models.loading import model_fingerprint
+from tightlip.scan.models import AUDIT, OpenedModel, Scans, run_store
+from tightlip.scan.options import ScanOptions
 
 STEPS_PER_RUN = 4
 NOTHING_HELD_OUT = "The run holds out no text. Prepare with --holdout 0.2, or --validation FILE."
@@ -33,16 +41,46 @@ def compare_runs(
     device: str,
     seed: int,
     num_bootstraps: int,
+    keep_scan: bool,
 ) -> list[Row]:
-    """A row for each run; what is not yet measured is measured now and kept with the run."""
+    """A row for each run; what is not yet measured is measured now and kept with the run.
+
+    Holds:
+        once: each model is loaded once at most, and reads each text once.
+    """
     records = _opened(runs)
-    measuring = _measuring(key, reference, device, seed, num_bootstraps)
+    measuring = _measuring(key, reference, seed, num_bootstraps)
     _refuse_what_saw_the_text(measuring.reference, records)
-    subjects = _subjects(records, measuring, matching.at_perplexity)
-    base = subjects[baseline_place([subject.mitigation for subject in subjects])]
-    with task("Comparing", STEPS_PER_RUN * len(subjects)) as bar:
-        measures = [_gathered(subject, base, bar) for subject in subjects]
+    scans = _scans(records, device)
+    choice = Choosing(measuring=measuring, at_perplexity=matching.at_perplexity)
+    names = labels([record.folder for record in records])
+    place = baseline_place([record.is_mitigated for record in records])
+    base = choice.subject(records[place], names[place], scans[place])
+    measures = []
+    with task("Comparing", STEPS_PER_RUN * len(records)) as bar:
+        for number, (run, name) in enumerate(zip(records, names, strict=True)):
+            if number == place:
+                measures.append(_gathered(base, base, bar))
+                continue
+            subject = choice.subject(run, name, scans[number])
+            measures.append(_gathered(subject, base, bar))
+            if subject.measures is not None:  # the baseline's is needed to the end
+                subject.measures.release()
+    if not keep_scan:
+        for each in scans:
+            each.store.remove()
     return compared(measures, matching)
+
+
+def _scans(records: Sequence[RunRecord], device: str) -> list[Scans]:
+    """Each run's own scans, all of the same models; what one holds the others read."""
+    folders = [folder for run in records for folder in (run.folder, run.folder / AUDIT)]
+    models: dict[Path, OpenedModel] = {}
+    options = ScanOptions(device=usable_device(device))
+    return [
+        Scans(store=run_store(run.folder, beside=folders), options=options, models=models)
+        for run in records
+    ]
 
 
 def _opened(runs: Sequence[str | Path | RunRecord]) -> list[RunRecord]:
@@ -61,24 +99,15 @@ def _opened(runs: Sequence[str | Path | RunRecord]) -> list[RunRecord]:
     return records
 
 
-def _measuring(
-    key: Any, reference: str | Path | None, device: str, seed: int, num_bootstraps: int
-) -> Measuring:
+def _measuring(key: Any, reference: str | Path | None, seed: int, num_bootstraps: int) -> Measuring:
     """How to measure; whatever cannot work is refused here, before the long work."""
-    from tightlip.core.devices import usable_device
-    from tightlip.core.resampling import check_num_bootstraps
-    from tightlip.corpus.opening import model_folder
-    from tightlip.models.loading import model_fingerprint
-
     check_num_bootstraps(num_bootstraps)
     paths = [] if key is None else [key] if isinstance(key, str | Path) else list(key)
-    keys: tuple[Key, ...] = tuple(open_key(Path(path)) for path in paths)
     given = None if reference is None else Path(reference)
     return Measuring(
-        keys=keys,
+        keys=tuple(open_key(Path(path)) for path in paths),
         reference=given,
         reference_fingerprint=None if given is None else model_fingerprint(model_folder(given)),
-        device=usable_device(device),
         seed=seed,
         num_bootstraps=num_bootstraps,
     )
@@ -86,15 +115,12 @@ def _measuring(
 
 def _refuse_what_saw_the_text(reference: Path | None, records: Sequence[RunRecord]) -> None:
     """Before anything kept is looked at: it may have been measured when nobody could tell."""
-    from tightlip.corpus.opening import check_reference, open_run_corpus
-
     for record in records:
         corpus = open_run_corpus(record)
         if reference is not None:
             check_reference(reference, corpus)
 
 
-# Which model of a run is compared
 @dataclass(frozen=True, kw_only=True)
 class Subject:
     """One run and its model that is compared, None where no snapshot is good enough."""
@@ -106,29 +132,33 @@ class Subject:
     best_perplexity: float | None = None
     was_chosen: bool = False  # by looking at held-out text
 
-    @property
-    def mitigation(self) -> str:
-        return str(self.run.config["train"].get("mitigation", "none"))
 
+@dataclass(frozen=True, kw_only=True)
+class Choosing:
+    """Which model of a run is compared: its last, or the first that is as good as asked for."""
 
-def _subjects(
-    records: list[RunRecord], measuring: Measuring, at_perplexity: float | None
-) -> list[Subject]:
-    names = labels([record.folder for record in records])
-    if at_perplexity is None:
-        return [
-            Subject(
-                run=run,
-                name=name,
-                model="final",
-                measures=ModelMeasures(run, run.model_folder, measuring),
-            )
-            for run, name in zip(records, names, strict=True)
-        ]
-    return [
-        _at_perplexity(run, name, measuring, at_perplexity)
-        for run, name in zip(records, names, strict=True)
-    ]
+    measuring: Measuring
+    at_perplexity: float | None
+
+    def subject(self, run: RunRecord, name: str, scans: Scans) -> Subject:
+        if self.at_perplexity is not None:
+            return self._reaching(self.at_perplexity, run, name, scans)
+        measures = ModelMeasures(run, run.model_folder, self.measuring, scans)
+        return Subject(run=run, name=name, model="final", measures=measures)
+
+    def _reaching(self, target: float, run: RunRecord, name: str, scans: Scans) -> Subject:
+        """The first model on the run's way whose held-out perplexity is at most `target`."""
+        best = None
+        for model, folder, known in _on_the_way(run):
+            measures = ModelMeasures(run, folder, self.measuring, scans)
+            perplexity = known
+            if known is None and measures.held_out is not None:
+                perplexity = measures.perplexity()  # a private run does not publish it
+            if perplexity is not None and perplexity <= target:
+                return Subject(run=run, name=name, model=model, measures=measures, was_chosen=True)
+            measures.release()
+            best = min((value for value in (best, perplexity) if value is not None), default=None)
+        return Subject(run=run, name=name, model=None, measures=None, best_perplexity=best)
 
 
 def labels(folders: Sequence[Path]) -> list[str]:
@@ -145,36 +175,23 @@ def labels(folders: Sequence[Path]) -> list[str]:
     return names
 
 
-def _at_perplexity(run: RunRecord, name: str, measuring: Measuring, target: float) -> Subject:
-    """The first model on the run's way whose held-out perplexity is at most `target`."""
-    best = None
-    for model, folder, known in _on_the_way(run):
-        measures = ModelMeasures(run, folder, measuring)
-        perplexity = known
-        if known is None and measures.held_out is not None:
-            perplexity = measures.perplexity()  # a private run does not publish it
-        if perplexity is not None and perplexity <= target:
-            return Subject(run=run, name=name, model=model, measures=measures, was_chosen=True)
-        best = min((value for value in (best, perplexity) if value is not None), default=None)
-    return Subject(run=run, name=name, model=None, measures=None, best_perplexity=best)
-
-
 def _on_the_way(run: RunRecord) -> list[tuple[str, Path, float | None]]:
     """Every model of a run in training order, with its perplexity where the metrics have it."""
     known = {line.get("snapshot"): line.get("validation_perplexity") for line in run.metrics}
     last = run.metrics[-1] if run.metrics else {}
-    found = [(one.name, one.folder, known[one.name]) for one in run.snapshots]
-    return [*found, ("final", run.model_folder, last.get("validation_perplexity"))]
+    snapshots = [(one.name, one.folder, known[one.name]) for one in run.snapshots]
+    return [*snapshots, ("final", run.model_folder, last.get("validation_perplexity"))]
 
 
-# What is measured of it
 def _gathered(subject: Subject, base: Subject, bar: Task) -> RunMeasures:
     corpus = subject.run.config["corpus"]
     bar.note(subject.name)
     seconds, why = seconds_per_epoch(subject.run)
-    found = RunMeasures(
+    measures = RunMeasures(
         name=subject.name,
-        mitigation=subject.mitigation,
+        mitigation=subject.run.mitigation,
+        is_mitigated=subject.run.is_mitigated,
+        is_private=subject.run.is_private,
         model=subject.model,
         train_text=f"{corpus['corpus_fingerprint']} without {corpus.get('num_users_left_out', 0)}",
         held_out_text=corpus.get("validation_fingerprint"),
@@ -186,18 +203,18 @@ def _gathered(subject: Subject, base: Subject, bar: Task) -> RunMeasures:
     )
     if subject.measures is None:
         bar.advance(STEPS_PER_RUN)
-        reason = NOTHING_HELD_OUT if found.held_out_text is None else ""
+        reason = NOTHING_HELD_OUT if measures.held_out_text is None else ""
         return replace(
-            found, not_known=found.not_known | ({"perplexity": reason} if reason else {})
+            measures, not_known=measures.not_known | ({"perplexity": reason} if reason else {})
         )
     for measure in (_with_leakage, _with_exposures, _with_groups, _with_membership):
-        found = measure(found, subject.measures, base)
+        measures = measure(measures, subject.measures, base)
         bar.advance()
-    return found
+    return measures
 
 
-def _with_leakage(found: RunMeasures, of: ModelMeasures, base: Subject) -> RunMeasures:
-    leakage, why = measured_or_reason("The leakage report", found.name, of.leakage)
+def _with_leakage(measures: RunMeasures, of: ModelMeasures, base: Subject) -> RunMeasures:
+    leakage, why = measured_or_reason("The leakage report", measures.name, of.leakage)
     reasons = {} if why is None else {"unique sequences": why, "leakage ε_l": why}
     if leakage is not None and leakage["leakage_epsilon"] is None:
         reasons["leakage ε_l"] = (
@@ -205,35 +222,32 @@ def _with_leakage(found: RunMeasures, of: ModelMeasures, base: Subject) -> RunMe
             if of.measuring.reference is None
             else "No unique sequence has a finite ratio."
         )
-    return replace(found, leakage=leakage, not_known=found.not_known | reasons)
+    return replace(measures, leakage=leakage, not_known=measures.not_known | reasons)
 
 
-def _with_exposures(found: RunMeasures, of: ModelMeasures, base: Subject) -> RunMeasures:
-    from tightlip.audit.canaries.exposure import missing_copies
-    from tightlip.corpus.canaries import exposed_above_bits, read_canary_key
-
+def _with_exposures(measures: RunMeasures, of: ModelMeasures, base: Subject) -> RunMeasures:
     keys = of.measuring.keys
     if not keys:
-        return replace(found, not_known=found.not_known | {"exposure": NO_KEY, "tab": NO_KEY})
+        return replace(measures, not_known=measures.not_known | {"exposure": NO_KEY, "tab": NO_KEY})
     reasons: dict[str, str] = {}
     exposures: list[dict[str, Any]] = []
     if any(key.planted_texts for key in keys):
-        planted, why = measured_or_reason("Exposure", found.name, of.exposures)
+        planted, why = measured_or_reason("Exposure", measures.name, of.exposures)
         exposures += planted or []
         reasons |= {} if why is None else {"exposure": why, "tab of planted canaries": why}
     else:
         reasons["exposure"] = "No key holds planted canaries, and only these have an exposure."
     for key in keys:
-        real, why = _real(found.name, of, key)
+        real, why = _real(measures.name, of, key)
         exposures += real
         reasons |= {} if why is None else {"tab of real canaries": why}
     note = missing_copies(of.run, [read_canary_key(key.path) for key in keys])
-    found = replace(
-        found, exposures=exposures, canary_note=note, not_known=found.not_known | reasons
+    measures = replace(
+        measures, exposures=exposures, canary_note=note, not_known=measures.not_known | reasons
     )
-    if not found.planted:
-        return found
-    return replace(found, exposed_above_bits=exposed_above_bits(len(found.planted)))
+    if not measures.planted:
+        return measures
+    return replace(measures, exposed_above_bits=exposed_above_bits(len(measures.planted)))
 
 
 def _real(name: str, of: ModelMeasures, key: Key) -> tuple[list[dict[str, Any]], str | None]:
@@ -242,17 +256,17 @@ def _real(name: str, of: ModelMeasures, key: Key) -> tuple[list[dict[str, Any]],
         return [], None
     if of.fingerprint in key.chosen_by:
         return [], CHOSEN_BY_THIS
-    found, why = measured_or_reason("Tab", name, lambda: of.real(key))
-    return found or [], why
+    real, why = measured_or_reason("Tab", name, lambda: of.real(key))
+    return real or [], why
 
 
-def _with_groups(found: RunMeasures, of: ModelMeasures, base: Subject) -> RunMeasures:
+def _with_groups(measures: RunMeasures, of: ModelMeasures, base: Subject) -> RunMeasures:
     if of.held_out is None:
         reasons = dict.fromkeys(("perplexity", "gap, low-5 to top-5"), NOTHING_HELD_OUT)
-        return replace(found, not_known=found.not_known | reasons)
+        return replace(measures, not_known=measures.not_known | reasons)
     is_base = of is base.measures
     against = None if is_base or not _same_held_out(of, base) else base.measures
-    groups, why = measured_or_reason("Groups", found.name, lambda: of.groups(against))
+    groups, why = measured_or_reason("Groups", measures.name, lambda: of.groups(against))
     reasons = {} if why is None else {"gap, low-5 to top-5": why}
     if why is None and not is_base and (groups or {}).get("gap") is None:
         reasons["gap, low-5 to top-5"] = (
@@ -260,7 +274,7 @@ def _with_groups(found: RunMeasures, of: ModelMeasures, base: Subject) -> RunMea
             if against is None
             else "Too few users have held-out text, or all have equally much of it."
         )
-    return replace(found, groups=groups, not_known=found.not_known | reasons)
+    return replace(measures, groups=groups, not_known=measures.not_known | reasons)
 
 
 def _same_held_out(of: ModelMeasures, base: Subject) -> bool:
@@ -271,12 +285,14 @@ def _same_held_out(of: ModelMeasures, base: Subject) -> bool:
     return all(mine.get(name) == theirs.get(name) for name in names)
 
 
-def _with_membership(found: RunMeasures, of: ModelMeasures, base: Subject) -> RunMeasures:
+def _with_membership(measures: RunMeasures, of: ModelMeasures, base: Subject) -> RunMeasures:
     if of.held_out is None:
-        return replace(found, not_known=found.not_known | {"membership AUC": NOTHING_HELD_OUT})
-    membership, why = measured_or_reason("Membership", found.name, of.membership)
+        return replace(
+            measures, not_known=measures.not_known | {"membership AUC": NOTHING_HELD_OUT}
+        )
+    membership, why = measured_or_reason("Membership", measures.name, of.membership)
     reasons = {} if why is None else {"membership AUC": why}
-    return replace(found, membership=membership, not_known=found.not_known | reasons)
+    return replace(measures, membership=membership, not_known=measures.not_known | reasons)
 
 
 def seconds_per_epoch(run: RunRecord) -> tuple[float | None, str | None]:

@@ -30,18 +30,23 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tightlip.core.devices import usable_device
+from tightlip.audit.measures import Audited
 from tightlip.core.errors import UsageError
 from tightlip.core.files import write_json
 from tightlip.core.run_folder import DP_CHECK, DP_CHECK_RESULT, RunRecord, open_run
 from tightlip.corpus.canaries import CheckKey, read_check_key
-from tightlip.models.loading import load_causal_lm, load_tokenizer
+from tightlip.scan.models import OpenedModel, open_model
+from tightlip.scan.options import ScanOptions
 
 Verdict = Literal["consistent", "contradicted", "nothing claimed"]
 # Forty right guesses are the fewest that can contradict ε = 2.5.
 _FEW = 40
 _TRIED = 256  # values of ε, before the last one rejected is narrowed
 _NARROWED = 40
+LOGITS_AT_ONCE = 1 << 24
+CONFIDENCE = 0.95
+# For a run that claims nothing: small enough to weigh nothing beside a few thousand canaries.
+DELTA_WITHOUT_CLAIM = 1e-5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,10 +202,10 @@ def epsilon_lower_bound(
 
     # δ weighs less as ε grows, so an ε may be ruled out where a smaller one is not: from above.
     tried = np.linspace(_most(num_guesses, confidence), 0, _TRIED)
-    found = next((place for place, each in enumerate(tried) if is_ruled_out(each)), None)
-    if found is None:
+    first = next((place for place, each in enumerate(tried) if is_ruled_out(each)), None)
+    if first is None:
         return 0.0
-    low, high = float(tried[found]), float(tried[max(found - 1, 0)])
+    low, high = float(tried[first]), float(tried[max(first - 1, 0)])
     for _ in range(_NARROWED):
         middle = (low + high) / 2
         low, high = (middle, high) if is_ruled_out(middle) else (low, middle)
@@ -214,18 +219,14 @@ def _most(num_guesses: int, confidence: float) -> float:
     return max(0.0, -math.log(math.expm1(-math.log1p(-confidence) / num_guesses)))
 
 
-# How well a model knows each check canary, asked as anybody with its probabilities could ask
-
-
-LOGITS_AT_ONCE = 1 << 24
-
-
 @torch.inference_mode()
-def scores_of(model_folder: Path, key_file: Path, device: str | torch.device = "cpu") -> np.ndarray:
-    """Minus each canary's mean loss in nats, read as training read it: behind a BOS if there is one."""
-    key = read_check_key(key_file)
-    model = load_causal_lm(model_folder, device=device, dtype=torch.float32)
-    ids_MT = _ids(key, load_tokenizer(model_folder).bos_token_id).to(device)
+def scores_of(opened: OpenedModel, key_file: Path) -> np.ndarray:
+    """Minus each canary's mean loss in nats, read as training read it: behind a BOS if there is one.
+
+    Asked as anybody with the model's probabilities could ask.
+    """
+    model = opened.model
+    ids_MT = _ids(read_check_key(key_file), opened.tokenizer.bos_token_id).to(opened.device)
     vocabulary = model.config.get_text_config().vocab_size
     together = max(1, LOGITS_AT_ONCE // (ids_MT.shape[1] * vocabulary))
     parts = []
@@ -236,7 +237,7 @@ def scores_of(model_folder: Path, key_file: Path, device: str | torch.device = "
     scores = torch.cat(parts).cpu().numpy()
     if not np.isfinite(scores).all():
         raise UsageError(
-            f"{model_folder} gives losses that are no numbers, so no guess can be made. Train again."
+            f"{opened.name} gives losses that are no numbers, so no guess can be made. Train again."
         )
     return scores
 
@@ -246,15 +247,8 @@ def _ids(key: CheckKey, bos: int | None) -> Tensor:
     return ids_MT if bos is None else torch.nn.functional.pad(ids_MT, (1, 0), value=bos)
 
 
-# `tightlip audit RUN --dp-check` as one call
-
-
-# For a run that claims nothing: small enough to weigh nothing beside a few thousand canaries.
-DELTA_WITHOUT_CLAIM = 1e-5
-
-
 def check_run(
-    run: str | Path | RunRecord, *, device: str = "auto", confidence: float = 0.95
+    run: str | Path | RunRecord, *, device: str = "auto", confidence: float = CONFIDENCE
 ) -> DPCheck:
     """A lower bound on the run's ε from its planted canaries, beside the ε its ledger claims.
 
@@ -264,19 +258,45 @@ def check_run(
     record = run if isinstance(run, RunRecord) else open_run(Path(run))
     if not record.finished:
         raise UsageError(f"{record.folder} is not finished training. Give its train command again.")
-    key_file = record.folder / DP_CHECK
-    if not key_file.exists():
+    key_file = _key_file(record)
+    opened = open_model(record.model_folder, ScanOptions(device=device))
+    check = _check_of(opened, record, key_file, confidence)
+    write_json(record.folder / DP_CHECK_RESULT, check.to_json())
+    return check
+
+
+def _key_file(record: RunRecord) -> Path:
+    path = record.folder / DP_CHECK
+    if not path.exists():
         raise UsageError(
             f"{record.folder} was trained without canaries, so there is nothing to guess. "
             "Run: tightlip train CORPUS --mitigation dp --epsilon 2 --dp-check-canaries 1000 --out DIR"
         )
+    return path
+
+
+def _check_of(opened: OpenedModel, record: RunRecord, key_file: Path, confidence: float) -> DPCheck:
     claimed = record.guarantee.get("epsilon")
-    check = check_guesses(
-        scores_of(record.model_folder, key_file, usable_device(device)),
+    return check_guesses(
+        scores_of(opened, key_file),
         read_check_key(key_file).included_M,
         claimed_epsilon=claimed,
         delta=DELTA_WITHOUT_CLAIM if claimed is None else record.guarantee["delta"],
         confidence=confidence,
     )
-    write_json(record.folder / DP_CHECK_RESULT, check.to_json())
-    return check
+
+
+class DPCheckAudit:
+    """A lower bound on ε by guessing which check canaries a run was trained on."""
+
+    finds_secrets = True
+
+    def depends_on(self, audited: Audited) -> dict[str, Any]:
+        return {}  # the key is the run's own
+
+    def figures(self, audited: Audited) -> dict[str, Any]:
+        opened = audited.scans.opened(audited.model)
+        return _check_of(opened, audited.run, _key_file(audited.run), CONFIDENCE).to_json()
+
+    def accuses(self, figures: dict[str, Any]) -> bool:
+        return bool(figures["epsilon_lower_bound"] > (figures["claimed_epsilon"] or 0))

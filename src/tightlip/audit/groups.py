@@ -21,8 +21,8 @@ from typing import Any
 
 import numpy as np
 
+from tightlip.audit.measures import Audited
 from tightlip.audit.membership import NOT_PRIVATE
-from tightlip.core.devices import usable_device
 from tightlip.core.errors import UsageError
 from tightlip.core.files import write_json
 from tightlip.core.resampling import FEW_USERS, check_num_bootstraps, interval, times_drawn
@@ -31,7 +31,8 @@ from tightlip.corpus.opening import with_held_out
 from tightlip.corpus.prepare import PreparedCorpus
 from tightlip.corpus.readers import open_corpus
 from tightlip.corpus.tokens import TokenizedCorpus
-from tightlip.scan.document_scores import DocumentScores, open_scanner, score_documents
+from tightlip.scan.document_scores import DocumentScores
+from tightlip.scan.models import AUDIT, Scans, scans_of_run
 
 GROUP_SIZE = 5
 MOST_BINS = 8
@@ -294,9 +295,6 @@ def _group(chosen: np.ndarray, text: HeldText, figures: GroupFigures) -> dict[st
     }
 
 
-# `tightlip audit RUN --groups` as one call
-
-
 def measure_groups(
     run: str | Path | RunRecord,
     *,
@@ -308,13 +306,16 @@ def measure_groups(
     device: str = "auto",
     seed: int = 0,
     num_bootstraps: int = 1000,
+    keep_scan: bool = True,
+    scans: Scans | None = None,
 ) -> dict[str, Any]:
     """How well a run's model predicts each user's held-out text, and who lost by it.
 
     `against` is the unmitigated run on the same text; `model` and `against_model` are folders to
     score in place of the runs' own models, such as snapshots'. Documents that read as one of
     `without_texts`, planted canaries say, are nobody's: neither trained on nor held out. With `out`
-    the result is written there, for its owner only.
+    the result is written there, for its owner only. The scans are kept in the run's `scan/` unless
+    `keep_scan` is False; `scans` are those of a caller that measures more.
     """
     check_num_bootstraps(num_bootstraps)
     if against is None and against_model is not None:
@@ -322,13 +323,14 @@ def measure_groups(
     record, prepared, held = with_held_out(run)
     notes: list[str] = []
     other = None if against is None else _comparable(record, prepared, held, against, notes)
-    on = usable_device(device)
-    scores = _scored(Path(model or record.model_folder), held, on, "Held-out text")
+    beside = [] if other is None else [other.folder, other.folder / AUDIT]
     baseline = None
-    if other is not None:
-        folder = Path(against_model or other.model_folder)
-        baseline = _scored(folder, held, on, "The run to compare with")
-        _refuse_other_tokens(scores, baseline, record, other)
+    with scans_of_run(record, device=device, keep=keep_scan, beside=beside, given=scans) as opened:
+        scores = opened.scores(Path(model or record.model_folder), held, "Held-out text")
+        if other is not None:
+            folder = Path(against_model or other.model_folder)
+            baseline = opened.scores(folder, held, "The run to compare with")
+            _refuse_other_tokens(scores, baseline, record, other)
     wanted = ~_reading_as(without_texts, prepared, "validation", held)
     text = held_text_of(
         scores,
@@ -348,6 +350,35 @@ def measure_groups(
     if out is not None:
         write_json(Path(out), result)
     return result
+
+
+class GroupsAudit:
+    """Whose held-out text is predicted worse. It accuses nobody: it tells who pays."""
+
+    finds_secrets = False
+
+    def depends_on(self, audited: Audited) -> dict[str, Any]:
+        against = audited.against
+        return {
+            "against": None if against is None else against.fingerprint,
+            "keys": audited.key_digests,
+            **audited.measuring.resampling,
+        }
+
+    def figures(self, audited: Audited) -> dict[str, Any]:
+        against = audited.against
+        return measure_groups(
+            audited.run,
+            against=None if against is None else against.run,
+            model=audited.model,
+            against_model=None if against is None else against.model,
+            without_texts=audited.measuring.planted_texts,
+            scans=audited.scans,
+            **audited.measuring.resampling,
+        )
+
+    def accuses(self, figures: dict[str, Any]) -> bool:
+        return False
 
 
 def _comparable(
@@ -375,10 +406,6 @@ def _comparable(
             f"training documents are those of {record.folder}."
         )
     return other
-
-
-def _scored(folder: Path, held: TokenizedCorpus, device: str, description: str) -> DocumentScores:
-    return score_documents(open_scanner(folder, held, device), held, description=description)
 
 
 def _refuse_other_tokens(

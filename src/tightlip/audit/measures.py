@@ -14,18 +14,21 @@ import hashlib
 import json
 import logging
 import shutil
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import tightlip
 from tightlip.core.errors import UsageError
 from tightlip.core.files import make_private_folder, read_json, write_json
+from tightlip.core.registry import look_up
 from tightlip.core.run_folder import RunRecord
 from tightlip.corpus.canaries import read_canary_key
-from tightlip.corpus.opening import fingerprints, open_run_corpus
+from tightlip.corpus.opening import CorpusSource, fingerprints, open_run_corpus, tokenised_for
 from tightlip.models.loading import model_fingerprint
+from tightlip.scan.models import Scans
 
 log = logging.getLogger("tightlip")
 MEASURES = "measures"
@@ -39,6 +42,10 @@ class Key:
     digest: str
     planted_texts: frozenset[str]
     chosen_by: frozenset[str]  # fingerprints of the models that real canaries were chosen with
+
+    @property
+    def is_planted(self) -> bool:
+        return bool(self.planted_texts)
 
 
 def open_key(path: Path) -> Key:
@@ -72,13 +79,64 @@ class Measuring:
     keys: tuple[Key, ...]
     reference: Path | None  # a model's folder, or a run: who refuses a run must know it is one
     reference_fingerprint: str | None
-    device: str
     seed: int
     num_bootstraps: int
 
     @property
     def planted_texts(self) -> frozenset[str]:
         return frozenset().union(*(key.planted_texts for key in self.keys))
+
+    @property
+    def resampling(self) -> dict[str, Any]:
+        return {"seed": self.seed, "num_bootstraps": self.num_bootstraps}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Audited:
+    """What an audit is given: a run and one of its models, and where scans stand.
+
+    `against` is the run and model that it is held against, where there is one; `work` is a folder
+    for what need not be kept.
+    """
+
+    run: RunRecord
+    model: Path
+    measuring: Measuring
+    scans: Scans
+    work: Path
+    against: "Audited | None" = None
+
+    @cached_property
+    def fingerprint(self) -> str:
+        return model_fingerprint(self.model)
+
+    @property
+    def held_out(self) -> Path | None:
+        """The run's held-out text, where it has any."""
+        folder = self.run.corpus_folder / "validation"
+        return folder if folder.exists() else None
+
+    @property
+    def key_digests(self) -> list[str]:
+        return [key.digest for key in self.measuring.keys]
+
+
+class Audit(Protocol):
+    """One way to look at what a model gives away; registered by name in core/registry.py.
+
+    `finds_secrets` is False of an audit that accuses nobody, such as that of groups.
+    """
+
+    finds_secrets: bool
+
+    def depends_on(self, audited: Audited) -> dict[str, Any]:
+        """What the figures depend on beyond the model and its text, as JSON can hold it."""
+
+    def figures(self, audited: Audited) -> Any:
+        """What was found, as JSON can hold it. What cannot be measured is a usage error."""
+
+    def accuses(self, figures: Any) -> bool:
+        """Whether the figures show that the model gives something away."""
 
 
 class ModelMeasures:
@@ -91,10 +149,12 @@ class ModelMeasures:
         whole: a measure is in the cache whole or not at all.
     """
 
-    def __init__(self, run: RunRecord, model: Path, measuring: Measuring) -> None:
-        self.run, self.model, self.measuring = run, model, measuring
+    def __init__(self, run: RunRecord, model: Path, measuring: Measuring, scans: Scans) -> None:
         self.fingerprint = model_fingerprint(model)
         self.folder = run.folder / MEASURES / self.fingerprint[:16]
+        self.audited = Audited(
+            run=run, model=model, measuring=measuring, scans=scans, work=self.folder / "audit"
+        )
         self._made_from = {
             "version": tightlip.__version__,
             "model": self.fingerprint,
@@ -102,117 +162,56 @@ class ModelMeasures:
         }
 
     @property
+    def run(self) -> RunRecord:
+        return self.audited.run
+
+    @property
+    def measuring(self) -> Measuring:
+        return self.audited.measuring
+
+    @property
     def held_out(self) -> Path | None:
-        """The run's held-out text, where it has any."""
-        folder = self.run.corpus_folder / "validation"
-        return folder if folder.exists() else None
+        return self.audited.held_out
 
-    @property
-    def _resampling(self) -> dict[str, Any]:
-        return {
-            "seed": self.measuring.seed,
-            "num_bootstraps": self.measuring.num_bootstraps,
-        }
-
-    @property
-    def _keys(self) -> list[str]:
-        return [key.digest for key in self.measuring.keys]
+    def release(self) -> None:
+        """Give the model's memory back; it is opened again if it is needed once more."""
+        self.audited.scans.release(self.audited.model)
 
     def leakage(self) -> dict[str, Any]:
-        """The summary of a leakage report; the report itself, which holds text, is not kept."""
-        report = self.folder / "audit"
-        found: dict[str, Any] = self._kept(
-            "leakage",
-            {"reference": self.measuring.reference_fingerprint},
-            lambda: self._audit(report),
-        )
-        shutil.rmtree(report, ignore_errors=True)
+        """The summary of a leakage report."""
+        found: dict[str, Any] = self._audit("leakage", "leakage")
         return found
-
-    def _audit(self, report: Path) -> dict[str, Any]:
-        from tightlip.audit.leakage.audit import audit_model
-        from tightlip.corpus.opening import model_folder
-
-        reference = self.measuring.reference
-        return audit_model(
-            self.model,
-            self.run.corpus_folder,
-            out=report,
-            validation=self.held_out,
-            public_model=None if reference is None else model_folder(reference),
-            redact=True,
-            occurrences=1,
-            device=self.measuring.device,
-        ).summary
 
     def exposures(self) -> list[dict[str, Any]]:
         """What the model knows of every planted canary; all keys at once, for what one of them
         planted is no decoy for another."""
-        return self._canaries(
-            "exposures", [key for key in self.measuring.keys if key.planted_texts]
-        )
+        return self._canaries("exposures", [key for key in self.measuring.keys if key.is_planted])
 
     def real(self, key: Key) -> list[dict[str, Any]]:
         """What the model knows of the real canaries in a key."""
         return self._canaries(f"real-{key.digest[:8]}", [key])
 
-    def _canaries(self, name: str, keys: list[Key]) -> list[dict[str, Any]]:
-        from tightlip.audit.canaries.exposure import measure_canaries
-
-        seed = self.measuring.seed
-        found: list[dict[str, Any]] = self._kept(
-            name,
-            {"keys": [key.digest for key in keys], "seed": seed},
-            lambda: measure_canaries(
-                self.model, [key.path for key in keys], device=self.measuring.device, seed=seed
-            ),
-        )
+    def _canaries(self, file: str, keys: Sequence[Key]) -> list[dict[str, Any]]:
+        measuring = replace(self.measuring, keys=tuple(keys))
+        found: list[dict[str, Any]] = self._audit("canaries", file, measuring=measuring)
         return found
 
     def groups(self, against: "ModelMeasures | None") -> dict[str, Any]:
         """Perplexity on held-out text, user by user, and how it changed against another model."""
-        from tightlip.audit.groups import measure_groups
-
-        found: dict[str, Any] = self._kept(
-            "groups",
-            {
-                "against": None if against is None else against.fingerprint,
-                "keys": self._keys,
-                **self._resampling,
-            },
-            lambda: measure_groups(
-                self.run.folder,
-                against=None if against is None else against.run.folder,
-                model=self.model,
-                against_model=None if against is None else against.model,
-                without_texts=self.measuring.planted_texts,
-                device=self.measuring.device,
-                **self._resampling,
-            ),
-        )
+        other = None if against is None else against.audited
+        found: dict[str, Any] = self._audit("groups", "groups", against=other)
         return found
 
     def membership(self) -> dict[str, Any]:
         """How well documents and users that were trained on are told from others."""
-        from tightlip.audit.membership import measure_membership
-
-        found: dict[str, Any] = self._kept(
-            "membership",
-            {
-                "reference": self.measuring.reference_fingerprint,
-                "keys": self._keys,
-                **self._resampling,
-            },
-            lambda: measure_membership(
-                self.run.folder,
-                reference=self.measuring.reference,
-                without_texts=self.measuring.planted_texts,
-                model=self.model,
-                device=self.measuring.device,
-                **self._resampling,
-            ),
-        )
+        found: dict[str, Any] = self._audit("membership", "membership")
         return found
+
+    def _audit(self, name: str, file: str, **changes: Any) -> Any:
+        """What the audit of that name finds, kept in `file`."""
+        audit: Audit = look_up("audit", name)()
+        audited = replace(self.audited, **changes)
+        return self._kept(file, audit.depends_on(audited), lambda: audit.figures(audited))
 
     def perplexity(self) -> float | None:
         """On held-out text; None where that is no number."""
@@ -220,27 +219,22 @@ class ModelMeasures:
         return found
 
     def _perplexity(self) -> float | None:
-        from tightlip.audit.leakage.findings import LeakageConfig, validation_fit
+        from tightlip.audit.leakage.findings import tokens_with_text
+        from tightlip.audit.leakage.leaks import fit_of
         from tightlip.audit.leakage.summary import finite
-        from tightlip.corpus.opening import CorpusSource, tokenised_for
-        from tightlip.scan.models import ScanOptions, loaded
 
-        options = ScanOptions(device=self.measuring.device)
-        audited = loaded(self.model, None, options)
-        work = make_private_folder(self.folder / "scan")
-        try:
-            corpus = tokenised_for(
-                CorpusSource(self.held_out, {}), audited.tokenizer, work / "tokens"
-            )
-            fit = validation_fit(audited, corpus, work, config=LeakageConfig(), options=options)
-            return finite(fit.perplexity)
-        finally:
-            shutil.rmtree(work, ignore_errors=True)
+        model = self.audited.scans.opened(self.audited.model)
+        corpus = tokenised_for(
+            CorpusSource(self.held_out, {}), model.tokenizer, self.audited.work / "tokens"
+        )
+        scanned = self.audited.scans.scan(model, corpus, "Scanning validation text")
+        fit = fit_of(scanned, 1, tokens_with_text(model.tokenizer, corpus))
+        return finite(fit.perplexity)
 
-    def _kept(self, name: str, further: dict[str, Any], measure: Callable[[], Any]) -> Any:
+    def _kept(self, name: str, depends_on: dict[str, Any], measure: Callable[[], Any]) -> Any:
         """What the file of that name holds, if it was made from the same; otherwise measured now."""
         path = self.folder / f"{name}.json"
-        made_from = json.loads(json.dumps(self._made_from | further))
+        made_from = json.loads(json.dumps(self._made_from | depends_on))
         there = _read(path)
         if there.get("made_from") != made_from:
             make_private_folder(self.folder)
@@ -248,6 +242,7 @@ class ModelMeasures:
                 half.unlink(missing_ok=True)
             write_json(path, {"made_from": made_from, "found": measure()})
             there = read_json(path)  # as it will be read next time
+        shutil.rmtree(self.audited.work, ignore_errors=True)
         return there["found"]
 
 

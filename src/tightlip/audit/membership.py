@@ -1,26 +1,57 @@
-"""`tightlip audit RUN --membership` as one call."""
+"""Can one tell what a run's model was trained on? By document, and by user.
 
-from collections.abc import Collection, Iterable
+A score is a row of `SCORES`: what makes a text look trained on. For each, the area under the ROC
+curve and the share of members found at few false accusations, with intervals over users.
+"""
+
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from tightlip.audit.measures import Audited
 from tightlip.audit.sides import Side, Sides
-from tightlip.core.devices import usable_device
 from tightlip.core.errors import UsageError
 from tightlip.core.files import write_json
 from tightlip.core.resampling import FEW_USERS, check_num_bootstraps, interval, times_drawn
 from tightlip.core.run_folder import RunRecord
 from tightlip.corpus.opening import with_held_out
 from tightlip.corpus.prepare import PreparedCorpus
+from tightlip.scan.models import Scans, scans_of_run
 
 # One non-member in so many may be accused.
 RATES = {"tpr_at_1_percent_fpr": 100, "tpr_at_0_1_percent_fpr": 1000}
 # With one accused, the bar is the highest non-member but one, and only 87 of 100 intervals held the
 # truth; with two, 95 did.
 LEAST_ACCUSED = 2
+NOT_PRIVATE = "The run's ε does not cover these figures: they are computed from the text itself. Keep them as private as the text."
+
+
+@dataclass(frozen=True, kw_only=True)
+class Score:
+    """A score of every unit of a side, high for "trained on"; None where it cannot be had."""
+
+    title: str
+    values: Callable[[Side], np.ndarray | None]
+
+
+def _below_reference(side: Side) -> np.ndarray | None:
+    if side.reference is None:
+        return None
+    return np.asarray((side.reference.loss_nats - side.model.loss_nats) / side.model.num_tokens)
+
+
+# In the order in which they are shown. Another score is another line here, and nothing else.
+SCORES = {
+    "loss": Score(title="loss", values=lambda side: -side.model.loss_nats / side.model.num_tokens),
+    "reference": Score(title="reference", values=_below_reference),
+    "min_k": Score(
+        title="min-k%", values=lambda side: -side.model.lowest_nats / side.model.num_lowest
+    ),
+    "zlib": Score(title="zlib", values=lambda side: -side.model.loss_nats / side.num_bytes),
+}
 
 
 class Ranking:
@@ -39,7 +70,7 @@ class Ranking:
     def weighed(self, members: np.ndarray, others: np.ndarray) -> "Weighed":
         """The same order where each member and each non-member counts so often."""
         return Weighed(
-            found=np.concatenate([[0], np.cumsum(members[self._members])]),
+            highest=np.concatenate([[0], np.cumsum(members[self._members])]),
             others=others[self._others],
             num_above=self._num_above,
             num_not_below=self._num_not_below,
@@ -50,10 +81,10 @@ class Ranking:
 class Weighed:
     """Non-members from the highest score down, and how many members are above each.
 
-    `found` is the weight of the n highest members, n from 0 on.
+    `highest` is the weight of the n highest members, n from 0 on.
     """
 
-    found: np.ndarray
+    highest: np.ndarray
     others: np.ndarray
     num_above: np.ndarray
     num_not_below: np.ndarray
@@ -64,8 +95,8 @@ class Weighed:
         Holds:
             pairwise: the same as comparing every pair.
         """
-        twice_won = self.others @ (self.found[self.num_above] + self.found[self.num_not_below])
-        return float(twice_won / (2 * self.found[-1] * self.others.sum()))
+        twice_won = self.others @ (self.highest[self.num_above] + self.highest[self.num_not_below])
+        return float(twice_won / (2 * self.highest[-1] * self.others.sum()))
 
     def true_positive_rate(self, one_in: int) -> float:
         """The share of members above the lowest bar that at most one non-member in `one_in` passes.
@@ -76,7 +107,7 @@ class Weighed:
         accused = np.cumsum(self.others)
         # In whole numbers: 0.01 · 2,900 is a hair below 29. The bar is a non-member's own score.
         bar = int(np.searchsorted(accused * one_in, accused[-1], side="right"))
-        return float(self.found[self.num_above[bar]] / self.found[-1])
+        return float(self.highest[self.num_above[bar]] / self.highest[-1])
 
 
 def measure_level(
@@ -107,13 +138,17 @@ def measure_level(
     return {
         "num_members": len(members),
         "num_nonmembers": len(others),
-        "scores": {name: scores.get(name) for name in ("loss", "reference", "min_k", "zlib")},
+        "scores": {name: scores.get(name) for name in SCORES},
     }
 
 
 def _rankings(members: Side, others: Side) -> dict[str, Ranking]:
-    theirs = others.scores()
-    return {name: Ranking(values, theirs[name]) for name, values in members.scores().items()}
+    rankings = {}
+    for name, score in SCORES.items():
+        ours, theirs = score.values(members), score.values(others)
+        if ours is not None and theirs is not None:
+            rankings[name] = Ranking(ours, theirs)
+    return rankings
 
 
 def _groups(member_units: np.ndarray, other_units: np.ndarray, size: int) -> list[np.ndarray]:
@@ -128,13 +163,13 @@ def _figures(
     rankings: dict[str, Ranking], counted: list[str], members: np.ndarray, others: np.ndarray
 ) -> dict[tuple[str, str], float]:
     """Every figure of every score, for members and others that count so much."""
-    found = {}
+    figures = {}
     for name, ranking in rankings.items():
         weighed = ranking.weighed(members, others)
-        found[name, "auc"] = weighed.auc()
+        figures[name, "auc"] = weighed.auc()
         for rate in counted:
-            found[name, rate] = weighed.true_positive_rate(RATES[rate])
-    return found
+            figures[name, rate] = weighed.true_positive_rate(RATES[rate])
+    return figures
 
 
 def _with_intervals(
@@ -158,12 +193,6 @@ def missing_rates(level: dict[str, Any], what: str) -> Iterable[str]:
             )
 
 
-# `tightlip audit RUN --membership` as one call
-
-
-NOT_PRIVATE = "The run's ε does not cover these figures: they are computed from the text itself. Keep them as private as the text."
-
-
 def measure_membership(
     run: str | Path | RunRecord,
     *,
@@ -174,13 +203,16 @@ def measure_membership(
     device: str = "auto",
     seed: int = 0,
     num_bootstraps: int = 1000,
+    keep_scan: bool = True,
+    scans: Scans | None = None,
 ) -> dict[str, Any]:
     """How well one can tell what a run's model was trained on, by document and by user.
 
     `reference` is a model or a run that never saw the training text, `model` a folder to score
     in place of the run's own model, such as a snapshot's; documents that read as one of
     `without_texts`, planted canaries say, are on neither side. With `out` the result is written
-    there, for its owner only.
+    there, for its owner only. The scan is kept in the run's `scan/` unless `keep_scan` is False;
+    `scans` are those of a caller that measures more.
     """
     check_num_bootstraps(num_bootstraps)
     record, prepared, held = with_held_out(run)
@@ -189,7 +221,8 @@ def measure_membership(
     sides = Sides(prepared=prepared, held=held, notes=notes)
     sides.leave_out(without_texts)
     sides.choose_tokens()
-    sides.score(Path(model or record.model_folder), reference, usable_device(device))
+    with scans_of_run(record, device=device, keep=keep_scan, given=scans) as opened:
+        sides.score(opened, Path(model or record.model_folder), reference)
     members, others = sides.chosen()
     rng = np.random.default_rng(seed)
     documents = measure_level(members, others, rng, num_bootstraps)
@@ -207,6 +240,34 @@ def measure_membership(
     if out is not None:
         write_json(Path(out), result)
     return result
+
+
+class MembershipAudit:
+    """Membership inference by every score, for documents and for users."""
+
+    finds_secrets = True
+
+    def depends_on(self, audited: Audited) -> dict[str, Any]:
+        measuring = audited.measuring
+        return {
+            "reference": measuring.reference_fingerprint,
+            "keys": audited.key_digests,
+            **measuring.resampling,
+        }
+
+    def figures(self, audited: Audited) -> dict[str, Any]:
+        return measure_membership(
+            audited.run,
+            reference=audited.measuring.reference,
+            without_texts=audited.measuring.planted_texts,
+            model=audited.model,
+            scans=audited.scans,
+            **audited.measuring.resampling,
+        )
+
+    def accuses(self, figures: dict[str, Any]) -> bool:
+        areas = [score["auc"] for score in figures["documents"]["scores"].values() if score]
+        return any(area["low"] is not None and area["low"] > 0.5 for area in areas)
 
 
 def _refuse_users_left_out(record: RunRecord) -> None:

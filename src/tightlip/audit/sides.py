@@ -33,7 +33,8 @@ from tightlip.corpus.readers import open_corpus
 from tightlip.corpus.tokens import TokenizedCorpus
 from tightlip.corpus.vocabulary import DIGITS
 from tightlip.models.loading import load_tokenizer
-from tightlip.scan.document_scores import DocumentScores, open_scanner, score_documents
+from tightlip.scan.document_scores import DocumentScores
+from tightlip.scan.models import Scans
 
 _NONE = 2**40
 _TOGETHER = 1_000_000  # tokens looked at in one go
@@ -69,18 +70,18 @@ def fair_tokens(
     if leaves_out_rare:
         # Of the words as rare as the rarest known, such a vocabulary has some and lacks others.
         needed = 1 + totals[~special & (totals > 0)].min(initial=_NONE)
-    found = np.zeros(train.num_tokens, dtype=bool), np.zeros(held.num_tokens, dtype=bool)
+    masks = np.zeros(train.num_tokens, dtype=bool), np.zeros(held.num_tokens, dtype=bool)
     for sides in _by_user(train, held):
         pairs, times = _pairs(train, sides[0], size)
-        for mask, corpus, (places, users) in zip(found, (train, held), sides, strict=True):
+        for mask, corpus, (places, users) in zip(masks, (train, held), sides, strict=True):
             words = corpus.tokens[places].astype(np.int64)
             own = _looked_up(users * size + words, pairs, times)
             by_others = num_users[words] - (own > 0)
             mask[places] = (totals[words] - own >= needed) & (by_others >= min_users)
-    for mask, corpus in zip(found, (train, held), strict=True):
+    for mask, corpus in zip(masks, (train, held), strict=True):
         mask[np.isin(corpus.tokens, [*always])] = True
         mask[np.isin(corpus.tokens, [*never])] = False
-    return found
+    return masks
 
 
 def _totals(
@@ -169,18 +170,6 @@ class Side:
             num_bytes=np.bincount(owners, self.num_bytes, len(users)),
         )
 
-    def scores(self) -> dict[str, np.ndarray]:
-        """Each score of every unit; `reference` only where there is one."""
-        model = self.model
-        found = {
-            "loss": -model.loss_nats / model.num_tokens,
-            "min_k": -model.lowest_nats / model.num_lowest,
-            "zlib": -model.loss_nats / self.num_bytes,
-        }
-        if self.reference is not None:
-            found["reference"] = (self.reference.loss_nats - model.loss_nats) / model.num_tokens
-        return found
-
 
 def compressed_sizes(
     parquet: Path, without_texts: Collection[str] = ()
@@ -243,13 +232,13 @@ class Sides:
             never=tokenizer.all_special_ids,
         )
 
-    def score(self, folder: Path, reference: str | Path | None, device: str) -> None:
+    def score(self, scans: Scans, folder: Path, reference: str | Path | None) -> None:
         """The reference first: where it is refused, nobody has waited for the model."""
         self.reference: tuple[DocumentScores, DocumentScores] | None = None
         if reference is not None:
             self.notes += check_reference(Path(reference), self.prepared)
-            self.reference = self._scored(model_folder(Path(reference)), device, "by the reference")
-        self.model = self._scored(folder, device, "by the model")
+            self.reference = self._scored(scans, model_folder(Path(reference)), "by the reference")
+        self.model = self._scored(scans, folder, "by the model")
         if (
             self.reference is not None
             and (self.reference[0].num_tokens != self.model[0].num_tokens).any()
@@ -259,11 +248,10 @@ class Sides:
                 "the other none), so their losses are over other tokens. Give a reference that reads as it does."
             )
 
-    def _scored(self, folder: Path, device: str, by: str) -> tuple[DocumentScores, DocumentScores]:
-        scanner = open_scanner(folder, self.prepared.train, device)
+    def _scored(self, scans: Scans, folder: Path, by: str) -> tuple[DocumentScores, DocumentScores]:
         parts = (("Members", self.prepared.train), ("Non-members", self.held))
         members, others = (
-            score_documents(scanner, corpus, counted=counted, description=f"{name} {by}")
+            scans.scores(folder, corpus, f"{name} {by}", counted=counted)
             for (name, corpus), counted in zip(parts, self.counted, strict=True)
         )
         return members, others

@@ -12,17 +12,16 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import torch
 
 from tightlip.audit.leakage.findings import decoder_of
 from tightlip.audit.leakage.summary import LeakageReport
 from tightlip.audit.tab_completion import Completer, Ghost, TabConfig
-from tightlip.core.devices import usable_device
 from tightlip.core.errors import UsageError
 from tightlip.core.files import read_json
 from tightlip.core.run_folder import is_run
 from tightlip.corpus.opening import model_folder
-from tightlip.models.loading import load_causal_lm, load_tokenizer
+from tightlip.scan.models import open_model
+from tightlip.scan.options import ScanOptions
 
 _ROWS_COMPARED = 64
 # A beginning that so many unique texts share says little about any of them.
@@ -67,12 +66,10 @@ def open_tab(
 ) -> Tab:
     """A model's folder, or a finished run with the report beside it; `settings` are TabConfig's."""
     config = TabConfig(**settings)
-    folder = model_folder(Path(model))
-    tokenizer = load_tokenizer(folder)
-    folder_of_report, notes = (Path(report), []) if report else _report_of(Path(model))
-    unique = unique_texts(LeakageReport(folder_of_report), tokenizer) if folder_of_report else None
-    loaded = load_causal_lm(folder, device=usable_device(device), dtype=torch.float32)
-    return Tab(Completer(loaded, tokenizer, config), unique, notes)
+    opened = open_model(model_folder(Path(model)), ScanOptions(device=device))
+    found, notes = (Path(report), []) if report is not None else _report_of(Path(model))
+    unique = unique_texts(LeakageReport(found), opened.tokenizer) if found else None
+    return Tab(Completer(opened.model, opened.tokenizer, config), unique, notes)
 
 
 def _report_of(model: Path) -> tuple[Path | None, list[str]]:

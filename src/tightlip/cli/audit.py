@@ -7,13 +7,13 @@ from typing import Annotated, Any
 
 import typer
 
-from tightlip.audit.leakage.findings import LeakageConfig
+from tightlip.audit.settings import LeakageConfig
 from tightlip.cli.flags import KeepScan, check_exists, parsed, switch, with_settings
 from tightlip.core.errors import UsageError
 from tightlip.core.files import read_json
 from tightlip.core.run_folder import is_run
 from tightlip.corpus.prepare_config import ColumnSettings
-from tightlip.scan.models import ScanOptions
+from tightlip.scan.options import ScanOptions
 
 _KINDS = (LeakageConfig, ScanOptions, ColumnSettings)
 

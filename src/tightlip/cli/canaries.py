@@ -8,8 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from tightlip.audit.canaries.exposure import ExposureConfig
-from tightlip.audit.canaries.real import ChoiceConfig
+from tightlip.audit.settings import ChoiceConfig, ExposureConfig
 from tightlip.cli.flags import Device, KeepScan, Keys, check_exists, parsed, with_settings
 from tightlip.core.errors import UsageError
 from tightlip.core.progress import shown_progress

@@ -8,9 +8,11 @@ from tightlip.core.errors import UsageError
 
 _REGISTERED: dict[str, dict[str, str]] = {
     "audit": {
-        "groups": "tightlip.audit.groups:GroupFigures",
-        "leakage": "tightlip.audit.leakage.findings:audit_leakage",
-        "membership": "tightlip.audit.membership:measure_level",
+        "canaries": "tightlip.audit.canaries.exposure:CanaryAudit",
+        "dp-check": "tightlip.audit.dp_check:DPCheckAudit",
+        "groups": "tightlip.audit.groups:GroupsAudit",
+        "leakage": "tightlip.audit.leakage.audit:LeakageAudit",
+        "membership": "tightlip.audit.membership:MembershipAudit",
     },
     "engine": {"local": "tightlip.engines.local:LocalEngine"},
     "mitigation": {

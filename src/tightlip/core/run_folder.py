@@ -14,6 +14,7 @@ noise_scales.jsonl  adaptive-dp, mode scale: the noise of each charged step, pub
 private_noise.bin   adaptive-dp, mode as-published: how often each noise was used; private
 membership.json, groups.json  what `tightlip audit RUN --membership` and `--groups` found
 measures/           what `tightlip compare` measured, by model
+scan/               ranks and log-probabilities that its measures are read from; private
 """
 
 import fcntl
@@ -65,6 +66,19 @@ class RunRecord:
     def stop(self) -> str | None:
         """Why training ended; None while it has not."""
         return self.metrics[-1].get("stop") if self.metrics else None
+
+    @property
+    def mitigation(self) -> str:
+        return str(self.config.get("train", {}).get("mitigation", "none"))
+
+    @property
+    def is_mitigated(self) -> bool:
+        return self.mitigation != "none"
+
+    @property
+    def is_private(self) -> bool:
+        """Whether it promises an ε, or at least keeps its losses to itself."""
+        return self.guarantee.get("epsilon") is not None or (self.folder / PRIVATE_METRICS).exists()
 
 
 def is_run(folder: Path) -> bool:

@@ -7,11 +7,11 @@ import numpy as np
 import pyarrow.parquet as pq
 
 from tightlip.audit.canaries.exposure import measure_canaries
-from tightlip.core.devices import usable_device
 from tightlip.core.files import read_json, write_json
 from tightlip.core.run_folder import RunRecord
 from tightlip.experiments.adaptive_text import PlantedCorpus
-from tightlip.scan.document_scores import DocumentScores, open_scanner, score_documents
+from tightlip.scan.document_scores import DocumentScores
+from tightlip.scan.models import scans_of_run
 
 THIRDS = ("ordinary", "middling", "rare")
 
@@ -21,8 +21,8 @@ def measured(run: RunRecord, planted: PlantedCorpus, path: Path, device: str) ->
     if path.exists():
         return dict(read_json(path))
     corpus = planted.probe.corpus.train
-    scanner = open_scanner(run.model_folder, corpus, usable_device(device))
-    scores = score_documents(scanner, corpus, description="Scoring the probe")
+    with scans_of_run(run, device=device, keep=False) as scans:
+        scores = scans.scores(run.model_folder, corpus, "Scoring the probe")
     canaries = measure_canaries(run.folder, planted.keys, device=device)
     figures = {**losses(scores, planted), **exposures(canaries, planted)}
     write_json(path, figures)

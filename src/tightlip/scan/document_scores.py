@@ -4,22 +4,14 @@ Log-probabilities of tokens are reduced shard by shard; four numbers a document 
 """
 
 from dataclasses import dataclass, fields
-from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 
 from tightlip.core.errors import UsageError
-from tightlip.core.progress import task
-from tightlip.corpus.encoding import tokenizer_fingerprint
-from tightlip.corpus.tokens import TokenizedCorpus
-from tightlip.models.loading import load_causal_lm, load_tokenizer
-from tightlip.scan.scanner import Scanner
-from tightlip.scan.store import shard_edges
+from tightlip.scan.store import ScannedCorpus
 
-LOWEST_SHARE = (
-    5  # min-k% looks at one token in so many, the least likely ones (Shi et al. 2024: 20%)
-)
+# min-k% looks at one token in so many, the least likely ones (Shi et al. 2024: 20%).
+LOWEST_SHARE = 5
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -50,27 +42,7 @@ class DocumentScores:
         )
 
 
-def open_scanner(folder: Path, corpus: TokenizedCorpus, device: str) -> Scanner:
-    """The model in `folder`, ready to read `corpus`; refused if it reads text as other tokens."""
-    import torch
-
-    tokenizer = load_tokenizer(folder)
-    if tokenizer_fingerprint(tokenizer) != corpus.tokenizer_fingerprint:
-        raise UsageError(
-            f"{folder} cuts text into other tokens than the run's corpus, and a loss per token of one cannot be set "
-            "against that of the other. Give a model with the run's tokenizer: train it with --tokenizer RUN/model."
-        )
-    model = load_causal_lm(folder, device=device, dtype=torch.float32)
-    return Scanner(model, bos_id=tokenizer.bos_token_id)
-
-
-def score_documents(
-    scanner: Scanner,
-    corpus: TokenizedCorpus,
-    *,
-    counted: np.ndarray | None = None,
-    description: str = "Scoring documents",
-) -> DocumentScores:
+def document_scores(scanned: ScannedCorpus, *, counted: np.ndarray | None = None) -> DocumentScores:
     """Scores of every document, in their order; with `counted`, of those of its tokens only.
 
     Holds:
@@ -78,15 +50,12 @@ def score_documents(
         streamed: the log-probabilities of one shard are held at a time.
     """
     parts = []
-    edges = shard_edges(corpus.bounds)
-    with task(description, corpus.num_tokens) as bar:
-        for first, end in pairwise(edges):
-            bounds = corpus.bounds[first : end + 1]
-            _, log_probs = scanner.scan(corpus.tokens, bounds)
-            if counted is not None:
-                log_probs[~counted[bounds[0] : bounds[-1]]] = np.nan
-            parts.append(_reduced(log_probs, np.diff(bounds)))
-            bar.advance(float(bounds[-1] - bounds[0]))
+    for shard in scanned.shards():
+        bounds = scanned.corpus.bounds[shard.first : shard.end + 1]
+        log_probs = shard.log_probs
+        if counted is not None:
+            log_probs[~counted[bounds[0] : bounds[-1]]] = np.nan
+        parts.append(_reduced(log_probs, np.diff(bounds)))
     columns = np.concatenate(parts, axis=1) if parts else np.zeros((4, 0))
     return DocumentScores(
         loss_nats=columns[0],

@@ -1,119 +1,227 @@
-"""`tightlip audit` as one call: find the model and the corpus, audit, write the report."""
+"""Models as every measure opens them: once for a command, and loaded only when a scan is missing."""
 
-from dataclasses import dataclass
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from os import W_OK, access
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from tightlip.core.devices import usable_device
 from tightlip.core.errors import UsageError
-from tightlip.core.settings import bytes_from
+from tightlip.core.run_folder import RunRecord
+from tightlip.corpus.encoding import tokenizer_fingerprint
 from tightlip.corpus.tokens import TokenizedCorpus
 from tightlip.models.loading import (
+    check_weight_files,
+    gguf_file,
     load_causal_lm,
     load_tokenizer,
     model_fingerprint,
+    read_configuration,
     state_fingerprint,
 )
+from tightlip.scan.document_scores import DocumentScores, document_scores
+from tightlip.scan.options import ScanOptions
 from tightlip.scan.scanner import Scanner
-from tightlip.scan.store import ScannedCorpus, scan_corpus
+from tightlip.scan.store import SCAN, ScanFunction, ScannedCorpus, ScanStore
+
+AUDIT = "audit"  # where a run's report stands unless told otherwise
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScanOptions:
-    """What changes speed and memory, not the report (beyond float rounding)."""
+class OpenedModel:
+    """A model with the tokenizer it speaks through; `load` is called when it is first needed.
 
-    device: str = "auto"
-    dtype: str = "float32"
-    window: int | None = None
-    batch_tokens: int | None = None
-    memory: str = "4GB"
+    `is_file` tells a model on disk, whose fingerprint says all about it, from one in memory,
+    whose fingerprint covers its weights and not its code.
+    """
 
-    def __post_init__(self) -> None:
-        if self.dtype not in ("float32", "bfloat16", "float16"):
-            raise UsageError(
-                f"dtype={self.dtype!r} is not known. Use float32, bfloat16 or float16."
-            )
-        if self.window is not None and self.window < 2:
-            raise UsageError(f"window={self.window} leaves no context. Use 2 or more.")
-        bytes_from(self.memory)
-
-
-@dataclass(frozen=True, kw_only=True)
-class AuditedModel:
-    """A model in memory with the tokenizer it speaks through."""
-
-    model: Any
+    name: str
     tokenizer: Any
     fingerprint: str
-    name: str
+    options: ScanOptions
+    device: str
+    load: Callable[[], Any]
+    is_file: bool
 
+    @cached_property
+    def model(self) -> Any:
+        return self.load()
 
-def scan_model(
-    audited: AuditedModel,
-    corpus: TokenizedCorpus,
-    folder: Path,
-    *,
-    options: ScanOptions,
-    description: str,
-) -> ScannedCorpus:
-    """Every token's rank and log-probability under the model, kept under `folder`."""
-    check_vocabulary(audited, corpus)
-    scanner = Scanner(
-        audited.model,
-        bos_id=audited.tokenizer.bos_token_id,
-        window=options.window,
-        batch_tokens=options.batch_tokens,
-    )
-    key = {
-        "model": audited.fingerprint,
-        "corpus": corpus.corpus_fingerprint,
-        "tokenizer": corpus.tokenizer_fingerprint,
-        "bos": scanner.bos_id,  # named in tokenizer_config.json, which no fingerprint covers
-        "window": scanner.window,
-        "dtype": options.dtype,
-        "device": scanner.device.type,
-    }
-    return scan_corpus(scanner.scan, corpus, folder, key=key, description=description)
+    @cached_property
+    def tokenizer_fingerprint(self) -> str:
+        return tokenizer_fingerprint(self.tokenizer)
 
+    @cached_property
+    def scanner(self) -> Scanner:
+        return self.scanner_of(self.options.batch_tokens)
 
-def check_vocabulary(audited: AuditedModel, corpus: TokenizedCorpus) -> None:
-    find = getattr(audited.model, "get_input_embeddings", None)
-    embeddings = find() if find else None
-    size = getattr(embeddings, "num_embeddings", None)
-    # Padding is not asked for: GPT-2 with a [PAD] added has no embedding for it and needs none.
-    largest = max(int(corpus.tokens.max(initial=0)), audited.tokenizer.bos_token_id or 0)
-    if size is not None and largest >= size:
-        raise UsageError(
-            f"The tokenizer gives token {largest}, but {audited.name} has embeddings for {size} "
-            f"tokens only. Use the tokenizer the model was trained with."
+    def scanner_of(self, batch_tokens: int | None) -> Scanner:
+        return Scanner(
+            self.model,
+            bos_id=self.tokenizer.bos_token_id,
+            window=self.options.window,
+            batch_tokens=batch_tokens,
         )
 
+    def scan(self, corpus: TokenizedCorpus, store: ScanStore, description: str) -> ScannedCorpus:
+        """Every token's rank and log-probability under the model, as they stand in `store`."""
+        key = {
+            "model": self.fingerprint,
+            "bos": self.tokenizer.bos_token_id,  # in no fingerprint: tokenizer_config.json names it
+            "window": self.options.window,  # as asked for; the model's own follows from the model
+            "dtype": self.options.dtype,
+            "device": self.device.split(":")[0],
+        }
 
-def loaded(model: Any, tokenizer: Any, options: ScanOptions) -> AuditedModel:
-    """The model with its tokenizer, from a folder or as it is in memory."""
-    import torch
+        def open_scan() -> ScanFunction:
+            self._check_vocabulary(corpus)
+            return self.scanner.scan
 
+        return store.scan(corpus, key=key, open_scan=open_scan, description=description)
+
+    def _check_vocabulary(self, corpus: TokenizedCorpus) -> None:
+        find = getattr(self.model, "get_input_embeddings", None)
+        embeddings = find() if find else None
+        size = getattr(embeddings, "num_embeddings", None)
+        # Padding is not asked for: GPT-2 with a [PAD] added has no embedding for it and needs none.
+        largest = max(int(corpus.tokens.max(initial=0)), self.tokenizer.bos_token_id or 0)
+        if size is not None and largest >= size:
+            raise UsageError(
+                f"The tokenizer gives token {largest}, but {self.name} has embeddings for {size} "
+                f"tokens only. Use the tokenizer the model was trained with."
+            )
+
+    def refuse_other_tokens(self, corpus: TokenizedCorpus) -> None:
+        """Refuse a model that reads text as other tokens than the corpus holds."""
+        if self.tokenizer_fingerprint != corpus.tokenizer_fingerprint:
+            raise UsageError(
+                f"{self.name} cuts text into other tokens than the run's corpus, and a loss per token of one cannot be set "
+                "against that of the other. Give a model with the run's tokenizer: train it with --tokenizer RUN/model."
+            )
+
+
+def open_model(
+    model: Any, options: ScanOptions, *, tokenizer: Any = None, name: str | None = None
+) -> OpenedModel:
+    """The model with its tokenizer, from a folder or as it is in memory.
+
+    Whatever can be refused without reading the weights is refused now.
+    """
     if isinstance(model, str | Path):
-        folder = Path(model)
-        dtype = getattr(torch, options.dtype)
-        return AuditedModel(
-            model=load_causal_lm(folder, device=usable_device(options.device), dtype=dtype),
-            tokenizer=_tokenizer(tokenizer or folder),
-            fingerprint=model_fingerprint(folder),
-            name=str(folder),
-        )
+        return _from_disk(Path(model), options, tokenizer, name)
     if tokenizer is None:
         raise UsageError(
             f"A {type(model).__name__} in memory does not say how text becomes tokens. "
             f"Give tokenizer=, an object or a folder."
         )
-    return AuditedModel(
-        model=model,
+    first = next(model.parameters(), None)
+    return OpenedModel(
+        name=name or type(model).__name__,
         tokenizer=_tokenizer(tokenizer),
         fingerprint=state_fingerprint(model),
-        name=type(model).__name__,
+        options=options,
+        device="cpu" if first is None else first.device.type,
+        load=lambda: model,
+        is_file=False,
+    )
+
+
+def _from_disk(folder: Path, options: ScanOptions, tokenizer: Any, name: str | None) -> OpenedModel:
+    device = usable_device(options.device)
+    if gguf_file(folder) is None:
+        read_configuration(folder)
+        check_weight_files(folder)
+
+    def load() -> Any:
+        import torch
+
+        return load_causal_lm(folder, device=device, dtype=getattr(torch, options.dtype))
+
+    return OpenedModel(
+        name=name or str(folder),
+        tokenizer=_tokenizer(tokenizer or folder),
+        fingerprint=model_fingerprint(folder),
+        options=options,
+        device=device,
+        load=load,
+        is_file=True,
     )
 
 
 def _tokenizer(tokenizer: Any) -> Any:
     return load_tokenizer(Path(tokenizer)) if isinstance(tokenizer, str | Path) else tokenizer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scans:
+    """The models of one command, each opened once, and where their scans stand.
+
+    Scans of several runs may share `models`.
+    """
+
+    store: ScanStore
+    options: ScanOptions = field(default_factory=ScanOptions)
+    models: dict[Path, OpenedModel] = field(default_factory=dict)
+
+    def opened(self, folder: Path) -> OpenedModel:
+        place = Path(folder).resolve()
+        if place not in self.models:
+            self.models[place] = open_model(folder, self.options)
+        return self.models[place]
+
+    def release(self, folder: Path) -> None:
+        """Give the model's memory back."""
+        self.models.pop(Path(folder).resolve(), None)
+
+    def scan(self, model: OpenedModel, corpus: TokenizedCorpus, description: str) -> ScannedCorpus:
+        return model.scan(corpus, self.store, description)
+
+    def scores(
+        self,
+        folder: Path,
+        corpus: TokenizedCorpus,
+        description: str,
+        *,
+        counted: np.ndarray | None = None,
+    ) -> DocumentScores:
+        """What the model in `folder` makes of each document; refused if it reads other tokens."""
+        model = self.opened(folder)
+        model.refuse_other_tokens(corpus)
+        return document_scores(self.scan(model, corpus, description), counted=counted)
+
+
+def run_store(run: Path, *, beside: Sequence[Path] = ()) -> ScanStore:
+    """Where measures of a run keep their scans; those of its report, and of the runs or reports in
+    `beside`, are read too."""
+    return ScanStore(run / SCAN, [run / AUDIT / SCAN, *(place / SCAN for place in beside)])
+
+
+@contextmanager
+def scans_of_run(
+    run: RunRecord,
+    *,
+    device: str,
+    keep: bool,
+    beside: Sequence[Path] = (),
+    given: Scans | None = None,
+) -> Iterator[Scans]:
+    """`given`, or the scans that are kept with the run; dropped after success unless wanted.
+
+    Of a run that may only be read they are in a temporary folder.
+    """
+    if given is not None:
+        yield given
+        return
+    store = run_store(run.folder, beside=beside)
+    with tempfile.TemporaryDirectory(prefix="tightlip-") as elsewhere:
+        if not access(run.folder, W_OK):
+            store = ScanStore(Path(elsewhere), [store.folder, *store.beside])
+        yield Scans(store=store, options=ScanOptions(device=device))
+    if not keep:
+        store.remove()

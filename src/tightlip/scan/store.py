@@ -1,7 +1,16 @@
-"""A scan kept on disk in shards: a killed audit goes on where it stopped."""
+"""Scans kept on disk, so that each model reads each text once.
 
+    scan/<digest of the key>/key.json    which model read which text, and how
+    scan/<digest of the key>/000000.npz  ranks (int32) and log_probs (float32) of a shard's tokens
+
+Ranks and log-probabilities tell nearly as much as the text: all of it is for its owner only.
+"""
+
+import hashlib
+import json
 import shutil
-from collections.abc import Callable, Iterator
+import zipfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -13,8 +22,13 @@ from tightlip.core.files import make_private_folder, read_json, write_json, writ
 from tightlip.core.progress import task
 from tightlip.corpus.tokens import TokenizedCorpus
 
+SCAN = "scan"  # the folder's name, wherever it lies
+FORMAT = 1
 SHARD_TOKENS = 250_000
 NOT_SCORED = -1  # the rank of a token that was never predicted: the first without a BOS
+
+# Tokens and the bounds of some documents in; rank and log-probability of each of their tokens out.
+ScanFunction = Callable[[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,52 +43,120 @@ class ScanShard:
 
 @dataclass(frozen=True, kw_only=True)
 class ScannedCorpus:
-    """All shards of one model's scan, read back one at a time."""
+    """All shards of one model's scan, read back one at a time; `edges` are their documents'."""
 
     corpus: TokenizedCorpus
-    folder: Path
+    files: list[Path]
     edges: list[int]
 
     def shards(self) -> Iterator[ScanShard]:
-        for number, (first, end) in enumerate(pairwise(self.edges)):
-            with np.load(shard_file(self.folder, number)) as stored:
+        for path, (first, end) in zip(self.files, pairwise(self.edges), strict=True):
+            with np.load(path) as stored:
                 yield ScanShard(
                     first=first, end=end, ranks=stored["ranks"], log_probs=stored["log_probs"]
                 )
 
 
-def shard_file(folder: Path, number: int) -> Path:
+class ScanStore:
+    """A folder of scans, one sub-folder for each key; those in `beside` are read and never written.
+
+    Holds:
+        once: what stands here or beside is not scanned again, and its model is not asked for.
+        resumed: a killed scan goes on at its shard.
+        another_key: another model, text, tokenizer, begin token, window, type or device is another scan.
+        not_trusted: a damaged shard, or one of other text, is scanned anew.
+        private: folders and files are for their owner only.
+    """
+
+    def __init__(self, folder: Path, beside: Sequence[Path] = ()) -> None:
+        self.folder = folder
+        self.beside = [place for place in dict.fromkeys(beside) if place != folder]
+
+    def scan(
+        self,
+        corpus: TokenizedCorpus,
+        *,
+        key: Mapping[str, Any],
+        open_scan: Callable[[], ScanFunction],
+        description: str,
+    ) -> ScannedCorpus:
+        """The scan of `corpus` under `key`; `open_scan` is called once a shard is missing."""
+        whole_key = _whole_key(key, corpus)
+        name = _digest(whole_key)
+        own = self.folder / name
+        others = [place / name for place in self.beside if _is_of(place / name, whole_key)]
+        if own.exists() and not _is_of(own, whole_key):
+            shutil.rmtree(own)
+        edges, files = shard_edges(corpus.bounds), []
+        scan: ScanFunction | None = None
+        with task(description, corpus.num_tokens) as bar:
+            for number, (first, end) in enumerate(pairwise(edges)):
+                bounds = corpus.bounds[first : end + 1]
+                num_tokens = int(bounds[-1] - bounds[0])
+                places = [_shard_file(folder, number) for folder in (own, *others)]
+                path = next((one for one in places if _is_whole(one, num_tokens)), None)
+                if path is None:
+                    scan = scan or open_scan()
+                    path = places[0]
+                    _write_shard(path, whole_key, *scan(corpus.tokens, bounds))
+                files.append(path)
+                bar.advance(float(num_tokens))
+        return ScannedCorpus(corpus=corpus, files=files, edges=edges)
+
+    def remove(self) -> None:
+        """Take away what this store kept, not what lies beside it."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def _whole_key(key: Mapping[str, Any], corpus: TokenizedCorpus) -> dict[str, Any]:
+    return {
+        **key,
+        "corpus": corpus.corpus_fingerprint,
+        "tokenizer": corpus.tokenizer_fingerprint,
+        "num_tokens": corpus.num_tokens,
+        "shard_tokens": SHARD_TOKENS,
+        "format": FORMAT,
+    }
+
+
+def _digest(key: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def _is_of(folder: Path, key: dict[str, Any]) -> bool:
+    try:
+        return bool(read_json(folder / "key.json") == key)
+    except (OSError, ValueError):
+        return False
+
+
+def _shard_file(folder: Path, number: int) -> Path:
     return folder / f"{number:06d}.npz"
 
 
-def scan_corpus(
-    scan: Callable[[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]],
-    corpus: TokenizedCorpus,
-    folder: Path,
-    *,
-    key: dict[str, Any],
-    description: str,
-) -> ScannedCorpus:
-    """Scan what is not yet stored under `folder`; a scan made with another key is thrown away."""
-    edges = shard_edges(corpus.bounds)
-    _start_or_resume(folder, key | {"shard_tokens": SHARD_TOKENS})
-    with task(description, corpus.num_tokens) as bar:
-        for number, (first, end) in enumerate(pairwise(edges)):
-            path = shard_file(folder, number)
-            if not path.exists():
-                ranks, log_probs = scan(corpus.tokens, corpus.bounds[first : end + 1])
-                with written_whole(path) as beside, beside.open("wb") as stream:
-                    np.savez(stream, ranks=ranks, log_probs=log_probs)
-            bar.advance(float(corpus.bounds[end] - corpus.bounds[first]))
-    return ScannedCorpus(corpus=corpus, folder=folder, edges=edges)
+def _is_whole(path: Path, num_tokens: int) -> bool:
+    """Whether a shard reads back, as long as its text; reading checks each array's checksum."""
+    if not path.exists():
+        return False
+    kinds = {"ranks": np.dtype(np.int32), "log_probs": np.dtype(np.float32)}
+    try:
+        with np.load(path) as stored:
+            arrays = {name: stored[name] for name in kinds}
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
+        return False
+    return all(arrays[name].shape == (num_tokens,) for name in kinds) and all(
+        arrays[name].dtype == kind for name, kind in kinds.items()
+    )
 
 
-def _start_or_resume(folder: Path, key: dict[str, Any]) -> None:
-    key_file = folder / "key.json"
-    if not (key_file.exists() and read_json(key_file) == key):
-        shutil.rmtree(folder, ignore_errors=True)
-        make_private_folder(folder)
-        write_json(key_file, key)
+def _write_shard(path: Path, key: dict[str, Any], ranks: np.ndarray, log_probs: np.ndarray) -> None:
+    """Replaces whatever damaged shard stood there. The key comes first: shards without one are
+    nobody's."""
+    if not (path.parent / "key.json").exists():
+        make_private_folder(path.parent)
+        write_json(path.parent / "key.json", key)
+    with written_whole(path) as beside, beside.open("wb") as stream:
+        np.savez(stream, ranks=ranks, log_probs=log_probs)
 
 
 def shard_edges(bounds: np.ndarray) -> list[int]:

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 
 import tightlip
-from tightlip.core.devices import usable_device
 from tightlip.core.errors import UsageError
 from tightlip.core.files import make_private_folder, read_json
 from tightlip.core.progress import log, task
@@ -39,49 +38,41 @@ from tightlip.corpus.public_text import (
 )
 from tightlip.corpus.readers import Corpus, open_corpus
 from tightlip.corpus.tokens import TokenizedCorpus
-from tightlip.models.loading import load_causal_lm, load_tokenizer, model_fingerprint
-from tightlip.scan.scanner import Scanner
-from tightlip.scan.store import scan_corpus
+from tightlip.models.loading import load_tokenizer, model_fingerprint
+from tightlip.scan.models import OpenedModel, open_model
+from tightlip.scan.options import ScanOptions
+from tightlip.scan.store import SCAN, ScanStore
 
 # Far above what sharing a batch does to a mean in float32, far below the grid.
 BATCH_TOLERANCE_NATS = 2e-4
 # Scored alone whatever their value, so that a model whose rows influence each other is found out
 # where no document happens to be near an edge. All of a tiny corpus.
 ALWAYS_ALONE = 16
+WORK = ".weighing"  # tokens while they are made
+MOST_UNKNOWN = 0.01
+FEWEST_PUBLIC = 100  # documents, for quantiles that mean something
+Shown = dict[str, Any]  # a document as the page shows it
+NUM_SHOWN = 20  # documents at either end of the weights
+SCANNED_FOR_DISTINCT = 20 * NUM_SHOWN  # texts looked at to find so many different ones
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ModelScores:
-    """A public model with its own tokenizer, ready to score documents."""
+    """A public model, ready to score documents, and where its scans stand."""
 
-    folder: Path
-    model: Any
-    tokenizer: Any
-
-    @classmethod
-    def opened(cls, folder: Path, device: str) -> "ModelScores":
-        import torch
-
-        tokenizer = load_tokenizer(folder)
-        model = load_causal_lm(folder, device=device, dtype=torch.float32)
-        return cls(folder=folder, model=model, tokenizer=tokenizer)
-
-    @property
-    def tokenizer_fingerprint(self) -> str:
-        return tokenizer_fingerprint(self.tokenizer)
+    model: OpenedModel
+    store: ScanStore
 
     def unknown_share(self, corpus: TokenizedCorpus) -> float:
         """The share of tokens that stand for a word the model has no name for."""
-        unknown = self.tokenizer.unk_token_id
+        unknown = self.model.tokenizer.unk_token_id
         return (
             0.0
             if unknown is None
             else float((corpus.tokens == unknown).sum() / max(corpus.num_tokens, 1))
         )
 
-    def log_perplexities(
-        self, corpus: TokenizedCorpus, folder: Path, description: str
-    ) -> np.ndarray:
+    def log_perplexities(self, corpus: TokenizedCorpus, description: str) -> np.ndarray:
         """Nats a token of every document, on the grid; NaN where no token was scored.
 
         A batched pass finds nearly all. Documents so close to an edge of the grid that rounding in
@@ -91,22 +82,15 @@ class ModelScores:
         Holds:
             naive: the same as scoring each document by itself and rounding.
             alone: a model that scores a document otherwise in company is refused.
-            resumed: shards that stand under `folder` are not scanned again.
+            resumed: shards that stand in the store are not scanned again.
         """
-        scanner = Scanner(self.model, bos_id=self.tokenizer.bos_token_id)
-        key = {
-            "model": model_fingerprint(self.folder),
-            "corpus": corpus.corpus_fingerprint,
-            "tokenizer": corpus.tokenizer_fingerprint,
-            "bos_id": self.tokenizer.bos_token_id,
-        }
-        scanned = scan_corpus(scanner.scan, corpus, folder, key=key, description=description)
+        scanned = self.model.scan(corpus, self.store, description)
         means = [
             _means(shard.log_probs, np.diff(corpus.bounds[shard.first : shard.end + 1]))
             for shard in scanned.shards()
         ]
         nats = np.concatenate(means) if means else np.zeros(0)
-        _refuse_infinite(nats, self.folder)
+        _refuse_infinite(nats, self.model.name)
         return on_grid(self._settled(corpus, nats, description))
 
     def _settled(self, corpus: TokenizedCorpus, nats: np.ndarray, description: str) -> np.ndarray:
@@ -115,7 +99,7 @@ class ModelScores:
         close = np.union1d(
             np.flatnonzero(near_an_edge(nats, BATCH_TOLERANCE_NATS)), _spread_out(nats)
         )
-        alone = Scanner(self.model, bos_id=self.tokenizer.bos_token_id, batch_tokens=1)
+        alone = self.model.scanner_of(batch_tokens=1)
         settled = nats.copy()
         with task(f"{description}, alone", len(close)) as bar:
             for document in close:
@@ -124,7 +108,7 @@ class ModelScores:
                 bar.advance()
         if (worst := np.abs(settled - nats)[close].max(initial=0)) > BATCH_TOLERANCE_NATS:
             raise UsageError(
-                f"{self.folder} gives a document another perplexity in company than alone (by {worst:.1e} nats), so one "
+                f"{self.model.name} gives a document another perplexity in company than alone (by {worst:.1e} nats), so one "
                 "document's weight would depend on the others. Give a model whose rows do not influence each other."
             )
         return settled
@@ -148,23 +132,12 @@ def _means(log_probs: np.ndarray, lengths: np.ndarray) -> np.ndarray:
         return np.asarray(sums / np.bincount(documents[scored], minlength=len(lengths)))
 
 
-def _refuse_infinite(nats: np.ndarray, folder: Path) -> None:
+def _refuse_infinite(nats: np.ndarray, model: str) -> None:
     if np.isinf(nats).any():
         raise UsageError(
-            f"{folder} holds a token of this text for impossible (probability 0), so no perplexity means anything. Give "
+            f"{model} holds a token of this text for impossible (probability 0), so no perplexity means anything. Give "
             "the model without whatever masks its logits."
         )
-
-
-# Privacy weights of a prepared corpus as one call: score, normalise, store, draw the page
-
-
-WORK = ".weighing"  # tokens and scans while they are made
-MOST_UNKNOWN = 0.01
-FEWEST_PUBLIC = 100  # documents, for quantiles that mean something
-Shown = dict[str, Any]  # a document as the page shows it
-NUM_SHOWN = 20  # documents at either end of the weights
-SCANNED_FOR_DISTINCT = 20 * NUM_SHOWN  # texts looked at to find so many different ones
 
 
 def weigh_documents(
@@ -172,16 +145,18 @@ def weigh_documents(
     *,
     render: Callable[..., str],
     device: str = "auto",
+    keep_scan: bool = True,
     **settings: Any,
 ) -> PrivacyWeights:
     """Weigh every training document of a prepared corpus by how rare it is to a public model.
 
     `settings` are those of WeightsConfig. The weights stand in `weights/` of the corpus' folder,
-    with the page that `render` draws.
+    with the page that `render` draws, and the public model's scans in `scan/` unless `keep_scan`
+    is False.
 
     Holds:
         kept: weights that stand there, made with the same settings, are returned untouched.
-        rest_untouched: nothing but `weights/` changes.
+        rest_untouched: nothing but `weights/` and `scan/` changes.
         own_text_only: with `public` and `public-rank` no document moves another's weight.
         public_only: a model or a corpus that is known to hold this text is refused.
     """
@@ -193,7 +168,8 @@ def weigh_documents(
         return kept
     shared = job.shared()
     work = make_private_folder(corpus.folder / WORK)
-    nats, public = job.scored(work, kept, device)
+    store = ScanStore(corpus.folder / SCAN)
+    nats, public = job.scored(work, store, kept, device)
     rho, a, b = weights_of(config, nats, public)
     weights = PrivacyWeights(
         rho=rho,
@@ -204,6 +180,8 @@ def weigh_documents(
     page = render(info=weights.info, rho=rho, nats=nats, public=public, shown=shown)
     write_weights(corpus.folder, weights, public, page)
     shutil.rmtree(work, ignore_errors=True)
+    if not keep_scan:
+        store.remove()
     return weights
 
 
@@ -295,13 +273,13 @@ class _Weighing:
             return None
 
     def scored(
-        self, work: Path, kept: PrivacyWeights | None, device: str
+        self, work: Path, store: ScanStore, kept: PrivacyWeights | None, device: str
     ) -> tuple[np.ndarray, np.ndarray | None]:
         """Log-perplexities of the training documents and of the public ones, on their grid."""
         nats, public = self._scored_before(kept)
         score: Callable[[str], np.ndarray] | None = None
         if nats is None or (public is None and self.public is not None):
-            score = self._by_words() if self.model is None else self._by_model(work, device)
+            score = self._by_words() if self.model is None else self._by_model(work, store, device)
         if nats is None:
             assert score is not None
             nats = score("train")
@@ -340,24 +318,23 @@ class _Weighing:
         def score(part: str) -> np.ndarray:
             is_public = part == "public"
             documents = public if is_public else _train_text(self.corpus.folder)
-            found = []
+            nats: list[float] = []
             with task(f"Weighing {part}", None) as bar:
                 for batch in documents.batches():
-                    found += [
+                    nats += [
                         counts.log_perplexity(t, without_itself=is_public) for t in batch.texts
                     ]
                     bar.advance(len(batch))
-            return on_grid(np.array(found, np.float64))
+            return on_grid(np.array(nats, np.float64))
 
         return score
 
-    def _by_model(self, work: Path, device: str) -> Callable[[str], np.ndarray]:
+    def _by_model(self, work: Path, store: ScanStore, device: str) -> Callable[[str], np.ndarray]:
         assert self.model is not None
-        scores = ModelScores.opened(self.model, usable_device(device))
+        scores = ModelScores(model=open_model(self.model, ScanOptions(device=device)), store=store)
 
         def score(part: str) -> np.ndarray:
-            tokens = self._tokens(part, scores, work)
-            return scores.log_perplexities(tokens, work / f"{part}-scan", f"Weighing {part}")
+            return scores.log_perplexities(self._tokens(part, scores, work), f"Weighing {part}")
 
         return score
 
@@ -365,12 +342,12 @@ class _Weighing:
         """The text as the public model's own tokenizer cuts it."""
         if part == "public":
             assert self.public is not None
-            return tokenised_for(self.public, scores.tokenizer, work / "public")
+            return tokenised_for(self.public, scores.model.tokenizer, work / "public")
         tokens = self.corpus.train
-        if tokens.tokenizer_fingerprint != scores.tokenizer_fingerprint:
+        if tokens.tokenizer_fingerprint != scores.model.tokenizer_fingerprint:
             # The file and not the folder, whose other files change while this one is read.
             source = CorpusSource(self.corpus.folder / "train.parquet", {})
-            tokens = tokenised_for(source, scores.tokenizer, work / "train")
+            tokens = tokenised_for(source, scores.model.tokenizer, work / "train")
         if (share := scores.unknown_share(tokens)) > MOST_UNKNOWN:
             log.warning(
                 "%.1f%% of the training text are unknown words to %s, and however rare, an unknown word is ordinary to "
@@ -406,13 +383,13 @@ def _shown(folder: Path, weights: PrivacyWeights) -> tuple[list[Shown], list[Sho
     order = np.lexsort((nats, rho))
     order = order[~np.isnan(nats[order])]
     ends = order[::-1][:SCANNED_FOR_DISTINCT], order[:SCANNED_FOR_DISTINCT]
-    found = _texts(folder, {int(each) for end in ends for each in end})
+    texts = _texts(folder, {int(each) for end in ends for each in end})
     highest, lowest = (
         [
             {
                 "number": int(n),
-                "user": found[n][0],
-                "text": found[n][1],
+                "user": texts[n][0],
+                "text": texts[n][1],
                 "rho": rho[n],
                 "nats": nats[n],
             }
@@ -424,13 +401,13 @@ def _shown(folder: Path, weights: PrivacyWeights) -> tuple[list[Shown], list[Sho
 
 
 def _texts(folder: Path, wanted: set[int]) -> dict[int, tuple[str, str]]:
-    found, number = {}, 0
+    texts, number = {}, 0
     for batch in _train_text(folder).batches():
         for user, text in zip(batch.users, batch.texts, strict=True):
             if number in wanted:
-                found[number] = (user, text)
+                texts[number] = (user, text)
             number += 1
-    return found
+    return texts
 
 
 def _distinct(documents: list[Shown]) -> list[Shown]:

@@ -133,7 +133,7 @@ def test_the_run_that_chose_is_not_measured_by_its_own_choice(place, tmp_path):
     [
         ("quiet", {}, "trained with mitigation 'adversarial'"),
         ("plain/model", {}, "is no run"),
-        ("plain", {"min_tokens": 1}, "min_tokens=1 would choose texts with nothing to guess"),
+        ("plain", {"min_tokens": 1}, "min_tokens=1 is out of range. It must be at least 2"),
         ("plain", {"min_tokens": 99}, "No document has min_tokens=99 tokens"),
     ],
 )

@@ -79,7 +79,10 @@ def measured(name: str = "plain", **changed: Any) -> RunMeasures:
         },
         "membership": membership(0.8),
     }  # fmt: skip
-    return RunMeasures(**settings | changed)
+    settings |= changed
+    mitigation = settings["mitigation"]
+    settings |= {"is_mitigated": mitigation != "none", "is_private": "dp" in mitigation}
+    return RunMeasures(**settings)
 
 
 def with_perplexity(name: str, perplexity: float, **changed: Any) -> RunMeasures:

@@ -17,22 +17,24 @@ import numpy as np
 
 from tightlip.audit.canaries.candidates import TEXTS_AT_ONCE, Candidates, CandidateScorer
 from tightlip.audit.canaries.tab_attack import attacked
+from tightlip.audit.measures import Audited
+from tightlip.audit.settings import ExposureConfig
 from tightlip.core.errors import UsageError
 from tightlip.core.files import write_json
 from tightlip.core.progress import task
 from tightlip.core.run_folder import RunRecord, is_run, open_run
-from tightlip.corpus.canaries import (
-    ALPHA,
-    Canary,
-    Planted,
-    read_canary_key,
-)
+from tightlip.corpus.canaries import ALPHA, Canary, Planted, exposed_above_bits, read_canary_key
 from tightlip.corpus.canary_templates import Pools, read_template
 from tightlip.corpus.opening import model_folder, open_run_corpus
 from tightlip.corpus.prepare import is_prepared
 from tightlip.corpus.readers import open_corpus
+from tightlip.models.loading import model_fingerprint
+from tightlip.scan.models import OpenedModel, open_model
+from tightlip.scan.options import ScanOptions
 from tightlip.scan.scanner import Scanner
 
+log = logging.getLogger("tightlip")
+Keys = str | Path | Sequence[str | Path]
 # float32 logits differ by about so much with the rows that share a batch: no preference.
 SAME_NATS = 2e-6
 # One-sided each, so that the interval misses at most 7.5 times in 100.
@@ -40,28 +42,6 @@ LOW_CONFIDENCE, HIGH_CONFIDENCE = 0.95, 0.975
 # With one of n sampled candidates ahead, the upper limit of their share is below 4.75/n.
 _ONE_AHEAD = 4.75
 MOST_SAMPLES = 1_000_000  # unless more are asked for: as much work as enumerating
-
-
-@dataclass(frozen=True, kw_only=True)
-class ExposureConfig:
-    """How far to enumerate, how many to sample beyond that, and what the tab attack types.
-
-    `num_samples` is the least: with many canaries more are drawn, up to a million, so that a
-    canary known by heart passes the bar.
-    """
-
-    enumerate_up_to: int = 1_000_000
-    num_samples: int = 20_000
-    prompt_tokens: int = 1
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if self.num_samples < 100:
-            raise UsageError(
-                f"num_samples={self.num_samples} shows less than 6 bits at most. Use 20000 or more."
-            )
-        if self.prompt_tokens < 1:
-            raise UsageError(f"prompt_tokens={self.prompt_tokens} types nothing. Use 1 or more.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -273,11 +253,11 @@ def _estimates(
         candidates = _candidates(str(name), key.pools)
         drop = scorer.places_reading(candidates, planted)
         if math.prod(candidates.shape) <= max(config.enumerate_up_to, num_samples):
-            found = _enumerated(scorer, candidates, group, drop)
+            by_text = _enumerated(scorer, candidates, group, drop)
         else:
             draw = np.random.default_rng(config.seed)
-            found = _sampled(scorer, candidates, group, drop, num_samples, draw)
-        estimates |= {(name, text): estimate for text, estimate in found.items()}
+            by_text = _sampled(scorer, candidates, group, drop, num_samples, draw)
+        estimates |= {(name, text): estimate for text, estimate in by_text.items()}
     return estimates
 
 
@@ -332,13 +312,6 @@ def _sampled(
     }
 
 
-# `tightlip canaries plant`, `choose` and `measure` as calls
-
-
-log = logging.getLogger("tightlip")
-Keys = str | Path | Sequence[str | Path]
-
-
 def measure_canaries(
     model: str | Path,
     key: Keys,
@@ -352,28 +325,48 @@ def measure_canaries(
     `settings` are those of ExposureConfig. With `out` the list is written there, for its owner
     only.
     """
-    import torch
-
-    from tightlip.models.loading import load_causal_lm, load_tokenizer
-    from tightlip.scan.scanner import Scanner
-
     config = ExposureConfig(**settings)
     keys = read_keys(key)
     folder = model_folder(Path(model))
     _refuse_own_choice(folder, keys)
-    if is_run(Path(model)) and (said := missing_copies(open_run(Path(model)), keys)):
-        log.warning(said)
-    tokenizer = load_tokenizer(folder)
-    loaded = load_causal_lm(folder, device=device_for(device), dtype=torch.float32)
-    scanner = Scanner(loaded, bos_id=tokenizer.bos_token_id)
-    found = []
-    for each in keys:
-        others = [canary for other in keys if other is not each for canary in other.of_planted]
-        entries = measure_exposures(scanner, tokenizer, each, config, others)
-        found += [entry.to_json() for entry in entries]
+    if is_run(Path(model)) and (warning := missing_copies(open_run(Path(model)), keys)):
+        log.warning(warning)
+    entries = exposures_in(open_model(folder, ScanOptions(device=device)), keys, config)
     if out is not None:
-        write_json(Path(out), found)
-    return found
+        write_json(Path(out), entries)
+    return entries
+
+
+def exposures_in(
+    model: OpenedModel, keys: Sequence[Planted], config: ExposureConfig
+) -> list[dict[str, Any]]:
+    """What the model knows of every canary of all keys, as JSON can hold it."""
+    entries: list[dict[str, Any]] = []
+    for key in keys:
+        others = [canary for other in keys if other is not key for canary in other.of_planted]
+        measured = measure_exposures(model.scanner, model.tokenizer, key, config, others)
+        entries += [entry.to_json() for entry in measured]
+    return entries
+
+
+class CanaryAudit:
+    """What a model knows of the canaries in the keys: exposures, and what TAB completes."""
+
+    finds_secrets = True
+
+    def depends_on(self, audited: Audited) -> dict[str, Any]:
+        return {"keys": audited.key_digests, "seed": audited.measuring.seed}
+
+    def figures(self, audited: Audited) -> list[dict[str, Any]]:
+        keys = read_keys([key.path for key in audited.measuring.keys])
+        _refuse_own_choice(audited.model, keys)
+        config = ExposureConfig(seed=audited.measuring.seed)
+        return exposures_in(audited.scans.opened(audited.model), keys, config)
+
+    def accuses(self, figures: list[dict[str, Any]]) -> bool:
+        planted = [one for one in figures if one["kind"] == "planted"]
+        bar = exposed_above_bits(max(len(planted), 1))
+        return any(one["low"] > bar for one in planted)
 
 
 def missing_copies(record: RunRecord, keys: Sequence[Planted]) -> str | None:
@@ -417,18 +410,8 @@ def _refuse_own_choice(folder: Path, keys: Sequence[Planted]) -> None:
         if key.model_fingerprint is not None
         for print_ in (key.model_fingerprint, *key.snapshot_fingerprints)
     }
-    if not choosers:
-        return
-    from tightlip.models.loading import model_fingerprint
-
-    if model_fingerprint(folder) in choosers:
+    if choosers and model_fingerprint(folder) in choosers:
         raise UsageError(
             f"{folder} comes from the run that chose these real canaries as what surprises it most, so the choice "
             "flatters it. Choose with an unmitigated run of another --seed, and measure all models with that key."
         )
-
-
-def device_for(name: str) -> Any:
-    from tightlip.core.devices import usable_device
-
-    return usable_device(name)

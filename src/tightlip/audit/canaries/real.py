@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from tightlip.audit.canaries.exposure import Keys, device_for, read_keys
+from tightlip.audit.canaries.exposure import Keys, read_keys
+from tightlip.audit.settings import ChoiceConfig
 from tightlip.core.errors import UsageError
 from tightlip.core.run_folder import RunRecord, is_run, open_run
 from tightlip.corpus.canaries import Canary, Planted, write_canary_key
@@ -19,22 +20,9 @@ from tightlip.corpus.encoding import Encoder
 from tightlip.corpus.opening import model_folder, open_run_corpus
 from tightlip.corpus.readers import Corpus, open_corpus
 from tightlip.corpus.tokens import TokenizedCorpus
-from tightlip.scan.document_scores import score_documents
-from tightlip.scan.scanner import Scanner
-
-
-@dataclass(frozen=True, kw_only=True)
-class ChoiceConfig:
-    """Which documents may be chosen."""
-
-    min_tokens: int = 5
-
-    def __post_init__(self) -> None:
-        if self.min_tokens < 2:
-            raise UsageError(
-                f"min_tokens={self.min_tokens} would choose texts with nothing to guess behind their first token. "
-                "Use 2 or more."
-            )
+from tightlip.models.loading import model_fingerprint
+from tightlip.scan.document_scores import DocumentScores
+from tightlip.scan.models import scans_of_run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +34,7 @@ class Choice:
 
 
 def choose_real_canaries(
-    scanner: Scanner,
+    scores: DocumentScores,
     tokenizer: Any,
     tokens: TokenizedCorpus,
     documents: Corpus,
@@ -55,15 +43,14 @@ def choose_real_canaries(
 ) -> Choice:
     """Each user's document with the highest perplexity; of equal ones the first.
 
-    `documents` are the texts of `tokens`, in the same order. `planted` texts are made up, and
-    surprise a model most: they are passed over.
+    `scores` are what the model makes of each document of `tokens`, and `documents` their
+    texts. `planted` texts are made up, and surprise a model most: they are passed over.
 
     Holds:
         surprising: no other usable document of that user has a higher perplexity.
         usable: a document with fewer tokens, or with a word the model lacks, is never chosen.
         as_often: repetitions are the documents of the whole corpus that read the same.
     """
-    scores = score_documents(scanner, tokens)
     mean_nats = scores.loss_nats / np.maximum(scores.num_tokens, 1)
     usable = usable_documents(tokens, tokenizer.unk_token_id, config.min_tokens)
     made_up = {ids.astype(np.int32).tobytes() for ids in _encoded(tokenizer, planted)}
@@ -132,13 +119,13 @@ def _encoded(tokenizer: Any, texts: Sequence[str]) -> list[np.ndarray]:
 
 
 def _texts_of(documents: Corpus, numbers: set[int]) -> dict[int, str]:
-    found: dict[int, str] = {}
+    texts: dict[int, str] = {}
     start = 0
     for batch in documents.batches():
         here = range(start, start + len(batch))
-        found |= {number: batch.texts[number - start] for number in here if number in numbers}
+        texts |= {number: batch.texts[number - start] for number in here if number in numbers}
         start = here.stop
-    return found
+    return texts
 
 
 def choose_canaries(
@@ -147,32 +134,33 @@ def choose_canaries(
     *,
     key: Keys = (),
     device: str = "auto",
+    keep_scan: bool = True,
     **settings: Any,
 ) -> Planted:
     """Write to `out` a key of real canaries: of each user the training document that surprises
     the model of an unmitigated run most; `settings` are those of ChoiceConfig.
 
-    `key` names what was planted in the run's corpus, which is then never chosen.
+    `key` names what was planted in the run's corpus, which is then never chosen. The scan is kept
+    in the run's `scan/` unless `keep_scan` is False.
     """
-    from tightlip.models.loading import load_tokenizer, model_fingerprint
-    from tightlip.scan.document_scores import open_scanner
-
     config, record = ChoiceConfig(**settings), _unmitigated(Path(run))
     if Path(out).exists():
         raise UsageError(f"{out} exists. Give another --out, or delete it first.")
     corpus = open_run_corpus(record)
-    choice = choose_real_canaries(
-        open_scanner(record.model_folder, corpus.train, device_for(device)),
-        load_tokenizer(record.model_folder),
-        corpus.train,
-        open_corpus(record.corpus_folder / "train.parquet"),
-        config,
-        planted=[canary.text for each in read_keys(key) for canary in each.of_planted],
-    )
+    with scans_of_run(record, device=device, keep=keep_scan) as scans:
+        model = scans.opened(record.model_folder)
+        choice = choose_real_canaries(
+            scans.scores(record.model_folder, corpus.train, "Scoring documents"),
+            model.tokenizer,
+            corpus.train,
+            open_corpus(record.corpus_folder / "train.parquet"),
+            config,
+            planted=[canary.text for each in read_keys(key) for canary in each.of_planted],
+        )
     chosen = Planted(
         canaries=choice.canaries,
         pools={},
-        model_fingerprint=model_fingerprint(record.model_folder),
+        model_fingerprint=model.fingerprint,
         snapshot_fingerprints=tuple(model_fingerprint(each.folder) for each in record.snapshots),
         num_users_left_out=choice.num_users_left_out,
     )
@@ -188,10 +176,9 @@ def _unmitigated(run: Path) -> RunRecord:
         )
     model_folder(run)
     record = open_run(run)
-    mitigation = record.config["train"]["mitigation"]
-    if mitigation != "none":
+    if record.is_mitigated:
         raise UsageError(
-            f"{run} was trained with mitigation {mitigation!r}, which has a hand in what surprises the model. Choose with "
+            f"{run} was trained with mitigation {record.mitigation!r}, which has a hand in what surprises the model. Choose with "
             "an unmitigated run: tightlip train CORPUS --out RUN --mitigation none"
         )
     return record

@@ -1,9 +1,9 @@
 """The leakage report as one call: find the model and the corpus, audit, write the figures."""
 
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -11,26 +11,29 @@ from typing import Any
 import numpy as np
 
 import tightlip
-from tightlip.audit.leakage.counting import Engine
-from tightlip.audit.leakage.findings import (
-    LeakageConfig,
-    audit_leakage,
-    unknown_share,
-    validation_fit,
-    view_by_public_model,
-    write_report,
-)
-from tightlip.audit.leakage.leaks import Leaks, PublicView
+from tightlip.audit.leakage.findings import Finder, Findings, unknown_share, write_report
+from tightlip.audit.leakage.leaks import Fit, Leaks, PublicView
 from tightlip.audit.leakage.summary import LeakageReport
+from tightlip.audit.measures import Audited
+from tightlip.audit.settings import LeakageConfig, split_settings
 from tightlip.core.errors import UsageError
 from tightlip.core.files import make_private_folder, write_json
 from tightlip.core.progress import task
 from tightlip.core.registry import look_up
 from tightlip.core.run_folder import RunRecord, Snapshot, is_run, open_run
-from tightlip.corpus.encoding import tokenizer_fingerprint
-from tightlip.corpus.opening import CorpusSource, num_skipped, open_run_corpus, tokenised_for
-from tightlip.scan.models import AuditedModel, ScanOptions, loaded
+from tightlip.corpus.opening import (
+    CorpusSource,
+    model_folder,
+    num_skipped,
+    open_run_corpus,
+    tokenised_for,
+)
+from tightlip.scan.models import OpenedModel, Scans, open_model, run_store
+from tightlip.scan.options import ScanOptions
+from tightlip.scan.store import SCAN, ScanStore
 
+WORK = ".work"  # tokens, and what is not to be kept, while an audit is under way
+LEAVE_OUT = "leave-out"
 LEAST_SHARE_LEFT = 0.2
 NOBODY_LEFT_OUT = (
     "Nothing is unique to one person, so there was nobody to leave out and there are no ratios."
@@ -51,50 +54,43 @@ def audit_model(
     *,
     out: str | Path | None = None,
     tokenizer: Any = None,
-    top_k: int = 1,
     public_model: str | Path | None = None,
     validation: Any = None,
     snapshots: bool = False,
-    redact: bool = False,
-    occurrences: int | None = 8,
-    fewer_than: int = 5,
-    thresholds: Sequence[float] = (1.5, 2.0, 3.0, 5.0, 10.0),
     user_column: str = "user",
     text_column: str = "text",
     bad_rows: str = "error",
-    device: str = "auto",
-    dtype: str = "float32",
-    window: int | None = None,
-    batch_tokens: int | None = None,
-    memory: str = "4GB",
     engine: str = "local",
+    keep_scan: bool = True,
     retrain: Retrain | None = None,
     write_page: Callable[[Path], object] | None = None,
+    **settings: Any,
 ) -> LeakageReport:
     """Which of the corpus' words the model gives away, and whose they are.
 
     `model` is a folder, a run that tightlip trained (then `corpus` defaults to what it was
     trained on and `validation` to what was held out), or a model in memory with `tokenizer`.
     `corpus` is a file or folder, a prepared corpus, an Arrow table, a DataFrame or a list.
-    Without `out` the report lives as long as the object returned. `retrain` is what leave-out trains
+    `settings` are those of LeakageConfig and ScanOptions. Without `out` the report lives as long
+    as the object returned. The scan is kept in `scan/` beside the report unless `keep_scan` is
+    False, the report is redacted or the model is in memory. `retrain` is what leave-out trains
     with, and `write_page` draws the report once its figures stand.
     """
-    config = LeakageConfig(
-        top_k=top_k,
-        redact=redact,
-        occurrences=occurrences,
-        fewer_than=fewer_than,
-        thresholds=tuple(thresholds),
-    )
-    options = ScanOptions(
-        device=device, dtype=dtype, window=window, batch_tokens=batch_tokens, memory=memory
-    )
+    config, options = split_settings(settings, LeakageConfig, ScanOptions)
     columns = {"user_column": user_column, "text_column": text_column, "bad_rows": bad_rows}
     subject = _subject(model, corpus, validation, tokenizer, columns, options)
     keep_alive = TemporaryDirectory(prefix="tightlip-") if out is None else None
     folder = report_folder(Path(keep_alive.name) if keep_alive else Path(str(out)))
-    leave_out = str(public_model) == "leave-out"
-    job = _Job(subject, folder, config, options, look_up("engine", engine)(), leave_out, retrain)
+    # What a model in memory does is not all in its fingerprint, so nobody may go by it later.
+    is_kept = keep_scan and not config.redact and subject.model.is_file
+    scans = Scans(store=_store(folder, subject, is_kept), options=options)
+    job = _Job(
+        subject=subject,
+        folder=folder,
+        finder=Finder(scans=scans, config=config, engine=look_up("engine", engine)()),
+        leaves_out=str(public_model) == LEAVE_OUT,
+        retrain=retrain,
+    )
     with _nothing_left_of_a_refusal(folder):
         if snapshots:
             job.audit_snapshots(public_model)
@@ -104,14 +100,25 @@ def audit_model(
         write_page(folder)
     # Only now: until the report is whole, the scan is what a killed audit goes on from.
     shutil.rmtree(job.work, ignore_errors=True)
+    if not is_kept:
+        shutil.rmtree(folder / SCAN, ignore_errors=True)  # of an earlier audit
     return LeakageReport(folder, keep_alive)
+
+
+def _store(folder: Path, subject: "_Subject", is_kept: bool) -> ScanStore:
+    """Where this audit's scans stand; what an earlier audit, or the run's measures, left is read."""
+    beside = [folder / SCAN] if subject.model.is_file else []
+    if subject.run is not None:
+        kept = run_store(subject.run.folder)
+        beside += [kept.folder, *kept.beside]
+    return ScanStore(folder / SCAN if is_kept else folder / WORK / SCAN, beside)
 
 
 def report_folder(folder: Path) -> Path:
     """`folder`, new, empty or holding an earlier report; never somebody's other files."""
     if folder.exists() and not folder.is_dir():
         raise UsageError(f"{folder} is a file. Give --out a folder.")
-    known = {"summary.json", ".work", "sequences.parquet"}
+    known = {"summary.json", WORK, SCAN, "sequences.parquet"}
     if folder.exists() and any(folder.iterdir()) and not known & {p.name for p in folder.iterdir()}:
         raise UsageError(
             f"{folder} holds other files, and a report would be mixed among them. "
@@ -125,10 +132,13 @@ def report_folder(folder: Path) -> Path:
 @contextmanager
 def _nothing_left_of_a_refusal(folder: Path) -> Iterator[None]:
     """Take the work of a refused audit away, and the folder with it if nothing else is there."""
+    had_scan = (folder / SCAN).exists()
     try:
         yield
     except UsageError:
-        shutil.rmtree(folder / ".work", ignore_errors=True)
+        shutil.rmtree(folder / WORK, ignore_errors=True)
+        if not had_scan:
+            shutil.rmtree(folder / SCAN, ignore_errors=True)
         if not any(folder.iterdir()):
             folder.rmdir()
         raise
@@ -136,9 +146,9 @@ def _nothing_left_of_a_refusal(folder: Path) -> Iterator[None]:
 
 @dataclass(frozen=True, kw_only=True)
 class _Subject:
-    """What is audited: how to get the model, on which corpus, trained by which run if any."""
+    """What is audited: which model, on which corpus, trained by which run if any."""
 
-    audited: AuditedModel
+    model: OpenedModel
     corpus: CorpusSource
     validation: CorpusSource | None
     run: RunRecord | None
@@ -171,7 +181,7 @@ def _subject(
             f"Run: tightlip audit MODEL CORPUS"
         )
     return _Subject(
-        audited=loaded(model, tokenizer, options),
+        model=open_model(model, options, tokenizer=tokenizer),
         corpus=_existing(CorpusSource(corpus, columns)),
         validation=None if validation is None else _existing(CorpusSource(validation, columns)),
         run=run,
@@ -184,31 +194,35 @@ def _existing(source: CorpusSource) -> CorpusSource:
     return source
 
 
-@dataclass
+@dataclass(frozen=True, kw_only=True)
 class _Job:
     """One audit under way: everything its steps share."""
 
     subject: _Subject
     folder: Path
-    config: LeakageConfig
-    options: ScanOptions
-    engine: Engine
-    leave_out: bool
+    finder: Finder
+    leaves_out: bool = False
     retrain: Retrain | None = None
 
     @property
     def work(self) -> Path:
-        return make_private_folder(self.folder / ".work")
+        return make_private_folder(self.folder / WORK)
 
     def audit_one(self, public_model: str | Path | None) -> None:
         """The report of one model, into the job's folder."""
-        public = self._loaded_public(public_model)
-        leaks = self._leaks(self.subject.audited, self.work, with_spans=self._crosses(public))
-        if str(public_model) == "leave-out" and leaks.unique.any():
+        public = self._opened_public(public_model)
+        leaks = self._leaks(self.subject.model, public)
+        if self.leaves_out and leaks.unique.any():
             public = self._left_out_model(leaks)
         (self.folder / "snapshots.json").unlink(missing_ok=True)  # of an earlier report here
         shutil.rmtree(self.folder / "snapshots", ignore_errors=True)
-        self._report(self.folder, self.subject.audited, leaks, public, self.work)
+        write_report(self.folder, self._findings(self.subject.model, leaks, public))
+
+    def summary(self, public: OpenedModel | None) -> dict[str, Any]:
+        """What the report's summary.json would hold, without a report."""
+        model = self.subject.model
+        findings = self._findings(model, self._leaks(model, public), public)
+        return findings.summary(findings.ratios())
 
     def audit_snapshots(self, public_model: str | Path | None) -> None:
         """The same report for each snapshot of a run, the last one's in the job's own folder."""
@@ -218,12 +232,12 @@ class _Job:
                 "--snapshots needs a run that tightlip trained with snapshots. "
                 "Run: tightlip train CORPUS --out RUN, then tightlip audit RUN --snapshots"
             )
-        if str(public_model) == "leave-out":
+        if self.leaves_out:
             raise UsageError(
                 "leave-out retrains once for one model's unique sequences, so it does not go with "
                 "--snapshots. Audit the snapshots without it, then the run with it."
             )
-        public = self._loaded_public(public_model)
+        public = self._opened_public(public_model)
         with task("Auditing snapshots", len(run.snapshots)) as bar:
             rows = []
             for snapshot in run.snapshots:
@@ -240,11 +254,11 @@ class _Job:
     def _snapshot_folder(self, snapshot: Snapshot) -> Path:
         return make_private_folder(self.folder / "snapshots" / snapshot.name)
 
-    def _snapshot_row(self, snapshot: Snapshot, public: AuditedModel | None) -> dict[str, Any]:
-        audited = replace(loaded(snapshot.folder, None, self.options), name=snapshot.name)
-        work = make_private_folder(self.work / snapshot.name)
-        leaks = self._leaks(audited, work, with_spans=self._crosses(public))
-        summary = self._report(self._snapshot_folder(snapshot), audited, leaks, public, work)
+    def _snapshot_row(self, snapshot: Snapshot, public: OpenedModel | None) -> dict[str, Any]:
+        model = open_model(snapshot.folder, self.finder.scans.options, name=snapshot.name)
+        leaks = self._leaks(model, public)
+        findings = self._findings(model, leaks, public)
+        summary = write_report(self._snapshot_folder(snapshot), findings)
         return {
             "name": snapshot.name,
             "step": snapshot.step,
@@ -256,94 +270,76 @@ class _Job:
             "validation_perplexity": summary["validation_perplexity"],
         }
 
-    def _leaks(self, audited: AuditedModel, work: Path, *, with_spans: bool) -> Leaks:
+    def _leaks(self, model: OpenedModel, public: OpenedModel | None) -> Leaks:
         corpus = tokenised_for(
-            self.subject.corpus, audited.tokenizer, self.work / "tokens", with_spans=with_spans
+            self.subject.corpus,
+            model.tokenizer,
+            self.work / "tokens",
+            with_spans=public is not None and self._crosses(public),
         )
-        return audit_leakage(
-            audited, corpus, work, config=self.config, options=self.options, engine=self.engine
-        )
+        return self.finder.leaks(model, corpus)
 
-    def _report(
-        self,
-        folder: Path,
-        audited: AuditedModel,
-        leaks: Leaks,
-        public: AuditedModel | None,
-        work: Path,
-    ) -> dict[str, Any]:
+    def _findings(self, model: OpenedModel, leaks: Leaks, public: OpenedModel | None) -> Findings:
         run = self.subject.run
-        return write_report(
-            folder,
-            leaks,
-            audited=audited,
-            public=self._public_view(leaks, public) if public else self.nobody_left_out(leaks),
-            validation=self._validation(audited, work),
-            config=self.config,
+        return Findings(
+            model=model,
+            leaks=leaks,
+            public=self._public_view(leaks, public) if public else self._nobody_left_out(leaks),
+            validation=self._validation(model),
+            config=self.finder.config,
             about={
                 "version": tightlip.__version__,
                 "guarantee": run.guarantee if run else None,
-                "model": audited.name,
+                "model": model.name,
                 "notes": [
-                    *notes_on(audited, leaks, num_skipped(self.work / "tokens")),
-                    *([NOBODY_LEFT_OUT] if self.leave_out and public is None else []),
+                    *notes_on(model, leaks, num_skipped(self.work / "tokens")),
+                    *([NOBODY_LEFT_OUT] if self.leaves_out and public is None else []),
                 ],
             },
         )
 
-    def _validation(self, audited: AuditedModel, work: Path) -> Any:
+    def _validation(self, model: OpenedModel) -> Fit | None:
         if self.subject.validation is None:
             return None
         corpus = tokenised_for(
-            self.subject.validation, audited.tokenizer, self.work / "validation-tokens"
+            self.subject.validation, model.tokenizer, self.work / "validation-tokens"
         )
-        return validation_fit(audited, corpus, work, config=self.config, options=self.options)
+        return self.finder.fit(model, corpus)
 
-    def _loaded_public(self, public_model: str | Path | None) -> AuditedModel | None:
+    def _opened_public(self, public_model: str | Path | None) -> OpenedModel | None:
         if public_model is None:
             return None
-        if str(public_model) == "leave-out":
+        if self.leaves_out:
             if self.subject.run is None:
                 raise UsageError(
                     "--public-model leave-out retrains by the run's own recipe, and this model was "
                     "not trained by tightlip. Give --public-model DIR."
                 )
             return None
-        return loaded(public_model, None, self.options)
+        return open_model(public_model, self.finder.scans.options)
 
-    def _crosses(self, public: AuditedModel | None) -> bool:
+    def _crosses(self, public: OpenedModel) -> bool:
         """Whether the public model cuts text into other tokens, so that characters must align."""
-        if public is None:
-            return False
-        own = tokenizer_fingerprint(self.subject.audited.tokenizer)
-        return tokenizer_fingerprint(public.tokenizer) != own
+        return public.tokenizer_fingerprint != self.subject.model.tokenizer_fingerprint
 
-    def nobody_left_out(self, leaks: Leaks) -> PublicView | None:
+    def _nobody_left_out(self, leaks: Leaks) -> PublicView | None:
         """leave-out where nothing is unique: there is no ratio, and nothing that needs one."""
-        if not self.leave_out:
+        if not self.leaves_out:
             return None
         unknown = np.full(len(leaks.runs), np.nan)
         return PublicView(
-            name="leave-out", perplexity_of_run=unknown, cross_tokenizer=False, unique=None
+            name=LEAVE_OUT, perplexity_of_run=unknown, cross_tokenizer=False, unique=None
         )
 
-    def _public_view(self, leaks: Leaks, public: AuditedModel) -> PublicView:
+    def _public_view(self, leaks: Leaks, public: OpenedModel) -> PublicView:
         corpus = leaks.corpus
         if self._crosses(public):
             corpus = tokenised_for(
                 self.subject.corpus, public.tokenizer, self.work / "public-tokens", with_spans=True
             )
-        return view_by_public_model(
-            leaks,
-            public,
-            corpus,
-            self.work,
-            config=self.config,
-            options=self.options,
-            engine=self.engine,
-        )
+        return self.finder.public_view(leaks, public, corpus)
 
-    def _left_out_model(self, leaks: Leaks) -> AuditedModel:
+    def _left_out_model(self, leaks: Leaks) -> OpenedModel:
         """The run's recipe again, without any document of the owners of unique sequences."""
         assert self.subject.run is not None
         assert self.retrain is not None
@@ -361,22 +357,55 @@ class _Job:
                 f"{left:.0%} of the documents; a model of so little says nothing. On a small corpus "
                 f"nearly everyone owns a unique sequence: give --public-model DIR."
             )
-        run = self.retrain(self.subject.run, frozenset(owners.tolist()), self.work / "leave-out")
-        return replace(loaded(run.model_folder, None, self.options), name="leave-out")
+        run = self.retrain(self.subject.run, frozenset(owners.tolist()), self.work / LEAVE_OUT)
+        return open_model(run.model_folder, self.finder.scans.options, name=LEAVE_OUT)
 
 
-def notes_on(audited: AuditedModel, leaks: Leaks, skipped: int) -> list[str]:
+class LeakageAudit:
+    """The leakage report's summary; the report itself, which holds text, is not written."""
+
+    finds_secrets = True
+
+    def depends_on(self, audited: Audited) -> dict[str, Any]:
+        return {"reference": audited.measuring.reference_fingerprint}
+
+    def figures(self, audited: Audited) -> dict[str, Any]:
+        reference = audited.measuring.reference
+        held_out = audited.held_out
+        job = _Job(
+            subject=_Subject(
+                model=audited.scans.opened(audited.model),
+                corpus=CorpusSource(audited.run.corpus_folder, {}),
+                validation=None if held_out is None else CorpusSource(held_out, {}),
+                run=None,
+            ),
+            folder=audited.work,
+            finder=Finder(
+                scans=audited.scans,
+                config=LeakageConfig(redact=True, occurrences=1),
+                engine=look_up("engine", "local")(),
+            ),
+        )
+        return job.summary(
+            None if reference is None else audited.scans.opened(model_folder(reference))
+        )
+
+    def accuses(self, figures: dict[str, Any]) -> bool:
+        return bool(figures["unique"] > 0)
+
+
+def notes_on(model: OpenedModel, leaks: Leaks, skipped: int) -> list[str]:
     """Plain sentences that a reader of the figures should know."""
     notes = []
     if skipped:
         notes.append(f"{skipped:,} unusable rows of the corpus were skipped and are not counted.")
-    unknown = unknown_share(audited.tokenizer, leaks.corpus)
+    unknown = unknown_share(model.tokenizer, leaks.corpus)
     if unknown > 0.2:
         notes.append(
             f"{unknown:.0%} of the corpus' tokens are unknown to the tokenizer; what they stand for "
             f"cannot be found."
         )
-    if audited.tokenizer.bos_token_id is None:
+    if model.tokenizer.bos_token_id is None:
         notes.append(
             "The tokenizer has no begin token, so the first token of each document is not scored."
         )

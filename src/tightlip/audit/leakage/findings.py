@@ -23,153 +23,118 @@ from tightlip.audit.leakage.leaks import (
 )
 from tightlip.audit.leakage.summary import summarise
 from tightlip.audit.leakage.tables import ratio_of_sequence, write_sequences, write_users
+from tightlip.audit.settings import LeakageConfig
 from tightlip.core.errors import UsageError
 from tightlip.core.files import write_json
 from tightlip.core.settings import bytes_from
 from tightlip.corpus.tokens import TokenizedCorpus
-from tightlip.scan.models import AuditedModel, ScanOptions, scan_model
+from tightlip.scan.models import OpenedModel, Scans
+from tightlip.scan.store import ScannedCorpus
+
+INFINITE_RATIO = (
+    "The public model holds some leaked token impossible, so the largest ratio is infinite "
+    "and leakage_epsilon is given as not known."
+)
 
 
 @dataclass(frozen=True, kw_only=True)
-class LeakageConfig:
-    """What changes the report's figures or its contents."""
+class Finder:
+    """What finds leaks in scanned text: the scans, the settings, and where counting runs."""
 
-    top_k: int = 1
-    redact: bool = False
-    occurrences: int | None = 8
-    fewer_than: int = 5
-    thresholds: tuple[float, ...] = (1.5, 2.0, 3.0, 5.0, 10.0)
+    scans: Scans
+    config: LeakageConfig
+    engine: Engine
 
-    def __post_init__(self) -> None:
-        if self.top_k < 1:
-            raise UsageError(f"top_k={self.top_k} predicts nothing. Use 1 or more.")
-        if self.occurrences is not None and self.occurrences < 1:
-            raise UsageError(
-                f"occurrences={self.occurrences} keeps nothing. Use 1 or more, or 'all'."
-            )
-        if self.fewer_than < 1:
-            raise UsageError(f"fewer_than={self.fewer_than} counts nothing. Use 2 or more.")
+    def leaks(self, model: OpenedModel, corpus: TokenizedCorpus) -> Leaks:
+        """What the model gives away of the corpus, without regard to any public model."""
+        carries_text = tokens_with_text(model.tokenizer, corpus)
+        scanned = self.scans.scan(model, corpus, "Scanning the model")
+        return self._leaks_in(scanned, carries_text)
 
+    def public_view(
+        self, leaks: Leaks, public: OpenedModel, public_corpus: TokenizedCorpus
+    ) -> PublicView:
+        """The same text through a model that never saw it: perplexities, and its own unique count."""
+        scanned = self.scans.scan(public, public_corpus, "Scanning the public model")
+        benchmark = self._leaks_in(scanned, tokens_with_text(public.tokenizer, public_corpus))
+        own = leaks.corpus.tokenizer_fingerprint
+        return PublicView(
+            name=public.name,
+            perplexity_of_run=public_perplexities(leaks, scanned),
+            cross_tokenizer=public_corpus.tokenizer_fingerprint != own,
+            unique=int(benchmark.unique.sum()),
+        )
 
-def audit_leakage(
-    audited: AuditedModel,
-    corpus: TokenizedCorpus,
-    work: Path,
-    *,
-    config: LeakageConfig,
-    options: ScanOptions,
-    engine: Engine,
-) -> Leaks:
-    """What the model gives away of the corpus, without regard to any public model."""
-    carries_text = tokens_with_text(audited.tokenizer, corpus)
-    scanned = scan_model(
-        audited, corpus, work / "scan", options=options, description="Scanning the model"
-    )
-    return find_leaks(
-        scanned,
-        top_k=config.top_k,
-        carries_text=carries_text,
-        engine=engine,
-        memory_bytes=bytes_from(options.memory),
-    )
+    def fit(self, model: OpenedModel, corpus: TokenizedCorpus) -> Fit:
+        """Perplexity and top-k accuracy on text the model was not trained on."""
+        scanned = self.scans.scan(model, corpus, "Scanning validation text")
+        return fit_of(scanned, self.config.top_k, tokens_with_text(model.tokenizer, corpus))
 
-
-def view_by_public_model(
-    leaks: Leaks,
-    public: AuditedModel,
-    public_corpus: TokenizedCorpus,
-    work: Path,
-    *,
-    config: LeakageConfig,
-    options: ScanOptions,
-    engine: Engine,
-) -> PublicView:
-    """The same text through a model that never saw it: perplexities, and its own unique count."""
-    scanned = scan_model(
-        public,
-        public_corpus,
-        work / "public",
-        options=options,
-        description="Scanning the public model",
-    )
-    benchmark = find_leaks(
-        scanned,
-        top_k=config.top_k,
-        carries_text=tokens_with_text(public.tokenizer, public_corpus),
-        engine=engine,
-        memory_bytes=bytes_from(options.memory),
-    )
-    return PublicView(
-        name=public.name,
-        perplexity_of_run=public_perplexities(leaks, scanned),
-        cross_tokenizer=public_corpus.tokenizer_fingerprint != leaks.corpus.tokenizer_fingerprint,
-        unique=int(benchmark.unique.sum()),
-    )
+    def _leaks_in(self, scanned: ScannedCorpus, carries_text: np.ndarray) -> Leaks:
+        return find_leaks(
+            scanned,
+            top_k=self.config.top_k,
+            carries_text=carries_text,
+            engine=self.engine,
+            memory_bytes=bytes_from(self.scans.options.memory),
+        )
 
 
-def validation_fit(
-    audited: AuditedModel,
-    corpus: TokenizedCorpus,
-    work: Path,
-    *,
-    config: LeakageConfig,
-    options: ScanOptions,
-) -> Fit:
-    """Perplexity and top-k accuracy on text the model was not trained on."""
-    scanned = scan_model(
-        audited,
-        corpus,
-        work / "validation",
-        options=options,
-        description="Scanning validation text",
-    )
-    return fit_of(scanned, config.top_k, tokens_with_text(audited.tokenizer, corpus))
+@dataclass(frozen=True, kw_only=True)
+class Findings:
+    """All that a report says: what leaked, how a public model sees it, and whence it comes."""
+
+    model: OpenedModel
+    leaks: Leaks
+    public: PublicView | None
+    validation: Fit | None
+    config: LeakageConfig
+    about: dict[str, Any]
+
+    def ratios(self) -> np.ndarray:
+        """The largest PP_public / PP_lm of each distinct sequence."""
+        public = self.public
+        return ratio_of_sequence(self.leaks, public.ratio_of_run(self.leaks) if public else None)
+
+    def summary(self, ratios: np.ndarray) -> dict[str, Any]:
+        """What summary.json holds."""
+        leaks, config = self.leaks, self.config
+        found = summarise(
+            leaks,
+            top_k=config.top_k,
+            fewer_than=config.fewer_than,
+            thresholds=config.thresholds,
+            ratios=ratios,
+            public=self.public,
+            validation=self.validation,
+        )
+        found |= {
+            "model_fingerprint": self.model.fingerprint,
+            "corpus_fingerprint": leaks.corpus.corpus_fingerprint,
+            "redacted": config.redact,
+            **self.about,
+        }
+        if np.isinf(ratios[leaks.unique]).any():
+            found["notes"] = [*found["notes"], INFINITE_RATIO]
+        return found
 
 
-def write_report(
-    folder: Path,
-    leaks: Leaks,
-    *,
-    audited: AuditedModel,
-    public: PublicView | None,
-    validation: Fit | None,
-    config: LeakageConfig,
-    about: dict[str, Any],
-) -> dict[str, Any]:
+def write_report(folder: Path, findings: Findings) -> dict[str, Any]:
     """Write the tables, then summary.json, whose presence says the report is whole."""
     (folder / "summary.json").unlink(missing_ok=True)
-    ratios = ratio_of_sequence(leaks, public.ratio_of_run(leaks) if public else None)
+    leaks, config, public = findings.leaks, findings.config, findings.public
+    ratios = findings.ratios()
     write_sequences(
         folder,
         leaks,
-        decode=decoder_of(audited.tokenizer),
+        decode=decoder_of(findings.model.tokenizer),
         public_perplexity_of_run=public.perplexity_of_run if public else None,
         ratios=ratios,
         occurrences=config.occurrences,
         redact=config.redact,
     )
     write_users(folder, leaks, ratios, config.redact)
-    summary = summarise(
-        leaks,
-        top_k=config.top_k,
-        fewer_than=config.fewer_than,
-        thresholds=config.thresholds,
-        ratios=ratios,
-        public=public,
-        validation=validation,
-    )
-    summary |= {
-        "model_fingerprint": audited.fingerprint,
-        "corpus_fingerprint": leaks.corpus.corpus_fingerprint,
-        "redacted": config.redact,
-        **about,
-    }
-    if np.isinf(ratios[leaks.unique]).any():
-        summary["notes"] = [
-            *summary["notes"],
-            "The public model holds some leaked token impossible, so the largest ratio is infinite "
-            "and leakage_epsilon is given as not known.",
-        ]
+    summary = findings.summary(ratios)
     write_json(folder / "summary.json", summary)
     return summary
 

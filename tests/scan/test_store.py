@@ -1,0 +1,337 @@
+"""Scans kept on disk: made once, resumed, told apart, never trusted where damaged."""
+
+import shutil
+import stat
+
+import numpy as np
+import pytest
+import torch
+
+import tightlip
+from cli.held_out_runs import documents, make_run, prepared
+from tightlip.core.errors import UsageError
+from tightlip.core.run_folder import open_run
+from tightlip.corpus.tokens import TokenizedCorpus
+from tightlip.models import LSTMForCausalLM
+from tightlip.scan import models as opened_models
+from tightlip.scan import store as store_module
+from tightlip.scan.models import open_model, scans_of_run
+from tightlip.scan.options import ScanOptions
+from tightlip.scan.scanner import Scanner
+from tightlip.scan.store import ScanStore
+
+KEY = {"model": "m", "bos": 1, "window": None, "dtype": "float32", "device": "cpu"}
+
+
+def corpus_of(num_documents, *, text="text", tokenizer="tokenizer"):
+    lengths = [3 + number % 4 for number in range(num_documents)]
+    return TokenizedCorpus(
+        tokens=np.arange(sum(lengths), dtype=np.int32),
+        bounds=np.cumsum([0, *lengths]),
+        users=np.zeros(num_documents, np.int32),
+        user_names=["user"],
+        corpus_fingerprint=text,
+        tokenizer_fingerprint=tokenizer,
+    )
+
+
+class Watched:
+    """A scan that counts: the rank of a token is its number, and it may die at a shard."""
+
+    def __init__(self, dies_at=None):
+        self.num_opened, self.scanned, self.dies_at = 0, [], dies_at
+
+    def open(self):
+        self.num_opened += 1
+        return self.scan
+
+    def scan(self, tokens, bounds):
+        if len(self.scanned) == self.dies_at:
+            raise KeyboardInterrupt
+        self.scanned.append((int(bounds[0]), int(bounds[-1])))
+        here = tokens[bounds[0] : bounds[-1]]
+        return here.astype(np.int32), -here.astype(np.float32)
+
+
+@pytest.fixture(autouse=True)
+def _small_shards(monkeypatch):
+    monkeypatch.setattr(store_module, "SHARD_TOKENS", 10)
+
+
+def scan(store, corpus, watched, **changed):
+    found = store.scan(corpus, key=KEY | changed, open_scan=watched.open, description="Scanning")
+    shards = list(found.shards())
+    assert np.concatenate([shard.ranks for shard in shards]).tolist() == corpus.tokens.tolist()
+    assert np.concatenate([shard.log_probs for shard in shards]).tolist() == [
+        -float(token) for token in corpus.tokens
+    ]
+    return watched
+
+
+def test_a_scan_that_stands_is_not_made_again_and_asks_for_no_model(tmp_path):
+    corpus = corpus_of(9)
+    first = scan(ScanStore(tmp_path), corpus, Watched())
+    assert first.num_opened == 1
+    assert len(first.scanned) > 2
+    assert scan(ScanStore(tmp_path), corpus, Watched()).num_opened == 0
+
+
+def test_a_killed_scan_goes_on_at_its_shard(tmp_path):
+    corpus = corpus_of(9)
+    whole = scan(ScanStore(tmp_path / "whole"), corpus, Watched()).scanned
+    killed = Watched(dies_at=2)
+    with pytest.raises(KeyboardInterrupt):
+        scan(ScanStore(tmp_path / "killed"), corpus, killed)
+    assert scan(ScanStore(tmp_path / "killed"), corpus, Watched()).scanned == whole[2:]
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"model": "another"},
+        {"bos": None},
+        {"window": 512},
+        {"dtype": "bfloat16"},
+        {"device": "cuda"},
+    ],
+)
+def test_another_key_is_another_scan_and_both_stay(tmp_path, changed):
+    store, corpus = ScanStore(tmp_path), corpus_of(9)
+    scan(store, corpus, Watched())
+    assert scan(store, corpus, Watched(), **changed).num_opened == 1
+    assert scan(store, corpus, Watched()).num_opened == 0
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+@pytest.mark.parametrize("of", [{"text": "other"}, {"tokenizer": "other"}])
+def test_other_text_or_another_tokenizer_is_another_scan(tmp_path, of):
+    store = ScanStore(tmp_path)
+    scan(store, corpus_of(9), Watched())
+    assert scan(store, corpus_of(9, **of), Watched()).num_opened == 1
+
+
+def test_another_format_or_size_of_shards_is_another_scan(tmp_path, monkeypatch):
+    store, corpus = ScanStore(tmp_path), corpus_of(9)
+    for name in ("FORMAT", "SHARD_TOKENS"):
+        scan(store, corpus, Watched())
+        monkeypatch.setattr(store_module, name, 17)
+        assert scan(store, corpus, Watched()).num_opened == 1
+
+
+def test_what_stands_beside_is_read_and_never_written(tmp_path):
+    corpus = corpus_of(9)
+    scan(ScanStore(tmp_path / "beside"), corpus, Watched())
+    before = {path: path.read_bytes() for path in (tmp_path / "beside").rglob("*.*")}
+    store = ScanStore(tmp_path / "own", [tmp_path / "nowhere", tmp_path / "beside"])
+    assert scan(store, corpus, Watched()).num_opened == 0
+    assert not store.folder.exists()
+    scan(store, corpus, Watched(), bos=None)
+    store.remove()
+    assert not store.folder.exists()
+    assert {path: path.read_bytes() for path in (tmp_path / "beside").rglob("*.*")} == before
+
+
+def test_half_a_scan_beside_is_gone_on_with_in_the_own_folder(tmp_path):
+    corpus, killed = corpus_of(9), Watched(dies_at=1)
+    with pytest.raises(KeyboardInterrupt):
+        scan(ScanStore(tmp_path / "beside"), corpus, killed)
+    store = ScanStore(tmp_path / "own", [tmp_path / "beside"])
+    rest = scan(store, corpus, Watched())
+    assert rest.scanned[0] != killed.scanned[0]
+    assert scan(store, corpus, Watched()).num_opened == 0
+
+
+def cut_off(path):
+    path.write_bytes(path.read_bytes()[:-40])
+
+
+def flipped(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 3] ^= 0xFF
+    path.write_bytes(bytes(content))
+
+
+def emptied(path):
+    path.write_bytes(b"")
+
+
+def shorter(path):
+    np.savez(path, ranks=np.zeros(2, np.int32), log_probs=np.zeros(2, np.float32))
+
+
+def of_another_kind(path):
+    with np.load(path) as stored:
+        size = len(stored["ranks"])
+    np.savez(path, ranks=np.zeros(size, np.int64), log_probs=np.zeros(size, np.float32))
+
+
+def without_ranks(path):
+    np.savez(path, log_probs=np.zeros(12, np.float32))
+
+
+@pytest.mark.parametrize(
+    "damage", [cut_off, flipped, emptied, shorter, of_another_kind, without_ranks]
+)
+@pytest.mark.parametrize("place", ["own", "beside"])
+def test_a_damaged_shard_is_scanned_anew(tmp_path, damage, place):
+    corpus = corpus_of(9)
+    whole = scan(ScanStore(tmp_path / place), corpus, Watched()).scanned
+    (second,) = (tmp_path / place).glob("*/000001.npz")
+    damage(second)
+    store = ScanStore(tmp_path / "own", [tmp_path / "beside"])
+    assert scan(store, corpus, Watched()).scanned == [whole[1]]
+    assert scan(store, corpus, Watched()).num_opened == 0
+
+
+@pytest.mark.parametrize("content", ["{", "{}", "[]", None])
+def test_a_folder_whose_key_is_not_its_own_is_scanned_anew(tmp_path, content):
+    store, corpus = ScanStore(tmp_path), corpus_of(9)
+    whole = scan(store, corpus, Watched()).scanned
+    (key,) = tmp_path.glob("*/key.json")
+    key.unlink() if content is None else key.write_text(content)
+    assert scan(store, corpus, Watched()).scanned == whole
+    assert scan(store, corpus, Watched()).num_opened == 0
+
+
+def test_all_of_it_is_for_its_owner_only_and_takes_eight_bytes_a_token(tmp_path, monkeypatch):
+    monkeypatch.setattr(store_module, "SHARD_TOKENS", 100_000)
+    store, corpus = ScanStore(tmp_path / "scan"), corpus_of(10_000)
+    scan(store, corpus, Watched())
+    for path in (store.folder, *store.folder.rglob("*")):
+        assert stat.S_IMODE(path.stat().st_mode) == (0o700 if path.is_dir() else 0o600)
+    (shard,) = store.folder.rglob("*.npz")
+    assert 8 * corpus.num_tokens < shard.stat().st_size < 8 * corpus.num_tokens + 1000
+
+
+# What keeps scans, and what does not
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("scans")
+    corpus = prepared(folder / "corpus", documents())
+    make_run(folder / "run", corpus, steps=5)
+    return folder
+
+
+@pytest.fixture
+def run(place, tmp_path):
+    return shutil.copytree(place / "run", tmp_path / "run")
+
+
+@pytest.fixture
+def counted(monkeypatch):
+    """How often a model was loaded, and how many tokens were scanned, by model."""
+    counts = {"loads": [], "tokens": 0}
+    plain_load, plain_scan = opened_models.load_causal_lm, Scanner.scan
+
+    def load(folder, **options):
+        counts["loads"].append(str(folder))
+        return plain_load(folder, **options)
+
+    def scan(self, tokens, bounds):
+        counts["tokens"] += int(bounds[-1] - bounds[0])
+        return plain_scan(self, tokens, bounds)
+
+    monkeypatch.setattr(opened_models, "load_causal_lm", load)
+    monkeypatch.setattr(Scanner, "scan", scan)
+    return counts
+
+
+FEW = {"num_bootstraps": 100, "device": "cpu"}
+
+
+def num_tokens(place):
+    corpus = tightlip.corpus.prepare.open_prepared(place / "corpus")
+    return corpus.train.num_tokens, corpus.validation.num_tokens
+
+
+def test_measures_and_reports_of_a_run_read_each_others_scans(place, run, counted):
+    train, held = num_tokens(place)
+    tightlip.measure_membership(run, **FEW)
+    assert counted == {"loads": [str(run / "model")], "tokens": train + held}
+    tightlip.measure_groups(run, **FEW)
+    tightlip.audit(run, out=run / "audit", device="cpu")
+    tightlip.audit(run, device="cpu")
+    assert counted == {"loads": [str(run / "model")], "tokens": train + held}
+    assert sorted(path.name for path in run.glob("*/*/key.json")) == ["key.json"] * 2
+
+
+def test_measures_read_the_scans_of_the_report(run, counted):
+    tightlip.audit(run, out=run / "audit", device="cpu")
+    assert len(counted["loads"]) == 1
+    tightlip.measure_membership(run, **FEW)
+    tightlip.measure_groups(run, **FEW)
+    assert len(counted["loads"]) == 1
+    assert not (run / "scan").exists()
+
+
+@pytest.mark.parametrize(
+    "measure",
+    [
+        lambda run, **how: tightlip.measure_membership(run, **FEW, **how),
+        lambda run, **how: tightlip.measure_groups(run, **FEW, **how),
+        lambda run, **how: tightlip.audit(run, out=run / "audit", device="cpu", **how),
+    ],
+)
+def test_nothing_is_kept_where_nobody_wants_it_kept(run, measure):
+    measure(run, keep_scan=False)
+    assert not list(run.rglob("scan"))
+    measure(run)
+    assert len(list(run.rglob("scan"))) == 1
+
+
+def test_a_redacted_report_holds_no_scan_not_even_an_earlier_one(place, run, tmp_path, counted):
+    out = tmp_path / "report"
+    tightlip.audit(run, out=out, device="cpu")
+    assert (out / "scan").is_dir()
+    tightlip.audit(run, out=out, redact=True, device="cpu")
+    assert len(counted["loads"]) == 1, "what stands is read before it goes"
+    assert not list(out.rglob("*.npz"))
+    assert not {"scan", ".work"} & {path.name for path in out.iterdir()}
+
+
+def test_a_model_in_memory_is_read_anew_for_its_code_has_no_fingerprint(
+    place, run, tmp_path, counted
+):
+    model = LSTMForCausalLM.from_pretrained(run / "model")
+    for times in (1, 2):
+        tightlip.audit(
+            model, place / "corpus", tokenizer=run / "model", out=tmp_path / "r", device="cpu"
+        )
+        assert counted["tokens"] == times * num_tokens(place)[0]
+    assert not (tmp_path / "r/scan").exists()
+
+
+def test_a_report_that_is_refused_leaves_no_scan_it_made(run, tmp_path, counted):
+    broken = shutil.copytree(run / "model", tmp_path / "broken")
+    model = LSTMForCausalLM.from_pretrained(broken)
+    with torch.no_grad():
+        model.lm_head.weight.fill_(torch.nan)
+    model.save_pretrained(broken)
+    with pytest.raises(UsageError, match="NaN"):
+        tightlip.audit(run, out=tmp_path / "r", public_model=broken, device="cpu")
+    assert counted["tokens"], "the model itself was scanned before"
+    assert not (tmp_path / "r").exists()
+
+
+def test_of_a_run_that_may_only_be_read_nothing_is_kept(run, monkeypatch):
+    monkeypatch.setattr(opened_models, "access", lambda folder, how: False)
+    tightlip.measure_membership(run, **FEW)
+    assert not (run / "scan").exists()
+
+
+def test_a_model_is_loaded_when_a_scan_is_missing_and_not_before(place, run, counted):
+    record = open_run(run)
+    with scans_of_run(record, device="cpu", keep=True) as scans:
+        model = scans.opened(record.model_folder)
+        assert scans.opened(run / "model") is model
+        assert counted["loads"] == []
+        assert model.model is model.model
+        assert len(counted["loads"]) == 1
+
+
+def test_what_cannot_be_loaded_is_refused_before_anything_is_scanned(run):
+    (run / "model/model.safetensors").write_bytes(b"half")
+    with pytest.raises(UsageError, match="not a whole safetensors file"):
+        open_model(run / "model", ScanOptions(device="cpu"))
