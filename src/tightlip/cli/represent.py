@@ -1,14 +1,17 @@
-"""`tightlip represent train` and `export`: the two halves, and the device's as ONNX."""
+"""`tightlip represent`: private vectors trained, exported, encoded, classified and attacked."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tightlip.cli.flags import Device
+from tightlip.cli.flags import Device, Json, check_exists, parsed, switch, with_settings
+from tightlip.core.errors import UsageError
 from tightlip.core.figures import rounded_up
 from tightlip.core.progress import shown_progress
+from tightlip.core.settings import names_in
+from tightlip.corpus.prepare_config import ColumnSettings
+from tightlip.vectors.settings import AttackSettings, RepresentOptions, RepresentSettings
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -17,145 +20,45 @@ if TYPE_CHECKING:
     from tightlip.vectors.encode import Encoded
     from tightlip.vectors.run import RepresentRun, RepresentRuns
 
-
-def represent_commands(guarded: Callable[..., Any]) -> typer.Typer:
-    """The commands of `tightlip represent`, each with refusals in a line by `guarded`."""
-    commands = typer.Typer(
-        help="Send a private vector instead of the text: train, encode, classify, attack.",
-        no_args_is_help=True,
-        rich_markup_mode="rich",
-    )
-    commands.command("train")(guarded(train))
-    commands.command("export")(guarded(export))
-    commands.command("encode")(guarded(encode))
-    commands.command("classify")(guarded(classify))
-    commands.command("guarantee")(guarded(guarantee))
-    commands.command("attack")(guarded(attack))
-    return commands
+DeviceHalf = Annotated[Path, typer.Argument(help="A device's half: RUN/device.", metavar="DEVICE")]
 
 
-# `tightlip represent train` and `export`: the two halves, and the device's as ONNX
-
-
-DeviceName = Device
-UserColumn = TextColumn = BadRows = str
-_PRIVACY, _MODEL, _LENGTH = "What is hidden", "The model", "How long"
-_TEXTS, _MACHINE, _ADVERSARY = "The texts", "The machine", "Method adversarial"
-
-
-def _option(help_text: str, panel: str, *names: str) -> Any:
-    return typer.Option(*names, help=help_text, rich_help_panel=panel, show_default=False)
-
-
+@with_settings(RepresentSettings, RepresentOptions, ColumnSettings)
 def train(
     corpus: Annotated[
         str, typer.Argument(help="A corpus with further columns, or `bundled`: plays by speaker.")
     ],
-    label: Annotated[str, typer.Option(help="The column that the server is to tell.")],
     out: Annotated[Path, typer.Option(help="The run's folder.")],
-    private: Annotated[
-        str | None, _option("Columns nobody should tell, commas between.", _PRIVACY)
-    ] = None,
-    extractor: Annotated[
-        str | None, _option("lstm (default), bag, or a Hugging Face encoder's folder.", _MODEL)
-    ] = None,
-    method: Annotated[
-        str | None, _option("dpnr (default): noise; none, adversarial: baselines.", _PRIVACY)
-    ] = None,
-    mechanism: Annotated[
-        str | None, _option("gaussian (default), laplace or laplace-as-published.", _PRIVACY)
-    ] = None,
-    epsilon: Annotated[
-        float | None, _option("Of a whole vector; of a coordinate, as published.", _PRIVACY)
-    ] = None,
-    delta: Annotated[float | None, _option("1e-5 unless given.", _PRIVACY)] = None,
-    dropout: Annotated[
-        float | None, _option("The share of words masked in each text; 0.", _PRIVACY)
-    ] = None,
-    pooling: Annotated[str | None, _option("mean or cls; mean of a new extractor.", _MODEL)] = None,
-    max_tokens: Annotated[int | None, _option("Read of each text; 128.", _MODEL)] = None,
-    dimensions: Annotated[int | None, _option("Of a new extractor; 64.", _MODEL)] = None,
-    vocabulary_size: Annotated[int | None, _option("Of a new extractor; 10,000.", _MODEL)] = None,
-    hidden: Annotated[
-        int | None, _option("The classifier's hidden layer; 0 for none.", _MODEL)
-    ] = None,
-    freeze: Annotated[
-        bool | None, _option("Train the classifier alone.", _MODEL, "--freeze/--no-freeze")
-    ] = None,
-    epochs: Annotated[float | None, _option("4 unless given.", _LENGTH)] = None,
-    batch_size: Annotated[int | None, _option("32 unless given.", _LENGTH)] = None,
-    learning_rate: Annotated[
-        float | None, _option("Of the extractor; 5e-3 of a new one, else 3e-5.", _LENGTH)
-    ] = None,
-    classifier_learning_rate: Annotated[float | None, _option("5e-3.", _LENGTH)] = None,
-    noise_draws: Annotated[
-        int | None, _option("Draws of noise for each text at a step; 8.", _LENGTH)
-    ] = None,
-    seed: Annotated[int | None, _option("0 unless given.", _LENGTH)] = None,
+    given: dict[str, Any],
     seeds: Annotated[
-        int | None, _option("Train so often, with seeds from --seed on; mean, spread.", _LENGTH)
-    ] = None,
-    split: Annotated[
-        str | None, _option("8:1:1 by document (default), user, or column.", _TEXTS)
-    ] = None,
-    split_column: Annotated[
-        str | None, _option("With --split column: says train, dev or test; split.", _TEXTS)
-    ] = None,
-    split_seed: Annotated[int | None, _option("0 unless given.", _TEXTS)] = None,
-    bins: Annotated[
-        list[str] | None,
-        _option("Cut numbers: age=20,30, or age=..19,30.. May be given again.", _TEXTS),
-    ] = None,
-    user_column: UserColumn = "user",
-    text_column: TextColumn = "text",
-    bad_rows: BadRows = "error",
-    adversary_weight: Annotated[float | None, _option("3 unless given.", _ADVERSARY)] = None,
-    adversary_hidden: Annotated[int | None, _option("512 unless given.", _ADVERSARY)] = None,
-    adversary_steps: Annotated[
-        int | None, _option("Of the readers, for one of the extractor; 3.", _ADVERSARY)
-    ] = None,
-    device: Annotated[str | None, _option("auto (default), cpu or cuda.", _MACHINE)] = None,
-    bf16: Annotated[
-        bool | None, _option("bfloat16 on a GPU.", _MACHINE, "--bf16/--no-bf16")
+        int | None,
+        typer.Option(
+            help="Train so often, with seeds from --seed on; mean, spread.",
+            rich_help_panel="How long",
+        ),
     ] = None,
 ) -> None:
-    """Train private vectors; the same command goes on where it stopped."""
-    given = {name: value for name, value in locals().items() if value is not None}
+    """Train, and say what was learnt and what a vector promises."""
     import tightlip
-    from tightlip.core.progress import shown_progress
-    from tightlip.vectors.settings import RepresentOptions, RepresentSettings
 
-    options = {name: given.pop(name) for name in ("device", "bf16") if name in given}
-    given["private"] = tuple(name.strip() for name in (private or "").split(",") if name.strip())
-    given["bins"] = tuple(given.get("bins", ()))
-    if "epochs" in given:
-        given["epochs"] = _whole("epochs", given["epochs"])
+    if corpus != "bundled":
+        check_exists(corpus, "a corpus, or the word bundled")
+    settings = parsed([RepresentSettings], given)
+    options = {name: settings.pop(name) for name in names_in(RepresentOptions) if name in settings}
     # Refused here, nobody waits for torch.
-    RepresentSettings(**{name: given[name] for name in _settings_in(given)})
+    RepresentSettings(
+        **{name: value for name, value in settings.items() if name in names_in(RepresentSettings)}
+    )
+    if seeds is not None:
+        settings["seeds"] = seeds
     with shown_progress():
         done = tightlip.represent_train(
-            given.pop("corpus"), given.pop("out"), options=RepresentOptions(**options), **given
+            corpus, out, options=RepresentOptions(**options), **settings
         )
     if hasattr(done, "runs"):
         _show_runs(done)
     else:
         _show_run(done)
-
-
-def _settings_in(given: dict[str, Any]) -> set[str]:
-    from dataclasses import fields
-
-    from tightlip.vectors.settings import RepresentSettings
-
-    return {field.name for field in fields(RepresentSettings)} & {*given}
-
-
-def _whole(name: str, value: float) -> int:
-    from tightlip.core.errors import UsageError
-
-    if value != int(value):
-        raise UsageError(f"{name}={value:g} is not a whole number. Use {int(value) + 1}.")
-    return int(value)
 
 
 def _show_run(run: "RepresentRun") -> None:
@@ -174,15 +77,10 @@ def _show_run(run: "RepresentRun") -> None:
         )
     console.print(f"{'most frequent label':24} {metrics['majority_accuracy']:.3f}")
     console.print(f"{'best epoch':24} {metrics['best_epoch']} of {len(metrics['epochs'])}")
-    _show_guarantee(run)
+    show_guarantee(run.guarantee, [])
     console.print(
         f"The run: {run.folder}\nNext:    tightlip represent attack {run.folder}", soft_wrap=True
     )
-
-
-def _show_guarantee(run: "RepresentRun") -> None:
-
-    show_guarantee(run.guarantee, [])
 
 
 def _show_runs(done: "RepresentRuns") -> None:
@@ -190,10 +88,12 @@ def _show_runs(done: "RepresentRuns") -> None:
 
     console = Console()
     for name in ("test_accuracy", "dev_accuracy", "majority_accuracy"):
-        found = done.summary[name]
-        console.print(f"{name.replace('_', ' '):24} {found['mean']:.3f} ± {found['spread']:.3f}")
+        over_seeds = done.summary[name]
+        console.print(
+            f"{name.replace('_', ' '):24} {over_seeds['mean']:.3f} ± {over_seeds['spread']:.3f}"
+        )
     console.print(f"over {len(done.runs)} seeds: mean, and standard deviation between them")
-    _show_guarantee(done.runs[0])
+    show_guarantee(done.runs[0].guarantee, [])
     console.print(
         f"The runs: {done.folder}\nNext:     tightlip represent attack {done.folder}",
         soft_wrap=True,
@@ -201,18 +101,16 @@ def _show_runs(done: "RepresentRuns") -> None:
 
 
 def export(
-    device_half: Annotated[
-        Path, typer.Argument(help="A device's half: RUN/device.", metavar="DEVICE")
-    ],
-    onnx: Annotated[bool, typer.Option("--onnx", help="Write an ONNX file.")] = False,
+    device_half: DeviceHalf,
+    onnx: Annotated[bool, switch("--onnx", text="Write an ONNX file.")] = False,
     out: Annotated[Path | None, typer.Option(help="The file to write; DEVICE/device.onnx.")] = None,
 ) -> None:
     """Write the device's extractor for another runtime."""
     from rich.console import Console
 
     import tightlip
-    from tightlip.core.errors import UsageError
 
+    check_exists(device_half, "a device's half: RUN/device")
     if not onnx:
         raise UsageError("Nothing says what to export to. Add --onnx.")
     path = tightlip.represent_export(device_half, out=out)
@@ -220,9 +118,6 @@ def export(
         f"{path}\nNext: tightlip represent encode {device_half} TEXTS --out vectors.parquet --runtime onnx",
         soft_wrap=True,
     )
-
-
-# `tightlip represent guarantee`: what noise on a vector is worth, without a model at hand
 
 
 def guarantee(
@@ -240,9 +135,7 @@ def guarantee(
     delta: Annotated[
         float, typer.Option(help="The final δ; 0 with laplace is pure differential privacy.")
     ] = 1e-5,
-    json_wanted: Annotated[
-        bool, typer.Option("--json", help="Print the record as JSON, all of it.")
-    ] = False,
+    json_wanted: Json = False,
 ) -> None:
     """What one vector gives away: per coordinate, pure, and (ε, δ); and what more of them would."""
     from tightlip.vectors.guarantees import represent_guarantee
@@ -280,8 +173,8 @@ def _lines(record: dict[str, Any], costs: list[dict[str, Any]]) -> list[tuple[st
     lines.append(("holds for", record["adjacency"]))
     if record["dropout"]:
         whole = record["any_two_texts"]
-        told = [f"{name} {value}" for name, value in figure_lines(whole)]
-        lines.append(("any two texts", "; ".join(told)))
+        figures = [f"{name} {value}" for name, value in figure_lines(whole)]
+        lines.append(("any two texts", "; ".join(figures)))
     lines.append(("because", record["because"]))
     lines += [
         ("releases" if not number else "", cost_line(cost)) for number, cost in enumerate(costs)
@@ -317,26 +210,24 @@ def _mechanism(record: dict[str, Any]) -> str:
     return f"{record['mechanism']}, {record['dimensions']} dimensions, {letter} = {record['noise_scale']:.6g}{words}"
 
 
-# `tightlip represent encode` and `classify`: the device's work and the server's
-
-
+@with_settings(ColumnSettings)
 def encode(
-    device_half: Annotated[
-        Path, typer.Argument(help="A device's half: RUN/device.", metavar="DEVICE")
-    ],
+    device_half: DeviceHalf,
     texts: Annotated[
         str, typer.Argument(help="A corpus, or a .txt file with a text on each line.")
     ],
     out: Annotated[Path, typer.Option(help="The file of vectors to write, vectors.parquet.")],
-    text_column: TextColumn = "text",
-    user_column: UserColumn = "user",
-    bad_rows: BadRows = "error",
+    given: dict[str, Any],
     carry: Annotated[
         list[str] | None,
-        typer.Option(help="A column to copy beside the vectors, as it is. May be given again."),
+        typer.Option(
+            help="A column to copy beside the vectors, as it is. May be given again.",
+            metavar="COLUMN",
+        ),
     ] = None,
     mask: Annotated[
-        list[str] | None, typer.Option(help="A word that is always masked. May be given again.")
+        list[str] | None,
+        typer.Option(help="A word that is always masked. May be given again.", metavar="WORD"),
     ] = None,
     mask_file: Annotated[
         Path | None, typer.Option(help="A file of words that are always masked, one a line.")
@@ -348,22 +239,21 @@ def encode(
         int, typer.Option(help="Vectors of each text, each with fresh masks and noise.")
     ] = 1,
     batch_size: Annotated[int, typer.Option(help="Texts encoded at a time.")] = 32,
-    device: DeviceName = "auto",
+    device: Device = "auto",
     runtime: Annotated[
         str, typer.Option(help="torch, or onnx after `represent export --onnx`.")
     ] = "torch",
 ) -> None:
-    """Texts to private vectors: what runs on the user's device."""
+    """Encode, and say what was released."""
     from tightlip.vectors.encode import represent_encode
 
+    check_exists(device_half, "a device's half: RUN/device")
+    check_exists(texts, "a corpus, or a .txt file with a text on each line")
     with shown_progress():
         encoded = represent_encode(
             device_half,
             texts,
             out=out,
-            text_column=text_column,
-            user_column=user_column,
-            bad_rows=bad_rows,
             carry=carry or (),
             mask=mask or (),
             mask_file=mask_file,
@@ -372,13 +262,13 @@ def encode(
             batch_size=batch_size,
             on=device,
             runtime=runtime,
+            **given,
         )
     _show_encoded(encoded, out)
 
 
 def _show_encoded(encoded: "Encoded", out: Path) -> None:
     """The guarantee of what was written, and what the vectors of one text or person add up to."""
-    from tightlip.core.figures import rounded_up
     from tightlip.vectors.guarantees import (
         BARE,
         TOLD_RELEASES,
@@ -397,10 +287,10 @@ def _show_encoded(encoded: "Encoded", out: Path) -> None:
                 f"Up to {most:,} of these vectors are of {who}: together ε = {epsilon} at δ = {mechanism.delta:g}, "
                 "for any other texts in their place."
             )
-    if (found := encoded.masking) is not None:
+    if (masking := encoded.masking) is not None:
         print(
-            f"{found.num_words:,} words masked in {found.num_texts:,} texts because they are marked; "
-            f"{found.num_nowhere:,} found nowhere."
+            f"{masking.num_words:,} words masked in {masking.num_texts:,} texts because they are marked; "
+            f"{masking.num_nowhere:,} found nowhere."
         )
     print(f"{len(encoded.vectors):,} vectors: {out}")
 
@@ -420,9 +310,10 @@ def classify(
     """Private vectors to labels: what runs on the server."""
     from collections import Counter
 
-    from tightlip.core.errors import UsageError
     from tightlip.vectors.server import read_vectors, represent_classify
 
+    check_exists(server_half, "a server's half: RUN/server")
+    check_exists(vectors, "a file that tightlip represent encode wrote")
     columns = read_vectors(vectors).columns if label else {}
     if label and label not in columns:
         raise UsageError(
@@ -433,15 +324,13 @@ def classify(
     for name, count in Counter(labels).most_common():
         print(f"{count:>8,}  {name}")
     if label:
-        right = sum(told == str(true) for told, true in zip(labels, columns[label], strict=True))
+        right = sum(said == str(true) for said, true in zip(labels, columns[label], strict=True))
         print(f"accuracy {right / len(labels):.4f} ({right:,} of {len(labels):,})")
     if out is not None:
         print(f"The labels: {out}")
 
 
-# `tightlip represent attack`: what eavesdroppers read from a run's vectors
-
-
+@with_settings(AttackSettings)
 def attack(
     runs: Annotated[
         list[Path],
@@ -449,66 +338,36 @@ def attack(
             help="Runs of tightlip represent train, or folders of seeds.", metavar="RUN"
         ),
     ],
+    given: dict[str, Any],
     out: Annotated[
         Path | None,
         typer.Option(
             help="A folder for attack.json and report.html; RUN itself, or attacks for several runs."
         ),
     ] = None,
-    attackers: Annotated[
-        str | None,
-        typer.Option(help="Some of mlp, logistic, averaged, trees, with commas between; all."),
-    ] = None,
-    copies: Annotated[
-        int, typer.Option(help="Releases of each text that the averaging attacker hears.")
-    ] = 16,
-    attributes: Annotated[
-        str | None,
-        typer.Option(help="Columns to read, with commas between; the run's private ones."),
-    ] = None,
-    entities: Annotated[
-        str | None,
-        typer.Option(
-            help="Names in the texts: a file with a name a line, auto (NLTK or spaCy), or column:NAME with lists of ids."
-        ),
-    ] = None,
-    pictures: Annotated[bool, typer.Option(help="Draw the vectors by t-SNE.")] = True,
     again: Annotated[
-        bool, typer.Option("--again", help="Measure anew what RUN/attack.json already answers.")
+        bool, switch("--again", text="Measure anew what RUN/attack.json already answers.")
     ] = False,
-    seed: Annotated[
-        int, typer.Option(help="Decides attackers and resampling; noise is always fresh.")
-    ] = 0,
-    num_bootstraps: Annotated[int, typer.Option(help="Resamples behind each interval.")] = 1000,
     batch_size: Annotated[int, typer.Option(help="Texts that are encoded at a time.")] = 32,
     device: Device = "auto",
 ) -> None:
-    """Train attackers on a run's vectors and tell what they read, against guessing."""
+    """Attack, and say what was read."""
     from rich.console import Console
 
     import tightlip
-    from tightlip.core.progress import shown_progress
 
+    for run in runs:
+        check_exists(run, "a run of tightlip represent train")
     with shown_progress():
         report = tightlip.represent_attack(
             runs,
             out=out,
-            attackers=_listed(attackers),
-            copies=copies,
-            attributes=_listed(attributes),
-            entities=entities,
-            pictures=pictures,
             again=again,
-            seed=seed,
-            num_bootstraps=num_bootstraps,
             batch_size=batch_size,
             device=device,
+            **parsed([AttackSettings], given),
         )
     show(report, Console())
-
-
-def _listed(words: str | None) -> list[str] | None:
-    return None if words is None else [word.strip() for word in words.split(",") if word.strip()]
 
 
 def show(report: "AttackReport", console: "Console") -> None:
