@@ -5,6 +5,7 @@ Nothing here loads torch or numpy: a refusal, and the list of flags, should not 
 
 import typing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +26,13 @@ _UNUSED = {"dpnr": (*_ADVERSARY,), "none": (*_NOISE, *_ADVERSARY), "adversarial"
 _SHAPE = ("dimensions", "vocabulary_size")
 # A new encoder learns fast; fine-tuning faster than this forgets what the encoder knew.
 _RATES = {"new": 5e-3, "given": 3e-5}
-# Titles under which a command lists its flags.
-_PRIVACY, _MODEL, _LENGTH = "What is hidden", "The model", "How long"
-_TEXTS, _MACHINE, _AGAINST = "The texts", "The machine", "Method adversarial"
+# Settings by the title under which a command lists their flags.
+_privacy = partial(setting, panel="What is hidden")
+_model = partial(setting, panel="The model")
+_length = partial(setting, panel="How long")
+_texts = partial(setting, panel="The texts")
+_machine = partial(setting, panel="The machine")
+_against = partial(setting, panel="Method adversarial")
 
 
 def between_commas(words: str) -> tuple[str, ...]:
@@ -58,95 +63,65 @@ class RepresentSettings(Settings):
     table: typing.ClassVar[str] = "represent"
 
     label: str = setting(..., "The column that the server is to tell.")
-    private: tuple[str, ...] = setting(
-        (), "Columns nobody should tell, commas between.", parse=between_commas, panel=_PRIVACY
+    private: tuple[str, ...] = _privacy(
+        (), "Columns nobody should tell, commas between.", parse=between_commas
     )
-    extractor: str = setting("lstm", "lstm, bag, or a Hugging Face encoder's folder.", panel=_MODEL)
-    method: str = setting(
-        "dpnr", "dpnr: noise; none, adversarial: baselines.", choices=METHODS, panel=_PRIVACY
-    )
-    mechanism: str | None = setting(
+    extractor: str = _model("lstm", "lstm, bag, or a Hugging Face encoder's folder.")
+    method: str = _privacy("dpnr", "dpnr: noise; none, adversarial: baselines.", choices=METHODS)
+    mechanism: str | None = _privacy(
         None,
         "gaussian, laplace or laplace-as-published.",
         choices=MECHANISMS,
         default_words="gaussian",
-        panel=_PRIVACY,
     )
-    epsilon: float | None = setting(
-        None, "Of a whole vector; of a coordinate, as published.", above=0, panel=_PRIVACY
+    epsilon: float | None = _privacy(
+        None, "Of a whole vector; of a coordinate, as published.", above=0
     )
-    delta: float = setting(
-        1e-5, "The chance that ε does not hold.", at_least=0, below=1, panel=_PRIVACY
+    delta: float = _privacy(1e-5, "The chance that ε does not hold.", at_least=0, below=1)
+    dropout: float = _privacy(0.0, "The share of words masked in each text.", at_least=0, below=1)
+    pooling: str | None = _model(
+        None, "mean or cls.", choices=POOLINGS, default_words="mean of a new extractor", hidden=True
     )
-    dropout: float = setting(
-        0.0, "The share of words masked in each text.", at_least=0, below=1, panel=_PRIVACY
+    max_tokens: int | None = _model(
+        None, "Read of each text.", at_least=1, default_words="128", hidden=True
     )
-    pooling: str | None = setting(
-        None,
-        "mean or cls.",
-        choices=POOLINGS,
-        default_words="mean of a new extractor",
-        panel=_MODEL,
-        hidden=True,
+    dimensions: int | None = _model(None, "Of a new extractor.", at_least=1, default_words="64")
+    vocabulary_size: int | None = _model(
+        None, "Of a new extractor.", default_words="10,000", hidden=True
     )
-    max_tokens: int | None = setting(
-        None, "Read of each text.", at_least=1, default_words="128", panel=_MODEL, hidden=True
+    hidden: int = _model(0, "The classifier's hidden layer; 0 for none.", at_least=0, hidden=True)
+    freeze: bool = _model(False, "Train the classifier alone.")
+    epochs: int = _length(4, "How often every text is read.", at_least=1)
+    batch_size: int = _length(32, "Texts in a step.", at_least=1)
+    learning_rate: float | None = _length(
+        None, "Of the extractor.", above=0, default_words="5e-3 of a new one, else 3e-5"
     )
-    dimensions: int | None = setting(
-        None, "Of a new extractor.", at_least=1, default_words="64", panel=_MODEL
+    classifier_learning_rate: float = _length(5e-3, "Of the classifier.", above=0, hidden=True)
+    noise_draws: int = _length(
+        8, "Draws of noise for each text at a step.", at_least=1, hidden=True
     )
-    vocabulary_size: int | None = setting(
-        None, "Of a new extractor.", default_words="10,000", panel=_MODEL, hidden=True
+    split: str = _texts("document", "8:1:1 by document, user, or column.", choices=SPLITS)
+    split_column: str = _texts(
+        "split", "With --split column: says train, dev or test.", hidden=True
     )
-    hidden: int = setting(
-        0, "The classifier's hidden layer; 0 for none.", at_least=0, panel=_MODEL, hidden=True
+    split_seed: int = _texts(0, "Decides the split.", at_least=0, hidden=True)
+    bins: tuple[str, ...] = _texts(
+        (), "Cut numbers: age=20,30, or age=..19,30.. May be given again."
     )
-    freeze: bool = setting(False, "Train the classifier alone.", panel=_MODEL)
-    epochs: int = setting(4, "How often every text is read.", at_least=1, panel=_LENGTH)
-    batch_size: int = setting(32, "Texts in a step.", at_least=1, panel=_LENGTH)
-    learning_rate: float | None = setting(
-        None,
-        "Of the extractor.",
-        above=0,
-        default_words="5e-3 of a new one, else 3e-5",
-        panel=_LENGTH,
+    adversary_weight: float | None = _against(
+        None, "Of the readers' doubt.", at_least=0, default_words="3"
     )
-    classifier_learning_rate: float = setting(
-        5e-3, "Of the classifier.", above=0, panel=_LENGTH, hidden=True
+    adversary_hidden: int | None = _against(
+        None, "The readers' hidden layer.", at_least=1, default_words="512", hidden=True
     )
-    noise_draws: int = setting(
-        8, "Draws of noise for each text at a step.", at_least=1, panel=_LENGTH, hidden=True
-    )
-    split: str = setting(
-        "document", "8:1:1 by document, user, or column.", choices=SPLITS, panel=_TEXTS
-    )
-    split_column: str = setting(
-        "split", "With --split column: says train, dev or test.", panel=_TEXTS, hidden=True
-    )
-    split_seed: int = setting(0, "Decides the split.", at_least=0, panel=_TEXTS, hidden=True)
-    bins: tuple[str, ...] = setting(
-        (), "Cut numbers: age=20,30, or age=..19,30.. May be given again.", panel=_TEXTS
-    )
-    adversary_weight: float | None = setting(
-        None, "Of the readers' doubt.", at_least=0, default_words="3", panel=_AGAINST
-    )
-    adversary_hidden: int | None = setting(
-        None,
-        "The readers' hidden layer.",
-        at_least=1,
-        default_words="512",
-        panel=_AGAINST,
-        hidden=True,
-    )
-    adversary_steps: int | None = setting(
+    adversary_steps: int | None = _against(
         None,
         "Of the readers, for one of the extractor.",
         at_least=1,
         default_words="3",
-        panel=_AGAINST,
         hidden=True,
     )
-    seed: int = setting(0, "Decides everything drawn in training.", at_least=0, panel=_LENGTH)
+    seed: int = _length(0, "Decides everything drawn in training.", at_least=0)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -256,14 +231,10 @@ class RepresentOptions(Settings):
 
     table: typing.ClassVar[str] = "options"
 
-    device: str = setting("auto", "auto, cpu or cuda.", panel=_MACHINE)
-    bf16: bool = setting(False, "bfloat16 on a GPU.", panel=_MACHINE)
-    checkpoint_seconds: float = setting(
-        60.0,
-        "Between two moments that a killed training can go on from.",
-        at_least=0,
-        panel=_MACHINE,
-        hidden=True,
+    device: str = _machine("auto", "auto, cpu or cuda.")
+    bf16: bool = _machine(False, "bfloat16 on a GPU.")
+    checkpoint_seconds: float = _machine(
+        60.0, "Between two moments that a killed training can go on from.", at_least=0, hidden=True
     )
 
 
