@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tightlip.audit.groups import (
+from tightlip.audit.group_figures import (
     MOST_BINS,
     GroupFigures,
     attribute_groups,

@@ -1,5 +1,6 @@
 """Membership: figures against slow oracles, and chance where there is nothing to tell."""
 
+import io
 import math
 import random
 import zlib
@@ -13,11 +14,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from rich.console import Console
 
 from standins import BigramTable, Parrot, Stranger, scanned
 from tightlip.audit import sides as fair_tokens
-from tightlip.audit.membership import RATES, SCORES, Ranking, measure_level
+from tightlip.audit.membership import RATES, SCORES, Ranking, Score, measure_level
 from tightlip.audit.sides import Side, compressed_sizes
+from tightlip.cli.measures import _membership_table
 from tightlip.core.errors import UsageError
 from tightlip.core.resampling import check_num_bootstraps, interval, tail_share, times_drawn
 from tightlip.corpus.opening import standing_in_both
@@ -503,3 +506,17 @@ def test_sizes_are_those_of_zlib_and_unwanted_texts_are_marked(tmp_path):
     assert sizes.tolist() == [len(zlib.compress(text.encode())) for text in texts]
     assert unwanted.tolist() == [False, False, False, True]
     assert sizes[1] < 100  # compressed, not counted
+
+
+def test_another_score_is_another_row_of_the_table(monkeypatch):
+    """A score that knows who is a member, and that nothing but the table has heard of."""
+    seer = Score(title="seer", values=lambda side: (side.users < 20).astype(float))
+    monkeypatch.setitem(SCORES, "seer", seer)
+    sides = [made_side(first + np.arange(20), np.zeros(20)) for first in (0, 1000)]
+    level = measure_level(*sides, np.random.default_rng(0), 100)
+    assert level["scores"]["seer"]["auc"]["value"] == 1
+    assert level["scores"]["loss"]["auc"]["value"] == 0.5
+    found = {"documents": level, "users": None, "not_counted": {}, "notes": []}
+    table = Console(file=io.StringIO(), width=200)
+    table.print(_membership_table(found))
+    assert "seer" in table.file.getvalue()

@@ -18,7 +18,10 @@ from tightlip.models import LSTMConfig, LSTMForCausalLM, TransformerConfig, Tran
 
 WORDS = ["the", "red", "fox", "ran", "to", "a", "barn", "and", "hid", "ten", "eggs", "by", "night"]
 SHARD = 700  # tokens: three shards of the corpus
-REPORT = {"sequences.parquet", "owners.parquet", "users.parquet", "summary.json", "report.html"}
+REPORT = {
+    *("sequences.parquet", "owners.parquet", "users.parquet", "summary.json", "report.html"),
+    "scan",
+}
 
 
 def text_of(draw, num_words):

@@ -60,7 +60,7 @@ def open_key(path: Path) -> Key:
 
 def planted_texts(paths: Iterable[Path]) -> frozenset[str]:
     """What the keys say was planted; a key of real canaries alone, which are people's own text, is refused."""
-    found = frozenset[str]()
+    planted = frozenset[str]()
     for path in paths:
         texts = open_key(path).planted_texts
         if not texts:
@@ -68,8 +68,8 @@ def planted_texts(paths: Iterable[Path]) -> frozenset[str]:
                 f"{path} holds no planted canaries, so there is nothing to leave out. Give the key that tightlip "
                 "canaries plant wrote."
             )
-        found |= texts
-    return found
+        planted |= texts
+    return planted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,8 +179,8 @@ class ModelMeasures:
 
     def leakage(self) -> dict[str, Any]:
         """The summary of a leakage report."""
-        found: dict[str, Any] = self._audit("leakage", "leakage")
-        return found
+        figures: dict[str, Any] = self._audit("leakage", "leakage")
+        return figures
 
     def exposures(self) -> list[dict[str, Any]]:
         """What the model knows of every planted canary; all keys at once, for what one of them
@@ -193,19 +193,19 @@ class ModelMeasures:
 
     def _canaries(self, file: str, keys: Sequence[Key]) -> list[dict[str, Any]]:
         measuring = replace(self.measuring, keys=tuple(keys))
-        found: list[dict[str, Any]] = self._audit("canaries", file, measuring=measuring)
-        return found
+        figures: list[dict[str, Any]] = self._audit("canaries", file, measuring=measuring)
+        return figures
 
     def groups(self, against: "ModelMeasures | None") -> dict[str, Any]:
         """Perplexity on held-out text, user by user, and how it changed against another model."""
         other = None if against is None else against.audited
-        found: dict[str, Any] = self._audit("groups", "groups", against=other)
-        return found
+        figures: dict[str, Any] = self._audit("groups", "groups", against=other)
+        return figures
 
     def membership(self) -> dict[str, Any]:
         """How well documents and users that were trained on are told from others."""
-        found: dict[str, Any] = self._audit("membership", "membership")
-        return found
+        figures: dict[str, Any] = self._audit("membership", "membership")
+        return figures
 
     def _audit(self, name: str, file: str, **changes: Any) -> Any:
         """What the audit of that name finds, kept in `file`."""
@@ -215,8 +215,8 @@ class ModelMeasures:
 
     def perplexity(self) -> float | None:
         """On held-out text; None where that is no number."""
-        found: float | None = self._kept("perplexity", {}, self._perplexity)
-        return found
+        figures: float | None = self._kept("perplexity", {}, self._perplexity)
+        return figures
 
     def _perplexity(self) -> float | None:
         from tightlip.audit.leakage.findings import tokens_with_text
@@ -248,10 +248,10 @@ class ModelMeasures:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        found = read_json(path)
+        stored = read_json(path)
     except (FileNotFoundError, ValueError):
         return {}
-    return found if isinstance(found, dict) and "found" in found else {}
+    return stored if isinstance(stored, dict) and "found" in stored else {}
 
 
 def measured_or_reason(

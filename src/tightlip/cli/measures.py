@@ -28,7 +28,6 @@ Seed = Annotated[int, typer.Option(help="Decides what is resampled.")]
 NumBootstraps = Annotated[int, typer.Option(help="Resamples behind each interval.")]
 GROUPS_RESULT = "groups.json"
 MEMBERSHIP_RESULT = "membership.json"
-_SCORES = {"loss": "loss", "reference": "reference", "min_k": "min-k%", "zlib": "zlib"}
 _RATES = {"tpr_at_1_percent_fpr": "at 1%", "tpr_at_0_1_percent_fpr": "at 0.1%"}
 
 
@@ -109,8 +108,14 @@ def _membership_table(found: dict[str, Any]) -> Any:
         table.add_column("95%", justify="right")
     for level, name, score in scores:
         shares = [cell for rate in rates for cell in _cells(score[rate], ".1%")]
-        table.add_row(level, _SCORES[name], *_cells(score["auc"], ".3f"), *shares)
+        table.add_row(level, _title(name), *_cells(score["auc"], ".3f"), *shares)
     return table
+
+
+def _title(score: str) -> str:
+    from tightlip.audit.membership import SCORES
+
+    return SCORES[score].title
 
 
 def _cells(figure: dict[str, Any] | None, spelled: str) -> tuple[str, str]:
@@ -169,7 +174,7 @@ def _verdict(one: str, level: dict[str, Any]) -> str:
         )
     return (
         f"{one.capitalize()}s that were trained on can be told: of one that was and one that was not, the "
-        f"{_SCORES[best]} score names the right one {auc['value']:.0%} of the time."
+        f"{_title(best)} score names the right one {auc['value']:.0%} of the time."
     )
 
 

@@ -1,4 +1,4 @@
-"""The text a run learnt from, and whether it is still that text."""
+"""Corpora as later stages open them, and the text a run learnt from: is it still that text?"""
 
 import shutil
 from dataclasses import dataclass
@@ -16,6 +16,13 @@ from tightlip.corpus.history import origin_of, sources_of
 from tightlip.corpus.prepare import PreparedCorpus, is_prepared, open_prepared
 from tightlip.corpus.readers import open_corpus
 from tightlip.corpus.tokens import TokenizedCorpus, open_tokenized, tokenize_documents
+
+MOST_SHARED = 0.5  # short common texts stand in any two corpora
+_PARTS = {
+    "corpus_fingerprint": "training text",
+    "validation_fingerprint": "held-out text",
+    "tokenizer_fingerprint": "tokenizer",
+}
 
 
 @dataclass(frozen=True)
@@ -101,17 +108,6 @@ def num_skipped(folder: Path) -> int:
     return read_json(key_file)["num_skipped"] if key_file.exists() else 0
 
 
-# The text a run learnt from, and whether it is still that text
-
-
-MOST_SHARED = 0.5  # short common texts stand in any two corpora
-_PARTS = {
-    "corpus_fingerprint": "training text",
-    "validation_fingerprint": "held-out text",
-    "tokenizer_fingerprint": "tokenizer",
-}
-
-
 def open_run_corpus(run: RunRecord) -> PreparedCorpus:
     """The prepared corpus of a run, refused where other text lies at its path by now.
 
@@ -133,9 +129,9 @@ def differences(run: RunRecord, prepared: PreparedCorpus) -> list[str]:
     recorded = run.config["corpus"]
     if "corpus_fingerprint" not in recorded:
         return []
-    found = fingerprints(prepared)
+    there = fingerprints(prepared)
     # Nothing held out is recorded as nothing at all.
-    return [what for name, what in _PARTS.items() if recorded.get(name) != found[name]]
+    return [what for name, what in _PARTS.items() if recorded.get(name) != there[name]]
 
 
 def fingerprints(prepared: PreparedCorpus) -> dict[str, str | None]:

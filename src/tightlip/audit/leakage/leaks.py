@@ -167,18 +167,18 @@ def _gather_runs(
     num_scored, num_hits, log_prob_sum = 0, 0, 0.0
     for shard in scanned.shards():
         bounds = corpus.bounds[shard.first : shard.end + 1]
-        found = collect_runs(corpus.tokens, bounds, shard.ranks, carries_text, top_k)
+        inside = collect_runs(corpus.tokens, bounds, shard.ranks, carries_text, top_k)
         parts.append(
             Runs(
-                starts=found.starts,
-                lengths=found.lengths,
-                documents=found.documents + shard.first,
+                starts=inside.starts,
+                lengths=inside.lengths,
+                documents=inside.documents + shard.first,
             )
         )
-        sums.append(sums_over_runs(shard.log_probs, found, int(bounds[0])))
+        sums.append(sums_over_runs(shard.log_probs, inside, int(bounds[0])))
         scored = shard.ranks >= 0
         num_scored += int(scored.sum())
-        num_hits += int(found.lengths.sum())
+        num_hits += int(inside.lengths.sum())
         log_prob_sum += float(shard.log_probs[scored].sum(dtype=np.float64))
     runs = Runs(
         starts=_joined([part.starts for part in parts], np.int64),
@@ -201,12 +201,9 @@ def _distinct_users(numbers: np.ndarray, users: np.ndarray, num_sequences: int) 
     return np.bincount(numbers[new], minlength=num_sequences)
 
 
-# How surprised a public model is by what leaked: the ratio PP_public / PP_lm of each run
-
-
 @dataclass(frozen=True, kw_only=True)
 class PublicView:
-    """What the public model says of the same text."""
+    """What the public model says of the same text: how surprised it is by what leaked."""
 
     name: str
     perplexity_of_run: np.ndarray

@@ -46,6 +46,15 @@ FIGURES = (
     "validation_perplexity",
 )
 TABLES = ("curated", "unique_by_length")
+_HEADLINES = {
+    "unique": "sequences that one user alone wrote and the model completes",
+    "users_with_unique": "users who own one",
+    "leakage_epsilon": "largest PP_public / PP_lm among them",
+    "public_unique": "the same count for the public model",
+    "perplexity": "on the corpus",
+    "validation_perplexity": "on held-out text",
+    "accuracy": "top-k, on the corpus",
+}
 
 
 def summarise(
@@ -182,20 +191,6 @@ def _figure(summary: dict[str, Any], key: str) -> float | int | None:
     entries = {float(entry): number for entry, number in value.items()}
     # A length nobody leaked has no entry: none were found, which is a known zero.
     return entries.get(float(inner[:-1]), 0 if name == "unique_by_length" else None)
-
-
-# A finished leakage report as an object: its figures, its tables, a view for notebooks
-
-
-_HEADLINES = {
-    "unique": "sequences that one user alone wrote and the model completes",
-    "users_with_unique": "users who own one",
-    "leakage_epsilon": "largest PP_public / PP_lm among them",
-    "public_unique": "the same count for the public model",
-    "perplexity": "on the corpus",
-    "validation_perplexity": "on held-out text",
-    "accuracy": "top-k, on the corpus",
-}
 
 
 class LeakageReport:

@@ -238,7 +238,8 @@ def _flat(row: RunFigures) -> Iterator[tuple[str, Any]]:
     for scale in ("perplexity", "log"):
         yield from _limits(f"gap_{scale}", row["gap"][scale] if row["gap"] else None)
     for level in ("documents", "users"):
-        for score in SCORES:
+        measured = ((row["membership"] or {}).get(level) or {}).get("scores", ())
+        for score in dict.fromkeys((*SCORES, *measured)):
             yield from _limits(f"membership_{level}_{score}_auc", area(row, level, score))
     for name in ("num_documents", "num_tokens"):
         yield f"membership_{name}_not_counted", not_counted(row).get(name)

@@ -1,0 +1,52 @@
+"""The settings of audits: by name in Python, spelt otherwise on the command line."""
+
+import pytest
+
+import tightlip
+from tightlip.audit.settings import ChoiceConfig, ExposureConfig, LeakageConfig, split_settings
+from tightlip.core.errors import UsageError
+from tightlip.core.settings import about, settings_of
+from tightlip.scan.options import ScanOptions
+
+
+def test_settings_go_to_the_kind_that_has_them():
+    config, options = split_settings(
+        {"top_k": 3, "window": 64, "thresholds": [2, 4]}, LeakageConfig, ScanOptions
+    )
+    assert (config.top_k, config.thresholds) == (3, (2.0, 4.0))
+    assert (options.window, options.device) == (64, "auto")
+
+
+def test_an_unknown_setting_is_refused_with_the_closest(tmp_path):
+    with pytest.raises(UsageError, match=r"Unknown setting 'top_n'\. Closest: top_k"):
+        tightlip.audit(tmp_path, tmp_path, top_n=3)
+
+
+@pytest.mark.parametrize(
+    ("kind", "given", "says"),
+    [
+        (LeakageConfig, {"top_k": 0}, "top_k=0"),
+        (LeakageConfig, {"occurrences": 0}, "occurrences=0"),
+        (LeakageConfig, {"fewer_than": 0}, "fewer_than=0"),
+        (ScanOptions, {"dtype": "int3"}, "Unknown dtype 'int3'"),
+        (ScanOptions, {"window": 1}, "window=1"),
+        (ScanOptions, {"memory": "lots"}, "memory='lots'"),
+        (ExposureConfig, {"num_samples": 99}, "num_samples=99"),
+        (ExposureConfig, {"prompt_tokens": 0}, "prompt_tokens=0"),
+        (ChoiceConfig, {"min_tokens": 1}, "min_tokens=1"),
+    ],
+)
+def test_what_cannot_work_is_refused(kind, given, says):
+    with pytest.raises(UsageError, match=says):
+        kind(**given)
+
+
+def test_the_command_line_spells_two_of_them_otherwise():
+    fields = {field.name: about(field) for field in settings_of(LeakageConfig)}
+    assert fields["occurrences"].parse("all") is None
+    assert fields["occurrences"].parse("12") == 12
+    assert fields["thresholds"].flag == "--curated-at"
+    assert fields["thresholds"].parse("1.5,2") == (1.5, 2.0)
+    for name, text in (("occurrences", "few"), ("thresholds", "2,three")):
+        with pytest.raises(UsageError, match=text):
+            fields[name].parse(text)
