@@ -108,6 +108,7 @@ class Passes:
     def _fast(self, batch: Physical) -> ClippedGradients:
         if self.way == "eager":
             return self.eager(batch)
+        assert batch.mask_BT is None, "a prepared pass is fed no mask"
         key = (batch.ids_BT.shape, batch.layout)
         if key not in self._ready:
             ready = self._captured if self.way == "graph" else self._compiled
