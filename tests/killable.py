@@ -144,7 +144,7 @@ def train_and_kill(command: Commands, corpus, folder: Path, config, num_kills: i
 
 def _import_everything() -> None:
     """What each command would import and load again; nothing here may start a thread."""
-    import dp_accounting.pld  # noqa: F401
+    import dp_accounting.pld
     import dp_accounting.rdp  # noqa: F401
     import numpy as np
     import rich.progress  # noqa: F401

@@ -17,6 +17,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from prompt_toolkit.application import create_app_session
 from prompt_toolkit.data_structures import Size
 from prompt_toolkit.input import create_pipe_input
@@ -218,7 +220,7 @@ def test_every_way_out_ends_quietly(key):
         converse(Tab(Silent(), None), [], DummyOutput())
 
 
-@pytest.mark.parametrize("seed", range(40))
+@given(seed=st.integers(0, 10**9))
 def test_an_edit_leaves_every_other_character_its_writer(seed):
     draw, line = random.Random(seed), Line()
     # Distinct characters, so that each shows by itself where it was before.
