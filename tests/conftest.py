@@ -11,10 +11,49 @@ import pytest
 from hypothesis import settings
 
 from killable import Commands
+from shared import Shared
 
 # The same cases in every run; one worker may be slow while the other one trains.
 settings.register_profile("fixed", derandomize=True, deadline=None, max_examples=50)
 settings.load_profile("fixed")
+
+# Whole commands and a browser: whatever uses them is slow.
+SLOW_FIXTURES = {"command", "browser"}
+
+
+def pytest_configure(config):
+    config.addinivalue_line(
+        "markers",
+        "slow: takes long (whole commands, trainings, kills, a browser); not in make check",
+    )
+
+
+def pytest_collection_modifyitems(items):
+    """Say which tests are slow, and which belong on one worker under `--dist loadgroup`."""
+    for item in items:
+        if SLOW_FIXTURES & {*item.fixturenames}:
+            item.add_marker("slow")
+        if item.get_closest_marker("xdist_group") is None:
+            item.add_marker(pytest.mark.xdist_group(group_of(item)))
+
+
+def group_of(item):
+    """One browser for all; otherwise a file's fixtures are made on one worker only.
+
+    Pages of the docs share nothing that takes long, so that they fill up what is left at the end.
+    """
+    if "browser" in item.fixturenames:
+        return "chromium"
+    return item.nodeid if item.path.name == "test_docs.py" else item.nodeid.partition("::")[0]
+
+
+@pytest.fixture(scope="session")
+def shared(tmp_path_factory):
+    """Folders made once for all workers: shared(name, make)."""
+    root = tmp_path_factory.getbasetemp()
+    folders = Shared((root.parent if "PYTEST_XDIST_WORKER" in os.environ else root) / "shared")
+    yield folders
+    folders.check_untouched()
 
 
 @pytest.fixture(scope="session")

@@ -31,6 +31,8 @@ from tightlip.experiments.adaptive_text import (
 from tightlip.scan.document_scores import open_scanner, score_documents
 from tightlip.training.config import RunOptions, TrainConfig
 
+pytestmark = pytest.mark.slow
+
 TINY = {"model": "lstm", "embedding_size": 4, "hidden_size": 4, "num_layers": 1}
 SHORT = {"sequence_length": 16}
 SIZE = dataclasses.replace(

@@ -17,6 +17,8 @@ from tightlip.experiments.vectors_page import certainty, headline, render_paper_
 from tightlip.experiments.vectors_tables import GROUPS, MAIN_AND_PRIVACY, csv_text, tables
 from tightlip.experiments.vectors_text import ag_task, blog_task, plays_task, task_of
 
+pytestmark = pytest.mark.slow
+
 COLOURS = ["amber", "azure", "ivory", "olive", "coral", "khaki", "mauve", "ochre"]
 BEASTS = ["otter", "heron", "badger", "lynx", "stoat", "ibex", "marten", "crane"]
 SIGN = {"0": "harbour", "1": "orchard"}

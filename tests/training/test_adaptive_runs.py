@@ -25,6 +25,8 @@ from tightlip.training.mitigations import LEDGER_KEYS
 from training.small_corpora import documents
 from training.test_private_runs import interrupted_after
 
+pytestmark = pytest.mark.slow
+
 SMALL = {
     "embedding_size": 8, "hidden_size": 8, "num_layers": 1, "batch_size": 8, "num_heads": 2,
     "sequence_length": 10, "mitigation": "adaptive-dp", "steps": 4,

@@ -26,6 +26,8 @@ from tightlip.training.mitigations import LEDGER_KEYS
 from tightlip.training.mitigations.dp import PrivateMitigation
 from training.small_corpora import documents
 
+pytestmark = pytest.mark.slow
+
 SMALL = {
     "embedding_size": 8, "hidden_size": 8, "num_layers": 1, "batch_size": 8, "num_heads": 2,
     "sequence_length": 10, "mitigation": "dp", "epsilon": 8.0, "insecure_seed": 1,

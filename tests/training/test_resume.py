@@ -16,6 +16,8 @@ from tightlip.training.loop import Training
 from tightlip.training.loop import train_model as train
 from training.small_corpora import hand_set_clock, prepared
 
+pytestmark = pytest.mark.slow
+
 CONFIG = TrainConfig(
     embedding_size=8, hidden_size=8, num_layers=2, dropout=0.2, batch_size=8, sequence_length=10,
     learning_rate=0.01, schedule="cosine", epochs=4, snapshot_steps=4, tie_word_embeddings=True,
