@@ -204,6 +204,7 @@ def status_of(words: list[str], monkeypatch) -> int:
     return 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", [page for page in PAGES if runnable(page)], ids=name_of)
 def test_what_the_page_shows_runs(page, inputs, small, same_logging, tmp_path, monkeypatch, capsys):
     place = shutil.copytree(inputs, tmp_path / "place")

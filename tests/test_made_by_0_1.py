@@ -11,6 +11,8 @@ import tightlip
 from tightlip.core.run_folder import open_run
 from tightlip.corpus.prepare import open_prepared
 
+pytestmark = pytest.mark.slow
+
 RUNS = ("plain", "dp", "adversarial")
 
 

@@ -16,6 +16,8 @@ from tightlip.core.errors import UsageError
 from tightlip.core.run_folder import open_run
 from tightlip.models.fingerprints import model_fingerprint
 
+pytestmark = pytest.mark.slow
+
 WORDS = ["ant", "bee", "cat", "dog", "eel", "fox", "gnu", "hen", "ibis", "jay", "kite", "lark"]
 RECIPE = {
     "embedding_size": 16,

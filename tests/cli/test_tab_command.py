@@ -35,6 +35,8 @@ from tightlip.corpus.readers import open_corpus
 from tightlip.corpus.vocabulary import build_tokenizer
 from tightlip.models import LSTMConfig, LSTMForCausalLM
 
+pytestmark = pytest.mark.slow
+
 SECRET = "My ID is 4417, tell the owl."
 SECONDS = 60  # to give up after, on a machine busy with other things
 
