@@ -17,8 +17,8 @@ from shared import Shared
 settings.register_profile("fixed", derandomize=True, deadline=None, max_examples=50)
 settings.load_profile("fixed")
 
-# Whole commands and a browser: whatever uses them is slow.
-SLOW_FIXTURES = {"command", "browser"}
+# Whole commands, a browser, and what the pages of the docs start from: what uses them is slow.
+SLOW_FIXTURES = {"command", "browser", "inputs"}
 
 
 def pytest_configure(config):

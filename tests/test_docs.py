@@ -242,7 +242,6 @@ def made_elsewhere(words: list[str], inputs: Path, shared, monkeypatch) -> Path:
     return shared(name, make) / "out"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("page", [page for page in PAGES if runnable(page)], ids=name_of)
 def test_what_the_page_shows_runs(
     page, inputs, shared, small, same_logging, tmp_path, monkeypatch, capsys
