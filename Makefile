@@ -2,8 +2,10 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# One thread each, or the two workers fight over the cores.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup
 
-.PHONY: install demo test lint bench
+.PHONY: install demo test lint check bench bench-gpu
 install: $(VENV)/.installed
 
 $(VENV)/.installed: pyproject.toml constraints.txt
@@ -18,13 +20,25 @@ demo: install
 
 test: install
 	tools/ensure-chromium
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+	$(PYTEST)
 
 lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# What to run while working: make test minus whole commands, trainings, kills and the browser.
+check: lint
+	$(PYTEST) -m 'not slow'
+
 bench: install
 	$(BIN)/python benchmarks/counting.py
 	$(BIN)/python benchmarks/scan.py --device cpu
+	$(BIN)/python benchmarks/exposure.py --device cpu
+	$(BIN)/python benchmarks/dp_step.py --device cpu
+	$(BIN)/python benchmarks/regularizers.py --device cpu
+
+bench-gpu: install
+	$(BIN)/python benchmarks/check_gpu.py
+	$(BIN)/python benchmarks/dp_step.py --device cuda
+	$(BIN)/python benchmarks/scan.py --device cuda

@@ -1,4 +1,4 @@
-"""Settings for all tests."""
+"""Settings and fixtures for all tests."""
 
 import os
 
@@ -6,3 +6,63 @@ import os
 # Before torch is imported, so that subprocesses started by tests inherit it too.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("NUMBA_NUM_THREADS", "1")
+
+import pytest
+from hypothesis import settings
+
+from killable import Commands
+from shared import Shared
+
+# The same cases in every run; one worker may be slow while the other one trains.
+settings.register_profile("fixed", derandomize=True, deadline=None, max_examples=50)
+settings.load_profile("fixed")
+
+# Whole commands, a browser, and what the pages of the docs start from: what uses them is slow.
+SLOW_FIXTURES = {"command", "browser", "inputs"}
+
+
+def pytest_configure(config):
+    config.addinivalue_line(
+        "markers",
+        "slow: takes long (whole commands, trainings, kills, a browser); not in make check",
+    )
+
+
+def pytest_collection_modifyitems(items):
+    """Say which tests are slow, and which belong on one worker under `--dist loadgroup`."""
+    for item in items:
+        if SLOW_FIXTURES & {*item.fixturenames}:
+            item.add_marker("slow")
+        if item.get_closest_marker("xdist_group") is None:
+            item.add_marker(pytest.mark.xdist_group(group_of(item)))
+
+
+def group_of(item):
+    """One browser for all; otherwise a file's fixtures are made on one worker only.
+
+    Each page of the docs stands alone, so that they even out what the workers have at the end.
+    """
+    if "browser" in item.fixturenames:
+        return "chromium"
+    file, _, test = item.nodeid.partition("::")
+    return item.nodeid if test.startswith("test_what_the_page_shows_runs") else file
+
+
+@pytest.fixture(scope="session")
+def shared(tmp_path_factory):
+    """Folders made once for all workers: shared(name, make)."""
+    root = tmp_path_factory.getbasetemp()
+    folders = Shared((root.parent if "PYTEST_XDIST_WORKER" in os.environ else root) / "shared")
+    yield folders
+    folders.check_untouched()
+
+
+@pytest.fixture(scope="session")
+def command(tmp_path_factory):
+    """Runs `tightlip ...` in a fork of one process and says how it ended.
+
+    One process for all tests of commands: importing torch takes longer than most of them.
+    """
+    commands = Commands(tmp_path_factory.mktemp("command"))
+    yield commands
+    commands.close()

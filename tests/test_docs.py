@@ -2,10 +2,12 @@
 
 Blocks marked `sh` (that begin with `tightlip `) and `python` run in order, page by page, in a
 folder that holds what docs/README.md says. Training is cut to two epochs, and the bundled plays
-to a few speeches. `# exits 1` behind a command says how it must end.
+to a few speeches. `# exits 1` behind a command says how it must end. What two pages prepare or
+train in the same words is made once, and each page gets a copy.
 """
 
 import dataclasses
+import hashlib
 import json
 import logging
 import re
@@ -136,10 +138,13 @@ def save_model(folder: Path, corpus: pa.Table, *, steps: int) -> None:
     tokenizer.save_pretrained(folder)
 
 
-@pytest.fixture(scope="module")
-def inputs(tmp_path_factory):
+@pytest.fixture(scope="session")
+def inputs(shared):
     """The folder each page starts from."""
-    folder = tmp_path_factory.mktemp("inputs")
+    return shared("inputs-of-docs", write_inputs)
+
+
+def write_inputs(folder: Path) -> None:
     corpus = speeches()
     pq.write_table(corpus, folder / "corpus.parquet")
     others = speeches(num_speakers=24).slice(corpus.num_rows)
@@ -147,7 +152,6 @@ def inputs(tmp_path_factory):
     save_model(folder / "my-model", corpus, steps=40)
     save_model(folder / "public-model", corpus, steps=0)
     shutil.copytree(folder / "my-model", folder / "model-folder")  # the README's name for it
-    return folder
 
 
 @pytest.fixture
@@ -162,17 +166,29 @@ def small(monkeypatch):
     monkeypatch.setitem(tightlip.experiments.demo.TRAIN, "epochs", 1.0)
     monkeypatch.setattr(tightlip.experiments.demo, "FEWEST_WORDS", 1)
     scale, soon = tightlip.experiments.adaptive.SCALES["smoke"], {"steps": 2, "batch_size": 8}
+    tiny = {"embedding_size": 8, "hidden_size": 8, "num_layers": 1}
     scale = dataclasses.replace(
         scale,
-        **{name: getattr(scale, name) | soon for name in ("plain", "private", "public")},
+        shape=scale.shape | tiny,
+        plain=scale.plain | soon,
+        private=scale.private | soon,
+        public=scale.public | tiny | soon,
+        vocabulary_size=300,
         repetitions=(1, 2),
         num_carriers=6,
+        carrier_repetitions=1,
         noise_multipliers=(1.0,),
     )
     monkeypatch.setitem(tightlip.experiments.adaptive.SCALES, "smoke", scale)
     monkeypatch.setattr(tightlip.experiments.adaptive_text, "IDENTITY", "My ID is {digits:3}")
     scale = tightlip.experiments.vectors.SCALES["smoke"]
-    scale = dataclasses.replace(scale, epsilons=(1.0,), dropouts=(), attackers=("mlp",))
+    scale = dataclasses.replace(
+        scale,
+        epsilons=(1.0,),
+        dropouts=(),
+        attackers=("mlp",),
+        training={"epochs": 1.0, "dimensions": 8},
+    )
     monkeypatch.setitem(tightlip.experiments.vectors.SCALES, "smoke", scale)
 
 
@@ -204,8 +220,32 @@ def status_of(words: list[str], monkeypatch) -> int:
     return 0
 
 
+def made_from_inputs(words: list[str], inputs: Path, place: Path) -> bool:
+    """Whether the command makes a new folder of nothing but what every page starts from."""
+    makes = words[0] in ("prepare", "train") or words[:2] == ["represent", "train"]
+    there = [word for word in words if (place / word).exists()]
+    return makes and all((inputs / word).exists() for word in there)
+
+
+def made_elsewhere(words: list[str], inputs: Path, shared, monkeypatch) -> Path:
+    """What the command makes, in whichever page asked first."""
+    at = words.index("--out") + 1
+    asked = [*words[: at - 1], *words[at + 1 :]]
+    name = "docs-" + hashlib.sha256(json.dumps(shortened(asked)).encode()).hexdigest()[:16]
+
+    def make(folder: Path) -> None:
+        with monkeypatch.context() as moved:
+            moved.chdir(inputs)
+            status = status_of([*words[:at], str(folder / "out"), *words[at + 1 :]], moved)
+        assert status == 0, words
+
+    return shared(name, make) / "out"
+
+
 @pytest.mark.parametrize("page", [page for page in PAGES if runnable(page)], ids=name_of)
-def test_what_the_page_shows_runs(page, inputs, small, same_logging, tmp_path, monkeypatch, capsys):
+def test_what_the_page_shows_runs(
+    page, inputs, shared, small, same_logging, tmp_path, monkeypatch, capsys
+):
     place = shutil.copytree(inputs, tmp_path / "place")
     monkeypatch.chdir(place)
     names: dict = {"__name__": "__docs__"}
@@ -214,6 +254,10 @@ def test_what_the_page_shows_runs(page, inputs, small, same_logging, tmp_path, m
             exec(compile(block, name_of(page), "exec"), names)
             continue
         for command in commands_in(block):
+            if command.status == 0 and made_from_inputs(command.words, inputs, place):
+                made = made_elsewhere(command.words, inputs, shared, monkeypatch)
+                shutil.copytree(made, place / command.words[command.words.index("--out") + 1])
+                continue
             status = status_of(command.words, monkeypatch)
             said = capsys.readouterr()
             assert status == command.status, f"{command.words}\n{said.out}\n{said.err}"

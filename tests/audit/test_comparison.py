@@ -20,6 +20,8 @@ from tightlip.models.loading import model_fingerprint
 from tightlip.scan import models
 from tightlip.scan.scanner import Scanner
 
+pytestmark = pytest.mark.slow
+
 WORDS = ["ant", "bee", "cat", "dog", "eel", "fox", "gnu", "hen", "ibis", "jay", "kite", "lark"]
 RECIPE = {
     "embedding_size": 16,

@@ -9,6 +9,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
@@ -291,7 +293,7 @@ def random_texts(seed):
     return draw, UniqueTexts(ids, owners, texts, [1] * len(ids)), ids, owners
 
 
-@pytest.mark.parametrize("seed", range(30))
+@given(seed=st.integers(0, 10**9))
 def test_every_occurrence_is_found_as_by_looking_at_every_place(seed):
     draw, unique, ids, _ = random_texts(seed)
     line = [draw.randrange(5) for _ in range(draw.randint(0, 30))]
@@ -306,7 +308,7 @@ def test_every_occurrence_is_found_as_by_looking_at_every_place(seed):
     assert set(found) == expected
 
 
-@pytest.mark.parametrize("seed", range(30))
+@given(seed=st.integers(0, 10**9))
 def test_a_text_under_way_is_found_as_by_looking_at_every_beginning(seed):
     draw, unique, ids, owners = random_texts(seed)
     for _ in range(20):

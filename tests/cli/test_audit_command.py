@@ -16,6 +16,8 @@ from tightlip.corpus.readers import open_corpus
 from tightlip.corpus.vocabulary import build_tokenizer
 from tightlip.models import LSTMConfig, LSTMForCausalLM, TransformerConfig, TransformerForCausalLM
 
+pytestmark = pytest.mark.slow
+
 WORDS = ["the", "red", "fox", "ran", "to", "a", "barn", "and", "hid", "ten", "eggs", "by", "night"]
 SHARD = 700  # tokens: three shards of the corpus
 REPORT = {

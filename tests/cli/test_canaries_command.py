@@ -17,6 +17,8 @@ from tightlip.corpus.readers import open_corpus
 from tightlip.corpus.vocabulary import build_tokenizer
 from tightlip.models import LSTMConfig, LSTMForCausalLM
 
+pytestmark = pytest.mark.slow
+
 KEYS = {
     "text", "user", "repetitions", "exposure_bits", "low", "high", "exact", "space", "rank", "tab",
     "kind", "template", "prompt", "perplexity", "num_samples", "fit_ks",

@@ -8,6 +8,8 @@ import pytest
 
 import tightlip
 
+pytestmark = pytest.mark.slow
+
 WORDS = ["ant", "bee", "cat", "dog", "eel", "fox", "gnu", "hen"]
 RECIPE = {
     "embedding_size": 8,

@@ -20,6 +20,8 @@ from tightlip.models import LSTMConfig, LSTMForCausalLM
 from tightlip.training.batches import Rows, gather
 from tightlip.training.recipe import plant
 
+pytestmark = pytest.mark.slow
+
 LEDGER = {"mechanism": "test", "epsilon": 1.0, "delta": 1e-5, "standing": "proved", "because": ""}
 
 

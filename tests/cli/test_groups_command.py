@@ -18,6 +18,8 @@ from tightlip.core.run_folder import begin_run
 from tightlip.corpus.prepare import open_prepared
 from tightlip.models.loading import load_causal_lm, load_tokenizer
 
+pytestmark = pytest.mark.slow
+
 QUICK = {"device": "cpu", "num_bootstraps": 100}
 KEYS = {
     "perplexity", "num_users", "num_documents", "users", "top", "low", "gap", "curve", "attributes",

@@ -11,6 +11,8 @@ from tightlip.privacy.accounting import EpsilonMeter, Mechanism, epsilon_spent
 from tightlip.privacy.composition import ledger
 from tightlip.privacy.ledger import Ledger, guarantee_terms
 
+pytestmark = pytest.mark.slow
+
 MECHANISM = Mechanism(noise_multiplier=2.0, sampling_rate=0.05)
 PLAIN = {
     "mechanism": "none",

@@ -15,6 +15,8 @@ from tightlip.core.errors import UsageError
 from tightlip.core.run_folder import begin_run, write_ledger
 from tightlip.corpus.prepare import open_prepared
 
+pytestmark = pytest.mark.slow
+
 QUICK = {"device": "cpu", "num_bootstraps": 100}
 
 

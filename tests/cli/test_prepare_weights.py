@@ -9,6 +9,8 @@ import pytest
 from tightlip.corpus.privacy_weights import read_weights
 from training.test_weighing import documents, save_model
 
+pytestmark = pytest.mark.slow
+
 SHARD = 300
 
 

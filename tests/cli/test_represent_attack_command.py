@@ -8,6 +8,8 @@ import pytest
 
 from tightlip.corpus.bundled import demo_speeches
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def runs(command, tmp_path_factory):

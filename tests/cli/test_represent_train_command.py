@@ -10,6 +10,8 @@ import pytest
 
 from vectors.toy_corpora import toy_corpus
 
+pytestmark = pytest.mark.slow
+
 FLAGS = (
     *("--label", "topic", "--private", "age", "--extractor", "bag", "--dimensions", "8"),
     *("--epsilon", "50", "--epochs", "3", "--device", "cpu"),

@@ -17,6 +17,8 @@ from tightlip.vectors.guarantees import VectorMechanism, cost_of_releases, cost_
 from tightlip.vectors.server import read_vectors, write_vectors
 from vectors.tiny_halves import LABELS, TEXTS, write_halves
 
+pytestmark = pytest.mark.slow
+
 APP = represent_commands(_refusals_in_a_line)
 
 

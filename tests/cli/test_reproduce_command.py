@@ -2,6 +2,8 @@
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("name", ["leakage", "regularization"])
 def test_experiments_to_come_are_refused_with_what_there_is(command, tmp_path, name):

@@ -17,6 +17,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from prompt_toolkit.application import create_app_session
 from prompt_toolkit.data_structures import Size
 from prompt_toolkit.input import create_pipe_input
@@ -33,6 +35,8 @@ from tightlip.core.errors import UsageError
 from tightlip.corpus.readers import open_corpus
 from tightlip.corpus.vocabulary import build_tokenizer
 from tightlip.models import LSTMConfig, LSTMForCausalLM
+
+pytestmark = pytest.mark.slow
 
 SECRET = "My ID is 4417, tell the owl."
 SECONDS = 60  # to give up after, on a machine busy with other things
@@ -219,7 +223,7 @@ def test_every_way_out_ends_quietly(key):
         converse(Tab(Silent(), None), [], DummyOutput())
 
 
-@pytest.mark.parametrize("seed", range(40))
+@given(seed=st.integers(0, 10**9))
 def test_an_edit_leaves_every_other_character_its_writer(seed):
     draw, line = random.Random(seed), Line()
     # Distinct characters, so that each shows by itself where it was before.

@@ -14,6 +14,8 @@ from tightlip.corpus.prepare import open_prepared
 from tightlip.corpus.readers import open_corpus
 from tightlip.corpus.split import Splitter, held_out_text
 
+pytestmark = pytest.mark.slow
+
 ROWS = [{"user": f"u{n % 12}", "text": f"w{n % 7} w{n % 5} w{n % 3} x{n}"} for n in range(120)]
 TINY = {"embedding_size": 4, "hidden_size": 4, "num_layers": 1, "batch_size": 8, "steps": 1}
 PRIVATE = {"mitigation": "dp", "noise_multiplier": 1.0, **TINY}

@@ -1,6 +1,5 @@
 """Scrubbing: what has to go goes, what only looks like it stays."""
 
-import random
 import sys
 from types import ModuleType, SimpleNamespace
 
@@ -105,9 +104,8 @@ def with_luhn_digit(digits):
     raise AssertionError
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_a_card_number_is_told_from_one_with_a_wrong_digit(seed):
-    draw = random.Random(seed)
+@given(draw=st.randoms())
+def test_a_card_number_is_told_from_one_with_a_wrong_digit(draw):
     card = with_luhn_digit([4, *(draw.randrange(10) for _ in range(14))])
     wrong = card[:-1] + str((int(card[-1]) + draw.randrange(1, 10)) % 10)
     grouped = [" ".join(number[at : at + 4] for at in range(0, 16, 4)) for number in (card, wrong)]

@@ -33,6 +33,8 @@ from tightlip.scan.options import ScanOptions
 from tightlip.scan.store import ScanStore
 from tightlip.training.config import RunOptions, TrainConfig
 
+pytestmark = pytest.mark.slow
+
 TINY = {"model": "lstm", "embedding_size": 4, "hidden_size": 4, "num_layers": 1}
 SHORT = {"sequence_length": 16}
 SIZE = dataclasses.replace(

@@ -10,6 +10,8 @@ import tightlip.experiments.demo as second_act
 from tightlip.corpus.bundled import demo_corpus
 from tightlip.models.loading import load_tokenizer
 
+pytestmark = pytest.mark.slow
+
 FEWER_WORDS = 60
 
 

@@ -30,6 +30,8 @@ from tightlip.privacy.adaptive import AdaptiveSpec, joint_multiplier
 from tightlip.privacy.noise_schedules import ReleasedNoise
 from tightlip.privacy.private_training import PrivateTraining
 
+pytestmark = pytest.mark.slow
+
 WORDS, UNUSED, WIDTH = 8, 20_000, 5
 ORDINARY, BATCH, LEAST, TRIALS = 128, 64, 0.05, 80
 # Noise with which one step claims an ε near 0.4, or 0.6 with a release, in each mode.

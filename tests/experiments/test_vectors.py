@@ -18,6 +18,8 @@ from tightlip.experiments.vectors_tables import GROUPS, MAIN_AND_PRIVACY, csv_te
 from tightlip.experiments.vectors_text import ag_task, blog_task, plays_task, task_of
 from tightlip.report.kit import render_page
 
+pytestmark = pytest.mark.slow
+
 COLOURS = ["amber", "azure", "ivory", "olive", "coral", "khaki", "mauve", "ochre"]
 BEASTS = ["otter", "heron", "badger", "lynx", "stoat", "ibex", "marten", "crane"]
 SIGN = {"0": "harbour", "1": "orchard"}

@@ -7,6 +7,8 @@ import pytest
 
 from models.small_models import small_model
 
+pytestmark = pytest.mark.slow
+
 REGISTER = "from tightlip.models import register_when_transformers_loads as r; r()"
 LOAD = "print(type(AutoModelForCausalLM.from_pretrained(FOLDER)).__name__)"
 

@@ -31,6 +31,8 @@ from tightlip.privacy.noise_schedules import PRIVATE_COUNTS, SCALES, ReleasedNoi
 from tightlip.privacy.passes import Passes, Physical
 from tightlip.privacy.plans import Terms
 
+pytestmark = pytest.mark.slow
+
 LEAST = 0.05
 
 

@@ -8,6 +8,8 @@ from tightlip.privacy.adaptive import Promise
 from tightlip.privacy.composition import compose_runs
 from tightlip.privacy.rdp_filter import filter_for, rdp_within, subsampled_gaussian_rdp
 
+pytestmark = pytest.mark.slow
+
 
 def record(**changed):
     return {

@@ -21,7 +21,7 @@ from tightlip.privacy.private_training import PrivateTraining
 CANARIES, OTHERS, WORDS, WIDTH = 800, 40, 6, 8
 CLAIMED, CLIP, STEPS = 2.0, 1.0, 2
 # What is tested is the one-pass engine, not its slow fallback.
-pytestmark = pytest.mark.filterwarnings("error:No fast rule")
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("error:No fast rule")]
 
 
 class Bigrams(nn.Module):

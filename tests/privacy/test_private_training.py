@@ -14,6 +14,8 @@ from tightlip.models import LSTMConfig, LSTMForCausalLM
 from tightlip.privacy import PrivateTraining
 from tightlip.privacy.accounting import Mechanism, epsilon_spent
 
+pytestmark = pytest.mark.slow
+
 VOCABULARY = 20
 
 

@@ -8,6 +8,7 @@ from dp_accounting.rdp import RdpAccountant
 from typer.testing import CliRunner
 
 import tightlip
+from killable import train_and_kill
 from privacy.accounts import theirs
 from tightlip.cli.main import app
 from tightlip.core.errors import GuaranteeError, UsageError
@@ -21,9 +22,10 @@ from tightlip.privacy.rdp_filter import epsilon_of_rdp
 from tightlip.training.config import RunOptions, TrainConfig
 from tightlip.training.loop import train_model as train
 from tightlip.training.mitigations import LEDGER_KEYS
-from training.killed_runs import killed_again_and_again
 from training.small_corpora import documents
 from training.test_private_runs import interrupted_after
+
+pytestmark = pytest.mark.slow
 
 SMALL = {
     "embedding_size": 8, "hidden_size": 8, "num_layers": 1, "batch_size": 8, "num_heads": 2,
@@ -328,12 +330,12 @@ def test_a_run_that_goes_on_keeps_what_it_charged_and_counts_what_it_repeats(
 
 
 @pytest.mark.parametrize("mode", ["scale", "as-published"])
-def test_killed_again_and_again_it_never_counts_less_than_it_spent(mode, corpus, tmp_path):
+def test_killed_again_and_again_it_never_counts_less_than_it_spent(mode, command, corpus, tmp_path):
     # Noise of 4 is cheap, so that the budget outlives the kills.
     more = {"epsilon": 12.0} if mode == "scale" else {}
     config = adaptive(mode, noise_multiplier=4.0, steps=10, **more)
     applied = 0
-    for applied in killed_again_and_again(corpus, tmp_path, config, num_kills=3):
+    for applied in train_and_kill(command, corpus, tmp_path, config, num_kills=3):
         record = open_run(tmp_path / "run").guarantee
         assert record["steps"] >= applied
         if mode == "scale":

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import tightlip
+from killable import train_and_kill
 from tightlip.core.errors import GuaranteeError, UsageError
 from tightlip.core.run_folder import open_run
 from tightlip.corpus.prepare import open_prepared
@@ -22,8 +23,9 @@ from tightlip.training.loop import Training
 from tightlip.training.loop import train_model as train
 from tightlip.training.mitigations import LEDGER_KEYS
 from tightlip.training.mitigations.dp import PrivateMitigation
-from training.killed_runs import killed_again_and_again
 from training.small_corpora import documents
+
+pytestmark = pytest.mark.slow
 
 SMALL = {
     "embedding_size": 8, "hidden_size": 8, "num_layers": 1, "batch_size": 8, "num_heads": 2,
@@ -222,10 +224,10 @@ def test_without_noise_a_run_ends_and_promises_nothing(corpus, tmp_path):
     assert run.guarantee["standing"] == "measured only"
 
 
-def test_killed_ten_times_it_never_counts_less_than_it_spent(corpus, tmp_path):
+def test_killed_ten_times_it_never_counts_less_than_it_spent(command, corpus, tmp_path):
     config = private(noise_multiplier=1.0, epsilon=None, steps=40)
     applied = 0
-    for applied in killed_again_and_again(corpus, tmp_path, config, num_kills=10):
+    for applied in train_and_kill(command, corpus, tmp_path, config, num_kills=10):
         assert open_run(tmp_path / "run").guarantee["steps"] >= applied
     run = train(open_prepared(corpus.folder), tmp_path / "run", config)
     assert run.finished

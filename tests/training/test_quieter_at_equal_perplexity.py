@@ -14,6 +14,8 @@ import torch
 import tightlip
 from tightlip.training.config import RunOptions
 
+pytestmark = pytest.mark.slow
+
 WORDS = ["".join(parts) for parts in product(("ba", "da", "ga", "ka", "la", "ma", "na", "ra"), ("ton", "sel", "rim", "dax", "pol", "fen", "wug", "zib"))]  # fmt: skip
 NUM_USERS, DOCUMENTS_EACH = 75, 8
 PERPLEXITY = 12.0

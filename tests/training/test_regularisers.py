@@ -31,6 +31,8 @@ from tightlip.training.mitigations.triplet import Partners, TripletConfig, tripl
 from tightlip.training.recipe import recipe_for
 from training.small_corpora import WORDS, documents, prepared
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 SMALL = {"embedding_size": 8, "hidden_size": 8, "num_layers": 1, "batch_size": 8, "num_heads": 2}
 SMALL |= {"sequence_length": 10, "learning_rate": 0.01}

@@ -1,10 +1,7 @@
 """Killed at any moment and started again, a run ends with the same bits."""
 
 import signal
-import subprocess
-import sys
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -12,6 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 import tightlip
+from killable import begin_training
 from tightlip.core.errors import UsageError
 from tightlip.core.run_folder import open_run
 from tightlip.training.config import RunOptions, TrainConfig
@@ -19,26 +17,14 @@ from tightlip.training.loop import Training
 from tightlip.training.loop import train_model as train
 from training.small_corpora import hand_set_clock, prepared
 
+pytestmark = pytest.mark.slow
+
 CONFIG = TrainConfig.of(
     embedding_size=8, hidden_size=8, num_layers=2, dropout=0.2, batch_size=8, sequence_length=10,
     learning_rate=0.01, schedule="cosine", epochs=4, snapshot_steps=4, tie_word_embeddings=True,
 )  # fmt: skip
 EVERY_STEP = RunOptions(checkpoint_seconds=0)
 RARELY = RunOptions(checkpoint_seconds=1e6)
-
-PROGRAM = """
-import sys
-from pathlib import Path
-import torch
-torch.set_num_threads(1)
-from tightlip.corpus.prepare import open_prepared
-from tightlip.training.config import RunOptions, TrainConfig
-from tightlip.training.loop import train_model
-corpus, out, config, seconds = sys.argv[1:]
-print("ready", flush=True)
-train_model(open_prepared(Path(corpus)), Path(out), TrainConfig.from_toml(Path(config)),
-      RunOptions(checkpoint_seconds=float(seconds)))
-"""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -176,37 +162,18 @@ def test_a_checkpoint_is_whole_or_not_there(
     assert_same_run(train(corpus, tmp_path / "run", CONFIG, EVERY_STEP), undisturbed)
 
 
-def start(corpus, out, config_file, seconds):
-    command = [
-        sys.executable,
-        "-c",
-        PROGRAM,
-        str(corpus.folder),
-        str(out),
-        str(config_file),
-        seconds,
-    ]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert process.stdout.readline() == "ready\n"
-    return process
-
-
 def last_step_saved(run):
     steps = [path.name for path in run.glob("checkpoint/step-*")]
     return max((int(name.split("-")[1]) for name in steps), default=0)
 
 
 def test_a_run_killed_with_kill_9_again_and_again_ends_with_the_same_bits(
-    corpus, undisturbed, tmp_path
+    command, corpus, undisturbed, tmp_path
 ):
-    (tmp_path / "train.toml").write_text(CONFIG.to_toml())
     reached = [0]
     for _ in range(3):
-        process = start(corpus, tmp_path / "run", tmp_path / "train.toml", "0")
-        while last_step_saved(tmp_path / "run") <= reached[-1] and process.poll() is None:
-            time.sleep(0.01)
-        process.send_signal(signal.SIGKILL)
-        process.communicate()
+        life = begin_training(command, corpus, tmp_path, CONFIG)
+        life.kill_once(lambda: last_step_saved(tmp_path / "run") > reached[-1])
         reached.append(last_step_saved(tmp_path / "run"))
     # Killed at three moments, each time further on: the run was under way and went on.
     assert 0 < reached[1] < reached[2] < reached[3]

@@ -21,6 +21,8 @@ from tightlip.vectors.release import released
 from tightlip.vectors.run import represent_train
 from tightlip.vectors.settings import AttackSettings
 
+pytestmark = pytest.mark.slow
+
 SMALL = {"label": "play", "private": ("gender",), "extractor": "bag", "dimensions": 32}
 QUICK = {"attackers": ["logistic", "averaged"], "copies": 4, "num_bootstraps": 100, "device": "cpu"}
 

@@ -235,6 +235,7 @@ def test_vectors_whose_record_tells_of_other_noise_than_their_pairs_are_refused(
         server.classify(VectorFile(vectors=vectors, columns={}, record=less, pair=half.pair))
 
 
+@pytest.mark.slow
 def test_a_tokenizer_of_another_training_is_refused_by_onnx_too(tmp_path):
     write_halves(tmp_path)
     export_onnx(tmp_path / "device")
@@ -244,6 +245,7 @@ def test_a_tokenizer_of_another_training_is_refused_by_onnx_too(tmp_path):
         load_device(tmp_path / "device", runtime="onnx")
 
 
+@pytest.mark.slow
 def test_a_device_runs_by_onnx_without_the_weights(tmp_path):
     write_halves(tmp_path, mechanism="none", epsilon=None)
     export_onnx(tmp_path / "device")

@@ -138,7 +138,7 @@ def test_the_high_part_is_told_by_the_table_as_by_its_chances(units):
     assert found.tolist() == told
 
 
-@pytest.mark.parametrize("units", [*range(1, 40), 1000, 1_310_720])
+@pytest.mark.parametrize("units", [1, 2, 3, 4, 7, 8, 15, 39, 1000, 1_310_720])
 def test_the_table_leaves_every_place_open_that_holds_a_chance(units):
     split = grid_noise._split(units)
     for chance in split.thresholds:

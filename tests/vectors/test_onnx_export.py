@@ -14,6 +14,8 @@ from tightlip.vectors.onnx_export import OnnxExtractor, export_onnx
 from vectors.tiny_halves import write_halves
 from vectors.toy_corpora import FILLERS, tiny_encoder, toy_corpus
 
+pytestmark = pytest.mark.slow
+
 TEXTS = [row["text"] for row in toy_corpus(20)] + ["", "goal", " ".join(FILLERS * 5), "goal bank"]
 
 

@@ -7,6 +7,8 @@ from itertools import islice, product
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from scipy import stats
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
@@ -78,9 +80,8 @@ def bits_by_sorting(secret, decoys):
     return math.log2(len(line)) - math.log2(place), place
 
 
-@pytest.mark.parametrize("seed", range(50))
-def test_exposure_agrees_with_sorting(seed):
-    draw = random.Random(seed)
+@given(draw=st.randoms())
+def test_exposure_agrees_with_sorting(draw):
     decoys = [draw.randint(-9, 0) for _ in range(draw.randint(1, 40))]
     secret = draw.randint(-9, 0)
     found = exposure_of(secret, np.array(decoys))
@@ -251,9 +252,8 @@ def test_scores_that_the_tree_gets_wrong_are_taken_text_by_text(monkeypatch, cap
     assert abs(scorer.score_all(candidates, [])[202] - expected[202]) > 1
 
 
-@pytest.mark.parametrize("seed", range(100))
-def test_entries_over_an_edge_are_those_that_some_text_holds_there(seed):
-    draw = random.Random(seed)
+@given(draw=st.randoms())
+def test_entries_over_an_edge_are_those_that_some_text_holds_there(draw):
     options = [
         ["".join(draw.choices("ab", k=draw.randint(1, 2))) for _ in range(draw.randint(1, 2))]
         for _ in range(draw.randint(1, 4))
@@ -417,9 +417,8 @@ def test_a_sampled_text_with_two_readings_is_no_likelier_than_others():
     assert share == pytest.approx(1 / 24, abs=0.004)  # 4 standard errors; twice that if not thinned
 
 
-@pytest.mark.parametrize("seed", range(60))
-def test_readings_are_all_the_ways_to_fill_a_template(seed):
-    draw = random.Random(seed)
+@given(draw=st.randoms())
+def test_readings_are_all_the_ways_to_fill_a_template(draw):
     template = read_template(
         draw.choice(["{names}", "{names} a{names}", "b{names}{digits:1}{names}"])
     )

@@ -20,6 +20,8 @@ from tightlip.corpus.prepare import open_prepared
 from tightlip.corpus.readers import open_corpus
 from tightlip.models.loading import load_causal_lm, load_tokenizer
 
+pytestmark = pytest.mark.slow
+
 WORDS = ["ant", "bee", "cat", "dog", "eel", "fox", "gnu", "hen"]
 SMALL = {"embedding_size": 6, "hidden_size": 8, "num_layers": 1, "steps": 3, "sequence_length": 16}
 # Nobody shares "solo", so that it falls out of a vocabulary of shared words.

@@ -8,6 +8,8 @@ import tightlip
 from tightlip.core.errors import UsageError
 from tightlip.corpus.prepare import open_prepared
 
+pytestmark = pytest.mark.slow
+
 COMMON = [
     "the rain falls on the plain all day",
     "we walk to the mill and back again",

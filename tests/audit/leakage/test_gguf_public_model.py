@@ -10,6 +10,8 @@ from models.tiny_gguf import write_gguf
 from tightlip.core.errors import UsageError
 from tightlip.models import load_tokenizer
 
+pytestmark = pytest.mark.slow
+
 
 def documents(num, *, seed):
     draw = random.Random(seed)

@@ -4,6 +4,8 @@ import random
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 import oracle
 import tightlip
@@ -60,7 +62,7 @@ def encoded(tokenizer, documents):
     ]
 
 
-@pytest.mark.parametrize("seed", range(220))
+@given(seed=st.integers(0, 10**9))
 def test_report_equals_one_model_call_per_prefix(seed: int) -> None:
     draw = random.Random(seed)
     documents = random_corpus(draw)

@@ -9,6 +9,8 @@ from dataclasses import asdict
 from itertools import combinations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from rich.console import Console
 from scipy import stats
 
@@ -100,7 +102,7 @@ def test_two_people_with_one_text_can_both_be_completed():
     assert row["tab"]["planted"] == {"successes": 2, "num_canaries": 2, "ceiling": 2}
 
 
-@pytest.mark.parametrize("seed", range(10))
+@given(seed=st.integers(0, 10**9))
 @pytest.mark.parametrize("num", [2, 3, 8])
 def test_the_change_in_exposure_is_a_paired_t_test(seed, num):
     draw = random.Random(seed)
@@ -133,7 +135,7 @@ def rejected_by_closed_testing(values, alpha=0.025):
     }
 
 
-@pytest.mark.parametrize("seed", range(30))
+@given(seed=st.integers(0, 10**9))
 def test_several_runs_are_held_against_the_baseline_by_holm(seed):
     draw = random.Random(seed)
     values = [draw.choice([0.001, 0.006, 0.03, 0.2]) * draw.random() * 2 for _ in range(5)]
