@@ -33,7 +33,7 @@ from tightlip.models.transformer import TransformerForCausalLM
 from tightlip.privacy.adaptive import AdaptiveSpec
 from tightlip.privacy.clipping import Clip
 from tightlip.privacy.layers import Layout
-from tightlip.privacy.noise import noise_for
+from tightlip.privacy.noise_schedules import noise_for
 from tightlip.privacy.passes import Passes, Physical
 from tightlip.privacy.private_training import PrivateTraining
 from tightlip.training.batches import Batch

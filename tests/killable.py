@@ -150,7 +150,6 @@ def _import_everything() -> None:
     import rich.progress  # noqa: F401
     import torch
 
-    import tightlip.training.run  # noqa: F401
     from tightlip.audit.leakage.counting import Sequences, Shard, count_in_shard
 
     torch.set_num_threads(1)

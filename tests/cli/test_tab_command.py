@@ -29,8 +29,7 @@ import tightlip
 from animals import WORDS
 from tightlip.audit.tab import Tab, open_tab
 from tightlip.audit.tab_completion import Ghost
-from tightlip.cli.tab import harmless, tab
-from tightlip.cli.tab_terminal import Line, converse
+from tightlip.cli.tab import Line, converse, harmless, tab
 from tightlip.core.errors import UsageError
 from tightlip.corpus.readers import open_corpus
 from tightlip.corpus.vocabulary import build_tokenizer

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from tightlip.core.causality import looks_ahead, rounding_tolerance
+from tightlip.core.devices import looks_ahead, rounding_tolerance
 
 IDS = torch.arange(1, 22)[None]
 TIGHT = rounding_tolerance(torch.float32)

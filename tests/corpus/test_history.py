@@ -11,8 +11,8 @@ import tightlip
 from tightlip.core.errors import GuaranteeError
 from tightlip.corpus.history import Origin, history_of, origin_of
 from tightlip.corpus.prepare import open_prepared
+from tightlip.corpus.prepare_config import Splitter, held_out_text
 from tightlip.corpus.readers import open_corpus
-from tightlip.corpus.split import Splitter, held_out_text
 
 pytestmark = pytest.mark.slow
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tightlip.corpus.split import Splitter, held_out_documents, held_out_users
+from tightlip.corpus.prepare_config import Splitter, held_out_documents, held_out_users
 
 users_in_order = st.lists(st.sampled_from(["ann", "bob", "", "é"]), min_size=1, max_size=60)
 
@@ -69,7 +69,7 @@ def test_every_document_is_held_out_about_as_often():
 
 def test_the_split_does_not_follow_pythons_hash_seed():
     code = (
-        "from tightlip.corpus.split import held_out_users\n"
+        "from tightlip.corpus.prepare_config import held_out_users\n"
         "print(sorted(held_out_users([str(n) for n in range(30)], holdout=0.3, seed=2)))"
     )
     expected = sorted(held_out_users([str(n) for n in range(30)], holdout=0.3, seed=2))

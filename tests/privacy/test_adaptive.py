@@ -26,8 +26,7 @@ from tightlip.privacy.clipping import Clip
 from tightlip.privacy.composition import compose_runs
 from tightlip.privacy.layers import Layout
 from tightlip.privacy.ledger import MECHANISM, exact_figures, read_ledger
-from tightlip.privacy.noise import CPUNoise
-from tightlip.privacy.noise_schedules import PRIVATE_COUNTS, SCALES, ReleasedNoise
+from tightlip.privacy.noise_schedules import PRIVATE_COUNTS, SCALES, CPUNoise, ReleasedNoise
 from tightlip.privacy.passes import Passes, Physical
 from tightlip.privacy.plans import Terms
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from tightlip.audit.dp_check import check_guesses
-from tightlip.privacy.noise import CPUNoise
+from tightlip.privacy.noise_schedules import CPUNoise
 from tightlip.privacy.passes import Passes
 from tightlip.privacy.per_unit import clipped_gradients
 from tightlip.privacy.private_training import PrivateTraining

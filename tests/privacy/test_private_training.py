@@ -102,7 +102,7 @@ def test_without_noise_and_clip_it_is_plain_training_on_the_mean_of_row_means(tm
 
 def noise_of_steps(tmp_path, monkeypatch, *, factor=1.0, steps=6):
     """All updates of a run whose documents have nothing to predict: noise and nothing else."""
-    from tightlip.privacy.noise import CPUNoise
+    from tightlip.privacy.noise_schedules import CPUNoise
 
     plain = CPUNoise.add
 

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from tightlip.corpus.tokens import TokenizedCorpus
-from tightlip.training.batches import NO_LABEL, epoch_order, gather, rows_of
+from tightlip.privacy.row_losses import NO_LABEL
+from tightlip.training.batches import epoch_order, gather, rows_of
 
 BOS, PAD = 1, 0
 

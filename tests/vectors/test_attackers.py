@@ -9,14 +9,8 @@ from scipy.stats import norm
 from tightlip.core.errors import UsageError
 from tightlip.vectors import attackers
 from tightlip.vectors.attack_figures import Target, attribute_figures, judged_rows
-from tightlip.vectors.attackers import (
-    ATTACKERS,
-    Parts,
-    Reading,
-    Releases,
-    best_on_dev,
-    read_attribute,
-)
+from tightlip.vectors.attackers import Parts, Reading, Releases, best_on_dev, read_attribute
+from tightlip.vectors.settings import ATTACKERS
 
 SIZES = {"train": 400, "dev": 100, "test": 300}
 

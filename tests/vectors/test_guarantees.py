@@ -6,13 +6,13 @@ import pytest
 from tightlip.core.errors import UsageError
 from tightlip.vectors.guarantees import (
     ANY_TWO,
-    MECHANISMS,
     ONE_WORD,
     VectorMechanism,
     cost_of_releases,
     cost_of_texts,
     cost_record,
 )
+from tightlip.vectors.settings import MECHANISMS
 from tightlip.vectors.vector_accounting import GRID_STEP, gaussian_epsilon, laplace_epsilon
 
 FIGURES = ("per_coordinate", "pure", "epsilon", "delta")

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from tightlip.core.resampling import interval, times_drawn
-from tightlip.scan.document_scores import DocumentScores
+from tightlip.scan.models import DocumentScores
 
 GROUP_SIZE = 5
 MOST_BINS = 8

@@ -26,8 +26,7 @@ from tightlip.corpus.opening import with_held_out
 from tightlip.corpus.prepare import PreparedCorpus
 from tightlip.corpus.readers import open_corpus
 from tightlip.corpus.tokens import TokenizedCorpus
-from tightlip.scan.document_scores import DocumentScores
-from tightlip.scan.models import AUDIT, Scans, scans_of_run
+from tightlip.scan.models import AUDIT, DocumentScores, Scans, scans_of_run
 
 
 def measure_groups(

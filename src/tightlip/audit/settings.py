@@ -78,6 +78,16 @@ class ChoiceConfig(Settings):
     min_tokens: int = setting(5, "Only documents of at least so many tokens.", at_least=2)
 
 
+@dataclass(frozen=True, kw_only=True)
+class ResamplingSettings(Settings):
+    """What decides the intervals of a measure."""
+
+    table: ClassVar[str] = "resampling"
+
+    seed: int = setting(0, "Decides what is resampled.")
+    num_bootstraps: int = setting(1000, "Resamples behind each interval.")
+
+
 def split_settings(given: dict[str, Any], *kinds: type[Settings]) -> list[Any]:
     """One object of each kind, from settings given by name; a name of none of them is refused."""
     from tightlip.core.registry import unknown

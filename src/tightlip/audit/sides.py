@@ -33,8 +33,7 @@ from tightlip.corpus.readers import open_corpus
 from tightlip.corpus.tokens import TokenizedCorpus
 from tightlip.corpus.vocabulary import DIGITS
 from tightlip.models.loading import load_tokenizer
-from tightlip.scan.document_scores import DocumentScores
-from tightlip.scan.models import Scans
+from tightlip.scan.models import DocumentScores, Scans
 
 _NONE = 2**40
 _TOGETHER = 1_000_000  # tokens looked at in one go

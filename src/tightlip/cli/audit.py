@@ -144,10 +144,11 @@ def _as_spelt_before(
         *(command, command, run),
     )
     reference, against, key = flags.values()
+    how = {"device": device, "keep_scan": True, "seed": None, "num_bootstraps": None}
     if command == "membership":
-        measures.membership(run, reference, key, device=device)
+        measures.membership(run=run, reference=reference, key=key, **how)
     elif command == "groups":
-        measures.groups(run, against, key, device=device)
+        measures.groups(run=run, against=against, key=key, **how)
     else:
         measures.dp_check(run, device=device)
 

@@ -14,6 +14,7 @@ from tightlip.core.errors import UsageError
 from tightlip.core.progress import shown_progress
 from tightlip.corpus.canaries import CanaryConfig
 from tightlip.corpus.prepare_config import ColumnSettings
+from tightlip.report.kit.table import printed_table
 
 MOST_LISTED = 5
 Entry = dict[str, Any]
@@ -146,20 +147,17 @@ def _span(group: list[Entry]) -> str:
 
 def _most_exposed(planted: list[Entry]) -> Any:
     """The users whose canaries the model knows best, by what is certain."""
-    from rich.table import Table
-    from rich.text import Text
-
     planted = sorted(planted, key=lambda one: (-one["low"], -one["exposure_bits"]))[:MOST_LISTED]
-    table = Table(box=None, pad_edge=False)
-    table.add_column("most exposed")
-    for title in ("repeated", "bits", "at least", "at most", "tab"):
-        table.add_column(title, justify="right")
-    for one in planted:
-        bits = [f"{one[name]:.1f}" for name in ("exposure_bits", "low", "high")]
-        table.add_row(
-            Text(one["user"]), f"{one['repetitions']:,}", *bits, "yes" if one["tab"] else "no"
-        )
-    return table
+    rows = [
+        [
+            one["user"],
+            f"{one['repetitions']:,}",
+            *(f"{one[name]:.1f}" for name in ("exposure_bits", "low", "high")),
+            "yes" if one["tab"] else "no",
+        ]
+        for one in planted
+    ]
+    return printed_table(["most exposed", "repeated", "bits", "at least", "at most", "tab"], rows)
 
 
 def _num_exposed(group: list[Entry], above: float) -> str:
@@ -186,15 +184,15 @@ _REAL_COLUMNS: Columns = (("median perplexity", _median_perplexity), ("tab", _nu
 
 
 def _table(name: str, found: list[Entry], columns: Columns) -> Any:
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False)
-    for title in ("repeated", name, *(title for title, _ in columns)):
-        table.add_column(title, justify="right")
-    for times in sorted({one["repetitions"] for one in found}):
-        group = [one for one in found if one["repetitions"] == times]
-        table.add_row(f"{times:,}", f"{len(group):,}", *(value(group) for _, value in columns))
-    return table
+    by_times = {
+        times: [one for one in found if one["repetitions"] == times]
+        for times in sorted({one["repetitions"] for one in found})
+    }
+    rows = [
+        [f"{times:,}", f"{len(group):,}", *(value(group) for _, value in columns)]
+        for times, group in by_times.items()
+    ]
+    return printed_table(["repeated", name, *(title for title, _ in columns)], rows, num_left=0)
 
 
 def _threshold(planted: list[Entry]) -> float:

@@ -159,7 +159,6 @@ def demo(
 ) -> None:
     """Train small models on Shakespeare's speakers: whose words they give away, and which less."""
     from rich.console import Console
-    from rich.table import Table
 
     from tightlip.core.progress import shown_progress
 
@@ -171,18 +170,23 @@ def demo(
     )
     from tightlip.cli.compare import show
     from tightlip.experiments.demo import CANARIES, run_comparison, run_demo
+    from tightlip.report.kit.table import printed_table
     from tightlip.report.leakage.table import snapshots_table
 
     with shown_progress():
         result = run_demo(out)
     console.print(snapshots_table(result.snapshots))
-    planted = Table(title="\nPlanted secrets", title_justify="left", box=None, pad_edge=False)
-    for name in ("secret", "speaker", "in training", "first told whole"):
-        planted.add_column(name)
-    for canary in CANARIES:
-        when, times = result.first_told[canary.secret], result.times_trained[canary.secret]
-        planted.add_row(canary.secret, canary.user, f"{times}×", when or "never")
-    console.print(planted)
+    rows = [
+        [
+            canary.secret,
+            canary.user,
+            f"{result.times_trained[canary.secret]}×",
+            result.first_told[canary.secret] or "never",
+        ]
+        for canary in CANARIES
+    ]
+    headings = ["secret", "speaker", "in training", "first told whole"]
+    console.print(printed_table(headings, rows, num_left=4, title="\nPlanted secrets"))
     report, best = result.report, result.snapshots["best_validation"]
     by_name = {row["name"]: row["summary"] for row in result.snapshots["snapshots"]}
     console.print(

@@ -1,27 +1,26 @@
 """`tightlip ledger`: what a run, or several together, may promise."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
-from tightlip.core.figures import INSECURE, rounded_up, shown_epsilon
-
-if TYPE_CHECKING:
-    from rich.table import Table
+from tightlip.cli.flags import Json, check_exists
+from tightlip.core.figures import INSECURE, guarantee_words, rounded_up, shown_epsilon
+from tightlip.report.kit.table import printed_lines
 
 
 def ledger(
     runs: Annotated[
         list[Path], typer.Argument(help="A run, or several to compose.", metavar="RUN...")
     ],
-    json_wanted: Annotated[
-        bool, typer.Option("--json", help="Print the record as JSON, all of it.")
-    ] = False,
+    json_wanted: Json = False,
 ) -> None:
     """What a run promises so far, and what another 1,000 steps would cost."""
     from tightlip.privacy.composition import ledger as guarantee_of
 
+    for run in runs:
+        check_exists(run, "a run of tightlip train")
     record = guarantee_of(*runs)
     if json_wanted:
         import json
@@ -35,26 +34,13 @@ def _show(record: dict[str, Any]) -> None:
     from rich.console import Console
 
     console = Console()
-    console.print(_table(record))
+    console.print(printed_lines(_lines(record)))
     if record.get("insecure_seed"):
         console.print(INSECURE, style="bold red")
     after = record.get("another_1000_steps")
     # Where the noise varies, what more steps would cost is not known beforehand.
     if after is not None and _mode(record) in (None, "clip"):
         console.print(f"Another 1,000 steps would bring ε to {rounded_up(after)}.")
-
-
-def _table(record: dict[str, Any]) -> "Table":
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=None, pad_edge=False, show_header=False)
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column()
-    for name, value in _lines(record):
-        # Text, not str: a reason may hold brackets, which rich would take for its markup.
-        table.add_row(name, Text(value))
-    return table
 
 
 def _lines(record: dict[str, Any]) -> list[tuple[str, str]]:
@@ -117,3 +103,11 @@ def _figures(record: dict[str, Any]) -> list[tuple[str, str]]:
 def _told(release: dict[str, Any]) -> str:
     figures = f"noise multiplier {release['noise_multiplier']:g}, δ {release['delta']:g}"
     return f"{release['name']} ({figures}): {release['note']}"
+
+
+def print_guarantee(guarantee: dict[str, Any], console: Any) -> None:
+    """One line with ε, its δ, unit and standing; a red one below where it protects nobody."""
+    words = guarantee_words(guarantee)
+    console.print(f"{'guarantee':24} {words.value}", soft_wrap=True)
+    if words.insecure:
+        console.print(words.insecure, style="bold red", soft_wrap=True)

@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tightlip.cli.flags import Device, KeepScan, check_exists
+from tightlip.audit.settings import ResamplingSettings
+from tightlip.cli.flags import Device, KeepScan, check_exists, with_settings
 from tightlip.core.errors import GuaranteeError, UsageError
 from tightlip.core.progress import shown_progress
 from tightlip.core.run_folder import DP_CHECK_RESULT, is_run
+from tightlip.report.kit.table import printed_table
 
 if TYPE_CHECKING:
     from tightlip.audit.dp_check import DPCheck
@@ -24,43 +26,62 @@ LeftOut = Annotated[
         metavar="FILE",
     ),
 ]
-Seed = Annotated[int, typer.Option(help="Decides what is resampled.")]
-NumBootstraps = Annotated[int, typer.Option(help="Resamples behind each interval.")]
-GROUPS_RESULT = "groups.json"
-MEMBERSHIP_RESULT = "membership.json"
 _RATES = {"tpr_at_1_percent_fpr": "at 1%", "tpr_at_0_1_percent_fpr": "at 0.1%"}
 
 
+@with_settings(ResamplingSettings)
 def membership(
     run: Run,
+    given: dict[str, Any],
     reference: Annotated[
         str | None, typer.Option(help="A model, or a run, that never saw that text.")
     ] = None,
     key: LeftOut = None,
-    seed: Seed = 0,
-    num_bootstraps: NumBootstraps = 1000,
     device: Device = "auto",
     keep_scan: KeepScan = True,
 ) -> None:
     """Measure, print, and write RUN/membership.json."""
-    import tightlip
-
     _check_run(run, "Membership compares what a run was trained on with what it held out")
     if reference is not None:
         check_exists(reference, "a model's folder, or a run")
-    out = Path(run) / MEMBERSHIP_RESULT
+    figures, record = _measured(
+        "membership", run, key, reference=reference, device=device, keep_scan=keep_scan, **given
+    )
+    _print([_membership_table(figures)], lines_about_membership(figures), record)
+
+
+@with_settings(ResamplingSettings)
+def groups(
+    run: Run,
+    given: dict[str, Any],
+    against: Annotated[
+        str | None, typer.Option(help="The unmitigated run, to see who lost.")
+    ] = None,
+    key: LeftOut = None,
+    device: Device = "auto",
+    keep_scan: KeepScan = True,
+) -> None:
+    """Measure, print, and write RUN/groups.json."""
+    _check_run(run, "Groups are told by what a run held out")
+    if against is not None:
+        check_exists(against, "the unmitigated run")
+    figures, record = _measured(
+        "groups", run, key, against=against, device=device, keep_scan=keep_scan, **given
+    )
+    _print(_groups_tables(figures), lines_about_groups(figures), record)
+
+
+def _measured(
+    what: str, run: str, keys: Sequence[Path] | None, **settings: Any
+) -> tuple[dict[str, Any], Path]:
+    """The figures, and the file in the run that they are written to."""
+    import tightlip
+
+    measure = {"membership": tightlip.measure_membership, "groups": tightlip.measure_groups}[what]
+    record = Path(run) / f"{what}.json"
     with shown_progress():
-        found = tightlip.measure_membership(
-            run,
-            reference=reference,
-            without_texts=_planted_texts(key),
-            out=out,
-            device=device,
-            seed=seed,
-            num_bootstraps=num_bootstraps,
-            keep_scan=keep_scan,
-        )
-    _print([_membership_table(found)], lines_about_membership(found), out)
+        figures = measure(run, without_texts=_planted_texts(keys), out=record, **settings)
+    return figures, record
 
 
 def _check_run(run: str, what_it_does: str) -> None:
@@ -90,8 +111,6 @@ def _print(tables: Iterable[Any], lines: Iterable[str], record: Path) -> None:
 
 
 def _membership_table(found: dict[str, Any]) -> Any:
-    from rich.table import Table
-
     levels = {name: found[name] for name in ("documents", "users") if found[name] is not None}
     scores = [
         (level, name, score)
@@ -100,16 +119,18 @@ def _membership_table(found: dict[str, Any]) -> Any:
         if score is not None
     ]
     rates = {name: title for name, title in _RATES.items() if any(s[name] for _, _, s in scores)}
-    table = Table(box=None, pad_edge=False)
-    table.add_column("of")
-    table.add_column("score")
-    for title in ("AUC", *rates.values()):
-        table.add_column(title, justify="right")
-        table.add_column("95%", justify="right")
-    for level, name, score in scores:
-        shares = [cell for rate in rates for cell in _cells(score[rate], ".1%")]
-        table.add_row(level, _title(name), *_cells(score["auc"], ".3f"), *shares)
-    return table
+    figures = ["AUC", *rates.values()]
+    rows = [
+        [
+            level,
+            _title(name),
+            *_cells(score["auc"], ".3f"),
+            *(cell for rate in rates for cell in _cells(score[rate], ".1%")),
+        ]
+        for level, name, score in scores
+    ]
+    headings = ["of", "score", *(heading for name in figures for heading in (name, "95%"))]
+    return printed_table(headings, rows, num_left=2)
 
 
 def _title(score: str) -> str:
@@ -178,38 +199,6 @@ def _verdict(one: str, level: dict[str, Any]) -> str:
     )
 
 
-def groups(
-    run: Run,
-    against: Annotated[
-        str | None, typer.Option(help="The unmitigated run, to see who lost.")
-    ] = None,
-    key: LeftOut = None,
-    seed: Seed = 0,
-    num_bootstraps: NumBootstraps = 1000,
-    device: Device = "auto",
-    keep_scan: KeepScan = True,
-) -> None:
-    """Measure, print, and write RUN/groups.json."""
-    import tightlip
-
-    _check_run(run, "Groups are told by what a run held out")
-    if against is not None:
-        check_exists(against, "the unmitigated run")
-    out = Path(run) / GROUPS_RESULT
-    with shown_progress():
-        found = tightlip.measure_groups(
-            run,
-            against=against,
-            without_texts=_planted_texts(key),
-            out=out,
-            device=device,
-            seed=seed,
-            num_bootstraps=num_bootstraps,
-            keep_scan=keep_scan,
-        )
-    _print(_groups_tables(found), lines_about_groups(found), out)
-
-
 def _groups_tables(found: dict[str, Any]) -> Iterator[Any]:
     """By number of training documents, the most first; then by each attribute."""
     curve = {_range(row): row for row in reversed(found["curve"])}
@@ -218,19 +207,18 @@ def _groups_tables(found: dict[str, Any]) -> Iterator[Any]:
 
 
 def _groups_table(title: str, rows: dict[str, Any]) -> Any:
-    from rich.table import Table
-
     has_change = any(row["change"] is not None for row in rows.values())
-    table = Table(box=None, pad_edge=False)
-    table.add_column(title)
-    for name in ["users", "perplexity", "95%"] + ["change", "95%"] * has_change:
-        table.add_column(name, justify="right")
-    for name, row in rows.items():
-        figures = [f"{row['perplexity']['value']:.1f}", ends(row["perplexity"], ".1f")]
-        if has_change:
-            figures += [f"{row['change']['value']:+.1f}", ends(row["change"], "+.1f")]
-        table.add_row(name, f"{row['num_users']:,}", *figures)
-    return table
+    headings = [title, "users", "perplexity", "95%"] + ["change", "95%"] * has_change
+    return printed_table(
+        headings, [_groups_row(name, row, has_change) for name, row in rows.items()]
+    )
+
+
+def _groups_row(name: str, row: dict[str, Any], has_change: bool) -> list[str]:
+    figures = [f"{row['perplexity']['value']:.1f}", ends(row["perplexity"], ".1f")]
+    if has_change:
+        figures += [f"{row['change']['value']:+.1f}", ends(row["change"], "+.1f")]
+    return [name, f"{row['num_users']:,}", *figures]
 
 
 def _range(row: dict[str, Any]) -> str:

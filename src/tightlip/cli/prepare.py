@@ -1,15 +1,21 @@
 """`tightlip prepare`: read, check, clean, split, tokenise."""
 
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from tightlip.cli.flags import check_exists, switch, with_settings
 from tightlip.core.errors import UsageError
+from tightlip.core.figures import count, percent
 from tightlip.core.settings import names_in
 from tightlip.corpus.prepare_config import PrepareConfig
 from tightlip.corpus.privacy_weights import WeightsConfig
+from tightlip.report.kit.table import Column, Row, Table, plain_row
+
+if TYPE_CHECKING:
+    from rich.table import Table as RichTable
 
 
 @with_settings(PrepareConfig, WeightsConfig)
@@ -42,7 +48,6 @@ def prepare(
 
     import tightlip
     from tightlip.core.progress import shown_progress
-    from tightlip.report.terminal import statistics_table
 
     check_exists(corpus, "a file or folder of text")
     weighing = {name: given.pop(name) for name in names_in(WeightsConfig) if name in given}
@@ -82,3 +87,40 @@ def _check_weighing(wanted: bool, settings: dict[str, Any]) -> None:
         raise UsageError(
             f"{name}={str(value)!r} is for weighing documents, which is off. Add --privacy-weights, or leave it out."
         )
+
+
+# What commands without a page print: what was prepared, and what a run promises
+
+
+def statistics_table(statistics: dict[str, Any]) -> "RichTable":
+    """What `tightlip prepare` found and did, one line each."""
+    warnings = [
+        plain_row("Warning", "", warning, style="red") for warning in statistics["warnings"]
+    ]
+    columns = [Column(left=True), Column(), Column(left=True, style="dim")]
+    return Table(columns=columns, rows=[*_statistics_rows(statistics), *warnings]).printed()
+
+
+def _statistics_rows(statistics: dict[str, Any]) -> Iterator[Row]:
+    per_user = statistics["documents_per_user"]
+    ends = f"median; from {count(per_user['min'])} to {count(per_user['max'])}"
+    unknown = f"{percent(statistics['unknown_share'])} unknown"
+    yield plain_row("Users", count(statistics["users"]), "")
+    read = f"{count(statistics['documents_read'])} read"
+    yield plain_row("Documents", count(statistics["documents"]), read)
+    yield plain_row("Tokens", count(statistics["tokens"]), unknown)
+    yield plain_row("Documents per user", f"{per_user['median']:g}", ends)
+    for what in ("documents", "sentences"):
+        num = count(statistics[f"duplicate_{what}"])
+        yield plain_row(f"Repeated {what}", num, "found in the source")
+    for verb in ("removed", "scrubbed"):
+        for name, num in statistics[verb].items():
+            if num:
+                yield plain_row(f"{verb.capitalize()} {name.replace('_', ' ')}", count(num), "")
+    if statistics["skipped_rows"]:
+        yield plain_row("Skipped rows", count(statistics["skipped_rows"]), "unusable")
+    for split in ("train", "validation"):
+        if split in statistics:
+            part = statistics[split]
+            tokens = f"documents, {count(part['tokens'])} tokens"
+            yield plain_row(split.capitalize(), count(part["documents"]), tokens)

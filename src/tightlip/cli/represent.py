@@ -11,6 +11,7 @@ from tightlip.core.figures import rounded_up
 from tightlip.core.progress import shown_progress
 from tightlip.core.settings import names_in
 from tightlip.corpus.prepare_config import ColumnSettings
+from tightlip.report.kit.table import printed_lines
 from tightlip.vectors.settings import AttackSettings, RepresentOptions, RepresentSettings
 
 if TYPE_CHECKING:
@@ -154,16 +155,8 @@ def guarantee(
 def show_guarantee(record: dict[str, Any], costs: list[dict[str, Any]]) -> None:
     """Print a record's lines, the texts they hold for, and what several releases cost."""
     from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
 
-    table = Table(box=None, pad_edge=False, show_header=False)
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column()
-    for name, value in _lines(record, costs):
-        # Text, not str: rich would take brackets for its markup.
-        table.add_row(name, Text(value))
-    Console().print(table)
+    Console().print(printed_lines(_lines(record, costs)))
 
 
 def _lines(record: dict[str, Any], costs: list[dict[str, Any]]) -> list[tuple[str, str]]:

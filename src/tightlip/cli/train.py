@@ -9,14 +9,7 @@ import typer
 from tightlip.cli.flags import Config, check_exists, with_settings
 from tightlip.core.errors import UsageError
 from tightlip.core.registry import names_of, unknown
-from tightlip.core.settings import (
-    Settings,
-    about,
-    check_names,
-    names_in,
-    read_toml,
-    settings_of,
-)
+from tightlip.core.settings import Settings, about, check_names, names_in, read_toml, settings_of
 from tightlip.corpus.prepare_config import PrepareConfig
 from tightlip.training.config import (
     MitigationConfig,
@@ -168,7 +161,7 @@ def _show(run: "RunRecord", console: "Console") -> None:
     if run.stop == "privacy budget":
         console.print(f"{'stopped':24} by its privacy budget, after step {last['step']:,}")
     if run.guarantee.get("epsilon") is not None:
-        from tightlip.report.terminal import print_guarantee
+        from tightlip.cli.ledger import print_guarantee
 
         print_guarantee(run.guarantee, console)
     console.print(f"The run: {run.folder}\nNext:    tightlip audit {run.folder}", soft_wrap=True)

@@ -22,7 +22,8 @@ from tightlip.core.settings import Settings, lines_of, separated, setting
 from tightlip.corpus.canary_templates import DIGIT_POOL, Pools, Template, read_template
 from tightlip.corpus.history import metadata_of
 from tightlip.corpus.prepare import is_prepared
-from tightlip.corpus.readers import BadRows, Corpus, DocumentBatch, open_corpus
+from tightlip.corpus.prepare_config import BadRows
+from tightlip.corpus.readers import Corpus, DocumentBatch, open_corpus
 from tightlip.corpus.tables import AttributeTypes, TableWriter
 from tightlip.corpus.vocabulary import words_by_frequency
 

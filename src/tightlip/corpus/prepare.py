@@ -29,11 +29,10 @@ from tightlip.corpus.history import (
     sources_of,
     step_of,
 )
-from tightlip.corpus.prepare_config import PrepareConfig
+from tightlip.corpus.prepare_config import PrepareConfig, SplitBy, Splitter
 from tightlip.corpus.private_vocabulary import build_private_tokenizer
 from tightlip.corpus.readers import Corpus, open_corpus
 from tightlip.corpus.shared_text import standing_in_training
-from tightlip.corpus.split import SplitBy, Splitter
 from tightlip.corpus.tables import AttributeTypes, TableWriter
 from tightlip.corpus.tokens import TokenizedCorpus, open_tokenized, tokenize_documents
 from tightlip.corpus.vocabulary import build_tokenizer

@@ -18,7 +18,8 @@ from tightlip.corpus.canaries import KEY, read_canary_key
 from tightlip.corpus.formats import Fault, Row, kind_of, rows_of
 from tightlip.corpus.history import fingerprints, history_of, origin_of, sources_of
 from tightlip.corpus.prepare import PreparedCorpus
-from tightlip.corpus.readers import BadRows, Corpus, Part, open_corpus
+from tightlip.corpus.prepare_config import BadRows
+from tightlip.corpus.readers import Corpus, Part, open_corpus
 from tightlip.corpus.shared_text import Documents, Several, Shared, Without, shared_text
 
 NOBODY = ""

@@ -9,18 +9,58 @@ import math
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from tightlip.core.errors import GuaranteeError
 from tightlip.core.files import OWNER_FILE, make_private_folder
-from tightlip.core.randomness import keyed_generator
+from tightlip.core.randomness import NoiseSource, keyed_generator
 from tightlip.privacy.accounting import COARSER, Mechanism, Release, Spend, delta_left, epsilon_of
 from tightlip.privacy.adaptive import AdaptiveSpec, joint_multiplier
 from tightlip.privacy.ledger import exact_figures, figures_of
 from tightlip.privacy.plans import NoisePlan, PrivacySpec
 from tightlip.privacy.rdp_filter import RdpFilter
+
+
+class Noise(Protocol):
+    """Adds fresh noise to tensors in place."""
+
+    def add(self, tensors: list[Tensor], *, scale: float, share: float) -> None:
+        """Every entry becomes (entry + scale · N(0, 1)) · share."""
+
+
+class CPUNoise:
+    """Noise drawn by numpy on as many threads as torch uses."""
+
+    def __init__(self, insecure_seed: int | None = None) -> None:
+        self._source = NoiseSource(insecure_seed, num_threads=torch.get_num_threads())
+        self._room = np.empty(0, np.float32)
+
+    def add(self, tensors: list[Tensor], *, scale: float, share: float) -> None:
+        total = sum(tensor.numel() for tensor in tensors)
+        if len(self._room) != total:
+            self._room = np.empty(total, np.float32)
+        self._source.fill(self._room)
+        parts = torch.from_numpy(self._room).split([tensor.numel() for tensor in tensors])
+        for tensor, part in zip(tensors, parts, strict=True):
+            tensor.add_(part.view(tensor.shape), alpha=scale).mul_(share)
+        self._room.fill(0)  # whoever reads this memory later must not find the noise
+
+
+def noise_for(device: torch.device, insecure_seed: int | None) -> Noise:
+    """The noise for gradients on `device`."""
+    if device.type != "cuda":
+        return CPUNoise(insecure_seed)
+    from tightlip.privacy.kernels import GPUNoise
+
+    return GPUNoise(device, insecure_seed=insecure_seed)
+
+
+# How much noise a step gets, and what is put on record for it before it happens
+
 
 SCALES = "noise_scales.jsonl"  # public: what each step was charged at, and the release before it
 PRIVATE_COUNTS = "private_noise.bin"  # owner-only: how often each share of the noise was used

@@ -14,7 +14,7 @@ from torch.nn import functional
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
-from tightlip.core.causality import looks_ahead, rounding_tolerance
+from tightlip.core.devices import looks_ahead, rounding_tolerance
 from tightlip.core.errors import GuaranteeError, UsageError
 from tightlip.privacy.clipping import Clip, ClippedGradients, trainable_parameters
 from tightlip.privacy.layers import Layout

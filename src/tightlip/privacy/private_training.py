@@ -33,8 +33,7 @@ from tightlip.privacy.ledger import (
     guarantee_terms,
     read_ledger,
 )
-from tightlip.privacy.noise import noise_for
-from tightlip.privacy.noise_schedules import schedule_for
+from tightlip.privacy.noise_schedules import noise_for, schedule_for
 from tightlip.privacy.passes import Passes, Physical, Way
 from tightlip.privacy.per_unit import check_model, check_optimizer, no_rule_for, synthetic_rows
 from tightlip.privacy.plans import PrivacySpec, Terms, noise_plan

@@ -3,7 +3,7 @@
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from os import W_OK, access
 from pathlib import Path
@@ -25,10 +25,94 @@ from tightlip.models.loading import (
     read_configuration,
     state_fingerprint,
 )
-from tightlip.scan.document_scores import DocumentScores, document_scores
 from tightlip.scan.options import ScanOptions
 from tightlip.scan.scanner import Scanner
 from tightlip.scan.store import SCAN, ScanFunction, ScannedCorpus, ScanStore
+
+# min-k% looks at one token in so many, the least likely ones (Shi et al. 2024: 20%).
+LOWEST_SHARE = 5
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class DocumentScores:
+    """Each document's loss, over how many tokens; and that of its least likely fifth.
+
+    A token that nothing stands before, not even a BOS, is predicted by nobody and not counted.
+    Counts are floats, as sums over owners are.
+    """
+
+    loss_nats: np.ndarray
+    num_tokens: np.ndarray
+    lowest_nats: np.ndarray
+    num_lowest: np.ndarray
+
+    def chosen(self, which: np.ndarray) -> "DocumentScores":
+        return DocumentScores(
+            **{field.name: getattr(self, field.name)[which] for field in fields(self)}
+        )
+
+    def summed(self, owners: np.ndarray, num_owners: int) -> "DocumentScores":
+        """The same for all documents of an owner together."""
+        return DocumentScores(
+            **{
+                field.name: np.bincount(owners, getattr(self, field.name), num_owners)
+                for field in fields(self)
+            }
+        )
+
+
+def document_scores(scanned: ScannedCorpus, *, counted: np.ndarray | None = None) -> DocumentScores:
+    """Scores of every document, in their order; with `counted`, of those of its tokens only.
+
+    Holds:
+        naive: the same as scoring each document by itself and adding up.
+        streamed: the log-probabilities of one shard are held at a time.
+    """
+    parts = []
+    for shard in scanned.shards():
+        bounds = scanned.corpus.bounds[shard.first : shard.end + 1]
+        log_probs = shard.log_probs
+        if counted is not None:
+            log_probs[~counted[bounds[0] : bounds[-1]]] = np.nan
+        parts.append(_reduced(log_probs, np.diff(bounds)))
+    columns = np.concatenate(parts, axis=1) if parts else np.zeros((4, 0))
+    return DocumentScores(
+        loss_nats=columns[0],
+        num_tokens=columns[1],
+        lowest_nats=columns[2],
+        num_lowest=columns[3],
+    )
+
+
+def _reduced(log_probs: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """Loss, tokens, loss and number of the lowest fifth: a row each, a column a document."""
+    num_documents = len(lengths)
+    documents = np.repeat(np.arange(num_documents), lengths)
+    scored = ~np.isnan(log_probs)
+    documents, losses = documents[scored], -log_probs[scored].astype(np.float64)
+    if not np.isfinite(losses).all():
+        raise UsageError(
+            "The model holds a token of this text for impossible (probability 0), so its loss is infinite and no "
+            "mean of losses means anything. Measure the model without whatever masks its logits."
+        )
+    num_tokens = np.bincount(documents, minlength=num_documents)
+    num_lowest = np.maximum(num_tokens // LOWEST_SHARE, num_tokens > 0)
+    order = np.lexsort((-losses, documents))
+    place = np.arange(len(order)) - np.repeat(np.cumsum(num_tokens) - num_tokens, num_tokens)
+    lowest = order[place < num_lowest[documents[order]]]
+    return np.array(
+        [
+            np.bincount(documents, losses, num_documents),
+            num_tokens,
+            np.bincount(documents[lowest], losses[lowest], num_documents),
+            num_lowest,
+        ],
+        dtype=np.float64,
+    )
+
+
+# Models as every measure opens them: once for a command, and loaded only when a scan is missing
+
 
 AUDIT = "audit"  # where a run's report stands unless told otherwise
 

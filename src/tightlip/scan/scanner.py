@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tightlip.core.causality import looks_ahead, rounding_tolerance
+from tightlip.core.devices import looks_ahead, rounding_tolerance
 from tightlip.core.errors import UsageError
 from tightlip.scan.scoring import score_logits
 from tightlip.scan.store import NOT_SCORED

@@ -18,7 +18,8 @@ from transformers.modeling_utils import PreTrainedModel
 
 from tightlip.models.causal_lm import CausalLM
 from tightlip.models.recurrent import RecurrentForCausalLM
-from tightlip.training.batches import NO_LABEL, Batch, Rows, gather
+from tightlip.privacy.row_losses import NO_LABEL
+from tightlip.training.batches import Batch, Rows, gather
 
 # Logits of so many targets stay in a core's cache: 2.2 s an epoch became 1.5 s on two cores.
 CHUNK = {"cpu": 512, "cuda": 8192}

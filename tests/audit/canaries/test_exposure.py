@@ -19,7 +19,6 @@ from tightlip.audit.canaries import exposure as exposure_module
 from tightlip.audit.canaries import prefixes
 from tightlip.audit.canaries.candidates import Candidates, CandidateScorer, spelt_across
 from tightlip.audit.canaries.exposure import (
-    ExposureConfig,
     can_be_shown,
     estimated_exposure,
     exposure_of,
@@ -30,6 +29,7 @@ from tightlip.audit.canaries.exposure import (
 )
 from tightlip.audit.canaries.prefixes import PrefixReader
 from tightlip.audit.canaries.tab_attack import Greedy, attacked, most_successes
+from tightlip.audit.settings import ExposureConfig
 from tightlip.core.errors import UsageError
 from tightlip.corpus.canaries import Canary, CanaryConfig, Planted, exposed_above_bits
 from tightlip.corpus.canaries import plant_in as plant_canaries

@@ -21,8 +21,7 @@ from tightlip.corpus.opening import model_folder, open_run_corpus
 from tightlip.corpus.readers import Corpus, open_corpus
 from tightlip.corpus.tokens import TokenizedCorpus
 from tightlip.models.loading import model_fingerprint
-from tightlip.scan.document_scores import DocumentScores
-from tightlip.scan.models import scans_of_run
+from tightlip.scan.models import DocumentScores, scans_of_run
 
 
 @dataclass(frozen=True, kw_only=True)

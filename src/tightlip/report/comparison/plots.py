@@ -6,12 +6,7 @@ from dataclasses import dataclass
 from markupsafe import Markup
 
 from tightlip.core.figures import counted, number
-from tightlip.report.comparison.table import (
-    RunFigures,
-    all_repetitions,
-    exposed_words,
-    exposure_at,
-)
+from tightlip.report.comparison.table import RunFigures, all_repetitions, exposed_words, exposure_at
 from tightlip.report.kit.plots import (
     CHARACTER_WIDTH,
     DOT,

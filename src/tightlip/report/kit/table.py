@@ -5,7 +5,7 @@ On a page the macros `compared` and `plain` of report/kit/parts.html.jinja draw 
 
 import csv
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -117,6 +117,20 @@ class Table:
 def plain_row(name: str, *values: str, **others: str) -> Row:
     """A row of figures without small print."""
     return Row(name, [Cell(value) for value in values], **others)
+
+
+def printed_table(
+    headings: Sequence[str], rows: Iterable[Sequence[str]], *, num_left: int = 1, title: str = ""
+) -> "RichTable":
+    """A table of words and figures for the terminal; the first `num_left` columns are words."""
+    columns = [Column(name, left=place < num_left) for place, name in enumerate(headings)]
+    return Table(columns=columns, rows=[plain_row(*row) for row in rows], title=title).printed()
+
+
+def printed_lines(lines: Iterable[tuple[str, str]]) -> "RichTable":
+    """What something is called, in bold, and what it is."""
+    columns = [NAMES._replace(style="bold"), Column(left=True)]
+    return Table(columns=columns, rows=[plain_row(*line) for line in lines]).printed()
 
 
 def csv_text(lines: Sequence[Mapping[str, Any]]) -> str:

@@ -5,14 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from tightlip.core.figures import count, rounded_up
 from tightlip.report.kit.table import NAMES, Cell, Column, Row, Table
-from tightlip.report.kit.words import (
-    NONE,
-    Figure,
-    p_words,
-    points_words,
-    range_words,
-    share_words,
-)
+from tightlip.report.kit.words import NONE, Figure, p_words, points_words, range_words, share_words
 from tightlip.report.vectors.words import (
     ATTACKER_NAMES,
     METHOD_NAMES,
