@@ -22,7 +22,7 @@ from tightlip.models import LSTMConfig, LSTMForCausalLM
 from tightlip.training.batches import rows_of
 from tightlip.training.config import RunOptions, TrainConfig
 from tightlip.training.losses import Forward
-from tightlip.training.mitigations import CorpusFacts, Setting
+from tightlip.training.mitigations import CorpusFacts, RunContext
 from tightlip.training.mitigations.adversarial import AdversarialMitigation
 from tightlip.training.mitigations.none import NoMitigation
 from tightlip.training.mitigations.triplet import TripletMitigation
@@ -81,7 +81,7 @@ class Method:
         options = RunOptions(bf16=bf16)
         self.mitigation, self.number, self.times = kind(), 0, []
         self.mitigation.prepare(
-            Setting(
+            RunContext(
                 model=model,
                 forward=Forward(model, bf16=bf16),
                 optimizer=build_optimizer(model, config),

@@ -1,4 +1,4 @@
-"""`tightlip audit RUN --groups`: figures from plain forward passes, and comparisons that are refused."""
+"""`tightlip groups`: figures from plain forward passes, and comparisons that are refused."""
 
 import json
 import math
@@ -60,9 +60,7 @@ def losses_by_user(run, corpus):
 
 
 def test_figures_are_those_of_plain_forward_passes(runs, command):
-    ran = command(
-        "audit", runs / "mitigated", "--groups", "--against", runs / "plain", "--device", "cpu"
-    )
+    ran = command("groups", runs / "mitigated", "--against", runs / "plain", "--device", "cpu")
     assert ran.status == 0, ran.err
     written = runs / "mitigated/groups.json"
     assert stat.S_IMODE(os.stat(written).st_mode) == 0o600
@@ -111,7 +109,7 @@ def test_planted_copies_do_not_decide_who_has_much_text(tmp_path, command):
     loud = tightlip.measure_groups(run, **QUICK)
     assert loud["top"][0] == "user 00"
     planted(tmp_path / "key.json", [text])
-    ran = command("audit", run, "--groups", "--key", tmp_path / "key.json", "--device", "cpu")
+    ran = command("groups", run, "--key", tmp_path / "key.json", "--device", "cpu")
     assert ran.status == 0, ran.err
     found = json.loads((run / "groups.json").read_text())
     corpus = open_prepared(tmp_path / "corpus")
@@ -135,7 +133,7 @@ def test_planted_copies_do_not_decide_who_has_much_text(tmp_path, command):
 
 
 def test_without_another_run_the_table_has_no_change(runs, command):
-    ran = command("audit", runs / "plain", "--groups", "--device", "cpu")
+    ran = command("groups", runs / "plain", "--device", "cpu")
     assert ran.status == 0, ran.err
     assert "perplexity" in ran.out
     assert "change" not in ran.out
@@ -188,15 +186,15 @@ def test_users_left_out_and_fewer_than_ten_are_said(runs, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        (("plain/model", "--groups"), "is no run of tightlip"),
-        (("no-held-out", "--groups"), "--validation FILE"),
-        (("plain", "--groups", "--snapshots"), "--snapshots does not go with it"),
-        (("plain", "--against", "x"), "--against x is for --groups"),
-        (("plain", "--groups", "--against", "x"), "x is no run"),
+        (("groups", "plain/model"), "is not a run of tightlip"),
+        (("groups", "no-held-out"), "--validation FILE"),
+        (("groups", "plain", "--against", "x"), "x does not exist"),
+        (("audit", "plain", "--groups", "--snapshots"), "--snapshots does not go with it"),
+        (("audit", "plain", "--against", "x"), "tightlip groups"),
     ],
 )
 def test_what_cannot_work_is_refused(runs, command, arguments, reason):
-    first, *others = arguments
-    ran = command("audit", runs / first, *others)
+    name, first, *others = arguments
+    ran = command(name, runs / first, *others)
     assert ran.status == 2, ran.err
     assert reason in ran.refusal

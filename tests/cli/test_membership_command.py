@@ -1,4 +1,4 @@
-"""`tightlip audit RUN --membership` on a run that knows its text by heart and one that knows nothing."""
+"""`tightlip membership` on a run that knows its text by heart and one that knows nothing."""
 
 import json
 import os
@@ -35,7 +35,7 @@ def runs(tmp_path_factory):
 
 
 def test_a_run_by_heart_gives_its_documents_away(runs, command):
-    ran = command("audit", runs / "parrot-document", "--membership", "--device", "cpu")
+    ran = command("membership", runs / "parrot-document", "--device", "cpu")
     assert ran.status == 0, ran.err
     assert "Documents that were trained on can be told" in ran.out
     assert "takes at least 200 held-out documents" in ran.out
@@ -59,7 +59,7 @@ def test_a_run_by_heart_gives_its_documents_away(runs, command):
 
 
 def test_a_run_that_learnt_nothing_is_at_chance(runs, command):
-    ran = command("audit", runs / "stranger-document", "--membership", "--device", "cpu")
+    ran = command("membership", runs / "stranger-document", "--device", "cpu")
     assert ran.status == 0, ran.err
     assert "These scores do not tell documents that were trained on" in ran.out
     found = json.loads((runs / "stranger-document/membership.json").read_text())
@@ -83,7 +83,7 @@ def test_users_can_be_told_where_whole_users_were_held_out(runs):
 
 def test_a_reference_gives_one_score_more(runs, command):
     ran = command(
-        "audit", runs / "parrot-document", "--membership", "--device", "cpu",
+        "membership", runs / "parrot-document", "--device", "cpu",
         "--reference", runs / "elsewhere/model",
     )  # fmt: skip
     assert ran.status == 0, ran.err
@@ -194,7 +194,7 @@ def test_a_key_leaves_planted_canaries_out(tmp_path, command):
     run = make_run(tmp_path / "run", prepared(tmp_path / "corpus", rows), steps=0)
     planted(tmp_path / "key.json", [text])
     ran = command(
-        "audit", run, "--membership", "--key", tmp_path / "key.json", "--device", "cpu"
+        "membership", run, "--key", tmp_path / "key.json", "--device", "cpu"
     )  # fmt: skip
     assert ran.status == 0, ran.err
     assert "3 documents are left out as asked" in ran.out
@@ -205,22 +205,34 @@ def test_a_key_leaves_planted_canaries_out(tmp_path, command):
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        (("parrot-document/model", "--membership"), "is no run of tightlip"),
-        (("no-held-out", "--membership"), "--validation FILE"),
-        (("parrot-document", "corpus.parquet", "--membership"), "CORPUS does not go with it"),
-        (("parrot-document", "--membership", "--fail-on", "unique>0"), "--fail-on does not go"),
-        (("parrot-document", "--membership", "--groups"), "are two audits"),
-        (("parrot-document", "--reference", "x"), "--reference x is for --membership"),
-        (("parrot-document", "--key", "x"), "--key x is for --membership or --groups"),
-        (("parrot-document", "--membership", "--key", "x"), "x"),
-        (("parrot-document", "--membership", "--reference", "x"), "x"),
+        (("membership", "parrot-document/model"), "is not a run of tightlip"),
+        (("membership", "nowhere"), "nowhere does not exist"),
+        (("membership", "no-held-out"), "--validation FILE"),
+        (("membership", "parrot-document", "--key", "x"), "x does not exist"),
+        (("membership", "parrot-document", "--reference", "x"), "x does not exist"),
+        (("audit", "parrot-document", "--membership", "--groups"), "are two audits"),
+        (
+            ("audit", "parrot-document", "--membership", "--fail-on", "unique>0"),
+            "--fail-on does not go",
+        ),
+        (("audit", "parrot-document", "--membership", "--redact"), "--redact does not go"),
+        (("audit", "parrot-document", "--reference", "x"), "tightlip membership"),
+        (("audit", "parrot-document", "--key", "x"), "tightlip membership"),
     ],
 )
 def test_what_cannot_work_is_refused(runs, command, arguments, reason):
-    first, *others = arguments
-    ran = command("audit", runs / first, *others)
+    name, first, *others = arguments
+    ran = command(name, runs / first, *others)
     assert ran.status == 2, ran.err
     assert reason in ran.refusal
+
+
+def test_the_spelling_of_0_1_says_how_it_is_spelt_now_and_does_the_same(runs, command):
+    now = command("membership", runs / "parrot-document", "--device", "cpu")
+    before = command("audit", runs / "parrot-document", "--membership", "--device", "cpu")
+    assert before.status == 0, before.err
+    assert "is now: tightlip membership" in before.err
+    assert before.out == now.out
 
 
 def test_a_run_that_left_users_out_does_not_know_its_members(runs, tmp_path):

@@ -9,8 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 import tightlip
-from tightlip.cli.main import _refusals_in_a_line
-from tightlip.cli.represent import represent_commands
+from tightlip.cli.main import app
 from tightlip.core.errors import UsageError
 from tightlip.core.figures import rounded_up
 from tightlip.vectors.guarantees import VectorMechanism, cost_of_releases, cost_of_texts
@@ -18,8 +17,6 @@ from tightlip.vectors.server import read_vectors, write_vectors
 from vectors.tiny_halves import LABELS, TEXTS, write_halves
 
 pytestmark = pytest.mark.slow
-
-APP = represent_commands(_refusals_in_a_line)
 
 
 @dataclass(frozen=True)
@@ -38,7 +35,7 @@ class Told:
 
 def tell(*arguments):
     """`tightlip represent ...` in this process: starting one takes longer than most commands."""
-    found = CliRunner(env={"COLUMNS": "200"}).invoke(APP, [str(each) for each in arguments[1:]])
+    found = CliRunner(env={"COLUMNS": "200"}).invoke(app, [str(each) for each in arguments])
     assert found.exception is None or isinstance(found.exception, SystemExit), found.exception
     return Told(found.exit_code, found.stdout, found.stderr)
 
