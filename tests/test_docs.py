@@ -187,7 +187,7 @@ def small(monkeypatch):
         epsilons=(1.0,),
         dropouts=(),
         attackers=("mlp",),
-        training={"epochs": 1.0, "dimensions": 8},
+        training={"epochs": 1, "dimensions": 8},
     )
     monkeypatch.setitem(tightlip.experiments.vectors.SCALES, "smoke", scale)
 

@@ -18,7 +18,7 @@ hidden_size = 8
 num_layers = 1
 batch_size = 8
 sequence_length = 12
-epochs = 2000
+epochs = 50
 
 [options]
 checkpoint_seconds = 0
