@@ -102,3 +102,16 @@ def test_the_devices_half_encodes_with_the_guarantee_it_had(place, command, tmp_
     assert "ε = 8.00 at δ = 1e-05 (proved)" in ran.out
     made = pq.read_table(place / "vectors.parquet")
     assert pq.read_table(tmp_path / "vectors.parquet").num_rows == made.num_rows == 60
+
+
+def test_an_unfinished_run_is_refused_with_the_version_to_use(place, command):
+    before = sorted(path for path in (place / "unfinished").rglob("*"))
+    ran = command(
+        *("train", place / "unfinished/corpus", "--out", place / "unfinished"),
+        *("--config", place / "unfinished.toml"),
+    )
+    assert ran.status == 2, ran.err
+    assert "unfinished run of tightlip 0.1" in ran.refusal
+    assert "Finish it with tightlip 0.1" in ran.refusal
+    after = sorted(path for path in (place / "unfinished").rglob("*") if path.name != ".lock")
+    assert after == before
