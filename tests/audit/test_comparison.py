@@ -404,7 +404,7 @@ def test_runs_of_one_name_are_told_apart_by_their_folders(tmp_path):
         (("plain", "corpus"), {}, "is no run"),
         (("plain", "dp"), {"tolerance": 0}, "tolerance=0"),
         (("plain", "dp"), {"num_bootstraps": 5}, "num_bootstraps=5"),
-        (("plain", "dp"), {"device": "abacus"}, "device='abacus'"),
+        (("plain", "dp"), {"device": "abacus"}, "Unknown device 'abacus'"),
     ],
 )
 def test_what_cannot_work_is_refused_before_the_work(place, tmp_path, names, settings, words):
