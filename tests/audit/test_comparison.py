@@ -221,7 +221,7 @@ def test_another_key_is_measured_anew_and_a_damaged_file_too(made, place, tmp_pa
 
     def watched(self, name, depends_on, measure):
         def noted():
-            seen.append((self.run.folder.name, name))
+            seen.append((self.audited.run.folder.name, name))
             return measure()
 
         return plain(self, name, depends_on, noted)
