@@ -23,7 +23,6 @@ _PUBLIC_FACTS = (
 )
 
 
-_PANEL = "Adaptive private training"
 # The modes in which a setting means something; the others mean something in all.
 _OF_MODE = {
     "least_clip": "clip",
@@ -43,35 +42,31 @@ class AdaptiveConfig(DPConfig):
     """
 
     name: ClassVar[str] = "adaptive-dp"
+    panel: ClassVar[str | None] = "Adaptive private training"
     needs_weights: ClassVar[bool] = True
 
     adaptive: str = setting(
         "clip",
         "What weights change: each one's bound, all noise, or as the paper has it.",
         choices=("clip", "scale", "as-published"),
-        panel=_PANEL,
     )
     least_clip: float = setting(
-        0.2, "clip: share of the clip norm for a weight of 1.", above=0, at_most=1, panel=_PANEL
+        0.2, "clip: share of the clip norm for a weight of 1.", above=0, at_most=1
     )
-    gamma_floor: float = setting(
-        0.5, "scale: least share of the noise.", above=0, at_most=1, panel=_PANEL
-    )
+    gamma_floor: float = setting(0.5, "scale: least share of the noise.", above=0, at_most=1)
     release_noise: float | None = setting(
         None,
         "scale: noise on the released mean weight.",
         above=0,
         default_words="10 noise multipliers",
-        panel=_PANEL,
     )
     averaging: float = setting(
-        0.9, "scale: what the moving average keeps each step.", at_least=0, below=1, panel=_PANEL
+        0.9, "scale: what the moving average keeps each step.", at_least=0, below=1
     )
     scale_accountant: str = setting(
         "filter",
         "scale: filter may end early; floor charges all steps at the least noise.",
         choices=("filter", "floor"),
-        panel=_PANEL,
     )
 
     def __post_init__(self) -> None:

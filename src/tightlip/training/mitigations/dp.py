@@ -29,9 +29,6 @@ _PASSED_ON = (
 )
 
 
-_PANEL = "Private training"
-
-
 @dataclass(frozen=True, kw_only=True)
 class DPConfig(MitigationConfig):
     """What private training promises, and how.
@@ -41,18 +38,16 @@ class DPConfig(MitigationConfig):
     """
 
     name: ClassVar[str] = "dp"
+    panel: ClassVar[str | None] = "Private training"
     is_private: ClassVar[bool] = True
     takes_whole_batches: ClassVar[bool] = False
     strength: ClassVar[str | None] = "noise_multiplier"
 
     epsilon: float | None = setting(
-        None, "The target: noise is set so that it is met, never passed.", above=0, panel=_PANEL
+        None, "The target: noise is set so that it is met, never passed.", above=0
     )
     unit: str = setting(
-        "user",
-        "Whom it protects; an example is a document.",
-        choices=("user", "example"),
-        panel=_PANEL,
+        "user", "Whom it protects; an example is a document.", choices=("user", "example")
     )
     delta: float | None = setting(
         None,
@@ -60,35 +55,22 @@ class DPConfig(MitigationConfig):
         above=0,
         below=1,
         default_words="1e-5, or 1 / (10 units) where that is less",
-        panel=_PANEL,
     )
     noise_multiplier: float | None = setting(
-        None, "The noise by hand, in units of the clip norm.", at_least=0, panel=_PANEL
+        None, "The noise by hand, in units of the clip norm.", at_least=0
     )
-    clip_norm: float = setting(1.0, "Largest gradient of a unit.", above=0, panel=_PANEL)
-    per_layer: bool = setting(
-        False, "Clip each layer by itself.", flag="--per-layer/--flat", panel=_PANEL
-    )
+    clip_norm: float = setting(1.0, "Largest gradient of a unit.", above=0)
+    per_layer: bool = setting(False, "Clip each layer by itself.", flag="--per-layer/--flat")
     rows_per_unit: int = setting(
-        4,
-        "Most rows (documents, or pieces of long ones) of a unit in a step.",
-        at_least=1,
-        panel=_PANEL,
+        4, "Most rows (documents, or pieces of long ones) of a unit in a step.", at_least=1
     )
     allow_unproved: bool = setting(
-        False,
-        "Go on where a proof breaks; the standing says so.",
-        flag="--allow-unproved",
-        panel=_PANEL,
+        False, "Go on where a proof breaks; the standing says so.", flag="--allow-unproved"
     )
-    allow_loose_delta: bool = setting(
-        False, "A delta above 1 / units.", flag="--allow-loose-delta", panel=_PANEL
-    )
-    insecure_seed: int | None = setting(
-        None, "Known noise, for tests only: it protects nobody.", panel=_PANEL
-    )
+    allow_loose_delta: bool = setting(False, "A delta above 1 / units.", flag="--allow-loose-delta")
+    insecure_seed: int | None = setting(None, "Known noise, for tests only: it protects nobody.")
     dp_check_canaries: int | None = setting(
-        None, "Plant so many canaries, for tightlip dp-check RUN.", at_least=0, panel=_PANEL
+        None, "Plant so many canaries, for tightlip dp-check RUN.", at_least=0
     )
 
     def __post_init__(self) -> None:
