@@ -45,10 +45,11 @@ def save_checkpoint(
     if now.exists():  # the step is the same, what was recorded since is not
         now = folder / f"step-{progress.step}-recorded"
     tensors = {
-        **_prefixed("model", model_tensors(model)),
-        **_prefixed("optimizer", optimizer_tensors(optimizer)),
-        **_prefixed("mitigation", mitigation.state_dict()),
+        **prefixed("model", model_tensors(model)),
+        **prefixed("optimizer", optimizer_tensors(optimizer)),
+        **prefixed("mitigation", mitigation.state_dict()),
     }
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     with folder_written_whole(now) as beside:
         save_file(tensors, beside / "tensors.safetensors")
         write_json(beside / "state.json", asdict(progress))
@@ -67,9 +68,9 @@ def load_checkpoint(
     states = {path: Progress(**read_json(path / "state.json")) for path in saved}
     latest = max(saved, key=lambda path: (states[path].step, states[path].recorded_step))
     tensors = load_file(latest / "tensors.safetensors")
-    load_model_tensors(model, _part(tensors, "model"), latest)
-    load_optimizer_tensors(optimizer, _part(tensors, "optimizer"))
-    mitigation.load_state_dict(_part(tensors, "mitigation"))
+    load_model_tensors(model, part_of(tensors, "model"), latest)
+    load_optimizer_tensors(optimizer, part_of(tensors, "optimizer"))
+    mitigation.load_state_dict(part_of(tensors, "mitigation"))
     return states[latest]
 
 
@@ -110,13 +111,12 @@ def load_optimizer_tensors(optimizer: Optimizer, tensors: dict[str, Tensor]) -> 
     optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
 
 
-def _prefixed(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {
-        f"{prefix}.{name}": tensor.detach().cpu().contiguous() for name, tensor in tensors.items()
-    }
+def prefixed(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {f"{prefix}.{name}": tensor for name, tensor in tensors.items()}
 
 
-def _part(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+def part_of(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    """What `prefixed` put together, by its own names again."""
     start = f"{prefix}."
     return {name[len(start) :]: value for name, value in tensors.items() if name.startswith(start)}
 

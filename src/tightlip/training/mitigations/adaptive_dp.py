@@ -23,6 +23,7 @@ _PUBLIC_FACTS = (
 )
 
 
+_OF_SPEC = ("least_clip", "gamma_floor", "release_noise", "averaging")
 # The modes in which a setting means something; the others mean something in all.
 _OF_MODE = {
     "least_clip": "clip",
@@ -130,9 +131,9 @@ class AdaptiveMitigation(PrivateMitigation):
         return replace(plain, standing="as published", because=because, outside=outside)
 
     def engine_settings(self, context: RunContext) -> dict[str, Any]:
-        weights, config = _weights_of(context.corpus), context.config
+        weights = _weights_of(context.corpus)
         return {
-            "adaptive": adaptive_spec(config, weights),
+            "adaptive": adaptive_spec(context.config, weights),
             "weights": weights.rho[context.rows.documents],
         }
 
@@ -164,12 +165,9 @@ def adaptive_spec(config: TrainConfig, weights: PrivacyWeights) -> AdaptiveSpec:
     return AdaptiveSpec(
         mode=settings.adaptive,
         least_weight=weights.info["least_weight"],
-        least_clip=settings.least_clip,
-        gamma_floor=settings.gamma_floor,
-        release_noise=settings.release_noise,
-        averaging=settings.averaging,
         accountant=settings.scale_accountant,
         facts=told,
+        **{name: getattr(settings, name) for name in _OF_SPEC},
     )
 
 
