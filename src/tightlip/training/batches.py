@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tightlip.core.devices import moved
 from tightlip.privacy.row_losses import NO_LABEL
 
 if TYPE_CHECKING:
@@ -152,15 +153,7 @@ class Batch:
         return len(self.target_ids_N)
 
     def to(self, device: torch.device) -> "Batch":
-        if device.type == "cpu":
-            return self
-        moved = {
-            name: (part.pin_memory() if device.type == "cuda" else part).to(
-                device, non_blocking=True
-            )
-            for name, part in vars(self).items()
-        }
-        return Batch(**moved)
+        return Batch(**{name: moved(part, device) for name, part in vars(self).items()})
 
 
 def gather(rows: Rows, chosen: np.ndarray, *, widths: tuple[int, ...] = ()) -> Batch:

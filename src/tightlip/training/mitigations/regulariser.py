@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from transformers.modeling_utils import PreTrainedModel
 
+from tightlip.core.devices import moved
 from tightlip.core.errors import UsageError
 from tightlip.core.settings import setting
 from tightlip.privacy.clipping import trainable_parameters
@@ -224,26 +225,20 @@ class Regulariser(NoMitigation, ABC):
         ids_XT, targets_XT = self.source.gather(rows_X, width)
         last_X = np.arange(len(rows_X)) * width + num_targets_X - 1
         more = [torch.tensor(weight, dtype=torch.float32), *map(torch.from_numpy, arrays)]
-        targets_BT = self._there(targets_XT[:size])
+        targets_BT = moved(targets_XT[:size], context.device)
         gradients, losses_B = states(
             StateBatch(
-                ids_XT=self._there(ids_XT),
-                last_X=self._there(torch.from_numpy(last_X)),
+                ids_XT=moved(ids_XT, context.device),
+                last_X=moved(torch.from_numpy(last_X), context.device),
                 targets_BT=targets_BT,
                 weights_BT=(targets_BT >= 0) / context.targets_per_batch,
-                more=tuple(self._there(each) for each in more),
+                more=tuple(moved(each, context.device) for each in more),
             )
         )
         for name, parameter in states.parameters.items():
             parameter.grad = gradients[name]
         num_targets = int(context.rows.num_targets[chosen].sum())
         return losses_B.sum() * (context.targets_per_batch / num_targets), num_targets
-
-    def _there(self, tensor: Tensor) -> Tensor:
-        """Where the model is, without waiting for it."""
-        if self.context.device.type == "cuda":
-            tensor = tensor.pin_memory()
-        return tensor.to(self.context.device, non_blocking=True)
 
     def _weighted_term(self, last_XH: Tensor, weight: Tensor, *arrays: Tensor) -> Tensor:
         """What a graph adds to the loss: it cannot leave the term out where the weight is 0."""
