@@ -53,7 +53,11 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-# Whether a language model looks left only: asked of the model, since configurations do not tell
+def moved(tensor: "Tensor", device: "torch.device") -> "Tensor":
+    """The tensor on `device`, without waiting for it."""
+    if device.type == "cuda":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
 
 
 def looks_ahead(

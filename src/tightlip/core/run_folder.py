@@ -159,10 +159,14 @@ def _guarantee(path: Path) -> dict[str, Any]:
     try:
         return read_json(path) if path.is_file() else {}
     except ValueError as error:
-        raise GuaranteeError(
-            f"{path} is damaged, so nobody knows what the run has spent. Put a whole copy back, or train again with "
-            "another --out."
-        ) from error
+        raise damaged_ledger(path) from error
+
+
+def damaged_ledger(path: Path) -> GuaranteeError:
+    return GuaranteeError(
+        f"{path} is damaged, so nobody knows what the run has spent. Put a whole copy back, or train again with "
+        "another --out."
+    )
 
 
 def _snapshots(folder: Path, metrics: list[dict[str, Any]]) -> list[Snapshot]:

@@ -31,7 +31,6 @@ _privacy = partial(setting, panel="What is hidden")
 _model = partial(setting, panel="The model")
 _length = partial(setting, panel="How long")
 _texts = partial(setting, panel="The texts")
-_machine = partial(setting, panel="The machine")
 _against = partial(setting, panel="Method adversarial")
 _names = separated(str)
 
@@ -227,10 +226,11 @@ class RepresentOptions(Settings):
     """How the work is done; none of it changes what is learnt on a CPU."""
 
     table: typing.ClassVar[str] = "options"
+    panel: typing.ClassVar[str | None] = "The machine"
 
-    device: str = _machine("auto", "auto, cpu or cuda.")
-    bf16: bool = _machine(False, "bfloat16 on a GPU.")
-    checkpoint_seconds: float = _machine(
+    device: str = setting("auto", "auto, cpu or cuda.")
+    bf16: bool = setting(False, "bfloat16 on a GPU.")
+    checkpoint_seconds: float = setting(
         60.0, "Between two moments that a killed training can go on from.", at_least=0, hidden=True
     )
 

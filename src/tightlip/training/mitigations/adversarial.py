@@ -14,7 +14,7 @@ from torch.func import functional_call
 from torch.nn.functional import cross_entropy
 
 from tightlip.core.progress import log
-from tightlip.core.run_folder import load_optimizer_tensors, optimizer_tensors, part_of
+from tightlip.core.run_folder import load_optimizer_tensors, optimizer_tensors, part_of, prefixed
 from tightlip.core.settings import setting
 from tightlip.training.config import MitigationConfig
 from tightlip.training.mitigations import RunContext
@@ -73,7 +73,7 @@ class AdversarialMitigation(Regulariser):
     def drawn(self, number: int, chosen: np.ndarray, size: int) -> Drawn:
         authors_B = filled(self.authors[chosen], size, 0)
         real_B = filled(np.ones(len(chosen), np.float32), size, 0)
-        return Drawn(np.empty(0, np.int64), (authors_B, real_B))
+        return np.empty(0, np.int64), (authors_B, real_B)
 
     def teach(self, last_XH: Tensor, *arrays: Tensor) -> None:
         """Move the discriminator towards −log Pr(y | h_x)."""
@@ -138,8 +138,8 @@ class AdversarialMitigation(Regulariser):
     def state_dict(self) -> dict[str, Tensor]:
         return {
             **super().state_dict(),
-            **{f"weights.{name}": part for name, part in self.discriminator.state_dict().items()},
-            **{f"adam.{name}": part for name, part in optimizer_tensors(self.optimizer).items()},
+            **prefixed("weights", self.discriminator.state_dict()),
+            **prefixed("adam", optimizer_tensors(self.optimizer)),
         }
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
