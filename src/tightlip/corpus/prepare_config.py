@@ -79,11 +79,13 @@ class PrepareConfig(ColumnSettings):
         WORDS_PER_USER,
         "With noise: most words that one user gives.",
         panel=_VOCABULARY,
+        hidden=True,
     )
     vocabulary_delta: float = setting(
         VOCABULARY_DELTA,
         "With noise: the chance that a user's own word gets out.",
         panel=_VOCABULARY,
+        hidden=True,
     )
 
     def __post_init__(self) -> None:

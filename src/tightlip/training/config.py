@@ -81,21 +81,21 @@ class TrainConfig(Settings):
     lora: int | None = setting(
         None, "Train LoRA adapters of this rank instead of the weights.", at_least=1
     )
-    embedding_size: int = setting(128, "Of the words; not of a transformer.", at_least=1)
-    hidden_size: int = setting(128, "Of each layer.", at_least=1)
+    embedding_size: int = setting(128, "Size of a word's embedding; of LSTM and GRU.", at_least=1)
+    hidden_size: int = setting(128, "Size of each layer.", at_least=1)
     num_layers: int = setting(2, "Layers of a built-in model.", at_least=1)
-    num_heads: int = setting(4, "Of a transformer.", at_least=1)
+    num_heads: int = setting(4, "Attention heads of a transformer.", at_least=1)
     dropout: float = setting(0.0, "Share of units left out.", at_least=0, below=1)
     tie_word_embeddings: bool = setting(
         False, "Input and output embeddings are one matrix.", hidden=True
     )
-    optimizer: str = setting(
-        "adam", "How weights move.", choices=("adam", "adamw", "adamax", "sgd")
-    )
-    learning_rate: float = setting(1e-3, "The full rate.", above=0)
+    optimizer: str = setting("adam", "The optimizer.", choices=("adam", "adamw", "adamax", "sgd"))
+    learning_rate: float = setting(1e-3, "Step size of the optimizer.", above=0)
     weight_decay: float = setting(0.0, "Of the optimizer.", at_least=0, hidden=True)
     momentum: float = setting(0.0, "Of sgd.", at_least=0, below=1, hidden=True)
-    schedule: str = setting("constant", "Of the rate.", choices=("constant", "linear", "cosine"))
+    schedule: str = setting(
+        "constant", "How the learning rate goes on.", choices=("constant", "linear", "cosine")
+    )
     warmup_steps: int = setting(0, "Steps over which the rate rises.", at_least=0, hidden=True)
     gradient_clip: float | None = setting(None, "Largest gradient norm.", above=0)
     batch_size: int = setting(32, "Rows of a step; under private training, units.", at_least=1)
