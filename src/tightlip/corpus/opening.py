@@ -88,8 +88,6 @@ def tokenised_for(
             return open_tokenized(folder)
         key_file.unlink(missing_ok=True)  # first: it must never stand beside other tokens
         shutil.rmtree(folder)
-    if not source.exists():
-        raise UsageError(f"{source.path} does not exist. Give the path of the corpus.")
     documents = source.documents()
     corpus = tokenize_documents(documents.batches(), tokenizer, folder, with_spans=with_spans)
     write_json(key_file, {"key": key, "num_skipped": documents.num_skipped})

@@ -73,9 +73,7 @@ class Counts:
 
 def edges_of(lengths: np.ndarray) -> np.ndarray:
     """Where stretches of these lengths begin and end when they lie end to end."""
-    edges = np.zeros(len(lengths) + 1, dtype=np.int64)
-    np.cumsum(lengths, out=edges[1:])
-    return edges
+    return np.append(0, np.cumsum(lengths, dtype=np.int64))
 
 
 def count_in_shard(shard: Shard, sequences: Sequences) -> Counts:

@@ -162,11 +162,9 @@ def _gather_runs(
 
 
 def _distinct_users(numbers: np.ndarray, users: np.ndarray, num_sequences: int) -> np.ndarray:
-    order = np.lexsort((users, numbers))
-    numbers, users = numbers[order], users[order]
-    new = np.ones(len(order), dtype=bool)
-    new[1:] = (numbers[1:] != numbers[:-1]) | (users[1:] != users[:-1])
-    return np.bincount(numbers[new], minlength=num_sequences)
+    num_users = int(users.max(initial=0)) + 1
+    pairs = np.unique(numbers * num_users + users)
+    return np.bincount(pairs // num_users, minlength=num_sequences)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -125,11 +125,8 @@ def failed_conditions(summary: dict[str, Any], conditions: Iterable[str]) -> lis
         if value is None:
             failed.append(f"{condition}: {key} is not known")
         elif compare(value, limit):
-            failed.append(
-                f"{condition}: {key} is {value:g}"
-                if isinstance(value, float)
-                else f"{condition}: {key} is {value}"
-            )
+            shown = f"{value:g}" if isinstance(value, float) else str(value)
+            failed.append(f"{condition}: {key} is {shown}")
     return failed
 
 

@@ -187,18 +187,17 @@ def write_users(folder: Path, leaks: Leaks, ratios: np.ndarray, redact: bool) ->
     np.maximum.at(longest, owners, lengths)
     max_ratio = np.full(num_users, np.nan)
     np.fmax.at(max_ratio, owners, ratios[unique])
-    document_tokens = np.diff(corpus.bounds)
+
+    def by_user(users: np.ndarray, weights: np.ndarray | None = None) -> np.ndarray:
+        return np.bincount(users, weights, num_users).astype(np.int64)
+
     table = pa.table(
         {
             "user": user_names(leaks, redact),
-            "num_documents": np.bincount(corpus.users, minlength=num_users),
-            "num_tokens": np.bincount(
-                corpus.users, weights=document_tokens, minlength=num_users
-            ).astype(np.int64),
-            "unique": np.bincount(owners, minlength=num_users),
-            "unique_tokens": np.bincount(owners, weights=lengths, minlength=num_users).astype(
-                np.int64
-            ),
+            "num_documents": by_user(corpus.users),
+            "num_tokens": by_user(corpus.users, np.diff(corpus.bounds)),
+            "unique": by_user(owners),
+            "unique_tokens": by_user(owners, lengths),
             "longest": longest,
             "max_ratio": _null_nan(max_ratio),
         }
