@@ -46,9 +46,6 @@ class CorpusSource:
             return self.path.parent, "validation"
         return (self.path, "train") if is_prepared(self.path) else None
 
-    def exists(self) -> bool:
-        return self.path is None or self.path.exists()
-
     def prepared(self) -> TokenizedCorpus | None:
         """The tokens stored with a prepared corpus."""
         if self._stored_part is None:

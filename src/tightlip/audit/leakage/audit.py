@@ -197,7 +197,7 @@ def _subject(
 
 
 def _existing(source: CorpusSource) -> CorpusSource:
-    if not source.exists():
+    if source.path is not None and not source.path.exists():
         raise UsageError(f"{source.path} does not exist. Give the path of a corpus.")
     return source
 

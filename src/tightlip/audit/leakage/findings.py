@@ -47,20 +47,12 @@ class Findings:
 
     def summary(self, ratios: np.ndarray) -> dict[str, Any]:
         """What summary.json holds."""
-        leaks, config = self.leaks, self.config
-        summary = summarise(
-            leaks,
-            top_k=config.top_k,
-            fewer_than=config.fewer_than,
-            thresholds=config.thresholds,
-            ratios=ratios,
-            public=self.public,
-            validation=self.validation,
-        )
+        leaks = self.leaks
+        summary = summarise(leaks, self.config, ratios, self.public, self.validation)
         summary |= {
             "model_fingerprint": self.model.fingerprint,
             "corpus_fingerprint": leaks.corpus.corpus_fingerprint,
-            "redacted": config.redact,
+            "redacted": self.config.redact,
             **self.about,
         }
         if np.isinf(ratios[leaks.unique]).any():
@@ -73,15 +65,9 @@ def write_report(folder: Path, findings: Findings) -> dict[str, Any]:
     (folder / "summary.json").unlink(missing_ok=True)
     leaks, config, public = findings.leaks, findings.config, findings.public
     ratios = findings.ratios()
-    write_sequences(
-        folder,
-        leaks,
-        decode=decoder_of(findings.model.tokenizer),
-        public_perplexity_of_run=public.perplexity_of_run if public else None,
-        ratios=ratios,
-        occurrences=config.occurrences,
-        redact=config.redact,
-    )
+    public_perplexity_of_run = public.perplexity_of_run if public else None
+    decode = decoder_of(findings.model.tokenizer)
+    write_sequences(folder, leaks, ratios, public_perplexity_of_run, decode, config)
     write_users(folder, leaks, ratios, config.redact)
     summary = findings.summary(ratios)
     write_json(folder / "summary.json", summary)

@@ -10,6 +10,7 @@ from numba import njit
 from tightlip.audit.leakage.counting import (
     Counts,
     Engine,
+    Sequences,
     added_up,
     count_in_shard,
     end_to_end,
@@ -87,15 +88,16 @@ def find_leaks(
     corpus = scanned.corpus
     runs, log_prob_sums, fit = _gather_runs(scanned, top_k, carries_text)
     distinct = distinct_sequences(corpus.tokens, runs)
-    in_d = count_in_corpus(corpus, runs, distinct, engine=engine, memory_bytes=memory_bytes)
-    number = distinct.number_of_run
+    first, number = distinct.first_run, distinct.number_of_run
+    sequences = end_to_end(corpus.tokens, runs.starts[first], runs.lengths[first])
+    in_d = count_in_corpus(corpus, sequences, engine, memory_bytes)
     return Leaks(
         corpus=corpus,
         runs=runs,
         perplexity_of_run=perplexities(log_prob_sums, runs.lengths),
         copied_of_run=copied_runs(corpus.tokens, corpus.bounds, runs),
         distinct=distinct,
-        lengths=runs.lengths[distinct.first_run],
+        lengths=runs.lengths[first],
         total_in_s=np.bincount(number, minlength=len(distinct)),
         users_in_s=_distinct_users(number, corpus.users[runs.documents], len(distinct)),
         total_in_d=in_d.totals,
@@ -116,16 +118,9 @@ def perplexities(log_prob_sums: np.ndarray, lengths: np.ndarray) -> np.ndarray:
 
 
 def count_in_corpus(
-    corpus: TokenizedCorpus,
-    runs: Runs,
-    distinct: DistinctSequences,
-    *,
-    engine: Engine,
-    memory_bytes: int,
+    corpus: TokenizedCorpus, sequences: Sequences, engine: Engine, memory_bytes: int
 ) -> Counts:
-    """Occurrences and distinct users of every distinct sequence, shard by shard."""
-    first = distinct.first_run
-    sequences = end_to_end(corpus.tokens, runs.starts[first], runs.lengths[first])
+    """Occurrences and distinct users of every sequence, shard by shard."""
     shards = user_disjoint_shards(corpus, memory_bytes // engine.workers)
     count = partial(count_in_shard, sequences=sequences)
     with task("Counting in the corpus", corpus.num_tokens) as bar:

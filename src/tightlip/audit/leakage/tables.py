@@ -10,6 +10,7 @@ import pyarrow.parquet as pq
 
 from tightlip.audit.leakage.counting import edges_of
 from tightlip.audit.leakage.leaks import Leaks
+from tightlip.audit.settings import LeakageConfig
 from tightlip.core.files import written_whole
 from tightlip.core.progress import task
 
@@ -56,17 +57,15 @@ def report_order(leaks: Leaks, ratios: np.ndarray) -> np.ndarray:
 def write_sequences(
     folder: Path,
     leaks: Leaks,
-    *,
-    decode: Callable[[list[list[int]]], list[str]],
-    public_perplexity_of_run: np.ndarray | None,
     ratios: np.ndarray,
-    occurrences: int | None,
-    redact: bool,
+    public_perplexity_of_run: np.ndarray | None,
+    decode: Callable[[list[list[int]]], list[str]],
+    config: LeakageConfig,
 ) -> None:
     """Write sequences.parquet and, row for row beside it, owners.parquet."""
     order = report_order(leaks, ratios)
     occurrence_order, edges = _occurrences(leaks)
-    names = user_names(leaks, redact)
+    names, most = user_names(leaks, config.redact), config.occurrences
     with (
         written_whole(folder / "sequences.parquet") as sequences_path,
         written_whole(folder / "owners.parquet") as owners_path,
@@ -76,10 +75,12 @@ def write_sequences(
     ):
         for begin in range(0, len(order), _ROWS_AT_ONCE):
             rows = order[begin : begin + _ROWS_AT_ONCE]
-            kept = [occurrence_order[edges[row] : edges[row + 1]][:occurrences] for row in rows]
+            kept = [occurrence_order[edges[row] : edges[row + 1]][:most] for row in rows]
             columns = _columns(leaks, rows, kept, public_perplexity_of_run, ratios)
-            columns |= _texts(leaks, rows, kept, decode) if not redact else _no_texts(len(rows))
-            sequences.write_table(pa.table(columns, schema=SEQUENCES))
+            if not config.redact:
+                columns |= _texts(leaks, rows, kept, decode)
+            nothing = {field.name: pa.nulls(len(rows), field.type) for field in SEQUENCES}
+            sequences.write_table(pa.table(nothing | columns, schema=SEQUENCES))
             pairs = zip(leaks.owners[rows], leaks.unique[rows], strict=True)
             owner = [names[user] if alone else None for user, alone in pairs]
             owners.write_table(pa.table({"owner": owner}, schema=OWNERS))
@@ -109,10 +110,7 @@ def _columns(
     flat = np.concatenate(kept) if kept else np.zeros(0, dtype=np.int64)
     sizes = [len(runs) for runs in kept]
     before = leaks.runs.starts[flat] - leaks.corpus.bounds[leaks.runs.documents[flat]]
-    public = pa.nulls(len(rows), SEQUENCES.field("public_perplexities").type)
-    if public_perplexity_of_run is not None:
-        public = _lists(_null_nan(public_perplexity_of_run[flat]), sizes, pa.float64())
-    return {
+    columns = {
         "num_tokens": leaks.lengths[rows].astype(np.int32),
         "total_in_s": leaks.total_in_s[rows],
         "users_in_s": leaks.users_in_s[rows],
@@ -120,10 +118,13 @@ def _columns(
         "users_in_d": leaks.users_in_d[rows],
         "context_tokens": _lists(before.astype(np.int32), sizes, pa.int32()),
         "perplexities": _lists(leaks.perplexity_of_run[flat], sizes, pa.float64()),
-        "public_perplexities": public,
         "ratio": _null_nan(ratios[rows]),
         "copied": copied_sequences(leaks)[rows],
     }
+    if public_perplexity_of_run is not None:
+        public = _null_nan(public_perplexity_of_run[flat])
+        columns["public_perplexities"] = _lists(public, sizes, pa.float64())
+    return columns
 
 
 def copied_sequences(leaks: Leaks) -> np.ndarray:
@@ -159,13 +160,6 @@ def _texts(
         "contexts": _lists(
             pa.array(decode(contexts), pa.string()), [len(c) for c in kept], pa.string()
         ),
-    }
-
-
-def _no_texts(num_rows: int) -> dict[str, Any]:
-    return {
-        name: pa.nulls(num_rows, SEQUENCES.field(name).type)
-        for name in ("sequence", "token_ids", "contexts")
     }
 
 
