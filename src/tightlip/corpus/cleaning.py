@@ -96,13 +96,14 @@ class Cleaner:
         return None if emptied else rest
 
 
-class SeenBefore:
-    """Remembers texts by their hash."""
+class Duplicates:
+    """Remembers texts by their hash, and counts those that came before."""
 
     def __init__(self) -> None:
+        self.num_duplicates = 0
         self._seen: set[bytes] = set()
 
-    def __call__(self, words: list[str]) -> bool:
+    def seen_before(self, words: list[str]) -> bool:
         """Whether these words, in this order, came before; from now on they did."""
         digest = blake2b(" ".join(words).casefold().encode("utf-8"), digest_size=16).digest()
         before = digest in self._seen
@@ -110,7 +111,7 @@ class SeenBefore:
         return before
 
 
-class DuplicateSentences:
+class DuplicateSentences(Duplicates):
     """Removes sentences of at least three words that stood in the corpus before.
 
     Holds:
@@ -118,17 +119,13 @@ class DuplicateSentences:
         settled: no sentence of three words stands twice in what is left.
     """
 
-    def __init__(self) -> None:
-        self.num_duplicates = 0
-        self._seen_before = SeenBefore()
-
     def without(self, text: str) -> str:
         """`text` less its repeated sentences, which are counted."""
         kept: list[str] = []
         removed = 0
         for sentence, space in sentences(text):
             words = sentence.split()
-            if len(words) >= MIN_WORDS and self._seen_before(words):
+            if len(words) >= MIN_WORDS and self.seen_before(words):
                 removed += 1
                 if "\n" in space and kept:
                     kept[-1] = space  # the line still ends where it did
@@ -138,16 +135,12 @@ class DuplicateSentences:
         return "".join(kept).rstrip() if removed else text
 
 
-class DuplicateDocuments:
+class DuplicateDocuments(Duplicates):
     """Tells documents whose whole text stood in the corpus before. Empty ones repeat nothing."""
-
-    def __init__(self) -> None:
-        self.num_duplicates = 0
-        self._seen_before = SeenBefore()
 
     def is_duplicate(self, text: str) -> bool:
         words = text.split()
-        duplicate = bool(words) and self._seen_before(words)
+        duplicate = bool(words) and self.seen_before(words)
         self.num_duplicates += duplicate
         return duplicate
 

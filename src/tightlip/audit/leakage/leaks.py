@@ -199,15 +199,9 @@ def sums_over_characters(
     assert public.spans is not None
     begins = audited.spans[runs.starts, 0]
     ends = audited.spans[runs.starts + runs.lengths - 1, 1]
-    return _sums_in_spans(
-        begins,
-        ends,
-        runs.documents,
-        public.bounds,
-        public.spans,
-        shard.log_probs,
-        public.bounds[shard.first],
-    )
+    bounds, spans = public.bounds, public.spans
+    base = bounds[shard.first]
+    return _sums_in_spans(begins, ends, runs.documents, bounds, spans, shard.log_probs, base)
 
 
 @njit(cache=True, nogil=True)
