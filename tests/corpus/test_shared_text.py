@@ -6,7 +6,7 @@ import pytest
 
 from tightlip.corpus import shared_text as module
 from tightlip.corpus.readers import open_corpus
-from tightlip.corpus.shared_text import RUN, Several, Without, shared_text
+from tightlip.corpus.shared_text import RUN, Several, shared_text
 
 VOCABULARY = [f"w{number}" for number in range(400)]
 
@@ -99,8 +99,8 @@ def test_of_many_documents_a_sample_stands_for_all(monkeypatch):
 
 
 def test_several_corpora_are_one_and_named_texts_can_be_left_out():
-    both = Several(corpus(OWN[:50]), corpus(OWN[50:]))
-    assert shared_text(both, corpus(OWN)).here.documents == 200
-    rest = Without(both, {OWN[0], *OWN[60:]})
+    both = corpus(OWN[:50]), corpus(OWN[50:])
+    assert shared_text(Several(*both), corpus(OWN)).here.documents == 200
+    rest = Several(*both, without={OWN[0], *OWN[60:]})
     found = shared_text(rest, corpus(OWN[60:]))
     assert (found.here.documents, found.any()) == (59, False)

@@ -143,9 +143,9 @@ def _leakage(run: RunMeasures) -> Row:
 def exposure_by_repetition(run: RunMeasures) -> list[Row]:
     """Mean exposure of the planted canaries by how often each was planted, rarest first."""
     rows = []
+    above = math.inf if run.exposed_above_bits is None else run.exposed_above_bits
     for times in sorted({one["repetitions"] for one in run.planted}):
         group = [one for one in run.planted if one["repetitions"] == times]
-        above = math.inf if run.exposed_above_bits is None else run.exposed_above_bits
         rows.append(
             {
                 "repetitions": times,
@@ -262,11 +262,10 @@ def _advice(run: RunMeasures, base: RunMeasures, mine: float, theirs: float) -> 
 
 def _never_reached(run: RunMeasures, matching: Matching) -> str:
     target = matching.at_perplexity
-    if run.perplexity is None and run.best_perplexity is None:
-        return f"Its utility is not known. {run.not_known.get('perplexity', '')}".strip()
-    reached = (
-        "" if run.best_perplexity is None else f"; its lowest is {number(run.best_perplexity)}"
-    )
+    best = run.best_perplexity
+    if run.perplexity is None and best is None:
+        return _without_utility(run)[0]
+    reached = "" if best is None else f"; its lowest is {number(best)}"
     aim = "the perplexity asked for" if target is None else f"a validation perplexity of {target:g}"
     return f"No snapshot reached {aim}{reached}, so there is nothing to compare."
 
@@ -276,10 +275,7 @@ def _shares_held_out_text(run: RunMeasures, base: RunMeasures) -> bool:
     return (run.held_out_text, run.tokenizer) == (base.held_out_text, base.tokenizer)
 
 
-Change = dict[str, Any]
-
-
-def change_of(mine: Sequence[Change], theirs: Sequence[Change]) -> Change | None:
+def change_of(mine: Sequence[Row], theirs: Sequence[Row]) -> Row | None:
     """By how many bits the most repeated canaries are more exposed than the same ones elsewhere.
 
     The interval is Student's, 95%, and there is none for a single canary. `p_value` is how often
@@ -298,16 +294,10 @@ def change_of(mine: Sequence[Change], theirs: Sequence[Change]) -> Change | None
     return _mean_with_interval(changes) | {"repetitions": most} if changes else None
 
 
-def _mean_with_interval(values: list[float]) -> Change:
+def _mean_with_interval(values: list[float]) -> Row:
     num = len(values)
     mean = math.fsum(values) / num
-    change: Change = {
-        "value": mean,
-        "low": None,
-        "high": None,
-        "num_canaries": num,
-        "p_value": None,
-    }
+    change: Row = {"value": mean, "low": None, "high": None, "num_canaries": num, "p_value": None}
     if num < 2:
         return change
     from scipy.special import stdtr, stdtrit

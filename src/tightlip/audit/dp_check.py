@@ -157,10 +157,7 @@ def _highest_mean_below(chances: np.ndarray, num_correct: int) -> float:
 
 def _binomial(num_guesses: int, right: float) -> np.ndarray:
     """The probability of each number of right guesses."""
-    k = np.arange(num_guesses + 1)
-    ways = _log_factorials(num_guesses)
-    ways = ways[-1] - ways - ways[::-1]
-    return np.exp(ways + k * math.log(right) + (num_guesses - k) * math.log1p(-right))
+    return _chances(num_guesses, np.arange(num_guesses + 1), right)
 
 
 def _mean_highest(num_guesses: int, right: float) -> float:
@@ -169,13 +166,14 @@ def _mean_highest(num_guesses: int, right: float) -> float:
         return 1.0
     n = np.arange(num_guesses)
     mode = np.minimum(((n + 1) * right).astype(np.int64), n)
-    logs = _log_factorials(num_guesses)
-    ways = logs[n] - logs[mode] - logs[n - mode]
-    return float(np.exp(ways + mode * math.log(right) + (n - mode) * math.log1p(-right)).mean())
+    return float(_chances(n, mode, right).mean())
 
 
-def _log_factorials(largest: int) -> np.ndarray:
-    return np.concatenate([[0.0], np.cumsum(np.log(np.arange(1, largest + 1)))])
+def _chances(n: int | np.ndarray, k: np.ndarray, right: float) -> np.ndarray:
+    """The probability of k right guesses out of n."""
+    logs = np.concatenate([[0.0], np.cumsum(np.log(np.arange(1, np.max(n) + 1)))])
+    ways = logs[n] - logs[k] - logs[n - k]
+    return np.exp(ways + k * math.log(right) + (n - k) * math.log1p(-right))
 
 
 def epsilon_lower_bound(

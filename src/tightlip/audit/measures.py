@@ -26,7 +26,7 @@ from tightlip.core.files import make_private_folder, read_json, write_json
 from tightlip.core.registry import look_up
 from tightlip.core.run_folder import RunRecord
 from tightlip.corpus.canaries import read_canary_key
-from tightlip.corpus.opening import CorpusSource, fingerprints, open_run_corpus, tokenised_for
+from tightlip.corpus.opening import CorpusSource, fingerprints, open_run_corpus
 from tightlip.models.loading import model_fingerprint
 from tightlip.scan.models import Scans
 
@@ -204,15 +204,12 @@ class ModelMeasures:
         return self._kept("perplexity", {}, self._perplexity)
 
     def _perplexity(self) -> float | None:
-        from tightlip.audit.leakage.findings import tokens_with_text
-        from tightlip.audit.leakage.leaks import fit_of
+        from tightlip.audit.leakage.findings import validation_fit
         from tightlip.audit.leakage.summary import finite
 
-        model = self.audited.scans.opened(self.audited.model)
-        held_out = CorpusSource(self.audited.held_out, {})
-        corpus = tokenised_for(held_out, model.tokenizer, self.audited.work / "tokens")
-        scanned = self.audited.scans.scan(model, corpus, "Scanning validation text")
-        fit = fit_of(scanned, 1, tokens_with_text(model.tokenizer, corpus))
+        audited = self.audited
+        model, held_out = audited.scans.opened(audited.model), CorpusSource(audited.held_out, {})
+        fit = validation_fit(held_out, model, audited.scans, audited.work / "tokens", top_k=1)
         return finite(fit.perplexity)
 
     def _kept(self, name: str, depends_on: dict[str, Any], measure: Callable[[], Any]) -> Any:

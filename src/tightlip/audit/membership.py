@@ -28,6 +28,11 @@ RATES = {"tpr_at_1_percent_fpr": 100, "tpr_at_0_1_percent_fpr": 1000}
 LEAST_ACCUSED = 2
 NOT_PRIVATE = "The run's ε does not cover these figures: they are computed from the text itself. Keep them as private as the text."
 
+NO_STRANGERS = (
+    "Everybody with held-out text was trained on too, so nothing is said about users. "
+    "To hold out whole users, prepare with --split user."
+)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Score:
@@ -228,8 +233,12 @@ def measure_membership(
     documents = measure_level(members, others, rng, config.num_bootstraps)
     notes += [*missing_rates(documents, "documents"), *_about_users(members, others)]
     notes += _about_certainty(documents)
+    # Of people, a non-member is somebody of whom nothing was trained on.
     strangers = others.chosen(others.users >= prepared.train.num_users)
-    users = _users_level(members, strangers, notes, rng, config.num_bootstraps)
+    users = None
+    if len(strangers):
+        users = measure_level(members.by_user(), strangers.by_user(), rng, config.num_bootstraps)
+    notes += [NO_STRANGERS] if users is None else missing_rates(users, "users")
     notes += _about_the_text(record, prepared)
     result = {
         "documents": documents,
@@ -269,25 +278,6 @@ def _refuse_users_left_out(record: RunRecord) -> None:
             f"{record.folder} was trained without {number:,} users of its corpus and does not say which, so nobody "
             "knows who the members are. Measure the run it was retrained from."
         )
-
-
-def _users_level(
-    members: Side,
-    strangers: Side,
-    notes: list[str],
-    rng: np.random.Generator,
-    num_bootstraps: int,
-) -> dict[str, Any] | None:
-    """The same for people. A non-member is somebody of whom nothing was trained on."""
-    if not len(strangers):
-        notes.append(
-            "Everybody with held-out text was trained on too, so nothing is said about users. "
-            "To hold out whole users, prepare with --split user."
-        )
-        return None
-    level = measure_level(members.by_user(), strangers.by_user(), rng, num_bootstraps)
-    notes += missing_rates(level, "users")
-    return level
 
 
 def _about_users(members: Side, others: Side) -> list[str]:

@@ -4,7 +4,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from tightlip.core.errors import UsageError
-from tightlip.core.settings import Settings, setting
+from tightlip.core.registry import unknown
+from tightlip.core.settings import Settings, names_in, setting
 
 
 def _occurrences(text: str) -> int | None:
@@ -90,9 +91,6 @@ class ResamplingSettings(Settings):
 
 def split_settings(given: dict[str, Any], *kinds: type[Settings]) -> list[Any]:
     """One object of each kind, from settings given by name; a name of none of them is refused."""
-    from tightlip.core.registry import unknown
-    from tightlip.core.settings import names_in
-
     for name in given:
         if name not in names_in(*kinds):
             raise UsageError(unknown("setting", name, names_in(*kinds)))

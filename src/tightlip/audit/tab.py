@@ -67,8 +67,8 @@ def open_tab(
     """A model's folder, or a finished run with the report beside it; `settings` are TabConfig's."""
     config = TabConfig(**settings)
     opened = open_model(model_folder(Path(model)), ScanOptions(device=device))
-    found, notes = (Path(report), []) if report is not None else _report_of(Path(model))
-    unique = unique_texts(LeakageReport(found), opened.tokenizer) if found else None
+    folder, notes = (Path(report), []) if report is not None else _report_of(Path(model))
+    unique = unique_texts(LeakageReport(folder), opened.tokenizer) if folder else None
     return Tab(Completer(opened.model, opened.tokenizer, config), unique, notes)
 
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from tightlip.core.errors import UsageError
-from tightlip.corpus.encoding import Encoder
+from tightlip.corpus.encoding import Encoder, special_ids
 from tightlip.scan.scanner import checked_window, evaluating, full_precision
 
 SENTENCE_END = (".", "!", "?", "…")
@@ -222,10 +222,7 @@ class Words:
     def __init__(
         self, tokenizer: Any, decode: Callable[[list[list[int]]], list[str]], size: int
     ) -> None:
-        special = {int(number) for number in tokenizer.all_special_ids if number is not None}
-        added = getattr(tokenizer, "added_tokens_decoder", {})
-        special |= {number for number, token in added.items() if getattr(token, "special", False)}
-        self._texts = spellings(decode, size, special)
+        self._texts = spellings(decode, size, special_ids(tokenizer))
         # Word tokenizers drop the spaces between words; BPE has them in its tokens. A space before
         # the first word tells nothing: some put one there themselves.
         call = {"add_special_tokens": False}
@@ -288,12 +285,8 @@ def spellings(
     return texts
 
 
-@dataclass(frozen=True)
-class _Read:
-    """A model that has read some tokens: its state, and its logits for the next."""
-
-    state: Any
-    logits_V: Tensor
+# A model that has read some tokens: its state, and its logits for the next.
+_Read = tuple[Any, Tensor]
 
 
 class Memory:
@@ -320,8 +313,8 @@ class Memory:
         inputs = self._inputs(ids)
         if not inputs:
             return None
-        read = self._read_line(tuple(inputs))
-        return Reading(self, inputs, _Read(deepcopy(read.state), read.logits_V))
+        state, logits_V = self._read_line(tuple(inputs))
+        return Reading(self, inputs, deepcopy(state), logits_V)
 
     def _inputs(self, ids: list[int]) -> list[int]:
         inputs = ids if self._bos_id is None else [self._bos_id, *ids]
@@ -337,7 +330,7 @@ class Memory:
             self._lines.move_to_end(line)
             return self._lines[line]
         known = max((k for k in self._lines if line[: len(k)] == k), key=len, default=())
-        state = deepcopy(self._lines[known].state) if known else None
+        state = deepcopy(self._lines[known][0]) if known else None
         self._lines[line] = self.read(list(line), len(known), state)
         if len(self._lines) > LINES_KEPT:
             self._lines.popitem(last=False)
@@ -357,7 +350,7 @@ class Memory:
                 "The model's predictions are NaN, so there is nothing to show. Take an earlier "
                 "snapshot, or train again with a lower rate."
             )
-        return _Read(getattr(output, "past_key_values", None), logits_V)
+        return getattr(output, "past_key_values", None), logits_V
 
     def is_full(self, num_inputs: int) -> bool:
         return self._window is not None and num_inputs >= self._window
@@ -366,9 +359,9 @@ class Memory:
 class Reading:
     """A line being written: the logits for its next token, None once the window is full."""
 
-    def __init__(self, memory: Memory, inputs: list[int], read: _Read) -> None:
-        self._memory, self._inputs, self._read = memory, inputs, read
-        self.logits_V: Tensor | None = read.logits_V
+    def __init__(self, memory: Memory, inputs: list[int], state: Any, logits_V: Tensor) -> None:
+        self._memory, self._inputs, self._state = memory, inputs, state
+        self.logits_V: Tensor | None = logits_V
 
     def go_on(self, token: int) -> None:
         """Write `token`."""
@@ -376,5 +369,5 @@ class Reading:
             self.logits_V = None
             return
         self._inputs.append(token)
-        self._read = self._memory.read(self._inputs, len(self._inputs) - 1, self._read.state)
-        self.logits_V = self._read.logits_V
+        num_known = len(self._inputs) - 1
+        self._state, self.logits_V = self._memory.read(self._inputs, num_known, self._state)

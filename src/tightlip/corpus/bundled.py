@@ -22,29 +22,17 @@ from importlib.resources import as_file, files
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-# The row at which each play begins.
+# The row at which each play begins; the play, and its genre as the Folio of 1623 has it.
 PLAYS = {
-    0: "Coriolanus",
-    1100: "Richard III",
-    2170: "Richard II",
-    2721: "Romeo and Juliet",
-    3548: "Henry VI, Part 3",
-    4334: "The Winter's Tale",
-    5069: "Measure for Measure",
-    5941: "The Taming of the Shrew",
-    6818: "The Tempest",
-}
-# As the Folio of 1623 has them.
-GENRES = {
-    "Coriolanus": "tragedy",
-    "Richard III": "history",
-    "Richard II": "history",
-    "Romeo and Juliet": "tragedy",
-    "Henry VI, Part 3": "history",
-    "The Winter's Tale": "comedy",
-    "Measure for Measure": "comedy",
-    "The Taming of the Shrew": "comedy",
-    "The Tempest": "comedy",
+    0: ("Coriolanus", "tragedy"),
+    1100: ("Richard III", "history"),
+    2170: ("Richard II", "history"),
+    2721: ("Romeo and Juliet", "tragedy"),
+    3548: ("Henry VI, Part 3", "history"),
+    4334: ("The Winter's Tale", "comedy"),
+    5069: ("Measure for Measure", "comedy"),
+    5941: ("The Taming of the Shrew", "comedy"),
+    6818: ("The Tempest", "comedy"),
 }
 WOMEN = {
     *("VOLUMNIA", "VIRGILIA", "VALERIA", "Gentlewoman"),
@@ -80,7 +68,7 @@ def demo_speeches() -> pa.Table:
     genders = [
         None if user in OF_NO_GENDER else "female" if user in WOMEN else "male" for user in users
     ]
-    columns = {"play": plays, "genre": [GENRES[play] for play in plays], "gender": genders}
-    for name, values in columns.items():
+    names, genres = zip(*plays, strict=True)
+    for name, values in (("play", names), ("genre", genres), ("gender", genders)):
         table = table.append_column(name, pa.array(values, pa.string()))
     return table

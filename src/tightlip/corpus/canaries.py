@@ -9,6 +9,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -223,18 +224,12 @@ def _pools(
     corpus: Corpus, templates: Sequence[Template], config: CanaryConfig
 ) -> dict[str, list[str]]:
     """The list of every kind of slot that some template has."""
-    pools: dict[str, list[str]] = {}
-    for kind in sorted({place for template in templates for place in template.places}):
-        if kind == "digits":
-            pools[kind] = list(DIGIT_POOL)
-        elif kind == "names":
-            pools[kind] = _distinct(config.names, "names")
-        elif config.words is not None:
-            pools[kind] = _distinct(config.words, "words")
-        else:
-            letters = [word for word in words_by_frequency(corpus) if word[0].isalpha()]
-            pools[kind] = _distinct(letters[: config.num_words], "words")
-    return pools
+    kinds = sorted({place for template in templates for place in template.places})
+    given = {"digits": DIGIT_POOL, "names": config.names, "words": config.words}
+    if "words" in kinds and config.words is None:
+        letters = (word for word in words_by_frequency(corpus) if word[0].isalpha())
+        given["words"] = tuple(islice(letters, config.num_words))
+    return {kind: _distinct(given[kind], kind) for kind in kinds}
 
 
 def _distinct(values: Sequence[str] | None, kind: str) -> list[str]:

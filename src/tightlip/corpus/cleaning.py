@@ -96,13 +96,14 @@ class Cleaner:
         return None if emptied else rest
 
 
-class SeenBefore:
-    """Remembers texts by their hash."""
+class Duplicates:
+    """Remembers texts by their hash, and counts those that came before."""
 
     def __init__(self) -> None:
+        self.num_duplicates = 0
         self._seen: set[bytes] = set()
 
-    def __call__(self, words: list[str]) -> bool:
+    def seen_before(self, words: list[str]) -> bool:
         """Whether these words, in this order, came before; from now on they did."""
         digest = blake2b(" ".join(words).casefold().encode("utf-8"), digest_size=16).digest()
         before = digest in self._seen
@@ -110,7 +111,7 @@ class SeenBefore:
         return before
 
 
-class DuplicateSentences:
+class DuplicateSentences(Duplicates):
     """Removes sentences of at least three words that stood in the corpus before.
 
     Holds:
@@ -118,17 +119,13 @@ class DuplicateSentences:
         settled: no sentence of three words stands twice in what is left.
     """
 
-    def __init__(self) -> None:
-        self.num_duplicates = 0
-        self._seen_before = SeenBefore()
-
     def without(self, text: str) -> str:
         """`text` less its repeated sentences, which are counted."""
         kept: list[str] = []
         removed = 0
         for sentence, space in sentences(text):
             words = sentence.split()
-            if len(words) >= MIN_WORDS and self._seen_before(words):
+            if len(words) >= MIN_WORDS and self.seen_before(words):
                 removed += 1
                 if "\n" in space and kept:
                     kept[-1] = space  # the line still ends where it did
@@ -138,16 +135,12 @@ class DuplicateSentences:
         return "".join(kept).rstrip() if removed else text
 
 
-class DuplicateDocuments:
+class DuplicateDocuments(Duplicates):
     """Tells documents whose whole text stood in the corpus before. Empty ones repeat nothing."""
-
-    def __init__(self) -> None:
-        self.num_duplicates = 0
-        self._seen_before = SeenBefore()
 
     def is_duplicate(self, text: str) -> bool:
         words = text.split()
-        duplicate = bool(words) and self._seen_before(words)
+        duplicate = bool(words) and self.seen_before(words)
         self.num_duplicates += duplicate
         return duplicate
 
@@ -251,12 +244,9 @@ def _long_number(match: str) -> int:
     return 0 if compact_date else len(match)
 
 
-def _international_phone(match: str) -> int:
-    return len(match) if 8 <= sum(map(str.isdigit, match)) <= 15 else 0
-
-
-def _national_phone(match: str) -> int:
-    return len(match) if 9 <= sum(map(str.isdigit, match)) <= 12 else 0
+def _phone_of(least: int, most: int) -> _Replaced:
+    """All of a match with so many digits."""
+    return lambda match: len(match) if least <= sum(map(str.isdigit, match)) <= most else 0
 
 
 def _local_phone(match: str) -> int:
@@ -284,31 +274,38 @@ _AREA = (
 )
 _TRUNK = r"(?:(?<=\()0\d{1,4}\)|(?<=0)\d{1,4})"
 
+_WEB = r"(?i:\b(?:https?|ftp)://|\bwww\.)[^\s<>\"]+"
+_EMAIL = r"(?<![\w.+%'-])[\w.+%'-]{1,64}+@(?:[\w-]{1,63}\.){1,8}[\w-]{2,63}"
+_SITE = rf"(?<![\w.@-])(?:[A-Za-z0-9-]{{1,63}}\.){{1,8}}(?:{_TLD})\b(?:[/?#][^\s<>\"]*)?(?![\w@])"
+_IPV6 = r"(?<![\w:.])(?=[0-9A-Fa-f]{0,4}:)[0-9A-Fa-f:]{2,39}(?:\.\d{1,3}){0,3}(?!\w)"
+_FIRST_OCTET = r"[0-9](?<![\w.].)(?:(?<=2)5[0-5]|(?<=2)[0-4]\d|(?<=1)\d\d|\d?)"
+_ABROAD = r"\+(?<!\w.)(?<!\+.)\d{1,3}(?:[ .-]?\(?\d{1,5}\)?){2,6}(?!\w)"
+_AT_HOME = rf"[0(]{_FREE}(?<!\d .){_TRUNK}[ /-]\d{{3,8}}(?:[ -]\d{{2,8}}){{0,3}}{_END}"
+_LONG = r"[A-Z\d](?<![\w$€£].)(?<!\d[.,].)[A-Z]{0,3}\d{7,}(?!\w|[.,]\d)"
+
 # In this order: an address inside a URL belongs to the URL, a card number is also a long number.
 _RULES = [
     _Rule(kind, re.compile(pattern), replaced, hints)
     for kind, pattern, replaced, hints in [
-        ("URL", r"(?i:\b(?:https?|ftp)://|\bwww\.)[^\s<>\"]+", _url, ("://", "www.", "Www.", "WWW.")),
-        ("EMAIL", r"(?<![\w.+%'-])[\w.+%'-]{1,64}+@(?:[\w-]{1,63}\.){1,8}[\w-]{2,63}", _all, ("@",)),
-        ("URL", rf"(?<![\w.@-])(?:[A-Za-z0-9-]{{1,63}}\.){{1,8}}(?:{_TLD})\b(?:[/?#][^\s<>\"]*)?(?![\w@])",
-         _url, tuple(f".{domain}" for domain in _DOMAINS)),
-        ("IP", r"(?<![\w:.])(?=[0-9A-Fa-f]{0,4}:)[0-9A-Fa-f:]{2,39}(?:\.\d{1,3}){0,3}(?!\w)", _ip, (":",)),
-        ("IP", rf"[0-9](?<![\w.].)(?:(?<=2)5[0-5]|(?<=2)[0-4]\d|(?<=1)\d\d|\d?)(?:\.{_OCTET}){{3}}(?!\w|\.\d)",
-         _ip, (".",)),
+        ("URL", _WEB, _url, ("://", "www.", "Www.", "WWW.")),
+        ("EMAIL", _EMAIL, _all, ("@",)),
+        ("URL", _SITE, _url, tuple(f".{domain}" for domain in _DOMAINS)),
+        ("IP", _IPV6, _ip, (":",)),
+        ("IP", rf"{_FIRST_OCTET}(?:\.{_OCTET}){{3}}(?!\w|\.\d)", _ip, (".",)),
         ("ACCOUNT", r"[A-Z](?<!\w.)[A-Z]\d{2}(?:[ -]?[A-Z0-9]){11,30}\b", _iban, ()),
         ("CARD", rf"[2-6]{_FREE}\d{{3}}([ -])\d{{4}}\1\d{{4}}\1\d{{1,7}}{_END}", _card, ()),
         ("CARD", rf"3{_FREE}[47]\d\d([ -])\d{{6}}\1\d{{5}}{_END}", _card, ()),
         ("CARD", rf"[2-6]{_FREE}\d{{12,18}}{_END}", _card, ()),
         # US social security
         ("ACCOUNT", rf"\d{_FREE}\d{{2}}-\d{{2}}-\d{{4}}{_END}", _all, ("-",)),
-        ("PHONE", r"\+(?<!\w.)(?<!\+.)\d{1,3}(?:[ .-]?\(?\d{1,5}\)?){2,6}(?!\w)", _international_phone, ("+",)),
+        ("PHONE", _ABROAD, _phone_of(8, 15), ("+",)),
         ("PHONE", rf"[1-9(]{_FREE}{_AREA}\d{{3}}[ .-]\d{{4}}{_END}", _all, ()),
         ("PHONE", rf"0{_FREE}(?<!\d .)\d(?:([ .-])\d\d)(?:\1\d\d){{3}}{_END}", _all, ()),
-        ("PHONE", rf"[0(]{_FREE}(?<!\d .){_TRUNK}[ /-]\d{{3,8}}(?:[ -]\d{{2,8}}){{0,3}}{_END}", _national_phone, ()),
+        ("PHONE", _AT_HOME, _phone_of(9, 12), ()),
         ("PHONE", rf"[2-9]{_FREE}\d\d-\d{{4}}{_END}", _local_phone, ("-",)),
-        ("ACCOUNT", r"[A-Z\d](?<![\w$€£].)(?<!\d[.,].)[A-Z]{0,3}\d{7,}(?!\w|[.,]\d)", _long_number, ()),
+        ("ACCOUNT", _LONG, _long_number, ()),
     ]
-]  # fmt: skip
+]
 
 
 def _without_names(text: str, names: NameFinder) -> tuple[str, int]:

@@ -138,16 +138,13 @@ def cuts_at_spaces(backend: Any) -> bool:
     except Exception:  # a pre-tokenizer written in Python cannot be described
         return False
     splitter = described["pre_tokenizer"] or {}
-    known = _is_words(splitter) or _is_byte_level(splitter)
+    is_ours = splitter.get("pattern") == {"Regex": WORD_PATTERN}
+    known = is_ours or _is_byte_level(splitter)
     added = described["added_tokens"]
     plain = not any(
         token["lstrip"] or token["rstrip"] or re.search(r"\s", token["content"]) for token in added
     )
     return described["normalizer"] is None and known and plain
-
-
-def _is_words(splitter: dict) -> bool:
-    return splitter.get("pattern") == {"Regex": WORD_PATTERN}
 
 
 def _is_byte_level(splitter: dict) -> bool:
@@ -169,6 +166,13 @@ def _everything(backend: Any, split_special_tokens: bool) -> Iterator[None]:
             backend.enable_truncation(**truncation)
         if padding:
             backend.enable_padding(**padding)
+
+
+def special_ids(tokenizer: Any) -> set[int]:
+    """Padding, begin, end and whatever else stands for no text."""
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    special = {number for number, token in added.items() if getattr(token, "special", False)}
+    return special | {int(number) for number in tokenizer.all_special_ids if number is not None}
 
 
 def tokenizer_fingerprint(tokenizer: Any) -> str:

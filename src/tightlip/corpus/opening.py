@@ -46,9 +46,6 @@ class CorpusSource:
             return self.path.parent, "validation"
         return (self.path, "train") if is_prepared(self.path) else None
 
-    def exists(self) -> bool:
-        return self.path is None or self.path.exists()
-
     def prepared(self) -> TokenizedCorpus | None:
         """The tokens stored with a prepared corpus."""
         if self._stored_part is None:
@@ -88,8 +85,6 @@ def tokenised_for(
             return open_tokenized(folder)
         key_file.unlink(missing_ok=True)  # first: it must never stand beside other tokens
         shutil.rmtree(folder)
-    if not source.exists():
-        raise UsageError(f"{source.path} does not exist. Give the path of the corpus.")
     documents = source.documents()
     corpus = tokenize_documents(documents.batches(), tokenizer, folder, with_spans=with_spans)
     write_json(key_file, {"key": key, "num_skipped": documents.num_skipped})

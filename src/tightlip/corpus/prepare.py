@@ -224,12 +224,23 @@ def _write_documents(
     corpus: Corpus, folder: Path, config: PrepareConfig, metadata: dict[bytes, bytes] | None
 ) -> dict[str, Any]:
     """train.parquet and validation.parquet; returns what is known before tokenising."""
-    cleaned = folder / "cleaned.parquet"
+    cleaned, held = folder / "cleaned.parquet", folder / "validation.parquet"
     cleaner, types = _write_cleaned(corpus, cleaned, config)
-    num_skipped = corpus.num_skipped
-    _write_splits(open_corpus(cleaned), folder, types, cleaner.documents_per_user, config, metadata)
+    per_user, split = cleaner.documents_per_user, cast(SplitBy, config.split)
+    splitter = Splitter(per_user, split=split, holdout=config.holdout, seed=config.seed)
+    with (
+        TableWriter(folder / "train.parquet", types, metadata) as train,
+        TableWriter(held, types, metadata) as rest,
+    ):
+        for batch in open_corpus(cleaned).batches():
+            out = list(map(splitter.is_held_out, batch.users, batch.texts))
+            train.write(batch, [not is_out for is_out in out])
+            rest.write(batch, out)
     cleaned.unlink()
-    return cleaner.statistics(num_skipped)
+    _check_split(train.num_rows, rest.num_rows, per_user, config)
+    if split == "none":
+        held.unlink()
+    return cleaner.statistics(corpus.num_skipped)
 
 
 def _write_cleaned(
@@ -275,34 +286,14 @@ def _warnings_of_held_out(folder: Path, held_out: Corpus) -> list[str]:
     return warnings
 
 
-def _write_splits(
-    cleaned: Corpus,
-    folder: Path,
-    types: dict[str, Any],
-    documents_per_user: Counter[str],
-    config: PrepareConfig,
-    metadata: dict[bytes, bytes] | None,
+def _check_split(
+    num_kept: int, num_held: int, documents_per_user: Counter[str], config: PrepareConfig
 ) -> None:
-    splitter = Splitter(
-        documents_per_user,
-        split=cast(SplitBy, config.split),
-        holdout=config.holdout,
-        seed=config.seed,
-    )
-    held = folder / "validation.parquet"
-    kept = folder / "train.parquet"
-    with TableWriter(kept, types, metadata) as train, TableWriter(held, types, metadata) as rest:
-        for batch in cleaned.batches():
-            out = list(map(splitter.is_held_out, batch.users, batch.texts))
-            train.write(batch, [not is_out for is_out in out])
-            rest.write(batch, out)
-    if not train.num_rows:
+    if not num_kept:
         raise UsageError(
             f"holdout={config.holdout} by {config.split} leaves nothing to train on. Use a smaller --holdout."
         )
-    if config.split == "none":
-        held.unlink()
-    elif not rest.num_rows:
+    if config.split != "none" and not num_held:
         raise UsageError(
             f"holdout={config.holdout} by {config.split} holds out nothing: {len(documents_per_user)} users with "
             f"at most {max(documents_per_user.values())} documents each. Use a larger --holdout, split by "

@@ -20,7 +20,7 @@ from tightlip.corpus.history import fingerprints, history_of, origin_of, sources
 from tightlip.corpus.prepare import PreparedCorpus
 from tightlip.corpus.prepare_config import BadRows
 from tightlip.corpus.readers import Corpus, Part, open_corpus
-from tightlip.corpus.shared_text import Documents, Several, Shared, Without, shared_text
+from tightlip.corpus.shared_text import Several, Shared, shared_text
 
 NOBODY = ""
 PUBLIC_CORPUS, MODEL_TEXT = "public_corpus", "model_text"
@@ -174,7 +174,7 @@ def _check(shared: Shared, name: str, so: str) -> None:
         )
 
 
-def _own_text(corpus: PreparedCorpus) -> Documents:
+def _own_text(corpus: PreparedCorpus) -> Several:
     """All that the corpus' users wrote, what was held out of it too; no canaries, which may have
     been planted in public text on purpose."""
     parts = [open_corpus(corpus.folder / "train.parquet")]
@@ -182,7 +182,7 @@ def _own_text(corpus: PreparedCorpus) -> Documents:
     if corpus.settings.get("validation") is None and held.is_file():
         parts.append(open_corpus(held))
     planted = {text for key in _keys_beside(corpus) for text in _planted(key)}
-    return Without(Several(*parts), planted) if planted else Several(*parts)
+    return Several(*parts, without=planted)
 
 
 def _keys_beside(corpus: PreparedCorpus) -> list[Path]:

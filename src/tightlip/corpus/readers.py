@@ -152,13 +152,12 @@ class Corpus:
         for name, as_string in ((self._user_column, _user), (self._text_column, _text)):
             if row.get(name) is None:
                 return _missing(name, row)
-            row[name] = as_string(row[name], name, where)
+            if not isinstance(row[name], str | Fault):
+                row[name] = as_string(row[name], name, where)
         if part.empty_is_null and not row[self._user_column]:
             return Fault(f"has nothing in column {self._user_column!r}")
         if part.empty_is_null and re.fullmatch(r"-?\d+\.0", row[self._user_column]):
-            raise UsageError(
-                f"{where} {_FLOAT_USERS.format(name=self._user_column)}"
-            )  # CSV is all text
+            raise _float_users(where, self._user_column)  # CSV is all text
         for value in row.values():
             if value is NOT_UTF8 or (isinstance(value, str) and not _encodes(value)):
                 return NOT_UTF8
@@ -290,13 +289,14 @@ def _check_columns(where: str, schema: pa.Schema, user_column: str, text_column:
             raise UsageError(f"{where} has two columns {name!r}. Rename one of them.")
     kind = schema.field(user_column).type
     if pa.types.is_floating(kind):
-        raise UsageError(f"{where} {_FLOAT_USERS.format(name=user_column)}")
+        raise _float_users(where, user_column)
 
 
-_FLOAT_USERS = (
-    "has floating-point numbers in its user column {name!r}, and 12.0 or 1e16 name nobody safely. pandas "
-    "turns an integer column with gaps into floats: use astype('Int64') or astype(str) before saving."
-)
+def _float_users(where: str, column: str) -> UsageError:
+    return UsageError(
+        f"{where} has floating-point numbers in its user column {column!r}, and 12.0 or 1e16 name nobody safely. pandas "
+        "turns an integer column with gaps into floats: use astype('Int64') or astype(str) before saving."
+    )
 
 
 def _columns_there(name: str, names: Iterable[str]) -> str:
@@ -312,21 +312,17 @@ def _missing(name: str, row: dict[str, Any]) -> Fault:
     return Fault(f"has no column {name!r} ({_columns_there(name, row)[:-1]})")
 
 
-def _user(value: Any, column: str, where: str) -> Any:
-    if isinstance(value, str | Fault):
-        return value
+def _user(value: Any, column: str, where: str) -> str:
     if isinstance(value, Integral) and not isinstance(value, bool):
         return str(int(value))
     if isinstance(value, float):
-        raise UsageError(f"{where} {_FLOAT_USERS.format(name=column)}")
+        raise _float_users(where, column)
     raise UsageError(
         f"{where} has a {type(value).__name__} in its user column {column!r}. Users are strings or integers."
     )
 
 
-def _text(value: Any, column: str, where: str) -> Any:
-    if isinstance(value, str | Fault):
-        return value
+def _text(value: Any, column: str, where: str) -> str | Fault:
     if isinstance(value, bytes):
         try:
             return value.decode("utf-8")

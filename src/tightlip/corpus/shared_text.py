@@ -38,24 +38,14 @@ class Documents(Protocol):
 
 
 class Several:
-    """Corpora read one after the other."""
+    """Corpora read one after the other, without the documents that read as one of some texts."""
 
-    def __init__(self, *parts: Documents) -> None:
-        self.parts = parts
-
-    def batches(self) -> Iterator[DocumentBatch]:
-        return chain.from_iterable(part.batches() for part in self.parts)
-
-
-class Without:
-    """A corpus without the documents that read so."""
-
-    def __init__(self, corpus: Documents, texts: Set[str]) -> None:
-        self.corpus, self.texts = corpus, texts
+    def __init__(self, *parts: Documents, without: Set[str] = frozenset()) -> None:
+        self.parts, self.without = parts, without
 
     def batches(self) -> Iterator[DocumentBatch]:
-        for batch in self.corpus.batches():
-            yield batch.where([text not in self.texts for text in batch.texts])
+        for batch in chain.from_iterable(part.batches() for part in self.parts):
+            yield batch.where([text not in self.without for text in batch.texts])
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -93,7 +93,7 @@ class ScanStore:
             for number, (first, end) in enumerate(pairwise(edges)):
                 bounds = corpus.bounds[first : end + 1]
                 num_tokens = int(bounds[-1] - bounds[0])
-                places = [_shard_file(folder, number) for folder in (own, *others)]
+                places = [folder / f"{number:06d}.npz" for folder in (own, *others)]
                 path = next((one for one in places if _is_whole(one, num_tokens)), None)
                 if path is None:
                     scan = scan or open_scan()
@@ -130,23 +130,15 @@ def _is_of(folder: Path, key: dict[str, Any]) -> bool:
         return False
 
 
-def _shard_file(folder: Path, number: int) -> Path:
-    return folder / f"{number:06d}.npz"
-
-
 def _is_whole(path: Path, num_tokens: int) -> bool:
     """Whether a shard reads back, as long as its text; reading checks each array's checksum."""
-    if not path.exists():
-        return False
-    kinds = {"ranks": np.dtype(np.int32), "log_probs": np.dtype(np.float32)}
     try:
         with np.load(path) as stored:
-            arrays = {name: stored[name] for name in kinds}
+            arrays = stored["ranks"], stored["log_probs"]
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
         return False
-    return all(arrays[name].shape == (num_tokens,) for name in kinds) and all(
-        arrays[name].dtype == kind for name, kind in kinds.items()
-    )
+    kinds = [array.dtype for array in arrays]
+    return kinds == [np.int32, np.float32] and all(one.shape == (num_tokens,) for one in arrays)
 
 
 def _write_shard(path: Path, key: dict[str, Any], ranks: np.ndarray, log_probs: np.ndarray) -> None:

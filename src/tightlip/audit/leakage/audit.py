@@ -11,8 +11,15 @@ from typing import Any
 import numpy as np
 
 import tightlip
-from tightlip.audit.leakage.findings import Finder, Findings, unknown_share, write_report
-from tightlip.audit.leakage.leaks import Fit, Leaks, PublicView
+from tightlip.audit.leakage.counting import Engine
+from tightlip.audit.leakage.findings import (
+    Findings,
+    tokens_with_text,
+    unknown_share,
+    validation_fit,
+    write_report,
+)
+from tightlip.audit.leakage.leaks import Fit, Leaks, PublicView, find_leaks, public_perplexities
 from tightlip.audit.leakage.summary import LeakageReport
 from tightlip.audit.measures import Audited
 from tightlip.audit.settings import LeakageConfig, split_settings
@@ -21,6 +28,7 @@ from tightlip.core.files import make_private_folder, write_json
 from tightlip.core.progress import task
 from tightlip.core.registry import look_up
 from tightlip.core.run_folder import RunRecord, Snapshot, is_run
+from tightlip.core.settings import bytes_from
 from tightlip.corpus.opening import (
     CorpusSource,
     finished_run,
@@ -29,9 +37,10 @@ from tightlip.corpus.opening import (
     open_run_corpus,
     tokenised_for,
 )
+from tightlip.corpus.tokens import TokenizedCorpus
 from tightlip.scan.models import OpenedModel, Scans, open_model, run_store
 from tightlip.scan.options import ScanOptions
-from tightlip.scan.store import SCAN, ScanStore
+from tightlip.scan.store import SCAN, ScannedCorpus, ScanStore
 
 WORK = ".work"  # tokens, and what is not to be kept, while an audit is under way
 LEAVE_OUT = "leave-out"
@@ -88,7 +97,9 @@ def audit_model(
     job = _Job(
         subject=subject,
         folder=folder,
-        finder=Finder(scans=scans, config=config, engine=look_up("engine", engine)()),
+        scans=scans,
+        config=config,
+        engine=look_up("engine", engine)(),
         leaves_out=str(public_model) == LEAVE_OUT,
         retrain=retrain,
     )
@@ -186,7 +197,7 @@ def _subject(
 
 
 def _existing(source: CorpusSource) -> CorpusSource:
-    if not source.exists():
+    if source.path is not None and not source.path.exists():
         raise UsageError(f"{source.path} does not exist. Give the path of a corpus.")
     return source
 
@@ -197,7 +208,9 @@ class _Job:
 
     subject: _Subject
     folder: Path
-    finder: Finder
+    scans: Scans
+    config: LeakageConfig
+    engine: Engine
     leaves_out: bool = False
     retrain: Retrain | None = None
 
@@ -252,7 +265,7 @@ class _Job:
         return make_private_folder(self.folder / "snapshots" / snapshot.name)
 
     def _snapshot_row(self, snapshot: Snapshot, public: OpenedModel | None) -> dict[str, Any]:
-        model = open_model(snapshot.folder, self.finder.scans.options, name=snapshot.name)
+        model = open_model(snapshot.folder, self.scans.options, name=snapshot.name)
         leaks = self._leaks(model, public)
         findings = self._findings(model, leaks, public)
         summary = write_report(self._snapshot_folder(snapshot), findings)
@@ -274,7 +287,22 @@ class _Job:
             self.work / "tokens",
             with_spans=public is not None and self._crosses(public),
         )
-        return self.finder.leaks(model, corpus)
+        return self._leaks_in(model, corpus, "Scanning the model")[1]
+
+    def _leaks_in(
+        self, model: OpenedModel, corpus: TokenizedCorpus, description: str
+    ) -> tuple[ScannedCorpus, Leaks]:
+        """A model's scan of the corpus, and what it gives away of it."""
+        carries_text = tokens_with_text(model.tokenizer, corpus)
+        scanned = self.scans.scan(model, corpus, description)
+        leaks = find_leaks(
+            scanned,
+            top_k=self.config.top_k,
+            carries_text=carries_text,
+            engine=self.engine,
+            memory_bytes=bytes_from(self.scans.options.memory),
+        )
+        return scanned, leaks
 
     def _findings(self, model: OpenedModel, leaks: Leaks, public: OpenedModel | None) -> Findings:
         run = self.subject.run
@@ -283,7 +311,7 @@ class _Job:
             leaks=leaks,
             public=self._public_view(leaks, public) if public else self._nobody_left_out(leaks),
             validation=self._validation(model),
-            config=self.finder.config,
+            config=self.config,
             about={
                 "version": tightlip.__version__,
                 "guarantee": run.guarantee if run else None,
@@ -298,22 +326,19 @@ class _Job:
     def _validation(self, model: OpenedModel) -> Fit | None:
         if self.subject.validation is None:
             return None
-        corpus = tokenised_for(
-            self.subject.validation, model.tokenizer, self.work / "validation-tokens"
-        )
-        return self.finder.fit(model, corpus)
+        tokens = self.work / "validation-tokens"
+        text, top_k = self.subject.validation, self.config.top_k
+        return validation_fit(text, model, self.scans, tokens, top_k)
 
     def _opened_public(self, public_model: str | Path | None) -> OpenedModel | None:
-        if public_model is None:
+        if self.leaves_out and self.subject.run is None:
+            raise UsageError(
+                "--public-model leave-out retrains by the run's own recipe, and this model was "
+                "not trained by tightlip. Give --public-model DIR."
+            )
+        if public_model is None or self.leaves_out:
             return None
-        if self.leaves_out:
-            if self.subject.run is None:
-                raise UsageError(
-                    "--public-model leave-out retrains by the run's own recipe, and this model was "
-                    "not trained by tightlip. Give --public-model DIR."
-                )
-            return None
-        return open_model(public_model, self.finder.scans.options)
+        return open_model(public_model, self.scans.options)
 
     def _crosses(self, public: OpenedModel) -> bool:
         """Whether the public model cuts text into other tokens, so that characters must align."""
@@ -329,12 +354,19 @@ class _Job:
         )
 
     def _public_view(self, leaks: Leaks, public: OpenedModel) -> PublicView:
+        """The same text through a model that never saw it: perplexities, and its own unique count."""
         corpus = leaks.corpus
         if self._crosses(public):
             corpus = tokenised_for(
                 self.subject.corpus, public.tokenizer, self.work / "public-tokens", with_spans=True
             )
-        return self.finder.public_view(leaks, public, corpus)
+        scanned, benchmark = self._leaks_in(public, corpus, "Scanning the public model")
+        return PublicView(
+            name=public.name,
+            perplexity_of_run=public_perplexities(leaks, scanned),
+            cross_tokenizer=corpus.tokenizer_fingerprint != leaks.corpus.tokenizer_fingerprint,
+            unique=int(benchmark.unique.sum()),
+        )
 
     def _left_out_model(self, leaks: Leaks) -> OpenedModel:
         """The run's recipe again, without any document of the owners of unique sequences."""
@@ -355,7 +387,7 @@ class _Job:
                 f"nearly everyone owns a unique sequence: give --public-model DIR."
             )
         run = self.retrain(self.subject.run, frozenset(owners.tolist()), self.work / LEAVE_OUT)
-        return open_model(run.model_folder, self.finder.scans.options, name=LEAVE_OUT)
+        return open_model(run.model_folder, self.scans.options, name=LEAVE_OUT)
 
 
 class LeakageAudit:
@@ -377,11 +409,9 @@ class LeakageAudit:
                 run=None,
             ),
             folder=audited.work,
-            finder=Finder(
-                scans=audited.scans,
-                config=LeakageConfig(redact=True, occurrences=1),
-                engine=look_up("engine", "local")(),
-            ),
+            scans=audited.scans,
+            config=LeakageConfig(redact=True, occurrences=1),
+            engine=look_up("engine", "local")(),
         )
         return job.summary(
             None if reference is None else audited.scans.opened(model_folder(reference))

@@ -73,9 +73,7 @@ class Counts:
 
 def edges_of(lengths: np.ndarray) -> np.ndarray:
     """Where stretches of these lengths begin and end when they lie end to end."""
-    edges = np.zeros(len(lengths) + 1, dtype=np.int64)
-    np.cumsum(lengths, out=edges[1:])
-    return edges
+    return np.append(0, np.cumsum(lengths, dtype=np.int64))
 
 
 def count_in_shard(shard: Shard, sequences: Sequences) -> Counts:
@@ -136,21 +134,16 @@ def _packed(
     by_user: np.ndarray, users: np.ndarray, lengths: np.ndarray, most_tokens: int
 ) -> Iterator[tuple[np.ndarray, int | None]]:
     """Documents for each shard: whole users while they fit, a larger user in pieces of its own."""
-    sorted_users = users[by_user]
-    starts = np.flatnonzero(np.r_[True, sorted_users[1:] != sorted_users[:-1]])
-    ends = np.r_[starts[1:], len(by_user)]
     waiting: list[np.ndarray] = []
     waiting_tokens = 0
-    for start, end in zip(starts, ends, strict=True):
-        documents = by_user[start:end]
+    for documents in np.split(by_user, np.flatnonzero(np.diff(users[by_user])) + 1):
         size = int(lengths[documents].sum())
         if waiting and waiting_tokens + size > most_tokens:
             yield np.concatenate(waiting), None
             waiting, waiting_tokens = [], 0
         if size > most_tokens:
-            cuts = _cuts(lengths[documents], most_tokens)
-            for piece in np.split(documents, cuts):
-                yield piece, int(sorted_users[start])
+            for piece in np.split(documents, _cuts(lengths[documents], most_tokens)):
+                yield piece, int(users[documents[0]])
         else:
             waiting.append(documents)
             waiting_tokens += size

@@ -12,72 +12,21 @@ from typing import Any
 
 import numpy as np
 
-from tightlip.audit.leakage.counting import Engine
-from tightlip.audit.leakage.leaks import (
-    Fit,
-    Leaks,
-    PublicView,
-    find_leaks,
-    fit_of,
-    public_perplexities,
-)
+from tightlip.audit.leakage.leaks import Fit, Leaks, PublicView, fit_of
 from tightlip.audit.leakage.summary import summarise
 from tightlip.audit.leakage.tables import ratio_of_sequence, write_sequences, write_users
 from tightlip.audit.settings import LeakageConfig
 from tightlip.core.errors import UsageError
 from tightlip.core.files import write_json
-from tightlip.core.settings import bytes_from
+from tightlip.corpus.encoding import special_ids
+from tightlip.corpus.opening import CorpusSource, tokenised_for
 from tightlip.corpus.tokens import TokenizedCorpus
 from tightlip.scan.models import OpenedModel, Scans
-from tightlip.scan.store import ScannedCorpus
 
 INFINITE_RATIO = (
     "The public model holds some leaked token impossible, so the largest ratio is infinite "
     "and leakage_epsilon is given as not known."
 )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Finder:
-    """What finds leaks in scanned text: the scans, the settings, and where counting runs."""
-
-    scans: Scans
-    config: LeakageConfig
-    engine: Engine
-
-    def leaks(self, model: OpenedModel, corpus: TokenizedCorpus) -> Leaks:
-        """What the model gives away of the corpus, without regard to any public model."""
-        carries_text = tokens_with_text(model.tokenizer, corpus)
-        scanned = self.scans.scan(model, corpus, "Scanning the model")
-        return self._leaks_in(scanned, carries_text)
-
-    def public_view(
-        self, leaks: Leaks, public: OpenedModel, public_corpus: TokenizedCorpus
-    ) -> PublicView:
-        """The same text through a model that never saw it: perplexities, and its own unique count."""
-        scanned = self.scans.scan(public, public_corpus, "Scanning the public model")
-        benchmark = self._leaks_in(scanned, tokens_with_text(public.tokenizer, public_corpus))
-        own = leaks.corpus.tokenizer_fingerprint
-        return PublicView(
-            name=public.name,
-            perplexity_of_run=public_perplexities(leaks, scanned),
-            cross_tokenizer=public_corpus.tokenizer_fingerprint != own,
-            unique=int(benchmark.unique.sum()),
-        )
-
-    def fit(self, model: OpenedModel, corpus: TokenizedCorpus) -> Fit:
-        """Perplexity and top-k accuracy on text the model was not trained on."""
-        scanned = self.scans.scan(model, corpus, "Scanning validation text")
-        return fit_of(scanned, self.config.top_k, tokens_with_text(model.tokenizer, corpus))
-
-    def _leaks_in(self, scanned: ScannedCorpus, carries_text: np.ndarray) -> Leaks:
-        return find_leaks(
-            scanned,
-            top_k=self.config.top_k,
-            carries_text=carries_text,
-            engine=self.engine,
-            memory_bytes=bytes_from(self.scans.options.memory),
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,25 +47,17 @@ class Findings:
 
     def summary(self, ratios: np.ndarray) -> dict[str, Any]:
         """What summary.json holds."""
-        leaks, config = self.leaks, self.config
-        found = summarise(
-            leaks,
-            top_k=config.top_k,
-            fewer_than=config.fewer_than,
-            thresholds=config.thresholds,
-            ratios=ratios,
-            public=self.public,
-            validation=self.validation,
-        )
-        found |= {
+        leaks = self.leaks
+        summary = summarise(leaks, self.config, ratios, self.public, self.validation)
+        summary |= {
             "model_fingerprint": self.model.fingerprint,
             "corpus_fingerprint": leaks.corpus.corpus_fingerprint,
-            "redacted": config.redact,
+            "redacted": self.config.redact,
             **self.about,
         }
         if np.isinf(ratios[leaks.unique]).any():
-            found["notes"] = [*found["notes"], INFINITE_RATIO]
-        return found
+            summary["notes"] = [*summary["notes"], INFINITE_RATIO]
+        return summary
 
 
 def write_report(folder: Path, findings: Findings) -> dict[str, Any]:
@@ -124,19 +65,22 @@ def write_report(folder: Path, findings: Findings) -> dict[str, Any]:
     (folder / "summary.json").unlink(missing_ok=True)
     leaks, config, public = findings.leaks, findings.config, findings.public
     ratios = findings.ratios()
-    write_sequences(
-        folder,
-        leaks,
-        decode=decoder_of(findings.model.tokenizer),
-        public_perplexity_of_run=public.perplexity_of_run if public else None,
-        ratios=ratios,
-        occurrences=config.occurrences,
-        redact=config.redact,
-    )
+    public_perplexity_of_run = public.perplexity_of_run if public else None
+    decode = decoder_of(findings.model.tokenizer)
+    write_sequences(folder, leaks, ratios, public_perplexity_of_run, decode, config)
     write_users(folder, leaks, ratios, config.redact)
     summary = findings.summary(ratios)
     write_json(folder / "summary.json", summary)
     return summary
+
+
+def validation_fit(
+    text: CorpusSource, model: OpenedModel, scans: Scans, tokens: Path, top_k: int
+) -> Fit:
+    """Perplexity and top-k accuracy on text the model was not trained on, its tokens in `tokens`."""
+    corpus = tokenised_for(text, model.tokenizer, tokens)
+    scanned = scans.scan(model, corpus, "Scanning validation text")
+    return fit_of(scanned, top_k, tokens_with_text(model.tokenizer, corpus))
 
 
 def decoder_of(tokenizer: Any) -> Callable[[list[list[int]]], list[str]]:
@@ -152,10 +96,7 @@ def tokens_with_text(tokenizer: Any, corpus: TokenizedCorpus) -> np.ndarray:
     """Which ids carry text: not unknown, padding, begin, end or any other special token."""
     size = max(len(tokenizer), int(corpus.tokens.max(initial=0)) + 1)
     carries = np.ones(size, dtype=bool)
-    added = getattr(tokenizer, "added_tokens_decoder", {})
-    special = {number for number, token in added.items() if getattr(token, "special", False)}
-    special.update(number for number in tokenizer.all_special_ids if number is not None)
-    carries[[number for number in special if number < size]] = False
+    carries[[number for number in special_ids(tokenizer) if number < size]] = False
     used = np.unique(corpus.tokens)
     for number, token in zip(used, tokenizer.convert_ids_to_tokens(used.tolist()), strict=True):
         if token == "":

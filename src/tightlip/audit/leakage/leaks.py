@@ -10,6 +10,7 @@ from numba import njit
 from tightlip.audit.leakage.counting import (
     Counts,
     Engine,
+    Sequences,
     added_up,
     count_in_shard,
     end_to_end,
@@ -87,15 +88,16 @@ def find_leaks(
     corpus = scanned.corpus
     runs, log_prob_sums, fit = _gather_runs(scanned, top_k, carries_text)
     distinct = distinct_sequences(corpus.tokens, runs)
-    in_d = count_in_corpus(corpus, runs, distinct, engine=engine, memory_bytes=memory_bytes)
-    number = distinct.number_of_run
+    first, number = distinct.first_run, distinct.number_of_run
+    sequences = end_to_end(corpus.tokens, runs.starts[first], runs.lengths[first])
+    in_d = count_in_corpus(corpus, sequences, engine, memory_bytes)
     return Leaks(
         corpus=corpus,
         runs=runs,
         perplexity_of_run=perplexities(log_prob_sums, runs.lengths),
         copied_of_run=copied_runs(corpus.tokens, corpus.bounds, runs),
         distinct=distinct,
-        lengths=runs.lengths[distinct.first_run],
+        lengths=runs.lengths[first],
         total_in_s=np.bincount(number, minlength=len(distinct)),
         users_in_s=_distinct_users(number, corpus.users[runs.documents], len(distinct)),
         total_in_d=in_d.totals,
@@ -116,16 +118,9 @@ def perplexities(log_prob_sums: np.ndarray, lengths: np.ndarray) -> np.ndarray:
 
 
 def count_in_corpus(
-    corpus: TokenizedCorpus,
-    runs: Runs,
-    distinct: DistinctSequences,
-    *,
-    engine: Engine,
-    memory_bytes: int,
+    corpus: TokenizedCorpus, sequences: Sequences, engine: Engine, memory_bytes: int
 ) -> Counts:
-    """Occurrences and distinct users of every distinct sequence, shard by shard."""
-    first = distinct.first_run
-    sequences = end_to_end(corpus.tokens, runs.starts[first], runs.lengths[first])
+    """Occurrences and distinct users of every sequence, shard by shard."""
     shards = user_disjoint_shards(corpus, memory_bytes // engine.workers)
     count = partial(count_in_shard, sequences=sequences)
     with task("Counting in the corpus", corpus.num_tokens) as bar:
@@ -162,11 +157,9 @@ def _gather_runs(
 
 
 def _distinct_users(numbers: np.ndarray, users: np.ndarray, num_sequences: int) -> np.ndarray:
-    order = np.lexsort((users, numbers))
-    numbers, users = numbers[order], users[order]
-    new = np.ones(len(order), dtype=bool)
-    new[1:] = (numbers[1:] != numbers[:-1]) | (users[1:] != users[:-1])
-    return np.bincount(numbers[new], minlength=num_sequences)
+    num_users = int(users.max(initial=0)) + 1
+    pairs = np.unique(numbers * num_users + users)
+    return np.bincount(pairs // num_users, minlength=num_sequences)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,15 +199,9 @@ def sums_over_characters(
     assert public.spans is not None
     begins = audited.spans[runs.starts, 0]
     ends = audited.spans[runs.starts + runs.lengths - 1, 1]
-    return _sums_in_spans(
-        begins,
-        ends,
-        runs.documents,
-        public.bounds,
-        public.spans,
-        shard.log_probs,
-        public.bounds[shard.first],
-    )
+    bounds, spans = public.bounds, public.spans
+    base = bounds[shard.first]
+    return _sums_in_spans(begins, ends, runs.documents, bounds, spans, shard.log_probs, base)
 
 
 @njit(cache=True, nogil=True)

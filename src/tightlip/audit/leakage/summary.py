@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from tightlip.audit.leakage.leaks import Fit, Leaks, PublicView
+from tightlip.audit.settings import LeakageConfig
 from tightlip.core.errors import UsageError
 from tightlip.core.files import read_json
 from tightlip.core.registry import unknown
@@ -59,10 +60,7 @@ _HEADLINES = {
 
 def summarise(
     leaks: Leaks,
-    *,
-    top_k: int,
-    fewer_than: int,
-    thresholds: Iterable[float],
+    config: LeakageConfig,
     ratios: np.ndarray,
     public: PublicView | None,
     validation: Fit | None,
@@ -72,21 +70,20 @@ def summarise(
     unique_ratios = ratios[unique]
     lengths, counts = np.unique(leaks.lengths[unique], return_counts=True)
     known = unique_ratios[~np.isnan(unique_ratios)]
+    curated = {f"{t:g}": int((unique_ratios >= t).sum()) for t in config.thresholds}
     return {
         "unique": int(unique.sum()),
         "unique_by_length": {str(n): int(c) for n, c in zip(lengths, counts, strict=True)},
-        "curated": {f"{t:g}": int((unique_ratios >= t).sum()) for t in thresholds}
-        if public
-        else None,
+        "curated": curated if public else None,
         "leakage_epsilon": _leakage_epsilon(known, public is not None and not unique.any()),
         "sequences_in_s": len(leaks.runs),
         "distinct_sequences": len(leaks.distinct),
         "users_with_unique": len(np.unique(leaks.owners[unique])),
-        "fewer_than_p": int((leaks.users_in_s < fewer_than).sum()),
-        "p": fewer_than,
+        "fewer_than_p": int((leaks.users_in_s < config.fewer_than).sum()),
+        "p": config.fewer_than,
         "perplexity": finite(leaks.fit.perplexity),
         "accuracy": leaks.fit.accuracy,
-        "top_k": top_k,
+        "top_k": config.top_k,
         "validation_perplexity": finite(validation.perplexity) if validation else None,
         "validation_accuracy": validation.accuracy if validation else None,
         "public_unique": public.unique if public else None,
@@ -125,11 +122,8 @@ def failed_conditions(summary: dict[str, Any], conditions: Iterable[str]) -> lis
         if value is None:
             failed.append(f"{condition}: {key} is not known")
         elif compare(value, limit):
-            failed.append(
-                f"{condition}: {key} is {value:g}"
-                if isinstance(value, float)
-                else f"{condition}: {key} is {value}"
-            )
+            shown = f"{value:g}" if isinstance(value, float) else str(value)
+            failed.append(f"{condition}: {key} is {shown}")
     return failed
 
 

@@ -10,6 +10,7 @@ import pyarrow.parquet as pq
 
 from tightlip.audit.leakage.counting import edges_of
 from tightlip.audit.leakage.leaks import Leaks
+from tightlip.audit.settings import LeakageConfig
 from tightlip.core.files import written_whole
 from tightlip.core.progress import task
 
@@ -56,17 +57,15 @@ def report_order(leaks: Leaks, ratios: np.ndarray) -> np.ndarray:
 def write_sequences(
     folder: Path,
     leaks: Leaks,
-    *,
-    decode: Callable[[list[list[int]]], list[str]],
-    public_perplexity_of_run: np.ndarray | None,
     ratios: np.ndarray,
-    occurrences: int | None,
-    redact: bool,
+    public_perplexity_of_run: np.ndarray | None,
+    decode: Callable[[list[list[int]]], list[str]],
+    config: LeakageConfig,
 ) -> None:
     """Write sequences.parquet and, row for row beside it, owners.parquet."""
     order = report_order(leaks, ratios)
     occurrence_order, edges = _occurrences(leaks)
-    names = user_names(leaks, redact)
+    names, most = user_names(leaks, config.redact), config.occurrences
     with (
         written_whole(folder / "sequences.parquet") as sequences_path,
         written_whole(folder / "owners.parquet") as owners_path,
@@ -76,10 +75,12 @@ def write_sequences(
     ):
         for begin in range(0, len(order), _ROWS_AT_ONCE):
             rows = order[begin : begin + _ROWS_AT_ONCE]
-            kept = [occurrence_order[edges[row] : edges[row + 1]][:occurrences] for row in rows]
+            kept = [occurrence_order[edges[row] : edges[row + 1]][:most] for row in rows]
             columns = _columns(leaks, rows, kept, public_perplexity_of_run, ratios)
-            columns |= _texts(leaks, rows, kept, decode) if not redact else _no_texts(len(rows))
-            sequences.write_table(pa.table(columns, schema=SEQUENCES))
+            if not config.redact:
+                columns |= _texts(leaks, rows, kept, decode)
+            nothing = {field.name: pa.nulls(len(rows), field.type) for field in SEQUENCES}
+            sequences.write_table(pa.table(nothing | columns, schema=SEQUENCES))
             pairs = zip(leaks.owners[rows], leaks.unique[rows], strict=True)
             owner = [names[user] if alone else None for user, alone in pairs]
             owners.write_table(pa.table({"owner": owner}, schema=OWNERS))
@@ -109,10 +110,7 @@ def _columns(
     flat = np.concatenate(kept) if kept else np.zeros(0, dtype=np.int64)
     sizes = [len(runs) for runs in kept]
     before = leaks.runs.starts[flat] - leaks.corpus.bounds[leaks.runs.documents[flat]]
-    public = pa.nulls(len(rows), SEQUENCES.field("public_perplexities").type)
-    if public_perplexity_of_run is not None:
-        public = _lists(_null_nan(public_perplexity_of_run[flat]), sizes, pa.float64())
-    return {
+    columns = {
         "num_tokens": leaks.lengths[rows].astype(np.int32),
         "total_in_s": leaks.total_in_s[rows],
         "users_in_s": leaks.users_in_s[rows],
@@ -120,10 +118,13 @@ def _columns(
         "users_in_d": leaks.users_in_d[rows],
         "context_tokens": _lists(before.astype(np.int32), sizes, pa.int32()),
         "perplexities": _lists(leaks.perplexity_of_run[flat], sizes, pa.float64()),
-        "public_perplexities": public,
         "ratio": _null_nan(ratios[rows]),
         "copied": copied_sequences(leaks)[rows],
     }
+    if public_perplexity_of_run is not None:
+        public = _null_nan(public_perplexity_of_run[flat])
+        columns["public_perplexities"] = _lists(public, sizes, pa.float64())
+    return columns
 
 
 def copied_sequences(leaks: Leaks) -> np.ndarray:
@@ -162,13 +163,6 @@ def _texts(
     }
 
 
-def _no_texts(num_rows: int) -> dict[str, Any]:
-    return {
-        name: pa.nulls(num_rows, SEQUENCES.field(name).type)
-        for name in ("sequence", "token_ids", "contexts")
-    }
-
-
 def _lists(values: Any, sizes: list[int], value_type: pa.DataType) -> pa.Array:
     offsets = edges_of(np.array(sizes, np.int64)).astype(np.int32)
     return pa.ListArray.from_arrays(pa.array(offsets), pa.array(values, value_type))
@@ -187,18 +181,17 @@ def write_users(folder: Path, leaks: Leaks, ratios: np.ndarray, redact: bool) ->
     np.maximum.at(longest, owners, lengths)
     max_ratio = np.full(num_users, np.nan)
     np.fmax.at(max_ratio, owners, ratios[unique])
-    document_tokens = np.diff(corpus.bounds)
+
+    def by_user(users: np.ndarray, weights: np.ndarray | None = None) -> np.ndarray:
+        return np.bincount(users, weights, num_users).astype(np.int64)
+
     table = pa.table(
         {
             "user": user_names(leaks, redact),
-            "num_documents": np.bincount(corpus.users, minlength=num_users),
-            "num_tokens": np.bincount(
-                corpus.users, weights=document_tokens, minlength=num_users
-            ).astype(np.int64),
-            "unique": np.bincount(owners, minlength=num_users),
-            "unique_tokens": np.bincount(owners, weights=lengths, minlength=num_users).astype(
-                np.int64
-            ),
+            "num_documents": by_user(corpus.users),
+            "num_tokens": by_user(corpus.users, np.diff(corpus.bounds)),
+            "unique": by_user(owners),
+            "unique_tokens": by_user(owners, lengths),
             "longest": longest,
             "max_ratio": _null_nan(max_ratio),
         }
