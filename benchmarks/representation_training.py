@@ -96,7 +96,7 @@ def compared(setting: dict, chosen: argparse.Namespace, out: Path) -> list[tuple
             training.take_step(made[0])
 
         mine = spent(ours, training.device)
-        theirs = spent(lambda made=made: plain.take_step(made[0].places), training.device)
+        theirs = spent(lambda made=made: plain.take_step(made[0].places.numpy()), training.device)
         turns.append((mine, theirs, plain.tokenising))
     return turns[3:]  # kernels are chosen and threads started in the first
 

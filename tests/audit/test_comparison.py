@@ -221,7 +221,7 @@ def test_another_key_is_measured_anew_and_a_damaged_file_too(made, place, tmp_pa
 
     def watched(self, name, depends_on, measure):
         def noted():
-            seen.append((self.run.folder.name, name))
+            seen.append((self.audited.run.folder.name, name))
             return measure()
 
         return plain(self, name, depends_on, noted)
@@ -404,7 +404,7 @@ def test_runs_of_one_name_are_told_apart_by_their_folders(tmp_path):
         (("plain", "corpus"), {}, "is no run"),
         (("plain", "dp"), {"tolerance": 0}, "tolerance=0"),
         (("plain", "dp"), {"num_bootstraps": 5}, "num_bootstraps=5"),
-        (("plain", "dp"), {"device": "abacus"}, "device='abacus'"),
+        (("plain", "dp"), {"device": "abacus"}, "Unknown device 'abacus'"),
     ],
 )
 def test_what_cannot_work_is_refused_before_the_work(place, tmp_path, names, settings, words):

@@ -124,7 +124,7 @@ def test_a_gate_with_a_typo_exits_2_before_anything_is_done(place, command, tmp_
         (("--memory", "lots"), "memory='lots'"),
         (("--dtype", "int3"), "Unknown dtype 'int3'"),
         (("--window", 1), "window=1"),
-        (("--device", "abacus"), "device='abacus'"),
+        (("--device", "abacus"), "Unknown device 'abacus'"),
         (("--engine", "locl"), "Closest: local"),
         (("--bad-rows", "hide"), "bad_rows='hide'"),
         (("--validation", "/no/such.parquet"), "/no/such.parquet does not exist"),

@@ -1,4 +1,5 @@
 import math
+from functools import partial
 
 import pytest
 from dp_accounting.pld import PLDAccountant
@@ -10,7 +11,6 @@ from tightlip.privacy import accounting
 from tightlip.privacy.accounting import (
     EpsilonMeter,
     Mechanism,
-    as_published_epsilon,
     check_delta,
     default_delta,
     epsilon_spent,
@@ -48,7 +48,7 @@ def test_it_agrees_with_dp_accounting_by_both_accountants(sigma, rate, steps, de
 
 def test_a_published_claim_of_one_is_really_above_three_and_a_half():
     claimed = mechanism(0.5286, 2.56e-4)
-    assert as_published_epsilon(claimed, 20_000, 1e-7) == pytest.approx(1.0, abs=1e-3)
+    assert epsilon_spent(claimed, 20_000, 1e-7, "published") == pytest.approx(1.0, abs=1e-3)
     assert epsilon_spent(claimed, 20_000, 1e-7) == pytest.approx(3.59, abs=5e-3)
 
 
@@ -64,7 +64,7 @@ def test_steps_smaller_than_the_usual_interval_are_not_rounded_up_to_it(sigma, r
 
 def test_with_much_noise_many_steps_approach_the_central_limit():
     many = mechanism(20.0, 0.05)
-    published = as_published_epsilon(many, 2000, 1e-5)
+    published = epsilon_spent(many, 2000, 1e-5, "published")
     assert epsilon_spent(many, 2000, 1e-5) == pytest.approx(published, rel=0.03)
 
 
@@ -87,8 +87,8 @@ def test_nothing_done_spends_nothing_and_no_noise_spends_everything():
     assert epsilon_spent(mechanism(), 0, 1e-5) == 0.0
     assert epsilon_spent(mechanism(0.0), 0, 1e-5) == 0.0
     assert epsilon_spent(mechanism(0.0), 1, 1e-5) == math.inf
-    assert as_published_epsilon(mechanism(0.0), 1, 1e-5) == math.inf
-    assert as_published_epsilon(mechanism(), 0, 1e-5) == 0.0
+    assert epsilon_spent(mechanism(0.0), 1, 1e-5, "published") == math.inf
+    assert epsilon_spent(mechanism(), 0, 1e-5, "published") == 0.0
 
 
 def test_almost_no_noise_gives_a_large_number_and_no_error():
@@ -104,7 +104,7 @@ def test_an_earlier_release_is_composed_and_its_delta_taken_off():
     assert gaussian_delta(alone, 1 / 5.0) == pytest.approx(9e-6, rel=1e-6)
 
 
-@pytest.mark.parametrize("spent", [epsilon_spent, as_published_epsilon])
+@pytest.mark.parametrize("spent", [epsilon_spent, partial(epsilon_spent, accountant="published")])
 def test_a_delta_used_up_by_a_release_is_refused(spent):
     with pytest.raises(UsageError, match=r"used up .*vocabulary: 1e-06.*above 1e-06"):
         spent(mechanism(1.0, 0.01, WORDS), 10, 1e-6)

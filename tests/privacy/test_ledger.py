@@ -13,7 +13,6 @@ from tightlip.privacy.accounting import (
     EpsilonMeter,
     Mechanism,
     Release,
-    as_published_epsilon,
     epsilon_spent,
 )
 from tightlip.privacy.ledger import Ledger, guarantee_terms, read_ledger
@@ -85,7 +84,7 @@ def test_the_finished_record_has_the_exact_figures(tmp_path):
     assert record["finished"]
     assert record["epsilon"] == epsilon_spent(mechanism, 7, 1e-5)
     assert record["epsilon_rdp"] == epsilon_spent(mechanism, 7, 1e-5, "rdp")
-    assert record["epsilon_as_published"] == as_published_epsilon(mechanism, 7, 1e-5)
+    assert record["epsilon_as_published"] == epsilon_spent(mechanism, 7, 1e-5, "published")
     ledger.charge()
     assert not read_ledger(ledger.path)["finished"]
 

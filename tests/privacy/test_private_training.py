@@ -154,10 +154,8 @@ def test_two_runs_never_share_noise_and_a_resumed_run_draws_anew(tmp_path):
 def drawn(training, monkeypatch, steps):
     """Which units each of some steps saw."""
     seen = []
-    plain = training.physical_batches
-    monkeypatch.setattr(
-        training, "physical_batches", lambda units: seen.append(units) or plain(units)
-    )
+    plain = training._drawn
+    monkeypatch.setattr(training, "_drawn", lambda units: seen.append(units) or plain(units))
     for _ in range(steps):
         training.step()
     return seen
@@ -209,7 +207,9 @@ def test_a_user_gives_at_most_so_many_documents_and_each_gets_a_turn(tmp_path):
     seen = set()
     for _ in range(200):
         ((batch, _),) = [
-            each for each in training.physical_batches(np.array([0])) if each[0].layout.num_units
+            each
+            for each in training.physical_batches(*training._drawn(np.array([0])))
+            if each[0].layout.num_units
         ]
         assert batch.layout.num_rows == 4
         seen |= {tuple(row.tolist()) for row in batch.ids_BT}

@@ -16,7 +16,7 @@ from tightlip.core.settings import names_in
 from tightlip.corpus.prepare import prepare_corpus as prepare
 from tightlip.corpus.prepare_config import PrepareConfig
 from tightlip.models.loading import load_causal_lm, load_tokenizer
-from tightlip.training.batches import gather, rows_of, user_order
+from tightlip.training.batches import epoch_order, gather, rows_of
 from tightlip.training.config import RunOptions, TrainConfig, mitigations_with
 from tightlip.training.loop import Training, own_randomness
 from tightlip.training.loop import train_model as train
@@ -128,7 +128,7 @@ def pairs_by_hand(training, chosen):
     """The pairs of step 0 and what each counts."""
     mitigation, config = training.mitigation, training.config
     author = mitigation.authors
-    if config.triplet_pairs == "auxiliary":
+    if config.mitigation.triplet_pairs == "auxiliary":
         partners = mitigation.partners.drawn(chosen, [config.seed, 0, 0x7269])
         signs = [-1 if author[a] == author[b] else 1 for a, b in zip(chosen, partners, strict=True)]
         return [(a, b, s / len(chosen)) for a, b, s in zip(chosen, partners, signs, strict=True)]
@@ -154,7 +154,7 @@ def test_a_step_has_the_gradient_of_the_loss_written_out(settings, model, corpus
     num_steps = training.plan.steps_per_epoch
     loss = loss_by_hand(plain, rows, chosen, num_steps)
     share = num_steps / len(rows) * 0.7
-    if config.mitigation == "adversarial":
+    if config.mitigation.name == "adversarial":
         # The model answers to the discriminator as it is after its own steps.
         still = copy.deepcopy(mitigation.discriminator).double().requires_grad_(False)
         for row in chosen:
@@ -163,8 +163,8 @@ def test_a_step_has_the_gradient_of_the_loss_written_out(settings, model, corpus
         for one, other, weight in pairs_by_hand(training, chosen):
             apart = state_by_hand(plain, rows, one) - state_by_hand(plain, rows, other)
             distance = (apart**2).sum()
-            if config.triplet_margin and weight < 0:
-                distance = torch.clamp(distance, max=config.triplet_margin)
+            if config.mitigation.triplet_margin and weight < 0:
+                distance = torch.clamp(distance, max=config.mitigation.triplet_margin)
             loss = loss + share * len(chosen) * weight * distance
     loss.backward()
     expected = {name: part.grad for name, part in plain.named_parameters()}
@@ -237,14 +237,14 @@ def test_last_states_of_foreign_models_are_those_of_rows_by_themselves(corpus):
 
 def test_user_batches_hold_every_row_once_and_one_user_each(corpus):
     rows = rows_of(corpus.train, sequence_length=4, bos=None)
-    order = user_order(rows, batch_size=5, seed=1, epoch=2)
+    order = epoch_order(rows, batch_size=5, seed=1, epoch=2, by_user=True)
     assert sorted(np.concatenate(order)) == list(range(len(rows)))
     assert all(len(set(rows.users[chosen])) == 1 for chosen in order)
     sizes = np.unique(rows.users, return_counts=True)[1]
     assert len(order) == sum(math.ceil(size / 5) for size in sizes)
-    again = user_order(rows, batch_size=5, seed=1, epoch=2)
+    again = epoch_order(rows, batch_size=5, seed=1, epoch=2, by_user=True)
     assert all(np.array_equal(a, b) for a, b in zip(order, again, strict=True))
-    other = user_order(rows, batch_size=5, seed=1, epoch=3)
+    other = epoch_order(rows, batch_size=5, seed=1, epoch=3, by_user=True)
     assert [*np.concatenate(order)] != [*np.concatenate(other)]
 
 

@@ -37,7 +37,7 @@ def heard(noise=1.0, *, num_seen=0, with_names=True, unknown=0, seed=0):
         Target(name=name, values=("a", "b"), codes=split(row))
         for name, row in zip("pqxy", codes, strict=True)
     ]
-    names = Entities(names=["Ann", "Bob"], found_by="a list", targets=targets[2:], num_left_out=0)
+    names = Entities(found_by="a list", targets=targets[2:], num_left_out=0)
     right = rng.random(SIZES[2]) < 0.8
     return AttackInput(
         releases=Releases(single=parts[1], averaged=parts[2]),

@@ -12,7 +12,7 @@ import tightlip
 from tightlip.core.errors import UsageError
 from tightlip.corpus.bundled import demo_speeches
 from tightlip.vectors.attack import AttackInput, attack
-from tightlip.vectors.attack_data import parts_of_run, released_afresh, targets_of, users_of
+from tightlip.vectors.attack_data import parts_of_run, released_afresh, users_of, what_to_read
 from tightlip.vectors.data import load_examples
 from tightlip.vectors.device import load_device
 from tightlip.vectors.grid_noise import GridNoise
@@ -53,7 +53,7 @@ def test_the_attack_weakens_as_epsilon_falls(plain):
     examples = load_examples(plain)
     parts, device = parts_of_run(examples), load_device(plain / "device")
     raw = device.extractor.encode(examples.texts, batch_size=64, device="cpu")
-    targets = targets_of(plain, examples, parts, ["play"])
+    targets, _ = what_to_read(plain, examples, parts, ["play"])
     settings = AttackSettings(attackers=("logistic",), copies=1, num_bootstraps=200, pictures=False)
     found = []
     for epsilon in (None, 2000.0, 100.0, 0.5):
@@ -61,7 +61,7 @@ def test_the_attack_weakens_as_epsilon_falls(plain):
         mechanism = VectorMechanism(mechanism=name, dimensions=raw.shape[1], epsilon=epsilon)
         noise = GridNoise()
         releases = released_afresh(
-            lambda _, m=mechanism, n=noise: released(raw, m, n), examples.texts, parts, copies=1
+            lambda m=mechanism, n=noise: released(raw, m, n), parts, copies=1
         )
         test_users = [users_of(examples)[place] for place in parts.test]
         nothing = np.zeros(len(test_users), dtype=bool)

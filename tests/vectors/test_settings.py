@@ -69,11 +69,9 @@ def test_the_new_extractors_are_those_that_there_are():
 
 
 def test_every_setting_has_a_flag_of_its_name():
-    import typer.main
+    from tightlip.cli.flags import command_of
+    from tightlip.cli.represent import train
 
-    from tightlip.cli.main import app
-
-    represent = typer.main.get_command(app).commands["represent"]
-    flags = {flag for option in represent.commands["train"].params for flag in option.opts}
+    flags = {flag for option in command_of(train, None).params for flag in option.opts}
     for field in dataclasses.fields(RepresentSettings):
         assert f"--{field.name.replace('_', '-')}" in flags, field.name

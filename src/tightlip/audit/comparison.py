@@ -2,7 +2,7 @@
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +15,13 @@ from tightlip.core.progress import Task, task
 from tightlip.core.resampling import check_num_bootstraps
 from tightlip.core.run_folder import RunRecord, open_run
 from tightlip.corpus.canaries import exposed_above_bits, read_canary_key
-from tightlip.corpus.opening import check_reference, model_folder, open_run_corpus
+from tightlip.corpus.opening import check_reference, finished_run, model_folder, open_run_corpus
 from tightlip.models.loading import model_fingerprint
 from tightlip.scan.models import AUDIT, OpenedModel, Scans, run_store
 from tightlip.scan.options import ScanOptions
 
 STEPS_PER_RUN = 4
 NOTHING_HELD_OUT = "The run holds out no text. Prepare with --holdout 0.2, or --validation FILE."
-NO_CHOICE = "Without perplexities no snapshot can be chosen."
 NO_KEY = "No key of canaries was given (--key FILE)."
 NO_REFERENCE = "No reference model was given (--reference DIR)."
 PRIVATE_TIME = "A private run does not tell: time shows how much text was drawn."
@@ -30,6 +29,9 @@ CHOSEN_BY_THIS = "They were chosen with this very run, and the choice would flat
 CHOSEN_BY_TEXT = (
     "The snapshot was chosen by its perplexity on held-out text, which this ε does not cover."
 )
+
+# Fields of RunMeasures, and of each figure that is None the reason.
+Measured = tuple[dict[str, Any], dict[str, str]]
 
 
 def compare_runs(
@@ -52,20 +54,21 @@ def compare_runs(
     measuring = _measuring(key, reference, seed, num_bootstraps)
     _refuse_what_saw_the_text(measuring.reference, records)
     scans = _scans(records, device)
-    choice = Choosing(measuring=measuring, at_perplexity=matching.at_perplexity)
     names = labels([record.folder for record in records])
     place = baseline_place([record.is_mitigated for record in records])
-    base = choice.subject(records[place], names[place], scans[place])
+
+    def subject_at(number: int) -> Subject:
+        run, name = records[number], names[number]
+        return _subject(run, name, scans[number], measuring, matching.at_perplexity)
+
+    base = subject_at(place)
     measures = []
     with task("Comparing", STEPS_PER_RUN * len(records)) as bar:
-        for number, (run, name) in enumerate(zip(records, names, strict=True)):
-            if number == place:
-                measures.append(_gathered(base, base, bar))
-                continue
-            subject = choice.subject(run, name, scans[number])
+        for number in range(len(records)):
+            subject = base if number == place else subject_at(number)
             measures.append(_gathered(subject, base, bar))
-            if subject.measures is not None:  # the baseline's is needed to the end
-                subject.measures.release()
+            if subject is not base and subject.measures is not None:
+                subject.measures.release()  # the baseline's is needed to the end
     if not keep_scan:
         for each in scans:
             each.store.remove()
@@ -91,12 +94,7 @@ def _opened(runs: Sequence[str | Path | RunRecord]) -> list[RunRecord]:
             f"{what if records else 'No run was given'}, and a comparison needs different ones. "
             "Run: tightlip compare RUN RUN..."
         )
-    for record in records:
-        if not record.finished:
-            raise UsageError(
-                f"{record.folder} is not finished training. Give its train command again."
-            )
-    return records
+    return [finished_run(record) for record in records]
 
 
 def _measuring(key: Any, reference: str | Path | None, seed: int, num_bootstraps: int) -> Measuring:
@@ -133,32 +131,24 @@ class Subject:
     was_chosen: bool = False  # by looking at held-out text
 
 
-@dataclass(frozen=True, kw_only=True)
-class Choosing:
-    """Which model of a run is compared: its last, or the first that is as good as asked for."""
-
-    measuring: Measuring
-    at_perplexity: float | None
-
-    def subject(self, run: RunRecord, name: str, scans: Scans) -> Subject:
-        if self.at_perplexity is not None:
-            return self._reaching(self.at_perplexity, run, name, scans)
-        measures = ModelMeasures(run, run.model_folder, self.measuring, scans)
+def _subject(
+    run: RunRecord, name: str, scans: Scans, measuring: Measuring, at_perplexity: float | None
+) -> Subject:
+    """The run's last model, or the first on its way whose held-out perplexity is as low as asked."""
+    if at_perplexity is None:
+        measures = ModelMeasures(run, run.model_folder, measuring, scans)
         return Subject(run=run, name=name, model="final", measures=measures)
-
-    def _reaching(self, target: float, run: RunRecord, name: str, scans: Scans) -> Subject:
-        """The first model on the run's way whose held-out perplexity is at most `target`."""
-        best = None
-        for model, folder, known in _on_the_way(run):
-            measures = ModelMeasures(run, folder, self.measuring, scans)
-            perplexity = known
-            if known is None and measures.held_out is not None:
-                perplexity = measures.perplexity()  # a private run does not publish it
-            if perplexity is not None and perplexity <= target:
-                return Subject(run=run, name=name, model=model, measures=measures, was_chosen=True)
-            measures.release()
-            best = min((value for value in (best, perplexity) if value is not None), default=None)
-        return Subject(run=run, name=name, model=None, measures=None, best_perplexity=best)
+    best = None
+    for model, folder, known in _on_the_way(run):
+        measures = ModelMeasures(run, folder, measuring, scans)
+        perplexity = known
+        if known is None and measures.audited.held_out is not None:
+            perplexity = measures.perplexity()  # a private run does not publish it
+        if perplexity is not None and perplexity <= at_perplexity:
+            return Subject(run=run, name=name, model=model, measures=measures, was_chosen=True)
+        measures.release()
+        best = min((value for value in (best, perplexity) if value is not None), default=None)
+    return Subject(run=run, name=name, model=None, measures=None, best_perplexity=best)
 
 
 def labels(folders: Sequence[Path]) -> list[str]:
@@ -187,7 +177,19 @@ def _gathered(subject: Subject, base: Subject, bar: Task) -> RunMeasures:
     corpus = subject.run.config["corpus"]
     bar.note(subject.name)
     seconds, why = seconds_per_epoch(subject.run)
-    measures = RunMeasures(
+    figures: dict[str, Any] = {}
+    not_known = {} if why is None else {"seconds per epoch": why}
+    if subject.measures is None:
+        bar.advance(STEPS_PER_RUN)
+        if corpus.get("validation_fingerprint") is None:
+            not_known["perplexity"] = NOTHING_HELD_OUT
+    else:
+        for measure in (_leakage, _exposures, _groups, _membership):
+            measured, reasons = measure(subject.name, subject.measures, base)
+            figures |= measured
+            not_known |= reasons
+            bar.advance()
+    return RunMeasures(
         name=subject.name,
         mitigation=subject.run.mitigation,
         is_mitigated=subject.run.is_mitigated,
@@ -199,100 +201,83 @@ def _gathered(subject: Subject, base: Subject, bar: Task) -> RunMeasures:
         guarantee=promised(subject),
         best_perplexity=subject.best_perplexity,
         seconds_per_epoch=seconds,
-        not_known={} if why is None else {"seconds per epoch": why},
+        not_known=not_known,
+        **figures,
     )
-    if subject.measures is None:
-        bar.advance(STEPS_PER_RUN)
-        reason = NOTHING_HELD_OUT if measures.held_out_text is None else ""
-        return replace(
-            measures, not_known=measures.not_known | ({"perplexity": reason} if reason else {})
-        )
-    for measure in (_with_leakage, _with_exposures, _with_groups, _with_membership):
-        measures = measure(measures, subject.measures, base)
-        bar.advance()
-    return measures
 
 
-def _with_leakage(measures: RunMeasures, of: ModelMeasures, base: Subject) -> RunMeasures:
-    leakage, why = measured_or_reason("The leakage report", measures.name, of.leakage)
-    reasons = {} if why is None else {"unique sequences": why, "leakage ε_l": why}
+def _leakage(name: str, of: ModelMeasures, base: Subject) -> Measured:
+    names = ("unique sequences", "leakage ε_l")
+    leakage, reasons = measured_or_reason("The leakage report", name, of.leakage, *names)
     if leakage is not None and leakage["leakage_epsilon"] is None:
         reasons["leakage ε_l"] = (
             NO_REFERENCE
-            if of.measuring.reference is None
+            if of.audited.measuring.reference is None
             else "No unique sequence has a finite ratio."
         )
-    return replace(measures, leakage=leakage, not_known=measures.not_known | reasons)
+    return {"leakage": leakage}, reasons
 
 
-def _with_exposures(measures: RunMeasures, of: ModelMeasures, base: Subject) -> RunMeasures:
-    keys = of.measuring.keys
+def _exposures(name: str, of: ModelMeasures, base: Subject) -> Measured:
+    keys = of.audited.measuring.keys
     if not keys:
-        return replace(measures, not_known=measures.not_known | {"exposure": NO_KEY, "tab": NO_KEY})
-    reasons: dict[str, str] = {}
-    exposures: list[dict[str, Any]] = []
+        return {}, {"exposure": NO_KEY, "tab": NO_KEY}
+    reasons = {"exposure": "No key holds planted canaries, and only these have an exposure."}
+    planted = None
     if any(key.planted_texts for key in keys):
-        planted, why = measured_or_reason("Exposure", measures.name, of.exposures)
-        exposures += planted or []
-        reasons |= {} if why is None else {"exposure": why, "tab of planted canaries": why}
-    else:
-        reasons["exposure"] = "No key holds planted canaries, and only these have an exposure."
+        names = ("exposure", "tab of planted canaries")
+        planted, reasons = measured_or_reason("Exposure", name, of.exposures, *names)
+    exposures = list(planted or [])
     for key in keys:
-        real, why = _real(measures.name, of, key)
-        exposures += real
-        reasons |= {} if why is None else {"tab of real canaries": why}
-    note = missing_copies(of.run, [read_canary_key(key.path) for key in keys])
-    measures = replace(
-        measures, exposures=exposures, canary_note=note, not_known=measures.not_known | reasons
-    )
-    if not measures.planted:
-        return measures
-    return replace(measures, exposed_above_bits=exposed_above_bits(len(measures.planted)))
+        real, why = _real(name, of, key)
+        exposures += real or []
+        reasons |= why
+    num_planted = sum(one["exposure_bits"] is not None for one in exposures)
+    return {
+        "exposures": exposures,
+        "exposed_above_bits": exposed_above_bits(num_planted) if num_planted else None,
+        "canary_note": missing_copies(of.audited.run, [read_canary_key(key.path) for key in keys]),
+    }, reasons
 
 
-def _real(name: str, of: ModelMeasures, key: Key) -> tuple[list[dict[str, Any]], str | None]:
+def _real(name: str, of: ModelMeasures, key: Key) -> tuple[Any, dict[str, str]]:
     """The real canaries in a key, or why they are not measured."""
     if key.planted_texts:
-        return [], None
+        return None, {}
     if of.fingerprint in key.chosen_by:
-        return [], CHOSEN_BY_THIS
-    real, why = measured_or_reason("Tab", name, lambda: of.real(key))
-    return real or [], why
+        return None, {"tab of real canaries": CHOSEN_BY_THIS}
+    return measured_or_reason("Tab", name, lambda: of.real(key), "tab of real canaries")
 
 
-def _with_groups(measures: RunMeasures, of: ModelMeasures, base: Subject) -> RunMeasures:
-    if of.held_out is None:
-        reasons = dict.fromkeys(("perplexity", "gap, low-5 to top-5"), NOTHING_HELD_OUT)
-        return replace(measures, not_known=measures.not_known | reasons)
+def _groups(name: str, of: ModelMeasures, base: Subject) -> Measured:
+    gap = "gap, low-5 to top-5"
+    if of.audited.held_out is None:
+        return {}, dict.fromkeys(("perplexity", gap), NOTHING_HELD_OUT)
     is_base = of is base.measures
     against = None if is_base or not _same_held_out(of, base) else base.measures
-    groups, why = measured_or_reason("Groups", measures.name, lambda: of.groups(against))
-    reasons = {} if why is None else {"gap, low-5 to top-5": why}
-    if why is None and not is_base and (groups or {}).get("gap") is None:
-        reasons["gap, low-5 to top-5"] = (
+    groups, reasons = measured_or_reason("Groups", name, lambda: of.groups(against), gap)
+    if not reasons and not is_base and groups.get("gap") is None:
+        reasons[gap] = (
             f"It needs the same held-out text and tokenizer as {base.name}."
             if against is None
             else "Too few users have held-out text, or all have equally much of it."
         )
-    return replace(measures, groups=groups, not_known=measures.not_known | reasons)
+    return {"groups": groups}, reasons
 
 
 def _same_held_out(of: ModelMeasures, base: Subject) -> bool:
     if base.measures is None:
         return False
-    mine, theirs = of.run.config["corpus"], base.run.config["corpus"]
+    mine, theirs = of.audited.run.config["corpus"], base.run.config["corpus"]
     names = ("validation_fingerprint", "tokenizer_fingerprint")
     return all(mine.get(name) == theirs.get(name) for name in names)
 
 
-def _with_membership(measures: RunMeasures, of: ModelMeasures, base: Subject) -> RunMeasures:
-    if of.held_out is None:
-        return replace(
-            measures, not_known=measures.not_known | {"membership AUC": NOTHING_HELD_OUT}
-        )
-    membership, why = measured_or_reason("Membership", measures.name, of.membership)
-    reasons = {} if why is None else {"membership AUC": why}
-    return replace(measures, membership=membership, not_known=measures.not_known | reasons)
+def _membership(name: str, of: ModelMeasures, base: Subject) -> Measured:
+    if of.audited.held_out is None:
+        return {}, {"membership AUC": NOTHING_HELD_OUT}
+    measured, reasons = measured_or_reason("Membership", name, of.membership, "membership AUC")
+    return {"membership": measured}, reasons
 
 
 def seconds_per_epoch(run: RunRecord) -> tuple[float | None, str | None]:

@@ -33,8 +33,9 @@ from torch import Tensor
 from tightlip.audit.measures import Audited
 from tightlip.core.errors import UsageError
 from tightlip.core.files import write_json
-from tightlip.core.run_folder import DP_CHECK, DP_CHECK_RESULT, RunRecord, open_run
+from tightlip.core.run_folder import DP_CHECK, DP_CHECK_RESULT, RunRecord
 from tightlip.corpus.canaries import CheckKey, read_check_key
+from tightlip.corpus.opening import finished_run
 from tightlip.scan.models import OpenedModel, open_model
 from tightlip.scan.options import ScanOptions
 
@@ -125,10 +126,8 @@ def correct_guesses(scores: np.ndarray, included: np.ndarray, num_guesses: int) 
     assert len(scores) == len(included)
     assert num_guesses <= len(scores)
     order = np.argsort(scores, kind="stable")
-    highest, lowest = (
-        order[len(order) - num_guesses // 2 :],
-        order[: num_guesses - num_guesses // 2],
-    )
+    highest = order[len(order) - num_guesses // 2 :]
+    lowest = order[: num_guesses - num_guesses // 2]
     return int(included[highest].sum() + (~included[lowest]).sum())
 
 
@@ -255,9 +254,7 @@ def check_run(
     Also written to RUN/dp_check_result.json. A bound above the claim means that the claim is
     untrue, or that this was one of the 5 in 100 honest runs that look so.
     """
-    record = run if isinstance(run, RunRecord) else open_run(Path(run))
-    if not record.finished:
-        raise UsageError(f"{record.folder} is not finished training. Give its train command again.")
+    record = finished_run(run)
     key_file = _key_file(record)
     opened = open_model(record.model_folder, ScanOptions(device=device))
     check = _check_of(opened, record, key_file, confidence)

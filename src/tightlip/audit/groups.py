@@ -16,10 +16,10 @@ from tightlip.audit.group_figures import (
     top_and_low,
     user_rows,
 )
-from tightlip.audit.measures import Audited
+from tightlip.audit.measures import Audited, written_to
 from tightlip.audit.membership import NOT_PRIVATE
+from tightlip.audit.settings import ResamplingSettings
 from tightlip.core.errors import UsageError
-from tightlip.core.files import write_json
 from tightlip.core.resampling import FEW_USERS, check_num_bootstraps
 from tightlip.core.run_folder import RunRecord
 from tightlip.corpus.opening import with_held_out
@@ -38,10 +38,9 @@ def measure_groups(
     without_texts: Collection[str] = frozenset(),
     out: str | Path | None = None,
     device: str = "auto",
-    seed: int = 0,
-    num_bootstraps: int = 1000,
     keep_scan: bool = True,
     scans: Scans | None = None,
+    **settings: Any,
 ) -> dict[str, Any]:
     """How well a run's model predicts each user's held-out text, and who lost by it.
 
@@ -49,9 +48,11 @@ def measure_groups(
     score in place of the runs' own models, such as snapshots'. Documents that read as one of
     `without_texts`, planted canaries say, are nobody's: neither trained on nor held out. With `out`
     the result is written there, for its owner only. The scans are kept in the run's `scan/` unless
-    `keep_scan` is False; `scans` are those of a caller that measures more.
+    `keep_scan` is False; `scans` are those of a caller that measures more, and `settings` those of
+    ResamplingSettings.
     """
-    check_num_bootstraps(num_bootstraps)
+    config = ResamplingSettings(**settings)
+    check_num_bootstraps(config.num_bootstraps)
     if against is None and against_model is not None:
         raise UsageError(f"against_model={against_model} is of no run. Give against, its run, too.")
     record, prepared, held = with_held_out(run)
@@ -78,12 +79,10 @@ def measure_groups(
         raise UsageError(
             f"No held-out document of {record.folder} has a token to predict. Hold out longer text."
         )
-    figures = GroupFigures(text, np.random.default_rng(seed), num_bootstraps)
+    figures = GroupFigures(text, np.random.default_rng(config.seed), config.num_bootstraps)
     result = _result(text, figures, prepared, wanted & (scores.num_tokens > 0), notes)
     notes += _about(record, text, int((wanted & (scores.num_tokens == 0)).sum()))
-    if out is not None:
-        write_json(Path(out), result)
-    return result
+    return written_to(out, result)
 
 
 class GroupsAudit:
@@ -93,11 +92,8 @@ class GroupsAudit:
 
     def depends_on(self, audited: Audited) -> dict[str, Any]:
         against = audited.against
-        return {
-            "against": None if against is None else against.fingerprint,
-            "keys": audited.key_digests,
-            **audited.measuring.resampling,
-        }
+        fingerprint = None if against is None else against.fingerprint
+        return {"against": fingerprint, **audited.sampling}
 
     def figures(self, audited: Audited) -> dict[str, Any]:
         against = audited.against

@@ -43,10 +43,6 @@ class Key:
     planted_texts: frozenset[str]
     chosen_by: frozenset[str]  # fingerprints of the models that real canaries were chosen with
 
-    @property
-    def is_planted(self) -> bool:
-        return bool(self.planted_texts)
-
 
 def open_key(path: Path) -> Key:
     key = read_canary_key(path)
@@ -54,7 +50,7 @@ def open_key(path: Path) -> Key:
         path=path,
         digest=hashlib.sha256(path.read_bytes()).hexdigest(),
         planted_texts=frozenset(canary.text for canary in key.of_planted),
-        chosen_by=frozenset(filter(None, [key.model_fingerprint, *key.snapshot_fingerprints])),
+        chosen_by=key.chosen_by,
     )
 
 
@@ -120,6 +116,11 @@ class Audited:
     def key_digests(self) -> list[str]:
         return [key.digest for key in self.measuring.keys]
 
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """What decides the intervals over users: whose text is left out, and what is drawn."""
+        return {"keys": self.key_digests, **self.measuring.resampling}
+
 
 class Audit(Protocol):
     """One way to look at what a model gives away; registered by name in core/registry.py.
@@ -161,51 +162,36 @@ class ModelMeasures:
             **fingerprints(open_run_corpus(run)),  # of what is read, not of what was recorded
         }
 
-    @property
-    def run(self) -> RunRecord:
-        return self.audited.run
-
-    @property
-    def measuring(self) -> Measuring:
-        return self.audited.measuring
-
-    @property
-    def held_out(self) -> Path | None:
-        return self.audited.held_out
-
     def release(self) -> None:
         """Give the model's memory back; it is opened again if it is needed once more."""
         self.audited.scans.release(self.audited.model)
 
     def leakage(self) -> dict[str, Any]:
         """The summary of a leakage report."""
-        figures: dict[str, Any] = self._audit("leakage", "leakage")
-        return figures
+        return self._audit("leakage", "leakage")
 
     def exposures(self) -> list[dict[str, Any]]:
         """What the model knows of every planted canary; all keys at once, for what one of them
         planted is no decoy for another."""
-        return self._canaries("exposures", [key for key in self.measuring.keys if key.is_planted])
+        keys = self.audited.measuring.keys
+        return self._canaries("exposures", [key for key in keys if key.planted_texts])
 
     def real(self, key: Key) -> list[dict[str, Any]]:
         """What the model knows of the real canaries in a key."""
         return self._canaries(f"real-{key.digest[:8]}", [key])
 
     def _canaries(self, file: str, keys: Sequence[Key]) -> list[dict[str, Any]]:
-        measuring = replace(self.measuring, keys=tuple(keys))
-        figures: list[dict[str, Any]] = self._audit("canaries", file, measuring=measuring)
-        return figures
+        measuring = replace(self.audited.measuring, keys=tuple(keys))
+        return self._audit("canaries", file, measuring=measuring)
 
     def groups(self, against: "ModelMeasures | None") -> dict[str, Any]:
         """Perplexity on held-out text, user by user, and how it changed against another model."""
         other = None if against is None else against.audited
-        figures: dict[str, Any] = self._audit("groups", "groups", against=other)
-        return figures
+        return self._audit("groups", "groups", against=other)
 
     def membership(self) -> dict[str, Any]:
         """How well documents and users that were trained on are told from others."""
-        figures: dict[str, Any] = self._audit("membership", "membership")
-        return figures
+        return self._audit("membership", "membership")
 
     def _audit(self, name: str, file: str, **changes: Any) -> Any:
         """What the audit of that name finds, kept in `file`."""
@@ -215,8 +201,7 @@ class ModelMeasures:
 
     def perplexity(self) -> float | None:
         """On held-out text; None where that is no number."""
-        figures: float | None = self._kept("perplexity", {}, self._perplexity)
-        return figures
+        return self._kept("perplexity", {}, self._perplexity)
 
     def _perplexity(self) -> float | None:
         from tightlip.audit.leakage.findings import tokens_with_text
@@ -224,9 +209,8 @@ class ModelMeasures:
         from tightlip.audit.leakage.summary import finite
 
         model = self.audited.scans.opened(self.audited.model)
-        corpus = tokenised_for(
-            CorpusSource(self.held_out, {}), model.tokenizer, self.audited.work / "tokens"
-        )
+        held_out = CorpusSource(self.audited.held_out, {})
+        corpus = tokenised_for(held_out, model.tokenizer, self.audited.work / "tokens")
         scanned = self.audited.scans.scan(model, corpus, "Scanning validation text")
         fit = fit_of(scanned, 1, tokens_with_text(model.tokenizer, corpus))
         return finite(fit.perplexity)
@@ -255,14 +239,22 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def measured_or_reason(
-    what: str, of: str, measure: Callable[[], Any]
-) -> tuple[Any | None, str | None]:
-    """A measure, or why there is none.
+    what: str, of: str, measure: Callable[[], Any], *figures: str
+) -> tuple[Any, dict[str, str]]:
+    """A measure, or of each of its figures why there is none.
 
     A refusal may quote a canary or name a user, so it goes to the log and not into the page.
     """
     try:
-        return measure(), None
+        return measure(), {}
     except UsageError as error:
         log.warning("%s of %s was not measured: %s", what, of, error)
-        return None, "It cannot be measured under this model; the command says why."
+        reason = "It cannot be measured under this model; the command says why."
+        return None, dict.fromkeys(figures, reason)
+
+
+def written_to(out: str | Path | None, result: Any) -> Any:
+    """The result, which is also written to `out` where that is given, for its owner only."""
+    if out is not None:
+        write_json(Path(out), result)
+    return result

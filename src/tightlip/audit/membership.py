@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from tightlip.audit.measures import Audited
+from tightlip.audit.measures import Audited, written_to
+from tightlip.audit.settings import ResamplingSettings
 from tightlip.audit.sides import Side, Sides
 from tightlip.core.errors import UsageError
-from tightlip.core.files import write_json
 from tightlip.core.resampling import FEW_USERS, check_num_bootstraps, interval, times_drawn
 from tightlip.core.run_folder import RunRecord
 from tightlip.corpus.opening import with_held_out
@@ -201,10 +201,9 @@ def measure_membership(
     model: str | Path | None = None,
     out: str | Path | None = None,
     device: str = "auto",
-    seed: int = 0,
-    num_bootstraps: int = 1000,
     keep_scan: bool = True,
     scans: Scans | None = None,
+    **settings: Any,
 ) -> dict[str, Any]:
     """How well one can tell what a run's model was trained on, by document and by user.
 
@@ -212,9 +211,10 @@ def measure_membership(
     in place of the run's own model, such as a snapshot's; documents that read as one of
     `without_texts`, planted canaries say, are on neither side. With `out` the result is written
     there, for its owner only. The scan is kept in the run's `scan/` unless `keep_scan` is False;
-    `scans` are those of a caller that measures more.
+    `scans` are those of a caller that measures more, and `settings` those of ResamplingSettings.
     """
-    check_num_bootstraps(num_bootstraps)
+    config = ResamplingSettings(**settings)
+    check_num_bootstraps(config.num_bootstraps)
     record, prepared, held = with_held_out(run)
     _refuse_users_left_out(record)
     notes: list[str] = []
@@ -224,12 +224,12 @@ def measure_membership(
     with scans_of_run(record, device=device, keep=keep_scan, given=scans) as opened:
         sides.score(opened, Path(model or record.model_folder), reference)
     members, others = sides.chosen()
-    rng = np.random.default_rng(seed)
-    documents = measure_level(members, others, rng, num_bootstraps)
+    rng = np.random.default_rng(config.seed)
+    documents = measure_level(members, others, rng, config.num_bootstraps)
     notes += [*missing_rates(documents, "documents"), *_about_users(members, others)]
     notes += _about_certainty(documents)
     strangers = others.chosen(others.users >= prepared.train.num_users)
-    users = _users_level(members, strangers, notes, rng, num_bootstraps)
+    users = _users_level(members, strangers, notes, rng, config.num_bootstraps)
     notes += _about_the_text(record, prepared)
     result = {
         "documents": documents,
@@ -237,9 +237,7 @@ def measure_membership(
         "not_counted": sides.not_counted,
         "notes": notes,
     }
-    if out is not None:
-        write_json(Path(out), result)
-    return result
+    return written_to(out, result)
 
 
 class MembershipAudit:
@@ -248,12 +246,7 @@ class MembershipAudit:
     finds_secrets = True
 
     def depends_on(self, audited: Audited) -> dict[str, Any]:
-        measuring = audited.measuring
-        return {
-            "reference": measuring.reference_fingerprint,
-            "keys": audited.key_digests,
-            **measuring.resampling,
-        }
+        return {"reference": audited.measuring.reference_fingerprint, **audited.sampling}
 
     def figures(self, audited: Audited) -> dict[str, Any]:
         return measure_membership(

@@ -19,7 +19,7 @@ log), so its score is over the same tokens.
 """
 
 import zlib
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -111,12 +111,11 @@ def _looked_up(wanted: np.ndarray, pairs: np.ndarray, times: np.ndarray) -> np.n
 
 def _by_user(train: TokenizedCorpus, held: TokenizedCorpus) -> Iterator[tuple[Places, Places]]:
     """The places of both corpora, some whole users at a time; a user is known by name."""
-    names = {name: number for number, name in enumerate(train.user_names)}
-    numbers = [names.setdefault(name, len(names)) for name in held.user_names]
-    owners = np.asarray(train.users, np.int64), np.array(numbers, np.int64)[held.users]
-    lengths = np.diff(train.bounds), np.diff(held.bounds)
+    owners = _owners(train, held)
+    num_users = 1 + max(int(mine.max(initial=-1)) for mine in owners)
     num_tokens = sum(
-        np.bincount(mine, size, len(names)) for mine, size in zip(owners, lengths, strict=True)
+        np.bincount(mine, np.diff(corpus.bounds), num_users)
+        for mine, corpus in zip(owners, (train, held), strict=True)
     )
     group = (np.cumsum(num_tokens) - num_tokens).astype(np.int64) // _TOGETHER
     orders = [np.argsort(group[mine], kind="stable") for mine in owners]
@@ -130,6 +129,13 @@ def _by_user(train: TokenizedCorpus, held: TokenizedCorpus) -> Iterator[tuple[Pl
             for corpus, mine, order in zip((train, held), owners, orders, strict=True)
         )
         yield train_part, held_part
+
+
+def _owners(train: TokenizedCorpus, held: TokenizedCorpus) -> tuple[np.ndarray, np.ndarray]:
+    """Whose each document is: numbers of training's users, then of those who are held out only."""
+    names = {name: number for number, name in enumerate(train.user_names)}
+    numbers = [names.setdefault(name, len(names)) for name in held.user_names]
+    return np.asarray(train.users, np.int64), np.array(numbers, np.int64)[held.users]
 
 
 def _places(corpus: TokenizedCorpus, owners: np.ndarray, documents: np.ndarray) -> Places:
@@ -152,21 +158,19 @@ class Side:
         return len(self.users)
 
     def chosen(self, which: np.ndarray) -> "Side":
-        return Side(
-            users=self.users[which],
-            model=self.model.chosen(which),
-            reference=None if self.reference is None else self.reference.chosen(which),
-            num_bytes=self.num_bytes[which],
-        )
+        return self._changed(self.users[which], lambda column: column[which])
 
     def by_user(self) -> "Side":
         """Each user as one long document."""
         users, owners = np.unique(self.users, return_inverse=True)
+        return self._changed(users, lambda column: np.bincount(owners, column, len(users)))
+
+    def _changed(self, users: np.ndarray, change: Callable[[np.ndarray], np.ndarray]) -> "Side":
         return Side(
             users=users,
-            model=self.model.summed(owners, len(users)),
-            reference=None if self.reference is None else self.reference.summed(owners, len(users)),
-            num_bytes=np.bincount(owners, self.num_bytes, len(users)),
+            model=self.model.each(change),
+            reference=None if self.reference is None else self.reference.each(change),
+            num_bytes=change(self.num_bytes),
         )
 
 
@@ -184,7 +188,10 @@ def compressed_sizes(
 
 @dataclass(kw_only=True)
 class Sides:
-    """Training and held-out documents on their way to members and non-members."""
+    """Training and held-out documents on their way to members and non-members.
+
+    What is known of both is a pair, training first.
+    """
 
     prepared: PreparedCorpus
     held: TokenizedCorpus
@@ -192,23 +199,20 @@ class Sides:
 
     def leave_out(self, without_texts: Collection[str]) -> None:
         """Mark what stands on both sides, and what was asked to be left out."""
-        self.train_bytes, train_unwanted = self._sizes("train", without_texts)
-        self.held_bytes, held_unwanted = self._sizes("validation", without_texts)
-        if num := int(train_unwanted.sum() + held_unwanted.sum()):
+        files = [self.prepared.folder / f"{part}.parquet" for part in ("train", "validation")]
+        sizes = [compressed_sizes(file, without_texts) for file in files]
+        self.num_bytes, (of_train, of_held) = zip(*sizes, strict=True)
+        if num := int(of_train.sum() + of_held.sum()):
             self.notes.append(f"{num:,} documents are left out as asked, planted canaries say.")
         in_train, in_held = standing_in_both(self.prepared.train, self.held)
-        in_train, in_held = in_train & ~train_unwanted, in_held & ~held_unwanted
+        in_train, in_held = in_train & ~of_train, in_held & ~of_held
         if in_held.any():
             self.notes.append(
                 f"{in_held.sum():,} held-out documents stand word for word in training too. They are left out, and so "
                 f"are the {in_train.sum():,} training documents that read the same: what many write is easy to "
                 "predict, and on one side only it would look like memory."
             )
-        self.train_kept = ~(train_unwanted | in_train)
-        self.held_kept = ~(held_unwanted | in_held)
-
-    def _sizes(self, split: str, without_texts: Collection[str]) -> tuple[np.ndarray, np.ndarray]:
-        return compressed_sizes(self.prepared.folder / f"{split}.parquet", without_texts)
+        self.kept = ~(of_train | in_train), ~(of_held | in_held)
 
     def choose_tokens(self) -> None:
         """Leave out words that only their own user made part of the vocabulary."""
@@ -233,15 +237,13 @@ class Sides:
 
     def score(self, scans: Scans, folder: Path, reference: str | Path | None) -> None:
         """The reference first: where it is refused, nobody has waited for the model."""
-        self.reference: tuple[DocumentScores, DocumentScores] | None = None
+        self.reference: tuple[DocumentScores | None, DocumentScores | None] = None, None
         if reference is not None:
             self.notes += check_reference(Path(reference), self.prepared)
             self.reference = self._scored(scans, model_folder(Path(reference)), "by the reference")
         self.model = self._scored(scans, folder, "by the model")
-        if (
-            self.reference is not None
-            and (self.reference[0].num_tokens != self.model[0].num_tokens).any()
-        ):
+        other = self.reference[0]
+        if other is not None and (other.num_tokens != self.model[0].num_tokens).any():
             raise UsageError(
                 f"{reference} and {folder} do not begin a document alike (one has a beginning-of-text token and "
                 "the other none), so their losses are over other tokens. Give a reference that reads as it does."
@@ -257,30 +259,31 @@ class Sides:
 
     def chosen(self) -> tuple[Side, Side]:
         """Members and non-members with something to score; users nobody trained on come last."""
-        names = {name: number for number, name in enumerate(self.prepared.train.user_names)}
-        numbers = [names.setdefault(name, len(names)) for name in self.held.user_names]
-        members = self._side(0, np.asarray(self.prepared.train.users), self.train_bytes)
-        others = self._side(1, np.array(numbers)[self.held.users], self.held_bytes)
-        kept = [
-            (members, self.train_kept, members.model.num_tokens > 0),
-            (others, self.held_kept, others.model.num_tokens > 0),
+        owners = _owners(self.prepared.train, self.held)
+        columns = zip(owners, self.model, self.reference, self.num_bytes, strict=True)
+        sides = [
+            Side(users=users, model=model, reference=reference, num_bytes=num_bytes)
+            for users, model, reference, num_bytes in columns
         ]
-        self._note_uncounted([wanted & ~scored for _, wanted, scored in kept])
-        left = [side.chosen(wanted & scored) for side, wanted, scored in kept]
-        for side, what in zip(left, ("training", "held-out"), strict=True):
+        kept = list(zip(self.kept, (scores.num_tokens > 0 for scores in self.model), strict=True))
+        self._note_uncounted([wanted & ~scored for wanted, scored in kept])
+        members, others = (
+            side.chosen(wanted & scored) for side, (wanted, scored) in zip(sides, kept, strict=True)
+        )
+        for side, what in ((members, "training"), (others, "held-out")):
             if not len(side):
                 raise UsageError(
                     f"No {what} document is left to compare: all stand on both sides, are left out or are empty. "
                     "Hold out text that is not trained on: prepare with --deduplicate documents, or --validation FILE."
                 )
-        return left[0], left[1]
+        return members, others
 
     def _note_uncounted(self, dropped: list[np.ndarray]) -> None:
         """Keep, and say, how much of the text the figures are not about."""
         corpora = (self.prepared.train, self.held)
         num_documents = num_tokens = 0
         for corpus, counted, kept, without in zip(
-            corpora, self.counted, (self.train_kept, self.held_kept), dropped, strict=True
+            corpora, self.counted, self.kept, dropped, strict=True
         ):
             if counted is not None:
                 lengths = np.diff(corpus.bounds)
@@ -296,10 +299,6 @@ class Sides:
                 "That is the most private text, and these figures do not see it. To count all, prepare with --tokenizer "
                 "DIR, made of other text."
             )
-
-    def _side(self, place: int, users: np.ndarray, num_bytes: np.ndarray) -> Side:
-        reference = None if self.reference is None else self.reference[place]
-        return Side(users=users, model=self.model[place], reference=reference, num_bytes=num_bytes)
 
 
 def _learnt_from_training(settings: dict[str, Any]) -> bool:

@@ -13,7 +13,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from tightlip.core.errors import GuaranteeError, TightlipError, UsageError
-from tightlip.core.settings import Settings, about, choices_of, kinds_in, settings_of
+from tightlip.core.settings import Settings, about, choices_of, kinds_in, panel_of, settings_of
 
 NO_VALUE = " "  # where <bool> would stand behind a switch, as if it took a value
 
@@ -151,7 +151,7 @@ def _flags(kind: type[Settings], listed: Collection[str] | None) -> Iterator[ins
             default=inspect.Parameter.empty if is_required else None,
             annotation=Annotated[
                 read_as if is_required else read_as | None,
-                _option(field, hints[field.name], hidden=not is_listed),
+                _option(field, hints[field.name], panel_of(kind, field), hidden=not is_listed),
             ],
         )
 
@@ -166,7 +166,7 @@ def _read_as(field: Field, hint: Any) -> Any:
     return next(kind for kind in (float, int, bool, str) if kind in kinds)
 
 
-def _option(field: Field, hint: Any, *, hidden: bool) -> Any:
+def _option(field: Field, hint: Any, panel: str | None, *, hidden: bool) -> Any:
     told, dashed = about(field), field.name.replace("_", "-")
     is_switch = bool in kinds_in(hint)
     names = f"--{dashed}/--no-{dashed}" if is_switch else f"--{dashed}"
@@ -176,7 +176,7 @@ def _option(field: Field, hint: Any, *, hidden: bool) -> Any:
         help=told.help + (f" [dim]\\[default: {words}][/]" if words else ""),
         metavar=NO_VALUE if is_switch else _metavar(field, hint),
         show_default=False,
-        rich_help_panel=told.panel,
+        rich_help_panel=panel,
         hidden=hidden,
     )
 

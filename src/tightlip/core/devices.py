@@ -1,7 +1,7 @@
-"""Whether a language model looks left only: asked of the model, since configurations do not tell.
+"""What is asked before work starts: which device a name means, and whether a model looks left only.
 
-GPT-NeoX says is_decoder=False and looks back only; so says BERT, which looks both ways.
-Shapes: B rows, T positions, V vocabulary.
+Configurations do not tell: GPT-NeoX says is_decoder=False and looks back only; so says BERT, which
+looks both ways. Shapes: B rows, T positions, V vocabulary.
 """
 
 from collections.abc import Callable, Iterator
@@ -53,7 +53,11 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-# Whether a language model looks left only: asked of the model, since configurations do not tell
+def moved(tensor: "Tensor", device: "torch.device") -> "Tensor":
+    """The tensor on `device`, without waiting for it."""
+    if device.type == "cuda":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
 
 
 def looks_ahead(

@@ -21,22 +21,33 @@ import fcntl
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from tightlip.core.errors import GuaranteeError, UsageError
-from tightlip.core.files import OWNER_FILE, make_private_folder, read_json, write_json, write_text
+from tightlip.core.files import (
+    OWNER_FILE,
+    folder_written_whole,
+    make_private_folder,
+    read_json,
+    write_json,
+    write_text,
+)
 from tightlip.core.settings import read_toml, toml_text
 
 CONFIG, METRICS, LEDGER, LOG = "config.toml", "metrics.jsonl", "ledger.json", "log.txt"
 PRIVATE_METRICS = "private.jsonl"
 MODEL, SNAPSHOTS, CHECKPOINT, LOCK = "model", "snapshots", "checkpoint", ".lock"
 DP_CHECK, DP_CHECK_RESULT = "dp_check.json", "dp_check_result.json"
+# Of a checkpoint: no pickle, so nothing in it can run.
+TENSORS, STATE = "tensors.safetensors", "state.json"
 # A raw corpus is prepared inside the run, and canaries are drawn, before training claims the folder.
 _MAY_STAND_BEFORE = {"corpus", LOG, DP_CHECK}
+
+Progress = TypeVar("Progress")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,10 +159,14 @@ def _guarantee(path: Path) -> dict[str, Any]:
     try:
         return read_json(path) if path.is_file() else {}
     except ValueError as error:
-        raise GuaranteeError(
-            f"{path} is damaged, so nobody knows what the run has spent. Put a whole copy back, or train again with "
-            "another --out."
-        ) from error
+        raise damaged_ledger(path) from error
+
+
+def damaged_ledger(path: Path) -> GuaranteeError:
+    return GuaranteeError(
+        f"{path} is damaged, so nobody knows what the run has spent. Put a whole copy back, or train again with "
+        "another --out."
+    )
 
 
 def _snapshots(folder: Path, metrics: list[dict[str, Any]]) -> list[Snapshot]:
@@ -321,3 +336,51 @@ def go_back_to(
             if path.name not in kept:
                 shutil.rmtree(path)
     write_metrics(folder, metrics, losses_are_private=losses_are_private)
+
+
+def write_moment(folder: Path, tensors: dict[str, Any], progress: Any) -> None:
+    """Keep, whole or not at all, what a killed training goes on from; `progress` is a dataclass."""
+    from safetensors.torch import save_file
+
+    with folder_written_whole(folder) as beside:
+        save_file(tensors, beside / TENSORS)
+        write_json(beside / STATE, asdict(progress))
+
+
+def moments_in(folder: Path, progress_of: Callable[..., Progress]) -> dict[Path, Progress]:
+    """How far a training was at each moment kept in `folder`."""
+    written = [path for path in folder.glob("step-*") if (path / STATE).is_file()]
+    return {path: progress_of(**read_json(path / STATE)) for path in written}
+
+
+def optimizer_tensors(optimizer: Any) -> dict[str, Any]:
+    """What a torch optimizer remembers of each parameter, by the parameter's number."""
+    from torch import Tensor
+
+    return {
+        f"{number}.{name}": value
+        for number, values in optimizer.state_dict()["state"].items()
+        for name, value in values.items()
+        if isinstance(value, Tensor)
+    }
+
+
+def load_optimizer_tensors(optimizer: Any, tensors: dict[str, Any]) -> None:
+    state: dict[int, dict[str, Any]] = {}
+    for key, tensor in tensors.items():
+        number, _, name = key.partition(".")
+        state.setdefault(int(number), {})[name] = tensor
+    optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
+
+
+def prefixed(prefix: str, tensors: dict[str, Any]) -> dict[str, Any]:
+    """The tensors as they can be written, on the CPU, each name behind a prefix."""
+    return {
+        f"{prefix}.{name}": tensor.detach().cpu().contiguous() for name, tensor in tensors.items()
+    }
+
+
+def part_of(tensors: dict[str, Any], prefix: str) -> dict[str, Any]:
+    """The tensors behind a prefix, without it."""
+    start = f"{prefix}."
+    return {name[len(start) :]: value for name, value in tensors.items() if name.startswith(start)}

@@ -1,7 +1,9 @@
 """Settings written once: name, default, range, help and flag; read from TOML, flags and Python."""
 
 import dataclasses
+import inspect
 import math
+import operator
 import re
 import tomllib
 import types
@@ -15,7 +17,12 @@ import tomli_w
 from tightlip.core.errors import UsageError
 from tightlip.core.registry import unknown
 
-_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+_HOLDS = {
+    "at_least": operator.ge,
+    "above": operator.gt,
+    "below": operator.lt,
+    "at_most": operator.le,
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -24,7 +31,7 @@ class About:
 
     `default_words` says what None stands for. `flag` is its spelling on the command line where
     the name itself will not do, `parse` reads it from there, and a hidden flag works but is not
-    listed.
+    listed. `panel` is the title it is listed under, where that is not its class' own.
     """
 
     help: str
@@ -45,23 +52,10 @@ class About:
             return
         if self.choices and value not in self.choices:
             raise UsageError(unknown(name, value, list(self.choices)))
-        bounds = {
-            "at least": self.at_least,
-            "above": self.above,
-            "below": self.below,
-            "at most": self.at_most,
-        }
-        wanted = {word: bound for word, bound in bounds.items() if bound is not None}
-        if not wanted:
-            return
-        holds = (
-            (self.at_least is None or value >= self.at_least)
-            and (self.above is None or value > self.above)
-            and (self.below is None or value < self.below)
-            and (self.at_most is None or value <= self.at_most)
-        )
-        if not holds or not math.isfinite(value):
-            words = " and ".join(f"{word} {bound}" for word, bound in wanted.items())
+        bounds = {word: bound for word in _HOLDS if (bound := getattr(self, word)) is not None}
+        holds = all(_HOLDS[word](value, bound) for word, bound in bounds.items())
+        if bounds and not (holds and math.isfinite(value)):
+            words = " and ".join(f"{w.replace('_', ' ')} {bound}" for w, bound in bounds.items())
             raise UsageError(f"{name}={value:g} is out of range. It must be {words}.")
 
 
@@ -79,9 +73,13 @@ def about(field: dataclasses.Field) -> About:
 
 
 class Settings:
-    """A frozen dataclass of `setting`s that a table of a TOML file can spell."""
+    """A frozen dataclass of `setting`s that a table of a TOML file can spell.
+
+    `panel` is the title under which a command lists the settings written in the class.
+    """
 
     table: typing.ClassVar[str]
+    panel: typing.ClassVar[str | None] = None
 
     def __post_init__(self) -> None:
         hints = typing.get_type_hints(type(self))
@@ -123,7 +121,13 @@ class Settings:
 def settings_of(kind: type[Settings]) -> list[dataclasses.Field]:
     """The fields of `kind` that were written with `setting`."""
     fields = dataclasses.fields(kind)  # type: ignore[arg-type]
-    return [field for field in fields if "about" in field.metadata] or list(fields)
+    return [field for field in fields if "about" in field.metadata]
+
+
+def panel_of(kind: type[Settings], field: dataclasses.Field) -> str | None:
+    """The setting's own panel, or that of the class it is written in."""
+    written_in = next(each for each in kind.__mro__ if field.name in inspect.get_annotations(each))
+    return about(field).panel or written_in.panel  # type: ignore[attr-defined]
 
 
 def names_in(*kinds: type[Settings]) -> list[str]:
@@ -251,15 +255,5 @@ def bytes_from(text: str) -> int:
     if not match:
         raise UsageError(f"memory={text!r} is not a size. Write it like 4GB or 512MB.")
     number, unit, binary = match.groups()
-    scale = _UNITS[unit.upper()]
-    if binary:
-        scale = 1024 ** "KMGT".index(unit.upper()) * 1024 if unit else 1
-    return int(float(number) * scale)
-
-
-def check_range(settings: Any, name: str, **bounds: float) -> None:
-    About(help="", **bounds).check(name, getattr(settings, name))  # type: ignore[arg-type]
-
-
-def fields_of(kind: Any) -> tuple[dataclasses.Field, ...]:
-    return dataclasses.fields(kind)
+    power = " KMGT".index(unit.upper() or " ")
+    return int(float(number) * (1024 if binary else 1000) ** power)

@@ -124,6 +124,11 @@ class Planted:
     def of_planted(self) -> list[Canary]:
         return [canary for canary in self.canaries if canary.kind == "planted"]
 
+    @property
+    def chosen_by(self) -> frozenset[str]:
+        """Fingerprints of the models that real canaries were chosen with."""
+        return frozenset(filter(None, [self.model_fingerprint, *self.snapshot_fingerprints]))
+
 
 def plant_canaries(
     corpus: Any,

@@ -45,13 +45,16 @@ def history_of(source: Any) -> list[dict[str, Any]]:
         return _read(source.schema)
     if not isinstance(source, str | Path) or not Path(source).exists():
         return []
-    path = Path(source)
-    files = sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
     steps: list[dict[str, Any]] = []
-    for file in files:
+    for file in files_under(Path(source)):
         if kind_of(file) == "parquet":
             steps += [step for step in _read(_schema(file)) if step not in steps]
     return steps
+
+
+def files_under(path: Path) -> list[Path]:
+    """The file itself, or all files of a folder."""
+    return sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
 
 
 def sources_of(prepared: Path) -> set[str]:
@@ -159,16 +162,11 @@ def learnt_from(prepared: Path, start: Path | None, name: str) -> dict[str, list
     """
     before = Origin() if start is None else origin_of(start)
     own, (words, _) = sources_of(prepared), vocabulary_behind(prepared)
-    if name:
-        return {
-            "sources": sorted(before.sources),
-            "vocabulary": sorted((before.vocabulary | words) - own),
-            "names": sorted({name, *before.names}),
-        }
+    told, hidden, names = (set(), own, {name}) if name else (own, set(), set())
     return {
-        "sources": sorted(before.sources | own),
-        "vocabulary": sorted(before.vocabulary | words),
-        "names": sorted(before.names),
+        "sources": sorted(before.sources | told),
+        "vocabulary": sorted((before.vocabulary | words) - hidden),
+        "names": sorted(before.names | names),
     }
 
 

@@ -12,7 +12,7 @@ from tightlip.core.errors import UsageError
 from tightlip.core.files import read_json, write_json
 from tightlip.core.run_folder import RunRecord, is_run, open_run, run_around
 from tightlip.corpus.encoding import tokenizer_fingerprint
-from tightlip.corpus.history import origin_of, sources_of
+from tightlip.corpus.history import files_under, origin_of, sources_of
 from tightlip.corpus.prepare import PreparedCorpus, is_prepared, open_prepared
 from tightlip.corpus.readers import open_corpus
 from tightlip.corpus.tokens import TokenizedCorpus, open_tokenized, tokenize_documents
@@ -38,43 +38,37 @@ class CorpusSource:
         return Path(self.source) if isinstance(self.source, str | Path) else None
 
     @property
-    def _is_held_out_part(self) -> bool:
-        return (
-            self.path is not None
-            and self.path.name == "validation"
-            and is_prepared(self.path.parent)
-        )
+    def _stored_part(self) -> tuple[Path, str] | None:
+        """The prepared corpus that the path names, and whether all of it or its held-out part."""
+        if self.path is None:
+            return None
+        if self.path.name == "validation" and is_prepared(self.path.parent):
+            return self.path.parent, "validation"
+        return (self.path, "train") if is_prepared(self.path) else None
 
     def exists(self) -> bool:
         return self.path is None or self.path.exists()
 
     def prepared(self) -> TokenizedCorpus | None:
         """The tokens stored with a prepared corpus."""
-        if self._is_held_out_part:
-            assert self.path is not None
-            return open_prepared(self.path.parent).validation
-        if self.path is not None and is_prepared(self.path):
-            return open_prepared(self.path).train
-        return None
+        if self._stored_part is None:
+            return None
+        folder, part = self._stored_part
+        prepared = open_prepared(folder)
+        return prepared.train if part == "train" else prepared.validation
 
     def documents(self) -> Any:
-        if self._is_held_out_part:
-            assert self.path is not None
-            return open_corpus(self.path.with_suffix(".parquet"))
-        if self.path is not None and is_prepared(self.path):
-            return open_corpus(self.path / "train.parquet")
-        return open_corpus(self.source, **self.columns)
+        if self._stored_part is None:
+            return open_corpus(self.source, **self.columns)
+        folder, part = self._stored_part
+        return open_corpus(folder / f"{part}.parquet")
 
     def identity(self) -> Any:
         """Enough to notice that a file changed between a killed audit and its resumption."""
         if self.path is None:
             return None
-        files = (
-            sorted(p for p in self.path.rglob("*") if p.is_file())
-            if self.path.is_dir()
-            else [self.path]
-        )
-        stats = [(str(p), p.stat().st_size, p.stat().st_mtime_ns) for p in files if p.exists()]
+        files = [p for p in files_under(self.path) if p.exists()]
+        stats = [(str(p), p.stat().st_size, p.stat().st_mtime_ns) for p in files]
         return [[list(entry) for entry in stats], self.columns]
 
 
@@ -227,21 +221,22 @@ def _digest(corpus: TokenizedCorpus, index: int) -> bytes:
 
 def model_folder(model: Path) -> Path:
     """`model` itself, or the model of a finished run."""
-    if not is_run(model):
-        return model
-    record = open_run(model)
+    return finished_run(model).model_folder if is_run(model) else model
+
+
+def finished_run(run: str | Path | RunRecord) -> RunRecord:
+    """The run; refused while its training is under way."""
+    record = run if isinstance(run, RunRecord) else open_run(Path(run))
     if not record.finished:
-        raise UsageError(f"{model} is not finished training. Give its train command again.")
-    return record.model_folder
+        raise UsageError(f"{record.folder} is not finished training. Give its train command again.")
+    return record
 
 
 def with_held_out(
     run: str | Path | RunRecord,
 ) -> tuple[RunRecord, PreparedCorpus, TokenizedCorpus]:
     """A finished run, its corpus, and what was held out of it."""
-    record = run if isinstance(run, RunRecord) else open_run(Path(run))
-    if not record.finished:
-        raise UsageError(f"{record.folder} is not finished training. Give its train command again.")
+    record = finished_run(run)
     prepared = open_run_corpus(record)
     if prepared.validation is None or not prepared.validation.num_documents:
         raise UsageError(

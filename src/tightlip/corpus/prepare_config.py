@@ -19,7 +19,7 @@ BadRows = Literal["error", "skip"]
 SplitBy = Literal["document", "user", "text", "none"]
 WORDS_PER_USER, VOCABULARY_DELTA = 1000, 1e-7  # of a vocabulary with noise
 
-_TEXT, _VOCABULARY = "The text", "The vocabulary"
+_VOCABULARY = "The vocabulary"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,11 +27,12 @@ class ColumnSettings(Settings):
     """Where a corpus has its text, and what of it may be unusable."""
 
     table: ClassVar[str] = "columns"
+    panel: ClassVar[str | None] = "The text"
 
-    user_column: str = setting("user", "The column that says who wrote a document.", panel=_TEXT)
-    text_column: str = setting("text", "The column that holds the text.", panel=_TEXT)
+    user_column: str = setting("user", "The column that says who wrote a document.")
+    text_column: str = setting("text", "The column that holds the text.")
     bad_rows: BadRows = setting(
-        "error", "A row without user or text, or not UTF-8; skipped ones are counted.", panel=_TEXT
+        "error", "A row without user or text, or not UTF-8; skipped ones are counted."
     )
 
 
@@ -48,20 +49,17 @@ class PrepareConfig(ColumnSettings):
         None,
         "Hold out by document within each user, by user, by each text itself, or nothing.",
         default_words="document, or none beside --validation",
-        panel=_TEXT,
     )
-    holdout: float = setting(0.2, "The share held out for validation.", panel=_TEXT)
+    holdout: float = setting(0.2, "The share held out for validation.")
     validation: str | None = setting(
-        None, "Held-out text as a file of its own; nothing is then split off.", panel=_TEXT
+        None, "Held-out text as a file of its own; nothing is then split off."
     )
     deduplicate: Literal["none", "sentences", "documents"] = setting(
-        "none", "Remove what is repeated.", panel=_TEXT
+        "none", "Remove what is repeated."
     )
-    scrub: bool = setting(
-        False, "Replace e-mails, phones, URLs, card and account numbers, IPs.", panel=_TEXT
-    )
-    names: bool = setting(False, "With --scrub: people's names too, through Presidio.", panel=_TEXT)
-    seed: int = setting(0, "Decides what is held out.", panel=_TEXT)
+    scrub: bool = setting(False, "Replace e-mails, phones, URLs, card and account numbers, IPs.")
+    names: bool = setting(False, "With --scrub: people's names too, through Presidio.")
+    seed: int = setting(0, "Decides what is held out.")
     tokenizer: str | None = setting(
         None, "A model folder whose tokenizer to use.", panel=_VOCABULARY
     )

@@ -27,7 +27,6 @@ PUBLIC_LOG_PERPLEXITIES = "public_log_perplexities.npy"
 SOUND = ("public", "public-rank")
 NORMALISATIONS = (*SOUND, "minmax", "rank")
 QUANTILES = (0.05, 0.95)  # of the public corpus: a and b
-_PANEL = "Privacy weights"
 UNSCORED = 1.0  # the weight of a document without a scored token
 # Log-perplexities are kept to so many nats. A batch's other documents move a mean by rounding, 1e-6
 # to 5e-5 nats; on a grid they move nothing, so that no weight depends on anybody else's text.
@@ -44,22 +43,20 @@ class WeightsConfig(Settings):
     """What decides the weights. Without `public_model`: word frequencies of the public corpus."""
 
     table: ClassVar[str] = "weights"
+    panel: ClassVar[str | None] = "Privacy weights"
 
     public_model: str | Path | None = setting(
-        None,
-        "With weights: a public causal language model, a folder or a .gguf file.",
-        panel=_PANEL,
+        None, "With weights: a public causal language model, a folder or a .gguf file."
     )
     public_corpus: str | Path | None = setting(
-        None, "With weights: public text that says what is ordinary.", panel=_PANEL
+        None, "With weights: public text that says what is ordinary."
     )
     weights: str = setting(
         "public",
         "How they are normalised; minmax and rank are for as-published only.",
         choices=NORMALISATIONS,
-        panel=_PANEL,
     )
-    least_weight: float = setting(0.05, "No weight is below this.", panel=_PANEL)
+    least_weight: float = setting(0.05, "No weight is below this.")
 
     def __post_init__(self) -> None:
         super().__post_init__()

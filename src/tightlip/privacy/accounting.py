@@ -21,7 +21,9 @@ from dp_accounting.rdp import RdpAccountant
 
 from tightlip.core.errors import UsageError
 
-Accountant = Literal["pld", "rdp"]
+# "published" is the ε that papers print: the Gaussian-DP central limit. It can understate; never
+# promise it.
+Accountant = Literal["pld", "rdp", "published"]
 
 # 1e-4 is dp-accounting's own interval, 1e-3 the coarsest that we take to save time.
 INTERVAL, COARSEST = 1e-4, 1e-3
@@ -109,7 +111,8 @@ class Spend:
 def epsilon_spent(
     mechanism: Mechanism, steps: int, delta: float, accountant: Accountant = "pld"
 ) -> float:
-    """ε at `delta` after `steps` steps and the mechanism's releases: never below the truth.
+    """ε at `delta` after `steps` steps and the mechanism's releases: never below the truth, but as
+    published.
 
     Holds:
         nothing: no step and no release spend 0; a step without noise spends infinity.
@@ -139,12 +142,14 @@ def delta_left(releases: Sequence[Release], delta: float) -> float:
 
 
 def epsilon_of(spend: Spend, accountant: Accountant, coarser: float = 1.0) -> float:
-    """ε of what is to be composed; a `coarser` interval is quicker and never gives less."""
+    """ε of what is to be composed; a `coarser` interval of PLD is quicker and never gives less."""
     if spend.is_empty():
         return 0.0
     if spend.is_bare():
         return math.inf
-    return _pld_epsilon(spend, coarser) if accountant == "pld" else _rdp_epsilon(spend, spend.delta)
+    if accountant == "published":
+        return float(get_epsilon_gaussian(1 / _published_mu(spend), spend.delta))
+    return _pld_epsilon(spend, coarser) if accountant == "pld" else _rdp_epsilon(spend)
 
 
 def _pld_epsilon(spend: Spend, coarser: float) -> float:
@@ -194,7 +199,7 @@ def _deviation(sigma: float, rate: float) -> float:
     return rate * math.sqrt(math.expm1(min(sigma**-2, 700)))
 
 
-def _rdp_epsilon(spend: Spend, delta: float) -> float:
+def _rdp_epsilon(spend: Spend) -> float:
     # It warns of each order it leaves out; without one the bound is looser, never wrong.
     logging.getLogger("absl").setLevel(logging.ERROR)
     accountant = RdpAccountant()
@@ -203,21 +208,7 @@ def _rdp_epsilon(spend: Spend, delta: float) -> float:
         accountant.compose(dp_accounting.PoissonSampledDpEvent(rate, gaussian), steps)
     if whole := spend.whole():
         accountant.compose(dp_accounting.GaussianDpEvent(1 / whole))
-    return float(accountant.get_epsilon(delta))
-
-
-def as_published_epsilon(mechanism: Mechanism, steps: int, delta: float) -> float:
-    """The ε that papers print: the Gaussian-DP central limit. It can understate; never promise it."""
-    return published_epsilon_of(spend_of(mechanism, steps, delta))
-
-
-def published_epsilon_of(spend: Spend) -> float:
-    """The central limit's ε of what is to be composed."""
-    if spend.is_empty():
-        return 0.0
-    if spend.is_bare():
-        return math.inf
-    return float(get_epsilon_gaussian(1 / _published_mu(spend), spend.delta))
+    return float(accountant.get_epsilon(spend.delta))
 
 
 def _published_mu(spend: Spend) -> float:

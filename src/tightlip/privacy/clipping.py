@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from tightlip.core.errors import UsageError
-from tightlip.privacy.layers import Layout
+from tightlip.privacy.layers import Layout, wide, zeros_for
 from tightlip.privacy.norms import Measured, Norms, added_up
 from tightlip.privacy.rounding import Scaled, full_precision, products_in_tf32, slack
 from tightlip.privacy.row_losses import RowLosses
@@ -147,10 +147,7 @@ def clipped_sum(
             if watch.uses[name]:
                 gradients[name] = scaled.sum(watch.uses[name], parameters[name])
     ordered = {
-        name: gradients.get(
-            name,
-            torch.zeros_like(parameter, dtype=torch.promote_types(parameter.dtype, torch.float32)),
-        )
+        name: gradients[name] if name in gradients else zeros_for(parameter)
         for name, parameter in parameters.items()
     }
     return ClippedGradients(ordered, total_U.sqrt(), losses_U)
@@ -177,10 +174,7 @@ def unit_by_unit(
 
     Rows run alone, so that a model that mixes rows cannot mix one unit with another.
     """
-    total = {
-        name: torch.zeros_like(each, dtype=torch.promote_types(each.dtype, torch.float32))
-        for name, each in parameters.items()
-    }
+    total = {name: zeros_for(each) for name, each in parameters.items()}
     groups = _groups(parameters, clip)
     norms, losses = [], []
     for unit in range(layout.num_units):
@@ -218,9 +212,7 @@ def _plain(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Loss and gradients of some rows, each run alone."""
     first = next(iter(parameters.values()))
-    loss = torch.zeros(
-        (), dtype=torch.promote_types(first.dtype, torch.float32), device=first.device
-    )
+    loss = torch.zeros((), dtype=wide(first), device=first.device)
     gradients: dict[str, Tensor] = {}
     for row in rows:
         # cuDNN's recurrent layers have no way back in evaluation mode; torch's own have.
@@ -230,8 +222,8 @@ def _plain(
         loss = loss + own.detach()
         for name, gradient in zip(parameters, of_row, strict=True):
             if gradient is not None:
-                wide = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
-                gradients[name] = gradients[name] + wide if name in gradients else wide
+                own_part = gradient.to(wide(gradient))
+                gradients[name] = gradients[name] + own_part if name in gradients else own_part
     return loss, gradients
 
 

@@ -15,7 +15,6 @@ from tightlip.privacy.accounting import (
     delta_left,
     epsilon_of,
     epsilon_spent,
-    published_epsilon_of,
 )
 from tightlip.privacy.ledger import exact_figures, filter_of, mode_of, read_ledger, steps_to_compose
 from tightlip.privacy.rdp_filter import epsilon_of_rdp, release_rdp, subsampled_gaussian_rdp
@@ -139,7 +138,7 @@ def _by_pld(
         because=f"every step composed by PLD{least}",
         beside={
             "epsilon_rdp": epsilon_of(spend, "rdp"),
-            "epsilon_as_published": None if varies else published_epsilon_of(spend),
+            "epsilon_as_published": None if varies else epsilon_of(spend, "published"),
         },
     )
 

@@ -75,6 +75,16 @@ def aligned(values_XD: Tensor) -> Tensor:
     return torch.nn.functional.pad(values_XD, (0, missing)) if missing else values_XD
 
 
+def wide(values: Tensor) -> torch.dtype:
+    """What sums of these values are taken in: float32 or better."""
+    return torch.promote_types(values.dtype, torch.float32)
+
+
+def zeros_for(parameter: Tensor) -> Tensor:
+    """Room for a parameter's gradient."""
+    return torch.zeros_like(parameter, dtype=wide(parameter))
+
+
 def fp32_product(left_XN: Tensor, right_NY: Tensor) -> Tensor:
     """A matrix product (or a batch of them) kept in float32 or better.
 

@@ -16,13 +16,12 @@ from typing import IO, Any, Protocol
 
 from tightlip.core.errors import GuaranteeError
 from tightlip.core.files import OWNER_FILE, fsync, make_private_folder
-from tightlip.privacy.accounting import Mechanism, as_published_epsilon, epsilon_spent
+from tightlip.core.run_folder import damaged_ledger
+from tightlip.privacy.accounting import Mechanism, epsilon_of, spend_of
 from tightlip.privacy.adaptive import Promise
 from tightlip.privacy.rdp_filter import RdpFilter
 
 MECHANISM = "Poisson-subsampled Gaussian"
-ADJACENCY = "add or remove one"
-SAMPLING = "Poisson"
 ACCOUNTANT = "PLD"
 # Words about the promise may be put better in a later version; everything else is the promise.
 _WORDING = ("because", "covers", "outside")
@@ -41,50 +40,23 @@ class Meter(Protocol):
         """At least the ε of a run of `steps` steps so far."""
 
 
-def guarantee_terms(
-    mechanism: Mechanism,
-    *,
-    delta: float,
-    unit: str,
-    clip_norm: float | None,
-    num_units: int,
-    expected_batch: float,
-    corpus_fingerprint: str,
-    insecure_seed: bool,
-    standing: str,
-    because: str,
-    covers: list[str],
-    outside: list[str],
-    name: str = MECHANISM,
-    accountant: str = ACCOUNTANT,
-    adaptive: dict[str, Any] | None = None,
-) -> dict[str, Any]:
-    """What a run promises before its first step and may not change after it.
+def guarantee_terms(noise: Mechanism, /, *, unit: str, **given: Any) -> dict[str, Any]:
+    """What a run promises before its first step and may not change after it: what `noise` and
+    `unit` say of it, and whatever else is `given`.
 
     `noise_multiplier` is the least that any step can have, so that whoever composes it never
     counts too little; an adaptive run has its own beside it, under `adaptive`.
     """
     return {
-        "mechanism": name,
-        "delta": delta,
+        "mechanism": MECHANISM,
         "unit": unit,
-        "adjacency": f"{ADJACENCY} {unit}",
-        "sampling": SAMPLING,
-        "accountant": accountant,
-        "standing": standing,
-        "because": because,
-        "covers": covers,
-        "outside": outside,
-        "noise_multiplier": mechanism.noise_multiplier,
-        "clip_norm": clip_norm,
-        "sampling_rate": mechanism.sampling_rate,
-        "num_units": num_units,
-        "expected_batch": expected_batch,
-        "releases": [asdict(release) for release in mechanism.releases],
-        "insecure_seed": insecure_seed,
-        "corpus_fingerprint": corpus_fingerprint,
-        **({} if adaptive is None else {"adaptive": adaptive}),
-    }
+        "adjacency": f"add or remove one {unit}",
+        "sampling": "Poisson",
+        "accountant": ACCOUNTANT,
+        "noise_multiplier": noise.noise_multiplier,
+        "sampling_rate": noise.sampling_rate,
+        "releases": [asdict(release) for release in noise.releases],
+    } | given
 
 
 def exact_figures(record: dict[str, Any]) -> dict[str, float | None]:
@@ -96,11 +68,8 @@ def exact_figures(record: dict[str, Any]) -> dict[str, float | None]:
     mechanism, steps, delta = Mechanism.of_record(record), record["steps"], record["delta"]
     if mode_of(record) in ("scale", "as-published"):
         return figures_of(promise_of(record).upper(steps))
-    return figures_of(
-        epsilon_spent(mechanism, steps, delta),
-        epsilon_spent(mechanism, steps, delta, "rdp"),
-        as_published_epsilon(mechanism, steps, delta),
-    )
+    spend = spend_of(mechanism, steps, delta)
+    return figures_of(*(epsilon_of(spend, way) for way in ("pld", "rdp", "published")))
 
 
 def figures_of(
@@ -241,8 +210,7 @@ class Ledger:
         A power cut may lose steps charged since; but then every checkpoint, snapshot and model on
         disk is from before them, and nobody has seen what they did.
         """
-        with self.path.open("rb+") as written:
-            os.fsync(written.fileno())
+        fsync(self.path)
         fsync(self.path.parent)
 
     def finish(self) -> dict[str, Any]:
@@ -312,16 +280,9 @@ def read_ledger(path: Path) -> dict[str, Any]:
             "with another --out."
         ) from None
     except ValueError as error:
-        raise _damaged(path) from error
+        raise damaged_ledger(path) from error
     steps = record.get("steps") if isinstance(record, dict) else None
     is_whole = {"mechanism", "epsilon", "standing", "because"} <= {*(record or ())}
     if not is_whole or not isinstance(steps, int) or isinstance(steps, bool) or steps < 0:
-        raise _damaged(path)
+        raise damaged_ledger(path)
     return record
-
-
-def _damaged(path: Path) -> GuaranteeError:
-    return GuaranteeError(
-        f"{path} is damaged, so nobody knows what the run has spent. Put a whole copy back, or train "
-        "again with another --out."
-    )

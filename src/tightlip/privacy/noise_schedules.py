@@ -8,6 +8,7 @@ import json
 import math
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,12 +17,12 @@ import torch
 from torch import Tensor
 
 from tightlip.core.errors import GuaranteeError
-from tightlip.core.files import OWNER_FILE, make_private_folder
+from tightlip.core.files import OWNER_FILE, fsync, make_private_folder
 from tightlip.core.randomness import NoiseSource, keyed_generator
-from tightlip.privacy.accounting import COARSER, Mechanism, Release, Spend, delta_left, epsilon_of
+from tightlip.privacy.accounting import COARSER, Mechanism, Spend, delta_left, epsilon_of
 from tightlip.privacy.adaptive import AdaptiveSpec, joint_multiplier
 from tightlip.privacy.ledger import exact_figures, figures_of
-from tightlip.privacy.plans import NoisePlan, PrivacySpec
+from tightlip.privacy.plans import NoisePlan, PrivacySpec, rounded_up_to
 from tightlip.privacy.rdp_filter import RdpFilter
 
 
@@ -57,9 +58,6 @@ def noise_for(device: torch.device, insecure_seed: int | None) -> Noise:
     from tightlip.privacy.kernels import GPUNoise
 
     return GPUNoise(device, insecure_seed=insecure_seed)
-
-
-# How much noise a step gets, and what is put on record for it before it happens
 
 
 SCALES = "noise_scales.jsonl"  # public: what each step was charged at, and the release before it
@@ -221,7 +219,8 @@ class BatchNoise(Schedule):
 
     def charge(self, record: Callable[[], None], rho_U: np.ndarray | None) -> float:
         assert rho_U is not None
-        gamma = batch_weight(rho_U, self.spec.least_weight)
+        # An empty batch has the noise of a weight of 1.
+        gamma = float(np.clip(rho_U.mean(), self.spec.least_weight, 1.0)) if len(rho_U) else 1.0
         self._count(_bin(gamma))
         record()
         return self.noise_multiplier * gamma
@@ -230,13 +229,15 @@ class BatchNoise(Schedule):
         """ε of the noise that was really used, composed by PLD: our reading of the paper. Three
         figures, rounded up: more of them would tell more of the batches."""
         mechanism = Mechanism.of_record(record)
-        spent = composed_epsilon(
-            {self.noise_multiplier * _share(i): int(n) for i, n in enumerate(self._counts) if n},
-            mechanism.sampling_rate,
-            mechanism.releases,
-            record["delta"],
+        steps = tuple(
+            (replace(mechanism, noise_multiplier=self.noise_multiplier * _share(place)), int(count))
+            for place, count in enumerate(self._counts)
+            if count
         )
-        return figures_of(_three_figures(spent) if math.isfinite(spent) else spent)
+        left = delta_left(mechanism.releases, record["delta"])
+        # Dozens of noise multipliers take a while at the fine interval; the coarse one costs 0.01% of ε.
+        spent = epsilon_of(Spend(steps, mechanism.releases, left), "pld", COARSER)
+        return figures_of(rounded_up_to(3, spent) if 0 < spent < math.inf else spent)
 
     def _count(self, place: int) -> None:
         self._counts[place] += 1
@@ -260,26 +261,6 @@ class BatchNoise(Schedule):
         _flush(self._path)
 
 
-def batch_weight(rho_U: np.ndarray, least_weight: float) -> float:
-    """γ_B, the mean weight of a batch; an empty one has the noise of a weight of 1."""
-    return float(np.clip(rho_U.mean(), least_weight, 1.0)) if len(rho_U) else 1.0
-
-
-def composed_epsilon(
-    steps_of: dict[float, int],
-    sampling_rate: float,
-    releases: tuple[Release, ...],
-    delta: float,
-) -> float:
-    """ε by PLD of steps of several noise multipliers, each taken so many times."""
-    steps = tuple(
-        (Mechanism(noise_multiplier=sigma, sampling_rate=sampling_rate), count)
-        for sigma, count in steps_of.items()
-    )
-    # Dozens of noise multipliers take a while at the fine interval; the coarse one costs 0.01% of ε.
-    return epsilon_of(Spend(steps, releases, delta_left(releases, delta)), "pld", COARSER)
-
-
 def schedule_for(
     adaptive: AdaptiveSpec | None, plan: NoisePlan, spec: PrivacySpec, folder: Path
 ) -> Schedule:
@@ -296,18 +277,6 @@ def schedule_for(
     if adaptive is not None and adaptive.mode == "as-published":
         return BatchNoise(adaptive, plan.noise_multiplier, folder)
     return Schedule(plan.noise_multiplier)
-
-
-def _three_figures(value: float) -> float:
-    """Rounded up.
-
-    >>> _three_figures(2.18601), _three_figures(16119.2)
-    (2.19, 16200.0)
-    """
-    if value <= 0:
-        return 0.0
-    digits = 2 - math.floor(math.log10(value))
-    return round(math.ceil(value * 10.0**digits * (1 - 1e-12)) / 10.0**digits, max(digits, 0))
 
 
 def _bin(gamma: float) -> int:
@@ -331,8 +300,7 @@ def _append(path: Path, line: bytes) -> None:
 
 def _flush(path: Path) -> None:
     if path.exists():
-        with path.open("rb+") as written:
-            os.fsync(written.fileno())
+        fsync(path)
 
 
 def _lost(what: str) -> GuaranteeError:

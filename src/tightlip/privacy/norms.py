@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tightlip.privacy.layers import Layout, Lookup, Outer, Use, Whole, fp32_product
+from tightlip.privacy.layers import Layout, Lookup, Outer, Use, Whole, fp32_product, wide
 from tightlip.privacy.rounding import (
     lengths,
     rounded_apart,
@@ -66,12 +66,7 @@ class Norms:
         if len(uses) == 1 and id(uses[0].left_BTP) in self._grams:
             return _of_pairs(self.gram(uses[0].left_BTP))
         lefts = [self.layout.by_unit(use.left_BTP) for use in uses]
-        sums_UP = added_up(
-            [
-                left_USP.sum(1, dtype=torch.promote_types(left_USP.dtype, torch.float32))
-                for left_USP in lefts
-            ]
-        )
+        sums_UP = added_up([left_USP.sum(1, dtype=wide(left_USP)) for left_USP in lefts])
         rounded_U = added_up([summed_in_float32(lengths(left_USP)) for left_USP in lefts])
         return Measured(sums_UP.square().sum(1), rounded_U)
 
@@ -107,11 +102,9 @@ class Norms:
     def _cross(self, outer: Outer, lookup: Lookup) -> Tensor:
         """<Σ_s left_s ⊗ right_s, Σ_t e(id_t) ⊗ g_t> = Σ_s Σ_t left_s[id_t] (right_s·g_t)."""
         assert outer.right_BTD is not None
-        left_USV, right_USD = (
-            self.layout.by_unit(outer.left_BTP),
-            self.layout.by_unit(outer.right_BTD),
-        )
-        ids_UT, g_UTD = self.layout.by_unit(lookup.ids_BT), self.layout.by_unit(lookup.left_BTD)
+        by_unit = self.layout.by_unit
+        left_USV, right_USD = by_unit(outer.left_BTP), by_unit(outer.right_BTD)
+        ids_UT, g_UTD = by_unit(lookup.ids_BT), by_unit(lookup.left_BTD)
         right_USD = right_USD[..., : g_UTD.shape[2]]  # the rest are zeros
         num_pairs = left_USV.shape[1] * ids_UT.shape[1]
 
@@ -158,21 +151,15 @@ class Norms:
 def gradients(use: Use, layout: Layout, part: slice, shape: torch.Size) -> Tensor:
     """The gradients of some units, written out: [U, *shape]."""
     if isinstance(use, Whole):
-        return layout.sum_by_unit(
-            use.gradient_BX.to(torch.promote_types(use.gradient_BX.dtype, torch.float32))
-        )[part]
+        return layout.sum_by_unit(use.gradient_BX.to(wide(use.gradient_BX)))[part]
     if isinstance(use, Outer):
         left_USP = layout.by_unit(use.left_BTP)[part]
         if use.right_BTD is None:
-            return left_USP.sum(1, dtype=torch.promote_types(left_USP.dtype, torch.float32))[
-                :, : shape[0]
-            ]
+            return left_USP.sum(1, dtype=wide(left_USP))[:, : shape[0]]
         right_USD = layout.by_unit(use.right_BTD)[part]
         return fp32_product(left_USP.transpose(1, 2), right_USD)[:, : shape[0], : shape[1]]
     ids_US, left_USD = layout.by_unit(use.ids_BT)[part], layout.by_unit(use.left_BTD)[part]
-    whole = left_USD.new_zeros(
-        len(ids_US), *shape, dtype=torch.promote_types(left_USD.dtype, torch.float32)
-    )
+    whole = left_USD.new_zeros(len(ids_US), *shape, dtype=wide(left_USD))
     where = ids_US[..., None].expand(-1, -1, shape[1])
     return whole.scatter_add(1, where, left_USD.to(whole.dtype))
 

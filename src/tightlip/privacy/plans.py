@@ -323,12 +323,16 @@ def _within(tolerance: float) -> Callable[[float, float], bool]:
 
 
 def rounded_up_to_five(value: float) -> float:
-    """Five figures, never fewer than the value.
+    return rounded_up_to(5, value)
 
-    >>> rounded_up_to_five(0.528612)
-    0.52862
+
+def rounded_up_to(figures: int, value: float) -> float:
+    """So many figures, never less than the value.
+
+    >>> rounded_up_to(5, 0.528612), rounded_up_to(3, 16119.2)
+    (0.52862, 16200.0)
     """
-    digits = 4 - math.floor(math.log10(value))
+    digits = figures - 1 - math.floor(math.log10(value))
     scaled = math.ceil(value * 10**digits * (1 - 1e-12))
     return round(scaled / 10**digits, max(digits, 0))
 

@@ -19,20 +19,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from tightlip.core.devices import moved
 from tightlip.core.errors import GuaranteeError, UsageError
 from tightlip.core.randomness import keyed_generator
 from tightlip.privacy.accounting import Mechanism
 from tightlip.privacy.adaptive import BECAUSE, MECHANISMS, AdaptiveSpec, checked_weights
 from tightlip.privacy.clipping import Clip
-from tightlip.privacy.layers import Layout
-from tightlip.privacy.ledger import (
-    ACCOUNTANT,
-    MECHANISM,
-    Ledger,
-    claimed,
-    guarantee_terms,
-    read_ledger,
-)
+from tightlip.privacy.layers import Layout, zeros_for
+from tightlip.privacy.ledger import ACCOUNTANT, Ledger, claimed, guarantee_terms, read_ledger
 from tightlip.privacy.noise_schedules import noise_for, schedule_for
 from tightlip.privacy.passes import Passes, Physical, Way
 from tightlip.privacy.per_unit import check_model, check_optimizer, no_rule_for, synthetic_rows
@@ -168,10 +162,9 @@ class PrivateTraining:
         # Without dropout: its masks go by place in the batch, so one unit more would change
         # everybody's, and with them the whole sum.
         self.model.eval()
-        units = self._sampler.draw()
-        drawn = None if self.adaptive is None else self._drawn(units)
-        sigma = self.schedule.charge(self.ledger.charge, None if drawn is None else drawn.rho_U)
-        gradients, step = self._clipped_sum(units, drawn)
+        rows_of, rho_U = self._drawn(self._sampler.draw())
+        sigma = self.schedule.charge(self.ledger.charge, rho_U)
+        gradients, step = self._clipped_sum(rows_of, rho_U)
         # By the expected size of a draw, never by the real one, which is private.
         share = 1 / self.spec.expected_batch
         if sigma:
@@ -205,24 +198,24 @@ class PrivateTraining:
             return None
         return checked_weights(weights, len(self.source.lengths), self.adaptive.least_weight)
 
-    def _drawn(self, units: np.ndarray) -> "_Drawn":
-        """The rows that speak for each unit, and the unit's weight: their mean."""
-        assert self._rho is not None
-        rows_of = self._rows_of(units)
-        if not rows_of:
-            return _Drawn(rows_of, np.empty(0))
+    def _drawn(self, units: np.ndarray) -> tuple[list[np.ndarray], np.ndarray | None]:
+        """The rows that speak for each unit; of an adaptive run also the unit's weight: their
+        mean. All of it is private."""
+        most = self.spec.rows_per_unit
+        rows_of = [self._units.rows(unit, most, self._generator) for unit in units]
+        if self._rho is None or not rows_of:
+            return rows_of, None if self._rho is None else np.empty(0)
         sizes = np.array([len(rows) for rows in rows_of])
         sums = np.add.reduceat(self._rho[np.concatenate(rows_of)], np.cumsum(sizes) - sizes)
-        return _Drawn(rows_of, sums / sizes)
+        return rows_of, sums / sizes
 
-    def _rows_of(self, units: np.ndarray) -> list[np.ndarray]:
-        return [self._units.rows(unit, self.spec.rows_per_unit, self._generator) for unit in units]
-
-    def _clipped_sum(self, units: np.ndarray, drawn: "_Drawn | None") -> tuple[list[Tensor], Step]:
+    def _clipped_sum(
+        self, rows_of: list[np.ndarray], rho_U: np.ndarray | None
+    ) -> tuple[list[Tensor], Step]:
         """The sum over the drawn units, however many physical batches they take."""
         total: list[Tensor] | None = None
         loss, num_targets = torch.zeros((), device=self.device), 0
-        batches = list(self.physical_batches(units, *(() if drawn is None else (drawn,))))
+        batches = list(self.physical_batches(rows_of, rho_U))
         for batch, targets in batches:
             clipped = self._passes(batch)
             # A unit that is not finite counts nothing, here as in the sum.
@@ -236,25 +229,17 @@ class PrivateTraining:
             else:
                 torch._foreach_add_(total, parts)
         if total is None:
-            total = [
-                torch.zeros(
-                    each.shape,
-                    dtype=torch.promote_types(each.dtype, torch.float32),
-                    device=each.device,
-                )
-                for each in self._passes.parameters.values()
-            ]
-        return total, Step(loss=loss / max(1, len(units)), num_targets=num_targets)
+            total = [zeros_for(each) for each in self._passes.parameters.values()]
+        return total, Step(loss=loss / max(1, len(rows_of)), num_targets=num_targets)
 
     def physical_batches(
-        self, units: np.ndarray, drawn: "_Drawn | None" = None
+        self, rows_of: list[np.ndarray], rho_U: np.ndarray | None
     ) -> Iterator[tuple[Physical, int]]:
         """The drawn units in batches of bounded size, those of like shape together; with each,
         how many targets it has. Nobody who was drawn is left out."""
-        rows_of = self._rows_of(units) if drawn is None else drawn.rows_of
-        shares_U = np.ones(len(units))
-        if drawn is not None and self.adaptive is not None:
-            shares_U = self.adaptive.clip_shares(drawn.rho_U)
+        shares_U = np.ones(len(rows_of))
+        if rho_U is not None and self.adaptive is not None:
+            shares_U = self.adaptive.clip_shares(rho_U)
         longest = np.array([self.source.lengths[rows].max() for rows in rows_of], int)
         sizes = np.array([self._room(len(rows)) for rows in rows_of], int)
         for size in np.unique(sizes):
@@ -263,13 +248,8 @@ class PrivateTraining:
             together = max(1, self._physical_rows // int(size))
             for start in range(0, len(chosen), together):
                 part = chosen[start : start + together]
-                yield self._physical(
-                    [rows_of[one] for one in part],
-                    shares_U[part],
-                    int(size),
-                    int(longest[part].max()),
-                    together,
-                )
+                rows, widest = [rows_of[one] for one in part], int(longest[part].max())
+                yield self._physical(rows, shares_U[part], int(size), widest, together)
 
     def _room(self, num_rows: int) -> int:
         if self._passes.wants_fixed_shapes and self.spec.rows_per_unit > 1 and num_rows > 1:
@@ -277,27 +257,21 @@ class PrivateTraining:
         return 1 << (num_rows - 1).bit_length()
 
     def _physical(
-        self,
-        rows_of: list[np.ndarray],
-        shares: np.ndarray,
-        size: int,
-        longest: int,
-        together: int,
+        self, rows_of: list[np.ndarray], shares: np.ndarray, size: int, longest: int, together: int
     ) -> tuple[Physical, int]:
         fixed = self._passes.wants_fixed_shapes
         rows_UM = np.full((together if fixed else len(rows_of), size), -1, np.int64)
         for unit, rows in enumerate(rows_of):
             rows_UM[unit, : len(rows)] = rows
-        width = (
-            min((w for w in self._widths if w >= longest), default=longest) if fixed else longest
-        )
+        widths = self._widths if fixed else ()
+        width = min((each for each in widths if each >= longest), default=longest)
         ids_BT, targets_BT = self.source.gather(rows_UM.ravel(), width)
         num_rows_U = torch.from_numpy((rows_UM >= 0).sum(1))
         num_targets = int((targets_BT != NO_LABEL).sum())
         batch = Physical.of(
-            _moved(ids_BT, self.device),
-            _moved(targets_BT, self.device),
-            _moved(num_rows_U, self.device),
+            moved(ids_BT, self.device),
+            moved(targets_BT, self.device),
+            moved(num_rows_U, self.device),
             Layout(num_units=len(rows_UM), rows_per_unit=size),
             self._shares(shares, len(rows_UM)),
         )
@@ -308,7 +282,7 @@ class PrivateTraining:
         if self.adaptive is None:
             return None
         padded = np.concatenate([shares, np.ones(num_units - len(shares))])
-        return _moved(torch.from_numpy(padded), self.device)
+        return moved(torch.from_numpy(padded), self.device)
 
     def _checked_passes(self, way: Way, bf16: bool) -> Passes:
         check_optimizer(self.model, self.optimizer)
@@ -342,50 +316,42 @@ class PrivateTraining:
             because = f"The noise comes from a known seed and hides nothing. {because}"
         return because
 
-    def _accountant(self) -> str:
-        if self._mode == "as-published":
-            return "PLD of σ·γ of each batch, our reading: the paper gives no accounting"
-        if self.plan.budget is not None:
-            return f"RDP filter at order {self.plan.budget.order}, or PLD at the least noise if that is less"
-        return (
-            "PLD at the least noise that a step can have" if self._mode == "scale" else ACCOUNTANT
-        )
-
-    def _adaptive_terms(self) -> dict[str, Any] | None:
+    def _adaptive_terms(self) -> dict[str, Any]:
+        """What an adaptive run promises otherwise than plain private training."""
         if self.adaptive is None:
-            return None
+            return {}
+        mode, budget, accountant = self.adaptive.mode, self.plan.budget, ACCOUNTANT
         terms = self.adaptive.terms(self.plan.noise_multiplier)
-        if self.adaptive.mode == "scale":
+        if mode == "as-published":
+            accountant = "PLD of σ·γ of each batch, our reading: the paper gives no accounting"
+        if mode == "scale":
+            accountant = "PLD at the least noise that a step can have"
             terms["planned_steps"] = self.plan.planned_steps
-        if self.plan.budget is not None:
-            terms |= {
-                "epsilon": self.plan.target,
-                "order": self.plan.budget.order,
-                "rdp_budget": self.plan.budget.budget,
-            }
-        return terms
+        if budget is not None:
+            accountant = (
+                f"RDP filter at order {budget.order}, or PLD at the least noise if that is less"
+            )
+            terms |= {"epsilon": self.plan.target, "order": budget.order}
+            terms["rdp_budget"] = budget.budget
+        return {"mechanism": MECHANISMS[mode], "accountant": accountant, "adaptive": terms}
 
     def _ledger(self, path: Path, claims: bool) -> Ledger:
         spec = self.spec
-        insecure, mode = spec.insecure_seed is not None, self._mode
+        weaker = spec.insecure_seed is not None or self._mode == "as-published"
         terms = guarantee_terms(
             self.mechanism,
-            name=MECHANISM if mode is None else MECHANISMS[mode],
-            accountant=self._accountant(),
-            adaptive=self._adaptive_terms(),
             delta=self.delta,
             unit=spec.unit,
             clip_norm=spec.clip_norm if math.isfinite(spec.clip_norm) else None,
             num_units=self.num_units,
             expected_batch=spec.expected_batch,
             corpus_fingerprint=self.source.fingerprint,
-            insecure_seed=insecure,
-            standing=(
-                "as published" if insecure or mode == "as-published" else self.terms.standing
-            ),
+            insecure_seed=spec.insecure_seed is not None,
+            standing="as published" if weaker else self.terms.standing,
             because=self._because(),
             covers=list(self.terms.covers),
             outside=list(self.terms.outside),
+            **self._adaptive_terms(),
         )
         meter, schedule = self.plan.meter(self.adaptive), self.schedule
         claim = claimed(path) if claims else None  # before it is read, or two could read the same
@@ -403,14 +369,6 @@ class PrivateTraining:
         return ledger
 
 
-@dataclass(frozen=True, eq=False)
-class _Drawn:
-    """Whose rows a step sees, and how much each unit weighs. All of it is private."""
-
-    rows_of: list[np.ndarray]
-    rho_U: np.ndarray
-
-
 class Documents:
     """Documents as tensors of ids, each read whole."""
 
@@ -424,12 +382,10 @@ class Documents:
         self._documents = [
             torch.as_tensor(document, dtype=torch.long).cpu() for document in documents
         ]
-        whose = range(len(documents)) if users is None else users
-        self.unit_of_row = np.unique(np.array([str(user) for user in whose]), return_inverse=True)[
-            1
-        ]
-        if users is None:
-            self.unit_of_row = np.arange(len(documents))
+        self.unit_of_row = np.arange(len(documents))
+        if users is not None:
+            names = np.array([str(user) for user in users])
+            self.unit_of_row = np.unique(names, return_inverse=True)[1]
         # The last id is only predicted, never fed.
         self.lengths = np.array([max(1, len(document) - 1) for document in self._documents])
         # A hash of the text in a ledger would tell who is in it.
@@ -469,9 +425,3 @@ def _check_unit(unit: str, users: Sequence[Any] | None) -> None:
         raise UsageError(
             f"unit={unit!r} with {given} given: with users the unit is a user, without them an example. Leave unit out."
         )
-
-
-def _moved(tensor: Tensor, device: torch.device) -> Tensor:
-    if device.type != "cuda":
-        return tensor
-    return tensor.pin_memory().to(device, non_blocking=True)

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from tightlip.privacy.layers import Layout, Lookup, Outer, Use, Whole, fp32_product
+from tightlip.privacy.layers import Layout, Lookup, Outer, Use, Whole, fp32_product, wide
 
 # A number is off by at most so much of itself: half a unit in bfloat16's last place; tf32 cuts off.
 BF16, TF32 = 2.0**-8, 2.0**-10
@@ -100,8 +100,7 @@ def rounded_apart(use: Use, layout: Layout, part: slice, *, tf32: bool) -> Tenso
 
 
 def lengths(values_USX: Tensor) -> Tensor:
-    wide = torch.promote_types(values_USX.dtype, torch.float32)
-    return torch.linalg.vector_norm(values_USX, dim=2, dtype=wide)
+    return torch.linalg.vector_norm(values_USX, dim=2, dtype=wide(values_USX))
 
 
 def summed_in_float32(lengths_US: Tensor) -> Tensor:
@@ -154,7 +153,7 @@ class Scaled:
         return total
 
     def _sum(self, use: Use, like: Tensor) -> Tensor:
-        dtype = torch.promote_types(like.dtype, torch.float32)
+        dtype = wide(like)
         if isinstance(use, Whole):
             return self.scaled(use.gradient_BX, dtype).sum(0, dtype=dtype).reshape(like.shape)
         if isinstance(use, Lookup):

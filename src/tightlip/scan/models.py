@@ -31,6 +31,7 @@ from tightlip.scan.store import SCAN, ScanFunction, ScannedCorpus, ScanStore
 
 # min-k% looks at one token in so many, the least likely ones (Shi et al. 2024: 20%).
 LOWEST_SHARE = 5
+AUDIT = "audit"  # where a run's report stands unless told otherwise
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -46,18 +47,10 @@ class DocumentScores:
     lowest_nats: np.ndarray
     num_lowest: np.ndarray
 
-    def chosen(self, which: np.ndarray) -> "DocumentScores":
+    def each(self, change: Callable[[np.ndarray], np.ndarray]) -> "DocumentScores":
+        """The same with every column changed."""
         return DocumentScores(
-            **{field.name: getattr(self, field.name)[which] for field in fields(self)}
-        )
-
-    def summed(self, owners: np.ndarray, num_owners: int) -> "DocumentScores":
-        """The same for all documents of an owner together."""
-        return DocumentScores(
-            **{
-                field.name: np.bincount(owners, getattr(self, field.name), num_owners)
-                for field in fields(self)
-            }
+            **{field.name: change(getattr(self, field.name)) for field in fields(self)}
         )
 
 
@@ -76,12 +69,8 @@ def document_scores(scanned: ScannedCorpus, *, counted: np.ndarray | None = None
             log_probs[~counted[bounds[0] : bounds[-1]]] = np.nan
         parts.append(_reduced(log_probs, np.diff(bounds)))
     columns = np.concatenate(parts, axis=1) if parts else np.zeros((4, 0))
-    return DocumentScores(
-        loss_nats=columns[0],
-        num_tokens=columns[1],
-        lowest_nats=columns[2],
-        num_lowest=columns[3],
-    )
+    names = [field.name for field in fields(DocumentScores)]
+    return DocumentScores(**dict(zip(names, columns, strict=True)))
 
 
 def _reduced(log_probs: np.ndarray, lengths: np.ndarray) -> np.ndarray:
@@ -109,12 +98,6 @@ def _reduced(log_probs: np.ndarray, lengths: np.ndarray) -> np.ndarray:
         ],
         dtype=np.float64,
     )
-
-
-# Models as every measure opens them: once for a command, and loaded only when a scan is missing
-
-
-AUDIT = "audit"  # where a run's report stands unless told otherwise
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tightlip.core.devices import moved
 from tightlip.privacy.row_losses import NO_LABEL
 
 if TYPE_CHECKING:
@@ -93,34 +94,24 @@ def rows_of(
     )
 
 
-def epoch_order(rows: Rows, *, batch_size: int, seed: int, epoch: int) -> list[np.ndarray]:
-    """The rows of each batch of an epoch: shuffled, but rows of like length share a batch.
+def epoch_order(
+    rows: Rows, *, batch_size: int, seed: int, epoch: int, by_user: bool = False
+) -> list[np.ndarray]:
+    """The rows of each batch of an epoch: shuffled, but rows of like length share a batch; with
+    `by_user`, a batch holds rows of one user only.
 
     Holds:
         once: every row is in exactly one batch, every batch but one is full.
+        one_user: by user, one with n rows fills ceil(n / batch_size) batches, all but one full.
         pure: the same seed and epoch give the same order.
     """
     draw = np.random.default_rng([seed, epoch])
     shuffled = draw.permutation(len(rows))
-    batches = _of_like_length(rows, shuffled, batch_size)
-    return [batches[place] for place in draw.permutation(len(batches))]
-
-
-def user_order(rows: Rows, *, batch_size: int, seed: int, epoch: int) -> list[np.ndarray]:
-    """The rows of each batch of an epoch, where a batch holds rows of one user only.
-
-    Holds:
-        once: every row is in exactly one batch.
-        one_user: a user with n rows fills ceil(n / batch_size) batches, and all but one are full.
-        pure: the same seed and epoch give the same order.
-    """
-    draw = np.random.default_rng([seed, epoch])
-    shuffled = draw.permutation(len(rows))
-    by_user = shuffled[np.argsort(rows.users[shuffled], kind="stable")]
-    changes = np.flatnonzero(np.diff(rows.users[by_user])) + 1
-    batches = []
-    for own in np.split(by_user, changes):
-        batches += _of_like_length(rows, own, batch_size)
+    groups = [shuffled]
+    if by_user:
+        sorted_rows = shuffled[np.argsort(rows.users[shuffled], kind="stable")]
+        groups = np.split(sorted_rows, np.flatnonzero(np.diff(rows.users[sorted_rows])) + 1)
+    batches = [batch for own in groups for batch in _of_like_length(rows, own, batch_size)]
     return [batches[place] for place in draw.permutation(len(batches))]
 
 
@@ -162,15 +153,7 @@ class Batch:
         return len(self.target_ids_N)
 
     def to(self, device: torch.device) -> "Batch":
-        if device.type == "cpu":
-            return self
-        moved = {
-            name: (part.pin_memory() if device.type == "cuda" else part).to(
-                device, non_blocking=True
-            )
-            for name, part in vars(self).items()
-        }
-        return Batch(**moved)
+        return Batch(**{name: moved(part, device) for name, part in vars(self).items()})
 
 
 def gather(rows: Rows, chosen: np.ndarray, *, widths: tuple[int, ...] = ()) -> Batch:

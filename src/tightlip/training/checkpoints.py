@@ -7,17 +7,25 @@ and dropout are functions of the seed and the step.
 
 import math
 import shutil
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tightlip.core.errors import UsageError
-from tightlip.core.files import folder_written_whole, read_json, write_json
+from tightlip.core.run_folder import (
+    TENSORS,
+    load_optimizer_tensors,
+    moments_in,
+    optimizer_tensors,
+    part_of,
+    prefixed,
+    write_moment,
+)
 from tightlip.training.mitigations import Mitigation
 
 
@@ -45,13 +53,11 @@ def save_checkpoint(
     if now.exists():  # the step is the same, what was recorded since is not
         now = folder / f"step-{progress.step}-recorded"
     tensors = {
-        **_prefixed("model", model_tensors(model)),
-        **_prefixed("optimizer", optimizer_tensors(optimizer)),
-        **_prefixed("mitigation", mitigation.state_dict()),
+        **prefixed("model", model_tensors(model)),
+        **prefixed("optimizer", optimizer_tensors(optimizer)),
+        **prefixed("mitigation", mitigation.state_dict()),
     }
-    with folder_written_whole(now) as beside:
-        save_file(tensors, beside / "tensors.safetensors")
-        write_json(beside / "state.json", asdict(progress))
+    write_moment(now, tensors, progress)
     for other in folder.iterdir():
         if other != now:
             shutil.rmtree(other)
@@ -61,15 +67,14 @@ def load_checkpoint(
     folder: Path, model: nn.Module, optimizer: Optimizer, mitigation: Mitigation
 ) -> Progress | None:
     """Bring everything back to the last moment saved; None where none was."""
-    saved = [path for path in folder.glob("step-*") if (path / "state.json").is_file()]
-    if not saved:
+    states = moments_in(folder, Progress)
+    if not states:
         return None
-    states = {path: Progress(**read_json(path / "state.json")) for path in saved}
-    latest = max(saved, key=lambda path: (states[path].step, states[path].recorded_step))
-    tensors = load_file(latest / "tensors.safetensors")
-    load_model_tensors(model, _part(tensors, "model"), latest)
-    load_optimizer_tensors(optimizer, _part(tensors, "optimizer"))
-    mitigation.load_state_dict(_part(tensors, "mitigation"))
+    latest = max(states, key=lambda path: (states[path].step, states[path].recorded_step))
+    tensors = load_file(latest / TENSORS)
+    load_model_tensors(model, part_of(tensors, "model"), latest)
+    load_optimizer_tensors(optimizer, part_of(tensors, "optimizer"))
+    mitigation.load_state_dict(part_of(tensors, "mitigation"))
     return states[latest]
 
 
@@ -91,34 +96,6 @@ def load_model_tensors(model: nn.Module, tensors: dict[str, Tensor], where: Path
             f"{where} was saved from a model of another shape. Delete {where.parent} to start over."
         )
     model.load_state_dict(tensors, strict=False)
-
-
-def optimizer_tensors(optimizer: Optimizer) -> dict[str, Tensor]:
-    return {
-        f"{number}.{name}": value
-        for number, values in optimizer.state_dict()["state"].items()
-        for name, value in values.items()
-        if isinstance(value, Tensor)
-    }
-
-
-def load_optimizer_tensors(optimizer: Optimizer, tensors: dict[str, Tensor]) -> None:
-    state: dict[int, dict[str, Tensor]] = {}
-    for key, tensor in tensors.items():
-        number, _, name = key.partition(".")
-        state.setdefault(int(number), {})[name] = tensor
-    optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
-
-
-def _prefixed(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {
-        f"{prefix}.{name}": tensor.detach().cpu().contiguous() for name, tensor in tensors.items()
-    }
-
-
-def _part(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    start = f"{prefix}."
-    return {name[len(start) :]: value for name, value in tensors.items() if name.startswith(start)}
 
 
 class RunningLoss:

@@ -10,7 +10,7 @@ from tightlip.core.settings import Settings, check_names, names_in, setting, set
 
 BUILT_IN_MODELS = ("lstm", "gru", "transformer")
 DEFAULT_EPOCHS = 5.0
-_MODEL, _LENGTH, _MACHINE = "The model", "How long", "The machine"
+_LENGTH = "How long"
 _SHAPE = (
     "embedding_size",
     "hidden_size",
@@ -74,42 +74,33 @@ class TrainConfig(Settings):
     """
 
     table: ClassVar[str] = "train"
+    panel: ClassVar[str | None] = "The model"
 
     mitigation: MitigationConfig = field(default_factory=MitigationConfig)
-    model: str = setting(
-        "lstm", "lstm, gru, transformer, or a model folder to go on from.", panel=_MODEL
-    )
+    model: str = setting("lstm", "lstm, gru, transformer, or a model folder to go on from.")
     lora: int | None = setting(
-        None, "Train LoRA adapters of this rank instead of the weights.", at_least=1, panel=_MODEL
+        None, "Train LoRA adapters of this rank instead of the weights.", at_least=1
     )
-    embedding_size: int = setting(
-        128, "Of the words; not of a transformer.", at_least=1, panel=_MODEL
-    )
-    hidden_size: int = setting(128, "Of each layer.", at_least=1, panel=_MODEL)
-    num_layers: int = setting(2, "Layers of a built-in model.", at_least=1, panel=_MODEL)
-    num_heads: int = setting(4, "Of a transformer.", at_least=1, panel=_MODEL)
-    dropout: float = setting(0.0, "Share of units left out.", at_least=0, below=1, panel=_MODEL)
+    embedding_size: int = setting(128, "Of the words; not of a transformer.", at_least=1)
+    hidden_size: int = setting(128, "Of each layer.", at_least=1)
+    num_layers: int = setting(2, "Layers of a built-in model.", at_least=1)
+    num_heads: int = setting(4, "Of a transformer.", at_least=1)
+    dropout: float = setting(0.0, "Share of units left out.", at_least=0, below=1)
     tie_word_embeddings: bool = setting(
-        False, "Input and output embeddings are one matrix.", panel=_MODEL, hidden=True
+        False, "Input and output embeddings are one matrix.", hidden=True
     )
     optimizer: str = setting(
-        "adam", "How weights move.", choices=("adam", "adamw", "adamax", "sgd"), panel=_MODEL
+        "adam", "How weights move.", choices=("adam", "adamw", "adamax", "sgd")
     )
-    learning_rate: float = setting(1e-3, "The full rate.", above=0, panel=_MODEL)
-    weight_decay: float = setting(0.0, "Of the optimizer.", at_least=0, panel=_MODEL, hidden=True)
-    momentum: float = setting(0.0, "Of sgd.", at_least=0, below=1, panel=_MODEL, hidden=True)
-    schedule: str = setting(
-        "constant", "Of the rate.", choices=("constant", "linear", "cosine"), panel=_MODEL
-    )
-    warmup_steps: int = setting(
-        0, "Steps over which the rate rises.", at_least=0, panel=_MODEL, hidden=True
-    )
-    gradient_clip: float | None = setting(None, "Largest gradient norm.", above=0, panel=_MODEL)
-    batch_size: int = setting(
-        32, "Rows of a step; under private training, units.", at_least=1, panel=_MODEL
-    )
-    sequence_length: int = setting(128, "Most tokens of a row.", at_least=1, panel=_MODEL)
-    seed: int = setting(0, "Decides start and order.", at_least=0, panel=_MODEL)
+    learning_rate: float = setting(1e-3, "The full rate.", above=0)
+    weight_decay: float = setting(0.0, "Of the optimizer.", at_least=0, hidden=True)
+    momentum: float = setting(0.0, "Of sgd.", at_least=0, below=1, hidden=True)
+    schedule: str = setting("constant", "Of the rate.", choices=("constant", "linear", "cosine"))
+    warmup_steps: int = setting(0, "Steps over which the rate rises.", at_least=0, hidden=True)
+    gradient_clip: float | None = setting(None, "Largest gradient norm.", above=0)
+    batch_size: int = setting(32, "Rows of a step; under private training, units.", at_least=1)
+    sequence_length: int = setting(128, "Most tokens of a row.", at_least=1)
+    seed: int = setting(0, "Decides start and order.", at_least=0)
     epochs: float | None = setting(
         None, "Times over the text.", above=0, default_words="5", panel=_LENGTH
     )
@@ -232,18 +223,18 @@ class RunOptions(Settings):
     """How the work is done: where, how fast, how often it is saved for a resumption."""
 
     table: ClassVar[str] = "options"
+    panel: ClassVar[str | None] = "The machine"
 
-    device: str = setting("auto", "cpu, cuda, or auto.", panel=_MACHINE)
-    bf16: bool = setting(False, "bfloat16 on a GPU.", panel=_MACHINE)
-    compile: bool = setting(False, "torch.compile on a GPU.", panel=_MACHINE)
+    device: str = setting("auto", "cpu, cuda, or auto.")
+    bf16: bool = setting(False, "bfloat16 on a GPU.")
+    compile: bool = setting(False, "torch.compile on a GPU.")
     checkpoint_seconds: float = setting(
-        60.0, "Seconds between checkpoints.", at_least=0, panel=_MACHINE, hidden=True
+        60.0, "Seconds between checkpoints.", at_least=0, hidden=True
     )
     physical_rows: int | None = setting(
         None,
         "Rows that private training has in memory at once.",
         at_least=1,
         default_words="16 on a CPU, 64 on a GPU",
-        panel=_MACHINE,
         hidden=True,
     )

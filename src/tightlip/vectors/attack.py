@@ -1,6 +1,6 @@
 """All attackers on all private attributes of one run, and what they come to."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -8,20 +8,8 @@ import numpy as np
 
 from tightlip.core.progress import task
 from tightlip.core.resampling import HOW
-from tightlip.vectors.attack_figures import (
-    JudgedRows,
-    Target,
-    attribute_figures,
-    by_value,
-    empirical_privacy,
-    entity_figures,
-    everywhere_f1_privacy,
-    fairness,
-    judged_rows,
-    majority_f1_privacy,
-    majority_figure,
-    majority_privacy,
-)
+from tightlip.vectors import attack_figures as figures
+from tightlip.vectors.attack_figures import JudgedRows, Target
 from tightlip.vectors.attackers import (
     Parts,
     Reading,
@@ -43,7 +31,6 @@ FIRST_DIMENSIONS = 50  # principal components, as t-SNE's authors advise
 class Entities:
     """Names whose presence is private: an attribute each, and where they come from."""
 
-    names: list[str]
     found_by: str
     targets: list[Target]
     num_left_out: int  # too rare, or everywhere
@@ -95,7 +82,7 @@ def attack(given: AttackInput, settings: AttackSettings, *, device: str = "cpu")
         "privacy": _privacy(targets, demographic, views) if targets else None,
         "entities": None if entities is None else _names(entities, about_names, views),
         "fairness": {
-            target.name: fairness(
+            target.name: figures.fairness(
                 given.main_right, _groups(target), everybody.draws, seed=settings.seed
             )
             for target in targets
@@ -110,7 +97,7 @@ def _views(given: AttackInput, settings: AttackSettings) -> dict[str, JudgedRows
     if given.seen.any() and not given.seen.all():
         masks["unseen"] = ~given.seen
     options = {"seed": settings.seed, "num_draws": settings.num_bootstraps}
-    return {name: judged_rows(given.users, mask, **options) for name, mask in masks.items()}
+    return {name: figures.judged_rows(given.users, mask, **options) for name, mask in masks.items()}
 
 
 def _in_views(views: dict[str, JudgedRows], figure: Any) -> dict[str, Any]:
@@ -128,11 +115,8 @@ def _read_by_all(
         for each in (target.codes, given.releases.single, given.releases.averaged, given.bare)
     )
     releases = Releases(single=single, averaged=averaged)
-    options: dict[str, Any] = {
-        "num_values": len(target.values),
-        "name": target.name,
-        "seed": settings.seed,
-    }
+    options: dict[str, Any] = {"num_values": len(target.values), "seed": settings.seed}
+    options |= {"name": target.name}
     readings = {
         name: read_attribute(name, releases, values, device=device, **options)
         for name in settings.attackers
@@ -150,14 +134,14 @@ def _attribute(
         "values": list(target.values),
         # Such as speakers: the page then writes no value out.
         "names_people": not set(target.values).isdisjoint(users),
-        "strongest": next(
-            name for name, reading in readings.items() if reading is readings[STRONGEST]
+        "strongest": next(name for name, read in readings.items() if read is readings[STRONGEST]),
+        "majority": _in_views(views, lambda on: figures.majority_figure(target, on)),
+        "majority_by_value": figures.by_value(
+            target, np.full(len(users), target.majority), views["all"]
         ),
-        "majority": _in_views(views, lambda on: majority_figure(target, on)),
-        "majority_by_value": by_value(target, np.full(len(users), target.majority), views["all"]),
         "attackers": {
-            name: _in_views(views, lambda on, r=reading: attribute_figures(target, r, on))
-            for name, reading in readings.items()
+            name: _in_views(views, lambda on, r=read: figures.attribute_figures(target, r, on))
+            for name, read in readings.items()
         },
     }
 
@@ -166,14 +150,21 @@ def _privacy(
     targets: list[Target], readings: list[dict[str, Reading]], views: dict[str, JudgedRows]
 ) -> dict[str, Any]:
     """1 - X by attacker, and of the majority."""
+    majority = _in_views(views, lambda on: figures.majority_privacy(targets, on))
+    return {"majority": majority, **_by_all(figures.empirical_privacy, targets, readings, views)}
+
+
+def _by_all(
+    figure: Callable[..., Any],
+    targets: list[Target],
+    readings: list[dict[str, Reading]],
+    views: dict[str, JudgedRows],
+) -> dict[str, Any]:
+    """A figure over all targets, for each attacker."""
+    by_name = {name: [each[name] for each in readings] for name in readings[0]}
     return {
-        "majority": _in_views(views, lambda on: majority_privacy(targets, on)),
-        **{
-            name: _in_views(
-                views, lambda on, n=name: empirical_privacy(targets, [r[n] for r in readings], on)
-            )
-            for name in readings[0]
-        },
+        name: _in_views(views, lambda on, own=own: figure(targets, own, on))
+        for name, own in by_name.items()
     }
 
 
@@ -182,21 +173,16 @@ def _names(
 ) -> dict[str, Any]:
     targets = entities.targets
     return {
-        "names": entities.names,
+        "names": [target.name for target in targets],
         "found_by": entities.found_by,
         "num_left_out": entities.num_left_out,
         "shares": [float((target.codes.test == 1).mean()) for target in targets],
-        "majority": _in_views(views, lambda on: majority_f1_privacy(targets, on)),
-        "everywhere": _in_views(views, lambda on: everywhere_f1_privacy(targets, on)),
-        "attackers": {
-            name: _in_views(
-                views, lambda on, n=name: entity_figures(targets, [r[n] for r in readings], on)
-            )
-            for name in readings[0]
-        },
+        "majority": _in_views(views, lambda on: figures.majority_f1_privacy(targets, on)),
+        "everywhere": _in_views(views, lambda on: figures.everywhere_f1_privacy(targets, on)),
+        "attackers": _by_all(figures.entity_figures, targets, readings, views),
         "each": {
             name: [
-                attribute_figures(target, by_name[name], views["all"])
+                figures.attribute_figures(target, by_name[name], views["all"])
                 for target, by_name in zip(targets, readings, strict=True)
             ]
             for name in (STRONGEST, OPEN_BOOK)

@@ -6,6 +6,7 @@ That is an attribute of each text, a column of the corpus; or whether a person's
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from tightlip.vectors.data import PARTS, Examples, read_columns, reading_of, sou
 from tightlip.vectors.device import Device
 from tightlip.vectors.grid_noise import GridNoise
 from tightlip.vectors.halves import SERVER
-from tightlip.vectors.release import released, unit_ball, unit_range
+from tightlip.vectors.release import normalised, released
 from tightlip.vectors.server import load_server
 from tightlip.vectors.settings import AttackSettings
 
@@ -30,7 +31,6 @@ MOST_NAMES = 5  # the paper keeps the five most frequent
 COLUMN = "column:"
 _GIVE_A_LIST = "Give the names in a file, a name a line: --entities FILE"
 
-Encode = Callable[[list[str]], np.ndarray]
 NameFinder = Callable[[str], Iterable[str]]
 
 
@@ -43,9 +43,8 @@ def attack_input(
 ) -> tuple[AttackInput, str | None]:
     """The run as arrays, and where the names in its texts come from."""
     parts = parts_of_run(examples)
-    attributes, listing = listing_columns(run, examples, settings.attributes)
+    targets, listing = what_to_read(run, examples, parts, settings.attributes)
     source = settings.entities or listing
-    targets = targets_of(run, examples, parts, attributes)
     entities = None if source is None else entities_of(run, examples, parts, source)
     if not targets and entities is None:
         raise UsageError(
@@ -75,31 +74,25 @@ def _vectors(
     encoding: dict[str, Any],
 ) -> tuple[Releases, Parts[np.ndarray]]:
     """Fresh releases as an eavesdropper hears them, and the normalised vectors before noise."""
-    mechanism, noise = device.mechanism, GridNoise()
     raw = device.extractor.encode(examples.texts, **encoding)
-
-    def encode(texts: list[str]) -> np.ndarray:
+    release = partial(device.encode, examples.texts, **encoding)
+    if not device.mechanism.dropout:
         # Without masked words every release begins with the same vectors; only noise is fresh.
-        if mechanism.dropout:
-            return device.encode(texts, **encoding)
-        return released(raw, mechanism, noise)
-
-    releases = released_afresh(encode, examples.texts, parts, copies=copies)
-    normalise = unit_ball if mechanism.normalisation == "unit-ball" else unit_range
-    bare = normalise(raw).astype("float32")
-    return releases, parts.map(lambda places: bare[places])
+        release = partial(released, raw, device.mechanism, GridNoise())
+    releases = released_afresh(release, parts, copies=copies)
+    bare = normalised(raw, device.mechanism).astype("float32")
+    return releases, parts.map(bare.__getitem__)
 
 
 def _main_task(
     run: Path, examples: Examples, parts: Parts[np.ndarray], releases: Releases
 ) -> tuple[np.ndarray, np.ndarray]:
     """Whether the server, and whether the commonest training label, is right on each test text."""
-    labels, _ = load_server(run / SERVER).classify(releases.single.test)
-    truth = examples.label_ids
-    number = {name: place for place, name in enumerate(examples.labels)}
-    guessed = np.asarray([number.get(name, -1) for name in labels])
-    commonest = np.bincount(truth[parts.train], minlength=len(examples.labels)).argmax()
-    return guessed == truth[parts.test], truth[parts.test] == commonest
+    guessed, _ = load_server(run / SERVER).classify(releases.single.test)
+    commonest = np.bincount(examples.label_ids[parts.train]).argmax()
+    truth = examples.label_ids[parts.test]
+    right = [examples.labels[one] == name for one, name in zip(truth, guessed, strict=True)]
+    return np.array(right), truth == commonest
 
 
 def parts_of_run(examples: Examples) -> Parts[np.ndarray]:
@@ -129,41 +122,47 @@ def known_users(examples: Examples, parts: Parts[np.ndarray]) -> int:
 
 # Releases
 def released_afresh(
-    encode: Encode, texts: list[str], parts: Parts[np.ndarray], *, copies: int
+    release: Callable[[], np.ndarray], parts: Parts[np.ndarray], *, copies: int
 ) -> Releases:
     """One release of every text, and the mean of `copies` of them, the first among these."""
     with task("Releases", copies) as bar:
-        single = encode(texts)
+        single = release()
         bar.advance()
         total = single.astype(np.float64)
         for _ in range(copies - 1):
-            total += encode(texts)
+            total += release()
             bar.advance()
     mean = (total / copies).astype(np.float32)
-    return Releases(
-        single=parts.map(lambda places: single[places]),
-        averaged=parts.map(lambda places: mean[places]),
-    )
+    return Releases(single=parts.map(single.__getitem__), averaged=parts.map(mean.__getitem__))
 
 
 # What is to be read
-def targets_of(
+def what_to_read(
     run: Path, examples: Examples, parts: Parts[np.ndarray], attributes: Sequence[str] | None
-) -> list[Target]:
-    """The private attributes: the run's own, or those named, which may be any column."""
+) -> tuple[list[Target], str | None]:
+    """The private attributes: the run's own, or those named, which may be any column.
+
+    One whose cells are lists of ids is no attribute: it comes back as a source of entities.
+    """
     wanted = list(examples.private) if attributes is None else list(dict.fromkeys(attributes))
     others = [name for name in wanted if name not in examples.private]
     columns = dict(zip(others, columns_of_run(run, others, examples), strict=True))
-    return [
+    listing = [name for name, cells in columns.items() if is_listing(cells)]
+    if len(listing) > 1:
+        raise UsageError(
+            f"{' and '.join(listing)} both list ids in each text. Attack one of them at a time."
+        )
+    targets = [
         target_of(name, examples.private.get(name) or categories(columns[name], name), parts)
         for name in wanted
+        if name not in listing
     ]
+    return targets, COLUMN + listing[0] if listing else None
 
 
 def target_of(name: str, column: Categories, parts: Parts[np.ndarray]) -> Target:
-    return Target(
-        name=name, values=tuple(column.names), codes=parts.map(lambda places: column.ids[places])
-    )
+    codes = parts.map(column.ids.__getitem__)
+    return Target(name=name, values=tuple(column.names), codes=codes)
 
 
 def columns_of_run(run: Path, names: Sequence[str], examples: Examples) -> list[list[Any]]:
@@ -190,23 +189,6 @@ def entities_of(run: Path, examples: Examples, parts: Parts[np.ndarray], source:
     return _entities(names, presence(examples.texts, names), parts, by)
 
 
-def listing_columns(
-    run: Path, examples: Examples, attributes: Sequence[str] | None
-) -> tuple[list[str] | None, str | None]:
-    """The attributes without the one whose cells are lists of ids, and that one as an entity source."""
-    if attributes is None:
-        return None, None
-    others = [name for name in attributes if name not in examples.private]
-    cells = columns_of_run(run, others, examples)
-    listing = [name for name, column in zip(others, cells, strict=True) if is_listing(column)]
-    if len(listing) > 1:
-        raise UsageError(
-            f"{' and '.join(listing)} both list ids in each text. Attack one of them at a time."
-        )
-    plain = [name for name in attributes if name not in listing]
-    return plain, COLUMN + listing[0] if listing else None
-
-
 def _entities(
     names: list[str], there: np.ndarray, parts: Parts[np.ndarray], found_by: str
 ) -> Entities:
@@ -223,12 +205,7 @@ def _entities(
         target_of(names[place], Categories(["absent", "present"], codes[:, place]), parts)
         for place in kept
     ]
-    return Entities(
-        names=[names[place] for place in kept],
-        found_by=found_by,
-        targets=targets,
-        num_left_out=len(names) - len(kept),
-    )
+    return Entities(found_by=found_by, targets=targets, num_left_out=len(names) - len(kept))
 
 
 def names_in_file(path: str | Path) -> list[str]:
@@ -286,13 +263,11 @@ def is_listing(cells: Sequence[Any]) -> bool:
 
 
 def _ids(cell: Any) -> set[str]:
-    if cell is None:
-        return set()
     if isinstance(cell, str):
         return set(re.findall(r"[^\s,;]+", cell))
     if isinstance(cell, list | tuple | np.ndarray):
         return {str(one) for one in cell}
-    return {str(cell)}
+    return set() if cell is None else {str(cell)}
 
 
 def frequent_names(texts: Sequence[str], most: int = MOST_NAMES) -> tuple[list[str], str]:

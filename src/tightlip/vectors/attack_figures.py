@@ -94,15 +94,15 @@ def auc(truth: np.ndarray, scores: np.ndarray, draws: UserDraws) -> Figure:
     test part.
     """
     known = np.flatnonzero(truth >= 0)
-    present = [code for code in range(scores.shape[1]) if (truth[known] == code).sum() > 0]
-    present = [code for code in present if (truth[known] == code).sum() < len(known)]
+    counts = [int((truth[known] == code).sum()) for code in range(scores.shape[1])]
+    present = [code for code, count in enumerate(counts) if 0 < count < len(known)]
     if not present:
         return {"value": float("nan"), "low": None, "high": None}
     if scores.shape[1] == 2:
         present = present[-1:]
-    every = np.ones((1, len(truth)))
-    values = [_auc(truth, scores[:, code], code, known)(every)[0] for code in present]
-    drawn = [draws.over_rows(_auc(truth, scores[:, code], code, known)) for code in present]
+    figures = [_auc(truth, scores[:, code], code, known) for code in present]
+    values = [figure(np.ones((1, len(truth))))[0] for figure in figures]
+    drawn = [draws.over_rows(figure) for figure in figures]
     return draws.interval(float(np.mean(values)), np.mean(drawn, axis=0))
 
 
@@ -153,12 +153,9 @@ def _one_minus_mean(
 # Named entities
 def entity_f1(truth: np.ndarray, guess: np.ndarray, draws: UserDraws) -> Figure:
     """F1 over the presence of all entities together ([rows, entities], true where present)."""
-    counts = np.stack(
-        [(truth & guess).sum(axis=1), truth.sum(axis=1) + guess.sum(axis=1)], axis=1
-    ).astype(float)
-    sums = draws.sums(counts)
-    total = counts.sum(axis=0)
-    value = float(2 * total[0] / total[1]) if total[1] else 0.0
+    both, either = (truth & guess).sum(axis=1), truth.sum(axis=1) + guess.sum(axis=1)
+    sums = draws.sums(np.stack([both, either], axis=1).astype(float))
+    value = float(2 * both.sum() / either.sum()) if either.any() else 0.0
     with np.errstate(invalid="ignore", divide="ignore"):
         drawn = np.nan_to_num(2 * sums[:, 0] / sums[:, 1])
     return draws.interval(value, drawn)
@@ -247,53 +244,46 @@ def fairness(
         sees: a wide gap over many users gets a small p.
     """
     names = sorted({str(one) for one in groups if one is not None})
-    place = {name: number for number, name in enumerate(names)}
-    codes = np.asarray([-1 if one is None else place[str(one)] for one in groups])
+    codes = np.asarray([-1 if one is None else names.index(str(one)) for one in groups])
+    hits, rows = by_user(correct, codes, len(names), draws)
+    num_rows, num_users = rows.sum(axis=0), (rows > 0).sum(axis=0)
     shares = {
         name: draws.share(correct, codes == number)
-        | {"num_rows": int((codes == number).sum()), "num_users": _num_users(codes, number, draws)}
-        for name, number in place.items()
+        | {"num_rows": int(num_rows[number]), "num_users": int(num_users[number])}
+        for number, name in enumerate(names)
     }
+    accuracies = [share["value"] for share in shares.values()]
     return {
         "groups": shares,
-        "gap": _gap(correct, codes, len(names), draws),
-        **_test(correct, codes, len(names), draws, seed, num_swaps),
+        "gap": _gap(correct, codes, accuracies, draws),
+        **_test(hits, rows, np.random.default_rng(seed), num_swaps),
     }
-
-
-def _num_users(codes: np.ndarray, number: int, draws: UserDraws) -> int:
-    return len(np.unique(draws.user_of_row[codes == number]))
 
 
 def _gap(
-    correct: np.ndarray, codes: np.ndarray, num_groups: int, draws: UserDraws
-) -> dict[str, Any] | None:
+    correct: np.ndarray, codes: np.ndarray, values: list[float], draws: UserDraws
+) -> Figure | None:
     """Best minus worst; between two groups with the interval of their signed difference."""
-    if num_groups < 2:
+    if len(values) < 2:
         return None
-    values = [float(correct[codes == number].mean()) for number in range(num_groups)]
     best, worst = int(np.argmax(values)), int(np.argmin(values))
-    if num_groups > 2:
+    if len(values) > 2:
         return {"value": values[best] - values[worst], "low": None, "high": None}
     drawn = [draws.share_draws(correct, codes == number) for number in (best, worst)]
     return draws.interval(values[best] - values[worst], drawn[0] - drawn[1])
 
 
 def _test(
-    correct: np.ndarray,
-    codes: np.ndarray,
-    num_groups: int,
-    draws: UserDraws,
-    seed: int,
-    num_swaps: int,
+    hits: np.ndarray, rows: np.ndarray, rng: np.random.Generator, num_swaps: int
 ) -> dict[str, Any]:
-    fewest = min((_num_users(codes, n, draws) for n in range(num_groups)), default=0)
-    if num_groups < 2 or fewest < FEWEST_USERS:
+    if rows.shape[1] < 2:
+        return {"p": None, "test": "there is one group only"}
+    there = rows > 0
+    if there.sum(axis=0).min() < FEWEST_USERS:
         because = f"a group has fewer than {FEWEST_USERS} users in the test part"
-        return {"p": None, "test": because if num_groups > 1 else "there is one group only"}
-    hits, rows = by_user(correct, codes, num_groups, draws)
-    if ((rows > 0).sum(axis=1) <= 1).all():
-        p = _swapped_p(hits, rows, np.random.default_rng(seed), num_swaps)
+        return {"p": None, "test": because}
+    if (there.sum(axis=1) <= 1).all():
+        p = _swapped_p(hits, rows, rng, num_swaps)
         return {"p": p, "test": "users swap groups at random; covariance over users"}
     return {"p": _f_p(hits, rows), "test": "Wald's F with a covariance over users"}
 

@@ -18,7 +18,7 @@ from tightlip.vectors.attack_data import attack_input, known_users, parts_of_run
 from tightlip.vectors.attackers import sklearn_part
 from tightlip.vectors.data import Examples, load_examples
 from tightlip.vectors.device import Device, load_device
-from tightlip.vectors.guarantees import BARE, cost_of_releases
+from tightlip.vectors.guarantees import BARE, cost_record
 from tightlip.vectors.halves import DEVICE, SERVER, read_half
 from tightlip.vectors.settings import AttackSettings
 
@@ -182,17 +182,11 @@ def _cost(settings: AttackSettings, device: Device) -> dict[str, Any] | None:
     """What the releases that are averaged cost together; null where none are."""
     if "averaged" not in settings.attackers:
         return None
-    mechanism, copies = device.mechanism, settings.copies
-    epsilon, how = cost_of_releases(mechanism, copies)
-    known = math.isfinite(epsilon)
-    whole = mechanism.epsilon_of(mechanism.delta, dropout=False, num_releases=copies)
-    return {
-        "num": copies,
-        "epsilon": epsilon if known else None,
-        "delta": mechanism.delta if known else None,
-        "how": how,
-        "any_two_texts": whole if known else None,
-    }
+    cost = cost_record(device.mechanism, settings.copies)
+    if not math.isfinite(cost["epsilon"]):
+        cost |= dict.fromkeys(("epsilon", "delta", "any_two_texts"))
+    names = ("epsilon", "delta", "how", "any_two_texts")
+    return {"num": settings.copies, **{name: cost[name] for name in names}}
 
 
 def _about_rows(examples: Examples, result: dict[str, Any]) -> dict[str, Any]:

@@ -8,7 +8,6 @@ others are stronger in one way each: `logistic` needs few examples to see throug
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, Generic, TypeVar
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from tightlip.core.errors import UsageError
-from tightlip.vectors.settings import ATTACKERS
+from tightlip.vectors.settings import check_attacker
 
 HIDDEN = 512
 LEARNING_RATES = (1e-3, 1e-4)
@@ -83,8 +82,7 @@ def read_attribute(
         silent: on pure noise it is no better than the majority, within its interval.
         unseen: nothing of the test part but its vectors is looked at.
     """
-    if attacker not in ATTACKERS:
-        raise UsageError(f"Unknown attacker {attacker!r}. Available: {', '.join(ATTACKERS)}.")
+    check_attacker(attacker)
     if len(np.unique(values.train)) < 2 or not len(values.dev):
         raise UsageError(
             f"The training part has fewer than two values of {name!r}, or the development part none, so no attacker can "
@@ -130,12 +128,13 @@ def _lines_on(
     num_values: int,
     trained_on: str = "averages",
 ) -> Iterator[Reading]:
-    linear = sklearn_part("linear_model")
     vectors = scaled_by_train(Parts(train=learn.train, dev=judge.dev, test=judge.test))
-    line = linear.LogisticRegression(max_iter=300, warm_start=True)
+    line = sklearn_part("linear_model").LogisticRegression(max_iter=300, warm_start=True)
     for penalty in PENALTIES:
         line.set_params(C=penalty)
-        with _quiet_about_convergence():
+        with warnings.catch_warnings():
+            # A fit stopped early is one more offer; the development part judges it.
+            warnings.simplefilter("ignore", sklearn_part("exceptions").ConvergenceWarning)
             line.fit(vectors.train, values.train)
         scores = [line.predict_proba(part) for part in (vectors.dev, vectors.test)]
         yield _reading(scores, line.classes_, num_values, penalty=penalty, trained_on=trained_on)
@@ -146,8 +145,7 @@ def _trees(
     vectors: Parts[np.ndarray], values: Parts[np.ndarray], num_values: int, seed: int
 ) -> Iterator[Reading]:
     """One forest, offered at every tenth of its growth."""
-    ensemble = sklearn_part("ensemble")
-    forest = ensemble.HistGradientBoostingClassifier(
+    forest = sklearn_part("ensemble").HistGradientBoostingClassifier(
         max_iter=TREES, max_leaf_nodes=LEAVES, early_stopping=False, random_state=seed
     )
     forest.fit(vectors.train, values.train)
@@ -166,16 +164,12 @@ def _networks(
     truth = torch.from_numpy(values.train.astype(np.int64)).to(device)
     for rate in LEARNING_RATES:
         torch.manual_seed(seed)
-        network = _network(vectors.train.shape[1], num_values).to(device)
+        network = nn.Sequential(
+            *(nn.Linear(vectors.train.shape[1], HIDDEN), nn.ReLU()),
+            *(nn.Linear(HIDDEN, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, num_values)),
+        ).to(device)
         epochs = _epochs(network, tensors, truth, rate, seed)
         yield from _until_worse(epochs, values.dev, rate)
-
-
-def _network(dimensions: int, num_values: int) -> nn.Module:
-    return nn.Sequential(
-        *(nn.Linear(dimensions, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, HIDDEN), nn.ReLU()),
-        nn.Linear(HIDDEN, num_values),
-    )
 
 
 def _epochs(
@@ -221,14 +215,6 @@ def sklearn_part(name: str) -> Any:
         raise UsageError(
             "Attacking vectors needs scikit-learn, which is not installed. Run: pip install 'tightlip[represent]'"
         ) from error
-
-
-@contextmanager
-def _quiet_about_convergence() -> Iterator[None]:
-    """A fit stopped early is one more offer; the development part judges it."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", sklearn_part("exceptions").ConvergenceWarning)
-        yield
 
 
 def _reading(

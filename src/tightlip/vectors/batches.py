@@ -2,10 +2,9 @@
 vectors as they would be released."""
 
 import math
-from collections import deque
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -13,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from tightlip.vectors.data import Examples
-from tightlip.vectors.extractors import Extractor, pinned
+from tightlip.vectors.extractors import Extractor, made_ahead, pieces, pinned
 from tightlip.vectors.guarantees import VectorMechanism
 from tightlip.vectors.halves import Classifier
 from tightlip.vectors.masking import masked_texts
@@ -21,7 +20,7 @@ from tightlip.vectors.release import normalised, training_noise
 
 _BATCHES_SORTED_TOGETHER = 32
 _AHEAD = 2  # batches made before they are asked for
-_NUMBERS = "numbers"
+_PLACES = "places"
 _ORDER, _WORDS, _SCORING = 0, 1, 2  # what a seed's streams are for
 # Of one draw of strong noise, the loss says more about the draw than about the weights.
 NUM_DRAWS = 4
@@ -31,9 +30,8 @@ NUM_DRAWS = 4
 class Batch:
     """One step's texts: their places among the training texts, and their tokens."""
 
-    places: np.ndarray
+    places: Tensor
     tokens: dict[str, Tensor]
-    numbers: Tensor  # the places, from where the training's device copies them
 
 
 class Batches:
@@ -67,57 +65,39 @@ class Batches:
 
     def from_step(self, first: int, end: int) -> Iterator[Batch]:
         """The batches of steps `first` up to `end`; some are made while a step runs."""
-        with ThreadPoolExecutor(1) as maker:
-            coming: deque[Future[Batch]] = deque()
-            for step, places in self._steps(first, end):
-                coming.append(maker.submit(self._batch, places, step))
-                if len(coming) > _AHEAD:
-                    yield coming.popleft().result()
-            while coming:
-                yield coming.popleft().result()
+        calls = (partial(self._batch, places, step) for step, places in self._steps(first, end))
+        return made_ahead(calls, _AHEAD)
 
     def _steps(self, first: int, end: int) -> Iterator[tuple[int, np.ndarray]]:
         """Each step with the places of its texts."""
-        order, epoch = np.empty((0,)), -1
         for step in range(first, end):
-            if step // self.steps_per_epoch != epoch:
-                epoch = step // self.steps_per_epoch
+            epoch, place = divmod(step, self.steps_per_epoch)
+            if step == first or not place:
                 order = self._order(epoch)
-            yield step, order[step % self.steps_per_epoch]
+            yield step, order[place]
 
-    def _order(self, epoch: int) -> np.ndarray:
-        """The places of each batch of an epoch, an array of arrays."""
+    def _order(self, epoch: int) -> list[np.ndarray]:
+        """The places of each batch of an epoch."""
         draw = np.random.default_rng([self._seed, _ORDER, epoch])
         shuffled = draw.permutation(len(self._texts))
         pool = _BATCHES_SORTED_TOGETHER * self._batch_size
-        batches = []
-        for start in range(0, len(shuffled), pool):
-            chosen = shuffled[start : start + pool]
-            chosen = chosen[np.argsort(self._lengths[chosen], kind="stable")]
-            batches += [
-                chosen[first : first + self._batch_size]
-                for first in range(0, len(chosen), self._batch_size)
-            ]
-        shuffled_batches = np.empty(len(batches), object)
-        for place, number in enumerate(draw.permutation(len(batches))):
-            shuffled_batches[place] = batches[number]
-        return shuffled_batches
+        batches: list[np.ndarray] = []
+        for chosen in pieces(shuffled, pool):
+            by_length = chosen[np.argsort(self._lengths[chosen], kind="stable")]
+            batches += pieces(by_length, self._batch_size)
+        return [batches[number] for number in draw.permutation(len(batches))]
 
     def _batch(self, places: np.ndarray, step: int) -> Batch:
-        tokens = pinned({**self._tokens(places, step), _NUMBERS: torch.from_numpy(places)}, self._device)  # fmt: skip
-        return Batch(places, numbers=tokens.pop(_NUMBERS), tokens=tokens)
+        made = self._tokens(places, step) | {_PLACES: torch.from_numpy(places)}
+        made = pinned(made, self._device)
+        return Batch(made.pop(_PLACES), made)
 
     def _tokens(self, places: np.ndarray, step: int) -> dict[str, Tensor]:
         if not self._dropout:
             return self._extractor.padded([self._ids[place] for place in places])
-        draw = np.random.default_rng([self._seed, _WORDS, step])
-        texts = masked_texts(
-            [self._texts[place] for place in places],
-            mask_word=self._extractor.mask_word,
-            dropout=self._dropout,
-            generator=draw,
-        )
-        return self._extractor.tokenize(texts)
+        texts = [self._texts[place] for place in places]
+        masked = _masked(self._extractor, texts, self._dropout, self._seed, _WORDS, step)
+        return self._extractor.tokenize(masked)
 
 
 @dataclass(frozen=True)
@@ -143,14 +123,14 @@ def scores_of(
     was_training = classifier.training
     classifier.eval()
     truth = torch.from_numpy(examples.label_ids).to(device)
-    losses, right = [], []
-    raw = None
+    losses, right, raw = [], [], None
     num_draws = NUM_DRAWS if mechanism.noise_scale or mechanism.dropout else 1
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         torch.manual_seed(seed)
         for draw in range(num_draws):
             if raw is None or mechanism.dropout:
-                raw = _raw(extractor, examples.texts, mechanism.dropout, (seed, draw)).to(device)
+                texts = _masked(extractor, examples.texts, mechanism.dropout, _SCORING, seed, draw)
+                raw = torch.from_numpy(extractor.encode(texts, batch_size=64)).to(device)
             vectors = normalised(raw, mechanism)
             logits = classifier(vectors + training_noise(vectors, mechanism))
             losses.append(functional.cross_entropy(logits, truth).item())
@@ -160,13 +140,7 @@ def scores_of(
     return Scores(float(np.mean(losses)), float(share_right.mean()), share_right)
 
 
-def _raw(
-    extractor: Extractor, texts: list[str], dropout: float, stream: tuple[int, int]
-) -> torch.Tensor:
-    texts = masked_texts(
-        texts,
-        mask_word=extractor.mask_word,
-        dropout=dropout,
-        generator=np.random.default_rng([_SCORING, *stream]),
-    )
-    return torch.from_numpy(extractor.encode(texts, batch_size=64))
+def _masked(extractor: Extractor, texts: list[str], dropout: float, *stream: int) -> list[str]:
+    """The texts with words masked as a seed's stream decides."""
+    draw = np.random.default_rng(stream)
+    return masked_texts(texts, mask_word=extractor.mask_word, dropout=dropout, generator=draw)

@@ -4,6 +4,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -14,7 +15,7 @@ from tightlip.core.errors import UsageError
 from tightlip.core.files import read_json
 from tightlip.core.progress import task
 from tightlip.core.randomness import keyed_generator
-from tightlip.vectors.extractors import Raw
+from tightlip.vectors.extractors import Raw, made_ahead
 from tightlip.vectors.grid_noise import GridNoise
 from tightlip.vectors.guarantees import BARE, VectorMechanism
 from tightlip.vectors.halves import DEVICE, GUARANTEE, check_files, load_extractor, read_half
@@ -74,23 +75,25 @@ class Device:
         if not len(texts):
             return sent
         marks = marks_of(marked, len(texts))
-        with (
-            task("encode", len(texts)) as bar,
-            ThreadPoolExecutor(_DRAWING) as drawing,
-            ThreadPoolExecutor(1) as releasing,
-        ):
-            noise = _Ahead(partial(drawn, self.mechanism, self._noise), drawing)
-            pending: deque[Future[int]] = deque()
-            for raw in self._raw(texts, marks, noise, batch_size=batch_size, device=device):
-                pending.append(releasing.submit(self._release, raw, noise.next(), sent))
-                while len(pending) > _ON_THE_WAY:
-                    bar.advance(pending.popleft().result())
-            while pending:
-                bar.advance(pending.popleft().result())
+        with task("encode", len(texts)) as bar, ThreadPoolExecutor(_DRAWING) as drawing:
+            # Of vectors that are not there yet, in their order; each is used once.
+            noise: deque[Future[np.ndarray]] = deque()
+
+            def draw(num_vectors: int) -> None:
+                noise.append(drawing.submit(drawn, self.mechanism, self._noise, num_vectors))
+
+            coming = self._raw(texts, marks, draw, batch_size=batch_size, device=device)
+            releases = (partial(self._release, raw, noise.popleft(), sent) for raw in coming)
+            for num_released in made_ahead(releases, _ON_THE_WAY):
+                bar.advance(num_released)
         return sent
 
     def _raw(
-        self, texts: Sequence[str], marks: Sequence[frozenset[str]], noise: "_Ahead", **given: Any
+        self,
+        texts: Sequence[str],
+        marks: Sequence[frozenset[str]],
+        draw: Callable[[int], None],
+        **given: Any,
     ) -> Iterator[Raw]:
         """Raw vectors of the masked texts, some at a time.
 
@@ -100,7 +103,7 @@ class Device:
 
         def masked(places: np.ndarray, at_once: int = given["batch_size"]) -> list[str]:
             for start in range(0, len(places), at_once):
-                noise.draw(0 if bare else len(places[start : start + at_once]))
+                draw(0 if bare else len(places[start : start + at_once]))
             return self._masked([texts[n] for n in places], [marks[n] for n in places])
 
         stream = getattr(self.extractor, "stream", None)
@@ -113,21 +116,17 @@ class Device:
             yield Raw(places, partial(np.asarray, vectors))
 
     def _masked(self, texts: Sequence[str], marks: Sequence[frozenset[str]]) -> list[str]:
+        if os.getpid() != self._process:  # a forked process would draw its parent's masks
+            self._generator, self._process = keyed_generator(), os.getpid()
         return masked_texts(
             texts,
             mask_word=self.mask_word,
             dropout=self.mechanism.dropout,
             marked=marks,
-            generator=self._masks(),
+            generator=self._generator,
         )
 
-    def _masks(self) -> np.random.Generator:
-        """The generator of masks; a forked process makes its own, or it would draw its parent's."""
-        if os.getpid() != self._process:
-            self._generator, self._process = keyed_generator(), os.getpid()
-        return self._generator
-
-    def _release(self, raw: Raw, noise: "Future[np.ndarray]", sent: np.ndarray) -> int:
+    def _release(self, raw: Raw, noise: Future[np.ndarray], sent: np.ndarray) -> int:
         """Put what may be sent of these vectors where it belongs; how many they are."""
         vectors = raw.arrived()
         if self.mechanism.mechanism == BARE:
@@ -135,20 +134,6 @@ class Device:
         else:
             sent[raw.places] = noised(vectors, self.mechanism, noise.result())
         return len(raw.places)
-
-
-class _Ahead:
-    """Noise being drawn for vectors that are not there yet, handed out once, in order."""
-
-    def __init__(self, drawn: Callable[[int], np.ndarray], pool: ThreadPoolExecutor) -> None:
-        self._drawn, self._pool = drawn, pool
-        self._coming: deque[Future[np.ndarray]] = deque()
-
-    def draw(self, num_vectors: int) -> None:
-        self._coming.append(self._pool.submit(self._drawn, num_vectors))
-
-    def next(self) -> "Future[np.ndarray]":
-        return self._coming.popleft()
 
 
 def load_device(folder: Path | str, *, runtime: Runtime = "torch") -> Device:
@@ -177,12 +162,11 @@ def _check_guarantee(folder: Path, about: dict[str, Any], mechanism: VectorMecha
             f"{mechanism.dimensions}. Copy the folder again, or train again."
         )
     beside = folder / GUARANTEE
-    if beside.is_file():
-        try:
-            same = read_json(beside) == about["guarantee"]
-        except ValueError:
-            same = False
-        if not same:
-            raise UsageError(
-                f"{beside} and device.json state different guarantees. Copy the folder again, or train again."
-            )
+    if not beside.is_file():
+        return
+    with suppress(ValueError):
+        if read_json(beside) == about["guarantee"]:
+            return
+    raise UsageError(
+        f"{beside} and device.json state different guarantees. Copy the folder again, or train again."
+    )

@@ -7,9 +7,9 @@ K dimensions of the vector.
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import chain, islice
+from itertools import chain, islice, repeat
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -35,6 +35,8 @@ _TAKE_WIDE_MASKS = ("bert", "roberta", "xlm-roberta")
 _TOGETHER = 1024  # texts masked and tokenised together
 _AHEAD = 8  # batches made while a model works on others
 _ON_THE_WAY = 2  # batches a GPU is given before the first is fetched
+
+T = TypeVar("T")
 
 
 class Raw(NamedTuple):
@@ -96,15 +98,10 @@ class Tokenised:
         """
         for places in _windows(texts, batch_size):
             chosen = [texts[place] for place in places] if prepared is None else prepared(places)
-            yield from self._sorted(places, self.token_ids(chosen), batch_size)
-
-    def _sorted(
-        self, places: np.ndarray, rows: list[list[int]], batch_size: int
-    ) -> Iterator[tuple[np.ndarray, dict[str, Tensor]]]:
-        order = np.argsort([-len(row) for row in rows], kind="stable")
-        for first in range(0, len(order), batch_size):
-            chosen = order[first : first + batch_size]
-            yield places[chosen], self.padded([rows[number] for number in chosen])
+            rows = self.token_ids(chosen)
+            order = np.argsort([-len(row) for row in rows], kind="stable")
+            for numbers in pieces(order, batch_size):
+                yield places[numbers], self.padded([rows[number] for number in numbers])
 
 
 def _windows(texts: Sequence[str], batch_size: int) -> Iterator[np.ndarray]:
@@ -136,7 +133,13 @@ class Extractor(Tokenised, nn.Module):
         self, model: Any, tokenizer: Any, *, kind: str, pooling: str, max_tokens: int
     ) -> None:
         super().__init__()
-        check_pooling(pooling, kind, tokenizer)
+        if pooling not in POOLINGS:
+            raise UsageError(unknown("pooling", pooling, list(POOLINGS)))
+        if pooling == "cls" and (kind == "bag" or tokenizer.cls_token_id is None):
+            raise UsageError(
+                "pooling='cls' takes the vector of the first token, and there is none that knows the rest of the text. "
+                "Use --pooling mean."
+            )
         tokenizer.padding_side = tokenizer.truncation_side = "right"
         self.model, self.tokenizer = model, tokenizer
         self.kind, self.pooling, self.max_tokens = kind, pooling, max_tokens
@@ -194,9 +197,16 @@ class Extractor(Tokenised, nn.Module):
         was_training = self.training
         self.eval()
         where = self.model.device
-        coming = self.batches(texts, batch_size, prepared)
+        batches = self.batches(texts, batch_size, prepared)
+
+        def made() -> tuple[np.ndarray | None, dict[str, Tensor]]:
+            places, batch = next(batches, (None, {}))
+            return places, pinned(batch, where)
+
         try:
-            for places, batch in _made_ahead(coming, where):
+            for places, batch in made_ahead(repeat(made), _AHEAD):
+                if places is None:
+                    break
                 yield Raw(places, self._arriving(batch, where))
         finally:
             self.train(was_training)
@@ -213,24 +223,22 @@ class Extractor(Tokenised, nn.Module):
         return lambda: (there.synchronize(), host.numpy())[1]
 
 
-def _made_ahead(
-    batches: Iterator[tuple[np.ndarray, dict[str, Tensor]]], where: torch.device
-) -> Iterator[tuple[np.ndarray, dict[str, Tensor]]]:
-    """The batches, made on a thread while the model works on those before."""
-
-    def made() -> tuple[np.ndarray, dict[str, Tensor]] | None:
-        places, batch = next(batches, (None, {}))
-        return None if places is None else (places, pinned(batch, where))
-
+def made_ahead(calls: Iterator[Callable[[], T]], num_ahead: int) -> Iterator[T]:
+    """What the calls give, in order, made on a thread while those before are worked on."""
     with ThreadPoolExecutor(1) as maker:
-        coming = deque(maker.submit(made) for _ in range(_AHEAD))
+        coming = deque(maker.submit(call) for call in islice(calls, num_ahead))
         try:
-            while (batch := coming.popleft().result()) is not None:
-                coming.append(maker.submit(made))
-                yield batch
+            while coming:
+                coming.extend(maker.submit(call) for call in islice(calls, 1))
+                yield coming.popleft().result()
         finally:
             for each in coming:
                 each.cancel()
+
+
+def pieces(values: np.ndarray, size: int) -> list[np.ndarray]:
+    """An array in pieces of this size, the last one shorter."""
+    return np.split(values, range(size, len(values), size))
 
 
 def pinned(batch: dict[str, Tensor], where: Any) -> dict[str, Tensor]:
@@ -320,16 +328,6 @@ def open_extractor(folder: Path, *, kind: str, pooling: str, max_tokens: int | N
         pooling=pooling,
         max_tokens=max_tokens or min(DEFAULT_TOKENS, limit),
     )
-
-
-def check_pooling(pooling: str, kind: str, tokenizer: Any) -> None:
-    if pooling not in POOLINGS:
-        raise UsageError(unknown("pooling", pooling, list(POOLINGS)))
-    if pooling == "cls" and (kind == "bag" or tokenizer.cls_token_id is None):
-        raise UsageError(
-            "pooling='cls' takes the vector of the first token, and there is none that knows the rest of the text. "
-            "Use --pooling mean."
-        )
 
 
 def sentence_pooling(folder: Path) -> str | None:

@@ -14,11 +14,11 @@ import math
 import operator
 import os
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from decimal import Context, Decimal
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numba import njit
@@ -75,13 +75,8 @@ class GridNoise:
         """So many values by `fill`, on as many threads as there are cores."""
         values = np.empty(int(np.prod(shape)), np.int64)
         parts = [values[start : start + _AT_ONCE] for start in range(0, len(values), _AT_ONCE)]
-        if len(parts) <= _FEW:
-            for part in parts:
-                _fill(part, fill)
-        else:
-            # The loops and the system's generator let go of the interpreter's lock meanwhile.
-            with ThreadPoolExecutor(min(len(parts), os.cpu_count() or 1)) as pool:
-                list(pool.map(lambda part: _fill(part, fill), parts))
+        # The loops and the system's generator let go of the interpreter's lock meanwhile.
+        on_all_cores(lambda part: _fill(part, fill), parts, few=_FEW)
         return values.reshape(shape)
 
     def _laplace(self, units: int, out: np.ndarray) -> int:
@@ -124,11 +119,9 @@ class GridNoise:
         digits, bits = word << _MORE_BITS | self._more(), 31 + _MORE_BITS
         total = 0
         while True:
-            strides = 0
-            while strides < _STRIDES:
+            for strides in range(_STRIDES):
                 if digits >= _scaled_exponential((strides + 1) << split.bits, units, bits):
                     return total + strides
-                strides += 1
             total += _STRIDES
             digits, bits = self._more(), _MORE_BITS
 
@@ -177,13 +170,13 @@ class GridNoise:
 def _split(units: int) -> _Split:
     """Low bits up to a quarter of the scale, so that nearly all candidates for them are taken."""
     bits = max(0, units.bit_length() - 3)
-    chances = [_scaled_exponential(j << bits, units, 31) for j in range(1, _STRIDES + 1)]
+    chances = np.array([_scaled_exponential(j << bits, units, 31) for j in range(1, _STRIDES + 1)])
     starts = np.arange(1 << _CELL_BITS, dtype=np.int64) << (31 - _CELL_BITS)
     ends = starts + (1 << (31 - _CELL_BITS)) - 1
-    told = np.sum(ends[:, None] < np.array(chances), axis=1)
-    held = (starts[:, None] <= np.array(chances)) & (np.array(chances) <= ends[:, None])
+    told = np.sum(ends[:, None] < chances, axis=1)
+    held = (starts[:, None] <= chances) & (chances <= ends[:, None])
     by_cell = np.where(held.any(axis=1), _STRIDES, told)
-    return _Split(bits, np.array(chances, np.int64), by_cell.astype(np.int64))
+    return _Split(bits, chances, by_cell)
 
 
 @njit(cache=True, nogil=True)
@@ -260,6 +253,16 @@ def _fast_gaussian(values: np.ndarray, words: np.ndarray, units: int, out: np.nd
             out[filled] = values[place]
             filled += 1
     return filled
+
+
+def on_all_cores(action: Callable[[Any], None], items: Sequence[Any], *, few: int) -> None:
+    """Do it with every item: on a thread for each core, or one after the other where they are few."""
+    if len(items) <= few:
+        for item in items:
+            action(item)
+        return
+    with ThreadPoolExecutor(min(len(items), os.cpu_count() or 1)) as pool:
+        list(pool.map(action, items))
 
 
 def _put(values: np.ndarray, out: np.ndarray) -> int:

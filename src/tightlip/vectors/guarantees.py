@@ -14,19 +14,9 @@ from typing import Any
 
 from tightlip.core.errors import UsageError
 from tightlip.core.registry import unknown
+from tightlip.vectors import vector_accounting as accounting
 from tightlip.vectors.settings import MECHANISMS
-from tightlip.vectors.vector_accounting import (
-    GRID_STEP,
-    GRID_STEPS,
-    allowed_units,
-    amplified,
-    before_dropout,
-    gaussian_epsilon,
-    gaussian_units,
-    laplace_epsilon,
-    laplace_units,
-    pure_epsilon,
-)
+from tightlip.vectors.vector_accounting import GRID_STEP, GRID_STEPS, amplified
 
 BARE = "none"
 UNIT = "one text"
@@ -45,6 +35,14 @@ _PUBLISHED_BECAUSE = (
     "noise as it was drawn."
 )
 _PROVED_BECAUSE = "The noise is calibrated for the whole vector, and ε is that of the discrete noise as it was drawn."
+# Of a record as a whole, and of its first three figures. The whole is the weakest of them: a
+# reader of one word is told too little and never too much.
+_STANDINGS = {
+    "laplace-as-published": ("as published", "as published", "proved", "proved"),
+    "laplace": ("proved", "proved", "proved", "proved"),
+    "gaussian": ("proved", None, None, "proved"),
+    BARE: ("measured only", None, None, None),
+}
 COVERS = ("the vector of one text, released once",)
 OUTSIDE = (
     "what the extractor was trained on",
@@ -125,11 +123,16 @@ class VectorMechanism:
         if self.epsilon is None:
             return 0
         if self.mechanism == "laplace-as-published":
-            return allowed_units(math.ceil(GRID_STEPS / Fraction(self.epsilon)), self.epsilon)
-        target, delta = before_dropout(self.epsilon, self.dropout), self._base_delta(self.delta)
+            return accounting.allowed_units(
+                math.ceil(GRID_STEPS / Fraction(self.epsilon)), self.epsilon
+            )
+        target, delta = (
+            accounting.before_dropout(self.epsilon, self.dropout),
+            self._base_delta(self.delta),
+        )
         if self.mechanism == "laplace":
-            return laplace_units(self.dimensions, target, delta)
-        return gaussian_units(target, delta)
+            return accounting.laplace_units(self.dimensions, target, delta)
+        return accounting.gaussian_units(target, delta)
 
     def _base_delta(self, delta: float) -> float:
         """What the composed coordinates may use of δ: masking leaves (1 − μ) of it."""
@@ -142,9 +145,11 @@ class VectorMechanism:
             return math.inf
         base = self._base_delta(delta) if dropout else delta
         if self.mechanism == "gaussian":
-            whole = gaussian_epsilon(self.grid_units, base, num_releases)
+            whole = accounting.gaussian_epsilon(self.grid_units, base, num_releases)
         else:
-            whole = laplace_epsilon(self.grid_units, num_releases * self.dimensions, base)
+            whole = accounting.laplace_epsilon(
+                self.grid_units, num_releases * self.dimensions, base
+            )
         return amplified(whole, self.dropout) if dropout else whole
 
     def figures(self, *, dropout: bool) -> dict[str, float | None]:
@@ -154,23 +159,18 @@ class VectorMechanism:
         share = self.dropout if dropout else 0.0
         per_coordinate = pure = None
         if self.mechanism != "gaussian":
-            per_coordinate = amplified(self._per_coordinate(), share)
-            pure = amplified(pure_epsilon(self.grid_units, self.dimensions), share)
-        return {
-            "per_coordinate": per_coordinate,
-            "pure": pure,
-            "epsilon": self.epsilon_of(self.delta, dropout=dropout),
-            "delta": self.delta,
-        }
-
-    def _per_coordinate(self) -> float:
-        # As published where it is; the scale, a whole number of steps, spends a hair less.
-        target = (self.epsilon or 0.0) if self.mechanism == "laplace-as-published" else 0.0
-        return max(target, pure_epsilon(self.grid_units, 1))
+            # As published where it is; the scale, a whole number of steps, spends a hair less.
+            target = (self.epsilon or 0.0) if self.mechanism == "laplace-as-published" else 0.0
+            one = max(target, accounting.pure_epsilon(self.grid_units, 1))
+            per_coordinate = amplified(one, share)
+            pure = amplified(accounting.pure_epsilon(self.grid_units, self.dimensions), share)
+        epsilon = self.epsilon_of(self.delta, dropout=dropout)
+        return dict(zip(FIGURES, (per_coordinate, pure, epsilon, self.delta), strict=True))
 
     def record(self) -> dict[str, Any]:
         """The guarantee record that every vector file and device carries."""
         bare = self.mechanism == BARE
+        standing, *standings = _STANDINGS[self.mechanism]
         because = _PUBLISHED_BECAUSE if self.mechanism == MECHANISMS[0] else _PROVED_BECAUSE
         return {
             "mechanism": self.mechanism,
@@ -184,29 +184,12 @@ class VectorMechanism:
             "accountant": self._accountant(),
             "unit": None if bare else UNIT,
             "adjacency": None if bare else ONE_WORD if self.dropout else ANY_TWO,
-            "standing": self._standing(),
-            "standings": self._standings(),
+            "standing": standing,
+            "standings": dict(zip(FIGURES, standings, strict=False)),
             "because": _BARE_BECAUSE if bare else because,
             "covers": [] if bare else list(COVERS),
             "outside": [] if bare else list(OUTSIDE),
             "any_two_texts": self.figures(dropout=False),
-        }
-
-    def _standing(self) -> str:
-        """The weakest of the lines: a reader of one word is told too little and never too much."""
-        if self.mechanism == BARE:
-            return "measured only"
-        return "as published" if self.mechanism == "laplace-as-published" else "proved"
-
-    def _standings(self) -> dict[str, str | None]:
-        """What each of the three lines is; only the published one needs saying."""
-        published = self.mechanism == "laplace-as-published"
-        proved = None if self.mechanism == BARE else "proved"
-        pure = None if self.mechanism == "gaussian" else proved
-        return {
-            "per_coordinate": "as published" if published else pure,
-            "pure": pure,
-            "epsilon": proved,
         }
 
     def _accountant(self) -> str | None:
@@ -225,17 +208,16 @@ class VectorMechanism:
         try:
             mechanism = _described(record)
             _refuse_other_words(record, mechanism.record())
-            claimed = [record, dict(record["any_two_texts"])]
-            releases = [dict(each) for each in record.get("releases", [])]
-            for told in releases:
-                _refuse_other_releases(told, mechanism)
+            of_any_two = dict(record["any_two_texts"])
+            for told in record.get("releases", []):
+                _refuse_other_releases(dict(told), mechanism)
         except (KeyError, TypeError, ValueError) as error:
             raise UsageError(
                 f"This is no guarantee record of vectors ({type(error).__name__}: {error}). "
                 "Take the one that `represent train` wrote."
             ) from error
-        for figures, dropout in zip(claimed, (True, False), strict=True):
-            _refuse_less(figures, mechanism.figures(dropout=dropout))
+        _refuse_less(record, mechanism.figures(dropout=True))
+        _refuse_less(of_any_two, mechanism.figures(dropout=False))
         return mechanism
 
 
@@ -303,10 +285,8 @@ def _refuse_less(claimed: dict[str, Any], real: dict[str, float | None]) -> None
             )
 
 
-def cost_of_releases(
-    mechanism: VectorMechanism, num_releases: int, delta: float | None = None
-) -> tuple[float, str]:
-    """ε at `delta` of several vectors of one text, how it was composed, and for which texts.
+def cost_of_releases(mechanism: VectorMechanism, num_releases: int) -> tuple[float, str]:
+    """ε at the mechanism's δ of several vectors of one text, how it was composed, and for which texts.
 
     The better of two: each release amplified by its own masks, at an equal share of δ, added up,
     which holds for texts that differ in one word; or the noise of all of them composed at once,
@@ -320,9 +300,8 @@ def cost_of_releases(
     """
     if mechanism.mechanism == BARE and num_releases >= 1:
         return math.inf, _BARE_BECAUSE
-    delta = mechanism.delta if delta is None else delta
-    whole = cost_of_texts(mechanism, num_releases, delta)
-    added = num_releases * mechanism.epsilon_of(delta / num_releases)
+    whole = cost_of_texts(mechanism, num_releases)
+    added = num_releases * mechanism.epsilon_of(mechanism.delta / num_releases)
     if added >= whole:
         return whole, f"the noise of all composed, for {ANY_TWO}"
     if num_releases == 1:
@@ -330,12 +309,11 @@ def cost_of_releases(
     return added, f"each amplified by its masks, at δ/{num_releases}, and added, {_IN_ONE_WORD}"
 
 
-def cost_of_texts(mechanism: VectorMechanism, num_texts: int, delta: float | None = None) -> float:
-    """ε at `delta` of so many vectors together, whatever their texts are and might have been."""
+def cost_of_texts(mechanism: VectorMechanism, num_texts: int) -> float:
+    """ε at the mechanism's δ of so many vectors together, whatever their texts are and might have been."""
     if num_texts < 1:
         raise UsageError(f"{num_texts} releases cost nothing. Use 1 or more.")
-    delta = mechanism.delta if delta is None else delta
-    return mechanism.epsilon_of(delta, dropout=False, num_releases=num_texts)
+    return mechanism.epsilon_of(mechanism.delta, dropout=False, num_releases=num_texts)
 
 
 def cost_record(mechanism: VectorMechanism, num_releases: int) -> dict[str, Any]:

@@ -22,14 +22,8 @@ from tightlip.core.errors import UsageError
 from tightlip.core.files import write_json
 from tightlip.core.progress import Task, held_interrupts, log, task
 from tightlip.core.run_folder import CHECKPOINT
+from tightlip.vectors import checkpoints
 from tightlip.vectors.batches import Batch, Batches, Scores, scores_of
-from tightlip.vectors.checkpoints import (
-    Progress,
-    load_best,
-    load_progress,
-    save_best,
-    save_progress,
-)
 from tightlip.vectors.data import SPLIT, Examples, reading_of, write_split
 from tightlip.vectors.extractors import make_extractor, to_device
 from tightlip.vectors.guarantees import BARE, VectorMechanism
@@ -103,17 +97,6 @@ def frequencies_of(ids: Tensor, num_classes: int) -> Tensor:
     return counts / counts.sum()
 
 
-def mechanism_of(settings: RepresentSettings, dimensions: int) -> VectorMechanism:
-    """The noise that the settings ask for; none at all for the baselines."""
-    return VectorMechanism(
-        mechanism=settings.mechanism or BARE,
-        dimensions=dimensions,
-        epsilon=settings.epsilon,
-        delta=settings.delta,
-        dropout=settings.dropout,
-    )
-
-
 class Training:
     """One training under way.
 
@@ -132,7 +115,8 @@ class Training:
         options: RepresentOptions,
         out: Path,
     ) -> None:
-        self.settings, self.options, self.out = settings, options, out
+        self.settings, self.options = settings, options
+        self.out, self.kept = out, out / CHECKPOINT
         self.device = torch.device(usable_device(options.device, bf16=options.bf16))
         self.examples, self.train = examples, examples.part("train")
         seed_step(settings.seed, -1, self.device)
@@ -144,16 +128,17 @@ class Training:
             dimensions=settings.dimensions,
             vocabulary_size=settings.vocabulary_size or 0,
         )
-        self.mechanism = mechanism_of(settings, self.extractor.dimensions)
+        self.mechanism = VectorMechanism(
+            mechanism=settings.mechanism or BARE,  # none at all for the baselines
+            dimensions=self.extractor.dimensions,
+            epsilon=settings.epsilon,
+            delta=settings.delta,
+            dropout=settings.dropout,
+        )
         self.classifier = noise_classifier(examples.labels, self.mechanism, hidden=settings.hidden)
         self.readers = self._new_readers()
-        self.modules: dict[str, nn.Module] = {
-            "extractor": self.extractor,
-            "classifier": self.classifier,
-            "readers": self.readers,
-        }
-        for module in self.modules.values():
-            module.to(self.device)
+        names = ("extractor", "classifier", "readers")
+        self.modules = nn.ModuleDict({name: getattr(self, name) for name in names}).to(self.device)
         self.batches = Batches(
             self.extractor,
             self.train,
@@ -164,28 +149,24 @@ class Training:
         )
         self.num_steps = settings.epochs * self.batches.steps_per_epoch
         self.truth = torch.from_numpy(self.train.label_ids).to(self.device)
-        self.private = [
-            torch.from_numpy(column.ids).to(self.device) for column in self.train.private.values()
-        ]
+        columns = self.train.private.values()
+        self.private = [torch.from_numpy(column.ids).to(self.device) for column in columns]
         self.frequencies = [
             frequencies_of(ids, len(column.names))
-            for ids, column in zip(self.private, self.train.private.values(), strict=True)
+            for ids, column in zip(self.private, columns, strict=True)
         ]
         self.optimizers = self._new_optimizers()
         # Frozen and unmasked, a text's vector is the same at every step.
         self.fixed = self._raw_once() if settings.freeze and not settings.dropout else None
-        self.progress = Progress()
+        self.progress = checkpoints.Progress()
         self.loss = torch.zeros((), device=self.device)
         self.clock = self.saved_at = time.monotonic()
 
     def _new_readers(self) -> Readers:
-        num_classes = [len(column.names) for column in self.examples.private.values()]
-        adversarial = self.settings.method == "adversarial"
-        return Readers(
-            self.extractor.dimensions,
-            num_classes if adversarial else [],
-            hidden=self.settings.adversary_hidden or 1,
-        )
+        read = self.examples.private.values() if self.settings.method == "adversarial" else ()
+        num_classes = [len(column.names) for column in read]
+        hidden = self.settings.adversary_hidden or 1
+        return Readers(self.extractor.dimensions, num_classes, hidden=hidden)
 
     def _new_optimizers(self) -> dict[str, Optimizer]:
         settings = self.settings
@@ -194,14 +175,11 @@ class Training:
             self.extractor.requires_grad_(False)
         else:
             rates |= {self.extractor: settings.learning_rate}
-        groups = [
-            {"params": [*module.parameters()], "full_rate": rates[module]} for module in rates
-        ]
+        groups = [{"params": [*each.parameters()], "full_rate": rates[each]} for each in rates]
         optimizers: dict[str, Optimizer] = {"main": torch.optim.AdamW(groups, fused=True)}
         if settings.method == "adversarial":
-            optimizers["readers"] = torch.optim.AdamW(
-                self.readers.parameters(), lr=READERS_RATE, fused=True
-            )
+            readers = self.readers.parameters()
+            optimizers["readers"] = torch.optim.AdamW(readers, lr=READERS_RATE, fused=True)
         return optimizers
 
     def _raw_once(self) -> Tensor:
@@ -210,7 +188,7 @@ class Training:
 
     def run(self) -> dict[str, Any]:
         """Train to the end and leave both halves; metrics.json comes last and marks it."""
-        self.progress = load_progress(self.out / CHECKPOINT, self.modules, self.optimizers)
+        self.progress = checkpoints.load_progress(self.kept, self.modules, self.optimizers)
         log.info(self.described())
         with task("Training", self.num_steps) as bar, held_interrupts() as interruption:
             bar.advance(self.progress.step)
@@ -230,20 +208,18 @@ class Training:
         seed_step(self.settings.seed, self.progress.step, self.device)
         self._set_rates()
         self._set_modes()
-        places = batch.numbers.to(self.device, non_blocking=True)
+        places = batch.places.to(self.device, non_blocking=True)
         private = [column[places] for column in self.private]
         vectors = normalised(self._raw(batch, places), self.mechanism)
-        if "readers" in self.optimizers:
-            self.readers.learn(
-                vectors, private, self.optimizers["readers"], self.settings.adversary_steps or 1
-            )
+        if readers := self.optimizers.get("readers"):
+            self.readers.learn(vectors, private, readers, self.settings.adversary_steps or 1)
         loss = told = self._loss_through_noise(vectors, self.truth[places])
-        if "readers" in self.optimizers:
+        if readers:
             weight = self.settings.adversary_weight or 0.0
             loss = loss + weight * self.readers.certainty(vectors, self.frequencies)
         self._update(loss)
-        self.loss.add_(told.detach(), alpha=len(batch.places))
-        self.progress.num_texts += len(batch.places)
+        self.loss.add_(told.detach(), alpha=len(places))
+        self.progress.num_texts += len(places)
         self.progress.step += 1
 
     def _raw(self, batch: Batch, places: Tensor) -> Tensor:
@@ -302,7 +278,7 @@ class Training:
             )
         if progress.best_loss_nats is None or dev.loss_nats < progress.best_loss_nats:
             progress.best_epoch, progress.best_loss_nats = epoch, dev.loss_nats
-            save_best(self.out / CHECKPOINT, epoch, self.modules)
+            checkpoints.save_best(self.kept, epoch, self.modules)
         line = {
             "epoch": epoch,
             "train_loss_nats": progress.loss_nats / max(1, progress.num_texts),
@@ -330,13 +306,12 @@ class Training:
         """Bring loss and seconds of the epoch up to the last step; on a GPU this waits for it."""
         self.progress.loss_nats += float(self.loss)
         self.loss.zero_()
-        now = time.monotonic()
-        self.progress.seconds += now - self.clock
-        self.clock = now
+        before, self.clock = self.clock, time.monotonic()
+        self.progress.seconds += self.clock - before
 
     def save(self) -> None:
         self.catch_up()
-        save_progress(self.out / CHECKPOINT, self.progress, self.modules, self.optimizers)
+        checkpoints.save_progress(self.kept, self.progress, self.modules, self.optimizers)
         self.clock = self.saved_at = time.monotonic()
 
     def stop_for_now(self) -> None:
@@ -346,7 +321,7 @@ class Training:
         raise KeyboardInterrupt(words)
 
     def finish(self) -> dict[str, Any]:
-        load_best(self.out / CHECKPOINT, self.progress.best_epoch, self.modules)
+        checkpoints.load_best(self.kept, self.progress.best_epoch, self.modules)
         metrics = self.metrics()
         record = self.mechanism.record()
         self.extractor.eval().requires_grad_(True)
@@ -356,7 +331,7 @@ class Training:
         write_split(self.out / SPLIT, self.examples)
         write_json(self.out / METRICS, metrics)
         log.info("Done: the best epoch was %d.", metrics["best_epoch"])
-        shutil.rmtree(self.out / CHECKPOINT, ignore_errors=True)
+        shutil.rmtree(self.kept, ignore_errors=True)
         return metrics
 
     def metrics(self) -> dict[str, Any]:
@@ -364,6 +339,7 @@ class Training:
         test_texts = self.examples.part("test")
         known = set(map(reading_of, self.train.texts))
         unseen = np.array([reading_of(text) not in known for text in test_texts.texts])
+        on_unseen = float(test.share_right[unseen].mean()) if unseen.any() else None
         usual = np.bincount(self.train.label_ids, minlength=len(self.examples.labels)).argmax()
         return {
             "dev_accuracy": dev.accuracy,
@@ -379,9 +355,7 @@ class Training:
             "num_test": len(test_texts),
             "num_dropped": self.examples.num_dropped,
             "num_seen_in_train": int((~unseen).sum()),
-            "test_accuracy_unseen": float(test.share_right[unseen].mean())
-            if unseen.any()
-            else None,
+            "test_accuracy_unseen": on_unseen,
             "finished": True,
         }
 

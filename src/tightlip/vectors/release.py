@@ -6,9 +6,6 @@ construction, whatever the extractor computes.
 """
 
 import math
-import os
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -16,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tightlip.core.errors import GuaranteeError, UsageError
-from tightlip.vectors.grid_noise import GridNoise
+from tightlip.vectors.grid_noise import GridNoise, on_all_cores
 from tightlip.vectors.guarantees import BARE, VectorMechanism
 from tightlip.vectors.vector_accounting import GRID_STEP, GRID_STEPS
 
@@ -157,20 +154,11 @@ def noised(vectors_NK: np.ndarray, mechanism: VectorMechanism, noise_NK: np.ndar
         steps = on_grid(vectors_NK[part], mechanism) + noise_NK[part]
         released_NK[part] = steps * GRID_STEP
 
-    _on_all_cores(fill, range(0, len(vectors_NK), _AT_ONCE))
+    # numpy lets go of the interpreter's lock while it works.
+    on_all_cores(fill, range(0, len(vectors_NK), _AT_ONCE), few=1)
     noise_NK.fill(0)  # whoever reads this memory later must not find the noise
     noise_NK.flags.writeable = False  # nor may zeros be added in its place
     return released_NK
-
-
-def _on_all_cores(action: Callable[[int], None], starts: Sequence[int]) -> None:
-    if len(starts) <= 1:
-        for start in starts:
-            action(start)
-        return
-    # numpy lets go of the interpreter's lock while it works.
-    with ThreadPoolExecutor(min(len(starts), os.cpu_count() or 1)) as pool:
-        list(pool.map(action, starts))
 
 
 def on_grid(vectors_NK: np.ndarray, mechanism: VectorMechanism) -> np.ndarray:
@@ -195,11 +183,10 @@ def _checked(vectors_NK: np.ndarray, mechanism: VectorMechanism) -> np.ndarray:
     return vectors_NK
 
 
-def normalised(vectors_BK: Tensor, mechanism: VectorMechanism) -> Tensor:
-    """The same normalisation inside training, with gradients."""
-    if mechanism.normalisation == "unit-ball":
-        return unit_ball(vectors_BK)
-    return unit_range(vectors_BK)
+def normalised(vectors_BK: Any, mechanism: VectorMechanism) -> Any:
+    """The mechanism's normalisation: numpy in float64, or torch with gradients."""
+    normalise = unit_ball if mechanism.normalisation == "unit-ball" else unit_range
+    return normalise(vectors_BK)
 
 
 def training_noise(normalised_BK: Tensor, mechanism: VectorMechanism) -> Tensor:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tightlip.core.errors import UsageError
-from tightlip.core.settings import Settings, setting
+from tightlip.core.settings import Settings, separated, setting
 
 # As in tightlip.models.configurations, which would load torch.
 NEW_EXTRACTORS = ("lstm", "bag")
@@ -31,17 +31,13 @@ _privacy = partial(setting, panel="What is hidden")
 _model = partial(setting, panel="The model")
 _length = partial(setting, panel="How long")
 _texts = partial(setting, panel="The texts")
-_machine = partial(setting, panel="The machine")
 _against = partial(setting, panel="Method adversarial")
+_names = separated(str)
 
 
-def between_commas(words: str) -> tuple[str, ...]:
-    """Names as a flag lists them.
-
-    >>> between_commas("age, gender")
-    ('age', 'gender')
-    """
-    return tuple(word.strip() for word in words.split(",") if word.strip())
+def check_attacker(name: str) -> None:
+    if name not in ATTACKERS:
+        raise UsageError(f"Unknown attacker {name!r}. Available: {', '.join(ATTACKERS)}.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +60,7 @@ class RepresentSettings(Settings):
 
     label: str = setting(..., "The column that the server is to tell.")
     private: tuple[str, ...] = _privacy(
-        (), "Columns nobody should tell, commas between.", parse=between_commas
+        (), "Columns nobody should tell, commas between.", parse=_names
     )
     extractor: str = _model("lstm", "lstm, bag, or a Hugging Face encoder's folder.")
     method: str = _privacy("dpnr", "dpnr: noise; none, adversarial: baselines.", choices=METHODS)
@@ -230,10 +226,11 @@ class RepresentOptions(Settings):
     """How the work is done; none of it changes what is learnt on a CPU."""
 
     table: typing.ClassVar[str] = "options"
+    panel: typing.ClassVar[str | None] = "The machine"
 
-    device: str = _machine("auto", "auto, cpu or cuda.")
-    bf16: bool = _machine(False, "bfloat16 on a GPU.")
-    checkpoint_seconds: float = _machine(
+    device: str = setting("auto", "auto, cpu or cuda.")
+    bf16: bool = setting(False, "bfloat16 on a GPU.")
+    checkpoint_seconds: float = setting(
         60.0, "Between two moments that a killed training can go on from.", at_least=0, hidden=True
     )
 
@@ -252,14 +249,14 @@ class AttackSettings(Settings):
         ATTACKERS,
         "Some of mlp, logistic, averaged, trees, with commas between.",
         default_words="all",
-        parse=between_commas,
+        parse=_names,
     )
     copies: int = setting(16, "Releases of each text that the averaging attacker hears.")
     attributes: tuple[str, ...] | None = setting(
         None,
         "Columns to read, with commas between.",
         default_words="the run's private ones",
-        parse=between_commas,
+        parse=_names,
     )
     entities: str | None = setting(
         None,
@@ -274,8 +271,7 @@ class AttackSettings(Settings):
 
         super().__post_init__()
         for name in self.attackers:
-            if name not in ATTACKERS:
-                raise UsageError(f"Unknown attacker {name!r}. Available: {', '.join(ATTACKERS)}.")
+            check_attacker(name)
         if not set(self.attackers) - {"averaged"}:
             raise UsageError(
                 "No attacker hears one release only. Add one of mlp, logistic and trees."

@@ -8,12 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import oracle
+from tightlip.audit.leakage.counting import end_to_end
 from tightlip.audit.leakage.runs import (
     Runs,
     collect_runs,
     copied_runs,
     distinct_sequences,
-    packed,
     sums_over_runs,
 )
 
@@ -113,7 +113,8 @@ def test_equal_runs_share_a_number_and_numbers_ascend_with_the_ids(drawn):
     distinct = distinct_sequences(tokens, runs)
     assert distinct.number_of_run.tolist() == [want.index(run) for run in ids]
     assert distinct.first_run.tolist() == [ids.index(run) for run in want]
-    sequences = packed(tokens, runs, distinct.first_run)
+    first = distinct.first_run
+    sequences = end_to_end(tokens, runs.starts[first], runs.lengths[first])
     cut = [
         tuple(sequences.tokens[begin:end].tolist())
         for begin, end in zip(sequences.offsets[:-1], sequences.offsets[1:], strict=True)
@@ -208,7 +209,7 @@ def test_no_runs_are_no_sequences():
     none = as_runs([])
     assert len(distinct_sequences(tokens, none)) == 0
     assert copied_runs(tokens, bounds, none).tolist() == []
-    assert len(packed(tokens, none, np.zeros(0, dtype=np.int64))) == 0
+    assert len(end_to_end(tokens, none.starts, none.lengths)) == 0
 
 
 def test_sums_are_taken_in_float64_over_each_run_alone():

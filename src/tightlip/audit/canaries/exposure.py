@@ -9,7 +9,7 @@ is 1.44 bits.
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import KW_ONLY, asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +17,9 @@ import numpy as np
 
 from tightlip.audit.canaries.candidates import TEXTS_AT_ONCE, Candidates, CandidateScorer
 from tightlip.audit.canaries.tab_attack import attacked
-from tightlip.audit.measures import Audited
+from tightlip.audit.measures import Audited, written_to
 from tightlip.audit.settings import ExposureConfig
 from tightlip.core.errors import UsageError
-from tightlip.core.files import write_json
 from tightlip.core.progress import task
 from tightlip.core.run_folder import RunRecord, is_run, open_run
 from tightlip.corpus.canaries import ALPHA, Canary, Planted, exposed_above_bits, read_canary_key
@@ -44,18 +43,19 @@ _ONE_AHEAD = 4.75
 MOST_SAMPLES = 1_000_000  # unless more are asked for: as much work as enumerating
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Estimate:
     """An exposure with its interval; `fit_ks` is the tail's misfit, None where none was needed."""
 
     exposure_bits: float
     low: float
     high: float
-    exact: bool
+    _: KW_ONLY
+    exact: bool = False
     space: int
     rank: int
-    num_samples: int | None
-    fit_ks: float | None
+    num_samples: int | None = None
+    fit_ks: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,10 +103,7 @@ def exposure_of(secret: float, decoys: np.ndarray) -> Estimate:
     rank = 1 + int((decoys >= secret - SAME_NATS).sum())
     space = len(decoys) + 1
     bits = math.log2(space) - math.log2(rank)
-    return Estimate(
-        exposure_bits=bits, low=bits, high=bits, exact=True,
-        space=space, rank=rank, num_samples=None, fit_ks=None,
-    )  # fmt: skip
+    return Estimate(bits, bits, bits, exact=True, space=space, rank=rank)
 
 
 def estimated_exposure(secret: float, sample: np.ndarray, space: int, tail: "Tail") -> Estimate:
@@ -125,9 +122,8 @@ def estimated_exposure(secret: float, sample: np.ndarray, space: int, tail: "Tai
     bits = min(max(tail.bits_beyond(secret), low), high)
     rank = min(max(round(space * 2.0**-bits), 1), space)
     return Estimate(
-        exposure_bits=bits, low=low, high=high, exact=False,
-        space=space, rank=rank, num_samples=len(sample), fit_ks=tail.ks,
-    )  # fmt: skip
+        bits, low, high, space=space, rank=rank, num_samples=len(sample), fit_ks=tail.ks
+    )
 
 
 def share_limits_bits(ahead: int, num: int) -> tuple[float, float]:
@@ -332,9 +328,7 @@ def measure_canaries(
     if is_run(Path(model)) and (warning := missing_copies(open_run(Path(model)), keys)):
         log.warning(warning)
     entries = exposures_in(open_model(folder, ScanOptions(device=device)), keys, config)
-    if out is not None:
-        write_json(Path(out), entries)
-    return entries
+    return written_to(out, entries)
 
 
 def exposures_in(
@@ -383,7 +377,7 @@ def missing_copies(record: RunRecord, keys: Sequence[Planted]) -> str | None:
         for text in batch.texts:
             if text in wanted:
                 wanted[text] += 1
-    if planted and not any(wanted.values()):
+    if not any(wanted.values()):
         return (
             f"None of the {len(planted):,} planted canaries stands in the run's training text: it never saw them, and that "
             "it knows none says nothing about what it keeps. Is this the key of another corpus?"
@@ -404,12 +398,7 @@ def read_keys(given: Keys) -> list[Planted]:
 
 
 def _refuse_own_choice(folder: Path, keys: Sequence[Planted]) -> None:
-    choosers = {
-        print_
-        for key in keys
-        if key.model_fingerprint is not None
-        for print_ in (key.model_fingerprint, *key.snapshot_fingerprints)
-    }
+    choosers = frozenset[str]().union(*(key.chosen_by for key in keys))
     if choosers and model_fingerprint(folder) in choosers:
         raise UsageError(
             f"{folder} comes from the run that chose these real canaries as what surprises it most, so the choice "

@@ -5,7 +5,6 @@ knows what else such a text could have read, so it has no exposure; only the tab
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,22 +13,14 @@ import numpy as np
 from tightlip.audit.canaries.exposure import Keys, read_keys
 from tightlip.audit.settings import ChoiceConfig
 from tightlip.core.errors import UsageError
-from tightlip.core.run_folder import RunRecord, is_run, open_run
+from tightlip.core.run_folder import RunRecord, is_run
 from tightlip.corpus.canaries import Canary, Planted, write_canary_key
 from tightlip.corpus.encoding import Encoder
-from tightlip.corpus.opening import model_folder, open_run_corpus
+from tightlip.corpus.opening import finished_run, open_run_corpus
 from tightlip.corpus.readers import Corpus, open_corpus
 from tightlip.corpus.tokens import TokenizedCorpus
 from tightlip.models.loading import model_fingerprint
 from tightlip.scan.models import DocumentScores, scans_of_run
-
-
-@dataclass(frozen=True, kw_only=True)
-class Choice:
-    """The canaries, by user in order of first appearance, and how many users have none."""
-
-    canaries: list[Canary]
-    num_users_left_out: int
 
 
 def choose_real_canaries(
@@ -39,8 +30,9 @@ def choose_real_canaries(
     documents: Corpus,
     config: ChoiceConfig,
     planted: Sequence[str] = (),
-) -> Choice:
-    """Each user's document with the highest perplexity; of equal ones the first.
+) -> list[Canary]:
+    """Each user's document with the highest perplexity, of equal ones the first; by user in order
+    of first appearance.
 
     `scores` are what the model makes of each document of `tokens`, and `documents` their
     texts. `planted` texts are made up, and surprise a model most: they are passed over.
@@ -52,7 +44,8 @@ def choose_real_canaries(
     """
     mean_nats = scores.loss_nats / np.maximum(scores.num_tokens, 1)
     usable = usable_documents(tokens, tokenizer.unk_token_id, config.min_tokens)
-    made_up = {ids.astype(np.int32).tobytes() for ids in _encoded(tokenizer, planted)}
+    encoded = Encoder(tokenizer).encode(list(planted))[0] if planted else []
+    made_up = {ids.astype(np.int32).tobytes() for ids in encoded}
     usable[[number for number, _ in _reading(tokens, made_up)]] = False
     mean_nats[~usable] = -np.inf
     chosen = _most_surprising(mean_nats, np.asarray(tokens.users), tokens.num_users)
@@ -63,7 +56,7 @@ def choose_real_canaries(
         )
     repetitions = _repetitions(tokens, chosen)
     texts = _texts_of(documents, set(chosen.tolist()))
-    canaries = [
+    return [
         Canary(
             text=texts[number],
             user=tokens.user_names[tokens.users[number]],
@@ -72,7 +65,6 @@ def choose_real_canaries(
         )
         for number, times in zip(chosen.tolist(), repetitions, strict=True)
     ]
-    return Choice(canaries=canaries, num_users_left_out=tokens.num_users - len(canaries))
 
 
 def usable_documents(
@@ -113,10 +105,6 @@ def _reading(tokens: TokenizedCorpus, wanted: set[bytes]) -> Iterator[tuple[int,
             yield number, read
 
 
-def _encoded(tokenizer: Any, texts: Sequence[str]) -> list[np.ndarray]:
-    return Encoder(tokenizer).encode(list(texts))[0] if texts else []
-
-
 def _texts_of(documents: Corpus, numbers: set[int]) -> dict[int, str]:
     texts: dict[int, str] = {}
     start = 0
@@ -148,7 +136,7 @@ def choose_canaries(
     corpus = open_run_corpus(record)
     with scans_of_run(record, device=device, keep=keep_scan) as scans:
         model = scans.opened(record.model_folder)
-        choice = choose_real_canaries(
+        canaries = choose_real_canaries(
             scans.scores(record.model_folder, corpus.train, "Scoring documents"),
             model.tokenizer,
             corpus.train,
@@ -157,11 +145,11 @@ def choose_canaries(
             planted=[canary.text for each in read_keys(key) for canary in each.of_planted],
         )
     chosen = Planted(
-        canaries=choice.canaries,
+        canaries=canaries,
         pools={},
         model_fingerprint=model.fingerprint,
         snapshot_fingerprints=tuple(model_fingerprint(each.folder) for each in record.snapshots),
-        num_users_left_out=choice.num_users_left_out,
+        num_users_left_out=corpus.train.num_users - len(canaries),
     )
     write_canary_key(Path(out), chosen)
     return chosen
@@ -173,8 +161,7 @@ def _unmitigated(run: Path) -> RunRecord:
             f"{run} is no run, and canaries are chosen from the text that a run trained on. Train one: "
             "tightlip train CORPUS --out RUN"
         )
-    model_folder(run)
-    record = open_run(run)
+    record = finished_run(run)
     if record.is_mitigated:
         raise UsageError(
             f"{run} was trained with mitigation {record.mitigation!r}, which has a hand in what surprises the model. Choose with "

@@ -20,9 +20,10 @@ from tightlip.core.errors import UsageError
 from tightlip.core.files import make_private_folder, write_json
 from tightlip.core.progress import task
 from tightlip.core.registry import look_up
-from tightlip.core.run_folder import RunRecord, Snapshot, is_run, open_run
+from tightlip.core.run_folder import RunRecord, Snapshot, is_run
 from tightlip.corpus.opening import (
     CorpusSource,
+    finished_run,
     model_folder,
     num_skipped,
     open_run_corpus,
@@ -162,12 +163,8 @@ def _subject(
     columns: dict[str, str],
     options: ScanOptions,
 ) -> _Subject:
-    run = open_run(Path(model)) if isinstance(model, str | Path) and is_run(Path(model)) else None
+    run = finished_run(model) if isinstance(model, str | Path) and is_run(Path(model)) else None
     if run is not None:
-        if not run.finished:
-            raise UsageError(
-                f"{run.folder} is not finished training. Give its train command again."
-            )
         model = run.model_folder
         if corpus is None:
             open_run_corpus(run)

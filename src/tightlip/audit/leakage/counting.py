@@ -80,14 +80,16 @@ def edges_of(lengths: np.ndarray) -> np.ndarray:
 
 def count_in_shard(shard: Shard, sequences: Sequences) -> Counts:
     """Occurrences inside documents, overlapping ones included, and distinct users, in one shard."""
-    text, num_symbols = _text_with_separators(shard.tokens, shard.bounds)
-    places = _suffix_array(text, num_symbols)
+    # Token ids plus one, with a 0 after each document so that no match crosses into the next.
+    text = np.insert(np.asarray(shard.tokens, np.int32) + 1, shard.bounds[1:], 0)
+    places = _suffix_array(text, int(text.max(initial=0)) + 1)
     local_users = np.unique(shard.users, return_inverse=True)[1].astype(np.int32)
-    users_in_order = _users_in_suffix_order(places, shard.bounds, local_users)
+    # Each document takes its length plus its separator.
+    user_of_place = np.repeat(local_users, np.diff(shard.bounds) + 1)
     totals, users = _count(
         text,
         places,
-        users_in_order,
+        user_of_place[places],
         np.ascontiguousarray(sequences.tokens, dtype=np.int32),
         sequences.offsets,
         int(local_users.max(initial=-1)) + 1,
@@ -125,7 +127,9 @@ def user_disjoint_shards(corpus: TokenizedCorpus, memory_bytes: int) -> Iterator
         )
     by_user = np.argsort(corpus.users, kind="stable")
     for documents, sole_user in _packed(by_user, corpus.users, lengths, most_tokens):
-        yield _gathered(corpus, documents, sole_user)
+        own = end_to_end(corpus.tokens, corpus.bounds[documents], lengths[documents] - 1)
+        users = corpus.users[documents]
+        yield Shard(tokens=own.tokens, bounds=own.offsets, users=users, sole_user=sole_user)
 
 
 def _packed(
@@ -165,33 +169,19 @@ def _cuts(lengths: np.ndarray, most_tokens: int) -> list[int]:
     return cuts
 
 
-def _gathered(corpus: TokenizedCorpus, documents: np.ndarray, sole_user: int | None) -> Shard:
-    bounds = edges_of(np.diff(corpus.bounds)[documents])
-    tokens = np.empty(bounds[-1], dtype=np.int32)
-    _copy_documents(corpus.tokens, corpus.bounds, documents, tokens, bounds)
-    return Shard(tokens=tokens, bounds=bounds, users=corpus.users[documents], sole_user=sole_user)
+def end_to_end(tokens: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> Sequences:
+    """Stretches of a corpus, given by where they start and how long they are."""
+    offsets = edges_of(lengths)
+    together = np.empty(offsets[-1], dtype=np.int32)
+    _copy_stretches(tokens, starts, together, offsets)
+    return Sequences(tokens=together, offsets=offsets)
 
 
 @njit(cache=True, nogil=True)
-def _copy_documents(source, source_bounds, documents, target, bounds):  # type: ignore[no-untyped-def]
-    for i in range(len(documents)):
-        begin = source_bounds[documents[i]]
-        for j in range(bounds[i + 1] - bounds[i]):
-            target[bounds[i] + j] = source[begin + j]
-
-
-def _text_with_separators(tokens: np.ndarray, bounds: np.ndarray) -> tuple[np.ndarray, int]:
-    """Token ids plus one, with a 0 after each document so that no match crosses into the next."""
-    text = np.zeros(len(tokens) + len(bounds) - 1, dtype=np.int32)
-    _fill_text(tokens, bounds, text)
-    return text, int(text.max(initial=0)) + 1
-
-
-@njit(cache=True, nogil=True)
-def _fill_text(tokens, bounds, text):  # type: ignore[no-untyped-def]
-    for document in range(len(bounds) - 1):
-        for place in range(bounds[document], bounds[document + 1]):
-            text[place + document] = tokens[place] + 1
+def _copy_stretches(source, starts, target, edges):  # type: ignore[no-untyped-def]
+    for i in range(len(starts)):
+        for j in range(edges[i + 1] - edges[i]):
+            target[edges[i] + j] = source[starts[i] + j]
 
 
 def _suffix_array(text: np.ndarray, num_symbols: int) -> np.ndarray:
@@ -223,12 +213,6 @@ def _every_symbol_start(byte_places, width, length):  # type: ignore[no-untyped-
             places[num_kept] = place // width
             num_kept += 1
     return places
-
-
-def _users_in_suffix_order(places: np.ndarray, bounds: np.ndarray, users: np.ndarray) -> np.ndarray:
-    # Each document takes its length plus its separator.
-    user_of_place = np.repeat(users, np.diff(bounds) + 1)
-    return user_of_place[places]
 
 
 @njit(cache=True, nogil=True)

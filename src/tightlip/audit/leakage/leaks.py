@@ -1,6 +1,5 @@
 """From a scan to what leaked: S, its distinct sequences, their six features, who owns them."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -13,6 +12,7 @@ from tightlip.audit.leakage.counting import (
     Engine,
     added_up,
     count_in_shard,
+    end_to_end,
     user_disjoint_shards,
 )
 from tightlip.audit.leakage.runs import (
@@ -21,7 +21,6 @@ from tightlip.audit.leakage.runs import (
     collect_runs,
     copied_runs,
     distinct_sequences,
-    packed,
     sums_over_runs,
 )
 from tightlip.core.progress import task
@@ -125,9 +124,10 @@ def count_in_corpus(
     memory_bytes: int,
 ) -> Counts:
     """Occurrences and distinct users of every distinct sequence, shard by shard."""
-    sequences = packed(corpus.tokens, runs, distinct.first_run)
+    first = distinct.first_run
+    sequences = end_to_end(corpus.tokens, runs.starts[first], runs.lengths[first])
     shards = user_disjoint_shards(corpus, memory_bytes // engine.workers)
-    count = partial(_count_shard, sequences)
+    count = partial(count_in_shard, sequences=sequences)
     with task("Counting in the corpus", corpus.num_tokens) as bar:
 
         def watched() -> Any:
@@ -138,59 +138,27 @@ def count_in_corpus(
         return added_up(watched(), len(sequences))
 
 
-def _count_shard(sequences: Any, shard: Any) -> Counts:
-    return count_in_shard(shard, sequences)
-
-
-def each_run_sum(
-    scanned: ScannedCorpus, runs: Runs, sums: Callable[[ScanShard, Runs], np.ndarray]
-) -> np.ndarray:
-    """A number for each run, computed from the scan of the shard its document is in."""
-    values = np.full(len(runs), np.nan)
-    for shard in scanned.shards():
-        low, high = np.searchsorted(runs.documents, [shard.first, shard.end])
-        part = slice(low, high)
-        inside = Runs(
-            starts=runs.starts[part], lengths=runs.lengths[part], documents=runs.documents[part]
-        )
-        values[part] = sums(shard, inside)
-    return values
-
-
 def _gather_runs(
     scanned: ScannedCorpus, top_k: int, carries_text: np.ndarray
 ) -> tuple[Runs, np.ndarray, Fit]:
     """Runs of all shards end to end, their summed log-probabilities, and the overall fit."""
     corpus = scanned.corpus
-    parts: list[Runs] = []
-    sums: list[np.ndarray] = []
+    parts = [np.zeros((3, 0), np.int64)]
+    sums = [np.zeros(0)]
     num_scored, num_hits, log_prob_sum = 0, 0, 0.0
     for shard in scanned.shards():
         bounds = corpus.bounds[shard.first : shard.end + 1]
         inside = collect_runs(corpus.tokens, bounds, shard.ranks, carries_text, top_k)
-        parts.append(
-            Runs(
-                starts=inside.starts,
-                lengths=inside.lengths,
-                documents=inside.documents + shard.first,
-            )
-        )
+        parts.append(np.array([inside.starts, inside.lengths, inside.documents + shard.first]))
         sums.append(sums_over_runs(shard.log_probs, inside, int(bounds[0])))
         scored = shard.ranks >= 0
         num_scored += int(scored.sum())
         num_hits += int(inside.lengths.sum())
         log_prob_sum += float(shard.log_probs[scored].sum(dtype=np.float64))
-    runs = Runs(
-        starts=_joined([part.starts for part in parts], np.int64),
-        lengths=_joined([part.lengths for part in parts], np.int64),
-        documents=_joined([part.documents for part in parts], np.int64),
-    )
+    starts, lengths, documents = np.concatenate(parts, axis=1)
+    runs = Runs(starts=starts, lengths=lengths, documents=documents)
     fit = Fit(num_scored=num_scored, num_hits=num_hits, log_prob_sum=log_prob_sum)
-    return runs, _joined(sums, np.float64), fit
-
-
-def _joined(parts: list[np.ndarray], dtype: Any) -> np.ndarray:
-    return np.concatenate(parts) if parts else np.zeros(0, dtype=dtype)
+    return runs, np.concatenate(sums), fit
 
 
 def _distinct_users(numbers: np.ndarray, users: np.ndarray, num_sequences: int) -> np.ndarray:
@@ -217,17 +185,17 @@ class PublicView:
 
 def public_perplexities(leaks: Leaks, public: ScannedCorpus) -> np.ndarray:
     """PP_public of every run; NaN where the public model scored no token of it."""
-    if public.corpus.tokenizer_fingerprint == leaks.corpus.tokenizer_fingerprint:
-        bounds = leaks.corpus.bounds
-
-        def sums(shard: ScanShard, runs: Runs) -> np.ndarray:
-            return sums_over_runs(shard.log_probs, runs, int(bounds[shard.first]))
-    else:
-
-        def sums(shard: ScanShard, runs: Runs) -> np.ndarray:
-            return sums_over_characters(leaks.corpus, public.corpus, shard, runs)
-
-    return perplexities(each_run_sum(public, leaks.runs, sums), leaks.runs.lengths)
+    corpus, runs = leaks.corpus, leaks.runs
+    same_tokens = public.corpus.tokenizer_fingerprint == corpus.tokenizer_fingerprint
+    sums = np.full(len(runs), np.nan)
+    for shard in public.shards():
+        part = slice(*np.searchsorted(runs.documents, [shard.first, shard.end]))
+        inside = runs.part(part)
+        if same_tokens:
+            sums[part] = sums_over_runs(shard.log_probs, inside, int(corpus.bounds[shard.first]))
+        else:
+            sums[part] = sums_over_characters(corpus, public.corpus, shard, inside)
+    return perplexities(sums, runs.lengths)
 
 
 def sums_over_characters(

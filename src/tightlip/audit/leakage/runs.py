@@ -9,8 +9,6 @@ from dataclasses import dataclass
 import numpy as np
 from numba import njit
 
-from tightlip.audit.leakage.counting import Sequences, edges_of
-
 
 @dataclass(frozen=True, kw_only=True)
 class Runs:
@@ -22,6 +20,11 @@ class Runs:
 
     def __len__(self) -> int:
         return len(self.starts)
+
+    def part(self, which: slice) -> "Runs":
+        return Runs(
+            starts=self.starts[which], lengths=self.lengths[which], documents=self.documents[which]
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,36 +51,13 @@ def collect_runs(
     numbered from 0.
     """
     hits = (ranks >= 0) & (ranks < top_k) & carries_text[tokens[bounds[0] : bounds[-1]]]
-    starts, lengths, documents = _runs_of(hits, bounds)
-    return Runs(starts=starts, lengths=lengths, documents=documents)
-
-
-@njit(cache=True, nogil=True)
-def _runs_of(hits, bounds):  # type: ignore[no-untyped-def]
-    base = bounds[0]
-    num_runs = 0
-    for document in range(len(bounds) - 1):
-        inside = False
-        for place in range(bounds[document] - base, bounds[document + 1] - base):
-            if hits[place] and not inside:
-                num_runs += 1
-            inside = hits[place]
-    starts = np.empty(num_runs, dtype=np.int64)
-    lengths = np.empty(num_runs, dtype=np.int64)
-    documents = np.empty(num_runs, dtype=np.int64)
-    run = -1
-    for document in range(len(bounds) - 1):
-        inside = False
-        for place in range(bounds[document] - base, bounds[document + 1] - base):
-            if hits[place]:
-                if not inside:
-                    run += 1
-                    starts[run] = place + base
-                    lengths[run] = 0
-                    documents[run] = document
-                lengths[run] += 1
-            inside = hits[place]
-    return starts, lengths, documents
+    begins_document = np.zeros(len(hits) + 1, dtype=bool)
+    begins_document[bounds - bounds[0]] = True
+    around = np.concatenate([[False], hits, [False]])
+    starts = np.flatnonzero(hits & (begins_document[:-1] | ~around[:-2])) + bounds[0]
+    ends = np.flatnonzero(hits & (begins_document[1:] | ~around[2:])) + bounds[0] + 1
+    documents = np.searchsorted(bounds, starts, side="right") - 1
+    return Runs(starts=starts, lengths=ends - starts, documents=documents)
 
 
 def sums_over_runs(values: np.ndarray, runs: Runs, base: int) -> np.ndarray:
@@ -129,15 +109,6 @@ def _changes(values: np.ndarray) -> np.ndarray:
 
 def _first_of_group(starts_group: np.ndarray) -> np.ndarray:
     return np.flatnonzero(starts_group)[np.cumsum(starts_group) - 1]
-
-
-def packed(tokens: np.ndarray, runs: Runs, chosen: np.ndarray) -> Sequences:
-    """The tokens of the chosen runs, end to end."""
-    lengths = runs.lengths[chosen]
-    offsets = edges_of(lengths)
-    within = np.arange(offsets[-1]) - np.repeat(offsets[:-1], lengths)
-    places = np.repeat(runs.starts[chosen], lengths) + within
-    return Sequences(tokens=tokens[places], offsets=offsets)
 
 
 def copied_runs(tokens: np.ndarray, bounds: np.ndarray, runs: Runs) -> np.ndarray:

@@ -23,7 +23,7 @@ _PUBLIC_FACTS = (
 )
 
 
-_PANEL = "Adaptive private training"
+_OF_SPEC = ("least_clip", "gamma_floor", "release_noise", "averaging")
 # The modes in which a setting means something; the others mean something in all.
 _OF_MODE = {
     "least_clip": "clip",
@@ -43,35 +43,31 @@ class AdaptiveConfig(DPConfig):
     """
 
     name: ClassVar[str] = "adaptive-dp"
+    panel: ClassVar[str | None] = "Adaptive private training"
     needs_weights: ClassVar[bool] = True
 
     adaptive: str = setting(
         "clip",
         "What weights change: each one's bound, all noise, or as the paper has it.",
         choices=("clip", "scale", "as-published"),
-        panel=_PANEL,
     )
     least_clip: float = setting(
-        0.2, "clip: share of the clip norm for a weight of 1.", above=0, at_most=1, panel=_PANEL
+        0.2, "clip: share of the clip norm for a weight of 1.", above=0, at_most=1
     )
-    gamma_floor: float = setting(
-        0.5, "scale: least share of the noise.", above=0, at_most=1, panel=_PANEL
-    )
+    gamma_floor: float = setting(0.5, "scale: least share of the noise.", above=0, at_most=1)
     release_noise: float | None = setting(
         None,
         "scale: noise on the released mean weight.",
         above=0,
         default_words="10 noise multipliers",
-        panel=_PANEL,
     )
     averaging: float = setting(
-        0.9, "scale: what the moving average keeps each step.", at_least=0, below=1, panel=_PANEL
+        0.9, "scale: what the moving average keeps each step.", at_least=0, below=1
     )
     scale_accountant: str = setting(
         "filter",
         "scale: filter may end early; floor charges all steps at the least noise.",
         choices=("filter", "floor"),
-        panel=_PANEL,
     )
 
     def __post_init__(self) -> None:
@@ -135,9 +131,9 @@ class AdaptiveMitigation(PrivateMitigation):
         return replace(plain, standing="as published", because=because, outside=outside)
 
     def engine_settings(self, context: RunContext) -> dict[str, Any]:
-        weights, config = _weights_of(context.corpus), context.config
+        weights = _weights_of(context.corpus)
         return {
-            "adaptive": adaptive_spec(config, weights),
+            "adaptive": adaptive_spec(context.config, weights),
             "weights": weights.rho[context.rows.documents],
         }
 
@@ -169,12 +165,9 @@ def adaptive_spec(config: TrainConfig, weights: PrivacyWeights) -> AdaptiveSpec:
     return AdaptiveSpec(
         mode=settings.adaptive,
         least_weight=weights.info["least_weight"],
-        least_clip=settings.least_clip,
-        gamma_floor=settings.gamma_floor,
-        release_noise=settings.release_noise,
-        averaging=settings.averaging,
         accountant=settings.scale_accountant,
         facts=told,
+        **{name: getattr(settings, name) for name in _OF_SPEC},
     )
 
 

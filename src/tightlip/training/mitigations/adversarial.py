@@ -14,8 +14,8 @@ from torch.func import functional_call
 from torch.nn.functional import cross_entropy
 
 from tightlip.core.progress import log
+from tightlip.core.run_folder import load_optimizer_tensors, optimizer_tensors, part_of, prefixed
 from tightlip.core.settings import setting
-from tightlip.training.checkpoints import load_optimizer_tensors, optimizer_tensors
 from tightlip.training.config import MitigationConfig
 from tightlip.training.mitigations import RunContext
 from tightlip.training.mitigations.regulariser import Drawn, Regulariser, RegulariserConfig, filled
@@ -73,7 +73,7 @@ class AdversarialMitigation(Regulariser):
     def drawn(self, number: int, chosen: np.ndarray, size: int) -> Drawn:
         authors_B = filled(self.authors[chosen], size, 0)
         real_B = filled(np.ones(len(chosen), np.float32), size, 0)
-        return Drawn(np.empty(0, np.int64), (authors_B, real_B))
+        return np.empty(0, np.int64), (authors_B, real_B)
 
     def teach(self, last_XH: Tensor, *arrays: Tensor) -> None:
         """Move the discriminator towards −log Pr(y | h_x)."""
@@ -138,14 +138,14 @@ class AdversarialMitigation(Regulariser):
     def state_dict(self) -> dict[str, Tensor]:
         return {
             **super().state_dict(),
-            **{f"weights.{name}": part for name, part in self.discriminator.state_dict().items()},
-            **{f"adam.{name}": part for name, part in optimizer_tensors(self.optimizer).items()},
+            **prefixed("weights", self.discriminator.state_dict()),
+            **prefixed("adam", optimizer_tensors(self.optimizer)),
         }
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         super().load_state_dict(state)
-        self.discriminator.load_state_dict(_part(state, "weights."))
-        load_optimizer_tensors(self.optimizer, _part(state, "adam."))
+        self.discriminator.load_state_dict(part_of(state, "weights"))
+        load_optimizer_tensors(self.optimizer, part_of(state, "adam"))
 
 
 def new_discriminator(hidden_size: int, size: int, num_authors: int) -> nn.Sequential:
@@ -173,7 +173,3 @@ def nats_to_uniform(discriminator: nn.Module, last_BH: Tensor) -> Tensor:
     still = {name: part.detach() for name, part in discriminator.named_parameters()}
     logits_BM = functional_call(discriminator, still, (last_BH,))
     return -logits_BM.log_softmax(dim=1).mean(dim=1)
-
-
-def _part(state: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    return {name.removeprefix(prefix): v for name, v in state.items() if name.startswith(prefix)}

@@ -1,5 +1,6 @@
 """Differentially private training as a mitigation: who is protected, and by what right we say so."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, cast
@@ -29,9 +30,6 @@ _PASSED_ON = (
 )
 
 
-_PANEL = "Private training"
-
-
 @dataclass(frozen=True, kw_only=True)
 class DPConfig(MitigationConfig):
     """What private training promises, and how.
@@ -41,18 +39,16 @@ class DPConfig(MitigationConfig):
     """
 
     name: ClassVar[str] = "dp"
+    panel: ClassVar[str | None] = "Private training"
     is_private: ClassVar[bool] = True
     takes_whole_batches: ClassVar[bool] = False
     strength: ClassVar[str | None] = "noise_multiplier"
 
     epsilon: float | None = setting(
-        None, "The target: noise is set so that it is met, never passed.", above=0, panel=_PANEL
+        None, "The target: noise is set so that it is met, never passed.", above=0
     )
     unit: str = setting(
-        "user",
-        "Whom it protects; an example is a document.",
-        choices=("user", "example"),
-        panel=_PANEL,
+        "user", "Whom it protects; an example is a document.", choices=("user", "example")
     )
     delta: float | None = setting(
         None,
@@ -60,35 +56,22 @@ class DPConfig(MitigationConfig):
         above=0,
         below=1,
         default_words="1e-5, or 1 / (10 units) where that is less",
-        panel=_PANEL,
     )
     noise_multiplier: float | None = setting(
-        None, "The noise by hand, in units of the clip norm.", at_least=0, panel=_PANEL
+        None, "The noise by hand, in units of the clip norm.", at_least=0
     )
-    clip_norm: float = setting(1.0, "Largest gradient of a unit.", above=0, panel=_PANEL)
-    per_layer: bool = setting(
-        False, "Clip each layer by itself.", flag="--per-layer/--flat", panel=_PANEL
-    )
+    clip_norm: float = setting(1.0, "Largest gradient of a unit.", above=0)
+    per_layer: bool = setting(False, "Clip each layer by itself.", flag="--per-layer/--flat")
     rows_per_unit: int = setting(
-        4,
-        "Most rows (documents, or pieces of long ones) of a unit in a step.",
-        at_least=1,
-        panel=_PANEL,
+        4, "Most rows (documents, or pieces of long ones) of a unit in a step.", at_least=1
     )
     allow_unproved: bool = setting(
-        False,
-        "Go on where a proof breaks; the standing says so.",
-        flag="--allow-unproved",
-        panel=_PANEL,
+        False, "Go on where a proof breaks; the standing says so.", flag="--allow-unproved"
     )
-    allow_loose_delta: bool = setting(
-        False, "A delta above 1 / units.", flag="--allow-loose-delta", panel=_PANEL
-    )
-    insecure_seed: int | None = setting(
-        None, "Known noise, for tests only: it protects nobody.", panel=_PANEL
-    )
+    allow_loose_delta: bool = setting(False, "A delta above 1 / units.", flag="--allow-loose-delta")
+    insecure_seed: int | None = setting(None, "Known noise, for tests only: it protects nobody.")
     dp_check_canaries: int | None = setting(
-        None, "Plant so many canaries, for tightlip dp-check RUN.", at_least=0, panel=_PANEL
+        None, "Plant so many canaries, for tightlip dp-check RUN.", at_least=0
     )
 
     def __post_init__(self) -> None:
@@ -212,80 +195,61 @@ def way_of(context: RunContext) -> Way:
 
 def terms_of(config: TrainConfig, corpus: CorpusFacts) -> Terms:
     """The standing of the run's promise: proved, or weaker on an explicit flag, or refused."""
-    broken = breaches(config, corpus)
+    broken = list(breaches(config, corpus))
     if broken and not dp_settings(config).allow_unproved:
-        said = " ".join(f"{each.why} {each.instead}" for each in broken)
+        reasons = " ".join(f"{why} {instead}" for why, instead in broken)
         raise GuaranteeError(
-            f"{said} As it is, no theorem covers this run. To go on all the same, add --allow-unproved: the standing is "
+            f"{reasons} As it is, no theorem covers this run. To go on all the same, add --allow-unproved: the standing is "
             f'then "as published" and says why.'
         )
     proved = Terms()
     return Terms(
         standing="as published" if broken else proved.standing,
-        because=" ".join(each.why for each in broken) or proved.because,
+        because=" ".join(why for why, _ in broken) or proved.because,
         outside=(*proved.outside, *_taken_as_public(config, corpus)),
         releases=tuple(_release(each, dp_settings(config).unit) for each in corpus.releases),
     )
 
 
-@dataclass(frozen=True)
-class Breach:
-    """Something that shaped the weights outside the mechanism, and what to do instead."""
-
-    why: str
-    instead: str
-
-
-def breaches(config: TrainConfig, corpus: CorpusFacts) -> list[Breach]:
-    """Everything of the kind that METHODS section 6 lists and that we can see."""
-    found = []
+def breaches(config: TrainConfig, corpus: CorpusFacts) -> Iterator[tuple[str, str]]:
+    """What shaped the weights outside the mechanism, and what to do instead: everything of the
+    kind that METHODS section 6 lists and that we can see."""
     if corpus.learnt_vocabulary:
-        found.append(
-            Breach(
-                "The vocabulary was learnt from this corpus, so rare words show in it.",
-                "Use a public tokenizer (--tokenizer DIR) or a noisy vocabulary (--vocabulary-noise 5).",
-            )
+        yield (
+            "The vocabulary was learnt from this corpus, so rare words show in it.",
+            "Use a public tokenizer (--tokenizer DIR) or a noisy vocabulary (--vocabulary-noise 5).",
         )
-    found += _cut_by_others(config, corpus.settings, "")
+    yield from _cut_by_others(config, corpus.settings, "")
     for step in corpus.history:
-        found += _cut_by_others(config, step, " before this corpus was cut out")
+        yield from _cut_by_others(config, step, " before this corpus was cut out")
     for name in ("early_stop", "until_perplexity"):
         if getattr(config, name) is not None:
-            found.append(
-                Breach(
-                    f"{name} stops by looking at private validation text.",
-                    "Give --epochs or --steps instead.",
-                )
+            yield (
+                f"{name} stops by looking at private validation text.",
+                "Give --epochs or --steps instead.",
             )
     if _trained_on_this(config, corpus):
-        found.append(
-            Breach(
-                f"{config.model} was trained on this very corpus, or on another part of the same text.",
-                "Start from public weights.",
-            )
+        yield (
+            f"{config.model} was trained on this very corpus, or on another part of the same text.",
+            "Start from public weights.",
         )
-    return found
 
 
-def _cut_by_others(config: TrainConfig, made: dict[str, Any], when: str) -> list[Breach]:
+def _cut_by_others(
+    config: TrainConfig, made: dict[str, Any], when: str
+) -> Iterator[tuple[str, str]]:
     """What in a preparation lets one unit decide what is left of another."""
-    found, unit = [], dp_settings(config).unit
+    unit = dp_settings(config).unit
     if made.get("deduplicate", "none") != "none":
-        found.append(
-            Breach(
-                f"deduplicate={made['deduplicate']!r}{when} lets one {unit}'s text decide what is left of another's.",
-                "Prepare the corpus without it.",
-            )
+        yield (
+            f"deduplicate={made['deduplicate']!r}{when} lets one {unit}'s text decide what is left of another's.",
+            "Prepare the corpus without it.",
         )
     if made.get("split", "none") in (("user",) if unit == "user" else ("user", "document")):
-        found.append(
-            Breach(
-                f"split={made['split']!r}{when} holds out by number, so one {unit} more or less moves others in and "
-                "out.",
-                "Use --split text or none" + (", or --split document." if unit == "user" else "."),
-            )
+        yield (
+            f"split={made['split']!r}{when} holds out by number, so one {unit} more or less moves others in and out.",
+            "Use --split text or none" + (", or --split document." if unit == "user" else "."),
         )
-    return found
 
 
 def _trained_on_this(config: TrainConfig, corpus: CorpusFacts) -> bool:

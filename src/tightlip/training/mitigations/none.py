@@ -12,7 +12,7 @@ from tightlip.privacy.passes import Passes, Physical
 from tightlip.training.batches import Rows, TokenRows, epoch_order
 from tightlip.training.config import MitigationConfig, TrainConfig
 from tightlip.training.losses import is_recurrent
-from tightlip.training.mitigations import CorpusFacts, RunContext
+from tightlip.training.mitigations import LEDGER_KEYS, CorpusFacts, RunContext
 from tightlip.training.plan import clip_gradients
 
 
@@ -44,17 +44,21 @@ class NoMitigation:
             self.passes = Passes(context.model, None, way="graph", bf16=context.options.bf16)
 
     def step(self, number: int) -> tuple[Tensor, int]:
-        context, chosen = self.context, self._chosen(number)
-        if self.passes is not None:
-            loss, num_targets = self._captured_gradients(self.passes, chosen)
-        else:
-            batch = context.batch(chosen)
-            context.optimizer.zero_grad(set_to_none=True)
-            loss, num_targets = context.forward.mean_loss(batch), batch.num_targets
-            (loss * (num_targets / context.targets_per_batch)).backward()
+        context = self.context
+        loss, num_targets = self.gradients(number, self._chosen(number))
         clip_gradients(context.model, context.config.gradient_clip)
         context.optimizer.step()
         return loss.detach(), num_targets
+
+    def gradients(self, number: int, chosen: np.ndarray) -> tuple[Tensor, int]:
+        """Give the parameters the step's gradients: its mean loss and its targets."""
+        if self.passes is not None:
+            return self._captured_gradients(self.passes, chosen)
+        context, batch = self.context, self.context.batch(chosen)
+        context.optimizer.zero_grad(set_to_none=True)
+        loss = context.forward.mean_loss(batch)
+        (loss * (batch.num_targets / context.targets_per_batch)).backward()
+        return loss, batch.num_targets
 
     def _chosen(self, number: int) -> np.ndarray:
         epoch, place = divmod(number, self.context.steps_per_epoch)
@@ -63,10 +67,13 @@ class NoMitigation:
         return self._epoch[1][place]
 
     def _order(self, epoch: int) -> Sequence[np.ndarray]:
-        config = self.context.config
-        return epoch_order(
-            self.context.rows, batch_size=config.batch_size, seed=config.seed, epoch=epoch
-        )
+        rows, config = self.context.rows, self.context.config
+        size, by_user = config.batch_size, self.batches_by_user(config)
+        return epoch_order(rows, batch_size=size, seed=config.seed, epoch=epoch, by_user=by_user)
+
+    def batches_by_user(self, config: TrainConfig) -> bool:
+        """Whether a batch holds rows of one user only."""
+        return False
 
     def _captured_gradients(self, passes: Passes, chosen: np.ndarray) -> tuple[Tensor, int]:
         context = self.context
@@ -94,14 +101,8 @@ class NoMitigation:
         return ""
 
     def guarantee(self, num_steps: int, *, ended: bool = True) -> dict[str, Any]:
-        return {
+        return dict.fromkeys(LEDGER_KEYS) | {
             "mechanism": "none",
-            "epsilon": None,
-            "delta": None,
-            "unit": None,
-            "adjacency": None,
-            "sampling": None,
-            "accountant": None,
             "steps": num_steps,
             "standing": "measured only",
             "because": "Plain training bounds nobody's influence on the weights; only audits say what they give away.",

@@ -5,7 +5,7 @@ last token. Shapes: B rows, X of them and their partners, T positions, H hidden 
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar, cast
@@ -15,18 +15,18 @@ import torch
 from torch import Tensor
 from transformers.modeling_utils import PreTrainedModel
 
+from tightlip.core.devices import moved
 from tightlip.core.errors import UsageError
 from tightlip.core.settings import setting
 from tightlip.privacy.clipping import trainable_parameters
 from tightlip.privacy.passes import captured, plain_sums
 from tightlip.privacy.row_losses import RowLosses
 from tightlip.privacy.watching import Watch
-from tightlip.training.batches import Rows, TokenRows, user_order
+from tightlip.training.batches import Rows, TokenRows
 from tightlip.training.config import MitigationConfig, TrainConfig
 from tightlip.training.losses import Selected, is_recurrent
 from tightlip.training.mitigations import RunContext
 from tightlip.training.mitigations.none import NoMitigation
-from tightlip.training.plan import clip_gradients
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -121,16 +121,9 @@ class StatePasses:
         return torch.autocast(self.model.device.type, dtype=torch.bfloat16, cache_enabled=False)
 
 
-# What the two privacy regularisers share: plain training plus λ times a term on last states
-
-
-@dataclass(frozen=True, eq=False)
-class Drawn:
-    """What a step's term takes beside its rows' last states: partners, whose states come behind
-    theirs, and arrays. Beyond the real rows all of them say so."""
-
-    partners: np.ndarray
-    arrays: tuple[np.ndarray, ...]
+# What a step's term takes beside its rows' last states: partners, whose states come behind theirs,
+# and arrays. Beyond the real rows all of them say so.
+Drawn = tuple[np.ndarray, tuple[np.ndarray, ...]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,8 +156,11 @@ class Regulariser(NoMitigation, ABC):
     tallied: tuple[str, ...]
     sums: Tensor
 
+    def batches_by_user(self, config: TrainConfig) -> bool:
+        return _settings(config).batching == "user"
+
     def steps_per_epoch(self, rows: Rows, config: TrainConfig) -> int:
-        if _settings(config).batching == "uniform":
+        if not self.batches_by_user(config):
             return super().steps_per_epoch(rows, config)
         rows_of_user = np.unique(rows.users, return_counts=True)[1]
         return int((-(-rows_of_user // config.batch_size)).sum())
@@ -187,32 +183,31 @@ class Regulariser(NoMitigation, ABC):
             )
 
     def step(self, number: int) -> tuple[Tensor, int]:
-        context, chosen = self.context, self._chosen(number)
-        rows_per_batch = len(context.rows) / context.steps_per_epoch
-        weight = self.weight(number) * len(chosen) / rows_per_batch
-        if self.states is None:
-            loss, num_targets = self._direct_gradients(number, chosen, weight)
-        else:
-            loss, num_targets = self._graph_gradients(self.states, number, chosen, weight)
-        clip_gradients(context.model, context.config.gradient_clip)
-        context.optimizer.step()
+        loss, num_targets = super().step(number)
         self.look(number)
         self._tell_if_due(number)
-        return loss.detach(), num_targets
+        return loss, num_targets
+
+    def gradients(self, number: int, chosen: np.ndarray) -> tuple[Tensor, int]:
+        rows_per_batch = len(self.context.rows) / self.context.steps_per_epoch
+        weight = self.weight(number) * len(chosen) / rows_per_batch
+        if self.states is None:
+            return self._direct_gradients(number, chosen, weight)
+        return self._graph_gradients(self.states, number, chosen, weight)
 
     def _direct_gradients(
         self, number: int, chosen: np.ndarray, weight: float
     ) -> tuple[Tensor, int]:
         context, batch = self.context, self.context.batch(chosen)
-        drawn = self.drawn(number, chosen, len(chosen))
-        arrays = [torch.from_numpy(array).to(context.device) for array in drawn.arrays]
+        partners, drawn = self.drawn(number, chosen, len(chosen))
+        arrays = [torch.from_numpy(array).to(context.device) for array in drawn]
         context.optimizer.zero_grad(set_to_none=True)
         loss, last_BH = context.forward.mean_loss_and_last(batch)
         whole = loss * (batch.num_targets / context.targets_per_batch)
         self.teach(last_BH.detach(), *arrays)
         if weight:
-            if len(drawn.partners):
-                beside_BH = context.forward.last(context.batch(drawn.partners))
+            if len(partners):
+                beside_BH = context.forward.last(context.batch(partners))
                 last_BH = torch.cat([last_BH, beside_BH])
             whole = whole + weight * self.term(last_BH, *arrays)
         whole.backward()
@@ -223,33 +218,27 @@ class Regulariser(NoMitigation, ABC):
     ) -> tuple[Tensor, int]:
         """The same in one graph, whose shapes are fixed: batches are filled up with nobody."""
         context, size = self.context, self.context.config.batch_size
-        drawn = self.drawn(number, chosen, size)
-        rows_X = np.concatenate([filled(chosen, size, -1), drawn.partners])
+        partners, arrays = self.drawn(number, chosen, size)
+        rows_X = np.concatenate([filled(chosen, size, -1), partners])
         num_targets_X = np.where(rows_X < 0, 1, self.source.lengths[rows_X])
         width = min(width for width in context.widths if width >= num_targets_X.max())
         ids_XT, targets_XT = self.source.gather(rows_X, width)
         last_X = np.arange(len(rows_X)) * width + num_targets_X - 1
-        more = [torch.tensor(weight, dtype=torch.float32), *map(torch.from_numpy, drawn.arrays)]
-        targets_BT = self._there(targets_XT[:size])
+        more = [torch.tensor(weight, dtype=torch.float32), *map(torch.from_numpy, arrays)]
+        targets_BT = moved(targets_XT[:size], context.device)
         gradients, losses_B = states(
             StateBatch(
-                ids_XT=self._there(ids_XT),
-                last_X=self._there(torch.from_numpy(last_X)),
+                ids_XT=moved(ids_XT, context.device),
+                last_X=moved(torch.from_numpy(last_X), context.device),
                 targets_BT=targets_BT,
                 weights_BT=(targets_BT >= 0) / context.targets_per_batch,
-                more=tuple(self._there(each) for each in more),
+                more=tuple(moved(each, context.device) for each in more),
             )
         )
         for name, parameter in states.parameters.items():
             parameter.grad = gradients[name]
         num_targets = int(context.rows.num_targets[chosen].sum())
         return losses_B.sum() * (context.targets_per_batch / num_targets), num_targets
-
-    def _there(self, tensor: Tensor) -> Tensor:
-        """Where the model is, without waiting for it."""
-        if self.context.device.type == "cuda":
-            tensor = tensor.pin_memory()
-        return tensor.to(self.context.device, non_blocking=True)
 
     def _weighted_term(self, last_XH: Tensor, weight: Tensor, *arrays: Tensor) -> Tensor:
         """What a graph adds to the loss: it cannot leave the term out where the weight is 0."""
@@ -297,14 +286,6 @@ class Regulariser(NoMitigation, ABC):
             sums = dict(zip(self.tallied, self.sums.tolist(), strict=True))
             self.tell(-(-done // steps_per_epoch), sums)
             self.sums.zero_()
-
-    def _order(self, epoch: int) -> Sequence[np.ndarray]:
-        config = self.context.config
-        if _settings(config).batching == "uniform":
-            return super()._order(epoch)
-        return user_order(
-            self.context.rows, batch_size=config.batch_size, seed=config.seed, epoch=epoch
-        )
 
     def guarantee(self, num_steps: int, *, ended: bool = True) -> dict[str, Any]:
         return super().guarantee(num_steps, ended=ended) | {

@@ -103,7 +103,7 @@ class TripletMitigation(Regulariser):
             same_P = filled(self.authors[chosen] == self.authors[found], size, False)
         weights_P = np.zeros(len(real_P), np.float32)
         weights_P[real_P] = pair_weights(same_P[real_P], self.settings.triplet_pairs)
-        return Drawn(partners, (weights_P, (same_P & real_P).astype(np.float32)))
+        return partners, (weights_P, (same_P & real_P).astype(np.float32))
 
     def term(self, last_XH: Tensor, *arrays: Tensor) -> Tensor:
         weights_P, same_P = arrays
