@@ -66,22 +66,19 @@ class Comparison:
 def compare(
     runs: Sequence[str | Path | RunRecord],
     *,
-    key: str | Path | Sequence[str | Path] | None = None,
-    reference: str | Path | None = None,
     at_perplexity: float | None = None,
     tolerance: float = 0.05,
     out: str | Path = "comparison",
     notes: Sequence[str] = (),
-    device: str = "auto",
-    seed: int = 0,
-    num_bootstraps: int = 1000,
-    keep_scan: bool = True,
+    **measuring: Any,
 ) -> Comparison:
     """Utility, leakage, cost and promise of several runs, and which of them may be compared.
 
     What is not yet measured is measured now and kept in each run's `measures/`, and the scans
-    behind it in its `scan/` unless `keep_scan` is False. With `at_perplexity` a run stands for its first snapshot that is at least as good. `notes` are
-    printed on top of the page.
+    behind it in its `scan/` unless `keep_scan` is False. With `at_perplexity` a run stands for
+    its first snapshot that is at least as good. `notes` are printed on top of the page.
+    `measuring` are the settings of `tightlip.audit.comparison.compare_runs`: `key`, `reference`,
+    `device`, `seed`, `num_bootstraps` and `keep_scan`.
 
     Holds:
         goes_on: killed and started again, it measures only what is missing.
@@ -91,16 +88,7 @@ def compare(
 
     matching = Matching(tolerance=tolerance, at_perplexity=at_perplexity)
     folder = _free(Path(out))
-    rows = compare_runs(
-        runs,
-        matching,
-        key=key,
-        reference=reference,
-        device=device,
-        seed=seed,
-        num_bootstraps=num_bootstraps,
-        keep_scan=keep_scan,
-    )
+    rows = compare_runs(runs, matching, **measuring)
     made = Comparison(folder=folder, rows=rows, matching=matching, notes=tuple(notes))
     _write_comparison(made)
     return made

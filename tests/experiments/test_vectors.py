@@ -13,8 +13,14 @@ from tightlip.core.errors import UsageError
 from tightlip.core.figures import rounded_up
 from tightlip.experiments import vectors as experiment
 from tightlip.experiments.vectors import SCALES, TablesScale, reproduce_representation
-from tightlip.experiments.vectors_page import certainty, headline
-from tightlip.experiments.vectors_tables import GROUPS, MAIN_AND_PRIVACY, csv_text, tables
+from tightlip.experiments.vectors_page import (
+    GROUPS,
+    MAIN_AND_PRIVACY,
+    certainty,
+    csv_text,
+    headline,
+    tables,
+)
 from tightlip.experiments.vectors_text import ag_task, blog_task, plays_task, task_of
 from tightlip.report.kit import render_page
 

@@ -38,12 +38,12 @@ def compare_runs(
     runs: Sequence[str | Path | RunRecord],
     matching: Matching,
     *,
-    key: str | Path | Sequence[str | Path] | None,
-    reference: str | Path | None,
-    device: str,
-    seed: int,
-    num_bootstraps: int,
-    keep_scan: bool,
+    key: str | Path | Sequence[str | Path] | None = None,
+    reference: str | Path | None = None,
+    device: str = "auto",
+    seed: int = 0,
+    num_bootstraps: int = 1000,
+    keep_scan: bool = True,
 ) -> list[Row]:
     """A row for each run; what is not yet measured is measured now and kept with the run.
 

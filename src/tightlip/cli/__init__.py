@@ -1,1 +1,25 @@
-"""Flags to one call. Nothing heavy is imported before a command runs."""
+"""Flags to one call, and what several commands print alike.
+
+Nothing heavy is imported before a command runs.
+"""
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+
+def print_json(record: dict[str, Any]) -> None:
+    print(json.dumps(record, indent=2, ensure_ascii=False, allow_nan=False))
+
+
+def print_lines(lines: Iterable[Any], console: Any = None) -> None:
+    """Tables, and sentences that the terminal may break but does not colour."""
+    from rich.console import Console
+
+    for line in lines:
+        (console or Console()).print(line, soft_wrap=isinstance(line, str), highlight=False)
+
+
+def name_page(page: Path, console: Any, what: str = "figure") -> None:
+    print_lines([f"The page, which says what each {what} means: {page}"], console)

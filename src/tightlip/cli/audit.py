@@ -6,11 +6,14 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.console import Console
 
+import tightlip
 from tightlip.audit.settings import LeakageConfig
 from tightlip.cli.flags import KeepScan, check_exists, parsed, switch, with_settings
 from tightlip.core.errors import UsageError
 from tightlip.core.files import read_json
+from tightlip.core.progress import logged_to, shown_progress
 from tightlip.core.run_folder import is_run
 from tightlip.corpus.prepare_config import ColumnSettings
 from tightlip.scan.options import ScanOptions
@@ -61,16 +64,11 @@ def audit(
     key: Annotated[list[Path] | None, typer.Option(hidden=True)] = None,
 ) -> None:
     """Audit, print the headline figures, and judge them by `fail_on`."""
-    import tightlip
     from tightlip.audit.leakage.summary import failed_conditions
-    from tightlip.core.progress import logged_to, shown_progress
 
     check_exists(model, "a Hugging Face model folder, or a run")
-    asked = [
-        name
-        for name, wanted in (("membership", membership), ("groups", groups), ("dp-check", dp_check))
-        if wanted
-    ]
+    measures = {"membership": membership, "groups": groups, "dp-check": dp_check}
+    asked = [name for name, wanted in measures.items() if wanted]
     flags = {"--reference": reference, "--against": against, "--key": key}
     if asked or any(flags.values()):
         of_reports = {
@@ -89,8 +87,7 @@ def audit(
         if path is not None:
             check_exists(path, "a corpus")
     settings = parsed(_KINDS, given)
-    conditions = fail_on or []
-    _check_gate(conditions, settings)
+    _check_gate(fail_on or [], settings)
     if out is None and not is_run(Path(model)):
         raise UsageError("Where should the report go? Give --out DIR.")
     folder = out or Path(model) / "audit"
@@ -110,7 +107,7 @@ def audit(
     failed = [
         f"{name}{line}"
         for name, summary in _judged(report)
-        for line in failed_conditions(summary, conditions)
+        for line in failed_conditions(summary, fail_on or [])
     ]
     for line in failed:
         print(f"tightlip: failed on {line}", file=sys.stderr)
@@ -119,11 +116,7 @@ def audit(
 
 
 def _as_spelt_before(
-    run: str,
-    device: str,
-    asked: list[str],
-    flags: dict[str, Any],
-    of_reports: dict[str, Any],
+    run: str, device: str, asked: list[str], flags: dict[str, Any], of_reports: dict[str, Any]
 ) -> None:
     """What --membership, --groups and --dp-check were in 0.1, before they became commands."""
     from tightlip.cli import measures
@@ -162,24 +155,25 @@ def _check_gate(conditions: list[str], settings: dict[str, Any]) -> None:
         check_threshold(parsed_condition(condition)[0], condition, list(thresholds))
 
 
+def _snapshots(report: Any) -> dict[str, Any] | None:
+    path = report.folder / "snapshots.json"
+    return read_json(path) if path.exists() else None
+
+
 def _judged(report: Any) -> list[tuple[str, dict[str, Any]]]:
     """What a gate looks at: the report, or each snapshot's where snapshots were audited."""
-    snapshots = report.folder / "snapshots.json"
-    if not snapshots.exists():
+    if (snapshots := _snapshots(report)) is None:
         return [("", report.summary)]
-    return [(f"{row['name']}: ", row["summary"]) for row in read_json(snapshots)["snapshots"]]
+    return [(f"{row['name']}: ", row["summary"]) for row in snapshots["snapshots"]]
 
 
 def show(report: Any) -> None:
     """The headline figures and the way to the page."""
-    from rich.console import Console
-
     from tightlip.report.leakage.table import snapshots_table, terminal_table
 
     console = Console()
-    snapshots = report.folder / "snapshots.json"
-    if snapshots.exists():
-        console.print(snapshots_table(read_json(snapshots)))
+    if (snapshots := _snapshots(report)) is not None:
+        console.print(snapshots_table(snapshots))
     console.print(terminal_table(report.summary))
     console.print(f"The report: {report.folder / 'report.html'}", soft_wrap=True)
     logging.getLogger("tightlip").info("Report written to %s", report.folder)

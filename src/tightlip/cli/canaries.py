@@ -8,7 +8,9 @@ from typing import Annotated, Any
 
 import typer
 
+import tightlip
 from tightlip.audit.settings import ChoiceConfig, ExposureConfig
+from tightlip.cli import print_lines
 from tightlip.cli.flags import Device, KeepScan, Keys, check_exists, parsed, with_settings
 from tightlip.core.errors import UsageError
 from tightlip.core.progress import shown_progress
@@ -27,18 +29,18 @@ def plant(
     given: dict[str, Any],
 ) -> None:
     """Plant, and say where corpus and key are."""
-    import tightlip
-
     check_exists(corpus, "a file or folder of text")
     with shown_progress():
         planted = tightlip.plant_canaries(corpus, out, **parsed([CanaryConfig], given))
     num_copies = sum(canary.repetitions for canary in planted.canaries)
     num_users = len({canary.user for canary in planted.canaries})
-    _print(
-        f"Planted {len(planted.canaries):,} canaries with {num_users:,} users, {num_copies:,} copies in all."
+    print_lines(
+        [
+            f"Planted {len(planted.canaries):,} canaries with {num_users:,} users, {num_copies:,} copies in all.",
+            f"The corpus: {out / 'corpus.parquet'}",
+            f"The key: {out / 'key.json'}. Keep it from whoever trains.",
+        ]
     )
-    _print(f"The corpus: {out / 'corpus.parquet'}")
-    _print(f"The key: {out / 'key.json'}. Keep it from whoever trains.")
 
 
 @with_settings(ChoiceConfig)
@@ -51,21 +53,20 @@ def choose(
     keep_scan: KeepScan = True,
 ) -> None:
     """Choose, and say whose text was left out. What `key` names as planted is never chosen."""
-    import tightlip
-
     check_exists(run, "an unmitigated run of tightlip train")
     with shown_progress():
         chosen = tightlip.choose_canaries(
             run, out, key=key or (), device=device, keep_scan=keep_scan, **given
         )
-    _print(
+    lines = [
         f"Chosen: of {len(chosen.canaries):,} users the training document that surprises {run} most."
-    )
+    ]
     if chosen.num_users_left_out:
-        _print(
+        lines.append(
             f"Left out: {chosen.num_users_left_out:,} users with no document that is long enough and spelt in known words."
         )
-    _print(f"The key: {out}. It holds real text. Measure other models than this run's with it.")
+    key_line = f"The key: {out}. It holds real text. Measure other models than this run's with it."
+    print_lines([*lines, key_line])
 
 
 @with_settings(ExposureConfig)
@@ -77,10 +78,6 @@ def measure(
     device: Device = "auto",
 ) -> None:
     """Measure, and print a table for each kind of canary."""
-    from rich.console import Console
-
-    import tightlip
-
     check_exists(model, "a run, or a model's folder")
     if not key:
         raise UsageError(
@@ -88,18 +85,8 @@ def measure(
         )
     with shown_progress():
         found = tightlip.measure_canaries(model, key, out=out, device=device, **given)
-    for table in canary_tables(found):
-        Console().print(table)
-    for line in canary_lines(found):
-        _print(line)
-    if out is not None:
-        _print(f"The list: {out}")
-
-
-def _print(line: str) -> None:
-    from rich.console import Console
-
-    Console().print(line, highlight=False, soft_wrap=True)
+    where = [] if out is None else [f"The list: {out}"]
+    print_lines([*canary_tables(found), *canary_lines(found), *where])
 
 
 def canary_tables(found: list[Entry]) -> list[Any]:

@@ -1,29 +1,64 @@
-"""`tightlip reproduce`: a paper's experiment on your own text."""
+"""`tightlip reproduce` and `tightlip demo`: a paper's experiment on your own text, and a story."""
 
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.console import Console
 
-from tightlip.cli.flags import Device
+import tightlip
+from tightlip.cli import name_page
+from tightlip.cli.compare import show
+from tightlip.cli.flags import Device, with_settings
+from tightlip.core.errors import UsageError
+from tightlip.core.progress import shown_progress
+from tightlip.core.registry import unknown
+from tightlip.core.settings import Settings, names_in, setting
+from tightlip.report.kit.table import printed_table
 
-EXPERIMENTS = ("adaptive", "representation")
-# What only one experiment uses; anything else is for both.
-_ONLY = {
-    **dict.fromkeys(("public_model", "public_corpus", "unit"), "adaptive"),
-    **dict.fromkeys(("extractor", "bf16"), "representation"),
+_adaptive = partial(setting, None, panel="With adaptive")
+_representation = partial(setting, None, panel="With representation")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdaptiveFlags(Settings):
+    """What only the experiment of adaptive DP takes."""
+
+    public_model: str | None = _adaptive(
+        "The large public model, a folder or a .gguf file; by default a small LSTM is trained on the public text."
+    )
+    public_corpus: str | None = _adaptive(
+        "Public text: for the tokenizer, and for what is ordinary."
+    )
+    unit: str | None = _adaptive(
+        "Whom to protect: user, example, or auto (user from 1,000 users on)."
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RepresentationFlags(Settings):
+    """What only the experiment of private vectors takes."""
+
+    extractor: str | None = _representation(
+        "A Hugging Face encoder's folder, lstm, or bag (default)."
+    )
+    bf16: bool | None = _representation("Train the encoder in bf16.", flag="--bf16")
+
+
+EXPERIMENTS: dict[str, type[Settings]] = {
+    "adaptive": AdaptiveFlags,
+    "representation": RepresentationFlags,
 }
-_ADAPTIVE, _REPRESENTATION = "With adaptive", "With representation"
 
 
-def _option(text: str, panel: str, *names: str) -> Any:
-    return typer.Option(*names, help=text, rich_help_panel=panel, show_default=False)
-
-
+@with_settings(*EXPERIMENTS.values())
 def reproduce(
     experiment: Annotated[
         str, typer.Argument(help="'adaptive' or 'representation'.", metavar="EXPERIMENT")
     ],
+    given: dict[str, Any],
     corpus: Annotated[
         list[Path] | None,
         typer.Option(
@@ -36,72 +71,34 @@ def reproduce(
     ] = "smoke",
     out: Annotated[Path | None, typer.Option(help="Where runs and results go.")] = None,
     device: Device = "auto",
-    public_model: Annotated[
-        Path | None,
-        _option(
-            "The large public model, a folder or a .gguf file; by default a small LSTM is trained on the public text.",
-            _ADAPTIVE,
-        ),
-    ] = None,
-    public_corpus: Annotated[
-        Path | None, _option("Public text: for the tokenizer, and for what is ordinary.", _ADAPTIVE)
-    ] = None,
-    unit: Annotated[
-        str | None,
-        _option("Whom to protect: user, example, or auto (user from 1,000 users on).", _ADAPTIVE),
-    ] = None,
-    extractor: Annotated[
-        str | None,
-        _option("A Hugging Face encoder's folder, lstm, or bag (default).", _REPRESENTATION),
-    ] = None,
-    bf16: Annotated[
-        bool | None, _option("Train the encoder in bf16.", _REPRESENTATION, "--bf16")
-    ] = None,
 ) -> None:
     """A paper's experiment, step by step by our own commands, with its own figures beside ours."""
-    from tightlip.core.progress import shown_progress
-
-    given = {
-        "public_model": public_model,
-        "public_corpus": public_corpus,
-        "unit": unit,
-        "extractor": extractor,
-        "bf16": bf16,
-    }
-    options = _options(experiment, given)
+    _check_experiment(experiment, given)
     out = out or Path(f"reproduce-{experiment}")
-    import tightlip
-
     call = getattr(tightlip, f"reproduce_{experiment}")
     with shown_progress():
-        made = call(corpus or (), scale=scale, out=out, device=device, **options)
+        made = call(corpus or (), scale=scale, out=out, device=device, **given)
     _show_adaptive(made) if experiment == "adaptive" else _show_representation(made)
 
 
-def _options(experiment: str, given: dict[str, Any]) -> dict[str, Any]:
-    """The flags given, if they are for this experiment."""
-    from tightlip.core.errors import UsageError
-    from tightlip.core.registry import unknown
-
+def _check_experiment(experiment: str, given: dict[str, Any]) -> None:
+    """Refuse what is no experiment of ours, and a flag that is another's."""
     if experiment in ("leakage", "regularization"):
         raise UsageError(
             f"The experiment {experiment!r} is not there yet. Available: {', '.join(EXPERIMENTS)}."
         )
     if experiment not in EXPERIMENTS:
         raise UsageError(unknown("experiment", experiment, list(EXPERIMENTS)))
-    set_here = {name: value for name, value in given.items() if value is not None}
-    for name in set_here:
-        if _ONLY[name] != experiment:
+    for name in given:
+        owner = next(each for each, flags in EXPERIMENTS.items() if name in names_in(flags))
+        if owner != experiment:
             raise UsageError(
-                f"--{name.replace('_', '-')} is for the experiment {_ONLY[name]!r} and means nothing to {experiment!r}. "
+                f"--{name.replace('_', '-')} is for the experiment {owner!r} and means nothing to {experiment!r}. "
                 "Leave it out."
             )
-    return set_here
 
 
 def _show_adaptive(made: Any) -> None:
-    from rich.console import Console
-
     from tightlip.experiments.adaptive_page import about, terminal_tables
     from tightlip.experiments.adaptive_tables import PAPER_NOTE, findings, headline, stopped_early
 
@@ -116,61 +113,37 @@ def _show_adaptive(made: Any) -> None:
             console.print(f"  {sentence}", highlight=False)
         for sentence in stopped_early(section):
             console.print(f"  [yellow]†[/] {sentence}", highlight=False)
-    _name_page(console, made.page)
+    name_page(made.page, console)
 
 
 def _show_representation(made: Any) -> None:
-    from rich.console import Console
-
-    from tightlip.experiments.vectors_page import (
-        PAPER_NOTE,
-        about,
-        certainty,
-        findings,
-        headline,
-        terminal_tables,
-    )
+    from tightlip.experiments import vectors_page as page
 
     console = Console()
-    console.print(headline(made.result), style="bold", highlight=False)
-    console.print(certainty(made.result), highlight=False)
+    console.print(page.headline(made.result), style="bold", highlight=False)
+    console.print(page.certainty(made.result), highlight=False)
     for section in made.result["corpora"]:
-        console.print(f"\n[bold]{section['name']}[/]: {about(section)}", highlight=False)
-        for table in terminal_tables(section):
-            console.print(table)
+        console.print(f"\n[bold]{section['name']}[/]: {page.about(section)}", highlight=False)
+        for table in page.tables(section):
+            console.print(table.printed())
             console.print()
-        for sentence in findings(section):
+        for sentence in page.findings(section):
             console.print(f"  {sentence}", highlight=False)
-    console.print(PAPER_NOTE, style="dim", highlight=False)
-    _name_page(console, made.page)
-
-
-def _name_page(console: Any, page: Path) -> None:
-    console.print(
-        f"The page, which says what each figure means: {page}", highlight=False, soft_wrap=True
-    )
-
-
-# `tightlip demo`: the whole story on the bundled corpus
+    console.print(page.PAPER_NOTE, style="dim", highlight=False)
+    name_page(made.page, console)
 
 
 def demo(
     out: Annotated[Path, typer.Option(help="Where the demo's files go.")] = Path("tightlip-demo"),
 ) -> None:
     """Train small models on Shakespeare's speakers: whose words they give away, and which less."""
-    from rich.console import Console
-
-    from tightlip.core.progress import shown_progress
-
     console = Console()
     console.print(
         "[bold]tightlip demo[/]: 110 of Shakespeare's speakers are the users. An LSTM learns their "
         "lines, far past the point where it should stop: it overfits on purpose, so that there is "
         "something to see. Five secrets are planted among the lines.\n"
     )
-    from tightlip.cli.compare import show
     from tightlip.experiments.demo import CANARIES, run_comparison, run_demo
-    from tightlip.report.kit.table import printed_table
     from tightlip.report.leakage.table import snapshots_table
 
     with shown_progress():

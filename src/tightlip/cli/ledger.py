@@ -4,7 +4,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.console import Console
 
+from tightlip.cli import print_json
 from tightlip.cli.flags import Json, check_exists
 from tightlip.core.figures import INSECURE, guarantee_words, rounded_up, shown_epsilon
 from tightlip.report.kit.table import printed_lines
@@ -23,16 +25,12 @@ def ledger(
         check_exists(run, "a run of tightlip train")
     record = guarantee_of(*runs)
     if json_wanted:
-        import json
-
-        print(json.dumps(record, indent=2, ensure_ascii=False, allow_nan=False))
+        print_json(record)
     else:
         _show(record)
 
 
 def _show(record: dict[str, Any]) -> None:
-    from rich.console import Console
-
     console = Console()
     console.print(printed_lines(_lines(record)))
     if record.get("insecure_seed"):
@@ -64,11 +62,8 @@ def _mode(record: dict[str, Any]) -> str | None:
 
 
 def _numbers(record: dict[str, Any], *names: str, prefix: str = "") -> list[tuple[str, str]]:
-    told = [(name, record.get(name)) for name in names]
-    return [
-        (f"{prefix}{name.replace('_', ' ')}", "" if value is None else f"{value:,.6g}")
-        for name, value in told
-    ]
+    known = {name: record[name] for name in names if record.get(name) is not None}
+    return [(f"{prefix}{name.replace('_', ' ')}", f"{known[name]:,.6g}") for name in known]
 
 
 def _adaptive(record: dict[str, Any]) -> list[tuple[str, str]]:
@@ -81,8 +76,8 @@ def _adaptive(record: dict[str, Any]) -> list[tuple[str, str]]:
         lines += _numbers(adaptive, "noise_multiplier", prefix="full ")
     lines += _numbers(adaptive, "least_clip", "gamma_floor", "release_noise", "averaging")
     lines += _numbers(adaptive, "planned_steps", "order", "rdp_budget", "least_weight")
-    lines += _numbers(record.get("adaptive_state") or {}, "rdp", prefix="spent ")
-    lines += _numbers(record.get("adaptive_state") or {}, "average", prefix="moving ")
+    state = record.get("adaptive_state") or {}
+    lines += _numbers(state, "rdp", prefix="spent ") + _numbers(state, "average", prefix="moving ")
     weights = adaptive["weights"]
     made = [weights.get(name) for name in ("normalisation", "estimator", "model", "public_corpus")]
     return [*lines, ("weights", ", ".join(str(each) for each in made if each))]

@@ -1,13 +1,15 @@
 """`tightlip membership`, `groups` and `dp-check`: the other measures of a run, as flags and words."""
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+import tightlip
 from tightlip.audit.settings import ResamplingSettings
+from tightlip.cli import print_lines
 from tightlip.cli.flags import Device, KeepScan, check_exists, with_settings
 from tightlip.core.errors import GuaranteeError, UsageError
 from tightlip.core.progress import shown_progress
@@ -47,7 +49,7 @@ def membership(
     figures, record = _measured(
         "membership", run, key, reference=reference, device=device, keep_scan=keep_scan, **given
     )
-    _print([_membership_table(figures)], lines_about_membership(figures), record)
+    print_lines([_membership_table(figures), *lines_about_membership(figures), record])
 
 
 @with_settings(ResamplingSettings)
@@ -68,54 +70,36 @@ def groups(
     figures, record = _measured(
         "groups", run, key, against=against, device=device, keep_scan=keep_scan, **given
     )
-    _print(_groups_tables(figures), lines_about_groups(figures), record)
+    print_lines([*_groups_tables(figures), *lines_about_groups(figures), record])
 
 
 def _measured(
     what: str, run: str, keys: Sequence[Path] | None, **settings: Any
-) -> tuple[dict[str, Any], Path]:
-    """The figures, and the file in the run that they are written to."""
-    import tightlip
-
-    measure = {"membership": tightlip.measure_membership, "groups": tightlip.measure_groups}[what]
-    record = Path(run) / f"{what}.json"
-    with shown_progress():
-        figures = measure(run, without_texts=_planted_texts(keys), out=record, **settings)
-    return figures, record
-
-
-def _check_run(run: str, what_it_does: str) -> None:
-    check_exists(run, "a run of tightlip train")
-    if not is_run(Path(run)):
-        raise UsageError(
-            f"{what_it_does}, and {run} is not a run of tightlip. Run: tightlip train CORPUS --out DIR"
-        )
-
-
-def _planted_texts(keys: Sequence[Path] | None) -> Collection[str]:
+) -> tuple[dict[str, Any], str]:
+    """The figures, and which file in the run they are written to."""
     from tightlip.audit.measures import planted_texts
 
     for key in keys or ():
         check_exists(key, "a key.json that tightlip canaries plant wrote")
-    return planted_texts(keys or ())
+    measure, record = getattr(tightlip, f"measure_{what}"), Path(run) / f"{what}.json"
+    with shown_progress():
+        figures = measure(run, without_texts=planted_texts(keys or ()), out=record, **settings)
+    return figures, f"The record: {record}"
 
 
-def _print(tables: Iterable[Any], lines: Iterable[str], record: Path) -> None:
-    from rich.console import Console
-
-    console = Console()
-    for table in tables:
-        console.print(table)
-    for line in (*lines, f"The record: {record}"):
-        console.print(line, soft_wrap=True, highlight=False)
+def _check_run(run: str, what_it_does: str, how_trained: str = "") -> None:
+    check_exists(run, "a run of tightlip train")
+    if not is_run(Path(run)):
+        raise UsageError(
+            f"{what_it_does}, and {run} is not a run of tightlip. Run: tightlip train CORPUS {how_trained}--out DIR"
+        )
 
 
 def _membership_table(found: dict[str, Any]) -> Any:
-    levels = {name: found[name] for name in ("documents", "users") if found[name] is not None}
     scores = [
         (level, name, score)
-        for level, figures in levels.items()
-        for name, score in figures["scores"].items()
+        for level in ("documents", "users")
+        for name, score in (found[level] or {"scores": {}})["scores"].items()
         if score is not None
     ]
     rates = {name: title for name, title in _RATES.items() if any(s[name] for _, _, s in scores)}
@@ -142,12 +126,11 @@ def _title(score: str) -> str:
 def _cells(figure: dict[str, Any] | None, spelled: str) -> tuple[str, str]:
     if figure is None:
         return "", ""
-    if figure["low"] is None:
-        return f"{figure['value']:{spelled}}", ""
-    return (
-        f"{figure['value']:{spelled}}",
-        f"{figure['low']:{spelled}}".removesuffix("%") + f"–{figure['high']:{spelled}}",
+    value, low, high = (
+        "" if figure[end] is None else f"{figure[end]:{spelled}}"
+        for end in ("value", "low", "high")
     )
+    return value, f"{low.removesuffix('%')}–{high}" if low else ""
 
 
 def ends(figure: dict[str, Any], spelled: str) -> str:
@@ -254,14 +237,10 @@ def dp_check(run: Run, device: Device = "auto") -> None:
     """Check, print, and refuse to let an untrue ε stand."""
     from tightlip.audit.dp_check import check_run
 
-    check_exists(run, "a run of tightlip train")
-    if not is_run(Path(run)):
-        raise UsageError(
-            f"The check looks at the canaries that a run was trained with, and {run} is not a run of tightlip. "
-            "Run: tightlip train CORPUS --mitigation dp --epsilon 2 --dp-check-canaries 1000 --out DIR"
-        )
+    what_it_does = "The check looks at the canaries that a run was trained with"
+    _check_run(run, what_it_does, "--mitigation dp --epsilon 2 --dp-check-canaries 1000 ")
     check = check_run(run, device=device)
-    _print([], lines_about_check(check), Path(run) / DP_CHECK_RESULT)
+    print_lines([*lines_about_check(check), f"The record: {Path(run) / DP_CHECK_RESULT}"])
     if check.verdict == "contradicted":
         raise GuaranteeError(
             f"{run} claims ε {check.claimed_epsilon:.3g}, and its canaries show at least "

@@ -2,20 +2,21 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
+from rich.console import Console
+from rich.table import Table as RichTable
 
+import tightlip
 from tightlip.cli.flags import check_exists, switch, with_settings
 from tightlip.core.errors import UsageError
 from tightlip.core.figures import count, percent
+from tightlip.core.progress import shown_progress
 from tightlip.core.settings import names_in
 from tightlip.corpus.prepare_config import PrepareConfig
 from tightlip.corpus.privacy_weights import WeightsConfig
 from tightlip.report.kit.table import Column, Row, Table, plain_row
-
-if TYPE_CHECKING:
-    from rich.table import Table as RichTable
 
 
 @with_settings(PrepareConfig, WeightsConfig)
@@ -44,19 +45,17 @@ def prepare(
     ] = None,
 ) -> None:
     """Prepare, and weigh where that is asked for."""
-    from rich.console import Console
-
-    import tightlip
-    from tightlip.core.progress import shown_progress
-
     check_exists(corpus, "a file or folder of text")
     weighing = {name: given.pop(name) for name in names_in(WeightsConfig) if name in given}
-    weighing |= {
-        name: value
-        for name, value in (("device", device), ("keep_scan", keep_scan))
-        if value is not None
-    }
-    _check_weighing(privacy_weights, weighing)
+    if privacy_weights:
+        WeightsConfig(**weighing)  # refused before any text is read
+    options = {"device": device, "keep_scan": keep_scan}
+    weighing |= {name: value for name, value in options.items() if value is not None}
+    if weighing and not privacy_weights:
+        name, value = next(iter(weighing.items()))
+        raise UsageError(
+            f"{name}={str(value)!r} is for weighing documents, which is off. Add --privacy-weights, or leave it out."
+        )
     with shown_progress():
         prepared = tightlip.prepare(corpus, out, **given)
         weighed = tightlip.weigh(prepared, **weighing) if privacy_weights else None
@@ -77,22 +76,7 @@ def prepare(
         console.print(f"Weights: {prepared.folder / 'weights' / 'weights.html'}", soft_wrap=True)
 
 
-def _check_weighing(wanted: bool, settings: dict[str, Any]) -> None:
-    """Refuse what cannot work before any text is read."""
-    if wanted:
-        WeightsConfig(
-            **{name: value for name, value in settings.items() if name in names_in(WeightsConfig)}
-        )
-    for name, value in settings.items() if not wanted else ():
-        raise UsageError(
-            f"{name}={str(value)!r} is for weighing documents, which is off. Add --privacy-weights, or leave it out."
-        )
-
-
-# What commands without a page print: what was prepared, and what a run promises
-
-
-def statistics_table(statistics: dict[str, Any]) -> "RichTable":
+def statistics_table(statistics: dict[str, Any]) -> RichTable:
     """What `tightlip prepare` found and did, one line each."""
     warnings = [
         plain_row("Warning", "", warning, style="red") for warning in statistics["warnings"]

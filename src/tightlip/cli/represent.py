@@ -1,25 +1,29 @@
 """`tightlip represent`: private vectors trained, exported, encoded, classified and attacked."""
 
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.console import Console
+from rich.text import Text
 
+import tightlip
+from tightlip.cli import name_page, print_json
 from tightlip.cli.flags import Device, Json, check_exists, parsed, switch, with_settings
 from tightlip.core.errors import UsageError
 from tightlip.core.figures import rounded_up
 from tightlip.core.progress import shown_progress
-from tightlip.core.settings import names_in
+from tightlip.core.settings import Settings, names_in, setting
 from tightlip.corpus.prepare_config import ColumnSettings
 from tightlip.report.kit.table import printed_lines
 from tightlip.vectors.settings import AttackSettings, RepresentOptions, RepresentSettings
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from tightlip.commands import AttackReport
     from tightlip.vectors.encode import Encoded
-    from tightlip.vectors.run import RepresentRun, RepresentRuns
 
 DeviceHalf = Annotated[Path, typer.Argument(help="A device's half: RUN/device.", metavar="DEVICE")]
 
@@ -40,8 +44,6 @@ def train(
     ] = None,
 ) -> None:
     """Train, and say what was learnt and what a vector promises."""
-    import tightlip
-
     if corpus != "bundled":
         check_exists(corpus, "a corpus, or the word bundled")
     settings = parsed([RepresentSettings], given)
@@ -50,55 +52,36 @@ def train(
     RepresentSettings(
         **{name: value for name, value in settings.items() if name in names_in(RepresentSettings)}
     )
-    if seeds is not None:
-        settings["seeds"] = seeds
     with shown_progress():
         done = tightlip.represent_train(
-            corpus, out, options=RepresentOptions(**options), **settings
+            corpus, out, seeds=seeds, options=RepresentOptions(**options), **settings
         )
-    if hasattr(done, "runs"):
-        _show_runs(done)
-    else:
-        _show_run(done)
+    several = hasattr(done, "runs")
+    console, title = Console(), "The runs:" if several else "The run:"
+    for line in _over_seeds(done) if several else _of_one_run(done.metrics):
+        console.print(line)
+    show_guarantee((done.runs[0] if several else done).guarantee, [])
+    console.print(f"{title} {done.folder}", soft_wrap=True)
+    console.print(f"{'Next:':{len(title)}} tightlip represent attack {done.folder}", soft_wrap=True)
 
 
-def _show_run(run: "RepresentRun") -> None:
-    from rich.console import Console
-
-    console, metrics = Console(), run.metrics
-    console.print(
-        f"{metrics['num_train']:,} texts to train on, {metrics['num_dev']:,} to choose by, {metrics['num_test']:,} to test"
-        + (f"; {metrics['num_dropped']:,} rows left out" if metrics["num_dropped"] else "")
-    )
-    console.print(f"{'test accuracy':24} {metrics['test_accuracy']:.3f}")
+def _of_one_run(metrics: dict[str, Any]) -> Iterator[str]:
+    dropped = f"; {metrics['num_dropped']:,} rows left out" if metrics["num_dropped"] else ""
+    yield f"{metrics['num_train']:,} texts to train on, {metrics['num_dev']:,} to choose by, {metrics['num_test']:,} to test{dropped}"
+    yield f"{'test accuracy':24} {metrics['test_accuracy']:.3f}"
     if metrics["num_seen_in_train"] and metrics["test_accuracy_unseen"] is not None:
-        console.print(
-            f"{'  on texts not trained on':24} {metrics['test_accuracy_unseen']:.3f}"
-            f"  ({metrics['num_seen_in_train']:,} test texts also stand in train)"
-        )
-    console.print(f"{'most frequent label':24} {metrics['majority_accuracy']:.3f}")
-    console.print(f"{'best epoch':24} {metrics['best_epoch']} of {len(metrics['epochs'])}")
-    show_guarantee(run.guarantee, [])
-    console.print(
-        f"The run: {run.folder}\nNext:    tightlip represent attack {run.folder}", soft_wrap=True
-    )
+        seen = f"({metrics['num_seen_in_train']:,} test texts also stand in train)"
+        unseen = metrics["test_accuracy_unseen"]
+        yield f"{'  on texts not trained on':24} {unseen:.3f}  {seen}"
+    yield f"{'most frequent label':24} {metrics['majority_accuracy']:.3f}"
+    yield f"{'best epoch':24} {metrics['best_epoch']} of {len(metrics['epochs'])}"
 
 
-def _show_runs(done: "RepresentRuns") -> None:
-    from rich.console import Console
-
-    console = Console()
+def _over_seeds(done: Any) -> Iterator[str]:
     for name in ("test_accuracy", "dev_accuracy", "majority_accuracy"):
-        over_seeds = done.summary[name]
-        console.print(
-            f"{name.replace('_', ' '):24} {over_seeds['mean']:.3f} ± {over_seeds['spread']:.3f}"
-        )
-    console.print(f"over {len(done.runs)} seeds: mean, and standard deviation between them")
-    show_guarantee(done.runs[0].guarantee, [])
-    console.print(
-        f"The runs: {done.folder}\nNext:     tightlip represent attack {done.folder}",
-        soft_wrap=True,
-    )
+        figure = done.summary[name]
+        yield f"{name.replace('_', ' '):24} {figure['mean']:.3f} ± {figure['spread']:.3f}"
+    yield f"over {len(done.runs)} seeds: mean, and standard deviation between them"
 
 
 def export(
@@ -107,10 +90,6 @@ def export(
     out: Annotated[Path | None, typer.Option(help="The file to write; DEVICE/device.onnx.")] = None,
 ) -> None:
     """Write the device's extractor for another runtime."""
-    from rich.console import Console
-
-    import tightlip
-
     check_exists(device_half, "a device's half: RUN/device")
     if not onnx:
         raise UsageError("Nothing says what to export to. Add --onnx.")
@@ -121,76 +100,64 @@ def export(
     )
 
 
-def guarantee(
-    dimensions: Annotated[int, typer.Option(help="Coordinates of the vector.")],
-    epsilon: Annotated[
-        float,
-        typer.Option(
-            help="For laplace-as-published: per coordinate. Otherwise of the whole vector at --delta."
-        ),
-    ],
-    mechanism: Annotated[
-        str, typer.Option(help="laplace-as-published, laplace, or gaussian.")
-    ] = "laplace-as-published",
-    dropout: Annotated[float, typer.Option(help="The share of words masked at random.")] = 0.0,
-    delta: Annotated[
-        float, typer.Option(help="The final δ; 0 with laplace is pure differential privacy.")
-    ] = 1e-5,
-    json_wanted: Json = False,
-) -> None:
-    """What one vector gives away: per coordinate, pure, and (ε, δ); and what more of them would."""
-    from tightlip.vectors.guarantees import represent_guarantee
+@dataclass(frozen=True, kw_only=True)
+class GuaranteeFlags(Settings):
+    """The noise whose worth `represent guarantee` tells."""
 
-    record = represent_guarantee(
-        dimensions=dimensions, epsilon=epsilon, mechanism=mechanism, dropout=dropout, delta=delta
+    dimensions: int = setting(..., "Coordinates of the vector.")
+    epsilon: float = setting(
+        ..., "For laplace-as-published: per coordinate. Otherwise of the whole vector at --delta."
     )
-    if json_wanted:
-        import json
+    mechanism: str = setting("laplace-as-published", "laplace-as-published, laplace, or gaussian.")
+    dropout: float = setting(0.0, "The share of words masked at random.")
+    delta: float = setting(1e-5, "The final δ; 0 with laplace is pure differential privacy.")
 
-        print(json.dumps(record, indent=2, ensure_ascii=False, allow_nan=False))
+
+@with_settings(GuaranteeFlags)
+def guarantee(given: dict[str, Any], json_wanted: Json = False) -> None:
+    """What one vector gives away: per coordinate, pure, and (ε, δ); and what more of them would."""
+    record = tightlip.represent_guarantee(**given)
+    if json_wanted:
+        print_json(record)
     else:
         show_guarantee(record, record["releases"])
 
 
 def show_guarantee(record: dict[str, Any], costs: list[dict[str, Any]]) -> None:
     """Print a record's lines, the texts they hold for, and what several releases cost."""
-    from rich.console import Console
-
     Console().print(printed_lines(_lines(record, costs)))
 
 
-def _lines(record: dict[str, Any], costs: list[dict[str, Any]]) -> list[tuple[str, str]]:
+def _lines(record: dict[str, Any], costs: list[dict[str, Any]]) -> Iterator[tuple[str, str]]:
     if record["epsilon"] is None:
-        return [("ε", f"none: {record['standing']}"), ("because", record["because"])]
-    lines = [("mechanism", _mechanism(record)), *figure_lines(record, record["standings"])]
-    lines.append(("holds for", record["adjacency"]))
+        yield "ε", f"none: {record['standing']}"
+        yield "because", record["because"]
+        return
+    yield "mechanism", _mechanism(record)
+    yield from _figures(record, record["standings"])
+    yield "holds for", record["adjacency"]
     if record["dropout"]:
-        whole = record["any_two_texts"]
-        figures = [f"{name} {value}" for name, value in figure_lines(whole)]
-        lines.append(("any two texts", "; ".join(figures)))
-    lines.append(("because", record["because"]))
-    lines += [
-        ("releases" if not number else "", cost_line(cost)) for number, cost in enumerate(costs)
-    ]
-    return [*lines, ("outside", "; ".join(record["outside"]))]
+        figures = [f"{name} {value}" for name, value in _figures(record["any_two_texts"])]
+        yield "any two texts", "; ".join(figures)
+    yield "because", record["because"]
+    for number, cost in enumerate(costs):
+        yield "" if number else "releases", _cost(cost)
+    yield "outside", "; ".join(record["outside"])
 
 
-def figure_lines(
+def _figures(
     figures: dict[str, Any], standings: dict[str, Any] | None = None
-) -> list[tuple[str, str]]:
+) -> Iterator[tuple[str, str]]:
     """Per coordinate, pure and (ε, δ), each with its standing; what there is not is left out."""
     names = {"per_coordinate": "per coordinate", "pure": "pure", "epsilon": "(ε, δ)"}
-    lines = []
     for key, name in names.items():
-        if figures[key] is None:
-            continue
-        standing = f" ({standings[key]})" if standings else ""
-        at = f" at δ = {figures['delta']:g}" if key == "epsilon" else ""
-        lines.append((name, f"ε = {rounded_up(figures[key])}{at}{standing}"))
-    return lines
+        if figures[key] is not None:
+            standing = f" ({standings[key]})" if standings else ""
+            at = f" at δ = {figures['delta']:g}" if key == "epsilon" else ""
+            yield name, f"ε = {rounded_up(figures[key])}{at}{standing}"
 
 
-def cost_line(cost: dict[str, Any]) -> str:
+def _cost(cost: dict[str, Any]) -> str:
     """What so many vectors of one text cost together."""
     number = cost["releases"]
     which = "1 vector of a text" if number == 1 else f"{number:,} vectors of a text"
@@ -203,7 +170,22 @@ def _mechanism(record: dict[str, Any]) -> str:
     return f"{record['mechanism']}, {record['dimensions']} dimensions, {letter} = {record['noise_scale']:.6g}{words}"
 
 
-@with_settings(ColumnSettings)
+@dataclass(frozen=True, kw_only=True)
+class EncodeFlags(Settings):
+    """What is masked and carried when texts are encoded, and how that is done."""
+
+    carry: tuple[str, ...] = setting(
+        (), "A column to copy beside the vectors, as it is. May be given again."
+    )
+    mask: tuple[str, ...] = setting((), "A word that is always masked. May be given again.")
+    mask_file: str | None = setting(None, "A file of words that are always masked, one a line.")
+    mask_column: str | None = setting(None, "A column of words to be masked in that row's text.")
+    releases: int = setting(1, "Vectors of each text, each with fresh masks and noise.")
+    batch_size: int = setting(32, "Texts encoded at a time.")
+    runtime: str = setting("torch", "torch, or onnx after `represent export --onnx`.")
+
+
+@with_settings(EncodeFlags, ColumnSettings)
 def encode(
     device_half: DeviceHalf,
     texts: Annotated[
@@ -211,52 +193,13 @@ def encode(
     ],
     out: Annotated[Path, typer.Option(help="The file of vectors to write, vectors.parquet.")],
     given: dict[str, Any],
-    carry: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="A column to copy beside the vectors, as it is. May be given again.",
-            metavar="COLUMN",
-        ),
-    ] = None,
-    mask: Annotated[
-        list[str] | None,
-        typer.Option(help="A word that is always masked. May be given again.", metavar="WORD"),
-    ] = None,
-    mask_file: Annotated[
-        Path | None, typer.Option(help="A file of words that are always masked, one a line.")
-    ] = None,
-    mask_column: Annotated[
-        str | None, typer.Option(help="A column of words to be masked in that row's text.")
-    ] = None,
-    releases: Annotated[
-        int, typer.Option(help="Vectors of each text, each with fresh masks and noise.")
-    ] = 1,
-    batch_size: Annotated[int, typer.Option(help="Texts encoded at a time.")] = 32,
     device: Device = "auto",
-    runtime: Annotated[
-        str, typer.Option(help="torch, or onnx after `represent export --onnx`.")
-    ] = "torch",
 ) -> None:
     """Encode, and say what was released."""
-    from tightlip.vectors.encode import represent_encode
-
     check_exists(device_half, "a device's half: RUN/device")
     check_exists(texts, "a corpus, or a .txt file with a text on each line")
     with shown_progress():
-        encoded = represent_encode(
-            device_half,
-            texts,
-            out=out,
-            carry=carry or (),
-            mask=mask or (),
-            mask_file=mask_file,
-            mask_column=mask_column,
-            releases=releases,
-            batch_size=batch_size,
-            on=device,
-            runtime=runtime,
-            **given,
-        )
+        encoded = tightlip.represent_encode(device_half, texts, out=out, on=device, **given)
     _show_encoded(encoded, out)
 
 
@@ -301,8 +244,6 @@ def classify(
     ] = None,
 ) -> None:
     """Private vectors to labels: what runs on the server."""
-    from collections import Counter
-
     from tightlip.vectors.server import read_vectors, represent_classify
 
     check_exists(server_half, "a server's half: RUN/server")
@@ -345,10 +286,6 @@ def attack(
     device: Device = "auto",
 ) -> None:
     """Attack, and say what was read."""
-    from rich.console import Console
-
-    import tightlip
-
     for run in runs:
         check_exists(run, "a run of tightlip represent train")
     with shown_progress():
@@ -363,34 +300,26 @@ def attack(
     show(report, Console())
 
 
-def show(report: "AttackReport", console: "Console") -> None:
+def show(report: "AttackReport", console: Console) -> None:
     """The headline, what was found in each run, the table, and the way to the page."""
-    from rich.text import Text
-
     from tightlip.report.vectors.table import terminal_tables
     from tightlip.report.vectors.words import columns_of, findings, headline, notes_of
 
     columns = columns_of(report.results)
     console.print(Text(headline(report.results), style="bold"))
     for column in columns:
+        prefix = f"{column.name}: " if len(columns) > 1 else ""
         for sentence in findings(column.first):
-            prefix = f"{column.name}: " if len(columns) > 1 else ""
             console.print(Text(prefix + sentence))
     for table in terminal_tables(columns, console.width):
         console.print()
         console.print(table)
     console.print()
-    for note in notes_of(report.results):
-        console.print(Text(note, style="dim"))
+    notes = notes_of(report.results)
     if report.num_kept:
-        console.print(
-            Text(
-                f"{report.num_kept} of {len(report.results)} runs were measured before; --again measures them anew.",
-                style="dim",
-            )
+        notes.append(
+            f"{report.num_kept} of {len(report.results)} runs were measured before; --again measures them anew."
         )
-    console.print(
-        f"The page, which says what each figure means: {report.page}",
-        highlight=False,
-        soft_wrap=True,
-    )
+    for note in notes:
+        console.print(Text(note, style="dim"))
+    name_page(report.page, console)

@@ -13,7 +13,7 @@ import textwrap
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 from prompt_toolkit.application import Application, get_app
@@ -36,13 +36,16 @@ from prompt_toolkit.output import ColorDepth, Output
 from prompt_toolkit.output.vt100 import Vt100_Output
 from prompt_toolkit.styles import Style
 
-from tightlip.audit.tab import Mark, Tab
+from tightlip.audit.tab import Mark, Tab, open_tab
 from tightlip.audit.tab_completion import Ghost
 from tightlip.cli.flags import Device
-from tightlip.core.errors import TightlipError
+from tightlip.core.errors import TightlipError, UsageError
+from tightlip.core.figures import counted
 
-if TYPE_CHECKING:
-    from tightlip.audit.tab import Tab
+KEYS = "TAB takes the grey text, → one word of it. Enter: a new line. Esc: quit."
+PROMPT = "> "
+PAUSE_SECONDS = 0.03
+MOST_MARKS_SHOWN = 4
 
 
 def tab(
@@ -64,16 +67,11 @@ def tab(
     device: Device = "auto",
 ) -> None:
     """Type, press TAB, and see whose words the model completes."""
-    from tightlip.core.errors import UsageError
-
     if report is not None and not report.is_dir():
         raise UsageError(f"--report {report} is not a folder. Give one that tightlip audit wrote.")
     is_terminal = prompt is None and in_a_terminal()
     if is_terminal:
         print("Reading the model…", end="\r", file=sys.stderr, flush=True)
-
-    from tightlip.audit.tab import open_tab
-
     opened = open_tab(
         model, report=report, device=device, tokens=tokens, min_confidence=min_confidence
     )
@@ -104,20 +102,17 @@ def harmless(line: str) -> str:
     return re.sub(r"[\x00-\x08\x0a-\x1f\x7f-\x9f]", "\ufffd", line)
 
 
-def watched(opened: "Tab") -> list[str]:
+def watched(opened: Tab) -> list[str]:
     """What is watched for, or why nothing is."""
     if opened.unique is None:
         return list(opened.notes)
-    num, users = len(opened.unique), opened.unique.num_users
-    if num == 0:
+    if len(opened.unique) == 0:
         return ["The report has no unique sequence: nothing will be marked."]
-    return [
-        f"Watching for {num:,} unique sequence{'s' * (num != 1)} of {users:,} "
-        f"user{'s' * (users != 1)}."
-    ]
+    num, users = counted(len(opened.unique), "unique sequence"), opened.unique.num_users
+    return [f"Watching for {num} of {counted(users, 'user')}."]
 
 
-def lines_of(opened: "Tab", typed: str) -> list[str]:
+def lines_of(opened: Tab, typed: str) -> list[str]:
     """A line as the model completes it, how sure it was, and whose words it holds."""
     ghost, marks = opened.completed(typed)
     if not ghost.text:
@@ -128,15 +123,6 @@ def lines_of(opened: "Tab", typed: str) -> list[str]:
         f"    completed: “{ghost.text.strip()}” ({sureness})",
         *(f"    {mark.sentence()}" for mark in marks),
     ]
-
-
-# The terminal of `tightlip tab`: ghost text behind the cursor, marks in the line and below it
-
-
-KEYS = "TAB takes the grey text, → one word of it. Enter: a new line. Esc: quit."
-PROMPT = "> "
-PAUSE_SECONDS = 0.03
-MOST_MARKS_SHOWN = 4
 
 
 class Line:
@@ -318,15 +304,9 @@ def keys(conversation: Conversation) -> KeyBindings:
 def style() -> Style:
     """Grey ghosts, leaks red and underlined; without colours a ghost is dim instead."""
     no_colour = bool(os.environ.get("NO_COLOR"))
-    return Style.from_dict(
-        {
-            "auto-suggestion": "dim" if no_colour else "ansibrightblack",
-            "hint": "dim" if no_colour else "ansibrightblack",
-            "leak": "bold underline" if no_colour else "ansired bold underline",
-            "begun": "underline" if no_colour else "ansired underline",
-            "whose": "" if no_colour else "ansired",
-        }
-    )
+    grey, red = ("dim", "") if no_colour else ("ansibrightblack", "ansired")
+    looks = {"leak": f"{red} bold underline", "begun": f"{red} underline", "whose": red}
+    return Style.from_dict({"auto-suggestion": grey, "hint": grey, **looks})
 
 
 def screen(conversation: Conversation, terminal: Output) -> Application[str]:
@@ -336,10 +316,7 @@ def screen(conversation: Conversation, terminal: Output) -> Application[str]:
         conversation.buffer, lexer=conversation, input_processors=[BeforeInput(PROMPT), ghost]
     )
     below = FormattedTextControl(conversation.below)
-    parts = [
-        Window(field, wrap_lines=True, dont_extend_height=True),
-        Window(below, wrap_lines=True, dont_extend_height=True),
-    ]
+    parts = [Window(part, wrap_lines=True, dont_extend_height=True) for part in (field, below)]
     application: Application[str] = Application(
         Layout(HSplit(parts)),
         key_bindings=keys(conversation),

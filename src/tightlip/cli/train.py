@@ -5,9 +5,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.console import Console
 
+import tightlip
 from tightlip.cli.flags import Config, check_exists, with_settings
+from tightlip.cli.ledger import print_guarantee
 from tightlip.core.errors import UsageError
+from tightlip.core.progress import shown_progress
 from tightlip.core.registry import names_of, unknown
 from tightlip.core.settings import Settings, about, check_names, names_in, read_toml, settings_of
 from tightlip.corpus.prepare_config import PrepareConfig
@@ -20,8 +24,6 @@ from tightlip.training.config import (
 )
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from tightlip.core.run_folder import RunRecord
 
 _TABLES: dict[str, type[Settings]] = {
@@ -55,11 +57,6 @@ def train(
     ] = None,
 ) -> None:
     """Train, from flags and a TOML file."""
-    from rich.console import Console
-
-    import tightlip
-    from tightlip.core.progress import shown_progress
-
     check_exists(corpus, "a prepared corpus, or a file or folder of text")
     tables = _tables(config) if config else {}
     if mitigation is not None:
@@ -153,7 +150,7 @@ def _tables(path: Path) -> dict[str, dict[str, Any]]:
     return tree
 
 
-def _show(run: "RunRecord", console: "Console") -> None:
+def _show(run: "RunRecord", console: Console) -> None:
     last = run.metrics[-1] if run.metrics else {}
     for name in ("epoch", "train_perplexity", "validation_perplexity", "validation_accuracy"):
         if last.get(name) is not None:
@@ -161,7 +158,5 @@ def _show(run: "RunRecord", console: "Console") -> None:
     if run.stop == "privacy budget":
         console.print(f"{'stopped':24} by its privacy budget, after step {last['step']:,}")
     if run.guarantee.get("epsilon") is not None:
-        from tightlip.cli.ledger import print_guarantee
-
         print_guarantee(run.guarantee, console)
     console.print(f"The run: {run.folder}\nNext:    tightlip audit {run.folder}", soft_wrap=True)

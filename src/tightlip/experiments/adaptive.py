@@ -7,7 +7,7 @@ worth on held-out text, what it gives away of planted canaries, and who pays.
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from tightlip.core.registry import unknown
 from tightlip.core.run_folder import RunRecord
 from tightlip.corpus.privacy_weights import minmax_weights
 from tightlip.experiments import Reproduced, claim_folder, scale_named, write_results
-from tightlip.experiments.adaptive_tables import csv_text, result_of
+from tightlip.experiments.adaptive_tables import THIRDS, csv_text, result_of
 from tightlip.experiments.adaptive_text import (
     AdaptiveScale,
     PlantedCorpus,
@@ -36,8 +36,6 @@ from tightlip.report.kit import write_page
 from tightlip.scan.models import DocumentScores, scans_of_run
 from tightlip.training.config import RunOptions
 from tightlip.training.run import train
-
-THIRDS = ("ordinary", "middling", "rare")
 
 
 def measured(run: RunRecord, planted: PlantedCorpus, path: Path, device: str) -> dict[str, Any]:
@@ -147,9 +145,6 @@ def _mean(values: np.ndarray) -> float | None:
     return float(values.mean()) if len(values) else None
 
 
-# `tightlip reproduce adaptive` as one call: Wu, Gong and Xiong 2022 on your own text
-
-
 MODES = ("dp", "clip", "scale", "as-published")
 _SMALL_LSTM: dict[str, Any] = {
     "model": "lstm",
@@ -242,12 +237,10 @@ def reproduce_adaptive(
     options = _options(size, device)
     with one_thread() if scale == "smoke" else nullcontext():
         public = public_side(folder, public_corpus, public_model, size, options)
-        sections = [
-            _section(
-                planted_corpus(folder, each, public, size, unit, device), folder, size, options
-            )
-            for each in corpus or (None,)
-        ]
+        sections = []
+        for each in corpus or (None,):
+            planted = planted_corpus(folder, each, public, size, unit, device)
+            sections.append(_section(planted, folder, size, options))
     result = result_of(
         sections,
         scale=size.name,
@@ -302,13 +295,14 @@ def _section(
     }
 
 
+@dataclass(frozen=True)
 class _Runs:
     """The runs on one corpus, one after the other: each is trained, measured and described."""
 
-    def __init__(
-        self, planted: PlantedCorpus, folder: Path, size: AdaptiveScale, options: RunOptions
-    ) -> None:
-        self.planted, self.folder, self.size, self.options = planted, folder, size, options
+    planted: PlantedCorpus
+    folder: Path
+    size: AdaptiveScale
+    options: RunOptions
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         yield self.row("none", None, "no noise", self.size.plain)
@@ -336,18 +330,13 @@ class _Runs:
 
     def _trained(self, name: str, mode: str, own: dict[str, Any]) -> RunRecord:
         settings: dict[str, Any] = {**self.size.shape, "snapshot": "none", "seed": 0}
-        if mode == "none":
-            settings |= own
-        else:
-            settings |= self.size.private | {"unit": self.planted.unit, **own}
-            settings["batch_size"] = min(
-                settings["batch_size"], max(1, self.planted.num_units // 4)
-            )
+        if mode != "none":
+            fits = min(self.size.private["batch_size"], max(1, self.planted.num_units // 4))
+            settings |= self.size.private | {"unit": self.planted.unit, "batch_size": fits}
             settings["mitigation"] = "dp" if mode == "dp" else "adaptive-dp"
             settings |= {} if mode == "dp" else {"adaptive": mode}
-        return train(
-            self.planted.corpus, self.folder / "runs" / name, options=self.options, **settings
-        )
+        to = self.folder / "runs" / name
+        return train(self.planted.corpus, to, options=self.options, **settings | own)
 
 
 def _promise(run: RunRecord) -> dict[str, Any]:

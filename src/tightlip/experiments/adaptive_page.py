@@ -3,9 +3,10 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from markupsafe import Markup
+from rich.table import Table as RichTable
 
 from tightlip.core.figures import counted, number
 from tightlip.experiments.adaptive_tables import (
@@ -31,9 +32,7 @@ from tightlip.report.kit.table import NAMES, Cell, Column, Table, plain_row
 from tightlip.report.kit.table import Row as TableRow
 from tightlip.report.kit.words import NEVER_SAW_BITS, NONE
 
-if TYPE_CHECKING:
-    from rich.table import Table as RichTable
-
+EXPOSED = "Exposure by insertions"
 STOPPED = " †"  # the terminal's mark of a run that its budget ended early
 
 
@@ -98,11 +97,10 @@ def _runs_table(section: dict[str, Any]) -> Table:
     """Utility and exposure of each run, for the page."""
     names = ("", "σ", "ε", "steps", "loss", "perplexity")
     bits = [Column(f"{times:,}×", "bits") for times in repetitions(section)]
-    rows = [
-        _page_row(heading, row, [Cell(_sigma(row)), _promise(row), _steps(row), *map(Cell, _utility(row))], _bits(row))
-        for heading, _, rows in groups(section)
-        for row in rows
-    ]  # fmt: skip
+    rows = []
+    for heading, _, row in _runs_of(section):
+        cells = [Cell(_sigma(row)), _promise(row), _steps(row), *map(Cell, _utility(row))]
+        rows.append(_page_row(heading, row, cells, _bits(row)))
     return Table(columns=[*map(Column, names), *bits], rows=rows)
 
 
@@ -111,10 +109,17 @@ def _thirds_table(section: dict[str, Any]) -> Table:
     whats = [Column(what, third) for what in ("costs", "keeps", "bits") for third in THIRDS]
     rows = [
         _page_row(heading, row, [_promise(row)], *_by_thirds(row))
-        for heading, _, rows in groups(section)
-        for row in rows
+        for heading, _, row in _runs_of(section)
     ]
     return Table(columns=[Column(), Column("ε"), *whats], rows=rows)
+
+
+def _runs_of(section: dict[str, Any]) -> Iterator[tuple[str, str, Row]]:
+    """Each run under its heading, and under one that fits a terminal."""
+    for heading, kind, rows in groups(section):
+        at = {"no noise": kind, "same noise": f"σ = {rows[0]['sigma'] or 0:g}"}
+        short = at.get(kind, f"ε = {epsilon_words(rows[0])}")
+        yield from ((heading, short, row) for row in rows)
 
 
 def _page_row(heading: str, row: Row, cells: list[Cell], *parts: list[str]) -> TableRow:
@@ -163,8 +168,9 @@ def _signed(value: float | None) -> str:
 
 
 def _paper_table(result: dict[str, Any]) -> Table:
-    columns = [Column("WikiText-103"), Column("test loss"), Column("test perplexity"), Column("σ"), Column("ε", "as published")]  # fmt: skip
-    return Table(columns=columns, rows=[plain_row(*_paper_cells(row)) for row in result["paper"]])
+    names = ("WikiText-103", "test loss", "test perplexity", "σ")
+    rows = [plain_row(*_paper_cells(row)) for row in result["paper"]]
+    return Table(columns=[*map(Column, names), Column("ε", "as published")], rows=rows)
 
 
 def _paper_cells(row: Row) -> list[str]:
@@ -178,34 +184,33 @@ def _ratio_words(ratio: dict[str, Any]) -> str:
     return f"Perplexity of the adaptive run over DP's at σ {ratio['sigma']:g}: theirs {ratio['paper']:.2f}; ours: {ours}."
 
 
-def terminal_tables(result: dict[str, Any]) -> list["RichTable"]:
+def terminal_tables(result: dict[str, Any]) -> list[RichTable]:
     """Utility and exposure, then thirds, of each corpus; last the paper's own table."""
     tables = []
     for section in result["corpora"]:
         tables += [_printed_runs(section), _printed_thirds(section)]
-    rows = [plain_row(*_paper_cells(row)) for row in result["paper"]]
-    title = "The paper's own table (WikiText-103)"
-    return [*tables, _printed(title, ("model", "loss", "perplexity", "σ", "ε"), rows)]
+    title, names = "The paper's own table (WikiText-103)", ("model", "loss", "perplexity", "σ", "ε")
+    return [*tables, _printed(title, names, _paper_table(result).rows)]
 
 
-def _printed_runs(section: dict[str, Any]) -> "RichTable":
-    promised = next(row for row in section["rows"] if row["mode"] == "dp")
-    title = f"{section['name']}: δ {promised['delta']:g}, per {section['unit']}"
+def _printed_runs(section: dict[str, Any]) -> RichTable:
+    plain = next(row for row in section["rows"] if row["mode"] == "dp")
+    title = f"{section['name']}: δ {plain['delta']:g}, per {section['unit']}"
     times = [f"{one:,}×\nbits" for one in repetitions(section)]
-    rows = [
-        _short_row(heading, row, _sigma(row), epsilon_words(row), row["standing"], *_utility(row), *_bits(row))
-        for heading, row in _short_headings(section)
-    ]  # fmt: skip
+    rows = []
+    for _, heading, row in _runs_of(section):
+        promised = (_sigma(row), epsilon_words(row), row["standing"])
+        rows.append(_short_row(heading, row, *promised, *_utility(row), *_bits(row)))
     return _printed(title, ("way", "σ", "ε", "standing", "loss", "perplexity", *times), rows)
 
 
-def _printed_thirds(section: dict[str, Any]) -> "RichTable":
+def _printed_thirds(section: dict[str, Any]) -> RichTable:
     short = ("ord.", "mid.", "rare")
     columns = [f"{what}\n{third}" for what in ("costs", "keeps", "bits") for third in short]
     title = f"{section['name']}: who pays, who is protected, by thirds of ρ"
     rows = [
         _short_row(heading, row, *chain.from_iterable(_by_thirds(row)))
-        for heading, row in _short_headings(section)
+        for _, heading, row in _runs_of(section)
     ]
     return _printed(title, ("way", *columns), rows)
 
@@ -215,16 +220,7 @@ def _short_row(heading: str, row: Row, *words: str) -> TableRow:
     return plain_row(way, *words, section=heading)
 
 
-def _short_headings(section: dict[str, Any]) -> Iterator[tuple[str, Row]]:
-    """Each run under a heading that fits a terminal."""
-    for _, kind, rows in groups(section):
-        first = rows[0]
-        at = {"no noise": "no noise", "same noise": f"σ = {first['sigma'] or 0:g}"}
-        heading = at.get(kind, f"ε = {epsilon_words(first)}")
-        yield from ((heading, row) for row in rows)
-
-
-def _printed(title: str, names: Sequence[str], rows: Sequence[TableRow]) -> "RichTable":
+def _printed(title: str, names: Sequence[str], rows: Sequence[TableRow]) -> RichTable:
     """With headings that would not fit on one line, and names that do not break."""
     columns = [NAMES._replace(name=names[0])]
     columns += [Column(name, left=name == "standing") for name in names[1:]]
@@ -232,42 +228,42 @@ def _printed(title: str, names: Sequence[str], rows: Sequence[TableRow]) -> "Ric
 
 
 def _plots(section: dict[str, Any]) -> list[tuple[str, str, Markup]]:
-    drawn = []
-    for sigma in noise_levels(section)[:1]:
-        runs = [find(section["rows"], mode, sigma, "equal epsilon") for mode in list(WAYS)[1:]]
-        rows = [row for row in runs if row is not None]
-        at = f"At the ε of DP at σ {sigma:g}"
-        plain = section["rows"][0]
-        drawn += [
-            ("Exposure by insertions", f"{at}, and without noise. Dotted: a model that never saw them.", _exposures([plain, *rows], repetitions(section))),
-            ("Who pays", f"{at}. Nats a token beyond no DP, on held-out text.", _by_third(rows, "thirds", "cost_nats", "nats a token")),
-            ("Who is protected", f"{at}, and without noise. Canaries after public documents.", _by_third([plain, *rows], "exposure_by_third", "mean_bits", "bits")),
-        ]  # fmt: skip
-    return drawn
+    sigma = next(iter(noise_levels(section)), None)
+    if sigma is None:
+        return []
+    runs = [find(section["rows"], mode, sigma, "equal epsilon") for mode in list(WAYS)[1:]]
+    private = [row for row in runs if row is not None]
+    every = [section["rows"][0], *private]
+    at = f"At the ε of DP at σ {sigma:g}"
+    exposed = _exposures(every, repetitions(section))
+    costs = _by_third(private, "thirds", "cost_nats", "nats a token")
+    bits = _by_third(every, "exposure_by_third", "mean_bits", "bits")
+    return [
+        (EXPOSED, f"{at}, and without noise. Dotted: a model that never saw them.", exposed),
+        ("Who pays", f"{at}. Nats a token beyond no DP, on held-out text.", costs),
+        ("Who is protected", f"{at}, and without noise. Canaries after public documents.", bits),
+    ]
 
 
 def _exposures(rows: Sequence[Row], times: Sequence[int]) -> Markup:
-    plot = _plot(
-        "Exposure by insertions", "Bits of the planted number, by how often it was planted."
-    )
+    plot = _plot(EXPOSED, "Bits of the planted number, by how often it was planted.")
     axis = linear_axis(max(3.0, *(entry["bits"] for row in rows for entry in row["exposure"])))
     plot.y_axis(axis, "bits")
     plot.level(axis.at(NEVER_SAW_BITS), "chance")
-    places = {one: along(one, times) for one in times}
     for row in rows:
-        points = [
-            (places[e["repetitions"]], axis.at(e["bits"]), f"{name_of(row)}, planted {e['repetitions']:,} times: {e['bits']:.1f} bits")
-            for e in row["exposure"]
-        ]  # fmt: skip
+        points = []
+        for entry in row["exposure"]:
+            num, bits = entry["repetitions"], entry["bits"]
+            tip = f"{name_of(row)}, planted {num:,} times: {bits:.1f} bits"
+            points.append((along(num, times), axis.at(bits), tip))
         draw_line(plot, points, f"way-{row['mode']}")
-    plot.x_labels([(places[one], f"{one:,}") for one in times], "times planted")
+    plot.x_labels([(along(one, times), f"{one:,}") for one in times], "times planted")
     return plot.svg()
 
 
 def _by_third(rows: Sequence[Row], part: str, name: str, label: str) -> Markup:
-    plot = _plot(
-        f"{label} by thirds of the weight", "Ordinary, middling and rare text, for each way."
-    )
+    title = f"{label} by thirds of the weight"
+    plot = _plot(title, "Ordinary, middling and rare text, for each way.")
     values = [third[name] for row in rows for third in row[part] if third[name] is not None]
     axis = linear_axis(max([*values, 0.01]), low=min([*values, 0.0]))
     plot.y_axis(axis, label)
@@ -275,11 +271,12 @@ def _by_third(rows: Sequence[Row], part: str, name: str, label: str) -> Markup:
         plot.level(axis.at(NEVER_SAW_BITS), "chance")
     places = [0.1, 0.5, 0.9]
     for row in rows:
+        way = name_of(row)
         points = [
-            (place, axis.at(third[name]), f"{name_of(row)}, {third['third']}: {third[name]:.3g} {label}")
+            (place, axis.at(third[name]), f"{way}, {third['third']}: {third[name]:.3g} {label}")
             for place, third in zip(places, row[part], strict=True)
             if third[name] is not None
-        ]  # fmt: skip
+        ]
         draw_line(plot, points, f"way-{row['mode']}")
     plot.x_labels(list(zip(places, THIRDS, strict=True)), "thirds of ρ")
     return plot.svg()

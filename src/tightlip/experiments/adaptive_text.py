@@ -158,19 +158,13 @@ def planted_corpus(
         "device": device,
     }
     probe = probe_of(folder, split, scale.most_probed, scoring)
-    ids = plant_once(
-        split.folder / "train.parquet",
-        folder / "ids",
-        templates=[IDENTITY],
-        repetitions=scale.repetitions,
-        seed=SEED,
-    )
+    once = {"templates": [IDENTITY], "repetitions": scale.repetitions, "seed": SEED}
+    ids = plant_once(split.folder / "train.parquet", folder / "ids", **once)
+    carrying = (probe.public_nats, scale.num_carriers, scale.carrier_words)
     carried = plant_once(
         ids / CORPUS,
         folder / "carried",
-        templates=carriers(
-            public.constants, probe.public_nats, scale.num_carriers, scale.carrier_words
-        ),
+        templates=carriers(public.constants, *carrying),
         words=common_words(public.constants),
         repetitions=(scale.carrier_repetitions,),
         seed=SEED + 1,  # with the same, both kinds would hide the same draws
@@ -206,21 +200,20 @@ def chosen_unit(asked: str, num_users: int | None) -> str:
     return "user" if (num_users or 0) >= FEWEST_USERS else "example"
 
 
-# Where text comes from
-def private_source(given: str | Path | None) -> tuple[str, "Corpus | TextColumn"]:
+def private_source(given: str | Path | None) -> tuple[str, Corpus | TextColumn]:
     """A corpus and its name; without a file, lines of two in three of Shakespeare's speakers."""
     if given is None:
         return BUNDLED, open_corpus(_speakers(public=False))
     return Path(given).stem, _opened(Path(given))
 
 
-def public_source(given: str | Path | None) -> tuple[str, "Corpus | TextColumn"]:
+def public_source(given: str | Path | None) -> tuple[str, Corpus | TextColumn]:
     if given is None:
         return "the lines of Shakespeare's other speakers", open_corpus(_speakers(public=True))
     return Path(given).name, _opened(Path(given))
 
 
-def _opened(path: Path) -> "Corpus | TextColumn":
+def _opened(path: Path) -> Corpus | TextColumn:
     if not path.exists():
         raise UsageError(
             f"{path} does not exist. Give a file with a column text, or user and text."
@@ -236,7 +229,7 @@ def _speakers(*, public: bool) -> pa.Table:
     return table.filter(pa.array([user in chosen for user in table["user"].to_pylist()]))
 
 
-def copied(source: "Corpus | TextColumn", path: Path, most: int | None) -> Path:
+def copied(source: Corpus | TextColumn, path: Path, most: int | None) -> Path:
     """The documents with words, or some `most` of them, as user and text.
 
     Whether one is kept, and the name of a writer that nobody knows, follow from its own text
@@ -254,9 +247,8 @@ def copied(source: "Corpus | TextColumn", path: Path, most: int | None) -> Path:
                 for user, text in zip(batch.users, batch.texts, strict=True)
                 if text.split() and _digest(text) < share * 2**128
             ]
-            writer.write(
-                DocumentBatch(users=[user for user, _ in rows], texts=[text for _, text in rows])
-            )
+            users, texts = ([row[place] for row in rows] for place in (0, 1))
+            writer.write(DocumentBatch(users=users, texts=texts))
     return path
 
 
@@ -310,10 +302,9 @@ def probe_of(folder: Path, split: PreparedCorpus, most: int, scoring: dict[str, 
         _write_probe(split, path, most)
     corpus = prepare(path, folder / "probe", tokenizer=str(split.tokenizer_folder), split="none")
     parts = pq.read_table(corpus.folder / "train.parquet", columns=["part"])["part"].to_pylist()
-    weights = weigh(corpus, **scoring)
     return Probe(
         corpus=corpus,
-        weights=weights,
+        weights=weigh(corpus, **scoring),
         is_held_out=np.array([part == "held out" for part in parts]),
         public_nats=np.load(corpus.folder / WEIGHTS / PUBLIC_LOG_PERPLEXITIES),
     )
@@ -329,10 +320,5 @@ def _write_probe(split: PreparedCorpus, path: Path, most: int) -> None:
     with written_whole(path) as beside, TableWriter(beside, {"part": pa.string()}) as writer:
         for part, table in (("held out", held), ("trained on", seen)):
             rows = table.take(np.sort(draw.permutation(table.num_rows)[:number])).to_pydict()
-            writer.write(
-                DocumentBatch(
-                    users=rows["user"],
-                    texts=rows["text"],
-                    attributes={"part": [part] * number},
-                )
-            )
+            of = {"part": [part] * number}
+            writer.write(DocumentBatch(users=rows["user"], texts=rows["text"], attributes=of))

@@ -58,26 +58,16 @@ SHAPE: dict[str, Any] = {
 }
 # The first act.
 PREPARE: dict[str, Any] = {"vocabulary_size": 4_000, "seed": 0}
-TRAIN = SHAPE | {"learning_rate": 5e-3, "batch_size": 16, "epochs": float(EPOCHS)}
+PLAIN: dict[str, Any] = {"learning_rate": 5e-3, "batch_size": 16}
+TRAIN = SHAPE | PLAIN | {"epochs": float(EPOCHS)}
 
 # The second act.
 TEMPLATE = "{names} told me {digits:4}"
 NUM_NAMES = 60
 REPETITIONS = (1, 8, 32) * 6
 PERPLEXITY = 215.0  # which all but the private run reach before validation turns
-TO_PERPLEXITY: dict[str, Any] = {
-    "learning_rate": 5e-3,
-    "batch_size": 16,
-    "epochs": 10.0,
-    "until_perplexity": PERPLEXITY,
-    "snapshot_steps": 20,
-}
-REFERENCE: dict[str, Any] = {
-    "learning_rate": 5e-3,
-    "batch_size": 32,
-    "epochs": 1.0,
-    "snapshot": "none",
-}
+TO_PERPLEXITY = PLAIN | {"epochs": 10.0, "until_perplexity": PERPLEXITY, "snapshot_steps": 20}
+REFERENCE = PLAIN | {"batch_size": 32, "epochs": 1.0, "snapshot": "none"}
 RUNS: dict[str, dict[str, Any]] = {
     "plain": TO_PERPLEXITY,
     "by-user": TO_PERPLEXITY | {"mitigation": "adversarial", "privacy_weight": 0.0},
@@ -152,11 +142,9 @@ def speakers() -> tuple[list[dict[str, str]], list[dict[str, str]]]:
     words = Counter[str]()
     for row in rows:
         words[row["user"]] += len(row["text"].split())
-    middling = [FEWEST_WORDS <= words[row["user"]] <= MOST_WORDS for row in rows]
-    return (
-        [row for row, kept in zip(rows, middling, strict=True) if kept],
-        [row for row, kept in zip(rows, middling, strict=True) if not kept],
-    )
+    middling = {user for user, num in words.items() if FEWEST_WORDS <= num <= MOST_WORDS}
+    users = [row for row in rows if row["user"] in middling]
+    return users, [row for row in rows if row["user"] not in middling]
 
 
 def _table(rows: list[dict[str, str]]) -> pa.Table:

@@ -8,6 +8,7 @@ import statistics
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +18,14 @@ from tightlip.core.errors import UsageError
 from tightlip.core.files import digest_of_files
 from tightlip.core.progress import task
 from tightlip.experiments import Reproduced, claim_folder, scale_named, write_results
-from tightlip.experiments.vectors_tables import csv_text
+from tightlip.experiments.vectors_page import csv_text
 from tightlip.experiments.vectors_text import PaperTask, task_of
 from tightlip.report.kit import write_page
 from tightlip.vectors.run import RepresentRuns, represent_train
 from tightlip.vectors.settings import RepresentOptions
 
 ATTACKS = "attacks.html"
+_TOLD = ("name", "kind", "paper", "about", "label")  # of a task, in the result
 ONE_RELEASE = ("mlp", "logistic", "trees")
 
 
@@ -89,12 +91,10 @@ def reproduce_representation(
     text = digest_of_files(given) if given else None
     folder = claim_folder(Path(out), size, given, text=text, extractor=extractor)
     options = RepresentOptions(device=device, bf16=bf16)
-    sections = []
-    corpora: Sequence[Path | None] = given or [None]
-    for each in corpora:
-        given_task = task_of(each, folder)
-        runs = _Runs(given_task, folder / given_task.name, extractor, size, options)
-        sections.append(runs.section())
+    tasks = [task_of(each, folder) for each in given or (None,)]
+    sections = [
+        _Runs(each, folder / each.name, extractor, size, options).section() for each in tasks
+    ]
     result = {
         "scale": size.name,
         "num_seeds": size.num_seeds,
@@ -138,19 +138,15 @@ def _ways(size: TablesScale) -> Iterator[TrainingWay]:
             yield TrainingWay(row=mechanism, name=f"{mechanism}-{epsilon:g}", settings=own)
 
 
+@dataclass(frozen=True)
 class _Runs:
     """All ways of training on one corpus, each trained over the seeds, attacked and described."""
 
-    def __init__(
-        self,
-        given: PaperTask,
-        folder: Path,
-        extractor: str,
-        size: TablesScale,
-        options: RepresentOptions,
-    ) -> None:
-        self.task, self.folder, self.size = given, folder, size
-        self.extractor, self.options = extractor, options
+    task: PaperTask
+    folder: Path
+    extractor: str
+    size: TablesScale
+    options: RepresentOptions
 
     def section(self) -> dict[str, Any]:
         ways = list(_ways(self.size))
@@ -162,39 +158,32 @@ class _Runs:
                 rows.append(self._row(way, results))
                 by_way.append(results)
                 bar.advance()
-        everything = [result for results in by_way for result in results]
-        write_page(
-            "vectors", self.folder / ATTACKS, results=everything, version=tightlip.__version__
-        )
-        first = by_way[0][0]
+        everything, version = [*chain.from_iterable(by_way)], tightlip.__version__
+        write_page("vectors", self.folder / ATTACKS, results=everything, version=version)
+        first = everything[0]
+        sizes = ("dimensions", "num_train", "num_test", "num_test_users", "num_seen_in_train")
         return {
-            **{name: getattr(self.task, name) for name in ("name", "kind", "paper", "about", "label")},
+            **{name: getattr(self.task, name) for name in _TOLD},
             "private": list(self.task.private),
-            "dimensions": first["dimensions"],
-            "num_train": first["num_train"],
-            "num_test": first["num_test"],
-            "num_test_users": first["num_test_users"] if first["has_users"] else None,
-            "num_seen_in_train": first["num_seen_in_train"],
+            **{name: first[name] for name in sizes},
+            **({} if first["has_users"] else {"num_test_users": None}),
             "majority": self._majority(by_way[0]),
             "rows": rows,
-        }  # fmt: skip
+        }
 
     def _trained(self, way: TrainingWay) -> Path:
         seeds = self.size.num_seeds
-        settings = {
-            **self.size.training,
-            **way.settings,
-            "label": self.task.label,
-            "private": self.task.private,
-            "extractor": self.extractor,
-            "split": self.task.split,
-        }
         made = represent_train(
             self.task.path,
             self.folder / way.name,
             seeds=seeds if seeds > 1 else None,
             options=self.options,
-            **settings,
+            label=self.task.label,
+            private=self.task.private,
+            extractor=self.extractor,
+            split=self.task.split,
+            **self.size.training,
+            **way.settings,
         )
         assert isinstance(made, RepresentRuns) == (seeds > 1)
         return made.folder
@@ -207,8 +196,8 @@ class _Runs:
 
     def _row(self, way: TrainingWay, results: list[dict[str, Any]]) -> dict[str, Any]:
         first = results[0]
-        attackers = [name for name in self.size.attackers if name in _attackers(first)]
-        privacy = {name: self._privacy(results, name) for name in (*attackers, "strongest")}
+        measured = next(iter(first["attributes"].values()))["attackers"]
+        attackers = [name for name in self.size.attackers if name in measured]
         return {
             "way": way.row,
             "run": way.name,
@@ -219,7 +208,7 @@ class _Runs:
             "main_unseen": _over_seeds(
                 [one["main"].get("unseen", {}).get("value") for one in results]
             ),
-            "privacy": privacy,
+            "privacy": {name: self._privacy(results, name) for name in (*attackers, "strongest")},
             "strongest": self._strongest(results),
             "attributes": {name: self._read(results, name) for name in self.task.private},
             "groups": {name: _groups(results, name) for name in self.task.private},
@@ -229,7 +218,11 @@ class _Runs:
         """1 - X, or for entities 1 - F."""
         if self.task.kind == "attributes":
             return _over_seeds([one["privacy"][attacker]["all"]["value"] for one in results])
-        return _over_seeds([1 - _f1(self._confusions(one, attacker)) for one in results])
+        entities = [
+            [_by_value(one["attributes"][name], attacker) for name in self.task.private]
+            for one in results
+        ]
+        return _over_seeds([1 - _f1(counts) for counts in entities])
 
     def _strongest(self, results: list[dict[str, Any]]) -> dict[str, int]:
         """How often each attacker was chosen by the development part, over attributes and seeds."""
@@ -237,9 +230,6 @@ class _Runs:
             one["attributes"][name]["strongest"] for one in results for name in self.task.private
         )
         return dict(chosen.most_common())
-
-    def _confusions(self, result: dict[str, Any], attacker: str) -> list[dict[str, Any]]:
-        return [_by_value(result["attributes"][name], attacker) for name in self.task.private]
 
     def _read(self, results: list[dict[str, Any]], name: str) -> dict[str, Any]:
         """How often the paper's attacker is right where the attribute has each value."""
@@ -249,15 +239,7 @@ class _Runs:
     def _majority(self, results: list[dict[str, Any]]) -> dict[str, Any]:
         """What the commonest label is right in, and what is left to read for one who guesses."""
         main = _over_seeds([one["main_majority"]["all"]["value"] for one in results])
-        if self.task.kind == "attributes":
-            privacy = [one["privacy"]["majority"]["all"]["value"] for one in results]
-        else:
-            privacy = [1 - _f1(self._confusions(one, "majority")) for one in results]
-        return {"main": main, "privacy": {"mlp": _over_seeds(privacy)}}
-
-
-def _attackers(result: dict[str, Any]) -> Sequence[str]:
-    return list(next(iter(result["attributes"].values()))["attackers"])
+        return {"main": main, "privacy": {"mlp": self._privacy(results, "majority")}}
 
 
 def _by_value(attribute: dict[str, Any], attacker: str) -> dict[str, dict[str, int]]:

@@ -1,7 +1,6 @@
 """Utility against leakage, and exposure by repetition, drawn as SVG."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from markupsafe import Markup
 
@@ -22,16 +21,7 @@ from tightlip.report.kit.plots import (
 )
 from tightlip.report.kit.words import NEVER_SAW_BITS
 
-
-@dataclass(frozen=True, kw_only=True)
-class Point:
-    """One run in a plot of utility against leakage; `kind` is base, matched or other."""
-
-    x: float
-    y: float
-    name: str
-    kind: str
-    tip: str
+Point = tuple[RunFigures, float, str]  # a run, what it leaks, and that in words
 
 
 def kind_of(row: RunFigures) -> str:
@@ -47,11 +37,11 @@ def exposure_scatter(rows: Sequence[RunFigures], tolerance: float) -> Markup | N
         if row["exposure"]:
             most = row["exposure"][-1]
             words = f"{most['mean_bits']:.1f} bits at {most['repetitions']:,}×"
-            points.append(_point(row, most["mean_bits"], words))
+            points.append((row, most["mean_bits"], words))
     if not points:
         return None
     plot = _plot("Utility against exposure", "bits of exposure")
-    axis = linear_axis(max(max(point.y for point in points), 3.0))
+    axis = linear_axis(max(3.0, *(bits for _, bits, _ in points)))
     plot.y_axis(axis, "mean exposure, bits")
     taken = _never_saw(plot, axis, "never saw them: 1.4")
     _draw_points(plot, points, axis, rows, tolerance, taken)
@@ -60,14 +50,15 @@ def exposure_scatter(rows: Sequence[RunFigures], tolerance: float) -> Markup | N
 
 def unique_scatter(rows: Sequence[RunFigures], tolerance: float) -> Markup | None:
     """Perplexity against the number of unique sequences."""
-    known = [row for row in _on_one_scale(rows) if row["unique"] is not None]
-    if not known:
-        return None
     points = [
-        _point(row, row["unique"], counted(row["unique"], "unique sequence")) for row in known
+        (row, row["unique"], counted(row["unique"], "unique sequence"))
+        for row in _on_one_scale(rows)
+        if row["unique"] is not None
     ]
+    if not points:
+        return None
     plot = _plot("Utility against unique sequences", "unique sequences")
-    axis = count_axis(max(row["unique"] for row in known))
+    axis = count_axis(max(unique for _, unique, _ in points))
     plot.y_axis(axis, "unique sequences")
     _draw_points(plot, points, axis, rows, tolerance)
     return plot.svg()
@@ -81,12 +72,6 @@ def _on_one_scale(rows: Sequence[RunFigures]) -> list[RunFigures]:
 def num_undrawn(rows: Sequence[RunFigures]) -> int:
     """Runs that have no place on the axis of perplexity."""
     return len(rows) - len(_on_one_scale(rows))
-
-
-def _point(row: RunFigures, y: float, words: str) -> Point:
-    perplexity = row["perplexity"]["value"]
-    tip = f"{row['name']}: validation perplexity {number(perplexity)}, {words}"
-    return Point(x=perplexity, y=y, name=row["name"], kind=kind_of(row), tip=tip)
 
 
 def _plot(title: str, what: str) -> Plot:
@@ -107,16 +92,20 @@ def _draw_points(
     tolerance: float,
     *taken: Box,
 ) -> None:
-    x_axis = _perplexity_axis([point.x for point in points])
+    perplexities = [row["perplexity"]["value"] for row, _, _ in points]
+    x_axis = _perplexity_axis(perplexities)
     base = next((row for row in rows if row["is_baseline"]), None)
     if base is not None and base["perplexity"]:
         _draw_band(plot, x_axis, base["perplexity"]["value"], tolerance)
     scale = " (log scale)" if x_axis.log else ""
     plot.x_axis(x_axis, f"validation perplexity{scale}; further left is more useful")
-    places = [(plot.x(x_axis.at(point.x)), plot.y(y_axis.at(point.y))) for point in points]
+    places = [
+        (plot.x(x_axis.at(perplexity)), plot.y(y_axis.at(leak)))
+        for perplexity, (_, leak, _) in zip(perplexities, points, strict=True)
+    ]
     labels = Labels(plot, places, *taken)
-    for point, (x, y) in zip(points, places, strict=True):
-        labels.draw(point.name, x, y)
+    for (row, _, _), (x, y) in zip(points, places, strict=True):
+        labels.draw(row["name"], x, y)
     for point, (x, y) in zip(points, places, strict=True):
         _draw_mark(plot, point, x, y)
 
@@ -137,13 +126,14 @@ def _draw_band(plot: Plot, axis: Axis, perplexity: float, tolerance: float) -> N
 
 
 def _draw_mark(plot: Plot, point: Point, x: float, y: float) -> None:
-    if point.kind == "base":
-        plot.draw(
-            "rect", x=x - DOT, y=y - DOT, width=2 * DOT, height=2 * DOT, class_="run base",
-            tip=point.tip,
-        )  # fmt: skip
+    row, _, words = point
+    perplexity = number(row["perplexity"]["value"])
+    tip = f"{row['name']}: validation perplexity {perplexity}, {words}"
+    if (kind := kind_of(row)) == "base":
+        left, top, size = x - DOT, y - DOT, 2 * DOT
+        plot.draw("rect", x=left, y=top, width=size, height=size, class_="run base", tip=tip)
     else:
-        plot.draw("circle", cx=x, cy=y, r=DOT, class_=f"run {point.kind}", tip=point.tip)
+        plot.draw("circle", cx=x, cy=y, r=DOT, class_=f"run {kind}", tip=tip)
 
 
 def _never_saw(plot: Plot, axis: Axis, words: str = "") -> Box:

@@ -1,15 +1,14 @@
 """The comparison as a table: measures as rows and runs as columns, and as CSV."""
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from rich.table import Table as RichTable
 
 from tightlip.core.figures import UNKNOWN, count, counted, number
 from tightlip.report.kit import table as kit
 from tightlip.report.kit.table import NAMES, Cell, Column, Row, Table
 from tightlip.report.kit.words import NONE
-
-if TYPE_CHECKING:
-    from rich.table import Table as RichTable
 
 RunFigures = dict[str, Any]  # a run of comparison.json
 MOST_REPETITIONS = 5  # of a long schedule, in the table; the page's plots and the CSV have all
@@ -190,7 +189,7 @@ def exposed_words(group: RunFigures) -> str:
     return f"{count(group['num_exposed'])} of {count(group['num_canaries'])} exposed"
 
 
-def terminal_tables(rows: Sequence[RunFigures], width: int) -> list["RichTable"]:
+def terminal_tables(rows: Sequence[RunFigures], width: int) -> list[RichTable]:
     """The table in as many parts as the width asks for, the baseline first in each.
 
     Holds:

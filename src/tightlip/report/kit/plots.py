@@ -170,15 +170,14 @@ class Plot:
     def mark_x(self, share: float, words: str) -> None:
         """A dashed upright line with a few words beside its top, on the side with more room."""
         across = self.upright(share, "mark")
-        if share > 0.6:
-            self.write(words, across - 5, self.y(1) + 9, "note end")
-        else:
-            self.write(words, across + 5, self.y(1) + 9, "note")
+        beside, kind = (across - 5, "note end") if share > 0.6 else (across + 5, "note")
+        self.write(words, beside, self.y(1) + 9, kind)
 
     def svg(self, *, wide: bool = False) -> Markup:
+        label, kind = f"{self.title}. {self.description}", "plot wide" if wide else "plot"
         opening = Markup('<svg viewBox="0 0 {} {}" role="img" aria-label="{}" class="{}">').format(
-            self.width, self.height, f"{self.title}. {self.description}", "plot wide" if wide else "plot"
-        )  # fmt: skip
+            self.width, self.height, label, kind
+        )
         return opening + Markup("").join(self.parts) + Markup("</svg>")
 
 
@@ -210,12 +209,10 @@ class Labels:
         ]
         inside = [box for box in boxes if self._is_inside(box)] or boxes
         free = [box for box in inside if not any(_overlap(box, other) for other in self.taken)]
-        left, right, _, bottom = (free or inside)[0]
-        self.taken.append((free or inside)[0])
-        if left < x:
-            self.plot.write(name, right, bottom - 2, "run-name end")
-        else:
-            self.plot.write(name, left, bottom - 2, "run-name")
+        left, right, _, bottom = box = (free or inside)[0]
+        self.taken.append(box)
+        place, kind = (right, "run-name end") if left < x else (left, "run-name")
+        self.plot.write(name, place, bottom - 2, kind)
 
     def _is_inside(self, box: Box) -> bool:
         left, right, top, bottom = box
@@ -254,15 +251,12 @@ def draw_bars(plot: Plot, bars: Sequence[Bar], y_label: str) -> None:
     axis, scale = height_axis([bar.count for bar in bars])
     plot.y_axis(axis, y_label + scale)
     for bar in bars:
+        left, right = plot.x(bar.left), plot.x(bar.right)
+        gap = min(1.5, (right - left) / 6)
+        width = max(right - left - gap, 0.8)
         for amount, kind in ((bar.count, "bar copied"), (bar.own, "bar")):
             if amount and not (kind == "bar copied" and bar.own == bar.count):
-                _draw_bar(plot, bar, axis.at(amount), kind)
-
-
-def _draw_bar(plot: Plot, bar: Bar, share: float, kind: str) -> None:
-    left, right = plot.x(bar.left), plot.x(bar.right)
-    gap = min(1.5, (right - left) / 6)
-    plot.bar(left + gap / 2, max(right - left - gap, 0.8), share, kind, tip=bar.tip)
+                plot.bar(left + gap / 2, width, axis.at(amount), kind, tip=bar.tip)
 
 
 def draw_line(plot: Plot, points: Sequence[tuple[float, float, str]], kind: str) -> None:

@@ -8,13 +8,12 @@ import io
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
+
+from rich.table import Table as RichTable
+from rich.text import Text
 
 from tightlip.core.figures import UNKNOWN
-
-if TYPE_CHECKING:
-    from rich.table import Table as RichTable
-    from rich.text import Text
 
 
 class Cell(NamedTuple):
@@ -81,21 +80,22 @@ class Table:
         rows = [row._replace(cells=[row.cells[place] for place in places]) for row in self.rows]
         return replace(self, columns=[self.columns[0], *chosen], rows=rows)
 
-    def printed(self) -> "RichTable":
+    def printed(self) -> RichTable:
         """The table for the terminal. What it holds is text: a bracket in it is no markup."""
-        from rich.table import Table as RichTable
-        from rich.text import Text
-
-        table = RichTable(
-            title=self.heading or None, title_justify="left", caption=self.note or None,
-            caption_justify="left", header_style=self.heading_style, box=None, pad_edge=False,
-            padding=(0, 2, 0, 0), show_header=any(column.name for column in self.columns),
-        )  # fmt: skip
+        look: dict[str, Any] = {"box": None, "pad_edge": False, "padding": (0, 2, 0, 0)}
+        look |= {"title_justify": "left", "caption_justify": "left"}
+        table = RichTable(title=self.heading or None, caption=self.note or None, **look)
+        table.header_style = self.heading_style
+        table.show_header = any(column.name for column in self.columns)
         for column in self.columns:
             table.add_column(
-                Text(column.name), justify="left" if column.left else "right",
-                overflow="fold" if column.wraps else "ellipsis", no_wrap=not column.wraps, max_width=column.widest, style=column.style,
-            )  # fmt: skip
+                Text(column.name),
+                justify="left" if column.left else "right",
+                overflow="fold" if column.wraps else "ellipsis",
+                no_wrap=not column.wraps,
+                max_width=column.widest,
+                style=column.style,
+            )
         for place, (section, rows) in enumerate(self.sections):
             is_named = bool(section) and self.names_sections
             if place or is_named:
@@ -106,9 +106,7 @@ class Table:
                 table.add_row(name, *(self._text(cell, row.style) for cell in row.cells))
         return table
 
-    def _text(self, cell: Cell, style: str) -> "Text":
-        from rich.text import Text
-
+    def _text(self, cell: Cell, style: str) -> Text:
         text = Text(cell.value, style="dim" if cell.is_unknown else style)
         between = " " if self.beside else "\n"
         return text.append(between + cell.under, style="dim") if cell.under else text
@@ -121,13 +119,13 @@ def plain_row(name: str, *values: str, **others: str) -> Row:
 
 def printed_table(
     headings: Sequence[str], rows: Iterable[Sequence[str]], *, num_left: int = 1, title: str = ""
-) -> "RichTable":
+) -> RichTable:
     """A table of words and figures for the terminal; the first `num_left` columns are words."""
     columns = [Column(name, left=place < num_left) for place, name in enumerate(headings)]
     return Table(columns=columns, rows=[plain_row(*row) for row in rows], title=title).printed()
 
 
-def printed_lines(lines: Iterable[tuple[str, str]]) -> "RichTable":
+def printed_lines(lines: Iterable[tuple[str, str]]) -> RichTable:
     """What something is called, in bold, and what it is."""
     columns = [NAMES._replace(style="bold"), Column(left=True)]
     return Table(columns=columns, rows=[plain_row(*line) for line in lines]).printed()

@@ -103,10 +103,9 @@ def _plots(tally: Tally) -> dict[str, Any]:
 
 def _tables(summary: dict[str, Any], tally: Tally, users: Users, rows: Embedded) -> dict[str, Any]:
     shown, every = len(rows.sequences), tally.num_rows
-    picked = "the worst by ratio, the longest" if tally.num_with_ratio else "the longest"
-    if shown == every:
-        extent = f"All {counted(every, 'sequence')} are on this page."
-    else:
+    extent = f"All {counted(every, 'sequence')} are on this page."
+    if shown < every:
+        picked = "the worst by ratio, the longest" if tally.num_with_ratio else "the longest"
         extent = (
             f"Showing {count(shown)} of {count(every)}; all are in sequences.parquet. "
             f"These are {picked}, some of every person listed below, and a few that several people wrote."

@@ -55,10 +55,8 @@ def length_plot(tally: Tally) -> Markup:
         tip = _bar_tip(f"{label} tokens", n, own[i])
         drawn.append(Bar(left=i * step, right=(i + 1) * step, count=n, own=own[i], tip=tip))
     draw_bars(plot, drawn, "unique sequences")
-    plot.x_labels(
-        [((i + 0.5) * step, label) for i, (label, _) in enumerate(bars) if _is_labelled(i, bars)],
-        "length in tokens",
-    )
+    ticks = [((i + 0.5) * step, bar[0]) for i, bar in enumerate(bars) if _is_labelled(i, bars)]
+    plot.x_labels(ticks, "length in tokens")
     return plot.svg()
 
 
@@ -73,11 +71,9 @@ def perplexity_plot(tally: Tally) -> Markup:
         title="Unique sequences by perplexity",
         description="Bars count unique sequences; the further left, the surer the model.",
     )
-    axis = _draw_log_bars(
-        plot, tally.perplexities, tally.own_perplexities, "perplexity", lowest=1.0
-    )
-    if axis is not None:
-        plot.x_axis(axis, "perplexity (the further left, the surer)")
+    every, own = tally.perplexities, tally.own_perplexities
+    axis = _draw_log_bars(plot, every, own, "perplexity", lowest=1.0)
+    plot.x_axis(axis, "perplexity (the further left, the surer)")
     return plot.svg()
 
 
@@ -88,20 +84,17 @@ def ratio_plot(tally: Tally) -> Markup:
         description="Bars count unique sequences; right of 1 the model knows more than the public one.",
     )
     axis = _draw_log_bars(plot, tally.ratios, tally.own_ratios, "ratio")
-    if axis is not None:
-        if axis.low < 1 < axis.high:
-            plot.mark_x(axis.at(1), "1: no difference")
-        plot.x_axis(axis, "ratio (the further right, the worse)")
+    if axis.low < 1 < axis.high:
+        plot.mark_x(axis.at(1), "1: no difference")
+    plot.x_axis(axis, "ratio (the further right, the worse)")
     return plot.svg()
 
 
 def _draw_log_bars(
     plot: Plot, every: LogHistogram, own: LogHistogram, what: str, *, lowest: float = 0.0
-) -> Axis | None:
-    """Bars over a logarithmic axis, which is returned; None when there is nothing to draw."""
+) -> Axis:
+    """Bars over a logarithmic axis, which is returned; `every` is not empty."""
     bars = every.bars(MOST_BARS)
-    if not bars:
-        return None
     axis = log_axis(max(bars[0][0], lowest), max(bars[-1][1], bars[0][0] * 2))
     drawn = []
     for (low, high, n), (_, _, n_own) in zip(bars, own.bars(MOST_BARS, every.span()), strict=True):
@@ -145,9 +138,11 @@ def perplexities_by_epoch(snapshots: dict[str, Any]) -> Markup:
         axis = _height_axis(min(heights), max(heights))
         plot.y_axis(axis, "perplexity" + (" (log scale)" if axis.log else ""))
         for word, points in lines.items():
-            draw_line(
-                plot, [_dot(shown, axis, word, place, value) for place, value in points], word
-            )
+            dots = []
+            for place, value in points:
+                tip = f"epoch {epoch_name(shown[place])}: {word} perplexity {number(value)}"
+                dots.append(((place + 0.5) / len(shown), axis.at(value), tip))
+            draw_line(plot, dots, word)
     for place, one in enumerate(shown):
         if is_best(one, snapshots):
             plot.mark_x((place + 0.5) / len(shown), "best validation")
@@ -163,13 +158,6 @@ def _height_axis(low: float, high: float) -> Axis:
     if low > 0 and high > 8 * low:
         return log_axis(low * 0.9, high * 1.1)
     return linear_axis(high, low=max(0.0, low - 0.1 * (high - low)) if high > low else 0.0)
-
-
-def _dot(
-    shown: list[dict[str, Any]], axis: Axis, word: str, place: int, value: float
-) -> tuple[float, float, str]:
-    tip = f"epoch {epoch_name(shown[place])}: {word} perplexity {number(value)}"
-    return (place + 0.5) / len(shown), axis.at(value), tip
 
 
 def lengths_plot(snapshots: dict[str, Any]) -> Markup:
@@ -192,9 +180,8 @@ def lengths_plot(snapshots: dict[str, Any]) -> Markup:
             tip = f"epoch {epoch_name(one)}, {labels[column]} tokens: {counted(num, 'unique sequence')}"
             left = plot.x((column + 0.08) * group + place * bar)
             plot.bar(left, width, axis.at(num), "bar", tip=tip, fill_opacity=strength)
-    plot.x_labels(
-        [((column + 0.5) * group, label) for column, label in enumerate(labels)], "length in tokens"
-    )
+    ticks = [((column + 0.5) * group, label) for column, label in enumerate(labels)]
+    plot.x_labels(ticks, "length in tokens")
     return plot.svg(wide=True)
 
 
@@ -243,11 +230,9 @@ def violins_plot(snapshots: dict[str, Any]) -> Markup:
     most = max(float(counts.max()) for counts in bins)
     for place, (one, sample) in enumerate(zip(shown, samples, strict=True)):
         if len(sample):
-            middle = (place + 0.5) / len(shown)
             widths = _outline(axis, edges, bins[place] / most)
-            draw_violin(
-                plot, middle, widths, 0.47 * plot.x_span / len(shown), _violin_tip(one, sample)
-            )
+            middle, reach = (place + 0.5) / len(shown), 0.47 * plot.x_span / len(shown)
+            draw_violin(plot, middle, widths, reach, _violin_tip(one, sample))
     plot.x_labels(_epoch_labels(plot, shown), "epoch")
     return plot.svg(wide=True)
 

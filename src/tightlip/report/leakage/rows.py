@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
 import pyarrow.parquet as pq
 
 from tightlip.core.errors import UsageError
@@ -28,10 +27,9 @@ SEQUENCES_BYTES = 1_900_000
 # A row may hold eight contexts of 100 kB: few rows at a time keep the memory flat.
 _TEXT_BATCH_ROWS = 128
 
-_FIGURES = (
-    "num_tokens", "total_in_s", "users_in_s", "total_in_d", "users_in_d", "context_tokens",
-    "perplexities", "public_perplexities", "ratio", "copied",
-)  # fmt: skip
+_COUNTS = ("num_tokens", "total_in_s", "users_in_s", "total_in_d", "users_in_d")
+_LISTS = ("context_tokens", "perplexities", "public_perplexities")
+_FIGURES = (*_COUNTS, *_LISTS, "ratio", "copied")
 _TEXTS = ("sequence", "contexts")
 OWNER = 11  # its place in a row; page.js has the same list
 _USER_FIGURES = ("num_documents", "num_tokens", "unique", "unique_tokens", "longest", "max_ratio")
@@ -130,29 +128,19 @@ def _row(place: int, row: dict[str, Any], owner: str | None) -> tuple[list[Any],
     """One sequence as the page's script reads it, its owner's number still to come, and its owner."""
     sequence = row.get("sequence")
     text, cut = (None, 0) if sequence is None else cut_end(sequence, SEQUENCE_CHARACTERS)
-    perplexities = row["perplexities"] or []
-    occurrences = list(_occurrences(row))
-    entry = [
-        place, text, cut, row["num_tokens"],
-        row["total_in_s"], row["users_in_s"], row["total_in_d"], row["users_in_d"],
-        plain_number(perplexities[0] if perplexities else None), plain_number(row["ratio"]),
-        int(bool(row["copied"])), 10**7, occurrences,
-    ]  # fmt: skip
-    return entry, owner
+    lowest = plain_number((row["perplexities"] or [None])[0])
+    figures = [lowest, plain_number(row["ratio"]), int(bool(row["copied"]))]
+    counts = [row[name] for name in _COUNTS]
+    return [place, text, cut, *counts, *figures, 10**7, list(_occurrences(row))], owner
 
 
 def _occurrences(row: dict[str, Any]) -> Iterator[list[Any]]:
     """[context, characters cut, tokens of context, perplexity, public perplexity], lowest perplexity first."""
-    perplexities = row["perplexities"] or []
-    contexts, public = row.get("contexts") or [], row["public_perplexities"] or []
-    lengths = row["context_tokens"] or []
-    for place, perplexity in enumerate(perplexities[:NUM_OCCURRENCES]):
-        context, cut = None, 0
-        if place < len(contexts) and contexts[place] is not None:
-            context, cut = cut_start(contexts[place], CONTEXT_CHARACTERS)
-        beside = public[place] if place < len(public) else None
-        length = lengths[place] if place < len(lengths) else None
-        yield [context, cut, length, plain_number(perplexity), plain_number(beside)]
+    num = len((row["perplexities"] or [])[:NUM_OCCURRENCES])
+    every = [[*(row.get(name) or []), *[None] * num][:num] for name in ("contexts", *_LISTS)]
+    for text, length, perplexity, public in zip(*every, strict=True):
+        context, cut = (None, 0) if text is None else cut_start(text, CONTEXT_CHARACTERS)
+        yield [context, cut, length, plain_number(perplexity), plain_number(public)]
 
 
 def _read_rows(
@@ -224,8 +212,12 @@ def read_users(folder: Path) -> Users:
         for batch in file.iter_batches(
             batch_size=1024, columns=["user", *_USER_FIGURES], use_threads=False
         ):
-            rows = _leaking(batch)
-            keyed = [(_leak_key(row, num_users + place), row) for place, row in rows]
+            rows = [
+                (place, row)
+                for place, row in enumerate(batch.to_pylist(), num_users)
+                if row["unique"]
+            ]
+            keyed = [(_leak_key(row, place), row) for place, row in rows]
             worst = heapq.nlargest(NUM_USERS, [*worst, *keyed], key=lambda pair: pair[0])
             num_users += batch.num_rows
             num_with_unique += len(rows)
@@ -236,10 +228,6 @@ def read_users(folder: Path) -> Users:
         num_with_unique=num_with_unique,
         num_unique=num_unique,
     )
-
-
-def _leaking(batch: pa.RecordBatch) -> list[tuple[int, dict[str, Any]]]:
-    return [(place, row) for place, row in enumerate(batch.to_pylist()) if row["unique"]]
 
 
 def _leak_key(row: dict[str, Any], place: int) -> tuple[int, int, int, int]:

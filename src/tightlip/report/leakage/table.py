@@ -1,18 +1,17 @@
 """A leakage report's figures in the terminal, and its snapshots there and on the page."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from rich.table import Table as RichTable
 
 from tightlip.core.figures import INSECURE, UNKNOWN, count, number
 from tightlip.report.kit.table import Cell, Column, Row, Table, plain_row
 from tightlip.report.leakage.words import epoch_name, is_best, longest_of, summary_lines
 
-if TYPE_CHECKING:
-    from rich.table import Table as RichTable
-
 SNAPSHOT_COLUMNS = ("epoch", "train ppl", "validation ppl", "unique", "longest unique", "ε_l")
 
 
-def terminal_table(summary: dict[str, Any]) -> "RichTable":
+def terminal_table(summary: dict[str, Any]) -> RichTable:
     """The headline figures that are known, each with its sentence, and the notes."""
     shown = [
         Row(line.name, [Cell(line.value), Cell(line.sentence)], style=_style(line.sentence))
@@ -32,7 +31,7 @@ def _style(sentence: str) -> str:
     return "bold red" if sentence.startswith(INSECURE) else ""
 
 
-def snapshots_table(snapshots: dict[str, Any]) -> "RichTable":
+def snapshots_table(snapshots: dict[str, Any]) -> RichTable:
     """One line per snapshot, the best validation perplexity marked."""
     table = snapshot_figures(snapshots)
     # A column nobody can fill (ε_l without a public model, validation without held-out text) goes.

@@ -169,13 +169,12 @@ class Chooser:
     num_longest: int = 250
     num_shared: int = 250
     num_each_owner: int = 3
-    worst: list[int] = field(default_factory=list)
-    shared: list[int] = field(default_factory=list)
-    owned: list[int] = field(default_factory=list)
-    _longest: list[tuple[int, int]] = field(default_factory=list)
-    _wanted: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self.worst: list[int] = []
+        self.shared: list[int] = []
+        self.owned: list[int] = []
+        self._longest: list[tuple[int, int]] = []
         self._wanted = dict.fromkeys(self.owners, self.num_each_owner)
 
     def add(self, batch: pa.RecordBatch, owner: pa.ChunkedArray, start: int) -> None:
@@ -190,10 +189,9 @@ class Chooser:
         least = self._longest[0][0] if len(self._longest) == self.num_longest else 0
         for place in np.flatnonzero(lengths > least).tolist():
             entry = (int(lengths[place]), -(start + place))
-            if len(self._longest) < self.num_longest:
-                heapq.heappush(self._longest, entry)
-            else:
-                heapq.heappushpop(self._longest, entry)
+            heapq.heappush(self._longest, entry)
+            if len(self._longest) > self.num_longest:
+                heapq.heappop(self._longest)
 
     def _add_owned(self, owner: pa.ChunkedArray, unique: np.ndarray, start: int) -> None:
         if not self._wanted or pa.types.is_null(owner.type):

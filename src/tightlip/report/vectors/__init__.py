@@ -67,15 +67,15 @@ def _lead(results: Sequence[Result]) -> str:
 
 
 def _details(column: RunColumn) -> dict[str, Any]:
-    result = column.first
+    result, num = column.first, len(column.runs)
     return {
-        "name": column.name if len(column.runs) == 1 else f"{column.name}, first of {len(column.runs)} seeds",
+        "name": column.name + (f", first of {num} seeds" if num > 1 else ""),
         "setting": setting_words(result),
         "findings": findings(result),
         "promise": _promise(result),
         "attributes": [_attribute(result, name) for name in result["attributes"]],
         "names": _names(result),
-    }  # fmt: skip
+    }
 
 
 def _promise(result: Result) -> str:
@@ -83,12 +83,9 @@ def _promise(result: Result) -> str:
     figure, standing = promise_words(result)
     if record.get("epsilon") is None:
         return f"No guarantee ({standing}). {record.get('because') or ''}"
-    releases = result.get("releases")
-    several = (
-        f" {releases['num']} releases of one text cost {releases_words(result)} ({releases['how']})."
-        if releases
-        else ""
-    )
+    several = ""
+    if releases := result.get("releases"):
+        several = f" {releases['num']} releases of one text cost {releases_words(result)} ({releases['how']})."
     return f"{figure} at {standing}. That is: {record['adjacency']}. {record['because']}{several}"
 
 
@@ -110,12 +107,12 @@ def _groups(name: str, attribute: dict[str, Any], groups: dict[str, Any]) -> Tab
     """The main task by group, the largest groups first."""
     names = dict(zip(map(str, attribute["values"]), value_names(attribute), strict=True))
     largest = sorted(groups.items(), key=lambda pair: -pair[1]["num_rows"])[:MOST_GROUPS]
-    rows = [
-        plain_row(names[value], share_words(one), range_words(one), count(one["num_rows"]), count(one["num_users"]))
-        for value, one in largest
-    ]  # fmt: skip
+    rows = []
+    for value, one in largest:
+        sizes = [count(one[name]) for name in ("num_rows", "num_users")]
+        rows.append(plain_row(names[value], share_words(one), range_words(one), *sizes))
     headings = (f"Main task by {name}", "accuracy", "95%", "rows", "users")
-    return Table(columns=[Column(heading) for heading in headings], rows=rows)
+    return Table(columns=[*map(Column, headings)], rows=rows)
 
 
 def _gap(fairness: dict[str, Any]) -> str:
@@ -140,4 +137,4 @@ def _names(result: Result) -> Table | None:
         words = [NONE if area is None else number(area) for area in areas]
         rows.append(plain_row(f"name {place + 1}", share_words({"value": share}), *words))
     headings = ("Name, most frequent first", "in test texts", "AUC, one vector", "AUC, bare")
-    return Table(columns=[Column(heading) for heading in headings], rows=rows)
+    return Table(columns=[*map(Column, headings)], rows=rows)

@@ -1,6 +1,6 @@
 """Plots of attacks on vectors: curves over ε and μ, attackers side by side, and t-SNE pictures."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -49,22 +49,15 @@ def curves(columns: Sequence[RunColumn]) -> list[tuple[str, str, Markup]]:
     noisy = [column for column in columns if column.first["guarantee"].get("epsilon") is not None]
     bare = [column for column in columns if column not in noisy]
     drawn = []
-    for (mechanism, dropout), group in _grouped(noisy, "mechanism", "dropout").items():
-        if len({column.first["epsilon"] for column in group}) > 1:
-            what = f"{mechanism}, {_masked(dropout)}"
-            drawn.append(("Over ε", what, _curve(group, bare, _epsilon, "ε of the whole vector")))
-    for (mechanism, epsilon), group in _grouped(noisy, "mechanism", "epsilon").items():
-        if len({column.first["dropout"] for column in group}) > 1:
-            per = "of one coordinate" if mechanism == "laplace-as-published" else "of the vector"
-            what = f"{mechanism} at ε {epsilon:g} {per}"
-            drawn.append(
-                ("Over μ", what, _curve(group, bare, _dropout, "share of words masked, μ"))
-            )
+    for (mechanism, dropout), group in _grouped(noisy, "dropout", varies="epsilon"):
+        masked = f"{100 * dropout:g}% of words masked" if dropout else "no word masked"
+        curve = _curve(group, bare, _epsilon, "ε of the whole vector")
+        drawn.append(("Over ε", f"{mechanism}, {masked}", curve))
+    for (mechanism, epsilon), group in _grouped(noisy, "epsilon", varies="dropout"):
+        per = "of one coordinate" if mechanism == "laplace-as-published" else "of the vector"
+        curve = _curve(group, bare, _dropout, "share of words masked, μ")
+        drawn.append(("Over μ", f"{mechanism} at ε {epsilon:g} {per}", curve))
     return drawn
-
-
-def _masked(dropout: float) -> str:
-    return f"{100 * dropout:g}% of words masked" if dropout else "no word masked"
 
 
 def _epsilon(result: Result) -> float:
@@ -75,11 +68,16 @@ def _dropout(result: Result) -> float:
     return float(result["dropout"])
 
 
-def _grouped(columns: Sequence[RunColumn], *keys: str) -> dict[tuple[Any, ...], list[RunColumn]]:
-    groups: dict[tuple[Any, ...], list[RunColumn]] = {}
+def _grouped(
+    columns: Sequence[RunColumn], fixed: str, *, varies: str
+) -> Iterator[tuple[tuple[str, float], list[RunColumn]]]:
+    """Runs of one mechanism and one `fixed` setting, where there are two points to draw."""
+    groups: dict[tuple[str, float], list[RunColumn]] = {}
     for column in columns:
-        groups.setdefault(tuple(column.first[key] for key in keys), []).append(column)
-    return groups
+        groups.setdefault((column.first["mechanism"], column.first[fixed]), []).append(column)
+    for key, group in groups.items():
+        if len({column.first[varies] for column in group}) > 1:
+            yield key, group
 
 
 def _curve(
@@ -94,9 +92,8 @@ def _curve(
         left=56,
     )
     drawn = [column.figure(get) for column in [*group, *bare] for _, _, get in SERIES]
-    ends = [one[end] for one in drawn if one for end in ("value", "low", "high")]
-    axis = _roomy([end for end in ends if end is not None])
-    plot.y_axis(_as_percent(axis), "share of test rows")
+    axis = _roomy(drawn)
+    plot.y_axis(axis, "share of test rows")
     group = sorted(group, key=lambda column: place(column.first))
     values = [place(column.first) for column in group]
     use_log = place is _epsilon and min(values) > 0
@@ -118,10 +115,6 @@ def _bare_name(column: RunColumn) -> str:
     return {"none": "no noise", "adversarial": "advers."}.get(column.first["method"], "bare")
 
 
-def _as_percent(axis: Axis) -> Axis:
-    return replace(axis, ticks=[(value, f"{100 * value:g}%") for value, _ in axis.ticks])
-
-
 def _series(
     plot: Plot, axis: Axis, columns: list[tuple[float, RunColumn]], kind: str, name: str, get: Get
 ) -> None:
@@ -138,10 +131,8 @@ def _series(
 
 
 def _tip(run: str, result: Result, name: str, figure: Figure) -> str:
-    ends = range_words(figure)
-    return f"{run} ({setting_words(result)}), {name}: {share_words(figure)}" + (
-        f" ({ends})" if ends else ""
-    )
+    ends = f" ({words})" if (words := range_words(figure)) else ""
+    return f"{run} ({setting_words(result)}), {name}: {share_words(figure)}{ends}"
 
 
 def _whisker(plot: Plot, x: float, axis: Axis, figure: Figure, kind: str) -> None:
@@ -170,12 +161,10 @@ def tradeoff(columns: Sequence[RunColumn]) -> Markup | None:
         left=56,
         right=22,
     )
-    across, up = (
-        _roomy([figure["value"] for figure in figures])
-        for figures in ([m for _, m, _ in known], [p for _, _, p in known])
-    )
-    plot.y_axis(_as_percent(up), "1 − X, strongest")
-    plot.x_axis(_as_percent(across), "main-task accuracy")
+    across = _roomy([main for _, main, _ in known], ("value",))
+    up = _roomy([privacy for _, _, privacy in known], ("value",))
+    plot.y_axis(up, "1 − X, strongest")
+    plot.x_axis(across, "main-task accuracy")
     places = [
         (plot.x(across.at(main["value"])), plot.y(up.at(privacy["value"])))
         for _, main, privacy in known
@@ -190,16 +179,21 @@ def tradeoff(columns: Sequence[RunColumn]) -> Markup | None:
     return plot.svg()
 
 
-def _roomy(values: list[float]) -> Axis:
-    low, high = min(values), max(values)
-    room = max(0.02, 0.15 * (high - low))
-    return linear_axis(min(1.0, high + room), low=max(0.0, low - room))
+def _roomy(
+    figures: Sequence[Figure | None], ends: Sequence[str] = ("value", "low", "high")
+) -> Axis:
+    """An axis in per cent with room around the figures, or around their intervals."""
+    every = [figure[end] for figure in figures if figure for end in ends]
+    values = [value for value in every if value is not None]
+    room = max(0.02, 0.15 * (max(values) - min(values)))
+    axis = linear_axis(min(1.0, max(values) + room), low=max(0.0, min(values) - room))
+    return replace(axis, ticks=[(value, f"{100 * value:g}%") for value, _ in axis.ticks])
 
 
 def attacker_plot(name: str, attribute: dict[str, Any]) -> Markup:
     """Each attacker's accuracy with its interval, the majority's as a line."""
-    shown = [(who, label) for who, label in ATTACKER_NAMES.items() if who in attribute["attackers"]]
-    shown = [pair for pair in shown if pair[0] != "strongest"]
+    measured = {*attribute["attackers"]} - {"strongest"}
+    shown = [(who, label) for who, label in ATTACKER_NAMES.items() if who in measured]
     plot = Plot(
         title=f"Attackers on {name}",
         description="Accuracy of each attacker with its 95% interval; the dashed line is guessing the commonest value.",
@@ -210,13 +204,7 @@ def attacker_plot(name: str, attribute: dict[str, Any]) -> Markup:
     )
     figures = [attribute["attackers"][who]["all"]["accuracy"] for who, _ in shown]
     majority = attribute["majority"]["all"]
-    every = [
-        f[end]
-        for f in [*figures, majority]
-        for end in ("value", "low", "high")
-        if f[end] is not None
-    ]
-    axis = _as_percent(_roomy(every))
+    axis = _roomy([*figures, majority])
     for value, _ in axis.ticks:
         plot.upright(axis.at(value), "grid")
     plot.x_axis(axis, "accuracy")
@@ -224,19 +212,16 @@ def attacker_plot(name: str, attribute: dict[str, Any]) -> Markup:
     plot.upright(axis.at(majority["value"]), "mark", tip=guessing)
     for place, ((who, label), figure) in enumerate(zip(shown, figures, strict=True)):
         height = plot.y(1 - (place + 0.5) / len(shown))
-        _attacker_row(plot, axis, height, who, label, figure, who == attribute["strongest"])
+        strong = " strong" if who == attribute["strongest"] else ""
+        plot.write(label, plot.left - 9, height + 4, f"tick end{strong}")
+        tip = f"{label}: {share_words(figure)} ({range_words(figure) or 'no interval'})"
+        if figure["low"] is not None:
+            x1, x2 = (plot.x(axis.at(figure[end])) for end in ("low", "high"))
+            level: dict[str, Any] = {"x1": x1, "x2": x2, "y1": height, "y2": height}
+            plot.draw("line", **level, class_=f"whisker who-{who}", tip=tip)
+        x = plot.x(axis.at(figure["value"]))
+        plot.draw("circle", cx=x, cy=height, r=5, class_=f"who who-{who}", tip=tip)
     return plot.svg()
-
-
-def _attacker_row(
-    plot: Plot, axis: Axis, height: float, who: str, label: str, figure: Figure, strongest: bool
-) -> None:
-    plot.write(label, plot.left - 9, height + 4, "tick end strong" if strongest else "tick end")
-    tip = f"{label}: {share_words(figure)} ({range_words(figure) or 'no interval'})"
-    if figure["low"] is not None:
-        ends = [plot.x(axis.at(figure[end])) for end in ("low", "high")]
-        plot.draw("line", x1=ends[0], x2=ends[1], y1=height, y2=height, class_=f"whisker who-{who}", tip=tip)  # fmt: skip
-    plot.draw("circle", cx=plot.x(axis.at(figure["value"])), cy=height, r=5, class_=f"who who-{who}", tip=tip)  # fmt: skip
 
 
 def pictures(result: Result, name: str) -> list[tuple[str, Markup]]:
@@ -262,24 +247,16 @@ def _titles(result: Result) -> list[tuple[str, str]]:
 def legend(attribute: dict[str, Any]) -> list[tuple[int, str]]:
     """A colour's number and the value it stands for."""
     names = value_names(attribute)
-    shown = [(place, name) for place, name in enumerate(names[: MOST_COLOURS - 1])]
-    rest = len(names) - len(shown)
-    if rest == 1:
-        return [*shown, (MOST_COLOURS - 1, names[-1])]
-    return [*shown, (MOST_COLOURS - 1, f"{rest} others")] if rest else shown
+    if len(names) > MOST_COLOURS:
+        most = MOST_COLOURS - 1
+        names = [*names[:most], f"{len(names) - most} others"]
+    return list(enumerate(names))
 
 
 def _scatter(title: str, places: list[list[float]], codes: list[int], names: list[str]) -> Markup:
-    plot = Plot(
-        title=title,
-        description="t-SNE of the test vectors; colours are values of the attribute.",
-        width=300,
-        height=300,
-        left=6,
-        right=6,
-        top=6,
-        bottom=6,
-    )
+    what = "t-SNE of the test vectors; colours are values of the attribute."
+    margins: dict[str, Any] = dict.fromkeys(("left", "right", "top", "bottom"), 6)
+    plot = Plot(title=title, description=what, width=300, height=300, **margins)
     circles: dict[int, list[str]] = {}
     for (across, up), code in zip(places, codes, strict=True):
         circle = f'<circle cx="{plot.x(across):.1f}" cy="{plot.y(up):.1f}" r="2.6"/>'

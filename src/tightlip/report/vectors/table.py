@@ -1,7 +1,9 @@
 """The runs' figures side by side: one list of lines for the page and for the terminal."""
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from rich.table import Table as RichTable
 
 from tightlip.core.figures import count, rounded_up
 from tightlip.report.kit.table import NAMES, Cell, Column, Row, Table
@@ -17,9 +19,6 @@ from tightlip.report.vectors.words import (
     releases_words,
     setting_words,
 )
-
-if TYPE_CHECKING:
-    from rich.table import Table as RichTable
 
 ATTACKER_ORDER = ("strongest", "mlp", "logistic", "trees", "averaged", "bare")
 Measure = tuple[str, list[Cell]]  # its name, and a figure of every column
@@ -46,7 +45,7 @@ def attack_table(columns: Sequence[RunColumn]) -> Table:
     )
 
 
-def terminal_tables(columns: Sequence[RunColumn], width: int) -> list["RichTable"]:
+def terminal_tables(columns: Sequence[RunColumn], width: int) -> list[RichTable]:
     """The same as tables that fit the terminal, some columns in each."""
     size = max(1, (width - 34) // 24)
     starts = range(0, len(columns), size)
