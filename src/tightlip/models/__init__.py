@@ -16,25 +16,16 @@ from types import ModuleType
 from typing import Any
 
 CONFIGURATION_TABLE = "transformers.models.auto.configuration_auto"
-MODULE_OF_NAME = {
-    "LSTMConfig": "configurations",
-    "GRUConfig": "configurations",
-    "TransformerConfig": "configurations",
-    "WordEncoderConfig": "configurations",
-    "LSTMModel": "recurrent",
-    "LSTMForCausalLM": "recurrent",
-    "GRUModel": "recurrent",
-    "GRUForCausalLM": "recurrent",
-    "TransformerModel": "transformer",
-    "TransformerForCausalLM": "transformer",
-    "WordEncoder": "encoders",
-    "RecurrentState": "states",
-    "load_causal_lm": "loading",
-    "load_encoder": "encoders",
-    "load_tokenizer": "loading",
-    "model_fingerprint": "loading",
-    "state_fingerprint": "loading",
+_CONFIGURATIONS = ("LSTMConfig", "GRUConfig", "TransformerConfig", "WordEncoderConfig")
+_NAMES_IN = {
+    "configurations": _CONFIGURATIONS,
+    "recurrent": ("LSTMModel", "LSTMForCausalLM", "GRUModel", "GRUForCausalLM"),
+    "transformer": ("TransformerModel", "TransformerForCausalLM"),
+    "encoders": ("WordEncoder", "load_encoder"),
+    "states": ("RecurrentState",),
+    "loading": ("load_causal_lm", "load_tokenizer", "model_fingerprint", "state_fingerprint"),
 }
+MODULE_OF_NAME = {name: module for module, names in _NAMES_IN.items() for name in names}
 
 __all__ = [*MODULE_OF_NAME, "register_when_transformers_loads"]
 
@@ -77,12 +68,8 @@ def register_configurations() -> None:
 
     from tightlip.models import configurations as ours
 
-    for config_class in (
-        ours.LSTMConfig,
-        ours.GRUConfig,
-        ours.TransformerConfig,
-        ours.WordEncoderConfig,
-    ):
+    for name in _CONFIGURATIONS:
+        config_class = getattr(ours, name)
         AutoConfig.register(config_class.model_type, config_class, exist_ok=True)
 
 

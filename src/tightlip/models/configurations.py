@@ -51,7 +51,11 @@ class RecurrentConfig(PreTrainedConfig):
             "num_layers": num_layers,
         }
         fill(self, sizes, others, dropout=dropout, use_cache=others.pop("use_cache", True))
-        check_tying(self.tie_word_embeddings, embedding_size, hidden_size)
+        if self.tie_word_embeddings and embedding_size != hidden_size:
+            raise UsageError(
+                f"tie_word_embeddings=True with embedding_size={embedding_size} and hidden_size={hidden_size}: one matrix "
+                "cannot serve both ends when the sizes differ. Make the sizes equal or leave the weights untied."
+            )
 
 
 class LSTMConfig(RecurrentConfig):
@@ -98,18 +102,22 @@ class TransformerConfig(PreTrainedConfig):
         dropout: float = 0.0,
         **others: Any,
     ) -> None:
+        if intermediate_size is None:
+            intermediate_size = 4 * hidden_size
         sizes = {
             "vocab_size": vocab_size,
             "hidden_size": hidden_size,
             "num_layers": num_layers,
             "num_heads": num_heads,
             "max_position_embeddings": max_position_embeddings,
-            "intermediate_size": 4 * hidden_size
-            if intermediate_size is None
-            else intermediate_size,
+            "intermediate_size": intermediate_size,
         }
         fill(self, sizes, others, dropout=dropout, use_cache=others.pop("use_cache", True))
-        check_heads(hidden_size, num_heads)
+        if hidden_size % num_heads:
+            raise UsageError(
+                f"hidden_size={hidden_size} cannot be shared evenly by num_heads={num_heads}. "
+                f"Use a hidden_size that is a multiple of {num_heads}, such as {hidden_size - hidden_size % num_heads + num_heads}."
+            )
 
 
 class WordEncoderConfig(PreTrainedConfig):
@@ -191,20 +199,4 @@ def check_dropout(dropout: float) -> None:
     if not 0.0 <= dropout < 1.0:
         raise UsageError(
             f"dropout={dropout} is not a share that leaves anything over. Use a dropout of at least 0 and below 1."
-        )
-
-
-def check_tying(tie_word_embeddings: bool, embedding_size: int, hidden_size: int) -> None:
-    if tie_word_embeddings and embedding_size != hidden_size:
-        raise UsageError(
-            f"tie_word_embeddings=True with embedding_size={embedding_size} and hidden_size={hidden_size}: one matrix "
-            "cannot serve both ends when the sizes differ. Make the sizes equal or leave the weights untied."
-        )
-
-
-def check_heads(hidden_size: int, num_heads: int) -> None:
-    if hidden_size % num_heads:
-        raise UsageError(
-            f"hidden_size={hidden_size} cannot be shared evenly by num_heads={num_heads}. "
-            f"Use a hidden_size that is a multiple of {num_heads}, such as {hidden_size - hidden_size % num_heads + num_heads}."
         )

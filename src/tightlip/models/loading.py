@@ -16,10 +16,11 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor, nn
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.modeling_utils import PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from transformers.utils import logging
@@ -104,13 +105,9 @@ def _from_gguf(file: Path, dtype: torch.dtype | None) -> tuple[PreTrainedModel, 
 
 def _forget_quantisation(model: PreTrainedModel) -> None:
     """Its weights are plain numbers by now, and it can be moved, trained and saved as any other."""
-    for owner, names in (
-        (model, ("hf_quantizer", "is_quantized", "quantization_method")),
-        (model.config, ("quantization_config",)),
-    ):
-        for name in names:
-            if name in vars(owner):
-                delattr(owner, name)
+    for name in ("hf_quantizer", "is_quantized", "quantization_method"):
+        vars(model).pop(name, None)
+    vars(model.config).pop("quantization_config", None)
 
 
 def load_tokenizer(folder: Path | str) -> PreTrainedTokenizerBase:
@@ -123,19 +120,16 @@ def load_tokenizer(folder: Path | str) -> PreTrainedTokenizerBase:
     if (file := gguf_file(folder)) is not None:
         return _tokenizer_of_gguf(file)
     check_folder(folder)
-    if not any(
-        (folder / name).is_file() for name in (*TOKENIZER_FILES, "tokenizer.model", "vocab.json")
-    ):
+    names = (*TOKENIZER_FILES, "tokenizer.model", "vocab.json")
+    if not any((folder / name).is_file() for name in names):
         raise UsageError(
             f"{folder} has no tokenizer: neither tokenizer.json nor tokenizer_config.json is there. "
             "Save it beside the model: tokenizer.save_pretrained(folder)."
         )
     with usage_errors(folder):
-        if (
-            not (folder / "tokenizer_config.json").is_file()
-            and (folder / "tokenizer.json").is_file()
-        ):
-            return PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
+        described, alone = (folder / name for name in TOKENIZER_FILES)
+        if alone.is_file() and not described.is_file():
+            return PreTrainedTokenizerFast(tokenizer_file=str(alone))
         return AutoTokenizer.from_pretrained(str(folder), use_fast=True, **FROM_THE_FOLDER_ONLY)
 
 
@@ -193,7 +187,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 def check_no_foreign_code(folder: Path, written: dict[str, Any]) -> None:
     """Refuse what only the folder's own code, or code from the hub, could run."""
     model_type = written.get("model_type")
-    if "auto_map" in written and model_type not in known_model_types():
+    if "auto_map" in written and model_type not in CONFIG_MAPPING:
         raise UsageError(
             f"{folder} holds a model of type {model_type!r} that runs only with the Python files beside it. "
             "tightlip never executes code from a model folder. Convert it to an architecture that transformers has."
@@ -209,12 +203,6 @@ def check_no_foreign_code(folder: Path, written: dict[str, Any]) -> None:
                 f"{folder}/config.json asks for {key}={value!r}: a kernel, that is code, from the hub. "
                 "tightlip never executes such code. Remove the setting from config.json."
             )
-
-
-def known_model_types() -> set[str]:
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-
-    return set(CONFIG_MAPPING.keys())
 
 
 def settings_in(value: Any) -> Iterator[tuple[str, Any]]:
@@ -260,11 +248,8 @@ def weight_file_names(folder: Path) -> list[str]:
                 "belongs. Save the model again with save_pretrained."
             )
         return names
-    pickles = sorted(
-        path.name
-        for pattern in ("*.bin", "*.pt", "*.pth", "*.ckpt")
-        for path in folder.glob(pattern)
-    )
+    suffixes = (".bin", ".pt", ".pth", ".ckpt")
+    pickles = sorted(path.name for path in folder.iterdir() if path.name.endswith(suffixes))
     if pickles:
         raise UsageError(
             f"{folder} has its weights in {pickles[0]}, a pickle, and unpickling can execute any code. Where you trust "
@@ -407,11 +392,7 @@ def state_fingerprint(model: nn.Module) -> str:
     digest = hashlib.sha256()
     for name, tensor in sorted(model.state_dict().items()):
         digest.update(f"{name}\0{tensor.dtype}\0{tuple(tensor.shape)}\0".encode())
-        digest.update(bytes_of(tensor))
+        # As bytes: numpy knows no bfloat16.
+        flat = tensor.detach().cpu().contiguous().reshape(-1)
+        digest.update(flat.view(torch.uint8).numpy().data)
     return digest.hexdigest()
-
-
-def bytes_of(tensor: Tensor) -> memoryview:
-    """A tensor's bytes, whatever its type: numpy knows no bfloat16."""
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
-    return flat.view(torch.uint8).numpy().data

@@ -39,8 +39,12 @@ class SelfAttention(nn.Module):
             key, value = cache.update(key, value, self.layer)
         mixed_BNTD = scaled_dot_product_attention(
             # A single new token sees everything; `is_causal` would line it up with the oldest.
-            query, key, value, attn_mask=visible, is_causal=visible is None and bool(query.shape[2] > 1)
-        )  # fmt: skip
+            query,
+            key,
+            value,
+            attn_mask=visible,
+            is_causal=visible is None and bool(query.shape[2] > 1),
+        )
         return self.output(mixed_BNTD.transpose(1, 2).flatten(2))
 
 

@@ -39,6 +39,7 @@ BECAUSE = {
     ),
 }
 ACCOUNTANTS = ("filter", "floor")
+_OF_MODE = {"clip": ("least_clip",), "scale": ("gamma_floor", "averaging", "accountant")}
 RELEASE_NOISE = 10.0  # z by default, in noise multipliers
 _NEAR = 1e-12
 # Of less noise ε is in the millions, and its distribution too long to compose.
@@ -117,13 +118,10 @@ class AdaptiveSpec:
 
     def terms(self, noise_multiplier: float) -> dict[str, Any]:
         """The part of a ledger that says which mode a run is in; it may not change on the way."""
-        own = {
-            "clip": ("least_clip",),
-            "scale": ("gamma_floor", "averaging", "accountant"),
-            "as-published": (),
-        }[self.mode]
         terms = {"mode": self.mode, "noise_multiplier": noise_multiplier}
-        terms |= {name: getattr(self, name) for name in ("least_weight", *own)}
+        terms |= {
+            name: getattr(self, name) for name in ("least_weight", *_OF_MODE.get(self.mode, ()))
+        }
         if self.mode == "scale":
             terms["release_noise"] = self.release_noise_for(noise_multiplier)
         return {**terms, "weights": self.facts}
@@ -174,8 +172,9 @@ def joint_multiplier(noise_multiplier: float, release_noise: float) -> float:
     return (noise_multiplier**-2 + release_noise**-2) ** -0.5
 
 
-def noise_without_release(joint: float, spec: AdaptiveSpec, gamma: float) -> float:
-    """σ such that γ·σ and its release together are a Gaussian of multiplier `joint`."""
+def noise_without_release(joint: float, spec: AdaptiveSpec) -> float:
+    """σ such that γ_floor·σ and its release together are a Gaussian of multiplier `joint`."""
+    gamma = spec.gamma_floor
     if spec.release_noise is None:
         return joint * math.sqrt(gamma**-2 + RELEASE_NOISE**-2)
     if spec.release_noise <= joint:

@@ -149,13 +149,12 @@ def _by_rdp(
     """Divergences at one order add up. A budget at a higher order holds at a lower one too."""
     total = release_rdp(releases, order)
     for record in records:
-        filtered = filter_of(record)
-        if filtered is not None:
+        if (filtered := filter_of(record)) is not None:
             total += filtered.budget
         else:
             sigma, rate = record["noise_multiplier"], record["sampling_rate"]
-            count = steps_to_compose(record) or 0
-            total += count * subsampled_gaussian_rdp(order, sigma, rate)
+            cost = subsampled_gaussian_rdp(order, sigma, rate)
+            total += (steps_to_compose(record) or 0) * cost
     return _Composition(
         epsilon=epsilon_of_rdp(total * (1 + 1e-9), order, delta_left(releases, delta)),
         delta=delta,
@@ -188,11 +187,9 @@ def _joint_standing(records: Sequence[dict[str, Any]], because: str) -> dict[str
             "standing": weaker[0]["standing"],
             "because": " ".join(dict.fromkeys(str(record["because"]) for record in weaker)),
         }
-    whose = (
-        "on one corpus"
-        if len(_corpora(records)) == 1
-        else f"on {len(_corpora(records))} corpora, as though everybody were in each"
-    )
+    whose = "on one corpus"
+    if (several := len(_corpora(records))) > 1:
+        whose = f"on {several} corpora, as though everybody were in each"
     return {"standing": "proved", "because": f"{len(records)} runs {whose}: {because}."}
 
 

@@ -141,14 +141,16 @@ class Steps:
 
     @staticmethod
     def gru_back(
-        slopes: tuple[Tensor, ...], t: int, dh_BH: Tensor, out_BG: Tensor, out_hidden_BG: Tensor,
+        slopes: tuple[Tensor, ...],
+        t: int,
+        dh_BH: Tensor,
+        out_BG: Tensor,
+        out_hidden_BG: Tensor,
         kept_BH: Tensor,
-    ) -> None:  # fmt: skip
+    ) -> None:
         gates_TBG, news_TBH, hidden = slopes
-        _over(
-            _gru_back, 3, dh_BH, gates_TBG[t], news_TBH[t], hidden[t], dh_BH, out_BG, out_hidden_BG,
-            kept_BH,
-        )  # fmt: skip
+        states = (news_TBH[t], hidden[t], dh_BH, out_BG, out_hidden_BG, kept_BH)
+        _over(_gru_back, 3, dh_BH, gates_TBG[t], *states)
 
 
 def _over(kernel: Any, num_gates: int, state_BH: Tensor, gates_BG: Tensor, *others: Tensor) -> None:
@@ -203,17 +205,9 @@ def log_sums(logits_NV: Tensor, targets_N: Tensor) -> tuple[Tensor, Tensor]:
     assert logits_NV.stride(1) == 1
     sums_N = torch.empty(len(logits_NV), device=logits_NV.device)
     at_target_N = torch.empty_like(sums_N)
-    width = logits_NV.shape[1]
-    _log_sums[(len(logits_NV),)](
-        logits_NV,
-        targets_N,
-        sums_N,
-        at_target_N,
-        width,
-        logits_NV.stride(0),
-        BLOCK=2048,
-        num_warps=8,
-    )
+    tensors = (logits_NV, targets_N, sums_N, at_target_N)
+    shape = (logits_NV.shape[1], logits_NV.stride(0))
+    _log_sums[(len(logits_NV),)](*tensors, *shape, BLOCK=2048, num_warps=8)
     return sums_N, at_target_N
 
 
@@ -223,17 +217,27 @@ def logit_gradient(
     """weight · (softmax − target), in the logits' kind of number."""
     assert logits_NV.stride(1) == 1
     width = logits_NV.shape[1]
-    _logit_gradient[(len(logits_NV), triton.cdiv(width, 4096))](
-        logits_NV, targets_N, log_sums_N, weights_N, out_NV, width, logits_NV.stride(0), out_NV.stride(0),
-        BLOCK=4096, num_warps=8,
-    )  # fmt: skip
+    tensors = (logits_NV, targets_N, log_sums_N, weights_N, out_NV)
+    shape = (width, logits_NV.stride(0), out_NV.stride(0))
+    grid = (len(logits_NV), triton.cdiv(width, 4096))
+    _logit_gradient[grid](*tensors, *shape, BLOCK=4096, num_warps=8)
 
 
 @triton.jit
 def _pair_sums(
-    first, second, out, num_units, size, eps, of_first, of_second,
-    BOTH: tl.constexpr, ROUND_FIRST: tl.constexpr, ROUND_SECOND: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    first,
+    second,
+    out,
+    num_units,
+    size,
+    eps,
+    of_first,
+    of_second,
+    BOTH: tl.constexpr,
+    ROUND_FIRST: tl.constexpr,
+    ROUND_SECOND: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     unit = tl.program_id(0).to(tl.int64)
     first += unit * size * size
     second += unit * size * size
@@ -282,10 +286,14 @@ def pair_sums(
     out_2U = torch.empty(2, num_units, device=first_USS.device)
     of_first, of_second = rounds if second_USS is not None else (0.0, 0.0)
     _pair_sums[(num_units,)](
-        first_USS, second, out_2U, num_units, size, torch.finfo(torch.float32).eps, of_first, of_second,
-        BOTH=second_USS is not None, ROUND_FIRST=of_first > 0, ROUND_SECOND=of_second > 0,
-        BLOCK=2048, num_warps=8,
-    )  # fmt: skip
+        *(first_USS, second, out_2U, num_units, size, torch.finfo(torch.float32).eps),
+        *(of_first, of_second),
+        BOTH=second_USS is not None,
+        ROUND_FIRST=of_first > 0,
+        ROUND_SECOND=of_second > 0,
+        BLOCK=2048,
+        num_warps=8,
+    )
     return out_2U[0], out_2U[1]
 
 
@@ -355,10 +363,11 @@ def chacha(key, nonce, blocks, DOUBLE_ROUNDS: tl.constexpr):
         x1, x6, x11, x12 = _quarter(x1, x6, x11, x12)
         x2, x7, x8, x13 = _quarter(x2, x7, x8, x13)
         x3, x4, x9, x14 = _quarter(x3, x4, x9, x14)
-    return (
-        x0 + s0, x1 + s1, x2 + s2, x3 + s3, x4 + s4, x5 + s5, x6 + s6, x7 + s7,
-        x8 + s8, x9 + s9, x10 + s10, x11 + s11, x12 + s12, x13 + s13, x14 + s14, x15 + s15,
-    )  # fmt: skip
+    x0, x1, x2, x3 = x0 + s0, x1 + s1, x2 + s2, x3 + s3
+    x4, x5, x6, x7 = x4 + s4, x5 + s5, x6 + s6, x7 + s7
+    x8, x9, x10, x11 = x8 + s8, x9 + s9, x10 + s10, x11 + s11
+    x12, x13, x14, x15 = x12 + s12, x13 + s13, x14 + s14, x15 + s15
+    return x0, x1, x2, x3, x4, x5, x6, x7, x8, x9, x10, x11, x12, x13, x14, x15
 
 
 @triton.jit
@@ -392,9 +401,17 @@ def _add_pair(values, at, size, first, second, spare, scale, share, LANES: tl.co
 
 @triton.jit
 def _add_noise(
-    pointers, sizes, tensor_of, start_of, key, nonce, scale, share,
-    LANES: tl.constexpr, DOUBLE_ROUNDS: tl.constexpr,
-):  # fmt: skip
+    pointers,
+    sizes,
+    tensor_of,
+    start_of,
+    key,
+    nonce,
+    scale,
+    share,
+    LANES: tl.constexpr,
+    DOUBLE_ROUNDS: tl.constexpr,
+):
     program = tl.program_id(0)
     which = tl.load(tensor_of + program)
     values = tl.load(pointers + which).to(tl.pointer_type(tl.float32))
@@ -454,9 +471,11 @@ class GPUNoise:
         pointers, sizes, tensor_of, start_of = self._tables(tensors)
         self._nonce[0] += 1  # on the device, so that a captured step counts on as well
         _add_noise[(len(tensor_of),)](
-            pointers, sizes, tensor_of, start_of, self._key, self._nonce, scale, share,
-            LANES=LANES, DOUBLE_ROUNDS=self._double_rounds, num_warps=LANES // 32,
-        )  # fmt: skip
+            *(pointers, sizes, tensor_of, start_of, self._key, self._nonce, scale, share),
+            LANES=LANES,
+            DOUBLE_ROUNDS=self._double_rounds,
+            num_warps=LANES // 32,
+        )
 
     def __getstate__(self) -> None:
         raise TypeError(

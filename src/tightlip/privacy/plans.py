@@ -165,7 +165,6 @@ def _calibrated(
     """The noise for the target. In mode `scale`: with which all planned steps fit though each had
     the least noise it can have, so that no run ends early, whatever is released."""
     assert spec.epsilon is not None
-    scaled = adaptive if adaptive is not None and adaptive.mode == "scale" else None
     sigma = calibrated_noise_multiplier(
         epsilon=spec.epsilon,
         delta=delta,
@@ -173,9 +172,9 @@ def _calibrated(
         steps=spec.steps,
         releases=releases,
     )
-    if scaled is None:
+    if adaptive is None or adaptive.mode != "scale":
         return sigma
-    return rounded_up_to_five(noise_without_release(sigma, scaled, scaled.gamma_floor))
+    return rounded_up_to_five(noise_without_release(sigma, adaptive))
 
 
 def _filter(

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from tightlip.privacy.layers import Outer, aligned, product_dtype
+from tightlip.privacy.layers import Outer, aligned, product_dtype, wide
 
 
 class LSTMLayer(torch.autograd.Function):
@@ -21,24 +21,20 @@ class LSTMLayer(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        context: Any, anchor: Tensor, input_BTE: Tensor, h_BH: Tensor, c_BH: Tensor,
-        weight_GE: Tensor, weight_GH: Tensor, bias_in_G: Any, bias_hidden_G: Any, watch: Any,
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        bias_G = None if bias_in_G is None else bias_in_G.detach() + bias_hidden_G.detach()
-        right_BTE, own_GE, own_GH = _products(input_BTE, weight_GE, weight_GH)
+    def forward(  # type: ignore[override]
+        context: Any, anchor: Tensor, input_BTE: Tensor, h_BH: Tensor, c_BH: Tensor, *others: Any
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        right_BTE, own_GE, own_GH, biases = _begun(context, input_BTE, *others)
+        bias_G = biases[0].detach() + biases[1].detach() if biases else None
         gates_TBG = _gates(right_BTE, own_GE, bias_G)
         num_steps = len(gates_TBG)
         hidden = _states(num_steps, h_BH, own_GH.shape[1], gates_TBG.dtype)
-        wide = torch.promote_types(gates_TBG.dtype, torch.float32)
-        cells = _states(num_steps, c_BH, c_BH.shape[1], wide)
+        cells = _states(num_steps, c_BH, c_BH.shape[1], wide(gates_TBG))
         steps = _steps(gates_TBG)
         for t in range(num_steps):
             gates_TBG[t].addmm_(hidden[t], own_GH.t())
             steps.lstm(gates_TBG[t], cells[t], cells[t + 1], hidden[t + 1])
         context.save_for_backward(right_BTE, gates_TBG, hidden, cells, own_GH, own_GE)
-        context.watch, context.parameters = watch, (weight_GE, weight_GH, bias_in_G, bias_hidden_G)
-        context.num_inputs, context.input_dtype = input_BTE.shape[2], input_BTE.dtype
         return (*_outputs(hidden, h_BH.shape[1]), cells[-1].to(hidden.dtype))
 
     @staticmethod
@@ -57,7 +53,7 @@ class LSTMLayer(torch.autograd.Function):
         left_BTG = back_TBG.transpose(0, 1).contiguous()
         _note(context, left_BTG, left_BTG, right_BTE, hidden)
         back = _to_input(context, left_BTG, own_GE)
-        return None, back, dh[:, : h_BH.shape[1]], dc.to(c_BH.dtype), *[None] * 5
+        return None, back, dh[:, : h_BH.shape[1]], dc.to(c_BH.dtype), None, None
 
 
 class GRULayer(torch.autograd.Function):
@@ -68,15 +64,14 @@ class GRULayer(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        context: Any, anchor: Tensor, input_BTE: Tensor, h_BH: Tensor,
-        weight_GE: Tensor, weight_GH: Tensor, bias_in_G: Any, bias_hidden_G: Any, watch: Any,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        right_BTE, own_GE, own_GH = _products(input_BTE, weight_GE, weight_GH)
-        gates_TBG = _gates(right_BTE, own_GE, None if bias_in_G is None else bias_in_G.detach())
+    def forward(  # type: ignore[override]
+        context: Any, anchor: Tensor, input_BTE: Tensor, h_BH: Tensor, *others: Any
+    ) -> tuple[Tensor, Tensor]:
+        right_BTE, own_GE, own_GH, biases = _begun(context, input_BTE, *others)
+        gates_TBG = _gates(right_BTE, own_GE, biases[0].detach() if biases else None)
         own_bias_G = own_GH.new_zeros(len(own_GH))
-        if bias_hidden_G is not None:
-            own_bias_G = bias_hidden_G.detach().to(gates_TBG.dtype)
+        if biases:
+            own_bias_G = biases[1].detach().to(gates_TBG.dtype)
         num_steps = len(gates_TBG)
         hidden = _states(num_steps, h_BH, own_GH.shape[1], gates_TBG.dtype)
         news_TBH = gates_TBG.new_empty(num_steps, *h_BH.shape)
@@ -85,8 +80,6 @@ class GRULayer(torch.autograd.Function):
             inner_BG = torch.addmm(own_bias_G, hidden[t], own_GH.t())
             steps.gru(gates_TBG[t], inner_BG, hidden[t], hidden[t + 1], news_TBH[t])
         context.save_for_backward(right_BTE, gates_TBG, hidden, news_TBH, own_GH, own_GE)
-        context.watch, context.parameters = watch, (weight_GE, weight_GH, bias_in_G, bias_hidden_G)
-        context.num_inputs, context.input_dtype = input_BTE.shape[2], input_BTE.dtype
         return _outputs(hidden, h_BH.shape[1])
 
     @staticmethod
@@ -109,16 +102,23 @@ class GRULayer(torch.autograd.Function):
         left_hidden_BTG = back_hidden_TBG.transpose(0, 1).contiguous()
         _note(context, left_BTG, left_hidden_BTG, right_BTE, hidden)
         back = _to_input(context, left_BTG, own_GE)
-        return None, back, dh[:, : h_BH.shape[1]], *[None] * 5
+        return None, back, dh[:, : h_BH.shape[1]], None, None
 
 
-def _products(
-    input_BTE: Tensor, weight_GE: Tensor, weight_GH: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Input and weights as they are multiplied: in autocast's kind of number, rows aligned."""
+def _begun(
+    context: Any, input_BTE: Tensor, parameters: tuple[Tensor, ...], watch: Any
+) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+    """Input and weights as they are multiplied, in autocast's kind of number, rows aligned; and the
+    biases, input's and hidden. The context keeps what the way back must know.
+
+    Parameters come as a tuple, which autograd does not look into: they are constants here.
+    """
+    context.watch, context.parameters = watch, parameters
+    context.num_inputs, context.input_dtype = input_BTE.shape[2], input_BTE.dtype
     dtype = product_dtype(input_BTE)
-    right_BTE = aligned(input_BTE.to(dtype))
-    return right_BTE, aligned(weight_GE.detach().to(dtype)), aligned(weight_GH.detach().to(dtype))
+    weight_GE, weight_GH, *biases = parameters
+    own_GE, own_GH = (aligned(each.detach().to(dtype)) for each in (weight_GE, weight_GH))
+    return aligned(input_BTE.to(dtype)), own_GE, own_GH, biases
 
 
 def _gates(right_BTE: Tensor, own_GE: Tensor, bias_G: Tensor | None) -> Tensor:
@@ -150,13 +150,12 @@ def _from_above(outputs_BTH: Tensor, h_BH: Tensor, hidden: Tensor) -> tuple[Tens
 def _note(
     context: Any, left_BTG: Tensor, left_hidden_BTG: Tensor, right_BTE: Tensor, hidden: Tensor
 ) -> None:
-    weight_GE, weight_GH, bias_in_G, bias_hidden_G = context.parameters
+    weight_GE, weight_GH, *biases = context.parameters
     note = context.watch.note
     note(weight_GE, Outer(left_BTG, right_BTE))
     note(weight_GH, Outer(left_hidden_BTG, hidden[:-1].transpose(0, 1).contiguous()))
-    if bias_in_G is not None:
-        note(bias_in_G, Outer(left_BTG))
-        note(bias_hidden_G, Outer(left_hidden_BTG))
+    for bias, left in zip(biases, (left_BTG, left_hidden_BTG), strict=False):
+        note(bias, Outer(left))
 
 
 def _to_input(context: Any, left_BTG: Tensor, own_GE: Tensor) -> Tensor | None:
@@ -242,9 +241,13 @@ class Steps:
 
     @staticmethod
     def gru_back(
-        slopes: tuple[Tensor, ...], t: int, dh_BH: Tensor, out_BG: Tensor, out_hidden_BG: Tensor,
+        slopes: tuple[Tensor, ...],
+        t: int,
+        dh_BH: Tensor,
+        out_BG: Tensor,
+        out_hidden_BG: Tensor,
         kept_BH: Tensor,
-    ) -> None:  # fmt: skip
+    ) -> None:
         slopes_TBG, on_hidden_TBG, update_TBH = slopes
         by_gate = (3, dh_BH.shape[1])
         dh_B1H = dh_BH[:, None]

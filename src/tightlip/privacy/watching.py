@@ -19,16 +19,8 @@ from tightlip.privacy.recurrent_layers import GRULayer, LSTMLayer
 _PICKING = {
     function
     for name in (
-        *(
-            "index_select",
-            "gather",
-            "take",
-            "take_along_dim",
-            "masked_select",
-            "roll",
-            "flip",
-            "sort",
-        ),
+        *("index_select", "gather", "take", "take_along_dim", "masked_select"),
+        *("roll", "flip", "sort"),
         *("index_add", "index_copy", "index_put", "scatter", "scatter_add"),
     )
     for owner, spelling in ((torch, name), (Tensor, name), (Tensor, f"{name}_"))
@@ -168,16 +160,11 @@ def _recurrent(layer: Any) -> Callable[..., Any]:
     def rule(watch: "Watch", name: str, *args: Any) -> Any:
         if len(args) != 9 or not isinstance(args[2], list | tuple):
             raise NoRule(name, "a recurrent layer over packed rows")
-        input, start, weights, has_biases, num_layers, dropout, training, both_ways, batch_first = (
-            args
-        )
+        input, start, weights, has_biases, num_layers, dropout, training, *order = args
         per_layer = 4 if has_biases else 2
-        if (
-            both_ways
-            or not batch_first
-            or len(weights) != per_layer * num_layers
-            or len(input) != watch.num_rows
-        ):
+        both_ways, batch_first = order
+        is_plain = batch_first and not both_ways and len(weights) == per_layer * num_layers
+        if not is_plain or len(input) != watch.num_rows:
             raise NoRule(
                 name, "a recurrent layer that runs both ways, projects, or has rows second"
             )
@@ -189,10 +176,8 @@ def _recurrent(layer: Any) -> Callable[..., Any]:
                 raise NoRule(name, "a recurrent layer that is frozen in part")
             if number and dropout and training:
                 output = functional.dropout(output, dropout, training=True)
-            output, *end = layer.apply(
-                watch.anchor, output, *(part[number] for part in starts), *own[:2],
-                *(own[2:] or (None, None)), watch,
-            )  # fmt: skip
+            states = (part[number] for part in starts)
+            output, *end = layer.apply(watch.anchor, output, *states, tuple(own), watch)
             ends.append(end)
         return (output, *(torch.stack(parts) for parts in zip(*ends, strict=True)))
 
@@ -205,14 +190,8 @@ RULES: dict[Any, Callable[..., Any]] = {
     functional.embedding: _embedding,
     functional.layer_norm: _layer_norm,
     functional.rms_norm: _rms_norm,
-    torch.mul: _per_row(torch.mul),
-    Tensor.mul: _per_row(torch.mul),
-    Tensor.__mul__: _per_row(torch.mul),
-    Tensor.__rmul__: _per_row(torch.mul),
-    torch.add: _per_row(torch.add),
-    Tensor.add: _per_row(torch.add),
-    Tensor.__add__: _per_row(torch.add),
-    Tensor.__radd__: _per_row(torch.add),
+    **dict.fromkeys((torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__), _per_row(torch.mul)),
+    **dict.fromkeys((torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__), _per_row(torch.add)),
     torch.lstm: _recurrent(LSTMLayer),
     torch.gru: _recurrent(GRULayer),
 }
@@ -274,10 +253,8 @@ class Watch(TorchFunctionMode):
         torch.autograd.grad would hand itself to the watch, and a watch is off while it works.
         """
         engine = torch.autograd.Variable._execution_engine
-        return engine.run_backward(
-            (total,), (torch.ones_like(total),), False, False, tuple(asked),
-            allow_unreachable=True, accumulate_grad=False,
-        )  # fmt: skip
+        start = ((total,), (torch.ones_like(total),), False, False, tuple(asked))
+        return engine.run_backward(*start, allow_unreachable=True, accumulate_grad=False)
 
     def note_finite(self, values: Tensor) -> None:
         """Remember a tensor that cannot hold anything but finite numbers, by itself."""

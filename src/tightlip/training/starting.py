@@ -23,10 +23,13 @@ from tightlip.models.recurrent import GRUForCausalLM, LSTMForCausalLM, Recurrent
 from tightlip.models.transformer import TransformerForCausalLM
 from tightlip.training.config import BUILT_IN_MODELS, TrainConfig
 
-_RECURRENT: dict[str, Any] = {
+_BUILT_IN: dict[str, Any] = {
     "lstm": (LSTMConfig, LSTMForCausalLM),
     "gru": (GRUConfig, GRUForCausalLM),
+    "transformer": (TransformerConfig, TransformerForCausalLM),
 }
+_OF_ALL = ("hidden_size", "num_layers", "dropout", "tie_word_embeddings")
+_SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 # Of a model's card, before and after its noise.
 _ABOUT_THE_STEPS = ("mechanism", "adjacency", "sampling", "accountant", "steps")
 _ABOUT_THE_PROMISE = ("clip_norm", "sampling_rate", "covers", "outside")
@@ -51,24 +54,14 @@ def _whole_model(config: TrainConfig, tokenizer: Any) -> PreTrainedModel:
         return load_causal_lm(config.model, dtype=torch.float32)
     common = {
         "vocab_size": len(tokenizer),
-        "hidden_size": config.hidden_size,
-        "num_layers": config.num_layers,
-        "dropout": config.dropout,
-        "tie_word_embeddings": config.tie_word_embeddings,
-        "bos_token_id": tokenizer.bos_token_id,
-        "eos_token_id": tokenizer.eos_token_id,
-        "pad_token_id": tokenizer.pad_token_id,
+        **{name: getattr(config, name) for name in _OF_ALL},
+        **{name: getattr(tokenizer, name) for name in _SPECIAL_TOKENS},
     }
+    own: dict[str, Any] = {"embedding_size": config.embedding_size}
     if config.model == "transformer":
-        return TransformerForCausalLM(
-            TransformerConfig(
-                num_heads=config.num_heads,
-                max_position_embeddings=config.sequence_length,
-                **common,
-            )
-        )
-    config_class, model_class = _RECURRENT[config.model]
-    return model_class(config_class(embedding_size=config.embedding_size, **common))
+        own = {"num_heads": config.num_heads, "max_position_embeddings": config.sequence_length}
+    config_class, model_class = _BUILT_IN[config.model]
+    return model_class(config_class(**own, **common))
 
 
 def check_start(config: TrainConfig, tokenizer: Any, corpus_folder: Path) -> dict[str, str]:

@@ -66,11 +66,9 @@ class ModelScores:
     def unknown_share(self, corpus: TokenizedCorpus) -> float:
         """The share of tokens that stand for a word the model has no name for."""
         unknown = self.model.tokenizer.unk_token_id
-        return (
-            0.0
-            if unknown is None
-            else float((corpus.tokens == unknown).sum() / max(corpus.num_tokens, 1))
-        )
+        if unknown is None:
+            return 0.0
+        return float((corpus.tokens == unknown).sum() / max(corpus.num_tokens, 1))
 
     def log_perplexities(self, corpus: TokenizedCorpus, description: str) -> np.ndarray:
         """Nats a token of every document, on the grid; NaN where no token was scored.
@@ -90,7 +88,11 @@ class ModelScores:
             for shard in scanned.shards()
         ]
         nats = np.concatenate(means) if means else np.zeros(0)
-        _refuse_infinite(nats, self.model.name)
+        if np.isinf(nats).any():
+            raise UsageError(
+                f"{self.model.name} holds a token of this text for impossible (probability 0), so no perplexity means "
+                "anything. Give the model without whatever masks its logits."
+            )
         return on_grid(self._settled(corpus, nats, description))
 
     def _settled(self, corpus: TokenizedCorpus, nats: np.ndarray, description: str) -> np.ndarray:
@@ -132,14 +134,6 @@ def _means(log_probs: np.ndarray, lengths: np.ndarray) -> np.ndarray:
         return np.asarray(sums / np.bincount(documents[scored], minlength=len(lengths)))
 
 
-def _refuse_infinite(nats: np.ndarray, model: str) -> None:
-    if np.isinf(nats).any():
-        raise UsageError(
-            f"{model} holds a token of this text for impossible (probability 0), so no perplexity means anything. Give "
-            "the model without whatever masks its logits."
-        )
-
-
 def weigh_documents(
     prepared: str | Path | PreparedCorpus,
     *,
@@ -166,7 +160,8 @@ def weigh_documents(
     kept = job.kept()
     if kept is not None and all(kept.info[name] == value for name, value in job.identity.items()):
         return kept
-    shared = job.shared()
+    documents = None if job.public is None else job.public.documents()
+    shared = known_overlap(corpus, documents, job.model)
     work = make_private_folder(corpus.folder / WORK)
     store = ScanStore(corpus.folder / SCAN)
     nats, public = job.scored(work, store, kept, device)
@@ -260,11 +255,6 @@ class _Weighing:
         }
         return cls(corpus=corpus, config=config, model=model, public=public, identity=identity)
 
-    def shared(self) -> dict[str, Any]:
-        """What this text has in common with what is taken to be public, or a refusal."""
-        documents = None if self.public is None else self.public.documents()
-        return known_overlap(self.corpus, documents, self.model)
-
     def kept(self) -> PrivacyWeights | None:
         """Weights that stand there already and are of this text."""
         try:
@@ -277,15 +267,11 @@ class _Weighing:
     ) -> tuple[np.ndarray, np.ndarray | None]:
         """Log-perplexities of the training documents and of the public ones, on their grid."""
         nats, public = self._scored_before(kept)
-        score: Callable[[str], np.ndarray] | None = None
-        if nats is None or (public is None and self.public is not None):
+        wants_public = public is None and self.public is not None
+        if nats is None or wants_public:
             score = self._by_words() if self.model is None else self._by_model(work, store, device)
-        if nats is None:
-            assert score is not None
-            nats = score("train")
-        if public is None and self.public is not None:
-            assert score is not None
-            public = score("public")
+            nats = score("train") if nats is None else nats
+            public = score("public") if wants_public else public
         if public is not None and (few := int((~np.isnan(public)).sum())) < FEWEST_PUBLIC:
             log.warning(
                 "Only %d public documents could be scored; constants from so few mean little.", few
@@ -384,30 +370,22 @@ def _shown(folder: Path, weights: PrivacyWeights) -> tuple[list[Shown], list[Sho
     order = order[~np.isnan(nats[order])]
     ends = order[::-1][:SCANNED_FOR_DISTINCT], order[:SCANNED_FOR_DISTINCT]
     texts = _texts(folder, {int(each) for end in ends for each in end})
-    highest, lowest = (
-        [
-            {
-                "number": int(n),
-                "user": texts[n][0],
-                "text": texts[n][1],
-                "rho": rho[n],
-                "nats": nats[n],
-            }
-            for n in end
-        ]
-        for end in ends
-    )
-    return _distinct(highest), _distinct(lowest)
+
+    def shown(n: int) -> Shown:
+        user, text = texts[n]
+        return {"number": int(n), "user": user, "text": text, "rho": rho[n], "nats": nats[n]}
+
+    highest, lowest = (_distinct([shown(n) for n in end]) for end in ends)
+    return highest, lowest
 
 
 def _texts(folder: Path, wanted: set[int]) -> dict[int, tuple[str, str]]:
-    texts, number = {}, 0
-    for batch in _train_text(folder).batches():
-        for user, text in zip(batch.users, batch.texts, strict=True):
-            if number in wanted:
-                texts[number] = (user, text)
-            number += 1
-    return texts
+    pairs = (
+        pair
+        for batch in _train_text(folder).batches()
+        for pair in zip(batch.users, batch.texts, strict=True)
+    )
+    return {number: pair for number, pair in enumerate(pairs) if number in wanted}
 
 
 def _distinct(documents: list[Shown]) -> list[Shown]:
