@@ -1,7 +1,7 @@
 """`tightlip canaries plant`, `choose` and `measure`: secrets in a corpus, and what a model keeps."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from statistics import mean, median
 from typing import Annotated, Any
@@ -104,10 +104,8 @@ def canary_lines(found: list[Entry]) -> list[str]:
     """What the tables' figures mean, in plain sentences."""
     planted, real = of_kind(found, "planted"), of_kind(found, "real")
     lines = [_threshold_line(planted), *_cannot_lines(planted)] if planted else []
-    lines += [
-        line for kind in ("planted", "real") for line in _tab_lines(of_kind(found, kind), kind)
-    ]
-    return lines + _sampled_lines(planted) + _unknown_lines(real)
+    lines += [*_tab_lines(planted, "planted"), *_tab_lines(real, "real")]
+    return [*lines, *_sampled_lines(planted), *_unknown_lines(real)]
 
 
 def of_kind(found: list[Entry], kind: str) -> list[Entry]:
@@ -195,11 +193,11 @@ def _threshold_line(planted: list[Entry]) -> str:
     )
 
 
-def _cannot_lines(planted: list[Entry]) -> list[str]:
+def _cannot_lines(planted: list[Entry]) -> Iterator[str]:
     """Of which templates exposure cannot be shown, and what to do about it."""
     from tightlip.audit.canaries.exposure import can_be_shown, most_bits, samples_needed
 
-    above, lines = _threshold(planted), []
+    above = _threshold(planted)
     for name in dict.fromkeys(one["template"] for one in planted):
         group = [one for one in planted if one["template"] == name]
         unseen = [one for one in group if not can_be_shown(one, above)]
@@ -211,43 +209,32 @@ def _cannot_lines(planted: list[Entry]) -> list[str]:
             if math.log2(most["space"]) > above
             else "Plant fewer canaries, or use larger slots."
         )
-        lines.append(
+        yield (
             f"Exposure of {name!r} cannot be shown: a canary known by heart has {most_bits(most):.1f} bits here, and "
             f"more than {above:.1f} are needed. {advice}"
         )
-    return lines
 
 
-def _tab_lines(group: list[Entry], kind: str) -> list[str]:
-    if not group:
-        return []
-    lines = [f"Tab: {_num_tab(group)} of {len(group):,} {kind} canaries are completed."]
+def _tab_lines(group: list[Entry], kind: str) -> Iterator[str]:
     from tightlip.audit.canaries.tab_attack import most_successes
 
+    if group:
+        yield f"Tab: {_num_tab(group)} of {len(group):,} {kind} canaries are completed."
     most = most_successes([(one["prompt"], one["text"]) for one in group])
     if most < len(group):
-        lines.append(
-            f"Tab: at most {most:,} of {len(group):,} can succeed, for the others begin like one of these."
+        yield f"Tab: at most {most:,} of {len(group):,} can succeed, for the others begin like one of these."
+
+
+def _sampled_lines(planted: list[Entry]) -> Iterator[str]:
+    if sampled := [one for one in planted if not one["exact"]]:
+        worst = max(one["fit_ks"] for one in sampled)
+        fewest = min(one["num_samples"] for one in sampled)
+        yield (
+            f"{len(sampled):,} exposures are estimated from sampled candidates, {fewest:,} of each template; the fitted "
+            f"curve is off by at most {worst:.3f} (Kolmogorov-Smirnov)."
         )
-    return lines
 
 
-def _sampled_lines(planted: list[Entry]) -> list[str]:
-    sampled = [one for one in planted if not one["exact"]]
-    if not sampled:
-        return []
-    worst = max(one["fit_ks"] for one in sampled)
-    fewest = min(one["num_samples"] for one in sampled)
-    return [
-        f"{len(sampled):,} exposures are estimated from sampled candidates, {fewest:,} of each template; the fitted "
-        f"curve is off by at most {worst:.3f} (Kolmogorov-Smirnov)."
-    ]
-
-
-def _unknown_lines(real: list[Entry]) -> list[str]:
-    num = sum(one["perplexity"] is None for one in real)
-    if not num:
-        return []
-    return [
-        f"{num:,} real texts hold a word that this model's vocabulary lacks: it cannot complete them."
-    ]
+def _unknown_lines(real: list[Entry]) -> Iterator[str]:
+    if num := sum(one["perplexity"] is None for one in real):
+        yield f"{num:,} real texts hold a word that this model's vocabulary lacks: it cannot complete them."

@@ -144,27 +144,22 @@ def ends(figure: dict[str, Any], spelled: str) -> str:
     return f"{figure['low']:{spelled}} to {figure['high']:{spelled}}"
 
 
-def lines_about_membership(found: dict[str, Any]) -> list[str]:
+def lines_about_membership(found: dict[str, Any]) -> Iterator[str]:
     """What the table's figures mean, in plain sentences."""
     documents = found["documents"]
-    lines = [
+    yield (
         f"{documents['num_members']:,} training documents against {documents['num_nonmembers']:,} held-out ones; "
-        "AUC 0.5 is chance, 1 tells every one.",
-        *_about_rates(documents),
-        _verdict("document", documents),
-    ]
+        "AUC 0.5 is chance, 1 tells every one."
+    )
+    if documents["scores"]["loss"]["tpr_at_1_percent_fpr"] is not None:
+        yield (
+            "At 1%, at 0.1%: the share of those trained on that is found while so many of the others are accused; chance "
+            "finds as many."
+        )
+    yield _verdict("document", documents)
     if (users := found["users"]) is not None:
-        lines.append(_verdict("user", users))
-    return lines + found["notes"]
-
-
-def _about_rates(level: dict[str, Any]) -> list[str]:
-    if level["scores"]["loss"]["tpr_at_1_percent_fpr"] is None:
-        return []
-    return [
-        "At 1%, at 0.1%: the share of those trained on that is found while so many of the others are accused; chance "
-        "finds as many."
-    ]
+        yield _verdict("user", users)
+    yield from found["notes"]
 
 
 def _verdict(one: str, level: dict[str, Any]) -> str:
@@ -209,15 +204,15 @@ def _range(row: dict[str, Any]) -> str:
     return f"{first:,}" if first == last else f"{first:,} to {last:,}"
 
 
-def lines_about_groups(found: dict[str, Any]) -> list[str]:
+def lines_about_groups(found: dict[str, Any]) -> Iterator[str]:
     """What the table's figures mean, in plain sentences."""
-    lines = [
+    yield (
         f"{found['num_users']:,} users with {found['num_documents']:,} held-out documents; perplexity of all their "
         f"text {found['perplexity']['value']:.1f} ({ends(found['perplexity'], '.1f')})."
-    ]
+    )
     if (gap := found["gap"]) is not None:
-        lines.append(_about_gap(found, gap))
-    return lines + found["notes"]
+        yield _about_gap(found, gap)
+    yield from found["notes"]
 
 
 def _about_gap(found: dict[str, Any], gap: dict[str, Any]) -> str:

@@ -64,7 +64,7 @@ def _section(section: dict[str, Any]) -> dict[str, Any]:
     return {
         "name": section["name"],
         "about": about(section),
-        "findings": findings(section),
+        "findings": list(findings(section)),
         "stopped": stopped_early(section),
         "runs": _runs_table(section),
         "by_third": _thirds_table(section),

@@ -180,10 +180,9 @@ def equal_ratios(section: dict[str, Any], sigma: float | None = None) -> dict[st
     }
 
 
-def findings(section: dict[str, Any]) -> list[str]:
+def findings(section: dict[str, Any]) -> Iterator[str]:
     """What the figures of one corpus say, a sentence or two each."""
     rows = section["rows"]
-    sentences = []
     for sigma in noise_levels(section):
         plain, published = (
             find(rows, mode, sigma, "same noise") for mode in ("dp", "as-published")
@@ -195,18 +194,15 @@ def findings(section: dict[str, Any]) -> list[str]:
             f"{mode} has {ratio:.2f} times that{_cut_short(rows, mode, sigma)}"
             for mode, ratio in ratios.items()
         )
-        sentences.append(
-            f"At ε {epsilon_words(plain)} ({plain['standing']}) the perplexity of plain DP is {number(plain['perplexity'])}; {others}."
-        )
-        sentences.append(
+        yield f"At ε {epsilon_words(plain)} ({plain['standing']}) the perplexity of plain DP is {number(plain['perplexity'])}; {others}."
+        yield (
             f"As published at σ {sigma:g}: {published['perplexity'] / plain['perplexity']:.2f} times plain DP's perplexity, "
             f"with less noise (ε {epsilon_words(published)} by our reading, against {epsilon_words(plain)}). No theorem covers it."
         )
         clip = find(rows, "clip", sigma, "equal epsilon")
         if clip is not None:
-            sentences += _who_pays(plain, clip)
-            sentences.append(_who_is_protected(rows[0], plain, clip))
-    return sentences
+            yield from _who_pays(plain, clip)
+            yield _who_is_protected(rows[0], plain, clip)
 
 
 def is_cut_short(row: Row) -> bool:
@@ -260,17 +256,14 @@ def steps_words(row: Row) -> str:
     return f"{row['steps']:,}" + (f" of {row['planned_steps']:,}" if is_cut_short(row) else "")
 
 
-def _who_pays(plain: Row, clip: Row) -> list[str]:
+def _who_pays(plain: Row, clip: Row) -> Iterator[str]:
     more = [
         _difference(own["cost_nats"], other["cost_nats"])
         for own, other in zip(clip["thirds"], plain["thirds"], strict=True)
     ]
-    if None in more:
-        return []
-    costs = ", ".join(f"{name} {value:+.3f}" for name, value in zip(THIRDS, more, strict=True))
-    return [
-        f"What clip costs beyond plain DP at σ {plain['sigma']:g}, in nats a token of held-out text: {costs}."
-    ]
+    if None not in more:
+        costs = ", ".join(f"{name} {value:+.3f}" for name, value in zip(THIRDS, more, strict=True))
+        yield f"What clip costs beyond plain DP at σ {plain['sigma']:g}, in nats a token of held-out text: {costs}."
 
 
 def _who_is_protected(bare: Row, plain: Row, clip: Row) -> str:

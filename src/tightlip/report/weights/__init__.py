@@ -1,6 +1,6 @@
 """Privacy weights on one page: the rarest and the most ordinary documents, for a person to judge."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -63,11 +63,10 @@ def spread_of(rho: np.ndarray, nats: np.ndarray, least: float) -> Spread:
     )
 
 
-def doubts(info: dict[str, Any], spread: Spread) -> list[str]:
+def doubts(info: dict[str, Any], spread: Spread) -> Iterator[str]:
     """What speaks against these weights, in sentences."""
-    sentences = []
     if spread.at_one > 0.5:
-        sentences.append(
+        yield (
             f"{percent(spread.at_one)} of the documents weigh 1, so the weights tell little apart. To this estimator most "
             "of the corpus is rarer than the public corpus: take one of a more similar kind, or another model."
         )
@@ -77,15 +76,12 @@ def doubts(info: dict[str, Any], spread: Spread) -> list[str]:
             if info["is_sound"]
             else "A few documents of enormous perplexity take up the whole range."
         )
-        sentences.append(
-            f"{percent(spread.at_least)} of the documents have the least weight. {why}"
-        )
+        yield f"{percent(spread.at_least)} of the documents have the least weight. {why}"
     if info["estimator"] == "frequency estimate":
-        sentences.append(
+        yield (
             "These weights come from a frequency estimate, no language model: how often words and pairs of words stand in "
             "the public corpus."
         )
-    return sentences
 
 
 def lines_about(info: dict[str, Any], rho: np.ndarray, nats: np.ndarray) -> list[str]:
@@ -125,7 +121,7 @@ class WeightsPage:
             "headline": f"{half} {number(spread.median)} or less",
             "version": info["version"],
             "info": info,
-            "doubts": doubts(info, spread),
+            "doubts": list(doubts(info, spread)),
             "spread": spread,
             "weight_plot": weight_plot(self.rho[~np.isnan(self.nats)]),
             "perplexity_plot": perplexity_plot(self.nats, info),
@@ -174,13 +170,9 @@ def perplexity_plot(nats: np.ndarray, info: dict[str, Any]) -> Markup | None:
 
 
 def _bars(places: np.ndarray, edges: np.ndarray, counts: np.ndarray, what: str) -> list[Bar]:
-    return [
-        Bar(
-            left=float(places[i]),
-            right=float(places[i + 1]),
-            count=int(n),
-            own=int(n),
-            tip=f"{what} {edges[i]:.2f} to {edges[i + 1]:.2f}: {counted(int(n), 'document')}",
-        )
-        for i, n in enumerate(counts)
-    ]
+    bars = []
+    for i, n in enumerate(counts.tolist()):
+        tip = f"{what} {edges[i]:.2f} to {edges[i + 1]:.2f}: {counted(n, 'document')}"
+        left, right = places[i : i + 2].tolist()
+        bars.append(Bar(left=left, right=right, count=n, own=n, tip=tip))
+    return bars
