@@ -132,10 +132,6 @@ def _as_spelt_before(
         raise UsageError(
             f"--{command} makes no leakage report, so {not_here[0]} does not go with it. Run: tightlip {command} {run}"
         )
-    logging.getLogger("tightlip").warning(
-        "audit --%s is now: tightlip %s %s. The old spelling goes with the next version.",
-        *(command, command, run),
-    )
     reference, against, key = flags.values()
     how = {"device": device, "keep_scan": True, "seed": None, "num_bootstraps": None}
     if command == "membership":
@@ -144,6 +140,10 @@ def _as_spelt_before(
         measures.groups(run=run, against=against, key=key, **how)
     else:
         measures.dp_check(run, device=device)
+    logging.getLogger("tightlip").warning(
+        "audit --%s is now: tightlip %s %s. The old spelling goes with the next version.",
+        *(command, command, run),
+    )
 
 
 def _check_gate(conditions: list[str], settings: dict[str, Any]) -> None:
