@@ -21,10 +21,10 @@ from pathlib import Path
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as the command sets it
 
 import torch
-from representation import pooled, texts_of, tokenised
 from torch import nn
 from torch.nn import functional
 
+from representation import pooled, texts_of, tokenised
 from tightlip.vectors.data import open_source, read_examples
 from tightlip.vectors.learning import LARGEST_NORM, Training
 from tightlip.vectors.settings import RepresentOptions, RepresentSettings
