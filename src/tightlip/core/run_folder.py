@@ -338,6 +338,15 @@ def go_back_to(
     write_metrics(folder, metrics, losses_are_private=losses_are_private)
 
 
+@dataclass(kw_only=True)
+class Moment:
+    """How far a training is. Loss and seconds run over the epoch under way."""
+
+    step: int = 0
+    loss_nats: float = 0.0
+    seconds: float = 0.0
+
+
 def write_moment(folder: Path, tensors: dict[str, Any], progress: Any) -> None:
     """Keep, whole or not at all, what a killed training goes on from; `progress` is a dataclass."""
     from safetensors.torch import save_file

@@ -13,6 +13,8 @@ from torch.nn import functional
 
 from tightlip.privacy.layers import Outer, aligned, product_dtype, wide
 
+Tensors = tuple[Tensor, ...]
+
 
 class LSTMLayer(torch.autograd.Function):
     """One LSTM layer: all outputs, the last hidden state and the last cell.
@@ -106,7 +108,7 @@ class GRULayer(torch.autograd.Function):
 
 
 def _begun(
-    context: Any, input_BTE: Tensor, parameters: tuple[Tensor, ...], watch: Any
+    context: Any, input_BTE: Tensor, parameters: Tensors, watch: Any
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     """Input and weights as they are multiplied, in autocast's kind of number, rows aligned; and the
     biases, input's and hidden. The context keeps what the way back must know.
@@ -188,7 +190,7 @@ class Steps:
         torch.tanh(c_out_BH, out=h_out_BH).mul_(o)
 
     @staticmethod
-    def lstm_slopes(gates_TBG: Tensor, cells: Tensor) -> tuple[Tensor, ...]:
+    def lstm_slopes(gates_TBG: Tensor, cells: Tensor) -> Tensors:
         """What each gate's gradient is to that of its cell (the last gate's: to that of the
         output), for all steps at once; the output's to the cell's; and the forget gates."""
         i, f, g, o = gates_TBG.chunk(4, 2)
@@ -202,9 +204,7 @@ class Steps:
         return slopes_TBG, tanh_c.square_().neg_().add_(1).mul_(o), f
 
     @staticmethod
-    def lstm_back(
-        slopes: tuple[Tensor, ...], t: int, dh_BH: Tensor, dc_BH: Tensor, out_BG: Tensor
-    ) -> None:
+    def lstm_back(slopes: Tensors, t: int, dh_BH: Tensor, dc_BH: Tensor, out_BG: Tensor) -> None:
         slopes_TBG, reach_TBH, forget_TBH = slopes
         size = dc_BH.shape[1]
         dc_BH.addcmul_(dh_BH, reach_TBH[t])
@@ -226,7 +226,7 @@ class Steps:
         torch.sub(h_BH, n, out=h_out_BH).mul_(z).add_(n)
 
     @staticmethod
-    def gru_slopes(gates_TBG: Tensor, news_TBH: Tensor, hidden: Tensor) -> tuple[Tensor, ...]:
+    def gru_slopes(gates_TBG: Tensor, news_TBH: Tensor, hidden: Tensor) -> Tensors:
         """What each gate's gradient is to that of the output, on the input's side and on the
         hidden side, for all steps at once; and the update gates."""
         r, z, n = gates_TBG.chunk(3, 2)
@@ -241,7 +241,7 @@ class Steps:
 
     @staticmethod
     def gru_back(
-        slopes: tuple[Tensor, ...],
+        slopes: Tensors,
         t: int,
         dh_BH: Tensor,
         out_BG: Tensor,

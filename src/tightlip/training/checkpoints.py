@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from tightlip.core.errors import UsageError
 from tightlip.core.run_folder import (
     TENSORS,
+    Moment,
     load_optimizer_tensors,
     moments_in,
     optimizer_tensors,
@@ -30,14 +31,11 @@ from tightlip.training.mitigations import Mitigation
 
 
 @dataclass(kw_only=True)
-class Progress:
-    """How far a run is. Sums and seconds run over the epoch under way."""
+class Progress(Moment):
+    """How far a run is."""
 
-    step: int = 0
     recorded_step: int = 0
-    loss_nats: float = 0.0
     num_targets: int = 0
-    seconds: float = 0.0
     best_perplexity: float | None = None
     best_step: int = 0
     epochs_since_best: int = 0

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from tightlip.core.files import folder_written_whole
 from tightlip.core.run_folder import (
     TENSORS,
+    Moment,
     load_optimizer_tensors,
     moments_in,
     optimizer_tensors,
@@ -30,13 +31,10 @@ _OPTIMIZER = "optimizer"
 
 
 @dataclass(kw_only=True)
-class Progress:
-    """How far a training is. Loss and seconds run over the epoch under way."""
+class Progress(Moment):
+    """How far a training of vectors is."""
 
-    step: int = 0
-    loss_nats: float = 0.0
     num_texts: int = 0
-    seconds: float = 0.0
     best_epoch: int = 0
     best_loss_nats: float | None = None
     epochs: list[dict[str, Any]] = field(default_factory=list)
