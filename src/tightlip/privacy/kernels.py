@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-Tensors = tuple[Tensor, ...]
+Parts = tuple[Tensor, ...]
 
 BLOCK = 256
 LANES = 256  # ChaCha blocks of a program; each gives 16 numbers
@@ -120,12 +120,12 @@ class Steps:
         _over(_lstm, 4, h_out_BH, gates_BG, c_BH, c_out_BH, h_out_BH)
 
     @staticmethod
-    def lstm_slopes(gates_TBG: Tensor, cells: Tensor) -> Tensors:
+    def lstm_slopes(gates_TBG: Tensor, cells: Tensor) -> Parts:
         """A kernel works them out on the way."""
         return gates_TBG, cells
 
     @staticmethod
-    def lstm_back(slopes: Tensors, t: int, dh_BH: Tensor, dc_BH: Tensor, out_BG: Tensor) -> None:
+    def lstm_back(slopes: Parts, t: int, dh_BH: Tensor, dc_BH: Tensor, out_BG: Tensor) -> None:
         gates_TBG, cells = slopes
         _over(_lstm_back, 4, dh_BH, gates_TBG[t], cells[t], cells[t + 1], dh_BH, dc_BH, out_BG)
 
@@ -136,17 +136,12 @@ class Steps:
         _over(_gru, 3, h_BH, gates_BG, inner_BG, h_BH, h_out_BH, new_BH)
 
     @staticmethod
-    def gru_slopes(gates_TBG: Tensor, news_TBH: Tensor, hidden: Tensor) -> Tensors:
+    def gru_slopes(gates_TBG: Tensor, news_TBH: Tensor, hidden: Tensor) -> Parts:
         return gates_TBG, news_TBH, hidden
 
     @staticmethod
     def gru_back(
-        slopes: Tensors,
-        t: int,
-        dh_BH: Tensor,
-        out_BG: Tensor,
-        out_hidden_BG: Tensor,
-        kept_BH: Tensor,
+        slopes: Parts, t: int, dh_BH: Tensor, out_BG: Tensor, out_hidden_BG: Tensor, kept_BH: Tensor
     ) -> None:
         gates_TBG, news_TBH, hidden = slopes
         states = (news_TBH[t], hidden[t], dh_BH, out_BG, out_hidden_BG, kept_BH)
@@ -459,7 +454,7 @@ class GPUNoise:
         self._key = torch.tensor(struct.unpack("<8i", key), dtype=torch.int32, device=device)
         self._nonce = torch.zeros(2, dtype=torch.int32, device=device)
         self._double_rounds = double_rounds
-        self._table: tuple[tuple[int, ...], Tensors] = ((), ())
+        self._table: tuple[tuple[int, ...], Parts] = ((), ())
 
     def add(self, tensors: list[Tensor], *, scale: float, share: float) -> None:
         """Every entry becomes (entry + scale · N(0, 1)) · share, in place.
@@ -482,7 +477,7 @@ class GPUNoise:
             "A noise generator's state must not be stored: whoever reads it can subtract the noise."
         )
 
-    def _tables(self, tensors: list[Tensor]) -> Tensors:
+    def _tables(self, tensors: list[Tensor]) -> Parts:
         sizes = tuple(tensor.numel() for tensor in tensors)
         device = self._key.device
         if self._table[0] != sizes:

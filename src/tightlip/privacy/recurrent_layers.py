@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from tightlip.privacy.layers import Outer, aligned, product_dtype, wide
 
-Tensors = tuple[Tensor, ...]
+Parts = tuple[Tensor, ...]
 
 
 class LSTMLayer(torch.autograd.Function):
@@ -108,7 +108,7 @@ class GRULayer(torch.autograd.Function):
 
 
 def _begun(
-    context: Any, input_BTE: Tensor, parameters: Tensors, watch: Any
+    context: Any, input_BTE: Tensor, parameters: Parts, watch: Any
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     """Input and weights as they are multiplied, in autocast's kind of number, rows aligned; and the
     biases, input's and hidden. The context keeps what the way back must know.
@@ -190,7 +190,7 @@ class Steps:
         torch.tanh(c_out_BH, out=h_out_BH).mul_(o)
 
     @staticmethod
-    def lstm_slopes(gates_TBG: Tensor, cells: Tensor) -> Tensors:
+    def lstm_slopes(gates_TBG: Tensor, cells: Tensor) -> Parts:
         """What each gate's gradient is to that of its cell (the last gate's: to that of the
         output), for all steps at once; the output's to the cell's; and the forget gates."""
         i, f, g, o = gates_TBG.chunk(4, 2)
@@ -204,7 +204,7 @@ class Steps:
         return slopes_TBG, tanh_c.square_().neg_().add_(1).mul_(o), f
 
     @staticmethod
-    def lstm_back(slopes: Tensors, t: int, dh_BH: Tensor, dc_BH: Tensor, out_BG: Tensor) -> None:
+    def lstm_back(slopes: Parts, t: int, dh_BH: Tensor, dc_BH: Tensor, out_BG: Tensor) -> None:
         slopes_TBG, reach_TBH, forget_TBH = slopes
         size = dc_BH.shape[1]
         dc_BH.addcmul_(dh_BH, reach_TBH[t])
@@ -226,7 +226,7 @@ class Steps:
         torch.sub(h_BH, n, out=h_out_BH).mul_(z).add_(n)
 
     @staticmethod
-    def gru_slopes(gates_TBG: Tensor, news_TBH: Tensor, hidden: Tensor) -> Tensors:
+    def gru_slopes(gates_TBG: Tensor, news_TBH: Tensor, hidden: Tensor) -> Parts:
         """What each gate's gradient is to that of the output, on the input's side and on the
         hidden side, for all steps at once; and the update gates."""
         r, z, n = gates_TBG.chunk(3, 2)
@@ -241,12 +241,7 @@ class Steps:
 
     @staticmethod
     def gru_back(
-        slopes: Tensors,
-        t: int,
-        dh_BH: Tensor,
-        out_BG: Tensor,
-        out_hidden_BG: Tensor,
-        kept_BH: Tensor,
+        slopes: Parts, t: int, dh_BH: Tensor, out_BG: Tensor, out_hidden_BG: Tensor, kept_BH: Tensor
     ) -> None:
         slopes_TBG, on_hidden_TBG, update_TBH = slopes
         by_gate = (3, dh_BH.shape[1])
