@@ -12,8 +12,6 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Self
 
-import tomli_w
-
 from tightlip.core.errors import UsageError
 from tightlip.core.registry import unknown
 
@@ -209,6 +207,8 @@ def toml_text(tree: Mapping[str, Any]) -> str:
     [train]
     model = "lstm"
     """
+    import tomli_w  # not on every GPU image, where scanning needs none of it
+
     return tomli_w.dumps(_without_none(tree))
 
 
