@@ -128,13 +128,15 @@ def test_a_checkpoint_is_whole_or_not_there(
     after_files, corpus, undisturbed, tmp_path, monkeypatch
 ):
     """Cut off while the fourth checkpoint is being written, or before the third is removed."""
-    from tightlip.training import checkpoints
+    import safetensors.torch
+
+    from tightlip.core import run_folder
 
     saved = {"count": 0}
     save_file, write_json, rmtree = (
-        checkpoints.save_file,
-        checkpoints.write_json,
-        checkpoints.shutil.rmtree,
+        safetensors.torch.save_file,
+        run_folder.write_json,
+        run_folder.shutil.rmtree,
     )
 
     def counted_save(tensors, path):
@@ -153,9 +155,9 @@ def test_a_checkpoint_is_whole_or_not_there(
             raise Killed
         rmtree(path, *arguments, **more)
 
-    monkeypatch.setattr(checkpoints, "save_file", counted_save)
-    monkeypatch.setattr(checkpoints, "write_json", counted_write)
-    monkeypatch.setattr(checkpoints.shutil, "rmtree", counted_remove)
+    monkeypatch.setattr(safetensors.torch, "save_file", counted_save)
+    monkeypatch.setattr(run_folder, "write_json", counted_write)
+    monkeypatch.setattr(run_folder.shutil, "rmtree", counted_remove)
     with pytest.raises(Killed):
         train(corpus, tmp_path / "run", CONFIG, EVERY_STEP)
     monkeypatch.undo()

@@ -9,7 +9,6 @@ import torch
 
 from tightlip.core.errors import UsageError
 from tightlip.vectors import learning as training
-from tightlip.vectors.attack_data import parts_of_run, seen_in_train
 from tightlip.vectors.batches import Batches, scores_of
 from tightlip.vectors.data import load_examples, open_source, read_examples
 from tightlip.vectors.device import load_device
@@ -227,7 +226,7 @@ def test_test_texts_that_read_as_a_training_text_does_are_counted(tmp_path):
     run = trained(tmp_path / "run", rows, split="column", epochs=1)
     assert run.metrics["num_seen_in_train"] == 7
     examples = load_examples(run.folder)
-    assert seen_in_train(examples, parts_of_run(examples)).sum() == 7
+    assert examples.seen_in_train().sum() == 7
 
 
 def test_texts_in_memory_stay_with_the_run(tmp_path):

@@ -48,7 +48,7 @@ def test_what_was_written_is_read_bit_for_bit(tmp_path):
     assert there.vectors.tobytes() == vectors().tobytes()
     assert there.columns == {"label": list("abcdefghi"), "age": odd}
     assert (there.record, there.pair) == (RECORD, "ab12")
-    assert there.mechanism.noise_scale == 2.0
+    assert VectorMechanism.from_record(there.record).noise_scale == 2.0
     assert pq.read_schema(path).field("vector").type == pa.list_(pa.float32(), 6)
 
 

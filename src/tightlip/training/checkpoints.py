@@ -16,22 +16,13 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from tightlip.core import run_folder
 from tightlip.core.errors import UsageError
-from tightlip.core.run_folder import (
-    TENSORS,
-    Moment,
-    load_optimizer_tensors,
-    moments_in,
-    optimizer_tensors,
-    part_of,
-    prefixed,
-    write_moment,
-)
 from tightlip.training.mitigations import Mitigation
 
 
 @dataclass(kw_only=True)
-class Progress(Moment):
+class Progress(run_folder.Moment):
     """How far a run is."""
 
     recorded_step: int = 0
@@ -51,11 +42,11 @@ def save_checkpoint(
     if now.exists():  # the step is the same, what was recorded since is not
         now = folder / f"step-{progress.step}-recorded"
     tensors = {
-        **prefixed("model", model_tensors(model)),
-        **prefixed("optimizer", optimizer_tensors(optimizer)),
-        **prefixed("mitigation", mitigation.state_dict()),
+        **run_folder.prefixed("model", model_tensors(model)),
+        **run_folder.prefixed("optimizer", run_folder.optimizer_tensors(optimizer)),
+        **run_folder.prefixed("mitigation", mitigation.state_dict()),
     }
-    write_moment(now, tensors, progress)
+    run_folder.write_moment(now, tensors, progress)
     for other in folder.iterdir():
         if other != now:
             shutil.rmtree(other)
@@ -65,14 +56,14 @@ def load_checkpoint(
     folder: Path, model: nn.Module, optimizer: Optimizer, mitigation: Mitigation
 ) -> Progress | None:
     """Bring everything back to the last moment saved; None where none was."""
-    states = moments_in(folder, Progress)
+    states = run_folder.moments_in(folder, Progress)
     if not states:
         return None
     latest = max(states, key=lambda path: (states[path].step, states[path].recorded_step))
-    tensors = load_file(latest / TENSORS)
-    load_model_tensors(model, part_of(tensors, "model"), latest)
-    load_optimizer_tensors(optimizer, part_of(tensors, "optimizer"))
-    mitigation.load_state_dict(part_of(tensors, "mitigation"))
+    tensors = load_file(latest / run_folder.TENSORS)
+    load_model_tensors(model, run_folder.part_of(tensors, "model"), latest)
+    run_folder.load_optimizer_tensors(optimizer, run_folder.part_of(tensors, "optimizer"))
+    mitigation.load_state_dict(run_folder.part_of(tensors, "mitigation"))
     return states[latest]
 
 

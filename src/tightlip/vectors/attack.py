@@ -115,8 +115,8 @@ def _read_by_all(
         for each in (target.codes, given.releases.single, given.releases.averaged, given.bare)
     )
     releases = Releases(single=single, averaged=averaged)
-    options: dict[str, Any] = {"num_values": len(target.values), "seed": settings.seed}
-    options |= {"name": target.name}
+    about = {"name": target.name, "num_values": len(target.values)}
+    options: dict[str, Any] = {**about, "seed": settings.seed}
     readings = {
         name: read_attribute(name, releases, values, device=device, **options)
         for name in settings.attackers

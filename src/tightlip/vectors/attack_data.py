@@ -7,6 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from tightlip.vectors.attack import AttackInput, Entities
 from tightlip.vectors.attack_figures import Target
 from tightlip.vectors.attackers import Parts, Releases
 from tightlip.vectors.categories import Categories, categories
-from tightlip.vectors.data import PARTS, Examples, read_columns, reading_of, source_of_run
+from tightlip.vectors.data import PARTS, Examples, read_columns, source_of_run
 from tightlip.vectors.device import Device
 from tightlip.vectors.grid_noise import GridNoise
 from tightlip.vectors.halves import SERVER
@@ -59,7 +60,7 @@ def attack_input(
         targets=targets,
         entities=entities,
         users=[users[place] for place in parts.test],
-        seen=seen_in_train(examples, parts),
+        seen=examples.seen_in_train(),
         main_right=right,
         main_plain=plain,
     )
@@ -105,21 +106,6 @@ def users_of(examples: Examples) -> list[str]:
     return examples.users or [str(row) for row in examples.rows]
 
 
-def seen_in_train(examples: Examples, parts: Parts[np.ndarray]) -> np.ndarray:
-    """Which test texts read as a training text does; case and white space make no difference."""
-    reading = [reading_of(text) for text in examples.texts]
-    trained = {reading[place] for place in parts.train}
-    return np.asarray([reading[place] in trained for place in parts.test], dtype=bool)
-
-
-def known_users(examples: Examples, parts: Parts[np.ndarray]) -> int:
-    """How many test texts are by people who have training texts too."""
-    if examples.users is None:
-        return 0
-    trained = {examples.users[place] for place in parts.train}
-    return sum(examples.users[place] in trained for place in parts.test)
-
-
 # Releases
 def released_afresh(
     release: Callable[[], np.ndarray], parts: Parts[np.ndarray], *, copies: int
@@ -146,7 +132,7 @@ def what_to_read(
     """
     wanted = list(examples.private) if attributes is None else list(dict.fromkeys(attributes))
     others = [name for name in wanted if name not in examples.private]
-    columns = dict(zip(others, columns_of_run(run, others, examples), strict=True))
+    columns = columns_of_run(run, others, examples)
     listing = [name for name, cells in columns.items() if is_listing(cells)]
     if len(listing) > 1:
         raise UsageError(
@@ -165,19 +151,17 @@ def target_of(name: str, column: Categories, parts: Parts[np.ndarray]) -> Target
     return Target(name=name, values=tuple(column.names), codes=codes)
 
 
-def columns_of_run(run: Path, names: Sequence[str], examples: Examples) -> list[list[Any]]:
+def columns_of_run(run: Path, names: Sequence[str], examples: Examples) -> dict[str, list[Any]]:
     """Further columns of a run's corpus, for the texts it uses."""
-    if not names:
-        return []
-    named = read_columns(source_of_run(run), names).named
-    return [[named[name][row] for row in examples.rows] for name in names]
+    named = read_columns(source_of_run(run), names).named if names else {}
+    return {name: [cells[row] for row in examples.rows] for name, cells in named.items()}
 
 
 # Names
 def entities_of(run: Path, examples: Examples, parts: Parts[np.ndarray], source: str) -> Entities:
     """Names from a file, by a finder (`auto`), or from a column of ids (`column:NAME`)."""
     if source.startswith(COLUMN):
-        (cells,) = columns_of_run(run, [source.removeprefix(COLUMN)], examples)
+        (cells,) = columns_of_run(run, [source.removeprefix(COLUMN)], examples).values()
         names, there = listed_presence(cells)
         if not names:
             raise UsageError(f"{source} lists nobody in any text. Name a column that lists ids.")
@@ -273,9 +257,7 @@ def _ids(cell: Any) -> set[str]:
 def frequent_names(texts: Sequence[str], most: int = MOST_NAMES) -> tuple[list[str], str]:
     """The person names in most texts, the most frequent first, and what found them."""
     finder, by = _finder()
-    counts: Counter[str] = Counter()
-    for text in texts:
-        counts.update(set(finder(text)))
+    counts = Counter(chain.from_iterable(set(finder(text)) for text in texts))
     if not counts:
         raise UsageError(f"{by} found no person's name in the training part. {_GIVE_A_LIST}")
     ranked = sorted(counts, key=lambda name: (-counts[name], name))

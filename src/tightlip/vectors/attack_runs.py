@@ -14,7 +14,7 @@ from tightlip.core.resampling import FEW_USERS
 from tightlip.core.run_folder import CONFIG
 from tightlip.core.settings import read_toml
 from tightlip.vectors.attack import attack
-from tightlip.vectors.attack_data import attack_input, known_users, parts_of_run
+from tightlip.vectors.attack_data import attack_input
 from tightlip.vectors.attackers import sklearn_part
 from tightlip.vectors.data import Examples, load_examples
 from tightlip.vectors.device import Device, load_device
@@ -165,12 +165,10 @@ def _with_what_varies(settings: AttackSettings, device: Device) -> AttackSetting
 
 def _about(folder: Path, device: Device) -> dict[str, Any]:
     tree, mechanism = read_toml(folder / CONFIG)["represent"], device.mechanism
+    names = ("mechanism", "epsilon", "dropout", "dimensions")
     return {
         "method": tree.get("method", "dpnr"),
-        "mechanism": mechanism.mechanism,
-        "epsilon": mechanism.epsilon,
-        "dropout": mechanism.dropout,
-        "dimensions": mechanism.dimensions,
+        **{name: getattr(mechanism, name) for name in names},
         "extractor": Path(tree.get("extractor", "lstm")).name,
         "label": tree["label"],
         "training_seed": tree.get("seed", 0),
@@ -190,14 +188,14 @@ def _cost(settings: AttackSettings, device: Device) -> dict[str, Any] | None:
 
 
 def _about_rows(examples: Examples, result: dict[str, Any]) -> dict[str, Any]:
-    parts = parts_of_run(examples)
-    known = known_users(examples, parts)
+    has_users = examples.users is not None
+    known = int(examples.in_train(examples.users).sum()) if examples.users else 0
     return {
-        "num_train": len(parts.train),
-        "num_dev": len(parts.dev),
-        "has_users": examples.users is not None,
+        "num_train": int((examples.parts == "train").sum()),
+        "num_dev": int((examples.parts == "dev").sum()),
+        "has_users": has_users,
         "num_test_of_known_users": known,
-        "notes": list(_notes(result, examples.users is not None, known)),
+        "notes": list(_notes(result, has_users, known)),
     }
 
 

@@ -59,15 +59,11 @@ def _binned(values: Sequence[Any], column: str, cut: str) -> Categories:
     ranges = ranges_of(column, cut)
     ids = []
     for value in values:
-        number = None if _is_empty(value) else _number(value)
-        if number is None and not _is_empty(value):
+        number = math.nan if _is_empty(value) else _number(value)
+        if number is None:
             raise UsageError(f"Column {column!r} has {value!r}, which is no number to cut at.")
-        inside = (
-            place
-            for place, (_, low, high) in enumerate(ranges)
-            if number is not None and low <= number <= high
-        )
-        ids.append(next(inside, LEFT_OUT))
+        inside = [place for place, (_, low, high) in enumerate(ranges) if low <= number <= high]
+        ids.append(inside[0] if inside else LEFT_OUT)
     return Categories([name for name, _, _ in ranges], np.array(ids, np.int64))
 
 
@@ -93,11 +89,8 @@ def _named(words: Sequence[str]) -> Iterator[tuple[str, float, float]]:
         low, dots, high = word.partition("..")
         if not dots:
             raise ValueError(word)
-        yield (
-            word,
-            _finite(low) if low.strip() else -math.inf,
-            _finite(high) if high.strip() else math.inf,
-        )
+        lowest = _finite(low) if low.strip() else -math.inf
+        yield word, lowest, _finite(high) if high.strip() else math.inf
 
 
 def _cut_at(words: Sequence[str]) -> Iterator[tuple[str, float, float]]:
@@ -153,10 +146,7 @@ def span_of(values: Sequence[Any]) -> tuple[float, float] | None:
 
 
 def _number(value: Any) -> float | None:
-    if isinstance(value, bool):
-        return None
-    if isinstance(value, int | float):
-        return float(value)
-    return (
-        float(value) if isinstance(value, str) and re.fullmatch(r"-?\d+(\.\d+)?", value) else None
-    )
+    if isinstance(value, str):
+        return float(value) if re.fullmatch(r"-?\d+(\.\d+)?", value) else None
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return float(value) if is_number else None

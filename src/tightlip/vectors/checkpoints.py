@@ -15,23 +15,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from tightlip.core import run_folder
 from tightlip.core.files import folder_written_whole
-from tightlip.core.run_folder import (
-    TENSORS,
-    Moment,
-    load_optimizer_tensors,
-    moments_in,
-    optimizer_tensors,
-    part_of,
-    prefixed,
-    write_moment,
-)
 
 _OPTIMIZER = "optimizer"
 
 
 @dataclass(kw_only=True)
-class Progress(Moment):
+class Progress(run_folder.Moment):
     """How far a training of vectors is."""
 
     num_texts: int = 0
@@ -49,8 +40,10 @@ def save_progress(
     if not now.exists():
         tensors = tensors_of(modules)
         for name, optimizer in optimizers.items():
-            tensors |= prefixed(f"{_OPTIMIZER}.{name}", optimizer_tensors(optimizer))
-        write_moment(now, tensors, progress)
+            tensors |= run_folder.prefixed(
+                f"{_OPTIMIZER}.{name}", run_folder.optimizer_tensors(optimizer)
+            )
+        run_folder.write_moment(now, tensors, progress)
     for other in folder.iterdir():
         if other not in (now, best):
             shutil.rmtree(other)
@@ -60,15 +53,17 @@ def load_progress(
     folder: Path, modules: nn.Module, optimizers: Mapping[str, Optimizer]
 ) -> Progress:
     """Bring everything back to the last moment saved; to the start where none was."""
-    states = moments_in(folder, Progress)
+    states = run_folder.moments_in(folder, Progress)
     if not states:
         return Progress()
     last = max(states, key=lambda path: (states[path].step, len(states[path].epochs)))
-    tensors = load_file(last / TENSORS)
+    tensors = load_file(last / run_folder.TENSORS)
     weights = {key: t for key, t in tensors.items() if not key.startswith(f"{_OPTIMIZER}.")}
     modules.load_state_dict(weights)
     for name, optimizer in optimizers.items():
-        load_optimizer_tensors(optimizer, part_of(tensors, f"{_OPTIMIZER}.{name}"))
+        run_folder.load_optimizer_tensors(
+            optimizer, run_folder.part_of(tensors, f"{_OPTIMIZER}.{name}")
+        )
     return states[last]
 
 
@@ -77,11 +72,11 @@ def save_best(folder: Path, epoch: int, modules: nn.Module) -> None:
     place = folder / f"best-{epoch}"
     shutil.rmtree(place, ignore_errors=True)
     with folder_written_whole(place) as beside:
-        save_file(tensors_of(modules), beside / TENSORS)
+        save_file(tensors_of(modules), beside / run_folder.TENSORS)
 
 
 def load_best(folder: Path, epoch: int, modules: nn.Module) -> None:
-    modules.load_state_dict(load_file(folder / f"best-{epoch}" / TENSORS))
+    modules.load_state_dict(load_file(folder / f"best-{epoch}" / run_folder.TENSORS))
 
 
 def tensors_of(modules: nn.Module) -> dict[str, Tensor]:

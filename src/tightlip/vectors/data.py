@@ -1,6 +1,7 @@
 """Texts with a label and private attributes, split 8:1:1 into train, dev and test."""
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from pathlib import Path
@@ -53,6 +54,16 @@ class Examples:
         """Only the texts of train, dev or test."""
         return self.chosen(np.flatnonzero(self.parts == name))
 
+    def in_train(self, keys: list[str]) -> np.ndarray:
+        """Of which test texts the key, such as their user, is that of a training text too."""
+        trained = {keys[place] for place in np.flatnonzero(self.parts == "train")}
+        tested = np.flatnonzero(self.parts == "test")
+        return np.asarray([keys[place] in trained for place in tested], dtype=bool)
+
+    def seen_in_train(self) -> np.ndarray:
+        """Which test texts read as a training text does; case and white space make no difference."""
+        return self.in_train([reading_of(text) for text in self.texts])
+
     def chosen(self, places: np.ndarray) -> "Examples":
         return replace(
             self,
@@ -86,12 +97,10 @@ def open_source(
     A corpus without users is read too.
     """
     path, given = None, source
-    if isinstance(source, str | Path):
-        path = str(source)
-        if path == BUNDLED and not Path(path).exists():
-            given = demo_speeches()
-        else:
-            path = str(Path(path).resolve())
+    if isinstance(source, str | Path) and str(source) == BUNDLED and not Path(BUNDLED).exists():
+        path, given = BUNDLED, demo_speeches()
+    elif isinstance(source, str | Path):
+        path = str(Path(source).resolve())
     has_users = _has_users(given, user_column)
     if not has_users:
         given = _with_nobody(given, user_column)
@@ -128,9 +137,8 @@ def _with_nobody(source: Any, column: str) -> Any:
         return source.assign(**{column: ""})
     if kind_of(Path(source)) == "parquet":
         return _with_nobody(pq.read_table(source), column)
-    return [
-        {**row, column: ""} if isinstance(row, dict) else row for _, row in rows_of(Path(source))
-    ]
+    rows = (row for _, row in rows_of(Path(source)))
+    return [{**row, column: ""} if isinstance(row, dict) else row for row in rows]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,11 +165,10 @@ def read_columns(source: Source, wanted: Sequence[str]) -> Columns:
             # Who wrote it may be just what nobody should tell.
             own = batch.users if name == user_column else batch.attributes.get(name)
             values += own or [None] * len(batch)
-    for name in wanted:
-        if name not in there:
-            raise UsageError(
-                f"{source.corpus.name} has no column {name!r}. Columns there: {', '.join(there) or 'none'}."
-            )
+    if missing := [name for name in wanted if name not in there]:
+        raise UsageError(
+            f"{source.corpus.name} has no column {missing[0]!r}. Columns there: {', '.join(there) or 'none'}."
+        )
     return Columns(texts=texts, users=users if source.has_users else None, named=named)
 
 
@@ -181,19 +188,19 @@ def read_examples(source: Source, settings: RepresentSettings) -> Examples:
     kept = np.flatnonzero(np.all([column.ids != LEFT_OUT for column in classes.values()], axis=0))
     if not len(kept):
         raise UsageError(_why_none(classes, attributes, bins))
-    label, *private = (column.chosen(kept) for column in classes.values())
-    examples = Examples(
-        texts=[read.texts[row] for row in kept],
-        users=None if read.users is None else [read.users[row] for row in kept],
-        rows=kept,
-        label=label,
-        private=dict(zip(settings.private, private, strict=True)),
-        parts=np.full(len(kept), ""),
-        num_dropped=len(read.texts) - len(kept),
+    total = len(read.texts)
+    every = Examples(
+        texts=read.texts,
+        users=read.users,
+        rows=np.arange(total),
+        label=classes.pop(settings.label),
+        private=classes,
+        parts=np.full(total, ""),
+        num_dropped=total - len(kept),
     )
-    given = attributes.get(settings.split_column)
-    parts = parts_of(examples, settings, None if given is None else [given[row] for row in kept])
-    examples = replace(examples, parts=parts)
+    examples = every.chosen(kept)
+    given = [attributes[name][row] for name in by_column for row in kept]
+    examples = replace(examples, parts=parts_of(examples, settings, given))
     _check_usable(examples, settings)
     return examples
 
@@ -216,12 +223,9 @@ def _why_none(
     return f"None of the {total} rows has all of {', '.join(classes)}. Name fewer columns, or look at --bins."
 
 
-def parts_of(
-    examples: Examples, settings: RepresentSettings, given: list[Any] | None
-) -> np.ndarray:
-    """Each text's part, by a keyed hash of what must stay together."""
+def parts_of(examples: Examples, settings: RepresentSettings, given: list[Any]) -> np.ndarray:
+    """Each text's part: as `given` by a column, or by a keyed hash of what must stay together."""
     if settings.split == "column":
-        assert given is not None
         odd = sorted({str(part) for part in given} - {*PARTS})
         if odd:
             raise UsageError(
@@ -235,10 +239,8 @@ def parts_of(
         )
     keys = _spellings(examples.texts) if settings.split == "document" else examples.users
     assert keys is not None
-    sizes: dict[str, int] = {}
-    for key in keys:
-        sizes[key] = sizes.get(key, 0) + 1
-    return np.array(list(map(_assigned(sizes, settings.split_seed).__getitem__, keys)))
+    part_of = _assigned(Counter(keys), settings.split_seed)
+    return np.array([part_of[key] for key in keys])
 
 
 def reading_of(text: str) -> str:
@@ -262,7 +264,7 @@ def _spellings(texts: list[str]) -> list[str]:
     return [first[reading] for reading in readings]
 
 
-def _assigned(sizes: dict[str, int], seed: int) -> dict[str, str]:
+def _assigned(sizes: Mapping[str, int], seed: int) -> dict[str, str]:
     """Each group's part: in an order that the seed decides, until each part has its share."""
 
     def place(key: str) -> bytes:
@@ -294,7 +296,7 @@ def _check_usable(examples: Examples, settings: RepresentSettings) -> None:
 
 def write_split(path: Path, examples: Examples) -> None:
     columns = {"row": examples.rows, "part": pa.array(examples.parts.tolist())}
-    _write_table(path, pa.table(columns))
+    write_table(path, pa.table(columns))
 
 
 def write_corpus(path: Path, source: Source) -> None:
@@ -304,15 +306,15 @@ def write_corpus(path: Path, source: Source) -> None:
     for batch in source.corpus.batches():
         columns = batch.attributes | {text_column: batch.texts}
         columns |= {user_column: batch.users} if source.has_users else {}
-        rows += [
-            dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)
-        ]
-    _write_table(path, pa.Table.from_pylist(rows))
+        by_row = zip(*columns.values(), strict=True)
+        rows += [dict(zip(columns, row, strict=True)) for row in by_row]
+    write_table(path, pa.Table.from_pylist(rows))
 
 
-def _write_table(path: Path, table: pa.Table) -> None:
+def write_table(path: Path, table: pa.Table, **options: Any) -> None:
+    """Write a Parquet file whole or not at all."""
     with written_whole(path) as beside:
-        pq.write_table(table, beside, compression="zstd")
+        pq.write_table(table, beside, compression="zstd", **options)
 
 
 def load_examples(run: Path | str) -> Examples:

@@ -12,7 +12,7 @@ from tightlip.core.devices import usable_device
 from tightlip.core.errors import UsageError
 from tightlip.vectors.data import Columns, open_source, read_columns
 from tightlip.vectors.device import load_device
-from tightlip.vectors.guarantees import VectorMechanism, costs
+from tightlip.vectors.guarantees import costs
 from tightlip.vectors.masking import Masking, as_read, holds_marked, marks_of, masking_of
 from tightlip.vectors.server import write_vectors
 
@@ -80,10 +80,12 @@ def represent_encode(
         batch_size=batch_size,
         device=usable_device(on) if runtime == "torch" else None,
     )
+    # What the file's releases of each text cost together, where there are several.
+    together = {"releases": costs(half.mechanism, [releases])} if releases > 1 else {}
     encoded = Encoded(
         vectors=vectors,
         columns=_carried(given, carry, releases),
-        record=half.mechanism.record() | _together(half.mechanism, releases),
+        record=half.mechanism.record() | together,
         pair=half.pair,
         most_of_one_text=releases * _most([as_read(text) for text in given.texts]),
         most_of_one_user=None if given.users is None else releases * _most(given.users),
@@ -171,10 +173,8 @@ def _marks(
 
 def _words_in(value: Any, column: str) -> list[str]:
     """Words of a cell: a list of them, or one string with commas or white space between."""
-    if value is None:
-        return []
-    if isinstance(value, str):
-        return value.replace(",", " ").split()
+    if value is None or isinstance(value, str):
+        return (value or "").replace(",", " ").split()
     if isinstance(value, list) and all(isinstance(word, str) for word in value):
         return value
     raise UsageError(
@@ -185,15 +185,8 @@ def _words_in(value: Any, column: str) -> list[str]:
 def _carried(given: Columns, carry: Sequence[str], releases: int) -> dict[str, list[Any]]:
     columns = {name: given.named[name] * releases for name in carry}
     if releases > 1:
-        columns["release"] = [
-            number for number in range(1, releases + 1) for _ in range(len(given.texts))
-        ]
+        columns["release"] = [number + 1 for number in range(releases) for _ in given.texts]
     return columns
-
-
-def _together(mechanism: VectorMechanism, releases: int) -> dict[str, Any]:
-    """What the file's releases of each text cost together, where there are several."""
-    return {"releases": costs(mechanism, [releases])} if releases > 1 else {}
 
 
 def _most(values: list[str]) -> int:

@@ -263,24 +263,16 @@ def make_extractor(
     max_tokens: int | None = None,
     dimensions: int | None = None,
     vocabulary_size: int = 10_000,
-    dropout: float = 0.1,
 ) -> Extractor:
     """The extractor that `spec` names: lstm or bag, new and with the words of `texts`, or a folder.
 
     New weights are drawn from torch's global generator: seed it first.
     """
     if str(spec) in WORD_ENCODERS:
-        tokenizer = learnt_tokenizer(texts, vocabulary_size)
-        config = WordEncoderConfig(
-            str(spec), len(tokenizer), hidden_size=dimensions or NEW_DIMENSIONS, dropout=dropout
-        )
-        return Extractor(
-            WordEncoder(config),
-            tokenizer,
-            kind=str(spec),
-            pooling=pooling or "mean",
-            max_tokens=max_tokens or DEFAULT_TOKENS,
-        )
+        kind, tokenizer = str(spec), learnt_tokenizer(texts, vocabulary_size)
+        size, length = dimensions or NEW_DIMENSIONS, max_tokens or DEFAULT_TOKENS
+        model = WordEncoder(WordEncoderConfig(kind, len(tokenizer), hidden_size=size, dropout=0.1))
+        return Extractor(model, tokenizer, kind=kind, pooling=pooling or "mean", max_tokens=length)
     folder = checked_folder(spec)
     if dimensions is not None:
         raise UsageError(
@@ -314,20 +306,13 @@ def open_extractor(folder: Path, *, kind: str, pooling: str, max_tokens: int | N
             f"The tokenizer in {folder} has neither a mask token nor an unknown token, so no word can be taken out of "
             "a text. Give an encoder trained with a mask, such as BERT or RoBERTa."
         )
-    limit = min(
-        most_tokens(model) or DEFAULT_TOKENS * 1000, int(min(tokenizer.model_max_length, 1e9))
-    )
+    limit = int(min(most_tokens(model) or DEFAULT_TOKENS * 1000, tokenizer.model_max_length))
     if max_tokens is not None and max_tokens > limit:
         raise UsageError(
             f"max_tokens={max_tokens} is more than the {limit} that {folder} reads. Use {limit} or less."
         )
-    return Extractor(
-        model,
-        tokenizer,
-        kind=kind,
-        pooling=pooling,
-        max_tokens=max_tokens or min(DEFAULT_TOKENS, limit),
-    )
+    max_tokens = max_tokens or min(DEFAULT_TOKENS, limit)
+    return Extractor(model, tokenizer, kind=kind, pooling=pooling, max_tokens=max_tokens)
 
 
 def sentence_pooling(folder: Path) -> str | None:

@@ -109,7 +109,9 @@ def write_device(folder: Path, extractor: Extractor, record: dict[str, Any], pai
     """Write the device's half whole or not at all; an earlier one gives way."""
     shutil.rmtree(folder, ignore_errors=True)
     with folder_written_whole(folder) as beside:
-        save_extractor(beside / EXTRACTOR, extractor)
+        with without_progress_bar():
+            extractor.model.save_pretrained(beside / EXTRACTOR)
+            extractor.tokenizer.save_pretrained(beside / EXTRACTOR)
         write_json(beside / GUARANTEE, record)
         about = {
             "format": FORMAT,
@@ -126,20 +128,11 @@ def write_device(folder: Path, extractor: Extractor, record: dict[str, Any], pai
         write_json(beside / f"{DEVICE}.json", about)
 
 
-def save_extractor(folder: Path, extractor: Extractor) -> None:
-    with without_progress_bar():
-        extractor.model.save_pretrained(folder)
-        extractor.tokenizer.save_pretrained(folder)
-
-
 def _prints(folder: Path) -> dict[str, str]:
     """The SHA-256 of each of an extractor's files; hidden ones, of file managers, are passed over."""
-    files = [path for path in folder.rglob("*") if path.is_file()]
-    return {
-        str(path.relative_to(folder)): digest_of_files([path])
-        for path in sorted(files)
-        if not path.name.startswith(".")
-    }
+    there = sorted(folder.rglob("[!.]*"))
+    files = [path for path in there if path.is_file()]
+    return {str(path.relative_to(folder)): digest_of_files([path]) for path in files}
 
 
 def check_files(folder: Path, about: dict[str, Any], *, weights: bool = True) -> None:
@@ -148,11 +141,8 @@ def check_files(folder: Path, about: dict[str, Any], *, weights: bool = True) ->
     Without `weights` these are not compared, and need not be there.
     """
     there, wanted = _prints(folder / EXTRACTOR), dict(about["files"])
-    other = [
-        name
-        for name in sorted(there.keys() | wanted.keys())
-        if there.get(name) != wanted.get(name) and (weights or name != WEIGHTS)
-    ]
+    names = sorted(there.keys() | wanted.keys())
+    other = [n for n in names if there.get(n) != wanted.get(n) and (weights or n != WEIGHTS)]
     if other:
         raise UsageError(
             f"{', '.join(other)} in {folder / EXTRACTOR} are not those that device.json was written with. "
@@ -164,10 +154,8 @@ def write_server(folder: Path, classifier: Classifier, pair: str) -> None:
     """Write the server's half whole or not at all; an earlier one gives way."""
     shutil.rmtree(folder, ignore_errors=True)
     with folder_written_whole(folder) as beside:
-        tensors = {
-            name: tensor.cpu().contiguous() for name, tensor in classifier.state_dict().items()
-        }
-        save_file(tensors, beside / WEIGHTS)
+        weights = classifier.state_dict()
+        save_file({name: weights[name].cpu().contiguous() for name in weights}, beside / WEIGHTS)
         about = {
             "format": FORMAT,
             "kind": f"tightlip-{SERVER}",

@@ -24,7 +24,7 @@ from tightlip.core.progress import Task, held_interrupts, log, task
 from tightlip.core.run_folder import CHECKPOINT
 from tightlip.vectors import checkpoints
 from tightlip.vectors.batches import Batch, Batches, Scores, scores_of
-from tightlip.vectors.data import SPLIT, Examples, reading_of, write_split
+from tightlip.vectors.data import SPLIT, Examples, write_split
 from tightlip.vectors.extractors import make_extractor, to_device
 from tightlip.vectors.guarantees import BARE, VectorMechanism
 from tightlip.vectors.halves import (
@@ -337,8 +337,7 @@ class Training:
     def metrics(self) -> dict[str, Any]:
         dev, test = self.scores("dev"), self.scores("test")
         test_texts = self.examples.part("test")
-        known = set(map(reading_of, self.train.texts))
-        unseen = np.array([reading_of(text) not in known for text in test_texts.texts])
+        unseen = ~self.examples.seen_in_train()
         on_unseen = float(test.share_right[unseen].mean()) if unseen.any() else None
         usual = np.bincount(self.train.label_ids, minlength=len(self.examples.labels)).argmax()
         return {

@@ -121,9 +121,8 @@ def masking_of(texts: Sequence[str], marked: Marked) -> Masking:
         num_words += sum(map(bool, hits))
         num_texts += bool(here)
         num_nowhere += len(each - common - here)
-    return Masking(
-        num_words=num_words, num_texts=num_texts, num_nowhere=num_nowhere + len(common - met)
-    )
+    num_nowhere += len(common - met)
+    return Masking(num_words=num_words, num_texts=num_texts, num_nowhere=num_nowhere)
 
 
 def holds_marked(text: str, marks: frozenset[str]) -> bool:
@@ -139,13 +138,8 @@ def as_read(text: str) -> str:
 @lru_cache(maxsize=4096)
 def _comparable(words: frozenset[str]) -> frozenset[str]:
     """Marked words as they are compared; of a phrase, each word."""
-    return frozenset(
-        _mark(word) for phrase in words for word in _words_of(phrase) if not word.isspace()
-    )
-
-
-def _words_of(phrase: str) -> list[str]:
-    return [word for word in _BETWEEN_MARKS.split(phrase) if word] or phrase.split()
+    split = ([w for w in _BETWEEN_MARKS.split(each) if w] or each.split() for each in words)
+    return frozenset(_mark(word) for phrase in split for word in phrase)
 
 
 def _mark(word: str) -> str:
@@ -247,10 +241,8 @@ def _mask_at_random(
 
 
 def _others(num_words: int, places: list[int]) -> Sequence[int]:
-    taken = set(places)
-    return (
-        [place for place in range(num_words) if place not in taken] if taken else range(num_words)
-    )
+    every, taken = range(num_words), set(places)
+    return [place for place in every if place not in taken] if taken else every
 
 
 def _of_like_length(lengths: list[int]) -> Iterator[list[int]]:

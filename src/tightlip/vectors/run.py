@@ -98,11 +98,9 @@ def represent_train(
         raise UsageError(
             f"{out} holds a run of one seed. Choose another --out for {seeds} of them."
         )
-    runs = []
-    for number in range(seeds):
-        one = replace(chosen, seed=chosen.seed + number)
-        runs.append(_train_one(source, out / f"seed-{number}", one, options))
-    summary = _summary(runs, [chosen.seed + number for number in range(seeds)])
+    each = [replace(chosen, seed=chosen.seed + number) for number in range(seeds)]
+    runs = [_train_one(source, out / f"seed-{n}", one, options) for n, one in enumerate(each)]
+    summary = _summary(runs, [one.seed for one in each])
     write_json(out / SUMMARY, summary)
     return RepresentRuns(folder=out, runs=runs, summary=summary)
 
@@ -117,24 +115,22 @@ def _train_one(
         "options": options.tree(),
     }
     check_may_train(out, tree, same=_SAME_RUN)
-    if (done := _finished(out)) is not None:
-        return done
-    # Before the folder is claimed: a refusal leaves nothing behind.
-    examples = read_examples(source, settings)
-    with claimed(out):
-        check_may_train(out, tree, same=_SAME_RUN)
-        begins = not is_run(out)
-        if begins:
-            begin_run(out, tree)
-        try:
-            _train_in(out, source, examples, settings, options)
-        except UsageError:
-            if begins and not (out / CHECKPOINT).exists():
-                abandon_run(out)
-            raise
-    finished = _finished(out)
-    assert finished is not None
-    return finished
+    if not (out / METRICS).is_file():
+        # Before the folder is claimed: a refusal leaves nothing behind.
+        examples = read_examples(source, settings)
+        with claimed(out):
+            check_may_train(out, tree, same=_SAME_RUN)
+            begins = not is_run(out)
+            if begins:
+                begin_run(out, tree)
+            try:
+                _train_in(out, source, examples, settings, options)
+            except UsageError:
+                if begins and not (out / CHECKPOINT).exists():
+                    abandon_run(out)
+                raise
+    guarantee = read_half(out / DEVICE, DEVICE)["guarantee"]
+    return RepresentRun(folder=out, metrics=read_json(out / METRICS), guarantee=guarantee)
 
 
 def _start(settings: RepresentSettings) -> dict[str, str]:
@@ -167,16 +163,6 @@ def _train_in(
                 examples.num_dropped,
             )
         training.run()
-
-
-def _finished(out: Path) -> RepresentRun | None:
-    if not (out / METRICS).is_file():
-        return None
-    return RepresentRun(
-        folder=out,
-        metrics=read_json(out / METRICS),
-        guarantee=read_half(out / DEVICE, DEVICE)["guarantee"],
-    )
 
 
 def _summary(runs: list[RepresentRun], seeds: list[int]) -> dict[str, Any]:

@@ -20,6 +20,7 @@ import torch
 
 from tightlip.core.errors import UsageError
 from tightlip.core.files import written_whole
+from tightlip.vectors.data import write_table
 from tightlip.vectors.guarantees import VectorMechanism
 from tightlip.vectors.halves import SERVER, Classifier, load_classifier, noise_print, read_half
 
@@ -37,10 +38,6 @@ class VectorFile:
     columns: dict[str, list[Any]]
     record: dict[str, Any]
     pair: str
-
-    @property
-    def mechanism(self) -> VectorMechanism:
-        return VectorMechanism.from_record(self.record)
 
 
 def write_vectors(
@@ -70,13 +67,8 @@ def write_vectors(
     kept = {name: column.to_pylist() for name, column in beside_them.items()}
     about["sha256"] = _digest(vectors, kept, about)
     metadata = {_KEY: json.dumps(about, ensure_ascii=False, allow_nan=False).encode()}
-    with written_whole(Path(path)) as beside:
-        pq.write_table(
-            pa.table(table).replace_schema_metadata(metadata),
-            beside,
-            compression="zstd",
-            write_page_checksum=True,
-        )
+    with_promise = pa.table(table).replace_schema_metadata(metadata)
+    write_table(Path(path), with_promise, write_page_checksum=True)
 
 
 def read_vectors(path: Path | str) -> VectorFile:
@@ -94,15 +86,12 @@ def read_vectors(path: Path | str) -> VectorFile:
     columns = {name: table[name].to_pylist() for name in table.column_names if name != COLUMN}
     if about["sha256"] != _digest(vectors, columns, about):
         raise _damaged(path, "its vectors, columns or record are not those that were written")
-    if vectors.shape[1] != about["record"].get("dimensions"):
-        raise _damaged(
-            path, f"its vectors have {vectors.shape[1]} dimensions, its record says other"
-        )
+    if (size := vectors.shape[1]) != about["record"].get("dimensions"):
+        raise _damaged(path, f"its vectors have {size} dimensions, its record says other")
     if not np.isfinite(vectors).all():
         raise _damaged(path, "an entry is not a finite number")
-    there = VectorFile(vectors=vectors, columns=columns, record=about["record"], pair=about["pair"])
-    _ = there.mechanism  # checks the record
-    return there
+    VectorMechanism.from_record(about["record"])  # refused if it was changed
+    return VectorFile(vectors=vectors, columns=columns, record=about["record"], pair=about["pair"])
 
 
 def _table(path: Path) -> pa.Table:
@@ -161,9 +150,7 @@ def _digest(vectors: np.ndarray, columns: dict[str, list[Any]], about: dict[str,
     promise = json.dumps([about["record"], about["pair"]], sort_keys=True, ensure_ascii=False)
     # A date is written by its name; all else that a column holds JSON knows.
     beside = json.dumps(list(columns.items()), default=str)
-    digest = sha256(
-        b"\0".join([promise.encode(), beside.encode(), str(vectors.shape).encode(), b""])
-    )
+    digest = sha256(f"{promise}\0{beside}\0{vectors.shape}\0".encode())
     digest.update(np.ascontiguousarray(vectors, "<f4").tobytes())
     return digest.hexdigest()
 
@@ -206,21 +193,18 @@ class Server:
                     f"The vectors belong to the pair {vectors.pair}, and this server to {self.pair}. "
                     "Encode the texts with the device that was trained with it."
                 )
-            self._check_record(vectors.record)
+            VectorMechanism.from_record(vectors.record)
+            if not self.pair.endswith(f"-{noise_print(vectors.record)}"):
+                raise UsageError(
+                    "The vectors' record tells of other noise than the device of this pair adds. "
+                    "It was changed: encode the texts again, with the device that was trained with this server."
+                )
             vectors = vectors.vectors
         if vectors.ndim != 2 or vectors.shape[1] != self.classifier.dimensions:
             raise UsageError(
                 f"Vectors of shape {vectors.shape} cannot be classified: the server takes {self.classifier.dimensions} dimensions."
             )
         return vectors
-
-    def _check_record(self, record: dict[str, Any]) -> None:
-        VectorMechanism.from_record(record)
-        if not self.pair.endswith(f"-{noise_print(record)}"):
-            raise UsageError(
-                "The vectors' record tells of other noise than the device of this pair adds. "
-                "It was changed: encode the texts again, with the device that was trained with this server."
-            )
 
 
 def load_server(folder: Path | str) -> Server:
@@ -252,8 +236,8 @@ def _write_predictions(
 ) -> None:
     told = {"predicted": labels, "probability": probabilities.max(axis=1)}
     table = pa.table({name: value for name, value in columns.items() if name not in told} | told)
-    with written_whole(path) as beside:
-        if path.suffix.lower() == ".csv":
+    if path.suffix.lower() == ".csv":
+        with written_whole(path) as beside:
             pa.csv.write_csv(table, beside)
-        else:
-            pq.write_table(table, beside, compression="zstd")
+    else:
+        write_table(path, table)

@@ -24,8 +24,15 @@ _NOISE = ("epsilon", "mechanism")
 _ADVERSARY = {"adversary_weight": 3.0, "adversary_hidden": 512, "adversary_steps": 3}
 _UNUSED = {"dpnr": (*_ADVERSARY,), "none": (*_NOISE, *_ADVERSARY), "adversarial": _NOISE}
 _SHAPE = ("dimensions", "vocabulary_size")
-# A new encoder learns fast; fine-tuning faster than this forgets what the encoder knew.
-_RATES = {"new": 5e-3, "given": 3e-5}
+# What follows where it is not given. A new encoder learns fast; fine-tuning faster than this
+# forgets what the encoder knew.
+_FOLLOWS: dict[str, dict[str, Any]] = {
+    "new": {"learning_rate": 5e-3, "vocabulary_size": 10_000},
+    "given": {"learning_rate": 3e-5},
+    "dpnr": {"mechanism": "gaussian"},
+    "none": {},
+    "adversarial": _ADVERSARY,
+}
 # Settings by the title under which a command lists their flags.
 _privacy = partial(setting, panel="What is hidden")
 _model = partial(setting, panel="The model")
@@ -131,13 +138,7 @@ class RepresentSettings(Settings):
 
     def _fill(self) -> None:
         """Put in what follows from the rest, so that a run's config says all there is."""
-        follows: dict[str, Any] = {"learning_rate": _RATES["new" if self.is_new else "given"]}
-        if self.method == "dpnr":
-            follows["mechanism"] = "gaussian"
-        if self.is_new:
-            follows["vocabulary_size"] = 10_000
-        if self.method == "adversarial":
-            follows |= _ADVERSARY
+        follows = _FOLLOWS["new" if self.is_new else "given"] | _FOLLOWS[self.method]
         for name, value in follows.items():
             if getattr(self, name) is None:
                 object.__setattr__(self, name, value)
