@@ -15,6 +15,7 @@ import shlex
 import shutil
 import sys
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import click
@@ -34,6 +35,7 @@ import tightlip.experiments.vectors
 import tightlip.vectors.data
 from tightlip.audit.settings import LeakageConfig
 from tightlip.cli.main import app, main
+from tightlip.core.registry import names_of
 from tightlip.corpus.bundled import demo_corpus, demo_speeches
 from tightlip.corpus.prepare_config import PrepareConfig
 from tightlip.corpus.privacy_weights import WeightsConfig
@@ -280,10 +282,14 @@ FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*")
 NOT_OURS = {"--help"}
 
 
+@cache
 def flags_of(command: click.Command) -> set[str]:
-    return {
-        flag for option in command.params for flag in [*option.opts, *option.secondary_opts]
-    } | NOT_OURS
+    """Every flag of a command; of `train` with those of every mitigation."""
+    asked = [[]]
+    if command is LEAVES["train",]:
+        asked += [["--mitigation", name] for name in names_of("mitigation")]
+    params = [param for args in asked for param in command.imported(args).params]
+    return {flag for param in params for flag in (*param.opts, *param.secondary_opts)} | {"--help"}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)

@@ -59,16 +59,19 @@ class CommandWhenCalled(Command):
 
     path: str
 
-    def make_context(
-        self, info_name: Any, args: list[str], parent: Any = None, **extra: Any
-    ) -> Any:
+    def imported(self, args: list[str]) -> Any:
+        """The command itself, with the flags that its arguments ask for."""
         module, _, name = self.path.partition(":")
         with refusals_in_a_line():
             called = getattr(import_module(f"tightlip.cli.{module}"), name)
             if hasattr(called, "with_flags_for"):
                 called = called.with_flags_for(args)
-        command = command_of(called, self.help)
-        return command.make_context(info_name, args, parent, **extra)
+        return command_of(called, self.help)
+
+    def make_context(
+        self, info_name: Any, args: list[str], parent: Any = None, **extra: Any
+    ) -> Any:
+        return self.imported(args).make_context(info_name, args, parent, **extra)
 
 
 def _add(app: typer.Typer, commands: dict[str, tuple[str, str]]) -> None:
