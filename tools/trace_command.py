@@ -8,8 +8,9 @@ packages of which one calls the other, counted once. Tokens are those given to `
 
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import tightlip
@@ -29,15 +30,12 @@ class Trace:
         if event != "call" or not frame.f_code.co_filename.startswith(ROOT):
             return
         here = frame.f_code.co_filename.removeprefix(ROOT)
-        name = frame.f_code.co_qualname
-        if name == "<module>":
-            return
+        name, callers = frame.f_code.co_qualname, list(_callers(frame))
+        if any(code.co_name == "<module>" for code in (frame.f_code, *callers)):
+            return  # a module being imported
         self.files.add(here)
-        above = frame.f_back
-        while above is not None and not above.f_code.co_filename.startswith(ROOT):
-            above = above.f_back
-        if above is not None and above.f_code.co_name != "<module>":
-            there = above.f_code.co_filename.removeprefix(ROOT)
+        if callers:
+            there = callers[0].co_filename.removeprefix(ROOT)
             if _package(there) != _package(here):
                 self.crossings.add((there, here))
         self.num_loads += name == "load_causal_lm"
@@ -45,6 +43,15 @@ class Trace:
         if name == "Scanner.scan":
             bounds = frame.f_locals["bounds"]
             self.num_tokens += int(bounds[-1] - bounds[0])
+
+
+def _callers(frame: FrameType) -> Iterator[CodeType]:
+    """Our own code that a call came through, the nearest first."""
+    above = frame.f_back
+    while above is not None:
+        if above.f_code.co_filename.startswith(ROOT):
+            yield above.f_code
+        above = above.f_back
 
 
 def _package(file: str) -> str:

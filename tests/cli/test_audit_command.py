@@ -341,7 +341,7 @@ def with_half_the_weights(folder, place):
 
 
 BROKEN_MODELS = {
-    "not there": (lambda folder, place: None, ["is not a folder", "save_pretrained"]),
+    "not there": (lambda folder, place: None, ["does not exist", "model folder"]),
     "a file": (lambda folder, place: folder.touch(), ["is not a folder"]),
     "empty": (lambda folder, place: folder.mkdir(), ["no config.json"]),
     "no tokenizer": (without("tokenizer.json", "tokenizer_config.json"), ["has no tokenizer"]),

@@ -78,7 +78,6 @@ def test_several_seeds_are_told_with_their_spread(command, corpus, tmp_path):
         (("--label", "sign"), "no column 'sign'"),
         (("--private", "age,topic"), "both the label"),
         (("--extractor", "bga"), "Closest: bag"),
-        (("--epochs", "1.5"), "not a whole number"),
         (("--method", "none"), "means nothing"),
         (("--seeds", "1"), "no spread"),
         (("--device", "tpu9"), "Unknown device"),
@@ -90,6 +89,13 @@ def test_a_refusal_is_one_line_and_leaves_nothing(command, corpus, tmp_path, fla
     assert done.status == 2
     assert because in done.refusal
     assert not (tmp_path / "run" / "config.toml").exists()
+
+
+def test_a_share_of_an_epoch_is_refused(command, corpus, tmp_path):
+    done = command("represent", "train", corpus, *FLAGS, "--epochs", "1.5", "--out", tmp_path / "r")
+    assert done.status == 2
+    assert "--epochs" in done.err
+    assert not (tmp_path / "r").exists()
 
 
 def test_a_refused_option_waits_for_no_torch(corpus, tmp_path):

@@ -11,7 +11,7 @@ from rich.text import Text
 import tightlip
 from tightlip.audit.settings import ResamplingSettings
 from tightlip.cli import name_page
-from tightlip.cli.flags import Device, Keys, with_settings
+from tightlip.cli.flags import Device, KeepScan, Keys, with_settings
 from tightlip.core.progress import shown_progress
 from tightlip.core.settings import Settings, setting
 
@@ -41,10 +41,11 @@ def compare(
         "comparison"
     ),
     device: Device = "auto",
+    keep_scan: KeepScan = True,
 ) -> None:
     """Utility, leakage, cost and guarantee of several runs, and which may be compared."""
     with shown_progress():
-        made = tightlip.compare(runs, key=key, out=out, device=device, **given)
+        made = tightlip.compare(runs, key=key, out=out, device=device, keep_scan=keep_scan, **given)
     show(made, Console())
 
 
