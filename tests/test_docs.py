@@ -159,10 +159,9 @@ def write_inputs(folder: Path) -> None:
 @pytest.fixture
 def small(monkeypatch):
     """The bundled plays as a few speeches, and a demo that is over soon."""
-    few = speeches()
+    few, some = speeches(), demo_speeches().take(list(range(0, 7000, 10)))
     for module in (tightlip.corpus.bundled, tightlip.experiments.demo):
         monkeypatch.setattr(module, "demo_corpus", lambda: few)
-    some = demo_speeches().take(list(range(0, 7000, 10)))
     monkeypatch.setattr(tightlip.vectors.data, "demo_speeches", lambda: some)
     monkeypatch.setattr(tightlip.corpus.bundled, "demo_speeches", lambda: some)
     monkeypatch.setitem(tightlip.experiments.demo.TRAIN, "epochs", 1.0)
