@@ -29,23 +29,36 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(items):
-    """Say which tests are slow, and which belong on one worker under `--dist loadgroup`."""
+    """Say which tests are slow, and begin with their files: the workers end on short ones."""
     for item in items:
         if SLOW_FIXTURES & {*item.fixturenames}:
             item.add_marker("slow")
-        if item.get_closest_marker("xdist_group") is None:
-            item.add_marker(pytest.mark.xdist_group(group_of(item)))
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)
 
 
-def group_of(item):
-    """One browser for all; otherwise a file's fixtures are made on one worker only.
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """Units of work for the workers, by hand: xdist's own groups are lost on pytest 9.2."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByUnit(LoadScopeScheduling):
+        def _split_scope(self, nodeid):
+            return unit_of(nodeid)
+
+    config.option.loadscopereorder = False
+    return ByUnit(config, log)
+
+
+def unit_of(nodeid):
+    """A file's fixtures are made on one worker only, and one browser serves all pages.
 
     Each page of the docs stands alone, so that they even out what the workers have at the end.
     """
-    if "browser" in item.fixturenames:
-        return "chromium"
-    file, _, test = item.nodeid.partition("::")
-    return item.nodeid if test.startswith("test_what_the_page_shows_runs") else file
+    file, _, test = nodeid.partition("::")
+    if test.startswith("test_what_the_page_shows_runs"):
+        return nodeid
+    return "pages" if "tests/report/" in file else file
 
 
 @pytest.fixture(scope="session")

@@ -6,8 +6,10 @@ time, or once it has done something.
 """
 
 import contextlib
+import importlib
 import json
 import os
+import pkgutil
 import random
 import signal
 import subprocess
@@ -150,9 +152,14 @@ def _import_everything() -> None:
     import rich.progress  # noqa: F401
     import torch
 
+    import tightlip
     from tightlip.audit.leakage.counting import Sequences, Shard, count_in_shard
 
     torch.set_num_threads(1)
+    for module in pkgutil.walk_packages(tightlip.__path__, "tightlip."):
+        if module.name != "tightlip.__main__":
+            with contextlib.suppress(ImportError):  # triton is there with a GPU only
+                importlib.import_module(module.name)
     one, ends = np.zeros(1, np.int32), np.array([0, 1])
     shard = Shard(tokens=one, bounds=ends, users=one)
     count_in_shard(shard, Sequences(tokens=one, offsets=ends))  # loads numba's own modules

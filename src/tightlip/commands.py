@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import tightlip
 from tightlip.audit.compared import Matching, Row
@@ -14,6 +14,9 @@ from tightlip.core.files import make_private_folder, write_json, write_text
 from tightlip.core.run_folder import RunRecord
 from tightlip.corpus.prepare import PreparedCorpus
 from tightlip.corpus.privacy_weights import PrivacyWeights
+
+if TYPE_CHECKING:
+    from tightlip.vectors.attack_runs import AttackReport
 
 CSV, JSON, PAGE = "comparison.csv", "comparison.json", "comparison.html"
 REPORT_PAGE = "report.html"
@@ -121,18 +124,9 @@ def _write_comparison(made: Comparison) -> None:
     write_page("comparison", made.page, rows=made.rows, **about)
 
 
-@dataclass(frozen=True, kw_only=True)
-class AttackReport:
-    """What the attackers found in each run, and the page that shows it."""
-
-    results: list[dict[str, Any]]
-    page: Path
-    num_kept: int  # runs whose figures were there already
-
-
 def represent_attack(
     runs: str | Path | Sequence[str | Path], *, out: str | Path | None = None, **settings: Any
-) -> AttackReport:
+) -> "AttackReport":
     """Attack the vectors of one run or several, and write attack.json and report.html.
 
     `settings` are those of `tightlip.vectors.attack_runs.attack_runs`. The page is in `out`: by
@@ -141,8 +135,10 @@ def represent_attack(
     from tightlip.report.kit import write_page
     from tightlip.vectors.attack_runs import FORMAT, RESULT, attack_runs
 
-    attacked = attack_runs(runs, out=out, **settings)
-    folder, version = attacked.folder, tightlip.__version__
-    write_json(folder / RESULT, {"format": FORMAT, "version": version, "runs": attacked.results})
-    page = write_page("vectors", folder / REPORT_PAGE, results=attacked.results, version=version)
-    return AttackReport(results=attacked.results, page=page, num_kept=attacked.num_kept)
+    report = attack_runs(runs, out=out, **settings)
+    version = tightlip.__version__
+    write_json(
+        report.folder / RESULT, {"format": FORMAT, "version": version, "runs": report.results}
+    )
+    write_page("vectors", report.page, results=report.results, version=version)
+    return report

@@ -18,13 +18,11 @@ from cli.held_out_runs import documents, prepared
 from tightlip.audit.measures import Audited, Measuring, open_key
 from tightlip.core.registry import look_up, names_of
 from tightlip.core.run_folder import DP_CHECK, begin_run, open_run, write_ledger
-from tightlip.corpus.canaries import read_check_key
+from tightlip.corpus.canaries import CheckKey, read_check_key, write_check_key
 from tightlip.corpus.opening import fingerprints
 from tightlip.models import LSTMConfig, LSTMForCausalLM
 from tightlip.models.loading import load_tokenizer
 from tightlip.scan.models import scans_of_run
-from tightlip.training.batches import Rows
-from tightlip.training.recipe import plant
 
 DOCS = Path(__file__).parents[2] / "docs"
 LEDGER = {"mechanism": "test", "epsilon": None, "delta": None, "standing": "measured only"}
@@ -44,10 +42,11 @@ def place(tmp_path_factory):
     )
     corpus = prepared(folder / "corpus", folder / "planted/corpus.parquet")
     tokenizer = load_tokenizer(corpus.tokenizer_folder)
-    plant(
-        _no_rows(tokenizer.bos_token_id), 80, vocabulary_size=len(tokenizer),
-        forbidden=set(tokenizer.all_special_ids), length=8, key_file=folder / DP_CHECK,
-    )  # fmt: skip
+    # Coins of our own: one model in twenty that knows nothing is accused by those of a real run.
+    draw = np.random.default_rng(0)
+    allowed = np.setdiff1d(np.arange(len(tokenizer)), tokenizer.all_special_ids)
+    key = CheckKey(tokens_ML=draw.choice(allowed, (80, 8)), included_M=draw.random(80) < 0.5)
+    write_check_key(folder / DP_CHECK, key)
     torch.manual_seed(0)
     model = LSTMForCausalLM(LSTMConfig(len(tokenizer), 32, 96, 1))
     for name, steps in (("stranger", 0), ("parrot", 250)):
@@ -59,12 +58,6 @@ def place(tmp_path_factory):
         tokenizer.save_pretrained(folder / name / "model")
         write_ledger(folder / name, LEDGER)
     return folder
-
-
-def _no_rows(bos):
-    none = np.zeros(0, np.int64)
-    parts = dict.fromkeys(("tokens", "starts", "lengths", "users", "documents"), none)
-    return Rows(**parts, begins=none.astype(bool), bos=bos, pad=0)
 
 
 def _rows_to_learn(corpus, key_file, bos):

@@ -88,7 +88,6 @@ def test_it_is_written_whole_for_its_owner_only(name, page, tmp_path):
     assert [one.name for one in path.parent.iterdir()] == ["page.html"]
 
 
-@pytest.mark.xdist_group("chromium")
 @pytest.mark.parametrize("width", [390, 1280])
 def test_it_opens_without_a_word_and_is_no_wider_than_the_screen(opened, path, width):
     shown = opened(path, width=width)  # which fails on any message and any request
@@ -97,14 +96,12 @@ def test_it_opens_without_a_word_and_is_no_wider_than_the_screen(opened, path, w
     assert shown.evaluate("document.documentElement.scrollWidth <= innerWidth")
 
 
-@pytest.mark.xdist_group("chromium")
 def test_its_figures_and_plots_need_no_script(opened, path):
     shown = opened(path, java_script_enabled=False)
     assert shown.locator("h1").is_visible()
     assert shown.locator("table tr").count() > 2 or shown.locator("svg").count() > 2
 
 
-@pytest.mark.xdist_group("chromium")
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_words_stand_out_from_the_ground(opened, path, scheme):
     shown = opened(path, color_scheme=scheme)

@@ -87,19 +87,22 @@ def check_guesses(
     num_guesses = default_num_guesses(len(scores))
     num_correct = correct_guesses(scores, included, num_guesses)
     bound = epsilon_lower_bound(len(scores), num_guesses, num_correct, delta, confidence)
-    verdict: Verdict = "nothing claimed"
-    if claimed_epsilon is not None:
-        verdict = "contradicted" if bound > claimed_epsilon else "consistent"
     return DPCheck(
         num_canaries=len(scores),
         num_guesses=num_guesses,
         num_correct=num_correct,
         epsilon_lower_bound=bound,
-        confidence=confidence,
+        verdict=_verdict(bound, claimed_epsilon),
         claimed_epsilon=claimed_epsilon,
         delta=delta,
-        verdict=verdict,
+        confidence=confidence,
     )
+
+
+def _verdict(bound: float, claimed_epsilon: float | None) -> Verdict:
+    if claimed_epsilon is None:
+        return "nothing claimed"
+    return "contradicted" if bound > claimed_epsilon else "consistent"
 
 
 def default_num_guesses(num_canaries: int) -> int:

@@ -22,7 +22,7 @@ from tightlip.report.kit.table import printed_lines
 from tightlip.vectors.settings import AttackSettings, RepresentOptions, RepresentSettings
 
 if TYPE_CHECKING:
-    from tightlip.commands import AttackReport
+    from tightlip.vectors.attack_runs import AttackReport
     from tightlip.vectors.encode import Encoded
 
 DeviceHalf = Annotated[Path, typer.Argument(help="A device's half: RUN/device.", metavar="DEVICE")]

@@ -148,3 +148,10 @@ def held_interrupts() -> Iterator[Interruption]:
         yield interruption
     finally:
         signal.signal(signal.SIGINT, before or signal.SIG_DFL)
+
+
+def stopped_after(step: int, num_steps: int) -> KeyboardInterrupt:
+    """What a training that was asked to stop, and saved itself, logs and ends with."""
+    words = f"Stopped after step {step} of {num_steps}. Give the same command again to go on."
+    log.info(words)
+    return KeyboardInterrupt(words)

@@ -92,13 +92,13 @@ class CausalLM(PreTrainedModel, GenerationMixin):
     ) -> CausalLMOutputWithPast:
         """Next-token logits; with `labels` the mean loss over those that are not -100."""
         outputs = self.model(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
+            input_ids,
+            attention_mask,
+            past_key_values,
+            inputs_embeds,
+            use_cache,
+            output_hidden_states,
             position_ids=position_ids,
-            past_key_values=past_key_values,
-            inputs_embeds=inputs_embeds,
-            use_cache=use_cache,
-            output_hidden_states=output_hidden_states,
             return_dict=True,
         )
         logits_BTV = self.lm_head(kept_positions(outputs.last_hidden_state, logits_to_keep))

@@ -4,8 +4,6 @@ Nothing in a folder is ever executed.
 """
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,6 @@ from torch import Tensor, nn
 from transformers import AutoModel
 from transformers.modeling_outputs import BaseModelOutput
 from transformers.modeling_utils import PreTrainedModel
-from transformers.utils import logging
 from transformers.utils.generic import can_return_tuple
 
 from tightlip.core.errors import UsageError
@@ -25,6 +22,7 @@ from tightlip.models.loading import (
     read_configuration,
     read_weights,
     usage_errors,
+    without_progress_bar,
 )
 from tightlip.models.recurrent import fill_recurrent
 
@@ -47,24 +45,13 @@ def load_encoder(folder: Path | str) -> PreTrainedModel:
             f"{folder} holds a '{config.model_type}' model, half of which writes text. Give an encoder such as BERT, "
             "RoBERTa or MiniLM."
         )
-    with without_warnings():
+    with without_progress_bar(reports=False):
         model, info = read_weights(AutoModel, folder, config, torch.float32)
     check_all_weights_came(folder, without_the_unused(info))
     if hasattr(model, UNUSED_PART):
         setattr(model, UNUSED_PART, None)
     check_hidden_states(folder, model)
     return model.eval()
-
-
-@contextmanager
-def without_warnings() -> Iterator[None]:
-    """Keep transformers from reporting at length on weights that are checked here, or not used."""
-    before = logging.get_verbosity()
-    logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(before)
 
 
 def without_the_unused(info: dict[str, Any]) -> dict[str, Any]:

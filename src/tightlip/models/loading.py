@@ -305,13 +305,19 @@ def usage_errors(
 
 
 @contextmanager
-def without_progress_bar() -> Iterator[None]:
-    """Keep transformers' bar for every load, however small, off the terminal."""
-    was_on = logging.is_progress_bar_enabled()
+def without_progress_bar(*, reports: bool = True) -> Iterator[None]:
+    """Keep transformers' bar for every load, however small, off the terminal.
+
+    Without `reports` also what it says at length of weights that are checked here or not used.
+    """
+    was_on, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
     logging.disable_progress_bar()
+    if not reports:
+        logging.set_verbosity_error()
     try:
         yield
     finally:
+        logging.set_verbosity(verbosity)
         if was_on:
             logging.enable_progress_bar()
 

@@ -14,7 +14,7 @@ import torch
 
 from tightlip.core.devices import usable_device
 from tightlip.core.errors import TightlipError, UsageError
-from tightlip.core.progress import Task, held_interrupts, log, logged_to, task
+from tightlip.core.progress import Task, held_interrupts, log, logged_to, stopped_after, task
 from tightlip.core.registry import look_up
 from tightlip.core.run_folder import (
     CHECKPOINT,
@@ -267,9 +267,7 @@ class Training:
 
     def stop_for_now(self) -> None:
         self.save()
-        words = f"Stopped after step {self.progress.step} of {self.plan.num_steps}. Give the same command again to go on."
-        log.info(words)
-        raise KeyboardInterrupt(words)
+        raise stopped_after(self.progress.step, self.plan.num_steps)
 
     def finish(self) -> None:
         """Leave the model and what may be said of it; the ledger comes last and marks the end."""

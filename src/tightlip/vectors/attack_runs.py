@@ -28,12 +28,16 @@ SEVERAL_RUNS = Path("attacks")
 
 
 @dataclass(frozen=True, kw_only=True)
-class AttackedRuns:
-    """What the attackers came to in each run, and the folder for it."""
+class AttackReport:
+    """What the attackers found in each run, and the folder with attack.json and the page."""
 
     results: list[dict[str, Any]]
     folder: Path
     num_kept: int  # runs whose figures were there already
+
+    @property
+    def page(self) -> Path:
+        return self.folder / "report.html"
 
 
 def attack_runs(
@@ -44,7 +48,7 @@ def attack_runs(
     batch_size: int = 32,
     device: str = "auto",
     **settings: Any,
-) -> AttackedRuns:
+) -> AttackReport:
     """Attack the vectors of one run or several; `settings` are those of AttackSettings.
 
     The figures of each run are kept in RUN/attack.json and taken from there when the same is asked
@@ -67,7 +71,7 @@ def attack_runs(
     folder = Path(out) if out is not None else Path(given[0]) if len(given) == 1 else SEVERAL_RUNS
     if folder.is_file():
         raise UsageError(f"{folder} is a file. Name a folder for the page: --out DIR")
-    return AttackedRuns(results=results, folder=folder, num_kept=num_kept)
+    return AttackReport(results=results, folder=folder, num_kept=num_kept)
 
 
 def _folders(given: Sequence[str | Path]) -> list[tuple[Path, str | None]]:

@@ -85,16 +85,10 @@ class Source:
     tree: dict[str, Any]
 
 
-def open_source(
-    source: Any,
-    *,
-    user_column: str = "user",
-    text_column: str = "text",
-    bad_rows: Any = "error",
-) -> Source:
+def open_source(source: Any, *, user_column: str = "user", **reading: Any) -> Source:
     """The corpus in a file, a folder or a table; the name `bundled` is the plays that come along.
 
-    A corpus without users is read too.
+    A corpus without users is read too. `reading` is as `open_corpus` has it.
     """
     path, given = None, source
     if isinstance(source, str | Path) and str(source) == BUNDLED and not Path(BUNDLED).exists():
@@ -104,7 +98,7 @@ def open_source(
     has_users = _has_users(given, user_column)
     if not has_users:
         given = _with_nobody(given, user_column)
-    columns = {"user_column": user_column, "text_column": text_column, "bad_rows": bad_rows}
+    columns = {"user_column": user_column, "text_column": "text", "bad_rows": "error"} | reading
     corpus = open_corpus(given, **columns)
     tree = {"path": path, "fingerprint": corpus.fingerprint(), **columns}
     return Source(corpus=corpus, has_users=has_users, tree=tree)

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from tightlip.core.devices import usable_device
 from tightlip.core.errors import UsageError
 from tightlip.core.files import write_json
-from tightlip.core.progress import Task, held_interrupts, log, task
+from tightlip.core.progress import Task, held_interrupts, log, stopped_after, task
 from tightlip.core.run_folder import CHECKPOINT
 from tightlip.vectors import checkpoints
 from tightlip.vectors.batches import Batch, Batches, Scores, scores_of
@@ -316,9 +316,7 @@ class Training:
 
     def stop_for_now(self) -> None:
         self.save()
-        words = f"Stopped after step {self.progress.step} of {self.num_steps}. Give the same command again to go on."
-        log.info(words)
-        raise KeyboardInterrupt(words)
+        raise stopped_after(self.progress.step, self.num_steps)
 
     def finish(self) -> dict[str, Any]:
         checkpoints.load_best(self.kept, self.progress.best_epoch, self.modules)

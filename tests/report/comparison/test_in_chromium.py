@@ -5,8 +5,6 @@ import pytest
 from report.samples import comparison
 from tightlip.report.kit import write_page
 
-pytestmark = pytest.mark.xdist_group("chromium")
-
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory):

@@ -15,7 +15,6 @@ from report.leakage.folders import (
 from report.samples import contrast
 from tightlip.report.kit import write_page
 
-pytestmark = pytest.mark.xdist_group("chromium")
 NASTY = row(
     sequence="</script><img src=x onerror=\"document.title='owned'\"> \u202eevil\x00 שלום 😀\nnew line",
     num_tokens=12, ratio=9e5, contexts=["<b>bold</b> &amp; مرحبا"], perplexities=[math.inf], public_perplexities=[math.nan],

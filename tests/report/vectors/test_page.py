@@ -193,7 +193,6 @@ def path(request, tmp_path_factory):
     return write_page("vectors", path, results=given, version="0.1.0")
 
 
-@pytest.mark.xdist_group("chromium")
 @pytest.mark.parametrize("width", [390, 1280])
 def test_the_page_is_no_wider_than_the_screen(opened, path, width):
     page = opened(path, width=width)
@@ -201,7 +200,6 @@ def test_the_page_is_no_wider_than_the_screen(opened, path, width):
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
 
 
-@pytest.mark.xdist_group("chromium")
 def test_the_page_needs_no_script_and_marks_have_values_to_hover(opened, path):
     page = opened(path, java_script_enabled=False)
     assert page.locator("h1").count() == 1
@@ -209,7 +207,6 @@ def test_the_page_needs_no_script_and_marks_have_values_to_hover(opened, path):
     assert page.locator("svg circle > title, svg g > title").count() > 10
 
 
-@pytest.mark.xdist_group("chromium")
 def test_run_names_in_the_plot_do_not_cover_each_other(opened, path):
     page = opened(path)
     boxes = page.evaluate("""() => [...document.querySelectorAll('.run-name')]

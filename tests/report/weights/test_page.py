@@ -78,7 +78,6 @@ def test_weights_that_tell_nothing_apart_are_doubted():
     assert "No document could be scored." in render_page("weights", info=INFO, **nothing)
 
 
-@pytest.mark.xdist_group("chromium")
 def test_a_strange_text_is_shown_and_not_obeyed(opened, path):
     page = opened(path)
     assert page.title() == "Privacy weights"
