@@ -401,7 +401,7 @@ def test_runs_of_one_name_are_told_apart_by_their_folders(tmp_path):
         ((), {}, "No run was given"),
         (("plain",), {}, "One run was given"),
         (("plain", "plain"), {}, "same run was given twice"),
-        (("plain", "corpus"), {}, "is no run"),
+        (("plain", "corpus"), {}, "is not a tightlip run"),
         (("plain", "dp"), {"tolerance": 0}, "tolerance=0"),
         (("plain", "dp"), {"num_bootstraps": 5}, "num_bootstraps=5"),
         (("plain", "dp"), {"device": "abacus"}, "Unknown device 'abacus'"),

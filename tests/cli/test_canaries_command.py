@@ -250,12 +250,12 @@ def test_each_action_lists_its_own_flags_and_refuses_others(place, command, acti
     ("arguments", "reason"),
     [
         (("plant", "nothing.parquet", "--out", "x"), "nothing.parquet does not exist"),
-        (("plant", "corpus.parquet", "--out", "x", "--repetitions", "a"), "no list of ints"),
+        (("plant", "corpus.parquet", "--out", "x", "--repetitions", "a"), "not a list of ints"),
         (("plant", "corpus.parquet", "--out", "x", "--template", "hello"), "has no slot"),
         (("plant", "corpus.parquet", "--out", "x", "--words", "nofile"), "nofile"),
-        (("choose", "parrot", "--out", "x"), "is no run"),
+        (("choose", "parrot", "--out", "x"), "is not a tightlip run"),
         (("measure", "parrot"), "measure needs the key"),
-        (("measure", "parrot", "--key", "corpus.parquet"), "no key of canaries"),
+        (("measure", "parrot", "--key", "corpus.parquet"), "not a key of canaries"),
         (("measure", "parrot", "--key", "k", "--num-samples", "5"), "num_samples=5"),
     ],
 )

@@ -137,7 +137,7 @@ def test_a_plain_run_among_them_leaves_no_joint_epsilon(tmp_path):
 
 
 def test_what_cannot_be_read_is_refused(tmp_path):
-    with pytest.raises(UsageError, match="is no run"):
+    with pytest.raises(UsageError, match="is not a tightlip run"):
         ledger(tmp_path)
     begin_run(tmp_path / "run", {"corpus": {"folder": "corpus"}})
     with pytest.raises(UsageError, match=r"no ledger\.json yet"):

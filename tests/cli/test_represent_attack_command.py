@@ -106,7 +106,7 @@ def test_halves_of_two_trainings_in_one_folder_are_refused(command, runs, tmp_pa
         (("--attackers", "mpl"), "Unknown attacker 'mpl'. Available: mlp, logistic"),
         (("--copies", 1), "copies=1 leaves nothing to average"),
         (("--attributes", "age"), "no column 'age'. Columns there:"),
-        (("--entities", "nowhere.txt"), "nowhere.txt is no file of names"),
+        (("--entities", "nowhere.txt"), "nowhere.txt is not a file of names"),
     ],
 )
 def test_a_refusal_is_one_line_with_the_way_on(command, runs, flags, said):

@@ -58,7 +58,7 @@ def test_a_run_is_finished_once_model_and_ledger_are_there(run):
 
 def test_a_folder_without_a_configuration_is_no_run(tmp_path):
     assert not is_run(tmp_path)
-    with pytest.raises(UsageError, match="is no run"):
+    with pytest.raises(UsageError, match="is not a tightlip run"):
         open_run(tmp_path)
 
 
@@ -71,7 +71,7 @@ def test_a_run_of_private_vectors_is_named_as_such(tmp_path):
 
 def test_a_configuration_of_something_else_is_no_run(tmp_path):
     begin_run(tmp_path, {"tool": {"name": "other"}})
-    with pytest.raises(UsageError, match="is no run's"):
+    with pytest.raises(UsageError, match="is not a run's"):
         open_run(tmp_path)
 
 

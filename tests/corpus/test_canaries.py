@@ -198,5 +198,5 @@ def test_a_damaged_key_is_refused(tmp_path):
     write_json(path, ["no key"])
     with pytest.raises(UsageError, match="damaged"):
         read_canary_key(path)
-    with pytest.raises(UsageError, match="is no key"):
+    with pytest.raises(UsageError, match="is not a key"):
         read_canary_key(tmp_path / "nowhere.json")

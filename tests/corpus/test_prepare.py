@@ -270,7 +270,7 @@ def test_a_split_that_holds_out_nothing_is_refused(tmp_path, split):
 
 
 def test_a_tokenizer_folder_that_is_none_is_refused(tmp_path):
-    with pytest.raises(UsageError, match="is no folder"):
+    with pytest.raises(UsageError, match="is not a folder"):
         prepare(ROWS, tmp_path / "p", replace(CONFIG, tokenizer=str(tmp_path / "no")))
     (tmp_path / "empty").mkdir()
     with pytest.raises(UsageError, match="cannot be loaded"):

@@ -283,6 +283,6 @@ def test_another_experiment_in_the_same_folder_is_refused(reproduced, ag_file):
 def test_a_scale_nobody_knows_and_a_file_that_is_not_there_are_refused(tmp_path):
     with pytest.raises(UsageError, match="smoke"):
         reproduce_representation(scale="smok", out=tmp_path / "out")
-    with pytest.raises(UsageError, match="no file"):
+    with pytest.raises(UsageError, match="not a file"):
         reproduce_representation([tmp_path / "absent.txt"], out=tmp_path / "out")
     assert not (tmp_path / "out").exists()

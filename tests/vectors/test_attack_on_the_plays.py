@@ -176,7 +176,7 @@ def test_rows_that_stand_in_train_are_counted_and_left_out_beside(tmp_path):
         ({"runs": []}, "No run was given"),
         ({"attackers": ["mpl"]}, "Unknown attacker 'mpl'"),
         ({"attributes": ["age"]}, "no column 'age'"),
-        ({"entities": "missing.txt"}, r"missing\.txt is no file of names"),
+        ({"entities": "missing.txt"}, r"missing\.txt is not a file of names"),
         ({"entities": "column:age"}, "no column 'age'"),
     ],
 )

@@ -244,7 +244,7 @@ def test_a_runs_texts_are_read_again_and_a_changed_corpus_is_refused(tmp_path):
     pq.write_table(pa.Table.from_pylist(toy_corpus(41)), path)
     with pytest.raises(UsageError, match="changed since"):
         load_examples(run)
-    with pytest.raises(UsageError, match="is no run"):
+    with pytest.raises(UsageError, match="is not a tightlip run"):
         load_examples(tmp_path)
 
 

@@ -20,7 +20,7 @@ def _thresholds(text: str) -> tuple[float, ...]:
     try:
         return tuple(float(part) for part in text.split(",") if part.strip())
     except ValueError:
-        raise UsageError(f"--curated-at {text!r} is no list of numbers like 1.5,2,3.") from None
+        raise UsageError(f"--curated-at {text!r} is not a list of numbers like 1.5,2,3.") from None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,10 +9,10 @@ ledger.json         what the run may promise; it says when the run is finished
 log.txt             what was said on the way
 checkpoint/         only while the run is under way
 dp_check.json       the key of planted canaries, where there are any: what they read, who was in
-dp_check_result.json  what `tightlip audit RUN --dp-check` found
+dp_check_result.json  what `tightlip dp-check RUN` found
 noise_scales.jsonl  adaptive-dp, mode scale: the noise of each charged step, public by its proof
 private_noise.bin   adaptive-dp, mode as-published: how often each noise was used; private
-membership.json, groups.json  what `tightlip audit RUN --membership` and `--groups` found
+membership.json, groups.json  what `tightlip membership RUN` and `tightlip groups RUN` found
 measures/           what `tightlip compare` measured, by model
 scan/               ranks and log-probabilities that its measures are read from; private
 """
@@ -125,7 +125,7 @@ def open_run(folder: Path) -> RunRecord:
     folder = Path(folder)
     if not is_run(folder):
         raise UsageError(
-            f"{folder} is no run (no {CONFIG}). Run: tightlip train CORPUS --out {folder}"
+            f"{folder} is not a tightlip run (no {CONFIG}). Run: tightlip train CORPUS --out {folder}"
         )
     config = read_toml(folder / CONFIG)
     _check_language_model(folder, config)
@@ -150,7 +150,7 @@ def _check_language_model(folder: Path, config: dict[str, Any]) -> None:
         )
     if "folder" not in config.get("corpus", {}):
         raise UsageError(
-            f"{folder / CONFIG} is no run's: it names no corpus. Run: tightlip train CORPUS --out {folder}"
+            f"{folder / CONFIG} is not a run's: it names no corpus. Run: tightlip train CORPUS --out {folder}"
         )
 
 

@@ -232,7 +232,7 @@ def separated(kind: type) -> Callable[[str], tuple[Any, ...]]:
             return tuple(kind(part.strip()) for part in text.split(",") if part.strip())
         except ValueError:
             raise UsageError(
-                f"{text!r} is no list of {kind.__name__}s. Write them with commas between: 1,10,100"
+                f"{text!r} is not a list of {kind.__name__}s. Write them with commas between: 1,10,100"
             ) from None
 
     return read

@@ -347,7 +347,7 @@ def read_canary_key(path: Path) -> Planted:
     """The key in `path`, or a refusal where it is not one."""
     if not path.is_file():
         raise UsageError(
-            f"{path} is no key of canaries. Run: tightlip canaries plant CORPUS --out DIR"
+            f"{path} is not a key of canaries. Run: tightlip canaries plant CORPUS --out DIR"
         )
     try:
         there = read_json(path)

@@ -285,5 +285,5 @@ def _checked(corpus: Sequence[str | Path]) -> list[Path]:
     paths = [Path(each) for each in corpus]
     for path in paths:
         if not path.is_file():
-            raise UsageError(f"{path} is no file. Nothing is downloaded: give a path on disk.")
+            raise UsageError(f"{path} is not a file. Nothing is downloaded: give a path on disk.")
     return paths

@@ -127,7 +127,7 @@ class TrainConfig(Settings):
     def __post_init__(self) -> None:
         if not isinstance(self.mitigation, MitigationConfig):
             raise UsageError(
-                f"mitigation={self.mitigation!r} is no mitigation's settings. Give an object such as DPConfig(epsilon=8), "
+                f"mitigation={self.mitigation!r} is not a mitigation's settings. Give an object such as DPConfig(epsilon=8), "
                 "or names by TrainConfig.of(mitigation='dp', epsilon=8)."
             )
         super().__post_init__()

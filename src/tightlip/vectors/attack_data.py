@@ -197,7 +197,7 @@ def names_in_file(path: str | Path) -> list[str]:
     path = Path(path)
     if not path.is_file():
         raise UsageError(
-            f"{path} is no file of names. Give one with a name a line, or --entities auto."
+            f"{path} is not a file of names. Give one with a name a line, or --entities auto."
         )
     try:
         lines = path.read_text(encoding="utf-8").splitlines()

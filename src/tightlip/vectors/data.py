@@ -321,7 +321,7 @@ def load_examples(run: Path | str) -> Examples:
     run = Path(run)
     if not (run / CONFIG).is_file():
         raise UsageError(
-            f"{run} is no run (no {CONFIG}). Run: tightlip represent train CORPUS --out {run}"
+            f"{run} is not a tightlip run (no {CONFIG}). Run: tightlip represent train CORPUS --out {run}"
         )
     config = read_toml(run / CONFIG)
     if RepresentSettings.table not in config:

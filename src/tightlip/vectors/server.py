@@ -110,7 +110,7 @@ def _about(path: Path, table: pa.Table) -> dict[str, Any]:
     raw = (table.schema.metadata or {}).get(_KEY)
     if raw is None:
         raise UsageError(
-            f"{path} is no file of vectors that tightlip wrote: it states no guarantee. "
+            f"{path} is not a file of vectors that tightlip wrote: it states no guarantee. "
             "Write it with: tightlip represent encode"
         )
     try:

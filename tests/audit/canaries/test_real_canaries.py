@@ -134,7 +134,7 @@ def test_the_run_that_chose_is_not_measured_by_its_own_choice(place, tmp_path):
     ("run", "settings", "says"),
     [
         ("quiet", {}, "trained with mitigation 'adversarial'"),
-        ("plain/model", {}, "is no run"),
+        ("plain/model", {}, "is not a tightlip run"),
         ("plain", {"min_tokens": 1}, "min_tokens=1 is out of range. It must be at least 2"),
         ("plain", {"min_tokens": 99}, "No document has min_tokens=99 tokens"),
     ],

@@ -158,7 +158,7 @@ def choose_canaries(
 def _unmitigated(run: Path) -> RunRecord:
     if not is_run(run):
         raise UsageError(
-            f"{run} is no run, and canaries are chosen from the text that a run trained on. Train one: "
+            f"{run} is not a tightlip run, and canaries are chosen from the text that a run trained on. Train one: "
             "tightlip train CORPUS --out RUN"
         )
     record = finished_run(run)
