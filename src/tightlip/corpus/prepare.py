@@ -323,7 +323,9 @@ def _load_tokenizer(folder: str) -> Any:
     from transformers import AutoTokenizer
 
     if not Path(folder).is_dir():
-        raise UsageError(f"tokenizer={folder!r} is not a folder. Give one that holds tokenizer.json.")
+        raise UsageError(
+            f"tokenizer={folder!r} is not a folder. Give one that holds tokenizer.json."
+        )
     try:
         # Unset, transformers asks on the terminal whether to run the folder's code.
         return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
