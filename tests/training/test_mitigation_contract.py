@@ -17,7 +17,12 @@ from tightlip.core.run_folder import open_run
 from tightlip.core.settings import about, names_in, settings_of
 from tightlip.corpus.prepare import prepare_corpus
 from tightlip.corpus.prepare_config import PrepareConfig
-from tightlip.training.config import RunOptions, TrainConfig, mitigation_config
+from tightlip.training.config import (
+    MitigationConfig,
+    RunOptions,
+    TrainConfig,
+    mitigation_config,
+)
 from tightlip.training.loop import Training, train_model
 from tightlip.training.mitigations import LEDGER_KEYS
 from training.small_corpora import WORDS, documents
@@ -120,7 +125,7 @@ def test_without_strength_training_is_left_as_it_is(name, corpus, of_one_length,
     kind = mitigation_config(name)
     text = of_one_length if kind.is_private else corpus
     shared = {"batch_size": 40, "steps": 1, "optimizer": "sgd"} if kind.is_private else {}
-    own = {} if kind.strength is None else {kind.strength: 0.0}
+    own = {} if kind.strength_setting is None else {kind.strength_setting: 0.0}
     own |= {"batching": "uniform"} if "batching" in names_in(kind) else {}
     if kind.is_private:
         own |= {"epsilon": None, "clip_norm": 1e6, "unit": "example"}
@@ -143,6 +148,7 @@ def test_the_guarantee_is_honest(name, runs):
     assert {*LEDGER_KEYS} <= {*record}
     assert record["standing"] in ("proved", "as published", "measured only")
     assert record["because"]
+    assert (record["mechanism"] == "none") == (name == "none")
     assert (record["epsilon"] is not None) == kind.is_private
     assert (record["standing"] == "measured only") == (record["epsilon"] is None)
     if kind.is_private:
@@ -188,11 +194,20 @@ def test_its_settings_say_what_they_are_and_come_back_from_toml(name, tmp_path):
     kind = mitigation_config(name)
     assert kind.name == name
     assert all(about(field).help for field in settings_of(kind))
-    assert kind.strength is None or kind.strength in names_in(kind)
+    assert kind.strength_setting is None or kind.strength_setting in names_in(kind)
+    assert kind.panel
     config = TrainConfig.of(**settings_for(name))
     (tmp_path / "run.toml").write_text(config.to_toml())
     assert TrainConfig.from_toml(tmp_path / "run.toml") == config
     assert look_up("mitigation", name).config_kind is kind
+
+
+@EACH
+def test_its_settings_have_names_of_their_own(name):
+    """Beside those of the run and of what is known of every mitigation, none of which they hide."""
+    own = {*names_in(mitigation_config(name))}
+    assert not own & {*names_in(TrainConfig, RunOptions, PrepareConfig)}
+    assert not own & {"corpus", "out", "config", "mitigation", *dir(MitigationConfig)}
 
 
 @EACH

@@ -182,7 +182,9 @@ def _with_intervals(
 ) -> dict[str, dict[str, Any]]:
     scores: dict[str, dict[str, Any]] = {}
     for (name, figure), value in values.items():
-        entry = scores.setdefault(name, {"auc": None} | dict.fromkeys(RATES))
+        entry = scores.setdefault(
+            name, {"title": SCORES[name].title, "auc": None} | dict.fromkeys(RATES)
+        )
         again = [one[name, figure] for one in drawn]
         entry[figure] = interval(value, again, num_users=num_users)
     return scores
@@ -255,7 +257,8 @@ class MembershipAudit:
     finds_secrets = True
 
     def depends_on(self, audited: Audited) -> dict[str, Any]:
-        return {"reference": audited.measuring.reference_fingerprint, **audited.sampling}
+        reference = audited.measuring.reference_fingerprint
+        return {"scores": [*SCORES], "reference": reference, **audited.sampling}
 
     def figures(self, audited: Audited) -> dict[str, Any]:
         return measure_membership(

@@ -107,7 +107,7 @@ def _membership_table(found: dict[str, Any]) -> Any:
     rows = [
         [
             level,
-            _title(name),
+            score["title"],
             *_cells(score["auc"], ".3f"),
             *(cell for rate in rates for cell in _cells(score[rate], ".1%")),
         ]
@@ -115,12 +115,6 @@ def _membership_table(found: dict[str, Any]) -> Any:
     ]
     headings = ["of", "score", *(heading for name in figures for heading in (name, "95%"))]
     return printed_table(headings, rows, num_left=2)
-
-
-def _title(score: str) -> str:
-    from tightlip.audit.membership import SCORES
-
-    return SCORES[score].title
 
 
 def _cells(figure: dict[str, Any] | None, spelled: str) -> tuple[str, str]:
@@ -173,7 +167,7 @@ def _verdict(one: str, level: dict[str, Any]) -> str:
         )
     return (
         f"{one.capitalize()}s that were trained on can be told: of one that was and one that was not, the "
-        f"{_title(best)} score names the right one {auc['value']:.0%} of the time."
+        f"{scores[best]['title']} score names the right one {auc['value']:.0%} of the time."
     )
 
 

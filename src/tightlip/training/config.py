@@ -28,19 +28,21 @@ class MitigationConfig(Settings):
     A mitigation's own sits in its file. It says what the run must know of it: `is_private`, its
     promise is an ε and nothing measured on the text may be published; `needs_weights`, it reads
     the documents' privacy weights; `takes_whole_batches`, its step is one forward pass over a batch;
-    `strength`, the setting at whose 0 it leaves training as it is.
+    `strength_setting`, the one at whose 0 it leaves training as it is.
     """
 
+    panel: ClassVar[str | None] = "The mitigation"
     name: ClassVar[str] = "none"
     is_private: ClassVar[bool] = False
     needs_weights: ClassVar[bool] = False
     takes_whole_batches: ClassVar[bool] = True
-    strength: ClassVar[str | None] = None
+    strength_setting: ClassVar[str | None] = None
 
     def in_words(self) -> str:
         """The mitigation and how strong it is, for the log."""
-        value = None if self.strength is None else getattr(self, self.strength)
-        return self.name if value is None else f"{self.name} with {self.strength} {value:g}"
+        setting = self.strength_setting
+        value = None if setting is None else getattr(self, setting)
+        return self.name if value is None else f"{self.name} with {setting} {value:g}"
 
     @property
     def num_check_canaries(self) -> int:

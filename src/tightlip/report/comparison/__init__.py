@@ -16,6 +16,7 @@ from tightlip.report.comparison.table import (
     comparison_table,
     membership_score,
     repetition_table,
+    score_table,
 )
 from tightlip.report.comparison.words import headline, missing, tolerance_words, uncounted
 
@@ -52,6 +53,7 @@ class ComparisonPage:
             "at_perplexity": self.at_perplexity,
             "missing": missing(rows),
             "uncounted": uncounted(rows),
+            "scores": score_table(rows),
             "score": SCORE_WORDS[membership_score(rows)],
             "exposure_plot": exposure_scatter(rows, self.tolerance),
             "unique_plot": unique_scatter(rows, self.tolerance),

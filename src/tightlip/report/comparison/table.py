@@ -13,7 +13,7 @@ from tightlip.report.kit.words import NONE
 RunFigures = dict[str, Any]  # a run of comparison.json
 MOST_REPETITIONS = 5  # of a long schedule, in the table; the page's plots and the CSV have all
 NARROWEST = 12  # of a run's column in the terminal
-SCORES = ("loss", "reference", "min_k", "zlib")
+LEVELS = ("documents", "users")
 
 
 def comparison_table(rows: Sequence[RunFigures]) -> Table:
@@ -140,6 +140,27 @@ def _memberships(rows: Sequence[RunFigures]) -> Iterator[Row]:
             yield Row(f"Membership AUC{of}", areas, "Leakage")
 
 
+def score_table(rows: Sequence[RunFigures]) -> Table:
+    """The AUC by every score that some run has, on documents and on users."""
+    lines = [
+        Row(f"{title}, {level}", [_interval(area(row, level, score)) for row in rows])
+        for level in LEVELS
+        for score, title in _scores(rows, level).items()
+    ]
+    return Table(columns=[Column("Score"), *(Column(row["name"]) for row in rows)], rows=lines)
+
+
+def _scores(rows: Sequence[RunFigures], level: str) -> dict[str, str]:
+    """The scores that some run has on this level, and what they are called."""
+    measured = [(row["membership"] or {}).get(level) or {} for row in rows]
+    return {
+        name: score.get("title", name)
+        for each in measured
+        for name, score in each.get("scores", {}).items()
+        if score
+    }
+
+
 def area(row: RunFigures, level: str, score: str) -> dict[str, Any] | None:
     """The AUC of one score on documents or users, with its interval."""
     measured = (row["membership"] or {}).get(level)
@@ -236,9 +257,8 @@ def _flat(row: RunFigures) -> Iterator[tuple[str, Any]]:
             yield f"tab_{kind}_{name}", tab[name] if tab else None
     for scale in ("perplexity", "log"):
         yield from _limits(f"gap_{scale}", row["gap"][scale] if row["gap"] else None)
-    for level in ("documents", "users"):
-        measured = ((row["membership"] or {}).get(level) or {}).get("scores", ())
-        for score in dict.fromkeys((*SCORES, *measured)):
+    for level in LEVELS:
+        for score in ((row["membership"] or {}).get(level) or {}).get("scores", ()):
             yield from _limits(f"membership_{level}_{score}_auc", area(row, level, score))
     for name in ("num_documents", "num_tokens"):
         yield f"membership_{name}_not_counted", not_counted(row).get(name)

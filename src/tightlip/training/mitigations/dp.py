@@ -42,7 +42,7 @@ class DPConfig(MitigationConfig):
     panel: ClassVar[str | None] = "Private training"
     is_private: ClassVar[bool] = True
     takes_whole_batches: ClassVar[bool] = False
-    strength: ClassVar[str | None] = "noise_multiplier"
+    strength_setting: ClassVar[str | None] = "noise_multiplier"
 
     epsilon: float | None = setting(
         None, "The target: noise is set so that it is met, never passed.", above=0

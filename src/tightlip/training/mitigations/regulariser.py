@@ -131,7 +131,7 @@ class RegulariserConfig(MitigationConfig):
     """What both regularisers are asked for."""
 
     takes_whole_batches: ClassVar[bool] = False
-    strength: ClassVar[str | None] = "privacy_weight"
+    strength_setting: ClassVar[str | None] = "privacy_weight"
 
     privacy_weight: float = setting(1.0, "The paper's λ.", at_least=0)
     privacy_warmup_steps: int = setting(0, "Steps over which it rises to that.", at_least=0)
