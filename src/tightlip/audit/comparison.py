@@ -2,6 +2,7 @@
 
 import statistics
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from tightlip.core.resampling import check_num_bootstraps
 from tightlip.core.run_folder import RunRecord, open_run
 from tightlip.corpus.canaries import exposed_above_bits, read_canary_key
 from tightlip.corpus.opening import check_reference, finished_run, model_folder, open_run_corpus
-from tightlip.models.loading import model_fingerprint
+from tightlip.models.loading import files_fingerprint
 from tightlip.scan.models import AUDIT, OpenedModel, Scans, run_store
 from tightlip.scan.options import ScanOptions
 
@@ -53,13 +54,23 @@ def compare_runs(
     records = _opened(runs)
     measuring = _measuring(key, reference, seed, num_bootstraps)
     _refuse_what_saw_the_text(measuring.reference, records)
-    scans = _scans(records, device)
+    with ExitStack() as stack:
+        scans = _scans(records, device, stack, keep=keep_scan)
+        return compared(_measured(records, scans, measuring, matching.at_perplexity), matching)
+
+
+def _measured(
+    records: Sequence[RunRecord],
+    scans: Sequence[Scans],
+    measuring: Measuring,
+    at_perplexity: float | None,
+) -> list[RunMeasures]:
     names = labels([record.folder for record in records])
     place = baseline_place([record.is_mitigated for record in records])
 
     def subject_at(number: int) -> Subject:
         run, name = records[number], names[number]
-        return _subject(run, name, scans[number], measuring, matching.at_perplexity)
+        return _subject(run, name, scans[number], measuring, at_perplexity)
 
     base = subject_at(place)
     measures = []
@@ -69,21 +80,20 @@ def compare_runs(
             measures.append(_gathered(subject, base, bar))
             if subject is not base and subject.measures is not None:
                 subject.measures.release()  # the baseline's is needed to the end
-    if not keep_scan:
-        for each in scans:
-            each.store.remove()
-    return compared(measures, matching)
+    return measures
 
 
-def _scans(records: Sequence[RunRecord], device: str) -> list[Scans]:
+def _scans(
+    records: Sequence[RunRecord], device: str, stack: ExitStack, *, keep: bool
+) -> list[Scans]:
     """Each run's own scans, all of the same models; what one holds the others read."""
     folders = [folder for run in records for folder in (run.folder, run.folder / AUDIT)]
     models: dict[Path, OpenedModel] = {}
     options = ScanOptions(device=usable_device(device))
-    return [
-        Scans(store=run_store(run.folder, beside=folders), options=options, models=models)
-        for run in records
+    stores = [
+        stack.enter_context(run_store(run.folder, beside=folders, keep=keep)) for run in records
     ]
+    return [Scans(store=store, options=options, models=models) for store in stores]
 
 
 def _opened(runs: Sequence[str | Path | RunRecord]) -> list[RunRecord]:
@@ -105,7 +115,7 @@ def _measuring(key: Any, reference: str | Path | None, seed: int, num_bootstraps
     return Measuring(
         keys=tuple(open_key(Path(path)) for path in paths),
         reference=given,
-        reference_fingerprint=None if given is None else model_fingerprint(model_folder(given)),
+        reference_fingerprint=None if given is None else files_fingerprint(model_folder(given)),
         seed=seed,
         num_bootstraps=num_bootstraps,
     )

@@ -60,6 +60,17 @@ def folder_written_whole(folder: Path) -> Iterator[Path]:
         shutil.rmtree(beside, ignore_errors=True)
 
 
+def is_running(pid: int) -> bool:
+    """Whether there is such a process; what a dead one left half-written is nobody's."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
+
+
 def fsync(path: Path) -> None:
     """Make what a file holds, or a rename in a folder, survive a power cut."""
     descriptor = os.open(path, os.O_RDONLY)

@@ -192,6 +192,11 @@ def check_no_foreign_code(folder: Path, written: dict[str, Any]) -> None:
             f"{folder} holds a model of type {model_type!r} that runs only with the Python files beside it. "
             "tightlip never executes code from a model folder. Convert it to an architecture that transformers has."
         )
+    if "configuration_files" in written:
+        raise UsageError(
+            f"{folder}/config.json names other files that transformers would read in its place (configuration_files), "
+            "and none of its settings could be checked. Load it where you trust it and write it again with save_pretrained."
+        )
     if "transformers_weights" in written:
         raise UsageError(
             f"{folder}/config.json names its own weight file in transformers_weights, which may be a pickle. "
@@ -386,6 +391,20 @@ def model_fingerprint(folder: Path) -> str:
             "Give a folder written by save_pretrained."
         )
     return digest_of_files(sorted(files, key=lambda path: path.name))
+
+
+def files_fingerprint(folder: Path) -> str:
+    """SHA-256 over all that decides what a model makes of a text: as `model_fingerprint`, and the
+    begin token, the merges, which weight stands in which file.
+
+    Apart from that one, which tells where weights came from and must not change with any of these.
+    """
+    own = model_fingerprint(folder)
+    if gguf_file(Path(folder)) is not None:
+        return own
+    read = [path for path in Path(folder).iterdir() if path.suffix in (".json", ".txt", ".model")]
+    others = digest_of_files(sorted(path for path in read if path.is_file()))
+    return hashlib.sha256(f"{own} {others}".encode()).hexdigest()
 
 
 def state_fingerprint(model: nn.Module) -> str:

@@ -1,11 +1,9 @@
 """Models as every measure opens them: once for a command, and loaded only when a scan is missing."""
 
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, fields
 from functools import cached_property
-from os import W_OK, access
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +16,7 @@ from tightlip.corpus.encoding import tokenizer_fingerprint
 from tightlip.corpus.tokens import TokenizedCorpus
 from tightlip.models.loading import (
     check_weight_files,
+    files_fingerprint,
     gguf_file,
     load_causal_lm,
     load_tokenizer,
@@ -27,7 +26,7 @@ from tightlip.models.loading import (
 )
 from tightlip.scan.options import ScanOptions
 from tightlip.scan.scanner import Scanner
-from tightlip.scan.store import SCAN, ScanFunction, ScannedCorpus, ScanStore
+from tightlip.scan.store import SCAN, ScanFunction, ScannedCorpus, ScanStore, scan_store
 
 # min-k% looks at one token in so many, the least likely ones (Shi et al. 2024: 20%).
 LOWEST_SHARE = 5
@@ -104,13 +103,14 @@ def _reduced(log_probs: np.ndarray, lengths: np.ndarray) -> np.ndarray:
 class OpenedModel:
     """A model with the tokenizer it speaks through; `load` is called when it is first needed.
 
-    `is_file` tells a model on disk, whose fingerprint says all about it, from one in memory,
-    whose fingerprint covers its weights and not its code.
+    `files` is a fingerprint of all that decides what it makes of a text. `is_file` tells a model
+    on disk, of which it says all, from one in memory, where it covers the weights and not the code.
     """
 
     name: str
     tokenizer: Any
     fingerprint: str
+    files: str
     options: ScanOptions
     device: str
     load: Callable[[], Any]
@@ -139,7 +139,7 @@ class OpenedModel:
     def scan(self, corpus: TokenizedCorpus, store: ScanStore, description: str) -> ScannedCorpus:
         """Every token's rank and log-probability under the model, as they stand in `store`."""
         key = {
-            "model": self.fingerprint,
+            "model": self.files,
             "bos": self.tokenizer.bos_token_id,  # in no fingerprint: tokenizer_config.json names it
             "window": self.options.window,  # as asked for; the model's own follows from the model
             "dtype": self.options.dtype,
@@ -187,11 +187,12 @@ def open_model(
             f"A {type(model).__name__} in memory does not say how text becomes tokens. "
             f"Give tokenizer=, an object or a folder."
         )
-    first = next(model.parameters(), None)
+    first, state = next(model.parameters(), None), state_fingerprint(model)
     return OpenedModel(
         name=name or type(model).__name__,
         tokenizer=_tokenizer(tokenizer),
-        fingerprint=state_fingerprint(model),
+        fingerprint=state,
+        files=state,
         options=options,
         device="cpu" if first is None else first.device.type,
         load=lambda: model,
@@ -214,6 +215,7 @@ def _from_disk(folder: Path, options: ScanOptions, tokenizer: Any, name: str | N
         name=name or str(folder),
         tokenizer=_tokenizer(tokenizer or folder),
         fingerprint=model_fingerprint(folder),
+        files=files_fingerprint(folder),
         options=options,
         device=device,
         load=load,
@@ -263,10 +265,12 @@ class Scans:
         return document_scores(self.scan(model, corpus, description), counted=counted)
 
 
-def run_store(run: Path, *, beside: Sequence[Path] = ()) -> ScanStore:
+def run_store(
+    run: Path, *, beside: Sequence[Path] = (), keep: bool = True
+) -> AbstractContextManager[ScanStore]:
     """Where measures of a run keep their scans; those of its report, and of the runs or reports in
     `beside`, are read too."""
-    return ScanStore(run / SCAN, [run / AUDIT / SCAN, *(place / SCAN for place in beside)])
+    return scan_store(run / SCAN, [folder / SCAN for folder in (run / AUDIT, *beside)], keep=keep)
 
 
 @contextmanager
@@ -278,17 +282,9 @@ def scans_of_run(
     beside: Sequence[Path] = (),
     given: Scans | None = None,
 ) -> Iterator[Scans]:
-    """`given`, or the scans that are kept with the run; dropped after success unless wanted.
-
-    Of a run that may only be read they are in a temporary folder.
-    """
+    """`given`, or the run's own, which are dropped afterwards unless they are to be kept."""
     if given is not None:
         yield given
         return
-    store = run_store(run.folder, beside=beside)
-    with tempfile.TemporaryDirectory(prefix="tightlip-") as elsewhere:
-        if not access(run.folder, W_OK):
-            store = ScanStore(Path(elsewhere), [store.folder, *store.beside])
+    with run_store(run.folder, beside=beside, keep=keep) as store:
         yield Scans(store=store, options=ScanOptions(device=device))
-    if not keep:
-        store.remove()

@@ -1,16 +1,19 @@
 """Scans kept on disk, so that each model reads each text once.
 
     scan/<digest of the key>/key.json    which model read which text, and how
-    scan/<digest of the key>/000000.npz  ranks (int32) and log_probs (float32) of a shard's tokens
+    scan/<digest of the key>/000000.npz  ranks (int32) and log_probs (float32) of a shard's tokens,
+                                         and `of`: a digest of the key, the number and the tokens
 
 Ranks and log-probabilities tell nearly as much as the text: all of it is for its owner only.
 """
 
 import hashlib
 import json
+import os
 import shutil
-import zipfile
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -18,12 +21,18 @@ from typing import Any
 
 import numpy as np
 
-from tightlip.core.files import make_private_folder, read_json, write_json, written_whole
+from tightlip.core.files import (
+    is_running,
+    make_private_folder,
+    read_json,
+    write_json,
+    written_whole,
+)
 from tightlip.core.progress import task
 from tightlip.corpus.tokens import TokenizedCorpus
 
 SCAN = "scan"  # the folder's name, wherever it lies
-FORMAT = 1
+FORMAT = 2
 SHARD_TOKENS = 250_000
 NOT_SCORED = -1  # the rank of a token that was never predicted: the first without a BOS
 
@@ -94,18 +103,37 @@ class ScanStore:
                 bounds = corpus.bounds[first : end + 1]
                 num_tokens = int(bounds[-1] - bounds[0])
                 places = [folder / f"{number:06d}.npz" for folder in (own, *others)]
-                path = next((one for one in places if _is_whole(one, num_tokens)), None)
+                of = _digest_of_shard(name, number, corpus.tokens[bounds[0] : bounds[-1]])
+                path = next((one for one in places if _is_whole(one, num_tokens, of)), None)
                 if path is None:
                     scan = scan or open_scan()
                     path = places[0]
-                    _write_shard(path, whole_key, *scan(corpus.tokens, bounds))
+                    _write_shard(path, whole_key, of, *scan(corpus.tokens, bounds))
                 files.append(path)
                 bar.advance(float(num_tokens))
         return ScannedCorpus(corpus=corpus, files=files, edges=edges)
 
-    def remove(self) -> None:
-        """Take away what this store kept, not what lies beside it."""
-        shutil.rmtree(self.folder, ignore_errors=True)
+
+@contextmanager
+def scan_store(folder: Path, beside: Sequence[Path] = (), *, keep: bool) -> Iterator[ScanStore]:
+    """The store in `folder`; unless its scans are to be kept, one that reads what stands there.
+
+    That one is gone at the end, whatever happens. What a killed process left of its own is gone on
+    with. Where `folder` cannot be written to, it lies in a temporary folder.
+    """
+    if not os.access(folder.parent, os.W_OK):
+        with tempfile.TemporaryDirectory(prefix="tightlip-") as elsewhere:
+            yield ScanStore(Path(elsewhere), [folder, *beside])
+        return
+    passing = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
+    for left in folder.parent.glob(f".{folder.name}.*.partial"):
+        pid = left.name.split(".")[-2]
+        if pid.isdecimal() and not passing.exists() and not is_running(int(pid)):
+            left.rename(passing)
+    try:
+        yield ScanStore(folder if keep else passing, [passing if keep else folder, *beside])
+    finally:
+        shutil.rmtree(passing, ignore_errors=True)
 
 
 def _whole_key(key: Mapping[str, Any], corpus: TokenizedCorpus) -> dict[str, Any]:
@@ -130,25 +158,33 @@ def _is_of(folder: Path, key: dict[str, Any]) -> bool:
         return False
 
 
-def _is_whole(path: Path, num_tokens: int) -> bool:
-    """Whether a shard reads back, as long as its text; reading checks each array's checksum."""
+def _digest_of_shard(name: str, number: int, tokens: np.ndarray) -> bytes:
+    start = f"{name}/{number}/".encode()
+    return hashlib.sha256(start + np.asarray(tokens, np.int64).tobytes()).digest()
+
+
+def _is_whole(path: Path, num_tokens: int, of: bytes) -> bool:
+    """Whether a shard reads back and is of this text; reading checks each array's checksum."""
     try:
         with np.load(path) as stored:
-            arrays = stored["ranks"], stored["log_probs"]
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
+            arrays, is_its = (stored["ranks"], stored["log_probs"]), stored["of"].tobytes() == of
+    except Exception:  # damage makes numpy raise whatever its parsers do, tokenize.TokenError too
         return False
     kinds = [array.dtype for array in arrays]
-    return kinds == [np.int32, np.float32] and all(one.shape == (num_tokens,) for one in arrays)
+    fits = kinds == [np.int32, np.float32] and all(one.shape == (num_tokens,) for one in arrays)
+    return fits and is_its
 
 
-def _write_shard(path: Path, key: dict[str, Any], ranks: np.ndarray, log_probs: np.ndarray) -> None:
+def _write_shard(
+    path: Path, key: dict[str, Any], of: bytes, ranks: np.ndarray, log_probs: np.ndarray
+) -> None:
     """Replaces whatever damaged shard stood there. The key comes first: shards without one are
     nobody's."""
     if not (path.parent / "key.json").exists():
         make_private_folder(path.parent)
         write_json(path.parent / "key.json", key)
     with written_whole(path) as beside, beside.open("wb") as stream:
-        np.savez(stream, ranks=ranks, log_probs=log_probs)
+        np.savez(stream, ranks=ranks, log_probs=log_probs, of=np.frombuffer(of, np.uint8))
 
 
 def shard_edges(bounds: np.ndarray) -> list[int]:

@@ -38,10 +38,10 @@ from tightlip.corpus.public_text import (
 )
 from tightlip.corpus.readers import Corpus, open_corpus
 from tightlip.corpus.tokens import TokenizedCorpus
-from tightlip.models.loading import load_tokenizer, model_fingerprint
+from tightlip.models.loading import files_fingerprint, load_tokenizer, model_fingerprint
 from tightlip.scan.models import OpenedModel, open_model
 from tightlip.scan.options import ScanOptions
-from tightlip.scan.store import SCAN, ScanStore
+from tightlip.scan.store import SCAN, ScanStore, scan_store
 
 # Far above what sharing a batch does to a mean in float32, far below the grid.
 BATCH_TOLERANCE_NATS = 2e-4
@@ -158,13 +158,13 @@ def weigh_documents(
     corpus = prepared if isinstance(prepared, PreparedCorpus) else open_prepared(Path(prepared))
     job = _Weighing.begun(corpus, config)
     kept = job.kept()
-    if kept is not None and all(kept.info[name] == value for name, value in job.identity.items()):
+    if kept is not None and all(_agrees(kept, name, job.identity) for name in job.identity):
         return kept
     documents = None if job.public is None else job.public.documents()
     shared = known_overlap(corpus, documents, job.model)
     work = make_private_folder(corpus.folder / WORK)
-    store = ScanStore(corpus.folder / SCAN)
-    nats, public = job.scored(work, store, kept, device)
+    with scan_store(corpus.folder / SCAN, keep=keep_scan) as store:
+        nats, public = job.scored(work, store, kept, device)
     rho, a, b = weights_of(config, nats, public)
     weights = PrivacyWeights(
         rho=rho,
@@ -175,9 +175,12 @@ def weigh_documents(
     page = render(info=weights.info, rho=rho, nats=nats, public=public, shown=shown)
     write_weights(corpus.folder, weights, public, page)
     shutil.rmtree(work, ignore_errors=True)
-    if not keep_scan:
-        store.remove()
     return weights
+
+
+def _agrees(kept: PrivacyWeights, name: str, identity: dict[str, Any]) -> bool:
+    """Weights of version 0.1 do not say what the model's other files were, and are believed."""
+    return bool(kept.info.get(name, identity[name]) == identity[name])
 
 
 def refuse_private_model(model: Path, corpus: PreparedCorpus) -> None:
@@ -248,6 +251,7 @@ class _Weighing:
             "estimator": "frequency estimate" if model is None else "language model",
             "model": FREQUENCY_ESTIMATE if model is None else _name_of(model),
             "model_fingerprint": fingerprint,
+            "model_files": None if model is None else files_fingerprint(model),
             "public_corpus": None if public is None else Path(str(config.public_corpus)).name,
             "public_corpus_fingerprint": None if documents is None else documents.fingerprint(),
             "least_weight": config.least_weight,
@@ -282,12 +286,12 @@ class _Weighing:
         self, kept: PrivacyWeights | None
     ) -> tuple[np.ndarray | None, np.ndarray | None]:
         """What other weights by the same estimator were made from."""
-        same = ["estimator", "model_fingerprint"]
+        same = ["estimator", "model_fingerprint", "model_files"]
         same += ["public_corpus_fingerprint"] if self.model is None else []
         if (
             kept is None
             or kept.info["version"] != tightlip.__version__
-            or any(kept.info[name] != self.identity[name] for name in same)
+            or not all(_agrees(kept, name, self.identity) for name in same)
         ):
             return None, None
         stored = self.corpus.folder / FOLDER / PUBLIC_LOG_PERPLEXITIES

@@ -38,7 +38,7 @@ from tightlip.corpus.opening import (
     tokenised_for,
 )
 from tightlip.corpus.tokens import TokenizedCorpus
-from tightlip.scan.models import OpenedModel, Scans, open_model, run_store
+from tightlip.scan.models import AUDIT, OpenedModel, Scans, open_model
 from tightlip.scan.options import ScanOptions
 from tightlip.scan.store import SCAN, ScannedCorpus, ScanStore
 
@@ -121,8 +121,7 @@ def _store(folder: Path, subject: "_Subject", is_kept: bool) -> ScanStore:
     """Where this audit's scans stand; what an earlier audit, or the run's measures, left is read."""
     beside = [folder / SCAN] if subject.model.is_file else []
     if subject.run is not None:
-        kept = run_store(subject.run.folder)
-        beside += [kept.folder, *kept.beside]
+        beside += [subject.run.folder / SCAN, subject.run.folder / AUDIT / SCAN]
     return ScanStore(folder / SCAN if is_kept else folder / WORK / SCAN, beside)
 
 
