@@ -203,8 +203,24 @@ def test_each_model_is_loaded_once_and_reads_each_text_once(place, tmp_path, cou
     # Measures that are made anew read what stands.
     tightlip.compare(runs, out=tmp_path / "o", **settings | {"seed": 3})
     assert counted == {"loads": [], "tokens": 0}
+    stand = sorted((tmp_path / "runs").rglob("*.npz"))
+    for folder in (tmp_path / "runs").rglob("measures"):
+        shutil.rmtree(folder)
     tightlip.compare(runs, out=tmp_path / "o", keep_scan=False, **settings)
-    assert not list((tmp_path / "runs").rglob("scan"))
+    assert sorted((tmp_path / "runs").rglob("*.npz")) == stand, "kept by those that were to keep"
+
+
+def test_measures_are_made_anew_when_the_begin_token_changes(place, tmp_path):
+    runs = [shutil.copytree(place / name, tmp_path / name) for name in ("plain", "triplet")]
+    how = {"device": "cpu", "num_bootstraps": 100}
+    before = tightlip.compare(runs, out=tmp_path / "o", **how).rows
+    for run in runs:
+        config = run / "model/tokenizer_config.json"
+        tree = json.loads(config.read_text())
+        del tree["bos_token"]
+        config.write_text(json.dumps(tree))
+    after = tightlip.compare(runs, out=tmp_path / "o", **how).rows
+    assert before[0]["perplexity"] != after[0]["perplexity"]
 
 
 def test_only_the_measures_are_kept_and_no_report_with_text(made, place):

@@ -144,6 +144,7 @@ def test_an_index_that_names_a_pickle_or_a_file_elsewhere_is_refused(saved):
     "changes",
     [
         {"transformers_weights": "adapter_model.bin"},
+        {"configuration_files": ["config.4.0.0.json"]},
         {"attn_implementation": "someone/kernel"},
         {"text_config": {"_attn_implementation": "someone/kernel"}},
     ],

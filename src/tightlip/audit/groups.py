@@ -26,7 +26,7 @@ from tightlip.corpus.opening import with_held_out
 from tightlip.corpus.prepare import PreparedCorpus
 from tightlip.corpus.readers import open_corpus
 from tightlip.corpus.tokens import TokenizedCorpus
-from tightlip.scan.models import AUDIT, DocumentScores, Scans, scans_of_run
+from tightlip.scan.models import DocumentScores, Scans, scans_of_run
 
 
 def measure_groups(
@@ -58,14 +58,14 @@ def measure_groups(
     record, prepared, held = with_held_out(run)
     notes: list[str] = []
     other = None if against is None else _comparable(record, prepared, held, against, notes)
-    beside = [] if other is None else [other.folder, other.folder / AUDIT]
-    baseline = None
-    with scans_of_run(record, device=device, keep=keep_scan, beside=beside, given=scans) as opened:
+    with scans_of_run(record, device=device, keep=keep_scan, given=scans) as opened:
         scores = opened.scores(Path(model or record.model_folder), held, "Held-out text")
-        if other is not None:
-            folder = Path(against_model or other.model_folder)
+    baseline = None
+    if other is not None:
+        folder = Path(against_model or other.model_folder)
+        with scans_of_run(other, device=device, keep=keep_scan, given=scans) as opened:
             baseline = opened.scores(folder, held, "The run to compare with")
-            _refuse_other_tokens(scores, baseline, record, other)
+        _refuse_other_tokens(scores, baseline, record, other)
     wanted = ~_reading_as(without_texts, prepared, "validation", held)
     text = held_text_of(
         scores,

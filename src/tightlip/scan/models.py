@@ -275,16 +275,11 @@ def run_store(
 
 @contextmanager
 def scans_of_run(
-    run: RunRecord,
-    *,
-    device: str,
-    keep: bool,
-    beside: Sequence[Path] = (),
-    given: Scans | None = None,
+    run: RunRecord, *, device: str, keep: bool, given: Scans | None = None
 ) -> Iterator[Scans]:
     """`given`, or the run's own, which are dropped afterwards unless they are to be kept."""
     if given is not None:
         yield given
         return
-    with run_store(run.folder, beside=beside, keep=keep) as store:
+    with run_store(run.folder, keep=keep) as store:
         yield Scans(store=store, options=ScanOptions(device=device))
