@@ -10,7 +10,7 @@ import tightlip
 from tightlip.audit.compared import Matching, Row
 from tightlip.audit.leakage.summary import LeakageReport
 from tightlip.core.errors import UsageError
-from tightlip.core.files import make_private_folder, write_json, write_text
+from tightlip.core.files import claimed, make_private_folder, names_in, write_json, write_text
 from tightlip.core.run_folder import RunRecord
 from tightlip.corpus.prepare import PreparedCorpus
 from tightlip.corpus.privacy_weights import PrivacyWeights
@@ -90,10 +90,11 @@ def compare(
     from tightlip.audit.comparison import compare_runs
 
     matching = Matching(tolerance=tolerance, at_perplexity=at_perplexity)
-    folder = _free(Path(out))
-    rows = compare_runs(runs, matching, **measuring)
-    made = Comparison(folder=folder, rows=rows, matching=matching, notes=tuple(notes))
-    _write_comparison(made)
+    with claimed(Path(out)):
+        folder = _free(Path(out))
+        rows = compare_runs(runs, matching, **measuring)
+        made = Comparison(folder=folder, rows=rows, matching=matching, notes=tuple(notes))
+        _write_comparison(made)
     return made
 
 
@@ -101,8 +102,7 @@ def _free(folder: Path) -> Path:
     """`folder`, new, empty or with an earlier comparison; never somebody's other files."""
     if folder.exists() and not folder.is_dir():
         raise UsageError(f"{folder} is a file. Give --out a folder.")
-    names = [path.name for path in folder.iterdir()] if folder.exists() else []
-    there = {name for name in names if not name.endswith(".partial")}  # of a killed predecessor
+    there = names_in(folder)
     if there and not there & {CSV, JSON, PAGE}:
         raise UsageError(
             f"{folder} holds other files, and a comparison would be mixed among them. Give --out a "
@@ -116,8 +116,6 @@ def _write_comparison(made: Comparison) -> None:
     from tightlip.report.kit import write_page
 
     make_private_folder(made.folder)
-    for path in made.folder.glob(".*.partial"):  # of a killed predecessor
-        path.unlink()
     about = {"version": tightlip.__version__, **asdict(made.matching), "notes": list(made.notes)}
     write_json(made.folder / JSON, {**about, "runs": made.rows})
     write_text(made.folder / CSV, csv_text(made.rows))

@@ -18,7 +18,7 @@ from tightlip.core.run_folder import RunRecord, open_run
 from tightlip.corpus.canaries import exposed_above_bits, read_canary_key
 from tightlip.corpus.opening import check_reference, finished_run, model_folder, open_run_corpus
 from tightlip.models.loading import files_fingerprint
-from tightlip.scan.models import AUDIT, OpenedModel, Scans, run_store
+from tightlip.scan.models import AUDIT, OpenedModel, Scans, claimed_to_write, run_store
 from tightlip.scan.options import ScanOptions
 
 STEPS_PER_RUN = 4
@@ -55,6 +55,8 @@ def compare_runs(
     measuring = _measuring(key, reference, seed, num_bootstraps)
     _refuse_what_saw_the_text(measuring.reference, records)
     with ExitStack() as stack:
+        for record in records:
+            stack.enter_context(claimed_to_write(record.folder))
         scans = _scans(records, device, stack, keep=keep_scan)
         return compared(_measured(records, scans, measuring, matching.at_perplexity), matching)
 

@@ -36,7 +36,7 @@ from tightlip.core.files import write_json
 from tightlip.core.run_folder import DP_CHECK, DP_CHECK_RESULT, RunRecord
 from tightlip.corpus.canaries import CheckKey, read_check_key
 from tightlip.corpus.opening import finished_run
-from tightlip.scan.models import OpenedModel, open_model
+from tightlip.scan.models import OpenedModel, claimed_to_write, open_model
 from tightlip.scan.options import ScanOptions
 
 Verdict = Literal["consistent", "contradicted", "nothing claimed"]
@@ -258,8 +258,9 @@ def check_run(
     record = finished_run(run)
     key_file = _key_file(record)
     opened = open_model(record.model_folder, ScanOptions(device=device))
-    check = _check_of(opened, record, key_file, confidence)
-    write_json(record.folder / DP_CHECK_RESULT, check.to_json())
+    with claimed_to_write(record.folder):
+        check = _check_of(opened, record, key_file, confidence)
+        write_json(record.folder / DP_CHECK_RESULT, check.to_json())
     return check
 
 

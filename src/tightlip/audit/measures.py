@@ -221,8 +221,6 @@ class ModelMeasures:
         there = _read(path)
         if there.get("made_from") != made_from:
             make_private_folder(self.folder)
-            for half in self.folder.glob(".*.partial"):  # of a killed predecessor
-                half.unlink(missing_ok=True)
             write_json(path, {"made_from": made_from, "found": measure()})
             there = read_json(path)  # as it will be read next time
         shutil.rmtree(self.audited.work, ignore_errors=True)

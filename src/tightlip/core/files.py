@@ -4,6 +4,8 @@ Reports and corpora hold private text, so every file is created with mode 0600
 and every folder with 0700, whatever the umask says.
 """
 
+import fcntl
+import glob
 import hashlib
 import json
 import os
@@ -13,8 +15,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from tightlip.core.errors import UsageError
+
 OWNER_FILE = 0o600
 OWNER_FOLDER = 0o700
+_STRAY = {".DS_Store", ".localized", "Thumbs.db", "desktop.ini"}
 
 
 def make_private_folder(folder: Path) -> Path:
@@ -23,6 +28,12 @@ def make_private_folder(folder: Path) -> Path:
         make_private_folder(folder.parent)
         folder.mkdir(mode=OWNER_FOLDER, exist_ok=True)
     return folder
+
+
+def names_in(folder: Path) -> set[str]:
+    """What stands in `folder`, if it exists, but for what file managers leave everywhere."""
+    names = {path.name for path in folder.iterdir()} if folder.exists() else set()
+    return {name for name in names - _STRAY if not name.startswith("._")}
 
 
 @contextmanager
@@ -42,10 +53,9 @@ def written_whole(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def folder_written_whole(folder: Path) -> Iterator[Path]:
-    """Like `written_whole` for a folder that does not exist yet."""
+    """Like `written_whole` for a folder that does not exist yet, or is empty."""
     make_private_folder(folder.parent)
-    beside = folder.with_name(f".{folder.name}.partial")
-    # A killed predecessor may have left one: it is incomplete by definition.
+    beside = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
     shutil.rmtree(beside, ignore_errors=True)
     make_private_folder(beside)
     try:
@@ -54,19 +64,91 @@ def folder_written_whole(folder: Path) -> Iterator[Path]:
             path.chmod(OWNER_FOLDER if path.is_dir() else OWNER_FILE)
             if path.is_file():
                 fsync(path)
+        if folder.exists() and not names_in(folder):
+            for stray in folder.iterdir():
+                stray.rename(beside / stray.name)
         os.rename(beside, folder)
         fsync(folder.parent)
     finally:
         shutil.rmtree(beside, ignore_errors=True)
 
 
-def is_running(pid: int) -> bool:
-    """Whether there is such a process; what a dead one left half-written is nobody's."""
+@contextmanager
+def claimed(path: Path) -> Iterator[None]:
+    """Keep every other process from writing to `path`, a folder or a file, until the end.
+
+    What an earlier process was killed while writing goes first. The lock is an empty file beside
+    `path`, which may itself come to be by a rename; a killed process holds it no longer. Whoever
+    holds it may claim it again.
+
+    Holds:
+        alone: of any number of processes one works, and the others are refused before they write.
+        dead: a killed process keeps nothing.
+        no_litter: nothing of it is left when it is given back.
+    """
+    place = Path(os.path.realpath(path))
+    if place in _claims:
+        yield
+        return
+    make_private_folder(place.parent)
+    writable = place.parent if os.access(place.parent, os.W_OK) else place
+    lock = writable / f".{place.name}.lock"
+    descriptor = _locked(lock)
+    if descriptor is None:
+        raise UsageError(
+            f"{path} is in use by another tightlip process. Wait for it to end, or choose another --out."
+        )
+    _claims.add(place)
     try:
-        os.kill(pid, 0)
+        _remove_partials(place)
+        yield
+    finally:
+        _claims.remove(place)
+        lock.unlink(missing_ok=True)
+        os.close(descriptor)
+
+
+_claims: set[Path] = set()  # of this process
+
+
+def _locked(lock: Path) -> int | None:
+    """The lock, taken; None where another process has it."""
+    while True:
+        descriptor = os.open(lock, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW, OWNER_FILE)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.samestat(os.fstat(descriptor), os.stat(lock)):
+                return descriptor
+        except BlockingIOError:
+            os.close(descriptor)
+            return None
+        except FileNotFoundError:
+            pass
+        os.close(descriptor)  # its holder took the file away as we opened it
+
+
+def _remove_partials(place: Path) -> None:
+    """Take away what processes were killed while writing, beside `place` and at every level in it.
+
+    A name of our own form is not enough: whoever writes at another level has not claimed `place`.
+    """
+    inside = place.rglob(".*.partial") if place.is_dir() else ()
+    for path in [*place.parent.glob(f".{glob.escape(place.name)}.*.partial"), *inside]:
+        number = path.name.split(".")[-2]
+        if not number.isdecimal() or _is_running(int(number)):
+            continue
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+
+
+def _is_running(process: int) -> bool:
+    try:
+        os.kill(process, 0)
     except ProcessLookupError:
         return False
-    except PermissionError:
+    except (PermissionError, OverflowError):
         pass
     return True
 

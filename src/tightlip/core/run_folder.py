@@ -17,21 +17,18 @@ measures/           what `tightlip compare` measured, by model
 scan/               ranks and log-probabilities that its measures are read from; private
 """
 
-import fcntl
 import json
-import os
+import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 from tightlip.core.errors import GuaranteeError, UsageError
 from tightlip.core.files import (
-    OWNER_FILE,
     folder_written_whole,
-    make_private_folder,
+    names_in,
     read_json,
     write_json,
     write_text,
@@ -40,7 +37,8 @@ from tightlip.core.settings import read_toml, toml_text
 
 CONFIG, METRICS, LEDGER, LOG = "config.toml", "metrics.jsonl", "ledger.json", "log.txt"
 PRIVATE_METRICS = "private.jsonl"
-MODEL, SNAPSHOTS, CHECKPOINT, LOCK = "model", "snapshots", "checkpoint", ".lock"
+LEDGER_LOCK = f".{LEDGER}.lock"
+MODEL, SNAPSHOTS, CHECKPOINT = "model", "snapshots", "checkpoint"
 DP_CHECK, DP_CHECK_RESULT = "dp_check.json", "dp_check_result.json"
 # Of a checkpoint: no pickle, so nothing in it can run.
 TENSORS, STATE = "tensors.safetensors", "state.json"
@@ -170,6 +168,13 @@ def damaged_ledger(path: Path) -> GuaranteeError:
 
 
 def _snapshots(folder: Path, metrics: list[dict[str, Any]]) -> list[Snapshot]:
+    """Those that are there. A name out of a file is a name, and never leads out of the folder."""
+    for line in metrics:
+        if line.get("snapshot") and not is_snapshot_name(line["snapshot"]):
+            raise UsageError(
+                f"{folder / METRICS} names a snapshot {line['snapshot']!r}, which is not a name that tightlip gives. "
+                "The run was changed by somebody. Train it again, or take a copy that is whole."
+            )
     named = [
         Snapshot(
             name=line["snapshot"],
@@ -180,7 +185,11 @@ def _snapshots(folder: Path, metrics: list[dict[str, Any]]) -> list[Snapshot]:
         for line in metrics
         if line.get("snapshot")
     ]
-    return [snapshot for snapshot in named if snapshot.folder.is_dir()]
+    return [one for one in named if one.folder.is_dir() and not one.folder.is_symlink()]
+
+
+def is_snapshot_name(name: Any) -> bool:
+    return isinstance(name, str) and re.fullmatch(r"(epoch|step)-[0-9.e+]+", name) is not None
 
 
 def snapshot_folder(folder: Path, name: str) -> Path:
@@ -223,22 +232,6 @@ def write_ledger(folder: Path, guarantee: dict[str, Any]) -> None:
     write_json(folder / LEDGER, guarantee)
 
 
-@contextmanager
-def claimed(folder: Path) -> Iterator[None]:
-    """Keep every other process from training in `folder`; a killed one keeps nothing."""
-    make_private_folder(folder)
-    descriptor = os.open(folder / LOCK, os.O_CREAT | os.O_RDWR, OWNER_FILE)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
-    except BlockingIOError as error:
-        raise UsageError(
-            f"{folder} is being trained by another process. Wait for it, or choose another --out."
-        ) from error
-    finally:
-        os.close(descriptor)
-
-
 def begin_run(folder: Path, config: dict[str, Any]) -> None:
     """Keep the settings with the run."""
     write_text(folder / CONFIG, toml_text(config))
@@ -249,12 +242,8 @@ def abandon_run(folder: Path, *, made_it: bool = False) -> None:
     where the run made it and nothing else is in it."""
     for name in (CONFIG, LEDGER):
         (folder / name).unlink(missing_ok=True)
-    if made_it and all(path.name in (LOG, LOCK) or _is_lock(path) for path in folder.iterdir()):
+    if made_it and all(path.name in (LOG, LEDGER_LOCK) for path in folder.iterdir()):
         shutil.rmtree(folder)
-
-
-def _is_lock(path: Path) -> bool:
-    return path.name.startswith(".") and path.name.endswith(".lock")
 
 
 def check_may_train(
@@ -274,12 +263,21 @@ def check_may_train(
         there = read_toml(folder / CONFIG)
         _check_version(folder, there, config)
         _check_same(folder, there, config, same)
-    elif folder.exists():
-        names = {path.name for path in folder.iterdir() if not path.name.startswith(".")}
-        if foreign := sorted(names - _MAY_STAND_BEFORE):
-            raise UsageError(
-                f"{folder} holds {foreign[0]} and no run. Choose another --out, or empty it first."
-            )
+    else:
+        check_is_free(folder)
+
+
+def check_is_free(folder: Path) -> None:
+    """Refuse a folder, not yet a run's, that holds somebody's other files."""
+    if folder.exists() and not folder.is_dir():
+        raise UsageError(f"{folder} is a file. Give --out a folder.")
+    if is_run(folder) or not folder.exists():
+        return
+    names = {name for name in names_in(folder) if not name.startswith(".")}
+    if foreign := sorted(names - _MAY_STAND_BEFORE):
+        raise UsageError(
+            f"{folder} holds {foreign[0]} and no run. Choose another --out, or empty it first."
+        )
 
 
 def _check_version(folder: Path, there: dict[str, Any], given: dict[str, Any]) -> None:
@@ -325,15 +323,13 @@ def _flat(table: Mapping[str, Any]) -> dict[str, list[Any]]:
 def go_back_to(
     folder: Path, metrics: list[dict[str, Any]], *, losses_are_private: bool = False
 ) -> None:
-    """Make the folder what it was when these were its metrics: later snapshots go, and so do
-    files that somebody was killed while writing."""
-    for path in folder.glob(".*.partial"):
-        if path.is_file():
-            path.unlink()
+    """Make the folder what it was when these were its metrics: later snapshots go."""
     kept = {line.get("snapshot") for line in metrics}
     if (folder / SNAPSHOTS).is_dir():
         for path in (folder / SNAPSHOTS).iterdir():
-            if path.name not in kept:
+            # What has another name, or lies elsewhere, is not ours to take away.
+            is_ours = is_snapshot_name(path.name) and path.is_dir() and not path.is_symlink()
+            if is_ours and path.name not in kept:
                 shutil.rmtree(path)
     write_metrics(folder, metrics, losses_are_private=losses_are_private)
 

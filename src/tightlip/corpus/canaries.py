@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 
 from tightlip.core.errors import UsageError
-from tightlip.core.files import folder_written_whole, read_json, write_json
+from tightlip.core.files import claimed, folder_written_whole, names_in, read_json, write_json
 from tightlip.core.progress import log
 from tightlip.core.run_folder import is_run, run_around
 from tightlip.core.settings import Settings, lines_of, separated, setting
@@ -182,7 +182,12 @@ def plant_in(corpus: Corpus, out: Path, config: CanaryConfig) -> Planted:
         warned: canaries whose exposure could never be shown are named in the log.
         same: the same corpus, settings and seed give the same key.
     """
-    if out.exists() and any(out.iterdir()):
+    with claimed(out):
+        return _plant(corpus, out, config)
+
+
+def _plant(corpus: Corpus, out: Path, config: CanaryConfig) -> Planted:
+    if names_in(out):
         raise UsageError(f"{out} is not empty. Give another --out.")
     templates = [
         read_template(text) for text in dict.fromkeys(config.templates or [PAPER_TEMPLATE])

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from tightlip.core.errors import UsageError
-from tightlip.core.files import folder_written_whole, read_json, write_json
+from tightlip.core.files import claimed, folder_written_whole, names_in, read_json, write_json
 from tightlip.core.progress import task
 from tightlip.corpus.cleaning import Cleaner
 from tightlip.corpus.encoding import tokenizer_fingerprint
@@ -96,7 +96,7 @@ def corpus_id(folder: Path) -> str:
     """
     path = folder / "id.json"
     if not path.exists():
-        fresh = folder / f".id.{secrets.token_hex(8)}.partial"
+        fresh = folder / f".id-{secrets.token_hex(8)}.{os.getpid()}.partial"
         try:
             write_json(fresh, {"id": secrets.token_hex(16)})
             # A link, not a rename: of two that ask at once the first decides for both.
@@ -128,8 +128,21 @@ def prepare_corpus(source: Any, out: Path, config: PrepareConfig) -> PreparedCor
         "validation_fingerprint": None if held_out is None else held_out.fingerprint(),
         "given_tokenizer_fingerprint": None if given is None else tokenizer_fingerprint(given),
     }
-    if out.exists():
-        return _already_there(out, identity)
+    with claimed(out):
+        if names_in(out):
+            return _already_there(out, identity)
+        _write_prepared(corpus, held_out, given, identity, out, config)
+    return open_prepared(out)
+
+
+def _write_prepared(
+    corpus: Corpus,
+    held_out: Corpus | None,
+    given: Any,
+    identity: dict[str, Any],
+    out: Path,
+    config: PrepareConfig,
+) -> None:
     with folder_written_whole(out) as folder:
         done = [*corpus.history, step_of(identity["settings"], identity["source_fingerprint"])]
         statistics = _write_documents(corpus, folder, config, metadata_of(done))
@@ -149,7 +162,6 @@ def prepare_corpus(source: Any, out: Path, config: PrepareConfig) -> PreparedCor
                 "statistics": statistics,
             },
         )
-    return open_prepared(out)
 
 
 def _opened(source: Any, config: PrepareConfig) -> Corpus:

@@ -1,9 +1,10 @@
 """Models as every measure opens them: once for a command, and loaded only when a scan is missing."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, fields
 from functools import cached_property
+from os import W_OK, access
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import numpy as np
 
 from tightlip.core.devices import usable_device
 from tightlip.core.errors import UsageError
+from tightlip.core.files import claimed
 from tightlip.core.run_folder import RunRecord
 from tightlip.corpus.encoding import tokenizer_fingerprint
 from tightlip.corpus.tokens import TokenizedCorpus
@@ -273,6 +275,11 @@ def run_store(
     return scan_store(run / SCAN, [folder / SCAN for folder in (run / AUDIT, *beside)], keep=keep)
 
 
+def claimed_to_write(run: Path) -> AbstractContextManager[None]:
+    """A claim on a run, unless it may only be read: then nothing is kept with it."""
+    return claimed(run) if access(run, W_OK) else nullcontext()
+
+
 @contextmanager
 def scans_of_run(
     run: RunRecord, *, device: str, keep: bool, given: Scans | None = None
@@ -281,5 +288,5 @@ def scans_of_run(
     if given is not None:
         yield given
         return
-    with run_store(run.folder, keep=keep) as store:
+    with claimed_to_write(run.folder), run_store(run.folder, keep=keep) as store:
         yield Scans(store=store, options=ScanOptions(device=device))

@@ -22,7 +22,6 @@ from typing import Any
 import numpy as np
 
 from tightlip.core.files import (
-    is_running,
     make_private_folder,
     read_json,
     write_json,
@@ -118,18 +117,15 @@ class ScanStore:
 def scan_store(folder: Path, beside: Sequence[Path] = (), *, keep: bool) -> Iterator[ScanStore]:
     """The store in `folder`; unless its scans are to be kept, one that reads what stands there.
 
-    That one is gone at the end, whatever happens. What a killed process left of its own is gone on
-    with. Where `folder` cannot be written to, it lies in a temporary folder.
+    That one is gone at the end, whatever happens; what a killed process left of its own is gone on
+    with. Whoever asks has claimed what `folder` stands in. Where that cannot be written to, the
+    store is a temporary folder.
     """
     if not os.access(folder.parent, os.W_OK):
         with tempfile.TemporaryDirectory(prefix="tightlip-") as elsewhere:
             yield ScanStore(Path(elsewhere), [folder, *beside])
         return
-    passing = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
-    for left in folder.parent.glob(f".{folder.name}.*.partial"):
-        pid = left.name.split(".")[-2]
-        if pid.isdecimal() and not passing.exists() and not is_running(int(pid)):
-            left.rename(passing)
+    passing = folder.with_name(f".{folder.name}")
     try:
         yield ScanStore(folder if keep else passing, [passing if keep else folder, *beside])
     finally:

@@ -14,6 +14,7 @@ import torch
 
 from tightlip.core.devices import usable_device
 from tightlip.core.errors import TightlipError, UsageError
+from tightlip.core.files import claimed
 from tightlip.core.progress import Task, held_interrupts, log, logged_to, stopped_after, task
 from tightlip.core.registry import look_up
 from tightlip.core.run_folder import (
@@ -24,7 +25,6 @@ from tightlip.core.run_folder import (
     abandon_run,
     begin_run,
     check_may_train,
-    claimed,
     go_back_to,
     is_finished,
     is_run,

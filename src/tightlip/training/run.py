@@ -1,13 +1,17 @@
 """`tightlip train` as one call."""
 
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from tightlip.core.errors import UsageError
+from tightlip.core.errors import TightlipError, UsageError
+from tightlip.core.files import claimed, names_in
 from tightlip.core.progress import log
 from tightlip.core.registry import look_up
-from tightlip.core.run_folder import RunRecord, is_run
+from tightlip.core.run_folder import LOG, RunRecord, check_is_free, is_run
 from tightlip.corpus.history import history_of
 from tightlip.corpus.prepare import (
     PreparedCorpus,
@@ -20,6 +24,8 @@ from tightlip.corpus.prepare_config import PrepareConfig
 from tightlip.training.config import BUILT_IN_MODELS, RunOptions, TrainConfig
 from tightlip.training.loop import train_model
 from tightlip.training.mitigations import CorpusFacts
+
+CORPUS = "corpus"  # prepared inside the run where a raw one was given
 
 
 def train(
@@ -39,8 +45,25 @@ def train(
     if model not in BUILT_IN_MODELS and is_run(Path(model)):
         settings["model"] = str(Path(model) / "model")  # a run stands for the model it trained
     config = TrainConfig.of(**settings)
-    ready = _prepared(corpus, Path(out), config, prepare or {})
-    return train_model(ready, Path(out), config, options or RunOptions())
+    with claimed(Path(out)), _nothing_left_of_a_refusal(Path(out)):
+        check_is_free(Path(out))  # or private text would be prepared in somebody's folder
+        ready = _prepared(corpus, Path(out), config, prepare or {})
+        return train_model(ready, Path(out), config, options or RunOptions())
+
+
+@contextmanager
+def _nothing_left_of_a_refusal(out: Path) -> Iterator[None]:
+    """Take away the corpus that was prepared for a run that never began."""
+    had_run, had_corpus, was_there = is_run(out), (out / CORPUS).exists(), out.exists()
+    try:
+        yield
+    except TightlipError:
+        if not had_run and not is_run(out):
+            if not had_corpus:
+                shutil.rmtree(out / CORPUS, ignore_errors=True)
+            if not was_there and out.exists() and not names_in(out) - {LOG}:
+                shutil.rmtree(out)
+        raise
 
 
 def _prepared(
@@ -64,7 +87,7 @@ def _prepared(
         settings = _with_tokenizer_of(config.model, settings)
     chosen = PrepareConfig(**settings)
     _check_promise(config, chosen, history_of(corpus))
-    ready = prepare_corpus(corpus, out / "corpus", chosen)
+    ready = prepare_corpus(corpus, out / CORPUS, chosen)
     for warning in ready.statistics["warnings"]:
         log.warning("%s", warning)
     return ready

@@ -10,7 +10,7 @@ import numpy as np
 
 import tightlip
 from tightlip.core.errors import UsageError
-from tightlip.core.files import make_private_folder, read_json
+from tightlip.core.files import claimed, make_private_folder, read_json
 from tightlip.core.progress import log, task
 from tightlip.core.run_folder import is_run
 from tightlip.corpus.encoding import tokenizer_fingerprint
@@ -156,6 +156,17 @@ def weigh_documents(
     """
     config = WeightsConfig(**settings)
     corpus = prepared if isinstance(prepared, PreparedCorpus) else open_prepared(Path(prepared))
+    with claimed(corpus.folder):
+        return _weighed(corpus, config, render, device, keep_scan)
+
+
+def _weighed(
+    corpus: PreparedCorpus,
+    config: WeightsConfig,
+    render: Callable[..., str],
+    device: str,
+    keep_scan: bool,
+) -> PrivacyWeights:
     job = _Weighing.begun(corpus, config)
     kept = job.kept()
     if kept is not None and all(_agrees(kept, name, job.identity) for name in job.identity):

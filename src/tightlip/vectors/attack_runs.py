@@ -9,7 +9,7 @@ from typing import Any
 from tightlip import __version__
 from tightlip.core.devices import usable_device
 from tightlip.core.errors import UsageError
-from tightlip.core.files import digest_of_files, read_json, write_json
+from tightlip.core.files import claimed, digest_of_files, read_json, write_json
 from tightlip.core.resampling import FEW_USERS
 from tightlip.core.run_folder import CONFIG
 from tightlip.core.settings import read_toml
@@ -63,9 +63,10 @@ def attack_runs(
         _pair(folder)  # refused before the first of them is encoded
     results, num_kept = [], 0
     for folder, group in folders:
-        kept = None if again else _kept(folder, asked)
-        num_kept += kept is not None
-        result = kept or _attacked(folder, asked, encoding)
+        with claimed(folder):
+            kept = None if again else _kept(folder, asked)
+            num_kept += kept is not None
+            result = kept or _attacked(folder, asked, encoding)
         name = f"{group}/{folder.name}" if group else folder.name or str(folder)
         results.append({**result, "run": name, "group": group})
     folder = Path(out) if out is not None else Path(given[0]) if len(given) == 1 else SEVERAL_RUNS

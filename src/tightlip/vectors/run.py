@@ -10,7 +10,7 @@ import torch
 
 from tightlip.core.devices import one_thread, usable_device
 from tightlip.core.errors import UsageError
-from tightlip.core.files import read_json, write_json
+from tightlip.core.files import claimed, read_json, write_json
 from tightlip.core.progress import log, logged_to
 from tightlip.core.run_folder import (
     CHECKPOINT,
@@ -18,7 +18,6 @@ from tightlip.core.run_folder import (
     abandon_run,
     begin_run,
     check_may_train,
-    claimed,
     is_run,
 )
 from tightlip.models.loading import model_fingerprint

@@ -24,7 +24,7 @@ from tightlip.audit.leakage.summary import LeakageReport
 from tightlip.audit.measures import Audited
 from tightlip.audit.settings import LeakageConfig, split_settings
 from tightlip.core.errors import UsageError
-from tightlip.core.files import make_private_folder, write_json
+from tightlip.core.files import claimed, make_private_folder, names_in, write_json
 from tightlip.core.progress import task
 from tightlip.core.registry import look_up
 from tightlip.core.run_folder import RunRecord, Snapshot, is_run
@@ -90,7 +90,7 @@ def audit_model(
     columns = {"user_column": user_column, "text_column": text_column, "bad_rows": bad_rows}
     subject = _subject(model, corpus, validation, tokenizer, columns, options)
     keep_alive = TemporaryDirectory(prefix="tightlip-") if out is None else None
-    folder = report_folder(Path(keep_alive.name) if keep_alive else Path(str(out)))
+    folder = Path(keep_alive.name) if keep_alive else Path(str(out))
     # What a model in memory does is not all in its fingerprint, so nobody may go by it later.
     is_kept = keep_scan and not config.redact and subject.model.is_file
     scans = Scans(store=_store(folder, subject, is_kept), options=options)
@@ -103,17 +103,17 @@ def audit_model(
         leaves_out=str(public_model) == LEAVE_OUT,
         retrain=retrain,
     )
-    with _nothing_left_of_a_refusal(folder):
+    with claimed(folder), _nothing_left_of_a_refusal(report_folder(folder)):
         if snapshots:
             job.audit_snapshots(public_model)
         else:
             job.audit_one(public_model)
-    if write_page is not None:
-        write_page(folder)
-    # Only now: until the report is whole, the scan is what a killed audit goes on from.
-    shutil.rmtree(job.work, ignore_errors=True)
-    if not is_kept:
-        shutil.rmtree(folder / SCAN, ignore_errors=True)  # of an earlier audit
+        if write_page is not None:
+            write_page(folder)
+        # Only now: until the report is whole, the scan is what a killed audit goes on from.
+        shutil.rmtree(job.work, ignore_errors=True)
+        if not is_kept:
+            shutil.rmtree(folder / SCAN, ignore_errors=True)  # of an earlier audit
     return LeakageReport(folder, keep_alive)
 
 
@@ -130,13 +130,12 @@ def report_folder(folder: Path) -> Path:
     if folder.exists() and not folder.is_dir():
         raise UsageError(f"{folder} is a file. Give --out a folder.")
     known = {"summary.json", WORK, SCAN, "sequences.parquet"}
-    if folder.exists() and any(folder.iterdir()) and not known & {p.name for p in folder.iterdir()}:
+    there = names_in(folder)
+    if there and not known & there:
         raise UsageError(
             f"{folder} holds other files, and a report would be mixed among them. "
             f"Give --out a new or empty folder."
         )
-    for path in folder.glob(".*.partial"):  # of a killed predecessor
-        path.unlink()
     return make_private_folder(folder)
 
 
