@@ -101,6 +101,7 @@ def test_other_settings_or_another_source_never_overwrite(tmp_path):
     with pytest.raises(UsageError, match="exists with another source"):
         prepare(ROWS[:-1], tmp_path / "p", CONFIG)
     (tmp_path / "else").mkdir()
+    (tmp_path / "else/notes.txt").touch()
     with pytest.raises(UsageError, match="exists and is no prepared corpus"):
         prepare(ROWS, tmp_path / "else", CONFIG)
     assert digests(tmp_path / "p") == before

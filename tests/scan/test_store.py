@@ -232,7 +232,7 @@ def test_what_is_not_kept_is_gone_at_the_end_however_it_ends_and_the_rest_stays(
 
 def test_what_a_killed_command_would_not_have_kept_is_gone_on_with_and_goes(tmp_path, monkeypatch):
     corpus, folder = corpus_of(9), tmp_path / "scan"
-    dead = tmp_path / f".scan.{2**22 + 1}.partial"  # above any process' number
+    dead = tmp_path / ".scan"
     whole = scan(ScanStore(tmp_path / "whole"), corpus, Watched()).scanned
     with pytest.raises(KeyboardInterrupt):
         scan(ScanStore(dead), corpus, Watched(dies_at=1))

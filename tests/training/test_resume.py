@@ -70,7 +70,6 @@ def assert_same_run(found, expected):
         "metrics.jsonl",
         "model",
         "snapshots",
-        ".lock",
     }
 
 
