@@ -7,7 +7,6 @@ from tightlip.core.errors import UsageError
 from tightlip.core.run_folder import (
     begin_run,
     check_may_train,
-    claimed,
     go_back_to,
     is_run,
     open_run,
@@ -129,30 +128,45 @@ def test_a_folder_that_holds_something_else_is_refused_but_a_corpus_prepared_ins
         check_may_train(tmp_path, TREE, same=SAME)
 
 
-def test_two_cannot_train_in_one_folder_at_a_time(tmp_path):
-    first, second = claimed(tmp_path / "run"), claimed(tmp_path / "run")
-    with first, pytest.raises(UsageError, match="by another process"), second:
-        pass
-    with claimed(tmp_path / "run"):
-        pass
-
-
 def test_going_back_removes_later_snapshots_and_metrics(run):
     write_metrics(run, lines(5, 10, 15))
     for step in (5, 10, 15):
         (run / f"snapshots/step-{step}").mkdir(parents=True)
-    (run / "snapshots/.step-20.partial").mkdir()
-    (run / ".metrics.jsonl.123.partial").touch()
     go_back_to(run, lines(5, 10))
     assert sorted(path.name for path in (run / "snapshots").iterdir()) == ["step-10", "step-5"]
-    assert not (run / ".metrics.jsonl.123.partial").exists()
     written = (run / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in written] == [5, 10]
 
 
+def test_going_back_leaves_what_is_not_ours(run, tmp_path_factory):
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    (elsewhere / "theirs").touch()
+    snapshots = run / "snapshots"
+    (snapshots / "notes").mkdir(parents=True)
+    (snapshots / ".DS_Store").touch()
+    (snapshots / "step-7").symlink_to(elsewhere)
+    (snapshots / "step-9").mkdir()
+    go_back_to(run, lines(5))
+    assert sorted(path.name for path in snapshots.iterdir()) == [".DS_Store", "notes", "step-7"]
+    assert (elsewhere / "theirs").exists()
+
+
+@pytest.mark.parametrize("name", ["../../elsewhere", "/etc", "..", "step-1/../..", "a", 3, ["x"]])
+def test_a_snapshot_whose_name_leads_elsewhere_is_refused(run, name):
+    write_metrics(run, [{"step": 5, "epoch": 0.5, "snapshot": name}])
+    with pytest.raises(UsageError, match="is not a name that tightlip gives"):
+        open_run(run)
+
+
+def test_a_snapshot_that_is_a_link_is_none(run, tmp_path_factory):
+    write_metrics(run, lines(5))
+    (run / "snapshots").mkdir()
+    (run / "snapshots/step-5").symlink_to(tmp_path_factory.mktemp("elsewhere"))
+    assert open_run(run).snapshots == []
+
+
 def test_only_the_owner_can_read_a_run(tmp_path):
-    with claimed(tmp_path / "run"):
-        begin_run(tmp_path / "run", TREE)
+    begin_run(tmp_path / "run", TREE)
     write_metrics(tmp_path / "run", [])
     modes = {stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "run").iterdir()}
     assert modes == {0o600}
