@@ -1,9 +1,14 @@
 """tightlip: which words a language model gives away, and whose they were."""
 
+import os
 from importlib import import_module
 from typing import Any
 
 from tightlip.models import register_when_transformers_loads
+
+# ONNX Runtime starts a telemetry client when it is imported, and the hub's library tells who uses
+# it: read by them before their first call, so set before anything of ours imports them.
+os.environ |= {"ORT_DISABLE_TELEMETRY": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "DO_NOT_TRACK": "1"}
 
 __version__ = "0.2.0"
 
