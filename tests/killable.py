@@ -99,7 +99,7 @@ class Commands:
         time.sleep(kill_after)
         return life.kill()
 
-    def begin(self, *arguments, shard_tokens=None, die_before_rename=None) -> Life:
+    def begin(self, *arguments, shard_tokens=None, die_before_rename=None, place=None) -> Life:
         self._num_lives += 1
         folder = self._folder / str(self._num_lives)
         folder.mkdir()
@@ -108,6 +108,7 @@ class Commands:
             "folder": str(folder),
             "shard_tokens": shard_tokens,
             "die_before_rename": die_before_rename,
+            "place": None if place is None else str(place),  # where to stand; here by default
         }
         self._process.stdin.write(json.dumps(request) + "\n")
         self._process.stdin.flush()
@@ -199,6 +200,8 @@ def _become_command(request: dict) -> None:
 
     _note_scans_and_steps(note)
     _note_renames(note, request["die_before_rename"])
+    if request["place"] is not None:
+        os.chdir(request["place"])
     sys.argv = ["tightlip", *request["arguments"]]
     status = 70
     try:

@@ -13,6 +13,7 @@ import numpy as np
 from tightlip.audit.canaries.exposure import Keys, read_keys
 from tightlip.audit.settings import ChoiceConfig
 from tightlip.core.errors import UsageError
+from tightlip.core.files import claimed
 from tightlip.core.run_folder import RunRecord, is_run
 from tightlip.corpus.canaries import Canary, Planted, write_canary_key
 from tightlip.corpus.encoding import Encoder
@@ -134,7 +135,7 @@ def choose_canaries(
     if Path(out).exists():
         raise UsageError(f"{out} exists. Give another --out, or delete it first.")
     corpus = open_run_corpus(record)
-    with scans_of_run(record, device=device, keep=keep_scan) as scans:
+    with claimed(Path(out)), scans_of_run(record, device=device, keep=keep_scan) as scans:
         model = scans.opened(record.model_folder)
         canaries = choose_real_canaries(
             scans.scores(record.model_folder, corpus.train, "Scoring documents"),
