@@ -25,10 +25,12 @@ STAGES = {
     "engines": {"core"},
 }
 ON_TOP = {"commands", "trainer", "viewer"}
-ANY = ""  # a room that only shows when the program runs: f"tightlip.{room}", getattr(tightlip, name)
+ANY = (
+    ""  # a room that only shows when the program runs: f"tightlip.{room}", getattr(tightlip, name)
+)
 MAY_IMPORT = (
     STAGES
-    | dict.fromkeys(ON_TOP, {*STAGES, *ON_TOP})
+    | {room: {*STAGES, *ON_TOP} for room in ON_TOP}
     | {
         "cli": {*STAGES, *ON_TOP, "experiments", ANY},
         "experiments": {*STAGES, *ON_TOP},
@@ -75,11 +77,11 @@ def read_from_package(source: str):
 
 def rooms_in_strings(source: str):
     """Dotted names in string literals, whole ones and the beginnings of f-strings."""
-    for node in ast.walk(ast.parse(source)):
-        is_text = isinstance(node, ast.Constant) and isinstance(node.value, str)
-        if is_text and (found := re.fullmatch(r"tightlip\.(\w*)[\w.:]*", node.value)):
-            if found[1] in {ANY, *MAY_IMPORT}:
-                yield node.value
+    constants = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Constant)]
+    for text in (node.value for node in constants if isinstance(node.value, str)):
+        found = re.fullmatch(r"tightlip\.(\w*)[\w.:]*", text)
+        if found and found[1] in {ANY, *MAY_IMPORT}:
+            yield text
 
 
 def target_of(name: str) -> str:
