@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import tightlip
-from tightlip.audit.compared import Matching, Row
+from tightlip.audit.compared import Row
 from tightlip.audit.leakage.summary import LeakageReport
+from tightlip.audit.settings import Matching, ResamplingSettings
 from tightlip.core.errors import UsageError
 from tightlip.core.files import claimed, make_private_folder, names_in, write_json, write_text
 from tightlip.core.run_folder import RunRecord
+from tightlip.core.settings import split_settings
 from tightlip.corpus.prepare import PreparedCorpus
 from tightlip.corpus.privacy_weights import PrivacyWeights
 
@@ -69,19 +71,21 @@ class Comparison:
 def compare(
     runs: Sequence[str | Path | RunRecord],
     *,
-    at_perplexity: float | None = None,
-    tolerance: float = 0.05,
+    key: str | Path | Sequence[str | Path] | None = None,
+    reference: str | Path | None = None,
     out: str | Path = "comparison",
     notes: Sequence[str] = (),
-    **measuring: Any,
+    device: str = "auto",
+    keep_scan: bool = True,
+    **settings: Any,
 ) -> Comparison:
     """Utility, leakage, cost and promise of several runs, and which of them may be compared.
 
     What is not yet measured is measured now and kept in each run's `measures/`, and the scans
-    behind it in its `scan/` unless `keep_scan` is False. With `at_perplexity` a run stands for
-    its first snapshot that is at least as good. `notes` are printed on top of the page.
-    `measuring` are the settings of `tightlip.audit.comparison.compare_runs`: `key`, `reference`,
-    `device`, `seed`, `num_bootstraps` and `keep_scan`.
+    behind it in its `scan/` unless `keep_scan` is False. `key` are files of canaries, `reference`
+    a model that never saw the text. `notes` are printed on top of the page. `settings` are those
+    of Matching and ResamplingSettings: with `at_perplexity` a run stands for its first snapshot
+    that is at least as good.
 
     Holds:
         goes_on: killed and started again, it measures only what is missing.
@@ -89,10 +93,11 @@ def compare(
     """
     from tightlip.audit.comparison import compare_runs
 
-    matching = Matching(tolerance=tolerance, at_perplexity=at_perplexity)
+    matching, resampling = split_settings(settings, Matching, ResamplingSettings)
+    measuring = {"key": key, "reference": reference, "device": device, "keep_scan": keep_scan}
     with claimed(Path(out)):
         folder = _free(Path(out))
-        rows = compare_runs(runs, matching, **measuring)
+        rows = compare_runs(runs, matching, resampling, **measuring)
         made = Comparison(folder=folder, rows=rows, matching=matching, notes=tuple(notes))
         _write_comparison(made)
     return made

@@ -126,7 +126,7 @@ def test_a_gate_with_a_typo_exits_2_before_anything_is_done(place, command, tmp_
         (("--window", 1), "window=1"),
         (("--device", "abacus"), "Unknown device 'abacus'"),
         (("--engine", "locl"), "Closest: local"),
-        (("--bad-rows", "hide"), "bad_rows='hide'"),
+        (("--bad-rows", "hide"), "Unknown bad_rows 'hide'"),
         (("--validation", "/no/such.parquet"), "/no/such.parquet does not exist"),
         (("--public-model", "/no/such"), "/no/such is not a folder"),
         (("--public-model", "leave-out"), "--public-model DIR"),

@@ -14,6 +14,7 @@ from tightlip.core.errors import UsageError
 from tightlip.core.figures import rounded_up
 from tightlip.vectors.guarantees import VectorMechanism, cost_of_releases, cost_of_texts
 from tightlip.vectors.server import read_vectors, write_vectors
+from tightlip.vectors.settings import MECHANISMS
 from vectors.tiny_halves import LABELS, TEXTS, write_halves
 
 pytestmark = pytest.mark.slow
@@ -212,6 +213,18 @@ def test_vectors_of_one_user_are_counted_over_texts_and_releases(run):
     assert (encoded.most_of_one_text, encoded.most_of_one_user) == (3, 6)
 
 
+@pytest.mark.parametrize("words", ["cat", ["cat"], {"cat"}])
+def test_in_python_one_word_to_mask_or_any_collection_of_them_will_do(run, words):
+    encoded = tightlip.represent_encode(run / "device", ["the cat", "a dog"], mask=words)
+    assert encoded.masking.num_words == 1
+
+
+def test_the_default_noise_of_a_guarantee_is_named_beside_that_of_training():
+    flags = tell("represent", "guarantee", "--help").out
+    assert all(name in flags for name in MECHANISMS)
+    assert "`represent train` adds gaussian" in " ".join(flags.replace("│", " ").split())
+
+
 def test_texts_that_are_read_as_the_same_are_counted_as_one(run):
     encoded = tightlip.represent_encode(run / "device", ["the cat", " the\u00a0 cat\n", "the dog"])
     assert encoded.most_of_one_text == 2
@@ -316,7 +329,7 @@ def test_marked_words_come_from_the_call_a_file_and_a_column(run, tmp_path, monk
         ({"carry": ["text"]}, "cannot be carried"),
         ({"carry": ["marks"], "mask_column": "marks"}, "cannot be carried"),
         ({"carry": ["labl"]}, "has no column 'labl'"),
-        ({"mask_column": "label", "releases": 0}, "would release nothing"),
+        ({"mask_column": "label", "releases": 0}, "releases=0 is out of range"),
         ({"runtime": "tpu"}, "Unknown runtime"),
         ({"mask_file": "nowhere.txt"}, "does not exist"),
     ],

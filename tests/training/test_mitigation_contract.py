@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 import tightlip
 from tightlip.core.registry import look_up, names_of
 from tightlip.core.run_folder import open_run
-from tightlip.core.settings import about, names_in, settings_of
+from tightlip.core.settings import about, names_in, read_toml, settings_of, toml_text
 from tightlip.corpus.prepare import prepare_corpus
 from tightlip.corpus.prepare_config import PrepareConfig
 from tightlip.training.config import (
@@ -197,8 +197,8 @@ def test_its_settings_say_what_they_are_and_come_back_from_toml(name, tmp_path):
     assert kind.strength_setting is None or kind.strength_setting in names_in(kind)
     assert kind.panel
     config = TrainConfig.of(**settings_for(name))
-    (tmp_path / "run.toml").write_text(config.to_toml())
-    assert TrainConfig.from_toml(tmp_path / "run.toml") == config
+    (tmp_path / "run.toml").write_text(toml_text(config.tree()))
+    assert TrainConfig.from_tree(read_toml(tmp_path / "run.toml"), "run.toml") == config
     assert look_up("mitigation", name).config_kind is kind
 
 

@@ -1,11 +1,14 @@
 """Figures of an attack against scikit-learn's metrics, closed forms and simulations."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 from scipy.stats import beta
 from sklearn.metrics import accuracy_score, confusion_matrix, f1_score, roc_auc_score
 
-from tightlip.core.resampling import UserDraws
+from tightlip.core import resampling
+from tightlip.vectors import attack_figures
 from tightlip.vectors.attack_figures import (
     Target,
     attribute_figures,
@@ -15,7 +18,6 @@ from tightlip.vectors.attack_figures import (
     entity_f1,
     entity_figures,
     everywhere_f1_privacy,
-    judged_rows,
     majority_f1_privacy,
     majority_figure,
     majority_privacy,
@@ -23,6 +25,8 @@ from tightlip.vectors.attack_figures import (
 from tightlip.vectors.attackers import Parts, Reading
 
 NUM = 120
+UserDraws = partial(resampling.UserDraws, seed=0, num_draws=1000)
+judged_rows = partial(attack_figures.judged_rows, seed=0, num_draws=1000)
 
 
 def target_of(codes, train=None, values=("a", "b")):

@@ -1,6 +1,7 @@
 """Attackers find what is there, find nothing in noise, and gain by averaging what theory says."""
 
 import sys
+from functools import partial
 
 import numpy as np
 import pytest
@@ -9,10 +10,11 @@ from scipy.stats import norm
 from tightlip.core.errors import UsageError
 from tightlip.vectors import attackers
 from tightlip.vectors.attack_figures import Target, attribute_figures, judged_rows
-from tightlip.vectors.attackers import Parts, Reading, Releases, best_on_dev, read_attribute
+from tightlip.vectors.attackers import Parts, Reading, Releases, best_on_dev
 from tightlip.vectors.settings import ATTACKERS
 
 SIZES = {"train": 400, "dev": 100, "test": 300}
+read_attribute = partial(attackers.read_attribute, seed=0)
 
 
 @pytest.fixture(autouse=True)
@@ -58,7 +60,8 @@ def test_an_attribute_spelled_out_is_found(attacker, num_values):
 def test_in_pure_noise_nobody_beats_the_majority_beyond_the_interval(attacker):
     releases, values = toy(0.0, 1.0, seed=3)
     target = Target(name="a", values=("no", "yes"), codes=values)
-    on = judged_rows([str(n) for n in range(SIZES["test"])], np.ones(SIZES["test"], dtype=bool))
+    names, all_of_them = [str(n) for n in range(SIZES["test"])], np.ones(SIZES["test"], dtype=bool)
+    on = judged_rows(names, all_of_them, seed=0, num_draws=1000)
     reading = read_attribute(attacker, releases, values, num_values=2)
     figures = attribute_figures(target, reading, on)
     assert figures["above_majority"]["low"] <= 0 <= figures["auc"]["high"] - 0.4

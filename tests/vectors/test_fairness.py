@@ -1,11 +1,17 @@
 """Equal accuracies are called unequal one time in twenty, wide gaps are seen; rows of a user are one."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 from scipy.stats import ttest_ind
 
-from tightlip.core.resampling import UserDraws
-from tightlip.vectors.attack_figures import by_user, fairness, wald
+from tightlip.core import resampling
+from tightlip.vectors import attack_figures
+from tightlip.vectors.attack_figures import by_user, wald
+
+UserDraws = partial(resampling.UserDraws, seed=0, num_draws=1000)
+fairness = partial(attack_figures.fairness, seed=0)
 
 
 def people(rng, num_users, rows_each, chances):

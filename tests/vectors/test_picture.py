@@ -1,8 +1,12 @@
 """A picture's places: the same again, inside the frame, clusters apart."""
 
+from functools import partial
+
 import numpy as np
 
-from tightlip.vectors.attack import chosen_rows, flat_places
+from tightlip.vectors import attack
+
+chosen_rows, flat_places = partial(attack.chosen_rows, seed=0), partial(attack.flat_places, seed=0)
 
 
 def two_clusters(num=60, dimensions=80):

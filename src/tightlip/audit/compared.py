@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tightlip.audit.canaries.tab_attack import most_successes
-from tightlip.core.errors import UsageError
+from tightlip.audit.settings import Matching
 from tightlip.core.figures import STANDINGS_WITH_EPSILON, guarantee_words, number
 from tightlip.core.resampling import LEAST_CANARIES, ONE_TAIL
 
@@ -65,25 +65,6 @@ class RunMeasures:
 
     def _of_kind(self, kind: str) -> list[dict[str, Any]]:
         return [one for one in self.exposures or () if one.get("kind", "planted") == kind]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Matching:
-    """When two runs count as equally useful: perplexities no further apart than this share."""
-
-    tolerance: float = 0.05
-    at_perplexity: float | None = None
-
-    def __post_init__(self) -> None:
-        if not 0 < self.tolerance < 1:
-            raise UsageError(
-                f"tolerance={self.tolerance:g} is no share between 0 and 1. Use 0.05 for 5%."
-            )
-        if self.at_perplexity is not None and not self.at_perplexity > 1:
-            raise UsageError(
-                f"at_perplexity={self.at_perplexity:g} is out of reach: no perplexity is below 1. Give "
-                "one that the runs reached."
-            )
 
 
 def baseline_place(are_mitigated: Sequence[bool]) -> int:

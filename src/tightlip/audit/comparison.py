@@ -13,7 +13,7 @@ from tightlip.audit.measures import Key, Measuring, ModelMeasures, measured_or_r
 from tightlip.core.devices import usable_device
 from tightlip.core.errors import UsageError
 from tightlip.core.progress import Task, task
-from tightlip.core.resampling import check_num_bootstraps
+from tightlip.core.resampling import ResamplingSettings, check_num_bootstraps
 from tightlip.core.run_folder import RunRecord, open_run
 from tightlip.corpus.canaries import exposed_above_bits, read_canary_key
 from tightlip.corpus.opening import check_reference, finished_run, model_folder, open_run_corpus
@@ -38,13 +38,12 @@ Measured = tuple[dict[str, Any], dict[str, str]]
 def compare_runs(
     runs: Sequence[str | Path | RunRecord],
     matching: Matching,
+    resampling: ResamplingSettings,
     *,
-    key: str | Path | Sequence[str | Path] | None = None,
-    reference: str | Path | None = None,
-    device: str = "auto",
-    seed: int = 0,
-    num_bootstraps: int = 1000,
-    keep_scan: bool = True,
+    key: str | Path | Sequence[str | Path] | None,
+    reference: str | Path | None,
+    device: str,
+    keep_scan: bool,
 ) -> list[Row]:
     """A row for each run; what is not yet measured is measured now and kept with the run.
 
@@ -52,7 +51,7 @@ def compare_runs(
         once: each model is loaded once at most, and reads each text once.
     """
     records = _opened(runs)
-    measuring = _measuring(key, reference, seed, num_bootstraps)
+    measuring = _measuring(key, reference, resampling.seed, resampling.num_bootstraps)
     _refuse_what_saw_the_text(measuring.reference, records)
     with ExitStack() as stack:
         for record in records:

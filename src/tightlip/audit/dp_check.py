@@ -73,7 +73,7 @@ def check_guesses(
     *,
     claimed_epsilon: float | None,
     delta: float,
-    confidence: float = 0.95,
+    confidence: float = CONFIDENCE,
 ) -> DPCheck:
     """Guess by `scores`, high for "trained on", count by `included`, and compare with the claim.
 
@@ -184,7 +184,7 @@ def epsilon_lower_bound(
     num_guesses: int,
     num_correct: int,
     delta: float,
-    confidence: float = 0.95,
+    confidence: float = CONFIDENCE,
 ) -> float:
     """The largest ε that so many right guesses rule out; 0 where they rule out none.
 
@@ -247,42 +247,18 @@ def _ids(key: CheckKey, bos: int | None) -> Tensor:
     return ids_MT if bos is None else torch.nn.functional.pad(ids_MT, (1, 0), value=bos)
 
 
-def check_run(
-    run: str | Path | RunRecord, *, device: str = "auto", confidence: float = CONFIDENCE
-) -> DPCheck:
+def check_run(run: str | Path | RunRecord, *, device: str = "auto") -> DPCheck:
     """A lower bound on the run's ε from its planted canaries, beside the ε its ledger claims.
 
     Also written to RUN/dp_check_result.json. A bound above the claim means that the claim is
     untrue, or that this was one of the 5 in 100 honest runs that look so.
     """
     record = finished_run(run)
-    key_file = _key_file(record)
     opened = open_model(record.model_folder, ScanOptions(device=device))
     with claimed_to_write(record.folder):
-        check = _check_of(opened, record, key_file, confidence)
+        check = DPCheckAudit().check(record, opened)
         write_json(record.folder / DP_CHECK_RESULT, check.to_json())
     return check
-
-
-def _key_file(record: RunRecord) -> Path:
-    path = record.folder / DP_CHECK
-    if not path.exists():
-        raise UsageError(
-            f"{record.folder} was trained without canaries, so there is nothing to guess. "
-            "Run: tightlip train CORPUS --mitigation dp --epsilon 2 --dp-check-canaries 1000 --out DIR"
-        )
-    return path
-
-
-def _check_of(opened: OpenedModel, record: RunRecord, key_file: Path, confidence: float) -> DPCheck:
-    claimed = record.guarantee.get("epsilon")
-    return check_guesses(
-        scores_of(opened, key_file),
-        read_check_key(key_file).included_M,
-        claimed_epsilon=claimed,
-        delta=DELTA_WITHOUT_CLAIM if claimed is None else record.guarantee["delta"],
-        confidence=confidence,
-    )
 
 
 class DPCheckAudit:
@@ -294,8 +270,22 @@ class DPCheckAudit:
         return {}  # the key is the run's own
 
     def figures(self, audited: Audited) -> dict[str, Any]:
-        opened = audited.scans.opened(audited.model)
-        return _check_of(opened, audited.run, _key_file(audited.run), CONFIDENCE).to_json()
+        return self.check(audited.run, audited.scans.opened(audited.model)).to_json()
+
+    def check(self, run: RunRecord, opened: OpenedModel) -> DPCheck:
+        """What `opened` knows of the run's own canaries, beside what the run claims."""
+        key_file, claimed = run.folder / DP_CHECK, run.guarantee.get("epsilon")
+        if not key_file.exists():
+            raise UsageError(
+                f"{run.folder} was trained without canaries, so there is nothing to guess. "
+                "Run: tightlip train CORPUS --mitigation dp --epsilon 2 --dp-check-canaries 1000 --out DIR"
+            )
+        return check_guesses(
+            scores_of(opened, key_file),
+            read_check_key(key_file).included_M,
+            claimed_epsilon=claimed,
+            delta=DELTA_WITHOUT_CLAIM if claimed is None else run.guarantee["delta"],
+        )
 
     def accuses(self, figures: dict[str, Any]) -> bool:
         return bool(figures["epsilon_lower_bound"] > (figures["claimed_epsilon"] or 0))

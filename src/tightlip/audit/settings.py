@@ -1,11 +1,10 @@
 """The settings of the audits: what changes figures. Light, for the command line builds flags of it."""
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
 
 from tightlip.core.errors import UsageError
-from tightlip.core.registry import unknown
-from tightlip.core.settings import Settings, names_in, setting
+from tightlip.core.resampling import ResamplingSettings as ResamplingSettings
+from tightlip.core.settings import Settings, setting
 
 
 def _occurrences(text: str) -> int | None:
@@ -26,8 +25,6 @@ def _thresholds(text: str) -> tuple[float, ...]:
 @dataclass(frozen=True, kw_only=True)
 class LeakageConfig(Settings):
     """What changes a leakage report's figures or its contents."""
-
-    table: ClassVar[str] = "audit"
 
     top_k: int = setting(1, "How many next-token suggestions the deployment shows.", at_least=1)
     redact: bool = setting(False, "No text and no names in the report.")
@@ -55,8 +52,6 @@ class ExposureConfig(Settings):
     canary known by heart passes the bar.
     """
 
-    table: ClassVar[str] = "canaries"
-
     enumerate_up_to: int = setting(1_000_000, "Score every candidate where there are no more.")
     num_samples: int = setting(
         20_000,
@@ -74,26 +69,18 @@ class ChoiceConfig(Settings):
     """Which documents may be chosen as real canaries: behind a first token something must be left
     to guess."""
 
-    table: ClassVar[str] = "canaries"
-
     min_tokens: int = setting(5, "Only documents of at least so many tokens.", at_least=2)
 
 
 @dataclass(frozen=True, kw_only=True)
-class ResamplingSettings(Settings):
-    """What decides the intervals of a measure."""
+class Matching(Settings):
+    """When two runs count as equally useful: perplexities no further apart than this share."""
 
-    table: ClassVar[str] = "resampling"
-
-    seed: int = setting(0, "Decides what is resampled.")
-    num_bootstraps: int = setting(1000, "Resamples behind each interval.")
-
-
-def split_settings(given: dict[str, Any], *kinds: type[Settings]) -> list[Any]:
-    """One object of each kind, from settings given by name; a name of none of them is refused."""
-    for name in given:
-        if name not in names_in(*kinds):
-            raise UsageError(unknown("setting", name, names_in(*kinds)))
-    return [
-        kind(**{name: given[name] for name in names_in(kind) if name in given}) for kind in kinds
-    ]
+    at_perplexity: float | None = setting(
+        None,
+        "Compare each run's first snapshot with this validation perplexity, or a better one.",
+        above=1,
+    )
+    tolerance: float = setting(
+        0.05, "How far apart perplexities may be and still match.", above=0, below=1
+    )

@@ -1,6 +1,5 @@
 """`tightlip compare`: several runs in one table and on one page."""
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -9,34 +8,24 @@ from rich.console import Console
 from rich.text import Text
 
 import tightlip
-from tightlip.audit.settings import ResamplingSettings
+from tightlip.audit.settings import Matching, ResamplingSettings
 from tightlip.cli import name_page
 from tightlip.cli.flags import Device, KeepScan, Keys, with_settings
 from tightlip.core.progress import shown_progress
-from tightlip.core.settings import Settings, setting
 
 if TYPE_CHECKING:
     from tightlip.commands import Comparison
 
 
-@dataclass(frozen=True, kw_only=True)
-class CompareFlags(Settings):
-    """What runs are held against, and when two count as equally useful."""
-
-    reference: str | None = setting(
-        None, "A model that never saw the text: for ε_l and for membership."
-    )
-    at_perplexity: float | None = setting(
-        None, "Compare each run's first snapshot with this validation perplexity, or a better one."
-    )
-    tolerance: float = setting(0.05, "How far apart perplexities may be and still match.")
-
-
-@with_settings(CompareFlags, ResamplingSettings)
+@with_settings(Matching, ResamplingSettings)
 def compare(
     runs: Annotated[list[Path], typer.Argument(help="Runs of tightlip train.", metavar="RUN")],
     given: dict[str, Any],
     key: Keys = None,
+    reference: Annotated[
+        str | None,
+        typer.Option(help="A model that never saw the text: for ε_l and for membership."),
+    ] = None,
     out: Annotated[Path, typer.Option(help="A folder for comparison.html, .csv and .json.")] = Path(
         "comparison"
     ),
@@ -45,7 +34,15 @@ def compare(
 ) -> None:
     """Utility, leakage, cost and guarantee of several runs, and which may be compared."""
     with shown_progress():
-        made = tightlip.compare(runs, key=key, out=out, device=device, keep_scan=keep_scan, **given)
+        made = tightlip.compare(
+            runs,
+            key=key,
+            reference=reference,
+            out=out,
+            device=device,
+            keep_scan=keep_scan,
+            **given,
+        )
     show(made, Console())
 
 

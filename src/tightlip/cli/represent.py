@@ -2,7 +2,6 @@
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,10 +15,17 @@ from tightlip.cli.flags import Device, Json, check_exists, parsed, switch, with_
 from tightlip.core.errors import UsageError
 from tightlip.core.figures import rounded_up
 from tightlip.core.progress import shown_progress
-from tightlip.core.settings import Settings, names_in, setting
+from tightlip.core.settings import names_in
 from tightlip.corpus.prepare_config import ColumnSettings
 from tightlip.report.kit.table import printed_lines
-from tightlip.vectors.settings import AttackSettings, RepresentOptions, RepresentSettings
+from tightlip.vectors.settings import (
+    AttackSettings,
+    EncodeSettings,
+    EncodingOptions,
+    GuaranteeSettings,
+    RepresentOptions,
+    RepresentSettings,
+)
 
 if TYPE_CHECKING:
     from tightlip.vectors.attack_runs import AttackReport
@@ -100,20 +106,7 @@ def export(
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class GuaranteeFlags(Settings):
-    """The noise whose worth `represent guarantee` tells."""
-
-    dimensions: int = setting(..., "Coordinates of the vector.")
-    epsilon: float = setting(
-        ..., "For laplace-as-published: per coordinate. Otherwise of the whole vector at --delta."
-    )
-    mechanism: str = setting("laplace-as-published", "laplace-as-published, laplace, or gaussian.")
-    dropout: float = setting(0.0, "The share of words masked at random.")
-    delta: float = setting(1e-5, "The final δ; 0 with laplace is pure differential privacy.")
-
-
-@with_settings(GuaranteeFlags)
+@with_settings(GuaranteeSettings)
 def guarantee(given: dict[str, Any], json_wanted: Json = False) -> None:
     """What one vector gives away: per coordinate, pure, and (ε, δ); and what more of them would."""
     record = tightlip.represent_guarantee(**given)
@@ -170,22 +163,7 @@ def _mechanism(record: dict[str, Any]) -> str:
     return f"{record['mechanism']}, {record['dimensions']} dimensions, {letter} = {record['noise_scale']:.6g}{words}"
 
 
-@dataclass(frozen=True, kw_only=True)
-class EncodeFlags(Settings):
-    """What is masked and carried when texts are encoded, and how that is done."""
-
-    carry: tuple[str, ...] = setting(
-        (), "A column to copy beside the vectors, as it is. May be given again."
-    )
-    mask: tuple[str, ...] = setting((), "A word that is always masked. May be given again.")
-    mask_file: str | None = setting(None, "A file of words that are always masked, one a line.")
-    mask_column: str | None = setting(None, "A column of words to be masked in that row's text.")
-    releases: int = setting(1, "Vectors of each text, each with fresh masks and noise.")
-    batch_size: int = setting(32, "Texts encoded at a time.")
-    runtime: str = setting("torch", "torch, or onnx after `represent export --onnx`.")
-
-
-@with_settings(EncodeFlags, ColumnSettings)
+@with_settings(EncodeSettings, EncodingOptions, ColumnSettings)
 def encode(
     device_half: DeviceHalf,
     texts: Annotated[
@@ -264,7 +242,7 @@ def classify(
         print(f"The labels: {out}")
 
 
-@with_settings(AttackSettings)
+@with_settings(AttackSettings, EncodingOptions)
 def attack(
     runs: Annotated[
         list[Path],
@@ -282,7 +260,6 @@ def attack(
     again: Annotated[
         bool, switch("--again", text="Measure anew what RUN/attack.json already answers.")
     ] = False,
-    batch_size: Annotated[int, typer.Option(help="Texts that are encoded at a time.")] = 32,
     device: Device = "auto",
 ) -> None:
     """Attack, and say what was read."""
@@ -293,7 +270,6 @@ def attack(
             runs,
             out=out,
             again=again,
-            batch_size=batch_size,
             device=device,
             **parsed([AttackSettings], given),
         )

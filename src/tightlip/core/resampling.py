@@ -10,19 +10,20 @@ same draws, so that a difference of two is paired.
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from tightlip.core.errors import UsageError
+from tightlip.core.settings import Settings, setting
 
 LEFT_OUT = 0.05  # what lies outside a 95% interval
 ONE_TAIL = LEFT_OUT / 2
-NUM_DRAWS = 1000
 FEW_USERS = 20  # with 12 users of unequal size, 90 to 94 of 100 intervals held the truth
 LEAST_CANARIES = 3  # fewer cannot tell a difference from chance
 HOW = (
-    "95% intervals from 1,000 draws of whole users, each with all their test rows; "
+    "95% intervals from draws of whole users, each with all their test rows; "
     "with few users widened as Student's t does"
 )
 _DRAWS_AT_ONCE = 64
@@ -33,6 +34,18 @@ def check_num_bootstraps(num_bootstraps: int) -> None:
         raise UsageError(
             f"num_bootstraps={num_bootstraps} is too few to find the ends of a 95% interval. Use 1000."
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResamplingSettings(Settings):
+    """What decides the intervals of a measure."""
+
+    seed: int = setting(0, "Decides what is resampled.")
+    num_bootstraps: int = setting(1000, "Resamples behind each interval.")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_num_bootstraps(self.num_bootstraps)
 
 
 def times_drawn(rng: np.random.Generator, groups: Sequence[np.ndarray], size: int) -> np.ndarray:
@@ -82,7 +95,7 @@ class UserDraws:
         same_again: one seed gives one set of draws.
     """
 
-    def __init__(self, users: Sequence[Any], *, seed: int = 0, num_draws: int = NUM_DRAWS) -> None:
+    def __init__(self, users: Sequence[Any], *, seed: int, num_draws: int) -> None:
         names, self.user_of_row = np.unique(np.asarray(users, dtype=str), return_inverse=True)
         self.num_users, self.num_rows = len(names), len(self.user_of_row)
         rng, everybody = np.random.default_rng(seed), [np.arange(self.num_users)]

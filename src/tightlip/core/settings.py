@@ -76,7 +76,6 @@ class Settings:
     `panel` is the title under which a command lists the settings written in the class.
     """
 
-    table: typing.ClassVar[str]
     panel: typing.ClassVar[str | None] = None
 
     def __post_init__(self) -> None:
@@ -88,18 +87,8 @@ class Settings:
             object.__setattr__(self, field.name, value)
 
     @classmethod
-    def from_toml(cls, path: Path) -> Self:
-        """The settings in `path`: its table of our name, or the file itself where it has none.
-
-        Holds:
-            known_names: a name that is no setting is a usage error with the closest one.
-        """
-        tree = read_toml(Path(path))
-        tables = [name for name, value in tree.items() if isinstance(value, dict)]
-        return cls.from_tree(tree.get(cls.table, {}) if tables else tree, str(path))
-
-    @classmethod
     def from_tree(cls, tree: dict[str, Any], where: str) -> Self:
+        """The settings in a table of the file at `where`; an unknown name is refused with the closest."""
         check_names(cls, tree, where)
         return cls(**tree)
 
@@ -111,9 +100,6 @@ class Settings:
             for name, value in values.items()
             if value is not None and value != ()
         }
-
-    def to_toml(self) -> str:
-        return toml_text({self.table: self.tree()})
 
 
 def settings_of(kind: type[Settings]) -> list[dataclasses.Field]:
@@ -138,6 +124,16 @@ def check_names(kind: type[Settings], tree: Mapping[str, Any], where: str) -> No
         if name not in known:
             place = f"{where}: " if where else ""
             raise UsageError(f"{place}{unknown('setting', name, known)}")
+
+
+def split_settings(given: dict[str, Any], *kinds: type[Settings]) -> list[Any]:
+    """One object of each kind, from settings given by name; a name of none of them is refused."""
+    for name in given:
+        if name not in names_in(*kinds):
+            raise UsageError(unknown("setting", name, names_in(*kinds)))
+    return [
+        kind(**{name: given[name] for name in names_in(kind) if name in given}) for kind in kinds
+    ]
 
 
 def kinds_in(hint: Any) -> Iterator[Any]:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -19,11 +19,11 @@ from tightlip.core.errors import UsageError
 from tightlip.core.files import claimed, folder_written_whole, names_in, read_json, write_json
 from tightlip.core.progress import log
 from tightlip.core.run_folder import is_run, run_around
-from tightlip.core.settings import Settings, lines_of, separated, setting
+from tightlip.core.settings import Settings, lines_of, separated, setting, split_settings
 from tightlip.corpus.canary_templates import DIGIT_POOL, Pools, Template, read_template
 from tightlip.corpus.history import metadata_of
 from tightlip.corpus.prepare import is_prepared
-from tightlip.corpus.prepare_config import BadRows
+from tightlip.corpus.prepare_config import ColumnSettings
 from tightlip.corpus.readers import Corpus, DocumentBatch, open_corpus
 from tightlip.corpus.tables import AttributeTypes, TableWriter
 from tightlip.corpus.vocabulary import words_by_frequency
@@ -53,8 +53,6 @@ class CanaryConfig(Settings):
     Without `repetitions` the paper's schedule; where canaries are planted for each user, users
     with fewer documents than its 195 copies get its shorter one.
     """
-
-    table: ClassVar[str] = "canaries"
 
     templates: tuple[str, ...] = setting(
         (),
@@ -131,23 +129,12 @@ class Planted:
         return frozenset(filter(None, [self.model_fingerprint, *self.snapshot_fingerprints]))
 
 
-def plant_canaries(
-    corpus: Any,
-    out: str | Path,
-    *,
-    user_column: str = "user",
-    text_column: str = "text",
-    bad_rows: BadRows = "error",
-    **settings: Any,
-) -> Planted:
+def plant_canaries(corpus: Any, out: str | Path, **settings: Any) -> Planted:
     """Write OUT/corpus.parquet, a corpus with canaries in it, and OUT/key.json, which says what
-    they are; `settings` are those of CanaryConfig."""
-    config = CanaryConfig(**settings)
+    they are; `settings` are those of CanaryConfig and ColumnSettings."""
+    config, columns = split_settings(settings, CanaryConfig, ColumnSettings)
     _refuse_folders_of_ours(corpus)
-    documents = open_corpus(
-        corpus, user_column=user_column, text_column=text_column, bad_rows=bad_rows
-    )
-    return plant_in(documents, Path(out), config)
+    return plant_in(open_corpus(corpus, **columns.tree()), Path(out), config)
 
 
 def _refuse_folders_of_ours(corpus: Any) -> None:

@@ -43,9 +43,7 @@ class Cleaner:
     Scrubbing comes first: two texts that differ in a phone number alone are the same text.
     """
 
-    def __init__(
-        self, *, deduplicate: str = "none", scrub: bool = False, names: bool = False
-    ) -> None:
+    def __init__(self, *, deduplicate: str, scrub: bool, names: bool) -> None:
         self._deduplicate, self._scrub = deduplicate, scrub
         self._names = presidio_names() if names else None
         self.sentences, self.documents = DuplicateSentences(), DuplicateDocuments()

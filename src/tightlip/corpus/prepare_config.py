@@ -26,7 +26,6 @@ _VOCABULARY = "The vocabulary"
 class ColumnSettings(Settings):
     """Where a corpus has its text, and what of it may be unusable."""
 
-    table: ClassVar[str] = "columns"
     panel: ClassVar[str | None] = "The text"
 
     user_column: str = setting("user", "The column that says who wrote a document.")
@@ -42,8 +41,6 @@ class PrepareConfig(ColumnSettings):
 
     `validation` is a file of held-out text; nothing is then split off the corpus.
     """
-
-    table: ClassVar[str] = "prepare"
 
     split: SplitBy | None = setting(
         None,

@@ -42,7 +42,6 @@ INFO_KEYS = (
 class WeightsConfig(Settings):
     """What decides the weights. Without `public_model`: word frequencies of the public corpus."""
 
-    table: ClassVar[str] = "weights"
     panel: ClassVar[str | None] = "Privacy weights"
 
     public_model: str | Path | None = setting(

@@ -18,7 +18,7 @@ from tightlip.corpus.canaries import KEY, read_canary_key
 from tightlip.corpus.formats import Fault, Row, kind_of, rows_of
 from tightlip.corpus.history import fingerprints, history_of, origin_of, sources_of
 from tightlip.corpus.prepare import PreparedCorpus
-from tightlip.corpus.prepare_config import BadRows
+from tightlip.corpus.prepare_config import BadRows, ColumnSettings
 from tightlip.corpus.readers import Corpus, Part, open_corpus
 from tightlip.corpus.shared_text import Several, Shared, shared_text
 
@@ -34,7 +34,8 @@ class TextColumn(Corpus):
     """A file of texts without users, read like a corpus."""
 
     def __init__(self, path: Path, column: str, bad_rows: BadRows) -> None:
-        super().__init__(str(path), [Part(str(path), self._rows, path)], bad_rows=bad_rows)
+        columns = ColumnSettings(bad_rows=bad_rows)
+        super().__init__(str(path), [Part(str(path), self._rows, path)], columns)
         self._path, self._column = path, column
 
     def _rows(self) -> Iterator[tuple[int, Row]]:

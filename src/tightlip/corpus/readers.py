@@ -32,7 +32,7 @@ from tightlip.corpus.formats import (
     table_rows,
 )
 from tightlip.corpus.history import history_of
-from tightlip.corpus.prepare_config import BadRows
+from tightlip.corpus.prepare_config import ColumnSettings
 
 _KINDS = ".parquet, .jsonl, .jsonl.gz, .jsonl.zst, .csv or a directory saved by datasets"
 
@@ -80,25 +80,21 @@ class Corpus:
         self,
         name: str,
         parts: list[Part],
+        columns: ColumnSettings,
         *,
-        user_column: str = "user",
-        text_column: str = "text",
-        bad_rows: BadRows = "error",
         history: Sequence[dict[str, Any]] = (),
     ) -> None:
-        if bad_rows not in ("error", "skip"):
-            raise UsageError(f"bad_rows={bad_rows!r} is not known. Use 'error' or 'skip'.")
-        if user_column == text_column:
+        self._user_column, self._text_column = columns.user_column, columns.text_column
+        self._bad_rows = columns.bad_rows
+        if self._user_column == self._text_column:
             raise UsageError(
-                f"The user column and the text column are both {user_column!r}. They must differ."
+                f"The user column and the text column are both {self._user_column!r}. They must differ."
             )
         self.name = name
         self.history = list(history)  # what the documents came through before: see history.py
         self.num_skipped = 0
         self._first_fault = ""
         self._parts = parts
-        self._user_column, self._text_column = user_column, text_column
-        self._bad_rows = bad_rows
 
     def batches(self) -> Iterator[DocumentBatch]:
         """All documents, at most 1,000 and about 8 MB at a time; a longer one comes alone."""
@@ -179,14 +175,13 @@ class Corpus:
         )
 
 
-def open_corpus(
-    source: Any,
-    *,
-    user_column: str = "user",
-    text_column: str = "text",
-    bad_rows: BadRows = "error",
-) -> Corpus:
-    """The corpus in a file, a directory, a table, a data frame or a list of rows."""
+def open_corpus(source: Any, **settings: Any) -> Corpus:
+    """The corpus in a file, a directory, a table, a data frame or a list of rows.
+
+    `settings` are those of ColumnSettings.
+    """
+    columns = ColumnSettings(**settings)
+    user_column, text_column = columns.user_column, columns.text_column
     if isinstance(source, str | Path):
         path = Path(source)
         files = _files_of(path)
@@ -197,14 +192,7 @@ def open_corpus(
         name, parts = str(path), [_file_part(file) for file in files]
     else:
         name, parts = _in_memory(source, user_column, text_column)
-    return Corpus(
-        name,
-        parts,
-        user_column=user_column,
-        text_column=text_column,
-        bad_rows=bad_rows,
-        history=history_of(source),
-    )
+    return Corpus(name, parts, columns, history=history_of(source))
 
 
 def _file_part(file: Path) -> Part:

@@ -19,6 +19,7 @@ from tightlip.core.run_folder import is_run
 from tightlip.corpus import bundled
 from tightlip.corpus.canaries import CORPUS, KEY, plant_canaries
 from tightlip.corpus.prepare import PreparedCorpus, prepare
+from tightlip.corpus.prepare_config import ColumnSettings
 from tightlip.corpus.privacy_weights import FOLDER as WEIGHTS
 from tightlip.corpus.privacy_weights import PUBLIC_LOG_PERPLEXITIES, PrivacyWeights
 from tightlip.corpus.public_text import TextColumn, open_public
@@ -218,7 +219,7 @@ def _opened(path: Path) -> Corpus | TextColumn:
         raise UsageError(
             f"{path} does not exist. Give a file with a column text, or user and text."
         )
-    return open_public(path, user_column="user", text_column="text", bad_rows="error")
+    return open_public(path, **ColumnSettings().tree())
 
 
 def _speakers(*, public: bool) -> pa.Table:

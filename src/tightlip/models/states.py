@@ -54,13 +54,11 @@ class RecurrentState:
         self.parts_LBH = tuple(part.repeat_interleave(repeats, dim=1) for part in self.parts_LBH)
 
     def crop(self, max_length: int) -> None:
+        """Called by transformers' assisted and prompt-lookup generation to take guessed tokens back."""
         raise UsageError(
             f"A recurrent state cannot go back to {max_length} tokens: it keeps no history. "
             "Keep the state you want to return to, or use plain, sampled or beam generation."
         )
-
-    def reset(self) -> None:
-        self.parts_LBH, self.num_positions = (), 0
 
     def repeated(self, repeats: int) -> "RecurrentState":
         """A new state with every row `repeats` times over."""

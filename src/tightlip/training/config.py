@@ -75,7 +75,6 @@ class TrainConfig(Settings):
     2.0
     """
 
-    table: ClassVar[str] = "train"
     panel: ClassVar[str | None] = "The model"
 
     mitigation: MitigationConfig = field(default_factory=MitigationConfig)
@@ -224,7 +223,6 @@ def mitigations_with(setting_name: str) -> list[str]:
 class RunOptions(Settings):
     """How the work is done: where, how fast, how often it is saved for a resumption."""
 
-    table: ClassVar[str] = "options"
     panel: ClassVar[str | None] = "The machine"
 
     device: str = setting("auto", "cpu, cuda, or auto.")

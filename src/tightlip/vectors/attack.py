@@ -211,14 +211,14 @@ def _picture(given: AttackInput, settings: AttackSettings) -> dict[str, Any] | N
     }
 
 
-def chosen_rows(num_rows: int, *, most: int = MOST_POINTS, seed: int = 0) -> np.ndarray:
+def chosen_rows(num_rows: int, *, most: int = MOST_POINTS, seed: int) -> np.ndarray:
     """Which rows are drawn: all, or `most` of them at random, in order."""
     if num_rows <= most:
         return np.arange(num_rows)
     return np.sort(np.random.default_rng(seed).choice(num_rows, most, replace=False))
 
 
-def flat_places(vectors: np.ndarray, *, seed: int = 0) -> np.ndarray | None:
+def flat_places(vectors: np.ndarray, *, seed: int) -> np.ndarray | None:
     """Two coordinates between 0 and 1 for each vector; null where too few differ.
 
     Holds:

@@ -39,9 +39,7 @@ class JudgedRows:
     draws: UserDraws
 
 
-def judged_rows(
-    users: Sequence[str], rows: np.ndarray, *, seed: int = 0, num_draws: int = 1000
-) -> JudgedRows:
+def judged_rows(users: Sequence[str], rows: np.ndarray, *, seed: int, num_draws: int) -> JudgedRows:
     """Figures on some rows of the test part; `rows` is a mask."""
     places = np.flatnonzero(rows)
     draws = UserDraws([users[int(place)] for place in places], seed=seed, num_draws=num_draws)
@@ -229,7 +227,7 @@ def fairness(
     groups: Sequence[str | None],
     draws: UserDraws,
     *,
-    seed: int = 0,
+    seed: int,
     num_swaps: int = NUM_SWAPS,
 ) -> dict[str, Any]:
     """Accuracy by group, the gap between the best and the worst, and whether it may be chance.

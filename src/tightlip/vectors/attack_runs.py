@@ -12,7 +12,7 @@ from tightlip.core.errors import UsageError
 from tightlip.core.files import claimed, digest_of_files, read_json, write_json
 from tightlip.core.resampling import FEW_USERS
 from tightlip.core.run_folder import CONFIG
-from tightlip.core.settings import read_toml
+from tightlip.core.settings import read_toml, split_settings
 from tightlip.vectors.attack import attack
 from tightlip.vectors.attack_data import attack_input
 from tightlip.vectors.attackers import sklearn_part
@@ -20,7 +20,7 @@ from tightlip.vectors.data import Examples, load_examples
 from tightlip.vectors.device import Device, load_device
 from tightlip.vectors.guarantees import BARE, cost_record
 from tightlip.vectors.halves import DEVICE, SERVER, read_half
-from tightlip.vectors.settings import AttackSettings
+from tightlip.vectors.settings import AttackSettings, EncodingOptions
 
 RESULT = "attack.json"
 FORMAT = 1
@@ -45,18 +45,19 @@ def attack_runs(
     *,
     out: str | Path | None = None,
     again: bool = False,
-    batch_size: int = 32,
     device: str = "auto",
     **settings: Any,
 ) -> AttackReport:
-    """Attack the vectors of one run or several; `settings` are those of AttackSettings.
+    """Attack the vectors of one run or several.
 
-    The figures of each run are kept in RUN/attack.json and taken from there when the same is asked
-    again, unless `again`. The folder is `out`: by default the run's own, or `attacks` for several.
+    `settings` are those of AttackSettings and EncodingOptions. The figures of each run are kept in
+    RUN/attack.json and taken from there when the same is asked again, unless `again`. The folder
+    is `out`: by default the run's own, or `attacks` for several.
     """
     sklearn_part("linear_model")  # refused here, not after an hour of encoding
-    asked = AttackSettings(**{name: v for name, v in settings.items() if v is not None})
-    encoding = {"batch_size": batch_size, "device": usable_device(device)}
+    known = {name: value for name, value in settings.items() if value is not None}
+    asked, options = split_settings(known, AttackSettings, EncodingOptions)
+    encoding = {"batch_size": options.batch_size, "device": usable_device(device)}
     given = [runs] if isinstance(runs, str | Path) else list(runs)
     folders = _folders(given)
     for folder, _ in folders:

@@ -72,7 +72,7 @@ def read_attribute(
     *,
     num_values: int,
     name: str = "the attribute",
-    seed: int = 0,
+    seed: int,
     device: str = "cpu",
 ) -> Reading:
     """How likely `attacker` holds each value for each vector; `values` are codes from 0.

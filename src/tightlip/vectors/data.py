@@ -17,6 +17,7 @@ from tightlip.core.run_folder import CONFIG
 from tightlip.core.settings import read_toml
 from tightlip.corpus.bundled import demo_speeches
 from tightlip.corpus.formats import columns_of, kind_of, rows_of
+from tightlip.corpus.prepare_config import ColumnSettings
 from tightlip.corpus.readers import Corpus, open_corpus
 from tightlip.vectors.categories import LEFT_OUT, Categories, categories, span_of
 from tightlip.vectors.settings import RepresentSettings
@@ -85,22 +86,22 @@ class Source:
     tree: dict[str, Any]
 
 
-def open_source(source: Any, *, user_column: str = "user", **reading: Any) -> Source:
+def open_source(source: Any, **settings: Any) -> Source:
     """The corpus in a file, a folder or a table; the name `bundled` is the plays that come along.
 
-    A corpus without users is read too. `reading` is as `open_corpus` has it.
+    A corpus without users is read too. `settings` are those of ColumnSettings.
     """
+    columns = ColumnSettings(**settings)
     path, given = None, source
     if isinstance(source, str | Path) and str(source) == BUNDLED and not Path(BUNDLED).exists():
         path, given = BUNDLED, demo_speeches()
     elif isinstance(source, str | Path):
         path = str(Path(source).resolve())
-    has_users = _has_users(given, user_column)
+    has_users = _has_users(given, columns.user_column)
     if not has_users:
-        given = _with_nobody(given, user_column)
-    columns = {"user_column": user_column, "text_column": "text", "bad_rows": "error"} | reading
-    corpus = open_corpus(given, **columns)
-    tree = {"path": path, "fingerprint": corpus.fingerprint(), **columns}
+        given = _with_nobody(given, columns.user_column)
+    corpus = open_corpus(given, **columns.tree())
+    tree = {"path": path, "fingerprint": corpus.fingerprint(), **columns.tree()}
     return Source(corpus=corpus, has_users=has_users, tree=tree)
 
 
@@ -324,7 +325,7 @@ def load_examples(run: Path | str) -> Examples:
             f"{run} is not a tightlip run (no {CONFIG}). Run: tightlip represent train CORPUS --out {run}"
         )
     config = read_toml(run / CONFIG)
-    if RepresentSettings.table not in config:
+    if "represent" not in config:
         raise UsageError(f"{run} is a run of something else than `tightlip represent train`.")
     settings = RepresentSettings.from_tree(config["represent"], str(run / CONFIG))
     source, tree = source_of_run(run), config["corpus"]

@@ -7,7 +7,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -21,8 +21,8 @@ from tightlip.vectors.guarantees import BARE, VectorMechanism
 from tightlip.vectors.halves import DEVICE, GUARANTEE, check_files, load_extractor, read_half
 from tightlip.vectors.masking import Marked, marks_of, masked_texts
 from tightlip.vectors.release import drawn, noised, released
+from tightlip.vectors.settings import EncodeSettings, EncodingOptions, Runtime
 
-Runtime = Literal["torch", "onnx"]
 # Texts given at a time to an extractor that does not hand out its vectors batch by batch.
 AT_ONCE = 4096
 # Batches on their way at a time: a GPU is never without one while the interpreter is busy.
@@ -65,7 +65,7 @@ class Device:
         texts: Sequence[str],
         *,
         marked: Marked = (),
-        batch_size: int = 32,
+        batch_size: int = EncodingOptions.batch_size,
         device: Any = None,
     ) -> np.ndarray:
         """Vectors to send in place of `texts`, float32; words in `marked` are always masked."""
@@ -136,7 +136,7 @@ class Device:
         return len(raw.places)
 
 
-def load_device(folder: Path | str, *, runtime: Runtime = "torch") -> Device:
+def load_device(folder: Path | str, *, runtime: Runtime = EncodeSettings.runtime) -> Device:
     """The device's half in `folder`, its guarantee checked against the noise it will add."""
     folder = Path(folder)
     about = read_half(folder, DEVICE)

@@ -1,7 +1,7 @@
 """`tightlip represent encode` as one call: texts to a file of private vectors."""
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,11 +10,14 @@ import numpy as np
 
 from tightlip.core.devices import usable_device
 from tightlip.core.errors import UsageError
+from tightlip.core.settings import split_settings
+from tightlip.corpus.prepare_config import ColumnSettings
 from tightlip.vectors.data import Columns, open_source, read_columns
 from tightlip.vectors.device import load_device
 from tightlip.vectors.guarantees import costs
 from tightlip.vectors.masking import Masking, as_read, holds_marked, marks_of, masking_of
 from tightlip.vectors.server import write_vectors
+from tightlip.vectors.settings import EncodeSettings, EncodingOptions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,24 +43,14 @@ def represent_encode(
     texts: Any,
     *,
     out: Path | str | None = None,
-    text_column: str = "text",
-    user_column: str = "user",
-    bad_rows: str = "error",
-    carry: Sequence[str] = (),
-    mask: Collection[str] = (),
-    mask_file: Path | str | None = None,
-    mask_column: str | None = None,
-    releases: int = 1,
-    batch_size: int = 32,
     on: str = "auto",
-    runtime: str = "torch",
+    **settings: Any,
 ) -> Encoded:
     """Vectors that may be sent in place of `texts`, by a device's half, written to `out`.
 
-    `texts` is a list of strings, a .txt file with a text on each line, or any corpus. `carry` names
-    columns to copy beside the vectors; nothing covers them. Words in `mask`, in the lines of
-    `mask_file` and in each row's `mask_column` are always masked. `releases` writes each text so
-    many times, with fresh masks and noise.
+    `texts` is a list of strings, a .txt file with a text on each line, or any corpus. `settings`
+    are those of EncodeSettings, EncodingOptions and ColumnSettings; the columns in `carry` are
+    copied as they are, and nothing covers them.
 
     Holds:
         in_order: vector n is of text n.
@@ -65,20 +58,22 @@ def represent_encode(
             that holds one of its row's marked words is refused.
         whole: killed, it leaves no file.
     """
-    _check_call(out, releases, carry, {text_column, mask_column, "text"})
-    half = load_device(device, runtime=runtime)  # type: ignore[arg-type]
-    wanted = [*carry, *([mask_column] if mask_column else [])]
-    given = _read(
-        texts, wanted, text_column=text_column, user_column=user_column, bad_rows=bad_rows
+    asked, options, columns = split_settings(
+        settings, EncodeSettings, EncodingOptions, ColumnSettings
     )
-    marks = _marks(given, mask, mask_file, mask_column)
+    releases, carry, mask_column = asked.releases, asked.carry, asked.mask_column
+    _check_call(out, releases, carry, {columns.text_column, mask_column, "text"})
+    half = load_device(device, runtime=asked.runtime)
+    wanted = [*carry, *([mask_column] if mask_column else [])]
+    given = _read(texts, wanted, **columns.tree())
+    marks = _marks(given, asked)
     masking = masking_of(given.texts, marks) if any(marks) else None
     _refuse_marked(given, carry, marks)
     vectors = half.encode(
         given.texts * releases,
         marked=marks * releases,
-        batch_size=batch_size,
-        device=usable_device(on) if runtime == "torch" else None,
+        batch_size=options.batch_size,
+        device=usable_device(on) if asked.runtime == "torch" else None,
     )
     # What the file's releases of each text cost together, where there are several.
     together = {"releases": costs(half.mechanism, [releases])} if releases > 1 else {}
@@ -103,8 +98,6 @@ def _check_call(
         raise UsageError(
             f"{out} would be a Parquet file under another name. Let it end in .parquet."
         )
-    if releases < 1:
-        raise UsageError(f"releases={releases} would release nothing. Use 1 or more.")
     if set(carry) & hidden:
         raise UsageError(
             "The text and the marked words cannot be carried beside the vectors that hide them. "
@@ -159,13 +152,10 @@ def _lines(path: Path) -> list[str]:
         raise UsageError(f"{path} does not exist. Give a file with a text on each line.") from None
 
 
-def _marks(
-    given: Columns, mask: Collection[str], file: Path | str | None, column: str | None
-) -> list[list[str]]:
+def _marks(given: Columns, asked: EncodeSettings) -> list[list[str]]:
     """The words to be masked in each text."""
-    if isinstance(mask, str):
-        mask = [mask]
-    common = [*mask, *(_lines(Path(file)) if file is not None else ())]
+    file, column = asked.mask_file, asked.mask_column
+    common = [*asked.mask, *(_lines(Path(file)) if file is not None else ())]
     if column is None:
         return [common] * len(given.texts)
     return [[*common, *_words_in(value, column)] for value in given.named[column]]

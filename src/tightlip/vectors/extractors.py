@@ -24,7 +24,7 @@ from tightlip.corpus.encoding import WORD_PATTERN
 from tightlip.models.configurations import WORD_ENCODERS, WordEncoderConfig
 from tightlip.models.encoders import WordEncoder, load_encoder, most_tokens
 from tightlip.models.loading import load_tokenizer
-from tightlip.vectors.settings import POOLINGS
+from tightlip.vectors.settings import NEW_VOCABULARY, POOLINGS, EncodingOptions
 
 DEFAULT_TOKENS = 128
 NEW_DIMENSIONS = 64
@@ -167,7 +167,7 @@ class Extractor(Tokenised, nn.Module):
         self,
         texts: Sequence[str],
         *,
-        batch_size: int = 32,
+        batch_size: int = EncodingOptions.batch_size,
         device: str | torch.device | None = None,
     ) -> np.ndarray:
         """The raw vectors of `texts`, float32, in their order."""
@@ -262,7 +262,7 @@ def make_extractor(
     pooling: str | None = None,
     max_tokens: int | None = None,
     dimensions: int | None = None,
-    vocabulary_size: int = 10_000,
+    vocabulary_size: int = NEW_VOCABULARY,
 ) -> Extractor:
     """The extractor that `spec` names: lstm or bag, new and with the words of `texts`, or a folder.
 

@@ -15,7 +15,7 @@ from typing import Any
 from tightlip.core.errors import UsageError
 from tightlip.core.registry import unknown
 from tightlip.vectors import vector_accounting as accounting
-from tightlip.vectors.settings import MECHANISMS
+from tightlip.vectors.settings import MECHANISMS, GuaranteeSettings
 from tightlip.vectors.vector_accounting import GRID_STEP, GRID_STEPS, amplified
 
 BARE = "none"
@@ -71,8 +71,8 @@ class VectorMechanism:
     mechanism: str
     dimensions: int
     epsilon: float | None
-    delta: float = 1e-5
-    dropout: float = 0.0
+    delta: float = GuaranteeSettings.delta
+    dropout: float = GuaranteeSettings.dropout
     # The noise's scale in steps of the grid, where a record states it; otherwise worked out.
     units: int | None = field(default=None, compare=False, repr=False)
 
@@ -242,7 +242,7 @@ def _described(record: dict[str, Any]) -> VectorMechanism:
         mechanism=record["mechanism"],
         dimensions=record["dimensions"],
         epsilon=record["target_epsilon"],
-        delta=1e-5 if bare else record["delta"],
+        delta=GuaranteeSettings.delta if bare else record["delta"],
         dropout=record["dropout"],
         units=units,
     )
@@ -330,18 +330,13 @@ def cost_record(mechanism: VectorMechanism, num_releases: int) -> dict[str, Any]
 
 
 def represent_guarantee(
-    *,
-    dimensions: int,
-    epsilon: float,
-    mechanism: str = "laplace-as-published",
-    dropout: float = 0.0,
-    delta: float = 1e-5,
-    releases: Sequence[int] = TOLD_RELEASES,
+    *, releases: Sequence[int] = TOLD_RELEASES, **settings: Any
 ) -> dict[str, Any]:
-    """The guarantee record of a mechanism, and under `releases` what so many of one text cost."""
-    made = VectorMechanism(
-        mechanism=mechanism, dimensions=dimensions, epsilon=epsilon, delta=delta, dropout=dropout
-    )
+    """The guarantee record of a mechanism, and under `releases` what so many of one text cost.
+
+    `settings` are those of GuaranteeSettings.
+    """
+    made = VectorMechanism(**GuaranteeSettings(**settings).tree())
     return made.record() | {"releases": costs(made, releases)}
 
 

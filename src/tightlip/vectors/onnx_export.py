@@ -18,6 +18,7 @@ from tightlip.core.files import written_whole
 from tightlip.models.loading import load_tokenizer
 from tightlip.vectors.extractors import Extractor, Tokenised
 from tightlip.vectors.halves import DEVICE, EXTRACTOR, load_extractor, read_half
+from tightlip.vectors.settings import EncodingOptions
 
 ONNX = "device.onnx"
 INPUTS, OUTPUT = ("input_ids", "attention_mask"), "vector"
@@ -108,7 +109,11 @@ class OnnxExtractor(Tokenised):
         self.kind, self.pooling = about["extractor"], about["pooling"]
 
     def encode(
-        self, texts: Sequence[str], *, batch_size: int = 32, device: Any = None
+        self,
+        texts: Sequence[str],
+        *,
+        batch_size: int = EncodingOptions.batch_size,
+        device: Any = None,
     ) -> np.ndarray:
         """The raw vectors of `texts`, float32, in their order; ONNX Runtime runs on the CPU here."""
         vectors = np.empty((len(texts), self.dimensions), np.float32)

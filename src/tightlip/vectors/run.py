@@ -20,6 +20,8 @@ from tightlip.core.run_folder import (
     check_may_train,
     is_run,
 )
+from tightlip.core.settings import split_settings
+from tightlip.corpus.prepare_config import ColumnSettings
 from tightlip.models.loading import model_fingerprint
 from tightlip.vectors.data import CORPUS, Examples, Source, open_source, read_examples, write_corpus
 from tightlip.vectors.extractors import checked_folder
@@ -68,23 +70,19 @@ def represent_train(
     out: str | Path,
     *,
     seeds: int | None = None,
-    user_column: str = "user",
-    text_column: str = "text",
-    bad_rows: str = "error",
     options: RepresentOptions | None = None,
     **settings: Any,
 ) -> RepresentRun | RepresentRuns:
-    """Train vectors that tell a label and hide the writer; `settings` are those of RepresentSettings.
+    """Train vectors that tell a label and hide the writer.
 
-    With `seeds`, that many runs OUT/seed-0, OUT/seed-1, ..., and their mean and spread. A run that
+    `settings` are those of RepresentSettings and ColumnSettings. With `seeds`, that many runs OUT/seed-0, OUT/seed-1, ..., and their mean and spread. A run that
     was stopped goes on; a finished one is returned as it is.
     """
-    chosen, options, out = RepresentSettings(**settings), options or RepresentOptions(), Path(out)
+    chosen, columns = split_settings(settings, RepresentSettings, ColumnSettings)
+    options, out = options or RepresentOptions(), Path(out)
     if not chosen.is_new:
         chosen = replace(chosen, extractor=str(checked_folder(chosen.extractor).resolve()))
-    source = open_source(
-        corpus, user_column=user_column, text_column=text_column, bad_rows=bad_rows
-    )
+    source = open_source(corpus, **columns.tree())
     if seeds is None:
         if (out / SUMMARY).exists() or (out / "seed-0").exists():
             raise UsageError(

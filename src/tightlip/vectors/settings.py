@@ -1,24 +1,27 @@
-"""What decides how private vectors are trained and attacked, checked before any work.
+"""What decides how private vectors are trained, made and attacked, checked before any work.
 
-Nothing here loads torch or numpy: a refusal, and the list of flags, should not wait for them.
+Nothing here loads torch: a refusal, and the list of flags, should not wait for them.
 """
 
 import typing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from tightlip.core.errors import UsageError
+from tightlip.core.resampling import ResamplingSettings
 from tightlip.core.settings import Settings, separated, setting
 
 # As in tightlip.models.configurations, which would load torch.
 NEW_EXTRACTORS = ("lstm", "bag")
+NEW_VOCABULARY = 10_000
 METHODS = ("dpnr", "none", "adversarial")
 MECHANISMS = ("laplace-as-published", "laplace", "gaussian")
 SPLITS = ("document", "user", "column")
 POOLINGS = ("cls", "mean")
 ATTACKERS = ("mlp", "logistic", "averaged", "trees")
+Runtime = Literal["torch", "onnx"]
 # What only one method uses.
 _NOISE = ("epsilon", "mechanism")
 _ADVERSARY = {"adversary_weight": 3.0, "adversary_hidden": 512, "adversary_steps": 3}
@@ -27,7 +30,7 @@ _SHAPE = ("dimensions", "vocabulary_size")
 # What follows where it is not given. A new encoder learns fast; fine-tuning faster than this
 # forgets what the encoder knew.
 _FOLLOWS: dict[str, dict[str, Any]] = {
-    "new": {"learning_rate": 5e-3, "vocabulary_size": 10_000},
+    "new": {"learning_rate": 5e-3, "vocabulary_size": NEW_VOCABULARY},
     "given": {"learning_rate": 3e-5},
     "dpnr": {"mechanism": "gaussian"},
     "none": {},
@@ -63,8 +66,6 @@ class RepresentSettings(Settings):
     column `split_column` says (train, dev, test).
     """
 
-    table: typing.ClassVar[str] = "represent"
-
     label: str = setting(..., "The column that the server is to tell.")
     private: tuple[str, ...] = _privacy(
         (), "Columns nobody should tell, commas between.", parse=_names
@@ -90,7 +91,7 @@ class RepresentSettings(Settings):
     )
     dimensions: int | None = _model(None, "Of a new extractor.", at_least=1, default_words="64")
     vocabulary_size: int | None = _model(
-        None, "Of a new extractor.", default_words="10,000", hidden=True
+        None, "Of a new extractor.", default_words=f"{NEW_VOCABULARY:,}", hidden=True
     )
     hidden: int = _model(0, "The classifier's hidden layer; 0 for none.", at_least=0, hidden=True)
     freeze: bool = _model(False, "Train the classifier alone.")
@@ -226,7 +227,6 @@ class RepresentSettings(Settings):
 class RepresentOptions(Settings):
     """How the work is done; none of it changes what is learnt on a CPU."""
 
-    table: typing.ClassVar[str] = "options"
     panel: typing.ClassVar[str | None] = "The machine"
 
     device: str = setting("auto", "auto, cpu or cuda.")
@@ -237,14 +237,59 @@ class RepresentOptions(Settings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class AttackSettings(Settings):
+class GuaranteeSettings(Settings):
+    """The noise whose worth `represent guarantee` tells."""
+
+    dimensions: int = setting(..., "Coordinates of the vector.")
+    epsilon: float = setting(
+        ..., "For laplace-as-published: per coordinate. Otherwise of the whole vector at --delta."
+    )
+    # Not what training adds: the published noise is the one whose ε has to be explained.
+    mechanism: str = setting(
+        "laplace-as-published",
+        "The noise. `represent train` adds gaussian unless told otherwise.",
+        choices=MECHANISMS,
+    )
+    dropout: float = setting(RepresentSettings.dropout, "The share of words masked at random.")
+    delta: float = setting(
+        RepresentSettings.delta, "The final δ; 0 with laplace is pure differential privacy."
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncodingOptions(Settings):
+    """How texts are encoded; none of it changes what a vector promises."""
+
+    batch_size: int = setting(32, "Texts encoded at a time.", at_least=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncodeSettings(Settings):
+    """What is masked and carried when texts are encoded, and what runs the extractor."""
+
+    carry: tuple[str, ...] = setting(
+        (), "A column to copy beside the vectors, as it is. May be given again."
+    )
+    mask: tuple[str, ...] = setting((), "A word that is always masked. May be given again.")
+    mask_file: str | None = setting(None, "A file of words that are always masked, one a line.")
+    mask_column: str | None = setting(None, "A column of words to be masked in that row's text.")
+    releases: int = setting(1, "Vectors of each text, each with fresh masks and noise.", at_least=1)
+    runtime: Runtime = setting("torch", "onnx after `represent export --onnx`.")
+
+    def __post_init__(self) -> None:
+        # One word, or a set of them, is given in Python.
+        words = (self.mask,) if isinstance(self.mask, str) else tuple(self.mask)
+        object.__setattr__(self, "mask", words)
+        super().__post_init__()
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttackSettings(ResamplingSettings):
     """Everything that decides what the attackers of a run come to.
 
     `attributes` are columns to read in place of the run's private ones; `entities` is a file of
     names, `auto`, or `column:NAME`; `copies` is how many releases of each text `averaged` hears.
     """
-
-    table: typing.ClassVar[str] = "attack"
 
     attackers: tuple[str, ...] = setting(
         ATTACKERS,
@@ -264,12 +309,11 @@ class AttackSettings(Settings):
         "Names in the texts: a file with a name a line, auto (NLTK or spaCy), or column:NAME with lists of ids.",
     )
     pictures: bool = setting(True, "Draw the vectors by t-SNE.")
-    seed: int = setting(0, "Decides attackers and resampling; noise is always fresh.")
-    num_bootstraps: int = setting(1000, "Resamples behind each interval.")
+    seed: int = setting(
+        ResamplingSettings.seed, "Decides attackers and resampling; noise is always fresh."
+    )
 
     def __post_init__(self) -> None:
-        from tightlip.core.resampling import check_num_bootstraps
-
         super().__post_init__()
         for name in self.attackers:
             check_attacker(name)
@@ -281,4 +325,3 @@ class AttackSettings(Settings):
             raise UsageError(
                 f"copies={self.copies} leaves nothing to average. Use 2 or more, or leave `averaged` out of the attackers."
             )
-        check_num_bootstraps(self.num_bootstraps)

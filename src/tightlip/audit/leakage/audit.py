@@ -22,13 +22,13 @@ from tightlip.audit.leakage.findings import (
 from tightlip.audit.leakage.leaks import Fit, Leaks, PublicView, find_leaks, public_perplexities
 from tightlip.audit.leakage.summary import LeakageReport
 from tightlip.audit.measures import Audited
-from tightlip.audit.settings import LeakageConfig, split_settings
+from tightlip.audit.settings import LeakageConfig
 from tightlip.core.errors import UsageError
 from tightlip.core.files import claimed, make_private_folder, names_in, write_json
 from tightlip.core.progress import task
 from tightlip.core.registry import look_up
 from tightlip.core.run_folder import RunRecord, Snapshot, is_run
-from tightlip.core.settings import bytes_from
+from tightlip.core.settings import bytes_from, split_settings
 from tightlip.corpus.opening import (
     CorpusSource,
     finished_run,
@@ -37,6 +37,7 @@ from tightlip.corpus.opening import (
     open_run_corpus,
     tokenised_for,
 )
+from tightlip.corpus.prepare_config import ColumnSettings
 from tightlip.corpus.tokens import TokenizedCorpus
 from tightlip.scan.models import AUDIT, OpenedModel, Scans, open_model
 from tightlip.scan.options import ScanOptions
@@ -67,9 +68,6 @@ def audit_model(
     public_model: str | Path | None = None,
     validation: Any = None,
     snapshots: bool = False,
-    user_column: str = "user",
-    text_column: str = "text",
-    bad_rows: str = "error",
     engine: str = "local",
     keep_scan: bool = True,
     retrain: Retrain | None = None,
@@ -81,14 +79,13 @@ def audit_model(
     `model` is a folder, a run that tightlip trained (then `corpus` defaults to what it was
     trained on and `validation` to what was held out), or a model in memory with `tokenizer`.
     `corpus` is a file or folder, a prepared corpus, an Arrow table, a DataFrame or a list.
-    `settings` are those of LeakageConfig and ScanOptions. Without `out` the report lives as long
+    `settings` are those of LeakageConfig, ScanOptions and ColumnSettings. Without `out` the report lives as long
     as the object returned. The scan is kept in `scan/` beside the report unless `keep_scan` is
     False, the report is redacted or the model is in memory. `retrain` is what leave-out trains
     with, and `write_page` draws the report once its figures stand.
     """
-    config, options = split_settings(settings, LeakageConfig, ScanOptions)
-    columns = {"user_column": user_column, "text_column": text_column, "bad_rows": bad_rows}
-    subject = _subject(model, corpus, validation, tokenizer, columns, options)
+    config, options, columns = split_settings(settings, LeakageConfig, ScanOptions, ColumnSettings)
+    subject = _subject(model, corpus, validation, tokenizer, columns.tree(), options)
     keep_alive = TemporaryDirectory(prefix="tightlip-") if out is None else None
     folder = Path(keep_alive.name) if keep_alive else Path(str(out))
     # What a model in memory does is not all in its fingerprint, so nobody may go by it later.

@@ -54,7 +54,9 @@ class AdaptiveConfig(DPConfig):
     least_clip: float = setting(
         0.2, "clip: share of the clip norm for a weight of 1.", above=0, at_most=1
     )
-    gamma_floor: float = setting(0.5, "scale: least share of the noise.", above=0, at_most=1)
+    gamma_floor: float = setting(
+        AdaptiveSpec.gamma_floor, "scale: least share of the noise.", above=0, at_most=1
+    )
     release_noise: float | None = setting(
         None,
         "scale: noise on the released mean weight.",
@@ -62,10 +64,13 @@ class AdaptiveConfig(DPConfig):
         default_words="10 noise multipliers",
     )
     averaging: float = setting(
-        0.9, "scale: what the moving average keeps each step.", at_least=0, below=1
+        AdaptiveSpec.averaging,
+        "scale: what the moving average keeps each step.",
+        at_least=0,
+        below=1,
     )
     scale_accountant: str = setting(
-        "filter",
+        AdaptiveSpec.accountant,
         "scale: filter may end early; floor charges all steps at the least noise.",
         choices=("filter", "floor"),
     )

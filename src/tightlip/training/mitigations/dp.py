@@ -17,7 +17,7 @@ from tightlip.corpus.history import origin_of
 from tightlip.privacy.accounting import Release
 from tightlip.privacy.ledger import read_ledger
 from tightlip.privacy.passes import Way
-from tightlip.privacy.plans import Terms
+from tightlip.privacy.plans import PrivacySpec, Terms
 from tightlip.privacy.private_training import PrivateTraining
 from tightlip.training.batches import Rows, TokenRows
 from tightlip.training.config import BUILT_IN_MODELS, MitigationConfig, TrainConfig
@@ -48,7 +48,7 @@ class DPConfig(MitigationConfig):
         None, "The target: noise is set so that it is met, never passed.", above=0
     )
     unit: str = setting(
-        "user", "Whom it protects; an example is a document.", choices=("user", "example")
+        PrivacySpec.unit, "Whom it protects; an example is a document.", choices=("user", "example")
     )
     delta: float | None = setting(
         None,
@@ -60,10 +60,12 @@ class DPConfig(MitigationConfig):
     noise_multiplier: float | None = setting(
         None, "The noise by hand, in units of the clip norm.", at_least=0
     )
-    clip_norm: float = setting(1.0, "Largest gradient of a unit.", above=0)
+    clip_norm: float = setting(PrivacySpec.clip_norm, "Largest gradient of a unit.", above=0)
     per_layer: bool = setting(False, "Clip each layer by itself.", flag="--per-layer/--flat")
     rows_per_unit: int = setting(
-        4, "Most rows (documents, or pieces of long ones) of a unit in a step.", at_least=1
+        PrivacySpec.rows_per_unit,
+        "Most rows (documents, or pieces of long ones) of a unit in a step.",
+        at_least=1,
     )
     allow_unproved: bool = setting(
         False, "Go on where a proof breaks; the standing says so.", flag="--allow-unproved"
