@@ -1,30 +1,15 @@
+import tomllib
+
 import pytest
 
 from tightlip.core.errors import UsageError
+from tightlip.core.settings import toml_text
 from tightlip.training.config import RunOptions, TrainConfig
 
 
-def test_a_configuration_comes_back_from_its_toml(tmp_path):
+def test_a_configuration_comes_back_from_its_toml():
     config = TrainConfig.of(model="gru", steps=7, gradient_clip=1.0, learning_rate=3e-5)
-    (tmp_path / "train.toml").write_text(config.to_toml())
-    assert TrainConfig.from_toml(tmp_path / "train.toml") == config
-
-
-def test_a_file_without_tables_spells_the_settings_directly(tmp_path):
-    (tmp_path / "train.toml").write_text('model = "gru"\nepochs = 2\n')
-    assert TrainConfig.from_toml(tmp_path / "train.toml") == TrainConfig.of(model="gru", epochs=2.0)
-
-
-def test_each_part_reads_its_own_table(tmp_path):
-    (tmp_path / "run.toml").write_text("[train]\nsteps = 3\n[options]\nbf16 = true\n")
-    assert TrainConfig.from_toml(tmp_path / "run.toml") == TrainConfig.of(steps=3)
-    assert RunOptions.from_toml(tmp_path / "run.toml") == RunOptions(bf16=True)
-
-
-def test_an_unknown_name_in_a_file_is_refused_with_the_closest(tmp_path):
-    (tmp_path / "train.toml").write_text("[train]\nlearnin_rate = 0.1\n")
-    with pytest.raises(UsageError, match=r"'learnin_rate'\. Closest: learning_rate\."):
-        TrainConfig.from_toml(tmp_path / "train.toml")
+    assert TrainConfig.from_tree(tomllib.loads(toml_text(config.tree())), "") == config
 
 
 def test_training_takes_five_epochs_unless_told_and_never_two_lengths():
@@ -50,9 +35,9 @@ def test_whole_numbers_pass_for_floats_so_that_equal_settings_are_equal():
         ({"batch_size": 0}, r"batch_size=0 is out of range\. It must be at least 1"),
         ({"learning_rate": 0.0}, "It must be above 0"),
         ({"learning_rate": float("nan")}, "learning_rate=nan"),
-        ({"learning_rate": "0.1"}, "learning_rate='0.1' is a str where float belongs"),
-        ({"batch_size": 1.5}, r"where int belongs"),
-        ({"batch_size": True}, r"batch_size=True is a bool"),
+        ({"learning_rate": "0.1"}, "learning_rate='0.1' is text, and a number belongs there"),
+        ({"batch_size": 1.5}, "batch_size=1.5 is a number, and a whole number belongs"),
+        ({"batch_size": True}, "batch_size=True is true or false"),
         ({"dropout": 1.0}, "at least 0|below 1"),
         ({"until_perplexity": 1}, r"until_perplexity=1 is out of range\. It must be above 1"),
         ({"momentum": 0.9}, "means nothing to adam"),

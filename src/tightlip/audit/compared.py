@@ -77,7 +77,7 @@ class Matching:
     def __post_init__(self) -> None:
         if not 0 < self.tolerance < 1:
             raise UsageError(
-                f"tolerance={self.tolerance:g} is no share between 0 and 1. Use 0.05 for 5%."
+                f"tolerance={self.tolerance:g} is not a share between 0 and 1. Use 0.05 for 5%."
             )
         if self.at_perplexity is not None and not self.at_perplexity > 1:
             raise UsageError(

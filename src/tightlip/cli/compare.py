@@ -11,7 +11,7 @@ from rich.text import Text
 import tightlip
 from tightlip.audit.settings import ResamplingSettings
 from tightlip.cli import name_page
-from tightlip.cli.flags import Device, KeepScan, Keys, with_settings
+from tightlip.cli.flags import Device, KeepScan, Keys, existing, with_settings
 from tightlip.core.progress import shown_progress
 from tightlip.core.settings import Settings, setting
 
@@ -24,7 +24,7 @@ class CompareFlags(Settings):
     """What runs are held against, and when two count as equally useful."""
 
     reference: str | None = setting(
-        None, "A model that never saw the text: for ε_l and for membership."
+        None, "A model that never saw the text: for ε_l and for membership.", path="MODEL"
     )
     at_perplexity: float | None = setting(
         None, "Compare each run's first snapshot with this validation perplexity, or a better one."
@@ -34,7 +34,7 @@ class CompareFlags(Settings):
 
 @with_settings(CompareFlags, ResamplingSettings)
 def compare(
-    runs: Annotated[list[Path], typer.Argument(help="Runs of tightlip train.", metavar="RUN")],
+    runs: Annotated[list[Path], existing(typer.Argument, "RUN", "Runs of tightlip train.")],
     given: dict[str, Any],
     key: Keys = None,
     out: Annotated[Path, typer.Option(help="A folder for comparison.html, .csv and .json.")] = Path(

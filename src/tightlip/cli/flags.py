@@ -17,9 +17,50 @@ from tightlip.core.settings import Settings, about, choices_of, kinds_in, panel_
 
 NO_VALUE = " "  # where <bool> would stand behind a switch, as if it took a value
 
-Device = Annotated[str, typer.Option(help="cpu, cuda, or auto.")]
+# What to give for a path in these places.
+_THINGS = {
+    "CORPUS": "a file or folder of text",
+    "DEVICE": "a device's half: RUN/device",
+    "FILE": "a file",
+    "KEY": "a key.json that tightlip canaries wrote",
+    "MODEL": "a model folder, a .gguf file or a run, on disk",
+    "REPORT": "a folder that tightlip audit wrote",
+    "RUN": "a run of tightlip",
+    "SERVER": "a server's half: RUN/server",
+    "TEXTS": "a corpus, or a .txt file with a text on each line",
+    "VECTORS": "a file that tightlip represent encode wrote",
+}
+
+
+def existing(
+    kind: Any, thing: str, help: str | None = None, *, words: Collection[str] = (), **how: Any
+) -> Any:
+    """An argument or option that is the path of something, or one of `words`.
+
+    Holds:
+        first: one that leads nowhere is spoken of before what is missing and before any work.
+    """
+    return kind(metavar=thing, help=help, callback=_check_of(thing, words), **how)
+
+
+def _check_of(thing: str, words: Collection[str] = ()) -> Callable[[Any], Any]:
+    def check(given: Any) -> Any:
+        for path in given if isinstance(given, list | tuple) else [given]:
+            if path is not None and path not in words and not Path(path).exists():
+                give = "".join([_THINGS[thing], *(f", or the word {word}" for word in words)])
+                raise UsageError(f"{path} does not exist. Give {give}.")
+        return given
+
+    return check
+
+
+Model = Annotated[
+    str,
+    existing(typer.Argument, "MODEL", "A Hugging Face model folder, or a run of tightlip train."),
+]
+Device = Annotated[str, typer.Option(help="cpu, cuda, or auto: the GPU where there is one.")]
 Config = Annotated[
-    Path | None, typer.Option("--config", help="A TOML file with the same names; flags win.")
+    Path | None, existing(typer.Option, "FILE", "A TOML file with the same names; flags win.")
 ]
 Json = Annotated[
     bool,
@@ -27,7 +68,7 @@ Json = Annotated[
 ]
 Keys = Annotated[
     list[Path] | None,
-    typer.Option("--key", help="A key.json of canaries. May be given again.", metavar="FILE"),
+    existing(typer.Option, "KEY", "A key.json of canaries. May be given again."),
 ]
 KeepScan = Annotated[
     bool,
@@ -50,7 +91,14 @@ class _HelpIsASwitch:
 
 
 class Group(_HelpIsASwitch, TyperGroup):
-    """A command with commands in it."""
+    """A command with commands in it; as in version 0.1, `canaries` and `represent` take options
+    before the action."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if ctx.parent is not None and args and args[0].startswith("-"):
+            actions = [place for place, word in enumerate(args) if word in self.commands]
+            args = [args.pop(place) for place in actions[:1]] + args
+        return super().parse_args(ctx, args)
 
 
 class Command(_HelpIsASwitch, TyperCommand):
@@ -70,7 +118,11 @@ def command_of(function: Callable[..., None], help: str | None) -> Any:
     app = typer.Typer(add_completion=False, rich_markup_mode="rich")
     epilog = getattr(function, "epilog", None)
     app.command(cls=Command, help=help, epilog=epilog)(function)
-    return typer.main.get_command(app)
+    command = typer.main.get_command(app)
+    for param in command.params:
+        if param.param_type_name == "argument":  # no <list[Path]> behind RUN
+            param.display_type_rich = lambda ctx: None  # type: ignore[attr-defined]
+    return command
 
 
 @contextmanager
@@ -92,12 +144,6 @@ def refusals_in_a_line() -> Iterator[None]:
 
 def _say(line: str) -> None:
     print(f"tightlip: {line}", file=sys.stderr)
-
-
-def check_exists(path: str | Path, what: str) -> None:
-    """Refuse a path that leads nowhere before anything else is asked of the command."""
-    if not Path(path).exists():
-        raise UsageError(f"{path} does not exist. Give {what}.")
 
 
 def switch(*names: str, text: str, hidden: bool = False) -> Any:
@@ -167,24 +213,30 @@ def _read_as(field: Field, hint: Any) -> Any:
 
 
 def _option(field: Field, hint: Any, panel: str | None, *, hidden: bool) -> Any:
-    told, dashed = about(field), field.name.replace("_", "-")
-    is_switch = bool in kinds_in(hint)
-    names = f"--{dashed}/--no-{dashed}" if is_switch else f"--{dashed}"
+    told, is_switch = about(field), bool in kinds_in(hint)
     words = told.default_words or _in_words(field.default)
     return typer.Option(
-        told.flag or names,
+        flag_of(field, hint),
         help=told.help + (f" [dim]\\[default: {words}][/]" if words else ""),
         metavar=NO_VALUE if is_switch else _metavar(field, hint),
         show_default=False,
         rich_help_panel=panel,
         hidden=hidden,
+        callback=_check_of(told.path) if told.path else None,
     )
+
+
+def flag_of(field: Field, hint: Any) -> str:
+    """How a setting is spelt on the command line, with a slash before what turns it off."""
+    flag = f"--{field.name.replace('_', '-')}"
+    off = f"/--no-{flag.removeprefix('--')}" if bool in kinds_in(hint) else ""
+    return about(field).flag or flag + off
 
 
 def _metavar(field: Field, hint: Any) -> str | None:
     """What stands for the value in the help; None leaves it to Typer."""
-    if choices := choices_of(field, hint):
-        return "|".join(choices)
+    if known := about(field).path or "|".join(choices_of(field, hint)):
+        return known
     kinds = [typing.get_origin(kind) for kind in kinds_in(hint)]
     return "TEXT" if tuple in kinds or about(field).parse is not None else None
 

@@ -282,7 +282,7 @@ def test_snapshots_too_far_apart_are_told_to_be_made_more_often():
 
 @pytest.mark.parametrize(
     ("settings", "words"),
-    [({"tolerance": 5}, "tolerance=5 is no share"), ({"at_perplexity": 0.5}, "out of reach")],
+    [({"tolerance": 5}, "tolerance=5 is not a share"), ({"at_perplexity": 0.5}, "out of reach")],
 )
 def test_settings_that_cannot_work_are_refused(settings, words):
     with pytest.raises(UsageError, match=words):
