@@ -62,9 +62,11 @@ def audit(
         bool, switch("--membership", text="tightlip membership", hidden=True)
     ] = False,
     groups: Annotated[bool, switch("--groups", text="tightlip groups", hidden=True)] = False,
-    reference: Annotated[str | None, existing(typer.Option, "MODEL", hidden=True)] = None,
-    against: Annotated[str | None, existing(typer.Option, "RUN", hidden=True)] = None,
-    key: Annotated[list[Path] | None, existing(typer.Option, "KEY", hidden=True)] = None,
+    reference: Annotated[
+        str | None, existing(typer.Option, "MODEL", "A model.", hidden=True)
+    ] = None,
+    against: Annotated[str | None, existing(typer.Option, "RUN", "A run.", hidden=True)] = None,
+    key: Annotated[list[Path] | None, existing(typer.Option, "KEY", "Keys.", hidden=True)] = None,
 ) -> None:
     """Audit, print the headline figures, and judge them by `fail_on`."""
     from tightlip.audit.leakage.summary import failed_conditions
@@ -116,11 +118,7 @@ def audit(
 
 
 def _as_spelt_before(
-    run: str,
-    how: dict[str, Any],
-    asked: list[str],
-    flags: dict[str, Any],
-    of_reports: dict[str, Any],
+    run: str, how: dict[str, Any], asked: list[str], flags: dict[str, Any], rest: dict[str, Any]
 ) -> None:
     """What --membership, --groups and --dp-check were in 0.1, before they became commands."""
     from tightlip.cli import measures
@@ -136,7 +134,7 @@ def _as_spelt_before(
     own = {name: flags.pop(f"--{name}") for name in takes[command]}
     if command == "dp-check" and not how.pop("keep_scan"):
         flags["--no-keep-scan"] = True
-    if not_here := [flag for flag, value in (of_reports | flags).items() if value]:
+    if not_here := [flag for flag, value in (rest | flags).items() if value]:
         raise UsageError(
             f"--{command} is a command of its own, and {not_here[0]} does not go with it. Run: tightlip {command} {run}"
         )

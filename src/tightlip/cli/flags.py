@@ -17,38 +17,22 @@ from tightlip.core.settings import Settings, about, choices_of, kinds_in, panel_
 
 NO_VALUE = " "  # where <bool> would stand behind a switch, as if it took a value
 
-# What to give for a path in these places.
-_THINGS = {
-    "CORPUS": "a file or folder of text",
-    "DEVICE": "a device's half: RUN/device",
-    "FILE": "a file",
-    "KEY": "a key.json that tightlip canaries wrote",
-    "MODEL": "a model folder, a .gguf file or a run, on disk",
-    "REPORT": "a folder that tightlip audit wrote",
-    "RUN": "a run of tightlip",
-    "SERVER": "a server's half: RUN/server",
-    "TEXTS": "a corpus, or a .txt file with a text on each line",
-    "VECTORS": "a file that tightlip represent encode wrote",
-}
 
-
-def existing(
-    kind: Any, thing: str, help: str | None = None, *, words: Collection[str] = (), **how: Any
-) -> Any:
+def existing(kind: Any, thing: str, help: str, words: Collection[str] = (), **how: Any) -> Any:
     """An argument or option that is the path of something, or one of `words`.
 
     Holds:
         first: one that leads nowhere is spoken of before what is missing and before any work.
     """
-    return kind(metavar=thing, help=help, callback=_check_of(thing, words), **how)
+    return kind(metavar=thing, help=help, callback=_check_of(words), **how)
 
 
-def _check_of(thing: str, words: Collection[str] = ()) -> Callable[[Any], Any]:
-    def check(given: Any) -> Any:
+def _check_of(words: Collection[str] = ()) -> Callable[..., Any]:
+    def check(context: Any, param: Any, given: Any) -> Any:
         for path in given if isinstance(given, list | tuple) else [given]:
             if path is not None and path not in words and not Path(path).exists():
-                give = "".join([_THINGS[thing], *(f", or the word {word}" for word in words)])
-                raise UsageError(f"{path} does not exist. Give {give}.")
+                what = param.help.partition(" [dim]")[0]  # behind it stands the default
+                raise UsageError(f"{path} does not exist. Give {param.metavar}: {what}")
         return given
 
     return check
@@ -213,24 +197,19 @@ def _read_as(field: Field, hint: Any) -> Any:
 
 
 def _option(field: Field, hint: Any, panel: str | None, *, hidden: bool) -> Any:
-    told, is_switch = about(field), bool in kinds_in(hint)
+    told, dashed = about(field), field.name.replace("_", "-")
+    is_switch = bool in kinds_in(hint)
+    names = f"--{dashed}/--no-{dashed}" if is_switch else f"--{dashed}"
     words = told.default_words or _in_words(field.default)
     return typer.Option(
-        flag_of(field, hint),
+        told.flag or names,
         help=told.help + (f" [dim]\\[default: {words}][/]" if words else ""),
         metavar=NO_VALUE if is_switch else _metavar(field, hint),
         show_default=False,
         rich_help_panel=panel,
         hidden=hidden,
-        callback=_check_of(told.path) if told.path else None,
+        callback=_check_of() if told.path else None,
     )
-
-
-def flag_of(field: Field, hint: Any) -> str:
-    """How a setting is spelt on the command line, with a slash before what turns it off."""
-    flag = f"--{field.name.replace('_', '-')}"
-    off = f"/--no-{flag.removeprefix('--')}" if bool in kinds_in(hint) else ""
-    return about(field).flag or flag + off
 
 
 def _metavar(field: Field, hint: Any) -> str | None:

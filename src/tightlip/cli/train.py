@@ -1,6 +1,5 @@
 """`tightlip train`: a language model with snapshots, from a raw or a prepared corpus."""
 
-import typing
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -9,7 +8,7 @@ import typer
 from rich.console import Console
 
 import tightlip
-from tightlip.cli.flags import Config, command_of, existing, flag_of, with_settings
+from tightlip.cli.flags import Config, command_of, existing, with_settings
 from tightlip.cli.ledger import print_guarantee
 from tightlip.core.errors import UsageError
 from tightlip.core.progress import shown_progress
@@ -120,7 +119,7 @@ def _listed(kind: type[Settings]) -> Iterable[str]:
     return (field.name for field in settings_of(kind) if not about(field).hidden)
 
 
-def _explain_foreign_flags(words: list[str], own: type[Settings], chosen: str) -> None:
+def _explain_foreign_flags(words: list[str], own: type[MitigationConfig], chosen: str) -> None:
     """Say of a flag that another mitigation has what it belongs to; of others Typer says enough."""
     for flag in {word.partition("=")[0] for word in words if word.startswith("--")} - _spelt(own):
         names = names_of("mitigation")
@@ -130,10 +129,9 @@ def _explain_foreign_flags(words: list[str], own: type[Settings], chosen: str) -
             )
 
 
-def _spelt(kind: type[Settings]) -> set[str]:
-    hints = typing.get_type_hints(kind)
-    flags = [flag_of(field, hints[field.name]) for field in settings_of(kind)]
-    return {word for flag in flags for word in flag.split("/")}
+def _spelt(own: type[MitigationConfig]) -> set[str]:
+    params = command_of(_with_flags_of(own), None).params
+    return {flag for param in params for flag in (*param.opts, *param.secondary_opts)}
 
 
 def _of(given: dict[str, Any], table: str) -> dict[str, Any]:
