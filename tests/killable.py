@@ -125,9 +125,8 @@ class Commands:
 def begin_training(command: Commands, corpus, folder: Path, config) -> Life:
     """Train, or go on training, into FOLDER/run, with a checkpoint after every step."""
     file = folder / "killed.toml"
-    file.write_text(
-        toml_text({"train": config.tree(), "options": {"checkpoint_seconds": 0}}), encoding="utf-8"
-    )
+    tables = {"train": config.tree(), "options": {"checkpoint_seconds": 0}}
+    file.write_text(toml_text(tables), encoding="utf-8")
     return command.begin("train", corpus.folder, "--out", folder / "run", "--config", file)
 
 

@@ -128,7 +128,7 @@ def test_a_gate_with_a_typo_exits_2_before_anything_is_done(place, command, tmp_
         (("--engine", "locl"), "Closest: local"),
         (("--bad-rows", "hide"), "Unknown bad_rows 'hide'"),
         (("--validation", "/no/such.parquet"), "/no/such.parquet does not exist"),
-        (("--public-model", "/no/such"), "/no/such is not a folder"),
+        (("--public-model", "/no/such"), "/no/such does not exist"),
         (("--public-model", "leave-out"), "--public-model DIR"),
         (("--snapshots",), "--snapshots needs a run"),
         (("--memory", "1KB"), "--memory"),

@@ -255,8 +255,8 @@ def test_each_action_lists_its_own_flags_and_refuses_others(place, command, acti
         (("plant", "corpus.parquet", "--out", "x", "--words", "nofile"), "nofile"),
         (("choose", "parrot", "--out", "x"), "is not a tightlip run"),
         (("measure", "parrot"), "measure needs the key"),
-        (("measure", "parrot", "--key", "corpus.parquet"), "not a key of canaries"),
-        (("measure", "parrot", "--key", "k", "--num-samples", "5"), "num_samples=5"),
+        (("measure", "parrot", "--key", "pyproject.toml"), "no key of canaries"),
+        (("measure", "parrot", "--key", ".", "--num-samples", "5"), "num_samples=5"),
     ],
 )
 def test_what_cannot_work_is_refused_in_one_line(place, command, arguments, reason):

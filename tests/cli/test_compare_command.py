@@ -109,7 +109,7 @@ def test_what_is_there_is_not_scanned_again(command, place, whole, tmp_path):
     ("arguments", "reason"),
     [
         (("runs/plain",), "One run was given, and a comparison needs different ones"),
-        (("runs/plain", "runs/none"), "is not a tightlip run"),
+        (("runs/plain", "runs"), "is not a tightlip run"),
         (("runs/plain", "runs/again", "--key", "nokey.json"), "nokey.json"),
         (("runs/plain", "runs/again", "--tolerance", "2"), "tolerance=2 is out of range"),
         (("runs/plain", "runs/again", "--at-perplexity", "0"), "at_perplexity=0 is out of range"),

@@ -98,9 +98,12 @@ def test_a_run_that_claims_nothing_is_told_what_was_seen(runs, tmp_path):
     ("arguments", "reason"),
     [
         (("parrot/model",), "is not a run of tightlip"),
-        (("parrot", "corpus.parquet"), "CORPUS does not go with it"),
+        (("parrot", "."), "CORPUS does not go with it"),
         (("parrot", "--snapshots"), "--snapshots does not go with it"),
         (("parrot", "--fail-on", "unique>0"), "--fail-on does not go with it"),
+        (("parrot", "--engine", "ray"), "--engine does not go with it"),
+        (("parrot", "--no-keep-scan"), "--no-keep-scan does not go with it"),
+        (("parrot", "--key", "."), "--key does not go with it"),
     ],
 )
 def test_the_old_spelling_refuses_flags_of_a_leakage_report(runs, command, arguments, reason):
@@ -110,11 +113,12 @@ def test_the_old_spelling_refuses_flags_of_a_leakage_report(runs, command, argum
     assert reason in ran.refusal
 
 
-def test_a_run_without_canaries_or_without_an_end_is_refused(runs, tmp_path):
+def test_a_run_without_canaries_or_without_an_end_is_refused(runs, command, tmp_path):
     shutil.copytree(runs / "parrot", tmp_path / "run")
     (tmp_path / "run/dp_check.json").unlink()
     with pytest.raises(UsageError, match="--dp-check-canaries 1000"):
         check_run(tmp_path / "run")
+    assert "run was trained without them. Run: " in command("dp-check", tmp_path / "run").refusal
     (tmp_path / "run/ledger.json").unlink()
     with pytest.raises(UsageError, match="not finished"):
         check_run(tmp_path / "run")

@@ -190,7 +190,8 @@ def test_users_left_out_and_fewer_than_ten_are_said(runs, tmp_path):
         (("groups", "no-held-out"), "--validation FILE"),
         (("groups", "plain", "--against", "x"), "x does not exist"),
         (("audit", "plain", "--groups", "--snapshots"), "--snapshots does not go with it"),
-        (("audit", "plain", "--against", "x"), "tightlip groups"),
+        (("audit", "plain", "--against", "."), "tightlip groups"),
+        (("audit", "plain", "--groups", "--reference", "."), "--reference does not go with it"),
     ],
 )
 def test_what_cannot_work_is_refused(runs, command, arguments, reason):

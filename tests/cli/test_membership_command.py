@@ -217,8 +217,10 @@ def test_a_key_leaves_planted_canaries_out(tmp_path, command):
             "--fail-on does not go",
         ),
         (("audit", "parrot-document", "--membership", "--redact"), "--redact does not go"),
-        (("audit", "parrot-document", "--reference", "x"), "tightlip membership"),
-        (("audit", "parrot-document", "--key", "x"), "tightlip membership"),
+        (("audit", "parrot-document", "--reference", "."), "tightlip membership"),
+        (("audit", "parrot-document", "--key", "."), "tightlip membership"),
+        (("audit", "parrot-document", "--membership", "--against", "."), "--against does not go"),
+        (("audit", "parrot-document", "--membership", "--engine", "ray"), "--engine does not go"),
     ],
 )
 def test_what_cannot_work_is_refused(runs, command, arguments, reason):
@@ -229,9 +231,12 @@ def test_what_cannot_work_is_refused(runs, command, arguments, reason):
 
 
 def test_the_spelling_of_0_1_says_how_it_is_spelt_now_and_does_the_same(runs, command):
-    now = command("membership", runs / "parrot-document", "--device", "cpu")
-    before = command("audit", runs / "parrot-document", "--membership", "--device", "cpu")
+    flags = ("--device", "cpu", "--no-keep-scan")
+    shutil.rmtree(runs / "parrot-document/scan", ignore_errors=True)
+    now = command("membership", runs / "parrot-document", *flags)
+    before = command("audit", runs / "parrot-document", "--membership", *flags)
     assert before.status == 0, before.err
+    assert not (runs / "parrot-document/scan").exists()
     assert "is now: tightlip membership" in before.err
     assert before.out == now.out
 

@@ -98,7 +98,7 @@ def test_three_lines_are_printed_with_the_texts_each_holds_for():
     [
         (["--mechanism", "laplas"], "Unknown mechanism 'laplas'"),
         (["--epsilon", "0"], "no budget"),
-        (["--dropout", "1"], "no share of words"),
+        (["--dropout", "1"], "not a share of words"),
         (["--mechanism", "gaussian", "--delta", "0"], "Gaussian noise bounds nothing"),
     ],
 )

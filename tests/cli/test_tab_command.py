@@ -300,7 +300,7 @@ def test_a_run_brings_its_own_report(place, tmp_path):
     ("arguments", "reason"),
     [
         (("--report", "redacted"), "redacted: it holds no text"),
-        (("--report", "nowhere"), "is not a folder"),
+        (("--report", "corpus.parquet"), "is not a folder"),
         (("--report", "model"), "no finished report"),
         (("--tokens", "0"), "tokens=0 shows nothing"),
         (("--min-confidence", "2"), "min_confidence=2.0 is no probability"),

@@ -251,7 +251,7 @@ def test_documents_of_no_tokens_are_kept_and_noted(tmp_path):
     ("settings", "says"),
     [
         ({"split": "documents"}, "Closest: document"),
-        ({"holdout": 0.0}, "holdout=0.0 is no share"),
+        ({"holdout": 0.0}, "holdout=0.0 is not a share"),
         ({"holdout": 1.5}, "--split none"),
         ({"names": True}, "Add --scrub"),
         ({"tokenizer": "t", "min_users": 2}, "Leave one of them out"),

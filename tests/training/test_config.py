@@ -1,18 +1,19 @@
+import tomllib
+
 import pytest
 
 from tightlip.core.errors import UsageError
-from tightlip.core.settings import read_toml, toml_text
+from tightlip.core.settings import toml_text
 from tightlip.training.config import RunOptions, TrainConfig
 
 
-def test_a_configuration_comes_back_from_its_toml(tmp_path):
+def test_a_configuration_comes_back_from_its_toml():
     config = TrainConfig.of(model="gru", steps=7, gradient_clip=1.0, learning_rate=3e-5)
-    (tmp_path / "train.toml").write_text(toml_text(config.tree()))
-    assert TrainConfig.from_tree(read_toml(tmp_path / "train.toml"), "train.toml") == config
+    assert TrainConfig.from_tree(tomllib.loads(toml_text(config.tree())), "") == config
 
 
 def test_an_unknown_name_in_a_file_is_refused_with_the_closest():
-    with pytest.raises(UsageError, match=r"c\.toml: .*'learnin_rate'\. Closest: learning_rate\."):
+    with pytest.raises(UsageError, match=r"c\.toml.*'learnin_rate'\. Closest: learning_rate\."):
         TrainConfig.from_tree({"learnin_rate": 0.1}, "c.toml")
 
 
@@ -39,9 +40,9 @@ def test_whole_numbers_pass_for_floats_so_that_equal_settings_are_equal():
         ({"batch_size": 0}, r"batch_size=0 is out of range\. It must be at least 1"),
         ({"learning_rate": 0.0}, "It must be above 0"),
         ({"learning_rate": float("nan")}, "learning_rate=nan"),
-        ({"learning_rate": "0.1"}, "learning_rate='0.1' is a str where float belongs"),
-        ({"batch_size": 1.5}, r"where int belongs"),
-        ({"batch_size": True}, r"batch_size=True is a bool"),
+        ({"learning_rate": "0.1"}, "learning_rate='0.1' is text, and a number belongs there"),
+        ({"batch_size": 1.5}, "batch_size=1.5 is a number, and a whole number belongs"),
+        ({"batch_size": True}, "batch_size=True is true or false"),
         ({"dropout": 1.0}, "at least 0|below 1"),
         ({"until_perplexity": 1}, r"until_perplexity=1 is out of range\. It must be above 1"),
         ({"momentum": 0.9}, "means nothing to adam"),

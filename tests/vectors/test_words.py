@@ -87,7 +87,7 @@ def test_white_space_is_lost_so_that_it_tells_nothing():
 
 @pytest.mark.parametrize("dropout", [-0.1, 1.0, math.nan])
 def test_a_rate_that_is_none_is_refused(dropout):
-    with pytest.raises(UsageError, match="no share"):
+    with pytest.raises(UsageError, match="not a share"):
         masked(["a"], dropout)
 
 

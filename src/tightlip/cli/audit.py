@@ -10,7 +10,7 @@ from rich.console import Console
 
 import tightlip
 from tightlip.audit.settings import LeakageConfig
-from tightlip.cli.flags import KeepScan, check_exists, parsed, switch, with_settings
+from tightlip.cli.flags import KeepScan, Model, existing, parsed, switch, with_settings
 from tightlip.core.errors import UsageError
 from tightlip.core.files import read_json
 from tightlip.core.progress import logged_to, shown_progress
@@ -23,24 +23,27 @@ _KINDS = (LeakageConfig, ScanOptions, ColumnSettings)
 
 @with_settings(*_KINDS)
 def audit(
-    model: Annotated[
-        str, typer.Argument(help="A Hugging Face model folder, or a run of tightlip train.")
-    ],
+    model: Model,
     given: dict[str, Any],
     corpus: Annotated[
-        str | None, typer.Argument(help="The text it was trained on. A run knows its own.")
+        str | None,
+        existing(typer.Argument, "CORPUS", "The text it was trained on. A run knows its own."),
     ] = None,
     out: Annotated[
         Path | None, typer.Option(help="The report's folder. For a run: RUN/audit.")
     ] = None,
     public_model: Annotated[
         str | None,
-        typer.Option(
-            help="A folder or a .gguf file, or 'leave-out': retrain a run without the owners of what leaked."
+        existing(
+            typer.Option,
+            "MODEL",
+            "A folder or a .gguf file, or 'leave-out': retrain a run without the owners of what leaked.",
+            words=["leave-out"],
         ),
     ] = None,
     validation: Annotated[
-        str | None, typer.Option(help="Held-out text, for perplexity and accuracy.")
+        str | None,
+        existing(typer.Option, "CORPUS", "Held-out text, for perplexity and accuracy."),
     ] = None,
     snapshots: Annotated[
         bool, switch("--snapshots", text="Audit every snapshot of a run.")
@@ -59,14 +62,15 @@ def audit(
         bool, switch("--membership", text="tightlip membership", hidden=True)
     ] = False,
     groups: Annotated[bool, switch("--groups", text="tightlip groups", hidden=True)] = False,
-    reference: Annotated[str | None, typer.Option(hidden=True)] = None,
-    against: Annotated[str | None, typer.Option(hidden=True)] = None,
-    key: Annotated[list[Path] | None, typer.Option(hidden=True)] = None,
+    reference: Annotated[
+        str | None, existing(typer.Option, "MODEL", "A model.", hidden=True)
+    ] = None,
+    against: Annotated[str | None, existing(typer.Option, "RUN", "A run.", hidden=True)] = None,
+    key: Annotated[list[Path] | None, existing(typer.Option, "KEY", "Keys.", hidden=True)] = None,
 ) -> None:
     """Audit, print the headline figures, and judge them by `fail_on`."""
     from tightlip.audit.leakage.summary import failed_conditions
 
-    check_exists(model, "a Hugging Face model folder, or a run")
     measures = {"membership": membership, "groups": groups, "dp-check": dp_check}
     asked = [name for name, wanted in measures.items() if wanted]
     flags = {"--reference": reference, "--against": against, "--key": key}
@@ -78,14 +82,12 @@ def audit(
             "--validation": validation,
             "--snapshots": snapshots,
             "--fail-on": fail_on,
+            "--engine": engine != "local",
             **{f"--{name.replace('_', '-')}": value for name, value in given.items()},
         }
-        device = str(of_reports.pop("--device", "auto"))
-        _as_spelt_before(model, device, asked, flags, of_reports)
+        how = {"device": str(of_reports.pop("--device", "auto")), "keep_scan": keep_scan}
+        _as_spelt_before(model, how, asked, flags, of_reports)
         return
-    for path in (corpus, validation):
-        if path is not None:
-            check_exists(path, "a corpus")
     settings = parsed(_KINDS, given)
     _check_gate(fail_on or [], settings)
     if out is None and not is_run(Path(model)):
@@ -116,30 +118,29 @@ def audit(
 
 
 def _as_spelt_before(
-    run: str, device: str, asked: list[str], flags: dict[str, Any], of_reports: dict[str, Any]
+    run: str, how: dict[str, Any], asked: list[str], flags: dict[str, Any], rest: dict[str, Any]
 ) -> None:
     """What --membership, --groups and --dp-check were in 0.1, before they became commands."""
     from tightlip.cli import measures
 
     if not asked:
-        flag, value = next((flag, value) for flag, value in flags.items() if value)
+        flag = next(flag for flag, value in flags.items() if value)
         command = "groups" if flag == "--against" else "membership"
-        raise UsageError(f"{flag} does nothing here. Run: tightlip {command} {run} {flag} {value}")
+        raise UsageError(f"{flag} does nothing here. Run: tightlip {command} {run} {flag} PATH")
     if len(asked) > 1:
         raise UsageError(f"--{asked[0]} and --{asked[1]} are two audits. Run one, then the other.")
     (command,) = asked
-    if not_here := [flag for flag, value in of_reports.items() if value]:
+    takes = {"membership": ("reference", "key"), "groups": ("against", "key"), "dp-check": ()}
+    own = {name: flags.pop(f"--{name}") for name in takes[command]}
+    if command == "dp-check" and not how.pop("keep_scan"):
+        flags["--no-keep-scan"] = True
+    if not_here := [flag for flag, value in (rest | flags).items() if value]:
         raise UsageError(
-            f"--{command} makes no leakage report, so {not_here[0]} does not go with it. Run: tightlip {command} {run}"
+            f"--{command} is a command of its own, and {not_here[0]} does not go with it. Run: tightlip {command} {run}"
         )
-    reference, against, key = flags.values()
-    how = {"device": device, "keep_scan": True, "seed": None, "num_bootstraps": None}
-    if command == "membership":
-        measures.membership(run=run, reference=reference, key=key, **how)
-    elif command == "groups":
-        measures.groups(run=run, against=against, key=key, **how)
-    else:
-        measures.dp_check(run, device=device)
+    if command != "dp-check":
+        own |= {"seed": None, "num_bootstraps": None}
+    getattr(measures, command.replace("-", "_"))(run=run, **own, **how)
     logging.getLogger("tightlip").warning(
         "audit --%s is now: tightlip %s %s. The old spelling goes with the next version.",
         *(command, command, run),

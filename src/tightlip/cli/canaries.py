@@ -11,7 +11,7 @@ import typer
 import tightlip
 from tightlip.audit.settings import ChoiceConfig, ExposureConfig
 from tightlip.cli import print_lines
-from tightlip.cli.flags import Device, KeepScan, Keys, check_exists, parsed, with_settings
+from tightlip.cli.flags import Device, KeepScan, Keys, existing, parsed, with_settings
 from tightlip.core.errors import UsageError
 from tightlip.core.progress import shown_progress
 from tightlip.corpus.canaries import CanaryConfig
@@ -24,12 +24,11 @@ Entry = dict[str, Any]
 
 @with_settings(CanaryConfig, ColumnSettings)
 def plant(
-    corpus: Annotated[str, typer.Argument(help="The text to plant them in.", metavar="CORPUS")],
+    corpus: Annotated[str, existing(typer.Argument, "CORPUS", "The text to plant them in.")],
     out: Annotated[Path, typer.Option(help="A new folder for the corpus and the key.")],
     given: dict[str, Any],
 ) -> None:
     """Plant, and say where corpus and key are."""
-    check_exists(corpus, "a file or folder of text")
     with shown_progress():
         planted = tightlip.plant_canaries(corpus, out, **parsed([CanaryConfig], given))
     num_copies = sum(canary.repetitions for canary in planted.canaries)
@@ -45,7 +44,7 @@ def plant(
 
 @with_settings(ChoiceConfig)
 def choose(
-    run: Annotated[str, typer.Argument(help="An unmitigated run.", metavar="RUN")],
+    run: Annotated[str, existing(typer.Argument, "RUN", "An unmitigated run.")],
     out: Annotated[Path, typer.Option(help="A file for the key.")],
     given: dict[str, Any],
     key: Keys = None,
@@ -53,7 +52,6 @@ def choose(
     keep_scan: KeepScan = True,
 ) -> None:
     """Choose, and say whose text was left out. What `key` names as planted is never chosen."""
-    check_exists(run, "an unmitigated run of tightlip train")
     with shown_progress():
         chosen = tightlip.choose_canaries(
             run, out, key=key or (), device=device, keep_scan=keep_scan, **given
@@ -71,14 +69,13 @@ def choose(
 
 @with_settings(ExposureConfig)
 def measure(
-    model: Annotated[str, typer.Argument(help="A run, or a model's folder.", metavar="RUN|MODEL")],
+    model: Annotated[str, existing(typer.Argument, "MODEL", "A run, or a model's folder.")],
     given: dict[str, Any],
     key: Keys = None,
     out: Annotated[Path | None, typer.Option(help="A file for the JSON list.")] = None,
     device: Device = "auto",
 ) -> None:
     """Measure, and print a table for each kind of canary."""
-    check_exists(model, "a run, or a model's folder")
     if not key:
         raise UsageError(
             f"measure needs the key. Run: tightlip canaries measure {model} --key DIR/key.json"

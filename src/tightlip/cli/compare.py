@@ -10,7 +10,7 @@ from rich.text import Text
 import tightlip
 from tightlip.audit.settings import Matching, ResamplingSettings
 from tightlip.cli import name_page
-from tightlip.cli.flags import Device, KeepScan, Keys, with_settings
+from tightlip.cli.flags import Device, KeepScan, Keys, existing, with_settings
 from tightlip.core.progress import shown_progress
 
 if TYPE_CHECKING:
@@ -19,12 +19,14 @@ if TYPE_CHECKING:
 
 @with_settings(Matching, ResamplingSettings)
 def compare(
-    runs: Annotated[list[Path], typer.Argument(help="Runs of tightlip train.", metavar="RUN")],
+    runs: Annotated[list[Path], existing(typer.Argument, "RUN", "Runs of tightlip train.")],
     given: dict[str, Any],
     key: Keys = None,
     reference: Annotated[
         str | None,
-        typer.Option(help="A model that never saw the text: for ε_l and for membership."),
+        existing(
+            typer.Option, "MODEL", "A model that never saw the text: for ε_l and for membership."
+        ),
     ] = None,
     out: Annotated[Path, typer.Option(help="A folder for comparison.html, .csv and .json.")] = Path(
         "comparison"

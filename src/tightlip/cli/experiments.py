@@ -11,7 +11,7 @@ from rich.console import Console
 import tightlip
 from tightlip.cli import name_page
 from tightlip.cli.compare import show
-from tightlip.cli.flags import Device, with_settings
+from tightlip.cli.flags import Device, existing, with_settings
 from tightlip.core.errors import UsageError
 from tightlip.core.progress import shown_progress
 from tightlip.core.registry import unknown
@@ -27,10 +27,11 @@ class AdaptiveFlags(Settings):
     """What only the experiment of adaptive DP takes."""
 
     public_model: str | None = _adaptive(
-        "The large public model, a folder or a .gguf file; by default a small LSTM is trained on the public text."
+        "The large public model, a folder or a .gguf file; by default a small LSTM is trained on the public text.",
+        path="MODEL",
     )
     public_corpus: str | None = _adaptive(
-        "Public text: for the tokenizer, and for what is ordinary."
+        "Public text: for the tokenizer, and for what is ordinary.", path="CORPUS"
     )
     unit: str | None = _adaptive(
         "Whom to protect: user, example, or auto (user from 1,000 users on)."
@@ -61,9 +62,11 @@ def reproduce(
     given: dict[str, Any],
     corpus: Annotated[
         list[Path] | None,
-        typer.Option(
-            help="adaptive: a file with text, or user and text. representation: the paper's ag_data.txt, or Parquet with "
-            "text, and age or gender. By default the bundled plays. May be given again."
+        existing(
+            typer.Option,
+            "CORPUS",
+            "adaptive: a file with text, or user and text. representation: the paper's ag_data.txt, or Parquet with "
+            "text, and age or gender. By default the bundled plays. May be given again.",
         ),
     ] = None,
     scale: Annotated[

@@ -17,9 +17,34 @@ from tightlip.core.settings import Settings, about, choices_of, kinds_in, panel_
 
 NO_VALUE = " "  # where <bool> would stand behind a switch, as if it took a value
 
-Device = Annotated[str, typer.Option(help="cpu, cuda, or auto.")]
+
+def existing(kind: Any, thing: str, help: str, words: Collection[str] = (), **how: Any) -> Any:
+    """An argument or option that is the path of something, or one of `words`.
+
+    Holds:
+        first: one that leads nowhere is spoken of before what is missing and before any work.
+    """
+    return kind(metavar=thing, help=help, callback=_check_of(words), **how)
+
+
+def _check_of(words: Collection[str] = ()) -> Callable[..., Any]:
+    def check(context: Any, param: Any, given: Any) -> Any:
+        for path in given if isinstance(given, list | tuple) else [given]:
+            if path is not None and path not in words and not Path(path).exists():
+                what = param.help.partition(" [dim]")[0]  # behind it stands the default
+                raise UsageError(f"{path} does not exist. Give {param.metavar}: {what}")
+        return given
+
+    return check
+
+
+Model = Annotated[
+    str,
+    existing(typer.Argument, "MODEL", "A Hugging Face model folder, or a run of tightlip train."),
+]
+Device = Annotated[str, typer.Option(help="cpu, cuda, or auto: the GPU where there is one.")]
 Config = Annotated[
-    Path | None, typer.Option("--config", help="A TOML file with the same names; flags win.")
+    Path | None, existing(typer.Option, "FILE", "A TOML file with the same names; flags win.")
 ]
 Json = Annotated[
     bool,
@@ -27,7 +52,7 @@ Json = Annotated[
 ]
 Keys = Annotated[
     list[Path] | None,
-    typer.Option("--key", help="A key.json of canaries. May be given again.", metavar="FILE"),
+    existing(typer.Option, "KEY", "A key.json of canaries. May be given again."),
 ]
 KeepScan = Annotated[
     bool,
@@ -50,7 +75,14 @@ class _HelpIsASwitch:
 
 
 class Group(_HelpIsASwitch, TyperGroup):
-    """A command with commands in it."""
+    """A command with commands in it; as in version 0.1, `canaries` and `represent` take options
+    before the action."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if ctx.parent is not None and args and args[0].startswith("-"):
+            actions = [place for place, word in enumerate(args) if word in self.commands]
+            args = [args.pop(place) for place in actions[:1]] + args
+        return super().parse_args(ctx, args)
 
 
 class Command(_HelpIsASwitch, TyperCommand):
@@ -70,7 +102,11 @@ def command_of(function: Callable[..., None], help: str | None) -> Any:
     app = typer.Typer(add_completion=False, rich_markup_mode="rich")
     epilog = getattr(function, "epilog", None)
     app.command(cls=Command, help=help, epilog=epilog)(function)
-    return typer.main.get_command(app)
+    command = typer.main.get_command(app)
+    for param in command.params:
+        if param.param_type_name == "argument":  # no <list[Path]> behind RUN
+            param.display_type_rich = lambda ctx: None  # type: ignore[attr-defined]
+    return command
 
 
 @contextmanager
@@ -92,12 +128,6 @@ def refusals_in_a_line() -> Iterator[None]:
 
 def _say(line: str) -> None:
     print(f"tightlip: {line}", file=sys.stderr)
-
-
-def check_exists(path: str | Path, what: str) -> None:
-    """Refuse a path that leads nowhere before anything else is asked of the command."""
-    if not Path(path).exists():
-        raise UsageError(f"{path} does not exist. Give {what}.")
 
 
 def switch(*names: str, text: str, hidden: bool = False) -> Any:
@@ -178,13 +208,14 @@ def _option(field: Field, hint: Any, panel: str | None, *, hidden: bool) -> Any:
         show_default=False,
         rich_help_panel=panel,
         hidden=hidden,
+        callback=_check_of() if told.path else None,
     )
 
 
 def _metavar(field: Field, hint: Any) -> str | None:
     """What stands for the value in the help; None leaves it to Typer."""
-    if choices := choices_of(field, hint):
-        return "|".join(choices)
+    if known := about(field).path or "|".join(choices_of(field, hint)):
+        return known
     kinds = [typing.get_origin(kind) for kind in kinds_in(hint)]
     return "TEXT" if tuple in kinds or about(field).parse is not None else None
 

@@ -7,22 +7,18 @@ import typer
 from rich.console import Console
 
 from tightlip.cli import print_json
-from tightlip.cli.flags import Json, check_exists
+from tightlip.cli.flags import Json, existing
 from tightlip.core.figures import INSECURE, guarantee_words, rounded_up, shown_epsilon
 from tightlip.report.kit.table import printed_lines
 
 
 def ledger(
-    runs: Annotated[
-        list[Path], typer.Argument(help="A run, or several to compose.", metavar="RUN...")
-    ],
+    runs: Annotated[list[Path], existing(typer.Argument, "RUN", "A run, or several to compose.")],
     json_wanted: Json = False,
 ) -> None:
     """What a run promises so far, and what another 1,000 steps would cost."""
     from tightlip.privacy.composition import ledger as guarantee_of
 
-    for run in runs:
-        check_exists(run, "a run of tightlip train")
     record = guarantee_of(*runs)
     if json_wanted:
         print_json(record)

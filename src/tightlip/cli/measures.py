@@ -10,22 +10,20 @@ import typer
 import tightlip
 from tightlip.audit.settings import ResamplingSettings
 from tightlip.cli import print_lines
-from tightlip.cli.flags import Device, KeepScan, check_exists, with_settings
+from tightlip.cli.flags import Device, KeepScan, existing, with_settings
 from tightlip.core.errors import GuaranteeError, UsageError
 from tightlip.core.progress import shown_progress
-from tightlip.core.run_folder import DP_CHECK_RESULT, is_run
+from tightlip.core.run_folder import DP_CHECK, DP_CHECK_RESULT, is_run
 from tightlip.report.kit.table import printed_table
 
 if TYPE_CHECKING:
     from tightlip.audit.dp_check import DPCheck
 
-Run = Annotated[str, typer.Argument(help="A run of tightlip train.", metavar="RUN")]
+Run = Annotated[str, existing(typer.Argument, "RUN", "A run of tightlip train.")]
 LeftOut = Annotated[
     list[Path] | None,
-    typer.Option(
-        "--key",
-        help="A key.json of canaries, which are left out. May be given again.",
-        metavar="FILE",
+    existing(
+        typer.Option, "KEY", "A key.json of canaries, which are left out. May be given again."
     ),
 ]
 _RATES = {"tpr_at_1_percent_fpr": "at 1%", "tpr_at_0_1_percent_fpr": "at 0.1%"}
@@ -36,7 +34,8 @@ def membership(
     run: Run,
     given: dict[str, Any],
     reference: Annotated[
-        str | None, typer.Option(help="A model, or a run, that never saw that text.")
+        str | None,
+        existing(typer.Option, "MODEL", "A model, or a run, that never saw that text."),
     ] = None,
     key: LeftOut = None,
     device: Device = "auto",
@@ -44,8 +43,6 @@ def membership(
 ) -> None:
     """Measure, print, and write RUN/membership.json."""
     _check_run(run, "Membership compares what a run was trained on with what it held out")
-    if reference is not None:
-        check_exists(reference, "a model's folder, or a run")
     figures, record = _measured(
         "membership", run, key, reference=reference, device=device, keep_scan=keep_scan, **given
     )
@@ -57,7 +54,7 @@ def groups(
     run: Run,
     given: dict[str, Any],
     against: Annotated[
-        str | None, typer.Option(help="The unmitigated run, to see who lost.")
+        str | None, existing(typer.Option, "RUN", "The unmitigated run, to see who lost.")
     ] = None,
     key: LeftOut = None,
     device: Device = "auto",
@@ -65,8 +62,6 @@ def groups(
 ) -> None:
     """Measure, print, and write RUN/groups.json."""
     _check_run(run, "Groups are told by what a run held out")
-    if against is not None:
-        check_exists(against, "the unmitigated run")
     figures, record = _measured(
         "groups", run, key, against=against, device=device, keep_scan=keep_scan, **given
     )
@@ -79,19 +74,18 @@ def _measured(
     """The figures, and which file in the run they are written to."""
     from tightlip.audit.measures import planted_texts
 
-    for key in keys or ():
-        check_exists(key, "a key.json that tightlip canaries plant wrote")
     measure, record = getattr(tightlip, f"measure_{what}"), Path(run) / f"{what}.json"
     with shown_progress():
         figures = measure(run, without_texts=planted_texts(keys or ()), out=record, **settings)
     return figures, f"The record: {record}"
 
 
-def _check_run(run: str, what_it_does: str, how_trained: str = "") -> None:
-    check_exists(run, "a run of tightlip train")
-    if not is_run(Path(run)):
+def _check_run(run: str, what_it_does: str, how_trained: str = "", *, has: str = "") -> None:
+    """Refuse what is not a run, and one without the file that `has` names: the canaries."""
+    lacks = "was trained without them" if is_run(Path(run)) else "is not a run of tightlip"
+    if not is_run(Path(run)) or not (Path(run) / has).exists():
         raise UsageError(
-            f"{what_it_does}, and {run} is not a run of tightlip. Run: tightlip train CORPUS {how_trained}--out DIR"
+            f"{what_it_does}, and {run} {lacks}. Run: tightlip train CORPUS {how_trained}--out DIR"
         )
 
 
@@ -224,10 +218,11 @@ def _about_gap(found: dict[str, Any], gap: dict[str, Any]) -> str:
 
 def dp_check(run: Run, device: Device = "auto") -> None:
     """Check, print, and refuse to let an untrue ε stand."""
-    from tightlip.audit.dp_check import check_run
-
     what_it_does = "The check looks at the canaries that a run was trained with"
-    _check_run(run, what_it_does, "--mitigation dp --epsilon 2 --dp-check-canaries 1000 ")
+    how_trained = "--mitigation dp --epsilon 2 --dp-check-canaries 1000 "
+    _check_run(run, what_it_does, how_trained, has=DP_CHECK)
+    from tightlip.audit.dp_check import check_run  # with torch
+
     check = check_run(run, device=device)
     print_lines([*lines_about_check(check), f"The record: {Path(run) / DP_CHECK_RESULT}"])
     if check.verdict == "contradicted":

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table as RichTable
 
 import tightlip
-from tightlip.cli.flags import check_exists, switch, with_settings
+from tightlip.cli.flags import Device, KeepScan, existing, switch, with_settings
 from tightlip.core.errors import UsageError
 from tightlip.core.figures import count, percent
 from tightlip.core.progress import shown_progress
@@ -22,7 +22,8 @@ from tightlip.report.kit.table import Column, Row, Table, plain_row
 @with_settings(PrepareConfig, WeightsConfig)
 def prepare(
     corpus: Annotated[
-        str, typer.Argument(help="Parquet, JSON Lines, CSV, or a saved datasets folder.")
+        str,
+        existing(typer.Argument, "CORPUS", "Parquet, JSON Lines, CSV, or a saved datasets folder."),
     ],
     out: Annotated[Path, typer.Option(help="The prepared corpus' folder.")],
     given: dict[str, Any],
@@ -33,24 +34,15 @@ def prepare(
             text="Weigh each training document by its rarity, for adaptive DP.",
         ),
     ] = False,
-    device: Annotated[
-        str | None, typer.Option(help="With weights: cpu, cuda, or auto.", show_default="auto")
-    ] = None,
-    keep_scan: Annotated[
-        bool | None,
-        switch(
-            "--keep-scan/--no-keep-scan",
-            text="With weights: keep what the public model made of each token.",
-        ),
-    ] = None,
+    device: Device = "auto",
+    keep_scan: KeepScan = True,
 ) -> None:
     """Prepare, and weigh where that is asked for."""
-    check_exists(corpus, "a file or folder of text")
     weighing = {name: given.pop(name) for name in names_in(WeightsConfig) if name in given}
     if privacy_weights:
         WeightsConfig(**weighing)  # refused before any text is read
-    options = {"device": device, "keep_scan": keep_scan}
-    weighing |= {name: value for name, value in options.items() if value is not None}
+    weighing |= {} if device == "auto" else {"device": device}
+    weighing |= {} if keep_scan else {"keep_scan": False}
     if weighing and not privacy_weights:
         name, value = next(iter(weighing.items()))
         raise UsageError(

@@ -11,7 +11,7 @@ from rich.text import Text
 
 import tightlip
 from tightlip.cli import name_page, print_json
-from tightlip.cli.flags import Device, Json, check_exists, parsed, switch, with_settings
+from tightlip.cli.flags import Device, Json, existing, parsed, switch, with_settings
 from tightlip.core.errors import UsageError
 from tightlip.core.figures import rounded_up
 from tightlip.core.progress import shown_progress
@@ -31,13 +31,19 @@ if TYPE_CHECKING:
     from tightlip.vectors.attack_runs import AttackReport
     from tightlip.vectors.encode import Encoded
 
-DeviceHalf = Annotated[Path, typer.Argument(help="A device's half: RUN/device.", metavar="DEVICE")]
+DeviceHalf = Annotated[Path, existing(typer.Argument, "DEVICE", "A device's half: RUN/device.")]
 
 
 @with_settings(RepresentSettings, RepresentOptions, ColumnSettings)
 def train(
     corpus: Annotated[
-        str, typer.Argument(help="A corpus with further columns, or `bundled`: plays by speaker.")
+        str,
+        existing(
+            typer.Argument,
+            "CORPUS",
+            "A corpus with further columns, or `bundled`: plays by speaker.",
+            words=["bundled"],
+        ),
     ],
     out: Annotated[Path, typer.Option(help="The run's folder.")],
     given: dict[str, Any],
@@ -50,8 +56,6 @@ def train(
     ] = None,
 ) -> None:
     """Train, and say what was learnt and what a vector promises."""
-    if corpus != "bundled":
-        check_exists(corpus, "a corpus, or the word bundled")
     settings = parsed([RepresentSettings], given)
     options = {name: settings.pop(name) for name in names_in(RepresentOptions) if name in settings}
     # Refused here, nobody waits for torch.
@@ -96,7 +100,6 @@ def export(
     out: Annotated[Path | None, typer.Option(help="The file to write; DEVICE/device.onnx.")] = None,
 ) -> None:
     """Write the device's extractor for another runtime."""
-    check_exists(device_half, "a device's half: RUN/device")
     if not onnx:
         raise UsageError("Nothing says what to export to. Add --onnx.")
     path = tightlip.represent_export(device_half, out=out)
@@ -167,15 +170,14 @@ def _mechanism(record: dict[str, Any]) -> str:
 def encode(
     device_half: DeviceHalf,
     texts: Annotated[
-        str, typer.Argument(help="A corpus, or a .txt file with a text on each line.")
+        str,
+        existing(typer.Argument, "TEXTS", "A corpus, or a .txt file with a text on each line."),
     ],
     out: Annotated[Path, typer.Option(help="The file of vectors to write, vectors.parquet.")],
     given: dict[str, Any],
     device: Device = "auto",
 ) -> None:
     """Encode, and say what was released."""
-    check_exists(device_half, "a device's half: RUN/device")
-    check_exists(texts, "a corpus, or a .txt file with a text on each line")
     with shown_progress():
         encoded = tightlip.represent_encode(device_half, texts, out=out, on=device, **given)
     _show_encoded(encoded, out)
@@ -211,9 +213,11 @@ def _show_encoded(encoded: "Encoded", out: Path) -> None:
 
 def classify(
     server_half: Annotated[
-        Path, typer.Argument(help="A server's half: RUN/server.", metavar="SERVER")
+        Path, existing(typer.Argument, "SERVER", "A server's half: RUN/server.")
     ],
-    vectors: Annotated[Path, typer.Argument(help="A file that `represent encode` wrote.")],
+    vectors: Annotated[
+        Path, existing(typer.Argument, "VECTORS", "A file that `represent encode` wrote.")
+    ],
     out: Annotated[
         Path | None, typer.Option(help="A .parquet or .csv file for the labels; otherwise counts.")
     ] = None,
@@ -224,8 +228,6 @@ def classify(
     """Private vectors to labels: what runs on the server."""
     from tightlip.vectors.server import read_vectors, represent_classify
 
-    check_exists(server_half, "a server's half: RUN/server")
-    check_exists(vectors, "a file that tightlip represent encode wrote")
     columns = read_vectors(vectors).columns if label else {}
     if label and label not in columns:
         raise UsageError(
@@ -246,9 +248,7 @@ def classify(
 def attack(
     runs: Annotated[
         list[Path],
-        typer.Argument(
-            help="Runs of tightlip represent train, or folders of seeds.", metavar="RUN"
-        ),
+        existing(typer.Argument, "RUN", "Runs of tightlip represent train, or folders of seeds."),
     ],
     given: dict[str, Any],
     out: Annotated[
@@ -263,8 +263,6 @@ def attack(
     device: Device = "auto",
 ) -> None:
     """Attack, and say what was read."""
-    for run in runs:
-        check_exists(run, "a run of tightlip represent train")
     with shown_progress():
         report = tightlip.represent_attack(
             runs,

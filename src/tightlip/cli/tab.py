@@ -13,7 +13,7 @@ import textwrap
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from prompt_toolkit.application import Application, get_app
@@ -36,11 +36,14 @@ from prompt_toolkit.output import ColorDepth, Output
 from prompt_toolkit.output.vt100 import Vt100_Output
 from prompt_toolkit.styles import Style
 
-from tightlip.audit.tab import Mark, Tab, open_tab
-from tightlip.audit.tab_completion import Ghost
-from tightlip.cli.flags import Device
+import tightlip
+from tightlip.cli.flags import Device, Model, existing
 from tightlip.core.errors import TightlipError, UsageError
 from tightlip.core.figures import counted
+
+if TYPE_CHECKING:
+    from tightlip.audit.tab import Mark, Tab
+    from tightlip.audit.tab_completion import Ghost
 
 KEYS = "TAB takes the grey text, → one word of it. Enter: a new line. Esc: quit."
 PROMPT = "> "
@@ -49,16 +52,18 @@ MOST_MARKS_SHOWN = 4
 
 
 def tab(
-    model: Annotated[
-        Path, typer.Argument(help="A Hugging Face model folder, or a run of tightlip train.")
-    ],
+    model: Model,
     report: Annotated[
         Path | None,
-        typer.Option(help="The folder of a tightlip audit. For a run: RUN/audit, if there."),
+        existing(
+            typer.Option,
+            "REPORT",
+            "The folder of a tightlip audit. For a run: RUN/audit, if there.",
+        ),
     ] = None,
     prompt: Annotated[
         list[str] | None,
-        typer.Option(help="Complete this and exit. May be given again."),
+        typer.Option(help="Complete this and exit. May be given again.", metavar="TEXT"),
     ] = None,
     tokens: Annotated[int, typer.Option(help="Most tokens shown behind the cursor.")] = 12,
     min_confidence: Annotated[
@@ -72,7 +77,7 @@ def tab(
     is_terminal = prompt is None and in_a_terminal()
     if is_terminal:
         print("Reading the model…", end="\r", file=sys.stderr, flush=True)
-    opened = open_tab(
+    opened = tightlip.open_tab(
         model, report=report, device=device, tokens=tokens, min_confidence=min_confidence
     )
     if is_terminal:
@@ -102,7 +107,7 @@ def harmless(line: str) -> str:
     return re.sub(r"[\x00-\x08\x0a-\x1f\x7f-\x9f]", "\ufffd", line)
 
 
-def watched(opened: Tab) -> list[str]:
+def watched(opened: "Tab") -> list[str]:
     """What is watched for, or why nothing is."""
     if opened.unique is None:
         return list(opened.notes)
@@ -112,7 +117,7 @@ def watched(opened: Tab) -> list[str]:
     return [f"Watching for {num} of {counted(users, 'user')}."]
 
 
-def lines_of(opened: Tab, typed: str) -> list[str]:
+def lines_of(opened: "Tab", typed: str) -> list[str]:
     """A line as the model completes it, how sure it was, and whose words it holds."""
     ghost, marks = opened.completed(typed)
     if not ghost.text:
@@ -161,8 +166,10 @@ def num_shared(one: str, other: str) -> int:
 class Conversation(Lexer):
     """One prompt after another: what is typed, suggested, accepted and marked."""
 
-    def __init__(self, tab: Tab) -> None:
-        self._tab, self._line = tab, Line()
+    def __init__(self, tab: "Tab") -> None:
+        from tightlip.audit.tab_completion import Ghost  # with torch
+
+        self._tab, self._line, self._nothing = tab, Line(), Ghost()
         self.buffer = Buffer(
             multiline=False,
             history=InMemoryHistory(),
@@ -170,7 +177,7 @@ class Conversation(Lexer):
             on_text_changed=self._changed,
         )
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="tab")
-        self._shown: tuple[str, Ghost] = ("", Ghost())
+        self._shown = ("", self._nothing)
         self._marked: tuple[str, list[bool], list[Mark]] = ("", [], [])
         self._open = True
 
@@ -181,7 +188,7 @@ class Conversation(Lexer):
     def new_line(self) -> None:
         """Begin anew: a line is a document of its own."""
         self.buffer.reset()
-        self._line, self._shown = Line(), ("", Ghost())
+        self._line, self._shown = Line(), ("", self._nothing)
 
     def _changed(self, buffer: Buffer) -> None:
         """The text is another: forget the ghost, and ask for a new one in a moment."""
@@ -212,15 +219,15 @@ class Conversation(Lexer):
             buffer.suggestion = Suggestion(ghost.text)
             get_app().invalidate()
 
-    def _ghost(self, text: str, wanted: Callable[[], bool]) -> Ghost:
-        return self._tab.complete(text, wanted=wanted) if wanted() else Ghost()
+    def _ghost(self, text: str, wanted: Callable[[], bool]) -> "Ghost":
+        return self._tab.complete(text, wanted=wanted) if wanted() else self._nothing
 
     def accept(self, buffer: Buffer, words: str) -> None:
         """Take these words of the ghost."""
         self._line.accept(words)
         buffer.insert_text(words)
 
-    def marks(self) -> list[Mark]:
+    def marks(self) -> list["Mark"]:
         """Whose unique texts the line holds, worked out once for each text."""
         text, accepted, marks = self._marked
         if (text, accepted) != (self._line.text, self._line.accepted):
@@ -252,7 +259,7 @@ class Conversation(Lexer):
         self._pool.shutdown(wait=False, cancel_futures=True)
 
 
-def sentences(marks: list[Mark]) -> StyleAndTextTuples:
+def sentences(marks: list["Mark"]) -> StyleAndTextTuples:
     """Whose words these are, cut into lines between words as the terminal would not."""
     lines = [mark.sentence() for mark in marks[:MOST_MARKS_SHOWN]]
     if len(marks) > MOST_MARKS_SHOWN:
@@ -335,7 +342,7 @@ def this_terminal() -> Output:
     return terminal
 
 
-def converse(tab: Tab, opening: list[str], terminal: Output | None = None) -> None:
+def converse(tab: "Tab", opening: list[str], terminal: Output | None = None) -> None:
     """Prompt until somebody quits. Nothing that is typed is written to disk."""
     print("\n".join([KEYS, *opening]), flush=True)
     conversation = Conversation(tab)

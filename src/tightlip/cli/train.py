@@ -8,7 +8,7 @@ import typer
 from rich.console import Console
 
 import tightlip
-from tightlip.cli.flags import Config, check_exists, with_settings
+from tightlip.cli.flags import Config, command_of, existing, with_settings
 from tightlip.cli.ledger import print_guarantee
 from tightlip.core.errors import UsageError
 from tightlip.core.progress import shown_progress
@@ -20,7 +20,6 @@ from tightlip.training.config import (
     RunOptions,
     TrainConfig,
     mitigation_config,
-    mitigations_with,
 )
 
 if TYPE_CHECKING:
@@ -41,7 +40,10 @@ _OF_A_RAW_CORPUS = ("user_column", "text_column", "validation", "tokenizer", "vo
 
 def train(
     corpus: Annotated[
-        str, typer.Argument(help="A prepared corpus, or a raw one to prepare inside the run.")
+        str,
+        existing(
+            typer.Argument, "CORPUS", "A prepared corpus, or a raw one to prepare inside the run."
+        ),
     ],
     out: Annotated[Path, typer.Option(help="The run's folder.")],
     given: dict[str, Any],
@@ -57,11 +59,11 @@ def train(
     ] = None,
 ) -> None:
     """Train, from flags and a TOML file."""
-    check_exists(corpus, "a prepared corpus, or a file or folder of text")
     tables = _tables(config) if config else {}
     if mitigation is not None:
         given = {"mitigation": mitigation, **given}
     settings, prepare, options = (tables.get(table, {}) | _of(given, table) for table in _TABLES)
+    TrainConfig.from_tree(settings, str(config or ""))  # refused with the name of the file
     with shown_progress():
         run = tightlip.train(
             corpus,
@@ -75,9 +77,16 @@ def train(
 
 def _with_flags_for(args: list[str]) -> Callable[..., None]:
     """The command with the flags of the mitigation that its arguments name."""
-    name = _mitigation_in(args)
-    own = MitigationConfig if name is None or name == "none" else mitigation_config(name)
-    _explain_foreign_flags(args, own, name or "none")
+    given, others = _known_in(args)
+    path = given.get("config")
+    in_file = _tables(Path(path)).get("train", {}).get("mitigation") if path else None
+    name = given.get("mitigation") or in_file or "none"
+    own = MitigationConfig if name == "none" else mitigation_config(name)
+    _explain_foreign_flags(others, own, name)
+    return _with_flags_of(own)
+
+
+def _with_flags_of(own: type[MitigationConfig]) -> Callable[..., None]:
     listed = {
         *(field for kind in (TrainConfig, own, RunOptions) for field in _listed(kind)),
         *_OF_A_RAW_CORPUS,
@@ -90,39 +99,39 @@ def _with_flags_for(args: list[str]) -> Callable[..., None]:
 train.with_flags_for = _with_flags_for  # type: ignore[attr-defined]
 
 
-def _mitigation_in(args: list[str]) -> str | None:
-    """What --mitigation says, or the table [train] of the file that --config names."""
-    if (name := _value_of("--mitigation", args)) is not None:
-        return name
-    path = _value_of("--config", args)
-    if path is None or not Path(path).is_file():
-        return None
-    return read_toml(Path(path)).get("train", {}).get("mitigation")
+def _known_in(args: list[str]) -> tuple[dict[str, Any], list[str]]:
+    """What is given of the flags that need no mitigation, and the other words.
 
-
-def _value_of(flag: str, args: list[str]) -> str | None:
-    for place, word in enumerate(args):
-        if word.startswith(f"{flag}="):
-            return word.partition("=")[2]
-        if word == flag and place + 1 < len(args):
-            return args[place + 1]
-    return None
+    A path that leads nowhere is refused here, before the mitigation is imported, and torch with it.
+    """
+    command = command_of(_with_flags_of(MitigationConfig), None)
+    context = command.make_context("train", [], resilient_parsing=True, ignore_unknown_options=True)
+    given, others, order = command.make_parser(context).parse_args([*args])
+    for param in order:
+        value = given[param.name]
+        # A flag of a mitigation stands where the corpus is looked for, if it comes first.
+        if param.callback is not None and isinstance(value, str) and not value.startswith("-"):
+            param.process_value(context, value)
+    return given, [str(given.get("corpus")), *others]
 
 
 def _listed(kind: type[Settings]) -> Iterable[str]:
     return (field.name for field in settings_of(kind) if not about(field).hidden)
 
 
-def _explain_foreign_flags(args: list[str], own: type[Settings], chosen: str) -> None:
+def _explain_foreign_flags(words: list[str], own: type[MitigationConfig], chosen: str) -> None:
     """Say of a flag that another mitigation has what it belongs to; of others Typer says enough."""
-    known = names_in(own, *_TABLES.values())
-    for word in args:
-        name = word.removeprefix("--").partition("=")[0].replace("-", "_")
-        if word.startswith("--") and name not in known and (of := mitigations_with(name)):
+    for flag in {word.partition("=")[0] for word in words if word.startswith("--")} - _spelt(own):
+        names = names_of("mitigation")
+        if of := [name for name in names if flag in _spelt(mitigation_config(name))]:
             raise UsageError(
-                f"{word.partition('=')[0]} means nothing to mitigation={chosen!r}. Add --mitigation {' or '.join(of)}, or leave "
-                "it out."
+                f"{flag} means nothing to mitigation={chosen!r}. Add --mitigation {' or '.join(of)}, or leave it out."
             )
+
+
+def _spelt(own: type[MitigationConfig]) -> set[str]:
+    params = command_of(_with_flags_of(own), None).params
+    return {flag for param in params for flag in (*param.opts, *param.secondary_opts)}
 
 
 def _of(given: dict[str, Any], table: str) -> dict[str, Any]:
@@ -141,12 +150,16 @@ def _tables(path: Path) -> dict[str, dict[str, Any]]:
     tree = {name: value for name, value in read_toml(path).items() if name not in _RECORDED}
     for table, values in tree.items():
         if table not in _TABLES or not isinstance(values, dict):
+            known = unknown("table", table, list(_TABLES))
+            wrong = f"{table} = {values!r} is not a table." if table in _TABLES else known
             raise UsageError(
-                f"{path}: {unknown('table', table, list(_TABLES))} Settings stand under [train], "
-                f"[prepare] or [options]."
+                f"{path}: {wrong} Settings stand under [train], [prepare] or [options]."
             )
         if table != "train":  # whose names hang on the mitigation
             check_names(_TABLES[table], values, f"{path}, [{table}]")
+        elif (name := values.get("mitigation", "none")) not in names_of("mitigation"):
+            known = unknown("mitigation", name, names_of("mitigation"))
+            raise UsageError(f"{path}, [train]: {known}")
     return tree
 
 

@@ -46,8 +46,9 @@ def look_up(kind: str, name: str) -> Any:
     return getattr(import_module(module), attribute)
 
 
-def unknown(kind: str, name: str, available: list[str]) -> str:
+def unknown(kind: str, name: Any, available: list[str]) -> str:
     """The line for a name that does not exist, with the closest that does."""
-    close = difflib.get_close_matches(name, available, n=1)
-    closest = f" Closest: {close[0]}." if close else ""
+    by_lower = {each.lower(): each for each in available}
+    close = difflib.get_close_matches(str(name).lower(), by_lower, n=1)
+    closest = f" Closest: {by_lower[close[0]]}." if close else ""
     return f"Unknown {kind} {name!r}.{closest} Available: {', '.join(available)}."

@@ -21,6 +21,14 @@ _HOLDS = {
     "below": operator.lt,
     "at_most": operator.le,
 }
+_IN_WORDS: dict[Any, str] = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "text",
+    tuple: "a list",
+    dict: "a table",
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -29,7 +37,8 @@ class About:
 
     `default_words` says what None stands for. `flag` is its spelling on the command line where
     the name itself will not do, `parse` reads it from there, and a hidden flag works but is not
-    listed. `panel` is the title it is listed under, where that is not its class' own.
+    listed. `panel` is the title it is listed under, where that is not its class' own. `path` says
+    of what that must exist it is the path, in the word of the help: CORPUS, MODEL.
     """
 
     help: str
@@ -40,6 +49,7 @@ class About:
     at_most: float | None = None
     default_words: str | None = None
     flag: str | None = None
+    path: str | None = None
     parse: Callable[[str], Any] | None = None
     panel: str | None = None
     hidden: bool = False
@@ -119,10 +129,12 @@ def names_in(*kinds: type[Settings]) -> list[str]:
 
 
 def check_names(kind: type[Settings], tree: Mapping[str, Any], where: str) -> None:
-    known = names_in(kind)
+    """Refuse what is not a table, and a name in it that is not a setting."""
+    place, known = f"{where}: " if where else "", names_in(kind)
+    if not isinstance(tree, Mapping):
+        raise UsageError(f"{place}{tree!r} is not a table. Write one name = value per line.")
     for name in tree:
         if name not in known:
-            place = f"{where}: " if where else ""
             raise UsageError(f"{place}{unknown('setting', name, known)}")
 
 
@@ -170,11 +182,13 @@ def _typed(name: str, value: Any, hint: Any) -> Any:
         return value
     if Path in accepted and isinstance(value, str):
         return Path(value)
-    kinds = [kind for kind in accepted if kind is not type(None)]
-    words = " or ".join(getattr(kind, "__name__", str(kind)) for kind in kinds)
-    raise UsageError(
-        f"{name}={value!r} is a {type(value).__name__} where {words} belongs. Give {name} as {words}."
-    )
+    words = " or ".join(_in_words(kind) for kind in accepted if kind is not type(None))
+    raise UsageError(f"{name}={value!r} is {_in_words(type(value))}, and {words} belongs there.")
+
+
+def _in_words(kind: Any) -> str:
+    kind = typing.get_origin(kind) or kind
+    return _IN_WORDS.get(kind, f"a {kind.__name__}")
 
 
 def read_toml(path: Path) -> dict[str, Any]:

@@ -22,11 +22,9 @@ from tightlip.core.run_folder import is_run, run_around
 from tightlip.core.settings import Settings, lines_of, separated, setting, split_settings
 from tightlip.corpus.canary_templates import DIGIT_POOL, Pools, Template, read_template
 from tightlip.corpus.history import metadata_of
-from tightlip.corpus.prepare import is_prepared
 from tightlip.corpus.prepare_config import ColumnSettings
 from tightlip.corpus.readers import Corpus, DocumentBatch, open_corpus
 from tightlip.corpus.tables import AttributeTypes, TableWriter
-from tightlip.corpus.vocabulary import words_by_frequency
 
 CORPUS, KEY = "corpus.parquet", "key.json"
 # Mireshghallah et al. 2021, appendix: five random words, 14 canaries a user, 195 copies.
@@ -72,9 +70,10 @@ class CanaryConfig(Settings):
         "A file of words, one a line, for {words:N}.",
         parse=lines_of,
         default_words="the corpus' own",
+        path="FILE",
     )
     names: tuple[str, ...] | None = setting(
-        None, "A file of names, one a line, for {names}.", parse=lines_of
+        None, "A file of names, one a line, for {names}.", parse=lines_of, path="FILE"
     )
     num_words: int = setting(1000, "Without a file of words: so many of the most frequent.")
     seed: int = setting(0, "Decides the secrets.")
@@ -139,6 +138,8 @@ def plant_canaries(corpus: Any, out: str | Path, **settings: Any) -> Planted:
 
 def _refuse_folders_of_ours(corpus: Any) -> None:
     """A prepared folder holds its held-out text too, which must not be trained on."""
+    from tightlip.corpus.prepare import is_prepared  # with transformers, which takes its time
+
     if not isinstance(corpus, str | Path):
         return
     record = run_around(Path(corpus)) if is_run(Path(corpus)) else None
@@ -216,6 +217,8 @@ def _pools(
     corpus: Corpus, templates: Sequence[Template], config: CanaryConfig
 ) -> dict[str, list[str]]:
     """The list of every kind of slot that some template has."""
+    from tightlip.corpus.vocabulary import words_by_frequency
+
     kinds = sorted({place for template in templates for place in template.places})
     given = {"digits": DIGIT_POOL, "names": config.names, "words": config.words}
     if "words" in kinds and config.words is None:

@@ -49,7 +49,7 @@ class PrepareConfig(ColumnSettings):
     )
     holdout: float = setting(0.2, "The share held out for validation.")
     validation: str | None = setting(
-        None, "Held-out text as a file of its own; nothing is then split off."
+        None, "Held-out text as a file of its own; nothing is then split off.", path="CORPUS"
     )
     deduplicate: Literal["none", "sentences", "documents"] = setting(
         "none", "Remove what is repeated."
@@ -58,7 +58,7 @@ class PrepareConfig(ColumnSettings):
     names: bool = setting(False, "With --scrub: people's names too, through Presidio.")
     seed: int = setting(0, "Decides what is held out.")
     tokenizer: str | None = setting(
-        None, "A model folder whose tokenizer to use.", panel=_VOCABULARY
+        None, "A model folder whose tokenizer to use.", path="MODEL", panel=_VOCABULARY
     )
     vocabulary: Literal["words", "bpe"] = setting(
         "words", "Otherwise build one.", panel=_VOCABULARY
@@ -90,7 +90,7 @@ class PrepareConfig(ColumnSettings):
         super().__post_init__()
         if self.split != "none" and not 0 < self.holdout < 1:
             raise UsageError(
-                f"holdout={self.holdout} is no share between 0 and 1. Use 0.2, or --split none to hold out nothing."
+                f"holdout={self.holdout} is not a share between 0 and 1. Use 0.2, or --split none to hold out nothing."
             )
         if self.vocabulary == "bpe" and self.min_users is not None:
             raise UsageError(

@@ -45,10 +45,12 @@ class WeightsConfig(Settings):
     panel: ClassVar[str | None] = "Privacy weights"
 
     public_model: str | Path | None = setting(
-        None, "With weights: a public causal language model, a folder or a .gguf file."
+        None,
+        "With weights: a public causal language model, a folder or a .gguf file.",
+        path="MODEL",
     )
     public_corpus: str | Path | None = setting(
-        None, "With weights: public text that says what is ordinary."
+        None, "With weights: public text that says what is ordinary.", path="CORPUS"
     )
     weights: str = setting(
         "public",

@@ -160,12 +160,11 @@ class TrainConfig(Settings):
             check_names(cls, tree, where)
             return cls(**tree, mitigation=name)
         kind = mitigation_config(name)
-        own = dict(tree.pop(name, {}))
-        for each in set(names_in(kind)) & set(tree):
-            own[each] = tree.pop(each)
+        own = tree.pop(name, {})
+        check_names(kind, own, where and f"{where}, [train.{name}]")
+        own = own | {each: tree.pop(each) for each in names_in(kind) if each in tree}
         _refuse_settings_of_others(tree, name, {*names_in(cls)})
-        check_names(cls, tree, where)
-        check_names(kind, own, where)
+        check_names(cls, tree, where and f"{where}, [train]")
         return cls(**tree, mitigation=kind(**own))
 
     def tree(self) -> dict[str, Any]:
@@ -225,7 +224,7 @@ class RunOptions(Settings):
 
     panel: ClassVar[str | None] = "The machine"
 
-    device: str = setting("auto", "cpu, cuda, or auto.")
+    device: str = setting("auto", "cpu, cuda, or auto: the GPU where there is one.")
     bf16: bool = setting(False, "bfloat16 on a GPU.")
     compile: bool = setting(False, "torch.compile on a GPU.")
     checkpoint_seconds: float = setting(

@@ -85,7 +85,7 @@ class VectorMechanism:
             )
         if not 0 <= self.dropout < 1:
             raise UsageError(
-                f"dropout={self.dropout} is no share of words. Use one from 0 up to, not including, 1."
+                f"dropout={self.dropout} is not a share of words. Use one from 0 up to, not including, 1."
             )
         if self.mechanism == BARE:
             if self.epsilon is not None:
@@ -98,7 +98,7 @@ class VectorMechanism:
             raise UsageError(f"epsilon={self.epsilon} is no budget. Use a number such as 1.0.")
         if not 0 <= self.delta < 1 - self.dropout:
             raise UsageError(
-                f"delta={self.delta} is no chance between 0 and 1 − dropout. Use one such as 1e-5."
+                f"delta={self.delta} is not a probability between 0 and 1 − dropout. Use one such as 1e-5."
             )
         if self.mechanism == "gaussian" and self.delta < 1e-300:
             raise UsageError(

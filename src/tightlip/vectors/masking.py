@@ -63,7 +63,7 @@ def masked_texts(
     """
     if not 0 <= dropout < 1:
         raise UsageError(
-            f"dropout={dropout} is no share of words. Use one from 0 up to, not including, 1."
+            f"dropout={dropout} is not a share of words. Use one from 0 up to, not including, 1."
         )
     split = [text.split() for text in texts]
     marks = marks_of(marked, len(texts))

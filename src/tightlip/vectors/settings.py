@@ -229,7 +229,7 @@ class RepresentOptions(Settings):
 
     panel: typing.ClassVar[str | None] = "The machine"
 
-    device: str = setting("auto", "auto, cpu or cuda.")
+    device: str = setting("auto", "cpu, cuda, or auto: the GPU where there is one.")
     bf16: bool = setting(False, "bfloat16 on a GPU.")
     checkpoint_seconds: float = setting(
         60.0, "Between two moments that a killed training can go on from.", at_least=0, hidden=True
