@@ -94,10 +94,10 @@ def compare(
     from tightlip.audit.comparison import compare_runs
 
     matching, resampling = split_settings(settings, Matching, ResamplingSettings)
-    measuring = {"key": key, "reference": reference, "device": device, "keep_scan": keep_scan}
+    measuring: dict[str, Any] = {"key": key, "reference": reference, "device": device}
     with claimed(Path(out)):
         folder = _free(Path(out))
-        rows = compare_runs(runs, matching, resampling, **measuring)
+        rows = compare_runs(runs, matching, resampling, keep_scan=keep_scan, **measuring)
         made = Comparison(folder=folder, rows=rows, matching=matching, notes=tuple(notes))
         _write_comparison(made)
     return made

@@ -43,7 +43,7 @@ CASES = {
         ("canaries", "choose", "run", "--out", "out.json"), ("run", "out.json")
     ),
     "canaries measure": Case(
-        ("canaries", "measure", "run", "--key", "key.json", "--out", "out.json"), ("out.json",)
+        ("canaries", "measure", "run", "--key", "key.json", "--out", "out.json")
     ),
     "represent train": Case(
         ("represent", "train", "corpus.parquet", "--out", "out", "--epsilon", "9", *VECTORS),

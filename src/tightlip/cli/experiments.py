@@ -13,6 +13,7 @@ from tightlip.cli import name_page
 from tightlip.cli.compare import show
 from tightlip.cli.flags import Device, existing, with_settings
 from tightlip.core.errors import UsageError
+from tightlip.core.files import claimed
 from tightlip.core.progress import shown_progress
 from tightlip.core.registry import unknown
 from tightlip.core.settings import Settings, names_in, setting
@@ -79,7 +80,7 @@ def reproduce(
     _check_experiment(experiment, given)
     out = out or Path(f"reproduce-{experiment}")
     call = getattr(tightlip, f"reproduce_{experiment}")
-    with shown_progress():
+    with claimed(out), shown_progress():
         made = call(corpus or (), scale=scale, out=out, device=device, **given)
     _show_adaptive(made) if experiment == "adaptive" else _show_representation(made)
 
@@ -140,6 +141,11 @@ def demo(
     out: Annotated[Path, typer.Option(help="Where the demo's files go.")] = Path("tightlip-demo"),
 ) -> None:
     """Train small models on Shakespeare's speakers: whose words they give away, and which less."""
+    with claimed(out):
+        _tell_the_story(out)
+
+
+def _tell_the_story(out: Path) -> None:
     console = Console()
     console.print(
         "[bold]tightlip demo[/]: 110 of Shakespeare's speakers are the users. An LSTM learns their "
