@@ -6,14 +6,13 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
 import tightlip
 from tightlip.audit.settings import LeakageConfig
 from tightlip.cli.flags import KeepScan, Model, existing, parsed, switch, with_settings
 from tightlip.core.errors import UsageError
 from tightlip.core.files import read_json
-from tightlip.core.progress import logged_to, shown_progress
+from tightlip.core.progress import harmless, logged_to, shown_progress, terminal
 from tightlip.core.run_folder import is_run
 from tightlip.corpus.prepare_config import ColumnSettings
 from tightlip.scan.options import ScanOptions
@@ -112,7 +111,7 @@ def audit(
         for line in failed_conditions(summary, fail_on or [])
     ]
     for line in failed:
-        print(f"tightlip: failed on {line}", file=sys.stderr)
+        print(f"tightlip: failed on {harmless(line)}", file=sys.stderr)
     if failed:
         raise typer.Exit(1)
 
@@ -172,7 +171,7 @@ def show(report: Any) -> None:
     """The headline figures and the way to the page."""
     from tightlip.report.leakage.table import snapshots_table, terminal_table
 
-    console = Console()
+    console = terminal()
     if (snapshots := _snapshots(report)) is not None:
         console.print(snapshots_table(snapshots))
     console.print(terminal_table(report.summary))

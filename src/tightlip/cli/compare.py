@@ -11,7 +11,7 @@ import tightlip
 from tightlip.audit.settings import Matching, ResamplingSettings
 from tightlip.cli import name_page
 from tightlip.cli.flags import Device, KeepScan, Keys, existing, with_settings
-from tightlip.core.progress import shown_progress
+from tightlip.core.progress import shown_progress, terminal
 
 if TYPE_CHECKING:
     from tightlip.commands import Comparison
@@ -45,7 +45,7 @@ def compare(
             keep_scan=keep_scan,
             **given,
         )
-    show(made, Console())
+    show(made, terminal())
 
 
 def show(made: "Comparison", console: Console) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
+from rich.text import Text
 
 import tightlip
 from tightlip.cli import name_page
@@ -14,7 +14,7 @@ from tightlip.cli.compare import show
 from tightlip.cli.flags import Device, existing, with_settings
 from tightlip.core.errors import UsageError
 from tightlip.core.files import claimed
-from tightlip.core.progress import shown_progress
+from tightlip.core.progress import shown_progress, terminal
 from tightlip.core.registry import unknown
 from tightlip.core.settings import Settings, names_in, setting
 from tightlip.report.kit.table import printed_table
@@ -106,34 +106,34 @@ def _show_adaptive(made: Any) -> None:
     from tightlip.experiments.adaptive_page import about, terminal_tables
     from tightlip.experiments.adaptive_tables import PAPER_NOTE, findings, headline, stopped_early
 
-    console = Console()
-    console.print(headline(made.result), style="bold", highlight=False)
+    console = terminal()
+    console.print(headline(made.result), style="bold")
     for table in terminal_tables(made.result):
         console.print(table)
-    console.print(PAPER_NOTE, style="dim", highlight=False)
+    console.print(PAPER_NOTE, style="dim")
     for section in made.result["corpora"]:
-        console.print(f"\n[bold]{section['name']}[/]: {about(section)}", highlight=False)
+        console.print(Text.assemble("\n", (section["name"], "bold"), f": {about(section)}"))
         for sentence in findings(section):
-            console.print(f"  {sentence}", highlight=False)
+            console.print(f"  {sentence}")
         for sentence in stopped_early(section):
-            console.print(f"  [yellow]†[/] {sentence}", highlight=False)
+            console.print(Text.assemble("  ", ("†", "yellow"), f" {sentence}"))
     name_page(made.page, console)
 
 
 def _show_representation(made: Any) -> None:
     from tightlip.experiments import vectors_page as page
 
-    console = Console()
-    console.print(page.headline(made.result), style="bold", highlight=False)
-    console.print(page.certainty(made.result), highlight=False)
+    console = terminal()
+    console.print(page.headline(made.result), style="bold")
+    console.print(page.certainty(made.result))
     for section in made.result["corpora"]:
-        console.print(f"\n[bold]{section['name']}[/]: {page.about(section)}", highlight=False)
+        console.print(Text.assemble("\n", (section["name"], "bold"), f": {page.about(section)}"))
         for table in page.tables(section):
             console.print(table.printed())
             console.print()
         for sentence in page.findings(section):
-            console.print(f"  {sentence}", highlight=False)
-    console.print(page.PAPER_NOTE, style="dim", highlight=False)
+            console.print(f"  {sentence}")
+    console.print(page.PAPER_NOTE, style="dim")
     name_page(made.page, console)
 
 
@@ -146,9 +146,9 @@ def demo(
 
 
 def _tell_the_story(out: Path) -> None:
-    console = Console()
+    console = terminal()
     console.print(
-        "[bold]tightlip demo[/]: 110 of Shakespeare's speakers are the users. An LSTM learns their "
+        "tightlip demo: 110 of Shakespeare's speakers are the users. An LSTM learns their "
         "lines, far past the point where it should stop: it overfits on purpose, so that there is "
         "something to see. Five secrets are planted among the lines.\n"
     )
@@ -172,13 +172,13 @@ def _tell_the_story(out: Path) -> None:
     report, best = result.report, result.snapshots["best_validation"]
     by_name = {row["name"]: row["summary"] for row in result.snapshots["snapshots"]}
     console.print(
-        f"Validation would have stopped at [bold]{best}[/], with {by_name[best]['unique']:,} sequences "
-        f"that one speaker alone wrote. Trained on, the model completes [bold]{report.unique:,}[/], "
+        f"Validation would have stopped at {best}, with {by_name[best]['unique']:,} sequences "
+        f"that one speaker alone wrote. Trained on, the model completes {report.unique:,}, "
         f"of {report.users_with_unique} of {report.num_users} speakers."
     )
-    console.print(f"The report: [bold]{report.folder / 'report.html'}[/]", soft_wrap=True)
+    console.print(f"The report: {report.folder / 'report.html'}", soft_wrap=True)
     console.print(
-        "\n[bold]Second act[/]: the same lines, with 18 made-up secrets among them, learnt in four ways: as "
+        "\nSecond act: the same lines, with 18 made-up secrets among them, learnt in four ways: as "
         "they are, with two privacy regularisers, and with differential privacy; and a control.\n"
     )
     with shown_progress():

@@ -13,6 +13,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from tightlip.core.errors import GuaranteeError, TightlipError, UsageError
+from tightlip.core.progress import harmless
 from tightlip.core.settings import Settings, about, choices_of, kinds_in, panel_of, settings_of
 
 NO_VALUE = " "  # where <bool> would stand behind a switch, as if it took a value
@@ -127,7 +128,7 @@ def refusals_in_a_line() -> Iterator[None]:
 
 
 def _say(line: str) -> None:
-    print(f"tightlip: {line}", file=sys.stderr)
+    print(f"tightlip: {harmless(line)}", file=sys.stderr)
 
 
 def switch(*names: str, text: str, hidden: bool = False) -> Any:

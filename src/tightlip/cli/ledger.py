@@ -4,11 +4,11 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
 from tightlip.cli import print_json
 from tightlip.cli.flags import Json, existing
 from tightlip.core.figures import INSECURE, guarantee_words, rounded_up, shown_epsilon
+from tightlip.core.progress import terminal
 from tightlip.report.kit.table import printed_lines
 
 
@@ -27,7 +27,7 @@ def ledger(
 
 
 def _show(record: dict[str, Any]) -> None:
-    console = Console()
+    console = terminal()
     console.print(printed_lines(_lines(record)))
     if record.get("insecure_seed"):
         console.print(INSECURE, style="bold red")

@@ -3,17 +3,20 @@
 import logging
 import os
 import sys
+import traceback
 from importlib import import_module
 from typing import Annotated, Any
 
 import typer
 
 from tightlip.cli.flags import NO_VALUE, Command, Group, command_of, refusals_in_a_line
+from tightlip.core.progress import HarmlessLines
 
 # Read when torch and numba start their threads. Otherwise these spin while they wait for each
 # other, and beside one other busy process the demo took ten times as long.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
+OUR_MISTAKE = 70  # what sysexits.h calls an internal software error
 # Where each command is, and what it is for.
 _COMMANDS = {
     "demo": ("experiments:demo", "The whole story on the bundled corpus, in a few minutes."),
@@ -124,7 +127,7 @@ def common(
     logger.setLevel(logging.INFO)
     handler = logging.StreamHandler(sys.stderr)
     handler.setLevel(logging.WARNING)
-    handler.setFormatter(logging.Formatter("tightlip: %(message)s"))
+    handler.setFormatter(HarmlessLines("tightlip: %(message)s"))
     logger.handlers[:] = [handler]
     # A library that sets up logging for the whole process must not say everything twice.
     logger.propagate = False
@@ -133,5 +136,9 @@ def common(
 
 
 def main() -> None:
-    """The console script."""
-    app()
+    """The console script. An exit code of 1 says that a gate failed, and nothing else does."""
+    try:
+        app()
+    except Exception:
+        traceback.print_exc()
+        sys.exit(OUR_MISTAKE)

@@ -5,14 +5,13 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table as RichTable
 
 import tightlip
 from tightlip.cli.flags import Device, KeepScan, existing, switch, with_settings
 from tightlip.core.errors import UsageError
 from tightlip.core.figures import count, percent
-from tightlip.core.progress import shown_progress
+from tightlip.core.progress import shown_progress, terminal
 from tightlip.core.settings import names_in
 from tightlip.corpus.prepare_config import PrepareConfig
 from tightlip.corpus.privacy_weights import WeightsConfig
@@ -51,7 +50,7 @@ def prepare(
     with shown_progress():
         prepared = tightlip.prepare(corpus, out, **given)
         weighed = tightlip.weigh(prepared, **weighing) if privacy_weights else None
-    console = Console()
+    console = terminal()
     console.print(statistics_table(prepared.statistics))
     for release in prepared.releases:
         console.print(
@@ -64,7 +63,7 @@ def prepare(
         from tightlip.report.weights import lines_about
 
         for line in lines_about(weighed.info, weighed.rho, weighed.log_perplexities):
-            console.print(line, soft_wrap=True, markup=False, highlight=False)
+            console.print(line, soft_wrap=True)
         console.print(f"Weights: {prepared.folder / 'weights' / 'weights.html'}", soft_wrap=True)
 
 

@@ -10,11 +10,11 @@ from rich.console import Console
 from rich.text import Text
 
 import tightlip
-from tightlip.cli import name_page, print_json
+from tightlip.cli import name_page, print_json, say
 from tightlip.cli.flags import Device, Json, existing, parsed, switch, with_settings
 from tightlip.core.errors import UsageError
 from tightlip.core.figures import rounded_up
-from tightlip.core.progress import shown_progress
+from tightlip.core.progress import shown_progress, terminal
 from tightlip.core.settings import names_in
 from tightlip.corpus.prepare_config import ColumnSettings
 from tightlip.report.kit.table import printed_lines
@@ -67,7 +67,7 @@ def train(
             corpus, out, seeds=seeds, options=RepresentOptions(**options), **settings
         )
     several = hasattr(done, "runs")
-    console, title = Console(), "The runs:" if several else "The run:"
+    console, title = terminal(), "The runs:" if several else "The run:"
     for line in _over_seeds(done) if several else _of_one_run(done.metrics):
         console.print(line)
     show_guarantee((done.runs[0] if several else done).guarantee, [])
@@ -103,7 +103,7 @@ def export(
     if not onnx:
         raise UsageError("Nothing says what to export to. Add --onnx.")
     path = tightlip.represent_export(device_half, out=out)
-    Console().print(
+    terminal().print(
         f"{path}\nNext: tightlip represent encode {device_half} TEXTS --out vectors.parquet --runtime onnx",
         soft_wrap=True,
     )
@@ -121,7 +121,7 @@ def guarantee(given: dict[str, Any], json_wanted: Json = False) -> None:
 
 def show_guarantee(record: dict[str, Any], costs: list[dict[str, Any]]) -> None:
     """Print a record's lines, the texts they hold for, and what several releases cost."""
-    Console().print(printed_lines(_lines(record, costs)))
+    terminal().print(printed_lines(_lines(record, costs)))
 
 
 def _lines(record: dict[str, Any], costs: list[dict[str, Any]]) -> Iterator[tuple[str, str]]:
@@ -199,16 +199,16 @@ def _show_encoded(encoded: "Encoded", out: Path) -> None:
     for who, most in whose:
         if most > 1 and mechanism.mechanism != BARE:
             epsilon = rounded_up(cost_of_texts(mechanism, most))
-            print(
+            say(
                 f"Up to {most:,} of these vectors are of {who}: together ε = {epsilon} at δ = {mechanism.delta:g}, "
                 "for any other texts in their place."
             )
     if (masking := encoded.masking) is not None:
-        print(
+        say(
             f"{masking.num_words:,} words masked in {masking.num_texts:,} texts because they are marked; "
             f"{masking.num_nowhere:,} found nowhere."
         )
-    print(f"{len(encoded.vectors):,} vectors: {out}")
+    say(f"{len(encoded.vectors):,} vectors: {out}")
 
 
 def classify(
@@ -226,22 +226,25 @@ def classify(
     ] = None,
 ) -> None:
     """Private vectors to labels: what runs on the server."""
+    from tightlip.corpus.readers import columns_there
     from tightlip.vectors.server import read_vectors, represent_classify
 
     columns = read_vectors(vectors).columns if label else {}
     if label and label not in columns:
         raise UsageError(
-            f"{vectors} carries no column {label!r}. Columns there: {', '.join(columns) or 'none'}. "
+            f"{vectors} carries no column {label!r}. {columns_there(columns, label)} "
             f"Encode with --carry {label}."
         )
     labels, _ = represent_classify(server_half, vectors, out=out)
     for name, count in Counter(labels).most_common():
-        print(f"{count:>8,}  {name}")
+        say(f"{count:>8,}  {name}")
     if label:
-        right = sum(said == str(true) for said, true in zip(labels, columns[label], strict=True))
-        print(f"accuracy {right / len(labels):.4f} ({right:,} of {len(labels):,})")
+        right = sum(
+            predicted == str(true) for predicted, true in zip(labels, columns[label], strict=True)
+        )
+        say(f"accuracy {right / len(labels):.4f} ({right:,} of {len(labels):,})")
     if out is not None:
-        print(f"The labels: {out}")
+        say(f"The labels: {out}")
 
 
 @with_settings(AttackSettings, EncodingOptions)
@@ -271,7 +274,7 @@ def attack(
             device=device,
             **parsed([AttackSettings], given),
         )
-    show(report, Console())
+    show(report, terminal())
 
 
 def show(report: "AttackReport", console: Console) -> None:

@@ -40,6 +40,7 @@ import tightlip
 from tightlip.cli.flags import Device, Model, existing
 from tightlip.core.errors import TightlipError, UsageError
 from tightlip.core.figures import counted
+from tightlip.core.progress import harmless
 
 if TYPE_CHECKING:
     from tightlip.audit.tab import Mark, Tab
@@ -84,7 +85,7 @@ def tab(
         converse(opened, watched(opened))
         return
     for note in opened.notes:
-        print(f"tightlip: {note}", file=sys.stderr)
+        print(f"tightlip: {harmless(note)}", file=sys.stderr)
     for line in prompt if prompt is not None else typed_lines():
         for output in lines_of(opened, line.rstrip("\r\n")):
             print(harmless(output), flush=True)
@@ -100,11 +101,6 @@ def typed_lines() -> Iterator[str]:
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="replace")
     yield from sys.stdin
-
-
-def harmless(line: str) -> str:
-    """`line` without characters that command a terminal: a corpus may hold any."""
-    return re.sub(r"[\x00-\x08\x0a-\x1f\x7f-\x9f]", "\ufffd", line)
 
 
 def watched(opened: "Tab") -> list[str]:

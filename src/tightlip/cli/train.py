@@ -11,7 +11,7 @@ import tightlip
 from tightlip.cli.flags import Config, command_of, existing, with_settings
 from tightlip.cli.ledger import print_guarantee
 from tightlip.core.errors import UsageError
-from tightlip.core.progress import shown_progress
+from tightlip.core.progress import shown_progress, terminal
 from tightlip.core.registry import names_of, unknown
 from tightlip.core.settings import Settings, about, check_names, names_in, read_toml, settings_of
 from tightlip.corpus.prepare_config import PrepareConfig
@@ -72,7 +72,7 @@ def train(
             options=RunOptions.from_tree(options, str(config)),
             **settings,
         )
-    _show(run, Console())
+    _show(run, terminal())
 
 
 def _with_flags_for(args: list[str]) -> Callable[..., None]:

@@ -4,13 +4,15 @@ Reports and corpora hold private text, so every file is created with mode 0600
 and every folder with 0700, whatever the umask says.
 """
 
+import csv
 import fcntl
 import glob
 import hashlib
+import io
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -173,6 +175,24 @@ def write_json(path: Path, value: Any) -> None:
 
 def read_json(path: Path) -> Any:
     return json.loads(path.read_text(encoding="utf-8"))
+
+
+def csv_text(lines: Sequence[Mapping[str, Any]]) -> str:
+    """The lines under one heading each; what a line does not have, or not know, is empty."""
+    # A line with fewer figures must not push the others' columns to the end.
+    fullest_first = sorted(lines, key=len, reverse=True)
+    names = list(dict.fromkeys(name for line in fullest_first for name in line))
+    stream = io.StringIO()
+    writer = csv.writer(stream, lineterminator="\n")
+    writer.writerow(map(_no_formula, names))
+    for line in lines:
+        writer.writerow([_no_formula(line.get(name)) for name in names])
+    return stream.getvalue()
+
+
+def _no_formula(value: Any) -> Any:
+    """Text that a spreadsheet would calculate, marked as text."""
+    return f"'{value}" if isinstance(value, str) and value[:1] in "=+-@\t\r" and value else value
 
 
 def digest_of_files(

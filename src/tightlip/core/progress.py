@@ -2,6 +2,7 @@
 
 import logging
 import os
+import re
 import signal
 import threading
 from collections.abc import Iterator
@@ -15,6 +16,43 @@ from typing import Any
 from tightlip.core.files import OWNER_FILE
 
 log = logging.getLogger("tightlip")
+# Characters that command a terminal, and those that turn the direction of what follows.
+_COMMANDS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+
+
+def harmless(text: str, *, on_one_line: bool = True) -> str:
+    """`text` as it may be shown: a corpus, a name or a path may hold any character.
+
+    >>> harmless("a\\x1b[2Jb")
+    'a\ufffd[2Jb'
+    """
+    shown = _COMMANDS.sub("\ufffd", text)
+    return shown.replace("\n", "\ufffd") if on_one_line else shown
+
+
+def terminal(*, stderr: bool = False) -> Any:
+    """A rich console to which what it prints is text: no markup in it, and nothing that commands."""
+    from rich.console import Console
+    from rich.segment import Segment
+
+    class Terminal(Console):
+        def _render_buffer(self, buffer: Any) -> str:
+            # The one place that all output passes, tables and bars included; a control is rich's own.
+            return super()._render_buffer(
+                part
+                if part.control
+                else Segment(harmless(part.text, on_one_line=False), part.style)
+                for part in buffer
+            )
+
+    return Terminal(stderr=stderr, markup=False, highlight=False, emoji=False)
+
+
+class HarmlessLines(logging.Formatter):
+    """What is logged, as it may be shown."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return harmless(super().format(record), on_one_line=False)
 
 
 class Task:
@@ -50,17 +88,16 @@ _inside: ContextVar[bool] = ContextVar("inside_a_task", default=False)
 @contextmanager
 def shown_progress() -> Iterator[None]:
     """Draw the bars of everything inside on standard error."""
-    from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
     columns = (
-        TextColumn("{task.description:<26}"),
+        TextColumn("{task.description:<26}", markup=False),
         BarColumn(bar_width=28),
         TextColumn("{task.percentage:>3.0f}%"),
         TimeRemainingColumn(compact=True, elapsed_when_finished=True),
-        TextColumn("{task.fields[words]}", style="dim"),
+        TextColumn("{task.fields[words]}", style="dim", markup=False),
     )
-    with Progress(*columns, console=Console(stderr=True)) as progress:
+    with Progress(*columns, console=terminal(stderr=True)) as progress:
         token = _shown.set(progress)
         try:
             yield
@@ -95,7 +132,7 @@ def task(description: str, total: float | None) -> Iterator[Task]:
 def logged_to(path: Path) -> Iterator[None]:
     """Append everything logged inside to `path` (owner only), made when the first line comes."""
     handler = _WhenNeeded(path, encoding="utf-8", delay=True)
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    handler.setFormatter(HarmlessLines("%(asctime)s %(levelname)s %(message)s"))
     log.addHandler(handler)
     before = log.level
     log.setLevel(min(log.getEffectiveLevel(), logging.INFO))

@@ -19,7 +19,7 @@ from tightlip.corpus.formats import Fault, Row, kind_of, rows_of
 from tightlip.corpus.history import fingerprints, history_of, origin_of, sources_of
 from tightlip.corpus.prepare import PreparedCorpus
 from tightlip.corpus.prepare_config import BadRows, ColumnSettings
-from tightlip.corpus.readers import Corpus, Part, open_corpus
+from tightlip.corpus.readers import Corpus, Part, columns_there, open_corpus
 from tightlip.corpus.shared_text import Several, Shared, shared_text
 
 NOBODY = ""
@@ -58,8 +58,8 @@ def open_public(path: Path, *, user_column: str, text_column: str, bad_rows: Bad
             column = next((name for name in (text_column, "text") if name in first), None)
             if column is None:
                 raise UsageError(
-                    f"{path} has no column {text_column!r} and none named text. Columns there: {', '.join(first)}. Rename "
-                    "the one that holds the text."
+                    f"{path} has no column {text_column!r} and none named text. "
+                    f"{columns_there(first, text_column, is_csv=kind_of(path) == 'csv')} Rename the one that holds the text."
                 )
             return TextColumn(path, column, bad_rows)
     return open_corpus(path, user_column=user_column, text_column=text_column, bad_rows=bad_rows)

@@ -147,7 +147,7 @@ class Corpus:
         where = f"{part.name}, row {number}"
         for name, as_string in ((self._user_column, _user), (self._text_column, _text)):
             if row.get(name) is None:
-                return _missing(name, row)
+                return _missing(name, row, part)
             if not isinstance(row[name], str | Fault):
                 row[name] = as_string(row[name], name, where)
         if part.empty_is_null and not row[self._user_column]:
@@ -270,7 +270,7 @@ def _check_columns(where: str, schema: pa.Schema, user_column: str, text_column:
     for role, name in (("user", user_column), ("text", text_column)):
         if name not in schema.names:
             raise UsageError(
-                f"{where} has no column {name!r}. {_columns_there(name, schema.names)} "
+                f"{where} has no column {name!r}. {columns_there(schema.names, name)} "
                 f"Name it with --{role}-column."
             )
         if schema.names.count(name) > 1:
@@ -287,17 +287,25 @@ def _float_users(where: str, column: str) -> UsageError:
     )
 
 
-def _columns_there(name: str, names: Iterable[str]) -> str:
+def columns_there(names: Iterable[str], wanted: str = "", *, is_csv: bool = False) -> str:
+    """Which columns there are, for whoever gave another name.
+
+    Of CSV only how many, unless one is nearly what is wanted: without a header the first line is
+    somebody's text.
+    """
     available = [str(there) for there in names]
-    close = difflib.get_close_matches(name, available, n=1)
+    close = difflib.get_close_matches(wanted, available, n=1)
+    if is_csv and not close:
+        return f"It has {len(available)} columns, and its first line must name them."
     closest = f" Closest: {close[0]}." if close else ""
     return f"Columns there: {', '.join(available) or 'none'}.{closest}"
 
 
-def _missing(name: str, row: dict[str, Any]) -> Fault:
+def _missing(name: str, row: dict[str, Any], part: Part) -> Fault:
     if name in row:
         return Fault(f"has null in column {name!r}")
-    return Fault(f"has no column {name!r} ({_columns_there(name, row)[:-1]})")
+    there = columns_there(row, name, is_csv=part.empty_is_null)
+    return Fault(f"has no column {name!r} ({there[:-1]})")
 
 
 def _user(value: Any, column: str, where: str) -> str:

@@ -6,8 +6,8 @@ Rows hold counts and means only: no text, and nobody's name.
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from tightlip.core import files
 from tightlip.core.figures import STANDINGS_WITH_EPSILON, number, rounded_up
-from tightlip.report.kit import table as kit
 from tightlip.report.kit.words import NEVER_SAW_BITS, NONE
 
 Row = dict[str, Any]
@@ -134,7 +134,7 @@ def repetitions(section: dict[str, Any]) -> list[int]:
 
 def csv_text(result: dict[str, Any]) -> str:
     """One line a run."""
-    return kit.csv_text(
+    return files.csv_text(
         [_csv_line(section, row) for section in result["corpora"] for row in section["rows"]]
     )
 

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from tightlip.core import files
 from tightlip.core.figures import counted, rounded_up
-from tightlip.report.kit import table as kit
 from tightlip.report.kit.table import Column, Table, plain_row
 from tightlip.report.kit.words import NONE, share_words
 from tightlip.report.vectors.words import adjacency_words
@@ -404,7 +404,7 @@ def _with_theirs(ours: OverSeeds, theirs: float | None) -> str:
 
 def csv_text(sections: Sequence[dict[str, Any]]) -> str:
     """Every cell of every table, one a line."""
-    return kit.csv_text([line for section in sections for line in _csv_lines(section)])
+    return files.csv_text([line for section in sections for line in _csv_lines(section)])
 
 
 def _csv_lines(section: dict[str, Any]) -> Iterator[dict[str, str]]:

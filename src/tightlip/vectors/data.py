@@ -18,7 +18,7 @@ from tightlip.core.settings import read_toml
 from tightlip.corpus.bundled import demo_speeches
 from tightlip.corpus.formats import columns_of, kind_of, rows_of
 from tightlip.corpus.prepare_config import ColumnSettings
-from tightlip.corpus.readers import Corpus, open_corpus
+from tightlip.corpus.readers import Corpus, columns_there, open_corpus
 from tightlip.vectors.categories import LEFT_OUT, Categories, categories, span_of
 from tightlip.vectors.settings import RepresentSettings
 
@@ -162,7 +162,7 @@ def read_columns(source: Source, wanted: Sequence[str]) -> Columns:
             values += own or [None] * len(batch)
     if missing := [name for name in wanted if name not in there]:
         raise UsageError(
-            f"{source.corpus.name} has no column {missing[0]!r}. Columns there: {', '.join(there) or 'none'}."
+            f"{source.corpus.name} has no column {missing[0]!r}. {columns_there(there, missing[0])}"
         )
     return Columns(texts=texts, users=users if source.has_users else None, named=named)
 

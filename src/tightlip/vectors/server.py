@@ -14,12 +14,11 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.csv
 import pyarrow.parquet as pq
 import torch
 
 from tightlip.core.errors import UsageError
-from tightlip.core.files import written_whole
+from tightlip.core.files import csv_text, written_whole
 from tightlip.vectors.data import write_table
 from tightlip.vectors.guarantees import VectorMechanism
 from tightlip.vectors.halves import SERVER, Classifier, load_classifier, noise_print, read_half
@@ -238,6 +237,6 @@ def _write_predictions(
     table = pa.table({name: value for name, value in columns.items() if name not in told} | told)
     if path.suffix.lower() == ".csv":
         with written_whole(path) as beside:
-            pa.csv.write_csv(table, beside)
+            beside.write_text(csv_text(table.to_pylist()), encoding="utf-8")
     else:
         write_table(path, table)

@@ -5,8 +5,8 @@ from typing import Any
 
 from rich.table import Table as RichTable
 
+from tightlip.core import files
 from tightlip.core.figures import UNKNOWN, count, counted, number
-from tightlip.report.kit import table as kit
 from tightlip.report.kit.table import NAMES, Cell, Column, Row, Table
 from tightlip.report.kit.words import NONE
 
@@ -236,7 +236,7 @@ def csv_text(rows: Sequence[RunFigures]) -> str:
     Holds:
         empty_is_unknown: a figure of 0 is written as 0, a figure that is not known as nothing.
     """
-    return kit.csv_text([dict(_flat(row)) for row in rows])
+    return files.csv_text([dict(_flat(row)) for row in rows])
 
 
 def _flat(row: RunFigures) -> Iterator[tuple[str, Any]]:

@@ -1,11 +1,9 @@
-"""One description of a table, which prints to the terminal, to a page and to CSV.
+"""One description of a table, which prints to the terminal and to a page.
 
 On a page the macros `compared` and `plain` of report/kit/parts.html.jinja draw it.
 """
 
-import csv
-import io
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -14,6 +12,7 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from tightlip.core.figures import UNKNOWN
+from tightlip.core.progress import harmless
 
 
 class Cell(NamedTuple):
@@ -89,7 +88,7 @@ class Table:
         table.show_header = any(column.name for column in self.columns)
         for column in self.columns:
             table.add_column(
-                Text(column.name),
+                Text(harmless(column.name)),
                 justify="left" if column.left else "right",
                 overflow="fold" if column.wraps else "ellipsis",
                 no_wrap=not column.wraps,
@@ -99,17 +98,17 @@ class Table:
         for place, (section, rows) in enumerate(self.sections):
             is_named = bool(section) and self.names_sections
             if place or is_named:
-                table.add_row(Text(section if is_named else "", style="bold"))
+                table.add_row(Text(harmless(section) if is_named else "", style="bold"))
             for row in rows:
                 style = f"bold {row.style}" if row.style else ""
-                name = Text(f"  {row.name}" if is_named else row.name, style=style)
+                name = Text("  " * is_named + harmless(row.name), style=style)
                 table.add_row(name, *(self._text(cell, row.style) for cell in row.cells))
         return table
 
     def _text(self, cell: Cell, style: str) -> Text:
-        text = Text(cell.value, style="dim" if cell.is_unknown else style)
+        text = Text(harmless(cell.value), style="dim" if cell.is_unknown else style)
         between = " " if self.beside else "\n"
-        return text.append(between + cell.under, style="dim") if cell.under else text
+        return text.append(between + harmless(cell.under), style="dim") if cell.under else text
 
 
 def plain_row(name: str, *values: str, **others: str) -> Row:
@@ -129,15 +128,3 @@ def printed_lines(lines: Iterable[tuple[str, str]]) -> RichTable:
     """What something is called, in bold, and what it is."""
     columns = [NAMES._replace(style="bold"), Column(left=True)]
     return Table(columns=columns, rows=[plain_row(*line) for line in lines]).printed()
-
-
-def csv_text(lines: Sequence[Mapping[str, Any]]) -> str:
-    """The lines under one heading each; what a line does not have, or not know, is empty."""
-    # A line with fewer figures must not push the others' columns to the end.
-    fullest_first = sorted(lines, key=len, reverse=True)
-    names = list(dict.fromkeys(name for line in fullest_first for name in line))
-    stream = io.StringIO()
-    writer = csv.DictWriter(stream, names, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(lines)
-    return stream.getvalue()
