@@ -1,5 +1,6 @@
 """Claims on folders, and what killed processes leave behind."""
 
+import errno
 import os
 import signal
 import subprocess
@@ -131,3 +132,18 @@ def test_a_file_written_whole_has_one_owner_and_nothing_beside_it(tmp_path):
         beside.write_text("whole")
     assert [path.name for path in (tmp_path / "a").iterdir()] == ["file"]
     assert (tmp_path / "a/file").stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(errno.ENOSPC, "No space left on device"), RuntimeError("No space left (28)")]
+)
+@pytest.mark.parametrize("whole", [written_whole, folder_written_whole])
+def test_a_full_disk_names_the_file_what_it_needed_and_what_is_free(tmp_path, whole, error):
+    def write():
+        with whole(tmp_path / "out") as beside:
+            (beside / "part" if beside.is_dir() else beside).write_bytes(b"x" * 1234)
+            raise error
+
+    with pytest.raises(UsageError, match=r"out needs more than 1,234 bytes, and [\d,]+ are free"):
+        write()
+    assert not list(tmp_path.iterdir())

@@ -370,14 +370,16 @@ def test_whatever_decides_how_a_model_reads_makes_another_scan(place, run, count
     assert len(counted["loads"]) == 2
 
 
-def test_a_redacted_report_holds_no_scan_not_even_an_earlier_one(place, run, tmp_path, counted):
-    out = tmp_path / "report"
-    tightlip.audit(run, out=out, device="cpu")
-    assert (out / "scan").is_dir()
-    tightlip.audit(run, out=out, redact=True, device="cpu")
-    assert len(counted["loads"]) == 1, "what stands is read before it goes"
+def test_a_redacted_report_holds_no_scan_and_is_not_written_where_text_stood(run, tmp_path):
+    tightlip.audit(run, out=tmp_path / "with-text", device="cpu")
+    with pytest.raises(UsageError, match="holds a report with text"):
+        tightlip.audit(run, out=tmp_path / "with-text", redact=True, device="cpu")
+    out = tmp_path / "redacted"
+    for _ in range(2):
+        report = tightlip.audit(run, out=out, redact=True, device="cpu")
     assert not list(out.rglob("*.npz"))
     assert not {"scan", ".work"} & {path.name for path in out.iterdir()}
+    assert report.corpus_fingerprint is None, "a hash of the text would let one guess it"
 
 
 def test_a_model_in_memory_is_read_anew_for_its_code_has_no_fingerprint(

@@ -121,6 +121,11 @@ def refusals_in_a_line() -> Iterator[None]:
     except GuaranteeError as error:
         _say(str(error))
         raise typer.Exit(3) from None
+    except RuntimeError as error:
+        if "Symlink loop" not in str(error):  # which pathlib does not call an OSError
+            raise
+        _say(f"{error}. Give another path, or remove the link.")
+        raise typer.Exit(2) from None
     except (TightlipError, OSError) as error:
         # A full disk, a missing permission: the file and the reason, not our stack.
         _say(str(error))

@@ -5,6 +5,7 @@ and every folder with 0700, whatever the umask says.
 """
 
 import csv
+import errno
 import fcntl
 import glob
 import hashlib
@@ -45,8 +46,9 @@ def written_whole(path: Path) -> Iterator[Path]:
     beside = path.with_name(f".{path.name}.{os.getpid()}.partial")
     os.close(os.open(beside, os.O_CREAT | os.O_TRUNC | os.O_WRONLY, OWNER_FILE))
     try:
-        yield beside
-        fsync(beside)
+        with _full_disk_in_words(path, beside):
+            yield beside
+            fsync(beside)
         os.replace(beside, path)
         fsync(path.parent)
     finally:
@@ -61,11 +63,12 @@ def folder_written_whole(folder: Path) -> Iterator[Path]:
     shutil.rmtree(beside, ignore_errors=True)
     make_private_folder(beside)
     try:
-        yield beside
-        for path in beside.rglob("*"):
-            path.chmod(OWNER_FOLDER if path.is_dir() else OWNER_FILE)
-            if path.is_file():
-                fsync(path)
+        with _full_disk_in_words(folder, beside):
+            yield beside
+            for path in beside.rglob("*"):
+                path.chmod(OWNER_FOLDER if path.is_dir() else OWNER_FILE)
+                if path.is_file():
+                    fsync(path)
         if folder.exists() and not names_in(folder):
             for stray in folder.iterdir():
                 stray.rename(beside / stray.name)
@@ -73,6 +76,23 @@ def folder_written_whole(folder: Path) -> Iterator[Path]:
         fsync(folder.parent)
     finally:
         shutil.rmtree(beside, ignore_errors=True)
+
+
+@contextmanager
+def _full_disk_in_words(path: Path, beside: Path) -> Iterator[None]:
+    """Say which file found no room, how large it was by then, and how much is left."""
+    try:
+        yield
+    except Exception as error:  # each library has its own for this
+        if "No space left" not in str(error) and getattr(error, "errno", None) != errno.ENOSPC:
+            raise
+        parts = beside.rglob("*") if beside.is_dir() else [beside]
+        written = sum(part.stat().st_size for part in parts if part.is_file())
+        free = shutil.disk_usage(path.parent).free
+        raise UsageError(
+            f"The disk is full: {path} needs more than {written:,} bytes, and {free:,} are free. Make room and give the "
+            "same command again."
+        ) from error
 
 
 @contextmanager

@@ -184,6 +184,10 @@ def read_config(folder: Path) -> dict[str, Any]:
     return written
 
 
+# Ways of computing that come with torch and transformers themselves.
+OUR_KERNELS = (None, "eager", "sdpa", "flex_attention", "grouped_mm", "batched_mm")
+
+
 def check_no_foreign_code(folder: Path, written: dict[str, Any]) -> None:
     """Refuse what only the folder's own code, or code from the hub, could run."""
     model_type = written.get("model_type")
@@ -203,10 +207,11 @@ def check_no_foreign_code(folder: Path, written: dict[str, Any]) -> None:
             "Load it where you trust it and write it again with save_pretrained."
         )
     for key, value in settings_in(written):
-        if key.endswith(("attn_implementation", "experts_implementation")) and "/" in str(value):
+        asks = key.endswith(("attn_implementation", "experts_implementation"))
+        if asks and value not in OUR_KERNELS:
             raise UsageError(
-                f"{folder}/config.json asks for {key}={value!r}: a kernel, that is code, from the hub. "
-                "tightlip never executes such code. Remove the setting from config.json."
+                f"{folder}/config.json asks for {key}={value!r}, which transformers may fetch from the hub: a kernel, that "
+                "is code. tightlip never executes such code. Remove the setting from config.json."
             )
 
 

@@ -24,7 +24,14 @@ from tightlip.audit.leakage.summary import LeakageReport
 from tightlip.audit.measures import Audited
 from tightlip.audit.settings import LeakageConfig
 from tightlip.core.errors import UsageError
-from tightlip.core.files import claimed, make_private_folder, names_in, write_json
+from tightlip.core.files import (
+    claimed,
+    make_private_folder,
+    names_in,
+    read_json,
+    write_json,
+    write_text,
+)
 from tightlip.core.progress import task
 from tightlip.core.registry import look_up
 from tightlip.core.run_folder import RunRecord, Snapshot, is_run
@@ -44,6 +51,7 @@ from tightlip.scan.options import ScanOptions
 from tightlip.scan.store import SCAN, ScannedCorpus, ScanStore
 
 WORK = ".work"  # tokens, and what is not to be kept, while an audit is under way
+REDACTING = "redacting"  # in WORK: nothing with text was ever written here
 LEAVE_OUT = "leave-out"
 LEAST_SHARE_LEFT = 0.2
 NOBODY_LEFT_OUT = (
@@ -100,7 +108,7 @@ def audit_model(
         leaves_out=str(public_model) == LEAVE_OUT,
         retrain=retrain,
     )
-    with claimed(folder), _nothing_left_of_a_refusal(report_folder(folder)):
+    with claimed(folder), _nothing_left_of_a_refusal(report_folder(folder, config)):
         if snapshots:
             job.audit_snapshots(public_model)
         else:
@@ -122,8 +130,9 @@ def _store(folder: Path, subject: "_Subject", is_kept: bool) -> ScanStore:
     return ScanStore(folder / SCAN if is_kept else folder / WORK / SCAN, beside)
 
 
-def report_folder(folder: Path) -> Path:
-    """`folder`, new, empty or holding an earlier report; never somebody's other files."""
+def report_folder(folder: Path, config: LeakageConfig) -> Path:
+    """`folder`, new, empty or holding an earlier report; never somebody's other files, and for a
+    redacted report never one that held text."""
     if folder.exists() and not folder.is_dir():
         raise UsageError(f"{folder} is a file. Give --out a folder.")
     known = {"summary.json", WORK, SCAN, "sequences.parquet"}
@@ -133,7 +142,25 @@ def report_folder(folder: Path) -> Path:
             f"{folder} holds other files, and a report would be mixed among them. "
             f"Give --out a new or empty folder."
         )
+    # So that a killed one goes on: what it left holds no text.
+    mark = folder / WORK / REDACTING
+    if config.redact and there and not (mark.exists() or _is_redacted(folder)):
+        raise UsageError(
+            f"{folder} holds a report with text, and a redacted one is to be handed on without any. Give --redact a new "
+            "--out, or empty that folder first."
+        )
+    if config.redact:
+        write_text(mark, "")
+    else:
+        mark.unlink(missing_ok=True)
     return make_private_folder(folder)
+
+
+def _is_redacted(folder: Path) -> bool:
+    try:
+        return bool(read_json(folder / "summary.json")["redacted"]) and not (folder / SCAN).exists()
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
 
 
 @contextmanager

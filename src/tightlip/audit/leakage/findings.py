@@ -51,7 +51,8 @@ class Findings:
         summary = summarise(leaks, self.config, ratios, self.public, self.validation)
         summary |= {
             "model_fingerprint": self.model.fingerprint,
-            "corpus_fingerprint": leaks.corpus.corpus_fingerprint,
+            # A hash of the text lets whoever knows all of it but a PIN try every PIN.
+            "corpus_fingerprint": None if self.config.redact else leaks.corpus.corpus_fingerprint,
             "redacted": self.config.redact,
             **self.about,
         }
