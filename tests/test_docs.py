@@ -28,7 +28,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import tightlip
 import tightlip.corpus.bundled
-import tightlip.experiments.adaptive
+import tightlip.experiments.adaptive_paper
 import tightlip.experiments.adaptive_text
 import tightlip.experiments.demo
 import tightlip.experiments.vectors
@@ -166,7 +166,7 @@ def small(monkeypatch):
     monkeypatch.setattr(tightlip.corpus.bundled, "demo_speeches", lambda: some)
     monkeypatch.setitem(tightlip.experiments.demo.TRAIN, "epochs", 1.0)
     monkeypatch.setattr(tightlip.experiments.demo, "FEWEST_WORDS", 1)
-    scale, soon = tightlip.experiments.adaptive.SCALES["smoke"], {"steps": 2, "batch_size": 8}
+    scale, soon = tightlip.experiments.adaptive_paper.SCALES["smoke"], {"steps": 2, "batch_size": 8}
     tiny = {"embedding_size": 8, "hidden_size": 8, "num_layers": 1}
     scale = dataclasses.replace(
         scale,
@@ -180,7 +180,7 @@ def small(monkeypatch):
         carrier_repetitions=1,
         noise_multipliers=(1.0,),
     )
-    monkeypatch.setitem(tightlip.experiments.adaptive.SCALES, "smoke", scale)
+    monkeypatch.setitem(tightlip.experiments.adaptive_paper.SCALES, "smoke", scale)
     monkeypatch.setattr(tightlip.experiments.adaptive_text, "IDENTITY", "My ID is {digits:3}")
     scale = tightlip.experiments.vectors.SCALES["smoke"]
     scale = dataclasses.replace(

@@ -28,7 +28,7 @@ _CALLS = {
     "open_tab": "tightlip.audit.tab",
     "open_report": "tightlip.audit.leakage.audit",
     "run_demo": "tightlip.experiments.demo",
-    "reproduce_adaptive": "tightlip.experiments.adaptive",
+    "reproduce_adaptive": "tightlip.experiments.adaptive_paper",
     "reproduce_representation": "tightlip.experiments.vectors",
     "represent_train": "tightlip.vectors.run",
     "represent_export": "tightlip.vectors.run",

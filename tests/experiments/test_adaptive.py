@@ -11,14 +11,14 @@ import pyarrow.parquet as pq
 import pytest
 
 import tightlip
-import tightlip.experiments.adaptive as reproduce
+import tightlip.experiments.adaptive_paper as reproduce
 import tightlip.experiments.adaptive_text as adaptive_text
 from tightlip.core.errors import UsageError
 from tightlip.core.run_folder import open_run
 from tightlip.corpus.bundled import demo_corpus
 from tightlip.corpus.prepare import open_prepared
 from tightlip.corpus.privacy_weights import read_weights
-from tightlip.experiments.adaptive import nats_per_token, thirds
+from tightlip.experiments.adaptive_paper import nats_per_token, thirds
 from tightlip.experiments.adaptive_tables import PAPER, epsilon_words, find, groups
 from tightlip.experiments.adaptive_text import (
     carriers,

@@ -81,32 +81,32 @@ def measure(
             f"measure needs the key. Run: tightlip canaries measure {model} --key DIR/key.json"
         )
     with shown_progress():
-        found = tightlip.measure_canaries(model, key, out=out, device=device, **given)
+        entries = tightlip.measure_canaries(model, key, out=out, device=device, **given)
     where = [] if out is None else [f"The list: {out}"]
-    print_lines([*canary_tables(found), *canary_lines(found), *where])
+    print_lines([*canary_tables(entries), *canary_lines(entries), *where])
 
 
-def canary_tables(found: list[Entry]) -> list[Any]:
+def canary_tables(entries: list[Entry]) -> list[Any]:
     """Tables by number of repetitions and of the most exposed users, then of real texts; as far
     as there are any."""
     tables = []
-    if planted := of_kind(found, "planted"):
+    if planted := of_kind(entries, "planted"):
         tables += [_table("canaries", planted, _planted_columns(planted)), _most_exposed(planted)]
-    if real := of_kind(found, "real"):
+    if real := of_kind(entries, "real"):
         tables.append(_table("real texts", real, _REAL_COLUMNS))
     return tables
 
 
-def canary_lines(found: list[Entry]) -> list[str]:
+def canary_lines(entries: list[Entry]) -> list[str]:
     """What the tables' figures mean, in plain sentences."""
-    planted, real = of_kind(found, "planted"), of_kind(found, "real")
+    planted, real = of_kind(entries, "planted"), of_kind(entries, "real")
     lines = [_threshold_line(planted), *_cannot_lines(planted)] if planted else []
     lines += [*_tab_lines(planted, "planted"), *_tab_lines(real, "real")]
     return [*lines, *_sampled_lines(planted), *_unknown_lines(real)]
 
 
-def of_kind(found: list[Entry], kind: str) -> list[Entry]:
-    return [one for one in found if one["kind"] == kind]
+def of_kind(entries: list[Entry], kind: str) -> list[Entry]:
+    return [one for one in entries if one["kind"] == kind]
 
 
 Columns = Sequence[tuple[str, Callable[[list[Entry]], str]]]
@@ -165,10 +165,10 @@ def _median_perplexity(group: list[Entry]) -> str:
 _REAL_COLUMNS: Columns = (("median perplexity", _median_perplexity), ("tab", _num_tab))
 
 
-def _table(name: str, found: list[Entry], columns: Columns) -> Any:
+def _table(name: str, entries: list[Entry], columns: Columns) -> Any:
     by_times = {
-        times: [one for one in found if one["repetitions"] == times]
-        for times in sorted({one["repetitions"] for one in found})
+        times: [one for one in entries if one["repetitions"] == times]
+        for times in sorted({one["repetitions"] for one in entries})
     }
     rows = [
         [f"{times:,}", f"{len(group):,}", *(value(group) for _, value in columns)]

@@ -89,15 +89,14 @@ def _check_run(run: str, what_it_does: str, how_trained: str = "", *, has: str =
         )
 
 
-def _membership_table(found: dict[str, Any]) -> Any:
+def _membership_table(figures: dict[str, Any]) -> Any:
     scores = [
-        (level, name, score)
+        (level, score)
         for level in ("documents", "users")
-        for name, score in (found[level] or {"scores": {}})["scores"].items()
+        for score in (figures[level] or {"scores": {}})["scores"].values()
         if score is not None
     ]
-    rates = {name: title for name, title in _RATES.items() if any(s[name] for _, _, s in scores)}
-    figures = ["AUC", *rates.values()]
+    rates = {name: title for name, title in _RATES.items() if any(s[name] for _, s in scores)}
     rows = [
         [
             level,
@@ -105,9 +104,13 @@ def _membership_table(found: dict[str, Any]) -> Any:
             *_cells(score["auc"], ".3f"),
             *(cell for rate in rates for cell in _cells(score[rate], ".1%")),
         ]
-        for level, name, score in scores
+        for level, score in scores
     ]
-    headings = ["of", "score", *(heading for name in figures for heading in (name, "95%"))]
+    headings = [
+        "of",
+        "score",
+        *(each for name in ("AUC", *rates.values()) for each in (name, "95%")),
+    ]
     return printed_table(headings, rows, num_left=2)
 
 
@@ -132,9 +135,9 @@ def ends(figure: dict[str, Any], spelled: str) -> str:
     return f"{figure['low']:{spelled}} to {figure['high']:{spelled}}"
 
 
-def lines_about_membership(found: dict[str, Any]) -> Iterator[str]:
+def lines_about_membership(figures: dict[str, Any]) -> Iterator[str]:
     """What the table's figures mean, in plain sentences."""
-    documents = found["documents"]
+    documents = figures["documents"]
     yield (
         f"{documents['num_members']:,} training documents against {documents['num_nonmembers']:,} held-out ones; "
         "AUC 0.5 is chance, 1 tells every one."
@@ -145,9 +148,9 @@ def lines_about_membership(found: dict[str, Any]) -> Iterator[str]:
             "finds as many."
         )
     yield _verdict("document", documents)
-    if (users := found["users"]) is not None:
+    if (users := figures["users"]) is not None:
         yield _verdict("user", users)
-    yield from found["notes"]
+    yield from figures["notes"]
 
 
 def _verdict(one: str, level: dict[str, Any]) -> str:
@@ -165,10 +168,10 @@ def _verdict(one: str, level: dict[str, Any]) -> str:
     )
 
 
-def _groups_tables(found: dict[str, Any]) -> Iterator[Any]:
+def _groups_tables(figures: dict[str, Any]) -> Iterator[Any]:
     """By number of training documents, the most first; then by each attribute."""
-    curve = {_range(row): row for row in reversed(found["curve"])}
-    for title, rows in ({"training documents": curve} | found["attributes"]).items():
+    curve = {_range(row): row for row in reversed(figures["curve"])}
+    for title, rows in ({"training documents": curve} | figures["attributes"]).items():
         yield _groups_table(title, rows)
 
 
@@ -192,23 +195,23 @@ def _range(row: dict[str, Any]) -> str:
     return f"{first:,}" if first == last else f"{first:,} to {last:,}"
 
 
-def lines_about_groups(found: dict[str, Any]) -> Iterator[str]:
+def lines_about_groups(figures: dict[str, Any]) -> Iterator[str]:
     """What the table's figures mean, in plain sentences."""
     yield (
-        f"{found['num_users']:,} users with {found['num_documents']:,} held-out documents; perplexity of all their "
-        f"text {found['perplexity']['value']:.1f} ({ends(found['perplexity'], '.1f')})."
+        f"{figures['num_users']:,} users with {figures['num_documents']:,} held-out documents; perplexity of all their "
+        f"text {figures['perplexity']['value']:.1f} ({ends(figures['perplexity'], '.1f')})."
     )
-    if (gap := found["gap"]) is not None:
-        yield _about_gap(found, gap)
-    yield from found["notes"]
+    if (gap := figures["gap"]) is not None:
+        yield _about_gap(figures, gap)
+    yield from figures["notes"]
 
 
-def _about_gap(found: dict[str, Any], gap: dict[str, Any]) -> str:
+def _about_gap(figures: dict[str, Any], gap: dict[str, Any]) -> str:
     plain, log = gap["perplexity"], gap["log"]
-    said = "more" if plain["value"] >= 0 else "less"
+    direction = "more" if plain["value"] >= 0 else "less"
     line = (
-        f"The perplexity of the {len(found['low'])} users with the fewest training documents rose by "
-        f"{abs(plain['value']):.1f} points {said} than that of the {len(found['top'])} with the most "
+        f"The perplexity of the {len(figures['low'])} users with the fewest training documents rose by "
+        f"{abs(plain['value']):.1f} points {direction} than that of the {len(figures['top'])} with the most "
         f"(95%: {ends(plain, '+.1f')}; in logs {log['value']:+.3f}, {ends(log, '+.3f')})."
     )
     if plain["low"] <= 0 <= plain["high"]:

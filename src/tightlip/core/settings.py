@@ -76,8 +76,8 @@ def setting(default: Any, help: str, **about: Any) -> Any:
 
 
 def about(field: dataclasses.Field) -> About:
-    found: About = field.metadata.get("about", About(help=""))
-    return found
+    told: About = field.metadata.get("about", About(help=""))
+    return told
 
 
 class Settings:

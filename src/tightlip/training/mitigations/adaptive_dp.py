@@ -197,17 +197,19 @@ def _check_sound(mode: str, weights: PrivacyWeights) -> None:
 def _taken_at_your_word(weights: PrivacyWeights) -> list[str]:
     """What the weights rest on and nobody here can check."""
     info = weights.info
-    said = []
+    assumptions = []
     if info["estimator"] == "language model":
-        said.append(
+        assumptions.append(
             f"the weights' language model ({info['model']}), taken never to have seen this text beyond what tightlip "
             "knows of its training"
         )
     if info["public_corpus"] is not None:
-        how = "" if said else ", of which the weights are a frequency estimate"
-        said.append(f"the weights' public corpus {info['public_corpus']}{how}, taken to be public")
+        how = "" if assumptions else ", of which the weights are a frequency estimate"
+        assumptions.append(
+            f"the weights' public corpus {info['public_corpus']}{how}, taken to be public"
+        )
     # The same words whether there are any: how many there are is private, and in weights/info.json.
-    said.append(
+    assumptions.append(
         f"texts that stand both here and in public text, up to {MOST_COPIED:.0%} of the longer ones: they count as public"
     )
-    return said
+    return assumptions

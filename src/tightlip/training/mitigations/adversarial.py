@@ -81,8 +81,8 @@ class AdversarialMitigation(Regulariser):
         parameters = list(self.discriminator.parameters())
         for _ in range(self.settings.discriminator_steps):
             nats_B = cross_entropy(self.discriminator(last_XH), authors_B, reduction="none")
-            found = torch.autograd.grad((nats_B * real_B).sum() / real_B.sum(), parameters)
-            for parameter, gradient in zip(parameters, found, strict=True):
+            gradients = torch.autograd.grad((nats_B * real_B).sum() / real_B.sum(), parameters)
+            for parameter, gradient in zip(parameters, gradients, strict=True):
                 parameter.grad = gradient
             self.optimizer.step()
 

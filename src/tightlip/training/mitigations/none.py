@@ -84,13 +84,13 @@ class NoMitigation:
         ids_BT, targets_BT = (part.to(context.device) for part in self.source.gather(rows, width))
         num_targets = int(context.rows.num_targets[chosen].sum())
         weights_BT = (targets_BT >= 0) / context.targets_per_batch
-        found = passes(
+        outcome = passes(
             Physical(ids_BT, targets_BT, weights_BT, Layout(num_units=len(rows), rows_per_unit=1))
         )
         for name, parameter in passes.parameters.items():
-            parameter.grad = found.gradients[name]
+            parameter.grad = outcome.gradients[name]
         with torch.no_grad():
-            return found.losses.sum() * (context.targets_per_batch / num_targets), num_targets
+            return outcome.losses.sum() * (context.targets_per_batch / num_targets), num_targets
 
     def may_go_on(self) -> bool:
         return True

@@ -98,9 +98,9 @@ class TripletMitigation(Regulariser):
             authors = filled(self.authors[chosen], size, 0)
             partners, same_P = np.empty(0, np.int64), authors[first] == authors[second]
         else:
-            found = self.partners.drawn(chosen, [config.seed, number, _PARTNERS])
-            partners, real_P = filled(found, size, -1), np.arange(size) < num_real
-            same_P = filled(self.authors[chosen] == self.authors[found], size, False)
+            drawn = self.partners.drawn(chosen, [config.seed, number, _PARTNERS])
+            partners, real_P = filled(drawn, size, -1), np.arange(size) < num_real
+            same_P = filled(self.authors[chosen] == self.authors[drawn], size, False)
         weights_P = np.zeros(len(real_P), np.float32)
         weights_P[real_P] = pair_weights(same_P[real_P], self.settings.triplet_pairs)
         return partners, (weights_P, (same_P & real_P).astype(np.float32))
@@ -189,8 +189,8 @@ class Partners:
         author = self.authors[chosen]
         start, count = self.starts[author], self.counts[author]
         share = (draw.permutation(len(chosen)) + draw.integers(2)) % 2 == 0
-        further = 1 + draw.integers(np.maximum(count - 1, 1))
-        own = start + (self.places[chosen] + further) % count
+        steps_on = 1 + draw.integers(np.maximum(count - 1, 1))
+        own = start + (self.places[chosen] + steps_on) % count
         other = draw.integers(len(self.authors) - count)
         other += np.where(other >= start, count, 0)  # step over the author's own rows
         return self.by_author[np.where(share & (count > 1), own, other)]
