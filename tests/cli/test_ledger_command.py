@@ -9,7 +9,7 @@ from tightlip.core.errors import GuaranteeError, UsageError
 from tightlip.core.run_folder import begin_run, open_run, write_ledger
 from tightlip.privacy.accounting import EpsilonMeter, Mechanism, epsilon_spent
 from tightlip.privacy.composition import ledger
-from tightlip.privacy.ledger import Ledger, guarantee_terms
+from tightlip.privacy.ledger import Ledger, guarantee_terms, read_ledger
 
 pytestmark = pytest.mark.slow
 
@@ -90,7 +90,7 @@ def test_json_is_the_whole_record_and_what_more_steps_would_cost(tmp_path):
     run = private_run(tmp_path / "run")
     there = json.loads(said(run, "--json"))
     more = there.pop("another_1000_steps")
-    assert there == json.loads((run / "ledger.json").read_text())
+    assert there == read_ledger(run / "ledger.json")
     assert more == epsilon_spent(MECHANISM, 1060, 1e-5)
 
 

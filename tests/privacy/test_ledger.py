@@ -1,3 +1,4 @@
+import contextlib
 import json
 import os
 import random
@@ -56,10 +57,10 @@ def begun(folder, **changed):
 def test_a_new_ledger_is_on_disk_with_every_key_and_nothing_spent(tmp_path):
     ledger = begun(tmp_path / "run")
     there = json.loads(ledger.path.read_text())
-    assert set(there) == KEYS
+    assert set(there) == {*KEYS, "sha256"}
     assert (there["steps"], there["epsilon"], there["finished"]) == (0, 0.0, False)
     assert there["adjacency"] == "add or remove one user"
-    assert there == ledger.record()
+    assert read_ledger(ledger.path) == ledger.record()
 
 
 def test_epsilon_in_the_file_is_never_below_the_truth_of_its_steps(tmp_path):
@@ -127,6 +128,35 @@ def test_a_damaged_ledger_is_refused(tmp_path, text):
     ledger.path.write_text(text)
     with pytest.raises(GuaranteeError, match="damaged"):
         Ledger.open(ledger.path, terms(), meter_for(terms()))
+
+
+def test_no_flipped_bit_changes_what_a_ledger_says(tmp_path):
+    """Refused; or white space, or the checksum's own name, without which ε is worked out again."""
+    ledger = begun(tmp_path)
+    ledger.charge()
+    content, record = ledger.path.read_bytes(), read_ledger(ledger.path)
+    for place in range(len(content)):
+        for bit in (1, 8, 32):
+            ledger.path.write_bytes(
+                content[:place] + bytes([content[place] ^ bit]) + content[place + 1 :]
+            )
+            with contextlib.suppress(GuaranteeError):
+                there = read_ledger(ledger.path)
+                assert {name: there.get(name) for name in record} == record, (place, bit)
+
+
+@pytest.mark.parametrize("changed", [{"epsilon": 0.01}, {"steps": 40}, {"sampling_rate": 0.9}])
+def test_without_a_checksum_epsilon_must_cover_the_steps(tmp_path, changed):
+    """As version 0.1 wrote it."""
+    ledger = begun(tmp_path)
+    for _ in range(3):
+        ledger.charge()
+    record = ledger.finish()
+    ledger.path.write_text(json.dumps(record))
+    assert read_ledger(ledger.path) == record
+    ledger.path.write_text(json.dumps(record | changed))
+    with pytest.raises(GuaranteeError, match="damaged"):
+        read_ledger(ledger.path)
 
 
 def test_a_missing_ledger_is_refused(tmp_path):

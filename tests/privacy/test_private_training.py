@@ -13,6 +13,7 @@ from tightlip.core.errors import GuaranteeError, UsageError
 from tightlip.models import LSTMConfig, LSTMForCausalLM
 from tightlip.privacy import PrivateTraining
 from tightlip.privacy.accounting import Mechanism, epsilon_spent
+from tightlip.privacy.ledger import read_ledger
 
 pytestmark = pytest.mark.slow
 
@@ -77,7 +78,7 @@ def test_any_optimizer_trains_somebodys_own_model_in_an_ordinary_loop(kind, tmp_
     assert record["num_units"] == 12
     assert 7 < record["epsilon"] <= 8
     assert not torch.equal(flat(model), before)
-    assert json.loads((tmp_path / "ledger.json").read_text()) == record
+    assert read_ledger(tmp_path / "ledger.json") == record
 
 
 def test_without_noise_and_clip_it_is_plain_training_on_the_mean_of_row_means(tmp_path):

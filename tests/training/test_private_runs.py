@@ -11,12 +11,13 @@ import torch
 import tightlip
 from killable import train_and_kill
 from tightlip.core.errors import GuaranteeError, UsageError
-from tightlip.core.run_folder import open_run
+from tightlip.core.run_folder import open_run, write_ledger
 from tightlip.corpus.prepare import open_prepared
 from tightlip.corpus.prepare import prepare_corpus as prepare
 from tightlip.corpus.prepare_config import PrepareConfig
 from tightlip.models.loading import load_causal_lm
 from tightlip.privacy.accounting import Mechanism, epsilon_spent
+from tightlip.privacy.ledger import read_ledger
 from tightlip.training.batches import TokenRows, rows_of
 from tightlip.training.config import RunOptions, TrainConfig
 from tightlip.training.loop import Training
@@ -185,9 +186,7 @@ def test_a_ledger_that_is_behind_its_checkpoint_is_refused(corpus, tmp_path):
     config = private(steps=6)
     with pytest.raises(KeyboardInterrupt):
         interrupted_after(3, corpus, tmp_path / "run", config)
-    ledger = tmp_path / "run" / "ledger.json"
-    record = json.loads(ledger.read_text())
-    ledger.write_text(json.dumps(record | {"steps": 2}))
+    write_ledger(tmp_path / "run", read_ledger(tmp_path / "run/ledger.json") | {"steps": 2})
     with pytest.raises(GuaranteeError, match="2 steps on record and the checkpoint holds 3"):
         train(corpus, tmp_path / "run", config)
 

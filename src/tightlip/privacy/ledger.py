@@ -16,7 +16,7 @@ from typing import IO, Any, Protocol
 
 from tightlip.core.errors import GuaranteeError
 from tightlip.core.files import OWNER_FILE, fsync, make_private_folder
-from tightlip.core.run_folder import damaged_ledger
+from tightlip.core.run_folder import damaged_ledger, read_sealed, sealed
 from tightlip.privacy.accounting import Mechanism, epsilon_of, spend_of
 from tightlip.privacy.adaptive import Promise
 from tightlip.privacy.rdp_filter import RdpFilter
@@ -247,7 +247,7 @@ class Ledger:
         return record
 
     def _replace(self, record: dict[str, Any]) -> None:
-        text = json.dumps(record, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+        text = json.dumps(sealed(record), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
         descriptor = os.open(self._beside, os.O_CREAT | os.O_TRUNC | os.O_WRONLY, OWNER_FILE)
         with os.fdopen(descriptor, "wb") as beside:
             beside.write(text.encode())
@@ -273,16 +273,28 @@ def claimed(path: Path) -> IO[bytes]:
 def read_ledger(path: Path) -> dict[str, Any]:
     """The record in `path`, or a refusal: without it nobody knows what was spent."""
     try:
-        record = json.loads(path.read_text(encoding="utf-8"))
+        record, has_seal = read_sealed(path)
     except FileNotFoundError:
         raise GuaranteeError(
             f"{path} is missing, so nobody knows what the run has spent. Put it back, or train again "
             "with another --out."
         ) from None
-    except ValueError as error:
-        raise damaged_ledger(path) from error
-    steps = record.get("steps") if isinstance(record, dict) else None
+    steps = record.get("steps")
     is_whole = {"mechanism", "epsilon", "standing", "because"} <= {*(record or ())}
     if not is_whole or not isinstance(steps, int) or isinstance(steps, bool) or steps < 0:
         raise damaged_ledger(path)
+    if not has_seal and not _is_enough(record):
+        raise damaged_ledger(path)
     return record
+
+
+def _is_enough(record: dict[str, Any]) -> bool:
+    """Whether ε covers the steps that the record names, worked out again."""
+    needed = ("epsilon", "noise_multiplier", "sampling_rate", "delta")
+    if any(record.get(name) is None for name in needed):
+        return True
+    try:
+        least = exact_figures(record)["epsilon"]
+    except (ArithmeticError, KeyError, TypeError, ValueError):
+        return False
+    return least is not None and record["epsilon"] >= least * (1 - 1e-6)
