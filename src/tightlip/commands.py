@@ -136,12 +136,12 @@ def represent_attack(
     default the run's own folder, or `attacks` for several runs.
     """
     from tightlip.report.kit import write_page
-    from tightlip.vectors.attack_runs import FORMAT, RESULT, attack_runs
+    from tightlip.vectors.attack_runs import FORMAT, RESULT, attack_runs, result_folder
 
-    report = attack_runs(runs, out=out, **settings)
-    version = tightlip.__version__
-    write_json(
-        report.folder / RESULT, {"format": FORMAT, "version": version, "runs": report.results}
-    )
-    write_page("vectors", report.page, results=report.results, version=version)
+    version, folder = tightlip.__version__, result_folder(runs, out)
+    with claimed(folder):
+        report = attack_runs(runs, folder, **settings)
+        result = {"format": FORMAT, "version": version, "runs": report.results}
+        write_json(folder / RESULT, result)
+        write_page("vectors", report.page, results=report.results, version=version)
     return report

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -9,7 +10,15 @@ import sys
 import pytest
 
 from tightlip.core.errors import UsageError
-from tightlip.core.files import claimed, folder_written_whole, names_in, written_whole
+from tightlip.core.files import (
+    claimed,
+    folder_written_whole,
+    names_in,
+    partial_beside,
+    partials_in,
+    remove_partials,
+    written_whole,
+)
 
 HOLD = """
 import sys, time
@@ -43,6 +52,7 @@ def test_of_two_processes_the_second_is_refused_until_the_first_is_dead(tmp_path
     os.kill(holder.pid, signal.SIGKILL)
     holder.wait()
     with claimed(out):
+        remove_partials(partials_in(out))
         assert not list(tmp_path.rglob("*.partial")), "what it was killed over is gone"
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
@@ -59,7 +69,7 @@ def test_whoever_has_claimed_may_claim_again_and_gives_back_once(tmp_path):
     with claimed(tmp_path / "out"):
         with claimed(tmp_path / "out"):
             pass
-        assert (tmp_path / ".out.lock").exists()
+        assert (tmp_path / ".out.tightlip.lock").exists()
     assert not list(tmp_path.iterdir())
 
 
@@ -67,14 +77,21 @@ def test_a_claim_leaves_what_others_write_and_what_is_not_ours(tmp_path, holder)
     """A folder above one that is claimed: the other process goes on."""
     stays = tmp_path / ".mine.partial"
     stays.touch()
-    (tmp_path / f".report.json.{NOBODY}.partial").touch()
+    ours = partial_beside(tmp_path / "report.json").name
+    left_behind = [ours.replace(str(os.getpid()), str(NOBODY)), f".out.{NOBODY}.partial"]
+    (tmp_path / left_behind[0]).touch()
+    (tmp_path / left_behind[1]).touch()
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     (elsewhere / "kept").touch()
-    (tmp_path / f".folder.{NOBODY}.partial").symlink_to(elsewhere)
+    (
+        tmp_path / ours.replace("report.json", "link").replace(str(os.getpid()), str(NOBODY))
+    ).symlink_to(elsewhere)
     with claimed(tmp_path):
-        left = sorted(path.name for path in tmp_path.rglob(".*.partial"))
-    assert left == [stays.name, f".report.json.{holder.pid}.partial"]
+        remove_partials(partials_in(tmp_path))
+    left = sorted(path.name for path in tmp_path.rglob(".*.partial"))
+    theirs = ours.replace(str(os.getpid()), str(holder.pid))
+    assert left == sorted([stays.name, left_behind[1], theirs])
     assert (elsewhere / "kept").exists()
 
 
@@ -147,3 +164,29 @@ def test_a_full_disk_names_the_file_what_it_needed_and_what_is_free(tmp_path, wh
     with pytest.raises(UsageError, match=r"out needs more than 1,234 bytes, and [\d,]+ are free"):
         write()
     assert not list(tmp_path.iterdir())
+
+
+def test_a_lock_that_went_with_its_folder_is_not_taken_from_the_next_holder(tmp_path):
+    folder = tmp_path / "parent/out"
+    with claimed(folder):
+        shutil.rmtree(folder.parent)
+        process = subprocess.Popen(
+            [sys.executable, "-c", HOLD, str(folder)], stdout=subprocess.PIPE, text=True
+        )
+        assert process.stdout.readline() == "claimed\n"
+    with pytest.raises(UsageError, match="in use"), claimed(folder):
+        raise AssertionError
+    process.kill()
+    process.wait()
+
+
+def test_a_forked_child_holds_nothing(tmp_path):
+    with claimed(tmp_path / "out"):
+        child = os.fork()
+        if child == 0:
+            try:
+                with claimed(tmp_path / "out"):
+                    os._exit(1)
+            except UsageError:
+                os._exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

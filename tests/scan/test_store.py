@@ -374,12 +374,19 @@ def test_a_redacted_report_holds_no_scan_and_is_not_written_where_text_stood(run
     tightlip.audit(run, out=tmp_path / "with-text", device="cpu")
     with pytest.raises(UsageError, match="holds a report with text"):
         tightlip.audit(run, out=tmp_path / "with-text", redact=True, device="cpu")
+    (tmp_path / "with-text/summary.json").unlink()  # as a killed audit leaves it
+    with pytest.raises(UsageError, match="holds a report with text"):
+        tightlip.audit(run, out=tmp_path / "with-text", redact=True, device="cpu")
     out = tmp_path / "redacted"
     for _ in range(2):
         report = tightlip.audit(run, out=out, redact=True, device="cpu")
     assert not list(out.rglob("*.npz"))
     assert not {"scan", ".work"} & {path.name for path in out.iterdir()}
     assert report.corpus_fingerprint is None, "a hash of the text would let one guess it"
+    with pytest.raises(UsageError, match="holds a report with no text"):
+        tightlip.audit(run, out=out, device="cpu")
+    (out / "summary.json").unlink()
+    assert tightlip.audit(run, out=out, redact=True, device="cpu").folder == out
 
 
 def test_a_model_in_memory_is_read_anew_for_its_code_has_no_fingerprint(

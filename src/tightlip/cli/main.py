@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from tightlip.cli.flags import NO_VALUE, Command, Group, command_of, refusals_in_a_line
-from tightlip.core.progress import HarmlessLines
+from tightlip.core.progress import HarmlessLines, harmless
 
 # Read when torch and numba start their threads. Otherwise these spin while they wait for each
 # other, and beside one other busy process the demo took ten times as long.
@@ -140,5 +140,5 @@ def main() -> None:
     try:
         app()
     except Exception:
-        traceback.print_exc()
+        print(harmless(traceback.format_exc(), on_one_line=False), file=sys.stderr)
         sys.exit(OUR_MISTAKE)

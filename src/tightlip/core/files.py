@@ -12,9 +12,12 @@ import hashlib
 import io
 import json
 import os
+import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import socket
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -34,16 +37,22 @@ def make_private_folder(folder: Path) -> Path:
 
 
 def names_in(folder: Path) -> set[str]:
-    """What stands in `folder`, if it exists, but for what file managers leave everywhere."""
+    """What stands in `folder`, if it exists, but for what file managers leave everywhere, and what
+    was never whole."""
     names = {path.name for path in folder.iterdir()} if folder.exists() else set()
-    return {name for name in names - _STRAY if not name.startswith("._")}
+    passed_over = ("._", ".tightlip.partial", ".tightlip.lock")
+    return {
+        name
+        for name in names - _STRAY
+        if not name.startswith("._") and not name.endswith(passed_over)
+    }
 
 
 @contextmanager
 def written_whole(path: Path) -> Iterator[Path]:
     """Yield a path to write to; on success it becomes `path` in one step, on error it is gone."""
     make_private_folder(path.parent)
-    beside = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    beside = partial_beside(path)
     os.close(os.open(beside, os.O_CREAT | os.O_TRUNC | os.O_WRONLY, OWNER_FILE))
     try:
         with _full_disk_in_words(path, beside):
@@ -59,7 +68,7 @@ def written_whole(path: Path) -> Iterator[Path]:
 def folder_written_whole(folder: Path) -> Iterator[Path]:
     """Like `written_whole` for a folder that does not exist yet, or is empty."""
     make_private_folder(folder.parent)
-    beside = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
+    beside = partial_beside(folder)
     shutil.rmtree(beside, ignore_errors=True)
     make_private_folder(beside)
     try:
@@ -99,9 +108,8 @@ def _full_disk_in_words(path: Path, beside: Path) -> Iterator[None]:
 def claimed(path: Path) -> Iterator[None]:
     """Keep every other process from writing to `path`, a folder or a file, until the end.
 
-    What an earlier process was killed while writing goes first. The lock is an empty file beside
-    `path`, which may itself come to be by a rename; a killed process holds it no longer. Whoever
-    holds it may claim it again.
+    The lock is an empty file beside `path`, which may itself come to be by a rename; a killed
+    process holds it no longer. Whoever holds it may claim it again.
 
     Holds:
         alone: of any number of processes one works, and the others are refused before they write.
@@ -109,28 +117,31 @@ def claimed(path: Path) -> Iterator[None]:
         no_litter: nothing of it is left when it is given back.
     """
     place = Path(os.path.realpath(path))
-    if place in _claims:
+    claim = (os.getpid(), place)  # a child that was forked holds nothing
+    if claim in _claims:
         yield
         return
     make_private_folder(place.parent)
-    writable = place.parent if os.access(place.parent, os.W_OK) else place
-    lock = writable / f".{place.name}.lock"
+    lock = place.with_name(f".{place.name}.tightlip.lock")
+    if place.is_dir() and not os.access(place.parent, os.W_OK):
+        lock = place / lock.name
     descriptor = _locked(lock)
     if descriptor is None:
         raise UsageError(
             f"{path} is in use by another tightlip process. Wait for it to end, or choose another --out."
         )
-    _claims.add(place)
+    _claims.add(claim)
     try:
-        _remove_partials(place)
+        remove_partials([*place.parent.glob(f".{glob.escape(place.name)}.*.partial")])
         yield
     finally:
-        _claims.remove(place)
-        lock.unlink(missing_ok=True)
+        _claims.remove(claim)
+        if _is_still(lock, descriptor):
+            lock.unlink()
         os.close(descriptor)
 
 
-_claims: set[Path] = set()  # of this process
+_claims: set[tuple[int, Path]] = set()
 
 
 def _locked(lock: Path) -> int | None:
@@ -139,25 +150,45 @@ def _locked(lock: Path) -> int | None:
         descriptor = os.open(lock, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW, OWNER_FILE)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.path.samestat(os.fstat(descriptor), os.stat(lock)):
-                return descriptor
         except BlockingIOError:
             os.close(descriptor)
             return None
-        except FileNotFoundError:
-            pass
+        if _is_still(lock, descriptor):
+            return descriptor
         os.close(descriptor)  # its holder took the file away as we opened it
 
 
-def _remove_partials(place: Path) -> None:
-    """Take away what processes were killed while writing, beside `place` and at every level in it.
+def _is_still(path: Path, descriptor: int) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), os.stat(path))
+    except FileNotFoundError:
+        return False
 
-    A name of our own form is not enough: whoever writes at another level has not claimed `place`.
+
+def partial_beside(path: Path) -> Path:
+    """What becomes `path` once it is whole. The name says that it is ours, and whose of us."""
+    return path.with_name(f".{path.name}.{os.getpid()}-{_here()}.tightlip.partial")
+
+
+@cache
+def _here() -> str:
+    """Where the numbers of processes mean the same: this machine, and this container of it."""
+    try:
+        numbers = os.readlink("/proc/self/ns/pid")
+    except OSError:
+        numbers = ""
+    return hashlib.sha256(f"{socket.gethostname()} {numbers}".encode()).hexdigest()[:8]
+
+
+def remove_partials(paths: Iterable[Path]) -> None:
+    """Take away those of `paths` that processes were killed while writing.
+
+    Nothing but what our own names say to be ours, of a process here that is no more: whoever
+    writes inside a folder that we claim has not claimed all of it.
     """
-    inside = place.rglob(".*.partial") if place.is_dir() else ()
-    for path in [*place.parent.glob(f".{glob.escape(place.name)}.*.partial"), *inside]:
-        number = path.name.split(".")[-2]
-        if not number.isdecimal() or _is_running(int(number)):
+    for path in paths:
+        named = re.fullmatch(r"\..+\.([0-9]{1,9})-([0-9a-f]{8})\.tightlip\.partial", path.name)
+        if named is None or named[2] != _here() or _is_running(int(named[1])):
             continue
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
@@ -165,12 +196,17 @@ def _remove_partials(place: Path) -> None:
             path.unlink(missing_ok=True)
 
 
+def partials_in(folder: Path) -> list[Path]:
+    """What looks half-written in a folder of ours, at every level."""
+    return [*folder.rglob(".*.tightlip.partial")]
+
+
 def _is_running(process: int) -> bool:
     try:
         os.kill(process, 0)
     except ProcessLookupError:
         return False
-    except (PermissionError, OverflowError):
+    except PermissionError:
         pass
     return True
 
@@ -212,7 +248,8 @@ def csv_text(lines: Sequence[Mapping[str, Any]]) -> str:
 
 def _no_formula(value: Any) -> Any:
     """Text that a spreadsheet would calculate, marked as text."""
-    return f"'{value}" if isinstance(value, str) and value[:1] in "=+-@\t\r" and value else value
+    is_one = isinstance(value, str) and re.match(r"[\t\r]|\s*[=+@-]", value)
+    return f"'{value}" if is_one else value
 
 
 def digest_of_files(

@@ -30,7 +30,9 @@ from tightlip.core.errors import GuaranteeError, UsageError
 from tightlip.core.files import (
     folder_written_whole,
     names_in,
+    partials_in,
     read_json,
+    remove_partials,
     write_json,
     write_text,
 )
@@ -201,6 +203,8 @@ def _snapshots(folder: Path, metrics: list[dict[str, Any]]) -> list[Snapshot]:
                 f"{folder / METRICS} names a snapshot {line['snapshot']!r}, which is not a name that tightlip gives. "
                 "The run was changed by somebody. Train it again, or take a copy that is whole."
             )
+    if (folder / SNAPSHOTS).is_symlink():
+        return []
     named = [
         Snapshot(
             name=line["snapshot"],
@@ -223,8 +227,16 @@ def snapshot_folder(folder: Path, name: str) -> Path:
 
 
 def _read_metrics(path: Path) -> list[dict[str, Any]]:
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    return [json.loads(line) for line in lines]
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+        metrics = [json.loads(line) for line in lines]
+    except ValueError:
+        metrics = [None]
+    if not all(isinstance(line, dict) and {"step", "epoch"} <= line.keys() for line in metrics):
+        raise UsageError(
+            f"{path} is damaged: a line of it is not a record of a step. Put a whole copy back, or train again."
+        )
+    return metrics
 
 
 def write_metrics(
@@ -349,9 +361,11 @@ def _flat(table: Mapping[str, Any]) -> dict[str, list[Any]]:
 def go_back_to(
     folder: Path, metrics: list[dict[str, Any]], *, losses_are_private: bool = False
 ) -> None:
-    """Make the folder what it was when these were its metrics: later snapshots go."""
+    """Make the folder what it was when these were its metrics: later snapshots go, and so do
+    files that somebody was killed while writing."""
+    remove_partials(partials_in(folder))
     kept = {line.get("snapshot") for line in metrics}
-    if (folder / SNAPSHOTS).is_dir():
+    if (folder / SNAPSHOTS).is_dir() and not (folder / SNAPSHOTS).is_symlink():
         for path in (folder / SNAPSHOTS).iterdir():
             # What has another name, or lies elsewhere, is not ours to take away.
             is_ours = is_snapshot_name(path.name) and path.is_dir() and not path.is_symlink()

@@ -18,7 +18,14 @@ from pathlib import Path
 from typing import Any, cast
 
 from tightlip.core.errors import UsageError
-from tightlip.core.files import claimed, folder_written_whole, names_in, read_json, write_json
+from tightlip.core.files import (
+    claimed,
+    folder_written_whole,
+    names_in,
+    partial_beside,
+    read_json,
+    write_json,
+)
 from tightlip.core.progress import task
 from tightlip.corpus.cleaning import Cleaner
 from tightlip.corpus.encoding import tokenizer_fingerprint
@@ -96,7 +103,7 @@ def corpus_id(folder: Path) -> str:
     """
     path = folder / "id.json"
     if not path.exists():
-        fresh = folder / f".id-{secrets.token_hex(8)}.{os.getpid()}.partial"
+        fresh = partial_beside(folder / f"id-{secrets.token_hex(8)}")
         try:
             write_json(fresh, {"id": secrets.token_hex(16)})
             # A link, not a rename: of two that ask at once the first decides for both.

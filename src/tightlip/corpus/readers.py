@@ -290,15 +290,18 @@ def _float_users(where: str, column: str) -> UsageError:
 def columns_there(names: Iterable[str], wanted: str = "", *, is_csv: bool = False) -> str:
     """Which columns there are, for whoever gave another name.
 
-    Of CSV only how many, unless one is nearly what is wanted: without a header the first line is
-    somebody's text.
+    Of CSV only how many: without a header the first line is somebody's text. Nor are names told
+    that are none a column usually has: keys of JSON may be anything.
     """
     available = [str(there) for there in names]
-    close = difflib.get_close_matches(wanted, available, n=1)
-    if is_csv and not close:
+    if is_csv:
         return f"It has {len(available)} columns, and its first line must name them."
+    usual = [name for name in available if re.fullmatch(r"[A-Za-z_][A-Za-z0-9_.-]{0,30}", name)]
+    others = len(available) - len(usual)
+    told = [*usual, *([f"{others} with names that may be text"] if others else [])]
+    close = difflib.get_close_matches(wanted, usual, n=1)
     closest = f" Closest: {close[0]}." if close else ""
-    return f"Columns there: {', '.join(available) or 'none'}.{closest}"
+    return f"Columns there: {', '.join(told) or 'none'}.{closest}"
 
 
 def _missing(name: str, row: dict[str, Any], part: Part) -> Fault:

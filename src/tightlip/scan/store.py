@@ -10,6 +10,7 @@ Ranks and log-probabilities tell nearly as much as the text: all of it is for it
 import hashlib
 import json
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -130,6 +131,15 @@ def scan_store(folder: Path, beside: Sequence[Path] = (), *, keep: bool) -> Iter
         yield ScanStore(folder if keep else passing, [passing if keep else folder, *beside])
     finally:
         shutil.rmtree(passing, ignore_errors=True)
+
+
+def remove_scans(folder: Path) -> None:
+    """Take away the scans in `folder`, and the folder where nothing else is in it."""
+    for path in folder.iterdir() if folder.is_dir() and not folder.is_symlink() else ():
+        if re.fullmatch("[0-9a-f]{32}", path.name) and path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+    if folder.is_dir() and not any(folder.iterdir()):
+        folder.rmdir()
 
 
 def _whole_key(key: Mapping[str, Any], corpus: TokenizedCorpus) -> dict[str, Any]:

@@ -58,7 +58,7 @@ def _nothing_left_of_a_refusal(out: Path) -> Iterator[None]:
     try:
         yield
     except TightlipError:
-        if not had_run and not is_run(out):
+        if had_run or not is_run(out):
             if not had_corpus:
                 shutil.rmtree(out / CORPUS, ignore_errors=True)
             if not was_there and out.exists() and not names_in(out) - {LOG}:

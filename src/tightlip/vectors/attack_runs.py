@@ -9,7 +9,7 @@ from typing import Any
 from tightlip import __version__
 from tightlip.core.devices import usable_device
 from tightlip.core.errors import UsageError
-from tightlip.core.files import claimed, digest_of_files, read_json, write_json
+from tightlip.core.files import claimed, digest_of_files, names_in, read_json, write_json
 from tightlip.core.resampling import FEW_USERS
 from tightlip.core.run_folder import CONFIG
 from tightlip.core.settings import read_toml, split_settings
@@ -40,10 +40,36 @@ class AttackReport:
         return self.folder / "report.html"
 
 
+def result_folder(runs: str | Path | Sequence[str | Path], out: str | Path | None = None) -> Path:
+    """Where the result goes: `out`, the run itself, or `attacks`; never among somebody's files."""
+    given = _given(runs)
+    _folders(given)  # refused before anything is written
+    folder = Path(out) if out is not None else Path(given[0]) if len(given) == 1 else SEVERAL_RUNS
+    if folder.is_file():
+        raise UsageError(f"{folder} is a file. Name a folder for the page: --out DIR")
+    is_own = folder in map(Path, given) or _is_result(folder / RESULT)
+    if names_in(folder) and not is_own:
+        raise UsageError(
+            f"{folder} holds other files, and the result would be mixed among them. Give --out a new or empty folder."
+        )
+    return folder
+
+
+def _is_result(path: Path) -> bool:
+    try:
+        return {"format", "runs"} <= read_json(path).keys()
+    except (OSError, ValueError, AttributeError):
+        return False
+
+
+def _given(runs: str | Path | Sequence[str | Path]) -> list[str | Path]:
+    return [runs] if isinstance(runs, str | Path) else list(runs)
+
+
 def attack_runs(
     runs: str | Path | Sequence[str | Path],
+    out: Path,
     *,
-    out: str | Path | None = None,
     again: bool = False,
     device: str = "auto",
     **settings: Any,
@@ -51,15 +77,14 @@ def attack_runs(
     """Attack the vectors of one run or several.
 
     `settings` are those of AttackSettings and EncodingOptions. The figures of each run are kept in
-    RUN/attack.json and taken from there when the same is asked again, unless `again`. The folder
-    is `out`: by default the run's own, or `attacks` for several.
+    RUN/attack.json and taken from there when the same is asked again, unless `again`. `out` is the
+    folder of the report.
     """
     sklearn_part("linear_model")  # refused here, not after an hour of encoding
     known = {name: value for name, value in settings.items() if value is not None}
     asked, options = split_settings(known, AttackSettings, EncodingOptions)
     encoding = {"batch_size": options.batch_size, "device": usable_device(device)}
-    given = [runs] if isinstance(runs, str | Path) else list(runs)
-    folders = _folders(given)
+    folders = _folders(_given(runs))
     for folder, _ in folders:
         _pair(folder)  # refused before the first of them is encoded
     results, num_kept = [], 0
@@ -70,10 +95,7 @@ def attack_runs(
             result = kept or _attacked(folder, asked, encoding)
         name = f"{group}/{folder.name}" if group else folder.name or str(folder)
         results.append({**result, "run": name, "group": group})
-    folder = Path(out) if out is not None else Path(given[0]) if len(given) == 1 else SEVERAL_RUNS
-    if folder.is_file():
-        raise UsageError(f"{folder} is a file. Name a folder for the page: --out DIR")
-    return AttackReport(results=results, folder=folder, num_kept=num_kept)
+    return AttackReport(results=results, folder=out, num_kept=num_kept)
 
 
 def _folders(given: Sequence[str | Path]) -> list[tuple[Path, str | None]]:

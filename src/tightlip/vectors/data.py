@@ -99,7 +99,7 @@ def open_source(source: Any, **settings: Any) -> Source:
         path = str(Path(source).resolve())
     has_users = _has_users(given, columns.user_column)
     if not has_users:
-        given = _with_nobody(given, columns.user_column)
+        given = _with_nobody(given, columns.user_column, columns.text_column)
     corpus = open_corpus(given, **columns.tree())
     tree = {"path": path, "fingerprint": corpus.fingerprint(), **columns.tree()}
     return Source(corpus=corpus, has_users=has_users, tree=tree)
@@ -122,7 +122,7 @@ def _has_users(source: Any, column: str) -> bool:
     return not isinstance(first, dict) or column in first
 
 
-def _with_nobody(source: Any, column: str) -> Any:
+def _with_nobody(source: Any, column: str, text_column: str) -> Any:
     """The rows with an empty user in each."""
     if isinstance(source, pa.Table):
         return source.append_column(column, pa.array([""] * source.num_rows))
@@ -131,8 +131,12 @@ def _with_nobody(source: Any, column: str) -> Any:
     if not isinstance(source, str | Path):
         return source.assign(**{column: ""})
     if kind_of(Path(source)) == "parquet":
-        return _with_nobody(pq.read_table(source), column)
-    rows = (row for _, row in rows_of(Path(source)))
+        return _with_nobody(pq.read_table(source), column, text_column)
+    rows = [row for _, row in rows_of(Path(source))]
+    first = rows[0] if rows and isinstance(rows[0], dict) else {text_column: ""}
+    if kind_of(Path(source)) == "csv" and text_column not in first:
+        there = columns_there(first, is_csv=True)
+        raise UsageError(f"{source} has no column {text_column!r}. {there}")
     return [{**row, column: ""} if isinstance(row, dict) else row for row in rows]
 
 

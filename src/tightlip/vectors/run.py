@@ -83,6 +83,17 @@ def represent_train(
     if not chosen.is_new:
         chosen = replace(chosen, extractor=str(checked_folder(chosen.extractor).resolve()))
     source = open_source(corpus, **columns.tree())
+    with claimed(out):
+        return _trained(source, out, chosen, options, seeds)
+
+
+def _trained(
+    source: Source,
+    out: Path,
+    chosen: RepresentSettings,
+    options: RepresentOptions,
+    seeds: int | None,
+) -> RepresentRun | RepresentRuns:
     if seeds is None:
         if (out / SUMMARY).exists() or (out / "seed-0").exists():
             raise UsageError(

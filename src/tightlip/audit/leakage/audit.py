@@ -1,7 +1,7 @@
 """The leakage report as one call: find the model and the corpus, audit, write the figures."""
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,13 +28,15 @@ from tightlip.core.files import (
     claimed,
     make_private_folder,
     names_in,
+    partials_in,
     read_json,
+    remove_partials,
     write_json,
     write_text,
 )
 from tightlip.core.progress import task
 from tightlip.core.registry import look_up
-from tightlip.core.run_folder import RunRecord, Snapshot, is_run
+from tightlip.core.run_folder import SNAPSHOTS, RunRecord, Snapshot, is_run, is_snapshot_name
 from tightlip.core.settings import bytes_from, split_settings
 from tightlip.corpus.opening import (
     CorpusSource,
@@ -48,10 +50,15 @@ from tightlip.corpus.prepare_config import ColumnSettings
 from tightlip.corpus.tokens import TokenizedCorpus
 from tightlip.scan.models import AUDIT, OpenedModel, Scans, open_model
 from tightlip.scan.options import ScanOptions
-from tightlip.scan.store import SCAN, ScannedCorpus, ScanStore
+from tightlip.scan.store import SCAN, ScannedCorpus, ScanStore, remove_scans
 
 WORK = ".work"  # tokens, and what is not to be kept, while an audit is under way
-REDACTING = "redacting"  # in WORK: nothing with text was ever written here
+REDACTED = ".redacted"  # nothing with text was ever written where this stands
+TABLES = ("sequences.parquet", "owners.parquet", "users.parquet")
+REPORT_NAMES = {
+    *(*TABLES, "summary.json", "report.html", "snapshots.json", "log.txt"),
+    *(SNAPSHOTS, SCAN, WORK, REDACTED),
+}
 LEAVE_OUT = "leave-out"
 LEAST_SHARE_LEFT = 0.2
 NOBODY_LEFT_OUT = (
@@ -118,7 +125,7 @@ def audit_model(
         # Only now: until the report is whole, the scan is what a killed audit goes on from.
         shutil.rmtree(job.work, ignore_errors=True)
         if not is_kept:
-            shutil.rmtree(folder / SCAN, ignore_errors=True)  # of an earlier audit
+            remove_scans(folder / SCAN)  # of an earlier audit
     return LeakageReport(folder, keep_alive)
 
 
@@ -135,32 +142,40 @@ def report_folder(folder: Path, config: LeakageConfig) -> Path:
     redacted report never one that held text."""
     if folder.exists() and not folder.is_dir():
         raise UsageError(f"{folder} is a file. Give --out a folder.")
-    known = {"summary.json", WORK, SCAN, "sequences.parquet"}
     there = names_in(folder)
-    if there and not known & there:
+    if there - REPORT_NAMES:
         raise UsageError(
             f"{folder} holds other files, and a report would be mixed among them. "
             f"Give --out a new or empty folder."
         )
-    # So that a killed one goes on: what it left holds no text.
-    mark = folder / WORK / REDACTING
-    if config.redact and there and not (mark.exists() or _is_redacted(folder)):
+    if there and config.redact != _is_redacted(folder):
+        held, other = ("text", "a redacted one") if config.redact else ("no text", "one with text")
         raise UsageError(
-            f"{folder} holds a report with text, and a redacted one is to be handed on without any. Give --redact a new "
-            "--out, or empty that folder first."
+            f"{folder} holds a report with {held}, and {other} is not written over it: what is left of the one must not "
+            "be handed on as the other. Give a new --out, or empty that folder first."
         )
     if config.redact:
-        write_text(mark, "")
-    else:
-        mark.unlink(missing_ok=True)
+        write_text(folder / REDACTED, "")  # first: a killed one is known by it
+    remove_partials(partials_in(folder))
     return make_private_folder(folder)
 
 
 def _is_redacted(folder: Path) -> bool:
+    """Whether nothing but redacted reports was ever written here; 0.1 said it in the summary."""
     try:
-        return bool(read_json(folder / "summary.json")["redacted"]) and not (folder / SCAN).exists()
+        return (folder / REDACTED).exists() or bool(read_json(folder / "summary.json")["redacted"])
     except (OSError, ValueError, KeyError, TypeError):
         return False
+
+
+def _remove_snapshots(folder: Path, *, but: Collection[str] = ()) -> None:
+    """Take away an earlier report's snapshots, and nothing else that may stand there."""
+    place = folder / SNAPSHOTS
+    for path in place.iterdir() if place.is_dir() and not place.is_symlink() else ():
+        if is_snapshot_name(path.name) and path.name not in but and not path.is_symlink():
+            shutil.rmtree(path)
+    if place.is_dir() and not any(place.iterdir()):
+        place.rmdir()
 
 
 @contextmanager
@@ -172,9 +187,9 @@ def _nothing_left_of_a_refusal(folder: Path) -> Iterator[None]:
     except UsageError:
         shutil.rmtree(folder / WORK, ignore_errors=True)
         if not had_scan:
-            shutil.rmtree(folder / SCAN, ignore_errors=True)
-        if not any(folder.iterdir()):
-            folder.rmdir()
+            remove_scans(folder / SCAN)
+        if not names_in(folder) - {REDACTED}:
+            shutil.rmtree(folder, ignore_errors=True)
         raise
 
 
@@ -247,7 +262,7 @@ class _Job:
         if self.leaves_out and leaks.unique.any():
             public = self._left_out_model(leaks)
         (self.folder / "snapshots.json").unlink(missing_ok=True)  # of an earlier report here
-        shutil.rmtree(self.folder / "snapshots", ignore_errors=True)
+        _remove_snapshots(self.folder)
         write_report(self.folder, self._findings(self.subject.model, leaks, public))
 
     def summary(self, public: OpenedModel | None) -> dict[str, Any]:
@@ -276,15 +291,16 @@ class _Job:
                 rows.append(self._snapshot_row(snapshot, public))
                 bar.advance()
         folder = self._snapshot_folder(run.snapshots[-1])
-        for name in ("sequences.parquet", "owners.parquet", "users.parquet", "summary.json"):
+        for name in (*TABLES, "summary.json"):
             shutil.copy2(folder / name, self.folder / name)
         write_json(
             self.folder / "snapshots.json",
             {"snapshots": rows, "best_validation": best_validation(rows)},
         )
+        _remove_snapshots(self.folder, but=[row["name"] for row in rows])
 
     def _snapshot_folder(self, snapshot: Snapshot) -> Path:
-        return make_private_folder(self.folder / "snapshots" / snapshot.name)
+        return make_private_folder(self.folder / SNAPSHOTS / snapshot.name)
 
     def _snapshot_row(self, snapshot: Snapshot, public: OpenedModel | None) -> dict[str, Any]:
         model = open_model(snapshot.folder, self.scans.options, name=snapshot.name)
