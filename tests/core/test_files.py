@@ -15,8 +15,7 @@ from tightlip.core.files import (
     folder_written_whole,
     names_in,
     partial_beside,
-    partials_in,
-    remove_partials,
+    remove_partials_in,
     written_whole,
 )
 
@@ -52,7 +51,7 @@ def test_of_two_processes_the_second_is_refused_until_the_first_is_dead(tmp_path
     os.kill(holder.pid, signal.SIGKILL)
     holder.wait()
     with claimed(out):
-        remove_partials(partials_in(out))
+        remove_partials_in(out)
         assert not list(tmp_path.rglob("*.partial")), "what it was killed over is gone"
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
@@ -88,7 +87,7 @@ def test_a_claim_leaves_what_others_write_and_what_is_not_ours(tmp_path, holder)
         tmp_path / ours.replace("report.json", "link").replace(str(os.getpid()), str(NOBODY))
     ).symlink_to(elsewhere)
     with claimed(tmp_path):
-        remove_partials(partials_in(tmp_path))
+        remove_partials_in(tmp_path)
     left = sorted(path.name for path in tmp_path.rglob(".*.partial"))
     theirs = ours.replace(str(os.getpid()), str(holder.pid))
     assert left == sorted([stays.name, left_behind[1], theirs])

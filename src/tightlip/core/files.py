@@ -132,7 +132,7 @@ def claimed(path: Path) -> Iterator[None]:
         )
     _claims.add(claim)
     try:
-        remove_partials([*place.parent.glob(f".{glob.escape(place.name)}.*.partial")])
+        _remove_partials(place.parent.glob(f".{glob.escape(place.name)}.*.partial"))
         yield
     finally:
         _claims.remove(claim)
@@ -180,13 +180,15 @@ def _here() -> str:
     return hashlib.sha256(f"{socket.gethostname()} {numbers}".encode()).hexdigest()[:8]
 
 
-def remove_partials(paths: Iterable[Path]) -> None:
-    """Take away those of `paths` that processes were killed while writing.
+def remove_partials_in(folder: Path) -> None:
+    """Take away what processes were killed while writing in a folder of ours, at every level."""
+    _remove_partials(folder.rglob(".*.tightlip.partial"))
 
-    Nothing but what our own names say to be ours, of a process here that is no more: whoever
-    writes inside a folder that we claim has not claimed all of it.
-    """
-    for path in paths:
+
+def _remove_partials(paths: Iterable[Path]) -> None:
+    """Nothing but what our own names say to be ours, of a process here that is no more: whoever
+    writes inside a folder that we claim has not claimed all of it."""
+    for path in [*paths]:
         named = re.fullmatch(r"\..+\.([0-9]{1,9})-([0-9a-f]{8})\.tightlip\.partial", path.name)
         if named is None or named[2] != _here() or _is_running(int(named[1])):
             continue
@@ -194,11 +196,6 @@ def remove_partials(paths: Iterable[Path]) -> None:
             shutil.rmtree(path, ignore_errors=True)
         else:
             path.unlink(missing_ok=True)
-
-
-def partials_in(folder: Path) -> list[Path]:
-    """What looks half-written in a folder of ours, at every level."""
-    return [*folder.rglob(".*.tightlip.partial")]
 
 
 def _is_running(process: int) -> bool:

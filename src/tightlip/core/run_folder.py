@@ -30,9 +30,8 @@ from tightlip.core.errors import GuaranteeError, UsageError
 from tightlip.core.files import (
     folder_written_whole,
     names_in,
-    partials_in,
     read_json,
-    remove_partials,
+    remove_partials_in,
     write_json,
     write_text,
 )
@@ -363,7 +362,7 @@ def go_back_to(
 ) -> None:
     """Make the folder what it was when these were its metrics: later snapshots go, and so do
     files that somebody was killed while writing."""
-    remove_partials(partials_in(folder))
+    remove_partials_in(folder)
     kept = {line.get("snapshot") for line in metrics}
     if (folder / SNAPSHOTS).is_dir() and not (folder / SNAPSHOTS).is_symlink():
         for path in (folder / SNAPSHOTS).iterdir():

@@ -28,9 +28,8 @@ from tightlip.core.files import (
     claimed,
     make_private_folder,
     names_in,
-    partials_in,
     read_json,
-    remove_partials,
+    remove_partials_in,
     write_json,
     write_text,
 )
@@ -156,7 +155,7 @@ def report_folder(folder: Path, config: LeakageConfig) -> Path:
         )
     if config.redact:
         write_text(folder / REDACTED, "")  # first: a killed one is known by it
-    remove_partials(partials_in(folder))
+    remove_partials_in(folder)
     return make_private_folder(folder)
 
 
