@@ -133,6 +133,7 @@ def claimed(path: Path) -> Iterator[None]:
     _claims.add(claim)
     try:
         _remove_partials(place.parent.glob(f".{glob.escape(place.name)}.*.partial"))
+        _remove_partials(place.glob(".*.partial"))
         yield
     finally:
         _claims.remove(claim)

@@ -138,7 +138,7 @@ class Corpus:
     def _refuse_or_count(self, part: Part, number: int, fault: Fault) -> None:
         line = f"{part.name}, row {number} {fault.because}."
         if self._bad_rows == "error":
-            raise UsageError(f"{line} Mend it, or skip and count such rows: --bad-rows skip")
+            raise UsageError(f"{line} Fix it, or skip and count such rows: --bad-rows skip")
         self._first_fault = self._first_fault or line
         self.num_skipped += 1
 

@@ -8,8 +8,9 @@ import pytest
 from rich.console import Console
 
 from tightlip.core import figures
+from tightlip.core.files import csv_text
 from tightlip.report.kit import plots, words
-from tightlip.report.kit.table import NAMES, Cell, Column, Row, Table, csv_text, plain_row
+from tightlip.report.kit.table import NAMES, Cell, Column, Row, Table, plain_row
 from tightlip.report.vectors import table as vectors_table
 from tightlip.report.vectors import words as vectors_words
 
