@@ -13,7 +13,7 @@ from tightlip.audit.measures import Key, Measuring, ModelMeasures, measured_or_r
 from tightlip.core.devices import usable_device
 from tightlip.core.errors import UsageError
 from tightlip.core.progress import Task, task
-from tightlip.core.resampling import ResamplingSettings, check_num_bootstraps
+from tightlip.core.resampling import ResamplingSettings
 from tightlip.core.run_folder import RunRecord, open_run
 from tightlip.corpus.canaries import exposed_above_bits, read_canary_key
 from tightlip.corpus.opening import check_reference, finished_run, model_folder, open_run_corpus
@@ -110,7 +110,6 @@ def _opened(runs: Sequence[str | Path | RunRecord]) -> list[RunRecord]:
 
 def _measuring(key: Any, reference: str | Path | None, seed: int, num_bootstraps: int) -> Measuring:
     """How to measure; whatever cannot work is refused here, before the long work."""
-    check_num_bootstraps(num_bootstraps)
     paths = [] if key is None else [key] if isinstance(key, str | Path) else list(key)
     given = None if reference is None else Path(reference)
     return Measuring(

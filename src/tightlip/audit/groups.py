@@ -20,7 +20,7 @@ from tightlip.audit.measures import Audited, written_to
 from tightlip.audit.membership import NOT_PRIVATE
 from tightlip.audit.settings import ResamplingSettings
 from tightlip.core.errors import UsageError
-from tightlip.core.resampling import FEW_USERS, check_num_bootstraps
+from tightlip.core.resampling import FEW_USERS
 from tightlip.core.run_folder import RunRecord
 from tightlip.corpus.opening import with_held_out
 from tightlip.corpus.prepare import PreparedCorpus
@@ -52,7 +52,6 @@ def measure_groups(
     ResamplingSettings.
     """
     config = ResamplingSettings(**settings)
-    check_num_bootstraps(config.num_bootstraps)
     if against is None and against_model is not None:
         raise UsageError(f"against_model={against_model} is of no run. Give against, its run, too.")
     record, prepared, held = with_held_out(run)

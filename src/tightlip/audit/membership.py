@@ -15,7 +15,7 @@ from tightlip.audit.measures import Audited, written_to
 from tightlip.audit.settings import ResamplingSettings
 from tightlip.audit.sides import Side, Sides
 from tightlip.core.errors import UsageError
-from tightlip.core.resampling import FEW_USERS, check_num_bootstraps, interval, times_drawn
+from tightlip.core.resampling import FEW_USERS, interval, times_drawn
 from tightlip.core.run_folder import RunRecord
 from tightlip.corpus.opening import with_held_out
 from tightlip.corpus.prepare import PreparedCorpus
@@ -221,7 +221,6 @@ def measure_membership(
     `scans` are those of a caller that measures more, and `settings` those of ResamplingSettings.
     """
     config = ResamplingSettings(**settings)
-    check_num_bootstraps(config.num_bootstraps)
     record, prepared, held = with_held_out(run)
     _refuse_users_left_out(record)
     notes: list[str] = []

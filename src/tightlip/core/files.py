@@ -40,12 +40,8 @@ def names_in(folder: Path) -> set[str]:
     """What stands in `folder`, if it exists, but for what file managers leave everywhere, and what
     was never whole."""
     names = {path.name for path in folder.iterdir()} if folder.exists() else set()
-    passed_over = ("._", ".tightlip.partial", ".tightlip.lock")
-    return {
-        name
-        for name in names - _STRAY
-        if not name.startswith("._") and not name.endswith(passed_over)
-    }
+    ours = (".tightlip.partial", ".tightlip.lock")
+    return {n for n in names - _STRAY if not n.startswith("._") and not n.endswith(ours)}
 
 
 @contextmanager

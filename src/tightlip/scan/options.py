@@ -1,7 +1,6 @@
 """How a model is run over a text: what changes speed and memory, not what is found."""
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from tightlip.core.settings import Settings, bytes_from, setting
 
@@ -9,8 +8,6 @@ from tightlip.core.settings import Settings, bytes_from, setting
 @dataclass(frozen=True, kw_only=True)
 class ScanOptions(Settings):
     """What changes speed and memory, not the report (beyond float rounding)."""
-
-    table: ClassVar[str] = "scan"
 
     device: str = setting("auto", "cpu, cuda, or auto: the GPU where there is one.")
     dtype: str = setting(

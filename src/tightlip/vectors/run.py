@@ -75,8 +75,9 @@ def represent_train(
 ) -> RepresentRun | RepresentRuns:
     """Train vectors that tell a label and hide the writer.
 
-    `settings` are those of RepresentSettings and ColumnSettings. With `seeds`, that many runs OUT/seed-0, OUT/seed-1, ..., and their mean and spread. A run that
-    was stopped goes on; a finished one is returned as it is.
+    `settings` are those of RepresentSettings and ColumnSettings. With `seeds`, that many runs
+    OUT/seed-0, OUT/seed-1, ..., and their mean and spread. A run that was stopped goes on; a
+    finished one is returned as it is.
     """
     chosen, columns = split_settings(settings, RepresentSettings, ColumnSettings)
     options, out = options or RepresentOptions(), Path(out)

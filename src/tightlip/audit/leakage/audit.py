@@ -1,8 +1,7 @@
 """The leakage report as one call: find the model and the corpus, audit, write the figures."""
 
 import shutil
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -13,7 +12,12 @@ import numpy as np
 import tightlip
 from tightlip.audit.leakage.counting import Engine
 from tightlip.audit.leakage.findings import (
+    TABLES,
+    WORK,
     Findings,
+    nothing_left_of_a_refusal,
+    remove_snapshots,
+    report_folder,
     tokens_with_text,
     unknown_share,
     validation_fit,
@@ -27,15 +31,11 @@ from tightlip.core.errors import UsageError
 from tightlip.core.files import (
     claimed,
     make_private_folder,
-    names_in,
-    read_json,
-    remove_partials_in,
     write_json,
-    write_text,
 )
 from tightlip.core.progress import task
 from tightlip.core.registry import look_up
-from tightlip.core.run_folder import SNAPSHOTS, RunRecord, Snapshot, is_run, is_snapshot_name
+from tightlip.core.run_folder import SNAPSHOTS, RunRecord, Snapshot, is_run
 from tightlip.core.settings import bytes_from, split_settings
 from tightlip.corpus.opening import (
     CorpusSource,
@@ -51,13 +51,6 @@ from tightlip.scan.models import AUDIT, OpenedModel, Scans, open_model
 from tightlip.scan.options import ScanOptions
 from tightlip.scan.store import SCAN, ScannedCorpus, ScanStore, remove_scans
 
-WORK = ".work"  # tokens, and what is not to be kept, while an audit is under way
-REDACTED = ".redacted"  # nothing with text was ever written where this stands
-TABLES = ("sequences.parquet", "owners.parquet", "users.parquet")
-REPORT_NAMES = {
-    *(*TABLES, "summary.json", "report.html", "snapshots.json", "log.txt"),
-    *(SNAPSHOTS, SCAN, WORK, REDACTED),
-}
 LEAVE_OUT = "leave-out"
 LEAST_SHARE_LEFT = 0.2
 NOBODY_LEFT_OUT = (
@@ -93,8 +86,8 @@ def audit_model(
     `model` is a folder, a run that tightlip trained (then `corpus` defaults to what it was
     trained on and `validation` to what was held out), or a model in memory with `tokenizer`.
     `corpus` is a file or folder, a prepared corpus, an Arrow table, a DataFrame or a list.
-    `settings` are those of LeakageConfig, ScanOptions and ColumnSettings. Without `out` the report lives as long
-    as the object returned. The scan is kept in `scan/` beside the report unless `keep_scan` is
+    `settings` are those of LeakageConfig, ScanOptions and ColumnSettings. Without `out` the
+    report lives as long as the object returned. The scan is kept in `scan/` beside the report unless `keep_scan` is
     False, the report is redacted or the model is in memory. `retrain` is what leave-out trains
     with, and `write_page` draws the report once its figures stand.
     """
@@ -114,7 +107,7 @@ def audit_model(
         leaves_out=str(public_model) == LEAVE_OUT,
         retrain=retrain,
     )
-    with claimed(folder), _nothing_left_of_a_refusal(report_folder(folder, config)):
+    with claimed(folder), nothing_left_of_a_refusal(report_folder(folder, config)):
         if snapshots:
             job.audit_snapshots(public_model)
         else:
@@ -134,62 +127,6 @@ def _store(folder: Path, subject: "_Subject", is_kept: bool) -> ScanStore:
     if subject.run is not None:
         beside += [subject.run.folder / SCAN, subject.run.folder / AUDIT / SCAN]
     return ScanStore(folder / SCAN if is_kept else folder / WORK / SCAN, beside)
-
-
-def report_folder(folder: Path, config: LeakageConfig) -> Path:
-    """`folder`, new, empty or holding an earlier report; never somebody's other files, and for a
-    redacted report never one that held text."""
-    if folder.exists() and not folder.is_dir():
-        raise UsageError(f"{folder} is a file. Give --out a folder.")
-    there = names_in(folder)
-    if there - REPORT_NAMES:
-        raise UsageError(
-            f"{folder} holds other files, and a report would be mixed among them. "
-            f"Give --out a new or empty folder."
-        )
-    if there and config.redact != _is_redacted(folder):
-        held, other = ("text", "a redacted one") if config.redact else ("no text", "one with text")
-        raise UsageError(
-            f"{folder} holds a report with {held}, and {other} is not written over it: what is left of the one must not "
-            "be handed on as the other. Give a new --out, or empty that folder first."
-        )
-    if config.redact:
-        write_text(folder / REDACTED, "")  # first: a killed one is known by it
-    remove_partials_in(folder)
-    return make_private_folder(folder)
-
-
-def _is_redacted(folder: Path) -> bool:
-    """Whether nothing but redacted reports was ever written here; 0.1 said it in the summary."""
-    try:
-        return (folder / REDACTED).exists() or bool(read_json(folder / "summary.json")["redacted"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return False
-
-
-def _remove_snapshots(folder: Path, *, but: Collection[str] = ()) -> None:
-    """Take away an earlier report's snapshots, and nothing else that may stand there."""
-    place = folder / SNAPSHOTS
-    for path in place.iterdir() if place.is_dir() and not place.is_symlink() else ():
-        if is_snapshot_name(path.name) and path.name not in but and not path.is_symlink():
-            shutil.rmtree(path)
-    if place.is_dir() and not any(place.iterdir()):
-        place.rmdir()
-
-
-@contextmanager
-def _nothing_left_of_a_refusal(folder: Path) -> Iterator[None]:
-    """Take the work of a refused audit away, and the folder with it if nothing else is there."""
-    had_scan = (folder / SCAN).exists()
-    try:
-        yield
-    except UsageError:
-        shutil.rmtree(folder / WORK, ignore_errors=True)
-        if not had_scan:
-            remove_scans(folder / SCAN)
-        if not names_in(folder) - {REDACTED}:
-            shutil.rmtree(folder, ignore_errors=True)
-        raise
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -261,7 +198,7 @@ class _Job:
         if self.leaves_out and leaks.unique.any():
             public = self._left_out_model(leaks)
         (self.folder / "snapshots.json").unlink(missing_ok=True)  # of an earlier report here
-        _remove_snapshots(self.folder)
+        remove_snapshots(self.folder)
         write_report(self.folder, self._findings(self.subject.model, leaks, public))
 
     def summary(self, public: OpenedModel | None) -> dict[str, Any]:
@@ -296,7 +233,7 @@ class _Job:
             self.folder / "snapshots.json",
             {"snapshots": rows, "best_validation": best_validation(rows)},
         )
-        _remove_snapshots(self.folder, but=[row["name"] for row in rows])
+        remove_snapshots(self.folder, but=[row["name"] for row in rows])
 
     def _snapshot_folder(self, snapshot: Snapshot) -> Path:
         return make_private_folder(self.folder / SNAPSHOTS / snapshot.name)

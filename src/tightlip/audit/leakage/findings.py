@@ -5,7 +5,9 @@ public model, write the report. METHODS: Inan et al., "Privacy Analysis in Langu
 Training Data Leakage Report".
 """
 
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,12 +19,28 @@ from tightlip.audit.leakage.summary import summarise
 from tightlip.audit.leakage.tables import ratio_of_sequence, write_sequences, write_users
 from tightlip.audit.settings import LeakageConfig
 from tightlip.core.errors import UsageError
-from tightlip.core.files import write_json
+from tightlip.core.files import (
+    make_private_folder,
+    names_in,
+    read_json,
+    remove_partials_in,
+    write_json,
+    write_text,
+)
+from tightlip.core.run_folder import SNAPSHOTS, is_snapshot_name
 from tightlip.corpus.encoding import special_ids
 from tightlip.corpus.opening import CorpusSource, tokenised_for
 from tightlip.corpus.tokens import TokenizedCorpus
 from tightlip.scan.models import OpenedModel, Scans
+from tightlip.scan.store import SCAN, remove_scans
 
+WORK = ".work"  # tokens, and what is not to be kept, while an audit is under way
+REDACTED = ".redacted"  # nothing with text was ever written where this stands
+TABLES = ("sequences.parquet", "owners.parquet", "users.parquet")
+REPORT_NAMES = {
+    *(*TABLES, "summary.json", "report.html", "snapshots.json", "log.txt"),
+    *(SNAPSHOTS, SCAN, WORK, REDACTED),
+}
 INFINITE_RATIO = (
     "The public model holds some leaked token impossible, so the largest ratio is infinite "
     "and leakage_epsilon is given as not known."
@@ -116,3 +134,60 @@ def unknown_share(tokenizer: Any, corpus: TokenizedCorpus) -> float:
     if tokenizer.unk_token_id is None or not corpus.num_tokens:
         return 0.0
     return float((corpus.tokens == tokenizer.unk_token_id).mean())
+
+
+# Where a report stands
+def report_folder(folder: Path, config: LeakageConfig) -> Path:
+    """`folder`, new, empty or holding an earlier report; never somebody's other files, and for a
+    redacted report never one that held text."""
+    if folder.exists() and not folder.is_dir():
+        raise UsageError(f"{folder} is a file. Give --out a folder.")
+    there = names_in(folder)
+    if there - REPORT_NAMES:
+        raise UsageError(
+            f"{folder} holds other files, and a report would be mixed among them. "
+            f"Give --out a new or empty folder."
+        )
+    if there and config.redact != _is_redacted(folder):
+        held, other = ("text", "a redacted one") if config.redact else ("no text", "one with text")
+        raise UsageError(
+            f"{folder} holds a report with {held}, and {other} is not written over it: what is left of the one must not "
+            "be handed on as the other. Give a new --out, or empty that folder first."
+        )
+    if config.redact:
+        write_text(folder / REDACTED, "")  # first: a killed one is known by it
+    remove_partials_in(folder)
+    return make_private_folder(folder)
+
+
+def _is_redacted(folder: Path) -> bool:
+    """Whether nothing but redacted reports was ever written here; 0.1 said it in the summary."""
+    try:
+        return (folder / REDACTED).exists() or bool(read_json(folder / "summary.json")["redacted"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def remove_snapshots(folder: Path, *, but: Collection[str] = ()) -> None:
+    """Take away an earlier report's snapshots, and nothing else that may stand there."""
+    place = folder / SNAPSHOTS
+    for path in place.iterdir() if place.is_dir() and not place.is_symlink() else ():
+        if is_snapshot_name(path.name) and path.name not in but and not path.is_symlink():
+            shutil.rmtree(path)
+    if place.is_dir() and not any(place.iterdir()):
+        place.rmdir()
+
+
+@contextmanager
+def nothing_left_of_a_refusal(folder: Path) -> Iterator[None]:
+    """Take the work of a refused audit away, and the folder with it if nothing else is there."""
+    had_scan = (folder / SCAN).exists()
+    try:
+        yield
+    except UsageError:
+        shutil.rmtree(folder / WORK, ignore_errors=True)
+        if not had_scan:
+            remove_scans(folder / SCAN)
+        if not names_in(folder) - {REDACTED}:
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
