@@ -122,8 +122,8 @@ def _write_comparison(made: Comparison) -> None:
 
     make_private_folder(made.folder)
     about = {"version": tightlip.__version__, **asdict(made.matching), "notes": list(made.notes)}
-    write_json(made.folder / JSON, {**about, "runs": made.rows})
-    write_text(made.folder / CSV, csv_text(made.rows))
+    write_json(made.folder / JSON, {**about, "runs": made.rows}, alone=True)
+    write_text(made.folder / CSV, csv_text(made.rows), alone=True)
     write_page("comparison", made.page, rows=made.rows, **about)
 
 

@@ -9,6 +9,7 @@ import sys
 
 import pytest
 
+from tightlip.core.checksums import LIST
 from tightlip.core.errors import UsageError
 from tightlip.core.files import (
     claimed,
@@ -22,6 +23,7 @@ from tightlip.core.files import (
 HOLD = """
 import sys, time
 from pathlib import Path
+from tightlip.core.checksums import LIST
 from tightlip.core.files import claimed, written_whole
 with claimed(Path(sys.argv[1])), written_whole(Path(sys.argv[1]) / "inner/report.json"):
     print("claimed", flush=True)
@@ -99,6 +101,7 @@ def test_many_that_claim_at_once_work_one_after_the_other(tmp_path):
 import sys, time
 from pathlib import Path
 from tightlip.core.errors import UsageError
+from tightlip.core.checksums import LIST
 from tightlip.core.files import claimed
 folder, done = Path(sys.argv[1]), 0
 while done < 40:
@@ -127,7 +130,7 @@ def test_what_a_file_manager_left_blocks_nothing_and_stays(tmp_path):
     assert names_in(tmp_path / "nowhere") == set()
     with folder_written_whole(out) as beside:
         (beside / "file").touch()
-    assert {path.name for path in out.iterdir()} == {".DS_Store", "file"}
+    assert {path.name for path in out.iterdir()} == {".DS_Store", "file", LIST}
 
 
 def test_a_folder_with_other_files_is_not_replaced(tmp_path):
@@ -144,7 +147,7 @@ def test_a_folder_with_other_files_is_not_replaced(tmp_path):
 
 
 def test_a_file_written_whole_has_one_owner_and_nothing_beside_it(tmp_path):
-    with written_whole(tmp_path / "a/file") as beside:
+    with written_whole(tmp_path / "a/file", alone=True) as beside:
         beside.write_text("whole")
     assert [path.name for path in (tmp_path / "a").iterdir()] == ["file"]
     assert (tmp_path / "a/file").stat().st_mode & 0o777 == 0o600

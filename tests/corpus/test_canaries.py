@@ -191,6 +191,7 @@ def test_a_damaged_key_is_refused(tmp_path):
     planted_in(tmp_path / "p", templates=["{digits:6}"], repetitions=[1])
     path = tmp_path / "p/key.json"
     whole = read_json(path)
+    del whole["sha256"]
     whole["canaries"][0]["text"] = "something else"
     write_json(path, whole)
     with pytest.raises(UsageError, match="damaged, or no key of canaries"):

@@ -11,6 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from by_hand import unlisted
+from tightlip.core.checksums import LIST
 from tightlip.core.errors import UsageError
 from tightlip.corpus.prepare import prepare_corpus as prepare
 from tightlip.corpus.prepare_config import PrepareConfig
@@ -189,7 +191,7 @@ def test_weights_are_read_as_written_and_only_their_owner_can(tmp_path):
     assert not (place / "public_log_perplexities.npy").exists()
     assert {path.stat().st_mode & 0o777 for path in place.iterdir()} == {0o600}
     assert place.stat().st_mode & 0o777 == 0o700
-    assert not list(corpus.folder.glob(".*"))
+    assert [path.name for path in corpus.folder.glob(".*")] == [LIST]
 
 
 def test_missing_weights_name_the_command(tmp_path):
@@ -227,6 +229,9 @@ def test_damaged_weights_are_refused(tmp_path, damage):
     corpus = prepared(tmp_path / "p")
     write_weights(corpus.folder, some_weights(corpus), None, "")
     damage(corpus.folder / "weights")
+    with pytest.raises(UsageError, match=r"damaged.*Run: tightlip prepare"):
+        read_weights(corpus.folder)
+    unlisted(corpus.folder / "weights/info.json")
     with pytest.raises(UsageError, match=r"damaged.*Run: tightlip prepare"):
         read_weights(corpus.folder)
 

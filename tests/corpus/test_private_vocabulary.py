@@ -14,6 +14,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
+from by_hand import unlisted
 from tightlip.core.errors import GuaranteeError, UsageError
 from tightlip.corpus.prepare import open_prepared
 from tightlip.corpus.prepare import prepare_corpus as prepare
@@ -363,7 +364,7 @@ def test_a_folder_from_before_releases_opens_and_is_found_again(tmp_path):
     del record["releases"]
     for name in ("vocabulary_noise", "vocabulary_words_per_user", "vocabulary_delta"):
         del record["settings"][name]
-    path.write_text(json.dumps(record))
+    unlisted(path).write_text(json.dumps(record))
     assert open_prepared(tmp_path / "p").releases == []
     assert prepare(DOCUMENTS, tmp_path / "p", EXACT).releases == []
 

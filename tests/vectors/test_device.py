@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from by_hand import unlisted
 from tightlip.core.errors import UsageError
 from tightlip.vectors import device as device_module
 from tightlip.vectors.device import Device, load_device
@@ -165,7 +166,7 @@ def test_a_loaded_device_has_the_noise_its_record_states(run):
 
 def change(path, **changed):
     about = json.loads(path.read_text())
-    path.write_text(json.dumps(about | changed))
+    unlisted(path).write_text(json.dumps(about | changed))
 
 
 def test_a_device_whose_guarantee_was_changed_is_refused(run, tmp_path):

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from by_hand import unlisted
 from tightlip.core.errors import UsageError
 from tightlip.vectors.extractors import make_extractor
 from tightlip.vectors.halves import (
@@ -88,7 +89,7 @@ def test_a_folder_that_is_no_half_is_refused(kind, tmp_path):
 def test_a_changed_description_is_refused(change, because, tmp_path):
     write_halves(tmp_path)
     path = tmp_path / "device" / "device.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    unlisted(path).write_text(json.dumps(json.loads(path.read_text()) | change))
     if because is None:
         load_extractor(tmp_path / "device")  # a pair is compared where two halves meet
         return
@@ -100,6 +101,9 @@ def test_a_damaged_server_is_refused(tmp_path):
     write_halves(tmp_path)
     weights = tmp_path / "server" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-3])
+    with pytest.raises(UsageError, match="not what tightlip wrote"):
+        load_classifier(tmp_path / "server")
+    unlisted(weights)
     with pytest.raises(UsageError, match="Copy the folder again"):
         load_classifier(tmp_path / "server")
     path = tmp_path / "server" / "server.json"

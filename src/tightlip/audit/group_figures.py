@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from tightlip.core.checksums import checked
 from tightlip.core.resampling import interval, times_drawn
 from tightlip.scan.models import DocumentScores
 
@@ -247,7 +248,7 @@ def attribute_groups(
 
     groups: dict[str, Any] = {}
     notes: list[str] = []
-    for name in pq.read_schema(parquet).names:
+    for name in pq.read_schema(checked(parquet)).names:
         if name in ("user", "text"):
             continue
         values = [

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import tightlip
-from tightlip.core.errors import UsageError
+from tightlip.core.errors import DamagedError, UsageError
 from tightlip.core.files import make_private_folder, read_json, remove_partials_in, write_json
 from tightlip.core.registry import look_up
 from tightlip.core.run_folder import RunRecord
@@ -230,7 +230,7 @@ class ModelMeasures:
 def _read(path: Path) -> dict[str, Any]:
     try:
         stored = read_json(path)
-    except (FileNotFoundError, ValueError):
+    except (FileNotFoundError, DamagedError):
         return {}
     return stored if isinstance(stored, dict) and "found" in stored else {}
 
@@ -253,5 +253,5 @@ def measured_or_reason(
 def written_to(out: str | Path | None, result: Any) -> Any:
     """The result, which is also written to `out` where that is given, for its owner only."""
     if out is not None:
-        write_json(Path(out), result)
+        write_json(Path(out), result, alone=True)
     return result

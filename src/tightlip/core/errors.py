@@ -9,5 +9,9 @@ class UsageError(TightlipError):
     """The input or the flags cannot work. The command line prints the line and exits 2."""
 
 
+class DamagedError(UsageError):
+    """A file that tightlip wrote is not what it was."""
+
+
 class GuaranteeError(TightlipError):
     """Going on would print a guarantee that is not true."""

@@ -16,15 +16,26 @@ import re
 import shutil
 import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from tightlip.core.errors import UsageError
+from tightlip.core.checksums import (
+    LIST,
+    checked,
+    digest_of,
+    is_listed_kind,
+    list_text,
+    listed,
+    sealed,
+    unsealed,
+)
+from tightlip.core.errors import DamagedError, UsageError
 
 OWNER_FILE = 0o600
 OWNER_FOLDER = 0o700
+_PARTIAL, _LOCK = ".tightlip.partial", ".tightlip.lock"
 _STRAY = {".DS_Store", ".localized", "Thumbs.db", "desktop.ini"}
 
 
@@ -40,13 +51,16 @@ def names_in(folder: Path) -> set[str]:
     """What stands in `folder`, if it exists, but for what file managers leave everywhere, and what
     was never whole."""
     names = {path.name for path in folder.iterdir()} if folder.exists() else set()
-    ours = (".tightlip.partial", ".tightlip.lock")
+    ours = (_PARTIAL, _LOCK, LIST)
     return {n for n in names - _STRAY if not n.startswith("._") and not n.endswith(ours)}
 
 
 @contextmanager
-def written_whole(path: Path) -> Iterator[Path]:
-    """Yield a path to write to; on success it becomes `path` in one step, on error it is gone."""
+def written_whole(path: Path, *, alone: bool = False) -> Iterator[Path]:
+    """Yield a path to write to; on success it becomes `path` in one step, on error it is gone.
+
+    The folder's list of checksums names it, unless it stands `alone` in a folder of the user's.
+    """
     make_private_folder(path.parent)
     beside = partial_beside(path)
     os.close(os.open(beside, os.O_CREAT | os.O_TRUNC | os.O_WRONLY, OWNER_FILE))
@@ -54,10 +68,42 @@ def written_whole(path: Path) -> Iterator[Path]:
         with _full_disk_in_words(path, beside):
             yield beside
             fsync(beside)
-        os.replace(beside, path)
+            with nullcontext() if alone else _alone_in(path.parent):
+                if not alone and is_listed_kind(path):
+                    _list(path, digest_of(beside))
+                os.replace(beside, path)
         fsync(path.parent)
     finally:
         beside.unlink(missing_ok=True)
+
+
+@contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """Let no other process change the folder's list meanwhile. Where folders cannot be locked, as
+    on some network file systems, it goes on without."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _list(path: Path, digest: str) -> None:
+    """Put the digest that `path` is about to have on its folder's list, and keep its present one:
+    killed before the rename, the file is still as the list has it."""
+    if any(above.name.endswith(_PARTIAL) for above in path.parents):
+        return  # what a folder under way holds is listed when it is whole
+    files = listed(path.parent)
+    there = digest_of(path) if path.is_file() else digest
+    kept = {there} & {*files.get(path.name, ())} - {digest}
+    _write_list(path.parent, files | {path.name: (digest, *kept)})
+
+
+def _write_list(folder: Path, files: Mapping[str, tuple[str, ...]]) -> None:
+    with written_whole(folder / LIST, alone=True) as beside:
+        beside.write_text(list_text(files), encoding="utf-8")
 
 
 @contextmanager
@@ -74,7 +120,13 @@ def folder_written_whole(folder: Path) -> Iterator[Path]:
                 path.chmod(OWNER_FOLDER if path.is_dir() else OWNER_FILE)
                 if path.is_file():
                     fsync(path)
+            for place in (beside, *beside.rglob("*/")):
+                names = [
+                    path for path in place.iterdir() if path.is_file() and is_listed_kind(path)
+                ]
+                _write_list(place, {path.name: (digest_of(path),) for path in names})
         if folder.exists() and not names_in(folder):
+            (folder / LIST).unlink(missing_ok=True)
             for stray in folder.iterdir():
                 stray.rename(beside / stray.name)
         os.rename(beside, folder)
@@ -118,7 +170,7 @@ def claimed(path: Path) -> Iterator[None]:
         yield
         return
     make_private_folder(place.parent)
-    lock = place.with_name(f".{place.name}.tightlip.lock")
+    lock = place.with_name(f".{place.name}{_LOCK}")
     if place.is_dir() and not os.access(place.parent, os.W_OK):
         lock = place / lock.name
     descriptor = _locked(lock)
@@ -164,7 +216,7 @@ def _is_still(path: Path, descriptor: int) -> bool:
 
 def partial_beside(path: Path) -> Path:
     """What becomes `path` once it is whole. The name says that it is ours, and whose of us."""
-    return path.with_name(f".{path.name}.{os.getpid()}-{_here()}.tightlip.partial")
+    return path.with_name(f".{path.name}.{os.getpid()}-{_here()}{_PARTIAL}")
 
 
 @cache
@@ -179,7 +231,7 @@ def _here() -> str:
 
 def remove_partials_in(folder: Path) -> None:
     """Take away what processes were killed while writing in a folder of ours, at every level."""
-    _remove_partials(folder.rglob(".*.tightlip.partial"))
+    _remove_partials(folder.rglob(f".*{_PARTIAL}"))
 
 
 def _remove_partials(paths: Iterable[Path]) -> None:
@@ -214,17 +266,45 @@ def fsync(path: Path) -> None:
         os.close(descriptor)
 
 
-def write_text(path: Path, text: str) -> None:
-    with written_whole(path) as beside:
+def write_text(path: Path, text: str, *, alone: bool = False) -> None:
+    with written_whole(path, alone=alone) as beside:
         beside.write_text(text, encoding="utf-8")
 
 
-def write_json(path: Path, value: Any) -> None:
-    write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+def write_json(path: Path, value: Any, *, alone: bool = False) -> None:
+    write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n", alone=alone)
+
+
+def read_text(path: Path) -> str:
+    """What a text file of ours holds."""
+    try:
+        return checked(path).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise _damaged(path, "it is not text") from error
 
 
 def read_json(path: Path) -> Any:
-    return json.loads(path.read_text(encoding="utf-8"))
+    try:
+        return json.loads(read_text(path))
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise _damaged(path, "it is not JSON") from error
+
+
+def write_sealed(path: Path, record: Mapping[str, Any]) -> None:
+    """A record that is moved and copied by itself, with its checksum in it."""
+    write_json(path, sealed(record), alone=True)
+
+
+def read_sealed(path: Path) -> tuple[dict[str, Any], bool]:
+    """A record, and whether its checksum was there and right; version 0.1 wrote none."""
+    try:
+        return unsealed(read_json(path))
+    except ValueError as error:
+        raise _damaged(path, str(error)) from error
+
+
+def _damaged(path: Path, why: str) -> DamagedError:
+    return DamagedError(f"{path} is damaged: {why}. Put a whole copy back, or make it again.")
 
 
 def csv_text(lines: Sequence[Mapping[str, Any]]) -> str:
@@ -252,7 +332,5 @@ def digest_of_files(
     """SHA-256 over the files' names and contents, in the order given."""
     digest = hashlib.sha256()
     for path in paths:
-        digest.update(name(path).encode() + b"\0")
-        with path.open("rb") as stream:
-            digest.update(hashlib.file_digest(stream, "sha256").digest())
+        digest.update(name(path).encode() + b"\0" + bytes.fromhex(digest_of(path)))
     return digest.hexdigest()

@@ -17,8 +17,8 @@ measures/           what `tightlip compare` measured, by model
 scan/               ranks and log-probabilities that its measures are read from; private
 """
 
-import hashlib
 import json
+import logging
 import re
 import shutil
 from collections.abc import Callable, Mapping
@@ -26,28 +26,34 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from tightlip.core.errors import GuaranteeError, UsageError
+from tightlip.core.checksums import checked
+from tightlip.core.errors import DamagedError, GuaranteeError, UsageError
 from tightlip.core.files import (
     folder_written_whole,
     names_in,
     read_json,
+    read_sealed,
+    read_text,
     remove_partials_in,
     write_json,
+    write_sealed,
     write_text,
 )
 from tightlip.core.settings import read_toml, toml_text
 
 CONFIG, METRICS, LEDGER, LOG = "config.toml", "metrics.jsonl", "ledger.json", "log.txt"
 PRIVATE_METRICS = "private.jsonl"
-LEDGER_LOCK, SEAL = f".{LEDGER}.lock", "sha256"
+LEDGER_LOCK = f".{LEDGER}.lock"
 MODEL, SNAPSHOTS, CHECKPOINT = "model", "snapshots", "checkpoint"
 DP_CHECK, DP_CHECK_RESULT = "dp_check.json", "dp_check_result.json"
 # Of a checkpoint: no pickle, so nothing in it can run.
 TENSORS, STATE = "tensors.safetensors", "state.json"
+_ASIDE = "damaged-"
 # A raw corpus is prepared inside the run, and canaries are drawn, before training claims the folder.
 _MAY_STAND_BEFORE = {"corpus", LOG, DP_CHECK}
 
 Progress = TypeVar("Progress")
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,8 +122,8 @@ def is_finished(folder: Path) -> bool:
         return False
     try:
         return bool(read_json(folder / LEDGER).get("finished", True))
-    except ValueError:
-        return False  # damaged; whoever goes on with the run finds out
+    except (DamagedError, AttributeError):
+        return False  # whoever goes on with the run finds out
 
 
 def open_run(folder: Path) -> RunRecord:
@@ -160,31 +166,18 @@ def _guarantee(path: Path, *, must_have_seal: bool) -> dict[str, Any]:
     """What the run promises so far; nothing before its ledger is there."""
     if not path.is_file():
         return {}
-    record, has_seal = read_sealed(path)
+    record, has_seal = read_ledger_file(path)
     if must_have_seal and not has_seal:
         raise damaged_ledger(path)
     return record
 
 
-def sealed(record: dict[str, Any]) -> dict[str, Any]:
-    """The record with a checksum of itself: one flipped bit could make ε five times smaller."""
-    return record | {SEAL: _digest_of(record)}
-
-
-def read_sealed(path: Path) -> tuple[dict[str, Any], bool]:
+def read_ledger_file(path: Path) -> tuple[dict[str, Any], bool]:
     """A ledger's record, and whether its checksum was there and right; version 0.1 wrote none."""
     try:
-        record = read_json(path)
-        seal = record.pop(SEAL, None)
-    except (ValueError, AttributeError, TypeError) as error:
+        return read_sealed(path)
+    except DamagedError as error:
         raise damaged_ledger(path) from error
-    if seal is not None and seal != _digest_of(record):
-        raise damaged_ledger(path)
-    return record, seal is not None
-
-
-def _digest_of(record: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
 
 
 def damaged_ledger(path: Path) -> GuaranteeError:
@@ -227,12 +220,12 @@ def snapshot_folder(folder: Path, name: str) -> Path:
 
 def _read_metrics(path: Path) -> list[dict[str, Any]]:
     try:
-        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+        lines = read_text(path).splitlines() if path.is_file() else []
         metrics = [json.loads(line) for line in lines]
     except ValueError:
         metrics = [None]
     if not all(isinstance(line, dict) and {"step", "epoch"} <= line.keys() for line in metrics):
-        raise UsageError(
+        raise DamagedError(
             f"{path} is damaged: a line of it is not a record of a step. Put a whole copy back, or train again."
         )
     return metrics
@@ -266,7 +259,7 @@ def without_losses(line: dict[str, Any]) -> dict[str, Any]:
 
 
 def write_ledger(folder: Path, guarantee: dict[str, Any]) -> None:
-    write_json(folder / LEDGER, sealed(guarantee))
+    write_sealed(folder / LEDGER, guarantee)
 
 
 def begin_run(folder: Path, config: dict[str, Any]) -> None:
@@ -279,7 +272,7 @@ def abandon_run(folder: Path, *, made_it: bool = False) -> None:
     where the run made it and nothing else is in it."""
     for name in (CONFIG, LEDGER):
         (folder / name).unlink(missing_ok=True)
-    if made_it and all(path.name in (LOG, LEDGER_LOCK) for path in folder.iterdir()):
+    if made_it and names_in(folder) <= {LOG, LEDGER_LOCK}:
         shutil.rmtree(folder)
 
 
@@ -391,10 +384,38 @@ def write_moment(folder: Path, tensors: dict[str, Any], progress: Any) -> None:
         write_json(beside / STATE, asdict(progress))
 
 
-def moments_in(folder: Path, progress_of: Callable[..., Progress]) -> dict[Path, Progress]:
-    """How far a training was at each moment kept in `folder`."""
-    written = [path for path in folder.glob("step-*") if (path / STATE).is_file()]
-    return {path: progress_of(**read_json(path / STATE)) for path in written}
+def moments_in(
+    folder: Path, progress_of: Callable[..., Progress], *, start_over: bool = True
+) -> dict[Path, Progress]:
+    """How far a training was at each moment kept in `folder`. A damaged one is set aside, or, where
+    to `start_over` would charge for the same steps twice, refused."""
+    moments = {}
+    for path in sorted(folder.glob("step-*")):
+        try:
+            moments[path] = progress_of(**read_json(checked(path) / STATE))
+        except (DamagedError, OSError, TypeError) as error:
+            if not start_over:
+                raise GuaranteeError(
+                    f"{path} is damaged, and the steps that it held are charged: to take them again would cost more than the "
+                    "run was planned for. Put a whole copy back, or train again with another --out."
+                ) from error
+            set_aside(path)
+    return moments
+
+
+def set_aside(moment: Path) -> None:
+    """Keep a damaged moment where nobody goes on from it, until the training is finished."""
+    aside = moment.with_name(f"{_ASIDE}{moment.name}")
+    shutil.rmtree(aside, ignore_errors=True)
+    moment.rename(aside)
+    log.warning("%s was damaged. It is set aside as %s; the work is done again.", moment, aside)
+
+
+def keep_only(folder: Path, *moments: Path) -> None:
+    """Take earlier moments away, but for those that were set aside."""
+    for other in folder.iterdir():
+        if other not in moments and not other.name.startswith(_ASIDE):
+            shutil.rmtree(other)
 
 
 def optimizer_tensors(optimizer: Any) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Self
 
+from tightlip.core.checksums import checked
 from tightlip.core.errors import UsageError
 from tightlip.core.registry import unknown
 
@@ -194,7 +195,7 @@ def _in_words(kind: Any) -> str:
 def read_toml(path: Path) -> dict[str, Any]:
     """The tree in `path`, or a usage error that names the file and the place."""
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(checked(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise UsageError(
             f"{path} cannot be read ({error.strerror}). Give the path of a TOML file."

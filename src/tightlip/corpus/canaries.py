@@ -16,7 +16,15 @@ from typing import Any, Literal
 import numpy as np
 
 from tightlip.core.errors import UsageError
-from tightlip.core.files import claimed, folder_written_whole, names_in, read_json, write_json
+from tightlip.core.files import (
+    claimed,
+    folder_written_whole,
+    names_in,
+    read_json,
+    read_sealed,
+    write_json,
+    write_sealed,
+)
 from tightlip.core.progress import log
 from tightlip.core.run_folder import is_run, run_around
 from tightlip.core.settings import Settings, lines_of, separated, setting, split_settings
@@ -335,7 +343,7 @@ def _merged(batch: DocumentBatch, places: np.ndarray, copies: list[Canary]) -> D
 
 def write_canary_key(path: Path, key: Planted) -> None:
     """The key as JSON, for its owner only: whoever reads it knows every secret."""
-    write_json(path, asdict(key))
+    write_sealed(path, asdict(key))
 
 
 def read_canary_key(path: Path) -> Planted:
@@ -345,7 +353,7 @@ def read_canary_key(path: Path) -> Planted:
             f"{path} is not a key of canaries. Run: tightlip canaries plant CORPUS --out DIR"
         )
     try:
-        there = read_json(path)
+        there, _ = read_sealed(path)
         key = Planted(
             canaries=[_canary(entry) for entry in there["canaries"]],
             pools={name: list(map(str, values)) for name, values in there["pools"].items()},

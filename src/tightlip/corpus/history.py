@@ -16,10 +16,11 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from tightlip.core.files import read_json
+from tightlip.core.files import read_json, read_sealed
 from tightlip.core.run_folder import run_around
 from tightlip.corpus.formats import kind_of
 
+ID = "id.json"  # of a prepared corpus
 OWN_RECORD = "guarantee.json"  # beside a model's weights
 _NAME = b"tightlip.history"
 # Of the settings of a preparation, those by which one text can decide about another.
@@ -124,7 +125,7 @@ def origin_of(model: Path) -> Origin:
         corpus = run.corpus_folder.resolve()
         _add_own_record(run.model_folder, known)
         known["sources"] |= sources_of(corpus)
-        known["names"] |= _name_of(corpus)
+        known["names"] |= {name for name in [name_of(corpus)] if name is not None}
         texts.add(str(run.config["corpus"].get("corpus_fingerprint")))
         words, made_in = vocabulary_behind(corpus)
         known["vocabulary"] |= words
@@ -181,9 +182,10 @@ def _add_own_record(model: Path, known: dict[str, set[str]]) -> None:
         known["names"].add(str(record["corpus_fingerprint"]))
 
 
-def _name_of(prepared: Path) -> set[str]:
-    path = prepared / "id.json"
-    return {str(read_json(path)["id"])} if path.is_file() else set()
+def name_of(prepared: Path) -> str | None:
+    """The random name of a prepared corpus, where it was ever asked for one."""
+    path = prepared / ID
+    return str(read_sealed(path)[0]["id"]) if path.is_file() else None
 
 
 def _schema(file: Path) -> pa.Schema | None:

@@ -1,6 +1,7 @@
 """Corpora as later stages open them, and the text a run learnt from: is it still that text?"""
 
 import shutil
+from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -8,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from tightlip.core.errors import UsageError
+from tightlip.core.errors import DamagedError, UsageError
 from tightlip.core.files import read_json, write_json
 from tightlip.core.run_folder import RunRecord, is_run, open_run, run_around
 from tightlip.corpus.encoding import tokenizer_fingerprint
-from tightlip.corpus.history import files_under, origin_of, sources_of
+from tightlip.corpus.history import files_under, name_of, origin_of, sources_of
 from tightlip.corpus.prepare import PreparedCorpus, is_prepared, open_prepared
 from tightlip.corpus.readers import open_corpus
 from tightlip.corpus.tokens import TokenizedCorpus, open_tokenized, tokenize_documents
@@ -80,9 +81,10 @@ def tokenised_for(
     key = {"tokenizer": fingerprint, "source": source.identity(), "spans": with_spans}
     key_file = folder.with_suffix(".json")
     if folder.exists():
-        known = read_json(key_file) if key_file.exists() else {}
-        if key["source"] is not None and known.get("key") == key:
-            return open_tokenized(folder)
+        with suppress(DamagedError):  # it is made again
+            known = read_json(key_file) if key_file.exists() else {}
+            if key["source"] is not None and known.get("key") == key:
+                return open_tokenized(folder)
         key_file.unlink(missing_ok=True)  # first: it must never stand beside other tokens
         shutil.rmtree(folder)
     documents = source.documents()
@@ -181,10 +183,10 @@ def _text_of(run: RunRecord) -> TokenizedCorpus | None:
 
 def _card_names(model: Path, prepared: PreparedCorpus) -> bool:
     """Whether the model's own card names the corpus, as that of a private run does."""
-    card, own = model / "guarantee.json", prepared.folder / "id.json"
-    if not card.is_file() or not own.is_file():
+    card, own = model / "guarantee.json", name_of(prepared.folder)
+    if not card.is_file() or own is None:
         return False
-    return read_json(card).get("corpus_fingerprint") == read_json(own)["id"]
+    return bool(read_json(card).get("corpus_fingerprint") == own)
 
 
 def _no_reference(reference: Path, what: str) -> UsageError:

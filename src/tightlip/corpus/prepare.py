@@ -25,13 +25,16 @@ from tightlip.core.files import (
     partial_beside,
     read_json,
     write_json,
+    write_sealed,
 )
 from tightlip.core.progress import task
 from tightlip.corpus.cleaning import Cleaner
 from tightlip.corpus.encoding import tokenizer_fingerprint
 from tightlip.corpus.history import (
+    ID,
     fingerprints,
     metadata_of,
+    name_of,
     preparation_behind,
     sources_of,
     step_of,
@@ -101,11 +104,11 @@ def corpus_id(folder: Path) -> str:
     A ledger names its corpus by it. A hash of the text would tell whoever knows all of it but
     one document whether that one was in.
     """
-    path = folder / "id.json"
+    path = folder / ID
     if not path.exists():
         fresh = partial_beside(folder / f"id-{secrets.token_hex(8)}")
         try:
-            write_json(fresh, {"id": secrets.token_hex(16)})
+            write_sealed(fresh, {"id": secrets.token_hex(16)})
             # A link, not a rename: of two that ask at once the first decides for both.
             with contextlib.suppress(FileExistsError):
                 os.link(fresh, path)
@@ -116,7 +119,7 @@ def corpus_id(folder: Path) -> str:
             ) from error
         finally:
             fresh.unlink(missing_ok=True)
-    return str(read_json(path)["id"])
+    return str(name_of(folder))
 
 
 def prepare_corpus(source: Any, out: Path, config: PrepareConfig) -> PreparedCorpus:

@@ -17,7 +17,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from tightlip.core.errors import UsageError
+from tightlip.core.checksums import checked
+from tightlip.core.errors import DamagedError, UsageError
 from tightlip.core.files import folder_written_whole, read_json, write_json, write_text
 from tightlip.core.settings import Settings, setting
 
@@ -220,13 +221,13 @@ def read_weights(folder: Path) -> PrivacyWeights:
         raise UsageError(f"{folder} has no privacy weights. {_how(folder)}")
     try:
         info = read_json(place / INFO)
-        rho, nats = (np.load(place / name) for name in (RHO, LOG_PERPLEXITIES))
-    except (OSError, ValueError, EOFError) as error:
-        raise UsageError(f"{place} is damaged ({error}). Delete it. {_how(folder)}") from error
+        rho, nats = (np.load(checked(place / name)) for name in (RHO, LOG_PERPLEXITIES))
+    except (DamagedError, OSError, ValueError, EOFError) as error:
+        raise UsageError(f"{place} is damaged. Delete it. {_how(folder)}") from error
     if not isinstance(info, dict) or set(INFO_KEYS) - info.keys() or not _is_usable(rho, nats):
         raise UsageError(f"{place} is damaged or of another version. Delete it. {_how(folder)}")
     text = read_json(Path(folder) / "train" / "info.json")["corpus_fingerprint"]
-    num_documents = len(np.load(Path(folder) / "train" / "users.npy", mmap_mode="r"))
+    num_documents = len(np.load(checked(Path(folder) / "train" / "users.npy"), mmap_mode="r"))
     if info["text_fingerprint"] != text or len(rho) != num_documents:
         raise UsageError(
             f"{place} was made for other text than stands in {folder}/train. Delete it. {_how(folder)}"

@@ -17,6 +17,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from tightlip.core.checksums import checked
 from tightlip.core.errors import UsageError
 from tightlip.core.files import digest_of_files
 from tightlip.corpus.formats import (
@@ -186,7 +187,7 @@ def open_corpus(source: Any, **settings: Any) -> Corpus:
         path = Path(source)
         files = _files_of(path)
         for file in files:
-            schema = columns_of(file) if file.stat().st_size else None
+            schema = columns_of(checked(file)) if file.stat().st_size else None
             if schema is not None:
                 _check_columns(str(file), schema, user_column, text_column)
         name, parts = str(path), [_file_part(file) for file in files]

@@ -21,6 +21,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from tightlip.core.checksums import checked
 from tightlip.core.errors import UsageError
 from tightlip.core.files import folder_written_whole, read_json, write_json
 from tightlip.core.progress import task
@@ -114,7 +115,7 @@ def open_tokenized(folder: Path) -> TokenizedCorpus:
 
 def _mapped(path: Path) -> np.ndarray:
     # An empty file cannot be mapped; np.asarray drops the memmap class, which numba does not know.
-    with path.open("rb") as stream:
+    with checked(path).open("rb") as stream:
         np.lib.format.read_magic(stream)
         shape, _, _ = np.lib.format.read_array_header_1_0(stream)
     return np.load(path) if 0 in shape else np.asarray(np.load(path, mmap_mode="r"))

@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 
 import tightlip
 from tightlip.audit.canaries.exposure import measure_canaries
+from tightlip.core.checksums import checked
 from tightlip.core.devices import one_thread, usable_device
 from tightlip.core.errors import UsageError
 from tightlip.core.files import digest_of_files, read_json, write_json
@@ -127,7 +128,9 @@ def exposures(canaries: list[dict[str, Any]], planted: PlantedCorpus) -> dict[st
 
 def canary_places(planted: PlantedCorpus, texts: list[str]) -> list[int]:
     """Which document each canary is in training; its copies read alike and weigh alike."""
-    stored = pq.read_table(planted.corpus.folder / "train.parquet", columns=["text"])["text"]
+    stored = pq.read_table(checked(planted.corpus.folder / "train.parquet"), columns=["text"])[
+        "text"
+    ]
     place = {text: number for number, text in enumerate(stored.to_pylist())}
     return [place[text] for text in texts]
 

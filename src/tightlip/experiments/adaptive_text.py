@@ -13,6 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from tightlip.commands import weigh
+from tightlip.core.checksums import checked
 from tightlip.core.errors import UsageError
 from tightlip.core.files import written_whole
 from tightlip.core.run_folder import is_run
@@ -269,7 +270,7 @@ def carriers(
 ) -> list[str]:
     """Templates: public documents of so many words with a secret after each, as many ordinary as
     middling and rare ones, by their log-perplexity under the public model."""
-    texts = pq.read_table(constants, columns=["text"])["text"].to_pylist()
+    texts = pq.read_table(checked(constants), columns=["text"])["text"].to_pylist()
     fit = [place for place, text in enumerate(texts) if _can_carry(text, words) and nats[place] > 0]
     by_text = {texts[place].strip(): place for place in fit}
     if len(by_text) < 3:
@@ -302,18 +303,20 @@ def probe_of(folder: Path, split: PreparedCorpus, most: int, scoring: dict[str, 
     if not path.exists():
         _write_probe(split, path, most)
     corpus = prepare(path, folder / "probe", tokenizer=str(split.tokenizer_folder), split="none")
-    parts = pq.read_table(corpus.folder / "train.parquet", columns=["part"])["part"].to_pylist()
+    parts = pq.read_table(checked(corpus.folder / "train.parquet"), columns=["part"])[
+        "part"
+    ].to_pylist()
     return Probe(
         corpus=corpus,
         weights=weigh(corpus, **scoring),
         is_held_out=np.array([part == "held out" for part in parts]),
-        public_nats=np.load(corpus.folder / WEIGHTS / PUBLIC_LOG_PERPLEXITIES),
+        public_nats=np.load(checked(corpus.folder / WEIGHTS / PUBLIC_LOG_PERPLEXITIES)),
     )
 
 
 def _write_probe(split: PreparedCorpus, path: Path, most: int) -> None:
     held, seen = (
-        pq.read_table(split.folder / f"{part}.parquet", columns=["user", "text"])
+        pq.read_table(checked(split.folder / f"{part}.parquet"), columns=["user", "text"])
         for part in ("validation", "train")
     )
     draw = np.random.default_rng(SEED)

@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 
 from tightlip.audit.leakage.summary import LeakageReport
 from tightlip.commands import Comparison, audit, compare
+from tightlip.core.checksums import checked
 from tightlip.core.devices import one_thread
 from tightlip.core.files import make_private_folder, read_json
 from tightlip.corpus.bundled import demo_corpus
@@ -152,7 +153,7 @@ def _table(rows: list[dict[str, str]]) -> pa.Table:
 
 
 def times_trained(train_file: Path) -> dict[str, int]:
-    texts = pq.read_table(train_file, columns=["text"])["text"].to_pylist()
+    texts = pq.read_table(checked(train_file), columns=["text"])["text"].to_pylist()
     return {c.secret: sum(c.secret in text for text in texts) for c in CANARIES}
 
 

@@ -7,7 +7,6 @@ lacks with random numbers, and an audit of random numbers would look like good n
 
 import hashlib
 import io
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr
 from importlib.util import find_spec
@@ -25,6 +24,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from transformers.utils import logging
 
+from tightlip.core.checksums import checked
 from tightlip.core.devices import looks_ahead, rounding_tolerance
 from tightlip.core.errors import TightlipError, UsageError
 from tightlip.core.files import digest_of_files, read_json
@@ -164,6 +164,7 @@ def check_folder(folder: Path) -> None:
             f"{folder} holds a PEFT adapter, which is only the difference to another model. Merge it first: "
             "AutoPeftModelForCausalLM.from_pretrained(adapter).merge_and_unload().save_pretrained(folder)."
         )
+    checked(folder)
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -173,12 +174,7 @@ def read_config(folder: Path) -> dict[str, Any]:
             f"{folder} has no config.json, so it is not a Hugging Face model folder. "
             "Give a folder written by save_pretrained."
         )
-    try:
-        written = read_json(path)
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise UsageError(
-            f"{path} is not JSON ({error}). Save or download the model again."
-        ) from error
+    written = read_json(path)
     if not isinstance(written, dict):
         raise UsageError(f"{path} is not a JSON object. Save or download the model again.")
     return written

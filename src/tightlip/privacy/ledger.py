@@ -14,9 +14,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any, Protocol
 
+from tightlip.core.checksums import sealed
 from tightlip.core.errors import GuaranteeError
 from tightlip.core.files import OWNER_FILE, fsync, make_private_folder
-from tightlip.core.run_folder import damaged_ledger, read_sealed, sealed
+from tightlip.core.run_folder import damaged_ledger, read_ledger_file
 from tightlip.privacy.accounting import Mechanism, epsilon_of, spend_of
 from tightlip.privacy.adaptive import Promise
 from tightlip.privacy.rdp_filter import RdpFilter
@@ -273,7 +274,7 @@ def claimed(path: Path) -> IO[bytes]:
 def read_ledger(path: Path) -> dict[str, Any]:
     """The record in `path`, or a refusal: without it nobody knows what was spent."""
     try:
-        record, has_seal = read_sealed(path)
+        record, has_seal = read_ledger_file(path)
     except FileNotFoundError:
         raise GuaranteeError(
             f"{path} is missing, so nobody knows what the run has spent. Put it back, or train again "

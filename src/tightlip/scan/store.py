@@ -22,6 +22,8 @@ from typing import Any
 
 import numpy as np
 
+from tightlip.core.checksums import checked
+from tightlip.core.errors import DamagedError
 from tightlip.core.files import (
     make_private_folder,
     read_json,
@@ -160,7 +162,7 @@ def _digest(key: Mapping[str, Any]) -> str:
 def _is_of(folder: Path, key: dict[str, Any]) -> bool:
     try:
         return bool(read_json(folder / "key.json") == key)
-    except (OSError, ValueError):
+    except (OSError, DamagedError):
         return False
 
 
@@ -172,7 +174,7 @@ def _digest_of_shard(name: str, number: int, tokens: np.ndarray) -> bytes:
 def _is_whole(path: Path, num_tokens: int, of: bytes) -> bool:
     """Whether a shard reads back and is of this text; reading checks each array's checksum."""
     try:
-        with np.load(path) as stored:
+        with np.load(checked(path)) as stored:
             arrays, is_its = (stored["ranks"], stored["log_probs"]), stored["of"].tobytes() == of
     except Exception:  # damage makes numpy raise whatever its parsers do, tokenize.TokenError too
         return False

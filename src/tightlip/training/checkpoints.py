@@ -6,7 +6,6 @@ and dropout are functions of the seed and the step.
 """
 
 import math
-import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -47,16 +46,20 @@ def save_checkpoint(
         **run_folder.prefixed("mitigation", mitigation.state_dict()),
     }
     run_folder.write_moment(now, tensors, progress)
-    for other in folder.iterdir():
-        if other != now:
-            shutil.rmtree(other)
+    run_folder.keep_only(folder, now)
 
 
 def load_checkpoint(
-    folder: Path, model: nn.Module, optimizer: Optimizer, mitigation: Mitigation
+    folder: Path,
+    model: nn.Module,
+    optimizer: Optimizer,
+    mitigation: Mitigation,
+    *,
+    start_over: bool = True,
 ) -> Progress | None:
-    """Bring everything back to the last moment saved; None where none was."""
-    states = run_folder.moments_in(folder, Progress)
+    """Bring everything back to the last moment saved; None where none was, or only a damaged one
+    that it may `start_over` from."""
+    states = run_folder.moments_in(folder, Progress, start_over=start_over)
     if not states:
         return None
     latest = max(states, key=lambda path: (states[path].step, states[path].recorded_step))

@@ -255,13 +255,17 @@ class Training:
 
     def go_back(self) -> None:
         """Start where the last checkpoint stands, or at the beginning; forget what came later."""
-        saved = load_checkpoint(self.out / CHECKPOINT, self.model, self.optimizer, self.mitigation)
+        private = self.config.mitigation.is_private
+        saved = load_checkpoint(
+            self.out / CHECKPOINT,
+            *(self.model, self.optimizer, self.mitigation),
+            start_over=not private,
+        )
         if saved is not None:
             log.info("Going on after step %d.", saved.step)
             self.progress = self.losses.progress = saved
         else:
             log.info(self.described())
-        private = self.config.mitigation.is_private
         go_back_to(self.out, self.progress.metrics, losses_are_private=private)
         self.clock = self.saved_at = time.monotonic()
 

@@ -9,12 +9,13 @@ from typing import Any
 import numpy as np
 
 import tightlip
+from tightlip.core.checksums import checked
 from tightlip.core.errors import UsageError
-from tightlip.core.files import claimed, make_private_folder, read_json
+from tightlip.core.files import claimed, make_private_folder
 from tightlip.core.progress import log, task
 from tightlip.core.run_folder import is_run
 from tightlip.corpus.encoding import tokenizer_fingerprint
-from tightlip.corpus.history import origin_of, sources_of
+from tightlip.corpus.history import name_of, origin_of, sources_of
 from tightlip.corpus.opening import CorpusSource, model_folder, tokenised_for
 from tightlip.corpus.prepare import PreparedCorpus, is_prepared, open_prepared
 from tightlip.corpus.privacy_weights import (
@@ -202,10 +203,9 @@ def refuse_private_model(model: Path, corpus: PreparedCorpus) -> None:
         words: so is a vocabulary that was learnt from this text.
     """
     origin, sources = origin_of(model), sources_of(corpus.folder)
-    own = corpus.folder / "id.json"
     if origin.learnt(
         sources=sources,
-        name=str(read_json(own)["id"]) if own.is_file() else "",
+        name=name_of(corpus.folder) or "",
         text_fingerprint=corpus.train.corpus_fingerprint,
     ):
         raise UsageError(
@@ -309,7 +309,7 @@ class _Weighing:
         fingerprint = "public_corpus_fingerprint"
         if not stored.is_file() or kept.info[fingerprint] != self.identity[fingerprint]:
             return kept.log_perplexities, None
-        return kept.log_perplexities, np.load(stored)
+        return kept.log_perplexities, np.load(checked(stored))
 
     def _by_words(self) -> Callable[[str], np.ndarray]:
         assert self.public is not None

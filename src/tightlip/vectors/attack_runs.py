@@ -8,7 +8,7 @@ from typing import Any
 
 from tightlip import __version__
 from tightlip.core.devices import usable_device
-from tightlip.core.errors import UsageError
+from tightlip.core.errors import DamagedError, UsageError
 from tightlip.core.files import claimed, digest_of_files, names_in, read_json, write_json
 from tightlip.core.resampling import FEW_USERS
 from tightlip.core.run_folder import CONFIG
@@ -58,7 +58,7 @@ def result_folder(runs: str | Path | Sequence[str | Path], out: str | Path | Non
 def _is_result(path: Path) -> bool:
     try:
         return {"format", "runs"} <= read_json(path).keys()
-    except (OSError, ValueError, AttributeError):
+    except (OSError, DamagedError, AttributeError):
         return False
 
 
@@ -151,7 +151,7 @@ def _kept(folder: Path, asked: AttackSettings) -> dict[str, Any] | None:
         same = result["asked"] == _question(asked) and result["pair"] == _pair(folder)
         same &= written["format"] == FORMAT
         return _without_chosen_gaps(result) if same else None
-    except (ValueError, KeyError, TypeError):
+    except (DamagedError, ValueError, KeyError, TypeError):
         return None  # another version's, or damaged: measured again
 
 

@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tightlip.core import run_folder
+from tightlip.core.checksums import checked
+from tightlip.core.errors import DamagedError
 from tightlip.core.files import folder_written_whole
 
 _OPTIMIZER = "optimizer"
@@ -44,9 +46,7 @@ def save_progress(
                 f"{_OPTIMIZER}.{name}", run_folder.optimizer_tensors(optimizer)
             )
         run_folder.write_moment(now, tensors, progress)
-    for other in folder.iterdir():
-        if other not in (now, best):
-            shutil.rmtree(other)
+    run_folder.keep_only(folder, now, best)
 
 
 def load_progress(
@@ -57,6 +57,11 @@ def load_progress(
     if not states:
         return Progress()
     last = max(states, key=lambda path: (states[path].step, len(states[path].epochs)))
+    try:
+        checked(folder / f"best-{states[last].best_epoch}")
+    except DamagedError:
+        run_folder.set_aside(last)
+        return Progress()
     tensors = load_file(last / run_folder.TENSORS)
     weights = {key: t for key, t in tensors.items() if not key.startswith(f"{_OPTIMIZER}.")}
     modules.load_state_dict(weights)

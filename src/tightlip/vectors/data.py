@@ -11,6 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from tightlip.core.checksums import checked
 from tightlip.core.errors import UsageError
 from tightlip.core.files import written_whole
 from tightlip.core.run_folder import CONFIG
@@ -310,9 +311,9 @@ def write_corpus(path: Path, source: Source) -> None:
     write_table(path, pa.Table.from_pylist(rows))
 
 
-def write_table(path: Path, table: pa.Table, **options: Any) -> None:
+def write_table(path: Path, table: pa.Table, *, alone: bool = False, **options: Any) -> None:
     """Write a Parquet file whole or not at all."""
-    with written_whole(path) as beside:
+    with written_whole(path, alone=alone) as beside:
         pq.write_table(table, beside, compression="zstd", **options)
 
 
@@ -351,7 +352,7 @@ def _as_trained(run: Path, examples: Examples) -> Examples:
     """In the parts that split.parquet has, where the training is finished."""
     if not (run / SPLIT).is_file():
         return examples
-    split = pq.read_table(run / SPLIT)
+    split = pq.read_table(checked(run / SPLIT))
     if split["row"].to_pylist() != examples.rows.tolist():
         raise UsageError(
             f"{run} was trained on other rows of its corpus than are read now: an earlier version of tightlip left out "

@@ -4,7 +4,6 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -164,9 +163,8 @@ def _check_guarantee(folder: Path, about: dict[str, Any], mechanism: VectorMecha
     beside = folder / GUARANTEE
     if not beside.is_file():
         return
-    with suppress(ValueError):
-        if read_json(beside) == about["guarantee"]:
-            return
+    if read_json(beside) == about["guarantee"]:
+        return
     raise UsageError(
         f"{beside} and device.json state different guarantees. Copy the folder again, or train again."
     )

@@ -17,6 +17,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from tightlip.core.checksums import checked
 from tightlip.core.errors import UsageError
 from tightlip.core.files import digest_of_files, folder_written_whole, read_json, write_json
 from tightlip.models.loading import state_fingerprint, without_progress_bar
@@ -176,10 +177,7 @@ def read_half(folder: Path, kind: str) -> dict[str, Any]:
         raise UsageError(
             f"{folder} is no {kind}'s half: it has no {path.name}.{hint or ' Run: tightlip represent train'}"
         )
-    try:
-        about = read_json(path)
-    except ValueError as error:
-        raise UsageError(f"{path} is damaged ({error}). Copy the folder again.") from error
+    about = read_json(path)
     if not isinstance(about, dict) or about.get("kind") != f"tightlip-{kind}":
         raise UsageError(
             f"{path} does not describe a {kind}'s half. Give a folder of `tightlip represent train`."
@@ -226,7 +224,7 @@ def load_classifier(folder: Path | str) -> Classifier:
     about = read_half(folder, SERVER)
     classifier = Classifier(about["dimensions"], about["labels"], hidden=about["hidden"])
     try:
-        classifier.load_state_dict(load_file(folder / WEIGHTS))
+        classifier.load_state_dict(load_file(checked(folder / WEIGHTS)))
     except (OSError, SafetensorError, RuntimeError) as error:
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         raise UsageError(

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from tightlip.core.checksums import checked
 from tightlip.core.errors import UsageError
 from tightlip.core.files import written_whole
 from tightlip.models.loading import load_tokenizer
@@ -39,7 +40,7 @@ def export_onnx(device: Path, out: Path | None = None) -> Path:
     model = _exported(extractor)
     entry = model.metadata_props.add()
     entry.key, entry.value = _PAIR, about["pair"]
-    with written_whole(path) as beside:
+    with written_whole(path, alone=out is not None) as beside:
         beside.write_bytes(model.SerializeToString())
         _check_equal(extractor, beside)
     return path
@@ -135,7 +136,7 @@ def _session(path: Path) -> Any:
     try:
         # From memory: a path would let the graph name further files to read.
         return runtime.InferenceSession(
-            path.read_bytes(), options, providers=["CPUExecutionProvider"]
+            checked(path).read_bytes(), options, providers=["CPUExecutionProvider"]
         )
     except _runtime_errors(runtime) as error:
         reason = next(iter(str(error).splitlines()), type(error).__name__)

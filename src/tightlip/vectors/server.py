@@ -67,7 +67,7 @@ def write_vectors(
     about["sha256"] = _digest(vectors, kept, about)
     metadata = {_KEY: json.dumps(about, ensure_ascii=False, allow_nan=False).encode()}
     with_promise = pa.table(table).replace_schema_metadata(metadata)
-    write_table(Path(path), with_promise, write_page_checksum=True)
+    write_table(Path(path), with_promise, alone=True, write_page_checksum=True)
 
 
 def read_vectors(path: Path | str) -> VectorFile:
@@ -236,7 +236,7 @@ def _write_predictions(
     told = {"predicted": labels, "probability": probabilities.max(axis=1)}
     table = pa.table({name: value for name, value in columns.items() if name not in told} | told)
     if path.suffix.lower() == ".csv":
-        with written_whole(path) as beside:
+        with written_whole(path, alone=True) as beside:
             beside.write_text(csv_text(table.to_pylist()), encoding="utf-8")
     else:
-        write_table(path, table)
+        write_table(path, table, alone=True)

@@ -129,6 +129,7 @@ def test_the_file_has_exactly_the_columns_of_the_format(tmp_path):
     names = {p.name for p in (tmp_path / "r").iterdir()}
     assert names == {
         "sequences.parquet", "owners.parquet", "users.parquet", "summary.json", "report.html",
+        ".tightlip.sha256",
     }  # fmt: skip
     for path in (tmp_path / "r").iterdir():
         assert stat.S_IMODE(path.stat().st_mode) == 0o600, path

@@ -18,7 +18,7 @@ from tightlip.audit.leakage.leaks import Fit, Leaks, PublicView, fit_of
 from tightlip.audit.leakage.summary import summarise
 from tightlip.audit.leakage.tables import ratio_of_sequence, write_sequences, write_users
 from tightlip.audit.settings import LeakageConfig
-from tightlip.core.errors import UsageError
+from tightlip.core.errors import DamagedError, UsageError
 from tightlip.core.files import (
     make_private_folder,
     names_in,
@@ -164,7 +164,7 @@ def _is_redacted(folder: Path) -> bool:
     """Whether nothing but redacted reports was ever written here; 0.1 said it in the summary."""
     try:
         return (folder / REDACTED).exists() or bool(read_json(folder / "summary.json")["redacted"])
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, DamagedError, KeyError, TypeError):
         return False
 
 

@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 
 from tightlip.audit.leakage.leaks import Fit, Leaks, PublicView
 from tightlip.audit.settings import LeakageConfig
+from tightlip.core.checksums import checked
 from tightlip.core.errors import UsageError
 from tightlip.core.files import read_json
 from tightlip.core.registry import unknown
@@ -211,17 +212,17 @@ class LeakageReport:
     @cached_property
     def sequences(self) -> pa.Table:
         """One row per distinct sequence, worst first, as Arrow."""
-        return pq.read_table(self.folder / "sequences.parquet")
+        return pq.read_table(checked(self.folder / "sequences.parquet"))
 
     @cached_property
     def owners(self) -> pa.Table:
         """Row for row beside `sequences`: the one user who wrote it, or null."""
-        return pq.read_table(self.folder / "owners.parquet")
+        return pq.read_table(checked(self.folder / "owners.parquet"))
 
     @cached_property
     def users(self) -> pa.Table:
         """One row per user: how much they wrote, how much of it alone the model completes."""
-        return pq.read_table(self.folder / "users.parquet")
+        return pq.read_table(checked(self.folder / "users.parquet"))
 
     def to_pandas(self) -> Any:
         """The sequences with their owners as a pandas DataFrame."""

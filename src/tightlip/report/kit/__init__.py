@@ -51,7 +51,7 @@ def render_page(name: str, **shown: Any) -> str:
 def write_page(name: str, path: Path, **shown: Any) -> Path:
     """Write the page registered under `name` to `path`, whole and readable by its owner only."""
     page = render_page(name, **shown)
-    with written_whole(path) as beside:
+    with written_whole(path, alone=True) as beside:
         # Half a character, which a corpus may hold, cannot be written as UTF-8.
         beside.write_bytes(page.encode("utf-8", "replace"))
     return path

@@ -15,6 +15,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from tightlip.core.checksums import checked
 from tightlip.core.errors import UsageError
 
 BATCH_ROWS = 16_384
@@ -219,7 +220,7 @@ def open_sequences(folder: Path) -> pq.ParquetFile:
         raise UsageError(
             f"{folder} has no sequences.parquet, so it is not a leakage report. Make one with: tightlip audit MODEL CORPUS --out {folder}"
         )
-    return pq.ParquetFile(path, buffer_size=BUFFER_BYTES, pre_buffer=False)
+    return pq.ParquetFile(checked(path), buffer_size=BUFFER_BYTES, pre_buffer=False)
 
 
 def read_owners(folder: Path) -> pa.ChunkedArray:
@@ -227,7 +228,7 @@ def read_owners(folder: Path) -> pa.ChunkedArray:
     path = folder / "owners.parquet"
     with open_sequences(folder) as sequences:
         num_rows = sequences.metadata.num_rows
-    table = pq.read_table(path, read_dictionary=["owner"]) if path.exists() else None
+    table = pq.read_table(checked(path), read_dictionary=["owner"]) if path.exists() else None
     if table is None or table.num_rows != num_rows:
         raise UsageError(
             f"{path} is missing or does not belong to the sequences.parquet beside it. Make the report again: tightlip audit"

@@ -1,0 +1,117 @@
+"""Checksums of what tightlip writes and reads back: no flipped bit changes a result unseen.
+
+A folder of ours holds a list of the files in it, as `sha256sum` writes one; its last line is of
+the lines above. A JSON file that stands alone, or is written at every step, carries its checksum
+in itself. Files of version 0.1, and of others, have none, and are read as they are.
+"""
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tightlip.core.errors import DamagedError
+
+LIST = ".tightlip.sha256"
+SEAL = "sha256"
+Listed = dict[str, tuple[str, ...]]  # the digests that a file may have: while it changes, two
+_LINE = re.compile(r"([0-9a-f]{64})  (.+)")
+_LARGE = 1_000_000
+_known: dict[tuple[int, ...], str] = {}  # digests of files, by what changes when they do
+
+
+def checked(path: Path) -> Path:
+    """`path`, a file or a folder with files, unless what is there is not what was written.
+
+    Holds:
+        changed: whatever byte of a listed file is changed, added or cut off, it is refused.
+        written_meanwhile: a file that another process replaces, whole, is not refused.
+    """
+    names = listed(path) if path.is_dir() else (path.name,)
+    folder = path if path.is_dir() else path.parent
+    for each in (folder / name for name in names):
+        # Twice: between reading the list and the file it names, both may have been replaced.
+        if os.path.lexists(each) and not (_is_as_listed(each) or _is_as_listed(each)):
+            raise DamagedError(
+                f"{each} is damaged, or was changed: its content is not what tightlip wrote. Put a whole copy back, or make "
+                f"it again. If the change is yours and meant, delete {LIST} beside it."
+            )
+    return path
+
+
+def _is_as_listed(path: Path) -> bool:
+    digests = listed(path.parent).get(path.name)
+    return digests is None or (path.is_file() and digest_of(path) in digests)
+
+
+def digest_of(path: Path) -> str:
+    """SHA-256 of a file; a large one is not read again while it stays as it is."""
+    about = path.stat()
+    state = (about.st_dev, about.st_ino, about.st_size, about.st_mtime_ns)
+    if state in _known:
+        return _known[state]
+    with path.open("rb") as stream:
+        digest = hashlib.file_digest(stream, "sha256").hexdigest()
+    if about.st_size >= _LARGE:  # small ones may follow one another within the clock's tick
+        _known[state] = digest
+    return digest
+
+
+def listed(folder: Path) -> Listed:
+    """The files that a folder's list names, with the digests that each may have."""
+    path = folder / LIST
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError):
+        text = ""
+    *lines, last = [_LINE.fullmatch(line) for line in text.splitlines()] or [None]
+    if last is None or last[2] != LIST or not all(lines) or text != list_text(_by_name(lines)):
+        raise DamagedError(
+            f"{path} is damaged, so nobody knows whether the files beside it are whole. Put a whole copy of {folder} back, "
+            "or make it again. If you are sure of the files, delete the list."
+        )
+    return _by_name(lines)
+
+
+def _by_name(lines: list[re.Match | None]) -> Listed:
+    files: Listed = {}
+    for line in lines:
+        if line is not None:
+            files[line[2]] = (*files.get(line[2], ()), line[1])
+    return files
+
+
+def list_text(files: Mapping[str, tuple[str, ...]]) -> str:
+    """The list as it is written."""
+    pairs = [(digest, name) for name in sorted(files) for digest in files[name]]
+    above = "".join(f"{digest}  {name}\n" for digest, name in pairs)
+    return f"{above}{hashlib.sha256(above.encode()).hexdigest()}  {LIST}\n"
+
+
+def is_listed_kind(path: Path) -> bool:
+    """Whether a folder's list names such a file: not a card that people write on, nor what is hidden."""
+    return not path.name.startswith(".") and path.suffix != ".md" and "\n" not in path.name
+
+
+def sealed(record: Mapping[str, Any]) -> dict[str, Any]:
+    """The record with a checksum of itself: one flipped bit could make ε five times smaller."""
+    return {**record, SEAL: _digest_of_record(record)}
+
+
+def unsealed(record: Any) -> tuple[dict[str, Any], bool]:
+    """A record without its checksum, and whether it had one; ValueError where that is not right."""
+    if not isinstance(record, dict):
+        raise ValueError("it is no record")
+    inner = {name: value for name, value in record.items() if name != SEAL}
+    if SEAL in record and record[SEAL] != _digest_of_record(inner):
+        raise ValueError("its content is not what tightlip wrote")
+    return inner, SEAL in record
+
+
+def _digest_of_record(record: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
