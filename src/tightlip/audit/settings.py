@@ -52,11 +52,14 @@ class ExposureConfig(Settings):
     canary known by heart passes the bar.
     """
 
-    enumerate_up_to: int = setting(1_000_000, "Score every candidate where there are no more.")
+    enumerate_up_to: int = setting(
+        1_000_000, "Score every candidate where there are no more.", at_most=100_000_000
+    )
     num_samples: int = setting(
         20_000,
         "Otherwise score at least so many, and 95 for each canary, and estimate.",
         at_least=100,
+        at_most=100_000_000,
     )
     prompt_tokens: int = setting(
         1, "Tokens that the tab attack types before it accepts.", at_least=1

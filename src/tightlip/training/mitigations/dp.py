@@ -66,6 +66,7 @@ class DPConfig(MitigationConfig):
         PrivacySpec.rows_per_unit,
         "Most rows (documents, or pieces of long ones) of a unit in a step.",
         at_least=1,
+        at_most=10_000_000,
     )
     allow_unproved: bool = setting(
         False, "Go on where a proof breaks; the standing says so.", flag="--allow-unproved"
@@ -73,7 +74,7 @@ class DPConfig(MitigationConfig):
     allow_loose_delta: bool = setting(False, "A delta above 1 / units.", flag="--allow-loose-delta")
     insecure_seed: int | None = setting(None, "Known noise, for tests only: it protects nobody.")
     dp_check_canaries: int | None = setting(
-        None, "Plant so many canaries, for tightlip dp-check RUN.", at_least=0
+        None, "Plant so many canaries, for tightlip dp-check RUN.", at_least=0, at_most=10_000_000
     )
 
     def __post_init__(self) -> None:
