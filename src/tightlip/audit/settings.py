@@ -52,9 +52,7 @@ class ExposureConfig(Settings):
     canary known by heart passes the bar.
     """
 
-    enumerate_up_to: int = setting(
-        1_000_000, "Score every candidate where there are no more.", at_most=100_000_000
-    )
+    enumerate_up_to: int = setting(1_000_000, "Score every candidate where there are no more.")
     num_samples: int = setting(
         20_000,
         "Otherwise score at least so many, and 95 for each canary, and estimate.",

@@ -22,9 +22,8 @@ _HOLDS = {
     "below": operator.lt,
     "at_most": operator.le,
 }
-LARGEST = (
-    2**32 - 1
-)  # of every whole number: libraries take no larger seed, nobody waits for more steps
+# Of every whole number: libraries take no larger seed, and nobody waits for more steps.
+LARGEST = 2**32 - 1
 LARGEST_SIZE = 65_536  # of a layer
 _IN_WORDS: dict[Any, str] = {
     int: "a whole number",

@@ -75,9 +75,7 @@ class CanaryConfig(Settings):
     names: tuple[str, ...] | None = setting(
         None, "A file of names, one a line, for {names}.", parse=lines_of, path="FILE"
     )
-    num_words: int = setting(
-        1000, "Without a file of words: so many of the most frequent.", at_most=10_000_000
-    )
+    num_words: int = setting(1000, "Without a file of words: so many of the most frequent.")
     seed: int = setting(0, "Decides the secrets.")
 
     def __post_init__(self) -> None:

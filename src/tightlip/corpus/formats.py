@@ -100,8 +100,9 @@ def _reporting(path: Path) -> Iterator[None]:
 
 def check_unpacked(path: Path, num_bytes: int) -> None:
     """Refuse a file that unpacks to far more than text ever does."""
-    packed = path.stat().st_size
-    if num_bytes > max(ALWAYS_UNPACKED_BYTES, MAX_RATIO * packed):
+    if num_bytes > ALWAYS_UNPACKED_BYTES and num_bytes > MAX_RATIO * (
+        packed := path.stat().st_size
+    ):
         raise UsageError(
             f"{path} has {packed:,} bytes and unpacks to {num_bytes:,} or more, over {MAX_RATIO:,} times as much: text "
             "does not pack so well, and such a file may fill any machine. If you trust it, unpack it yourself to .jsonl."
@@ -192,7 +193,7 @@ def _few_at_a_time(batch: pa.RecordBatch, name: str) -> Iterator[pa.RecordBatch]
 
 
 def _row_bytes(column: pa.Array) -> np.ndarray:
-    """Bytes of each value when written out; inside of lists, and of what is no text, on average."""
+    """Bytes of each value when written out; of numbers on average."""
     if pa.types.is_dictionary(column.type):
         # Those in use only: a dictionary may serve a thousand batches.
         used = pc.dictionary_encode(column.indices, null_encoding="encode")
@@ -200,19 +201,21 @@ def _row_bytes(column: pa.Array) -> np.ndarray:
         return each[used.indices.to_numpy(False)]
     if hasattr(column, "total_values_length"):
         return pc.binary_length(column).fill_null(0).to_numpy(False)
-    inner = _inside(column)
-    total = sum(_row_bytes(one).sum() for one in inner) if inner else column.nbytes
-    return np.full(len(column), total / max(len(column), 1))
-
-
-def _inside(column: pa.Array) -> list[pa.Array]:
-    """What a list, a struct or a map is made of; nothing of a plain column."""
     if pa.types.is_struct(column.type):
-        return column.flatten()
-    if pa.types.is_map(column.type):
-        first, *_, end = column.offsets.to_pylist()
-        return [part.slice(first, end - first) for part in (column.keys, column.items)]
-    return [column.flatten()] if hasattr(column, "flatten") else []
+        return sum((_row_bytes(part) for part in column.flatten()), np.zeros(len(column)))
+    if pa.types.is_fixed_size_list(column.type):
+        column = column.cast(pa.list_(column.type.value_type))
+    if isinstance(column, pa.ListArray | pa.LargeListArray):  # a map is a list too
+        return _list_bytes(column)
+    return np.full(len(column), column.nbytes / max(len(column), 1))
+
+
+def _list_bytes(column: pa.Array) -> np.ndarray:
+    offsets = column.offsets.to_numpy()
+    is_map = pa.types.is_map(column.type)
+    parts = (column.keys, column.items) if is_map else (column.values,)
+    own = [_row_bytes(part.slice(offsets[0], offsets[-1] - offsets[0])) for part in parts]
+    return np.diff(np.append(0, np.cumsum(sum(own)))[offsets - offsets[0]])
 
 
 def _batch_rows(batch: pa.RecordBatch) -> Iterator[dict[str, Any]]:

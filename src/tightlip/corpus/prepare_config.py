@@ -79,7 +79,6 @@ class PrepareConfig(ColumnSettings):
         "With noise: most words that one user gives.",
         panel=_VOCABULARY,
         hidden=True,
-        at_most=10_000_000,
     )
     vocabulary_delta: float = setting(
         VOCABULARY_DELTA,

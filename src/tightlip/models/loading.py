@@ -37,6 +37,7 @@ from transformers.utils import logging
 from tightlip.core.devices import looks_ahead, rounding_tolerance
 from tightlip.core.errors import TightlipError, UsageError
 from tightlip.core.files import digest_of_files, read_json
+from tightlip.core.token_ids import check_token_ids
 from tightlip.models import register_configurations
 
 INDEX = "model.safetensors.index.json"
@@ -44,10 +45,9 @@ TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json")
 FROM_THE_FOLDER_ONLY = {"local_files_only": True, "trust_remote_code": False}
 GGUF_SUFFIX = ".gguf"
 NEEDED_FOR_GGUF = ("gguf", "accelerate")
-# More than any model has: GPT-3 has 96 layers, Llama 4 ten million positions, Gemma 262,144 tokens.
+# More than any model has: GPT-3 has 96 layers, Llama 4 ten million positions.
 MAX_LAYERS = 10_000
 MAX_POSITIONS = 2**24
-MAX_TOKEN_ID = 2**24
 # Numbers that a model may hold beyond its weights: what is computed at its start, such as masks.
 ALWAYS_HELD = 50_000_000
 
@@ -151,7 +151,7 @@ def load_tokenizer(folder: Path | str) -> PreTrainedTokenizerBase:
             tokenizer = AutoTokenizer.from_pretrained(
                 str(folder), use_fast=True, **FROM_THE_FOLDER_ONLY
             )
-        check_token_ids(folder, tokenizer)
+        check_token_ids(f"The tokenizer in {folder}", tokenizer)
     return tokenizer
 
 
@@ -162,7 +162,7 @@ def _tokenizer_of_gguf(file: Path) -> PreTrainedTokenizerBase:
         if not begins_with_bos(file):
             # SmolLM2-Instruct's opens a turn of a chat, and after it no text is ordinary.
             tokenizer.bos_token = None
-        check_token_ids(file, tokenizer)
+        check_token_ids(f"The tokenizer in {file}", tokenizer)
     return tokenizer
 
 
@@ -372,17 +372,6 @@ def check_room(model_class: Any, config: PreTrainedConfig) -> None:
         raise UsageError(
             f"A model of these sizes takes {num_bytes / 1e9:,.0f} GB, and this machine has {there / 1e9:,.0f} GB. "
             "Use a smaller hidden_size, embedding_size, num_layers or vocabulary, or dimensions of an extractor."
-        )
-
-
-def check_token_ids(folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Refuse ids that tables of all tokens would have to reach up to."""
-    ids = tokenizer.get_vocab().values()
-    odd = [number for number in ids if not 0 <= number <= MAX_TOKEN_ID]
-    if odd:
-        raise UsageError(
-            f"The tokenizer in {folder} has a token with the id {odd[0]}, and it has {len(ids):,} tokens. Ids are "
-            f"between 0 and {MAX_TOKEN_ID:,}: fetch the tokenizer again, or train one anew."
         )
 
 

@@ -87,7 +87,7 @@ class RepresentSettings(Settings):
         None, "mean or cls.", choices=POOLINGS, default_words="mean of a new extractor", hidden=True
     )
     max_tokens: int | None = _model(
-        None, "Read of each text.", at_least=1, default_words="128", hidden=True, at_most=10_000_000
+        None, "Read of each text.", at_least=1, default_words="128", hidden=True
     )
     dimensions: int | None = _model(
         None, "Of a new extractor.", at_least=1, default_words="64", at_most=LARGEST_SIZE
@@ -108,7 +108,7 @@ class RepresentSettings(Settings):
     )
     freeze: bool = _model(False, "Train the classifier alone.")
     epochs: int = _length(4, "How often every text is read.", at_least=1)
-    batch_size: int = _length(32, "Texts in a step.", at_least=1, at_most=10_000_000)
+    batch_size: int = _length(32, "Texts in a step.", at_least=1)
     learning_rate: float | None = _length(
         None, "Of the extractor.", above=0, default_words="5e-3 of a new one, else 3e-5"
     )

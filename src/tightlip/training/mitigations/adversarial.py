@@ -32,9 +32,7 @@ class AdversarialConfig(RegulariserConfig):
     name: ClassVar[str] = "adversarial"
 
     discriminator_size: int = setting(1000, "Its hidden units.", at_least=1, at_most=LARGEST_SIZE)
-    discriminator_steps: int = setting(
-        1, "Its steps for each of the model's.", at_least=1, at_most=1_000_000
-    )
+    discriminator_steps: int = setting(1, "Its steps for each of the model's.", at_least=1)
     discriminator_learning_rate: float = setting(1e-3, "Of its Adam.", above=0)
 
 

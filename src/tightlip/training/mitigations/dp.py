@@ -66,7 +66,6 @@ class DPConfig(MitigationConfig):
         PrivacySpec.rows_per_unit,
         "Most rows (documents, or pieces of long ones) of a unit in a step.",
         at_least=1,
-        at_most=10_000_000,
     )
     allow_unproved: bool = setting(
         False, "Go on where a proof breaks; the standing says so.", flag="--allow-unproved"
