@@ -119,7 +119,7 @@ def check_memory(corpus: TokenizedCorpus, memory_bytes: int) -> None:
     if longest * _BYTES_PER_TOKEN > memory_bytes:
         raise UsageError(
             f"Document {int(lengths.argmax())} has {longest - 1:,} tokens; counting it takes "
-            f"{longest * _BYTES_PER_TOKEN / 1e9:.1f} GB and {memory_bytes / 1e9:.1f} GB is allowed. "
+            f"{longest * _BYTES_PER_TOKEN:,} bytes and --memory leaves {memory_bytes:,} to each worker. "
             f"Raise --memory, or cut the document into shorter ones."
         )
 
