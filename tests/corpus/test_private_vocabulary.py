@@ -387,7 +387,7 @@ def test_much_noise_is_warned_about_and_not_refused(tmp_path):
         ({"vocabulary_words_per_user": 0}, "Use 1 or more"),
         ({"vocabulary_delta": 0.0}, "far below 1 over the number of users"),
         ({"vocabulary_delta": 1.0}, "no probability between 0 and 1"),
-        ({"vocabulary_delta": math.nan}, "no probability between 0 and 1"),
+        ({"vocabulary_delta": math.nan}, "vocabulary_delta=nan"),
         ({"vocabulary": "bpe"}, "Use --vocabulary words"),
         ({"tokenizer": "t"}, "Leave one of them out"),
         ({"min_users": 3}, "Leave --min-users out"),

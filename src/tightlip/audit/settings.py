@@ -57,6 +57,7 @@ class ExposureConfig(Settings):
         20_000,
         "Otherwise score at least so many, and 95 for each canary, and estimate.",
         at_least=100,
+        at_most=100_000_000,
     )
     prompt_tokens: int = setting(
         1, "Tokens that the tab attack types before it accepts.", at_least=1

@@ -286,7 +286,7 @@ def read_text(path: Path) -> str:
 def read_json(path: Path) -> Any:
     try:
         return json.loads(read_text(path))
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # also of too many digits, too deep
         raise _damaged(path, "it is not JSON") from error
 
 

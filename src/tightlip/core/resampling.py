@@ -41,7 +41,7 @@ class ResamplingSettings(Settings):
     """What decides the intervals of a measure."""
 
     seed: int = setting(0, "Decides what is resampled.")
-    num_bootstraps: int = setting(1000, "Resamples behind each interval.")
+    num_bootstraps: int = setting(1000, "Resamples behind each interval.", at_most=1_000_000)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -9,6 +9,7 @@ import tomllib
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping
+from decimal import Decimal
 from pathlib import Path
 from typing import Any, Self
 
@@ -22,6 +23,9 @@ _HOLDS = {
     "below": operator.lt,
     "at_most": operator.le,
 }
+# Of every whole number: libraries take no larger seed, and nobody waits for more steps.
+LARGEST = 2**32 - 1
+LARGEST_SIZE = 65_536  # of a layer
 _IN_WORDS: dict[Any, str] = {
     int: "a whole number",
     float: "a number",
@@ -61,11 +65,23 @@ class About:
             return
         if self.choices and value not in self.choices:
             raise UsageError(unknown(name, value, list(self.choices)))
+        for number in value if isinstance(value, tuple) else (value,):
+            _check_number(name, number)
         bounds = {word: bound for word in _HOLDS if (bound := getattr(self, word)) is not None}
         holds = all(_HOLDS[word](value, bound) for word, bound in bounds.items())
-        if bounds and not (holds and math.isfinite(value)):
+        if not holds:
             words = " and ".join(f"{w.replace('_', ' ')} {bound}" for w, bound in bounds.items())
             raise UsageError(f"{name}={value:g} is out of range. It must be {words}.")
+
+
+def _check_number(name: str, number: Any) -> None:
+    """Refuse what no setting can mean, before anyone counts to it or makes room for it."""
+    if isinstance(number, float) and not math.isfinite(number):
+        raise UsageError(f"{name}={number} is out of range. It must be a finite number.")
+    if isinstance(number, int) and abs(number) > LARGEST:
+        raise UsageError(
+            f"{name}={Decimal(number):.3g} is out of range. It must be at most {LARGEST:,}."
+        )
 
 
 def setting(default: Any, help: str, **about: Any) -> Any:
@@ -176,6 +192,7 @@ def _typed(name: str, value: Any, hint: Any) -> Any:
         (inner,) = {typing.get_args(kind)[0] for kind in accepted if typing.get_origin(kind)}
         return tuple(_typed(name, one, inner) for one in value)
     if float in accepted and type(value) is int:
+        _check_number(name, value)
         return float(value)
     if str in accepted and isinstance(value, Path):
         return str(value)
@@ -200,7 +217,7 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise UsageError(
             f"{path} cannot be read ({error.strerror}). Give the path of a TOML file."
         ) from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # not only its own: of too many digits, too deep
         raise UsageError(
             f"{path} is not TOML: {error}. Write one name = value per line."
         ) from error
@@ -267,4 +284,9 @@ def bytes_from(text: str) -> int:
         raise UsageError(f"memory={text!r} is not a size. Write it like 4GB or 512MB.")
     number, unit, binary = match.groups()
     power = " KMGT".index(unit.upper() or " ")
-    return int(float(number) * (1024 if binary else 1000) ** power)
+    size = float(number) * (1024 if binary else 1000) ** power
+    if size > 2**63:
+        raise UsageError(
+            f"memory={size:.3g} bytes is more than any machine has. Write it like 4GB."
+        )
+    return int(size)

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from tightlip.core.errors import UsageError
+from tightlip.core.token_ids import check_token_ids
 
 PIECE_CHARACTERS = 50_000
 GROUP_CHARACTERS = 4_000_000
@@ -43,6 +44,7 @@ class Encoder:
                 f"{type(tokenizer).__name__} is not a fast tokenizer, so it cannot say which characters a "
                 "token covers. Use a model whose tokenizer comes as tokenizer.json."
             )
+        check_token_ids(f"A {type(tokenizer).__name__}", tokenizer)
         self._may_cut = self._backend is not None and cuts_at_spaces(self._backend)
 
     def encode(self, texts: list[str]) -> tuple[list[np.ndarray], list[np.ndarray] | None]:

@@ -4,6 +4,9 @@ A row is its values by column, or a `Fault` that says why it cannot be read. Wha
 breaks the file as a whole (truncated, not what its name says) raises `UsageError`.
 Row n is the nth line of JSON Lines, the nth record after a CSV's header, the nth
 row of anything else.
+
+A small file can unpack to more than the machine has, so sizes are looked at before
+anything is held: of a row, of its columns, and of a file against what it unpacks to.
 """
 
 import csv
@@ -13,13 +16,15 @@ import json
 import re
 import sys
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet
 
 from tightlip.core.errors import UsageError
@@ -27,6 +32,11 @@ from tightlip.core.files import read_json
 
 MAX_BATCH_ROWS = 1_000
 MAX_BATCH_BYTES = 8_000_000
+MAX_ROW_BYTES = 32_000_000  # a library of books; tokenising it may take 80 times as much
+MAX_COLUMNS = 10_000
+# Text packs 3:1 to 20:1, and the same few lines over and over 100:1.
+MAX_RATIO = 1_000
+ALWAYS_UNPACKED_BYTES = 100_000_000
 _TEXT_KINDS = {".jsonl": "json", ".ndjson": "json", ".json": "json", ".csv": "csv"}
 _KINDS = _TEXT_KINDS | {".parquet": "parquet", ".pq": "parquet", ".arrow": "arrow"}
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
@@ -54,6 +64,7 @@ def columns_of(path: Path) -> pa.Schema | None:
     """Column names and types where the file states them."""
     if kind_of(path) == "parquet":
         with _reporting(path), pa.parquet.ParquetFile(path) as parquet:
+            check_unpacked(path, _unpacked_bytes(parquet.metadata))
             return parquet.schema_arrow
     if kind_of(path) == "arrow":
         with _reporting(path), pa.memory_map(str(path)) as source:
@@ -87,6 +98,28 @@ def _reporting(path: Path) -> Iterator[None]:
         ) from error
 
 
+def check_unpacked(path: Path, num_bytes: int) -> None:
+    """Refuse a file that unpacks to far more than text ever does."""
+    if num_bytes > ALWAYS_UNPACKED_BYTES and num_bytes > MAX_RATIO * (
+        packed := path.stat().st_size
+    ):
+        raise UsageError(
+            f"{path} has {packed:,} bytes and unpacks to {num_bytes:,} or more, over {MAX_RATIO:,} times as much: text "
+            "does not pack so well, and such a file may fill any machine. If you trust it, unpack it yourself to .jsonl."
+        )
+
+
+def _too_long(name: str) -> UsageError:
+    return UsageError(
+        f"{name} has a row of more than {MAX_ROW_BYTES:,} bytes, which is more than a document may have. "
+        "Write one row per line, cut long documents into shorter ones, and close every quote of a CSV."
+    )
+
+
+def too_many_columns(num_columns: int) -> str:
+    return f"has {num_columns:,} columns, and {MAX_COLUMNS:,} is the most"
+
+
 def _one_line(error: BaseException) -> str:
     words = " ".join(str(error).split())
     return words if len(words) <= 160 else words[:157] + "..."
@@ -97,28 +130,92 @@ def _one_line(error: BaseException) -> str:
 
 def _parquet_rows(path: Path) -> Iterator[tuple[int, Row]]:
     with pa.parquet.ParquetFile(path) as parquet:
-        start = 1
-        for group in range(parquet.num_row_groups):
-            about = parquet.metadata.row_group(group)
-            num_bytes_per_row = about.total_byte_size / max(about.num_rows, 1)
-            size = int(min(MAX_BATCH_ROWS, max(1, MAX_BATCH_BYTES // max(num_bytes_per_row, 1))))
-            for batch in parquet.iter_batches(size, row_groups=[group]):
-                yield from enumerate(_batch_rows(batch), start)
-                start += len(batch)
+        check_unpacked(path, _unpacked_bytes(parquet.metadata))
+        leaves = [parquet.schema.column(n) for n in range(len(parquet.schema))]
+        texts = [leaf.path for leaf in leaves if leaf.physical_type == "BYTE_ARRAY"]
+    # Each text of a dictionary once, however many rows say it.
+    with pa.parquet.ParquetFile(path, read_dictionary=texts) as parquet:
+        yield from table_rows(_believable(path, _parquet_batches(parquet)), str(path))
+
+
+def _parquet_batches(parquet: pa.parquet.ParquetFile) -> Iterator[pa.RecordBatch]:
+    for group in range(parquet.num_row_groups):
+        about = parquet.metadata.row_group(group)
+        num_bytes_per_row = about.total_byte_size / max(about.num_rows, 1)
+        size = int(min(MAX_BATCH_ROWS, max(1, MAX_BATCH_BYTES // max(num_bytes_per_row, 1))))
+        yield from parquet.iter_batches(size, row_groups=[group])
+
+
+def _unpacked_bytes(metadata: Any) -> int:
+    """What the file says of itself: of repeated values only how many there are, each some bytes."""
+    groups = [metadata.row_group(group) for group in range(metadata.num_row_groups)]
+    chunks = [group.column(n) for group in groups for n in range(group.num_columns)]
+    return sum(max(chunk.total_uncompressed_size, 4 * chunk.num_values) for chunk in chunks)
 
 
 def _arrow_rows(path: Path) -> Iterator[tuple[int, Row]]:
     with pa.memory_map(str(path)) as source:
-        yield from table_rows(pa.ipc.open_stream(source))
+        yield from table_rows(_believable(path, pa.ipc.open_stream(source)), str(path))
 
 
-def table_rows(batches: Iterator[pa.RecordBatch]) -> Iterator[tuple[int, Row]]:
+def _believable(path: Path, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    num_bytes = 0.0
+    for batch in batches:
+        num_bytes += sum(_row_bytes(column).sum() for column in batch.columns)
+        check_unpacked(path, int(num_bytes))
+        yield batch
+
+
+def table_rows(
+    batches: Iterator[pa.RecordBatch], name: str = "the table given"
+) -> Iterator[tuple[int, Row]]:
     """Rows of Arrow batches of any size, few of them as Python objects at a time."""
     start = 1
     for batch in batches:
         for first in range(0, len(batch), MAX_BATCH_ROWS):
-            yield from enumerate(_batch_rows(batch.slice(first, MAX_BATCH_ROWS)), start + first)
-        start += len(batch)
+            for rows in _few_at_a_time(batch.slice(first, MAX_BATCH_ROWS), name):
+                yield from enumerate(_batch_rows(rows), start)
+                start += len(rows)
+
+
+def _few_at_a_time(batch: pa.RecordBatch, name: str) -> Iterator[pa.RecordBatch]:
+    """The batch in slices of some MAX_BATCH_BYTES when written out; a longer row comes alone."""
+    sizes = sum((_row_bytes(column) for column in batch.columns), np.zeros(len(batch)))
+    if sizes.max(initial=0) > MAX_ROW_BYTES:
+        raise _too_long(name)
+    ends = np.cumsum(sizes)
+    start = 0
+    while start < len(batch):
+        most = MAX_BATCH_BYTES + (ends[start - 1] if start else 0)
+        end = max(start + 1, int(np.searchsorted(ends, most, "right")))
+        yield batch.slice(start, end - start)
+        start = end
+
+
+def _row_bytes(column: pa.Array) -> np.ndarray:
+    """Bytes of each value when written out; of numbers on average."""
+    if pa.types.is_dictionary(column.type):
+        # Those in use only: a dictionary may serve a thousand batches.
+        used = pc.dictionary_encode(column.indices, null_encoding="encode")
+        each = _row_bytes(column.dictionary.take(used.dictionary))
+        return each[used.indices.to_numpy(False)]
+    if hasattr(column, "total_values_length"):
+        return pc.binary_length(column).fill_null(0).to_numpy(False)
+    if pa.types.is_struct(column.type):
+        return sum((_row_bytes(part) for part in column.flatten()), np.zeros(len(column)))
+    if pa.types.is_fixed_size_list(column.type):
+        column = column.cast(pa.list_(column.type.value_type))
+    if isinstance(column, pa.ListArray | pa.LargeListArray):  # a map is a list too
+        return _list_bytes(column)
+    return np.full(len(column), column.nbytes / max(len(column), 1))
+
+
+def _list_bytes(column: pa.Array) -> np.ndarray:
+    offsets = column.offsets.to_numpy()
+    is_map = pa.types.is_map(column.type)
+    parts = (column.keys, column.items) if is_map else (column.values,)
+    own = [_row_bytes(part.slice(offsets[0], offsets[-1] - offsets[0])) for part in parts]
+    return np.diff(np.append(0, np.cumsum(sum(own)))[offsets - offsets[0]])
 
 
 def _batch_rows(batch: pa.RecordBatch) -> Iterator[dict[str, Any]]:
@@ -128,6 +225,8 @@ def _batch_rows(batch: pa.RecordBatch) -> Iterator[dict[str, Any]]:
 
 
 def _column_values(column: pa.Array) -> list[Any]:
+    if pa.types.is_dictionary(column.type):
+        column = column.dictionary_decode()
     try:
         return column.to_pylist()
     except UnicodeDecodeError:
@@ -144,19 +243,62 @@ def _value(scalar: pa.Scalar) -> Any:
 # JSON Lines and CSV
 
 
+class _Unpacked(io.RawIOBase):
+    """What a packed file unpacks to, as long as that is believable."""
+
+    def __init__(self, path: Path, stream: Any) -> None:
+        self._path, self._stream, self._num_bytes = path, stream, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, into: Any) -> int:
+        size: int = self._stream.readinto(into)
+        self._num_bytes += size
+        check_unpacked(self._path, self._num_bytes)
+        return size
+
+    def close(self) -> None:
+        self._stream.close()
+        super().close()
+
+
 def _opened(path: Path) -> BinaryIO:
     suffix = path.suffix.lower()
+    if suffix not in (".gz", ".zst"):
+        return path.open("rb")
     if suffix == ".gz":
-        return gzip.open(path, "rb")  # type: ignore[return-value]
-    if suffix == ".zst":
-        return io.BufferedReader(pa.CompressedInputStream(pa.OSFile(str(path)), "zstd"))  # type: ignore[arg-type]
-    return path.open("rb")
+        return io.BufferedReader(_Unpacked(path, gzip.open(path, "rb")))
+    packed = pa.CompressedInputStream(pa.OSFile(str(path)), "zstd")
+    return io.BufferedReader(_Unpacked(path, packed))
+
+
+class _Lines:
+    """The lines of a stream; `held` counts what the row under way takes, and is set back by whoever
+    has it whole, so that an endless row is refused and not held."""
+
+    def __init__(self, path: Path, stream: Any) -> None:
+        self._path, self._stream, self.held = path, stream, 0
+
+    def __iter__(self) -> "_Lines":
+        return self
+
+    def __next__(self) -> Any:
+        line = self._stream.readline(MAX_ROW_BYTES + 1 - self.held)
+        self.held += len(line)
+        if self.held > MAX_ROW_BYTES:
+            raise _too_long(str(self._path))
+        if not line:
+            raise StopIteration
+        return line
 
 
 def _json_rows(path: Path) -> Iterator[tuple[int, Row]]:
     with _opened(path) as stream:
         blank_so_far = True
-        for number, line in enumerate(stream, 1):
+        lines = _Lines(path, stream)
+        for number, line in enumerate(lines, 1):
+            lines.held = 0
             if number == 1:
                 line = line.removeprefix(_BYTE_ORDER_MARK)
             if not line or line.isspace():
@@ -181,6 +323,8 @@ def _json_row(line: bytes) -> Row:
         return Fault(f"is not JSON ({_one_line(error)}); JSON Lines has one object per line")
     if not isinstance(row, dict):
         return Fault(f"is JSON but no object of columns and values ({type(row).__name__})")
+    if len(row) > MAX_COLUMNS:
+        return Fault(too_many_columns(len(row)))
     return row
 
 
@@ -189,12 +333,15 @@ def _csv_rows(path: Path) -> Iterator[tuple[int, Row]]:
     with _opened(path) as stream:
         # A byte that is not UTF-8 becomes a lone surrogate, so that its row can be named.
         text = io.TextIOWrapper(stream, encoding="utf-8-sig", errors="surrogateescape", newline="")
-        records = csv.reader(text, strict=True)
+        lines = _Lines(path, text)
+        records = csv.reader(lines, strict=True)
         number = 0
         try:
             header = next(records, [])
             _check_header(path, header)
+            lines.held = 0
             for record in records:
+                lines.held = 0
                 if record:
                     number += 1
                     yield number, _csv_row(header, record)
@@ -206,6 +353,8 @@ def _csv_rows(path: Path) -> Iterator[tuple[int, Row]]:
 
 
 def _check_header(path: Path, header: list[str]) -> None:
+    if len(header) > MAX_COLUMNS:
+        raise UsageError(f"{path} {too_many_columns(len(header))}. Write those that you need.")
     twice = {name for name in header if header.count(name) > 1}
     if twice:
         raise UsageError(f"{path} names the column {min(twice)!r} twice. Rename one of them.")

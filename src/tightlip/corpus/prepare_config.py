@@ -63,7 +63,9 @@ class PrepareConfig(ColumnSettings):
     vocabulary: Literal["words", "bpe"] = setting(
         "words", "Otherwise build one.", panel=_VOCABULARY
     )
-    vocabulary_size: int | None = setting(10_000, "Most tokens in it.", panel=_VOCABULARY)
+    vocabulary_size: int | None = setting(
+        10_000, "Most tokens in it.", panel=_VOCABULARY, at_most=10_000_000
+    )
     min_users: int | None = setting(
         None, "Only words that at least this many users wrote.", panel=_VOCABULARY
     )

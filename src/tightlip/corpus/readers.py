@@ -23,6 +23,7 @@ from tightlip.core.files import digest_of_files
 from tightlip.corpus.formats import (
     MAX_BATCH_BYTES,
     MAX_BATCH_ROWS,
+    MAX_COLUMNS,
     NOT_UTF8,
     Fault,
     Row,
@@ -31,6 +32,7 @@ from tightlip.corpus.formats import (
     rows_of,
     saved_dataset_files,
     table_rows,
+    too_many_columns,
 )
 from tightlip.corpus.history import history_of
 from tightlip.corpus.prepare_config import ColumnSettings
@@ -103,7 +105,14 @@ class Corpus:
         self._first_fault = ""
         pending: list[dict[str, Any]] = []
         num_bytes = num_documents = 0
+        columns: set[str] = set()
         for row, size in self._usable_rows():
+            columns.update(row)
+            if len(columns) > MAX_COLUMNS:
+                raise UsageError(
+                    f"{self.name} {too_many_columns(len(columns))}: its rows have keys of their own. "
+                    "Put what differs into one column, or leave it out."
+                )
             if pending and (num_bytes + size > MAX_BATCH_BYTES or len(pending) == MAX_BATCH_ROWS):
                 yield self._batch(pending)
                 pending, num_bytes = [], 0
@@ -132,7 +141,7 @@ class Corpus:
                 fault = row if isinstance(row, Fault) else self._fault_of(part, number, row)
                 if fault is None:
                     assert isinstance(row, dict)
-                    yield row, sum(len(value) for value in row.values() if isinstance(value, str))
+                    yield row, _size(row)
                 else:
                     self._refuse_or_count(part, number, fault)
 
@@ -332,6 +341,17 @@ def _text(value: Any, column: str, where: str) -> str | Fault:
         f"{where} has a {type(value).__name__} in its text column {column!r}. Texts are strings; "
         "is it another column? --text-column"
     )
+
+
+def _size(row: dict[str, Any]) -> int:
+    """Characters in all strings of a row, however deep, and one for everything else."""
+    size, waiting = 0, list(row.values())
+    while waiting:
+        value = waiting.pop()
+        size += len(value) if isinstance(value, str) else 1
+        if isinstance(value, list | dict):
+            waiting += value.values() if isinstance(value, dict) else value
+    return size
 
 
 def _encodes(text: str) -> bool:

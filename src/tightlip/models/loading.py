@@ -7,8 +7,11 @@ lacks with random numbers, and an audit of random numbers would look like good n
 
 import hashlib
 import io
+import math
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr
+from copy import deepcopy
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -16,7 +19,14 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from torch.nn.modules import module as torch_module
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedTokenizerFast,
+    initialization,
+)
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -28,6 +38,7 @@ from tightlip.core.checksums import checked
 from tightlip.core.devices import looks_ahead, rounding_tolerance
 from tightlip.core.errors import TightlipError, UsageError
 from tightlip.core.files import digest_of_files, read_json
+from tightlip.core.token_ids import check_token_ids
 from tightlip.models import register_configurations
 
 INDEX = "model.safetensors.index.json"
@@ -35,6 +46,11 @@ TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json")
 FROM_THE_FOLDER_ONLY = {"local_files_only": True, "trust_remote_code": False}
 GGUF_SUFFIX = ".gguf"
 NEEDED_FOR_GGUF = ("gguf", "accelerate")
+# More than any model has: GPT-3 has 96 layers, Llama 4 ten million positions.
+MAX_LAYERS = 10_000
+MAX_POSITIONS = 2**24
+# Numbers that a model may hold beyond its weights: what is computed at its start, such as masks.
+ALWAYS_HELD = 50_000_000
 
 
 def load_causal_lm(
@@ -75,6 +91,7 @@ def read_weights(
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
     """The model of this configuration with the folder's weights, and which of them were missing."""
     check_weight_files(folder)
+    check_size(folder, auto_class, config, stored_shapes(folder))
     with without_progress_bar(), usage_errors(folder):
         return auto_class.from_pretrained(
             str(folder),
@@ -92,6 +109,7 @@ def _from_gguf(file: Path, dtype: torch.dtype | None) -> tuple[PreTrainedModel, 
     # The bar over its tensors has no switch.
     silent = redirect_stderr(io.StringIO())
     with without_progress_bar(), silent, usage_errors(file, "Copy or download the file again."):
+        check_gguf(file)
         model, info = AutoModelForCausalLM.from_pretrained(
             **place_of(file),
             dtype=dtype or torch.float32,
@@ -129,8 +147,13 @@ def load_tokenizer(folder: Path | str) -> PreTrainedTokenizerBase:
     with usage_errors(folder):
         described, alone = (folder / name for name in TOKENIZER_FILES)
         if alone.is_file() and not described.is_file():
-            return PreTrainedTokenizerFast(tokenizer_file=str(alone))
-        return AutoTokenizer.from_pretrained(str(folder), use_fast=True, **FROM_THE_FOLDER_ONLY)
+            tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(alone))
+        else:
+            tokenizer = AutoTokenizer.from_pretrained(
+                str(folder), use_fast=True, **FROM_THE_FOLDER_ONLY
+            )
+        check_token_ids(f"The tokenizer in {folder}", tokenizer)
+    return tokenizer
 
 
 def _tokenizer_of_gguf(file: Path) -> PreTrainedTokenizerBase:
@@ -140,6 +163,7 @@ def _tokenizer_of_gguf(file: Path) -> PreTrainedTokenizerBase:
         if not begins_with_bos(file):
             # SmolLM2-Instruct's opens a turn of a chat, and after it no text is ordinary.
             tokenizer.bos_token = None
+        check_token_ids(f"The tokenizer in {file}", tokenizer)
     return tokenizer
 
 
@@ -147,7 +171,9 @@ def read_configuration(folder: Path) -> PreTrainedConfig:
     """The folder's configuration, if it is one of a model that needs no code of its own."""
     register_configurations()
     check_folder(folder)
-    check_no_foreign_code(folder, read_config(folder))
+    written = read_config(folder)
+    check_no_foreign_code(folder, written)
+    check_counts(f"{folder}/config.json", written)
     with usage_errors(folder):
         return AutoConfig.from_pretrained(str(folder), **FROM_THE_FOLDER_ONLY)
 
@@ -211,6 +237,31 @@ def check_no_foreign_code(folder: Path, written: dict[str, Any]) -> None:
             )
 
 
+def check_counts(place: str, written: dict[str, Any]) -> None:
+    """Refuse numbers that transformers counts to while it reads a configuration, or a model runs."""
+    for key, value in settings_in(written):
+        counts_layers = key.endswith(("num_labels", "attention_types", "block_count")) or (
+            "layer" in key and "size" not in key
+        )
+        counts_positions = key.endswith(("n_ctx", "context_length")) or (
+            "position" in key or "seq" in key
+        )
+        most = MAX_LAYERS if counts_layers else MAX_POSITIONS if counts_positions else None
+        if most is not None and (largest := max(_whole_numbers(value), default=0)) > most:
+            raise UsageError(
+                f"{place} says {key}={largest:.3g}, and no model has more than {most:,}. "
+                "Save or download the model again."
+            )
+
+
+def _whole_numbers(value: Any) -> Iterator[float]:
+    if isinstance(value, list):
+        for one in value:
+            yield from _whole_numbers(one)
+    elif isinstance(value, int):
+        yield min(value, 1e300)  # of which the rest of Python can speak
+
+
 def settings_in(value: Any) -> Iterator[tuple[str, Any]]:
     """Every key and value of a configuration, however deep."""
     if isinstance(value, dict):
@@ -237,6 +288,88 @@ def check_weight_files(folder: Path) -> None:
             raise UsageError(
                 f"{path} is not a whole safetensors file ({error}). Copy or download the model again."
             ) from error
+
+
+def stored_shapes(folder: Path) -> list[list[int]]:
+    """The shape of every weight, by the headers of the files alone."""
+    shapes = []
+    for name in weight_file_names(folder):
+        with safe_open(str(folder / name), framework="pt") as file:
+            shapes += [file.get_slice(key).get_shape() for key in file.keys()]  # noqa: SIM118
+    return shapes
+
+
+def check_gguf(file: Path) -> None:
+    """What `check_counts` and `check_size` ask of a folder, asked of a GGUF file."""
+    from gguf import GGUFReader
+
+    reader = GGUFReader(str(file))
+    plain = {name: field for name, field in reader.fields.items() if len(field.types) == 1}
+    check_counts(str(file), {name: field.contents() for name, field in plain.items()})
+    config = AutoConfig.from_pretrained(**place_of(file), **FROM_THE_FOLDER_ONLY)
+    shapes = [tensor.shape.tolist() for tensor in reader.tensors]
+    check_size(file, AutoModelForCausalLM, config, shapes)
+
+
+def check_size(
+    place: Path, auto_class: Any, config: PreTrainedConfig, shapes: list[list[int]]
+) -> None:
+    """Refuse a configuration that asks for far more than the weight files hold.
+
+    transformers makes room for what is missing before it says so. The model is built without
+    memory, on torch's meta device, and given up as soon as it has too many numbers or tensors.
+    """
+    stored = sum(math.prod(shape) for shape in shapes)
+    config = deepcopy(config)
+    # A tied matrix is stored once; of quantised weights up to sixteen stand in one number.
+    is_packed = vars(config).pop("quantization_config", None) is not None
+    most = ALWAYS_HELD + stored * (16 if is_packed else 3)
+    held = {"numbers": 0, "tensors": 0}
+
+    def count(module: nn.Module, name: str, tensor: Tensor | None) -> None:
+        held["numbers"] += 0 if tensor is None else tensor.numel()
+        held["tensors"] += 1
+        if held["numbers"] > most or held["tensors"] > 1_000 + 16 * len(shapes):
+            raise UsageError(
+                f"{place} describes a model of over {held['numbers']:,} numbers in {held['tensors']:,} tensors, and its "
+                f"weights are {stored:,} numbers in {len(shapes):,}. Configuration and weights are not of one model: save "
+                "both together with save_pretrained."
+            )
+
+    hooks = (
+        torch_module.register_module_parameter_registration_hook(count),
+        torch_module.register_module_buffer_registration_hook(count),
+    )
+    try:
+        with without_memory(), usage_errors(place):
+            auto_class.from_config(config, trust_remote_code=False)
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@contextmanager
+def without_memory() -> Iterator[None]:
+    """Models made here have shapes and no numbers, as transformers itself begins to load one."""
+    with (
+        torch.device("meta"),
+        initialization.meta_device_safe_creation_ops(),
+        initialization.no_init_weights(),
+        initialization.no_tie_weights(),
+    ):
+        yield
+
+
+def check_room(model_class: Any, config: PreTrainedConfig) -> None:
+    """Refuse a new model whose weights alone are more than the machine's memory."""
+    with without_memory():
+        num_bytes = sum(4 * weight.numel() for weight in model_class(config).parameters())
+    there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if num_bytes > there:
+        raise UsageError(
+            f"A model of these sizes takes {num_bytes / 1e9:,.0f} GB, and this machine has {there / 1e9:,.0f} GB. "
+            "Use a smaller hidden_size, embedding_size, num_layers or vocabulary, or dimensions of an extractor."
+        )
 
 
 def weight_file_names(folder: Path) -> list[str]:

@@ -6,7 +6,14 @@ from typing import Any, ClassVar, Self
 
 from tightlip.core.errors import UsageError
 from tightlip.core.registry import look_up, names_of, unknown
-from tightlip.core.settings import Settings, check_names, names_in, setting, settings_of
+from tightlip.core.settings import (
+    LARGEST_SIZE,
+    Settings,
+    check_names,
+    names_in,
+    setting,
+    settings_of,
+)
 
 BUILT_IN_MODELS = ("lstm", "gru", "transformer")
 DEFAULT_EPOCHS = 5.0
@@ -80,12 +87,19 @@ class TrainConfig(Settings):
     mitigation: MitigationConfig = field(default_factory=MitigationConfig)
     model: str = setting("lstm", "lstm, gru, transformer, or a model folder to go on from.")
     lora: int | None = setting(
-        None, "Train LoRA adapters of this rank instead of the weights.", at_least=1
+        None,
+        "Train LoRA adapters of this rank instead of the weights.",
+        at_least=1,
+        at_most=LARGEST_SIZE,
     )
-    embedding_size: int = setting(128, "Size of a word's embedding; of LSTM and GRU.", at_least=1)
-    hidden_size: int = setting(128, "Size of each layer.", at_least=1)
-    num_layers: int = setting(2, "Layers of a built-in model.", at_least=1)
-    num_heads: int = setting(4, "Attention heads of a transformer.", at_least=1)
+    embedding_size: int = setting(
+        128, "Size of a word's embedding; of LSTM and GRU.", at_least=1, at_most=LARGEST_SIZE
+    )
+    hidden_size: int = setting(128, "Size of each layer.", at_least=1, at_most=LARGEST_SIZE)
+    num_layers: int = setting(2, "Layers of a built-in model.", at_least=1, at_most=1_000)
+    num_heads: int = setting(
+        4, "Attention heads of a transformer.", at_least=1, at_most=LARGEST_SIZE
+    )
     dropout: float = setting(0.0, "Share of units left out.", at_least=0, below=1)
     tie_word_embeddings: bool = setting(
         False, "Input and output embeddings are one matrix.", hidden=True
@@ -99,8 +113,10 @@ class TrainConfig(Settings):
     )
     warmup_steps: int = setting(0, "Steps over which the rate rises.", at_least=0, hidden=True)
     gradient_clip: float | None = setting(None, "Largest gradient norm.", above=0)
-    batch_size: int = setting(32, "Rows of a step; under private training, units.", at_least=1)
-    sequence_length: int = setting(128, "Most tokens of a row.", at_least=1)
+    batch_size: int = setting(
+        32, "Rows of a step; under private training, units.", at_least=1, at_most=10_000_000
+    )
+    sequence_length: int = setting(128, "Most tokens of a row.", at_least=1, at_most=10_000_000)
     seed: int = setting(0, "Decides start and order.", at_least=0)
     epochs: float | None = setting(
         None, "Times over the text.", above=0, default_words="5", panel=_LENGTH

@@ -14,6 +14,7 @@ from tightlip.core.files import folder_written_whole, write_json, write_text
 from tightlip.corpus.encoding import tokenizer_fingerprint
 from tightlip.models.configurations import GRUConfig, LSTMConfig, TransformerConfig
 from tightlip.models.loading import (
+    check_room,
     load_causal_lm,
     load_tokenizer,
     model_fingerprint,
@@ -61,7 +62,9 @@ def _whole_model(config: TrainConfig, tokenizer: Any) -> PreTrainedModel:
     if config.model == "transformer":
         own = {"num_heads": config.num_heads, "max_position_embeddings": config.sequence_length}
     config_class, model_class = _BUILT_IN[config.model]
-    return model_class(config_class(**own, **common))
+    shape = config_class(**own, **common)
+    check_room(model_class, shape)
+    return model_class(shape)
 
 
 def check_start(config: TrainConfig, tokenizer: Any, corpus_folder: Path) -> dict[str, str]:

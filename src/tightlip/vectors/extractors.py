@@ -23,7 +23,7 @@ from tightlip.core.registry import unknown
 from tightlip.corpus.encoding import WORD_PATTERN
 from tightlip.models.configurations import WORD_ENCODERS, WordEncoderConfig
 from tightlip.models.encoders import WordEncoder, load_encoder, most_tokens
-from tightlip.models.loading import load_tokenizer
+from tightlip.models.loading import check_room, load_tokenizer
 from tightlip.vectors.settings import NEW_VOCABULARY, POOLINGS, EncodingOptions
 
 DEFAULT_TOKENS = 128
@@ -271,7 +271,9 @@ def make_extractor(
     if str(spec) in WORD_ENCODERS:
         kind, tokenizer = str(spec), learnt_tokenizer(texts, vocabulary_size)
         size, length = dimensions or NEW_DIMENSIONS, max_tokens or DEFAULT_TOKENS
-        model = WordEncoder(WordEncoderConfig(kind, len(tokenizer), hidden_size=size, dropout=0.1))
+        shape = WordEncoderConfig(kind, len(tokenizer), hidden_size=size, dropout=0.1)
+        check_room(WordEncoder, shape)
+        model = WordEncoder(shape)
         return Extractor(model, tokenizer, kind=kind, pooling=pooling or "mean", max_tokens=length)
     folder = checked_folder(spec)
     if dimensions is not None:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from tightlip.core.errors import UsageError
 from tightlip.core.resampling import ResamplingSettings
-from tightlip.core.settings import Settings, separated, setting
+from tightlip.core.settings import LARGEST_SIZE, Settings, separated, setting
 
 # As in tightlip.models.configurations, which would load torch.
 NEW_EXTRACTORS = ("lstm", "bag")
@@ -89,11 +89,23 @@ class RepresentSettings(Settings):
     max_tokens: int | None = _model(
         None, "Read of each text.", at_least=1, default_words="128", hidden=True
     )
-    dimensions: int | None = _model(None, "Of a new extractor.", at_least=1, default_words="64")
-    vocabulary_size: int | None = _model(
-        None, "Of a new extractor.", default_words=f"{NEW_VOCABULARY:,}", hidden=True
+    dimensions: int | None = _model(
+        None, "Of a new extractor.", at_least=1, default_words="64", at_most=LARGEST_SIZE
     )
-    hidden: int = _model(0, "The classifier's hidden layer; 0 for none.", at_least=0, hidden=True)
+    vocabulary_size: int | None = _model(
+        None,
+        "Of a new extractor.",
+        default_words=f"{NEW_VOCABULARY:,}",
+        hidden=True,
+        at_most=10_000_000,
+    )
+    hidden: int = _model(
+        0,
+        "The classifier's hidden layer; 0 for none.",
+        at_least=0,
+        hidden=True,
+        at_most=LARGEST_SIZE,
+    )
     freeze: bool = _model(False, "Train the classifier alone.")
     epochs: int = _length(4, "How often every text is read.", at_least=1)
     batch_size: int = _length(32, "Texts in a step.", at_least=1)
@@ -102,7 +114,7 @@ class RepresentSettings(Settings):
     )
     classifier_learning_rate: float = _length(5e-3, "Of the classifier.", above=0, hidden=True)
     noise_draws: int = _length(
-        8, "Draws of noise for each text at a step.", at_least=1, hidden=True
+        8, "Draws of noise for each text at a step.", at_least=1, hidden=True, at_most=100_000
     )
     split: str = _texts("document", "8:1:1 by document, user, or column.", choices=SPLITS)
     split_column: str = _texts(
@@ -116,7 +128,12 @@ class RepresentSettings(Settings):
         None, "Of the readers' doubt.", at_least=0, default_words="3"
     )
     adversary_hidden: int | None = _against(
-        None, "The readers' hidden layer.", at_least=1, default_words="512", hidden=True
+        None,
+        "The readers' hidden layer.",
+        at_least=1,
+        default_words="512",
+        hidden=True,
+        at_most=LARGEST_SIZE,
     )
     adversary_steps: int | None = _against(
         None,
@@ -273,7 +290,9 @@ class EncodeSettings(Settings):
     mask: tuple[str, ...] = setting((), "A word that is always masked. May be given again.")
     mask_file: str | None = setting(None, "A file of words that are always masked, one a line.")
     mask_column: str | None = setting(None, "A column of words to be masked in that row's text.")
-    releases: int = setting(1, "Vectors of each text, each with fresh masks and noise.", at_least=1)
+    releases: int = setting(
+        1, "Vectors of each text, each with fresh masks and noise.", at_least=1, at_most=100_000
+    )
     runtime: Runtime = setting("torch", "onnx after `represent export --onnx`.")
 
     def __post_init__(self) -> None:
@@ -297,7 +316,9 @@ class AttackSettings(ResamplingSettings):
         default_words="all",
         parse=_names,
     )
-    copies: int = setting(16, "Releases of each text that the averaging attacker hears.")
+    copies: int = setting(
+        16, "Releases of each text that the averaging attacker hears.", at_most=100_000
+    )
     attributes: tuple[str, ...] | None = setting(
         None,
         "Columns to read, with commas between.",

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 import tightlip
-from tightlip.audit.leakage.counting import Engine
+from tightlip.audit.leakage.counting import Engine, check_memory
 from tightlip.audit.leakage.findings import (
     TABLES,
     WORK,
@@ -267,6 +267,8 @@ class _Job:
         self, model: OpenedModel, corpus: TokenizedCorpus, description: str
     ) -> tuple[ScannedCorpus, Leaks]:
         """A model's scan of the corpus, and what it gives away of it."""
+        memory_bytes = bytes_from(self.scans.options.memory)
+        check_memory(corpus, memory_bytes // self.engine.workers)  # the scan may take hours
         carries_text = tokens_with_text(model.tokenizer, corpus)
         scanned = self.scans.scan(model, corpus, description)
         leaks = find_leaks(
@@ -274,7 +276,7 @@ class _Job:
             top_k=self.config.top_k,
             carries_text=carries_text,
             engine=self.engine,
-            memory_bytes=bytes_from(self.scans.options.memory),
+            memory_bytes=memory_bytes,
         )
         return scanned, leaks
 

@@ -112,17 +112,23 @@ def added_up(results: Iterator[tuple[Shard | None, Counts]], num_sequences: int)
     return Counts(totals=totals, users=users)
 
 
-def user_disjoint_shards(corpus: TokenizedCorpus, memory_bytes: int) -> Iterator[Shard]:
-    """The corpus in shards that each fit `memory_bytes` while they are counted."""
-    most_tokens = min(memory_bytes // _BYTES_PER_TOKEN, _LARGEST_SHARD_TOKENS)
+def check_memory(corpus: TokenizedCorpus, memory_bytes: int) -> None:
+    """Refuse a document that does not fit `memory_bytes` while it is counted."""
     lengths = np.diff(corpus.bounds) + 1  # each document is followed by a separator
     longest = int(lengths.max(initial=0))
-    if longest > most_tokens and longest * _BYTES_PER_TOKEN > memory_bytes:
+    if longest * _BYTES_PER_TOKEN > memory_bytes:
         raise UsageError(
             f"Document {int(lengths.argmax())} has {longest - 1:,} tokens; counting it takes "
-            f"{longest * _BYTES_PER_TOKEN / 1e9:.1f} GB and {memory_bytes / 1e9:.1f} GB is allowed. "
+            f"{longest * _BYTES_PER_TOKEN:,} bytes and --memory leaves {memory_bytes:,} to each worker. "
             f"Raise --memory, or cut the document into shorter ones."
         )
+
+
+def user_disjoint_shards(corpus: TokenizedCorpus, memory_bytes: int) -> Iterator[Shard]:
+    """The corpus in shards that each fit `memory_bytes` while they are counted."""
+    check_memory(corpus, memory_bytes)
+    most_tokens = min(memory_bytes // _BYTES_PER_TOKEN, _LARGEST_SHARD_TOKENS)
+    lengths = np.diff(corpus.bounds) + 1
     by_user = np.argsort(corpus.users, kind="stable")
     for documents, sole_user in _packed(by_user, corpus.users, lengths, most_tokens):
         own = end_to_end(corpus.tokens, corpus.bounds[documents], lengths[documents] - 1)

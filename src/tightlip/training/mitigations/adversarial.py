@@ -15,7 +15,7 @@ from torch.nn.functional import cross_entropy
 
 from tightlip.core.progress import log
 from tightlip.core.run_folder import load_optimizer_tensors, optimizer_tensors, part_of, prefixed
-from tightlip.core.settings import setting
+from tightlip.core.settings import LARGEST_SIZE, setting
 from tightlip.training.config import MitigationConfig
 from tightlip.training.mitigations import RunContext
 from tightlip.training.mitigations.regulariser import Drawn, Regulariser, RegulariserConfig, filled
@@ -31,7 +31,7 @@ class AdversarialConfig(RegulariserConfig):
 
     name: ClassVar[str] = "adversarial"
 
-    discriminator_size: int = setting(1000, "Its hidden units.", at_least=1)
+    discriminator_size: int = setting(1000, "Its hidden units.", at_least=1, at_most=LARGEST_SIZE)
     discriminator_steps: int = setting(1, "Its steps for each of the model's.", at_least=1)
     discriminator_learning_rate: float = setting(1e-3, "Of its Adam.", above=0)
 

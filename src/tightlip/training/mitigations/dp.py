@@ -73,7 +73,7 @@ class DPConfig(MitigationConfig):
     allow_loose_delta: bool = setting(False, "A delta above 1 / units.", flag="--allow-loose-delta")
     insecure_seed: int | None = setting(None, "Known noise, for tests only: it protects nobody.")
     dp_check_canaries: int | None = setting(
-        None, "Plant so many canaries, for tightlip dp-check RUN.", at_least=0
+        None, "Plant so many canaries, for tightlip dp-check RUN.", at_least=0, at_most=10_000_000
     )
 
     def __post_init__(self) -> None:
