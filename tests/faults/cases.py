@@ -11,7 +11,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 import tightlip
-from cli.held_out_runs import documents, planted
+from animals import WORDS
+from cli.held_out_runs import documents
+from tightlip.corpus.canaries import Canary, Planted, write_canary_key
 
 SMALL = ("--hidden-size", "8", "--embedding-size", "8", "--num-layers", "1", "--epochs", "1")
 FEW = ("--num-bootstraps", "100", "--device", "cpu")
@@ -82,7 +84,12 @@ def write_place(folder: Path) -> None:
         allow_unproved=True,
         **small,
     )
-    planted(folder / "key.json", [rows[0]["text"]])
+    canaries = [
+        Canary(text=row["text"], user=row["user"], repetitions=1, template="{words:8}",
+               values=tuple(row["text"].split()))
+        for row in rows[:4]
+    ]  # fmt: skip
+    write_canary_key(folder / "key.json", Planted(canaries=canaries, pools={"words": WORDS}))
     tightlip.represent_train(
         folder / "corpus.parquet", folder / "vectors", label="team", private=("kind",),
         extractor="bag", epochs=1, epsilon=9.0,
