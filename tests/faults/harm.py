@@ -1,6 +1,7 @@
 """What the tests of faults share: how many to try, folders compared, an unharmed run of a command.
 
-`make faults` sets TIGHTLIP_FAULTS=all; without it a sample with fixed seeds is taken.
+`make faults` sets TIGHTLIP_FAULTS=all; without it a sample with fixed seeds is taken, or so many
+of each kind and command as TIGHTLIP_FAULTS says.
 """
 
 import json
@@ -21,7 +22,8 @@ from safetensors import safe_open
 from faults.cases import CASES
 from killable import Commands, Finished
 
-ALL = os.environ.get("TIGHTLIP_FAULTS") == "all"
+_ASKED = os.environ.get("TIGHTLIP_FAULTS", "")
+ALL = _ASKED == "all"
 # Minutes each: they are only begun. What they are made of are commands that are run to their end.
 LONG = ("demo", "reproduce")
 SHORT = tuple(name for name in CASES if name not in LONG)
@@ -32,9 +34,9 @@ TELL_THE_TIME = {"metrics.jsonl", "private.jsonl", "metrics.json"}
 CACHES = {"scan", "measures"}
 
 
-def sample(values: Sequence, few: int, many: int | None = None, *, seed: int = 0) -> list:
-    """A few of the values, or with `make faults` many or all, in their order."""
-    wanted = (len(values) if many is None else many) if ALL else few
+def sample(values: Sequence, few: int, *, seed: int = 0) -> list:
+    """A few of the values, or with `make faults` all, in their order."""
+    wanted = len(values) if ALL else int(_ASKED or few)
     places = random.Random(seed).sample(range(len(values)), min(wanted, len(values)))
     return [values[place] for place in sorted(places)]
 

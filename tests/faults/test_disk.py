@@ -81,7 +81,9 @@ def harm_done(disk, name, size, unharmed):
     ran = disk.run(name)
     if problem := told_wrong(ran, statuses=(2,)):
         return problem
-    if not re.search(r"The disk is full: \S+ needs more than [\d,]+ bytes, and [\d,]+ are", ran.err):
+    if not re.search(
+        r"The disk is full: \S+ needs more than [\d,]+ bytes, and [\d,]+ are", ran.err
+    ):
         return f"does not say which file found no room: {ran.err.strip()[-200:]}"
     left = tree(disk.seen)
     if litter := [path for path in left if is_litter(path) and path not in before]:
