@@ -45,18 +45,22 @@ CASES = {
         ("canaries", "choose", "run", "--out", "out.json"), ("run", "out.json")
     ),
     "canaries measure": Case(
-        ("canaries", "measure", "run", "--key", "key.json", "--out", "out.json")
+        ("canaries", "measure", "run", "--key", "key.json", "--out", "out.json"), ("out.json",)
     ),
     "represent train": Case(
         ("represent", "train", "corpus.parquet", "--out", "out", "--epsilon", "9", *VECTORS),
         ("out",),
     ),
-    "represent export": Case(("represent", "export", "vectors/device", "--onnx"), ()),
+    "represent export": Case(
+        ("represent", "export", "vectors/device", "--onnx"), ("vectors/device/device.onnx",)
+    ),
     "represent encode": Case(
-        ("represent", "encode", "vectors/device", "corpus.parquet", "--out", "out.parquet")
+        ("represent", "encode", "vectors/device", "corpus.parquet", "--out", "out.parquet"),
+        ("out.parquet",),
     ),
     "represent classify": Case(
-        ("represent", "classify", "vectors/server", "sent.parquet", "--out", "out.csv")
+        ("represent", "classify", "vectors/server", "sent.parquet", "--out", "out.csv"),
+        ("out.csv",),
     ),
     "represent guarantee": Case(("represent", "guarantee", "--dimensions", "8", "--epsilon", "4")),
     "represent attack": Case(
