@@ -12,7 +12,17 @@ from pathlib import Path
 import pytest
 
 from faults.cases import CASES, write_place
-from faults.harm import ALL, SHORT, Bench, changes, half_written, is_litter, told_wrong, tree
+from faults.harm import (
+    ALL,
+    SHORT,
+    Bench,
+    changes,
+    half_written,
+    is_litter,
+    sample,
+    told_wrong,
+    tree,
+)
 from killable import Commands
 
 pytestmark = pytest.mark.slow
@@ -98,8 +108,8 @@ def harm_done(disk, name, size, unharmed):
     return f"not as undisturbed: {differing}" if differing else None
 
 
-# Without `make faults` each command meets one of the three, in turn.
-@pytest.mark.parametrize(("number", "name"), enumerate(SHORT))
+# Without `make faults` some commands meet one of the three each, in turn.
+@pytest.mark.parametrize(("number", "name"), enumerate(sample(SHORT, 6)))
 def test_a_full_disk_is_named_and_the_command_goes_on_with_room(number, name, disk, tally):
     before, after, unharmed = sizes(disk, name)
     if before == after:
@@ -113,7 +123,7 @@ def test_a_full_disk_is_named_and_the_command_goes_on_with_room(number, name, di
     assert not problems, "\n".join(problems)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", sample(list(CASES), 8))
 def test_a_read_only_folder_is_named(name, disk, tally):
     disk.fresh()
     disk.resize(ROOMY, "ro")
