@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # One thread each, or the two workers fight over the cores.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 
-.PHONY: install demo test lint check bench bench-gpu
+.PHONY: install demo test lint check faults fuzz bench bench-gpu
 install: $(VENV)/.installed
 
 $(VENV)/.installed: pyproject.toml constraints.txt
@@ -30,6 +30,15 @@ lint: install
 # What to run while working: make test minus whole commands, trainings, kills and the browser.
 check: lint
 	$(PYTEST) -m 'not slow'
+
+# What make test tries a sample of: 20 kills of each command, every file damaged in five ways, full
+# disks, hostile files, whole processes traced. It ends with a table of what held.
+faults: install
+	TIGHTLIP_FAULTS=all $(PYTEST) tests/faults
+
+# Damaged files for every reader, until interrupted.
+fuzz: install
+	$(BIN)/python tests/faults/fuzz.py
 
 bench: install
 	$(BIN)/python benchmarks/counting.py

@@ -15,7 +15,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -84,24 +84,40 @@ class Life:
 class Commands:
     """Runs `tightlip ...`, each call in a fresh fork, one at a time."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(
+        self, folder: Path, *, within: Sequence[str] = (), env: Mapping[str, str] | None = None
+    ) -> None:
+        """`within` is a program that runs others, such as unshare; `env` what they see."""
         self._folder, self._num_lives = folder, 0
+        env = os.environ if env is None else env
         self._process = subprocess.Popen(
-            [sys.executable, __file__],
+            [*within, sys.executable, __file__],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env=os.environ | {"COLUMNS": "200", "TOKENIZERS_PARALLELISM": "false"},
+            env={**env, "COLUMNS": "200", "TOKENIZERS_PARALLELISM": "false"},
         )
+
+    @property
+    def pid(self) -> int:
+        """The process that all commands are forks of."""
+        return self._process.pid
 
     def __call__(self, *arguments, kill_after=None, **how) -> Finished:
         life = self.begin(*arguments, **how)
         if kill_after is None:
             return life.end()
-        time.sleep(kill_after)
-        return life.kill()
+        end = time.monotonic() + kill_after
+        return life.kill_once(lambda: time.monotonic() > end)
 
-    def begin(self, *arguments, shard_tokens=None, die_before_rename=None, place=None) -> Life:
+    def begin(
+        self,
+        *arguments,
+        shard_tokens=None,
+        die_before_rename=None,
+        place=None,
+        same_noise=False,
+    ) -> Life:
         self._num_lives += 1
         folder = self._folder / str(self._num_lives)
         folder.mkdir()
@@ -111,6 +127,7 @@ class Commands:
             "shard_tokens": shard_tokens,
             "die_before_rename": die_before_rename,
             "place": None if place is None else str(place),  # where to stand; here by default
+            "same_noise": same_noise,  # of the operating system's randomness
         }
         self._process.stdin.write(json.dumps(request) + "\n")
         self._process.stdin.flush()
@@ -148,8 +165,17 @@ def train_and_kill(command: Commands, corpus, folder: Path, config, num_kills: i
 # The process that the commands are forks of
 
 
+_same_noise = False
+
+
+def _noise(num_bytes: int, plain: Callable[[int], bytes] = os.urandom) -> bytes:
+    """What the system would draw, or the same at every call: threads come in any order."""
+    return random.Random(num_bytes).randbytes(num_bytes) if _same_noise else plain(num_bytes)
+
+
 def _import_everything() -> None:
     """What each command would import and load again; nothing here may start a thread."""
+    os.urandom = random._urandom = _noise  # the second is where `secrets` has it from
     import dp_accounting.pld
     import dp_accounting.rdp  # noqa: F401
     import numpy as np
@@ -195,6 +221,8 @@ def _become_command(request: dict) -> None:
     for name, descriptor in (("out", 1), ("err", 2)):
         os.dup2(os.open(folder / name, os.O_CREAT | os.O_WRONLY, 0o600), descriptor)
     events = os.open(folder / "events", os.O_CREAT | os.O_WRONLY, 0o600)
+    global _same_noise
+    _same_noise = request["same_noise"]
     if request["shard_tokens"] is not None:
         scanned.SHARD_TOKENS = request["shard_tokens"]
 

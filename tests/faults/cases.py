@@ -11,7 +11,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 import tightlip
-from cli.held_out_runs import documents, planted
+from animals import WORDS
+from cli.held_out_runs import documents
+from tightlip.corpus.canaries import Canary, Planted, write_canary_key
 
 SMALL = ("--hidden-size", "8", "--embedding-size", "8", "--num-layers", "1", "--epochs", "1")
 FEW = ("--num-bootstraps", "100", "--device", "cpu")
@@ -43,18 +45,22 @@ CASES = {
         ("canaries", "choose", "run", "--out", "out.json"), ("run", "out.json")
     ),
     "canaries measure": Case(
-        ("canaries", "measure", "run", "--key", "key.json", "--out", "out.json")
+        ("canaries", "measure", "run", "--key", "key.json", "--out", "out.json"), ("out.json",)
     ),
     "represent train": Case(
         ("represent", "train", "corpus.parquet", "--out", "out", "--epsilon", "9", *VECTORS),
         ("out",),
     ),
-    "represent export": Case(("represent", "export", "vectors/device", "--onnx"), ()),
+    "represent export": Case(
+        ("represent", "export", "vectors/device", "--onnx"), ("vectors/device/device.onnx",)
+    ),
     "represent encode": Case(
-        ("represent", "encode", "vectors/device", "corpus.parquet", "--out", "out.parquet")
+        ("represent", "encode", "vectors/device", "corpus.parquet", "--out", "out.parquet"),
+        ("out.parquet",),
     ),
     "represent classify": Case(
-        ("represent", "classify", "vectors/server", "sent.parquet", "--out", "out.csv")
+        ("represent", "classify", "vectors/server", "sent.parquet", "--out", "out.csv"),
+        ("out.csv",),
     ),
     "represent guarantee": Case(("represent", "guarantee", "--dimensions", "8", "--epsilon", "4")),
     "represent attack": Case(
@@ -82,7 +88,12 @@ def write_place(folder: Path) -> None:
         allow_unproved=True,
         **small,
     )
-    planted(folder / "key.json", [rows[0]["text"]])
+    canaries = [
+        Canary(text=row["text"], user=row["user"], repetitions=1, template="{words:8}",
+               values=tuple(row["text"].split()))
+        for row in rows[:4]
+    ]  # fmt: skip
+    write_canary_key(folder / "key.json", Planted(canaries=canaries, pools={"words": WORDS}))
     tightlip.represent_train(
         folder / "corpus.parquet", folder / "vectors", label="team", private=("kind",),
         extractor="bag", epochs=1, epsilon=9.0,

@@ -32,11 +32,15 @@ def test_every_command_is_examined():
 
 
 @pytest.mark.parametrize(("name", "path"), WRITERS)
-def test_the_second_of_two_is_refused_and_writes_nothing(name, path, place, command, tmp_path):
+def test_the_second_of_two_is_refused_and_writes_nothing(
+    name, path, place, command, tmp_path, tally
+):
     copied = shutil.copytree(place, tmp_path / "place")
     before = tree(copied)
     with claimed(copied / path):
         ran = command(*CASES[name].arguments, place=copied)
+    refused = ran.status == 2 and f"{path} is in use" in ran.err
+    tally("second processes", refused and tree(copied) == before)
     assert ran.status == 2, ran.err
     assert f"{path} is in use by another tightlip process" in ran.refusal
     assert tree(copied) == before

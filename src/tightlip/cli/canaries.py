@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from statistics import mean, median
 from typing import Annotated, Any
@@ -13,6 +14,7 @@ from tightlip.audit.settings import ChoiceConfig, ExposureConfig
 from tightlip.cli import print_lines
 from tightlip.cli.flags import Device, KeepScan, Keys, existing, parsed, with_settings
 from tightlip.core.errors import UsageError
+from tightlip.core.files import claimed
 from tightlip.core.progress import shown_progress
 from tightlip.corpus.canaries import CanaryConfig
 from tightlip.corpus.prepare_config import ColumnSettings
@@ -80,7 +82,7 @@ def measure(
         raise UsageError(
             f"measure needs the key. Run: tightlip canaries measure {model} --key DIR/key.json"
         )
-    with shown_progress():
+    with claimed(out) if out else nullcontext(), shown_progress():
         entries = tightlip.measure_canaries(model, key, out=out, device=device, **given)
     where = [] if out is None else [f"The list: {out}"]
     print_lines([*canary_tables(entries), *canary_lines(entries), *where])

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,6 +15,7 @@ from tightlip.cli import name_page, print_json, say
 from tightlip.cli.flags import Device, Json, existing, parsed, switch, with_settings
 from tightlip.core.errors import UsageError
 from tightlip.core.figures import rounded_up
+from tightlip.core.files import claimed
 from tightlip.core.progress import shown_progress, terminal
 from tightlip.core.settings import names_in
 from tightlip.corpus.prepare_config import ColumnSettings
@@ -102,7 +104,8 @@ def export(
     """Write the device's extractor for another runtime."""
     if not onnx:
         raise UsageError("Nothing says what to export to. Add --onnx.")
-    path = tightlip.represent_export(device_half, out=out)
+    with claimed(out or device_half / "device.onnx"):
+        path = tightlip.represent_export(device_half, out=out)
     terminal().print(
         f"{path}\nNext: tightlip represent encode {device_half} TEXTS --out vectors.parquet --runtime onnx",
         soft_wrap=True,
@@ -178,7 +181,7 @@ def encode(
     device: Device = "auto",
 ) -> None:
     """Encode, and say what was released."""
-    with shown_progress():
+    with claimed(out), shown_progress():
         encoded = tightlip.represent_encode(device_half, texts, out=out, on=device, **given)
     _show_encoded(encoded, out)
 
@@ -235,7 +238,8 @@ def classify(
             f"{vectors} carries no column {label!r}. {columns_there(columns, label)} "
             f"Encode with --carry {label}."
         )
-    labels, _ = represent_classify(server_half, vectors, out=out)
+    with claimed(out) if out else nullcontext():
+        labels, _ = represent_classify(server_half, vectors, out=out)
     for name, count in Counter(labels).most_common():
         say(f"{count:>8,}  {name}")
     if label:

@@ -6,7 +6,7 @@ import re
 import signal
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
@@ -154,6 +154,13 @@ class _WhenNeeded(logging.FileHandler):
     def emit(self, record: logging.LogRecord) -> None:
         if Path(self.baseFilename).parent.is_dir():
             super().emit(record)
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """A line that finds no room is left out: the files that count say that the disk is full."""
+
+    def close(self) -> None:
+        with suppress(OSError):  # the same line, tried once more
+            super().close()
 
 
 @dataclass
