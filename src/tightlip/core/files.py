@@ -23,6 +23,7 @@ from typing import Any
 
 from tightlip.core.checksums import (
     LIST,
+    SEAL,
     checked,
     digest_of,
     is_listed_kind,
@@ -300,7 +301,10 @@ def read_sealed(path: Path) -> tuple[dict[str, Any], bool]:
     try:
         return unsealed(read_json(path))
     except ValueError as error:
-        raise _damaged(path, str(error)) from error
+        raise DamagedError(
+            f"{path} is damaged, or was changed: {error}. Put a whole copy back, or make it again. If the change is yours "
+            f"and meant, delete its {SEAL!r}."
+        ) from error
 
 
 def _damaged(path: Path, why: str) -> DamagedError:
