@@ -30,6 +30,7 @@ from hypothesis import strategies as st
 from faults.cases import write_place
 from tightlip.audit.leakage.audit import open_report
 from tightlip.commands import audit
+from tightlip.core.checksums import LIST
 from tightlip.core.errors import TightlipError
 from tightlip.core.run_folder import open_run
 from tightlip.corpus.canaries import read_canary_key, read_check_key
@@ -39,7 +40,7 @@ from tightlip.corpus.readers import open_corpus
 from tightlip.models.loading import load_causal_lm, load_tokenizer
 from tightlip.privacy.ledger import read_ledger
 from tightlip.report.leakage.rows import read_users
-from tightlip.report.leakage.tallies import open_sequences, read_owners
+from tightlip.report.leakage.tallies import tally_and_choose
 from tightlip.vectors.data import load_examples
 from tightlip.vectors.device import load_device
 from tightlip.vectors.encode import represent_encode
@@ -60,10 +61,6 @@ def _rows(name: str) -> Reader:
 
 def _whole_run(place: Path) -> object:
     return open_run_corpus(open_run(place / "run")).train.document(0)
-
-
-def _sequences(place: Path) -> object:
-    return open_sequences(place / "report").read(), read_owners(place / "report")
 
 
 READERS = {
@@ -118,7 +115,9 @@ READERS = {
     "scan shards": Reader("report/scan/*/*.npz", lambda place: _audit_again(place)),
     "scan key": Reader("report/scan/*/key.json", lambda place: _audit_again(place)),
     "summary.json": Reader("report/summary.json", lambda place: open_report(place / "report")),
-    "sequences.parquet": Reader("report/sequences.parquet", _sequences),
+    "sequences.parquet": Reader(
+        "report/sequences.parquet", lambda place: tally_and_choose(place / "report", [])
+    ),
     "users.parquet": Reader("report/users.parquet", lambda place: read_users(place / "report")),
 }
 
@@ -163,6 +162,8 @@ def tried(name: str, edits: Edits, place: Path) -> None:
     """Edit the reader's file in the place, read it, and put it back."""
     reader = READERS[name]
     path = sorted(place.glob(reader.file))[0]
+    for listed in [*place.rglob(LIST)]:
+        listed.unlink()  # or it would be refused before anything was read
     plain = path.read_bytes()
     path.write_bytes(edited(plain, edits))
     try:

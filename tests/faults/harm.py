@@ -21,6 +21,7 @@ from safetensors import safe_open
 
 from faults.cases import CASES
 from killable import Commands, Finished
+from tightlip.core.checksums import LIST
 
 _ASKED = os.environ.get("TIGHTLIP_FAULTS", "")
 ALL = _ASKED == "all"
@@ -56,6 +57,8 @@ def _told(path: Path) -> bytes:
     if path.name in FOR_PEOPLE:
         return b""
     content = path.read_bytes()
+    if path.name == LIST:  # of a file that was replaced it also holds the digest of the one before
+        return repr(sorted({line[66:] for line in content.decode().splitlines()})).encode()
     if path.name in TELL_THE_TIME:
         return re.sub(rb'"seconds\w*": [0-9.e+-]+', b"", content)
     return content

@@ -22,7 +22,7 @@ from typing import Any, Protocol
 
 import tightlip
 from tightlip.core.errors import DamagedError, UsageError
-from tightlip.core.files import make_private_folder, read_json, remove_partials_in, write_json
+from tightlip.core.files import read_json, write_json
 from tightlip.core.registry import look_up
 from tightlip.core.run_folder import RunRecord
 from tightlip.corpus.canaries import read_canary_key
@@ -220,7 +220,6 @@ class ModelMeasures:
         made_from = json.loads(json.dumps(self._made_from | depends_on))
         there = _read(path)
         if there.get("made_from") != made_from:
-            remove_partials_in(make_private_folder(self.folder))
             write_json(path, {"made_from": made_from, "found": measure()})
             there = read_json(path)  # as it will be read next time
         shutil.rmtree(self.audited.work, ignore_errors=True)

@@ -9,7 +9,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,14 @@ def checked(path: Path) -> Path:
                 f"it again. If the change is yours and meant, delete {LIST} beside it."
             )
     return path
+
+
+def checked_whole(folder: Path, *, but: Collection[str] = ()) -> Path:
+    """`folder`, with all folders in it `but` those of these names, as `checked` has it."""
+    for found in sorted(folder.rglob(LIST)):
+        if not {*found.relative_to(folder).parts} & {*but}:
+            checked(found.parent)
+    return folder
 
 
 def _is_as_listed(path: Path) -> bool:

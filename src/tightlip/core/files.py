@@ -32,7 +32,7 @@ from tightlip.core.checksums import (
     sealed,
     unsealed,
 )
-from tightlip.core.errors import DamagedError, UsageError
+from tightlip.core.errors import DamagedError, TightlipError, UsageError
 
 OWNER_FILE = 0o600
 OWNER_FOLDER = 0o700
@@ -71,8 +71,10 @@ def written_whole(path: Path, *, alone: bool = False) -> Iterator[Path]:
             fsync(beside)
             with nullcontext() if alone else _alone_in(path.parent):
                 if not alone and is_listed_kind(path):
-                    _list(path, digest_of(beside))
+                    _list(path, also=digest_of(beside))
                 os.replace(beside, path)
+                if not alone and is_listed_kind(path):
+                    _list(path)
         fsync(path.parent)
     finally:
         beside.unlink(missing_ok=True)
@@ -91,15 +93,21 @@ def _alone_in(folder: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _list(path: Path, digest: str) -> None:
-    """Put the digest that `path` is about to have on its folder's list, and keep its present one:
-    killed before the rename, the file is still as the list has it."""
+def _list(path: Path, *, also: str | None = None) -> None:
+    """Make the list of a folder hold what its files are; of `path`, before its rename, `also` what it
+    is about to be: killed before or after, the file is as the list has it."""
     if any(above.name.endswith(_PARTIAL) for above in path.parents):
         return  # what a folder under way holds is listed when it is whole
-    files = listed(path.parent)
-    there = digest_of(path) if path.is_file() else digest
-    kept = {there} & {*files.get(path.name, ())} - {digest}
-    _write_list(path.parent, files | {path.name: (digest, *kept)})
+    folder, before = path.parent, listed(path.parent)
+    files = dict(before)
+    for name, digests in before.items():
+        if len(digests) > 1 and (folder / name).is_file():
+            # One that is neither is damaged, and stays so.
+            files[name] = tuple({*digests} & {digest_of(folder / name)}) or digests
+    if also is not None:
+        files[path.name] = tuple(dict.fromkeys((*files.get(path.name, ()), also)))
+    if files != before:
+        _write_list(folder, files)
 
 
 def _write_list(folder: Path, files: Mapping[str, tuple[str, ...]]) -> None:
@@ -182,7 +190,7 @@ def claimed(path: Path) -> Iterator[None]:
     _claims.add(claim)
     try:
         _remove_partials(place.parent.glob(f".{glob.escape(place.name)}.*.partial"))
-        _remove_partials(place.glob(".*.partial"))
+        remove_partials_in(place)
         yield
     finally:
         _claims.remove(claim)
@@ -305,6 +313,19 @@ def read_sealed(path: Path) -> tuple[dict[str, Any], bool]:
             f"{path} is damaged, or was changed: {error}. Put a whole copy back, or make it again. If the change is yours "
             f"and meant, delete its {SEAL!r}."
         ) from error
+
+
+@contextmanager
+def damage_in_words(path: Path) -> Iterator[None]:
+    """Say of a file, or a folder, without checksums that it is damaged, whatever that leads to."""
+    try:
+        yield
+    except TightlipError:
+        raise
+    except (LookupError, TypeError, ValueError, AttributeError, AssertionError, EOFError) as error:
+        raise _damaged(path, "its content makes no sense") from error
+    except (ArithmeticError, MemoryError, OSError) as error:
+        raise _damaged(path, f"it cannot be read ({type(error).__name__})") from error
 
 
 def _damaged(path: Path, why: str) -> DamagedError:

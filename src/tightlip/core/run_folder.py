@@ -26,7 +26,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from tightlip.core.checksums import checked
+from tightlip.core.checksums import checked, checked_whole
 from tightlip.core.errors import DamagedError, GuaranteeError, UsageError
 from tightlip.core.files import (
     folder_written_whole,
@@ -34,7 +34,6 @@ from tightlip.core.files import (
     read_json,
     read_sealed,
     read_text,
-    remove_partials_in,
     write_json,
     write_sealed,
     write_text,
@@ -49,6 +48,8 @@ DP_CHECK, DP_CHECK_RESULT = "dp_check.json", "dp_check_result.json"
 # Of a checkpoint: no pickle, so nothing in it can run.
 TENSORS, STATE = "tensors.safetensors", "state.json"
 _ASIDE = "damaged-"
+# Whoever reads these says what is to be done about damage in them.
+_MADE_AGAIN = (CHECKPOINT, "scan", "measures")
 # A raw corpus is prepared inside the run, and canaries are drawn, before training claims the folder.
 _MAY_STAND_BEFORE = {"corpus", LOG, DP_CHECK}
 
@@ -288,8 +289,10 @@ def check_may_train(
         same_settings: a run with any other setting in those tables is a usage error naming it.
         version: an unfinished run of tightlip 0.1 is a usage error naming that version.
         foreign: a folder that holds something else is a usage error.
+        damaged: so is a run with a file that is not what was written.
     """
     if is_run(folder):
+        checked_whole(folder, but=_MADE_AGAIN)
         there = read_toml(folder / CONFIG)
         _check_version(folder, there, config)
         _check_same(folder, there, config, same)
@@ -353,9 +356,7 @@ def _flat(table: Mapping[str, Any]) -> dict[str, list[Any]]:
 def go_back_to(
     folder: Path, metrics: list[dict[str, Any]], *, losses_are_private: bool = False
 ) -> None:
-    """Make the folder what it was when these were its metrics: later snapshots go, and so do
-    files that somebody was killed while writing."""
-    remove_partials_in(folder)
+    """Make the folder what it was when these were its metrics: later snapshots go."""
     kept = {line.get("snapshot") for line in metrics}
     if (folder / SNAPSHOTS).is_dir() and not (folder / SNAPSHOTS).is_symlink():
         for path in (folder / SNAPSHOTS).iterdir():

@@ -17,9 +17,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
 
+from tightlip.core.checksums import checked_whole
 from tightlip.core.errors import UsageError
 from tightlip.core.files import (
     claimed,
+    damage_in_words,
     folder_written_whole,
     names_in,
     partial_beside,
@@ -78,18 +80,19 @@ def open_prepared(folder: Path) -> PreparedCorpus:
         )
     record = read_json(folder / "prepared.json")
     held = folder / "validation"
-    return PreparedCorpus(
-        folder=folder,
-        train=open_tokenized(folder / "train"),
-        validation=open_tokenized(held) if held.exists() else None,
-        statistics=record["statistics"],
-        settings=record["settings"],
-        tokenizer_folder=folder / "tokenizer",
-        releases=record.get("releases", []),
-        learnt_vocabulary=_learnt_vocabulary(record),
-        history=record.get("history", []),
-        validation_fingerprint=record.get("validation_fingerprint"),
-    )
+    with damage_in_words(folder / "prepared.json"):
+        return PreparedCorpus(
+            folder=folder,
+            train=open_tokenized(folder / "train"),
+            validation=open_tokenized(held) if held.exists() else None,
+            statistics=record["statistics"],
+            settings=record["settings"],
+            tokenizer_folder=folder / "tokenizer",
+            releases=record.get("releases", []),
+            learnt_vocabulary=_learnt_vocabulary(record),
+            history=record.get("history", []),
+            validation_fingerprint=record.get("validation_fingerprint"),
+        )
 
 
 def _learnt_vocabulary(record: dict[str, Any]) -> bool:
@@ -208,7 +211,7 @@ def _already_there(out: Path, identity: dict[str, Any]) -> PreparedCorpus:
     if same_text:
         record["settings"]["validation"] = identity["settings"]["validation"]
     if {name: record.get(name) for name in identity} == identity:
-        return open_prepared(out)
+        return open_prepared(checked_whole(out))
     changed = [
         name
         for name, value in identity["settings"].items()

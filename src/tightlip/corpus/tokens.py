@@ -23,7 +23,7 @@ import numpy as np
 
 from tightlip.core.checksums import checked
 from tightlip.core.errors import UsageError
-from tightlip.core.files import folder_written_whole, read_json, write_json
+from tightlip.core.files import damage_in_words, folder_written_whole, read_json, write_json
 from tightlip.core.progress import task
 from tightlip.corpus.encoding import Encoder, tokenizer_fingerprint
 from tightlip.corpus.readers import DocumentBatch
@@ -102,15 +102,29 @@ def open_tokenized(folder: Path) -> TokenizedCorpus:
         )
     info = read_json(info_file)
     spans = folder / "spans.npy"
-    return TokenizedCorpus(
-        tokens=_mapped(folder / "tokens.npy"),
-        bounds=_mapped(folder / "bounds.npy"),
-        users=_mapped(folder / "users.npy"),
-        spans=_mapped(spans) if spans.exists() else None,
-        user_names=info["user_names"],
-        corpus_fingerprint=info["corpus_fingerprint"],
-        tokenizer_fingerprint=info["tokenizer_fingerprint"],
+    with damage_in_words(folder):
+        corpus = TokenizedCorpus(
+            tokens=_mapped(folder / "tokens.npy"),
+            bounds=_mapped(folder / "bounds.npy"),
+            users=_mapped(folder / "users.npy"),
+            spans=_mapped(spans) if spans.exists() else None,
+            user_names=info["user_names"],
+            corpus_fingerprint=info["corpus_fingerprint"],
+            tokenizer_fingerprint=info["tokenizer_fingerprint"],
+        )
+        _check_fits(corpus)
+    return corpus
+
+
+def _check_fits(corpus: TokenizedCorpus) -> None:
+    """Compiled code trusts these numbers, and would read memory that is nobody's."""
+    bounds, users = corpus.bounds, corpus.users
+    fits = bounds.ndim == users.ndim == corpus.tokens.ndim == 1 and len(bounds) == len(users) + 1
+    fits = (
+        fits and bounds[0] == 0 and bounds[-1] == corpus.num_tokens and (np.diff(bounds) >= 0).all()
     )
+    if not fits or not (users.min(initial=0) >= 0 and users.max(initial=-1) < corpus.num_users):
+        raise ValueError("bounds, users and tokens are not of one corpus")
 
 
 def _mapped(path: Path) -> np.ndarray:

@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 
 from tightlip.core.checksums import checked
 from tightlip.core.errors import UsageError
-from tightlip.core.files import written_whole
+from tightlip.core.files import damage_in_words, written_whole
 from tightlip.core.run_folder import CONFIG
 from tightlip.core.settings import read_toml
 from tightlip.corpus.bundled import demo_speeches
@@ -352,10 +352,12 @@ def _as_trained(run: Path, examples: Examples) -> Examples:
     """In the parts that split.parquet has, where the training is finished."""
     if not (run / SPLIT).is_file():
         return examples
-    split = pq.read_table(checked(run / SPLIT))
-    if split["row"].to_pylist() != examples.rows.tolist():
+    with damage_in_words(run / SPLIT):
+        split = pq.read_table(checked(run / SPLIT))
+        rows, parts = split["row"].to_pylist(), split["part"].to_pylist()
+    if rows != examples.rows.tolist():
         raise UsageError(
             f"{run} was trained on other rows of its corpus than are read now: an earlier version of tightlip left out "
             "others. Train again, with another --out."
         )
-    return replace(examples, parts=np.array(split["part"].to_pylist()))
+    return replace(examples, parts=np.array(parts))

@@ -10,7 +10,7 @@ import torch
 
 from tightlip.core.devices import one_thread, usable_device
 from tightlip.core.errors import UsageError
-from tightlip.core.files import claimed, read_json, remove_partials_in, write_json
+from tightlip.core.files import claimed, read_json, write_json
 from tightlip.core.progress import log, logged_to
 from tightlip.core.run_folder import (
     CHECKPOINT,
@@ -129,7 +129,6 @@ def _train_one(
         examples = read_examples(source, settings)
         with claimed(out):
             check_may_train(out, tree, same=_SAME_RUN)
-            remove_partials_in(out)
             begins = not is_run(out)
             if begins:
                 begin_run(out, tree)

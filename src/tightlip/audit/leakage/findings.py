@@ -23,7 +23,6 @@ from tightlip.core.files import (
     make_private_folder,
     names_in,
     read_json,
-    remove_partials_in,
     write_json,
     write_text,
 )
@@ -156,7 +155,6 @@ def report_folder(folder: Path, config: LeakageConfig) -> Path:
         )
     if config.redact:
         write_text(folder / REDACTED, "")  # first: a killed one is known by it
-    remove_partials_in(folder)
     return make_private_folder(folder)
 
 

@@ -17,6 +17,7 @@ import pyarrow.parquet as pq
 
 from tightlip.core.checksums import checked
 from tightlip.core.errors import UsageError
+from tightlip.core.files import damage_in_words
 from tightlip.report.leakage.tallies import BUFFER_BYTES, open_sequences, read_owners
 
 SEQUENCE_CHARACTERS = 600
@@ -209,7 +210,10 @@ def read_users(folder: Path) -> Users:
         )
     worst: list[tuple[tuple[int, int, int, int], dict[str, Any]]] = []
     num_users = num_with_unique = num_unique = 0
-    with pq.ParquetFile(checked(path), buffer_size=BUFFER_BYTES, pre_buffer=False) as file:
+    with (
+        damage_in_words(path),
+        pq.ParquetFile(checked(path), buffer_size=BUFFER_BYTES, pre_buffer=False) as file,
+    ):
         for batch in file.iter_batches(
             batch_size=1024, columns=["user", *_USER_FIGURES], use_threads=False
         ):

@@ -17,6 +17,7 @@ import pyarrow.parquet as pq
 
 from tightlip.core.checksums import checked
 from tightlip.core.errors import UsageError
+from tightlip.core.files import damage_in_words
 
 BATCH_ROWS = 16_384
 BUFFER_BYTES = 1 << 20
@@ -220,7 +221,8 @@ def open_sequences(folder: Path) -> pq.ParquetFile:
         raise UsageError(
             f"{folder} has no sequences.parquet, so it is not a leakage report. Make one with: tightlip audit MODEL CORPUS --out {folder}"
         )
-    return pq.ParquetFile(checked(path), buffer_size=BUFFER_BYTES, pre_buffer=False)
+    with damage_in_words(path):
+        return pq.ParquetFile(checked(path), buffer_size=BUFFER_BYTES, pre_buffer=False)
 
 
 def read_owners(folder: Path) -> pa.ChunkedArray:
@@ -228,7 +230,8 @@ def read_owners(folder: Path) -> pa.ChunkedArray:
     path = folder / "owners.parquet"
     with open_sequences(folder) as sequences:
         num_rows = sequences.metadata.num_rows
-    table = pq.read_table(checked(path), read_dictionary=["owner"]) if path.exists() else None
+    with damage_in_words(path):
+        table = pq.read_table(checked(path), read_dictionary=["owner"]) if path.exists() else None
     if table is None or table.num_rows != num_rows:
         raise UsageError(
             f"{path} is missing or does not belong to the sequences.parquet beside it. Make the report again: tightlip audit"
@@ -248,7 +251,7 @@ def tally_and_choose(folder: Path, owners: list[str]) -> tuple[Tally, list[int]]
     """Histograms of the unique sequences and the row numbers to show, in one pass."""
     tally, chooser = Tally(), Chooser(owners=owners)
     owner_of_row = read_owners(folder)
-    with open_sequences(folder) as file:
+    with damage_in_words(folder / "sequences.parquet"), open_sequences(folder) as file:
         for start, batch in batches(file, _COLUMNS):
             tally.add(batch)
             chooser.add(batch, owner_of_row.slice(start, batch.num_rows).cast(pa.string()), start)
