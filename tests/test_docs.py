@@ -35,6 +35,7 @@ import tightlip.experiments.vectors
 import tightlip.vectors.data
 from tightlip.audit.settings import LeakageConfig
 from tightlip.cli.main import app, main
+from tightlip.core.files import names_in
 from tightlip.core.registry import names_of
 from tightlip.corpus.bundled import demo_corpus, demo_speeches
 from tightlip.corpus.prepare_config import PrepareConfig
@@ -395,7 +396,7 @@ def test_every_column_is_documented_with_its_type(report, name):
 
 def test_the_report_has_the_files_it_is_said_to_have(report):
     named = set(re.findall(r"^\| `([\w.]+)`", section("A report"), re.M))
-    assert {path.name for path in report.folder.iterdir()} <= named
+    assert names_in(report.folder) <= named
 
 
 def test_every_setting_of_training_is_in_the_table():

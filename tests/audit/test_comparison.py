@@ -13,6 +13,7 @@ import tightlip
 from tightlip.audit import measures
 from tightlip.audit.comparison import Subject, labels, promised, seconds_per_epoch
 from tightlip.core.errors import UsageError
+from tightlip.core.files import names_in, read_sealed
 from tightlip.core.registry import look_up, names_of
 from tightlip.core.run_folder import open_run
 from tightlip.corpus.opening import open_run_corpus
@@ -140,7 +141,7 @@ def test_a_private_run_tells_no_time_and_shows_its_standing(made, place):
 
 
 def test_nothing_written_holds_text_or_names(made, place):
-    key = json.loads((place / "planted/key.json").read_text())
+    key, _ = read_sealed(place / "planted/key.json")
     secrets = [canary["text"] for canary in key["canaries"]]
     for path in made.folder.iterdir():
         text = path.read_text()
@@ -225,7 +226,7 @@ def test_measures_are_made_anew_when_the_begin_token_changes(place, tmp_path):
 
 def test_only_the_measures_are_kept_and_no_report_with_text(made, place):
     folder = place / "plain/measures" / model_fingerprint(place / "plain/model")[:16]
-    assert sorted(path.name for path in folder.iterdir()) == [
+    assert sorted(names_in(folder)) == [
         "exposures.json", "groups.json", "leakage.json", "membership.json",
     ]  # fmt: skip
     assert stat.S_IMODE(os.stat(folder / "exposures.json").st_mode) == 0o600
@@ -245,7 +246,7 @@ def test_another_key_is_measured_anew_and_a_damaged_file_too(made, place, tmp_pa
     monkeypatch.setattr(measures.ModelMeasures, "_kept", watched)
     damaged = place / "triplet/measures" / model_fingerprint(place / "triplet/model")[:16]
     (damaged / "leakage.json").write_text("{")
-    key = json.loads((place / "planted/key.json").read_text())
+    key, _ = read_sealed(place / "planted/key.json")
     key["canaries"] = key["canaries"][:1]
     (tmp_path / "key.json").write_text(json.dumps(key))
     found = compared(place, "plain", "triplet", key=tmp_path / "key.json", out=tmp_path / "o")
@@ -302,7 +303,7 @@ def test_a_run_that_never_got_there_is_listed(place, tmp_path):
 
 
 def test_canaries_of_unknown_words_leave_the_other_measures(place, tmp_path, caplog):
-    key = json.loads((place / "planted/key.json").read_text())
+    key, _ = read_sealed(place / "planted/key.json")
     text = json.dumps(key).replace("My code", "Ny kode")
     (tmp_path / "key.json").write_text(text)
     found = compared(place, "plain", "triplet", key=tmp_path / "key.json", out=tmp_path / "o")

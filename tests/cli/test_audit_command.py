@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import tightlip
+from tightlip.core.files import names_in
 from tightlip.corpus.readers import open_corpus
 from tightlip.corpus.vocabulary import build_tokenizer
 from tightlip.models import LSTMConfig, LSTMForCausalLM, TransformerConfig, TransformerForCausalLM
@@ -57,10 +58,6 @@ def undisturbed(place, command, tmp_path_factory):
 
 def the_audit(place, out):
     return ("audit", place / "model", place / "corpus.parquet", "--out", out, "--top-k", 4)
-
-
-def names_in(folder):
-    return {path.name for path in folder.iterdir()}
 
 
 def same_report(out, undisturbed_out):
@@ -186,7 +183,7 @@ def test_a_killed_audit_of_another_corpus_is_not_gone_on_with(place, command, tm
     table = pq.read_table(place / "corpus.parquet")
     pq.write_table(table.slice(0, 60), other)
     model = place / "model"
-    killed = command("audit", model, other, "--out", out, shard_tokens=SHARD, die_before_rename=6)
+    killed = command("audit", model, other, "--out", out, shard_tokens=SHARD, die_before_rename=12)
     assert killed.status == -9
     assert list(out.glob("scan/*/[0-9]*.npz"))
     ran = command("audit", model, place / "corpus.parquet", "--out", out, shard_tokens=SHARD)
@@ -201,7 +198,7 @@ def test_a_killed_audit_with_another_begin_token_is_not_gone_on_with(place, comm
     for path in (place / "model").iterdir():
         (model / path.name).write_bytes(path.read_bytes())
     arguments = ("audit", model, place / "corpus.parquet", "--out", tmp_path / "r")
-    assert command(*arguments, shard_tokens=SHARD, die_before_rename=6).status == -9
+    assert command(*arguments, shard_tokens=SHARD, die_before_rename=12).status == -9
     assert list((tmp_path / "r").glob("scan/*/[0-9]*.npz"))
     settings = json.loads((model / "tokenizer_config.json").read_text())
     del settings["bos_token"]

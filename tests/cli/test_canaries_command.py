@@ -12,6 +12,7 @@ import torch
 
 import tightlip
 from tightlip.cli.canaries import canary_lines, canary_tables
+from tightlip.core.files import names_in, read_sealed
 from tightlip.corpus.readers import open_corpus
 from tightlip.corpus.vocabulary import build_tokenizer
 from tightlip.models import LSTMConfig, LSTMForCausalLM
@@ -73,7 +74,7 @@ def measured(command, place, model, *more):
 
 
 def test_what_is_planted_is_on_file_for_the_owner_only(place):
-    assert sorted(path.name for path in (place / "planted").iterdir()) == [
+    assert sorted(names_in(place / "planted")) == [
         "corpus.parquet",
         "key.json",
     ]
@@ -122,7 +123,7 @@ def test_each_user_gets_their_own_and_shared_prompts_have_a_ceiling(place, comma
     )  # fmt: skip
     assert ran.status == 0, ran.err
     assert "Planted 16 canaries with 4 users, 24 copies in all." in ran.out
-    key = json.loads((tmp_path / "p/key.json").read_text())
+    key, _ = read_sealed(tmp_path / "p/key.json")
     key["canaries"] = [one for one in key["canaries"] if one["text"].startswith("My")]
     (tmp_path / "key.json").write_text(json.dumps(key))
     ran = command("canaries", "measure", place / "parrot", "--key", tmp_path / "key.json")
@@ -255,7 +256,7 @@ def test_each_action_lists_its_own_flags_and_refuses_others(place, command, acti
         (("plant", "corpus.parquet", "--out", "x", "--words", "nofile"), "nofile"),
         (("choose", "parrot", "--out", "x"), "is not a tightlip run"),
         (("measure", "parrot"), "measure needs the key"),
-        (("measure", "parrot", "--key", "pyproject.toml"), "no key of canaries"),
+        (("measure", "parrot", "--key", "pyproject.toml"), "never was a key of canaries"),
         (("measure", "parrot", "--key", ".", "--num-samples", "5"), "num_samples=5"),
     ],
 )
@@ -269,7 +270,7 @@ def test_what_cannot_work_is_refused_in_one_line(place, command, arguments, reas
 def test_a_file_given_by_mistake_as_a_key_is_not_quoted(place, command):
     ran = command("canaries", "measure", place / "parrot", "--key", place / "corpus.parquet")
     assert ran.status == 2
-    assert "UnicodeDecodeError" in ran.refusal
+    assert "If it never was a key of canaries" in ran.refusal
     assert len(ran.err) < 400
 
 

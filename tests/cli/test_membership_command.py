@@ -10,6 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import tightlip
+from by_hand import unlisted
 from cli.held_out_runs import LEDGER, documents, make_run, planted, prepared
 from tightlip.audit.membership import SCORES
 from tightlip.core.errors import UsageError
@@ -150,7 +151,7 @@ def test_held_out_text_of_another_kind_is_noted(runs, tmp_path):
     shutil.copytree(runs / "by-document", tmp_path / "corpus")
     record = json.loads((tmp_path / "corpus/prepared.json").read_text())
     record["settings"]["validation"] = "other.parquet"
-    (tmp_path / "corpus/prepared.json").write_text(json.dumps(record))
+    unlisted(tmp_path / "corpus/prepared.json").write_text(json.dumps(record))
     shutil.copytree(runs / "stranger-document", tmp_path / "run")
     begin_run(tmp_path / "run", {"corpus": {"folder": str(tmp_path / "corpus")}})
     write_ledger(tmp_path / "run", LEDGER | {"epsilon": 2.0, "delta": 1e-5})

@@ -6,6 +6,7 @@ import shutil
 import numpy as np
 import pytest
 
+from tightlip.core.checksums import LIST
 from tightlip.corpus.privacy_weights import read_weights
 from training.test_weighing import documents, save_model
 
@@ -57,7 +58,7 @@ def test_killed_before_a_rename_no_half_weights_stand_and_the_same_command_goes_
         assert again.status == 0, again.err
         assert len(again.scans) == len(ran.scans) - finished, "a finished shard was scanned again"
         assert read_weights(out).rho.tolist() == expected.rho.tolist()
-        assert not list(out.glob(".*"))
+        assert [path.name for path in out.glob(".*")] == [LIST]
 
 
 def test_killed_while_replacing_the_old_the_new_or_none_stand(place, command, tmp_path):
@@ -73,7 +74,7 @@ def test_killed_while_replacing_the_old_the_new_or_none_stand(place, command, tm
         assert killed.status == -9
         assert found is None or found.rho.tolist() == old.rho.tolist()
     assert read_weights(out).info["normalisation"] == "public-rank"
-    assert not list(out.glob(".*"))
+    assert [path.name for path in out.glob(".*")] == [LIST]
 
 
 def test_the_command_says_what_it_weighed_by(place, command, tmp_path):

@@ -6,6 +6,7 @@ import shutil
 import pyarrow.parquet as pq
 import pytest
 
+from by_hand import unlisted
 from tightlip.corpus.bundled import demo_speeches
 
 pytestmark = pytest.mark.slow
@@ -60,7 +61,7 @@ def test_asked_the_same_again_it_answers_from_the_folder(command, runs):
 def test_killed_between_two_runs_it_goes_on_with_the_second(command, runs, tmp_path):
     """The first run's figures are there; the page is written at the end or not at all."""
     asked = (runs / "noisy", runs / "open", *QUICK, "--seed", 5, "--out", tmp_path / "both")
-    killed = command("represent", "attack", *asked, die_before_rename=2)
+    killed = command("represent", "attack", *asked, die_before_rename=3)
     assert killed.status == -9
     assert not (tmp_path / "both").exists()
     done = command("represent", "attack", *asked)
@@ -80,7 +81,7 @@ def test_an_earlier_versions_interval_of_a_chosen_gap_is_left_out(command, runs,
     before["runs"][0]["attributes"]["gender"]["values"].append("neither")
     assert len(found["groups"]) > 2
     found["gap"] = {"value": 0.2, "low": 0.1, "high": 0.3}
-    path.write_text(json.dumps(before), encoding="utf-8")
+    unlisted(path).write_text(json.dumps(before), encoding="utf-8")
     asked = (tmp_path / "noisy", *QUICK, "--out", tmp_path / "elsewhere")
     again = command("represent", "attack", *asked)
     assert "1 of 1 runs were measured before" in again.out, again.err

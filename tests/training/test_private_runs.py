@@ -10,6 +10,7 @@ import torch
 
 import tightlip
 from killable import train_and_kill
+from tightlip.core.checksums import LIST
 from tightlip.core.errors import GuaranteeError, UsageError
 from tightlip.core.run_folder import open_run, write_ledger
 from tightlip.corpus.prepare import open_prepared
@@ -107,7 +108,7 @@ def test_no_randomness_and_no_member_of_a_batch_is_on_disk(corpus, tmp_path):
     with pytest.raises(KeyboardInterrupt):
         interrupted_after(3, corpus, tmp_path / "run", cut)
     names = {path.name for path in (tmp_path / "run" / "checkpoint").rglob("*") if path.is_file()}
-    assert names == {"tensors.safetensors", "state.json"}
+    assert names == {"tensors.safetensors", "state.json", LIST}
     state = json.loads(next((tmp_path / "run").rglob("state.json")).read_text())
     assert not any("random" in name or "generator" in name or "batch" in name for name in state)
 

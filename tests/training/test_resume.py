@@ -9,8 +9,10 @@ import torch
 from safetensors.torch import load_file
 
 import tightlip
+from by_hand import unlisted
 from killable import begin_training
 from tightlip.core.errors import UsageError
+from tightlip.core.files import names_in
 from tightlip.core.run_folder import open_run
 from tightlip.training.config import RunOptions, TrainConfig
 from tightlip.training.loop import Training
@@ -62,7 +64,7 @@ def assert_same_run(found, expected):
         assert (one / "model.safetensors").read_bytes() == (
             other / "model.safetensors"
         ).read_bytes()
-    left = {path.name for path in found.folder.iterdir()}
+    left = names_in(found.folder)
     assert left == {
         "config.toml",
         "ledger.json",
@@ -90,7 +92,7 @@ def test_an_unfinished_run_of_an_earlier_version_is_refused(corpus, tmp_path, mo
     config = out / "config.toml"
     written = f'tightlip = "{tightlip.__version__}"\n'
     assert written in config.read_text()
-    config.write_text(config.read_text().replace(written, ""))
+    unlisted(config).write_text(config.read_text().replace(written, ""))
     with pytest.raises(UsageError, match=r"unfinished run of tightlip 0\.1"):
         train(corpus, out, CONFIG, RARELY)
 
@@ -276,7 +278,7 @@ def test_nothing_in_a_checkpoint_can_run(corpus, tmp_path, monkeypatch):
     with pytest.raises(Killed):
         train(corpus, tmp_path / "run", CONFIG, RARELY)
     (kept,) = (tmp_path / "run/checkpoint").iterdir()
-    assert sorted(path.name for path in kept.iterdir()) == ["state.json", "tensors.safetensors"]
+    assert sorted(names_in(kept)) == ["state.json", "tensors.safetensors"]
     # A random state on disk would let its reader take noise away again.
     names = load_file(kept / "tensors.safetensors").keys()
     assert {name.split(".")[0] for name in names} == {"model", "optimizer"}

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tightlip.core.errors import UsageError
+from tightlip.core.files import names_in
 from tightlip.vectors.extractors import make_extractor
 from tightlip.vectors.halves import load_extractor, write_device
 from tightlip.vectors.onnx_export import OnnxExtractor, export_onnx
@@ -87,7 +88,7 @@ def test_vectors_that_differ_leave_no_file(devices, tmp_path, monkeypatch):
     monkeypatch.setattr(onnx_export, "_exported", of_other_weights)
     with pytest.raises(UsageError, match="no file was written"):
         export_onnx(copy)
-    assert sorted(path.name for path in copy.iterdir()) == [
+    assert sorted(names_in(copy)) == [
         "device.json",
         "extractor",
         "guarantee.json",

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from tightlip.core.errors import UsageError
+from tightlip.core.errors import DamagedError, UsageError
 from tightlip.core.files import (
     claimed,
     folder_written_whole,
@@ -354,6 +354,11 @@ def read_canary_key(path: Path) -> Planted:
         )
     try:
         there, _ = read_sealed(path)
+    except DamagedError as error:
+        raise DamagedError(
+            f"{error} If it never was a key of canaries: tightlip canaries plant CORPUS --out DIR writes one."
+        ) from error
+    try:
         key = Planted(
             canaries=[_canary(entry) for entry in there["canaries"]],
             pools={name: list(map(str, values)) for name, values in there["pools"].items()},

@@ -12,6 +12,7 @@ import pytest
 import tightlip
 from models.small_models import next_logits
 from tightlip.audit.canaries.real import usable_documents
+from tightlip.core.checksums import unsealed
 from tightlip.core.errors import UsageError
 from tightlip.core.run_folder import open_run
 from tightlip.corpus.canaries import CanaryConfig, read_canary_key
@@ -149,7 +150,7 @@ def test_what_cannot_be_chosen_from_is_refused(place, tmp_path, run, settings, s
 
 def test_a_real_key_without_its_chooser_is_refused(place, tmp_path):
     there = json.loads((place / "real.json").read_text())
-    (tmp_path / "k.json").write_text(json.dumps(there | {"model_fingerprint": None}))
+    (tmp_path / "k.json").write_text(json.dumps(unsealed(there)[0] | {"model_fingerprint": None}))
     with pytest.raises(UsageError, match="neither planted nor chosen by a known model"):
         read_canary_key(tmp_path / "k.json")
 
