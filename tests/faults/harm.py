@@ -35,7 +35,7 @@ TELL_THE_TIME = {"metrics.jsonl", "private.jsonl", "metrics.json"}
 CACHES = {"scan", "measures"}
 
 
-def sample(values: Sequence, few: int, *, seed: int = 0) -> list:
+def sample(values: Sequence, few: int, *, seed: int | str = 0) -> list:
     """A few of the values, or with `make faults` all, in their order."""
     wanted = len(values) if ALL else int(_ASKED or few)
     places = random.Random(seed).sample(range(len(values)), min(wanted, len(values)))

@@ -78,7 +78,7 @@ def try_all(bench, name, kept, paths, tally):
     read = [path for path in sorted(paths) if Path(path).name not in FOR_PEOPLE]
     pairs = [(path, damage) for path in read for damage in DAMAGES]
     problems = []
-    for path, damage in sample(pairs, NUM_SAMPLED, seed=len(name)):
+    for path, damage in sample(pairs, NUM_SAMPLED, seed=name):
         problem = harm_done(bench, name, kept, path, damage)
         tally("damaged files", problem is None)
         problems += [f"{name} | {path} | {damage.__name__} | {problem}"] if problem else []
@@ -90,13 +90,14 @@ def test_a_damaged_input_is_refused_or_changes_nothing(name, bench, tally):
     try_all(bench, name, None, inputs(name, bench.fresh()), tally)
 
 
-@pytest.mark.parametrize("name", WRITERS)
+# Without `make faults` some commands have a damaged result, and others meet a damaged half of one.
+@pytest.mark.parametrize("name", sample(WRITERS, 3))
 def test_a_damaged_result_is_refused_or_made_again(name, bench, tally):
     unharmed = bench.unharmed(name)
     try_all(bench, name, unharmed.place, unharmed.written, tally)
 
 
-@pytest.mark.parametrize("name", WRITERS)
+@pytest.mark.parametrize("name", sample(WRITERS, 3, seed=1))
 def test_what_a_killed_command_left_is_refused_or_made_again(name, bench, tally, tmp_path):
     unharmed = bench.unharmed(name)
     bench.fresh()

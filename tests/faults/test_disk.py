@@ -109,7 +109,7 @@ def harm_done(disk, name, size, unharmed):
 
 
 # Without `make faults` some commands meet one of the three each, in turn.
-@pytest.mark.parametrize(("number", "name"), enumerate(sample(SHORT, 6)))
+@pytest.mark.parametrize(("number", "name"), enumerate(sample(SHORT, 3, seed=2)))
 def test_a_full_disk_is_named_and_the_command_goes_on_with_room(number, name, disk, tally):
     before, after, unharmed = sizes(disk, name)
     if before == after:
@@ -123,7 +123,7 @@ def test_a_full_disk_is_named_and_the_command_goes_on_with_room(number, name, di
     assert not problems, "\n".join(problems)
 
 
-@pytest.mark.parametrize("name", sample(list(CASES), 8))
+@pytest.mark.parametrize("name", sample(list(CASES), 4))
 def test_a_read_only_folder_is_named(name, disk, tally):
     disk.fresh()
     disk.resize(ROOMY, "ro")

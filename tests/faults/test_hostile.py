@@ -76,13 +76,13 @@ def tried(bench, name, file, trick):
     return told_wrong(ran)
 
 
-@pytest.mark.parametrize("name", READERS)
+@pytest.mark.parametrize("name", sample(list(READERS), 6))
 def test_a_file_that_is_something_else_is_refused(name, bench, tally):
     place = bench.fresh()
     files = [f"{folder}/{file}" for folder in READERS[name] for file in FILES]
     files = [file for file in files if (place / file).is_file()]
     problems = []
-    for file, trick in sample([(f, t) for f in files for t in TRICKS], 2, seed=len(name)):
+    for file, trick in sample([(f, t) for f in files for t in TRICKS], 1, seed=name):
         problem = tried(bench, name, file, trick)
         tally("hostile files", problem is None)
         problems += [f"{name} | {file} | {trick.__name__} | {problem}"] if problem else []

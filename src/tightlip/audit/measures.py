@@ -229,7 +229,10 @@ class ModelMeasures:
 def _read(path: Path) -> dict[str, Any]:
     try:
         stored = read_json(path)
-    except (FileNotFoundError, DamagedError):
+    except FileNotFoundError:
+        return {}
+    except DamagedError:
+        shutil.rmtree(path.parent)  # all of it is measured again
         return {}
     return stored if isinstance(stored, dict) and "found" in stored else {}
 
@@ -243,6 +246,8 @@ def measured_or_reason(
     """
     try:
         return measure(), {}
+    except DamagedError:
+        raise
     except UsageError as error:
         log.warning("%s of %s was not measured: %s", what, of, error)
         reason = "It cannot be measured under this model; the command says why."

@@ -7,7 +7,6 @@ and every folder with 0700, whatever the umask says.
 import csv
 import errno
 import fcntl
-import glob
 import hashlib
 import io
 import json
@@ -189,7 +188,7 @@ def claimed(path: Path) -> Iterator[None]:
         )
     _claims.add(claim)
     try:
-        _remove_partials(place.parent.glob(f".{glob.escape(place.name)}.*.partial"))
+        _remove_partials(place.parent.glob(f".*{_PARTIAL}"))
         remove_partials_in(place)
         yield
     finally:
