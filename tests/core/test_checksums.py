@@ -1,3 +1,4 @@
+import fcntl
 import hashlib
 import json
 import os
@@ -7,9 +8,10 @@ import threading
 import pytest
 
 from tightlip.core.checksums import LIST, checked, listed, sealed, unsealed
-from tightlip.core.errors import DamagedError
+from tightlip.core.errors import DamagedError, UsageError
 from tightlip.core.files import (
     folder_written_whole,
+    names_in,
     read_json,
     read_sealed,
     write_json,
@@ -81,7 +83,7 @@ def test_what_is_not_listed_is_free(folder):
     (folder / "more.txt").write_text("mine")
     assert checked(folder) == folder
     (folder / "a.txt").unlink()
-    assert checked(folder) == folder  # whoever needs it says that it is not there
+    assert checked(folder, complete=False) == folder  # whoever needs it says that it is not there
     (folder / "a.txt").mkdir()
     with pytest.raises(DamagedError):
         checked(folder)
@@ -151,3 +153,67 @@ def test_a_sealed_record_finds_its_own_damage(tmp_path):
         path.write_text(text, encoding="latin-1")
         with pytest.raises(DamagedError):
             read_sealed(path)
+
+
+def test_a_listed_file_that_is_gone_is_missed_where_all_were_written_at_once(folder):
+    (folder / "a.txt").unlink()
+    assert checked(folder, complete=False) == folder
+    with pytest.raises(DamagedError, match=r"a\.txt is missing"):
+        checked(folder)
+
+
+def test_a_file_put_back_with_its_old_time_is_whole_again(tmp_path):
+    with folder_written_whole(tmp_path / "out") as beside:
+        (beside / "large").write_bytes(bytes(2_000_000))
+    path = tmp_path / "out/large"
+    about, whole = path.stat(), path.read_bytes()
+    for content in (b"x" + whole[1:], whole):
+        path.write_bytes(content)
+        os.utime(path, ns=(about.st_atime_ns, about.st_mtime_ns))
+        if content == whole:
+            assert checked(path) == path
+        else:
+            with pytest.raises(DamagedError):
+                checked(path)
+
+
+def test_a_folder_that_its_user_has_locked_can_be_written(tmp_path):
+    descriptor = os.open(tmp_path, os.O_RDONLY)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    try:
+        write_json(tmp_path / "a.json", 1)
+    finally:
+        os.close(descriptor)
+    assert read_json(tmp_path / "a.json") == 1
+    assert names_in(tmp_path) == {"a.json"}
+
+
+def test_names_that_no_list_can_hold_are_not_listed(tmp_path):
+    with folder_written_whole(tmp_path / "out") as beside:
+        for name in (b"a\rb", "a\u2028b".encode(), b"a\xffb", b"plain"):
+            (beside / os.fsdecode(name)).write_bytes(b"x")
+    assert {*listed(tmp_path / "out")} == {"plain"}
+
+
+def test_a_listed_file_stays_listed_when_it_is_written_as_one_that_stands_alone(tmp_path):
+    write_json(tmp_path / "a.json", 1)
+    write_json(tmp_path / "a.json", 2, alone=True)
+    assert read_json(tmp_path / "a.json") == 2
+
+
+def test_a_list_that_may_not_be_read_is_not_called_damaged(folder, monkeypatch):
+    def refused(*_, **__):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(type(folder), "read_text", refused)
+    with pytest.raises(UsageError, match=r"chmod g\+r"):
+        checked(folder)
+
+
+def test_a_list_of_thousands_is_parsed_once_and_anew_when_it_changes(tmp_path):
+    with folder_written_whole(tmp_path / "out") as beside:
+        for number in range(1_000):
+            (beside / f"{number}.txt").touch()
+    assert len(listed(tmp_path / "out")) == 1_000
+    write_text(tmp_path / "out/more.txt", "")
+    assert len(listed(tmp_path / "out")) == 1_001

@@ -58,7 +58,9 @@ def _told(path: Path) -> bytes:
         return b""
     content = path.read_bytes()
     if path.name == LIST:  # of a file that was replaced it also holds the digest of the one before
-        return repr(sorted({line[66:] for line in content.decode("utf-8", "replace").splitlines()})).encode()
+        return repr(
+            sorted({line[66:] for line in content.decode("utf-8", "replace").splitlines()})
+        ).encode()
     if path.name in TELL_THE_TIME:
         return re.sub(rb'"seconds\w*": [0-9.e+-]+', b"", content)
     return content

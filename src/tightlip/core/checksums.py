@@ -13,18 +13,22 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from tightlip.core.errors import DamagedError
+from tightlip.core.errors import DamagedError, UsageError
 
 LIST = ".tightlip.sha256"
 SEAL = "sha256"
 Listed = dict[str, tuple[str, ...]]  # the digests that a file may have: while it changes, two
 _LINE = re.compile(r"([0-9a-f]{64})  (.+)")
-_LARGE = 1_000_000
+_LARGE, _LONG = 1_000_000, 50_000
+_lists: dict[Path, tuple[str, Listed]] = {}  # long ones, which take longer to parse than to read
 _known: dict[tuple[int, ...], str] = {}  # digests of files, by what changes when they do
 
 
-def checked(path: Path) -> Path:
+def checked(path: Path, *, complete: bool = True) -> Path:
     """`path`, a file or a folder with files, unless what is there is not what was written.
+
+    A folder that was written whole is `complete`; in one whose files come one by one, a killed
+    process may have listed a file that it did not come to write.
 
     Holds:
         changed: whatever byte of a listed file is changed, added or cut off, it is refused.
@@ -33,8 +37,14 @@ def checked(path: Path) -> Path:
     names = listed(path) if path.is_dir() else (path.name,)
     folder = path if path.is_dir() else path.parent
     for each in (folder / name for name in names):
+        if not os.path.lexists(each):
+            if path.is_dir() and complete:
+                raise DamagedError(
+                    f"{each} is missing. Put a whole copy of {path} back, or make it again. If you took it away and mean it, "
+                    f"delete {LIST} there."
+                )
         # Twice: between reading the list and the file it names, both may have been replaced.
-        if os.path.lexists(each) and not (_is_as_listed(each) or _is_as_listed(each)):
+        elif not (_is_as_listed(each) or _is_as_listed(each)):
             raise DamagedError(
                 f"{each} is damaged, or was changed: its content is not what tightlip wrote. Put a whole copy back, or make "
                 f"it again. If the change is yours and meant, delete {LIST} beside it."
@@ -46,7 +56,7 @@ def checked_whole(folder: Path, *, but: Collection[str] = ()) -> Path:
     """`folder`, with all folders in it `but` those of these names, as `checked` has it."""
     for found in sorted(folder.rglob(LIST)):
         if not {*found.relative_to(folder).parts} & {*but}:
-            checked(found.parent)
+            checked(found.parent, complete=False)
     return folder
 
 
@@ -58,7 +68,7 @@ def _is_as_listed(path: Path) -> bool:
 def digest_of(path: Path) -> str:
     """SHA-256 of a file; a large one is not read again while it stays as it is."""
     about = path.stat()
-    state = (about.st_dev, about.st_ino, about.st_size, about.st_mtime_ns)
+    state = (about.st_dev, about.st_ino, about.st_size, about.st_mtime_ns, about.st_ctime_ns)
     if state in _known:
         return _known[state]
     with path.open("rb") as stream:
@@ -73,17 +83,27 @@ def listed(folder: Path) -> Listed:
     path = folder / LIST
     try:
         text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return {}
-    except (OSError, ValueError):
+    except PermissionError as error:
+        raise UsageError(
+            f"{path} may not be read, and without it nobody knows whether the files beside it are whole. Let its reader read "
+            f"it too: chmod g+r {path}"
+        ) from error
+    except (IsADirectoryError, UnicodeDecodeError):
         text = ""
-    *lines, last = [_LINE.fullmatch(line) for line in text.splitlines()] or [None]
+    if (known := _lists.get(path)) is not None and known[0] == text:
+        return dict(known[1])
+    *lines, last = [_LINE.fullmatch(line) for line in text.split("\n")[:-1]] or [None]
     if last is None or last[2] != LIST or not all(lines) or text != list_text(_by_name(lines)):
         raise DamagedError(
             f"{path} is damaged, so nobody knows whether the files beside it are whole. Put a whole copy of {folder} back, "
             "or make it again. If you are sure of the files, delete the list."
         )
-    return _by_name(lines)
+    files = _by_name(lines)
+    if len(text) >= _LONG:
+        _lists[path] = text, files
+    return dict(files)
 
 
 def _by_name(lines: list[re.Match | None]) -> Listed:
@@ -103,7 +123,8 @@ def list_text(files: Mapping[str, tuple[str, ...]]) -> str:
 
 def is_listed_kind(path: Path) -> bool:
     """Whether a folder's list names such a file: not a card that people write on, nor what is hidden."""
-    return not path.name.startswith(".") and path.suffix != ".md" and "\n" not in path.name
+    # A name that cannot be printed may hold what ends a line, or bytes that are no UTF-8.
+    return not path.name.startswith(".") and path.suffix != ".md" and path.name.isprintable()
 
 
 def sealed(record: Mapping[str, Any]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ import re
 import shutil
 import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -68,28 +68,31 @@ def written_whole(path: Path, *, alone: bool = False) -> Iterator[Path]:
         with _full_disk_in_words(path, beside):
             yield beside
             fsync(beside)
-            with nullcontext() if alone else _alone_in(path.parent):
-                if not alone and is_listed_kind(path):
+            is_listed = is_listed_kind(path) and not (
+                alone and path.name not in listed(path.parent)
+            )
+            with _alone_in(path.parent) if is_listed else nullcontext():
+                if is_listed:
                     _list(path, also=digest_of(beside))
                 os.replace(beside, path)
-                if not alone and is_listed_kind(path):
+                fsync(path.parent)
+                if is_listed:
                     _list(path)
-        fsync(path.parent)
     finally:
         beside.unlink(missing_ok=True)
 
 
 @contextmanager
 def _alone_in(folder: Path) -> Iterator[None]:
-    """Let no other process change the folder's list meanwhile. Where folders cannot be locked, as
-    on some network file systems, it goes on without."""
-    descriptor = os.open(folder, os.O_RDONLY)
+    """Let no other process change the folder's list meanwhile. The lock is a file of ours: people
+    lock folders themselves, and network file systems lock no folder."""
+    lock = folder / f"{LIST}{_LOCK}"
+    descriptor = _locked(lock, waits=True)
+    assert descriptor is not None
     try:
-        with suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
     finally:
-        os.close(descriptor)
+        _unlock(lock, descriptor)
 
 
 def _list(path: Path, *, also: str | None = None) -> None:
@@ -193,26 +196,30 @@ def claimed(path: Path) -> Iterator[None]:
         yield
     finally:
         _claims.remove(claim)
-        if _is_still(lock, descriptor):
-            lock.unlink()
-        os.close(descriptor)
+        _unlock(lock, descriptor)
 
 
 _claims: set[tuple[int, Path]] = set()
 
 
-def _locked(lock: Path) -> int | None:
-    """The lock, taken; None where another process has it."""
+def _locked(lock: Path, *, waits: bool = False) -> int | None:
+    """The lock, taken; None where another process has it and nobody `waits`."""
     while True:
         descriptor = os.open(lock, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW, OWNER_FILE)
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB))
         except BlockingIOError:
             os.close(descriptor)
             return None
         if _is_still(lock, descriptor):
             return descriptor
         os.close(descriptor)  # its holder took the file away as we opened it
+
+
+def _unlock(lock: Path, descriptor: int) -> None:
+    if _is_still(lock, descriptor):
+        lock.unlink()
+    os.close(descriptor)
 
 
 def _is_still(path: Path, descriptor: int) -> bool:

@@ -112,6 +112,8 @@ def run_around(folder: Path) -> "RunRecord | None":
         if is_run(above):
             try:
                 return open_run(above)
+            except DamagedError:
+                raise  # it was a run, and what it learnt from must not be passed over
             except (KeyError, TypeError, UsageError):
                 continue
     return None
@@ -121,10 +123,7 @@ def is_finished(folder: Path) -> bool:
     """Whether training ended. A private run has a ledger from its first step on."""
     if not (folder / LEDGER).is_file() or not (folder / MODEL).is_dir():
         return False
-    try:
-        return bool(read_json(folder / LEDGER).get("finished", True))
-    except (DamagedError, AttributeError):
-        return False  # whoever goes on with the run finds out
+    return bool(read_ledger_file(folder / LEDGER)[0].get("finished", True))
 
 
 def open_run(folder: Path) -> RunRecord:
@@ -390,18 +389,26 @@ def moments_in(
 ) -> dict[Path, Progress]:
     """How far a training was at each moment kept in `folder`. A damaged one is set aside, or, where
     to `start_over` would charge for the same steps twice, refused."""
-    moments = {}
-    for path in sorted(folder.glob("step-*")):
+    moments, damaged = {}, []
+    for path in sorted(folder.glob("step-*"), key=_step_of):
         try:
             moments[path] = progress_of(**read_json(checked(path) / STATE))
-        except (DamagedError, OSError, TypeError) as error:
-            if not start_over:
-                raise GuaranteeError(
-                    f"{path} is damaged, and the steps that it held are charged: to take them again would cost more than the "
-                    "run was planned for. Put a whole copy back, or train again with another --out."
-                ) from error
-            set_aside(path)
+        except (DamagedError, FileNotFoundError, TypeError):
+            damaged.append(path)
+    # One that a later moment has replaced is nobody's loss.
+    lost = [path for path in damaged if _step_of(path) > max(map(_step_of, moments), default=-1)]
+    if lost and not start_over:
+        raise GuaranteeError(
+            f"{lost[-1]} is damaged, and the steps that it held are charged: to take them again would cost more than the run "
+            "was planned for. Put a whole copy back, or train again with another --out."
+        )
+    for path in damaged:
+        set_aside(path)
     return moments
+
+
+def _step_of(moment: Path) -> int:
+    return int(moment.name.split("-")[1])
 
 
 def set_aside(moment: Path) -> None:

@@ -1,7 +1,6 @@
 """Corpora as later stages open them, and the text a run learnt from: is it still that text?"""
 
 import shutil
-from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from tightlip.core.checksums import LIST
 from tightlip.core.errors import DamagedError, UsageError
 from tightlip.core.files import read_json, write_json
 from tightlip.core.run_folder import RunRecord, is_run, open_run, run_around
@@ -81,10 +81,12 @@ def tokenised_for(
     key = {"tokenizer": fingerprint, "source": source.identity(), "spans": with_spans}
     key_file = folder.with_suffix(".json")
     if folder.exists():
-        with suppress(DamagedError):  # it is made again
+        try:
             known = read_json(key_file) if key_file.exists() else {}
             if key["source"] is not None and known.get("key") == key:
                 return open_tokenized(folder)
+        except DamagedError:
+            (key_file.parent / LIST).unlink(missing_ok=True)  # of a work folder: it is made again
         key_file.unlink(missing_ok=True)  # first: it must never stand beside other tokens
         shutil.rmtree(folder)
     documents = source.documents()

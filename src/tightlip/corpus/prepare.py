@@ -17,8 +17,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from tightlip.core.checksums import checked_whole
-from tightlip.core.errors import UsageError
+from tightlip.core.checksums import checked, checked_whole
+from tightlip.core.errors import DamagedError, UsageError
 from tightlip.core.files import (
     claimed,
     damage_in_words,
@@ -81,6 +81,10 @@ def open_prepared(folder: Path) -> PreparedCorpus:
     record = read_json(folder / "prepared.json")
     held = folder / "validation"
     with damage_in_words(folder / "prepared.json"):
+        if "validation" in record["statistics"] and not held.exists():
+            raise DamagedError(
+                f"{held} is missing: {folder} was prepared with text held out. Put a whole copy back, or prepare it again."
+            )
         return PreparedCorpus(
             folder=folder,
             train=open_tokenized(folder / "train"),
@@ -351,6 +355,7 @@ def _load_tokenizer(folder: str) -> Any:
         raise UsageError(
             f"tokenizer={folder!r} is not a folder. Give one that holds tokenizer.json."
         )
+    checked(Path(folder))
     try:
         # Unset, transformers asks on the terminal whether to run the folder's code.
         return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from tightlip.core.checksums import listed
 from tightlip.core.errors import UsageError
 from tightlip.core.files import read_json
 from tightlip.core.progress import log, task
@@ -197,5 +198,7 @@ def _keys_beside(corpus: PreparedCorpus) -> list[Path]:
 def _planted(key: Path) -> set[str]:
     try:
         return {canary.text for canary in read_canary_key(key).of_planted}
-    except UsageError:  # somebody's own file of that name
-        return set()
+    except UsageError:
+        if key.name in listed(key.parent):
+            raise
+        return set()  # somebody's own file of that name

@@ -119,11 +119,13 @@ def open_tokenized(folder: Path) -> TokenizedCorpus:
 def _check_fits(corpus: TokenizedCorpus) -> None:
     """Compiled code trusts these numbers, and would read memory that is nobody's."""
     bounds, users = corpus.bounds, corpus.users
-    fits = bounds.ndim == users.ndim == corpus.tokens.ndim == 1 and len(bounds) == len(users) + 1
-    fits = (
-        fits and bounds[0] == 0 and bounds[-1] == corpus.num_tokens and (np.diff(bounds) >= 0).all()
-    )
-    if not fits or not (users.min(initial=0) >= 0 and users.max(initial=-1) < corpus.num_users):
+    fits = [
+        bounds.ndim == users.ndim == corpus.tokens.ndim == 1,
+        (np.diff(bounds) >= 0).all(),
+        users.min(initial=0) >= 0,
+        users.max(initial=-1) < corpus.num_users,
+    ]
+    if not all(fits):
         raise ValueError("bounds, users and tokens are not of one corpus")
 
 

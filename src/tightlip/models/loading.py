@@ -49,8 +49,10 @@ NEEDED_FOR_GGUF = ("gguf", "accelerate")
 # More than any model has: GPT-3 has 96 layers, Llama 4 ten million positions.
 MAX_LAYERS = 10_000
 MAX_POSITIONS = 2**24
-# Numbers that a model may hold beyond its weights: what is computed at its start, such as masks.
+# Numbers that a model may hold beyond those stored: small ones whole, and what is computed at its
+# start. The masks of GPT-Neo with 8,192 positions are half of the latter.
 ALWAYS_HELD = 50_000_000
+MOST_COMPUTED = 1_000_000_000
 
 
 def load_causal_lm(
@@ -324,14 +326,16 @@ def check_size(
     # A tied matrix is stored once; of quantised weights up to sixteen stand in one number.
     is_packed = vars(config).pop("quantization_config", None) is not None
     most = ALWAYS_HELD + stored * (16 if is_packed else 3)
-    held = {"numbers": 0, "tensors": 0}
+    held = {"numbers": 0, "tensors": 0, "computed": 0}
 
     def count(module: nn.Module, name: str, tensor: Tensor | None) -> None:
-        held["numbers"] += 0 if tensor is None else tensor.numel()
+        size = 0 if tensor is None else tensor.numel()
+        held["numbers" if isinstance(tensor, nn.Parameter) else "computed"] += size
         held["tensors"] += 1
-        if held["numbers"] > most or held["tensors"] > 1_000 + 16 * len(shapes):
+        too_many = held["tensors"] > 1_000 + 16 * len(shapes)
+        if held["numbers"] > most or held["computed"] > MOST_COMPUTED or too_many:
             raise UsageError(
-                f"{place} describes a model of over {held['numbers']:,} numbers in {held['tensors']:,} tensors, and its "
+                f"{place} describes a model of over {held['numbers'] + held['computed']:,} numbers in {held['tensors']:,} tensors, and its "
                 f"weights are {stored:,} numbers in {len(shapes):,}. Configuration and weights are not of one model: save "
                 "both together with save_pretrained."
             )

@@ -162,7 +162,7 @@ def _digest(key: Mapping[str, Any]) -> str:
 def _is_of(folder: Path, key: dict[str, Any]) -> bool:
     try:
         return bool(read_json(folder / "key.json") == key)
-    except (OSError, DamagedError):
+    except (FileNotFoundError, DamagedError):
         return False
 
 

@@ -84,9 +84,7 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 def load_model_tensors(model: nn.Module, tensors: dict[str, Tensor], where: Path) -> None:
     if {*model_tensors(model)} != {*tensors}:
-        raise UsageError(
-            f"{where} was saved from a model of another shape. Delete {where.parent} to start over."
-        )
+        raise UsageError(f"{where} was saved from a model of another shape. Choose another --out.")
     model.load_state_dict(tensors, strict=False)
 
 

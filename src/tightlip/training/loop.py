@@ -19,6 +19,7 @@ from tightlip.core.progress import Task, held_interrupts, log, logged_to, stoppe
 from tightlip.core.registry import look_up
 from tightlip.core.run_folder import (
     CHECKPOINT,
+    LEDGER,
     LOG,
     MODEL,
     RunRecord,
@@ -29,6 +30,7 @@ from tightlip.core.run_folder import (
     is_finished,
     is_run,
     open_run,
+    read_ledger_file,
     snapshot_folder,
     without_losses,
     write_ledger,
@@ -74,8 +76,9 @@ def train_model(
     mitigation.check(config, recipe.corpus)
     check_may_train(out, recipe.tree, same=SAME_RUN)
     if is_finished(out):
+        run = open_run(out)
         shutil.rmtree(out / CHECKPOINT, ignore_errors=True)  # of a run killed at its very end
-        return open_run(out)
+        return run
     is_new = not out.exists()
     with claimed(out):
         check_may_train(out, recipe.tree, same=SAME_RUN)
@@ -266,8 +269,18 @@ class Training:
             self.progress = self.losses.progress = saved
         else:
             log.info(self.described())
+            self.warn_of_lost_steps()
         go_back_to(self.out, self.progress.metrics, losses_are_private=private)
         self.clock = self.saved_at = time.monotonic()
+
+    def warn_of_lost_steps(self) -> None:
+        """A private run without its checkpoint begins anew, and what it charged stays charged."""
+        ledger = self.out / LEDGER
+        if ledger.is_file() and (steps := read_ledger_file(ledger)[0].get("steps")):
+            log.warning(
+                "No checkpoint is there. Training begins anew, and the %d steps that %s has charged stay charged.",
+                *(steps, ledger),
+            )
 
     def stop_for_now(self) -> None:
         self.save()

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tightlip import __version__
+from tightlip.core.checksums import listed
 from tightlip.core.devices import usable_device
 from tightlip.core.errors import DamagedError, UsageError
 from tightlip.core.files import claimed, digest_of_files, names_in, read_json, write_json
@@ -145,6 +146,7 @@ def _kept(folder: Path, asked: AttackSettings) -> dict[str, Any] | None:
     path = folder / RESULT
     if not path.is_file():
         return None
+    listed(folder)  # damaged, it would refuse the result after hours
     try:
         written = read_json(path)
         (result,) = written["runs"]

@@ -1,0 +1,96 @@
+"""What is lost or damaged in a run is never passed over: not its ledger, checkpoint, or history."""
+
+import shutil
+
+import pytest
+
+from faults.cases import SMALL, write_place
+from tightlip.core.errors import DamagedError, GuaranteeError
+from tightlip.core.run_folder import moments_in, run_around, write_moment
+from tightlip.corpus.prepare import open_prepared
+from tightlip.training.checkpoints import Progress
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def place(shared, tmp_path):
+    return shutil.copytree(shared("faults", write_place), tmp_path / "place")
+
+
+def flip(path, at=0):
+    content = bytearray(path.read_bytes())
+    content[at] ^= 1
+    path.write_bytes(content)
+
+
+def test_a_damaged_run_is_not_taken_for_no_run_at_all(place):
+    """Whoever asks what a reference learnt from must not hear: nothing."""
+    assert run_around(place / "run/model") is not None
+    flip(place / "run/metrics.jsonl")
+    with pytest.raises(DamagedError):
+        run_around(place / "run/model")
+
+
+def test_a_finished_run_with_a_damaged_ledger_is_not_trained_again(place, command):
+    before = (place / "run/model/model.safetensors").stat().st_mtime_ns
+    flip(place / "run/ledger.json")
+    ran = command("train", "corpus.parquet", "--out", "run", *SMALL, place=place)
+    assert ran.status == 3, ran.err
+    assert "ledger.json is damaged" in ran.refusal
+    assert (place / "run/model/model.safetensors").stat().st_mtime_ns == before
+
+
+def test_held_out_text_that_is_gone_is_missed(place):
+    shutil.rmtree(place / "run/corpus/validation")
+    with pytest.raises(DamagedError, match="validation is missing"):
+        open_prepared(place / "run/corpus")
+
+
+def test_a_file_of_a_model_that_is_gone_is_missed(place, command):
+    (place / "run/model/tokenizer_config.json").unlink()
+    ran = command("audit", "run", "--out", "out", place=place)
+    assert ran.status == 2
+    assert "tokenizer_config.json is missing" in ran.refusal
+
+
+def test_a_damaged_tokenizer_is_not_prepared_with(place, command):
+    flip(place / "run/corpus/tokenizer/tokenizer.json", at=-20)
+    given = ("--tokenizer", "run/corpus/tokenizer", "--out", "out")
+    ran = command("prepare", "corpus.parquet", *given, place=place)
+    assert ran.status == 2
+    assert "tokenizer.json is damaged" in ran.refusal
+
+
+@pytest.fixture
+def moments(tmp_path):
+    for step in (2, 10):
+        write_moment(tmp_path / f"step-{step}", {}, Progress(step=step))
+    return tmp_path
+
+
+def test_of_damaged_moments_only_the_latest_is_missed(moments):
+    flip(moments / "step-2/state.json")
+    (found,) = moments_in(moments, Progress, start_over=False)
+    assert found.name == "step-10"
+    assert (moments / "damaged-step-2").is_dir()
+
+
+@pytest.mark.parametrize("harm", ["flipped", "gone"])
+def test_a_private_run_does_not_begin_anew_by_itself(moments, harm):
+    path = moments / "step-10/tensors.safetensors"
+    flip(path) if harm == "flipped" else path.unlink()
+    with pytest.raises(GuaranteeError, match="step-10 is damaged"):
+        moments_in(moments, Progress, start_over=False)
+    (found,) = moments_in(moments, Progress)
+    assert found.name == "step-2"
+
+
+def test_a_disk_that_fails_to_read_throws_no_moment_away(moments, monkeypatch):
+    def fails(*_):
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr("tightlip.core.checksums.digest_of", fails)
+    with pytest.raises(OSError, match="Input/output"):
+        moments_in(moments, Progress)
+    assert (moments / "step-10").is_dir()
