@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 
 from faults.cases import write_place
-from faults.harm import ALL, Bench
+from faults.harm import ASKED, Bench
 
 
 @pytest.fixture
@@ -20,7 +20,7 @@ def tally(request):
 
 
 def pytest_terminal_summary(terminalreporter):
-    if not ALL:
+    if not ASKED:
         return
     tried, held = Counter(), Counter()
     for reports in terminalreporter.stats.values():

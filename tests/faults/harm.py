@@ -23,8 +23,8 @@ from faults.cases import CASES
 from killable import Commands, Finished
 from tightlip.core.checksums import LIST
 
-_ASKED = os.environ.get("TIGHTLIP_FAULTS", "")
-ALL = _ASKED == "all"
+ASKED = os.environ.get("TIGHTLIP_FAULTS", "")
+ALL = ASKED == "all"
 # Minutes each: they are only begun. What they are made of are commands that are run to their end.
 LONG = ("demo", "reproduce")
 SHORT = tuple(name for name in CASES if name not in LONG)
@@ -37,7 +37,7 @@ CACHES = {"scan", "measures"}
 
 def sample(values: Sequence, few: int, *, seed: int | str = 0) -> list:
     """A few of the values, or with `make faults` all, in their order."""
-    wanted = len(values) if ALL else int(_ASKED or few)
+    wanted = len(values) if ALL else int(ASKED or few)
     places = random.Random(seed).sample(range(len(values)), min(wanted, len(values)))
     return [values[place] for place in sorted(places)]
 
