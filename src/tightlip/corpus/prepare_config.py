@@ -16,7 +16,9 @@ if TYPE_CHECKING:
 
 
 BadRows = Literal["error", "skip"]
+TrainedOn = Literal["auto", "all", "assistant", "completion", "labels"]
 SplitBy = Literal["document", "user", "text", "none"]
+FORMATS = ("text", "messages", "prompt-completion", "preference", "sharegpt", "alpaca", "tokens")
 WORDS_PER_USER, VOCABULARY_DELTA = 1000, 1e-7  # of a vocabulary with noise
 
 _VOCABULARY = "The vocabulary"
@@ -32,6 +34,25 @@ class ColumnSettings(Settings):
     text_column: str = setting("text", "The column that holds the text.")
     bad_rows: BadRows = setting(
         "error", "A row without user or text, or not UTF-8; skipped ones are counted."
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextSettings(ColumnSettings):
+    """As above, and how rows of chats became the text that a model was trained on."""
+
+    format: str = setting(
+        "auto", "What a row is, where its columns do not tell.", choices=("auto", *FORMATS)
+    )
+    chat_template: str | None = setting(
+        None, "A file with the template of chats.", default_words="the tokenizer's own"
+    )
+    template_date: str = setting(
+        "2026-01-01", "What a template that asks for the day is told.", hidden=True
+    )
+    trained_on: TrainedOn = setting("auto", "Which tokens of a row were trained on.")
+    max_length: int | None = setting(
+        None, "Tokens of a row that training kept, from its start.", at_least=1, hidden=True
     )
 
 

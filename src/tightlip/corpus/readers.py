@@ -20,6 +20,7 @@ import pyarrow as pa
 from tightlip.core.checksums import checked
 from tightlip.core.errors import UsageError
 from tightlip.core.files import digest_of_files
+from tightlip.corpus.conversations import Document, documents_of, format_of
 from tightlip.corpus.formats import (
     MAX_BATCH_BYTES,
     MAX_BATCH_ROWS,
@@ -35,7 +36,7 @@ from tightlip.corpus.formats import (
     too_many_columns,
 )
 from tightlip.corpus.history import history_of
-from tightlip.corpus.prepare_config import ColumnSettings
+from tightlip.corpus.prepare_config import ColumnSettings, TextSettings
 
 _KINDS = ".parquet, .jsonl, .jsonl.gz, .jsonl.zst, .csv or a directory saved by datasets"
 
@@ -70,6 +71,15 @@ class Part:
     empty_is_null: bool = False  # CSV cannot write a null; nobody's name is empty
 
 
+@dataclass(frozen=True)
+class RawDocument:
+    """A document before it is a text, with who wrote it and where it stands."""
+
+    user: str
+    where: str
+    document: Document
+
+
 class Corpus:
     """Documents that can be streamed as often as wanted.
 
@@ -89,6 +99,8 @@ class Corpus:
     ) -> None:
         self._user_column, self._text_column = columns.user_column, columns.text_column
         self._bad_rows = columns.bad_rows
+        told = getattr(columns, "format", "text")
+        self._format = None if told == "auto" else told  # as its first row tells
         if self._user_column == self._text_column:
             raise UsageError(
                 f"The user column and the text column are both {self._user_column!r}. They must differ."
@@ -99,8 +111,52 @@ class Corpus:
         self._first_fault = ""
         self._parts = parts
 
+    @property
+    def format(self) -> str:
+        """What its rows are; see `conversations.py`."""
+        if self._format is None:
+            rows = (row for part in self._parts for _, row in part.rows())
+            first = next((row for row in rows if isinstance(row, dict)), {})
+            self._format = format_of(first, self._text_column) or "text"
+        return self._format
+
+    def raw_documents(self) -> Iterator[RawDocument]:
+        """All documents as their rows have them."""
+        self.num_skipped, self._first_fault, num_documents = 0, "", 0
+        for part in self._parts:
+            for number, row in part.rows():
+                found = self._documents_of(part, number, row)
+                if isinstance(found, Fault):
+                    self._refuse_or_count(part, number, found)
+                    continue
+                num_documents += len(found)
+                yield from found
+        if not num_documents:
+            raise UsageError(self._nothing_here())
+
+    def _documents_of(self, part: Part, number: int, row: Row) -> list[RawDocument] | Fault:
+        if isinstance(row, Fault):
+            return row
+        if fault := self._user_fault(part, number, row):
+            return fault
+        found = documents_of(row, self.format, self._text_column)
+        if isinstance(found, Fault):
+            return found
+        user, where = row[self._user_column], f"{part.name}, row {number}"
+        return [RawDocument(user, where, document) for document in found]
+
+    @property
+    def has_chats(self) -> bool:
+        """Whether its rows need a template; not where they are texts or tokens."""
+        return self.format not in ("text", "tokens")
+
     def batches(self) -> Iterator[DocumentBatch]:
         """All documents, at most 1,000 and about 8 MB at a time; a longer one comes alone."""
+        if self.format != "text":
+            raise UsageError(
+                f"{self.name} holds {self.format}, and this reads plain text. Only `tightlip audit` makes a text of chats, "
+                "by the model's own template."
+            )
         self.num_skipped = 0
         self._first_fault = ""
         pending: list[dict[str, Any]] = []
@@ -154,20 +210,27 @@ class Corpus:
 
     def _fault_of(self, part: Part, number: int, row: dict[str, Any]) -> Fault | None:
         """What is wrong with a row, None if nothing; its user and text become plain strings."""
-        where = f"{part.name}, row {number}"
-        for name, as_string in ((self._user_column, _user), (self._text_column, _text)):
-            if row.get(name) is None:
-                return _missing(name, row, part)
-            if not isinstance(row[name], str | Fault):
-                row[name] = as_string(row[name], name, where)
+        if fault := self._user_fault(part, number, row):
+            return fault
+        name = self._text_column
+        if row.get(name) is None:
+            return _missing(name, row, part)
+        if not isinstance(row[name], str | Fault):
+            row[name] = _text(row[name], name, f"{part.name}, row {number}")
+        return _not_utf8(row)
+
+    def _user_fault(self, part: Part, number: int, row: dict[str, Any]) -> Fault | None:
+        """What is wrong with a row's user, which becomes a plain string."""
+        where, name = f"{part.name}, row {number}", self._user_column
+        if row.get(name) is None:
+            return _missing(name, row, part)
+        if not isinstance(row[name], str | Fault):
+            row[name] = _user(row[name], name, where)
         if part.empty_is_null and not row[self._user_column]:
             return Fault(f"has nothing in column {self._user_column!r}")
         if part.empty_is_null and re.fullmatch(r"-?\d+\.0", row[self._user_column]):
             raise _float_users(where, self._user_column)  # CSV is all text
-        for value in row.values():
-            if value is NOT_UTF8 or (isinstance(value, str) and not _encodes(value)):
-                return NOT_UTF8
-        return None
+        return _not_utf8(row)
 
     def _batch(self, rows: list[dict[str, Any]]) -> DocumentBatch:
         users = [row.pop(self._user_column) for row in rows]
@@ -190,18 +253,17 @@ def open_corpus(source: Any, **settings: Any) -> Corpus:
 
     `settings` are those of ColumnSettings.
     """
-    columns = ColumnSettings(**settings)
-    user_column, text_column = columns.user_column, columns.text_column
+    columns = TextSettings(**{"format": "text", **settings})
     if isinstance(source, str | Path):
         path = Path(source)
         files = _files_of(path)
         for file in files:
             schema = columns_of(checked(file)) if file.stat().st_size else None
             if schema is not None:
-                _check_columns(str(file), schema, user_column, text_column)
+                _check_columns(str(file), schema, columns)
         name, parts = str(path), [_file_part(file) for file in files]
     else:
-        name, parts = _in_memory(source, user_column, text_column)
+        name, parts = _in_memory(source, columns)
     return Corpus(name, parts, columns, history=history_of(source))
 
 
@@ -238,20 +300,22 @@ def _files_in(folder: Path) -> list[Path]:
     return files
 
 
-def _in_memory(source: Any, user_column: str, text_column: str) -> tuple[str, list[Part]]:
+def _in_memory(source: Any, columns: TextSettings) -> tuple[str, list[Part]]:
     if isinstance(source, list | tuple):
         name = "the list given"
-        rows = lambda: _listed_rows(source, user_column, text_column)  # noqa: E731
+        rows = lambda: _listed_rows(source, columns.user_column, columns.text_column)  # noqa: E731
         return name, [Part(name, rows)]
     name = "the table given"
     if type(source).__name__ == "DataFrame" and hasattr(source, "to_parquet"):
         name, source = "the data frame given", _from_pandas(source)
+    if hasattr(source, "with_format") and hasattr(source, "data"):  # a datasets.Dataset
+        name, source = "the dataset given", source.with_format("arrow")[:]
     if not isinstance(source, pa.Table):
         raise UsageError(
             f"A corpus cannot be read from a {type(source).__name__}. Give a path, a pyarrow Table, "
             "a pandas DataFrame, or a list of dicts or (user, text) pairs."
         )
-    _check_columns(name, source.schema, user_column, text_column)
+    _check_columns(name, source.schema, columns)
     table = source
     return name, [Part(name, lambda: table_rows(iter(table.to_batches())))]
 
@@ -276,8 +340,12 @@ def _listed_rows(rows: Iterable[Any], user: str, text: str) -> Iterator[tuple[in
             yield number, Fault("is neither a dict nor a (user, text) pair")
 
 
-def _check_columns(where: str, schema: pa.Schema, user_column: str, text_column: str) -> None:
-    for role, name in (("user", user_column), ("text", text_column)):
+def _check_columns(where: str, schema: pa.Schema, columns: TextSettings) -> None:
+    user_column, text_column = columns.user_column, columns.text_column
+    of_chats = columns.format not in ("auto", "text")
+    of_chats |= columns.format == "auto" and format_of(schema.names, text_column) is not None
+    needed = [("user", user_column), *([] if of_chats else [("text", text_column)])]
+    for role, name in needed:
         if name not in schema.names:
             raise UsageError(
                 f"{where} has no column {name!r}. {columns_there(schema.names, name)} "
@@ -312,6 +380,14 @@ def columns_there(names: Iterable[str], wanted: str = "", *, is_csv: bool = Fals
     close = difflib.get_close_matches(wanted, usual, n=1)
     closest = f" Closest: {close[0]}." if close else ""
     return f"Columns there: {', '.join(told) or 'none'}.{closest}"
+
+
+def _not_utf8(row: dict[str, Any]) -> Fault | None:
+    bad = (
+        value is NOT_UTF8 or (isinstance(value, str) and not _encodes(value))
+        for value in row.values()
+    )
+    return NOT_UTF8 if any(bad) else None
 
 
 def _missing(name: str, row: dict[str, Any], part: Part) -> Fault:

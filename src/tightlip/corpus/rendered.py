@@ -1,0 +1,210 @@
+"""Chats and the like as token ids: of each token whose words it is, and whether it was trained on."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tightlip.core.errors import UsageError
+from tightlip.corpus.conversations import Conversation, PlainText, TokenRow, places_of
+from tightlip.corpus.encoding import Encoder
+from tightlip.corpus.prepare_config import TextSettings
+from tightlip.corpus.readers import Corpus, RawDocument
+from tightlip.corpus.rendering import Renderer, TemplateError
+
+TEMPLATE = "template"  # the role of what no message says
+_ROWS_AT_ONCE = 500
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoleTokens:
+    """A document's ids; of each token the number of its role, and whether it was trained on."""
+
+    user: str
+    content: bytes  # what the corpus' fingerprint is of
+    ids: np.ndarray
+    roles: np.ndarray
+    trained: np.ndarray
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Shown:
+    """What a model was shown of a row: the text, whose words stand where, and what was trained on."""
+
+    text: str
+    places: list[tuple[int, int, str]]
+    trained: list[tuple[int, int]]
+
+
+class RolesReader:
+    """Makes documents with roles of a corpus' rows.
+
+    Holds:
+        whole: every character that a template wrote is in exactly one token's reach, or in none's.
+        named: a row that the template does not take is an error with its place.
+    """
+
+    def __init__(self, tokenizer: Any, settings: TextSettings, *, num_begin: int) -> None:
+        """`num_begin` tokens stood before each text in training, and count towards its length."""
+        self.role_names = [TEMPLATE]
+        self._tokenizer, self._settings, self._num_begin = tokenizer, settings, num_begin
+        self._encoder = Encoder(tokenizer, with_spans=True)
+
+    def documents(self, corpus: Corpus) -> Iterator[RoleTokens]:
+        settings = self._settings
+        with Renderer(
+            _template(self._tokenizer, settings) if corpus.has_chats else "",
+            date=settings.template_date,
+            values=dict(self._tokenizer.special_tokens_map),
+        ) as renderer:
+            rows = corpus.raw_documents()
+            while some := list(islice(rows, _ROWS_AT_ONCE)):
+                yield from self._of(some, renderer)
+
+    def _of(self, rows: Iterable[RawDocument], renderer: Renderer) -> Iterator[RoleTokens]:
+        shown = [self._shown(row, renderer) for row in rows]
+        texts = [one.text for one in shown if one is not None]
+        ids, spans = self._encoder.encode(texts)
+        assert spans is not None
+        encoded = iter(zip(ids, spans, strict=True))
+        for row, one in zip(rows, shown, strict=True):
+            yield self._from_ids(row) if one is None else self._from_text(row, one, *next(encoded))
+
+    def _shown(self, row: RawDocument, renderer: Renderer) -> _Shown | None:
+        if isinstance(row.document, TokenRow):
+            return None
+        if isinstance(row.document, PlainText):
+            text, end = row.document.text, row.document.prompt_end
+            start = end or 0 if self._trains("completion", known=end is not None, row=row) else 0
+            said = [(0, end or 0, "prompt"), (end or 0, len(text), "completion")]
+            places = said if end is not None else [(0, len(text), "text")]
+            return _Shown(text=text, places=places, trained=[(start, len(text))])
+        return self._rendered(row, row.document, renderer)
+
+    def _rendered(self, row: RawDocument, chat: Conversation, renderer: Renderer) -> _Shown:
+        by_template = self._settings.trained_on == "assistant"
+        try:
+            text, generated = renderer.render(
+                chat.messages, tools=chat.tools, generated=by_template
+            )
+            places = places_of(chat.messages, text)
+            if places is None:
+                raise TemplateError("holds a message that the chat template leaves out or changes")
+            trained = self._trained(row, chat, text, generated, renderer)
+        except TemplateError as error:
+            raise UsageError(
+                f"{row.where} {error}. Give the template that it was trained with: --chat-template FILE"
+            ) from error
+        roles = [chat.messages[place.message]["role"] for place in places]
+        if chat.weights is not None and self._settings.trained_on == "auto":
+            trained = [(p.start, p.end) for p in places if chat.weights[p.message]]
+        whose = [(p.start, p.end, role) for p, role in zip(places, roles, strict=True)]
+        return _Shown(text=text, places=whose, trained=trained)
+
+    def _trained(
+        self,
+        row: RawDocument,
+        chat: Conversation,
+        text: str,
+        generated: list[list[int]],
+        renderer: Renderer,
+    ) -> list[tuple[int, int]]:
+        """Which characters were trained on."""
+        if self._settings.trained_on == "assistant":
+            if not generated:
+                raise TemplateError(
+                    "is of a chat template that does not say where the assistant speaks ({% generation %})"
+                )
+            return [(start, end) for start, end in generated]
+        if not self._trains("completion", known=chat.num_prompt is not None, row=row):
+            return [(0, len(text))]
+        led, _ = renderer.render(
+            chat.messages[: chat.num_prompt], tools=chat.tools, add_generation_prompt=True
+        )
+        if not text.startswith(led):  # a template may treat the last turn apart
+            places = places_of(chat.messages, text) or []
+            starts = [p.start for p in places if p.message >= (chat.num_prompt or 0)]
+            return [(min(starts, default=len(text)), len(text))]
+        return [(len(led), len(text))]
+
+    def _trains(self, what: str, *, known: bool, row: RawDocument) -> bool:
+        """Whether only `what` was trained on; refused where that is asked for and not `known`."""
+        asked = self._settings.trained_on
+        if asked == what and not known:
+            raise UsageError(
+                f"{row.where} has no {what} of its own, and trained_on={asked!r} asks for it. Use auto or all."
+            )
+        return known and asked in ("auto", what)
+
+    def _from_text(
+        self, row: RawDocument, shown: _Shown, ids: np.ndarray, spans: np.ndarray
+    ) -> RoleTokens:
+        roles = np.zeros(len(ids), np.int8)
+        for start, end, role in shown.places:
+            roles[_overlap(spans, start, end)] = self._number(role)
+        trained = np.zeros(len(ids), np.int8)
+        for start, end in shown.trained:
+            trained[_overlap(spans, start, end)] = 1
+        return self._made(row, shown.text.encode("utf-8"), ids, roles, trained)
+
+    def _from_ids(self, row: RawDocument) -> RoleTokens:
+        assert isinstance(row.document, TokenRow)
+        ids = np.array(row.document.ids, np.int32)
+        labels = row.document.labels
+        asked = self._settings.trained_on
+        if asked == "labels" and labels is None:
+            raise UsageError(f"{row.where} has no labels, and trained_on='labels' asks for them.")
+        trained = np.ones(len(ids), np.int8)
+        if labels is not None and asked in ("auto", "labels"):
+            trained = (np.array(labels) != -100).astype(np.int8)
+        special = np.array(sorted(self._tokenizer.all_special_ids), np.int64)
+        roles = np.where(np.isin(ids, special), 0, self._number("text")).astype(np.int8)
+        return self._made(row, ids.tobytes(), ids, roles, trained)
+
+    def _made(
+        self,
+        row: RawDocument,
+        content: bytes,
+        ids: np.ndarray,
+        roles: np.ndarray,
+        trained: np.ndarray,
+    ) -> RoleTokens:
+        if self._settings.max_length is not None:
+            trained[max(0, self._settings.max_length - self._num_begin) :] = 0
+        return RoleTokens(user=row.user, content=content, ids=ids, roles=roles, trained=trained)
+
+    def _number(self, role: str) -> int:
+        if role not in self.role_names:
+            if len(self.role_names) > 100:
+                raise UsageError(
+                    "The chats have over 100 roles. A role is user, assistant or the like."
+                )
+            self.role_names.append(role)
+        return self.role_names.index(role)
+
+
+def _overlap(spans: np.ndarray, start: int, end: int) -> np.ndarray:
+    """Which tokens have a character of [start, end)."""
+    return (spans[:, 0] < end) & (spans[:, 1] > start) & (spans[:, 0] < spans[:, 1])
+
+
+def _template(tokenizer: Any, settings: TextSettings) -> str:
+    if settings.chat_template is not None:
+        try:
+            return Path(settings.chat_template).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise UsageError(
+                f"{settings.chat_template} cannot be read ({type(error).__name__}). Give the path of a template."
+            ) from error
+    own = getattr(tokenizer, "chat_template", None)
+    if isinstance(own, dict):
+        own = own.get("default")
+    if not isinstance(own, str):
+        raise UsageError(
+            "The corpus holds chats, and the tokenizer has no chat template to make a text of them. Give the one that the "
+            "model was trained with: --chat-template FILE"
+        )
+    return own

@@ -1,0 +1,215 @@
+"""Chats as the text that a model was shown, by the tokenizer's own template, in a child process.
+
+A template is a program that came with somebody's model. It runs where it can do no harm: in a
+sandbox of Jinja's, in one child process with little memory, which is killed when it takes too long.
+An alarm in our own process would not do: it let `'a' * 2e9` run for 8 seconds and take 3.9 GB.
+"""
+
+import json
+import os
+import resource
+import select
+import subprocess
+import sys
+import time
+from datetime import datetime
+from pathlib import Path
+from typing import IO, Any
+
+from tightlip.core.errors import UsageError
+
+MOST_SECONDS = 10.0  # for a row
+MOST_BYTES = 16_000_000  # of its text
+MOST_MEMORY = 1_000_000_000  # beyond what the child has when it begins
+_START_SECONDS = 120.0  # on a cold disk; transformers is imported
+
+
+class TemplateError(UsageError):
+    """A template did not make a text of a chat."""
+
+
+class Renderer:
+    """A child process that renders one chat after the other; a new one is begun after a death.
+
+    Holds:
+        bounded: no template takes more than MOST_SECONDS, MOST_BYTES of output or MOST_MEMORY.
+        same_every_day: what a template asks the clock for is `date`, whenever it runs.
+    """
+
+    def __init__(self, template: str, *, date: str, values: dict[str, Any]) -> None:
+        """`values` are what a template may ask for beside the chat: bos_token and the like."""
+        self._begin = {"template": template, "date": date, "values": values}
+        self._child: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> "Renderer":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end()
+
+    def render(self, messages: list[dict[str, Any]], **how: Any) -> tuple[str, list[list[int]]]:
+        """The chat as text, and where its template says that a model would write.
+
+        `how` may hold `tools`, `add_generation_prompt` and `generated` (whether to ask where).
+        """
+        child = self._child or self._start()
+        assert child.stdin is not None
+        assert child.stdout is not None
+        try:
+            _send(child.stdin, {"messages": messages, **how})
+            answer = _receive(child.stdout, MOST_SECONDS)
+        except (TimeoutError, EOFError, BrokenPipeError, ValueError) as error:
+            self._end()
+            raise TemplateError(f"makes the chat template {_why(error)}") from error
+        if "error" in answer:
+            raise TemplateError(f"makes the chat template fail ({answer['error']})")
+        return answer["text"], answer["generated"]
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+        child = subprocess.Popen(
+            [sys.executable, "-m", __name__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env=environment,
+        )
+        self._child = child
+        assert child.stdin is not None
+        assert child.stdout is not None
+        try:
+            _receive(child.stdout, _START_SECONDS)  # it has imported what it needs
+            _send(child.stdin, self._begin)
+            answer = _receive(child.stdout, MOST_SECONDS)
+        except (TimeoutError, EOFError, BrokenPipeError, ValueError) as error:
+            self._end()
+            raise UsageError(f"The chat template cannot be read: it {_why(error)}.") from error
+        if "error" in answer:
+            self._end()
+            raise UsageError(
+                f"The chat template cannot be read ({answer['error']}). Give another: --chat-template FILE"
+            )
+        return child
+
+    def _end(self) -> None:
+        child, self._child = self._child, None
+        if child is not None:
+            child.kill()
+            child.communicate()
+
+
+def _why(error: Exception) -> str:
+    if isinstance(error, TimeoutError):
+        return f"run for more than {MOST_SECONDS:g} seconds"
+    if isinstance(error, ValueError):
+        return f"write more than {MOST_BYTES:,} bytes"
+    return "end its process, as one that takes too much memory does"
+
+
+def _send(stream: IO[bytes], message: Any) -> None:
+    data = json.dumps(message).encode()
+    stream.write(len(data).to_bytes(8, "little") + data)
+    stream.flush()
+
+
+def _receive(stream: IO[bytes], seconds: float) -> Any:
+    """A message of the child's; TimeoutError, EOFError, or ValueError where it is too long."""
+    end = time.monotonic() + seconds
+    size = int.from_bytes(_read(stream, 8, end), "little")
+    if size > 2 * MOST_BYTES:  # JSON may take more than the text that it holds
+        raise ValueError("too long")
+    return json.loads(_read(stream, size, end))
+
+
+def _read(stream: IO[bytes], size: int, end: float) -> bytes:
+    data = b""
+    while len(data) < size:
+        if not select.select([stream], [], [], max(0.0, end - time.monotonic()))[0]:
+            raise TimeoutError
+        part = os.read(stream.fileno(), size - len(data))
+        if not part:
+            raise EOFError
+        data += part
+    return data
+
+
+# The child
+
+
+def _serve() -> None:
+    import transformers.utils.chat_template_utils  # noqa: F401 - before memory is counted
+
+    if sys.platform == "linux":  # elsewhere the clock alone holds it
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        most = pages * os.sysconf("SC_PAGE_SIZE") + MOST_MEMORY
+        resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    _send(sys.stdout.buffer, {})
+    try:
+        render = _renderer(_next_request())  # Jinja works out what is constant as it compiles
+    except Exception as error:
+        _send(sys.stdout.buffer, {"error": _in_a_line(error)})
+        return
+    _send(sys.stdout.buffer, {})
+    while True:
+        request = _next_request()
+        try:
+            text, generated = render(**request)
+            if len(text) > MOST_BYTES:
+                raise ValueError(f"it writes more than {MOST_BYTES:,} bytes")
+            answer = {"text": text, "generated": generated}
+        except Exception as error:
+            answer = {"error": _in_a_line(error)}
+        _send(sys.stdout.buffer, answer)
+
+
+def _next_request() -> Any:
+    size = sys.stdin.buffer.read(8)
+    if len(size) < 8:
+        sys.exit()
+    return json.loads(sys.stdin.buffer.read(int.from_bytes(size, "little")))
+
+
+def _in_a_line(error: Exception) -> str:
+    """What kind of error, and for a template's own complaint its words: others may quote a chat."""
+    from jinja2 import TemplateError as Complaint
+    from jinja2 import TemplateSyntaxError
+
+    if isinstance(error, TemplateSyntaxError) or type(error) is Complaint:
+        return " ".join(f"{type(error).__name__}: {error}".split())[:200]
+    return type(error).__name__
+
+
+def _renderer(begin: dict[str, Any]) -> Any:
+    from transformers.utils import chat_template_utils as templates
+
+    day = datetime.fromisoformat(begin["date"])
+
+    class FixedClock(datetime):
+        @classmethod
+        def now(cls, tz: Any = None) -> Any:
+            return day
+
+    templates.datetime = FixedClock  # type: ignore[attr-defined]  # what strftime_now asks
+    templates._compile_jinja_template(begin["template"])
+
+    def render(
+        messages: list[dict[str, Any]],
+        tools: list[Any] | None = None,
+        add_generation_prompt: bool = False,
+        generated: bool = False,
+    ) -> tuple[str, list[list[int]]]:
+        texts, places = templates.render_jinja_template(
+            conversations=[messages],
+            tools=tools,
+            chat_template=begin["template"],
+            return_assistant_tokens_mask=generated,
+            add_generation_prompt=add_generation_prompt,
+            **begin["values"],
+        )
+        return texts[0], [list(place) for place in places[0]] if generated else []
+
+    return render
+
+
+if __name__ == "__main__":
+    _serve()
