@@ -1,11 +1,20 @@
 """What is lost or damaged in a run is never passed over: not its ledger, checkpoint, or history."""
 
+import json
+import os
 import shutil
 
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast
 
+import tightlip
+from by_hand import unlisted
 from faults.cases import SMALL, write_place
-from tightlip.core.errors import DamagedError, GuaranteeError
+from standins import BigramTable
+from tightlip.core.checksums import listed
+from tightlip.core.errors import DamagedError, GuaranteeError, UsageError
 from tightlip.core.run_folder import moments_in, run_around, write_moment
 from tightlip.corpus.prepare import open_prepared
 from tightlip.training.checkpoints import Progress
@@ -94,3 +103,59 @@ def test_a_disk_that_fails_to_read_throws_no_moment_away(moments, monkeypatch):
     with pytest.raises(OSError, match="Input/output"):
         moments_in(moments, Progress)
     assert (moments / "step-10").is_dir()
+
+
+def test_a_report_of_snapshots_is_listed_whole(place, command):
+    ran = command("audit", "run", "--out", "out", "--snapshots", place=place)
+    assert ran.status == 0, ran.err
+    names = {"summary.json", "sequences.parquet", "owners.parquet", "users.parquet"}
+    assert {*listed(place / "out")} == names | {"snapshots.json"}
+
+
+@pytest.mark.parametrize("trick", ["pipe", "device", "folder"])
+def test_a_list_that_is_no_file_is_refused_and_not_read(place, command, trick):
+    path = place / "run/model/.tightlip.sha256"
+    path.unlink()
+    if trick == "pipe":
+        os.mkfifo(path)
+    elif trick == "device":
+        path.symlink_to("/dev/zero")
+    else:
+        path.mkdir()
+    ran = command("audit", "run", "--out", "out", place=place, kill_after=20)
+    assert ran.status == 2
+    assert "is neither a file" in ran.refusal or "is damaged" in ran.refusal
+
+
+@pytest.mark.parametrize("change", [{"num_layers": -1}, {"n_layer": -1}])
+def test_a_pipe_or_a_negative_size_in_a_model_folder_is_refused(place, command, change):
+    model = shutil.copytree(place / "run/model", place / "model")
+    unlisted(model / "config.json")
+    os.mkfifo(model / "adapter_config.json")
+    ran = command("audit", "model", "corpus.parquet", "--out", "out", place=place, kill_after=20)
+    assert "is neither a file nor a folder" in ran.refusal
+    (model / "adapter_config.json").unlink()
+    config = json.loads((model / "config.json").read_text()) | change
+    (model / "config.json").write_text(json.dumps(config))
+    ran = command("audit", "model", "corpus.parquet", "--out", "out", place=place)
+    assert ran.status == 2, ran.err
+
+
+def test_a_tokenizer_that_makes_nothing_of_the_text_passes_no_gate():
+    class Silent(PreTrainedTokenizerFast):
+        is_fast = False
+
+        def __call__(self, texts, **_):
+            return {"input_ids": [[] for _ in texts]}
+
+    backend = Tokenizer(WordLevel({"[UNK]": 0}, unk_token="[UNK]"))
+    tokenizer = Silent(tokenizer_object=backend)
+    with pytest.raises(UsageError, match="no token of any text"):
+        tightlip.audit(BigramTable(4, 0), [("ann", "ant")], tokenizer=tokenizer)
+
+
+def test_an_out_that_leads_nowhere_is_refused_in_words(place, command):
+    (place / "loop").symlink_to("loop")
+    ran = command("audit", "run", "--out", "loop/report", place=place)
+    assert ran.status == 2
+    assert "leads nowhere" in ran.refusal

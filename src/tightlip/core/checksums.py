@@ -19,7 +19,7 @@ LIST = ".tightlip.sha256"
 SEAL = "sha256"
 Listed = dict[str, tuple[str, ...]]  # the digests that a file may have: while it changes, two
 _LINE = re.compile(r"([0-9a-f]{64})  (.+)")
-_LARGE, _LONG = 1_000_000, 50_000
+_LARGE, _LONG, _LONGEST = 1_000_000, 50_000, 100_000_000
 _lists: dict[Path, tuple[str, Listed]] = {}  # long ones, which take longer to parse than to read
 _known: dict[tuple[int, ...], str] = {}  # digests of files, by what changes when they do
 
@@ -82,15 +82,17 @@ def listed(folder: Path) -> Listed:
     """The files that a folder's list names, with the digests that each may have."""
     path = folder / LIST
     try:
-        text = path.read_text(encoding="utf-8")
-    except (FileNotFoundError, NotADirectoryError):
-        return {}
+        # Nothing else is opened: a pipe would never end, and a device might not either.
+        is_one = path.is_file() and path.stat().st_size <= _LONGEST
+        text = path.read_text(encoding="utf-8") if is_one else ""
+        if not is_one and not os.path.lexists(path):
+            return {}
     except PermissionError as error:
         raise UsageError(
             f"{path} may not be read, and without it nobody knows whether the files beside it are whole. Let its reader read "
             f"it too: chmod g+r {path}"
         ) from error
-    except (IsADirectoryError, UnicodeDecodeError):
+    except UnicodeDecodeError:
         text = ""
     if (known := _lists.get(path)) is not None and known[0] == text:
         return dict(known[1])

@@ -43,7 +43,12 @@ def make_private_folder(folder: Path) -> Path:
     """Create `folder` and what it lies in, for its owner only; what exists keeps its mode."""
     if not folder.exists():
         make_private_folder(folder.parent)
-        folder.mkdir(mode=OWNER_FOLDER, exist_ok=True)
+        try:
+            folder.mkdir(mode=OWNER_FOLDER, exist_ok=True)
+        except FileExistsError as error:
+            raise UsageError(
+                f"{folder} is a link that leads nowhere, so nothing can be written there. Remove it, or give another --out."
+            ) from error
     return folder
 
 

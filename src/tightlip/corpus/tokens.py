@@ -153,11 +153,18 @@ def tokenize_documents(
         numbered: users are numbered in the order in which they first appear.
     """
     encoder = Encoder(tokenizer, with_spans=with_spans)
+    has_text = False
     with folder_written_whole(folder) as beside, task(description, total) as bar:
         writer = _Writer(beside, with_spans)
         for batch in batches:
             writer.add(batch, *encoder.encode(batch.texts))
+            has_text = has_text or any(text.strip() for text in batch.texts)
             bar.advance(len(batch))
+        if has_text and not writer.num_tokens:
+            raise UsageError(
+                "The tokenizer makes no token of any text of the corpus, so nothing could be found whatever the model knows. "
+                "Give the tokenizer that the model was trained with."
+            )
         writer.finish(tokenizer_fingerprint(tokenizer))
     return open_tokenized(folder)
 
@@ -172,6 +179,10 @@ class _Writer:
         self._bounds, self._users = array("q", [0]), array("i")
         self._numbers: dict[str, int] = {}
         self._digest = hashlib.sha256()
+
+    @property
+    def num_tokens(self) -> int:
+        return self._bounds[-1]
 
     def add(self, batch: DocumentBatch, ids: list[np.ndarray], spans: list | None) -> None:
         self._tokens.extend(ids)

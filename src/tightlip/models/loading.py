@@ -192,6 +192,12 @@ def check_folder(folder: Path) -> None:
             f"{folder} holds a PEFT adapter, which is only the difference to another model. Merge it first: "
             "AutoPeftModelForCausalLM.from_pretrained(adapter).merge_and_unload().save_pretrained(folder)."
         )
+    for path in folder.iterdir():
+        if not path.is_file() and not path.is_dir():  # a pipe would never end
+            raise UsageError(
+                f"{path} is neither a file nor a folder: a link that leads nowhere, a pipe or a device. Remove it, or copy the "
+                "model again."
+            )
     checked(folder)
 
 
@@ -248,6 +254,8 @@ def check_counts(place: str, written: dict[str, Any]) -> None:
         counts_positions = key.endswith(("n_ctx", "context_length")) or (
             "position" in key or "seq" in key
         )
+        if key in ("n_layer", "num_layers", "num_hidden_layers") and value in (0, -1):
+            raise UsageError(f"{place} says {key}={value}. Save or download the model again.")
         most = MAX_LAYERS if counts_layers else MAX_POSITIONS if counts_positions else None
         if most is not None and (largest := max(_whole_numbers(value), default=0)) > most:
             raise UsageError(

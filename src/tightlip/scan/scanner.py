@@ -235,11 +235,24 @@ class Scanner:
     def _check(self, inputs_BT: np.ndarray) -> None:
         """Once, on one row: is the model causal, and do its hidden states give its own logits?"""
         row = torch.from_numpy(inputs_BT[:1, :128]).to(self.device)
-        logits = self._forward(row)[0].float()
+        logits = self._first_logits(row)
         self._refuse_nan(logits)  # which differs from itself, and would read as looking ahead
         self._refuse_looking_ahead(row)
         self.output_layer = self._usable_output_layer(row, logits)
         self._checked = True
+
+    def _first_logits(self, row: torch.Tensor) -> torch.Tensor:
+        try:
+            return self._forward(row)[0].float()
+        except (UsageError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:  # whatever a model's own code raises
+            if _is_out_of_memory(error):
+                raise
+            raise UsageError(
+                f"The model fails on its first row ({type(error).__name__}: {str(error)[:200]}). Its configuration may not be "
+                "that of its weights: save both together with save_pretrained."
+            ) from error
 
     def _refuse_looking_ahead(self, row: torch.Tensor) -> None:
         dtype = next((p.dtype for p in self.model.parameters()), torch.float32)

@@ -27,11 +27,13 @@ from tightlip.audit.leakage.leaks import Fit, Leaks, PublicView, find_leaks, pub
 from tightlip.audit.leakage.summary import LeakageReport
 from tightlip.audit.measures import Audited
 from tightlip.audit.settings import LeakageConfig
+from tightlip.core.checksums import checked
 from tightlip.core.errors import UsageError
 from tightlip.core.files import (
     claimed,
     make_private_folder,
     write_json,
+    written_whole,
 )
 from tightlip.core.progress import task
 from tightlip.core.registry import look_up
@@ -228,7 +230,8 @@ class _Job:
                 bar.advance()
         folder = self._snapshot_folder(run.snapshots[-1])
         for name in (*TABLES, "summary.json"):
-            shutil.copy2(folder / name, self.folder / name)
+            with written_whole(self.folder / name) as beside:
+                shutil.copyfile(checked(folder / name), beside)
         write_json(
             self.folder / "snapshots.json",
             {"snapshots": rows, "best_validation": best_validation(rows)},
