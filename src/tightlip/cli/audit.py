@@ -14,10 +14,10 @@ from tightlip.core.errors import UsageError
 from tightlip.core.files import read_json
 from tightlip.core.progress import harmless, logged_to, shown_progress, terminal
 from tightlip.core.run_folder import is_run
-from tightlip.corpus.prepare_config import ColumnSettings
+from tightlip.corpus.prepare_config import TextSettings
 from tightlip.scan.options import ScanOptions
 
-_KINDS = (LeakageConfig, ScanOptions, ColumnSettings)
+_KINDS = (LeakageConfig, ScanOptions, TextSettings)
 
 
 @with_settings(*_KINDS)

@@ -15,8 +15,15 @@ from tightlip.core.run_folder import RunRecord, is_run, open_run, run_around
 from tightlip.corpus.encoding import tokenizer_fingerprint
 from tightlip.corpus.history import files_under, name_of, origin_of, sources_of
 from tightlip.corpus.prepare import PreparedCorpus, is_prepared, open_prepared
+from tightlip.corpus.prepare_config import TextSettings
 from tightlip.corpus.readers import open_corpus
-from tightlip.corpus.tokens import TokenizedCorpus, open_tokenized, tokenize_documents
+from tightlip.corpus.rendered import RolesReader
+from tightlip.corpus.tokens import (
+    TokenizedCorpus,
+    open_tokenized,
+    tokenize_documents,
+    write_role_tokens,
+)
 
 MOST_SHARED = 0.5  # short common texts stand in any two corpora
 _PARTS = {
@@ -90,7 +97,16 @@ def tokenised_for(
         key_file.unlink(missing_ok=True)  # first: it must never stand beside other tokens
         shutil.rmtree(folder)
     documents = source.documents()
-    corpus = tokenize_documents(documents.batches(), tokenizer, folder, with_spans=with_spans)
+    if documents.format == "text":
+        corpus = tokenize_documents(documents.batches(), tokenizer, folder, with_spans=with_spans)
+    elif with_spans:
+        raise UsageError(
+            "The corpus holds chats, which each model's own template makes another text of, so a public model with another "
+            "tokenizer cannot be set beside it. Give a public model with the same tokenizer."
+        )
+    else:
+        reader = RolesReader(tokenizer, TextSettings(**source.columns), num_begin=0)
+        corpus = write_role_tokens(reader, documents, tokenizer, folder)
     write_json(key_file, {"key": key, "num_skipped": documents.num_skipped})
     return corpus
 

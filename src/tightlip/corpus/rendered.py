@@ -50,6 +50,7 @@ class RolesReader:
     def __init__(self, tokenizer: Any, settings: TextSettings, *, num_begin: int) -> None:
         """`num_begin` tokens stood before each text in training, and count towards its length."""
         self.role_names = [TEMPLATE]
+        self.begins_itself = False  # until a chat, or tokens, have come
         self._tokenizer, self._settings, self._num_begin = tokenizer, settings, num_begin
         self._encoder = Encoder(tokenizer, with_spans=True)
 
@@ -74,6 +75,7 @@ class RolesReader:
             yield self._from_ids(row) if one is None else self._from_text(row, one, *next(encoded))
 
     def _shown(self, row: RawDocument, renderer: Renderer) -> _Shown | None:
+        self.begins_itself = not isinstance(row.document, PlainText)
         if isinstance(row.document, TokenRow):
             return None
         if isinstance(row.document, PlainText):

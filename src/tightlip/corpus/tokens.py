@@ -6,7 +6,9 @@ Training and scanning read nothing else. The folder holds plain `.npy` files:
     bounds.npy   int64, document i is tokens[bounds[i]:bounds[i + 1]]
     users.npy    int32, the number of document i's user
     spans.npy    int32 (tokens, 2), a token's characters in its document; only where asked for
-    info.json    user names by number, fingerprints of the text and of the tokenizer
+    roles.npy    int8, the number of each token's role, 0 for what a template wrote; only of chats
+    trained.npy  int8, whether each token was trained on; only of chats
+    info.json    user names and roles by number, fingerprints of the text and of the tokenizer
 
 Document i is row i of the corpus it came from.
 """
@@ -42,6 +44,12 @@ class TokenizedCorpus:
     corpus_fingerprint: str
     tokenizer_fingerprint: str
     spans: np.ndarray | None = None
+    roles: np.ndarray | None = None
+    trained: np.ndarray | None = None
+    role_names: list[str] | None = None
+    begins_itself: bool = (
+        False  # its tokens hold what stood before each text, as templates write it
+    )
 
     def __post_init__(self) -> None:
         assert len(self.bounds) == len(self.users) + 1
@@ -108,6 +116,10 @@ def open_tokenized(folder: Path) -> TokenizedCorpus:
             bounds=_mapped(folder / "bounds.npy"),
             users=_mapped(folder / "users.npy"),
             spans=_mapped(spans) if spans.exists() else None,
+            roles=_mapped(folder / "roles.npy") if "role_names" in info else None,
+            trained=_mapped(folder / "trained.npy") if "role_names" in info else None,
+            role_names=info.get("role_names"),
+            begins_itself=bool(info.get("begins_itself", False)),
             user_names=info["user_names"],
             corpus_fingerprint=info["corpus_fingerprint"],
             tokenizer_fingerprint=info["tokenizer_fingerprint"],
@@ -169,6 +181,27 @@ def tokenize_documents(
     return open_tokenized(folder)
 
 
+def write_role_tokens(reader: Any, corpus: Any, tokenizer: Any, folder: Path) -> TokenizedCorpus:
+    """The same of documents that come as tokens with roles, out of a `rendered.RolesReader`."""
+    with folder_written_whole(folder) as beside, task("Tokenising", None) as bar:
+        writer = _Writer(beside, with_spans=False)
+        roles = _GrowingArray(beside / "roles.npy", dtype=np.int8)
+        trained = _GrowingArray(beside / "trained.npy", dtype=np.int8)
+        for document in reader.documents(corpus):
+            writer.add_one(document.user, document.content, document.ids)
+            roles.extend([document.roles])
+            trained.extend([document.trained])
+            bar.advance()
+        roles.close()
+        trained.close()
+        writer.finish(
+            tokenizer_fingerprint(tokenizer),
+            role_names=reader.role_names,
+            begins_itself=reader.begins_itself,
+        )
+    return open_tokenized(folder)
+
+
 class _Writer:
     """The growing files of one folder."""
 
@@ -185,20 +218,21 @@ class _Writer:
         return self._bounds[-1]
 
     def add(self, batch: DocumentBatch, ids: list[np.ndarray], spans: list | None) -> None:
-        self._tokens.extend(ids)
         if self._spans is not None:
             assert spans is not None
             self._spans.extend(spans)
-        end = self._bounds[-1]
         for user, text, document in zip(batch.users, batch.texts, ids, strict=True):
-            end += len(document)
-            self._bounds.append(end)
-            self._users.append(self._numbers.setdefault(user, len(self._numbers)))
-            for part in (user.encode("utf-8"), text.encode("utf-8")):
-                self._digest.update(len(part).to_bytes(8, "little"))
-                self._digest.update(part)
+            self.add_one(user, text.encode("utf-8"), document)
 
-    def finish(self, fingerprint: str) -> None:
+    def add_one(self, user: str, content: bytes, ids: np.ndarray) -> None:
+        self._tokens.extend([ids])
+        self._bounds.append(self._bounds[-1] + len(ids))
+        self._users.append(self._numbers.setdefault(user, len(self._numbers)))
+        for part in (user.encode("utf-8"), content):
+            self._digest.update(len(part).to_bytes(8, "little"))
+            self._digest.update(part)
+
+    def finish(self, fingerprint: str, **more: Any) -> None:
         self._tokens.close()
         if self._spans is not None:
             self._spans.close()
@@ -208,37 +242,39 @@ class _Writer:
             "user_names": list(self._numbers),
             "corpus_fingerprint": self._digest.hexdigest(),
             "tokenizer_fingerprint": fingerprint,
+            **more,
         }
         write_json(self._folder / "info.json", info)
 
 
 class _GrowingArray:
-    """An int32 `.npy` file whose length is written into its header last."""
+    """An `.npy` file of whole numbers whose length is written into its header last."""
 
-    def __init__(self, path: Path, width: int | None = None) -> None:
+    def __init__(self, path: Path, width: int | None = None, dtype: Any = np.int32) -> None:
         self._row = () if width is None else (width,)
+        self._dtype = np.dtype(dtype)
         self._length = 0
         self._stream: BinaryIO = path.open("wb")
         self._write_header()
 
     def extend(self, arrays: list[np.ndarray]) -> None:
         for rows in arrays:
-            self._stream.write(np.ascontiguousarray(rows, np.int32).data)
+            self._stream.write(np.ascontiguousarray(rows, self._dtype).data)
             self._length += len(rows)
 
     def close(self) -> None:
-        assert len(_header(self._length, self._row)) == len(_header(0, self._row))
+        assert len(self._header(self._length)) == len(self._header(0))
         self._stream.seek(0)
         self._write_header()
         self._stream.close()
 
     def _write_header(self) -> None:
-        self._stream.write(_header(self._length, self._row))
+        self._stream.write(self._header(self._length))
 
-
-def _header(length: int, row: tuple[int, ...]) -> bytes:
-    # numpy pads the header so that the first axis may grow.
-    stream = io.BytesIO()
-    about = {"descr": "<i4", "fortran_order": False, "shape": (length, *row)}
-    np.lib.format.write_array_header_1_0(stream, about)
-    return stream.getvalue()
+    def _header(self, length: int) -> bytes:
+        # numpy pads the header so that the first axis may grow.
+        stream = io.BytesIO()
+        descr = np.lib.format.dtype_to_descr(self._dtype)
+        about = {"descr": descr, "fortran_order": False, "shape": (length, *self._row)}
+        np.lib.format.write_array_header_1_0(stream, about)
+        return stream.getvalue()

@@ -130,10 +130,11 @@ class OpenedModel:
     def scanner(self) -> Scanner:
         return self.scanner_of(self.options.batch_tokens)
 
-    def scanner_of(self, batch_tokens: int | None) -> Scanner:
+    def scanner_of(self, batch_tokens: int | None, *, begins: bool = True) -> Scanner:
+        """`begins` is whether a begin token is put before each text."""
         return Scanner(
             self.model,
-            bos_id=self.tokenizer.bos_token_id,
+            bos_id=self.tokenizer.bos_token_id if begins else None,
             window=self.options.window,
             batch_tokens=batch_tokens,
         )
@@ -142,7 +143,9 @@ class OpenedModel:
         """Every token's rank and log-probability under the model, as they stand in `store`."""
         key = {
             "model": self.files,
-            "bos": self.tokenizer.bos_token_id,  # in no fingerprint: tokenizer_config.json names it
+            "bos": None
+            if corpus.begins_itself
+            else self.tokenizer.bos_token_id,  # in no fingerprint: tokenizer_config.json names it
             "window": self.options.window,  # as asked for; the model's own follows from the model
             "dtype": self.options.dtype,
             "device": self.device.split(":")[0],
@@ -150,6 +153,8 @@ class OpenedModel:
 
         def open_scan() -> ScanFunction:
             self._check_vocabulary(corpus)
+            if corpus.begins_itself:
+                return self.scanner_of(self.options.batch_tokens, begins=False).scan
             return self.scanner.scan
 
         return store.scan(corpus, key=key, open_scan=open_scan, description=description)

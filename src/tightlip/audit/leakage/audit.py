@@ -47,7 +47,7 @@ from tightlip.corpus.opening import (
     open_run_corpus,
     tokenised_for,
 )
-from tightlip.corpus.prepare_config import ColumnSettings
+from tightlip.corpus.prepare_config import TextSettings
 from tightlip.corpus.tokens import TokenizedCorpus
 from tightlip.scan.models import AUDIT, OpenedModel, Scans, open_model
 from tightlip.scan.options import ScanOptions
@@ -88,12 +88,12 @@ def audit_model(
     `model` is a folder, a run that tightlip trained (then `corpus` defaults to what it was
     trained on and `validation` to what was held out), or a model in memory with `tokenizer`.
     `corpus` is a file or folder, a prepared corpus, an Arrow table, a DataFrame or a list.
-    `settings` are those of LeakageConfig, ScanOptions and ColumnSettings. Without `out` the
+    `settings` are those of LeakageConfig, ScanOptions and TextSettings. Without `out` the
     report lives as long as the object returned. The scan is kept in `scan/` beside the report unless `keep_scan` is
     False, the report is redacted or the model is in memory. `retrain` is what leave-out trains
     with, and `write_page` draws the report once its figures stand.
     """
-    config, options, columns = split_settings(settings, LeakageConfig, ScanOptions, ColumnSettings)
+    config, options, columns = split_settings(settings, LeakageConfig, ScanOptions, TextSettings)
     subject = _subject(model, corpus, validation, tokenizer, columns.tree(), options)
     keep_alive = TemporaryDirectory(prefix="tightlip-") if out is None else None
     folder = Path(keep_alive.name) if keep_alive else Path(str(out))

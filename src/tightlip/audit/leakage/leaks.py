@@ -26,7 +26,7 @@ from tightlip.audit.leakage.runs import (
 )
 from tightlip.core.progress import task
 from tightlip.corpus.tokens import TokenizedCorpus
-from tightlip.scan.store import ScannedCorpus, ScanShard
+from tightlip.scan.store import NOT_SCORED, ScannedCorpus, ScanShard
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,10 +143,13 @@ def _gather_runs(
     num_scored, num_hits, log_prob_sum = 0, 0, 0.0
     for shard in scanned.shards():
         bounds = corpus.bounds[shard.first : shard.end + 1]
-        inside = collect_runs(corpus.tokens, bounds, shard.ranks, carries_text, top_k)
+        ranks = shard.ranks
+        if corpus.roles is not None:  # what a template wrote ends a run, and is in none
+            ranks = np.where(corpus.roles[bounds[0] : bounds[-1]] == 0, NOT_SCORED, ranks)
+        inside = collect_runs(corpus.tokens, bounds, ranks, carries_text, top_k)
         parts.append(np.array([inside.starts, inside.lengths, inside.documents + shard.first]))
         sums.append(sums_over_runs(shard.log_probs, inside, int(bounds[0])))
-        scored = shard.ranks >= 0
+        scored = ranks >= 0
         num_scored += int(scored.sum())
         num_hits += int(inside.lengths.sum())
         log_prob_sum += float(shard.log_probs[scored].sum(dtype=np.float64))
