@@ -351,7 +351,7 @@ def test_other_errors_of_the_model_are_not_taken_for_want_of_memory():
         def forward(self, input_ids):
             raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
 
-    with pytest.raises(UsageError, match="first row.*mat1 and mat2"):
+    with pytest.raises(UsageError, match=r"first row.*mat1 and mat2"):
         Scanner(Broken(VOCABULARY, 1), bos_id=BOS).scan(*flat(random_documents([5])))
 
 
