@@ -15,6 +15,7 @@ import torch
 
 from tightlip.core.devices import looks_ahead, rounding_tolerance
 from tightlip.core.errors import UsageError
+from tightlip.models.quantised import rounding_of
 from tightlip.scan.scoring import score_logits
 from tightlip.scan.store import NOT_SCORED
 
@@ -87,7 +88,9 @@ class Scanner:
         batch_tokens: int | None = None,
     ) -> None:
         self.model = model
-        self.device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        # What accelerate keeps on disk is on no device.
+        devices = (p.device for p in model.parameters() if p.device.type != "meta")
+        self.device = next(devices, torch.device("cpu"))
         self.bos_id = bos_id
         config = getattr(model, "config", None)
         self.carries_state = bool(getattr(config, "is_recurrent", False))
@@ -101,7 +104,8 @@ class Scanner:
 
     def _refuse_broken_weights(self) -> None:
         for name, parameter in self.model.named_parameters():
-            if not torch.isfinite(parameter).all():
+            is_number = parameter.dtype.is_floating_point and parameter.device.type != "meta"
+            if is_number and not torch.isfinite(parameter).all():
                 raise UsageError(
                     f"Parameter {name} holds NaN or infinite values, so every prediction would be "
                     f"meaningless. Audit an earlier snapshot, or train again with a lower rate."
@@ -242,8 +246,8 @@ class Scanner:
         self._checked = True
 
     def _refuse_looking_ahead(self, row: torch.Tensor) -> None:
-        dtype = next((p.dtype for p in self.model.parameters()), torch.float32)
-        tolerance = rounding_tolerance(dtype)
+        dtype = self._dtype()
+        tolerance = rounding_tolerance(dtype, least=rounding_of(self.model))
         if looks_ahead(lambda ids: self._forward(ids)[0].float(), row, tolerance=tolerance):
             raise UsageError(
                 "The model's predictions change with the words that come after them, so it is no "
@@ -265,10 +269,16 @@ class Scanner:
         log.info("The model changes its output layer's logits; using the model's own, in full.")
         return None
 
+    def _dtype(self) -> torch.dtype:
+        """What the model computes in; quantised weights are whole numbers and do not tell."""
+        kinds = (p.dtype for p in self.model.parameters() if p.dtype.is_floating_point)
+        return next(kinds, torch.float32)
+
     def _close(self, values: torch.Tensor, reference: torch.Tensor) -> bool:
         """Equal up to the rounding of the type the model computes in."""
-        dtype = next((p.dtype for p in self.model.parameters()), torch.float32)
+        dtype = self._dtype()
         tolerance = 1e-4 if dtype in (torch.float32, torch.float64) else 2e-2
+        tolerance = max(tolerance, rounding_of(self.model))
         finite = torch.isfinite(reference)
         spread = float(reference[finite].abs().max()) if finite.any() else 1.0
         near = torch.isclose(values, reference, rtol=0, atol=tolerance * max(spread, 1e-6))
