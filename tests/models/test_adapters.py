@@ -28,6 +28,7 @@ from tightlip.scan.models import open_beside, open_model
 from tightlip.scan.options import ScanOptions
 
 OPTIONS = ScanOptions(device="cpu")
+HARD = r"(?:(?:[a-z_.0-9]|[a-z_.0-9]{2})+)+[^a-z_.0-9]"  # to match, it tries for years
 SHARING = {"lora", "rslora", "regex", "dora", "lora-all", "saved", "ia3"}
 
 
@@ -139,7 +140,10 @@ def test_an_adapter_in_a_sub_folder_is_chosen_by_name(base, tmp_path):
         open_model(tmp_path, ScanOptions(device="cpu", adapter="third"))
     with pytest.raises(UsageError, match="no adapter"):
         open_model(tmp_path / "first", ScanOptions(device="cpu", adapter="../second"))
-    one, two = (open_model(tmp_path, ScanOptions(device="cpu", adapter=name)) for name in ("first", "second"))
+    one, two = (
+        open_model(tmp_path, ScanOptions(device="cpu", adapter=name))
+        for name in ("first", "second")
+    )
     assert one.files != two.files
     assert torch.equal(logits_of(two.model), logits_of(pefts_own(tmp_path / "second")))
     assert not torch.equal(logits_of(one.model), logits_of(two.model))
@@ -176,7 +180,9 @@ def test_a_base_that_is_not_here_is_refused_and_never_fetched(named, plain, tmp_
     monkeypatch.setattr(socket.socket, "connect", refuse)
     monkeypatch.setattr(socket, "getaddrinfo", refuse)
     folder = edit(copied(plain, tmp_path / "adapter"), base_model_name_or_path=named)
-    with pytest.raises(UsageError, match=r"not a folder here.*never? .*fetched|ever fetched.*--base DIR"):
+    with pytest.raises(
+        UsageError, match=r"not a folder here.*never? .*fetched|ever fetched.*--base DIR"
+    ):
         open_model(folder, OPTIONS)
 
 
@@ -211,7 +217,9 @@ def test_truncated_weights_are_refused(plain, tmp_path):
         open_model(path.parent, OPTIONS)
 
 
-@pytest.mark.parametrize("change", [{"r": 10**9}, {"rank_pattern": {"q_proj": 10**9}}, {"r": 10**30}])
+@pytest.mark.parametrize(
+    "change", [{"r": 10**9}, {"rank_pattern": {"q_proj": 10**9}}, {"r": 10**30}]
+)
 def test_a_huge_rank_is_refused_before_it_takes_memory(change, plain, tmp_path):
     import resource
 
@@ -256,12 +264,12 @@ def test_the_base_of_another_model_is_refused(plain, tmp_path):
         ({"layer_replication": [[0, 10**9]]}, "sets layer_replication"),
         ({"target_parameters": ["q_proj.weight"]}, "sets target_parameters"),
         ({"something_new": 1}, "sets something_new"),
-        ({"target_modules": "(.+)+((a|aa)+)+$" * 3}, "cannot be matched|cannot be loaded"),
-        ({"rank_pattern": {"((.|..)+)+!": 4}}, "cannot be matched"),
+        ({"target_modules": HARD}, "cannot be matched"),
+        ({"rank_pattern": {HARD: 4}}, "cannot be matched"),
         ({"layers_pattern": "(a+)+$", "layers_to_transform": [0]}, "not a plain name"),
         ({"target_modules": ["nothing"]}, "cannot be loaded"),
         ({"r": "four"}, "cannot be loaded"),
-        ({"modules_to_save": ["model"]}, "lacks weights"),
+        ({"modules_to_save": ["norm"]}, "lacks weights"),
     ],
 )
 def test_settings_that_are_not_known_are_refused(changes, words, plain, tmp_path):

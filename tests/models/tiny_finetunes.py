@@ -51,7 +51,7 @@ def tiny_llama(seed=0, **changes):
     torch.manual_seed(seed)
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 64}
-    config = LlamaConfig(vocab_size=VOCABULARY, **sizes, **heads, **changes)
+    config = LlamaConfig(vocab_size=VOCABULARY, **sizes | heads | changes)
     return lively(LlamaForCausalLM(config))
 
 

@@ -61,6 +61,8 @@ UNUSED = {
 LEAVES_BASE = (True, False, None, "gaussian")
 TAKEN_FROM_BASE = ("pissa", "olora")
 ONCE_FROM_ELSEWHERE = ("orthogonal", "eva")
+# What PEFT calls whole embeddings, which it stores too where it noticed that the vocabulary grew.
+WHOLE = ("", ".base_layer", ".modules_to_save", ".original_module")
 SECONDS_TO_MATCH = 2.0
 
 
@@ -97,10 +99,9 @@ class Adapter:
 
         with usage_errors(self.folder):
             adapted = self._with_layers(model)
+            self._place_beside_offloaded(adapted)
             set_peft_model_state_dict(adapted, load_file(checked(self.folder / WEIGHTS)))
-            model = adapted.get_base_model()
-            _place_beside_offloaded(model)
-        return model.requires_grad_(False).eval()
+            return adapted.get_base_model().requires_grad_(False)
 
     def _with_layers(self, model: nn.Module) -> Any:
         from peft import PeftModel
@@ -111,6 +112,21 @@ class Adapter:
         with warnings.catch_warnings():  # which speak to whoever trains
             warnings.simplefilter("ignore")
             return PeftModel(model, config)
+
+    def _place_beside_offloaded(self, model: nn.Module) -> None:
+        """An adapter's layers go where accelerate computes the layer that they stand at."""
+        for module in model.modules():
+            hook = getattr(getattr(module, "base_layer", None), "_hf_hook", None)
+            if (device := getattr(hook, "execution_device", None)) is not None:
+                for name, child in module.named_children():
+                    if name != "base_layer":
+                        child.to_empty(device=device)
+        is_offloaded = any(weight.is_meta for weight in model.parameters())
+        if is_offloaded and (self.written.get("use_dora") or self.written.get("modules_to_save")):
+            raise UsageError(
+                f"{self.folder} is a DoRA or replaces whole modules, whose base may not lie on disk or, for a GPU, in "
+                "memory. Leave --device-map out, or merge the adapter into its base first."
+            )
 
     def _num_rows(self, model: nn.Module) -> int | None:
         """How many tokens the adapter's embeddings are for; None where the base's are kept."""
@@ -126,9 +142,7 @@ class Adapter:
         """Stored weights of whole embeddings and output layers."""
         layers = (model.get_input_embeddings(), model.get_output_embeddings())
         names = [name for name, module in model.named_modules() if any(module is x for x in layers)]
-        keys = [
-            f"{PREFIX}{name}{end}" for name in names for end in (".weight", ".base_layer.weight")
-        ]
+        keys = [f"{PREFIX}{name}{end}.weight" for name in names for end in WHOLE]
         return [key for key in keys if key in self.shapes]
 
     def checked_against_base(self) -> "Adapter":
@@ -141,11 +155,10 @@ class Adapter:
         config = read_configuration(self.base)
         with without_memory(), usage_errors(self.folder):
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-            is_resized = self._num_rows(model) is not None
+            is_resized, embeddings = self._num_rows(model) is not None, self._embedding_keys(model)
             adapted = self._with_layers(model)
             wanted = get_peft_model_state_dict(adapted, save_embedding_layers=False)
-        # Where PEFT noticed that the vocabulary grew, it stored the embeddings too.
-        whole = {key for key in self._embedding_keys(adapted.get_base_model()) if key not in wanted}
+        whole = {key for key in embeddings if key not in wanted}
         for keys, what in (
             (wanted.keys() - self.shapes, "lacks weights that its settings ask for"),
             (self.shapes.keys() - wanted - whole, "has weights that have no place in the base"),
@@ -242,7 +255,7 @@ def _check_settings(path: Path, written: dict[str, Any]) -> None:
     from peft import IA3Config, LoraConfig
 
     kind = written.get("peft_type")
-    if kind not in USED:
+    if not isinstance(kind, str) or kind not in USED:
         raise UsageError(
             f"{path} is of type {kind!r}. tightlip applies LoRA, DoRA and IA3; merge others into their base."
         )
@@ -336,16 +349,6 @@ def _matches(pattern: str, name: str, place: Path) -> bool:
         raise UsageError(
             f"{place} has a pattern that cannot be matched ({error}): {pattern[:80]!r}. List modules by name."
         ) from error
-
-
-def _place_beside_offloaded(model: nn.Module) -> None:
-    """An adapter's layers go where accelerate computes the layer that they stand at."""
-    for module in model.modules():
-        hook = getattr(getattr(module, "base_layer", None), "_hf_hook", None)
-        if (device := getattr(hook, "execution_device", None)) is not None:
-            for name, child in module.named_children():
-                if name != "base_layer":
-                    child.to(device)
 
 
 def active_configs(model: nn.Module) -> list[Any]:

@@ -11,7 +11,7 @@ import math
 import os
 import re
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr
 from copy import deepcopy
 from importlib.util import find_spec
@@ -38,7 +38,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from tightlip.core.checksums import checked
-from tightlip.core.devices import looks_ahead, rounding_tolerance
+from tightlip.core.devices import device_of, looks_ahead, rounding_tolerance
 from tightlip.core.errors import TightlipError, UsageError
 from tightlip.core.files import digest_of_files, read_json
 from tightlip.core.token_ids import check_token_ids
@@ -73,13 +73,14 @@ def load_causal_lm(
     quantize: str | None = None,
     device_map: str | None = None,
     max_memory: dict[int | str, int | str] | None = None,
+    adapted: Callable[[PreTrainedModel], PreTrainedModel] | None = None,
 ) -> PreTrainedModel:
     """The language model in `folder`, ready to be asked (evaluation mode).
 
     `folder` may also be a GGUF file, or hold one and nothing else of a model. `dtype` is the one
     the weights were saved in unless given; of a GGUF file float32. `quantize` is 4bit or 8bit.
     With `device_map="auto"` layers go where there is room, `max_memory` at most: GPUs, then
-    memory, then disk.
+    memory, then disk. `adapted` puts an adapter on it.
 
     Holds:
         nothing_executed: code and pickles in the folder are never run.
@@ -88,39 +89,19 @@ def load_causal_lm(
     """
     folder = Path(folder)
     register_configurations()
-    file, offloaded = gguf_file(folder), None
-    if file is not None:
+    if (file := gguf_file(folder)) is None:
+        model, info = _from_folder(folder, dtype, device, quantize, device_map, max_memory)
+    else:
         check_plain(f"{folder} is a GGUF file", quantize, device_map)
         model, info = _from_gguf(file, dtype)
-    else:
-        if device_map is not None:
-            check_has_accelerate()
-            offloaded = TemporaryDirectory(prefix="tightlip-")  # for its owner only
-        placing = _placing(folder, device, offloaded, max_memory, is_quantised_as(folder, quantize))
-        model, info = _from_folder(folder, dtype, quantize, placing)
     check_all_weights_came(folder, info)
-    if offloaded is not None:
-        weakref.finalize(model, offloaded.cleanup)  # which outlives the reading, not the model
-    model = (model if placing_of(model) else model.to(device)).eval()
+    is_placed = getattr(model, "hf_device_map", None) is not None
+    model = model if is_placed else model.to(device)
+    # Before it is first asked: then bitsandbytes packs weights anew for some CPUs, and whoever
+    # asks for state_dict() afterwards, as PEFT does, gets and leaves other numbers.
+    model = (model if adapted is None else adapted(model)).eval()
     check_causal(folder, model)
     return model
-
-
-def _placing(
-    folder: Path,
-    device: str | torch.device,
-    offloaded: "TemporaryDirectory[str] | None",
-    max_memory: dict[int | str, int | str] | None,
-    is_quantised: bool,
-) -> dict[str, Any]:
-    """Where from_pretrained puts the weights; nothing where they are moved afterwards.
-
-    Quantised ones cannot all be moved.
-    """
-    if offloaded is not None:
-        places = {"device_map": "auto", "offload_folder": offloaded.name}
-        return places if max_memory is None else places | {"max_memory": max_memory}
-    return {"device_map": {"": device}} if is_quantised else {}
 
 
 def is_quantised_as(folder: Path, quantize: str | None) -> bool:
@@ -137,18 +118,13 @@ def check_plain(what: str, quantize: str | None, device_map: str | None) -> None
             raise UsageError(f"{what}, which --{flag} {value} does not go with. Leave it out.")
 
 
-def check_has_accelerate() -> None:
-    if find_spec("accelerate") is None:
-        raise UsageError("--device-map needs accelerate. Run: pip install accelerate")
-
-
-def placing_of(model: nn.Module) -> Any:
-    """Where accelerate put each part, if it did."""
-    return getattr(model, "hf_device_map", None)
-
-
 def _from_folder(
-    folder: Path, dtype: torch.dtype | None, quantize: str | None, placing: dict[str, Any]
+    folder: Path,
+    dtype: torch.dtype | None,
+    device: str | torch.device,
+    quantize: str | None,
+    device_map: str | None,
+    max_memory: dict[int | str, int | str] | None,
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
     config = read_configuration(folder)
     if config.is_encoder_decoder or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
@@ -156,9 +132,22 @@ def _from_folder(
             f"{folder} holds a '{config.model_type}' model, which does not predict the next token from those before. "
             "Give a decoder-only language model such as GPT-2, Llama or one that tightlip trained."
         )
+    placing: dict[str, Any] = {}
+    if is_quantised_as(folder, quantize):
+        placing["device_map"] = {"": device}  # such weights cannot all be moved afterwards
     if quantize is not None:
-        placing = placing | {"quantization_config": quantisation(quantize, folder, dtype)}
-    return read_weights(AutoModelForCausalLM, folder, config, dtype or "auto", **placing)
+        placing["quantization_config"] = quantisation(quantize, folder, dtype)
+    offloaded = None
+    if device_map is not None:
+        if find_spec("accelerate") is None:
+            raise UsageError("--device-map needs accelerate. Run: pip install accelerate")
+        offloaded = TemporaryDirectory(prefix="tightlip-")  # for its owner only
+        there = {"offload_folder": offloaded.name, "max_memory": max_memory}
+        placing |= {"device_map": device_map, **there}
+    model, info = read_weights(AutoModelForCausalLM, folder, config, dtype or "auto", **placing)
+    if offloaded is not None:
+        weakref.finalize(model, offloaded.cleanup)
+    return model, info
 
 
 def read_weights(
@@ -535,7 +524,7 @@ def check_all_weights_came(folder: Path, info: dict[str, Any]) -> None:
 
 def check_causal(folder: Path, model: PreTrainedModel) -> None:
     """Refuse a model whose earlier predictions change with a later token."""
-    ids_1T = torch.tensor([[1, 2, 3, 4]], device=model.device)
+    ids_1T = torch.tensor([[1, 2, 3, 4]], device=device_of(model))
     ids_1T %= model.config.get_text_config().vocab_size
 
     def logits_of(ids: Tensor) -> Tensor:
@@ -673,13 +662,24 @@ def state_fingerprint(model: nn.Module) -> str:
         one_bit_counts: changing any weight changes the fingerprint.
     """
     digest = hashlib.sha256()
-    for name, tensor in sorted(model.state_dict().items()):
+    for name, tensor in sorted(_weights_of(model)):
         digest.update(f"{name}\0{tensor.dtype}\0{tuple(tensor.shape)}\0".encode())
         # As bytes: numpy knows no bfloat16.
         for part in _plain_parts(tensor.detach()):
             flat = part.cpu().contiguous().reshape(-1)
             digest.update(flat.view(torch.uint8).numpy().data)
     return digest.hexdigest()
+
+
+def _weights_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    if getattr(model, "quantization_method", None) is None:
+        yield from model.state_dict().items()
+        return
+    # Their state_dict() is no mere reading: see load_causal_lm.
+    for name, weight in (*model.named_parameters(), *model.named_buffers()):
+        yield name, weight
+        if (scales := getattr(getattr(weight, "quant_state", None), "absmax", None)) is not None:
+            yield f"{name}.absmax", scales
 
 
 def _plain_parts(tensor: Tensor) -> Iterator[Tensor]:

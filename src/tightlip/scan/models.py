@@ -134,7 +134,7 @@ class OpenedModel:
     files: str
     options: ScanOptions
     device: str
-    load: Callable[[], Any]
+    load: Callable[..., Any]
     is_file: bool
     notes: tuple[str, ...] = ()
     open_base: "Callable[[OpenedModel], OpenedModel] | None" = None
@@ -307,7 +307,7 @@ def _adapted(
         name=name or str(adapter.folder),
         fingerprint=adapter.fingerprint(model_fingerprint),
         files=_served(adapter.fingerprint(files_fingerprint), options),
-        load=lambda: adapter.applied(base.load()),
+        load=lambda: base.load(adapter.applied),
         notes=(*base.notes, f"The adapter is applied, unmerged, to {adapter.base}."),
         open_base=open_base,
     )
@@ -320,7 +320,7 @@ def _from_disk(folder: Path, options: ScanOptions, tokenizer: Any, name: str | N
         check_weight_files(folder)
         is_quantised_as(folder, options.quantize)
 
-    def load() -> Any:
+    def load(adapted: Any = None) -> Any:
         import torch
 
         return load_causal_lm(
@@ -329,6 +329,7 @@ def _from_disk(folder: Path, options: ScanOptions, tokenizer: Any, name: str | N
             dtype=getattr(torch, options.dtype),
             quantize=options.quantize,
             device_map=options.device_map,
+            adapted=adapted,
         )
 
     # A checkpoint of a Trainer may have its tokenizer beside it only.

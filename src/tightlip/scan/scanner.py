@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tightlip.core.devices import looks_ahead, rounding_tolerance
+from tightlip.core.devices import device_of, looks_ahead, rounding_tolerance
 from tightlip.core.errors import UsageError
 from tightlip.models.quantised import rounding_of
 from tightlip.scan.scoring import score_logits
@@ -88,9 +88,7 @@ class Scanner:
         batch_tokens: int | None = None,
     ) -> None:
         self.model = model
-        # What accelerate keeps on disk is on no device.
-        devices = (p.device for p in model.parameters() if p.device.type != "meta")
-        self.device = next(devices, torch.device("cpu"))
+        self.device = device_of(model)
         self.bos_id = bos_id
         config = getattr(model, "config", None)
         self.carries_state = bool(getattr(config, "is_recurrent", False))
@@ -104,8 +102,10 @@ class Scanner:
 
     def _refuse_broken_weights(self) -> None:
         for name, parameter in self.model.named_parameters():
-            is_number = parameter.dtype.is_floating_point and parameter.device.type != "meta"
-            if is_number and not torch.isfinite(parameter).all():
+            # Neither whole numbers, nor what is on disk, nor what is made of several tensors.
+            is_read = parameter.dtype.is_floating_point and parameter.device.type != "meta"
+            is_plain = is_read and not hasattr(parameter, "__tensor_flatten__")
+            if is_plain and not torch.isfinite(parameter).all():
                 raise UsageError(
                     f"Parameter {name} holds NaN or infinite values, so every prediction would be "
                     f"meaningless. Audit an earlier snapshot, or train again with a lower rate."
