@@ -157,3 +157,46 @@ def test_a_gguf_file_is_not_as_served_and_says_so(tmp_path):
     assert any("fewer bits" in note for note in open_model(tmp_path / "tiny.gguf", OPTIONS).notes)
     with pytest.raises(UsageError, match=r"GGUF file, which --quantize 4bit does not go with"):
         load_causal_lm(Path(tmp_path / "tiny.gguf"), quantize="4bit")
+
+
+def save_compressed(base, folder):
+    """int8 by compressed-tensors itself, a scale for each row."""
+    from compressed_tensors.compressors import ModelCompressor
+    from compressed_tensors.quantization import (
+        QuantizationArgs,
+        QuantizationConfig,
+        QuantizationScheme,
+        QuantizationStatus,
+        apply_quantization_config,
+    )
+
+    rows = QuantizationArgs(num_bits=8, strategy="channel", symmetric=True)
+    config = QuantizationConfig(
+        config_groups={"all": QuantizationScheme(targets=["Linear"], weights=rows)},
+        ignore=["lm_head"],
+        quantization_status=QuantizationStatus.COMPRESSED,
+        format="int-quantized",
+    )
+    model = AutoModelForCausalLM.from_pretrained(base)
+    apply_quantization_config(model, config)
+    for module in model.modules():
+        if hasattr(module, "weight_scale"):
+            module.weight_scale.data = module.weight.data.abs().amax(1, keepdim=True) / 127
+    compressor = ModelCompressor(quantization_config=config)
+    compressor.compress_model(model)
+    model.save_pretrained(folder)
+    compressor.update_config(str(folder))
+    words_tokenizer().save_pretrained(folder)
+
+
+def test_a_folder_by_compressed_tensors_is_read_as_transformers_reads_it(base, tmp_path):
+    pytest.importorskip("compressed_tensors", exc_type=ImportError)
+    save_compressed(base, tmp_path)
+    opened = open_model(tmp_path, OPTIONS)
+    theirs = AutoModelForCausalLM.from_pretrained(
+        tmp_path, dtype=torch.float32, device_map={"": "cpu"}
+    )
+    assert torch.equal(logits_of(opened.model), logits_of(theirs))
+    off = (logits_of(opened.model) - logits_of(load_causal_lm(base))).abs().max()
+    assert 0 < off < 0.1
+    assert opened.scanner is not None

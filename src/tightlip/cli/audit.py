@@ -138,8 +138,6 @@ def _as_spelt_before(
         raise UsageError(
             f"--{command} is a command of its own, and {not_here[0]} does not go with it. Run: tightlip {command} {run}"
         )
-    if command != "dp-check":
-        own |= {"seed": None, "num_bootstraps": None}
     getattr(measures, command.replace("-", "_"))(run=run, **own, **how)
     logging.getLogger("tightlip").warning(
         "audit --%s is now: tightlip %s %s. The old spelling goes with the next version.",

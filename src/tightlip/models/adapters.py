@@ -26,11 +26,13 @@ from tightlip.core.files import read_json
 from tightlip.models.loading import (
     ADAPTER_CONFIG,
     adapters_in,
+    check_size,
     check_weight_files,
     gguf_file,
     has_tokenizer,
     is_adapter,
     read_configuration,
+    stored_shapes,
     usage_errors,
     without_memory,
 )
@@ -70,20 +72,16 @@ SECONDS_TO_MATCH = 2.0
 class Adapter:
     """An adapter's folder and its base's, and what its adapter_config.json says.
 
-    `shares_base` tells whether the model with the adapter switched off is the base.
+    `tokenizer` is the folder that has one: its own, that of the output folder it lies in, or the
+    base. `shares_base` tells whether the model with the adapter switched off is the base.
     """
 
     folder: Path
     base: Path
+    tokenizer: Path
     written: dict[str, Any]
     shapes: dict[str, list[int]]
     shares_base: bool = False
-
-    @property
-    def place_of_tokenizer(self) -> Path:
-        """The adapter's own, or one beside it, or the base's."""
-        beside = (self.folder, self.folder.parent)
-        return next((folder for folder in beside if has_tokenizer(folder)), self.base)
 
     def fingerprint(self, of: Callable[[Path], str]) -> str:
         """A fingerprint `of` both folders."""
@@ -215,8 +213,15 @@ def open_adapter(folder: Path, *, name: str | None = None, base: Path | None = N
     _check_settings(path, written)
     place = base or _named_base(path, written.get("base_model_name_or_path"))
     _check_base(folder, place)
-    adapter = Adapter(folder=folder, base=place, written=written, shapes=_stored_shapes(folder))
-    return adapter.checked_against_base()
+    is_within = name is not None or folder.name.startswith("checkpoint-")
+    tokenizers = [folder, *([folder.parent] if is_within else [])]
+    return Adapter(
+        folder=folder,
+        base=place,
+        tokenizer=next((each for each in tokenizers if has_tokenizer(each)), place),
+        written=written,
+        shapes=_stored_shapes(folder),
+    ).checked_against_base()
 
 
 def _named(folder: Path, name: str) -> Path:
@@ -246,8 +251,9 @@ def _check_base(folder: Path, base: Path) -> None:
     if is_adapter(base) or gguf_file(base) is not None:
         kind = "an adapter itself" if is_adapter(base) else "a GGUF file"
         raise UsageError(f"{base} is {kind}, and {folder} needs a model's folder as its base.")
-    read_configuration(base)
+    config = read_configuration(base)
     check_weight_files(base)
+    check_size(base, AutoModelForCausalLM, config, stored_shapes(base))
 
 
 def _check_settings(path: Path, written: dict[str, Any]) -> None:

@@ -294,7 +294,7 @@ def _adapted(
     adapter: Adapter, options: ScanOptions, tokenizer: Any, name: str | None
 ) -> OpenedModel:
     alone = replace(options, adapter=None)
-    base = _from_disk(adapter.base, alone, tokenizer or adapter.place_of_tokenizer, None)
+    base = _from_disk(adapter.base, alone, tokenizer or adapter.tokenizer, None)
 
     def open_base(opened: OpenedModel) -> OpenedModel:
         if not adapter.shares_base:
