@@ -99,7 +99,7 @@ def _scans(
 ) -> list[Scans]:
     """Each run's own scans, all of the same models; what one holds the others read."""
     folders = [folder for run in records for folder in (run.folder, run.folder / AUDIT)]
-    models: dict[Path, OpenedModel] = {}
+    models: dict[Path | int, OpenedModel] = {}
     stores = [
         stack.enter_context(run_store(run.folder, beside=folders, keep=keep)) for run in records
     ]

@@ -205,7 +205,7 @@ def missing_rates(level: dict[str, Any], what: str) -> Iterable[str]:
 def measure_membership(
     run: str | Path | RunRecord,
     *,
-    reference: str | Path | None = None,
+    reference: Any = None,
     without_texts: Collection[str] = frozenset(),
     model: str | Path | None = None,
     out: str | Path | None = None,
@@ -216,7 +216,8 @@ def measure_membership(
 ) -> dict[str, Any]:
     """How well one can tell what a run's model was trained on, by document and by user.
 
-    `reference` is a model or a run that never saw the training text, `model` a folder to score
+    `reference` is a model or a run that never saw the training text, or a (model, tokenizer) pair in
+    memory, of which no scan is kept; `model` a folder to score
     in place of the run's own model, such as a snapshot's; documents that read as one of
     `without_texts`, planted canaries say, are on neither side. With `out` the result is written
     there, for its owner only. The scan is kept in the run's `scan/` unless `keep_scan` is False;
@@ -230,7 +231,8 @@ def measure_membership(
     sides = Sides(prepared=prepared, held=held, notes=notes)
     sides.leave_out(without_texts)
     sides.choose_tokens()
-    with scans_of_run(record, device=device, keep=keep_scan, given=scans, **how.tree()) as opened:
+    keep = keep_scan and (reference is None or isinstance(reference, str | Path))
+    with scans_of_run(record, device=device, keep=keep, given=scans, **how.tree()) as opened:
         sides.score(opened, Path(model or record.model_folder), reference)
     members, others = sides.chosen()
     rng = np.random.default_rng(config.seed)

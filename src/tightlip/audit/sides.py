@@ -235,14 +235,15 @@ class Sides:
             never=tokenizer.all_special_ids,
         )
 
-    def score(self, scans: Scans, folder: Path, reference: str | Path | None) -> None:
+    def score(self, scans: Scans, folder: Path, reference: Any) -> None:
         """The reference first: where it is refused, nobody has waited for the model."""
         self.reference: tuple[DocumentScores | None, DocumentScores | None] = None, None
         if reference is not None:
-            if str(reference) != BASE:
+            is_path = isinstance(reference, str | Path)
+            if is_path and (str(reference) != BASE or Path(BASE).exists()):
                 self.notes += check_reference(Path(reference), self.prepared)
                 reference = model_folder(Path(reference))
-            self.reference = self._scored(scans, Path(reference), "by the reference", beside=folder)
+            self.reference = self._scored(scans, reference, "by the reference", beside=folder)
         self.model = self._scored(scans, folder, "by the model")
         other = self.reference[0]
         if other is not None and (other.num_tokens != self.model[0].num_tokens).any():
@@ -252,7 +253,7 @@ class Sides:
             )
 
     def _scored(
-        self, scans: Scans, folder: Path, by: str, beside: Path | None = None
+        self, scans: Scans, folder: Any, by: str, beside: Path | None = None
     ) -> tuple[DocumentScores, DocumentScores]:
         parts = (("Members", self.prepared.train), ("Non-members", self.held))
         members, others = (

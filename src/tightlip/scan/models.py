@@ -238,7 +238,13 @@ def open_model(
 
 def open_beside(subject: OpenedModel, model: Any, options: ScanOptions) -> OpenedModel:
     """The public model or the reference: a model of its own, or the subject's base."""
-    return subject.base if str(model) == BASE else open_model(model, options.of_others())
+    return subject.base if means_base(subject, model) else open_model(model, options.of_others())
+
+
+def means_base(subject: OpenedModel, model: Any) -> bool:
+    """Whether the word is meant; without an adapter it may be a folder of that name."""
+    is_word = isinstance(model, str | Path) and str(model) == BASE
+    return is_word and (subject.open_base is not None or not Path(BASE).exists())
 
 
 def _from_memory(model: Any, options: ScanOptions, tokenizer: Any, name: str | None) -> OpenedModel:
@@ -298,7 +304,9 @@ def _adapted(
 
     def open_base(opened: OpenedModel) -> OpenedModel:
         if not adapter.shares_base:
-            return base
+            # With its own tokenizer: it has no embeddings for tokens that were added.
+            own = adapter.base if has_tokenizer(adapter.base) else opened.tokenizer
+            return replace(base, tokenizer=_tokenizer(own))
         off = _switched_off(opened, base.name, base.files)
         return replace(off, fingerprint=base.fingerprint)
 
@@ -306,7 +314,7 @@ def _adapted(
         base,
         name=name or str(adapter.folder),
         fingerprint=adapter.fingerprint(model_fingerprint),
-        files=_served(adapter.fingerprint(files_fingerprint), options),
+        files=served(adapter.fingerprint(files_fingerprint), options),
         load=lambda: base.load(adapter.applied),
         notes=(*base.notes, f"The adapter is applied, unmerged, to {adapter.base}."),
         open_base=open_base,
@@ -340,7 +348,7 @@ def _from_disk(folder: Path, options: ScanOptions, tokenizer: Any, name: str | N
         name=name or str(folder),
         tokenizer=_tokenizer(tokenizer or beside),
         fingerprint=model_fingerprint(folder),
-        files=_served(files_fingerprint(folder), options),
+        files=served(files_fingerprint(folder), options),
         options=options,
         device=device if options.device_map is None else "mapped",
         load=load,
@@ -353,7 +361,7 @@ def _is_checkpoint(folder: Path) -> bool:
     return folder.name.startswith("checkpoint-")
 
 
-def _served(files: str, options: ScanOptions) -> str:
+def served(files: str, options: ScanOptions) -> str:
     """The fingerprint of files that are read in fewer bits than they hold."""
     return files if options.quantize is None else f"{files} in {options.quantize}"
 
@@ -378,13 +386,15 @@ class Scans:
 
     store: ScanStore
     options: ScanOptions = field(default_factory=ScanOptions)
-    models: dict[Path, OpenedModel] = field(default_factory=dict)
+    models: dict[Path | int, OpenedModel] = field(default_factory=dict)
 
-    def opened(self, folder: Path, *, beside: Path | None = None) -> OpenedModel:
-        """The model in `folder`; with `beside`, the reference or public model of the one there."""
-        if beside is not None and str(folder) == BASE:
-            return self.opened(beside).base
-        place, options = Path(folder).resolve(), self.options
+    def opened(self, folder: Any, *, beside: Path | None = None) -> OpenedModel:
+        """The model in `folder`; with `beside`, the reference or public model of the one there,
+        which may be in memory."""
+        if beside is not None and means_base(subject := self.opened(beside), folder):
+            return subject.base
+        options = self.options
+        place = Path(folder).resolve() if isinstance(folder, str | Path) else id(folder)
         if place not in self.models:
             options = options if beside is None else options.of_others()
             self.models[place] = open_model(folder, options)
@@ -399,7 +409,7 @@ class Scans:
 
     def scores(
         self,
-        folder: Path,
+        folder: Any,
         corpus: TokenizedCorpus,
         description: str,
         *,

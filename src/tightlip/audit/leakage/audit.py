@@ -104,7 +104,10 @@ def audit_model(
     keep_alive = TemporaryDirectory(prefix="tightlip-") if out is None else None
     folder = Path(keep_alive.name) if keep_alive else Path(str(out))
     # What a model in memory does is not all in its fingerprint, so nobody may go by it later.
-    is_kept = keep_scan and not config.redact and subject.model.is_file
+    on_disk = subject.model.is_file and (
+        public_model is None or isinstance(public_model, str | Path)
+    )
+    is_kept = keep_scan and not config.redact and on_disk
     scans = Scans(store=_store(folder, subject, is_kept), options=options)
     job = _Job(
         subject=subject,
@@ -112,7 +115,7 @@ def audit_model(
         scans=scans,
         config=config,
         engine=look_up("engine", engine)(),
-        leaves_out=str(public_model) == LEAVE_OUT,
+        leaves_out=isinstance(public_model, str) and public_model == LEAVE_OUT,
         retrain=retrain,
         checkpoints=checkpoints,
     )
@@ -347,7 +350,7 @@ class _Job:
         if public_model is None and model.open_base is not None:
             public_model = BASE
             self.notes.append(BASE_IS_PUBLIC)
-        if public_model is None or self.leaves_out or str(public_model) == NO_PUBLIC_MODEL:
+        if public_model is None or self.leaves_out or public_model == NO_PUBLIC_MODEL:
             return None
         return open_beside(model, public_model, self.scans.options)
 
