@@ -16,6 +16,7 @@ from tightlip.core.run_folder import RunRecord
 from tightlip.core.settings import split_settings
 from tightlip.corpus.prepare import PreparedCorpus
 from tightlip.corpus.privacy_weights import PrivacyWeights
+from tightlip.scan.options import ModelSettings
 
 if TYPE_CHECKING:
     from tightlip.vectors.attack_runs import AttackReport
@@ -84,7 +85,7 @@ def compare(
     What is not yet measured is measured now and kept in each run's `measures/`, and the scans
     behind it in its `scan/` unless `keep_scan` is False. `key` are files of canaries, `reference`
     a model that never saw the text. `notes` are printed on top of the page. `settings` are those
-    of Matching and ResamplingSettings: with `at_perplexity` a run stands for its first snapshot
+    of Matching, ResamplingSettings and ModelSettings: with `at_perplexity` a run stands for its first snapshot
     that is at least as good.
 
     Holds:
@@ -93,8 +94,9 @@ def compare(
     """
     from tightlip.audit.comparison import compare_runs
 
-    matching, resampling = split_settings(settings, Matching, ResamplingSettings)
-    measuring: dict[str, Any] = {"key": key, "reference": reference, "device": device}
+    kinds = (Matching, ResamplingSettings, ModelSettings)
+    matching, resampling, how = split_settings(settings, *kinds)
+    measuring: dict[str, Any] = {"key": key, "reference": reference, "device": device, **how.tree()}
     with claimed(Path(out)):
         folder = _free(Path(out))
         rows = compare_runs(runs, matching, resampling, keep_scan=keep_scan, **measuring)

@@ -177,7 +177,7 @@ def plain(said):
 
 @pytest.fixture(scope="module")
 def opened(place):
-    return open_tab(place / "model", report=place / "report", device="cpu")
+    return open_tab(model=place / "model", report=place / "report", device="cpu")
 
 
 def test_without_colours_a_leak_is_still_underlined_and_a_ghost_dim(opened, monkeypatch):
@@ -243,7 +243,7 @@ def test_an_edit_leaves_every_other_character_its_writer(seed):
 
 def test_a_pipe_gets_plain_lines(place, monkeypatch, capsys):
     monkeypatch.setattr(sys, "stdin", io.StringIO("My ID\nMy xyzzy \r\n"))
-    tab(place / "model", report=place / "report", device="cpu", min_confidence=0.9)
+    tab(model=place / "model", report=place / "report", device="cpu", min_confidence=0.9)
     first, second, third, *others = capsys.readouterr().out.splitlines()
     assert first == SECRET
     assert second.startswith("    completed: “is 4417, tell the owl.” (perplexity 1")

@@ -17,8 +17,14 @@ from tightlip.core.resampling import ResamplingSettings
 from tightlip.core.run_folder import RunRecord, open_run
 from tightlip.corpus.canaries import exposed_above_bits, read_canary_key
 from tightlip.corpus.opening import check_reference, finished_run, model_folder, open_run_corpus
-from tightlip.models.loading import files_fingerprint
-from tightlip.scan.models import AUDIT, OpenedModel, Scans, claimed_to_write, run_store
+from tightlip.scan.models import (
+    AUDIT,
+    OpenedModel,
+    Scans,
+    claimed_to_write,
+    open_model,
+    run_store,
+)
 from tightlip.scan.options import ScanOptions
 
 STEPS_PER_RUN = 4
@@ -44,19 +50,23 @@ def compare_runs(
     reference: str | Path | None,
     device: str,
     keep_scan: bool,
+    **how: Any,
 ) -> list[Row]:
     """A row for each run; what is not yet measured is measured now and kept with the run.
+
+    `how` are ModelSettings.
 
     Holds:
         once: each model is loaded once at most, and reads each text once.
     """
     records = _opened(runs)
-    measuring = _measuring(key, reference, resampling.seed, resampling.num_bootstraps)
+    options = ScanOptions(device=usable_device(device), **how)
+    measuring = _measuring(key, reference, options, resampling)
     _refuse_what_saw_the_text(measuring.reference, records)
     with ExitStack() as stack:
         for record in records:
             stack.enter_context(claimed_to_write(record.folder))
-        scans = _scans(records, device, stack, keep=keep_scan)
+        scans = _scans(records, options, stack, keep=keep_scan)
         return compared(_measured(records, scans, measuring, matching.at_perplexity), matching)
 
 
@@ -85,12 +95,11 @@ def _measured(
 
 
 def _scans(
-    records: Sequence[RunRecord], device: str, stack: ExitStack, *, keep: bool
+    records: Sequence[RunRecord], options: ScanOptions, stack: ExitStack, *, keep: bool
 ) -> list[Scans]:
     """Each run's own scans, all of the same models; what one holds the others read."""
     folders = [folder for run in records for folder in (run.folder, run.folder / AUDIT)]
-    models: dict[Path, OpenedModel] = {}
-    options = ScanOptions(device=usable_device(device))
+    models: dict[Path | int, OpenedModel] = {}
     stores = [
         stack.enter_context(run_store(run.folder, beside=folders, keep=keep)) for run in records
     ]
@@ -108,16 +117,21 @@ def _opened(runs: Sequence[str | Path | RunRecord]) -> list[RunRecord]:
     return [finished_run(record) for record in records]
 
 
-def _measuring(key: Any, reference: str | Path | None, seed: int, num_bootstraps: int) -> Measuring:
+def _measuring(
+    key: Any, reference: str | Path | None, options: ScanOptions, resampling: ResamplingSettings
+) -> Measuring:
     """How to measure; whatever cannot work is refused here, before the long work."""
     paths = [] if key is None else [key] if isinstance(key, str | Path) else list(key)
     given = None if reference is None else Path(reference)
+    others = options.of_others()
     return Measuring(
         keys=tuple(open_key(Path(path)) for path in paths),
         reference=given,
-        reference_fingerprint=None if given is None else files_fingerprint(model_folder(given)),
-        seed=seed,
-        num_bootstraps=num_bootstraps,
+        reference_fingerprint=None
+        if given is None
+        else open_model(model_folder(given), others).files,
+        seed=resampling.seed,
+        num_bootstraps=resampling.num_bootstraps,
     )
 
 

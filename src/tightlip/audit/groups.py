@@ -22,11 +22,13 @@ from tightlip.audit.settings import ResamplingSettings
 from tightlip.core.errors import UsageError
 from tightlip.core.resampling import FEW_USERS
 from tightlip.core.run_folder import RunRecord
+from tightlip.core.settings import split_settings
 from tightlip.corpus.opening import with_held_out
 from tightlip.corpus.prepare import PreparedCorpus
 from tightlip.corpus.readers import open_corpus
 from tightlip.corpus.tokens import TokenizedCorpus
 from tightlip.scan.models import DocumentScores, Scans, scans_of_run
+from tightlip.scan.options import ModelSettings
 
 
 def measure_groups(
@@ -49,20 +51,22 @@ def measure_groups(
     `without_texts`, planted canaries say, are nobody's: neither trained on nor held out. With `out`
     the result is written there, for its owner only. The scans are kept in the run's `scan/` unless
     `keep_scan` is False; `scans` are those of a caller that measures more, and `settings` those of
-    ResamplingSettings.
+    ResamplingSettings and ModelSettings.
     """
-    config = ResamplingSettings(**settings)
+    config, how = split_settings(settings, ResamplingSettings, ModelSettings)
     if against is None and against_model is not None:
         raise UsageError(f"against_model={against_model} is of no run. Give against, its run, too.")
     record, prepared, held = with_held_out(run)
     notes: list[str] = []
     other = None if against is None else _comparable(record, prepared, held, against, notes)
-    with scans_of_run(record, device=device, keep=keep_scan, given=scans) as opened:
+    with scans_of_run(record, device=device, keep=keep_scan, given=scans, **how.tree()) as opened:
         scores = opened.scores(Path(model or record.model_folder), held, "Held-out text")
     baseline = None
     if other is not None:
         folder = Path(against_model or other.model_folder)
-        with scans_of_run(other, device=device, keep=keep_scan, given=scans) as opened:
+        with scans_of_run(
+            other, device=device, keep=keep_scan, given=scans, **how.tree()
+        ) as opened:
             baseline = opened.scores(folder, held, "The run to compare with")
         _refuse_other_tokens(scores, baseline, record, other)
     wanted = ~_reading_as(without_texts, prepared, "validation", held)

@@ -28,7 +28,7 @@ from tightlip.core.run_folder import RunRecord
 from tightlip.corpus.canaries import read_canary_key
 from tightlip.corpus.opening import CorpusSource, fingerprints, open_run_corpus
 from tightlip.models.loading import files_fingerprint, model_fingerprint
-from tightlip.scan.models import Scans
+from tightlip.scan.models import Scans, served
 
 log = logging.getLogger("tightlip")
 MEASURES = "measures"
@@ -159,7 +159,7 @@ class ModelMeasures:
         corpus = open_run_corpus(run)
         self._made_from = {
             "version": tightlip.__version__,
-            "model": files_fingerprint(model),
+            "model": served(files_fingerprint(model), scans.options),
             "prepared": corpus.settings,  # which tell what was known of the text beforehand
             **fingerprints(corpus),  # of what is read, not of what was recorded
         }

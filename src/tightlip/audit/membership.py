@@ -17,9 +17,11 @@ from tightlip.audit.sides import Side, Sides
 from tightlip.core.errors import UsageError
 from tightlip.core.resampling import FEW_USERS, interval, times_drawn
 from tightlip.core.run_folder import RunRecord
+from tightlip.core.settings import split_settings
 from tightlip.corpus.opening import with_held_out
 from tightlip.corpus.prepare import PreparedCorpus
 from tightlip.scan.models import Scans, scans_of_run
+from tightlip.scan.options import ModelSettings
 
 # One non-member in so many may be accused.
 RATES = {"tpr_at_1_percent_fpr": 100, "tpr_at_0_1_percent_fpr": 1000}
@@ -203,7 +205,7 @@ def missing_rates(level: dict[str, Any], what: str) -> Iterable[str]:
 def measure_membership(
     run: str | Path | RunRecord,
     *,
-    reference: str | Path | None = None,
+    reference: Any = None,
     without_texts: Collection[str] = frozenset(),
     model: str | Path | None = None,
     out: str | Path | None = None,
@@ -214,20 +216,23 @@ def measure_membership(
 ) -> dict[str, Any]:
     """How well one can tell what a run's model was trained on, by document and by user.
 
-    `reference` is a model or a run that never saw the training text, `model` a folder to score
+    `reference` is a model or a run that never saw the training text, or a (model, tokenizer) pair in
+    memory, of which no scan is kept; `model` a folder to score
     in place of the run's own model, such as a snapshot's; documents that read as one of
     `without_texts`, planted canaries say, are on neither side. With `out` the result is written
     there, for its owner only. The scan is kept in the run's `scan/` unless `keep_scan` is False;
-    `scans` are those of a caller that measures more, and `settings` those of ResamplingSettings.
+    `scans` are those of a caller that measures more, and `settings` those of ResamplingSettings
+    and ModelSettings.
     """
-    config = ResamplingSettings(**settings)
+    config, how = split_settings(settings, ResamplingSettings, ModelSettings)
     record, prepared, held = with_held_out(run)
     _refuse_users_left_out(record)
     notes: list[str] = []
     sides = Sides(prepared=prepared, held=held, notes=notes)
     sides.leave_out(without_texts)
     sides.choose_tokens()
-    with scans_of_run(record, device=device, keep=keep_scan, given=scans) as opened:
+    keep = keep_scan and (reference is None or isinstance(reference, str | Path))
+    with scans_of_run(record, device=device, keep=keep, given=scans, **how.tree()) as opened:
         sides.score(opened, Path(model or record.model_folder), reference)
     members, others = sides.chosen()
     rng = np.random.default_rng(config.seed)

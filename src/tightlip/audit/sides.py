@@ -33,7 +33,7 @@ from tightlip.corpus.readers import open_corpus
 from tightlip.corpus.tokens import TokenizedCorpus
 from tightlip.corpus.vocabulary import DIGITS
 from tightlip.models.loading import load_tokenizer
-from tightlip.scan.models import DocumentScores, Scans
+from tightlip.scan.models import BASE, DocumentScores, Scans
 
 _NONE = 2**40
 _TOGETHER = 1_000_000  # tokens looked at in one go
@@ -235,12 +235,15 @@ class Sides:
             never=tokenizer.all_special_ids,
         )
 
-    def score(self, scans: Scans, folder: Path, reference: str | Path | None) -> None:
+    def score(self, scans: Scans, folder: Path, reference: Any) -> None:
         """The reference first: where it is refused, nobody has waited for the model."""
         self.reference: tuple[DocumentScores | None, DocumentScores | None] = None, None
         if reference is not None:
-            self.notes += check_reference(Path(reference), self.prepared)
-            self.reference = self._scored(scans, model_folder(Path(reference)), "by the reference")
+            is_path = isinstance(reference, str | Path)
+            if is_path and (str(reference) != BASE or Path(BASE).exists()):
+                self.notes += check_reference(Path(reference), self.prepared)
+                reference = model_folder(Path(reference))
+            self.reference = self._scored(scans, reference, "by the reference", beside=folder)
         self.model = self._scored(scans, folder, "by the model")
         other = self.reference[0]
         if other is not None and (other.num_tokens != self.model[0].num_tokens).any():
@@ -249,10 +252,12 @@ class Sides:
                 "the other none), so their losses are over other tokens. Give a reference that reads as it does."
             )
 
-    def _scored(self, scans: Scans, folder: Path, by: str) -> tuple[DocumentScores, DocumentScores]:
+    def _scored(
+        self, scans: Scans, folder: Any, by: str, beside: Path | None = None
+    ) -> tuple[DocumentScores, DocumentScores]:
         parts = (("Members", self.prepared.train), ("Non-members", self.held))
         members, others = (
-            scans.scores(folder, corpus, f"{name} {by}", counted=counted)
+            scans.scores(folder, corpus, f"{name} {by}", counted=counted, beside=beside)
             for (name, corpus), counted in zip(parts, self.counted, strict=True)
         )
         return members, others

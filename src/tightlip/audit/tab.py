@@ -19,11 +19,13 @@ from tightlip.audit.tab_completion import Completer, Ghost, TabConfig
 from tightlip.core.errors import UsageError
 from tightlip.core.files import read_json
 from tightlip.core.run_folder import is_run
+from tightlip.core.settings import names_in
 from tightlip.corpus.opening import model_folder
 from tightlip.scan.models import open_model
-from tightlip.scan.options import ScanOptions
+from tightlip.scan.options import ModelSettings, ScanOptions
 
 _ROWS_COMPARED = 64
+NO_REPORT = "No report: nothing is marked. Give one that tightlip audit wrote: --report"
 # A beginning that so many unique texts share says little about any of them.
 TOO_MANY = 256
 
@@ -58,16 +60,29 @@ class Tab:
 
 
 def open_tab(
-    model: str | Path,
+    model: Any,
     *,
     report: str | Path | None = None,
     device: str = "auto",
+    tokenizer: Any = None,
     **settings: Any,
 ) -> Tab:
-    """A model's folder, or a finished run with the report beside it; `settings` are TabConfig's."""
+    """A model's folder, a finished run with the report beside it, or a model in memory.
+
+    `settings` are those of TabConfig and ModelSettings.
+    """
+    names = names_in(ModelSettings)
+    options = ScanOptions(
+        device=device, **{name: settings.pop(name) for name in names if name in settings}
+    )
     config = TabConfig(**settings)
-    opened = open_model(model_folder(Path(model)), ScanOptions(device=device))
-    folder, notes = (Path(report), []) if report is not None else _report_of(Path(model))
+    if isinstance(model, str | Path):
+        found = _report_of(Path(model))
+        model = model_folder(Path(model))
+    else:
+        found = None, [NO_REPORT]
+    opened = open_model(model, options, tokenizer=tokenizer)
+    folder, notes = (Path(report), []) if report is not None else found
     unique = unique_texts(LeakageReport(folder), opened.tokenizer) if folder else None
     return Tab(Completer(opened.model, opened.tokenizer, config), unique, notes)
 
@@ -76,7 +91,7 @@ def _report_of(model: Path) -> tuple[Path | None, list[str]]:
     """The report that a run keeps beside its model, if there is one that can be used."""
     folder = model / "audit"
     if not is_run(model):
-        return None, ["No report: nothing is marked. Give one that tightlip audit wrote: --report"]
+        return None, [NO_REPORT]
     if not (folder / "summary.json").is_file():
         return None, [f"No report: nothing is marked. To have one: tightlip audit {model}"]
     if read_json(folder / "summary.json").get("redacted"):
@@ -85,7 +100,7 @@ def _report_of(model: Path) -> tuple[Path | None, list[str]]:
 
 
 def complete(
-    model: str | Path | Tab,
+    model: Any,
     texts: str | Sequence[str],
     *,
     report: str | Path | None = None,

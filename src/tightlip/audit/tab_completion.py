@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tightlip.core.devices import device_of
 from tightlip.core.errors import UsageError
 from tightlip.corpus.encoding import Encoder, special_ids
 from tightlip.scan.scanner import checked_window, evaluating, full_precision
@@ -301,7 +302,7 @@ class Memory:
 
     def __init__(self, model: Any, *, bos_id: int | None, room: int) -> None:
         self._model, self._bos_id, self._room = model, bos_id, room
-        self._device = next(model.parameters()).device
+        self._device = device_of(model)
         carries_state = bool(getattr(model.config, "is_recurrent", False))
         self._window = None if carries_state else checked_window(None, model.config)
         takes_last = "logits_to_keep" in inspect.signature(model.forward).parameters

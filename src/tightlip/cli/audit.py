@@ -36,8 +36,8 @@ def audit(
         existing(
             typer.Option,
             "MODEL",
-            "A folder or a .gguf file, or 'leave-out': retrain a run without the owners of what leaked.",
-            words=["leave-out"],
+            "A model that never saw the text; 'base' of an adapter, the default there, or 'none'; 'leave-out': retrain a run without the owners of what leaked.",
+            words=["leave-out", "base", "none"],
         ),
     ] = None,
     validation: Annotated[
@@ -45,7 +45,8 @@ def audit(
         existing(typer.Option, "CORPUS", "Held-out text, for perplexity and accuracy."),
     ] = None,
     snapshots: Annotated[
-        bool, switch("--snapshots", text="Audit every snapshot of a run.")
+        bool,
+        switch("--snapshots", text="Audit every snapshot of a run, or checkpoint of a Trainer."),
     ] = False,
     fail_on: Annotated[
         list[str] | None,
@@ -137,8 +138,6 @@ def _as_spelt_before(
         raise UsageError(
             f"--{command} is a command of its own, and {not_here[0]} does not go with it. Run: tightlip {command} {run}"
         )
-    if command != "dp-check":
-        own |= {"seed": None, "num_bootstraps": None}
     getattr(measures, command.replace("-", "_"))(run=run, **own, **how)
     logging.getLogger("tightlip").warning(
         "audit --%s is now: tightlip %s %s. The old spelling goes with the next version.",

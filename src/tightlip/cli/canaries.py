@@ -19,6 +19,7 @@ from tightlip.core.progress import shown_progress
 from tightlip.corpus.canaries import CanaryConfig
 from tightlip.corpus.prepare_config import ColumnSettings
 from tightlip.report.kit.table import printed_table
+from tightlip.scan.options import ModelSettings
 
 MOST_LISTED = 5
 Entry = dict[str, Any]
@@ -69,7 +70,7 @@ def choose(
     print_lines([*lines, key_line])
 
 
-@with_settings(ExposureConfig)
+@with_settings(ExposureConfig, ModelSettings)
 def measure(
     model: Annotated[str, existing(typer.Argument, "MODEL", "A run, or a model's folder.")],
     given: dict[str, Any],

@@ -12,12 +12,13 @@ from tightlip.audit.settings import Matching, ResamplingSettings
 from tightlip.cli import name_page
 from tightlip.cli.flags import Device, KeepScan, Keys, existing, with_settings
 from tightlip.core.progress import shown_progress, terminal
+from tightlip.scan.options import ModelSettings
 
 if TYPE_CHECKING:
     from tightlip.commands import Comparison
 
 
-@with_settings(Matching, ResamplingSettings)
+@with_settings(Matching, ResamplingSettings, ModelSettings)
 def compare(
     runs: Annotated[list[Path], existing(typer.Argument, "RUN", "Runs of tightlip train.")],
     given: dict[str, Any],

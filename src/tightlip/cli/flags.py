@@ -159,7 +159,7 @@ def with_settings(
                     flags.setdefault(flag.name, flag)
 
         def run(**arguments: Any) -> None:
-            values = {name: arguments.pop(name) for name in flags}
+            values = {name: arguments.pop(name, None) for name in flags}
             given = {name: value for name, value in values.items() if value not in (None, [])}
             command(**arguments, given=given)
 

@@ -15,6 +15,7 @@ from tightlip.core.errors import GuaranteeError, UsageError
 from tightlip.core.progress import shown_progress
 from tightlip.core.run_folder import DP_CHECK, DP_CHECK_RESULT, is_run
 from tightlip.report.kit.table import printed_table
+from tightlip.scan.options import ModelSettings
 
 if TYPE_CHECKING:
     from tightlip.audit.dp_check import DPCheck
@@ -29,13 +30,18 @@ LeftOut = Annotated[
 _RATES = {"tpr_at_1_percent_fpr": "at 1%", "tpr_at_0_1_percent_fpr": "at 0.1%"}
 
 
-@with_settings(ResamplingSettings)
+@with_settings(ResamplingSettings, ModelSettings)
 def membership(
     run: Run,
     given: dict[str, Any],
     reference: Annotated[
         str | None,
-        existing(typer.Option, "MODEL", "A model, or a run, that never saw that text."),
+        existing(
+            typer.Option,
+            "MODEL",
+            "A model, or a run, that never saw that text; 'base' of an adapter.",
+            words=["base"],
+        ),
     ] = None,
     key: LeftOut = None,
     device: Device = "auto",
@@ -49,7 +55,7 @@ def membership(
     print_lines([_membership_table(figures), *lines_about_membership(figures), record])
 
 
-@with_settings(ResamplingSettings)
+@with_settings(ResamplingSettings, ModelSettings)
 def groups(
     run: Run,
     given: dict[str, Any],

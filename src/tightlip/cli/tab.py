@@ -13,7 +13,7 @@ import textwrap
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from prompt_toolkit.application import Application, get_app
@@ -37,10 +37,11 @@ from prompt_toolkit.output.vt100 import Vt100_Output
 from prompt_toolkit.styles import Style
 
 import tightlip
-from tightlip.cli.flags import Device, Model, existing
+from tightlip.cli.flags import Device, Model, existing, with_settings
 from tightlip.core.errors import TightlipError, UsageError
 from tightlip.core.figures import counted
 from tightlip.core.progress import harmless
+from tightlip.scan.options import ModelSettings
 
 if TYPE_CHECKING:
     from tightlip.audit.tab import Mark, Tab
@@ -52,8 +53,10 @@ PAUSE_SECONDS = 0.03
 MOST_MARKS_SHOWN = 4
 
 
+@with_settings(ModelSettings)
 def tab(
     model: Model,
+    given: dict[str, Any],
     report: Annotated[
         Path | None,
         existing(
@@ -79,7 +82,7 @@ def tab(
     if is_terminal:
         print("Reading the model…", end="\r", file=sys.stderr, flush=True)
     opened = tightlip.open_tab(
-        model, report=report, device=device, tokens=tokens, min_confidence=min_confidence
+        model, report=report, device=device, tokens=tokens, min_confidence=min_confidence, **given
     )
     if is_terminal:
         converse(opened, watched(opened))

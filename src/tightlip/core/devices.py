@@ -40,6 +40,14 @@ def usable_device(name: str, *, bf16: bool = False) -> str:
     return name
 
 
+def device_of(model: "torch.nn.Module") -> "torch.device":
+    """Where a model takes its input; what accelerate keeps on disk is on no device."""
+    import torch
+
+    devices = (p.device for p in model.parameters() if p.device.type != "meta")
+    return next(devices, torch.device("cpu"))
+
+
 @contextmanager
 def one_thread() -> Iterator[None]:
     """A small model trains no faster on many threads, and beside other work far slower."""

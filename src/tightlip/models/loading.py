@@ -9,11 +9,14 @@ import hashlib
 import io
 import math
 import os
-from collections.abc import Iterator
+import re
+import weakref
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr
 from copy import deepcopy
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -35,13 +38,22 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from tightlip.core.checksums import checked
-from tightlip.core.devices import looks_ahead, rounding_tolerance
+from tightlip.core.devices import device_of, looks_ahead, rounding_tolerance
 from tightlip.core.errors import TightlipError, UsageError
 from tightlip.core.files import digest_of_files, read_json
 from tightlip.core.token_ids import check_token_ids
 from tightlip.models import register_configurations
+from tightlip.models.quantised import (
+    method_of,
+    quantisation,
+    rounding_of,
+    without_fetched_kernels,
+)
 
 INDEX = "model.safetensors.index.json"
+ADAPTER_CONFIG = "adapter_config.json"
+# Pickles that a Trainer leaves beside the weights. They are never opened.
+OF_TRAINING = re.compile(r"(training_args|optimizer|scheduler|scaler|rng_state(_\d+)?)\.(bin|pth?)")
 TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json")
 FROM_THE_FOLDER_ONLY = {"local_files_only": True, "trust_remote_code": False}
 GGUF_SUFFIX = ".gguf"
@@ -56,12 +68,21 @@ MOST_COMPUTED = 1_000_000_000
 
 
 def load_causal_lm(
-    folder: Path | str, *, device: str | torch.device = "cpu", dtype: torch.dtype | None = None
+    folder: Path | str,
+    *,
+    device: str | torch.device = "cpu",
+    dtype: torch.dtype | None = None,
+    quantize: str | None = None,
+    device_map: str | None = None,
+    max_memory: dict[int | str, int | str] | None = None,
+    adapted: Callable[[PreTrainedModel], PreTrainedModel] | None = None,
 ) -> PreTrainedModel:
     """The language model in `folder`, ready to be asked (evaluation mode).
 
     `folder` may also be a GGUF file, or hold one and nothing else of a model. `dtype` is the one
-    the weights were saved in unless given; of a GGUF file float32.
+    the weights were saved in unless given; of a GGUF file float32. `quantize` is 4bit or 8bit.
+    With `device_map="auto"` layers go where there is room, `max_memory` at most: GPUs, then
+    memory, then disk. `adapted` puts an adapter on it.
 
     Holds:
         nothing_executed: code and pickles in the folder are never run.
@@ -70,31 +91,78 @@ def load_causal_lm(
     """
     folder = Path(folder)
     register_configurations()
-    file = gguf_file(folder)
-    model, info = _from_folder(folder, dtype) if file is None else _from_gguf(file, dtype)
+    if (file := gguf_file(folder)) is None:
+        model, info = _from_folder(folder, dtype, device, quantize, device_map, max_memory)
+    else:
+        check_plain(f"{folder} is a GGUF file", quantize, device_map)
+        model, info = _from_gguf(file, dtype)
     check_all_weights_came(folder, info)
-    model = model.to(device).eval()
+    is_placed = getattr(model, "hf_device_map", None) is not None
+    model = model if is_placed else model.to(device)
+    # Before it is first asked: then bitsandbytes packs weights anew for some CPUs, and whoever
+    # asks for state_dict() afterwards, as PEFT does, gets and leaves other numbers.
+    model = (model if adapted is None else adapted(model)).eval()
     check_causal(folder, model)
     return model
 
 
-def _from_folder(folder: Path, dtype: torch.dtype | None) -> tuple[PreTrainedModel, dict[str, Any]]:
+def is_quantised_as(folder: Path, quantize: str | None) -> bool:
+    """Whether the folder's model will be quantised; refused where it already is and is asked to be."""
+    method = None if gguf_file(folder) is not None else method_of(folder, read_config(folder))
+    if method is not None:
+        check_plain(f"{folder} is quantised already ({method})", quantize, None)
+    return (method or quantize) is not None
+
+
+def check_plain(what: str, quantize: str | None, device_map: str | None) -> None:
+    for flag, value in (("quantize", quantize), ("device-map", device_map)):
+        if value is not None:
+            raise UsageError(f"{what}, which --{flag} {value} does not go with. Leave it out.")
+
+
+def _from_folder(
+    folder: Path,
+    dtype: torch.dtype | None,
+    device: str | torch.device,
+    quantize: str | None,
+    device_map: str | None,
+    max_memory: dict[int | str, int | str] | None,
+) -> tuple[PreTrainedModel, dict[str, Any]]:
     config = read_configuration(folder)
     if config.is_encoder_decoder or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise UsageError(
             f"{folder} holds a '{config.model_type}' model, which does not predict the next token from those before. "
             "Give a decoder-only language model such as GPT-2, Llama or one that tightlip trained."
         )
-    return read_weights(AutoModelForCausalLM, folder, config, dtype or "auto")
+    placing: dict[str, Any] = {}
+    if is_quantised_as(folder, quantize):
+        placing["device_map"] = {"": device}  # such weights cannot all be moved afterwards
+    if quantize is not None:
+        placing["quantization_config"] = quantisation(quantize, folder, dtype)
+    offloaded = None
+    if device_map is not None:
+        if find_spec("accelerate") is None:
+            raise UsageError("--device-map needs accelerate. Run: pip install accelerate")
+        offloaded = TemporaryDirectory(prefix="tightlip-")  # for its owner only
+        there = {"offload_folder": offloaded.name, "max_memory": max_memory}
+        placing |= {"device_map": device_map, **there}
+    model, info = read_weights(AutoModelForCausalLM, folder, config, dtype or "auto", **placing)
+    if offloaded is not None:
+        weakref.finalize(model, offloaded.cleanup)
+    return model, info
 
 
 def read_weights(
-    auto_class: Any, folder: Path, config: PreTrainedConfig, dtype: torch.dtype | str
+    auto_class: Any,
+    folder: Path,
+    config: PreTrainedConfig,
+    dtype: torch.dtype | str,
+    **placing: Any,
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
     """The model of this configuration with the folder's weights, and which of them were missing."""
     check_weight_files(folder)
     check_size(folder, auto_class, config, stored_shapes(folder))
-    with without_progress_bar(), usage_errors(folder):
+    with without_progress_bar(), without_fetched_kernels(), usage_errors(folder):
         return auto_class.from_pretrained(
             str(folder),
             config=config,
@@ -102,6 +170,7 @@ def read_weights(
             use_safetensors=True,
             ignore_mismatched_sizes=True,  # they are reported later, with the missing ones
             output_loading_info=True,
+            **placing,
             **FROM_THE_FOLDER_ONLY,
         )
 
@@ -139,9 +208,11 @@ def load_tokenizer(folder: Path | str) -> PreTrainedTokenizerBase:
     register_configurations()
     if (file := gguf_file(folder)) is not None:
         return _tokenizer_of_gguf(file)
-    check_folder(folder)
-    names = (*TOKENIZER_FILES, "tokenizer.model", "vocab.json")
-    if not any((folder / name).is_file() for name in names):
+    if is_adapter(folder):
+        checked(folder)
+    else:
+        check_folder(folder)
+    if not has_tokenizer(folder):
         raise UsageError(
             f"{folder} has no tokenizer: neither tokenizer.json nor tokenizer_config.json is there. "
             "Save it beside the model: tokenizer.save_pretrained(folder)."
@@ -156,6 +227,11 @@ def load_tokenizer(folder: Path | str) -> PreTrainedTokenizerBase:
             )
         check_token_ids(f"The tokenizer in {folder}", tokenizer)
     return tokenizer
+
+
+def has_tokenizer(folder: Path) -> bool:
+    names = (*TOKENIZER_FILES, "tokenizer.model", "vocab.json")
+    return any((folder / name).is_file() for name in names)
 
 
 def _tokenizer_of_gguf(file: Path) -> PreTrainedTokenizerBase:
@@ -176,6 +252,7 @@ def read_configuration(folder: Path) -> PreTrainedConfig:
     written = read_config(folder)
     check_no_foreign_code(folder, written)
     check_counts(f"{folder}/config.json", written)
+    method_of(folder, written)
     with usage_errors(folder):
         return AutoConfig.from_pretrained(str(folder), **FROM_THE_FOLDER_ONLY)
 
@@ -187,10 +264,10 @@ def check_folder(folder: Path) -> None:
             "save_pretrained or of a .gguf file, or download the model first."
         )
     # transformers would follow it to another model than the one in this folder.
-    if (folder / "adapter_config.json").is_file():
+    if is_adapter(folder):
         raise UsageError(
-            f"{folder} holds a PEFT adapter, which is only the difference to another model. Merge it first: "
-            "AutoPeftModelForCausalLM.from_pretrained(adapter).merge_and_unload().save_pretrained(folder)."
+            f"{folder} holds a PEFT adapter, which is only the difference to another model, and a whole model is needed "
+            "here. Merge it first: PeftModel.from_pretrained(base, adapter).merge_and_unload().save_pretrained(folder)."
         )
     for path in folder.iterdir():
         if not path.is_file() and not path.is_dir():  # a pipe would never end
@@ -201,9 +278,23 @@ def check_folder(folder: Path) -> None:
     checked(folder)
 
 
+def is_adapter(folder: Path) -> bool:
+    return (folder / ADAPTER_CONFIG).is_file()
+
+
+def checkpoints_in(folder: Path) -> list[Path]:
+    """The checkpoints that transformers' Trainer left in its output folder, the earliest first."""
+    there = folder.glob("checkpoint-*") if folder.is_dir() else ()
+    return sorted(
+        (path for path in there if re.fullmatch(r"checkpoint-[0-9]{1,15}", path.name)),
+        key=lambda path: int(path.name.partition("-")[2]),
+    )
+
+
 def read_config(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
     if not path.is_file():
+        _refuse_what_holds_models(folder)
         raise UsageError(
             f"{folder} has no config.json, so it is not a Hugging Face model folder. "
             "Give a folder written by save_pretrained."
@@ -212,6 +303,23 @@ def read_config(folder: Path) -> dict[str, Any]:
     if not isinstance(written, dict):
         raise UsageError(f"{path} is not a JSON object. Save or download the model again.")
     return written
+
+
+def _refuse_what_holds_models(folder: Path) -> None:
+    """A folder of checkpoints or of adapters is no model, but one can tell which to give."""
+    if checkpoints := checkpoints_in(folder):
+        raise UsageError(
+            f"{folder} holds {len(checkpoints)} checkpoints of a Trainer and no model of its own. Give one, such as "
+            f"{checkpoints[-1]}, or audit all of them: --snapshots"
+        )
+    if names := adapters_in(folder):
+        raise UsageError(
+            f"{folder} holds {len(names)} adapters in sub-folders. Say which: --adapter {names[0]}"
+        )
+
+
+def adapters_in(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir() if is_adapter(path))
 
 
 # Ways of computing that come with torch and transformers themselves.
@@ -400,7 +508,11 @@ def weight_file_names(folder: Path) -> list[str]:
             )
         return names
     suffixes = (".bin", ".pt", ".pth", ".ckpt")
-    pickles = sorted(path.name for path in folder.iterdir() if path.name.endswith(suffixes))
+    pickles = sorted(
+        path.name
+        for path in folder.iterdir()
+        if path.name.endswith(suffixes) and not OF_TRAINING.fullmatch(path.name)
+    )
     if pickles:
         raise UsageError(
             f"{folder} has its weights in {pickles[0]}, a pickle, and unpickling can execute any code. Where you trust "
@@ -424,7 +536,7 @@ def check_all_weights_came(folder: Path, info: dict[str, Any]) -> None:
 
 def check_causal(folder: Path, model: PreTrainedModel) -> None:
     """Refuse a model whose earlier predictions change with a later token."""
-    ids_1T = torch.tensor([[1, 2, 3, 4]], device=model.device)
+    ids_1T = torch.tensor([[1, 2, 3, 4]], device=device_of(model))
     ids_1T %= model.config.get_text_config().vocab_size
 
     def logits_of(ids: Tensor) -> Tensor:
@@ -433,7 +545,8 @@ def check_causal(folder: Path, model: PreTrainedModel) -> None:
     with torch.inference_mode():
         if logits_of(ids_1T).isnan().any():
             return  # broken, which whoever reads it will say; it need not look ahead
-        ahead = looks_ahead(logits_of, ids_1T, tolerance=rounding_tolerance(model.dtype))
+        tolerance = rounding_tolerance(model.dtype, least=rounding_of(model))
+        ahead = looks_ahead(logits_of, ids_1T, tolerance=tolerance)
     if ahead:
         raise UsageError(
             f"{folder} holds a '{model.config.model_type}' model that looks at later tokens when it predicts earlier ones, "
@@ -529,7 +642,7 @@ def model_fingerprint(folder: Path) -> str:
     folder = Path(folder)
     if (file := gguf_file(folder)) is not None:
         return digest_of_files([file], name=lambda _: "gguf")
-    named = (folder / "config.json", folder / "tokenizer.json")
+    named = [folder / name for name in ("config.json", "tokenizer.json", ADAPTER_CONFIG)]
     files = [*folder.glob("*.safetensors"), *(path for path in named if path.is_file())]
     if not files:
         raise UsageError(
@@ -561,9 +674,30 @@ def state_fingerprint(model: nn.Module) -> str:
         one_bit_counts: changing any weight changes the fingerprint.
     """
     digest = hashlib.sha256()
-    for name, tensor in sorted(model.state_dict().items()):
+    for name, tensor in sorted(_weights_of(model)):
         digest.update(f"{name}\0{tensor.dtype}\0{tuple(tensor.shape)}\0".encode())
         # As bytes: numpy knows no bfloat16.
-        flat = tensor.detach().cpu().contiguous().reshape(-1)
-        digest.update(flat.view(torch.uint8).numpy().data)
+        for part in _plain_parts(tensor.detach()):
+            flat = part.cpu().contiguous().reshape(-1)
+            digest.update(flat.view(torch.uint8).numpy().data)
     return digest.hexdigest()
+
+
+def _weights_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    if getattr(model, "quantization_method", None) is None:
+        yield from model.state_dict().items()
+        return
+    # Their state_dict() is no mere reading: see load_causal_lm.
+    for name, weight in (*model.named_parameters(), *model.named_buffers()):
+        yield name, weight
+        if (scales := getattr(getattr(weight, "quant_state", None), "absmax", None)) is not None:
+            yield f"{name}.absmax", scales
+
+
+def _plain_parts(tensor: Tensor) -> Iterator[Tensor]:
+    """The tensor, or those that a quantised one is made of."""
+    if not hasattr(tensor, "__tensor_flatten__"):
+        yield tensor
+        return
+    for name in tensor.__tensor_flatten__()[0]:
+        yield from _plain_parts(getattr(tensor, name))

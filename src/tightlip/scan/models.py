@@ -2,8 +2,8 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field, fields
-from functools import cached_property
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property, partial
 from os import W_OK, access
 from pathlib import Path
 from typing import Any
@@ -16,10 +16,22 @@ from tightlip.core.files import claimed
 from tightlip.core.run_folder import RunRecord
 from tightlip.corpus.encoding import tokenizer_fingerprint
 from tightlip.corpus.tokens import TokenizedCorpus
+from tightlip.models.adapters import (
+    Adapter,
+    active_configs,
+    adapters_off,
+    is_merged,
+    leaves_base_alone,
+    open_adapter,
+    without_wrapper,
+)
 from tightlip.models.loading import (
     check_weight_files,
     files_fingerprint,
     gguf_file,
+    has_tokenizer,
+    is_adapter,
+    is_quantised_as,
     load_causal_lm,
     load_tokenizer,
     model_fingerprint,
@@ -33,6 +45,11 @@ from tightlip.scan.store import SCAN, ScanFunction, ScannedCorpus, ScanStore, sc
 # min-k% looks at one token in so many, the least likely ones (Shi et al. 2024: 20%).
 LOWEST_SHARE = 5
 AUDIT = "audit"  # where a run's report stands unless told otherwise
+BASE = "base"  # in the place of another model: the one that an adapter was trained on
+DEQUANTISED = (
+    "A GGUF file's weights are read as plain numbers, and served they are computed in fewer bits: the "
+    "figures are near those of the served model, and not the same."
+)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -107,6 +124,8 @@ class OpenedModel:
 
     `files` is a fingerprint of all that decides what it makes of a text. `is_file` tells a model
     on disk, of which it says all, from one in memory, where it covers the weights and not the code.
+    `open_base` opens what an adapter was trained on, `scanning` is what a scan runs in, and `notes`
+    are for the readers of figures.
     """
 
     name: str
@@ -115,8 +134,20 @@ class OpenedModel:
     files: str
     options: ScanOptions
     device: str
-    load: Callable[[], Any]
+    load: Callable[..., Any]
     is_file: bool
+    notes: tuple[str, ...] = ()
+    open_base: "Callable[[OpenedModel], OpenedModel] | None" = None
+    scanning: Callable[[Any], AbstractContextManager[None]] = nullcontext
+
+    @cached_property
+    def base(self) -> "OpenedModel":
+        """What an adapter was trained on: the same weights without it, where that is the same."""
+        if self.open_base is None:
+            raise UsageError(
+                f"{self.name} is not an adapter, so it has no base. Give the folder of another model."
+            )
+        return self.open_base(self)
 
     @cached_property
     def model(self) -> Any:
@@ -153,9 +184,14 @@ class OpenedModel:
 
         def open_scan() -> ScanFunction:
             self._check_vocabulary(corpus)
-            if corpus.begins_itself:
-                return self.scanner_of(self.options.batch_tokens, begins=False).scan
-            return self.scanner.scan
+            begins, most = not corpus.begins_itself, self.options.batch_tokens
+            scanner = self.scanner if begins else self.scanner_of(most, begins=False)
+
+            def scan(tokens: np.ndarray, bounds: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+                with self.scanning(self.model):
+                    return scanner.scan(tokens, bounds)
+
+            return scan
 
         return store.scan(corpus, key=key, open_scan=open_scan, description=description)
 
@@ -185,49 +221,160 @@ def open_model(
 ) -> OpenedModel:
     """The model with its tokenizer, from a folder or as it is in memory.
 
-    Whatever can be refused without reading the weights is refused now.
+    In memory it is a model with `tokenizer`, or a pair of both. Whatever can be refused without
+    reading the weights is refused now.
     """
+    if isinstance(model, tuple | list) and len(model) == 2:
+        model, tokenizer = model
     if isinstance(model, str | Path):
+        if options.adapter is not None or is_adapter(Path(model)):
+            base = None if options.base is None else Path(options.base)
+            adapter = open_adapter(Path(model), name=options.adapter, base=base)
+            return _adapted(adapter, options, tokenizer, name)
         return _from_disk(Path(model), options, tokenizer, name)
     if tokenizer is None:
         raise UsageError(
             f"A {type(model).__name__} in memory does not say how text becomes tokens. "
-            f"Give tokenizer=, an object or a folder."
+            f"Give tokenizer=, an object or a folder, or (model, tokenizer) in the model's place."
         )
+    return _from_memory(model, options, _tokenizer(tokenizer), name)
+
+
+def open_beside(subject: OpenedModel, model: Any, options: ScanOptions) -> OpenedModel:
+    """The public model or the reference: a model of its own, or the subject's base."""
+    return subject.base if means_base(subject, model) else open_model(model, options.of_others())
+
+
+def means_base(subject: OpenedModel, model: Any) -> bool:
+    """Whether the word is meant; without an adapter it may be a folder of that name."""
+    is_word = isinstance(model, str | Path) and str(model) == BASE
+    return is_word and (subject.open_base is not None or not Path(BASE).exists())
+
+
+def _from_memory(model: Any, options: ScanOptions, tokenizer: Any, name: str | None) -> OpenedModel:
+    configs, name = active_configs(model), name or type(model).__name__
+    model = without_wrapper(model)
     first, state = next(model.parameters(), None), state_fingerprint(model)
+    switched_on = "".join(f" {config!r}" for config in configs)
     return OpenedModel(
-        name=name or type(model).__name__,
-        tokenizer=_tokenizer(tokenizer),
+        name=name,
+        tokenizer=tokenizer,
         fingerprint=state,
-        files=state,
+        files=f"{state}{switched_on}",
         options=options,
         device="cpu" if first is None else first.device.type,
         load=lambda: model,
         is_file=False,
+        open_base=partial(_base_in_memory, configs=configs) if configs else None,
+    )
+
+
+def _base_in_memory(opened: OpenedModel, configs: Sequence[Any]) -> OpenedModel:
+    """The base of an adapted model in memory: the adapter switched off, or from its folder."""
+    model, options = opened.model, opened.options
+    named = str(configs[0].base_model_name_or_path or "")
+    folder = Path(options.base or named)
+    is_here = bool(options.base or named) and (folder / "config.json").is_file()
+    rows = read_configuration(folder).get_text_config().vocab_size if is_here else None
+    same = all(leaves_base_alone(vars(config)) for config in configs) and not is_merged(model)
+    if same and rows in (None, model.get_input_embeddings().num_embeddings):
+        return _switched_off(opened, f"{opened.name}, adapter off", opened.files)
+    if not is_here:
+        raise UsageError(
+            "The adapter of this model changed its base too (a bias, the start or the embeddings), and the base is not "
+            "a folder here. Give base=, the folder of the model that it was trained on."
+        )
+    return open_model(folder, options.of_others(), tokenizer=opened.tokenizer)
+
+
+def _switched_off(opened: OpenedModel, name: str, files: str) -> OpenedModel:
+    return replace(
+        opened,
+        name=name,
+        fingerprint=files,
+        files=f"{files} adapter off" if not opened.is_file else files,
+        load=lambda: opened.model,
+        notes=(),
+        open_base=None,
+        scanning=adapters_off,
+    )
+
+
+def _adapted(
+    adapter: Adapter, options: ScanOptions, tokenizer: Any, name: str | None
+) -> OpenedModel:
+    alone = replace(options, adapter=None)
+    base = _from_disk(adapter.base, alone, tokenizer or adapter.tokenizer, None)
+
+    def open_base(opened: OpenedModel) -> OpenedModel:
+        if not adapter.shares_base:
+            # With its own tokenizer: it has no embeddings for tokens that were added.
+            own = adapter.base if has_tokenizer(adapter.base) else opened.tokenizer
+            return replace(base, tokenizer=_tokenizer(own))
+        off = _switched_off(opened, base.name, base.files)
+        return replace(off, fingerprint=base.fingerprint)
+
+    return replace(
+        base,
+        name=name or str(adapter.folder),
+        fingerprint=adapter.fingerprint(model_fingerprint),
+        files=served(adapter.fingerprint(files_fingerprint), options),
+        load=lambda: base.load(adapter.applied),
+        notes=(*base.notes, f"The adapter is applied, unmerged, to {adapter.base}."),
+        open_base=open_base,
     )
 
 
 def _from_disk(folder: Path, options: ScanOptions, tokenizer: Any, name: str | None) -> OpenedModel:
-    device = usable_device(options.device)
-    if gguf_file(folder) is None:
+    device, is_gguf = usable_device(options.device), gguf_file(folder) is not None
+    if not is_gguf:
         read_configuration(folder)
         check_weight_files(folder)
+        is_quantised_as(folder, options.quantize)
 
-    def load() -> Any:
+    def load(adapted: Any = None) -> Any:
         import torch
 
-        return load_causal_lm(folder, device=device, dtype=getattr(torch, options.dtype))
+        return load_causal_lm(
+            folder,
+            device=device,
+            dtype=getattr(torch, options.dtype),
+            quantize=options.quantize,
+            device_map=options.device_map,
+            adapted=adapted,
+        )
 
+    # A checkpoint of a Trainer may have its tokenizer beside it only.
+    beside = (
+        folder if is_gguf or has_tokenizer(folder) or not _is_checkpoint(folder) else folder.parent
+    )
     return OpenedModel(
         name=name or str(folder),
-        tokenizer=_tokenizer(tokenizer or folder),
+        tokenizer=_tokenizer(tokenizer or beside),
         fingerprint=model_fingerprint(folder),
-        files=files_fingerprint(folder),
+        files=served(files_fingerprint(folder), options),
         options=options,
-        device=device,
+        device=device if options.device_map is None else "mapped",
         load=load,
         is_file=True,
+        notes=(DEQUANTISED,) if is_gguf else _notes_on(options),
     )
+
+
+def _is_checkpoint(folder: Path) -> bool:
+    return folder.name.startswith("checkpoint-")
+
+
+def served(files: str, options: ScanOptions) -> str:
+    """The fingerprint of files that are read in fewer bits than they hold."""
+    return files if options.quantize is None else f"{files} in {options.quantize}"
+
+
+def _notes_on(options: ScanOptions) -> tuple[str, ...]:
+    words = {"4bit": "4 bits (NF4)", "8bit": "8 bits (int8, threshold 6)"}
+    if options.quantize is None:
+        return ()
+    return (f"The model was read in {words[options.quantize]}, by bitsandbytes.",)
 
 
 def _tokenizer(tokenizer: Any) -> Any:
@@ -243,12 +390,18 @@ class Scans:
 
     store: ScanStore
     options: ScanOptions = field(default_factory=ScanOptions)
-    models: dict[Path, OpenedModel] = field(default_factory=dict)
+    models: dict[Path | int, OpenedModel] = field(default_factory=dict)
 
-    def opened(self, folder: Path) -> OpenedModel:
-        place = Path(folder).resolve()
+    def opened(self, folder: Any, *, beside: Path | None = None) -> OpenedModel:
+        """The model in `folder`; with `beside`, the reference or public model of the one there,
+        which may be in memory."""
+        if beside is not None and means_base(subject := self.opened(beside), folder):
+            return subject.base
+        options = self.options
+        place = Path(folder).resolve() if isinstance(folder, str | Path) else id(folder)
         if place not in self.models:
-            self.models[place] = open_model(folder, self.options)
+            options = options if beside is None else options.of_others()
+            self.models[place] = open_model(folder, options)
         return self.models[place]
 
     def release(self, folder: Path) -> None:
@@ -260,14 +413,15 @@ class Scans:
 
     def scores(
         self,
-        folder: Path,
+        folder: Any,
         corpus: TokenizedCorpus,
         description: str,
         *,
         counted: np.ndarray | None = None,
+        beside: Path | None = None,
     ) -> DocumentScores:
         """What the model in `folder` makes of each document; refused if it reads other tokens."""
-        model = self.opened(folder)
+        model = self.opened(folder, beside=beside)
         model.refuse_other_tokens(corpus)
         return document_scores(self.scan(model, corpus, description), counted=counted)
 
@@ -287,11 +441,14 @@ def claimed_to_write(run: Path) -> AbstractContextManager[None]:
 
 @contextmanager
 def scans_of_run(
-    run: RunRecord, *, device: str, keep: bool, given: Scans | None = None
+    run: RunRecord, *, device: str, keep: bool, given: Scans | None = None, **how: Any
 ) -> Iterator[Scans]:
-    """`given`, or the run's own, which are dropped afterwards unless they are to be kept."""
+    """`given`, or the run's own, which are dropped afterwards unless they are to be kept.
+
+    `how` are ModelSettings.
+    """
     if given is not None:
         yield given
         return
     with claimed_to_write(run.folder), run_store(run.folder, keep=keep) as store:
-        yield Scans(store=store, options=ScanOptions(device=device))
+        yield Scans(store=store, options=ScanOptions(device=device, **how))

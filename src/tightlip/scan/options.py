@@ -1,13 +1,41 @@
 """How a model is run over a text: what changes speed and memory, not what is found."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import ClassVar, Self
 
 from tightlip.core.settings import Settings, bytes_from, setting
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScanOptions(Settings):
+class ModelSettings(Settings):
+    """Which model is meant where a folder does not say it all, and how it is served."""
+
+    panel: ClassVar[str | None] = "Model"
+
+    base: str | None = setting(
+        None,
+        "The base of an adapter.",
+        path="DIR",
+        default_words="the folder that the adapter names",
+    )
+    adapter: str | None = setting(None, "Which adapter of a folder with several.")
+    quantize: str | None = setting(
+        None, "Read the model in few bits, as it will be served.", choices=("4bit", "8bit")
+    )
+    device_map: str | None = setting(
+        None, "Spread a model over GPUs, memory and disk.", choices=("auto",)
+    )
+
+    def of_others(self) -> Self:
+        """How the public model and the reference are read: neither is the one that is served."""
+        return replace(self, adapter=None, quantize=None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScanOptions(ModelSettings):
     """What changes speed and memory, not the report (beyond float rounding)."""
+
+    panel: ClassVar[str | None] = None
 
     device: str = setting("auto", "cpu, cuda, or auto: the GPU where there is one.")
     dtype: str = setting(

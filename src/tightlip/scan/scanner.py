@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from tightlip.core.devices import looks_ahead, rounding_tolerance
+from tightlip.core.devices import device_of, looks_ahead, rounding_tolerance
 from tightlip.core.errors import UsageError
+from tightlip.models.quantised import rounding_of
 from tightlip.scan.scoring import score_logits
 from tightlip.scan.store import NOT_SCORED
 
@@ -87,7 +88,7 @@ class Scanner:
         batch_tokens: int | None = None,
     ) -> None:
         self.model = model
-        self.device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        self.device = device_of(model)
         self.bos_id = bos_id
         config = getattr(model, "config", None)
         self.carries_state = bool(getattr(config, "is_recurrent", False))
@@ -101,7 +102,10 @@ class Scanner:
 
     def _refuse_broken_weights(self) -> None:
         for name, parameter in self.model.named_parameters():
-            if not torch.isfinite(parameter).all():
+            # Neither whole numbers, nor what is on disk, nor what is made of several tensors.
+            is_read = parameter.dtype.is_floating_point and parameter.device.type != "meta"
+            is_plain = is_read and not hasattr(parameter, "__tensor_flatten__")
+            if is_plain and not torch.isfinite(parameter).all():
                 raise UsageError(
                     f"Parameter {name} holds NaN or infinite values, so every prediction would be "
                     f"meaningless. Audit an earlier snapshot, or train again with a lower rate."
@@ -255,8 +259,8 @@ class Scanner:
             ) from error
 
     def _refuse_looking_ahead(self, row: torch.Tensor) -> None:
-        dtype = next((p.dtype for p in self.model.parameters()), torch.float32)
-        tolerance = rounding_tolerance(dtype)
+        dtype = self._dtype()
+        tolerance = rounding_tolerance(dtype, least=rounding_of(self.model))
         if looks_ahead(lambda ids: self._forward(ids)[0].float(), row, tolerance=tolerance):
             raise UsageError(
                 "The model's predictions change with the words that come after them, so it is no "
@@ -278,10 +282,16 @@ class Scanner:
         log.info("The model changes its output layer's logits; using the model's own, in full.")
         return None
 
+    def _dtype(self) -> torch.dtype:
+        """What the model computes in; quantised weights are whole numbers and do not tell."""
+        kinds = (p.dtype for p in self.model.parameters() if p.dtype.is_floating_point)
+        return next(kinds, torch.float32)
+
     def _close(self, values: torch.Tensor, reference: torch.Tensor) -> bool:
         """Equal up to the rounding of the type the model computes in."""
-        dtype = next((p.dtype for p in self.model.parameters()), torch.float32)
+        dtype = self._dtype()
         tolerance = 1e-4 if dtype in (torch.float32, torch.float64) else 2e-2
+        tolerance = max(tolerance, rounding_of(self.model))
         finite = torch.isfinite(reference)
         spread = float(reference[finite].abs().max()) if finite.any() else 1.0
         near = torch.isclose(values, reference, rtol=0, atol=tolerance * max(spread, 1e-6))

@@ -22,6 +22,7 @@ from tightlip.audit.settings import ExposureConfig
 from tightlip.core.errors import UsageError
 from tightlip.core.progress import task
 from tightlip.core.run_folder import RunRecord, is_run, open_run
+from tightlip.core.settings import split_settings
 from tightlip.corpus.canaries import ALPHA, Canary, Planted, exposed_above_bits, read_canary_key
 from tightlip.corpus.canary_templates import Pools, read_template
 from tightlip.corpus.opening import model_folder, open_run_corpus
@@ -29,7 +30,7 @@ from tightlip.corpus.prepare import is_prepared
 from tightlip.corpus.readers import open_corpus
 from tightlip.models.loading import model_fingerprint
 from tightlip.scan.models import OpenedModel, open_model
-from tightlip.scan.options import ScanOptions
+from tightlip.scan.options import ModelSettings, ScanOptions
 from tightlip.scan.scanner import Scanner
 
 log = logging.getLogger("tightlip")
@@ -318,16 +319,18 @@ def measure_canaries(
 ) -> list[dict[str, Any]]:
     """What a model, or the one that a run trained, knows of every canary in a key or several.
 
-    `settings` are those of ExposureConfig. With `out` the list is written there, for its owner
-    only.
+    `settings` are those of ExposureConfig and ModelSettings. With `out` the list is written there,
+    for its owner only.
     """
-    config = ExposureConfig(**settings)
+    config, how = split_settings(settings, ExposureConfig, ModelSettings)
     keys = read_keys(key)
     folder = model_folder(Path(model))
     _refuse_own_choice(folder, keys)
     if is_run(Path(model)) and (warning := missing_copies(open_run(Path(model)), keys)):
         log.warning(warning)
-    entries = exposures_in(open_model(folder, ScanOptions(device=device)), keys, config)
+    entries = exposures_in(
+        open_model(folder, ScanOptions(device=device, **how.tree())), keys, config
+    )
     return written_to(out, entries)
 
 

@@ -1,8 +1,8 @@
 """The leakage report as one call: find the model and the corpus, audit, write the figures."""
 
 import shutil
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -32,6 +32,7 @@ from tightlip.core.errors import UsageError
 from tightlip.core.files import (
     claimed,
     make_private_folder,
+    read_json,
     write_json,
     written_whole,
 )
@@ -49,11 +50,14 @@ from tightlip.corpus.opening import (
 )
 from tightlip.corpus.prepare_config import TextSettings
 from tightlip.corpus.tokens import TokenizedCorpus
-from tightlip.scan.models import AUDIT, OpenedModel, Scans, open_model
+from tightlip.models.loading import checkpoints_in
+from tightlip.scan.models import AUDIT, BASE, OpenedModel, Scans, open_beside, open_model
 from tightlip.scan.options import ScanOptions
 from tightlip.scan.store import SCAN, ScannedCorpus, ScanStore, remove_scans
 
 LEAVE_OUT = "leave-out"
+NO_PUBLIC_MODEL = "none"
+BASE_IS_PUBLIC = "No public model was named, so the adapter's own base stands for it. Leave it out with --public-model none."
 LEAST_SHARE_LEFT = 0.2
 NOBODY_LEFT_OUT = (
     "Nothing is unique to one person, so there was nobody to leave out and there are no ratios."
@@ -74,7 +78,7 @@ def audit_model(
     *,
     out: str | Path | None = None,
     tokenizer: Any = None,
-    public_model: str | Path | None = None,
+    public_model: Any = None,
     validation: Any = None,
     snapshots: bool = False,
     engine: str = "local",
@@ -86,7 +90,9 @@ def audit_model(
     """Which of the corpus' words the model gives away, and whose they are.
 
     `model` is a folder, a run that tightlip trained (then `corpus` defaults to what it was
-    trained on and `validation` to what was held out), or a model in memory with `tokenizer`.
+    trained on and `validation` to what was held out), or a model in memory with `tokenizer`,
+    or a pair of both. `public_model` is another, or 'base' for what an adapter was trained on,
+    which is the default there, 'none', or 'leave-out'.
     `corpus` is a file or folder, a prepared corpus, an Arrow table, a DataFrame or a list.
     `settings` are those of LeakageConfig, ScanOptions and TextSettings. Without `out` the
     report lives as long as the object returned. The scan is kept in `scan/` beside the report unless `keep_scan` is
@@ -94,11 +100,16 @@ def audit_model(
     with, and `write_page` draws the report once its figures stand.
     """
     config, options, columns = split_settings(settings, LeakageConfig, ScanOptions, TextSettings)
-    subject = _subject(model, corpus, validation, tokenizer, columns.tree(), options)
+    checkpoints = _checkpoints(model) if snapshots else []
+    latest = checkpoints[-1].folder if checkpoints else model
+    subject = _subject(latest, corpus, validation, tokenizer, columns.tree(), options)
     keep_alive = TemporaryDirectory(prefix="tightlip-") if out is None else None
     folder = Path(keep_alive.name) if keep_alive else Path(str(out))
     # What a model in memory does is not all in its fingerprint, so nobody may go by it later.
-    is_kept = keep_scan and not config.redact and subject.model.is_file
+    on_disk = subject.model.is_file and (
+        public_model is None or isinstance(public_model, str | Path)
+    )
+    is_kept = keep_scan and not config.redact and on_disk
     scans = Scans(store=_store(folder, subject, is_kept), options=options)
     job = _Job(
         subject=subject,
@@ -106,8 +117,9 @@ def audit_model(
         scans=scans,
         config=config,
         engine=look_up("engine", engine)(),
-        leaves_out=str(public_model) == LEAVE_OUT,
+        leaves_out=isinstance(public_model, str) and public_model == LEAVE_OUT,
         retrain=retrain,
+        checkpoints=checkpoints,
     )
     with claimed(folder), nothing_left_of_a_refusal(report_folder(folder, config)):
         if snapshots:
@@ -121,6 +133,23 @@ def audit_model(
         if not is_kept:
             remove_scans(folder / SCAN)  # of an earlier audit
     return LeakageReport(folder, keep_alive)
+
+
+def _checkpoints(model: Any) -> list[Snapshot]:
+    """What transformers' Trainer left of its training, as snapshots."""
+    if not isinstance(model, str | Path) or is_run(Path(model)):
+        return []
+    steps = {int(path.name.partition("-")[2]): path for path in checkpoints_in(Path(model))}
+    return [
+        Snapshot(name=f"step-{step}", step=step, epoch=_epoch_at(path), folder=path)
+        for step, path in steps.items()
+    ]
+
+
+def _epoch_at(checkpoint: Path) -> float:
+    state = checkpoint / "trainer_state.json"
+    epoch = read_json(state).get("epoch") if state.is_file() else None
+    return float(epoch) if isinstance(epoch, int | float) else 0.0
 
 
 def _store(folder: Path, subject: "_Subject", is_kept: bool) -> ScanStore:
@@ -188,12 +217,14 @@ class _Job:
     engine: Engine
     leaves_out: bool = False
     retrain: Retrain | None = None
+    checkpoints: Sequence[Snapshot] = ()
+    notes: list[str] = field(default_factory=list)
 
     @property
     def work(self) -> Path:
         return make_private_folder(self.folder / WORK)
 
-    def audit_one(self, public_model: str | Path | None) -> None:
+    def audit_one(self, public_model: Any) -> None:
         """The report of one model, into the job's folder."""
         public = self._opened_public(public_model)
         leaks = self._leaks(self.subject.model, public)
@@ -209,13 +240,14 @@ class _Job:
         findings = self._findings(model, self._leaks(model, public), public)
         return findings.summary(findings.ratios())
 
-    def audit_snapshots(self, public_model: str | Path | None) -> None:
+    def audit_snapshots(self, public_model: Any) -> None:
         """The same report for each snapshot of a run, the last one's in the job's own folder."""
         run = self.subject.run
-        if run is None or not run.snapshots:
+        snapshots = self.checkpoints if run is None else run.snapshots
+        if not snapshots:
             raise UsageError(
-                "--snapshots needs a run that tightlip trained with snapshots. "
-                "Run: tightlip train CORPUS --out RUN, then tightlip audit RUN --snapshots"
+                "--snapshots needs a run that tightlip trained with snapshots, or the output folder of a Trainer with "
+                "its checkpoints. Run: tightlip train CORPUS --out RUN, then tightlip audit RUN --snapshots"
             )
         if self.leaves_out:
             raise UsageError(
@@ -223,12 +255,12 @@ class _Job:
                 "--snapshots. Audit the snapshots without it, then the run with it."
             )
         public = self._opened_public(public_model)
-        with task("Auditing snapshots", len(run.snapshots)) as bar:
+        with task("Auditing snapshots", len(snapshots)) as bar:
             rows = []
-            for snapshot in run.snapshots:
+            for snapshot in snapshots:
                 rows.append(self._snapshot_row(snapshot, public))
                 bar.advance()
-        folder = self._snapshot_folder(run.snapshots[-1])
+        folder = self._snapshot_folder(snapshots[-1])
         for name in (*TABLES, "summary.json"):
             with written_whole(self.folder / name) as beside:
                 shutil.copyfile(checked(folder / name), beside)
@@ -296,6 +328,8 @@ class _Job:
                 "guarantee": run.guarantee if run else None,
                 "model": model.name,
                 "notes": [
+                    *model.notes,
+                    *self.notes,
                     *notes_on(model, leaks, num_skipped(self.work / "tokens")),
                     *([NOBODY_LEFT_OUT] if self.leaves_out and public is None else []),
                 ],
@@ -309,15 +343,19 @@ class _Job:
         text, top_k = self.subject.validation, self.config.top_k
         return validation_fit(text, model, self.scans, tokens, top_k)
 
-    def _opened_public(self, public_model: str | Path | None) -> OpenedModel | None:
+    def _opened_public(self, public_model: Any) -> OpenedModel | None:
         if self.leaves_out and self.subject.run is None:
             raise UsageError(
                 "--public-model leave-out retrains by the run's own recipe, and this model was "
                 "not trained by tightlip. Give --public-model DIR."
             )
-        if public_model is None or self.leaves_out:
+        model = self.subject.model
+        if public_model is None and model.open_base is not None:
+            public_model = BASE
+            self.notes.append(BASE_IS_PUBLIC)
+        if public_model is None or self.leaves_out or public_model == NO_PUBLIC_MODEL:
             return None
-        return open_model(public_model, self.scans.options)
+        return open_beside(model, public_model, self.scans.options)
 
     def _crosses(self, public: OpenedModel) -> bool:
         """Whether the public model cuts text into other tokens, so that characters must align."""
@@ -393,7 +431,9 @@ class LeakageAudit:
             engine=look_up("engine", "local")(),
         )
         return job.summary(
-            None if reference is None else audited.scans.opened(model_folder(reference))
+            None
+            if reference is None
+            else audited.scans.opened(model_folder(reference), beside=audited.model)
         )
 
     def accuses(self, figures: dict[str, Any]) -> bool:
