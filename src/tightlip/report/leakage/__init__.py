@@ -13,7 +13,7 @@ from tightlip.core.files import read_json
 from tightlip.core.progress import harmless
 from tightlip.report.kit.table import Column
 from tightlip.report.leakage import plots
-from tightlip.report.leakage.rows import Embedded, Users, cut_end, embed, read_users
+from tightlip.report.leakage.rows import UNIQUE, Embedded, Users, cut_end, embed, read_users
 from tightlip.report.leakage.table import snapshot_figures
 from tightlip.report.leakage.tallies import Tally, tally_and_choose
 from tightlip.report.leakage.words import (
@@ -97,7 +97,8 @@ def _with_its_text(line: Line, summary: dict[str, Any], rows: Embedded) -> Line:
     length = counted(row[3], "token")
     cut = "…" if len(row[1] or "") > EPSILON_CHARACTERS else ""
     text = harmless(cut_end((row[1] or "").strip(), EPSILON_CHARACTERS)[0]) + cut
-    named = length if row[1] is None else f"“{text}” ({length})"
+    about = length if row[UNIQUE] else f"{length}, unique by tokens but not by text"
+    named = about if row[1] is None else f"“{text}” ({about})"
     return line._replace(sentence=line.sentence.replace("that of row", f"that of {named}, row"))
 
 

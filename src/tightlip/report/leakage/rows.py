@@ -33,7 +33,7 @@ _COUNTS = ("num_tokens", "total_in_s", "users_in_s", "total_in_d", "users_in_d")
 _LISTS = ("context_tokens", "perplexities", "public_perplexities")
 _FIGURES = (*_COUNTS, *_LISTS, "ratio", "copied")
 _TEXTS = ("sequence", "contexts")
-OWNER = 11  # its place in a row; page.js has the same list
+OWNER, UNIQUE = 11, 14  # their places in a row; page.js has the same list
 _USER_FIGURES = ("num_documents", "num_tokens", "unique", "unique_tokens", "longest", "max_ratio")
 _USER_BY_TEXT = ("unique_by_text", "leaks")
 

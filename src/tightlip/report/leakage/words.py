@@ -201,8 +201,9 @@ def _weighing(
     if worst is not None and not math.isnan(worst):
         times = "far" if math.isinf(worst) else f"{number(worst)} times"
         half = (summary.get("ratio_quantiles") or {}).get("0.5")
-        rest = f", half of them at most {number(half)} times" if half is not None else ""
-        yield f"The worst is {times} less surprising to this model than to the public one{rest}."
+        rest = f"; half of them are at most {number(half)} times" if half is not None else ""
+        which = "The worst" if num_sequences is None else "Of what is unique by tokens the worst"
+        yield f"{which} is {times} less surprising to this model than to the public one{rest}."
     if summary.get("public_unique"):
         pieces = counted(summary["public_unique"], "such piece")
         yield f"The public model completes {pieces} too: if it never saw this text, some can simply be guessed."
