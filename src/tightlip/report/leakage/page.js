@@ -58,7 +58,10 @@
   // A leak is one line, called by its longest sequence, with the worst figures of all of them.
   const asLeaks = (rows) => {
     const leaks = new Map();
-    for (const row of rows) if (row.leak !== null) leaks.set(row.leak, [...(leaks.get(row.leak) || []), row]);
+    for (const row of rows.filter((one) => one.leak !== null)) {
+      if (leaks.has(row.leak)) leaks.get(row.leak).push(row);
+      else leaks.set(row.leak, [row]);
+    }
     const head = (all) => all.find((one) => one.place === one.leak) || all[0];
     const worst = (pick, values) => (values.some((value) => value !== null) ? pick(...values.filter((value) => value !== null)) : null);
     return rows.filter((row) => row.leak === null || row === head(leaks.get(row.leak))).map((row) => {
