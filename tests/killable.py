@@ -191,7 +191,7 @@ def _import_everything() -> None:
             with contextlib.suppress(ImportError):  # triton is there with a GPU only
                 importlib.import_module(module.name)
     one, ends = np.zeros(1, np.int32), np.array([0, 1])
-    shard = Shard(tokens=one, bounds=ends, users=one)
+    shard = Shard(tokens=one, bounds=ends, users=one, starts=one)
     count_in_shard(shard, Sequences(tokens=one, offsets=ends))  # loads numba's own modules
 
 

@@ -284,9 +284,9 @@ def unique_texts(report: LeakageReport, tokenizer: Any) -> UniqueTexts:
             f"{report.folder} is redacted: it holds no text, so nothing can be recognised. "
             "Give --report the one that was not."
         )
-    columns = ["sequence", "token_ids", "total_in_d", "users_in_d"]
+    columns = ["sequence", "token_ids", "total_in_d"]
     table = report.sequences.select(columns).append_column("owner", report.owners["owner"])
-    table = table.filter(pc.equal(table["users_in_d"], 1))
+    table = table.filter(_is_unique(report.sequences))
     _check_same_tokens(report, table, tokenizer)
     return UniqueTexts(
         table["token_ids"].to_pylist(),
@@ -294,6 +294,13 @@ def unique_texts(report: LeakageReport, tokenizer: Any) -> UniqueTexts:
         table["sequence"].to_pylist(),
         table["total_in_d"].to_pylist(),
     )
+
+
+def _is_unique(sequences: pa.Table) -> Any:
+    """Which sequences one user alone wrote: as text, or in a report of 0.1 as tokens."""
+    if "unique_by_text" in sequences.column_names:
+        return sequences["unique_by_text"]
+    return pc.equal(sequences["users_in_d"], 1)
 
 
 def _check_same_tokens(report: LeakageReport, table: pa.Table, tokenizer: Any) -> None:

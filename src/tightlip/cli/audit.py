@@ -51,7 +51,7 @@ def audit(
     fail_on: Annotated[
         list[str] | None,
         typer.Option(
-            help="Exit 1 when this holds: 'unique>0', 'leakage_epsilon>2', 'curated[2]>0'.",
+            help="Exit 1 when this holds: 'leaks>0', 'leakage_epsilon>2', 'curated[2]>0'.",
             metavar="CONDITION",
         ),
     ] = None,

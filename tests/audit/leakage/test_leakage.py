@@ -26,6 +26,9 @@ SCHEMA = {
     "public_perplexities": "list<element: double>",
     "ratio": "double",
     "copied": "bool",
+    "users_by_text": "int32",
+    "unique_by_text": "bool",
+    "leak": "int32",
 }
 SECRETS = [
     ("ann", "my zither ends in 4 4 1 2 and no other"),

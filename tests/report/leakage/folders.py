@@ -4,7 +4,7 @@ import json
 import math
 import random
 from collections.abc import Iterable, Iterator
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +59,14 @@ SEQUENCES = pa.schema(
         ("public_perplexities", pa.list_(pa.float64())),
         ("ratio", pa.float64()),
         ("copied", pa.bool_()),
+    ]
+)
+BY_TEXT = pa.schema(
+    [
+        *SEQUENCES,
+        ("users_by_text", pa.int32()),
+        ("unique_by_text", pa.bool_()),
+        ("leak", pa.int32()),
     ]
 )
 OWNERS = pa.schema([("owner", pa.string())])
@@ -131,6 +139,19 @@ def _sample_row(draw: random.Random, place: int, public: bool, people: list[str]
     )
 
 
+def by_text(rows: list[dict[str, Any]], leaks: dict[int, int]) -> list[dict[str, Any]]:
+    """The rows as a report that counted words has them; `leaks` has the leak of unique rows."""
+    return [
+        {
+            **one,
+            "users_by_text": (1 if place in leaks else 5) if one["users_in_d"] == 1 else None,
+            "unique_by_text": place in leaks,
+            "leak": leaks.get(place),
+        }
+        for place, one in enumerate(rows)
+    ]
+
+
 def users_of(rows: list[dict[str, Any]], people: list[str] = PEOPLE) -> list[dict[str, Any]]:
     """users.parquet as the rows ask for it."""
     found = []
@@ -198,12 +219,15 @@ def write_folder(
 
 
 def write_sequences(folder: Path, rows: Iterator[dict[str, Any]], row_group: int) -> None:
+    opening = list(islice(rows, row_group))
+    schema = BY_TEXT if opening and "leak" in opening[0] else SEQUENCES  # 0.1 had no leaks
+    rows = chain(opening, rows)
     with (
-        pq.ParquetWriter(folder / "sequences.parquet", SEQUENCES) as sequences,
+        pq.ParquetWriter(folder / "sequences.parquet", schema) as sequences,
         pq.ParquetWriter(folder / "owners.parquet", OWNERS) as owners,
     ):
         while group := list(islice(rows, row_group)):
-            sequences.write_table(pa.Table.from_pylist(group, schema=SEQUENCES))
+            sequences.write_table(pa.Table.from_pylist(group, schema=schema))
             owners.write_table(pa.Table.from_pylist(group, schema=OWNERS))
 
 

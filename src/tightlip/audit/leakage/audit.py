@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 import tightlip
+from tightlip.audit.leakage.by_text import ByText, read_by_text
 from tightlip.audit.leakage.counting import Engine, check_memory
 from tightlip.audit.leakage.findings import (
     TABLES,
@@ -320,6 +321,7 @@ class _Job:
         return Findings(
             model=model,
             leaks=leaks,
+            by_text=self._by_text(model, leaks),
             public=self._public_view(leaks, public) if public else self._nobody_left_out(leaks),
             validation=self._validation(model),
             config=self.config,
@@ -334,6 +336,16 @@ class _Job:
                     *([NOBODY_LEFT_OUT] if self.leaves_out and public is None else []),
                 ],
             },
+        )
+
+    def _by_text(self, model: OpenedModel, leaks: Leaks) -> ByText:
+        return read_by_text(
+            leaks,
+            self.subject.corpus.documents(),
+            model.tokenizer,
+            engine=self.engine,
+            memory_bytes=bytes_from(self.scans.options.memory),
+            work=self.work,
         )
 
     def _validation(self, model: OpenedModel) -> Fit | None:
@@ -450,6 +462,11 @@ def notes_on(model: OpenedModel, leaks: Leaks, skipped: int) -> list[str]:
         notes.append(
             f"{unknown:.0%} of the corpus' tokens are unknown to the tokenizer; what they stand for "
             f"cannot be found."
+        )
+    if not model.tokenizer.is_fast:
+        notes.append(
+            "The tokenizer cannot say which characters a token covers, so who wrote a sequence was "
+            "counted by its tokens only; others may have written the same text cut differently."
         )
     if model.tokenizer.bos_token_id is None:
         notes.append(

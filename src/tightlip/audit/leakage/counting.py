@@ -30,6 +30,7 @@ _BYTES_PER_TOKEN = 8 + 5 * _MAX_SYMBOL_BYTES + 4
 # Beyond this a larger shard no longer saves searches worth its cache misses (docs/benchmarks.md),
 # and its symbols still fit the 32-bit suffix sorter.
 _LARGEST_SHARD_TOKENS = 24_000_000
+NOWHERE = np.iinfo(np.int64).max  # what no corpus reaches
 
 
 class Engine(Protocol):
@@ -55,20 +56,25 @@ class Sequences:
 
 @dataclass(frozen=True, kw_only=True)
 class Shard:
-    """Some documents. `sole_user` marks a piece of one user too large for a single shard."""
+    """Some documents. `sole_user` marks a piece of one user too large for a single shard.
+
+    `starts` is where each document begins in the corpus, of which those of one user keep the order.
+    """
 
     tokens: np.ndarray
     bounds: np.ndarray
     users: np.ndarray
+    starts: np.ndarray
     sole_user: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Counts:
-    """Occurrences and distinct users of each sequence."""
+    """Occurrences and distinct users of each sequence; of what one user wrote, where it first stands."""
 
     totals: np.ndarray
     users: np.ndarray
+    first: np.ndarray
 
 
 def edges_of(lengths: np.ndarray) -> np.ndarray:
@@ -78,13 +84,11 @@ def edges_of(lengths: np.ndarray) -> np.ndarray:
 
 def count_in_shard(shard: Shard, sequences: Sequences) -> Counts:
     """Occurrences inside documents, overlapping ones included, and distinct users, in one shard."""
-    # Token ids plus one, with a 0 after each document so that no match crosses into the next.
-    text = np.insert(np.asarray(shard.tokens, np.int32) + 1, shard.bounds[1:], 0)
-    places = _suffix_array(text, int(text.max(initial=0)) + 1)
+    text, places = indexed(shard)
     local_users = np.unique(shard.users, return_inverse=True)[1].astype(np.int32)
     # Each document takes its length plus its separator.
     user_of_place = np.repeat(local_users, np.diff(shard.bounds) + 1)
-    totals, users = _count(
+    totals, users, first = _count(
         text,
         places,
         user_of_place[places],
@@ -92,16 +96,35 @@ def count_in_shard(shard: Shard, sequences: Sequences) -> Counts:
         sequences.offsets,
         int(local_users.max(initial=-1)) + 1,
     )
-    return Counts(totals=totals, users=users)
+    return Counts(totals=totals, users=users, first=_in_the_corpus(shard, first))
+
+
+def _in_the_corpus(shard: Shard, places: np.ndarray) -> np.ndarray:
+    """Places of a shard's text as places of the corpus; what lies behind its end is nowhere."""
+    begins = shard.bounds + np.arange(len(shard.bounds))
+    there = np.full(len(places), NOWHERE)
+    found = places < begins[-1]
+    document = np.searchsorted(begins, places[found], side="right") - 1
+    there[found] = places[found] - begins[document] + shard.starts[document]
+    return there
+
+
+def indexed(shard: Shard) -> tuple[np.ndarray, np.ndarray]:
+    """A shard's tokens as `first_not_below` reads them, and their suffix array."""
+    # Token ids plus one, with a 0 after each document so that no match crosses into the next.
+    text = np.insert(np.asarray(shard.tokens, np.int32) + 1, shard.bounds[1:], 0)
+    return text, _suffix_array(text, int(text.max(initial=0)) + 1)
 
 
 def added_up(results: Iterator[tuple[Shard | None, Counts]], num_sequences: int) -> Counts:
     """The counts of the whole corpus. Pieces of one large user count that user once."""
     totals = np.zeros(num_sequences, dtype=np.int64)
     users = np.zeros(num_sequences, dtype=np.int64)
+    first = np.full(num_sequences, NOWHERE)
     large_users: dict[int, np.ndarray] = {}
     for shard, counts in results:
         totals += counts.totals
+        np.minimum(first, counts.first, out=first)
         if shard is None or shard.sole_user is None:
             users += counts.users
         else:
@@ -109,31 +132,48 @@ def added_up(results: Iterator[tuple[Shard | None, Counts]], num_sequences: int)
             seen |= counts.users > 0
     for seen in large_users.values():
         users += seen
-    return Counts(totals=totals, users=users)
+    return Counts(totals=totals, users=users, first=first)
+
+
+def least_memory(corpus: TokenizedCorpus) -> int:
+    """Bytes that counting the longest document takes; it is followed by a separator."""
+    return int((np.diff(corpus.bounds) + 1).max(initial=0)) * _BYTES_PER_TOKEN
 
 
 def check_memory(corpus: TokenizedCorpus, memory_bytes: int) -> None:
     """Refuse a document that does not fit `memory_bytes` while it is counted."""
-    lengths = np.diff(corpus.bounds) + 1  # each document is followed by a separator
-    longest = int(lengths.max(initial=0))
-    if longest * _BYTES_PER_TOKEN > memory_bytes:
+    needed = least_memory(corpus)
+    if needed > memory_bytes:
+        lengths = np.diff(corpus.bounds)
         raise UsageError(
-            f"Document {int(lengths.argmax())} has {longest - 1:,} tokens; counting it takes "
-            f"{longest * _BYTES_PER_TOKEN:,} bytes and --memory leaves {memory_bytes:,} to each worker. "
+            f"Document {int(lengths.argmax())} has {int(lengths.max()):,} tokens; counting it takes "
+            f"{needed:,} bytes and --memory leaves {memory_bytes:,} to each worker. "
             f"Raise --memory, or cut the document into shorter ones."
         )
 
 
-def user_disjoint_shards(corpus: TokenizedCorpus, memory_bytes: int) -> Iterator[Shard]:
-    """The corpus in shards that each fit `memory_bytes` while they are counted."""
+def user_disjoint_shards(
+    corpus: TokenizedCorpus, memory_bytes: int, only: np.ndarray | None = None
+) -> Iterator[Shard]:
+    """The corpus in shards that each fit `memory_bytes` while they are counted.
+
+    `only` says of each user whether their documents are wanted.
+    """
     check_memory(corpus, memory_bytes)
     most_tokens = min(memory_bytes // _BYTES_PER_TOKEN, _LARGEST_SHARD_TOKENS)
     lengths = np.diff(corpus.bounds) + 1
     by_user = np.argsort(corpus.users, kind="stable")
+    by_user = by_user if only is None else by_user[only[corpus.users[by_user]]]
     for documents, sole_user in _packed(by_user, corpus.users, lengths, most_tokens):
         own = end_to_end(corpus.tokens, corpus.bounds[documents], lengths[documents] - 1)
         users = corpus.users[documents]
-        yield Shard(tokens=own.tokens, bounds=own.offsets, users=users, sole_user=sole_user)
+        yield Shard(
+            tokens=own.tokens,
+            bounds=own.offsets,
+            users=users,
+            starts=corpus.bounds[documents],
+            sole_user=sole_user,
+        )
 
 
 def _packed(
@@ -193,7 +233,8 @@ def _suffix_array(text: np.ndarray, num_symbols: int) -> np.ndarray:
     from pydivsufsort import divsufsort  # not on a bare GPU image, where only scanning runs
 
     width = max(1, (int(num_symbols - 1).bit_length() + 7) // 8)
-    assert width <= _MAX_SYMBOL_BYTES, f"{num_symbols} symbols need more than 3 bytes"
+    # Token ids fit three bytes. Only words may be more, and then their shards take a fifth more.
+    assert width <= 4
     symbols = np.empty((len(text), width), dtype=np.uint8)
     for byte in range(width):
         symbols[:, byte] = (text >> (8 * (width - 1 - byte))) & 0xFF
@@ -219,26 +260,30 @@ def _count(text, places, users_in_order, tokens, offsets, num_users):  # type: i
     num_sequences = len(offsets) - 1
     totals = np.zeros(num_sequences, dtype=np.int64)
     users = np.zeros(num_sequences, dtype=np.int64)
+    first = np.zeros(num_sequences, dtype=np.int64)
     last_seen = np.full(num_users, -1, dtype=np.int64)
     for sequence in range(num_sequences):
         query = tokens[offsets[sequence] : offsets[sequence + 1]]
-        low = _first_not_below(text, places, query, 0, False)
-        high = _first_not_below(text, places, query, low, True)
+        low = first_not_below(text, places, query, 0, False)
+        high = first_not_below(text, places, query, low, True)
         totals[sequence] = high - low
         distinct = 0
+        earliest = len(text)
         for rank in range(low, high):
+            earliest = min(earliest, places[rank])
             user = users_in_order[rank]
             if last_seen[user] != sequence:
                 last_seen[user] = sequence
                 distinct += 1
-                if distinct == num_users:
+                if distinct == num_users > 1:  # of one user, the earliest may be still to come
                     break
         users[sequence] = distinct
-    return totals, users
+        first[sequence] = earliest
+    return totals, users, first
 
 
 @njit(cache=True, nogil=True)
-def _first_not_below(text, places, query, low, past):  # type: ignore[no-untyped-def]
+def first_not_below(text, places, query, low, past):  # type: ignore[no-untyped-def]
     """First rank whose suffix is not below `query`; with `past`, not below all that begin with it."""
     high = len(places)
     while low < high:

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from tightlip.audit.leakage.by_text import ByText
 from tightlip.audit.leakage.leaks import Fit, Leaks, PublicView, fit_of
 from tightlip.audit.leakage.summary import summarise
 from tightlip.audit.leakage.tables import ratio_of_sequence, write_sequences, write_users
@@ -52,6 +53,7 @@ class Findings:
 
     model: OpenedModel
     leaks: Leaks
+    by_text: ByText
     public: PublicView | None
     validation: Fit | None
     config: LeakageConfig
@@ -65,7 +67,7 @@ class Findings:
     def summary(self, ratios: np.ndarray) -> dict[str, Any]:
         """What summary.json holds."""
         leaks = self.leaks
-        summary = summarise(leaks, self.config, ratios, self.public, self.validation)
+        summary = summarise(leaks, self.by_text, self.config, ratios, self.public, self.validation)
         summary |= {
             "model_fingerprint": self.model.fingerprint,
             # A hash of the text lets whoever knows all of it but a PIN try every PIN.
@@ -81,12 +83,13 @@ class Findings:
 def write_report(folder: Path, findings: Findings) -> dict[str, Any]:
     """Write the tables, then summary.json, whose presence says the report is whole."""
     (folder / "summary.json").unlink(missing_ok=True)
-    leaks, config, public = findings.leaks, findings.config, findings.public
+    leaks, by_text = findings.leaks, findings.by_text
+    config, public = findings.config, findings.public
     ratios = findings.ratios()
     public_perplexity_of_run = public.perplexity_of_run if public else None
     decode = decoder_of(findings.model.tokenizer)
-    write_sequences(folder, leaks, ratios, public_perplexity_of_run, decode, config)
-    write_users(folder, leaks, ratios, config.redact)
+    write_sequences(folder, leaks, by_text, ratios, public_perplexity_of_run, decode, config)
+    write_users(folder, leaks, by_text, ratios, config.redact)
     summary = findings.summary(ratios)
     write_json(folder / "summary.json", summary)
     return summary

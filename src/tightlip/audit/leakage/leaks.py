@@ -63,6 +63,7 @@ class Leaks:
     users_in_s: np.ndarray
     total_in_d: np.ndarray
     users_in_d: np.ndarray
+    first_in_d: np.ndarray  # where in the corpus a unique one first stands
     fit: Fit
 
     @property
@@ -102,6 +103,7 @@ def find_leaks(
         users_in_s=_distinct_users(number, corpus.users[runs.documents], len(distinct)),
         total_in_d=in_d.totals,
         users_in_d=in_d.users,
+        first_in_d=in_d.first,
         fit=fit,
     )
 
@@ -118,12 +120,16 @@ def perplexities(log_prob_sums: np.ndarray, lengths: np.ndarray) -> np.ndarray:
 
 
 def count_in_corpus(
-    corpus: TokenizedCorpus, sequences: Sequences, engine: Engine, memory_bytes: int
+    corpus: TokenizedCorpus,
+    sequences: Sequences,
+    engine: Engine,
+    memory_bytes: int,
+    description: str = "Counting in the corpus",
 ) -> Counts:
     """Occurrences and distinct users of every sequence, shard by shard."""
     shards = user_disjoint_shards(corpus, memory_bytes // engine.workers)
     count = partial(count_in_shard, sequences=sequences)
-    with task("Counting in the corpus", corpus.num_tokens) as bar:
+    with task(description, corpus.num_tokens) as bar:
 
         def watched() -> Any:
             for shard, counts in engine.map(count, shards):

@@ -13,7 +13,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from tightlip.audit.leakage.by_text import ByText
 from tightlip.audit.leakage.leaks import Fit, Leaks, PublicView
+from tightlip.audit.leakage.tables import report_order
 from tightlip.audit.settings import LeakageConfig
 from tightlip.core.checksums import checked
 from tightlip.core.errors import UsageError
@@ -34,24 +36,30 @@ FIGURES = (
     "distinct_sequences",
     "fewer_than_p",
     "leakage_epsilon",
+    "leakage_epsilon_sequence",
+    "leaks",
     "num_documents",
     "num_tokens",
     "num_users",
     "p",
+    "people_affected",
     "perplexity",
     "public_unique",
     "sequences_in_s",
     "top_k",
     "unique",
+    "unique_by_text",
     "users_with_unique",
     "validation_accuracy",
     "validation_perplexity",
 )
-TABLES = ("curated", "unique_by_length")
+TABLES = ("curated", "ratio_quantiles", "unique_by_length")
+QUANTILES = (0.1, 0.25, 0.5, 0.75, 0.9, 0.99, 1.0)
 _HEADLINES = {
-    "unique": "sequences that one user alone wrote and the model completes",
-    "users_with_unique": "users who own one",
-    "leakage_epsilon": "largest PP_public / PP_lm among them",
+    "leaks": "stretches of text that one user alone wrote and the model completes",
+    "people_affected": "users whose text that is",
+    "unique": "sequences whose tokens one user alone wrote",
+    "leakage_epsilon": "largest PP_public / PP_lm among these",
     "public_unique": "the same count for the public model",
     "perplexity": "on the corpus",
     "validation_perplexity": "on held-out text",
@@ -61,6 +69,7 @@ _HEADLINES = {
 
 def summarise(
     leaks: Leaks,
+    by_text: ByText,
     config: LeakageConfig,
     ratios: np.ndarray,
     public: PublicView | None,
@@ -77,6 +86,11 @@ def summarise(
         "unique_by_length": {str(n): int(c) for n, c in zip(lengths, counts, strict=True)},
         "curated": curated if public else None,
         "leakage_epsilon": _leakage_epsilon(known, public is not None and not unique.any()),
+        "leakage_epsilon_sequence": _largest_row(leaks, ratios),
+        "ratio_quantiles": _quantiles(known) if public else None,
+        "unique_by_text": int(by_text.unique.sum()),
+        "leaks": len(np.unique(by_text.leaks[by_text.unique])),
+        "people_affected": len(np.unique(leaks.owners[by_text.unique])),
         "sequences_in_s": len(leaks.runs),
         "distinct_sequences": len(leaks.distinct),
         "users_with_unique": len(np.unique(leaks.owners[unique])),
@@ -101,6 +115,21 @@ def _leakage_epsilon(unique_ratios: np.ndarray, nothing_unique: bool) -> float |
     if nothing_unique:
         return 0.0
     return finite(unique_ratios.max()) if len(unique_ratios) else None
+
+
+def _largest_row(leaks: Leaks, ratios: np.ndarray) -> int | None:
+    """The row of the unique sequence with the largest ratio, an infinite one included."""
+    order = report_order(leaks, ratios)
+    rows = np.flatnonzero((leaks.unique & ~np.isnan(ratios))[order])
+    return int(rows[0]) if len(rows) else None
+
+
+def _quantiles(ratios: np.ndarray) -> dict[str, float | None]:
+    """Ratios that a share of them does not exceed, each one of them; the last is the largest."""
+    at = np.quantile(ratios, QUANTILES, method="inverted_cdf") if len(ratios) else QUANTILES
+    return {
+        f"{q:g}": finite(v) if len(ratios) else None for q, v in zip(QUANTILES, at, strict=True)
+    }
 
 
 def finite(value: float | None) -> float | None:
@@ -244,10 +273,10 @@ class LeakageReport:
         )
         leaked = "".join(
             f"<tr><td style='text-align:left'>{escape(_text_of(row))}</td>"
-            f"<td>{row['users_in_d']}</td><td>{_short(row['ratio'])}</td></tr>"
+            f"<td>{row.get('users_by_text') or row['users_in_d']}</td><td>{_short(row['ratio'])}</td></tr>"
             for row in self.sequences.slice(0, 8).to_pylist()
         )
-        head = "<tr><th>sequence</th><th>users in D</th><th>ratio</th></tr>"
+        head = "<tr><th>sequence</th><th>users</th><th>ratio</th></tr>"
         return f"<table>{rows}</table><table>{head}{leaked}</table>"
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from tightlip.audit.leakage.by_text import ByText
 from tightlip.audit.leakage.counting import edges_of
 from tightlip.audit.leakage.leaks import Leaks
 from tightlip.audit.settings import LeakageConfig
@@ -32,6 +33,9 @@ SEQUENCES = pa.schema(
         ("public_perplexities", pa.list_(pa.float64())),
         ("ratio", pa.float64()),
         ("copied", pa.bool_()),
+        ("users_by_text", pa.int32()),
+        ("unique_by_text", pa.bool_()),
+        ("leak", pa.int32()),
     ]
 )
 OWNERS = pa.schema([("owner", pa.string())])
@@ -54,9 +58,22 @@ def report_order(leaks: Leaks, ratios: np.ndarray) -> np.ndarray:
     return np.lexsort((np.arange(len(ratios)), -leaks.lengths, ascending, unknown))
 
 
+def leak_rows(leaks: Leaks, by_text: ByText, order: np.ndarray) -> np.ndarray:
+    """For each sequence the row of its leak's longest sequence, of equals the first; -1 for no leak."""
+    row = np.argsort(order)
+    members = np.flatnonzero(by_text.leaks >= 0)
+    leak = by_text.leaks[members]
+    best = members[np.lexsort((row[members], -leaks.lengths[members], leak))]
+    numbers, first = np.unique(by_text.leaks[best], return_index=True)
+    rows = np.full(len(order), -1)
+    rows[members] = row[best[first]][np.searchsorted(numbers, leak)]
+    return rows
+
+
 def write_sequences(
     folder: Path,
     leaks: Leaks,
+    by_text: ByText,
     ratios: np.ndarray,
     public_perplexity_of_run: np.ndarray | None,
     decode: Callable[[list[list[int]]], list[str]],
@@ -64,6 +81,7 @@ def write_sequences(
 ) -> None:
     """Write sequences.parquet and, row for row beside it, owners.parquet."""
     order = report_order(leaks, ratios)
+    leak = leak_rows(leaks, by_text, order)
     occurrence_order, edges = _occurrences(leaks)
     names, most = user_names(leaks, config.redact), config.occurrences
     with (
@@ -77,6 +95,11 @@ def write_sequences(
             rows = order[begin : begin + _ROWS_AT_ONCE]
             kept = [occurrence_order[edges[row] : edges[row + 1]][:most] for row in rows]
             columns = _columns(leaks, rows, kept, public_perplexity_of_run, ratios)
+            columns |= {
+                "users_by_text": _null_below(by_text.users[rows], 1),
+                "unique_by_text": by_text.unique[rows],
+                "leak": _null_below(leak[rows], 0),
+            }
             if not config.redact:
                 columns |= _texts(leaks, rows, kept, decode)
             nothing = {field.name: pa.nulls(len(rows), field.type) for field in SEQUENCES}
@@ -168,12 +191,20 @@ def _lists(values: Any, sizes: list[int], value_type: pa.DataType) -> pa.Array:
     return pa.ListArray.from_arrays(pa.array(offsets), pa.array(values, value_type))
 
 
+def _null_below(values: np.ndarray, least: int) -> pa.Array:
+    return pa.array(values.astype(np.int32), pa.int32(), mask=values < least)
+
+
 def _null_nan(values: np.ndarray) -> pa.Array:
     return pa.array(values, pa.float64(), mask=np.isnan(values))
 
 
-def write_users(folder: Path, leaks: Leaks, ratios: np.ndarray, redact: bool) -> None:
+def write_users(
+    folder: Path, leaks: Leaks, by_text: ByText, ratios: np.ndarray, redact: bool
+) -> None:
     """One row per user: how much they wrote and how much of it alone the model completes."""
+    # A leak's number is that of one of its sequences, whose owner is the leak's.
+    of_leaks = leaks.owners[np.unique(by_text.leaks[by_text.unique])]
     corpus, unique = leaks.corpus, leaks.unique
     owners, lengths = leaks.owners[unique], leaks.lengths[unique]
     num_users = corpus.num_users
@@ -194,6 +225,8 @@ def write_users(folder: Path, leaks: Leaks, ratios: np.ndarray, redact: bool) ->
             "unique_tokens": by_user(owners, lengths),
             "longest": longest,
             "max_ratio": _null_nan(max_ratio),
+            "unique_by_text": by_user(leaks.owners[by_text.unique]),
+            "leaks": by_user(of_leaks),
         }
     )
     with written_whole(folder / "users.parquet") as path:

@@ -10,15 +10,23 @@ from markupsafe import Markup
 from tightlip.core.errors import UsageError
 from tightlip.core.figures import UNKNOWN, count, counted, guarantee_words, percent
 from tightlip.core.files import read_json
+from tightlip.core.progress import harmless
 from tightlip.report.kit.table import Column
 from tightlip.report.leakage import plots
-from tightlip.report.leakage.rows import Embedded, Users, cut_end, embed, read_users
+from tightlip.report.leakage.rows import UNIQUE, Embedded, Users, cut_end, embed, read_users
 from tightlip.report.leakage.table import snapshot_figures
 from tightlip.report.leakage.tallies import Tally, tally_and_choose
-from tightlip.report.leakage.words import NO_PUBLIC_MODEL, story, summary_lines, verdict
+from tightlip.report.leakage.words import (
+    NO_PUBLIC_MODEL,
+    Line,
+    story,
+    summary_lines,
+    verdict,
+)
 
 NUM_HEADLINES = 4
 NUM_SNAPSHOT_ROWS = 200
+EPSILON_CHARACTERS = 60
 NUM_NOTES, NOTE_CHARACTERS = 40, 1000
 
 
@@ -38,12 +46,15 @@ class LeakagePage:
         summary = _read_summary(self.folder)
         users = read_users(self.folder)
         tally, chosen = tally_and_choose(self.folder, [user["user"] for user in users.worst])
+        worst = summary.get("leakage_epsilon_sequence")
+        if worst is not None and 0 <= worst < tally.num_rows:
+            chosen = list(dict.fromkeys([worst, *chosen]))
         rows = embed(self.folder, chosen, users.worst, redacted=bool(summary.get("redacted")))
         return {
             "summary": summary,
             "version": summary["version"],
             "data": Markup(rows.as_json()),
-            **_opening(summary, tally),
+            **_opening(summary, tally, rows),
             **_plots(tally),
             **_tables(summary, tally, users, rows),
             "snapshots": _snapshots(self.folder),
@@ -60,10 +71,11 @@ def _read_summary(folder: Path) -> dict[str, Any]:
     return {"redacted": False, "version": None, "top_k": None, **read_json(path)}
 
 
-def _opening(summary: dict[str, Any], tally: Tally) -> dict[str, Any]:
+def _opening(summary: dict[str, Any], tally: Tally, rows: Embedded) -> dict[str, Any]:
     """The top of the page: verdict, badges, headline figures, notes, guarantee."""
-    sentence, weighing = verdict(summary, num_copied=tally.num_copied)
-    lines = summary_lines(summary)
+    longest = tally.longest or None
+    sentence, weighing = verdict(summary, num_copied=tally.num_copied, longest=longest)
+    lines = [_with_its_text(line, summary, rows) for line in summary_lines(summary)]
     notes = (summary.get("notes") or [])[:NUM_NOTES]
     return {
         "headline": sentence,
@@ -74,6 +86,20 @@ def _opening(summary: dict[str, Any], tally: Tally) -> dict[str, Any]:
         "guarantee": guarantee_words(summary.get("guarantee")),
         "facts": _facts(summary),
     }
+
+
+def _with_its_text(line: Line, summary: dict[str, Any], rows: Embedded) -> Line:
+    """Leakage epsilon with the sequence it comes from: its text, or redacted its length."""
+    place = summary.get("leakage_epsilon_sequence")
+    row = next((row for row in rows.sequences if row[0] == place), None)
+    if line.name != "Leakage epsilon" or row is None:
+        return line
+    length = counted(row[3], "token")
+    cut = "…" if len(row[1] or "") > EPSILON_CHARACTERS else ""
+    text = harmless(cut_end((row[1] or "").strip(), EPSILON_CHARACTERS)[0]) + cut
+    about = length if row[UNIQUE] else f"{length}, unique by tokens but not by text"
+    named = about if row[1] is None else f"“{text}” ({about})"
+    return line._replace(sentence=line.sentence.replace("that of row", f"that of {named}, row"))
 
 
 def _facts(summary: dict[str, Any]) -> list[tuple[str, str, str]]:
@@ -116,6 +142,7 @@ def _tables(summary: dict[str, Any], tally: Tally, users: Users, rows: Embedded)
         "extent": extent,
         "users": users,
         "users_extent": _users_extent(users),
+        "is_by_text": summary.get("leaks") is not None,
         "has_user_ratios": any(_known(user["max_ratio"]) for user in users.worst),
     }
 

@@ -47,15 +47,35 @@
   };
 
   // The places are those of rows.py.
-  const sequences = data.sequences.map((row, order) => ({
-    order, text: row[1], cut: row[2], tokens: row[3], completed: row[4], usersInS: row[5], written: row[6], people: row[7],
+  const listed = data.sequences.map((row, order) => ({
+    order, place: row[0], text: row[1], cut: row[2], tokens: row[3], completed: row[4], usersInS: row[5], written: row[6],
+    // As text where that was counted: others may have cut the same words into other tokens.
+    people: row[13] === null ? row[7] : row[13], byTokens: row[7], hasWord: row[13] !== null, unique: row[14] === 1, leak: row[15],
     perplexity: known(row[8]), ratio: known(row[9]), copied: row[10] === 1, ownerPlace: row[11], occurrences: row[12],
     owner: row[11] === null ? null : data.owners[row[11]][0],
-    found: row[1] === null ? "" : row[1].toLowerCase(),
+    found: row[1] === null ? "" : row[1].toLowerCase(), others: [],
   }));
+  // A leak is one line, called by its longest sequence, with the worst figures of all of them.
+  const asLeaks = (rows) => {
+    const leaks = new Map();
+    for (const row of rows.filter((one) => one.leak !== null)) {
+      if (leaks.has(row.leak)) leaks.get(row.leak).push(row);
+      else leaks.set(row.leak, [row]);
+    }
+    const head = (all) => all.find((one) => one.place === one.leak) || all[0];
+    const worst = (pick, values) => (values.some((value) => value !== null) ? pick(...values.filter((value) => value !== null)) : null);
+    return rows.filter((row) => row.leak === null || row === head(leaks.get(row.leak))).map((row) => {
+      const all = row.leak === null ? [row] : leaks.get(row.leak);
+      return all.length === 1 ? row : {
+        ...row, others: all.filter((one) => one !== row), copied: all.every((one) => one.copied), found: all.map((one) => one.found).join("\n"),
+        ratio: worst(Math.max, all.map((one) => one.ratio)), perplexity: worst(Math.min, all.map((one) => one.perplexity)),
+      };
+    });
+  };
+  const sequences = asLeaks(listed);
   const users = data.users.map((row, order) => ({
     order, ownerPlace: row[0], user: data.owners[row[0]][0], documents: row[1], tokens: row[2], unique: row[3],
-    leaked: row[4], longest: row[5], ratio: known(row[6]), share: row[2] ? row[4] / row[2] : null,
+    leaked: row[4], longest: row[5], ratio: known(row[6]), leaks: row[7], share: row[2] ? row[4] / row[2] : null,
   }));
 
   // Unknown values stay last whichever way the rest is turned; ties keep the report's order.
@@ -121,8 +141,10 @@
     const words = make("bdi", "", textOf(row));
     words.dir = "auto";
     const clip = make("span", "clip", words, row.cut ? "…" : null);
-    const tags = make("span", "tags", row.copied ? make("span", "tag", "copied") : null);
-    const open = make("button", "", make("span", "", clip, row.copied ? tags : null));
+    const more = row.others.length;
+    const tags = make("span", "tags", row.copied ? make("span", "tag", "copied") : null,
+      more ? make("span", "tag count", "and " + whole.format(more) + (more === 1 ? " sequence" : " sequences") + " within or across it") : null);
+    const open = make("button", "", make("span", "", clip, row.copied || more ? tags : null));
     open.type = "button";
     open.setAttribute("aria-expanded", "false");
     const owner = cell("owner", row.ownerPlace === null ? "" : "owner");
@@ -150,9 +172,13 @@
   const drawDetail = (row) => {
     const often = row.written === 1 ? "Completed the one time it is written"
       : "Completed " + times(row.completed) + "; written " + times(row.written);
-    const whose = row.people === 1 ? ", always by one person." : " by " + people(row.people) + ", completed for " + people(row.usersInS) + ".";
+    const whose = row.byTokens === 1 ? ", always by one person." : " by " + people(row.byTokens) + ", completed for " + people(row.usersInS) + ".";
     const inside = cell("", "", make("p", "about", often + (row.written === 1 ? "." : whose)));
     inside.colSpan = hasRatios ? 8 : 7;
+    if (row.byTokens === 1 && !row.unique) {
+      inside.append(make("p", "about", row.hasWord ? "As text " + people(row.people) + " wrote it: elsewhere it is cut into other tokens."
+        : "There is no word in it, so it is not counted as anybody's own."));
+    }
     if (row.copied) {
       inside.append(make("p", "about", "Copied: it already stood in a context below, so the model may have repeated it rather than remembered it."));
     }
@@ -161,9 +187,21 @@
     if (left > 0) {
       inside.append(make("p", "about", "Completed " + times(left) + " more, in contexts not shown here."));
     }
+    if (row.others.length) inside.append(...drawOthers(row));
     const line = make("tr", "detail", inside);
     line.setAttribute("role", "row");
     return line;
+  };
+
+  const drawOthers = (row) => {
+    const list = make("ul", "others", ...row.others.map((one) => {
+      const words = make("bdi", "", textOf(one), one.cut ? "…" : null);
+      words.dir = "auto";
+      const about = [tokens(one.tokens), "perplexity " + measured(one.perplexity)];
+      if (one.ratio !== null) about.push("ratio " + measured(one.ratio));
+      return make("li", "", make("mark", "", words), make("span", "about", " " + about.join(" · ")));
+    }));
+    return [make("p", "about", "Other sequences of this leak, which share words of a document with it or with each other:"), list];
   };
 
   const drawOccurrence = (row, [context, cut, contextTokens, perplexity, publicPerplexity]) => {
@@ -185,6 +223,7 @@
     button.type = "button";
     button.title = "Show this person's sequences: " + ownerName(row.ownerPlace);
     const line = make("tr", "row", cell("text", "", button),
+      ...(row.leaks === null ? [] : [cell("", "leaks", whole.format(row.leaks))]),
       cell("", "unique", whole.format(row.unique)), cell("", "leaked", whole.format(row.leaked)), cell("", "share", share(row.share)),
       cell("", "longest", whole.format(row.longest)), cell("ratio", "max ratio", measured(row.ratio)),
       cell("", "documents", whole.format(row.documents)), cell("", "written", whole.format(row.tokens)));
@@ -214,7 +253,7 @@
       (minTokens === null || row.tokens >= minTokens) &&
       (minRatio === null || (row.ratio !== null && row.ratio >= minRatio)) &&
       (owner === "" || row.ownerPlace === Number(owner)) &&
-      (!onlyUnique || row.people === 1) &&
+      (!onlyUnique || row.unique) &&
       (!hideCopied || !row.copied);
     table.refresh();
   }
@@ -224,7 +263,7 @@
     table.changed = (matching, shown) => {
       const owner = byId("owner").value;
       const elsewhere = owner !== "" && users.find((user) => user.ownerPlace === Number(owner));
-      const rest = elsewhere && elsewhere.unique > matching ? " This person has " + whole.format(elsewhere.unique) + " in sequences.parquet." : "";
+      const rest = elsewhere && elsewhere.unique > matching ? " This person has " + whole.format(elsewhere.unique) + " sequences in sequences.parquet." : "";
       byId("status").textContent = (matching ? "Rows 1 to " + whole.format(shown) + " of " + whole.format(matching) + " that match." : "No row on this page matches.") + rest;
     };
     const owned = [...new Set(sequences.map((row) => row.ownerPlace).concat(users.map((user) => user.ownerPlace)))];
@@ -237,6 +276,6 @@
     filter();
   }
   if (byId("user-table")) {
-    new DataTable(byId("user-table"), users, drawUser, byId("more-users"), "unique").refresh();
+    new DataTable(byId("user-table"), users, drawUser, byId("more-users"), byId("user-table").querySelector("[data-key=leaks]") ? "leaks" : "unique").refresh();
   }
 })();

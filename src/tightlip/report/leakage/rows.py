@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 from tightlip.core.checksums import checked
 from tightlip.core.errors import UsageError
 from tightlip.core.files import damage_in_words
-from tightlip.report.leakage.tallies import BUFFER_BYTES, open_sequences, read_owners
+from tightlip.report.leakage.tallies import BUFFER_BYTES, BY_TEXT, open_sequences, read_owners
 
 SEQUENCE_CHARACTERS = 600
 CONTEXT_CHARACTERS = 280
@@ -33,8 +33,9 @@ _COUNTS = ("num_tokens", "total_in_s", "users_in_s", "total_in_d", "users_in_d")
 _LISTS = ("context_tokens", "perplexities", "public_perplexities")
 _FIGURES = (*_COUNTS, *_LISTS, "ratio", "copied")
 _TEXTS = ("sequence", "contexts")
-OWNER = 11  # its place in a row; page.js has the same list
+OWNER, UNIQUE = 11, 14  # their places in a row; page.js has the same list
 _USER_FIGURES = ("num_documents", "num_tokens", "unique", "unique_tokens", "longest", "max_ratio")
+_USER_BY_TEXT = ("unique_by_text", "leaks")
 
 
 def safe_json(value: Any) -> str:
@@ -100,7 +101,11 @@ def embed(
     """
     owners: dict[str, int] = {}
     user_rows = [
-        [_owner_place(owners, user["user"]), *(_figure(user[name]) for name in _USER_FIGURES)]
+        [
+            _owner_place(owners, user["user"]),
+            *(_figure(user[name]) for name in _USER_FIGURES),
+            user.get("leaks"),
+        ]
         for user in users
     ]
     names: list[list[Any]] = [[*cut_end(name, NAME_CHARACTERS)] for name in owners]
@@ -133,7 +138,10 @@ def _row(place: int, row: dict[str, Any], owner: str | None) -> tuple[list[Any],
     lowest = plain_number((row["perplexities"] or [None])[0])
     figures = [lowest, plain_number(row["ratio"]), int(bool(row["copied"]))]
     counts = [row[name] for name in _COUNTS]
-    return [place, text, cut, *counts, *figures, 10**7, list(_occurrences(row))], owner
+    unique = row.get("unique_by_text", row["users_in_d"] == 1)
+    by_text = [row.get("users_by_text"), int(bool(unique)), row.get("leak")]
+    whole = [place, text, cut, *counts, *figures, 10**7, list(_occurrences(row)), *by_text]
+    return whole, owner if unique else None
 
 
 def _occurrences(row: dict[str, Any]) -> Iterator[list[Any]]:
@@ -151,7 +159,8 @@ def _read_rows(
     """The chosen rows, read from the row groups that hold them and no further than the last."""
     wanted = sorted(chosen)
     with open_sequences(folder) as file:
-        texts = [] if redacted else [name for name in _TEXTS if name in file.schema_arrow.names]
+        asked = BY_TEXT if redacted else (*BY_TEXT, *_TEXTS)
+        texts = [name for name in asked if name in file.schema_arrow.names]
         start = 0
         for group in range(file.num_row_groups):
             end = start + file.metadata.row_group(group).num_rows
@@ -202,26 +211,28 @@ class Users:
 
 
 def read_users(folder: Path) -> Users:
-    """The `NUM_USERS` users with most unique sequences, then most leaked tokens, then the longest."""
+    """The `NUM_USERS` users with most leaks, then unique sequences, then leaked tokens, then the longest."""
     path = folder / "users.parquet"
     if not path.exists():
         raise UsageError(
             f"{folder} has no users.parquet. An older tightlip may have made it; run tightlip audit again."
         )
-    worst: list[tuple[tuple[int, int, int, int], dict[str, Any]]] = []
+    worst: list[tuple[tuple[int, ...], dict[str, Any]]] = []
     num_users = num_with_unique = num_unique = 0
     with (
         damage_in_words(path),
         pq.ParquetFile(checked(path), buffer_size=BUFFER_BYTES, pre_buffer=False) as file,
     ):
+        by_text = [name for name in _USER_BY_TEXT if name in file.schema_arrow.names]
         for batch in file.iter_batches(
-            batch_size=1024, columns=["user", *_USER_FIGURES], use_threads=False
+            batch_size=1024, columns=["user", *_USER_FIGURES, *by_text], use_threads=False
         ):
-            rows = [
-                (place, row)
-                for place, row in enumerate(batch.to_pylist(), num_users)
-                if row["unique"]
+            # What one wrote alone as tokens, others may have written as text.
+            every = [
+                row | {"unique": row.get("unique_by_text", row["unique"])}
+                for row in batch.to_pylist()
             ]
+            rows = [(place, row) for place, row in enumerate(every, num_users) if row["unique"]]
             keyed = [(_leak_key(row, place), row) for place, row in rows]
             worst = heapq.nlargest(NUM_USERS, [*worst, *keyed], key=lambda pair: pair[0])
             num_users += batch.num_rows
@@ -235,5 +246,6 @@ def read_users(folder: Path) -> Users:
     )
 
 
-def _leak_key(row: dict[str, Any], place: int) -> tuple[int, int, int, int]:
-    return (row["unique"], row["unique_tokens"] or 0, row["longest"] or 0, -place)
+def _leak_key(row: dict[str, Any], place: int) -> tuple[int, ...]:
+    names = ("leaks", "unique", "unique_tokens", "longest")
+    return (*(row.get(name) or 0 for name in names), -place)

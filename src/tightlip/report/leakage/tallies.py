@@ -8,6 +8,7 @@ import heapq
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +23,7 @@ from tightlip.core.files import damage_in_words
 BATCH_ROWS = 16_384
 BUFFER_BYTES = 1 << 20
 _COLUMNS = ("num_tokens", "users_in_d", "perplexities", "ratio", "copied")
+BY_TEXT = ("users_by_text", "unique_by_text", "leak")  # a report of 0.1 has none of them
 
 # The last bins of the length plot are ranges: a run of 400 tokens and one of 3 fit on one axis.
 LENGTH_STARTS = (*range(1, 21), 21, 31, 51, 101, 201, 501, 1001)
@@ -107,6 +109,7 @@ class Tally:
     num_unique: int = 0
     num_copied: int = 0
     num_with_ratio: int = 0
+    longest: int = 0
     lengths: LengthHistogram = field(default_factory=LengthHistogram)
     own_lengths: LengthHistogram = field(default_factory=LengthHistogram)
     perplexities: LogHistogram = field(default_factory=LogHistogram)
@@ -122,6 +125,7 @@ class Tally:
         self.num_copied += int(copied.sum())
         lengths = filled(batch.column("num_tokens"), 0)[unique]
         self.lengths.add(lengths)
+        self.longest = max(self.longest, int(lengths.max(initial=0)))
         self.own_lengths.add(lengths[~copied])
         lowest, known = first_of_lists(batch.column("perplexities"))
         # Rounding can leave a certain run a hair below 1, which no perplexity is.
@@ -137,7 +141,19 @@ class Tally:
 
 
 def is_unique(batch: pa.RecordBatch) -> np.ndarray:
+    """Which sequences one person alone wrote: as text where that was counted, else as tokens."""
+    if "unique_by_text" in batch.schema.names:
+        return filled(batch.column("unique_by_text"), False).astype(bool)
     return filled(batch.column("users_in_d"), 0) == 1
+
+
+def heads_of(batch: pa.RecordBatch, start: int) -> np.ndarray:
+    """The row by which the leak of each row is called; its own for a row of no leak."""
+    own = np.arange(start, start + batch.num_rows)
+    if "leak" not in batch.schema.names:
+        return own
+    leak = filled(batch.column("leak"), -1)
+    return np.where(leak >= 0, leak, own)
 
 
 def filled(column: pa.Array, value: float) -> np.ndarray:
@@ -163,7 +179,8 @@ def first_of_lists(lists: pa.ListArray) -> tuple[np.ndarray, np.ndarray]:
 class Chooser:
     """Row numbers worth showing: the worst, the longest, and some of every owner on the page.
 
-    Rows come worst first, so the worst are simply the first ones.
+    Rows come worst first, so the worst are simply the first ones. The row that a leak is called
+    by comes with any other row of it.
     """
 
     owners: list[str]
@@ -178,14 +195,19 @@ class Chooser:
         self.owned: list[int] = []
         self._longest: list[tuple[int, int]] = []
         self._wanted = dict.fromkeys(self.owners, self.num_each_owner)
+        self._head_of: dict[int, int] = {}
 
     def add(self, batch: pa.RecordBatch, owner: pa.ChunkedArray, start: int) -> None:
-        unique = is_unique(batch)
+        unique, heads = is_unique(batch), heads_of(batch, start)
+        known = len(self.worst), len(self.owned)
         worst, shared = np.flatnonzero(unique) + start, np.flatnonzero(~unique) + start
         self.worst += worst[: self.num_worst - len(self.worst)].tolist()
         self.shared += shared[: self.num_shared - len(self.shared)].tolist()
-        self._add_longest(np.where(unique, filled(batch.column("num_tokens"), 0), 0), start)
-        self._add_owned(owner, unique, start)
+        is_head = unique & (heads == np.arange(start, start + len(heads)))
+        self._add_longest(np.where(is_head, filled(batch.column("num_tokens"), 0), 0), start)
+        self._add_owned(owner, is_head, start)
+        for place in (*self.worst[known[0] :], *self.owned[known[1] :]):
+            self._head_of[place] = int(heads[place - start])
 
     def _add_longest(self, lengths: np.ndarray, start: int) -> None:
         least = self._longest[0][0] if len(self._longest) == self.num_longest else 0
@@ -210,9 +232,9 @@ class Chooser:
     def in_order_of_worth(self) -> list[int]:
         """Row numbers, the ones to keep longest first."""
         longest = [-place for _, place in sorted(self._longest, reverse=True)]
-        return list(
-            dict.fromkeys([*self.worst[:200], *longest, *self.owned, *self.worst, *self.shared])
-        )
+        every = [*self.worst[:200], *longest, *self.owned, *self.worst, *self.shared]
+        with_heads = [(self._head_of.get(place, place), place) for place in every]
+        return list(dict.fromkeys(chain.from_iterable(with_heads)))
 
 
 def open_sequences(folder: Path) -> pq.ParquetFile:
@@ -252,7 +274,8 @@ def tally_and_choose(folder: Path, owners: list[str]) -> tuple[Tally, list[int]]
     tally, chooser = Tally(), Chooser(owners=owners)
     owner_of_row = read_owners(folder)
     with damage_in_words(folder / "sequences.parquet"), open_sequences(folder) as file:
-        for start, batch in batches(file, _COLUMNS):
+        by_text = [name for name in BY_TEXT if name in file.schema_arrow.names]
+        for start, batch in batches(file, (*_COLUMNS, *by_text)):
             tally.add(batch)
             chooser.add(batch, owner_of_row.slice(start, batch.num_rows).cast(pa.string()), start)
     return tally, chooser.in_order_of_worth()

@@ -14,9 +14,13 @@ NOT_VALIDATED = (
     "Not measured: give --validation CORPUS to learn how well the model does on text it never saw."
 )
 MEANINGS = {
+    "Leaks": "Stretches of text that the model completes and only one person wrote; sequences that overlap are one leak.",
+    "Unique by text": "Sequences whose words only one person wrote: what the leaks are made of.",
+    "Unique by tokens": "The paper's figure: sequences whose tokens only one person wrote. Others may have written the same words, cut differently.",
     "Unique sequences": "Completed by the model, written by one person only.",
     "People affected": "People with at least one unique sequence the model completes.",
     "Leakage epsilon": "How many times less surprising the worst unique sequence is to this model than to the public one; near 1 is good.",
+    "Ratios": "How the ratio is spread over the unique sequences: so large a share of them lies at or below each figure.",
     "Curated": "Unique sequences whose ratio is at least t: the ones a public model finds surprising.",
     "Public model's unique": "Unique sequences the public model completes too: the benchmark, if it never saw their writers.",
     "Distinct sequences": "Different pieces of text the model completes, whoever wrote them.",
@@ -53,6 +57,18 @@ def _meaning(name: str, value: str, more: str = "") -> Line:
 
 
 def _leak_lines(summary: dict[str, Any]) -> Iterator[Line]:
+    if summary.get("leaks") is None:  # of 0.1, which counted tokens only
+        yield from _lines_by_tokens(summary)
+        return
+    yield _meaning("Leaks", count(summary["leaks"]))
+    owners, users = summary.get("people_affected"), summary.get("num_users")
+    share = f", {percent(owners / users)} of everybody who wrote" if owners and users else ""
+    whose = f"People whose text the leaks are{share}."
+    yield Line("People affected", _out_of(owners, users), whose)
+    yield _epsilon_line(summary)
+
+
+def _lines_by_tokens(summary: dict[str, Any]) -> Iterator[Line]:
     owners, users = summary.get("users_with_unique"), summary.get("num_users")
     longest = longest_of(summary.get("unique_by_length"))
     tail = "" if longest is None else f" The longest is {counted(longest, 'token')}."
@@ -69,13 +85,20 @@ def _epsilon_line(summary: dict[str, Any]) -> Line:
         why = "No unique sequence has a finite ratio, so there is no worst one."
         why = NO_PUBLIC_MODEL if summary.get("public_model") is None else why
         return Line("Leakage epsilon", UNKNOWN, why)
+    row = summary.get("leakage_epsilon_sequence")
+    where = "" if row is None else f" It is that of row {count(row + 1)} of sequences.parquet."
     crossed = " The two models cut text differently, so compare it with care." if is_crossed else ""
-    return _meaning("Leakage epsilon", number(worst), crossed)
+    return _meaning("Leakage epsilon", number(worst), where + crossed)
 
 
 def _list_lines(summary: dict[str, Any]) -> Iterator[Line]:
     public, p = summary.get("public_unique"), summary.get("p")
     few = f"fewer than {p} people" if p else "few people"
+    if summary.get("unique_by_text") is not None:
+        yield _meaning("Unique by text", count(summary["unique_by_text"]))
+        yield _meaning("Unique by tokens", count(summary.get("unique")))
+    if spread := _ratio_spread(summary.get("ratio_quantiles")):
+        yield _meaning("Ratios", spread)
     yield _meaning("Curated", _curated(summary.get("curated")))
     if public is None:
         none = "The same count for a public model would be the benchmark; none was given."
@@ -116,15 +139,30 @@ def _curated(curated: dict[str, Any] | None) -> str:
     return " · ".join(f"{count(num)} (t = {t:g})" for t, num in by_t)
 
 
+def _ratio_spread(quantiles: dict[str, Any] | None) -> str:
+    """
+    >>> _ratio_spread({"0.1": 0.8, "0.5": 2.0, "0.9": 40.0, "0.99": 700.0, "1": 89000.0})
+    '2.00 (half) · 40.0 (90%) · 700 (99%) · 89,000 (all)'
+    """
+    names = {"0.5": "half", "0.9": "90%", "0.99": "99%", "1": "all"}
+    known = {key: at for key, at in (quantiles or {}).items() if key in names and at is not None}
+    return " · ".join(f"{number(at)} ({names[key]})" for key, at in known.items())
+
+
 def longest_of(num_by_length: dict[str, int] | None) -> int | None:
     """Tokens in the longest sequence of a tally by length, where there is one."""
     lengths = [int(length) for length, num in (num_by_length or {}).items() if num]
     return max(lengths, default=None)
 
 
-def verdict(summary: dict[str, Any], *, num_copied: int | None = None) -> tuple[str, list[str]]:
+def verdict(
+    summary: dict[str, Any], *, num_copied: int | None = None, longest: int | None = None
+) -> tuple[str, list[str]]:
     """The report in one sentence, then what somebody must know to weigh it."""
-    unique, distinct = summary.get("unique"), summary.get("distinct_sequences")
+    distinct, by_tokens = summary.get("distinct_sequences"), summary.get("unique")
+    # A report of 0.1 counted tokens only, and sequences instead of leaks.
+    is_by_text = summary.get("leaks") is not None
+    unique = summary["leaks"] if is_by_text else by_tokens
     if not distinct and not unique:
         unlike = "An untrained model, or the wrong corpus, looks the same."
         none = f"Not one token of the corpus was among its predictions. {unlike}"
@@ -133,30 +171,46 @@ def verdict(summary: dict[str, Any], *, num_copied: int | None = None) -> tuple[
         return "How much this model gives away is not known.", []
     if unique == 0:
         shared = f"Each of the {counted(summary['distinct_sequences'], 'sequence')} it completes was written by two people or more."
+        if by_tokens:
+            alone = counted(by_tokens, "sequence is", "sequences are")
+            shared = f"By its tokens alone {alone} one person's, but others wrote the same words, or there is no word in it."
         return "None found: this model completed no text that only one person wrote.", [shared]
     pieces = counted(unique, "piece of text", "pieces of text")
     sentence = f"This model completes {pieces} that only one person wrote."
-    return sentence, list(_weighing(summary, unique, num_copied))
+    return sentence, list(_weighing(summary, unique, num_copied, longest))
 
 
-def _weighing(summary: dict[str, Any], unique: int, num_copied: int | None) -> Iterator[str]:
-    owners, users = summary.get("users_with_unique"), summary.get("num_users")
+def _weighing(
+    summary: dict[str, Any], unique: int, num_copied: int | None, longest: int | None
+) -> Iterator[str]:
+    owners, users = summary.get("people_affected"), summary.get("num_users")
+    if summary.get("leaks") is None:
+        owners, longest = (
+            summary.get("users_with_unique"),
+            longest_of(summary.get("unique_by_length")),
+        )
     if owners and users:
-        longest = longest_of(summary.get("unique_by_length"))
         tail = "" if longest is None else f"; the longest is {counted(longest, 'token')}"
         belong = "It belongs" if unique == 1 else "They belong"
         people = counted(users, "person", "people")
         yield f"{belong} to {count(owners)} of {people} ({percent(owners / users)}){tail}."
+    num_sequences = summary.get("unique_by_text")
+    if num_sequences and num_sequences > unique:
+        yield f"The model completes them in {counted(num_sequences, 'sequence')}."
     worst = summary.get("leakage_epsilon")
     if worst is not None and not math.isnan(worst):
         times = "far" if math.isinf(worst) else f"{number(worst)} times"
-        yield f"The worst is {times} less surprising to this model than to the public one."
+        half = (summary.get("ratio_quantiles") or {}).get("0.5")
+        rest = f"; half of them are at most {number(half)} times" if half is not None else ""
+        which = "The worst" if num_sequences is None else "Of what is unique by tokens the worst"
+        yield f"{which} is {times} less surprising to this model than to the public one{rest}."
     if summary.get("public_unique"):
         pieces = counted(summary["public_unique"], "such piece")
         yield f"The public model completes {pieces} too: if it never saw this text, some can simply be guessed."
     if num_copied:
         were = "was" if num_copied == 1 else "were"
-        yield f"{count(num_copied)} {were} already in front of the model when it completed them (marked “copied”)."
+        sequences = f"{counted(num_copied, 'sequence')}" if num_sequences else count(num_copied)
+        yield f"{sequences} {were} already in front of the model when it completed them (marked “copied”)."
 
 
 def epoch_name(snapshot: dict[str, Any]) -> str:

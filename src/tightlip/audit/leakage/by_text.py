@@ -1,0 +1,268 @@
+"""Who wrote a sequence however it was cut into tokens, and which sequences are one leak.
+
+Byte pairs cut the same word differently in different places, so that what one person alone wrote
+as tokens may be what many wrote as text. The words of each unique sequence are therefore counted
+once more, by the same suffix array over numbers of words.
+"""
+
+from array import array
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryFile
+from typing import Any
+
+import numpy as np
+from numba import njit
+
+from tightlip.audit.leakage.counting import (
+    Engine,
+    Sequences,
+    Shard,
+    edges_of,
+    end_to_end,
+    first_not_below,
+    indexed,
+    least_memory,
+    user_disjoint_shards,
+)
+from tightlip.audit.leakage.leaks import Leaks, count_in_corpus
+from tightlip.audit.leakage.words import placed_words, words_of
+from tightlip.core.errors import UsageError
+from tightlip.core.progress import task
+from tightlip.corpus.encoding import Encoder
+from tightlip.corpus.readers import DocumentBatch
+from tightlip.corpus.shared_text import Documents
+from tightlip.corpus.tokens import TokenizedCorpus
+
+_NO_QUERYS_WORD = 0  # the number of every word that no unique sequence has
+
+
+@dataclass(frozen=True, kw_only=True)
+class ByText:
+    """Of each distinct sequence: who wrote its words, and which leak it belongs to.
+
+    `users` is 0 where it was not counted: several wrote its tokens, it has no word, or the
+    tokenizer cannot say which characters a token covers; in the last case `unique` is by tokens.
+    Sequences of one leak have the same number in `leaks`; -1 is no leak.
+
+    Holds:
+        fewer: whoever is unique by text is unique by tokens.
+        somebody: what was counted has its owner among its users.
+    """
+
+    users: np.ndarray
+    unique: np.ndarray
+    leaks: np.ndarray
+
+
+def read_by_text(
+    leaks: Leaks,
+    documents: Documents,
+    tokenizer: Any,
+    *,
+    engine: Engine,
+    memory_bytes: int,
+    work: Path,
+) -> ByText:
+    """Read the corpus' text twice: for the words of what is unique, and for who wrote them."""
+    users = np.zeros(len(leaks.distinct), dtype=np.int64)
+    unique = leaks.unique
+    if unique.any() and tokenizer.is_fast:
+        wanted = np.flatnonzero(unique)
+        wanted = wanted[np.argsort(leaks.first_in_d[wanted], kind="stable")]
+        numbers: dict[str, int] = {}
+        queries = _words_of_sequences(leaks, wanted, documents, tokenizer, numbers)
+        has_word = np.diff(queries.offsets) > 0
+        # A sequence without words is no query: it would be found everywhere.
+        asked = Sequences(
+            tokens=queries.tokens, offsets=edges_of(np.diff(queries.offsets)[has_word])
+        )
+        corpus = _corpus_of_words(leaks.corpus, documents, numbers, work)
+        enough = max(memory_bytes, engine.workers * least_memory(corpus))
+        counts = count_in_corpus(corpus, asked, engine, enough, "Counting words")
+        users[wanted[has_word]] = counts.users
+        unique = unique & (users == 1)
+    return ByText(users=users, unique=unique, leaks=_leaks_of(leaks, unique, engine, memory_bytes))
+
+
+def _numbered(documents: Documents, corpus: TokenizedCorpus) -> Iterator[tuple[int, DocumentBatch]]:
+    """The documents again, each batch with the number of its first."""
+    done = 0
+    with task("Reading words", corpus.num_documents) as bar:
+        for batch in documents.batches():
+            yield done, batch
+            done += len(batch)
+            bar.advance(len(batch))
+    if done != corpus.num_documents:
+        raise _changed()
+
+
+def _changed() -> UsageError:
+    return UsageError(
+        "The corpus changed while it was audited: its text is no longer what was scanned. "
+        "Give the command again once nothing writes to it."
+    )
+
+
+def _words_of_sequences(
+    leaks: Leaks,
+    wanted: np.ndarray,
+    documents: Documents,
+    tokenizer: Any,
+    numbers: dict[str, int],
+) -> Sequences:
+    """Numbers of the words of each sequence where it first stands; new words join `numbers`."""
+    corpus, encoder = leaks.corpus, Encoder(tokenizer, with_spans=True)
+    starts, lengths = leaks.first_in_d[wanted], leaks.lengths[wanted]
+    tokens, sizes = [np.zeros(0, np.int32)], [np.zeros(0, np.int64)]
+    for first, batch in _numbered(documents, corpus):
+        ends = corpus.bounds[[first, min(first + len(batch), corpus.num_documents)]]
+        part = slice(*np.searchsorted(starts, ends))
+        if part.start == part.stop:
+            continue
+        own = np.searchsorted(corpus.bounds, starts[part], side="right") - 1
+        places, document = np.unique(own, return_inverse=True)
+        texts = [batch.texts[place - first] for place in places]
+        num_tokens = corpus.bounds[places + 1] - corpus.bounds[places]
+        spans = _spans_end_to_end(encoder, texts, num_tokens)
+        at = starts[part] - corpus.bounds[own] + edges_of(num_tokens)[document]
+        # No mark or letter joins across the line break, which is part of no word.
+        words = placed_words("\n".join(texts))
+        low, high = words.within(spans[at, 0], spans[at + lengths[part] - 1, 1])
+        asked = end_to_end(_number(words.words, low, high, numbers), low, high - low)
+        tokens.append(asked.tokens)
+        sizes.append(high - low)
+    return Sequences(tokens=np.concatenate(tokens), offsets=edges_of(np.concatenate(sizes)))
+
+
+def _spans_end_to_end(encoder: Encoder, texts: list[str], num_tokens: np.ndarray) -> np.ndarray:
+    """Each token's characters in the texts joined by line breaks."""
+    _, spans = encoder.encode(texts)
+    assert spans is not None
+    if [len(own) for own in spans] != num_tokens.tolist():
+        raise _changed()
+    begins = edges_of(np.array([len(text) + 1 for text in texts]))[:-1]
+    return np.concatenate(spans).astype(np.int64) + np.repeat(begins, num_tokens)[:, None]
+
+
+def _number(
+    words: list[str], low: np.ndarray, high: np.ndarray, numbers: dict[str, int]
+) -> np.ndarray:
+    """The number of each word that lies in some stretch; what lies in none gets no number."""
+    depth = np.zeros(len(words) + 1, dtype=np.int64)
+    np.add.at(depth, low, 1)
+    np.add.at(depth, high, -1)
+    of_word = np.full(len(words), _NO_QUERYS_WORD, dtype=np.int32)
+    for place in np.flatnonzero(np.cumsum(depth)).tolist():
+        of_word[place] = numbers.setdefault(words[place], len(numbers) + 1)
+    return of_word
+
+
+def _corpus_of_words(
+    corpus: TokenizedCorpus, documents: Documents, numbers: dict[str, int], work: Path
+) -> TokenizedCorpus:
+    """The documents as numbers of words, in a file that is gone when they are.
+
+    Of words that no query has one is kept where several stand together: nothing matches there.
+    """
+    edges = [np.zeros(1, dtype=np.int64)]
+    with TemporaryFile(dir=work) as file:
+        for _, batch in _numbered(documents, corpus):
+            found, ends = _words_in_batch(batch.texts, numbers)
+            known = found != _NO_QUERYS_WORD
+            kept = known | np.r_[True, known[:-1]][: len(known)]
+            edges.append(edges[-1][-1] + edges_of(kept)[ends])
+            file.write(found[kept].data)
+        bounds = np.concatenate(edges)
+        file.flush()
+        mapped = np.memmap(file, np.int32, "r", shape=(int(bounds[-1]),)) if bounds[-1] else ()
+    return replace(corpus, tokens=np.asarray(mapped, np.int32), bounds=bounds, spans=None)
+
+
+def _words_in_batch(texts: Iterable[str], numbers: dict[str, int]) -> tuple[np.ndarray, np.ndarray]:
+    """The numbers of all words of the texts, and where each text's end."""
+    found, ends = array("i"), array("q")
+    for text in texts:
+        found.extend([numbers.get(word, _NO_QUERYS_WORD) for word in words_of(text)])
+        ends.append(len(found))
+    return np.frombuffer(found, np.int32), np.frombuffer(ends, np.int64)
+
+
+def _leaks_of(leaks: Leaks, unique: np.ndarray, engine: Engine, memory_bytes: int) -> np.ndarray:
+    """Unique sequences that share a place of the corpus, directly or through others, are one leak."""
+    corpus = leaks.corpus
+    num_owned = np.bincount(leaks.owners[unique], minlength=corpus.num_users)
+    may_share = np.flatnonzero(unique & (num_owned > 1)[leaks.owners])
+    group = np.where(unique, np.arange(len(unique)), -1)
+    if not len(may_share):
+        return group
+    sequences = end_to_end(corpus.tokens, leaks.first_in_d[may_share], leaks.lengths[may_share])
+    shards = user_disjoint_shards(corpus, memory_bytes // engine.workers, num_owned > 1)
+    parents = np.arange(len(may_share))
+    with task(
+        "Joining leaks", int(np.diff(corpus.bounds)[num_owned[corpus.users] > 1].sum())
+    ) as bar:
+        for shard, links in engine.map(partial(links_in_shard, sequences=sequences), shards):
+            _join_all(parents, links)
+            bar.advance(len(shard.tokens))
+    group[may_share] = may_share[parents]
+    return group
+
+
+def links_in_shard(shard: Shard, sequences: Sequences) -> np.ndarray:
+    """For each sequence one that it shares a place with, directly or not, in this shard; or itself."""
+    text, places = indexed(shard)
+    tokens = np.ascontiguousarray(sequences.tokens, dtype=np.int32)
+    return _links(text, places, tokens, sequences.offsets)
+
+
+@njit(cache=True, nogil=True)
+def _links(text, places, tokens, offsets):  # type: ignore[no-untyped-def]
+    parents = np.arange(len(offsets) - 1)
+    longest = np.full(len(text), -1, dtype=np.int32)  # of those that start at a place
+    for sequence in range(len(parents)):
+        query = tokens[offsets[sequence] : offsets[sequence + 1]]
+        low = first_not_below(text, places, query, 0, False)
+        high = first_not_below(text, places, query, low, True)
+        for place in places[low:high]:
+            other = longest[place]
+            if other >= 0:
+                _join(parents, sequence, other)
+            if other < 0 or len(query) > offsets[other + 1] - offsets[other]:
+                longest[place] = sequence
+    # Of all that began before a place, only the one that reaches furthest can miss no neighbour.
+    furthest, end = -1, 0
+    for place in range(len(text)):
+        other = longest[place]
+        if other >= 0:
+            if place < end:
+                _join(parents, other, furthest)
+            if place + offsets[other + 1] - offsets[other] > end:
+                furthest, end = other, place + offsets[other + 1] - offsets[other]
+    for sequence in range(len(parents)):
+        parents[sequence] = _root(parents, sequence)
+    return parents
+
+
+@njit(cache=True, nogil=True)
+def _join_all(parents, links):  # type: ignore[no-untyped-def]
+    for sequence in range(len(links)):
+        _join(parents, sequence, links[sequence])
+    for sequence in range(len(links)):
+        parents[sequence] = _root(parents, sequence)
+
+
+@njit(cache=True, nogil=True)
+def _join(parents, one, other):  # type: ignore[no-untyped-def]
+    one, other = _root(parents, one), _root(parents, other)
+    parents[max(one, other)] = min(one, other)
+
+
+@njit(cache=True, nogil=True)
+def _root(parents, sequence):  # type: ignore[no-untyped-def]
+    while parents[sequence] != sequence:
+        parents[sequence] = parents[parents[sequence]]
+        sequence = parents[sequence]
+    return sequence
