@@ -137,6 +137,9 @@ def common(
 
 def main() -> None:
     """The console script. An exit code of 1 says that a gate failed, and nothing else does."""
+    # torchao, which transformers imports wherever it is, tells at length what it has no GPU for.
+    for name in ("torchao", "torch.utils._pytree"):
+        logging.getLogger(name).setLevel(logging.ERROR)
     try:
         app()
     except Exception:

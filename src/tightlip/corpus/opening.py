@@ -17,7 +17,7 @@ from tightlip.corpus.history import files_under, name_of, origin_of, sources_of
 from tightlip.corpus.prepare import PreparedCorpus, is_prepared, open_prepared
 from tightlip.corpus.prepare_config import TextSettings
 from tightlip.corpus.readers import open_corpus
-from tightlip.corpus.rendered import RolesReader
+from tightlip.corpus.rendered import RolesReader, ShownTexts
 from tightlip.corpus.tokens import (
     TokenizedCorpus,
     open_tokenized,
@@ -67,6 +67,15 @@ class CorpusSource:
             return open_corpus(self.source, **self.columns)
         folder, part = self._stored_part
         return open_corpus(folder / f"{part}.parquet")
+
+    def shown_to(self, tokenizer: Any) -> Any:
+        """The documents as texts, as a model with this tokenizer is shown them; None where they are
+        tokens and nobody knows the text."""
+        documents = self.documents()
+        if documents.format == "text":
+            return documents
+        settings = TextSettings(**self.columns)
+        return None if documents.format == "tokens" else ShownTexts(documents, tokenizer, settings)
 
     def identity(self) -> Any:
         """Enough to notice that a file changed between a killed audit and its resumption."""

@@ -12,7 +12,7 @@ from tightlip.core.errors import UsageError
 from tightlip.corpus.conversations import Conversation, PlainText, TokenRow, places_of
 from tightlip.corpus.encoding import Encoder
 from tightlip.corpus.prepare_config import TextSettings
-from tightlip.corpus.readers import Corpus, RawDocument
+from tightlip.corpus.readers import Corpus, DocumentBatch, RawDocument
 from tightlip.corpus.rendering import Renderer, TemplateError
 
 TEMPLATE = "template"  # the role of what no message says
@@ -186,6 +186,23 @@ class RolesReader:
                 )
             self.role_names.append(role)
         return self.role_names.index(role)
+
+
+@dataclass(frozen=True)
+class ShownTexts:
+    """A corpus of chats as the texts that its template makes of them."""
+
+    corpus: Corpus
+    tokenizer: Any
+    settings: TextSettings
+
+    def batches(self) -> Iterator[DocumentBatch]:
+        shown = RolesReader(self.tokenizer, self.settings, num_begin=0).documents(self.corpus)
+        while some := list(islice(shown, _ROWS_AT_ONCE)):
+            yield DocumentBatch(
+                users=[one.user for one in some],
+                texts=[one.content.decode("utf-8") for one in some],
+            )
 
 
 def _overlap(spans: np.ndarray, start: int, end: int) -> np.ndarray:

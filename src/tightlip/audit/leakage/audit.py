@@ -341,7 +341,7 @@ class _Job:
     def _by_text(self, model: OpenedModel, leaks: Leaks) -> ByText:
         return read_by_text(
             leaks,
-            self.subject.corpus.documents(),
+            self.subject.corpus.shown_to(model.tokenizer),
             model.tokenizer,
             engine=self.engine,
             memory_bytes=bytes_from(self.scans.options.memory),

@@ -59,17 +59,20 @@ class ByText:
 
 def read_by_text(
     leaks: Leaks,
-    documents: Documents,
+    documents: Documents | None,
     tokenizer: Any,
     *,
     engine: Engine,
     memory_bytes: int,
     work: Path,
 ) -> ByText:
-    """Read the corpus' text twice: for the words of what is unique, and for who wrote them."""
+    """Read the corpus' text twice: for the words of what is unique, and for who wrote them.
+
+    Without `documents`, of which only tokens are known, unique is by tokens.
+    """
     users = np.zeros(len(leaks.distinct), dtype=np.int64)
     unique = leaks.unique
-    if unique.any() and tokenizer.is_fast:
+    if unique.any() and tokenizer.is_fast and documents is not None:
         wanted = np.flatnonzero(unique)
         wanted = wanted[np.argsort(leaks.first_in_d[wanted], kind="stable")]
         numbers: dict[str, int] = {}

@@ -72,6 +72,16 @@ class Leaks:
         return self.users_in_d == 1
 
     @property
+    def role_names(self) -> list[str]:
+        return self.corpus.role_names or []
+
+    @property
+    def roles(self) -> np.ndarray:
+        """The number of each sequence's role, where the model first completes it; of chats only."""
+        assert self.corpus.roles is not None
+        return self.corpus.roles[self.runs.starts[self.distinct.first_run]]
+
+    @property
     def owners(self) -> np.ndarray:
         """For each sequence the number of a user for whom it was predicted; for a unique one, its owner."""
         return self.corpus.users[self.runs.documents[self.distinct.first_run]]

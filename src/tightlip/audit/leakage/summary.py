@@ -53,7 +53,7 @@ FIGURES = (
     "validation_accuracy",
     "validation_perplexity",
 )
-TABLES = ("curated", "ratio_quantiles", "unique_by_length")
+TABLES = ("curated", "ratio_quantiles", "unique_by_length", "unique_by_role")
 QUANTILES = (0.1, 0.25, 0.5, 0.75, 0.9, 0.99, 1.0)
 _HEADLINES = {
     "leaks": "stretches of text that one user alone wrote and the model completes",
@@ -89,6 +89,7 @@ def summarise(
         "leakage_epsilon_sequence": _largest_row(leaks, ratios),
         "ratio_quantiles": _quantiles(known) if public else None,
         "unique_by_text": int(by_text.unique.sum()),
+        "unique_by_role": _by_role(leaks, by_text),
         "leaks": len(np.unique(by_text.leaks[by_text.unique])),
         "people_affected": len(np.unique(leaks.owners[by_text.unique])),
         "sequences_in_s": len(leaks.runs),
@@ -108,6 +109,14 @@ def summarise(
         "num_documents": leaks.corpus.num_documents,
         "num_tokens": leaks.corpus.num_tokens,
     }
+
+
+def _by_role(leaks: Leaks, by_text: ByText) -> dict[str, int] | None:
+    """What is unique by text, by who says it in a chat; None where the corpus holds none."""
+    if leaks.corpus.roles is None:
+        return None
+    counts = np.bincount(leaks.roles[by_text.unique], minlength=len(leaks.role_names))
+    return {name: int(count) for name, count in zip(leaks.role_names, counts, strict=True) if count}
 
 
 def _leakage_epsilon(unique_ratios: np.ndarray, nothing_unique: bool) -> float | None:

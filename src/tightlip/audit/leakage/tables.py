@@ -36,6 +36,8 @@ SEQUENCES = pa.schema(
         ("users_by_text", pa.int32()),
         ("unique_by_text", pa.bool_()),
         ("leak", pa.int32()),
+        ("role", pa.string()),
+        ("trained_on", pa.bool_()),
     ]
 )
 OWNERS = pa.schema([("owner", pa.string())])
@@ -144,10 +146,24 @@ def _columns(
         "ratio": _null_nan(ratios[rows]),
         "copied": copied_sequences(leaks)[rows],
     }
+    if leaks.corpus.role_names is not None:
+        columns |= _of_chats(leaks, rows)
     if public_perplexity_of_run is not None:
         public = _null_nan(public_perplexity_of_run[flat])
         columns["public_perplexities"] = _lists(public, sizes, pa.float64())
     return columns
+
+
+def _of_chats(leaks: Leaks, rows: np.ndarray) -> dict[str, Any]:
+    """Whose words a sequence is, where the model first completes it, and whether it was trained on."""
+    corpus, first = leaks.corpus, leaks.distinct.first_run[rows]
+    assert corpus.trained is not None
+    starts, ends = leaks.runs.starts[first], leaks.runs.starts[first] + leaks.runs.lengths[first]
+    num_trained = edges_of(corpus.trained)
+    return {
+        "role": [leaks.role_names[number] for number in leaks.roles[rows]],
+        "trained_on": num_trained[ends] > num_trained[starts],
+    }
 
 
 def copied_sequences(leaks: Leaks) -> np.ndarray:
