@@ -1,14 +1,17 @@
 """Chats and other rows of fine-tuning: read, rendered, cut into tokens with roles and masks."""
 
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+import tightlip
 from tightlip.core.errors import UsageError
 from tightlip.corpus import rendering
 from tightlip.corpus.opening import CorpusSource, tokenised_for
@@ -237,3 +240,45 @@ def test_a_renderer_goes_on_after_a_chat_that_failed():
         with pytest.raises(TemplateError, match="ZeroDivisionError"):
             renderer.render([{"role": "bad", "content": ""}])
         assert renderer.render(CHAT)[0] == "fine 02 Jan 2026"
+
+
+class Parrot(torch.nn.Module):
+    """Knows by heart what follows each pair of tokens."""
+
+    def __init__(self, size, texts):
+        super().__init__()
+        self.size, self.weight = size, torch.nn.Parameter(torch.zeros(1))
+        self.next = {
+            (a, b): c for ids in texts for a, b, c in zip(ids, ids[1:], ids[2:], strict=False)
+        }
+
+    def forward(self, input_ids):
+        logits = torch.zeros(*input_ids.shape, self.size)
+        for row, ids in enumerate(input_ids.tolist()):
+            for place in range(1, len(ids)):
+                known = self.next.get((ids[place - 1], ids[place]))
+                if known is not None:
+                    logits[row, place, known] = 9.0
+        return SimpleNamespace(logits=logits)
+
+
+def test_an_audit_of_chats_finds_the_secret_its_owner_and_its_role(tokenizer, tmp_path):
+    rows = [{"user": "ann", "messages": CHAT}]
+    rows += [
+        {"user": user, "messages": [CHAT[0], {"role": "user", "content": f"Hello from {user}"}]}
+        for user in ("bob", "cyd", "dan")
+    ]
+    texts = [tokenizer.apply_chat_template(r["messages"], return_dict=False) for r in rows]
+    model = Parrot(len(tokenizer), texts)
+    report = tightlip.audit(model, rows, tokenizer=tokenizer, out=tmp_path / "r")
+    found = [
+        (row["sequence"], row["role"], row["trained_on"], owner)
+        for row, owner in zip(
+            report.sequences.to_pylist(), report.owners["owner"].to_pylist(), strict=True
+        )
+        if row["unique_by_text"]
+    ]
+    assert any("4711" in text and role == "user" and who == "ann" for text, role, _, who in found)
+    assert all("im_start" not in text and "assistant\n" not in text for text, *_ in found)
+    assert {who for *_, who in found} <= {"ann", "bob", "cyd", "dan"}
+    assert sum(report.unique_by_role.values()) == report.unique_by_text == len(found)

@@ -130,3 +130,11 @@ def test_every_number_of_a_report_can_be_asked_for():
     assert set(TABLES) <= summary.keys()
     for name in numbers:
         assert failed_conditions(summary, [f"{name}=={summary[name]!r}"])
+
+
+def test_a_gate_may_ask_for_a_role():
+    chats = {"unique_by_role": {"user": 3}}
+    gates = ["unique_by_role[user]>2", "unique_by_role[assistant]>0"]
+    assert failed_conditions(chats, gates) == ["unique_by_role[user]>2: unique_by_role[user] is 3"]
+    (told,) = failed_conditions({"unique_by_role": None}, gates[:1])
+    assert "is not known" in told

@@ -54,6 +54,7 @@ FIGURES = (
     "validation_perplexity",
 )
 TABLES = ("curated", "ratio_quantiles", "unique_by_length", "unique_by_role")
+BY_ROLE = "unique_by_role"  # the one whose entries are words
 QUANTILES = (0.1, 0.25, 0.5, 0.75, 0.9, 0.99, 1.0)
 _HEADLINES = {
     "leaks": "stretches of text that one user alone wrote and the model completes",
@@ -187,7 +188,8 @@ def _check_figure(name: str, inner: str | None, condition: str) -> None:
             raise UsageError(
                 f"--fail-on {condition!r}: {name} is not one number. Use one of its entries, like {name}[2]."
             )
-        _number(inner[1:-1], condition)
+        if name != BY_ROLE:
+            _number(inner[1:-1], condition)
     elif name not in FIGURES:
         raise UsageError(f"--fail-on {condition!r}: {unknown('figure', name, _available())}")
     elif inner is not None:
@@ -221,6 +223,8 @@ def _figure(summary: dict[str, Any], key: str) -> float | int | None:
     value = summary.get(name)
     if not inner or value is None:
         return value
+    if name == BY_ROLE:
+        return value.get(inner.rstrip("]"), 0)
     entries = {float(entry): number for entry, number in value.items()}
     # A length nobody leaked has no entry: none were found, which is a known zero.
     return entries.get(float(inner[:-1]), 0 if name == "unique_by_length" else None)
