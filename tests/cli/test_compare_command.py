@@ -114,7 +114,7 @@ def test_what_is_there_is_not_scanned_again(command, place, whole, tmp_path):
         (("runs/plain", "runs/again", "--key", "nokey.json"), "nokey.json"),
         (("runs/plain", "runs/again", "--tolerance", "2"), "tolerance=2 is out of range"),
         (("runs/plain", "runs/again", "--at-perplexity", "0"), "at_perplexity=0 is out of range"),
-        (("runs/plain", "runs/again", "--reference", "planted"), "no model to fingerprint"),
+        (("runs/plain", "runs/again", "--reference", "planted"), "has no config.json"),
         (("runs/plain", "runs/again", "--out", "planted"), "holds other files"),
     ],
 )

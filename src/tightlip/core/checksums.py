@@ -24,11 +24,11 @@ _lists: dict[Path, tuple[str, Listed]] = {}  # long ones, which take longer to p
 _known: dict[tuple[int, ...], str] = {}  # digests of files, by what changes when they do
 
 
-def checked(path: Path, *, complete: bool = True) -> Path:
+def checked(path: Path, *, complete: bool = True, may_lack: str | None = None) -> Path:
     """`path`, a file or a folder with files, unless what is there is not what was written.
 
-    A folder that was written whole is `complete`; in one whose files come one by one, a killed
-    process may have listed a file that it did not come to write.
+    A folder that was written whole is `complete`, but for files that end in `may_lack`; in one
+    whose files come one by one, a killed process may have listed one that it did not come to write.
 
     Holds:
         changed: whatever byte of a listed file is changed, added or cut off, it is refused.
@@ -38,7 +38,7 @@ def checked(path: Path, *, complete: bool = True) -> Path:
     folder = path if path.is_dir() else path.parent
     for each in (folder / name for name in names):
         if not os.path.lexists(each):
-            if path.is_dir() and complete:
+            if path.is_dir() and complete and each.suffix != may_lack:
                 raise DamagedError(
                     f"{each} is missing. Put a whole copy of {path} back, or make it again. If you took it away and mean it, "
                     f"delete {LIST} there."

@@ -211,7 +211,7 @@ def load_tokenizer(folder: Path | str) -> PreTrainedTokenizerBase:
     if is_adapter(folder):
         checked(folder)
     else:
-        check_folder(folder)
+        check_folder(folder, may_lack=".safetensors")  # ONNX Runtime reads weights of its own
     if not has_tokenizer(folder):
         raise UsageError(
             f"{folder} has no tokenizer: neither tokenizer.json nor tokenizer_config.json is there. "
@@ -257,7 +257,7 @@ def read_configuration(folder: Path) -> PreTrainedConfig:
         return AutoConfig.from_pretrained(str(folder), **FROM_THE_FOLDER_ONLY)
 
 
-def check_folder(folder: Path) -> None:
+def check_folder(folder: Path, *, may_lack: str | None = None) -> None:
     if not folder.is_dir():
         raise UsageError(
             f"{folder} is not a folder. Models are read from disk only: give the path of a folder written by "
@@ -275,7 +275,7 @@ def check_folder(folder: Path) -> None:
                 f"{path} is neither a file nor a folder: a link that leads nowhere, a pipe or a device. Remove it, or copy the "
                 "model again."
             )
-    checked(folder)
+    checked(folder, may_lack=may_lack)
 
 
 def is_adapter(folder: Path) -> bool:

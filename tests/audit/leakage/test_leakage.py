@@ -29,6 +29,8 @@ SCHEMA = {
     "users_by_text": "int32",
     "unique_by_text": "bool",
     "leak": "int32",
+    "role": "string",
+    "trained_on": "bool",
 }
 SECRETS = [
     ("ann", "my zither ends in 4 4 1 2 and no other"),
