@@ -40,6 +40,7 @@ ALWAYS_UNPACKED_BYTES = 100_000_000
 _TEXT_KINDS = {".jsonl": "json", ".ndjson": "json", ".json": "json", ".csv": "csv"}
 _KINDS = _TEXT_KINDS | {".parquet": "parquet", ".pq": "parquet", ".arrow": "arrow"}
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+_SEPARATORS, _DECODER, _READ_AT_ONCE = re.compile(r"[\s,]*"), json.JSONDecoder(), 1 << 20
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")  # a pair is a character, half a pair is nothing
 
 
@@ -295,21 +296,44 @@ class _Lines:
 
 def _json_rows(path: Path) -> Iterator[tuple[int, Row]]:
     with _opened(path) as stream:
-        blank_so_far = True
+        first = stream.peek(4096).removeprefix(_BYTE_ORDER_MARK).lstrip()  # type: ignore[attr-defined]
+        if first.startswith(b"["):
+            yield from enumerate(_array_rows(path, stream), 1)
+            return
         lines = _Lines(path, stream)
         for number, line in enumerate(lines, 1):
             lines.held = 0
             if number == 1:
                 line = line.removeprefix(_BYTE_ORDER_MARK)
-            if not line or line.isspace():
-                continue
-            if blank_so_far and line.lstrip().startswith(b"["):
+            if line and not line.isspace():
+                yield number, _json_row(line)
+
+
+def _array_rows(path: Path, stream: BinaryIO) -> Iterator[Row]:
+    """The elements of one JSON array, of which one is held at a time, and what was read with it."""
+    # A byte that is not UTF-8 becomes a lone surrogate, so that its row can be named.
+    reader = io.TextIOWrapper(stream, encoding="utf-8-sig", errors="surrogateescape")
+    text, place = reader.read(_READ_AT_ONCE).lstrip(), 1  # behind the bracket
+    while True:
+        place = _SEPARATORS.match(text, place).end()  # type: ignore[union-attr]
+        if text.startswith("]", place):
+            return
+        try:
+            row, place = _DECODER.raw_decode(text, place)
+        except RecursionError:
+            raise UsageError(
+                f"{path} is nested too deeply to be rows. Write one object per line."
+            ) from None
+        except ValueError as error:
+            if not (more := reader.read(_READ_AT_ONCE)):
                 raise UsageError(
-                    f"{path} holds one JSON array; JSON Lines is needed, one object per line. "
-                    f"Convert it: jq -c '.[]' {path.name} > {path.stem}.jsonl"
-                )
-            blank_so_far = False
-            yield number, _json_row(line)
+                    f"{path} is no whole JSON array ({_one_line(error)}): it is cut off, or has a comma or a quote too few."
+                ) from error
+            text, place = text[place:] + more, 0
+            if len(text) > MAX_ROW_BYTES:
+                raise _too_long(str(path)) from error
+        else:
+            yield _checked_row(row)
 
 
 def _json_row(line: bytes) -> Row:
@@ -321,6 +345,10 @@ def _json_row(line: bytes) -> Row:
         return NOT_UTF8
     except (ValueError, RecursionError) as error:
         return Fault(f"is not JSON ({_one_line(error)}); JSON Lines has one object per line")
+    return _checked_row(row)
+
+
+def _checked_row(row: Any) -> Row:
     if not isinstance(row, dict):
         return Fault(f"is JSON but no object of columns and values ({type(row).__name__})")
     if len(row) > MAX_COLUMNS:

@@ -308,16 +308,31 @@ def _in_memory(source: Any, columns: TextSettings) -> tuple[str, list[Part]]:
     name = "the table given"
     if type(source).__name__ == "DataFrame" and hasattr(source, "to_parquet"):
         name, source = "the data frame given", _from_pandas(source)
-    if hasattr(source, "with_format") and hasattr(source, "data"):  # a datasets.Dataset
-        name, source = "the dataset given", source.with_format("arrow")[:]
+    if isinstance(source, dict) and source and all(map(_is_dataset, source.values())):
+        raise UsageError(
+            f"The dataset given holds {len(source)} splits: {', '.join(map(str, source))}. Give one: dataset[{next(iter(source))!r}]"
+        )
+    if _is_dataset(source):
+        batches = source.with_format("arrow").iter
+        name = "the dataset given"
+        _check_columns(name, source.features.arrow_schema, columns)
+        rows = lambda: table_rows(b for t in batches(MAX_BATCH_ROWS) for b in t.to_batches())  # noqa: E731
+        return name, [Part(name, rows)]
     if not isinstance(source, pa.Table):
         raise UsageError(
             f"A corpus cannot be read from a {type(source).__name__}. Give a path, a pyarrow Table, "
-            "a pandas DataFrame, or a list of dicts or (user, text) pairs."
+            "a pandas DataFrame, a datasets.Dataset, or a list of dicts or (user, text) pairs."
         )
     _check_columns(name, source.schema, columns)
     table = source
     return name, [Part(name, lambda: table_rows(iter(table.to_batches())))]
+
+
+def _is_dataset(source: Any) -> bool:
+    """Whether it is a `datasets.Dataset`, by its look: the library need not be there."""
+    return (
+        hasattr(source, "with_format") and hasattr(source, "features") and hasattr(source, "iter")
+    )
 
 
 def _from_pandas(frame: Any) -> pa.Table:
