@@ -207,6 +207,12 @@ def test_without_a_template_chats_are_refused_with_what_to_give(tokenizer, tmp_p
         read([{"user": "a", "messages": CHAT}], plain, tmp_path)
 
 
+@pytest.mark.parametrize("path", ["/dev/zero", "/nowhere", "/tmp"])
+def test_a_template_that_is_no_file_is_refused(path, tokenizer, tmp_path):
+    with pytest.raises(UsageError, match="as a chat template is"):
+        read([{"user": "a", "messages": CHAT}], tokenizer, tmp_path, chat_template=path)
+
+
 def test_what_reads_plain_text_refuses_chats():
     corpus = open_corpus([{"user": "a", "messages": CHAT}], format="auto")
     with pytest.raises(UsageError, match="holds messages, and this reads plain text"):

@@ -17,6 +17,7 @@ from tightlip.corpus.rendering import Renderer, TemplateError
 
 TEMPLATE = "template"  # the role of what no message says
 _ROWS_AT_ONCE = 500
+MOST_TEMPLATE_BYTES = 1_000_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,11 +213,16 @@ def _overlap(spans: np.ndarray, start: int, end: int) -> np.ndarray:
 
 def _template(tokenizer: Any, settings: TextSettings) -> str:
     if settings.chat_template is not None:
+        path = Path(settings.chat_template)
+        if not path.is_file() or path.stat().st_size > MOST_TEMPLATE_BYTES:
+            raise UsageError(
+                f"{path} is not a file of at most {MOST_TEMPLATE_BYTES:,} bytes, as a chat template is. Give the path of one."
+            )
         try:
-            return Path(settings.chat_template).read_text(encoding="utf-8")
+            return path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise UsageError(
-                f"{settings.chat_template} cannot be read ({type(error).__name__}). Give the path of a template."
+                f"{path} cannot be read ({type(error).__name__}). Give the path of a chat template."
             ) from error
     own = getattr(tokenizer, "chat_template", None)
     if isinstance(own, dict):
