@@ -278,13 +278,6 @@ def test_skipping_everything_says_why(tmp_path):
         everything(open_corpus(path, bad_rows="skip"))
 
 
-def test_a_json_array_is_told_about_json_lines(tmp_path):
-    path = tmp_path / "c.json"
-    path.write_text(json.dumps(ROWS, indent=1))
-    with pytest.raises(UsageError, match=r"JSON Lines is needed.*jq"):
-        everything(open_corpus(path, bad_rows="skip"))
-
-
 def test_an_open_quote_in_csv_swallows_nothing(tmp_path):
     path = tmp_path / "c.csv"
     path.write_text('user,text\na,fine\nb,"open\nc,lost\n')
