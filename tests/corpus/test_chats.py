@@ -240,6 +240,14 @@ def test_a_hostile_template_ends_with_a_clear_error_in_time(template, monkeypatc
         assert renderer.render(CHAT)[0] == "system"
 
 
+def test_a_template_that_complains_quotes_no_chat():
+    template = "{{ raise_exception('roles must alternate: ' ~ messages[1].content) }}"
+    renderer = Renderer(template, date="2026-01-01", values={})
+    with renderer, pytest.raises(TemplateError) as refused:
+        renderer.render(CHAT)
+    assert "4711" not in str(refused.value)
+
+
 def test_a_renderer_goes_on_after_a_chat_that_failed():
     template = "{% if messages[0].role == 'bad' %}{{ 1 // 0 }}{% endif %}fine {{ strftime_now('%d %b %Y') }}"
     with Renderer(template, date="2026-01-02", values={}) as renderer:

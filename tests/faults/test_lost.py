@@ -159,3 +159,17 @@ def test_an_out_that_leads_nowhere_is_refused_in_words(place, command):
     ran = command("audit", "run", "--out", "loop/report", place=place)
     assert ran.status == 2
     assert "leads nowhere" in ran.refusal
+
+
+@pytest.mark.parametrize("file", ["ledger.json", "log.txt", "metrics.jsonl"])
+def test_a_pipe_in_the_place_of_a_record_hangs_nobody(place, command, file):
+    shutil.rmtree(place / "checked/model")  # as if it were not finished
+    (place / "checked" / file).unlink(missing_ok=True)
+    os.mkfifo(place / "checked" / file)
+    flags = ("--mitigation", "dp", "--epsilon", "8", "--unit", "example", "--allow-unproved")
+    words = ("train", "corpus.parquet", "--out", "checked", *SMALL, *flags)
+    for each in ((*words, "--dp-check-canaries", "20"), ("ledger", "checked")):
+        ran = command(*each, place=place, kill_after=30)
+        assert ran.status in (0, 2, 3), (ran.status, ran.err)
+        if file == "ledger.json":
+            assert ran.status == 3, ran.err

@@ -297,6 +297,8 @@ def write_json(path: Path, value: Any, *, alone: bool = False) -> None:
 
 def read_text(path: Path) -> str:
     """What a text file of ours holds."""
+    if path.exists() and not path.is_file():  # a pipe would never end
+        raise _damaged(path, "it is not a file")
     try:
         return checked(path).read_text(encoding="utf-8")
     except UnicodeDecodeError as error:

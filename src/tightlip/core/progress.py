@@ -148,12 +148,15 @@ class _WhenNeeded(logging.FileHandler):
     """A file that is not there before its first line, nor where its folder never came to be."""
 
     def _open(self):  # type: ignore[no-untyped-def]
-        descriptor = os.open(self.baseFilename, os.O_CREAT | os.O_APPEND | os.O_WRONLY, OWNER_FILE)
+        descriptor = os.open(
+            self.baseFilename, os.O_CREAT | os.O_APPEND | os.O_WRONLY | os.O_NONBLOCK, OWNER_FILE
+        )
         return os.fdopen(descriptor, "a", encoding="utf-8")
 
     def emit(self, record: logging.LogRecord) -> None:
         if Path(self.baseFilename).parent.is_dir():
-            super().emit(record)
+            with suppress(OSError):  # a pipe that nobody reads, in the place of the log
+                super().emit(record)
 
     def handleError(self, record: logging.LogRecord) -> None:
         """A line that finds no room is left out: the files that count say that the disk is full."""

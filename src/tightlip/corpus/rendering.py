@@ -144,10 +144,11 @@ def _serve() -> None:
         most = pages * os.sysconf("SC_PAGE_SIZE") + MOST_MEMORY
         resource.setrlimit(resource.RLIMIT_AS, (most, most))
     _send(sys.stdout.buffer, {})
+    begin = _next_request()
     try:
-        render = _renderer(_next_request())  # Jinja works out what is constant as it compiles
+        render = _renderer(begin)  # Jinja works out what is constant as it compiles
     except Exception as error:
-        _send(sys.stdout.buffer, {"error": _in_a_line(error)})
+        _send(sys.stdout.buffer, {"error": _in_a_line(error, begin["template"])})
         return
     _send(sys.stdout.buffer, {})
     while True:
@@ -158,7 +159,7 @@ def _serve() -> None:
                 raise ValueError(f"it writes more than {MOST_BYTES:,} bytes")
             answer = {"text": text, "generated": generated}
         except Exception as error:
-            answer = {"error": _in_a_line(error)}
+            answer = {"error": _in_a_line(error, begin["template"])}
         _send(sys.stdout.buffer, answer)
 
 
@@ -169,12 +170,12 @@ def _next_request() -> Any:
     return json.loads(sys.stdin.buffer.read(int.from_bytes(size, "little")))
 
 
-def _in_a_line(error: Exception) -> str:
-    """What kind of error, and for a template's own complaint its words: others may quote a chat."""
-    from jinja2 import TemplateError as Complaint
+def _in_a_line(error: Exception, template: str) -> str:
+    """What kind of error; and its words where the template itself holds them, or before any chat was
+    shown: others may quote one."""
     from jinja2 import TemplateSyntaxError
 
-    if isinstance(error, TemplateSyntaxError) or type(error) is Complaint:
+    if isinstance(error, TemplateSyntaxError) or (str(error) and str(error) in template):
         return " ".join(f"{type(error).__name__}: {error}".split())[:200]
     return type(error).__name__
 

@@ -200,7 +200,7 @@ class Training:
             "validation_loss_nats": None,
             "validation_perplexity": None,
             "validation_accuracy": None,
-            "learning_rate": self.plan.learning_rate(progress.step - 1),
+            "learning_rate": self.plan.learning_rate(max(0, progress.step - 1)),
             "seconds": round(progress.seconds, 3),
         }
         private = self.config.mitigation.is_private
