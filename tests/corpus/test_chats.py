@@ -296,3 +296,40 @@ def test_an_audit_of_chats_finds_the_secret_its_owner_and_its_role(tokenizer, tm
     assert all("im_start" not in text and "assistant\n" not in text for text, *_ in found)
     assert {who for *_, who in found} <= {"ann", "bob", "cyd", "dan"}
     assert sum(report.unique_by_role.values()) == report.unique_by_text == len(found)
+
+
+@pytest.mark.parametrize(
+    ("row", "asked"),
+    [
+        ({"prompt": "a", "completion": " b"}, "assistant"),
+        ({"prompt": "a", "completion": " b"}, "labels"),
+        ({"messages": CHAT}, "labels"),
+        ({"messages": CHAT}, "completion"),
+        ({"input_ids": [5, 6]}, "completion"),
+        ({"input_ids": [5, 6]}, "labels"),
+        ({"text": "plain"}, "assistant"),
+    ],
+)
+def test_a_question_that_the_rows_do_not_answer_is_refused(row, asked, tokenizer, tmp_path):
+    with pytest.raises(UsageError, match="trained_on"):
+        read([{"user": "a"} | row], tokenizer, tmp_path, trained_on=asked)
+
+
+def test_rows_of_two_kinds_are_refused(tokenizer, tmp_path):
+    rows = [{"user": "a", "prompt": "x", "completion": "y"}]
+    rows += [{"user": "a", "prompt": CHAT[:2], "completion": CHAT[2:]}]
+    with pytest.raises(UsageError, match="row 2 is of another kind"):
+        read(rows, tokenizer, tmp_path)
+
+
+def test_the_begin_token_counts_towards_what_training_kept(tokenizer, tmp_path):
+    ids = tokenizer("abcdefgh ijkl", add_special_tokens=False)["input_ids"]
+    rows = [{"user": "a", "prompt": "abcdefgh", "completion": " ijkl"}]
+    ((_, stretches),) = read(rows, tokenizer, tmp_path, trained_on="all", max_length=4)
+    assert "".join(t for t, _, trained in stretches if trained) == tokenizer.decode(ids[:3])
+
+
+def test_what_somebody_wrote_in_a_roles_place_is_not_told(tokenizer, tmp_path):
+    chat = [{"role": "my PIN is 4711", "content": "hello"}]
+    ((_, stretches),) = read([{"user": "a", "messages": chat}], tokenizer, tmp_path)
+    assert ("hello", "other", True) in stretches

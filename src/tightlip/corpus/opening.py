@@ -107,6 +107,7 @@ def tokenised_for(
         shutil.rmtree(folder)
     documents = source.documents()
     if documents.format == "text":
+        _check_plain(source)
         corpus = tokenize_documents(documents.batches(), tokenizer, folder, with_spans=with_spans)
     elif with_spans:
         raise UsageError(
@@ -114,10 +115,22 @@ def tokenised_for(
             "tokenizer cannot be set beside it. Give a public model with the same tokenizer."
         )
     else:
-        reader = RolesReader(tokenizer, TextSettings(**source.columns), num_begin=0)
+        reader = RolesReader(tokenizer, TextSettings(**source.columns))
         corpus = write_role_tokens(reader, documents, tokenizer, folder)
     write_json(key_file, {"key": key, "num_skipped": documents.num_skipped})
     return corpus
+
+
+def _check_plain(source: CorpusSource) -> None:
+    """Refuse what only rows of chats, prompts or tokens can answer."""
+    asked = {name: source.columns.get(name) for name in ("trained_on", "max_length")}
+    if asked["trained_on"] in (None, "auto", "all") and asked["max_length"] is None:
+        return
+    name = "max_length" if asked["max_length"] is not None else "trained_on"
+    raise UsageError(
+        f"{name}={asked[name]!r} is about rows of chats, prompts or tokens, and the corpus is plain text, all of which was "
+        "trained on. Leave it out, or say what the rows are: --format"
+    )
 
 
 def num_skipped(folder: Path) -> int:

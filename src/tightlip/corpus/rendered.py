@@ -15,7 +15,18 @@ from tightlip.corpus.prepare_config import TextSettings
 from tightlip.corpus.readers import Corpus, DocumentBatch, RawDocument
 from tightlip.corpus.rendering import Renderer, TemplateError
 
-TEMPLATE = "template"  # the role of what no message says
+# The first is of what no message says, the last of roles that have no usual name: a report without
+# text must not tell what somebody wrote in a role's place.
+ROLES = (
+    *("template", "system", "developer", "user", "assistant", "model", "tool", "function"),
+    *("prompt", "completion", "text", "other"),
+)
+# Which of a row's kinds know what each setting asks for.
+_KNOWN_OF = {
+    "completion": (PlainText, Conversation),
+    "assistant": (Conversation,),
+    "labels": (TokenRow,),
+}
 _ROWS_AT_ONCE = 500
 MOST_TEMPLATE_BYTES = 1_000_000
 
@@ -48,11 +59,11 @@ class RolesReader:
         named: a row that the template does not take is an error with its place.
     """
 
-    def __init__(self, tokenizer: Any, settings: TextSettings, *, num_begin: int) -> None:
-        """`num_begin` tokens stood before each text in training, and count towards its length."""
-        self.role_names = [TEMPLATE]
-        self.begins_itself = False  # until a chat, or tokens, have come
-        self._tokenizer, self._settings, self._num_begin = tokenizer, settings, num_begin
+    def __init__(self, tokenizer: Any, settings: TextSettings) -> None:
+        self.role_names = list(ROLES)
+        self.begins_itself = False  # as the first row tells: chats and tokens hold what begins them
+        self._kind: type | None = None
+        self._tokenizer, self._settings = tokenizer, settings
         self._encoder = Encoder(tokenizer, with_spans=True)
 
     def documents(self, corpus: Corpus) -> Iterator[RoleTokens]:
@@ -76,7 +87,7 @@ class RolesReader:
             yield self._from_ids(row) if one is None else self._from_text(row, one, *next(encoded))
 
     def _shown(self, row: RawDocument, renderer: Renderer) -> _Shown | None:
-        self.begins_itself = not isinstance(row.document, PlainText)
+        self._check_kind(row)
         if isinstance(row.document, TokenRow):
             return None
         if isinstance(row.document, PlainText):
@@ -86,6 +97,20 @@ class RolesReader:
             places = said if end is not None else [(0, len(text), "text")]
             return _Shown(text=text, places=places, trained=[(start, len(text))])
         return self._rendered(row, row.document, renderer)
+
+    def _check_kind(self, row: RawDocument) -> None:
+        """Refuse rows of two kinds, which begin differently, and a question that they do not answer."""
+        kind, asked = type(row.document), self._settings.trained_on
+        self._kind = self._kind or kind
+        self.begins_itself = kind is not PlainText
+        if kind is not self._kind:
+            raise UsageError(
+                f"{row.where} is of another kind than the rows before: texts and lists of messages do not mix. Write all alike."
+            )
+        if kind not in _KNOWN_OF.get(asked, (kind,)):
+            raise UsageError(
+                f"{row.where} does not tell what trained_on={asked!r} asks for. Use auto or all."
+            )
 
     def _rendered(self, row: RawDocument, chat: Conversation, renderer: Renderer) -> _Shown:
         by_template = self._settings.trained_on == "assistant"
@@ -176,17 +201,12 @@ class RolesReader:
         trained: np.ndarray,
     ) -> RoleTokens:
         if self._settings.max_length is not None:
-            trained[max(0, self._settings.max_length - self._num_begin) :] = 0
+            num_before = int(not self.begins_itself and self._tokenizer.bos_token_id is not None)
+            trained[max(0, self._settings.max_length - num_before) :] = 0
         return RoleTokens(user=row.user, content=content, ids=ids, roles=roles, trained=trained)
 
     def _number(self, role: str) -> int:
-        if role not in self.role_names:
-            if len(self.role_names) > 100:
-                raise UsageError(
-                    "The chats have over 100 roles. A role is user, assistant or the like."
-                )
-            self.role_names.append(role)
-        return self.role_names.index(role)
+        return ROLES.index(role if role in ROLES[1:] else "other")
 
 
 @dataclass(frozen=True)
@@ -198,7 +218,7 @@ class ShownTexts:
     settings: TextSettings
 
     def batches(self) -> Iterator[DocumentBatch]:
-        shown = RolesReader(self.tokenizer, self.settings, num_begin=0).documents(self.corpus)
+        shown = RolesReader(self.tokenizer, self.settings).documents(self.corpus)
         while some := list(islice(shown, _ROWS_AT_ONCE)):
             yield DocumentBatch(
                 users=[one.user for one in some],
