@@ -37,6 +37,7 @@ class RoleTokens:
 
     user: str
     content: bytes  # what the corpus' fingerprint is of
+    spoken: str  # the text with line breaks in the place of what no message says
     ids: np.ndarray
     roles: np.ndarray
     trained: np.ndarray
@@ -176,7 +177,7 @@ class RolesReader:
         trained = np.zeros(len(ids), np.int8)
         for start, end in shown.trained:
             trained[_overlap(spans, start, end)] = 1
-        return self._made(row, shown.text.encode("utf-8"), ids, roles, trained)
+        return self._made(row, shown.text.encode("utf-8"), ids, roles, trained, _spoken(shown))
 
     def _from_ids(self, row: RawDocument) -> RoleTokens:
         assert isinstance(row.document, TokenRow)
@@ -199,11 +200,14 @@ class RolesReader:
         ids: np.ndarray,
         roles: np.ndarray,
         trained: np.ndarray,
+        spoken: str = "",
     ) -> RoleTokens:
         if self._settings.max_length is not None:
             num_before = int(not self.begins_itself and self._tokenizer.bos_token_id is not None)
             trained[max(0, self._settings.max_length - num_before) :] = 0
-        return RoleTokens(user=row.user, content=content, ids=ids, roles=roles, trained=trained)
+        return RoleTokens(
+            user=row.user, content=content, ids=ids, roles=roles, trained=trained, spoken=spoken
+        )
 
     def _number(self, role: str) -> int:
         return ROLES.index(role if role in ROLES[1:] else "other")
@@ -211,19 +215,28 @@ class RolesReader:
 
 @dataclass(frozen=True)
 class ShownTexts:
-    """A corpus of chats as the texts that its template makes of them."""
+    """A corpus of chats as the texts that its template makes of them, or what was `spoken` in them:
+    the template's own words are nobody's."""
 
     corpus: Corpus
     tokenizer: Any
     settings: TextSettings
+    spoken: bool = False
 
     def batches(self) -> Iterator[DocumentBatch]:
         shown = RolesReader(self.tokenizer, self.settings).documents(self.corpus)
         while some := list(islice(shown, _ROWS_AT_ONCE)):
             yield DocumentBatch(
                 users=[one.user for one in some],
-                texts=[one.content.decode("utf-8") for one in some],
+                texts=[one.spoken if self.spoken else one.content.decode("utf-8") for one in some],
             )
+
+
+def _spoken(shown: _Shown) -> str:
+    said = np.zeros(len(shown.text), bool)
+    for start, end, _ in shown.places:
+        said[start:end] = True
+    return "".join(c if kept else "\n" for c, kept in zip(shown.text, said, strict=True))
 
 
 def _overlap(spans: np.ndarray, start: int, end: int) -> np.ndarray:

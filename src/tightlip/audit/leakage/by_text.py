@@ -33,6 +33,7 @@ from tightlip.core.errors import UsageError
 from tightlip.core.progress import task
 from tightlip.corpus.encoding import Encoder
 from tightlip.corpus.readers import DocumentBatch
+from tightlip.corpus.rendered import ShownTexts
 from tightlip.corpus.shared_text import Documents
 from tightlip.corpus.tokens import TokenizedCorpus
 
@@ -82,7 +83,9 @@ def read_by_text(
         asked = Sequences(
             tokens=queries.tokens, offsets=edges_of(np.diff(queries.offsets)[has_word])
         )
-        corpus = _corpus_of_words(leaks.corpus, documents, numbers, work)
+        # What a template wrote in everybody's chats would make a user's own word everybody's.
+        spoken = replace(documents, spoken=True) if isinstance(documents, ShownTexts) else documents
+        corpus = _corpus_of_words(leaks.corpus, spoken, numbers, work)
         enough = max(memory_bytes, engine.workers * least_memory(corpus))
         counts = count_in_corpus(corpus, asked, engine, enough, "Counting words")
         users[wanted[has_word]] = counts.users
