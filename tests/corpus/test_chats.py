@@ -1,6 +1,7 @@
 """Chats and other rows of fine-tuning: read, rendered, cut into tokens with roles and masks."""
 
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -298,21 +299,14 @@ def test_an_audit_of_chats_finds_the_secret_its_owner_and_its_role(tokenizer, tm
     assert sum(report.unique_by_role.values()) == report.unique_by_text == len(found)
 
 
-def test_a_word_that_only_the_template_says_to_others_is_its_users_own(tokenizer, tmp_path):
-    """Every chat has the template's word "assistant"; one person wrote it."""
-    rows = [
-        {"user": user, "messages": [{"role": "user", "content": said}, CHAT[2]]}
-        for user, said in [("ann", "assistant"), ("bob", "4711 0815"), ("cyd", "0815")]
-    ]
-    texts = [tokenizer.apply_chat_template(r["messages"], return_dict=False) for r in rows]
-    model = Parrot(len(tokenizer), texts)
-    report = tightlip.audit(model, rows, tokenizer=tokenizer, out=tmp_path / "r")
-    whose = {
-        row["sequence"].strip(): row["users_by_text"]
-        for row in report.sequences.to_pylist()
-        if row["users_in_d"] == 1
-    }
-    assert {users for text, users in whose.items() if "assis" in text} <= {1}
+def test_what_the_template_says_is_nobodys_word(tokenizer):
+    rows = [{"user": "ann", "messages": CHAT}]
+    shown = CorpusSource(rows, {"format": "auto"}).shown_to(tokenizer)
+    (batch,) = shown.batches()
+    (spoken,) = replace(shown, spoken=True).batches()
+    assert batch.texts == [tokenizer.apply_chat_template(CHAT, tokenize=False)]
+    assert spoken.texts[0].split() == " ".join(m["content"] for m in CHAT).split()
+    assert len(spoken.texts[0]) == len(batch.texts[0])
 
 
 @pytest.mark.parametrize(
