@@ -9,14 +9,16 @@ from typing import TYPE_CHECKING, Any
 import tightlip
 from tightlip.audit.compared import Row
 from tightlip.audit.leakage.summary import LeakageReport
+from tightlip.audit.measures import MEASURES
 from tightlip.audit.settings import Matching, ResamplingSettings
 from tightlip.core.errors import UsageError
 from tightlip.core.files import claimed, make_private_folder, names_in, write_json, write_text
-from tightlip.core.run_folder import RunRecord
 from tightlip.core.settings import split_settings
 from tightlip.corpus.prepare import PreparedCorpus
+from tightlip.corpus.prepare_config import TextSettings
 from tightlip.corpus.privacy_weights import PrivacyWeights
 from tightlip.scan.options import ModelSettings
+from tightlip.scan.store import SCAN
 
 if TYPE_CHECKING:
     from tightlip.vectors.attack_runs import AttackReport
@@ -70,8 +72,10 @@ class Comparison:
 
 
 def compare(
-    runs: Sequence[str | Path | RunRecord],
+    models: Sequence[Any],
     *,
+    corpus: Any = None,
+    held_out: Any = None,
     key: str | Path | Sequence[str | Path] | None = None,
     reference: str | Path | None = None,
     out: str | Path = "comparison",
@@ -80,26 +84,38 @@ def compare(
     keep_scan: bool = True,
     **settings: Any,
 ) -> Comparison:
-    """Utility, leakage, cost and promise of several runs, and which of them may be compared.
+    """Utility, leakage, cost and promise of several models, and which of them may be compared.
 
-    What is not yet measured is measured now and kept in each run's `measures/`, and the scans
-    behind it in its `scan/` unless `keep_scan` is False. `key` are files of canaries, `reference`
-    a model that never saw the text. `notes` are printed on top of the page. `settings` are those
-    of Matching, ResamplingSettings and ModelSettings: with `at_perplexity` a run stands for its first snapshot
-    that is at least as good.
+    `models` are runs, folders of other models, and reports that an audit left. `corpus` is the text
+    that the other models were trained on, `held_out` text that they were not; by default those of
+    the first run. What is not yet measured is measured now and kept in each run's `measures/`, or
+    that of `out`, and the scans behind it in `scan/` beside it unless `keep_scan` is False. `key`
+    are files of canaries, `reference` a model that never saw the text. `notes` are printed on top of
+    the page. `settings` are those of Matching, ResamplingSettings, ModelSettings and TextSettings:
+    with `at_perplexity` a run stands for its first snapshot that is at least as good.
 
     Holds:
         goes_on: killed and started again, it measures only what is missing.
-        silent: what is written to `out` holds no text and no user's name.
+        silent: what is printed, and the files of the comparison, hold no text and no user's name.
     """
-    from tightlip.audit.comparison import compare_runs
+    from tightlip.audit.comparison import compare_models
 
-    kinds = (Matching, ResamplingSettings, ModelSettings)
-    matching, resampling, how = split_settings(settings, *kinds)
+    kinds = (Matching, ResamplingSettings, ModelSettings, TextSettings)
+    matching, resampling, how, columns = split_settings(settings, *kinds)
     measuring: dict[str, Any] = {"key": key, "reference": reference, "device": device, **how.tree()}
     with claimed(Path(out)):
         folder = _free(Path(out))
-        rows = compare_runs(runs, matching, resampling, keep_scan=keep_scan, **measuring)
+        rows = compare_models(
+            models,
+            matching,
+            resampling,
+            folder=folder,
+            corpus=corpus,
+            held_out=held_out,
+            columns=columns.tree(),
+            keep_scan=keep_scan,
+            **measuring,
+        )
         made = Comparison(folder=folder, rows=rows, matching=matching, notes=tuple(notes))
         _write_comparison(made)
     return made
@@ -110,7 +126,7 @@ def _free(folder: Path) -> Path:
     if folder.exists() and not folder.is_dir():
         raise UsageError(f"{folder} is a file. Give --out a folder.")
     there = names_in(folder)
-    if there and not there & {CSV, JSON, PAGE}:
+    if there and not there & {CSV, JSON, PAGE, MEASURES, SCAN}:
         raise UsageError(
             f"{folder} holds other files, and a comparison would be mixed among them. Give --out a "
             "new or empty folder."

@@ -16,6 +16,7 @@ import tightlip
 from animals import WORDS
 from cli.held_out_runs import documents, prepared
 from tightlip.audit.measures import Audited, Measuring, open_key
+from tightlip.audit.subjects import of_run
 from tightlip.core.registry import look_up, names_of
 from tightlip.core.run_folder import DP_CHECK, begin_run, open_run, write_ledger
 from tightlip.corpus.canaries import CheckKey, read_check_key, write_check_key
@@ -86,9 +87,7 @@ def figures_of(audit, place, name):
     )
     with scans_of_run(run, device="cpu", keep=True) as scans:
         work = place / f"work-{name}"
-        audited = Audited(
-            run=run, model=run.model_folder, measuring=measuring, scans=scans, work=work
-        )
+        audited = Audited(subject=of_run(run), measuring=measuring, scans=scans, work=work)
         return audit.figures(audited)
 
 

@@ -20,7 +20,7 @@ from tightlip.audit.group_figures import (
     top_and_low,
     user_rows,
 )
-from tightlip.scan.models import DocumentScores
+from tightlip.scan.document_scores import DocumentScores
 
 
 def scores_of(losses, tokens):

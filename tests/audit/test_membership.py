@@ -28,7 +28,7 @@ from tightlip.core.resampling import check_num_bootstraps, interval, tail_share,
 from tightlip.corpus.opening import standing_in_both
 from tightlip.corpus.tokens import TokenizedCorpus
 from tightlip.scan import store
-from tightlip.scan.models import DocumentScores, document_scores
+from tightlip.scan.document_scores import DocumentScores, document_scores
 from tightlip.scan.scanner import Scanner
 
 VOCABULARY, BOS = 12, 11

@@ -107,7 +107,7 @@ def test_a_ghost_is_what_a_model_asked_from_scratch_says(kind):
     longest = 0
     for seed in range(3):
         model = model_of(kind, len(tokenizer), seed)
-        completer = Completer(model, tokenizer)
+        completer = Completer(model, tokenizer, begin_id=tokenizer.bos_token_id)
         for text in [
             "",
             "The cat",
@@ -131,7 +131,9 @@ def test_a_ghost_is_what_a_model_asked_from_scratch_says(kind):
 @pytest.mark.parametrize("seed", range(4))
 def test_a_ghost_stands_behind_what_was_typed(vocabulary, seed):
     tokenizer = tokenizer_of(vocabulary)
-    completer = Completer(model_of("lstm", len(tokenizer), seed), tokenizer)
+    completer = Completer(
+        model_of("lstm", len(tokenizer), seed), tokenizer, begin_id=tokenizer.bos_token_id
+    )
     num_exact = 0
     for text in LINES:
         ghost = completer.complete(text)
@@ -148,7 +150,9 @@ def test_a_ghost_stands_behind_what_was_typed(vocabulary, seed):
 @pytest.mark.parametrize("seed", range(5))
 def test_every_ghost_of_words_encodes_to_what_was_predicted(seed):
     tokenizer = tokenizer_of("words")
-    completer = Completer(model_of("gru", len(tokenizer), seed), tokenizer)
+    completer = Completer(
+        model_of("gru", len(tokenizer), seed), tokenizer, begin_id=tokenizer.bos_token_id
+    )
     assert all(completer.complete(text).exact for text in LINES)
 
 
@@ -156,7 +160,7 @@ def test_every_ghost_of_words_encodes_to_what_was_predicted(seed):
 def test_a_half_typed_word_becomes_the_most_likely_that_begins_so(seed):
     tokenizer = tokenizer_of("words")
     model = model_of("lstm", len(tokenizer), seed)
-    completer = Completer(model, tokenizer)
+    completer = Completer(model, tokenizer, begin_id=tokenizer.bos_token_id)
     vocabulary = tokenizer.get_vocab()
     for before, begun in [
         ("The ", "ca"),
@@ -195,7 +199,7 @@ def test_pieces_of_words_are_completed_with_the_space_before_them(kind):
     torch.manual_seed(0)
     model = LSTMForCausalLM(LSTMConfig(len(tokenizer), 32, 64, 1))
     learn(model, tokenizer, SENTENCES[0])
-    completer = Completer(model, tokenizer, TabConfig(tokens=40))
+    completer = Completer(model, tokenizer, TabConfig(tokens=40), begin_id=tokenizer.bos_token_id)
     for cut in range(3, len(SENTENCES[0]) - 1):
         typed = SENTENCES[0][:cut]
         assert typed + completer.complete(typed).text == SENTENCES[0]
@@ -215,11 +219,15 @@ def learn(model, tokenizer, *texts, steps=120):
 def test_a_ghost_stops_before_the_first_token_below_the_confidence():
     tokenizer = tokenizer_of("words")
     model = model_of("lstm", len(tokenizer), 1)
-    ghost = Completer(model, tokenizer).complete("The cat", whole=True)
+    ghost = Completer(model, tokenizer, begin_id=tokenizer.bos_token_id).complete(
+        "The cat", whole=True
+    )
     assert len(ghost.token_ids) > 3
     between = math.exp(ghost.log_probs[2]) + 1e-6
     expected = next(n for n, nats in enumerate(ghost.log_probs) if math.exp(nats) < between)
-    strict = Completer(model, tokenizer, TabConfig(min_confidence=between))
+    strict = Completer(
+        model, tokenizer, TabConfig(min_confidence=between), begin_id=tokenizer.bos_token_id
+    )
     assert strict.complete("The cat", whole=True).token_ids == ghost.token_ids[:expected]
 
 
@@ -227,7 +235,7 @@ def test_a_ghost_nobody_wants_any_more_is_dropped():
     tokenizer = tokenizer_of("words")
     model = model_of("lstm", len(tokenizer), 1)
     answers = iter([True, True, False])
-    ghost = Completer(model, tokenizer).complete(
+    ghost = Completer(model, tokenizer, begin_id=tokenizer.bos_token_id).complete(
         "The cat", whole=True, wanted=lambda: next(answers)
     )
     assert len(ghost.token_ids) == 2

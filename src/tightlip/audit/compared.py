@@ -11,9 +11,36 @@ from typing import Any
 from tightlip.audit.canaries.tab_attack import most_successes
 from tightlip.audit.settings import Matching
 from tightlip.core.figures import STANDINGS_WITH_EPSILON, guarantee_words, number
+from tightlip.core.gates import Known
 from tightlip.core.resampling import LEAST_CANARIES, ONE_TAIL
 
 Row = dict[str, Any]
+
+
+# What a gate may ask for of each row.
+_NUMBERS = ("leaks", "people_affected", "unique", "users_with_unique", "leakage_epsilon")
+FIGURES: Known = dict.fromkeys(
+    (*_NUMBERS, "perplexity", "gap", "auc", "user_auc", "seconds_per_epoch", "times_baseline")
+)
+
+
+def gated(rows: Sequence[Row]) -> dict[str, dict[str, Any]]:
+    """The figures of each row, by its name, as gates name them; areas are those of the best score."""
+    return {
+        row["name"]: {
+            **{name: row.get(name) for name in (*_NUMBERS, "seconds_per_epoch", "times_baseline")},
+            "perplexity": row["perplexity"] and row["perplexity"]["value"],
+            "gap": row["gap"] and row["gap"]["perplexity"]["value"],
+            "auc": _highest_area(row, "documents"),
+            "user_auc": _highest_area(row, "users"),
+        }
+        for row in rows
+    }
+
+
+def _highest_area(row: Row, level: str) -> float | None:
+    scores = ((row["membership"] or {}).get(level) or {"scores": {}})["scores"]
+    return max((score["auc"]["value"] for score in scores.values() if score), default=None)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,22 +1,31 @@
-"""`tightlip compare` as one call: measure what is missing of each run, line the runs up."""
+"""`tightlip compare` as one call: measure what is missing of each model, line them up."""
 
 import statistics
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from tightlip.audit.canaries.exposure import missing_copies
 from tightlip.audit.compared import Matching, Row, RunMeasures, baseline_place, compared
-from tightlip.audit.measures import Key, Measuring, ModelMeasures, measured_or_reason, open_key
+from tightlip.audit.leakage.summary import LeakageReport
+from tightlip.audit.measures import (
+    MEASURES,
+    Key,
+    Measuring,
+    ModelMeasures,
+    measured_or_reason,
+    open_key,
+)
+from tightlip.audit.subjects import Subject, is_a_run, of_run
 from tightlip.core.devices import usable_device
 from tightlip.core.errors import UsageError
 from tightlip.core.progress import Task, task
 from tightlip.core.resampling import ResamplingSettings
-from tightlip.core.run_folder import RunRecord, open_run
+from tightlip.core.run_folder import RunRecord
 from tightlip.corpus.canaries import exposed_above_bits, read_canary_key
-from tightlip.corpus.opening import check_reference, finished_run, model_folder, open_run_corpus
+from tightlip.corpus.opening import CorpusSource, check_reference, finished_run, model_folder
 from tightlip.scan.models import (
     AUDIT,
     OpenedModel,
@@ -28,7 +37,9 @@ from tightlip.scan.models import (
 from tightlip.scan.options import ScanOptions
 
 STEPS_PER_RUN = 4
-NOTHING_HELD_OUT = "The run holds out no text. Prepare with --holdout 0.2, or --validation FILE."
+NOTHING_HELD_OUT = "There is no held-out text. Prepare with --holdout 0.2, or give --held-out FILE."
+NOT_TRAINED_HERE = "It was not trained by tightlip."
+ONLY_A_REPORT = "A report was given, and it takes the model: give that in its place."
 NO_KEY = "No key of canaries was given (--key FILE)."
 NO_REFERENCE = "No reference model was given (--reference DIR)."
 PRIVATE_TIME = "A private run does not tell: time shows how much text was drawn."
@@ -37,84 +48,145 @@ CHOSEN_BY_TEXT = (
     "The snapshot was chosen by its perplexity on held-out text, which this ε does not cover."
 )
 
+# Runs and other models with their text, and finished reports.
+Given = Subject | LeakageReport
 # Fields of RunMeasures, and of each figure that is None the reason.
 Measured = tuple[dict[str, Any], dict[str, str]]
 
 
-def compare_runs(
-    runs: Sequence[str | Path | RunRecord],
+def compare_models(
+    models: Sequence[Any],
     matching: Matching,
     resampling: ResamplingSettings,
     *,
+    folder: Path,
+    corpus: Any = None,
+    held_out: Any = None,
+    columns: dict[str, Any],
     key: str | Path | Sequence[str | Path] | None,
     reference: str | Path | None,
     device: str,
     keep_scan: bool,
     **how: Any,
 ) -> list[Row]:
-    """A row for each run; what is not yet measured is measured now and kept with the run.
+    """A row for each run, model or report; what is not yet measured is measured now and kept, with
+    the run or else in `folder`.
 
-    `how` are ModelSettings.
+    `columns` are TextSettings, and `how` are ModelSettings.
 
     Holds:
         once: each model is loaded once at most, and reads each text once.
     """
-    records = _opened(runs)
+    given = _opened(models, corpus, held_out, columns)
     options = ScanOptions(device=usable_device(device), **how)
     measuring = _measuring(key, reference, options, resampling)
-    _refuse_what_saw_the_text(measuring.reference, records)
     with ExitStack() as stack:
-        for record in records:
-            stack.enter_context(claimed_to_write(record.folder))
-        scans = _scans(records, options, stack, keep=keep_scan)
-        return compared(_measured(records, scans, measuring, matching.at_perplexity), matching)
+        for one in given:
+            if isinstance(one, Subject) and one.run is not None:
+                stack.enter_context(claimed_to_write(one.run.folder))
+        scans = _scans(given, folder, options, stack, keep=keep_scan)
+        _refuse_what_saw_the_text(measuring.reference, given, scans, folder)
+        return compared(
+            _measured(given, scans, folder, measuring, matching.at_perplexity), matching
+        )
 
 
 def _measured(
-    records: Sequence[RunRecord],
+    given: Sequence[Given],
     scans: Sequence[Scans],
+    folder: Path,
     measuring: Measuring,
     at_perplexity: float | None,
 ) -> list[RunMeasures]:
-    names = labels([record.folder for record in records])
-    place = baseline_place([record.is_mitigated for record in records])
+    names = labels([place_of(one) for one in given])
+    place = baseline_place([isinstance(one, Subject) and is_mitigated(one) for one in given])
 
-    def subject_at(number: int) -> Subject:
-        run, name = records[number], names[number]
-        return _subject(run, name, scans[number], measuring, at_perplexity)
+    def compared_at(number: int) -> Compared | RunMeasures:
+        one, name = given[number], names[number]
+        if isinstance(one, LeakageReport):
+            return reported(one, name)
+        return _compared(one, name, scans[number], folder, measuring, at_perplexity)
 
-    base = subject_at(place)
+    base = compared_at(place)
     measures = []
-    with task("Comparing", STEPS_PER_RUN * len(records)) as bar:
-        for number in range(len(records)):
-            subject = base if number == place else subject_at(number)
-            measures.append(_gathered(subject, base, bar))
-            if subject is not base and subject.measures is not None:
-                subject.measures.release()  # the baseline's is needed to the end
+    with task("Comparing", STEPS_PER_RUN * len(given)) as bar:
+        for number in range(len(given)):
+            one = base if number == place else compared_at(number)
+            if isinstance(one, RunMeasures):
+                measures.append(one)
+                bar.advance(STEPS_PER_RUN)
+                continue
+            measures.append(_gathered(one, base, bar))
+            if one is not base and one.measures is not None:
+                one.measures.release()  # the baseline's is needed to the end
     return measures
 
 
 def _scans(
-    records: Sequence[RunRecord], options: ScanOptions, stack: ExitStack, *, keep: bool
+    given: Sequence[Given], folder: Path, options: ScanOptions, stack: ExitStack, *, keep: bool
 ) -> list[Scans]:
-    """Each run's own scans, all of the same models; what one holds the others read."""
-    folders = [folder for run in records for folder in (run.folder, run.folder / AUDIT)]
-    models: dict[Path | int, OpenedModel] = {}
-    stores = [
-        stack.enter_context(run_store(run.folder, beside=folders, keep=keep)) for run in records
+    """Each run's own scans, and those in `folder` of other models; what one holds the others read."""
+    places = [
+        one.run.folder if isinstance(one, Subject) and one.run is not None else folder
+        for one in given
     ]
-    return [Scans(store=store, options=options, models=models) for store in stores]
+    beside = [each for place in dict.fromkeys(places) for each in (place, place / AUDIT)]
+    models: dict[Path | int, OpenedModel] = {}
+    stores = {
+        place: stack.enter_context(run_store(place, beside=beside, keep=keep)) for place in places
+    }
+    return [Scans(store=stores[place], options=options, models=models) for place in places]
 
 
-def _opened(runs: Sequence[str | Path | RunRecord]) -> list[RunRecord]:
-    records = [run if isinstance(run, RunRecord) else open_run(Path(run)) for run in runs]
-    if len({record.folder.resolve() for record in records}) < max(2, len(records)):
-        what = "One run was given" if len(records) == 1 else "The same run was given twice"
+def _opened(
+    models: Sequence[Any], corpus: Any, held_out: Any, columns: dict[str, Any]
+) -> list[Given]:
+    """Runs with their own text, reports, and other models with the text given or the first run's."""
+    places = [
+        one.folder if isinstance(one, RunRecord | LeakageReport) else Path(one) for one in models
+    ]
+    if len({place.resolve() for place in places}) < max(2, len(places)):
+        what = "One model was given" if len(places) == 1 else "The same model was given twice"
         raise UsageError(
-            f"{what if records else 'No run was given'}, and a comparison needs different ones. "
-            "Run: tightlip compare RUN RUN..."
+            f"{what if places else 'No model was given'}, and a comparison needs different ones. "
+            "Run: tightlip compare MODEL MODEL..."
         )
-    return [finished_run(record) for record in records]
+    runs = [of_run(finished_run(one)) if is_a_run(one) else None for one in models]
+    first = next((run for run in runs if run is not None), None)
+    if corpus is None and first is not None:
+        texts = {"members": first.members, "held_out": first.held_out}
+    else:
+        texts = {
+            name: None if text is None else CorpusSource(text, columns)
+            for name, text in (("members", corpus), ("held_out", held_out))
+        }
+    return [
+        run if run is not None else _other(one, place, texts)
+        for run, one, place in zip(runs, models, places, strict=True)
+    ]
+
+
+def _other(one: Any, place: Path, texts: dict[str, CorpusSource | None]) -> Given:
+    if isinstance(one, LeakageReport):
+        return one
+    if (place / "summary.json").is_file():
+        return LeakageReport(place)
+    if texts["members"] is None:
+        raise UsageError(
+            f"{place} was not trained by tightlip, so what it was trained on is not known. Give --corpus FILE, and "
+            "--held-out FILE for perplexity and membership."
+        )
+    return Subject(model=place, members=texts["members"], held_out=texts["held_out"])
+
+
+def place_of(one: Given) -> Path:
+    if isinstance(one, LeakageReport):
+        return one.folder
+    return Path(one.model) if one.run is None else one.run.folder
+
+
+def is_mitigated(one: Subject) -> bool:
+    return one.run is not None and one.run.is_mitigated
 
 
 def _measuring(
@@ -135,44 +207,100 @@ def _measuring(
     )
 
 
-def _refuse_what_saw_the_text(reference: Path | None, records: Sequence[RunRecord]) -> None:
+def _refuse_what_saw_the_text(
+    reference: Path | None, given: Sequence[Given], scans: Sequence[Scans], folder: Path
+) -> None:
     """Before anything kept is looked at: it may have been measured when nobody could tell."""
-    for record in records:
-        corpus = open_run_corpus(record)
-        if reference is not None:
-            check_reference(reference, corpus)
+    if reference is None:
+        return
+    for one, of in zip(given, scans, strict=True):
+        if isinstance(one, Subject):
+            prepared = one.prepared
+            train = one.tokens("members", of, folder / MEASURES)
+            check_reference(reference, train, None if prepared is None else prepared.folder)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Subject:
-    """One run and its model that is compared, None where no snapshot is good enough."""
+class Compared:
+    """A run or a model, and of a run the model that is compared: none where no snapshot is good enough."""
 
-    run: RunRecord
+    subject: Subject
     name: str
     model: str | None
     measures: ModelMeasures | None
+    texts: dict[str, str | None]
     best_perplexity: float | None = None
     was_chosen: bool = False  # by looking at held-out text
 
 
-def _subject(
-    run: RunRecord, name: str, scans: Scans, measuring: Measuring, at_perplexity: float | None
-) -> Subject:
-    """The run's last model, or the first on its way whose held-out perplexity is as low as asked."""
+def _compared(
+    subject: Subject,
+    name: str,
+    scans: Scans,
+    folder: Path,
+    measuring: Measuring,
+    at_perplexity: float | None,
+) -> Compared:
+    """The last model, or the first on its way whose held-out perplexity is as low as asked."""
+    folder = folder if subject.run is None else subject.run.folder
+
+    def measures_of(model: Path) -> ModelMeasures:
+        return ModelMeasures(replace(subject, model=model), folder, measuring, scans)
+
     if at_perplexity is None:
-        measures = ModelMeasures(run, run.model_folder, measuring, scans)
-        return Subject(run=run, name=name, model="final", measures=measures)
+        measures = measures_of(Path(subject.model))
+        return Compared(
+            subject=subject, name=name, model="final", measures=measures, texts=measures.texts
+        )
     best = None
-    for model, folder, known in _on_the_way(run):
-        measures = ModelMeasures(run, folder, measuring, scans)
+    for model, place, known in _on_the_way(subject):
+        measures = measures_of(place)
         perplexity = known
-        if known is None and measures.audited.held_out is not None:
+        if known is None and subject.held_out is not None:
             perplexity = measures.perplexity()  # a private run does not publish it
         if perplexity is not None and perplexity <= at_perplexity:
-            return Subject(run=run, name=name, model=model, measures=measures, was_chosen=True)
+            return Compared(
+                subject=subject,
+                name=name,
+                model=model,
+                measures=measures,
+                texts=measures.texts,
+                was_chosen=True,
+            )
         measures.release()
         best = min((value for value in (best, perplexity) if value is not None), default=None)
-    return Subject(run=run, name=name, model=None, measures=None, best_perplexity=best)
+    return Compared(
+        subject=subject,
+        name=name,
+        model=None,
+        measures=None,
+        texts=measures.texts,
+        best_perplexity=best,
+    )
+
+
+def reported(report: LeakageReport, name: str) -> RunMeasures:
+    """What a report tells of its model: what leaked, and nothing that takes the model itself."""
+    summary = report.summary
+    figures = ("exposure", "tab", "gap, low-5 to top-5", "membership AUC", "seconds per epoch")
+    not_known = dict.fromkeys(figures, ONLY_A_REPORT)
+    if summary["leakage_epsilon"] is None:
+        not_known["leakage ε_l"] = "The report was made without a public model."
+    if summary["validation_perplexity"] is None:
+        not_known["perplexity"] = "The report was made without held-out text."
+    return RunMeasures(
+        name=name,
+        mitigation="not known",
+        is_mitigated=False,
+        is_private=False,
+        model="report",
+        train_text=f"{summary['corpus_fingerprint']} without 0",
+        held_out_text=summary.get("validation_fingerprint"),
+        tokenizer=summary.get("tokenizer_fingerprint") or "",
+        guarantee=summary.get("guarantee"),
+        leakage=summary,
+        not_known=not_known,
+    )
 
 
 def labels(folders: Sequence[Path]) -> list[str]:
@@ -189,48 +317,52 @@ def labels(folders: Sequence[Path]) -> list[str]:
     return names
 
 
-def _on_the_way(run: RunRecord) -> list[tuple[str, Path, float | None]]:
+def _on_the_way(subject: Subject) -> list[tuple[str, Path, float | None]]:
     """Every model of a run in training order, with its perplexity where the metrics have it."""
+    run = subject.run
+    if run is None:
+        return [("final", Path(subject.model), None)]
     known = {line.get("snapshot"): line.get("validation_perplexity") for line in run.metrics}
     last = run.metrics[-1] if run.metrics else {}
     snapshots = [(one.name, one.folder, known[one.name]) for one in run.snapshots]
     return [*snapshots, ("final", run.model_folder, last.get("validation_perplexity"))]
 
 
-def _gathered(subject: Subject, base: Subject, bar: Task) -> RunMeasures:
-    corpus = subject.run.config["corpus"]
-    bar.note(subject.name)
-    seconds, why = seconds_per_epoch(subject.run)
+def _gathered(one: Compared, base: Compared | RunMeasures, bar: Task) -> RunMeasures:
+    bar.note(one.name)
+    run = one.subject.run
+    seconds, why = (None, NOT_TRAINED_HERE) if run is None else seconds_per_epoch(run)
     figures: dict[str, Any] = {}
     not_known = {} if why is None else {"seconds per epoch": why}
-    if subject.measures is None:
+    if one.measures is None:
         bar.advance(STEPS_PER_RUN)
-        if corpus.get("validation_fingerprint") is None:
+        if one.texts["validation_fingerprint"] is None:
             not_known["perplexity"] = NOTHING_HELD_OUT
     else:
         for measure in (_leakage, _exposures, _groups, _membership):
-            measured, reasons = measure(subject.name, subject.measures, base)
+            measured, reasons = measure(one.name, one.measures, base)
             figures |= measured
             not_known |= reasons
             bar.advance()
+    left_out = 0 if run is None else run.config["corpus"].get("num_users_left_out", 0)
     return RunMeasures(
-        name=subject.name,
-        mitigation=subject.run.mitigation,
-        is_mitigated=subject.run.is_mitigated,
-        is_private=subject.run.is_private,
-        model=subject.model,
-        train_text=f"{corpus['corpus_fingerprint']} without {corpus.get('num_users_left_out', 0)}",
-        held_out_text=corpus.get("validation_fingerprint"),
-        tokenizer=corpus["tokenizer_fingerprint"],
-        guarantee=promised(subject),
-        best_perplexity=subject.best_perplexity,
+        name=one.name,
+        mitigation="not known" if run is None else run.mitigation,
+        is_mitigated=is_mitigated(one.subject),
+        is_private=run is not None and run.is_private,
+        model=one.model,
+        train_text=f"{one.texts['corpus_fingerprint']} without {left_out}",
+        held_out_text=one.texts["validation_fingerprint"],
+        tokenizer=str(one.texts["tokenizer_fingerprint"]),
+        guarantee=promised(one),
+        best_perplexity=one.best_perplexity,
         seconds_per_epoch=seconds,
         not_known=not_known,
         **figures,
     )
 
 
-def _leakage(name: str, of: ModelMeasures, base: Subject) -> Measured:
+def _leakage(name: str, of: ModelMeasures, base: Compared | RunMeasures) -> Measured:
     names = ("unique sequences", "leakage ε_l")
     leakage, reasons = measured_or_reason("The leakage report", name, of.leakage, *names)
     if leakage is not None and leakage["leakage_epsilon"] is None:
@@ -242,7 +374,7 @@ def _leakage(name: str, of: ModelMeasures, base: Subject) -> Measured:
     return {"leakage": leakage}, reasons
 
 
-def _exposures(name: str, of: ModelMeasures, base: Subject) -> Measured:
+def _exposures(name: str, of: ModelMeasures, base: Compared | RunMeasures) -> Measured:
     keys = of.audited.measuring.keys
     if not keys:
         return {}, {"exposure": NO_KEY, "tab": NO_KEY}
@@ -260,7 +392,9 @@ def _exposures(name: str, of: ModelMeasures, base: Subject) -> Measured:
     return {
         "exposures": exposures,
         "exposed_above_bits": exposed_above_bits(num_planted) if num_planted else None,
-        "canary_note": missing_copies(of.audited.run, [read_canary_key(key.path) for key in keys]),
+        "canary_note": missing_copies(
+            of.audited.subject.run, [read_canary_key(key.path) for key in keys]
+        ),
     }, reasons
 
 
@@ -273,12 +407,14 @@ def _real(name: str, of: ModelMeasures, key: Key) -> tuple[Any, dict[str, str]]:
     return measured_or_reason("Tab", name, lambda: of.real(key), "tab of real canaries")
 
 
-def _groups(name: str, of: ModelMeasures, base: Subject) -> Measured:
+def _groups(name: str, of: ModelMeasures, base: Compared | RunMeasures) -> Measured:
     gap = "gap, low-5 to top-5"
-    if of.audited.held_out is None:
+    if of.audited.subject.held_out is None:
         return {}, dict.fromkeys(("perplexity", gap), NOTHING_HELD_OUT)
-    is_base = of is base.measures
-    against = None if is_base or not _same_held_out(of, base) else base.measures
+    against = base.measures if isinstance(base, Compared) else None
+    is_base = of is against
+    if is_base or against is None or not _same_held_out(of, against):
+        against = None
     groups, reasons = measured_or_reason("Groups", name, lambda: of.groups(against), gap)
     if not reasons and not is_base and groups.get("gap") is None:
         reasons[gap] = (
@@ -289,16 +425,13 @@ def _groups(name: str, of: ModelMeasures, base: Subject) -> Measured:
     return {"groups": groups}, reasons
 
 
-def _same_held_out(of: ModelMeasures, base: Subject) -> bool:
-    if base.measures is None:
-        return False
-    mine, theirs = of.audited.run.config["corpus"], base.run.config["corpus"]
+def _same_held_out(of: ModelMeasures, base: ModelMeasures) -> bool:
     names = ("validation_fingerprint", "tokenizer_fingerprint")
-    return all(mine.get(name) == theirs.get(name) for name in names)
+    return all(of.texts[name] == base.texts[name] for name in names)
 
 
-def _membership(name: str, of: ModelMeasures, base: Subject) -> Measured:
-    if of.audited.held_out is None:
+def _membership(name: str, of: ModelMeasures, base: Compared | RunMeasures) -> Measured:
+    if of.audited.subject.held_out is None:
         return {}, {"membership AUC": NOTHING_HELD_OUT}
     measured, reasons = measured_or_reason("Membership", name, of.membership, "membership AUC")
     return {"membership": measured}, reasons
@@ -313,10 +446,10 @@ def seconds_per_epoch(run: RunRecord) -> tuple[float | None, str | None]:
     return None, PRIVATE_TIME if ends else "No whole epoch was trained."
 
 
-def promised(subject: Subject) -> dict[str, Any] | None:
-    """What the run promises; less where the model was picked by looking at private text."""
-    record = subject.run.guarantee or None
-    if record is None or not subject.was_chosen or record.get("epsilon") is None:
+def promised(one: Compared) -> dict[str, Any] | None:
+    """What a run promises; less where the model was picked by looking at private text."""
+    record = (one.subject.run.guarantee or None) if one.subject.run is not None else None
+    if record is None or not one.was_chosen or record.get("epsilon") is None:
         return record
     before = record["because"] if record["standing"] == "as published" else ""
     return record | {"standing": "as published", "because": f"{before} {CHOSEN_BY_TEXT}".strip()}

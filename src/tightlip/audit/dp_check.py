@@ -33,6 +33,7 @@ from torch import Tensor
 from tightlip.audit.measures import Audited
 from tightlip.core.errors import UsageError
 from tightlip.core.files import write_json
+from tightlip.core.gates import Known
 from tightlip.core.run_folder import DP_CHECK, DP_CHECK_RESULT, RunRecord
 from tightlip.corpus.canaries import CheckKey, read_check_key
 from tightlip.corpus.opening import finished_run
@@ -48,6 +49,10 @@ LOGITS_AT_ONCE = 1 << 24
 CONFIDENCE = 0.95
 # For a run that claims nothing: small enough to weigh nothing beside a few thousand canaries.
 DELTA_WITHOUT_CLAIM = 1e-5
+# What a gate may ask for.
+FIGURES: Known = dict.fromkeys(
+    ("num_canaries", "num_guesses", "num_correct", "epsilon_lower_bound", "claimed_epsilon")
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -226,7 +231,7 @@ def scores_of(opened: OpenedModel, key_file: Path) -> np.ndarray:
     Asked as anybody with the model's probabilities could ask.
     """
     model = opened.model
-    ids_MT = _ids(read_check_key(key_file), opened.tokenizer.bos_token_id).to(opened.device)
+    ids_MT = _ids(read_check_key(key_file), opened.begin_id).to(opened.device)
     vocabulary = model.config.get_text_config().vocab_size
     together = max(1, LOGITS_AT_ONCE // (ids_MT.shape[1] * vocabulary))
     parts = []
@@ -270,7 +275,8 @@ class DPCheckAudit:
         return {}  # the key is the run's own
 
     def figures(self, audited: Audited) -> dict[str, Any]:
-        return self.check(audited.run, audited.scans.opened(audited.model)).to_json()
+        assert audited.subject.run is not None
+        return self.check(audited.subject.run, audited.scans.opened(audited.model)).to_json()
 
     def check(self, run: RunRecord, opened: OpenedModel) -> DPCheck:
         """What `opened` knows of the run's own canaries, beside what the run claims."""

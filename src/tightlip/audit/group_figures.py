@@ -14,16 +14,14 @@ without the widening for few users in resampling.py it was 87 to 97, and by user
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from tightlip.core.checksums import checked
 from tightlip.core.resampling import interval, times_drawn
-from tightlip.scan.models import DocumentScores
+from tightlip.scan.document_scores import DocumentScores
 
 GROUP_SIZE = 5
 MOST_BINS = 8
@@ -165,7 +163,7 @@ def _with_change(sums: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return after, after - before
 
 
-def user_rows(text: HeldText) -> list[dict[str, Any]]:
+def user_rows(text: HeldText, *, knows_members: bool = True) -> list[dict[str, Any]]:
     """One entry for each user, those with the most training documents first."""
     losses, baselines, tokens = text.by_user()
     num_documents = np.bincount(text.owners, minlength=text.num_users)
@@ -174,7 +172,7 @@ def user_rows(text: HeldText) -> list[dict[str, Any]]:
     return [
         {
             "user": name,
-            "num_samples": int(text.num_samples[user]),
+            "num_samples": int(text.num_samples[user]) if knows_members else None,
             "num_test_documents": int(num_documents[user]),
             "num_test_tokens": int(tokens[user]),
             "loss_nats": float(losses[user]),
@@ -237,31 +235,24 @@ def _bins(counts: np.ndarray, base: int) -> Iterator[tuple[int, int]]:
 
 
 def attribute_groups(
-    parquet: Path, scored: np.ndarray, text: HeldText, figures: GroupFigures
+    columns: Iterable[dict[str, Any]], scored: np.ndarray, text: HeldText, figures: GroupFigures
 ) -> tuple[dict[str, Any], list[str]]:
     """The same figures by each further column of the held-out documents, and what has none.
 
-    `scored` says which rows of the file are the documents of `text`. A row without a value is in
-    no group.
+    `scored` says which of the rows are the documents of `text`. A row without a value is in no
+    group.
     """
-    import pyarrow.parquet as pq
-
+    kept = [row for row, is_scored in zip(columns, scored, strict=True) if is_scored]
     groups: dict[str, Any] = {}
     notes: list[str] = []
-    for name in pq.read_schema(checked(parquet)).names:
-        if name in ("user", "text"):
-            continue
-        values = [
-            _spelled(value) for value in pq.read_table(parquet, columns=[name])[name].to_pylist()
-        ]
-        kept = [value for value, is_scored in zip(values, scored, strict=True) if is_scored]
-        distinct = sorted({value for value in kept if value is not None})
+    for name in dict.fromkeys(name for row in kept for name in row):
+        column = np.array([_spelled(row.get(name)) for row in kept], dtype=object)
+        distinct = sorted({value for value in column if value is not None})
         if len(distinct) > MOST_VALUES:
             notes.append(
                 f"Column {name!r} has {len(distinct):,} values in the held-out text, more than {MOST_VALUES}: no groups."
             )
         elif distinct:
-            column = np.array(kept, dtype=object)
             groups[name] = {value: _group(column == value, text, figures) for value in distinct}
     return groups, notes
 

@@ -1,4 +1,4 @@
-"""Whose held-out text does a run's model predict worse, and who lost by a mitigation?"""
+"""Whose held-out text does a model predict worse, and who lost by a mitigation?"""
 
 from collections.abc import Collection
 from pathlib import Path
@@ -19,73 +19,124 @@ from tightlip.audit.group_figures import (
 from tightlip.audit.measures import Audited, written_to
 from tightlip.audit.membership import NOT_PRIVATE
 from tightlip.audit.settings import ResamplingSettings
+from tightlip.audit.sides import texts_of
+from tightlip.audit.subjects import Subject, measuring, nothing_held_out, subject_of
 from tightlip.core.errors import UsageError
+from tightlip.core.gates import Known
 from tightlip.core.resampling import FEW_USERS
 from tightlip.core.run_folder import RunRecord
 from tightlip.core.settings import split_settings
-from tightlip.corpus.opening import with_held_out
-from tightlip.corpus.prepare import PreparedCorpus
-from tightlip.corpus.readers import open_corpus
+from tightlip.corpus.prepare_config import TextSettings
 from tightlip.corpus.tokens import TokenizedCorpus
-from tightlip.scan.models import DocumentScores, Scans, scans_of_run
+from tightlip.scan.document_scores import DocumentScores
+from tightlip.scan.models import Scans
 from tightlip.scan.options import ModelSettings
+
+NO_MEMBERS = (
+    "Nobody said what the model was trained on, so who has much text there and who little is not known: give --members FILE "
+    "for that."
+)
+# What a gate may ask for.
+FIGURES: Known = dict.fromkeys(
+    ("perplexity", "num_users", "num_documents", "gap", "gap_low", "log_gap", "log_gap_low")
+)
+
+
+def gated(record: dict[str, Any]) -> dict[str, Any]:
+    """The figures of a record as gates name them."""
+    gap = record["gap"] or {"perplexity": {}, "log": {}}
+    return {
+        "perplexity": record["perplexity"]["value"],
+        **{name: record[name] for name in ("num_users", "num_documents")},
+        **{f"gap{end}": gap["perplexity"].get(of) for end, of in (("", "value"), ("_low", "low"))},
+        **{f"log_gap{end}": gap["log"].get(of) for end, of in (("", "value"), ("_low", "low"))},
+    }
 
 
 def measure_groups(
-    run: str | Path | RunRecord,
+    model: Any,
     *,
-    against: str | Path | RunRecord | None = None,
-    model: str | Path | None = None,
-    against_model: str | Path | None = None,
+    held_out: Any = None,
+    members: Any = None,
+    against: Any = None,
+    tokenizer: Any = None,
     without_texts: Collection[str] = frozenset(),
     out: str | Path | None = None,
     device: str = "auto",
     keep_scan: bool = True,
-    scans: Scans | None = None,
     **settings: Any,
 ) -> dict[str, Any]:
-    """How well a run's model predicts each user's held-out text, and who lost by it.
+    """How well a model predicts each user's held-out text, and who lost against another.
 
-    `against` is the unmitigated run on the same text; `model` and `against_model` are folders to
-    score in place of the runs' own models, such as snapshots'. Documents that read as one of
-    `without_texts`, planted canaries say, are nobody's: neither trained on nor held out. With `out`
-    the result is written there, for its owner only. The scans are kept in the run's `scan/` unless
-    `keep_scan` is False; `scans` are those of a caller that measures more, and `settings` those of
-    ResamplingSettings and ModelSettings.
+    `model` is a folder, or a model in memory with `tokenizer`, or a pair of both; `held_out` is text
+    that it was not trained on, and `members` what it was trained on, which tells who has much text
+    there and who little. A run knows both. `against` is the unmitigated model or run, 'base' for
+    what an adapter was trained on, or a pair in memory. Documents that read as one of
+    `without_texts`, planted canaries say, are nobody's: neither trained on nor held out. With `out`,
+    a folder, the result is written to groups.json there, for its owner only. Scans are kept, in the
+    run's `scan/` or in that of `out`, unless `keep_scan` is False or a model is in memory.
+    `settings` are those of ResamplingSettings, ModelSettings and TextSettings.
     """
-    config, how = split_settings(settings, ResamplingSettings, ModelSettings)
-    if against is None and against_model is not None:
-        raise UsageError(f"against_model={against_model} is of no run. Give against, its run, too.")
-    record, prepared, held = with_held_out(run)
+    config, how, columns = split_settings(settings, ResamplingSettings, ModelSettings, TextSettings)
+    subject = subject_of(model, members, held_out, tokenizer=tokenizer, **columns.tree())
+    _check_held_out(subject)
     notes: list[str] = []
-    other = None if against is None else _comparable(record, prepared, held, against, notes)
-    with scans_of_run(record, device=device, keep=keep_scan, given=scans, **how.tree()) as opened:
-        scores = opened.scores(Path(model or record.model_folder), held, "Held-out text")
-    baseline = None
-    if other is not None:
-        folder = Path(against_model or other.model_folder)
-        with scans_of_run(
-            other, device=device, keep=keep_scan, given=scans, **how.tree()
-        ) as opened:
-            baseline = opened.scores(folder, held, "The run to compare with")
-        _refuse_other_tokens(scores, baseline, record, other)
-    wanted = ~_reading_as(without_texts, prepared, "validation", held)
+    other = None if against is None else _comparable(subject, against, notes)
+    keep = keep_scan and (other is None or other.is_file)
+    with measuring(subject, out, device=device, keep=keep, **how.tree()) as (scans, work):
+        baseline = None
+        if other is not None and other.run is not None:  # whose scans are kept with it
+            with measuring(other, None, device=device, keep=keep, **how.tree()) as (theirs, _):
+                baseline = _scored(other, subject, theirs, work)
+        elif other is not None:
+            baseline = _scored(other, subject, scans, work)
+        result = groups_of(
+            subject,
+            scans,
+            work,
+            against=other,
+            baseline=baseline,
+            without_texts=without_texts,
+            config=config,
+            notes=notes,
+        )
+    return written_to(None if out is None else Path(out) / "groups.json", result)
+
+
+def groups_of(
+    subject: Subject,
+    scans: Scans,
+    work: Path,
+    *,
+    against: Subject | None,
+    baseline: DocumentScores | None,
+    without_texts: Collection[str],
+    config: ResamplingSettings,
+    notes: list[str],
+) -> dict[str, Any]:
+    """The figures of a subject with held-out text, beside another's scores of the same text."""
+    held = subject.tokens("held_out", scans, work)
+    scores = scans.scores(subject.model, held, "Held-out text")
+    if against is not None and baseline is not None:
+        _refuse_other_tokens(scores, baseline, subject, against)
+    tokenizer = scans.opened(subject.model).tokenizer
+    wanted = ~_reading_as(without_texts, subject.held_out, tokenizer, held)
+    samples = np.zeros(held.num_users, np.int64)
+    if subject.members is not None:
+        members = subject.tokens("members", scans, work)
+        unwanted = _reading_as(without_texts, subject.members, tokenizer, members)
+        samples = _num_samples(members, unwanted, held, notes)
     text = held_text_of(
-        scores,
-        baseline,
-        np.asarray(held.users),
-        held.user_names,
-        _num_samples(prepared, held, without_texts, notes),
-        wanted=wanted,
+        scores, baseline, np.asarray(held.users), held.user_names, samples, wanted=wanted
     )
     if not text.num_users:
         raise UsageError(
-            f"No held-out document of {record.folder} has a token to predict. Hold out longer text."
+            f"No held-out document of {subject.name} has a token to predict. Hold out longer text."
         )
     figures = GroupFigures(text, np.random.default_rng(config.seed), config.num_bootstraps)
-    result = _result(text, figures, prepared, wanted & (scores.num_tokens > 0), notes)
-    notes += _about(record, text, int((wanted & (scores.num_tokens == 0)).sum()))
-    return written_to(out, result)
+    result = _result(text, figures, subject, wanted & (scores.num_tokens > 0), notes)
+    notes += _about(subject.run, text, int((wanted & (scores.num_tokens == 0)).sum()))
+    return result
 
 
 class GroupsAudit:
@@ -99,113 +150,129 @@ class GroupsAudit:
         return {"against": fingerprint, **audited.sampling}
 
     def figures(self, audited: Audited) -> dict[str, Any]:
-        against = audited.against
-        return measure_groups(
-            audited.run,
-            against=None if against is None else against.run,
-            model=audited.model,
-            against_model=None if against is None else against.model,
+        subject, against, notes = audited.subject, audited.against, list[str]()
+        _check_held_out(subject)
+        baseline = None
+        if against is not None:
+            _comparable(subject, against.subject, notes)
+            baseline = _scored(against.subject, subject, against.scans, audited.work)
+        return groups_of(
+            subject,
+            audited.scans,
+            audited.work,
+            against=None if against is None else against.subject,
+            baseline=baseline,
             without_texts=audited.measuring.planted_texts,
-            scans=audited.scans,
-            **audited.measuring.resampling,
+            config=audited.measuring.resampling,
+            notes=notes,
         )
 
     def accuses(self, figures: dict[str, Any]) -> bool:
         return False
 
 
-def _comparable(
-    record: RunRecord,
-    prepared: PreparedCorpus,
-    held: TokenizedCorpus,
-    against: str | Path | RunRecord,
-    notes: list[str],
-) -> RunRecord:
-    """The other run; refused where its perplexities are of something else."""
-    other, theirs, their_held = with_held_out(against)
-    if their_held.tokenizer_fingerprint != held.tokenizer_fingerprint:
+def _check_held_out(subject: Subject) -> None:
+    if subject.held_out is not None:
+        return
+    if subject.run is not None:
+        raise UsageError(nothing_held_out(subject.name))
+    raise UsageError(
+        f"{subject.name} does not tell what it was not trained on, as a run of tightlip does. Give --held-out FILE"
+    )
+
+
+def _scored(other: Subject, subject: Subject, scans: Scans, work: Path) -> DocumentScores:
+    """What the other model makes of the subject's held-out text."""
+    held = subject.tokens("held_out", scans, work)
+    return scans.scores(other.model, held, "The model to compare with", beside=subject.model)
+
+
+def _comparable(subject: Subject, against: Any, notes: list[str]) -> Subject:
+    """The other subject; refused where its perplexities are of something else."""
+    other = against if isinstance(against, Subject) else subject_of(against)
+    ours, theirs = subject.prepared, other.prepared
+    if subject.run is None or other.run is None or ours is None or theirs is None:
+        return other  # the same text is read by both
+    if ours.validation is None or theirs.validation is None:
+        raise UsageError(nothing_held_out(other.name))
+    if theirs.train.tokenizer_fingerprint != ours.train.tokenizer_fingerprint:
         raise UsageError(
-            f"{record.folder} and {other.folder} cut text into different tokens, and perplexity is per token: the same "
+            f"{subject.name} and {other.name} cut text into different tokens, and perplexity is per token: the same "
             "text has fewer, harder tokens under one than under the other. Train both on one prepared corpus."
         )
-    if their_held.corpus_fingerprint != held.corpus_fingerprint:
+    if theirs.validation.corpus_fingerprint != ours.validation.corpus_fingerprint:
         raise UsageError(
-            f"{record.folder} and {other.folder} held out different text, so a difference in perplexity may be the "
+            f"{subject.name} and {other.name} held out different text, so a difference in perplexity may be the "
             "text's and not the model's. Train both on one prepared corpus: tightlip prepare CORPUS --out DIR"
         )
-    if theirs.train.corpus_fingerprint != prepared.train.corpus_fingerprint:
+    if theirs.train.corpus_fingerprint != ours.train.corpus_fingerprint:
         notes.append(
             f"The two runs were trained on different text, which may be why users' perplexities differ; numbers of "
-            f"training documents are those of {record.folder}."
+            f"training documents are those of {subject.name}."
         )
     return other
 
 
 def _refuse_other_tokens(
-    scores: DocumentScores, baseline: DocumentScores, record: RunRecord, other: RunRecord
+    scores: DocumentScores, baseline: DocumentScores, subject: Subject, other: Subject
 ) -> None:
     if (scores.num_tokens != baseline.num_tokens).any():
         raise UsageError(
-            f"The models of {record.folder} and {other.folder} do not begin a document alike (one has a "
+            f"The models of {subject.name} and {other.name} do not begin a document alike (one has a "
             "beginning-of-text token and the other none), so their perplexities are over other tokens. "
-            "Compare models with the same tokenizer files."
+            "Compare models with the same tokenizer files, or say how both were trained: --begin"
         )
 
 
 def _num_samples(
-    prepared: PreparedCorpus,
-    held: TokenizedCorpus,
-    without_texts: Collection[str],
-    notes: list[str],
+    members: TokenizedCorpus, unwanted: np.ndarray, held: TokenizedCorpus, notes: list[str]
 ) -> np.ndarray:
     """Training documents of each user in the held-out part."""
-    train = prepared.train
-    unwanted = _reading_as(without_texts, prepared, "train", train)
     if unwanted.any():
         notes.append(
             f"{unwanted.sum():,} training documents are nobody's, as asked (planted canaries say): they do not decide who has "
             "much text and who little."
         )
-    counts = np.bincount(np.asarray(train.users)[~unwanted], minlength=train.num_users)
-    by_name = dict(zip(train.user_names, counts.tolist(), strict=True))
+    counts = np.bincount(np.asarray(members.users)[~unwanted], minlength=members.num_users)
+    by_name = dict(zip(members.user_names, counts.tolist(), strict=True))
     return np.array([by_name.get(name, 0) for name in held.user_names], dtype=np.int64)
 
 
 def _reading_as(
-    texts: Collection[str], prepared: PreparedCorpus, split: str, corpus: TokenizedCorpus
+    texts: Collection[str], source: Any, tokenizer: Any, corpus: TokenizedCorpus
 ) -> np.ndarray:
     """Which documents read, letter for letter, as one of `texts`."""
     if not texts:
         return np.zeros(corpus.num_documents, dtype=bool)
-    documents = open_corpus(prepared.folder / f"{split}.parquet")
-    return np.array([text in texts for batch in documents.batches() for text in batch.texts], bool)
+    return np.array([text in texts for text in texts_of(source, tokenizer, corpus)], bool)
 
 
 def _result(
     text: HeldText,
     figures: GroupFigures,
-    prepared: PreparedCorpus,
+    subject: Subject,
     scored: np.ndarray,
     notes: list[str],
 ) -> dict[str, Any]:
-    top, low = top_and_low(text)
-    no_gap = _why_no_gap(text)
+    assert subject.held_out is not None
+    knows_members = subject.members is not None
+    top, low = top_and_low(text) if knows_members else ([], [])
+    no_gap = _why_no_gap(text) if knows_members else NO_MEMBERS
     if no_gap is not None:
         notes.append(no_gap)
     has_gap = no_gap is None and text.baseline_nats is not None
-    attributes, skipped = attribute_groups(
-        prepared.folder / "validation.parquet", scored, text, figures
-    )
+    columns = subject.held_out.documents().columns_beside()
+    attributes, skipped = attribute_groups(columns, scored, text, figures)
     notes += skipped
     return {
         "perplexity": figures.of()["perplexity"],
         "num_users": text.num_users,
         "num_documents": len(text.owners),
-        "users": user_rows(text),
+        "users": user_rows(text, knows_members=knows_members),
         "top": top,
         "low": low,
         "gap": figures.gap() if has_gap else None,
-        "curve": curve(text, figures),
+        "curve": curve(text, figures) if knows_members else [],
         "attributes": attributes,
         "notes": notes,
     }
@@ -225,16 +292,16 @@ def _why_no_gap(text: HeldText) -> str | None:
     return None
 
 
-def _about(record: RunRecord, text: HeldText, num_empty: int) -> list[str]:
+def _about(record: RunRecord | None, text: HeldText, num_empty: int) -> list[str]:
     lines = []
     if num_empty:
         lines.append(f"{num_empty:,} held-out documents without a scored token are left out.")
     if 2 <= text.num_users < FEW_USERS:
         lines.append(f"With {text.num_users} users, take the intervals as rough.")
-    if number := record.config["corpus"].get("num_users_left_out"):
+    if record is not None and (number := record.config["corpus"].get("num_users_left_out")):
         lines.append(
             f"The run left {number:,} users of its corpus out and does not say which; they are counted as trained on."
         )
-    if record.guarantee.get("epsilon") is not None:
+    if record is not None and record.guarantee.get("epsilon") is not None:
         lines.append(NOT_PRIVATE)
     return lines

@@ -1,4 +1,6 @@
-"""What a comparison must know of one model, measured once and kept with its run.
+"""What a comparison must know of one model, measured once and kept.
+
+A run's stand in its own folder, those of other models in the comparison's.
 
     RUN/measures/<model>/leakage.json         the leakage report's summary
     RUN/measures/<model>/exposures.json       what it knows of planted canaries
@@ -21,17 +23,17 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import tightlip
+from tightlip.audit.subjects import Subject
 from tightlip.core.errors import DamagedError, UsageError
 from tightlip.core.files import read_json, write_json
 from tightlip.core.registry import look_up
-from tightlip.core.run_folder import RunRecord
+from tightlip.core.resampling import ResamplingSettings
 from tightlip.corpus.canaries import read_canary_key
-from tightlip.corpus.opening import CorpusSource, fingerprints, open_run_corpus
-from tightlip.models.loading import files_fingerprint, model_fingerprint
-from tightlip.scan.models import Scans, served
+from tightlip.scan.models import Scans
 
 log = logging.getLogger("tightlip")
 MEASURES = "measures"
+TEXTS = {"corpus_fingerprint": "members", "validation_fingerprint": "held_out"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,34 +85,31 @@ class Measuring:
         return frozenset().union(*(key.planted_texts for key in self.keys))
 
     @property
-    def resampling(self) -> dict[str, Any]:
-        return {"seed": self.seed, "num_bootstraps": self.num_bootstraps}
+    def resampling(self) -> ResamplingSettings:
+        return ResamplingSettings(seed=self.seed, num_bootstraps=self.num_bootstraps)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Audited:
-    """What an audit is given: a run and one of its models, and where scans stand.
+    """What an audit is given: a model with its texts, and where scans stand.
 
-    `against` is the run and model that it is held against, where there is one; `work` is a folder
-    for what need not be kept.
+    `against` is the model that it is held against, where there is one; `work` is a folder for what
+    need not be kept.
     """
 
-    run: RunRecord
-    model: Path
+    subject: Subject
     measuring: Measuring
     scans: Scans
     work: Path
     against: "Audited | None" = None
 
+    @property
+    def model(self) -> Path:
+        return Path(self.subject.model)
+
     @cached_property
     def fingerprint(self) -> str:
-        return model_fingerprint(self.model)
-
-    @property
-    def held_out(self) -> Path | None:
-        """The run's held-out text, where it has any."""
-        folder = self.run.corpus_folder / "validation"
-        return folder if folder.exists() else None
+        return self.scans.opened(self.model).fingerprint
 
     @property
     def key_digests(self) -> list[str]:
@@ -119,7 +118,7 @@ class Audited:
     @property
     def sampling(self) -> dict[str, Any]:
         """What decides the intervals over users: whose text is left out, and what is drawn."""
-        return {"keys": self.key_digests, **self.measuring.resampling}
+        return {"keys": self.key_digests, **self.measuring.resampling.tree()}
 
 
 class Audit(Protocol):
@@ -141,27 +140,29 @@ class Audit(Protocol):
 
 
 class ModelMeasures:
-    """The measures of one model of a run, from the cache or made now.
+    """The measures of one model, from the cache in `folder` or made now.
 
     Holds:
         once: what was measured before, from the same things, is not measured again.
         stale: another key, corpus, reference or version is measured anew.
-        the_same: other text than the run's own is refused and never kept as the run's.
+        the_same: other text than a run's own is refused and never kept as the run's.
         whole: a measure is in the cache whole or not at all.
     """
 
-    def __init__(self, run: RunRecord, model: Path, measuring: Measuring, scans: Scans) -> None:
-        self.fingerprint = model_fingerprint(model)
-        self.folder = run.folder / MEASURES / self.fingerprint[:16]
-        self.audited = Audited(
-            run=run, model=model, measuring=measuring, scans=scans, work=self.folder / "audit"
-        )
-        corpus = open_run_corpus(run)
+    def __init__(self, subject: Subject, folder: Path, measuring: Measuring, scans: Scans) -> None:
+        opened = scans.opened(subject.model)
+        self.fingerprint = opened.fingerprint
+        self.folder = folder / MEASURES / self.fingerprint[:16]
+        work = self.folder / "audit"
+        self.audited = Audited(subject=subject, measuring=measuring, scans=scans, work=work)
+        self.texts = texts_of_subject(subject, scans, folder / MEASURES)
+        prepared = subject.prepared
         self._made_from = {
             "version": tightlip.__version__,
-            "model": served(files_fingerprint(model), scans.options),
-            "prepared": corpus.settings,  # which tell what was known of the text beforehand
-            **fingerprints(corpus),  # of what is read, not of what was recorded
+            "model": opened.files,
+            # The settings tell what was known of the text beforehand.
+            "prepared": None if prepared is None else prepared.settings,
+            **self.texts,  # of what is read, not of what was recorded
         }
 
     def release(self) -> None:
@@ -210,8 +211,11 @@ class ModelMeasures:
         from tightlip.audit.leakage.summary import finite
 
         audited = self.audited
-        model, held_out = audited.scans.opened(audited.model), CorpusSource(audited.held_out, {})
-        fit = validation_fit(held_out, model, audited.scans, audited.work / "tokens", top_k=1)
+        model = audited.scans.opened(audited.model)
+        assert audited.subject.held_out is not None
+        fit = validation_fit(
+            audited.subject.held_out, model, audited.scans, audited.work / "tokens", top_k=1
+        )
         return finite(fit.perplexity)
 
     def _kept(self, name: str, depends_on: dict[str, Any], measure: Callable[[], Any]) -> Any:
@@ -224,6 +228,17 @@ class ModelMeasures:
             there = read_json(path)  # as it will be read next time
         shutil.rmtree(self.audited.work, ignore_errors=True)
         return there["found"]
+
+
+def texts_of_subject(subject: Subject, scans: Scans, work: Path) -> dict[str, str | None]:
+    """Fingerprints of the text that a model is measured on, and of the tokens it makes of it."""
+    texts = {
+        name: subject.tokens(part, scans, work).corpus_fingerprint
+        if getattr(subject, part) is not None
+        else None
+        for name, part in TEXTS.items()
+    }
+    return texts | {"tokenizer_fingerprint": scans.opened(subject.model).tokenizer_fingerprint}
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Can one tell what a run's model was trained on? By document, and by user.
+"""Can one tell what a model was trained on? By document, and by user.
 
 A score is a row of `SCORES`: what makes a text look trained on. For each, the area under the ROC
 curve and the share of members found at few false accusations, with intervals over users.
@@ -14,13 +14,14 @@ import numpy as np
 from tightlip.audit.measures import Audited, written_to
 from tightlip.audit.settings import ResamplingSettings
 from tightlip.audit.sides import Side, Sides
+from tightlip.audit.subjects import Subject, measuring, nothing_held_out, subject_of
 from tightlip.core.errors import UsageError
+from tightlip.core.gates import Entries, Known
 from tightlip.core.resampling import FEW_USERS, interval, times_drawn
 from tightlip.core.run_folder import RunRecord
 from tightlip.core.settings import split_settings
-from tightlip.corpus.opening import with_held_out
-from tightlip.corpus.prepare import PreparedCorpus
-from tightlip.scan.models import Scans, scans_of_run
+from tightlip.corpus.prepare_config import TextSettings
+from tightlip.scan.models import Scans
 from tightlip.scan.options import ModelSettings
 
 # One non-member in so many may be accused.
@@ -59,6 +60,31 @@ SCORES = {
     ),
     "zlib": Score(title="zlib", values=lambda side: -side.model.loss_nats / side.num_bytes),
 }
+
+
+# What a gate may ask for of documents; of users the same behind "user_".
+_GATED = ("auc", "auc_low", *RATES)
+FIGURES: Known = {
+    **dict.fromkeys(("num_members", "num_nonmembers")),
+    **{f"{of}{name}": Entries(names=SCORES) for of in ("", "user_") for name in _GATED},
+}
+
+
+def gated(record: dict[str, Any]) -> dict[str, Any]:
+    """The figures of a record as gates name them."""
+    levels = {"": record["documents"], "user_": record["users"]}
+    figures = {
+        f"{of}{name}": None if level is None else _by_score(level, name)
+        for of, level in levels.items()
+        for name in _GATED
+    }
+    return figures | {name: record["documents"][name] for name in ("num_members", "num_nonmembers")}
+
+
+def _by_score(level: dict[str, Any], name: str) -> dict[str, float | None]:
+    figure, end = ("auc", "low") if name == "auc_low" else (name, "value")
+    known = {score: found for score, found in level["scores"].items() if found is not None}
+    return {score: found[figure] and found[figure][end] for score, found in known.items()}
 
 
 class Ranking:
@@ -203,56 +229,74 @@ def missing_rates(level: dict[str, Any], what: str) -> Iterable[str]:
 
 
 def measure_membership(
-    run: str | Path | RunRecord,
+    model: Any,
     *,
+    members: Any = None,
+    non_members: Any = None,
     reference: Any = None,
+    tokenizer: Any = None,
     without_texts: Collection[str] = frozenset(),
-    model: str | Path | None = None,
     out: str | Path | None = None,
     device: str = "auto",
     keep_scan: bool = True,
-    scans: Scans | None = None,
     **settings: Any,
 ) -> dict[str, Any]:
-    """How well one can tell what a run's model was trained on, by document and by user.
+    """How well one can tell what a model was trained on, by document and by user.
 
-    `reference` is a model or a run that never saw the training text, or a (model, tokenizer) pair in
-    memory, of which no scan is kept; `model` a folder to score
-    in place of the run's own model, such as a snapshot's; documents that read as one of
-    `without_texts`, planted canaries say, are on neither side. With `out` the result is written
-    there, for its owner only. The scan is kept in the run's `scan/` unless `keep_scan` is False;
-    `scans` are those of a caller that measures more, and `settings` those of ResamplingSettings
-    and ModelSettings.
+    `model` is a folder, or a model in memory with `tokenizer`, or a pair of both; `members` is text
+    that it was trained on and `non_members` is text that it was not, which a run knows itself.
+    `reference` is a model or a run that never saw the members, 'base' for what an adapter was
+    trained on, or a pair in memory. Documents that read as one of `without_texts`, planted canaries
+    say, are on neither side. With `out`, a folder, the result is written to membership.json there,
+    for its owner only. Scans are kept, in the run's `scan/` or in that of `out`, unless `keep_scan`
+    is False or a model is in memory. `settings` are those of ResamplingSettings, ModelSettings and
+    TextSettings.
     """
-    config, how = split_settings(settings, ResamplingSettings, ModelSettings)
-    record, prepared, held = with_held_out(run)
-    _refuse_users_left_out(record)
+    config, how, columns = split_settings(settings, ResamplingSettings, ModelSettings, TextSettings)
+    subject = subject_of(model, members, non_members, tokenizer=tokenizer, **columns.tree())
+    _check_sides(subject)
+    keep = keep_scan and (reference is None or isinstance(reference, str | Path))
+    with measuring(subject, out, device=device, keep=keep, **how.tree()) as (scans, work):
+        result = membership_of(
+            subject, scans, work, reference=reference, without_texts=without_texts, config=config
+        )
+    return written_to(None if out is None else Path(out) / "membership.json", result)
+
+
+def membership_of(
+    subject: Subject,
+    scans: Scans,
+    work: Path,
+    *,
+    reference: Any,
+    without_texts: Collection[str],
+    config: ResamplingSettings,
+) -> dict[str, Any]:
+    """The figures of a subject with both texts; its tokens are made in `work` where none stand."""
+    _refuse_users_left_out(subject.run)
     notes: list[str] = []
-    sides = Sides(prepared=prepared, held=held, notes=notes)
+    sides = Sides(subject=subject, scans=scans, work=work, notes=notes)
     sides.leave_out(without_texts)
     sides.choose_tokens()
-    keep = keep_scan and (reference is None or isinstance(reference, str | Path))
-    with scans_of_run(record, device=device, keep=keep, given=scans, **how.tree()) as opened:
-        sides.score(opened, Path(model or record.model_folder), reference)
+    sides.score(reference)
     members, others = sides.chosen()
     rng = np.random.default_rng(config.seed)
     documents = measure_level(members, others, rng, config.num_bootstraps)
     notes += [*missing_rates(documents, "documents"), *_about_users(members, others)]
     notes += _about_certainty(documents)
     # Of people, a non-member is somebody of whom nothing was trained on.
-    strangers = others.chosen(others.users >= prepared.train.num_users)
+    strangers = others.chosen(others.users >= sides.train.num_users)
     users = None
     if len(strangers):
         users = measure_level(members.by_user(), strangers.by_user(), rng, config.num_bootstraps)
     notes += [NO_STRANGERS] if users is None else missing_rates(users, "users")
-    notes += _about_the_text(record, prepared)
-    result = {
+    notes += _about_the_text(subject)
+    return {
         "documents": documents,
         "users": users,
         "not_counted": sides.not_counted,
         "notes": notes,
     }
-    return written_to(out, result)
 
 
 class MembershipAudit:
@@ -265,13 +309,14 @@ class MembershipAudit:
         return {"scores": [*SCORES], "reference": reference, **audited.sampling}
 
     def figures(self, audited: Audited) -> dict[str, Any]:
-        return measure_membership(
-            audited.run,
+        _check_sides(audited.subject)
+        return membership_of(
+            audited.subject,
+            audited.scans,
+            audited.work,
             reference=audited.measuring.reference,
             without_texts=audited.measuring.planted_texts,
-            model=audited.model,
-            scans=audited.scans,
-            **audited.measuring.resampling,
+            config=audited.measuring.resampling,
         )
 
     def accuses(self, figures: dict[str, Any]) -> bool:
@@ -279,8 +324,19 @@ class MembershipAudit:
         return any(area["low"] is not None and area["low"] > 0.5 for area in areas)
 
 
-def _refuse_users_left_out(record: RunRecord) -> None:
-    if number := record.config["corpus"].get("num_users_left_out"):
+def _check_sides(subject: Subject) -> None:
+    if subject.members is not None and subject.held_out is not None:
+        return
+    if subject.run is not None:
+        raise UsageError(nothing_held_out(subject.name))
+    raise UsageError(
+        f"{subject.name} does not tell what it was trained on and what not, as a run of tightlip does. Give both: "
+        "--members FILE --non-members FILE"
+    )
+
+
+def _refuse_users_left_out(record: RunRecord | None) -> None:
+    if record is not None and (number := record.config["corpus"].get("num_users_left_out")):
         raise UsageError(
             f"{record.folder} was trained without {number:,} users of its corpus and does not say which, so nobody "
             "knows who the members are. Measure the run it was retrained from."
@@ -306,13 +362,13 @@ def _about_certainty(level: dict[str, Any]) -> list[str]:
     ]
 
 
-def _about_the_text(record: RunRecord, prepared: PreparedCorpus) -> list[str]:
-    lines = []
-    if prepared.settings.get("validation"):
+def _about_the_text(subject: Subject) -> list[str]:
+    lines, prepared, run = [], subject.prepared, subject.run
+    if prepared is None or run is None or prepared.settings.get("validation"):
         lines.append(
             "The held-out text came as a file of its own. Where it differs from the training text in kind, in time or "
             "in who wrote it, that difference counts as membership here; a reference model takes most of it out."
         )
-    if record.guarantee.get("epsilon") is not None:
+    if run is not None and run.guarantee.get("epsilon") is not None:
         lines.append(NOT_PRIVATE)
     return lines

@@ -19,21 +19,21 @@ log), so its score is over the same tokens.
 """
 
 import zlib
-from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from tightlip.audit.subjects import Subject
 from tightlip.core.errors import UsageError
 from tightlip.corpus.opening import check_reference, model_folder, standing_in_both
-from tightlip.corpus.prepare import PreparedCorpus
-from tightlip.corpus.readers import open_corpus
+from tightlip.corpus.rendered import ShownTexts
 from tightlip.corpus.tokens import TokenizedCorpus
 from tightlip.corpus.vocabulary import DIGITS
-from tightlip.models.loading import load_tokenizer
-from tightlip.scan.models import BASE, DocumentScores, Scans
+from tightlip.scan.document_scores import DocumentScores
+from tightlip.scan.models import BASE, Scans
 
 _NONE = 2**40
 _TOGETHER = 1_000_000  # tokens looked at in one go
@@ -175,14 +175,11 @@ class Side:
 
 
 def compressed_sizes(
-    parquet: Path, without_texts: Collection[str] = ()
+    texts: Iterable[str], without_texts: Collection[str] = ()
 ) -> tuple[np.ndarray, np.ndarray]:
     """Each document's bytes under zlib, and whether its text is one of `without_texts`."""
-    sizes: list[int] = []
-    unwanted: list[bool] = []
-    for batch in open_corpus(parquet).batches():
-        sizes += [len(zlib.compress(text.encode("utf-8"))) for text in batch.texts]
-        unwanted += [text in without_texts for text in batch.texts]
+    told = [(len(zlib.compress(text.encode("utf-8"))), text in without_texts) for text in texts]
+    sizes, unwanted = zip(*told, strict=True) if told else ((), ())
     return np.array(sizes, dtype=np.int64), np.array(unwanted, dtype=bool)
 
 
@@ -193,18 +190,28 @@ class Sides:
     What is known of both is a pair, training first.
     """
 
-    prepared: PreparedCorpus
-    held: TokenizedCorpus
+    subject: Subject
+    scans: Scans
+    work: Path
     notes: list[str]
+
+    def __post_init__(self) -> None:
+        self.tokenizer = self.scans.opened(self.subject.model).tokenizer
+        self.train, self.held = (
+            self.subject.tokens(part, self.scans, self.work) for part in ("members", "held_out")
+        )
 
     def leave_out(self, without_texts: Collection[str]) -> None:
         """Mark what stands on both sides, and what was asked to be left out."""
-        files = [self.prepared.folder / f"{part}.parquet" for part in ("train", "validation")]
-        sizes = [compressed_sizes(file, without_texts) for file in files]
+        subject = self.subject
+        sizes = [
+            compressed_sizes(texts_of(source, self.tokenizer, corpus), without_texts)
+            for source, corpus in ((subject.members, self.train), (subject.held_out, self.held))
+        ]
         self.num_bytes, (of_train, of_held) = zip(*sizes, strict=True)
         if num := int(of_train.sum() + of_held.sum()):
             self.notes.append(f"{num:,} documents are left out as asked, planted canaries say.")
-        in_train, in_held = standing_in_both(self.prepared.train, self.held)
+        in_train, in_held = standing_in_both(self.train, self.held)
         in_train, in_held = in_train & ~of_train, in_held & ~of_held
         if in_held.any():
             self.notes.append(
@@ -215,56 +222,75 @@ class Sides:
         self.kept = ~(of_train | in_train), ~(of_held | in_held)
 
     def choose_tokens(self) -> None:
-        """Leave out words that only their own user made part of the vocabulary."""
+        """Leave out words that only their own user made part of the vocabulary, and of chats what
+        nobody said or was not trained on."""
         self.counted: tuple[np.ndarray | None, np.ndarray | None] = None, None
-        settings = self.prepared.settings
-        if not _learnt_from_training(settings):
-            if self.prepared.learnt_vocabulary and settings.get("tokenizer") is not None:
+        if (self.train.roles is None) != (self.held.roles is None):
+            raise UsageError(
+                "One side is plain text and the other chats, prompts or tokens, so they differ in more than in having been "
+                "trained on. Give both in one format."
+            )
+        if self.train.roles is not None:
+            self.counted = _trained(self.train), _trained(self.held)
+            return
+        prepared = self.subject.prepared
+        settings = {} if prepared is None else prepared.settings
+        if prepared is None or not _learnt_from_training(settings):
+            if prepared is not None and prepared.learnt_vocabulary and settings.get("tokenizer"):
                 self.notes.append(
                     "The tokenizer was given, and was itself learnt from this text. Words of held-out text that it lacks are "
                     "easy to predict, so these figures are too low. Prepare with a tokenizer made of other text."
                 )
             return
-        tokenizer = load_tokenizer(self.prepared.tokenizer_folder)
         self.counted = fair_tokens(
-            self.prepared.train,
+            self.train,
             self.held,
-            leaves_out_rare=_leaves_out_rare(settings, len(tokenizer)),
+            leaves_out_rare=_leaves_out_rare(settings, len(self.tokenizer)),
             min_users=settings.get("min_users") or 1,
-            always=tokenizer.convert_tokens_to_ids(DIGITS),
-            never=tokenizer.all_special_ids,
+            always=self.tokenizer.convert_tokens_to_ids(DIGITS),
+            never=self.tokenizer.all_special_ids,
         )
 
-    def score(self, scans: Scans, folder: Path, reference: Any) -> None:
+    def score(self, reference: Any) -> None:
         """The reference first: where it is refused, nobody has waited for the model."""
+        subject, scans = self.subject, self.scans
         self.reference: tuple[DocumentScores | None, DocumentScores | None] = None, None
         if reference is not None:
             is_path = isinstance(reference, str | Path)
             if is_path and (str(reference) != BASE or Path(BASE).exists()):
-                self.notes += check_reference(Path(reference), self.prepared)
+                folder = None if subject.prepared is None else subject.prepared.folder
+                self.notes += check_reference(Path(reference), self.train, folder)
                 reference = model_folder(Path(reference))
-            self.reference = self._scored(scans, reference, "by the reference", beside=folder)
-        self.model = self._scored(scans, folder, "by the model")
+            self.reference = self._scored(reference, "by the reference", beside=subject.model)
+            if (
+                scans.opened(reference, beside=subject.model).files
+                == scans.opened(subject.model).files
+            ):
+                raise UsageError(
+                    f"{reference} is the model itself, so it is no reference. Give a model that never saw the training text."
+                )
+        self.model = self._scored(subject.model, "by the model")
         other = self.reference[0]
         if other is not None and (other.num_tokens != self.model[0].num_tokens).any():
             raise UsageError(
-                f"{reference} and {folder} do not begin a document alike (one has a beginning-of-text token and "
-                "the other none), so their losses are over other tokens. Give a reference that reads as it does."
+                f"{reference} and {subject.model} do not begin a document alike (one has a beginning-of-text token and "
+                "the other none), so their losses are over other tokens. Say how both were trained with --begin, or give "
+                "a reference that reads as the model does."
             )
 
     def _scored(
-        self, scans: Scans, folder: Any, by: str, beside: Path | None = None
+        self, model: Any, by: str, beside: Any = None
     ) -> tuple[DocumentScores, DocumentScores]:
-        parts = (("Members", self.prepared.train), ("Non-members", self.held))
+        parts = (("Members", self.train), ("Non-members", self.held))
         members, others = (
-            scans.scores(folder, corpus, f"{name} {by}", counted=counted, beside=beside)
+            self.scans.scores(model, corpus, f"{name} {by}", counted=counted, beside=beside)
             for (name, corpus), counted in zip(parts, self.counted, strict=True)
         )
         return members, others
 
     def chosen(self) -> tuple[Side, Side]:
         """Members and non-members with something to score; users nobody trained on come last."""
-        owners = _owners(self.prepared.train, self.held)
+        owners = _owners(self.train, self.held)
         columns = zip(owners, self.model, self.reference, self.num_bytes, strict=True)
         sides = [
             Side(users=users, model=model, reference=reference, num_bytes=num_bytes)
@@ -279,13 +305,13 @@ class Sides:
             if not len(side):
                 raise UsageError(
                     f"No {what} document is left to compare: all stand on both sides, are left out or are empty. "
-                    "Hold out text that is not trained on: prepare with --deduplicate documents, or --validation FILE."
+                    "Hold out text that is not trained on: prepare with --deduplicate documents, or give it as a file."
                 )
         return members, others
 
     def _note_uncounted(self, dropped: list[np.ndarray]) -> None:
         """Keep, and say, how much of the text the figures are not about."""
-        corpora = (self.prepared.train, self.held)
+        corpora = (self.train, self.held)
         num_documents = num_tokens = 0
         for corpus, counted, kept, without in zip(
             corpora, self.counted, self.kept, dropped, strict=True
@@ -297,13 +323,37 @@ class Sides:
         self.not_counted = {"num_documents": num_documents, "num_tokens": num_tokens}
         if empty := int(sum(one.sum() for one in dropped)) - num_documents:
             self.notes.append(f"{empty:,} documents without a token to predict are left out.")
-        if num_tokens:
+        if num_tokens and self.train.roles is not None:
+            self.notes.append(
+                f"{num_documents:,} documents, {num_tokens:,} tokens not counted: what a chat's template says, and what was "
+                "not trained on."
+            )
+        elif num_tokens:
             self.notes.append(
                 f"{num_documents:,} documents, {num_tokens:,} tokens not counted: the vocabulary was built on the training "
                 "text, so unknown words do not count, nor words that would be unknown without the user who wrote them. "
                 "That is the most private text, and these figures do not see it. To count all, prepare with --tokenizer "
                 "DIR, made of other text."
             )
+
+
+def texts_of(source: Any, tokenizer: Any, corpus: TokenizedCorpus) -> Iterator[str]:
+    """What each document says, without the words of a chat's template."""
+    shown = source.shown_to(tokenizer)
+    if shown is None:  # the rows were tokens
+        for index in range(corpus.num_documents):
+            yield tokenizer.decode(corpus.document(index))
+        return
+    spoken = replace(shown, spoken=True) if isinstance(shown, ShownTexts) else shown
+    for batch in spoken.batches():
+        yield from batch.texts
+
+
+def _trained(corpus: TokenizedCorpus) -> np.ndarray:
+    """Which tokens somebody said and a training on such text learns."""
+    if corpus.roles is None:
+        return np.ones(corpus.num_tokens, dtype=bool)
+    return (np.asarray(corpus.roles) > 0) & (np.asarray(corpus.trained) > 0)
 
 
 def _learnt_from_training(settings: dict[str, Any]) -> bool:

@@ -84,14 +84,21 @@ class Completer:
         stops: before a token without text, after a sentence's end, below the confidence asked for.
     """
 
-    def __init__(self, model: Any, tokenizer: Any, config: TabConfig | None = None) -> None:
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        config: TabConfig | None = None,
+        *,
+        begin_id: int | None,
+    ) -> None:
         self.config = config or TabConfig()
         self._encoder = Encoder(tokenizer, with_spans=True)
         self._backend = tokenizer.backend_tokenizer
         self._lock = Lock()
         self._num_rows = int(model.get_input_embeddings().num_embeddings)
         self._words = Words(tokenizer, self._decode, min(len(tokenizer), self._num_rows))
-        self._memory = Memory(model, bos_id=tokenizer.bos_token_id, room=self.config.tokens + 1)
+        self._memory = Memory(model, bos_id=begin_id, room=self.config.tokens + 1)
 
     def encode(self, text: str) -> tuple[np.ndarray, np.ndarray]:
         """The ids of `text`, and of each the first and last-plus-one character."""

@@ -1,7 +1,6 @@
 """`tightlip audit`: the leakage report."""
 
 import logging
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,14 +9,15 @@ import typer
 import tightlip
 from tightlip.audit.settings import LeakageConfig
 from tightlip.cli.flags import KeepScan, Model, existing, parsed, switch, with_settings
+from tightlip.cli.gates import Gate, GateSettings
 from tightlip.core.errors import UsageError
 from tightlip.core.files import read_json
-from tightlip.core.progress import harmless, logged_to, shown_progress, terminal
+from tightlip.core.progress import logged_to, shown_progress, terminal
 from tightlip.core.run_folder import is_run
 from tightlip.corpus.prepare_config import TextSettings
 from tightlip.scan.options import ScanOptions
 
-_KINDS = (LeakageConfig, ScanOptions, TextSettings)
+_KINDS = (LeakageConfig, ScanOptions, TextSettings, GateSettings)
 
 
 @with_settings(*_KINDS)
@@ -48,48 +48,15 @@ def audit(
         bool,
         switch("--snapshots", text="Audit every snapshot of a run, or checkpoint of a Trainer."),
     ] = False,
-    fail_on: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Exit 1 when this holds: 'leaks>0', 'leakage_epsilon>2', 'curated[2]>0'.",
-            metavar="CONDITION",
-        ),
-    ] = None,
     engine: Annotated[str, typer.Option(help="Where the counting runs.")] = "local",
     keep_scan: KeepScan = True,
-    dp_check: Annotated[bool, switch("--dp-check", text="tightlip dp-check", hidden=True)] = False,
-    membership: Annotated[
-        bool, switch("--membership", text="tightlip membership", hidden=True)
-    ] = False,
-    groups: Annotated[bool, switch("--groups", text="tightlip groups", hidden=True)] = False,
-    reference: Annotated[
-        str | None, existing(typer.Option, "MODEL", "A model.", hidden=True)
-    ] = None,
-    against: Annotated[str | None, existing(typer.Option, "RUN", "A run.", hidden=True)] = None,
-    key: Annotated[list[Path] | None, existing(typer.Option, "KEY", "Keys.", hidden=True)] = None,
 ) -> None:
-    """Audit, print the headline figures, and judge them by `fail_on`."""
-    from tightlip.audit.leakage.summary import failed_conditions
+    """Audit, print the headline figures, and judge them."""
+    from tightlip.audit.leakage.summary import known_figures
 
-    measures = {"membership": membership, "groups": groups, "dp-check": dp_check}
-    asked = [name for name, wanted in measures.items() if wanted]
-    flags = {"--reference": reference, "--against": against, "--key": key}
-    if asked or any(flags.values()):
-        of_reports = {
-            "CORPUS": corpus,
-            "--out": out,
-            "--public-model": public_model,
-            "--validation": validation,
-            "--snapshots": snapshots,
-            "--fail-on": fail_on,
-            "--engine": engine != "local",
-            **{f"--{name.replace('_', '-')}": value for name, value in given.items()},
-        }
-        how = {"device": str(of_reports.pop("--device", "auto")), "keep_scan": keep_scan}
-        _as_spelt_before(model, how, asked, flags, of_reports)
-        return
     settings = parsed(_KINDS, given)
-    _check_gate(fail_on or [], settings)
+    known = known_figures(settings.get("thresholds", LeakageConfig.thresholds))
+    gate = Gate("audit", settings, known, _judged, record="summary.json")
     if out is None and not is_run(Path(model)):
         raise UsageError("Where should the report go? Give --out DIR.")
     folder = out or Path(model) / "audit"
@@ -105,53 +72,8 @@ def audit(
             keep_scan=keep_scan,
             **settings,
         )
-    show(report)
-    failed = [
-        f"{name}{line}"
-        for name, summary in _judged(report)
-        for line in failed_conditions(summary, fail_on or [])
-    ]
-    for line in failed:
-        print(f"tightlip: failed on {harmless(line)}", file=sys.stderr)
-    if failed:
-        raise typer.Exit(1)
-
-
-def _as_spelt_before(
-    run: str, how: dict[str, Any], asked: list[str], flags: dict[str, Any], rest: dict[str, Any]
-) -> None:
-    """What --membership, --groups and --dp-check were in 0.1, before they became commands."""
-    from tightlip.cli import measures
-
-    if not asked:
-        flag = next(flag for flag, value in flags.items() if value)
-        command = "groups" if flag == "--against" else "membership"
-        raise UsageError(f"{flag} does nothing here. Run: tightlip {command} {run} {flag} PATH")
-    if len(asked) > 1:
-        raise UsageError(f"--{asked[0]} and --{asked[1]} are two audits. Run one, then the other.")
-    (command,) = asked
-    takes = {"membership": ("reference", "key"), "groups": ("against", "key"), "dp-check": ()}
-    own = {name: flags.pop(f"--{name}") for name in takes[command]}
-    if command == "dp-check" and not how.pop("keep_scan"):
-        flags["--no-keep-scan"] = True
-    if not_here := [flag for flag, value in (rest | flags).items() if value]:
-        raise UsageError(
-            f"--{command} is a command of its own, and {not_here[0]} does not go with it. Run: tightlip {command} {run}"
-        )
-    getattr(measures, command.replace("-", "_"))(run=run, **own, **how)
-    logging.getLogger("tightlip").warning(
-        "audit --%s is now: tightlip %s %s. The old spelling goes with the next version.",
-        *(command, command, run),
-    )
-
-
-def _check_gate(conditions: list[str], settings: dict[str, Any]) -> None:
-    """A gate with a typo must not wait for the audit to say so."""
-    from tightlip.audit.leakage.summary import check_threshold, parsed_condition
-
-    thresholds = settings.get("thresholds", LeakageConfig.thresholds)
-    for condition in conditions:
-        check_threshold(parsed_condition(condition)[0], condition, list(thresholds))
+    record = report.summary if (all_ := _snapshots(report)) is None else all_
+    gate.judge(record, lambda: show(report))
 
 
 def _snapshots(report: Any) -> dict[str, Any] | None:
@@ -159,11 +81,11 @@ def _snapshots(report: Any) -> dict[str, Any] | None:
     return read_json(path) if path.exists() else None
 
 
-def _judged(report: Any) -> list[tuple[str, dict[str, Any]]]:
-    """What a gate looks at: the report, or each snapshot's where snapshots were audited."""
-    if (snapshots := _snapshots(report)) is None:
-        return [("", report.summary)]
-    return [(f"{row['name']}: ", row["summary"]) for row in snapshots["snapshots"]]
+def _judged(record: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """What a gate looks at: the summary, or each snapshot's where snapshots were audited."""
+    if "snapshots" not in record:
+        return {"": record | {"leaks": record["leaks"]}}  # of another kind, it has none
+    return {row["name"]: row["summary"] for row in record["snapshots"]}
 
 
 def show(report: Any) -> None:

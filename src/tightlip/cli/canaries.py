@@ -13,6 +13,7 @@ import tightlip
 from tightlip.audit.settings import ChoiceConfig, ExposureConfig
 from tightlip.cli import print_lines
 from tightlip.cli.flags import Device, KeepScan, Keys, existing, parsed, with_settings
+from tightlip.cli.gates import Gate, GateSettings
 from tightlip.core.errors import UsageError
 from tightlip.core.files import claimed
 from tightlip.core.progress import shown_progress
@@ -70,7 +71,7 @@ def choose(
     print_lines([*lines, key_line])
 
 
-@with_settings(ExposureConfig, ModelSettings)
+@with_settings(ExposureConfig, ModelSettings, GateSettings)
 def measure(
     model: Annotated[str, existing(typer.Argument, "MODEL", "A run, or a model's folder.")],
     given: dict[str, Any],
@@ -83,10 +84,16 @@ def measure(
         raise UsageError(
             f"measure needs the key. Run: tightlip canaries measure {model} --key DIR/key.json"
         )
+    from tightlip.audit.canaries.exposure import FIGURES, gated
+
+    gate = Gate(
+        "canaries measure", given, FIGURES, lambda e: {"": gated(e)}, record="exposures.json"
+    )
     with claimed(out) if out else nullcontext(), shown_progress():
         entries = tightlip.measure_canaries(model, key, out=out, device=device, **given)
     where = [] if out is None else [f"The list: {out}"]
-    print_lines([*canary_tables(entries), *canary_lines(entries), *where])
+    lines = [*canary_tables(entries), *canary_lines(entries), *where]
+    gate.judge(entries, lambda: print_lines(lines))
 
 
 def canary_tables(entries: list[Entry]) -> list[Any]:

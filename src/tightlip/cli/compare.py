@@ -1,4 +1,4 @@
-"""`tightlip compare`: several runs in one table and on one page."""
+"""`tightlip compare`: several models in one table and on one page."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,17 +11,30 @@ import tightlip
 from tightlip.audit.settings import Matching, ResamplingSettings
 from tightlip.cli import name_page
 from tightlip.cli.flags import Device, KeepScan, Keys, existing, with_settings
+from tightlip.cli.gates import Gate, GateSettings
+from tightlip.core.files import read_json
 from tightlip.core.progress import shown_progress, terminal
+from tightlip.corpus.prepare_config import TextSettings
 from tightlip.scan.options import ModelSettings
 
 if TYPE_CHECKING:
     from tightlip.commands import Comparison
 
 
-@with_settings(Matching, ResamplingSettings, ModelSettings)
+@with_settings(Matching, ResamplingSettings, ModelSettings, GateSettings, TextSettings)
 def compare(
-    runs: Annotated[list[Path], existing(typer.Argument, "RUN", "Runs of tightlip train.")],
+    models: Annotated[
+        list[Path],
+        existing(typer.Argument, "MODEL", "Runs of tightlip train, other models, or reports."),
+    ],
     given: dict[str, Any],
+    corpus: Annotated[
+        str | None,
+        existing(typer.Option, "CORPUS", "The text that models were trained on; a run knows it."),
+    ] = None,
+    held_out: Annotated[
+        str | None, existing(typer.Option, "CORPUS", "Text that they were not trained on.")
+    ] = None,
     key: Keys = None,
     reference: Annotated[
         str | None,
@@ -35,10 +48,16 @@ def compare(
     device: Device = "auto",
     keep_scan: KeepScan = True,
 ) -> None:
-    """Utility, leakage, cost and guarantee of several runs, and which may be compared."""
+    """Utility, leakage, cost and guarantee of several models, and which may be compared."""
+    from tightlip.audit.compared import FIGURES, gated
+    from tightlip.commands import JSON
+
+    gate = Gate("compare", given, FIGURES, lambda record: gated(record["runs"]), record=JSON)
     with shown_progress():
         made = tightlip.compare(
-            runs,
+            models,
+            corpus=corpus,
+            held_out=held_out,
             key=key,
             reference=reference,
             out=out,
@@ -46,7 +65,7 @@ def compare(
             keep_scan=keep_scan,
             **given,
         )
-    show(made, terminal())
+    gate.judge(read_json(made.folder / JSON), lambda: show(made, terminal()))
 
 
 def show(made: "Comparison", console: Console) -> None:

@@ -1,7 +1,7 @@
-"""`tightlip membership`, `groups` and `dp-check`: the other measures of a run, as flags and words."""
+"""`tightlip membership`, `groups` and `dp-check`: the other measures, as flags and words."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -10,10 +10,12 @@ import typer
 import tightlip
 from tightlip.audit.settings import ResamplingSettings
 from tightlip.cli import print_lines
-from tightlip.cli.flags import Device, KeepScan, existing, with_settings
+from tightlip.cli.flags import Device, KeepScan, Model, existing, with_settings
+from tightlip.cli.gates import Gate, GateSettings
 from tightlip.core.errors import GuaranteeError, UsageError
 from tightlip.core.progress import shown_progress
 from tightlip.core.run_folder import DP_CHECK, DP_CHECK_RESULT, is_run
+from tightlip.corpus.prepare_config import TextSettings
 from tightlip.report.kit.table import printed_table
 from tightlip.scan.options import ModelSettings
 
@@ -27,13 +29,22 @@ LeftOut = Annotated[
         typer.Option, "KEY", "A key.json of canaries, which are left out. May be given again."
     ),
 ]
+Members = Annotated[
+    str | None, existing(typer.Option, "CORPUS", "Text it was trained on. A run knows its own.")
+]
+Out = Annotated[Path | None, typer.Option(help="A folder for the record. For a run: RUN.")]
 _RATES = {"tpr_at_1_percent_fpr": "at 1%", "tpr_at_0_1_percent_fpr": "at 0.1%"}
+_KINDS = (ResamplingSettings, ModelSettings, GateSettings, TextSettings)
 
 
-@with_settings(ResamplingSettings, ModelSettings)
+@with_settings(*_KINDS)
 def membership(
-    run: Run,
+    model: Model,
     given: dict[str, Any],
+    members: Members = None,
+    non_members: Annotated[
+        str | None, existing(typer.Option, "CORPUS", "Text like it that it was not trained on.")
+    ] = None,
     reference: Annotated[
         str | None,
         existing(
@@ -44,46 +55,73 @@ def membership(
         ),
     ] = None,
     key: LeftOut = None,
+    out: Out = None,
     device: Device = "auto",
     keep_scan: KeepScan = True,
 ) -> None:
-    """Measure, print, and write RUN/membership.json."""
-    _check_run(run, "Membership compares what a run was trained on with what it held out")
-    figures, record = _measured(
-        "membership", run, key, reference=reference, device=device, keep_scan=keep_scan, **given
-    )
-    print_lines([_membership_table(figures), *lines_about_membership(figures), record])
+    """Measure, print, and write membership.json."""
+    from tightlip.audit.membership import FIGURES, gated
+
+    gate = Gate("membership", given, FIGURES, _only(gated), record="membership.json")
+    texts = {"members": members, "non_members": non_members}
+    how = {"reference": reference, "device": device, "keep_scan": keep_scan, **texts, **given}
+    figures, where = _measured("membership", model, key, out, **how)
+    lines = [_membership_table(figures), *lines_about_membership(figures), where]
+    gate.judge(figures, lambda: print_lines(lines))
 
 
-@with_settings(ResamplingSettings, ModelSettings)
+@with_settings(*_KINDS)
 def groups(
-    run: Run,
+    model: Model,
     given: dict[str, Any],
+    held_out: Annotated[
+        str | None,
+        existing(typer.Option, "CORPUS", "Text it was not trained on. A run knows its own."),
+    ] = None,
+    members: Members = None,
     against: Annotated[
-        str | None, existing(typer.Option, "RUN", "The unmitigated run, to see who lost.")
+        str | None,
+        existing(
+            typer.Option,
+            "MODEL",
+            "The unmitigated run or model, to see who lost; 'base' of an adapter.",
+            words=["base"],
+        ),
     ] = None,
     key: LeftOut = None,
+    out: Out = None,
     device: Device = "auto",
     keep_scan: KeepScan = True,
 ) -> None:
-    """Measure, print, and write RUN/groups.json."""
-    _check_run(run, "Groups are told by what a run held out")
-    figures, record = _measured(
-        "groups", run, key, against=against, device=device, keep_scan=keep_scan, **given
-    )
-    print_lines([*_groups_tables(figures), *lines_about_groups(figures), record])
+    """Measure, print, and write groups.json."""
+    from tightlip.audit.groups import FIGURES, gated
+
+    gate = Gate("groups", given, FIGURES, _only(gated), record="groups.json")
+    texts = {"members": members, "held_out": held_out}
+    how = {"against": against, "device": device, "keep_scan": keep_scan, **texts, **given}
+    figures, where = _measured("groups", model, key, out, **how)
+    lines = [*_groups_tables(figures), *lines_about_groups(figures), where]
+    gate.judge(figures, lambda: print_lines(lines))
+
+
+def _only(gated: Callable[[Any], dict[str, Any]]) -> Callable[[Any], dict[str, dict[str, Any]]]:
+    """Figures of a record that is about one model."""
+    return lambda record: {"": gated(record)}
 
 
 def _measured(
-    what: str, run: str, keys: Sequence[Path] | None, **settings: Any
+    what: str, model: str, keys: Sequence[Path] | None, out: Path | None, **settings: Any
 ) -> tuple[dict[str, Any], str]:
-    """The figures, and which file in the run they are written to."""
+    """The figures, and which file they are written to."""
     from tightlip.audit.measures import planted_texts
 
-    measure, record = getattr(tightlip, f"measure_{what}"), Path(run) / f"{what}.json"
+    folder = out or (Path(model) if is_run(Path(model)) else None)
+    if folder is None:
+        raise UsageError("Where should the record go? Give --out DIR.")
+    measure, planted = getattr(tightlip, f"measure_{what}"), planted_texts(keys or ())
     with shown_progress():
-        figures = measure(run, without_texts=planted_texts(keys or ()), out=record, **settings)
-    return figures, f"The record: {record}"
+        figures = measure(model, without_texts=planted, out=folder, **settings)
+    return figures, f"The record: {folder / what}.json"
 
 
 def _check_run(run: str, what_it_does: str, how_trained: str = "", *, has: str = "") -> None:
@@ -225,15 +263,18 @@ def _about_gap(figures: dict[str, Any], gap: dict[str, Any]) -> str:
     return line
 
 
-def dp_check(run: Run, device: Device = "auto") -> None:
+@with_settings(GateSettings)
+def dp_check(run: Run, given: dict[str, Any], device: Device = "auto") -> None:
     """Check, print, and refuse to let an untrue ε stand."""
     what_it_does = "The check looks at the canaries that a run was trained with"
     how_trained = "--mitigation dp --epsilon 2 --dp-check-canaries 1000 "
     _check_run(run, what_it_does, how_trained, has=DP_CHECK)
-    from tightlip.audit.dp_check import check_run  # with torch
+    from tightlip.audit.dp_check import FIGURES, check_run  # with torch
 
+    gate = Gate("dp-check", given, FIGURES, _only(dict), record=DP_CHECK_RESULT)
     check = check_run(run, device=device)
-    print_lines([*lines_about_check(check), f"The record: {Path(run) / DP_CHECK_RESULT}"])
+    lines = [*lines_about_check(check), f"The record: {Path(run) / DP_CHECK_RESULT}"]
+    gate.judge(check.to_json(), lambda: print_lines(lines))
     if check.verdict == "contradicted":
         raise GuaranteeError(
             f"{run} claims ε {check.claimed_epsilon:.3g}, and its canaries show at least "

@@ -27,6 +27,7 @@ _TOLD_BY = {
     "alpaca": ("instruction", "output"),
     "tokens": ("input_ids",),
 }
+_READ_BESIDE = {"prompt", "tools", "input", "system", "labels", "attention_mask"}
 _SHAREGPT_ROLES = {
     "human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant",
     "bing": "assistant", "assistant": "assistant", "model": "assistant", "system": "system",
@@ -80,6 +81,11 @@ def format_of(columns: Any, text_column: str) -> str | None:
 def columns_of_format(name: str, text_column: str) -> tuple[str, ...]:
     """The columns without which a row is not of the format."""
     return (text_column,) if name == "text" else _TOLD_BY[name]
+
+
+def columns_read(name: str, text_column: str) -> set[str]:
+    """All columns that the text of a row of the format may come from."""
+    return {*columns_of_format(name, text_column)} | (set() if name == "text" else _READ_BESIDE)
 
 
 def documents_of(row: Mapping[str, Any], name: str, text_column: str) -> list[Document] | Fault:

@@ -175,21 +175,21 @@ def fingerprints(prepared: PreparedCorpus) -> dict[str, str | None]:
     }
 
 
-def check_reference(reference: Path, prepared: PreparedCorpus) -> list[str]:
+def check_reference(reference: Path, train: TokenizedCorpus, folder: Path | None) -> list[str]:
     """Refuse a reference that learnt the members; returns what is to be noted of it.
 
-    `reference` is a run, a model inside one, or a model from elsewhere, of which nothing is known.
+    `reference` is a run, a model inside one, or a model from elsewhere, of which nothing is known;
+    `folder` is that of the corpus where it was prepared.
     """
-    if _card_names(reference, prepared):
+    if folder is not None and _card_names(reference, folder):
         raise _no_reference(reference, "this very corpus")
-    if origin_of(reference).sources & sources_of(prepared.folder):
+    if folder is not None and origin_of(reference).sources & sources_of(folder):
         raise _no_reference(reference, "this very corpus, or another part of the same text")
     run = run_around(reference)
-    return [] if run is None else _check_run(reference, run, prepared)
+    return [] if run is None else _check_run(reference, run, train)
 
 
-def _check_run(reference: Path, run: RunRecord, prepared: PreparedCorpus) -> list[str]:
-    train = prepared.train
+def _check_run(reference: Path, run: RunRecord, train: TokenizedCorpus) -> list[str]:
     if run.config["corpus"].get("corpus_fingerprint") == train.corpus_fingerprint:
         raise _no_reference(reference, "this very corpus")
     theirs = _text_of(run)
@@ -221,9 +221,9 @@ def _text_of(run: RunRecord) -> TokenizedCorpus | None:
     return None if differences(run, prepared) else prepared.train
 
 
-def _card_names(model: Path, prepared: PreparedCorpus) -> bool:
+def _card_names(model: Path, folder: Path) -> bool:
     """Whether the model's own card names the corpus, as that of a private run does."""
-    card, own = model / "guarantee.json", name_of(prepared.folder)
+    card, own = model / "guarantee.json", name_of(folder)
     if not card.is_file() or own is None:
         return False
     return bool(read_json(card).get("corpus_fingerprint") == own)
@@ -267,17 +267,3 @@ def finished_run(run: str | Path | RunRecord) -> RunRecord:
     if not record.finished:
         raise UsageError(f"{record.folder} is not finished training. Give its train command again.")
     return record
-
-
-def with_held_out(
-    run: str | Path | RunRecord,
-) -> tuple[RunRecord, PreparedCorpus, TokenizedCorpus]:
-    """A finished run, its corpus, and what was held out of it."""
-    record = finished_run(run)
-    prepared = open_run_corpus(record)
-    if prepared.validation is None or not prepared.validation.num_documents:
-        raise UsageError(
-            f"{record.folder} was trained with nothing held out, so there is no text it never saw to compare with. "
-            "Train with --split document, or give held-out text by --validation FILE."
-        )
-    return record, prepared, prepared.validation

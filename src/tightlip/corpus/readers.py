@@ -20,7 +20,7 @@ import pyarrow as pa
 from tightlip.core.checksums import checked
 from tightlip.core.errors import UsageError
 from tightlip.core.files import digest_of_files
-from tightlip.corpus.conversations import Document, documents_of, format_of
+from tightlip.corpus.conversations import Document, columns_read, documents_of, format_of
 from tightlip.corpus.formats import (
     MAX_BATCH_BYTES,
     MAX_BATCH_ROWS,
@@ -78,6 +78,7 @@ class RawDocument:
     user: str
     where: str
     document: Document
+    beside: dict[str, Any]  # the row's further columns
 
 
 class Corpus:
@@ -143,7 +144,18 @@ class Corpus:
         if isinstance(found, Fault):
             return found
         user, where = row[self._user_column], f"{part.name}, row {number}"
-        return [RawDocument(user, where, document) for document in found]
+        own = {self._user_column, *columns_read(self.format, self._text_column)}
+        beside = {name: value for name, value in row.items() if name not in own}
+        return [RawDocument(user, where, document, beside) for document in found]
+
+    def columns_beside(self) -> Iterator[dict[str, Any]]:
+        """Of each document the columns that are neither its user nor its text."""
+        if self.format != "text":
+            yield from (document.beside for document in self.raw_documents())
+            return
+        for batch in self.batches():
+            for place in range(len(batch)):
+                yield {name: values[place] for name, values in batch.attributes.items()}
 
     @property
     def has_chats(self) -> bool:
@@ -154,7 +166,7 @@ class Corpus:
         """All documents, at most 1,000 and about 8 MB at a time; a longer one comes alone."""
         if self.format != "text":
             raise UsageError(
-                f"{self.name} holds {self.format}, and this reads plain text. Only `tightlip audit` makes a text of chats, "
+                f"{self.name} holds {self.format}, and this reads plain text. Only measures of a model make a text of chats, "
                 "by the model's own template."
             )
         self.num_skipped = 0

@@ -10,7 +10,7 @@ import numpy as np
 
 from tightlip.core.errors import UsageError
 from tightlip.corpus.conversations import Conversation, PlainText, TokenRow, places_of
-from tightlip.corpus.encoding import Encoder
+from tightlip.corpus.encoding import Encoder, begin_ids
 from tightlip.corpus.prepare_config import TextSettings
 from tightlip.corpus.readers import Corpus, DocumentBatch, RawDocument
 from tightlip.corpus.rendering import Renderer, TemplateError
@@ -203,7 +203,7 @@ class RolesReader:
         spoken: str = "",
     ) -> RoleTokens:
         if self._settings.max_length is not None:
-            num_before = int(not self.begins_itself and self._tokenizer.bos_token_id is not None)
+            num_before = 0 if self.begins_itself else len(begin_ids(self._tokenizer))
             trained[max(0, self._settings.max_length - num_before) :] = 0
         return RoleTokens(
             user=row.user, content=content, ids=ids, roles=roles, trained=trained, spoken=spoken

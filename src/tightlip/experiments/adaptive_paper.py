@@ -34,7 +34,8 @@ from tightlip.experiments.adaptive_text import (
 )
 from tightlip.privacy.noise_schedules import SCALES as NOISE_SCALES
 from tightlip.report.kit import write_page
-from tightlip.scan.models import DocumentScores, scans_of_run
+from tightlip.scan.document_scores import DocumentScores
+from tightlip.scan.models import scans_of_run
 from tightlip.training.config import RunOptions
 from tightlip.training.run import train
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from os import W_OK, access
 from pathlib import Path
@@ -13,8 +13,8 @@ import numpy as np
 from tightlip.core.devices import usable_device
 from tightlip.core.errors import UsageError
 from tightlip.core.files import claimed
-from tightlip.core.run_folder import RunRecord
-from tightlip.corpus.encoding import tokenizer_fingerprint
+from tightlip.core.run_folder import RunRecord, run_around
+from tightlip.corpus.encoding import begin_ids, tokenizer_fingerprint
 from tightlip.corpus.tokens import TokenizedCorpus
 from tightlip.models.adapters import (
     Adapter,
@@ -38,84 +38,17 @@ from tightlip.models.loading import (
     read_configuration,
     state_fingerprint,
 )
+from tightlip.scan.document_scores import DocumentScores, document_scores
 from tightlip.scan.options import ScanOptions
 from tightlip.scan.scanner import Scanner
 from tightlip.scan.store import SCAN, ScanFunction, ScannedCorpus, ScanStore, scan_store
 
-# min-k% looks at one token in so many, the least likely ones (Shi et al. 2024: 20%).
-LOWEST_SHARE = 5
 AUDIT = "audit"  # where a run's report stands unless told otherwise
 BASE = "base"  # in the place of another model: the one that an adapter was trained on
 DEQUANTISED = (
     "A GGUF file's weights are read as plain numbers, and served they are computed in fewer bits: the "
     "figures are near those of the served model, and not the same."
 )
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class DocumentScores:
-    """Each document's loss, over how many tokens; and that of its least likely fifth.
-
-    A token that nothing stands before, not even a BOS, is predicted by nobody and not counted.
-    Counts are floats, as sums over owners are.
-    """
-
-    loss_nats: np.ndarray
-    num_tokens: np.ndarray
-    lowest_nats: np.ndarray
-    num_lowest: np.ndarray
-
-    def each(self, change: Callable[[np.ndarray], np.ndarray]) -> "DocumentScores":
-        """The same with every column changed."""
-        return DocumentScores(
-            **{field.name: change(getattr(self, field.name)) for field in fields(self)}
-        )
-
-
-def document_scores(scanned: ScannedCorpus, *, counted: np.ndarray | None = None) -> DocumentScores:
-    """Scores of every document, in their order; with `counted`, of those of its tokens only.
-
-    Holds:
-        naive: the same as scoring each document by itself and adding up.
-        streamed: the log-probabilities of one shard are held at a time.
-    """
-    parts = []
-    for shard in scanned.shards():
-        bounds = scanned.corpus.bounds[shard.first : shard.end + 1]
-        log_probs = shard.log_probs
-        if counted is not None:
-            log_probs[~counted[bounds[0] : bounds[-1]]] = np.nan
-        parts.append(_reduced(log_probs, np.diff(bounds)))
-    columns = np.concatenate(parts, axis=1) if parts else np.zeros((4, 0))
-    names = [field.name for field in fields(DocumentScores)]
-    return DocumentScores(**dict(zip(names, columns, strict=True)))
-
-
-def _reduced(log_probs: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Loss, tokens, loss and number of the lowest fifth: a row each, a column a document."""
-    num_documents = len(lengths)
-    documents = np.repeat(np.arange(num_documents), lengths)
-    scored = ~np.isnan(log_probs)
-    documents, losses = documents[scored], -log_probs[scored].astype(np.float64)
-    if not np.isfinite(losses).all():
-        raise UsageError(
-            "The model holds a token of this text for impossible (probability 0), so its loss is infinite and no "
-            "mean of losses means anything. Measure the model without whatever masks its logits."
-        )
-    num_tokens = np.bincount(documents, minlength=num_documents)
-    num_lowest = np.maximum(num_tokens // LOWEST_SHARE, num_tokens > 0)
-    order = np.lexsort((-losses, documents))
-    place = np.arange(len(order)) - np.repeat(np.cumsum(num_tokens) - num_tokens, num_tokens)
-    lowest = order[place < num_lowest[documents[order]]]
-    return np.array(
-        [
-            np.bincount(documents, losses, num_documents),
-            num_tokens,
-            np.bincount(documents[lowest], losses[lowest], num_documents),
-            num_lowest,
-        ],
-        dtype=np.float64,
-    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,7 +58,7 @@ class OpenedModel:
     `files` is a fingerprint of all that decides what it makes of a text. `is_file` tells a model
     on disk, of which it says all, from one in memory, where it covers the weights and not the code.
     `open_base` opens what an adapter was trained on, `scanning` is what a scan runs in, and `notes`
-    are for the readers of figures.
+    are for the readers of figures. `is_ours` is of a model that tightlip trained.
     """
 
     name: str
@@ -136,6 +69,7 @@ class OpenedModel:
     device: str
     load: Callable[..., Any]
     is_file: bool
+    is_ours: bool = False
     notes: tuple[str, ...] = ()
     open_base: "Callable[[OpenedModel], OpenedModel] | None" = None
     scanning: Callable[[Any], AbstractContextManager[None]] = nullcontext
@@ -158,6 +92,24 @@ class OpenedModel:
         return tokenizer_fingerprint(self.tokenizer)
 
     @cached_property
+    def begin_id(self) -> int | None:
+        """What is put before each text, as training put it there; None for nothing."""
+        how, own = self.options.begin, self.tokenizer.bos_token_id
+        if how == "always" and own is None:
+            raise UsageError(
+                f"The tokenizer of {self.name} has no begin token, and --begin always asks for one. Leave it out."
+            )
+        if how == "always" or (how == "auto" and self.is_ours):
+            return own  # tightlip trains with one wherever there is one
+        found = begin_ids(self.tokenizer) if how == "auto" else []
+        if len(found) > 1:
+            raise UsageError(
+                f"The tokenizer of {self.name} puts {len(found)} tokens before a text, and one can be. Say what was trained "
+                "with: --begin always, or never."
+            )
+        return found[0] if found else None
+
+    @cached_property
     def scanner(self) -> Scanner:
         return self.scanner_of(self.options.batch_tokens)
 
@@ -165,18 +117,17 @@ class OpenedModel:
         """`begins` is whether a begin token is put before each text."""
         return Scanner(
             self.model,
-            bos_id=self.tokenizer.bos_token_id if begins else None,
+            bos_id=self.begin_id if begins else None,
             window=self.options.window,
             batch_tokens=batch_tokens,
         )
 
     def scan(self, corpus: TokenizedCorpus, store: ScanStore, description: str) -> ScannedCorpus:
         """Every token's rank and log-probability under the model, as they stand in `store`."""
+        begins = not corpus.begins_itself or self.options.begin == "always"
         key = {
             "model": self.files,
-            "bos": None
-            if corpus.begins_itself
-            else self.tokenizer.bos_token_id,  # in no fingerprint: tokenizer_config.json names it
+            "bos": self.begin_id if begins else None,  # in no fingerprint
             "window": self.options.window,  # as asked for; the model's own follows from the model
             "dtype": self.options.dtype,
             "device": self.device.split(":")[0],
@@ -184,7 +135,7 @@ class OpenedModel:
 
         def open_scan() -> ScanFunction:
             self._check_vocabulary(corpus)
-            begins, most = not corpus.begins_itself, self.options.batch_tokens
+            most = self.options.batch_tokens
             scanner = self.scanner if begins else self.scanner_of(most, begins=False)
 
             def scan(tokens: np.ndarray, bounds: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -200,7 +151,7 @@ class OpenedModel:
         embeddings = find() if find else None
         size = getattr(embeddings, "num_embeddings", None)
         # Padding is not asked for: GPT-2 with a [PAD] added has no embedding for it and needs none.
-        largest = max(int(corpus.tokens.max(initial=0)), self.tokenizer.bos_token_id or 0)
+        largest = max(int(corpus.tokens.max(initial=0)), self.begin_id or 0)
         if size is not None and largest >= size:
             raise UsageError(
                 f"The tokenizer gives token {largest}, but {self.name} has embeddings for {size} "
@@ -265,6 +216,7 @@ def _from_memory(model: Any, options: ScanOptions, tokenizer: Any, name: str | N
         device="cpu" if first is None else first.device.type,
         load=lambda: model,
         is_file=False,
+        is_ours=_is_own(getattr(model, "config", None)),
         open_base=partial(_base_in_memory, configs=configs) if configs else None,
     )
 
@@ -327,8 +279,8 @@ def _adapted(
 
 def _from_disk(folder: Path, options: ScanOptions, tokenizer: Any, name: str | None) -> OpenedModel:
     device, is_gguf = usable_device(options.device), gguf_file(folder) is not None
+    config = None if is_gguf else read_configuration(folder)
     if not is_gguf:
-        read_configuration(folder)
         check_weight_files(folder)
         is_quantised_as(folder, options.quantize)
 
@@ -357,8 +309,13 @@ def _from_disk(folder: Path, options: ScanOptions, tokenizer: Any, name: str | N
         device=device if options.device_map is None else "mapped",
         load=load,
         is_file=True,
+        is_ours=_is_own(config) or run_around(folder) is not None,
         notes=(DEQUANTISED,) if is_gguf else _notes_on(options),
     )
+
+
+def _is_own(config: Any) -> bool:
+    return str(getattr(config, "model_type", "")).startswith("tightlip_")
 
 
 def _is_checkpoint(folder: Path) -> bool:

@@ -25,6 +25,11 @@ class ModelSettings(Settings):
     device_map: str | None = setting(
         None, "Spread a model over GPUs, memory and disk.", choices=("auto",)
     )
+    begin: str = setting(
+        "auto",
+        "Whether the begin token stands before each text; auto: where the tokenizer puts it, and always for our own models.",
+        choices=("auto", "always", "never"),
+    )
 
     def of_others(self) -> Self:
         """How the public model and the reference are read: neither is the one that is served."""

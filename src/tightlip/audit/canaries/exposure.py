@@ -20,6 +20,7 @@ from tightlip.audit.canaries.tab_attack import attacked
 from tightlip.audit.measures import Audited, written_to
 from tightlip.audit.settings import ExposureConfig
 from tightlip.core.errors import UsageError
+from tightlip.core.gates import Known
 from tightlip.core.progress import task
 from tightlip.core.run_folder import RunRecord, is_run, open_run
 from tightlip.core.settings import split_settings
@@ -346,6 +347,25 @@ def exposures_in(
     return entries
 
 
+# What a gate may ask for.
+FIGURES: Known = dict.fromkeys(
+    ("num_canaries", "num_exposed", "num_tab", "highest_bits", "highest_low_bits")
+)
+
+
+def gated(entries: list[dict[str, Any]]) -> dict[str, Any]:
+    """The figures of a list as gates name them."""
+    planted = [one for one in entries if one["exposure_bits"] is not None]
+    bar = exposed_above_bits(max(len(planted), 1))
+    return {
+        "num_canaries": len(entries),
+        "num_exposed": sum(one["low"] > bar for one in planted) if planted else None,
+        "num_tab": sum(bool(one["tab"]) for one in entries),
+        "highest_bits": max((one["exposure_bits"] for one in planted), default=None),
+        "highest_low_bits": max((one["low"] for one in planted), default=None),
+    }
+
+
 class CanaryAudit:
     """What a model knows of the canaries in the keys: exposures, and what TAB completes."""
 
@@ -366,11 +386,11 @@ class CanaryAudit:
         return any(one["low"] > bar for one in planted)
 
 
-def missing_copies(record: RunRecord, keys: Sequence[Planted]) -> str | None:
+def missing_copies(record: RunRecord | None, keys: Sequence[Planted]) -> str | None:
     """A sentence where planted canaries do not stand in a run's training text as the keys say:
     what is measured is then another model, or another key, than its reader thinks."""
     planted = [canary for key in keys for canary in key.of_planted]
-    if not planted:
+    if not planted or record is None:
         return None
     if not is_prepared(record.corpus_folder):
         return "The run's training text is no longer there, so nobody can tell whether the canaries stood in it."

@@ -428,13 +428,13 @@ class LeakageAudit:
         return {"reference": audited.measuring.reference_fingerprint}
 
     def figures(self, audited: Audited) -> dict[str, Any]:
-        reference = audited.measuring.reference
-        held_out = audited.held_out
+        reference, subject = audited.measuring.reference, audited.subject
+        assert subject.members is not None
         job = _Job(
             subject=_Subject(
                 model=audited.scans.opened(audited.model),
-                corpus=CorpusSource(audited.run.corpus_folder, {}),
-                validation=None if held_out is None else CorpusSource(held_out, {}),
+                corpus=subject.members,
+                validation=subject.held_out,
                 run=None,
             ),
             folder=audited.work,
@@ -468,9 +468,9 @@ def notes_on(model: OpenedModel, leaks: Leaks, skipped: int) -> list[str]:
             "The tokenizer cannot say which characters a token covers, so who wrote a sequence was "
             "counted by its tokens only; others may have written the same text cut differently."
         )
-    if model.tokenizer.bos_token_id is None:
+    if model.begin_id is None and not leaks.corpus.begins_itself:
         notes.append(
-            "The tokenizer has no begin token, so the first token of each document is not scored."
+            "No begin token stands before a text, so the first token of each document is not scored."
         )
     return notes
 

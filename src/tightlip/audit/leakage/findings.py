@@ -39,6 +39,7 @@ REDACTED = ".redacted"  # nothing with text was ever written where this stands
 TABLES = ("sequences.parquet", "owners.parquet", "users.parquet")
 REPORT_NAMES = {
     *(*TABLES, "summary.json", "report.html", "snapshots.json", "log.txt"),
+    *("membership.json", "groups.json"),
     *(SNAPSHOTS, SCAN, WORK, REDACTED),
 }
 INFINITE_RATIO = (
@@ -70,8 +71,12 @@ class Findings:
         summary = summarise(leaks, self.by_text, self.config, ratios, self.public, self.validation)
         summary |= {
             "model_fingerprint": self.model.fingerprint,
+            "tokenizer_fingerprint": self.model.tokenizer_fingerprint,
             # A hash of the text lets whoever knows all of it but a PIN try every PIN.
             "corpus_fingerprint": None if self.config.redact else leaks.corpus.corpus_fingerprint,
+            "validation_fingerprint": None
+            if self.config.redact or self.validation is None
+            else self.validation.corpus_fingerprint,
             "redacted": self.config.redact,
             **self.about,
         }

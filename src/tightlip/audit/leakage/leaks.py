@@ -1,6 +1,6 @@
 """From a scan to what leaked: S, its distinct sequences, their six features, who owns them."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -36,6 +36,7 @@ class Fit:
     num_scored: int
     num_hits: int
     log_prob_sum: float
+    corpus_fingerprint: str | None = None
 
     @property
     def perplexity(self) -> float | None:
@@ -120,7 +121,8 @@ def find_leaks(
 
 def fit_of(scanned: ScannedCorpus, top_k: int, carries_text: np.ndarray) -> Fit:
     """How well the model predicts the scanned corpus."""
-    return _gather_runs(scanned, top_k, carries_text)[2]
+    fit = _gather_runs(scanned, top_k, carries_text)[2]
+    return replace(fit, corpus_fingerprint=scanned.corpus.corpus_fingerprint)
 
 
 def perplexities(log_prob_sums: np.ndarray, lengths: np.ndarray) -> np.ndarray:

@@ -1,8 +1,6 @@
 """The report's headline figures, and the gate that fails on them."""
 
 import math
-import operator
-import re
 from collections.abc import Iterable
 from functools import cached_property
 from html import escape
@@ -20,42 +18,37 @@ from tightlip.audit.settings import LeakageConfig
 from tightlip.core.checksums import checked
 from tightlip.core.errors import UsageError
 from tightlip.core.files import read_json
-from tightlip.core.registry import unknown
+from tightlip.core.gates import Entries, Known, failures
+from tightlip.corpus.rendered import ROLES
 
-_COMPARISONS = {
-    ">=": operator.ge,
-    "<=": operator.le,
-    "==": operator.eq,
-    "!=": operator.ne,
-    ">": operator.gt,
-    "<": operator.lt,
-}
-# What a gate may ask for: the numbers of summary.json, and the tables of numbers within it.
-FIGURES = (
-    "accuracy",
-    "distinct_sequences",
-    "fewer_than_p",
-    "leakage_epsilon",
-    "leakage_epsilon_sequence",
-    "leaks",
-    "num_documents",
-    "num_tokens",
-    "num_users",
-    "p",
-    "people_affected",
-    "perplexity",
-    "public_unique",
-    "sequences_in_s",
-    "top_k",
-    "unique",
-    "unique_by_text",
-    "users_with_unique",
-    "validation_accuracy",
-    "validation_perplexity",
-)
-TABLES = ("curated", "ratio_quantiles", "unique_by_length", "unique_by_role")
-BY_ROLE = "unique_by_role"  # the one whose entries are words
 QUANTILES = (0.1, 0.25, 0.5, 0.75, 0.9, 0.99, 1.0)
+# What a gate may ask for: the numbers of summary.json, and the tables of numbers within it.
+_NUMBERS = (
+    *(
+        "accuracy",
+        "distinct_sequences",
+        "fewer_than_p",
+        "leakage_epsilon",
+        "leakage_epsilon_sequence",
+    ),
+    *("leaks", "num_documents", "num_tokens", "num_users", "p", "people_affected", "perplexity"),
+    *("public_unique", "sequences_in_s", "top_k", "unique", "unique_by_text", "users_with_unique"),
+    *("validation_accuracy", "validation_perplexity"),
+)
+
+
+def known_figures(thresholds: Iterable[float] = LeakageConfig.thresholds) -> Known:
+    """The figures of a report that counts unique sequences at these ratios."""
+    curated = [f"{threshold:g}" for threshold in thresholds]
+    return dict.fromkeys(_NUMBERS) | {
+        "curated": Entries(names=curated, advice=", or name others with --curated-at"),
+        "ratio_quantiles": Entries(names=[f"{share:g}" for share in QUANTILES]),
+        # A length or a role of which nothing leaked has no entry.
+        "unique_by_length": Entries(absent=0),
+        "unique_by_role": Entries(names=ROLES[1:], absent=0),
+    }
+
+
 _HEADLINES = {
     "leaks": "stretches of text that one user alone wrote and the model completes",
     "people_affected": "users whose text that is",
@@ -147,89 +140,6 @@ def finite(value: float | None) -> float | None:
     return float(value) if value is not None and math.isfinite(value) else None
 
 
-def failed_conditions(summary: dict[str, Any], conditions: Iterable[str]) -> list[str]:
-    """Which of 'unique>0', 'curated[2]>=10' and the like hold, each with the figure that made it so.
-
-    A figure that is not known fails: a gate must not pass for want of an answer.
-
-    >>> failed_conditions({"unique": 3, "leakage_epsilon": None}, ["unique>5", "leakage_epsilon>2"])
-    ['leakage_epsilon>2: leakage_epsilon is not known']
-    """
-    failed = []
-    for condition in conditions:
-        key, compare, limit = parsed_condition(condition)
-        value = _figure(summary, key)
-        if value is None:
-            failed.append(f"{condition}: {key} is not known")
-        elif compare(value, limit):
-            shown = f"{value:g}" if isinstance(value, float) else str(value)
-            failed.append(f"{condition}: {key} is {shown}")
-    return failed
-
-
-def parsed_condition(condition: str) -> tuple[str, Any, float]:
-    """Figure, comparison and limit of a condition; a figure that no report has is refused."""
-    match = re.fullmatch(
-        r"\s*([a-z_]+)(\[[^\]]+\])?\s*(>=|<=|==|!=|>|<)\s*([-+]?[0-9.]+(?:e[-+]?[0-9]+)?)\s*",
-        condition,
-    )
-    if not match:
-        raise UsageError(
-            f"--fail-on {condition!r} is not a comparison. Write it like 'unique>0' or 'leakage_epsilon>2'."
-        )
-    name, inner, sign, limit = match.groups()
-    _check_figure(name, inner, condition)
-    return name + (inner or ""), _COMPARISONS[sign], _number(limit, condition)
-
-
-def _check_figure(name: str, inner: str | None, condition: str) -> None:
-    if name in TABLES:
-        if inner is None:
-            raise UsageError(
-                f"--fail-on {condition!r}: {name} is not one number. Use one of its entries, like {name}[2]."
-            )
-        if name != BY_ROLE:
-            _number(inner[1:-1], condition)
-    elif name not in FIGURES:
-        raise UsageError(f"--fail-on {condition!r}: {unknown('figure', name, _available())}")
-    elif inner is not None:
-        raise UsageError(f"--fail-on {condition!r}: {name} is one number. Leave {inner} out.")
-
-
-def check_threshold(key: str, condition: str, thresholds: Iterable[float]) -> None:
-    """Refuse curated[t] for a t that the audit does not count."""
-    name, _, inner = key.partition("[")
-    counted = [f"{t:g}" for t in thresholds]
-    if name == "curated" and f"{float(inner.rstrip(']')):g}" not in counted:
-        raise UsageError(
-            f"--fail-on {condition!r}: curated is counted at {', '.join(counted)} only. "
-            f"Use one of these, or name others with --curated-at."
-        )
-
-
-def _available() -> list[str]:
-    return sorted([*FIGURES, *(f"{name}[…]" for name in TABLES)])
-
-
-def _number(text: str, condition: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise UsageError(f"--fail-on {condition!r}: {text!r} is not a number.") from None
-
-
-def _figure(summary: dict[str, Any], key: str) -> float | int | None:
-    name, _, inner = key.partition("[")
-    value = summary.get(name)
-    if not inner or value is None:
-        return value
-    if name == BY_ROLE:
-        return value.get(inner.rstrip("]"), 0)
-    entries = {float(entry): number for entry, number in value.items()}
-    # A length nobody leaked has no entry: none were found, which is a known zero.
-    return entries.get(float(inner[:-1]), 0 if name == "unique_by_length" else None)
-
-
 class LeakageReport:
     """What an audit found. Every key of summary.json is an attribute: `report.unique`."""
 
@@ -270,9 +180,12 @@ class LeakageReport:
         """The sequences with their owners as a pandas DataFrame."""
         return self.sequences.append_column("owner", self.owners["owner"]).to_pandas()
 
-    def failed(self, *conditions: str) -> list[str]:
-        """Which of 'unique>0' and the like hold, each with its figure: empty means all is well."""
-        return failed_conditions(self.summary, conditions)
+    def failed(self, *conditions: str, baseline: "LeakageReport | None" = None) -> list[str]:
+        """Which of 'unique>0', 'leaks > baseline' and the like hold, each with its figure: empty
+        means all is well."""
+        known = known_figures(map(float, self.summary["curated"] or LeakageConfig.thresholds))
+        before = None if baseline is None else baseline.summary
+        return failures(self.summary, conditions, known, baseline=before)
 
     def __repr__(self) -> str:
         figures = ", ".join(f"{name}={_short(self.summary.get(name))}" for name in _HEADLINES)

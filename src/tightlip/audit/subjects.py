@@ -1,0 +1,126 @@
+"""A model with the text that it learnt and text that it never saw: what every measure is given."""
+
+import shutil
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from tightlip.audit.leakage.findings import WORK, report_folder
+from tightlip.audit.settings import LeakageConfig
+from tightlip.core.errors import UsageError
+from tightlip.core.files import claimed
+from tightlip.core.run_folder import RunRecord, is_run
+from tightlip.corpus.opening import (
+    CorpusSource,
+    finished_run,
+    model_folder,
+    open_run_corpus,
+    tokenised_for,
+)
+from tightlip.corpus.prepare import PreparedCorpus, is_prepared, open_prepared
+from tightlip.corpus.tokens import TokenizedCorpus
+from tightlip.scan.models import Scans, scans_of_run
+from tightlip.scan.options import ScanOptions
+from tightlip.scan.store import SCAN, scan_store
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """`model` is a folder, or a (model, tokenizer) pair in memory.
+
+    `members` were trained on and `held_out` was not, None where nobody said; a run says both.
+    """
+
+    model: Any
+    members: CorpusSource | None = None
+    held_out: CorpusSource | None = None
+    run: RunRecord | None = None
+
+    @property
+    def is_file(self) -> bool:
+        return isinstance(self.model, str | Path)
+
+    @property
+    def name(self) -> str:
+        if self.run is not None:
+            return str(self.run.folder)
+        return str(self.model) if self.is_file else "The model in memory"
+
+    @property
+    def prepared(self) -> PreparedCorpus | None:
+        """The prepared corpus whose training part the members are."""
+        path = None if self.members is None else self.members.path
+        return open_prepared(path) if path is not None and is_prepared(path) else None
+
+    def tokens(self, part: str, scans: Scans, work: Path) -> TokenizedCorpus:
+        """`members` or `held_out` in the model's own tokens."""
+        tokenizer = scans.opened(self.model).tokenizer
+        return tokenised_for(getattr(self, part), tokenizer, work / f"{part}-tokens")
+
+
+def subject_of(
+    model: Any, members: Any = None, held_out: Any = None, *, tokenizer: Any = None, **columns: Any
+) -> Subject:
+    """A run with its own texts, or any model with those given."""
+    if members is None and held_out is None and is_a_run(model):
+        return of_run(finished_run(model))
+    sources = [None if one is None else CorpusSource(one, columns) for one in (members, held_out)]
+    for source in sources:
+        if source is not None and source.path is not None and not source.path.exists():
+            raise UsageError(f"{source.path} does not exist. Give the path of a corpus.")
+    if isinstance(model, RunRecord):
+        model = model.model_folder
+    elif isinstance(model, str | Path):
+        model = model_folder(Path(model))
+    if tokenizer is not None:
+        model = (model, tokenizer)
+    return Subject(model=model, members=sources[0], held_out=sources[1])
+
+
+def of_run(run: RunRecord) -> Subject:
+    """A finished run; refused where other text lies at its corpus' path by now."""
+    open_run_corpus(run)
+    held = run.corpus_folder / "validation"
+    return Subject(
+        model=run.model_folder,
+        members=CorpusSource(run.corpus_folder, {}),
+        held_out=CorpusSource(held, {}) if held.exists() else None,
+        run=run,
+    )
+
+
+def nothing_held_out(name: str) -> str:
+    return (
+        f"{name} was trained with nothing held out, so there is no text it never saw to compare with. "
+        "Train with --split document, or give held-out text by --validation FILE."
+    )
+
+
+def is_a_run(model: Any) -> bool:
+    return isinstance(model, RunRecord) or (isinstance(model, str | Path) and is_run(Path(model)))
+
+
+@contextmanager
+def measuring(
+    subject: Subject, out: str | Path | None, *, device: str, keep: bool, **how: Any
+) -> Iterator[tuple[Scans, Path]]:
+    """Where the subject's scans stand, and a folder for work: its run's own, in `out`, or for as
+    long as this lasts. `how` are ModelSettings."""
+    with ExitStack() as stack:
+        if subject.run is not None:
+            work = Path(stack.enter_context(TemporaryDirectory(prefix="tightlip-")))
+            of_run = scans_of_run(subject.run, device=device, keep=keep, **how)
+            yield stack.enter_context(of_run), work
+            return
+        if out is None:
+            folder = Path(stack.enter_context(TemporaryDirectory(prefix="tightlip-")))
+        else:
+            stack.enter_context(claimed(Path(out)))
+            folder = report_folder(Path(out), LeakageConfig())
+        keep = keep and subject.is_file
+        store = stack.enter_context(scan_store(folder / SCAN, [], keep=keep))
+        yield Scans(store=store, options=ScanOptions(device=device, **how)), folder / WORK
+        shutil.rmtree(folder / WORK, ignore_errors=True)

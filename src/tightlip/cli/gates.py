@@ -1,0 +1,107 @@
+"""--json, --fail-on, --baseline and --junit: one way to judge what any measuring command found."""
+
+import json
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import typer
+
+from tightlip.core.errors import UsageError
+from tightlip.core.files import read_json, write_text
+from tightlip.core.gates import Figures, Known, junit_text, parsed_condition
+from tightlip.core.progress import harmless
+from tightlip.core.settings import Settings, setting
+
+
+@dataclass(frozen=True, kw_only=True)
+class GateSettings(Settings):
+    """What becomes of the figures."""
+
+    panel: ClassVar[str | None] = "Gates"
+
+    json: bool = setting(False, "Print the record as JSON, all of it.", flag="--json")
+    fail_on: tuple[str, ...] = setting(
+        (), "Exit 1 when this holds, such as 'leaks>0' or 'leaks > baseline'. May be given again."
+    )
+    baseline: str | None = setting(
+        None, "What the same command wrote earlier, for 'baseline' in a condition.", path="REPORT"
+    )
+    junit: str | None = setting(None, "A file for gates and counts as JUnit reads them.")
+
+
+class Gate:
+    """The gate of one command, checked before its work begins.
+
+    `figures_in` makes figures of what the command wrote earlier, by subject: a model's name where
+    there are several.
+    """
+
+    def __init__(
+        self,
+        command: str,
+        given: dict[str, Any],
+        known: Known,
+        figures_in: Callable[[Any], Mapping[str, Figures]],
+        *,
+        record: str,
+    ) -> None:
+        names = ("json", "fail_on", "baseline", "junit")
+        asked = {name: given.pop(name) for name in names if name in given}
+        self.settings = GateSettings(**asked)
+        self._command, self._known, self._figures_in = command, known, figures_in
+        self._conditions = [parsed_condition(each, known) for each in self.settings.fail_on]
+        self._baseline = self._earlier(record)
+        if self._baseline is None and any(one.limit is None for one in self._conditions):
+            raise UsageError(
+                "A condition names the baseline, and there is none. Give --baseline REPORT."
+            )
+
+    def _earlier(self, record: str) -> Mapping[str, Figures] | None:
+        if self.settings.baseline is None:
+            return None
+        path = Path(self.settings.baseline)
+        file = path / record if path.is_dir() else path
+        try:
+            return self._figures_in(read_json(file))
+        except (OSError, KeyError, TypeError, AttributeError, ValueError) as error:
+            raise UsageError(
+                f"--baseline {path} is not what tightlip {self._command} writes ({file.name}). Give the folder of an earlier one."
+            ) from error
+
+    def judge(self, record: Any, shown: Callable[[], object]) -> None:
+        """Print the record or what is `shown`, write what was asked for, and exit 1 on a failure."""
+        if self.settings.json:
+            print(json.dumps(record, indent=2, ensure_ascii=False))
+        else:
+            shown()
+        judged = self._figures_in(record)
+        failed = {
+            (subject, condition.written): condition.failure(
+                figures, self._known, self._before(subject)
+            )
+            for subject, figures in judged.items()
+            for condition in self._conditions
+        }
+        if self.settings.junit is not None:
+            write_text(
+                Path(self.settings.junit), junit_text(self._command, judged, failed), alone=True
+            )
+        _say_and_exit(
+            f"{subject}: {why}" if subject else why for (subject, _), why in failed.items() if why
+        )
+
+    def _before(self, subject: str) -> Figures | None:
+        """The same subject's earlier figures, or those of the only one there was."""
+        before = self._baseline or {}
+        return next(iter(before.values())) if len(before) == 1 else before.get(subject)
+
+
+def _say_and_exit(lines: Iterable[str]) -> None:
+    failed = list(lines)
+    for line in failed:
+        print(f"tightlip: failed on {harmless(line)}", file=sys.stderr)
+    if failed:
+        raise typer.Exit(1)
