@@ -3,7 +3,7 @@
 import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -12,7 +12,7 @@ from tightlip.audit.leakage.findings import WORK, report_folder
 from tightlip.audit.settings import LeakageConfig
 from tightlip.core.errors import UsageError
 from tightlip.core.files import claimed
-from tightlip.core.run_folder import RunRecord, is_run
+from tightlip.core.run_folder import RunRecord, is_run, run_around
 from tightlip.corpus.opening import (
     CorpusSource,
     finished_run,
@@ -64,9 +64,13 @@ class Subject:
 def subject_of(
     model: Any, members: Any = None, held_out: Any = None, *, tokenizer: Any = None, **columns: Any
 ) -> Subject:
-    """A run with its own texts, or any model with those given."""
-    if members is None and held_out is None and is_a_run(model):
-        return of_run(finished_run(model))
+    """A run, or a model in one such as a snapshot, with the run's texts; or any model with those given."""
+    if members is None and held_out is None:
+        if is_a_run(model):
+            return of_run(finished_run(model))
+        around = run_around(Path(model)) if isinstance(model, str | Path) else None
+        if around is not None:
+            return replace(of_run(finished_run(around)), model=Path(model))
     sources = [None if one is None else CorpusSource(one, columns) for one in (members, held_out)]
     for source in sources:
         if source is not None and source.path is not None and not source.path.exists():
