@@ -275,7 +275,8 @@
     table.changed = (matching, shown) => {
       const owner = byId("owner").value;
       const elsewhere = owner !== "" && users.find((user) => user.ownerPlace === Number(owner));
-      const rest = elsewhere && elsewhere.unique > matching ? " This person has " + whole.format(elsewhere.unique) + " sequences in sequences.parquet." : "";
+      const [num, what] = !elsewhere ? [0, ""] : elsewhere.leaks === null ? [elsewhere.unique, "sequence"] : [elsewhere.leaks, "leak"];
+      const rest = num > matching ? " This person has " + whole.format(num) + " " + what + (num === 1 ? "" : "s") + " in sequences.parquet." : "";
       byId("status").textContent = (matching ? "Rows 1 to " + whole.format(shown) + " of " + whole.format(matching) + " that match." : "No row on this page matches.") + rest;
     };
     const owned = [...new Set(sequences.map((row) => row.ownerPlace).concat(users.map((user) => user.ownerPlace)))];
