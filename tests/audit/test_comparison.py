@@ -109,7 +109,8 @@ def test_every_figure_is_what_the_call_for_it_says(made, place):
         place / "triplet", against=place / "plain", without_texts=texts, **FEW
     )
     membership = tightlip.measure_membership(place / "triplet", without_texts=texts, **FEW)
-    assert row["unique"] == report.unique
+    for name in ("leaks", "people_affected", "unique"):
+        assert row[name] == report.summary[name]
     assert row["perplexity"] == groups["perplexity"]
     assert row["perplexity"]["value"] == pytest.approx(report.validation_perplexity, rel=1e-4)
     assert row["gap"] == groups["gap"]

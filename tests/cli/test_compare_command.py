@@ -66,7 +66,13 @@ def test_the_table_and_the_way_to_the_page_are_printed(whole):
     (perplexity,) = [line for line in lines if line.startswith("Validation perplexity")]
     shown = [row["perplexity"]["value"] for row in json.loads(files["comparison.json"])["runs"]]
     assert [float(cell) for cell in perplexity.split()[2:]] == pytest.approx(shown, rel=0.01)
-    for measure in ("Unique sequences", "Exposure, 6× (bits)", "Tab, planted", "Membership AUC"):
+    for measure in (
+        "Leaks",
+        "Unique by tokens",
+        "Exposure, 6× (bits)",
+        "Tab, planted",
+        "Membership AUC",
+    ):
         assert any(line.startswith(measure) for line in lines), measure
     assert "none (measured only)" in ran.out
     assert lines[-1].endswith("out/comparison.html")

@@ -1,6 +1,7 @@
 """Chats and other rows of fine-tuning: read, rendered, cut into tokens with roles and masks."""
 
 import json
+from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -297,6 +298,10 @@ def test_an_audit_of_chats_finds_the_secret_its_owner_and_its_role(tokenizer, tm
     assert all("im_start" not in text and "assistant\n" not in text for text, *_ in found)
     assert {who for *_, who in found} <= {"ann", "bob", "cyd", "dan"}
     assert sum(report.unique_by_role.values()) == report.unique_by_text == len(found)
+    num_of_role = Counter(role for _, role, _, _ in found)
+    page = (tmp_path / "r/report.html").read_text()
+    listed = ", ".join(f"{num} {role}" for role, num in num_of_role.most_common())
+    assert f"Sequences by role: {listed}." in page
 
 
 def test_what_the_template_says_is_nobodys_word(tokenizer):

@@ -144,7 +144,9 @@ def _row(
 
 
 def _leakage(run: RunMeasures) -> Row:
-    names = ("unique", "users_with_unique", "num_users", "leakage_epsilon")
+    """By text, then as published, by tokens; a report of 0.1 has the latter only."""
+    by_text, by_tokens = ("leaks", "people_affected"), ("unique", "users_with_unique")
+    names = (*by_text, *by_tokens, "num_users", "leakage_epsilon")
     return {name: (run.leakage or {}).get(name) for name in names}
 
 

@@ -68,8 +68,8 @@ def measured(name: str = "plain", **changed: Any) -> RunMeasures:
         "guarantee": NO_PROMISE,
         "seconds_per_epoch": 10.0,
         "leakage": {
-            "unique": 25, "users_with_unique": 4, "num_users": 12, "leakage_epsilon": 7.5,
-            "validation_perplexity": 150.0,
+            "leaks": 9, "people_affected": 3, "unique": 25, "users_with_unique": 4,
+            "num_users": 12, "leakage_epsilon": 7.5, "validation_perplexity": 150.0,
         },
         "exposures": exposures([1.0, 12.0, 2.0, 13.0], num_tab=2),
         "exposed_above_bits": 6.3,

@@ -153,7 +153,15 @@ def test_what_is_not_known_is_none_and_never_0():
     )  # fmt: skip
     rows = rows_of(measured(), bare)
     row = rows[1]
-    for name in ("perplexity", "unique", "leakage_epsilon", "gap", "membership", "comparable"):
+    for name in (
+        "perplexity",
+        "leaks",
+        "unique",
+        "leakage_epsilon",
+        "gap",
+        "membership",
+        "comparable",
+    ):
         assert row[name] is None, name
     assert row["exposure"] == []
     assert row["seconds_per_epoch"] is None
@@ -379,18 +387,19 @@ def test_without_a_match_nobody_wins():
 
 
 def test_without_canaries_counts_are_told_and_nobody_wins():
-    leakage = {"unique": 3, "users_with_unique": 1, "num_users": 12, "leakage_epsilon": None}
+    leakage = {"leaks": 1, "people_affected": 1, "unique": 90, "users_with_unique": 12}
     rows = rows_of(
         measured(exposures=None), with_perplexity("b", 150, exposures=None, leakage=leakage)
     )
     sentence, more = headline(rows)
     assert sentence.startswith("At matched utility, only counts are known")
-    assert "25 unique sequences in plain, 3 unique sequences in b" in more
+    assert "only one person wrote" in more
+    assert "9 leaks of 3 people in plain, 1 leak of 1 person in b" in more
 
 
 def test_bits_are_never_held_against_counts():
-    """Two unique sequences are no less than 12.5 bits."""
-    leakage = {"unique": 2, "users_with_unique": 1, "num_users": 12, "leakage_epsilon": None}
+    """Two leaks are no less than 12.5 bits."""
+    leakage = {"leaks": 2, "people_affected": 1, "num_users": 12, "leakage_epsilon": None}
     unmeasured = with_perplexity("b", 150, exposures=None, leakage=leakage)
     assert "give away is not known" in headline(rows_of(measured(), unmeasured))[0]
     sentence, more = headline(rows_of(measured(exposures=None), with_perplexity("b", 150)))
@@ -428,6 +437,30 @@ def test_what_membership_does_not_see_is_said_on_the_page_and_in_the_csv():
 # The table
 
 
+def test_leaks_come_before_what_is_unique_by_tokens_each_with_its_people():
+    old = {"unique": 25, "users_with_unique": 4}  # a report of 0.1 counted tokens only
+    rows = rows_of(measured(), with_perplexity("b", 150, leakage=old))
+    lines = comparison_table(rows).rows
+    names = [line.name for line in lines]
+    assert names.index("Unique by tokens") == names.index("Leaks") + 1
+    leaks, by_tokens = (lines[names.index(name)].cells for name in ("Leaks", "Unique by tokens"))
+    assert [(cell.value, cell.under) for cell in leaks] == [("9", "of 3 people"), ("not known", "")]
+    assert [(cell.value, cell.under) for cell in by_tokens] == [("25", "of 4 people")] * 2
+    assert "leaks,people_affected,unique,users_with_unique," in csv_text(rows)
+    page = page_of(rows)
+    assert "validation perplexity 150, 9 leaks" in page
+    assert page.count("9 leaks") == 1  # of b, which has no leaks to draw, there is no mark
+
+
+def test_a_row_that_is_no_run_is_shown_like_any_other():
+    model = measured("m", mitigation="not known", seconds_per_epoch=None, guarantee=None)
+    rows = rows_of(measured(), model)
+    assert cells(rows, "Seconds per epoch") == ["10.0", "not known"]
+    assert cells(rows, "Guarantee")[1] == "none (measured only)"
+    assert "mitigation not known" in Reader(page_of(rows)).visible
+    assert list(csv.DictReader(io.StringIO(csv_text(rows))))[1]["mitigation"] == "not known"
+
+
 @pytest.mark.parametrize("num_others", range(1, 8))
 @pytest.mark.parametrize("width", [80, 100, 200])
 def test_the_table_fits_the_terminal_and_names_every_run(num_others, width):
@@ -462,11 +495,12 @@ def test_every_line_of_the_table_is_explained():
 
 
 def test_the_csv_says_0_for_nothing_found_and_nothing_for_not_known():
-    leakage = {"unique": 0, "users_with_unique": 0, "num_users": 12, "leakage_epsilon": None}
+    leakage = {"leaks": 0, "people_affected": 0, "unique": 0, "leakage_epsilon": None}
     rows = rows_of(measured(groups=None), with_perplexity('b,"c"', 150, leakage=leakage))
     first, second = csv.DictReader(io.StringIO(csv_text(rows)))
     assert second["name"] == 'b,"c"'
-    assert (second["unique"], second["leakage_epsilon"]) == ("0", "")
+    assert (first["leaks"], first["people_affected"], first["unique"]) == ("9", "3", "25")
+    assert (second["leaks"], second["unique"], second["leakage_epsilon"]) == ("0", "0", "")
     assert (first["gap_perplexity"], second["gap_perplexity"]) == ("", "3.0")
     assert float(second["exposure_bits_at_10"]) == 12.5
     assert (first["tab_planted_successes"], first["tab_planted_ceiling"]) == ("2", "3")

@@ -67,6 +67,8 @@ BY_TEXT = pa.schema(
         ("users_by_text", pa.int32()),
         ("unique_by_text", pa.bool_()),
         ("leak", pa.int32()),
+        ("role", pa.string()),
+        ("trained_on", pa.bool_()),
     ]
 )
 OWNERS = pa.schema([("owner", pa.string())])

@@ -1,8 +1,18 @@
 """The page of a report that counted words: leaks first, and each opens to its sequences."""
 
+import json
+
 import pytest
 
-from report.leakage.folders import PEOPLE, by_text, redacted, row, users_of, write_folder
+from report.leakage.folders import (
+    PEOPLE,
+    by_text,
+    redacted,
+    row,
+    sample_snapshots,
+    users_of,
+    write_folder,
+)
 from tightlip.report.kit import render_page, write_page
 from tightlip.report.leakage.rows import read_users
 from tightlip.report.leakage.tallies import tally_and_choose
@@ -87,6 +97,20 @@ def test_a_report_of_0_1_is_told_as_it_was():
     old = {"unique": 3, "users_with_unique": 2, "num_users": 9, "distinct_sequences": 8}
     assert verdict(old)[0] == "This model completes 3 pieces of text that only one person wrote."
     assert [line.name for line in summary_lines(old)][:2] == ["Unique sequences", "People affected"]
+
+
+def test_what_goes_by_tokens_says_so(opened, tmp_path):
+    rows = by_text([*PLAIN, row(sequence=" no. 7", total_in_d=3, owner="Viola")], LEAKS)
+    folder = folder_of(tmp_path, rows)
+    (folder / "snapshots.json").write_text(json.dumps(sample_snapshots(3)))
+    page = opened(write_page("leakage", folder / "report.html", folder=folder))
+    assert "Unique goes by tokens here" in page.locator("#snapshots").inner_text()
+    meaning = page.locator(".lines div", has=page.get_by_text("Curated", exact=True)).inner_text()
+    assert "unique by tokens" in meaning
+    page.locator("#only-unique").uncheck()
+    page.locator("#sequence-table tbody tr.row").filter(has_text="no. 7").click()
+    told = page.locator("#sequence-table .detail").inner_text()
+    assert "written 3 times, in these tokens, always by one person." in told
 
 
 @pytest.fixture

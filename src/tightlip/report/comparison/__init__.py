@@ -7,9 +7,9 @@ from typing import Any, ClassVar
 from tightlip.report.comparison.plots import (
     exposure_scatter,
     kind_of,
+    leaks_scatter,
     num_undrawn,
     repetition_plots,
-    unique_scatter,
 )
 from tightlip.report.comparison.table import (
     RunFigures,
@@ -56,7 +56,7 @@ class ComparisonPage:
             "scores": score_table(rows),
             "score": SCORE_WORDS[membership_score(rows)],
             "exposure_plot": exposure_scatter(rows, self.tolerance),
-            "unique_plot": unique_scatter(rows, self.tolerance),
+            "leaks_plot": leaks_scatter(rows, self.tolerance),
             "num_undrawn": num_undrawn(rows),
             "repetition_plots": repetition_plots(rows),
             "repetitions": repetition_table(rows),

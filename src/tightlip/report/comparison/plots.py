@@ -48,18 +48,18 @@ def exposure_scatter(rows: Sequence[RunFigures], tolerance: float) -> Markup | N
     return plot.svg()
 
 
-def unique_scatter(rows: Sequence[RunFigures], tolerance: float) -> Markup | None:
-    """Perplexity against the number of unique sequences."""
+def leaks_scatter(rows: Sequence[RunFigures], tolerance: float) -> Markup | None:
+    """Perplexity against the number of leaks."""
     points = [
-        (row, row["unique"], counted(row["unique"], "unique sequence"))
+        (row, row["leaks"], counted(row["leaks"], "leak"))
         for row in _on_one_scale(rows)
-        if row["unique"] is not None
+        if row["leaks"] is not None
     ]
     if not points:
         return None
-    plot = _plot("Utility against unique sequences", "unique sequences")
-    axis = count_axis(max(unique for _, unique, _ in points))
-    plot.y_axis(axis, "unique sequences")
+    plot = _plot("Utility against leaks", "leaks")
+    axis = count_axis(max(leaks for _, leaks, _ in points))
+    plot.y_axis(axis, "leaks")
     _draw_points(plot, points, axis, rows, tolerance)
     return plot.svg()
 

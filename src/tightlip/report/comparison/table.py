@@ -22,7 +22,12 @@ def comparison_table(rows: Sequence[RunFigures]) -> Table:
         Row("Model", [Cell(row["model"] or "none") for row in rows], "Utility"),
         Row("Validation perplexity", [_interval(row["perplexity"]) for row in rows], "Utility"),
         Row("Matched utility", [_matched(row) for row in rows], "Utility"),
-        Row("Unique sequences", [_unique(row) for row in rows], "Leakage"),
+        Row("Leaks", [_owned(row, "leaks", "people_affected") for row in rows], "Leakage"),
+        Row(
+            "Unique by tokens",
+            [_owned(row, "unique", "users_with_unique") for row in rows],
+            "Leakage",
+        ),
         Row("Leakage ε_l", [Cell(number(row["leakage_epsilon"])) for row in rows], "Leakage"),
         *_exposures(rows),
         *(
@@ -40,7 +45,8 @@ def comparison_table(rows: Sequence[RunFigures]) -> Table:
 
 
 def _mitigation(row: RunFigures) -> str:
-    return "no mitigation" if row["mitigation"] == "none" else str(row["mitigation"])
+    alone = {"none": "no mitigation", UNKNOWN: f"mitigation {UNKNOWN}"}
+    return alone.get(row["mitigation"], str(row["mitigation"]))
 
 
 def _interval(figure: dict[str, Any] | None, sign: str = "") -> Cell:
@@ -65,11 +71,10 @@ def _matched(row: RunFigures) -> Cell:
     return Cell({True: "yes", False: "no", None: UNKNOWN}[row["comparable"]])
 
 
-def _unique(row: RunFigures) -> Cell:
-    if row["unique"] is None:
-        return Cell(UNKNOWN)
-    owners = row["users_with_unique"]
-    return Cell(count(row["unique"]), f"of {counted(owners, 'user')}" if owners else "")
+def _owned(row: RunFigures, name: str, owners: str) -> Cell:
+    """A count, with the number of people whose text that is beneath."""
+    whose = f"of {counted(row[owners], 'person', 'people')}" if row[owners] else ""
+    return Cell(count(row[name]), whose)
 
 
 def chosen_repetitions(rows: Sequence[RunFigures]) -> list[int]:
@@ -245,7 +250,8 @@ def _flat(row: RunFigures) -> Iterator[tuple[str, Any]]:
     yield "comparable", row["comparable"]
     yield "verdict", " ".join(row["verdicts"])
     yield from _limits("validation_perplexity", row["perplexity"])
-    for name in ("unique", "users_with_unique", "num_users", "leakage_epsilon"):
+    by_text = ("leaks", "people_affected")
+    for name in (*by_text, "unique", "users_with_unique", "num_users", "leakage_epsilon"):
         yield name, row[name]
     for group in row["exposure"]:
         yield f"exposure_bits_at_{group['repetitions']}", group["mean_bits"]

@@ -22,15 +22,16 @@ class Leak:
 
 
 def leak_of(row: RunFigures, *, by_exposure: bool) -> Leak | None:
-    """Exposure of the most repeated canaries, or the number of unique sequences."""
+    """Exposure of the most repeated canaries, or the number of leaks."""
     if by_exposure:
         if not row["exposure"]:
             return None
         bits = row["exposure"][-1]["mean_bits"]
         return Leak(bits, f"{number(bits)} bits")
-    if row["unique"] is None:
+    if row["leaks"] is None:
         return None
-    return Leak(row["unique"], counted(row["unique"], "unique sequence"))
+    people = counted(row["people_affected"] or 0, "person", "people")
+    return Leak(row["leaks"], f"{counted(row['leaks'], 'leak')} of {people}")
 
 
 def headline(rows: Sequence[RunFigures]) -> tuple[str, str]:
@@ -120,7 +121,7 @@ def _why_unclear(row: RunFigures, base: RunFigures, num_matched: int) -> str:
 
 def _leak_words(row: RunFigures) -> str:
     if not row["exposure"]:
-        return "Text that one person alone wrote and the model completes"
+        return "Text that only one person wrote and the model completes"
     times = row["exposure"][-1]["repetitions"]
     return f"Mean exposure of the canaries planted {counted(times, 'time')}"
 

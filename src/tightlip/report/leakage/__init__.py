@@ -19,6 +19,7 @@ from tightlip.report.leakage.tallies import Tally, tally_and_choose
 from tightlip.report.leakage.words import (
     NO_PUBLIC_MODEL,
     Line,
+    by_role,
     story,
     summary_lines,
     verdict,
@@ -74,7 +75,9 @@ def _read_summary(folder: Path) -> dict[str, Any]:
 def _opening(summary: dict[str, Any], tally: Tally, rows: Embedded) -> dict[str, Any]:
     """The top of the page: verdict, badges, headline figures, notes, guarantee."""
     longest = tally.longest or None
-    sentence, weighing = verdict(summary, num_copied=tally.num_copied, longest=longest)
+    sentence, weighing = verdict(
+        summary, num_copied=tally.num_copied, num_untrained=tally.num_untrained, longest=longest
+    )
     lines = [_with_its_text(line, summary, rows) for line in summary_lines(summary)]
     notes = (summary.get("notes") or [])[:NUM_NOTES]
     return {
@@ -132,9 +135,10 @@ def _tables(summary: dict[str, Any], tally: Tally, users: Users, rows: Embedded)
     extent = f"All {counted(every, 'sequence')} are on this page."
     if shown < every:
         picked = "the worst by ratio, the longest" if tally.num_with_ratio else "the longest"
+        every_role = " and of every role" if by_role(summary) else ""
         extent = (
             f"Showing {count(shown)} of {count(every)}; all are in sequences.parquet. "
-            f"These are {picked}, some of every person listed below, and a few that several people wrote."
+            f"These are {picked}, some of every person listed below{every_role}, and a few that several people wrote."
         )
     return {
         "tally": tally,
@@ -142,6 +146,7 @@ def _tables(summary: dict[str, Any], tally: Tally, users: Users, rows: Embedded)
         "extent": extent,
         "users": users,
         "users_extent": _users_extent(users),
+        "has_roles": summary.get("unique_by_role") is not None,
         "is_by_text": summary.get("leaks") is not None,
         "has_user_ratios": any(_known(user["max_ratio"]) for user in users.worst),
     }

@@ -53,6 +53,8 @@
     people: row[13] === null ? row[7] : row[13], byTokens: row[7], hasWord: row[13] !== null, unique: row[14] === 1, leak: row[15],
     perplexity: known(row[8]), ratio: known(row[9]), copied: row[10] === 1, ownerPlace: row[11], occurrences: row[12],
     owner: row[11] === null ? null : data.owners[row[11]][0],
+    // Tokens that came without their chat are all "text", which tells nothing.
+    role: row[16] === "text" ? null : row[16], trained: row[17],
     found: row[1] === null ? "" : row[1].toLowerCase(), others: [],
   }));
   // A leak is one line, called by its longest sequence, with the worst figures of all of them.
@@ -135,6 +137,10 @@
     }
   }
 
+  // Of a chat: whose words these sequences are, and whether none of them was trained on.
+  const said = (rows) => [...new Set(rows.map((row) => row.role))].filter((role) => role !== null)
+    .concat(rows.every((row) => row.trained === false) ? ["not trained on"] : []);
+
   const textOf = (row) => (row.text === null ? tokens(row.tokens) : oneLine(row.text).trim() || "(empty)");
 
   const drawSequence = (row) => {
@@ -143,8 +149,9 @@
     const clip = make("span", "clip", words, row.cut ? "…" : null);
     const more = row.others.length;
     const tags = make("span", "tags", row.copied ? make("span", "tag", "copied") : null,
-      more ? make("span", "tag count", "and " + whole.format(more) + (more === 1 ? " sequence" : " sequences") + " within or across it") : null);
-    const open = make("button", "", make("span", "", clip, row.copied || more ? tags : null));
+      ...said([row, ...row.others]).map((words) => make("span", "tag quiet", words)),
+      more ? make("span", "tag quiet", "and " + whole.format(more) + (more === 1 ? " sequence" : " sequences") + " within or across it") : null);
+    const open = make("button", "", make("span", "", clip, tags.hasChildNodes() ? tags : null));
     open.type = "button";
     open.setAttribute("aria-expanded", "false");
     const owner = cell("owner", row.ownerPlace === null ? "" : "owner");
@@ -172,7 +179,7 @@
   const drawDetail = (row) => {
     const often = row.written === 1 ? "Completed the one time it is written"
       : "Completed " + times(row.completed) + "; written " + times(row.written);
-    const whose = row.byTokens === 1 ? ", always by one person." : " by " + people(row.byTokens) + ", completed for " + people(row.usersInS) + ".";
+    const whose = row.byTokens === 1 ? (row.unique ? "" : ", in these tokens") + ", always by one person." : " by " + people(row.byTokens) + ", completed for " + people(row.usersInS) + ".";
     const inside = cell("", "", make("p", "about", often + (row.written === 1 ? "." : whose)));
     inside.colSpan = hasRatios ? 8 : 7;
     if (row.byTokens === 1 && !row.unique) {
@@ -181,6 +188,10 @@
     }
     if (row.copied) {
       inside.append(make("p", "about", "Copied: it already stood in a context below, so the model may have repeated it rather than remembered it."));
+    }
+    if (row.role !== null) inside.append(make("p", "about", "Role: " + row.role + "."));
+    if (row.trained === false) {
+      inside.append(make("p", "about", "Not trained on: the loss left these tokens out, or training cut the row off before them."));
     }
     for (const occurrence of row.occurrences) inside.append(...drawOccurrence(row, occurrence));
     const left = row.completed - row.occurrences.length;
@@ -197,7 +208,7 @@
     const list = make("ul", "others", ...row.others.map((one) => {
       const words = make("bdi", "", textOf(one), one.cut ? "…" : null);
       words.dir = "auto";
-      const about = [tokens(one.tokens), "perplexity " + measured(one.perplexity)];
+      const about = [...said([one]), tokens(one.tokens), "perplexity " + measured(one.perplexity)];
       if (one.ratio !== null) about.push("ratio " + measured(one.ratio));
       return make("li", "", make("mark", "", words), make("span", "about", " " + about.join(" · ")));
     }));
@@ -245,11 +256,12 @@
   };
 
   function filter() {
-    const search = byId("search") ? byId("search").value.toLowerCase() : "";
-    const minTokens = atLeast("min-tokens"), minRatio = atLeast("min-ratio"), owner = byId("owner").value;
+    const [search, owner, role, trained] = ["search", "owner", "role", "trained"].map((id) => (byId(id) ? byId(id).value : ""));
+    const minTokens = atLeast("min-tokens"), minRatio = atLeast("min-ratio");
     const onlyUnique = byId("only-unique").checked, hideCopied = byId("hide-copied").checked;
     table.keep = (row) =>
-      (!search || row.found.includes(search)) &&
+      (!search || row.found.includes(search.toLowerCase())) &&
+      [row, ...row.others].some((one) => (!role || one.role === role) && (!trained || String(one.trained) === trained)) &&
       (minTokens === null || row.tokens >= minTokens) &&
       (minRatio === null || (row.ratio !== null && row.ratio >= minRatio)) &&
       (owner === "" || row.ownerPlace === Number(owner)) &&
@@ -263,13 +275,17 @@
     table.changed = (matching, shown) => {
       const owner = byId("owner").value;
       const elsewhere = owner !== "" && users.find((user) => user.ownerPlace === Number(owner));
-      const rest = elsewhere && elsewhere.unique > matching ? " This person has " + whole.format(elsewhere.unique) + " sequences in sequences.parquet." : "";
+      const [num, what] = !elsewhere ? [0, ""] : elsewhere.leaks === null ? [elsewhere.unique, "sequence"] : [elsewhere.leaks, "leak"];
+      const rest = num > matching ? " This person has " + whole.format(num) + " " + what + (num === 1 ? "" : "s") + " in sequences.parquet." : "";
       byId("status").textContent = (matching ? "Rows 1 to " + whole.format(shown) + " of " + whole.format(matching) + " that match." : "No row on this page matches.") + rest;
     };
     const owned = [...new Set(sequences.map((row) => row.ownerPlace).concat(users.map((user) => user.ownerPlace)))];
     const options = owned.filter((place) => place !== null).map((place) => [ownerName(place), place]);
     options.sort((a, b) => a[0].localeCompare(b[0], "en", { numeric: true }));
     byId("owner").append(...options.map(([name, place]) => new Option(name, place)));
+    const roles = [...new Set(listed.map((row) => row.role))].filter((role) => role !== null).sort();
+    if (roles.length) byId("role").append(...roles.map((role) => new Option(role)));
+    else if (byId("role")) byId("role").parentNode.remove();
     byId("filters").addEventListener("input", filter);
     byId("filters").addEventListener("submit", (event) => event.preventDefault());
     byId("filters").addEventListener("reset", () => setTimeout(filter));

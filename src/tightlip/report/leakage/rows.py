@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 from tightlip.core.checksums import checked
 from tightlip.core.errors import UsageError
 from tightlip.core.files import damage_in_words
-from tightlip.report.leakage.tallies import BUFFER_BYTES, BY_TEXT, open_sequences, read_owners
+from tightlip.report.leakage.tallies import BUFFER_BYTES, SINCE_0_2, open_sequences, read_owners
 
 SEQUENCE_CHARACTERS = 600
 CONTEXT_CHARACTERS = 280
@@ -140,8 +140,9 @@ def _row(place: int, row: dict[str, Any], owner: str | None) -> tuple[list[Any],
     counts = [row[name] for name in _COUNTS]
     unique = row.get("unique_by_text", row["users_in_d"] == 1)
     by_text = [row.get("users_by_text"), int(bool(unique)), row.get("leak")]
-    whole = [place, text, cut, *counts, *figures, 10**7, list(_occurrences(row)), *by_text]
-    return whole, owner if unique else None
+    of_chats = [row.get("role"), row.get("trained_on")]
+    whole = [place, text, cut, *counts, *figures, 10**7, list(_occurrences(row))]
+    return [*whole, *by_text, *of_chats], owner if unique else None
 
 
 def _occurrences(row: dict[str, Any]) -> Iterator[list[Any]]:
@@ -159,7 +160,7 @@ def _read_rows(
     """The chosen rows, read from the row groups that hold them and no further than the last."""
     wanted = sorted(chosen)
     with open_sequences(folder) as file:
-        asked = BY_TEXT if redacted else (*BY_TEXT, *_TEXTS)
+        asked = SINCE_0_2 if redacted else (*SINCE_0_2, *_TEXTS)
         texts = [name for name in asked if name in file.schema_arrow.names]
         start = 0
         for group in range(file.num_row_groups):

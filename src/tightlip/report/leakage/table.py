@@ -21,7 +21,7 @@ def terminal_table(summary: dict[str, Any]) -> RichTable:
     notes = [plain_row("Note", "", note) for note in summary.get("notes") or []]
     columns = [
         Column(left=True, wraps=False),
-        Column(style="bold", widest=30),
+        Column(style="bold", widest=34),
         Column(left=True, style="dim"),
     ]
     return Table(columns=columns, rows=[*shown, *notes]).printed()

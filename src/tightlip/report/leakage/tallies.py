@@ -23,7 +23,8 @@ from tightlip.core.files import damage_in_words
 BATCH_ROWS = 16_384
 BUFFER_BYTES = 1 << 20
 _COLUMNS = ("num_tokens", "users_in_d", "perplexities", "ratio", "copied")
-BY_TEXT = ("users_by_text", "unique_by_text", "leak")  # a report of 0.1 has none of them
+# A report of 0.1 has none of them; the last two are null where the corpus holds no chats.
+SINCE_0_2 = ("users_by_text", "unique_by_text", "leak", "role", "trained_on")
 
 # The last bins of the length plot are ranges: a run of 400 tokens and one of 3 fit on one axis.
 LENGTH_STARTS = (*range(1, 21), 21, 31, 51, 101, 201, 501, 1001)
@@ -108,6 +109,7 @@ class Tally:
     num_rows: int = 0
     num_unique: int = 0
     num_copied: int = 0
+    num_untrained: int = 0
     num_with_ratio: int = 0
     longest: int = 0
     lengths: LengthHistogram = field(default_factory=LengthHistogram)
@@ -123,6 +125,8 @@ class Tally:
         self.num_rows += batch.num_rows
         self.num_unique += int(unique.sum())
         self.num_copied += int(copied.sum())
+        if "trained_on" in batch.schema.names:
+            self.num_untrained += int((filled(batch.column("trained_on"), True) == 0)[unique].sum())
         lengths = filled(batch.column("num_tokens"), 0)[unique]
         self.lengths.add(lengths)
         self.longest = max(self.longest, int(lengths.max(initial=0)))
@@ -177,7 +181,7 @@ def first_of_lists(lists: pa.ListArray) -> tuple[np.ndarray, np.ndarray]:
 
 @dataclass(kw_only=True)
 class Chooser:
-    """Row numbers worth showing: the worst, the longest, and some of every owner on the page.
+    """Row numbers worth showing: the worst, the longest, some of every role and of every owner on the page.
 
     Rows come worst first, so the worst are simply the first ones. The row that a leak is called
     by comes with any other row of it.
@@ -188,25 +192,29 @@ class Chooser:
     num_longest: int = 250
     num_shared: int = 250
     num_each_owner: int = 3
+    num_each_role: int = 50
 
     def __post_init__(self) -> None:
         self.worst: list[int] = []
         self.shared: list[int] = []
-        self.owned: list[int] = []
+        self.picked: list[int] = []
         self._longest: list[tuple[int, int]] = []
+        self._of_role: dict[str, int] = {}
         self._wanted = dict.fromkeys(self.owners, self.num_each_owner)
         self._head_of: dict[int, int] = {}
 
     def add(self, batch: pa.RecordBatch, owner: pa.ChunkedArray, start: int) -> None:
         unique, heads = is_unique(batch), heads_of(batch, start)
-        known = len(self.worst), len(self.owned)
+        known = len(self.worst), len(self.picked)
         worst, shared = np.flatnonzero(unique) + start, np.flatnonzero(~unique) + start
         self.worst += worst[: self.num_worst - len(self.worst)].tolist()
         self.shared += shared[: self.num_shared - len(self.shared)].tolist()
         is_head = unique & (heads == np.arange(start, start + len(heads)))
         self._add_longest(np.where(is_head, filled(batch.column("num_tokens"), 0), 0), start)
         self._add_owned(owner, is_head, start)
-        for place in (*self.worst[known[0] :], *self.owned[known[1] :]):
+        if "role" in batch.schema.names:
+            self._add_roles(batch.column("role"), is_head, start)
+        for place in (*self.worst[known[0] :], *self.picked[known[1] :]):
             self._head_of[place] = int(heads[place - start])
 
     def _add_longest(self, lengths: np.ndarray, start: int) -> None:
@@ -224,15 +232,22 @@ class Chooser:
         for place in np.flatnonzero(np.asarray(wanted) & unique).tolist():
             name = owner[place].as_py()
             if name in self._wanted:
-                self.owned.append(start + place)
+                self.picked.append(start + place)
                 self._wanted[name] -= 1
                 if not self._wanted[name]:
                     del self._wanted[name]
 
+    def _add_roles(self, roles: pa.Array, unique: np.ndarray, start: int) -> None:
+        for role in roles.unique().drop_null().to_pylist():
+            places = np.flatnonzero(filled(pc.equal(roles, role), False).astype(bool) & unique)
+            known = self._of_role.get(role, 0)
+            self.picked += (places[: self.num_each_role - known] + start).tolist()
+            self._of_role[role] = min(known + len(places), self.num_each_role)
+
     def in_order_of_worth(self) -> list[int]:
         """Row numbers, the ones to keep longest first."""
         longest = [-place for _, place in sorted(self._longest, reverse=True)]
-        every = [*self.worst[:200], *longest, *self.owned, *self.worst, *self.shared]
+        every = [*self.worst[:200], *longest, *self.picked, *self.worst, *self.shared]
         with_heads = [(self._head_of.get(place, place), place) for place in every]
         return list(dict.fromkeys(chain.from_iterable(with_heads)))
 
@@ -274,8 +289,8 @@ def tally_and_choose(folder: Path, owners: list[str]) -> tuple[Tally, list[int]]
     tally, chooser = Tally(), Chooser(owners=owners)
     owner_of_row = read_owners(folder)
     with damage_in_words(folder / "sequences.parquet"), open_sequences(folder) as file:
-        by_text = [name for name in BY_TEXT if name in file.schema_arrow.names]
-        for start, batch in batches(file, (*_COLUMNS, *by_text)):
+        later = [name for name in SINCE_0_2 if name in file.schema_arrow.names]
+        for start, batch in batches(file, (*_COLUMNS, *later)):
             tally.add(batch)
             chooser.add(batch, owner_of_row.slice(start, batch.num_rows).cast(pa.string()), start)
     return tally, chooser.in_order_of_worth()

@@ -16,13 +16,14 @@ NOT_VALIDATED = (
 MEANINGS = {
     "Leaks": "Stretches of text that the model completes and only one person wrote; sequences that overlap are one leak.",
     "Unique by text": "Sequences whose words only one person wrote: what the leaks are made of.",
+    "By role": "The same sequences by who says them in the chats, where the model first completes them.",
     "Unique by tokens": "The paper's figure: sequences whose tokens only one person wrote. Others may have written the same words, cut differently.",
     "Unique sequences": "Completed by the model, written by one person only.",
     "People affected": "People with at least one unique sequence the model completes.",
-    "Leakage epsilon": "How many times less surprising the worst unique sequence is to this model than to the public one; near 1 is good.",
-    "Ratios": "How the ratio is spread over the unique sequences: so large a share of them lies at or below each figure.",
-    "Curated": "Unique sequences whose ratio is at least t: the ones a public model finds surprising.",
-    "Public model's unique": "Unique sequences the public model completes too: the benchmark, if it never saw their writers.",
+    "Leakage epsilon": "How many times less surprising the worst sequence unique by tokens is to this model than to the public one; near 1 is good.",
+    "Ratios": "How the ratio is spread over the sequences unique by tokens: so large a share of them lies at or below each figure.",
+    "Curated": "Sequences unique by tokens whose ratio is at least t: the ones a public model finds surprising.",
+    "Public model's unique": "Sequences unique by tokens that the public model completes: the benchmark, if it never saw their writers.",
     "Distinct sequences": "Different pieces of text the model completes, whoever wrote them.",
     "Sequences in S": "The same, counting every time the model completes one.",
     "Perplexity": "How surprised the model is by its training corpus; 1 is not at all.",
@@ -96,6 +97,8 @@ def _list_lines(summary: dict[str, Any]) -> Iterator[Line]:
     few = f"fewer than {p} people" if p else "few people"
     if summary.get("unique_by_text") is not None:
         yield _meaning("Unique by text", count(summary["unique_by_text"]))
+        if roles := by_role(summary):
+            yield _meaning("By role", " · ".join(roles))
         yield _meaning("Unique by tokens", count(summary.get("unique")))
     if spread := _ratio_spread(summary.get("ratio_quantiles")):
         yield _meaning("Ratios", spread)
@@ -149,6 +152,18 @@ def _ratio_spread(quantiles: dict[str, Any] | None) -> str:
     return " · ".join(f"{number(at)} ({names[key]})" for key, at in known.items())
 
 
+def by_role(summary: dict[str, Any]) -> list[str]:
+    """What is unique by text by role, the most first; empty where nobody has a role.
+
+    >>> by_role({"unique_by_role": {"user": 3, "assistant": 1200}})
+    ['1,200 assistant', '3 user']
+    """
+    # Tokens that came without their chat are all "text", which tells nothing.
+    known = (summary.get("unique_by_role") or {}).items()
+    ranked = sorted(((num, role) for role, num in known if role != "text"), reverse=True)
+    return [f"{count(num)} {role}" for num, role in ranked]
+
+
 def longest_of(num_by_length: dict[str, int] | None) -> int | None:
     """Tokens in the longest sequence of a tally by length, where there is one."""
     lengths = [int(length) for length, num in (num_by_length or {}).items() if num]
@@ -156,7 +171,11 @@ def longest_of(num_by_length: dict[str, int] | None) -> int | None:
 
 
 def verdict(
-    summary: dict[str, Any], *, num_copied: int | None = None, longest: int | None = None
+    summary: dict[str, Any],
+    *,
+    num_copied: int = 0,
+    num_untrained: int = 0,
+    longest: int | None = None,
 ) -> tuple[str, list[str]]:
     """The report in one sentence, then what somebody must know to weigh it."""
     distinct, by_tokens = summary.get("distinct_sequences"), summary.get("unique")
@@ -177,11 +196,11 @@ def verdict(
         return "None found: this model completed no text that only one person wrote.", [shared]
     pieces = counted(unique, "piece of text", "pieces of text")
     sentence = f"This model completes {pieces} that only one person wrote."
-    return sentence, list(_weighing(summary, unique, num_copied, longest))
+    return sentence, list(_weighing(summary, unique, num_copied, num_untrained, longest))
 
 
 def _weighing(
-    summary: dict[str, Any], unique: int, num_copied: int | None, longest: int | None
+    summary: dict[str, Any], unique: int, num_copied: int, num_untrained: int, longest: int | None
 ) -> Iterator[str]:
     owners, users = summary.get("people_affected"), summary.get("num_users")
     if summary.get("leaks") is None:
@@ -197,6 +216,10 @@ def _weighing(
     num_sequences = summary.get("unique_by_text")
     if num_sequences and num_sequences > unique:
         yield f"The model completes them in {counted(num_sequences, 'sequence')}."
+    if roles := by_role(summary):
+        yield f"Sequences by role: {', '.join(roles)}."
+    if num_untrained:
+        yield f"{counted(num_untrained, 'sequence was', 'sequences were')} completed without being trained on."
     worst = summary.get("leakage_epsilon")
     if worst is not None and not math.isnan(worst):
         times = "far" if math.isinf(worst) else f"{number(worst)} times"
@@ -205,8 +228,8 @@ def _weighing(
         which = "The worst" if num_sequences is None else "Of what is unique by tokens the worst"
         yield f"{which} is {times} less surprising to this model than to the public one{rest}."
     if summary.get("public_unique"):
-        pieces = counted(summary["public_unique"], "such piece")
-        yield f"The public model completes {pieces} too: if it never saw this text, some can simply be guessed."
+        pieces = counted(summary["public_unique"], "sequence")
+        yield f"The public model completes {pieces} unique by tokens itself: if it never saw this text, some can simply be guessed."
     if num_copied:
         were = "was" if num_copied == 1 else "were"
         sequences = f"{counted(num_copied, 'sequence')}" if num_sequences else count(num_copied)
