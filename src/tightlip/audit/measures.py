@@ -27,7 +27,7 @@ from tightlip.core.registry import look_up
 from tightlip.core.run_folder import RunRecord
 from tightlip.corpus.canaries import read_canary_key
 from tightlip.corpus.opening import CorpusSource, fingerprints, open_run_corpus
-from tightlip.models.loading import files_fingerprint, model_fingerprint
+from tightlip.models.fingerprints import files_fingerprint, model_fingerprint
 from tightlip.scan.models import Scans, served
 
 log = logging.getLogger("tightlip")
