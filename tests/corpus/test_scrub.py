@@ -3,9 +3,11 @@
 import sys
 from types import ModuleType, SimpleNamespace
 
+import phonenumbers
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from phonenumbers import PhoneNumberFormat
 
 from tightlip.core.errors import UsageError
 from tightlip.corpus import cleaning as scrubbing
@@ -41,6 +43,10 @@ GOES = [
     ("020 7946 0958, 089/1234567", "<PHONE>, <PHONE>"),
     ("01 23 45 67 89", "<PHONE>"),
     ("my desk is 345-7896", "my desk is <PHONE>"),
+    ("films: 555-123-4567 or (555) 123-4567", "films: <PHONE> or <PHONE>"),
+    ("ring 98765 43210, (11) 91234-5678 or 612 34 56 78", "ring <PHONE>, <PHONE> or <PHONE>"),
+    ("8 (912) 345-67-89; 089/12 34 567", "<PHONE>; <PHONE>"),
+    ("+1 415 555 2671 2003 was the year", "<PHONE> 2003 was the year"),
 ]
 
 STAYS = [
@@ -61,6 +67,10 @@ STAYS = [
     "deadbeef12345678abc is a hash",
     "1234567 is short",
     "the score was 21-14, ratio 16:9, 100%",
+    "612 345 678 people, 1.234.567.890 in all",
+    "01-02-2003 1430 and 2003-05-01 1030, 0 2011-01-01",
+    "21 22 23 24 25 26, 100 200 300 400",
+    "(0.58310768) 55.71654452 0.608477 0.0125 24.42244057",
     "",
 ]
 
@@ -90,6 +100,25 @@ PARTS = [text for text, _ in GOES] + STAYS + ["\n", "(", "<EMAIL>", "7", "a@b", 
 def test_scrubbing_twice_is_scrubbing_once(text):
     once, _ = scrub(text)
     assert scrub(once) == (once, {})
+
+
+def printed_by(region, form):
+    """The example number of a country as its numbering plan prints it."""
+    return phonenumbers.format_number(phonenumbers.example_number(region), form)
+
+
+@pytest.mark.parametrize("region", sorted(phonenumbers.SUPPORTED_REGIONS))
+def test_a_number_with_its_country_code_goes_whichever_the_country(region):
+    number = printed_by(region, PhoneNumberFormat.INTERNATIONAL)
+    # Shorter ones, of three islands, may be anything.
+    goes = sum(map(str.isdigit, number)) >= 8
+    assert scrub(f"call {number}.")[0] == f"call {'<PHONE>' if goes else number}."
+
+
+@pytest.mark.parametrize("region", ["US", *scrubbing._REGIONS])
+def test_a_national_number_goes_where_its_country_is_among_those_asked(region):
+    number = printed_by(region, PhoneNumberFormat.NATIONAL)
+    assert scrub(f"call {number}.")[0] == "call <PHONE>."
 
 
 def with_luhn_digit(digits):

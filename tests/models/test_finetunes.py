@@ -16,7 +16,8 @@ from transformers import (
 import tightlip
 from models.tiny_finetunes import KINDS, LORA, save_adapter, save_base, words_tokenizer
 from tightlip.core.errors import UsageError
-from tightlip.models.loading import checkpoints_in, load_causal_lm
+from tightlip.models.folders import checkpoints_in
+from tightlip.models.loading import load_causal_lm
 
 SECRET = "owl pug newt mole lark kite jay"
 ROWS = [

@@ -5,7 +5,7 @@ import shutil
 import pytest
 import torch
 
-import tightlip.models.loading as gguf_module
+import tightlip.models.gguf as gguf_module
 from models.tiny_gguf import TOKENS, write_gguf
 from tightlip.core.errors import UsageError
 from tightlip.models import load_causal_lm, load_tokenizer, model_fingerprint

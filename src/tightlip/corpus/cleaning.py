@@ -14,6 +14,7 @@ import ipaddress
 import re
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from importlib.util import find_spec
@@ -35,6 +36,15 @@ _BOUNDARY = re.compile(r"(?:(?<=[.!?…])|(?<=[.!?…][\"'”’)\]]))\s+|\n\s*"
 # A full stop that ends no sentence: after a title or an abbreviation.
 _ABBREVIATION = re.compile(r"\b(?:Mr|Mrs|Ms|Dr|Prof|St|Sr|Jr|vs|e\.g|i\.e)\.$")
 MIN_WORDS = 3
+# Nobody says which country a text is from, and a setting would not help: one corpus has many. So a
+# number without + counts when any of these writes it so. Of more countries more tables would look
+# like numbers, and each is asked of every one. North America has rules of its own below.
+_REGIONS = ("GB", "DE", "FR", "IT", "ES", "NL", "AU", "IN", "BR", "MX", "JP", "KR", "CN", "RU")
+# Dates, thousands, lists of small numbers, decimals.
+_NO_PHONE = re.compile(
+    r"\d{4}([-./])\d\d\1\d\d|\d\d([-./])\d\d\2(?:19|20)\d\d|[1-9]\d{0,2}(?:[ .]\d{3})+$"
+    r"|[1-9]\d(?:\D\d\d)+$|[^.]*\.\d+(?![.\d])"
+)
 
 
 class Cleaner:
@@ -236,15 +246,43 @@ def _iban(match: str) -> int:
 
 
 def _long_number(match: str) -> int:
-    if sum(map(str.isdigit, match)) < 8:
+    if _num_digits(match) < 8:
         return 0
     compact_date = re.fullmatch(r"(?:19|20)\d\d(?:0[1-9]|1[0-2])(?:0[1-9]|[12]\d|3[01])", match)
     return 0 if compact_date else len(match)
 
 
-def _phone_of(least: int, most: int) -> _Replaced:
-    """All of a match with so many digits."""
-    return lambda match: len(match) if least <= sum(map(str.isdigit, match)) <= most else 0
+def _abroad(match: str) -> int:
+    """The longest beginning that may be a number of the country it names; a year may follow one."""
+    import phonenumbers
+
+    ends = [end.start() for end in re.finditer(r"(?<=[\d)])(?!\d|\))", match)]
+    for end in reversed(ends):
+        with suppress(phonenumbers.NumberParseException):
+            is_possible = phonenumbers.is_possible_number(phonenumbers.parse(match[:end]))
+            if is_possible and _num_digits(match[:end]) >= 8:
+                return end
+    return 0
+
+
+def _at_home(match: str) -> int:
+    """How much of it is a number as a country of `_REGIONS` writes it."""
+    if _num_digits(match) < 9 or _NO_PHONE.match(match):
+        return 0
+    from phonenumbers import Leniency, PhoneNumberMatcher
+
+    # After a trunk 0 people group as they like.
+    has_trunk = re.match(r"\(?0\d", match)
+    leniency = Leniency.VALID if has_trunk else Leniency.EXACT_GROUPING
+    for region in _REGIONS:
+        for found in PhoneNumberMatcher(match, region, leniency=leniency):
+            if found.start == 0:
+                return found.end
+    return 0
+
+
+def _num_digits(match: str) -> int:
+    return sum(map(str.isdigit, match))
 
 
 def _local_phone(match: str) -> int:
@@ -270,7 +308,6 @@ _TLD = "|".join(map(re.escape, _DOMAINS))
 _AREA = (
     r"(?:(?<=1)[ .-](?:\([2-9]\d\d\) ?|[2-9]\d\d[ .-])|(?<=\()[2-9]\d\d\) ?|(?<=[2-9])\d\d[ .-])"
 )
-_TRUNK = r"(?:(?<=\()0\d{1,4}\)|(?<=0)\d{1,4})"
 
 _WEB = r"(?i:\b(?:https?|ftp)://|\bwww\.)[^\s<>\"]+"
 _EMAIL = r"(?<![\w.+%'-])[\w.+%'-]{1,64}+@(?:[\w-]{1,63}\.){1,8}[\w-]{2,63}"
@@ -278,7 +315,8 @@ _SITE = rf"(?<![\w.@-])(?:[A-Za-z0-9-]{{1,63}}\.){{1,8}}(?:{_TLD})\b(?:[/?#][^\s
 _IPV6 = r"(?<![\w:.])(?=[0-9A-Fa-f]{0,4}:)[0-9A-Fa-f:]{2,39}(?:\.\d{1,3}){0,3}(?!\w)"
 _FIRST_OCTET = r"[0-9](?<![\w.].)(?:(?<=2)5[0-5]|(?<=2)[0-4]\d|(?<=1)\d\d|\d?)"
 _ABROAD = r"\+(?<!\w.)(?<!\+.)\d{1,3}(?:[ .-]?\(?\d{1,5}\)?){2,6}(?!\w)"
-_AT_HOME = rf"[0(]{_FREE}(?<!\d .){_TRUNK}[ /-]\d{{3,8}}(?:[ -]\d{{2,8}}){{0,3}}{_END}"
+_BETWEEN = r"(?: ?[/-] ?|[ .]|(?<=\)))"
+_AT_HOME = rf"[\d(]{_FREE}(?<!\d .)\d{{0,5}}\)?(?:{_BETWEEN}\(?\d{{2,8}}\)?){{1,4}}{_END}"
 _LONG = r"[A-Z\d](?<![\w$€£].)(?<!\d[.,].)[A-Z]{0,3}\d{7,}(?!\w|[.,]\d)"
 
 # In this order: an address inside a URL belongs to the URL, a card number is also a long number.
@@ -296,10 +334,9 @@ _RULES = [
         ("CARD", rf"[2-6]{_FREE}\d{{12,18}}{_END}", _card, ()),
         # US social security
         ("ACCOUNT", rf"\d{_FREE}\d{{2}}-\d{{2}}-\d{{4}}{_END}", _all, ("-",)),
-        ("PHONE", _ABROAD, _phone_of(8, 15), ("+",)),
+        ("PHONE", _ABROAD, _abroad, ("+",)),
         ("PHONE", rf"[1-9(]{_FREE}{_AREA}\d{{3}}[ .-]\d{{4}}{_END}", _all, ()),
-        ("PHONE", rf"0{_FREE}(?<!\d .)\d(?:([ .-])\d\d)(?:\1\d\d){{3}}{_END}", _all, ()),
-        ("PHONE", _AT_HOME, _phone_of(9, 12), ()),
+        ("PHONE", _AT_HOME, _at_home, ()),
         ("PHONE", rf"[2-9]{_FREE}\d\d-\d{{4}}{_END}", _local_phone, ("-",)),
         ("ACCOUNT", _LONG, _long_number, ()),
     ]

@@ -23,19 +23,17 @@ from transformers import AutoModelForCausalLM
 from tightlip.core.checksums import checked
 from tightlip.core.errors import UsageError
 from tightlip.core.files import read_json
-from tightlip.models.loading import (
+from tightlip.models.checks import check_size, usage_errors, without_memory
+from tightlip.models.folders import (
     ADAPTER_CONFIG,
     adapters_in,
-    check_size,
     check_weight_files,
-    gguf_file,
     has_tokenizer,
     is_adapter,
-    read_configuration,
     stored_shapes,
-    usage_errors,
-    without_memory,
 )
+from tightlip.models.gguf import gguf_file
+from tightlip.models.loading import read_configuration
 
 WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."

@@ -16,14 +16,9 @@ from transformers.utils.generic import can_return_tuple
 
 from tightlip.core.errors import UsageError
 from tightlip.models.causal_lm import embedded, is_filled
+from tightlip.models.checks import check_all_weights_came, usage_errors, without_progress_bar
 from tightlip.models.configurations import WordEncoderConfig
-from tightlip.models.loading import (
-    check_all_weights_came,
-    read_configuration,
-    read_weights,
-    usage_errors,
-    without_progress_bar,
-)
+from tightlip.models.loading import read_configuration, read_weights
 from tightlip.models.recurrent import fill_recurrent
 
 # Made for another task than ours and never asked; many a checkpoint comes without it.

@@ -25,18 +25,14 @@ from tightlip.models.adapters import (
     open_adapter,
     without_wrapper,
 )
+from tightlip.models.fingerprints import files_fingerprint, model_fingerprint, state_fingerprint
+from tightlip.models.folders import check_weight_files, has_tokenizer, is_adapter
+from tightlip.models.gguf import gguf_file
 from tightlip.models.loading import (
-    check_weight_files,
-    files_fingerprint,
-    gguf_file,
-    has_tokenizer,
-    is_adapter,
     is_quantised_as,
     load_causal_lm,
     load_tokenizer,
-    model_fingerprint,
     read_configuration,
-    state_fingerprint,
 )
 from tightlip.scan.document_scores import DocumentScores, document_scores
 from tightlip.scan.options import ScanOptions

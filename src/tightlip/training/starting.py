@@ -12,14 +12,10 @@ from tightlip.core.errors import UsageError
 from tightlip.core.figures import shown_epsilon
 from tightlip.core.files import folder_written_whole, write_json, write_text
 from tightlip.corpus.encoding import tokenizer_fingerprint
+from tightlip.models.checks import check_room, without_progress_bar
 from tightlip.models.configurations import GRUConfig, LSTMConfig, TransformerConfig
-from tightlip.models.loading import (
-    check_room,
-    load_causal_lm,
-    load_tokenizer,
-    model_fingerprint,
-    without_progress_bar,
-)
+from tightlip.models.fingerprints import model_fingerprint
+from tightlip.models.loading import load_causal_lm, load_tokenizer
 from tightlip.models.recurrent import GRUForCausalLM, LSTMForCausalLM, RecurrentForCausalLM
 from tightlip.models.transformer import TransformerForCausalLM
 from tightlip.training.config import BUILT_IN_MODELS, TrainConfig

@@ -39,7 +39,8 @@ from tightlip.corpus.public_text import (
 )
 from tightlip.corpus.readers import Corpus, open_corpus
 from tightlip.corpus.tokens import TokenizedCorpus
-from tightlip.models.loading import files_fingerprint, load_tokenizer, model_fingerprint
+from tightlip.models.fingerprints import files_fingerprint, model_fingerprint
+from tightlip.models.loading import load_tokenizer
 from tightlip.scan.models import OpenedModel, open_model
 from tightlip.scan.options import ScanOptions
 from tightlip.scan.store import SCAN, ScanStore, scan_store

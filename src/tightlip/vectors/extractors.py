@@ -21,9 +21,10 @@ from tightlip.core.errors import UsageError
 from tightlip.core.files import read_json
 from tightlip.core.registry import unknown
 from tightlip.corpus.encoding import WORD_PATTERN
+from tightlip.models.checks import check_room
 from tightlip.models.configurations import WORD_ENCODERS, WordEncoderConfig
 from tightlip.models.encoders import WordEncoder, load_encoder, most_tokens
-from tightlip.models.loading import check_room, load_tokenizer
+from tightlip.models.loading import load_tokenizer
 from tightlip.vectors.settings import NEW_VOCABULARY, POOLINGS, EncodingOptions
 
 DEFAULT_TOKENS = 128

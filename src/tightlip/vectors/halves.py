@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from tightlip.core.checksums import checked
 from tightlip.core.errors import UsageError
 from tightlip.core.files import digest_of_files, folder_written_whole, read_json, write_json
-from tightlip.models.loading import state_fingerprint, without_progress_bar
+from tightlip.models.checks import without_progress_bar
+from tightlip.models.fingerprints import state_fingerprint
 from tightlip.vectors.extractors import Extractor, open_extractor
 from tightlip.vectors.guarantees import VectorMechanism
 

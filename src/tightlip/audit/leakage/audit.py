@@ -51,7 +51,7 @@ from tightlip.corpus.opening import (
 )
 from tightlip.corpus.prepare_config import TextSettings
 from tightlip.corpus.tokens import TokenizedCorpus
-from tightlip.models.loading import checkpoints_in
+from tightlip.models.folders import checkpoints_in
 from tightlip.scan.models import AUDIT, BASE, OpenedModel, Scans, open_beside, open_model
 from tightlip.scan.options import ScanOptions
 from tightlip.scan.store import SCAN, ScannedCorpus, ScanStore, remove_scans
