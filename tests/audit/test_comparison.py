@@ -12,7 +12,8 @@ import pytest
 import tightlip
 from by_hand import unlisted
 from tightlip.audit import measures
-from tightlip.audit.comparison import Subject, labels, promised, seconds_per_epoch
+from tightlip.audit.comparison import Compared, labels, promised, seconds_per_epoch
+from tightlip.audit.subjects import of_run
 from tightlip.core.errors import UsageError
 from tightlip.core.files import names_in, read_sealed
 from tightlip.core.registry import look_up, names_of
@@ -277,7 +278,7 @@ def test_at_a_perplexity_the_first_snapshot_that_reaches_it_is_taken(place, tmp_
 def test_a_private_run_is_chosen_by_measuring_and_pays_with_its_standing(place, tmp_path):
     record = open_run(place / "dp")
     assert {line["validation_perplexity"] for line in record.metrics} == {None}
-    first = tightlip.measure_groups(place / "dp", model=record.snapshots[0].folder, **FEW)
+    first = tightlip.measure_groups(record.snapshots[0].folder, **FEW)
     target = first["perplexity"]["value"] * 1.001
     found = compared(place, "plain", "dp", out=tmp_path / "o", at_perplexity=target)
     assert found.rows[1]["model"] == "epoch-1"
@@ -289,9 +290,16 @@ def test_a_private_run_is_chosen_by_measuring_and_pays_with_its_standing(place, 
 def test_choosing_by_private_text_costs_a_proof(place, was_chosen, standing):
     record = open_run(place / "dp")
     proved = replace(record, guarantee=record.guarantee | {"standing": "proved"})
-    subject = Subject(run=proved, name="dp", model="epoch-1", measures=None, was_chosen=was_chosen)
-    assert promised(subject)["standing"] == standing
-    assert promised(subject)["epsilon"] == record.guarantee["epsilon"]
+    one = Compared(
+        subject=replace(of_run(record), run=proved),
+        name="dp",
+        model="epoch-1",
+        measures=None,
+        texts={},
+        was_chosen=was_chosen,
+    )
+    assert promised(one)["standing"] == standing
+    assert promised(one)["epsilon"] == record.guarantee["epsilon"]
 
 
 def test_a_run_that_never_got_there_is_listed(place, tmp_path):
@@ -300,7 +308,7 @@ def test_a_run_that_never_got_there_is_listed(place, tmp_path):
     found = compared(place, "plain", "dp", "all", out=tmp_path / "o", at_perplexity=target)
     assert [row["comparable"] for row in found.rows] == [True, False, False]
     assert "No snapshot reached" in found.rows[1]["verdicts"][0]
-    assert "holds out no text" in found.rows[2]["verdicts"][0]
+    assert "no held-out text" in found.rows[2]["verdicts"][0]
     assert found.rows[1]["unique"] is None
 
 

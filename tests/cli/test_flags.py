@@ -25,20 +25,24 @@ audit nosuch
 audit . nosuch
 audit . --validation nosuch
 audit . --public-model nosuch
-audit . --groups --against nosuch
-audit . --membership --reference nosuch
-audit . --membership --key nosuch
+audit . --baseline nosuch
 membership nosuch
 membership . --reference nosuch
+membership . --members nosuch
+membership . --non-members nosuch
+membership . --base nosuch
 membership . --key nosuch
 groups nosuch
 groups . --against nosuch
+groups . --held-out nosuch
 groups . --key nosuch
 dp-check nosuch
 tab nosuch
 tab . --report nosuch
 compare . nosuch
 compare . . --key nosuch
+compare . . --corpus nosuch
+compare . . --held-out nosuch
 compare . . --reference nosuch
 ledger . nosuch
 reproduce adaptive --corpus nosuch

@@ -139,13 +139,9 @@ def test_without_another_run_the_table_has_no_change(runs, command):
     assert "change" not in ran.out
 
 
-def test_the_models_scored_can_be_others_than_the_runs_own(runs):
+def test_models_in_runs_are_measured_on_their_runs_text(runs):
     swapped = tightlip.measure_groups(
-        runs / "mitigated",
-        against=runs / "plain",
-        model=runs / "plain/model",
-        against_model=runs / "mitigated/model",
-        **QUICK,
+        runs / "plain/model", against=runs / "mitigated/model", **QUICK
     )
     straight = tightlip.measure_groups(runs / "mitigated", against=runs / "plain", **QUICK)
     for one, other in zip(swapped["users"], straight["users"], strict=True):
@@ -170,8 +166,6 @@ def test_perplexities_of_other_tokens_or_other_text_are_not_compared(runs):
         tightlip.measure_groups(runs / "plain", against=runs / "few", **QUICK)
     with pytest.raises(UsageError, match="held out different text"):
         tightlip.measure_groups(runs / "plain", against=runs / "other-text-run", **QUICK)
-    with pytest.raises(UsageError, match="of no run"):
-        tightlip.measure_groups(runs / "plain", against_model=runs / "plain/model", **QUICK)
 
 
 def test_users_left_out_and_fewer_than_ten_are_said(runs, tmp_path):
@@ -186,12 +180,11 @@ def test_users_left_out_and_fewer_than_ten_are_said(runs, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        (("groups", "plain/model"), "is not a run of tightlip"),
+        (("groups", "plain/model"), "Give --out DIR"),
         (("groups", "no-held-out"), "--validation FILE"),
         (("groups", "plain", "--against", "x"), "x does not exist"),
-        (("audit", "plain", "--groups", "--snapshots"), "--snapshots does not go with it"),
-        (("audit", "plain", "--against", "."), "tightlip groups"),
-        (("audit", "plain", "--groups", "--reference", "."), "--reference does not go with it"),
+        (("groups", "plain", "--fail-on", "gaps>1"), "Closest: gap"),
+        (("groups", "plain", "--members", "."), "Give --held-out FILE"),
     ],
 )
 def test_what_cannot_work_is_refused(runs, command, arguments, reason):

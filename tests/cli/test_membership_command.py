@@ -122,10 +122,8 @@ def test_a_reference_that_reads_text_otherwise_is_refused(runs):
         )
 
 
-def test_another_model_can_be_scored_in_place_of_the_runs_own(runs):
-    found = tightlip.measure_membership(
-        runs / "parrot-document", model=runs / "stranger-document/model", **QUICK
-    )
+def test_a_model_in_a_run_is_measured_on_the_runs_own_text(runs):
+    found = tightlip.measure_membership(runs / "stranger-document/model", **QUICK)
     own = tightlip.measure_membership(runs / "stranger-document", **QUICK)
     assert found == own
 
@@ -207,21 +205,15 @@ def test_a_key_leaves_planted_canaries_out(tmp_path, command):
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        (("membership", "parrot-document/model"), "is not a run of tightlip"),
+        (("membership", "parrot-document/model"), "Give --out DIR"),
         (("membership", "nowhere"), "nowhere does not exist"),
         (("membership", "no-held-out"), "--validation FILE"),
         (("membership", "parrot-document", "--key", "x"), "x does not exist"),
         (("membership", "parrot-document", "--reference", "x"), "x does not exist"),
-        (("audit", "parrot-document", "--membership", "--groups"), "are two audits"),
-        (
-            ("audit", "parrot-document", "--membership", "--fail-on", "unique>0"),
-            "--fail-on does not go",
-        ),
-        (("audit", "parrot-document", "--membership", "--redact"), "--redact does not go"),
-        (("audit", "parrot-document", "--reference", "."), "tightlip membership"),
-        (("audit", "parrot-document", "--key", "."), "tightlip membership"),
-        (("audit", "parrot-document", "--membership", "--against", "."), "--against does not go"),
-        (("audit", "parrot-document", "--membership", "--engine", "ray"), "--engine does not go"),
+        (("membership", "parrot-document", "--members", "."), "Give both: --members"),
+        (("membership", "parrot-document", "--fail-on", "ouc[loss]>1"), "Closest: auc"),
+        (("membership", "parrot-document", "--fail-on", "auc[los]>1"), "min_k, zlib only"),
+        (("membership", "parrot-document", "--fail-on", "auc[loss]>baseline"), "Give --baseline"),
     ],
 )
 def test_what_cannot_work_is_refused(runs, command, arguments, reason):

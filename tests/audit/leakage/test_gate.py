@@ -6,8 +6,9 @@ import pytest
 
 import tightlip
 from standins import BigramTable
-from tightlip.audit.leakage.summary import FIGURES, TABLES, failed_conditions, parsed_condition
+from tightlip.audit.leakage.summary import known_figures
 from tightlip.core.errors import UsageError
+from tightlip.core.gates import failures, parsed_condition
 from tightlip.corpus.readers import open_corpus
 from tightlip.corpus.vocabulary import build_tokenizer
 
@@ -20,6 +21,7 @@ SUMMARY = {
     "validation_perplexity": None,
     "public_unique": 0,
 }
+KNOWN = known_figures()
 SIGNS = {
     ">": operator.gt,
     "<": operator.lt,
@@ -33,34 +35,34 @@ SIGNS = {
 @pytest.mark.parametrize("sign", SIGNS)
 @pytest.mark.parametrize("limit", ["2", "3", "4", "3.0", "2.999", "-1", "3e0", "3e+0", "30e-1"])
 def test_a_gate_fails_exactly_when_its_comparison_holds(sign, limit):
-    failed = failed_conditions(SUMMARY, [f"unique{sign}{limit}"])
+    failed = failures(SUMMARY, [f"unique{sign}{limit}"], KNOWN)
     assert bool(failed) == SIGNS[sign](3, float(limit))
 
 
 def test_the_message_names_the_condition_and_the_figure():
-    assert failed_conditions(SUMMARY, ["unique>0", "leakage_epsilon > 2"]) == [
+    assert failures(SUMMARY, ["unique>0", "leakage_epsilon > 2"], KNOWN) == [
         "unique>0: unique is 3",
         "leakage_epsilon > 2: leakage_epsilon is 4.25",
     ]
 
 
 def test_only_those_that_hold_are_reported():
-    assert failed_conditions(SUMMARY, ["unique>5", "public_unique>0"]) == []
-    assert failed_conditions(SUMMARY, ["unique>5", "perplexity<40"]) == [
+    assert failures(SUMMARY, ["unique>5", "public_unique>0"], KNOWN) == []
+    assert failures(SUMMARY, ["unique>5", "perplexity<40"], KNOWN) == [
         "perplexity<40: perplexity is 31.5"
     ]
-    assert failed_conditions(SUMMARY, []) == []
+    assert failures(SUMMARY, [], KNOWN) == []
 
 
 @pytest.mark.parametrize("sign", SIGNS)
 def test_a_figure_that_is_not_known_fails_whatever_is_asked(sign):
-    (line,) = failed_conditions(SUMMARY, [f"validation_perplexity{sign}10"])
+    (line,) = failures(SUMMARY, [f"validation_perplexity{sign}10"], KNOWN)
     assert line.endswith("validation_perplexity is not known")
 
 
 def test_a_table_that_is_not_known_fails():
     summary = SUMMARY | {"curated": None}
-    assert failed_conditions(summary, ["curated[2]>100"]) == [
+    assert failures(summary, ["curated[2]>100"], KNOWN) == [
         "curated[2]>100: curated[2] is not known"
     ]
 
@@ -81,7 +83,7 @@ def test_a_table_that_is_not_known_fails():
     ],
 )
 def test_entries_of_tables_are_figures_too(condition, fails):
-    assert bool(failed_conditions(SUMMARY, [condition])) == fails
+    assert bool(failures(SUMMARY, [condition], KNOWN)) == fails
 
 
 @pytest.mark.parametrize(
@@ -94,7 +96,7 @@ def test_entries_of_tables_are_figures_too(condition, fails):
 )  # fmt: skip
 def test_what_is_no_comparison_with_a_number_is_refused(condition):
     with pytest.raises(UsageError, match="--fail-on"):
-        parsed_condition(condition)
+        parsed_condition(condition, KNOWN)
 
 
 @pytest.mark.parametrize(
@@ -111,7 +113,7 @@ def test_what_is_no_comparison_with_a_number_is_refused(condition):
 )
 def test_a_figure_no_report_has_is_refused_before_there_is_a_report(condition, hint):
     with pytest.raises(UsageError, match=hint):
-        parsed_condition(condition)
+        parsed_condition(condition, KNOWN)
 
 
 def test_every_number_of_a_report_can_be_asked_for():
@@ -126,15 +128,16 @@ def test_every_number_of_a_report_can_be_asked_for():
         if isinstance(value, int | float) and not isinstance(value, bool)
     }
     not_known_here = {"leakage_epsilon", "leakage_epsilon_sequence", "public_unique"}
-    assert numbers | not_known_here == set(FIGURES)
-    assert set(TABLES) <= summary.keys()
+    tables = {name for name, kind in KNOWN.items() if kind is not None}
+    assert numbers | not_known_here == set(KNOWN) - tables
+    assert tables <= summary.keys()
     for name in numbers:
-        assert failed_conditions(summary, [f"{name}=={summary[name]!r}"])
+        assert failures(summary, [f"{name}=={summary[name]!r}"], KNOWN)
 
 
 def test_a_gate_may_ask_for_a_role():
     chats = {"unique_by_role": {"user": 3}}
     gates = ["unique_by_role[user]>2", "unique_by_role[assistant]>0"]
-    assert failed_conditions(chats, gates) == ["unique_by_role[user]>2: unique_by_role[user] is 3"]
-    (told,) = failed_conditions({"unique_by_role": None}, gates[:1])
+    assert failures(chats, gates, KNOWN) == ["unique_by_role[user]>2: unique_by_role[user] is 3"]
+    (told,) = failures({"unique_by_role": None}, gates[:1], KNOWN)
     assert "is not known" in told
