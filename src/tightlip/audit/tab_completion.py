@@ -21,6 +21,7 @@ from torch import Tensor
 
 from tightlip.core.devices import device_of
 from tightlip.core.errors import UsageError
+from tightlip.core.settings import Settings, setting
 from tightlip.corpus.encoding import Encoder, special_ids
 from tightlip.scan.scanner import checked_window, evaluating, full_precision
 
@@ -33,20 +34,13 @@ _BROKEN = "\ufffd"  # what half of a character decodes to
 
 
 @dataclass(frozen=True, kw_only=True)
-class TabConfig:
-    """How much ghost text is shown: at most `tokens`, none less probable than `min_confidence`."""
+class TabConfig(Settings):
+    """How much ghost text is shown."""
 
-    tokens: int = 12
-    min_confidence: float = 0.0
-
-    def __post_init__(self) -> None:
-        if self.tokens < 1:
-            raise UsageError(f"tokens={self.tokens} shows nothing. Use 1 or more.")
-        if not 0 <= self.min_confidence < 1:
-            raise UsageError(
-                f"min_confidence={self.min_confidence} is no probability below 1. "
-                "Use 0 to show everything, 0.5 to show what is more likely than not."
-            )
+    tokens: int = setting(12, "Most tokens of it.", at_least=1)
+    min_confidence: float = setting(
+        0.0, "None less probable: 0.5 shows what is more likely than not.", at_least=0, below=1
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

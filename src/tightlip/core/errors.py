@@ -1,8 +1,47 @@
 """Errors that say what was given, why it cannot work and what to do next."""
 
+import re
+from contextvars import ContextVar
+
+# The command line sets it: there a refusal names flags, in Python arguments.
+names_flags: ContextVar[bool] = ContextVar("names_flags", default=False)
+_SWITCHES = {
+    "allow_unproved",
+    "scrub",
+    "snapshots",
+}  # of the flags in refusals, those without value
+_COMMAND = r"\btightlip [a-z].*?(?=[.,;:)](?:\s|$)|$)"
+_NO_VALUE = r"(?:a|and|for|instead|leaves|needs|or|out|the|with)\b"
+_VALUE = r"'[^']*'|[\w/][\w/.,-]*(?<![.,])"
+_FLAG = rf"(?<![\w/'\"`.-])--(?P<name>[a-z][a-z-]*[a-z])(?: (?!{_NO_VALUE})(?P<value>{_VALUE}))?"
+_COMMAND_OR_FLAG = re.compile(f"{_COMMAND}|{_FLAG}", re.MULTILINE)
+_AS_IT_IS = re.compile(r"[A-Z]+(/\w+)?|[\d.,]+|'.*'")  # DIR, RUN/model, 0.2
+
+
+def with_arguments(line: str) -> str:
+    """The line with arguments in the place of flags; whole commands stay as they are.
+
+    >>> with_arguments("Use --split none, or --scrub. Run: tightlip prepare CORPUS --out DIR")
+    "Use split='none', or scrub=True. Run: tightlip prepare CORPUS --out DIR"
+    """
+    return _COMMAND_OR_FLAG.sub(_as_argument, line)
+
+
+def _as_argument(match: re.Match[str]) -> str:
+    if match["name"] is None:
+        return match[0]
+    name, value = match["name"].replace("-", "_"), match["value"]
+    if value is None:
+        return f"{name}=True" if name in _SWITCHES else name
+    return f"{name}={value if _AS_IT_IS.fullmatch(value) else repr(value)}"
+
 
 class TightlipError(Exception):
     """Anything tightlip refuses on purpose."""
+
+    def __str__(self) -> str:
+        line = super().__str__()
+        return line if names_flags.get() else with_arguments(line)
 
 
 class UsageError(TightlipError):
