@@ -278,7 +278,7 @@ def test_users_are_the_unit_where_there_are_enough_of_them():
         "user",
     ]
     assert chosen_unit("user", 5) == "user"
-    with pytest.raises(UsageError, match="--unit example"):
+    with pytest.raises(UsageError, match="unit='example'"):
         chosen_unit("user", None)
 
 

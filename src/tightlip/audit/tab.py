@@ -15,7 +15,8 @@ import pyarrow.compute as pc
 
 from tightlip.audit.leakage.findings import decoder_of
 from tightlip.audit.leakage.summary import LeakageReport
-from tightlip.audit.tab_completion import Completer, Ghost, TabConfig
+from tightlip.audit.settings import TabConfig
+from tightlip.audit.tab_completion import Completer, Ghost
 from tightlip.core.errors import UsageError
 from tightlip.core.files import read_json
 from tightlip.core.run_folder import is_run

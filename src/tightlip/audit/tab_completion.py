@@ -19,9 +19,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tightlip.audit.settings import TabConfig
 from tightlip.core.devices import device_of
 from tightlip.core.errors import UsageError
-from tightlip.core.settings import Settings, setting
 from tightlip.corpus.encoding import Encoder, special_ids
 from tightlip.scan.scanner import checked_window, evaluating, full_precision
 
@@ -31,16 +31,6 @@ LINES_KEPT = 4
 # Enough for whatever a decoder looks back at: the longest thing it joins is a number or an emoji.
 _CONTEXT_TOKENS = 16
 _BROKEN = "\ufffd"  # what half of a character decodes to
-
-
-@dataclass(frozen=True, kw_only=True)
-class TabConfig(Settings):
-    """How much ghost text is shown."""
-
-    tokens: int = setting(12, "Most tokens of it.", at_least=1)
-    min_confidence: float = setting(
-        0.0, "None less probable: 0.5 shows what is more likely than not.", at_least=0, below=1
-    )
 
 
 @dataclass(frozen=True, kw_only=True)

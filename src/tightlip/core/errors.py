@@ -5,15 +5,13 @@ from contextvars import ContextVar
 
 # The command line sets it: there a refusal names flags, in Python arguments.
 names_flags: ContextVar[bool] = ContextVar("names_flags", default=False)
-_SWITCHES = {
-    "allow_unproved",
-    "scrub",
-    "snapshots",
-}  # of the flags in refusals, those without value
+# Of the flags that refusals name, those without a value.
+_SWITCHES = {"allow_unproved", "scrub", "snapshots"}
+# "tightlip prepare CORPUS --out DIR", to the end of its clause.
 _COMMAND = r"\btightlip [a-z].*?(?=[.,;:)](?:\s|$)|$)"
-_NO_VALUE = r"(?:a|and|for|instead|leaves|needs|or|out|the|with)\b"
-_VALUE = r"'[^']*'|[\w/][\w/.,-]*(?<![.,])"
-_FLAG = rf"(?<![\w/'\"`.-])--(?P<name>[a-z][a-z-]*[a-z])(?: (?!{_NO_VALUE})(?P<value>{_VALUE}))?"
+# Behind a flag: its value, not a word that goes on with the sentence.
+_VALUE = r"(?!(a|and|for|instead|leaves|needs|or|out|the|with)\b)('[^']*'|[\w/][\w/.,-]*(?<![.,]))"
+_FLAG = rf"(?<![\w/'\"`.-])--(?P<name>[a-z][a-z-]*[a-z])(?: (?P<value>{_VALUE}))?"
 _COMMAND_OR_FLAG = re.compile(f"{_COMMAND}|{_FLAG}", re.MULTILINE)
 _AS_IT_IS = re.compile(r"[A-Z]+(/\w+)?|[\d.,]+|'.*'")  # DIR, RUN/model, 0.2
 

@@ -239,7 +239,7 @@ def _pools(
 def _distinct(values: Sequence[str] | None, kind: str) -> list[str]:
     if values is None:
         raise UsageError(
-            f"A template has a {{{kind}}} slot and no list was given. Give a file with one a line: --{kind} FILE"
+            f"A template has a {{{kind}}} slot and no list was given. Give {kind}; on the command line: a file with one a line."
         )
     distinct = list(dict.fromkeys(value.strip() for value in values if value.strip()))
     if len(distinct) < 2:
