@@ -14,6 +14,7 @@ __version__ = "0.2.0"
 
 # Loaded on first use, so that `tightlip --help` needs no torch.
 _CALLS = {
+    "audit": "tightlip.audit",
     "prepare": "tightlip.corpus.prepare",
     "weigh": "tightlip.commands",
     "train": "tightlip.training.run",
@@ -46,10 +47,8 @@ register_when_transformers_loads()
 def __getattr__(name: str) -> Any:
     if name in _CALLS:
         return getattr(import_module(_CALLS[name]), name)
-    if name == "audit":
-        return import_module("tightlip.audit")
     raise AttributeError(f"module 'tightlip' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_CALLS, "audit"])
+    return sorted([*_CALLS, "__version__"])

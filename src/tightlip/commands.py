@@ -13,12 +13,13 @@ from tightlip.audit.measures import MEASURES
 from tightlip.audit.settings import Matching, ResamplingSettings
 from tightlip.core.errors import UsageError
 from tightlip.core.files import claimed, make_private_folder, names_in, write_json, write_text
-from tightlip.core.settings import split_settings
+from tightlip.core.settings import split_settings, takes
 from tightlip.corpus.prepare import PreparedCorpus
 from tightlip.corpus.prepare_config import TextSettings
-from tightlip.corpus.privacy_weights import PrivacyWeights
+from tightlip.corpus.privacy_weights import PrivacyWeights, WeightsConfig
 from tightlip.scan.options import ModelSettings
 from tightlip.scan.store import SCAN
+from tightlip.vectors.settings import AttackSettings, EncodingOptions
 
 if TYPE_CHECKING:
     from tightlip.vectors.attack_runs import AttackReport
@@ -28,6 +29,7 @@ REPORT_PAGE = "report.html"
 
 
 def audit(model: Any, corpus: Any = None, **settings: Any) -> LeakageReport:
+    """What `tightlip.audit` does: audit, then draw the page."""
     from tightlip.audit.leakage.audit import audit_model
     from tightlip.report.kit import write_page
     from tightlip.training.run import retrain_without
@@ -38,6 +40,7 @@ def audit(model: Any, corpus: Any = None, **settings: Any) -> LeakageReport:
     return audit_model(model, corpus, **settings, retrain=retrain_without, write_page=write_report)
 
 
+@takes(WeightsConfig)
 def weigh(
     prepared: str | Path | PreparedCorpus,
     *,
@@ -47,7 +50,7 @@ def weigh(
 ) -> PrivacyWeights:
     """Weigh every training document of a prepared corpus by how rare it is to a public model.
 
-    `settings` are those of WeightsConfig. The weights and their page stand in `weights/` of the
+    The weights and their page stand in `weights/` of the
     corpus' folder, the scans behind them in its `scan/` unless `keep_scan` is False.
     """
     from tightlip.report.kit import render_page
@@ -71,6 +74,7 @@ class Comparison:
         return self.folder / PAGE
 
 
+@takes(Matching, ResamplingSettings, ModelSettings, TextSettings)
 def compare(
     models: Sequence[Any],
     *,
@@ -91,8 +95,7 @@ def compare(
     the first run. What is not yet measured is measured now and kept in each run's `measures/`, or
     that of `out`, and the scans behind it in `scan/` beside it unless `keep_scan` is False. `key`
     are files of canaries, `reference` a model that never saw the text. `notes` are printed on top of
-    the page. `settings` are those of Matching, ResamplingSettings, ModelSettings and TextSettings:
-    with `at_perplexity` a run stands for its first snapshot that is at least as good.
+    the page. With `at_perplexity` a run stands for its first snapshot that is at least as good.
 
     Holds:
         goes_on: killed and started again, it measures only what is missing.
@@ -145,20 +148,26 @@ def _write_comparison(made: Comparison) -> None:
     write_page("comparison", made.page, rows=made.rows, **about)
 
 
+@takes(AttackSettings, EncodingOptions)
 def represent_attack(
-    runs: str | Path | Sequence[str | Path], *, out: str | Path | None = None, **settings: Any
+    runs: str | Path | Sequence[str | Path],
+    *,
+    out: str | Path | None = None,
+    again: bool = False,
+    device: str = "auto",
+    **settings: Any,
 ) -> "AttackReport":
     """Attack the vectors of one run or several, and write attack.json and report.html.
 
-    `settings` are those of `tightlip.vectors.attack_runs.attack_runs`. The page is in `out`: by
-    default the run's own folder, or `attacks` for several runs.
+    The page is in `out`: by default the run's own folder, or `attacks` for several runs. What
+    RUN/attack.json already answers is taken from there, unless `again`.
     """
     from tightlip.report.kit import write_page
     from tightlip.vectors.attack_runs import FORMAT, RESULT, attack_runs, result_folder
 
     version, folder = tightlip.__version__, result_folder(runs, out)
     with claimed(folder):
-        report = attack_runs(runs, folder, **settings)
+        report = attack_runs(runs, folder, again=again, device=device, **settings)
         result = {"format": FORMAT, "version": version, "runs": report.results}
         write_json(folder / RESULT, result)
         write_page("vectors", report.page, results=report.results, version=version)

@@ -212,7 +212,7 @@ def test_models_reports_and_runs_stand_side_by_side(place, tmp_path):
 def test_a_comparison_of_models_needs_their_text_and_keeps_what_it_measured(
     place, tmp_path, monkeypatch
 ):
-    with pytest.raises(UsageError, match="Give --corpus FILE"):
+    with pytest.raises(UsageError, match="Give corpus=FILE"):
         tightlip.compare([place / "model", place / "base"], out=tmp_path / "o")
     given = {"corpus": MEMBERS, "held_out": OTHERS, "out": tmp_path / "o", **QUICK}
     first = tightlip.compare([place / "base", place / "model"], **given)

@@ -431,7 +431,7 @@ def test_runs_of_one_name_are_told_apart_by_their_folders(tmp_path):
         (("plain", "corpus"), {}, "is not a tightlip run"),
         (("plain", "dp"), {"tolerance": 0}, "tolerance=0"),
         (("plain", "dp"), {"num_bootstraps": 5}, "num_bootstraps=5"),
-        (("plain", "dp"), {"tolerence": 0.1}, "Unknown setting 'tolerence'. Closest: tolerance"),
+        (("plain", "dp"), {"tolerence": 0.1}, "Unknown argument 'tolerence'. Closest: tolerance"),
         (("plain", "dp"), {"device": "abacus"}, "Unknown device 'abacus'"),
     ],
 )

@@ -54,7 +54,7 @@ def test_no_default_of_a_setting_is_written_a_second_time():
 
 
 def test_an_unknown_setting_is_refused_with_the_closest(tmp_path):
-    with pytest.raises(UsageError, match=r"Unknown setting 'top_n'\. Closest: top_k"):
+    with pytest.raises(UsageError, match=r"Unknown argument 'top_n'\. Closest: top_k"):
         tightlip.audit(tmp_path, tmp_path, top_n=3)
 
 

@@ -282,7 +282,10 @@ def test_a_full_window_ends_the_ghost_and_nothing_to_read_begins_none():
 
 @pytest.mark.parametrize(
     ("settings", "reason"),
-    [({"tokens": 0}, "shows nothing"), ({"min_confidence": 1.0}, "no probability below 1")],
+    [
+        ({"tokens": 0}, "tokens=0 is out of range"),
+        ({"min_confidence": 1.0}, "min_confidence=1 is out of range"),
+    ],
 )
 def test_settings_that_show_nothing_are_refused(settings, reason):
     with pytest.raises(UsageError, match=reason):

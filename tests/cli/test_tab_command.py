@@ -302,8 +302,8 @@ def test_a_run_brings_its_own_report(place, tmp_path):
         (("--report", "redacted"), "redacted: it holds no text"),
         (("--report", "corpus.parquet"), "is not a folder"),
         (("--report", "model"), "no finished report"),
-        (("--tokens", "0"), "tokens=0 shows nothing"),
-        (("--min-confidence", "2"), "min_confidence=2.0 is no probability"),
+        (("--tokens", "0"), "tokens=0 is out of range. It must be at least 1."),
+        (("--min-confidence", "2"), "min_confidence=2 is out of range"),
     ],
 )
 def test_what_cannot_work_is_refused_in_one_line(place, command, arguments, reason):

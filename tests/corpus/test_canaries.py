@@ -170,7 +170,7 @@ def test_a_template_that_cannot_be_filled_is_refused(template, reason):
     ("settings", "reason"),
     [
         ({"templates": ["{digits:1}"], "repetitions": [1] * 6}, "in 10 ways, too few for 6"),
-        ({"templates": ["{names}"], "repetitions": [1]}, "--names FILE"),
+        ({"templates": ["{names}"], "repetitions": [1]}, "Give names; on the command line: a file"),
         ({"templates": ["{words:2}"], "words": ["one"]}, "1 different values"),
         ({"repetitions": [0, 1]}, "from 1 on"),
     ],

@@ -205,7 +205,7 @@ def test_a_template_that_drops_what_somebody_said_is_refused(tokenizer, tmp_path
 
 def test_without_a_template_chats_are_refused_with_what_to_give(tokenizer, tmp_path):
     plain = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer)
-    with pytest.raises(UsageError, match="--chat-template FILE"):
+    with pytest.raises(UsageError, match="chat_template=FILE"):
         read([{"user": "a", "messages": CHAT}], plain, tmp_path)
 
 

@@ -95,7 +95,7 @@ def test_other_settings_or_another_source_never_overwrite(tmp_path):
     prepare(ROWS, tmp_path / "p", CONFIG)
     before = digests(tmp_path / "p")
     with pytest.raises(
-        UsageError, match=r"exists with other settings \(seed\). Choose another --out"
+        UsageError, match=r"exists with other settings \(seed\). Choose another out"
     ):
         prepare(ROWS, tmp_path / "p", replace(CONFIG, seed=3))
     with pytest.raises(UsageError, match="exists with another source"):
@@ -235,7 +235,7 @@ def test_a_tokenizer_that_knows_nothing_is_refused(tmp_path):
 
 
 def test_a_vocabulary_nobody_shares_is_refused(tmp_path):
-    with pytest.raises(UsageError, match="lower --min-users"):
+    with pytest.raises(UsageError, match="lower min_users"):
         prepare(
             [("a", "x y"), ("b", "z w")], tmp_path / "p", replace(CONFIG, min_users=2, split="none")
         )
@@ -252,8 +252,8 @@ def test_documents_of_no_tokens_are_kept_and_noted(tmp_path):
     [
         ({"split": "documents"}, "Closest: document"),
         ({"holdout": 0.0}, "holdout=0.0 is not a share"),
-        ({"holdout": 1.5}, "--split none"),
-        ({"names": True}, "Add --scrub"),
+        ({"holdout": 1.5}, "split='none'"),
+        ({"names": True}, "Add scrub=True"),
         ({"tokenizer": "t", "min_users": 2}, "Leave one of them out"),
         ({"deduplicate": "yes"}, "Available: none, sentences, documents"),
     ],

@@ -152,7 +152,7 @@ def test_settings_that_cannot_work_are_refused(tmp_path):
             WeightsConfig(least_weight=least, public_corpus=tmp_path)
     with pytest.raises(UsageError, match="neither is given"):
         WeightsConfig(weights="rank")
-    with pytest.raises(UsageError, match="--public-corpus"):
+    with pytest.raises(UsageError, match="public_corpus=FILE"):
         WeightsConfig(public_model=tmp_path)
     with pytest.raises(UsageError, match="does not exist"):
         WeightsConfig(public_model=tmp_path / "no", public_corpus=tmp_path)

@@ -388,11 +388,11 @@ def test_much_noise_is_warned_about_and_not_refused(tmp_path):
         ({"vocabulary_delta": 0.0}, "far below 1 over the number of users"),
         ({"vocabulary_delta": 1.0}, "no probability between 0 and 1"),
         ({"vocabulary_delta": math.nan}, "vocabulary_delta=nan"),
-        ({"vocabulary": "bpe"}, "Use --vocabulary words"),
+        ({"vocabulary": "bpe"}, "Use vocabulary='words'"),
         ({"tokenizer": "t"}, "Leave one of them out"),
-        ({"min_users": 3}, "Leave --min-users out"),
-        ({"vocabulary_noise": None, "vocabulary_delta": 1e-9}, "Add --vocabulary-noise"),
-        ({"vocabulary_noise": None, "vocabulary_words_per_user": 9}, "Add --vocabulary-noise"),
+        ({"min_users": 3}, "Leave min_users out"),
+        ({"vocabulary_noise": None, "vocabulary_delta": 1e-9}, "Add vocabulary_noise"),
+        ({"vocabulary_noise": None, "vocabulary_words_per_user": 9}, "Add vocabulary_noise"),
     ],
 )
 def test_settings_that_cannot_be_private_are_refused_at_once(wrong, says):

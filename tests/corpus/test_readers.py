@@ -195,7 +195,7 @@ BAD_JSON = [
 def test_a_bad_line_is_named_or_skipped_and_counted(tmp_path, line):
     path = tmp_path / "c.jsonl"
     path.write_bytes(as_json_lines(ROWS[:1]) + b"\n" + line + b"\n" + as_json_lines(ROWS[1:]))
-    with pytest.raises(UsageError, match=r"c\.jsonl, row 3 .*--bad-rows skip"):
+    with pytest.raises(UsageError, match=r"c\.jsonl, row 3 .*bad_rows='skip'"):
         everything(open_corpus(path))
     corpus = open_corpus(path, bad_rows="skip")
     assert everything(corpus) == expected()

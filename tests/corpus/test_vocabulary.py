@@ -226,7 +226,7 @@ def test_the_same_corpus_gives_the_same_vocabulary(tmp_path, kind):
         ({"kind": "word"}, "Closest: words"),
         ({"size": 14}, "Use 15 or more"),
         ({"kind": "bpe", "size": 200}, "Use 260 or more"),
-        ({"kind": "bpe", "min_users": 3}, "--vocabulary words"),
+        ({"kind": "bpe", "min_users": 3}, "vocabulary='words'"),
         ({"min_users": 0}, "Use 2 or more"),
     ],
 )

@@ -213,7 +213,7 @@ def test_another_experiment_in_the_same_folder_is_refused(made, files):
 def test_what_cannot_work_is_refused_before_anything_is_written(files, tmp_path):
     mine = files / "mine.parquet"
     for settings, words in (
-        ({"corpus": [mine]}, "--public-corpus"),
+        ({"corpus": [mine]}, "public_corpus=FILE"),
         ({"corpus": [mine, mine], "public_corpus": mine}, "one name"),
         ({"scale": "huge"}, "smoke"),
         ({"unit": "both"}, "auto, user, example"),
@@ -278,7 +278,7 @@ def test_users_are_the_unit_where_there_are_enough_of_them():
         "user",
     ]
     assert chosen_unit("user", 5) == "user"
-    with pytest.raises(UsageError, match="--unit example"):
+    with pytest.raises(UsageError, match="unit='example'"):
         chosen_unit("user", None)
 
 

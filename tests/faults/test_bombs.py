@@ -363,5 +363,5 @@ class Unasked(BigramTable):
 def test_too_little_memory_is_refused_before_the_scan():
     documents = [("ann", "ant bee cat " * 50), ("bo", "ant")]
     tokenizer = build_tokenizer(open_corpus(documents), kind="words", size=30)
-    with pytest.raises(UsageError, match=r"Document 0 has 150 tokens.*--memory"):
+    with pytest.raises(UsageError, match=r"Document 0 has 150 tokens.*Raise memory"):
         tightlip.audit(Unasked(len(tokenizer), 0), documents, tokenizer=tokenizer, memory="1KB")

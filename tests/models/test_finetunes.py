@@ -75,7 +75,7 @@ def tuned(base, tmp_path_factory):
 
 
 def test_a_trainers_output_folder_says_which_checkpoint_to_give(trained, tmp_path):
-    with pytest.raises(UsageError, match=r"3 checkpoints .*checkpoint-60.*--snapshots"):
+    with pytest.raises(UsageError, match=r"3 checkpoints .*checkpoint-60.*snapshots=True"):
         tightlip.audit(trained, ROWS, out=tmp_path / "report")
 
 

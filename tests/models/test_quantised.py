@@ -57,7 +57,7 @@ def test_a_quantised_folder_predicts_as_it_was_saved(method, base, tmp_path):
     assert not torch.equal(logits_of(opened.model), logits_of(load_causal_lm(base)))
     assert opened.scanner is not None
     assert state_fingerprint(opened.model) != state_fingerprint(load_causal_lm(base))
-    with pytest.raises(UsageError, match=r"quantised already .*--quantize 4bit"):
+    with pytest.raises(UsageError, match=r"quantised already .*quantize='4bit'"):
         open_model(tmp_path, ScanOptions(device="cpu", quantize="4bit"))
 
 
@@ -156,7 +156,7 @@ def test_a_gguf_file_is_not_as_served_and_says_so(tmp_path):
 
     write_gguf(tmp_path / "tiny.gguf")
     assert any("fewer bits" in note for note in open_model(tmp_path / "tiny.gguf", OPTIONS).notes)
-    with pytest.raises(UsageError, match=r"GGUF file, which --quantize 4bit does not go with"):
+    with pytest.raises(UsageError, match=r"GGUF file, which quantize='4bit' does not go with"):
         load_causal_lm(Path(tmp_path / "tiny.gguf"), quantize="4bit")
 
 

@@ -234,7 +234,7 @@ def test_what_breaks_the_proof_of_dp_breaks_it_in_every_mode(mode, tmp_path):
     ("mode", "changed", "words"),
     [
         ("clip", {"gamma_floor": 0.3}, "gamma_floor=0.3 means nothing to adaptive='clip'"),
-        ("scale", {"least_clip": 0.3}, "Add --adaptive clip"),
+        ("scale", {"least_clip": 0.3}, "Add adaptive='clip'"),
         ("as-published", {"averaging": 0.5}, "averaging=0.5 means nothing"),
         ("as-published", {"epsilon": 3.0}, "epsilon=3 cannot be a target"),
         ("scale", {"noise_multiplier": 0.0}, "nothing to scale"),
@@ -246,7 +246,7 @@ def test_what_breaks_the_proof_of_dp_breaks_it_in_every_mode(mode, tmp_path):
         ("clip", {"adaptive": "sideways"}, "Unknown adaptive 'sideways'"),
         ("clip", {"dp_check_canaries": 10}, "documents that have no privacy weight"),
         ("clip", {"dropout": 0.1}, "goes without dropout"),
-        ("clip", {"mitigation": "dp", "least_clip": 0.3}, "Add --mitigation adaptive-dp"),
+        ("clip", {"mitigation": "dp", "least_clip": 0.3}, "Add mitigation='adaptive-dp'"),
         ("clip", {"mitigation": "none", "epsilon": None, "adaptive": "scale"}, "adaptive=scale"),
     ],
 )

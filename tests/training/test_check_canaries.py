@@ -83,7 +83,7 @@ def test_a_resumed_run_has_the_very_same_rows(tmp_path):
 @pytest.mark.parametrize("changed", [{"num_canaries": 41}, {"length": 7}])
 def test_a_key_of_another_size_is_refused(tmp_path, changed):
     planted(tmp_path)
-    with pytest.raises(UsageError, match=r"40 canaries of 6 tokens, .* another --out"):
+    with pytest.raises(UsageError, match=r"40 canaries of 6 tokens, .* another out"):
         planted(tmp_path, **changed)
 
 

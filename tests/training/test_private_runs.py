@@ -387,7 +387,7 @@ def test_with_noise_and_target_training_stops_before_the_target(corpus, tmp_path
     ("settings", "words"),
     [
         ({"mitigation": "none", "epsilon": 8.0}, "epsilon=8.0 means nothing to mitigation='none'"),
-        ({"epsilon": None}, "needs a target: give --epsilon"),
+        ({"epsilon": None}, "needs a target: give epsilon"),
         ({"gradient_clip": 1.0}, "clips each user's gradient by clip_norm"),
         ({"unit": "family"}, "Unknown unit 'family'"),
         ({"dropout": 0.1}, "Private training goes without dropout"),

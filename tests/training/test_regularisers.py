@@ -538,7 +538,7 @@ def test_pairs_that_never_differ_in_author_are_refused(tmp_path):
             tmp_path / "run",
             small(**TRIPLET, batching="uniform", triplet_pairs="inside"),
         )
-    with pytest.raises(UsageError, match=r"no pair differs\. Add --batching uniform"):
+    with pytest.raises(UsageError, match=r"no pair differs\. Add batching='uniform'"):
         small(**TRIPLET, triplet_pairs="inside")
 
 

@@ -155,7 +155,7 @@ def test_classes_stand_in_their_order_and_few_numbers_are_classes():
 @pytest.mark.parametrize(
     ("values", "cut", "because"),
     [
-        (list(range(15, 60)), None, "--bins age=20,30"),
+        (list(range(15, 60)), None, "by bins: age=20,30"),
         ([f"name {number}" for number in range(60)], None, "nothing to learn"),
         (["20", "old"], "20,30", "no number"),
         (["20"], "twenty", "not understood"),

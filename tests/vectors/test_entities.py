@@ -66,7 +66,7 @@ def nothing_installed(monkeypatch):
 
 
 def test_without_a_finder_a_list_is_asked_for(nothing_installed):
-    with pytest.raises(UsageError, match="--entities FILE"):
+    with pytest.raises(UsageError, match="entities=FILE"):
         frequent_names(TEXTS)
 
 

@@ -15,7 +15,7 @@ GOOD = {"label": "topic", "private": ("age",), "epsilon": 8.0}
 @pytest.mark.parametrize(
     ("changed", "because"),
     [
-        ({"epsilon": None}, "--epsilon"),
+        ({"epsilon": None}, "give epsilon, such as 8"),
         ({"epsilon": 0.0}, "epsilon=0 is out of range"),
         ({"epsilon": float("nan")}, "out of range"),
         ({"dropout": 1.0}, "dropout=1 is out of range"),
@@ -23,7 +23,7 @@ GOOD = {"label": "topic", "private": ("age",), "epsilon": 8.0}
         ({"method": "dprn"}, "Closest: dpnr"),
         ({"mechanism": "laplce"}, "Closest: laplace"),
         ({"method": "none"}, "epsilon=8.0 means nothing"),
-        ({"method": "adversarial", "epsilon": None, "private": ()}, "Add --private"),
+        ({"method": "adversarial", "epsilon": None, "private": ()}, "Add private"),
         ({"adversary_weight": 1.0}, "means nothing to method='dpnr'"),
         ({"private": ("topic",)}, "both the label"),
         ({"private": ("age", "age")}, "twice"),

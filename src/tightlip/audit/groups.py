@@ -25,7 +25,7 @@ from tightlip.core.errors import UsageError
 from tightlip.core.gates import Known
 from tightlip.core.resampling import FEW_USERS
 from tightlip.core.run_folder import RunRecord
-from tightlip.core.settings import split_settings
+from tightlip.core.settings import split_settings, takes
 from tightlip.corpus.prepare_config import TextSettings
 from tightlip.corpus.tokens import TokenizedCorpus
 from tightlip.scan.document_scores import DocumentScores
@@ -53,6 +53,7 @@ def gated(record: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+@takes(ResamplingSettings, ModelSettings, TextSettings)
 def measure_groups(
     model: Any,
     *,
@@ -75,7 +76,6 @@ def measure_groups(
     `without_texts`, planted canaries say, are nobody's: neither trained on nor held out. With `out`,
     a folder, the result is written to groups.json there, for its owner only. Scans are kept, in the
     run's `scan/` or in that of `out`, unless `keep_scan` is False or a model is in memory.
-    `settings` are those of ResamplingSettings, ModelSettings and TextSettings.
     """
     config, how, columns = split_settings(settings, ResamplingSettings, ModelSettings, TextSettings)
     subject = subject_of(model, members, held_out, tokenizer=tokenizer, **columns.tree())

@@ -19,7 +19,7 @@ from tightlip.core.errors import UsageError
 from tightlip.core.gates import Entries, Known
 from tightlip.core.resampling import FEW_USERS, interval, times_drawn
 from tightlip.core.run_folder import RunRecord
-from tightlip.core.settings import split_settings
+from tightlip.core.settings import split_settings, takes
 from tightlip.corpus.prepare_config import TextSettings
 from tightlip.scan.models import Scans
 from tightlip.scan.options import ModelSettings
@@ -228,6 +228,7 @@ def missing_rates(level: dict[str, Any], what: str) -> Iterable[str]:
             )
 
 
+@takes(ResamplingSettings, ModelSettings, TextSettings)
 def measure_membership(
     model: Any,
     *,
@@ -249,8 +250,7 @@ def measure_membership(
     trained on, or a pair in memory. Documents that read as one of `without_texts`, planted canaries
     say, are on neither side. With `out`, a folder, the result is written to membership.json there,
     for its owner only. Scans are kept, in the run's `scan/` or in that of `out`, unless `keep_scan`
-    is False or a model is in memory. `settings` are those of ResamplingSettings, ModelSettings and
-    TextSettings.
+    is False or a model is in memory.
     """
     config, how, columns = split_settings(settings, ResamplingSettings, ModelSettings, TextSettings)
     subject = subject_of(model, members, non_members, tokenizer=tokenizer, **columns.tree())

@@ -85,3 +85,13 @@ class Matching(Settings):
     tolerance: float = setting(
         0.05, "How far apart perplexities may be and still match.", above=0, below=1
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TabConfig(Settings):
+    """How much ghost text is shown."""
+
+    tokens: int = setting(12, "Most tokens shown behind the cursor.", at_least=1)
+    min_confidence: float = setting(
+        0.0, "Stop before a token that is less probable.", at_least=0, below=1
+    )

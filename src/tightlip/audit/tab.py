@@ -15,11 +15,12 @@ import pyarrow.compute as pc
 
 from tightlip.audit.leakage.findings import decoder_of
 from tightlip.audit.leakage.summary import LeakageReport
-from tightlip.audit.tab_completion import Completer, Ghost, TabConfig
+from tightlip.audit.settings import TabConfig
+from tightlip.audit.tab_completion import Completer, Ghost
 from tightlip.core.errors import UsageError
 from tightlip.core.files import read_json
 from tightlip.core.run_folder import is_run
-from tightlip.core.settings import names_in
+from tightlip.core.settings import split_settings, takes
 from tightlip.corpus.opening import model_folder
 from tightlip.scan.models import open_model
 from tightlip.scan.options import ModelSettings, ScanOptions
@@ -59,6 +60,7 @@ class Tab:
         return self.unique.marks(text, *self.completer.encode(text), accepted)
 
 
+@takes(TabConfig, ModelSettings)
 def open_tab(
     model: Any,
     *,
@@ -69,13 +71,10 @@ def open_tab(
 ) -> Tab:
     """A model's folder, a finished run with the report beside it, or a model in memory.
 
-    `settings` are those of TabConfig and ModelSettings.
+    Without `report` nothing is marked, unless a run keeps one beside its model.
     """
-    names = names_in(ModelSettings)
-    options = ScanOptions(
-        device=device, **{name: settings.pop(name) for name in names if name in settings}
-    )
-    config = TabConfig(**settings)
+    config, how = split_settings(settings, TabConfig, ModelSettings)
+    options = ScanOptions(device=device, **how.tree())
     if isinstance(model, str | Path):
         found = _report_of(Path(model))
         model = model_folder(Path(model))
@@ -101,12 +100,14 @@ def _report_of(model: Path) -> tuple[Path | None, list[str]]:
     return folder, []
 
 
+@takes(TabConfig, ModelSettings)
 def complete(
     model: Any,
     texts: str | Sequence[str],
     *,
     report: str | Path | None = None,
     device: str = "auto",
+    tokenizer: Any = None,
     **settings: Any,
 ) -> list[dict[str, Any]]:
     """What a model writes behind each text and whose unique words it completes thereby.
@@ -115,7 +116,7 @@ def complete(
     are faster with what `open_tab` returns.
     """
     if not isinstance(model, Tab):
-        model = open_tab(model, report=report, device=device, **settings)
+        model = open_tab(model, report=report, device=device, tokenizer=tokenizer, **settings)
     return [_as_tree(model, text) for text in ([texts] if isinstance(texts, str) else texts)]
 
 

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tightlip.audit.settings import TabConfig
 from tightlip.core.devices import device_of
 from tightlip.core.errors import UsageError
 from tightlip.corpus.encoding import Encoder, special_ids
@@ -30,23 +31,6 @@ LINES_KEPT = 4
 # Enough for whatever a decoder looks back at: the longest thing it joins is a number or an emoji.
 _CONTEXT_TOKENS = 16
 _BROKEN = "\ufffd"  # what half of a character decodes to
-
-
-@dataclass(frozen=True, kw_only=True)
-class TabConfig:
-    """How much ghost text is shown: at most `tokens`, none less probable than `min_confidence`."""
-
-    tokens: int = 12
-    min_confidence: float = 0.0
-
-    def __post_init__(self) -> None:
-        if self.tokens < 1:
-            raise UsageError(f"tokens={self.tokens} shows nothing. Use 1 or more.")
-        if not 0 <= self.min_confidence < 1:
-            raise UsageError(
-                f"min_confidence={self.min_confidence} is no probability below 1. "
-                "Use 0 to show everything, 0.5 to show what is more likely than not."
-            )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from tightlip.core.errors import GuaranteeError, TightlipError, UsageError
+from tightlip.core.errors import GuaranteeError, TightlipError, UsageError, names_flags
 from tightlip.core.progress import harmless
 from tightlip.core.settings import Settings, about, choices_of, kinds_in, panel_of, settings_of
 
@@ -113,6 +113,7 @@ def command_of(function: Callable[..., None], help: str | None) -> Any:
 @contextmanager
 def refusals_in_a_line() -> Iterator[None]:
     """A refusal is one line and exit code 2, a broken guarantee 3, an interruption 130."""
+    token = names_flags.set(True)
     try:
         yield
     except KeyboardInterrupt:
@@ -130,6 +131,8 @@ def refusals_in_a_line() -> Iterator[None]:
         # A full disk, a missing permission: the file and the reason, not our stack.
         _say(str(error))
         raise typer.Exit(2) from None
+    finally:
+        names_flags.reset(token)
 
 
 def _say(line: str) -> None:

@@ -37,6 +37,7 @@ from prompt_toolkit.output.vt100 import Vt100_Output
 from prompt_toolkit.styles import Style
 
 import tightlip
+from tightlip.audit.settings import TabConfig
 from tightlip.cli.flags import Device, Model, existing, with_settings
 from tightlip.core.errors import TightlipError, UsageError
 from tightlip.core.figures import counted
@@ -53,7 +54,7 @@ PAUSE_SECONDS = 0.03
 MOST_MARKS_SHOWN = 4
 
 
-@with_settings(ModelSettings)
+@with_settings(TabConfig, ModelSettings)
 def tab(
     model: Model,
     given: dict[str, Any],
@@ -69,10 +70,6 @@ def tab(
         list[str] | None,
         typer.Option(help="Complete this and exit. May be given again.", metavar="TEXT"),
     ] = None,
-    tokens: Annotated[int, typer.Option(help="Most tokens shown behind the cursor.")] = 12,
-    min_confidence: Annotated[
-        float, typer.Option(help="Stop before a token that is less probable.")
-    ] = 0.0,
     device: Device = "auto",
 ) -> None:
     """Type, press TAB, and see whose words the model completes."""
@@ -81,9 +78,7 @@ def tab(
     is_terminal = prompt is None and in_a_terminal()
     if is_terminal:
         print("Reading the model…", end="\r", file=sys.stderr, flush=True)
-    opened = tightlip.open_tab(
-        model, report=report, device=device, tokens=tokens, min_confidence=min_confidence, **given
-    )
+    opened = tightlip.open_tab(model, report=report, device=device, **given)
     if is_terminal:
         converse(opened, watched(opened))
         return

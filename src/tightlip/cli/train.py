@@ -64,13 +64,14 @@ def train(
         given = {"mitigation": mitigation, **given}
     settings, prepare, options = (tables.get(table, {}) | _of(given, table) for table in _TABLES)
     TrainConfig.from_tree(settings, str(config or ""))  # refused with the name of the file
+    own = settings.pop(settings.get("mitigation", "none"), {})  # the file's table of its name
     with shown_progress():
         run = tightlip.train(
             corpus,
             out,
             prepare=prepare or None,
             options=RunOptions.from_tree(options, str(config)),
-            **settings,
+            **settings | own,
         )
     _show(run, terminal())
 

@@ -1,8 +1,45 @@
 """Errors that say what was given, why it cannot work and what to do next."""
 
+import re
+from contextvars import ContextVar
+
+# The command line sets it: there a refusal names flags, in Python arguments.
+names_flags: ContextVar[bool] = ContextVar("names_flags", default=False)
+# Of the flags that refusals name, those without a value.
+_SWITCHES = {"allow_unproved", "scrub", "snapshots"}
+# "tightlip prepare CORPUS --out DIR", to the end of its clause.
+_COMMAND = r"\btightlip [a-z].*?(?=[.,;:)](?:\s|$)|$)"
+# Behind a flag: its value, not a word that goes on with the sentence.
+_VALUE = r"(?!(a|and|for|instead|leaves|needs|or|out|the|with)\b)('[^']*'|[\w/][\w/.,-]*(?<![.,]))"
+_FLAG = rf"(?<![\w/'\"`.-])--(?P<name>[a-z][a-z-]*[a-z])(?: (?P<value>{_VALUE}))?"
+_COMMAND_OR_FLAG = re.compile(f"{_COMMAND}|{_FLAG}", re.MULTILINE)
+_AS_IT_IS = re.compile(r"[A-Z]+(/\w+)?|[\d.,]+|'.*'")  # DIR, RUN/model, 0.2
+
+
+def with_arguments(line: str) -> str:
+    """The line with arguments in the place of flags; whole commands stay as they are.
+
+    >>> with_arguments("Use --split none, or --scrub. Run: tightlip prepare CORPUS --out DIR")
+    "Use split='none', or scrub=True. Run: tightlip prepare CORPUS --out DIR"
+    """
+    return _COMMAND_OR_FLAG.sub(_as_argument, line)
+
+
+def _as_argument(match: re.Match[str]) -> str:
+    if match["name"] is None:
+        return match[0]
+    name, value = match["name"].replace("-", "_"), match["value"]
+    if value is None:
+        return f"{name}=True" if name in _SWITCHES else name
+    return f"{name}={value if _AS_IT_IS.fullmatch(value) else repr(value)}"
+
 
 class TightlipError(Exception):
     """Anything tightlip refuses on purpose."""
+
+    def __str__(self) -> str:
+        line = super().__str__()
+        return line if names_flags.get() else with_arguments(line)
 
 
 class UsageError(TightlipError):

@@ -8,15 +8,17 @@ import re
 import tomllib
 import types
 import typing
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from decimal import Decimal
+from functools import wraps
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from tightlip.core.checksums import checked
-from tightlip.core.errors import UsageError
+from tightlip.core.errors import UsageError, with_arguments
 from tightlip.core.registry import unknown
 
+Call = TypeVar("Call", bound=Callable[..., Any])
 _HOLDS = {
     "at_least": operator.ge,
     "above": operator.gt,
@@ -150,19 +152,64 @@ def check_names(kind: type[Settings], tree: Mapping[str, Any], where: str) -> No
     place, known = f"{where}: " if where else "", names_in(kind)
     if not isinstance(tree, Mapping):
         raise UsageError(f"{place}{tree!r} is not a table. Write one name = value per line.")
-    for name in tree:
-        if name not in known:
-            raise UsageError(f"{place}{unknown('setting', name, known)}")
+    _check_known("setting", tree, known, place)
 
 
 def split_settings(given: dict[str, Any], *kinds: type[Settings]) -> list[Any]:
     """One object of each kind, from settings given by name; a name of none of them is refused."""
-    for name in given:
-        if name not in names_in(*kinds):
-            raise UsageError(unknown("setting", name, names_in(*kinds)))
+    _check_known("setting", given, names_in(*kinds))
     return [
         kind(**{name: given[name] for name in names_in(kind) if name in given}) for kind in kinds
     ]
+
+
+def _check_known(what: str, given: Iterable[str], known: list[str], place: str = "") -> None:
+    for name in given:
+        if name not in known:
+            raise UsageError(f"{place}{unknown(what, name, known)}")
+
+
+def takes(*kinds: type[Settings]) -> Callable[[Call], Call]:
+    """Tell of a function for Python what it takes: its own arguments and the settings of `kinds`.
+
+    In its signature the settings stand in the place of `**settings`, and its docstring ends with a
+    line for each, so help() and editors show them. Of two of one name the function's own, or the
+    first, counts. A name that is none of them is refused with the closest.
+
+        @takes(LeakageConfig, ScanOptions, TextSettings)
+        def audit(model: Any, corpus: Any = None, **settings: Any) -> LeakageReport: ...
+    """
+
+    def made(call: Call) -> Call:
+        signature = inspect.signature(call)
+        own = signature.parameters.items()
+        parameters = {name: each for name, each in own if each.kind != each.VAR_KEYWORD}
+        for kind in kinds:
+            for name, each in inspect.signature(kind).parameters.items():
+                parameters.setdefault(name, each)
+        told = signature.replace(parameters=list(parameters.values()))
+
+        @wraps(call)
+        def checked(*given: Any, **named: Any) -> Any:
+            _check_known("argument", named, [name for name in parameters if name != "self"])
+            told.bind(*given, **named)  # what is missing is named by the call, not by a class in it
+            return call(*given, **named)
+
+        checked.__signature__ = told  # type: ignore[attr-defined]
+        checked.__doc__ = "\n".join([inspect.getdoc(call) or "", *_help_lines(kinds)])
+        return typing.cast(Call, checked)
+
+    return made
+
+
+def _help_lines(kinds: tuple[type[Settings], ...]) -> Iterator[str]:
+    """What each setting means, under the name of its class."""
+    for kind in filter(settings_of, kinds):
+        yield f"\n{kind.__name__}:"
+        for field in settings_of(kind):
+            told = about(field)
+            default = f" Default: {told.default_words}." if told.default_words else ""
+            yield with_arguments(f"    {field.name}: {told.help}{default}")
 
 
 def kinds_in(hint: Any) -> Iterator[Any]:

@@ -27,7 +27,7 @@ from tightlip.core.files import (
 )
 from tightlip.core.progress import log
 from tightlip.core.run_folder import is_run, run_around
-from tightlip.core.settings import Settings, lines_of, separated, setting, split_settings
+from tightlip.core.settings import Settings, lines_of, separated, setting, split_settings, takes
 from tightlip.corpus.canary_templates import DIGIT_POOL, Pools, Template, read_template
 from tightlip.corpus.history import metadata_of
 from tightlip.corpus.prepare_config import ColumnSettings
@@ -136,9 +136,10 @@ class Planted:
         return frozenset(filter(None, [self.model_fingerprint, *self.snapshot_fingerprints]))
 
 
+@takes(CanaryConfig, ColumnSettings)
 def plant_canaries(corpus: Any, out: str | Path, **settings: Any) -> Planted:
     """Write OUT/corpus.parquet, a corpus with canaries in it, and OUT/key.json, which says what
-    they are; `settings` are those of CanaryConfig and ColumnSettings."""
+    they are."""
     config, columns = split_settings(settings, CanaryConfig, ColumnSettings)
     _refuse_folders_of_ours(corpus)
     return plant_in(open_corpus(corpus, **columns.tree()), Path(out), config)
@@ -238,7 +239,7 @@ def _pools(
 def _distinct(values: Sequence[str] | None, kind: str) -> list[str]:
     if values is None:
         raise UsageError(
-            f"A template has a {{{kind}}} slot and no list was given. Give a file with one a line: --{kind} FILE"
+            f"A template has a {{{kind}}} slot and no list was given. Give {kind}; on the command line: a file with one a line."
         )
     distinct = list(dict.fromkeys(value.strip() for value in values if value.strip()))
     if len(distinct) < 2:

@@ -30,6 +30,7 @@ from tightlip.core.files import (
     write_sealed,
 )
 from tightlip.core.progress import task
+from tightlip.core.settings import takes
 from tightlip.corpus.cleaning import Cleaner
 from tightlip.corpus.encoding import tokenizer_fingerprint
 from tightlip.corpus.history import (
@@ -412,6 +413,7 @@ def _warnings(
     return [f"{share:.0%} of {split}'s tokens are {unknown}: {advice}."] if share > 0.5 else []
 
 
+@takes(PrepareConfig)
 def prepare(corpus: Any, out: str | Path, **settings: Any) -> PreparedCorpus:
-    """Read, check, clean, split and tokenise a corpus; `settings` are those of PrepareConfig."""
+    """Read, check, clean, split and tokenise a corpus."""
     return prepare_corpus(corpus, Path(out), PrepareConfig(**settings))

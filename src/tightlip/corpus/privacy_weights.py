@@ -81,7 +81,7 @@ class WeightsConfig(Settings):
         if self.public_model is None:
             raise UsageError(
                 "Privacy weights are measured by a public model or by the words of a public corpus, and neither is given. "
-                "Add --public-model DIR --public-corpus FILE."
+                "Add --public-model DIR and --public-corpus FILE."
             )
         if self.weights in SOUND:
             raise UsageError(

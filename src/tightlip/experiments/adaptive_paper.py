@@ -23,6 +23,7 @@ from tightlip.core.files import digest_of_files, read_json, write_json
 from tightlip.core.progress import task
 from tightlip.core.registry import unknown
 from tightlip.core.run_folder import RunRecord
+from tightlip.core.settings import takes
 from tightlip.corpus.privacy_weights import minmax_weights
 from tightlip.experiments import Reproduced, claim_folder, scale_named, write_results
 from tightlip.experiments.adaptive_tables import THIRDS, csv_text, result_of
@@ -209,6 +210,7 @@ _PAPER = replace(
 SCALES = {scale.name: scale for scale in (_SMOKE, _SMALL, _PAPER)}
 
 
+@takes()
 def reproduce_adaptive(
     corpus: Sequence[str | Path] = (),
     *,

@@ -19,6 +19,7 @@ from tightlip.commands import Comparison, audit, compare
 from tightlip.core.checksums import checked
 from tightlip.core.devices import one_thread
 from tightlip.core.files import make_private_folder, read_json
+from tightlip.core.settings import takes
 from tightlip.corpus.bundled import demo_corpus
 from tightlip.corpus.canaries import CORPUS, KEY, plant_canaries
 from tightlip.corpus.prepare import PreparedCorpus, prepare
@@ -104,6 +105,7 @@ class DemoResult:
     first_told: dict[str, str | None]
 
 
+@takes()
 def run_demo(folder: Path) -> DemoResult:
     """The first act: plant, prepare, train, audit; each step is skipped where an earlier run
     finished it."""

@@ -17,6 +17,7 @@ from tightlip.commands import represent_attack
 from tightlip.core.errors import UsageError
 from tightlip.core.files import digest_of_files
 from tightlip.core.progress import task
+from tightlip.core.settings import takes
 from tightlip.experiments import Reproduced, claim_folder, scale_named, write_results
 from tightlip.experiments.vectors_page import csv_text
 from tightlip.experiments.vectors_text import PaperTask, task_of
@@ -69,6 +70,7 @@ _PAPER = replace(
 SCALES = {scale.name: scale for scale in (_SMOKE, _SMALL, _PAPER)}
 
 
+@takes()
 def reproduce_representation(
     corpus: Sequence[str | Path] = (),
     *,

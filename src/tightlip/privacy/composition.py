@@ -8,6 +8,7 @@ from typing import Any
 
 from tightlip.core.errors import UsageError
 from tightlip.core.run_folder import LEDGER, RunRecord, open_run
+from tightlip.core.settings import takes
 from tightlip.privacy.accounting import (
     Mechanism,
     Release,
@@ -20,6 +21,7 @@ from tightlip.privacy.ledger import exact_figures, filter_of, mode_of, read_ledg
 from tightlip.privacy.rdp_filter import epsilon_of_rdp, release_rdp, subsampled_gaussian_rdp
 
 
+@takes()
 def ledger(*runs: str | Path | RunRecord, delta: float | None = None) -> dict[str, Any]:
     """What a run may promise, finished or not; of several runs, what they may promise together.
 

@@ -172,7 +172,7 @@ class Ledger:
             name = differing[0]
             raise GuaranteeError(
                 f"{path} was begun with {name}={there.get(name)!r} and would go on with "
-                f"{terms[name]!r}; one ε cannot cover both. Give the old settings, or another --out."
+                f"{terms[name]!r}; one ε cannot cover both. Give the old settings, or use another folder."
             )
         return cls(path, terms, meter, there["steps"], **kept)
 
@@ -278,7 +278,7 @@ def read_ledger(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise GuaranteeError(
             f"{path} is missing, so nobody knows what the run has spent. Put it back, or train again "
-            "with another --out."
+            "in another folder."
         ) from None
     steps = record.get("steps")
     is_whole = {"mechanism", "epsilon", "standing", "because"} <= {*(record or ())}

@@ -306,5 +306,5 @@ def _flush(path: Path) -> None:
 def _lost(what: str) -> GuaranteeError:
     return GuaranteeError(
         f"The ledger is damaged: {what} should stand there, so nobody knows what the run has spent. Put a whole copy "
-        "back, or train again with another --out."
+        "back, or train again in another folder."
     )

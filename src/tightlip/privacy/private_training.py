@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from tightlip.core.devices import moved
 from tightlip.core.errors import GuaranteeError, UsageError
 from tightlip.core.randomness import keyed_generator
+from tightlip.core.settings import takes
 from tightlip.privacy.accounting import Mechanism
 from tightlip.privacy.adaptive import BECAUSE, MECHANISMS, AdaptiveSpec, checked_weights
 from tightlip.privacy.clipping import Clip
@@ -60,6 +61,30 @@ class Step:
 class PrivateTraining:
     """Differentially private training of `model` by `optimizer`, one step at a time.
 
+    Arguments:
+        model, optimizer: any causal language model that gives logits for ids, and any of torch's.
+        documents: a tensor of ids for each document, or a Source.
+        ledger: the file that every step is charged to; where it is there, its account goes on.
+        users: whose each document is. With them the unit is a user, without them a document.
+        epsilon: the target; training stops before it is passed.
+        noise_multiplier: the noise of a step, in clip_norm. Default: as little as epsilon allows.
+        delta: the δ that ε is read at. Default: by the number of units, below 1 / units.
+        clip_norm: the most that a unit's gradient counts for.
+        per_layer: clip each layer by itself.
+        rows_per_unit: the most rows that a drawn unit gives to a step, chosen at random.
+        expected_batch: units in a step, on average.
+        steps: for how many the noise is planned.
+        allow_loose_delta: take a delta above 1 / units.
+        insecure_seed: for tests only; noise and sampling from a known seed hide nothing.
+        unit: 'user' or 'example'; `users` says it already.
+        terms: how sure the promise is, where more is known than this loop can know.
+        way, bf16: how passes are run, and whether in bfloat16.
+        physical_rows: rows in memory at once. Default: 16 on a CPU, 64 on a GPU.
+        widths: lengths that rows are padded to, so that few shapes come up.
+        claims_ledger: keep other processes from going on with the ledger meanwhile.
+        adaptive: lets `weights` decide on clipping or noise.
+        weights: the ρ of each row, for `adaptive`: private, all but their public facts.
+
     Holds:
         charged: a step is in the ledger before it changes a weight.
         within: no step is taken that would pass the target ε.
@@ -67,6 +92,7 @@ class PrivateTraining:
         fresh: sampling and noise are drawn anew, also after a resumption.
     """
 
+    @takes()
     def __init__(
         self,
         model: nn.Module,
@@ -75,6 +101,17 @@ class PrivateTraining:
         *,
         ledger: str | Path,
         users: Sequence[Any] | None = None,
+        epsilon: float | None = None,
+        noise_multiplier: float | None = None,
+        delta: float | None = None,
+        clip_norm: float = 1.0,
+        per_layer: bool = False,
+        rows_per_unit: int = 4,
+        expected_batch: float = 32,
+        steps: int = 1000,
+        allow_loose_delta: bool = False,
+        insecure_seed: int | None = None,
+        unit: str | None = None,
         terms: Terms | None = None,
         way: Way = "eager",
         bf16: bool = False,
@@ -83,12 +120,22 @@ class PrivateTraining:
         claims_ledger: bool = True,
         adaptive: AdaptiveSpec | None = None,
         weights: np.ndarray | None = None,
-        **spec: Any,
     ) -> None:
-        """`weights` are the ρ of each row, for `adaptive`: private, all but their public facts."""
         self.model, self.optimizer = model, optimizer
         self.source = _source_of(documents, users)
-        self.spec = PrivacySpec(**{"unit": "example" if users is None else "user", **spec})
+        self.spec = PrivacySpec(
+            unit=unit or ("example" if users is None else "user"),
+            epsilon=epsilon,
+            noise_multiplier=noise_multiplier,
+            delta=delta,
+            clip_norm=clip_norm,
+            per_layer=per_layer,
+            rows_per_unit=rows_per_unit,
+            expected_batch=expected_batch,
+            steps=steps,
+            allow_loose_delta=allow_loose_delta,
+            insecure_seed=insecure_seed,
+        )
         if isinstance(self.source, Documents):
             _check_unit(self.spec.unit, users)
         self.terms = terms or _on_your_word(adaptive)

@@ -10,8 +10,9 @@ from typing import Any
 from tightlip.core.errors import TightlipError, UsageError
 from tightlip.core.files import claimed, names_in
 from tightlip.core.progress import log
-from tightlip.core.registry import look_up
+from tightlip.core.registry import look_up, names_of
 from tightlip.core.run_folder import LOG, RunRecord, check_is_free, is_run
+from tightlip.core.settings import takes
 from tightlip.corpus.history import history_of
 from tightlip.corpus.prepare import (
     PreparedCorpus,
@@ -21,30 +22,33 @@ from tightlip.corpus.prepare import (
     prepare_corpus,
 )
 from tightlip.corpus.prepare_config import PrepareConfig
-from tightlip.training.config import BUILT_IN_MODELS, RunOptions, TrainConfig
+from tightlip.training.config import BUILT_IN_MODELS, RunOptions, TrainConfig, mitigation_config
 from tightlip.training.loop import train_model
 from tightlip.training.mitigations import CorpusFacts
 
 CORPUS = "corpus"  # prepared inside the run where a raw one was given
 
 
+@takes(TrainConfig, *map(mitigation_config, names_of("mitigation")))
 def train(
     corpus: Any,
     out: str | Path,
     *,
+    mitigation: Any = "none",
     prepare: dict[str, Any] | None = None,
     options: RunOptions | None = None,
     **settings: Any,
 ) -> RunRecord:
-    """Train a language model; `settings` are those of TrainConfig.
+    """Train a language model, by plain training or with a mitigation against leakage.
 
-    A corpus that is not prepared yet is prepared inside the run, by the settings in `prepare`
-    (those of PrepareConfig).
+    `mitigation` is its name, with its own settings beside the run's, or an object such as
+    DPConfig(epsilon=8). A corpus that is not prepared yet is prepared inside the run, by the
+    settings in `prepare` (those of PrepareConfig).
     """
     model = settings.get("model", BUILT_IN_MODELS[0])
     if model not in BUILT_IN_MODELS and is_run(Path(model)):
         settings["model"] = str(Path(model) / "model")  # a run stands for the model it trained
-    config = TrainConfig.of(**settings)
+    config = TrainConfig.of(mitigation=mitigation, **settings)
     with claimed(Path(out)), _nothing_left_of_a_refusal(Path(out)):
         check_is_free(Path(out))  # or private text would be prepared in somebody's folder
         ready = _prepared(corpus, Path(out), config, prepare or {})

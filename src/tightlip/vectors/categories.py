@@ -41,8 +41,8 @@ def categories(values: Sequence[Any], column: str, cut: str | None = None) -> Ca
     numeric = bool(given) and all(_number(value) is not None for value in given)
     if numeric and len(distinct) > _MOST_NUMBERS:
         raise UsageError(
-            f"Column {column!r} has {len(distinct)} different numbers, which are no classes. Cut them: --bins "
-            f"{column}=20,30 (at these points), or --bins {column}=..19,30.. (these ranges; what is between is left out)."
+            f"Column {column!r} has {len(distinct)} different numbers, which are no classes. Cut them by bins: "
+            f"{column}=20,30 (at these points), or {column}=..19,30.. (these ranges; what is between is left out)."
         )
     if len(distinct) > max(_MOST_NUMBERS, len(given) // 2):
         raise UsageError(

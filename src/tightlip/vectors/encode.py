@@ -10,7 +10,7 @@ import numpy as np
 
 from tightlip.core.devices import usable_device
 from tightlip.core.errors import UsageError
-from tightlip.core.settings import split_settings
+from tightlip.core.settings import split_settings, takes
 from tightlip.corpus.prepare_config import ColumnSettings
 from tightlip.vectors.data import Columns, open_source, read_columns
 from tightlip.vectors.device import load_device
@@ -38,6 +38,7 @@ class Encoded:
     masking: Masking | None = None
 
 
+@takes(EncodeSettings, EncodingOptions, ColumnSettings)
 def represent_encode(
     device: Path | str,
     texts: Any,
@@ -48,9 +49,9 @@ def represent_encode(
 ) -> Encoded:
     """Vectors that may be sent in place of `texts`, by a device's half, written to `out`.
 
-    `texts` is a list of strings, a .txt file with a text on each line, or any corpus. `settings`
-    are those of EncodeSettings, EncodingOptions and ColumnSettings; the columns in `carry` are
-    copied as they are, and nothing covers them.
+    `texts` is a list of strings, a .txt file with a text on each line, or any corpus. It
+    runs `on` cpu, cuda or auto. The columns in `carry` are copied as they are, and nothing covers
+    them.
 
     Holds:
         in_order: vector n is of text n.

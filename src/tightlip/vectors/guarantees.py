@@ -14,6 +14,7 @@ from typing import Any
 
 from tightlip.core.errors import UsageError
 from tightlip.core.registry import unknown
+from tightlip.core.settings import takes
 from tightlip.vectors import vector_accounting as accounting
 from tightlip.vectors.settings import MECHANISMS, GuaranteeSettings
 from tightlip.vectors.vector_accounting import GRID_STEP, GRID_STEPS, amplified
@@ -329,13 +330,11 @@ def cost_record(mechanism: VectorMechanism, num_releases: int) -> dict[str, Any]
     }
 
 
+@takes(GuaranteeSettings)
 def represent_guarantee(
     *, releases: Sequence[int] = TOLD_RELEASES, **settings: Any
 ) -> dict[str, Any]:
-    """The guarantee record of a mechanism, and under `releases` what so many of one text cost.
-
-    `settings` are those of GuaranteeSettings.
-    """
+    """The guarantee record of a mechanism, and under `releases` what so many of one text cost."""
     made = VectorMechanism(**GuaranteeSettings(**settings).tree())
     return made.record() | {"releases": costs(made, releases)}
 

@@ -20,7 +20,7 @@ from tightlip.core.run_folder import (
     check_may_train,
     is_run,
 )
-from tightlip.core.settings import split_settings
+from tightlip.core.settings import split_settings, takes
 from tightlip.corpus.prepare_config import ColumnSettings
 from tightlip.models.fingerprints import model_fingerprint
 from tightlip.vectors.data import CORPUS, Examples, Source, open_source, read_examples, write_corpus
@@ -65,6 +65,7 @@ class RepresentRuns:
     summary: dict[str, Any]
 
 
+@takes(RepresentSettings, ColumnSettings)
 def represent_train(
     corpus: Any,
     out: str | Path,
@@ -75,9 +76,8 @@ def represent_train(
 ) -> RepresentRun | RepresentRuns:
     """Train vectors that tell a label and hide the writer.
 
-    `settings` are those of RepresentSettings and ColumnSettings. With `seeds`, that many runs
-    OUT/seed-0, OUT/seed-1, ..., and their mean and spread. A run that was stopped goes on; a
-    finished one is returned as it is.
+    With `seeds`, that many runs OUT/seed-0, OUT/seed-1, ..., and their mean and spread. A run that
+    was stopped goes on; a finished one is returned as it is.
     """
     chosen, columns = split_settings(settings, RepresentSettings, ColumnSettings)
     options, out = options or RepresentOptions(), Path(out)
@@ -188,6 +188,7 @@ def _summary(runs: list[RepresentRun], seeds: list[int]) -> dict[str, Any]:
     return summary
 
 
+@takes()
 def represent_export(device: str | Path, *, out: str | Path | None = None) -> Path:
     """Write the device's extractor as ONNX, for ONNX Runtime; into the device's folder by default."""
     return export_onnx(Path(device), None if out is None else Path(out))

@@ -19,6 +19,7 @@ import torch
 
 from tightlip.core.errors import UsageError
 from tightlip.core.files import csv_text, written_whole
+from tightlip.core.settings import takes
 from tightlip.vectors.data import write_table
 from tightlip.vectors.guarantees import VectorMechanism
 from tightlip.vectors.halves import SERVER, Classifier, load_classifier, noise_print, read_half
@@ -211,6 +212,7 @@ def load_server(folder: Path | str) -> Server:
     return Server(load_classifier(folder), pair=read_half(Path(folder), SERVER)["pair"])
 
 
+@takes()
 def represent_classify(
     server: Path | str, vectors: Any, *, out: Path | str | None = None
 ) -> tuple[list[str], np.ndarray]:

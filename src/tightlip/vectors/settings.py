@@ -176,7 +176,7 @@ class RepresentSettings(Settings):
             )
         if len(set(self.private)) != len(self.private) or "" in self.private:
             raise UsageError(
-                f"private={','.join(self.private)} names a column twice, or none. Name each once: --private age,gender"
+                f"private={','.join(self.private)} names a column twice, or none. Name each once."
             )
 
     def _check_bins(self) -> None:
@@ -197,7 +197,7 @@ class RepresentSettings(Settings):
                 )
             if column in cut_before:
                 raise UsageError(
-                    f"bins cuts {column} twice. Put all its points in one: --bins {column}=20,30"
+                    f"bins cuts {column} twice. Put all its points in one: {column}=20,30"
                 )
             cut_before.add(column)
             ranges_of(column, cut)
@@ -293,7 +293,7 @@ class EncodeSettings(Settings):
     releases: int = setting(
         1, "Vectors of each text, each with fresh masks and noise.", at_least=1, at_most=100_000
     )
-    runtime: Runtime = setting("torch", "onnx after `represent export --onnx`.")
+    runtime: Runtime = setting("torch", "onnx after `tightlip represent export --onnx`.")
 
     def __post_init__(self) -> None:
         # One word, or a set of them, is given in Python.

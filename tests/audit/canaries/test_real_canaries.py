@@ -127,7 +127,7 @@ def test_the_run_that_chose_is_not_measured_by_its_own_choice(place, tmp_path):
     run = open_run(place / "plain")
     moved = shutil.copytree(run.model_folder, tmp_path / "moved")
     for model in (place / "plain", run.model_folder, moved, run.snapshots[0].folder):
-        with pytest.raises(UsageError, match=r"flatters it. Choose with .* another --seed"):
+        with pytest.raises(UsageError, match=r"flatters it. Choose with .* another seed"):
             tightlip.measure_canaries(model, place / "real.json", device="cpu")
 
 
@@ -144,7 +144,7 @@ def test_what_cannot_be_chosen_from_is_refused(place, tmp_path, run, settings, s
     with pytest.raises(UsageError, match=says):
         tightlip.choose_canaries(place / run, tmp_path / "k.json", device="cpu", **settings)
     assert not (tmp_path / "k.json").exists()
-    with pytest.raises(UsageError, match=r"exists. Give another --out"):
+    with pytest.raises(UsageError, match=r"exists. Give another out"):
         tightlip.choose_canaries(place / "plain", place / "real.json", device="cpu")
 
 

@@ -95,7 +95,7 @@ def test_leave_out_is_refused_where_too_little_would_remain(run, tmp_path):
     own = {"ann": "apple arrow anvil", "bob": "bread bridge bison", "cyd": "cedar comet candle"}
     documents = list(own.items()) * 6
     alone = tightlip.train(documents, tmp_path / "run", prepare={"split": "none"}, **RECIPE)
-    with pytest.raises(UsageError, match=r"keep 0% of the documents.*--public-model DIR"):
+    with pytest.raises(UsageError, match=r"keep 0% of the documents.*public_model=DIR"):
         tightlip.audit(alone.folder, public_model="leave-out")
 
 
@@ -122,5 +122,5 @@ def test_each_snapshot_is_audited_as_if_alone(run, tmp_path):
 
 
 def test_snapshots_need_a_run(run):
-    with pytest.raises(UsageError, match="--snapshots needs a run"):
+    with pytest.raises(UsageError, match=r"^snapshots=True needs a run"):
         tightlip.audit(run.model_folder, run.corpus_folder, snapshots=True)

@@ -209,7 +209,7 @@ def test_shards_cover_every_document_once_and_share_no_user(tokens_allowed):
 
 def test_a_document_that_does_not_fit_is_refused_by_its_number():
     documents = [(0, [1] * 10), (1, [1] * 5000), (1, [1])]
-    with pytest.raises(UsageError, match=r"Document 1 has 5,000 tokens.*--memory"):
+    with pytest.raises(UsageError, match=r"Document 1 has 5,000 tokens.*Raise memory"):
         list(user_disjoint_shards(corpus_of(documents), 4000 * counting._BYTES_PER_TOKEN))
     assert counted(documents, [[1]], memory=5001 * counting._BYTES_PER_TOKEN) == [(5011, 2)]
 

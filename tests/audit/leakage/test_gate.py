@@ -95,7 +95,7 @@ def test_entries_of_tables_are_figures_too(condition, fails):
     ],
 )  # fmt: skip
 def test_what_is_no_comparison_with_a_number_is_refused(condition):
-    with pytest.raises(UsageError, match="--fail-on"):
+    with pytest.raises(UsageError, match="fail_on="):
         parsed_condition(condition, KNOWN)
 
 

@@ -128,7 +128,7 @@ class CandidateScorer:
                 if self._unknown in row:
                     raise UsageError(
                         f"{text!r} holds a word outside the model's vocabulary, and one unknown word looks like another. "
-                        "Plant canaries from words and names that the model's vocabulary has (--words FILE, --names FILE), "
+                        "Plant canaries from words and names that the model's vocabulary has (--words, --names), "
                         "in a template of such words."
                     )
         return ids

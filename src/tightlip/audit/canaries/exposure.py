@@ -23,7 +23,7 @@ from tightlip.core.errors import UsageError
 from tightlip.core.gates import Known
 from tightlip.core.progress import task
 from tightlip.core.run_folder import RunRecord, is_run, open_run
-from tightlip.core.settings import split_settings
+from tightlip.core.settings import split_settings, takes
 from tightlip.corpus.canaries import ALPHA, Canary, Planted, exposed_above_bits, read_canary_key
 from tightlip.corpus.canary_templates import Pools, read_template
 from tightlip.corpus.opening import model_folder, open_run_corpus
@@ -310,6 +310,7 @@ def _sampled(
     }
 
 
+@takes(ExposureConfig, ModelSettings)
 def measure_canaries(
     model: str | Path,
     key: Keys,
@@ -320,8 +321,7 @@ def measure_canaries(
 ) -> list[dict[str, Any]]:
     """What a model, or the one that a run trained, knows of every canary in a key or several.
 
-    `settings` are those of ExposureConfig and ModelSettings. With `out` the list is written there,
-    for its owner only.
+    With `out` the list is written there, for its owner only.
     """
     config, how = split_settings(settings, ExposureConfig, ModelSettings)
     keys = read_keys(key)

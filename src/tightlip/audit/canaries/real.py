@@ -15,6 +15,7 @@ from tightlip.audit.settings import ChoiceConfig
 from tightlip.core.errors import UsageError
 from tightlip.core.files import claimed
 from tightlip.core.run_folder import RunRecord, is_run
+from tightlip.core.settings import takes
 from tightlip.corpus.canaries import Canary, Planted, write_canary_key
 from tightlip.corpus.encoding import Encoder
 from tightlip.corpus.opening import finished_run, open_run_corpus
@@ -117,6 +118,7 @@ def _texts_of(documents: Corpus, numbers: set[int]) -> dict[int, str]:
     return texts
 
 
+@takes(ChoiceConfig)
 def choose_canaries(
     run: str | Path,
     out: str | Path,
@@ -127,7 +129,7 @@ def choose_canaries(
     **settings: Any,
 ) -> Planted:
     """Write to `out` a key of real canaries: of each user the training document that surprises
-    the model of an unmitigated run most; `settings` are those of ChoiceConfig.
+    the model of an unmitigated run most.
 
     `key` names what was planted in the run's corpus, which is then never chosen. The scan is kept
     in the run's `scan/` unless `keep_scan` is False.

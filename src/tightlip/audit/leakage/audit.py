@@ -40,7 +40,7 @@ from tightlip.core.files import (
 from tightlip.core.progress import task
 from tightlip.core.registry import look_up
 from tightlip.core.run_folder import SNAPSHOTS, RunRecord, Snapshot, is_run
-from tightlip.core.settings import bytes_from, split_settings
+from tightlip.core.settings import bytes_from, split_settings, takes
 from tightlip.corpus.opening import (
     CorpusSource,
     finished_run,
@@ -68,6 +68,7 @@ _SAMPLED_PERPLEXITIES = 2000
 Retrain = Callable[[RunRecord, frozenset[int], Path], RunRecord]
 
 
+@takes()
 def open_report(folder: str | Path) -> LeakageReport:
     """The report an earlier audit left in `folder`."""
     return LeakageReport(Path(folder))
@@ -88,18 +89,8 @@ def audit_model(
     write_page: Callable[[Path], object] | None = None,
     **settings: Any,
 ) -> LeakageReport:
-    """Which of the corpus' words the model gives away, and whose they are.
-
-    `model` is a folder, a run that tightlip trained (then `corpus` defaults to what it was
-    trained on and `validation` to what was held out), or a model in memory with `tokenizer`,
-    or a pair of both. `public_model` is another, or 'base' for what an adapter was trained on,
-    which is the default there, 'none', or 'leave-out'.
-    `corpus` is a file or folder, a prepared corpus, an Arrow table, a DataFrame or a list.
-    `settings` are those of LeakageConfig, ScanOptions and TextSettings. Without `out` the
-    report lives as long as the object returned. The scan is kept in `scan/` beside the report unless `keep_scan` is
-    False, the report is redacted or the model is in memory. `retrain` is what leave-out trains
-    with, and `write_page` draws the report once its figures stand.
-    """
+    """What `tightlip.audit` says it does; `retrain` is what leave-out trains with, and `write_page`
+    draws the report once its figures stand."""
     config, options, columns = split_settings(settings, LeakageConfig, ScanOptions, TextSettings)
     checkpoints = _checkpoints(model) if snapshots else []
     latest = checkpoints[-1].folder if checkpoints else model
