@@ -145,11 +145,6 @@ class Corpus:
         user, where = row[self._user_column], f"{part.name}, row {number}"
         return [RawDocument(user, where, document) for document in found]
 
-    @property
-    def has_chats(self) -> bool:
-        """Whether its rows need a template; not where they are texts or tokens."""
-        return self.format not in ("text", "tokens")
-
     def batches(self) -> Iterator[DocumentBatch]:
         """All documents, at most 1,000 and about 8 MB at a time; a longer one comes alone."""
         if self.format != "text":
