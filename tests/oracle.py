@@ -25,15 +25,29 @@ def predictions(model, ids, bos):
     return found
 
 
-def collect(model, documents, bos, textless, top_k):
-    """S as (user, document, start, ids, perplexity), the last run of a document flushed."""
+def predictions_at_once(model, ids, bos):
+    """The same of one call for the whole document."""
+    shown = ([bos] if bos is not None else []) + ids
+    with torch.no_grad():
+        logits = model(input_ids=torch.tensor([shown])).logits[0].float()
+    found = [
+        (int((row > row[token]).sum()), float(log_softmax(row)[token]))
+        for row, token in zip(logits, shown[1:], strict=False)
+    ]
+    return found if bos is not None else [None, *found]
+
+
+def collect(model, documents, bos, textless, top_k, *, unspoken=(), predict=predictions):
+    """S as (user, document, start, ids, perplexity), the last run of a document flushed.
+
+    `unspoken` are the (document, position) of what no message says.
+    """
     entries = []
     for number, (user, ids) in enumerate(documents):
         run, logs, start = [], [], 0
-        for position, (token, answer) in enumerate(
-            zip(ids, predictions(model, ids, bos), strict=True)
-        ):
-            if answer is not None and answer[0] < top_k and token not in textless:
+        for position, (token, answer) in enumerate(zip(ids, predict(model, ids, bos), strict=True)):
+            is_hit = answer is not None and answer[0] < top_k and token not in textless
+            if is_hit and (number, position) not in unspoken:
                 if not run:
                     start = position
                 run.append(token)
@@ -52,8 +66,13 @@ def occurrences(needle, hay):
 
 def features(model, documents, bos, textless, top_k):
     """token ids -> the six features and `copied`, as the report defines them."""
+    return features_of(collect(model, documents, bos, textless, top_k), documents)
+
+
+def features_of(entries, documents):
+    """The features of what `collect` found."""
     grouped = defaultdict(list)
-    for entry in collect(model, documents, bos, textless, top_k):
+    for entry in entries:
         grouped[tuple(entry[3])].append(entry)
     report = {}
     for ids, entries in grouped.items():

@@ -209,6 +209,16 @@ def test_without_a_template_chats_are_refused_with_what_to_give(tokenizer, tmp_p
         read([{"user": "a", "messages": CHAT}], plain, tmp_path)
 
 
+@pytest.mark.parametrize(
+    "row",
+    [{"prompt": "My PIN is", "completion": " 4711"}, {"chosen": "My PIN is 4711", "rejected": "x"}],
+)
+def test_texts_need_no_template(row, tokenizer, tmp_path):
+    plain = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer)
+    rows = [{"user": "a"} | row]
+    assert read(rows, plain, tmp_path) == read(rows, tokenizer, tmp_path / "2")
+
+
 @pytest.mark.parametrize("path", ["/dev/zero", "/nowhere", "/tmp"])
 def test_a_template_that_is_no_file_is_refused(path, tokenizer, tmp_path):
     with pytest.raises(UsageError, match="as a chat template is"):

@@ -36,41 +36,52 @@ def small_llama(seed=0):
 
 def tensors_of(model):
     """Weights under GGUF's names. Queries and keys have the two halves of a head interleaved there."""
+    config = model.config
     state = {name: value.detach().numpy() for name, value in model.state_dict().items()}
     yield "token_embd.weight", state["model.embed_tokens.weight"]
     yield "output_norm.weight", state["model.norm.weight"]
     yield "output.weight", state["lm_head.weight"]
-    for layer in range(LAYERS):
+    for layer in range(config.num_hidden_layers):
         for name, short in NAMES.items():
             value = state[f"model.layers.{layer}.{name}.weight"]
-            heads = {"attn_q": HEADS, "attn_k": GROUPS}.get(short)
+            heads = {
+                "attn_q": config.num_attention_heads,
+                "attn_k": config.num_key_value_heads,
+            }.get(short)
             if heads is not None:
-                split = value.reshape(heads, 2, -1, SIZE)
+                split = value.reshape(heads, 2, -1, config.hidden_size)
                 value = np.ascontiguousarray(split.swapaxes(1, 2).reshape(value.shape))
             yield f"blk.{layer}.{short}.weight", value
 
 
-def write_gguf(path, *, seed=0, without=(), begins_with_bos=None):
-    """The file, and the model it was made of."""
-    model = small_llama(seed)
+def write_gguf(path, *, seed=0, without=(), begins_with_bos=None, model=None, vocabulary=None):
+    """The file, and the model it was made of: a small one, or the one that is given.
+
+    `vocabulary` is its tokens, how many of them are special, which come first, its merges, and
+    the numbers of its begin and end tokens.
+    """
+    tokens, num_special, merges, (bos, eos) = vocabulary or (TOKENS, 3, MERGES, (1, 2))
+    model = model or small_llama(seed)
+    config = model.config
     writer = gguf.GGUFWriter(path, "llama")
-    writer.add_context_length(64)
-    writer.add_embedding_length(SIZE)
-    writer.add_block_count(LAYERS)
-    writer.add_feed_forward_length(24)
-    writer.add_head_count(HEADS)
-    writer.add_head_count_kv(GROUPS)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_rope_freq_base(10_000.0)
-    writer.add_rope_dimension_count(SIZE // HEADS)
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_vocab_size(len(TOKENS))
+    writer.add_rope_dimension_count(config.head_dim)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_vocab_size(len(tokens))
     writer.add_tokenizer_model("gpt2")
-    writer.add_token_list(TOKENS)
-    writer.add_token_types([gguf.TokenType.CONTROL] * 3 + [gguf.TokenType.NORMAL] * (len(TOKENS) - 3))  # fmt: skip
-    writer.add_token_merges(MERGES)
-    writer.add_unk_token_id(0)
-    writer.add_bos_token_id(1)
-    writer.add_eos_token_id(2)
+    writer.add_token_list(tokens)
+    writer.add_token_types([gguf.TokenType.CONTROL] * num_special + [gguf.TokenType.NORMAL] * (len(tokens) - num_special))  # fmt: skip
+    writer.add_token_merges(merges)
+    if vocabulary is None:
+        writer.add_unk_token_id(0)
+    writer.add_bos_token_id(bos)
+    writer.add_eos_token_id(eos)
     if begins_with_bos is not None:
         writer.add_add_bos_token(begins_with_bos)
     for name, value in tensors_of(model):

@@ -157,11 +157,6 @@ class Corpus:
             for place in range(len(batch)):
                 yield {name: values[place] for name, values in batch.attributes.items()}
 
-    @property
-    def has_chats(self) -> bool:
-        """Whether its rows need a template; not where they are texts or tokens."""
-        return self.format not in ("text", "tokens")
-
     def batches(self) -> Iterator[DocumentBatch]:
         """All documents, at most 1,000 and about 8 MB at a time; a longer one comes alone."""
         if self.format != "text":

@@ -68,15 +68,18 @@ class RolesReader:
         self._encoder = Encoder(tokenizer, with_spans=True)
 
     def documents(self, corpus: Corpus) -> Iterator[RoleTokens]:
-        settings = self._settings
+        settings, rows = self._settings, corpus.raw_documents()
+        some = list(islice(rows, _ROWS_AT_ONCE))
+        # Rows are of one kind, so the first tells whether there is anything to render.
+        has_chats = any(isinstance(row.document, Conversation) for row in some[:1])
         with Renderer(
-            _template(self._tokenizer, settings) if corpus.has_chats else "",
+            _template(self._tokenizer, settings) if has_chats else "",
             date=settings.template_date,
             values=dict(self._tokenizer.special_tokens_map),
         ) as renderer:
-            rows = corpus.raw_documents()
-            while some := list(islice(rows, _ROWS_AT_ONCE)):
+            while some:
                 yield from self._of(some, renderer)
+                some = list(islice(rows, _ROWS_AT_ONCE))
 
     def _of(self, rows: Iterable[RawDocument], renderer: Renderer) -> Iterator[RoleTokens]:
         shown = [self._shown(row, renderer) for row in rows]
