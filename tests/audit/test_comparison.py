@@ -128,7 +128,7 @@ def test_a_run_without_held_out_text_says_so(made):
     assert row["perplexity"] is row["gap"] is row["membership"] is None
     assert row["unique"] is not None
     for measure in ("perplexity", "gap, low-5 to top-5", "membership AUC"):
-        assert "holds out no text" in row["not_known"][measure]
+        assert "no held-out text" in row["not_known"][measure]
     assert row["comparable"] is False  # and trained on other text
     assert "not known" in row["verdicts"][0]
 
@@ -241,7 +241,7 @@ def test_another_key_is_measured_anew_and_a_damaged_file_too(made, place, tmp_pa
 
     def watched(self, name, depends_on, measure):
         def noted():
-            seen.append((self.audited.run.folder.name, name))
+            seen.append((self.audited.subject.run.folder.name, name))
             return measure()
 
         return plain(self, name, depends_on, noted)
@@ -425,10 +425,10 @@ def test_runs_of_one_name_are_told_apart_by_their_folders(tmp_path):
 @pytest.mark.parametrize(
     ("names", "settings", "words"),
     [
-        ((), {}, "No run was given"),
-        (("plain",), {}, "One run was given"),
-        (("plain", "plain"), {}, "same run was given twice"),
-        (("plain", "corpus"), {}, "is not a tightlip run"),
+        ((), {}, "No model was given"),
+        (("plain",), {}, "One model was given"),
+        (("plain", "plain"), {}, "same model was given twice"),
+        (("plain", "corpus"), {}, "config.json"),
         (("plain", "dp"), {"tolerance": 0}, "tolerance=0"),
         (("plain", "dp"), {"num_bootstraps": 5}, "num_bootstraps=5"),
         (("plain", "dp"), {"tolerence": 0.1}, "Unknown argument 'tolerence'. Closest: tolerance"),

@@ -20,7 +20,12 @@ from tightlip.audit.group_figures import (
     top_and_low,
     user_rows,
 )
+from tightlip.corpus.readers import open_corpus
 from tightlip.scan.document_scores import DocumentScores
+
+
+def columns_in(folder):
+    return open_corpus(folder / "validation.parquet").columns_beside()
 
 
 def scores_of(losses, tokens):
@@ -240,7 +245,7 @@ def test_attributes_are_groups_of_documents(tmp_path):
     text = text_of(rows, [1] * 6)
     scored = np.array([row[3] > 0 for row in rows])
     groups, notes = attribute_groups(
-        tmp_path / "validation.parquet", scored, text, figures_of(text, num_bootstraps=100)
+        columns_in(tmp_path), scored, text, figures_of(text, num_bootstraps=100)
     )
     assert set(groups) == {"team", "remote", "sent"}
     assert notes == []
@@ -260,7 +265,7 @@ def test_a_column_of_many_values_is_no_attribute(tmp_path):
     pq.write_table(pa.table(table), tmp_path / "validation.parquet")
     text = text_of(rows, [1] * 60)
     groups, (note,) = attribute_groups(
-        tmp_path / "validation.parquet", np.ones(60, bool), text, figures_of(text)
+        columns_in(tmp_path), np.ones(60, bool), text, figures_of(text)
     )
     assert groups == {}
     assert "'id' has 60 values" in note

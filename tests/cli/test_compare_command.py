@@ -115,8 +115,8 @@ def test_what_is_there_is_not_scanned_again(command, place, whole, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        (("runs/plain",), "One run was given, and a comparison needs different ones"),
-        (("runs/plain", "runs"), "is not a tightlip run"),
+        (("runs/plain",), "One model was given, and a comparison needs different ones"),
+        (("runs/plain", "runs"), "config.json"),
         (("runs/plain", "runs/again", "--key", "nokey.json"), "nokey.json"),
         (("runs/plain", "runs/again", "--tolerance", "2"), "tolerance=2 is out of range"),
         (("runs/plain", "runs/again", "--at-perplexity", "0"), "at_perplexity=0 is out of range"),

@@ -94,25 +94,6 @@ def test_a_run_that_claims_nothing_is_told_what_was_seen(runs, tmp_path):
     assert check.num_canaries == len(read_check_key(tmp_path / "plain/dp_check.json"))
 
 
-@pytest.mark.parametrize(
-    ("arguments", "reason"),
-    [
-        (("parrot/model",), "is not a run of tightlip"),
-        (("parrot", "."), "CORPUS does not go with it"),
-        (("parrot", "--snapshots"), "--snapshots does not go with it"),
-        (("parrot", "--fail-on", "unique>0"), "--fail-on does not go with it"),
-        (("parrot", "--engine", "ray"), "--engine does not go with it"),
-        (("parrot", "--no-keep-scan"), "--no-keep-scan does not go with it"),
-        (("parrot", "--key", "."), "--key does not go with it"),
-    ],
-)
-def test_the_old_spelling_refuses_flags_of_a_leakage_report(runs, command, arguments, reason):
-    first, *others = arguments
-    ran = command("audit", runs / first, *others, "--dp-check")
-    assert ran.status == 2
-    assert reason in ran.refusal
-
-
 def test_a_run_without_canaries_or_without_an_end_is_refused(runs, command, tmp_path):
     shutil.copytree(runs / "parrot", tmp_path / "run")
     (tmp_path / "run/dp_check.json").unlink()

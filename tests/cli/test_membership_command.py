@@ -211,7 +211,7 @@ def test_a_key_leaves_planted_canaries_out(tmp_path, command):
         (("membership", "parrot-document", "--key", "x"), "x does not exist"),
         (("membership", "parrot-document", "--reference", "x"), "x does not exist"),
         (("membership", "parrot-document", "--members", "."), "Give both: --members"),
-        (("membership", "parrot-document", "--fail-on", "ouc[loss]>1"), "Closest: auc"),
+        (("membership", "parrot-document", "--fail-on", "user_ouc[loss]>1"), "Closest: user_auc"),
         (("membership", "parrot-document", "--fail-on", "auc[los]>1"), "min_k, zlib only"),
         (("membership", "parrot-document", "--fail-on", "auc[loss]>baseline"), "Give --baseline"),
     ],
@@ -221,17 +221,6 @@ def test_what_cannot_work_is_refused(runs, command, arguments, reason):
     ran = command(name, runs / first, *others)
     assert ran.status == 2, ran.err
     assert reason in ran.refusal
-
-
-def test_the_spelling_of_0_1_says_how_it_is_spelt_now_and_does_the_same(runs, command):
-    flags = ("--device", "cpu", "--no-keep-scan")
-    shutil.rmtree(runs / "parrot-document/scan", ignore_errors=True)
-    now = command("membership", runs / "parrot-document", *flags)
-    before = command("audit", runs / "parrot-document", "--membership", *flags)
-    assert before.status == 0, before.err
-    assert not (runs / "parrot-document/scan").exists()
-    assert "is now: tightlip membership" in before.err
-    assert before.out == now.out
 
 
 def test_a_run_that_left_users_out_does_not_know_its_members(runs, tmp_path):

@@ -380,7 +380,7 @@ def test_a_begin_token_the_model_has_no_embedding_for_is_refused_by_its_number()
     size = len(tokenizer)
     tokenizer.add_special_tokens({"bos_token": "[BEGIN]"})
     with pytest.raises(UsageError, match=f"gives token {size}, but .* for {size} tokens"):
-        tightlip.audit(gpt2_for(size), DOCUMENTS, tokenizer=tokenizer)
+        tightlip.audit(gpt2_for(size), DOCUMENTS, tokenizer=tokenizer, begin="always")
 
 
 def test_padding_the_model_has_no_embedding_for_does_not_matter():

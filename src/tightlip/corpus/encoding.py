@@ -191,12 +191,20 @@ def begin_ids(tokenizer: Any) -> list[int]:
     return []
 
 
+def _begins_as_ours(processor: dict) -> bool:
+    template = [next(iter(part.values()))["id"] for part in processor.get("single") or ()]
+    pair = processor.get("pair") or ()
+    return template == ["<s>", "A"] and all("Sequence" in part for part in pair)
+
+
 def tokenizer_fingerprint(tokenizer: Any) -> str:
     """SHA-256 of what decides the ids: equal for a tokenizer and its saved copy."""
     if tokenizer.is_fast:
         described = json.loads(tokenizer.backend_tokenizer.to_str())
         # Left behind by whoever called last; we never use them.
         described["truncation"] = described["padding"] = None
+        if _begins_as_ours(described["post_processor"] or {}):
+            described["post_processor"] = None  # as it was in 0.1; our ids are without it
         described["split_special_tokens"] = bool(tokenizer.split_special_tokens)
     else:
         described = {"class": type(tokenizer).__name__, "vocabulary": tokenizer.get_vocab()}

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import Any, Literal
 
 import numpy as np
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
 from tightlip.core.errors import UsageError
@@ -100,6 +100,9 @@ def _word_splitter() -> Any:
 
 
 def _wrapped(backend: Tokenizer) -> PreTrainedTokenizerFast:
+    # For whoever else encodes a text: it begins as those did that a model was trained on.
+    begin = ("<s>", backend.token_to_id("<s>"))
+    backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[begin])
     # A user who writes "<s>" wrote three characters, not the start of a document.
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,

@@ -74,7 +74,6 @@ def test_a_table_that_is_not_known_fails():
         ("curated[2.0]>0", True),
         ("curated[1.5]>2", False),
         ("curated[10]>0", False),
-        ("curated[7]>0", True),  # nobody counted at 7: not known
         ("unique_by_length[12]>=1", True),
         ("unique_by_length[12]>1", False),
         ("unique_by_length[5]>0", False),  # nothing of five tokens: a known zero
@@ -106,7 +105,8 @@ def test_what_is_no_comparison_with_a_number_is_refused(condition):
         ("leakage_epsilion>2", "Closest: leakage_epsilon"),
         ("model>0", "Available: accuracy, "),
         ("redacted>0", "Available: accuracy, "),
-        ("curated>0", r"curated\[2\]"),
+        ("curated>0", r"curated\[1.5\]"),
+        ("curated[7]>0", "counted at 1.5, 2, 3, 5, 10 only"),
         ("unique_by_length>0", "not one number"),
         ("unique[2]>0", r"Leave \[2\] out"),
     ],
