@@ -274,7 +274,7 @@ def test_figures_that_are_known_pass_or_fail_and_the_next_run_can_look_back(
         "--fail-on",
         f"{figure}>baseline",
         "--baseline",
-        place / "members.jsonl",
+        place / "model/config.json",
     )
     assert other.status == 2
     assert "is not what tightlip" in other.refusal

@@ -16,3 +16,17 @@ def check_token_ids(place: str, tokenizer: Any) -> None:
             f"{place} has {len(ids):,} tokens, one of them with the id {odd}. Ids lie between 0 and {MAX_TOKEN_ID:,}: "
             "fetch or save the tokenizer again."
         )
+
+
+def begin_ids(tokenizer: Any) -> list[int]:
+    """What the tokenizer puts before a text, found by encoding one.
+
+    Attributes do not tell: a reloaded tokenizer may say that it adds no begin token, and add it.
+    """
+    for text in ("a", *tokenizer.convert_ids_to_tokens([*range(min(len(tokenizer), 64))])):
+        bare = list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+        whole = list(tokenizer(text, truncation=False, verbose=False)["input_ids"])
+        places = [n for n in range(len(whole)) if whole[n : n + len(bare)] == bare]
+        if bare and places:
+            return whole[: places[0]]
+    return []

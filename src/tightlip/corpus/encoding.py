@@ -177,20 +177,6 @@ def special_ids(tokenizer: Any) -> set[int]:
     return special | {int(number) for number in tokenizer.all_special_ids if number is not None}
 
 
-def begin_ids(tokenizer: Any) -> list[int]:
-    """What the tokenizer puts before a text, found by encoding one.
-
-    Attributes do not tell: a reloaded tokenizer may say that it adds no begin token, and add it.
-    """
-    for text in ("a", *tokenizer.convert_ids_to_tokens([*range(min(len(tokenizer), 64))])):
-        bare = list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
-        whole = list(tokenizer(text, truncation=False, verbose=False)["input_ids"])
-        places = [n for n in range(len(whole)) if whole[n : n + len(bare)] == bare]
-        if bare and places:
-            return whole[: places[0]]
-    return []
-
-
 def _begins_as_ours(processor: dict) -> bool:
     template = [next(iter(part.values()))["id"] for part in processor.get("single") or ()]
     pair = processor.get("pair") or ()

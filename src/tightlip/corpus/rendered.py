@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 
 from tightlip.core.errors import UsageError
+from tightlip.core.token_ids import begin_ids
 from tightlip.corpus.conversations import Conversation, PlainText, TokenRow, places_of
-from tightlip.corpus.encoding import Encoder, begin_ids
+from tightlip.corpus.encoding import Encoder
 from tightlip.corpus.prepare_config import TextSettings
 from tightlip.corpus.readers import Corpus, DocumentBatch, RawDocument
 from tightlip.corpus.rendering import Renderer, TemplateError

@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tokenizers import processors
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.modeling_utils import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from tightlip.core.errors import UsageError
-from tightlip.core.token_ids import check_token_ids
+from tightlip.core.token_ids import begin_ids, check_token_ids
 from tightlip.models.checks import (
     FROM_THE_FOLDER_ONLY,
     check_counts,
@@ -74,6 +75,11 @@ def tokenizer_of_gguf(file: Path) -> PreTrainedTokenizerBase:
         if not begins_with_bos(file):
             # SmolLM2-Instruct's opens a turn of a chat, and after it no text is ordinary.
             tokenizer.bos_token = None
+        elif tokenizer.bos_token is not None and not begin_ids(tokenizer):
+            begin = (tokenizer.bos_token, tokenizer.bos_token_id)
+            tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+                single=f"{begin[0]} $A", special_tokens=[begin]
+            )
         check_token_ids(f"The tokenizer in {file}", tokenizer)
     return tokenizer
 

@@ -14,7 +14,8 @@ from tightlip.core.devices import usable_device
 from tightlip.core.errors import UsageError
 from tightlip.core.files import claimed
 from tightlip.core.run_folder import RunRecord, run_around
-from tightlip.corpus.encoding import begin_ids, tokenizer_fingerprint
+from tightlip.core.token_ids import begin_ids
+from tightlip.corpus.encoding import tokenizer_fingerprint
 from tightlip.corpus.tokens import TokenizedCorpus
 from tightlip.models.adapters import (
     Adapter,
@@ -54,7 +55,8 @@ class OpenedModel:
     `files` is a fingerprint of all that decides what it makes of a text. `is_file` tells a model
     on disk, of which it says all, from one in memory, where it covers the weights and not the code.
     `open_base` opens what an adapter was trained on, `scanning` is what a scan runs in, and `notes`
-    are for the readers of figures. `is_ours` is of a model that tightlip trained.
+    are for the readers of figures. A model that tightlip trained `begins` with the
+    begin token wherever there is one.
     """
 
     name: str
@@ -65,7 +67,7 @@ class OpenedModel:
     device: str
     load: Callable[..., Any]
     is_file: bool
-    is_ours: bool = False
+    begins: bool = False
     notes: tuple[str, ...] = ()
     open_base: "Callable[[OpenedModel], OpenedModel] | None" = None
     scanning: Callable[[Any], AbstractContextManager[None]] = nullcontext
@@ -95,8 +97,8 @@ class OpenedModel:
             raise UsageError(
                 f"The tokenizer of {self.name} has no begin token, and --begin always asks for one. Leave it out."
             )
-        if how == "always" or (how == "auto" and self.is_ours):
-            return own  # tightlip trains with one wherever there is one
+        if how == "always" or (how == "auto" and self.begins):
+            return own
         found = begin_ids(self.tokenizer) if how == "auto" else []
         if len(found) > 1:
             raise UsageError(
@@ -212,7 +214,7 @@ def _from_memory(model: Any, options: ScanOptions, tokenizer: Any, name: str | N
         device="cpu" if first is None else first.device.type,
         load=lambda: model,
         is_file=False,
-        is_ours=_is_own(getattr(model, "config", None)),
+        begins=_is_own(getattr(model, "config", None)),
         open_base=partial(_base_in_memory, configs=configs) if configs else None,
     )
 
@@ -305,7 +307,7 @@ def _from_disk(folder: Path, options: ScanOptions, tokenizer: Any, name: str | N
         device=device if options.device_map is None else "mapped",
         load=load,
         is_file=True,
-        is_ours=_is_own(config) or run_around(folder) is not None,
+        begins=_is_own(config) or run_around(folder) is not None,
         notes=(DEQUANTISED,) if is_gguf else _notes_on(options),
     )
 

@@ -72,8 +72,7 @@ def test_report_equals_one_model_call_per_prefix(seed: int) -> None:
         tokenizer = build_tokenizer(open_corpus(documents), kind=kind, size=size)
     except tightlip.core.errors.UsageError:
         tokenizer = build_tokenizer(open_corpus([("u", "plain words here")]), kind="words", size=30)
-    if draw.random() < 0.25:
-        tokenizer.bos_token = None
+    begin, bos = ("never", None) if draw.random() < 0.25 else ("auto", tokenizer.bos_token_id)
     model = random_model(draw, len(tokenizer), seed)
     top_k = draw.randint(1, 5)
     ids = encoded(tokenizer, documents)
@@ -82,9 +81,15 @@ def test_report_equals_one_model_call_per_prefix(seed: int) -> None:
         with pytest.raises(tightlip.core.errors.UsageError, match="knows none"):
             tightlip.audit(model, documents, tokenizer=tokenizer)
         return
-    expected = oracle.features(model, ids, tokenizer.bos_token_id, textless, top_k)
+    expected = oracle.features(model, ids, bos, textless, top_k)
     report = tightlip.audit(
-        model, documents, tokenizer=tokenizer, top_k=top_k, occurrences=None, memory="1MB"
+        model,
+        documents,
+        tokenizer=tokenizer,
+        top_k=top_k,
+        occurrences=None,
+        memory="1MB",
+        begin=begin,
     )
     rows = {tuple(row["token_ids"]): row for row in report.sequences.to_pylist()}
     assert rows.keys() == expected.keys()
