@@ -37,9 +37,17 @@ from tightlip.core.run_folder import (
     write_metrics,
 )
 from tightlip.corpus.history import learnt_from
+from tightlip.training.batches import Rows
 from tightlip.training.checkpoints import Progress, RunningLoss, load_checkpoint, save_checkpoint
 from tightlip.training.config import BUILT_IN_MODELS, RunOptions, TrainConfig
-from tightlip.training.losses import Forward, is_finite, is_recurrent, perplexity, validation_scores
+from tightlip.training.losses import (
+    Forward,
+    is_finite,
+    is_recurrent,
+    perplexity,
+    perplexity_by_frequency,
+    validation_scores,
+)
 from tightlip.training.mitigations import Mitigation, RunContext
 from tightlip.training.plan import Plan, build_optimizer, set_learning_rate
 from tightlip.training.recipe import SAME_RUN, Recipe, recipe_for, with_canaries
@@ -127,8 +135,12 @@ class Training:
         )
         self.clock = self.saved_at = time.monotonic()
         self.saved = (0, 0)
+        self.to_beat: dict[str, float | None] = {}
 
     def run(self) -> None:
+        # Before a checkpoint is loaded: here the weights are those that training starts from.
+        if self.config.mitigation.is_private and self.recipe.validation is not None:
+            self.to_beat = self.perplexities_to_beat(self.recipe.validation)
         self.go_back()
         try:
             self.take_steps()
@@ -187,6 +199,17 @@ class Training:
             progress.loss_nats, progress.num_targets, progress.seconds = 0.0, 0, 0.0
             self.save()
 
+    def perplexities_to_beat(self, held_out: Rows) -> dict[str, float | None]:
+        """What tells a private model that learnt from one that noise only shook."""
+        start = validation_scores(self.forward, held_out)
+        vocabulary = self.model.config.get_text_config().vocab_size
+        return {
+            "validation_perplexity_at_start": perplexity(start.loss_nats, start.num_targets),
+            "validation_perplexity_by_frequency": perplexity_by_frequency(
+                self.recipe.rows, held_out, vocabulary
+            ),
+        }
+
     def measure(self) -> dict[str, Any]:
         """A line of metrics. Training loss and seconds run from the epoch's start."""
         progress = self.progress
@@ -200,6 +223,7 @@ class Training:
             "validation_loss_nats": None,
             "validation_perplexity": None,
             "validation_accuracy": None,
+            **self.to_beat,
             "learning_rate": self.plan.learning_rate(max(0, progress.step - 1)),
             "seconds": round(progress.seconds, 3),
         }

@@ -260,6 +260,15 @@ def validation_scores(forward: Forward, rows: Rows) -> Scores:
     )
 
 
+def perplexity_by_frequency(rows: Rows, held_out: Rows, vocabulary: int) -> float:
+    """Perplexity of `held_out` for one who knows only how often each token stands in `rows`.
+
+    Every token counts once more than it stands there, as unseen ones would be impossible.
+    """
+    counts = np.bincount(rows.targets(), minlength=vocabulary) + 1
+    return float(np.exp(-np.log(counts / counts.sum())[held_out.targets()].mean()))
+
+
 def _positions_per_batch(forward: Forward) -> int:
     kind = "cuda" if forward.model.device.type == "cuda" else "cpu"
     if is_ours(forward.model):
