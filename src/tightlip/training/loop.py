@@ -37,15 +37,14 @@ from tightlip.core.run_folder import (
     write_metrics,
 )
 from tightlip.corpus.history import learnt_from
-from tightlip.training.batches import Rows
 from tightlip.training.checkpoints import Progress, RunningLoss, load_checkpoint, save_checkpoint
 from tightlip.training.config import BUILT_IN_MODELS, RunOptions, TrainConfig
 from tightlip.training.losses import (
     Forward,
     is_finite,
     is_recurrent,
+    perplexities_to_beat,
     perplexity,
-    perplexity_by_frequency,
     validation_scores,
 )
 from tightlip.training.mitigations import Mitigation, RunContext
@@ -140,7 +139,9 @@ class Training:
     def run(self) -> None:
         # Before a checkpoint is loaded: here the weights are those that training starts from.
         if self.config.mitigation.is_private and self.recipe.validation is not None:
-            self.to_beat = self.perplexities_to_beat(self.recipe.validation)
+            self.to_beat = perplexities_to_beat(
+                self.forward, self.recipe.rows, self.recipe.validation
+            )
         self.go_back()
         try:
             self.take_steps()
@@ -198,17 +199,6 @@ class Training:
         if self.plan.ends_epoch(step):
             progress.loss_nats, progress.num_targets, progress.seconds = 0.0, 0, 0.0
             self.save()
-
-    def perplexities_to_beat(self, held_out: Rows) -> dict[str, float | None]:
-        """What tells a private model that learnt from one that noise only shook."""
-        start = validation_scores(self.forward, held_out)
-        vocabulary = self.model.config.get_text_config().vocab_size
-        return {
-            "validation_perplexity_at_start": perplexity(start.loss_nats, start.num_targets),
-            "validation_perplexity_by_frequency": perplexity_by_frequency(
-                self.recipe.rows, held_out, vocabulary
-            ),
-        }
 
     def measure(self) -> dict[str, Any]:
         """A line of metrics. Training loss and seconds run from the epoch's start."""

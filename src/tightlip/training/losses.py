@@ -260,13 +260,17 @@ def validation_scores(forward: Forward, rows: Rows) -> Scores:
     )
 
 
-def perplexity_by_frequency(rows: Rows, held_out: Rows, vocabulary: int) -> float:
-    """Perplexity of `held_out` for one who knows only how often each token stands in `rows`.
-
-    Every token counts once more than it stands there, as unseen ones would be impossible.
-    """
+def perplexities_to_beat(forward: Forward, rows: Rows, held_out: Rows) -> dict[str, float | None]:
+    """What `held_out` is to the model as it is now, and to one who knows only how often each token
+    stands in `rows`; every token counts once more, as unseen ones would be impossible."""
+    now = validation_scores(forward, held_out)
+    vocabulary = forward.model.config.get_text_config().vocab_size
     counts = np.bincount(rows.targets(), minlength=vocabulary) + 1
-    return float(np.exp(-np.log(counts / counts.sum())[held_out.targets()].mean()))
+    nats = -np.log(counts / counts.sum())[held_out.targets()]
+    return {
+        "validation_perplexity_at_start": perplexity(now.loss_nats, now.num_targets),
+        "validation_perplexity_by_frequency": perplexity(float(nats.sum()), len(nats)),
+    }
 
 
 def _positions_per_batch(forward: Forward) -> int:

@@ -190,16 +190,14 @@ class PrivateMitigation:
             )
 
 
-def noise_to_signal(
-    noise_multiplier: float, expected_batch: float, num_weights: int, steps: int
-) -> float:
+def noise_to_signal(noise: float, batch: float, num_weights: int, steps: int) -> float:
     """Length of all steps' noise beside the most that all units together can say.
 
     In C, the clip norm: each of T steps adds noise of σ/B to every one of d weights, √(T·d)·σ/B in
     all, and units that agree in every step move T. At a given ε this goes as √d/(ε·units), the
     rate of the worst case for convex losses (Bassily, Smith and Thakurta 2014).
     """
-    return noise_multiplier / expected_batch * math.sqrt(num_weights / steps)
+    return noise / batch * math.sqrt(num_weights / steps)
 
 
 def _warn_of_too_few(private: PrivateTraining, context: RunContext) -> None:
