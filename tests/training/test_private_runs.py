@@ -1,8 +1,10 @@
 """Private runs from the outside: what is refused, what is written, what a resumption spends."""
 
 import json
+import math
 import shutil
 import stat
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -16,7 +18,7 @@ from tightlip.core.run_folder import open_run, write_ledger
 from tightlip.corpus.prepare import open_prepared
 from tightlip.corpus.prepare import prepare_corpus as prepare
 from tightlip.corpus.prepare_config import PrepareConfig
-from tightlip.models.loading import load_causal_lm
+from tightlip.models.loading import load_causal_lm, load_tokenizer
 from tightlip.privacy.accounting import Mechanism, epsilon_spent
 from tightlip.privacy.ledger import read_ledger
 from tightlip.training.batches import TokenRows, rows_of
@@ -24,7 +26,7 @@ from tightlip.training.config import RunOptions, TrainConfig
 from tightlip.training.loop import Training
 from tightlip.training.loop import train_model as train
 from tightlip.training.mitigations import LEDGER_KEYS
-from tightlip.training.mitigations.dp import PrivateMitigation
+from tightlip.training.mitigations.dp import PrivateMitigation, noise_to_signal
 from training.small_corpora import documents
 
 pytestmark = pytest.mark.slow
@@ -101,6 +103,70 @@ def test_losses_of_a_private_run_are_in_an_owner_only_file_and_nowhere_else(run)
     private_figure = f"{lines[-1]['train_perplexity']:.1f}"
     assert private_figure not in (run.folder / "log.txt").read_text()
     assert private_figure not in (run.folder / "ledger.json").read_text()
+
+
+def private_lines(run):
+    return [json.loads(line) for line in (run.folder / "private.jsonl").read_text().splitlines()]
+
+
+def test_the_private_file_says_what_had_to_be_beaten(corpus, tmp_path):
+    run = train(corpus, tmp_path / "run", private(steps=2, learning_rate=1e-12))
+    (*_, last) = private_lines(run)
+    # Steps of no length leave the model that training started from.
+    assert last["validation_perplexity"] == pytest.approx(last["validation_perplexity_at_start"])
+
+    ids = [each.tokens.tolist() for each in (corpus.train, corpus.validation)]
+    counts, vocabulary = Counter(ids[0]), len(load_tokenizer(corpus.tokenizer_folder))
+    shares = [(counts[each] + 1) / (len(ids[0]) + vocabulary) for each in ids[1]]
+    by_frequency = math.exp(-sum(map(math.log, shares)) / len(shares))
+    assert last["validation_perplexity_by_frequency"] == pytest.approx(by_frequency)
+    assert run.metrics[-1]["validation_perplexity_at_start"] is None
+    assert str(run.folder / "private.jsonl") in run.where_learning_shows
+
+
+def test_a_resumed_run_remembers_where_it_started(corpus, tmp_path):
+    with pytest.raises(KeyboardInterrupt):
+        interrupted_after(3, corpus, tmp_path / "run", private(steps=6))
+    runs = [train(corpus, tmp_path / name, private(steps=6)) for name in ("run", "at once")]
+    starts = [private_lines(run)[-1]["validation_perplexity_at_start"] for run in runs]
+    assert starts[0] == starts[1]
+
+
+def test_without_held_out_text_nothing_is_said_to_tell(whole, tmp_path):
+    run = train(whole, tmp_path / "run", private(steps=1, unit="example"))
+    assert "without held-out text" in run.where_learning_shows
+    assert "validation_perplexity_at_start" not in private_lines(run)[-1]
+
+
+@pytest.mark.parametrize(("noise", "learns"), [(0.02, True), (40.0, False)])
+def test_a_warning_comes_before_a_run_that_cannot_learn(noise, learns, corpus, tmp_path, caplog):
+    config = private(
+        epsilon=None,
+        noise_multiplier=noise,
+        steps=60,
+        learning_rate=0.03,
+        batch_size=20,
+        model="gru",
+    )
+    run = train(corpus, tmp_path / "run", config)
+    assert ("too few for this much noise" in caplog.text) is not learns
+    last = private_lines(run)[-1]
+    to_beat = last["validation_perplexity_by_frequency"]
+    assert (last["validation_perplexity"] < to_beat) is learns
+
+
+def test_noise_is_weighed_against_users_who_all_agree():
+    """Oracle: add up the steps' noise, and the steps of units that all pull one way."""
+    noise_multiplier, batch, num_weights, steps = 0.8, 16, 4_000, 50
+    draw = np.random.default_rng(0)
+    noise = draw.normal(0, noise_multiplier / batch, (steps, num_weights)).sum(0)
+    one_way = np.zeros(num_weights)
+    one_way[0] = steps
+    ratio = np.linalg.norm(noise) / np.linalg.norm(one_way)
+    # The norm of so many draws is within a part in a hundred of its mean.
+    assert noise_to_signal(noise_multiplier, batch, num_weights, steps) == pytest.approx(
+        ratio, rel=0.05
+    )
 
 
 def test_no_randomness_and_no_member_of_a_batch_is_on_disk(corpus, tmp_path):

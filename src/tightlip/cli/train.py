@@ -173,4 +173,6 @@ def _show(run: "RunRecord", console: Console) -> None:
         console.print(f"{'stopped':24} by its privacy budget, after step {last['step']:,}")
     if run.guarantee.get("epsilon") is not None:
         print_guarantee(run.guarantee, console)
+    if run.is_private:
+        console.print(run.where_learning_shows, soft_wrap=True)
     console.print(f"The run: {run.folder}\nNext:    tightlip audit {run.folder}", soft_wrap=True)

@@ -94,6 +94,17 @@ class RunRecord:
         return self.mitigation != "none"
 
     @property
+    def where_learning_shows(self) -> str:
+        """In which private file its owner reads whether a private run learnt anything."""
+        file = self.folder / PRIVATE_METRICS
+        if "validation_perplexity_at_start" not in (self.metrics or [{}])[-1]:
+            return f"Its losses stand in {file}, which is private; without held-out text they do not tell whether it learnt anything."
+        return (
+            f"Whether it learnt anything stands in {file}, which is private as the text is: it did where the last "
+            "validation_perplexity is below validation_perplexity_at_start and validation_perplexity_by_frequency."
+        )
+
+    @property
     def is_private(self) -> bool:
         """Whether it promises an ε, or at least keeps its losses to itself."""
         return self.guarantee.get("epsilon") is not None or (self.folder / PRIVATE_METRICS).exists()

@@ -257,10 +257,9 @@ def _abroad(match: str) -> int:
     import phonenumbers
 
     ends = [end.start() for end in re.finditer(r"(?<=[\d)])(?!\d|\))", match)]
-    for end in reversed(ends):
+    for end in [end for end in reversed(ends) if _num_digits(match[:end]) >= 8]:
         with suppress(phonenumbers.NumberParseException):
-            is_possible = phonenumbers.is_possible_number(phonenumbers.parse(match[:end]))
-            if is_possible and _num_digits(match[:end]) >= 8:
+            if phonenumbers.is_possible_number(phonenumbers.parse(match[:end])):
                 return end
     return 0
 

@@ -46,6 +46,13 @@ class Rows:
     def num_targets(self) -> np.ndarray:
         return self.lengths + self.begins - 1
 
+    def targets(self) -> np.ndarray:
+        """Every id that is predicted, row after row."""
+        ends = np.cumsum(self.num_targets)
+        first = self.starts + 1 - self.begins - (ends - self.num_targets)
+        places = np.repeat(first, self.num_targets) + np.arange(ends[-1])
+        return np.asarray(self.tokens[places], np.int64)
+
     def fingerprint(self) -> str:
         """SHA-256 of which tokens are rows, whatever the tokens are."""
         digest = hashlib.sha256(f"{self.bos} {self.pad}".encode())

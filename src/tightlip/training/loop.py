@@ -39,7 +39,14 @@ from tightlip.core.run_folder import (
 from tightlip.corpus.history import learnt_from
 from tightlip.training.checkpoints import Progress, RunningLoss, load_checkpoint, save_checkpoint
 from tightlip.training.config import BUILT_IN_MODELS, RunOptions, TrainConfig
-from tightlip.training.losses import Forward, is_finite, is_recurrent, perplexity, validation_scores
+from tightlip.training.losses import (
+    Forward,
+    is_finite,
+    is_recurrent,
+    perplexities_to_beat,
+    perplexity,
+    validation_scores,
+)
 from tightlip.training.mitigations import Mitigation, RunContext
 from tightlip.training.plan import Plan, build_optimizer, set_learning_rate
 from tightlip.training.recipe import SAME_RUN, Recipe, recipe_for, with_canaries
@@ -127,8 +134,14 @@ class Training:
         )
         self.clock = self.saved_at = time.monotonic()
         self.saved = (0, 0)
+        self.to_beat: dict[str, float | None] = {}
 
     def run(self) -> None:
+        # Before a checkpoint is loaded: here the weights are those that training starts from.
+        if self.config.mitigation.is_private and self.recipe.validation is not None:
+            self.to_beat = perplexities_to_beat(
+                self.forward, self.recipe.rows, self.recipe.validation
+            )
         self.go_back()
         try:
             self.take_steps()
@@ -200,6 +213,7 @@ class Training:
             "validation_loss_nats": None,
             "validation_perplexity": None,
             "validation_accuracy": None,
+            **self.to_beat,
             "learning_rate": self.plan.learning_rate(max(0, progress.step - 1)),
             "seconds": round(progress.seconds, 3),
         }

@@ -260,6 +260,19 @@ def validation_scores(forward: Forward, rows: Rows) -> Scores:
     )
 
 
+def perplexities_to_beat(forward: Forward, rows: Rows, held_out: Rows) -> dict[str, float | None]:
+    """What `held_out` is to the model as it is now, and to one who knows only how often each token
+    stands in `rows`; every token counts once more, as unseen ones would be impossible."""
+    now = validation_scores(forward, held_out)
+    vocabulary = forward.model.config.get_text_config().vocab_size
+    counts = np.bincount(rows.targets(), minlength=vocabulary) + 1
+    nats = -np.log(counts / counts.sum())[held_out.targets()]
+    return {
+        "validation_perplexity_at_start": perplexity(now.loss_nats, now.num_targets),
+        "validation_perplexity_by_frequency": perplexity(float(nats.sum()), len(nats)),
+    }
+
+
 def _positions_per_batch(forward: Forward) -> int:
     kind = "cuda" if forward.model.device.type == "cuda" else "cpu"
     if is_ours(forward.model):
