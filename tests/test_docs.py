@@ -152,6 +152,7 @@ def write_inputs(folder: Path) -> None:
     pq.write_table(corpus, folder / "corpus.parquet")
     others = speeches(num_speakers=24).slice(corpus.num_rows)
     pq.write_table(others.select(["text"]), folder / "public.parquet")
+    pq.write_table(others, folder / "other.parquet")
     save_model(folder / "my-model", corpus, steps=40)
     save_model(folder / "public-model", corpus, steps=0)
     shutil.copytree(folder / "my-model", folder / "model-folder")  # the README's name for it

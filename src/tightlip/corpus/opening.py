@@ -91,8 +91,9 @@ def tokenised_for(
 ) -> TokenizedCorpus:
     """The corpus in the tokenizer's tokens: stored ones where they fit, made under `folder` else."""
     fingerprint = tokenizer_fingerprint(tokenizer)
-    stored = source.prepared()
-    if stored is not None and stored.tokenizer_fingerprint == fingerprint and not with_spans:
+    stored, is_cut = source.prepared(), source.columns.get("max_length") is not None
+    fits = stored is not None and stored.tokenizer_fingerprint == fingerprint
+    if stored is not None and fits and not with_spans and not is_cut:
         return stored
     key = {"tokenizer": fingerprint, "source": source.identity(), "spans": with_spans}
     key_file = folder.with_suffix(".json")
@@ -108,11 +109,12 @@ def tokenised_for(
     documents = source.documents()
     if documents.format == "text":
         _check_plain(source)
+    if documents.format == "text" and not is_cut:
         corpus = tokenize_documents(documents.batches(), tokenizer, folder, with_spans=with_spans)
     elif with_spans:
         raise UsageError(
-            "The corpus holds chats, which each model's own template makes another text of, so a public model with another "
-            "tokenizer cannot be set beside it. Give a public model with the same tokenizer."
+            "The corpus holds chats, or rows that training cut off, which each model's own tokenizer makes another text of, so "
+            "a public model with another tokenizer cannot be set beside it. Give a public model with the same tokenizer."
         )
     else:
         reader = RolesReader(tokenizer, TextSettings(**source.columns))
@@ -123,12 +125,11 @@ def tokenised_for(
 
 def _check_plain(source: CorpusSource) -> None:
     """Refuse what only rows of chats, prompts or tokens can answer."""
-    asked = {name: source.columns.get(name) for name in ("trained_on", "max_length")}
-    if asked["trained_on"] in (None, "auto", "all") and asked["max_length"] is None:
+    asked = source.columns.get("trained_on")
+    if asked in (None, "auto", "all"):
         return
-    name = "max_length" if asked["max_length"] is not None else "trained_on"
     raise UsageError(
-        f"{name}={asked[name]!r} is about rows of chats, prompts or tokens, and the corpus is plain text, all of which was "
+        f"trained_on={asked!r} is about rows of chats, prompts or tokens, and the corpus is plain text, all of which was "
         "trained on. Leave it out, or say what the rows are: --format"
     )
 

@@ -316,6 +316,9 @@ def _in_memory(source: Any, columns: TextSettings) -> tuple[str, list[Part]]:
     if type(source).__name__ == "DataFrame" and hasattr(source, "to_parquet"):
         name, source = "the data frame given", _from_pandas(source)
     if isinstance(source, dict) and source and all(map(_is_dataset, source.values())):
+        only, *others = source.values()
+        if not others:
+            return _in_memory(only, columns)
         raise UsageError(
             f"The dataset given holds {len(source)} splits: {', '.join(map(str, source))}. Give one: dataset[{next(iter(source))!r}]"
         )
