@@ -278,3 +278,19 @@ def test_figures_that_are_known_pass_or_fail_and_the_next_run_can_look_back(
     )
     assert other.status == 2
     assert "is not what tightlip" in other.refusal
+
+
+def test_a_base_that_does_nothing_is_refused(place, tmp_path):
+    with pytest.raises(UsageError, match="is not an adapter"):
+        tightlip.audit(place / "model", MEMBERS, base=place / "base", out=tmp_path / "r")
+    with pytest.raises(UsageError, match="is not an adapter"):
+        tightlip.measure_groups(place / "model", held_out=OTHERS, base=place / "base", **QUICK)
+
+
+def test_text_beyond_what_training_kept_is_not_trained_on(place, tmp_path):
+    report = tightlip.audit(place / "model", MEMBERS, max_length=3, out=tmp_path / "cut")
+    whole = tightlip.audit(place / "model", MEMBERS, out=tmp_path / "whole")
+    assert report.perplexity == pytest.approx(whole.perplexity)
+    rows = report.sequences.to_pylist()
+    assert {row["role"] for row in rows} == {"text"}
+    assert {row["trained_on"] for row in rows} == {True, False}

@@ -2,6 +2,7 @@
 
 import json
 from collections import Counter
+from copy import deepcopy
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -10,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
 import tightlip
@@ -348,11 +349,18 @@ def test_rows_of_two_kinds_are_refused(tokenizer, tmp_path):
         read(rows, tokenizer, tmp_path)
 
 
-def test_the_begin_token_counts_towards_what_training_kept(tokenizer, tmp_path):
+@pytest.mark.parametrize(("begins", "num_kept"), [(True, 3), (False, 4)])
+def test_a_begin_token_counts_towards_what_training_kept(tokenizer, tmp_path, begins, num_kept):
     ids = tokenizer("abcdefgh ijkl", add_special_tokens=False)["input_ids"]
+    tokenizer = deepcopy(tokenizer)
+    if begins:
+        tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+            single="<s> $A", special_tokens=[("<s>", 0)]
+        )
     rows = [{"user": "a", "prompt": "abcdefgh", "completion": " ijkl"}]
     ((_, stretches),) = read(rows, tokenizer, tmp_path, trained_on="all", max_length=4)
-    assert "".join(t for t, _, trained in stretches if trained) == tokenizer.decode(ids[:3])
+    kept = "".join(text for text, _, trained in stretches if trained)
+    assert kept == tokenizer.decode(ids[:num_kept])
 
 
 def test_what_somebody_wrote_in_a_roles_place_is_not_told(tokenizer, tmp_path):

@@ -1,6 +1,7 @@
 """Adapters are applied as PEFT applies them, switched off where that is the base, or refused."""
 
 import json
+import os
 import socket
 
 import pytest
@@ -342,3 +343,10 @@ def test_the_scan_of_an_adapter_scores_as_pefts_forward_pass(plain):
 def test_opening_reads_no_numbers_of_the_base(plain, monkeypatch):
     monkeypatch.setattr("tightlip.scan.models.load_causal_lm", None)
     assert open_adapter(plain).shares_base
+
+
+def test_a_pipe_beside_an_adapter_is_refused(tmp_path):
+    (tmp_path / "adapter_config.json").write_text("{}")
+    os.mkfifo(tmp_path / "tokenizer_config.json")
+    with pytest.raises(UsageError, match="a pipe or a device"):
+        open_adapter(tmp_path)

@@ -126,5 +126,7 @@ def measuring(
             folder = report_folder(Path(out), LeakageConfig())
         keep = keep and subject.is_file
         store = stack.enter_context(scan_store(folder / SCAN, [], keep=keep))
-        yield Scans(store=store, options=ScanOptions(device=device, **how)), folder / WORK
+        scans = Scans(store=store, options=ScanOptions(device=device, **how))
+        scans.opened(subject.model).refuse_unused_base()
+        yield scans, folder / WORK
         shutil.rmtree(folder / WORK, ignore_errors=True)

@@ -30,6 +30,7 @@ from tightlip.models.folders import (
     check_weight_files,
     has_tokenizer,
     is_adapter,
+    refuse_odd_files,
     stored_shapes,
 )
 from tightlip.models.gguf import gguf_file
@@ -204,6 +205,7 @@ def open_adapter(folder: Path, *, name: str | None = None, base: Path | None = N
         raise UsageError(
             f"{folder} holds a PEFT adapter, and peft is missing. Run: pip install 'tightlip[lora]'"
         )
+    refuse_odd_files(folder)
     path = checked(folder / ADAPTER_CONFIG)
     written = read_json(path)
     if not isinstance(written, dict):

@@ -29,13 +29,17 @@ def check_folder(folder: Path, *, may_lack: str | None = None) -> None:
             f"{folder} holds a PEFT adapter, which is only the difference to another model, and a whole model is needed "
             "here. Merge it first: PeftModel.from_pretrained(base, adapter).merge_and_unload().save_pretrained(folder)."
         )
+    refuse_odd_files(folder)
+    checked(folder, may_lack=may_lack)
+
+
+def refuse_odd_files(folder: Path) -> None:
     for path in folder.iterdir():
         if not path.is_file() and not path.is_dir():  # a pipe would never end
             raise UsageError(
                 f"{path} is neither a file nor a folder: a link that leads nowhere, a pipe or a device. Remove it, or copy the "
                 "model again."
             )
-    checked(folder, may_lack=may_lack)
 
 
 def is_adapter(folder: Path) -> bool:

@@ -81,6 +81,14 @@ class OpenedModel:
             )
         return self.open_base(self)
 
+    def refuse_unused_base(self) -> None:
+        """Refuse --base beside a model on disk that has none: it would do nothing, and seem to."""
+        if self.options.base is not None and self.open_base is None and self.is_file:
+            raise UsageError(
+                f"{self.name} is not an adapter, so --base {self.options.base} would do nothing. To compare with that model "
+                "name it as the public model or the reference."
+            )
+
     @cached_property
     def model(self) -> Any:
         return self.load()

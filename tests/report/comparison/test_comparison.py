@@ -260,7 +260,7 @@ def test_perplexities_on_other_scales_are_not_compared(changed, words):
     assert "only leakage can be compared" in rows[1]["verdicts"][0]
     assert rows[1]["same_held_out"] is False
     visible = Reader(page_of(rows)).visible
-    assert "1 run without a perplexity on the baseline's held-out text cannot be drawn" in visible
+    assert "1 model without a perplexity on the baseline's held-out text cannot be drawn" in visible
 
 
 def test_other_training_text_is_said_to_be_so():
@@ -328,7 +328,7 @@ def test_of_two_that_cannot_be_told_apart_neither_gives_away_least():
     ]
     sentence, more = headline(rows_of(base, *two))
     assert sentence == "At matched utility, c and b give away less than plain."
-    assert "Which of the 2 matched runs gives away least is not clear." in more
+    assert "Which of the 2 matched models gives away least is not clear." in more
     assert ONE_TRAINING in more
 
 
@@ -362,27 +362,27 @@ def test_runs_that_do_not_differ_are_seldom_told_apart_however_many_there_are(
 def test_a_difference_that_may_be_luck_is_no_difference():
     lucky = with_perplexity("b", 150, exposures=lower(1, jitter=3))
     sentence, more = headline(rows_of(measured(exposures=repeated(LOUD)), lucky))
-    assert sentence == "At matched utility, no run clearly gives away less than plain."
+    assert sentence == "At matched utility, no model clearly gives away less than plain."
     assert "5 canaries cannot tell that from chance." in more
 
 
 def test_two_canaries_prove_nothing():
     quiet = with_perplexity("b", 150, exposures=exposures([1, 4, 2, 5.1]))
     sentence, more = headline(rows_of(measured(), quiet))
-    assert sentence == "At matched utility, no run clearly gives away less than plain."
+    assert sentence == "At matched utility, no model clearly gives away less than plain."
     assert "2 canaries cannot tell that from chance; it takes 3 or more." in more
 
 
 def test_a_louder_run_is_no_gain():
     louder = with_perplexity("b", 150, exposures=exposures([1, 13, 2, 13]))
     assert headline(rows_of(measured(), louder))[0] == (
-        "At matched utility, no run gives away less than plain."
+        "At matched utility, no model gives away less than plain."
     )
 
 
 def test_without_a_match_nobody_wins():
     sentence, more = headline(rows_of(measured(), with_perplexity("dp", 700)))
-    assert sentence.startswith("No run is comparable to plain at matched utility")
+    assert sentence.startswith("No model is comparable to plain at matched utility")
     assert "from 150 to 700" in more
 
 

@@ -15,7 +15,7 @@ def path(tmp_path_factory):
 def test_the_page_needs_no_script(opened, path):
     page = opened(path, java_script_enabled=False)
     assert page.locator("h1").inner_text() == (
-        "At matched utility, no run clearly gives away less than plain."
+        "At matched utility, no model clearly gives away less than plain."
     )
     assert page.locator("svg").count() == 2 + 5
     assert page.locator("#table tbody tr").count() > 10

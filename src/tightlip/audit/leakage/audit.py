@@ -184,8 +184,10 @@ def _subject(
             f"{model} was not trained by tightlip, so its corpus is not known. "
             f"Run: tightlip audit MODEL CORPUS"
         )
+    opened = open_model(model, options, tokenizer=tokenizer)
+    opened.refuse_unused_base()
     return _Subject(
-        model=open_model(model, options, tokenizer=tokenizer),
+        model=opened,
         corpus=_existing(CorpusSource(corpus, columns)),
         validation=None if validation is None else _existing(CorpusSource(validation, columns)),
         run=run,

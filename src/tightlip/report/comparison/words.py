@@ -70,7 +70,7 @@ Ranked = list[tuple[Leak, RunFigures]]
 def _by_counts(base: RunFigures, theirs: Leak, ranked: Ranked) -> tuple[str, str]:
     listed = ", ".join(f"{leak.words} in {row['name']}" for leak, row in [(theirs, base), *ranked])
     return (
-        "At matched utility, only counts are known, and they do not tell which run gives away less.",
+        "At matched utility, only counts are known, and they do not tell which model gives away less.",
         f"{_leak_words(base)}: {listed}. What chance does to such counts nobody knows: plant canaries and give their --key.",
     )
 
@@ -79,14 +79,14 @@ def _by_exposure(base: RunFigures, theirs: Leak, ranked: Ranked) -> tuple[str, s
     mine, quiet = ranked[0]
     if mine.value >= theirs.value:
         return (
-            f"At matched utility, no run gives away less than {base['name']}.",
+            f"At matched utility, no model gives away less than {base['name']}.",
             _bits_of(ranked[:1], theirs, base),
         )
     changes = {row["name"]: row["exposure_changes"].get(base["name"]) for _, row in ranked}
     clear = [(leak, row) for leak, row in ranked if row["name"] in clearly_less(changes)]
     if not clear:
         return (
-            f"At matched utility, no run clearly gives away less than {base['name']}.",
+            f"At matched utility, no model clearly gives away less than {base['name']}.",
             f"{_bits_of(ranked[:1], theirs, base)} {_why_unclear(quiet, base, len(ranked))}",
         )
     more = _bits_of(clear, theirs, base)
@@ -95,7 +95,7 @@ def _by_exposure(base: RunFigures, theirs: Leak, ranked: Ranked) -> tuple[str, s
     if len(ranked) > 1 and clearly_below_all(below, len(ranked) + 1):
         return f"At matched utility, {quiet['name']} gives away least.", f"{more} {ONE_TRAINING}"
     if len(ranked) > 1:
-        more += f" Which of the {len(ranked)} matched runs gives away least is not clear."
+        more += f" Which of the {len(ranked)} matched models gives away least is not clear."
     verb = "gives" if len(clear) == 1 else "give"
     names = joined([row["name"] for _, row in clear])
     return (
@@ -115,7 +115,7 @@ def _why_unclear(row: RunFigures, base: RunFigures, num_matched: int) -> str:
     canaries = counted(num, "canary", "canaries")
     if num < LEAST_CANARIES:
         return f"{canaries} cannot tell that from chance; it takes {LEAST_CANARIES} or more."
-    among = "" if num_matched == 1 else f" among {num_matched} matched runs"
+    among = "" if num_matched == 1 else f" among {num_matched} matched models"
     return f"{canaries} cannot tell that from chance{among}."
 
 
@@ -132,17 +132,17 @@ def _nothing_matched(rows: Sequence[RunFigures], base: RunFigures) -> tuple[str,
     ]
     if len(known) < 2:
         return (
-            "How useful these runs are cannot be compared, only what they give away.",
+            "How useful these models are cannot be compared, only what they give away.",
             "Perplexities on the same held-out text are known for fewer than two of them.",
         )
     if any(row["comparable"] and not row["is_baseline"] for row in rows):
         return (
-            "What the equally useful runs give away is not known, so none can be called the quieter one.",
+            "What the equally useful models give away is not known, so none can be called the quieter one.",
             "The table below says what was measured, and why the rest was not.",
         )
     span = f"Validation perplexities run from {number(min(known))} to {number(max(known))}"
     return (
-        f"No run is comparable to {base['name']} at matched utility, so none can be called the quieter one.",
+        f"No model is comparable to {base['name']} at matched utility, so none can be called the quieter one.",
         f"{span}; a model that learnt less also gives away less.",
     )
 
