@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import tightlip
 from tightlip.audit.compared import Row
+from tightlip.audit.leakage.findings import WORK
 from tightlip.audit.leakage.summary import LeakageReport
 from tightlip.audit.measures import MEASURES
 from tightlip.audit.settings import Matching, ResamplingSettings
@@ -129,7 +130,7 @@ def _free(folder: Path) -> Path:
     if folder.exists() and not folder.is_dir():
         raise UsageError(f"{folder} is a file. Give --out a folder.")
     there = names_in(folder)
-    if there and not there & {CSV, JSON, PAGE, MEASURES, SCAN}:
+    if there and not there & {CSV, JSON, PAGE, MEASURES, SCAN, WORK}:
         raise UsageError(
             f"{folder} holds other files, and a comparison would be mixed among them. Give --out a "
             "new or empty folder."

@@ -13,6 +13,7 @@ from transformers import AutoTokenizer
 
 import tightlip
 from animals import WORDS
+from by_hand import unlisted
 from models.tiny_finetunes import shaken, tiny_llama, words_tokenizer
 from tightlip.core.errors import UsageError
 
@@ -294,3 +295,41 @@ def test_text_beyond_what_training_kept_is_not_trained_on(place, tmp_path):
     rows = report.sequences.to_pylist()
     assert {row["role"] for row in rows} == {"text"}
     assert {row["trained_on"] for row in rows} == {True, False}
+
+
+def test_a_redacted_report_or_one_without_its_texts_is_matched_with_nothing(place, tmp_path):
+    given = {"corpus": MEMBERS, "held_out": OTHERS, **QUICK}
+    texts = {"validation": OTHERS, "device": "cpu"}
+    tightlip.audit(place / "base", MEMBERS, out=tmp_path / "redacted", redact=True, **texts)
+    tightlip.audit(place / "base", MEMBERS, out=tmp_path / "old", **texts)
+    summary = json.loads((tmp_path / "old/summary.json").read_text())
+    del summary["validation_fingerprint"]
+    (tmp_path / "old/summary.json").write_text(json.dumps(summary))
+    unlisted(tmp_path / "old/summary.json")
+    models = [place / "base", tmp_path / "redacted", tmp_path / "old"]
+    rows = tightlip.compare(models, out=tmp_path / "o", **given).rows
+    assert [row["comparable"] for row in rows] == [True, None, None]
+    assert "redacted report does not tell" in rows[1]["verdicts"][0]
+    assert "does not tell on which held-out text" in rows[2]["verdicts"][0]
+
+
+def test_what_was_kept_is_not_taken_for_other_masks_or_another_beginning(place, tmp_path):
+    given = {"corpus": MEMBERS, "held_out": OTHERS, "out": tmp_path / "o", **QUICK}
+    models = [place / "base", place / "model"]
+    found = {
+        name: tightlip.compare(models, **given, **how).rows[0]
+        for name, how in {
+            "plain": {},
+            "cut": {"max_length": 3},
+            "begun": {"begin": "always"},
+            "again": {},
+        }.items()
+    }
+    areas = {
+        name: row["membership"]["documents"]["scores"]["loss"]["auc"]["value"]
+        for name, row in found.items()
+    }
+    assert areas["again"] == areas["plain"]
+    assert areas["cut"] != areas["plain"]
+    assert found["begun"]["perplexity"] != found["plain"]["perplexity"]
+    assert not (tmp_path / "o/.work").exists()

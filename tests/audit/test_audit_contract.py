@@ -87,7 +87,9 @@ def figures_of(audit, place, name):
     )
     with scans_of_run(run, device="cpu", keep=True) as scans:
         work = place / f"work-{name}"
-        audited = Audited(subject=of_run(run), measuring=measuring, scans=scans, work=work)
+        audited = Audited(
+            subject=of_run(run), measuring=measuring, scans=scans, work=work, tokens=work
+        )
         return audit.figures(audited)
 
 

@@ -52,7 +52,7 @@ class RunMeasures:
     is_mitigated: bool
     is_private: bool
     model: str | None  # "final", a snapshot's name, or None where no snapshot would do
-    train_text: str  # fingerprints, as the next two
+    train_text: str | None  # fingerprints, as the next two; a redacted report has none
     held_out_text: str | None
     tokenizer: str
     guarantee: dict[str, Any] | None
@@ -214,6 +214,10 @@ def judged(
         return False, [_never_reached(run, matching)]
     if run is base:
         return (True if run.perplexity else None), _without_utility(run)
+    if run.train_text is None or base.train_text is None:
+        return None, [
+            "A redacted report does not tell on which text it was made, so nothing can be matched with it."
+        ]
     comparable, sentences = _utility(run, base, matching)
     if run.train_text != base.train_text:
         comparable = False
@@ -235,6 +239,10 @@ def _utility(
                 return False, [
                     f"{what} {base.name}, so their perplexities say nothing about each other; only leakage can be compared."
                 ]
+    elif run.perplexity is not None and base.perplexity is not None:
+        return None, [
+            "A report of an earlier version does not tell on which held-out text it was made, so utility cannot be matched."
+        ]
     if run.perplexity is None or base.perplexity is None:
         return None, _without_utility(run) or [
             f"The perplexity of {base.name} is not known, so utility cannot be matched; only leakage can be compared."

@@ -1,17 +1,19 @@
 """`tightlip compare` as one call: measure what is missing of each model, line them up."""
 
+import shutil
 import statistics
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from tightlip.audit.canaries.exposure import missing_copies
 from tightlip.audit.compared import Matching, Row, RunMeasures, baseline_place, compared
+from tightlip.audit.leakage.findings import WORK
 from tightlip.audit.leakage.summary import LeakageReport
 from tightlip.audit.measures import (
-    MEASURES,
     Key,
     Measuring,
     ModelMeasures,
@@ -86,9 +88,9 @@ def compare_models(
                 stack.enter_context(claimed_to_write(one.run.folder))
         scans = _scans(given, folder, options, stack, keep=keep_scan)
         _refuse_what_saw_the_text(measuring.reference, given, scans, folder)
-        return compared(
-            _measured(given, scans, folder, measuring, matching.at_perplexity), matching
-        )
+        measured = _measured(given, scans, folder, measuring, matching.at_perplexity)
+        shutil.rmtree(folder / WORK, ignore_errors=True)
+    return compared(measured, matching)
 
 
 def _measured(
@@ -143,7 +145,7 @@ def _opened(
 ) -> list[Given]:
     """Runs with their own text, reports, and other models with the text given or the first run's."""
     places = [
-        one.folder if isinstance(one, RunRecord | LeakageReport) else Path(one) for one in models
+        one.folder if isinstance(one, RunRecord | LeakageReport) else _path(one) for one in models
     ]
     if len({place.resolve() for place in places}) < max(2, len(places)):
         what = "One model was given" if len(places) == 1 else "The same model was given twice"
@@ -164,6 +166,14 @@ def _opened(
         run if run is not None else _other(one, place, texts)
         for run, one, place in zip(runs, models, places, strict=True)
     ]
+
+
+def _path(one: Any) -> Path:
+    if not isinstance(one, str | Path):
+        raise UsageError(
+            f"A {type(one).__name__} in memory cannot be compared: what is measured is kept by its files. Save it first."
+        )
+    return Path(one)
 
 
 def _other(one: Any, place: Path, texts: dict[str, CorpusSource | None]) -> Given:
@@ -216,7 +226,7 @@ def _refuse_what_saw_the_text(
     for one, of in zip(given, scans, strict=True):
         if isinstance(one, Subject):
             prepared = one.prepared
-            train = one.tokens("members", of, folder / MEASURES)
+            train = one.tokens("members", of, folder / WORK)
             check_reference(reference, train, None if prepared is None else prepared.folder)
 
 
@@ -244,39 +254,21 @@ def _compared(
     """The last model, or the first on its way whose held-out perplexity is as low as asked."""
     folder = folder if subject.run is None else subject.run.folder
 
-    def measures_of(model: Path) -> ModelMeasures:
-        return ModelMeasures(replace(subject, model=model), folder, measuring, scans)
-
+    made = partial(Compared, subject=subject, name=name)
     if at_perplexity is None:
-        measures = measures_of(Path(subject.model))
-        return Compared(
-            subject=subject, name=name, model="final", measures=measures, texts=measures.texts
-        )
+        measures = ModelMeasures(subject, folder, measuring, scans)
+        return made(model="final", measures=measures, texts=measures.texts)
     best = None
     for model, place, known in _on_the_way(subject):
-        measures = measures_of(place)
+        measures = ModelMeasures(replace(subject, model=place), folder, measuring, scans)
         perplexity = known
         if known is None and subject.held_out is not None:
             perplexity = measures.perplexity()  # a private run does not publish it
         if perplexity is not None and perplexity <= at_perplexity:
-            return Compared(
-                subject=subject,
-                name=name,
-                model=model,
-                measures=measures,
-                texts=measures.texts,
-                was_chosen=True,
-            )
+            return made(model=model, measures=measures, texts=measures.texts, was_chosen=True)
         measures.release()
         best = min((value for value in (best, perplexity) if value is not None), default=None)
-    return Compared(
-        subject=subject,
-        name=name,
-        model=None,
-        measures=None,
-        texts=measures.texts,
-        best_perplexity=best,
-    )
+    return made(model=None, measures=None, texts=measures.texts, best_perplexity=best)
 
 
 def reported(report: LeakageReport, name: str) -> RunMeasures:
@@ -294,7 +286,7 @@ def reported(report: LeakageReport, name: str) -> RunMeasures:
         is_mitigated=False,
         is_private=False,
         model="report",
-        train_text=f"{summary['corpus_fingerprint']} without 0",
+        train_text=None if (text := summary["corpus_fingerprint"]) is None else f"{text} without 0",
         held_out_text=summary.get("validation_fingerprint"),
         tokenizer=summary.get("tokenizer_fingerprint") or "",
         guarantee=summary.get("guarantee"),

@@ -155,11 +155,11 @@ class GroupsAudit:
         baseline = None
         if against is not None:
             _comparable(subject, against.subject, notes)
-            baseline = _scored(against.subject, subject, against.scans, audited.work)
+            baseline = _scored(against.subject, subject, against.scans, audited.tokens)
         return groups_of(
             subject,
             audited.scans,
-            audited.work,
+            audited.tokens,
             against=None if against is None else against.subject,
             baseline=baseline,
             without_texts=audited.measuring.planted_texts,

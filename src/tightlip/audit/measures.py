@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import tightlip
+from tightlip.audit.leakage.findings import WORK
 from tightlip.audit.subjects import Subject
 from tightlip.core.errors import DamagedError, UsageError
 from tightlip.core.files import read_json, write_json
@@ -94,13 +95,14 @@ class Audited:
     """What an audit is given: a model with its texts, and where scans stand.
 
     `against` is the model that it is held against, where there is one; `work` is a folder for what
-    need not be kept.
+    need not be kept, and `tokens` one for texts that several models read.
     """
 
     subject: Subject
     measuring: Measuring
     scans: Scans
     work: Path
+    tokens: Path
     against: "Audited | None" = None
 
     @property
@@ -153,13 +155,21 @@ class ModelMeasures:
         opened = scans.opened(subject.model)
         self.fingerprint = opened.fingerprint
         self.folder = folder / MEASURES / self.fingerprint[:16]
-        work = self.folder / "audit"
-        self.audited = Audited(subject=subject, measuring=measuring, scans=scans, work=work)
-        self.texts = texts_of_subject(subject, scans, folder / MEASURES)
+        self.audited = Audited(
+            subject=subject,
+            measuring=measuring,
+            scans=scans,
+            work=self.folder / "audit",
+            tokens=folder / WORK,
+        )
+        self.texts = texts_of_subject(subject, scans, folder / WORK)
         prepared = subject.prepared
         self._made_from = {
             "version": tightlip.__version__,
             "model": opened.files,
+            "begin": opened.begin_id,
+            # How rows are read decides what of them counts.
+            "columns": None if subject.members is None else subject.members.columns,
             # The settings tell what was known of the text beforehand.
             "prepared": None if prepared is None else prepared.settings,
             **self.texts,  # of what is read, not of what was recorded

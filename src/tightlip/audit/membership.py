@@ -313,7 +313,7 @@ class MembershipAudit:
         return membership_of(
             audited.subject,
             audited.scans,
-            audited.work,
+            audited.tokens,
             reference=audited.measuring.reference,
             without_texts=audited.measuring.planted_texts,
             config=audited.measuring.resampling,

@@ -56,9 +56,10 @@ class Subject:
         return open_prepared(path) if path is not None and is_prepared(path) else None
 
     def tokens(self, part: str, scans: Scans, work: Path) -> TokenizedCorpus:
-        """`members` or `held_out` in the model's own tokens."""
-        tokenizer = scans.opened(self.model).tokenizer
-        return tokenised_for(getattr(self, part), tokenizer, work / f"{part}-tokens")
+        """`members` or `held_out` in the model's own tokens, made in `work` where none are stored."""
+        opened = scans.opened(self.model)
+        folder = work / f"{part}-{opened.tokenizer_fingerprint[:16]}"
+        return tokenised_for(getattr(self, part), opened.tokenizer, folder)
 
 
 def subject_of(
