@@ -206,7 +206,7 @@ def test_models_reports_and_runs_stand_side_by_side(place, tmp_path):
     assert all("other text" not in " ".join(row["verdicts"]) for row in made.rows)
     assert model["membership"]["documents"]["scores"]["loss"]["auc"]["value"] > 0.9
     assert reported["membership"] is None
-    assert "A report was given" in reported["not_known"]["membership AUC"]
+    assert "A report does not tell" in reported["not_known"]["membership AUC"]
     assert (tmp_path / "o/measures").is_dir()
 
 

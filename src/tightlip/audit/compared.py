@@ -15,6 +15,7 @@ from tightlip.core.gates import Known
 from tightlip.core.resampling import LEAST_CANARIES, ONE_TAIL
 
 Row = dict[str, Any]
+NOT_KNOWN = "not known"  # how a model from elsewhere was trained
 
 
 # What a gate may ask for of each row.
@@ -269,6 +270,8 @@ def _without_utility(run: RunMeasures) -> list[str]:
 def _advice(run: RunMeasures, base: RunMeasures, mine: float, theirs: float) -> str:
     """What to do about perplexities too far apart: the better run has to stop earlier."""
     better, reach = (run, theirs) if mine < theirs else (base, mine)
+    if better.mitigation == NOT_KNOWN:
+        return f"{better.name} was not trained by tightlip, so no snapshot of it can be matched."
     # Rounded up, or the worse of the two would just miss it.
     digits = 2 - math.floor(math.log10(reach))
     target = f"{math.ceil(reach * 10**digits) / 10**digits:g}"

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tightlip.audit.canaries.exposure import missing_copies
-from tightlip.audit.compared import Matching, Row, RunMeasures, baseline_place, compared
+from tightlip.audit.compared import NOT_KNOWN, Matching, Row, RunMeasures, baseline_place, compared
 from tightlip.audit.leakage.findings import WORK
 from tightlip.audit.leakage.summary import LeakageReport
 from tightlip.audit.measures import (
@@ -41,7 +41,7 @@ from tightlip.scan.options import ScanOptions
 STEPS_PER_RUN = 4
 NOTHING_HELD_OUT = "There is no held-out text. Prepare with --holdout 0.2, or give --held-out FILE."
 NOT_TRAINED_HERE = "It was not trained by tightlip."
-ONLY_A_REPORT = "A report was given, and it takes the model: give that in its place."
+ONLY_A_REPORT = "A report does not tell: give the model itself in its place."
 NO_KEY = "No key of canaries was given (--key FILE)."
 NO_REFERENCE = "No reference model was given (--reference DIR)."
 PRIVATE_TIME = "A private run does not tell: time shows how much text was drawn."
@@ -282,7 +282,7 @@ def reported(report: LeakageReport, name: str) -> RunMeasures:
         not_known["perplexity"] = "The report was made without held-out text."
     return RunMeasures(
         name=name,
-        mitigation="not known",
+        mitigation=NOT_KNOWN,
         is_mitigated=False,
         is_private=False,
         model="report",
@@ -339,7 +339,7 @@ def _gathered(one: Compared, base: Compared | RunMeasures, bar: Task) -> RunMeas
     left_out = 0 if run is None else run.config["corpus"].get("num_users_left_out", 0)
     return RunMeasures(
         name=one.name,
-        mitigation="not known" if run is None else run.mitigation,
+        mitigation=NOT_KNOWN if run is None else run.mitigation,
         is_mitigated=is_mitigated(one.subject),
         is_private=run is not None and run.is_private,
         model=one.model,
@@ -410,7 +410,7 @@ def _groups(name: str, of: ModelMeasures, base: Compared | RunMeasures) -> Measu
     groups, reasons = measured_or_reason("Groups", name, lambda: of.groups(against), gap)
     if not reasons and not is_base and groups.get("gap") is None:
         reasons[gap] = (
-            f"It needs the same held-out text and tokenizer as {base.name}."
+            f"It needs the same held-out text and tokenizer as {base.name}, and no report in its place."
             if against is None
             else "Too few users have held-out text, or all have equally much of it."
         )

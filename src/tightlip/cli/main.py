@@ -15,6 +15,8 @@ from tightlip.core.progress import HarmlessLines, harmless
 # Read when torch and numba start their threads. Otherwise these spin while they wait for each
 # other, and beside one other busy process the demo took ten times as long.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# bitsandbytes would have a kernel fetched from the hub where the library for that is installed.
+os.environ["HF_HUB_OFFLINE"] = "1"
 
 OUR_MISTAKE = 70  # what sysexits.h calls an internal software error
 # Where each command is, and what it is for.
@@ -137,8 +139,8 @@ def common(
 
 def main() -> None:
     """The console script. An exit code of 1 says that a gate failed, and nothing else does."""
-    # torchao, which transformers imports wherever it is, tells at length what it has no GPU for.
-    for name in ("torchao", "torch.utils._pytree"):
+    # torchao and bitsandbytes, which are imported wherever they are, tell at length what they lack.
+    for name in ("torchao", "torch.utils._pytree", "bitsandbytes"):
         logging.getLogger(name).setLevel(logging.ERROR)
     try:
         app()

@@ -216,7 +216,8 @@ def _groups_tables(figures: dict[str, Any]) -> Iterator[Any]:
     """By number of training documents, the most first; then by each attribute."""
     curve = {_range(row): row for row in reversed(figures["curve"])}
     for title, rows in ({"training documents": curve} | figures["attributes"]).items():
-        yield _groups_table(title, rows)
+        if rows:
+            yield _groups_table(title, rows)
 
 
 def _groups_table(title: str, rows: dict[str, Any]) -> Any:

@@ -52,7 +52,7 @@ class TextSettings(ColumnSettings):
     )
     trained_on: TrainedOn = setting("auto", "Which tokens of a row were trained on.")
     max_length: int | None = setting(
-        None, "Tokens of a row that training kept, from its start.", at_least=1, hidden=True
+        None, "Tokens of a row that training kept, from its start.", at_least=1
     )
 
 

@@ -163,8 +163,9 @@ def missing(rows: Sequence[RunFigures]) -> list[str]:
         whose = "" if len(names) == len(rows) else f" of {', '.join(names)}"
         merged.setdefault((whose, reason), []).append(measure)
     return [
-        f"{' and '.join(measures).capitalize()}{whose}: not known. {reason}"
+        f"{words[0].upper()}{words[1:]}{whose}: not known. {reason}"
         for (whose, reason), measures in merged.items()
+        for words in [joined(measures)]
     ]
 
 
