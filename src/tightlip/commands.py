@@ -14,6 +14,7 @@ from tightlip.audit.measures import MEASURES
 from tightlip.audit.settings import Matching, ResamplingSettings
 from tightlip.core.errors import UsageError
 from tightlip.core.files import claimed, make_private_folder, names_in, write_json, write_text
+from tightlip.core.run_folder import RunRecord
 from tightlip.core.settings import split_settings, takes
 from tightlip.corpus.prepare import PreparedCorpus
 from tightlip.corpus.prepare_config import TextSettings
@@ -33,12 +34,16 @@ def audit(model: Any, corpus: Any = None, **settings: Any) -> LeakageReport:
     """What `tightlip.audit` does: audit, then draw the page."""
     from tightlip.audit.leakage.audit import audit_model
     from tightlip.report.kit import write_page
-    from tightlip.training.run import retrain_without
+
+    def retrain(run: RunRecord, without: frozenset[int], out: Path) -> RunRecord:
+        from tightlip.training.run import retrain_without  # with all that training takes
+
+        return retrain_without(run, without, out)
 
     def write_report(folder: Path) -> None:
         write_page("leakage", folder / REPORT_PAGE, folder=folder)
 
-    return audit_model(model, corpus, **settings, retrain=retrain_without, write_page=write_report)
+    return audit_model(model, corpus, **settings, retrain=retrain, write_page=write_report)
 
 
 @takes(WeightsConfig)
