@@ -1,6 +1,7 @@
 """`tightlip represent train` and `export` as calls."""
 
 import statistics
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -175,17 +176,21 @@ def _train_in(
 
 
 def _summary(runs: list[RepresentRun], seeds: list[int]) -> dict[str, Any]:
-    """Mean and spread (the standard deviation between seeds) of each figure."""
+    """Each figure over the seeds."""
     summary: dict[str, Any] = {"seeds": seeds, "runs": [run.folder.name for run in runs]}
     for name in _SUMMED_UP:
         values = [run.metrics[name] for run in runs]
-        known = None not in values
-        summary[name] = {
-            "mean": statistics.fmean(values) if known else None,
-            "spread": statistics.stdev(values) if known else None,
-            "values": values,
-        }
+        summary[name] = {**over_seeds(values), "values": values}
     return summary
+
+
+def over_seeds(values: Sequence[float | None]) -> dict[str, Any]:
+    """Mean and spread (the standard deviation between seeds); null where a seed has no figure."""
+    known = [value for value in values if value is not None]
+    if len(known) < len(values):
+        return {"mean": None, "spread": None}
+    spread = statistics.stdev(known) if len(known) > 1 else None
+    return {"mean": statistics.fmean(known), "spread": spread}
 
 
 @takes()
