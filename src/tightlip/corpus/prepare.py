@@ -41,6 +41,7 @@ from tightlip.corpus.history import (
     preparation_behind,
     sources_of,
     step_of,
+    vocabulary_behind,
 )
 from tightlip.corpus.prepare_config import PrepareConfig, SplitBy, Splitter
 from tightlip.corpus.private_vocabulary import build_private_tokenizer
@@ -49,8 +50,6 @@ from tightlip.corpus.shared_text import standing_in_training
 from tightlip.corpus.tables import AttributeTypes, TableWriter
 from tightlip.corpus.tokens import TokenizedCorpus, open_tokenized, tokenize_documents
 from tightlip.corpus.vocabulary import build_tokenizer
-
-_MOST_HANDED_ON = 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -235,13 +234,11 @@ def _vocabulary_facts(config: PrepareConfig, sources: set[str]) -> dict[str, Any
         release = config.release()
         releases = [] if release is None else [release.record()]
         return {"releases": releases, "learnt_vocabulary": not releases}
-    made_in = preparation_behind(Path(config.tokenizer))
-    for _ in range(_MOST_HANDED_ON):  # a tokenizer may come from one that was given a tokenizer
-        if made_in is None or not is_prepared(made_in) or sources & sources_of(made_in):
-            break
-        given = read_json(made_in / "prepared.json")["settings"].get("tokenizer")
-        made_in = None if given is None else preparation_behind(Path(given))
-    if made_in is None or not sources & sources_of(made_in):
+    given_by = preparation_behind(Path(config.tokenizer))
+    # A tokenizer may come from a corpus that was given a tokenizer itself.
+    handed_on = [] if given_by is None else [given_by, *vocabulary_behind(given_by)[1]]
+    made_in = next((each for each in handed_on if sources & sources_of(each)), None)
+    if made_in is None:
         return {"releases": [], "learnt_vocabulary": False}
     record = read_json(made_in / "prepared.json")
     return {
