@@ -282,7 +282,7 @@ def _write_cleaned(
             types.add(batch)
             bar.advance(len(batch))
     with (
-        TableWriter(path, types.resolved()) as table,
+        TableWriter(path, types.by_column) as table,
         task(f"Cleaning{part}", types.num_documents) as bar,
     ):
         for batch in corpus.batches():
