@@ -156,9 +156,8 @@ def tokenize_documents(
     *,
     with_spans: bool = False,
     description: str = "Tokenising",
-    total: int | None = None,
 ) -> TokenizedCorpus:
-    """Encode documents into `folder`, which appears when all are there; `total` is how many come.
+    """Encode documents into `folder`, which appears when all are there.
 
     Holds:
         streamed: of the corpus only document bounds and users are held in memory.
@@ -166,7 +165,7 @@ def tokenize_documents(
     """
     encoder = Encoder(tokenizer, with_spans=with_spans)
     has_text = False
-    with folder_written_whole(folder) as beside, task(description, total) as bar:
+    with folder_written_whole(folder) as beside, task(description, None) as bar:
         writer = _Writer(beside, with_spans)
         for batch in batches:
             writer.add(batch, *encoder.encode(batch.texts))
