@@ -211,10 +211,6 @@ def public_source(given: str | Path | None) -> tuple[str, Corpus | TextColumn]:
 
 
 def _opened(path: Path) -> Corpus | TextColumn:
-    if not path.exists():
-        raise UsageError(
-            f"{path} does not exist. Give a file with a column text, or user and text."
-        )
     return open_public(path, **ColumnSettings().tree())
 
 
