@@ -86,33 +86,27 @@ def represent_train(
         chosen = replace(chosen, extractor=str(checked_folder(chosen.extractor).resolve()))
     source = open_source(corpus, **columns.tree())
     with claimed(out):
-        return _trained(source, out, chosen, options, seeds)
+        _check_seeds(out, seeds)
+        if seeds is None:
+            return _train_one(source, out, chosen, options)
+        each = [replace(chosen, seed=chosen.seed + number) for number in range(seeds)]
+        runs = [_train_one(source, out / f"seed-{n}", one, options) for n, one in enumerate(each)]
+        summary = _summary(runs, [one.seed for one in each])
+        write_json(out / SUMMARY, summary)
+    return RepresentRuns(folder=out, runs=runs, summary=summary)
 
 
-def _trained(
-    source: Source,
-    out: Path,
-    chosen: RepresentSettings,
-    options: RepresentOptions,
-    seeds: int | None,
-) -> RepresentRun | RepresentRuns:
-    if seeds is None:
-        if (out / SUMMARY).exists() or (out / "seed-0").exists():
-            raise UsageError(
-                f"{out} holds runs of several seeds. Choose another --out, or add --seeds."
-            )
-        return _train_one(source, out, chosen, options)
-    if seeds < 2:
+def _check_seeds(out: Path, seeds: int | None) -> None:
+    if seeds is None and ((out / SUMMARY).exists() or (out / "seed-0").exists()):
+        raise UsageError(
+            f"{out} holds runs of several seeds. Choose another --out, or add --seeds."
+        )
+    if seeds is not None and seeds < 2:
         raise UsageError(f"seeds={seeds} has no spread. Use 2 or more, or leave it out.")
-    if is_run(out):
+    if seeds is not None and is_run(out):
         raise UsageError(
             f"{out} holds a run of one seed. Choose another --out for {seeds} of them."
         )
-    each = [replace(chosen, seed=chosen.seed + number) for number in range(seeds)]
-    runs = [_train_one(source, out / f"seed-{n}", one, options) for n, one in enumerate(each)]
-    summary = _summary(runs, [one.seed for one in each])
-    write_json(out / SUMMARY, summary)
-    return RepresentRuns(folder=out, runs=runs, summary=summary)
 
 
 def _train_one(
