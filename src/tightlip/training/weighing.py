@@ -160,36 +160,7 @@ def weigh_documents(
     config = WeightsConfig(**settings)
     corpus = prepared if isinstance(prepared, PreparedCorpus) else open_prepared(Path(prepared))
     with claimed(corpus.folder):
-        return _weighed(corpus, config, render, device, keep_scan)
-
-
-def _weighed(
-    corpus: PreparedCorpus,
-    config: WeightsConfig,
-    render: Callable[..., str],
-    device: str,
-    keep_scan: bool,
-) -> PrivacyWeights:
-    job = _Weighing.begun(corpus, config)
-    kept = job.kept()
-    if kept is not None and all(_agrees(kept, name, job.identity) for name in job.identity):
-        return kept
-    documents = None if job.public is None else job.public.documents()
-    shared = known_overlap(corpus, documents, job.model)
-    work = make_private_folder(corpus.folder / WORK)
-    with scan_store(corpus.folder / SCAN, keep=keep_scan) as store:
-        nats, public = job.scored(work, store, kept, device)
-    rho, a, b = weights_of(config, nats, public)
-    weights = PrivacyWeights(
-        rho=rho,
-        log_perplexities=nats,
-        info=job.identity | {"a": a, "b": b, "shared": shared, "version": tightlip.__version__},
-    )
-    shown = _shown(corpus.folder, weights)
-    page = render(info=weights.info, rho=rho, nats=nats, public=public, shown=shown)
-    write_weights(corpus.folder, weights, public, page)
-    shutil.rmtree(work, ignore_errors=True)
-    return weights
+        return _Weighing.begun(corpus, config).weighed(render, device, keep_scan)
 
 
 def _agrees(kept: PrivacyWeights, name: str, identity: dict[str, Any]) -> bool:
@@ -271,6 +242,25 @@ class _Weighing:
             "text_fingerprint": corpus.train.corpus_fingerprint,
         }
         return cls(corpus=corpus, config=config, model=model, public=public, identity=identity)
+
+    def weighed(self, render: Callable[..., str], device: str, keep_scan: bool) -> PrivacyWeights:
+        """The weights, made or kept, with the page that `render` draws."""
+        kept, folder = self.kept(), self.corpus.folder
+        if kept is not None and all(_agrees(kept, name, self.identity) for name in self.identity):
+            return kept
+        documents = None if self.public is None else self.public.documents()
+        shared = known_overlap(self.corpus, documents, self.model)
+        work = make_private_folder(folder / WORK)
+        with scan_store(folder / SCAN, keep=keep_scan) as store:
+            nats, public = self.scored(work, store, kept, device)
+        rho, a, b = weights_of(self.config, nats, public)
+        own = {"a": a, "b": b, "shared": shared, "version": tightlip.__version__}
+        weights = PrivacyWeights(rho=rho, log_perplexities=nats, info=self.identity | own)
+        shown = _shown(folder, weights)
+        page = render(info=weights.info, rho=rho, nats=nats, public=public, shown=shown)
+        write_weights(folder, weights, public, page)
+        shutil.rmtree(work, ignore_errors=True)
+        return weights
 
     def kept(self) -> PrivacyWeights | None:
         """Weights that stand there already and are of this text."""
