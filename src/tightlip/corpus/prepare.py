@@ -164,7 +164,10 @@ def _write_prepared(
         done = [*corpus.history, step_of(identity["settings"], identity["source_fingerprint"])]
         statistics = _write_documents(corpus, folder, config, metadata_of(done))
         if held_out is not None:
-            statistics["validation_source"] = _write_held_out(held_out, folder, config)
+            # By itself: what it holds depends on no text that is trained on.
+            path = folder / "validation.parquet"
+            cleaner, _ = _write_cleaned(held_out, path, config, " validation")
+            statistics["validation_source"] = cleaner.statistics(held_out.num_skipped)
         tokenizer = _save_tokenizer(folder, given, config)
         statistics |= _write_tokens(folder, tokenizer, config)
         if held_out is not None:
@@ -291,13 +294,6 @@ def _write_cleaned(
     if not cleaner.documents_per_user:
         raise UsageError(f"Nothing of {corpus.name} is left after cleaning.")
     return cleaner, table.stored_types
-
-
-def _write_held_out(held_out: Corpus, folder: Path, config: PrepareConfig) -> dict[str, Any]:
-    """validation.parquet from its own file, cleaned by itself."""
-    path = folder / "validation.parquet"
-    cleaner, _ = _write_cleaned(held_out, path, config, " validation")
-    return cleaner.statistics(held_out.num_skipped)
 
 
 def _warnings_of_held_out(folder: Path, held_out: Corpus) -> list[str]:
