@@ -203,7 +203,8 @@ class Training:
                 elif time.monotonic() - self.saved_at >= self.options.checkpoint_seconds:
                     self.save()
                 if interruption.wanted:
-                    self.stop_for_now()
+                    self.save()
+                    raise stopped_after(self.progress.step, self.num_steps)
         return self.finish()
 
     def take_step(self, batch: Batch) -> None:
@@ -315,10 +316,6 @@ class Training:
         self.catch_up()
         checkpoints.save_progress(self.kept, self.progress, self.modules, self.optimizers)
         self.clock = self.saved_at = time.monotonic()
-
-    def stop_for_now(self) -> None:
-        self.save()
-        raise stopped_after(self.progress.step, self.num_steps)
 
     def finish(self) -> dict[str, Any]:
         checkpoints.load_best(self.kept, self.progress.best_epoch, self.modules)
