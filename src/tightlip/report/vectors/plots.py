@@ -26,6 +26,7 @@ SERIES = (
 )
 # Intervals at one ε stand beside each other, not on each other.
 ASIDE = {"main": -0.015, "averaged": 0.015}
+OF_RUNS: dict[str, Any] = {"width": 430, "height": 290, "left": 56}  # a plot of several runs
 Get = Callable[[Result], Figure | None]
 
 
@@ -77,9 +78,7 @@ def _curve(group: list[RunColumn], bare: list[RunColumn], varies: str, label: st
     plot = Plot(
         title=f"Main-task accuracy and empirical privacy over {label}",
         description="Higher is better for both. Bars are 95% intervals.",
-        width=430,
-        height=290,
-        left=56,
+        **OF_RUNS,
     )
     drawn = [column.figure(get) for column in [*group, *bare] for _, _, get in SERIES]
     axis = _roomy(drawn)
@@ -152,10 +151,8 @@ def tradeoff(columns: Sequence[RunColumn]) -> Markup | None:
     plot = Plot(
         title="Utility against empirical privacy",
         description="Each run's main-task accuracy and 1 − X of the strongest attacker on one vector.",
-        width=430,
-        height=290,
-        left=56,
         right=22,
+        **OF_RUNS,
     )
     across = _roomy([main for _, main, _ in known], ("value",))
     up = _roomy([privacy for _, _, privacy in known], ("value",))
