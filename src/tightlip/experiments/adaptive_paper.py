@@ -33,7 +33,6 @@ from tightlip.experiments.adaptive_text import (
     public_side,
 )
 from tightlip.privacy.noise_schedules import SCALES as NOISE_SCALES
-from tightlip.report.kit import write_page
 from tightlip.scan.document_scores import DocumentScores
 from tightlip.scan.models import scans_of_run
 from tightlip.training.config import RunOptions
@@ -252,9 +251,7 @@ def reproduce_adaptive(
         version=tightlip.__version__,
         machine=_machine(device),
     )
-    made = write_results(folder, "adaptive", result, csv_text(result))
-    write_page("adaptive-paper", made.page, result=result)
-    return made
+    return write_results(folder, "adaptive", result, csv_text(result), page="adaptive-paper")
 
 
 def _options(size: AdaptiveScale, device: str) -> RunOptions:

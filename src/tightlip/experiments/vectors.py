@@ -104,9 +104,8 @@ def reproduce_representation(
         "version": tightlip.__version__,
         "corpora": sections,
     }
-    made = write_results(folder, "representation", result, csv_text(sections))
-    write_page("vectors-paper", made.page, result=result)
-    return made
+    csv = csv_text(sections)
+    return write_results(folder, "representation", result, csv, page="vectors-paper")
 
 
 @dataclass(frozen=True, kw_only=True)
