@@ -89,7 +89,7 @@ def test_rows_without_a_class_are_left_out_and_counted():
     examples = examples_of(rows)
     assert examples.num_dropped == 2
     assert examples.rows.tolist() == [row for row in range(50) if row not in (4, 7)]
-    assert [examples.labels[number] for number in examples.label_ids] == [
+    assert [examples.label.names[number] for number in examples.label.ids] == [
         row["topic"] for number, row in enumerate(rows) if number not in (4, 7)
     ]
 
@@ -110,7 +110,7 @@ def test_empty_cells_of_a_csv_are_left_out_and_counted(tmp_path):
     pa.Table.from_pylist(rows).to_pandas().to_csv(path, index=False)
     examples = examples_of(path)
     assert examples.num_dropped == 3
-    assert examples.labels == ["money", "sport"]
+    assert examples.label.names == ["money", "sport"]
     assert examples.private["age"].names == ["old", "young"]
 
 
@@ -217,7 +217,7 @@ def test_who_wrote_it_may_be_what_is_hidden():
 def test_the_plays_come_along_with_play_genre_and_gender():
     examples = examples_of("bundled", label="genre", private=("play", "gender"))
     assert len(examples) == 7097 - examples.num_dropped == 7004
-    assert examples.labels == ["comedy", "history", "tragedy"]
+    assert examples.label.names == ["comedy", "history", "tragedy"]
     of = dict(zip(examples.users, examples.private["gender"].ids, strict=True))
     names = examples.private["gender"].names
     assert [names[of[user]] for user in ("JULIET", "ROMEO")] == ["female", "male"]

@@ -22,11 +22,7 @@ def ledger(
     record = guarantee_of(*runs)
     if json_wanted:
         print_json(record)
-    else:
-        _show(record)
-
-
-def _show(record: dict[str, Any]) -> None:
+        return
     console = terminal()
     console.print(printed_lines(_lines(record)))
     if record.get("insecure_seed"):

@@ -17,7 +17,7 @@ from tightlip.core.errors import UsageError
 from tightlip.core.figures import rounded_up
 from tightlip.core.files import claimed
 from tightlip.core.progress import shown_progress, terminal
-from tightlip.core.settings import names_in
+from tightlip.core.settings import names_in, split_settings
 from tightlip.corpus.prepare_config import ColumnSettings
 from tightlip.report.kit.table import printed_lines
 from tightlip.vectors.settings import (
@@ -59,15 +59,11 @@ def train(
 ) -> None:
     """Train, and say what was learnt and what a vector promises."""
     settings = parsed([RepresentSettings], given)
-    options = {name: settings.pop(name) for name in names_in(RepresentOptions) if name in settings}
-    # Refused here, nobody waits for torch.
-    RepresentSettings(
-        **{name: value for name, value in settings.items() if name in names_in(RepresentSettings)}
-    )
+    kinds = (RepresentSettings, ColumnSettings, RepresentOptions)
+    *_, options = split_settings(settings, *kinds)  # refused here, nobody waits for torch
+    own = {name: settings[name] for name in settings if name not in names_in(RepresentOptions)}
     with shown_progress():
-        done = tightlip.represent_train(
-            corpus, out, seeds=seeds, options=RepresentOptions(**options), **settings
-        )
+        done = tightlip.represent_train(corpus, out, seeds=seeds, options=options, **own)
     several = hasattr(done, "runs")
     console, title = terminal(), "The runs:" if several else "The run:"
     for line in _over_seeds(done) if several else _of_one_run(done.metrics):
@@ -188,20 +184,14 @@ def encode(
 
 def _show_encoded(encoded: "Encoded", out: Path) -> None:
     """The guarantee of what was written, and what the vectors of one text or person add up to."""
-    from tightlip.vectors.guarantees import (
-        BARE,
-        TOLD_RELEASES,
-        VectorMechanism,
-        cost_of_texts,
-        costs,
-    )
+    from tightlip.vectors import guarantees
 
-    mechanism = VectorMechanism.from_record(encoded.record)
-    show_guarantee(encoded.record, costs(mechanism, TOLD_RELEASES))
+    mechanism = guarantees.VectorMechanism.from_record(encoded.record)
+    show_guarantee(encoded.record, guarantees.costs(mechanism, guarantees.TOLD_RELEASES))
     whose = [("one text", encoded.most_of_one_text), ("one user", encoded.most_of_one_user or 1)]
     for who, most in whose:
-        if most > 1 and mechanism.mechanism != BARE:
-            epsilon = rounded_up(cost_of_texts(mechanism, most))
+        if most > 1 and mechanism.mechanism != guarantees.BARE:
+            epsilon = rounded_up(guarantees.cost_of_texts(mechanism, most))
             say(
                 f"Up to {most:,} of these vectors are of {who}: together ε = {epsilon} at δ = {mechanism.delta:g}, "
                 "for any other texts in their place."

@@ -198,7 +198,7 @@ def _plant(corpus: Corpus, out: Path, config: CanaryConfig) -> Planted:
     with folder_written_whole(out) as folder:
         write_canary_key(folder / KEY, planted)
         history = metadata_of(corpus.history)
-        with TableWriter(folder / CORPUS, types.resolved(), history) as writer:
+        with TableWriter(folder / CORPUS, types.by_column, history) as writer:
             for batch in _with_copies(corpus, planted.canaries, types.num_documents, draw):
                 writer.write(batch)
     _warn_of_small_spaces(planted)

@@ -41,6 +41,7 @@ from tightlip.corpus.history import (
     preparation_behind,
     sources_of,
     step_of,
+    vocabulary_behind,
 )
 from tightlip.corpus.prepare_config import PrepareConfig, SplitBy, Splitter
 from tightlip.corpus.private_vocabulary import build_private_tokenizer
@@ -49,8 +50,6 @@ from tightlip.corpus.shared_text import standing_in_training
 from tightlip.corpus.tables import AttributeTypes, TableWriter
 from tightlip.corpus.tokens import TokenizedCorpus, open_tokenized, tokenize_documents
 from tightlip.corpus.vocabulary import build_tokenizer
-
-_MOST_HANDED_ON = 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,7 +164,10 @@ def _write_prepared(
         done = [*corpus.history, step_of(identity["settings"], identity["source_fingerprint"])]
         statistics = _write_documents(corpus, folder, config, metadata_of(done))
         if held_out is not None:
-            statistics["validation_source"] = _write_held_out(held_out, folder, config)
+            # By itself: what it holds depends on no text that is trained on.
+            path = folder / "validation.parquet"
+            cleaner, _ = _write_cleaned(held_out, path, config, " validation")
+            statistics["validation_source"] = cleaner.statistics(held_out.num_skipped)
         tokenizer = _save_tokenizer(folder, given, config)
         statistics |= _write_tokens(folder, tokenizer, config)
         if held_out is not None:
@@ -235,13 +237,11 @@ def _vocabulary_facts(config: PrepareConfig, sources: set[str]) -> dict[str, Any
         release = config.release()
         releases = [] if release is None else [release.record()]
         return {"releases": releases, "learnt_vocabulary": not releases}
-    made_in = preparation_behind(Path(config.tokenizer))
-    for _ in range(_MOST_HANDED_ON):  # a tokenizer may come from one that was given a tokenizer
-        if made_in is None or not is_prepared(made_in) or sources & sources_of(made_in):
-            break
-        given = read_json(made_in / "prepared.json")["settings"].get("tokenizer")
-        made_in = None if given is None else preparation_behind(Path(given))
-    if made_in is None or not sources & sources_of(made_in):
+    given_by = preparation_behind(Path(config.tokenizer))
+    # A tokenizer may come from a corpus that was given a tokenizer itself.
+    handed_on = [] if given_by is None else [given_by, *vocabulary_behind(given_by)[1]]
+    made_in = next((each for each in handed_on if sources & sources_of(each)), None)
+    if made_in is None:
         return {"releases": [], "learnt_vocabulary": False}
     record = read_json(made_in / "prepared.json")
     return {
@@ -285,7 +285,7 @@ def _write_cleaned(
             types.add(batch)
             bar.advance(len(batch))
     with (
-        TableWriter(path, types.resolved()) as table,
+        TableWriter(path, types.by_column) as table,
         task(f"Cleaning{part}", types.num_documents) as bar,
     ):
         for batch in corpus.batches():
@@ -294,13 +294,6 @@ def _write_cleaned(
     if not cleaner.documents_per_user:
         raise UsageError(f"Nothing of {corpus.name} is left after cleaning.")
     return cleaner, table.stored_types
-
-
-def _write_held_out(held_out: Corpus, folder: Path, config: PrepareConfig) -> dict[str, Any]:
-    """validation.parquet from its own file, cleaned by itself."""
-    path = folder / "validation.parquet"
-    cleaner, _ = _write_cleaned(held_out, path, config, " validation")
-    return cleaner.statistics(held_out.num_skipped)
 
 
 def _warnings_of_held_out(folder: Path, held_out: Corpus) -> list[str]:

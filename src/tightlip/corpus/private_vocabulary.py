@@ -26,6 +26,7 @@ bring some; the same steps give multiplier σ/√2 and the same δ.
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from statistics import NormalDist
 from typing import Any
 
@@ -197,23 +198,12 @@ class _Tallies:
     def by_user(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         self._sort()
         (pairs,), (counts,) = self._pairs, self._counts
-        if not len(pairs):
-            return
-        users = pairs // self._num_words
-        starts = _starts(users)
-        for start, end in zip(starts, [*starts[1:], len(pairs)], strict=True):
+        next_user = np.flatnonzero(np.diff(pairs // self._num_words)) + 1
+        for start, end in pairwise([0, *next_user, len(pairs)]):
             yield pairs[start:end] % self._num_words, counts[start:end]
 
     def _sort(self) -> None:
-        pairs, counts = np.concatenate(self._pairs), np.concatenate(self._counts)
+        pairs, place = np.unique(np.concatenate(self._pairs), return_inverse=True)
+        counts = np.zeros(len(pairs), np.int64)
+        np.add.at(counts, place, np.concatenate(self._counts))
         self._pairs, self._counts, self._num_unsorted = [pairs], [counts], 0
-        if len(pairs):
-            order = np.argsort(pairs)
-            pairs, counts = pairs[order], counts[order]
-            starts = _starts(pairs)
-            self._pairs, self._counts = [pairs[starts]], [np.add.reduceat(counts, starts)]
-
-
-def _starts(ordered: np.ndarray) -> np.ndarray:
-    """Where each run of equal numbers begins."""
-    return np.flatnonzero(np.r_[True, ordered[1:] != ordered[:-1]])

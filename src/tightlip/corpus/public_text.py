@@ -8,6 +8,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -150,14 +151,14 @@ def known_overlap(
         with task("Comparing with the public corpus", None):
             shared = shared_text(own, public)
         _check(shared, f"public_corpus={public.name!r}", "so it is not public")
-        overlap[PUBLIC_CORPUS] = shared.to_json()
+        overlap[PUBLIC_CORPUS] = asdict(shared)
     for folder in () if model is None else origin_of(model).folders:
         if sources_of(folder) & sources_of(corpus.folder):
             continue  # this very text, of which only a noisy vocabulary was let pass
         with task("Comparing with the model's text", None):
             shared = shared_text(own, open_corpus(folder / "train.parquet"))
         _check(shared, f"{folder}, which shaped public_model={str(model)!r},", "so it saw them")
-        overlap[MODEL_TEXT].append({"corpus": folder.name, **shared.to_json()})
+        overlap[MODEL_TEXT].append({"corpus": folder.name, **asdict(shared)})
     return overlap
 
 

@@ -8,11 +8,11 @@ that is written without spaces, but for whole documents.
 
 import re
 from collections.abc import Iterable, Iterator, Set
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import chain
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -99,9 +99,6 @@ class Shared:
             )
         ]
         return max(sentences)[1]
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,9 +8,15 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet
 
+from tightlip.core.checksums import checked
 from tightlip.corpus.readers import DocumentBatch
 
 _ROW_GROUP_BYTES = 32_000_000
+
+
+def stored_column(path: Path, name: str) -> list[Any]:
+    """One column of a Parquet file of ours."""
+    return pa.parquet.read_table(checked(path), columns=[name])[name].to_pylist()
 
 
 class AttributeTypes:
@@ -22,16 +28,12 @@ class AttributeTypes:
 
     def __init__(self) -> None:
         self.num_documents = 0
-        self._types: dict[str, pa.DataType | None] = {}
+        self.by_column: dict[str, pa.DataType | None] = {}  # None stands for JSON text
 
     def add(self, batch: DocumentBatch) -> None:
         self.num_documents += len(batch)
         for name, values in batch.attributes.items():
-            self._types[name] = _both(self._types.get(name, pa.null()), _type_of(values))
-
-    def resolved(self) -> dict[str, pa.DataType | None]:
-        """Column to type; None stands for JSON text."""
-        return dict(self._types)
+            self.by_column[name] = _both(self.by_column.get(name, pa.null()), _type_of(values))
 
 
 def _type_of(values: list) -> pa.DataType | None:

@@ -31,6 +31,7 @@ from tightlip.corpus.encoding import Encoder, tokenizer_fingerprint
 from tightlip.corpus.readers import DocumentBatch
 
 _COUNTED_AT_ONCE = 4_000_000
+_KINDS = {"tokens": "i4", "spans": "2i4", "roles": "i1", "trained": "i1"}  # as numpy spells them
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,9 +157,8 @@ def tokenize_documents(
     *,
     with_spans: bool = False,
     description: str = "Tokenising",
-    total: int | None = None,
 ) -> TokenizedCorpus:
-    """Encode documents into `folder`, which appears when all are there; `total` is how many come.
+    """Encode documents into `folder`, which appears when all are there.
 
     Holds:
         streamed: of the corpus only document bounds and users are held in memory.
@@ -166,10 +166,13 @@ def tokenize_documents(
     """
     encoder = Encoder(tokenizer, with_spans=with_spans)
     has_text = False
-    with folder_written_whole(folder) as beside, task(description, total) as bar:
-        writer = _Writer(beside, with_spans)
+    with folder_written_whole(folder) as beside, task(description, None) as bar:
+        writer = _Writer(beside, *(("spans",) if with_spans else ()))
         for batch in batches:
-            writer.add(batch, *encoder.encode(batch.texts))
+            ids, spans = encoder.encode(batch.texts)
+            for number, (user, text) in enumerate(zip(batch.users, batch.texts, strict=True)):
+                further = {} if spans is None else {"spans": spans[number]}
+                writer.add(user, text.encode("utf-8"), tokens=ids[number], **further)
             has_text = has_text or any(text.strip() for text in batch.texts)
             bar.advance(len(batch))
         if has_text and not writer.num_tokens:
@@ -184,16 +187,11 @@ def tokenize_documents(
 def write_role_tokens(reader: Any, corpus: Any, tokenizer: Any, folder: Path) -> TokenizedCorpus:
     """The same of documents that come as tokens with roles, out of a `rendered.RolesReader`."""
     with folder_written_whole(folder) as beside, task("Tokenising", None) as bar:
-        writer = _Writer(beside, with_spans=False)
-        roles = _GrowingArray(beside / "roles.npy", dtype=np.int8)
-        trained = _GrowingArray(beside / "trained.npy", dtype=np.int8)
-        for document in reader.documents(corpus):
-            writer.add_one(document.user, document.content, document.ids)
-            roles.extend([document.roles])
-            trained.extend([document.trained])
+        writer = _Writer(beside, "roles", "trained")
+        for each in reader.documents(corpus):
+            further = {"roles": each.roles, "trained": each.trained}
+            writer.add(each.user, each.content, tokens=each.ids, **further)
             bar.advance()
-        roles.close()
-        trained.close()
         writer.finish(
             tokenizer_fingerprint(tokenizer),
             role_names=reader.role_names,
@@ -203,12 +201,14 @@ def write_role_tokens(reader: Any, corpus: Any, tokenizer: Any, folder: Path) ->
 
 
 class _Writer:
-    """The growing files of one folder."""
+    """The growing files of one folder: tokens, and what stands beside each of them."""
 
-    def __init__(self, folder: Path, with_spans: bool) -> None:
+    def __init__(self, folder: Path, *further: str) -> None:
         self._folder = folder
-        self._tokens = _GrowingArray(folder / "tokens.npy")
-        self._spans = _GrowingArray(folder / "spans.npy", width=2) if with_spans else None
+        self._arrays = {
+            name: _GrowingArray(folder / f"{name}.npy", np.dtype(_KINDS[name]))
+            for name in ("tokens", *further)
+        }
         self._bounds, self._users = array("q", [0]), array("i")
         self._numbers: dict[str, int] = {}
         self._digest = hashlib.sha256()
@@ -217,25 +217,18 @@ class _Writer:
     def num_tokens(self) -> int:
         return self._bounds[-1]
 
-    def add(self, batch: DocumentBatch, ids: list[np.ndarray], spans: list | None) -> None:
-        if self._spans is not None:
-            assert spans is not None
-            self._spans.extend(spans)
-        for user, text, document in zip(batch.users, batch.texts, ids, strict=True):
-            self.add_one(user, text.encode("utf-8"), document)
-
-    def add_one(self, user: str, content: bytes, ids: np.ndarray) -> None:
-        self._tokens.extend([ids])
-        self._bounds.append(self._bounds[-1] + len(ids))
+    def add(self, user: str, content: bytes, **arrays: np.ndarray) -> None:
+        for name, rows in arrays.items():
+            self._arrays[name].extend(rows)
+        self._bounds.append(self._bounds[-1] + len(arrays["tokens"]))
         self._users.append(self._numbers.setdefault(user, len(self._numbers)))
         for part in (user.encode("utf-8"), content):
             self._digest.update(len(part).to_bytes(8, "little"))
             self._digest.update(part)
 
     def finish(self, fingerprint: str, **more: Any) -> None:
-        self._tokens.close()
-        if self._spans is not None:
-            self._spans.close()
+        for each in self._arrays.values():
+            each.close()
         np.save(self._folder / "bounds.npy", np.frombuffer(self._bounds, np.int64))
         np.save(self._folder / "users.npy", np.frombuffer(self._users, np.int32))
         info = {
@@ -250,17 +243,15 @@ class _Writer:
 class _GrowingArray:
     """An `.npy` file of whole numbers whose length is written into its header last."""
 
-    def __init__(self, path: Path, width: int | None = None, dtype: Any = np.int32) -> None:
-        self._row = () if width is None else (width,)
-        self._dtype = np.dtype(dtype)
+    def __init__(self, path: Path, kind: np.dtype) -> None:
+        self._dtype, self._row = kind.base, kind.shape
         self._length = 0
         self._stream: BinaryIO = path.open("wb")
         self._write_header()
 
-    def extend(self, arrays: list[np.ndarray]) -> None:
-        for rows in arrays:
-            self._stream.write(np.ascontiguousarray(rows, self._dtype).data)
-            self._length += len(rows)
+    def extend(self, rows: np.ndarray) -> None:
+        self._stream.write(np.ascontiguousarray(rows, self._dtype).data)
+        self._length += len(rows)
 
     def close(self) -> None:
         assert len(self._header(self._length)) == len(self._header(0))

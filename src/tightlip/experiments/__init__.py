@@ -9,6 +9,7 @@ from tightlip import __version__
 from tightlip.core.errors import UsageError
 from tightlip.core.files import make_private_folder, read_json, write_json, write_text
 from tightlip.core.registry import unknown
+from tightlip.report.kit import write_page
 
 PLAN = "experiment.json"
 
@@ -55,8 +56,11 @@ def claim_folder(
     return folder
 
 
-def write_results(folder: Path, name: str, result: dict[str, Any], csv: str) -> Reproduced:
-    """NAME.json and NAME.csv; NAME.html is for the caller to draw."""
+def write_results(
+    folder: Path, name: str, result: dict[str, Any], csv: str, *, page: str
+) -> Reproduced:
+    """NAME.json, NAME.csv and NAME.html, the page that is registered under `page`."""
     write_json(folder / f"{name}.json", result)
     write_text(folder / f"{name}.csv", csv)
-    return Reproduced(folder=folder, result=result, page=folder / f"{name}.html")
+    drawn = write_page(page, folder / f"{name}.html", result=result)
+    return Reproduced(folder=folder, result=result, page=drawn)

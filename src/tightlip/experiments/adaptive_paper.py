@@ -12,11 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow.parquet as pq
 
 import tightlip
 from tightlip.audit.canaries.exposure import measure_canaries
-from tightlip.core.checksums import checked
 from tightlip.core.devices import one_thread, usable_device
 from tightlip.core.errors import UsageError
 from tightlip.core.files import digest_of_files, read_json, write_json
@@ -25,6 +23,7 @@ from tightlip.core.registry import unknown
 from tightlip.core.run_folder import RunRecord
 from tightlip.core.settings import takes
 from tightlip.corpus.privacy_weights import minmax_weights
+from tightlip.corpus.tables import stored_column
 from tightlip.experiments import Reproduced, claim_folder, scale_named, write_results
 from tightlip.experiments.adaptive_tables import THIRDS, csv_text, result_of
 from tightlip.experiments.adaptive_text import (
@@ -34,7 +33,6 @@ from tightlip.experiments.adaptive_text import (
     public_side,
 )
 from tightlip.privacy.noise_schedules import SCALES as NOISE_SCALES
-from tightlip.report.kit import write_page
 from tightlip.scan.document_scores import DocumentScores
 from tightlip.scan.models import scans_of_run
 from tightlip.training.config import RunOptions
@@ -130,10 +128,8 @@ def exposures(canaries: list[dict[str, Any]], planted: PlantedCorpus) -> dict[st
 
 def canary_places(planted: PlantedCorpus, texts: list[str]) -> list[int]:
     """Which document each canary is in training; its copies read alike and weigh alike."""
-    stored = pq.read_table(checked(planted.corpus.folder / "train.parquet"), columns=["text"])[
-        "text"
-    ]
-    place = {text: number for number, text in enumerate(stored.to_pylist())}
+    stored = stored_column(planted.corpus.folder / "train.parquet", "text")
+    place = {text: number for number, text in enumerate(stored)}
     return [place[text] for text in texts]
 
 
@@ -255,9 +251,7 @@ def reproduce_adaptive(
         version=tightlip.__version__,
         machine=_machine(device),
     )
-    made = write_results(folder, "adaptive", result, csv_text(result))
-    write_page("adaptive-paper", made.page, result=result)
-    return made
+    return write_results(folder, "adaptive", result, csv_text(result), page="adaptive-paper")
 
 
 def _options(size: AdaptiveScale, device: str) -> RunOptions:

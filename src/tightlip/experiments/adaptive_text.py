@@ -16,7 +16,6 @@ from tightlip.commands import weigh
 from tightlip.core.checksums import checked
 from tightlip.core.errors import UsageError
 from tightlip.core.files import written_whole
-from tightlip.core.run_folder import is_run
 from tightlip.corpus import bundled
 from tightlip.corpus.canaries import CORPUS, KEY, plant_canaries
 from tightlip.corpus.prepare import PreparedCorpus, prepare
@@ -25,10 +24,11 @@ from tightlip.corpus.privacy_weights import FOLDER as WEIGHTS
 from tightlip.corpus.privacy_weights import PUBLIC_LOG_PERPLEXITIES, PrivacyWeights
 from tightlip.corpus.public_text import TextColumn, open_public
 from tightlip.corpus.readers import Corpus, DocumentBatch, open_corpus
-from tightlip.corpus.tables import TableWriter
+from tightlip.corpus.tables import TableWriter, stored_column
 from tightlip.corpus.vocabulary import words_by_frequency
 from tightlip.training.config import RunOptions
 from tightlip.training.run import train
+from tightlip.training.weighing import name_of_model
 
 # Two common words after a public document: a canary nearly as ordinary, or as rare, as that is.
 CARRIED, NUM_WORDS = "{words:2}", 32
@@ -120,7 +120,7 @@ def public_side(
         vocabulary_size=scale.vocabulary_size,
     )
     if model is not None:
-        used, constants, model_words = Path(model), path, _name_of(Path(model).resolve())
+        used, constants, model_words = Path(model), path, name_of_model(Path(model))
     else:
         to = folder / "public-model"
         used = train(prepared, to, options=options, snapshot="none", **scale.public).folder
@@ -133,11 +133,6 @@ def public_side(
         model_words=model_words,
         corpus_words=words,
     )
-
-
-def _name_of(model: Path) -> str:
-    """A folder's name; that of a run's model alone would be "model"."""
-    return f"{model.parent.name}/{model.name}" if is_run(model.parent) else model.name
 
 
 def planted_corpus(
@@ -216,10 +211,6 @@ def public_source(given: str | Path | None) -> tuple[str, Corpus | TextColumn]:
 
 
 def _opened(path: Path) -> Corpus | TextColumn:
-    if not path.exists():
-        raise UsageError(
-            f"{path} does not exist. Give a file with a column text, or user and text."
-        )
     return open_public(path, **ColumnSettings().tree())
 
 
@@ -270,7 +261,7 @@ def carriers(
 ) -> list[str]:
     """Templates: public documents of so many words with a secret after each, as many ordinary as
     middling and rare ones, by their log-perplexity under the public model."""
-    texts = pq.read_table(checked(constants), columns=["text"])["text"].to_pylist()
+    texts = stored_column(constants, "text")
     fit = [place for place, text in enumerate(texts) if _can_carry(text, words) and nats[place] > 0]
     by_text = {texts[place].strip(): place for place in fit}
     if len(by_text) < 3:
@@ -303,9 +294,7 @@ def probe_of(folder: Path, split: PreparedCorpus, most: int, scoring: dict[str, 
     if not path.exists():
         _write_probe(split, path, most)
     corpus = prepare(path, folder / "probe", tokenizer=str(split.tokenizer_folder), split="none")
-    parts = pq.read_table(checked(corpus.folder / "train.parquet"), columns=["part"])[
-        "part"
-    ].to_pylist()
+    parts = stored_column(corpus.folder / "train.parquet", "part")
     return Probe(
         corpus=corpus,
         weights=weigh(corpus, **scoring),

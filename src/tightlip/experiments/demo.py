@@ -12,19 +12,19 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from tightlip.audit.leakage.summary import LeakageReport
 from tightlip.commands import Comparison, audit, compare
-from tightlip.core.checksums import checked
 from tightlip.core.devices import one_thread
 from tightlip.core.files import make_private_folder, read_json
 from tightlip.core.settings import takes
 from tightlip.corpus.bundled import demo_corpus
-from tightlip.corpus.canaries import CORPUS, KEY, plant_canaries
+from tightlip.corpus.canaries import CORPUS, KEY
 from tightlip.corpus.prepare import PreparedCorpus, prepare
 from tightlip.corpus.readers import open_corpus
+from tightlip.corpus.tables import stored_column
 from tightlip.corpus.vocabulary import words_by_frequency
+from tightlip.experiments.adaptive_text import plant_once
 from tightlip.models.loading import load_tokenizer
 from tightlip.training.run import train
 
@@ -155,7 +155,7 @@ def _table(rows: list[dict[str, str]]) -> pa.Table:
 
 
 def times_trained(train_file: Path) -> dict[str, int]:
-    texts = pq.read_table(checked(train_file), columns=["text"])["text"].to_pylist()
+    texts = stored_column(train_file, "text")
     return {c.secret: sum(c.secret in text for text in texts) for c in CANARIES}
 
 
@@ -201,15 +201,13 @@ def planted_lines(folder: Path, users: pa.Table, others: pa.Table) -> Lines:
     tokenizer = str(public.tokenizer_folder)
     # By each line's own text: a share by number would let one line decide about others.
     split = prepare(users, folder / "split", tokenizer=tokenizer, split="text")
-    planted = folder / "planted"
-    if not planted.exists():
-        plant_canaries(
-            split.folder / "train.parquet",
-            planted,
-            templates=[TEMPLATE],
-            names=known_names(others, tokenizer),
-            repetitions=REPETITIONS,
-        )
+    planted = plant_once(
+        split.folder / "train.parquet",
+        folder / "planted",
+        templates=[TEMPLATE],
+        names=known_names(others, tokenizer),
+        repetitions=REPETITIONS,
+    )
     corpus = prepare(
         planted / CORPUS,
         folder / "corpus",

@@ -22,7 +22,7 @@ from tightlip.experiments import Reproduced, claim_folder, scale_named, write_re
 from tightlip.experiments.vectors_page import csv_text
 from tightlip.experiments.vectors_text import PaperTask, task_of
 from tightlip.report.kit import write_page
-from tightlip.vectors.run import RepresentRuns, represent_train
+from tightlip.vectors.run import RepresentRuns, over_seeds, represent_train
 from tightlip.vectors.settings import RepresentOptions
 
 ATTACKS = "attacks.html"
@@ -104,9 +104,8 @@ def reproduce_representation(
         "version": tightlip.__version__,
         "corpora": sections,
     }
-    made = write_results(folder, "representation", result, csv_text(sections))
-    write_page("vectors-paper", made.page, result=result)
-    return made
+    csv = csv_text(sections)
+    return write_results(folder, "representation", result, csv, page="vectors-paper")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,8 +205,8 @@ class _Runs:
             "epsilon": way.settings.get("epsilon"),
             "dropout": way.settings.get("dropout", 0.0),
             "guarantee": first["guarantee"],
-            "main": _over_seeds([one["main"]["all"]["value"] for one in results]),
-            "main_unseen": _over_seeds(
+            "main": over_seeds([one["main"]["all"]["value"] for one in results]),
+            "main_unseen": over_seeds(
                 [one["main"].get("unseen", {}).get("value") for one in results]
             ),
             "privacy": {name: self._privacy(results, name) for name in (*attackers, "strongest")},
@@ -219,12 +218,12 @@ class _Runs:
     def _privacy(self, results: list[dict[str, Any]], attacker: str) -> dict[str, Any]:
         """1 - X, or for entities 1 - F."""
         if self.task.kind == "attributes":
-            return _over_seeds([one["privacy"][attacker]["all"]["value"] for one in results])
+            return over_seeds([one["privacy"][attacker]["all"]["value"] for one in results])
         entities = [
             [_by_value(one["attributes"][name], attacker) for name in self.task.private]
             for one in results
         ]
-        return _over_seeds([1 - _f1(counts) for counts in entities])
+        return over_seeds([1 - _f1(counts) for counts in entities])
 
     def _strongest(self, results: list[dict[str, Any]]) -> dict[str, int]:
         """How often each attacker was chosen by the development part, over attributes and seeds."""
@@ -236,11 +235,11 @@ class _Runs:
     def _read(self, results: list[dict[str, Any]], name: str) -> dict[str, Any]:
         """How often the paper's attacker is right where the attribute has each value."""
         counts = [_by_value(one["attributes"][name], "mlp") for one in results]
-        return {value: _over_seeds([_recall(one[value]) for one in counts]) for value in counts[0]}
+        return {value: over_seeds([_recall(one[value]) for one in counts]) for value in counts[0]}
 
     def _majority(self, results: list[dict[str, Any]]) -> dict[str, Any]:
         """What the commonest label is right in, and what is left to read for one who guesses."""
-        main = _over_seeds([one["main_majority"]["all"]["value"] for one in results])
+        main = over_seeds([one["main_majority"]["all"]["value"] for one in results])
         return {"main": main, "privacy": {"mlp": self._privacy(results, "majority")}}
 
 
@@ -267,20 +266,11 @@ def _groups(results: list[dict[str, Any]], name: str) -> dict[str, Any]:
     tests = [one["p"] for one in by_seed if one["p"] is not None]
     return {
         "accuracy": {
-            group: _over_seeds([one["groups"][group]["value"] for one in by_seed])
+            group: over_seeds([one["groups"][group]["value"] for one in by_seed])
             for group in by_seed[0]["groups"]
         },
         "p": statistics.median(tests) if len(tests) == len(by_seed) else None,
     }
-
-
-def _over_seeds(values: Sequence[float | None]) -> dict[str, Any]:
-    """Mean and spread (the standard deviation between seeds); null where a seed has no figure."""
-    known = [value for value in values if value is not None]
-    if len(known) < len(values):
-        return {"mean": None, "spread": None}
-    spread = statistics.stdev(known) if len(known) > 1 else None
-    return {"mean": statistics.fmean(known), "spread": spread}
 
 
 def _checked(corpus: Sequence[str | Path]) -> list[Path]:

@@ -14,9 +14,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from tightlip.core.errors import UsageError
-from tightlip.core.files import written_whole
 from tightlip.corpus import bundled
 from tightlip.vectors.attackers import sklearn_part
+from tightlip.vectors.data import write_table
 
 NUM_TOPICS, DOMINATING = 10, 0.8
 _NUM_ENTITIES = 5
@@ -180,7 +180,5 @@ def _topics(texts: Sequence[str], seed: int) -> tuple[np.ndarray, np.ndarray]:
 
 def _made_once(path: Path, make: Callable[[], pa.Table]) -> Path:
     if not path.exists():
-        table = make()
-        with written_whole(path) as beside:
-            pq.write_table(table, beside, compression="zstd")
+        write_table(path, make())
     return path

@@ -35,7 +35,6 @@ class NoRule(Exception):
 
     def __init__(self, parameter: str, why: str) -> None:
         super().__init__(f"{parameter} ({why})")
-        self.parameter, self.why = parameter, why
 
 
 def _linear(watch: "Watch", name: str, input: Tensor, weight: Tensor, bias: Any = None) -> Tensor:

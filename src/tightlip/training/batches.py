@@ -6,7 +6,7 @@ then nothing; documents are never joined. Shapes: B rows, T ids, N targets.
 
 import hashlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -189,6 +189,15 @@ def gather(rows: Rows, chosen: np.ndarray, *, widths: tuple[int, ...] = ()) -> B
         target_ids_N=torch.from_numpy(targets[places_N]),
         users_B=torch.from_numpy(rows.users[chosen].astype(np.int64)),
     )
+
+
+def filled(values: np.ndarray, size: int, filler: Any) -> np.ndarray:
+    """`values` and behind them as much filler as makes `size` of them.
+
+    >>> filled(np.array([4, 7]), 4, -1)
+    array([ 4,  7, -1, -1])
+    """
+    return np.concatenate([values, np.full(size - len(values), filler, values.dtype)])
 
 
 class TokenRows:

@@ -64,7 +64,10 @@ def load_checkpoint(
         return None
     latest = max(states, key=lambda path: (states[path].step, states[path].recorded_step))
     tensors = load_file(latest / run_folder.TENSORS)
-    load_model_tensors(model, run_folder.part_of(tensors, "model"), latest)
+    weights = run_folder.part_of(tensors, "model")
+    if {*model_tensors(model)} != {*weights}:
+        raise UsageError(f"{latest} was saved from a model of another shape. Choose another --out.")
+    model.load_state_dict(weights, strict=False)
     run_folder.load_optimizer_tensors(optimizer, run_folder.part_of(tensors, "optimizer"))
     mitigation.load_state_dict(run_folder.part_of(tensors, "mitigation"))
     return states[latest]
@@ -80,12 +83,6 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
             kept[name] = tensor
             seen.add(where)
     return kept
-
-
-def load_model_tensors(model: nn.Module, tensors: dict[str, Tensor], where: Path) -> None:
-    if {*model_tensors(model)} != {*tensors}:
-        raise UsageError(f"{where} was saved from a model of another shape. Choose another --out.")
-    model.load_state_dict(tensors, strict=False)
 
 
 class RunningLoss:

@@ -37,7 +37,7 @@ from tightlip.corpus.public_text import (
     open_public,
     refuse_private_text,
 )
-from tightlip.corpus.readers import Corpus, open_corpus
+from tightlip.corpus.readers import open_corpus
 from tightlip.corpus.tokens import TokenizedCorpus
 from tightlip.models.fingerprints import files_fingerprint, model_fingerprint
 from tightlip.models.loading import load_tokenizer
@@ -51,6 +51,7 @@ BATCH_TOLERANCE_NATS = 2e-4
 # where no document happens to be near an edge. All of a tiny corpus.
 ALWAYS_ALONE = 16
 WORK = ".weighing"  # tokens while they are made
+TRAIN = "train.parquet"
 MOST_UNKNOWN = 0.01
 FEWEST_PUBLIC = 100  # documents, for quantiles that mean something
 Shown = dict[str, Any]  # a document as the page shows it
@@ -159,36 +160,7 @@ def weigh_documents(
     config = WeightsConfig(**settings)
     corpus = prepared if isinstance(prepared, PreparedCorpus) else open_prepared(Path(prepared))
     with claimed(corpus.folder):
-        return _weighed(corpus, config, render, device, keep_scan)
-
-
-def _weighed(
-    corpus: PreparedCorpus,
-    config: WeightsConfig,
-    render: Callable[..., str],
-    device: str,
-    keep_scan: bool,
-) -> PrivacyWeights:
-    job = _Weighing.begun(corpus, config)
-    kept = job.kept()
-    if kept is not None and all(_agrees(kept, name, job.identity) for name in job.identity):
-        return kept
-    documents = None if job.public is None else job.public.documents()
-    shared = known_overlap(corpus, documents, job.model)
-    work = make_private_folder(corpus.folder / WORK)
-    with scan_store(corpus.folder / SCAN, keep=keep_scan) as store:
-        nats, public = job.scored(work, store, kept, device)
-    rho, a, b = weights_of(config, nats, public)
-    weights = PrivacyWeights(
-        rho=rho,
-        log_perplexities=nats,
-        info=job.identity | {"a": a, "b": b, "shared": shared, "version": tightlip.__version__},
-    )
-    shown = _shown(corpus.folder, weights)
-    page = render(info=weights.info, rho=rho, nats=nats, public=public, shown=shown)
-    write_weights(corpus.folder, weights, public, page)
-    shutil.rmtree(work, ignore_errors=True)
-    return weights
+        return _Weighing.begun(corpus, config).weighed(render, device, keep_scan)
 
 
 def _agrees(kept: PrivacyWeights, name: str, identity: dict[str, Any]) -> bool:
@@ -261,7 +233,7 @@ class _Weighing:
             "normalisation": config.weights,
             "is_sound": config.weights in SOUND,
             "estimator": "frequency estimate" if model is None else "language model",
-            "model": FREQUENCY_ESTIMATE if model is None else _name_of(model),
+            "model": FREQUENCY_ESTIMATE if model is None else name_of_model(model),
             "model_fingerprint": fingerprint,
             "model_files": None if model is None else files_fingerprint(model),
             "public_corpus": None if public is None else Path(str(config.public_corpus)).name,
@@ -270,6 +242,25 @@ class _Weighing:
             "text_fingerprint": corpus.train.corpus_fingerprint,
         }
         return cls(corpus=corpus, config=config, model=model, public=public, identity=identity)
+
+    def weighed(self, render: Callable[..., str], device: str, keep_scan: bool) -> PrivacyWeights:
+        """The weights, made or kept, with the page that `render` draws."""
+        kept, folder = self.kept(), self.corpus.folder
+        if kept is not None and all(_agrees(kept, name, self.identity) for name in self.identity):
+            return kept
+        documents = None if self.public is None else self.public.documents()
+        shared = known_overlap(self.corpus, documents, self.model)
+        work = make_private_folder(folder / WORK)
+        with scan_store(folder / SCAN, keep=keep_scan) as store:
+            nats, public = self.scored(work, store, kept, device)
+        rho, a, b = weights_of(self.config, nats, public)
+        own = {"a": a, "b": b, "shared": shared, "version": tightlip.__version__}
+        weights = PrivacyWeights(rho=rho, log_perplexities=nats, info=self.identity | own)
+        shown = _shown(folder, weights)
+        page = render(info=weights.info, rho=rho, nats=nats, public=public, shown=shown)
+        write_weights(folder, weights, public, page)
+        shutil.rmtree(work, ignore_errors=True)
+        return weights
 
     def kept(self) -> PrivacyWeights | None:
         """Weights that stand there already and are of this text."""
@@ -319,7 +310,7 @@ class _Weighing:
 
         def score(part: str) -> np.ndarray:
             is_public = part == "public"
-            documents = public if is_public else _train_text(self.corpus.folder)
+            documents = public if is_public else open_corpus(self.corpus.folder / TRAIN)
             nats: list[float] = []
             with task(f"Weighing {part}", None) as bar:
                 for batch in documents.batches():
@@ -348,7 +339,7 @@ class _Weighing:
         tokens = self.corpus.train
         if tokens.tokenizer_fingerprint != scores.model.tokenizer_fingerprint:
             # The file and not the folder, whose other files change while this one is read.
-            source = CorpusSource(self.corpus.folder / "train.parquet", {})
+            source = CorpusSource(self.corpus.folder / TRAIN, {})
             tokens = tokenised_for(source, scores.model.tokenizer, work / "train")
         if (share := scores.unknown_share(tokens)) > MOST_UNKNOWN:
             log.warning(
@@ -359,11 +350,10 @@ class _Weighing:
         return tokens
 
 
-def _name_of(model: Path) -> str:
+def name_of_model(model: Path) -> str:
     """A folder's name; of a run's model, the run's with it."""
-    resolved = model.resolve()
-    is_runs = is_run(resolved.parent)
-    return f"{resolved.parent.name}/{resolved.name}" if is_runs else resolved.name
+    model = model.resolve()
+    return f"{model.parent.name}/{model.name}" if is_run(model.parent) else model.name
 
 
 def _public_source(corpus: PreparedCorpus, config: WeightsConfig) -> _PublicSource | None:
@@ -373,10 +363,6 @@ def _public_source(corpus: PreparedCorpus, config: WeightsConfig) -> _PublicSour
         return None
     columns = {name: corpus.settings[name] for name in ("user_column", "text_column", "bad_rows")}
     return _PublicSource(Path(config.public_corpus), columns)
-
-
-def _train_text(folder: Path) -> Corpus:
-    return open_corpus(folder / "train.parquet")
 
 
 def _shown(folder: Path, weights: PrivacyWeights) -> tuple[list[Shown], list[Shown]]:
@@ -398,7 +384,7 @@ def _shown(folder: Path, weights: PrivacyWeights) -> tuple[list[Shown], list[Sho
 def _texts(folder: Path, wanted: set[int]) -> dict[int, tuple[str, str]]:
     pairs = (
         pair
-        for batch in _train_text(folder).batches()
+        for batch in open_corpus(folder / TRAIN).batches()
         for pair in zip(batch.users, batch.texts, strict=True)
     )
     return {number: pair for number, pair in enumerate(pairs) if number in wanted}

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -115,15 +116,13 @@ def _read_by_all(
         for each in (target.codes, given.releases.single, given.releases.averaged, given.bare)
     )
     releases = Releases(single=single, averaged=averaged)
-    about = {"name": target.name, "num_values": len(target.values)}
-    options: dict[str, Any] = {**about, "seed": settings.seed}
-    readings = {
-        name: read_attribute(name, releases, values, device=device, **options)
-        for name in settings.attackers
-    }
+    read = partial(
+        read_attribute, num_values=len(target.values), name=target.name, seed=settings.seed
+    )
+    readings = {name: read(name, releases, values, device=device) for name in settings.attackers}
     of_one_release = (reading for name, reading in readings.items() if name != "averaged")
     strongest = best_on_dev(of_one_release, values.dev)
-    open_book = read_attribute("averaged", Releases(single=bare, averaged=bare), values, **options)
+    open_book = read("averaged", Releases(single=bare, averaged=bare), values)
     return {**readings, STRONGEST: strongest, OPEN_BOOK: open_book}
 
 

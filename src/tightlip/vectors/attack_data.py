@@ -90,9 +90,10 @@ def _main_task(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Whether the server, and whether the commonest training label, is right on each test text."""
     guessed, _ = load_server(run / SERVER).classify(releases.single.test)
-    commonest = np.bincount(examples.label_ids[parts.train]).argmax()
-    truth = examples.label_ids[parts.test]
-    right = [examples.labels[one] == name for one, name in zip(truth, guessed, strict=True)]
+    label = examples.label
+    commonest = np.bincount(label.ids[parts.train]).argmax()
+    truth = label.ids[parts.test]
+    right = [label.names[one] == name for one, name in zip(truth, guessed, strict=True)]
     return np.array(right), truth == commonest
 
 

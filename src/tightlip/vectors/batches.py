@@ -122,7 +122,7 @@ def scores_of(
     device = classifier.center.device
     was_training = classifier.training
     classifier.eval()
-    truth = torch.from_numpy(examples.label_ids).to(device)
+    truth = torch.from_numpy(examples.label.ids).to(device)
     losses, right, raw = [], [], None
     num_draws = NUM_DRAWS if mechanism.noise_scale or mechanism.dropout else 1
     with torch.random.fork_rng([device] if device.type == "cuda" else []):

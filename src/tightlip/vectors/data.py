@@ -44,14 +44,6 @@ class Examples:
     def __len__(self) -> int:
         return len(self.texts)
 
-    @property
-    def labels(self) -> list[str]:
-        return self.label.names
-
-    @property
-    def label_ids(self) -> np.ndarray:
-        return self.label.ids
-
     def part(self, name: str) -> "Examples":
         """Only the texts of train, dev or test."""
         return self.chosen(np.flatnonzero(self.parts == name))

@@ -161,10 +161,7 @@ def _check_guarantee(folder: Path, about: dict[str, Any], mechanism: VectorMecha
             f"{mechanism.dimensions}. Copy the folder again, or train again."
         )
     beside = folder / GUARANTEE
-    if not beside.is_file():
-        return
-    if read_json(beside) == about["guarantee"]:
-        return
-    raise UsageError(
-        f"{beside} and device.json state different guarantees. Copy the folder again, or train again."
-    )
+    if beside.is_file() and read_json(beside) != about["guarantee"]:
+        raise UsageError(
+            f"{beside} and device.json state different guarantees. Copy the folder again, or train again."
+        )

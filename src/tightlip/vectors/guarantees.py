@@ -127,10 +127,8 @@ class VectorMechanism:
             return accounting.allowed_units(
                 math.ceil(GRID_STEPS / Fraction(self.epsilon)), self.epsilon
             )
-        target, delta = (
-            accounting.before_dropout(self.epsilon, self.dropout),
-            self._base_delta(self.delta),
-        )
+        target = accounting.before_dropout(self.epsilon, self.dropout)
+        delta = self._base_delta(self.delta)
         if self.mechanism == "laplace":
             return accounting.laplace_units(self.dimensions, target, delta)
         return accounting.gaussian_units(target, delta)

@@ -58,7 +58,6 @@ class Classifier(nn.Module):
         labels: Sequence[str],
         *,
         hidden: int = 0,
-        dropout: float = 0.1,
         center: float = 0.0,
         width: float = 1.0,
     ) -> None:
@@ -68,7 +67,7 @@ class Classifier(nn.Module):
         self.register_buffer("width", torch.tensor(width))
         last = nn.Linear(hidden or dimensions, len(self.labels))
         layers = [nn.Linear(dimensions, hidden), nn.ReLU()] if hidden else []
-        self.layers = nn.Sequential(nn.Dropout(dropout), *layers, last)
+        self.layers = nn.Sequential(nn.Dropout(0.1), *layers, last)
 
     def forward(self, vectors: Tensor) -> Tensor:
         return self.layers((vectors - self.center) / self.width)

@@ -135,7 +135,9 @@ class Training:
             delta=settings.delta,
             dropout=settings.dropout,
         )
-        self.classifier = noise_classifier(examples.labels, self.mechanism, hidden=settings.hidden)
+        self.classifier = noise_classifier(
+            examples.label.names, self.mechanism, hidden=settings.hidden
+        )
         self.readers = self._new_readers()
         names = ("extractor", "classifier", "readers")
         self.modules = nn.ModuleDict({name: getattr(self, name) for name in names}).to(self.device)
@@ -148,7 +150,7 @@ class Training:
             device=self.device,
         )
         self.num_steps = settings.epochs * self.batches.steps_per_epoch
-        self.truth = torch.from_numpy(self.train.label_ids).to(self.device)
+        self.truth = torch.from_numpy(self.train.label.ids).to(self.device)
         columns = self.train.private.values()
         self.private = [torch.from_numpy(column.ids).to(self.device) for column in columns]
         self.frequencies = [
@@ -201,7 +203,8 @@ class Training:
                 elif time.monotonic() - self.saved_at >= self.options.checkpoint_seconds:
                     self.save()
                 if interruption.wanted:
-                    self.stop_for_now()
+                    self.save()
+                    raise stopped_after(self.progress.step, self.num_steps)
         return self.finish()
 
     def take_step(self, batch: Batch) -> None:
@@ -314,10 +317,6 @@ class Training:
         checkpoints.save_progress(self.kept, self.progress, self.modules, self.optimizers)
         self.clock = self.saved_at = time.monotonic()
 
-    def stop_for_now(self) -> None:
-        self.save()
-        raise stopped_after(self.progress.step, self.num_steps)
-
     def finish(self) -> dict[str, Any]:
         checkpoints.load_best(self.kept, self.progress.best_epoch, self.modules)
         metrics = self.metrics()
@@ -337,13 +336,13 @@ class Training:
         test_texts = self.examples.part("test")
         unseen = ~self.examples.seen_in_train()
         on_unseen = float(test.share_right[unseen].mean()) if unseen.any() else None
-        usual = np.bincount(self.train.label_ids, minlength=len(self.examples.labels)).argmax()
+        usual = np.bincount(self.train.label.ids).argmax()
         return {
             "dev_accuracy": dev.accuracy,
             "dev_loss_nats": dev.loss_nats,
             "test_accuracy": test.accuracy,
             "test_loss_nats": test.loss_nats,
-            "majority_accuracy": float((test_texts.label_ids == usual).mean()),
+            "majority_accuracy": float((test_texts.label.ids == usual).mean()),
             "best_epoch": self.progress.best_epoch,
             "epochs": self.progress.epochs,
             "seconds": round(sum(line["seconds"] for line in self.progress.epochs), 3),

@@ -1,6 +1,7 @@
 """`tightlip represent train` and `export` as calls."""
 
 import statistics
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -85,33 +86,27 @@ def represent_train(
         chosen = replace(chosen, extractor=str(checked_folder(chosen.extractor).resolve()))
     source = open_source(corpus, **columns.tree())
     with claimed(out):
-        return _trained(source, out, chosen, options, seeds)
+        _check_seeds(out, seeds)
+        if seeds is None:
+            return _train_one(source, out, chosen, options)
+        each = [replace(chosen, seed=chosen.seed + number) for number in range(seeds)]
+        runs = [_train_one(source, out / f"seed-{n}", one, options) for n, one in enumerate(each)]
+        summary = _summary(runs, [one.seed for one in each])
+        write_json(out / SUMMARY, summary)
+    return RepresentRuns(folder=out, runs=runs, summary=summary)
 
 
-def _trained(
-    source: Source,
-    out: Path,
-    chosen: RepresentSettings,
-    options: RepresentOptions,
-    seeds: int | None,
-) -> RepresentRun | RepresentRuns:
-    if seeds is None:
-        if (out / SUMMARY).exists() or (out / "seed-0").exists():
-            raise UsageError(
-                f"{out} holds runs of several seeds. Choose another --out, or add --seeds."
-            )
-        return _train_one(source, out, chosen, options)
-    if seeds < 2:
+def _check_seeds(out: Path, seeds: int | None) -> None:
+    if seeds is None and ((out / SUMMARY).exists() or (out / "seed-0").exists()):
+        raise UsageError(
+            f"{out} holds runs of several seeds. Choose another --out, or add --seeds."
+        )
+    if seeds is not None and seeds < 2:
         raise UsageError(f"seeds={seeds} has no spread. Use 2 or more, or leave it out.")
-    if is_run(out):
+    if seeds is not None and is_run(out):
         raise UsageError(
             f"{out} holds a run of one seed. Choose another --out for {seeds} of them."
         )
-    each = [replace(chosen, seed=chosen.seed + number) for number in range(seeds)]
-    runs = [_train_one(source, out / f"seed-{n}", one, options) for n, one in enumerate(each)]
-    summary = _summary(runs, [one.seed for one in each])
-    write_json(out / SUMMARY, summary)
-    return RepresentRuns(folder=out, runs=runs, summary=summary)
 
 
 def _train_one(
@@ -175,17 +170,21 @@ def _train_in(
 
 
 def _summary(runs: list[RepresentRun], seeds: list[int]) -> dict[str, Any]:
-    """Mean and spread (the standard deviation between seeds) of each figure."""
+    """Each figure over the seeds."""
     summary: dict[str, Any] = {"seeds": seeds, "runs": [run.folder.name for run in runs]}
     for name in _SUMMED_UP:
         values = [run.metrics[name] for run in runs]
-        known = None not in values
-        summary[name] = {
-            "mean": statistics.fmean(values) if known else None,
-            "spread": statistics.stdev(values) if known else None,
-            "values": values,
-        }
+        summary[name] = {**over_seeds(values), "values": values}
     return summary
+
+
+def over_seeds(values: Sequence[float | None]) -> dict[str, Any]:
+    """Mean and spread (the standard deviation between seeds); null where a seed has no figure."""
+    known = [value for value in values if value is not None]
+    if len(known) < len(values):
+        return {"mean": None, "spread": None}
+    spread = statistics.stdev(known) if len(known) > 1 else None
+    return {"mean": statistics.fmean(known), "spread": spread}
 
 
 @takes()

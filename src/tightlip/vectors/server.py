@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 import torch
 
 from tightlip.core.errors import UsageError
-from tightlip.core.files import csv_text, written_whole
+from tightlip.core.files import csv_text, write_text
 from tightlip.core.settings import takes
 from tightlip.vectors.data import write_table
 from tightlip.vectors.guarantees import VectorMechanism
@@ -238,7 +238,6 @@ def _write_predictions(
     told = {"predicted": labels, "probability": probabilities.max(axis=1)}
     table = pa.table({name: value for name, value in columns.items() if name not in told} | told)
     if path.suffix.lower() == ".csv":
-        with written_whole(path, alone=True) as beside:
-            beside.write_text(csv_text(table.to_pylist()), encoding="utf-8")
+        write_text(path, csv_text(table.to_pylist()), alone=True)
     else:
         write_table(path, table, alone=True)

@@ -26,6 +26,7 @@ SERIES = (
 )
 # Intervals at one ε stand beside each other, not on each other.
 ASIDE = {"main": -0.015, "averaged": 0.015}
+OF_RUNS: dict[str, Any] = {"width": 430, "height": 290, "left": 56}  # a plot of several runs
 Get = Callable[[Result], Figure | None]
 
 
@@ -51,21 +52,13 @@ def curves(columns: Sequence[RunColumn]) -> list[tuple[str, str, Markup]]:
     drawn = []
     for (mechanism, dropout), group in _grouped(noisy, "dropout", varies="epsilon"):
         masked = f"{100 * dropout:g}% of words masked" if dropout else "no word masked"
-        curve = _curve(group, bare, _epsilon, "ε of the whole vector")
+        curve = _curve(group, bare, "epsilon", "ε of the whole vector")
         drawn.append(("Over ε", f"{mechanism}, {masked}", curve))
     for (mechanism, epsilon), group in _grouped(noisy, "epsilon", varies="dropout"):
         per = "of one coordinate" if mechanism == "laplace-as-published" else "of the vector"
-        curve = _curve(group, bare, _dropout, "share of words masked, μ")
+        curve = _curve(group, bare, "dropout", "share of words masked, μ")
         drawn.append(("Over μ", f"{mechanism} at ε {epsilon:g} {per}", curve))
     return drawn
-
-
-def _epsilon(result: Result) -> float:
-    return float(result["guarantee"]["epsilon"])
-
-
-def _dropout(result: Result) -> float:
-    return float(result["dropout"])
 
 
 def _grouped(
@@ -80,23 +73,19 @@ def _grouped(
             yield key, group
 
 
-def _curve(
-    group: list[RunColumn], bare: list[RunColumn], place: Callable[[Result], float], label: str
-) -> Markup:
+def _curve(group: list[RunColumn], bare: list[RunColumn], varies: str, label: str) -> Markup:
     """Utility and privacy along one parameter; runs without noise stand at the right."""
     plot = Plot(
         title=f"Main-task accuracy and empirical privacy over {label}",
         description="Higher is better for both. Bars are 95% intervals.",
-        width=430,
-        height=290,
-        left=56,
+        **OF_RUNS,
     )
     drawn = [column.figure(get) for column in [*group, *bare] for _, _, get in SERIES]
     axis = _roomy(drawn)
     plot.y_axis(axis, "share of test rows")
-    group = sorted(group, key=lambda column: place(column.first))
-    values = [place(column.first) for column in group]
-    use_log = place is _epsilon and min(values) > 0
+    group = sorted(group, key=lambda column: _place(column, varies))
+    values = [_place(column, varies) for column in group]
+    use_log = varies == "epsilon" and min(values) > 0
     shares = [along(value, values, log=use_log, end=0.8 if bare else 0.94) for value in values]
     beyond = [0.8 + 0.16 * (n + 1) / len(bare) for n in range(len(bare))]
     for kind, name, get in SERIES:
@@ -109,6 +98,12 @@ def _curve(
     names = [(share, _bare_name(column)) for share, column in zip(beyond, bare, strict=True)]
     plot.x_labels(ticks + names, label)
     return plot.svg()
+
+
+def _place(column: RunColumn, varies: str) -> float:
+    """The whole vector's ε, or the share of words masked."""
+    stated = column.first["guarantee"] if varies == "epsilon" else column.first
+    return float(stated[varies])
 
 
 def _bare_name(column: RunColumn) -> str:
@@ -156,10 +151,8 @@ def tradeoff(columns: Sequence[RunColumn]) -> Markup | None:
     plot = Plot(
         title="Utility against empirical privacy",
         description="Each run's main-task accuracy and 1 − X of the strongest attacker on one vector.",
-        width=430,
-        height=290,
-        left=56,
         right=22,
+        **OF_RUNS,
     )
     across = _roomy([main for _, main, _ in known], ("value",))
     up = _roomy([privacy for _, _, privacy in known], ("value",))

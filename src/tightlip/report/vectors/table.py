@@ -79,7 +79,7 @@ def _shares(columns: Sequence[RunColumn], *path: str) -> list[Cell]:
 
 def _promise(columns: Sequence[RunColumn]) -> Iterator[Measure]:
     yield "Method", _firsts(columns, _method)
-    yield "Guarantee of a vector", _firsts(columns, _guarantee)
+    yield "Guarantee of a vector", _firsts(columns, lambda r: Cell(*promise_words(r)))
     yield "ε of one coordinate", _firsts(columns, _coordinate)
     yield "Masked words μ", _firsts(columns, lambda r: Cell(f"{r['dropout']:g}"))
 
@@ -88,10 +88,6 @@ def _method(result: Result) -> Cell:
     method = str(result["method"])
     known = METHOD_NAMES.get(method, method)
     return Cell(str(result["mechanism"]) if method == "dpnr" else known)
-
-
-def _guarantee(result: Result) -> Cell:
-    return Cell(*promise_words(result))
 
 
 def _coordinate(result: Result) -> Cell:

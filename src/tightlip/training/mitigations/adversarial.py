@@ -16,9 +16,10 @@ from torch.nn.functional import cross_entropy
 from tightlip.core.progress import log
 from tightlip.core.run_folder import load_optimizer_tensors, optimizer_tensors, part_of, prefixed
 from tightlip.core.settings import LARGEST_SIZE, setting
+from tightlip.training.batches import filled
 from tightlip.training.config import MitigationConfig
 from tightlip.training.mitigations import RunContext
-from tightlip.training.mitigations.regulariser import Drawn, Regulariser, RegulariserConfig, filled
+from tightlip.training.mitigations.regulariser import Drawn, Regulariser, RegulariserConfig
 
 MOST_ASKED = 1024  # rows by which the discriminator is judged
 EPOCHS_TO_LEARN = 2  # before it is called no adversary

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tightlip.privacy.layers import Layout
 from tightlip.privacy.passes import Passes, Physical
-from tightlip.training.batches import Rows, TokenRows, epoch_order
+from tightlip.training.batches import Rows, TokenRows, epoch_order, filled
 from tightlip.training.config import MitigationConfig, TrainConfig
 from tightlip.training.losses import is_recurrent
 from tightlip.training.mitigations import LEDGER_KEYS, CorpusFacts, RunContext
@@ -79,8 +79,7 @@ class NoMitigation:
         context = self.context
         longest = int(self.source.lengths[chosen].max())
         width = min(width for width in context.widths if width >= longest)
-        rows = np.full(context.config.batch_size, -1)
-        rows[: len(chosen)] = chosen
+        rows = filled(chosen, context.config.batch_size, -1)
         ids_BT, targets_BT = (part.to(context.device) for part in self.source.gather(rows, width))
         num_targets = int(context.rows.num_targets[chosen].sum())
         weights_BT = (targets_BT >= 0) / context.targets_per_batch

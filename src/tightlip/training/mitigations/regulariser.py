@@ -22,34 +22,18 @@ from tightlip.privacy.clipping import trainable_parameters
 from tightlip.privacy.passes import captured, plain_sums
 from tightlip.privacy.row_losses import RowLosses
 from tightlip.privacy.watching import Watch
-from tightlip.training.batches import Rows, TokenRows
+from tightlip.training.batches import Rows, TokenRows, filled
 from tightlip.training.config import MitigationConfig, TrainConfig
 from tightlip.training.losses import Selected, is_recurrent
 from tightlip.training.mitigations import RunContext
 from tightlip.training.mitigations.none import NoMitigation
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
-class StateBatch:
-    """The first B of X rows have targets; `last_X` is where each row's last input stands.
-
-    `more` is what the term takes beside the last states.
-    """
-
-    ids_XT: Tensor
-    last_X: Tensor
-    targets_BT: Tensor
-    weights_BT: Tensor
-    more: tuple[Tensor, ...]
-
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        return (self.ids_XT, self.last_X, self.targets_BT, self.weights_BT, *self.more)
-
-
 class StatePasses:
     """Gradients of Σ weight · cross-entropy + term(last states), by parameter, and each row's loss.
 
+    A call takes ids_XT, last_X, targets_BT, weights_BT and what the term takes more: the first B
+    of X rows have targets, and `last_X` is where each row's last input stands.
     `term(last_XH, *more)` gives what is added to the loss and may change tensors of its own,
     which `own_state` lists: they are put back after the trial runs that a capture needs.
     Results live in memory that the next call overwrites.
@@ -72,15 +56,15 @@ class StatePasses:
         self._ready: dict[Any, Callable[[tuple[Tensor, ...]], Any]] = {}
         self._pool: Any = None
 
-    def __call__(self, batch: StateBatch) -> tuple[dict[str, Tensor], Tensor]:
-        if batch.ids_XT.device.type != "cuda":
-            return self._gradients(*batch.tensors)
-        key = tuple(tensor.shape for tensor in batch.tensors)
+    def __call__(self, *tensors: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        if tensors[0].device.type != "cuda":
+            return self._gradients(*tensors)
+        key = tuple(tensor.shape for tensor in tensors)
         if key not in self._ready:
             self._ready[key], self._pool = captured(
-                self._gradients, batch.tensors, warm_up=self._try_out, pool=self._pool
+                self._gradients, tensors, warm_up=self._try_out, pool=self._pool
             )
-        return self._ready[key](batch.tensors)
+        return self._ready[key](tensors)
 
     def _try_out(self, *tensors: Tensor) -> None:
         before = [(tensor, tensor.detach().clone()) for tensor in self.own_state()]
@@ -225,16 +209,12 @@ class Regulariser(NoMitigation, ABC):
         ids_XT, targets_XT = self.source.gather(rows_X, width)
         last_X = np.arange(len(rows_X)) * width + num_targets_X - 1
         more = [torch.tensor(weight, dtype=torch.float32), *map(torch.from_numpy, arrays)]
-        targets_BT = moved(targets_XT[:size], context.device)
-        gradients, losses_B = states(
-            StateBatch(
-                ids_XT=moved(ids_XT, context.device),
-                last_X=moved(torch.from_numpy(last_X), context.device),
-                targets_BT=targets_BT,
-                weights_BT=(targets_BT >= 0) / context.targets_per_batch,
-                more=tuple(moved(each, context.device) for each in more),
-            )
+        ids_XT, last, targets_BT, *more = (
+            moved(each, context.device)
+            for each in (ids_XT, torch.from_numpy(last_X), targets_XT[:size], *more)
         )
+        weights_BT = (targets_BT >= 0) / context.targets_per_batch
+        gradients, losses_B = states(ids_XT, last, targets_BT, weights_BT, *more)
         for name, parameter in states.parameters.items():
             parameter.grad = gradients[name]
         num_targets = int(context.rows.num_targets[chosen].sum())
@@ -303,12 +283,3 @@ class Regulariser(NoMitigation, ABC):
 
 def _settings(config: TrainConfig) -> RegulariserConfig:
     return cast(RegulariserConfig, config.mitigation)
-
-
-def filled(values: np.ndarray, size: int, filler: Any) -> np.ndarray:
-    """`values` and behind them as much filler as makes `size` of them.
-
-    >>> filled(np.array([4, 7]), 4, -1)
-    array([ 4,  7, -1, -1])
-    """
-    return np.concatenate([values, np.full(size - len(values), filler, values.dtype)])

@@ -16,9 +16,10 @@ from torch import Tensor
 from tightlip.core.errors import UsageError
 from tightlip.core.progress import log
 from tightlip.core.settings import setting
+from tightlip.training.batches import filled
 from tightlip.training.config import MitigationConfig
 from tightlip.training.mitigations import RunContext
-from tightlip.training.mitigations.regulariser import Drawn, Regulariser, RegulariserConfig, filled
+from tightlip.training.mitigations.regulariser import Drawn, Regulariser, RegulariserConfig
 
 _PARTNERS = 0x7269  # tells the draw of partners from that of the order
 LOOKED_AT_EVERY = 50  # steps; on a GPU each look waits for it
