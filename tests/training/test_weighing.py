@@ -77,7 +77,7 @@ def prepared(folder, rows=None, **settings):
 
 def by_one_call_per_token(model, tokenizer, text, window):
     """Oracle: each token from a fresh call on what the model may see of the text before it."""
-    ids = tokenizer(text)["input_ids"]
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     inputs, stride = [tokenizer.bos_token_id, *ids], (window or 0) // 2 + 1
     nats = []
     for place, target in enumerate(ids):

@@ -147,13 +147,13 @@ def _opened(
     places = [
         one.folder if isinstance(one, RunRecord | LeakageReport) else _path(one) for one in models
     ]
+    runs = [of_run(finished_run(one)) if is_a_run(one) else None for one in models]
     if len({place.resolve() for place in places}) < max(2, len(places)):
         what = "One model was given" if len(places) == 1 else "The same model was given twice"
         raise UsageError(
             f"{what if places else 'No model was given'}, and a comparison needs different ones. "
             "Run: tightlip compare MODEL MODEL..."
         )
-    runs = [of_run(finished_run(one)) if is_a_run(one) else None for one in models]
     first = next((run for run in runs if run is not None), None)
     if corpus is None and first is not None:
         texts = {"members": first.members, "held_out": first.held_out}

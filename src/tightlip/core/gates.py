@@ -156,7 +156,7 @@ def junit_text(
                 ElementTree.SubElement(listed, "property", name=name, value=_short(value))
         for case, why in (cases or {"measured": None}).items():
             element = ElementTree.SubElement(
-                one, "testcase", classname=f"tightlip.{suite}", name=case
+                one, "testcase", classname=f"tightlip {suite}", name=case
             )
             if why is not None:
                 ElementTree.SubElement(element, "failure", message=why)
