@@ -67,7 +67,7 @@ def test_each_users_canary_is_their_most_surprising_usable_document(place):
     model, tokenizer = load_causal_lm(run.model_folder), load_tokenizer(run.model_folder)
     best = {}
     for user, text in documents():
-        ids = tokenizer(text)["input_ids"]
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
         if len(ids) < 5 or tokenizer.unk_token_id in ids:
             continue
         found = perplexity_by_rereading(model, tokenizer.bos_token_id, ids)
