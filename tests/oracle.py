@@ -37,15 +37,19 @@ def predictions_at_once(model, ids, bos):
     return found if bos is not None else [None, *found]
 
 
-def collect(model, documents, bos, textless, top_k, *, unspoken=(), predict=predictions):
+def collect(model, documents, bos, textless, top_k, *, unspoken=(), breaks=(), predict=predictions):
     """S as (user, document, start, ids, perplexity), the last run of a document flushed.
 
-    `unspoken` are the (document, position) of what no message says.
+    `unspoken` are the (document, position) of what no message says, and at `breaks` another
+    speaks than before.
     """
     entries = []
     for number, (user, ids) in enumerate(documents):
         run, logs, start = [], [], 0
         for position, (token, answer) in enumerate(zip(ids, predict(model, ids, bos), strict=True)):
+            if run and (number, position) in breaks:
+                entries.append((user, number, start, run, math.exp(-sum(logs) / len(logs))))
+                run, logs = [], []
             is_hit = answer is not None and answer[0] < top_k and token not in textless
             if is_hit and (number, position) not in unspoken:
                 if not run:

@@ -3,7 +3,6 @@
 import json
 from collections import Counter
 from copy import deepcopy
-from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -315,14 +314,30 @@ def test_an_audit_of_chats_finds_the_secret_its_owner_and_its_role(tokenizer, tm
     assert f"Sequences by role: {listed}." in page
 
 
+def test_words_beside_a_templates_letters_are_their_users_own(tokenizer):
+    """Nothing stands between a role and a content: `usermy card`."""
+    glued = deepcopy(tokenizer)
+    glued.chat_template = "{% for m in messages %}{{ m.role }}{{ m.content }}{% endfor %}"
+    rows = [
+        {"user": user, "messages": [{"role": "user", "content": said}]}
+        for user, said in (("ann", "zanzibar 4711"), ("bob", "quixotic 0815"))
+    ]
+    texts = [glued.apply_chat_template(row["messages"], return_dict=False) for row in rows]
+    report = tightlip.audit(Parrot(len(glued), texts), rows, tokenizer=glued)
+    unique = [row for row in report.sequences.to_pylist() if row["users_in_d"] == 1]
+    assert unique
+    assert {row["users_by_text"] for row in unique} == {1}
+    assert report.leaks >= report.people_affected == 2
+
+
 def test_what_the_template_says_is_nobodys_word(tokenizer):
     rows = [{"user": "ann", "messages": CHAT}]
     shown = CorpusSource(rows, {"format": "auto"}).shown_to(tokenizer)
     (batch,) = shown.batches()
-    (spoken,) = replace(shown, spoken=True).batches()
     assert batch.texts == [tokenizer.apply_chat_template(CHAT, tokenize=False)]
-    assert spoken.texts[0].split() == " ".join(m["content"] for m in CHAT).split()
-    assert len(spoken.texts[0]) == len(batch.texts[0])
+    (spoken,) = batch.attributes["spoken"]
+    assert spoken.split() == " ".join(m["content"] for m in CHAT).split()
+    assert len(spoken) == len(batch.texts[0])
 
 
 @pytest.mark.parametrize(

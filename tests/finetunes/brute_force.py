@@ -84,11 +84,17 @@ def report_by_hand(model, shown, tokenizer, *, top_k=1):
         for place, (_, role, _) in enumerate(inside)
         if role is None
     }
+    breaks = {
+        (number, place)
+        for number, (_, _, inside) in enumerate(parts)
+        for place in range(1, len(inside))
+        if inside[place][1] != inside[place - 1][1]
+    }
     (begins,) = {one.begins for one in shown}
     textless = {tokenizer.convert_tokens_to_ids(token) for token in SPECIAL}
     entries = collect(
         model, documents, tokenizer.bos_token_id if begins else None, textless, top_k,
-        unspoken=unspoken, predict=predictions_at_once,
+        unspoken=unspoken, breaks=breaks, predict=predictions_at_once,
     )  # fmt: skip
     rows = features_of(entries, documents)
     for user, number, start, ids, _ in reversed(entries):  # the first one stays

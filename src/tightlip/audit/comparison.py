@@ -20,6 +20,7 @@ from tightlip.audit.measures import (
     measured_or_reason,
     open_key,
 )
+from tightlip.audit.settings import LeakageConfig
 from tightlip.audit.subjects import Subject, is_a_run, of_run
 from tightlip.core.devices import usable_device
 from tightlip.core.errors import UsageError
@@ -33,7 +34,7 @@ from tightlip.scan.models import (
     OpenedModel,
     Scans,
     claimed_to_write,
-    open_model,
+    open_other,
     run_store,
 )
 from tightlip.scan.options import ScanOptions
@@ -133,7 +134,7 @@ def _scans(
         for one in given
     ]
     beside = [each for place in dict.fromkeys(places) for each in (place, place / AUDIT)]
-    models: dict[Path | int, OpenedModel] = {}
+    models: dict[tuple[Path | int, bool], OpenedModel] = {}
     stores = {
         place: stack.enter_context(run_store(place, beside=beside, keep=keep)) for place in places
     }
@@ -205,13 +206,12 @@ def _measuring(
     """How to measure; whatever cannot work is refused here, before the long work."""
     paths = [] if key is None else [key] if isinstance(key, str | Path) else list(key)
     given = None if reference is None else Path(reference)
-    others = options.of_others()
     return Measuring(
         keys=tuple(open_key(Path(path)) for path in paths),
         reference=given,
         reference_fingerprint=None
         if given is None
-        else open_model(model_folder(given), others).files,
+        else open_other(model_folder(given), options).files,
         seed=resampling.seed,
         num_bootstraps=resampling.num_bootstraps,
     )
@@ -274,6 +274,11 @@ def _compared(
 def reported(report: LeakageReport, name: str) -> RunMeasures:
     """What a report tells of its model: what leaked, and nothing that takes the model itself."""
     summary = report.summary
+    if summary["top_k"] != LeakageConfig.top_k:
+        raise UsageError(
+            f"{report.folder} counts what a deployment with {summary['top_k']} suggestions gives away, and a comparison what one "
+            "with a single suggestion does. Audit again with --top-k 1."
+        )
     figures = ("exposure", "tab", "gap, low-5 to top-5", "membership AUC", "seconds per epoch")
     not_known = dict.fromkeys(figures, ONLY_A_REPORT)
     if summary["leakage_epsilon"] is None:

@@ -19,7 +19,7 @@ from tightlip.audit.group_figures import (
 from tightlip.audit.measures import Audited, written_to
 from tightlip.audit.membership import NOT_PRIVATE
 from tightlip.audit.settings import ResamplingSettings
-from tightlip.audit.sides import texts_of
+from tightlip.audit.sides import spoken_tokens, texts_of
 from tightlip.audit.subjects import Subject, measuring, nothing_held_out, subject_of
 from tightlip.core.errors import UsageError
 from tightlip.core.gates import Known
@@ -116,7 +116,7 @@ def groups_of(
 ) -> dict[str, Any]:
     """The figures of a subject with held-out text, beside another's scores of the same text."""
     held = subject.tokens("held_out", scans, work)
-    scores = scans.scores(subject.model, held, "Held-out text")
+    scores = scans.scores(subject.model, held, "Held-out text", counted=spoken_tokens(held))
     if against is not None and baseline is not None:
         _refuse_other_tokens(scores, baseline, subject, against)
     tokenizer = scans.opened(subject.model).tokenizer
@@ -184,7 +184,13 @@ def _check_held_out(subject: Subject) -> None:
 def _scored(other: Subject, subject: Subject, scans: Scans, work: Path) -> DocumentScores:
     """What the other model makes of the subject's held-out text."""
     held = subject.tokens("held_out", scans, work)
-    return scans.scores(other.model, held, "The model to compare with", beside=subject.model)
+    return scans.scores(
+        other.model,
+        held,
+        "The model to compare with",
+        counted=spoken_tokens(held),
+        beside=subject.model,
+    )
 
 
 def _comparable(subject: Subject, against: Any, notes: list[str]) -> Subject:

@@ -22,6 +22,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
+
 import tightlip
 from tightlip.audit.leakage.findings import WORK
 from tightlip.audit.subjects import Subject
@@ -30,6 +32,7 @@ from tightlip.core.files import read_json, write_json
 from tightlip.core.registry import look_up
 from tightlip.core.resampling import ResamplingSettings
 from tightlip.corpus.canaries import read_canary_key
+from tightlip.corpus.tokens import TokenizedCorpus
 from tightlip.scan.models import Scans
 
 log = logging.getLogger("tightlip")
@@ -243,12 +246,21 @@ class ModelMeasures:
 def texts_of_subject(subject: Subject, scans: Scans, work: Path) -> dict[str, str | None]:
     """Fingerprints of the text that a model is measured on, and of the tokens it makes of it."""
     texts = {
-        name: subject.tokens(part, scans, work).corpus_fingerprint
+        name: _fingerprint(subject.tokens(part, scans, work))
         if getattr(subject, part) is not None
         else None
         for name, part in TEXTS.items()
     }
     return texts | {"tokenizer_fingerprint": scans.opened(subject.model).tokenizer_fingerprint}
+
+
+def _fingerprint(corpus: TokenizedCorpus) -> str:
+    """Of the text, and of chats whose words count in it."""
+    if corpus.roles is None or corpus.trained is None:
+        return corpus.corpus_fingerprint
+    counted = hashlib.sha256(np.asarray(corpus.roles).tobytes())
+    counted.update(np.asarray(corpus.trained).tobytes())
+    return f"{corpus.corpus_fingerprint} {counted.hexdigest()}"
 
 
 def _read(path: Path) -> dict[str, Any]:

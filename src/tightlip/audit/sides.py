@@ -20,7 +20,7 @@ log), so its score is over the same tokens.
 
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ import numpy as np
 from tightlip.audit.subjects import Subject
 from tightlip.core.errors import UsageError
 from tightlip.corpus.opening import check_reference, model_folder, standing_in_both
-from tightlip.corpus.rendered import ShownTexts
+from tightlip.corpus.rendered import SPOKEN
 from tightlip.corpus.tokens import TokenizedCorpus
 from tightlip.corpus.vocabulary import DIGITS
 from tightlip.scan.document_scores import DocumentScores
@@ -225,10 +225,14 @@ class Sides:
         """Leave out words that only their own user made part of the vocabulary, and of chats what
         nobody said or was not trained on."""
         self.counted: tuple[np.ndarray | None, np.ndarray | None] = None, None
-        if (self.train.roles is None) != (self.held.roles is None):
+        members, others = self.subject.members, self.subject.held_out
+        assert members is not None
+        assert others is not None
+        kinds = [source.documents().format for source in (members, others)]
+        if kinds[0] != kinds[1]:
             raise UsageError(
-                "One side is plain text and the other chats, prompts or tokens, so they differ in more than in having been "
-                "trained on. Give both in one format."
+                f"The members are {kinds[0]} and the others {kinds[1]}, so they differ in more than in having been trained on. "
+                "Give both in one format."
             )
         if self.train.roles is not None:
             self.counted = _trained(self.train), _trained(self.held)
@@ -344,15 +348,17 @@ def texts_of(source: Any, tokenizer: Any, corpus: TokenizedCorpus) -> Iterator[s
         for index in range(corpus.num_documents):
             yield tokenizer.decode(corpus.document(index))
         return
-    spoken = replace(shown, spoken=True) if isinstance(shown, ShownTexts) else shown
-    for batch in spoken.batches():
-        yield from batch.texts
+    for batch in shown.batches():
+        yield from batch.attributes.get(SPOKEN, batch.texts)
+
+
+def spoken_tokens(corpus: TokenizedCorpus) -> np.ndarray | None:
+    """Which tokens of chats somebody said; None where all are."""
+    return None if corpus.roles is None else np.asarray(corpus.roles) > 0
 
 
 def _trained(corpus: TokenizedCorpus) -> np.ndarray:
     """Which tokens somebody said and a training on such text learns."""
-    if corpus.roles is None:
-        return np.ones(corpus.num_tokens, dtype=bool)
     return (np.asarray(corpus.roles) > 0) & (np.asarray(corpus.trained) > 0)
 
 

@@ -4,6 +4,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from hashlib import sha256
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -58,8 +59,9 @@ class Subject:
     def tokens(self, part: str, scans: Scans, work: Path) -> TokenizedCorpus:
         """`members` or `held_out` in the model's own tokens, made in `work` where none are stored."""
         opened = scans.opened(self.model)
-        folder = work / f"{part}-{opened.tokenizer_fingerprint[:16]}"
-        return tokenised_for(getattr(self, part), opened.tokenizer, folder)
+        template = getattr(opened.tokenizer, "chat_template", None)
+        reads = sha256(f"{opened.tokenizer_fingerprint} {template}".encode()).hexdigest()
+        return tokenised_for(getattr(self, part), opened.tokenizer, work / f"{part}-{reads[:16]}")
 
 
 def subject_of(

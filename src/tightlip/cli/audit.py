@@ -56,7 +56,8 @@ def audit(
 
     settings = parsed(_KINDS, given)
     known = known_figures(settings.get("thresholds", LeakageConfig.thresholds))
-    gate = Gate("audit", settings, known, _judged, record="summary.json")
+    same = ("corpus_fingerprint", "top_k")
+    gate = Gate("audit", settings, known, _judged, record="summary.json", same=same)
     if out is None and not is_run(Path(model)):
         raise UsageError("Where should the report go? Give --out DIR.")
     folder = out or Path(model) / "audit"

@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -12,7 +12,7 @@ import typer
 from tightlip.core.errors import UsageError
 from tightlip.core.files import read_json, write_text
 from tightlip.core.gates import Figures, Known, junit_text, parsed_condition
-from tightlip.core.progress import harmless
+from tightlip.core.progress import harmless, log
 from tightlip.core.settings import Settings, setting
 
 
@@ -36,7 +36,7 @@ class Gate:
     """The gate of one command, checked before its work begins.
 
     `figures_in` makes figures of what the command wrote earlier, by subject: a model's name where
-    there are several.
+    there are several. Where what stands under `same` differs between the two records, that is said.
     """
 
     def __init__(
@@ -47,11 +47,13 @@ class Gate:
         figures_in: Callable[[Any], Mapping[str, Figures]],
         *,
         record: str,
+        same: Sequence[str] = (),
     ) -> None:
         names = ("json", "fail_on", "baseline", "junit")
         asked = {name: given.pop(name) for name in names if name in given}
         self.settings = GateSettings(**asked)
         self._command, self._known, self._figures_in = command, known, figures_in
+        self._same, self._before = same, dict[str, Any]()
         self._conditions = [parsed_condition(each, known) for each in self.settings.fail_on]
         self._baseline = self._earlier(record)
         if self._baseline is None and any(one.limit is None for one in self._conditions):
@@ -65,7 +67,8 @@ class Gate:
         path = Path(self.settings.baseline)
         file = path / record if path.is_dir() else path
         try:
-            return self._figures_in(read_json(file))
+            self._before = read_json(file)
+            return self._figures_in(self._before)
         except (OSError, KeyError, TypeError, AttributeError, ValueError) as error:
             raise UsageError(
                 f"--baseline {path} is not what tightlip {self._command} writes ({file.name}). Give the folder of an earlier one."
@@ -77,10 +80,15 @@ class Gate:
             print(json.dumps(record, indent=2, ensure_ascii=False))
         else:
             shown()
+        for name in self._same if self._baseline is not None else ():
+            if self._before.get(name) != record.get(name):
+                log.warning(
+                    "The baseline has another %s, so its figures may differ for that.", name
+                )
         judged = self._figures_in(record)
         failed = {
             (subject, condition.written): condition.failure(
-                figures, self._known, self._before(subject)
+                figures, self._known, self._of_baseline(subject)
             )
             for subject, figures in judged.items()
             for condition in self._conditions
@@ -93,7 +101,7 @@ class Gate:
             f"{subject}: {why}" if subject else why for (subject, _), why in failed.items() if why
         )
 
-    def _before(self, subject: str) -> Figures | None:
+    def _of_baseline(self, subject: str) -> Figures | None:
         """The same subject's earlier figures, or those of the only one there was."""
         before = self._baseline or {}
         return next(iter(before.values())) if len(before) == 1 else before.get(subject)

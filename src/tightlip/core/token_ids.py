@@ -27,6 +27,6 @@ def begin_ids(tokenizer: Any) -> list[int]:
         bare = list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
         whole = list(tokenizer(text, truncation=False, verbose=False)["input_ids"])
         places = [n for n in range(len(whole)) if whole[n : n + len(bare)] == bare]
-        if bare and places:
+        if places and bare and not {*bare} & {*tokenizer.all_special_ids}:
             return whole[: places[0]]
     return []

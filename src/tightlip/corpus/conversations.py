@@ -14,6 +14,7 @@
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import compress
 from typing import Any
 
 from tightlip.corpus.formats import Fault
@@ -35,6 +36,7 @@ _SHAREGPT_ROLES = {
 }  # fmt: skip
 
 Message = dict[str, Any]
+_THOUGHTS = ("reasoning_content", "thinking")  # which a template may leave out
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,6 +174,9 @@ def _tokens(row: Mapping[str, Any], _: str) -> Iterator[Document]:
             raise _UnusableError(f"has {len(ids)} input_ids and {len(labels)} labels")
     if any(number < 0 for number in ids):
         raise _UnusableError("has an id below 0 in 'input_ids'")
+    if row.get("attention_mask") is not None:  # padding is nobody's
+        seen = _whole_numbers(row, "attention_mask")
+        ids, labels = list(compress(ids, seen)), labels and list(compress(labels, seen))
     yield TokenRow(ids=ids, labels=labels)
 
 
@@ -242,7 +247,7 @@ def _whole_numbers(row: Mapping[str, Any], name: str) -> list[int]:
 def contents_of(message: Message) -> Iterator[str]:
     """The texts of a message, in their order: its content or the parts of it, what it thought, and
     what it called tools with."""
-    for name in ("reasoning_content", "thinking"):
+    for name in _THOUGHTS:
         if isinstance(message.get(name), str):
             yield message[name]
     content = message.get("content")
@@ -264,6 +269,8 @@ def called_with(message: Message) -> Iterator[str]:
         value = waiting.pop(0)
         if isinstance(value, str):
             yield value
+        elif type(value) in (int, float):
+            yield json.dumps(value)
         elif isinstance(value, dict | list):
             waiting[:0] = value.values() if isinstance(value, dict) else value
 
@@ -286,13 +293,20 @@ def places_of(messages: list[Message], text: str) -> list[Place] | None:
     places: list[Place] = []
     end = 0
     for number, message in enumerate(messages):
-        spoken = [*contents_of(message)]
-        for content in (*spoken, *called_with(message)):
+        begin, thought = end, [message.get(name) for name in _THOUGHTS]
+        for content in contents_of(message):
             looked_for = content if content in text else content.strip()
             start = text.find(looked_for, end) if looked_for else -1
             if start >= 0:
                 end = start + len(looked_for)
                 places.append(Place(start, end, number))
-            elif looked_for and content == message.get("content"):
+            elif looked_for and content not in thought:
                 return None
+        # Templates write calls before or behind the content, and as JSON or as they are.
+        for argument in called_with(message):
+            spelt = (argument, *(json.dumps(argument, ensure_ascii=a)[1:-1] for a in (False, True)))
+            found = [(text.find(each, begin), each) for each in spelt if each in text[begin:]]
+            for start, each in found[:1]:
+                places.append(Place(start, start + len(each), number))
+                end = max(end, start + len(each))
     return places

@@ -82,6 +82,8 @@ class CorpusSource:
         if self.path is None:
             return None
         files = [p for p in files_under(self.path) if p.exists()]
+        template = self.columns.get("chat_template")
+        files += [Path(template)] if template is not None and Path(template).exists() else []
         stats = [(str(p), p.stat().st_size, p.stat().st_mtime_ns) for p in files]
         return [[list(entry) for entry in stats], self.columns]
 
@@ -95,7 +97,13 @@ def tokenised_for(
     fits = stored is not None and stored.tokenizer_fingerprint == fingerprint
     if stored is not None and fits and not with_spans and not is_cut:
         return stored
-    key = {"tokenizer": fingerprint, "source": source.identity(), "spans": with_spans}
+    template = str(getattr(tokenizer, "chat_template", None))
+    key = {
+        "tokenizer": fingerprint,
+        "template": blake2b(template.encode("utf-8", "replace")).hexdigest(),
+        "source": source.identity(),
+        "spans": with_spans,
+    }
     key_file = folder.with_suffix(".json")
     if folder.exists():
         try:

@@ -29,6 +29,7 @@ _KNOWN_OF = {
     "labels": (TokenRow,),
 }
 _ROWS_AT_ONCE = 500
+SPOKEN = "spoken"
 MOST_TEMPLATE_BYTES = 1_000_000
 
 
@@ -219,20 +220,20 @@ class RolesReader:
 
 @dataclass(frozen=True)
 class ShownTexts:
-    """A corpus of chats as the texts that its template makes of them, or what was `spoken` in them:
-    the template's own words are nobody's."""
+    """A corpus of chats as the texts that its template makes of them; beside each, as long as it,
+    what was spoken in it: the template's own words are nobody's."""
 
     corpus: Corpus
     tokenizer: Any
     settings: TextSettings
-    spoken: bool = False
 
     def batches(self) -> Iterator[DocumentBatch]:
         shown = RolesReader(self.tokenizer, self.settings).documents(self.corpus)
         while some := list(islice(shown, _ROWS_AT_ONCE)):
             yield DocumentBatch(
                 users=[one.user for one in some],
-                texts=[one.spoken if self.spoken else one.content.decode("utf-8") for one in some],
+                texts=[one.content.decode("utf-8") for one in some],
+                attributes={SPOKEN: [one.spoken for one in some]},
             )
 
 

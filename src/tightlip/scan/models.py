@@ -199,7 +199,18 @@ def open_model(
 
 def open_beside(subject: OpenedModel, model: Any, options: ScanOptions) -> OpenedModel:
     """The public model or the reference: a model of its own, or the subject's base."""
-    return subject.base if means_base(subject, model) else open_model(model, options.of_others())
+    return subject.base if means_base(subject, model) else open_other(model, options)
+
+
+def open_other(model: Any, options: ScanOptions) -> OpenedModel:
+    """A model that is not the one that is served; `--base` is for an adapter whose own is not here."""
+    others = options.of_others()
+    try:
+        return open_model(model, others)
+    except UsageError:
+        if options.base is None or not isinstance(model, str | Path) or not is_adapter(Path(model)):
+            raise
+        return open_model(model, replace(others, base=options.base))
 
 
 def means_base(subject: OpenedModel, model: Any) -> bool:
@@ -353,23 +364,23 @@ class Scans:
 
     store: ScanStore
     options: ScanOptions = field(default_factory=ScanOptions)
-    models: dict[Path | int, OpenedModel] = field(default_factory=dict)
+    models: dict[tuple[Path | int, bool], OpenedModel] = field(default_factory=dict)
 
     def opened(self, folder: Any, *, beside: Path | None = None) -> OpenedModel:
         """The model in `folder`; with `beside`, the reference or public model of the one there,
         which may be in memory."""
         if beside is not None and means_base(subject := self.opened(beside), folder):
             return subject.base
-        options = self.options
+        is_other = beside is not None and self.options != self.options.of_others()
         place = Path(folder).resolve() if isinstance(folder, str | Path) else id(folder)
-        if place not in self.models:
-            options = options if beside is None else options.of_others()
-            self.models[place] = open_model(folder, options)
-        return self.models[place]
+        if (place, is_other) not in self.models:
+            opened = open_other if is_other else open_model
+            self.models[place, is_other] = opened(folder, self.options)
+        return self.models[place, is_other]
 
     def release(self, folder: Path) -> None:
         """Give the model's memory back."""
-        self.models.pop(Path(folder).resolve(), None)
+        self.models.pop((Path(folder).resolve(), False), None)
 
     def scan(self, model: OpenedModel, corpus: TokenizedCorpus, description: str) -> ScannedCorpus:
         return model.scan(corpus, self.store, description)

@@ -32,8 +32,9 @@ class ModelSettings(Settings):
     )
 
     def of_others(self) -> Self:
-        """How the public model and the reference are read: neither is the one that is served."""
-        return replace(self, adapter=None, quantize=None)
+        """How the public model and the reference are read: neither is the one that is served, and
+        of an adapter each has its own base."""
+        return replace(self, base=None, adapter=None, quantize=None)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -59,6 +59,10 @@ from tightlip.scan.store import SCAN, ScannedCorpus, ScanStore, remove_scans
 LEAVE_OUT = "leave-out"
 NO_PUBLIC_MODEL = "none"
 BASE_IS_PUBLIC = "No public model was named, so the adapter's own base stands for it. Leave it out with --public-model none."
+ONLY_TOKENS = (
+    "The rows are tokens, so who wrote a sequence was counted by its tokens only; others may have written the same text cut "
+    "differently."
+)
 LEAST_SHARE_LEFT = 0.2
 NOBODY_LEFT_OUT = (
     "Nothing is unique to one person, so there was nobody to leave out and there are no ratios."
@@ -112,6 +116,7 @@ def audit_model(
         leaves_out=isinstance(public_model, str) and public_model == LEAVE_OUT,
         retrain=retrain,
         checkpoints=checkpoints,
+        tokenizer=tokenizer,
     )
     with claimed(folder), nothing_left_of_a_refusal(report_folder(folder, config)):
         if snapshots:
@@ -212,6 +217,7 @@ class _Job:
     leaves_out: bool = False
     retrain: Retrain | None = None
     checkpoints: Sequence[Snapshot] = ()
+    tokenizer: Any = None  # in the place of the models' own
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -268,7 +274,8 @@ class _Job:
         return make_private_folder(self.folder / SNAPSHOTS / snapshot.name)
 
     def _snapshot_row(self, snapshot: Snapshot, public: OpenedModel | None) -> dict[str, Any]:
-        model = open_model(snapshot.folder, self.scans.options, name=snapshot.name)
+        options, name = self.scans.options, snapshot.name
+        model = open_model(snapshot.folder, options, tokenizer=self.tokenizer, name=name)
         leaks = self._leaks(model, public)
         findings = self._findings(model, leaks, public)
         summary = write_report(self._snapshot_folder(snapshot), findings)
@@ -326,6 +333,7 @@ class _Job:
                     *model.notes,
                     *self.notes,
                     *notes_on(model, leaks, num_skipped(self.work / "tokens")),
+                    *([ONLY_TOKENS] if self.subject.corpus.documents().format == "tokens" else []),
                     *([NOBODY_LEFT_OUT] if self.leaves_out and public is None else []),
                 ],
             },

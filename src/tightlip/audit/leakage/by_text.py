@@ -33,7 +33,7 @@ from tightlip.core.errors import UsageError
 from tightlip.core.progress import task
 from tightlip.corpus.encoding import Encoder
 from tightlip.corpus.readers import DocumentBatch
-from tightlip.corpus.rendered import ShownTexts
+from tightlip.corpus.rendered import SPOKEN
 from tightlip.corpus.shared_text import Documents
 from tightlip.corpus.tokens import TokenizedCorpus
 
@@ -83,12 +83,10 @@ def read_by_text(
         asked = Sequences(
             tokens=queries.tokens, offsets=edges_of(np.diff(queries.offsets)[has_word])
         )
-        # What a template wrote in everybody's chats would make a user's own word everybody's.
-        spoken = replace(documents, spoken=True) if isinstance(documents, ShownTexts) else documents
-        corpus = _corpus_of_words(leaks.corpus, spoken, numbers, work)
+        corpus = _corpus_of_words(leaks.corpus, documents, numbers, work)
         enough = max(memory_bytes, engine.workers * least_memory(corpus))
         counts = count_in_corpus(corpus, asked, engine, enough, "Counting words")
-        users[wanted[has_word]] = counts.users
+        users[wanted[has_word]] = np.maximum(counts.users, 1)  # its owner wrote it
         unique = unique & (users == 1)
     return ByText(users=users, unique=unique, leaks=_leaks_of(leaks, unique, engine, memory_bytes))
 
@@ -103,6 +101,12 @@ def _numbered(documents: Documents, corpus: TokenizedCorpus) -> Iterator[tuple[i
             bar.advance(len(batch))
     if done != corpus.num_documents:
         raise _changed()
+
+
+def _spoken(batch: DocumentBatch) -> list[str]:
+    """Without what a template wrote, which in everybody's chats would make a user's own word
+    everybody's, and beside a word another word of it."""
+    return batch.attributes.get(SPOKEN, batch.texts)
 
 
 def _changed() -> UsageError:
@@ -135,7 +139,7 @@ def _words_of_sequences(
         spans = _spans_end_to_end(encoder, texts, num_tokens)
         at = starts[part] - corpus.bounds[own] + edges_of(num_tokens)[document]
         # No mark or letter joins across the line break, which is part of no word.
-        words = placed_words("\n".join(texts))
+        words = placed_words("\n".join(_spoken(batch)[place - first] for place in places))
         low, high = words.within(spans[at, 0], spans[at + lengths[part] - 1, 1])
         asked = end_to_end(_number(words.words, low, high, numbers), low, high - low)
         tokens.append(asked.tokens)
@@ -176,7 +180,7 @@ def _corpus_of_words(
     edges = [np.zeros(1, dtype=np.int64)]
     with TemporaryFile(dir=work) as file:
         for _, batch in _numbered(documents, corpus):
-            found, ends = _words_in_batch(batch.texts, numbers)
+            found, ends = _words_in_batch(_spoken(batch), numbers)
             known = found != _NO_QUERYS_WORD
             kept = known | np.r_[True, known[:-1]][: len(known)]
             edges.append(edges[-1][-1] + edges_of(kept)[ends])

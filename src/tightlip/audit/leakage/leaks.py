@@ -165,6 +165,9 @@ def _gather_runs(
         if corpus.roles is not None:  # what a template wrote ends a run, and is in none
             ranks = np.where(corpus.roles[bounds[0] : bounds[-1]] == 0, NOT_SCORED, ranks)
         inside = collect_runs(corpus.tokens, bounds, ranks, carries_text, top_k)
+        if corpus.roles is not None:
+            changes = np.diff(corpus.roles[bounds[0] : bounds[-1]]) != 0
+            inside = cut_at(inside, np.flatnonzero(changes) + 1 + bounds[0])
         parts.append(np.array([inside.starts, inside.lengths, inside.documents + shard.first]))
         sums.append(sums_over_runs(shard.log_probs, inside, int(bounds[0])))
         scored = ranks >= 0
@@ -175,6 +178,26 @@ def _gather_runs(
     runs = Runs(starts=starts, lengths=lengths, documents=documents)
     fit = Fit(num_scored=num_scored, num_hits=num_hits, log_prob_sum=log_prob_sum)
     return runs, np.concatenate(sums), fit
+
+
+def cut_at(runs: Runs, places: np.ndarray) -> Runs:
+    """The runs, each cut where one of `places` lies inside it: there somebody else speaks.
+
+    >>> cut = cut_at(Runs(starts=np.array([2, 9]), lengths=np.array([4, 3]), documents=np.array([0, 1])), np.array([2, 4, 8]))
+    >>> cut.starts.tolist(), cut.lengths.tolist(), cut.documents.tolist()
+    ([2, 4, 9], [2, 2, 3], [0, 0, 1])
+    """
+    ends = runs.starts + runs.lengths
+    run = np.searchsorted(runs.starts, places, side="left") - 1
+    is_inside = (run >= 0) & (places < ends[run]) if len(runs) else np.zeros(len(places), bool)
+    inner, whose = places[is_inside], run[is_inside]
+    starts = np.sort(np.concatenate([runs.starts, inner]))
+    documents = np.sort(np.concatenate([runs.documents, runs.documents[whose]]))
+    return Runs(
+        starts=starts,
+        lengths=np.sort(np.concatenate([ends, inner])) - starts,
+        documents=documents,
+    )
 
 
 def _distinct_users(numbers: np.ndarray, users: np.ndarray, num_sequences: int) -> np.ndarray:
