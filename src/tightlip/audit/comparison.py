@@ -293,7 +293,7 @@ def reported(report: LeakageReport, name: str) -> RunMeasures:
         model="report",
         train_text=None if (text := summary["corpus_fingerprint"]) is None else f"{text} without 0",
         held_out_text=summary.get("validation_fingerprint"),
-        tokenizer=summary.get("tokenizer_fingerprint") or "",
+        tokenizer=f"{summary.get('tokenizer_fingerprint')} after {summary.get('begin')}",
         guarantee=summary.get("guarantee"),
         leakage=summary,
         not_known=not_known,

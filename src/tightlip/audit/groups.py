@@ -20,7 +20,13 @@ from tightlip.audit.measures import Audited, written_to
 from tightlip.audit.membership import NOT_PRIVATE
 from tightlip.audit.settings import ResamplingSettings
 from tightlip.audit.sides import spoken_tokens, texts_of
-from tightlip.audit.subjects import Subject, measuring, nothing_held_out, subject_of
+from tightlip.audit.subjects import (
+    Subject,
+    made_from,
+    measuring,
+    nothing_held_out,
+    subject_of,
+)
 from tightlip.core.errors import UsageError
 from tightlip.core.gates import Known
 from tightlip.core.resampling import FEW_USERS
@@ -136,7 +142,8 @@ def groups_of(
     figures = GroupFigures(text, np.random.default_rng(config.seed), config.num_bootstraps)
     result = _result(text, figures, subject, wanted & (scores.num_tokens > 0), notes)
     notes += _about(subject.run, text, int((wanted & (scores.num_tokens == 0)).sum()))
-    return result
+    other = None if against is None else against.name
+    return result | {"made_from": made_from(subject, scans, held_out=held) | {"against": other}}
 
 
 class GroupsAudit:

@@ -251,7 +251,9 @@ def texts_of_subject(subject: Subject, scans: Scans, work: Path) -> dict[str, st
         else None
         for name, part in TEXTS.items()
     }
-    return texts | {"tokenizer_fingerprint": scans.opened(subject.model).tokenizer_fingerprint}
+    opened = scans.opened(subject.model)
+    reads = {"tokenizer_fingerprint": f"{opened.tokenizer_fingerprint} after {opened.begin_id}"}
+    return texts | reads
 
 
 def _fingerprint(corpus: TokenizedCorpus) -> str:

@@ -14,7 +14,13 @@ import numpy as np
 from tightlip.audit.measures import Audited, written_to
 from tightlip.audit.settings import ResamplingSettings
 from tightlip.audit.sides import Side, Sides
-from tightlip.audit.subjects import Subject, measuring, nothing_held_out, subject_of
+from tightlip.audit.subjects import (
+    Subject,
+    made_from,
+    measuring,
+    nothing_held_out,
+    subject_of,
+)
 from tightlip.core.errors import UsageError
 from tightlip.core.gates import Entries, Known
 from tightlip.core.resampling import FEW_USERS, interval, times_drawn
@@ -33,7 +39,7 @@ NOT_PRIVATE = "The run's ε does not cover these figures: they are computed from
 
 NO_STRANGERS = (
     "Everybody with held-out text was trained on too, so nothing is said about users. "
-    "To hold out whole users, prepare with --split user."
+    "Hold out whole users for that: a run with --split user."
 )
 
 
@@ -295,6 +301,8 @@ def membership_of(
         "documents": documents,
         "users": users,
         "not_counted": sides.not_counted,
+        "made_from": made_from(subject, scans, members=sides.train, held_out=sides.held)
+        | {"reference": None if reference is None else str(getattr(reference, "name", reference))},
         "notes": notes,
     }
 

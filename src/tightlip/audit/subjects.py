@@ -9,6 +9,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import tightlip
 from tightlip.audit.leakage.findings import WORK, report_folder
 from tightlip.audit.settings import LeakageConfig
 from tightlip.core.errors import UsageError
@@ -22,6 +23,7 @@ from tightlip.corpus.opening import (
     tokenised_for,
 )
 from tightlip.corpus.prepare import PreparedCorpus, is_prepared, open_prepared
+from tightlip.corpus.prepare_config import TextSettings
 from tightlip.corpus.tokens import TokenizedCorpus
 from tightlip.scan.models import Scans, scans_of_run
 from tightlip.scan.options import ScanOptions
@@ -97,6 +99,27 @@ def of_run(run: RunRecord) -> Subject:
         held_out=CorpusSource(held, {}) if held.exists() else None,
         run=run,
     )
+
+
+def read_as(columns: dict[str, Any], options: ScanOptions) -> dict[str, Any]:
+    """How rows and model were read, for whoever looks at the figures later; a template by its file."""
+    text = TextSettings(**columns).tree()
+    how = {name: getattr(options, name) for name in ("begin", "dtype", "window", "quantize")}
+    names = ("format", "trained_on", "max_length", "chat_template", "template_date")
+    return {name: text.get(name) for name in names} | how
+
+
+def made_from(subject: Subject, scans: Scans, **corpora: TokenizedCorpus) -> dict[str, Any]:
+    """What a record was made from: model, texts, and how they were read."""
+    opened, source = scans.opened(subject.model), subject.held_out
+    assert source is not None
+    return {
+        "version": tightlip.__version__,
+        "model": opened.name,
+        "model_fingerprint": opened.fingerprint,
+        **{name: corpus.corpus_fingerprint for name, corpus in corpora.items()},
+        "read_as": read_as(source.columns, scans.options),
+    }
 
 
 def nothing_held_out(name: str) -> str:

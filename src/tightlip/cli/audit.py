@@ -56,7 +56,7 @@ def audit(
 
     settings = parsed(_KINDS, given)
     known = known_figures(settings.get("thresholds", LeakageConfig.thresholds))
-    same = ("corpus_fingerprint", "top_k")
+    same = ("corpus_fingerprint", "top_k", "read_as")
     gate = Gate("audit", settings, known, _judged, record="summary.json", same=same)
     if out is None and not is_run(Path(model)):
         raise UsageError("Where should the report go? Give --out DIR.")

@@ -41,7 +41,11 @@ def _check_of(words: Collection[str] = ()) -> Callable[..., Any]:
 
 Model = Annotated[
     str,
-    existing(typer.Argument, "MODEL", "A Hugging Face model folder, or a run of tightlip train."),
+    existing(
+        typer.Argument,
+        "MODEL",
+        "A model's folder, an adapter's or a checkpoint's, a GGUF file, or a run of tightlip train.",
+    ),
 ]
 Device = Annotated[str, typer.Option(help="cpu, cuda, or auto: the GPU where there is one.")]
 Config = Annotated[

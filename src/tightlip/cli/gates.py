@@ -1,6 +1,7 @@
 """--json, --fail-on, --baseline and --junit: one way to judge what any measuring command found."""
 
 import json
+import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ from typing import Any, ClassVar
 
 import typer
 
-from tightlip.core.errors import UsageError
+from tightlip.core.errors import DamagedError, UsageError
 from tightlip.core.files import read_json, write_text
 from tightlip.core.gates import Figures, Known, junit_text, parsed_condition
 from tightlip.core.progress import harmless, log
@@ -24,7 +25,7 @@ class GateSettings(Settings):
 
     json: bool = setting(False, "Print the record as JSON, all of it.", flag="--json")
     fail_on: tuple[str, ...] = setting(
-        (), "Exit 1 when this holds, such as 'leaks>0' or 'leaks > baseline'. May be given again."
+        (), "Exit 1 when this holds: 'FIGURE>0', 'FIGURE > baseline'. May be given again."
     )
     baseline: str | None = setting(
         None, "What the same command wrote earlier, for 'baseline' in a condition.", path="REPORT"
@@ -54,6 +55,10 @@ class Gate:
         self.settings = GateSettings(**asked)
         self._command, self._known, self._figures_in = command, known, figures_in
         self._same, self._before = same, dict[str, Any]()
+        if (file := self.settings.junit) is not None and not _can_be_written(Path(file)):
+            raise UsageError(
+                f"--junit {file} cannot be written. Give a file in a folder that is yours."
+            )
         self._conditions = [parsed_condition(each, known) for each in self.settings.fail_on]
         self._baseline = self._earlier(record)
         if self._baseline is None and any(one.limit is None for one in self._conditions):
@@ -69,19 +74,15 @@ class Gate:
         try:
             self._before = read_json(file)
             return self._figures_in(self._before)
-        except (OSError, KeyError, TypeError, AttributeError, ValueError) as error:
+        except (DamagedError, OSError, KeyError, TypeError, AttributeError, ValueError) as error:
             raise UsageError(
-                f"--baseline {path} is not what tightlip {self._command} writes ({file.name}). Give the folder of an earlier one."
+                f"--baseline {path} is not what tightlip {self._command} writes ({file.name}), or is damaged. Give the folder of an earlier one."
             ) from error
 
     def judge(self, record: Any, shown: Callable[[], object]) -> None:
         """Print the record or what is `shown`, write what was asked for, and exit 1 on a failure."""
-        if self.settings.json:
-            print(json.dumps(record, indent=2, ensure_ascii=False))
-        else:
-            shown()
         for name in self._same if self._baseline is not None else ():
-            if self._before.get(name) != record.get(name):
+            if _at(self._before, name) != _at(record, name):
                 log.warning(
                     "The baseline has another %s, so its figures may differ for that.", name
                 )
@@ -97,6 +98,11 @@ class Gate:
             write_text(
                 Path(self.settings.junit), junit_text(self._command, judged, failed), alone=True
             )
+        # Last: whoever reads only the first lines of it must not lose the gate.
+        if self.settings.json:
+            print(json.dumps(record, indent=2, ensure_ascii=False))
+        else:
+            shown()
         _say_and_exit(
             f"{subject}: {why}" if subject else why for (subject, _), why in failed.items() if why
         )
@@ -105,6 +111,18 @@ class Gate:
         """The same subject's earlier figures, or those of the only one there was."""
         before = self._baseline or {}
         return next(iter(before.values())) if len(before) == 1 else before.get(subject)
+
+
+def _at(record: dict[str, Any], path: str) -> Any:
+    """What stands under names with dots between."""
+    found: Any = record
+    for name in path.split("."):
+        found = (found or {}).get(name)
+    return found
+
+
+def _can_be_written(file: Path) -> bool:
+    return not file.is_dir() and os.access(file.absolute().parent, os.W_OK)
 
 
 def _say_and_exit(lines: Iterable[str]) -> None:

@@ -14,7 +14,7 @@ from tightlip.cli.flags import Device, KeepScan, Model, existing, with_settings
 from tightlip.cli.gates import Gate, GateSettings
 from tightlip.core.errors import GuaranteeError, UsageError
 from tightlip.core.progress import shown_progress
-from tightlip.core.run_folder import DP_CHECK, DP_CHECK_RESULT, is_run
+from tightlip.core.run_folder import DP_CHECK, DP_CHECK_RESULT, is_run, run_around
 from tightlip.corpus.prepare_config import TextSettings
 from tightlip.report.kit.table import printed_table
 from tightlip.scan.options import ModelSettings
@@ -34,6 +34,7 @@ Members = Annotated[
 ]
 Out = Annotated[Path | None, typer.Option(help="A folder for the record. For a run: RUN.")]
 _RATES = {"tpr_at_1_percent_fpr": "at 1%", "tpr_at_0_1_percent_fpr": "at 0.1%"}
+SAME = ("made_from.members", "made_from.held_out", "made_from.read_as")
 _KINDS = (ResamplingSettings, ModelSettings, GateSettings, TextSettings)
 
 
@@ -62,7 +63,7 @@ def membership(
     """Measure, print, and write membership.json."""
     from tightlip.audit.membership import FIGURES, gated
 
-    gate = Gate("membership", given, FIGURES, _only(gated), record="membership.json")
+    gate = Gate("membership", given, FIGURES, _only(gated), record="membership.json", same=SAME)
     texts = {"members": members, "non_members": non_members}
     how = {"reference": reference, "device": device, "keep_scan": keep_scan, **texts, **given}
     figures, where = _measured("membership", model, key, out, **how)
@@ -96,7 +97,7 @@ def groups(
     """Measure, print, and write groups.json."""
     from tightlip.audit.groups import FIGURES, gated
 
-    gate = Gate("groups", given, FIGURES, _only(gated), record="groups.json")
+    gate = Gate("groups", given, FIGURES, _only(gated), record="groups.json", same=SAME)
     texts = {"members": members, "held_out": held_out}
     how = {"against": against, "device": device, "keep_scan": keep_scan, **texts, **given}
     figures, where = _measured("groups", model, key, out, **how)
@@ -116,12 +117,13 @@ def _measured(
     from tightlip.audit.measures import planted_texts
 
     folder = out or (Path(model) if is_run(Path(model)) else None)
-    if folder is None:
+    texts = any(settings.get(name) for name in ("non_members", "held_out"))
+    if folder is None and (texts or run_around(Path(model))):
         raise UsageError("Where should the record go? Give --out DIR.")
     measure, planted = getattr(tightlip, f"measure_{what}"), planted_texts(keys or ())
     with shown_progress():
         figures = measure(model, without_texts=planted, out=folder, **settings)
-    return figures, f"The record: {folder / what}.json"
+    return figures, f"The record: {Path(folder or '') / what}.json"
 
 
 def _check_run(run: str, what_it_does: str, how_trained: str = "", *, has: str = "") -> None:
@@ -208,7 +210,7 @@ def _verdict(one: str, level: dict[str, Any]) -> str:
         )
     return (
         f"{one.capitalize()}s that were trained on can be told: of one that was and one that was not, the "
-        f"{scores[best]['title']} score names the right one {auc['value']:.0%} of the time."
+        f"{scores[best]['title']} score names the right one {math.floor(1000 * auc['value']) / 10:g}% of the time."
     )
 
 

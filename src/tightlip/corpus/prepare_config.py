@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from datetime import date
 from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
@@ -47,13 +48,20 @@ class TextSettings(ColumnSettings):
     chat_template: str | None = setting(
         None, "A file with the template of chats.", default_words="the tokenizer's own"
     )
-    template_date: str = setting(
-        "2026-01-01", "What a template that asks for the day is told.", hidden=True
-    )
+    template_date: str = setting("2026-01-01", "The day that a template is told, where it asks.")
     trained_on: TrainedOn = setting("auto", "Which tokens of a row were trained on.")
     max_length: int | None = setting(
         None, "Tokens of a row that training kept, from its start.", at_least=1
     )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        try:
+            date.fromisoformat(self.template_date)
+        except ValueError:
+            raise UsageError(
+                f"template_date={self.template_date!r} is no day. Write it like 2026-01-01."
+            ) from None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -119,6 +119,12 @@ class Corpus:
             rows = (row for part in self._parts for _, row in part.rows())
             first = next((row for row in rows if isinstance(row, dict)), {})
             self._format = format_of(first, self._text_column) or "text"
+            others = {name: None for name in first if name != self._text_column}
+            if self._format == "text" and (other := format_of(others, self._text_column)):
+                raise UsageError(
+                    f"{self.name} has a column {self._text_column!r} and the columns of {other} too, and only one of them was "
+                    f"trained on. Say which: --format text, or --format {other}"
+                )
         return self._format
 
     def raw_documents(self) -> Iterator[RawDocument]:

@@ -28,6 +28,7 @@ from tightlip.audit.leakage.leaks import Fit, Leaks, PublicView, find_leaks, pub
 from tightlip.audit.leakage.summary import LeakageReport
 from tightlip.audit.measures import Audited
 from tightlip.audit.settings import LeakageConfig
+from tightlip.audit.subjects import read_as
 from tightlip.core.checksums import checked
 from tightlip.core.errors import UsageError
 from tightlip.core.files import (
@@ -329,6 +330,7 @@ class _Job:
                 "version": tightlip.__version__,
                 "guarantee": run.guarantee if run else None,
                 "model": model.name,
+                "read_as": read_as(self.subject.corpus.columns, self.scans.options),
                 "notes": [
                     *model.notes,
                     *self.notes,

@@ -72,6 +72,7 @@ class Findings:
         summary |= {
             "model_fingerprint": self.model.fingerprint,
             "tokenizer_fingerprint": self.model.tokenizer_fingerprint,
+            "begin": self.model.begin_id,
             # A hash of the text lets whoever knows all of it but a PIN try every PIN.
             "corpus_fingerprint": None if self.config.redact else leaks.corpus.corpus_fingerprint,
             "validation_fingerprint": None

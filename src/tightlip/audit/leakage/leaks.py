@@ -29,6 +29,13 @@ from tightlip.corpus.tokens import TokenizedCorpus
 from tightlip.scan.store import NOT_SCORED, ScannedCorpus, ScanShard
 
 
+def _perplexity(log_prob_sum: float, num_scored: int) -> float | None:
+    if not num_scored:
+        return None
+    with np.errstate(over="ignore"):
+        return float(np.exp(-log_prob_sum / num_scored))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Fit:
     """How well the model predicts the corpus: over all tokens that were scored."""
@@ -36,14 +43,18 @@ class Fit:
     num_scored: int
     num_hits: int
     log_prob_sum: float
+    num_trained: int = 0  # of those scored; 0 where nobody said which were trained on
+    trained_log_prob_sum: float = 0.0
     corpus_fingerprint: str | None = None
 
     @property
     def perplexity(self) -> float | None:
-        if not self.num_scored:
-            return None
-        with np.errstate(over="ignore"):
-            return float(np.exp(-self.log_prob_sum / self.num_scored))
+        return _perplexity(self.log_prob_sum, self.num_scored)
+
+    @property
+    def trained_perplexity(self) -> float | None:
+        """Over what was trained on alone."""
+        return _perplexity(self.trained_log_prob_sum, self.num_trained)
 
     @property
     def accuracy(self) -> float | None:
@@ -71,6 +82,14 @@ class Leaks:
     def unique(self) -> np.ndarray:
         """Sequences that one user alone wrote, anywhere in the corpus."""
         return self.users_in_d == 1
+
+    @property
+    def num_written(self) -> np.ndarray:
+        """Tokens of each document that people wrote: of chats not those of the template."""
+        bounds, roles = self.corpus.bounds, self.corpus.roles
+        if roles is None:
+            return np.diff(bounds)
+        return np.diff(np.concatenate([[0], np.cumsum(np.asarray(roles) > 0)])[bounds])
 
     @property
     def role_names(self) -> list[str]:
@@ -159,6 +178,7 @@ def _gather_runs(
     parts = [np.zeros((3, 0), np.int64)]
     sums = [np.zeros(0)]
     num_scored, num_hits, log_prob_sum = 0, 0, 0.0
+    num_trained, trained_sum = 0, 0.0
     for shard in scanned.shards():
         bounds = corpus.bounds[shard.first : shard.end + 1]
         ranks = shard.ranks
@@ -174,9 +194,19 @@ def _gather_runs(
         num_scored += int(scored.sum())
         num_hits += int(inside.lengths.sum())
         log_prob_sum += float(shard.log_probs[scored].sum(dtype=np.float64))
+        if corpus.trained is not None:
+            scored &= np.asarray(corpus.trained[bounds[0] : bounds[-1]]) > 0
+            num_trained += int(scored.sum())
+            trained_sum += float(shard.log_probs[scored].sum(dtype=np.float64))
     starts, lengths, documents = np.concatenate(parts, axis=1)
     runs = Runs(starts=starts, lengths=lengths, documents=documents)
-    fit = Fit(num_scored=num_scored, num_hits=num_hits, log_prob_sum=log_prob_sum)
+    fit = Fit(
+        num_scored=num_scored,
+        num_hits=num_hits,
+        log_prob_sum=log_prob_sum,
+        num_trained=num_trained,
+        trained_log_prob_sum=trained_sum,
+    )
     return runs, np.concatenate(sums), fit
 
 

@@ -33,7 +33,7 @@ _NUMBERS = (
     ),
     *("leaks", "num_documents", "num_tokens", "num_users", "p", "people_affected", "perplexity"),
     *("public_unique", "sequences_in_s", "top_k", "unique", "unique_by_text", "users_with_unique"),
-    *("validation_accuracy", "validation_perplexity"),
+    *("validation_accuracy", "validation_perplexity", "not_trained_on", "trained_perplexity"),
 )
 
 
@@ -101,8 +101,19 @@ def summarise(
         "cross_tokenizer": public.cross_tokenizer if public else None,
         "num_users": leaks.corpus.num_users,
         "num_documents": leaks.corpus.num_documents,
-        "num_tokens": leaks.corpus.num_tokens,
+        "num_tokens": int(leaks.num_written.sum()),
+        "not_trained_on": _not_trained_on(leaks, by_text),
+        "trained_perplexity": finite(leaks.fit.trained_perplexity),
     }
+
+
+def _not_trained_on(leaks: Leaks, by_text: ByText) -> int | None:
+    """Sequences unique by text of which no token was trained on; None where all of a text was."""
+    if leaks.corpus.trained is None:
+        return None
+    trained = np.concatenate([[0], np.cumsum(leaks.corpus.trained)])
+    first = leaks.runs.starts[leaks.distinct.first_run]
+    return int((trained[first + leaks.lengths] == trained[first])[by_text.unique].sum())
 
 
 def _by_role(leaks: Leaks, by_text: ByText) -> dict[str, int] | None:

@@ -236,7 +236,7 @@ def write_users(
         {
             "user": user_names(leaks, redact),
             "num_documents": by_user(corpus.users),
-            "num_tokens": by_user(corpus.users, np.diff(corpus.bounds)),
+            "num_tokens": by_user(corpus.users, leaks.num_written),
             "unique": by_user(owners),
             "unique_tokens": by_user(owners, lengths),
             "longest": longest,

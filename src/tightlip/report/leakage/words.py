@@ -27,6 +27,8 @@ MEANINGS = {
     "Distinct sequences": "Different pieces of text the model completes, whoever wrote them.",
     "Sequences in S": "The same, counting every time the model completes one.",
     "Perplexity": "How surprised the model is by its training corpus; 1 is not at all.",
+    "Trained perplexity": "The same over those tokens that were trained on.",
+    "Not trained on": "Of what is unique by text, sequences that the model only read: no token of them was trained on.",
     "Validation perplexity": "The same on text it was not trained on; far above the training figure means learning by heart.",
 }
 
@@ -87,7 +89,11 @@ def _epsilon_line(summary: dict[str, Any]) -> Line:
         why = NO_PUBLIC_MODEL if summary.get("public_model") is None else why
         return Line("Leakage epsilon", UNKNOWN, why)
     row = summary.get("leakage_epsilon_sequence")
-    where = "" if row is None else f" It is that of row {count(row + 1)} of sequences.parquet."
+    where = (
+        ""
+        if row is None
+        else f" It is that of row {count(row)}, counted from 0, of sequences.parquet."
+    )
     crossed = " The two models cut text differently, so compare it with care." if is_crossed else ""
     return _meaning("Leakage epsilon", number(worst), where + crossed)
 
@@ -99,6 +105,8 @@ def _list_lines(summary: dict[str, Any]) -> Iterator[Line]:
         yield _meaning("Unique by text", count(summary["unique_by_text"]))
         if roles := by_role(summary):
             yield _meaning("By role", " · ".join(roles))
+        if summary.get("not_trained_on"):
+            yield _meaning("Not trained on", count(summary["not_trained_on"]))
         yield _meaning("Unique by tokens", count(summary.get("unique")))
     if spread := _ratio_spread(summary.get("ratio_quantiles")):
         yield _meaning("Ratios", spread)
@@ -121,6 +129,8 @@ def _quality_lines(summary: dict[str, Any]) -> Iterator[Line]:
         summary.get(f"validation_{name}") for name in ("perplexity", "accuracy")
     )
     yield _meaning("Perplexity", number(summary.get("perplexity")))
+    if summary.get("trained_perplexity") not in (None, summary.get("perplexity")):
+        yield _meaning("Trained perplexity", number(summary["trained_perplexity"]))
     share = f"Share of the corpus' tokens that were {among}."
     yield Line("Accuracy", percent(summary.get("accuracy")), share)
     unseen = NOT_VALIDATED if validation is None else MEANINGS["Validation perplexity"]
