@@ -200,3 +200,44 @@ def test_a_report_of_more_suggestions_is_not_compared(spoken, tmp_path):
     tokenizer.save_pretrained(tmp_path / "m")
     with pytest.raises(UsageError, match="with 3 suggestions"):
         tightlip.compare([tmp_path / "m", tmp_path / "r"], corpus=chats(), out=tmp_path / "o")
+
+
+def test_a_file_with_texts_and_chats_is_not_guessed_at(spoken, tmp_path):
+    both = [row | {"text": "chat log"} for row in chats()]
+    with pytest.raises(UsageError, match="format='text', or format='messages'"):
+        tightlip.audit(spoken["bare"], both, device="cpu")
+    report = tightlip.audit(spoken["bare"], both, format="messages", device="cpu")
+    assert report.num_users == len(ANSWERS)
+
+
+def test_only_what_people_wrote_is_counted_and_what_was_trained_on_told_apart(spoken):
+    rows = [
+        {"user": row["user"], "prompt": row["messages"][:1], "completion": row["messages"][1:]}
+        for row in chats()
+    ]
+    report = tightlip.audit(spoken["letters"], rows, device="cpu")
+    assert report.num_tokens == sum(report.users["num_tokens"].to_pylist()) == 4 * len(rows)
+    model, tokenizer = spoken["letters"]
+    nats = []
+    for row in chats():
+        ids = torch.tensor([tokenizer.apply_chat_template(row["messages"], return_dict=False)])
+        logs = model(ids).logits.log_softmax(-1)[0, :-1].gather(1, ids[0, 1:, None])[:, 0]
+        nats += (-logs[[ids[0].tolist().index(i) - 1 for i in tokenizer(row["messages"][1]["content"])["input_ids"]]]).tolist()  # fmt: skip
+    assert report.trained_perplexity == pytest.approx(
+        torch.tensor(nats).mean().exp().item(), rel=1e-4
+    )
+    assert report.perplexity != report.trained_perplexity
+
+
+def test_a_record_says_what_it_was_made_from(spoken):
+    report = tightlip.audit(spoken["bare"], chats(), device="cpu", max_length=4)
+    assert report.read_as["max_length"] == 4
+    assert report.read_as["template_date"] == "2026-01-01"
+    with pytest.raises(UsageError, match="is no day"):
+        tightlip.audit(spoken["bare"], chats(), template_date="yesterday")
+
+
+def test_a_junit_file_that_cannot_be_written_is_refused_before_the_work(command, tmp_path):
+    ran = command("audit", tmp_path, tmp_path, "--out", tmp_path / "o", "--junit", tmp_path)
+    assert ran.status == 2
+    assert "--junit" in ran.refusal
