@@ -405,3 +405,15 @@ def test_a_redacted_report_and_one_of_another_tokenizer_are_refused(tmp_path):
     report = report_of(tmp_path, tokenizer, [("ID is 9", "bob")], redacted=True)
     with pytest.raises(UsageError, match="redacted: it holds no text"):
         unique_texts(report, tokenizer)
+
+
+def test_behind_a_line_break_the_model_goes_on():
+    """As behind a chat's `assistant`: the break is typed, and no word that might be longer."""
+    tokenizer = tokenizer_of("bpe")
+    for seed in range(3):
+        model = model_of("gpt2", len(tokenizer), seed)
+        completer = Completer(model, tokenizer, begin_id=tokenizer.bos_token_id)
+        ids, _ = asked_from_scratch(model, tokenizer, "The cat\n", 12)
+        ghost = list(completer.complete("The cat\n").token_ids)
+        assert ghost == ids[: len(ghost)]  # no half of a character at its end
+        assert bool(ghost) == bool(ids)
