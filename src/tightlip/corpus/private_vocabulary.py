@@ -199,7 +199,7 @@ class _Tallies:
         self._sort()
         (pairs,), (counts,) = self._pairs, self._counts
         next_user = np.flatnonzero(np.diff(pairs // self._num_words)) + 1
-        for start, end in pairwise([0, *next_user, len(pairs)]):
+        for start, end in pairwise([0, *next_user, len(pairs)]) if len(pairs) else ():
             yield pairs[start:end] % self._num_words, counts[start:end]
 
     def _sort(self) -> None:
