@@ -126,7 +126,9 @@ class Completer:
         if not len(ids) or (whole and not self._is_open(text, int(ids[-1]))):
             return len(ids), ""
         if text[-1:].isspace() and (spans[-1, 1] < len(text) or text[-1] == "\n"):
-            return len(ids), ""  # the tokenizer drops spaces, so this one ends the word; a line does
+            return len(
+                ids
+            ), ""  # the tokenizer drops spaces, so this one ends the word; a line does
         longest = len(ids), ""
         for kept in range(len(ids) - 1, -1, -1):
             begun = self._words.as_written(text, int(spans[kept, 0]), int(ids[kept]))

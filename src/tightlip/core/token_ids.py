@@ -24,8 +24,10 @@ def begin_ids(tokenizer: Any) -> list[int]:
     Attributes do not tell: a reloaded tokenizer may say that it adds no begin token, and add it.
     """
     for text in ("a", *tokenizer.convert_ids_to_tokens([*range(min(len(tokenizer), 64))])):
-        bare = list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
-        whole = list(tokenizer(text, truncation=False, verbose=False)["input_ids"])
+        bare, whole = (
+            list(tokenizer([text], truncation=False, verbose=False, **how)["input_ids"][0])
+            for how in ({"add_special_tokens": False}, {})
+        )
         places = [n for n in range(len(whole)) if whole[n : n + len(bare)] == bare]
         if places and bare and not {*bare} & {*tokenizer.all_special_ids}:
             return whole[: places[0]]
