@@ -52,6 +52,22 @@ def test_one_run_is_told_in_the_terminal_and_written_beside_it(command, runs):
         assert (runs / "noisy" / name).stat().st_mode & 0o077 == 0
 
 
+def test_its_figures_are_gates(command, runs):
+    failed = command(
+        "represent",
+        "attack",
+        runs / "noisy",
+        *QUICK,
+        "--fail-on",
+        "accuracy>=0",
+        "--fail-on",
+        "privacy>1",
+    )
+    assert failed.status == 1
+    assert "failed on noisy: accuracy>=0" in failed.err
+    assert "privacy>1" not in failed.err
+
+
 def test_asked_the_same_again_it_answers_from_the_folder(command, runs):
     command("represent", "attack", runs / "noisy", *QUICK)
     again = command("represent", "attack", runs / "noisy", *QUICK)

@@ -13,9 +13,10 @@ from rich.text import Text
 import tightlip
 from tightlip.cli import name_page, print_json, say
 from tightlip.cli.flags import Device, Json, existing, parsed, switch, with_settings
+from tightlip.cli.gates import Gate, GateSettings
 from tightlip.core.errors import UsageError
 from tightlip.core.figures import rounded_up
-from tightlip.core.files import claimed
+from tightlip.core.files import claimed, read_json
 from tightlip.core.progress import shown_progress, terminal
 from tightlip.core.settings import names_in, split_settings
 from tightlip.corpus.prepare_config import ColumnSettings
@@ -241,7 +242,7 @@ def classify(
         say(f"The labels: {out}")
 
 
-@with_settings(AttackSettings, EncodingOptions)
+@with_settings(AttackSettings, EncodingOptions, GateSettings)
 def attack(
     runs: Annotated[
         list[Path],
@@ -260,6 +261,9 @@ def attack(
     device: Device = "auto",
 ) -> None:
     """Attack, and say what was read."""
+    from tightlip.vectors.attack_runs import FIGURES, RESULT, gated
+
+    gate = Gate("represent attack", given, FIGURES, lambda r: gated(r["runs"]), record=RESULT)
     with shown_progress():
         report = tightlip.represent_attack(
             runs,
@@ -268,7 +272,7 @@ def attack(
             device=device,
             **parsed([AttackSettings], given),
         )
-    show(report, terminal())
+    gate.judge(read_json(report.folder / RESULT), lambda: show(report, terminal()))
 
 
 def show(report: "AttackReport", console: Console) -> None:

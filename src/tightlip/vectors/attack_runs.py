@@ -11,6 +11,7 @@ from tightlip.core.checksums import listed
 from tightlip.core.devices import usable_device
 from tightlip.core.errors import DamagedError, UsageError
 from tightlip.core.files import claimed, digest_of_files, names_in, read_json, write_json
+from tightlip.core.gates import Known
 from tightlip.core.resampling import FEW_USERS
 from tightlip.core.run_folder import CONFIG
 from tightlip.core.settings import read_toml, split_settings
@@ -65,6 +66,20 @@ def _is_result(path: Path) -> bool:
 
 def _given(runs: str | Path | Sequence[str | Path]) -> list[str | Path]:
     return [runs] if isinstance(runs, str | Path) else list(runs)
+
+
+# What a gate may ask for of each run: accuracy of the main task, and 1 - X of the strongest attacker.
+FIGURES: Known = dict.fromkeys(("accuracy", "privacy"))
+
+
+def gated(results: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """The figures of each run, by its name, as gates name them."""
+    figures = {}
+    for one in results:
+        strongest = (one["privacy"] or {}).get("strongest") or {"all": {"value": None}}
+        privacy, accuracy = strongest["all"]["value"], one["main"]["all"]["value"]
+        figures[one["run"]] = {"accuracy": accuracy, "privacy": privacy}
+    return figures
 
 
 def attack_runs(
