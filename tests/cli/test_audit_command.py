@@ -338,7 +338,7 @@ def with_half_the_weights(folder, place):
 
 
 BROKEN_MODELS = {
-    "not there": (lambda folder, place: None, ["does not exist", "model folder"]),
+    "not there": (lambda folder, place: None, ["does not exist", "a GGUF file"]),
     "a file": (lambda folder, place: folder.touch(), ["is not a folder"]),
     "empty": (lambda folder, place: folder.mkdir(), ["no config.json"]),
     "no tokenizer": (without("tokenizer.json", "tokenizer_config.json"), ["has no tokenizer"]),

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.slow
 QUICK = {"device": "cpu", "num_bootstraps": 100}
 KEYS = {
     "perplexity", "num_users", "num_documents", "users", "top", "low", "gap", "curve", "attributes",
-    "notes",
+    "notes", "made_from",
 }  # fmt: skip
 
 

@@ -41,11 +41,11 @@ def test_a_run_by_heart_gives_its_documents_away(runs, command):
     assert ran.status == 0, ran.err
     assert "Documents that were trained on can be told" in ran.out
     assert "takes at least 200 held-out documents" in ran.out
-    assert "prepare with --split user" in ran.out
+    assert "a run with --split user" in ran.out
     written = runs / "parrot-document/membership.json"
     assert stat.S_IMODE(os.stat(written).st_mode) == 0o600
     found = json.loads(written.read_text())
-    assert set(found) == {"documents", "users", "not_counted", "notes"}
+    assert set(found) == {"documents", "users", "not_counted", "made_from", "notes"}
     assert found["not_counted"] == {"num_documents": 0, "num_tokens": 0}
     corpus = open_prepared(runs / "by-document")
     assert found["documents"]["num_members"] == corpus.train.num_documents

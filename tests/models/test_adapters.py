@@ -3,6 +3,7 @@
 import json
 import os
 import socket
+from dataclasses import replace
 
 import pytest
 import torch
@@ -329,7 +330,7 @@ def test_the_scan_of_an_adapter_scores_as_pefts_forward_pass(plain):
     import numpy as np
 
     ids = some_ids(3, (1, 30))
-    scanner = open_model(plain, OPTIONS).scanner_of(None)
+    scanner = open_model(plain, replace(OPTIONS, begin="always")).scanner_of(None)
     tokens, bounds = ids[0].numpy(), np.array([0, 30])
     ranks, log_probs = scanner.scan(tokens, bounds)
     told = torch.cat([torch.tensor([[0]]), ids[:, :-1]], dim=1)  # <s> first

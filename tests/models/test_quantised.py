@@ -142,7 +142,8 @@ def test_a_mapped_model_is_scanned(base):
     import numpy as np
 
     mapped, plain = (
-        open_model(base, ScanOptions(device="cpu", device_map=where)) for where in ("auto", None)
+        open_model(base, ScanOptions(device="cpu", device_map=where, begin="always"))
+        for where in ("auto", None)
     )
     tokens, bounds = np.arange(3, 15), np.array([0, 12])
     for one, two in zip(

@@ -8,7 +8,7 @@ import re
 import tomllib
 import types
 import typing
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from decimal import Decimal
 from functools import wraps
 from pathlib import Path
@@ -169,12 +169,13 @@ def _check_known(what: str, given: Iterable[str], known: list[str], place: str =
             raise UsageError(f"{place}{unknown(what, name, known)}")
 
 
-def takes(*kinds: type[Settings]) -> Callable[[Call], Call]:
+def takes(*kinds: type[Settings], tables: Collection[str] = ()) -> Callable[[Call], Call]:
     """Tell of a function for Python what it takes: its own arguments and the settings of `kinds`.
 
     In its signature the settings stand in the place of `**settings`, and its docstring ends with a
     line for each, so help() and editors show them. Of two of one name the function's own, or the
-    first, counts. A name that is none of them is refused with the closest.
+    first, counts. A name that is none of them is refused with the closest; `tables` are names of
+    tables, as a file spells settings.
 
         @takes(LeakageConfig, ScanOptions, TextSettings)
         def audit(model: Any, corpus: Any = None, **settings: Any) -> LeakageReport: ...
@@ -191,8 +192,9 @@ def takes(*kinds: type[Settings]) -> Callable[[Call], Call]:
 
         @wraps(call)
         def checked(*given: Any, **named: Any) -> Any:
-            _check_known("argument", named, [name for name in parameters if name != "self"])
-            told.bind(*given, **named)  # what is missing is named by the call, not by a class in it
+            plain = {name: value for name, value in named.items() if name not in tables}
+            _check_known("argument", plain, [name for name in parameters if name != "self"])
+            told.bind(*given, **plain)  # what is missing is named by the call, not by a class in it
             return call(*given, **named)
 
         checked.__signature__ = told  # type: ignore[attr-defined]

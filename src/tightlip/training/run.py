@@ -29,7 +29,11 @@ from tightlip.training.mitigations import CorpusFacts
 CORPUS = "corpus"  # prepared inside the run where a raw one was given
 
 
-@takes(TrainConfig, *map(mitigation_config, names_of("mitigation")))
+@takes(
+    TrainConfig,
+    *map(mitigation_config, names_of("mitigation")),
+    tables=names_of("mitigation"),
+)
 def train(
     corpus: Any,
     out: str | Path,

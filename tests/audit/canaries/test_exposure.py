@@ -549,7 +549,7 @@ def test_no_more_succeed_than_can_where_everything_is_equally_likely():
     pairs = [(text.split()[0], text) for text in texts]
     assert sum(tab_successes(scorer_of(model), texts, 1)) <= most_successes(pairs) == 2
     generated = model.generate(
-        torch.tensor([[BOS, *TOKENIZER.encode("ant")]]), max_new_tokens=2, do_sample=False
+        torch.tensor([TOKENIZER.encode("ant")]), max_new_tokens=2, do_sample=False
     )
     assert generated[0, 2:].tolist() == [0, 0]
     assert not any(tab_successes(scorer_of(model), texts, 1))

@@ -51,12 +51,18 @@ def test_the_headline_counts_leaks_and_the_people_whose_they_are(tmp_path):
 def test_leakage_epsilon_is_shown_with_the_sequence_behind_it(tmp_path):
     folder = folder_of(tmp_path)
     page = render_page("leakage", folder=folder)
-    assert "“&lt;kind&gt; regards” (2 tokens, unique by tokens but not by text), row 1 of" in page
+    assert (
+        "“&lt;kind&gt; regards” (2 tokens, unique by tokens but not by text), row 0, counted from 0, of"
+        in page
+    )
     assert "40.0 (half)" in page
     assert "89,000 (all)" in page
     hidden = write_folder(tmp_path / "s", redacted(ROWS), **FIGURES, redacted=True)
     page = render_page("leakage", folder=hidden)
-    assert "It is that of 2 tokens, unique by tokens but not by text, row 1 of" in page
+    assert (
+        "It is that of 2 tokens, unique by tokens but not by text, row 0, counted from 0, of"
+        in page
+    )
     assert "regards" not in page
 
 
