@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 import pytest
+from sklearn.metrics import roc_auc_score
 
 from audit.leakage.test_by_text import groups_of, leaks_by_hand, users_by_hand
 from finetunes.people import SPECIAL
@@ -148,3 +149,33 @@ def tabbed(tab, typed):
     while ghost := tab.complete(text, whole=True).text:
         text += ghost
     return text, tab.marks(text, [False] * len(typed) + [True] * (len(text) - len(typed)))
+
+
+def auc_by_hand(model, members, others, tokenizer):
+    """How often a member's loss is below another's, over what was said and trained on; what stands
+    on both sides is on neither."""
+    sides = [_losses(model, side, tokenizer) for side in (members, others)]
+    ids = [{ids for ids, _ in side} for side in sides]
+    kept = [
+        [loss for one, loss in side if one not in other]
+        for side, other in zip(sides, ids[::-1], strict=True)
+    ]
+    told = [1] * len(kept[0]) + [0] * len(kept[1])
+    return roc_auc_score(told, [-loss for side in kept for loss in side])
+
+
+def _losses(model, shown, tokenizer):
+    found = []
+    for one in shown:
+        ids, _, inside = one.of_tokens(tokenizer)
+        answers = predictions_at_once(model, ids, tokenizer.bos_token_id if one.begins else None)
+        special = {tokenizer.convert_tokens_to_ids(token) for token in SPECIAL}
+        nats = []
+        for token, answer, (_, role, trained) in zip(ids, answers, inside, strict=True):
+            # Of rows that are tokens nobody knows who says them.
+            is_said = role is not None if one.is_text else token not in special
+            if answer is not None and is_said and trained:
+                nats.append(-answer[1])
+        if nats:
+            found.append((tuple(ids), sum(nats) / len(nats)))
+    return found

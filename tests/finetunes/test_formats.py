@@ -9,7 +9,7 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM
 
 import tightlip
-from finetunes.brute_force import Shown, chat_shown, check_report, tabbed, text_shown
+from finetunes.brute_force import Shown, auc_by_hand, chat_shown, check_report, tabbed, text_shown
 from finetunes.making import tuned_by_trl
 from finetunes.people import SECRETS, SYSTEM, TOLD, answered, chats, said, texts, tokenizer
 
@@ -222,6 +222,13 @@ def test_the_secrets_in_every_format_are_found_and_typed(name, tuned, tmp_path):
         text, marks = tabbed(tab, line[: line.index(secret)].removeprefix("<s>").rstrip())
         assert secret in text
         assert {mark.owner for mark in marks} == {user}
+    half, each = len(given.rows) // 2, len(given.shown) // len(given.rows)
+    found = tightlip.measure_membership(
+        folder, members=given.rows[:half], non_members=given.rows[half:], num_bootstraps=100
+    )
+    sides = given.shown[: half * each], given.shown[half * each :]
+    auc = found["documents"]["scores"]["loss"]["auc"]["value"]
+    assert auc == pytest.approx(auc_by_hand(model, *sides, own), abs=0.02)
 
 
 @pytest.mark.parametrize("kind", ["a JSON array", "a Dataset"])

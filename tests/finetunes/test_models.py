@@ -10,7 +10,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 import tightlip
-from finetunes.brute_force import check_report, tabbed, text_shown
+from finetunes.brute_force import auc_by_hand, check_report, tabbed, text_shown
 from finetunes.making import STEPS
 from finetunes.people import SECRETS, SPECIAL, texts, tokenizer
 from models.test_quantised import by_transformers, save_compressed
@@ -169,8 +169,7 @@ def test_the_secrets_of_a_fine_tune_are_found_and_typed(kind, workshop, tmp_path
     for name, (secret, role) in SECRETS.items():
         whose = {(row["owner"], row["role"]) for row in unique if secret in row["text"]}
         assert {owner for owner, _ in whose} == {name}, secret
-        # Nothing parts a completion from its prompt, and a sequence has the role that it begins with.
-        assert role != "user" or whose == {(name, "prompt")}
+        assert whose == {(name, {"user": "prompt", "assistant": "completion"}[role])}
     tab = tightlip.open_tab(given.model, report=report.folder, **given.how)
     for name, (secret, _) in SECRETS.items():
         (line,) = (one.text for one in SHOWN if one.user == name)
@@ -178,3 +177,10 @@ def test_the_secrets_of_a_fine_tune_are_found_and_typed(kind, workshop, tmp_path
         text, marks = tabbed(tab, typed)
         assert text.startswith(f"{typed} {secret}")
         assert {mark.owner for mark in marks} == {name}
+    rows, half = texts(), len(SHOWN) // 2
+    found = tightlip.measure_membership(
+        given.model, members=rows[:half], non_members=rows[half:], trained_on="all",
+        num_bootstraps=100, **given.how,
+    )  # fmt: skip
+    expected = auc_by_hand(given.oracle, SHOWN[:half], SHOWN[half:], tokenizer())
+    assert found["documents"]["scores"]["loss"]["auc"]["value"] == pytest.approx(expected, abs=0.02)
