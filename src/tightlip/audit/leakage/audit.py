@@ -13,14 +13,17 @@ import tightlip
 from tightlip.audit.leakage.by_text import ByText, read_by_text
 from tightlip.audit.leakage.counting import Engine, check_memory
 from tightlip.audit.leakage.findings import (
+    ONLY_TOKENS,
     TABLES,
     WORK,
     Findings,
+    best_validation,
+    notes_on,
     nothing_left_of_a_refusal,
     remove_snapshots,
     report_folder,
+    sampled_perplexities,
     tokens_with_text,
-    unknown_share,
     validation_fit,
     write_report,
 )
@@ -60,15 +63,10 @@ from tightlip.scan.store import SCAN, ScannedCorpus, ScanStore, remove_scans
 LEAVE_OUT = "leave-out"
 NO_PUBLIC_MODEL = "none"
 BASE_IS_PUBLIC = "No public model was named, so the adapter's own base stands for it. Leave it out with --public-model none."
-ONLY_TOKENS = (
-    "The rows are tokens, so who wrote a sequence was counted by its tokens only; others may have written the same text cut "
-    "differently."
-)
 LEAST_SHARE_LEFT = 0.2
 NOBODY_LEFT_OUT = (
     "Nothing is unique to one person, so there was nobody to leave out and there are no ratios."
 )
-_SAMPLED_PERPLEXITIES = 2000
 # The recipe of a run again, without any document of these users, into a folder.
 Retrain = Callable[[RunRecord, frozenset[int], Path], RunRecord]
 
@@ -453,42 +451,3 @@ class LeakageAudit:
 
     def accuses(self, figures: dict[str, Any]) -> bool:
         return bool(figures["unique"] > 0)
-
-
-def notes_on(model: OpenedModel, leaks: Leaks, skipped: int) -> list[str]:
-    """Plain sentences that a reader of the figures should know."""
-    notes = []
-    if skipped:
-        notes.append(f"{skipped:,} unusable rows of the corpus were skipped and are not counted.")
-    unknown = unknown_share(model.tokenizer, leaks.corpus)
-    if unknown > 0.2:
-        notes.append(
-            f"{unknown:.0%} of the corpus' tokens are unknown to the tokenizer; what they stand for "
-            f"cannot be found."
-        )
-    if not model.tokenizer.is_fast:
-        notes.append(
-            "The tokenizer cannot say which characters a token covers, so who wrote a sequence was "
-            "counted by its tokens only; others may have written the same text cut differently."
-        )
-    if model.begin_id is None and not leaks.corpus.begins_itself:
-        notes.append(
-            "No begin token stands before a text, so the first token of each document is not scored."
-        )
-    return notes
-
-
-def sampled_perplexities(leaks: Leaks) -> list[float]:
-    """The lowest perplexity of each unique sequence, at most 2,000 of them, evenly chosen."""
-    lowest = np.full(len(leaks.distinct), np.inf)
-    np.minimum.at(lowest, leaks.distinct.number_of_run, leaks.perplexity_of_run)
-    values = np.sort(lowest[leaks.unique])
-    values = values[np.isfinite(values)]
-    step = max(1, -(-len(values) // _SAMPLED_PERPLEXITIES))
-    return [float(value) for value in values[::step]]
-
-
-def best_validation(rows: list[dict[str, Any]]) -> str | None:
-    """The snapshot at which training should have stopped."""
-    known = [row for row in rows if row["validation_perplexity"] is not None]
-    return min(known, key=lambda row: row["validation_perplexity"])["name"] if known else None

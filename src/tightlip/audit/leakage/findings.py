@@ -42,6 +42,11 @@ REPORT_NAMES = {
     *("membership.json", "groups.json"),
     *(SNAPSHOTS, SCAN, WORK, REDACTED),
 }
+ONLY_TOKENS = (
+    "The rows are tokens, so who wrote a sequence was counted by its tokens only; others may have written the same text cut "
+    "differently."
+)
+_SAMPLED_PERPLEXITIES = 2000
 INFINITE_RATIO = (
     "The public model holds some leaked token impossible, so the largest ratio is infinite "
     "and leakage_epsilon is given as not known."
@@ -198,3 +203,42 @@ def nothing_left_of_a_refusal(folder: Path) -> Iterator[None]:
         if not names_in(folder) - {REDACTED}:
             shutil.rmtree(folder, ignore_errors=True)
         raise
+
+
+def notes_on(model: OpenedModel, leaks: Leaks, skipped: int) -> list[str]:
+    """Plain sentences that a reader of the figures should know."""
+    notes = []
+    if skipped:
+        notes.append(f"{skipped:,} unusable rows of the corpus were skipped and are not counted.")
+    unknown = unknown_share(model.tokenizer, leaks.corpus)
+    if unknown > 0.2:
+        notes.append(
+            f"{unknown:.0%} of the corpus' tokens are unknown to the tokenizer; what they stand for "
+            f"cannot be found."
+        )
+    if not model.tokenizer.is_fast:
+        notes.append(
+            "The tokenizer cannot say which characters a token covers, so who wrote a sequence was "
+            "counted by its tokens only; others may have written the same text cut differently."
+        )
+    if model.begin_id is None and not leaks.corpus.begins_itself:
+        notes.append(
+            "No begin token stands before a text, so the first token of each document is not scored."
+        )
+    return notes
+
+
+def sampled_perplexities(leaks: Leaks) -> list[float]:
+    """The lowest perplexity of each unique sequence, at most 2,000 of them, evenly chosen."""
+    lowest = np.full(len(leaks.distinct), np.inf)
+    np.minimum.at(lowest, leaks.distinct.number_of_run, leaks.perplexity_of_run)
+    values = np.sort(lowest[leaks.unique])
+    values = values[np.isfinite(values)]
+    step = max(1, -(-len(values) // _SAMPLED_PERPLEXITIES))
+    return [float(value) for value in values[::step]]
+
+
+def best_validation(rows: list[dict[str, Any]]) -> str | None:
+    """The snapshot at which training should have stopped."""
+    known = [row for row in rows if row["validation_perplexity"] is not None]
+    return min(known, key=lambda row: row["validation_perplexity"])["name"] if known else None
