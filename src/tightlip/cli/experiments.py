@@ -172,9 +172,9 @@ def _tell_the_story(out: Path) -> None:
     report, best = result.report, result.snapshots["best_validation"]
     by_name = {row["name"]: row["summary"] for row in result.snapshots["snapshots"]}
     console.print(
-        f"Validation would have stopped at {best}, with {by_name[best]['unique']:,} sequences "
-        f"that one speaker alone wrote. Trained on, the model completes {report.unique:,}, "
-        f"of {report.users_with_unique} of {report.num_users} speakers."
+        f"Validation would have stopped at {best}, with {by_name[best]['leaks']:,} pieces of text "
+        f"that one speaker alone wrote. Trained on, the model completes {report.leaks:,}, "
+        f"of {report.people_affected} of {report.num_users} speakers."
     )
     console.print(f"The report: {report.folder / 'report.html'}", soft_wrap=True)
     console.print(
