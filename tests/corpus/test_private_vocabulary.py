@@ -16,6 +16,7 @@ from transformers import AutoTokenizer
 
 from by_hand import unlisted
 from tightlip.core.errors import GuaranteeError, UsageError
+from tightlip.core.grid_gaussian import GridGaussian
 from tightlip.corpus.prepare import open_prepared
 from tightlip.corpus.prepare import prepare_corpus as prepare
 from tightlip.corpus.prepare_config import PrepareConfig
@@ -98,13 +99,13 @@ def at_most(rate, num_draws):
 @pytest.mark.parametrize(("noise", "num_words"), [(0.1, 1), (1.0, 1), (1.0, 30), (3.0, 30)])
 def test_a_new_users_own_words_get_out_as_rarely_as_promised(noise, num_words):
     release = VocabularyRelease(noise_multiplier=noise, words_per_user=30, delta=0.05)
-    draw, num_draws = np.random.default_rng(7), 4000
+    draw, num_draws, source = np.random.default_rng(7), 4000, GridGaussian(insecure_seed=7)
     others = [{0: 1, 1: 3}] * 20
     own = {2 + number: 1 for number in range(num_words)}
     out = 0
     for _ in range(num_draws):
         sums = bounded_sums(everyone(*others, own), 40, 30, draw)
-        out += (released_words(sums, release, draw) >= 2).any()
+        out += (released_words(sums, release, draw, source) >= 2).any()
     assert out <= at_most(release.delta, num_draws)
     if num_words == (1 if noise < 1 else 30):  # where the bound is reached, it is reached
         assert out >= 2 * num_draws * release.delta - at_most(release.delta, num_draws)
@@ -122,18 +123,22 @@ def test_a_word_that_nobody_gave_never_gets_out():
 # The noise
 
 
-def excess_rate(release, sums, draw, num_draws):
-    return np.mean([len(released_words(sums, release, draw)) == 1 for _ in range(num_draws)])
+def excess_rate(release, sums, source, num_draws):
+    draw = np.random.default_rng(0)
+    return np.mean(
+        [len(released_words(sums, release, draw, source)) == 1 for _ in range(num_draws)]
+    )
 
 
-class Louder:
-    """A generator whose noise is off by a factor."""
+class Louder(GridGaussian):
+    """Noise that is off by a factor."""
 
     def __init__(self, factor):
-        self._draw, self._factor = np.random.default_rng(5), factor
+        super().__init__(insecure_seed=5)
+        self._factor = factor
 
-    def standard_normal(self, size):
-        return self._factor * self._draw.standard_normal(size)
+    def add(self, sums, *, scale):
+        super().add(sums, scale=scale * self._factor)
 
 
 def standardised_spread(draw, noise):
@@ -157,7 +162,10 @@ def test_every_word_gets_noise_of_its_own():
     release = VocabularyRelease(noise_multiplier=1.0, words_per_user=5)
     sums = np.full(2, release_threshold(release))
     draw = np.random.default_rng(1)
-    outcomes = Counter(tuple(sorted(released_words(sums, release, draw))) for _ in range(2000))
+    source = GridGaussian(insecure_seed=1)
+    outcomes = Counter(
+        tuple(sorted(released_words(sums, release, draw, source))) for _ in range(2000)
+    )
     assert set(outcomes) == {(), (0,), (1,), (0, 1)}
     assert max(outcomes.values()) <= at_most(0.25, 2000)
 

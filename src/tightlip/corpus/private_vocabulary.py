@@ -34,6 +34,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerFast
 
 from tightlip.core.errors import UsageError
+from tightlip.core.grid_gaussian import GridGaussian, grid_of
 from tightlip.core.randomness import keyed_generator
 from tightlip.corpus.prepare_config import VOCABULARY_DELTA, WORDS_PER_USER
 from tightlip.corpus.readers import Corpus
@@ -150,17 +151,24 @@ def bounded_sums(
 
 
 def released_words(
-    sums: np.ndarray, release: VocabularyRelease, draw: np.random.Generator
+    sums: np.ndarray,
+    release: VocabularyRelease,
+    draw: np.random.Generator,
+    noise: GridGaussian | None = None,
 ) -> np.ndarray:
-    """Numbers of the words that pass, largest noisy sum first.
+    """Numbers of the words that pass, largest noisy sum first; `noise` fresh where none is given.
 
     Holds:
         given: a word that nobody gave is never released, whatever the noise.
     """
     given = np.flatnonzero(sums)
-    noisy = sums[given] + release.noise_multiplier * draw.standard_normal(len(given))
-    order = np.argsort(-noisy)
-    return given[order][noisy[order] > release_threshold(release)]
+    noisy = sums[given].astype(np.float64)
+    (noise or GridGaussian()).add([noisy], scale=release.noise_multiplier)
+    # On a grid some are equal, and the words' own numbers go by how often they were written.
+    order = np.lexsort((draw.random(len(given)), -noisy))
+    # A cell passes that lies above the threshold with both its edges.
+    least = release_threshold(release) + grid_of(release.noise_multiplier) / 2
+    return given[order][noisy[order] > least]
 
 
 def _counts_by_user(corpus: Corpus, words: list[str]) -> Iterator[tuple[np.ndarray, np.ndarray]]:

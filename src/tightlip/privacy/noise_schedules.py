@@ -18,7 +18,7 @@ from torch import Tensor
 
 from tightlip.core.errors import GuaranteeError
 from tightlip.core.files import OWNER_FILE, fsync, make_private_folder
-from tightlip.core.randomness import NoiseSource, keyed_generator
+from tightlip.core.grid_gaussian import GridGaussian
 from tightlip.privacy.accounting import COARSER, Mechanism, Spend, delta_left, epsilon_of
 from tightlip.privacy.adaptive import AdaptiveSpec, joint_multiplier
 from tightlip.privacy.ledger import exact_figures, figures_of
@@ -27,43 +27,35 @@ from tightlip.privacy.rdp_filter import RdpFilter
 
 
 class Noise(Protocol):
-    """Adds fresh noise to tensors in place."""
+    """Puts fresh noise on tensors in place."""
 
     def add(self, tensors: list[Tensor], *, scale: float, share: float) -> None:
-        """Every entry becomes (entry + scale · N(0, 1)) · share."""
+        """Every entry becomes share · g · K, K the cell of entry + scale · N(0, 1) on a grid g."""
 
 
 class CPUNoise:
-    """Noise drawn by numpy on as many threads as torch uses."""
+    """Noise from a cipher on as many threads as torch uses."""
 
     def __init__(self, insecure_seed: int | None = None) -> None:
-        self._source = NoiseSource(insecure_seed, num_threads=torch.get_num_threads())
-        self._room = np.empty(0, np.float32)
+        self._gaussian = GridGaussian(insecure_seed, num_threads=torch.get_num_threads())
 
     def add(self, tensors: list[Tensor], *, scale: float, share: float) -> None:
-        total = sum(tensor.numel() for tensor in tensors)
-        if len(self._room) != total:
-            self._room = np.empty(total, np.float32)
-        self._source.fill(self._room)
-        parts = torch.from_numpy(self._room).split([tensor.numel() for tensor in tensors])
-        for tensor, part in zip(tensors, parts, strict=True):
-            tensor.add_(part.view(tensor.shape), alpha=scale).mul_(share)
-        self._room.fill(0)  # whoever reads this memory later must not find the noise
+        arrays = [tensor.detach().numpy() for tensor in tensors]
+        self._gaussian.add(arrays, scale=scale, share=share)
 
 
 def noise_for(device: torch.device, insecure_seed: int | None) -> Noise:
     """The noise for gradients on `device`."""
     if device.type != "cuda":
         return CPUNoise(insecure_seed)
-    from tightlip.privacy.kernels import GPUNoise
+    from tightlip.privacy.noise_kernels import GPUNoise
 
     return GPUNoise(device, insecure_seed=insecure_seed)
 
 
 SCALES = "noise_scales.jsonl"  # public: what each step was charged at, and the release before it
 PRIVATE_COUNTS = "private_noise.bin"  # owner-only: how often each share of the noise was used
-# The release is rounded to this share of its noise: the last bits of a sum of floats tell more.
-_GRID = 2.0**-16
+_STEPS = 2.0**30  # that a weight's reach is told in
 _RATIO = 1.02  # between two shares of the noise that are counted apart
 _SHARE = "<u8"
 
@@ -129,7 +121,7 @@ class ReleasedNoise(Schedule):
         self._last: float | None = None
         self._is_recorded = True
         # A seed of its own: with the sampler's the noise would follow the draw.
-        self._generator = keyed_generator(None if insecure_seed is None else insecure_seed + 1)
+        self._noise = GridGaussian(None if insecure_seed is None else insecure_seed + 1)
 
     def next_noise(self) -> float:
         """σ_t, from what was released before."""
@@ -152,10 +144,11 @@ class ReleasedNoise(Schedule):
     def released(self, rho_U: np.ndarray) -> float:
         """γ̂: the weights' mean over the expected batch, with noise of z times one unit's reach."""
         # In halves of the range each unit is between -1 and 1, also after rounding.
-        total = float(np.clip((rho_U - self._centre) / self._half, -1.0, 1.0).sum())
-        noisy = total + self.release_noise * float(self._generator.standard_normal())
-        grid = self.release_noise * _GRID
-        return self._centre + round(noisy / grid) * grid * self._half / self.expected_batch
+        reach_U = np.clip((rho_U - self._centre) / self._half, -1.0, 1.0)
+        # In whole steps, so that one unit moves the sum by its own share and no last bit besides.
+        total = np.array([float((reach_U * _STEPS).astype(np.int64).sum()) / _STEPS])
+        self._noise.add([total], scale=self.release_noise)
+        return self._centre + float(total[0]) * self._half / self.expected_batch
 
     def _learn(self, release: float) -> None:
         counted = release if release > 0 else self.spec.gamma_floor

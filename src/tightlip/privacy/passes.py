@@ -214,12 +214,16 @@ class Passes:
             traced = make_fx(run, tracing_mode="fake")(weights, kept, *batch.tensors)
         compiled = torch.compile(traced, dynamic=False)
 
-        def call(given: Physical) -> ClippedGradients:
+        def call(*tensors: Tensor) -> ClippedGradients:
             with torch.no_grad(), precise():
-                gradients, norms, losses = compiled(weights, kept, *given.tensors)
+                gradients, norms, losses = compiled(weights, kept, *tensors)
             return ClippedGradients(dict(zip(names, gradients, strict=True)), norms, losses)
 
-        return call
+        if batch.ids_BT.device.type != "cuda":
+            return lambda given: call(*given.tensors)
+        # Its hundreds of kernels take Python longer to launch than a GPU to run.
+        replay, self._pool = captured(call, batch.tensors, warm_up=call, pool=self._pool)
+        return lambda given: replay(given.tensors)
 
     def _precision(self) -> AbstractContextManager:
         if not self.bf16:

@@ -18,6 +18,7 @@ from transformers.modeling_utils import PreTrainedModel
 
 from tightlip.models.causal_lm import CausalLM
 from tightlip.models.recurrent import RecurrentForCausalLM
+from tightlip.privacy.passes import captured
 from tightlip.privacy.row_losses import NO_LABEL
 from tightlip.training.batches import Batch, Rows, gather
 
@@ -54,6 +55,38 @@ class Forward:
             # Earlier models of this process count against torch's limit of recompilations.
             torch.compiler.reset()
             self._dense = torch.compile(dense_loss, dynamic=False)
+        self._steps: dict[torch.Size, Callable[[tuple[Tensor, ...]], Any]] = {}
+        self._pool: Any = None
+
+    def backward(self, batch: Batch, share: float) -> Tensor:
+        """The mean loss; its gradient times `share` becomes that of the parameters."""
+        if batch.inputs.device.type == "cuda" and len(batch.inputs) == self.compiled_rows:
+            return self._captured_backward(batch, share)
+        self.model.zero_grad(set_to_none=True)
+        loss = self.mean_loss(batch)
+        (loss * share).backward()
+        return loss.detach()
+
+    def _captured_backward(self, batch: Batch, share: float) -> Tensor:
+        """The same in a CUDA graph: Python launches a Transformer's kernels more slowly than a GPU
+        runs them."""
+        trained = [each for each in self.model.parameters() if each.requires_grad]
+
+        def run(inputs: Tensor, targets: Tensor, share: Tensor) -> tuple[Tensor, list[Any]]:
+            self.model.zero_grad(set_to_none=True)
+            with self._precision():
+                loss = self._dense(self.model, inputs, targets)
+            (loss * share).backward()
+            return loss.detach(), [each.grad for each in trained]
+
+        given = (batch.inputs, batch.targets, torch.tensor(share, device=batch.inputs.device))
+        key = batch.inputs.shape
+        if key not in self._steps:
+            self._steps[key], self._pool = captured(run, given, warm_up=run, pool=self._pool)
+        loss, gradients = self._steps[key](given)
+        for each, gradient in zip(trained, gradients, strict=True):
+            each.grad = gradient
+        return loss
 
     def mean_loss(self, batch: Batch) -> Tensor:
         """The mean loss in nats over the batch's targets, ready to be differentiated."""

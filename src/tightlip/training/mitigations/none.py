@@ -55,10 +55,8 @@ class NoMitigation:
         if self.passes is not None:
             return self._captured_gradients(self.passes, chosen)
         context, batch = self.context, self.context.batch(chosen)
-        context.optimizer.zero_grad(set_to_none=True)
-        loss = context.forward.mean_loss(batch)
-        (loss * (batch.num_targets / context.targets_per_batch)).backward()
-        return loss, batch.num_targets
+        share = batch.num_targets / context.targets_per_batch
+        return context.forward.backward(batch, share), batch.num_targets
 
     def _chosen(self, number: int) -> np.ndarray:
         epoch, place = divmod(number, self.context.steps_per_epoch)
