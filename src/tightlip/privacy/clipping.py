@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from tightlip.core.errors import UsageError
+from tightlip.privacy.exact_sums import ExactSums, rounded_off, step_of
 from tightlip.privacy.layers import Layout, wide, zeros_for
 from tightlip.privacy.norms import Measured, Norms, added_up
-from tightlip.privacy.rounding import Scaled, full_precision, products_in_tf32, slack
+from tightlip.privacy.rounding import Products, Scaled, full_precision, products_in_tf32, slack
 from tightlip.privacy.row_losses import RowLosses
 from tightlip.privacy.watching import NoRule, Watch
 
@@ -33,10 +34,21 @@ class ClippedGradients:
 
 @dataclass(frozen=True, kw_only=True)
 class Clip:
-    """How gradients are clipped: flat, or a share of the bound for every layer."""
+    """How gradients are clipped: flat, or a share of the bound for every layer.
+
+    `exact` sums are whole numbers of `step`. `charged` is the share of the norm kept free for what
+    one unit may change in how others' sums are rounded.
+    """
 
     norm: float
     per_layer: bool = False
+    exact: bool = False
+    charged: float = 0.0
+
+    @property
+    def step(self) -> float:
+        """What one unit of a sum's numbers stands for."""
+        return step_of(self.norm) if self.exact else 1.0
 
     def __post_init__(self) -> None:
         if not self.norm > 0:
@@ -113,7 +125,8 @@ def clipped_sum(
 
     A unit's bound is its share, above 0 and at most 1, of the clip's; all of it where none is given.
     """
-    norms = Norms(layout, tf32=products_in_tf32(losses_B.device))
+    how = Products(tf32=products_in_tf32(losses_B.device), exact=clip.exact)
+    norms = Norms(layout, how)
     losses_U = layout.sum_by_unit(losses_B)
     if shares_U is None:
         shares_U = torch.ones_like(losses_U)
@@ -130,27 +143,34 @@ def clipped_sum(
     ]
     total_U = added_up([squares_U for squares_U, _ in lengths])
     fine_U = (added_up([off_U for _, off_U in lengths]) + total_U + losses_U).isfinite()
-    bound = clip.norm / math.sqrt(len(groups)) / (1 + slack(total_U.dtype))
     gradients: dict[str, Tensor] = {}
     for names, (squares_U, off_U) in zip(groups, lengths, strict=True):
+        bound = clip.norm * (1 - clip.charged) / math.sqrt(len(groups))
+        if clip.exact:
+            parts = [rounded_off(watch.uses[n], parameters[n], layout, clip.step) for n in names]
+            bound -= math.hypot(*parts)
+        bound /= 1 + slack(total_U.dtype)
         # A share multiplies last: times 1 nothing changes, not even a last bit.
         room_U = bound / (squares_U.sqrt() + off_U) * shares_U.to(squares_U.dtype)
         factors_U = torch.where(fine_U, room_U.clamp(max=1.0), 0)
-        scaled = Scaled(
-            layout.to_rows(factors_U),
-            wipe=not (
-                factors_U.device.type == "cpu" and type(fine_U) is Tensor and bool(fine_U.all())
-            ),
-            finite=watch.finite,
-        )
+        sums = _sums(factors_U, fine_U, layout, clip, watch)
         for name in names:
-            if watch.uses[name]:
-                gradients[name] = scaled.sum(watch.uses[name], parameters[name])
-    ordered = {
-        name: gradients[name] if name in gradients else zeros_for(parameter)
-        for name, parameter in parameters.items()
-    }
+            own = watch.uses[name]
+            gradients[name] = (
+                sums.sum(own, parameters[name]) if own else sums.zeros(parameters[name])
+            )
+    ordered = {name: gradients[name] for name in parameters}
     return ClippedGradients(ordered, total_U.sqrt(), losses_U)
+
+
+def _sums(
+    factors_U: Tensor, fine_U: Tensor, layout: Layout, clip: Clip, watch: Watch
+) -> Scaled | ExactSums:
+    if clip.exact:
+        return ExactSums(factors_U, layout, clip.step)
+    on_cpu = factors_U.device.type == "cpu" and type(fine_U) is Tensor
+    wipe = not (on_cpu and bool(fine_U.all()))
+    return Scaled(layout.to_rows(factors_U), wipe=wipe, finite=watch.finite)
 
 
 def _lengths(parts: list[Measured], like_U: Tensor) -> tuple[Tensor, Tensor]:

@@ -29,8 +29,9 @@ from tightlip.privacy.rdp_filter import RdpFilter
 class Noise(Protocol):
     """Puts fresh noise on tensors in place."""
 
-    def add(self, tensors: list[Tensor], *, scale: float, share: float) -> None:
-        """Every entry becomes share · g · K, K the cell of entry + scale · N(0, 1) on a grid g."""
+    def add(self, tensors: list[Tensor], *, scale: float, share: float, unit: float = 1.0) -> None:
+        """Every entry becomes share · g · K, K the cell of unit · entry + scale · N(0, 1) on a grid g;
+        32-bit whole numbers become float32 where they lie."""
 
 
 class CPUNoise:
@@ -39,9 +40,9 @@ class CPUNoise:
     def __init__(self, insecure_seed: int | None = None) -> None:
         self._gaussian = GridGaussian(insecure_seed, num_threads=torch.get_num_threads())
 
-    def add(self, tensors: list[Tensor], *, scale: float, share: float) -> None:
+    def add(self, tensors: list[Tensor], *, scale: float, share: float, unit: float = 1.0) -> None:
         arrays = [tensor.detach().numpy() for tensor in tensors]
-        self._gaussian.add(arrays, scale=scale, share=share)
+        self._gaussian.add(arrays, scale=scale, share=share, unit=unit)
 
 
 def noise_for(device: torch.device, insecure_seed: int | None) -> Noise:

@@ -15,6 +15,8 @@ from torch import Tensor
 
 from tightlip.privacy.layers import Layout, Lookup, Outer, Use, Whole, fp32_product, wide
 from tightlip.privacy.rounding import (
+    Products,
+    Roundings,
     lengths,
     rounded_apart,
     rounded_share,
@@ -35,10 +37,10 @@ class Measured(NamedTuple):
 
 class Norms:
     """Squared norms under one layout. Gram matrices are kept, since a recurrent layer's four
-    parameters share one. `tf32` says that the sum will be taken in it."""
+    parameters share one. `how` says how the sum will be taken."""
 
-    def __init__(self, layout: Layout, *, tf32: bool = False) -> None:
-        self.layout, self.tf32 = layout, tf32
+    def __init__(self, layout: Layout, how: Products = Products()) -> None:
+        self.layout, self.how = layout, how
         self._grams: dict[int, tuple[Tensor, Tensor]] = {}
 
     def measured(self, uses: list[Use], shape: torch.Size) -> Measured:
@@ -63,11 +65,13 @@ class Norms:
         return parts[0]._replace(squares_U=sum(squares[1:], squares[0]))
 
     def _of_sums(self, uses: list[Outer]) -> Measured:
-        if len(uses) == 1 and id(uses[0].left_BTP) in self._grams:
+        if len(uses) == 1 and id(uses[0].left_BTP) in self._grams and not self.how.exact:
             return _of_pairs(self.gram(uses[0].left_BTP))
         lefts = [self.layout.by_unit(use.left_BTP) for use in uses]
         sums_UP = added_up([left_USP.sum(1, dtype=wide(left_USP)) for left_USP in lefts])
-        rounded_U = added_up([summed_in_float32(lengths(left_USP)) for left_USP in lefts])
+        rounded_U = added_up(
+            [summed_in_float32(lengths(left_USP), worst=self.how.exact) for left_USP in lefts]
+        )
         return Measured(sums_UP.square().sum(1), rounded_U)
 
     def _of_products(self, uses: list[Outer], shape: torch.Size) -> Measured:
@@ -75,8 +79,12 @@ class Norms:
         size_P, size_D = shape
         if size_P * size_D < num_tokens * (size_P + size_D):
             return self._written_out(list(uses), shape)
-        both = {roundings(use, tf32=self.tf32) for use in uses}
-        rounds = (max(left for left, _ in both), max(right for _, right in both))
+        both = {roundings(use, self.how) for use in uses}
+        rounds = Roundings(
+            max(left for left, _ in both),
+            max(right for _, right in both),
+            num_tokens * torch.finfo(torch.float32).eps if self.how.exact else 0.0,
+        )
         if len(uses) == 1:
             (use,) = uses
             assert use.right_BTD is not None
@@ -125,7 +133,7 @@ class Norms:
         def squares(part: slice) -> Measured:
             whole = sum(gradients(use, self.layout, part, shape) for use in uses)
             assert isinstance(whole, Tensor)
-            apart = [rounded_apart(use, self.layout, part, tf32=self.tf32) for use in uses]
+            apart = [rounded_apart(use, self.layout, part, self.how) for use in uses]
             return Measured(whole.flatten(1).square().sum(1), added_up(apart))
 
         return self._in_parts(squares, shape.numel())
@@ -172,7 +180,7 @@ def added_up(parts: list[Tensor]) -> Tensor:
 def _of_pairs(
     first_USS: Tensor,
     second_USS: Tensor | None = None,
-    rounds: tuple[float, float] = (0.0, 0.0),
+    rounds: Roundings = Roundings(),
 ) -> Measured:
     """The sum over pairs of tokens of first · second, and a little more than rounding may have
     taken from it; with it what rounding on the way into the sum may add.
@@ -180,8 +188,7 @@ def _of_pairs(
     Tokens that cancel leave a norm far smaller than what was summed: with contributions ten
     thousand times the norm, float32 was 0.8% below it. Their lengths bound the rounding.
     """
-    # A tracer's stand-ins are no plain tensors; the compiler fuses this by itself.
-    if first_USS.device.type == "cuda" and _is_plain_single(first_USS):
+    if first_USS.device.type == "cuda" and first_USS.dtype == torch.float32:
         from tightlip.privacy import kernels
 
         squares_U, rounded_U = kernels.pair_sums(first_USS, second_USS, rounds)
@@ -193,10 +200,6 @@ def _of_pairs(
     if second_USS is None or not any(rounds):
         return Measured(squares_U)
     return Measured(squares_U, rounded_share(first_USS, second_USS, rounds, lengths_U))
-
-
-def _is_plain_single(values: Tensor) -> bool:
-    return type(values) is Tensor and values.dtype == torch.float32
 
 
 def _gram(values_USX: Tensor) -> Tensor:

@@ -10,11 +10,12 @@ Shapes: U units, S tokens of a unit, N pieces of L tokens.
 
 from collections.abc import Container, Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from tightlip.privacy.layers import Layout, Lookup, Outer, Use, Whole, fp32_product, wide
+from tightlip.privacy.layers import Layout, Lookup, Outer, Use, Whole, fp32_product, wide, zeros_for
 
 # A number is off by at most so much of itself: half a unit in bfloat16's last place; tf32 cuts off.
 BF16, TF32 = 2.0**-8, 2.0**-10
@@ -50,19 +51,35 @@ def scales_left(use: Outer) -> bool:
     return use.left_BTP.shape[2] <= use.right_BTD.shape[2]
 
 
-def roundings(use: Outer, *, tf32: bool) -> tuple[float, float]:
+class Products(NamedTuple):
+    """How the sum will be taken: in tf32, or one unit after the other, factors last."""
+
+    tf32: bool = False
+    exact: bool = False
+
+
+def roundings(use: Outer, how: Products) -> tuple[float, float]:
     """By how much of itself a number on the left, and one on the right, may be off in the sum."""
-    if use.right_BTD is None:  # summed as it is, with factors in full
+    if use.right_BTD is None or how.exact:  # summed as it is, with factors in full
         return 0.0, 0.0
     if use.left_BTP.dtype == torch.bfloat16:
         return (BF16, 0.0) if scales_left(use) else (0.0, BF16)
-    if use.left_BTP.dtype == torch.float32 and tf32:
+    if use.left_BTP.dtype == torch.float32 and how.tf32:
         return TF32, TF32
     return 0.0, 0.0
 
 
+class Roundings(NamedTuple):
+    """By how much of itself a number on the left and one on the right may be off in a sum, and how
+    much of the tokens' lengths adding them up may lose."""
+
+    left: float = 0.0
+    right: float = 0.0
+    per_length: float = 0.0
+
+
 def rounded_share(
-    left_USS: Tensor, right_USS: Tensor, rounds: tuple[float, float], lengths_U: Tensor
+    left_USS: Tensor, right_USS: Tensor, rounds: Roundings, lengths_U: Tensor
 ) -> Tensor:
     """The most that rounding can add to each unit's gradient, in units of the unit's factor.
 
@@ -70,10 +87,10 @@ def rounded_share(
     Σ_s Σ_t (d_s·d_t)(right_s·right_t) ≤ u² Σ_s Σ_t |left_s||left_t||right_s·right_t|. Given are the
     Gram matrices of both sides, and Σ_t |left_t||right_t|.
     """
-    of_left, of_right = rounds
+    of_left, of_right, per_length = rounds
     # The Gram matrices are rounded themselves, as `norms` says.
     allowed_U = 2 * torch.finfo(lengths_U.dtype).eps * lengths_U.square()
-    total_U = of_left * of_right * lengths_U
+    total_U = (of_left * of_right + per_length) * lengths_U
     for rounding, own_USS, other_USS in (
         (of_left, left_USS, right_USS),
         (of_right, right_USS, left_USS),
@@ -85,17 +102,19 @@ def rounded_share(
     return total_U
 
 
-def rounded_apart(use: Use, layout: Layout, part: slice, *, tf32: bool) -> Tensor:
+def rounded_apart(use: Use, layout: Layout, part: slice, how: "Products") -> Tensor:
     """The same where a unit's gradient was written out, and what float32 may have taken from it."""
+    worst = how.exact
     if isinstance(use, Whole):
-        return summed_in_float32(lengths(layout.by_unit(use.gradient_BX.flatten(1)[:, None])[part]))
+        rows_UMX = layout.by_unit(use.gradient_BX.flatten(1)[:, None])[part]
+        return summed_in_float32(lengths(rows_UMX), worst=worst)
     left_USX = layout.by_unit(use.left_BTD if isinstance(use, Lookup) else use.left_BTP)[part]
     lengths_US = lengths(left_USX)
     if isinstance(use, Lookup) or use.right_BTD is None:
-        return summed_in_float32(lengths_US)
+        return summed_in_float32(lengths_US, worst=worst)
     right_USX = layout.by_unit(use.right_BTD)[part]
     lengths_US = lengths_US * lengths(right_USX)
-    total_U, rounds = summed_in_float32(lengths_US), roundings(use, tf32=tf32)
+    total_U, rounds = summed_in_float32(lengths_US, worst=worst), roundings(use, how)
     return total_U + _in_pieces(left_USX, right_USX, rounds, lengths_US) if any(rounds) else total_U
 
 
@@ -103,10 +122,17 @@ def lengths(values_USX: Tensor) -> Tensor:
     return torch.linalg.vector_norm(values_USX, dim=2, dtype=wide(values_USX))
 
 
-def summed_in_float32(lengths_US: Tensor) -> Tensor:
+def summed_in_float32(lengths_US: Tensor, *, worst: bool = False) -> Tensor:
     """What float32 may lose of tokens of these lengths that it adds up, once for the norm and once
-    for the sum. Measured, not proved: the worst case grows with the number of tokens."""
-    return 2 * torch.finfo(lengths_US.dtype).eps * lengths_US.sum(1)
+    for the sum: as measured, or at the very worst, which grows with the number of tokens."""
+    lost = per_length(lengths_US) if worst else 2 * torch.finfo(lengths_US.dtype).eps
+    return lost * lengths_US.sum(1)
+
+
+def per_length(lengths_US: Tensor) -> float:
+    """How much of the tokens' lengths their sum can lose: 2⁻²³ for each addition in float32. That a
+    GPU's tensor cores add no worse is an assumption."""
+    return lengths_US.shape[1] * torch.finfo(lengths_US.dtype).eps
 
 
 def _in_pieces(
@@ -116,7 +142,7 @@ def _in_pieces(
     matrix of many tokens."""
     left_NLL, right_NLL = (_grams_of_pieces(values_USX) for values_USX in (left_USX, right_USX))
     lengths_N = _pieces(lengths_US[..., None]).sum((1, 2))
-    shares_N = rounded_share(left_NLL, right_NLL, rounds, lengths_N)
+    shares_N = rounded_share(left_NLL, right_NLL, Roundings(*rounds), lengths_N)
     return shares_N.reshape(len(left_USX), -1).sum(1)
 
 
@@ -142,6 +168,8 @@ class Scaled:
         self.factors_B, self.wipe, self.finite = factors_B, wipe, finite
         self._scaled: dict[tuple[int, torch.dtype], tuple[Tensor, Tensor]] = {}
         self._clean: dict[int, tuple[Tensor, Tensor]] = {}
+
+    zeros = staticmethod(zeros_for)
 
     def sum(self, uses: list[Use], like: Tensor) -> Tensor:
         """Σ over rows of factor · gradient, in `like`'s shape and in float32 or better."""
