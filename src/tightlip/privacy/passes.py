@@ -181,14 +181,9 @@ class Passes:
         }
         others = {**frozen, **dict(self.model.named_buffers())}
 
-        def run(
-            weights: list[Tensor],
-            kept: list[Tensor],
-            ids: Tensor,
-            targets: Tensor,
-            of_loss: Tensor,
-            of_clip: Tensor,
-        ) -> Any:
+        def run(*given: Tensor) -> tuple[Tensor, ...]:
+            weights, kept = given[: len(names)], given[len(names) : -len(batch.tensors)]
+            ids, targets, of_loss, of_clip = given[-len(batch.tensors) :]
             own = {
                 name: each.detach().requires_grad_()
                 for name, each in zip(names, weights, strict=True)
@@ -204,19 +199,20 @@ class Passes:
                     look_for_unseen=True,
                 )
             result = summed(watch, own, losses_B, batch.layout, self.clip, of_clip)  # type: ignore[arg-type]
-            return [result.gradients[name] for name in names], result.norms, result.losses
+            return (*(result.gradients[name] for name in names), result.norms, result.losses)
 
-        weights = [each.detach() for each in self.parameters.values()]
-        kept = list(others.values())
+        held = [*(each.detach() for each in self.parameters.values()), *others.values()]
         # A traced graph keeps no change of precision half-way, and norms may not be in tf32.
         precise = nullcontext if self.clip is None else full_precision
         with precise():
-            traced = make_fx(run, tracing_mode="fake")(weights, kept, *batch.tensors)
-        compiled = torch.compile(traced, dynamic=False)
+            traced = make_fx(run, tracing_mode="fake")(*held, *batch.tensors)
+            # Straight to the compiler: torch.compile would read all of a graph again that is traced
+            # already, which took it longer than the rest.
+            compiled = torch._inductor.compile(traced, [*held, *batch.tensors])
 
         def call(*tensors: Tensor) -> ClippedGradients:
             with torch.no_grad(), precise():
-                gradients, norms, losses = compiled(weights, kept, *tensors)
+                *gradients, norms, losses = compiled(*held, *tensors)
             return ClippedGradients(dict(zip(names, gradients, strict=True)), norms, losses)
 
         if batch.ids_BT.device.type != "cuda":
