@@ -81,12 +81,12 @@ def test_in_bf16_one_unit_more_moves_the_sum_by_its_own_share_alone(tmp_path, na
     training = noiseless(tmp_path, model, texts, clip_norm=CLIP, bf16=True)
     sums, losses = sums_of_draws(training, shortest=SHORTEST)
     assert float(flat(sums[1]).norm()) > 0.9 * CLIP
-    assert moved_losses(losses) < 1e-6
     assert moved_others(sums) < ROUNDING
+    assert moved_losses(losses) < 1e-6
     assert reach(sums) < 1 + ROUNDING
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", ["GPT2LMHeadModel", "OPTForCausalLM", "LSTMForCausalLM"])
 def test_a_draw_of_a_single_position_is_like_any_other(tmp_path, name):
     training = noiseless(tmp_path, stock(name).float(), documents(VOCABULARY), clip_norm=CLIP)
     assert moved_others(sums_of_draws(training)[0]) < ROUNDING
@@ -116,11 +116,11 @@ class Gated(nn.Module):
 
 
 class SeesPadding(Chain):
-    """Moves a row by the number of padding words at its end, if there are two or more."""
+    """Moves a row by the number of padding words at its end, if there are three or more."""
 
     def forward(self, input_ids):
         at_end = (input_ids == 0).flip(1).cumprod(1).sum(1)
-        moved = torch.where(at_end > 1, 0.1 * at_end, 0.0)[:, None, None]
+        moved = torch.where(at_end > 2, 0.1 * at_end, 0.0)[:, None, None]
         hidden = self.embed(input_ids) + moved
         for layer in self.layers:
             hidden = torch.tanh(layer(hidden))
@@ -171,13 +171,13 @@ def test_a_model_that_couples_rows_is_refused_or_run_so_that_nobody_moves(tmp_pa
         sums, losses = after_training(tmp_path, COUPLED[name](PATHS[path]()))
     except GuaranteeError:
         return
-    assert moved_losses(losses) < 1e-5
     assert moved_others(sums) < ROUNDING
+    assert moved_losses(losses) < 1e-6
     assert reach(sums) < 1 + ROUNDING
 
 
 @pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("gates", ["one", "two", "relu"])
+@pytest.mark.parametrize("gates", ["one", "two"])
 def test_a_gate_that_couples_nobody_is_trained(tmp_path, gates, path):
     torch.manual_seed(0)
     model = Chain(Gated(gates, None), PATHS[path]())

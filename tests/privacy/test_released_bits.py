@@ -7,6 +7,7 @@ grid, METHODS.md 7.1, answers the same whatever the sum is.
 """
 
 import copy
+import json
 import math
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -18,6 +19,7 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from scipy import stats
 from torch import nn
+from typer.testing import CliRunner
 
 from privacy.draws import (
     DRAWS,
@@ -29,9 +31,11 @@ from privacy.draws import (
     sums_of_draws,
     trainable,
 )
+from tightlip.cli.main import app
 from tightlip.models.configurations import TransformerConfig
 from tightlip.models.transformer import TransformerForCausalLM
 from tightlip.privacy import PrivateTraining
+from training.small_corpora import documents as short_texts
 
 VOCABULARY, WIDTH = 24, 16
 SIGMA, CLIP = 48.0, 1.0  # of one step ε is below 0.1 at δ = 1e-3
@@ -43,6 +47,7 @@ STEPS, FEW = 20, 10
 LONGEST = 2 ** (UNITS - 1)
 # Of an honest release: one test in 1,000 fails by bad luck, and seeds are fixed.
 LUCK = 1e-3
+pytestmark = pytest.mark.slow
 
 
 class Bigrams(nn.Module):
@@ -365,6 +370,27 @@ def test_neighbouring_cells_are_equally_likely(watched, name):
     _, steps = watched(name, "engine")
     cells = np.rint(np.concatenate([flat(step.gradients) for step in steps]) / (SHARE * GRID))
     assert stats.chisquare(np.bincount(np.mod(cells, 16).astype(int), minlength=16)).pvalue > 1e-3
+
+
+@pytest.mark.parametrize("unit", ["user", "example"])
+def test_what_tightlip_train_saves_of_a_step_is_on_the_grid_up_to_rounding(tmp_path, unit):
+    """Between two snapshots of SGD lies one step; weights are of noise by then."""
+    corpus = tmp_path / "corpus.jsonl"
+    corpus.write_text("".join(json.dumps(row) + "\n" for row in short_texts(num_users=16)))
+    words = ["train", corpus, "--out", tmp_path / "run", "--mitigation", "dp", "--unit", unit]
+    words += ["--noise-multiplier", SIGMA, "--optimizer", "sgd", "--learning-rate", 1]
+    words += ["--batch-size", 2, "--steps", 2, "--snapshot-steps", 1, "--insecure-seed", 5]
+    words += ["--hidden-size", 8, "--embedding-size", 8, "--num-layers", 1, "--allow-unproved"]
+    shown = CliRunner().invoke(app, [str(word) for word in words])
+    assert shown.exit_code == 0, shown.output
+    first, second = (
+        load_file(tmp_path / "run" / "snapshots" / f"step-{step}" / "model.safetensors")
+        for step in (1, 2)
+    )
+    updates = [first[name].double() - second[name].double() for name in first]
+    cells = flat(updates) / (GRID / 2)
+    assert np.abs(cells - np.rint(cells)).max() < 0.02
+    assert np.std(cells) == pytest.approx(SCALE / GRID, rel=0.1)
 
 
 def flat(tensors):
