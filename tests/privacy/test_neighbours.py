@@ -151,13 +151,11 @@ def after_training(folder, model):
 
 PATHS = {"fast": lambda: nn.Linear(SIZE, SIZE), "slow": Stretch}
 COUPLED = {
-    **{
-        f"{gates} over {what}": lambda *rest, gates=gates, dimension=dimension: Chain(
-            Gated(gates, dimension), *rest
-        )
-        for gates in ("one", "two", "relu")
-        for dimension, what in enumerate(("rows", "positions"))
-    },
+    "one gate over rows": lambda *rest: Chain(Gated("one", 0), *rest),
+    "two gates over rows": lambda *rest: Chain(Gated("two", 0), *rest),
+    "relu over rows": lambda *rest: Chain(Gated("relu", 0), *rest),
+    "one gate over positions": lambda *rest: Chain(Gated("one", 1), *rest),
+    "two gates over positions": lambda *rest: Chain(Gated("two", 1), *rest),
     "padding": SeesPadding,
     "three rows": lambda *rest: Chain(MixesThree(), *rest),
 }
@@ -177,10 +175,9 @@ def test_a_model_that_couples_rows_is_refused_or_run_so_that_nobody_moves(tmp_pa
 
 
 @pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("gates", ["one", "two"])
-def test_a_gate_that_couples_nobody_is_trained(tmp_path, gates, path):
+def test_a_gate_that_couples_nobody_is_trained(tmp_path, path):
     torch.manual_seed(0)
-    model = Chain(Gated(gates, None), PATHS[path]())
+    model = Chain(Gated("two", None), PATHS[path]())
     sums, _ = after_training(tmp_path, model)
     assert float(model.layers[0].first.weight.detach().norm()) > 0.1
     assert moved_others(sums) < ROUNDING

@@ -42,7 +42,7 @@ SIGMA, CLIP = 48.0, 1.0  # of one step ε is below 0.1 at δ = 1e-3
 SCALE, SHARE = SIGMA * CLIP, 1 / EXPECTED
 GRID = 2.0 ** math.floor(math.log2(SCALE / 256))
 RATE = 0.1
-ULPS = range(-4, 5)  # how far rounding can take the adversary's first guess at the noise
+ULPS = range(-2, 3)  # how far rounding can take the adversary's first guess at the noise
 STEPS, FEW = 20, 10
 LONGEST = 2 ** (UNITS - 1)
 # Of an honest release: one test in 1,000 fails by bad luck, and seeds are fixed.
