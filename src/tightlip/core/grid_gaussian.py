@@ -325,9 +325,10 @@ def _fill_pair(values, at, radius_word, angle_word, scale, grid, share, unit):  
     fine_two = 0.5 - abs(t_two - cell_two) >= (2.0**-40 * (scale + abs(two)) + near) / grid
     if not (fine_one and (fine_two or not has_two)):
         return True
-    values[at] = cell_one * (grid * share)
+    # A zero has a sign of its own, which the edge of its cell does not decide.
+    values[at] = cell_one * (grid * share) + 0.0
     if has_two:
-        values[at + LANES] = cell_two * (grid * share)
+        values[at + LANES] = cell_two * (grid * share) + 0.0
     return False
 
 

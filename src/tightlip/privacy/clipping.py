@@ -85,7 +85,13 @@ def watched_pass(
     # The way back is watched too: with gradient checkpointing layers run once more there.
     try:
         with _no_reentrant(), torch.enable_grad(), watch:
-            losses_B = RowLosses.apply(forward(), targets_BT, weights_BT, watch)
+            logits_BTV = forward()
+            whole = watch.straight_from_a_layer(logits_BTV)
+            straight = whole is not None and whole.ndim == 3
+            losses_B = RowLosses.apply(
+                whole if straight else logits_BTV,
+                *(targets_BT, weights_BT, watch, logits_BTV.shape[2], straight),
+            )
             reached = watch.backward(losses_B.sum(), asked)
         for name, gradient in zip(parameters, reached[1:], strict=False):
             if gradient is not None:

@@ -182,7 +182,7 @@ def _log_sums(logits, targets, log_sums, at_target, width, stride, BLOCK: tl.con
 
 @triton.jit
 def _logit_gradient(
-    logits, targets, log_sums, weights, out, width, stride, out_stride, BLOCK: tl.constexpr
+    logits, targets, log_sums, weights, out, width, room, stride, out_stride, BLOCK: tl.constexpr
 ):
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -190,30 +190,61 @@ def _logit_gradient(
     x = tl.load(logits + row * stride + at, at < width, 0).to(tl.float32)
     share = tl.exp(x - tl.load(log_sums + row))
     share = tl.where(at == tl.load(targets + row), share - 1, share)
-    back = tl.where(weight != 0, share * weight, 0.0)
-    tl.store(out + row * out_stride + at, back, at < width)
+    back = tl.where((weight != 0) & (at < width), share * weight, 0.0)
+    tl.store(out + row * out_stride + at, back, at < room)
 
 
-def log_sums(logits_NV: Tensor, targets_N: Tensor) -> tuple[Tensor, Tensor]:
-    """The log of each row's summed exponentials, and the logit at its target, in one reading."""
+# Operations of their own, so that compiled passes have them too: the compiler makes more passes over
+# the logits.
+@torch.library.custom_op("tightlip::log_sums", mutates_args=())
+def log_sums(logits_NV: Tensor, targets_N: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """The log of the summed exponentials of each row's first `width` logits, and the logit at its
+    target, in one reading."""
     assert logits_NV.stride(1) == 1
     sums_N = torch.empty(len(logits_NV), device=logits_NV.device)
     at_target_N = torch.empty_like(sums_N)
     tensors = (logits_NV, targets_N, sums_N, at_target_N)
-    shape = (logits_NV.shape[1], logits_NV.stride(0))
-    _log_sums[(len(logits_NV),)](*tensors, *shape, BLOCK=2048, num_warps=8)
+    _log_sums[(len(logits_NV),)](*tensors, width, logits_NV.stride(0), BLOCK=2048, num_warps=8)
     return sums_N, at_target_N
 
 
+@log_sums.register_fake
+def _(logits_NV: Tensor, targets_N: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    sums_N = logits_NV.new_empty(len(logits_NV), dtype=torch.float32)
+    return sums_N, torch.empty_like(sums_N)
+
+
+@torch.library.custom_op("tightlip::logit_gradient", mutates_args=())
 def logit_gradient(
-    out_NV: Tensor, logits_NV: Tensor, targets_N: Tensor, log_sums_N: Tensor, weights_N: Tensor
+    logits_NV: Tensor, targets_N: Tensor, log_sums_N: Tensor, weights_N: Tensor, width: int
+) -> Tensor:
+    """weight · (softmax − target), in the logits' kind of number; 0 beyond `width`."""
+    out_NV = torch.empty_like(logits_NV)
+    logit_gradient_into(out_NV, logits_NV, targets_N, log_sums_N, weights_N, width)
+    return out_NV
+
+
+@logit_gradient.register_fake
+def _(
+    logits_NV: Tensor, targets_N: Tensor, log_sums_N: Tensor, weights_N: Tensor, width: int
+) -> Tensor:
+    return torch.empty_like(logits_NV)
+
+
+def logit_gradient_into(
+    out_NV: Tensor,
+    logits_NV: Tensor,
+    targets_N: Tensor,
+    log_sums_N: Tensor,
+    weights_N: Tensor,
+    width: int,
 ) -> None:
-    """weight · (softmax − target), in the logits' kind of number."""
+    """The same where there is room, perhaps the logits' own."""
     assert logits_NV.stride(1) == 1
-    width = logits_NV.shape[1]
     tensors = (logits_NV, targets_N, log_sums_N, weights_N, out_NV)
-    shape = (width, logits_NV.stride(0), out_NV.stride(0))
-    grid = (len(logits_NV), triton.cdiv(width, 4096))
+    room = out_NV.shape[1]
+    shape = (width, room, logits_NV.stride(0), out_NV.stride(0))
+    grid = (len(logits_NV), triton.cdiv(room, 4096))
     _logit_gradient[grid](*tensors, *shape, BLOCK=4096, num_warps=8)
 
 

@@ -159,9 +159,10 @@ def linear_use(
     """
     num_outputs = weight.shape[1] if transposed else weight.shape[0]
     output = LinearUse.apply(watch.anchor, input, weight, bias, watch, transposed)
+    whole = output
     if output.shape[-1] != num_outputs:
         output = output[..., :num_outputs]
-    watch.last_output = output
+    watch.last_output = (output, whole)
     return output
 
 

@@ -38,15 +38,24 @@ class RowLosses(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        context: Any, logits_BTV: Tensor, targets_BT: Tensor, weights_BT: Tensor, watch: Any
+        context: Any,
+        logits_BTV: Tensor,
+        targets_BT: Tensor,
+        weights_BT: Tensor,
+        watch: Any = None,
+        width: int | None = None,
+        in_place: bool = False,
     ) -> Tensor:
+        """Logits from `width` on are padding. With `in_place` nobody looks at them again, and their
+        gradient may take their place."""
+        context.width = logits_BTV.shape[2] if width is None else width
         targets_BT = targets_BT.clamp(min=0)
         flat_NV = logits_BTV.flatten(0, 1)
-        if logits_BTV.device.type == "cuda" and _is_plain(flat_NV):
+        if _has_kernels(flat_NV):
             from tightlip.privacy import kernels
 
-            log_sums_N, at_target_N = kernels.log_sums(flat_NV, targets_BT.flatten())
-        elif logits_BTV.device.type == "cpu" and _is_plain(flat_NV):
+            log_sums_N, at_target_N = kernels.log_sums(flat_NV, targets_BT.flatten(), context.width)
+        elif _is_plain(flat_NV):
             log_sums_N = torch.cat([_wide(flat_NV[part]).logsumexp(1) for part in _parts(flat_NV)])
             at_target_N = _wide(flat_NV.gather(1, targets_BT.flatten()[:, None]))[:, 0]
         else:
@@ -55,9 +64,7 @@ class RowLosses(torch.autograd.Function):
             at_target_N = wide.gather(1, targets_BT.flatten()[:, None])[:, 0]
         losses_BT = (log_sums_N - at_target_N).view(targets_BT.shape)
         context.save_for_backward(logits_BTV, targets_BT, log_sums_N, weights_BT)
-        context.watch = watch
-        # The gradient may take the logits' place where nobody else looks at them again.
-        context.in_place = watch is not None and watch.is_last_output(logits_BTV)
+        context.watch, context.in_place = watch, in_place and _is_plain(flat_NV)
         # 0 · inf is no number: a position that does not count must not count here either.
         return torch.where(weights_BT > 0, losses_BT * weights_BT.to(losses_BT.dtype), 0).sum(1)
 
@@ -67,24 +74,29 @@ class RowLosses(torch.autograd.Function):
         flat_NV = logits_BTV.detach().flatten(0, 1)
         weights_N = (weights_BT * gradient_B[:, None]).flatten().to(log_sums_N.dtype)
         weights_N = torch.where(log_sums_N.isfinite(), weights_N, 0)
-        targets_N = targets_BT.flatten()
-        if not _is_plain(flat_NV):
-            back_NV = _back(flat_NV, targets_N, log_sums_N, weights_N)
-        elif flat_NV.device.type == "cuda":
+        given = (targets_BT.flatten(), log_sums_N, weights_N)
+        if _has_kernels(flat_NV):
             from tightlip.privacy import kernels
 
-            back_NV = flat_NV if context.in_place else _room_like(flat_NV)
-            kernels.logit_gradient(back_NV, flat_NV, targets_N, log_sums_N, weights_N)
+            back_NV = flat_NV
+            if context.in_place:
+                kernels.logit_gradient_into(flat_NV, flat_NV, *given, context.width)
+            else:
+                back_NV = kernels.logit_gradient(flat_NV, *given, context.width)
+        elif not _is_plain(flat_NV):
+            back_NV = _back(flat_NV, *given)
         else:
             back_NV = flat_NV if context.in_place else _room_like(flat_NV)
             for part in _parts(flat_NV):
-                _back_into(
-                    back_NV[part], flat_NV[part], targets_N[part], log_sums_N[part], weights_N[part]
-                )
+                _back_into(back_NV[part], flat_NV[part], *(each[part] for each in given))
         back_BTV = back_NV.view(logits_BTV.shape)
         if context.watch is not None:
             context.watch.note_finite(back_BTV)
-        return back_BTV, None, None, None
+        return back_BTV, None, None, None, None, None
+
+
+def _has_kernels(values: Tensor) -> bool:
+    return values.device.type == "cuda" and values.dtype != torch.float64
 
 
 def _back(logits_NV: Tensor, targets_N: Tensor, log_sums_N: Tensor, weights_N: Tensor) -> Tensor:

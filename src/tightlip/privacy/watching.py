@@ -205,7 +205,8 @@ class Watch(TorchFunctionMode):
         self.names = {id(parameter): name for name, parameter in parameters.items()}
         self.uses: dict[str, list[Use]] = {name: [] for name in parameters}
         self.finite: dict[int, Tensor] = {}
-        self.last_output: Tensor | None = None  # of a linear layer; nothing else keeps it
+        # Of a linear layer, without its columns of padding and with them; nothing else keeps it.
+        self.last_output: tuple[Tensor, Tensor] | None = None
         self.spread: dict[int, Tensor] = {}
         for name, parameter in parameters.items():
             if parameter._backward_hooks:
@@ -236,10 +237,11 @@ class Watch(TorchFunctionMode):
     def note(self, parameter: Tensor, use: Use) -> None:
         self.uses[self.names[id(parameter)]].append(use)
 
-    def is_last_output(self, values: Tensor) -> bool:
-        """Whether these came straight out of a linear layer; asked once."""
+    def straight_from_a_layer(self, values: Tensor) -> Tensor | None:
+        """A linear layer's whole output, padding included, if that is where these come from; asked
+        once."""
         last, self.last_output = self.last_output, None
-        return last is values
+        return last[1] if last is not None and last[0] is values else None
 
     def forget(self) -> None:
         """Let go of all tensors; autograd's graph and this watch hold each other otherwise."""
