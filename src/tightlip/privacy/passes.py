@@ -7,15 +7,17 @@ Shapes: B rows, T positions.
 """
 
 import inspect
+import os
 import warnings
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.utils import deterministic as fills
 
 from tightlip.core.errors import UsageError
 from tightlip.privacy.clipping import (
@@ -215,18 +217,43 @@ class Passes:
         compiled = torch.compile(traced, dynamic=False)
 
         def call(given: Physical) -> ClippedGradients:
-            with torch.no_grad(), precise():
+            with torch.no_grad(), precise(), deterministic(weights[0].device.type):
                 gradients, norms, losses = compiled(weights, kept, *given.tensors)
             return ClippedGradients(dict(zip(names, gradients, strict=True)), norms, losses)
 
         return call
 
-    def _precision(self) -> AbstractContextManager:
-        if not self.bf16:
-            return nullcontext()
+    @contextmanager
+    def _precision(self) -> Iterator[None]:
         device = next(iter(self.parameters.values())).device.type
         # Autocast's cache would hand one trace's copies of weights to the next.
-        return torch.autocast(device, dtype=torch.bfloat16, cache_enabled=False)
+        narrow = partial(torch.autocast, device, dtype=torch.bfloat16, cache_enabled=False)
+        with deterministic(device), narrow() if self.bf16 else nullcontext():
+            yield
+
+
+@contextmanager
+def deterministic(device: str) -> Iterator[None]:
+    """Sums on the way back in one order: attention's would add what is ready first.
+
+    What has no such form runs as it is, and torch's warning of it is for nobody here.
+    """
+    if device != "cuda":  # everything that models do has one order on a CPU
+        yield
+        return
+    # What torch takes on a Hopper GPU anyway; with it cuBLAS keeps to one order.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    before, filling = torch.get_deterministic_debug_mode(), fills.fill_uninitialized_memory
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*deterministic", category=UserWarning)
+        try:
+            # use_deterministic_algorithms would also keep inductor from choosing fast kernels.
+            torch.set_deterministic_debug_mode("warn")
+            fills.fill_uninitialized_memory = False  # or every new tensor is written first
+            yield
+        finally:
+            torch.set_deterministic_debug_mode(before)
+            fills.fill_uninitialized_memory = filling
 
 
 def logits_of(model: nn.Module, input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
