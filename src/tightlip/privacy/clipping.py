@@ -158,7 +158,7 @@ def _lengths(parts: list[Measured], like_U: Tensor) -> tuple[Tensor, Tensor]:
     nothing_U = torch.zeros_like(like_U)
     rounded = [part.rounded_U for part in parts if part.rounded_U is not None]
     squares_U = added_up([part.squares_U for part in parts] or [nothing_U]).clamp(min=0)
-    return squares_U, torch.stack(rounded).square().sum(0).sqrt() if rounded else nothing_U
+    return squares_U, torch.stack(rounded, 1).square().sum(1).sqrt() if rounded else nothing_U
 
 
 def unit_by_unit(
