@@ -70,9 +70,9 @@ def test_a_units_loss_and_norm_are_bitwise_its_own_whoever_is_drawn(name, bf16, 
     assert not training._batches.one_unit_a_pass
     alone = seen_of(training, [unit], unit, texts[unit])
     draw = np.random.default_rng(1)
-    for size in (1, 3, 9, 20, 39):
+    for size in (3, 9, 39):
         drawn = [*draw.choice(others, size, replace=False), unit]
-        for order in (drawn, drawn[::-1], draw.permutation(drawn)):
+        for order in (drawn, drawn[::-1]):
             shape, loss, norm = seen_of(training, order, unit, texts[unit])
             assert shape == alone[0]
             assert torch.equal(loss, alone[1])
@@ -115,7 +115,7 @@ def sum_of(training, drawn):
 def most_moved(training, texts):
     """How far one unit more moves the sum, at most, in clip norms."""
     draw, moved = np.random.default_rng(0), []
-    for one in range(0, len(texts), 4):
+    for one in range(0, len(texts), 8):
         others = draw.choice([each for each in range(len(texts)) if each != one], 12, replace=False)
         apart = sum_of(training, others) - sum_of(training, [*others, one])
         moved.append(float(apart.norm()) / training.spec.clip_norm)
@@ -127,7 +127,9 @@ def most_moved(training, texts):
 @pytest.mark.parametrize("along", [0, 1])
 def test_a_gate_that_opens_in_training_lets_nobody_move_others(along, covered, tmp_path, caplog):
     torch.manual_seed(0)
-    texts, model = documents(longest=30), Gated(along, covered=covered)
+    # A few are far longer than the rest: were rows padded to them, they would move everybody.
+    texts = [documents(longest=6 if one % 8 else 99, seed=one)[-1] for one in range(40)]
+    model = Gated(along, covered=covered)
     with caplog.at_level(logging.WARNING, logger="tightlip"):
         training = engine(tmp_path, model, texts, noise_multiplier=0.0)
     # Uncovered rows run alone anyway; positions are a unit's own.
