@@ -156,9 +156,16 @@ def test_a_gate_that_opens_late_takes_the_promise_back(tmp_path):
 def test_weights_are_moved_and_put_back_to_the_bit_also_after_an_error():
     model = Gated(0)
     before = {name: each.clone() for name, each in model.state_dict().items()}
-    with pytest.raises(ZeroDivisionError), perturbed(dict(model.named_parameters()), 1.0):
-        assert all(bool((each != before[name]).all()) for name, each in model.named_parameters())
-        raise ZeroDivisionError
+
+    def moved_and_stopped():
+        with perturbed(dict(model.named_parameters()), 1.0):
+            assert all(
+                bool((each != before[name]).all()) for name, each in model.named_parameters()
+            )
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        moved_and_stopped()
     assert all(torch.equal(each, before[name]) for name, each in model.state_dict().items())
 
 
@@ -232,7 +239,13 @@ def test_a_model_with_fewer_positions_than_the_padding_says_what_to_do(tmp_path)
 def test_the_deterministic_setting_is_put_back_and_raises_nothing():
     fills = torch.utils.deterministic
     before = torch.get_deterministic_debug_mode(), fills.fill_uninitialized_memory
-    with pytest.raises(ZeroDivisionError), deterministic("cuda"):
-        assert (torch.get_deterministic_debug_mode(), fills.fill_uninitialized_memory) == (1, False)
-        raise ZeroDivisionError
+
+    def set_and_stopped():
+        with deterministic("cuda"):
+            mode = torch.get_deterministic_debug_mode()
+            assert (mode, fills.fill_uninitialized_memory) == (1, False)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        set_and_stopped()
     assert (torch.get_deterministic_debug_mode(), fills.fill_uninitialized_memory) == before

@@ -79,9 +79,14 @@ class PhysicalBatches:
         return Shape(width, size, together)
 
     def extremes(self) -> list[Shape]:
-        """The smallest and the largest shape that this text can come to."""
-        most = min(self._rows_per_unit, int(np.bincount(self.source.unit_of_row).max()))
-        return [self.shape(1, 1), self.shape(int(self.source.lengths.max()), most)]
+        """The smallest and the largest shape that these rows can come to."""
+        counts = np.unique(self.source.unit_of_row, return_counts=True)[1]
+        ends = [
+            (self.source.lengths.min(), counts.min()),
+            (self.source.lengths.max(), counts.max()),
+        ]
+        most = self._rows_per_unit
+        return [self.shape(int(length), min(most, int(count))) for length, count in ends]
 
     def some_id(self) -> int:
         """A large id that stands in the first rows: a model need not say how many it knows."""

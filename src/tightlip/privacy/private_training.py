@@ -241,8 +241,8 @@ class PrivateTraining:
         reason = shared_by_others(self._passes, self._batches) if is_shared else None
         if reason is not None:
             self.ledger.taken_back = (
-                f"The trained model mixes rows: {reason}. One {self.spec.unit} may have moved others' gradients by more "
-                f"than the clip norm."
+                f"The trained model mixes rows, or rounds them by place: {reason}. One {self.spec.unit} may have moved others' "
+                f"gradients, which the clip norm does not bound."
             )
 
     def _weights(self, weights: np.ndarray | None) -> np.ndarray | None:

@@ -64,7 +64,8 @@ def shared_by_others(passes: Passes, batches: PhysicalBatches) -> str | None:
     num_ids = num_ids_of(passes.model, batches.some_id())
     for scale in SCALES:
         with perturbed(passes.parameters, scale):
-            answers = [_first_change(passes, shape, num_ids) for shape in batches.extremes()]
+            shapes = dict.fromkeys(batches.extremes())
+            answers = [first_change(passes, shape, num_ids) for shape in shapes]
         reason = next((answer for answer in answers if answer is not None), None)
         if reason != _NOT_FINITE:
             break
@@ -78,8 +79,8 @@ def perturbed(parameters: dict[str, nn.Parameter], scale: float) -> Iterator[Non
     kept = {name: each.detach().to("cpu", copy=True) for name, each in parameters.items()}
     try:
         with torch.no_grad():
-            for each in parameters.values():
-                draw = torch.Generator(each.device).manual_seed(each.numel())
+            for seed, each in enumerate(parameters.values()):
+                draw = torch.Generator(each.device).manual_seed(seed)
                 noise = torch.randn(each.shape, generator=draw, device=each.device)
                 size = float(each.float().square().mean().sqrt()) or OF_ZERO
                 each.add_((scale * size * noise).to(each.dtype))
@@ -90,7 +91,7 @@ def perturbed(parameters: dict[str, nn.Parameter], scale: float) -> Iterator[Non
                 each.copy_(kept[name])
 
 
-def _first_change(passes: Passes, shape: Shape, num_ids: int) -> str | None:
+def first_change(passes: Passes, shape: Shape, num_ids: int) -> str | None:
     """The same unit in the first place and in the last, everybody else another."""
     last = shape.num_units - 1
     first, other = (_seen(passes, shape, num_ids, slot, seed=slot + 1) for slot in (0, last))
@@ -139,18 +140,14 @@ def _seen(passes: Passes, shape: Shape, num_ids: int, slot: int, seed: int) -> d
 
 
 def _synthetic(shape: Shape, num_ids: int, slot: int, seed: int, device: torch.device) -> Physical:
-    """Units of all lengths, one of them empty, but for the one in `slot`, always the same."""
-
-    def rows_of(draw: torch.Generator, num_units: int) -> tuple[Tensor, Tensor]:
-        size = (num_units, shape.rows_per_unit, shape.width)
-        ids, targets = torch.randint(num_ids, (2, *size), generator=draw)
-        lengths = torch.randint(1, shape.width + 1, (*size[:2], 1), generator=draw)
-        lengths[seed % num_units] = 0
-        return ids, torch.where(torch.arange(shape.width) < lengths, targets, NO_LABEL)
-
-    ids, targets = rows_of(torch.Generator().manual_seed(seed), shape.num_units)
-    own = torch.Generator().manual_seed(0)
-    ids[slot], targets[slot] = torch.randint(num_ids, (2, *ids.shape[1:]), generator=own)
-    num_rows_U = torch.full((shape.num_units,), shape.rows_per_unit)
+    """Units of all lengths, one of them empty, but for the one in `slot`: it is always the same."""
+    others, own = torch.Generator().manual_seed(seed), torch.Generator().manual_seed(0)
+    size = (shape.num_units, shape.rows_per_unit, shape.width)
+    ids, targets = torch.randint(num_ids, (2, *size), generator=others)
+    lengths = torch.randint(1, shape.width + 1, (*size[:2], 1), generator=others)
+    lengths[seed % shape.num_units] = 0
+    targets = torch.where(torch.arange(shape.width) < lengths, targets, NO_LABEL)
+    ids[slot], targets[slot] = torch.randint(num_ids, (2, *size[1:]), generator=own)
+    num_rows_U = torch.full(size[:1], shape.rows_per_unit)
     tensors = (ids.flatten(0, 1), targets.flatten(0, 1), num_rows_U)
     return Physical.of(*(each.to(device) for each in tensors), shape.layout)
