@@ -45,11 +45,11 @@ MODELS = {
     "GPT-2": lambda tied: GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, n_embd=48, n_head=4, n_layer=2, n_positions=32, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0, tie_word_embeddings=tied)),
     "Llama": lambda tied: LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, hidden_size=48, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, max_position_embeddings=32, tie_word_embeddings=tied)),
 }  # fmt: skip
-STOCK = {"vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 256}  # fmt: skip
+STOCK = {"vocab_size": VOCABULARY, "hidden_size": 256, "intermediate_size": 384, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 256}  # fmt: skip
 FAMILIES = {
     **MODELS,
-    "Gemma": lambda tied: GemmaForCausalLM(GemmaConfig(**STOCK, num_key_value_heads=1, head_dim=16)),
-    "Qwen 3": lambda tied: Qwen3ForCausalLM(Qwen3Config(**STOCK, num_key_value_heads=2, head_dim=16)),
+    "Gemma": lambda tied: GemmaForCausalLM(GemmaConfig(**STOCK, num_key_value_heads=1, head_dim=64)),
+    "Qwen 3": lambda tied: Qwen3ForCausalLM(Qwen3Config(**STOCK, num_key_value_heads=2, head_dim=64)),
     "GPT-NeoX": lambda tied: GPTNeoXForCausalLM(GPTNeoXConfig(**STOCK)),
 }  # fmt: skip
 failed = []
@@ -113,8 +113,10 @@ def check_rows_alone(device="cuda", names=tuple(FAMILIES)):
                 torch.manual_seed(0)
                 model = FAMILIES[name](False).to(device).eval()
                 passes = Passes(model, Clip(norm=0.1), way=way, bf16=kind == "bf16")
-                moved = 0
-                for shape in (Shape(8, 1, 64), Shape(32, 1, 63), Shape(32, 4, 16)):
+                moved, shapes = 0, [Shape(8, 1, 64), Shape(32, 1, 63), Shape(32, 4, 16)]
+                if getattr(model.config, "max_position_embeddings", 0) >= 256:
+                    shapes.append(Shape(256, 1, 32))
+                for shape in shapes:
                     with perturbed(passes.parameters, 1.0):
                         reason = first_change(passes, shape, VOCABULARY)
                     if reason is not None:
