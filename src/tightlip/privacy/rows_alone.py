@@ -148,6 +148,6 @@ def _synthetic(shape: Shape, num_ids: int, slot: int, seed: int, device: torch.d
     lengths[seed % shape.num_units] = 0
     targets = torch.where(torch.arange(shape.width) < lengths, targets, NO_LABEL)
     ids[slot], targets[slot] = torch.randint(num_ids, (2, *size[1:]), generator=own)
-    num_rows_U = torch.full(size[:1], shape.rows_per_unit)
-    tensors = (ids.flatten(0, 1), targets.flatten(0, 1), num_rows_U)
-    return Physical.of(*(each.to(device) for each in tensors), shape.layout)
+    num_rows_U = torch.full(size[:1], shape.rows_per_unit, device=device)
+    ids_BT, targets_BT = (each.flatten(0, 1).to(device) for each in (ids, targets))
+    return Physical.of(ids_BT, targets_BT, num_rows_U, shape.layout)
