@@ -238,6 +238,7 @@ class PrivateTraining:
         """Take back the promise where training has led the model to mix rows."""
         is_shared = not self._batches.one_unit_a_pass and self._mixing_asked_at != self.ledger.steps
         self._mixing_asked_at = self.ledger.steps
+        self.model.eval()
         reason = shared_by_others(self._passes, self._batches) if is_shared else None
         if reason is not None:
             self.ledger.taken_back = (

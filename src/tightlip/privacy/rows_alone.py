@@ -92,28 +92,35 @@ def perturbed(parameters: dict[str, nn.Parameter], scale: float) -> Iterator[Non
 
 
 def first_change(passes: Passes, shape: Shape, num_ids: int) -> str | None:
-    """The same unit in the first place and in the last, everybody else another."""
-    last = shape.num_units - 1
-    first, other = (_seen(passes, shape, num_ids, slot, seed=slot + 1) for slot in (0, last))
-    if not all(bool(each.isfinite().all()) for each in first.values()):
-        return _NOT_FINITE
-    for name, value in first.items():
-        if not torch.equal(value, other[name]):
-            again = _seen(passes, shape, num_ids, 0, seed=1)
-            if not torch.equal(value, again[name]):
-                return f"two passes over the same rows differ in {name}"
-            return f"{name} changes with the units beside it"
-    return None
-
-
-def _seen(passes: Passes, shape: Shape, num_ids: int, slot: int, seed: int) -> dict[str, Tensor]:
-    """All that a pass tells of the unit in `slot`; nothing where no rule covers this shape, since
-    rows run alone then."""
+    """One unit in every place of a pass, and then in the last among others: what is unlike."""
+    everywhere, last = slice(None), slice(shape.num_units - 1, None)
     device = next(iter(passes.parameters.values())).device
-    batch = _synthetic(shape, num_ids, slot, seed, device)
+    copies = _seen(passes, _synthetic(shape, num_ids, everywhere, device))
+    if not all(bool(values_UX.isfinite().all()) for values_UX in copies.values()):
+        return _NOT_FINITE
+    moved = {name for name, values_UX in copies.items() if not (values_UX == values_UX[:1]).all()}
+    first = {name: values_UX[:1].clone() for name, values_UX in copies.items()}
+    del copies  # as large as a pass
+    found = _seen(passes, _synthetic(shape, num_ids, last, device))
+    mixed = {name for name, values in first.items() if not torch.equal(values, found[name][last])}
+    del found
+    if not moved and not mixed:
+        return None
+    again = _seen(passes, _synthetic(shape, num_ids, everywhere, device))
+    for name, values in first.items():
+        if not torch.equal(values, again[name][:1]):
+            return f"two passes over the same rows differ in {name}"
+    name = next(name for name in first if name in moved | mixed)
+    return f"{name} changes with {'its place' if name in moved else 'the units beside it'}"
+
+
+def _seen(passes: Passes, batch: Physical) -> dict[str, Tensor]:
+    """All that a pass tells of each unit; nothing where no rule covers this shape, since rows run
+    alone then."""
+    layout = batch.layout
     if passes.way != "eager":
         found = passes(batch)
-        return {"its loss": found.losses[slot].clone(), "its norm": found.norms[slot].clone()}
+        return {"its loss": found.losses.clone(), "its norm": found.norms.clone()}
     try:
         with passes._precision():
             watch, losses_B = watched_pass(
@@ -121,33 +128,31 @@ def _seen(passes: Passes, shape: Shape, num_ids: int, slot: int, seed: int) -> d
                 lambda: logits_of(passes.model, batch.ids_BT, None),
                 batch.targets_BT,
                 batch.weights_BT,
-                num_rows=batch.layout.num_rows,
+                num_rows=layout.num_rows,
                 look_for_unseen=True,
             )
     except NoRule:
         return {}
-    rows = slice(slot * shape.rows_per_unit, (slot + 1) * shape.rows_per_unit)
     noted = {
-        f"what is noted of {name} ({number}, {side})": values[rows].clone()
+        f"what is noted of {name} ({number}, {side})": values.reshape(layout.num_units, -1)
         for name, uses in watch.uses.items()
         for number, use in enumerate(uses)
         for side, values in vars(use).items()
-        if isinstance(values, Tensor) and len(values) == shape.layout.num_rows
+        if isinstance(values, Tensor) and len(values) == layout.num_rows
     }
-    shares_U = batch.tensors[3]
-    found = summed(watch, passes.parameters, losses_B, batch.layout, passes.clip, shares_U)
-    return {"its loss": found.losses[slot], "its norm": found.norms[slot], **noted}
+    found = summed(watch, passes.parameters, losses_B, layout, passes.clip, batch.tensors[3])
+    return {"its loss": found.losses, "its norm": found.norms, **noted}
 
 
-def _synthetic(shape: Shape, num_ids: int, slot: int, seed: int, device: torch.device) -> Physical:
-    """Units of all lengths, one of them empty, but for the one in `slot`: it is always the same."""
-    others, own = torch.Generator().manual_seed(seed), torch.Generator().manual_seed(0)
+def _synthetic(shape: Shape, num_ids: int, places: slice, device: torch.device) -> Physical:
+    """Units of all lengths, the first of them empty; but in `places` one unit, always the same."""
+    others, own = torch.Generator().manual_seed(1), torch.Generator().manual_seed(0)
     size = (shape.num_units, shape.rows_per_unit, shape.width)
     ids, targets = torch.randint(num_ids, (2, *size), generator=others)
     lengths = torch.randint(1, shape.width + 1, (*size[:2], 1), generator=others)
-    lengths[seed % shape.num_units] = 0
+    lengths[0] = 0
     targets = torch.where(torch.arange(shape.width) < lengths, targets, NO_LABEL)
-    ids[slot], targets[slot] = torch.randint(num_ids, (2, *size[1:]), generator=own)
+    ids[places], targets[places] = torch.randint(num_ids, (2, *size[1:]), generator=own)
     num_rows_U = torch.full(size[:1], shape.rows_per_unit, device=device)
     ids_BT, targets_BT = (each.flatten(0, 1).to(device) for each in (ids, targets))
     return Physical.of(ids_BT, targets_BT, num_rows_U, shape.layout)
