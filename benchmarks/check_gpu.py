@@ -3,8 +3,8 @@
     python benchmarks/check_gpu.py
 
 Clipped sums on the GPU against plain autograd in float64 on the CPU, one unit at a time; units
-whose tokens cancel, which rounding may not take above the bound; the
-noise against ChaCha written out in Python and against the normal law. Exits 1 where one is off.
+whose tokens cancel, which rounding may not take above the bound; units that share a pass with
+others, and must come out of it bitwise the same; the noise against ChaCha written out in Python and against the normal law. Exits 1 where one is off.
 """
 
 import copy
@@ -13,16 +13,28 @@ import sys
 from types import SimpleNamespace
 
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    GemmaConfig,
+    GemmaForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from tightlip.models import LSTMConfig, LSTMForCausalLM
 from tightlip.models.configurations import GRUConfig, TransformerConfig
 from tightlip.models.recurrent import GRUForCausalLM
 from tightlip.models.transformer import TransformerForCausalLM
 from tightlip.privacy.clipping import Clip, clipped_sum
-from tightlip.privacy.kernels import LANES, GPUNoise
 from tightlip.privacy.layers import Layout, Outer, fp32_product
 from tightlip.privacy.passes import Passes, Physical
+from tightlip.privacy.physical_batches import Shape
+from tightlip.privacy.rows_alone import first_change, perturbed
 
 VOCABULARY = 501  # odd, so that columns must be added
 TOLERANCE = {"float32": 2e-3, "bf16": 3e-2}
@@ -32,6 +44,13 @@ MODELS = {
     "Transformer": lambda tied: TransformerForCausalLM(TransformerConfig(vocab_size=VOCABULARY, hidden_size=48, num_heads=4, num_layers=2, max_position_embeddings=32, tie_word_embeddings=tied)),
     "GPT-2": lambda tied: GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, n_embd=48, n_head=4, n_layer=2, n_positions=32, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0, tie_word_embeddings=tied)),
     "Llama": lambda tied: LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, hidden_size=48, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, max_position_embeddings=32, tie_word_embeddings=tied)),
+}  # fmt: skip
+STOCK = {"vocab_size": VOCABULARY, "hidden_size": 256, "intermediate_size": 384, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 256}  # fmt: skip
+FAMILIES = {
+    **MODELS,
+    "Gemma": lambda tied: GemmaForCausalLM(GemmaConfig(**STOCK, num_key_value_heads=1, head_dim=64)),
+    "Qwen 3": lambda tied: Qwen3ForCausalLM(Qwen3Config(**STOCK, num_key_value_heads=2, head_dim=64)),
+    "GPT-NeoX": lambda tied: GPTNeoXForCausalLM(GPTNeoXConfig(**STOCK)),
 }  # fmt: skip
 failed = []
 
@@ -79,6 +98,33 @@ def check_sums(names=tuple(MODELS)):
                     report(f"{label}: clipped sum", off / total, TOLERANCE[kind])
                     norms = (found.norms.cpu() / exact.norms - 1).abs().max()
                     report(f"{label}: norms", float(norms), TOLERANCE[kind] / 3)
+
+
+def check_rows_alone(device="cuda", names=tuple(FAMILIES)):
+    """A unit among others, at another place among others still: nothing of it may move.
+
+    Eager passes are compared in everything that is noted of every parameter, captured and compiled
+    ones in losses and norms.
+    """
+    for name in names:
+        prepared = {"LSTM": ["graph"], "GRU": ["graph"], "Transformer": ["graph", "compile"]}
+        for way in ["eager", *(prepared.get(name, []) if device == "cuda" else [])]:
+            for kind in ("float32", "bf16"):
+                torch.manual_seed(0)
+                model = FAMILIES[name](False).to(device).eval()
+                passes = Passes(model, Clip(norm=0.1), way=way, bf16=kind == "bf16")
+                moved, shapes = 0, [Shape(8, 1, 64), Shape(32, 1, 63), Shape(32, 4, 16)]
+                if getattr(model.config, "max_position_embeddings", 0) >= 256:
+                    shapes.append(Shape(256, 1, 32))
+                for shape in shapes:
+                    with perturbed(passes.parameters, 1.0):
+                        reason = first_change(passes, shape, VOCABULARY)
+                    if reason is not None:
+                        moved += 1
+                        print(
+                            f"    {shape.width} × {shape.rows_per_unit} × {shape.num_units}: {reason}"
+                        )
+                report(f"{name}, {way}, {kind}: shapes where others move a unit", moved, 0)
 
 
 def check_cancelling():
@@ -240,6 +286,8 @@ def chacha_words(key, counter, nonce, double_rounds):
 
 
 def check_noise():
+    from tightlip.privacy.kernels import LANES, GPUNoise
+
     noise = GPUNoise(torch.device("cuda"), insecure_seed=12345)
     values = torch.zeros(16 * LANES, device="cuda")
     noise.add([values], scale=1.0, share=1.0)
@@ -270,6 +318,7 @@ def check_noise():
 if __name__ == "__main__":
     check_noise()
     check_sums()
+    check_rows_alone()
     check_cancelling()
     check_poison()
     check_regularisers()

@@ -41,6 +41,10 @@ _MASK = 0xFFFFFFFF
 _LEAST_SCALE = 1e-200
 
 
+class NotFinite(GuaranteeError):
+    """A sum that is no number, which no noise hides."""
+
+
 def grid_of(scale: float) -> float:
     """The power of two at most scale / 256: public, since the scale is.
 
@@ -155,7 +159,7 @@ def places_of(pair: int, first_program: int, size: int) -> list[int]:
 
 def check_few(found: int) -> None:
     if found > MOST_OPEN:
-        raise GuaranteeError(
+        raise NotFinite(
             f"{found:,} entries of the sum are no numbers that noise could hide. The step was charged and not applied; "
             "lower the learning rate, or look for weights that are not finite."
         )

@@ -36,13 +36,15 @@ class ClippedGradients:
 class Clip:
     """How gradients are clipped: flat, or a share of the bound for every layer.
 
-    `exact` sums are whole numbers of `step`. `charged` is the share of the norm kept free for what
+    `exact` sums are whole numbers of `step`. Without `wipes` a unit that is not finite may make the
+    sum no number, rather than count nothing. `charged` is the share of the norm kept free for what
     one unit may change in how others' sums are rounded.
     """
 
     norm: float
     per_layer: bool = False
     exact: bool = False
+    wipes: bool = True
     charged: float = 0.0
 
     @property
@@ -175,7 +177,7 @@ def _sums(
     if clip.exact:
         return ExactSums(factors_U, layout, clip.step)
     on_cpu = factors_U.device.type == "cpu" and type(fine_U) is Tensor
-    wipe = not (on_cpu and bool(fine_U.all()))
+    wipe = clip.wipes and not (on_cpu and bool(fine_U.all()))
     return Scaled(layout.to_rows(factors_U), wipe=wipe, finite=watch.finite)
 
 
@@ -184,7 +186,7 @@ def _lengths(parts: list[Measured], like_U: Tensor) -> tuple[Tensor, Tensor]:
     nothing_U = torch.zeros_like(like_U)
     rounded = [part.rounded_U for part in parts if part.rounded_U is not None]
     squares_U = added_up([part.squares_U for part in parts] or [nothing_U]).clamp(min=0)
-    return squares_U, torch.stack(rounded).square().sum(0).sqrt() if rounded else nothing_U
+    return squares_U, torch.stack(rounded, 1).square().sum(1).sqrt() if rounded else nothing_U
 
 
 def unit_by_unit(

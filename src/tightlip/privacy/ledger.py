@@ -149,6 +149,7 @@ class Ledger:
         self._beside = self.path.with_name(f".{self.path.name}.partial")
         self.claim: IO[bytes] | None = None  # see `claimed`
         self._closed = False
+        self.taken_back: str | None = None  # why the promise does not hold after all
 
     @classmethod
     def begin(cls, path: Path, terms: dict[str, Any], meter: Meter, **kept: Any) -> "Ledger":
@@ -245,6 +246,9 @@ class Ledger:
                 "standing": "measured only",
                 "because": f"A noise multiplier of {self._terms['noise_multiplier']:g} gives no finite ε.",
             }
+        if self.taken_back is not None:
+            record |= {**figures_of(math.inf), "standing": "measured only"}
+            record["because"] = self.taken_back
         return record
 
     def _replace(self, record: dict[str, Any]) -> None:

@@ -3,6 +3,7 @@
 Imported on a GPU only. The words, their layout and the cells are the same as on a CPU, bit for bit.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from tightlip.core.grid_gaussian import (
 )
 from tightlip.core.randomness import SECRET
 
+NUM_WARPS = 8
 _KINDS = {torch.float32: tl.float32, torch.float64: tl.float64, torch.int32: tl.int32}
 
 
@@ -251,12 +253,22 @@ class GPUNoise:
         self._key = torch.tensor(signed, dtype=torch.int32, device=device)
         self._found = torch.zeros(1, dtype=torch.int32, device=device)
         self._open = torch.zeros(MOST_OPEN, dtype=torch.int64, device=device)
+        self.is_open = torch.zeros((), device=device)
         self._told = torch.zeros(1, dtype=torch.int32).pin_memory()
         self._tables: dict[tuple[Any, ...], tuple[Tensor, ...]] = {}
 
     def add(self, tensors: list[Tensor], *, scale: float, share: float, unit: float = 1.0) -> None:
         """Every entry becomes share · g · K; whole numbers, in units of `unit`, become float32 where
         they lie: look at them as such afterwards."""
+        self.launch(tensors, scale=scale, share=share, unit=unit)()
+
+    def launch(
+        self, tensors: list[Tensor], *, scale: float, share: float, unit: float = 1.0
+    ) -> Callable[[], bool]:
+        """Begin; what is returned waits for the end and settles what is open: whether anything was.
+
+        Until then `is_open`, on the device, tells: nothing may be applied while it is not 0.
+        """
         kind = tensors[0].dtype
         assert all(each.is_contiguous() and each.dtype == kind for each in tensors)
         release, nonce = Release.of(scale, share, unit), self.cipher.next_nonce()
@@ -264,28 +276,31 @@ class GPUNoise:
         numbers = [scale, 1 / release.grid, release.grid * share, unit]
         device = self._key.device
         self._found.zero_()
+        nonces = _sent([nonce, 0], torch.int32, device)
         _fill[(len(tensor_of),)](
-            *(
-                pointers,
-                sizes,
-                tensor_of,
-                start_of,
-                self._key,
-                _sent([nonce, 0], torch.int32, device),
-            ),
+            *(pointers, sizes, tensor_of, start_of, self._key, nonces),
             *(_sent(numbers, torch.float64, device), self._found, self._open),
             KIND=_KINDS[kind],
             LEAST=LEAST_RADIUS_WORD,
             MOST=MOST_OPEN,
             LANES=LANES,
             ROUNDS=DOUBLE_ROUNDS,
-            num_warps=LANES // 32,
+            num_warps=NUM_WARPS,
         )
+        self.is_open.copy_(self._found[0] > 0)
         self._told.copy_(self._found, non_blocking=True)
-        torch.cuda.current_stream(device).synchronize()
-        if found := int(self._told):
+        ended = torch.cuda.Event()
+        ended.record()
+
+        def settle() -> bool:
+            ended.synchronize()
+            if not (found := int(self._told)):
+                return False
             check_few(found)
             self._settle(tensors, self._open[:found].tolist(), nonce, release)
+            return True
+
+        return settle
 
     def _settle(
         self, tensors: list[Tensor], pairs: list[int], nonce: int, release: Release

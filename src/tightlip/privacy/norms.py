@@ -173,8 +173,11 @@ def gradients(use: Use, layout: Layout, part: slice, shape: torch.Size) -> Tenso
 
 
 def added_up(parts: list[Tensor]) -> Tensor:
-    """Their sum, in two operations however many they are: each is a launch on a GPU."""
-    return parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
+    """Their sum, in two operations however many they are: each is a launch on a GPU.
+
+    Along the first dimension a CPU would add the last few entries in another order than the rest.
+    """
+    return parts[0] if len(parts) == 1 else torch.stack(parts, -1).sum(-1)
 
 
 def _of_pairs(

@@ -7,15 +7,17 @@ Shapes: B rows, T positions.
 """
 
 import inspect
+import os
 import warnings
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.utils import deterministic as fills
 
 from tightlip.core.errors import UsageError
 from tightlip.privacy.clipping import (
@@ -28,7 +30,7 @@ from tightlip.privacy.clipping import (
 )
 from tightlip.privacy.layers import Layout, Use
 from tightlip.privacy.rounding import Scaled, full_precision
-from tightlip.privacy.row_losses import token_weights
+from tightlip.privacy.row_losses import NO_LABEL, token_weights
 from tightlip.privacy.watching import NoRule, Watch
 
 Way = Literal["eager", "graph", "compile", "slow"]
@@ -64,6 +66,16 @@ class Physical:
         weights_BT = token_weights(targets_BT, layout.to_rows(num_rows_U.clamp(min=1)))
         return cls(ids_BT, targets_BT, weights_BT, layout, shares_U, mask_BT)
 
+    def without(self, gone_U: Tensor) -> "Physical":
+        """The same places, some units' empty: as though they had not been drawn."""
+        gone_B1 = self.layout.to_rows(gone_U)[:, None]
+        return replace(
+            self,
+            ids_BT=torch.where(gone_B1, 0, self.ids_BT),
+            targets_BT=torch.where(gone_B1, NO_LABEL, self.targets_BT),
+            weights_BT=torch.where(gone_B1, 0, self.weights_BT),
+        )
+
     @property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """What a prepared pass is fed: always as many tensors, so that none keeps an old share."""
@@ -77,13 +89,16 @@ class Physical:
 class Passes:
     """The clipped (or, with no `clip`, the plain) sum of gradients of a physical batch.
 
-    The result may live in memory that the next call overwrites.
+    The result may live in memory that the next call overwrites. With a unit that is not finite the
+    sum of a captured or compiled pass may be no number: its norm tells, and `Physical.without` it.
     """
 
     def __init__(
         self, model: nn.Module, clip: Clip | None, *, way: Way = "eager", bf16: bool = False
     ) -> None:
         self.model, self.clip, self.way, self.bf16 = model, clip, way, bf16
+        # Wiping would copy every layer's numbers at each replay, for what hardly ever happens.
+        self._prepared = None if clip is None else replace(clip, wipes=False)
         self.parameters = trainable_parameters(model)
         self._ready: dict[Any, Callable[[Physical], ClippedGradients]] = {}
         self._pool: Any = None
@@ -129,6 +144,7 @@ class Passes:
         *,
         mask_BT: Tensor | None = None,
         look: bool = True,
+        clip: Clip | None = None,
     ) -> ClippedGradients:
         with self._precision():
             watch, losses_B = watched_pass(
@@ -139,7 +155,7 @@ class Passes:
                 layout.num_rows,
                 look_for_unseen=look,
             )
-        return summed(watch, self.parameters, losses_B, layout, self.clip, shares_U)
+        return summed(watch, self.parameters, losses_B, layout, clip or self.clip, shares_U)
 
     def slow(self, batch: Physical) -> ClippedGradients:
         """Unit after unit by plain autograd."""
@@ -160,7 +176,7 @@ class Passes:
 
     def _captured(self, batch: Physical) -> Callable[[Physical], ClippedGradients]:
         def run(*tensors: Tensor, look: bool = False) -> ClippedGradients:
-            return self._in_one_pass(batch.layout, *tensors, look=look)
+            return self._in_one_pass(batch.layout, *tensors, look=look, clip=self._prepared)
 
         replay, self._pool = captured(
             run, batch.tensors, warm_up=partial(run, look=True), pool=self._pool
@@ -198,7 +214,7 @@ class Passes:
                     num_rows=batch.layout.num_rows,
                     look_for_unseen=True,
                 )
-            result = summed(watch, own, losses_B, batch.layout, self.clip, of_clip)  # type: ignore[arg-type]
+            result = summed(watch, own, losses_B, batch.layout, self._prepared, of_clip)  # type: ignore[arg-type]
             return (*(result.gradients[name] for name in names), result.norms, result.losses)
 
         held = [*(each.detach() for each in self.parameters.values()), *others.values()]
@@ -211,7 +227,7 @@ class Passes:
             compiled = torch._inductor.compile(traced, [*held, *batch.tensors])
 
         def call(*tensors: Tensor) -> ClippedGradients:
-            with torch.no_grad(), precise():
+            with torch.no_grad(), precise(), self._one_order():
                 *gradients, norms, losses = compiled(*held, *tensors)
             return ClippedGradients(dict(zip(names, gradients, strict=True)), norms, losses)
 
@@ -221,12 +237,43 @@ class Passes:
         replay, self._pool = captured(call, batch.tensors, warm_up=call, pool=self._pool)
         return lambda given: replay(given.tensors)
 
-    def _precision(self) -> AbstractContextManager:
-        if not self.bf16:
-            return nullcontext()
-        device = next(iter(self.parameters.values())).device.type
+    @contextmanager
+    def _precision(self) -> Iterator[None]:
         # Autocast's cache would hand one trace's copies of weights to the next.
-        return torch.autocast(device, dtype=torch.bfloat16, cache_enabled=False)
+        narrow = partial(torch.autocast, dtype=torch.bfloat16, cache_enabled=False)
+        with self._one_order(), narrow(self._device.type) if self.bf16 else nullcontext():
+            yield
+
+    def _one_order(self) -> AbstractContextManager:
+        return nullcontext() if self.clip is None else deterministic(self._device.type)
+
+    @property
+    def _device(self) -> torch.device:
+        return next(iter(self.parameters.values())).device
+
+
+@contextmanager
+def deterministic(device: str) -> Iterator[None]:
+    """Sums on the way back in one order: attention's would add what is ready first.
+
+    What has no such form runs as it is, and torch's warning of it is for nobody here.
+    """
+    if device != "cuda":  # everything that models do has one order on a CPU
+        yield
+        return
+    # What torch takes on a Hopper GPU anyway; with it cuBLAS keeps to one order.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    before, filling = torch.get_deterministic_debug_mode(), fills.fill_uninitialized_memory
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*deterministic", category=UserWarning)
+        try:
+            # use_deterministic_algorithms would also keep inductor from choosing fast kernels.
+            torch.set_deterministic_debug_mode("warn")
+            fills.fill_uninitialized_memory = False  # or every new tensor is written first
+            yield
+        finally:
+            torch.set_deterministic_debug_mode(before)
+            fills.fill_uninitialized_memory = filling
 
 
 def logits_of(model: nn.Module, input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:

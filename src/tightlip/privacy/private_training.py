@@ -7,47 +7,35 @@ while private.has_budget():
 print(private.guarantee())
 """
 
-import logging
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from tightlip.core.devices import moved
 from tightlip.core.errors import GuaranteeError, UsageError
+from tightlip.core.grid_gaussian import NotFinite
 from tightlip.core.randomness import keyed_generator
 from tightlip.core.settings import takes
 from tightlip.privacy.accounting import Mechanism
 from tightlip.privacy.adaptive import BECAUSE, MECHANISMS, AdaptiveSpec, checked_weights
 from tightlip.privacy.clipping import Clip
-from tightlip.privacy.layers import Layout, zeros_for
+from tightlip.privacy.layers import zeros_for
 from tightlip.privacy.ledger import ACCOUNTANT, Ledger, claimed, guarantee_terms, read_ledger
 from tightlip.privacy.noise_schedules import noise_for, schedule_for
 from tightlip.privacy.passes import Passes, Physical, Way
-from tightlip.privacy.per_unit import check_model, check_optimizer, no_rule_for, synthetic_rows
+from tightlip.privacy.per_unit import check_optimizer
+from tightlip.privacy.physical_batches import PhysicalBatches, Source
 from tightlip.privacy.plans import PrivacySpec, Terms, noise_plan
+from tightlip.privacy.releasing import give, release
 from tightlip.privacy.row_losses import NO_LABEL
+from tightlip.privacy.rows_alone import checked_passes, shared_by_others
 from tightlip.privacy.sampling import PoissonSampler, UnitRows
-
-log = logging.getLogger("tightlip")
-LONGEST_CHECKED = 32  # positions of the two synthetic rows of the self-check
-
-
-class Source(Protocol):
-    """Rows to train on: whose each is, how long, and the rows themselves."""
-
-    unit_of_row: np.ndarray
-    lengths: np.ndarray
-    fingerprint: str
-
-    def gather(self, rows: np.ndarray, width: int) -> tuple[Tensor, Tensor]:
-        """Ids and targets [B, T] of the rows; a row of -1 is padding without a target."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +59,7 @@ class PrivateTraining:
         delta: the δ that ε is read at. Default: by the number of units, below 1 / units.
         clip_norm: the most that a unit's gradient counts for.
         per_layer: clip each layer by itself.
+        exact_sums: add units up as whole numbers, so that none changes how another is rounded.
         rows_per_unit: the most rows that a drawn unit gives to a step, chosen at random.
         expected_batch: units in a step, on average.
         steps: for how many the noise is planned.
@@ -79,8 +68,8 @@ class PrivateTraining:
         unit: 'user' or 'example'; `users` says it already.
         terms: how sure the promise is, where more is known than this loop can know.
         way, bf16: how passes are run, and whether in bfloat16.
-        physical_rows: rows in memory at once. Default: 16 on a CPU, 64 on a GPU.
-        widths: lengths that rows are padded to, so that few shapes come up.
+        physical_rows: rows in memory at once. Default: 8 on a CPU, 64 on a GPU.
+        widths: lengths that rows are padded to. Default: powers of two.
         claims_ledger: keep other processes from going on with the ledger meanwhile.
         adaptive: lets `weights` decide on clipping or noise.
         weights: the ρ of each row, for `adaptive`: private, all but their public facts.
@@ -106,6 +95,7 @@ class PrivateTraining:
         delta: float | None = None,
         clip_norm: float = 1.0,
         per_layer: bool = False,
+        exact_sums: bool = False,
         rows_per_unit: int = 4,
         expected_batch: float = 32,
         steps: int = 1000,
@@ -145,9 +135,17 @@ class PrivateTraining:
         self._units = UnitRows(np.asarray(self.source.unit_of_row))
         self._sampler = PoissonSampler(self._units.num_units, self.spec.expected_batch, generator)
         self._noise = noise_for(self.device, self.spec.insecure_seed)
-        self._widths = widths
-        self._passes = self._checked_passes(way, bf16)
-        self._physical_rows = physical_rows or (64 if self.device.type == "cuda" else 16)
+        self._batches = PhysicalBatches(
+            self.source,
+            model,
+            rows_per_unit=rows_per_unit,
+            physical_rows=physical_rows,
+            widths=widths,
+        )
+        check_optimizer(model, optimizer)
+        self.clip = Clip(norm=clip_norm, per_layer=per_layer, exact=exact_sums)
+        self._passes = checked_passes(Passes(model, self.clip, way=way, bf16=bf16), self._batches)
+        self._mixing_asked_at = -1  # steps
         self.adaptive = adaptive
         self._rho = self._weights(weights)
         self.plan = noise_plan(
@@ -211,32 +209,59 @@ class PrivateTraining:
         self.model.eval()
         rows_of, rho_U = self._drawn(self._sampler.draw())
         sigma = self.schedule.charge(self.ledger.charge, rho_U)
-        gradients, step = self._clipped_sum(rows_of, rho_U)
+        try:
+            return self._released(*self._clipped_sum(rows_of, rho_U), sigma)
+        except NotFinite:
+            # Somebody's gradient is no number. They count nothing, and everybody else what they did.
+            return self._released(*self._clipped_sum(rows_of, rho_U, finite_only=True), sigma)
+
+    def _released(self, sums: list[Tensor], step: Step, sigma: float) -> Step:
         # By the expected size of a draw, never by the real one, which is private.
-        share = 1 / self.spec.expected_batch
-        if sigma:
-            self._noise.add(gradients, scale=sigma * self.spec.clip_norm, share=share)
-        else:
-            for gradient in gradients:
-                gradient.mul_(share)
-        self.optimizer.zero_grad()  # also of what is frozen: an old gradient has no noise
-        for parameter, gradient in zip(self._passes.parameters.values(), gradients, strict=True):
-            parameter.grad = gradient.to(parameter.dtype)
-        self.optimizer.step()
+        share, unit = 1 / self.spec.expected_batch, self.clip.step
+        if not sigma:
+            self.optimizer.zero_grad()
+            give(
+                [each.double() * (share * unit) for each in sums], self._passes.parameters.values()
+            )
+            self.optimizer.step()
+            return step
+        release(
+            sums,
+            self._passes.parameters.values(),
+            self.optimizer,
+            self._noise,
+            scale=sigma * self.spec.clip_norm,
+            share=share,
+            **({"unit": unit} if self.clip.exact else {}),
+        )
         return step
 
     def guarantee(self) -> dict[str, Any]:
         """What may be said now, exactly; also written to the ledger."""
+        self._ask_for_mixing()
         return self.ledger.finish()
 
     def exact_record(self) -> dict[str, Any]:
         """The same, and nothing is written."""
+        self._ask_for_mixing()
         return self.ledger.record(exact=True)
 
     def settle(self) -> None:
         """Make what is charged and released survive a power cut."""
         self.schedule.settle(self.ledger.rewrite)
         self.ledger.settle()
+
+    def _ask_for_mixing(self) -> None:
+        """Take back the promise where training has led the model to mix rows."""
+        is_shared = not self._batches.one_unit_a_pass and self._mixing_asked_at != self.ledger.steps
+        self._mixing_asked_at = self.ledger.steps
+        self.model.eval()
+        reason = shared_by_others(self._passes, self._batches) if is_shared else None
+        if reason is not None:
+            self.ledger.taken_back = (
+                f"The trained model mixes rows, or rounds them by place: {reason}. One {self.spec.unit} may have moved others' "
+                f"gradients, which the clip norm does not bound."
+            )
 
     def _weights(self, weights: np.ndarray | None) -> np.ndarray | None:
         if (weights is None) != (self.adaptive is None):
@@ -257,14 +282,17 @@ class PrivateTraining:
         return rows_of, sums / sizes
 
     def _clipped_sum(
-        self, rows_of: list[np.ndarray], rho_U: np.ndarray | None
+        self, rows_of: list[np.ndarray], rho_U: np.ndarray | None, *, finite_only: bool = False
     ) -> tuple[list[Tensor], Step]:
-        """The sum over the drawn units, however many physical batches they take."""
+        """The sum over the drawn units, however many physical batches they take; with `finite_only`
+        as though the units whose gradients are no numbers had not been drawn."""
         total: list[Tensor] | None = None
         loss, num_targets = torch.zeros((), device=self.device), 0
         batches = list(self.physical_batches(rows_of, rho_U))
         for batch, targets in batches:
             clipped = self._passes(batch)
+            if finite_only:
+                clipped = self._passes(batch.without(~(clipped.norms + clipped.losses).isfinite()))
             # A unit that is not finite counts nothing, here as in the sum.
             loss += torch.where(clipped.losses.isfinite(), clipped.losses, 0).sum().float()
             num_targets += targets
@@ -272,6 +300,8 @@ class PrivateTraining:
             if total is None:
                 # A captured pass writes to the same memory each time.
                 keep = len(batches) > 1 and self._passes.wants_fixed_shapes
+                if keep and self.clip.exact:  # 32 bits hold the whole numbers of one batch
+                    parts = [part.double() for part in parts]
                 total = [part.clone() for part in parts] if keep else parts
             else:
                 torch._foreach_add_(total, parts)
@@ -282,78 +312,10 @@ class PrivateTraining:
     def physical_batches(
         self, rows_of: list[np.ndarray], rho_U: np.ndarray | None
     ) -> Iterator[tuple[Physical, int]]:
-        """The drawn units in batches of bounded size, those of like shape together; with each,
-        how many targets it has. Nobody who was drawn is left out."""
-        shares_U = np.ones(len(rows_of))
-        if rho_U is not None and self.adaptive is not None:
-            shares_U = self.adaptive.clip_shares(rho_U)
-        longest = np.array([self.source.lengths[rows].max() for rows in rows_of], int)
-        sizes = np.array([self._room(len(rows)) for rows in rows_of], int)
-        for size in np.unique(sizes):
-            chosen = np.flatnonzero(sizes == size)
-            chosen = chosen[np.argsort(longest[chosen], kind="stable")]
-            together = max(1, self._physical_rows // int(size))
-            for start in range(0, len(chosen), together):
-                part = chosen[start : start + together]
-                rows, widest = [rows_of[one] for one in part], int(longest[part].max())
-                yield self._physical(rows, shares_U[part], int(size), widest, together)
-
-    def _room(self, num_rows: int) -> int:
-        if self._passes.wants_fixed_shapes and self.spec.rows_per_unit > 1 and num_rows > 1:
-            return self.spec.rows_per_unit
-        return 1 << (num_rows - 1).bit_length()
-
-    def _physical(
-        self, rows_of: list[np.ndarray], shares: np.ndarray, size: int, longest: int, together: int
-    ) -> tuple[Physical, int]:
-        fixed = self._passes.wants_fixed_shapes
-        rows_UM = np.full((together if fixed else len(rows_of), size), -1, np.int64)
-        for unit, rows in enumerate(rows_of):
-            rows_UM[unit, : len(rows)] = rows
-        widths = self._widths if fixed else ()
-        width = min((each for each in widths if each >= longest), default=longest)
-        ids_BT, targets_BT = self.source.gather(rows_UM.ravel(), width)
-        num_rows_U = torch.from_numpy((rows_UM >= 0).sum(1))
-        num_targets = int((targets_BT != NO_LABEL).sum())
-        batch = Physical.of(
-            moved(ids_BT, self.device),
-            moved(targets_BT, self.device),
-            moved(num_rows_U, self.device),
-            Layout(num_units=len(rows_UM), rows_per_unit=size),
-            self._shares(shares, len(rows_UM)),
-        )
-        return batch, num_targets
-
-    def _shares(self, shares: np.ndarray, num_units: int) -> Tensor | None:
-        """Which part of the clip norm bounds each unit; places without one have all of it."""
-        if self.adaptive is None:
-            return None
-        padded = np.concatenate([shares, np.ones(num_units - len(shares))])
-        return moved(torch.from_numpy(padded), self.device)
-
-    def _checked_passes(self, way: Way, bf16: bool) -> Passes:
-        check_optimizer(self.model, self.optimizer)
-        self.model.eval()
-        clip = Clip(norm=self.spec.clip_norm, per_layer=self.spec.per_layer)
-        passes = Passes(self.model, clip, way=way, bf16=bf16)
-        length = min(LONGEST_CHECKED, int(self.source.lengths.max()))
-        some = torch.full((1, length), self._some_id(), device=self.device)
-        widest = max(int(self.source.lengths.max()), *(self._widths or (1,)))
-        check_model(self.model, synthetic_rows(self.model, some[:, :1].expand(-1, widest)))
-        slow = no_rule_for(self.model, some)
-        if slow is not None:
-            log.warning(
-                "No fast rule covers %s: units are clipped one after the other, exactly but slowly.",
-                slow,
-            )
-            passes.way = "slow"
-        return passes
-
-    def _some_id(self) -> int:
-        """A large id that stands in the first rows: a model need not say how many it knows."""
-        rows = np.arange(min(64, len(self.source.lengths)))
-        ids_BT, _ = self.source.gather(rows, int(self.source.lengths[rows].max()))
-        return int(ids_BT.max())
+        """What a step runs of the drawn units; with each batch, how many targets it has."""
+        adaptive = self.adaptive
+        shares_U = None if adaptive is None or rho_U is None else adaptive.clip_shares(rho_U)
+        return self._batches.of(rows_of, shares_U)
 
     def _because(self) -> str:
         because = self.terms.because
@@ -361,6 +323,8 @@ class PrivateTraining:
             because = BECAUSE["as-published"]  # whatever the terms say
         if self.spec.insecure_seed is not None:
             because = f"The noise comes from a known seed and hides nothing. {because}"
+        if self._batches.one_unit_a_pass:
+            because += f" No two {self.spec.unit}s share a pass, since the model is one that mixes rows or rounds them by place."
         return because
 
     def _adaptive_terms(self) -> dict[str, Any]:

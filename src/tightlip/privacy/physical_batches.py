@@ -1,0 +1,143 @@
+"""The drawn units as tensors, in shapes that follow from each unit alone.
+
+How a product is rounded depends on its shape. Were a row padded to the longest beside it, or a pass
+as large as its draw, one unit more would change everybody's last bits: in bfloat16 by a fifth of the
+clip norm. Shapes: U units, M rows of each, B rows, T positions.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from tightlip.core.devices import moved
+from tightlip.privacy.layers import Layout
+from tightlip.privacy.passes import Physical
+from tightlip.privacy.row_losses import NO_LABEL
+
+NARROWEST = 8  # positions: below that a pass costs as much
+# A pass is always full. On a CPU, which gains little from more rows at once, it is small.
+ROWS_ON_CPU, ROWS_ON_GPU = 8, 64
+
+
+class Source(Protocol):
+    """Rows to train on: whose each is, how long, and the rows themselves."""
+
+    unit_of_row: np.ndarray
+    lengths: np.ndarray
+    fingerprint: str
+
+    def gather(self, rows: np.ndarray, width: int) -> tuple[Tensor, Tensor]:
+        """Ids and targets [B, T] of the rows; a row of -1 is padding without a target."""
+
+
+class Shape(NamedTuple):
+    """Positions of a row, rows of a unit, and units of a pass."""
+
+    width: int
+    rows_per_unit: int
+    num_units: int
+
+    @property
+    def layout(self) -> Layout:
+        return Layout(num_units=self.num_units, rows_per_unit=self.rows_per_unit)
+
+
+class PhysicalBatches:
+    """The drawn units in passes of bounded size, those of one shape together.
+
+    Holds:
+        alone: a unit's shape is the same whoever else is drawn, or in the corpus.
+        complete: nobody who was drawn is left out.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        model: nn.Module,
+        *,
+        rows_per_unit: int,
+        physical_rows: int | None = None,
+        widths: Sequence[int] = (),
+    ) -> None:
+        self.source, self.device = source, next(model.parameters()).device
+        default = ROWS_ON_GPU if self.device.type == "cuda" else ROWS_ON_CPU
+        self._physical_rows = physical_rows or default
+        self._rows_per_unit, self._widths = rows_per_unit, widths
+        self._positions = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+        self.one_unit_a_pass = False
+
+    def shape(self, longest: int, num_rows: int) -> Shape:
+        """The shape of a unit of so many rows, the longest of so many positions."""
+        width, size = self._width(longest), self._room(num_rows)
+        together = 1 if self.one_unit_a_pass else max(1, self._physical_rows // size)
+        # With as many rows as positions a tensor's shape would not tell which of both it counts.
+        if together > 1 and together * size == width:
+            together -= 1
+        return Shape(width, size, together)
+
+    def extremes(self) -> list[Shape]:
+        """The smallest and the largest shape that these rows can come to."""
+        counts = np.unique(self.source.unit_of_row, return_counts=True)[1]
+        ends = [
+            (self.source.lengths.min(), counts.min()),
+            (self.source.lengths.max(), counts.max()),
+        ]
+        most = self._rows_per_unit
+        return [self.shape(int(length), min(most, int(count))) for length, count in ends]
+
+    def some_id(self) -> int:
+        """A large id that stands in the first rows: a model need not say how many it knows."""
+        rows = np.arange(min(64, len(self.source.lengths)))
+        ids_BT, _ = self.source.gather(rows, int(self.source.lengths[rows].max()))
+        return int(ids_BT.max())
+
+    def of(
+        self, rows_of: Sequence[np.ndarray], shares_U: np.ndarray | None = None
+    ) -> Iterator[tuple[Physical, int]]:
+        """The batches, and how many targets each has. `shares_U` is which part of the clip norm
+        bounds each unit; all of it where none is given."""
+        units_of: dict[Shape, list[int]] = {}
+        for unit, rows in enumerate(rows_of):
+            shape = self.shape(int(self.source.lengths[rows].max()), len(rows))
+            units_of.setdefault(shape, []).append(unit)
+        for shape, units in sorted(units_of.items()):
+            for start in range(0, len(units), shape.num_units):
+                part = units[start : start + shape.num_units]
+                shares = None if shares_U is None else shares_U[part]
+                yield self._physical([rows_of[unit] for unit in part], shares, shape)
+
+    def _width(self, longest: int) -> int:
+        """The smallest width that is given and fits; else a power of two, where the model has so
+        many positions."""
+        power = max(NARROWEST, 1 << (longest - 1).bit_length())
+        fits = [width for width in self._widths if width >= longest]
+        return min(fits, default=max(longest, min(power, self._positions or power)))
+
+    def _room(self, num_rows: int) -> int:
+        """1, 4, 16, … or the most: few shapes, and never four times the rows."""
+        power = 4 ** -(-(num_rows - 1).bit_length() // 2)
+        return min(power, self._rows_per_unit)
+
+    def _physical(
+        self, rows_of: list[np.ndarray], shares: np.ndarray | None, shape: Shape
+    ) -> tuple[Physical, int]:
+        rows_UM = np.full((shape.num_units, shape.rows_per_unit), -1, np.int64)
+        for unit, rows in enumerate(rows_of):
+            rows_UM[unit, : len(rows)] = rows
+        ids_BT, targets_BT = self.source.gather(rows_UM.ravel(), shape.width)
+        num_rows_U = torch.from_numpy((rows_UM >= 0).sum(1))
+        shares_U = None
+        if shares is not None:
+            padded = np.concatenate([shares, np.ones(shape.num_units - len(shares))])
+            shares_U = moved(torch.from_numpy(padded), self.device)
+        batch = Physical.of(
+            moved(ids_BT, self.device),
+            moved(targets_BT, self.device),
+            moved(num_rows_U, self.device),
+            shape.layout,
+            shares_U,
+        )
+        return batch, int((targets_BT != NO_LABEL).sum())

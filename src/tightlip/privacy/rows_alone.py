@@ -1,0 +1,158 @@
+"""Whether who shares a pass leaves a unit as it was, bit by bit, in the run's own way and precision.
+
+Weights are perturbed while it is asked: a gate at zero hides what lies behind it, and opens later.
+Looked at is all that clipping uses: losses, norms, and what is noted of every parameter, since a
+loss may stay the same while a gradient moves. Shapes: U units, M rows of each, B rows, T positions.
+"""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from tightlip.core.errors import UsageError
+from tightlip.privacy.clipping import watched_pass
+from tightlip.privacy.passes import Passes, Physical, logits_of, summed
+from tightlip.privacy.per_unit import check_model, no_rule_for, num_ids_of, synthetic_rows
+from tightlip.privacy.physical_batches import PhysicalBatches, Shape
+from tightlip.privacy.row_losses import NO_LABEL
+from tightlip.privacy.watching import NoRule
+
+log = logging.getLogger("tightlip")
+LONGEST_CHECKED = 32  # positions of the two synthetic rows of the self-check
+# A weight moves by so much of its size. Deep models without norms may overflow at the first.
+SCALES = (1.0, 0.1, 0.01)
+OF_ZERO = 0.02  # the size of a weight that is zero
+_NOT_FINITE = "its loss is not a finite number, so nothing can be said"
+
+
+def checked_passes(passes: Passes, batches: PhysicalBatches) -> Passes:
+    """The passes, in the fastest way that is exact for their model; or a refusal of the model."""
+    model, source = passes.model, batches.source
+    model.eval()
+    longest, width = int(source.lengths.max()), batches.extremes()[-1].width
+    some = torch.full((1, width), batches.some_id(), device=batches.device)
+    try:
+        check_model(model, synthetic_rows(model, some))
+    except (IndexError, RuntimeError) as error:
+        raise UsageError(
+            f"The model fails on rows of {width} positions, which those of {longest} are padded to ({error}). Give widths "
+            f"that it can take, such as widths=({longest},)."
+        ) from error
+    unruly = no_rule_for(model, some[:, : min(LONGEST_CHECKED, longest)], bf16=passes.bf16)
+    if unruly is not None:
+        log.warning(
+            "No fast rule covers %s: units are clipped one after the other, exactly but slowly.",
+            unruly,
+        )
+        passes.way = "slow"
+    reason = shared_by_others(passes, batches)
+    if reason is not None:
+        log.warning(
+            "Units take a pass each, which is sound but slow: where they share one, %s.", reason
+        )
+        batches.one_unit_a_pass = True
+    return passes
+
+
+def shared_by_others(passes: Passes, batches: PhysicalBatches) -> str | None:
+    """What of a unit changes with who shares its pass; None where nothing does."""
+    if passes.way == "slow":
+        return None  # rows run alone there
+    num_ids = num_ids_of(passes.model, batches.some_id())
+    for scale in SCALES:
+        with perturbed(passes.parameters, scale):
+            shapes = dict.fromkeys(batches.extremes())
+            answers = [first_change(passes, shape, num_ids) for shape in shapes]
+        reason = next((answer for answer in answers if answer is not None), None)
+        if reason != _NOT_FINITE:
+            break
+    return reason
+
+
+@contextmanager
+def perturbed(parameters: dict[str, nn.Parameter], scale: float) -> Iterator[None]:
+    """Weights moved by random numbers of their own size, and put back to the bit."""
+    # Not where the model is: there may be no room for it twice.
+    kept = {name: each.detach().to("cpu", copy=True) for name, each in parameters.items()}
+    try:
+        with torch.no_grad():
+            for seed, each in enumerate(parameters.values()):
+                draw = torch.Generator(each.device).manual_seed(seed)
+                noise = torch.randn(each.shape, generator=draw, device=each.device)
+                size = float(each.float().square().mean().sqrt()) or OF_ZERO
+                each.add_((scale * size * noise).to(each.dtype))
+        yield
+    finally:
+        with torch.no_grad():
+            for name, each in parameters.items():
+                each.copy_(kept[name])
+
+
+def first_change(passes: Passes, shape: Shape, num_ids: int) -> str | None:
+    """One unit in every place of a pass, and then in the last among others: what is unlike."""
+    everywhere, last = slice(None), slice(shape.num_units - 1, None)
+    device = next(iter(passes.parameters.values())).device
+    copies = _seen(passes, _synthetic(shape, num_ids, everywhere, device))
+    if not all(bool(values_UX.isfinite().all()) for values_UX in copies.values()):
+        return _NOT_FINITE
+    moved = {name for name, values_UX in copies.items() if not (values_UX == values_UX[:1]).all()}
+    first = {name: values_UX[:1].clone() for name, values_UX in copies.items()}
+    del copies  # as large as a pass
+    found = _seen(passes, _synthetic(shape, num_ids, last, device))
+    mixed = {name for name, values in first.items() if not torch.equal(values, found[name][last])}
+    del found
+    if not moved and not mixed:
+        return None
+    again = _seen(passes, _synthetic(shape, num_ids, everywhere, device))
+    for name, values in first.items():
+        if not torch.equal(values, again[name][:1]):
+            return f"two passes over the same rows differ in {name}"
+    name = next(name for name in first if name in moved | mixed)
+    return f"{name} changes with {'its place' if name in moved else 'the units beside it'}"
+
+
+def _seen(passes: Passes, batch: Physical) -> dict[str, Tensor]:
+    """All that a pass tells of each unit; nothing where no rule covers this shape, since rows run
+    alone then."""
+    layout = batch.layout
+    if passes.way != "eager":
+        found = passes(batch)
+        return {"its loss": found.losses.clone(), "its norm": found.norms.clone()}
+    try:
+        with passes._precision():
+            watch, losses_B = watched_pass(
+                passes.parameters,
+                lambda: logits_of(passes.model, batch.ids_BT, None),
+                batch.targets_BT,
+                batch.weights_BT,
+                num_rows=layout.num_rows,
+                look_for_unseen=True,
+            )
+    except NoRule:
+        return {}
+    noted = {
+        f"what is noted of {name} ({number}, {side})": values.reshape(layout.num_units, -1)
+        for name, uses in watch.uses.items()
+        for number, use in enumerate(uses)
+        for side, values in vars(use).items()
+        if isinstance(values, Tensor) and len(values) == layout.num_rows
+    }
+    found = summed(watch, passes.parameters, losses_B, layout, passes.clip, batch.tensors[3])
+    return {"its loss": found.losses, "its norm": found.norms, **noted}
+
+
+def _synthetic(shape: Shape, num_ids: int, places: slice, device: torch.device) -> Physical:
+    """Units of all lengths, the first of them empty; but in `places` one unit, always the same."""
+    others, own = torch.Generator().manual_seed(1), torch.Generator().manual_seed(0)
+    size = (shape.num_units, shape.rows_per_unit, shape.width)
+    ids, targets = torch.randint(num_ids, (2, *size), generator=others)
+    lengths = torch.randint(1, shape.width + 1, (*size[:2], 1), generator=others)
+    lengths[0] = 0
+    targets = torch.where(torch.arange(shape.width) < lengths, targets, NO_LABEL)
+    ids[places], targets[places] = torch.randint(num_ids, (2, *size[1:]), generator=own)
+    num_rows_U = torch.full(size[:1], shape.rows_per_unit, device=device)
+    ids_BT, targets_BT = (each.flatten(0, 1).to(device) for each in (ids, targets))
+    return Physical.of(ids_BT, targets_BT, num_rows_U, shape.layout)

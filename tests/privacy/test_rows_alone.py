@@ -1,0 +1,251 @@
+"""Who shares a pass with a unit leaves its loss and its gradient as they were, to the bit."""
+
+import copy
+import logging
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from privacy.test_clipping_families import FAMILIES, GROUPED, stock
+from tightlip.core.errors import UsageError
+from tightlip.privacy import PrivateTraining
+from tightlip.privacy.ledger import read_ledger
+from tightlip.privacy.passes import deterministic
+from tightlip.privacy.per_unit import no_rule_for
+from tightlip.privacy.physical_batches import PhysicalBatches
+from tightlip.privacy.private_training import Documents
+from tightlip.privacy.rows_alone import perturbed
+
+VOCABULARY, SIZE = 31, 8
+NAMES = (
+    *("GPT2LMHeadModel", "LlamaForCausalLM", "GemmaForCausalLM", "Qwen3ForCausalLM"),
+    *("TransformerForCausalLM", "LSTMForCausalLM", "GRUForCausalLM", "GPTNeoXForCausalLM"),
+)
+
+
+def family(name):
+    if name in FAMILIES:
+        return stock(name).float()
+    torch.manual_seed(0)
+    config = transformers.GemmaConfig(**GROUPED, head_dim=4)
+    return transformers.GemmaForCausalLM(config).eval()
+
+
+def documents(count=40, longest=16, seed=0):
+    draw = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(2, longest + 1, (count,), generator=draw).tolist()
+    return [torch.randint(0, VOCABULARY, (length,), generator=draw) for length in lengths]
+
+
+def engine(tmp_path, model, texts=None, **settings):
+    given = {"noise_multiplier": 0.0, "clip_norm": 0.1, "expected_batch": 1, "steps": 20}
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    return PrivateTraining(
+        model, optimizer, texts or documents(), ledger=tmp_path / "ledger.json", **given | settings
+    )
+
+
+def seen_of(training, drawn, unit, text):
+    """Loss and norm of one unit in a step of these, found by its own words."""
+    for batch, _ in training.physical_batches(*training._drawn(np.array(drawn))):
+        found = training._passes(batch)
+        for slot in range(batch.layout.num_units):
+            row = batch.ids_BT[slot * batch.layout.rows_per_unit]
+            if torch.equal(row[: len(text) - 1], text[:-1]):
+                return batch.ids_BT.shape, found.losses[slot].clone(), found.norms[slot].clone()
+    raise AssertionError(f"unit {unit} is in no pass")
+
+
+@pytest.mark.filterwarnings("ignore:No fast rule")
+@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_units_loss_and_norm_are_bitwise_its_own_whoever_is_drawn(name, bf16, tmp_path):
+    texts = documents()
+    unit = max(range(len(texts)), key=lambda one: (len(texts[one]) == 12, one))
+    others = [one for one in range(len(texts)) if one != unit]
+    training = engine(tmp_path, family(name), texts, bf16=bf16)
+    assert not training._batches.one_unit_a_pass
+    alone = seen_of(training, [unit], unit, texts[unit])
+    draw = np.random.default_rng(1)
+    for size in (3, 9, 39):
+        drawn = [*draw.choice(others, size, replace=False), unit]
+        for order in (drawn, drawn[::-1]):
+            shape, loss, norm = seen_of(training, order, unit, texts[unit])
+            assert shape == alone[0]
+            assert torch.equal(loss, alone[1])
+            assert torch.equal(norm, alone[2])
+
+
+class Gated(nn.Module):
+    """Rows (or positions) that see their mean, between two gates that only noise will open: while
+    both are zero, so are their gradients."""
+
+    def __init__(self, along, threshold=-1e9, *, covered=True):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(VOCABULARY, SIZE), nn.Linear(SIZE, VOCABULARY)
+        self.inward, self.outward = (nn.Parameter(torch.zeros(SIZE)) for _ in range(2))
+        self.scale = nn.Parameter(torch.zeros(SIZE))
+        self.along, self.threshold, self.covered = along, threshold, covered
+
+    def forward(self, ids):
+        hidden = self.embed(ids)
+        mean = (self.inward * hidden).mean(self.along, keepdim=True).expand_as(hidden)
+        hidden = hidden + nn.functional.threshold(self.outward * mean, self.threshold, 0.0)
+        return self.head(hidden if self.covered else self.scale.exp() * hidden)
+
+    def open(self):
+        with torch.no_grad():
+            self.inward.fill_(5.0), self.outward.fill_(5.0)
+
+
+def sum_of(training, drawn):
+    """The clipped sum of a step's units, and the weights as they were."""
+    start = copy.deepcopy(training.model.state_dict())
+    training._sampler.draw = lambda: np.array(drawn)
+    before = torch.cat([each.detach().flatten().clone() for each in training.model.parameters()])
+    training.step()
+    after = torch.cat([each.detach().flatten() for each in training.model.parameters()])
+    training.model.load_state_dict(start)
+    return (before - after) / 1.0
+
+
+def most_moved(training, texts):
+    """How far one unit more moves the sum, at most, in clip norms."""
+    draw, moved = np.random.default_rng(0), []
+    for one in range(0, len(texts), 8):
+        others = draw.choice([each for each in range(len(texts)) if each != one], 12, replace=False)
+        apart = sum_of(training, others) - sum_of(training, [*others, one])
+        moved.append(float(apart.norm()) / training.spec.clip_norm)
+    return max(moved)
+
+
+@pytest.mark.filterwarnings("ignore:No fast rule")
+@pytest.mark.parametrize("covered", [True, False])
+@pytest.mark.parametrize("along", [0, 1])
+def test_a_gate_that_opens_in_training_lets_nobody_move_others(along, covered, tmp_path, caplog):
+    torch.manual_seed(0)
+    # A few are far longer than the rest: were rows padded to them, they would move everybody.
+    texts = [documents(longest=6 if one % 8 else 99, seed=one)[-1] for one in range(40)]
+    model = Gated(along, covered=covered)
+    with caplog.at_level(logging.WARNING, logger="tightlip"):
+        training = engine(tmp_path, model, texts, noise_multiplier=0.0)
+    # Uncovered rows run alone anyway; positions are a unit's own.
+    is_told = "Units take a pass each" in caplog.text
+    assert is_told == training._batches.one_unit_a_pass == (along == 0 and covered)
+    model.open()
+    assert most_moved(training, texts) <= 1 + 1e-4
+
+
+def test_a_gate_that_opens_late_takes_the_promise_back(tmp_path):
+    torch.manual_seed(0)
+    model = Gated(0, 1.0)
+    training = engine(tmp_path, model, noise_multiplier=1.0, insecure_seed=1)
+    assert not training._batches.one_unit_a_pass
+    assert training.exact_record()["epsilon"] is not None
+    training.step()
+    model.open()
+    record = training.guarantee()
+    assert (record["standing"], record["epsilon"]) == ("measured only", None)
+    assert "The trained model mixes rows" in record["because"]
+    assert read_ledger(tmp_path / "ledger.json")["because"] == record["because"]
+
+
+def test_weights_are_moved_and_put_back_to_the_bit_also_after_an_error():
+    model = Gated(0)
+    before = {name: each.clone() for name, each in model.state_dict().items()}
+
+    def moved_and_stopped():
+        with perturbed(dict(model.named_parameters()), 1.0):
+            assert all(
+                bool((each != before[name]).all()) for name, each in model.named_parameters()
+            )
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        moved_and_stopped()
+    assert all(torch.equal(each, before[name]) for name, each in model.state_dict().items())
+
+
+class MixesInBfloat16(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(VOCABULARY, SIZE), nn.Linear(SIZE, VOCABULARY)
+
+    def forward(self, ids):
+        hidden = self.embed(ids)
+        if torch.is_autocast_enabled("cpu"):
+            hidden = torch.tanh(hidden - hidden.mean(0, keepdim=True))
+        return self.head(hidden)
+
+
+@pytest.mark.filterwarnings("ignore:No fast rule")
+def test_the_rules_are_asked_in_the_precision_of_the_run():
+    torch.manual_seed(0)
+    model, ids = MixesInBfloat16(), torch.zeros(1, 9, dtype=torch.long) + VOCABULARY - 1
+    assert no_rule_for(model, ids) is None
+    assert "embed.weight" in str(no_rule_for(model, ids, bf16=True))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_shapes_are_a_units_own_and_nobody_is_left_out(seed):
+    draw = np.random.default_rng(seed)
+    texts = [torch.arange(n) for n in draw.integers(2, 100, 80)]
+    source = Documents(texts, [int(each) for each in draw.integers(0, 25, 80)])
+    batches = PhysicalBatches(
+        source, nn.Linear(1, 1), rows_per_unit=int(draw.integers(1, 9)), widths=(20, 50)
+    )
+    shapes = {}
+    for _ in range(6):
+        rows_of = [
+            np.flatnonzero(source.unit_of_row == unit)[:9]
+            for unit in draw.permutation(source.unit_of_row.max() + 1)[: draw.integers(1, 20)]
+        ]
+        rows_of = [rows[: batches._rows_per_unit] for rows in rows_of]
+        given = [(shape_of(batch), batch) for batch, _ in batches.of(rows_of)]
+        for shape, batch in given:
+            assert shape[2] * batch.layout.rows_per_unit == len(batch.ids_BT)
+            assert shapes.setdefault(shape[:2], shape[2]) == shape[2]
+        lengths = sorted(int(source.lengths[row]) for rows in rows_of for row in rows)
+        found = [
+            int((row != -100).sum()) for _, batch in given for row in batch.targets_BT
+        ]  # rows without a target are empty places
+        assert sorted(length for length in found if length) == lengths
+
+
+def shape_of(batch):
+    return batch.ids_BT.shape[1], batch.layout.rows_per_unit, batch.layout.num_units
+
+
+class FewPositions(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(VOCABULARY, SIZE), nn.Linear(SIZE, VOCABULARY)
+        self.positions = nn.Embedding(20, SIZE)
+
+    def forward(self, ids):
+        return self.head(self.embed(ids) + self.positions(torch.arange(ids.shape[1])))
+
+
+def test_a_model_with_fewer_positions_than_the_padding_says_what_to_do(tmp_path):
+    texts = [torch.arange(20) for _ in range(9)]
+    with pytest.raises(UsageError, match=r"rows of 32 positions.*widths=\(19,\)"):
+        engine(tmp_path, FewPositions(), texts)
+    engine(tmp_path, FewPositions(), texts, widths=(19,)).step()
+
+
+def test_the_deterministic_setting_is_put_back_and_raises_nothing():
+    fills = torch.utils.deterministic
+    before = torch.get_deterministic_debug_mode(), fills.fill_uninitialized_memory
+
+    def set_and_stopped():
+        with deterministic("cuda"):
+            mode = torch.get_deterministic_debug_mode()
+            assert (mode, fills.fill_uninitialized_memory) == (1, False)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        set_and_stopped()
+    assert (torch.get_deterministic_debug_mode(), fills.fill_uninitialized_memory) == before
