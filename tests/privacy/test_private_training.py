@@ -135,8 +135,10 @@ def test_the_noise_has_the_right_scale_and_a_wrong_one_is_found_out(
 
 
 def test_every_trainable_entry_gets_noise_unused_rows_included(tmp_path, monkeypatch):
-    updates = noise_of_steps(tmp_path, monkeypatch, steps=1)
-    assert np.count_nonzero(updates) == len(updates)
+    """On a grid one entry in some 400 stays where it is in a step; none does in three."""
+    updates = noise_of_steps(tmp_path, monkeypatch, steps=3).reshape(3, -1)
+    assert updates.any(0).all()
+    assert np.count_nonzero(updates) > 0.98 * updates.size
 
 
 def test_two_runs_never_share_noise_and_a_resumed_run_draws_anew(tmp_path):

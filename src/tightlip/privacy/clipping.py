@@ -37,15 +37,13 @@ class Clip:
     """How gradients are clipped: flat, or a share of the bound for every layer.
 
     `exact` sums are whole numbers of `step`. Without `wipes` a unit that is not finite may make the
-    sum no number, rather than count nothing. `charged` is the share of the norm kept free for what
-    one unit may change in how others' sums are rounded.
+    sum no number, rather than count nothing.
     """
 
     norm: float
     per_layer: bool = False
     exact: bool = False
     wipes: bool = True
-    charged: float = 0.0
 
     @property
     def step(self) -> float:
@@ -153,7 +151,7 @@ def clipped_sum(
     fine_U = (added_up([off_U for _, off_U in lengths]) + total_U + losses_U).isfinite()
     gradients: dict[str, Tensor] = {}
     for names, (squares_U, off_U) in zip(groups, lengths, strict=True):
-        bound = clip.norm * (1 - clip.charged) / math.sqrt(len(groups))
+        bound = clip.norm / math.sqrt(len(groups))
         if clip.exact:
             parts = [rounded_off(watch.uses[n], parameters[n], layout, clip.step) for n in names]
             bound -= math.hypot(*parts)
@@ -202,7 +200,8 @@ def unit_by_unit(
 
     Rows run alone, so that a model that mixes rows cannot mix one unit with another.
     """
-    total = {name: zeros_for(each) for name, each in parameters.items()}
+    kind = torch.float64 if clip.exact else None
+    total = {name: zeros_for(each).to(kind or wide(each)) for name, each in parameters.items()}
     groups = _groups(parameters, clip)
     norms, losses = [], []
     for unit in range(layout.num_units):
@@ -225,9 +224,16 @@ def unit_by_unit(
             own = [squares[name] for name in names if name in squares]
             if own:
                 group_norm = float(torch.stack(own).sum().sqrt())
-                factor = 1.0 if group_norm <= bound else bound / group_norm
+                room = bound
+                if clip.exact:  # rounding to steps comes on top
+                    size = sum(parameters[name].numel() for name in names)
+                    room -= math.sqrt(size) * clip.step / 2
+                factor = 1.0 if group_norm <= room else room / group_norm
                 for name in {*names} & {*gradients}:
-                    total[name].add_(gradients[name], alpha=factor)
+                    if clip.exact:
+                        total[name] += (gradients[name].double() * (factor / clip.step)).round()
+                    else:
+                        total[name].add_(gradients[name], alpha=factor)
     return ClippedGradients(total, torch.stack(norms), torch.stack(losses))
 
 

@@ -5,6 +5,7 @@ as large as its draw, one unit more would change everybody's last bits: in bfloa
 clip norm. Shapes: U units, M rows of each, B rows, T positions.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple, Protocol
 
@@ -72,11 +73,15 @@ class PhysicalBatches:
     def shape(self, longest: int, num_rows: int) -> Shape:
         """The shape of a unit of so many rows, the longest of so many positions."""
         width, size = self._width(longest), self._room(num_rows)
-        together = 1 if self.one_unit_a_pass else max(1, self._physical_rows // size)
+        if self.one_unit_a_pass or self._physical_rows < 2 * size:
+            return Shape(width, size, 1)
+        # Rows by fours: of six or seven a CPU's two threads round some by themselves.
+        by_fours = 4 // math.gcd(4, size)
+        together = max(by_fours, self._physical_rows // size // by_fours * by_fours)
         # With as many rows as positions a tensor's shape would not tell which of both it counts.
-        if together > 1 and together * size == width:
-            together -= 1
-        return Shape(width, size, together)
+        if together * size == width:
+            together -= by_fours
+        return Shape(width, size, max(1, together))
 
     def extremes(self) -> list[Shape]:
         """The smallest and the largest shape that these rows can come to."""

@@ -24,6 +24,7 @@ from tightlip.core.randomness import keyed_generator
 from tightlip.core.settings import takes
 from tightlip.privacy.accounting import Mechanism
 from tightlip.privacy.adaptive import BECAUSE, MECHANISMS, AdaptiveSpec, checked_weights
+from tightlip.privacy.arithmetic import Arithmetic, arithmetic_of
 from tightlip.privacy.clipping import Clip
 from tightlip.privacy.layers import zeros_for
 from tightlip.privacy.ledger import ACCOUNTANT, Ledger, claimed, guarantee_terms, read_ledger
@@ -146,6 +147,8 @@ class PrivateTraining:
         self.clip = Clip(norm=clip_norm, per_layer=per_layer, exact=exact_sums)
         self._passes = checked_passes(Passes(model, self.clip, way=way, bf16=bf16), self._batches)
         self._mixing_asked_at = -1  # steps
+        kept = read_ledger(Path(ledger)) if Path(ledger).exists() else {}
+        self.arithmetic = Arithmetic.of_record(kept) or arithmetic_of(self._passes, self._batches)
         self.adaptive = adaptive
         self._rho = self._weights(weights)
         self.plan = noise_plan(
@@ -313,9 +316,10 @@ class PrivateTraining:
         self, rows_of: list[np.ndarray], rho_U: np.ndarray | None
     ) -> Iterator[tuple[Physical, int]]:
         """What a step runs of the drawn units; with each batch, how many targets it has."""
-        adaptive = self.adaptive
-        shares_U = None if adaptive is None or rho_U is None else adaptive.clip_shares(rho_U)
-        return self._batches.of(rows_of, shares_U)
+        shares_U = np.ones(len(rows_of))
+        if self.adaptive is not None and rho_U is not None:
+            shares_U = self.adaptive.clip_shares(rho_U)
+        return self._batches.of(rows_of, shares_U * (1 - self.arithmetic.charged))
 
     def _because(self) -> str:
         because = self.terms.because
@@ -362,6 +366,7 @@ class PrivateTraining:
             because=self._because(),
             covers=list(self.terms.covers),
             outside=list(self.terms.outside),
+            **self.arithmetic.terms,
             **self._adaptive_terms(),
         )
         meter, schedule = self.plan.meter(self.adaptive), self.schedule

@@ -95,18 +95,18 @@ def first_change(passes: Passes, shape: Shape, num_ids: int) -> str | None:
     """One unit in every place of a pass, and then in the last among others: what is unlike."""
     everywhere, last = slice(None), slice(shape.num_units - 1, None)
     device = next(iter(passes.parameters.values())).device
-    copies = _seen(passes, _synthetic(shape, num_ids, everywhere, device))
+    copies = _seen(passes, synthetic_units(shape, num_ids, everywhere, device))
     if not all(bool(values_UX.isfinite().all()) for values_UX in copies.values()):
         return _NOT_FINITE
     moved = {name for name, values_UX in copies.items() if not (values_UX == values_UX[:1]).all()}
     first = {name: values_UX[:1].clone() for name, values_UX in copies.items()}
     del copies  # as large as a pass
-    found = _seen(passes, _synthetic(shape, num_ids, last, device))
+    found = _seen(passes, synthetic_units(shape, num_ids, last, device))
     mixed = {name for name, values in first.items() if not torch.equal(values, found[name][last])}
     del found
     if not moved and not mixed:
         return None
-    again = _seen(passes, _synthetic(shape, num_ids, everywhere, device))
+    again = _seen(passes, synthetic_units(shape, num_ids, everywhere, device))
     for name, values in first.items():
         if not torch.equal(values, again[name][:1]):
             return f"two passes over the same rows differ in {name}"
@@ -144,7 +144,7 @@ def _seen(passes: Passes, batch: Physical) -> dict[str, Tensor]:
     return {"its loss": found.losses, "its norm": found.norms, **noted}
 
 
-def _synthetic(shape: Shape, num_ids: int, places: slice, device: torch.device) -> Physical:
+def synthetic_units(shape: Shape, num_ids: int, places: slice, device: torch.device) -> Physical:
     """Units of all lengths, the first of them empty; but in `places` one unit, always the same."""
     others, own = torch.Generator().manual_seed(1), torch.Generator().manual_seed(0)
     size = (shape.num_units, shape.rows_per_unit, shape.width)
