@@ -36,6 +36,7 @@ from tightlip.privacy.layers import Layout
 from tightlip.privacy.noise_schedules import noise_for
 from tightlip.privacy.passes import Passes, Physical
 from tightlip.privacy.private_training import PrivateTraining
+from tightlip.privacy.releasing import release
 from tightlip.training.batches import Batch
 from tightlip.training.losses import Forward
 
@@ -169,12 +170,15 @@ class Bench:
         noise, batch = noise_for(self.device, None), self.physical()
 
         def step():
-            gradients = list(passes(batch).gradients.values())
-            noise.add(gradients, scale=1.0, share=1 / batch.layout.num_units, unit=clip.step)
-            for parameter, gradient in zip(passes.parameters.values(), gradients, strict=True):
-                is_whole = gradient.dtype == torch.int32
-                parameter.grad = (gradient.view(torch.float32) if is_whole else gradient).float()
-            optimizer.step()
+            release(
+                list(passes(batch).gradients.values()),
+                passes.parameters.values(),
+                optimizer,
+                noise,
+                scale=1.0,
+                share=1 / batch.layout.num_units,
+                unit=clip.step,
+            )
 
         return self.timed(step)
 
