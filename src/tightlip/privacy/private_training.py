@@ -9,6 +9,7 @@ print(private.guarantee())
 
 import logging
 import math
+import secrets
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,11 +24,12 @@ from tightlip.core.devices import moved
 from tightlip.core.errors import GuaranteeError, UsageError
 from tightlip.core.randomness import keyed_generator
 from tightlip.core.settings import takes
-from tightlip.privacy.accounting import Mechanism
+from tightlip.privacy.accounting import Mechanism, accountant_at
 from tightlip.privacy.adaptive import BECAUSE, MECHANISMS, AdaptiveSpec, checked_weights
 from tightlip.privacy.clipping import Clip
+from tightlip.privacy.composition import enrolled
 from tightlip.privacy.layers import Layout, zeros_for
-from tightlip.privacy.ledger import ACCOUNTANT, Ledger, claimed, guarantee_terms, read_ledger
+from tightlip.privacy.ledger import Ledger, claimed, guarantee_terms, read_ledger
 from tightlip.privacy.noise_schedules import noise_for, schedule_for
 from tightlip.privacy.passes import Passes, Physical, Way
 from tightlip.privacy.per_unit import check_model, check_optimizer, no_rule_for, synthetic_rows
@@ -367,7 +369,7 @@ class PrivateTraining:
         """What an adaptive run promises otherwise than plain private training."""
         if self.adaptive is None:
             return {}
-        mode, budget, accountant = self.adaptive.mode, self.plan.budget, ACCOUNTANT
+        mode, budget, accountant = self.adaptive.mode, self.plan.budget, accountant_at(self.delta)
         terms = self.adaptive.terms(self.plan.noise_multiplier)
         if mode == "as-published":
             accountant = "PLD of σ·γ of each batch, our reading: the paper gives no accounting"
@@ -393,11 +395,14 @@ class PrivateTraining:
             num_units=self.num_units,
             expected_batch=spec.expected_batch,
             corpus_fingerprint=self.source.fingerprint,
+            planned_steps=self.plan.planned_steps,
+            run=secrets.token_hex(16),
             insecure_seed=spec.insecure_seed is not None,
             standing="as published" if weaker else self.terms.standing,
             because=self._because(),
             covers=list(self.terms.covers),
             outside=list(self.terms.outside),
+            **self.terms.whose(),
             **self._adaptive_terms(),
         )
         meter, schedule = self.plan.meter(self.adaptive), self.schedule
@@ -408,6 +413,7 @@ class PrivateTraining:
             ledger = make(path, terms, meter, state=schedule.state, figures=schedule.figures)
             if goes_on:
                 schedule.restore(read_ledger(path).get("adaptive_state", {}), ledger.steps)
+            enrolled(ledger)
         except BaseException:
             if claim is not None:
                 claim.close()  # or a kept traceback would keep the lock

@@ -6,6 +6,7 @@ trained on or not by a fair coin.
 
 import hashlib
 import importlib.metadata
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tightlip import __version__
-from tightlip.core.errors import UsageError
+from tightlip.core.errors import TightlipError, UsageError
 from tightlip.core.randomness import keyed_generator
 from tightlip.core.run_folder import DP_CHECK
 from tightlip.corpus.canaries import CheckKey, read_check_key, write_check_key
 from tightlip.corpus.history import sources_of
-from tightlip.corpus.prepare import corpus_id
+from tightlip.corpus.prepare import corpus_id, registered_people
 from tightlip.corpus.privacy_weights import read_weights
 from tightlip.models.loading import load_tokenizer
 from tightlip.training.batches import Rows, rows_of
@@ -104,15 +105,21 @@ def with_canaries(recipe: Recipe, out: Path) -> Recipe:
 
 
 def _facts(corpus: "PreparedCorpus", config: TrainConfig) -> CorpusFacts:
+    is_private = config.mitigation.is_private
+    if not is_private:
+        with suppress(TightlipError):  # of an earlier version, and perhaps not to be written
+            corpus_id(corpus.folder)
     return CorpusFacts(
         text_fingerprint=corpus.train.corpus_fingerprint,
-        name=corpus_id(corpus.folder) if config.mitigation.is_private else "",
+        name=corpus_id(corpus.folder) if is_private else "",
         settings=corpus.settings,
         releases=corpus.releases,
         learnt_vocabulary=corpus.learnt_vocabulary,
         history=corpus.history,
         sources=frozenset(sources_of(corpus.folder)),
         weights=read_weights(corpus.folder) if config.mitigation.needs_weights else None,
+        people=registered_people(corpus.folder) if is_private else (),
+        folder=corpus.folder,
     )
 
 

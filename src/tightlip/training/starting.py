@@ -10,14 +10,17 @@ from transformers.modeling_utils import PreTrainedModel
 
 from tightlip.core.errors import UsageError
 from tightlip.core.figures import shown_epsilon
-from tightlip.core.files import folder_written_whole, write_json, write_text
+from tightlip.core.files import folder_written_whole, read_json, write_json, write_text
+from tightlip.core.run_folder import run_around
 from tightlip.corpus.encoding import tokenizer_fingerprint
+from tightlip.corpus.history import OWN_RECORD
 from tightlip.models.checks import check_room, without_progress_bar
 from tightlip.models.configurations import GRUConfig, LSTMConfig, TransformerConfig
 from tightlip.models.fingerprints import model_fingerprint
 from tightlip.models.loading import load_causal_lm, load_tokenizer
 from tightlip.models.recurrent import GRUForCausalLM, LSTMForCausalLM, RecurrentForCausalLM
 from tightlip.models.transformer import TransformerForCausalLM
+from tightlip.privacy.people import runs_before
 from tightlip.training.config import BUILT_IN_MODELS, TrainConfig
 
 _BUILT_IN: dict[str, Any] = {
@@ -74,6 +77,18 @@ def check_start(config: TrainConfig, tokenizer: Any, corpus_folder: Path) -> dic
             f"words. Run: tightlip prepare CORPUS --tokenizer {config.model} --out DIR"
         )
     return {"model_fingerprint": model_fingerprint(Path(config.model))}
+
+
+def runs_behind(config: TrainConfig) -> list[dict[str, Any]]:
+    """The private runs that the model to start from came out of, the last one first."""
+    if config.model in BUILT_IN_MODELS:
+        return []
+    card, run = Path(config.model) / OWN_RECORD, run_around(Path(config.model))
+    ledger = {} if run is None else run.guarantee
+    record = read_json(card) if card.is_file() else ledger
+    # A snapshot of an earlier version does not say how many steps were planned.
+    most = max(record.get("steps") or 0, ledger.get("steps") or 0)
+    return runs_before(record | {"steps": most})
 
 
 def check_fits(model: PreTrainedModel, config: TrainConfig, largest_id: int) -> None:
