@@ -22,7 +22,7 @@ from tightlip.privacy.rdp_filter import epsilon_of_rdp
 from tightlip.training.config import RunOptions, TrainConfig
 from tightlip.training.loop import train_model as train
 from tightlip.training.mitigations import LEDGER_KEYS
-from training.small_corpora import documents
+from training.small_corpora import documents, other_peoples_documents
 from training.test_private_runs import interrupted_after
 
 pytestmark = pytest.mark.slow
@@ -62,7 +62,7 @@ def weigh(corpus, *, normalisation="public", rho=None, **told):
 
 @pytest.fixture(scope="module")
 def public_tokenizer(tmp_path_factory):
-    made = prepare(documents(seed=9), tmp_path_factory.mktemp("public") / "p", PrepareConfig())
+    made = prepare(other_peoples_documents(), tmp_path_factory.mktemp("public") / "p", PrepareConfig())
     return made.tokenizer_folder
 
 

@@ -27,7 +27,7 @@ from tightlip.training.loop import Training
 from tightlip.training.loop import train_model as train
 from tightlip.training.mitigations import LEDGER_KEYS
 from tightlip.training.mitigations.dp import PrivateMitigation, noise_to_signal
-from training.small_corpora import documents
+from training.small_corpora import documents, other_peoples_documents
 
 pytestmark = pytest.mark.slow
 
@@ -44,7 +44,7 @@ def private(**settings):
 @pytest.fixture(scope="module")
 def public_tokenizer(tmp_path_factory):
     """A tokenizer learnt from other people's text."""
-    made = prepare(documents(seed=9), tmp_path_factory.mktemp("public") / "p", PrepareConfig())
+    made = prepare(other_peoples_documents(), tmp_path_factory.mktemp("public") / "p", PrepareConfig())
     return made.tokenizer_folder
 
 

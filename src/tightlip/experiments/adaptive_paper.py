@@ -343,7 +343,16 @@ def _promise(run: RunRecord) -> dict[str, Any]:
     """What a run's ledger says, with its noise as it was set."""
     ledger = run.guarantee
     adaptive = ledger.get("adaptive") or {}
-    copied = ("epsilon", "delta", "unit", "standing", "because", "accountant", "steps")
+    copied = (
+        "epsilon",
+        "delta",
+        "unit",
+        "standing",
+        "because",
+        "accountant",
+        "steps",
+        "arithmetic",
+    )
     return {
         **{name: ledger.get(name) for name in copied},
         "planned_steps": adaptive.get("planned_steps", ledger.get("steps")),

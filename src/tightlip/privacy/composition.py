@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tightlip.core.errors import UsageError
+from tightlip.core.figures import NO_ARITHMETIC
 from tightlip.core.run_folder import LEDGER, RunRecord, open_run
 from tightlip.core.settings import takes
 from tightlip.privacy.accounting import (
@@ -99,7 +100,7 @@ def _next_point(record: dict[str, Any]) -> int:
 def people_figure(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """ε per person over these runs, the last of which is asked about."""
     record = runs[-1]
-    names = ("epsilon", "delta", "unit", "standing", "because", "insecure_seed")
+    names = ("epsilon", "delta", "unit", "standing", "because", "arithmetic", "insecure_seed")
     if len(runs) == 1:
         return {**{name: record.get(name) for name in names}, "runs": 1}
     try:
@@ -148,6 +149,7 @@ def compose_runs(
         "epsilon_as_published": None,
         "delta": None,
         "accountant": None,
+        "arithmetic": _arithmetics(records),
         "steps": sum(record["steps"] for record in records),
         "standing": "measured only",
         "because": because,
@@ -297,6 +299,10 @@ def _distinct_releases(records: Sequence[dict[str, Any]]) -> tuple[Release, ...]
 def _shared(records: Sequence[dict[str, Any]], name: str) -> Any:
     values = [record.get(name) for record in records]
     return values[0] if all(value == values[0] for value in values) else None
+
+
+def _arithmetics(records: Sequence[dict[str, Any]]) -> str:
+    return "; ".join(dict.fromkeys(each.get("arithmetic") or NO_ARITHMETIC for each in records))
 
 
 def _all_of(records: Sequence[dict[str, Any]], name: str) -> list[str]:

@@ -16,7 +16,7 @@ Record = dict[str, Any]
 _COMPOSED = (
     *("run", "unit", "adjacency", "noise_multiplier", "sampling_rate", "releases", "delta"),
     *("steps", "planned_steps", "epsilon", "adaptive", "corpus_fingerprint", "insecure_seed"),
-    *("standing", "because"),
+    *("standing", "because", "arithmetic"),
 )
 
 

@@ -9,7 +9,7 @@ import torch
 from transformers.modeling_utils import PreTrainedModel
 
 from tightlip.core.errors import UsageError
-from tightlip.core.figures import shown_epsilon
+from tightlip.core.figures import arithmetic_words, guarantee_words, shown_first, standing_words
 from tightlip.core.files import folder_written_whole, read_json, write_json, write_text
 from tightlip.core.run_folder import run_around
 from tightlip.corpus.encoding import tokenizer_fingerprint
@@ -31,7 +31,7 @@ _BUILT_IN: dict[str, Any] = {
 _OF_ALL = ("hidden_size", "num_layers", "dropout", "tie_word_embeddings")
 _SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 # Of a model's card, before and after its noise.
-_ABOUT_THE_STEPS = ("mechanism", "adjacency", "sampling", "accountant", "steps")
+_ABOUT_THE_STEPS = ("mechanism", "adjacency", "sampling", "accountant", "steps", "planned_steps")
 _ABOUT_THE_PROMISE = ("clip_norm", "sampling_rate", "covers", "outside")
 # Of an adaptive run, as `tightlip ledger` has them.
 _ABOUT_THE_MODE = ("least_clip", "gamma_floor", "release_noise", "averaging", "least_weight")
@@ -138,8 +138,10 @@ def save_model(folder: Path, model: Any, tokenizer: Any, guarantee: dict[str, An
             model.save_pretrained(beside)
         tokenizer.save_pretrained(beside)
         write_text(beside / "README.md", model_card(guarantee))
-        # Whether the run went on after these weights is no matter of theirs.
-        own = {name: value for name, value in guarantee.items() if name != "finished"}
+        # Whether the run went on after these weights is no matter of theirs, and to quote is the
+        # ε of all planned steps.
+        left_out = ("finished", "epsilon_so_far")
+        own = {name: value for name, value in guarantee.items() if name not in left_out}
         write_json(beside / "guarantee.json", own)
 
 
@@ -169,15 +171,12 @@ def model_card(guarantee: dict[str, Any]) -> str:
 
 
 def _headline(guarantee: dict[str, Any]) -> list[str]:
-    lines = [f"**{guarantee['standing'].capitalize()}.** {guarantee['because']}"]
+    lines = [f"**{standing_words(guarantee).capitalize()}.** {guarantee['because']}"]
     if guarantee.get("epsilon") is not None:
-        proved = guarantee["standing"] == "proved"
+        first = shown_first(guarantee) or guarantee
+        proved = first["standing"] == "proved"
         claim = "Differentially private" if proved else "No guarantee, a figure as published"
-        lines.insert(
-            0,
-            f"{claim}: ε = {shown_epsilon(guarantee)} at δ = {guarantee['delta']:g}, per "
-            f"{guarantee['unit']} ({guarantee['standing']}).\n",
-        )
+        lines.insert(0, f"{claim}: {guarantee_words(guarantee).value}.\n")
     if guarantee.get("insecure_seed"):
         lines.insert(0, "**Trained with a known seed: the noise hides nothing. For tests only.**\n")
     return lines
@@ -186,6 +185,8 @@ def _headline(guarantee: dict[str, Any]) -> list[str]:
 def _rows(guarantee: dict[str, Any]) -> list[tuple[str, Any]]:
     """Everything that says something, each with its name."""
     rows = [(name, guarantee.get(name)) for name in _ABOUT_THE_STEPS]
+    if guarantee.get("epsilon") is not None:
+        rows.append(("arithmetic", guarantee.get("arithmetic") or arithmetic_words(guarantee)))
     rows += [*_noise(guarantee), *((name, guarantee.get(name)) for name in _ABOUT_THE_PROMISE)]
     return [(name, value) for name, value in rows if value not in (None, [], "")]
 
