@@ -9,7 +9,6 @@ from tightlip.cli import print_json
 from tightlip.cli.flags import Json, existing
 from tightlip.core.figures import (
     INSECURE,
-    NO_ARITHMETIC,
     guarantee_words,
     people_words,
     rounded_up,
@@ -47,7 +46,7 @@ def _lines(record: dict[str, Any]) -> list[tuple[str, str]]:
     lines = [*_people(record), *_figures(record)]
     lines += [("standing", standing_words(record)), ("because", record["because"])]
     if record["epsilon"] is not None:
-        lines.append(("arithmetic", record.get("arithmetic") or NO_ARITHMETIC))
+        lines.append(("arithmetic", record.get("arithmetic") or "not recorded"))
     for name in ("mechanism", "unit", "adjacency", "sampling", "accountant"):
         lines.append((name, record.get(name) or ""))
     least = "least " if _mode(record) in ("scale", "as-published") else ""

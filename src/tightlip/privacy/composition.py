@@ -30,6 +30,9 @@ from tightlip.privacy.ledger import (
 from tightlip.privacy.people import enrol, ids_of, runs_of
 from tightlip.privacy.rdp_filter import epsilon_of_rdp, release_rdp, subsampled_gaussian_rdp
 
+_SETTLED = (
+    "That is so for runs that were settled beforehand, none of them by what another one gave."
+)
 _CHOSEN_LATER = (
     "How many steps to add was decided when the model they start from was there, and PLD composes only what was fixed "
     "beforehand."
@@ -107,8 +110,10 @@ def people_figure(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
         joint = compose_runs(runs, same_people=True)
     except UsageError as error:  # what was released took all of δ
         joint = {"standing": "measured only", "because": str(error)}
-    if record.get("before") and joint.get("standing") == "proved":
-        joint |= {"standing": "as published", "because": f"{_CHOSEN_LATER} {joint['because']}"}
+    if joint["standing"] == "proved":
+        joint["because"] += f" {_SETTLED}"
+        if record.get("before"):
+            joint |= {"standing": "as published", "because": f"{_CHOSEN_LATER} {joint['because']}"}
     return {**{name: joint.get(name) for name in names}, "runs": len(runs)}
 
 

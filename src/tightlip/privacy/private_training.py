@@ -79,6 +79,7 @@ class PrivateTraining:
         allow_loose_delta: take a delta above 1 / units.
         insecure_seed: for tests only; noise and sampling from a known seed hide nothing.
         unit: 'user' or 'example'; `users` says it already.
+        people: a name of yours for whose text it is; runs of one name are counted together.
         terms: how sure the promise is, where more is known than this loop can know.
         way, bf16: how passes are run, and whether in bfloat16.
         physical_rows: rows in memory at once. Default: 16 on a CPU, 64 on a GPU.
@@ -114,6 +115,7 @@ class PrivateTraining:
         allow_loose_delta: bool = False,
         insecure_seed: int | None = None,
         unit: str | None = None,
+        people: str | None = None,
         terms: Terms | None = None,
         way: Way = "eager",
         bf16: bool = False,
@@ -140,7 +142,7 @@ class PrivateTraining:
         )
         if isinstance(self.source, Documents):
             _check_unit(self.spec.unit, users)
-        self.terms = terms or _on_your_word(adaptive)
+        self.terms = terms or _on_your_word(adaptive, people)
         self.device = next(model.parameters()).device
         generator = keyed_generator(self.spec.insecure_seed)
         self._generator = generator
@@ -462,13 +464,16 @@ def _source_of(documents: Source | Sequence[Tensor], users: Sequence[Any] | None
     return Documents(documents, users)  # type: ignore[arg-type]
 
 
-def _on_your_word(adaptive: AdaptiveSpec | None) -> Terms:
+def _on_your_word(adaptive: AdaptiveSpec | None, people: str | None) -> Terms:
     """The terms of somebody's own loop, where nobody here knows what else shaped the weights."""
     outside = (*Terms().outside, "where tokenizer and starting weights came from: yours to say")
+    if people is None:
+        outside += ("other runs on the same people: name them, and they are counted together",)
+    whose = () if people is None else (people,)
     if adaptive is None:
-        return Terms(outside=outside)
+        return Terms(outside=outside, people=whose)
     weights = "where the weights came from, and that each hangs on its own text alone"
-    return Terms(because=BECAUSE[adaptive.mode], outside=(*outside, weights))
+    return Terms(because=BECAUSE[adaptive.mode], outside=(*outside, weights), people=whose)
 
 
 def _check_unit(unit: str, users: Sequence[Any] | None) -> None:

@@ -9,7 +9,7 @@ import torch
 from transformers.modeling_utils import PreTrainedModel
 
 from tightlip.core.errors import UsageError
-from tightlip.core.figures import arithmetic_words, guarantee_words, shown_first, standing_words
+from tightlip.core.figures import guarantee_words, shown_first, standing_words
 from tightlip.core.files import folder_written_whole, read_json, write_json, write_text
 from tightlip.core.run_folder import run_around
 from tightlip.corpus.encoding import tokenizer_fingerprint
@@ -186,7 +186,7 @@ def _rows(guarantee: dict[str, Any]) -> list[tuple[str, Any]]:
     """Everything that says something, each with its name."""
     rows = [(name, guarantee.get(name)) for name in _ABOUT_THE_STEPS]
     if guarantee.get("epsilon") is not None:
-        rows.append(("arithmetic", guarantee.get("arithmetic") or arithmetic_words(guarantee)))
+        rows.append(("arithmetic", guarantee.get("arithmetic") or "not recorded"))
     rows += [*_noise(guarantee), *((name, guarantee.get(name)) for name in _ABOUT_THE_PROMISE)]
     return [(name, value) for name, value in rows if value not in (None, [], "")]
 
