@@ -1,12 +1,13 @@
 """From the corpus people have to a folder that training and scanning read.
 
     prepared.json        settings, statistics, fingerprints, private releases
+    id.json              random ids of the corpus and of its people
     tokenizer/           Hugging Face files
     train.parquet        user, text and further columns, as cleaned
     validation.parquet   what was held out, or came as a file of its own
     train/, validation/  the same documents as tokens (see tokens.py)
 
-Everything follows from the source, the settings and the seed, but for a vocabulary with noise.
+Everything else follows from the source, the settings and the seed, but for a vocabulary with noise.
 """
 
 import contextlib
@@ -144,7 +145,8 @@ def prepare_corpus(source: Any, out: Path, config: PrepareConfig) -> PreparedCor
     """Read, clean, split and tokenise `source` into `out`, which appears when all is done.
 
     Holds:
-        deterministic: same source, settings and seed, same files, unless `vocabulary_noise` is set.
+        deterministic: same source, settings and seed, same files, unless `vocabulary_noise` is set; but
+            for the corpus' own random id.
         kept: what is there from the same source and settings is returned untouched, nothing redrawn.
     """
     corpus = _opened(source, config)

@@ -4,7 +4,7 @@ import math
 import shutil
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +36,7 @@ from tightlip.core.run_folder import (
     write_metrics,
 )
 from tightlip.corpus.history import learnt_from
+from tightlip.corpus.prepare import corpus_id
 from tightlip.training.checkpoints import Progress, RunningLoss, load_checkpoint, save_checkpoint
 from tightlip.training.config import BUILT_IN_MODELS, RunOptions, TrainConfig
 from tightlip.training.losses import (
@@ -326,6 +327,10 @@ class Training:
         start = None if self.config.model in BUILT_IN_MODELS else Path(self.config.model)
         corpus = self.out / self.recipe.tree["corpus"]["folder"]
         is_private = card.get("epsilon") is not None
+        with suppress(
+            TightlipError, OSError
+        ):  # of an earlier version, and perhaps not to be written
+            corpus_id(corpus)
         before = runs_behind(self.config)
         return {
             "learnt_from": learnt_from(corpus, start, is_private=is_private),

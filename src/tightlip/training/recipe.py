@@ -6,7 +6,6 @@ trained on or not by a fair coin.
 
 import hashlib
 import importlib.metadata
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tightlip import __version__
-from tightlip.core.errors import TightlipError, UsageError
+from tightlip.core.errors import UsageError
 from tightlip.core.randomness import keyed_generator
 from tightlip.core.run_folder import DP_CHECK
 from tightlip.corpus.canaries import CheckKey, read_check_key, write_check_key
@@ -106,9 +105,6 @@ def with_canaries(recipe: Recipe, out: Path) -> Recipe:
 
 def _facts(corpus: "PreparedCorpus", config: TrainConfig) -> CorpusFacts:
     is_private = config.mitigation.is_private
-    if not is_private:
-        with suppress(TightlipError):  # of an earlier version, and perhaps not to be written
-            corpus_id(corpus.folder)
     return CorpusFacts(
         text_fingerprint=corpus.train.corpus_fingerprint,
         name=corpus_id(corpus.folder) if is_private else "",
