@@ -145,7 +145,7 @@ class Ledger:
     Holds:
         ahead: whenever the process dies, `steps` in the file is at least the updates applied.
         upper: ε in the file is at least the true ε of the file's `steps`, and of the planned ones.
-        planned: one process never charges more steps than were planned.
+        planned: one process never charges more steps than were planned, but within a filter's budget.
         terms: a run goes on only under the terms it began with.
         owner_only: nobody else can read the file.
     """
@@ -165,6 +165,9 @@ class Ledger:
         self._terms, self._meter, self._state = terms, meter, state
         self._figures = figures or exact_figures
         self._finished = False
+        # A filter's budget, fixed beforehand, bounds its steps; where nothing is promised, nothing does.
+        bounded = terms["noise_multiplier"] and filter_of(terms) is None
+        self._most_here = terms.get("planned_steps", math.inf) if bounded else math.inf
         self._charged_here = 0
         self.people: Callable[[dict[str, Any]], dict[str, Any]] | None = None  # see people.py
         self._beside = self.path.with_name(f".{self.path.name}.partial")
@@ -214,10 +217,9 @@ class Ledger:
         has written, and flushing each step would cost more than many a step.
         """
         self._refuse_if_closed()
-        planned = self._terms.get("planned_steps")
-        if planned is not None and self._charged_here >= planned:
+        if self._charged_here >= self._most_here:
             raise GuaranteeError(
-                f"All {planned} planned steps are taken, and ε is that of the plan: another one would be chosen after seeing "
+                f"All {self._most_here} planned steps are taken, and ε is that of the plan: another one would be chosen after seeing "
                 "what they gave. Plan for more steps, or begin a new run from this model; both together are then counted."
             )
         self.steps += 1
