@@ -212,6 +212,25 @@ def test_runs_that_are_named_are_added_with_what_they_started_from(tmp_path):
     assert joint["epsilon"] == pytest.approx(by_hand((1.5, 0.05, 120)), rel=1e-3)
 
 
+def test_a_start_that_does_not_say_what_it_cost_is_refused():
+    whole = terms("one") | {"steps": 7, "epsilon": 1.0}
+    for name in ("delta", "unit", "sampling_rate"):
+        lacking = {key: value for key, value in whole.items() if key != name}
+        with pytest.raises(GuaranteeError, match="does not say enough to be composed"):
+            runs_before(lacking)
+        with pytest.raises(GuaranteeError, match="does not say enough to be composed"):
+            runs_before({"before": [lacking]})
+    assert runs_before({"epsilon": None, "standing": "measured only"}) == []
+
+
+def test_runs_that_were_registered_meanwhile_count_at_the_end(tmp_path):
+    first = begun(tmp_path, "one")
+    begun(tmp_path, "two")
+    first.charge()
+    assert read_ledger(first.path)["people"]["runs"] == 1  # not asked at every step
+    assert first.record(exact=True)["people"]["runs"] == first.finish()["people"]["runs"] == 2
+
+
 @pytest.mark.parametrize("harm", ["a flipped bit", "a line that is none", "a line without seal"])
 def test_a_damaged_register_is_refused_before_anything_is_trained(tmp_path, harm):
     begun(tmp_path, "one")

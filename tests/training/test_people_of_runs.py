@@ -5,13 +5,16 @@ import re
 import shutil
 
 import pytest
+import torch
 from dp_accounting.pld import PLDAccountant
+from transformers import GPT2Config, GPT2LMHeadModel
 
 import tightlip
 from by_hand import unlisted
 from privacy.accounts import theirs
 from tightlip.core.errors import GuaranteeError
 from tightlip.corpus.history import people_of
+from tightlip.privacy import PrivateTraining
 from tightlip.training.loop import Training
 from tightlip.training.starting import model_card
 from training.small_corpora import WORDS, documents, other_peoples_documents
@@ -227,3 +230,24 @@ def test_a_card_says_proved_only_beside_the_arithmetic(words, tmp_path):
     ):
         card = model_card(run.guarantee | {"arithmetic": arithmetic})
         assert card.lower().count("proved") == card.lower().count(said) > 0
+
+
+def test_runs_of_ones_own_loop_are_counted_under_a_name_of_ones_own(tmp_path):
+    torch.manual_seed(0)
+    documents = [torch.randint(0, 16, (6,)) for _ in range(40)]
+
+    def trained(name, **people):
+        model = GPT2LMHeadModel(GPT2Config(vocab_size=16, n_embd=8, n_layer=1, n_head=1))
+        private = PrivateTraining(
+            model, torch.optim.SGD(model.parameters(), lr=0.1), documents,
+            ledger=tmp_path / name, noise_multiplier=1.0, expected_batch=4, steps=3, **people,
+        )  # fmt: skip
+        while private.has_budget():
+            private.step()
+        return private.guarantee()
+
+    first, second = trained("one", people="customers"), trained("two", people="customers")
+    assert "people" not in trained("three")
+    assert (first["people"]["runs"], second["people"]["runs"]) == (1, 2)
+    both = theirs(PLDAccountant(), 1.0, 0.1, 6).get_epsilon(second["delta"])
+    assert second["people"]["epsilon"] == pytest.approx(both, rel=1e-3)

@@ -8,7 +8,8 @@ owner's alone: it holds fingerprints of text, by which a corpus that is prepared
 import fcntl
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,18 @@ def register_path() -> Path:
         return Path(given)
     state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
     return Path(state) / "tightlip" / "register.jsonl"
+
+
+@contextmanager
+def kept_in(folder: Path) -> Iterator[None]:
+    """Keep a register of its own for experiments, whose text is public or only tried out."""
+    before = os.environ.get(PLACE)
+    os.environ[PLACE] = str(folder / "register.jsonl")
+    try:
+        yield
+    finally:
+        del os.environ[PLACE]
+        os.environ |= {} if before is None else {PLACE: before}
 
 
 def entries(kind: str) -> list[Entry]:

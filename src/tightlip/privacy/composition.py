@@ -52,7 +52,8 @@ def ledger(*runs: str | Path | RunRecord, delta: float | None = None) -> dict[st
         raise UsageError("No run was given. Run: tightlip ledger RUN [RUN...]")
     records = [_record_of(run) for run in runs]
     if len(records) > 1:
-        return compose_runs(_with_earlier(records), delta)
+        same = bool(set.intersection(*({*ids_of(record)} for record in records)))
+        return compose_runs(_with_earlier(records), delta, same_people=same)
     if ids_of(records[0]) and records[0]["epsilon"] is not None:
         records[0]["people"] |= people_figure(runs_of(records[0]))
     return records[0] | {"another_1000_steps": _after(records[0], 1000)}
@@ -75,17 +76,17 @@ class PeopleMeter:
 
     Holds:
         planned: it is the same at every step that was planned; more steps never make it less.
-        at_the_end: runs that were registered meanwhile count when the run is finished.
+        at_the_end: runs that were registered meanwhile count in snapshots and when the run is finished.
     """
 
     def __init__(self, record: dict[str, Any]) -> None:
         self._others = runs_of(record)[:-1]
         self._known: dict[int, dict[str, Any]] = {}
 
-    def __call__(self, record: dict[str, Any]) -> dict[str, Any]:
-        """What the record says of its people."""
-        if record["finished"]:
-            self._others, self._known = runs_of(record)[:-1], {}
+    def __call__(self, record: dict[str, Any], *, exact: bool) -> dict[str, Any]:
+        """What the record says of its people; `exact` with what was registered by now."""
+        if exact and (others := runs_of(record)[:-1]) != self._others:
+            self._others, self._known = others, {}
         steps = _next_point(record)
         if steps not in self._known or not self._others:
             self._known[steps] = people_figure([*self._others, record | {"steps": steps}])
@@ -110,6 +111,12 @@ def people_figure(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
         joint = compose_runs(runs, same_people=True)
     except UsageError as error:  # what was released took all of δ
         joint = {"standing": "measured only", "because": str(error)}
+    if joint.get("epsilon") == math.inf:
+        joint |= {
+            "epsilon": None,
+            "standing": "measured only",
+            "because": "All runs together have no finite ε.",
+        }
     if joint["standing"] == "proved":
         joint["because"] += f" {_SETTLED}"
         if record.get("before"):
@@ -121,7 +128,7 @@ def _with_earlier(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """The runs that were given and those that their models came out of, each once."""
     given = {record.get("run"): record for record in records}
     before = [each for record in records for each in record.get("before", ())]
-    by_run = {each["run"]: each for each in before if each.get("run") not in given}
+    by_run = {each["run"]: each for each in before if "run" in each and each["run"] not in given}
     return [*records, *by_run.values(), *(each for each in before if "run" not in each)]
 
 

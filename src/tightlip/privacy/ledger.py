@@ -169,7 +169,7 @@ class Ledger:
         bounded = terms["noise_multiplier"] and filter_of(terms) is None
         self._most_here = terms.get("planned_steps", math.inf) if bounded else math.inf
         self._charged_here = 0
-        self.people: Callable[[dict[str, Any]], dict[str, Any]] | None = None  # see people.py
+        self.people: Callable[..., dict[str, Any]] | None = None  # see composition.PeopleMeter
         self._beside = self.path.with_name(f".{self.path.name}.partial")
         self.claim: IO[bytes] | None = None  # see `claimed`
         self._closed = False
@@ -278,7 +278,7 @@ class Ledger:
                 "because": f"A noise multiplier of {self._terms['noise_multiplier']:g} gives no finite ε.",
             }
         if self.people is not None:
-            record["people"] = self.people(record)
+            record["people"] = self.people(record, exact=self._finished or exact)
         return record
 
     def _replace(self, record: dict[str, Any]) -> None:

@@ -13,6 +13,7 @@ from tightlip.privacy.ledger import read_ledger
 
 Record = dict[str, Any]
 # What of a ledger is needed to compose it with others. None of it is a hash of text.
+_NEEDED = ("unit", "adjacency", "noise_multiplier", "sampling_rate", "delta", "steps", "standing")
 _COMPOSED = (
     *("run", "unit", "adjacency", "noise_multiplier", "sampling_rate", "releases", "delta"),
     *("steps", "planned_steps", "epsilon", "adaptive", "corpus_fingerprint", "insecure_seed"),
@@ -45,7 +46,13 @@ def composable(record: Record) -> Record:
 def runs_before(guarantee: Record) -> list[Record]:
     """The private runs that a model came out of, by its `guarantee.json`, the last one first."""
     is_private = guarantee.get("epsilon") is not None and guarantee.get("noise_multiplier")
-    return [*([composable(guarantee)] if is_private else ()), *guarantee.get("before", ())]
+    runs = [*([composable(guarantee)] if is_private else ()), *guarantee.get("before", ())]
+    if not all({*_NEEDED} <= {*run} for run in runs):
+        raise GuaranteeError(
+            "A guarantee.json behind the model to start from does not say enough to be composed, so what it cost its people "
+            "is not known. Put a whole copy back, or start from other weights."
+        )
+    return runs
 
 
 def enrol(record: Record, ledger: Path) -> None:

@@ -67,6 +67,8 @@ def recipe_for(
         validation = None
         _check_needs_no_validation(corpus, config)
     facts = _facts(corpus, config)
+    if without_users:  # for an audit of its owner's, as private as the report that it serves
+        facts = replace(facts, people=())
     return Recipe(
         config=config,
         options=options,
