@@ -23,7 +23,7 @@ pytestmark = pytest.mark.slow
 
 MODEL = {"model": "gru", "embedding_size": 4, "hidden_size": 4, "num_layers": 1}
 STEPS = {"batch_size": 4, "sequence_length": 10, "steps": 4}
-PRIVATE = {"mitigation": "dp", "noise_multiplier": 0.7, **STEPS}
+PRIVATE = {"mitigation": "dp", "noise_multiplier": 2.0, **STEPS}
 ROWS = documents(num_documents=120, num_users=40)
 ONE_MORE = [*ROWS, {"user": "user 40", "text": "cat dog eel fox gnu hen ibis jay"}]
 
