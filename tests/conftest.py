@@ -1,6 +1,10 @@
 """Settings and fixtures for all tests."""
 
 import os
+import tempfile
+
+# Nobody's own register: each process of tests has one, and each test a fresh one.
+os.environ["TIGHTLIP_REGISTER"] = f"{tempfile.mkdtemp(prefix='register-')}/register.jsonl"
 
 # Tiny models gain nothing from threads, and two test runs on one machine would fight over cores.
 # Before torch is imported, so that subprocesses started by tests inherit it too.
@@ -59,6 +63,14 @@ def unit_of(nodeid):
     if test.startswith("test_what_the_page_shows_runs"):
         return nodeid
     return "pages" if "tests/report/" in file else file
+
+
+@pytest.fixture(autouse=True)
+def register(tmp_path_factory, monkeypatch):
+    """The register of private runs, of this test only."""
+    path = tmp_path_factory.mktemp("register") / "register.jsonl"
+    monkeypatch.setenv("TIGHTLIP_REGISTER", str(path))
+    return path
 
 
 @pytest.fixture(scope="session")

@@ -67,7 +67,7 @@ def test_a_run_is_told_with_all_that_stands_behind_its_epsilon(tmp_path):
     text = said(private_run(tmp_path / "run"))
     spent = epsilon_spent(MECHANISM, 60, 1e-5)
     more = epsilon_spent(MECHANISM, 1060, 1e-5)
-    assert f"{command.rounded_up(spent)} (proved)" in text
+    assert f"{command.rounded_up(spent)} (proved; arithmetic not recorded)" in text
     assert f"Another 1,000 steps would bring ε to {command.rounded_up(more)}." in text
     for words in (
         "1e-05",
@@ -126,7 +126,7 @@ def test_several_runs_are_composed(tmp_path):
     assert there["epsilon"] == pytest.approx(epsilon_spent(MECHANISM, 60, 1e-5), rel=1e-3)
     assert there["num_runs"] == 2
     text = said(*runs)
-    assert f"{command.rounded_up(there['epsilon'])} (proved)" in text
+    assert f"{command.rounded_up(there['epsilon'])} (proved; arithmetic not recorded)" in text
     assert "2 runs composed" in text
 
 

@@ -46,6 +46,22 @@ def test_it_agrees_with_dp_accounting_by_both_accountants(sigma, rate, steps, de
     assert by_pld < by_rdp
 
 
+@pytest.mark.parametrize("delta", [1e-11, 1e-14, 1e-15, 1e-30])
+@pytest.mark.parametrize(("sigma", "rate", "steps"), [(1.0, 0.01, 1000), (3.0, 0.2, 50)])
+def test_at_a_very_small_delta_it_is_the_lesser_of_pld_and_rdp(sigma, rate, steps, delta):
+    """PLD alone is infinite from 1e-15 on, and loose a little before."""
+    by_pld = theirs(PLDAccountant(), sigma, rate, steps).get_epsilon(delta)
+    by_rdp = theirs(RdpAccountant(), sigma, rate, steps).get_epsilon(delta)
+    ours = epsilon_spent(mechanism(sigma, rate), steps, delta)
+    assert ours == pytest.approx(min(by_pld, by_rdp), rel=1e-2)
+    assert ours <= by_rdp
+
+
+def test_a_very_small_delta_of_the_gaussian_mechanism_is_exact():
+    epsilon = epsilon_spent(mechanism(4.0, 1.0), 30, 1e-20)
+    assert gaussian_delta(epsilon, math.sqrt(30) / 4.0) == pytest.approx(1e-20, rel=1e-4)
+
+
 def test_a_published_claim_of_one_is_really_above_three_and_a_half():
     claimed = mechanism(0.5286, 2.56e-4)
     assert epsilon_spent(claimed, 20_000, 1e-7, "published") == pytest.approx(1.0, abs=1e-3)

@@ -19,6 +19,13 @@ def documents(num_documents=60, num_users=6, longest=14, seed=0):
     return rows
 
 
+def other_peoples_documents(**settings):
+    """The same words in another order: no five of them stand together in `documents`."""
+    rows = documents(**{"seed": 9, **settings})
+    rows = [row for row in rows if len(row["text"].split()) > 1]
+    return [row | {"text": " ".join(reversed(row["text"].split()))} for row in rows]
+
+
 def prepared(folder, *, split="document", **settings):
     return prepare(documents(**settings), folder, PrepareConfig(split=split))
 

@@ -26,7 +26,7 @@ from tightlip.training.config import (
 )
 from tightlip.training.loop import Training, train_model
 from tightlip.training.mitigations import LEDGER_KEYS
-from training.small_corpora import WORDS, documents
+from training.small_corpora import WORDS, documents, other_peoples_documents
 
 DOCS = Path(__file__).parents[2] / "docs"
 SMALL = {"embedding_size": 8, "hidden_size": 8, "num_layers": 1, "batch_size": 8, "steps": 6}
@@ -46,7 +46,7 @@ def one_thread():
 def prepared(tmp_path_factory):
     """Prepares rows with a public tokenizer, and with privacy weights for whoever reads them."""
     folder = tmp_path_factory.mktemp("contract")
-    public = prepare_corpus(documents(seed=9), folder / "public", PrepareConfig())
+    public = prepare_corpus(other_peoples_documents(), folder / "public", PrepareConfig())
     config = PrepareConfig(tokenizer=str(public.tokenizer_folder), split="none")
     draw = random.Random(3)
     lines = [" ".join(draw.choices(WORDS, k=12)) for _ in range(150)]

@@ -10,7 +10,7 @@ from typing import Any
 
 from tightlip.audit.canaries.tab_attack import most_successes
 from tightlip.audit.settings import Matching
-from tightlip.core.figures import STANDINGS_WITH_EPSILON, guarantee_words, number
+from tightlip.core.figures import STANDINGS_WITH_EPSILON, arithmetic_words, guarantee_words, number
 from tightlip.core.gates import Known
 from tightlip.core.resampling import LEAST_CANARIES, ONE_TAIL
 
@@ -198,6 +198,8 @@ def _guarantee(run: RunMeasures) -> Row:
         "sentence": words.sentence,
         "insecure": words.insecure,
         "because": None if standing == "proved" else record.get("because"),
+        "arithmetic": arithmetic_words(record) if has_epsilon else None,
+        "people": record.get("people") if has_epsilon else None,
     }
 
 

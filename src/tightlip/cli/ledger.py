@@ -7,7 +7,14 @@ import typer
 
 from tightlip.cli import print_json
 from tightlip.cli.flags import Json, existing
-from tightlip.core.figures import INSECURE, guarantee_words, rounded_up, shown_epsilon
+from tightlip.core.figures import (
+    INSECURE,
+    guarantee_words,
+    people_words,
+    rounded_up,
+    shown_epsilon,
+    standing_words,
+)
 from tightlip.core.progress import terminal
 from tightlip.report.kit.table import printed_lines
 
@@ -16,7 +23,7 @@ def ledger(
     runs: Annotated[list[Path], existing(typer.Argument, "RUN", "A run, or several to compose.")],
     json_wanted: Json = False,
 ) -> None:
-    """What a run promises so far, and what another 1,000 steps would cost."""
+    """What a run promises, and with all registered runs on the same people."""
     from tightlip.privacy.composition import ledger as guarantee_of
 
     record = guarantee_of(*runs)
@@ -30,12 +37,16 @@ def ledger(
     after = record.get("another_1000_steps")
     # Where the noise varies, what more steps would cost is not known beforehand.
     if after is not None and _mode(record) in (None, "clip"):
-        console.print(f"Another 1,000 steps would bring ε to {rounded_up(after)}.")
+        whose = "the run's " if record.get("people") else ""
+        console.print(f"Another 1,000 steps would bring {whose}ε to {rounded_up(after)}.")
 
 
 def _lines(record: dict[str, Any]) -> list[tuple[str, str]]:
     """Every line of the record that says something, the figures first."""
-    lines = [*_figures(record), ("standing", record["standing"]), ("because", record["because"])]
+    lines = [*_people(record), *_figures(record)]
+    lines += [("standing", standing_words(record)), ("because", record["because"])]
+    if record["epsilon"] is not None:
+        lines.append(("arithmetic", record.get("arithmetic") or "not recorded"))
     for name in ("mechanism", "unit", "adjacency", "sampling", "accountant"):
         lines.append((name, record.get(name) or ""))
     least = "least " if _mode(record) in ("scale", "as-published") else ""
@@ -43,7 +54,9 @@ def _lines(record: dict[str, Any]) -> list[tuple[str, str]]:
     lines += _numbers(record, "clip_norm", "sampling_rate", "num_units", "expected_batch")
     lines += _adaptive(record)
     so_far = "" if record.get("finished", True) else " so far; the run is not finished"
-    lines.append(("steps", f"{record['steps']:,}{so_far}"))
+    planned = record.get("planned_steps")
+    of = "" if planned in (None, record["steps"]) else f" of {planned:,} planned"
+    lines.append(("steps", f"{record['steps']:,}{of}{so_far}"))
     lines += [("also released", _told(release)) for release in record.get("releases") or ()]
     lines += [(name, "; ".join(record.get(name) or ())) for name in ("covers", "outside")]
     return [(name, value) for name, value in lines if value]
@@ -75,10 +88,28 @@ def _adaptive(record: dict[str, Any]) -> list[tuple[str, str]]:
     return [*lines, ("weights", ", ".join(str(each) for each in made if each))]
 
 
+def _people(record: dict[str, Any]) -> list[tuple[str, str]]:
+    """What all registered runs on the same people come to, and why that may be claimed."""
+    people = record.get("people") or {}
+    if "runs" not in people or record["epsilon"] is None:
+        return []
+    lines = [("all runs", people_words(people))]
+    if people["runs"] > 1:
+        lines.append(("over all runs", people["because"]))
+    return [*lines, ("people", people["id"])]
+
+
 def _figures(record: dict[str, Any]) -> list[tuple[str, str]]:
     if record["epsilon"] is None:
         return [("ε", f"none: {record['standing']}")]
-    lines = [("ε", f"{shown_epsilon(record)} ({record['standing']})")]
+    lines = [("ε", f"{shown_epsilon(record)} ({standing_words(record)})")]
+    if record.get("people"):
+        lines = [("ε of this run", lines[0][1])]
+    if record.get("epsilon_so_far") not in (None, record["epsilon"]):
+        figure = rounded_up(record["epsilon_so_far"])
+        lines.append(
+            ("ε so far", f"{figure} (of the steps taken; the promise is that of the plan)")
+        )
     if record.get("epsilon_rdp") is not None:
         lines.append(("ε by RDP", f"{rounded_up(record['epsilon_rdp'])} (a looser upper bound)"))
     if record.get("epsilon_as_published") is not None:

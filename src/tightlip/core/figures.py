@@ -17,8 +17,9 @@ INSECURE = (
 )
 # No record of a guarantee is longer; the page stays small if one is.
 MOST_CHARACTERS = 2000
+NO_ARITHMETIC = "arithmetic not recorded"  # of a run of an earlier version
 _OPENINGS = {
-    "proved": "Proved: a theorem covers exactly what was run.",
+    "proved": "Proved ({arithmetic}): a theorem covers exactly what was run.",
     "as published": "As published: the usual figure, but its proof does not cover what was run.",
 }
 _DETAILS = [
@@ -27,7 +28,9 @@ _DETAILS = [
     "adjacency",
     "sampling",
     "accountant",
+    "arithmetic",
     "steps",
+    "planned_steps",
     "covers",
     "outside",
 ]
@@ -120,11 +123,56 @@ def shown_epsilon(guarantee: dict[str, Any]) -> str:
     return rounded_up(epsilon)
 
 
+def arithmetic_words(guarantee: dict[str, Any]) -> str:
+    """How far a proof covers the numbers that the machine added up, in short.
+
+    >>> arithmetic_words({"arithmetic": "float32: measured 1.2e-06 C over 16 draws, 10 x charged"})
+    'float32 measured'
+    >>> arithmetic_words({"arithmetic": "exact: units never meet in floating point"}), arithmetic_words({})
+    ('exact', 'arithmetic not recorded')
+    """
+    parts = str(guarantee.get("arithmetic") or NO_ARITHMETIC).split("; ")
+    kinds = [(part.partition(":")[0], "measured" in part) for part in parts]
+    return ", ".join(f"{kind} measured" if measured else kind for kind, measured in kinds)
+
+
+def standing_words(guarantee: dict[str, Any]) -> str:
+    """A training run's standing. Proved is what a theorem says of exact numbers, so the arithmetic
+    stands beside it wherever it is printed.
+
+    >>> standing_words({"standing": "proved"}), standing_words({"standing": "as published"})
+    ('proved; arithmetic not recorded', 'as published')
+    """
+    standing = str(guarantee["standing"])
+    return f"{standing}; {arithmetic_words(guarantee)}" if standing == "proved" else standing
+
+
+def people_words(people: dict[str, Any]) -> str:
+    """ε per person over all registered runs, with what it rests on.
+
+    >>> people_words({"epsilon": 9.741, "delta": 1e-5, "unit": "user", "runs": 2, "standing": "as published"})
+    'ε = 9.75 at δ = 1e-05, per person over 2 registered runs (as published)'
+    """
+    runs = counted(people["runs"], "registered run")
+    unit = "person" if people.get("unit") == "user" else people.get("unit")
+    if people.get("epsilon") is None:
+        return f"no ε for the people of all {runs} together"
+    figure = f"ε = {rounded_up(people['epsilon'])} at δ = {people['delta']:g}"
+    return f"{figure}, per {unit} over {runs} ({standing_words(people)})"
+
+
+def shown_first(guarantee: dict[str, Any]) -> dict[str, Any] | None:
+    """What a record says of its people, where more than this run was registered for them."""
+    people = guarantee.get("people") or {}
+    return people if people.get("runs", 1) > 1 else None
+
+
 @dataclass(frozen=True, kw_only=True)
 class GuaranteeWords:
     """A guarantee as printed: the badge, the headline value and what stands behind it."""
 
     standing: str
+    badge: str
     value: str
     sentence: str
     details: tuple[tuple[str, str], ...] = ()
@@ -136,11 +184,14 @@ def guarantee_words(guarantee: dict[str, Any] | None) -> GuaranteeWords:
 
     Holds:
         no_epsilon_without_standing: ε appears only when proved or as published, with that word beside it.
+        no_proof_without_arithmetic: beside "proved" stands how the numbers were added up.
+        people_first: ε per person over all registered runs comes before the run's own.
         unknown_is_plain: no record, or "measured only", reads "No guarantee: …".
     """
     if guarantee is None:
         return GuaranteeWords(
             standing="no guarantee",
+            badge="no guarantee",
             value="none",
             sentence="No guarantee: nothing is known about how this model was trained, so only what was measured here speaks.",
         )
@@ -151,6 +202,7 @@ def guarantee_words(guarantee: dict[str, Any] | None) -> GuaranteeWords:
         plain = because or "This way of training comes with no proof; only the measurements speak."
         return GuaranteeWords(
             standing=f"no guarantee ({standing})",
+            badge=f"no guarantee ({standing})",
             value="none",
             sentence=f"No guarantee: {standing}. {plain}",
             details=details,
@@ -158,12 +210,20 @@ def guarantee_words(guarantee: dict[str, Any] | None) -> GuaranteeWords:
     epsilon = UNKNOWN if guarantee.get("epsilon") is None else shown_epsilon(guarantee)
     delta = f" at δ = {guarantee['delta']:g}" if guarantee.get("delta") is not None else ""
     per = f", per {guarantee['unit']}" if guarantee.get("unit") else ""
+    value = f"ε = {epsilon}{delta}{per} ({standing_words(guarantee)})"
+    opening = _OPENINGS[standing].format(arithmetic=arithmetic_words(guarantee))
+    insecure = guarantee.get("insecure_seed")
+    if people := shown_first(guarantee):
+        value = f"{people_words(people)}; this run alone: {value}"
+        because = f"{because} Over all runs: {_as_sentence(people.get('because'))}"
+        insecure = insecure or people.get("insecure_seed")
     return GuaranteeWords(
         standing=standing,
-        value=f"ε = {epsilon}{delta}{per} ({standing})",
-        sentence=f"{_OPENINGS[standing]} {because}".strip(),
+        badge=standing_words(guarantee),
+        value=value,
+        sentence=f"{opening} {because}".strip(),
         details=details,
-        insecure=INSECURE if guarantee.get("insecure_seed") else "",
+        insecure=INSECURE if insecure else "",
     )
 
 

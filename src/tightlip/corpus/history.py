@@ -8,7 +8,8 @@ frame, or a file that other tools wrote anew, has no history to tell.
 """
 
 import json
-from collections.abc import Set
+import secrets
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,9 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from tightlip.core import register
 from tightlip.core.files import read_json, read_sealed
-from tightlip.core.run_folder import run_around
+from tightlip.core.run_folder import RunRecord, run_around
 from tightlip.corpus.formats import kind_of
 
 ID = "id.json"  # of a prepared corpus
@@ -27,9 +29,12 @@ _NAME = b"tightlip.history"
 _KEPT = ("split", "deduplicate")
 
 
-def step_of(settings: dict[str, Any], source_fingerprint: str) -> dict[str, Any]:
+def step_of(
+    settings: dict[str, Any], source_fingerprint: str, people: Sequence[str]
+) -> dict[str, Any]:
     """One preparation, as the next one will read of it."""
-    return {name: settings[name] for name in _KEPT} | {"source_fingerprint": source_fingerprint}
+    kept = {name: settings[name] for name in _KEPT}
+    return kept | {"source_fingerprint": source_fingerprint, "people": [*people]}
 
 
 def metadata_of(history: list[dict[str, Any]]) -> dict[bytes, bytes] | None:
@@ -71,6 +76,51 @@ def fingerprints(history: list[dict[str, Any]]) -> set[str]:
     return {step["source_fingerprint"] for step in history}
 
 
+def marks_of(prepared: Path) -> set[str]:
+    """All that a prepared corpus is known by: fingerprints of its text, its own id, its people's."""
+    name = name_of(prepared)
+    return sources_of(prepared) | {*people_of(prepared)} | (set() if name is None else {name})
+
+
+def people_of(prepared: Path) -> tuple[str, ...]:
+    """The ids of those who wrote a prepared corpus; none before it has a name."""
+    path = prepared / ID
+    if not path.is_file():
+        return ()
+    record = read_sealed(path)[0]
+    return tuple(map(str, record.get("people") or [record["id"]]))
+
+
+def people_in(history: list[dict[str, Any]]) -> list[str]:
+    """The people of the corpora that another was cut from."""
+    return list(dict.fromkeys(each for step in history for each in step.get("people", ())))
+
+
+def new_name(sources: Set[str], people: Sequence[str], name: str | None = None) -> dict[str, Any]:
+    """A random id for a corpus, or its own `name`, and the ids of its people: those that are given,
+    those of a corpus of the same text that was prepared here before, or a new one.
+
+    Holds:
+        same_text: text that is prepared twice has the same people, whatever the settings.
+        kept: the register has a line for it when this returns.
+    """
+    name = name or secrets.token_hex(16)
+    ids: dict[str, None] = dict.fromkeys(people)
+
+    def line(entries: list[register.Entry]) -> register.Entry | None:
+        corpora = [each for each in entries if each["kind"] == register.CORPUS]
+        same = [each for each in corpora if sources & {*each["sources"]}]
+        ids.update(dict.fromkeys(one for each in same for one in each["people"]))
+        if not ids:
+            ids[name] = None
+        if any({*ids} == {*each["people"]} and sources <= {*each["sources"]} for each in same):
+            return None
+        return {"kind": register.CORPUS, "people": [*ids], "sources": sorted(sources)}
+
+    register.add(line)
+    return {"id": name, "people": [*ids]}
+
+
 def preparation_behind(folder: Path) -> Path | None:
     """The prepared corpus that a tokenizer's folder came out of: it stands in it, or in a run on
     it; None where neither is known, as of a copy."""
@@ -85,22 +135,65 @@ def preparation_behind(folder: Path) -> Path | None:
 class Origin:
     """What is known to have shaped a model, through all the runs that it came out of.
 
-    `sources` are fingerprints of text that its weights learnt and `vocabulary` of text that its
-    words were learnt from; `names` are random names of corpora, which is all that a private run
-    tells; `texts` are fingerprints of training parts. `folders` are the prepared corpora of all
-    these that still stand where they were.
+    `learnt` are the marks (see `marks_of`) of all text that its weights learnt, `openly` of that
+    which they learnt without privacy, and `words` of what its words were learnt from. `folders` are
+    the prepared corpora of all these that still stand where they were, `open_folders` those that
+    were trained on without privacy.
     """
 
-    sources: frozenset[str] = frozenset()
-    vocabulary: frozenset[str] = frozenset()
-    names: frozenset[str] = frozenset()
-    texts: frozenset[str] = frozenset()
+    learnt: frozenset[str] = frozenset()
+    openly: frozenset[str] = frozenset()
+    words: frozenset[str] = frozenset()
     folders: tuple[Path, ...] = ()
+    open_folders: tuple[Path, ...] = ()
+    is_known: bool = False
 
-    def learnt(self, *, sources: Set[str], name: str, text_fingerprint: str) -> bool:
-        """Whether the weights learnt this corpus, or another part or preparation of its text."""
-        named = bool(name) and name in self.names
-        return named or bool(self.sources & sources) or text_fingerprint in self.texts
+
+class _Tracer:
+    """Marks on their way into an `Origin`."""
+
+    def __init__(self) -> None:
+        self.marks: dict[str, set[str]] = {"learnt": set(), "openly": set(), "words": set()}
+        self.folders: dict[Path, bool] = {}  # whether it was trained on without privacy
+        self.is_known = False
+
+    def add_record(self, model: Path) -> None:
+        """What lies beside a model's weights, in `guarantee.json`."""
+        path = model / OWN_RECORD
+        if not path.is_file():
+            return
+        self.is_known, record = True, read_json(path)
+        learnt = record.get("learnt_from") or {}
+        for name, marks in self.marks.items():
+            marks |= {str(each) for each in learnt.get(name, ())}
+        # Version 0.2 before it was released: fingerprints, of private runs only names.
+        self.marks["openly"] |= {*learnt.get("sources", ())}
+        self.marks["words"] |= {*learnt.get("vocabulary", ())}
+        self.marks["learnt"] |= {*learnt.get("sources", ()), *learnt.get("names", ())}
+        if record.get("corpus_fingerprint"):
+            self.marks["learnt"].add(str(record["corpus_fingerprint"]))
+
+    def add_run(self, run: RunRecord) -> None:
+        """What a run's own folder tells, and its corpus where that still stands."""
+        self.is_known = True
+        self.add_record(run.model_folder)
+        corpus = run.corpus_folder.resolve()
+        marks = marks_of(corpus) | {str(run.config["corpus"].get("corpus_fingerprint"))}
+        is_open = run.guarantee.get("epsilon") is None
+        for name in ("learnt", "openly") if is_open else ("learnt",):
+            self.marks[name] |= marks
+        words, through = vocabulary_behind(corpus)
+        self.marks["words"] |= words
+        self.folders |= {corpus: is_open} | dict.fromkeys(through, False)
+
+    def origin(self) -> Origin:
+        there = [folder for folder in self.folders if (folder / "prepared.json").is_file()]
+        return Origin(
+            **{name: frozenset(marks) for name, marks in self.marks.items()},
+            folders=(*there,),
+            open_folders=tuple(folder for folder in there if self.folders[folder]),
+            is_known=self.is_known,
+        )
 
 
 def origin_of(model: Path) -> Origin:
@@ -111,75 +204,54 @@ def origin_of(model: Path) -> Origin:
         copied: a copy of a model's folder tells as much as its own record does.
         unknown: of a model from elsewhere it is empty.
     """
-    known: dict[str, set[str]] = {"sources": set(), "vocabulary": set(), "names": set()}
-    texts: set[str] = set()
-    folders: dict[Path, None] = {}
-    seen: set[Path] = set()
+    tracer, seen = _Tracer(), set[Path]()
     at: Path | None = model.resolve()
     while at is not None and at not in seen:
         seen.add(at)
-        _add_own_record(at, known)
+        tracer.add_record(at)
         run = run_around(at)
         if run is None:
             break
-        corpus = run.corpus_folder.resolve()
-        _add_own_record(run.model_folder, known)
-        known["sources"] |= sources_of(corpus)
-        known["names"] |= {name for name in [name_of(corpus)] if name is not None}
-        texts.add(str(run.config["corpus"].get("corpus_fingerprint")))
-        words, made_in = vocabulary_behind(corpus)
-        known["vocabulary"] |= words
-        folders |= dict.fromkeys((corpus, *made_in))
+        tracer.add_run(run)
         before = Path(str(run.config.get("train", {}).get("model", "")))
         at = before.resolve() if before.is_dir() and before.is_absolute() else None
-    return Origin(
-        **{name: frozenset(each) for name, each in known.items()},
-        texts=frozenset(texts),
-        folders=tuple(folder for folder in folders if (folder / "prepared.json").is_file()),
-    )
+    return tracer.origin()
 
 
 def vocabulary_behind(prepared: Path) -> tuple[set[str], list[Path]]:
-    """Fingerprints of the text that a prepared corpus' words were learnt from, and the prepared
-    corpora that its tokenizer was handed on through."""
-    known: dict[str, set[str]] = {"vocabulary": set()}
-    through: list[Path] = []
+    """Marks of the text that a prepared corpus' words were learnt from, and the prepared corpora
+    that its tokenizer was handed on through, the one that made it last."""
+    tracer, through = _Tracer(), list[Path]()
     at: Path | None = prepared
     while at is not None and at not in through and (at / "prepared.json").is_file():
         through.append(at)
         given = read_json(at / "prepared.json")["settings"].get("tokenizer")
         if given is None:
-            return known["vocabulary"] | sources_of(at), through[1:]
-        _add_own_record(Path(given), known)
+            return tracer.marks["words"] | marks_of(at), through[1:]
+        tracer.add_record(Path(given))
         at = preparation_behind(Path(given))
-    return known["vocabulary"], through[1:]
+    return tracer.marks["words"], through[1:]
 
 
-def learnt_from(prepared: Path, start: Path | None, name: str) -> dict[str, list[str]]:
+def learnt_from(prepared: Path, start: Path | None, *, is_private: bool) -> dict[str, list[str]]:
     """What a model's own record says that it was made of, so that a copy still tells.
 
-    A private run gives its corpus' random `name` in place of its text's fingerprints: whoever
-    knows all of a text but one document could tell from them whether that one was in.
+    Random ids only: whoever knows all of a text but one document could tell from its fingerprint
+    whether that one was in.
     """
     before = Origin() if start is None else origin_of(start)
-    own, (words, _) = sources_of(prepared), vocabulary_behind(prepared)
-    told, hidden, names = (set(), own, {name}) if name else (own, set(), set())
-    return {
-        "sources": sorted(before.sources | told),
-        "vocabulary": sorted((before.vocabulary | words) - hidden),
-        "names": sorted(before.names | names),
+    ids = {*people_of(prepared)} | {name for name in [name_of(prepared)] if name is not None}
+    told = {
+        "learnt": before.learnt | ids,
+        "openly": before.openly | (set() if is_private else ids),
+        "words": before.words | vocabulary_behind(prepared)[0],
     }
+    return {name: sorted(filter(_is_id, marks)) for name, marks in told.items()}
 
 
-def _add_own_record(model: Path, known: dict[str, set[str]]) -> None:
-    """What lies beside a model's weights, in `guarantee.json`."""
-    path = model / OWN_RECORD
-    record = read_json(path) if path.is_file() else {}
-    learnt = record.get("learnt_from") or {}  # a model of an earlier version has none
-    for name, values in known.items():
-        values |= {str(each) for each in learnt.get(name, ())}
-    if "names" in known and record.get("corpus_fingerprint"):
-        known["names"].add(str(record["corpus_fingerprint"]))
+def _is_id(mark: str) -> bool:
+    """Ids have 32 digits; a fingerprint of text has 64, and an earlier version told some."""
+    return len(mark) == 32
 
 
 def name_of(prepared: Path) -> str | None:

@@ -13,7 +13,7 @@ from tightlip.core.errors import DamagedError, UsageError
 from tightlip.core.files import read_json, write_json
 from tightlip.core.run_folder import RunRecord, is_run, open_run, run_around
 from tightlip.corpus.encoding import tokenizer_fingerprint
-from tightlip.corpus.history import files_under, name_of, origin_of, sources_of
+from tightlip.corpus.history import files_under, marks_of, name_of, origin_of
 from tightlip.corpus.prepare import PreparedCorpus, is_prepared, open_prepared
 from tightlip.corpus.prepare_config import TextSettings
 from tightlip.corpus.readers import open_corpus
@@ -192,7 +192,7 @@ def check_reference(reference: Path, train: TokenizedCorpus, folder: Path | None
     """
     if folder is not None and _card_names(reference, folder):
         raise _no_reference(reference, "this very corpus")
-    if folder is not None and origin_of(reference).sources & sources_of(folder):
+    if folder is not None and origin_of(reference).learnt & marks_of(folder):
         raise _no_reference(reference, "this very corpus, or another part of the same text")
     run = run_around(reference)
     return [] if run is None else _check_run(reference, run, train)

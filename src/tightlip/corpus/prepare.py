@@ -1,12 +1,13 @@
 """From the corpus people have to a folder that training and scanning read.
 
     prepared.json        settings, statistics, fingerprints, private releases
+    id.json              random ids of the corpus and of its people
     tokenizer/           Hugging Face files
     train.parquet        user, text and further columns, as cleaned
     validation.parquet   what was held out, or came as a file of its own
     train/, validation/  the same documents as tokens (see tokens.py)
 
-Everything follows from the source, the settings and the seed, but for a vocabulary with noise.
+Everything else follows from the source, the settings and the seed, but for a vocabulary with noise.
 """
 
 import contextlib
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from tightlip.core.checksums import checked, checked_whole
-from tightlip.core.errors import DamagedError, UsageError
+from tightlip.core.errors import DamagedError, GuaranteeError, UsageError
 from tightlip.core.files import (
     claimed,
     damage_in_words,
@@ -29,15 +30,19 @@ from tightlip.core.files import (
     write_json,
     write_sealed,
 )
-from tightlip.core.progress import task
+from tightlip.core.progress import log, task
 from tightlip.core.settings import takes
 from tightlip.corpus.cleaning import Cleaner
 from tightlip.corpus.encoding import tokenizer_fingerprint
 from tightlip.corpus.history import (
     ID,
     fingerprints,
+    marks_of,
     metadata_of,
     name_of,
+    new_name,
+    people_in,
+    people_of,
     preparation_behind,
     sources_of,
     step_of,
@@ -106,7 +111,7 @@ def _learnt_vocabulary(record: dict[str, Any]) -> bool:
 
 
 def corpus_id(folder: Path) -> str:
-    """A random name for a prepared corpus, made when first asked for and kept with it.
+    """The random name of a prepared corpus; an earlier version gave it none until it was asked.
 
     A ledger names its corpus by it. A hash of the text would tell whoever knows all of it but
     one document whether that one was in.
@@ -114,8 +119,9 @@ def corpus_id(folder: Path) -> str:
     path = folder / ID
     if not path.exists():
         fresh = partial_beside(folder / f"id-{secrets.token_hex(8)}")
+        history = read_json(folder / "prepared.json").get("history", [])
         try:
-            write_sealed(fresh, {"id": secrets.token_hex(16)})
+            write_sealed(fresh, new_name(sources_of(folder), people_in(history)))
             # A link, not a rename: of two that ask at once the first decides for both.
             with contextlib.suppress(FileExistsError):
                 os.link(fresh, path)
@@ -129,11 +135,18 @@ def corpus_id(folder: Path) -> str:
     return str(name_of(folder))
 
 
+def registered_people(folder: Path) -> tuple[str, ...]:
+    """The ids of those who wrote a prepared corpus, which the register then knows by its text too."""
+    name = corpus_id(folder)
+    return (*new_name(sources_of(folder), people_of(folder), name)["people"],)
+
+
 def prepare_corpus(source: Any, out: Path, config: PrepareConfig) -> PreparedCorpus:
     """Read, clean, split and tokenise `source` into `out`, which appears when all is done.
 
     Holds:
-        deterministic: same source, settings and seed, same files, unless `vocabulary_noise` is set.
+        deterministic: same source, settings and seed, same files, unless `vocabulary_noise` is set; but
+            for the corpus' own random id.
         kept: what is there from the same source and settings is returned untouched, nothing redrawn.
     """
     corpus = _opened(source, config)
@@ -160,8 +173,11 @@ def _write_prepared(
     out: Path,
     config: PrepareConfig,
 ) -> None:
+    whose = _name_for(corpus, identity["source_fingerprint"], config)
     with folder_written_whole(out) as folder:
-        done = [*corpus.history, step_of(identity["settings"], identity["source_fingerprint"])]
+        write_sealed(folder / ID, whose)
+        source, people = identity["source_fingerprint"], whose["people"]
+        done = [*corpus.history, step_of(identity["settings"], source, people)]
         statistics = _write_documents(corpus, folder, config, metadata_of(done))
         if held_out is not None:
             # By itself: what it holds depends on no text that is trained on.
@@ -178,10 +194,27 @@ def _write_prepared(
                 "source": corpus.name,
                 **identity,
                 "history": corpus.history,
-                **_vocabulary_facts(config, fingerprints(done)),
+                **_vocabulary_facts(config, fingerprints(done) | {*people}),
                 "statistics": statistics,
             },
         )
+
+
+def _name_for(corpus: Corpus, source: str, config: PrepareConfig) -> dict[str, Any]:
+    """A random name for a corpus, with the ids of its people: those of what it was cut from, of
+    the corpus that the settings say is of the same people, or of the same text prepared before."""
+    inherited = people_in(corpus.history)
+    if config.people is not None:
+        corpus_id(open_prepared(Path(config.people)).folder)
+        inherited += people_of(Path(config.people))
+    try:
+        return new_name({source, *fingerprints(corpus.history)}, inherited)
+    except (
+        GuaranteeError
+    ) as error:  # plain training needs no register, and private training asks again
+        log.warning("%s", error)
+        name = secrets.token_hex(16)
+        return {"id": name, "people": inherited or [name]}
 
 
 def _opened(source: Any, config: PrepareConfig) -> Corpus:
@@ -230,8 +263,8 @@ def _already_there(out: Path, identity: dict[str, Any]) -> PreparedCorpus:
     raise UsageError(f"{out} exists with {what}. Choose another --out, or delete it first.")
 
 
-def _vocabulary_facts(config: PrepareConfig, sources: set[str]) -> dict[str, Any]:
-    """Whether the words were learnt from this text, or one of `sources` that it was cut from, and
+def _vocabulary_facts(config: PrepareConfig, marks: set[str]) -> dict[str, Any]:
+    """Whether the words were learnt from this text, or other text with one of its `marks`, and
     what was released of it."""
     if config.tokenizer is None:
         release = config.release()
@@ -240,7 +273,7 @@ def _vocabulary_facts(config: PrepareConfig, sources: set[str]) -> dict[str, Any
     given_by = preparation_behind(Path(config.tokenizer))
     # A tokenizer may come from a corpus that was given a tokenizer itself.
     handed_on = [] if given_by is None else [given_by, *vocabulary_behind(given_by)[1]]
-    made_in = next((each for each in handed_on if sources & sources_of(each)), None)
+    made_in = next((each for each in handed_on if marks & marks_of(each)), None)
     if made_in is None:
         return {"releases": [], "learnt_vocabulary": False}
     record = read_json(made_in / "prepared.json")

@@ -86,6 +86,11 @@ class PrepareConfig(ColumnSettings):
     scrub: bool = setting(False, "Replace e-mails, phones, URLs, card and account numbers, IPs.")
     names: bool = setting(False, "With --scrub: people's names too, through Presidio.")
     seed: int = setting(0, "Decides what is held out.")
+    people: str | None = setting(
+        None,
+        "A prepared corpus of the same people: private runs on both are counted together.",
+        path="CORPUS",
+    )
     tokenizer: str | None = setting(
         None, "A model folder whose tokenizer to use.", path="MODEL", panel=_VOCABULARY
     )
@@ -118,6 +123,8 @@ class PrepareConfig(ColumnSettings):
 
     def __post_init__(self) -> None:
         self._resolve_held_out()
+        if self.people is not None:
+            object.__setattr__(self, "people", str(self.people))
         super().__post_init__()
         if self.split != "none" and not 0 < self.holdout < 1:
             raise UsageError(

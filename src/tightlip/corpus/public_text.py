@@ -9,6 +9,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,8 @@ from tightlip.core.files import read_json
 from tightlip.core.progress import log, task
 from tightlip.corpus.canaries import KEY, read_canary_key
 from tightlip.corpus.formats import Fault, Row, kind_of, rows_of
-from tightlip.corpus.history import fingerprints, history_of, origin_of, sources_of
-from tightlip.corpus.prepare import PreparedCorpus
+from tightlip.corpus.history import fingerprints, history_of, name_of, origin_of, sources_of
+from tightlip.corpus.prepare import PreparedCorpus, open_prepared
 from tightlip.corpus.prepare_config import BadRows, ColumnSettings
 from tightlip.corpus.readers import Corpus, Part, columns_there, open_corpus
 from tightlip.corpus.shared_text import Several, Shared, shared_text
@@ -160,6 +161,24 @@ def known_overlap(
         _check(shared, f"{folder}, which shaped public_model={str(model)!r},", "so it saw them")
         overlap[MODEL_TEXT].append({"corpus": folder.name, **asdict(shared)})
     return overlap
+
+
+def stands_in(corpus: Path, other: Path) -> bool:
+    """Whether two prepared corpora share more than a few texts, though neither knows of the other.
+
+    How many is private like the text: it is said to the owner, and never put on record.
+    """
+    return _stands_in(corpus, other, name_of(corpus), name_of(other))
+
+
+@lru_cache(maxsize=32)
+def _stands_in(corpus: Path, other: Path, *_names: str | None) -> bool:
+    with task("Comparing with text behind the start", None):
+        own = _own_text(open_prepared(corpus))
+        shared = shared_text(own, open_corpus(other / "train.parquet"))
+    if shared.any():
+        log.info("%s.", shared.words(str(other)))
+    return shared.is_too_much()
 
 
 def _check(shared: Shared, name: str, so: str) -> None:

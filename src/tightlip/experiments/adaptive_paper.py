@@ -19,6 +19,7 @@ from tightlip.core.devices import one_thread, usable_device
 from tightlip.core.errors import UsageError
 from tightlip.core.files import digest_of_files, read_json, write_json
 from tightlip.core.progress import task
+from tightlip.core.register import kept_in
 from tightlip.core.registry import unknown
 from tightlip.core.run_folder import RunRecord
 from tightlip.core.settings import takes
@@ -237,7 +238,9 @@ def reproduce_adaptive(
         unit=unit,
     )
     options = _options(size, device)
-    with one_thread() if scale == "smoke" else nullcontext():
+    # The bundled plays are public; runs on somebody's corpus are put on record as any others.
+    register = nullcontext() if corpus else kept_in(folder)
+    with one_thread() if scale == "smoke" else nullcontext(), register:
         public = public_side(folder, public_corpus, public_model, size, options)
         sections = []
         for each in corpus or (None,):
@@ -343,7 +346,16 @@ def _promise(run: RunRecord) -> dict[str, Any]:
     """What a run's ledger says, with its noise as it was set."""
     ledger = run.guarantee
     adaptive = ledger.get("adaptive") or {}
-    copied = ("epsilon", "delta", "unit", "standing", "because", "accountant", "steps")
+    copied = (
+        "epsilon",
+        "delta",
+        "unit",
+        "standing",
+        "because",
+        "accountant",
+        "steps",
+        "arithmetic",
+    )
     return {
         **{name: ledger.get(name) for name in copied},
         "planned_steps": adaptive.get("planned_steps", ledger.get("steps")),

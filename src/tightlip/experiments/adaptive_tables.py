@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from tightlip.core import files
-from tightlip.core.figures import STANDINGS_WITH_EPSILON, number, rounded_up
+from tightlip.core.figures import STANDINGS_WITH_EPSILON, number, rounded_up, standing_words
 from tightlip.report.kit.words import NEVER_SAW_BITS, NONE
 
 Row = dict[str, Any]
@@ -121,11 +121,11 @@ def promise_words(row: Row) -> str:
     """δ, unit and standing, to stand beside ε wherever it stands.
 
     >>> promise_words({"standing": "proved", "epsilon": 2.0, "delta": 1e-05, "unit": "example"})
-    'δ 1e-05, per example, proved'
+    'δ 1e-05, per example, proved; arithmetic not recorded'
     """
     if epsilon_words(row) == "none":
         return str(row["standing"])
-    return f"δ {row['delta']:g}, per {row['unit']}, {row['standing']}"
+    return f"δ {row['delta']:g}, per {row['unit']}, {standing_words(row)}"
 
 
 def repetitions(section: dict[str, Any]) -> list[int]:

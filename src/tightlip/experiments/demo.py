@@ -17,6 +17,7 @@ from tightlip.audit.leakage.summary import LeakageReport
 from tightlip.commands import Comparison, audit, compare
 from tightlip.core.devices import one_thread
 from tightlip.core.files import make_private_folder, read_json
+from tightlip.core.register import kept_in
 from tightlip.core.settings import takes
 from tightlip.corpus.bundled import demo_corpus
 from tightlip.corpus.canaries import CORPUS, KEY
@@ -126,7 +127,7 @@ def run_demo(folder: Path) -> DemoResult:
 def run_comparison(folder: Path) -> Comparison:
     """The second act: the same lines learnt in four ways, side by side."""
     users, others = speakers()
-    with one_thread():
+    with one_thread(), kept_in(folder):  # the plays are public: nobody's ε grows with each demo
         return compare_ways(folder / "quieter", _table(users), _table(others))
 
 

@@ -37,6 +37,9 @@ _MOST_POINTS = 4_000_000  # of the composed distribution
 COARSER, _COARSEST_OF_A_STEP = 10.0, 3.0
 # dp-accounting cuts the noise's tails at e^-50, 9.7 standard deviations out.
 _TAIL = 10.0
+# The mass it cuts off counts as lost: about 1e-15 in all, so that PLD is loose from δ = 1e-14 on and
+# infinite from 1e-15 on, where RDP still says something.
+_SMALL_DELTA = 1e-10
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,10 +119,16 @@ def epsilon_spent(
 
     Holds:
         nothing: no step and no release spend 0; a step without noise spends infinity.
+        least: where δ is very small it is the lesser of PLD and RDP, which both hold.
         monotone: more steps, a higher sampling rate or less noise never spend less.
         analytic: with every unit in every step it is the Gaussian mechanism's own ε.
     """
     return epsilon_of(spend_of(mechanism, steps, delta), accountant)
+
+
+def accountant_at(delta: float) -> str:
+    """What ε at this δ is worked out by, in words."""
+    return "PLD" if delta >= _SMALL_DELTA else "the lesser of PLD and RDP"
 
 
 def spend_of(mechanism: Mechanism, steps: int, delta: float) -> Spend:
@@ -149,7 +158,11 @@ def epsilon_of(spend: Spend, accountant: Accountant, coarser: float = 1.0) -> fl
         return math.inf
     if accountant == "published":
         return float(get_epsilon_gaussian(1 / _published_mu(spend), spend.delta))
-    return _pld_epsilon(spend, coarser) if accountant == "pld" else _rdp_epsilon(spend)
+    if accountant == "rdp":
+        return _rdp_epsilon(spend)
+    by_pld = _pld_epsilon(spend, coarser)
+    is_loose = spend.delta < _SMALL_DELTA and spend.sampled()
+    return min(by_pld, _rdp_epsilon(spend)) if is_loose else by_pld
 
 
 def _pld_epsilon(spend: Spend, coarser: float) -> float:

@@ -60,7 +60,7 @@ def rounded_together(passes: Passes, batches: PhysicalBatches) -> float:
     """The most, in clip norms, that others' sums changed with a unit beside them, over some units of
     made-up text; two passes added up, as a step does."""
     assert passes.clip is not None
-    shape = batches.extremes()[-1]
+    shape = batches.usual()
     num_ids = num_ids_of(passes.model, batches.some_id())
     first, second = (
         synthetic_units(shape, num_ids, places, batches.device)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tightlip.core.errors import UsageError
+from tightlip.core.figures import NO_ARITHMETIC
 from tightlip.core.run_folder import LEDGER, RunRecord, open_run
 from tightlip.core.settings import takes
 from tightlip.privacy.accounting import (
@@ -17,32 +18,129 @@ from tightlip.privacy.accounting import (
     epsilon_of,
     epsilon_spent,
 )
-from tightlip.privacy.ledger import exact_figures, filter_of, mode_of, read_ledger, steps_to_compose
+from tightlip.privacy.ledger import (
+    Ledger,
+    exact_figures,
+    filter_of,
+    mode_of,
+    most_steps,
+    read_ledger,
+    steps_to_compose,
+)
+from tightlip.privacy.people import enrol, ids_of, runs_of
 from tightlip.privacy.rdp_filter import epsilon_of_rdp, release_rdp, subsampled_gaussian_rdp
+
+_SETTLED = (
+    "That is so for runs that were settled beforehand, none of them by what another one gave."
+)
+_CHOSEN_LATER = (
+    "How many steps to add was decided when the model they start from was there, and PLD composes only what was fixed "
+    "beforehand."
+)
 
 
 @takes()
 def ledger(*runs: str | Path | RunRecord, delta: float | None = None) -> dict[str, Any]:
     """What a run may promise, finished or not; of several runs, what they may promise together.
 
-    For one run ε is that of the steps it has charged so far, and `another_1000_steps` the ε that
-    a thousand more would bring (None where there is no ε). `delta` reads several runs at a δ
-    of your own.
+    For one run ε is that of the steps it was planned for, `epsilon_so_far` of those it has charged,
+    and `another_1000_steps` what a thousand more than planned would bring (None where there is no
+    ε). `people` is what all runs registered for the same people come to. `delta` reads several runs
+    at a δ of your own.
     """
     if not runs:
         raise UsageError("No run was given. Run: tightlip ledger RUN [RUN...]")
     records = [_record_of(run) for run in runs]
-    if len(records) == 1:
-        return records[0] | {"another_1000_steps": _after(records[0], 1000)}
-    return compose_runs(records, delta)
+    if len(records) > 1:
+        same = bool(set.intersection(*({*ids_of(record)} for record in records)))
+        return compose_runs(_with_earlier(records), delta, same_people=same)
+    if ids_of(records[0]) and records[0]["epsilon"] is not None:
+        records[0]["people"] |= people_figure(runs_of(records[0]))
+    return records[0] | {"another_1000_steps": _after(records[0], 1000)}
 
 
-def compose_runs(records: Sequence[dict[str, Any]], delta: float | None = None) -> dict[str, Any]:
+def enrolled(ledger: Ledger) -> None:
+    """Register a run before its first step, and let its ledger say what all runs on the same people
+    come to; who they are must be known, and the run must promise something."""
+    record = ledger.record()
+    if not ids_of(record) or record["epsilon"] is None:
+        return
+    enrol(record, ledger.path)
+    ledger.people = PeopleMeter(record)
+    ledger.rewrite()
+    ledger.settle()
+
+
+class PeopleMeter:
+    """ε per person over all registered runs, cheap enough to ask at every step.
+
+    Holds:
+        planned: it is the same at every step that was planned; more steps never make it less.
+        at_the_end: runs that were registered meanwhile count in snapshots and when the run is finished.
+    """
+
+    def __init__(self, record: dict[str, Any]) -> None:
+        self._others = runs_of(record)[:-1]
+        self._known: dict[int, dict[str, Any]] = {}
+
+    def __call__(self, record: dict[str, Any], *, exact: bool) -> dict[str, Any]:
+        """What the record says of its people; `exact` with what was registered by now."""
+        if exact and (others := runs_of(record)[:-1]) != self._others:
+            self._others, self._known = others, {}
+        steps = _next_point(record)
+        if steps not in self._known or not self._others:
+            self._known[steps] = people_figure([*self._others, record | {"steps": steps}])
+        return record["people"] | self._known[steps]
+
+
+def _next_point(record: dict[str, Any]) -> int:
+    """At least the steps that count: sixteenths of the plan beyond it, doubling."""
+    planned, steps = int(record["planned_steps"]), most_steps(record)
+    stride = max(1, math.ceil(planned / 16))
+    beyond = math.ceil((steps - planned) / stride)
+    return planned + (stride * (1 << (beyond - 1).bit_length()) if beyond else 0)
+
+
+def people_figure(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """ε per person over these runs, the last of which is asked about."""
+    record = runs[-1]
+    names = ("epsilon", "delta", "unit", "standing", "because", "arithmetic", "insecure_seed")
+    if len(runs) == 1:
+        return {**{name: record.get(name) for name in names}, "runs": 1}
+    try:
+        joint = compose_runs(runs, same_people=True)
+    except UsageError as error:  # what was released took all of δ
+        joint = {"standing": "measured only", "because": str(error)}
+    if joint.get("epsilon") == math.inf:
+        joint |= {
+            "epsilon": None,
+            "standing": "measured only",
+            "because": "All runs together have no finite ε.",
+        }
+    if joint["standing"] == "proved":
+        joint["because"] += f" {_SETTLED}"
+        if record.get("before"):
+            joint |= {"standing": "as published", "because": f"{_CHOSEN_LATER} {joint['because']}"}
+    return {**{name: joint.get(name) for name in names}, "runs": len(runs)}
+
+
+def _with_earlier(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The runs that were given and those that their models came out of, each once."""
+    given = {record.get("run"): record for record in records}
+    before = [each for record in records for each in record.get("before", ())]
+    by_run = {each["run"]: each for each in before if "run" in each and each["run"] not in given}
+    return [*records, *by_run.values(), *(each for each in before if "run" not in each)]
+
+
+def compose_runs(
+    records: Sequence[dict[str, Any]], delta: float | None = None, *, same_people: bool = False
+) -> dict[str, Any]:
     """What may be said of several runs together, from their ledgers.
 
     Every step and release of all runs is composed by PLD and read at one δ: the one given, or
     the smallest that any run was read at. δs need no adding up, since no run's own (ε, δ) is used.
-    A release of one prepared corpus that several runs built on was told once and counts once.
+    A release of one prepared corpus that several runs built on was told once and counts once. Examples
+    of two corpora are each other's only where they are of the `same_people`.
 
     Of runs of mode `scale` PLD must count every step with the least noise it could have had, and
     may come to more than what the runs promise. Two other ways are as sound, and the one of the
@@ -54,7 +152,7 @@ def compose_runs(records: Sequence[dict[str, Any]], delta: float | None = None) 
         joint: the result is at least every run's own ε and at most their sum at the δs' sum.
         honest: a run without ε, or runs that protect different units, leave no joint ε.
     """
-    because = _why_not_joint(records)
+    because = _why_not_joint(records, same_people)
     joint: dict[str, Any] = {
         "mechanism": f"{len(records)} runs composed",
         **{name: _shared(records, name) for name in ("unit", "adjacency", "sampling", "clip_norm")},
@@ -63,6 +161,7 @@ def compose_runs(records: Sequence[dict[str, Any]], delta: float | None = None) 
         "epsilon_as_published": None,
         "delta": None,
         "accountant": None,
+        "arithmetic": _arithmetics(records),
         "steps": sum(record["steps"] for record in records),
         "standing": "measured only",
         "because": because,
@@ -165,7 +264,7 @@ def _by_rdp(
     )
 
 
-def _why_not_joint(records: Sequence[dict[str, Any]]) -> str | None:
+def _why_not_joint(records: Sequence[dict[str, Any]], same_people: bool) -> str | None:
     for number, record in enumerate(records, 1):
         if record.get("epsilon") is None:
             return f"Run {number} has no ε of its own ({record['standing']}), so the runs together have none."
@@ -176,7 +275,7 @@ def _why_not_joint(records: Sequence[dict[str, Any]]) -> str | None:
     for name in ("unit", "adjacency"):
         if len(kinds := {str(record[name]) for record in records}) > 1:
             return f"The runs differ in {name} ({' and '.join(sorted(kinds))}), so no one ε covers them together."
-    if records[0]["unit"] != "user" and len(_corpora(records)) > 1:
+    if records[0]["unit"] != "user" and len(_corpora(records)) > 1 and not same_people:
         return "The runs saw different corpora, and an example of one is not an example of another."
     return None
 
@@ -214,6 +313,10 @@ def _shared(records: Sequence[dict[str, Any]], name: str) -> Any:
     return values[0] if all(value == values[0] for value in values) else None
 
 
+def _arithmetics(records: Sequence[dict[str, Any]]) -> str:
+    return "; ".join(dict.fromkeys(each.get("arithmetic") or NO_ARITHMETIC for each in records))
+
+
 def _all_of(records: Sequence[dict[str, Any]], name: str) -> list[str]:
     return list(dict.fromkeys(item for record in records for item in record.get(name) or ()))
 
@@ -235,7 +338,7 @@ def _record_of(run: str | Path | RunRecord) -> dict[str, Any]:
 def _after(record: dict[str, Any], more: int) -> float | None:
     if not _has_steps_to_compose(record) or mode_of(record) in ("scale", "as-published"):
         return None  # what such a run promises does not grow step by step
-    spent = epsilon_spent(Mechanism.of_record(record), record["steps"] + more, record["delta"])
+    spent = epsilon_spent(Mechanism.of_record(record), most_steps(record) + more, record["delta"])
     return spent if math.isfinite(spent) else None
 
 

@@ -1,8 +1,9 @@
 """The ledger of a run under way: every step is on record before it changes a weight.
 
 `ledger.json` is replaced whole at each step, so a killed run may have charged a step that it
-never took, and never the other way round. Its ε is an upper bound for its `steps` at any time.
-Nothing else that depends on the data goes in: no losses, norms, batch sizes or randomness.
+never took, and never the other way round. Its ε is that of all steps that were planned, from the
+first one on: who stops early after a look at the results has chosen by them. `epsilon_so_far` is
+an upper bound for its `steps`. Nothing else that depends on the data goes in: no losses, norms, batch sizes or randomness.
 """
 
 import fcntl
@@ -18,15 +19,15 @@ from tightlip.core.checksums import sealed
 from tightlip.core.errors import GuaranteeError
 from tightlip.core.files import OWNER_FILE, fsync, make_private_folder
 from tightlip.core.run_folder import damaged_ledger, read_ledger_file
-from tightlip.privacy.accounting import Mechanism, epsilon_of, spend_of
+from tightlip.privacy.accounting import Mechanism, accountant_at, epsilon_of, spend_of
 from tightlip.privacy.adaptive import Promise
 from tightlip.privacy.rdp_filter import RdpFilter
 
 MECHANISM = "Poisson-subsampled Gaussian"
-ACCOUNTANT = "PLD"
-# Words about the promise may be put better in a later version; everything else is the promise.
-_WORDING = ("because", "covers", "outside")
-
+# Words about the promise may be put better in a later version, and whose text it is may become
+# better known; everything else is the promise.
+_NOT_PROMISED = ("because", "covers", "outside", "run", "people", "before")
+_SINCE_0_2 = ("planned_steps", "arithmetic", "arithmetic_charged")  # which earlier ledgers do not have
 
 Figures = Callable[[dict[str, Any]], dict[str, float | None]]  # from a record to its ε, three ways
 
@@ -41,7 +42,9 @@ class Meter(Protocol):
         """At least the ε of a run of `steps` steps so far."""
 
 
-def guarantee_terms(noise: Mechanism, /, *, unit: str, **given: Any) -> dict[str, Any]:
+def guarantee_terms(
+    noise: Mechanism, /, *, unit: str, delta: float, **given: Any
+) -> dict[str, Any]:
     """What a run promises before its first step and may not change after it: what `noise` and
     `unit` say of it, and whatever else is `given`.
 
@@ -53,7 +56,8 @@ def guarantee_terms(noise: Mechanism, /, *, unit: str, **given: Any) -> dict[str
         "unit": unit,
         "adjacency": f"add or remove one {unit}",
         "sampling": "Poisson",
-        "accountant": ACCOUNTANT,
+        "accountant": accountant_at(delta),
+        "delta": delta,
         "noise_multiplier": noise.noise_multiplier,
         "sampling_rate": noise.sampling_rate,
         "releases": [asdict(release) for release in noise.releases],
@@ -61,7 +65,8 @@ def guarantee_terms(noise: Mechanism, /, *, unit: str, **given: Any) -> dict[str
 
 
 def exact_figures(record: dict[str, Any]) -> dict[str, float | None]:
-    """ε of a ledger's steps by PLD, by RDP, and as papers would print it; None where infinite.
+    """ε of a ledger's planned steps by PLD, by RDP, and as papers would print it; by PLD of those
+    that were taken, too. None where infinite.
 
     Of a run whose noise varies: what it promises as a whole (`scale`), or, while it goes on, an
     upper bound of the figure that it will end with (`as-published`). Others would say nothing.
@@ -69,8 +74,17 @@ def exact_figures(record: dict[str, Any]) -> dict[str, float | None]:
     mechanism, steps, delta = Mechanism.of_record(record), record["steps"], record["delta"]
     if mode_of(record) in ("scale", "as-published"):
         return figures_of(promise_of(record).upper(steps))
-    spend = spend_of(mechanism, steps, delta)
-    return figures_of(*(epsilon_of(spend, way) for way in ("pld", "rdp", "published")))
+    spend = spend_of(mechanism, most_steps(record), delta)
+    figures = figures_of(*(epsilon_of(spend, way) for way in ("pld", "rdp", "published")))
+    if "planned_steps" in record:
+        figures |= so_far(epsilon_of(spend_of(mechanism, steps, delta), "pld"))
+    return figures
+
+
+def most_steps(record: dict[str, Any]) -> int:
+    """Those that were planned, or taken where a killed run had to repeat some; earlier versions
+    put no plan on record."""
+    return max(int(record["steps"]), int(record.get("planned_steps") or 0))
 
 
 def figures_of(
@@ -79,6 +93,11 @@ def figures_of(
     """A record's three figures; one that is infinite is none."""
     figures = {"epsilon": epsilon, "epsilon_rdp": rdp, "epsilon_as_published": published}
     return {name: value if math.isfinite(value) else None for name, value in figures.items()}
+
+
+def so_far(epsilon: float) -> dict[str, float | None]:
+    """The figure of the steps taken, for their owner: it is not the promise."""
+    return {"epsilon_so_far": epsilon if math.isfinite(epsilon) else None}
 
 
 def mode_of(record: dict[str, Any]) -> str | None:
@@ -112,13 +131,12 @@ def filter_of(record: dict[str, Any]) -> RdpFilter | None:
 
 
 def steps_to_compose(record: dict[str, Any]) -> int | None:
-    """How many steps at the record's noise count where a run is composed with others.
-
-    How many a `scale` run took before its budget ended depends on what it released: the number
-    that was planned counts, and None where not even that covers the run.
+    """How many steps at the record's noise count where a run is composed with others: the number
+    that was planned. None where not even that covers a `scale` run, which ends by what it releases.
     """
-    steps = int(record["steps"])
-    return promise_of(record).counted(steps) if mode_of(record) == "scale" else steps
+    if mode_of(record) == "scale":
+        return promise_of(record).counted(int(record["steps"]))
+    return most_steps(record)
 
 
 class Ledger:
@@ -126,7 +144,8 @@ class Ledger:
 
     Holds:
         ahead: whenever the process dies, `steps` in the file is at least the updates applied.
-        upper: ε in the file is at least the true ε of the file's `steps`.
+        upper: ε in the file is at least the true ε of the file's `steps`, and of the planned ones.
+        planned: one process never charges more steps than were planned, but within a filter's budget.
         terms: a run goes on only under the terms it began with.
         owner_only: nobody else can read the file.
     """
@@ -146,6 +165,11 @@ class Ledger:
         self._terms, self._meter, self._state = terms, meter, state
         self._figures = figures or exact_figures
         self._finished = False
+        # A filter's budget, fixed beforehand, bounds its steps; where nothing is promised, nothing does.
+        bounded = terms["noise_multiplier"] and filter_of(terms) is None
+        self._most_here = terms.get("planned_steps", math.inf) if bounded else math.inf
+        self._charged_here = 0
+        self.people: Callable[..., dict[str, Any]] | None = None  # see composition.PeopleMeter
         self._beside = self.path.with_name(f".{self.path.name}.partial")
         self.claim: IO[bytes] | None = None  # see `claimed`
         self._closed = False
@@ -164,18 +188,15 @@ class Ledger:
     def open(cls, path: Path, terms: dict[str, Any], meter: Meter, **kept: Any) -> "Ledger":
         """The ledger of a run that goes on: what it has charged stays charged."""
         there = read_ledger(Path(path))
-        differing = [
-            name
-            for name in terms
-            if name not in _WORDING and there.get(name) != json.loads(json.dumps(terms[name]))
-        ]
+        differing = [name for name in terms if not _agrees(name, there, terms[name])]
         if differing:
             name = differing[0]
             raise GuaranteeError(
                 f"{path} was begun with {name}={there.get(name)!r} and would go on with "
                 f"{terms[name]!r}; one ε cannot cover both. Give the old settings, or use another folder."
             )
-        return cls(path, terms, meter, there["steps"], **kept)
+        same_run = {"run": there["run"]} if "run" in there else {}
+        return cls(path, terms | same_run, meter, there["steps"], **kept)
 
     def close(self) -> None:
         """Let another training go on with this ledger; this one may charge nothing any more."""
@@ -197,7 +218,13 @@ class Ledger:
         has written, and flushing each step would cost more than many a step.
         """
         self._refuse_if_closed()
+        if self._charged_here >= self._most_here:
+            raise GuaranteeError(
+                f"All {self._most_here} planned steps are taken, and ε is that of the plan: another one would be chosen after seeing "
+                "what they gave. Plan for more steps, or begin a new run from this model; both together are then counted."
+            )
         self.steps += 1
+        self._charged_here += 1
         self._finished = False
         self._replace(self.record())
 
@@ -229,14 +256,19 @@ class Ledger:
         """At least what is spent so far; infinite without noise."""
         return self._meter.upper(self.steps)
 
+    @property
+    def promised(self) -> float:
+        """ε of all planned steps, from the first on; as published, of those taken."""
+        record = self._terms | {"steps": self.steps}
+        is_published = mode_of(record) == "as-published"
+        return self._meter.upper(self.steps if is_published else most_steps(record))
+
     def record(self, *, exact: bool = False) -> dict[str, Any]:
         """The guarantee as it stands now; exactly once the run is finished, or where asked."""
-        record = {
-            **self._terms,
-            "steps": self.steps,
-            **figures_of(self.epsilon),
-            "finished": self._finished,
-        }
+        record = {**self._terms, "steps": self.steps, "finished": self._finished}
+        record |= figures_of(self.promised)
+        if "planned_steps" in record:
+            record |= so_far(self.epsilon)
         if state := self._state():
             record["adaptive_state"] = state
         if self._finished or exact:
@@ -249,6 +281,8 @@ class Ledger:
         if self.taken_back is not None:
             record |= {**figures_of(math.inf), "standing": "measured only"}
             record["because"] = self.taken_back
+        if self.people is not None:
+            record["people"] = self.people(record, exact=self._finished or exact)
         return record
 
     def _replace(self, record: dict[str, Any]) -> None:
@@ -257,6 +291,16 @@ class Ledger:
         with os.fdopen(descriptor, "wb") as beside:
             beside.write(text.encode())
         os.replace(self._beside, self.path)
+
+
+def _agrees(name: str, there: dict[str, Any], wanted: Any) -> bool:
+    """Whether a ledger's term is as wanted. What was measured of its arithmetic may differ, and
+    not whether it is exact."""
+    if name in _NOT_PROMISED or (name in _SINCE_0_2 and name not in there):
+        return True
+    if name == "arithmetic":
+        return str(there[name]).partition(":")[0] == str(wanted).partition(":")[0]
+    return bool(there.get(name) == json.loads(json.dumps(wanted)))
 
 
 def claimed(path: Path) -> IO[bytes]:

@@ -18,6 +18,7 @@ from tightlip.privacy.layers import Layout
 from tightlip.privacy.passes import Physical
 from tightlip.privacy.row_losses import NO_LABEL
 
+USUAL_WIDTH = 64
 NARROWEST = 8  # positions: below that a pass costs as much
 # A pass is always full. On a CPU, which gains little from more rows at once, it is small.
 ROWS_ON_CPU, ROWS_ON_GPU = 8, 64
@@ -92,6 +93,11 @@ class PhysicalBatches:
         ]
         most = self._rows_per_unit
         return [self.shape(int(length), min(most, int(count))) for length, count in ends]
+
+    def usual(self) -> Shape:
+        """A shape of this model's that nobody's text decides on."""
+        width = max(self._widths, default=USUAL_WIDTH)
+        return self.shape(min(width, self._positions or width), self._rows_per_unit)
 
     def some_id(self) -> int:
         """A large id that stands in the first rows: a model need not say how many it knows."""

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 from dp_accounting.gaussian_mechanism import get_sigma_gaussian
 
@@ -21,6 +22,7 @@ from tightlip.privacy.accounting import (
 )
 from tightlip.privacy.adaptive import AdaptiveSpec, Promise, joint_multiplier, noise_without_release
 from tightlip.privacy.ledger import Meter
+from tightlip.privacy.people import people_of
 from tightlip.privacy.rdp_filter import RdpFilter, RdpMeter, filter_for
 
 _LEAST_NOISE, _MOST_NOISE = 0.05, 1e6
@@ -72,7 +74,11 @@ class PrivacySpec:
 
 @dataclass(frozen=True, kw_only=True)
 class Terms:
-    """How sure the promise is, and of what it is one."""
+    """How sure the promise is, and of what it is one.
+
+    `people` are the ids of those whose text it is, in the register; `before` are the private runs
+    that the starting weights came out of.
+    """
 
     standing: str = "proved"
     because: str = "Every step adds Gaussian noise to a sum of clipped gradients over a Poisson sample; PLD composes the steps."
@@ -82,6 +88,13 @@ class Terms:
         "losses, norms and batch sizes, which are private",
     )
     releases: tuple[Release, ...] = ()
+    people: tuple[str, ...] = ()
+    before: tuple[dict[str, Any], ...] = ()
+
+    def whose(self) -> dict[str, Any]:
+        """What a ledger says of the people and of earlier runs on them."""
+        people = {"people": people_of(self.people)} if self.people else {}
+        return people | ({"before": list(self.before)} if self.before else {})
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,6 +8,7 @@ print(private.guarantee())
 """
 
 import math
+import secrets
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,12 +23,13 @@ from tightlip.core.errors import GuaranteeError, UsageError
 from tightlip.core.grid_gaussian import NotFinite
 from tightlip.core.randomness import keyed_generator
 from tightlip.core.settings import takes
-from tightlip.privacy.accounting import Mechanism
+from tightlip.privacy.accounting import Mechanism, accountant_at
 from tightlip.privacy.adaptive import BECAUSE, MECHANISMS, AdaptiveSpec, checked_weights
 from tightlip.privacy.arithmetic import Arithmetic, arithmetic_of
 from tightlip.privacy.clipping import Clip
+from tightlip.privacy.composition import enrolled
 from tightlip.privacy.layers import zeros_for
-from tightlip.privacy.ledger import ACCOUNTANT, Ledger, claimed, guarantee_terms, read_ledger
+from tightlip.privacy.ledger import Ledger, claimed, guarantee_terms, read_ledger
 from tightlip.privacy.noise_schedules import noise_for, schedule_for
 from tightlip.privacy.passes import Passes, Physical, Way
 from tightlip.privacy.per_unit import check_optimizer
@@ -67,6 +69,7 @@ class PrivateTraining:
         allow_loose_delta: take a delta above 1 / units.
         insecure_seed: for tests only; noise and sampling from a known seed hide nothing.
         unit: 'user' or 'example'; `users` says it already.
+        people: a name of yours for whose text it is; runs of one name are counted together.
         terms: how sure the promise is, where more is known than this loop can know.
         way, bf16: how passes are run, and whether in bfloat16.
         physical_rows: rows in memory at once. Default: 8 on a CPU, 64 on a GPU.
@@ -103,6 +106,7 @@ class PrivateTraining:
         allow_loose_delta: bool = False,
         insecure_seed: int | None = None,
         unit: str | None = None,
+        people: str | None = None,
         terms: Terms | None = None,
         way: Way = "eager",
         bf16: bool = False,
@@ -129,7 +133,7 @@ class PrivateTraining:
         )
         if isinstance(self.source, Documents):
             _check_unit(self.spec.unit, users)
-        self.terms = terms or _on_your_word(adaptive)
+        self.terms = terms or _on_your_word(adaptive, people)
         self.device = next(model.parameters()).device
         generator = keyed_generator(self.spec.insecure_seed)
         self._generator = generator
@@ -335,7 +339,7 @@ class PrivateTraining:
         """What an adaptive run promises otherwise than plain private training."""
         if self.adaptive is None:
             return {}
-        mode, budget, accountant = self.adaptive.mode, self.plan.budget, ACCOUNTANT
+        mode, budget, accountant = self.adaptive.mode, self.plan.budget, accountant_at(self.delta)
         terms = self.adaptive.terms(self.plan.noise_multiplier)
         if mode == "as-published":
             accountant = "PLD of σ·γ of each batch, our reading: the paper gives no accounting"
@@ -361,12 +365,15 @@ class PrivateTraining:
             num_units=self.num_units,
             expected_batch=spec.expected_batch,
             corpus_fingerprint=self.source.fingerprint,
+            planned_steps=self.plan.planned_steps,
+            run=secrets.token_hex(16),
             insecure_seed=spec.insecure_seed is not None,
             standing="as published" if weaker else self.terms.standing,
             because=self._because(),
             covers=list(self.terms.covers),
             outside=list(self.terms.outside),
             **self.arithmetic.terms,
+            **self.terms.whose(),
             **self._adaptive_terms(),
         )
         meter, schedule = self.plan.meter(self.adaptive), self.schedule
@@ -377,6 +384,7 @@ class PrivateTraining:
             ledger = make(path, terms, meter, state=schedule.state, figures=schedule.figures)
             if goes_on:
                 schedule.restore(read_ledger(path).get("adaptive_state", {}), ledger.steps)
+            enrolled(ledger)
         except BaseException:
             if claim is not None:
                 claim.close()  # or a kept traceback would keep the lock
@@ -425,13 +433,16 @@ def _source_of(documents: Source | Sequence[Tensor], users: Sequence[Any] | None
     return Documents(documents, users)  # type: ignore[arg-type]
 
 
-def _on_your_word(adaptive: AdaptiveSpec | None) -> Terms:
+def _on_your_word(adaptive: AdaptiveSpec | None, people: str | None) -> Terms:
     """The terms of somebody's own loop, where nobody here knows what else shaped the weights."""
     outside = (*Terms().outside, "where tokenizer and starting weights came from: yours to say")
+    if people is None:
+        outside += ("other runs on the same people: name them, and they are counted together",)
+    whose = () if people is None else (people,)
     if adaptive is None:
-        return Terms(outside=outside)
+        return Terms(outside=outside, people=whose)
     weights = "where the weights came from, and that each hangs on its own text alone"
-    return Terms(because=BECAUSE[adaptive.mode], outside=(*outside, weights))
+    return Terms(because=BECAUSE[adaptive.mode], outside=(*outside, weights), people=whose)
 
 
 def _check_unit(unit: str, users: Sequence[Any] | None) -> None:

@@ -4,8 +4,7 @@ import math
 import shutil
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import cached_property
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +36,7 @@ from tightlip.core.run_folder import (
     write_metrics,
 )
 from tightlip.corpus.history import learnt_from
+from tightlip.corpus.prepare import corpus_id
 from tightlip.training.checkpoints import Progress, RunningLoss, load_checkpoint, save_checkpoint
 from tightlip.training.config import BUILT_IN_MODELS, RunOptions, TrainConfig
 from tightlip.training.losses import (
@@ -50,7 +50,7 @@ from tightlip.training.losses import (
 from tightlip.training.mitigations import Mitigation, RunContext
 from tightlip.training.plan import Plan, build_optimizer, set_learning_rate
 from tightlip.training.recipe import SAME_RUN, Recipe, recipe_for, with_canaries
-from tightlip.training.starting import check_fits, save_model, starting_model
+from tightlip.training.starting import check_fits, runs_behind, save_model, starting_model
 
 if TYPE_CHECKING:
     from tightlip.corpus.prepare import PreparedCorpus
@@ -320,15 +320,22 @@ class Training:
         self.mitigation.settle()
         ended = self.progress.stop is not None
         card = self.mitigation.guarantee(self.progress.step, ended=ended)
-        card |= {"learnt_from": self.learnt_from}
-        save_model(folder, self.model, self.recipe.tokenizer, card)
+        save_model(folder, self.model, self.recipe.tokenizer, card | self.origin_told(card))
 
-    @cached_property
-    def learnt_from(self) -> dict[str, list[str]]:
-        """Which text shaped the weights, as a copy of the model will tell."""
+    def origin_told(self, card: dict[str, Any]) -> dict[str, Any]:
+        """Which text and which private runs shaped the weights, as a copy of the model will tell."""
         start = None if self.config.model in BUILT_IN_MODELS else Path(self.config.model)
         corpus = self.out / self.recipe.tree["corpus"]["folder"]
-        return learnt_from(corpus, start, self.recipe.corpus.name)
+        is_private = card.get("epsilon") is not None
+        with suppress(
+            TightlipError, OSError
+        ):  # of an earlier version, and perhaps not to be written
+            corpus_id(corpus)
+        before = runs_behind(self.config)
+        return {
+            "learnt_from": learnt_from(corpus, start, is_private=is_private),
+            **({"before": before} if before else {}),
+        }
 
     def best_in_words(self) -> str:
         best, step = self.progress.best_perplexity, self.progress.best_step

@@ -18,7 +18,7 @@ from tightlip.core.randomness import keyed_generator
 from tightlip.core.run_folder import DP_CHECK
 from tightlip.corpus.canaries import CheckKey, read_check_key, write_check_key
 from tightlip.corpus.history import sources_of
-from tightlip.corpus.prepare import corpus_id
+from tightlip.corpus.prepare import corpus_id, registered_people
 from tightlip.corpus.privacy_weights import read_weights
 from tightlip.models.loading import load_tokenizer
 from tightlip.training.batches import Rows, rows_of
@@ -67,6 +67,8 @@ def recipe_for(
         validation = None
         _check_needs_no_validation(corpus, config)
     facts = _facts(corpus, config)
+    if without_users:  # for an audit of its owner's, as private as the report that it serves
+        facts = replace(facts, people=())
     return Recipe(
         config=config,
         options=options,
@@ -104,15 +106,18 @@ def with_canaries(recipe: Recipe, out: Path) -> Recipe:
 
 
 def _facts(corpus: "PreparedCorpus", config: TrainConfig) -> CorpusFacts:
+    is_private = config.mitigation.is_private
     return CorpusFacts(
         text_fingerprint=corpus.train.corpus_fingerprint,
-        name=corpus_id(corpus.folder) if config.mitigation.is_private else "",
+        name=corpus_id(corpus.folder) if is_private else "",
         settings=corpus.settings,
         releases=corpus.releases,
         learnt_vocabulary=corpus.learnt_vocabulary,
         history=corpus.history,
         sources=frozenset(sources_of(corpus.folder)),
         weights=read_weights(corpus.folder) if config.mitigation.needs_weights else None,
+        people=registered_people(corpus.folder) if is_private else (),
+        folder=corpus.folder,
     )
 
 

@@ -9,15 +9,18 @@ import torch
 from transformers.modeling_utils import PreTrainedModel
 
 from tightlip.core.errors import UsageError
-from tightlip.core.figures import shown_epsilon
-from tightlip.core.files import folder_written_whole, write_json, write_text
+from tightlip.core.figures import guarantee_words, shown_first, standing_words
+from tightlip.core.files import folder_written_whole, read_json, write_json, write_text
+from tightlip.core.run_folder import run_around
 from tightlip.corpus.encoding import tokenizer_fingerprint
+from tightlip.corpus.history import OWN_RECORD
 from tightlip.models.checks import check_room, without_progress_bar
 from tightlip.models.configurations import GRUConfig, LSTMConfig, TransformerConfig
 from tightlip.models.fingerprints import model_fingerprint
 from tightlip.models.loading import load_causal_lm, load_tokenizer
 from tightlip.models.recurrent import GRUForCausalLM, LSTMForCausalLM, RecurrentForCausalLM
 from tightlip.models.transformer import TransformerForCausalLM
+from tightlip.privacy.people import runs_before
 from tightlip.training.config import BUILT_IN_MODELS, TrainConfig
 
 _BUILT_IN: dict[str, Any] = {
@@ -28,7 +31,7 @@ _BUILT_IN: dict[str, Any] = {
 _OF_ALL = ("hidden_size", "num_layers", "dropout", "tie_word_embeddings")
 _SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 # Of a model's card, before and after its noise.
-_ABOUT_THE_STEPS = ("mechanism", "adjacency", "sampling", "accountant", "steps")
+_ABOUT_THE_STEPS = ("mechanism", "adjacency", "sampling", "accountant", "steps", "planned_steps")
 _ABOUT_THE_PROMISE = ("clip_norm", "sampling_rate", "covers", "outside")
 # Of an adaptive run, as `tightlip ledger` has them.
 _ABOUT_THE_MODE = ("least_clip", "gamma_floor", "release_noise", "averaging", "least_weight")
@@ -74,6 +77,18 @@ def check_start(config: TrainConfig, tokenizer: Any, corpus_folder: Path) -> dic
             f"words. Run: tightlip prepare CORPUS --tokenizer {config.model} --out DIR"
         )
     return {"model_fingerprint": model_fingerprint(Path(config.model))}
+
+
+def runs_behind(config: TrainConfig) -> list[dict[str, Any]]:
+    """The private runs that the model to start from came out of, the last one first."""
+    if config.model in BUILT_IN_MODELS:
+        return []
+    card, run = Path(config.model) / OWN_RECORD, run_around(Path(config.model))
+    ledger = {} if run is None else run.guarantee
+    record = read_json(card) if card.is_file() else ledger
+    # A snapshot of an earlier version does not say how many steps were planned.
+    most = max(record.get("steps") or 0, ledger.get("steps") or 0)
+    return runs_before(record | {"steps": most})
 
 
 def check_fits(model: PreTrainedModel, config: TrainConfig, largest_id: int) -> None:
@@ -123,8 +138,10 @@ def save_model(folder: Path, model: Any, tokenizer: Any, guarantee: dict[str, An
             model.save_pretrained(beside)
         tokenizer.save_pretrained(beside)
         write_text(beside / "README.md", model_card(guarantee))
-        # Whether the run went on after these weights is no matter of theirs.
-        own = {name: value for name, value in guarantee.items() if name != "finished"}
+        # Whether the run went on after these weights is no matter of theirs, and to quote is the
+        # ε of all planned steps.
+        left_out = ("finished", "epsilon_so_far")
+        own = {name: value for name, value in guarantee.items() if name not in left_out}
         write_json(beside / "guarantee.json", own)
 
 
@@ -154,15 +171,12 @@ def model_card(guarantee: dict[str, Any]) -> str:
 
 
 def _headline(guarantee: dict[str, Any]) -> list[str]:
-    lines = [f"**{guarantee['standing'].capitalize()}.** {guarantee['because']}"]
+    lines = [f"**{standing_words(guarantee).capitalize()}.** {guarantee['because']}"]
     if guarantee.get("epsilon") is not None:
-        proved = guarantee["standing"] == "proved"
+        first = shown_first(guarantee) or guarantee
+        proved = first["standing"] == "proved"
         claim = "Differentially private" if proved else "No guarantee, a figure as published"
-        lines.insert(
-            0,
-            f"{claim}: ε = {shown_epsilon(guarantee)} at δ = {guarantee['delta']:g}, per "
-            f"{guarantee['unit']} ({guarantee['standing']}).\n",
-        )
+        lines.insert(0, f"{claim}: {guarantee_words(guarantee).value}.\n")
     if guarantee.get("insecure_seed"):
         lines.insert(0, "**Trained with a known seed: the noise hides nothing. For tests only.**\n")
     return lines
@@ -171,6 +185,8 @@ def _headline(guarantee: dict[str, Any]) -> list[str]:
 def _rows(guarantee: dict[str, Any]) -> list[tuple[str, Any]]:
     """Everything that says something, each with its name."""
     rows = [(name, guarantee.get(name)) for name in _ABOUT_THE_STEPS]
+    if guarantee.get("epsilon") is not None:
+        rows.append(("arithmetic", guarantee.get("arithmetic") or "not recorded"))
     rows += [*_noise(guarantee), *((name, guarantee.get(name)) for name in _ABOUT_THE_PROMISE)]
     return [(name, value) for name, value in rows if value not in (None, [], "")]
 

@@ -15,7 +15,7 @@ from tightlip.core.files import claimed, make_private_folder
 from tightlip.core.progress import log, task
 from tightlip.core.run_folder import is_run
 from tightlip.corpus.encoding import tokenizer_fingerprint
-from tightlip.corpus.history import name_of, origin_of, sources_of
+from tightlip.corpus.history import marks_of, origin_of
 from tightlip.corpus.opening import CorpusSource, model_folder, tokenised_for
 from tightlip.corpus.prepare import PreparedCorpus, is_prepared, open_prepared
 from tightlip.corpus.privacy_weights import (
@@ -175,17 +175,13 @@ def refuse_private_model(model: Path, corpus: PreparedCorpus) -> None:
         chained: it is found through runs that went on from one another, and in a copy.
         words: so is a vocabulary that was learnt from this text.
     """
-    origin, sources = origin_of(model), sources_of(corpus.folder)
-    if origin.learnt(
-        sources=sources,
-        name=name_of(corpus.folder) or "",
-        text_fingerprint=corpus.train.corpus_fingerprint,
-    ):
+    origin, marks = origin_of(model), marks_of(corpus.folder)
+    if origin.learnt & (marks | {corpus.train.corpus_fingerprint}):
         raise UsageError(
             f"public_model={str(model)!r} was trained on this very corpus or another part of the same text, by itself or "
             "through the model that it went on from. It knows the rarest text by heart. Give a model that never saw it."
         )
-    if origin.vocabulary & sources and not _is_charged(model, corpus):
+    if origin.words & marks and not _is_charged(model, corpus):
         raise UsageError(
             f"The vocabulary of public_model={str(model)!r} was learnt from this very corpus, so every weight would tell "
             "which words are in it. Give a model with a tokenizer of other text."

@@ -199,7 +199,7 @@ def test_epsilon_is_there_only_beside_its_standing():
     page = page_of(rows, MATCHING)
     assert cells(rows, "Guarantee") == [
         "none (measured only)",
-        "ε = 3.15 at δ = 1e-05, per user (proved)",
+        "ε = 3.15 at δ = 1e-05, per user (proved; arithmetic not recorded)",
     ]
     for text in (page, csv_text(rows), printed(rows)):
         assert "2.71" not in text

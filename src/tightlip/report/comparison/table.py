@@ -271,8 +271,11 @@ def _flat(row: RunFigures) -> Iterator[tuple[str, Any]]:
     yield "seconds_per_epoch", row["seconds_per_epoch"]
     yield "times_baseline", row["times_baseline"]
     promise = row["guarantee"]
-    for name in ("epsilon", "delta", "unit", "standing", "because"):
-        yield name, promise[name]
+    people = promise.get("people") or {}
+    for name in ("epsilon", "delta", "runs"):
+        yield f"people_{name}", people.get(name)
+    for name in ("epsilon", "delta", "unit", "standing", "arithmetic", "because"):
+        yield name, promise.get(name)
     yield "insecure_seed", None if promise["epsilon"] is None else bool(promise["insecure"])
 
 

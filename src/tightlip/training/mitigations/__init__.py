@@ -32,6 +32,7 @@ class CorpusFacts:
     `history` is what its text came through before, the settings of earlier preparations.
     `text_fingerprint` is private; `name` is random and may be published. `weights` are the
     documents' privacy weights where they were asked for, and private but for how they were made.
+    `people` are the random ids of those who wrote it; `folder` is None before it is prepared.
     """
 
     text_fingerprint: str
@@ -42,6 +43,13 @@ class CorpusFacts:
     history: list[dict[str, Any]] = field(default_factory=list)
     sources: frozenset[str] = frozenset()  # fingerprints of the text it was made and cut from
     weights: "PrivacyWeights | None" = None
+    people: tuple[str, ...] = ()
+    folder: Path | None = None
+
+    @property
+    def marks(self) -> set[str]:
+        """All that it is known by."""
+        return {*self.sources, *self.people, self.text_fingerprint, self.name} - {""}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,20 +11,24 @@ import torch
 from torch import Tensor
 
 from tightlip.core.errors import GuaranteeError, UsageError
-from tightlip.core.figures import rounded_up
+from tightlip.core.figures import counted, rounded_up
 from tightlip.core.progress import log
 from tightlip.core.run_folder import CHECKPOINT, LEDGER, METRICS, SNAPSHOTS
 from tightlip.core.settings import setting
-from tightlip.corpus.history import origin_of
+from tightlip.corpus.history import origin_of, vocabulary_behind
+from tightlip.corpus.prepare import open_prepared
+from tightlip.corpus.public_text import stands_in
 from tightlip.privacy.accounting import Release
 from tightlip.privacy.ledger import read_ledger
 from tightlip.privacy.passes import Way
+from tightlip.privacy.people import ids_of, num_other_people
 from tightlip.privacy.plans import PrivacySpec, Terms
 from tightlip.privacy.private_training import PrivateTraining
 from tightlip.training.batches import Rows, TokenRows
 from tightlip.training.config import BUILT_IN_MODELS, MitigationConfig, TrainConfig
 from tightlip.training.losses import is_ours, is_recurrent
 from tightlip.training.mitigations import CorpusFacts, RunContext
+from tightlip.training.starting import runs_behind
 
 # Noise beside signal, as `noise_to_signal` has it, that is warned of. New models: on the bundled
 # corpus none of four runs at 0.3 or above beat word frequencies, at 0.1 one of three did (docs/
@@ -156,6 +160,10 @@ class PrivateMitigation:
             **{name: getattr(config.mitigation, name) for name in _PASSED_ON},
             **self.engine_settings(context),
         )
+        if config.model not in BUILT_IN_MODELS and (unknown := _unknown(config.model)):
+            log.warning(
+                "What %s was trained on before is taken to be public%s.", config.model, unknown
+            )
         _warn_of_too_few(self.private, context)
 
     def step(self, number: int) -> tuple[Tensor, int]:
@@ -169,9 +177,8 @@ class PrivateMitigation:
         self.private.settle()
 
     def progress_words(self) -> str:
-        spec = self.private.spec
-        words = f"ε {rounded_up(self.private.epsilon)}"
-        words += f" of {spec.epsilon:g}" if spec.epsilon else ""
+        spec, planned = self.private.spec, self.private.ledger.promised
+        words = f"ε {rounded_up(planned)}, of which {rounded_up(self.private.epsilon)} so far"
         return words if spec.insecure_seed is None else f"[bold red]insecure {words}[/]"
 
     def guarantee(self, num_steps: int, *, ended: bool = True) -> dict[str, Any]:
@@ -231,28 +238,64 @@ def way_of(context: RunContext) -> Way:
 
 def terms_of(config: TrainConfig, corpus: CorpusFacts) -> Terms:
     """The standing of the run's promise: proved, or weaker on an explicit flag, or refused."""
-    broken = list(breaches(config, corpus))
+    words = words_behind(corpus)
+    before = runs_behind(config)
+    broken = list(breaches(config, corpus, words, before))
     if broken and not dp_settings(config).allow_unproved:
         reasons = " ".join(f"{why} {instead}" for why, instead in broken)
         raise GuaranteeError(
             f"{reasons} As it is, no theorem covers this run. To go on all the same, add --allow-unproved: the standing is "
             f'then "as published" and says why.'
         )
-    proved = Terms()
+    proved, releases = Terms(), [*corpus.releases, *words.releases]
+    people = dict.fromkeys([*corpus.people, *(one for each in before for one in ids_of(each))])
     return Terms(
         standing="as published" if broken else proved.standing,
         because=" ".join(why for why, _ in broken) or proved.because,
-        outside=(*proved.outside, *_taken_as_public(config, corpus)),
-        releases=tuple(_release(each, dp_settings(config).unit) for each in corpus.releases),
+        outside=(*proved.outside, *_taken_as_public(config, corpus, (*people,))),
+        releases=tuple(_release(each, dp_settings(config).unit) for each in releases),
+        people=(*people,) if corpus.people else (),
+        before=tuple(before),
     )
 
 
-def breaches(config: TrainConfig, corpus: CorpusFacts) -> Iterator[tuple[str, str]]:
+@dataclass(frozen=True, kw_only=True)
+class Words:
+    """What is known of a vocabulary that another corpus brought: whether it was `learnt` from text
+    of these people without noise, or what it cost them with noise."""
+
+    learnt: bool = False
+    releases: tuple[dict[str, Any], ...] = ()
+
+
+def words_behind(corpus: CorpusFacts) -> Words:
+    """What the corpus' words tell of its people, where they were not learnt from this very text."""
+    if corpus.folder is None or corpus.learnt_vocabulary or corpus.releases:
+        return Words()
+    marks, through = vocabulary_behind(corpus.folder)
+    if not through:
+        return Words(learnt=bool(marks & corpus.marks))
+    made_in = open_prepared(through[-1])
+    is_theirs = marks & corpus.marks or stands_in(corpus.folder, made_in.folder)
+    if made_in.settings.get("tokenizer") is not None or not is_theirs:
+        return Words(learnt=bool(marks & corpus.marks))
+    return Words(learnt=made_in.learnt_vocabulary, releases=(*made_in.releases,))
+
+
+def breaches(
+    config: TrainConfig, corpus: CorpusFacts, words: Words, before: list[dict[str, Any]]
+) -> Iterator[tuple[str, str]]:
     """What shaped the weights outside the mechanism, and what to do instead: everything of the
     kind that METHODS section 6 lists and that we can see."""
     if corpus.learnt_vocabulary:
         yield (
             "The vocabulary was learnt from this corpus, so rare words show in it.",
+            "Use a public tokenizer (--tokenizer DIR) or a noisy vocabulary (--vocabulary-noise 5).",
+        )
+    if words.learnt and not any(run.get("releases") for run in before):
+        yield (
+            "The vocabulary was learnt from nearly the same text, or from other text of the same people, so rare words show "
+            "in it.",
             "Use a public tokenizer (--tokenizer DIR) or a noisy vocabulary (--vocabulary-noise 5).",
         )
     yield from _cut_by_others(config, corpus.settings, "")
@@ -264,11 +307,23 @@ def breaches(config: TrainConfig, corpus: CorpusFacts) -> Iterator[tuple[str, st
                 f"{name} stops by looking at private validation text.",
                 "Give --epochs or --steps instead.",
             )
-    if _trained_on_this(config, corpus):
+    if config.model not in BUILT_IN_MODELS:
+        yield from _trained_on_these(config.model, corpus)
+
+
+def _trained_on_these(model: str, corpus: CorpusFacts) -> Iterator[tuple[str, str]]:
+    """Whether the weights to start from learnt from the same people without privacy."""
+    origin, instead = origin_of(Path(model)), "Start from public weights."
+    if origin.openly & corpus.marks:
         yield (
-            f"{config.model} was trained on this very corpus, or on another part of the same text.",
-            "Start from public weights.",
+            f"{model} was trained without privacy on this very corpus, on another part of the same text, or on other text of "
+            "the same people.",
+            instead,
         )
+    elif corpus.folder is not None:
+        for folder in origin.open_folders:
+            if stands_in(corpus.folder, folder):
+                yield f"{model} was trained without privacy on nearly the same text.", instead
 
 
 def _cut_by_others(
@@ -288,25 +343,28 @@ def _cut_by_others(
         )
 
 
-def _trained_on_this(config: TrainConfig, corpus: CorpusFacts) -> bool:
-    """Whether the model to start from comes out of a run on the same corpus."""
-    if config.model in BUILT_IN_MODELS:
-        return False
-    return origin_of(Path(config.model)).learnt(
-        sources=corpus.sources, name=corpus.name, text_fingerprint=corpus.text_fingerprint
-    )
-
-
-def _taken_as_public(config: TrainConfig, corpus: CorpusFacts) -> list[str]:
-    taken = [
-        f"the number of {dp_settings(config).unit}s, which counts as public",
-        "what was done to the text before it was prepared, where its files do not tell",
-    ]
+def _taken_as_public(
+    config: TrainConfig, corpus: CorpusFacts, people: tuple[str, ...]
+) -> Iterator[str]:
+    yield f"the number of {dp_settings(config).unit}s, which counts as public"
+    yield "what was done to the text before it was prepared, where its files do not tell"
     if corpus.settings.get("tokenizer") is not None:
-        taken.append(f"the tokenizer {corpus.settings['tokenizer']}, taken to be public")
+        yield f"the tokenizer {corpus.settings['tokenizer']}, taken to be public"
     if config.model not in BUILT_IN_MODELS:
-        taken.append(f"what {config.model} was trained on before")
-    return taken
+        yield f"what {config.model} was trained on before{_unknown(config.model)}"
+    if others := num_other_people(people):
+        corpora = counted(others, "other corpus", "other corpora")
+        yield f"{corpora} registered here, taken to be of other people"
+
+
+def _unknown(model: str) -> str:
+    """What nobody can tell of a model's history."""
+    origin = origin_of(Path(model))
+    if not origin.is_known:
+        return ", of which nothing is known: it has no guarantee.json and stands in no run"
+    if origin.openly and not origin.open_folders:
+        return ": the text itself is no longer there to be compared with"
+    return ""
 
 
 def _release(record: dict[str, Any], unit: str) -> Release:

@@ -1,0 +1,105 @@
+"""The register: which private runs spent on whose text, one file for each user of this machine.
+
+A line for each prepared corpus says whose text it is, and one for each private run, written before
+its first step, what that run will spend at most. Lines are only ever added. The file is its
+owner's alone: it holds fingerprints of text, by which a corpus that is prepared twice is known.
+"""
+
+import fcntl
+import json
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from tightlip.core.checksums import sealed, unsealed
+from tightlip.core.errors import GuaranteeError
+from tightlip.core.files import OWNER_FILE, fsync, make_private_folder
+
+PLACE = "TIGHTLIP_REGISTER"  # the environment's variable that names the file
+CORPUS, RUN = "corpus", "run"
+
+Entry = dict[str, Any]
+
+
+def register_path() -> Path:
+    """Where the register is, or would be."""
+    if given := os.environ.get(PLACE):
+        return Path(given)
+    state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    return Path(state) / "tightlip" / "register.jsonl"
+
+
+@contextmanager
+def kept_in(folder: Path) -> Iterator[None]:
+    """Keep a register of its own for experiments, whose text is public or only tried out."""
+    before = os.environ.get(PLACE)
+    os.environ[PLACE] = str(folder / "register.jsonl")
+    try:
+        yield
+    finally:
+        del os.environ[PLACE]
+        os.environ |= {} if before is None else {PLACE: before}
+
+
+def entries(kind: str) -> list[Entry]:
+    """All lines of a kind, the oldest first; a refusal where the register cannot be trusted."""
+    path = register_path()
+    try:
+        content = path.read_bytes() if path.exists() else b""
+    except OSError as error:
+        raise _unusable(path, "read", error) from error
+    return [entry for entry in _entries_in(content, path) if entry["kind"] == kind]
+
+
+def add(make: Callable[[list[Entry]], Entry | None]) -> None:
+    """Add the line that `make` gives when it has seen those that are there; it may give none.
+
+    Holds:
+        alone: of two processes the second sees the line of the first.
+        kept: the line is on the disk when this returns.
+        torn: a line that a kill cut off is gone at the next one; its run had not begun.
+    """
+    path = register_path()
+    try:
+        make_private_folder(path.parent)
+        descriptor = os.open(path, os.O_CREAT | os.O_RDWR | os.O_APPEND, OWNER_FILE)
+        with os.fdopen(descriptor, "rb+", buffering=0) as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            content = file.read()
+            entry = make(_entries_in(content, path))
+            if entry is not None:
+                file.truncate(content.rfind(b"\n") + 1)
+                _append(file.fileno(), json.dumps(sealed(entry)).encode() + b"\n")
+                fsync(path)
+                fsync(path.parent)
+    except OSError as error:
+        raise _unusable(path, "written", error) from error
+
+
+def _append(descriptor: int, line: bytes) -> None:
+    while line:
+        line = line[os.write(descriptor, line) :]
+
+
+def _entries_in(content: bytes, path: Path) -> list[Entry]:
+    """Every whole line; a last one without its end was never written whole."""
+    *lines, _ = content.split(b"\n")
+    try:
+        found = [unsealed(json.loads(line)) for line in lines]
+    except ValueError:
+        found = [({}, False)]
+    if not all(is_sealed and "kind" in entry for entry, is_sealed in found):
+        raise GuaranteeError(
+            f"{path} is damaged: a line of it is not what tightlip wrote, so nobody knows what was spent on whom. Put a "
+            f"whole copy back. If there is none, move it away: what it told of is then to be added up by hand."
+        )
+    return [entry for entry, _ in found]
+
+
+def _unusable(path: Path, done: str, error: OSError) -> GuaranteeError:
+    return GuaranteeError(
+        f"{path} cannot be {done} ({error.strerror}), and a private run is put on record there before its first step. "
+        f"Make room or give the right to do so, or set {PLACE} to a file that is kept."
+    )

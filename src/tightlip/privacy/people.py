@@ -1,0 +1,117 @@
+"""Whose text a private run learnt from, and which other runs count for the same people.
+
+A run is put into the register before its first step, under the ids of its people, with the most
+that it will spend. It counts from then on, whatever becomes of its folder.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from tightlip.core import register
+from tightlip.core.errors import GuaranteeError, TightlipError
+from tightlip.privacy.ledger import read_ledger
+
+Record = dict[str, Any]
+# What of a ledger is needed to compose it with others. None of it is a hash of text.
+_NEEDED = ("unit", "adjacency", "noise_multiplier", "sampling_rate", "delta", "steps", "standing")
+_COMPOSED = (
+    *("run", "unit", "adjacency", "noise_multiplier", "sampling_rate", "releases", "delta"),
+    *("steps", "planned_steps", "epsilon", "adaptive", "corpus_fingerprint", "insecure_seed"),
+    *("standing", "because", "arithmetic"),
+)
+
+
+def people_of(ids: tuple[str, ...]) -> Record:
+    """The ids of a run's people as its ledger names them: all but of merged corpora have one."""
+    return {"id": ids[0], **({"also": list(ids[1:])} if ids[1:] else {})}
+
+
+def ids_of(record: Record) -> list[str]:
+    """The people that a ledger, or what was kept of one, names."""
+    people = record.get("people") or {}
+    return [people["id"], *people.get("also", ())] if people else []
+
+
+def composable(record: Record) -> Record:
+    """What must be known of a run once its ledger is gone."""
+    kept = {name: record[name] for name in _COMPOSED if name in record}
+    if ids := ids_of(record):
+        kept["people"] = people_of((*ids,))
+    if kept.get("adaptive"):
+        own = {name: value for name, value in kept["adaptive"].items() if name != "weights"}
+        kept["adaptive"] = own
+    return kept
+
+
+def runs_before(guarantee: Record) -> list[Record]:
+    """The private runs that a model came out of, by its `guarantee.json`, the last one first."""
+    is_private = guarantee.get("epsilon") is not None and guarantee.get("noise_multiplier")
+    runs = [*([composable(guarantee)] if is_private else ()), *guarantee.get("before", ())]
+    if not all({*_NEEDED} <= {*run} for run in runs):
+        raise GuaranteeError(
+            "A guarantee.json behind the model to start from does not say enough to be composed, so what it cost its people "
+            "is not known. Put a whole copy back, or start from other weights."
+        )
+    return runs
+
+
+def enrol(record: Record, ledger: Path) -> None:
+    """Put a run into the register, once.
+
+    Holds:
+        once: a run that goes on, also from another place, is registered already.
+        copied: a copy of a run's folder is refused while the run itself is still there.
+    """
+    path = ledger.resolve()
+    entry = {"kind": register.RUN, "ledger": str(path), "terms": composable(record)}
+
+    def unless_there(entries: list[register.Entry]) -> register.Entry | None:
+        known = [each for each in entries if _is_of(each, record["run"])]
+        for each in known:
+            if each["ledger"] != str(path) and _ledger_of(each) is not None:
+                raise GuaranteeError(
+                    f"{path} is a copy: {each['ledger']} is the ledger of the same run, and steps charged to one would be "
+                    "missing in the other. Go on with that one, or delete it first."
+                )
+        return None if known else entry
+
+    register.add(unless_there)
+
+
+def runs_of(record: Record) -> list[Record]:
+    """All runs that count for the people of a run, each once and as it stands, this one last."""
+    own, ids = record.get("run"), {*ids_of(record)}
+    before = {each.get("run") or place: each for place, each in enumerate(record.get("before", ()))}
+    runs: dict[Any, Record] = {}
+    for entry in register.entries(register.RUN):
+        terms = entry["terms"]
+        if ids & {*ids_of(terms)} or terms["run"] in before:
+            runs[terms["run"]] = _as_it_stands(entry)
+    runs = before | runs
+    runs.pop(own, None)
+    return [*runs.values(), record]
+
+
+def num_other_people(ids: tuple[str, ...]) -> int:
+    """How many corpora private runs were made on that are taken to be of other people."""
+    others = {tuple(ids_of(entry["terms"])) for entry in register.entries(register.RUN)}
+    return sum(not {*each} & {*ids} for each in others)
+
+
+def _is_of(entry: register.Entry, run: str) -> bool:
+    return bool(entry["kind"] == register.RUN and entry["terms"]["run"] == run)
+
+
+def _as_it_stands(entry: register.Entry) -> Record:
+    """A registered run, with the steps of its ledger where that can still be read."""
+    terms: Record = entry["terms"]
+    there = _ledger_of(entry)
+    return terms if there is None else terms | {"steps": max(terms["steps"], there["steps"])}
+
+
+def _ledger_of(entry: register.Entry) -> Record | None:
+    try:
+        there = read_ledger(Path(entry["ledger"]))
+    except (TightlipError, OSError):
+        return None
+    return there if there.get("run") == entry["terms"]["run"] else None
