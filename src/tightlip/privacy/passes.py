@@ -26,6 +26,7 @@ from tightlip.privacy.clipping import (
     unit_by_unit,
     watched_pass,
 )
+from tightlip.privacy.experts import rows_apart
 from tightlip.privacy.layers import Layout, Use
 from tightlip.privacy.rounding import Scaled, full_precision
 from tightlip.privacy.row_losses import token_weights
@@ -130,7 +131,7 @@ class Passes:
         mask_BT: Tensor | None = None,
         look: bool = True,
     ) -> ClippedGradients:
-        with self._precision():
+        with self._precision(), rows_apart(self.model):
             watch, losses_B = watched_pass(
                 self.parameters,
                 lambda: logits_of(self.model, ids_BT, mask_BT),
@@ -194,7 +195,7 @@ class Passes:
                 for name, each in zip(names, weights, strict=True)
             }
             swapped = {**own, **dict(zip(others, kept, strict=True))}
-            with self._precision():
+            with self._precision(), rows_apart(self.model):
                 watch, losses_B = watched_pass(
                     own,  # type: ignore[arg-type]
                     lambda: _swapped_logits(self.model, swapped, ids),
@@ -313,7 +314,8 @@ def summed(
             if clip is not None:
                 return clipped_sum(watch, parameters, losses_B, layout, clip, shares_U)
             losses_U = layout.sum_by_unit(losses_B)
-            gradients = plain_sums(watch.uses, parameters)
+            apart = watch.apart(parameters)
+            gradients = watch.together(plain_sums(watch.uses, apart), parameters)
             return ClippedGradients(gradients, torch.zeros_like(losses_U), losses_U)
     finally:
         watch.forget()

@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 from tightlip.core.devices import looks_ahead, rounding_tolerance
 from tightlip.core.errors import GuaranteeError, UsageError
 from tightlip.privacy.clipping import Clip, ClippedGradients, trainable_parameters
+from tightlip.privacy.experts import check_no_batch_losses
 from tightlip.privacy.layers import Layout
 from tightlip.privacy.passes import Passes, Physical, logits_of, warn_slow
 from tightlip.privacy.rounding import full_precision
@@ -76,6 +77,7 @@ def check_no_buffers(model: nn.Module) -> None:
                 f"{name} is a {type(module).__name__}: it mixes rows, and keeps averages of private text that no noise "
                 f"hides. Replace it with a LayerNorm."
             )
+    check_no_batch_losses(model)
 
 
 def _check_shapes(ids: Tensor, labels: Tensor, mask: Tensor | None, units: Tensor | None) -> None:
