@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tightlip.privacy.derived import MOST_NUMBERS, NoRule
-from tightlip.privacy.layers import Whole
+from tightlip.privacy.derived import MOST_NUMBERS, NoRule, written_out
 
 
 def elementwise(operation: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -62,6 +61,22 @@ def conv1d(
     return torch.conv1d(beside, weights, bias, *how).view(len(input), len(weight), -1)
 
 
+def cat(watch: Any, name: str, tensors: Any, dim: int = 0) -> Tensor:
+    """Rows joined by a parameter that was spread over them, as by an attention's sinks."""
+    if dim % tensors[0].ndim == 0 or any(len(each) != watch.num_rows for each in tensors):
+        raise NoRule(name, "joined to something that has no rows")
+    return torch.cat([_by_row_again(watch, name, each) for each in tensors], dim)
+
+
+def _by_row_again(watch: Any, name: str, tensor: Tensor) -> Tensor:
+    if not watch.is_watched(tensor):
+        return tensor
+    source = watch.expanded.get(id(tensor))
+    if source is None or source.ndim != tensor.ndim or len(source) != 1:
+        raise NoRule(name, f"joined to rows with shape {tuple(tensor.shape)}")
+    return per_row(watch, name, source).flatten(0, 1).expand_as(tensor)
+
+
 def per_row(watch: Any, name: str, parameter: Tensor) -> Tensor:
     """[B, …]: the parameter once for every row."""
     if parameter.numel() > MOST_NUMBERS:
@@ -82,5 +97,5 @@ class _Copies(torch.autograd.Function):
 
     @staticmethod
     def backward(context: Any, gradient: Tensor) -> tuple[None, ...]:  # type: ignore[override]
-        context.watch.note(context.parameter, Whole(gradient))
+        context.watch.note(context.parameter, written_out(gradient))
         return (None,) * 3

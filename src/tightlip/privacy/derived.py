@@ -77,7 +77,12 @@ class Derived:
             )
         for leaf, gradient in zip(self.leaves, found, strict=True):
             if gradient is not None:
-                yield leaf, Whole(gradient)
+                yield leaf, written_out(gradient)
+
+
+def written_out(gradient: Tensor) -> Whole:
+    """Every row's gradient; of a single number as a vector of one."""
+    return Whole(gradient if gradient.ndim > 1 else gradient[:, None])
 
 
 def derive(func: Any, args: Sequence[Any], kwargs: dict[str, Any], known: dict[int, Derived]) -> Any:
@@ -100,7 +105,7 @@ def derive(func: Any, args: Sequence[Any], kwargs: dict[str, Any], known: dict[i
 
 
 def _derived(value: Any, leaves: dict[str, Tensor], turned: bool | None) -> Any:
-    hangs = isinstance(value, Tensor) and value.requires_grad
+    hangs = leaves and isinstance(value, Tensor) and value.requires_grad
     return Derived(value, leaves, turned) if hangs else value
 
 

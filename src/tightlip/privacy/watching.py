@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from tightlip.privacy.copies import conv1d, elementwise, like_before
+from tightlip.privacy.copies import cat, conv1d, elementwise, like_before
 from tightlip.privacy.derived import ONLY_KIND, Derived, NoRule, Wire, derive, every_tensor
 from tightlip.privacy.experts import baddbmm, bmm, current_watch
 from tightlip.privacy.layers import EmbeddingUse, NormUse, Use, linear_use
@@ -166,6 +166,7 @@ RULES: dict[Any, Callable[..., Any]] = {
         (torch.matmul, torch.mm, Tensor.matmul, Tensor.mm, Tensor.__matmul__), _matmul
     ),
     torch.conv1d: conv1d,
+    torch.cat: cat,
     torch.bmm: bmm,
     torch.baddbmm: baddbmm,
     **{
@@ -197,6 +198,7 @@ class Watch(TorchFunctionMode):
         self.last_output: Tensor | None = None  # of a linear layer; nothing else keeps it
         self.spread: dict[int, Tensor] = {}
         self.derived: dict[int, Derived] = {}
+        self.expanded: dict[int, Tensor] = {}
         self.stacks: dict[str, dict[int, list[Use]]] = {}
         # What hangs on no row, by `id`; kept, so that no other tensor gets the `id`.
         self.rowless: dict[int, Tensor] = {}
@@ -275,7 +277,7 @@ class Watch(TorchFunctionMode):
         """Let go of all tensors; autograd's graph and this watch hold each other otherwise."""
         self.uses = {name: [] for name in self.uses}
         self.finite, self.spread, self.last_output = {}, {}, None
-        self.derived, self.rowless, self.stacks = {}, {}, {}
+        self.derived, self.rowless, self.expanded, self.stacks = {}, {}, {}, {}
 
     def backward(self, total: Tensor, asked: list[Tensor]) -> tuple[Tensor | None, ...]:
         """What autograd finds for each of `asked`, this watch on all the way.
@@ -322,12 +324,13 @@ class Watch(TorchFunctionMode):
         if func in ONLY_KIND:
             args = args[:1]
         tensors = [*every_tensor(args, kwargs)]
-        return any(each.ndim for each in tensors) and all(map(self._hangs_on_no_row, tensors))
+        some = any(each.ndim or self.is_watched(each) for each in tensors)
+        return some and all(map(self._hangs_on_no_row, tensors))
 
     def _hangs_on_no_row(self, value: Tensor) -> bool:
         if self.is_watched(value) or id(value) in self.rowless:
             return True
-        return not value.requires_grad and (isinstance(value, nn.Parameter) or not value.ndim)
+        return isinstance(value, nn.Parameter) or not (value.ndim or value.requires_grad)
 
     def _rowless(
         self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], named: list[str]
@@ -340,7 +343,10 @@ class Watch(TorchFunctionMode):
         result = derive(func, args, kwargs, known)
         if isinstance(result, list):
             return tuple(self._watched(each) for each in result)
-        return self._watched(result)
+        watched = self._watched(result)
+        if func is Tensor.expand and self.is_watched(watched):
+            self.expanded[id(watched)] = args[0]
+        return watched
 
     def _stand_in(self, parameter: Tensor) -> Derived:
         if id(parameter) not in self.derived:
