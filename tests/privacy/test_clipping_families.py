@@ -12,6 +12,7 @@ from tightlip.core.errors import UsageError
 from tightlip.models.configurations import GRUConfig, LSTMConfig, TransformerConfig
 from tightlip.models.recurrent import GRUForCausalLM, LSTMForCausalLM
 from tightlip.models.transformer import TransformerForCausalLM
+from tightlip.privacy import PrivateTraining
 from tightlip.privacy.per_unit import clipped_gradients
 
 TOKENS = {"vocab_size": 31, "bos_token_id": 0, "eos_token_id": 0}
@@ -52,10 +53,17 @@ FAMILIES = {
 }
 MIXTURE = {**GROUPED, "head_dim": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 10}
 LATENT = {
-    **{**MIXTURE, "num_key_value_heads": 2},
-    **{"qk_nope_head_dim": 4, "qk_rope_head_dim": 4, "v_head_dim": 4},
-    **{"kv_lora_rank": 4, "q_lora_rank": 4, "n_group": 1, "topk_group": 1},
-    **{"n_shared_experts": 1, "first_k_dense_replace": 1},
+    **MIXTURE,
+    "num_key_value_heads": 2,
+    "qk_nope_head_dim": 4,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 4,
+    "kv_lora_rank": 4,
+    "q_lora_rank": 4,
+    "n_group": 1,
+    "topk_group": 1,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
 }
 del LATENT["head_dim"]
 STATES = {**TOKENS, "hidden_size": 8, "num_hidden_layers": 2, "state_size": 4}
@@ -225,7 +233,9 @@ def test_every_kind_of_adapter_is_clipped_as_autograd_would(name, kind):
 def test_adapters_of_routers_are_clipped_as_autograd_would(name, router):
     adapted = LoraConfig(r=2, target_modules=["q_proj"], target_parameters=[router])
     model = shaken(get_peft_model(stock(name), adapted))
-    assert any("lora_A" in key and router.split(".")[1] in key for key, _ in model.named_parameters())
+    assert any(
+        "lora_A" in key and router.split(".")[1] in key for key, _ in model.named_parameters()
+    )
     ids, labels, mask = padded("right")
     check_fast(model, ids, labels, clip_norm=0.05, attention_mask=mask)
 
@@ -247,6 +257,52 @@ def test_gradient_checkpointing_changes_nothing(name, options):
     found = clipped_gradients(model, ids, labels, clip_norm=0.5, attention_mask=mask)
     for key, gradient in plain.gradients.items():
         assert torch.allclose(found.gradients[key], gradient, rtol=1e-12, atol=1e-15)
+
+
+def stepped(folder, name, *, checkpoints, **changes):
+    """A private step's change of the weights, noise left out, and how often its first layer ran."""
+    model = stock(name, seed=3, **changes).float()
+    if checkpoints:
+        model.gradient_checkpointing_enable()
+    layer = next(each for key, each in model.named_modules() if key.endswith(".0"))
+    calls = []
+    forward = layer.forward
+    layer.forward = lambda *args, **kwargs: (calls.append(1), forward(*args, **kwargs))[1]
+    torch.manual_seed(5)
+    texts = [torch.randint(2, 31, (6,)) for _ in range(4)]
+    training = PrivateTraining(
+        model,
+        torch.optim.SGD(model.parameters(), lr=1.0),
+        texts,
+        ledger=folder / f"{name}-{checkpoints}.json",
+        noise_multiplier=0.0,
+        expected_batch=4,
+        insecure_seed=1,
+    )
+    before = torch.cat([each.detach().flatten() for each in model.parameters()])
+    calls.clear()
+    training.step()
+    training.close()
+    assert not any(module.training for module in model.modules())
+    return before - torch.cat([each.detach().flatten() for each in model.parameters()]), len(calls)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("LlamaForCausalLM", {"attention_dropout": 0.5}),
+        ("OPTForCausalLM", {"dropout": 0.5}),
+        ("GPT2LMHeadModel", dict.fromkeys(UNSTEADY, 0.5)),
+        ("MixtralForCausalLM", {"attention_dropout": 0.5}),
+    ],
+)
+def test_a_private_step_computes_checkpointed_layers_once_more_and_drops_nothing(
+    name, changes, tmp_path
+):
+    kept, calls_kept = stepped(tmp_path, name, checkpoints=False, **changes)
+    again, calls_again = stepped(tmp_path, name, checkpoints=True, **changes)
+    assert calls_again == 2 * calls_kept > 0
+    torch.testing.assert_close(again, kept, rtol=1e-5, atol=1e-7)
 
 
 def test_checkpoints_that_go_back_by_themselves_are_refused():

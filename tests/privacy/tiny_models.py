@@ -181,7 +181,9 @@ MADE = {
         2 * SIZE,
         SIZE,
     ),
-    "scaled matrix": lambda: Made(lambda own: own / own.norm(dim=1, keepdim=True), torch.matmul, SIZE, SIZE),
+    "scaled matrix": lambda: Made(
+        lambda own: own / own.norm(dim=1, keepdim=True), torch.matmul, SIZE, SIZE
+    ),
     "heads": lambda: Made(lambda own: own, over_heads, 2, 3, 3),
     "norm of what was made": lambda: Made(
         lambda own: own + 1, lambda x, made: functional.layer_norm(x, (SIZE,), made, made / 2), SIZE

@@ -31,7 +31,9 @@ def elementwise(operation: Callable[..., Tensor]) -> Callable[..., Tensor]:
         if rows.ndim < 3 or missing < (rows.ndim != other.ndim):
             raise NoRule(name, f"it meets a tensor of shape {tuple(other.shape)}")
         copies = per_row(watch, name, parameter).view(len(rows), *[1] * missing, *shape)
-        return like_before(operation(copies, rows) if is_first else operation(rows, copies), other, rows)
+        return like_before(
+            operation(copies, rows) if is_first else operation(rows, copies), other, rows
+        )
 
     return rule
 

@@ -85,7 +85,9 @@ def written_out(gradient: Tensor) -> Whole:
     return Whole(gradient if gradient.ndim > 1 else gradient[:, None])
 
 
-def derive(func: Any, args: Sequence[Any], kwargs: dict[str, Any], known: dict[int, Derived]) -> Any:
+def derive(
+    func: Any, args: Sequence[Any], kwargs: dict[str, Any], known: dict[int, Derived]
+) -> Any:
     """What `func` gives, Derived in place of tensors that hang on leaves.
 
     `known` says what stands for each watched tensor, by `id`. One that comes back as it was, as
@@ -94,7 +96,9 @@ def derive(func: Any, args: Sequence[Any], kwargs: dict[str, Any], known: dict[i
     watched = [each for each in every_tensor(args, kwargs) if id(each) in known]
     sources = [known[id(each)] for each in watched]
     with torch.enable_grad():
-        result = func(*_replaced(args, known), **{k: _replaced(v, known) for k, v in kwargs.items()})
+        result = func(
+            *_replaced(args, known), **{k: _replaced(v, known) for k, v in kwargs.items()}
+        )
     for each, source in zip(watched, sources, strict=True):
         if result is source.made:
             return each

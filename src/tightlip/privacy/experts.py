@@ -33,8 +33,11 @@ def bmm(watch: Any, name: str, input_ENX: Tensor, weight_EXY: Tensor) -> Tensor:
     num_tokens = input_ENX.shape[1]
     if not watch.is_watched(weight_EXY) or num_tokens % watch.num_rows:
         raise NoRule(name, f"it meets a stack of {num_tokens} tokens for {watch.num_rows} rows")
-    input_EBTX = input_ENX.unflatten(1, (watch.num_rows, -1))
-    return _Stack.apply(watch.anchor, input_EBTX, weight_EXY, watch).flatten(1, 2)
+    num_matrices, each_has = len(weight_EXY), num_tokens // watch.num_rows
+    input_BSX = input_ENX.unflatten(1, (watch.num_rows, each_has)).transpose(0, 1).flatten(1, 2)
+    sizes_BE = [[each_has] * num_matrices] * watch.num_rows
+    output_BSY = _Routed.apply(watch.anchor, input_BSX, weight_EXY, None, sizes_BE, True, watch)
+    return output_BSY.unflatten(1, (num_matrices, each_has)).transpose(0, 1).flatten(1, 2)
 
 
 def baddbmm(
@@ -44,28 +47,6 @@ def baddbmm(
         raise NoRule(name, "used by baddbmm in an unusual way")
     output_EBTY = bmm(watch, name, batch1, batch2).unflatten(1, (watch.num_rows, -1))
     return (output_EBTY + per_row(watch, name, input).transpose(0, 1)).flatten(1, 2)
-
-
-class _Stack(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        context: Any, anchor: Tensor, input_EBTX: Tensor, weight_EXY: Tensor, watch: Any
-    ) -> Tensor:
-        context.watch, context.weight, context.input_dtype = watch, weight_EXY, input_EBTX.dtype
-        dtype = product_dtype(input_EBTX)
-        own_EBTX, own_EXY = input_EBTX.to(dtype), weight_EXY.detach().to(dtype)
-        context.save_for_backward(own_EBTX, own_EXY)
-        return torch.matmul(own_EBTX, own_EXY[:, None])
-
-    @staticmethod
-    def backward(context: Any, gradient_EBTY: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        own_EBTX, own_EXY = context.saved_tensors
-        for matrix, (right_BTX, left_BTY) in enumerate(zip(own_EBTX, gradient_EBTY, strict=True)):
-            context.watch.note(context.weight, Outer(right_BTX, left_BTY), matrix=matrix)
-        back = None
-        if context.needs_input_grad[1]:
-            back = (gradient_EBTY @ own_EXY[:, None].mT).to(context.input_dtype)
-        return None, back, None, None
 
 
 def current_watch(like: Tensor) -> Any:
@@ -105,7 +86,9 @@ def _by_row(module: Any, *args: Any, **kwargs: Any) -> Tensor:
     values_BSX = _taken(hidden_BTX.repeat_interleave(each_takes, dim=1), order_BS)
     through = partial(_through_experts, module, sizes_BE)
     gated = module._apply_gate if module.has_gate else module.act_fn
-    values_BSX = through("down_proj", gated(through("gate_up_proj" if module.has_gate else "up_proj", values_BSX)))
+    values_BSX = through(
+        "down_proj", gated(through("gate_up_proj" if module.has_gate else "up_proj", values_BSX))
+    )
     if module.has_post_expert_norm:
         values_BSX = module.post_expert_norm(values_BSX)
     values_BSX = values_BSX * shares_BS.gather(1, order_BS)[..., None]
@@ -117,7 +100,9 @@ def _taken(values_BSX: Tensor, places_BS: Tensor) -> Tensor:
     return values_BSX.gather(1, places_BS[..., None].expand_as(values_BSX))
 
 
-def _through_experts(module: Any, sizes_BE: list[list[int]], name: str, values_BSX: Tensor) -> Tensor:
+def _through_experts(
+    module: Any, sizes_BE: list[list[int]], name: str, values_BSX: Tensor
+) -> Tensor:
     watch, weight = current_watch(values_BSX), getattr(module, name)
     bias = getattr(module, f"{name}_bias") if module.has_bias else None
     watch.check_constant(name, weight, bias)
@@ -126,7 +111,7 @@ def _through_experts(module: Any, sizes_BE: list[list[int]], name: str, values_B
 
 
 class _Routed(torch.autograd.Function):
-    """Each row's tokens, in the order of their experts, times their expert's matrix."""
+    """Each row's tokens, in the order of their matrices, each times its own."""
 
     @staticmethod
     def forward(
@@ -177,7 +162,10 @@ class _Routed(torch.autograd.Function):
 
 
 def _each_alone(
-    values_BSX: Tensor, sizes_BE: list[list[int]], width: int, product: Callable[[Tensor, int], Tensor]
+    values_BSX: Tensor,
+    sizes_BE: list[list[int]],
+    width: int,
+    product: Callable[[Tensor, int], Tensor],
 ) -> Tensor:
     """A product for each row and expert."""
     output_BSY = values_BSX.new_empty(*values_BSX.shape[:2], width)
@@ -191,7 +179,9 @@ def _each_alone(
 
 def _by_expert(values_BSX: Tensor, sizes_BE: list[list[int]]) -> list[Tensor]:
     """Each expert's tokens, [B, T, X], rows with fewer of them filled with zeros."""
-    parts = [values_SX.split(sizes_E) for values_SX, sizes_E in zip(values_BSX, sizes_BE, strict=True)]
+    parts = [
+        values_SX.split(sizes_E) for values_SX, sizes_E in zip(values_BSX, sizes_BE, strict=True)
+    ]
     return [pad_sequence(list(own), batch_first=True) for own in zip(*parts, strict=True)]
 
 

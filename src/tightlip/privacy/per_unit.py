@@ -4,6 +4,7 @@ Whether they are is asked of the model, not assumed. Shapes: B rows, T positions
 """
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, ref
@@ -261,6 +262,27 @@ class Steady(TorchFunctionMode):
         if func in (torch.lstm, torch.gru) and len(args) == 9:
             args = (*args[:5], 0.0, *args[6:])
         return func(*args, **kwargs)
+
+
+@contextmanager
+def without_dropout(model: nn.Module) -> Iterator[None]:
+    """The model in evaluation mode, but for layers that the way back is to compute once more:
+    transformers keeps checkpoints in training only. Dropout stays off in them too."""
+    model.eval()
+    layers = [
+        module
+        for module in model.modules()
+        if getattr(module, "gradient_checkpointing", False)
+        and "GradientCheckpointingLayer" in {each.__name__ for each in type(module).__mro__}
+    ]
+    try:
+        for layer in layers:
+            layer.training = True
+        with Steady() if layers else nullcontext():
+            yield
+    finally:
+        for layer in layers:
+            layer.training = False
 
 
 def _first_unlike(one: ClippedGradients, other: ClippedGradients) -> str | None:

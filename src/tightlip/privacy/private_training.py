@@ -30,7 +30,13 @@ from tightlip.privacy.layers import Layout, zeros_for
 from tightlip.privacy.ledger import ACCOUNTANT, Ledger, claimed, guarantee_terms, read_ledger
 from tightlip.privacy.noise_schedules import noise_for, schedule_for
 from tightlip.privacy.passes import Passes, Physical, Way
-from tightlip.privacy.per_unit import check_model, check_optimizer, no_rule_for, synthetic_rows
+from tightlip.privacy.per_unit import (
+    check_model,
+    check_optimizer,
+    no_rule_for,
+    synthetic_rows,
+    without_dropout,
+)
 from tightlip.privacy.plans import PrivacySpec, Terms, noise_plan
 from tightlip.privacy.row_losses import NO_LABEL
 from tightlip.privacy.sampling import PoissonSampler, UnitRows
@@ -146,7 +152,8 @@ class PrivateTraining:
         self._sampler = PoissonSampler(self._units.num_units, self.spec.expected_batch, generator)
         self._noise = noise_for(self.device, self.spec.insecure_seed)
         self._widths = widths
-        self._passes = self._checked_passes(way, bf16)
+        with without_dropout(model):
+            self._passes = self._checked_passes(way, bf16)
         self._physical_rows = physical_rows or (64 if self.device.type == "cuda" else 16)
         self.adaptive = adaptive
         self._rho = self._weights(weights)
@@ -206,12 +213,12 @@ class PrivateTraining:
                 f"{self.ledger.steps} steps are spent, and another would pass epsilon={self.spec.epsilon:g}. "
                 f"Stop here, or begin a new run with more noise."
             )
-        # Without dropout: its masks go by place in the batch, so one unit more would change
-        # everybody's, and with them the whole sum.
-        self.model.eval()
         rows_of, rho_U = self._drawn(self._sampler.draw())
         sigma = self.schedule.charge(self.ledger.charge, rho_U)
-        gradients, step = self._clipped_sum(rows_of, rho_U)
+        # Masks of dropout go by place in the batch, so one unit more would change everybody's,
+        # and with them the whole sum.
+        with without_dropout(self.model):
+            gradients, step = self._clipped_sum(rows_of, rho_U)
         # By the expected size of a draw, never by the real one, which is private.
         share = 1 / self.spec.expected_batch
         if sigma:
@@ -333,7 +340,6 @@ class PrivateTraining:
 
     def _checked_passes(self, way: Way, bf16: bool) -> Passes:
         check_optimizer(self.model, self.optimizer)
-        self.model.eval()
         clip = Clip(norm=self.spec.clip_norm, per_layer=self.spec.per_layer)
         passes = Passes(self.model, clip, way=way, bf16=bf16)
         length = min(LONGEST_CHECKED, int(self.source.lengths.max()))

@@ -162,9 +162,7 @@ RULES: dict[Any, Callable[..., Any]] = {
     functional.embedding: _embedding,
     functional.layer_norm: _layer_norm,
     functional.rms_norm: _rms_norm,
-    **dict.fromkeys(
-        (torch.matmul, torch.mm, Tensor.matmul, Tensor.mm, Tensor.__matmul__), _matmul
-    ),
+    **dict.fromkeys((torch.matmul, torch.mm, Tensor.matmul, Tensor.mm, Tensor.__matmul__), _matmul),
     torch.conv1d: conv1d,
     torch.cat: cat,
     torch.bmm: bmm,
@@ -259,7 +257,9 @@ class Watch(TorchFunctionMode):
                 self.uses[f"{name}[{number}]"] = stack.get(number, [])
         return separate
 
-    def together(self, gradients: dict[str, Tensor], parameters: dict[str, Any]) -> dict[str, Tensor]:
+    def together(
+        self, gradients: dict[str, Tensor], parameters: dict[str, Any]
+    ) -> dict[str, Tensor]:
         """The gradients of matrices as those of their stacks."""
         return {
             name: torch.stack([gradients[f"{name}[{number}]"] for number in range(len(parameter))])
@@ -279,8 +279,9 @@ class Watch(TorchFunctionMode):
         self.finite, self.spread, self.last_output = {}, {}, None
         self.derived, self.rowless, self.expanded, self.stacks = {}, {}, {}, {}
 
-    def backward(self, total: Tensor, asked: list[Tensor]) -> tuple[Tensor | None, ...]:
-        """What autograd finds for each of `asked`, this watch on all the way.
+    @staticmethod
+    def backward(total: Tensor, asked: list[Tensor]) -> tuple[Tensor | None, ...]:
+        """What autograd finds for each of `asked`, any watch on all the way.
 
         torch.autograd.grad would hand itself to the watch, and a watch is off while it works.
         """
@@ -339,7 +340,11 @@ class Watch(TorchFunctionMode):
             if named:
                 raise NoRule(named[0], f"changed in place by {func.__name__}")
             return func(*args, **kwargs)
-        known = {id(each): self._stand_in(each) for each in every_tensor(args, kwargs) if self.is_watched(each)}
+        known = {
+            id(each): self._stand_in(each)
+            for each in every_tensor(args, kwargs)
+            if self.is_watched(each)
+        }
         result = derive(func, args, kwargs, known)
         if isinstance(result, list):
             return tuple(self._watched(each) for each in result)
