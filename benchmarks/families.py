@@ -7,7 +7,6 @@ Models are built tiny from their configurations, with random weights.
 """
 
 import logging
-import re
 import signal
 import sys
 import warnings
@@ -18,12 +17,13 @@ import transformers
 from peft import LoraConfig, get_peft_model
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from tightlip.core.errors import TightlipError
+from tightlip.core.errors import GuaranteeError, UsageError
 from tightlip.privacy.per_unit import check_model, no_rule_for
 
+IDS = torch.tensor([[5, 9, 14, 3, 27, 9, 30], [2, 2, 8, 21, 11, 4, 17]])
 PAGE = Path(__file__).parents[1] / "docs" / "families.md"
 BEGIN, END = "<!-- families: begin -->", "<!-- families: end -->"
-SECONDS = 120
+SECONDS = 30  # for one model; what takes longer cannot be built tiny
 # Names that configurations give to the same few sizes.
 SIZES = {
     "vocab_size": 31,
@@ -48,3 +48,110 @@ SIZES = {
     **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id"), 1),
     "is_decoder": True,
 }
+# What some need besides, or otherwise.
+OTHERWISE = {
+    "bamba": {
+        "mamba_n_heads": 4,
+        "mamba_d_head": 8,
+        "mamba_n_groups": 1,
+        "attn_layer_indices": [1],
+    },
+    "codegen": {"n_head": 4, "rotary_dim": 4},
+    "diffllama": {"num_key_value_heads": 2},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
+    "granitemoehybrid": {
+        "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_n_groups": 1,
+        "layer_types": ["mamba", "attention"],
+    },
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "mamba2": {"num_heads": 4, "head_dim": 8, "n_groups": 1, "chunk_size": 4},
+    "recurrent_gemma": {"lru_width": 16, "block_types": ["recurrent", "attention"]},
+    "xlnet": {"d_head": 8},
+    "zamba": {"num_hidden_layers": 3, "layers_block_type": ["mamba", "hybrid", "mamba"]},
+}
+
+
+def tiny(family):
+    """The family's smallest model, its weights large enough for every part to matter."""
+    kind = getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family])
+    known = kind.config_class().to_dict()
+    sizes = {name: size for name, size in SIZES.items() if name in known}
+    if "qk_rope_head_dim" in known:  # latent attention works its heads out from its parts
+        sizes.pop("head_dim", None)
+        sizes["num_key_value_heads"] = 2
+    config = kind.config_class(**{**sizes, **OTHERWISE.get(family, {})})
+    config._experts_implementation = "eager"
+    torch.manual_seed(0)
+    model = kind(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.2 * torch.randn_like(parameter))
+        model(IDS, use_cache=False)
+    return model
+
+
+def way_of(model):
+    """How private training runs it: its way, and why it is not the fastest."""
+    try:
+        check_model(model, IDS)
+        reason = no_rule_for(model, IDS)
+    except (GuaranteeError, UsageError) as error:
+        return "refused", str(error).split(". ")[0]
+    return ("rules", "") if reason is None else ("one row at a time", reason)
+
+
+def row_of(family):
+    """The family's line of the table, or why there is none."""
+    try:
+        model = tiny(family)
+    except Exception as error:  # configurations need not fit together, nor what they import be here
+        return None, f"{type(error).__name__}: {str(error).splitlines()[0][:100]}"
+    full, why = way_of(model)
+    try:
+        adapted = get_peft_model(tiny(family), LoraConfig(r=2, target_modules="all-linear"))
+        lora, lora_why = way_of(adapted)
+    except ValueError:
+        lora, lora_why = "none", "peft finds no linear layer"
+    whys = "; ".join(dict.fromkeys(each for each in (why, lora_why) if each))
+    return f"| {family} | {full} | {lora} | {whys.replace('|', '/')} |", ""
+
+
+def main():
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    signal.signal(signal.SIGALRM, _too_long)
+    lines, missing = [], []
+    for family in sys.argv[1:] or MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        signal.alarm(SECONDS)
+        try:
+            line, why = row_of(family)
+        except Exception as error:
+            line, why = None, str(error).splitlines()[0]
+        finally:
+            signal.alarm(0)
+        print(line or f"{family}: {why}", flush=True)
+        lines += [line] if line else []
+        missing += [] if line else [family]
+    if not sys.argv[1:]:
+        write(lines, missing)
+
+
+def write(lines, missing):
+    table = ["| family | full fine-tuning | LoRA | why |", "|---|---|---|---|", *lines]
+    text = PAGE.read_text()
+    before, after = text.split(BEGIN)[0], text.split(END)[1]
+    told = f"Not built tiny here, so not tried: {', '.join(missing)}."
+    made = "\n".join(
+        [BEGIN, f"transformers {transformers.__version__}.", "", *table, "", told, END]
+    )
+    PAGE.write_text(before + made + after)
+
+
+def _too_long(*_):
+    raise TimeoutError(f"it took more than {SECONDS} s")
+
+
+if __name__ == "__main__":
+    main()

@@ -240,6 +240,19 @@ def test_adapters_of_routers_are_clipped_as_autograd_would(name, router):
     check_fast(model, ids, labels, clip_norm=0.05, attention_mask=mask)
 
 
+@pytest.mark.parametrize(
+    "name", ["MixtralForCausalLM", "GptOssForCausalLM", "DeepseekV2ForCausalLM"]
+)
+def test_adapters_of_everything_linear_reach_experts_too(name):
+    stacks = ["experts.gate_up_proj", "experts.down_proj"] if "Oss" in name else None
+    adapted = LoraConfig(r=2, target_modules="all-linear", target_parameters=stacks)
+    model = shaken(get_peft_model(stock(name), adapted))
+    assert any("experts" in key and "lora_A" in key for key, _ in model.named_parameters())
+    ids, labels, mask = padded("right")
+    how = {"clip_norm": 0.05, "within": 1e-5 if name in IN_SINGLE else 1e-9}
+    check_fast(model, ids, labels, attention_mask=mask, units=torch.tensor([0, 1, 1, 2, 1]), **how)
+
+
 UNSTEADY = ("resid_pdrop", "embd_pdrop", "attn_pdrop")
 
 

@@ -48,6 +48,13 @@ class Derived:
     leaves: dict[str, Tensor]
     turned: bool | None = False
 
+    @property
+    def is_rearranged(self) -> bool:
+        """Whether this is all of one parameter, its numbers at other places at most."""
+        (leaf, *others) = self.leaves.values()
+        same_memory = self.made.data_ptr() == leaf.data_ptr() and self.made.numel() == leaf.numel()
+        return not others and (self.turned is False or same_memory)
+
     def pulled_back(self, use: Use) -> Iterator[tuple[str, Use]]:
         """The use as one of each parameter."""
         name = next(iter(self.leaves))

@@ -77,7 +77,8 @@ def _by_row(module: Any, *args: Any, **kwargs: Any) -> Tensor:
     bound = inspect.signature(type(module).forward).bind(module, *args, **kwargs)
     _, hidden_NX, choices_NK, shares_NK = bound.args
     num_rows, each_takes = current_watch(hidden_NX).num_rows, choices_NK.shape[1]
-    if len(hidden_NX) % num_rows or getattr(module, "_is_expert_parallel", False):
+    # A compiler's stand-ins do not say which expert a token takes.
+    if len(hidden_NX) % num_rows or type(choices_NK) is not Tensor:
         raise NoRule("the model", f"experts of {len(hidden_NX)} tokens for {num_rows} rows")
     choices_BS, shares_BS = (each.reshape(num_rows, -1) for each in (choices_NK, shares_NK))
     order_BS = choices_BS.argsort(dim=1, stable=True)
@@ -147,9 +148,9 @@ class _Routed(torch.autograd.Function):
         for expert, (left, right) in enumerate(zip(lefts, rights, strict=True)):
             if watch.is_watched(context.weight) and left.shape[1]:
                 use = Outer(right, left) if context.transposed else Outer(left, right)
-                watch.note(context.weight, use, matrix=expert)
+                watch.note_matrix(context.weight, expert, use)
             if watch.is_watched(context.bias) and left.shape[1]:
-                watch.note(context.bias, Outer(left), matrix=expert)
+                watch.note_matrix(context.bias, expert, Outer(left))
         back = None
         if context.needs_input_grad[1]:
             back = _each_alone(

@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from tightlip.privacy.copies import cat, conv1d, elementwise, like_before
 from tightlip.privacy.derived import ONLY_KIND, Derived, NoRule, Wire, derive, every_tensor
 from tightlip.privacy.experts import baddbmm, bmm, current_watch
-from tightlip.privacy.layers import EmbeddingUse, NormUse, Use, linear_use
+from tightlip.privacy.layers import EmbeddingUse, NormUse, Outer, Use, linear_use, zeros_for
 from tightlip.privacy.recurrent_layers import GRULayer, LSTMLayer
 
 # What can put rows in an order that only this batch holds; two synthetic rows would not tell.
@@ -197,7 +197,8 @@ class Watch(TorchFunctionMode):
         self.spread: dict[int, Tensor] = {}
         self.derived: dict[int, Derived] = {}
         self.expanded: dict[int, Tensor] = {}
-        self.stacks: dict[str, dict[int, list[Use]]] = {}
+        self.factors: dict[int, tuple[Tensor, Tensor, float]] = {}
+        self.stacks: dict[str, tuple[Tensor, dict[int, list[Use]]]] = {}
         # What hangs on no row, by `id`; kept, so that no other tensor gets the `id`.
         self.rowless: dict[int, Tensor] = {}
         for name, parameter in parameters.items():
@@ -213,60 +214,72 @@ class Watch(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is current_watch:
             return self
-        named = self._parameters_in(args, kwargs)
-        if self._is_rowless(func, args, kwargs):
+        meets = args[:1] if func in ONLY_KIND else args
+        named = [
+            self.names[id(each)] for each in every_tensor(meets, kwargs) if self.is_watched(each)
+        ]
+        if func is torch.eye or self._are_rowless(meets, kwargs):
             return self._rowless(func, args, kwargs, named)
+        if func in _IN_PLACE:
+            self.rowless.pop(id(args[0]), None)
         if not named:
             if func in _PICKING and _picks_rows(func, args, kwargs):
                 raise NoRule("the model", f"it moves rows or tokens about by {func.__name__}")
             if func in _ADDS_ROWS and id(args[0]) in self.spread and args[1:] in _AT_FRONT:
                 return args[0]  # it has the rows already that it is to be spread over
             return func(*args, **kwargs)
-        rule = RULES.get(func)
-        if rule is not None:
-            return rule(self, named[0], *args, **kwargs)
+        if func in RULES:
+            return RULES[func](self, named[0], *args, **kwargs)
         result = func(*args, **kwargs)
-        if _holds_tensor(result):
+        if any(True for _ in every_tensor((result,), {})):
             raise NoRule(named[0], f"used by {getattr(func, '__name__', func)}")
         return result  # a shape, a dtype: nothing that a gradient flows through
 
-    def note(self, parameter: Tensor, use: Use, *, matrix: int | None = None) -> None:
-        """Remember a use; of a stack, one of the `matrix` of that number."""
-        derived, name = self.derived.get(id(parameter)), self.names[id(parameter)]
-        if matrix is None:
-            pulled = [(name, use)] if derived is None else derived.pulled_back(use)
-            for each, own in pulled:
-                self.uses[each].append(own)
+    def note(self, parameter: Tensor, use: Use) -> None:
+        derived = self.derived.get(id(parameter))
+        pulled = [(self.names[id(parameter)], use)] if derived is None else derived.pulled_back(use)
+        for name, own in pulled:
+            self.uses[name].append(own)
+
+    def note_matrix(self, stack: Tensor, number: int, use: Outer) -> None:
+        """Remember a use of one matrix of a stack.
+
+        Of W + a·LR it is one of L and one of R: Σ left ⊗ right times Rᵗ, and Lᵗ times it.
+        """
+        if id(stack) in self.factors:
+            lower, upper, scale = self.factors[id(stack)]
+            left, right = use.left_BTP, use.right_BTD
+            assert right is not None
+            below, above = (each[number].detach().to(left.dtype) for each in (lower, upper))
+            self.note_matrix(lower, number, Outer(left, scale * (right @ above.T)))
+            self.note_matrix(upper, number, Outer(scale * (left @ below), right))
             return
-        if derived is not None and derived.turned is not False:
+        derived, name = self._stand_in(stack), self.names[id(stack)]
+        first, uses = self.stacks.setdefault(name, (derived.made, {}))
+        if not derived.is_rearranged or first.stride() != derived.made.stride():
             raise NoRule(name, "a stack of matrices that is computed")
-        self.stacks.setdefault(name, {}).setdefault(matrix, []).append(use)
+        uses.setdefault(number, []).append(use)
 
     def apart(self, parameters: dict[str, Any]) -> dict[str, Any]:
         """Parameters as their uses are noted: each matrix of a stack by itself."""
-        separate: dict[str, Any] = {}
-        for name, parameter in parameters.items():
-            stack = self.stacks.get(name)
-            if stack is None:
-                separate[name] = parameter
-                continue
+        separate = {name: each for name, each in parameters.items() if name not in self.stacks}
+        for name, (stack, uses) in self.stacks.items():
             if self.uses.pop(name):
                 raise NoRule(name, "used as a stack of matrices and otherwise too")
-            for number, matrix in enumerate(parameter.detach()):
+            for number, matrix in enumerate(stack.detach()):
                 separate[f"{name}[{number}]"] = matrix
-                self.uses[f"{name}[{number}]"] = stack.get(number, [])
+                self.uses[f"{name}[{number}]"] = uses.get(number, [])
         return separate
 
-    def together(
-        self, gradients: dict[str, Tensor], parameters: dict[str, Any]
-    ) -> dict[str, Tensor]:
-        """The gradients of matrices as those of their stacks."""
-        return {
-            name: torch.stack([gradients[f"{name}[{number}]"] for number in range(len(parameter))])
-            if name in self.stacks
-            else gradients[name]
-            for name, parameter in parameters.items()
-        }
+    def together(self, found: dict[str, Tensor], parameters: dict[str, Any]) -> dict[str, Tensor]:
+        """The gradients of matrices as those of their stacks, in the order of the parameters."""
+        whole = {name: found.get(name, parameter) for name, parameter in parameters.items()}
+        for name, (stack, _) in self.stacks.items():
+            whole[name] = zeros_for(parameters[name])
+            room = whole[name].as_strided(stack.shape, stack.stride())
+            for number, matrix in enumerate(room):
+                matrix.copy_(found[f"{name}[{number}]"])
+        return whole
 
     def is_last_output(self, values: Tensor) -> bool:
         """Whether these came straight out of a linear layer; asked once."""
@@ -277,7 +290,8 @@ class Watch(TorchFunctionMode):
         """Let go of all tensors; autograd's graph and this watch hold each other otherwise."""
         self.uses = {name: [] for name in self.uses}
         self.finite, self.spread, self.last_output = {}, {}, None
-        self.derived, self.rowless, self.expanded, self.stacks = {}, {}, {}, {}
+        self.derived, self.rowless, self.stacks = {}, {}, {}
+        self.expanded, self.factors = {}, {}
 
     @staticmethod
     def backward(total: Tensor, asked: list[Tensor]) -> tuple[Tensor | None, ...]:
@@ -318,15 +332,14 @@ class Watch(TorchFunctionMode):
             name, f"it meets a tensor of shape {tuple(values.shape)} for {self.num_rows} rows"
         )
 
-    def _is_rowless(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-        """Whether parameters, and what was made of them alone, are all that this works on."""
-        if func is torch.eye:
-            return True
-        if func in ONLY_KIND:
-            args = args[:1]
-        tensors = [*every_tensor(args, kwargs)]
-        some = any(each.ndim or self.is_watched(each) for each in tensors)
-        return some and all(map(self._hangs_on_no_row, tensors))
+    def _are_rowless(self, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+        """Whether these are parameters, or made of them alone, and not just numbers."""
+        some = False
+        for each in every_tensor(args, kwargs):
+            if not self._hangs_on_no_row(each):
+                return False
+            some = some or each.ndim > 0 or self.is_watched(each)
+        return some
 
     def _hangs_on_no_row(self, value: Tensor) -> bool:
         if self.is_watched(value) or id(value) in self.rowless:
@@ -336,10 +349,8 @@ class Watch(TorchFunctionMode):
     def _rowless(
         self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], named: list[str]
     ) -> Any:
-        if func in _IN_PLACE:
-            if named:
-                raise NoRule(named[0], f"changed in place by {func.__name__}")
-            return func(*args, **kwargs)
+        if func in _IN_PLACE and named:
+            raise NoRule(named[0], f"changed in place by {func.__name__}")
         known = {
             id(each): self._stand_in(each)
             for each in every_tensor(args, kwargs)
@@ -351,6 +362,8 @@ class Watch(TorchFunctionMode):
         watched = self._watched(result)
         if func is Tensor.expand and self.is_watched(watched):
             self.expanded[id(watched)] = args[0]
+        if func is torch.baddbmm and not self.is_watched(args[0]) and {*kwargs} <= {"alpha"}:
+            self.factors[id(watched)] = (args[1], args[2], kwargs.get("alpha", 1))
         return watched
 
     def _stand_in(self, parameter: Tensor) -> Derived:
@@ -369,20 +382,6 @@ class Watch(TorchFunctionMode):
         self.rowless[id(tensor)] = tensor
         self.names[id(tensor)], self.derived[id(tensor)] = name, value
         return tensor
-
-    def _parameters_in(self, args: Sequence[Any], kwargs: dict[str, Any]) -> list[str]:
-        return [
-            self.names[id(each)]
-            for value in (*args, *kwargs.values())
-            for each in (value if isinstance(value, list | tuple) else (value,))
-            if id(each) in self.names
-        ]
-
-
-def _holds_tensor(value: Any) -> bool:
-    if isinstance(value, list | tuple):
-        return any(_holds_tensor(each) for each in value)
-    return isinstance(value, Tensor)
 
 
 def _picks_rows(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
