@@ -1,6 +1,8 @@
 """Stock models, unpatched: every family that the engine says it covers."""
 
+import runpy
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -307,6 +309,7 @@ def stepped(folder, name, *, checkpoints, **changes):
         ("OPTForCausalLM", {"dropout": 0.5}),
         ("GPT2LMHeadModel", dict.fromkeys(UNSTEADY, 0.5)),
         ("MixtralForCausalLM", {"attention_dropout": 0.5}),
+        ("MambaForCausalLM", {}),
     ],
 )
 def test_a_private_step_computes_checkpointed_layers_once_more_and_drops_nothing(
@@ -337,6 +340,42 @@ def test_dropout_in_training_does_not_force_the_slow_way():
             for _ in range(2)
         ]
     assert not torch.equal(*draws)
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"), [("output_router_logits", True), ("expert_capacity", 2)]
+)
+def test_what_lets_rows_of_a_batch_share_experts_is_refused(setting, value, tmp_path):
+    model = stock("MixtralForCausalLM")
+    setattr(model.config, setting, value)
+    ids, labels, _ = padded("right")
+    with pytest.raises(UsageError, match=f"{setting}={value}"):
+        clipped_gradients(model, ids, labels, clip_norm=1.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    with pytest.raises(UsageError, match=f"{setting}={value}"):
+        PrivateTraining(model, optimizer, [*ids], ledger=tmp_path / "ledger.json", expected_batch=2)
+
+
+@pytest.mark.parametrize(
+    "name", ["MixtralForCausalLM", "GptOssForCausalLM", "MambaForCausalLM", "GemmaForCausalLM"]
+)
+def test_a_row_is_the_same_to_the_last_bit_whoever_shares_its_batch(name):
+    model = stock(name).float()
+    ids, labels, _ = padded("right", num_rows=6, length=9)
+    other_ids, other_labels, _ = padded("right", num_rows=6, length=9, seed=8)
+    other_ids[2], other_labels[2] = ids[2], labels[2]
+    losses = [
+        clipped_gradients(model, *rows, clip_norm=1.0).losses[2]
+        for rows in ((ids, labels), (other_ids, other_labels))
+    ]
+    assert torch.equal(*losses)
+
+
+def test_the_page_on_families_says_what_the_code_does():
+    script = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks" / "families.py"))
+    lines = script["PAGE"].read_text().splitlines()
+    for family in ("gemma2", "falcon", "mamba", "mixtral", "jetmoe", "xlnet"):
+        assert script["row_of"](family)[0] in lines
 
 
 @pytest.fixture

@@ -102,7 +102,9 @@ def derive(
     """
     watched = [each for each in every_tensor(args, kwargs) if id(each) in known]
     sources = [known[id(each)] for each in watched]
-    with torch.enable_grad():
+    # Kept as they are: a checkpoint would count what is saved here among its own.
+    keep = torch.autograd.graph.saved_tensors_hooks(Tensor.detach, lambda kept: kept)
+    with torch.enable_grad(), keep:
         result = func(
             *_replaced(args, known), **{k: _replaced(v, known) for k, v in kwargs.items()}
         )

@@ -174,6 +174,7 @@ RULES: dict[Any, Callable[..., Any]] = {
             torch.add: (torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__),
             torch.sub: (torch.sub, Tensor.sub, Tensor.__sub__),
             torch.div: (torch.div, Tensor.div, Tensor.__truediv__),
+            Tensor.expand_as: (Tensor.expand_as,),
             Tensor.mul_: (Tensor.mul_, Tensor.__imul__),
             Tensor.add_: (Tensor.add_, Tensor.__iadd__),
         }.items()
@@ -215,9 +216,8 @@ class Watch(TorchFunctionMode):
         if func is current_watch:
             return self
         meets = args[:1] if func in ONLY_KIND else args
-        named = [
-            self.names[id(each)] for each in every_tensor(meets, kwargs) if self.is_watched(each)
-        ]
+        watched = filter(self.is_watched, every_tensor(meets, kwargs))
+        named = [self.names[id(each)] for each in watched]
         if func is torch.eye or self._are_rowless(meets, kwargs):
             return self._rowless(func, args, kwargs, named)
         if func in _IN_PLACE:
@@ -351,20 +351,16 @@ class Watch(TorchFunctionMode):
     ) -> Any:
         if func in _IN_PLACE and named:
             raise NoRule(named[0], f"changed in place by {func.__name__}")
-        known = {
-            id(each): self._stand_in(each)
-            for each in every_tensor(args, kwargs)
-            if self.is_watched(each)
-        }
-        result = derive(func, args, kwargs, known)
+        watched = filter(self.is_watched, every_tensor(args, kwargs))
+        result = derive(func, args, kwargs, {id(each): self._stand_in(each) for each in watched})
         if isinstance(result, list):
             return tuple(self._watched(each) for each in result)
-        watched = self._watched(result)
-        if func is Tensor.expand and self.is_watched(watched):
-            self.expanded[id(watched)] = args[0]
+        made = self._watched(result)
+        if func is Tensor.expand and self.is_watched(made):
+            self.expanded[id(made)] = args[0]
         if func is torch.baddbmm and not self.is_watched(args[0]) and {*kwargs} <= {"alpha"}:
-            self.factors[id(watched)] = (args[1], args[2], kwargs.get("alpha", 1))
-        return watched
+            self.factors[id(made)] = (args[1], args[2], kwargs.get("alpha", 1))
+        return made
 
     def _stand_in(self, parameter: Tensor) -> Derived:
         if id(parameter) not in self.derived:
