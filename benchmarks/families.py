@@ -103,7 +103,7 @@ def way_of(model):
         reason = no_rule_for(model, IDS)
     except (GuaranteeError, UsageError) as error:
         return "refused", str(error).split(". ")[0]
-    return ("rules", "") if reason is None else ("one row at a time", reason)
+    return ("rules", "") if reason is None else ("one row at a time", reason.split(". ")[0])
 
 
 def adapted(family):

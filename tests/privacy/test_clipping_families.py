@@ -353,7 +353,14 @@ def test_what_lets_rows_of_a_batch_share_experts_is_refused(setting, value, tmp_
         clipped_gradients(model, ids, labels, clip_norm=1.0)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     with pytest.raises(UsageError, match=f"{setting}={value}"):
-        PrivateTraining(model, optimizer, [*ids], ledger=tmp_path / "ledger.json", expected_batch=2)
+        PrivateTraining(
+            model,
+            optimizer,
+            [*ids],
+            ledger=tmp_path / "ledger.json",
+            noise_multiplier=1.0,
+            expected_batch=2,
+        )
 
 
 @pytest.mark.parametrize(
