@@ -152,6 +152,13 @@ def in_place(x, weight):
     return changed
 
 
+def by_fixed_norm(own):
+    """Divided by its norm, through which no gradient goes, as DoRA has it."""
+    with torch.no_grad():
+        norm = own.norm()
+    return own / norm
+
+
 MADE = {
     "1 + weight": lambda: Made(lambda own: 1.0 + own.float().to(own.dtype), torch.mul, SIZE),
     "exp": lambda: Made(lambda own: own.exp(), lambda x, made: made * x, SIZE),
@@ -175,6 +182,7 @@ MADE = {
     "weight first": lambda: Made(
         lambda own: own, lambda x, made: (made @ x.transpose(1, 2)).transpose(1, 2), SIZE, SIZE
     ),
+    "norm without a gradient": lambda: Made(by_fixed_norm, torch.mul, SIZE),
     "chunks": lambda: Made(
         lambda own: own.chunk(2),
         lambda x, made: functional.linear(x, made[0]) * functional.linear(x, made[1]),

@@ -104,7 +104,7 @@ def derive(
     sources = [known[id(each)] for each in watched]
     # Kept as they are: a checkpoint would count what is saved here among its own.
     keep = torch.autograd.graph.saved_tensors_hooks(Tensor.detach, lambda kept: kept)
-    with torch.enable_grad(), keep:
+    with keep:
         result = func(
             *_replaced(args, known), **{k: _replaced(v, known) for k, v in kwargs.items()}
         )
