@@ -113,7 +113,6 @@ def clipped_sum(
 
     A unit's bound is its share, above 0 and at most 1, of the clip's; all of it where none is given.
     """
-    given, parameters = parameters, watch.apart(parameters)
     norms = Norms(layout, tf32=products_in_tf32(losses_B.device))
     losses_U = layout.sum_by_unit(losses_B)
     if shares_U is None:
@@ -151,7 +150,7 @@ def clipped_sum(
         name: gradients[name] if name in gradients else zeros_for(parameter)
         for name, parameter in parameters.items()
     }
-    return ClippedGradients(watch.together(ordered, given), total_U.sqrt(), losses_U)
+    return ClippedGradients(ordered, total_U.sqrt(), losses_U)
 
 
 def _lengths(parts: list[Measured], like_U: Tensor) -> tuple[Tensor, Tensor]:

@@ -69,7 +69,7 @@ class Derived:
         size = max(each.numel() for each in (self.made, *self.leaves.values()))
         if size > MOST_NUMBERS:
             raise NoRule(name, f"{size:,} numbers are too many to write out for every row")
-        num_rows = len(_first_of(use))
+        num_rows = len(next(iter(vars(use).values())))  # each of a use's tensors begins with rows
         with torch.no_grad(), torch.autocast(self.made.device.type, enabled=False):
             alone = Layout(num_units=num_rows, rows_per_unit=1)
             whole = gradients(use, alone, slice(None), self.made.shape)
@@ -143,12 +143,6 @@ def every_tensor(args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[Tensor
             yield from every_tensor(value, {})
         elif isinstance(value, Tensor):
             yield value
-
-
-def _first_of(use: Use) -> Tensor:
-    if isinstance(use, Whole):
-        return use.gradient_BX
-    return use.left_BTP if isinstance(use, Outer) else use.left_BTD
 
 
 class Wire(torch.autograd.Function):

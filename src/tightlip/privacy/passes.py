@@ -10,7 +10,7 @@ import inspect
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -311,12 +311,14 @@ def summed(
     try:
         # The caller's autocast would round norms and sums to bfloat16.
         with torch.no_grad(), torch.autocast(losses_B.device.type, enabled=False):
-            if clip is not None:
-                return clipped_sum(watch, parameters, losses_B, layout, clip, shares_U)
-            losses_U = layout.sum_by_unit(losses_B)
             apart = watch.apart(parameters)
-            gradients = watch.together(plain_sums(watch.uses, apart), parameters)
-            return ClippedGradients(gradients, torch.zeros_like(losses_U), losses_U)
+            if clip is not None:
+                found = clipped_sum(watch, apart, losses_B, layout, clip, shares_U)
+            else:
+                losses_U = layout.sum_by_unit(losses_B)
+                gradients = plain_sums(watch.uses, apart)
+                found = ClippedGradients(gradients, torch.zeros_like(losses_U), losses_U)
+            return replace(found, gradients=watch.together(found.gradients, parameters))
     finally:
         watch.forget()
 
