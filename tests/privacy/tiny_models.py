@@ -94,39 +94,6 @@ class Positions(nn.Module):
         return x + places[self.spelling]()
 
 
-LAYERS = {
-    "linear": lambda: Chain(nn.Linear(SIZE, SIZE)),
-    "linear without bias": lambda: Chain(nn.Linear(SIZE, SIZE, bias=False)),
-    "wide linear": lambda: Chain(nn.Linear(SIZE, 40), nn.Linear(40, SIZE)),
-    "Conv1D": lambda: Chain(Conv1D(9, SIZE), nn.Linear(9, SIZE)),
-    "flat linear": lambda: Chain(Flat(nn.Linear(SIZE, SIZE)), Flat(nn.LayerNorm(SIZE))),
-    "padding_idx": lambda: Chain(padding_idx=3),
-    "negative padding_idx": lambda: Chain(padding_idx=-2),
-    "LayerNorm": lambda: Chain(nn.LayerNorm(SIZE)),
-    "LayerNorm without bias": lambda: Chain(nn.LayerNorm(SIZE, bias=False)),
-    "RMSNorm": lambda: Chain(nn.RMSNorm(SIZE)),
-    "transformers' RMSNorm": lambda: Chain(RootMeanSquare(SIZE)),
-    "norms of heads": lambda: Chain(Heads(nn.LayerNorm(3), 2), Heads(RootMeanSquare(2), 3)),
-    "linear of heads": lambda: Chain(Heads(nn.Linear(3, 3), 2)),
-    "LSTM": lambda: Chain(nn.LSTM(SIZE, 5, batch_first=True), out_size=5),
-    "LSTM of 2": lambda: Chain(nn.LSTM(SIZE, 4, 2, batch_first=True, bias=False), out_size=4),
-    "LSTM of 3": lambda: Chain(nn.LSTM(SIZE, 3, 3, batch_first=True), out_size=3),
-    "GRU": lambda: Chain(nn.GRU(SIZE, 5, batch_first=True), out_size=5),
-    "GRU of 2": lambda: Chain(nn.GRU(SIZE, 4, 2, batch_first=True, bias=False), out_size=4),
-    "GRU of 3": lambda: Chain(nn.GRU(SIZE, 3, 3, batch_first=True), out_size=3),
-    "linear twice": lambda: Chain(Twice(nn.Linear(SIZE, SIZE))),
-    "LayerNorm twice": lambda: Chain(Twice(nn.LayerNorm(SIZE))),
-    "RMSNorm twice": lambda: Chain(Twice(RootMeanSquare(SIZE))),
-    "GRU twice": lambda: Chain(Twice(Last(nn.GRU(SIZE, SIZE, batch_first=True)))),
-    "tied": lambda: Chain(nn.Linear(SIZE, SIZE), tied=True),
-    "tied LSTM": lambda: Chain(nn.LSTM(SIZE, SIZE, batch_first=True), tied=True),
-    **{
-        f"positions {spelling}": lambda spelling=spelling: Chain(Positions(spelling), nn.GELU())
-        for spelling in ("T", "1T", "T unsqueezed", "T[None]", "BT", "flat")
-    },
-}
-
-
 class Last(nn.Module):
     """A recurrent layer's outputs, without its state."""
 
@@ -146,7 +113,90 @@ class Stretch(nn.Module):
         self.scale = nn.Parameter(0.1 * torch.ones(SIZE))
 
     def forward(self, x):
-        return self.scale.exp() * x
+        return x * (1 + x.square()) ** self.scale
+
+
+class Made(nn.Module):
+    """A parameter of any rank that meets rows only after something was made of it."""
+
+    def __init__(self, make, meet, *shape):
+        super().__init__()
+        self.own = nn.Parameter(0.3 * torch.randn(shape))
+        self.make, self.meet = make, meet
+
+    def forward(self, x):
+        return self.meet(x, self.make(self.own))
+
+
+class Channels(nn.Module):
+    """A convolution over positions that looks left only."""
+
+    def __init__(self, **options):
+        super().__init__()
+        self.convolution = nn.Conv1d(SIZE, SIZE, 3, padding=2, **options)
+
+    def forward(self, x):
+        return self.convolution(x.transpose(1, 2))[..., : x.shape[1]].transpose(1, 2)
+
+
+def over_heads(x, weight):
+    """Each of two heads times a matrix of its own, tokens of all rows in one line."""
+    heads = x.reshape(-1, 2, SIZE // 2).permute(1, 0, 2)
+    return torch.bmm(heads, weight).permute(1, 0, 2).reshape(x.shape)
+
+
+def in_place(x, weight):
+    changed = x.clone()
+    changed.mul_(weight)
+    changed += weight
+    return changed
+
+
+def by_fixed_norm(own):
+    """Divided by its norm, through which no gradient goes, as DoRA has it."""
+    with torch.no_grad():
+        norm = own.norm()
+    return own / norm
+
+
+MADE = {
+    "1 + weight": lambda: Made(lambda own: 1.0 + own.float().to(own.dtype), torch.mul, SIZE),
+    "exp": lambda: Made(lambda own: own.exp(), lambda x, made: made * x, SIZE),
+    "vector less": lambda: Made(lambda own: 1 - own, lambda x, made: made - x / made, SIZE),
+    "vector of [1, size]": lambda: Made(lambda own: own.flatten(), torch.add, 1, SIZE),
+    "number": lambda: Made(lambda own: own, torch.mul),
+    "heads by numbers": lambda: Made(
+        lambda own: own[None, None, :, None],
+        lambda x, made: (x.unflatten(-1, (2, 3)) * made).flatten(-2),
+        2,
+    ),
+    "in place": lambda: Made(lambda own: 2 * own, in_place, SIZE),
+    "flat rows": lambda: Made(
+        lambda own: own, lambda x, made: (x.flatten(0, 1) * made).view_as(x), SIZE
+    ),
+    "turned": lambda: Made(lambda own: own.T, torch.matmul, SIZE, SIZE),
+    "turned twice": lambda: Made(lambda own: own.t().mT, torch.matmul, SIZE, SIZE),
+    "turned, as the weight of a layer": lambda: Made(
+        lambda own: own.transpose(0, 1), functional.linear, SIZE, SIZE
+    ),
+    "weight first": lambda: Made(
+        lambda own: own, lambda x, made: (made @ x.transpose(1, 2)).transpose(1, 2), SIZE, SIZE
+    ),
+    "norm without a gradient": lambda: Made(by_fixed_norm, torch.mul, SIZE),
+    "chunks": lambda: Made(
+        lambda own: own.chunk(2),
+        lambda x, made: functional.linear(x, made[0]) * functional.linear(x, made[1]),
+        2 * SIZE,
+        SIZE,
+    ),
+    "scaled matrix": lambda: Made(
+        lambda own: own / own.norm(dim=1, keepdim=True), torch.matmul, SIZE, SIZE
+    ),
+    "heads": lambda: Made(lambda own: own, over_heads, 2, 3, 3),
+    "norm of what was made": lambda: Made(
+        lambda own: own + 1, lambda x, made: functional.layer_norm(x, (SIZE,), made, made / 2), SIZE
+    ),
+}
 
 
 class HiddenProduct(torch.autograd.Function):
@@ -211,6 +261,14 @@ class Generated(nn.Module):
         self.bias = nn.Parameter(torch.zeros(SIZE))
 
     def forward(self, x):
+        weight = self.maker(torch.ones(SIZE, SIZE, dtype=x.dtype).tril()[None])[0]
+        return functional.linear(x, weight, self.bias)
+
+
+class GeneratedAlone(Generated):
+    """The same of what can be seen to hang on no row."""
+
+    def forward(self, x):
         weight = self.maker(torch.eye(SIZE, dtype=x.dtype)[None])[0]
         return functional.linear(x, weight, self.bias)
 
@@ -273,6 +331,44 @@ class Rare(nn.Module):
             order = input_ids[:, 0].argsort(descending=True)
             return self.head(hidden[order])[order.argsort()]
         return self.head(self.hidden(hidden) if self.way == "hides" else self.generated(hidden))
+
+
+LAYERS = {
+    "linear": lambda: Chain(nn.Linear(SIZE, SIZE)),
+    "linear without bias": lambda: Chain(nn.Linear(SIZE, SIZE, bias=False)),
+    "wide linear": lambda: Chain(nn.Linear(SIZE, 40), nn.Linear(40, SIZE)),
+    "Conv1D": lambda: Chain(Conv1D(9, SIZE), nn.Linear(9, SIZE)),
+    "flat linear": lambda: Chain(Flat(nn.Linear(SIZE, SIZE)), Flat(nn.LayerNorm(SIZE))),
+    "padding_idx": lambda: Chain(padding_idx=3),
+    "negative padding_idx": lambda: Chain(padding_idx=-2),
+    "LayerNorm": lambda: Chain(nn.LayerNorm(SIZE)),
+    "LayerNorm without bias": lambda: Chain(nn.LayerNorm(SIZE, bias=False)),
+    "RMSNorm": lambda: Chain(nn.RMSNorm(SIZE)),
+    "transformers' RMSNorm": lambda: Chain(RootMeanSquare(SIZE)),
+    "norms of heads": lambda: Chain(Heads(nn.LayerNorm(3), 2), Heads(RootMeanSquare(2), 3)),
+    "linear of heads": lambda: Chain(Heads(nn.Linear(3, 3), 2)),
+    "LSTM": lambda: Chain(nn.LSTM(SIZE, 5, batch_first=True), out_size=5),
+    "LSTM of 2": lambda: Chain(nn.LSTM(SIZE, 4, 2, batch_first=True, bias=False), out_size=4),
+    "LSTM of 3": lambda: Chain(nn.LSTM(SIZE, 3, 3, batch_first=True), out_size=3),
+    "GRU": lambda: Chain(nn.GRU(SIZE, 5, batch_first=True), out_size=5),
+    "GRU of 2": lambda: Chain(nn.GRU(SIZE, 4, 2, batch_first=True, bias=False), out_size=4),
+    "GRU of 3": lambda: Chain(nn.GRU(SIZE, 3, 3, batch_first=True), out_size=3),
+    "linear twice": lambda: Chain(Twice(nn.Linear(SIZE, SIZE))),
+    "LayerNorm twice": lambda: Chain(Twice(nn.LayerNorm(SIZE))),
+    "RMSNorm twice": lambda: Chain(Twice(RootMeanSquare(SIZE))),
+    "GRU twice": lambda: Chain(Twice(Last(nn.GRU(SIZE, SIZE, batch_first=True)))),
+    "depthwise": lambda: Chain(Channels(groups=SIZE)),
+    "grouped": lambda: Chain(Channels(groups=2, bias=False)),
+    "convolution": lambda: Chain(Channels()),
+    "generated weight": lambda: Chain(GeneratedAlone()),
+    "tied": lambda: Chain(nn.Linear(SIZE, SIZE), tied=True),
+    "tied LSTM": lambda: Chain(nn.LSTM(SIZE, SIZE, batch_first=True), tied=True),
+    **{
+        f"positions {spelling}": lambda spelling=spelling: Chain(Positions(spelling), nn.GELU())
+        for spelling in ("T", "1T", "T unsqueezed", "T[None]", "BT", "flat")
+    },
+    **{f"made: {name}": lambda make=make: Chain(make()) for name, make in MADE.items()},
+}
 
 
 UNCOVERED = {

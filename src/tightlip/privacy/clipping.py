@@ -252,7 +252,7 @@ def _plain(
         # cuDNN's recurrent layers have no way back in evaluation mode; torch's own have.
         with _no_reentrant(), torch.enable_grad(), torch.backends.cudnn.flags(enabled=False):
             own = RowLosses.apply(forward(row), targets_BT[row], weights_BT[row], None).sum()
-            of_row = torch.autograd.grad(own, list(parameters.values()), allow_unused=True)
+            of_row = Watch.backward(own, list(parameters.values()))
         loss = loss + own.detach()
         for name, gradient in zip(parameters, of_row, strict=True):
             if gradient is not None:

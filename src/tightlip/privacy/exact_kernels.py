@@ -7,6 +7,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import libdevice
 
 ROWS, COLUMNS, TOKENS = 128, 128, 64
 
@@ -24,34 +25,28 @@ def _exact_product(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     TOKENS: tl.constexpr,
+    FLAT: tl.constexpr,
 ):
     p = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     d = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     s = tl.arange(0, TOKENS)
-    own = tl.zeros((ROWS, COLUMNS), tl.float32)
+    left += s[:, None] * rows + p[None, :]
+    right += s[:, None] * columns + d[None, :]
+    is_row, is_column = (p < rows)[None, :], (d < columns)[None, :]
     total = tl.zeros((ROWS, COLUMNS), tl.int32)
-    pieces = tl.cdiv(num_tokens, TOKENS)
-    for piece in range(num_units * pieces):
-        unit = piece // pieces
-        token = (piece % pieces) * TOKENS + s
-        at = (unit * num_tokens + token).to(tl.int64)
-        is_token = token < num_tokens
-        left_SP = tl.load(
-            left + at[:, None] * rows + p[None, :], is_token[:, None] & (p < rows)[None, :], 0.0
-        )
-        right_SD = tl.load(
-            right + at[:, None] * columns + d[None, :],
-            is_token[:, None] & (d < columns)[None, :],
-            0.0,
-        )
-        own = tl.dot(tl.trans(left_SP), right_SD, own, input_precision="ieee")
-        if piece % pieces == pieces - 1:
-            scale = tl.load(scales + unit)
-            own = tl.where(scale > 0, own * scale, 0.0)
-            total += tl.extra.cuda.libdevice.rint(own).to(tl.int32)
-            own = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for unit in tl.range(0, num_units, flatten=FLAT):
+        own = tl.zeros((ROWS, COLUMNS), tl.float32)
+        for start in range(0, num_tokens, TOKENS):
+            at = (unit * num_tokens + start).to(tl.int64)
+            is_token = (start + s < num_tokens)[:, None]
+            left_SP = tl.load(left + at * rows, is_token & is_row, 0.0)
+            right_SD = tl.load(right + at * columns, is_token & is_column, 0.0)
+            own = tl.dot(tl.trans(left_SP), right_SD, own, input_precision="ieee")
+        scale = tl.load(scales + unit)
+        # A unit of scale 0 is wiped out, whatever it holds.
+        total += libdevice.rint(tl.where(scale > 0, own * scale, 0.0)).to(tl.int32)
     where = out + p[:, None].to(tl.int64) * columns + d[None, :]
-    tl.store(where, total, (p < rows)[:, None] & (d < columns)[None, :])
+    tl.store(where, total, (p < rows)[:, None] & is_column)
 
 
 @torch.library.custom_op("tightlip::exact_product", mutates_args=())
@@ -70,8 +65,10 @@ def exact_product(left_USP: Tensor, right_USD: Tensor, scales_U: Tensor) -> Tens
         ROWS=ROWS,
         COLUMNS=COLUMNS,
         TOKENS=TOKENS if left_USP.dtype != torch.float32 else 16,
+        # One loop of both is loaded ahead better, where a unit has more than one piece.
+        FLAT=num_tokens > TOKENS,
         num_warps=8,
-        num_stages=3,
+        num_stages=4,
     )
     return out_PD
 

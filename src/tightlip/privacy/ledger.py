@@ -27,7 +27,11 @@ MECHANISM = "Poisson-subsampled Gaussian"
 # Words about the promise may be put better in a later version, and whose text it is may become
 # better known; everything else is the promise.
 _NOT_PROMISED = ("because", "covers", "outside", "run", "people", "before")
-_SINCE_0_2 = ("planned_steps", "arithmetic", "arithmetic_charged")  # which earlier ledgers do not have
+_SINCE_0_2 = (
+    "planned_steps",
+    "arithmetic",
+    "arithmetic_charged",
+)  # which earlier ledgers do not have
 
 Figures = Callable[[dict[str, Any]], dict[str, float | None]]  # from a record to its ε, three ways
 

@@ -28,6 +28,7 @@ from tightlip.privacy.clipping import (
     unit_by_unit,
     watched_pass,
 )
+from tightlip.privacy.experts import rows_apart
 from tightlip.privacy.layers import Layout, Use
 from tightlip.privacy.rounding import Scaled, full_precision
 from tightlip.privacy.row_losses import NO_LABEL, token_weights
@@ -146,7 +147,7 @@ class Passes:
         look: bool = True,
         clip: Clip | None = None,
     ) -> ClippedGradients:
-        with self._precision():
+        with self._precision(), rows_apart(self.model):
             watch, losses_B = watched_pass(
                 self.parameters,
                 lambda: logits_of(self.model, ids_BT, mask_BT),
@@ -205,7 +206,7 @@ class Passes:
                 for name, each in zip(names, weights, strict=True)
             }
             swapped = {**own, **dict(zip(others, kept, strict=True))}
-            with self._precision():
+            with self._precision(), rows_apart(self.model):
                 watch, losses_B = watched_pass(
                     own,  # type: ignore[arg-type]
                     lambda: _swapped_logits(self.model, swapped, ids),
@@ -357,11 +358,14 @@ def summed(
     try:
         # The caller's autocast would round norms and sums to bfloat16.
         with torch.no_grad(), torch.autocast(losses_B.device.type, enabled=False):
+            apart = watch.apart(parameters)
             if clip is not None:
-                return clipped_sum(watch, parameters, losses_B, layout, clip, shares_U)
-            losses_U = layout.sum_by_unit(losses_B)
-            gradients = plain_sums(watch.uses, parameters)
-            return ClippedGradients(gradients, torch.zeros_like(losses_U), losses_U)
+                found = clipped_sum(watch, apart, losses_B, layout, clip, shares_U)
+            else:
+                losses_U = layout.sum_by_unit(losses_B)
+                gradients = plain_sums(watch.uses, apart)
+                found = ClippedGradients(gradients, torch.zeros_like(losses_U), losses_U)
+            return replace(found, gradients=watch.together(found.gradients, parameters))
     finally:
         watch.forget()
 

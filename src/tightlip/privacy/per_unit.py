@@ -4,6 +4,7 @@ Whether they are is asked of the model, not assumed. Shapes: B rows, T positions
 """
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, ref
@@ -17,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from tightlip.core.devices import looks_ahead, rounding_tolerance
 from tightlip.core.errors import GuaranteeError, UsageError
 from tightlip.privacy.clipping import Clip, ClippedGradients, trainable_parameters
+from tightlip.privacy.experts import check_no_batch_losses
 from tightlip.privacy.layers import Layout
 from tightlip.privacy.passes import Passes, Physical, logits_of, warn_slow
 from tightlip.privacy.rounding import full_precision
@@ -76,6 +78,7 @@ def check_no_buffers(model: nn.Module) -> None:
                 f"{name} is a {type(module).__name__}: it mixes rows, and keeps averages of private text that no noise "
                 f"hides. Replace it with a LayerNorm."
             )
+    check_no_batch_losses(model)
 
 
 def _check_shapes(ids: Tensor, labels: Tensor, mask: Tensor | None, units: Tensor | None) -> None:
@@ -264,6 +267,27 @@ class Steady(TorchFunctionMode):
         if func in (torch.lstm, torch.gru) and len(args) == 9:
             args = (*args[:5], 0.0, *args[6:])
         return func(*args, **kwargs)
+
+
+@contextmanager
+def without_dropout(model: nn.Module) -> Iterator[None]:
+    """The model in evaluation mode, but for layers that the way back is to compute once more:
+    transformers keeps checkpoints in training only. Dropout stays off in them too."""
+    model.eval()
+    layers = [
+        module
+        for module in model.modules()
+        if getattr(module, "gradient_checkpointing", False)
+        and "GradientCheckpointingLayer" in {each.__name__ for each in type(module).__mro__}
+    ]
+    try:
+        for layer in layers:
+            layer.training = True
+        with Steady() if layers else nullcontext():
+            yield
+    finally:
+        for layer in layers:
+            layer.training = False
 
 
 def _first_unlike(one: ClippedGradients, other: ClippedGradients, tolerance: float) -> str | None:

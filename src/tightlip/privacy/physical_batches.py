@@ -7,32 +7,22 @@ clip norm. Shapes: U units, M rows of each, B rows, T positions.
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from tightlip.core.devices import moved
 from tightlip.privacy.layers import Layout
 from tightlip.privacy.passes import Physical
 from tightlip.privacy.row_losses import NO_LABEL
+from tightlip.privacy.sources import Source
 
 USUAL_WIDTH = 64
 NARROWEST = 8  # positions: below that a pass costs as much
 # A pass is always full. On a CPU, which gains little from more rows at once, it is small.
 ROWS_ON_CPU, ROWS_ON_GPU = 8, 64
-
-
-class Source(Protocol):
-    """Rows to train on: whose each is, how long, and the rows themselves."""
-
-    unit_of_row: np.ndarray
-    lengths: np.ndarray
-    fingerprint: str
-
-    def gather(self, rows: np.ndarray, width: int) -> tuple[Tensor, Tensor]:
-        """Ids and targets [B, T] of the rows; a row of -1 is padding without a target."""
 
 
 class Shape(NamedTuple):

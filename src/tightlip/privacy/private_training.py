@@ -26,19 +26,19 @@ from tightlip.core.settings import takes
 from tightlip.privacy.accounting import Mechanism, accountant_at
 from tightlip.privacy.adaptive import BECAUSE, MECHANISMS, AdaptiveSpec, checked_weights
 from tightlip.privacy.arithmetic import Arithmetic, arithmetic_of
-from tightlip.privacy.clipping import Clip
+from tightlip.privacy.clipping import Clip, ClippedGradients
 from tightlip.privacy.composition import enrolled
 from tightlip.privacy.layers import zeros_for
 from tightlip.privacy.ledger import Ledger, claimed, guarantee_terms, read_ledger
 from tightlip.privacy.noise_schedules import noise_for, schedule_for
 from tightlip.privacy.passes import Passes, Physical, Way
-from tightlip.privacy.per_unit import check_optimizer
-from tightlip.privacy.physical_batches import PhysicalBatches, Source
+from tightlip.privacy.per_unit import check_optimizer, without_dropout
+from tightlip.privacy.physical_batches import PhysicalBatches
 from tightlip.privacy.plans import PrivacySpec, Terms, noise_plan
 from tightlip.privacy.releasing import give, release
-from tightlip.privacy.row_losses import NO_LABEL
 from tightlip.privacy.rows_alone import checked_passes, shared_by_others
 from tightlip.privacy.sampling import PoissonSampler, UnitRows
+from tightlip.privacy.sources import Documents, Source, source_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,7 +117,7 @@ class PrivateTraining:
         weights: np.ndarray | None = None,
     ) -> None:
         self.model, self.optimizer = model, optimizer
-        self.source = _source_of(documents, users)
+        self.source = source_of(documents, users)
         self.spec = PrivacySpec(
             unit=unit or ("example" if users is None else "user"),
             epsilon=epsilon,
@@ -149,10 +149,12 @@ class PrivateTraining:
         )
         check_optimizer(model, optimizer)
         self.clip = Clip(norm=clip_norm, per_layer=per_layer, exact=exact_sums)
-        self._passes = checked_passes(Passes(model, self.clip, way=way, bf16=bf16), self._batches)
+        kept = Arithmetic.of_record(read_ledger(Path(ledger)) if Path(ledger).exists() else {})
+        with without_dropout(model):
+            passes = Passes(model, self.clip, way=way, bf16=bf16)
+            self._passes = checked_passes(passes, self._batches)
+            self.arithmetic = kept or arithmetic_of(self._passes, self._batches)
         self._mixing_asked_at = -1  # steps
-        kept = read_ledger(Path(ledger)) if Path(ledger).exists() else {}
-        self.arithmetic = Arithmetic.of_record(kept) or arithmetic_of(self._passes, self._batches)
         self.adaptive = adaptive
         self._rho = self._weights(weights)
         self.plan = noise_plan(
@@ -211,9 +213,6 @@ class PrivateTraining:
                 f"{self.ledger.steps} steps are spent, and another would pass epsilon={self.spec.epsilon:g}. "
                 f"Stop here, or begin a new run with more noise."
             )
-        # Without dropout: its masks go by place in the batch, so one unit more would change
-        # everybody's, and with them the whole sum.
-        self.model.eval()
         rows_of, rho_U = self._drawn(self._sampler.draw())
         sigma = self.schedule.charge(self.ledger.charge, rho_U)
         try:
@@ -262,8 +261,8 @@ class PrivateTraining:
         """Take back the promise where training has led the model to mix rows."""
         is_shared = not self._batches.one_unit_a_pass and self._mixing_asked_at != self.ledger.steps
         self._mixing_asked_at = self.ledger.steps
-        self.model.eval()
-        reason = shared_by_others(self._passes, self._batches) if is_shared else None
+        with without_dropout(self.model):
+            reason = shared_by_others(self._passes, self._batches) if is_shared else None
         if reason is not None:
             self.ledger.taken_back = (
                 f"The trained model mixes rows, or rounds them by place: {reason}. One {self.spec.unit} may have moved others' "
@@ -297,9 +296,7 @@ class PrivateTraining:
         loss, num_targets = torch.zeros((), device=self.device), 0
         batches = list(self.physical_batches(rows_of, rho_U))
         for batch, targets in batches:
-            clipped = self._passes(batch)
-            if finite_only:
-                clipped = self._passes(batch.without(~(clipped.norms + clipped.losses).isfinite()))
+            clipped = self._clipped(batch, finite_only)
             # A unit that is not finite counts nothing, here as in the sum.
             loss += torch.where(clipped.losses.isfinite(), clipped.losses, 0).sum().float()
             num_targets += targets
@@ -315,6 +312,15 @@ class PrivateTraining:
         if total is None:
             total = [zeros_for(each) for each in self._passes.parameters.values()]
         return total, Step(loss=loss / max(1, len(rows_of)), num_targets=num_targets)
+
+    def _clipped(self, batch: Physical, finite_only: bool) -> ClippedGradients:
+        # Masks of dropout go by place in the batch, so one unit more would change everybody's, and
+        # with them the whole sum.
+        with without_dropout(self.model):
+            clipped = self._passes(batch)
+            if not finite_only:
+                return clipped
+            return self._passes(batch.without(~(clipped.norms + clipped.losses).isfinite()))
 
     def physical_batches(
         self, rows_of: list[np.ndarray], rho_U: np.ndarray | None
@@ -391,46 +397,6 @@ class PrivateTraining:
             raise
         ledger.claim = claim
         return ledger
-
-
-class Documents:
-    """Documents as tensors of ids, each read whole."""
-
-    def __init__(self, documents: Sequence[Tensor], users: Sequence[Any] | None) -> None:
-        if users is not None and len(users) != len(documents):
-            raise UsageError(
-                f"{len(users)} users for {len(documents)} documents. Give one user for each document."
-            )
-        if not len(documents):
-            raise UsageError("There are no documents to train on.")
-        self._documents = [
-            torch.as_tensor(document, dtype=torch.long).cpu() for document in documents
-        ]
-        self.unit_of_row = np.arange(len(documents))
-        if users is not None:
-            names = np.array([str(user) for user in users])
-            self.unit_of_row = np.unique(names, return_inverse=True)[1]
-        # The last id is only predicted, never fed.
-        self.lengths = np.array([max(1, len(document) - 1) for document in self._documents])
-        # A hash of the text in a ledger would tell who is in it.
-        self.fingerprint = ""
-
-    def gather(self, rows: np.ndarray, width: int) -> tuple[Tensor, Tensor]:
-        ids = torch.zeros(len(rows), width, dtype=torch.long)
-        targets = torch.full((len(rows), width), NO_LABEL)
-        for place, row in enumerate(rows):
-            if row >= 0:
-                document = self._documents[row]
-                size = max(0, len(document) - 1)  # a document of one id or none predicts nothing
-                ids[place, :size] = document[:size]
-                targets[place, :size] = document[1:]
-        return ids, targets
-
-
-def _source_of(documents: Source | Sequence[Tensor], users: Sequence[Any] | None) -> Source:
-    if hasattr(documents, "gather"):
-        return documents  # type: ignore[return-value]
-    return Documents(documents, users)  # type: ignore[arg-type]
 
 
 def _on_your_word(adaptive: AdaptiveSpec | None, people: str | None) -> Terms:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from tightlip.core.errors import UsageError
 from tightlip.privacy.clipping import watched_pass
+from tightlip.privacy.experts import rows_apart
 from tightlip.privacy.passes import Passes, Physical, logits_of, summed
 from tightlip.privacy.per_unit import check_model, no_rule_for, num_ids_of, synthetic_rows
 from tightlip.privacy.physical_batches import PhysicalBatches, Shape
@@ -31,7 +32,6 @@ _NOT_FINITE = "its loss is not a finite number, so nothing can be said"
 def checked_passes(passes: Passes, batches: PhysicalBatches) -> Passes:
     """The passes, in the fastest way that is exact for their model; or a refusal of the model."""
     model, source = passes.model, batches.source
-    model.eval()
     longest, width = int(source.lengths.max()), batches.extremes()[-1].width
     some = torch.full((1, width), batches.some_id(), device=batches.device)
     try:
@@ -122,7 +122,7 @@ def _seen(passes: Passes, batch: Physical) -> dict[str, Tensor]:
         found = passes(batch)
         return {"its loss": found.losses.clone(), "its norm": found.norms.clone()}
     try:
-        with passes._precision():
+        with passes._precision(), rows_apart(passes.model):
             watch, losses_B = watched_pass(
                 passes.parameters,
                 lambda: logits_of(passes.model, batch.ids_BT, None),

@@ -12,7 +12,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from tightlip.privacy.layers import EmbeddingUse, NormUse, Use, Whole, linear_use
+from tightlip.privacy.copies import cat, conv1d, elementwise, like_before
+from tightlip.privacy.derived import ONLY_KIND, Derived, NoRule, Wire, derive, every_tensor
+from tightlip.privacy.experts import baddbmm, bmm, current_watch
+from tightlip.privacy.layers import EmbeddingUse, NormUse, Outer, Use, linear_use, zeros_for
 from tightlip.privacy.recurrent_layers import GRULayer, LSTMLayer
 
 # What can put rows in an order that only this batch holds; two synthetic rows would not tell.
@@ -26,15 +29,13 @@ _PICKING = {
     for owner, spelling in ((torch, name), (Tensor, name), (Tensor, f"{name}_"))
     if (function := getattr(owner, spelling, None)) is not None
 } | {Tensor.__getitem__, Tensor.__setitem__}
+_IN_PLACE = {
+    function
+    for name, function in vars(torch._C.TensorBase).items()
+    if (name.endswith("_") and not name.startswith("__")) or name.startswith("__i")
+} | {Tensor.__setitem__, Tensor.requires_grad_}
 _ADDS_ROWS = {Tensor.unsqueeze, torch.unsqueeze, Tensor.__getitem__}
 _AT_FRONT = ((0,), (None,), ((None, ...),))
-
-
-class NoRule(Exception):
-    """A trainable parameter is used in a way whose gradient per unit no rule tells."""
-
-    def __init__(self, parameter: str, why: str) -> None:
-        super().__init__(f"{parameter} ({why})")
 
 
 def _linear(watch: "Watch", name: str, input: Tensor, weight: Tensor, bias: Any = None) -> Tensor:
@@ -42,7 +43,7 @@ def _linear(watch: "Watch", name: str, input: Tensor, weight: Tensor, bias: Any 
         raise NoRule(name, "used as the input of a linear layer")
     watch.check_constant(name, weight, bias)
     rows = watch.by_row(input, name)
-    return _like_before(linear_use(watch, rows, weight, bias), input, rows)
+    return like_before(linear_use(watch, rows, weight, bias), input, rows)
 
 
 def _addmm(
@@ -54,12 +55,17 @@ def _addmm(
     watch.check_constant(name, input, mat2)
     rows = watch.by_row(mat1, name)
     output = linear_use(watch, rows, mat2, input, transposed=True)
-    return _like_before(output, mat1, rows)
+    return like_before(output, mat1, rows)
 
 
-def _like_before(output: Tensor, given: Tensor, rows: Tensor) -> Tensor:
-    """Tokens of all rows that came in one line go on in one line."""
-    return output if rows.ndim == given.ndim else output.flatten(0, 1)
+def _matmul(watch: "Watch", name: str, input: Tensor, other: Tensor) -> Tensor:
+    if watch.is_watched(input) and input.ndim == 2 and other.ndim > 2:  # W x, as Mamba has it
+        rows = watch.by_row(other, name).transpose(-1, -2)
+        return linear_use(watch, rows, input, None).transpose(-1, -2)
+    if watch.is_watched(input) or other.ndim != 2:
+        raise NoRule(name, "used by a product in an unusual way")
+    rows = watch.by_row(input, name)
+    return like_before(linear_use(watch, rows, other, None, transposed=True), input, rows)
 
 
 def _embedding(
@@ -107,7 +113,7 @@ def _layer_norm(
     watch.check_constant(name, weight, bias)
     rows = watch.by_row(input, name)
     output = NormUse.apply(watch.anchor, rows, weight, bias, eps, watch)
-    return _like_before(output, input, rows)
+    return like_before(output, input, rows)
 
 
 def _rms_norm(
@@ -119,40 +125,7 @@ def _rms_norm(
     eps: float | None = None,
 ) -> Tensor:
     normal = functional.rms_norm(input, normalized_shape, None, eps)
-    return _per_row(torch.mul)(watch, name, normal, weight)
-
-
-def _per_row(operation: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Give every row a copy of a small parameter, and let autograd differentiate each."""
-
-    def rule(watch: "Watch", name: str, first: Any, second: Any, **others: Any) -> Tensor:
-        if others:
-            raise NoRule(name, f"used by {operation.__name__} with {', '.join(others)}")
-        parameter, other = (first, second) if watch.is_watched(first) else (second, first)
-        if watch.is_watched(other) or not isinstance(other, Tensor) or parameter.ndim != 1:
-            raise NoRule(name, f"used by {operation.__name__} with something that has no rows")
-        rows = watch.by_row(other, name)
-        if rows.ndim < 3 or rows.ndim != other.ndim or rows.shape[-1] != len(parameter):
-            raise NoRule(name, f"it meets a tensor of shape {tuple(other.shape)}")
-        copies = _Copies.apply(watch.anchor, parameter, watch.num_rows, watch)
-        copies = copies.view(watch.num_rows, *[1] * (rows.ndim - 2), -1)
-        return operation(copies, rows) if watch.is_watched(first) else operation(rows, copies)
-
-    return rule
-
-
-class _Copies(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        context: Any, anchor: Tensor, parameter: Tensor, num_rows: int, watch: "Watch"
-    ) -> Tensor:
-        context.watch, context.parameter = watch, parameter
-        return parameter.detach().expand(num_rows, -1).clone()
-
-    @staticmethod
-    def backward(context: Any, gradient_BX: Tensor) -> tuple[None, ...]:  # type: ignore[override]
-        context.watch.note(context.parameter, Whole(gradient_BX))
-        return (None,) * 4
+    return elementwise(torch.mul)(watch, name, normal, weight)
 
 
 def _recurrent(layer: Any) -> Callable[..., Any]:
@@ -189,8 +162,24 @@ RULES: dict[Any, Callable[..., Any]] = {
     functional.embedding: _embedding,
     functional.layer_norm: _layer_norm,
     functional.rms_norm: _rms_norm,
-    **dict.fromkeys((torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__), _per_row(torch.mul)),
-    **dict.fromkeys((torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__), _per_row(torch.add)),
+    **dict.fromkeys((torch.matmul, torch.mm, Tensor.matmul, Tensor.mm, Tensor.__matmul__), _matmul),
+    torch.conv1d: conv1d,
+    torch.cat: cat,
+    torch.bmm: bmm,
+    torch.baddbmm: baddbmm,
+    **{
+        spelling: elementwise(operation)
+        for operation, spellings in {
+            torch.mul: (torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__),
+            torch.add: (torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__),
+            torch.sub: (torch.sub, Tensor.sub, Tensor.__sub__),
+            torch.div: (torch.div, Tensor.div, Tensor.__truediv__),
+            Tensor.expand_as: (Tensor.expand_as,),
+            Tensor.mul_: (Tensor.mul_, Tensor.__imul__),
+            Tensor.add_: (Tensor.add_, Tensor.__iadd__),
+        }.items()
+        for spelling in spellings
+    },
     torch.lstm: _recurrent(LSTMLayer),
     torch.gru: _recurrent(GRULayer),
 }
@@ -208,6 +197,12 @@ class Watch(TorchFunctionMode):
         # Of a linear layer, without its columns of padding and with them; nothing else keeps it.
         self.last_output: tuple[Tensor, Tensor] | None = None
         self.spread: dict[int, Tensor] = {}
+        self.derived: dict[int, Derived] = {}
+        self.expanded: dict[int, Tensor] = {}
+        self.factors: dict[int, tuple[Tensor, Tensor, float]] = {}
+        self.stacks: dict[str, tuple[Tensor, dict[int, list[Use]]]] = {}
+        # What hangs on no row, by `id`; kept, so that no other tensor gets the `id`.
+        self.rowless: dict[int, Tensor] = {}
         for name, parameter in parameters.items():
             if parameter._backward_hooks:
                 raise NoRule(name, "a hook of its own changes its gradient")
@@ -219,23 +214,73 @@ class Watch(TorchFunctionMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        named = self._parameters_in(args, kwargs)
+        if func is current_watch:
+            return self
+        meets = args[:1] if func in ONLY_KIND else args
+        watched = filter(self.is_watched, every_tensor(meets, kwargs))
+        named = [self.names[id(each)] for each in watched]
+        if func is torch.eye or self._are_rowless(meets, kwargs):
+            return self._rowless(func, args, kwargs, named)
+        if func in _IN_PLACE:
+            self.rowless.pop(id(args[0]), None)
         if not named:
             if func in _PICKING and _picks_rows(func, args, kwargs):
                 raise NoRule("the model", f"it moves rows or tokens about by {func.__name__}")
             if func in _ADDS_ROWS and id(args[0]) in self.spread and args[1:] in _AT_FRONT:
                 return args[0]  # it has the rows already that it is to be spread over
             return func(*args, **kwargs)
-        rule = RULES.get(func)
-        if rule is not None:
-            return rule(self, named[0], *args, **kwargs)
+        if func in RULES:
+            return RULES[func](self, named[0], *args, **kwargs)
         result = func(*args, **kwargs)
-        if _holds_tensor(result):
+        if any(True for _ in every_tensor((result,), {})):
             raise NoRule(named[0], f"used by {getattr(func, '__name__', func)}")
         return result  # a shape, a dtype: nothing that a gradient flows through
 
     def note(self, parameter: Tensor, use: Use) -> None:
-        self.uses[self.names[id(parameter)]].append(use)
+        derived = self.derived.get(id(parameter))
+        pulled = [(self.names[id(parameter)], use)] if derived is None else derived.pulled_back(use)
+        for name, own in pulled:
+            self.uses[name].append(own)
+
+    def note_matrix(self, stack: Tensor, number: int, use: Outer) -> None:
+        """Remember a use of one matrix of a stack.
+
+        Of W + a·LR it is one of L and one of R: Σ left ⊗ right times Rᵗ, and Lᵗ times it.
+        """
+        if id(stack) in self.factors:
+            lower, upper, scale = self.factors[id(stack)]
+            left, right = use.left_BTP, use.right_BTD
+            assert right is not None
+            below, above = (each[number].detach().to(left.dtype) for each in (lower, upper))
+            self.note_matrix(lower, number, Outer(left, scale * (right @ above.T)))
+            self.note_matrix(upper, number, Outer(scale * (left @ below), right))
+            return
+        derived, name = self._stand_in(stack), self.names[id(stack)]
+        first, uses = self.stacks.setdefault(name, (derived.made, {}))
+        if not derived.is_rearranged or first.stride() != derived.made.stride():
+            raise NoRule(name, "a stack of matrices that is computed")
+        uses.setdefault(number, []).append(use)
+
+    def apart(self, parameters: dict[str, Any]) -> dict[str, Any]:
+        """Parameters as their uses are noted: each matrix of a stack by itself."""
+        separate = {name: each for name, each in parameters.items() if name not in self.stacks}
+        for name, (stack, uses) in self.stacks.items():
+            if self.uses.pop(name):
+                raise NoRule(name, "used as a stack of matrices and otherwise too")
+            for number, matrix in enumerate(stack.detach()):
+                separate[f"{name}[{number}]"] = matrix
+                self.uses[f"{name}[{number}]"] = uses.get(number, [])
+        return separate
+
+    def together(self, found: dict[str, Tensor], parameters: dict[str, Any]) -> dict[str, Tensor]:
+        """The gradients of matrices as those of their stacks, in the order of the parameters."""
+        whole = {name: found.get(name, parameter) for name, parameter in parameters.items()}
+        for name, (stack, _) in self.stacks.items():
+            whole[name] = zeros_for(parameters[name])
+            room = whole[name].as_strided(stack.shape, stack.stride())
+            for number, matrix in enumerate(room):
+                matrix.copy_(found[f"{name}[{number}]"])
+        return whole
 
     def straight_from_a_layer(self, values: Tensor) -> Tensor | None:
         """A linear layer's whole output, padding included, if that is where these come from; asked
@@ -247,9 +292,12 @@ class Watch(TorchFunctionMode):
         """Let go of all tensors; autograd's graph and this watch hold each other otherwise."""
         self.uses = {name: [] for name in self.uses}
         self.finite, self.spread, self.last_output = {}, {}, None
+        self.derived, self.rowless, self.stacks = {}, {}, {}
+        self.expanded, self.factors = {}, {}
 
-    def backward(self, total: Tensor, asked: list[Tensor]) -> tuple[Tensor | None, ...]:
-        """What autograd finds for each of `asked`, this watch on all the way.
+    @staticmethod
+    def backward(total: Tensor, asked: list[Tensor]) -> tuple[Tensor | None, ...]:
+        """What autograd finds for each of `asked`, any watch on all the way.
 
         torch.autograd.grad would hand itself to the watch, and a watch is off while it works.
         """
@@ -286,19 +334,52 @@ class Watch(TorchFunctionMode):
             name, f"it meets a tensor of shape {tuple(values.shape)} for {self.num_rows} rows"
         )
 
-    def _parameters_in(self, args: Sequence[Any], kwargs: dict[str, Any]) -> list[str]:
-        return [
-            self.names[id(each)]
-            for value in (*args, *kwargs.values())
-            for each in (value if isinstance(value, list | tuple) else (value,))
-            if id(each) in self.names
-        ]
+    def _are_rowless(self, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+        """Whether these are parameters, or made of them alone, and not just numbers."""
+        some = False
+        for each in every_tensor(args, kwargs):
+            if not self._hangs_on_no_row(each):
+                return False
+            some = some or each.ndim > 0 or self.is_watched(each)
+        return some
 
+    def _hangs_on_no_row(self, value: Tensor) -> bool:
+        if self.is_watched(value) or id(value) in self.rowless:
+            return True
+        return isinstance(value, nn.Parameter) or not (value.ndim or value.requires_grad)
 
-def _holds_tensor(value: Any) -> bool:
-    if isinstance(value, list | tuple):
-        return any(_holds_tensor(each) for each in value)
-    return isinstance(value, Tensor)
+    def _rowless(
+        self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], named: list[str]
+    ) -> Any:
+        if func in _IN_PLACE and named:
+            raise NoRule(named[0], f"changed in place by {func.__name__}")
+        watched = filter(self.is_watched, every_tensor(args, kwargs))
+        result = derive(func, args, kwargs, {id(each): self._stand_in(each) for each in watched})
+        if isinstance(result, list):
+            return tuple(self._watched(each) for each in result)
+        made = self._watched(result)
+        if func is Tensor.expand and self.is_watched(made):
+            self.expanded[id(made)] = args[0]
+        if func is torch.baddbmm and not self.is_watched(args[0]) and {*kwargs} <= {"alpha"}:
+            self.factors[id(made)] = (args[1], args[2], kwargs.get("alpha", 1))
+        return made
+
+    def _stand_in(self, parameter: Tensor) -> Derived:
+        if id(parameter) not in self.derived:
+            leaf = parameter.detach().requires_grad_()
+            self.derived[id(parameter)] = Derived(leaf, {self.names[id(parameter)]: leaf})
+        return self.derived[id(parameter)]
+
+    def _watched(self, value: Any) -> Any:
+        if isinstance(value, Tensor) and not self.is_watched(value):
+            self.rowless[id(value)] = value
+        if not isinstance(value, Derived):
+            return value
+        name = next(iter(value.leaves))
+        tensor = Wire.apply(self.anchor, value.made.detach(), name)
+        self.rowless[id(tensor)] = tensor
+        self.names[id(tensor)], self.derived[id(tensor)] = name, value
+        return tensor
 
 
 def _picks_rows(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:

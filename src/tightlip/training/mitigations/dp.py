@@ -37,7 +37,7 @@ from tightlip.training.starting import runs_behind
 MOST_NOISE_FOR_NEW, MOST_NOISE = 0.3, 1.0
 _PASSED_ON = (
     *("epsilon", "noise_multiplier", "delta", "unit", "clip_norm", "per_layer", "rows_per_unit"),
-    *("allow_loose_delta", "insecure_seed"),
+    *("exact_sums", "allow_loose_delta", "insecure_seed"),
 )
 
 
@@ -73,6 +73,11 @@ class DPConfig(MitigationConfig):
     )
     clip_norm: float = setting(PrivacySpec.clip_norm, "Largest gradient of a unit.", above=0)
     per_layer: bool = setting(False, "Clip each layer by itself.", flag="--per-layer/--flat")
+    exact_sums: bool = setting(
+        False,
+        "Add units up as whole numbers: none changes how another is rounded.",
+        flag="--exact-sums",
+    )
     rows_per_unit: int = setting(
         PrivacySpec.rows_per_unit,
         "Most rows (documents, or pieces of long ones) of a unit in a step.",

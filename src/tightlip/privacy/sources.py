@@ -1,0 +1,62 @@
+"""Rows to train on: a corpus' own, or documents given as tensors. Shapes: B rows, T positions."""
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tightlip.core.errors import UsageError
+from tightlip.privacy.row_losses import NO_LABEL
+
+
+class Source(Protocol):
+    """Rows to train on: whose each is, how long, and the rows themselves."""
+
+    unit_of_row: np.ndarray
+    lengths: np.ndarray
+    fingerprint: str
+
+    def gather(self, rows: np.ndarray, width: int) -> tuple[Tensor, Tensor]:
+        """Ids and targets [B, T] of the rows; a row of -1 is padding without a target."""
+
+
+class Documents:
+    """Documents as tensors of ids, each read whole."""
+
+    def __init__(self, documents: Sequence[Tensor], users: Sequence[Any] | None) -> None:
+        if users is not None and len(users) != len(documents):
+            raise UsageError(
+                f"{len(users)} users for {len(documents)} documents. Give one user for each document."
+            )
+        if not len(documents):
+            raise UsageError("There are no documents to train on.")
+        self._documents = [
+            torch.as_tensor(document, dtype=torch.long).cpu() for document in documents
+        ]
+        self.unit_of_row = np.arange(len(documents))
+        if users is not None:
+            names = np.array([str(user) for user in users])
+            self.unit_of_row = np.unique(names, return_inverse=True)[1]
+        # The last id is only predicted, never fed.
+        self.lengths = np.array([max(1, len(document) - 1) for document in self._documents])
+        # A hash of the text in a ledger would tell who is in it.
+        self.fingerprint = ""
+
+    def gather(self, rows: np.ndarray, width: int) -> tuple[Tensor, Tensor]:
+        ids = torch.zeros(len(rows), width, dtype=torch.long)
+        targets = torch.full((len(rows), width), NO_LABEL)
+        for place, row in enumerate(rows):
+            if row >= 0:
+                document = self._documents[row]
+                size = max(0, len(document) - 1)  # a document of one id or none predicts nothing
+                ids[place, :size] = document[:size]
+                targets[place, :size] = document[1:]
+        return ids, targets
+
+
+def source_of(documents: Source | Sequence[Tensor], users: Sequence[Any] | None) -> Source:
+    if hasattr(documents, "gather"):
+        return documents  # type: ignore[return-value]
+    return Documents(documents, users)  # type: ignore[arg-type]
