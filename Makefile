@@ -49,5 +49,5 @@ bench: install
 
 bench-gpu: install
 	$(BIN)/python benchmarks/check_gpu.py
-	$(BIN)/python benchmarks/dp_step.py --device cuda
+	$(BIN)/python benchmarks/dp_step.py --device cuda --write docs/benchmarks.md
 	$(BIN)/python benchmarks/scan.py --device cuda

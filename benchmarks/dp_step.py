@@ -1,18 +1,22 @@
 """A private training step against plain training of the same model on the same tokens.
 
-    python benchmarks/dp_step.py [--device cpu|cuda] [--only lstm gru gpt ...] [--adaptive]
+    python benchmarks/dp_step.py [--device cpu|cuda] [--only lstm gru gpt ...] [--write DOCS] [--adaptive]
 
 Every step includes its optimizer (fused Adam) and, under DP, clipping and fresh noise. Plain is
 our own best plain step; beside it, where they run, torch's usual one (cuDNN for recurrent
-layers) and Opacus. Medians; ratios are to our best plain step in the same precision.
+layers) and Opacus. Medians; ratios are to our best plain step in the same precision. *As drawn* is
+the engine's whole step, Poisson draws padded to passes of a fixed size. With --write the table goes
+into the docs, and a ratio more than 10% above the one there is printed as worse.
 
 With --adaptive: whole steps of the engine, draw and ledger included, the modes of adaptive DP
 against plain DP, taking turns.
 """
 
 import argparse
+import datetime
 import gc
 import platform
+import re
 import statistics
 import subprocess
 import sys
@@ -94,6 +98,13 @@ SETTINGS = {
         "gpt": ("Transformer 4×128, 10k, 32×64", lambda: gpt(4, 128, 10_000, 4), 10_000, 32, 64, 1, "eager"),
     },
 }  # fmt: skip
+
+
+# What is run where nothing is asked for: a compiled setting takes two minutes.
+USUAL = {
+    "cuda": ("lstm", "lstm-user", "gpt", "llama", "lora", "start"),
+    "cpu": tuple(SETTINGS["cpu"]),
+}
 
 
 class Bench:
@@ -182,6 +193,23 @@ class Bench:
 
         return self.timed(step)
 
+    def drawn(self):
+        """The engine's own step: units drawn, padded to passes of a fixed size, charged and released."""
+        model = self.model()
+        num_units = len(self.ids) // self.per_unit
+        draw = torch.Generator().manual_seed(1)
+        documents = torch.randint(
+            4, int(self.ids.max()), (10 * len(self.ids), self.ids.shape[1] + 1), generator=draw
+        )
+        users = np.arange(len(documents)) // self.per_unit if self.per_unit > 1 else None
+        with tempfile.TemporaryDirectory() as folder:
+            private = PrivateTraining(
+                model, self.optimizer(model), list(documents), ledger=Path(folder) / "ledger.json", users=users,
+                noise_multiplier=1.0, expected_batch=num_units, steps=10_000, rows_per_unit=self.per_unit,
+                way=self.way, bf16=self.bf16, widths=(self.ids.shape[1],),
+            )  # fmt: skip
+            return self.timed(private.step)
+
     def physical(self):
         num_units = len(self.ids) // self.per_unit
         layout = Layout(num_units=num_units, rows_per_unit=self.per_unit)
@@ -263,17 +291,86 @@ def row(name, work, base=None):
     return found
 
 
+# What a private step may take of our best plain one.
+ASKED = {
+    "LSTM 2×550, 40k, 100×64, bf16": 1.15,
+    "LSTM 2×550, 40k, 100×64, tf32": 1.30,
+    "LSTM 2×550, 40k, 32 users × 4 × 64, bf16": 1.20,
+    "GPT-2 small shape, 32×256, bf16": 1.12,
+    "Llama shape, 32×256, bf16": 1.12,
+    "GPT-2 small shape, LoRA 16, 32×256, bf16": 1.15,
+}
+
+
 def compare(device, key, bf16, repeats):
+    """One line of the table: the contenders of a setting, in one process."""
     setting = SETTINGS[device][key]
     bench = Bench(device, setting, bf16, repeats)
     precision = "bf16" if bf16 else ("tf32" if device == "cuda" else "float32")
-    print(f"{setting[0]}, {precision}", flush=True)
+    name = f"{setting[0]}, {precision}"
+    print(name, flush=True)
     plain = row("plain, ours", bench.plain)
+    found = {"plain": plain}
     if bench.way == "graph":
-        row("plain, torch (cuDNN)", bench.usual, plain)
-    row("private, ours", bench.private, plain)
+        found["usual"] = row("plain, torch (cuDNN)", bench.usual, plain)
+    found["private"] = row("private, ours", bench.private, plain)
+    if key in ("lstm", "gpt"):
+        found["exact"] = row("private, exact sums", lambda: bench.private(exact=True), plain)
+    if bench.way != "compile":
+        found["drawn"] = row("private, as drawn and padded", bench.drawn, plain)
     if key == "lstm" and not bf16:
-        row("private, Opacus hooks", bench.opacus, plain)
+        found["opacus"] = row("private, Opacus hooks", bench.opacus, plain)
+    return name, found
+
+
+def table(lines):
+    """The lines in Markdown."""
+    head = "| setting | plain, ours | torch's usual | private | asked | exact sums | as drawn | Opacus | memory | ready |"
+    out = [head, "|---" * 10 + "|"]
+    for name, found in lines:
+        plain = found["plain"]
+
+        def cell(kind, bold=False, found=found, plain=plain):
+            if found.get(kind) is None or plain is None:
+                return ""
+            ratio = f"{found[kind][0] / plain[0]:.2f}×"
+            return f"{found[kind][0]:.2f} ms, {f'**{ratio}**' if bold else ratio}"
+
+        private, plain_ms = found.get("private"), "" if plain is None else f"{plain[0]:.2f} ms"
+        both = plain is not None and private is not None
+        memory = f"{private[1] / plain[1]:.2f}" if both and private[1] == private[1] else ""
+        ready = "" if private is None else f"{private[2]:.0f} s"
+        cells = [
+            name,
+            plain_ms,
+            cell("usual"),
+            cell("private", bold=True),
+            f"{ASKED.get(name, '')}",
+        ]
+        cells += [cell("exact"), cell("drawn"), cell("opacus"), memory, ready]
+        out.append("| " + " | ".join(cells) + " |")
+    return out
+
+
+def write(path, device, about, lines):
+    """Put the table into the docs, between the marks of this device, and say what became worse."""
+    text = path.read_text()
+    start, end = (f"<!-- dp_step {device}: {where} -->\n" for where in ("begins", "ends"))
+    before, _, rest = text.partition(start)
+    old, _, after = rest.partition(end)
+    known = {
+        cells[1].strip(): float(found.group(1))
+        for line in old.splitlines()
+        if len(cells := line.split("|")) > 5 and (found := re.search(r"\*\*([\d.]+)×", cells[4]))
+    }
+    for name, found in lines:
+        if name in known and found.get("private") and found["plain"]:
+            ratio = found["private"][0] / found["plain"][0]
+            if ratio > 1.1 * known[name]:
+                print(f"WORSE: {name}: {ratio:.2f}, and the docs say {known[name]:.2f}")
+    path.write_text(
+        "".join([before, start, about, "\n\n", "\n".join(table(lines)), "\n", end, after])
+    )
 
 
 ADAPTIVE = ("dp", "clip", "scale", "as-published")
@@ -365,6 +462,7 @@ def main():
     parser.add_argument("--only", nargs="*", default=None)
     parser.add_argument("--repeats", type=int, default=None)
     parser.add_argument("--adaptive", action="store_true")
+    parser.add_argument("--write", type=Path, help="docs/benchmarks.md, whose table it replaces")
     options = parser.parse_args()
     torch.set_float32_matmul_precision("high")
     machine = (
@@ -378,14 +476,17 @@ def main():
         for key in options.only or ("lstm", "gpt"):
             adaptive(options.device, key, repeats)
         return
-    for key in SETTINGS[options.device]:
-        if options.only and key not in options.only:
+    lines = []
+    for key in options.only or USUAL[options.device]:
+        if key == "start":
+            start_up()
             continue
         graph = SETTINGS[options.device][key][-1] == "graph"
         for bf16 in [False, True] if graph else [options.device == "cuda"]:
-            compare(options.device, key, bf16, repeats)
-    if options.device == "cuda" and (not options.only or "start" in options.only):
-        start_up()
+            lines.append(compare(options.device, key, bf16, repeats))
+    about = f"{machine}, torch {torch.__version__}, {datetime.date.today()}; medians of {repeats} steps."
+    if options.write is not None:
+        write(options.write, options.device, about, lines)
 
 
 if __name__ == "__main__":

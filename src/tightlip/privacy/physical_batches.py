@@ -21,7 +21,8 @@ from tightlip.privacy.sources import Source
 
 USUAL_WIDTH = 64
 NARROWEST = 8  # positions: below that a pass costs as much
-# A pass is always full. On a CPU, which gains little from more rows at once, it is small.
+# A pass is always full. On a CPU, which gains little from more rows at once, it is small; on a GPU
+# half of the expected batch, so that a quarter of the rows are padding, and not up to one half.
 ROWS_ON_CPU, ROWS_ON_GPU = 8, 64
 
 
@@ -52,10 +53,13 @@ class PhysicalBatches:
         *,
         rows_per_unit: int,
         physical_rows: int | None = None,
+        expected_batch: float = 2 * ROWS_ON_GPU,
         widths: Sequence[int] = (),
     ) -> None:
         self.source, self.device = source, next(model.parameters()).device
-        default = ROWS_ON_GPU if self.device.type == "cuda" else ROWS_ON_CPU
+        default = ROWS_ON_CPU
+        if self.device.type == "cuda":
+            default = min(ROWS_ON_GPU, max(ROWS_ON_CPU, 4 * math.ceil(expected_batch / 8)))
         self._physical_rows = physical_rows or default
         self._rows_per_unit, self._widths = rows_per_unit, widths
         self._positions = getattr(getattr(model, "config", None), "max_position_embeddings", None)

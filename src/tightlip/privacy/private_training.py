@@ -72,7 +72,7 @@ class PrivateTraining:
         people: a name of yours for whose text it is; runs of one name are counted together.
         terms: how sure the promise is, where more is known than this loop can know.
         way, bf16: how passes are run, and whether in bfloat16.
-        physical_rows: rows in memory at once. Default: 8 on a CPU, 64 on a GPU.
+        physical_rows: rows in memory at once. Default: 8 on a CPU, on a GPU half of expected_batch, at most 64.
         widths: lengths that rows are padded to. Default: powers of two.
         claims_ledger: keep other processes from going on with the ledger meanwhile.
         adaptive: lets `weights` decide on clipping or noise.
@@ -145,6 +145,7 @@ class PrivateTraining:
             model,
             rows_per_unit=rows_per_unit,
             physical_rows=physical_rows,
+            expected_batch=expected_batch,
             widths=widths,
         )
         check_optimizer(model, optimizer)
