@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.nn.utils.rnn import pad_sequence
 from torch.overrides import handle_torch_function
 
 from tightlip.core.errors import UsageError
@@ -36,7 +35,8 @@ def bmm(watch: Any, name: str, input_ENX: Tensor, weight_EXY: Tensor) -> Tensor:
     num_matrices, each_has = len(weight_EXY), num_tokens // watch.num_rows
     input_BSX = input_ENX.unflatten(1, (watch.num_rows, each_has)).transpose(0, 1).flatten(1, 2)
     sizes_BE = [[each_has] * num_matrices] * watch.num_rows
-    output_BSY = _Routed.apply(watch.anchor, input_BSX, weight_EXY, None, sizes_BE, True, watch)
+    how = (sizes_BE, each_has, True, watch)
+    output_BSY = _Routed.apply(watch.anchor, input_BSX, weight_EXY, None, *how)
     return output_BSY.unflatten(1, (num_matrices, each_has)).transpose(0, 1).flatten(1, 2)
 
 
@@ -85,7 +85,8 @@ def _by_row(module: Any, *args: Any, **kwargs: Any) -> Tensor:
     sizes_BE = functional.one_hot(choices_BS, module.num_experts).sum(1).tolist()
     hidden_BTX = hidden_NX.reshape(num_rows, -1, hidden_NX.shape[-1])
     values_BSX = _taken(hidden_BTX.repeat_interleave(each_takes, dim=1), order_BS)
-    through = partial(_through_experts, module, sizes_BE)
+    num_tokens = len(hidden_NX) // num_rows
+    through = partial(_through_experts, module, sizes_BE, num_tokens)
     gated = module._apply_gate if module.has_gate else module.act_fn
     values_BSX = through(
         "down_proj", gated(through("gate_up_proj" if module.has_gate else "up_proj", values_BSX))
@@ -102,12 +103,12 @@ def _taken(values_BSX: Tensor, places_BS: Tensor) -> Tensor:
 
 
 def _through_experts(
-    module: Any, sizes_BE: list[list[int]], name: str, values_BSX: Tensor
+    module: Any, sizes_BE: list[list[int]], num_tokens: int, name: str, values_BSX: Tensor
 ) -> Tensor:
     watch, weight = current_watch(values_BSX), getattr(module, name)
     bias = getattr(module, f"{name}_bias") if module.has_bias else None
     watch.check_constant(name, weight, bias)
-    how = (sizes_BE, module.is_transposed, watch)
+    how = (sizes_BE, num_tokens, module.is_transposed, watch)
     return _Routed.apply(watch.anchor, values_BSX, weight, bias, *how)
 
 
@@ -122,11 +123,13 @@ class _Routed(torch.autograd.Function):
         weight: Tensor,
         bias: Any,
         sizes_BE: list[list[int]],
+        most: int,
         transposed: bool,
         watch: Any,
     ) -> Tensor:
+        """No row sends an expert more than `most` tokens, however it chooses."""
         context.watch, context.weight, context.bias = watch, weight, bias
-        context.sizes_BE, context.transposed = sizes_BE, transposed
+        context.sizes_BE, context.most, context.transposed = sizes_BE, most, transposed
         context.input_dtype = input_BSX.dtype
         dtype = product_dtype(input_BSX)
         own_BSX, own_EXY = input_BSX.to(dtype), weight.detach().to(dtype)
@@ -143,13 +146,15 @@ class _Routed(torch.autograd.Function):
     @staticmethod
     def backward(context: Any, gradient_BSY: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         own_BSX, own_EXY = context.saved_tensors
-        lefts, rights = (_by_expert(each, context.sizes_BE) for each in (gradient_BSY, own_BSX))
+        lefts, rights = (
+            _by_expert(each, context.sizes_BE, context.most) for each in (gradient_BSY, own_BSX)
+        )
         watch = context.watch
         for expert, (left, right) in enumerate(zip(lefts, rights, strict=True)):
-            if watch.is_watched(context.weight) and left.shape[1]:
+            if watch.is_watched(context.weight):
                 use = Outer(right, left) if context.transposed else Outer(left, right)
                 watch.note_matrix(context.weight, expert, use)
-            if watch.is_watched(context.bias) and left.shape[1]:
+            if watch.is_watched(context.bias):
                 watch.note_matrix(context.bias, expert, Outer(left))
         back = None
         if context.needs_input_grad[1]:
@@ -159,7 +164,7 @@ class _Routed(torch.autograd.Function):
                 own_BSX.shape[2],
                 lambda values_NY, expert: values_NY @ own_EXY[expert].T,
             ).to(context.input_dtype)
-        return None, back, None, None, None, None, None
+        return None, back, None, None, None, None, None, None
 
 
 def _each_alone(
@@ -178,12 +183,16 @@ def _each_alone(
     return output_BSY
 
 
-def _by_expert(values_BSX: Tensor, sizes_BE: list[list[int]]) -> list[Tensor]:
-    """Each expert's tokens, [B, T, X], rows with fewer of them filled with zeros."""
+def _by_expert(values_BSX: Tensor, sizes_BE: list[list[int]], most: int) -> list[Tensor]:
+    """Each expert's tokens, [B, T, X], zeros up to the most that a row can send: to the most that one
+    of this batch sends, the others' norms would be rounded by it."""
     parts = [
         values_SX.split(sizes_E) for values_SX, sizes_E in zip(values_BSX, sizes_BE, strict=True)
     ]
-    return [pad_sequence(list(own), batch_first=True) for own in zip(*parts, strict=True)]
+    return [
+        torch.stack([functional.pad(own_NX, (0, 0, 0, most - len(own_NX))) for own_NX in of_expert])
+        for of_expert in zip(*parts, strict=True)
+    ]
 
 
 def check_no_batch_losses(model: nn.Module) -> None:
