@@ -132,7 +132,7 @@ def arithmetic_words(guarantee: dict[str, Any]) -> str:
     ('exact', 'arithmetic not recorded')
     """
     parts = str(guarantee.get("arithmetic") or NO_ARITHMETIC).split("; ")
-    kinds = [(part.partition(":")[0], "measured" in part) for part in parts]
+    kinds = sorted({(part.partition(":")[0], "measured" in part) for part in parts})
     return ", ".join(f"{kind} measured" if measured else kind for kind, measured in kinds)
 
 

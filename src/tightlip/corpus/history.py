@@ -96,9 +96,12 @@ def people_in(history: list[dict[str, Any]]) -> list[str]:
     return list(dict.fromkeys(each for step in history for each in step.get("people", ())))
 
 
-def new_name(sources: Set[str], people: Sequence[str], name: str | None = None) -> dict[str, Any]:
+def new_name(
+    sources: Set[str], people: Sequence[str], name: str | None = None, *, apart: bool = False
+) -> dict[str, Any]:
     """A random id for a corpus, or its own `name`, and the ids of its people: those that are given,
-    those of a corpus of the same text that was prepared here before, or a new one.
+    those of a corpus of the same text that was prepared here before, or a new one. With `apart` it
+    is declared that none of them is among the people of any other corpus registered so far.
 
     Holds:
         same_text: text that is prepared twice has the same people, whatever the settings.
@@ -113,9 +116,15 @@ def new_name(sources: Set[str], people: Sequence[str], name: str | None = None) 
         ids.update(dict.fromkeys(one for each in same for one in each["people"]))
         if not ids:
             ids[name] = None
-        if any({*ids} == {*each["people"]} and sources <= {*each["sources"]} for each in same):
+        known = {one for each in corpora for one in each["people"]} - {*ids}
+        declared = {"apart": sorted(known)} if apart and known else {}
+        is_new = not any(
+            {*ids} == {*each["people"]} and sources <= {*each["sources"]} for each in same
+        )
+        if not is_new and not declared:
             return None
-        return {"kind": register.CORPUS, "people": [*ids], "sources": sorted(sources)}
+        line = {"kind": register.CORPUS, "people": [*ids], "sources": sorted(sources)}
+        return line | declared
 
     register.add(line)
     return {"id": name, "people": [*ids]}

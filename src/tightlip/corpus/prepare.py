@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
 
+from tightlip.core import register
 from tightlip.core.checksums import checked, checked_whole
 from tightlip.core.errors import DamagedError, GuaranteeError, UsageError
 from tightlip.core.files import (
@@ -137,6 +138,14 @@ def corpus_id(folder: Path) -> str:
 
 def registered_people(folder: Path) -> tuple[str, ...]:
     """The ids of those who wrote a prepared corpus, which the register then knows by its text too."""
+    people = {*people_of(folder)}
+    lines = register.entries(register.CORPUS)
+    if people and not any(people & {*line["people"]} for line in lines):
+        log.warning(
+            "%s knows nothing of %s, which was prepared with another register or before this one: private runs on the same "
+            "people that stand there are not counted here.",
+            *(register.register_path(), folder),
+        )
     name = corpus_id(folder)
     return (*new_name(sources_of(folder), people_of(folder), name)["people"],)
 
@@ -208,7 +217,8 @@ def _name_for(corpus: Corpus, source: str, config: PrepareConfig) -> dict[str, A
         corpus_id(open_prepared(Path(config.people)).folder)
         inherited += people_of(Path(config.people))
     try:
-        return new_name({source, *fingerprints(corpus.history)}, inherited)
+        sources = {source, *fingerprints(corpus.history)}
+        return new_name(sources, inherited, apart=config.other_people)
     except (
         GuaranteeError
     ) as error:  # plain training needs no register, and private training asks again

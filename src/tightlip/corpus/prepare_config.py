@@ -88,8 +88,13 @@ class PrepareConfig(ColumnSettings):
     seed: int = setting(0, "Decides what is held out.")
     people: str | None = setting(
         None,
-        "A prepared corpus of the same people: private runs on both are counted together.",
+        "A prepared corpus of the same people, whose private runs count in any case.",
         path="CORPUS",
+    )
+    other_people: bool = setting(
+        False,
+        "You declare that nobody here is in a corpus registered before: their private runs do not count for these people.",
+        flag="--other-people",
     )
     tokenizer: str | None = setting(
         None, "A model folder whose tokenizer to use.", path="MODEL", panel=_VOCABULARY

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tightlip.privacy.passes import Passes
+from tightlip.privacy.passes import Passes, Physical
 from tightlip.privacy.per_unit import num_ids_of
 from tightlip.privacy.physical_batches import PhysicalBatches
 from tightlip.privacy.rows_alone import synthetic_units
@@ -42,7 +42,7 @@ class Arithmetic:
         return cls(record["arithmetic"], record["arithmetic_charged"])
 
 
-def arithmetic_of(passes: Passes, batches: PhysicalBatches) -> Arithmetic:
+def arithmetic_of(passes: Passes, batches: PhysicalBatches, *, expected_batch: float) -> Arithmetic:
     """How the sums of these passes come about, measured where they are sums of floats."""
     assert passes.clip is not None
     on_gpu = batches.device.type == "cuda"
@@ -50,42 +50,44 @@ def arithmetic_of(passes: Passes, batches: PhysicalBatches) -> Arithmetic:
         assumed = ", tensor cores taken to add as float32 does" if on_gpu else ""
         return Arithmetic(f"exact: units never meet in floating point{assumed}")
     kind = "float64" if all(_is_double(each) for each in passes.parameters.values()) else "float32"
-    off = rounded_together(passes, batches)
-    charged = TIMES * max(off, LEAST)
-    words = f"{kind}: measured {off:.1e} C over {DRAWS} draws, {TIMES} x charged"
-    return Arithmetic(words, charged)
+    off = max(rounded_together(passes, batches), LEAST)
+    # One unit more may move everybody after it to another place, and some to another pass.
+    num_passes = math.ceil(expected_batch / batches.usual().num_units) + 1
+    words = (
+        f"{kind}: measured {off:.1e} C over {DRAWS} draws, {TIMES} x charged for each of {num_passes} passes, taken off "
+        "the clip norm"
+    )
+    return Arithmetic(words, TIMES * off * num_passes)
 
 
 def rounded_together(passes: Passes, batches: PhysicalBatches) -> float:
-    """The most, in clip norms, that others' sums changed with a unit beside them, over some units of
-    made-up text; two passes added up, as a step does."""
+    """The most, in clip norms, that others' sums changed with a unit beside them; over units of
+    made-up text, all alike in one half of the draws, and the others moved up by a place."""
     assert passes.clip is not None
     shape = batches.usual()
+    if shape.num_units == 1:
+        return 0.0  # passes are added up in float64
     num_ids = num_ids_of(passes.model, batches.some_id())
-    first, second = (
-        synthetic_units(shape, num_ids, places, batches.device)
-        for places in (slice(0, 1), slice(shape.num_units - 1, None))
-    )
-    beside = _sums(passes(second).gradients.values())
-    together = _sums(passes(first).gradients.values())
-    everybody = [one + other for one, other in zip(together, beside, strict=True)]
     most = 0.0
     for draw in range(DRAWS):
+        alike = slice(0, None if draw % 2 else 1)
+        together = synthetic_units(shape, num_ids, alike, batches.device)
         places_U = torch.arange(shape.num_units, device=batches.device)
-        is_own_U = places_U == draw % shape.num_units
-        others = _sums(passes(first.without(is_own_U)).gradients.values())
-        own = _sums(passes(first.without(~is_own_U)).gradients.values())
+        gone_U = places_U == min(draw // 2, shape.num_units - 1)
+        everybody = _sums(passes, together)
+        own = _sums(passes, together.without(~gone_U))
+        others = _sums(passes, together.without(gone_U).moved_up())
         squares = [
-            float((whole.double() - (part + more).double() - alone.double()).square().sum())
-            for whole, part, more, alone in zip(everybody, others, beside, own, strict=True)
+            float((whole.double() - part.double() - alone.double()).square().sum())
+            for whole, part, alone in zip(everybody, others, own, strict=True)
         ]
         most = max(most, math.sqrt(sum(squares)) / passes.clip.norm)
     return most
 
 
-def _sums(gradients: Any) -> list[Tensor]:
+def _sums(passes: Passes, batch: Physical) -> list[Tensor]:
     """Copies: a captured pass writes to the same memory each time."""
-    return [each.clone() for each in gradients]
+    return [each.clone() for each in passes(batch).gradients.values()]
 
 
 def _is_double(parameter: Tensor) -> bool:

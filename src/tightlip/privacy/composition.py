@@ -14,6 +14,7 @@ from tightlip.privacy.accounting import (
     Mechanism,
     Release,
     Spend,
+    accountant_at,
     delta_left,
     epsilon_of,
     epsilon_spent,
@@ -31,11 +32,8 @@ from tightlip.privacy.people import enrol, ids_of, runs_of
 from tightlip.privacy.rdp_filter import epsilon_of_rdp, release_rdp, subsampled_gaussian_rdp
 
 _SETTLED = (
-    "That is so for runs that were settled beforehand, none of them by what another one gave."
-)
-_CHOSEN_LATER = (
-    "How many steps to add was decided when the model they start from was there, and PLD composes only what was fixed "
-    "beforehand."
+    "It would be proved for runs that were all settled beforehand, none of them by what another one gave, which nobody "
+    "here knows."
 )
 
 
@@ -53,7 +51,8 @@ def ledger(*runs: str | Path | RunRecord, delta: float | None = None) -> dict[st
     records = [_record_of(run) for run in runs]
     if len(records) > 1:
         same = bool(set.intersection(*({*ids_of(record)} for record in records)))
-        return compose_runs(_with_earlier(records), delta, same_people=same)
+        joint = compose_runs(_with_earlier(records), delta, same_people=same)
+        return joint | unless_settled(joint)
     if ids_of(records[0]) and records[0]["epsilon"] is not None:
         records[0]["people"] |= people_figure(runs_of(records[0]))
     return records[0] | {"another_1000_steps": _after(records[0], 1000)}
@@ -101,6 +100,14 @@ def _next_point(record: dict[str, Any]) -> int:
     return planned + (stride * (1 << (beyond - 1).bit_length()) if beyond else 0)
 
 
+def unless_settled(joint: dict[str, Any]) -> dict[str, str]:
+    """The standing of several runs: whether to make another may have been decided by what one gave,
+    and PLD composes only what was fixed beforehand. One run more never makes it a better one."""
+    if joint["standing"] != "proved":
+        return {}
+    return {"standing": "as published", "because": f"{joint['because']} {_SETTLED}"}
+
+
 def people_figure(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """ε per person over these runs, the last of which is asked about."""
     record = runs[-1]
@@ -117,10 +124,7 @@ def people_figure(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
             "standing": "measured only",
             "because": "All runs together have no finite ε.",
         }
-    if joint["standing"] == "proved":
-        joint["because"] += f" {_SETTLED}"
-        if record.get("before"):
-            joint |= {"standing": "as published", "because": f"{_CHOSEN_LATER} {joint['because']}"}
+    joint |= unless_settled(joint)
     return {**{name: joint.get(name) for name in names}, "runs": len(runs)}
 
 
@@ -235,8 +239,8 @@ def _by_pld(
     return _Composition(
         epsilon=epsilon_of(spend, "pld"),
         delta=delta,
-        accountant="PLD",
-        because=f"every step composed by PLD{least}",
+        accountant=accountant_at(delta),
+        because=f"every step composed by {accountant_at(delta)}{least}",
         beside={
             "epsilon_rdp": epsilon_of(spend, "rdp"),
             "epsilon_as_published": None if varies else epsilon_of(spend, "published"),

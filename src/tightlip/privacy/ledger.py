@@ -149,7 +149,8 @@ class Ledger:
     Holds:
         ahead: whenever the process dies, `steps` in the file is at least the updates applied.
         upper: ε in the file is at least the true ε of the file's `steps`, and of the planned ones.
-        planned: one process never charges more steps than were planned, but within a filter's budget.
+        planned: no more steps are charged than were planned, but within a filter's budget, and but for
+            those that a trainer `repeats` because a kill took them.
         terms: a run goes on only under the terms it began with.
         owner_only: nobody else can read the file.
     """
@@ -172,7 +173,7 @@ class Ledger:
         # A filter's budget, fixed beforehand, bounds its steps; where nothing is promised, nothing does.
         bounded = terms["noise_multiplier"] and filter_of(terms) is None
         self._most_here = terms.get("planned_steps", math.inf) if bounded else math.inf
-        self._charged_here = 0
+        self._charged_here, self.repeats = 0, False
         self.people: Callable[..., dict[str, Any]] | None = None  # see composition.PeopleMeter
         self._beside = self.path.with_name(f".{self.path.name}.partial")
         self.claim: IO[bytes] | None = None  # see `claimed`
@@ -222,7 +223,8 @@ class Ledger:
         has written, and flushing each step would cost more than many a step.
         """
         self._refuse_if_closed()
-        if self._charged_here >= self._most_here:
+        # When a process dies is nobody's data; a loop of one's own may also go on for what it saw.
+        if (self._charged_here if self.repeats else self.steps) >= self._most_here:
             raise GuaranteeError(
                 f"All {self._most_here} planned steps are taken, and ε is that of the plan: another one would be chosen after seeing "
                 "what they gave. Plan for more steps, or begin a new run from this model; both together are then counted."

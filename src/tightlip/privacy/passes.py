@@ -77,6 +77,17 @@ class Physical:
             weights_BT=torch.where(gone_B1, 0, self.weights_BT),
         )
 
+    def moved_up(self) -> "Physical":
+        """Every unit one place further, the last one in the first."""
+        by = self.layout.rows_per_unit
+        return replace(
+            self,
+            ids_BT=self.ids_BT.roll(by, 0),
+            targets_BT=self.targets_BT.roll(by, 0),
+            weights_BT=self.weights_BT.roll(by, 0),
+            shares_U=None if self.shares_U is None else self.shares_U.roll(1, 0),
+        )
+
     @property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """What a prepared pass is fed: always as many tensors, so that none keeps an old share."""

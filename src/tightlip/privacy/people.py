@@ -78,14 +78,27 @@ def enrol(record: Record, ledger: Path) -> None:
     register.add(unless_there)
 
 
+def withdraw(record: Record, ledger: Path) -> None:
+    """Put on record that a run's promise does not hold after all; the last line of a run counts."""
+    entry = {"kind": register.RUN, "ledger": str(ledger.resolve()), "terms": composable(record)}
+
+    def unless_there(entries: list[register.Entry]) -> register.Entry | None:
+        lines = [each["terms"] for each in entries if _is_of(each, record["run"])]
+        return None if lines and lines[-1].get("epsilon") is None else entry
+
+    register.add(unless_there)
+
+
 def runs_of(record: Record) -> list[Record]:
-    """All runs that count for the people of a run, each once and as it stands, this one last."""
+    """All runs that count for the people of a run, each once and as it stands, this one last: every
+    registered one, whatever its text, but of those that were declared to be other people."""
     own, ids = record.get("run"), {*ids_of(record)}
     before = {each.get("run") or place: each for place, each in enumerate(record.get("before", ()))}
     runs: dict[Any, Record] = {}
+    others = _declared_others(ids)
     for entry in register.entries(register.RUN):
         terms = entry["terms"]
-        if ids & {*ids_of(terms)} or terms["run"] in before:
+        if terms["run"] in before or not {*ids_of(terms)} <= others:
             runs[terms["run"]] = _as_it_stands(entry)
     runs = before | runs
     runs.pop(own, None)
@@ -93,9 +106,22 @@ def runs_of(record: Record) -> list[Record]:
 
 
 def num_other_people(ids: tuple[str, ...]) -> int:
-    """How many corpora private runs were made on that are taken to be of other people."""
-    others = {tuple(ids_of(entry["terms"])) for entry in register.entries(register.RUN)}
-    return sum(not {*each} & {*ids} for each in others)
+    """How many corpora private runs were made on that were declared to be of other people."""
+    others = _declared_others({*ids})
+    made_on = {tuple(ids_of(entry["terms"])) for entry in register.entries(register.RUN)}
+    return sum({*each} <= others for each in made_on)
+
+
+def _declared_others(ids: set[str]) -> set[str]:
+    """Ids of which somebody said that none of these people is among them; it holds both ways."""
+    apart: set[str] = set()
+    for entry in register.entries(register.CORPUS):
+        theirs, declared = {*entry["people"]}, {*entry.get("apart", ())}
+        if theirs & ids:
+            apart |= declared
+        if declared and ids <= declared:
+            apart |= theirs
+    return apart - ids
 
 
 def _is_of(entry: register.Entry, run: str) -> bool:
@@ -106,7 +132,10 @@ def _as_it_stands(entry: register.Entry) -> Record:
     """A registered run, with the steps of its ledger where that can still be read."""
     terms: Record = entry["terms"]
     there = _ledger_of(entry)
-    return terms if there is None else terms | {"steps": max(terms["steps"], there["steps"])}
+    if there is None:
+        return terms
+    fallen = {} if there["epsilon"] is not None else composable(there)
+    return terms | fallen | {"steps": max(terms["steps"], there["steps"])}
 
 
 def _ledger_of(entry: register.Entry) -> Record | None:

@@ -19,10 +19,10 @@ from tightlip.privacy.passes import Physical
 from tightlip.privacy.row_losses import NO_LABEL
 from tightlip.privacy.sources import Source
 
-USUAL_WIDTH = 64
+USUAL_WIDTH, WIDEST_ASKED = 64, 128
 NARROWEST = 8  # positions: below that a pass costs as much
 # A pass is always full. On a CPU, which gains little from more rows at once, it is small; on a GPU
-# half of the expected batch, so that a quarter of the rows are padding, and not up to one half.
+# such that mostly one pass is enough.
 ROWS_ON_CPU, ROWS_ON_GPU = 8, 64
 
 
@@ -59,7 +59,8 @@ class PhysicalBatches:
         self.source, self.device = source, next(model.parameters()).device
         default = ROWS_ON_CPU
         if self.device.type == "cuda":
-            default = min(ROWS_ON_GPU, max(ROWS_ON_CPU, 4 * math.ceil(expected_batch / 8)))
+            likely = expected_batch + 2 * math.sqrt(expected_batch)
+            default = min(ROWS_ON_GPU, 16 * math.ceil(likely / 16))
         self._physical_rows = physical_rows or default
         self._rows_per_unit, self._widths = rows_per_unit, widths
         self._positions = getattr(getattr(model, "config", None), "max_position_embeddings", None)
@@ -71,22 +72,21 @@ class PhysicalBatches:
         if self.one_unit_a_pass or self._physical_rows < 2 * size:
             return Shape(width, size, 1)
         # Rows by fours: of six or seven a CPU's two threads round some by themselves.
-        by_fours = 4 // math.gcd(4, size)
-        together = max(by_fours, self._physical_rows // size // by_fours * by_fours)
+        even = 16 if self.device.type == "cuda" and self._physical_rows >= 32 else 4
+        by = even // math.gcd(even, size)
+        together = max(by, self._physical_rows // size // by * by)
         # With as many rows as positions a tensor's shape would not tell which of both it counts.
         if together * size == width:
-            together -= by_fours
-        return Shape(width, size, max(1, together))
+            together += -by if together > by else by
+        return Shape(width, size, together)
 
-    def extremes(self) -> list[Shape]:
-        """The smallest and the largest shape that these rows can come to."""
-        counts = np.unique(self.source.unit_of_row, return_counts=True)[1]
-        ends = [
-            (self.source.lengths.min(), counts.min()),
-            (self.source.lengths.max(), counts.max()),
-        ]
-        most = self._rows_per_unit
-        return [self.shape(int(length), min(most, int(count))) for length, count in ends]
+    def asked(self) -> list[Shape]:
+        """Shapes in which it is asked whether units share a pass without moving each other: from the
+        settings and the model alone, since the answer decides for everybody."""
+        longest = max(self._widths, default=min(WIDEST_ASKED, self._positions or WIDEST_ASKED))
+        shortest = min(self._widths, default=NARROWEST)
+        shapes = (self.shape(shortest, 1), self.shape(longest, self._rows_per_unit))
+        return list(dict.fromkeys(shapes))
 
     def usual(self) -> Shape:
         """A shape of this model's that nobody's text decides on."""

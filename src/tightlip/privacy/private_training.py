@@ -32,6 +32,7 @@ from tightlip.privacy.layers import zeros_for
 from tightlip.privacy.ledger import Ledger, claimed, guarantee_terms, read_ledger
 from tightlip.privacy.noise_schedules import noise_for, schedule_for
 from tightlip.privacy.passes import Passes, Physical, Way
+from tightlip.privacy.people import withdraw
 from tightlip.privacy.per_unit import check_optimizer, without_dropout
 from tightlip.privacy.physical_batches import PhysicalBatches
 from tightlip.privacy.plans import PrivacySpec, Terms, noise_plan
@@ -154,7 +155,9 @@ class PrivateTraining:
         with without_dropout(model):
             passes = Passes(model, self.clip, way=way, bf16=bf16)
             self._passes = checked_passes(passes, self._batches)
-            self.arithmetic = kept or arithmetic_of(self._passes, self._batches)
+            self.arithmetic = kept or arithmetic_of(
+                self._passes, self._batches, expected_batch=self.spec.expected_batch
+            )
         self._mixing_asked_at = -1  # steps
         self.adaptive = adaptive
         self._rho = self._weights(weights)
@@ -269,6 +272,8 @@ class PrivateTraining:
                 f"The trained model mixes rows, or rounds them by place: {reason}. One {self.spec.unit} may have moved others' "
                 f"gradients, which the clip norm does not bound."
             )
+            if self.ledger.people is not None:
+                withdraw(self.ledger.record(), self.ledger.path)
 
     def _weights(self, weights: np.ndarray | None) -> np.ndarray | None:
         if (weights is None) != (self.adaptive is None):
@@ -302,14 +307,15 @@ class PrivateTraining:
             loss += torch.where(clipped.losses.isfinite(), clipped.losses, 0).sum().float()
             num_targets += targets
             parts = list(clipped.gradients.values())
-            if total is None:
-                # A captured pass writes to the same memory each time.
-                keep = len(batches) > 1 and self._passes.wants_fixed_shapes
-                if keep and self.clip.exact:  # 32 bits hold the whole numbers of one batch
-                    parts = [part.double() for part in parts]
-                total = [part.clone() for part in parts] if keep else parts
+            if len(batches) == 1:
+                total = parts
+            elif total is None:
+                # 32 bits hold the whole numbers of one pass, and floats of all would be rounded as
+                # their number has it. Copies: a captured pass writes to the same memory each time.
+                total = [part.to(torch.float64, copy=True) for part in parts]
             else:
-                torch._foreach_add_(total, parts)
+                for sums, part in zip(total, parts, strict=True):
+                    sums += part
         if total is None:
             total = [zeros_for(each) for each in self._passes.parameters.values()]
         return total, Step(loss=loss / max(1, len(rows_of)), num_targets=num_targets)

@@ -6,6 +6,7 @@ loss may stay the same while a gradient moves. Shapes: U units, M rows of each, 
 """
 
 import logging
+import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -25,6 +26,7 @@ log = logging.getLogger("tightlip")
 LONGEST_CHECKED = 32  # positions of the two synthetic rows of the self-check
 # A weight moves by so much of its size. Deep models without norms may overflow at the first.
 SCALES = (1.0, 0.1, 0.01)
+DRAWS = 2  # ways to move them, each with its opposite
 OF_ZERO = 0.02  # the size of a weight that is zero
 _NOT_FINITE = "its loss is not a finite number, so nothing can be said"
 
@@ -32,7 +34,8 @@ _NOT_FINITE = "its loss is not a finite number, so nothing can be said"
 def checked_passes(passes: Passes, batches: PhysicalBatches) -> Passes:
     """The passes, in the fastest way that is exact for their model; or a refusal of the model."""
     model, source = passes.model, batches.source
-    longest, width = int(source.lengths.max()), batches.extremes()[-1].width
+    longest = int(source.lengths.max())
+    width = batches.shape(longest, 1).width
     some = torch.full((1, width), batches.some_id(), device=batches.device)
     try:
         check_model(model, synthetic_rows(model, some))
@@ -41,7 +44,8 @@ def checked_passes(passes: Passes, batches: PhysicalBatches) -> Passes:
             f"The model fails on rows of {width} positions, which those of {longest} are padded to ({error}). Give widths "
             f"that it can take, such as widths=({longest},)."
         ) from error
-    unruly = no_rule_for(model, some[:, : min(LONGEST_CHECKED, longest)], bf16=passes.bf16)
+    checked = some[:, :1].expand(-1, min(LONGEST_CHECKED, batches.usual().width))
+    unruly = no_rule_for(model, checked, bf16=passes.bf16)
     if unruly is not None:
         log.warning(
             "No fast rule covers %s: units are clipped one after the other, exactly but slowly.",
@@ -61,11 +65,18 @@ def shared_by_others(passes: Passes, batches: PhysicalBatches) -> str | None:
     """What of a unit changes with who shares its pass; None where nothing does."""
     if passes.way == "slow":
         return None  # rows run alone there
+    # The weights as they are, and moved one way and the other: a gate may be shut on one side.
+    seeds = [secrets.randbits(63) for _ in range(DRAWS)]
+    moves = [(0.0, 0), *((sign, seed) for seed in seeds for sign in (1.0, -1.0))]
+    return next(filter(None, (_change_at(passes, batches, *move) for move in moves)), None)
+
+
+def _change_at(passes: Passes, batches: PhysicalBatches, sign: float, seed: int) -> str | None:
     num_ids = num_ids_of(passes.model, batches.some_id())
+    reason: str | None = None
     for scale in SCALES:
-        with perturbed(passes.parameters, scale):
-            shapes = dict.fromkeys(batches.extremes())
-            answers = [first_change(passes, shape, num_ids) for shape in shapes]
+        with perturbed(passes.parameters, sign * scale, seed):
+            answers = [first_change(passes, shape, num_ids) for shape in batches.asked()]
         reason = next((answer for answer in answers if answer is not None), None)
         if reason != _NOT_FINITE:
             break
@@ -73,14 +84,14 @@ def shared_by_others(passes: Passes, batches: PhysicalBatches) -> str | None:
 
 
 @contextmanager
-def perturbed(parameters: dict[str, nn.Parameter], scale: float) -> Iterator[None]:
+def perturbed(parameters: dict[str, nn.Parameter], scale: float, seed: int = 0) -> Iterator[None]:
     """Weights moved by random numbers of their own size, and put back to the bit."""
     # Not where the model is: there may be no room for it twice.
     kept = {name: each.detach().to("cpu", copy=True) for name, each in parameters.items()}
     try:
         with torch.no_grad():
-            for seed, each in enumerate(parameters.values()):
-                draw = torch.Generator(each.device).manual_seed(seed)
+            for number, each in enumerate(parameters.values()):
+                draw = torch.Generator(each.device).manual_seed((seed + number) % 2**63)
                 noise = torch.randn(each.shape, generator=draw, device=each.device)
                 size = float(each.float().square().mean().sqrt()) or OF_ZERO
                 each.add_((scale * size * noise).to(each.dtype))

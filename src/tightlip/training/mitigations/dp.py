@@ -165,6 +165,8 @@ class PrivateMitigation:
             **{name: getattr(config.mitigation, name) for name in _PASSED_ON},
             **self.engine_settings(context),
         )
+        self.private.ledger.repeats = True  # from its last checkpoint on, and no more
+        _say_what_is_unknown(config, context.corpus)
         if config.model not in BUILT_IN_MODELS and (unknown := _unknown(config.model)):
             log.warning(
                 "What %s was trained on before is taken to be public%s.", config.model, unknown
@@ -357,9 +359,20 @@ def _taken_as_public(
         yield f"the tokenizer {corpus.settings['tokenizer']}, taken to be public"
     if config.model not in BUILT_IN_MODELS:
         yield f"what {config.model} was trained on before{_unknown(config.model)}"
+    yield "runs that this register does not know: of other machines and other users of this one"
     if others := num_other_people(people):
-        corpora = counted(others, "other corpus", "other corpora")
-        yield f"{corpora} registered here, taken to be of other people"
+        corpora = counted(others, "corpus", "corpora")
+        yield f"{corpora} registered here that you declared to be of other people"
+
+
+def _say_what_is_unknown(config: TrainConfig, corpus: CorpusFacts) -> None:
+    given = corpus.settings.get("tokenizer")
+    if given is None or corpus.folder is None or given == config.model:
+        return
+    if not any(vocabulary_behind(corpus.folder)):
+        log.warning(
+            "Where the words of %s came from is not known: they are taken to be public.", given
+        )
 
 
 def _unknown(model: str) -> str:
