@@ -353,7 +353,8 @@ def table(lines):
 
 
 def write(path, device, about, lines):
-    """Put the table into the docs, between the marks of this device, and say what became worse."""
+    """Put the table into the docs, between the marks of this device, and say what became worse; lines
+    of settings that were not run stay."""
     text = path.read_text()
     start, end = (f"<!-- dp_step {device}: {where} -->\n" for where in ("begins", "ends"))
     before, _, rest = text.partition(start)
@@ -368,9 +369,11 @@ def write(path, device, about, lines):
             ratio = found["private"][0] / found["plain"][0]
             if ratio > 1.1 * known[name]:
                 print(f"WORSE: {name}: {ratio:.2f}, and the docs say {known[name]:.2f}")
-    path.write_text(
-        "".join([before, start, about, "\n\n", "\n".join(table(lines)), "\n", end, after])
-    )
+    kept = [line for line in old.splitlines() if line.startswith("| ")][1:]
+    new = {name: line for (name, _), line in zip(lines, table(lines)[2:], strict=True)}
+    rows = [new.pop(line.split("|")[1].strip(), line) for line in kept] + list(new.values())
+    rows = [*table([]), *rows]
+    path.write_text("".join([before, start, about, "\n\n", "\n".join(rows), "\n", end, after]))
 
 
 ADAPTIVE = ("dp", "clip", "scale", "as-published")

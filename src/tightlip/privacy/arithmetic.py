@@ -52,7 +52,7 @@ def arithmetic_of(passes: Passes, batches: PhysicalBatches, *, expected_batch: f
     kind = "float64" if all(_is_double(each) for each in passes.parameters.values()) else "float32"
     off = max(rounded_together(passes, batches), LEAST)
     # One unit more may move everybody after it to another place, and some to another pass.
-    num_passes = math.ceil(expected_batch / batches.usual().num_units) + 1
+    num_passes = batches.num_passes(expected_batch)
     words = (
         f"{kind}: measured {off:.1e} C over {DRAWS} draws, {TIMES} x charged for each of {num_passes} passes, taken off "
         "the clip norm"
@@ -70,11 +70,13 @@ def rounded_together(passes: Passes, batches: PhysicalBatches) -> float:
     num_ids = num_ids_of(passes.model, batches.some_id())
     most = 0.0
     for draw in range(DRAWS):
-        alike = slice(0, None if draw % 2 else 1)
-        together = synthetic_units(shape, num_ids, alike, batches.device)
+        half, place = divmod(draw, DRAWS // 2)
+        if not place:
+            alike = slice(0, None if half else 1)
+            together = synthetic_units(shape, num_ids, alike, batches.device)
+            everybody = _sums(passes, together)
         places_U = torch.arange(shape.num_units, device=batches.device)
-        gone_U = places_U == min(draw // 2, shape.num_units - 1)
-        everybody = _sums(passes, together)
+        gone_U = places_U == min(place, shape.num_units - 1)
         own = _sums(passes, together.without(~gone_U))
         others = _sums(passes, together.without(gone_U).moved_up())
         squares = [

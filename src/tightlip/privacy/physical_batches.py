@@ -19,7 +19,7 @@ from tightlip.privacy.passes import Physical
 from tightlip.privacy.row_losses import NO_LABEL
 from tightlip.privacy.sources import Source
 
-USUAL_WIDTH, WIDEST_ASKED = 64, 128
+USUAL_WIDTH = 32
 NARROWEST = 8  # positions: below that a pass costs as much
 # A pass is always full. On a CPU, which gains little from more rows at once, it is small; on a GPU
 # such that mostly one pass is enough.
@@ -83,15 +83,18 @@ class PhysicalBatches:
     def asked(self) -> list[Shape]:
         """Shapes in which it is asked whether units share a pass without moving each other: from the
         settings and the model alone, since the answer decides for everybody."""
-        longest = max(self._widths, default=min(WIDEST_ASKED, self._positions or WIDEST_ASKED))
-        shortest = min(self._widths, default=NARROWEST)
-        shapes = (self.shape(shortest, 1), self.shape(longest, self._rows_per_unit))
-        return list(dict.fromkeys(shapes))
+        shortest = self.shape(min(self._widths, default=NARROWEST), 1)
+        return list(dict.fromkeys((shortest, self.usual(self._rows_per_unit))))
 
-    def usual(self) -> Shape:
-        """A shape of this model's that nobody's text decides on."""
+    def usual(self, num_rows: int = 1) -> Shape:
+        """A shape of units of so many rows that nobody's text decides on: the widest given, or one
+        that is not too dear to try."""
         width = max(self._widths, default=USUAL_WIDTH)
-        return self.shape(min(width, self._positions or width), self._rows_per_unit)
+        return self.shape(min(width, self._positions or width), min(num_rows, self._rows_per_unit))
+
+    def num_passes(self, expected_batch: float) -> int:
+        """As many as a step takes at most as a rule, if everybody has all the rows they may."""
+        return math.ceil(expected_batch / self.usual(self._rows_per_unit).num_units) + 1
 
     def some_id(self) -> int:
         """A large id that stands in the first rows: a model need not say how many it knows."""
