@@ -373,12 +373,12 @@ def check_skipping():
 
 if __name__ == "__main__":
     check_noise()
-    check_sums()
-    check_rows_alone()
-    check_cancelling()
-    check_poison()
     check_exact()
     check_replay()
+    check_poison()
+    check_rows_alone()
+    check_cancelling()
+    check_sums()
     check_regularisers()
     print(f"{len(failed)} off")
     sys.exit(bool(failed))
