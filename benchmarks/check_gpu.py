@@ -37,6 +37,7 @@ from tightlip.privacy.clipping import Clip, clipped_sum
 from tightlip.privacy.layers import Layout, Outer, fp32_product
 from tightlip.privacy.passes import Passes, Physical
 from tightlip.privacy.physical_batches import Shape
+from tightlip.privacy.rounding import Roundings
 from tightlip.privacy.rows_alone import first_change, perturbed
 
 VOCABULARY = 501  # odd, so that columns must be added
@@ -206,8 +207,8 @@ def kernel_gap():
     for size in (7, 64, 100):
         grams = [each @ each.transpose(1, 2) for each in torch.randn(2, 5, size, 80)]
         for rounds in ((2.0**-8, 0.0), (0.0, 2.0**-8), (2.0**-10, 2.0**-10), (0.0, 0.0)):
-            slow = _of_pairs(grams[0], grams[1], rounds)
-            fast = _of_pairs(grams[0].cuda(), grams[1].cuda(), rounds)
+            slow = _of_pairs(grams[0], grams[1], Roundings(*rounds))
+            fast = _of_pairs(grams[0].cuda(), grams[1].cuda(), Roundings(*rounds))
             for one, other in zip(slow, fast, strict=True):
                 if one is not None:
                     worst = max(worst, float(((one - other.cpu()) / one).abs().max()))

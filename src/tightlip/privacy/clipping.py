@@ -15,7 +15,14 @@ from tightlip.core.errors import UsageError
 from tightlip.privacy.exact_sums import ExactSums, rounded_off, step_of
 from tightlip.privacy.layers import Layout, wide, zeros_for
 from tightlip.privacy.norms import Measured, Norms, added_up
-from tightlip.privacy.rounding import Products, Scaled, full_precision, products_in_tf32, slack
+from tightlip.privacy.rounding import (
+    Products,
+    Scaled,
+    full_precision,
+    products_in_tf32,
+    slack,
+    summed_rows,
+)
 from tightlip.privacy.row_losses import RowLosses
 from tightlip.privacy.watching import NoRule, Watch
 
@@ -184,7 +191,9 @@ def _lengths(parts: list[Measured], like_U: Tensor) -> tuple[Tensor, Tensor]:
     nothing_U = torch.zeros_like(like_U)
     rounded = [part.rounded_U for part in parts if part.rounded_U is not None]
     squares_U = added_up([part.squares_U for part in parts] or [nothing_U]).clamp(min=0)
-    return squares_U, torch.stack(rounded, 1).square().sum(1).sqrt() if rounded else nothing_U
+    if not rounded:
+        return squares_U, nothing_U
+    return squares_U, summed_rows(torch.stack(rounded, 1).square()).sqrt()
 
 
 def unit_by_unit(

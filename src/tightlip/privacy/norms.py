@@ -22,6 +22,7 @@ from tightlip.privacy.rounding import (
     rounded_share,
     roundings,
     summed_in_float32,
+    summed_rows,
 )
 
 # Numbers held at once beyond this are computed some units at a time.
@@ -72,7 +73,7 @@ class Norms:
         rounded_U = added_up(
             [summed_in_float32(lengths(left_USP), worst=self.how.exact) for left_USP in lefts]
         )
-        return Measured(sums_UP.square().sum(1), rounded_U)
+        return Measured(summed_rows(sums_UP.square()), rounded_U)
 
     def _of_products(self, uses: list[Outer], shape: torch.Size) -> Measured:
         num_tokens = sum(use.left_BTP.shape[1] for use in uses) * self.layout.rows_per_unit
@@ -134,7 +135,7 @@ class Norms:
             whole = sum(gradients(use, self.layout, part, shape) for use in uses)
             assert isinstance(whole, Tensor)
             apart = [rounded_apart(use, self.layout, part, self.how) for use in uses]
-            return Measured(whole.flatten(1).square().sum(1), added_up(apart))
+            return Measured(summed_rows(whole.flatten(1).square()), added_up(apart))
 
         return self._in_parts(squares, shape.numel())
 
@@ -177,7 +178,7 @@ def added_up(parts: list[Tensor]) -> Tensor:
 
     Along the first dimension a CPU would add the last few entries in another order than the rest.
     """
-    return parts[0] if len(parts) == 1 else torch.stack(parts, -1).sum(-1)
+    return parts[0] if len(parts) == 1 else summed_rows(torch.stack(parts, -1))
 
 
 def _of_pairs(

@@ -77,7 +77,7 @@ class PhysicalBatches:
         together = max(by, self._physical_rows // size // by * by)
         # With as many rows as positions a tensor's shape would not tell which of both it counts.
         if together * size == width:
-            together += -by if together > by else by
+            together += -by if together > by and self.device.type != "cuda" else by
         return Shape(width, size, together)
 
     def asked(self) -> list[Shape]:

@@ -119,7 +119,22 @@ def rounded_apart(use: Use, layout: Layout, part: slice, how: "Products") -> Ten
 
 
 def lengths(values_USX: Tensor) -> Tensor:
+    values_USX = in_step(values_USX)
     return torch.linalg.vector_norm(values_USX, dim=2, dtype=wide(values_USX))
+
+
+def summed_rows(values_UX: Tensor) -> Tensor:
+    """The sum of each row, all in one order."""
+    return in_step(values_UX).sum(-1)
+
+
+def in_step(values_UX: Tensor) -> Tensor:
+    """Rows that all begin at a multiple of 16 bytes: one that does not, a GPU adds up in another order
+    than those that do, and a norm would hang on its place."""
+    missing = -values_UX.shape[-1] % (16 // values_UX.element_size())
+    if values_UX.device.type != "cuda" or not missing:
+        return values_UX
+    return torch.nn.functional.pad(values_UX, (0, missing))
 
 
 def summed_in_float32(lengths_US: Tensor, *, worst: bool = False) -> Tensor:
