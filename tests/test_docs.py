@@ -153,6 +153,7 @@ def write_inputs(folder: Path) -> None:
     others = speeches(num_speakers=24).slice(corpus.num_rows)
     pq.write_table(others.select(["text"]), folder / "public.parquet")
     pq.write_table(others, folder / "other.parquet")
+    pq.write_table(others.slice(0, len(others) // 2), folder / "elsewhere.parquet")
     save_model(folder / "my-model", corpus, steps=40)
     save_model(folder / "public-model", corpus, steps=0)
     shutil.copytree(folder / "my-model", folder / "model-folder")  # the README's name for it

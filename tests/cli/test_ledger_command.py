@@ -126,7 +126,8 @@ def test_several_runs_are_composed(tmp_path):
     assert there["epsilon"] == pytest.approx(epsilon_spent(MECHANISM, 60, 1e-5), rel=1e-3)
     assert there["num_runs"] == 2
     text = said(*runs)
-    assert f"{command.rounded_up(there['epsilon'])} (proved; arithmetic not recorded)" in text
+    assert f"{command.rounded_up(there['epsilon'])} (as published)" in text
+    assert "all settled beforehand" in there["because"]
     assert "2 runs composed" in text
 
 

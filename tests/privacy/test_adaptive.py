@@ -209,7 +209,8 @@ def test_a_document_more_moves_the_sum_by_its_own_bound_at_most(tmp_path):
         )
     ]  # fmt: skip
     total = torch.cat([sum(each[name] for each in expected).flatten() for name in expected[0]])
-    torch.testing.assert_close(whole, total, rtol=1e-7, atol=1e-10)
+    # What is charged for rounding comes off every bound.
+    torch.testing.assert_close(whole, total, rtol=1e-4, atol=1e-7)
 
 
 def test_a_users_weight_is_the_mean_over_the_rows_that_speak_for_it(tmp_path):

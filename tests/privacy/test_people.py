@@ -15,7 +15,13 @@ from tightlip.core.run_folder import begin_run
 from tightlip.privacy.accounting import EpsilonMeter, Mechanism, epsilon_spent
 from tightlip.privacy.composition import enrolled, ledger
 from tightlip.privacy.ledger import Ledger, guarantee_terms, read_ledger
-from tightlip.privacy.people import composable, num_other_people, people_of, runs_before
+from tightlip.privacy.people import (
+    composable,
+    num_other_people,
+    people_of,
+    runs_before,
+    withdraw,
+)
 
 MECHANISM = Mechanism(noise_multiplier=1.5, sampling_rate=0.05)
 PLANNED = 40
@@ -152,15 +158,37 @@ def test_a_run_that_goes_on_is_registered_once_and_a_copy_of_it_is_refused(tmp_p
     enrolled(Ledger.open(copy, promised, meter_of(promised)))
 
 
-def test_runs_of_other_people_do_not_compose_and_are_counted_apart(tmp_path):
+def declared(people, apart):
+    register.add(lambda _: {"kind": "corpus", "people": [people], "sources": [], "apart": apart})
+
+
+def test_all_runs_compose_but_of_people_who_were_declared_others(tmp_path):
     begun(tmp_path, "one")
-    begun(tmp_path, "also one")
     begun(tmp_path, "of two peoples", people=("ben", "cid"))
     run = begun(tmp_path, "other", people=("dan",))
-    assert read_ledger(run.path)["people"]["runs"] == 1
-    assert num_other_people(("dan",)) == 2
-    merged = begun(tmp_path, "merged", people=("dan", "cid"))
-    assert read_ledger(merged.path)["people"]["runs"] == 3
+    assert read_ledger(run.path)["people"]["runs"] == 3  # as though everybody were in each
+    declared("eve", ["ann", "ben"])
+    run = begun(tmp_path, "declared", people=("eve",))
+    # Not that of "ann"; that of ben and cid still, for of cid nothing was said.
+    assert read_ledger(run.path)["people"]["runs"] == 3
+    assert num_other_people(("eve",)) == 1
+    # It holds both ways.
+    assert num_other_people(("ann",)) == 1
+    again = begun(tmp_path, "one again")
+    assert read_ledger(again.path)["people"]["runs"] == 4
+
+
+def test_a_run_that_lost_its_promise_leaves_no_joint_epsilon_also_when_it_is_gone(tmp_path):
+    first = begun(tmp_path, "one")
+    first.taken_back = "The trained model mixes rows."
+    record = first.finish()
+    second = begun(tmp_path, "two")
+    people = second.finish()["people"]
+    assert people["epsilon"] is None
+    assert "has no ε of its own" in people["because"]
+    withdraw(record, first.path)
+    first.path.unlink()
+    assert begun(tmp_path, "three").finish()["people"]["epsilon"] is None
 
 
 def test_examples_and_users_have_no_joint_epsilon_and_it_says_so(tmp_path):
@@ -187,9 +215,9 @@ def test_what_a_start_model_cost_composes_without_its_run_or_register(tmp_path):
     people = read_ledger(run.path)["people"]
     assert people["runs"] == 2
     assert people["epsilon"] == pytest.approx(by_hand((1.5, 0.05, 80)), rel=1e-3)
-    # How many steps to add was decided when the first model was there.
+    # Whether to add steps was decided when the first model was there.
     assert people["standing"] == "as published"
-    assert "decided when the model they start from was there" in people["because"]
+    assert "all settled beforehand" in people["because"]
 
 
 def test_a_start_that_is_registered_here_counts_once_and_chains_are_whole(tmp_path):
@@ -201,7 +229,7 @@ def test_a_start_that_is_registered_here_counts_once_and_chains_are_whole(tmp_pa
     # A run of an earlier version has no id; it counts by itself.
     unnamed = [{name: v for name, v in composable(first.record()).items() if name != "run"}]
     third = begun(tmp_path, "three", people=("new",), before=unnamed)
-    assert read_ledger(third.path)["people"]["runs"] == 2
+    assert read_ledger(third.path)["people"]["runs"] == 4
 
 
 def test_runs_that_are_named_are_added_with_what_they_started_from(tmp_path):
@@ -300,11 +328,11 @@ def test_nothing_is_called_proved_without_its_arithmetic(tmp_path, arithmetic, w
     assert told.value.endswith(f"(proved; {words})")
     assert f"Proved ({words})" in told.sentence
     assert arithmetic_words(record) == words
-    # Of several runs every kind is told.
+    # Several runs are not called proved: nobody knows whether they were settled beforehand.
     second = begun(tmp_path, "two", arithmetic="exact: units never meet in floating point")
     told = guarantee_words(second.finish()).value
     assert told.startswith("ε = ")
-    assert f"over 2 registered runs (proved; {words}" in told
+    assert "over 2 registered runs (as published)" in told
     assert told.endswith("(proved; exact)")
 
 

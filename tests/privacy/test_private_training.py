@@ -406,3 +406,16 @@ def test_a_poisoned_document_contributes_nothing_and_nobody_notices(tmp_path):
         (each.lm_head.weight - lstm().double().lm_head.weight).detach() for each in (model, twin)
     ]
     torch.testing.assert_close(moved[0] * 20, moved[1] * 21)
+
+
+def test_a_ledger_that_is_opened_again_gives_no_steps_beyond_the_plan(tmp_path):
+    training = private(tmp_path, lstm(), noise_multiplier=1.5, steps=3, insecure_seed=3)
+    for _ in range(3):
+        training.step()
+    spent = training.guarantee()["epsilon"]
+    training.close()
+    again = private(tmp_path, lstm(), noise_multiplier=1.5, steps=3, insecure_seed=3)
+    assert not again.has_budget()
+    with pytest.raises(GuaranteeError, match="All 3 planned steps are taken"):
+        again.step()
+    assert again.guarantee()["epsilon"] == spent

@@ -94,7 +94,7 @@ class Gated(nn.Module):
         hidden = self.embed(ids)
         mean = (self.inward * hidden).mean(self.along, keepdim=True).expand_as(hidden)
         hidden = hidden + nn.functional.threshold(self.outward * mean, self.threshold, 0.0)
-        return self.head(hidden if self.covered else self.scale.exp() * hidden)
+        return self.head(hidden if self.covered else torch.maximum(hidden, self.scale - 1e9))
 
     def open(self):
         with torch.no_grad():
@@ -249,3 +249,33 @@ def test_the_deterministic_setting_is_put_back_and_raises_nothing():
     with pytest.raises(ZeroDivisionError):
         set_and_stopped()
     assert (torch.get_deterministic_debug_mode(), fills.fill_uninitialized_memory) == before
+
+
+class OneSided(nn.Module):
+    """A gate at zero that opens on one side only, and hides there from weights moved to the other."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.inner = nn.Embedding(VOCABULARY, SIZE), nn.Linear(SIZE, SIZE)
+        self.gate = nn.Parameter(torch.zeros(1))
+        self.head = nn.Linear(SIZE, VOCABULARY)
+
+    def forward(self, ids):
+        hidden = self.inner(self.embed(ids))
+        return self.head(hidden + torch.relu(self.gate) * hidden.mean(0, keepdim=True))
+
+
+@pytest.mark.filterwarnings("ignore:No fast rule")
+@pytest.mark.parametrize("seed", range(4))
+def test_a_gate_that_opens_on_one_side_is_found_on_either(seed, tmp_path):
+    torch.manual_seed(seed)
+    training = engine(tmp_path, OneSided(), noise_multiplier=1.0)
+    assert training._batches.one_unit_a_pass or training._passes.way == "slow"
+
+
+def test_what_is_asked_does_not_hang_on_the_text(tmp_path):
+    torch.manual_seed(0)
+    short = engine(tmp_path / "a", Gated(1), documents(longest=6, seed=1), noise_multiplier=1.0)
+    long = engine(tmp_path / "b", Gated(1), documents(longest=90, seed=1), noise_multiplier=1.0)
+    assert short._batches.asked() == long._batches.asked()
+    assert short._passes.way == long._passes.way

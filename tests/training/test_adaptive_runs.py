@@ -379,7 +379,7 @@ def test_the_ledger_command_tells_the_mode_and_where_the_weights_came_from(corpu
     assert json.loads(shown.stdout).get("another_1000_steps") is None
     assert "news.parquet" in scale
     assert "as published" in said(tmp_path / "as-published")
-    assert "(proved; arithmetic not recorded)" in said(tmp_path / "clip", tmp_path / "scale")
+    assert "(as published)" in said(tmp_path / "clip", tmp_path / "scale")
     assert "(as published)" in said(tmp_path / "clip", tmp_path / "as-published")
     figure = open_run(tmp_path / "as-published").guarantee["epsilon"]
     assert f" {figure:,.10g} (as published)" in said(tmp_path / "as-published")

@@ -108,16 +108,20 @@ def test_what_is_cut_out_of_a_corpus_or_planted_in_it_has_its_people(words, tmp_
 
 def test_on_the_users_word_a_new_corpus_is_of_the_same_people(words, tmp_path):
     last = last_month(words, tmp_path)
-    alone = this_month(words, tmp_path / "a")
+    # Another file may be the same people's, and counts until somebody declares that it is not.
+    assert this_month(words, tmp_path / "a").guarantee["people"]["runs"] == 2
+    declared = words | {"other_people": True}
+    rows = [{"user": "user 77", "text": "dog elk"}, *ONE_MORE[1:]]
+    alone = tightlip.train(rows, tmp_path / "c", prepare=declared, **MODEL, **PRIVATE)
     assert alone.guarantee["people"]["runs"] == 1
-    assert "1 other corpus registered here, taken to be of other people" in str(
+    assert "2 corpora registered here that you declared to be of other people" in str(
         alone.guarantee["outside"]
     )
     said = words | {"people": str(last.corpus_folder)}
     rows = [*ONE_MORE, {"user": "user 41", "text": "ant cat"}]
     this = tightlip.train(rows, tmp_path / "b", prepare=said, **MODEL, **PRIVATE)
     assert this.guarantee["people"]["id"] == last.guarantee["people"]["id"]
-    assert this.guarantee["people"]["epsilon"] == pytest.approx(together(last, this), rel=1e-3)
+    assert this.guarantee["people"]["runs"] == 3  # and not of those who were declared others
 
 
 def test_a_vocabulary_of_nearly_the_same_text_is_refused_and_a_noisy_one_is_charged(tmp_path):

@@ -87,6 +87,9 @@ class GridGaussian:
         self.cipher = Cipher(insecure_seed)
         self._num_threads = num_threads or os.cpu_count() or 1
 
+    def __getstate__(self) -> Any:
+        raise GuaranteeError(SECRET)
+
     def add(
         self, sums: list[np.ndarray], *, scale: float, share: float = 1.0, unit: float = 1.0
     ) -> None:

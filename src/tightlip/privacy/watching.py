@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from tightlip.privacy.copies import cat, conv1d, elementwise, like_before
 from tightlip.privacy.derived import ONLY_KIND, Derived, NoRule, Wire, derive, every_tensor
 from tightlip.privacy.experts import baddbmm, bmm, current_watch
-from tightlip.privacy.layers import EmbeddingUse, NormUse, Outer, Use, linear_use, zeros_for
+from tightlip.privacy.layers import EmbeddingUse, NormUse, Outer, Use, linear_use
 from tightlip.privacy.recurrent_layers import GRULayer, LSTMLayer
 
 # What can put rows in an order that only this batch holds; two synthetic rows would not tell.
@@ -276,7 +276,8 @@ class Watch(TorchFunctionMode):
         """The gradients of matrices as those of their stacks, in the order of the parameters."""
         whole = {name: found.get(name, parameter) for name, parameter in parameters.items()}
         for name, (stack, _) in self.stacks.items():
-            whole[name] = zeros_for(parameters[name])
+            kind = found[f"{name}[0]"].dtype  # exact sums are whole numbers
+            whole[name] = torch.zeros_like(parameters[name], dtype=kind)
             room = whole[name].as_strided(stack.shape, stack.stride())
             for number, matrix in enumerate(room):
                 matrix.copy_(found[f"{name}[{number}]"])
