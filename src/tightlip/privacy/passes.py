@@ -234,9 +234,12 @@ class Passes:
         precise = nullcontext if self.clip is None else full_precision
         with precise():
             traced = make_fx(run, tracing_mode="fake")(*held, *batch.tensors)
-            # Straight to the compiler: torch.compile would read all of a graph again that is traced
-            # already, which took it longer than the rest.
-            compiled = torch._inductor.compile(traced, [*held, *batch.tensors])
+            if self._device.type == "cuda":
+                # Straight to the compiler: torch.compile would read all of a graph again that is
+                # traced already, which took it longer than the rest.
+                compiled = torch._inductor.compile(traced, [*held, *batch.tensors])
+            else:  # where it keeps what it compiled before
+                compiled = torch.compile(traced, dynamic=False)
 
         def call(*tensors: Tensor) -> ClippedGradients:
             with torch.no_grad(), precise(), self._one_order():
