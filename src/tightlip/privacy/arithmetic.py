@@ -13,12 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tightlip.core.errors import GuaranteeError
 from tightlip.privacy.passes import Passes, Physical
 from tightlip.privacy.per_unit import num_ids_of
 from tightlip.privacy.physical_batches import PhysicalBatches
 from tightlip.privacy.rows_alone import synthetic_units
 
 DRAWS, TIMES = 4, 10
+MOST_CHARGED = 0.1  # of the clip norm
 LEAST = 2.0**-24  # of the clip norm: four draws that show less have not seen it all
 
 
@@ -57,7 +59,13 @@ def arithmetic_of(passes: Passes, batches: PhysicalBatches, *, expected_batch: f
         f"{kind}: measured {off:.1e} C over {DRAWS} draws, {TIMES} x charged for each of {num_passes} passes, taken off "
         "the clip norm"
     )
-    return Arithmetic(words, TIMES * off * num_passes)
+    charged = TIMES * off * num_passes
+    if charged > MOST_CHARGED:
+        raise GuaranteeError(
+            f"Rounding may move others by {charged:.2g} of the clip norm in the {num_passes:,} passes of a step, too much to take off "
+            "everybody's bound. Add exact_sums=True, or use more physical_rows or a smaller batch."
+        )
+    return Arithmetic(words, charged)
 
 
 def rounded_together(passes: Passes, batches: PhysicalBatches) -> float:

@@ -165,78 +165,10 @@ def _fill(
     )
     at = tl.load(start_of + program) + lanes
     pair = blocks * 4
-    _fill_pair(
-        values,
-        at,
-        size,
-        pair,
-        _word(w0, w1),
-        _word(w2, w3),
-        scale,
-        per_cell,
-        factor,
-        unit,
-        found,
-        still_open,
-        KIND,
-        LEAST,
-        MOST,
-        LANES,
-    )
-    _fill_pair(
-        values,
-        at + 2 * LANES,
-        size,
-        pair + 1,
-        _word(w4, w5),
-        _word(w6, w7),
-        scale,
-        per_cell,
-        factor,
-        unit,
-        found,
-        still_open,
-        KIND,
-        LEAST,
-        MOST,
-        LANES,
-    )
-    _fill_pair(
-        values,
-        at + 4 * LANES,
-        size,
-        pair + 2,
-        _word(w8, w9),
-        _word(w10, w11),
-        scale,
-        per_cell,
-        factor,
-        unit,
-        found,
-        still_open,
-        KIND,
-        LEAST,
-        MOST,
-        LANES,
-    )
-    _fill_pair(
-        values,
-        at + 6 * LANES,
-        size,
-        pair + 3,
-        _word(w12, w13),
-        _word(w14, w15),
-        scale,
-        per_cell,
-        factor,
-        unit,
-        found,
-        still_open,
-        KIND,
-        LEAST,
-        MOST,
-        LANES,
-    )
+    _fill_pair(values, at, size, pair, _word(w0, w1), _word(w2, w3), scale, per_cell, factor, unit, found, still_open, KIND, LEAST, MOST, LANES)  # fmt: skip
+    _fill_pair(values, at + 2 * LANES, size, pair + 1, _word(w4, w5), _word(w6, w7), scale, per_cell, factor, unit, found, still_open, KIND, LEAST, MOST, LANES)  # fmt: skip
+    _fill_pair(values, at + 4 * LANES, size, pair + 2, _word(w8, w9), _word(w10, w11), scale, per_cell, factor, unit, found, still_open, KIND, LEAST, MOST, LANES)  # fmt: skip
+    _fill_pair(values, at + 6 * LANES, size, pair + 3, _word(w12, w13), _word(w14, w15), scale, per_cell, factor, unit, found, still_open, KIND, LEAST, MOST, LANES)  # fmt: skip
 
 
 class GPUNoise:
