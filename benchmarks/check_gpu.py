@@ -12,6 +12,7 @@ off.
 import copy
 import math
 import sys
+import time
 from types import SimpleNamespace
 
 import torch
@@ -113,7 +114,8 @@ def check_rows_alone(device="cuda", names=tuple(FAMILIES)):
     for name in names:
         prepared = {"LSTM": ["graph"], "GRU": ["graph"], "Transformer": ["graph", "compile"]}
         for way in ["eager", *(prepared.get(name, []) if device == "cuda" else [])]:
-            for kind in ("bf16",) if way == "compile" else ("float32", "bf16"):
+            for kind in ("bf16",) if way == "compile" else ("float32", "tf32", "bf16"):
+                torch.set_float32_matmul_precision("high" if kind == "tf32" else "highest")
                 torch.manual_seed(0)
                 model = FAMILIES[name](False).to(device).eval()
                 passes = Passes(model, Clip(norm=0.1), way=way, bf16=kind == "bf16")
@@ -130,6 +132,7 @@ def check_rows_alone(device="cuda", names=tuple(FAMILIES)):
                         print(
                             f"    {shape.width} × {shape.rows_per_unit} × {shape.num_units}: {reason}"
                         )
+                torch.set_float32_matmul_precision("highest")
                 report(f"{name}, {way}, {kind}: shapes where others move a unit", moved, 0)
 
 
@@ -373,13 +376,18 @@ def check_skipping():
 
 
 if __name__ == "__main__":
-    check_noise()
-    check_exact()
-    check_replay()
-    check_poison()
-    check_rows_alone()
-    check_cancelling()
-    check_sums()
-    check_regularisers()
+    for check in (
+        check_noise,
+        check_exact,
+        check_replay,
+        check_poison,
+        check_rows_alone,
+        check_cancelling,
+        check_sums,
+        check_regularisers,
+    ):
+        start = time.perf_counter()
+        check()
+        print(f"    {check.__name__}: {time.perf_counter() - start:.0f} s", flush=True)
     print(f"{len(failed)} off")
     sys.exit(bool(failed))

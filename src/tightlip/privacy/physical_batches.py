@@ -5,8 +5,10 @@ as large as its draw, one unit more would change everybody's last bits: in bfloa
 clip norm. Shapes: U units, M rows of each, B rows, T positions.
 """
 
+import itertools
+import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -19,11 +21,13 @@ from tightlip.privacy.passes import Physical
 from tightlip.privacy.row_losses import NO_LABEL
 from tightlip.privacy.sources import Source
 
+log = logging.getLogger("tightlip")
 USUAL_WIDTH = 32
 NARROWEST = 8  # positions: below that a pass costs as much
 # A pass is always full. On a CPU, which gains little from more rows at once, it is small; on a GPU
-# such that mostly one pass is enough.
-ROWS_ON_CPU, ROWS_ON_GPU = 8, 64
+# such that mostly one pass is enough, where so many tokens fit.
+ROWS_ON_CPU, TOKENS_ON_GPU = 8, 1 << 14
+MOST_TRIED = 4  # sizes of a pass, before units take one each
 
 
 class Shape(NamedTuple):
@@ -53,32 +57,76 @@ class PhysicalBatches:
         *,
         rows_per_unit: int,
         physical_rows: int | None = None,
-        expected_batch: float = 2 * ROWS_ON_GPU,
+        expected_batch: float = math.inf,
         widths: Sequence[int] = (),
     ) -> None:
         self.source, self.device = source, next(model.parameters()).device
-        default = ROWS_ON_CPU
-        if self.device.type == "cuda":
-            likely = expected_batch + 2 * math.sqrt(expected_batch)
-            default = min(ROWS_ON_GPU, 16 * math.ceil(likely / 16))
-        self._physical_rows = physical_rows or default
+        self._on_gpu, self._physical_rows = self.device.type == "cuda", physical_rows
+        self._likely_units = expected_batch + 2 * math.sqrt(expected_batch)
         self._rows_per_unit, self._widths = rows_per_unit, widths
         self._positions = getattr(getattr(model, "config", None), "max_position_embeddings", None)
         self.one_unit_a_pass = False
+        self.share_unless(lambda shape: None)
+
+    def share_unless(self, why_apart: Callable[[Shape], str | None]) -> None:
+        """Ask this of a shape when it is first met: why units may not share such a pass.
+
+        A GPU's library gives products of some sizes to its cores in uneven parts, and a row's last
+        bits then hang on its place.
+        """
+        self._why_apart = why_apart
+        self._shapes: dict[tuple[int, int], Shape] = {}
+        self.apart: set[Shape] = set()  # what was asked, and may not share
 
     def shape(self, longest: int, num_rows: int) -> Shape:
         """The shape of a unit of so many rows, the longest of so many positions."""
         width, size = self._width(longest), self._room(num_rows)
-        if self.one_unit_a_pass or self._physical_rows < 2 * size:
+        if self.one_unit_a_pass:
             return Shape(width, size, 1)
+        if (width, size) not in self._shapes:
+            self._shapes[width, size] = self._that_holds(width, size)
+        return self._shapes[width, size]
+
+    def met(self) -> list[Shape]:
+        """The shapes so far in which units share a pass."""
+        return [shape for shape in self._shapes.values() if shape.num_units > 1]
+
+    def _that_holds(self, width: int, size: int) -> Shape:
+        reason = None
+        for together in itertools.islice(self._numbers(width, size), MOST_TRIED):
+            shape = Shape(width, size, together)
+            reason = self._why_apart(shape)
+            if reason is None:
+                return shape
+        alone = Shape(width, size, 1)
+        if reason is not None:
+            self.apart.add(alone)
+            log.warning(
+                "Units take a pass each where rows have %d positions, which is sound but slow: where they share one, %s.",
+                *(width, reason),
+            )
+        return alone
+
+    def _numbers(self, width: int, size: int) -> Iterator[int]:
+        """How many units of a shape a pass may take, the best first."""
+        rows = self._physical_rows or self._default_rows(width, size)
+        if rows < 2 * size:
+            return
         # Rows by fours: of six or seven a CPU's two threads round some by themselves.
-        even = 16 if self.device.type == "cuda" and self._physical_rows >= 32 else 4
+        even = 16 if self._on_gpu and rows >= 32 else 4
         by = even // math.gcd(even, size)
-        together = max(by, self._physical_rows // size // by * by)
-        # With as many rows as positions a tensor's shape would not tell which of both it counts.
-        if together * size == width:
-            together += -by if together > by and self.device.type != "cuda" else by
-        return Shape(width, size, together)
+        usual = max(by, rows // size // by * by)
+        fewer = self._physical_rows or not self._on_gpu
+        for number in range(usual, 0, -by) if fewer else itertools.count(usual, by):
+            # With as many rows as positions a tensor's shape would not tell which of both it counts.
+            if number * size != width:
+                yield number
+
+    def _default_rows(self, width: int, size: int) -> int:
+        if not self._on_gpu:
+            return ROWS_ON_CPU
+        likely = min(self._likely_units * size, TOKENS_ON_GPU / width)
+        return 16 * math.ceil(likely / 16)
 
     def asked(self) -> list[Shape]:
         """Shapes in which it is asked whether units share a pass without moving each other: from the

@@ -17,7 +17,13 @@ from tightlip.core.errors import UsageError
 from tightlip.privacy.clipping import watched_pass
 from tightlip.privacy.experts import rows_apart
 from tightlip.privacy.passes import Passes, Physical, logits_of, summed
-from tightlip.privacy.per_unit import check_model, no_rule_for, num_ids_of, synthetic_rows
+from tightlip.privacy.per_unit import (
+    check_model,
+    no_rule_for,
+    num_ids_of,
+    synthetic_rows,
+    without_dropout,
+)
 from tightlip.privacy.physical_batches import PhysicalBatches, Shape
 from tightlip.privacy.row_losses import NO_LABEL
 from tightlip.privacy.watching import NoRule
@@ -52,24 +58,34 @@ def checked_passes(passes: Passes, batches: PhysicalBatches) -> Passes:
             unruly,
         )
         passes.way = "slow"
+    if passes.way != "slow":  # where rows run alone
+        num_ids = num_ids_of(model, batches.some_id())
+
+        def why_apart(shape: Shape) -> str | None:
+            with without_dropout(model):
+                return _change_at(passes, num_ids, 0.0, 0, shape)
+
+        batches.share_unless(why_apart)
     reason = shared_by_others(passes, batches)
     if reason is not None:
         log.warning(
             "Units take a pass each, which is sound but slow: where they share one, %s.", reason
         )
-        batches.one_unit_a_pass = True
+    batches.one_unit_a_pass = reason is not None or batches.asked()[-1] in batches.apart
     return passes
 
 
 def shared_by_others(passes: Passes, batches: PhysicalBatches) -> str | None:
     """What of a unit changes with who shares its pass; None where nothing does."""
     if passes.way == "slow":
-        return None  # rows run alone there
+        return None
     # The weights as they are, and moved one way and the other: a gate may be shut on one side.
     seeds = [secrets.randbits(63) for _ in range(DRAWS)]
     moves = [(0.0, 0), *((sign, seed) for seed in seeds for sign in (1.0, -1.0))]
-    shapes, num_ids = batches.asked(), num_ids_of(passes.model, batches.some_id())
-    asked = [(*moves[0], shape) for shape in shapes] + [(*move, shapes[0]) for move in moves[1:]]
+    shared = [shape for shape in batches.asked() if shape.num_units > 1]
+    num_ids = num_ids_of(passes.model, batches.some_id())
+    asked = [(*moves[0], shape) for shape in batches.met()]
+    asked += [(*move, shape) for move in moves[1:] for shape in shared[:1]]
     return next(filter(None, (_change_at(passes, num_ids, *each) for each in asked)), None)
 
 
