@@ -18,7 +18,7 @@ from peft import LoraConfig, get_peft_model
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from tightlip.core.errors import GuaranteeError, UsageError
-from tightlip.privacy.per_unit import check_model, no_rule_for
+from tightlip.privacy.per_unit import can_be_mapped, check_model, no_rule_for
 
 IDS = torch.tensor([[5, 9, 14, 3, 27, 9, 30], [2, 2, 8, 21, 11, 4, 17]])
 PAGE = Path(__file__).parents[1] / "docs" / "families.md"
@@ -103,7 +103,10 @@ def way_of(model):
         reason = no_rule_for(model, IDS)
     except (GuaranteeError, UsageError) as error:
         return "refused", str(error).split(". ")[0]
-    return ("rules", "") if reason is None else ("one row at a time", reason.split(". ")[0])
+    if reason is None:
+        return "rules", ""
+    way = "vmap" if can_be_mapped(model, IDS) else "one row at a time"
+    return way, reason.split(". ")[0]
 
 
 def adapted(family):

@@ -34,7 +34,7 @@ def gpt2_small(vocab_size=50_257):
 SETTINGS = {
     "cpu": [("LSTM 2×128, vocabulary 10k", lambda: lstm(10_000, 128), 60_000, ["float32"])],
     "cuda": [
-        ("GPT-2 small", gpt2_small, 1_000_000, ["bfloat16", "float32"]),
+        ("GPT-2 small", gpt2_small, 400_000, ["bfloat16", "float32"]),
         (
             "LSTM 2×550, vocabulary 40k",
             lambda: lstm(40_000, 550),
@@ -115,7 +115,7 @@ def check(model, scanner, device):
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--repeats", type=int, default=5)
     arguments = parser.parse_args()
     where = torch.cuda.get_device_name() if arguments.device == "cuda" else platform.processor()
     print(f"{where}, torch {torch.__version__}, tightlip {tightlip.__version__}")

@@ -142,7 +142,7 @@ def test_without_held_out_text_nothing_is_said_to_tell(whole, tmp_path):
     assert "validation_perplexity_at_start" not in private_lines(run)[-1]
 
 
-@pytest.mark.parametrize(("noise", "learns"), [(0.02, True), (40.0, False)])
+@pytest.mark.parametrize(("noise", "learns"), [(0.5, True), (40.0, False)])
 def test_a_warning_comes_before_a_run_that_cannot_learn(noise, learns, corpus, tmp_path, caplog):
     config = private(
         epsilon=None,

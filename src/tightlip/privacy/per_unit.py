@@ -20,7 +20,7 @@ from tightlip.core.errors import GuaranteeError, UsageError
 from tightlip.privacy.clipping import Clip, ClippedGradients, trainable_parameters
 from tightlip.privacy.experts import check_no_batch_losses
 from tightlip.privacy.layers import Layout
-from tightlip.privacy.passes import Passes, Physical, logits_of, warn_slow
+from tightlip.privacy.passes import Passes, Physical, Way, logits_of, warn_slow
 from tightlip.privacy.rounding import full_precision
 from tightlip.privacy.row_losses import NO_LABEL, next_targets
 from tightlip.privacy.watching import NoRule
@@ -61,7 +61,9 @@ def clipped_gradients(
     passes = Passes(model, clip)
     _check_shapes(input_ids, labels, attention_mask, units)
     check_no_buffers(model)
-    if no_rule_for(model, input_ids, with_mask=attention_mask is not None) is not None:
+    unruly = no_rule_for(model, input_ids, with_mask=attention_mask is not None)
+    if unruly is not None:
+        warn_slow(unruly)
         passes.way = "slow"
     if units is None:
         units = torch.arange(len(input_ids))
@@ -201,12 +203,21 @@ def no_rule_for(
     known = _verdicts.setdefault(model, {})
     state = (bf16, *_state(model, with_mask))
     if state not in known:
-        rows = synthetic_rows(model, input_ids)
-        faults = (_first_fault(model, rows, with_mask, each) for each in sorted({False, bf16}))
-        known[state] = next((fault for fault in faults if fault is not None), None)
-        if known[state] is not None:
-            warn_slow(str(known[state]))
+        known[state] = _fault(model, input_ids, "eager", with_mask=with_mask, bf16=bf16)
     return known[state]
+
+
+def can_be_mapped(model: nn.Module, input_ids: Tensor, *, bf16: bool = False) -> bool:
+    """Whether `vmap` over rows gives what plain autograd gives, where no rules do."""
+    return _fault(model, input_ids, "mapped", bf16=bf16) is None
+
+
+def _fault(
+    model: nn.Module, input_ids: Tensor, way: Way, *, with_mask: bool = False, bf16: bool = False
+) -> str | None:
+    rows = synthetic_rows(model, input_ids)
+    faults = (_first_fault(model, rows, with_mask, each, way) for each in sorted({False, bf16}))
+    return next((fault for fault in faults if fault is not None), None)
 
 
 def _state(model: nn.Module, with_mask: bool) -> tuple:
@@ -220,19 +231,21 @@ def _state(model: nn.Module, with_mask: bool) -> tuple:
     return with_mask, tuple(parameters), hooked, modules
 
 
-def _first_fault(model: nn.Module, ids_BT: Tensor, with_mask: bool, bf16: bool) -> str | None:
+def _first_fault(
+    model: nn.Module, ids_BT: Tensor, with_mask: bool, bf16: bool, way: Way
+) -> str | None:
     mask_BT = torch.ones_like(ids_BT) if with_mask else None
     if mask_BT is not None:
         mask_BT[1, -2:] = 0
     rows = rows_of(next(groups_of_rows(torch.arange(2), 2)), ids_BT, ids_BT, mask_BT)
-    limitless = Passes(model, Clip(norm=float("inf")), bf16=bf16)
+    limitless = Passes(model, Clip(norm=float("inf")), way=way, bf16=bf16)
     with Steady():
         for unit in range(2):
             # The other unit's loss counts nothing, so what is summed is this unit's alone.
             is_own_B = torch.arange(2, device=ids_BT.device) == unit
             own = replace(rows, weights_BT=rows.weights_BT * is_own_B[:, None])
             try:
-                one = limitless.eager(own)
+                one = limitless.mapped(own) if way == "mapped" else limitless.eager(own)
             except NoRule as error:
                 return str(error)
             except UsageError:

@@ -8,6 +8,7 @@ clip norm. Shapes: U units, M rows of each, B rows, T positions.
 import itertools
 import logging
 import math
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -65,7 +66,7 @@ class PhysicalBatches:
         self._likely_units = expected_batch + 2 * math.sqrt(expected_batch)
         self._rows_per_unit, self._widths = rows_per_unit, widths
         self._positions = getattr(getattr(model, "config", None), "max_position_embeddings", None)
-        self.one_unit_a_pass = False
+        self.one_unit_a_pass, self._most_rows = False, sys.maxsize
         self.share_unless(lambda shape: None)
 
     def share_unless(self, why_apart: Callable[[Shape], str | None]) -> None:
@@ -86,6 +87,10 @@ class PhysicalBatches:
         if (width, size) not in self._shapes:
             self._shapes[width, size] = self._that_holds(width, size)
         return self._shapes[width, size]
+
+    def take_at_most(self, rows: int) -> None:
+        """Let no pass take more, as far as a unit's own rows allow."""
+        self._most_rows = rows
 
     def met(self) -> list[Shape]:
         """The shapes so far in which units share a pass."""
@@ -109,7 +114,7 @@ class PhysicalBatches:
 
     def _numbers(self, width: int, size: int) -> Iterator[int]:
         """How many units of a shape a pass may take, the best first."""
-        rows = self._physical_rows or self._default_rows(width, size)
+        rows = min(self._physical_rows or self._default_rows(width, size), self._most_rows)
         if rows < 2 * size:
             return
         # Rows by fours: of six or seven a CPU's two threads round some by themselves.

@@ -73,7 +73,7 @@ class PrivateTraining:
         people: a name of yours for whose text it is; runs of one name are counted together.
         terms: how sure the promise is, where more is known than this loop can know.
         way, bf16: how passes are run, and whether in bfloat16.
-        physical_rows: rows in memory at once. Default: 8 on a CPU, on a GPU half of expected_batch, at most 64.
+        physical_rows: rows in memory at once. Default: 8 on a CPU; on a GPU what a step draws, up to 16,384 tokens.
         widths: lengths that rows are padded to. Default: powers of two.
         claims_ledger: keep other processes from going on with the ledger meanwhile.
         adaptive: lets `weights` decide on clipping or noise.
@@ -212,6 +212,14 @@ class PrivateTraining:
 
     def step(self) -> Step:
         """Draw, charge, clip, add noise, update."""
+        return self._taken(applies=True)
+
+    def noisy_gradients(self) -> Step:
+        """All of a step but the update: the parameters' `.grad` hold the noisy gradients, and what is
+        done with them costs nothing more. It is charged whether or not they are used."""
+        return self._taken(applies=False)
+
+    def _taken(self, *, applies: bool) -> Step:
         if not self.may_step():
             raise GuaranteeError(
                 f"{self.ledger.steps} steps are spent, and another would pass epsilon={self.spec.epsilon:g}. "
@@ -220,31 +228,28 @@ class PrivateTraining:
         rows_of, rho_U = self._drawn(self._sampler.draw())
         sigma = self.schedule.charge(self.ledger.charge, rho_U)
         try:
-            return self._released(*self._clipped_sum(rows_of, rho_U), sigma)
+            sums, step = self._clipped_sum(rows_of, rho_U)
+            self._release(sums, sigma, applies)
         except NotFinite:
             # Somebody's gradient is no number. They count nothing, and everybody else what they did.
-            return self._released(*self._clipped_sum(rows_of, rho_U, finite_only=True), sigma)
+            sums, step = self._clipped_sum(rows_of, rho_U, finite_only=True)
+            self._release(sums, sigma, applies)
+        return step
 
-    def _released(self, sums: list[Tensor], step: Step, sigma: float) -> Step:
+    def _release(self, sums: list[Tensor], sigma: float, applies: bool) -> None:
         # By the expected size of a draw, never by the real one, which is private.
         share, unit = 1 / self.spec.expected_batch, self.clip.step
+        parameters = self._passes.parameters.values()
         if not sigma:
             self.optimizer.zero_grad()
-            give(
-                [each.double() * (share * unit) for each in sums], self._passes.parameters.values()
-            )
-            self.optimizer.step()
-            return step
-        release(
-            sums,
-            self._passes.parameters.values(),
-            self.optimizer,
-            self._noise,
-            scale=sigma * self.spec.clip_norm,
-            share=share,
-            **({"unit": unit} if self.clip.exact else {}),
-        )
-        return step
+            give([each.double() * (share * unit) for each in sums], parameters)
+            if applies:
+                self.optimizer.step()
+            return
+        amounts = {"scale": sigma * self.spec.clip_norm, "share": share}
+        if self.clip.exact:
+            amounts["unit"] = unit
+        release(sums, parameters, self.optimizer, self._noise, applies=applies, **amounts)
 
     def guarantee(self) -> dict[str, Any]:
         """What may be said now, exactly; also written to the ledger."""

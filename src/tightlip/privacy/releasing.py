@@ -16,19 +16,23 @@ def release(
     parameters: Iterable[nn.Parameter],
     optimizer: Optimizer,
     noise: Noise,
+    *,
+    applies: bool = True,
     **amounts: float,
 ) -> None:
-    """Give the parameters the noisy sums as gradients, and take the optimizer's step.
+    """Give the parameters the noisy sums as gradients and, if it `applies` them, take the
+    optimizer's step.
 
     Holds:
         settled: no step applies a value whose cell is open.
     """
     parameters = list(parameters)
     optimizer.zero_grad()  # also of what is frozen: an old gradient has no noise
-    if not (hasattr(noise, "launch") and _can_skip(optimizer)):
+    if not (applies and hasattr(noise, "launch") and _can_skip(optimizer)):
         noise.add(sums, **amounts)
         give(sums, parameters)
-        optimizer.step()
+        if applies:
+            optimizer.step()
         return
     # The optimizer is begun before the noise has ended, and does nothing where a cell is open: a
     # GPU need not wait for Python in between.

@@ -18,6 +18,7 @@ from tightlip.privacy.clipping import watched_pass
 from tightlip.privacy.experts import rows_apart
 from tightlip.privacy.passes import Passes, Physical, logits_of, summed
 from tightlip.privacy.per_unit import (
+    can_be_mapped,
     check_model,
     no_rule_for,
     num_ids_of,
@@ -33,6 +34,8 @@ LONGEST_CHECKED = 32  # positions of the two synthetic rows of the self-check
 # A weight moves by so much of its size. Deep models without norms may overflow at the first.
 SCALES = (1.0, 0.1, 0.01)
 DRAWS = 1  # ways to move them, each with its opposite
+MOST_WRITTEN_OUT = 1 << 28  # numbers of gradients that a pass may write out row by row: 1 GiB
+FEWEST_SHARED = 4  # rows: below that a pass gains nothing from sharing
 OF_ZERO = 0.02  # the size of a weight that is zero
 _NOT_FINITE = "its loss is not a finite number, so nothing can be said"
 
@@ -53,11 +56,7 @@ def checked_passes(passes: Passes, batches: PhysicalBatches) -> Passes:
     checked = some[:, :1].expand(-1, min(LONGEST_CHECKED, batches.usual().width))
     unruly = no_rule_for(model, checked, bf16=passes.bf16)
     if unruly is not None:
-        log.warning(
-            "No fast rule covers %s: units are clipped one after the other, exactly but slowly.",
-            unruly,
-        )
-        passes.way = "slow"
+        _without_rules(passes, batches, checked, unruly)
     if passes.way != "slow":  # where rows run alone
         num_ids = num_ids_of(model, batches.some_id())
 
@@ -73,6 +72,20 @@ def checked_passes(passes: Passes, batches: PhysicalBatches) -> Passes:
         )
     batches.one_unit_a_pass = reason is not None or batches.asked()[-1] in batches.apart
     return passes
+
+
+def _without_rules(passes: Passes, batches: PhysicalBatches, checked: Tensor, unruly: str) -> None:
+    """Settle on `vmap` where torch can and memory has room, else on one row after the other."""
+    rows = MOST_WRITTEN_OUT // sum(each.numel() for each in passes.parameters.values())
+    passes.way = "slow"
+    if rows >= FEWEST_SHARED and can_be_mapped(passes.model, checked, bf16=passes.bf16):
+        passes.way = "mapped"
+        batches.take_at_most(rows)
+    how = {
+        "mapped": "every row's gradient is written out, exactly but with more memory and time",
+        "slow": "units are clipped one after the other, exactly but slowly",
+    }
+    log.warning("No fast rule covers %s: %s.", unruly, how[passes.way])
 
 
 def shared_by_others(passes: Passes, batches: PhysicalBatches) -> str | None:
