@@ -268,6 +268,32 @@ def check_exact():
             report(f"{name}, {way}, {kind}, exact sums: a unit's length in C", length / 0.1, 1.0)
 
 
+def check_wrapping():
+    """Tokens and uses far longer than their unit, whose others cancel them, in 32 bits."""
+    from tightlip.privacy.exact_sums import ExactSums
+    from tightlip.privacy.layers import Lookup
+
+    torch.manual_seed(0)
+    layout, shape = Layout(num_units=3, rows_per_unit=1), (8, 16)
+    small = torch.randint(-9, 9, (2, 3, 4, 16)).float()
+    large = torch.full((3, 1, 16), 1e6)
+    ids = torch.tensor([[1, 1, 1, 2], [0, 1, 0, 1], [5, 5, 5, 5]])
+    tokens = torch.cat([large, -large / 2, -large / 2, small[0, :, :1]], 1)
+    left, right = torch.ones(3, 4, 8), small[1]
+    uses = {
+        "tokens": [Lookup(ids, tokens)],
+        "uses": [Outer(left * 2.0**20, right), Outer(left, -right * 2.0**20), Outer(left, right)],
+    }
+    for name, own in uses.items():
+        totals = []
+        for device in ("cpu", "cuda"):
+            moved = [type(use)(*(each.to(device) for each in vars(use).values())) for use in own]
+            sums = ExactSums(torch.tensor([1.0, 0.5, 0.25], device=device), layout, 2.0**-16)
+            totals.append(sums.sum(moved, torch.zeros(shape, device=device)).cpu().long())
+        unlike = int((totals[0] != totals[1]).sum())
+        report(f"exact sums of {name} beyond 32 bits that cancel", unlike, 0)
+
+
 def check_replay():
     """A prepared pass sees other rows and other weights, and a release other noise each time."""
     for name, way in (("LSTM", "graph"), ("Transformer", "compile")):
@@ -379,6 +405,7 @@ if __name__ == "__main__":
     for check in (
         check_noise,
         check_exact,
+        check_wrapping,
         check_replay,
         check_poison,
         check_rows_alone,

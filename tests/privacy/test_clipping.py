@@ -17,7 +17,16 @@ from privacy.oracles import check_equal, unit_gradients
 from privacy.tiny_models import LAYERS, SIZE, UNCOVERED, VOCABULARY, Chain
 from tightlip.core.errors import UsageError
 from tightlip.privacy import norms
-from tightlip.privacy.per_unit import clipped_gradients, synthetic_rows
+from tightlip.privacy.clipping import Clip
+from tightlip.privacy.passes import Passes
+from tightlip.privacy.per_unit import (
+    can_be_mapped,
+    clipped_gradients,
+    groups_of_rows,
+    no_rule_for,
+    rows_of,
+    synthetic_rows,
+)
 
 
 def built(make, seed=0):
@@ -180,6 +189,38 @@ def test_a_parameter_that_no_rule_covers_is_named_and_clipped_exactly(name):
     with pytest.warns(UserWarning, match=f"No fast rule covers {name} "):
         found = clipped_gradients(model, ids, labels, clip_norm=0.3, units=units)
     check_equal(found, unit_gradients(model, ids, labels, units=units), 0.3)
+
+
+@pytest.mark.parametrize("per_layer", [False, True])
+@pytest.mark.parametrize("name", [each for each in UNCOVERED if "weight_ih" not in each])
+def test_what_no_rule_covers_is_clipped_exactly_a_whole_pass_at_once(name, per_layer):
+    model = built(UNCOVERED[name])
+    ids, labels, _ = some_rows(8, num_rows=6, length=5)
+    units = torch.tensor([0, 0, 1, 1, 2, 2])
+    assert no_rule_for(model, ids) is not None
+    assert can_be_mapped(model, ids)
+    rows = rows_of(next(groups_of_rows(units, 3)), ids, labels, None)
+    found = Passes(model, Clip(norm=0.3, per_layer=per_layer), way="mapped")(rows)
+    expected = unit_gradients(model, ids, labels, units=units)
+    check_equal(found, expected, 0.3, per_layer=per_layer)
+
+
+def test_rows_that_are_mapped_meet_nobody():
+    """A model that mixes the rows of a batch has nothing to mix where each row is a batch."""
+    model = built(
+        lambda: Chain(nn.Linear(SIZE, SIZE), tiny_models.Centred(), nn.Linear(SIZE, SIZE))
+    )
+    ids, labels, units = some_rows(10, num_rows=4, length=6)
+    units = torch.arange(4)
+    rows = rows_of(next(groups_of_rows(units, 4)), ids, labels, None)
+    found = Passes(model, Clip(norm=0.3), way="mapped")(rows)
+    check_equal(found, unit_gradients(model, ids, labels, units=units), 0.3)
+
+
+def test_a_model_that_vmap_cannot_run_is_not_mapped():
+    """torch's own LSTM is one operation that vmap does not know."""
+    ids, _, _ = some_rows(10, num_rows=4, length=6)
+    assert not can_be_mapped(built(UNCOVERED["layers.0.layer.weight_ih_l0"]), ids)
 
 
 def test_a_parameter_used_by_an_operation_nobody_sees_is_found_out():

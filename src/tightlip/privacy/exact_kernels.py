@@ -44,7 +44,11 @@ def _exact_product(
             own = tl.dot(tl.trans(left_SP), right_SD, own, input_precision="ieee")
         scale = tl.load(scales + unit)
         # A unit of scale 0 is wiped out, whatever it holds.
-        total += libdevice.rint(tl.where(scale > 0, own * scale, 0.0)).to(tl.int32)
+        steps = libdevice.rint(tl.where(scale > 0, own * scale, 0.0))
+        # One use of a tied weight may be long where another cancels it: wrapped around to 32 bits,
+        # exactly, in place of stopping at their largest number.
+        steps -= 4294967296.0 * libdevice.rint(steps * 2.3283064365386963e-10)
+        total += tl.where(steps >= 2147483648.0, -2147483648.0, steps).to(tl.int32)
     where = out + p[:, None].to(tl.int64) * columns + d[None, :]
     tl.store(where, total, (p < rows)[:, None] & is_column)
 

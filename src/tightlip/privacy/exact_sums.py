@@ -96,10 +96,18 @@ class ExactSums:
             if type(scale) is Tensor and not float(scale) > 0:
                 continue
             product_PD = fp32_product(left_SP.t(), right_SD)[:rows, :columns]
-            total += product_PD.mul(scale).round_().to(self.kind)
+            total += self._whole_steps(product_PD.mul(scale))
         return total
 
     def _whole(self, values_UX: Tensor) -> Tensor:
         """Values times their units' factors in whole steps; nothing where the factor is 0."""
         scales = self.scales_U.view(-1, *[1] * (values_UX.ndim - 1))
-        return torch.where(scales > 0, (values_UX * scales).round(), 0).to(self.kind)
+        return self._whole_steps(torch.where(scales > 0, values_UX * scales, 0))
+
+    def _whole_steps(self, values: Tensor) -> Tensor:
+        whole = values.round()
+        # A token may be far longer than its unit, whose others cancel it. By way of 64 bits, 32 wrap
+        # around, and the unit's sum comes out right; they would stop at their largest number.
+        return (
+            whole.to(torch.int64).to(self.kind) if self.kind == torch.int32 else whole.to(self.kind)
+        )

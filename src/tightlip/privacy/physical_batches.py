@@ -59,10 +59,12 @@ class PhysicalBatches:
         rows_per_unit: int,
         physical_rows: int | None = None,
         expected_batch: float = math.inf,
+        most_units: int | None = None,
         widths: Sequence[int] = (),
     ) -> None:
         self.source, self.device = source, next(model.parameters()).device
         self._on_gpu, self._physical_rows = self.device.type == "cuda", physical_rows
+        self._most_units = most_units or sys.maxsize
         self._likely_units = expected_batch + 2 * math.sqrt(expected_batch)
         self._rows_per_unit, self._widths = rows_per_unit, widths
         self._positions = getattr(getattr(model, "config", None), "max_position_embeddings", None)
@@ -120,11 +122,11 @@ class PhysicalBatches:
         # Rows by fours: of six or seven a CPU's two threads round some by themselves.
         even = 16 if self._on_gpu and rows >= 32 else 4
         by = even // math.gcd(even, size)
-        usual = max(by, rows // size // by * by)
+        usual = max(by, min(rows // size, self._most_units) // by * by)
         fewer = self._physical_rows or not self._on_gpu
         for number in range(usual, 0, -by) if fewer else itertools.count(usual, by):
             # With as many rows as positions a tensor's shape would not tell which of both it counts.
-            if number * size != width:
+            if number * size != width and number <= self._most_units:
                 yield number
 
     def _default_rows(self, width: int, size: int) -> int:

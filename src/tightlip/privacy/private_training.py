@@ -28,6 +28,7 @@ from tightlip.privacy.adaptive import BECAUSE, MECHANISMS, AdaptiveSpec, checked
 from tightlip.privacy.arithmetic import Arithmetic, arithmetic_of
 from tightlip.privacy.clipping import Clip, ClippedGradients
 from tightlip.privacy.composition import enrolled
+from tightlip.privacy.exact_sums import MOST_UNITS
 from tightlip.privacy.layers import zeros_for
 from tightlip.privacy.ledger import Ledger, claimed, guarantee_terms, read_ledger
 from tightlip.privacy.noise_schedules import noise_for, schedule_for
@@ -147,6 +148,7 @@ class PrivateTraining:
             rows_per_unit=rows_per_unit,
             physical_rows=physical_rows,
             expected_batch=expected_batch,
+            most_units=MOST_UNITS if exact_sums and self.device.type == "cuda" else None,
             widths=widths,
         )
         check_optimizer(model, optimizer)
