@@ -101,6 +101,15 @@ def test_a_run_under_way_tells_what_it_has_spent_so_far(tmp_path):
     assert ledger(open_run(run))["steps"] == 60
 
 
+def test_the_ledger_of_a_loop_of_ones_own_is_read_as_a_file_or_by_its_folder(tmp_path):
+    (tmp_path / "own").mkdir()
+    kept = private_run(tmp_path / "run") / "ledger.json"
+    kept.rename(tmp_path / "own" / "ledger.json")
+    expected = epsilon_spent(MECHANISM, 60, 1e-5)
+    for where in (tmp_path / "own", tmp_path / "own" / "ledger.json"):
+        assert json.loads(said(where, "--json"))["epsilon"] == expected
+
+
 def test_a_fixed_seed_is_said_in_red_wherever_epsilon_is(tmp_path, monkeypatch):
     run = private_run(tmp_path / "run", insecure_seed=True)
     other = private_run(tmp_path / "other")

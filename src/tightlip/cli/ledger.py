@@ -20,7 +20,10 @@ from tightlip.report.kit.table import printed_lines
 
 
 def ledger(
-    runs: Annotated[list[Path], existing(typer.Argument, "RUN", "A run, or several to compose.")],
+    runs: Annotated[
+        list[Path],
+        existing(typer.Argument, "RUN", "A run or a ledger file, or several to compose."),
+    ],
     json_wanted: Json = False,
 ) -> None:
     """What a run promises, and with all registered runs on the same people."""

@@ -326,17 +326,23 @@ def _all_of(records: Sequence[dict[str, Any]], name: str) -> list[str]:
 
 
 def _record_of(run: str | Path | RunRecord) -> dict[str, Any]:
-    folder = (run if isinstance(run, RunRecord) else open_run(Path(run))).folder
-    if not (folder / LEDGER).exists():
-        raise UsageError(
-            f"{folder} has no {LEDGER} yet: plain training writes it when it ends. Give the train "
-            "command again to finish the run."
-        )
-    record = read_ledger(folder / LEDGER)
+    record = read_ledger(_ledger_of(run))
     if _has_steps_to_compose(record) and not record.get("finished"):
         # On the way the file holds an upper bound that jumps; here there is time for the figure.
         record |= exact_figures(record)
     return record
+
+
+def _ledger_of(run: str | Path | RunRecord) -> Path:
+    """A run's ledger, or that of a loop of one's own: the file, or the folder it lies in."""
+    path = run.folder if isinstance(run, RunRecord) else Path(run)
+    if path.is_file() or (path / LEDGER).exists():
+        return path if path.is_file() else path / LEDGER
+    folder = open_run(path).folder
+    raise UsageError(
+        f"{folder} has no {LEDGER} yet: plain training writes it when it ends. Give the train "
+        "command again to finish the run."
+    )
 
 
 def _after(record: dict[str, Any], more: int) -> float | None:
