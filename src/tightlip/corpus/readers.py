@@ -116,8 +116,7 @@ class Corpus:
     def format(self) -> str:
         """What its rows are; see `conversations.py`."""
         if self._format is None:
-            rows = (row for part in self._parts for _, row in part.rows())
-            first = next((row for row in rows if isinstance(row, dict)), {})
+            first = next(self.rows(), {})
             self._format = format_of(first, self._text_column) or "text"
             others = {name: None for name in first if name != self._text_column}
             if self._format == "text" and (other := format_of(others, self._text_column)):
@@ -126,6 +125,11 @@ class Corpus:
                     f"trained on. Say which: --format text, or --format {other}"
                 )
         return self._format
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        """All rows that can be read, as they are."""
+        rows = (row for part in self._parts for _, row in part.rows())
+        return (row for row in rows if isinstance(row, dict))
 
     def raw_documents(self) -> Iterator[RawDocument]:
         """All documents as their rows have them."""

@@ -255,6 +255,6 @@ class RunOptions(Settings):
         None,
         "Rows that private training has in memory at once.",
         at_least=1,
-        default_words="8 on a CPU, 64 on a GPU",
+        default_words="8 on a CPU, on a GPU what a step draws",
         hidden=True,
     )
