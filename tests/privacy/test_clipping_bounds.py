@@ -181,7 +181,7 @@ def test_tokens_that_cancel_do_not_make_a_norm_look_smaller(kind, excess):
         true = (float(left.double().sum(0).norm()) * length) ** 2
         found = float(Norms(layout).measured([use], shape).squares_U)
         summed_lengths = float(left.norm(dim=1).sum()) * length
-        assert true * (1 - 1e-6) <= found <= true * (1 + 1e-5) + 3e-7 * summed_lengths**2
+        assert true * (1 - 1e-6) <= found <= true * (1 + 1e-5) + 5e-5 * summed_lengths**2
 
 
 def test_a_norm_that_cannot_be_is_refused():

@@ -30,27 +30,43 @@ class Arithmetic:
 
     words: str
     charged: float = 0.0
+    setting: str = ""
 
     @property
     def terms(self) -> dict[str, Any]:
         """What stands in a ledger."""
-        return {"arithmetic": self.words, "arithmetic_charged": self.charged}
-
-    @classmethod
-    def of_record(cls, record: dict[str, Any]) -> "Arithmetic | None":
-        """That of a run that goes on: measured anew it would be another promise."""
-        if record.get("arithmetic") is None:
-            return None
-        return cls(record["arithmetic"], record["arithmetic_charged"])
+        return {
+            "arithmetic": self.words,
+            "arithmetic_charged": self.charged,
+            "arithmetic_setting": self.setting,
+        }
 
 
-def arithmetic_of(passes: Passes, batches: PhysicalBatches, *, expected_batch: float) -> Arithmetic:
-    """How the sums of these passes come about, measured where they are sums of floats."""
+def arithmetic_of(
+    passes: Passes, batches: PhysicalBatches, before: dict[str, Any], *, expected_batch: float
+) -> Arithmetic:
+    """How the sums of these passes come about, measured where they are sums of floats; of a run that
+    goes on as it was measured then, or the worse of both if it goes on in another setting."""
+    assert passes.clip is not None
+    kind = "exact" if passes.clip.exact else "floats"
+    setting = f"{kind} {passes.way} {'bf16' if passes.bf16 else 'full'} {batches.device.type} {tuple(batches.usual())}"
+    kept = None
+    if before.get("arithmetic") is not None:
+        kept = Arithmetic(before["arithmetic"], before["arithmetic_charged"], setting)
+        if before.get("arithmetic_setting") == setting:
+            return kept
+    words, charged = _measured(passes, batches, expected_batch)
+    if kept is not None and kept.words.startswith("exact") == passes.clip.exact:
+        words, charged = max((charged, words), (kept.charged, kept.words))[::-1]
+    return Arithmetic(words, charged, setting)
+
+
+def _measured(passes: Passes, batches: PhysicalBatches, expected_batch: float) -> tuple[str, float]:
     assert passes.clip is not None
     on_gpu = batches.device.type == "cuda"
     if passes.clip.exact:
         assumed = ", tensor cores taken to add as float32 does" if on_gpu else ""
-        return Arithmetic(f"exact: units never meet in floating point{assumed}")
+        return f"exact: units never meet in floating point{assumed}", 0.0
     kind = "float64" if all(_is_double(each) for each in passes.parameters.values()) else "float32"
     off = max(rounded_together(passes, batches), LEAST)
     # One unit more may move everybody after it to another place, and some to another pass.
@@ -65,7 +81,7 @@ def arithmetic_of(passes: Passes, batches: PhysicalBatches, *, expected_batch: f
             f"Rounding may move others by {charged:.2g} of the clip norm in the {num_passes:,} passes of a step, too much to take off "
             "everybody's bound. Add exact_sums=True, or use more physical_rows or a smaller batch."
         )
-    return Arithmetic(words, charged)
+    return words, charged
 
 
 def rounded_together(passes: Passes, batches: PhysicalBatches) -> float:

@@ -221,8 +221,11 @@ def unit_by_unit(
             if bool(weights_BT[row].any())
         ]
         loss, gradients = _plain(parameters, forward, targets_BT, weights_BT, rows)
-        squares = {name: gradient.square().sum() for name, gradient in gradients.items()}
-        norm = torch.stack([*squares.values()]).sum().sqrt() if squares else loss * 0
+        squares = {
+            name: torch.linalg.vector_norm(gradient, dtype=torch.float64).square()
+            for name, gradient in gradients.items()
+        }
+        norm = torch.stack([*squares.values()]).sum().sqrt().to(loss.dtype) if squares else loss * 0
         norms.append(norm)
         losses.append(loss)
         if not bool(norm.isfinite() & loss.isfinite()):

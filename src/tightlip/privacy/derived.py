@@ -27,6 +27,11 @@ _TURNS = {
 }
 # Of their second argument these ask for nothing but its kind or shape.
 ONLY_KIND = {Tensor.to, Tensor.type_as}
+IN_PLACE = {
+    function
+    for name, function in vars(torch._C.TensorBase).items()
+    if (name.endswith("_") and not name.startswith("__")) or name.startswith("__i")
+} | {Tensor.__setitem__, Tensor.requires_grad_}
 
 
 class NoRule(Exception):

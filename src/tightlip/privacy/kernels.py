@@ -298,7 +298,15 @@ def _pair_parts(
 
 @triton.jit
 def _pair_totals(
-    parts, out, num_units, num_parts, eps, of_first, of_second, per_length, PARTS: tl.constexpr
+    parts,
+    out,
+    num_units,
+    num_parts,
+    of_first,
+    of_second,
+    per_length,
+    per_square,
+    PARTS: tl.constexpr,
 ):
     unit = tl.program_id(0)
     total, length, by_first, by_second = 0.0, 0.0, 0.0, 0.0
@@ -309,7 +317,7 @@ def _pair_totals(
         length += tl.sum(tl.load(at + 1, part < num_parts, 0), 0)
         by_first += tl.sum(tl.load(at + 2, part < num_parts, 0), 0)
         by_second += tl.sum(tl.load(at + 3, part < num_parts, 0), 0)
-    allowed = 2 * eps * length * length
+    allowed = per_square * length * length
     rounded = (of_first * of_second + per_length) * length
     rounded += of_first * tl.sqrt(by_first + allowed) + of_second * tl.sqrt(by_second + allowed)
     tl.store(out + unit, total + allowed)
@@ -321,9 +329,7 @@ def pair_sums(
 ) -> tuple[Tensor, Tensor]:
     """Σ first · second over the pairs of each unit, with the allowance of `norms._of_pairs`, and
     what rounding may add, as in `rounding.rounded_share`."""
-    out_2U = _pair_sums(
-        first_USS, second_USS, [*(rounds if second_USS is not None else Roundings())]
-    )
+    out_2U = _pair_sums(first_USS, second_USS, [*rounds])
     return out_2U[0], out_2U[1]
 
 
@@ -345,8 +351,7 @@ def _pair_sums(first_USS: Tensor, second_USS: Tensor | None, rounds: list[float]
         ROWS=PAIR_ROWS,
         COLUMNS=128,
     )
-    eps = torch.finfo(torch.float32).eps
-    _pair_totals[(num_units,)](parts, out_2U, num_units, num_parts, eps, *rounds, PARTS=16)
+    _pair_totals[(num_units,)](parts, out_2U, num_units, num_parts, *rounds, PARTS=16)
     return out_2U
 
 

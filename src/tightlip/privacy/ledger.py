@@ -26,7 +26,10 @@ from tightlip.privacy.rdp_filter import RdpFilter
 MECHANISM = "Poisson-subsampled Gaussian"
 # Words about the promise may be put better in a later version, and whose text it is may become
 # better known; everything else is the promise.
-_NOT_PROMISED = ("because", "covers", "outside", "run", "people", "before")
+_NOT_PROMISED = (
+    *("because", "covers", "outside", "run", "people", "before"),
+    *("arithmetic_charged", "arithmetic_setting", "apart"),
+)
 _SINCE_0_2 = (
     "planned_steps",
     "arithmetic",

@@ -17,7 +17,11 @@ from tightlip.privacy.layers import Layout, Lookup, Outer, Use, Whole, fp32_prod
 from tightlip.privacy.rounding import (
     Products,
     Roundings,
+    gram,
     lengths,
+    of_dot,
+    of_pairs,
+    per_length,
     rounded_apart,
     rounded_share,
     roundings,
@@ -60,19 +64,19 @@ class Norms:
             return self._written_out(uses, shape)
         parts = [self._of_products(outers, shape)] if outers else []
         if lookups:
-            parts.append(Measured(self._of_lookups(lookups)))
-        crosses = [2 * self._cross(outer, lookup) for outer in outers for lookup in lookups]
-        squares = [*(part.squares_U for part in parts), *crosses]
-        return parts[0]._replace(squares_U=sum(squares[1:], squares[0]))
+            parts.append(self._of_lookups(lookups))
+        squares = [part.squares_U for part in parts]
+        squares += [2 * self._cross(outer, lookup) for outer in outers for lookup in lookups]
+        rounded = [part.rounded_U for part in parts if part.rounded_U is not None]
+        return Measured(sum(squares[1:], squares[0]), sum(rounded[1:], rounded[0]))
 
     def _of_sums(self, uses: list[Outer]) -> Measured:
-        if len(uses) == 1 and id(uses[0].left_BTP) in self._grams and not self.how.exact:
-            return _of_pairs(self.gram(uses[0].left_BTP))
+        if len(uses) == 1 and id(uses[0].left_BTP) in self._grams:
+            left_BTP = uses[0].left_BTP
+            return _of_pairs(self.gram(left_BTP), rounds=self._rounds(left_BTP))
         lefts = [self.layout.by_unit(use.left_BTP) for use in uses]
         sums_UP = added_up([left_USP.sum(1, dtype=wide(left_USP)) for left_USP in lefts])
-        rounded_U = added_up(
-            [summed_in_float32(lengths(left_USP), worst=self.how.exact) for left_USP in lefts]
-        )
+        rounded_U = added_up([summed_in_float32(lengths(left_USP)) for left_USP in lefts])
         return Measured(summed_rows(sums_UP.square()), rounded_U)
 
     def _of_products(self, uses: list[Outer], shape: torch.Size) -> Measured:
@@ -81,10 +85,9 @@ class Norms:
         if size_P * size_D < num_tokens * (size_P + size_D):
             return self._written_out(list(uses), shape)
         both = {roundings(use, self.how) for use in uses}
-        rounds = Roundings(
-            max(left for left, _ in both),
-            max(right for _, right in both),
-            num_tokens * torch.finfo(torch.float32).eps if self.how.exact else 0.0,
+        sides = [side for use in uses for side in (use.left_BTP, use.right_BTD) if side is not None]
+        rounds = self._rounds(*sides[:2], num_tokens=num_tokens)._replace(
+            left=max(left for left, _ in both), right=max(right for _, right in both)
         )
         if len(uses) == 1:
             (use,) = uses
@@ -94,19 +97,26 @@ class Norms:
         left = torch.cat([self.layout.by_unit(use.left_BTP) for use in uses], 1)
         right = torch.cat([self.layout.by_unit(use.right_BTD) for use in uses], 1)  # type: ignore[arg-type]
         return self._in_parts(
-            lambda part: _of_pairs(_gram(left[part]), _gram(right[part]), rounds), num_tokens**2
+            lambda part: _of_pairs(gram(left[part]), gram(right[part]), rounds), num_tokens**2
         )
 
-    def _of_lookups(self, uses: list[Lookup]) -> Tensor:
+    def _rounds(self, *sides: Tensor, num_tokens: int | None = None) -> Roundings:
+        """What sums and norms of tokens with these sides lose where nothing else rounds them."""
+        like, size = sides[0], num_tokens or self.layout.rows_per_unit * sides[0].shape[1]
+        off = sum(of_dot(side.shape[2], side) for side in sides) + of_pairs(size, like)
+        return Roundings(per_length=per_length(size, like), per_square=off)
+
+    def _of_lookups(self, uses: list[Lookup]) -> Measured:
         ids_US = torch.cat([self.layout.by_unit(use.ids_BT) for use in uses], 1)
         lefts = [self.layout.by_unit(use.left_BTD) for use in uses]
         left_USD = lefts[0] if len(lefts) == 1 else torch.cat(lefts, 1)
 
         def squares(part: slice) -> Measured:
             same_USS = ids_US[part][:, :, None] == ids_US[part][:, None, :]
-            return _of_pairs(torch.where(same_USS, _gram(left_USD[part]), 0))
+            return _of_pairs(torch.where(same_USS, gram(left_USD[part]), 0), rounds=rounds)
 
-        return self._in_parts(squares, ids_US.shape[1] ** 2).squares_U
+        rounds = self._rounds(uses[0].left_BTD, num_tokens=ids_US.shape[1])
+        return self._in_parts(squares, ids_US.shape[1] ** 2)
 
     def _cross(self, outer: Outer, lookup: Lookup) -> Tensor:
         """<Σ_s left_s ⊗ right_s, Σ_t e(id_t) ⊗ g_t> = Σ_s Σ_t left_s[id_t] (right_s·g_t)."""
@@ -124,9 +134,11 @@ class Norms:
             where = ids_UT[part][:, None, :].expand(-1, left_USV.shape[1], -1)
             taken_UST = left_USV[part].gather(2, where)
             along_UST = fp32_product(right_USD[part].to(kind), g_UTD[part].transpose(1, 2).to(kind))
-            return Measured((taken_UST * along_UST).sum((1, 2)))
+            return Measured((taken_UST * along_UST).sum((1, 2), dtype=torch.float64).to(along_UST))
 
-        return self._in_parts(products, num_pairs).squares_U
+        off = of_dot(g_UTD.shape[2], g_UTD) + 2 * torch.finfo(wide(g_UTD)).eps
+        along_U = (lengths(left_USV) * lengths(right_USD)).sum(1) * lengths(g_UTD).sum(1)
+        return self._in_parts(products, num_pairs).squares_U + off * along_U
 
     def _written_out(self, uses: list[Use], shape: torch.Size) -> Measured:
         """Where units' gradients are small, or uses of unlike kinds meet, write them out."""
@@ -142,7 +154,7 @@ class Norms:
     def gram(self, values_BTX: Tensor) -> Tensor:
         known = self._grams.get(id(values_BTX))
         if known is None:
-            known = (values_BTX, _gram(self.layout.by_unit(values_BTX)))
+            known = (values_BTX, gram(self.layout.by_unit(values_BTX)))
             self._grams[id(values_BTX)] = known
         return known[1]
 
@@ -186,25 +198,21 @@ def _of_pairs(
     second_USS: Tensor | None = None,
     rounds: Roundings = Roundings(),
 ) -> Measured:
-    """The sum over pairs of tokens of first · second, and a little more than rounding may have
-    taken from it; with it what rounding on the way into the sum may add.
+    """The sum over pairs of tokens of first · second, and as much as rounding may have taken from it;
+    with it what rounding on the way into the sum may add.
 
-    Tokens that cancel leave a norm far smaller than what was summed: with contributions ten
-    thousand times the norm, float32 was 0.8% below it. Their lengths bound the rounding.
+    Tokens that cancel leave a norm far smaller than what was summed, and with what rounding took it
+    would be far too small: a unit of such tokens once moved the sum by 12 times the bound. Their
+    lengths bound the rounding, at its worst.
     """
     if first_USS.device.type == "cuda" and first_USS.dtype == torch.float32:
         from tightlip.privacy import kernels
 
-        squares_U, rounded_U = kernels.pair_sums(first_USS, second_USS, rounds)
-        return Measured(squares_U, rounded_U if any(rounds) else None)
+        return Measured(*kernels.pair_sums(first_USS, second_USS, rounds))
     products_USS = first_USS if second_USS is None else first_USS * second_USS
-    lengths_U = products_USS.diagonal(dim1=1, dim2=2).sqrt().sum(1)
-    allowed_U = 2 * torch.finfo(lengths_U.dtype).eps * lengths_U.square()
-    squares_U = products_USS.sum((1, 2)) + allowed_U
-    if second_USS is None or not any(rounds):
-        return Measured(squares_U)
+    lengths_U = products_USS.diagonal(dim1=1, dim2=2).clamp(min=0).sqrt().sum(1)
+    squares_U = products_USS.sum((1, 2), dtype=torch.float64).to(lengths_U)
+    squares_U = squares_U + rounds.per_square * lengths_U.square()
+    if second_USS is None:
+        return Measured(squares_U, rounds.per_length * lengths_U)
     return Measured(squares_U, rounded_share(first_USS, second_USS, rounds, lengths_U))
-
-
-def _gram(values_USX: Tensor) -> Tensor:
-    return fp32_product(values_USX, values_USX.transpose(1, 2))

@@ -21,6 +21,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils import deterministic as fills
 
 from tightlip.core.errors import UsageError
+from tightlip.privacy.asking import Untouched
 from tightlip.privacy.clipping import (
     Clip,
     ClippedGradients,
@@ -115,12 +116,20 @@ class Passes:
         self.parameters = trainable_parameters(model)
         self._ready: dict[Any, Callable[[Physical], ClippedGradients]] = {}
         self._pool: Any = None
+        self._untouched = Untouched(model)
 
     @property
     def wants_fixed_shapes(self) -> bool:
         return self.way in ("graph", "compile")
 
     def __call__(self, batch: Physical) -> ClippedGradients:
+        # A prepared pass does what it did when it was prepared.
+        if self.wants_fixed_shapes and self._key(batch) in self._ready:
+            return self._fast(batch)
+        with nullcontext() if self.clip is None else self._untouched():
+            return self._directly(batch)
+
+    def _directly(self, batch: Physical) -> ClippedGradients:
         if self.way == "slow":
             return self.slow(batch)
         try:
@@ -137,11 +146,14 @@ class Passes:
         if self.way in ("eager", "mapped"):
             return self.eager(batch) if self.way == "eager" else self.mapped(batch)
         assert batch.mask_BT is None, "a prepared pass is fed no mask"
-        key = (batch.ids_BT.shape, batch.layout)
+        key = self._key(batch)
         if key not in self._ready:
             ready = self._captured if self.way == "graph" else self._compiled
             self._ready[key] = ready(batch)
         return self._ready[key](batch)
+
+    def _key(self, batch: Physical) -> Any:
+        return batch.ids_BT.shape, batch.layout
 
     def eager(self, batch: Physical) -> ClippedGradients:
         """One pass as it is; NoRule where a parameter is used in a way that no rule covers."""

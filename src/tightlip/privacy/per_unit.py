@@ -208,8 +208,12 @@ def no_rule_for(
 
 
 def can_be_mapped(model: nn.Module, input_ids: Tensor, *, bf16: bool = False) -> bool:
-    """Whether `vmap` over rows gives what plain autograd gives, where no rules do."""
-    return _fault(model, input_ids, "mapped", bf16=bf16) is None
+    """Whether `vmap` over rows gives what plain autograd gives, where no rules do. A model that keeps
+    tensors may be left with some that are of no use to it: give a copy."""
+    try:
+        return _fault(model, input_ids, "mapped", bf16=bf16) is None
+    except RuntimeError:  # plain autograd met such a tensor
+        return False
 
 
 def _fault(

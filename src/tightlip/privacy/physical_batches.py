@@ -72,10 +72,11 @@ class PhysicalBatches:
         self.share_unless(lambda shape: None)
 
     def share_unless(self, why_apart: Callable[[Shape], str | None]) -> None:
-        """Ask this of a shape when it is first met: why units may not share such a pass.
+        """Ask this of every shape there is: why units may not share such a pass.
 
         A GPU's library gives products of some sizes to its cores in uneven parts, and a row's last
-        bits then hang on its place.
+        bits then hang on its place. All are asked now: were one asked when somebody who has it is
+        first drawn, the draws would decide with which weights.
         """
         self._why_apart = why_apart
         self._shapes: dict[tuple[int, int], Shape] = {}
@@ -94,9 +95,17 @@ class PhysicalBatches:
         """Let no pass take more, as far as a unit's own rows allow."""
         self._most_rows = rows
 
-    def met(self) -> list[Shape]:
-        """The shapes so far in which units share a pass."""
-        return [shape for shape in self._shapes.values() if shape.num_units > 1]
+    def widths(self) -> list[int]:
+        """All that rows of this text are padded to."""
+        return sorted({self._width(int(length)) for length in np.unique(self.source.lengths)})
+
+    def shared(self) -> list[Shape]:
+        """The shapes, of this text and of `asked`, in which units share a pass."""
+        counts = np.bincount(self.source.unit_of_row)[self.source.unit_of_row]
+        pairs = np.stack([self.source.lengths, np.minimum(counts, self._rows_per_unit)], 1)
+        every = [self.shape(int(longest), int(rows)) for longest, rows in np.unique(pairs, axis=0)]
+        every += self.asked()
+        return [shape for shape in dict.fromkeys(every) if shape.num_units > 1]
 
     def _that_holds(self, width: int, size: int) -> Shape:
         reason = None
@@ -123,10 +132,11 @@ class PhysicalBatches:
         even = 16 if self._on_gpu and rows >= 32 else 4
         by = even // math.gcd(even, size)
         usual = max(by, min(rows // size, self._most_units) // by * by)
-        fewer = self._physical_rows or not self._on_gpu
-        for number in range(usual, 0, -by) if fewer else itertools.count(usual, by):
+        may_grow = self._on_gpu and not self._physical_rows
+        most = min(usual + MOST_TRIED * by, self._most_units) if may_grow else usual
+        for number in (*range(usual, most + 1, by), *range(usual - by, 1, -by)):
             # With as many rows as positions a tensor's shape would not tell which of both it counts.
-            if number * size != width and number <= self._most_units:
+            if number * size != width:
                 yield number
 
     def _default_rows(self, width: int, size: int) -> int:

@@ -25,7 +25,7 @@ from tightlip.core.randomness import keyed_generator
 from tightlip.core.settings import takes
 from tightlip.privacy.accounting import Mechanism, accountant_at
 from tightlip.privacy.adaptive import BECAUSE, MECHANISMS, AdaptiveSpec, checked_weights
-from tightlip.privacy.arithmetic import Arithmetic, arithmetic_of
+from tightlip.privacy.arithmetic import arithmetic_of
 from tightlip.privacy.clipping import Clip, ClippedGradients
 from tightlip.privacy.composition import enrolled
 from tightlip.privacy.exact_sums import MOST_UNITS
@@ -153,12 +153,12 @@ class PrivateTraining:
         )
         check_optimizer(model, optimizer)
         self.clip = Clip(norm=clip_norm, per_layer=per_layer, exact=exact_sums)
-        kept = Arithmetic.of_record(read_ledger(Path(ledger)) if Path(ledger).exists() else {})
+        before = read_ledger(Path(ledger)) if Path(ledger).exists() else {}
         with without_dropout(model):
             passes = Passes(model, self.clip, way=way, bf16=bf16)
             self._passes = checked_passes(passes, self._batches)
-            self.arithmetic = kept or arithmetic_of(
-                self._passes, self._batches, expected_batch=self.spec.expected_batch
+            self.arithmetic = arithmetic_of(
+                self._passes, self._batches, before, expected_batch=self.spec.expected_batch
             )
         self._mixing_asked_at = -1  # steps
         self.adaptive = adaptive
@@ -172,6 +172,8 @@ class PrivateTraining:
         )
         self.schedule = schedule_for(adaptive, self.plan, self.spec, Path(ledger).parent)
         self.ledger = self._ledger(Path(ledger), claims_ledger)
+        if before.get("steps") and not all(each in before.get("apart", ()) for each in self._apart):
+            self._take_back("Rows that shared a pass before move each other now.")
 
     def close(self) -> None:
         """Let another training go on with the ledger."""
@@ -185,6 +187,11 @@ class PrivateTraining:
     def mechanism(self) -> Mechanism:
         """A step as the accounting has it; where the noise varies, with the least it can be."""
         return self.plan.mechanism
+
+    @property
+    def _apart(self) -> list[list[int]]:
+        """The shapes whose units take a pass each."""
+        return sorted([shape.width, shape.rows_per_unit] for shape in self._batches.apart)
 
     @property
     def _mode(self) -> str | None:
@@ -270,17 +277,18 @@ class PrivateTraining:
 
     def _ask_for_mixing(self) -> None:
         """Take back the promise where training has led the model to mix rows."""
-        is_shared = not self._batches.one_unit_a_pass and self._mixing_asked_at != self.ledger.steps
+        if self._mixing_asked_at == self.ledger.steps:
+            return
         self._mixing_asked_at = self.ledger.steps
         with without_dropout(self.model):
-            reason = shared_by_others(self._passes, self._batches) if is_shared else None
+            reason = shared_by_others(self._passes, self._batches)
         if reason is not None:
-            self.ledger.taken_back = (
-                f"The trained model mixes rows, or rounds them by place: {reason}. One {self.spec.unit} may have moved others' "
-                f"gradients, which the clip norm does not bound."
-            )
-            if self.ledger.people is not None:
-                withdraw(self.ledger.record(), self.ledger.path)
+            self._take_back(f"The trained model mixes rows, or rounds them by place: {reason}.")
+
+    def _take_back(self, reason: str) -> None:
+        self.ledger.taken_back = f"{reason} One {self.spec.unit} may have moved others' gradients, which the clip norm does not bound."
+        if self.ledger.people is not None:
+            withdraw(self.ledger.record(), self.ledger.path)
 
     def _weights(self, weights: np.ndarray | None) -> np.ndarray | None:
         if (weights is None) != (self.adaptive is None):
@@ -392,6 +400,7 @@ class PrivateTraining:
             because=self._because(),
             covers=list(self.terms.covers),
             outside=list(self.terms.outside),
+            apart=self._apart,
             **self.arithmetic.terms,
             **self.terms.whose(),
             **self._adaptive_terms(),

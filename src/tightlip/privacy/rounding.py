@@ -22,6 +22,7 @@ BF16, TF32 = 2.0**-8, 2.0**-10
 # What float32 may do to factors, norms and sums without any token cancelling another.
 SLACK = {torch.float64: 2.0**-40}
 _SLACK = 2.0**-19
+AT_ONCE = 4096  # numbers of a dot product: the more, the more of its end may be lost
 PIECE = 32  # tokens at a time where there is no Gram matrix of all
 
 
@@ -70,12 +71,30 @@ def roundings(use: Outer, how: Products) -> tuple[float, float]:
 
 
 class Roundings(NamedTuple):
-    """By how much of itself a number on the left and one on the right may be off in a sum, and how
-    much of the tokens' lengths adding them up may lose."""
+    """By how much of itself a number on the left and one on the right may be off in a sum, how much
+    of the tokens' lengths adding them up may lose, and of the square of that sum the squared norm."""
 
     left: float = 0.0
     right: float = 0.0
     per_length: float = 0.0
+    per_square: float = 0.0
+
+
+def of_dot(size: int, like: Tensor) -> float:
+    """How far a dot product of so many numbers may be off, in the product of both lengths: half a unit
+    in the last place for each addition, at the very worst. Longer ones than `AT_ONCE` are added up
+    in parts. Tensor cores add sixteen products at a time, and are taken to cut off."""
+    size = min(size, AT_ONCE) + -(-size // AT_ONCE)
+    eps = torch.finfo(wide(like)).eps
+    on_tensor_cores = like.device.type == "cuda" and like.element_size() < 4
+    return (size / 16 + 16) * eps if on_tensor_cores else (size / 2 + 4) * eps
+
+
+def of_pairs(num_tokens: int, like: Tensor) -> float:
+    """How far a sum over pairs of so many tokens may be off, in the sum of their sizes: taken in float64
+    on a CPU; on a GPU many threads take some each."""
+    eps = torch.finfo(wide(like)).eps
+    return (num_tokens / 64 + 32) * eps if like.device.type == "cuda" else 2 * eps
 
 
 def rounded_share(
@@ -87,9 +106,8 @@ def rounded_share(
     Σ_s Σ_t (d_s·d_t)(right_s·right_t) ≤ u² Σ_s Σ_t |left_s||left_t||right_s·right_t|. Given are the
     Gram matrices of both sides, and Σ_t |left_t||right_t|.
     """
-    of_left, of_right, per_length = rounds
-    # The Gram matrices are rounded themselves, as `norms` says.
-    allowed_U = 2 * torch.finfo(lengths_U.dtype).eps * lengths_U.square()
+    of_left, of_right, per_length, per_square = rounds
+    allowed_U = per_square * lengths_U.square()  # the Gram matrices are rounded themselves
     total_U = (of_left * of_right + per_length) * lengths_U
     for rounding, own_USS, other_USS in (
         (of_left, left_USS, right_USS),
@@ -104,17 +122,16 @@ def rounded_share(
 
 def rounded_apart(use: Use, layout: Layout, part: slice, how: "Products") -> Tensor:
     """The same where a unit's gradient was written out, and what float32 may have taken from it."""
-    worst = how.exact
     if isinstance(use, Whole):
         rows_UMX = layout.by_unit(use.gradient_BX.flatten(1)[:, None])[part]
-        return summed_in_float32(lengths(rows_UMX), worst=worst)
+        return summed_in_float32(lengths(rows_UMX))
     left_USX = layout.by_unit(use.left_BTD if isinstance(use, Lookup) else use.left_BTP)[part]
     lengths_US = lengths(left_USX)
     if isinstance(use, Lookup) or use.right_BTD is None:
-        return summed_in_float32(lengths_US, worst=worst)
+        return summed_in_float32(lengths_US)
     right_USX = layout.by_unit(use.right_BTD)[part]
     lengths_US = lengths_US * lengths(right_USX)
-    total_U, rounds = summed_in_float32(lengths_US, worst=worst), roundings(use, how)
+    total_U, rounds = summed_in_float32(lengths_US), roundings(use, how)
     return total_U + _in_pieces(left_USX, right_USX, rounds, lengths_US) if any(rounds) else total_U
 
 
@@ -124,8 +141,9 @@ def lengths(values_USX: Tensor) -> Tensor:
 
 
 def summed_rows(values_UX: Tensor) -> Tensor:
-    """The sum of each row, all in one order."""
-    return in_step(values_UX).sum(-1)
+    """The sum of each row, all in one order, rounded once: in float32 so many squares may lose more
+    than a factor keeps free."""
+    return in_step(values_UX).sum(-1, dtype=torch.float64).to(values_UX.dtype)
 
 
 def in_step(values_UX: Tensor) -> Tensor:
@@ -137,17 +155,16 @@ def in_step(values_UX: Tensor) -> Tensor:
     return torch.nn.functional.pad(values_UX, (0, missing))
 
 
-def summed_in_float32(lengths_US: Tensor, *, worst: bool = False) -> Tensor:
+def summed_in_float32(lengths_US: Tensor) -> Tensor:
     """What float32 may lose of tokens of these lengths that it adds up, once for the norm and once
-    for the sum: as measured, or at the very worst, which grows with the number of tokens."""
-    lost = per_length(lengths_US) if worst else 2 * torch.finfo(lengths_US.dtype).eps
-    return lost * lengths_US.sum(1)
+    for the sum, at the very worst."""
+    return 2 * per_length(lengths_US.shape[1], lengths_US) * lengths_US.sum(1)
 
 
-def per_length(lengths_US: Tensor) -> float:
-    """How much of the tokens' lengths their sum can lose: 2⁻²³ for each addition in float32. That a
-    GPU's tensor cores add no worse is an assumption."""
-    return lengths_US.shape[1] * torch.finfo(lengths_US.dtype).eps
+def per_length(num_tokens: int, like: Tensor) -> float:
+    """How much of the tokens' lengths their sum can lose: 2⁻²³ for each addition in float32, and two
+    for a factor. That a GPU's tensor cores add no worse is an assumption."""
+    return (num_tokens + 2) * torch.finfo(wide(like)).eps
 
 
 def _in_pieces(
@@ -157,7 +174,9 @@ def _in_pieces(
     matrix of many tokens."""
     left_NLL, right_NLL = (_grams_of_pieces(values_USX) for values_USX in (left_USX, right_USX))
     lengths_N = _pieces(lengths_US[..., None]).sum((1, 2))
-    shares_N = rounded_share(left_NLL, right_NLL, Roundings(*rounds), lengths_N)
+    off = of_dot(left_USX.shape[2], left_USX) + of_dot(right_USX.shape[2], right_USX)
+    how = Roundings(*rounds, per_square=off + of_pairs(PIECE, left_USX))
+    shares_N = rounded_share(left_NLL, right_NLL, how, lengths_N)
     return shares_N.reshape(len(left_USX), -1).sum(1)
 
 
@@ -168,8 +187,19 @@ def _pieces(values_USX: Tensor) -> Tensor:
 
 
 def _grams_of_pieces(values_USX: Tensor) -> Tensor:
-    pieces_NLX = _pieces(values_USX)
-    return fp32_product(pieces_NLX, pieces_NLX.transpose(1, 2))
+    return gram(_pieces(values_USX))
+
+
+def gram(values_USX: Tensor) -> Tensor:
+    """The dot products of each unit's tokens with each other, as exact as `of_dot` has them."""
+    parts = [
+        fp32_product(part_USX, part_USX.transpose(1, 2))
+        for part_USX in values_USX.split(AT_ONCE, dim=2)
+    ]
+    total_USS = parts[0]
+    for part_USS in parts[1:]:
+        total_USS = total_USS + part_USS
+    return total_USS
 
 
 class Scaled:

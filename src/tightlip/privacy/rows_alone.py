@@ -5,6 +5,7 @@ Looked at is all that clipping uses: losses, norms, and what is noted of every p
 loss may stay the same while a gradient moves. Shapes: U units, M rows of each, B rows, T positions.
 """
 
+import copy
 import logging
 import secrets
 from collections.abc import Iterator
@@ -13,7 +14,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from tightlip.core.errors import UsageError
+from tightlip.core.errors import GuaranteeError, UsageError
+from tightlip.privacy.asking import Untouched, asked_of_rows
 from tightlip.privacy.clipping import watched_pass
 from tightlip.privacy.experts import rows_apart
 from tightlip.privacy.passes import Passes, Physical, logits_of, summed
@@ -46,6 +48,28 @@ def checked_passes(passes: Passes, batches: PhysicalBatches) -> Passes:
     longest = int(source.lengths.max())
     width = batches.shape(longest, 1).width
     some = torch.full((1, width), batches.some_id(), device=batches.device)
+    with Untouched(model)():  # the first that a pass may write into
+        _check_alone(model, some, longest)
+        rows_of = (synthetic_rows(model, some[:, :1].expand(-1, each)) for each in batches.widths())
+        questions = (
+            asked_of_rows(lambda ids: logits_of(model, ids, None), rows) for rows in rows_of
+        )
+        asks = next(filter(None, questions), None)
+        checked = some[:, :1].expand(-1, min(LONGEST_CHECKED, batches.usual().width))
+        unruly = no_rule_for(model, checked, bf16=passes.bf16)
+    if asks is not None and passes.way != "slow":
+        log.warning(
+            "The model %s: units are clipped one after the other, exactly but slowly.", asks
+        )
+        passes.way = "slow"
+    elif unruly is not None or passes.way == "mapped":
+        _without_rules(passes, batches, checked, unruly or "a way that was asked for")
+    _settle_on_sharing(passes, batches)
+    return passes
+
+
+def _check_alone(model: nn.Module, some: Tensor, longest: int) -> None:
+    width = some.shape[1]
     try:
         check_model(model, synthetic_rows(model, some))
     except (IndexError, RuntimeError) as error:
@@ -53,32 +77,41 @@ def checked_passes(passes: Passes, batches: PhysicalBatches) -> Passes:
             f"The model fails on rows of {width} positions, which those of {longest} are padded to ({error}). Give widths "
             f"that it can take, such as widths=({longest},)."
         ) from error
-    checked = some[:, :1].expand(-1, min(LONGEST_CHECKED, batches.usual().width))
-    unruly = no_rule_for(model, checked, bf16=passes.bf16)
-    if unruly is not None:
-        _without_rules(passes, batches, checked, unruly)
-    if passes.way != "slow":  # where rows run alone
-        num_ids = num_ids_of(model, batches.some_id())
+
+
+def _settle_on_sharing(passes: Passes, batches: PhysicalBatches) -> None:
+    if passes.way != "slow":
 
         def why_apart(shape: Shape) -> str | None:
-            with without_dropout(model):
-                return _change_at(passes, num_ids, 0.0, 0, shape)
+            with without_dropout(passes.model):
+                return _changes(passes, batches, shape)
 
         batches.share_unless(why_apart)
-    reason = shared_by_others(passes, batches)
+        try:
+            batches.shared()
+        except RuntimeError as error:
+            if passes.way != "mapped":
+                raise
+            log.warning("Rows cannot be mapped at every width (%s): they run alone.", error)
+            passes.way = "slow"
+    if passes.way != "slow":
+        batches.one_unit_a_pass = batches.asked()[-1] in batches.apart
+    reason = unsteady(passes, batches)
     if reason is not None:
-        log.warning(
-            "Units take a pass each, which is sound but slow: where they share one, %s.", reason
+        raise GuaranteeError(
+            f"{reason}. The model keeps something of the rows before, or draws random numbers, so one person may move another's "
+            "gradient, which the clip norm does not bound. Give a model whose answer follows from its input."
         )
-    batches.one_unit_a_pass = reason is not None or batches.asked()[-1] in batches.apart
-    return passes
 
 
 def _without_rules(passes: Passes, batches: PhysicalBatches, checked: Tensor, unruly: str) -> None:
     """Settle on `vmap` where torch can and memory has room, else on one row after the other."""
     rows = MOST_WRITTEN_OUT // sum(each.numel() for each in passes.parameters.values())
     passes.way = "slow"
-    if rows >= FEWEST_SHARED and can_be_mapped(passes.model, checked, bf16=passes.bf16):
+    # A copy is tried: what a model keeps of a trial that failed is of no use to it.
+    if rows >= FEWEST_SHARED and can_be_mapped(
+        copy.deepcopy(passes.model), checked, bf16=passes.bf16
+    ):
         passes.way = "mapped"
         batches.take_at_most(rows)
     how = {
@@ -89,17 +122,70 @@ def _without_rules(passes: Passes, batches: PhysicalBatches, checked: Tensor, un
 
 
 def shared_by_others(passes: Passes, batches: PhysicalBatches) -> str | None:
-    """What of a unit changes with who shares its pass; None where nothing does."""
-    if passes.way == "slow":
-        return None
-    # The weights as they are, and moved one way and the other: a gate may be shut on one side.
-    seeds = [secrets.randbits(63) for _ in range(DRAWS)]
-    moves = [(0.0, 0), *((sign, seed) for seed in seeds for sign in (1.0, -1.0))]
-    shared = [shape for shape in batches.asked() if shape.num_units > 1]
+    """What of a unit changes with who shares its pass, or went before it; None where nothing does."""
+    if passes.way != "slow" and not batches.one_unit_a_pass:
+        for shape in batches.shared():
+            if (reason := _changes(passes, batches, shape)) is not None:
+                return reason
+    return unsteady(passes, batches)
+
+
+def _changes(passes: Passes, batches: PhysicalBatches, shape: Shape) -> str | None:
     num_ids = num_ids_of(passes.model, batches.some_id())
-    asked = [(*moves[0], shape) for shape in batches.met()]
-    asked += [(*move, shape) for move in moves[1:] for shape in shared[:1]]
-    return next(filter(None, (_change_at(passes, num_ids, *each) for each in asked)), None)
+    found = (_change_at(passes, num_ids, *move, shape) for move in _moves())
+    return next(filter(None, found), None)
+
+
+def _moves() -> list[tuple[float, int]]:
+    """The weights as they are, and moved one way and the other: a gate may be shut on one side."""
+    seeds = [secrets.randbits(63) for _ in range(DRAWS)]
+    return [(0.0, 0), *((sign, seed) for seed in seeds for sign in (1.0, -1.0))]
+
+
+def unsteady(passes: Passes, batches: PhysicalBatches) -> str | None:
+    """What differs of a unit that is run twice, with others in between; None where nothing does.
+
+    Asked where units take a pass each, which is sound only if a pass leaves nothing behind.
+    """
+    shapes = {*batches.apart}  # of others `first_change` sees it
+    if passes.way == "slow" or batches.one_unit_a_pass:
+        longest = int(batches.source.lengths.max())
+        shapes |= {
+            each._replace(num_units=1) for each in (batches.usual(), batches.shape(longest, 1))
+        }
+    num_ids = num_ids_of(passes.model, batches.some_id())
+    for shape in shapes:
+        own = synthetic_units(shape, num_ids, slice(None), batches.device)
+        two = shape._replace(num_units=2)
+        other = _last(synthetic_units(two, num_ids, slice(0), batches.device), shape)
+        for sign, seed in _moves():
+            with without_dropout(passes.model), perturbed(passes.parameters, 0.1 * sign, seed):
+                first = _told(passes, own)
+                passes(other)
+                if _differ(first, _told(passes, own)):
+                    return f"Two passes over the same row of {shape.width} positions differ"
+    return None
+
+
+def _told(passes: Passes, batch: Physical) -> list[Tensor]:
+    found = passes(batch)
+    return [each.clone() for each in (found.losses, found.norms, *found.gradients.values())]
+
+
+def _differ(one: list[Tensor], other: list[Tensor]) -> bool:
+    """Bit by bit; on a GPU, which may add in another order each time, by more than that explains."""
+    if one[0].device.type != "cuda":
+        return not all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+    return any(
+        float((a - b).norm()) > 1e-3 * float(a.norm()) for a, b in zip(one, other, strict=True)
+    )
+
+
+def _last(batch: Physical, shape: Shape) -> Physical:
+    """The last unit of a batch, by itself."""
+    own = slice(-shape.rows_per_unit, None)
+    num_rows_U = torch.full((1,), shape.rows_per_unit, device=batch.ids_BT.device)
+    return Physical.of(batch.ids_BT[own], batch.targets_BT[own], num_rows_U, shape.layout)
 
 
 def _change_at(passes: Passes, num_ids: int, sign: float, seed: int, shape: Shape) -> str | None:

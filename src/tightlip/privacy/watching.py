@@ -13,7 +13,15 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from tightlip.privacy.copies import cat, conv1d, elementwise, like_before
-from tightlip.privacy.derived import ONLY_KIND, Derived, NoRule, Wire, derive, every_tensor
+from tightlip.privacy.derived import (
+    IN_PLACE,
+    ONLY_KIND,
+    Derived,
+    NoRule,
+    Wire,
+    derive,
+    every_tensor,
+)
 from tightlip.privacy.experts import baddbmm, bmm, current_watch
 from tightlip.privacy.layers import EmbeddingUse, NormUse, Outer, Use, linear_use
 from tightlip.privacy.recurrent_layers import GRULayer, LSTMLayer
@@ -29,11 +37,6 @@ _PICKING = {
     for owner, spelling in ((torch, name), (Tensor, name), (Tensor, f"{name}_"))
     if (function := getattr(owner, spelling, None)) is not None
 } | {Tensor.__getitem__, Tensor.__setitem__}
-_IN_PLACE = {
-    function
-    for name, function in vars(torch._C.TensorBase).items()
-    if (name.endswith("_") and not name.startswith("__")) or name.startswith("__i")
-} | {Tensor.__setitem__, Tensor.requires_grad_}
 _ADDS_ROWS = {Tensor.unsqueeze, torch.unsqueeze, Tensor.__getitem__}
 _AT_FRONT = ((0,), (None,), ((None, ...),))
 
@@ -221,7 +224,7 @@ class Watch(TorchFunctionMode):
         named = [self.names[id(each)] for each in watched]
         if func is torch.eye or self._are_rowless(meets, kwargs):
             return self._rowless(func, args, kwargs, named)
-        if func in _IN_PLACE:
+        if func in IN_PLACE:
             self.rowless.pop(id(args[0]), None)
         if not named:
             if func in _PICKING and _picks_rows(func, args, kwargs):
@@ -352,7 +355,7 @@ class Watch(TorchFunctionMode):
     def _rowless(
         self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], named: list[str]
     ) -> Any:
-        if func in _IN_PLACE and named:
+        if func in IN_PLACE and named:
             raise NoRule(named[0], f"changed in place by {func.__name__}")
         watched = filter(self.is_watched, every_tensor(args, kwargs))
         result = derive(func, args, kwargs, {id(each): self._stand_in(each) for each in watched})

@@ -140,7 +140,7 @@ def save_model(folder: Path, model: Any, tokenizer: Any, guarantee: dict[str, An
         write_text(beside / "README.md", model_card(guarantee))
         # Whether the run went on after these weights is no matter of theirs, and to quote is the
         # ε of all planned steps.
-        left_out = ("finished", "epsilon_so_far")
+        left_out = ("finished", "epsilon_so_far", "apart")
         own = {name: value for name, value in guarantee.items() if name not in left_out}
         write_json(beside / "guarantee.json", own)
 

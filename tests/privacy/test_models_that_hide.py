@@ -1,0 +1,242 @@
+"""Models that pass for ordinary ones, and through which one unit would move more than the clip norm."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from tightlip.core.errors import GuaranteeError
+from tightlip.privacy.physical_batches import PhysicalBatches
+from tightlip.privacy.private_training import PrivateTraining
+
+VOCABULARY, SIZE = 50, 8
+
+
+class Plain(nn.Module):
+    def __init__(self, vocabulary=VOCABULARY):
+        super().__init__()
+        self.embed, self.inner = nn.Embedding(vocabulary, SIZE), nn.Linear(SIZE, SIZE)
+        self.head = nn.Linear(SIZE, vocabulary)
+        self.config = SimpleNamespace(vocab_size=vocabulary)
+
+    def changed(self, hidden, ids):
+        return hidden
+
+    def forward(self, ids):
+        return self.head(torch.tanh(self.changed(self.inner(self.embed(ids)), ids)))
+
+
+def documents(longest=20, number=30, seed=0):
+    draw = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(3, longest, (number,), generator=draw).tolist()
+    return [torch.randint(0, VOCABULARY - 1, (length,), generator=draw) for length in lengths]
+
+
+def engine(folder, model, texts=None, **settings):
+    given = {"noise_multiplier": 1.0, "clip_norm": 0.1, "expected_batch": 4, "steps": 20}
+    trained = [each for each in model.parameters() if each.requires_grad]
+    return PrivateTraining(
+        model, torch.optim.SGD(trained, lr=0.1), texts or documents(), ledger=folder / "ledger.json",
+        **given | settings,
+    )  # fmt: skip
+
+
+def moved(training, unit, others):
+    """By how many clip norms the sum of the others changes with the unit beside them."""
+    sums = []
+    for drawn in (others, [unit, *others]):
+        found, _ = training._clipped_sum(*training._drawn(np.array(drawn)))
+        sums.append(torch.cat([each.double().flatten() for each in found]) * training.clip.step)
+    return float((sums[1] - sums[0]).norm()) / training.spec.clip_norm
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_an_embedding_that_shortens_its_own_rows_is_refused(trains, tmp_path):
+    model = Plain()
+    model.embed = nn.Embedding(VOCABULARY, SIZE, max_norm=1.0)
+    model.embed.weight.requires_grad_(trains)
+    with pytest.raises(GuaranteeError, match=r"changes embed\.weight itself"):
+        engine(tmp_path, model)
+
+
+def test_a_buffer_that_is_written_only_where_gradients_are_is_refused(tmp_path):
+    class Counts(Plain):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("seen", torch.zeros(VOCABULARY))
+
+        def changed(self, hidden, ids):
+            if torch.is_grad_enabled():
+                self.seen += torch.bincount(ids.flatten(), minlength=VOCABULARY)
+            return hidden
+
+    with pytest.raises(GuaranteeError, match="changes seen itself"):
+        engine(tmp_path, Counts())
+
+
+@pytest.mark.parametrize("width", [0, 32])
+def test_a_branch_on_words_that_no_synthetic_row_holds_is_each_rows_own(width, tmp_path):
+    class Branches(Plain):
+        def changed(self, hidden, ids):
+            return -hidden if ids.shape[1] > width and (ids == 4321).any() else hidden
+
+    torch.manual_seed(0)
+    texts = documents(longest=60)
+    texts[0] = torch.full((40,), 4321)
+    training = engine(tmp_path, Branches(5000), texts)
+    alike = [unit for unit in range(1, 30) if len(texts[unit]) > 33][:6]
+    assert training._passes.way == "slow"
+    assert moved(training, 0, alike) <= 1
+
+
+class Random(Plain):
+    """What a gate at zero lets through once training has opened it."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate = nn.Parameter(torch.zeros(1))
+
+    def changed(self, hidden, ids):
+        return hidden + self.gate * torch.randn_like(hidden)
+
+
+class Remembers(Random):
+    last = 0.0
+
+    def changed(self, hidden, ids):
+        result = hidden + self.gate * self.last
+        self.last = hidden.detach().mean()
+        return result
+
+
+@pytest.mark.parametrize("way", ["eager", "slow"])
+@pytest.mark.parametrize("kind", [Random, Remembers])
+def test_what_follows_from_more_than_the_rows_is_refused(kind, way, tmp_path):
+    torch.manual_seed(0)
+    with pytest.raises(GuaranteeError, match="Two passes over the same row"):
+        engine(tmp_path, kind(), way=way)
+
+
+class MixesBeyond(Plain):
+    """Two gates at zero around a mean over the rows, beyond position 32."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = (nn.Parameter(torch.zeros(1)) for _ in range(2))
+
+    def changed(self, hidden, ids):
+        if ids.shape[1] <= 32:
+            return hidden
+        return hidden + self.one * self.two * hidden.mean(0, keepdim=True)
+
+
+def test_mixing_at_one_width_is_found_before_anybody_of_that_width_is_drawn(tmp_path):
+    torch.manual_seed(0)
+    texts = [*documents(), *documents(longest=60, seed=1)]
+    training = engine(tmp_path, MixesBeyond(), texts)
+    assert {shape.width for shape in training._batches.apart} == {64}
+    assert not training._batches.one_unit_a_pass
+    long = [unit for unit, text in enumerate(texts) if len(text) > 34]
+    assert training._batches.shape(len(texts[long[0]]) - 1, 1).num_units == 1
+    with torch.no_grad():
+        for gate in (training.model.one, training.model.two):
+            gate.fill_(3.0)
+    assert moved(training, long[0], long[1:6]) <= 1
+
+
+def test_a_run_that_went_on_is_not_proved_where_rows_move_each_other_only_since(tmp_path):
+    """As a machine with other kernels may have it: begun where rows shared a pass."""
+    torch.manual_seed(0)
+    model, texts = MixesBeyond(), [*documents(), *documents(longest=60, seed=1)]
+    first = engine(tmp_path, model, documents(), people="them")
+    first.step()
+    assert first.guarantee()["standing"] == "proved"
+    first.close()
+    again = engine(tmp_path, model, texts[:30], people="them")
+    assert again.guarantee()["standing"] == "proved"
+    again.close()
+    model.changed = lambda hidden, ids: hidden + hidden.mean(0, keepdim=True)
+    later = engine(tmp_path, model, documents(), people="them")
+    assert later.guarantee()["standing"] == "measured only"
+
+
+def test_sums_that_were_exact_do_not_go_on_as_floats(tmp_path):
+    torch.manual_seed(0)
+    model = Plain()
+    first = engine(tmp_path, model, exact_sums=True)
+    first.step()
+    first.close()
+    with pytest.raises(GuaranteeError, match="was begun with arithmetic"):
+        engine(tmp_path, model, exact_sums=False)
+
+
+def test_where_no_size_of_a_pass_holds_units_take_one_each():
+    source = SimpleNamespace(lengths=np.full(9, 30), unit_of_row=np.arange(9))
+    batches = PhysicalBatches(source, Plain(), rows_per_unit=1, expected_batch=500, most_units=127)
+    batches._on_gpu = True
+    asked = []
+    batches.share_unless(lambda shape: asked.append(shape.num_units) or "its place")
+    assert batches.shape(30, 1).num_units == 1
+    assert 1 < len(asked) <= 4
+    assert all(1 < number <= 127 for number in asked)
+
+
+def test_rows_that_cannot_be_mapped_at_every_width_run_alone(tmp_path):
+    class Late(Plain):
+        def __init__(self):
+            super().__init__()
+            self.matrix = nn.Parameter(torch.randn(SIZE, SIZE))
+
+        def changed(self, hidden, ids):
+            hidden = torch.einsum("btd,de->bte", hidden, self.matrix)
+            return (
+                hidden.unique_consecutive().new_zeros(hidden.shape) + hidden
+                if ids.shape[1] > 32
+                else hidden
+            )
+
+    torch.manual_seed(0)
+    short = engine(tmp_path / "short", Late())
+    assert short._passes.way == "mapped"
+    long = engine(tmp_path / "long", Late(), [*documents(), torch.arange(45)])
+    assert long._passes.way == "slow"
+
+
+class Cancelling(nn.Module):
+    """A linear layer at zero, as an adapter begins, between tokens that nearly cancel."""
+
+    def __init__(self, length, apart, inner=1024, outer=64):
+        super().__init__()
+        draw = torch.Generator().manual_seed(1)
+        one, two = torch.full((inner,), length), torch.full((inner,), length * (1 + apart))
+        zero, random = torch.zeros(inner), torch.randn(8, inner, generator=draw)
+        self.table = nn.Parameter(torch.stack([one, zero, zero, two, *random]), requires_grad=False)
+        self.inner = nn.Linear(inner, outer, bias=False)
+        nn.init.zeros_(self.inner.weight)
+        up, rest = torch.ones(outer), torch.randn(4, outer, generator=draw)
+        rows = [torch.zeros(outer), up, -up, torch.zeros(outer), *rest, *-rest]
+        self.out = nn.Parameter(torch.stack(rows), requires_grad=False)
+
+    def forward(self, ids):
+        return functional.linear(self.inner(functional.embedding(ids, self.table)), self.out)
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_tokens_that_cancel_to_their_last_digits_stay_within_the_bound(exact, tmp_path):
+    """With the norm's rounding taken for a tenth of what it is, this moved the sum by 12 clip norms."""
+    draw = torch.Generator().manual_seed(0)
+    texts = [torch.tensor([0, 1, 3, 2] * 8 + [0])]
+    texts += [torch.randint(0, 12, (20,), generator=draw) for _ in range(9)]
+    training = engine(tmp_path, Cancelling(1.0, 1e-3), texts, exact_sums=exact, clip_norm=0.01)
+    most = 0.0
+    for _ in range(60):
+        length, power = torch.rand(2, generator=draw).tolist()
+        new = Cancelling(length + 0.5, 10 ** (-3.6 + 1.4 * power))
+        with torch.no_grad():
+            for own, other in zip(training.model.parameters(), new.parameters(), strict=True):
+                own.copy_(other)
+        most = max(most, moved(training, 0, [1, 2, 3]))
+    assert 0.01 < most <= 1
