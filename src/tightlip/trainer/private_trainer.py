@@ -79,6 +79,7 @@ class PrivateMixin(_Base):
         self.public_evaluation, self.exact_sums = public_evaluation, exact_sums
         self.private: PrivateTraining | None = None
         self._source: LabelledRows | None = None
+        self._told: dict[str, Any] = {}
         self._accumulated = 1
         if args is not None:
             refuse_arguments(args)
@@ -90,7 +91,7 @@ class PrivateMixin(_Base):
             )
         given = (model, args, data_collator, train_dataset, *others)
         super().__init__(*given, **rest)
-        refuse_trainer(self, public_evaluation)
+        refuse_trainer(self, PrivateMixin, public_evaluation)
         self._same_rows()
         self.add_callback(_StopsWithBudget(self))
 
@@ -107,22 +108,22 @@ class PrivateMixin(_Base):
         """Train; or, with a checkpoint of this run, go on. Nothing measured is returned."""
         if trial is not None:
             self.hyperparameter_search()
-        refuse_trainer(self, self.public_evaluation)
+        refuse_trainer(self, PrivateMixin, self.public_evaluation)
         folder = _checkpoint(resume_from_checkpoint, self._folder)
         if folder is not None:
             _check_checkpoint(folder, self._folder / LEDGER)
         self._same_rows()
         self._source = labelled_rows(self.train_dataset, self, self._users)
-        if self.private is not None:
-            self.private.close()
+        self.private, self._told = None, {}
         try:
             done = super().train(folder and str(folder), **rest)
             assert self.private is not None
-            told = _figures(self.private.guarantee())
+            self._told = self.private.guarantee()
         finally:
             if self.private is not None:
                 self.private.close()
-        return TrainOutput(done.global_step, 0.0, told)
+        figures = {name: self._told[name] for name in ("epsilon", "delta", "steps")}
+        return TrainOutput(done.global_step, 0.0, figures)
 
     def get_train_dataloader(self) -> DataLoader:
         """An epoch of empty batches: users are drawn inside the step."""
@@ -221,6 +222,9 @@ class PrivateMixin(_Base):
                 "nobody in the text is to be protected, or use another trainer."
             )
 
+    def autocast_smart_context_manager(self, cache_enabled: bool | None = True) -> Any:
+        return self.accelerator.autocast()  # of an evaluation, since the model is bare
+
     def hyperparameter_search(self, *given: Any, **rest: Any) -> Any:
         raise GuaranteeError(
             "Every trial of a search spends on the same people, and the best is chosen by looking at private results. Train once "
@@ -230,7 +234,7 @@ class PrivateMixin(_Base):
     def create_model_card(self, *given: Any, **rest: Any) -> None:
         super().create_model_card(*given, **rest)
         if self.private is not None and self.is_world_process_zero():
-            _tell(self._folder, self.private.exact_record())
+            _tell(self._folder, self._record(self.private))
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         if self.private is not None:
@@ -238,12 +242,18 @@ class PrivateMixin(_Base):
         super()._save(output_dir, state_dict)
         if self.private is not None:
             folder = self._folder if output_dir is None else Path(output_dir)
-            _tell(folder, self.private.exact_record())
+            _tell(folder, self._record(self.private))
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         if self.private is not None:  # what is pushed has the checkpoint's weights in it
-            _tell(self._folder, self.private.exact_record())
+            _tell(self._folder, self._record(self.private))
         super()._push_from_checkpoint(checkpoint_folder)
+
+    def _record(self, private: PrivateTraining) -> dict[str, Any]:
+        """The guarantee as it stands; worked out once a step, since it takes a second."""
+        if self._told.get("steps") != private.ledger.steps:
+            self._told = private.exact_record()
+        return self._told
 
     @property
     def _folder(self) -> Path:
@@ -343,10 +353,6 @@ def _check_checkpoint(folder: Path, ledger: Path) -> None:
             f"{ledger} has {there['steps']} steps on record and {folder} holds {held['steps']}: steps would go uncounted. Put the "
             "ledger of this run back, or train again with another output_dir."
         )
-
-
-def _figures(record: dict[str, Any]) -> dict[str, Any]:
-    return {name: record[name] for name in ("epsilon", "delta", "steps")}
 
 
 def _tell(folder: Path, record: dict[str, Any]) -> None:

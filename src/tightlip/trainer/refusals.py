@@ -69,12 +69,12 @@ def refuse_arguments(args: Any) -> None:
         raise GuaranteeError(why)
 
 
-def refuse_trainer(trainer: Any, public_evaluation: bool) -> None:
-    """Refuse what else a trainer was given, or made of its arguments."""
+def refuse_trainer(trainer: Any, ours: type, public_evaluation: bool) -> None:
+    """Refuse what else a trainer was given, or made of its arguments; `ours` has the private steps."""
     refuse_arguments(trainer.args)
     reasons = (
         *_against_processes(trainer),
-        *_against_losses(trainer),
+        *_against_losses(trainer, ours),
         *_against_choices(trainer, public_evaluation),
         *_against_model(trainer.model),
     )
@@ -114,13 +114,15 @@ def _against_processes(trainer: Any) -> Iterator[str]:
             f"{trainer.args.n_gpu} GPUs are visible to one process, and DataParallel would split rows among copies that nobody watches. "
             "Make one visible: CUDA_VISIBLE_DEVICES=0."
         )
+    if trainer.is_model_parallel:
+        yield "The model is spread over several devices (device_map), where it is not clipped as a whole. Load it onto one."
     if trainer.args.world_size > 1:
         yield (
             f"{trainer.args.world_size} processes would each draw users and add noise of their own. Launch the script with one process."
         )
 
 
-def _against_losses(trainer: Any) -> Iterator[str]:
+def _against_losses(trainer: Any, ours: type) -> Iterator[str]:
     library = next(
         kind
         for kind in type(trainer).__mro__
@@ -132,7 +134,6 @@ def _against_losses(trainer: Any) -> Iterator[str]:
             "what is not to be learnt gets labels of -100."
         )
     for name in _OWN_STEPS:
-        ours = next(kind for kind in type(trainer).__mro__ if kind.__name__ == "PrivateMixin")
         found = getattr(getattr(trainer, name), "__func__", None)
         if found is not getattr(ours, name, getattr(library, name)):
             yield f"{name} is overridden, so it is not known that what trains is clipped and noisy. Remove the override."
