@@ -4,14 +4,24 @@ import torch
 import trl
 from datasets import Dataset
 from peft import LoraConfig
-from transformers import TrainerCallback
+from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback
 
-from finetunes.making import untrained
-from finetunes.people import chats, texts, tokenizer
-from privacy.oracles import clipped_one, norm_of
+from finetunes.people import chats, tokenizer
+from privacy.oracles import clipped_one
 from tightlip.trainer import PrivacySpec, PrivateSFTTrainer
 
 QUIET = {"use_cpu": True, "report_to": [], "disable_tqdm": True, "bf16": False}
+
+
+def small(**changes):
+    """A model that never learnt anything, of one layer."""
+    torch.manual_seed(0)
+    shape = {
+        "vocab_size": len(tokenizer()), "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1,
+        "num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 128,
+        "bos_token_id": 0, "eos_token_id": 1, "initializer_range": 0.1,
+    }  # fmt: skip
+    return LlamaForCausalLM(LlamaConfig(**shape | changes))
 
 
 def several(rows, times=2):
@@ -26,7 +36,7 @@ def several(rows, times=2):
 
 
 def settings(folder, **changes):
-    how = {"max_steps": 2, "per_device_train_batch_size": 8, "save_strategy": "no", **QUIET}
+    how = {"max_steps": 2, "per_device_train_batch_size": 8, "save_strategy": "no", "gradient_checkpointing": False, **QUIET}  # fmt: skip
     return trl.SFTConfig(output_dir=str(folder), **how | changes)
 
 
@@ -37,7 +47,7 @@ def lora(**changes):
 def private_sft(folder, *, rows=None, model=None, privacy=None, callbacks=None, given=(), **changes):
     """A private SFTTrainer; `given` are its own arguments, `changes` those of its SFTConfig."""
     own = {
-        "model": model or untrained(),
+        "model": model or small(),
         "args": settings(folder, **changes),
         "train_dataset": Dataset.from_list(rows or several(chats())),
         "processing_class": tokenizer(),
@@ -61,15 +71,12 @@ class Gradients(TrainerCallback):
         )  # fmt: skip
 
 
-def users_gradients(model, rows_by_user, collate, autocast=None):
+def users_gradients(model, rows_by_user, collate):
     """Oracle: each user's gradient of the mean of their rows' losses, as transformers computes them."""
     trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
     found = {}
     for user, rows in rows_by_user.items():
-        losses = []
-        for row in rows:
-            batch = collate([row])
-            losses.append(model(**batch, use_cache=False).loss)
+        losses = [model(**collate([row]), use_cache=False).loss for row in rows]
         own = torch.autograd.grad(torch.stack(losses).mean(), [*trained.values()])
         found[user] = dict(zip(trained, own, strict=True))
     return found
@@ -79,5 +86,3 @@ def mean_of_clipped(gradients, clip_norm):
     """The sum of all users' clipped gradients, over their number."""
     clipped = [clipped_one(each, clip_norm) for each in gradients.values()]
     return {name: sum(each[name] for each in clipped) / len(clipped) for name in clipped[0]}
-
-

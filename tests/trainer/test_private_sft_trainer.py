@@ -9,7 +9,6 @@ from dp_accounting.pld import PLDAccountant
 from peft import PeftModel
 from transformers import TrainerCallback
 
-from finetunes.making import untrained
 from finetunes.people import TOLD, chats, texts, tokenizer
 from privacy.accounts import theirs
 from privacy.oracles import norm_of
@@ -20,6 +19,7 @@ from trainer.private_runs import (
     mean_of_clipped,
     private_sft,
     several,
+    small,
     users_gradients,
 )
 
@@ -53,7 +53,7 @@ PRIVATE = SCRIPT.replace(
 def script(tmp_path_factory):
     """The folder that the private script leaves, and its trainer."""
     out = tmp_path_factory.mktemp("script")
-    names = {"model": untrained(), "out": str(out), "rows": several(chats()), "tokenizer": tokenizer()}  # fmt: skip
+    names = {"model": small(), "out": str(out), "rows": several(chats()), "tokenizer": tokenizer()}  # fmt: skip
     exec(PRIVATE, names)
     return out, names["trainer"]
 
@@ -95,7 +95,7 @@ def test_what_is_saved_is_an_adapter_with_its_guarantee_and_nothing_private(scri
         assert card.count("ε = 8.00 at δ = 1e-05, per user") == 1
         assert card.count("## Guarantee") == 1
     assert guarantee["unit"] == "user"
-    adapter = PeftModel.from_pretrained(untrained(), out)
+    adapter = PeftModel.from_pretrained(small(), out)
     for name, weight in adapter.named_parameters():
         if "lora_" in name:
             assert torch.equal(weight, trainer.model.get_parameter(name))
@@ -128,7 +128,7 @@ def by_user(trainer):
 )
 def test_a_steps_gradient_is_that_of_every_users_clipped_by_brute_force(rows, changes, tmp_path):
     kept = Gradients()
-    model = untrained()
+    model = small()
     privacy = PrivacySpec(noise_multiplier=0.0, clip_norm=1.0)
     how = {"max_steps": 1, "max_grad_norm": 0.0, "learning_rate": 0.0, **changes}
     trainer = private_sft(tmp_path, rows=several(rows, 3), model=model, privacy=privacy, callbacks=[kept], **how)  # fmt: skip

@@ -168,7 +168,7 @@ def _is_known(collator: Any) -> bool:
 def _against_choices(trainer: Any, public_evaluation: bool) -> Iterator[str]:
     if public_evaluation:
         return
-    if trainer.args.load_best_model_at_end or str(trainer.args.save_strategy) == "best":
+    if trainer.args.load_best_model_at_end or trainer.args.save_strategy == "best":
         what = "load_best_model_at_end" if trainer.args.load_best_model_at_end else "save_strategy"
         yield f"{what} chooses a checkpoint by what it is worth on private text, which tells of that text. {_ON_PUBLIC_TEXT}"
     if any(isinstance(each, EarlyStoppingCallback) for each in trainer.callback_handler.callbacks):
