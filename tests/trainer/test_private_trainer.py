@@ -2,15 +2,24 @@
 
 import json
 import os
+import re
 import signal
+from pathlib import Path
 
 import pytest
 import torch
 from datasets import Dataset
+from dp_accounting.pld import PLDAccountant
 from peft import get_peft_model
-from transformers import DataCollatorForLanguageModeling, TrainerCallback, TrainingArguments
+from transformers import (
+    AutoModelForCausalLM,
+    DataCollatorForLanguageModeling,
+    TrainerCallback,
+    TrainingArguments,
+)
 
 from finetunes.people import tokenizer
+from privacy.accounts import theirs
 from privacy.oracles import norm_of
 from tightlip.core.errors import GuaranteeError
 from tightlip.privacy.ledger import read_ledger
@@ -156,3 +165,54 @@ def test_killed_and_gone_on_it_pays_again_for_what_it_repeats(tmp_path):
     (tmp_path / "ledger.json").write_text(behind)
     with pytest.raises(GuaranteeError, match="4 steps on record and .*checkpoint-4 holds 6"):
         private(tmp_path, privacy=privacy, **how).train(resume_from_checkpoint=True)
+
+
+class Hub:
+    """What would be uploaded: the files of a folder at that moment, less what is left out."""
+
+    def __init__(self):
+        self.pushed = []
+
+    def create_repo(self, name, **rest):
+        return type("Address", (), {"repo_id": f"me/{name}"})
+
+    def upload_folder(self, *, folder_path, ignore_patterns=(), **rest):
+        paths = [path for path in Path(folder_path).rglob("*") if path.is_file()]
+        left_out = [path for path in paths if "checkpoint-" in str(path.relative_to(folder_path))]
+        assert not left_out or "checkpoint-*" in ignore_patterns
+        self.pushed.append({path.name: path.read_bytes() for path in paths if path not in left_out})
+        return type("Job", (), {"is_done": lambda self: True, "done": lambda self: True})()
+
+
+def test_what_is_pushed_has_the_guarantee_and_nothing_that_was_measured(tmp_path, monkeypatch):
+    hub = Hub()
+    monkeypatch.setattr("transformers.trainer.hf_api", lambda: hub)
+    how = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1, "logging_steps": 1}
+    model = get_peft_model(small(), lora())
+    trainer = private(tmp_path, model=model, privacy=PrivacySpec(noise_multiplier=1.0), push_to_hub=True, **how)  # fmt: skip
+    trainer.train()
+    trainer.push_to_hub()
+    assert len(hub.pushed) >= 2
+    for files in hub.pushed:
+        assert json.loads(files["guarantee.json"])["epsilon"] == pytest.approx(trainer.private.ledger.promised, rel=0.01)  # fmt: skip
+        assert "adapter_model.safetensors" in files
+    card = hub.pushed[-1]["README.md"].decode()
+    assert card.count("Differentially private: ε = ") == 1
+    assert not re.search(r"\bloss: \d|Training Loss \| Epoch", card, re.IGNORECASE)
+    assert "Loss" not in card.replace("losses", "")
+
+
+def test_weights_of_a_private_run_bring_what_they_cost(tmp_path):
+    privacy = PrivacySpec(noise_multiplier=1.0)
+    first = private(tmp_path / "first", privacy=privacy, given={"people": "a"})
+    first.train()
+    first.save_model()
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "first")
+    second = private(tmp_path / "second", model=again, privacy=privacy, given={"people": "b"})
+    second.train()
+    ledger = read_ledger(tmp_path / "second" / "ledger.json")
+    assert [run["run"] for run in ledger["before"]] == [read_ledger(tmp_path / "first" / "ledger.json")["run"]]  # fmt: skip
+    # Of one step each with everybody drawn: a Gaussian of σ/√2.
+    by_hand = theirs(PLDAccountant(), 1.0, 1.0, 2).get_epsilon(ledger["delta"])
+    assert ledger["people"]["epsilon"] == pytest.approx(by_hand, rel=1e-3)
+    assert ledger["epsilon"] < ledger["people"]["epsilon"]

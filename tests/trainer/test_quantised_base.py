@@ -8,6 +8,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, TrainingArgum
 
 from finetunes.people import chats
 from privacy.oracles import norm_of
+from tightlip.core.errors import UsageError
 from tightlip.privacy.ledger import read_ledger
 from tightlip.trainer import PrivacySpec, PrivateTrainer
 from trainer.private_runs import (
@@ -81,6 +82,13 @@ def test_norms_of_adapters_on_few_bits_are_exact(bits, base, tmp_path):
     for name, gradient in kept.steps[0].items():
         off = float((gradient - expected[name]).norm())
         assert off <= 1e-3 * float(norm_of(expected)), name
+
+
+def test_a_base_that_was_packed_for_inference_is_refused(base, tmp_path):
+    model = base("4bit")
+    model.model.layers[0].mlp.up_proj.weight.quant_state.packing_format_for_cpu = True
+    with pytest.raises(UsageError, match="Load the model again"):
+        private_sft(tmp_path / "out", model=model).train()
 
 
 def test_qlora_in_trl_as_people_write_it(base, tmp_path):

@@ -72,7 +72,7 @@ class LabelledRows:
             raise UsageError(
                 f"{len(users)} users for {len(counts)} rows. Give one user for each row."
             )
-        self._ids, self._labels = (np.concatenate(rows).astype(np.int64) for rows in (ids, labels))
+        self._ids, self._labels = (np.concatenate(rows).astype(np.int32) for rows in (ids, labels))
         self._ends = np.cumsum(counts)
         self._starts = self._ends - counts
         self.lengths = np.maximum(1, counts - 1)  # as of documents

@@ -25,6 +25,7 @@ from tightlip.core.files import read_json, write_json, write_text
 from tightlip.core.run_folder import LEDGER
 from tightlip.corpus.history import OWN_RECORD
 from tightlip.privacy.ledger import read_ledger
+from tightlip.privacy.people import ids_of, runs_before
 from tightlip.privacy.plans import PrivacySpec, Terms
 from tightlip.privacy.private_training import PrivateTraining
 from tightlip.privacy.sources import LabelledRows
@@ -183,8 +184,10 @@ class PrivateMixin(_Base):
             )
         if self.public_evaluation:
             outside.append("text that you declared public and evaluated on")
-        whose = () if self.people is None else (self.people,)
-        return Terms(outside=tuple(outside), people=whose)
+        before = _runs_behind(self.model)
+        others = [one for run in before for one in ids_of(run)]
+        people = () if self.people is None else tuple(dict.fromkeys([self.people, *others]))
+        return Terms(outside=tuple(outside), people=people, before=tuple(before))
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """Noisy gradients in the place of a backward pass; the loss is private, so it is zero."""
@@ -325,6 +328,13 @@ def _planned(spec: PrivacySpec, expected_batch: int, steps: int) -> PrivacySpec:
                 "per_device_train_batch_size × gradient_accumulation_steps and max_steps or num_train_epochs decide."
             )
     return replace(spec, **own)  # type: ignore[arg-type]
+
+
+def _runs_behind(model: Any) -> list[dict[str, Any]]:
+    """The private runs that the model to start from came out of, where its folder tells."""
+    folder = getattr(getattr(model, "config", None), "_name_or_path", None)
+    card = Path(folder or "") / OWN_RECORD
+    return runs_before(read_json(card)) if folder and card.is_file() else []
 
 
 def _checkpoint(asked: Any, output_dir: Path) -> Path | None:

@@ -109,6 +109,8 @@ def _against_processes(trainer: Any) -> Iterator[str]:
         yield (
             f"{name} adds up gradients in its own way, past clipping and noise. Launch the script without it."
         )
+    if getattr(trainer.accelerator, "scaler", None) is not None:
+        yield "accelerate's configuration asks for fp16, which scales the loss by who overflows. Use bf16, or none."
     if trainer.args.n_gpu > 1:
         yield (
             f"{trainer.args.n_gpu} GPUs are visible to one process, and DataParallel would split rows among copies that nobody watches. "
