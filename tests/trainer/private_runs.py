@@ -44,7 +44,9 @@ def lora(**changes):
     return LoraConfig(**{"r": 4, "target_modules": ["q_proj", "down_proj"], **changes})
 
 
-def private_sft(folder, *, rows=None, model=None, privacy=None, callbacks=None, given=(), **changes):
+def private_sft(
+    folder, *, rows=None, model=None, privacy=None, callbacks=None, given=(), **changes
+):
     """A private SFTTrainer; `given` are its own arguments, `changes` those of its SFTConfig."""
     own = {
         "model": model or small(),

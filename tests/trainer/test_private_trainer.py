@@ -11,6 +11,7 @@ import torch
 from datasets import Dataset
 from dp_accounting.pld import PLDAccountant
 from peft import get_peft_model
+from scipy import stats
 from transformers import (
     AutoModelForCausalLM,
     DataCollatorForLanguageModeling,
@@ -46,7 +47,9 @@ def rows(count=18, num_users=6, *, padded=False, seed=0):
     return made
 
 
-def private(folder, *, privacy=NO_NOISE, model=None, dataset=None, callbacks=None, given=(), **changes):
+def private(
+    folder, *, privacy=NO_NOISE, model=None, dataset=None, callbacks=None, given=(), **changes
+):
     how = {
         "max_steps": 1, "per_device_train_batch_size": 6, "use_cpu": True, "report_to": [], "disable_tqdm": True,
         "save_strategy": "no", "max_grad_norm": 0.0, **changes,
@@ -135,6 +138,17 @@ def test_an_epoch_draws_everybody_once_on_average_and_public_text_is_evaluated(t
     assert not [name for line in trainer.state.log_history for name in line if name in ("loss", "train_loss", "train_runtime")]  # fmt: skip
 
 
+def test_the_noise_of_a_step_has_the_right_scale(tmp_path):
+    kept = Gradients()
+    silent = [{**row, "labels": [-100] * len(row["labels"])} for row in rows()]
+    privacy = PrivacySpec(noise_multiplier=1.5, clip_norm=0.2)
+    private(tmp_path, privacy=privacy, dataset=silent, callbacks=[kept], per_device_train_batch_size=3).train()  # fmt: skip
+    noise = torch.cat([gradient.flatten() for gradient in kept.steps[0].values()])
+    scaled = (noise * 3 / (1.5 * 0.2)).numpy()
+    assert stats.kstest(scaled, "norm").pvalue > 1e-3
+    assert stats.kstest(scaled * 1.5, "norm").pvalue < 1e-3
+
+
 class DieAt(TrainerCallback):
     def __init__(self, step):
         self.step = step
@@ -163,7 +177,7 @@ def test_killed_and_gone_on_it_pays_again_for_what_it_repeats(tmp_path):
     assert (ledger["steps"], done.global_step) == (6, 4)
     assert ledger["run"] == held["run"]
     (tmp_path / "ledger.json").write_text(behind)
-    with pytest.raises(GuaranteeError, match="4 steps on record and .*checkpoint-4 holds 6"):
+    with pytest.raises(GuaranteeError, match=r"4 steps on record and .*checkpoint-4 holds 6"):
         private(tmp_path, privacy=privacy, **how).train(resume_from_checkpoint=True)
 
 

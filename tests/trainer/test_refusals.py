@@ -19,7 +19,7 @@ from transformers import (
 from finetunes.people import chats, texts, tokenizer
 from tightlip.core.errors import GuaranteeError, UsageError
 from tightlip.trainer import PrivacySpec, PrivateSFTTrainer, PrivateTrainer
-from trainer.private_runs import lora, private_sft, several, settings, small
+from trainer.private_runs import lora, private_sft, settings, several, small
 
 ROWS = Dataset.from_list(several(chats()))
 IDS = [{"input_ids": [0, 5, 6, 7], "labels": [-100, 5, 6, 7], "user": f"u{n}"} for n in range(8)]
@@ -41,7 +41,11 @@ REFUSED = {
     "collator": ({}, {"data_collator": lambda rows: rows}, "columns input_ids and labels"),
     "masked words": (
         {},
-        {"data_collator": DataCollatorForLanguageModeling(tokenizer(), mlm_probability=0.2, mlm=False)},
+        {
+            "data_collator": DataCollatorForLanguageModeling(
+                tokenizer(), mlm_probability=0.2, mlm=False
+            )
+        },
         "writes over them",
     ),
     "evaluation": ({}, EVALUATED, "public_evaluation=True"),
@@ -146,7 +150,7 @@ def test_losses_over_the_batch_are_refused(tmp_path):
         vocab_size=400, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
         num_key_value_heads=2, num_local_experts=2, output_router_logits=True, router_aux_loss_coef=0.02,
     )  # fmt: skip
-    with pytest.raises(GuaranteeError, match="router_aux_loss_coef=0.0"):
+    with pytest.raises(GuaranteeError, match=r"router_aux_loss_coef=0\.0"):
         private_sft(tmp_path, given={"model": MixtralForCausalLM(config)})
 
 
@@ -156,7 +160,7 @@ def test_a_base_whose_outliers_are_chosen_over_the_batch_is_refused(tmp_path):
         bits = BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=threshold)
         base = AutoModelForCausalLM.from_pretrained(tmp_path / "base", quantization_config=bits)
         if threshold:
-            with pytest.raises(GuaranteeError, match="llm_int8_threshold=0.0"):
+            with pytest.raises(GuaranteeError, match=r"llm_int8_threshold=0\.0"):
                 private_sft(tmp_path, given={"model": base})
         else:
             private_sft(tmp_path, given={"model": base})
@@ -185,7 +189,9 @@ def test_rows_that_a_plain_trainer_would_read_otherwise_are_refused(tmp_path):
         with pytest.raises(UsageError, match=words):
             private_plain(tmp_path, train_dataset=dataset).train()
     spec = PrivacySpec(noise_multiplier=1.0, expected_batch=100)
-    with pytest.raises(UsageError, match="expected_batch=100, and by the trainer's arguments it is 8"):
+    with pytest.raises(
+        UsageError, match="expected_batch=100, and by the trainer's arguments it is 8"
+    ):
         private_plain(tmp_path, privacy=spec).train()
     shape = GPT2Config(vocab_size=20, n_embd=8, n_layer=1, n_head=1, n_positions=16)
     with pytest.raises(GuaranteeError, match="The model has dropout"):

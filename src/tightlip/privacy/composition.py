@@ -8,7 +8,7 @@ from typing import Any
 
 from tightlip.core.errors import UsageError
 from tightlip.core.figures import NO_ARITHMETIC
-from tightlip.core.run_folder import LEDGER, RunRecord, open_run
+from tightlip.core.run_folder import LEDGER, RunRecord, is_run, open_run
 from tightlip.core.settings import takes
 from tightlip.privacy.accounting import (
     Mechanism,
@@ -326,7 +326,10 @@ def _all_of(records: Sequence[dict[str, Any]], name: str) -> list[str]:
 
 
 def _record_of(run: str | Path | RunRecord) -> dict[str, Any]:
-    folder = (run if isinstance(run, RunRecord) else open_run(Path(run))).folder
+    folder = run.folder if isinstance(run, RunRecord) else Path(run)
+    # What a trainer, or a loop of one's own, leaves is no run of ours, but for its ledger.
+    if is_run(folder) or not (folder / LEDGER).exists():
+        folder = open_run(folder).folder
     if not (folder / LEDGER).exists():
         raise UsageError(
             f"{folder} has no {LEDGER} yet: plain training writes it when it ends. Give the train "

@@ -6,7 +6,9 @@ from tightlip.core.errors import UsageError
 from tightlip.trainer.private_trainer import PrivateMixin
 
 if find_spec("trl") is None:
-    raise UsageError("PrivateSFTTrainer needs TRL, which is missing. Run: pip install 'tightlip[trl]'")
+    raise UsageError(
+        "PrivateSFTTrainer needs TRL, which is missing. Run: pip install 'tightlip[trl]'"
+    )
 
 from trl import SFTTrainer
 

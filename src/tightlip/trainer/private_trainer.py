@@ -38,10 +38,10 @@ _BEGIN, _END = "<!-- guarantee by tightlip -->", "<!-- end of the guarantee -->"
 _SECTION = re.compile(f"{re.escape(_BEGIN)}.*?{re.escape(_END)}\n*", re.DOTALL)
 
 
-_Base = Trainer if TYPE_CHECKING else object
+_Library: Any = Trainer if TYPE_CHECKING else object  # a mixin has no base of its own
 
 
-class PrivateMixin(_Base):
+class PrivateMixin(_Library):
     """Differentially private training in a trainer of transformers' kind.
 
     Arguments, beside the trainer's own:

@@ -125,7 +125,7 @@ def _against_processes(trainer: Any) -> Iterator[str]:
 
 
 def _against_losses(trainer: Any, ours: type) -> Iterator[str]:
-    library = next(
+    library: Any = next(
         kind
         for kind in type(trainer).__mro__
         if kind.__module__.split(".")[0] in ("transformers", "trl")
@@ -200,7 +200,7 @@ def _dropout(model: nn.Module) -> str | None:
     for name, module in model.named_modules():
         if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
             return f"{name} = {module.p:g}"
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     told = config.to_dict() if hasattr(config, "to_dict") else {}
     for name, value in told.items():
         is_share = isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0
