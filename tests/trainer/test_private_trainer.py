@@ -22,7 +22,7 @@ from transformers import (
 from finetunes.people import tokenizer
 from privacy.accounts import theirs
 from privacy.oracles import norm_of
-from tightlip.core.errors import GuaranteeError
+from tightlip.core.errors import GuaranteeError, UsageError
 from tightlip.privacy.ledger import read_ledger
 from tightlip.trainer import PrivacySpec, PrivateTrainer
 from trainer.private_runs import Gradients, lora, mean_of_clipped, small, users_gradients
@@ -181,6 +181,15 @@ def test_killed_and_gone_on_it_pays_again_for_what_it_repeats(tmp_path):
         private(tmp_path, privacy=privacy, **how).train(resume_from_checkpoint=True)
 
 
+def test_a_training_that_ended_takes_no_more_steps_than_were_planned(tmp_path):
+    privacy = PrivacySpec(noise_multiplier=1.0)
+    how = {"max_steps": 3, "save_strategy": "steps", "save_steps": 1, "per_device_train_batch_size": 3}  # fmt: skip
+    private(tmp_path, privacy=privacy, **how).train()
+    trainer = private(tmp_path, privacy=privacy, **how)
+    done = trainer.train(resume_from_checkpoint=tmp_path / "checkpoint-1")
+    assert (done.global_step, read_ledger(tmp_path / "ledger.json")["steps"]) == (1, 3)
+
+
 class Hub:
     """What would be uploaded: the files of a folder at that moment, less what is left out."""
 
@@ -222,6 +231,8 @@ def test_weights_of_a_private_run_bring_what_they_cost(tmp_path):
     first.train()
     first.save_model()
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "first")
+    with pytest.raises(UsageError, match="came out of a private run"):
+        private(tmp_path / "second", model=again, privacy=privacy).train()
     second = private(tmp_path / "second", model=again, privacy=privacy, given={"people": "b"})
     second.train()
     ledger = read_ledger(tmp_path / "second" / "ledger.json")

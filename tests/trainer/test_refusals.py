@@ -183,6 +183,7 @@ def test_rows_that_a_plain_trainer_would_read_otherwise_are_refused(tmp_path):
         (rows(attention_mask=[0, 1, 1, 1]), "attention_mask of row 0"),
         (rows(attention_mask=[1, 1, 1, 0]), "attention_mask of row 0"),
         (rows(labels=[5, 6]), "Row 0 has"),
+        (rows(labels=[-1, 5, 6, 7]), "only -100"),
         ([{"input_ids": [1, 2], "user": "a"}], "Add the column"),
         ([{"text": "word", "user": "a"}], "no input_ids"),
     ):

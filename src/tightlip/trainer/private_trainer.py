@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import transformers
 from torch import Tensor
 from torch.utils.data import DataLoader, Sampler
 from transformers import Trainer, TrainerCallback
@@ -31,13 +32,19 @@ from tightlip.privacy.private_training import PrivateTraining
 from tightlip.privacy.sources import LabelledRows
 from tightlip.trainer.refusals import refuse_arguments, refuse_trainer
 from tightlip.trainer.rows import check_same_rows, labelled_rows, users_of
+from tightlip.training.mitigations.dp import warn_of_too_few
 from tightlip.training.starting import guarantee_lines, told_of
 
 _LOGGED = ("learning_rate", "grad_norm", "epoch")
+_CARD = "---\nlibrary_name: transformers\ntags: [tightlip]\n---\n\n# A model trained privately\n"
 _BEGIN, _END = "<!-- guarantee by tightlip -->", "<!-- end of the guarantee -->"
 _SECTION = re.compile(f"{re.escape(_BEGIN)}.*?{re.escape(_END)}\n*", re.DOTALL)
 
-
+if not hasattr(Trainer, "_prepare_for_training"):
+    raise UsageError(
+        f"transformers {transformers.__version__} has another Trainer than the one that is made private here. Run: pip install -U "
+        "transformers"
+    )
 _Library: Any = Trainer if TYPE_CHECKING else object  # a mixin has no base of its own
 
 
@@ -86,10 +93,8 @@ class PrivateMixin(_Library):
             refuse_arguments(args)
             # A step draws all of a batch at once; the caller's arguments stay as they are.
             args = copy.copy(args)
-            self._accumulated, args.gradient_accumulation_steps = (
-                args.gradient_accumulation_steps,
-                1,
-            )
+            self._accumulated = args.gradient_accumulation_steps
+            args.gradient_accumulation_steps = 1
         given = (model, args, data_collator, train_dataset, *others)
         super().__init__(*given, **rest)
         refuse_trainer(self, PrivateMixin, public_evaluation)
@@ -147,14 +152,25 @@ class PrivateMixin(_Library):
         forward = self.model.__dict__.pop("_original_forward", None)
         if forward is not None:
             self.model.forward = forward
+        path = self._folder / LEDGER
+        was_finished = path.exists() and read_ledger(path).get("finished")
         self.private = self._private_training(max_steps)
-        self.private.ledger.repeats = True  # what a kill took, from its last checkpoint on
+        # What a kill took, from the last checkpoint on. Who ended a training by themselves has seen what
+        # it gave, and may take the steps that were planned.
+        self.private.ledger.repeats = not was_finished
         if resume_from_checkpoint is None and not self.private.has_budget():
             raise GuaranteeError(
                 f"{self.private.ledger.path} has {self.private.ledger.steps} steps on record, all that were planned, and training would "
                 "begin anew. Give another output_dir, or train(resume_from_checkpoint=True) to have the trained weights again."
             )
+        warn_of_too_few(self.private)
         return prepared
+
+    def may_step(self) -> bool:
+        """Whether the ledger has room for another step."""
+        if self.private is None or self.private.ledger.repeats:
+            return self.private is None or self.private.may_step()
+        return self.private.has_budget()
 
     def _private_training(self, steps: int) -> PrivateTraining:
         spec = _planned(self.privacy, self.expected_batch, steps)
@@ -185,6 +201,11 @@ class PrivateMixin(_Library):
         if self.public_evaluation:
             outside.append("text that you declared public and evaluated on")
         before = _runs_behind(self.model)
+        if before and self.people is None:
+            raise UsageError(
+                "The weights to start from came out of a private run, and both together are what was spent on its people. Give "
+                "people='NAME', a name of yours for whose text this is, and they are counted together."
+            )
         others = [one for run in before for one in ids_of(run)]
         people = () if self.people is None else tuple(dict.fromkeys([self.people, *others]))
         return Terms(outside=tuple(outside), people=people, before=tuple(before))
@@ -192,9 +213,8 @@ class PrivateMixin(_Library):
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """Noisy gradients in the place of a backward pass; the loss is private, so it is zero."""
         assert self.private is not None
-        optimizer = self.optimizer
-        if callable(getattr(optimizer, "train", None)):
-            optimizer.train()
+        if callable(getattr(self.optimizer, "train", None)):
+            self.optimizer.train()
         self.private.noisy_gradients()
         return torch.zeros((), device=self.args.device)
 
@@ -279,8 +299,7 @@ class _StopsWithBudget(TrainerCallback):
         self._trainer = trainer
 
     def on_step_end(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
-        private = self._trainer.private
-        if private is not None and not private.may_step():
+        if not self._trainer.may_step():
             control.should_training_stop = True
 
 
@@ -295,8 +314,7 @@ class _WhileThereIsBudget(Sampler):
 
     def __iter__(self) -> Iterator[int]:
         for place in range(self._num_places):
-            private = self._trainer.private
-            if private is not None and not private.may_step():
+            if not self._trainer.may_step():
                 return
             yield place
 
@@ -369,7 +387,7 @@ def _tell(folder: Path, record: dict[str, Any]) -> None:
     """The guarantee beside weights and in their card, in the place of an earlier one."""
     write_json(folder / OWN_RECORD, told_of(record), alone=True)
     card = folder / "README.md"
-    text = card.read_text(encoding="utf-8") if card.is_file() else "# A model trained privately\n"
+    text = card.read_text(encoding="utf-8") if card.is_file() else _CARD
     lines = [_BEGIN, "## Guarantee", "", *guarantee_lines(record), _END, ""]
     told = "\n".join([_SECTION.sub("", text).rstrip(), "", *lines])
     write_text(card, told, alone=True)

@@ -138,6 +138,10 @@ def _row(row: Any, number: int, collator: Any) -> tuple[np.ndarray, np.ndarray]:
         raise UsageError(
             f"Row {number} has {ids.shape} ids and {labels.shape} labels. Give one label for each id."
         )
+    if (ids < 0).any() or ((labels < 0) & (labels != NO_LABEL)).any():
+        raise UsageError(
+            f"Row {number} has ids or labels below 0. Only labels may be, and only {NO_LABEL}, where nothing is to be learnt."
+        )
     if row.get("attention_mask") is None:
         return ids, labels
     return _without_padding(ids, labels, np.asarray(row["attention_mask"]), number)
