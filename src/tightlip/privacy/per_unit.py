@@ -291,6 +291,7 @@ def without_dropout(model: nn.Module) -> Iterator[None]:
     """The model in evaluation mode, but for layers that the way back is to compute once more:
     transformers keeps checkpoints in training only. Dropout stays off in them too."""
     model.eval()
+    _keep_differentiable(model)
     layers = [
         module
         for module in model.modules()
@@ -305,6 +306,19 @@ def without_dropout(model: nn.Module) -> Iterator[None]:
     finally:
         for layer in layers:
             layer.training = False
+
+
+def _keep_differentiable(model: nn.Module) -> None:
+    """Keep bitsandbytes from packing weights of 4 bits anew for inference on a CPU, as it does in
+    evaluation mode: no gradient passes such a layer, without a word."""
+    for name, module in model.named_modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False
+            if getattr(module.weight.quant_state, "packing_format_for_cpu", False):
+                raise UsageError(
+                    f"{name} was packed for inference by a pass in evaluation mode, and no gradient passes it any more. Load the "
+                    "model again, and train before anything else."
+                )
 
 
 def _first_unlike(one: ClippedGradients, other: ClippedGradients, tolerance: float) -> str | None:

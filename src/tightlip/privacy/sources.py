@@ -56,6 +56,47 @@ class Documents:
         return ids, targets
 
 
+class LabelledRows:
+    """Rows of ids, and of labels that need not be the ids: a label stands at its id's place, and
+    NO_LABEL where nothing is to be learnt."""
+
+    def __init__(
+        self, ids: Sequence[np.ndarray], labels: Sequence[np.ndarray], users: Sequence[str] | None
+    ) -> None:
+        counts = np.array([len(row) for row in ids])
+        if len(counts) != len(labels) or any(
+            len(row) != count for row, count in zip(labels, counts, strict=True)
+        ):
+            raise UsageError("There are not as many labels as ids in every row. Give one for each.")
+        if users is not None and len(users) != len(counts):
+            raise UsageError(
+                f"{len(users)} users for {len(counts)} rows. Give one user for each row."
+            )
+        self._ids, self._labels = (np.concatenate(rows).astype(np.int32) for rows in (ids, labels))
+        self._ends = np.cumsum(counts)
+        self._starts = self._ends - counts
+        self.lengths = np.maximum(1, counts - 1)  # as of documents
+        self.unit_of_row = np.arange(len(counts))
+        if users is not None:
+            places: dict[str, int] = {}
+            self.unit_of_row = np.array([places.setdefault(user, len(places)) for user in users])
+        self.fingerprint = ""
+
+    @property
+    def num_units(self) -> int:
+        return int(self.unit_of_row.max()) + 1
+
+    def gather(self, rows: np.ndarray, width: int) -> tuple[Tensor, Tensor]:
+        ids = torch.zeros(len(rows), width, dtype=torch.long)
+        targets = torch.full((len(rows), width), NO_LABEL)
+        for place, row in enumerate(rows):
+            start, end = self._starts[row], self._ends[row]
+            if row >= 0 and end > start:
+                ids[place, : end - start - 1] = torch.from_numpy(self._ids[start : end - 1])
+                targets[place, : end - start - 1] = torch.from_numpy(self._labels[start + 1 : end])
+        return ids, targets
+
+
 def source_of(documents: Source | Sequence[Tensor], users: Sequence[Any] | None) -> Source:
     if hasattr(documents, "gather"):
         return documents  # type: ignore[return-value]

@@ -138,11 +138,15 @@ def save_model(folder: Path, model: Any, tokenizer: Any, guarantee: dict[str, An
             model.save_pretrained(beside)
         tokenizer.save_pretrained(beside)
         write_text(beside / "README.md", model_card(guarantee))
-        # Whether the run went on after these weights is no matter of theirs, and to quote is the
-        # ε of all planned steps.
-        left_out = ("finished", "epsilon_so_far", "apart")
-        own = {name: value for name, value in guarantee.items() if name not in left_out}
-        write_json(beside / "guarantee.json", own)
+        write_json(beside / "guarantee.json", told_of(guarantee))
+
+
+def told_of(guarantee: dict[str, Any]) -> dict[str, Any]:
+    """What a model's folder holds of a guarantee."""
+    # Whether the run went on after these weights is no matter of theirs, and to quote is the
+    # ε of all planned steps.
+    left_out = ("finished", "epsilon_so_far", "apart")
+    return {name: value for name, value in guarantee.items() if name not in left_out}
 
 
 def model_card(guarantee: dict[str, Any]) -> str:
@@ -160,14 +164,16 @@ def model_card(guarantee: dict[str, Any]) -> str:
             "",
             "# A language model trained by tightlip",
             "",
-            *_headline(guarantee),
-            "",
-            "| | |",
-            "|---|---|",
-            *(f"| {name} | {_cell(value)} |" for name, value in _rows(guarantee)),
+            *guarantee_lines(guarantee),
             "",
         ]
     )
+
+
+def guarantee_lines(guarantee: dict[str, Any]) -> list[str]:
+    """What a card says of a guarantee."""
+    rows = [f"| {name} | {_cell(value)} |" for name, value in _rows(guarantee)]
+    return [*_headline(guarantee), "", "| | |", "|---|---|", *rows]
 
 
 def _headline(guarantee: dict[str, Any]) -> list[str]:

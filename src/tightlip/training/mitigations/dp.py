@@ -171,7 +171,8 @@ class PrivateMitigation:
             log.warning(
                 "What %s was trained on before is taken to be public%s.", config.model, unknown
             )
-        _warn_of_too_few(self.private, context)
+        is_new = config.model in BUILT_IN_MODELS
+        warn_of_too_few(self.private, MOST_NOISE_FOR_NEW if is_new else MOST_NOISE)
 
     def step(self, number: int) -> tuple[Tensor, int]:
         step = self.private.step()
@@ -214,18 +215,18 @@ def noise_to_signal(noise: float, batch: float, num_weights: int, steps: int) ->
     return noise / batch * math.sqrt(num_weights / steps)
 
 
-def _warn_of_too_few(private: PrivateTraining, context: RunContext) -> None:
-    weights = [weight for weight in context.model.parameters() if weight.requires_grad]
-    num_weights, batch = sum(weight.numel() for weight in weights), context.config.batch_size
-    ratio = noise_to_signal(private.plan.noise_multiplier, batch, num_weights, context.num_steps)
-    most = MOST_NOISE_FOR_NEW if context.config.model in BUILT_IN_MODELS else MOST_NOISE
+def warn_of_too_few(private: PrivateTraining, most: float = MOST_NOISE) -> None:
+    """Say it where so few units cannot teach anything through so much noise."""
+    weights = [weight for weight in private.model.parameters() if weight.requires_grad]
+    num_weights, batch = sum(weight.numel() for weight in weights), private.spec.expected_batch
+    ratio = noise_to_signal(private.plan.noise_multiplier, batch, num_weights, private.spec.steps)
     if ratio > most:
         enough = [f"{float(f'{ratio / most * n:.2g}'):,.0f}" for n in (private.num_units, batch)]
         log.warning(
             "%s %ss, %s a step, are too few for this much noise on %s weights: it is %.2g times the most that they can say "
             "together, and above %g expect nothing to be learnt. It would take at least %s, %s a step; or fewer weights (a "
-            "smaller model, --lora), or a larger --epsilon.",
-            *(f"{private.num_units:,}", private.spec.unit, f"{batch:,}", f"{num_weights:,}"),
+            "smaller model, adapters), or a larger ε.",
+            *(f"{private.num_units:,}", private.spec.unit, f"{batch:,g}", f"{num_weights:,}"),
             *(ratio, most, *enough),
         )
 

@@ -1,0 +1,393 @@
+"""transformers' Trainer, made private: its model, optimizer, schedule, callbacks, loggers and folders,
+and our sampling, clipping, noise and ledger.
+
+The trainer's loop goes over empty batches. In each step `PrivateTraining` draws users, charges the
+ledger, and puts noisy gradients where the trainer finds them; whatever it does with them costs
+nothing more.
+"""
+
+import copy
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import transformers
+from torch import Tensor
+from torch.utils.data import DataLoader, Sampler
+from transformers import Trainer, TrainerCallback
+from transformers.trainer_utils import TrainOutput, get_last_checkpoint
+
+from tightlip.core.errors import GuaranteeError, UsageError
+from tightlip.core.files import read_json, write_json, write_text
+from tightlip.core.run_folder import LEDGER
+from tightlip.corpus.history import OWN_RECORD
+from tightlip.privacy.ledger import read_ledger
+from tightlip.privacy.people import ids_of, runs_before
+from tightlip.privacy.plans import PrivacySpec, Terms
+from tightlip.privacy.private_training import PrivateTraining
+from tightlip.privacy.sources import LabelledRows
+from tightlip.trainer.refusals import refuse_arguments, refuse_trainer
+from tightlip.trainer.rows import check_same_rows, labelled_rows, users_of
+from tightlip.training.mitigations.dp import warn_of_too_few
+from tightlip.training.starting import guarantee_lines, told_of
+
+_LOGGED = ("learning_rate", "grad_norm", "epoch")
+_CARD = "---\nlibrary_name: transformers\ntags: [tightlip]\n---\n\n# A model trained privately\n"
+_BEGIN, _END = "<!-- guarantee by tightlip -->", "<!-- end of the guarantee -->"
+_SECTION = re.compile(f"{re.escape(_BEGIN)}.*?{re.escape(_END)}\n*", re.DOTALL)
+
+if not hasattr(Trainer, "_prepare_for_training"):
+    raise UsageError(
+        f"transformers {transformers.__version__} has another Trainer than the one that is made private here. Run: pip install -U "
+        "transformers"
+    )
+_Library: Any = Trainer if TYPE_CHECKING else object  # a mixin has no base of its own
+
+
+class PrivateMixin(_Library):
+    """Differentially private training in a trainer of transformers' kind.
+
+    Arguments, beside the trainer's own:
+        privacy: the target and what else changes the promise. Batch and steps are the trainer's: a step
+            draws per_device_train_batch_size × gradient_accumulation_steps units on average, and an epoch
+            is as many steps as draw every unit once on average.
+        user_column: the column of train_dataset that says whose each row is; of unit='user' only.
+        people: a name of yours for whose text it is; runs of one name are counted together.
+        public_evaluation: say that nobody in eval_dataset is to be protected.
+        exact_sums: add units up as whole numbers, so that none changes how another is rounded.
+
+    Holds:
+        charged: a step is in `output_dir`/ledger.json before it changes a weight.
+        nothing_measured: logs and trainer_state.json hold learning rate, noisy gradient norm and ε only.
+        refused: what would make ε untrue is refused before the first step.
+    """
+
+    def __init__(
+        self,
+        model: Any = None,
+        args: Any = None,
+        data_collator: Any = None,
+        train_dataset: Any = None,
+        *others: Any,
+        privacy: PrivacySpec,
+        user_column: str | None = None,
+        people: str | None = None,
+        public_evaluation: bool = False,
+        exact_sums: bool = False,
+        **rest: Any,
+    ) -> None:
+        _check_unit(privacy.unit, user_column)
+        self._users = users_of(train_dataset, user_column)
+        self._num_rows = len(train_dataset)
+        self.privacy, self.user_column, self.people = privacy, user_column, people
+        self.public_evaluation, self.exact_sums = public_evaluation, exact_sums
+        self.private: PrivateTraining | None = None
+        self._source: LabelledRows | None = None
+        self._told: dict[str, Any] = {}
+        self._accumulated = 1
+        if args is not None:
+            refuse_arguments(args)
+            # A step draws all of a batch at once; the caller's arguments stay as they are.
+            args = copy.copy(args)
+            self._accumulated = args.gradient_accumulation_steps
+            args.gradient_accumulation_steps = 1
+        given = (model, args, data_collator, train_dataset, *others)
+        super().__init__(*given, **rest)
+        refuse_trainer(self, PrivateMixin, public_evaluation)
+        self._same_rows()
+        self.add_callback(_StopsWithBudget(self))
+
+    @property
+    def expected_batch(self) -> int:
+        """Units in a step, on average."""
+        args = self.args
+        return int(args.per_device_train_batch_size * self._accumulated * args.world_size)
+
+    def get_total_train_batch_size(self, args: Any) -> int:
+        return self.expected_batch
+
+    def train(self, resume_from_checkpoint: Any = None, trial: Any = None, **rest: Any) -> Any:
+        """Train; or, with a checkpoint of this run, go on. Nothing measured is returned."""
+        if trial is not None:
+            self.hyperparameter_search()
+        refuse_trainer(self, PrivateMixin, self.public_evaluation)
+        folder = _checkpoint(resume_from_checkpoint, self._folder)
+        if folder is not None:
+            _check_checkpoint(folder, self._folder / LEDGER)
+        self._same_rows()
+        self._source = labelled_rows(self.train_dataset, self, self._users)
+        self.private, self._told = None, {}
+        try:
+            done = super().train(folder and str(folder), **rest)
+            assert self.private is not None
+            self._told = self.private.guarantee()
+        finally:
+            if self.private is not None:
+                self.private.close()
+        figures = {name: self._told[name] for name in ("epsilon", "delta", "steps")}
+        return TrainOutput(done.global_step, 0.0, figures)
+
+    def get_train_dataloader(self) -> DataLoader:
+        """An epoch of empty batches: users are drawn inside the step."""
+        assert self._source is not None
+        places = range(math.ceil(self._source.num_units / self.expected_batch))
+        return DataLoader(
+            places,  # type: ignore[arg-type]
+            batch_size=1,
+            sampler=_WhileThereIsBudget(self, len(places)),
+            collate_fn=_nothing,
+        )
+
+    def _prepare_for_training(
+        self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any
+    ) -> Any:
+        prepared = super()._prepare_for_training(
+            max_steps, train_dataloader, resume_from_checkpoint
+        )
+        # Accelerate runs the model in autocast and its logits in float32; passes have their own.
+        forward = self.model.__dict__.pop("_original_forward", None)
+        if forward is not None:
+            self.model.forward = forward
+        path = self._folder / LEDGER
+        was_finished = path.exists() and read_ledger(path).get("finished")
+        self.private = self._private_training(max_steps)
+        # What a kill took, from the last checkpoint on. Who ended a training by themselves has seen what
+        # it gave, and may take the steps that were planned.
+        self.private.ledger.repeats = not was_finished
+        if resume_from_checkpoint is None and not self.private.has_budget():
+            raise GuaranteeError(
+                f"{self.private.ledger.path} has {self.private.ledger.steps} steps on record, all that were planned, and training would "
+                "begin anew. Give another output_dir, or train(resume_from_checkpoint=True) to have the trained weights again."
+            )
+        warn_of_too_few(self.private)
+        return prepared
+
+    def may_step(self) -> bool:
+        """Whether the ledger has room for another step."""
+        if self.private is None or self.private.ledger.repeats:
+            return self.private is None or self.private.may_step()
+        return self.private.has_budget()
+
+    def _private_training(self, steps: int) -> PrivateTraining:
+        spec = _planned(self.privacy, self.expected_batch, steps)
+        return PrivateTraining(
+            self.model,
+            getattr(self.optimizer, "optimizer", self.optimizer),  # beneath accelerate's
+            self._source,  # type: ignore[arg-type]
+            ledger=self._folder / LEDGER,
+            terms=self._terms(),
+            exact_sums=self.exact_sums,
+            bf16=self.args.bf16,
+            physical_rows=self.args.per_device_train_batch_size,
+            **vars(spec),
+        )
+
+    def _terms(self) -> Terms:
+        unit = self.privacy.unit
+        outside = [
+            *Terms().outside,
+            f"the number of {unit}s, which counts as public",
+            "where tokenizer, starting weights and settings came from: yours to say",
+            "when lines were logged and files written, which hangs on how many were drawn",
+        ]
+        if self.people is None:
+            outside.append(
+                "other runs on the same people: name them, and they are counted together"
+            )
+        if self.public_evaluation:
+            outside.append("text that you declared public and evaluated on")
+        before = _runs_behind(self.model)
+        if before and self.people is None:
+            raise UsageError(
+                "The weights to start from came out of a private run, and both together are what was spent on its people. Give "
+                "people='NAME', a name of yours for whose text this is, and they are counted together."
+            )
+        others = [one for run in before for one in ids_of(run)]
+        people = () if self.people is None else tuple(dict.fromkeys([self.people, *others]))
+        return Terms(outside=tuple(outside), people=people, before=tuple(before))
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        """Noisy gradients in the place of a backward pass; the loss is private, so it is zero."""
+        assert self.private is not None
+        if callable(getattr(self.optimizer, "train", None)):
+            self.optimizer.train()
+        self.private.noisy_gradients()
+        return torch.zeros((), device=self.args.device)
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Log what costs nothing: what was measured on private text is left out."""
+        told = {name: value for name, value in logs.items() if self._may_be_told(name)}
+        if self.private is not None:
+            ledger = self.private.ledger
+            figures = {"epsilon": ledger.promised, "epsilon_so_far": ledger.epsilon}
+            told |= {name: value for name, value in figures.items() if math.isfinite(value)}
+        super().log(told)
+
+    def _may_be_told(self, name: str) -> bool:
+        return name in _LOGGED or (self.public_evaluation and name.startswith("eval_"))
+
+    def evaluate(self, *given: Any, **rest: Any) -> Any:
+        self._refuse_private_evaluation()
+        return super().evaluate(*given, **rest)
+
+    def predict(self, *given: Any, **rest: Any) -> Any:
+        self._refuse_private_evaluation()
+        return super().predict(*given, **rest)
+
+    def _refuse_private_evaluation(self) -> None:
+        if not self.public_evaluation:
+            raise GuaranteeError(
+                "What is measured on private text is not covered by ε, and this would be logged. Say public_evaluation=True where "
+                "nobody in the text is to be protected, or use another trainer."
+            )
+
+    def autocast_smart_context_manager(self, cache_enabled: bool | None = True) -> Any:
+        return self.accelerator.autocast()  # of an evaluation, since the model is bare
+
+    def hyperparameter_search(self, *given: Any, **rest: Any) -> Any:
+        raise GuaranteeError(
+            "Every trial of a search spends on the same people, and the best is chosen by looking at private results. Train once "
+            "with settings found on public text."
+        )
+
+    def create_model_card(self, *given: Any, **rest: Any) -> None:
+        super().create_model_card(*given, **rest)
+        if self.private is not None and self.is_world_process_zero():
+            _tell(self._folder, self._record(self.private))
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        if self.private is not None:
+            self.private.ledger.settle()  # before any weights reach the disk
+        super()._save(output_dir, state_dict)
+        if self.private is not None:
+            folder = self._folder if output_dir is None else Path(output_dir)
+            _tell(folder, self._record(self.private))
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        if self.private is not None:  # what is pushed has the checkpoint's weights in it
+            _tell(self._folder, self._record(self.private))
+        super()._push_from_checkpoint(checkpoint_folder)
+
+    def _record(self, private: PrivateTraining) -> dict[str, Any]:
+        """The guarantee as it stands; worked out once a step, since it takes a second."""
+        if self._told.get("steps") != private.ledger.steps:
+            self._told = private.exact_record()
+        return self._told
+
+    @property
+    def _folder(self) -> Path:
+        return Path(self.args.output_dir)
+
+    def _same_rows(self) -> None:
+        """Refuse where the prepared dataset does not hold the rows that were given, in their order."""
+        dataset = self.train_dataset
+        check_same_rows(dataset, self.user_column, self._users, self._num_rows)
+
+
+class PrivateTrainer(PrivateMixin, Trainer):
+    """transformers' Trainer with differential privacy; `PrivateMixin` says what its arguments are."""
+
+
+class _StopsWithBudget(TrainerCallback):
+    """Ends training when no step may follow."""
+
+    def __init__(self, trainer: PrivateMixin) -> None:
+        self._trainer = trainer
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
+        if not self._trainer.may_step():
+            control.should_training_stop = True
+
+
+class _WhileThereIsBudget(Sampler):
+    """Places in an epoch, for as long as a step may be taken."""
+
+    def __init__(self, trainer: PrivateMixin, num_places: int) -> None:
+        self._trainer, self._num_places = trainer, num_places
+
+    def __len__(self) -> int:
+        return self._num_places
+
+    def __iter__(self) -> Iterator[int]:
+        for place in range(self._num_places):
+            if not self._trainer.may_step():
+                return
+            yield place
+
+
+def _nothing(places: list[int]) -> dict[str, Tensor]:
+    return {}
+
+
+def _check_unit(unit: str, user_column: str | None) -> None:
+    if unit == "user" and user_column is None:
+        raise UsageError(
+            "unit='user' needs the name of the column that says whose each row is: user_column='user'. Where every row is a "
+            "person of its own: privacy=PrivacySpec(unit='example', ...)."
+        )
+    if unit == "example" and user_column is not None:
+        raise UsageError(
+            f"unit='example' with user_column={user_column!r}: a row, or all rows of a user, is what one person may move. Leave "
+            "user_column out, or use unit='user'."
+        )
+
+
+def _planned(spec: PrivacySpec, expected_batch: int, steps: int) -> PrivacySpec:
+    """The spec with the trainer's batch and steps; refuse one that names others."""
+    own = {"expected_batch": expected_batch, "steps": steps}
+    for name, value in own.items():
+        if getattr(spec, name) not in (value, getattr(PrivacySpec, name)):
+            raise UsageError(
+                f"PrivacySpec has {name}={getattr(spec, name)}, and by the trainer's arguments it is {value}. Leave it out; "
+                "per_device_train_batch_size × gradient_accumulation_steps and max_steps or num_train_epochs decide."
+            )
+    return replace(spec, **own)  # type: ignore[arg-type]
+
+
+def _runs_behind(model: Any) -> list[dict[str, Any]]:
+    """The private runs that the model to start from came out of, where its folder tells."""
+    folder = getattr(getattr(model, "config", None), "_name_or_path", None)
+    card = Path(folder or "") / OWN_RECORD
+    return runs_before(read_json(card)) if folder and card.is_file() else []
+
+
+def _checkpoint(asked: Any, output_dir: Path) -> Path | None:
+    if asked is None or asked is False:
+        return None
+    found = get_last_checkpoint(str(output_dir)) if asked is True else asked
+    if found is None:
+        raise UsageError(
+            f"{output_dir} has no checkpoint to go on from. Leave resume_from_checkpoint out: steps that are on record in its "
+            "ledger stay charged."
+        )
+    return Path(found)
+
+
+def _check_checkpoint(folder: Path, ledger: Path) -> None:
+    """Refuse to go on from weights of which this ledger does not know what they cost."""
+    there, path = read_ledger(ledger), folder / OWN_RECORD
+    held = read_json(path) if path.is_file() else {}
+    if held.get("run") is None or held["run"] != there.get("run"):
+        raise GuaranteeError(
+            f"{folder} is not a checkpoint of the run in {ledger}, so it may hold what was learnt without privacy, or charged "
+            "elsewhere. Give a checkpoint of this run, or another output_dir."
+        )
+    if there["steps"] < held["steps"]:
+        raise GuaranteeError(
+            f"{ledger} has {there['steps']} steps on record and {folder} holds {held['steps']}: steps would go uncounted. Put the "
+            "ledger of this run back, or train again with another output_dir."
+        )
+
+
+def _tell(folder: Path, record: dict[str, Any]) -> None:
+    """The guarantee beside weights and in their card, in the place of an earlier one."""
+    write_json(folder / OWN_RECORD, told_of(record), alone=True)
+    card = folder / "README.md"
+    text = card.read_text(encoding="utf-8") if card.is_file() else _CARD
+    lines = [_BEGIN, "## Guarantee", "", *guarantee_lines(record), _END, ""]
+    told = "\n".join([_SECTION.sub("", text).rstrip(), "", *lines])
+    write_text(card, told, alone=True)

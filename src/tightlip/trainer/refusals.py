@@ -1,0 +1,209 @@
+"""What a trainer may be asked for and what would make its ε untrue, each with what to change.
+
+Everything is refused before the first step: what mixes people's rows, computes another loss than the
+one that is clipped, tells or decides by what was measured on private text, or would quietly do nothing.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import transformers
+from torch import nn
+from transformers import EarlyStoppingCallback
+
+from tightlip.core.errors import GuaranteeError
+
+# Of the arguments: what is refused when it is set, why, and what to do.
+_ARGUMENTS = (
+    ("packing", "puts rows of several people into one", "Set packing=False."),
+    ("eval_packing", "packs rows, which private training does not", "Set eval_packing=False."),
+    ("padding_free", "puts rows of several people into one", "Set padding_free=False."),
+    (
+        "use_liger_kernel",
+        "replaces layers by kernels that cannot be watched, so that no norm is known",
+        "Set use_liger_kernel=False.",
+    ),
+    (
+        "auto_find_batch_size",
+        "changes the batch by what fits into memory, and ε is that of one batch size",
+        "Set auto_find_batch_size=False; per_device_train_batch_size bounds the rows in memory.",
+    ),
+    (
+        "neftune_noise_alpha",
+        "adds noise by a row's place in the batch, from a seed that is known, so one person more changes everybody's",
+        "Leave neftune_noise_alpha out.",
+    ),
+    (
+        "label_smoothing_factor",
+        "asks for another loss than the one that is clipped",
+        "Set label_smoothing_factor=0.",
+    ),
+    (
+        "deepspeed",
+        "adds up gradients in its own way, past clipping and noise",
+        "Leave deepspeed out.",
+    ),
+    ("fp16", "scales the loss by who overflows", "Use bf16=True, or neither."),
+    (
+        "torch_compile",
+        "hides operations from the watch that clips them",
+        "Set torch_compile=False.",
+    ),
+    (
+        "activation_offloading",
+        "has no effect on private passes",
+        "Set activation_offloading=False; fewer rows in memory: a smaller per_device_train_batch_size.",
+    ),
+)
+_BY_LENGTH = ("group_by_length", "batch_rebalance")
+_NOT_IN_USE = ("summary_", "classifier")  # dropout of heads that a language model has not
+_OWN_STEPS = ("training_step", "get_train_dataloader", "get_batch_samples", "_prepare_for_training")
+_ON_PUBLIC_TEXT = (
+    "Leave it out, or say public_evaluation=True where nobody in that text is to be protected."
+)
+
+
+def refuse_arguments(args: Any) -> None:
+    """Refuse what TrainingArguments or SFTConfig ask for and private training cannot give."""
+    for why in _against_arguments(args):
+        raise GuaranteeError(why)
+
+
+def refuse_trainer(trainer: Any, ours: type, public_evaluation: bool) -> None:
+    """Refuse what else a trainer was given, or made of its arguments; `ours` has the private steps."""
+    refuse_arguments(trainer.args)
+    reasons = (
+        *_against_processes(trainer),
+        *_against_losses(trainer, ours),
+        *_against_choices(trainer, public_evaluation),
+        *_against_model(trainer.model),
+    )
+    for why in reasons:
+        raise GuaranteeError(why)
+
+
+def _against_arguments(args: Any) -> Iterator[str]:
+    for name, why, instead in _ARGUMENTS:
+        if getattr(args, name, None):
+            yield f"{name}={getattr(args, name)!r} {why}. {instead}"
+    if getattr(args, "loss_type", "nll") != "nll":
+        yield f"loss_type={args.loss_type!r} is another loss than the one that is clipped. Use loss_type='nll'."
+    by_length = getattr(args, "train_sampling_strategy", None)
+    if by_length in _BY_LENGTH or getattr(args, "group_by_length", False):
+        yield (
+            f"train_sampling_strategy={by_length!r} chooses rows by their length, and ε holds for users drawn each by a coin. Leave it "
+            "out."
+        )
+    if getattr(args, "hub_token", None):
+        yield (
+            "hub_token is given, and training_args.bin, which is saved and pushed beside the weights, would hold it. Log in with "
+            "`hf auth login`, or set HF_TOKEN."
+        )
+    if getattr(args, "include_num_input_tokens_seen", "no") not in ("no", False):
+        yield "include_num_input_tokens_seen counts private tokens, and logs the count. Leave it out."
+
+
+def _against_processes(trainer: Any) -> Iterator[str]:
+    if trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
+        name = "DeepSpeed" if trainer.is_deepspeed_enabled else "FSDP"
+        yield (
+            f"{name} adds up gradients in its own way, past clipping and noise. Launch the script without it."
+        )
+    if getattr(trainer.accelerator, "scaler", None) is not None:
+        yield "accelerate's configuration asks for fp16, which scales the loss by who overflows. Use bf16, or none."
+    if trainer.args.n_gpu > 1:
+        yield (
+            f"{trainer.args.n_gpu} GPUs are visible to one process, and DataParallel would split rows among copies that nobody watches. "
+            "Make one visible: CUDA_VISIBLE_DEVICES=0."
+        )
+    if trainer.is_model_parallel:
+        yield "The model is spread over several devices (device_map), where it is not clipped as a whole. Load it onto one."
+    if trainer.args.world_size > 1:
+        yield (
+            f"{trainer.args.world_size} processes would each draw users and add noise of their own. Launch the script with one process."
+        )
+
+
+def _against_losses(trainer: Any, ours: type) -> Iterator[str]:
+    library: Any = next(
+        kind
+        for kind in type(trainer).__mro__
+        if kind.__module__.split(".")[0] in ("transformers", "trl")
+    )
+    if getattr(trainer.compute_loss, "__func__", None) is not library.compute_loss:
+        yield (
+            "compute_loss is overridden, and what is clipped is the mean cross-entropy of each row's labels. Remove the override; "
+            "what is not to be learnt gets labels of -100."
+        )
+    for name in _OWN_STEPS:
+        found = getattr(getattr(trainer, name), "__func__", None)
+        if found is not getattr(ours, name, getattr(library, name)):
+            yield f"{name} is overridden, so it is not known that what trains is clipped and noisy. Remove the override."
+    if trainer.compute_loss_func is not None:
+        yield "compute_loss_func asks for another loss than the one that is clipped. Leave it out."
+    if not _is_known(trainer.data_collator):
+        kind = type(trainer.data_collator).__name__
+        yield (
+            f"data_collator is a {kind}, which may change or mix rows, and private training makes its own batches. Put what it does "
+            "into the columns input_ids and labels, and leave it out."
+        )
+    if getattr(trainer, "aux_loss_enabled", False):
+        yield (
+            "The loss that balances experts is taken over the whole batch: it mixes people's rows and cannot be clipped. Set "
+            "router_aux_loss_coef=0.0."
+        )
+
+
+def _is_known(collator: Any) -> bool:
+    """Whether it is known which labels a collator gives to a row."""
+    if collator is transformers.default_data_collator:
+        return True
+    kind = type(collator)
+    if kind is transformers.DataCollatorForLanguageModeling:
+        return not collator.mlm
+    if kind in (transformers.DataCollatorWithPadding, transformers.DataCollatorForSeq2Seq):
+        return True
+    is_trls = kind.__module__ == "trl.trainer.sft_trainer"
+    return is_trls and kind.__name__ == "DataCollatorForLanguageModeling"
+
+
+def _against_choices(trainer: Any, public_evaluation: bool) -> Iterator[str]:
+    if public_evaluation:
+        return
+    if trainer.args.load_best_model_at_end or trainer.args.save_strategy == "best":
+        what = "load_best_model_at_end" if trainer.args.load_best_model_at_end else "save_strategy"
+        yield f"{what} chooses a checkpoint by what it is worth on private text, which tells of that text. {_ON_PUBLIC_TEXT}"
+    if any(isinstance(each, EarlyStoppingCallback) for each in trainer.callback_handler.callbacks):
+        yield f"EarlyStoppingCallback stops by what is measured on private text, which tells of that text. {_ON_PUBLIC_TEXT}"
+    if trainer.eval_dataset is not None:
+        yield f"eval_dataset is given, and what is measured on private text and logged is not covered by ε. {_ON_PUBLIC_TEXT}"
+
+
+def _against_model(model: nn.Module) -> Iterator[str]:
+    if dropout := _dropout(model):
+        yield (
+            f"The model has dropout ({dropout}). Masks go by a row's place in the batch, so one person more would change everybody's; "
+            "private training runs without, by choice, and does not quietly ignore what was asked for. Set it to 0: "
+            "lora_dropout=0.0, or from_pretrained(..., NAME=0.0)."
+        )
+    for name, module in model.named_modules():
+        threshold = getattr(getattr(module, "state", None), "threshold", 0)
+        if type(module).__name__ == "Linear8bitLt" and threshold:
+            yield (
+                f"{name} has llm_int8_threshold={threshold:g}: outlier columns are chosen over the whole batch, so one person's row changes "
+                "another's. Load the base with BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0)."
+            )
+
+
+def _dropout(model: nn.Module) -> str | None:
+    """The first dropout that is not zero, in words."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
+            return f"{name} = {module.p:g}"
+    config: Any = getattr(model, "config", None)
+    told = config.to_dict() if hasattr(config, "to_dict") else {}
+    for name, value in told.items():
+        is_share = isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0
+        if "drop" in name and is_share and not name.startswith(_NOT_IN_USE):
+            return f"{name} = {value:g}"
+    return None

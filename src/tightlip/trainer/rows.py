@@ -1,0 +1,160 @@
+"""From a trainer's dataset, as it was prepared, to rows with labels and whose each is."""
+
+import inspect
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+from transformers import DataCollatorForLanguageModeling
+
+from tightlip.core.errors import GuaranteeError, UsageError
+from tightlip.privacy.row_losses import NO_LABEL
+from tightlip.privacy.sources import LabelledRows
+
+_READ = ("input_ids", "labels", "attention_mask")
+
+
+def users_of(dataset: Any, column: str | None) -> list[str] | None:
+    """Whose each row is; None where every row is a unit of its own."""
+    if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+        kind = type(dataset).__name__
+        raise UsageError(
+            f"train_dataset is a {kind}, which does not say how many rows it has, and the share of users that a step draws "
+            "must be known. Give a datasets.Dataset or a list of rows."
+        )
+    if not len(dataset):
+        raise UsageError("train_dataset has no rows to train on.")
+    if column is None:
+        return None
+    if column not in _columns(dataset):
+        names = ", ".join(_columns(dataset))
+        raise UsageError(
+            f"train_dataset has no column {column!r}. It has: {names}. Give user_column='NAME', or unit='example' where every "
+            "row is a person of its own."
+        )
+    users = _values(dataset, column)
+    for number, user in enumerate(users):
+        if isinstance(user, bool) or not isinstance(user, (str, int, np.integer)) or user == "":
+            raise GuaranteeError(
+                f"Row {number} has the user {user!r}, which names nobody: whose text it is must be known, or somebody has more "
+                f"than the bound. Give {column!r} one text or whole number in every row."
+            )
+    return [str(user) for user in users]
+
+
+def check_same_rows(
+    dataset: Any, column: str | None, users: list[str] | None, num_rows: int
+) -> None:
+    """Refuse a prepared dataset of which it is not known whose each row is."""
+    if len(dataset) != num_rows:
+        raise GuaranteeError(
+            f"{num_rows} rows were given and {len(dataset)} are left after the dataset was prepared, so it is not known whose each "
+            "is. Leave out rows that nothing can be learnt from, such as prompts of max_length tokens and more, beforehand; "
+            "or give a larger max_length."
+        )
+    if column is None:
+        return
+    if column not in _columns(dataset):
+        raise GuaranteeError(
+            f"The column {column!r} is gone after the dataset was prepared, so it is not known whose each row is. Give a dataset "
+            "of input_ids and labels that keeps it."
+        )
+    if [str(user) for user in _values(dataset, column)] != users:
+        raise GuaranteeError(
+            "The rows stand in another order after the dataset was prepared, so it is not known whose each is. Set "
+            "shuffle_dataset=False: every step draws users at random anyway."
+        )
+
+
+def labelled_rows(dataset: Any, trainer: Any, users: list[str] | None) -> LabelledRows:
+    """The rows as the trainer's collator would hand them to the model, but for padding."""
+    columns = _columns(dataset)
+    _check_columns(columns, trainer)
+    chosen = dataset
+    if hasattr(dataset, "select_columns"):
+        chosen = dataset.select_columns([name for name in _READ if name in columns])
+    ids, labels = [], []
+    for number, row in enumerate(_rows(chosen)):
+        row_ids, row_labels = _row(row, number, trainer.data_collator)
+        ids.append(row_ids)
+        labels.append(row_labels)
+    return LabelledRows(ids, labels, users)
+
+
+def _columns(dataset: Any) -> list[str]:
+    return list(getattr(dataset, "column_names", None) or dataset[0])
+
+
+def _values(dataset: Any, column: str) -> list[Any]:
+    if hasattr(dataset, "select_columns"):
+        dataset = dataset.select_columns([column]).with_format(None)
+    return [row[column] for row in _rows(dataset)]
+
+
+def _rows(dataset: Any) -> Iterable[Any]:
+    # torch's datasets need not end by themselves, and datasets.Dataset is faster from end to end.
+    if hasattr(dataset, "column_names"):
+        return dataset
+    return (dataset[number] for number in range(len(dataset)))
+
+
+def _check_columns(columns: Sequence[str], trainer: Any) -> None:
+    if "input_ids" not in columns:
+        names = ", ".join(columns)
+        raise UsageError(
+            f"The prepared rows have no input_ids, only {names}. Private training reads token ids; give them, or text that "
+            "the trainer makes them of. Images are not supported."
+        )
+    collates_labels = type(trainer.data_collator) is DataCollatorForLanguageModeling
+    if collates_labels and "labels" in columns:
+        raise UsageError(
+            "train_dataset has labels, and DataCollatorForLanguageModeling writes over them. Leave data_collator out to keep "
+            "the labels, or remove the column."
+        )
+    if not collates_labels and "labels" not in columns:
+        raise UsageError(
+            "train_dataset has no labels. Add the column (input_ids with -100 where nothing is to be learnt), or give "
+            "data_collator=DataCollatorForLanguageModeling(tokenizer, mlm=False)."
+        )
+    model = trainer.model
+    model = model.get_base_model() if hasattr(model, "peft_config") else model
+    taken = {*inspect.signature(model.forward).parameters, "seq_lengths"}
+    if more := sorted(({*columns} & taken) - {*_READ}):
+        raise UsageError(
+            f"The model would be given {', '.join(more)} of each row beside its ids, which private training does not pass on. "
+            "Remove these columns."
+        )
+
+
+def _row(row: Any, number: int, collator: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Ids and labels of one row, without padding."""
+    ids = np.asarray(row["input_ids"], dtype=np.int64)
+    if type(collator) is DataCollatorForLanguageModeling:
+        pad = collator.tokenizer.pad_token_id
+        labels = np.where(ids == pad, NO_LABEL, ids) if pad is not None else ids
+    else:
+        labels = np.asarray(row["labels"], dtype=np.int64)
+    if ids.ndim != 1 or labels.shape != ids.shape:
+        raise UsageError(
+            f"Row {number} has {ids.shape} ids and {labels.shape} labels. Give one label for each id."
+        )
+    if (ids < 0).any() or ((labels < 0) & (labels != NO_LABEL)).any():
+        raise UsageError(
+            f"Row {number} has ids or labels below 0. Only labels may be, and only {NO_LABEL}, where nothing is to be learnt."
+        )
+    if row.get("attention_mask") is None:
+        return ids, labels
+    return _without_padding(ids, labels, np.asarray(row["attention_mask"]), number)
+
+
+def _without_padding(
+    ids: np.ndarray, labels: np.ndarray, mask: np.ndarray, number: int
+) -> tuple[np.ndarray, np.ndarray]:
+    size = int((mask != 0).sum())
+    is_right = mask.shape == ids.shape and bool((mask[:size] != 0).all())
+    if not is_right or (labels[size:] != NO_LABEL).any():
+        raise UsageError(
+            f"The attention_mask of row {number} hides tokens that others look at or that are learnt from. Give rows without "
+            "padding, or padded on the right with labels of -100 there."
+        )
+    return ids[:size], labels[:size]
