@@ -338,6 +338,6 @@ def perplexity(loss_nats: float, num_targets: int) -> float | None:
 
 
 def is_finite(model: torch.nn.Module) -> bool:
-    """Whether every weight is a number."""
-    finite = [parameter.isfinite().all() for parameter in model.parameters()]
+    """Whether every weight that is trained is a number."""
+    finite = [each.isfinite().all() for each in model.parameters() if each.requires_grad]
     return bool(torch.stack(finite).all())
