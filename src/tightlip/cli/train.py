@@ -35,7 +35,14 @@ _RECORDED = ("corpus", "start", "versions")  # what a run's own config.toml has 
 _MORE = (
     "Not listed, and there: every flag of tightlip prepare, and the rarer ones in docs/training.md."
 )
-_OF_A_RAW_CORPUS = ("user_column", "text_column", "validation", "tokenizer", "vocabulary_size")
+_OF_A_RAW_CORPUS = (
+    "user_column",
+    "text_column",
+    "format",
+    "validation",
+    "tokenizer",
+    "vocabulary_size",
+)
 
 
 def train(
