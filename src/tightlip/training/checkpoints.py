@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from tightlip.core import run_folder
 from tightlip.core.errors import UsageError
-from tightlip.training.lora import has_adapters
+from tightlip.training.lora import adapter_tensors, has_adapters
 from tightlip.training.mitigations import Mitigation
 from tightlip.training.plan import Plan
 from tightlip.training.recipe import Recipe
@@ -71,7 +71,11 @@ def load_checkpoint(
     weights = run_folder.part_of(tensors, "model")
     if {*model_tensors(model)} != {*weights}:
         raise UsageError(f"{latest} was saved from a model of another shape. Choose another --out.")
-    model.load_state_dict(weights, strict=False)
+    if has_adapters(model):
+        for name, tensor in model_tensors(model).items():
+            tensor.copy_(weights[name])
+    else:
+        model.load_state_dict(weights, strict=False)
     run_folder.load_optimizer_tensors(optimizer, run_folder.part_of(tensors, "optimizer"))
     mitigation.load_state_dict(run_folder.part_of(tensors, "mitigation"))
     return states[latest]
@@ -81,7 +85,7 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
     """The weights by name, tied ones once: safetensors refuses shared memory. Of a model with
     adapters only these, since nothing else changes."""
     if has_adapters(model):
-        return {name: each.data for name, each in model.named_parameters() if each.requires_grad}
+        return adapter_tensors(model)
     kept: dict[str, Tensor] = {}
     seen: set[tuple[int, torch.Size]] = set()
     for name, tensor in model.state_dict().items():

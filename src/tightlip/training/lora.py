@@ -1,11 +1,12 @@
 """LoRA adapters on a frozen model: what they stand on, where they go, how they are kept."""
 
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers.modeling_utils import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
@@ -23,6 +24,11 @@ def has_adapters(model: Any) -> bool:
     return hasattr(model, "peft_config")
 
 
+def adapter_tensors(model: Any) -> dict[str, Tensor]:
+    """The weights of the adapters by name; state_dict() of layers in few bits is no mere reading."""
+    return {name: each.data for name, each in model.named_parameters() if each.requires_grad}
+
+
 def adapted_model(config: TrainConfig, device: torch.device) -> Any:
     """The model in the folder `config.model`, frozen as it was stored, with adapters to train.
 
@@ -37,8 +43,14 @@ def adapted_model(config: TrainConfig, device: torch.device) -> Any:
     dtype = read_configuration(Path(config.model)).dtype
     if dtype == torch.float16:
         dtype = torch.float32  # whose small gradients would be 0 on their way back
-    base = load_causal_lm(config.model, device=device, dtype=dtype, quantize=config.load_in)
-    return with_adapters(base, config)
+    return load_causal_lm(
+        config.model,
+        device=device,
+        dtype=dtype,
+        quantize=config.load_in,
+        int8_threshold=0.0,  # or one row of a batch would change how others are rounded
+        adapted=partial(with_adapters, config=config),
+    )
 
 
 def with_adapters(model: PreTrainedModel, config: TrainConfig) -> Any:
@@ -115,7 +127,7 @@ def check_trainable(model: Any, config: TrainConfig) -> None:
 
 def save_adapter(folder: Path, model: Any) -> None:
     """Write the adapter as PEFT does, the same bytes for the same weights."""
-    model.save_pretrained(folder, save_embedding_layers=False)
+    model.save_pretrained(folder, state_dict=adapter_tensors(model), save_embedding_layers=False)
     path = folder / ADAPTER_CONFIG
     written = read_json(path)
     # Out of a set, whose order is another in every process.
