@@ -29,7 +29,7 @@ def adapter_tensors(model: Any) -> dict[str, Tensor]:
     return {name: each.data for name, each in model.named_parameters() if each.requires_grad}
 
 
-def adapted_model(config: TrainConfig, device: torch.device) -> Any:
+def adapted_model(config: TrainConfig, device: torch.device | str) -> Any:
     """The model in the folder `config.model`, frozen as it was stored, with adapters to train.
 
     Draw from torch's global generator: seed it first.
@@ -72,6 +72,11 @@ def with_adapters(model: PreTrainedModel, config: TrainConfig) -> Any:
         )
     for target in config.lora_targets or ():
         _check_target(model, target)
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            # In evaluation mode it would pack its weights for a kernel that has no way back: layers
+            # below would get no gradient through it, and nothing would say so.
+            module.support_avx512bf16_for_cpu = False  # type: ignore[assignment]
     settings = LoraConfig(
         r=config.lora,
         lora_alpha=config.lora_alpha or 2 * config.lora,  # type: ignore[arg-type]
