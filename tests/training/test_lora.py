@@ -9,29 +9,34 @@ import numpy as np
 import pytest
 import torch
 from bitsandbytes.functional import dequantize_4bit
-from peft import LoraConfig, PeftModel, get_peft_model
-from safetensors.torch import load_file
+from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 import tightlip
-from killable import train_and_kill
 from models.tiny_finetunes import save_base, tiny_gpt2, tiny_llama, words_tokenizer
 from tightlip.core.errors import GuaranteeError, UsageError
-from tightlip.core.run_folder import open_run
 from tightlip.corpus.prepare import prepare_corpus
 from tightlip.corpus.prepare_config import PrepareConfig
 from tightlip.models.fingerprints import state_fingerprint
 from tightlip.models.loading import load_causal_lm
 from tightlip.training.config import RunOptions, TrainConfig
-from tightlip.training.loop import Training
 from tightlip.training.loop import train_model as train
 from tightlip.training.lora import adapted_model, check_rows_stay_alone
 from tightlip.training.plan import Plan
+from training.by_peft import (
+    WEIGHTS,
+    adapter_in,
+    assert_close,
+    by_peft,
+    clipped_sum_by_autograd,
+    named_as_saved,
+    padded,
+    trained_by_hand,
+)
 from training.small_corpora import documents
 
 pytestmark = pytest.mark.slow
 
-WEIGHTS = "adapter_model.safetensors"
 ROWS = documents(num_documents=24, num_users=6, longest=9)
 
 
@@ -59,41 +64,10 @@ def adapting(base, **settings):
     return TrainConfig.of(model=str(base), **{**plain, **settings})
 
 
-def adapter_in(folder):
-    return load_file(folder / WEIGHTS)
-
-
 def encoded(rows):
     """Every document after its begin token."""
     tokenizer = words_tokenizer()
     return [[tokenizer.bos_token_id, *tokenizer(row["text"]).input_ids] for row in rows]
-
-
-def padded(texts):
-    width = max(map(len, texts))
-    ids = torch.tensor([text + [0] * (width - len(text)) for text in texts])
-    mask = torch.tensor([[1] * len(text) + [0] * (width - len(text)) for text in texts])
-    return {"input_ids": ids, "attention_mask": mask, "labels": ids.where(mask > 0, -100)}
-
-
-def by_peft(base, seed=0, **settings):
-    """The base with fresh adapters, made by PEFT alone."""
-    torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_pretrained(base, dtype="auto")
-    shape = {"r": 2, "lora_alpha": 4, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
-    return get_peft_model(model, LoraConfig(**{**shape, **settings})).train()
-
-
-def named_as_saved(model):
-    """A PeftModel's adapters by the names that it saves them under."""
-    named = model.named_parameters()
-    return {name.replace(".default", ""): each for name, each in named if each.requires_grad}
-
-
-def assert_close(found, expected, **how):
-    assert found.keys() == expected.keys()
-    for name, tensor in expected.items():
-        torch.testing.assert_close(found[name], tensor.detach(), **how)
 
 
 # Plain training
@@ -112,16 +86,11 @@ def test_a_plain_run_trains_what_a_loop_by_hand_with_peft_trains(base, bases, co
     run = train(corpus, tmp_path / "run", config)
     named = {"r": 3, "lora_alpha": 12, "target_modules": list(targets or ()) or "all-linear"}
     model = by_peft(bases / base, **named)
-    trained = [each for each in model.parameters() if each.requires_grad]
-    optimizer = torch.optim.SGD(trained, lr=0.05, momentum=0.9)
-    for _ in range(3):
-        optimizer.zero_grad()
-        model(**padded(encoded(ROWS))).loss.backward()
-        optimizer.step()
+    expected = trained_by_hand(model, encoded(ROWS), steps=3, rate=0.05, momentum=0.9)
     found = adapter_in(run.model_folder)
     assert {tensor.dtype for tensor in found.values()} == {torch.float32}
     rounding = {"rtol": 2e-2, "atol": 2e-3} if base == "half" else {"rtol": 1e-4, "atol": 1e-6}
-    assert_close(found, named_as_saved(model), **rounding)
+    assert_close(found, expected, **rounding)
 
 
 def test_merged_is_the_base_in_its_own_precision_with_the_adapter_that_peft_adds(
@@ -191,20 +160,12 @@ def written_out(model):
             module.base_layer = plain
 
 
-def clipped_sum_by_autograd(model, rows, clip):
-    """Each user's mean over rows of a row's mean loss, its gradient clipped; all added up."""
-    texts, users = encoded(rows), [row["user"] for row in rows]
-    total = {name: torch.zeros_like(each) for name, each in named_as_saved(model).items()}
-    for user in dict.fromkeys(users):
-        own = [text for text, by in zip(texts, users, strict=True) if by == user and len(text) > 1]
-        model.zero_grad()
-        for text in own:
-            (model(**padded([text])).loss.float() / len(own)).backward()
-        gradients = {name: each.grad for name, each in named_as_saved(model).items()}
-        norm = math.sqrt(sum(float(each.double().square().sum()) for each in gradients.values()))
-        for name, each in gradients.items():
-            total[name] += each * min(1.0, clip / norm)
-    return total
+def texts_of_users(rows):
+    """What each user wrote; no text is without a word."""
+    texts = {}
+    for row, text in zip(rows, encoded(rows), strict=True):
+        texts.setdefault(row["user"], []).append(text)
+    return texts
 
 
 @pytest.mark.parametrize(
@@ -226,7 +187,7 @@ def test_a_private_step_is_the_sum_of_clipped_gradients_of_autograd(
     start = {name: each.detach().clone() for name, each in named_as_saved(model).items()}
     if load_in == "4bit":
         written_out(model)
-    total = clipped_sum_by_autograd(model.eval(), ROWS, clip)
+    total = clipped_sum_by_autograd(model.eval(), texts_of_users(ROWS), clip)
     run = train(corpus, tmp_path / "run", config)
     expected = {name: start[name] - total[name] / num_users for name in start}
     assert run.guarantee["num_units"] == num_users
@@ -277,58 +238,6 @@ def test_eight_bits_that_look_at_all_rows_are_refused_under_dp_and_ours_do_not(b
     assert torch.equal(first(layer, mild), first(layer, wild))
 
 
-# Killed and gone on with
-
-
-class Killed(BaseException):
-    """Stands in for a kill: nothing of ours catches it."""
-
-
-@pytest.mark.parametrize("moment", ["take_step", "save", "drop_old_snapshots", "finish"])
-def test_a_run_cut_off_anywhere_ends_with_the_same_bytes_and_the_last_snapshots(
-    moment, bases, corpus, tmp_path, monkeypatch
-):
-    config = adapting(bases / "llama", epochs=3, steps=None, snapshot_steps=3, lora_dropout=0.2)
-    options = RunOptions(checkpoint_seconds=1e6, keep_snapshots=2)
-    expected = train(corpus, tmp_path / "whole", config, options)
-    calls, plain = {"left": 0}, getattr(Training, moment)
-
-    def cut(self, *arguments):
-        result = plain(self, *arguments)
-        calls["left"] -= 1
-        if calls["left"] == 0:
-            raise Killed
-        return result
-
-    for after in (2, 4, 1):
-        calls["left"] = after
-        monkeypatch.setattr(Training, moment, cut)
-        try:
-            train(corpus, tmp_path / "run", config, options)
-        except Killed:
-            continue
-        break
-    monkeypatch.undo()
-    found = train(corpus, tmp_path / "run", config, options)
-    assert [one.name for one in found.snapshots] == ["step-9", "epoch-3"]
-    assert {path.name for path in (found.folder / "snapshots").iterdir()} == {"step-9", "epoch-3"}
-    folders = [(found.model_folder, expected.model_folder)]
-    folders += [(a.folder, b.folder) for a, b in zip(found.snapshots, expected.snapshots)]  # noqa: B905
-    for one, other in folders:
-        for name in (WEIGHTS, "adapter_config.json"):
-            assert (one / name).read_bytes() == (other / name).read_bytes()
-
-
-def test_a_private_run_that_is_killed_charges_every_step_it_took(command, bases, corpus, tmp_path):
-    config = adapting(bases / "llama", mitigation="dp", epsilon=8.0, steps=12, batch_size=3)
-    for applied in train_and_kill(command, corpus, tmp_path, config, num_kills=2):
-        assert open_run(tmp_path / "run").guarantee["steps"] >= applied
-    run = train(corpus, tmp_path / "run", config)
-    assert run.guarantee["steps"] == 12
-    assert run.guarantee["epsilon"] <= 8.0
-    assert {path.name for path in run.model_folder.iterdir()} >= {WEIGHTS, "guarantee.json"}
-
-
 # Room on the disk
 
 
@@ -351,17 +260,18 @@ def test_a_run_without_room_is_refused_before_it_begins_and_fewer_snapshots_fit(
     bases, corpus, tmp_path, monkeypatch
 ):
     config = TrainConfig.of(
-        model="transformer", hidden_size=16, num_heads=2, snapshot_steps=1, steps=40, sequence_length=10
+        model="transformer", hidden_size=16, num_heads=2, sequence_length=10, snapshot_steps=1,
+        steps=20, batch_size=6,
     )  # fmt: skip
     small = train(corpus, tmp_path / "one", TrainConfig.of(**config.tree() | {"steps": 1}))
     one = sum(path.stat().st_size for path in small.model_folder.iterdir())
-    usage = shutil.disk_usage(tmp_path)._replace(free=20 * one)
+    usage = shutil.disk_usage(tmp_path)._replace(free=14 * one)
     monkeypatch.setattr("shutil.disk_usage", lambda _: usage)
-    with pytest.raises(UsageError, match=r"GB free, and the run would need .* 40 snapshots of"):
+    with pytest.raises(UsageError, match=r"GB free, and the run would need .* 20 snapshots of"):
         train(corpus, tmp_path / "run", config)
     assert not (tmp_path / "run").exists()
     run = train(corpus, tmp_path / "run", config, RunOptions(keep_snapshots=2))
-    assert [one.name for one in run.snapshots] == ["step-39", "step-40"]
+    assert [one.name for one in run.snapshots] == ["step-19", "epoch-5"]
 
 
 # What is refused
