@@ -255,3 +255,16 @@ def test_what_cannot_be_trained_on_is_refused(rows, settings, words, base, tmp_p
     with pytest.raises(UsageError, match=words):
         tightlip.prepare(rows, tmp_path / "prepared", **{"tokenizer": str(base), **settings})
     assert not (tmp_path / "prepared").exists()
+
+
+def test_the_table_of_prepared_chats_is_refused_since_its_masks_are_not_in_it(
+    base, corpus, tmp_path
+):
+    how = {"tokenizer": str(base)}
+    for table in (corpus.folder / "train.parquet", corpus.folder):
+        with pytest.raises(UsageError, match="its table does not tell what of them is trained on"):
+            tightlip.prepare(table, tmp_path / "prepared", **how)
+    with pytest.raises(UsageError, match="its table does not tell"):
+        tightlip.prepare(
+            CHATS, tmp_path / "prepared", validation=corpus.folder / "train.parquet", **how
+        )

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from tightlip.core import register
-from tightlip.core.checksums import checked, checked_whole
+from tightlip.core.checksums import checked_whole
 from tightlip.core.errors import DamagedError, GuaranteeError, UsageError
 from tightlip.core.files import (
     claimed,
@@ -33,7 +33,7 @@ from tightlip.core.files import (
 from tightlip.core.progress import log, task
 from tightlip.core.settings import takes
 from tightlip.corpus.cleaning import Cleaner
-from tightlip.corpus.encoding import tokenizer_fingerprint
+from tightlip.corpus.encoding import saved_tokenizer, tokenizer_fingerprint
 from tightlip.corpus.history import (
     ID,
     fingerprints,
@@ -48,7 +48,7 @@ from tightlip.corpus.history import (
     step_of,
     vocabulary_behind,
 )
-from tightlip.corpus.prepare_chats import check_chats, is_of_chats, write_chats
+from tightlip.corpus.prepare_chats import check_chats, is_of_chats, refuse_rendered, write_chats
 from tightlip.corpus.prepare_config import PrepareConfig, check_split, splitter_for
 from tightlip.corpus.private_vocabulary import build_private_tokenizer
 from tightlip.corpus.readers import Corpus, open_corpus
@@ -161,7 +161,7 @@ def prepare_corpus(source: Any, out: Path, config: PrepareConfig) -> PreparedCor
     """
     corpus = _opened(source, config)
     held_out = held_out_corpus(config)
-    given = _load_tokenizer(config.tokenizer) if config.tokenizer is not None else None
+    given = saved_tokenizer(config.tokenizer) if config.tokenizer is not None else None
     identity: dict[str, Any] = {
         "settings": asdict(config),
         "source_fingerprint": corpus.fingerprint(),
@@ -230,6 +230,7 @@ def _name_for(corpus: Corpus, source: str, config: PrepareConfig) -> dict[str, A
 
 
 def _opened(source: Any, config: PrepareConfig) -> Corpus:
+    refuse_rendered(source)
     return open_corpus(
         source,
         user_column=config.user_column,
@@ -370,7 +371,7 @@ def _save_tokenizer(folder: Path, given: Any, config: PrepareConfig) -> Any:
     if config.chat_template is not None:  # the model will be asked in the way that it was taught
         tokenizer.chat_template = template_of(tokenizer, config)
     tokenizer.save_pretrained(folder / "tokenizer")
-    return _load_tokenizer(str(folder / "tokenizer"))
+    return saved_tokenizer(str(folder / "tokenizer"))
 
 
 def _built_tokenizer(corpus: Corpus, config: PrepareConfig) -> Any:
@@ -382,24 +383,6 @@ def _built_tokenizer(corpus: Corpus, config: PrepareConfig) -> Any:
         size=config.vocabulary_size,
         min_users=config.min_users,
     )
-
-
-def _load_tokenizer(folder: str) -> Any:
-    from transformers import AutoTokenizer
-
-    if not Path(folder).is_dir():
-        raise UsageError(
-            f"tokenizer={folder!r} is not a folder. Give one that holds tokenizer.json."
-        )
-    checked(Path(folder))
-    try:
-        # Unset, transformers asks on the terminal whether to run the folder's code.
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
-        raise UsageError(
-            f"tokenizer={folder!r} cannot be loaded ({str(error).splitlines()[0]}). "
-            "Give a folder that AutoTokenizer.from_pretrained reads."
-        ) from error
 
 
 def _write_tokens(folder: Path, tokenizer: Any, config: PrepareConfig) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from tightlip.corpus.prepare_config import PrepareConfig, check_split, splitter_
 from tightlip.corpus.readers import Corpus, DocumentBatch
 from tightlip.corpus.rendered import SPOKEN, RolesReader, RoleTokens
 from tightlip.corpus.tables import AttributeTypes, TableWriter
-from tightlip.corpus.tokens import write_role_tokens
+from tightlip.corpus.tokens import open_tokenized, write_role_tokens
 
 _AT_ONCE = 500
 _REFUSED = {
@@ -34,6 +34,18 @@ def is_of_chats(corpus: Corpus, config: PrepareConfig) -> bool:
             "is trained on. Leave it out, or say what the rows are: --format"
         )
     return corpus.format != "text" or config.max_length is not None
+
+
+def refuse_rendered(source: Any) -> None:
+    """Refuse the table of a corpus prepared from chats: it does not tell what is trained on."""
+    for folder in [Path(source), Path(source).parent] if isinstance(source, str | Path) else []:
+        if (folder / "train" / "info.json").is_file() and open_tokenized(
+            folder / "train"
+        ).roles is not None:
+            raise UsageError(
+                f"{source} was prepared from chats, and its table does not tell what of them is trained on. Give the folder {folder} "
+                "to train on it as it is, or the chats themselves."
+            )
 
 
 def check_chats(corpus: Corpus, given: Any, config: PrepareConfig) -> None:

@@ -45,9 +45,7 @@ _ABOUT_THE_MODE = ("least_clip", "gamma_floor", "release_noise", "averaging", "l
 _ABOUT_THE_WEIGHTS = ("normalisation", "estimator", "model", "public_corpus")
 
 
-def starting_model(
-    config: TrainConfig, tokenizer: Any, device: torch.device | str = "cpu"
-) -> Any:
+def starting_model(config: TrainConfig, tokenizer: Any, device: torch.device | str = "cpu") -> Any:
     """A new model of the asked shape, or the one in the folder `config.model`, on `device`; with
     adapters where they are asked for.
 
