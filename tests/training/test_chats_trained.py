@@ -268,3 +268,17 @@ def test_the_table_of_prepared_chats_is_refused_since_its_masks_are_not_in_it(
         tightlip.prepare(
             CHATS, tmp_path / "prepared", validation=corpus.folder / "train.parquet", **how
         )
+
+
+def test_chats_prepared_by_another_template_are_not_taken_for_these(base, tmp_path):
+    file = tmp_path / "template.jinja"
+    how = {"tokenizer": str(base), "chat_template": str(file), "split": "none"}
+    file.write_text(TEMPLATE)
+    made = tightlip.prepare(CHATS, tmp_path / "prepared", **how)
+    assert (
+        tightlip.prepare(CHATS, tmp_path / "prepared", **how).train.num_tokens
+        == made.train.num_tokens
+    )
+    file.write_text(TEMPLATE.replace("</s>", ""))
+    with pytest.raises(UsageError, match="another source, tokenizer or chat template"):
+        tightlip.prepare(CHATS, tmp_path / "prepared", **how)

@@ -48,7 +48,13 @@ from tightlip.corpus.history import (
     step_of,
     vocabulary_behind,
 )
-from tightlip.corpus.prepare_chats import check_chats, is_of_chats, refuse_rendered, write_chats
+from tightlip.corpus.prepare_chats import (
+    check_chats,
+    is_of_chats,
+    refuse_rendered,
+    template_fingerprint,
+    write_chats,
+)
 from tightlip.corpus.prepare_config import PrepareConfig, check_split, splitter_for
 from tightlip.corpus.private_vocabulary import build_private_tokenizer
 from tightlip.corpus.readers import Corpus, open_corpus
@@ -167,6 +173,7 @@ def prepare_corpus(source: Any, out: Path, config: PrepareConfig) -> PreparedCor
         "source_fingerprint": corpus.fingerprint(),
         "validation_fingerprint": None if held_out is None else held_out.fingerprint(),
         "given_tokenizer_fingerprint": None if given is None else tokenizer_fingerprint(given),
+        "template_fingerprint": template_fingerprint(corpus, given, config),
     }
     with claimed(out):
         if names_in(out):
@@ -271,7 +278,11 @@ def _already_there(out: Path, identity: dict[str, Any]) -> PreparedCorpus:
         for name, value in identity["settings"].items()
         if record["settings"].get(name) != value
     ]
-    what = f"other settings ({', '.join(changed)})" if changed else "another source or tokenizer"
+    what = (
+        f"other settings ({', '.join(changed)})"
+        if changed
+        else "another source, tokenizer or chat template"
+    )
     if not changed and not same_text:
         what = f"other text in {identity['settings']['validation']}"
     raise UsageError(f"{out} exists with {what}. Choose another --out, or delete it first.")

@@ -6,6 +6,7 @@ it is trained on. The tables hold the rendered texts and, beside each, what was 
 
 from collections import Counter
 from collections.abc import Iterator
+from hashlib import sha256
 from itertools import compress, islice
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from tightlip.core.progress import task
 from tightlip.corpus.cleaning import Cleaner
 from tightlip.corpus.prepare_config import PrepareConfig, check_split, splitter_for
 from tightlip.corpus.readers import Corpus, DocumentBatch
-from tightlip.corpus.rendered import SPOKEN, RolesReader, RoleTokens
+from tightlip.corpus.rendered import SPOKEN, RolesReader, RoleTokens, template_of
 from tightlip.corpus.tables import AttributeTypes, TableWriter
 from tightlip.corpus.tokens import open_tokenized, write_role_tokens
 
@@ -36,12 +37,20 @@ def is_of_chats(corpus: Corpus, config: PrepareConfig) -> bool:
     return corpus.format != "text" or config.max_length is not None
 
 
+def template_fingerprint(corpus: Corpus, given: Any, config: PrepareConfig) -> str | None:
+    """SHA-256 of the template that rows are rendered by; None where there is none."""
+    if corpus.format == "text" or given is None:
+        return None
+    own = getattr(given, "chat_template", None)
+    template = own if config.chat_template is None else template_of(given, config)
+    return sha256(str(template).encode("utf-8", "replace")).hexdigest()
+
+
 def refuse_rendered(source: Any) -> None:
     """Refuse the table of a corpus prepared from chats: it does not tell what is trained on."""
     for folder in [Path(source), Path(source).parent] if isinstance(source, str | Path) else []:
-        if (folder / "train" / "info.json").is_file() and open_tokenized(
-            folder / "train"
-        ).roles is not None:
+        tokens = folder / "train"
+        if (tokens / "info.json").is_file() and open_tokenized(tokens).roles is not None:
             raise UsageError(
                 f"{source} was prepared from chats, and its table does not tell what of them is trained on. Give the folder {folder} "
                 "to train on it as it is, or the chats themselves."
