@@ -49,7 +49,6 @@ from tightlip.corpus.history import (
     vocabulary_behind,
 )
 from tightlip.corpus.prepare_chats import (
-    check_chats,
     is_of_chats,
     refuse_rendered,
     template_fingerprint,
@@ -190,14 +189,14 @@ def _write_prepared(
     out: Path,
     config: PrepareConfig,
 ) -> None:
+    of_chats = is_of_chats(corpus, given, config)
     whose = _name_for(corpus, identity["source_fingerprint"], config)
     with folder_written_whole(out) as folder:
         write_sealed(folder / ID, whose)
         source, people = identity["source_fingerprint"], whose["people"]
         done = [*corpus.history, step_of(identity["settings"], source, people)]
         metadata = metadata_of(done)
-        if is_of_chats(corpus, config):
-            check_chats(corpus, given, config)
+        if of_chats:
             tokenizer = _save_tokenizer(folder, given, config)
             statistics = write_chats(corpus, held_out, tokenizer, folder, config, metadata)
         else:
@@ -401,10 +400,8 @@ def _write_tokens(folder: Path, tokenizer: Any, config: PrepareConfig) -> dict[s
     for split in ("train", "validation"):
         if (folder / f"{split}.parquet").exists():
             if not (folder / split).exists():  # as those of chats do
-                batches, what = (
-                    open_corpus(folder / f"{split}.parquet").batches(),
-                    f"Tokenising {split}",
-                )
+                batches = open_corpus(folder / f"{split}.parquet").batches()
+                what = f"Tokenising {split}"
                 tokenize_documents(batches, tokenizer, folder / split, description=what)
             splits[split] = open_tokenized(folder / split).statistics(tokenizer.unk_token_id)
     num_tokens, num_unknown = (

@@ -27,14 +27,18 @@ _REFUSED = {
 }
 
 
-def is_of_chats(corpus: Corpus, config: PrepareConfig) -> bool:
-    """Whether a row is more, or less, than its text: the way that `tightlip audit` decides it."""
+def is_of_chats(corpus: Corpus, given: Any, config: PrepareConfig) -> bool:
+    """Whether a row is more, or less, than its text: the way that `tightlip audit` decides it. What
+    cannot be prepared is refused; `given` is the tokenizer, if there is one."""
     if corpus.format == "text" and config.trained_on not in ("auto", "all"):
         raise UsageError(
             f"trained_on={config.trained_on!r} is about rows of chats and prompts, and {corpus.name} is plain text, all of which "
             "is trained on. Leave it out, or say what the rows are: --format"
         )
-    return corpus.format != "text" or config.max_length is not None
+    if corpus.format == "text" and config.max_length is None:
+        return False
+    _check_chats(corpus, given, config)
+    return True
 
 
 def template_fingerprint(corpus: Corpus, given: Any, config: PrepareConfig) -> str | None:
@@ -57,7 +61,7 @@ def refuse_rendered(source: Any) -> None:
             )
 
 
-def check_chats(corpus: Corpus, given: Any, config: PrepareConfig) -> None:
+def _check_chats(corpus: Corpus, given: Any, config: PrepareConfig) -> None:
     """Refuse what cannot be done to rows that a template makes a text of."""
     if corpus.format in _REFUSED:
         raise UsageError(f"{corpus.name} holds {corpus.format}, {_REFUSED[corpus.format]}.")
