@@ -75,9 +75,9 @@ def llama():
 
 
 def with_lora():
-    from tightlip.training.starting import with_adapters
+    from peft import LoraConfig, get_peft_model
 
-    return with_adapters(gpt(), 16)
+    return get_peft_model(gpt(), LoraConfig(r=16, lora_alpha=32, target_modules="all-linear"))
 
 
 # name: (model, vocabulary, rows, positions, rows of a unit, ways: plain and private, precisions)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from tightlip.models import LSTMConfig, LSTMForCausalLM
@@ -11,7 +12,6 @@ from tightlip.models.transformer import TransformerForCausalLM
 from tightlip.privacy.clipping import Clip
 from tightlip.privacy.layers import Layout
 from tightlip.privacy.passes import Passes, Physical
-from tightlip.training.starting import with_adapters
 
 VOCABULARY = 30
 
@@ -33,7 +33,9 @@ MODELS = {
         GRUConfig(vocab_size=VOCABULARY, embedding_size=6, hidden_size=7, num_layers=1)
     ),
     "transformer": transformer,
-    "adapters": lambda: with_adapters(transformer(), 2),
+    "adapters": lambda: get_peft_model(
+        transformer(), LoraConfig(r=2, target_modules="all-linear")
+    ),
     "gpt2": lambda: GPT2LMHeadModel(
         GPT2Config(
             vocab_size=VOCABULARY, n_embd=8, n_head=2, n_layer=1, n_positions=12, resid_pdrop=0,

@@ -415,8 +415,8 @@ def test_private_adapters_change_nothing_but_themselves(corpus, tmp_path):
         model=str(elsewhere), mitigation="dp", epsilon=8.0, lora=2, steps=3, batch_size=8,
         sequence_length=10, insecure_seed=1, allow_unproved=True,
     )  # fmt: skip
-    run = train(corpus, tmp_path / "run", config)
-    before, after = load_causal_lm(elsewhere), load_causal_lm(run.model_folder)
+    run = train(corpus, tmp_path / "run", config, RunOptions(merge=True))
+    before, after = load_causal_lm(elsewhere), load_causal_lm(run.folder / "merged")
     assert torch.equal(before.model.embed_tokens.weight, after.model.embed_tokens.weight)
     changed = before.model.blocks[0].widen.weight - after.model.blocks[0].widen.weight
     assert torch.linalg.matrix_rank(changed, rtol=1e-4) == 2

@@ -500,8 +500,12 @@ def test_a_regulariser_promises_nothing_and_says_why(settings, corpus, tmp_path)
 @pytest.mark.parametrize("settings", [ADVERSARIAL, TRIPLET], ids=["adversarial", "triplet"])
 def test_adapters_are_regularised_too(settings, corpus, tmp_path):
     pytest.importorskip("peft")
-    config = small(model="transformer", lora=2, steps=3, **settings)
-    assert train(corpus, tmp_path / "run", config).finished
+    base = train(corpus, tmp_path / "base", small(model="transformer", steps=1)).model_folder
+    size = {"batch_size": 8, "sequence_length": 10}
+    config = TrainConfig.of(model=str(base), lora=2, steps=3, **size, **settings)
+    run = train(corpus, tmp_path / "run", config)
+    adapter = load_file(run.model_folder / "adapter_model.safetensors")
+    assert any(each.any() for name, each in adapter.items() if "lora_B" in name)
 
 
 # What is refused

@@ -8,7 +8,7 @@ import typer
 from rich.console import Console
 
 import tightlip
-from tightlip.cli.flags import Config, command_of, existing, with_settings
+from tightlip.cli.flags import Config, command_of, existing, parsed, with_settings
 from tightlip.cli.ledger import print_guarantee
 from tightlip.core.errors import UsageError
 from tightlip.core.progress import shown_progress, terminal
@@ -35,7 +35,14 @@ _RECORDED = ("corpus", "start", "versions")  # what a run's own config.toml has 
 _MORE = (
     "Not listed, and there: every flag of tightlip prepare, and the rarer ones in docs/training.md."
 )
-_OF_A_RAW_CORPUS = ("user_column", "text_column", "validation", "tokenizer", "vocabulary_size")
+_OF_A_RAW_CORPUS = (
+    "user_column",
+    "text_column",
+    "format",
+    "validation",
+    "tokenizer",
+    "vocabulary_size",
+)
 
 
 def train(
@@ -59,7 +66,7 @@ def train(
     ] = None,
 ) -> None:
     """Train, from flags and a TOML file."""
-    tables = _tables(config) if config else {}
+    tables, given = _tables(config) if config else {}, parsed([TrainConfig], given)
     if mitigation is not None:
         given = {"mitigation": mitigation, **given}
     settings, prepare, options = (tables.get(table, {}) | _of(given, table) for table in _TABLES)

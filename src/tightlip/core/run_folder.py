@@ -1,7 +1,8 @@
 """What a training run leaves behind, and how to read it.
 
 config.toml         the resolved settings, the corpus and its fingerprints
-model/              the model as training ended, a Hugging Face folder
+model/              the model as training ended, a Hugging Face folder; with --lora an adapter
+merged/             with --merge: the same with the adapter in its weights
 snapshots/epoch-N/  the model on its way; step-N inside an epoch, epoch-0.25 early in the first
 metrics.jsonl       one line per epoch and snapshot
 private.jsonl       under DP: the same lines with losses, which no guarantee covers
@@ -43,7 +44,7 @@ from tightlip.core.settings import read_toml, toml_text
 CONFIG, METRICS, LEDGER, LOG = "config.toml", "metrics.jsonl", "ledger.json", "log.txt"
 PRIVATE_METRICS = "private.jsonl"
 LEDGER_LOCK = f".{LEDGER}.lock"
-MODEL, SNAPSHOTS, CHECKPOINT = "model", "snapshots", "checkpoint"
+MODEL, MERGED, SNAPSHOTS, CHECKPOINT = "model", "merged", "snapshots", "checkpoint"
 DP_CHECK, DP_CHECK_RESULT = "dp_check.json", "dp_check_result.json"
 # Of a checkpoint: no pickle, so nothing in it can run.
 TENSORS, STATE = "tensors.safetensors", "state.json"

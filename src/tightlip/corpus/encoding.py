@@ -10,10 +10,12 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from hashlib import sha256
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from tightlip.core.checksums import checked
 from tightlip.core.errors import UsageError
 from tightlip.core.token_ids import check_token_ids
 
@@ -195,3 +197,22 @@ def tokenizer_fingerprint(tokenizer: Any) -> str:
     else:
         described = {"class": type(tokenizer).__name__, "vocabulary": tokenizer.get_vocab()}
     return sha256(json.dumps(described, sort_keys=True).encode("utf-8")).hexdigest()
+
+
+def saved_tokenizer(folder: str) -> Any:
+    """The tokenizer in a folder that somebody gave."""
+    from transformers import AutoTokenizer
+
+    if not Path(folder).is_dir():
+        raise UsageError(
+            f"tokenizer={folder!r} is not a folder. Give one that holds tokenizer.json."
+        )
+    checked(Path(folder))
+    try:
+        # Unset, transformers asks on the terminal whether to run the folder's code.
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
+        raise UsageError(
+            f"tokenizer={folder!r} cannot be loaded ({str(error).splitlines()[0]}). "
+            "Give a folder that AutoTokenizer.from_pretrained reads."
+        ) from error

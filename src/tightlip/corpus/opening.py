@@ -97,6 +97,8 @@ def tokenised_for(
     fits = stored is not None and stored.tokenizer_fingerprint == fingerprint
     if stored is not None and fits and not with_spans and not is_cut:
         return stored
+    if stored is not None and stored.roles is not None:
+        raise _is_another_text()
     template = str(getattr(tokenizer, "chat_template", None))
     key = {
         "tokenizer": fingerprint,
@@ -120,15 +122,19 @@ def tokenised_for(
     if documents.format == "text" and not is_cut:
         corpus = tokenize_documents(documents.batches(), tokenizer, folder, with_spans=with_spans)
     elif with_spans:
-        raise UsageError(
-            "The corpus holds chats, or rows that training cut off, which each model's own tokenizer makes another text of, so "
-            "a public model with another tokenizer cannot be set beside it. Give a public model with the same tokenizer."
-        )
+        raise _is_another_text()
     else:
         reader = RolesReader(tokenizer, TextSettings(**source.columns))
-        corpus = write_role_tokens(reader, documents, tokenizer, folder)
+        corpus = write_role_tokens(reader.documents(documents), reader, tokenizer, folder)
     write_json(key_file, {"key": key, "num_skipped": documents.num_skipped})
     return corpus
+
+
+def _is_another_text() -> UsageError:
+    return UsageError(
+        "The corpus holds chats, or rows that training cut off, which each model's own tokenizer makes another text of, so "
+        "a public model with another tokenizer cannot be set beside it. Give a public model with the same tokenizer."
+    )
 
 
 def _check_plain(source: CorpusSource) -> None:

@@ -13,13 +13,12 @@ Everything else follows from the source, the settings and the seed, but for a vo
 import contextlib
 import os
 import secrets
-from collections import Counter
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from tightlip.core import register
-from tightlip.core.checksums import checked, checked_whole
+from tightlip.core.checksums import checked_whole
 from tightlip.core.errors import DamagedError, GuaranteeError, UsageError
 from tightlip.core.files import (
     claimed,
@@ -34,7 +33,7 @@ from tightlip.core.files import (
 from tightlip.core.progress import log, task
 from tightlip.core.settings import takes
 from tightlip.corpus.cleaning import Cleaner
-from tightlip.corpus.encoding import tokenizer_fingerprint
+from tightlip.corpus.encoding import saved_tokenizer, tokenizer_fingerprint
 from tightlip.corpus.history import (
     ID,
     fingerprints,
@@ -49,9 +48,16 @@ from tightlip.corpus.history import (
     step_of,
     vocabulary_behind,
 )
-from tightlip.corpus.prepare_config import PrepareConfig, SplitBy, Splitter
+from tightlip.corpus.prepare_chats import (
+    is_of_chats,
+    refuse_rendered,
+    template_fingerprint,
+    write_chats,
+)
+from tightlip.corpus.prepare_config import PrepareConfig, check_split, splitter_for
 from tightlip.corpus.private_vocabulary import build_private_tokenizer
 from tightlip.corpus.readers import Corpus, open_corpus
+from tightlip.corpus.rendered import template_of
 from tightlip.corpus.shared_text import standing_in_training
 from tightlip.corpus.tables import AttributeTypes, TableWriter
 from tightlip.corpus.tokens import TokenizedCorpus, open_tokenized, tokenize_documents
@@ -160,12 +166,13 @@ def prepare_corpus(source: Any, out: Path, config: PrepareConfig) -> PreparedCor
     """
     corpus = _opened(source, config)
     held_out = held_out_corpus(config)
-    given = _load_tokenizer(config.tokenizer) if config.tokenizer is not None else None
+    given = saved_tokenizer(config.tokenizer) if config.tokenizer is not None else None
     identity: dict[str, Any] = {
         "settings": asdict(config),
         "source_fingerprint": corpus.fingerprint(),
         "validation_fingerprint": None if held_out is None else held_out.fingerprint(),
         "given_tokenizer_fingerprint": None if given is None else tokenizer_fingerprint(given),
+        "template_fingerprint": template_fingerprint(corpus, given, config),
     }
     with claimed(out):
         if names_in(out):
@@ -182,18 +189,19 @@ def _write_prepared(
     out: Path,
     config: PrepareConfig,
 ) -> None:
+    of_chats = is_of_chats(corpus, given, config)
     whose = _name_for(corpus, identity["source_fingerprint"], config)
     with folder_written_whole(out) as folder:
         write_sealed(folder / ID, whose)
         source, people = identity["source_fingerprint"], whose["people"]
         done = [*corpus.history, step_of(identity["settings"], source, people)]
-        statistics = _write_documents(corpus, folder, config, metadata_of(done))
-        if held_out is not None:
-            # By itself: what it holds depends on no text that is trained on.
-            path = folder / "validation.parquet"
-            cleaner, _ = _write_cleaned(held_out, path, config, " validation")
-            statistics["validation_source"] = cleaner.statistics(held_out.num_skipped)
-        tokenizer = _save_tokenizer(folder, given, config)
+        metadata = metadata_of(done)
+        if of_chats:
+            tokenizer = _save_tokenizer(folder, given, config)
+            statistics = write_chats(corpus, held_out, tokenizer, folder, config, metadata)
+        else:
+            statistics = _write_documents(corpus, held_out, folder, config, metadata)
+            tokenizer = _save_tokenizer(folder, given, config)
         statistics |= _write_tokens(folder, tokenizer, config)
         if held_out is not None:
             statistics["warnings"] += _warnings_of_held_out(folder, held_out)
@@ -228,11 +236,13 @@ def _name_for(corpus: Corpus, source: str, config: PrepareConfig) -> dict[str, A
 
 
 def _opened(source: Any, config: PrepareConfig) -> Corpus:
+    refuse_rendered(source)
     return open_corpus(
         source,
         user_column=config.user_column,
         text_column=config.text_column,
         bad_rows=config.bad_rows,
+        format=config.format,
     )
 
 
@@ -267,7 +277,11 @@ def _already_there(out: Path, identity: dict[str, Any]) -> PreparedCorpus:
         for name, value in identity["settings"].items()
         if record["settings"].get(name) != value
     ]
-    what = f"other settings ({', '.join(changed)})" if changed else "another source or tokenizer"
+    what = (
+        f"other settings ({', '.join(changed)})"
+        if changed
+        else "another source, tokenizer or chat template"
+    )
     if not changed and not same_text:
         what = f"other text in {identity['settings']['validation']}"
     raise UsageError(f"{out} exists with {what}. Choose another --out, or delete it first.")
@@ -294,13 +308,17 @@ def _vocabulary_facts(config: PrepareConfig, marks: set[str]) -> dict[str, Any]:
 
 
 def _write_documents(
-    corpus: Corpus, folder: Path, config: PrepareConfig, metadata: dict[bytes, bytes] | None
+    corpus: Corpus,
+    held_out: Corpus | None,
+    folder: Path,
+    config: PrepareConfig,
+    metadata: dict[bytes, bytes] | None,
 ) -> dict[str, Any]:
     """train.parquet and validation.parquet; returns what is known before tokenising."""
     cleaned, held = folder / "cleaned.parquet", folder / "validation.parquet"
     cleaner, types = _write_cleaned(corpus, cleaned, config)
-    per_user, split = cleaner.documents_per_user, cast(SplitBy, config.split)
-    splitter = Splitter(per_user, split=split, holdout=config.holdout, seed=config.seed)
+    per_user = cleaner.documents_per_user
+    splitter = splitter_for(per_user, config)
     with (
         TableWriter(folder / "train.parquet", types, metadata) as train,
         TableWriter(held, types, metadata) as rest,
@@ -310,10 +328,15 @@ def _write_documents(
             train.write(batch, [not is_out for is_out in out])
             rest.write(batch, out)
     cleaned.unlink()
-    _check_split(train.num_rows, rest.num_rows, per_user, config)
-    if split == "none":
+    check_split(train.num_rows, rest.num_rows, per_user, config)
+    if config.split == "none":
         held.unlink()
-    return cleaner.statistics(corpus.num_skipped)
+    statistics = cleaner.statistics(corpus.num_skipped)
+    if held_out is not None:
+        # By itself: what it holds depends on no text that is trained on.
+        cleaner, _ = _write_cleaned(held_out, held, config, " validation")
+        statistics["validation_source"] = cleaner.statistics(held_out.num_skipped)
+    return statistics
 
 
 def _write_cleaned(
@@ -352,26 +375,13 @@ def _warnings_of_held_out(folder: Path, held_out: Corpus) -> list[str]:
     return warnings
 
 
-def _check_split(
-    num_kept: int, num_held: int, documents_per_user: Counter[str], config: PrepareConfig
-) -> None:
-    if not num_kept:
-        raise UsageError(
-            f"holdout={config.holdout} by {config.split} leaves nothing to train on. Use a smaller --holdout."
-        )
-    if config.split != "none" and not num_held:
-        raise UsageError(
-            f"holdout={config.holdout} by {config.split} holds out nothing: {len(documents_per_user)} users with "
-            f"at most {max(documents_per_user.values())} documents each. Use a larger --holdout, split by "
-            f"{'user' if config.split == 'document' else 'document'}, or --split none."
-        )
-
-
 def _save_tokenizer(folder: Path, given: Any, config: PrepareConfig) -> Any:
     """The tokenizer as it will be read later, which is what the tokens must come from."""
     tokenizer = given or _built_tokenizer(open_corpus(folder / "train.parquet"), config)
+    if config.chat_template is not None:  # the model will be asked in the way that it was taught
+        tokenizer.chat_template = template_of(tokenizer, config)
     tokenizer.save_pretrained(folder / "tokenizer")
-    return _load_tokenizer(str(folder / "tokenizer"))
+    return saved_tokenizer(str(folder / "tokenizer"))
 
 
 def _built_tokenizer(corpus: Corpus, config: PrepareConfig) -> Any:
@@ -385,32 +395,15 @@ def _built_tokenizer(corpus: Corpus, config: PrepareConfig) -> Any:
     )
 
 
-def _load_tokenizer(folder: str) -> Any:
-    from transformers import AutoTokenizer
-
-    if not Path(folder).is_dir():
-        raise UsageError(
-            f"tokenizer={folder!r} is not a folder. Give one that holds tokenizer.json."
-        )
-    checked(Path(folder))
-    try:
-        # Unset, transformers asks on the terminal whether to run the folder's code.
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
-        raise UsageError(
-            f"tokenizer={folder!r} cannot be loaded ({str(error).splitlines()[0]}). "
-            "Give a folder that AutoTokenizer.from_pretrained reads."
-        ) from error
-
-
 def _write_tokens(folder: Path, tokenizer: Any, config: PrepareConfig) -> dict[str, Any]:
     splits: dict[str, Any] = {}
     for split in ("train", "validation"):
         if (folder / f"{split}.parquet").exists():
-            batches = open_corpus(folder / f"{split}.parquet").batches()
-            description = f"Tokenising {split}"
-            tokens = tokenize_documents(batches, tokenizer, folder / split, description=description)
-            splits[split] = tokens.statistics(tokenizer.unk_token_id)
+            if not (folder / split).exists():  # as those of chats do
+                batches = open_corpus(folder / f"{split}.parquet").batches()
+                what = f"Tokenising {split}"
+                tokenize_documents(batches, tokenizer, folder / split, description=what)
+            splits[split] = open_tokenized(folder / split).statistics(tokenizer.unk_token_id)
     num_tokens, num_unknown = (
         sum(split[name] for split in splits.values()) for name in ("tokens", "unknown_tokens")
     )

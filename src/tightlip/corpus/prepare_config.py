@@ -1,11 +1,12 @@
 """Everything that decides what a prepared corpus holds, checked before any text is read."""
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from datetime import date
 from hashlib import blake2b
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal, cast
 
 import numpy as np
 
@@ -65,7 +66,7 @@ class TextSettings(ColumnSettings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PrepareConfig(ColumnSettings):
+class PrepareConfig(TextSettings):
     """Everything that decides what a prepared corpus holds.
 
     `validation` is a file of held-out text; nothing is then split off the corpus.
@@ -221,6 +222,22 @@ class PrepareConfig(ColumnSettings):
             )
 
 
+def check_split(
+    num_kept: int, num_held: int, documents_per_user: Counter[str], config: PrepareConfig
+) -> None:
+    """Refuse a split that leaves one of its sides empty."""
+    if not num_kept:
+        raise UsageError(
+            f"holdout={config.holdout} by {config.split} leaves nothing to train on. Use a smaller --holdout."
+        )
+    if config.split != "none" and not num_held:
+        raise UsageError(
+            f"holdout={config.holdout} by {config.split} holds out nothing: {len(documents_per_user)} users with "
+            f"at most {max(documents_per_user.values())} documents each. Use a larger --holdout, split by "
+            f"{'user' if config.split == 'document' else 'document'}, or --split none."
+        )
+
+
 # Which documents are held out of training: some of each user, whole users, or by their own text
 
 
@@ -277,6 +294,12 @@ class Splitter:
             held = held_out_documents(user, num_documents, holdout=self._holdout, seed=self._seed)
             self._held[user] = iter(held.tolist())
         return next(self._held[user])
+
+
+def splitter_for(documents_per_user: dict[str, int], config: PrepareConfig) -> Splitter:
+    """Who says what the settings hold out; one has asked for every document once."""
+    split = cast(SplitBy, config.split)
+    return Splitter(documents_per_user, split=split, holdout=config.holdout, seed=config.seed)
 
 
 def _place(seed: int, user: str, what: int | str | None) -> bytes:

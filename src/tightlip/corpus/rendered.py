@@ -43,6 +43,7 @@ class RoleTokens:
     ids: np.ndarray
     roles: np.ndarray
     trained: np.ndarray
+    beside: dict[str, Any]  # the row's further columns
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +76,7 @@ class RolesReader:
         # Rows are of one kind, so the first tells whether there is anything to render.
         has_chats = any(isinstance(row.document, Conversation) for row in some[:1])
         with Renderer(
-            _template(self._tokenizer, settings) if has_chats else "",
+            template_of(self._tokenizer, settings) if has_chats else "",
             date=settings.template_date,
             values=dict(self._tokenizer.special_tokens_map),
         ) as renderer:
@@ -211,7 +212,13 @@ class RolesReader:
             num_before = 0 if self.begins_itself else len(begin_ids(self._tokenizer))
             trained[max(0, self._settings.max_length - num_before) :] = 0
         return RoleTokens(
-            user=row.user, content=content, ids=ids, roles=roles, trained=trained, spoken=spoken
+            user=row.user,
+            content=content,
+            ids=ids,
+            roles=roles,
+            trained=trained,
+            spoken=spoken,
+            beside=row.beside,
         )
 
     def _number(self, role: str) -> int:
@@ -249,7 +256,8 @@ def _overlap(spans: np.ndarray, start: int, end: int) -> np.ndarray:
     return (spans[:, 0] < end) & (spans[:, 1] > start) & (spans[:, 0] < spans[:, 1])
 
 
-def _template(tokenizer: Any, settings: TextSettings) -> str:
+def template_of(tokenizer: Any, settings: TextSettings) -> str:
+    """The chat template that is given, or the tokenizer's own."""
     if settings.chat_template is not None:
         path = Path(settings.chat_template)
         if not path.is_file() or path.stat().st_size > MOST_TEMPLATE_BYTES:

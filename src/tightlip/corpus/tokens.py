@@ -184,11 +184,13 @@ def tokenize_documents(
     return open_tokenized(folder)
 
 
-def write_role_tokens(reader: Any, corpus: Any, tokenizer: Any, folder: Path) -> TokenizedCorpus:
+def write_role_tokens(
+    documents: Iterable[Any], reader: Any, tokenizer: Any, folder: Path
+) -> TokenizedCorpus:
     """The same of documents that come as tokens with roles, out of a `rendered.RolesReader`."""
     with folder_written_whole(folder) as beside, task("Tokenising", None) as bar:
         writer = _Writer(beside, "roles", "trained")
-        for each in reader.documents(corpus):
+        for each in documents:
             further = {"roles": each.roles, "trained": each.trained}
             writer.add(each.user, each.content, tokens=each.ids, **further)
             bar.advance()

@@ -43,7 +43,12 @@ from tightlip.models.folders import (
     stored_shapes,
 )
 from tightlip.models.gguf import gguf_file, load_gguf, tokenizer_of_gguf
-from tightlip.models.quantised import method_of, quantisation, without_fetched_kernels
+from tightlip.models.quantised import (
+    SERVED_THRESHOLD,
+    method_of,
+    quantisation,
+    without_fetched_kernels,
+)
 
 
 def load_causal_lm(
@@ -52,6 +57,7 @@ def load_causal_lm(
     device: str | torch.device = "cpu",
     dtype: torch.dtype | None = None,
     quantize: str | None = None,
+    int8_threshold: float = SERVED_THRESHOLD,
     device_map: str | None = None,
     max_memory: dict[int | str, int | str] | None = None,
     adapted: Callable[[PreTrainedModel], PreTrainedModel] | None = None,
@@ -59,7 +65,8 @@ def load_causal_lm(
     """The language model in `folder`, ready to be asked (evaluation mode).
 
     `folder` may also be a GGUF file, or hold one and nothing else of a model. `dtype` is the one
-    the weights were saved in unless given; of a GGUF file float32. `quantize` is 4bit or 8bit.
+    the weights were saved in unless given; of a GGUF file float32. `quantize` is 4bit or 8bit, and
+    of 8bit columns beyond `int8_threshold` anywhere in a batch are kept whole, with 0 none.
     With `device_map="auto"` layers go where there is room, `max_memory` at most: GPUs, then
     memory, then disk. `adapted` puts an adapter on it.
 
@@ -71,7 +78,10 @@ def load_causal_lm(
     folder = Path(folder)
     register_configurations()
     if (file := gguf_file(folder)) is None:
-        model, info = _from_folder(folder, dtype, device, quantize, device_map, max_memory)
+        bits = None
+        if quantize is not None:
+            bits = quantisation(quantize, folder, dtype, threshold=int8_threshold)
+        model, info = _from_folder(folder, dtype, device, quantize, bits, device_map, max_memory)
     else:
         check_plain(f"{folder} is a GGUF file", quantize, device_map)
         model, info = load_gguf(file, dtype)
@@ -104,6 +114,7 @@ def _from_folder(
     dtype: torch.dtype | None,
     device: str | torch.device,
     quantize: str | None,
+    bits: Any,
     device_map: str | None,
     max_memory: dict[int | str, int | str] | None,
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
@@ -116,8 +127,8 @@ def _from_folder(
     placing: dict[str, Any] = {}
     if is_quantised_as(folder, quantize):
         placing["device_map"] = {"": device}  # such weights cannot all be moved afterwards
-    if quantize is not None:
-        placing["quantization_config"] = quantisation(quantize, folder, dtype)
+    if bits is not None:
+        placing["quantization_config"] = bits
     offloaded = None
     if device_map is not None:
         if find_spec("accelerate") is None:

@@ -27,6 +27,7 @@ PACKAGES = {
 # Activations in eight bits round to one part in 127, and LLM.int8 lets the largest of all rows
 # decide what is kept whole. A model that looks ahead is off by far more.
 ROUNDING = 0.05
+SERVED_THRESHOLD = 6.0  # of LLM.int8, as it is usually served
 
 
 def method_of(folder: Path, written: dict[str, Any]) -> str | None:
@@ -61,13 +62,15 @@ def check_installed(method: str, what: str) -> None:
         )
 
 
-def quantisation(bits: str, folder: Path, dtype: torch.dtype | None) -> Any:
+def quantisation(
+    bits: str, folder: Path, dtype: torch.dtype | None, *, threshold: float = SERVED_THRESHOLD
+) -> Any:
     """What `--quantize` asks of transformers: NF4, or int8 with columns beyond 6 kept whole."""
     from transformers import BitsAndBytesConfig
 
     check_installed("bitsandbytes", f"--quantize {bits} of {folder}")
     if bits == "8bit":
-        return BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=6.0)
+        return BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=threshold)
     return BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",

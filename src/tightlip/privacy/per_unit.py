@@ -291,7 +291,7 @@ def without_dropout(model: nn.Module) -> Iterator[None]:
     """The model in evaluation mode, but for layers that the way back is to compute once more:
     transformers keeps checkpoints in training only. Dropout stays off in them too."""
     model.eval()
-    _keep_differentiable(model)
+    keep_differentiable(model)
     layers = [
         module
         for module in model.modules()
@@ -308,7 +308,7 @@ def without_dropout(model: nn.Module) -> Iterator[None]:
             layer.training = False
 
 
-def _keep_differentiable(model: nn.Module) -> None:
+def keep_differentiable(model: nn.Module) -> None:
     """Keep bitsandbytes from packing weights of 4 bits anew for inference on a CPU, as it does in
     evaluation mode: no gradient passes such a layer, without a word."""
     for name, module in model.named_modules():

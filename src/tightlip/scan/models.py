@@ -289,6 +289,7 @@ def _adapted(
         fingerprint=adapter.fingerprint(model_fingerprint),
         files=served(adapter.fingerprint(files_fingerprint), options),
         load=lambda: base.load(adapter.applied),
+        begins=base.begins or run_around(adapter.folder) is not None,
         notes=(*base.notes, f"The adapter is applied, unmerged, to {adapter.base}."),
         open_base=open_base,
     )

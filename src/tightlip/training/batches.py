@@ -5,7 +5,8 @@ then nothing; documents are never joined. Shapes: B rows, T ids, N targets.
 """
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -27,7 +28,7 @@ class Rows:
     """Where each row's ids stand in a corpus; nothing is copied ahead.
 
     Row i is tokens[starts[i] : starts[i] + lengths[i]], after a BOS where begins[i]. Its first
-    id is context, every other a target.
+    id is context, every other a target, or of chats those that `trained` marks among the tokens.
     """
 
     tokens: np.ndarray
@@ -38,25 +39,37 @@ class Rows:
     documents: np.ndarray
     bos: int | None
     pad: int
+    trained: np.ndarray | None = None
 
     def __len__(self) -> int:
         return len(self.starts)
 
     @property
-    def num_targets(self) -> np.ndarray:
+    def num_inputs(self) -> np.ndarray:
+        """How many ids of each row a model is fed."""
         return self.lengths + self.begins - 1
+
+    @cached_property
+    def num_targets(self) -> np.ndarray:
+        if self.trained is None:
+            return self.num_inputs
+        before = np.concatenate([[0], np.cumsum(self.trained, dtype=np.int64)])
+        return before[self.starts + self.lengths] - before[self.starts + 1 - self.begins]
 
     def targets(self) -> np.ndarray:
         """Every id that is predicted, row after row."""
-        ends = np.cumsum(self.num_targets)
-        first = self.starts + 1 - self.begins - (ends - self.num_targets)
-        places = np.repeat(first, self.num_targets) + np.arange(ends[-1])
+        ends = np.cumsum(self.num_inputs)
+        first = self.starts + 1 - self.begins - (ends - self.num_inputs)
+        places = np.repeat(first, self.num_inputs) + np.arange(ends[-1])
+        if self.trained is not None:
+            places = places[self.trained[places] > 0]
         return np.asarray(self.tokens[places], np.int64)
 
     def fingerprint(self) -> str:
         """SHA-256 of which tokens are rows, whatever the tokens are."""
         digest = hashlib.sha256(f"{self.bos} {self.pad}".encode())
-        for part in (self.starts, self.lengths, self.begins):
+        marks = () if self.trained is None else (self.trained,)
+        for part in (self.starts, self.lengths, self.begins, *marks):
             digest.update(np.ascontiguousarray(part).data)
         return digest.hexdigest()
 
@@ -69,14 +82,17 @@ def rows_of(
     pad: int | None = None,
     without_users: frozenset[int] = frozenset(),
 ) -> Rows:
-    """Rows of at most `sequence_length` targets, none with none.
+    """Rows of at most `sequence_length` targets, none with none; a corpus that begins itself is given
+    no `bos`.
 
     A long document is cut; each further row begins with the token before it, as context.
 
     Holds:
-        once: every token is a target exactly once, but for a first one without BOS.
+        once: every token is a target exactly once, but for a first one without BOS, and for those
+            that the corpus says are not trained on.
         left_out: no row holds a token of `without_users`.
     """
+    bos = None if corpus.begins_itself else bos
     bounds = np.asarray(corpus.bounds, np.int64)
     kept = ~np.isin(np.asarray(corpus.users), list(without_users))
     has_bos = bos is not None
@@ -89,7 +105,7 @@ def rows_of(
     begins = (place == 0) & has_bos
     # The context of target t is token t - 1 with a BOS in front, else token t.
     starts = bounds[document] + first_target - (has_bos & ~begins)
-    return Rows(
+    rows = Rows(
         tokens=corpus.tokens,
         starts=starts,
         lengths=(targets + 1 - begins).astype(np.int32),
@@ -98,7 +114,15 @@ def rows_of(
         documents=document,
         bos=bos,
         pad=0 if pad is None else pad,
+        trained=corpus.trained,
     )
+    return rows if rows.trained is None else _with_targets(rows)
+
+
+def _with_targets(rows: Rows) -> Rows:
+    """Those rows of which anything is trained on."""
+    kept, names = rows.num_targets > 0, ("starts", "lengths", "begins", "users", "documents")
+    return replace(rows, **{name: getattr(rows, name)[kept] for name in names})
 
 
 def epoch_order(
@@ -146,6 +170,7 @@ class Batch:
     places_N: Tensor  # of the targets, in `targets` laid out flat
     target_ids_N: Tensor
     users_B: Tensor
+    num_inputs_B: Tensor
 
     @property
     def inputs(self) -> Tensor:
@@ -179,7 +204,10 @@ def gather(rows: Rows, chosen: np.ndarray, *, widths: tuple[int, ...] = ()) -> B
     ids_BT[~real_BT] = rows.pad
     if rows.bos is not None:
         ids_BT[rows.begins[chosen], 0] = rows.bos
-    labels_BT = np.where(real_BT & (places_1T > 0), ids_BT, NO_LABEL)
+    is_target_BT = real_BT & (places_1T > 0)
+    if rows.trained is not None:
+        is_target_BT &= rows.trained[np.maximum(where_BT, 0)] > 0
+    labels_BT = np.where(is_target_BT, ids_BT, NO_LABEL)
     targets = labels_BT[:, 1:].ravel()
     places_N = np.flatnonzero(targets != NO_LABEL)
     return Batch(
@@ -188,6 +216,7 @@ def gather(rows: Rows, chosen: np.ndarray, *, widths: tuple[int, ...] = ()) -> B
         places_N=torch.from_numpy(places_N),
         target_ids_N=torch.from_numpy(targets[places_N]),
         users_B=torch.from_numpy(rows.users[chosen].astype(np.int64)),
+        num_inputs_B=torch.from_numpy(rows.num_inputs[chosen].astype(np.int64)),
     )
 
 
@@ -205,7 +234,7 @@ class TokenRows:
 
     def __init__(self, rows: Rows, unit_of_row: np.ndarray, fingerprint: str = "") -> None:
         self.rows, self.unit_of_row, self.fingerprint = rows, unit_of_row, fingerprint
-        self.lengths = np.asarray(rows.num_targets)
+        self.lengths = np.asarray(rows.num_inputs)
 
     def gather(self, rows: np.ndarray, width: int) -> tuple[Tensor, Tensor]:
         """Ids and targets of `width` positions; a row of -1 is padding without a target."""

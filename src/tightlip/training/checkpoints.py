@@ -6,6 +6,7 @@ and dropout are functions of the seed and the step.
 """
 
 import math
+import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,10 @@ from torch.optim import Optimizer
 
 from tightlip.core import run_folder
 from tightlip.core.errors import UsageError
+from tightlip.training.lora import adapter_tensors, has_adapters
 from tightlip.training.mitigations import Mitigation
+from tightlip.training.plan import Plan
+from tightlip.training.recipe import Recipe
 
 
 @dataclass(kw_only=True)
@@ -67,14 +71,21 @@ def load_checkpoint(
     weights = run_folder.part_of(tensors, "model")
     if {*model_tensors(model)} != {*weights}:
         raise UsageError(f"{latest} was saved from a model of another shape. Choose another --out.")
-    model.load_state_dict(weights, strict=False)
+    if has_adapters(model):
+        for name, tensor in model_tensors(model).items():
+            tensor.copy_(weights[name])
+    else:
+        model.load_state_dict(weights, strict=False)
     run_folder.load_optimizer_tensors(optimizer, run_folder.part_of(tensors, "optimizer"))
     mitigation.load_state_dict(run_folder.part_of(tensors, "mitigation"))
     return states[latest]
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """The weights by name, tied ones once: safetensors refuses shared memory."""
+    """The weights by name, tied ones once: safetensors refuses shared memory. Of a model with
+    adapters only these, since nothing else changes."""
+    if has_adapters(model):
+        return adapter_tensors(model)
     kept: dict[str, Tensor] = {}
     seen: set[tuple[int, torch.Size]] = set()
     for name, tensor in model.state_dict().items():
@@ -83,6 +94,41 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
             kept[name] = tensor
             seen.add(where)
     return kept
+
+
+def keep_last(folder: Path, metrics: list[dict[str, Any]], number: int) -> None:
+    """Take away the snapshots that these metrics name, but for the last so many."""
+    names = list(dict.fromkeys(line["snapshot"] for line in metrics if line.get("snapshot")))
+    there = folder / run_folder.SNAPSHOTS
+    for path in [there / name for name in names[:-number]]:
+        # What lies elsewhere is not ours to take away.
+        if path.is_dir() and not path.is_symlink() and not there.is_symlink():
+            shutil.rmtree(path)
+
+
+def check_disk(out: Path, model: nn.Module, plan: Plan, recipe: Recipe) -> None:
+    """Refuse a run that will not find room for its snapshots, before anything is charged for it."""
+    weights = sum(each.nbytes for each in model_tensors(model).values())
+    trained = sum(each.nbytes for each in model.parameters() if each.requires_grad)
+    one = weights + _size_of(Path(recipe.tokenizer.name_or_path), "*")
+    keep = recipe.options.keep_snapshots
+    # A new one is whole before the first of those kept goes.
+    planned = plan.num_snapshots if keep is None else min(plan.num_snapshots, keep + 1)
+    left = max(0, planned - len([*(out / run_folder.SNAPSHOTS).glob("*-*")]))
+    needed = one * (left + 1) + 2 * (weights + 2 * trained)  # and the model, and two checkpoints
+    if recipe.options.merge:
+        needed += _size_of(Path(recipe.config.model), "*.safetensors")
+    free = shutil.disk_usage(out).free
+    if needed > free:
+        raise UsageError(
+            f"{out} has {free / 1e9:,.2f} GB free, and the run would need {needed / 1e9:,.2f} GB: {left:,} snapshots of "
+            f"{one / 1e9:,.2f} GB each, the model and what a stopped run goes on from. Keep fewer (--keep-snapshots 2, "
+            "--snapshot none), train adapters (--lora 16), or give an --out on a larger disk."
+        )
+
+
+def _size_of(folder: Path, pattern: str) -> int:
+    return sum(path.stat().st_size for path in folder.glob(pattern) if path.is_file())
 
 
 class RunningLoss:

@@ -11,13 +11,14 @@ from tightlip.core.settings import (
     Settings,
     check_names,
     names_in,
+    separated,
     setting,
     settings_of,
 )
 
 BUILT_IN_MODELS = ("lstm", "gru", "transformer")
 DEFAULT_EPOCHS = 5.0
-_LENGTH = "How long"
+_LENGTH, _LORA = "How long", "Adapters"
 _SHAPE = (
     "embedding_size",
     "hidden_size",
@@ -26,6 +27,7 @@ _SHAPE = (
     "dropout",
     "tie_word_embeddings",
 )
+_OF_LORA = ("lora_alpha", "lora_targets", "lora_dropout", "load_in")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,9 +90,30 @@ class TrainConfig(Settings):
     model: str = setting("lstm", "lstm, gru, transformer, or a model folder to go on from.")
     lora: int | None = setting(
         None,
-        "Train LoRA adapters of this rank instead of the weights.",
+        "Train LoRA adapters of this rank on --model DIR instead of its weights.",
         at_least=1,
         at_most=LARGEST_SIZE,
+        panel=_LORA,
+    )
+    lora_alpha: float | None = setting(
+        None,
+        "What adapters add is times this / rank.",
+        above=0,
+        default_words="twice the rank",
+        panel=_LORA,
+    )
+    lora_targets: tuple[str, ...] | None = setting(
+        None,
+        "Layers that get adapters, commas between, such as q_proj,v_proj.",
+        parse=separated(str),
+        default_words="all linear ones but the output's",
+        panel=_LORA,
+    )
+    lora_dropout: float = setting(
+        0.0, "Share of an adapter's inputs left out.", at_least=0, below=1, panel=_LORA
+    )
+    load_in: str | None = setting(
+        None, "Hold the frozen base in few bits.", choices=("4bit", "8bit"), panel=_LORA
     )
     embedding_size: int = setting(
         128, "Size of a word's embedding; of LSTM and GRU.", at_least=1, at_most=LARGEST_SIZE
@@ -154,6 +177,7 @@ class TrainConfig(Settings):
             )
         super().__post_init__()
         self._check_model()
+        self._check_adapters()
         self._check_length()
         if self.momentum and self.optimizer != "sgd":
             raise UsageError(
@@ -192,6 +216,7 @@ class TrainConfig(Settings):
         """The settings that have a value and a meaning: of a given model not the shape, which is
         its own; those of the mitigation in a table of their own."""
         without = {*(() if self.model in BUILT_IN_MODELS else _SHAPE)}
+        without |= {*(_OF_LORA if self.lora is None else ())}
         tree = {name: value for name, value in super().tree().items() if name not in without}
         tree["mitigation"] = self.mitigation.name
         own = self.mitigation.tree()
@@ -209,6 +234,19 @@ class TrainConfig(Settings):
                     f"{each.name}={getattr(self, each.name)} shapes a built-in model, and {self.model} has "
                     f"a shape of its own. Leave it out."
                 )
+
+    def _check_adapters(self) -> None:
+        if self.lora is None:
+            for each in settings_of(type(self)):
+                if each.name in _OF_LORA and (value := getattr(self, each.name)) != each.default:
+                    raise UsageError(
+                        f"{each.name}={value} is about adapters, and without them it would do nothing. Add --lora 16, or leave it out."
+                    )
+        elif self.model in BUILT_IN_MODELS:
+            raise UsageError(
+                f"lora={self.lora} adapts a model that knows something already, and a new {self.model} would stay as random as it "
+                "begins. Give --model DIR, a Transformer's folder, or leave lora out."
+            )
 
     def _check_length(self) -> None:
         if self.epochs is not None and self.steps is not None:
@@ -257,4 +295,14 @@ class RunOptions(Settings):
         at_least=1,
         default_words="8 on a CPU, on a GPU what a step draws",
         hidden=True,
+    )
+    keep_snapshots: int | None = setting(
+        None,
+        "Keep only the last so many snapshots.",
+        at_least=1,
+        default_words="all",
+        panel=_LENGTH,
+    )
+    merge: bool = setting(
+        False, "The merged model too, in RUN/merged.", flag="--merge", panel=_LORA
     )

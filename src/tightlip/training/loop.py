@@ -20,6 +20,7 @@ from tightlip.core.run_folder import (
     CHECKPOINT,
     LEDGER,
     LOG,
+    MERGED,
     MODEL,
     RunRecord,
     abandon_run,
@@ -37,8 +38,16 @@ from tightlip.core.run_folder import (
 )
 from tightlip.corpus.history import learnt_from
 from tightlip.corpus.prepare import corpus_id
-from tightlip.training.checkpoints import Progress, RunningLoss, load_checkpoint, save_checkpoint
+from tightlip.training.checkpoints import (
+    Progress,
+    RunningLoss,
+    check_disk,
+    keep_last,
+    load_checkpoint,
+    save_checkpoint,
+)
 from tightlip.training.config import BUILT_IN_MODELS, RunOptions, TrainConfig
+from tightlip.training.lora import check_mergeable
 from tightlip.training.losses import (
     Forward,
     is_finite,
@@ -50,7 +59,13 @@ from tightlip.training.losses import (
 from tightlip.training.mitigations import Mitigation, RunContext
 from tightlip.training.plan import Plan, build_optimizer, set_learning_rate
 from tightlip.training.recipe import SAME_RUN, Recipe, recipe_for, with_canaries
-from tightlip.training.starting import check_fits, runs_behind, save_model, starting_model
+from tightlip.training.starting import (
+    check_fits,
+    runs_behind,
+    save_merged,
+    save_model,
+    starting_model,
+)
 
 if TYPE_CHECKING:
     from tightlip.corpus.prepare import PreparedCorpus
@@ -77,6 +92,8 @@ def train_model(
         untouched: a finished run with the same settings is returned as it is.
     """
     out, options = Path(out), options or RunOptions()
+    if options.merge:
+        check_mergeable(config)
     device = torch.device(usable_device(options.device, bf16=options.bf16))
     mitigation: Mitigation = look_up("mitigation", config.mitigation.name)()
     recipe = recipe_for(corpus, out, config, options, without_users)
@@ -85,6 +102,9 @@ def train_model(
     if is_finished(out):
         run = open_run(out)
         shutil.rmtree(out / CHECKPOINT, ignore_errors=True)  # of a run killed at its very end
+        if options.merge and not (out / MERGED).exists():
+            with claimed(out):
+                save_merged(out)
         return run
     is_new = not out.exists()
     with claimed(out):
@@ -117,9 +137,10 @@ class Training:
             config=self.config,
             steps_per_epoch=self.mitigation.steps_per_epoch(recipe.rows, self.config),
         )
-        self.model = starting_model(self.config, recipe.tokenizer)
+        self.model = starting_model(self.config, recipe.tokenizer, device)
         check_fits(self.model, self.config, int(recipe.rows.tokens.max()))
-        self.model.to(device).train()
+        check_disk(out, self.model, self.plan, recipe)
+        self.model.train()
         compiles = self.config.mitigation.takes_whole_batches and not is_recurrent(self.model)
         self.forward = Forward(
             self.model,
@@ -199,6 +220,12 @@ class Training:
         if self.plan.ends_epoch(step):
             progress.loss_nats, progress.num_targets, progress.seconds = 0.0, 0, 0.0
             self.save()
+        self.drop_old_snapshots()
+
+    def drop_old_snapshots(self) -> None:
+        if self.options.keep_snapshots is not None:
+            self.save()  # first: no resumption goes back to before what is taken away
+            keep_last(self.out, self.progress.metrics, self.options.keep_snapshots)
 
     def measure(self) -> dict[str, Any]:
         """A line of metrics. Training loss and seconds run from the epoch's start."""
@@ -303,7 +330,10 @@ class Training:
     def finish(self) -> None:
         """Leave the model and what may be said of it; the ledger comes last and marks the end."""
         progress = self.progress
+        self.drop_old_snapshots()  # a killed run may have been about to
         self.save_model(self.out / MODEL)
+        if self.options.merge:
+            save_merged(self.out)
         if self.config.until_perplexity is not None and progress.stop != "target perplexity":
             log.warning("until_perplexity=%g was not reached.", self.config.until_perplexity)
         if progress.stop == BUDGET:
@@ -357,12 +387,12 @@ class Training:
         return error
 
     def described(self) -> str:
-        num_parameters = sum(parameter.numel() for parameter in self.model.parameters())
+        trained = [each.numel() for each in self.model.parameters() if each.requires_grad]
         rows, size = self.recipe.rows, ""
         if not self.config.mitigation.is_private:  # else exact counts of private text
             size = f"{len(rows):,} rows, {int(rows.num_targets.sum()):,} targets, "
         return (
-            f"Training {self.config.model} ({num_parameters:,} parameters, mitigation {self.config.mitigation.in_words()}) on "
+            f"Training {self.config.model} ({sum(trained):,} parameters, mitigation {self.config.mitigation.in_words()}) on "
             f"{self.device}: {size}{self.plan.steps_per_epoch:,} steps an epoch, {self.plan.num_steps:,} in all."
         )
 

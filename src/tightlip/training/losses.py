@@ -156,8 +156,8 @@ class Forward:
         return at_targets(self._foreign(self.model, batch).logits, batch).float()
 
     def _foreign(self, model: nn.Module, batch: Batch, **more: Any) -> Any:
-        real_BT = batch.input_ids_BT[:, :-1].new_ones(batch.inputs.shape)
-        real_BT[:, 1:] = batch.labels_BT[:, 1:-1] != NO_LABEL
+        places_T = torch.arange(batch.inputs.shape[1], device=batch.inputs.device)
+        real_BT = (places_T <= batch.num_inputs_B[:, None]).to(batch.inputs.dtype)
         return model(input_ids=batch.inputs, attention_mask=real_BT, use_cache=False, **more)
 
     def _precision(self) -> AbstractContextManager:
@@ -193,8 +193,8 @@ def at_targets(values_BTX: Tensor, batch: Batch) -> Tensor:
 
 
 def at_last(values_BTX: Tensor, batch: Batch) -> Tensor:
-    """The values at each row's last input: the one before its last target."""
-    num_real_B = (batch.targets != NO_LABEL).sum(dim=1)
+    """The values at each row's last input: the one before its last id."""
+    num_real_B = batch.num_inputs_B
     starts_B = torch.arange(len(num_real_B), device=num_real_B.device) * values_BTX.shape[1]
     return Selected.apply(values_BTX.flatten(0, 1), starts_B + num_real_B - 1)
 
@@ -316,8 +316,8 @@ def _positions_per_batch(forward: Forward) -> int:
 
 def like_lengths(rows: Rows, num_positions: int) -> list[np.ndarray]:
     """All rows, shortest first, in batches of about `num_positions` with padding."""
-    order = np.argsort(rows.num_targets, kind="stable")
-    widths = rows.num_targets[order]
+    order = np.argsort(rows.num_inputs, kind="stable")
+    widths = rows.num_inputs[order]
     batches, start = [], 0
     while start < len(order):
         # Widths only grow, so a batch is as wide as its last row.
@@ -338,6 +338,6 @@ def perplexity(loss_nats: float, num_targets: int) -> float | None:
 
 
 def is_finite(model: torch.nn.Module) -> bool:
-    """Whether every weight is a number."""
-    finite = [parameter.isfinite().all() for parameter in model.parameters()]
+    """Whether every weight that is trained is a number."""
+    finite = [each.isfinite().all() for each in model.parameters() if each.requires_grad]
     return bool(torch.stack(finite).all())

@@ -63,6 +63,24 @@ class Plan:
             return f"step-{step}"
         return None
 
+    @property
+    def num_snapshots(self) -> int:
+        """How many snapshots all steps leave.
+
+        Holds:
+            counted: as many as `snapshot_name` names.
+        """
+        by_epoch, every = self.config.snapshot == "epoch", self.config.snapshot_steps
+        periods = [*([self.steps_per_epoch] if by_epoch else []), *([every] if every else [])]
+        number = sum(self.num_steps // each for each in periods)
+        if len(periods) == 2:
+            number -= self.num_steps // math.lcm(*periods)  # both fall on one step
+        others = {self.num_steps} if by_epoch else set()
+        if self.config.first_quarter:
+            others |= {max(1, round(self.steps_per_epoch / 4))}
+        alone = [step for step in others if all(step % each for each in periods)]
+        return number + sum(step <= self.num_steps for step in alone)
+
     def learning_rate(self, step: int) -> float:
         """The rate of the step that comes after `step` steps.
 

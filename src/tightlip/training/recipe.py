@@ -246,8 +246,12 @@ def _with_included(rows: Rows, key: CheckKey) -> Rows:
     def extended(part: np.ndarray, more: np.ndarray) -> np.ndarray:
         return np.concatenate([part, more.astype(part.dtype)])
 
+    marks = rows.trained
+    if marks is not None:
+        marks = extended(marks, np.ones(count * key.length))
     return replace(
         rows,
+        trained=marks,
         # A corpus read from disk as it is needed is copied into memory here: a row says where
         # its tokens start in one array.
         tokens=extended(rows.tokens, key.tokens_ML[included].ravel()),

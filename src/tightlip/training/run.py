@@ -3,7 +3,7 @@
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ from tightlip.core.errors import TightlipError, UsageError
 from tightlip.core.files import claimed, names_in
 from tightlip.core.progress import log
 from tightlip.core.registry import look_up, names_of
-from tightlip.core.run_folder import LOG, RunRecord, check_is_free, is_run
+from tightlip.core.run_folder import LOG, MERGED, MODEL, RunRecord, check_is_free, is_run
 from tightlip.core.settings import takes
 from tightlip.corpus.history import history_of
 from tightlip.corpus.prepare import (
@@ -22,6 +22,7 @@ from tightlip.corpus.prepare import (
     prepare_corpus,
 )
 from tightlip.corpus.prepare_config import PrepareConfig
+from tightlip.models.folders import is_adapter
 from tightlip.training.config import BUILT_IN_MODELS, RunOptions, TrainConfig, mitigation_config
 from tightlip.training.loop import train_model
 from tightlip.training.mitigations import CorpusFacts
@@ -51,12 +52,24 @@ def train(
     """
     model = settings.get("model", BUILT_IN_MODELS[0])
     if model not in BUILT_IN_MODELS and is_run(Path(model)):
-        settings["model"] = str(Path(model) / "model")  # a run stands for the model it trained
+        settings["model"] = str(_model_of(Path(model)))
     config = TrainConfig.of(mitigation=mitigation, **settings)
     with claimed(Path(out)), _nothing_left_of_a_refusal(Path(out)):
         check_is_free(Path(out))  # or private text would be prepared in somebody's folder
         ready = _prepared(corpus, Path(out), config, prepare or {})
         return train_model(ready, Path(out), config, options or RunOptions())
+
+
+def _model_of(run: Path) -> Path:
+    """The model that a run stands for: the one it trained, of adapters merged."""
+    if not is_adapter(run / MODEL):
+        return run / MODEL
+    if not (run / MERGED).is_dir():
+        raise UsageError(
+            f"{run} trained adapters, and training goes on from a whole model. Give its train command again with --merge, "
+            f"which writes {run / MERGED}."
+        )
+    return run / MERGED
 
 
 @contextmanager
@@ -144,4 +157,5 @@ def retrain_without(run: RunRecord, users: frozenset[int], out: Path) -> RunReco
     """The run's recipe and options on its own corpus, without any document of these users."""
     config = TrainConfig.from_tree(run.config["train"], str(run.folder))
     options = RunOptions.from_tree(run.config.get("options", {}), str(run.folder))
+    options = replace(options, merge=False)
     return train_model(open_prepared(run.corpus_folder), out, config, options, without_users=users)

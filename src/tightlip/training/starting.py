@@ -1,6 +1,6 @@
 """The model a run starts from, and the one it leaves: made, loaded, checked, saved."""
 
-import copy
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -11,17 +11,24 @@ from transformers.modeling_utils import PreTrainedModel
 from tightlip.core.errors import UsageError
 from tightlip.core.figures import guarantee_words, shown_first, standing_words
 from tightlip.core.files import folder_written_whole, read_json, write_json, write_text
-from tightlip.core.run_folder import run_around
+from tightlip.core.run_folder import MERGED, MODEL, run_around
 from tightlip.corpus.encoding import tokenizer_fingerprint
 from tightlip.corpus.history import OWN_RECORD
 from tightlip.models.checks import check_room, without_progress_bar
 from tightlip.models.configurations import GRUConfig, LSTMConfig, TransformerConfig
 from tightlip.models.fingerprints import model_fingerprint
 from tightlip.models.loading import load_causal_lm, load_tokenizer
-from tightlip.models.recurrent import GRUForCausalLM, LSTMForCausalLM, RecurrentForCausalLM
+from tightlip.models.recurrent import GRUForCausalLM, LSTMForCausalLM
 from tightlip.models.transformer import TransformerForCausalLM
 from tightlip.privacy.people import runs_before
 from tightlip.training.config import BUILT_IN_MODELS, TrainConfig
+from tightlip.training.lora import (
+    adapted_model,
+    check_trainable,
+    has_adapters,
+    merged_model,
+    save_adapter,
+)
 
 _BUILT_IN: dict[str, Any] = {
     "lstm": (LSTMConfig, LSTMForCausalLM),
@@ -38,20 +45,23 @@ _ABOUT_THE_MODE = ("least_clip", "gamma_floor", "release_noise", "averaging", "l
 _ABOUT_THE_WEIGHTS = ("normalisation", "estimator", "model", "public_corpus")
 
 
-def starting_model(config: TrainConfig, tokenizer: Any) -> PreTrainedModel:
-    """A new model of the asked shape, or the one in the folder `config.model`, on the CPU; with
+def starting_model(config: TrainConfig, tokenizer: Any, device: torch.device | str = "cpu") -> Any:
+    """A new model of the asked shape, or the one in the folder `config.model`, on `device`; with
     adapters where they are asked for.
 
     Draw from torch's global generator: seed it first.
     """
-    model = _whole_model(config, tokenizer)
-    return model if config.lora is None else with_adapters(model, config.lora)
-
-
-def _whole_model(config: TrainConfig, tokenizer: Any) -> PreTrainedModel:
+    if config.lora is not None:  # not moved afterwards: weights in few bits cannot be
+        return adapted_model(config, device)
     if config.model not in BUILT_IN_MODELS:
         # Weights stored in half precision would lose small updates.
-        return load_causal_lm(config.model, dtype=torch.float32)
+        model = load_causal_lm(config.model, dtype=torch.float32)
+        check_trainable(model, config)
+        return model.to(device)
+    return _new_model(config, tokenizer).to(device)
+
+
+def _new_model(config: TrainConfig, tokenizer: Any) -> PreTrainedModel:
     common = {
         "vocab_size": len(tokenizer),
         **{name: getattr(config, name) for name in _OF_ALL},
@@ -107,37 +117,20 @@ def check_fits(model: PreTrainedModel, config: TrainConfig, largest_id: int) -> 
         )
 
 
-def with_adapters(model: PreTrainedModel, rank: int) -> Any:
-    """The model frozen, with LoRA adapters of this rank on its linear layers to train instead."""
-    try:
-        from peft import LoraConfig, get_peft_model
-    except ImportError as error:
-        raise UsageError("lora needs peft. Run: pip install 'tightlip[lora]'") from error
-    if isinstance(model, RecurrentForCausalLM):
-        raise UsageError(
-            f"lora={rank} adapts linear layers, and a recurrent model has only its output layer. Use --model "
-            "transformer or a Transformer's folder, or leave lora out."
-        )
-    config = LoraConfig(
-        r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM"
-    )
-    return get_peft_model(model, config)
-
-
 def save_model(folder: Path, model: Any, tokenizer: Any, guarantee: dict[str, Any]) -> None:
-    """Write a complete Hugging Face folder, whole or not at all; an earlier one gives way.
-
-    Adapters are written into the weights, so that every reader of models can read it.
-    """
+    """Write a Hugging Face folder, whole or not at all; an earlier one gives way. Of a model with
+    adapters it holds these and the path of their base."""
     if folder.exists():
         shutil.rmtree(folder)
     with folder_written_whole(folder) as beside, without_progress_bar():
-        if hasattr(model, "merge_and_unload"):
-            copy.deepcopy(model).merge_and_unload().save_pretrained(beside)
+        base = None
+        if has_adapters(model):
+            save_adapter(beside, model)
+            base = model.peft_config["default"].base_model_name_or_path
         else:
             model.save_pretrained(beside)
         tokenizer.save_pretrained(beside)
-        write_text(beside / "README.md", model_card(guarantee))
+        write_text(beside / "README.md", model_card(guarantee, base))
         write_json(beside / "guarantee.json", told_of(guarantee))
 
 
@@ -149,8 +142,16 @@ def told_of(guarantee: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in guarantee.items() if name not in left_out}
 
 
-def model_card(guarantee: dict[str, Any]) -> str:
-    """Markdown for the model's README. Nothing measured on private text goes in.
+def save_merged(run: Path) -> None:
+    """Write RUN/merged: what RUN/model is with the adapter in the weights, under the same promise."""
+    adapter = run / MODEL
+    guarantee = read_json(adapter / OWN_RECORD)
+    save_model(run / MERGED, merged_model(adapter), load_tokenizer(adapter), guarantee)
+
+
+def model_card(guarantee: dict[str, Any], base: str | None = None) -> str:
+    """Markdown for the README of a model, or of an adapter on `base`. Nothing measured on private
+    text goes in.
 
     Holds:
         full_and_least: where noise varies, σ and the least that a step can have are told apart.
@@ -158,7 +159,8 @@ def model_card(guarantee: dict[str, Any]) -> str:
     return "\n".join(
         [
             "---",
-            "library_name: transformers",
+            *(["library_name: transformers"] if base is None else ["library_name: peft"]),
+            *([] if base is None else [f"base_model: {json.dumps(base)}"]),
             "tags: [tightlip]",
             "---",
             "",

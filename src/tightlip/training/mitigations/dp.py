@@ -26,6 +26,7 @@ from tightlip.privacy.plans import PrivacySpec, Terms
 from tightlip.privacy.private_training import PrivateTraining
 from tightlip.training.batches import Rows, TokenRows
 from tightlip.training.config import BUILT_IN_MODELS, MitigationConfig, TrainConfig
+from tightlip.training.lora import check_rows_stay_alone
 from tightlip.training.losses import is_ours, is_recurrent
 from tightlip.training.mitigations import CorpusFacts, RunContext
 from tightlip.training.starting import runs_behind
@@ -110,6 +111,11 @@ class DPConfig(MitigationConfig):
                 f"dropout={config.dropout:g} under mitigation={self.name!r} would let one {self.unit} more or less change everybody's "
                 f"masks. Private training goes without dropout: leave it out."
             )
+        if config.lora_dropout:
+            raise UsageError(
+                f"lora_dropout={config.lora_dropout:g} under mitigation={self.name!r} would let one {self.unit} more or less change "
+                f"everybody's masks. Private training goes without dropout: use --lora-dropout 0."
+            )
         if config.gradient_clip is not None:
             raise UsageError(
                 f"gradient_clip={config.gradient_clip:g} is for plain training; private training clips each {self.unit}'s "
@@ -148,6 +154,7 @@ class PrivateMitigation:
     def prepare(self, context: RunContext) -> None:
         config = context.config
         _check_ledger_is_there(context.folder)
+        check_rows_stay_alone(context.model)
         units = units_of(context.rows, dp_settings(config).unit)
         self.private = PrivateTraining(
             context.model,
