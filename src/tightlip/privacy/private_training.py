@@ -160,7 +160,7 @@ class PrivateTraining:
             self.arithmetic = arithmetic_of(
                 self._passes, self._batches, before, expected_batch=self.spec.expected_batch
             )
-        self._mixing_asked_at = -1  # steps
+        self._mixing_asked_at = (-1, False)  # steps, and whether of moved weights
         self.adaptive = adaptive
         self._rho = self._weights(weights)
         self.plan = noise_plan(
@@ -265,9 +265,9 @@ class PrivateTraining:
         self._ask_for_mixing()
         return self.ledger.finish()
 
-    def exact_record(self) -> dict[str, Any]:
+    def exact_record(self, *, ended: bool = False) -> dict[str, Any]:
         """The same, and nothing is written."""
-        self._ask_for_mixing()
+        self._ask_for_mixing(moved=ended)
         return self.ledger.record(exact=True)
 
     def settle(self) -> None:
@@ -275,13 +275,14 @@ class PrivateTraining:
         self.schedule.settle(self.ledger.rewrite)
         self.ledger.settle()
 
-    def _ask_for_mixing(self) -> None:
-        """Take back the promise where training has led the model to mix rows."""
-        if self._mixing_asked_at == self.ledger.steps:
+    def _ask_for_mixing(self, *, moved: bool = True) -> None:
+        """Take back the promise where training has led the model to mix rows; at snapshots it is asked
+        of the weights as they are."""
+        if self._mixing_asked_at == (self.ledger.steps, moved):
             return
-        self._mixing_asked_at = self.ledger.steps
+        self._mixing_asked_at = (self.ledger.steps, moved)
         with without_dropout(self.model):
-            reason = shared_by_others(self._passes, self._batches)
+            reason = shared_by_others(self._passes, self._batches, moved=moved)
         if reason is not None:
             self._take_back(f"The trained model mixes rows, or rounds them by place: {reason}.")
 

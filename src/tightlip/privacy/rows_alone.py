@@ -121,28 +121,31 @@ def _without_rules(passes: Passes, batches: PhysicalBatches, checked: Tensor, un
     log.warning("No fast rule covers %s: %s.", unruly, how[passes.way])
 
 
-def shared_by_others(passes: Passes, batches: PhysicalBatches) -> str | None:
-    """What of a unit changes with who shares its pass, or went before it; None where nothing does."""
+def shared_by_others(passes: Passes, batches: PhysicalBatches, *, moved: bool = True) -> str | None:
+    """What of a unit changes with who shares its pass, or went before it; None where nothing does.
+    Asked of the weights as they are and, if `moved`, of moved ones."""
     if passes.way != "slow" and not batches.one_unit_a_pass:
         for shape in batches.shared():
-            if (reason := _changes(passes, batches, shape)) is not None:
+            if (reason := _changes(passes, batches, shape, moved)) is not None:
                 return reason
-    return unsteady(passes, batches)
+    return unsteady(passes, batches, moved)
 
 
-def _changes(passes: Passes, batches: PhysicalBatches, shape: Shape) -> str | None:
+def _changes(
+    passes: Passes, batches: PhysicalBatches, shape: Shape, moved: bool = True
+) -> str | None:
     num_ids = num_ids_of(passes.model, batches.some_id())
-    found = (_change_at(passes, num_ids, *move, shape) for move in _moves())
+    found = (_change_at(passes, num_ids, *move, shape) for move in _moves(moved))
     return next(filter(None, found), None)
 
 
-def _moves() -> list[tuple[float, int]]:
+def _moves(moved: bool) -> list[tuple[float, int]]:
     """The weights as they are, and moved one way and the other: a gate may be shut on one side."""
-    seeds = [secrets.randbits(63) for _ in range(DRAWS)]
+    seeds = [secrets.randbits(63) for _ in range(DRAWS if moved else 0)]
     return [(0.0, 0), *((sign, seed) for seed in seeds for sign in (1.0, -1.0))]
 
 
-def unsteady(passes: Passes, batches: PhysicalBatches) -> str | None:
+def unsteady(passes: Passes, batches: PhysicalBatches, moved: bool = True) -> str | None:
     """What differs of a unit that is run twice, with others in between; None where nothing does.
 
     Asked where units take a pass each, which is sound only if a pass leaves nothing behind.
@@ -158,7 +161,7 @@ def unsteady(passes: Passes, batches: PhysicalBatches) -> str | None:
         own = synthetic_units(shape, num_ids, slice(None), batches.device)
         two = shape._replace(num_units=2)
         other = _last(synthetic_units(two, num_ids, slice(0), batches.device), shape)
-        for sign, seed in _moves():
+        for sign, seed in _moves(moved):
             with without_dropout(passes.model), perturbed(passes.parameters, 0.1 * sign, seed):
                 first = _told(passes, own)
                 passes(other)

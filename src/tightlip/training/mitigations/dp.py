@@ -197,7 +197,7 @@ class PrivateMitigation:
         return words if spec.insecure_seed is None else f"[bold red]insecure {words}[/]"
 
     def guarantee(self, num_steps: int, *, ended: bool = True) -> dict[str, Any]:
-        return self.private.exact_record()
+        return self.private.exact_record(ended=ended)
 
     def state_dict(self) -> dict[str, Tensor]:
         """How many steps the weights hold; no generator's state and no batch's members, ever."""
