@@ -277,7 +277,7 @@ def check_wrapping():
     layout, shape = Layout(num_units=3, rows_per_unit=1), (8, 16)
     small = torch.randint(-9, 9, (2, 3, 4, 16)).float()
     large = torch.full((3, 1, 16), 1e6)
-    ids = torch.tensor([[1, 1, 1, 2], [0, 1, 0, 1], [5, 5, 5, 5]])
+    ids = torch.tensor([[1, 1, 1, 2], [0, 0, 0, 1], [5, 5, 5, 5]])
     tokens = torch.cat([large, -large / 2, -large / 2, small[0, :, :1]], 1)
     left, right = torch.ones(3, 4, 8), small[1]
     uses = {

@@ -153,6 +153,7 @@ class Bench:
             places_N=torch.arange(self.ids.numel(), device=self.device),
             target_ids_N=self.targets.flatten(),
             users_B=torch.zeros(len(self.ids), device=self.device),
+            num_inputs_B=torch.full((len(self.ids),), self.ids.shape[1], device=self.device),
         )
 
         def step():

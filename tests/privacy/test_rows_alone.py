@@ -11,13 +11,15 @@ from torch import nn
 
 from privacy.test_clipping_families import FAMILIES, GROUPED, stock
 from tightlip.core.errors import UsageError
+from tightlip.models import LSTMConfig, LSTMForCausalLM
 from tightlip.privacy import PrivateTraining
+from tightlip.privacy.clipping import Clip
 from tightlip.privacy.ledger import read_ledger
-from tightlip.privacy.passes import deterministic
+from tightlip.privacy.passes import Passes, deterministic
 from tightlip.privacy.per_unit import no_rule_for
-from tightlip.privacy.physical_batches import PhysicalBatches
+from tightlip.privacy.physical_batches import PhysicalBatches, Shape
 from tightlip.privacy.private_training import Documents
-from tightlip.privacy.rows_alone import perturbed
+from tightlip.privacy.rows_alone import perturbed, synthetic_units
 
 VOCABULARY, SIZE = 31, 8
 NAMES = (
@@ -279,3 +281,17 @@ def test_what_is_asked_does_not_hang_on_the_text(tmp_path):
     long = engine(tmp_path / "b", Gated(1), documents(longest=90, seed=1), noise_multiplier=1.0)
     assert short._batches.asked() == long._batches.asked()
     assert short._passes.way == long._passes.way
+
+
+@pytest.mark.parametrize("vocabulary", [97, 131])
+@pytest.mark.parametrize("width", [3, 5])
+def test_norms_do_not_hang_on_the_place_where_rows_begin_anywhere(width, vocabulary):
+    """An odd vocabulary and odd widths: a unit's logits begin at any number of bytes."""
+    torch.manual_seed(0)
+    config = LSTMConfig(vocab_size=vocabulary, embedding_size=8, hidden_size=8, num_layers=1)
+    passes = Passes(LSTMForCausalLM(config).eval(), Clip(norm=0.1))
+    batch = synthetic_units(Shape(width, 1, 8), vocabulary, slice(None), torch.device("cpu"))
+    for seed in range(40):
+        with perturbed(passes.parameters, 1.0, seed):
+            norms = passes(batch).norms
+        assert (norms == norms[0]).all()

@@ -26,6 +26,7 @@ def _exact_product(
     COLUMNS: tl.constexpr,
     TOKENS: tl.constexpr,
     FLAT: tl.constexpr,
+    WRAPS: tl.constexpr,
 ):
     p = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     d = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -45,17 +46,20 @@ def _exact_product(
         scale = tl.load(scales + unit)
         # A unit of scale 0 is wiped out, whatever it holds.
         steps = libdevice.rint(tl.where(scale > 0, own * scale, 0.0))
-        # One use of a tied weight may be long where another cancels it: wrapped around to 32 bits,
-        # exactly, in place of stopping at their largest number.
-        steps -= 4294967296.0 * libdevice.rint(steps * 2.3283064365386963e-10)
-        total += tl.where(steps >= 2147483648.0, -2147483648.0, steps).to(tl.int32)
+        if WRAPS:
+            # One use of a tied weight may be long where another cancels it: wrapped around to 32
+            # bits, exactly, in place of stopping at their largest number.
+            steps -= 4294967296.0 * libdevice.rint(steps * 2.3283064365386963e-10)
+            steps = tl.where(steps >= 2147483648.0, -2147483648.0, steps)
+        total += steps.to(tl.int32)
     where = out + p[:, None].to(tl.int64) * columns + d[None, :]
     tl.store(where, total, (p < rows)[:, None] & is_column)
 
 
 @torch.library.custom_op("tightlip::exact_product", mutates_args=())
-def exact_product(left_USP: Tensor, right_USD: Tensor, scales_U: Tensor) -> Tensor:
-    """Σ over units of round(scale · Σ over tokens of left ⊗ right), [P, D] whole numbers.
+def exact_product(left_USP: Tensor, right_USD: Tensor, scales_U: Tensor, wraps: bool) -> Tensor:
+    """Σ over units of round(scale · Σ over tokens of left ⊗ right), [P, D] whole numbers; those that 32
+    bits do not hold wrap around where it `wraps`.
 
     A unit's tokens are added up in float32, by tensor cores where they are bfloat16. Written by
     hand: a library's product would add up all units' tokens at once.
@@ -71,6 +75,7 @@ def exact_product(left_USP: Tensor, right_USD: Tensor, scales_U: Tensor) -> Tens
         TOKENS=TOKENS if left_USP.dtype != torch.float32 else 16,
         # One loop of both is loaded ahead better, where a unit has more than one piece.
         FLAT=num_tokens > TOKENS,
+        WRAPS=wraps,
         num_warps=8,
         num_stages=4,
     )
@@ -78,5 +83,5 @@ def exact_product(left_USP: Tensor, right_USD: Tensor, scales_U: Tensor) -> Tens
 
 
 @exact_product.register_fake
-def _(left_USP: Tensor, right_USD: Tensor, scales_U: Tensor) -> Tensor:
+def _(left_USP: Tensor, right_USD: Tensor, scales_U: Tensor, wraps: bool) -> Tensor:
     return left_USP.new_empty(left_USP.shape[2], right_USD.shape[2], dtype=torch.int32)

@@ -58,16 +58,17 @@ class ExactSums:
 
     def sum(self, uses: list[Use], like: Tensor) -> Tensor:
         """Σ over units of factor · gradient, in `like`'s shape and in steps."""
-        total = self._sum(uses[0], like)
+        wraps = len(uses) > 1  # one use alone is as short as its unit
+        total = self._sum(uses[0], like, wraps)
         for use in uses[1:]:
-            total = total + self._sum(use, like)
+            total = total + self._sum(use, like, wraps)
         return total
 
-    def _sum(self, use: Use, like: Tensor) -> Tensor:
+    def _sum(self, use: Use, like: Tensor, wraps: bool) -> Tensor:
         if isinstance(use, Lookup):
             return self._of_lookup(use, like)
         if isinstance(use, Outer) and use.right_BTD is not None:
-            return self._of_products(use, like)
+            return self._of_products(use, like, wraps)
         if isinstance(use, Whole):
             gradients_UX = self.layout.sum_by_unit(use.gradient_BX.to(wide(use.gradient_BX)))
         else:
@@ -80,7 +81,7 @@ class ExactSums:
         whole_ND = self._whole(left_USD.to(wide(left_USD))).flatten(0, 1)
         return self.zeros(like).index_add_(0, use.ids_BT.flatten(), whole_ND)
 
-    def _of_products(self, use: Outer, like: Tensor) -> Tensor:
+    def _of_products(self, use: Outer, like: Tensor, wraps: bool) -> Tensor:
         assert use.right_BTD is not None
         both = torch.promote_types(use.left_BTP.dtype, use.right_BTD.dtype)
         left_USP = self.layout.by_unit(use.left_BTP.to(both))
@@ -89,7 +90,8 @@ class ExactSums:
         if self.kind == torch.int32 and both != torch.float64:
             from tightlip.privacy.exact_kernels import exact_product
 
-            return exact_product(left_USP, right_USD, self.scales_U)[:rows, :columns].contiguous()
+            product_PD = exact_product(left_USP, right_USD, self.scales_U, wraps)
+            return product_PD[:rows, :columns].contiguous()
         total = self.zeros(like)
         for left_SP, right_SD, scale in zip(left_USP, right_USD, self.scales_U, strict=True):
             # A tracer's stand-ins have no values to ask for.

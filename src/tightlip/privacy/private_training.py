@@ -7,6 +7,7 @@ while private.has_budget():
 print(private.guarantee())
 """
 
+import logging
 import math
 import secrets
 from collections.abc import Iterator, Sequence
@@ -41,6 +42,8 @@ from tightlip.privacy.releasing import give, release
 from tightlip.privacy.rows_alone import checked_passes, shared_by_others
 from tightlip.privacy.sampling import PoissonSampler, UnitRows
 from tightlip.privacy.sources import Documents, Source, source_of
+
+log = logging.getLogger("tightlip")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -287,6 +290,7 @@ class PrivateTraining:
             self._take_back(f"The trained model mixes rows, or rounds them by place: {reason}.")
 
     def _take_back(self, reason: str) -> None:
+        log.warning("The guarantee is taken back. %s", reason)
         self.ledger.taken_back = f"{reason} One {self.spec.unit} may have moved others' gradients, which the clip norm does not bound."
         if self.ledger.people is not None:
             withdraw(self.ledger.record(), self.ledger.path)

@@ -149,10 +149,13 @@ def summed_rows(values_UX: Tensor) -> Tensor:
 def in_step(values_UX: Tensor) -> Tensor:
     """Rows that all begin at a multiple of 16 bytes: one that does not, a GPU adds up in another order
     than those that do, and a norm would hang on its place."""
-    missing = -values_UX.shape[-1] % (16 // values_UX.element_size())
-    if values_UX.device.type != "cuda" or not missing:
-        return values_UX
-    return torch.nn.functional.pad(values_UX, (0, missing))
+    return _padded(values_UX, 16) if values_UX.device.type == "cuda" else values_UX
+
+
+def _padded(values_UX: Tensor, num_bytes: int) -> Tensor:
+    """Zeros added to the rows, so that each begins at a multiple of so many bytes."""
+    missing = -values_UX.shape[-1] % (num_bytes // values_UX.element_size())
+    return torch.nn.functional.pad(values_UX, (0, missing)) if missing else values_UX
 
 
 def summed_in_float32(lengths_US: Tensor) -> Tensor:
@@ -192,6 +195,8 @@ def _grams_of_pieces(values_USX: Tensor) -> Tensor:
 
 def gram(values_USX: Tensor) -> Tensor:
     """The dot products of each unit's tokens with each other, as exact as `of_dot` has them."""
+    if values_USX.device.type == "cpu":  # whose library multiplies what begins elsewhere otherwise
+        values_USX = _padded(values_USX, 64)
     parts = [
         fp32_product(part_USX, part_USX.transpose(1, 2))
         for part_USX in values_USX.split(AT_ONCE, dim=2)
