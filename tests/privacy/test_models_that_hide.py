@@ -88,8 +88,77 @@ def test_a_branch_on_words_that_no_synthetic_row_holds_is_each_rows_own(width, t
     texts[0] = torch.full((40,), 4321)
     training = engine(tmp_path, Branches(5000), texts)
     alike = [unit for unit in range(1, 30) if len(texts[unit]) > 33][:6]
-    assert training._passes.way == "slow"
+    assert {shape.width for shape in training._batches.apart} >= {64}
     assert moved(training, 0, alike) <= 1
+    assert (training._batches.one_unit_a_pass) is (width == 0)
+
+
+def test_somebodys_long_row_changes_nothing_of_how_others_are_clipped(tmp_path):
+    class Asks(Plain):
+        def changed(self, hidden, ids):
+            return (
+                2 * hidden if ids.shape[1] > 32 and float(hidden.detach().max()) > 1e6 else hidden
+            )
+
+    torch.manual_seed(0)
+    model, texts = Asks(), documents()
+    alone = engine(tmp_path / "alone", model, texts, exact_sums=True)
+    beside = engine(tmp_path / "beside", model, [*texts, torch.arange(45)], exact_sums=True)
+    assert alone._passes.way == beside._passes.way == "eager"
+    assert alone.arithmetic == beside.arithmetic
+    drawn = np.arange(12)
+    sums = [each._clipped_sum(*each._drawn(drawn))[0] for each in (alone, beside)]
+    assert all(torch.equal(one, other) for one, other in zip(*sums, strict=True))
+    assert moved(beside, 30, [0, 1, 2]) <= 1
+
+
+def test_what_is_written_past_torchs_count_is_refused_or_taken_back(tmp_path):
+    class Counts(Plain):
+        only = None
+
+        def __init__(self, vocabulary=VOCABULARY):
+            super().__init__(vocabulary)
+            self.seen = nn.Parameter(torch.zeros(VOCABULARY), requires_grad=False)
+
+        def changed(self, hidden, ids):
+            if self.only is None or (ids == self.only).any():
+                self.seen.data += 1
+            return hidden
+
+    with pytest.raises(GuaranteeError, match="changes seen itself"):
+        engine(tmp_path / "always", Counts())
+    rare = Counts(5000)
+    rare.only = 4321
+    texts = documents()
+    texts[0][:] = 4321
+    training = engine(tmp_path / "rarely", rare, texts, expected_batch=29.9)
+    training.step()
+    assert training.guarantee()["standing"] == "measured only"
+
+
+def test_a_hook_that_would_see_gradients_is_refused(tmp_path):
+    model = Plain()
+    training = engine(tmp_path, model)
+    model.head.weight.register_hook(lambda gradient: None)
+    with pytest.raises(GuaranteeError, match=r"head\.weight has a hook"):
+        training.step()
+
+
+def test_a_width_without_a_rule_is_asked_about_chance(tmp_path):
+    class Late(Plain):
+        def __init__(self):
+            super().__init__()
+            self.scale, self.gate = nn.Parameter(torch.ones(SIZE)), nn.Parameter(torch.zeros(1))
+
+        def changed(self, hidden, ids):
+            if ids.shape[1] <= 32:
+                return hidden * self.scale
+            scaled = torch.einsum("btd,d->btd", hidden, self.scale)
+            return scaled + self.gate * torch.randn(())
+
+    torch.manual_seed(0)
+    with pytest.raises(GuaranteeError, match="Two passes over the same row of 64 positions differ"):
+        engine(tmp_path, Late(), [*documents(), torch.arange(45)], exact_sums=True)
 
 
 class Random(Plain):
@@ -201,8 +270,10 @@ def test_rows_that_cannot_be_mapped_at_every_width_run_alone(tmp_path):
     torch.manual_seed(0)
     short = engine(tmp_path / "short", Late())
     assert short._passes.way == "mapped"
-    long = engine(tmp_path / "long", Late(), [*documents(), torch.arange(45)])
-    assert long._passes.way == "slow"
+    texts = [*documents(), torch.arange(45)]
+    long = engine(tmp_path / "long", Late(), texts)
+    assert long._passes.way == "mapped"
+    assert moved(long, 30, [0, 1, 2]) <= 1
 
 
 class Cancelling(nn.Module):

@@ -151,6 +151,7 @@ def test_a_warning_comes_before_a_run_that_cannot_learn(noise, learns, corpus, t
         learning_rate=0.03,
         batch_size=20,
         model="gru",
+        snapshot="none",
     )
     run = train(corpus, tmp_path / "run", config)
     assert ("too few for this much noise" in caplog.text) is not learns

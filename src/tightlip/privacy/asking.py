@@ -7,6 +7,7 @@ everybody's. Synthetic rows need not hold the words, so what is looked for is th
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from hashlib import sha256
 from typing import Any
 
 import torch
@@ -77,13 +78,19 @@ class Untouched:
     @contextmanager
     def __call__(self) -> Iterator[None]:
         before = self._state()
+        for name, (tensor, _) in before.items():
+            if tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None):
+                raise GuaranteeError(
+                    f"{name} has a hook that is shown its gradients, one person's at a time, before anything is clipped or noisy. "
+                    "Take it off, as wandb.watch(model, log=None) does."
+                )
         copied = before if self._put_back is None else self._put_back
         copies = {name: before[name][0].detach().to("cpu", copy=True) for name in copied}
         yield
         after, changed = self._state(), set[str]()
         for name, (tensor, version) in before.items():
             now, now_version = after.get(name, (None, -1))
-            if now is tensor and now_version == version:
+            if now is tensor and now_version == version and self._put_back is not None:
                 continue
             old = copies.get(name, None if now is tensor else tensor)
             if now is None or old is None or not torch.equal(now.detach().to(old.device), old):
@@ -91,8 +98,22 @@ class Untouched:
                     f"A pass over text changes {name} itself, as an embedding's max_norm does, or a layer that keeps averages: "
                     "nothing would clip that, and no noise hides it. Switch it off."
                 )
-            changed.add(name)
+            if now is not tensor or now_version != version:
+                changed.add(name)
         self._put_back = changed if self._put_back is None else self._put_back
+
+    def fixed_now(self) -> str:
+        """SHA-256 of what is saved with the model and not trained."""
+        digest = sha256()
+        for module in self._model.modules():
+            kept = {**module._buffers, **module._parameters}
+            for name, each in kept.items():
+                passing = name in module._non_persistent_buffers_set
+                if each is not None and not each.requires_grad and not passing:
+                    digest.update(name.encode())
+                    raw = each.detach().cpu().contiguous().flatten().view(torch.uint8)
+                    digest.update(raw.numpy())
+        return digest.hexdigest()
 
     def _state(self) -> dict[str, tuple[Tensor, int]]:
         every = {**dict(self._model.named_parameters()), **dict(self._model.named_buffers())}

@@ -8,7 +8,7 @@ from typing import Any
 
 from tightlip.core.errors import UsageError
 from tightlip.core.figures import NO_ARITHMETIC
-from tightlip.core.run_folder import LEDGER, RunRecord, open_run
+from tightlip.core.run_folder import LEDGER, RunRecord, is_run, open_run
 from tightlip.core.settings import takes
 from tightlip.privacy.accounting import (
     Mechanism,
@@ -336,13 +336,16 @@ def _record_of(run: str | Path | RunRecord) -> dict[str, Any]:
 def _ledger_of(run: str | Path | RunRecord) -> Path:
     """A run's ledger, or that of a loop of one's own: the file, or the folder it lies in."""
     path = run.folder if isinstance(run, RunRecord) else Path(run)
-    if path.is_file() or (path / LEDGER).exists():
-        return path if path.is_file() else path / LEDGER
-    folder = open_run(path).folder
-    raise UsageError(
-        f"{folder} has no {LEDGER} yet: plain training writes it when it ends. Give the train "
-        "command again to finish the run."
-    )
+    if path.is_file():
+        return path
+    if is_run(path) or not (path / LEDGER).exists():
+        path = open_run(path).folder
+    if not (path / LEDGER).exists():
+        raise UsageError(
+            f"{path} has no {LEDGER} yet: plain training writes it when it ends. Give the train "
+            "command again to finish the run."
+        )
+    return path / LEDGER
 
 
 def _after(record: dict[str, Any], more: int) -> float | None:

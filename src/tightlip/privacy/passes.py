@@ -116,7 +116,7 @@ class Passes:
         self.parameters = trainable_parameters(model)
         self._ready: dict[Any, Callable[[Physical], ClippedGradients]] = {}
         self._pool: Any = None
-        self._untouched = Untouched(model)
+        self.untouched = Untouched(model)
 
     @property
     def wants_fixed_shapes(self) -> bool:
@@ -126,7 +126,7 @@ class Passes:
         # A prepared pass does what it did when it was prepared.
         if self.wants_fixed_shapes and self._key(batch) in self._ready:
             return self._fast(batch)
-        with nullcontext() if self.clip is None else self._untouched():
+        with nullcontext() if self.clip is None else self.untouched():
             return self._directly(batch)
 
     def _directly(self, batch: Physical) -> ClippedGradients:
@@ -143,8 +143,13 @@ class Passes:
             return self.slow(batch)
 
     def _fast(self, batch: Physical) -> ClippedGradients:
-        if self.way in ("eager", "mapped"):
-            return self.eager(batch) if self.way == "eager" else self.mapped(batch)
+        if self.way == "eager":
+            return self.eager(batch)
+        if self.way == "mapped":
+            try:
+                return self.mapped(batch)
+            except RuntimeError as error:  # a width that vmap cannot run, whose units stand alone
+                raise NoRule("the model", f"mapped, it fails: {error}") from error
         assert batch.mask_BT is None, "a prepared pass is fed no mask"
         key = self._key(batch)
         if key not in self._ready:

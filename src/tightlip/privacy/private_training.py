@@ -164,6 +164,7 @@ class PrivateTraining:
                 self._passes, self._batches, before, expected_batch=self.spec.expected_batch
             )
         self._mixing_asked_at = (-1, False)  # steps, and whether of moved weights
+        self._fixed = self._passes.untouched.fixed_now()
         self.adaptive = adaptive
         self._rho = self._weights(weights)
         self.plan = noise_plan(
@@ -288,6 +289,10 @@ class PrivateTraining:
             reason = shared_by_others(self._passes, self._batches, moved=moved)
         if reason is not None:
             self._take_back(f"The trained model mixes rows, or rounds them by place: {reason}.")
+        if self._passes.untouched.fixed_now() != self._fixed:
+            self._take_back(
+                "Weights or buffers that are not trained have changed, unclipped and without noise."
+            )
 
     def _take_back(self, reason: str) -> None:
         log.warning("The guarantee is taken back. %s", reason)

@@ -50,19 +50,9 @@ def checked_passes(passes: Passes, batches: PhysicalBatches) -> Passes:
     some = torch.full((1, width), batches.some_id(), device=batches.device)
     with Untouched(model)():  # the first that a pass may write into
         _check_alone(model, some, longest)
-        rows_of = (synthetic_rows(model, some[:, :1].expand(-1, each)) for each in batches.widths())
-        questions = (
-            asked_of_rows(lambda ids: logits_of(model, ids, None), rows) for rows in rows_of
-        )
-        asks = next(filter(None, questions), None)
         checked = some[:, :1].expand(-1, min(LONGEST_CHECKED, batches.usual().width))
         unruly = no_rule_for(model, checked, bf16=passes.bf16)
-    if asks is not None and passes.way != "slow":
-        log.warning(
-            "The model %s: units are clipped one after the other, exactly but slowly.", asks
-        )
-        passes.way = "slow"
-    elif unruly is not None or passes.way == "mapped":
+    if passes.way != "slow" and (unruly is not None or passes.way == "mapped"):
         _without_rules(passes, batches, checked, unruly or "a way that was asked for")
     _settle_on_sharing(passes, batches)
     return passes
@@ -83,17 +73,13 @@ def _settle_on_sharing(passes: Passes, batches: PhysicalBatches) -> None:
     if passes.way != "slow":
 
         def why_apart(shape: Shape) -> str | None:
+            # Of one shape only, never of all: somebody's long row would decide on everybody's way.
             with without_dropout(passes.model):
-                return _changes(passes, batches, shape)
+                asks = _question(passes, shape.width, batches.some_id())
+                return asks or _changes(passes, batches, shape, _moves(as_they_are=False))
 
         batches.share_unless(why_apart)
-        try:
-            batches.shared()
-        except RuntimeError as error:
-            if passes.way != "mapped":
-                raise
-            log.warning("Rows cannot be mapped at every width (%s): they run alone.", error)
-            passes.way = "slow"
+        batches.shared()
     if passes.way != "slow":
         batches.one_unit_a_pass = batches.asked()[-1] in batches.apart
     reason = unsteady(passes, batches)
@@ -102,6 +88,13 @@ def _settle_on_sharing(passes: Passes, batches: PhysicalBatches) -> None:
             f"{reason}. The model keeps something of the rows before, or draws random numbers, so one person may move another's "
             "gradient, which the clip norm does not bound. Give a model whose answer follows from its input."
         )
+
+
+def _question(passes: Passes, width: int, some_id: int) -> str | None:
+    """What the model asks of rows of this width, if anything."""
+    device = next(iter(passes.parameters.values())).device
+    rows = synthetic_rows(passes.model, torch.full((1, width), some_id, device=device))
+    return asked_of_rows(lambda ids: logits_of(passes.model, ids, None), rows)
 
 
 def _without_rules(passes: Passes, batches: PhysicalBatches, checked: Tensor, unruly: str) -> None:
@@ -126,26 +119,28 @@ def shared_by_others(passes: Passes, batches: PhysicalBatches, *, moved: bool = 
     Asked of the weights as they are and, if `moved`, of moved ones."""
     if passes.way != "slow" and not batches.one_unit_a_pass:
         for shape in batches.shared():
-            if (reason := _changes(passes, batches, shape, moved)) is not None:
+            if (reason := _changes(passes, batches, shape, _moves(moved=moved))) is not None:
                 return reason
-    return unsteady(passes, batches, moved)
+    return unsteady(passes, batches, moved=moved)
 
 
 def _changes(
-    passes: Passes, batches: PhysicalBatches, shape: Shape, moved: bool = True
+    passes: Passes, batches: PhysicalBatches, shape: Shape, moves: list[tuple[float, int]]
 ) -> str | None:
     num_ids = num_ids_of(passes.model, batches.some_id())
-    found = (_change_at(passes, num_ids, *move, shape) for move in _moves(moved))
+    found = (_change_at(passes, num_ids, *move, shape) for move in moves)
     return next(filter(None, found), None)
 
 
-def _moves(moved: bool) -> list[tuple[float, int]]:
-    """The weights as they are, and moved one way and the other: a gate may be shut on one side."""
+def _moves(*, moved: bool = True, as_they_are: bool = True) -> list[tuple[float, int]]:
+    """The weights as they are, and moved one way and the other: a gate may be shut on one side. At the
+    start moved ones are enough: what is open already stays so."""
     seeds = [secrets.randbits(63) for _ in range(DRAWS if moved else 0)]
-    return [(0.0, 0), *((sign, seed) for seed in seeds for sign in (1.0, -1.0))]
+    own = [(0.0, 0)] if as_they_are else []
+    return [*own, *((sign, seed) for seed in seeds for sign in (1.0, -1.0))]
 
 
-def unsteady(passes: Passes, batches: PhysicalBatches, moved: bool = True) -> str | None:
+def unsteady(passes: Passes, batches: PhysicalBatches, *, moved: bool = True) -> str | None:
     """What differs of a unit that is run twice, with others in between; None where nothing does.
 
     Asked where units take a pass each, which is sound only if a pass leaves nothing behind.
@@ -161,7 +156,7 @@ def unsteady(passes: Passes, batches: PhysicalBatches, moved: bool = True) -> st
         own = synthetic_units(shape, num_ids, slice(None), batches.device)
         two = shape._replace(num_units=2)
         other = _last(synthetic_units(two, num_ids, slice(0), batches.device), shape)
-        for sign, seed in _moves(moved):
+        for sign, seed in _moves(moved=moved):
             with without_dropout(passes.model), perturbed(passes.parameters, 0.1 * sign, seed):
                 first = _told(passes, own)
                 passes(other)
@@ -195,7 +190,14 @@ def _change_at(passes: Passes, num_ids: int, sign: float, seed: int, shape: Shap
     reason: str | None = None
     for scale in SCALES:
         with perturbed(passes.parameters, sign * scale, seed):
-            reason = first_change(passes, shape, num_ids)
+            try:
+                reason = first_change(passes, shape, num_ids)
+            except _NotSeen as error:
+                reason = str(error)
+            except RuntimeError as error:
+                if passes.way != "mapped":
+                    raise
+                reason = f"they cannot be mapped ({str(error).splitlines()[0]})"
         if reason != _NOT_FINITE:
             break
     return reason
@@ -218,6 +220,10 @@ def perturbed(parameters: dict[str, nn.Parameter], scale: float, seed: int = 0) 
         with torch.no_grad():
             for name, each in parameters.items():
                 each.copy_(kept[name])
+
+
+class _NotSeen(Exception):
+    """A pass of this shape shows nothing that could be compared."""
 
 
 def first_change(passes: Passes, shape: Shape, num_ids: int) -> str | None:
@@ -244,8 +250,7 @@ def first_change(passes: Passes, shape: Shape, num_ids: int) -> str | None:
 
 
 def _seen(passes: Passes, batch: Physical) -> dict[str, Tensor]:
-    """All that a pass tells of each unit; nothing where no rule covers this shape, since rows run
-    alone then."""
+    """All that a pass tells of each unit."""
     layout = batch.layout
     if passes.way != "eager":
         found = passes(batch)
@@ -260,8 +265,8 @@ def _seen(passes: Passes, batch: Physical) -> dict[str, Tensor]:
                 num_rows=layout.num_rows,
                 look_for_unseen=True,
             )
-    except NoRule:
-        return {}
+    except NoRule as error:
+        raise _NotSeen(f"no rule covers {error}") from error
     noted = {
         f"what is noted of {name} ({number}, {side})": values.reshape(layout.num_units, -1)
         for name, uses in watch.uses.items()

@@ -57,6 +57,8 @@ class PrivateMixin(_Library):
             is as many steps as draw every unit once on average.
         user_column: the column of train_dataset that says whose each row is; of unit='user' only.
         people: a name of yours for whose text it is; runs of one name are counted together.
+        start: the folder that the weights came from, where the model does not tell: of an adapter that
+            was trained before, or 'public'.
         public_evaluation: say that nobody in eval_dataset is to be protected.
         exact_sums: add units up as whole numbers, so that none changes how another is rounded.
 
@@ -76,6 +78,7 @@ class PrivateMixin(_Library):
         privacy: PrivacySpec,
         user_column: str | None = None,
         people: str | None = None,
+        start: str | Path | None = None,
         public_evaluation: bool = False,
         exact_sums: bool = False,
         **rest: Any,
@@ -84,6 +87,7 @@ class PrivateMixin(_Library):
         self._users = users_of(train_dataset, user_column)
         self._num_rows = len(train_dataset)
         self.privacy, self.user_column, self.people = privacy, user_column, people
+        self.start = start
         self.public_evaluation, self.exact_sums = public_evaluation, exact_sums
         self.private: PrivateTraining | None = None
         self._source: LabelledRows | None = None
@@ -200,7 +204,7 @@ class PrivateMixin(_Library):
             )
         if self.public_evaluation:
             outside.append("text that you declared public and evaluated on")
-        before = _runs_behind(self.model)
+        before = _runs_behind(self.model, self.start)
         if before and self.people is None:
             raise UsageError(
                 "The weights to start from came out of a private run, and both together are what was spent on its people. Give "
@@ -348,11 +352,23 @@ def _planned(spec: PrivacySpec, expected_batch: int, steps: int) -> PrivacySpec:
     return replace(spec, **own)  # type: ignore[arg-type]
 
 
-def _runs_behind(model: Any) -> list[dict[str, Any]]:
-    """The private runs that the model to start from came out of, where its folder tells."""
-    folder = getattr(getattr(model, "config", None), "_name_or_path", None)
+def _runs_behind(model: Any, start: str | Path | None) -> list[dict[str, Any]]:
+    """The private runs that the weights to start from came out of: as the folder tells that is named,
+    or that the model was read from. Refuse an adapter that was trained before, nobody knows on whom."""
+    folder = start or getattr(getattr(model, "config", None), "_name_or_path", None)
+    if start is None and _is_trained_adapter(model):
+        raise GuaranteeError(
+            "The adapter to start from was trained before, and PEFT does not keep where it was read from, so what it cost its people "
+            "would go uncounted. Give start=DIR, its folder; or start='public' where it was trained on public text only."
+        )
     card = Path(folder or "") / OWN_RECORD
     return runs_before(read_json(card)) if folder and card.is_file() else []
+
+
+def _is_trained_adapter(model: Any) -> bool:
+    """Whether an adapter does something already: a new one begins at zero."""
+    seconds = [each for name, each in model.named_parameters() if "lora_B" in name]
+    return hasattr(model, "peft_config") and any(bool(each.any()) for each in seconds)
 
 
 def _checkpoint(asked: Any, output_dir: Path) -> Path | None:

@@ -175,6 +175,11 @@ def _against_choices(trainer: Any, public_evaluation: bool) -> Iterator[str]:
         yield f"{what} chooses a checkpoint by what it is worth on private text, which tells of that text. {_ON_PUBLIC_TEXT}"
     if any(isinstance(each, EarlyStoppingCallback) for each in trainer.callback_handler.callbacks):
         yield f"EarlyStoppingCallback stops by what is measured on private text, which tells of that text. {_ON_PUBLIC_TEXT}"
+    if any(type(each).__name__ == "LeakageCallback" for each in trainer.callback_handler.callbacks):
+        yield (
+            "LeakageCallback counts what private text leaks, logs it and may stop by it, none of which ε covers. Audit the saved "
+            f"model instead: tightlip audit OUT CORPUS. {_ON_PUBLIC_TEXT}"
+        )
     if trainer.eval_dataset is not None:
         yield f"eval_dataset is given, and what is measured on private text and logged is not covered by ε. {_ON_PUBLIC_TEXT}"
 

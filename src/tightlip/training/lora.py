@@ -148,9 +148,9 @@ def merged_model(adapter: Path) -> PreTrainedModel:
 def check_mergeable(config: TrainConfig) -> None:
     """Refuse --merge where there is nothing to merge, or no weights that could take it up."""
     if config.lora is None:
-        raise UsageError("merge=True is about adapters. Add --lora 16, or leave --merge out.")
+        raise UsageError("merge=True is about adapters. Add --lora 16, or leave it out.")
     if getattr(read_configuration(Path(config.model)), "quantization_config", None) is not None:
         raise UsageError(
-            f"{config.model} is quantised, and merging an adapter would round it to what few bits can hold. Leave --merge out, "
+            f"{config.model} is quantised, and merging an adapter would round it to what few bits can hold. Do not merge, "
             "or train on the unquantised model with --load-in 4bit."
         )

@@ -66,7 +66,7 @@ def _model_of(run: Path) -> Path:
         return run / MODEL
     if not (run / MERGED).is_dir():
         raise UsageError(
-            f"{run} trained adapters, and training goes on from a whole model. Give its train command again with --merge, "
+            f"{run} trained adapters, and training goes on from a whole model. Give its train command again with merge=True, "
             f"which writes {run / MERGED}."
         )
     return run / MERGED
