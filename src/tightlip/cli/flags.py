@@ -1,6 +1,7 @@
 """Flags made from settings: a command takes its own parameters and a flag for every setting."""
 
 import inspect
+import os
 import sys
 import typing
 from collections.abc import Callable, Collection, Iterator
@@ -140,7 +141,14 @@ def refusals_in_a_line() -> Iterator[None]:
 
 
 def _say(line: str) -> None:
-    print(f"tightlip: {harmless(line)}", file=sys.stderr)
+    # Of several processes on a machine all refuse, and one says why; one that fails alone has said it.
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        print(f"tightlip: {harmless(line)}", file=sys.stderr)
+
+
+def is_first_process() -> bool:
+    """Whether this is the one that speaks, or the only one."""
+    return os.environ.get("RANK", "0") == "0"
 
 
 def switch(*names: str, text: str, hidden: bool = False) -> Any:

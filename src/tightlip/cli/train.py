@@ -1,6 +1,7 @@
 """`tightlip train`: a language model with snapshots, from a raw or a prepared corpus."""
 
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -8,7 +9,14 @@ import typer
 from rich.console import Console
 
 import tightlip
-from tightlip.cli.flags import Config, command_of, existing, parsed, with_settings
+from tightlip.cli.flags import (
+    Config,
+    command_of,
+    existing,
+    is_first_process,
+    parsed,
+    with_settings,
+)
 from tightlip.cli.ledger import print_guarantee
 from tightlip.core.errors import UsageError
 from tightlip.core.progress import shown_progress, terminal
@@ -72,7 +80,7 @@ def train(
     settings, prepare, options = (tables.get(table, {}) | _of(given, table) for table in _TABLES)
     TrainConfig.from_tree(settings, str(config or ""))  # refused with the name of the file
     own = settings.pop(settings.get("mitigation", "none"), {})  # the file's table of its name
-    with shown_progress():
+    with shown_progress() if is_first_process() else nullcontext():
         run = tightlip.train(
             corpus,
             out,
@@ -80,7 +88,8 @@ def train(
             options=RunOptions.from_tree(options, str(config)),
             **settings | own,
         )
-    _show(run, terminal())
+    if is_first_process():
+        _show(run, terminal())
 
 
 def _with_flags_for(args: list[str]) -> Callable[..., None]:

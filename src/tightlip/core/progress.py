@@ -174,8 +174,8 @@ class Interruption:
 
 
 @contextmanager
-def held_interrupts() -> Iterator[Interruption]:
-    """Note the first Ctrl-C instead of raising it; a second one is raised at once.
+def held_interrupts(*, second_raises: bool = True) -> Iterator[Interruption]:
+    """Note the first Ctrl-C instead of raising it; a second one is raised at once, if it may.
 
     Half an update must not be saved, so whoever works looks between two steps. Only the main
     thread hears signals; elsewhere nothing changes.
@@ -186,7 +186,7 @@ def held_interrupts() -> Iterator[Interruption]:
         return
 
     def note(number: int, frame: FrameType | None) -> None:
-        if interruption.wanted:
+        if interruption.wanted and second_raises:
             raise KeyboardInterrupt
         interruption.wanted = True
 

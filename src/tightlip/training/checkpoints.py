@@ -18,10 +18,12 @@ from torch.optim import Optimizer
 
 from tightlip.core import run_folder
 from tightlip.core.errors import UsageError
+from tightlip.core.processes import Processes
 from tightlip.training.lora import adapter_tensors, has_adapters
 from tightlip.training.mitigations import Mitigation
 from tightlip.training.plan import Plan
 from tightlip.training.recipe import Recipe
+from tightlip.training.together import is_split, split_as, whole_tensors
 
 
 @dataclass(kw_only=True)
@@ -40,15 +42,20 @@ class Progress(run_folder.Moment):
 def save_checkpoint(
     folder: Path, progress: Progress, model: nn.Module, optimizer: Optimizer, mitigation: Mitigation
 ) -> None:
-    """Make `folder` hold this moment and no other."""
-    now = folder / f"step-{progress.step}"
-    if now.exists():  # the step is the same, what was recorded since is not
-        now = folder / f"step-{progress.step}-recorded"
+    """Make `folder` hold this moment and no other; the first process writes it."""
     tensors = {
         **run_folder.prefixed("model", model_tensors(model)),
         **run_folder.prefixed("optimizer", run_folder.optimizer_tensors(optimizer)),
         **run_folder.prefixed("mitigation", mitigation.state_dict()),
     }
+    whole = whole_tensors(tensors)
+    Processes.here().told(lambda: _write_only(folder, whole, progress))
+
+
+def _write_only(folder: Path, tensors: dict[str, Tensor], progress: Progress) -> None:
+    now = folder / f"step-{progress.step}"
+    if now.exists():  # the step is the same, what was recorded since is not
+        now = folder / f"step-{progress.step}-recorded"
     run_folder.write_moment(now, tensors, progress)
     run_folder.keep_only(folder, now)
 
@@ -63,22 +70,36 @@ def load_checkpoint(
 ) -> Progress | None:
     """Bring everything back to the last moment saved; None where none was, or only a damaged one
     that it may `start_over` from."""
+    found = Processes.here().told(lambda: _latest(folder, start_over=start_over))
+    if found is None:
+        return None
+    latest, progress = found
+    tensors = load_file(latest / run_folder.TENSORS)
+    weights, there = run_folder.part_of(tensors, "model"), model_tensors(model)
+    if {*there} != {*weights}:
+        raise UsageError(f"{latest} was saved from a model of another shape. Choose another --out.")
+    weights = {name: split_as(weights[name], tensor) for name, tensor in there.items()}
+    if has_adapters(model):
+        for name, tensor in there.items():
+            tensor.copy_(weights[name])
+    else:
+        model.load_state_dict(weights, strict=False)
+    trained = [each for group in optimizer.param_groups for each in group["params"]]
+    remembered = {
+        name: split_as(tensor, trained[int(name.partition(".")[0])])
+        for name, tensor in run_folder.part_of(tensors, "optimizer").items()
+    }
+    run_folder.load_optimizer_tensors(optimizer, remembered)
+    mitigation.load_state_dict(run_folder.part_of(tensors, "mitigation"))
+    return progress
+
+
+def _latest(folder: Path, *, start_over: bool) -> tuple[Path, Progress] | None:
     states = run_folder.moments_in(folder, Progress, start_over=start_over)
     if not states:
         return None
     latest = max(states, key=lambda path: (states[path].step, states[path].recorded_step))
-    tensors = load_file(latest / run_folder.TENSORS)
-    weights = run_folder.part_of(tensors, "model")
-    if {*model_tensors(model)} != {*weights}:
-        raise UsageError(f"{latest} was saved from a model of another shape. Choose another --out.")
-    if has_adapters(model):
-        for name, tensor in model_tensors(model).items():
-            tensor.copy_(weights[name])
-    else:
-        model.load_state_dict(weights, strict=False)
-    run_folder.load_optimizer_tensors(optimizer, run_folder.part_of(tensors, "optimizer"))
-    mitigation.load_state_dict(run_folder.part_of(tensors, "mitigation"))
-    return states[latest]
+    return latest, states[latest]
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -88,10 +109,10 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
         return adapter_tensors(model)
     kept: dict[str, Tensor] = {}
     seen: set[tuple[int, torch.Size]] = set()
-    for name, tensor in model.state_dict().items():
-        where = (tensor.data_ptr(), tensor.shape)
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        where = (id(tensor) if is_split(tensor) else tensor.data_ptr(), tensor.shape)
         if where not in seen or not tensor.numel():
-            kept[name] = tensor
+            kept[name] = tensor.detach()
             seen.add(where)
     return kept
 
@@ -156,3 +177,16 @@ class RunningLoss:
                 raise FloatingPointError(f"The loss at step {step} is {value}")
             self.progress.loss_nats += value * num_targets
             self.progress.num_targets += num_targets
+
+
+def in_words(line: dict[str, Any]) -> str:
+    seconds = "" if line["seconds"] is None else f", {line['seconds']:.1f} s"
+    return f"Epoch {line['epoch']:g}, step {line['step']}: {in_short(line)}{seconds}."
+
+
+def in_short(line: dict[str, Any]) -> str:
+    train, held = line["train_perplexity"], line["validation_perplexity"]
+    if line["train_loss_nats"] is None:
+        return "losses are private"
+    words = f"perplexity {train or math.inf:.1f}"
+    return words if held is None else f"{words}, validation {held:.1f}"

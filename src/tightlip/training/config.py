@@ -37,7 +37,8 @@ class MitigationConfig(Settings):
     A mitigation's own sits in its file. It says what the run must know of it: `is_private`, its
     promise is an ε and nothing measured on the text may be published; `needs_weights`, it reads
     the documents' privacy weights; `takes_whole_batches`, its step is one forward pass over a batch;
-    `strength_setting`, the one at whose 0 it leaves training as it is.
+    `takes_split_weights`, it runs the model as a whole; `strength_setting`, the one at whose 0 it
+    leaves training as it is.
     """
 
     panel: ClassVar[str | None] = "The mitigation"
@@ -45,6 +46,7 @@ class MitigationConfig(Settings):
     is_private: ClassVar[bool] = False
     needs_weights: ClassVar[bool] = False
     takes_whole_batches: ClassVar[bool] = True
+    takes_split_weights: ClassVar[bool] = True
     strength_setting: ClassVar[str | None] = None
 
     def in_words(self) -> str:
@@ -286,6 +288,7 @@ class RunOptions(Settings):
     device: str = setting("auto", "cpu, cuda, or auto: the GPU where there is one.")
     bf16: bool = setting(False, "bfloat16 on a GPU.")
     compile: bool = setting(False, "torch.compile on a GPU.")
+    fsdp: bool = setting(False, "Split the weights over all processes (FSDP2).", flag="--fsdp")
     checkpoint_seconds: float = setting(
         60.0, "Seconds between checkpoints.", at_least=0, hidden=True
     )

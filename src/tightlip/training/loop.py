@@ -3,17 +3,14 @@
 import math
 import shutil
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
-from tightlip.core.devices import usable_device
 from tightlip.core.errors import TightlipError, UsageError
 from tightlip.core.files import claimed
+from tightlip.core.processes import Processes
 from tightlip.core.progress import Task, held_interrupts, log, logged_to, stopped_after, task
 from tightlip.core.registry import look_up
 from tightlip.core.run_folder import (
@@ -36,17 +33,17 @@ from tightlip.core.run_folder import (
     write_ledger,
     write_metrics,
 )
-from tightlip.corpus.history import learnt_from
-from tightlip.corpus.prepare import corpus_id
 from tightlip.training.checkpoints import (
     Progress,
     RunningLoss,
     check_disk,
+    in_short,
+    in_words,
     keep_last,
     load_checkpoint,
     save_checkpoint,
 )
-from tightlip.training.config import BUILT_IN_MODELS, RunOptions, TrainConfig
+from tightlip.training.config import RunOptions, TrainConfig
 from tightlip.training.lora import check_mergeable
 from tightlip.training.losses import (
     Forward,
@@ -57,14 +54,27 @@ from tightlip.training.losses import (
     validation_scores,
 )
 from tightlip.training.mitigations import Mitigation, RunContext
-from tightlip.training.plan import Plan, build_optimizer, set_learning_rate
+from tightlip.training.plan import (
+    Plan,
+    build_optimizer,
+    own_randomness,
+    seed_step,
+    set_learning_rate,
+)
 from tightlip.training.recipe import SAME_RUN, Recipe, recipe_for, with_canaries
 from tightlip.training.starting import (
-    check_fits,
-    runs_behind,
+    model_to_train,
+    origin_told,
     save_merged,
     save_model,
-    starting_model,
+    saved_tensors,
+)
+from tightlip.training.together import (
+    Part,
+    any_wants,
+    by_first,
+    in_turn,
+    own_device,
 )
 
 if TYPE_CHECKING:
@@ -90,40 +100,45 @@ def train_model(
         deterministic: on the CPU, the same settings give the same weights bit for bit.
         resumed: so does a run that was killed, however often, and started again.
         untouched: a finished run with the same settings is returned as it is.
+        together: several processes train what one would; only the first writes.
     """
-    out, options = Path(out), options or RunOptions()
+    out, options, processes = Path(out), options or RunOptions(), Processes.here()
     if options.merge:
         check_mergeable(config)
-    device = torch.device(usable_device(options.device, bf16=options.bf16))
+    device = own_device(options, processes)
     mitigation: Mitigation = look_up("mitigation", config.mitigation.name)()
-    recipe = recipe_for(corpus, out, config, options, without_users)
-    mitigation.check(config, recipe.corpus)
-    check_may_train(out, recipe.tree, same=SAME_RUN)
-    if is_finished(out):
-        run = open_run(out)
-        shutil.rmtree(out / CHECKPOINT, ignore_errors=True)  # of a run killed at its very end
-        if options.merge and not (out / MERGED).exists():
-            with claimed(out):
-                save_merged(out)
-        return run
+    recipe = in_turn(processes, lambda: recipe_for(corpus, out, config, options, without_users))
+    processes.told(lambda: mitigation.check(config, recipe.corpus))
+    processes.told(lambda: check_may_train(out, recipe.tree, same=SAME_RUN))
+    if processes.told(lambda: is_finished(out)):
+        return processes.told(lambda: _finished_run(out, options))
     is_new = not out.exists()
-    with claimed(out):
-        check_may_train(out, recipe.tree, same=SAME_RUN)
+    with by_first(processes, claimed(out)):
+        processes.told(lambda: check_may_train(out, recipe.tree, same=SAME_RUN))
         if not without_users:
-            recipe = with_canaries(recipe, out)
-        begins = not is_run(out)
+            recipe = in_turn(processes, lambda: with_canaries(recipe, out))
+        begins = processes.told(lambda: not is_run(out))
         if begins:
-            begin_run(out, recipe.tree)
-        with logged_to(out / LOG), own_randomness(device, config.seed):
+            processes.told(lambda: begin_run(out, recipe.tree))
+        with by_first(processes, logged_to(out / LOG)), own_randomness(device, config.seed):
             try:
                 training = Training(recipe, out, device)
             except TightlipError:
-                if begins:
+                if begins and processes.is_first:
                     # Nothing was trained: the folder is free for a better try.
                     abandon_run(out, made_it=is_new)
                 raise
             training.run()
-    return open_run(out)
+    return processes.told(lambda: open_run(out))
+
+
+def _finished_run(out: Path, options: RunOptions) -> RunRecord:
+    run = open_run(out)
+    shutil.rmtree(out / CHECKPOINT, ignore_errors=True)  # of a run killed at its very end
+    if options.merge and not (out / MERGED).exists():
+        with claimed(out):
+            save_merged(out)
+    return run
 
 
 class Training:
@@ -132,20 +147,24 @@ class Training:
     def __init__(self, recipe: Recipe, out: Path, device: torch.device) -> None:
         self.recipe, self.out, self.device = recipe, out, device
         self.config, self.options = recipe.config, recipe.options
+        self.processes = Processes.here()
         self.mitigation: Mitigation = look_up("mitigation", self.config.mitigation.name)()
         self.plan = Plan(
             config=self.config,
             steps_per_epoch=self.mitigation.steps_per_epoch(recipe.rows, self.config),
         )
-        self.model = starting_model(self.config, recipe.tokenizer, device)
-        check_fits(self.model, self.config, int(recipe.rows.tokens.max()))
-        check_disk(out, self.model, self.plan, recipe)
+        largest_id = int(recipe.rows.tokens.max())
+        self.model = model_to_train(
+            recipe.config, recipe.options, recipe.tokenizer, device, largest_id
+        )
+        self.processes.told(lambda: check_disk(out, self.model, self.plan, recipe))
         self.model.train()
         compiles = self.config.mitigation.takes_whole_batches and not is_recurrent(self.model)
+        own_rows = len(Part.of(self.config.batch_size, self.processes).run)
         self.forward = Forward(
             self.model,
             bf16=self.options.bf16,
-            compiled_rows=self.config.batch_size if self.options.compile and compiles else None,
+            compiled_rows=own_rows if self.options.compile and compiles else None,
         )
         self.optimizer = build_optimizer(self.model, self.config)
         self.mitigation.prepare(self._context())
@@ -172,7 +191,9 @@ class Training:
 
     def take_steps(self) -> None:
         """All steps that are left; FloatingPointError where a loss or a weight is no number."""
-        with task("Training", self.plan.num_steps) as bar, held_interrupts() as interruption:
+        # What starts several processes passes a Ctrl-C on that the terminal has sent them already.
+        held = held_interrupts(second_raises=not self.processes.are_several)
+        with task("Training", self.plan.num_steps) as bar, held as interruption:
             bar.advance(self.progress.step)
             self.record_if_due(bar)
             while self.progress.stop is None:
@@ -185,13 +206,14 @@ class Training:
                 bar.advance()
                 bar.note(self.mitigation.progress_words())
                 self.record_if_due(bar)
-                if time.monotonic() - self.saved_at >= self.options.checkpoint_seconds:
+                due = time.monotonic() - self.saved_at >= self.options.checkpoint_seconds
+                if any_wants(self.processes, due and self.processes.is_first):
                     self.save()
-                if interruption.wanted:
+                if any_wants(self.processes, interruption.wanted):
                     self.stop_for_now()
 
     def take_step(self) -> None:
-        seed_step(self.config.seed, self.progress.step)
+        seed_step(self.config.seed, self.progress.step, self.processes.rank)
         set_learning_rate(self.optimizer, self.plan.learning_rate(self.progress.step))
         loss, num_targets = self.mitigation.step(self.progress.step)
         self.progress.step += 1
@@ -212,7 +234,9 @@ class Training:
         line |= {"stop": progress.stop} if progress.stop else {}
         progress.metrics.append(line)
         private = self.config.mitigation.is_private
-        write_metrics(self.out, progress.metrics, losses_are_private=private)
+        self.processes.told(
+            lambda: write_metrics(self.out, progress.metrics, losses_are_private=private)
+        )
         progress.recorded_step = step
         log.info(in_words(without_losses(line) if private else line))
         bar.note(self.mitigation.progress_words() if private else in_short(line))
@@ -223,9 +247,9 @@ class Training:
         self.drop_old_snapshots()
 
     def drop_old_snapshots(self) -> None:
-        if self.options.keep_snapshots is not None:
+        if (number := self.options.keep_snapshots) is not None:
             self.save()  # first: no resumption goes back to before what is taken away
-            keep_last(self.out, self.progress.metrics, self.options.keep_snapshots)
+            self.processes.told(lambda: keep_last(self.out, self.progress.metrics, number))
 
     def measure(self) -> dict[str, Any]:
         """A line of metrics. Training loss and seconds run from the epoch's start."""
@@ -311,7 +335,8 @@ class Training:
         else:
             log.info(self.described())
             self.warn_of_lost_steps()
-        go_back_to(self.out, self.progress.metrics, losses_are_private=private)
+        metrics = self.progress.metrics
+        self.processes.told(lambda: go_back_to(self.out, metrics, losses_are_private=private))
         self.clock = self.saved_at = time.monotonic()
 
     def warn_of_lost_steps(self) -> None:
@@ -333,7 +358,7 @@ class Training:
         self.drop_old_snapshots()  # a killed run may have been about to
         self.save_model(self.out / MODEL)
         if self.options.merge:
-            save_merged(self.out)
+            self.processes.told(lambda: save_merged(self.out))
         if self.config.until_perplexity is not None and progress.stop != "target perplexity":
             log.warning("until_perplexity=%g was not reached.", self.config.until_perplexity)
         if progress.stop == BUDGET:
@@ -342,30 +367,23 @@ class Training:
                 *(progress.step, self.plan.num_steps),
             )
         log.info("Done after step %d (%s).%s", progress.step, progress.stop, self.best_in_words())
-        write_ledger(self.out, self.mitigation.guarantee(progress.step) | {"finished": True})
-        shutil.rmtree(self.out / CHECKPOINT, ignore_errors=True)
+        record = self.mitigation.guarantee(progress.step) | {"finished": True}
+        self.processes.told(lambda: write_ledger(self.out, record))
+        if self.processes.is_first:
+            shutil.rmtree(self.out / CHECKPOINT, ignore_errors=True)
 
     def save_model(self, folder: Path) -> None:
         """Leave the weights as they are now, and on their card what may be said of them."""
         self.mitigation.settle()
         ended = self.progress.stop is not None
         card = self.mitigation.guarantee(self.progress.step, ended=ended)
-        save_model(folder, self.model, self.recipe.tokenizer, card | self.origin_told(card))
-
-    def origin_told(self, card: dict[str, Any]) -> dict[str, Any]:
-        """Which text and which private runs shaped the weights, as a copy of the model will tell."""
-        start = None if self.config.model in BUILT_IN_MODELS else Path(self.config.model)
+        model, tokenizer, tensors = self.model, self.recipe.tokenizer, saved_tensors(self.model)
         corpus = self.out / self.recipe.tree["corpus"]["folder"]
-        is_private = card.get("epsilon") is not None
-        with suppress(
-            TightlipError, OSError
-        ):  # of an earlier version, and perhaps not to be written
-            corpus_id(corpus)
-        before = runs_behind(self.config)
-        return {
-            "learnt_from": learnt_from(corpus, start, is_private=is_private),
-            **({"before": before} if before else {}),
-        }
+        self.processes.told(
+            lambda: save_model(
+                folder, model, tokenizer, card | origin_told(self.config, corpus, card), tensors
+            )
+        )
 
     def best_in_words(self) -> str:
         best, step = self.progress.best_perplexity, self.progress.best_step
@@ -409,39 +427,5 @@ class Training:
             corpus=self.recipe.corpus,
             steps_per_epoch=self.plan.steps_per_epoch,
             num_steps=self.plan.num_steps,
+            processes=self.processes,
         )
-
-
-@contextmanager
-def own_randomness(device: torch.device, seed: int) -> Iterator[None]:
-    """Seed torch for the run and leave its generators, and its precision, as they were."""
-    devices = [device] if device.type == "cuda" else []
-    precision = torch.get_float32_matmul_precision()
-    with torch.random.fork_rng(devices):
-        torch.manual_seed(seed)
-        # As torch's LSTM does on its own; twice as fast, and training does not notice.
-        torch.set_float32_matmul_precision("high" if devices else precision)
-        try:
-            yield
-        finally:
-            torch.set_float32_matmul_precision(precision)
-
-
-def seed_step(seed: int, step: int) -> None:
-    """Make a step's dropout a function of seed and step, so that no state need be kept."""
-    torch.manual_seed(
-        int(np.random.SeedSequence([seed, step]).generate_state(1, np.uint64)[0]) >> 1
-    )
-
-
-def in_words(line: dict[str, Any]) -> str:
-    seconds = "" if line["seconds"] is None else f", {line['seconds']:.1f} s"
-    return f"Epoch {line['epoch']:g}, step {line['step']}: {in_short(line)}{seconds}."
-
-
-def in_short(line: dict[str, Any]) -> str:
-    train, held = line["train_perplexity"], line["validation_perplexity"]
-    if line["train_loss_nats"] is None:
-        return "losses are private"
-    words = f"perplexity {train or math.inf:.1f}"
-    return words if held is None else f"{words}, validation {held:.1f}"

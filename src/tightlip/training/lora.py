@@ -126,9 +126,10 @@ def check_trainable(model: Any, config: TrainConfig) -> None:
         )
 
 
-def save_adapter(folder: Path, model: Any) -> None:
+def save_adapter(folder: Path, model: Any, tensors: dict[str, Tensor] | None = None) -> None:
     """Write the adapter as PEFT does, the same bytes for the same weights."""
-    model.save_pretrained(folder, state_dict=adapter_tensors(model), save_embedding_layers=False)
+    tensors = adapter_tensors(model) if tensors is None else tensors
+    model.save_pretrained(folder, state_dict=tensors, save_embedding_layers=False)
     path = folder / ADAPTER_CONFIG
     written = read_json(path)
     # Out of a set, whose order is another in every process.

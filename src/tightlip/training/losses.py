@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -16,11 +17,13 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import cross_entropy, linear
 from transformers.modeling_utils import PreTrainedModel
 
+from tightlip.core.processes import Processes
 from tightlip.models.causal_lm import CausalLM
 from tightlip.models.recurrent import RecurrentForCausalLM
 from tightlip.privacy.passes import captured
 from tightlip.privacy.row_losses import NO_LABEL
 from tightlip.training.batches import Batch, Rows, gather
+from tightlip.training.together import has_split_weights, is_split
 
 # Logits of so many targets stay in a core's cache: 2.2 s an epoch became 1.5 s on two cores.
 CHUNK = {"cpu": 512, "cuda": 8192}
@@ -50,6 +53,8 @@ class Forward:
     ) -> None:
         """Batches of `compiled_rows` rows run compiled, others (an epoch's last) as they are."""
         self.model, self.bf16, self.compiled_rows = model, bf16, compiled_rows
+        # Split weights come together only when the whole model is called.
+        self.reaches_inside = is_ours(model) and not has_split_weights(model)
         self._dense: Callable[..., Tensor] = dense_loss
         if compiled_rows is not None:
             # Earlier models of this process count against torch's limit of recompilations.
@@ -94,14 +99,14 @@ class Forward:
             if len(batch.inputs) == self.compiled_rows:
                 # Compiled code wants fixed shapes, so it computes the padding's logits too.
                 return self._dense(self.model, batch.inputs, batch.targets)
-            if not is_ours(self.model):
+            if not self.reaches_inside:
                 return cross_entropy(self._foreign_logits(batch), batch.target_ids_N)
             return self._loss_after(self._hidden(batch), batch)
 
     def mean_loss_and_last(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """The mean loss, and of the same pass the hidden state at each row's last input."""
         with self._precision():
-            if is_ours(self.model):
+            if self.reaches_inside:
                 hidden_BTH = self._hidden(batch)
                 return self._loss_after(hidden_BTH, batch), at_last(hidden_BTH, batch).float()
             outputs = self._foreign(self.model, batch, output_hidden_states=True)
@@ -112,12 +117,12 @@ class Forward:
     def last(self, batch: Batch) -> Tensor:
         """The hidden state at each row's last input; the output layer is not run."""
         with self._precision():
-            if is_ours(self.model):
+            if self.reaches_inside:
                 return at_last(self._hidden(batch), batch).float()
             outputs = self._foreign(without_head(self.model), batch)
             return at_last(outputs.last_hidden_state, batch).float()
 
-    @torch.inference_mode()
+    @torch.no_grad()  # weights that come together in inference mode could not be trained
     def scores(self, batch: Batch) -> Scores:
         """How well the model predicts the batch's targets; ask it in evaluation mode."""
         loss = torch.zeros((), dtype=torch.float64, device=batch.target_ids_N.device)
@@ -134,7 +139,7 @@ class Forward:
 
     def _logits(self, batch: Batch) -> Iterator[tuple[Tensor, Tensor]]:
         """Logits in float32 with their targets, some hundreds at a time."""
-        size, ours = CHUNK.get(batch.target_ids_N.device.type, 512), is_ours(self.model)
+        size, ours = CHUNK.get(batch.target_ids_N.device.type, 512), self.reaches_inside
         whole_NX = at_targets(self._hidden(batch), batch) if ours else self._foreign_logits(batch)
         for part_NX, targets_N in zip(
             whole_NX.split(size), batch.target_ids_N.split(size), strict=True
@@ -275,17 +280,22 @@ def validation_scores(forward: Forward, rows: Rows) -> Scores:
 
     Holds:
         naive: the same as scoring each row by itself.
+        together: several processes share the batches out, and all have the figures of one.
     """
-    model = forward.model
-    was_training = model.training
+    model, processes = forward.model, Processes.here()
+    was_training, own = model.training, []
+    batches = like_lengths(rows, _positions_per_batch(forward))
     model.eval()
     try:
-        parts = [
-            forward.scores(gather(rows, chosen).to(model.device))
-            for chosen in like_lengths(rows, _positions_per_batch(forward))
-        ]
+        for start in range(0, len(batches), processes.size):
+            place = start + processes.rank
+            # All run equally many, or split weights would not come together.
+            chosen = batches[min(place, len(batches) - 1)]
+            scores = forward.scores(gather(rows, chosen).to(model.device))
+            own += [scores] if place < len(batches) else []
     finally:
         model.train(was_training)
+    parts = [*chain.from_iterable(processes.all_gathered(own))]
     return Scores(
         loss_nats=math.fsum(part.loss_nats for part in parts),
         num_first=sum(part.num_first for part in parts),
@@ -308,7 +318,7 @@ def perplexities_to_beat(forward: Forward, rows: Rows, held_out: Rows) -> dict[s
 
 def _positions_per_batch(forward: Forward) -> int:
     kind = "cuda" if forward.model.device.type == "cuda" else "cpu"
-    if is_ours(forward.model):
+    if forward.reaches_inside:
         return POSITIONS[kind]
     vocabulary = forward.model.config.get_text_config().vocab_size
     return min(POSITIONS[kind], FOREIGN_LOGITS[kind] // vocabulary)
@@ -339,5 +349,7 @@ def perplexity(loss_nats: float, num_targets: int) -> float | None:
 
 def is_finite(model: torch.nn.Module) -> bool:
     """Whether every weight that is trained is a number."""
-    finite = [each.isfinite().all() for each in model.parameters() if each.requires_grad]
-    return bool(torch.stack(finite).all())
+    trained: list[Any] = [each for each in model.parameters() if each.requires_grad]
+    parts = [each.to_local() if is_split(each) else each for each in trained]
+    finite = bool(torch.stack([part.isfinite().all() for part in parts]).all())
+    return all(Processes.here().all_gathered(finite))

@@ -1,13 +1,17 @@
-"""What happens at which step, a function of the settings and the number of rows; the optimizer."""
+"""What happens at which step, a function of the settings and the number of rows; the optimizer; dropout."""
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn, optim
 
 from tightlip.training.config import TrainConfig
+from tightlip.training.together import is_split
 
 _OPTIMIZERS: dict[str, Any] = {
     "adam": optim.Adam,
@@ -105,7 +109,8 @@ def build_optimizer(model: nn.Module, config: TrainConfig) -> optim.Optimizer:
     extra: dict[str, Any] = {}
     if config.optimizer == "sgd":
         extra["momentum"] = config.momentum
-    if config.optimizer not in _NEVER_FUSED and parameters[0].device.type in ("cpu", "cuda"):
+    never = config.optimizer in _NEVER_FUSED or is_split(parameters[0])
+    if not never and parameters[0].device.type in ("cpu", "cuda"):
         extra["fused"] = True
     return _OPTIMIZERS[config.optimizer](
         parameters, lr=config.learning_rate, weight_decay=config.weight_decay, **extra
@@ -121,3 +126,29 @@ def clip_gradients(model: nn.Module, largest_norm: float | None) -> None:
     """Scale all gradients together so that their joint norm is at most `largest_norm`."""
     if largest_norm is not None:
         torch.nn.utils.clip_grad_norm_(model.parameters(), largest_norm)
+
+
+@contextmanager
+def own_randomness(device: torch.device, seed: int) -> Iterator[None]:
+    """Seed torch for the run and leave its generators, and its precision, as they were."""
+    devices = [device] if device.type == "cuda" else []
+    precision = torch.get_float32_matmul_precision()
+    with torch.random.fork_rng(devices):
+        torch.manual_seed(seed)
+        # As torch's LSTM does on its own; twice as fast, and training does not notice.
+        torch.set_float32_matmul_precision("high" if devices else precision)
+        try:
+            yield
+        finally:
+            torch.set_float32_matmul_precision(precision)
+
+
+def seed_step(seed: int, step: int, rank: int = 0) -> None:
+    """Make a step's dropout a function of seed and step, so that no state need be kept.
+
+    Of several processes each draws masks of its own: with the same ones, their rows would all miss
+    the same units.
+    """
+    drawn_from = [seed, step, *([rank] if rank else [])]
+    state = np.random.SeedSequence(drawn_from).generate_state(1, np.uint64)[0]
+    torch.manual_seed(int(state) >> 1)

@@ -1,7 +1,7 @@
 """`tightlip train` as one call."""
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -9,6 +9,7 @@ from typing import Any
 
 from tightlip.core.errors import TightlipError, UsageError
 from tightlip.core.files import claimed, names_in
+from tightlip.core.processes import Processes, joined_processes
 from tightlip.core.progress import log
 from tightlip.core.registry import look_up, names_of
 from tightlip.core.run_folder import LOG, MERGED, MODEL, RunRecord, check_is_free, is_run
@@ -26,6 +27,7 @@ from tightlip.models.folders import is_adapter
 from tightlip.training.config import BUILT_IN_MODELS, RunOptions, TrainConfig, mitigation_config
 from tightlip.training.loop import train_model
 from tightlip.training.mitigations import CorpusFacts
+from tightlip.training.together import by_first, one_voice
 
 CORPUS = "corpus"  # prepared inside the run where a raw one was given
 
@@ -48,16 +50,24 @@ def train(
 
     `mitigation` is its name, with its own settings beside the run's, or an object such as
     DPConfig(epsilon=8). A corpus that is not prepared yet is prepared inside the run, by the
-    settings in `prepare` (those of PrepareConfig).
+    settings in `prepare` (those of PrepareConfig). Called in each of the processes that torchrun
+    started, all train together.
     """
     model = settings.get("model", BUILT_IN_MODELS[0])
     if model not in BUILT_IN_MODELS and is_run(Path(model)):
         settings["model"] = str(_model_of(Path(model)))
     config = TrainConfig.of(mitigation=mitigation, **settings)
-    with claimed(Path(out)), _nothing_left_of_a_refusal(Path(out)):
-        check_is_free(Path(out))  # or private text would be prepared in somebody's folder
-        ready = _prepared(corpus, Path(out), config, prepare or {})
-        return train_model(ready, Path(out), config, options or RunOptions())
+    out, options = Path(out), options or RunOptions()
+    with (
+        joined_processes(options.device) as processes,
+        one_voice(processes),
+        by_first(processes, claimed(out)),
+        by_first(processes, _nothing_left_of_a_refusal(out)),
+    ):
+        # Or private text would be prepared in somebody's folder.
+        processes.told(lambda: check_is_free(out))
+        ready = _by_first(processes, lambda: _prepared(corpus, out, config, prepare or {}))
+        return train_model(ready, out, config, options)
 
 
 def _model_of(run: Path) -> Path:
@@ -85,6 +95,18 @@ def _nothing_left_of_a_refusal(out: Path) -> Iterator[None]:
             if not was_there and out.exists() and not names_in(out) - {LOG}:
                 shutil.rmtree(out)
         raise
+
+
+def _by_first(processes: Processes, prepare: Callable[[], PreparedCorpus]) -> PreparedCorpus:
+    """What the first process prepares; the others open what it left."""
+    ready: list[PreparedCorpus] = []
+
+    def prepared() -> Path:
+        ready.append(prepare())
+        return Path(ready[0].folder)
+
+    folder = processes.told(prepared)
+    return ready[0] if ready else open_prepared(folder)
 
 
 def _prepared(

@@ -2,18 +2,22 @@
 
 import json
 import shutil
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers.modeling_utils import PreTrainedModel
 
-from tightlip.core.errors import UsageError
+from tightlip.core.errors import TightlipError, UsageError
 from tightlip.core.figures import guarantee_words, shown_first, standing_words
 from tightlip.core.files import folder_written_whole, read_json, write_json, write_text
+from tightlip.core.processes import Processes
 from tightlip.core.run_folder import MERGED, MODEL, run_around
 from tightlip.corpus.encoding import tokenizer_fingerprint
-from tightlip.corpus.history import OWN_RECORD
+from tightlip.corpus.history import OWN_RECORD, learnt_from
+from tightlip.corpus.prepare import corpus_id
 from tightlip.models.checks import check_room, without_progress_bar
 from tightlip.models.configurations import GRUConfig, LSTMConfig, TransformerConfig
 from tightlip.models.fingerprints import model_fingerprint
@@ -21,13 +25,21 @@ from tightlip.models.loading import load_causal_lm, load_tokenizer
 from tightlip.models.recurrent import GRUForCausalLM, LSTMForCausalLM
 from tightlip.models.transformer import TransformerForCausalLM
 from tightlip.privacy.people import runs_before
-from tightlip.training.config import BUILT_IN_MODELS, TrainConfig
+from tightlip.training.config import BUILT_IN_MODELS, RunOptions, TrainConfig
 from tightlip.training.lora import (
     adapted_model,
+    adapter_tensors,
     check_trainable,
     has_adapters,
     merged_model,
     save_adapter,
+)
+from tightlip.training.together import (
+    begin_alike,
+    check_splits,
+    has_split_weights,
+    split_weights,
+    whole_tensors,
 )
 
 _BUILT_IN: dict[str, Any] = {
@@ -59,6 +71,27 @@ def starting_model(config: TrainConfig, tokenizer: Any, device: torch.device | s
         check_trainable(model, config)
         return model.to(device)
     return _new_model(config, tokenizer).to(device)
+
+
+def model_to_train(
+    config: TrainConfig,
+    options: RunOptions,
+    tokenizer: Any,
+    device: torch.device,
+    largest_id: int,
+) -> Any:
+    """The model to start from, which ids up to `largest_id` fit; or, where its weights are to be split,
+    this process' part of each of them."""
+    processes = Processes.here()
+    splits = options.fsdp and processes.are_several  # one process has nothing to split
+    # The whole of what is split might not fit on one GPU.
+    model = starting_model(config, tokenizer, "cpu" if splits else device)
+    check_fits(model, config, largest_id)
+    begin_alike(processes, model)
+    if splits:
+        check_splits(config, options, model)
+        split_weights(model, device, processes)
+    return model
 
 
 def _new_model(config: TrainConfig, tokenizer: Any) -> PreTrainedModel:
@@ -117,21 +150,36 @@ def check_fits(model: PreTrainedModel, config: TrainConfig, largest_id: int) -> 
         )
 
 
-def save_model(folder: Path, model: Any, tokenizer: Any, guarantee: dict[str, Any]) -> None:
+def save_model(
+    folder: Path,
+    model: Any,
+    tokenizer: Any,
+    guarantee: dict[str, Any],
+    tensors: dict[str, Tensor] | None = None,
+) -> None:
     """Write a Hugging Face folder, whole or not at all; an earlier one gives way. Of a model with
-    adapters it holds these and the path of their base."""
+    adapters it holds these and the path of their base. `tensors` are those of `saved_tensors`."""
     if folder.exists():
         shutil.rmtree(folder)
     with folder_written_whole(folder) as beside, without_progress_bar():
         base = None
         if has_adapters(model):
-            save_adapter(beside, model)
+            save_adapter(beside, model, tensors)
             base = model.peft_config["default"].base_model_name_or_path
         else:
-            model.save_pretrained(beside)
+            model.save_pretrained(beside, state_dict=tensors)
         tokenizer.save_pretrained(beside)
         write_text(beside / "README.md", model_card(guarantee, base))
         write_json(beside / "guarantee.json", told_of(guarantee))
+
+
+def saved_tensors(model: Any) -> dict[str, Tensor] | None:
+    """What is saved of a model whose weights are split over processes, whole on the first of them;
+    None where every process has them. All must ask."""
+    if not has_split_weights(model):
+        return None
+    trained = adapter_tensors(model) if has_adapters(model) else model.state_dict(keep_vars=True)
+    return whole_tensors(trained)
 
 
 def told_of(guarantee: dict[str, Any]) -> dict[str, Any]:
@@ -147,6 +195,19 @@ def save_merged(run: Path) -> None:
     adapter = run / MODEL
     guarantee = read_json(adapter / OWN_RECORD)
     save_model(run / MERGED, merged_model(adapter), load_tokenizer(adapter), guarantee)
+
+
+def origin_told(config: TrainConfig, corpus: Path, card: dict[str, Any]) -> dict[str, Any]:
+    """Which text and which private runs shaped the weights, as a copy of the model will tell."""
+    start = None if config.model in BUILT_IN_MODELS else Path(config.model)
+    is_private = card.get("epsilon") is not None
+    with suppress(TightlipError, OSError):  # of an earlier version, and perhaps not to be written
+        corpus_id(corpus)
+    before = runs_behind(config)
+    return {
+        "learnt_from": learnt_from(corpus, start, is_private=is_private),
+        **({"before": before} if before else {}),
+    }
 
 
 def model_card(guarantee: dict[str, Any], base: str | None = None) -> str:

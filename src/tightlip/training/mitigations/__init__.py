@@ -11,9 +11,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 from transformers.modeling_utils import PreTrainedModel
 
+from tightlip.core.processes import Processes
 from tightlip.training.batches import Batch, Rows, gather
 from tightlip.training.config import MitigationConfig, RunOptions, TrainConfig
 from tightlip.training.losses import Forward
+from tightlip.training.together import Part
 
 if TYPE_CHECKING:
     from tightlip.corpus.privacy_weights import PrivacyWeights
@@ -67,6 +69,7 @@ class RunContext:
     corpus: CorpusFacts
     steps_per_epoch: int
     num_steps: int
+    processes: Processes = field(default_factory=Processes)
 
     @cached_property
     def targets_per_batch(self) -> float:
@@ -77,6 +80,10 @@ class RunContext:
     def widths(self) -> tuple[int, ...]:
         """The widths that batches of fixed shape may have, smallest first."""
         return tuple(-(-self.config.sequence_length // part) for part in FIXED_WIDTHS)
+
+    def part(self, num_rows: int) -> Part:
+        """What this process runs of a batch of `num_rows`."""
+        return Part.of(num_rows, self.processes)
 
     def batch(self, chosen: np.ndarray) -> Batch:
         """The chosen rows where the model is."""

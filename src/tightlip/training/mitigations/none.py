@@ -14,6 +14,7 @@ from tightlip.training.config import MitigationConfig, TrainConfig
 from tightlip.training.losses import is_recurrent
 from tightlip.training.mitigations import LEDGER_KEYS, CorpusFacts, RunContext
 from tightlip.training.plan import clip_gradients
+from tightlip.training.together import add_up_step
 
 
 class NoMitigation:
@@ -44,19 +45,27 @@ class NoMitigation:
             self.passes = Passes(context.model, None, way="graph", bf16=context.options.bf16)
 
     def step(self, number: int) -> tuple[Tensor, int]:
-        context = self.context
-        loss, num_targets = self.gradients(number, self._chosen(number))
+        context, chosen = self.context, self._chosen(number)
+        loss, num_targets = self.gradients(number, chosen)
+        if context.processes.are_several:
+            nats = loss.detach() * num_targets
+            add_up_step(context.processes, context.model, nats)
+            num_targets = int(context.rows.num_targets[chosen].sum())
+            loss = nats / num_targets
         clip_gradients(context.model, context.config.gradient_clip)
         context.optimizer.step()
         return loss.detach(), num_targets
 
     def gradients(self, number: int, chosen: np.ndarray) -> tuple[Tensor, int]:
-        """Give the parameters the step's gradients: its mean loss and its targets."""
+        """Give the parameters the step's gradients, as far as this process' rows go: the mean loss
+        and the targets of these."""
         if self.passes is not None:
             return self._captured_gradients(self.passes, chosen)
-        context, batch = self.context, self.context.batch(chosen)
-        share = batch.num_targets / context.targets_per_batch
-        return context.forward.backward(batch, share), batch.num_targets
+        context, part = self.context, self.context.part(len(chosen))
+        batch = context.batch(chosen[part.run])
+        num_targets = batch.num_targets * part.counts
+        loss = context.forward.backward(batch, num_targets / context.targets_per_batch)
+        return loss, num_targets
 
     def _chosen(self, number: int) -> np.ndarray:
         epoch, place = divmod(number, self.context.steps_per_epoch)
@@ -74,20 +83,22 @@ class NoMitigation:
         return False
 
     def _captured_gradients(self, passes: Passes, chosen: np.ndarray) -> tuple[Tensor, int]:
-        context = self.context
+        context, part = self.context, self.context.part(len(chosen))
+        chosen = chosen[part.run]
         longest = int(self.source.lengths[chosen].max())
         width = min(width for width in context.widths if width >= longest)
-        rows = filled(chosen, context.config.batch_size, -1)
+        rows = filled(chosen, -(-context.config.batch_size // context.processes.size), -1)
         ids_BT, targets_BT = (part.to(context.device) for part in self.source.gather(rows, width))
-        num_targets = int(context.rows.num_targets[chosen].sum())
-        weights_BT = (targets_BT >= 0) / context.targets_per_batch
+        num_targets = int(context.rows.num_targets[chosen].sum()) * part.counts
+        weights_BT = (targets_BT >= 0) * part.counts / context.targets_per_batch
         outcome = passes(
             Physical(ids_BT, targets_BT, weights_BT, Layout(num_units=len(rows), rows_per_unit=1))
         )
         for name, parameter in passes.parameters.items():
             parameter.grad = outcome.gradients[name]
         with torch.no_grad():
-            return outcome.losses.sum() * (context.targets_per_batch / num_targets), num_targets
+            whole = context.targets_per_batch / max(1, num_targets)
+            return outcome.losses.sum() * whole, num_targets
 
     def may_go_on(self) -> bool:
         return True

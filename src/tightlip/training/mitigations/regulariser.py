@@ -1,6 +1,7 @@
 """What the two privacy regularisers share: plain training plus λ times a term on last states.
 
-The last state h_x of a row x is the hidden state at its last input, the one that predicts its
+In several processes each runs its rows, and all have everybody's last states: the term is the same
+everywhere, and so is what an adversary learns from it. The last state h_x of a row x is the hidden state at its last input, the one that predicts its
 last token. Shapes: B rows, X of them and their partners, T positions, H hidden units.
 """
 
@@ -27,6 +28,7 @@ from tightlip.training.config import MitigationConfig, TrainConfig
 from tightlip.training.losses import Selected, is_recurrent
 from tightlip.training.mitigations import RunContext
 from tightlip.training.mitigations.none import NoMitigation
+from tightlip.training.together import states_of_all
 
 
 class StatePasses:
@@ -115,6 +117,7 @@ class RegulariserConfig(MitigationConfig):
     """What both regularisers are asked for."""
 
     takes_whole_batches: ClassVar[bool] = False
+    takes_split_weights: ClassVar[bool] = False
     strength_setting: ClassVar[str | None] = "privacy_weight"
 
     privacy_weight: float = setting(1.0, "The paper's λ.", at_least=0)
@@ -161,7 +164,8 @@ class Regulariser(NoMitigation, ABC):
         self.sums = torch.zeros(len(self.tallied), dtype=torch.float64, device=context.device)
         self.source = TokenRows(context.rows, np.arange(len(context.rows)))
         self.states: StatePasses | None = None
-        if context.device.type == "cuda" and is_recurrent(context.model):
+        is_alone = not context.processes.are_several  # no graph waits for other processes
+        if context.device.type == "cuda" and is_recurrent(context.model) and is_alone:
             self.states = StatePasses(
                 context.model, self._weighted_term, self.own_state, bf16=context.options.bf16
             )
@@ -182,20 +186,24 @@ class Regulariser(NoMitigation, ABC):
     def _direct_gradients(
         self, number: int, chosen: np.ndarray, weight: float
     ) -> tuple[Tensor, int]:
-        context, batch = self.context, self.context.batch(chosen)
+        context, part = self.context, self.context.part(len(chosen))
+        batch = context.batch(chosen[part.run])
+        num_targets = batch.num_targets * part.counts
         partners, drawn = self.drawn(number, chosen, len(chosen))
         arrays = [torch.from_numpy(array).to(context.device) for array in drawn]
         context.optimizer.zero_grad(set_to_none=True)
-        loss, last_BH = context.forward.mean_loss_and_last(batch)
-        whole = loss * (batch.num_targets / context.targets_per_batch)
+        loss, own_KH = context.forward.mean_loss_and_last(batch)
+        whole = loss * (num_targets / context.targets_per_batch)
+        last_BH = states_of_all(context.processes, own_KH, part, len(chosen))
         self.teach(last_BH.detach(), *arrays)
         if weight:
             if len(partners):
-                beside_BH = context.forward.last(context.batch(partners))
+                own_KH = context.forward.last(context.batch(partners[part.run]))
+                beside_BH = states_of_all(context.processes, own_KH, part, len(chosen))
                 last_BH = torch.cat([last_BH, beside_BH])
             whole = whole + weight * self.term(last_BH, *arrays)
         whole.backward()
-        return loss, batch.num_targets
+        return loss, num_targets
 
     def _graph_gradients(
         self, states: StatePasses, number: int, chosen: np.ndarray, weight: float
