@@ -4,6 +4,8 @@ Each runs the same program. The first one decides, draws, writes and speaks; the
 """
 
 import os
+import random
+import secrets
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -89,11 +91,38 @@ class Processes:
             for tensor in tensors:
                 distributed.all_reduce(tensor)
 
-    def _broadcast(self, objects: list[Any]) -> None:
-        import torch
+    def own_part(self, parts_NK: "Tensor") -> "Tensor":
+        """The sum over all processes of this one's row: each row goes to its owner alone."""
+        if not self.are_several:
+            return parts_NK[0]
         from torch import distributed
 
-        distributed.broadcast_object_list(objects, src=0, device=torch.device("cpu"))
+        scatter = getattr(distributed, "reduce_scatter_single", None)  # its name since torch 2.13
+        own_K = parts_NK.new_empty(parts_NK.shape[1])
+        (scatter or distributed.reduce_scatter_tensor)(own_K, parts_NK.flatten())
+        return own_K
+
+    def all_parts(self, own_K: "Tensor") -> "Tensor":
+        """Everybody's row, by rank."""
+        if not self.are_several:
+            return own_K[None]
+        from torch import distributed
+
+        gather = getattr(distributed, "all_gather_single", None)
+        parts = own_K.new_empty(self.size * len(own_K))
+        (gather or distributed.all_gather_into_tensor)(parts, own_K)
+        return parts.view(self.size, -1)
+
+    def same_draws(self) -> random.Random:
+        """Random numbers that nobody can guess, the same ones on every process."""
+        if not self.are_several:
+            return random.SystemRandom()
+        return random.Random(self.told(lambda: secrets.randbits(128)))
+
+    def _broadcast(self, objects: list[Any]) -> None:
+        from torch import distributed
+
+        distributed.broadcast_object_list(objects, src=0)  # by way of the CPU where the group can
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from tightlip.core.errors import GuaranteeError
 from tightlip.privacy.derived import IN_PLACE, every_tensor
+from tightlip.privacy.shards import local, shards_of
 
 _ASKING = {
     *(Tensor.__bool__, Tensor.__int__, Tensor.__float__, Tensor.__index__, Tensor.__contains__),
@@ -70,7 +71,7 @@ class Untouched:
     """Refuses a pass that writes into parameters or buffers: nothing would clip that, nor hide it."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._model = model
+        self._model, self._shards = model, shards_of(model)
         # What is written into and put back, as some adapters do: compared by value every time. All
         # else is so at the first pass, and after it by torch's count of changes.
         self._put_back: set[str] | None = None
@@ -85,7 +86,8 @@ class Untouched:
                     "Take it off, as wandb.watch(model, log=None) does."
                 )
         copied = before if self._put_back is None else self._put_back
-        copies = {name: before[name][0].detach().to("cpu", copy=True) for name in copied}
+        copies = {name: local(before[name][0]).detach().to("cpu", copy=True) for name in copied}
+        gradients = self._gradients()
         yield
         after, changed = self._state(), set[str]()
         for name, (tensor, version) in before.items():
@@ -93,7 +95,11 @@ class Untouched:
             if now is tensor and now_version == version and self._put_back is not None:
                 continue
             old = copies.get(name, None if now is tensor else tensor)
-            if now is None or old is None or not torch.equal(now.detach().to(old.device), old):
+            if (
+                now is None
+                or old is None
+                or not torch.equal(local(now).detach().to(old.device), old)
+            ):
                 raise GuaranteeError(
                     f"A pass over text changes {name} itself, as an embedding's max_norm does, or a layer that keeps averages: "
                     "nothing would clip that, and no noise hides it. Switch it off."
@@ -101,20 +107,36 @@ class Untouched:
             if now is not tensor or now_version != version:
                 changed.add(name)
         self._put_back = changed if self._put_back is None else self._put_back
+        for name, gradient in self._gradients().items():
+            if gradient != gradients[name]:
+                raise GuaranteeError(
+                    f"A pass put a gradient of {name} in place, neither clipped nor noisy, as a wrapper does that adds up gradients of "
+                    "several processes by itself. Give the model without it."
+                )
 
     def fixed_now(self) -> str:
         """SHA-256 of what is saved with the model and not trained."""
         digest = sha256()
+        self._state()
         for module in self._model.modules():
             kept = {**module._buffers, **module._parameters}
             for name, each in kept.items():
                 passing = name in module._non_persistent_buffers_set
                 if each is not None and not each.requires_grad and not passing:
                     digest.update(name.encode())
-                    raw = each.detach().cpu().contiguous().flatten().view(torch.uint8)
+                    raw = local(each).detach().cpu().contiguous().flatten().view(torch.uint8)
                     digest.update(raw.numpy())
         return digest.hexdigest()
 
+    def _gradients(self) -> dict[str, tuple[int, int]]:
+        grads = {name: each.grad for name, each in self._model.named_parameters()}
+        return {
+            name: (0, 0) if each is None else (id(each), each._version)
+            for name, each in grads.items()
+        }
+
     def _state(self) -> dict[str, tuple[Tensor, int]]:
+        for part in self._shards:  # some of which a pass may leave gathered
+            part.reshard()
         every = {**dict(self._model.named_parameters()), **dict(self._model.named_buffers())}
         return {name: (each, each._version) for name, each in every.items()}

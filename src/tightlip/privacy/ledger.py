@@ -302,6 +302,16 @@ class Ledger:
         os.replace(self._beside, self.path)
 
 
+class ToldLedger(Ledger):
+    """The same on the processes that are told by the first one, which alone keeps the file."""
+
+    def settle(self) -> None:
+        pass
+
+    def _replace(self, record: dict[str, Any]) -> None:
+        pass
+
+
 def _agrees(name: str, there: dict[str, Any], wanted: Any) -> bool:
     """Whether a ledger's term is as wanted. What was measured of its arithmetic may differ, and
     not whether it is exact."""

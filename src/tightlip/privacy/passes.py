@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from random import Random, SystemRandom
 from typing import Any, Literal
 
 import torch
@@ -26,7 +27,6 @@ from tightlip.privacy.clipping import (
     Clip,
     ClippedGradients,
     clipped_sum,
-    trainable_parameters,
     unit_by_unit,
     watched_pass,
 )
@@ -34,6 +34,7 @@ from tightlip.privacy.experts import rows_apart
 from tightlip.privacy.layers import Layout, Use, Whole, wide
 from tightlip.privacy.rounding import Scaled, full_precision
 from tightlip.privacy.row_losses import NO_LABEL, token_weights
+from tightlip.privacy.shards import shards_of, whole_parameters
 from tightlip.privacy.watching import NoRule, Watch
 
 Way = Literal["eager", "graph", "compile", "mapped", "slow"]
@@ -113,7 +114,10 @@ class Passes:
         self.model, self.clip, self.way, self.bf16 = model, clip, way, bf16
         # Wiping would copy every layer's numbers at each replay, for what hardly ever happens.
         self._prepared = None if clip is None else replace(clip, wipes=False)
-        self.parameters = trainable_parameters(model)
+        self.parameters = whole_parameters(model)
+        self.draws: Random = (
+            SystemRandom()
+        )  # how weights are moved while something is asked of them
         self._ready: dict[Any, Callable[[Physical], ClippedGradients]] = {}
         self._pool: Any = None
         self.untouched = Untouched(model)
@@ -139,6 +143,7 @@ class Passes:
                 raise UsageError(
                     f"No rule covers {error}. Train it without CUDA graphs."
                 ) from error
+            check_has_rules(self.model, str(error))
             warn_slow(str(error))
             return self.slow(batch)
 
@@ -351,6 +356,16 @@ def logits_of(model: nn.Module, input_ids: Tensor, attention_mask: Tensor | None
             f"{tuple(input_ids.shape)}. It must give one row of numbers per id."
         )
     return logits
+
+
+def check_has_rules(model: nn.Module, unruly: str) -> None:
+    """Refuse a sharded model that is not covered: processes gather its layers together, and those with
+    more rows to run one after the other would wait for the rest."""
+    if shards_of(model):
+        raise UsageError(
+            f"No fast rule covers {unruly}, and a model that is sharded by FSDP2 cannot run row after row. Give every process the whole "
+            "model (DDP), or freeze that layer."
+        )
 
 
 def warn_slow(reason: str) -> None:

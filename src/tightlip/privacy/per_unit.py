@@ -23,6 +23,7 @@ from tightlip.privacy.layers import Layout
 from tightlip.privacy.passes import Passes, Physical, Way, logits_of, warn_slow
 from tightlip.privacy.rounding import full_precision
 from tightlip.privacy.row_losses import NO_LABEL, next_targets
+from tightlip.privacy.shards import local, resharded
 from tightlip.privacy.watching import NoRule
 
 # By model, and by what it was when it was asked: why the one-pass rules will not do, if so.
@@ -119,7 +120,7 @@ def check_model(model: nn.Module, ids_BT: Tensor) -> None:
     """
     check_no_buffers(model)
     for name, parameter in model.named_parameters():
-        if not bool(parameter.isfinite().all()):
+        if not bool(local(parameter).isfinite().all()):
             raise UsageError(f"{name} is not all finite numbers. Give a model that is whole.")
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
     tolerance = rounding_tolerance(next(model.parameters()).dtype, least=1e-3)
@@ -141,7 +142,7 @@ def check_model(model: nn.Module, ids_BT: Tensor) -> None:
 def check_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
     """Refuse an optimizer that changes other weights than those that are clipped."""
     changed = {id(each) for group in optimizer.param_groups for each in group["params"]}
-    for name, parameter in model.named_parameters():
+    for name, parameter in resharded(model).named_parameters():
         if parameter.requires_grad and id(parameter) not in changed:
             raise UsageError(
                 f"The optimizer does not hold {name}, so it would never change. Give it the optimizer, or freeze it."

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from tightlip.core.devices import moved
+from tightlip.core.processes import Processes
 from tightlip.privacy.layers import Layout
 from tightlip.privacy.passes import Physical
 from tightlip.privacy.row_losses import NO_LABEL
@@ -90,6 +91,11 @@ class PhysicalBatches:
         if (width, size) not in self._shapes:
             self._shapes[width, size] = self._that_holds(width, size)
         return self._shapes[width, size]
+
+    @property
+    def chosen(self) -> list[Shape]:
+        """Every shape that was asked for, as it was settled."""
+        return sorted({*self._shapes.values(), self.usual()})
 
     def take_at_most(self, rows: int) -> None:
         """Let no pass take more, as far as a unit's own rows allow."""
@@ -168,19 +174,29 @@ class PhysicalBatches:
         return int(ids_BT.max())
 
     def of(
-        self, rows_of: Sequence[np.ndarray], shares_U: np.ndarray | None = None
+        self,
+        rows_of: Sequence[np.ndarray],
+        shares_U: np.ndarray | None = None,
+        processes: Processes | None = None,
     ) -> Iterator[tuple[Physical, int]]:
         """The batches, and how many targets each has. `shares_U` is which part of the clip norm
-        bounds each unit; all of it where none is given."""
+        bounds each unit; all of it where none is given. Of several `processes` each runs the next
+        batch in turn, and as many as the others: the last may be empty."""
         units_of: dict[Shape, list[int]] = {}
         for unit, rows in enumerate(rows_of):
             shape = self.shape(int(self.source.lengths[rows].max()), len(rows))
             units_of.setdefault(shape, []).append(unit)
-        for shape, units in sorted(units_of.items()):
-            for start in range(0, len(units), shape.num_units):
-                part = units[start : start + shape.num_units]
-                shares = None if shares_U is None else shares_U[part]
-                yield self._physical([rows_of[unit] for unit in part], shares, shape)
+        parts = [
+            (shape, units[start : start + shape.num_units])
+            for shape, units in sorted(units_of.items())
+            for start in range(0, len(units), shape.num_units)
+        ]
+        own = processes or Processes()
+        while len(parts) % own.size:
+            parts.append((parts[-1][0], []))
+        for shape, part in parts[own.rank :: own.size]:
+            shares = None if shares_U is None else shares_U[part]
+            yield self._physical([rows_of[unit] for unit in part], shares, shape)
 
     def _width(self, longest: int) -> int:
         """The smallest width that is given and fits; else a power of two, where the model has so

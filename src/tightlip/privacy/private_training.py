@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 
 from tightlip.core.errors import GuaranteeError, UsageError
 from tightlip.core.grid_gaussian import NotFinite
+from tightlip.core.processes import Processes
 from tightlip.core.randomness import keyed_generator
 from tightlip.core.settings import takes
 from tightlip.privacy.accounting import Mechanism, accountant_at
@@ -31,8 +32,9 @@ from tightlip.privacy.clipping import Clip, ClippedGradients
 from tightlip.privacy.composition import enrolled
 from tightlip.privacy.exact_sums import MOST_UNITS
 from tightlip.privacy.layers import zeros_for
-from tightlip.privacy.ledger import Ledger, claimed, guarantee_terms, read_ledger
+from tightlip.privacy.ledger import Ledger, ToldLedger, claimed, guarantee_terms, read_ledger
 from tightlip.privacy.noise_schedules import noise_for, schedule_for
+from tightlip.privacy.owners import Shares, check_same_text
 from tightlip.privacy.passes import Passes, Physical, Way
 from tightlip.privacy.people import withdraw
 from tightlip.privacy.per_unit import check_optimizer, without_dropout
@@ -41,6 +43,7 @@ from tightlip.privacy.plans import PrivacySpec, Terms, noise_plan
 from tightlip.privacy.releasing import give, release
 from tightlip.privacy.rows_alone import checked_passes, shared_by_others
 from tightlip.privacy.sampling import PoissonSampler, UnitRows
+from tightlip.privacy.shards import check_shards, shards_of
 from tightlip.privacy.sources import Documents, Source, source_of
 
 log = logging.getLogger("tightlip")
@@ -140,29 +143,44 @@ class PrivateTraining:
             _check_unit(self.spec.unit, users)
         self.terms = terms or _on_your_word(adaptive, people)
         self.device = next(model.parameters()).device
+        self._processes = processes = Processes.here()
+        processes.agreed(
+            (self.spec, exact_sums, way, bf16, physical_rows, widths, adaptive), "settings"
+        )
         generator = keyed_generator(self.spec.insecure_seed)
         self._generator = generator
         self._units = UnitRows(np.asarray(self.source.unit_of_row))
         self._sampler = PoissonSampler(self._units.num_units, self.spec.expected_batch, generator)
-        self._noise = noise_for(self.device, self.spec.insecure_seed)
+        self._noise = noise_for(self.device, _seed_of_noise(insecure_seed, processes))
         self._batches = PhysicalBatches(
             self.source,
             model,
             rows_per_unit=rows_per_unit,
             physical_rows=physical_rows,
-            expected_batch=expected_batch,
+            expected_batch=expected_batch / processes.size,
             most_units=MOST_UNITS if exact_sums and self.device.type == "cuda" else None,
             widths=widths,
         )
         check_optimizer(model, optimizer)
         self.clip = Clip(norm=clip_norm, per_layer=per_layer, exact=exact_sums)
-        before = read_ledger(Path(ledger)) if Path(ledger).exists() else {}
+        check_shards(model, processes, way)
+        self._shares: Shares | None = None
+        if processes.are_several or shards_of(model):
+            check_same_text(self.source, processes)
+            self._shares = Shares(model, processes)
+            processes.agreed(self._shares.digest(), "the weights they start from")
+        before = processes.told(
+            lambda: read_ledger(Path(ledger)) if Path(ledger).exists() else dict[str, Any]()
+        )
         with without_dropout(model):
             passes = Passes(model, self.clip, way=way, bf16=bf16)
+            passes.draws = processes.same_draws()
             self._passes = checked_passes(passes, self._batches)
-            self.arithmetic = arithmetic_of(
+            processes.agreed((passes.way, self._batches.chosen), "which rows may share a pass")
+            arithmetic = arithmetic_of(
                 self._passes, self._batches, before, expected_batch=self.spec.expected_batch
             )
+        self.arithmetic = max(processes.all_gathered(arithmetic), key=lambda each: each.charged)
         self._mixing_asked_at = (-1, False)  # steps, and whether of moved weights
         self._fixed = self._passes.untouched.fixed_now()
         self.adaptive = adaptive
@@ -176,6 +194,7 @@ class PrivateTraining:
         )
         self.schedule = schedule_for(adaptive, self.plan, self.spec, Path(ledger).parent)
         self.ledger = self._ledger(Path(ledger), claims_ledger)
+        self._fits = processes.told(self.schedule.fits)
         if before.get("steps") and not all(each in before.get("apart", ()) for each in self._apart):
             self._take_back("Rows that shared a pass before move each other now.")
 
@@ -221,7 +240,7 @@ class PrivateTraining:
     def may_step(self) -> bool:
         """Whether another step stays within the target, if there is one."""
         within = self.most_steps is None or self.ledger.steps < self.most_steps
-        return within and self.schedule.fits()
+        return within and (self.schedule.fits() if self._processes.is_first else self._fits)
 
     def step(self) -> Step:
         """Draw, charge, clip, add noise, update."""
@@ -238,8 +257,9 @@ class PrivateTraining:
                 f"{self.ledger.steps} steps are spent, and another would pass epsilon={self.spec.epsilon:g}. "
                 f"Stop here, or begin a new run with more noise."
             )
-        rows_of, rho_U = self._drawn(self._sampler.draw())
-        sigma = self.schedule.charge(self.ledger.charge, rho_U)
+        rows_of, rho_U, sigma, self._fits = self._processes.told(self._draw_and_charge)
+        if not self._processes.is_first:
+            self.ledger.charge()
         try:
             sums, step = self._clipped_sum(rows_of, rho_U)
             self._release(sums, sigma, applies)
@@ -249,9 +269,20 @@ class PrivateTraining:
             self._release(sums, sigma, applies)
         return step
 
+    def _draw_and_charge(self) -> tuple[list[np.ndarray], np.ndarray | None, float, bool]:
+        """Of several processes the first draws, and nobody is told before it is on record."""
+        rows_of, rho_U = self._drawn(self._sampler.draw())
+        sigma = self.schedule.charge(self.ledger.charge, rho_U)
+        return rows_of, rho_U, sigma, self.schedule.fits()
+
     def _release(self, sums: list[Tensor], sigma: float, applies: bool) -> None:
         # By the expected size of a draw, never by the real one, which is private.
         share, unit = 1 / self.spec.expected_batch, self.clip.step
+        if self._shares is not None:
+            amounts = {"scale": sigma * self.spec.clip_norm, "share": share, "unit": unit}
+            noise = self._noise if sigma else None
+            self._shares.release(sums, self.optimizer, noise, applies=applies, **amounts)
+            return
         parameters = self._passes.parameters.values()
         if not sigma:
             self.optimizer.zero_grad()
@@ -267,15 +298,18 @@ class PrivateTraining:
     def guarantee(self) -> dict[str, Any]:
         """What may be said now, exactly; also written to the ledger."""
         self._ask_for_mixing()
-        return self.ledger.finish()
+        return self._processes.told(self.ledger.finish)
 
     def exact_record(self, *, ended: bool = False) -> dict[str, Any]:
         """The same, and nothing is written."""
         self._ask_for_mixing(moved=ended)
-        return self.ledger.record(exact=True)
+        return self._processes.told(lambda: self.ledger.record(exact=True))
 
     def settle(self) -> None:
         """Make what is charged and released survive a power cut."""
+        self._processes.told(self._settle)
+
+    def _settle(self) -> None:
         self.schedule.settle(self.ledger.rewrite)
         self.ledger.settle()
 
@@ -287,12 +321,17 @@ class PrivateTraining:
         self._mixing_asked_at = (self.ledger.steps, moved)
         with without_dropout(self.model):
             reason = shared_by_others(self._passes, self._batches, moved=moved)
-        if reason is not None:
+        has_changed = self._passes.untouched.fixed_now() != self._fixed
+        weights = "" if self._shares is None else self._shares.digest()
+        every = self._processes.all_gathered((reason, has_changed, weights))
+        for reason in filter(None, (each[0] for each in every)):
             self._take_back(f"The trained model mixes rows, or rounds them by place: {reason}.")
-        if self._passes.untouched.fixed_now() != self._fixed:
+        if any(each[1] for each in every):
             self._take_back(
                 "Weights or buffers that are not trained have changed, unclipped and without noise."
             )
+        if len({each[2] for each in every}) > 1:
+            self._take_back("The processes' weights differ, so one of them was changed by itself.")
 
     def _take_back(self, reason: str) -> None:
         log.warning("The guarantee is taken back. %s", reason)
@@ -343,6 +382,10 @@ class PrivateTraining:
                     sums += part
         if total is None:
             total = [zeros_for(each) for each in self._passes.parameters.values()]
+        if self._processes.are_several:
+            seen = torch.stack([loss.double(), loss.new_tensor(num_targets, dtype=torch.float64)])
+            self._processes.add_up([seen])
+            loss, num_targets = seen[0].float(), int(seen[1])
         return total, Step(loss=loss / max(1, len(rows_of)), num_targets=num_targets)
 
     def _clipped(self, batch: Physical, finite_only: bool) -> ClippedGradients:
@@ -361,7 +404,8 @@ class PrivateTraining:
         shares_U = np.ones(len(rows_of))
         if self.adaptive is not None and rho_U is not None:
             shares_U = self.adaptive.clip_shares(rho_U)
-        return self._batches.of(rows_of, shares_U * (1 - self.arithmetic.charged))
+        shares_U = shares_U * (1 - self.arithmetic.charged)
+        return self._batches.of(rows_of, shares_U, self._processes)
 
     def _because(self) -> str:
         because = self.terms.because
@@ -415,6 +459,18 @@ class PrivateTraining:
             **self.terms.whose(),
             **self._adaptive_terms(),
         )
+        opened: list[Ledger] = []
+
+        def steps_on_record() -> int:
+            opened.append(self._opened(path, terms, claims))
+            return opened[0].steps
+
+        steps = self._processes.told(steps_on_record)
+        return (
+            opened[0] if opened else ToldLedger(path, terms, self.plan.meter(self.adaptive), steps)
+        )
+
+    def _opened(self, path: Path, terms: dict[str, Any], claims: bool) -> Ledger:
         meter, schedule = self.plan.meter(self.adaptive), self.schedule
         claim = claimed(path) if claims else None  # before it is read, or two could read the same
         try:
@@ -430,6 +486,11 @@ class PrivateTraining:
             raise
         ledger.claim = claim
         return ledger
+
+
+def _seed_of_noise(insecure_seed: int | None, processes: Processes) -> int | None:
+    """Every process has noise of its own."""
+    return None if insecure_seed is None else insecure_seed + (processes.rank << 64)
 
 
 def _on_your_word(adaptive: AdaptiveSpec | None, people: str | None) -> Terms:

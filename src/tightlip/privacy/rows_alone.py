@@ -7,7 +7,6 @@ loss may stay the same while a gradient moves. Shapes: U units, M rows of each, 
 
 import copy
 import logging
-import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -18,7 +17,7 @@ from tightlip.core.errors import GuaranteeError, UsageError
 from tightlip.privacy.asking import Untouched, asked_of_rows
 from tightlip.privacy.clipping import watched_pass
 from tightlip.privacy.experts import rows_apart
-from tightlip.privacy.passes import Passes, Physical, logits_of, summed
+from tightlip.privacy.passes import Passes, Physical, check_has_rules, logits_of, summed
 from tightlip.privacy.per_unit import (
     can_be_mapped,
     check_model,
@@ -29,6 +28,7 @@ from tightlip.privacy.per_unit import (
 )
 from tightlip.privacy.physical_batches import PhysicalBatches, Shape
 from tightlip.privacy.row_losses import NO_LABEL
+from tightlip.privacy.shards import kept_parameters, local
 from tightlip.privacy.watching import NoRule
 
 log = logging.getLogger("tightlip")
@@ -76,7 +76,7 @@ def _settle_on_sharing(passes: Passes, batches: PhysicalBatches) -> None:
             # Of one shape only, never of all: somebody's long row would decide on everybody's way.
             with without_dropout(passes.model):
                 asks = _question(passes, shape.width, batches.some_id())
-                return asks or _changes(passes, batches, shape, _moves(as_they_are=False))
+                return asks or _changes(passes, batches, shape, _moves(passes, as_they_are=False))
 
         batches.share_unless(why_apart)
         batches.shared()
@@ -99,6 +99,7 @@ def _question(passes: Passes, width: int, some_id: int) -> str | None:
 
 def _without_rules(passes: Passes, batches: PhysicalBatches, checked: Tensor, unruly: str) -> None:
     """Settle on `vmap` where torch can and memory has room, else on one row after the other."""
+    check_has_rules(passes.model, unruly)
     rows = MOST_WRITTEN_OUT // sum(each.numel() for each in passes.parameters.values())
     passes.way = "slow"
     # A copy is tried: what a model keeps of a trial that failed is of no use to it.
@@ -119,7 +120,9 @@ def shared_by_others(passes: Passes, batches: PhysicalBatches, *, moved: bool = 
     Asked of the weights as they are and, if `moved`, of moved ones."""
     if passes.way != "slow" and not batches.one_unit_a_pass:
         for shape in batches.shared():
-            if (reason := _changes(passes, batches, shape, _moves(moved=moved))) is not None:
+            if (
+                reason := _changes(passes, batches, shape, _moves(passes, moved=moved))
+            ) is not None:
                 return reason
     return unsteady(passes, batches, moved=moved)
 
@@ -132,10 +135,12 @@ def _changes(
     return next(filter(None, found), None)
 
 
-def _moves(*, moved: bool = True, as_they_are: bool = True) -> list[tuple[float, int]]:
+def _moves(
+    passes: Passes, *, moved: bool = True, as_they_are: bool = True
+) -> list[tuple[float, int]]:
     """The weights as they are, and moved one way and the other: a gate may be shut on one side. At the
     start moved ones are enough: what is open already stays so."""
-    seeds = [secrets.randbits(63) for _ in range(DRAWS if moved else 0)]
+    seeds = [passes.draws.getrandbits(63) for _ in range(DRAWS if moved else 0)]
     own = [(0.0, 0)] if as_they_are else []
     return [*own, *((sign, seed) for seed in seeds for sign in (1.0, -1.0))]
 
@@ -156,8 +161,9 @@ def unsteady(passes: Passes, batches: PhysicalBatches, *, moved: bool = True) ->
         own = synthetic_units(shape, num_ids, slice(None), batches.device)
         two = shape._replace(num_units=2)
         other = _last(synthetic_units(two, num_ids, slice(0), batches.device), shape)
-        for sign, seed in _moves(moved=moved):
-            with without_dropout(passes.model), perturbed(passes.parameters, 0.1 * sign, seed):
+        for sign, seed in _moves(passes, moved=moved):
+            kept = kept_parameters(passes.model)
+            with without_dropout(passes.model), perturbed(kept, 0.1 * sign, seed):
                 first = _told(passes, own)
                 passes(other)
                 if _differ(first, _told(passes, own)):
@@ -189,7 +195,7 @@ def _last(batch: Physical, shape: Shape) -> Physical:
 def _change_at(passes: Passes, num_ids: int, sign: float, seed: int, shape: Shape) -> str | None:
     reason: str | None = None
     for scale in SCALES:
-        with perturbed(passes.parameters, sign * scale, seed):
+        with perturbed(kept_parameters(passes.model), sign * scale, seed):
             try:
                 reason = first_change(passes, shape, num_ids)
             except _NotSeen as error:
@@ -207,10 +213,11 @@ def _change_at(passes: Passes, num_ids: int, sign: float, seed: int, shape: Shap
 def perturbed(parameters: dict[str, nn.Parameter], scale: float, seed: int = 0) -> Iterator[None]:
     """Weights moved by random numbers of their own size, and put back to the bit."""
     # Not where the model is: there may be no room for it twice.
-    kept = {name: each.detach().to("cpu", copy=True) for name, each in parameters.items()}
+    own = {name: local(each) for name, each in parameters.items()}
+    kept = {name: each.detach().to("cpu", copy=True) for name, each in own.items()}
     try:
         with torch.no_grad():
-            for number, each in enumerate(parameters.values()):
+            for number, each in enumerate(own.values()):
                 draw = torch.Generator(each.device).manual_seed((seed + number) % 2**63)
                 noise = torch.randn(each.shape, generator=draw, device=each.device)
                 size = float(each.float().square().mean().sqrt()) or OF_ZERO
@@ -218,7 +225,7 @@ def perturbed(parameters: dict[str, nn.Parameter], scale: float, seed: int = 0) 
         yield
     finally:
         with torch.no_grad():
-            for name, each in parameters.items():
+            for name, each in own.items():
                 each.copy_(kept[name])
 
 
