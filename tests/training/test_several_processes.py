@@ -1,89 +1,68 @@
-"""Several processes train what one process trains, and no more than one of them writes.
+"""Several processes train what one process trains, and no more than one of them writes or speaks.
 
 The truth is the run of one process, which other tests compare with loops by hand.
 """
 
 import json
 import os
+import random
 import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 
 import tightlip
 from models.tiny_finetunes import save_base
-from tightlip.core.run_folder import open_run
+from tightlip.core.processes import Processes
+from tightlip.core.run_folder import PRIVATE_METRICS, open_run
 from tightlip.corpus.prepare import prepare_corpus
 from tightlip.corpus.prepare_config import PrepareConfig
 from tightlip.training.config import RunOptions
 from tightlip.training.loop import Training
-from training.small_corpora import documents
+from tightlip.training.together import Part, add_up_step
+from training.small_corpora import WORDS, documents
 
 pytestmark = pytest.mark.slow
 
 SCRIPT = Path(__file__).with_name("several_processes.py")
-# 41 rows: the last batch of an epoch has one, and so some process has none.
-ROWS = documents(num_documents=51, num_users=6, longest=9)
-PLAIN = {
-    "embedding_size": 8, "hidden_size": 8, "num_layers": 1, "batch_size": 8, "epochs": 2,
-    "sequence_length": 10, "optimizer": "sgd", "momentum": 0.9, "learning_rate": 0.1,
-}  # fmt: skip
-BLOCKS = PLAIN | {"model": "transformer", "num_heads": 2, "num_layers": 2}
-del BLOCKS["embedding_size"]
+# 41 of them are trained on: the last batch of an epoch has one row, so some process has none.
+ROWS = documents(num_documents=51, num_users=13, longest=9)
+LENGTH = {"batch_size": 8, "epochs": 2, "sequence_length": 10}
+SMOOTH = {"optimizer": "sgd", "momentum": 0.9, "learning_rate": 0.1}
+PLAIN = LENGTH | SMOOTH | {"embedding_size": 8, "hidden_size": 8, "num_layers": 1}
+BLOCKS = LENGTH | SMOOTH | {"model": "transformer", "hidden_size": 8, "num_heads": 2}
 TIED = BLOCKS | {"tie_word_embeddings": True, "gradient_clip": 0.2}
-ADAPTED = {name: PLAIN[name] for name in ("batch_size", "epochs", "sequence_length")} | {"lora": 2}
+ADAM = PLAIN | {"optimizer": "adam", "learning_rate": 0.01, "momentum": 0.0}
 UNIFORM = {"batching": "uniform"}
-# Each by what it adds to a plain run, and by what it asks of the machine.
+INSIDE = UNIFORM | {"triplet_pairs": "inside", "privacy_weight": 0.5}
+# Units and their order from a known seed, and no noise.
+SAMPLED = {"noise_multiplier": 0.0, "insecure_seed": 1}
+EXACT = SAMPLED | {"exact_sums": True}
+# What each run is asked for, and how its work is done.
 KINDS = {
     "plain": (PLAIN | {"gradient_clip": 0.2}, {}),
-    "adam": (PLAIN | {"optimizer": "adam", "learning_rate": 0.01, "momentum": 0.0}, {}),
-    "adversarial": (PLAIN | {"mitigation": "adversarial", "discriminator_size": 6}, {}),
+    "adam": (ADAM, {}),
+    "adversarial": (ADAM | {"mitigation": "adversarial", "discriminator_size": 6}, {}),
     "adversarial-blocks": (BLOCKS | {"mitigation": "adversarial"} | UNIFORM, {}),
     "triplet": (PLAIN | {"mitigation": "triplet"}, {}),
-    "triplet-inside": (
-        PLAIN
-        | {"mitigation": "triplet", "triplet_pairs": "inside", "privacy_weight": 0.5}
-        | UNIFORM,
-        {},
-    ),
-    "blocks": (TIED, {}),
+    "triplet-inside": (PLAIN | {"mitigation": "triplet"} | INSIDE, {}),
     "split": (TIED, {"fsdp": True}),
-    "adapted": (ADAPTED, {}),
-    "adapted-split": (ADAPTED, {"fsdp": True, "merge": True}),
+    "adapted": (LENGTH | {"lora": 2}, {}),
+    "adapted-split": (LENGTH | {"lora": 2}, {"fsdp": True, "merge": True}),
+    "dp": (PLAIN | {"mitigation": "dp"} | SAMPLED, {}),
+    "dp-exact": (PLAIN | {"mitigation": "dp"} | EXACT, {}),
+    "dp-split": (BLOCKS | {"mitigation": "dp"} | EXACT, {"fsdp": True}),
+    "dp-adapted-split": (LENGTH | {"lora": 2, "mitigation": "dp"} | EXACT, {"fsdp": True}),
+    "adaptive-dp": (PLAIN | {"mitigation": "adaptive-dp"} | EXACT, {}),
 }
-
-
-class Launched:
-    """What one launch of several processes left: how each job ended for each, and the runs."""
-
-    def __init__(self, size, folder, jobs):
-        self.size, self.folder = size, folder
-        (folder / "jobs.json").write_text(json.dumps(jobs))
-        self.done = launch(size, SCRIPT, folder / "jobs.json").communicate(timeout=300)
-        answers = [folder / f"answers-{rank}.json" for rank in range(size)]
-        assert all(path.exists() for path in answers), self.done[1]
-        self.answers = [json.loads(path.read_text()) for path in answers]
-
-    def of(self, job):
-        return [answers[job] for answers in self.answers]
-
-
-def launch(size, *command):
-    """torchrun, by another name; nothing of pytest's own environment tells of ranks."""
-    return subprocess.Popen(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        + ["--nproc-per-node", str(size), *map(str, command)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
+BIT_FOR_BIT = {"dp-exact", "dp-split", "dp-adapted-split", "adaptive-dp"}
+RESUMED = ("plain", "adversarial", "split")
 
 
 @pytest.fixture(scope="module")
@@ -92,71 +71,282 @@ def base(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def corpora(base, tmp_path_factory):
-    """The same text by a vocabulary of its own, and by the base's."""
-    folder = tmp_path_factory.mktemp("corpora")
-    own = prepare_corpus(ROWS, folder / "own", PrepareConfig(split="document"))
-    for_base = PrepareConfig(split="document", tokenizer=str(base))
-    return {"own": own, "base": prepare_corpus(ROWS, folder / "for-base", for_base)}
+def corpus(base, tmp_path_factory):
+    """By the base's tokenizer, which is public, and with privacy weights."""
+    folder = tmp_path_factory.mktemp("corpus")
+    config = PrepareConfig(split="document", tokenizer=str(base))
+    made, draw = prepare_corpus(ROWS, folder / "prepared", config), random.Random(3)
+    lines = [" ".join(draw.choices(WORDS, k=12)) for _ in range(150)]
+    (folder / "public.csv").write_text("text\n" + "\n".join(lines) + "\n")
+    tightlip.weigh(made, public_corpus=folder / "public.csv")
+    return made.folder
 
 
 @pytest.fixture(scope="module")
-def one_process(corpora, base, tmp_path_factory):
+def job_of(base, corpus):
+    """What a process is asked for to train a run of some kind."""
+
+    def job(kind, out, **more):
+        settings, options = KINDS[kind]
+        settings = settings | ({"model": str(base)} if "lora" in settings else {})
+        told = {"corpus": str(corpus), "out": str(out), "settings": settings, "options": options}
+        return told | more
+
+    return job
+
+
+def by_one_process(job):
+    options = RunOptions(device="cpu", **job["options"])
+    return tightlip.train(job["corpus"], job["out"], options=options, **job["settings"])
+
+
+@pytest.fixture(scope="module")
+def one_process(job_of, tmp_path_factory):
     """The runs of one process, trained when they are first asked for."""
     folder, made = tmp_path_factory.mktemp("one"), {}
 
     def run_of(kind):
         if kind not in made:
-            settings, options = KINDS[kind]
-            corpus, settings = for_kind(kind, corpora, base)
-            made[kind] = tightlip.train(
-                corpus.folder,
-                folder / kind,
-                options=RunOptions(device="cpu", **options),
-                **settings,
-            )
+            made[kind] = by_one_process(job_of(kind, folder / kind))
         return made[kind]
 
     return run_of
 
 
-def for_kind(kind, corpora, base):
-    settings, _ = KINDS[kind]
-    if kind.startswith("adapted"):
-        return corpora["base"], settings | {"model": str(base)}
-    return corpora["own"], settings
+@pytest.fixture(scope="module")
+def stopped_by_one(job_of, tmp_path_factory):
+    """Runs that one process began and left after four steps."""
+    folder, plain = tmp_path_factory.mktemp("stopped"), Training.take_step
+
+    def take_step(self):
+        plain(self)
+        if self.progress.step == 4:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    Training.take_step = take_step
+    try:
+        for kind in RESUMED:
+            with pytest.raises(KeyboardInterrupt):
+                by_one_process(job_of(kind, folder / kind))
+    finally:
+        Training.take_step = plain
+    return folder
+
+
+def begun(size, *command):
+    """torchrun, which is a script of this module."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size)]
+    return subprocess.Popen(
+        [sys.executable, *launcher, *map(str, command)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+class Launched:
+    """How each job ended for each of several processes, and what they said."""
+
+    def __init__(self, size, folder, jobs):
+        self.size, self.folder = size, folder
+        (folder / "jobs.json").write_text(json.dumps(jobs))
+        process = begun(size, SCRIPT, folder / "jobs.json")
+        self.out, self.err = process.communicate(timeout=400)
+        self.code = process.returncode
+
+    def of(self, job):
+        answers = [self.folder / f"answers-{rank}.json" for rank in range(self.size)]
+        assert all(path.exists() for path in answers), self.err
+        return [json.loads(path.read_text())[job] for path in answers]
+
+    def num_steps(self, out, rank=0):
+        """How many updates one of them made in a run."""
+        lines = (self.folder / f"events-{rank}").read_text().splitlines()
+        return sum(line.rpartition(" ")[0] == str(out) for line in lines)
 
 
 @pytest.fixture(scope="module", params=[2, 3], ids=["two", "three"])
-def several(request, corpora, base, tmp_path_factory):
-    """All jobs of several processes, in one launch."""
-    folder = tmp_path_factory.mktemp(f"of-{request.param}")
-    jobs = {}
-    for kind, (_, options) in KINDS.items():
-        corpus, settings = for_kind(kind, corpora, base)
-        jobs[kind] = {"corpus": str(corpus.folder), "out": str(folder / kind)}
-        jobs[kind] |= {"settings": settings, "options": options}
+def several(request, corpus, job_of, stopped_by_one, tmp_path_factory):
+    """All that does not end a launch, in one."""
+    folder = tmp_path_factory.mktemp("several")
+    jobs = {kind: job_of(kind, folder / kind) for kind in KINDS}
+    for kind in RESUMED:
+        left, gone_on = folder / f"left-{kind}", folder / f"gone-on-{kind}"
+        jobs[left.name] = job_of(kind, left, interrupted=[request.param - 1, 4])
+        shutil.copytree(stopped_by_one / kind, gone_on)
+        jobs[gone_on.name] = job_of(kind, gone_on)
+    (folder / "foreign").mkdir()
+    (folder / "foreign" / "letter.txt").touch()
+    for name, words in refused(folder).items():
+        jobs[name] = {"out": name, "command": ["train", str(corpus), *words, "--device", "cpu"]}
+    alone = ["train", str(corpus), "--out", str(folder / "alone"), "--device", "cpu"]
+    jobs["alone"] = {"out": "alone", "command": alone, "failing": [1, 2]}  # last: it parts them
     return Launched(request.param, folder, jobs)
 
 
-def weights_in(folder):
-    (file,) = folder.glob("*.safetensors")
-    return load_file(file)
+def refused(folder):
+    """By the first process, by a guarantee, by all alike, and before anybody met."""
+    fresh = ["--out", str(folder / "fresh")]
+    return {
+        "foreign": ["--out", str(folder / "foreign")],
+        "unproved": [*fresh, "--mitigation", "dp", "--epsilon", "8", "--early-stop", "2"],
+        "small": [*fresh, "--fsdp"],
+        "twice": [*fresh, "--steps", "5", "--epochs", "2"],
+    }
 
 
-def assert_close(one, other, *, tolerance=2e-5):
-    mine, theirs = weights_in(one), weights_in(other)
+def assert_same_weights(one, other, *, bits=False):
+    mine, theirs = (load_file(next(folder.glob("*.safetensors"))) for folder in (one, other))
     assert mine.keys() == theirs.keys()
+    off = {"rtol": 0, "atol": 0} if bits else {"rtol": 2e-5, "atol": 2e-5}
     for name in mine:
-        torch.testing.assert_close(mine[name], theirs[name], rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(mine[name], theirs[name], **off)
+
+
+def measured(run):
+    """Its metrics but for the time they took; of a private run those that its owner keeps."""
+    private = run.folder / PRIVATE_METRICS
+    lines = run.metrics
+    if private.exists():
+        lines = [json.loads(line) for line in private.read_text().splitlines()]
+    return [{name: value for name, value in line.items() if name != "seconds"} for line in lines]
+
+
+def assert_same_run(run, alone, *, bits=False):
+    for one, other in zip(measured(run), measured(alone), strict=True):
+        assert one.keys() == other.keys()
+        for name, value in other.items():
+            close = pytest.approx(value, rel=1e-4) if isinstance(value, float) else value
+            assert one[name] == close
+    assert_same_weights(run.model_folder, alone.model_folder, bits=bits)
+    for one, other in zip(run.snapshots, alone.snapshots, strict=True):
+        assert_same_weights(one.folder, other.folder, bits=bits)
+
+
+# The same run
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_several_processes_train_what_one_trains(kind, several, one_process):
     run, alone = open_run(several.folder / kind), one_process(kind)
     assert several.of(kind) == [{"step": alone.metrics[-1]["step"]}] * several.size
-    assert_close(run.model_folder, alone.model_folder)
-    for snapshot, same in zip(run.snapshots, alone.snapshots, strict=True):
-        assert_close(snapshot.folder, same.folder)
-    if kind == "adapted-split":
-        assert_close(run.folder / "merged", alone.folder / "merged")
+    assert_same_run(run, alone, bits=kind in BIT_FOR_BIT)
+
+
+def test_a_run_does_not_tell_how_many_processes_trained_it(several, one_process):
+    for kind in KINDS:
+        run, alone = open_run(several.folder / kind), one_process(kind)
+        assert run.config == alone.config
+        names = [sorted(path.name for path in one.folder.iterdir()) for one in (run, alone)]
+        assert names[0] == names[1]
+
+
+def test_adapters_of_split_weights_are_merged(several, one_process):
+    merged = one_process("adapted-split").folder / "merged"
+    assert_same_weights(several.folder / "adapted-split" / "merged", merged)
+
+
+# Going on
+
+
+@pytest.mark.parametrize("kind", RESUMED)
+def test_one_process_goes_on_with_what_several_left(kind, several, one_process, job_of):
+    left = f"left-{kind}"
+    assert several.of(left) == [{"stopped": True}] * several.size
+    assert several.num_steps(several.folder / left) == 4
+    run = by_one_process(job_of(kind, several.folder / left) | {"options": {}})
+    assert_same_run(run, one_process(kind))
+
+
+@pytest.mark.parametrize("kind", RESUMED)
+def test_several_processes_go_on_with_what_one_left(kind, several, one_process):
+    run = open_run(several.folder / f"gone-on-{kind}")
+    assert several.num_steps(run.folder) == run.metrics[-1]["step"] - 4
+    assert_same_run(run, one_process(kind))
+
+
+# What goes wrong
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "words"),
+    [
+        ("foreign", 2, "holds letter.txt and no run"),
+        ("unproved", 3, "early_stop stops by looking at private validation text"),
+        ("small", 2, "Leave --fsdp out: every process then has the whole model."),
+        ("twice", 2, "both say how long to train"),
+    ],
+)
+def test_a_refusal_is_said_once_and_ends_all(name, code, words, several):
+    first, *others = several.of(name)
+    (line,) = [line for line in first["said"].splitlines() if line.startswith("tightlip: ")]
+    assert words in line
+    assert [each["code"] for each in (first, *others)] == [code] * several.size
+    assert [each["said"] for each in others] == [""] * len(others)
+    assert not (several.folder / "fresh").exists()
+
+
+def test_a_killed_process_ends_the_run_and_undercounts_nothing(job_of, monkeypatch, tmp_path):
+    """Updates as they were made, in two lives, against what the ledger has."""
+    job = job_of("dp", tmp_path / "run", killed=[1, 3])
+    job["settings"] = PLAIN | {"mitigation": "dp", "epsilon": 8.0}
+    job["options"] = {"checkpoint_seconds": 0.0}
+    killed = Launched(2, tmp_path, {"killed": job})
+    assert killed.code != 0
+    assert not open_run(tmp_path / "run").finished
+    made = killed.num_steps(tmp_path / "run")
+    assert open_run(tmp_path / "run").guarantee["steps"] >= made >= 2
+    counted, plain = [], Training.take_step
+    monkeypatch.setattr(Training, "take_step", lambda self: counted.append(plain(self)))
+    run = by_one_process(job)
+    assert run.finished
+    assert run.guarantee["steps"] >= made + len(counted)
+
+
+def test_a_process_that_fails_alone_says_why_and_ends_the_others(several):
+    first, *others = several.of("alone")
+    assert [each["code"] for each in (first, *others)] == [2] * several.size
+    assert "Another process of this run ended" in first["said"]
+    assert "Process 1: This process alone cannot go on. Look at it." in others[0]["said"]
+
+
+def test_torchrun_takes_the_command(tmp_path):
+    """From a raw corpus, which the first process prepares; one of them prints."""
+    raw = tmp_path / "corpus.jsonl"
+    raw.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    shape = ["--hidden-size", "8", "--embedding-size", "8", "--steps", "3", "--batch-size", "8"]
+    words = ["train", raw, "--out", tmp_path / "run", "--device", "cpu", *shape]
+    process = begun(2, "-m", "tightlip", *words)
+    out, err = process.communicate(timeout=400)
+    assert process.returncode == 0, err
+    assert out.count("The run:") == 1
+    assert open_run(tmp_path / "run").finished
+    lines = (tmp_path / "run" / "log.txt").read_text().splitlines()
+    assert sum("Done after step 3" in line for line in lines) == 1
+
+
+def test_a_weight_that_no_process_uses_is_left_without_a_gradient():
+    """Were its gradient 0, weight decay would move it, as it moves nothing in one process."""
+
+    class Twins(Processes):
+        """Two processes with the same rows."""
+
+        def add_up(self, tensors):
+            for tensor in tensors:
+                tensor *= 2
+
+    model = torch.nn.ModuleList([torch.nn.Linear(2, 3), torch.nn.Linear(2, 3)])
+    loss = model[0](torch.ones(1, 2)).sum()
+    loss.backward()
+    nats = loss.detach().clone()
+    add_up_step(Twins(0, 2), model, nats)
+    assert nats == 2 * loss
+    assert torch.equal(model[0].weight.grad, torch.full((3, 2), 2.0))
+    assert model[1].weight.grad is None
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 7, 8])
+def test_every_row_is_run_once_and_every_process_runs(num_rows):
+    parts = [Part.of(num_rows, Processes(rank, 3)) for rank in range(3)]
+    assert sorted(np.concatenate([part.places for part in parts])) == list(range(num_rows))
+    assert all(len(part.run) for part in parts)

@@ -41,7 +41,8 @@ def one_voice(processes: Processes) -> Iterator[None]:
     if not processes.is_first:
         log.setLevel("CRITICAL")
     try:
-        yield
+        with _lost_processes_in_words():
+            yield
     except Exception as error:
         if processes.is_first:
             store.set(key, "1")
@@ -50,6 +51,21 @@ def one_voice(processes: Processes) -> Iterator[None]:
         raise
     finally:
         log.setLevel(before)
+
+
+@contextmanager
+def _lost_processes_in_words() -> Iterator[None]:
+    from torch.distributed import DistError
+
+    try:
+        yield
+    except RuntimeError as error:
+        if not isinstance(error, DistError) and "gloo" not in str(error):
+            raise
+        raise UsageError(
+            "Another process of this run ended, and this one cannot go on alone. What is above may say why. Give the same "
+            "command again to go on where it stopped."
+        ) from error
 
 
 def _is_set(store: Any, key: str) -> bool:

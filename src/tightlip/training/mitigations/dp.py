@@ -30,6 +30,7 @@ from tightlip.training.lora import check_rows_stay_alone
 from tightlip.training.losses import is_ours, is_recurrent
 from tightlip.training.mitigations import CorpusFacts, RunContext
 from tightlip.training.starting import runs_behind
+from tightlip.training.together import has_split_weights
 
 # Noise beside signal, as `noise_to_signal` has it, that is warned of. New models: on the bundled
 # corpus none of four runs at 0.3 or above beat word frequencies, at 0.1 one of three did (docs/
@@ -244,7 +245,7 @@ def units_of(rows: Rows, unit: str) -> np.ndarray:
 
 
 def way_of(context: RunContext) -> Way:
-    if context.device.type != "cuda":
+    if context.device.type != "cuda" or has_split_weights(context.model):
         return "eager"
     if is_recurrent(context.model) or (is_ours(context.model) and not context.options.compile):
         return "graph"
