@@ -1,8 +1,11 @@
 """What a private trainer is refused, each before its first step and with what to change."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from datasets import Dataset, IterableDataset
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 from transformers import (
     AutoModelForCausalLM,
     BitsAndBytesConfig,
@@ -105,8 +108,8 @@ def test_what_the_environment_brings_is_refused_too(tmp_path, monkeypatch):
         (trainer, "is_distributed_loading_by_transformers", True, "Load it whole"),
         (trainer, "is_model_parallel", True, "spread over several devices"),
         (type(trainer.args), "n_gpu", 2, "CUDA_VISIBLE_DEVICES=0"),
-        (trainer.accelerator, "_parallelism", SimpleNamespace(tp_size=2), "tp_size=2"),
-        (trainer.accelerator, "_parallelism", SimpleNamespace(cp_size=2), "cp_size=2"),
+        (type(trainer.accelerator), "parallelism_config", SimpleNamespace(tp_size=2), "tp_size=2"),
+        (type(trainer.accelerator), "parallelism_config", SimpleNamespace(cp_size=2), "cp_size=2"),
     ):
         with monkeypatch.context() as changed:
             changed.setattr(owner, name, value)

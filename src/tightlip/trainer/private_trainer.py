@@ -90,6 +90,7 @@ class PrivateMixin(_Library):
         self._num_rows = len(train_dataset)
         self.privacy, self.user_column, self.people = privacy, user_column, people
         self.start = start
+        self._before: list[dict[str, Any]] | None = None
         self.public_evaluation, self.exact_sums = public_evaluation, exact_sums
         self.private: PrivateTraining | None = None
         self._source: LabelledRows | None = None
@@ -125,6 +126,8 @@ class PrivateMixin(_Library):
         if folder is not None:
             path = folder
             Processes.here().told(lambda: _check_checkpoint(path, self._folder / LEDGER))
+        if self._before is None:  # of the weights as they were given, not as a checkpoint left them
+            self._before = _runs_behind(self.model, self.start)
         self._same_rows()
         self._source = labelled_rows(self.train_dataset, self, self._users)
         self.private, self._told = None, {}
@@ -211,7 +214,7 @@ class PrivateMixin(_Library):
             )
         if self.public_evaluation:
             outside.append("text that you declared public and evaluated on")
-        before = _runs_behind(self.model, self.start)
+        before = self._before or []
         if before and self.people is None:
             raise UsageError(
                 "The weights to start from came out of a private run, and both together are what was spent on its people. Give "
