@@ -174,7 +174,9 @@ def refusals(folder):
     starts = {
         "settings": lambda: private(folder, "refused-settings", noise_multiplier=float(rank)),
         "texts": lambda: private(folder, "refused-texts", documents=another),
-        "people": lambda: private(folder, "refused-people", users=[(each + rank) % 7 for each in users()]),
+        "people": lambda: private(
+            folder, "refused-people", users=[(each + rank) % 7 for each in users()]
+        ),
         "weights": lambda: private(folder, "refused-weights", moved),
     }
     if Processes.here().are_several:

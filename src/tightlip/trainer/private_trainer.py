@@ -11,6 +11,7 @@ import math
 import re
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -124,8 +125,7 @@ class PrivateMixin(_Library):
         refuse_trainer(self, PrivateMixin, self.public_evaluation)
         folder = _checkpoint(resume_from_checkpoint, self._folder)
         if folder is not None:
-            path = folder
-            Processes.here().told(lambda: _check_checkpoint(path, self._folder / LEDGER))
+            Processes.here().told(partial(_check_checkpoint, folder, self._folder / LEDGER))
         if self._before is None:  # of the weights as they were given, not as a checkpoint left them
             self._before = _runs_behind(self.model, self.start)
         self._same_rows()
