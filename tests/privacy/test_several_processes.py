@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow
 
 SEVERAL = [2, 3]
 TESTS = Path(__file__).parents[1]
-IN_NOISE = (2.0, together.NUM_USERS)  # σ·C, and what a sum is divided by
+IN_NOISE = (together.NOISE * together.CLIP, together.NUM_USERS)  # σ·C, and what a sum is divided by
 
 
 @pytest.fixture(scope="module")
@@ -81,14 +81,14 @@ def test_with_float_sums_the_weights_are_those_of_one_process_but_for_rounding(r
 @pytest.mark.parametrize("size", [1, *SEVERAL])
 @pytest.mark.parametrize("name", ["sum", "sharded-sum"])
 def test_the_sum_is_that_of_each_persons_clipped_gradient(result, size, name):
-    expected = by_brute_force(together.chain(), clip_norm=1.0)
+    expected = by_brute_force(together.chain())
     for (each,) in on_all_ranks(result, name, size):
         for parameter, gradient in expected.items():
             found = each[parameter].double() * together.NUM_USERS
             torch.testing.assert_close(found, gradient.double(), rtol=1e-3, atol=1e-4)
 
 
-def by_brute_force(model, clip_norm):
+def by_brute_force(model, clip_norm=together.CLIP):
     """Oracle: everybody's gradient by plain autograd, row after row, clipped and added up."""
     by_user = [[] for _ in range(together.NUM_USERS)]
     for user, text in zip(together.users(), together.texts(), strict=True):
@@ -123,7 +123,7 @@ def spread_is_right(normals):
 @pytest.mark.parametrize("size", [1, *SEVERAL])
 @pytest.mark.parametrize("name", ["noise", "sharded-noise", "exact-noise"])
 def test_noise_is_added_once_with_the_right_spread(result, size, name):
-    sums = by_brute_force(together.wide(), clip_norm=1.0)
+    sums = by_brute_force(together.wide())
     for each in result(name, size):
         normals = noise_in(each, sums)
         assert spread_is_right(normals)
@@ -158,7 +158,7 @@ def test_every_process_is_given_the_same_noise_also_where_nobodys_text_reaches(r
 @pytest.mark.parametrize("size", SEVERAL)
 @pytest.mark.parametrize("name", ["noise", "seeded-noise"])
 def test_no_two_owners_draw_the_same_noise(result, size, name):
-    sums = by_brute_force(together.wide(), clip_norm=1.0)["embed.weight"]
+    sums = by_brute_force(together.wide())["embed.weight"]
     (released,) = result(name, size)[:1]
     normals = noise_in({"x": released["embed.weight"]}, {"x": sums})
     parts = normals[: len(normals) // size * size].view(size, -1)
