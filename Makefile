@@ -51,3 +51,5 @@ bench-gpu: install
 	$(BIN)/python benchmarks/check_gpu.py
 	$(BIN)/python benchmarks/dp_step.py --device cuda --write docs/benchmarks.md
 	$(BIN)/python benchmarks/scan.py --device cuda
+	$(BIN)/python benchmarks/exposure.py --device cuda
+	$(BIN)/python benchmarks/regularizers.py --device cuda

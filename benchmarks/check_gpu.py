@@ -4,15 +4,17 @@
 
 Clipped sums on the GPU against plain autograd in float64 on the CPU, one unit at a time; units
 whose tokens cancel, which rounding may not take above the bound; units that share a pass with
-others, and must come out of it bitwise the same; exact sums; replayed graphs; the noise against the
-CPU's, which tests compare with interval arithmetic, and against the normal law. Exits 1 where one is
-off.
+others, and must come out of it bitwise the same; exact sums; replayed graphs; adapters on a base of
+few bits; the noise against the CPU's, which tests compare with interval arithmetic, and against the
+normal law. Exits 1 where one is off.
 """
 
 import copy
 import math
 import sys
+import tempfile
 import time
+from importlib.util import find_spec
 from types import SimpleNamespace
 
 import torch
@@ -37,6 +39,7 @@ from tightlip.models.transformer import TransformerForCausalLM
 from tightlip.privacy.clipping import Clip, clipped_sum
 from tightlip.privacy.layers import Layout, Outer, fp32_product
 from tightlip.privacy.passes import Passes, Physical
+from tightlip.privacy.per_unit import keep_differentiable
 from tightlip.privacy.physical_batches import Shape
 from tightlip.privacy.rounding import Roundings
 from tightlip.privacy.rows_alone import first_change, perturbed
@@ -77,6 +80,19 @@ def batch(device):
     return Physical.of(ids.to(device), targets.to(device), own.to(device), layout)
 
 
+def report_clipped(label, found, exact, tolerance):
+    total = math.sqrt(sum(float(g.norm()) ** 2 for g in exact.gradients.values()))
+    off = math.sqrt(
+        sum(
+            float((found.gradients[key].cpu().double() - gradient.cpu()).norm()) ** 2
+            for key, gradient in exact.gradients.items()
+        )
+    )
+    report(f"{label}: clipped sum", off / total, tolerance)
+    norms = (found.norms.cpu() / exact.norms.cpu() - 1).abs().max()
+    report(f"{label}: norms", float(norms), tolerance / 3)
+
+
 def check_sums(names=tuple(MODELS)):
     for name, make in ((each, MODELS[each]) for each in names):
         for tied in (False, True):
@@ -92,17 +108,8 @@ def check_sums(names=tuple(MODELS)):
                     found = Passes(model, Clip(norm=0.1), way=way, bf16=kind == "bf16")(
                         batch("cuda")
                     )
-                    total = math.sqrt(sum(float(g.norm()) ** 2 for g in exact.gradients.values()))
-                    off = math.sqrt(
-                        sum(
-                            float((found.gradients[key].cpu().double() - gradient).norm()) ** 2
-                            for key, gradient in exact.gradients.items()
-                        )
-                    )
                     label = f"{name}{' tied' if tied else ''}, {way}, {kind}"
-                    report(f"{label}: clipped sum", off / total, TOLERANCE[kind])
-                    norms = (found.norms.cpu() / exact.norms - 1).abs().max()
-                    report(f"{label}: norms", float(norms), TOLERANCE[kind] / 3)
+                    report_clipped(label, found, exact, TOLERANCE[kind])
 
 
 def check_rows_alone(device="cuda", names=tuple(FAMILIES)):
@@ -312,6 +319,36 @@ def check_replay():
         report(f"{name}, {way}: other rows and weights are seen", off, TOLERANCE["bf16"])
 
 
+def check_few_bits(device="cuda"):
+    """Adapters on a frozen base of 4 and 8 bits: clipped in one pass as unit after unit by plain
+    autograd on the same base."""
+    if find_spec("bitsandbytes") is None or find_spec("peft") is None:
+        print("--- adapters on few bits: not checked, bitsandbytes or peft is missing", flush=True)
+        return
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    kinds = {
+        "4 bits": BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32),
+        "8 bits": BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0),
+    }  # fmt: skip
+    shape = STOCK | {"num_key_value_heads": 4}
+    for kind, bits in kinds.items():
+        torch.manual_seed(0)
+        with tempfile.TemporaryDirectory() as folder:
+            LlamaForCausalLM(LlamaConfig(**shape)).save_pretrained(folder)
+            base = AutoModelForCausalLM.from_pretrained(
+                folder, quantization_config=bits, dtype=torch.float32, device_map=device
+            )
+        lora = LoraConfig(r=8, target_modules="all-linear", init_lora_weights=False)
+        model = get_peft_model(base, lora).eval()
+        keep_differentiable(model)
+        few = batch(device)
+        exact = Passes(model, Clip(norm=0.1), way="slow")(few)
+        found = Passes(model, Clip(norm=0.1))(few)
+        report_clipped(f"adapters on {kind}", found, exact, TOLERANCE["float32"])
+
+
 def check_regularisers():
     """Regularised steps in a graph against the same ones taken directly, of several widths."""
     from regularizers import METHODS, Method
@@ -411,6 +448,7 @@ if __name__ == "__main__":
         check_rows_alone,
         check_cancelling,
         check_sums,
+        check_few_bits,
         check_regularisers,
     ):
         start = time.perf_counter()

@@ -75,7 +75,8 @@ def test_norms_of_adapters_on_few_bits_are_exact(bits, base, tmp_path):
     )  # fmt: skip
     privacy = PrivacySpec(noise_multiplier=0.0, clip_norm=clip_norm)
     PrivateTrainer(
-        model, args, train_dataset=Dataset.from_list(rows()), privacy=privacy, user_column="user", callbacks=[kept]
+        model, args, train_dataset=Dataset.from_list(rows()), privacy=privacy, user_column="user", start="public",
+        callbacks=[kept],
     ).train()  # fmt: skip
     expected = mean_of_clipped(alone, clip_norm)
     assert kept.steps[0].keys() == expected.keys()

@@ -1,8 +1,11 @@
 """What a private trainer is refused, each before its first step and with what to change."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from datasets import Dataset, IterableDataset
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 from transformers import (
     AutoModelForCausalLM,
     BitsAndBytesConfig,
@@ -102,10 +105,11 @@ def test_what_the_environment_brings_is_refused_too(tmp_path, monkeypatch):
     trainer = private_sft(tmp_path)
     for owner, name, value, words in (
         (trainer, "is_deepspeed_enabled", True, "DeepSpeed adds up gradients"),
-        (trainer, "is_fsdp_enabled", True, "FSDP adds up gradients"),
+        (trainer, "is_distributed_loading_by_transformers", True, "Load it whole"),
         (trainer, "is_model_parallel", True, "spread over several devices"),
         (type(trainer.args), "n_gpu", 2, "CUDA_VISIBLE_DEVICES=0"),
-        (type(trainer.args), "world_size", 2, "one process"),
+        (type(trainer.accelerator), "parallelism_config", SimpleNamespace(tp_size=2), "tp_size=2"),
+        (type(trainer.accelerator), "parallelism_config", SimpleNamespace(cp_size=2), "cp_size=2"),
     ):
         with monkeypatch.context() as changed:
             changed.setattr(owner, name, value)
@@ -113,6 +117,27 @@ def test_what_the_environment_brings_is_refused_too(tmp_path, monkeypatch):
                 trainer.train()
     monkeypatch.setattr(trainer.args, "deepspeed", {"zero_optimization": {"stage": 2}})
     with pytest.raises(GuaranteeError, match="Leave deepspeed out"):
+        trainer.train()
+    assert not (tmp_path / "ledger.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"fsdp_version": 1}, "Use FSDP2"),
+        ({"state_dict_type": "StateDictType.SHARDED_STATE_DICT"}, "Use FULL_STATE_DICT"),
+        ({"cpu_offload": CPUOffloadPolicy()}, "cpu_offload keeps shards"),
+    ],
+)
+def test_only_whole_checkpoints_of_fsdp2_are_taken(tmp_path, monkeypatch, changes, words):
+    trainer = private_sft(tmp_path)
+    plugin = {
+        "fsdp_version": 2, "state_dict_type": "StateDictType.FULL_STATE_DICT", "cpu_offload": OffloadPolicy(),
+    }  # fmt: skip
+    monkeypatch.setattr(trainer, "is_fsdp_enabled", True)
+    given = SimpleNamespace(**plugin | changes)
+    monkeypatch.setattr(trainer.accelerator.state, "fsdp_plugin", given, raising=False)
+    with pytest.raises(GuaranteeError, match=words):
         trainer.train()
     assert not (tmp_path / "ledger.json").exists()
 

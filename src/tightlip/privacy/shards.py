@@ -57,7 +57,12 @@ def local(tensor: Any) -> Tensor:
 
 def check_shards(model: nn.Module, processes: Processes, way: str) -> None:
     """Refuse a sharded model whose shards or passes are not as they are owned here."""
+    spread = [name for name, each in model.named_parameters() if is_shard(each)]
     if not shards_of(model):
+        if spread:
+            raise UsageError(
+                f"{spread[0]} is spread over processes, and not by fully_shard, so no pass has it whole. Load the model whole."
+            )
         return
     if way != "eager":
         raise UsageError(

@@ -11,6 +11,7 @@ import math
 import re
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,12 +24,14 @@ from transformers.trainer_utils import TrainOutput, get_last_checkpoint
 
 from tightlip.core.errors import GuaranteeError, UsageError
 from tightlip.core.files import read_json, write_json, write_text
+from tightlip.core.processes import Processes
 from tightlip.core.run_folder import LEDGER
 from tightlip.corpus.history import OWN_RECORD
 from tightlip.privacy.ledger import read_ledger
 from tightlip.privacy.people import ids_of, runs_before
 from tightlip.privacy.plans import PrivacySpec, Terms
 from tightlip.privacy.private_training import PrivateTraining
+from tightlip.privacy.shards import local
 from tightlip.privacy.sources import LabelledRows
 from tightlip.trainer.refusals import refuse_arguments, refuse_trainer
 from tightlip.trainer.rows import check_same_rows, labelled_rows, users_of
@@ -53,8 +56,8 @@ class PrivateMixin(_Library):
 
     Arguments, beside the trainer's own:
         privacy: the target and what else changes the promise. Batch and steps are the trainer's: a step
-            draws per_device_train_batch_size × gradient_accumulation_steps units on average, and an epoch
-            is as many steps as draw every unit once on average.
+            draws per_device_train_batch_size × gradient_accumulation_steps × processes units on average, and
+            an epoch is as many steps as draw every unit once on average.
         user_column: the column of train_dataset that says whose each row is; of unit='user' only.
         people: a name of yours for whose text it is; runs of one name are counted together.
         start: the folder that the weights came from, where the model does not tell: of an adapter that
@@ -88,6 +91,7 @@ class PrivateMixin(_Library):
         self._num_rows = len(train_dataset)
         self.privacy, self.user_column, self.people = privacy, user_column, people
         self.start = start
+        self._before: list[dict[str, Any]] | None = None
         self.public_evaluation, self.exact_sums = public_evaluation, exact_sums
         self.private: PrivateTraining | None = None
         self._source: LabelledRows | None = None
@@ -121,7 +125,9 @@ class PrivateMixin(_Library):
         refuse_trainer(self, PrivateMixin, self.public_evaluation)
         folder = _checkpoint(resume_from_checkpoint, self._folder)
         if folder is not None:
-            _check_checkpoint(folder, self._folder / LEDGER)
+            Processes.here().told(partial(_check_checkpoint, folder, self._folder / LEDGER))
+        if self._before is None:  # of the weights as they were given, not as a checkpoint left them
+            self._before = _runs_behind(self.model, self.start)
         self._same_rows()
         self._source = labelled_rows(self.train_dataset, self, self._users)
         self.private, self._told = None, {}
@@ -149,6 +155,8 @@ class PrivateMixin(_Library):
     def _prepare_for_training(
         self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any
     ) -> Any:
+        if self.is_fsdp_enabled:  # weights stay as wide as they are; passes have their own autocast
+            self.accelerator.state.fsdp_plugin.mixed_precision_policy = None
         prepared = super()._prepare_for_training(
             max_steps, train_dataloader, resume_from_checkpoint
         )
@@ -157,7 +165,9 @@ class PrivateMixin(_Library):
         if forward is not None:
             self.model.forward = forward
         path = self._folder / LEDGER
-        was_finished = path.exists() and read_ledger(path).get("finished")
+        was_finished = Processes.here().told(
+            lambda: path.exists() and read_ledger(path).get("finished")
+        )
         self.private = self._private_training(max_steps)
         # What a kill took, from the last checkpoint on. Who ended a training by themselves has seen what
         # it gave, and may take the steps that were planned.
@@ -204,7 +214,7 @@ class PrivateMixin(_Library):
             )
         if self.public_evaluation:
             outside.append("text that you declared public and evaluated on")
-        before = _runs_behind(self.model, self.start)
+        before = self._before or []
         if before and self.people is None:
             raise UsageError(
                 "The weights to start from came out of a private run, and both together are what was spent on its people. Give "
@@ -260,21 +270,29 @@ class PrivateMixin(_Library):
 
     def create_model_card(self, *given: Any, **rest: Any) -> None:
         super().create_model_card(*given, **rest)
-        if self.private is not None and self.is_world_process_zero():
-            _tell(self._folder, self._record(self.private))
+        self._tell_in(self._folder)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        if self.private is not None:  # on all processes, before any weights reach the disk
+            self._record(self.private)
+            self.private.settle()
+        super().save_model(output_dir, _internal_call)
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         if self.private is not None:
             self.private.ledger.settle()  # before any weights reach the disk
         super()._save(output_dir, state_dict)
-        if self.private is not None:
-            folder = self._folder if output_dir is None else Path(output_dir)
-            _tell(folder, self._record(self.private))
+        self._tell_in(self._folder if output_dir is None else Path(output_dir))
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        if self.private is not None:  # what is pushed has the checkpoint's weights in it
-            _tell(self._folder, self._record(self.private))
+        self._tell_in(self._folder)  # what is pushed has the checkpoint's weights in it
         super()._push_from_checkpoint(checkpoint_folder)
+
+    def _tell_in(self, folder: Path) -> None:
+        if self.private is not None:
+            record = self._record(self.private)
+            if self.is_world_process_zero():
+                _tell(folder, record)
 
     def _record(self, private: PrivateTraining) -> dict[str, Any]:
         """The guarantee as it stands; worked out once a step, since it takes a second."""
@@ -368,7 +386,7 @@ def _runs_behind(model: Any, start: str | Path | None) -> list[dict[str, Any]]:
 def _is_trained_adapter(model: Any) -> bool:
     """Whether an adapter does something already: a new one begins at zero."""
     seconds = [each for name, each in model.named_parameters() if "lora_B" in name]
-    return hasattr(model, "peft_config") and any(bool(each.any()) for each in seconds)
+    return hasattr(model, "peft_config") and any(bool(local(each).any()) for each in seconds)
 
 
 def _checkpoint(asked: Any, output_dir: Path) -> Path | None:

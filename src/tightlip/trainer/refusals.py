@@ -104,11 +104,19 @@ def _against_arguments(args: Any) -> Iterator[str]:
 
 
 def _against_processes(trainer: Any) -> Iterator[str]:
-    if trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
-        name = "DeepSpeed" if trainer.is_deepspeed_enabled else "FSDP"
-        yield (
-            f"{name} adds up gradients in its own way, past clipping and noise. Launch the script without it."
-        )
+    if trainer.is_deepspeed_enabled:
+        yield "DeepSpeed adds up gradients in its own way, past clipping and noise. Launch the script without it; FSDP2 shards too."
+    if trainer.is_fsdp_enabled:
+        yield from _against_fsdp(trainer.accelerator.state.fsdp_plugin)
+    if getattr(trainer, "is_distributed_loading_by_transformers", False):
+        yield "The model was spread over processes as it was loaded (distributed_config), past accelerate. Load it whole; FSDP2 shards it."
+    axes = getattr(trainer.accelerator, "parallelism_config", None)
+    for name in ("tp", "cp", "sp", "dp_replicate"):
+        if getattr(axes, f"{name}_size", None) not in (None, 1):
+            yield (
+                f"parallelism_config has {name}_size={getattr(axes, f'{name}_size')}, and all rows of a person run on one process, which has, "
+                "or gathers, the whole model. Leave it out: DDP or FSDP2 over all processes."
+            )
     if getattr(trainer.accelerator, "scaler", None) is not None:
         yield "accelerate's configuration asks for fp16, which scales the loss by who overflows. Use bf16, or none."
     if trainer.args.n_gpu > 1:
@@ -118,9 +126,19 @@ def _against_processes(trainer: Any) -> Iterator[str]:
         )
     if trainer.is_model_parallel:
         yield "The model is spread over several devices (device_map), where it is not clipped as a whole. Load it onto one."
-    if trainer.args.world_size > 1:
+
+
+def _against_fsdp(plugin: Any) -> Iterator[str]:
+    if plugin.fsdp_version != 2:
         yield (
-            f"{trainer.args.world_size} processes would each draw users and add noise of their own. Launch the script with one process."
+            "FSDP1 flattens weights and adds up gradients by itself, past clipping and noise. Use FSDP2: fsdp_version: 2 in accelerate's "
+            "configuration, or fsdp_config={'version': 2}."
+        )
+    if "CPU" in type(plugin.cpu_offload).__name__:
+        yield "cpu_offload keeps shards where no noise is drawn. Leave it out."
+    if "FULL_STATE_DICT" not in str(plugin.state_dict_type):
+        yield (
+            f"state_dict_type={plugin.state_dict_type} writes weights in parts, which no guarantee can lie beside. Use FULL_STATE_DICT."
         )
 
 

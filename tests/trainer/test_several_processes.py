@@ -1,0 +1,106 @@
+"""A private SFTTrainer under torchrun: what two processes train, tell and leave is what one does."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tightlip.core.files import read_json
+from tightlip.privacy.ledger import read_ledger
+from trainer import together
+
+pytestmark = pytest.mark.slow
+
+TESTS = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def left(tmp_path_factory):
+    """The folder in which two processes have left their results."""
+    folder = tmp_path_factory.mktemp("together")
+    launch = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+    ]
+    script = [*launch, TESTS / "trainer" / "together.py", folder]
+    paths = os.pathsep.join([str(TESTS), *sys.path])
+    environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(script, env=environment, capture_output=True, text=True, timeout=540)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """The same by one process: the trainings that two must equal."""
+    folder, threads = tmp_path_factory.mktemp("alone"), torch.get_num_threads()
+    torch.set_num_threads(1)  # as the others have
+    try:
+        asked = {"quiet", "begun", "gone-on", "full"}
+        runs = together.scenarios(folder, 1)
+        return {name: run() for name, run in runs.items() if name in asked}
+    finally:
+        torch.set_num_threads(threads)
+
+
+def results(left, name):
+    return [torch.load(left / f"{name}-{rank}.pt", weights_only=False) for rank in range(2)]
+
+
+def are_equal(one, other):
+    return [*one] == [*other] and all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize(
+    ("name", "wrapped"), [("quiet", "DistributedDataParallel"), ("full", "FSDPLlamaForCausalLM")]
+)
+def test_adapters_and_whole_models_are_trained_as_by_one_process(left, alone, name, wrapped):
+    for each in results(left, name):
+        assert each["wrapped"] == wrapped
+        assert each["expected_batch"] == alone[name]["expected_batch"] == 8
+        assert are_equal(each["weights"], alone[name]["weights"])
+
+
+@pytest.mark.parametrize("name", ["gone-on", "sharded"])
+def test_epsilon_is_that_of_one_process_also_after_going_on(left, alone, name):
+    for each in results(left, name):
+        assert each["metrics"] == alone["gone-on"]["metrics"]
+        assert each["step"] == 4
+    assert read_ledger(left / name / "ledger.json")["steps"] == 4
+    epsilon = alone["gone-on"]["metrics"]["epsilon"]
+    assert read_json(left / name / "guarantee.json")["epsilon"] == epsilon
+    for number in (2, 4):
+        folder = left / name / f"checkpoint-{number}"
+        assert read_json(folder / "guarantee.json")["steps"] == number
+        assert f"ε = {epsilon:.3g}" in (folder / "README.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("name", ["gone-on", "sharded"])
+def test_all_processes_end_with_the_weights_that_are_saved(left, name):
+    first, second = results(left, name)
+    assert are_equal(first["weights"], second["weights"])
+    saved = load_file(left / name / "adapter_model.safetensors")
+    assert len(saved) == len(first["weights"])
+    for parameter, weight in first["weights"].items():
+        assert torch.equal(saved[parameter.replace(".default", "")], weight)
+
+
+def test_a_model_that_was_sharded_is_saved_whole(left):
+    first, _ = results(left, "full")
+    saved = load_file(left / "full" / "model.safetensors")
+    assert all(torch.equal(saved[name], weight) for name, weight in first["weights"].items())
+
+
+@pytest.mark.parametrize("name", ["quiet", "gone-on", "full", "sharded"])
+def test_nothing_measured_is_logged_by_any_process(left, name):
+    allowed = {"learning_rate", "grad_norm", "epoch", "step", "epsilon", "epsilon_so_far"}
+    for each in results(left, name):
+        assert all({*line} <= allowed for line in each["history"])
