@@ -1,6 +1,6 @@
-"""Run by torchrun in every process: trainings one after the other, as a file of jobs has them.
+"""Groups of processes that train, as FOLDER/NAME.json says: how many they are, and one job after the other.
 
-Each process writes how each job ended for it, and every step it took. One launch runs many jobs:
+Each process writes how each job ended for it, and every step it took. All are forks of this one:
 to import torch takes longer than to train.
 """
 
@@ -13,14 +13,16 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from torch import distributed
+
 import tightlip
+from forked import begin, end
 from tightlip.cli.main import app
 from tightlip.core.errors import UsageError
-from tightlip.core.processes import joined_processes
 from tightlip.training.config import RunOptions
 from tightlip.training.loop import Training
 
-RANK = int(os.environ["RANK"])
+plain_step = Training.take_step
 
 
 def own_steps(file: Path, job: dict[str, Any]) -> None:
@@ -30,17 +32,15 @@ def own_steps(file: Path, job: dict[str, Any]) -> None:
         plain_step(self)
         with file.open("a") as events:
             events.write(f"{job['out']} {self.progress.step}\n")
-        if [RANK, self.progress.step] == job.get("interrupted"):
+        here = [distributed.get_rank(), self.progress.step]
+        if here == job.get("interrupted"):
             os.kill(os.getpid(), signal.SIGINT)
-        if [RANK, self.progress.step] == job.get("killed"):
+        if here == job.get("killed"):
             os.kill(os.getpid(), signal.SIGKILL)
-        if [RANK, self.progress.step] == job.get("failing"):
+        if here == job.get("failing"):
             raise UsageError("This process alone cannot go on. Look at it.")
 
     Training.take_step = take_step  # type: ignore[method-assign]
-
-
-plain_step = Training.take_step
 
 
 def trained(job: dict[str, Any]) -> dict[str, Any]:
@@ -49,6 +49,8 @@ def trained(job: dict[str, Any]) -> dict[str, Any]:
         run = tightlip.train(job["corpus"], job["out"], options=options, **job["settings"])
     except KeyboardInterrupt:
         return {"stopped": True}
+    except UsageError as error:
+        return {"refused": str(error)}
     return {"step": run.metrics[-1]["step"]}
 
 
@@ -63,14 +65,18 @@ def commanded(words: list[str]) -> dict[str, Any]:
     return {"code": code, "said": said.getvalue()}
 
 
-def main(file: Path) -> None:
+def work(folder: Path) -> None:
+    rank, size = distributed.get_rank(), distributed.get_world_size()
+    # As torchrun has it.
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)}
     answers = {}
-    with joined_processes("cpu"):
-        for name, job in json.loads(file.read_text()).items():
-            own_steps(file.with_name(f"events-{RANK}"), job)
-            answers[name] = commanded(job["command"]) if "command" in job else trained(job)
-    file.with_name(f"answers-{RANK}.json").write_text(json.dumps(answers))
+    for name, job in json.loads(folder.with_suffix(".json").read_text())["jobs"].items():
+        own_steps(folder / f"events-{rank}", job)
+        answers[name] = commanded(job["command"]) if "command" in job else trained(job)
+    (folder / f"answers-{rank}.json").write_text(json.dumps(answers))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    for file in sorted(Path(sys.argv[1]).glob("*.json")):
+        codes = end(begin(json.loads(file.read_text())["size"], work, file.with_suffix("")))
+        (file.with_suffix("") / "codes.json").write_text(json.dumps(codes))

@@ -30,6 +30,7 @@ from training.small_corpora import WORDS, documents
 
 pytestmark = pytest.mark.slow
 
+TESTS, SEVERAL = Path(__file__).parents[1], [2, 3]
 SCRIPT = Path(__file__).with_name("several_processes.py")
 # 41 of them are trained on: the last batch of an epoch has one row, so some process has none.
 ROWS = documents(num_documents=51, num_users=13, longest=9)
@@ -58,8 +59,11 @@ KINDS = {
     "dp": (PLAIN | {"mitigation": "dp"} | SAMPLED, {}),
     "dp-exact": (PLAIN | {"mitigation": "dp"} | EXACT, {}),
     "dp-split": (BLOCKS | {"mitigation": "dp"} | EXACT, {"fsdp": True}),
-    "dp-adapted-split": (LENGTH | {"lora": 2, "mitigation": "dp"} | EXACT, {"fsdp": True}),
+    "dp-adapted-split": (LENGTH | SMOOTH | {"lora": 2, "mitigation": "dp"} | EXACT, {"fsdp": True}),
     "adaptive-dp": (PLAIN | {"mitigation": "adaptive-dp"} | EXACT, {}),
+}
+NOT_COMPARED = {
+    "dp-noisy": (PLAIN | {"mitigation": "dp", "epsilon": 8.0}, {"checkpoint_seconds": 0.0}),
 }
 BIT_FOR_BIT = {"dp-exact", "dp-split", "dp-adapted-split", "adaptive-dp"}
 RESUMED = ("plain", "adversarial", "split")
@@ -87,7 +91,7 @@ def job_of(base, corpus):
     """What a process is asked for to train a run of some kind."""
 
     def job(kind, out, **more):
-        settings, options = KINDS[kind]
+        settings, options = (KINDS | NOT_COMPARED)[kind]
         settings = settings | ({"model": str(base)} if "lora" in settings else {})
         told = {"corpus": str(corpus), "out": str(out), "settings": settings, "options": options}
         return told | more
@@ -133,46 +137,29 @@ def stopped_by_one(job_of, tmp_path_factory):
     return folder
 
 
-def begun(size, *command):
-    """torchrun, which is a script of this module."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size)]
-    return subprocess.Popen(
-        [sys.executable, *launcher, *map(str, command)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
-class Launched:
-    """How each job ended for each of several processes, and what they said."""
-
-    def __init__(self, size, folder, jobs):
-        self.size, self.folder = size, folder
-        (folder / "jobs.json").write_text(json.dumps(jobs))
-        process = begun(size, SCRIPT, folder / "jobs.json")
-        self.out, self.err = process.communicate(timeout=400)
-        self.code = process.returncode
-
-    def of(self, job):
-        answers = [self.folder / f"answers-{rank}.json" for rank in range(self.size)]
-        assert all(path.exists() for path in answers), self.err
-        return [json.loads(path.read_text())[job] for path in answers]
-
-    def num_steps(self, out, rank=0):
-        """How many updates one of them made in a run."""
-        lines = (self.folder / f"events-{rank}").read_text().splitlines()
-        return sum(line.rpartition(" ")[0] == str(out) for line in lines)
-
-
-@pytest.fixture(scope="module", params=[2, 3], ids=["two", "three"])
-def several(request, corpus, job_of, stopped_by_one, tmp_path_factory):
-    """All that does not end a launch, in one."""
+@pytest.fixture(scope="module")
+def left(corpus, job_of, stopped_by_one, tmp_path_factory):
+    """The folder in which all groups of processes have left their runs and their answers."""
     folder = tmp_path_factory.mktemp("several")
+    for size in SEVERAL:
+        jobs = jobs_of(folder / f"of-{size}-runs", size, corpus, job_of, stopped_by_one)
+        (folder / f"of-{size}.json").write_text(json.dumps({"size": size, "jobs": jobs}))
+    jobs = {"killed": job_of("dp-noisy", folder / "killed-run", killed=[1, 3])}
+    (folder / "killed.json").write_text(json.dumps({"size": 2, "jobs": jobs}))
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(TESTS), *sys.path])}
+    script = [sys.executable, "-W", "ignore", SCRIPT, folder]
+    done = subprocess.run(script, env=environment, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def jobs_of(folder, size, corpus, job_of, stopped_by_one):
+    """Every kind; runs that several begin and that they go on with; and what is refused."""
+    folder.mkdir()
     jobs = {kind: job_of(kind, folder / kind) for kind in KINDS}
     for kind in RESUMED:
-        left, gone_on = folder / f"left-{kind}", folder / f"gone-on-{kind}"
-        jobs[left.name] = job_of(kind, left, interrupted=[request.param - 1, 4])
+        begun, gone_on = folder / f"begun-{kind}", folder / f"gone-on-{kind}"
+        jobs[begun.name] = job_of(kind, begun, interrupted=[size - 1, 4])
         shutil.copytree(stopped_by_one / kind, gone_on)
         jobs[gone_on.name] = job_of(kind, gone_on)
     (folder / "foreign").mkdir()
@@ -181,7 +168,30 @@ def several(request, corpus, job_of, stopped_by_one, tmp_path_factory):
         jobs[name] = {"out": name, "command": ["train", str(corpus), *words, "--device", "cpu"]}
     alone = ["train", str(corpus), "--out", str(folder / "alone"), "--device", "cpu"]
     jobs["alone"] = {"out": "alone", "command": alone, "failing": [1, 2]}  # last: it parts them
-    return Launched(request.param, folder, jobs)
+    return jobs
+
+
+class Group:
+    """What processes that trained together have left: their runs, and how each job ended for each."""
+
+    def __init__(self, folder, size):
+        self.folder, self.size = folder, size
+        self.runs = folder.with_name(f"{folder.name}-runs")
+
+    def of(self, job):
+        assert not (errors := [path.read_text() for path in self.folder.glob("error-*")]), errors
+        answers = [self.folder / f"answers-{rank}.json" for rank in range(self.size)]
+        return [json.loads(path.read_text())[job] for path in answers]
+
+    def num_steps(self, out, rank=0):
+        """How many updates one of them made in a run."""
+        lines = (self.folder / f"events-{rank}").read_text().splitlines()
+        return sum(line.rpartition(" ")[0] == str(out) for line in lines)
+
+
+@pytest.fixture(params=SEVERAL, ids=["two", "three"])
+def several(request, left):
+    return Group(left / f"of-{request.param}", request.param)
 
 
 def refused(folder):
@@ -228,14 +238,14 @@ def assert_same_run(run, alone, *, bits=False):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_several_processes_train_what_one_trains(kind, several, one_process):
-    run, alone = open_run(several.folder / kind), one_process(kind)
+    run, alone = open_run(several.runs / kind), one_process(kind)
     assert several.of(kind) == [{"step": alone.metrics[-1]["step"]}] * several.size
     assert_same_run(run, alone, bits=kind in BIT_FOR_BIT)
 
 
 def test_a_run_does_not_tell_how_many_processes_trained_it(several, one_process):
     for kind in KINDS:
-        run, alone = open_run(several.folder / kind), one_process(kind)
+        run, alone = open_run(several.runs / kind), one_process(kind)
         assert run.config == alone.config
         names = [sorted(path.name for path in one.folder.iterdir()) for one in (run, alone)]
         assert names[0] == names[1]
@@ -243,7 +253,7 @@ def test_a_run_does_not_tell_how_many_processes_trained_it(several, one_process)
 
 def test_adapters_of_split_weights_are_merged(several, one_process):
     merged = one_process("adapted-split").folder / "merged"
-    assert_same_weights(several.folder / "adapted-split" / "merged", merged)
+    assert_same_weights(several.runs / "adapted-split" / "merged", merged)
 
 
 # Going on
@@ -251,16 +261,16 @@ def test_adapters_of_split_weights_are_merged(several, one_process):
 
 @pytest.mark.parametrize("kind", RESUMED)
 def test_one_process_goes_on_with_what_several_left(kind, several, one_process, job_of):
-    left = f"left-{kind}"
-    assert several.of(left) == [{"stopped": True}] * several.size
-    assert several.num_steps(several.folder / left) == 4
-    run = by_one_process(job_of(kind, several.folder / left) | {"options": {}})
+    begun = f"begun-{kind}"
+    assert several.of(begun) == [{"stopped": True}] * several.size
+    assert several.num_steps(several.runs / begun) == 4
+    run = by_one_process(job_of(kind, several.runs / begun) | {"options": {}})
     assert_same_run(run, one_process(kind))
 
 
 @pytest.mark.parametrize("kind", RESUMED)
 def test_several_processes_go_on_with_what_one_left(kind, several, one_process):
-    run = open_run(several.folder / f"gone-on-{kind}")
+    run = open_run(several.runs / f"gone-on-{kind}")
     assert several.num_steps(run.folder) == run.metrics[-1]["step"] - 4
     assert_same_run(run, one_process(kind))
 
@@ -283,22 +293,23 @@ def test_a_refusal_is_said_once_and_ends_all(name, code, words, several):
     assert words in line
     assert [each["code"] for each in (first, *others)] == [code] * several.size
     assert [each["said"] for each in others] == [""] * len(others)
-    assert not (several.folder / "fresh").exists()
+    assert not (several.runs / "fresh").exists()
 
 
-def test_a_killed_process_ends_the_run_and_undercounts_nothing(job_of, monkeypatch, tmp_path):
-    """Updates as they were made, in two lives, against what the ledger has."""
-    job = job_of("dp", tmp_path / "run", killed=[1, 3])
-    job["settings"] = PLAIN | {"mitigation": "dp", "epsilon": 8.0}
-    job["options"] = {"checkpoint_seconds": 0.0}
-    killed = Launched(2, tmp_path, {"killed": job})
-    assert killed.code != 0
-    assert not open_run(tmp_path / "run").finished
-    made = killed.num_steps(tmp_path / "run")
-    assert open_run(tmp_path / "run").guarantee["steps"] >= made >= 2
+def test_a_killed_process_ends_the_run_and_undercounts_nothing(left, job_of, monkeypatch):
+    """Updates as they were made, in two lives, against what the ledger has; nobody else ended the
+    other process."""
+    group, out = Group(left / "killed", 2), left / "killed-run"
+    assert json.loads((group.folder / "codes.json").read_text()) == [0, -signal.SIGKILL]
+    answer = json.loads((group.folder / "answers-0.json").read_text())["killed"]
+    assert "Another process of this run ended" in answer["refused"]
+    made, run = group.num_steps(out, rank=1), open_run(out)
+    assert made == 3
+    assert not run.finished
+    assert run.guarantee["steps"] >= made
     counted, plain = [], Training.take_step
     monkeypatch.setattr(Training, "take_step", lambda self: counted.append(plain(self)))
-    run = by_one_process(job)
+    run = by_one_process(job_of("dp-noisy", out))
     assert run.finished
     assert run.guarantee["steps"] >= made + len(counted)
 
@@ -316,10 +327,11 @@ def test_torchrun_takes_the_command(tmp_path):
     raw.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     shape = ["--hidden-size", "8", "--embedding-size", "8", "--steps", "3", "--batch-size", "8"]
     words = ["train", raw, "--out", tmp_path / "run", "--device", "cpu", *shape]
-    process = begun(2, "-m", "tightlip", *words)
-    out, err = process.communicate(timeout=400)
-    assert process.returncode == 0, err
-    assert out.count("The run:") == 1
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
+    command = [sys.executable, *launcher, "tightlip", *map(str, words)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("The run:") == 1
     assert open_run(tmp_path / "run").finished
     lines = (tmp_path / "run" / "log.txt").read_text().splitlines()
     assert sum("Done after step 3" in line for line in lines) == 1

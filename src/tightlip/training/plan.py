@@ -109,8 +109,8 @@ def build_optimizer(model: nn.Module, config: TrainConfig) -> optim.Optimizer:
     extra: dict[str, Any] = {}
     if config.optimizer == "sgd":
         extra["momentum"] = config.momentum
-    never = config.optimizer in _NEVER_FUSED or is_split(parameters[0])
-    if not never and parameters[0].device.type in ("cpu", "cuda"):
+    never = _NEVER_FUSED | ({"sgd"} if is_split(parameters[0]) else set())
+    if config.optimizer not in never and parameters[0].device.type in ("cpu", "cuda"):
         extra["fused"] = True
     return _OPTIMIZERS[config.optimizer](
         parameters, lr=config.learning_rate, weight_decay=config.weight_decay, **extra
