@@ -234,6 +234,46 @@ def test_two_trainings_on_one_ledger_are_refused_until_one_is_closed(tmp_path):
         first.step()
 
 
+def test_a_ledger_behind_a_link_is_charged_where_it_lies(tmp_path):
+    training = private(tmp_path)
+    training.close()
+    link = tmp_path / "link" / "ledger.json"
+    link.parent.mkdir()
+    link.symlink_to(training.ledger.path)
+    again = private(link.parent)
+    again.step()
+    assert link.is_symlink()
+    assert read_ledger(training.ledger.path)["steps"] == 1
+    with pytest.raises(GuaranteeError, match="another training"):
+        private(tmp_path)
+
+
+def test_a_promise_that_is_taken_back_stays_so_in_a_process_that_is_killed_then(tmp_path):
+    training = private(tmp_path)
+    training.step()
+    training._take_back("Rows move each other.")
+    assert read_ledger(training.ledger.path)["standing"] == "measured only"
+
+
+def test_the_ledger_tells_nothing_of_how_long_texts_are(tmp_path):
+    class MixesLongRows(OneToken):
+        def forward(self, ids):
+            logits = super().forward(ids)
+            late = logits[:, 8:]
+            return torch.cat([logits[:, :8], late + late.mean(0, keepdim=True)], 1)
+
+    told = []
+    for number, length in enumerate((5, 20)):
+        torch.manual_seed(0)
+        texts = [*documents(), torch.arange(length) % 7]
+        training = private(tmp_path / str(number), MixesLongRows(), texts=texts)
+        record = training.guarantee()
+        told.append({name: record[name] for name in record if name not in ("run", "outside")})
+    assert bool(training._apart)
+    assert told[0].keys() == told[1].keys()
+    assert "apart" not in told[0]
+
+
 def test_a_refused_start_leaves_the_ledger_free(tmp_path):
     private(tmp_path).close()
     with pytest.raises(GuaranteeError, match="was begun with noise_multiplier") as kept:
