@@ -154,8 +154,35 @@ def test_a_run_that_goes_on_is_registered_once_and_a_copy_of_it_is_refused(tmp_p
     copy = shutil.copytree(tmp_path / "one", tmp_path / "copy") / "ledger.json"
     with pytest.raises(GuaranteeError, match="is a copy"):
         enrolled(Ledger.open(copy, promised, meter_of(promised)))
-    shutil.rmtree(tmp_path / "one")  # moved, then
-    enrolled(Ledger.open(copy, promised, meter_of(promised)))
+    moved = (tmp_path / "one").rename(tmp_path / "elsewhere") / "ledger.json"
+    enrolled(Ledger.open(copy, promised, meter_of(promised)))  # nobody can tell it from the first
+    with pytest.raises(GuaranteeError, match="is a copy"):
+        enrolled(Ledger.open(moved, promised, meter_of(promised)))
+
+
+def test_repeated_steps_count_also_when_the_folder_is_gone(tmp_path):
+    run = begun(tmp_path, "one")
+    for _ in range(2):  # killed twice, and begun anew each time
+        run = Ledger.open(run.path, terms("one"), meter_of(terms("one")))
+        run.repeats = True
+        enrolled(run)
+        for _ in range(30):
+            run.charge()
+    shutil.rmtree(tmp_path / "one")
+    people = read_ledger(begun(tmp_path, "two").path)["people"]
+    assert people["epsilon"] >= by_hand((1.5, 0.05, 60 + 40))
+    assert people["epsilon"] <= by_hand((1.5, 0.05, 60 + 40 + PLANNED // 2))
+
+
+def test_a_run_that_goes_on_forgets_neither_its_people_nor_what_it_started_from(tmp_path):
+    start = composable(terms("start") | {"steps": 40, "epsilon": 1.0})
+    run = begun(tmp_path, "one", people=("ann", "bob"), before=[start])
+    promised = terms("one", people=("cat",))
+    again = Ledger.open(run.path, promised, meter_of(promised)).record()
+    assert again["people"] == {"id": "ann", "also": ["bob", "cat"]}
+    assert [each["run"] for each in again["before"]] == ["start"]
+    promised.pop("people")
+    assert Ledger.open(run.path, promised, meter_of(promised)).record()["people"]["id"] == "ann"
 
 
 def declared(people, apart):

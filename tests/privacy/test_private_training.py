@@ -11,9 +11,10 @@ from torch import nn
 
 from tightlip.core.errors import GuaranteeError, UsageError
 from tightlip.models import LSTMConfig, LSTMForCausalLM
-from tightlip.privacy import PrivateTraining
+from tightlip.privacy import PrivateTraining, rows_alone
 from tightlip.privacy.accounting import Mechanism, epsilon_spent
 from tightlip.privacy.ledger import read_ledger
+from tightlip.privacy.private_training import SHAPES
 
 pytestmark = pytest.mark.slow
 
@@ -232,6 +233,47 @@ def test_two_trainings_on_one_ledger_are_refused_until_one_is_closed(tmp_path):
     assert second.ledger.steps == 2
     with pytest.raises(GuaranteeError, match="was closed here"):
         first.step()
+
+
+def test_a_ledger_behind_a_link_is_charged_where_it_lies(tmp_path):
+    training = private(tmp_path)
+    training.close()
+    link = tmp_path / "link" / "ledger.json"
+    link.parent.mkdir()
+    link.symlink_to(training.ledger.path)
+    again = private(link.parent)
+    again.step()
+    assert link.is_symlink()
+    assert read_ledger(training.ledger.path)["steps"] == 1
+    with pytest.raises(GuaranteeError, match="another training"):
+        private(tmp_path)
+
+
+def test_a_promise_that_is_taken_back_stays_so_in_a_process_that_is_killed_then(tmp_path):
+    training = private(tmp_path)
+    training.step()
+    training._take_back("Rows move each other.")
+    assert read_ledger(training.ledger.path)["standing"] == "measured only"
+
+
+def test_the_ledger_tells_nothing_of_how_long_texts_are(tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        rows_alone, "_changes", lambda *given: "a last bit" if given[2].width > 8 else None
+    )
+    told = []
+    for number, length in enumerate((5, 20)):
+        texts = [*documents(), torch.arange(length) % 7]
+        training = private(tmp_path / str(number), texts=texts)
+        training.step()
+        told.append(training.ledger.record())
+        training.close()
+    assert bool(training._apart)
+    assert [name for name in told[0] if told[0][name] != told[1].get(name)] == ["run"]
+    again = private(tmp_path / "1", texts=texts)
+    assert again.ledger.record()["standing"] == told[1]["standing"]
+    again.close()
+    (tmp_path / "1" / SHAPES).unlink()  # then nobody knows whether they always took a pass each
+    assert private(tmp_path / "1", texts=texts).ledger.record()["epsilon"] is None
 
 
 def test_a_refused_start_leaves_the_ledger_free(tmp_path):

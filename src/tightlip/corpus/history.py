@@ -171,7 +171,8 @@ class _Tracer:
         path = model / OWN_RECORD
         if not path.is_file():
             return
-        self.is_known, record = True, read_json(path)
+        record = read_json(path)
+        self.is_known |= {"mechanism", "standing"} <= {*record}  # or it says nothing
         learnt = record.get("learnt_from") or {}
         for name, marks in self.marks.items():
             marks |= {str(each) for each in learnt.get(name, ())}

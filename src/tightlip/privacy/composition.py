@@ -28,7 +28,7 @@ from tightlip.privacy.ledger import (
     read_ledger,
     steps_to_compose,
 )
-from tightlip.privacy.people import enrol, ids_of, runs_of
+from tightlip.privacy.people import count_more, enrol, ids_of, runs_of
 from tightlip.privacy.rdp_filter import epsilon_of_rdp, release_rdp, subsampled_gaussian_rdp
 
 _SETTLED = (
@@ -66,6 +66,15 @@ def enrolled(ledger: Ledger) -> None:
         return
     enrol(record, ledger.path)
     ledger.people = PeopleMeter(record)
+    counted = 0
+
+    def count(record: dict[str, Any]) -> None:
+        nonlocal counted
+        if record["steps"] > counted and record["epsilon"] is not None:
+            counted = _next_point(record)
+            count_more(record, ledger.path, counted)
+
+    ledger.beyond_plan = count
     ledger.rewrite()
     ledger.settle()
 

@@ -28,7 +28,7 @@ MECHANISM = "Poisson-subsampled Gaussian"
 # better known; everything else is the promise.
 _NOT_PROMISED = (
     *("because", "covers", "outside", "run", "people", "before"),
-    *("arithmetic_charged", "arithmetic_setting", "apart"),
+    *("arithmetic_charged", "arithmetic_setting"),
 )
 _SINCE_0_2 = (
     "planned_steps",
@@ -178,6 +178,7 @@ class Ledger:
         self._most_here = terms.get("planned_steps", math.inf) if bounded else math.inf
         self._charged_here, self.repeats = 0, False
         self.people: Callable[..., dict[str, Any]] | None = None  # see composition.PeopleMeter
+        self.beyond_plan: Callable[[dict[str, Any]], None] | None = None  # see composition.enrolled
         self._beside = self.path.with_name(f".{self.path.name}.partial")
         self.claim: IO[bytes] | None = None  # see `claimed`
         self._closed = False
@@ -204,7 +205,9 @@ class Ledger:
                 f"{terms[name]!r}; one ε cannot cover both. Give the old settings, or use another folder."
             )
         same_run = {"run": there["run"]} if "run" in there else {}
-        return cls(path, terms | same_run, meter, there["steps"], **kept)
+        return cls(
+            path, terms | same_run | _whose_of_both(there, terms), meter, there["steps"], **kept
+        )
 
     def close(self) -> None:
         """Let another training go on with this ledger; this one may charge nothing any more."""
@@ -235,7 +238,10 @@ class Ledger:
         self.steps += 1
         self._charged_here += 1
         self._finished = False
-        self._replace(self.record())
+        record = self.record()
+        if self.beyond_plan is not None and self.steps > record.get("planned_steps", math.inf):
+            self.beyond_plan(record)
+        self._replace(record)
 
     def rewrite(self) -> None:
         """Put what was learnt since the last charge on record."""
@@ -310,6 +316,27 @@ class ToldLedger(Ledger):
 
     def _replace(self, record: dict[str, Any]) -> None:
         pass
+
+
+def _whose_of_both(there: dict[str, Any], terms: dict[str, Any]) -> dict[str, Any]:
+    """People and earlier runs of a run that goes on: what it began with is never forgotten."""
+    people = dict.fromkeys([*ids_of(there), *ids_of(terms)])
+    runs = [*there.get("before", ()), *terms.get("before", ())]
+    before = {each.get("run") or place: each for place, each in enumerate(runs)}
+    return ({"people": people_of((*people,))} if people else {}) | (
+        {"before": [*before.values()]} if before else {}
+    )
+
+
+def people_of(ids: tuple[str, ...]) -> dict[str, Any]:
+    """The ids of a run's people as its ledger names them: all but of merged corpora have one."""
+    return {"id": ids[0], **({"also": list(ids[1:])} if ids[1:] else {})}
+
+
+def ids_of(record: dict[str, Any]) -> list[str]:
+    """The people that a ledger, or what was kept of one, names."""
+    people = record.get("people") or {}
+    return [people["id"], *people.get("also", ())] if people else []
 
 
 def _agrees(name: str, there: dict[str, Any], wanted: Any) -> bool:

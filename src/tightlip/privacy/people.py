@@ -9,7 +9,7 @@ from typing import Any
 
 from tightlip.core import register
 from tightlip.core.errors import GuaranteeError, TightlipError
-from tightlip.privacy.ledger import read_ledger
+from tightlip.privacy.ledger import ids_of, people_of, read_ledger
 
 Record = dict[str, Any]
 # What of a ledger is needed to compose it with others. None of it is a hash of text.
@@ -19,17 +19,6 @@ _COMPOSED = (
     *("steps", "planned_steps", "epsilon", "adaptive", "corpus_fingerprint", "insecure_seed"),
     *("standing", "because", "arithmetic"),
 )
-
-
-def people_of(ids: tuple[str, ...]) -> Record:
-    """The ids of a run's people as its ledger names them: all but of merged corpora have one."""
-    return {"id": ids[0], **({"also": list(ids[1:])} if ids[1:] else {})}
-
-
-def ids_of(record: Record) -> list[str]:
-    """The people that a ledger, or what was kept of one, names."""
-    people = record.get("people") or {}
-    return [people["id"], *people.get("also", ())] if people else []
 
 
 def composable(record: Record) -> Record:
@@ -59,8 +48,9 @@ def enrol(record: Record, ledger: Path) -> None:
     """Put a run into the register, once.
 
     Holds:
-        once: a run that goes on, also from another place, is registered already.
-        copied: a copy of a run's folder is refused while the run itself is still there.
+        once: a run that goes on is registered already; from another place, that place is.
+        copied: of a run's folder and its copies one goes on, and the others are refused while it is
+            still there, wherever it was moved to.
     """
     path = ledger.resolve()
     entry = {"kind": register.RUN, "ledger": str(path), "terms": composable(record)}
@@ -73,7 +63,21 @@ def enrol(record: Record, ledger: Path) -> None:
                     f"{path} is a copy: {each['ledger']} is the ledger of the same run, and steps charged to one would be "
                     "missing in the other. Go on with that one, or delete it first."
                 )
-        return None if known else entry
+        if known and known[-1]["ledger"] == str(path):
+            return None
+        return entry if not known else entry | {"terms": known[-1]["terms"]}
+
+    register.add(unless_there)
+
+
+def count_more(record: Record, ledger: Path, steps: int) -> None:
+    """Put on record that a run, having been killed, takes up to so many steps, more than were planned."""
+    terms = composable(record) | {"steps": steps}
+    entry = {"kind": register.RUN, "ledger": str(ledger.resolve()), "terms": terms}
+
+    def unless_there(entries: list[register.Entry]) -> register.Entry | None:
+        known = [each["terms"] for each in entries if _is_of(each, record["run"])]
+        return None if any(each["steps"] >= steps for each in known) else entry
 
     register.add(unless_there)
 

@@ -21,8 +21,7 @@ from tightlip.privacy.accounting import (
     spend_of,
 )
 from tightlip.privacy.adaptive import AdaptiveSpec, Promise, joint_multiplier, noise_without_release
-from tightlip.privacy.ledger import Meter
-from tightlip.privacy.people import people_of
+from tightlip.privacy.ledger import Meter, people_of
 from tightlip.privacy.rdp_filter import RdpFilter, RdpMeter, filter_for
 
 _LEAST_NOISE, _MOST_NOISE = 0.05, 1e6

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tightlip.core.errors import GuaranteeError, UsageError
+from tightlip.core.files import read_sealed, write_sealed
 from tightlip.core.grid_gaussian import NotFinite
 from tightlip.core.processes import Processes
 from tightlip.core.randomness import keyed_generator
@@ -47,6 +48,9 @@ from tightlip.privacy.shards import check_shards, shards_of
 from tightlip.privacy.sources import Documents, Source, source_of
 
 log = logging.getLogger("tightlip")
+SHAPES = (
+    "_private_shapes.json"  # beside the ledger, for its owner only; hubs are not sent such names
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,9 +173,8 @@ class PrivateTraining:
             check_same_text(self.source, processes)
             self._shares = Shares(model, processes)
             processes.agreed(self._shares.digest(), "the weights they start from")
-        before = processes.told(
-            lambda: read_ledger(Path(ledger)) if Path(ledger).exists() else dict[str, Any]()
-        )
+        path = Path(ledger).resolve()  # a link would be replaced, and what it led to left behind
+        before = processes.told(lambda: read_ledger(path) if path.exists() else dict[str, Any]())
         with without_dropout(model):
             passes = Passes(model, self.clip, way=way, bf16=bf16)
             passes.draws = processes.same_draws()
@@ -192,10 +195,11 @@ class PrivateTraining:
             releases=self.terms.releases,
             adaptive=adaptive,
         )
-        self.schedule = schedule_for(adaptive, self.plan, self.spec, Path(ledger).parent)
-        self.ledger = self._ledger(Path(ledger), claims_ledger)
+        self.schedule = schedule_for(adaptive, self.plan, self.spec, path.parent)
+        self.ledger = self._ledger(path, claims_ledger)
         self._fits = processes.told(self.schedule.fits)
-        if before.get("steps") and not all(each in before.get("apart", ()) for each in self._apart):
+        apart = processes.told(lambda: self._apart_at_first(path.with_name(SHAPES), before))
+        if not all(each in apart for each in self._apart):
             self._take_back("Rows that shared a pass before move each other now.")
 
     def close(self) -> None:
@@ -215,6 +219,12 @@ class PrivateTraining:
     def _apart(self) -> list[list[int]]:
         """The shapes whose units take a pass each."""
         return sorted([shape.width, shape.rows_per_unit] for shape in self._batches.apart)
+
+    def _apart_at_first(self, path: Path, before: dict[str, Any]) -> list[list[int]]:
+        """What was so when the run began; kept from everybody, since it tells how long texts are."""
+        if not before.get("steps") and self._apart:
+            write_sealed(path, {"apart": self._apart})
+        return read_sealed(path)[0]["apart"] if path.exists() else []
 
     @property
     def _mode(self) -> str | None:
@@ -336,6 +346,7 @@ class PrivateTraining:
     def _take_back(self, reason: str) -> None:
         log.warning("The guarantee is taken back. %s", reason)
         self.ledger.taken_back = f"{reason} One {self.spec.unit} may have moved others' gradients, which the clip norm does not bound."
+        self.ledger.rewrite()  # or a killed process would go on with the promise
         if self.ledger.people is not None:
             withdraw(self.ledger.record(), self.ledger.path)
 
@@ -454,7 +465,6 @@ class PrivateTraining:
             because=self._because(),
             covers=list(self.terms.covers),
             outside=list(self.terms.outside),
-            apart=self._apart,
             **self.arithmetic.terms,
             **self.terms.whose(),
             **self._adaptive_terms(),

@@ -186,7 +186,7 @@ def told_of(guarantee: dict[str, Any]) -> dict[str, Any]:
     """What a model's folder holds of a guarantee."""
     # Whether the run went on after these weights is no matter of theirs, and to quote is the
     # ε of all planned steps.
-    left_out = ("finished", "epsilon_so_far", "apart")
+    left_out = ("finished", "epsilon_so_far")
     return {name: value for name, value in guarantee.items() if name not in left_out}
 
 

@@ -368,7 +368,9 @@ def _taken_as_public(
         yield f"the tokenizer {corpus.settings['tokenizer']}, taken to be public"
     if config.model not in BUILT_IN_MODELS:
         yield f"what {config.model} was trained on before{_unknown(config.model)}"
-    yield "runs that this register does not know: of other machines and other users of this one"
+    yield (
+        "runs that this register does not know: without noise, of other machines, of other users of this one"
+    )
     if others := num_other_people(people):
         corpora = counted(others, "corpus", "corpora")
         yield f"{corpora} registered here that you declared to be of other people"
