@@ -29,6 +29,7 @@ from tightlip.privacy.adaptive import BECAUSE, MECHANISMS, AdaptiveSpec, checked
 from tightlip.privacy.arithmetic import arithmetic_of
 from tightlip.privacy.clipping import Clip, ClippedGradients
 from tightlip.privacy.composition import enrolled
+from tightlip.privacy.corrected_adam import tell_noise
 from tightlip.privacy.exact_sums import MOST_UNITS
 from tightlip.privacy.layers import zeros_for
 from tightlip.privacy.ledger import Ledger, claimed, guarantee_terms, read_ledger
@@ -175,6 +176,8 @@ class PrivateTraining:
             adaptive=adaptive,
         )
         self.schedule = schedule_for(adaptive, self.plan, self.spec, Path(ledger).parent)
+        sigma = self.plan.noise_multiplier  # without noise the clip norm may be infinite
+        tell_noise(optimizer, sigma and sigma * clip_norm / expected_batch, self._mode)
         self.ledger = self._ledger(Path(ledger), claims_ledger)
         if before.get("steps") and not all(each in before.get("apart", ()) for each in self._apart):
             self._take_back("Rows that shared a pass before move each other now.")

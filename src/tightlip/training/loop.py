@@ -38,6 +38,7 @@ from tightlip.core.run_folder import (
 )
 from tightlip.corpus.history import learnt_from
 from tightlip.corpus.prepare import corpus_id
+from tightlip.training.averaging import AveragedWeights
 from tightlip.training.checkpoints import (
     Progress,
     RunningLoss,
@@ -148,6 +149,7 @@ class Training:
             compiled_rows=self.config.batch_size if self.options.compile and compiles else None,
         )
         self.optimizer = build_optimizer(self.model, self.config)
+        self.average = AveragedWeights(self.model, self.config.average_weights)
         self.mitigation.prepare(self._context())
         self.progress = Progress()
         self.losses = RunningLoss(
@@ -195,6 +197,7 @@ class Training:
         set_learning_rate(self.optimizer, self.plan.learning_rate(self.progress.step))
         loss, num_targets = self.mitigation.step(self.progress.step)
         self.progress.step += 1
+        self.average.add(self.progress.step)
         self.losses.add(loss, num_targets)
 
     def record_if_due(self, bar: Task, *, stop: str | None = None) -> None:
@@ -251,7 +254,8 @@ class Training:
             )
         if self.recipe.validation is None:
             return line
-        scores = validation_scores(self.forward, self.recipe.validation)
+        with self.average.in_place():
+            scores = validation_scores(self.forward, self.recipe.validation)
         if not math.isfinite(scores.loss_nats):
             if private:
                 return line  # a run that ended here would tell of somebody's text
@@ -284,9 +288,8 @@ class Training:
         moment = (self.progress.step, self.progress.recorded_step)
         if moment != self.saved:
             self.mitigation.settle()
-            save_checkpoint(
-                self.out / CHECKPOINT, self.progress, self.model, self.optimizer, self.mitigation
-            )
+            kept = (self.model, self.optimizer, self.mitigation, self.average)
+            save_checkpoint(self.out / CHECKPOINT, self.progress, *kept)
         self.saved = moment
         self.clock = self.saved_at = time.monotonic()
 
@@ -302,7 +305,7 @@ class Training:
         private = self.config.mitigation.is_private
         saved = load_checkpoint(
             self.out / CHECKPOINT,
-            *(self.model, self.optimizer, self.mitigation),
+            *(self.model, self.optimizer, self.mitigation, self.average),
             start_over=not private,
         )
         if saved is not None:
@@ -346,21 +349,20 @@ class Training:
         shutil.rmtree(self.out / CHECKPOINT, ignore_errors=True)
 
     def save_model(self, folder: Path) -> None:
-        """Leave the weights as they are now, and on their card what may be said of them."""
+        """Leave the weights as they are now, or their average, and on their card what may be said."""
         self.mitigation.settle()
         ended = self.progress.stop is not None
         card = self.mitigation.guarantee(self.progress.step, ended=ended)
-        save_model(folder, self.model, self.recipe.tokenizer, card | self.origin_told(card))
+        with self.average.in_place():
+            save_model(folder, self.model, self.recipe.tokenizer, card | self.origin_told(card))
 
     def origin_told(self, card: dict[str, Any]) -> dict[str, Any]:
         """Which text and which private runs shaped the weights, as a copy of the model will tell."""
         start = None if self.config.model in BUILT_IN_MODELS else Path(self.config.model)
         corpus = self.out / self.recipe.tree["corpus"]["folder"]
         is_private = card.get("epsilon") is not None
-        with suppress(
-            TightlipError, OSError
-        ):  # of an earlier version, and perhaps not to be written
-            corpus_id(corpus)
+        with suppress(TightlipError, OSError):
+            corpus_id(corpus)  # of an earlier version, and perhaps not to be written
         before = runs_behind(self.config)
         return {
             "learnt_from": learnt_from(corpus, start, is_private=is_private),
