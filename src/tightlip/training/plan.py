@@ -103,7 +103,7 @@ class Plan:
 def build_optimizer(model: nn.Module, config: TrainConfig) -> optim.Optimizer:
     """The optimizer the settings ask for, over every parameter that may change."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    rates = {"lr": config.learning_rate, "weight_decay": config.weight_decay}
+    rates: dict[str, Any] = {"lr": config.learning_rate, "weight_decay": config.weight_decay}
     if (floor := config.mitigation.adam_floor) is not None:
         decoupled = config.optimizer == "adamw"
         return CorrectedAdam(parameters, floor=floor, decoupled=decoupled, **rates)
