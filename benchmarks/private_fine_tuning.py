@@ -169,8 +169,9 @@ class Cells:
         for folder in (out, report):
             shutil.rmtree(folder, ignore_errors=True)  # of a call that was killed
         if way == "base":
-            held = self.corpora[corpus] / "validation.parquet"
-            return self.audited(self.base, report, self.corpora[corpus], str(held))
+            # The same tokens as a run's, which an audit of a run finds by itself.
+            folder = self.corpora[corpus]
+            return self.audited(self.base, report, folder, folder / "validation")
         settings = settings_of(self.options, way, epsilon)
         begun = time.monotonic()
         run = tightlip.train(
@@ -198,15 +199,14 @@ class Cells:
         return found | told
 
     def audited(self, model, out, corpus=None, validation=None):
-        given = {} if corpus is None else {"validation": validation}
         report = tightlip.audit(
             model,
             corpus,
             out=out,
+            validation=validation,
             public_model=str(self.base),
             keep_scan=False,
             device=self.device,
-            **given,
         )
         found = {name: report.summary.get(name) for name in MEASURED}
         shutil.rmtree(out)
