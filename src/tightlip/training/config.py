@@ -143,7 +143,7 @@ class TrainConfig(Settings):
     gradient_clip: float | None = setting(None, "Largest gradient norm.", above=0)
     average_weights: float | None = setting(
         None,
-        "Leave a moving average of the weights, which keeps this share of itself each step, such as 0.999.",
+        "Leave a moving average of the weights with this decay, such as 0.999.",
         above=0,
         below=1,
     )

@@ -91,7 +91,7 @@ class DPConfig(MitigationConfig):
     insecure_seed: int | None = setting(None, "Known noise, for tests only: it protects nobody.")
     adam_correction: float | None = setting(
         None,
-        "Take the noise out of Adam's second moment, down to so many standard deviations of it, such as 1.",
+        "Take the noise out of Adam's second moment, down to this floor, such as 1.",
         above=0,
     )
     dp_check_canaries: int | None = setting(
