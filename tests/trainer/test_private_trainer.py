@@ -24,7 +24,7 @@ from privacy.accounts import theirs
 from privacy.oracles import norm_of
 from tightlip.core.errors import GuaranteeError, UsageError
 from tightlip.privacy.ledger import read_ledger
-from tightlip.trainer import PrivacySpec, PrivateTrainer
+from tightlip.trainer import CorrectedAdam, PrivacySpec, PrivateTrainer
 from trainer.private_runs import Gradients, lora, mean_of_clipped, small, users_gradients
 
 pytestmark = pytest.mark.slow
@@ -147,6 +147,20 @@ def test_the_noise_of_a_step_has_the_right_scale(tmp_path):
     scaled = (noise * 3 / (1.5 * 0.2)).numpy()
     assert stats.kstest(scaled, "norm").pvalue > 1e-3
     assert stats.kstest(scaled * 1.5, "norm").pvalue < 1e-3
+
+
+def test_a_corrected_adam_is_told_of_the_noise_and_refuses_gradients_that_are_shrunk(tmp_path):
+    model = small()
+    before = [each.detach().clone() for each in model.parameters()]
+    optimizer = CorrectedAdam(model.parameters(), lr=0.01)
+    given = {"optimizers": (optimizer, None)}
+    privacy = PrivacySpec(noise_multiplier=1.5, clip_norm=0.2)
+    with pytest.raises(GuaranteeError, match=r"max_grad_norm=1 shrinks .* Set max_grad_norm=0"):
+        private(tmp_path / "a", model=model, privacy=privacy, given=given, max_grad_norm=1.0)
+    private(tmp_path / "b", model=model, privacy=privacy, given=given, per_device_train_batch_size=3).train()  # fmt: skip
+    assert optimizer.noise_variance == pytest.approx((1.5 * 0.2 / 3) ** 2)
+    moved = zip(before, model.parameters(), strict=True)
+    assert not any(torch.equal(one, other) for one, other in moved)
 
 
 class DieAt(TrainerCallback):

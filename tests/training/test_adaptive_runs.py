@@ -239,6 +239,8 @@ def test_what_breaks_the_proof_of_dp_breaks_it_in_every_mode(mode, tmp_path):
     [
         ("clip", {"gamma_floor": 0.3}, "gamma_floor=0.3 means nothing to adaptive='clip'"),
         ("scale", {"least_clip": 0.3}, "Add adaptive='clip'"),
+        ("scale", {"adam_correction": 1.0}, "adam_correction=1.0 means nothing to .*'scale'"),
+        ("as-published", {"adam_correction": 1.0}, "Add adaptive='clip'"),
         ("as-published", {"averaging": 0.5}, "averaging=0.5 means nothing"),
         ("as-published", {"epsilon": 3.0}, "epsilon=3 cannot be a target"),
         ("scale", {"noise_multiplier": 0.0}, "nothing to scale"),

@@ -467,6 +467,14 @@ def test_with_noise_and_target_training_stops_before_the_target(corpus, tmp_path
         ({"unit": "family"}, "Unknown unit 'family'"),
         ({"dropout": 0.1}, "Private training goes without dropout"),
         ({"epsilon": 0.0}, "epsilon=0 is out of range"),
+        ({"adam_correction": 1.0, "optimizer": "sgd"}, "adam_correction=1 is about .*'sgd'"),
+        ({"adam_correction": 1.0, "optimizer": "adamax"}, "adam_correction=1 is about"),
+        ({"adam_correction": 0.0}, "adam_correction=0 is out of range"),
+        ({"average_weights": 1.0}, "average_weights=1 is out of range"),
+        (
+            {"mitigation": "none", "epsilon": None, "adam_correction": 1.0},
+            "Add mitigation='(adaptive-)?dp'",
+        ),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(settings, words):

@@ -31,6 +31,7 @@ from tightlip.privacy.adaptive import BECAUSE, MECHANISMS, AdaptiveSpec, checked
 from tightlip.privacy.arithmetic import arithmetic_of
 from tightlip.privacy.clipping import Clip, ClippedGradients
 from tightlip.privacy.composition import enrolled
+from tightlip.privacy.corrected_adam import tell_noise
 from tightlip.privacy.exact_sums import MOST_UNITS
 from tightlip.privacy.layers import zeros_for
 from tightlip.privacy.ledger import Ledger, ToldLedger, claimed, guarantee_terms, read_ledger
@@ -196,6 +197,8 @@ class PrivateTraining:
             adaptive=adaptive,
         )
         self.schedule = schedule_for(adaptive, self.plan, self.spec, path.parent)
+        sigma = self.plan.noise_multiplier  # without noise the clip norm may be infinite
+        tell_noise(optimizer, sigma and sigma * clip_norm / expected_batch, self._mode)
         self.ledger = self._ledger(path, claims_ledger)
         self._fits = processes.told(self.schedule.fits)
         apart = processes.told(lambda: self._apart_at_first(path.with_name(SHAPES), before))

@@ -12,6 +12,7 @@ from torch import nn
 from transformers import EarlyStoppingCallback
 
 from tightlip.core.errors import GuaranteeError
+from tightlip.privacy.corrected_adam import CorrectedAdam
 
 # Of the arguments: what is refused when it is set, why, and what to do.
 _ARGUMENTS = (
@@ -77,6 +78,7 @@ def refuse_trainer(trainer: Any, ours: type, public_evaluation: bool) -> None:
         *_against_losses(trainer, ours),
         *_against_choices(trainer, public_evaluation),
         *_against_model(trainer.model),
+        *_against_optimizer(trainer),
     )
     for why in reasons:
         raise GuaranteeError(why)
@@ -216,6 +218,14 @@ def _against_model(model: nn.Module) -> Iterator[str]:
                 f"{name} has llm_int8_threshold={threshold:g}: outlier columns are chosen over the whole batch, so one person's row changes "
                 "another's. Load the base with BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0)."
             )
+
+
+def _against_optimizer(trainer: Any) -> Iterator[str]:
+    if isinstance(trainer.optimizer, CorrectedAdam) and trainer.args.max_grad_norm:
+        yield (
+            f"max_grad_norm={trainer.args.max_grad_norm:g} shrinks gradients and their noise, and CorrectedAdam would take off more "
+            "noise than is left. Set max_grad_norm=0."
+        )
 
 
 def _dropout(model: nn.Module) -> str | None:

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from tightlip.core import run_folder
 from tightlip.core.errors import UsageError
 from tightlip.core.processes import Processes
+from tightlip.training.averaging import AveragedWeights
 from tightlip.training.lora import adapter_tensors, has_adapters
 from tightlip.training.mitigations import Mitigation
 from tightlip.training.plan import Plan
@@ -40,13 +41,19 @@ class Progress(run_folder.Moment):
 
 
 def save_checkpoint(
-    folder: Path, progress: Progress, model: nn.Module, optimizer: Optimizer, mitigation: Mitigation
+    folder: Path,
+    progress: Progress,
+    model: nn.Module,
+    optimizer: Optimizer,
+    mitigation: Mitigation,
+    average: AveragedWeights,
 ) -> None:
     """Make `folder` hold this moment and no other; the first process writes it."""
     tensors = {
         **run_folder.prefixed("model", model_tensors(model)),
         **run_folder.prefixed("optimizer", run_folder.optimizer_tensors(optimizer)),
         **run_folder.prefixed("mitigation", mitigation.state_dict()),
+        **run_folder.prefixed("average", average.state_dict()),
     }
     whole = whole_tensors(tensors)
     Processes.here().told(lambda: _write_only(folder, whole, progress))
@@ -65,6 +72,7 @@ def load_checkpoint(
     model: nn.Module,
     optimizer: Optimizer,
     mitigation: Mitigation,
+    average: AveragedWeights,
     *,
     start_over: bool = True,
 ) -> Progress | None:
@@ -91,6 +99,9 @@ def load_checkpoint(
     }
     run_folder.load_optimizer_tensors(optimizer, remembered)
     mitigation.load_state_dict(run_folder.part_of(tensors, "mitigation"))
+    averages = run_folder.part_of(tensors, "average")
+    held = average.state_dict()
+    average.load_state_dict({name: split_as(each, held[name]) for name, each in averages.items()})
     return progress
 
 
@@ -136,7 +147,8 @@ def check_disk(out: Path, model: nn.Module, plan: Plan, recipe: Recipe) -> None:
     # A new one is whole before the first of those kept goes.
     planned = plan.num_snapshots if keep is None else min(plan.num_snapshots, keep + 1)
     left = max(0, planned - len([*(out / run_folder.SNAPSHOTS).glob("*-*")]))
-    needed = one * (left + 1) + 2 * (weights + 2 * trained)  # and the model, and two checkpoints
+    copies = 2 + (recipe.config.average_weights is not None)  # of what is trained, in a checkpoint
+    needed = one * (left + 1) + 2 * (weights + copies * trained)  # and the model, two checkpoints
     if recipe.options.merge:
         needed += _size_of(Path(recipe.config.model), "*.safetensors")
     free = shutil.disk_usage(out).free

@@ -60,6 +60,11 @@ class MitigationConfig(Settings):
         """Canaries that the run plants to check its own ε."""
         return 0
 
+    @property
+    def adam_floor(self) -> float | None:
+        """How far Adam's second moment is corrected for noise; None where it is not."""
+        return None
+
     def check_run(self, config: "TrainConfig") -> None:
         """Refuse settings of the run that the mitigation cannot work with."""
 
@@ -138,6 +143,12 @@ class TrainConfig(Settings):
     )
     warmup_steps: int = setting(0, "Steps over which the rate rises.", at_least=0, hidden=True)
     gradient_clip: float | None = setting(None, "Largest gradient norm.", above=0)
+    average_weights: float | None = setting(
+        None,
+        "Leave a moving average of the weights with this decay, such as 0.999.",
+        above=0,
+        below=1,
+    )
     batch_size: int = setting(
         32, "Rows of a step; under private training, units.", at_least=1, at_most=10_000_000
     )

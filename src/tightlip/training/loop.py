@@ -33,6 +33,7 @@ from tightlip.core.run_folder import (
     write_ledger,
     write_metrics,
 )
+from tightlip.training.averaging import AveragedWeights
 from tightlip.training.checkpoints import (
     Progress,
     RunningLoss,
@@ -167,6 +168,7 @@ class Training:
             compiled_rows=own_rows if self.options.compile and compiles else None,
         )
         self.optimizer = build_optimizer(self.model, self.config)
+        self.average = AveragedWeights(self.model, self.config.average_weights)
         self.mitigation.prepare(self._context())
         self.progress = Progress()
         self.losses = RunningLoss(
@@ -217,6 +219,7 @@ class Training:
         set_learning_rate(self.optimizer, self.plan.learning_rate(self.progress.step))
         loss, num_targets = self.mitigation.step(self.progress.step)
         self.progress.step += 1
+        self.average.add(self.progress.step)
         self.losses.add(loss, num_targets)
 
     def record_if_due(self, bar: Task, *, stop: str | None = None) -> None:
@@ -275,7 +278,8 @@ class Training:
             )
         if self.recipe.validation is None:
             return line
-        scores = validation_scores(self.forward, self.recipe.validation)
+        with self.average.in_place():
+            scores = validation_scores(self.forward, self.recipe.validation)
         if not math.isfinite(scores.loss_nats):
             if private:
                 return line  # a run that ended here would tell of somebody's text
@@ -308,9 +312,8 @@ class Training:
         moment = (self.progress.step, self.progress.recorded_step)
         if moment != self.saved:
             self.mitigation.settle()
-            save_checkpoint(
-                self.out / CHECKPOINT, self.progress, self.model, self.optimizer, self.mitigation
-            )
+            kept = (self.model, self.optimizer, self.mitigation, self.average)
+            save_checkpoint(self.out / CHECKPOINT, self.progress, *kept)
         self.saved = moment
         self.clock = self.saved_at = time.monotonic()
 
@@ -326,7 +329,7 @@ class Training:
         private = self.config.mitigation.is_private
         saved = load_checkpoint(
             self.out / CHECKPOINT,
-            *(self.model, self.optimizer, self.mitigation),
+            *(self.model, self.optimizer, self.mitigation, self.average),
             start_over=not private,
         )
         if saved is not None:
@@ -373,17 +376,22 @@ class Training:
             shutil.rmtree(self.out / CHECKPOINT, ignore_errors=True)
 
     def save_model(self, folder: Path) -> None:
-        """Leave the weights as they are now, and on their card what may be said of them."""
+        """Leave the weights as they are now, or their average, and on their card what may be said."""
         self.mitigation.settle()
         ended = self.progress.stop is not None
         card = self.mitigation.guarantee(self.progress.step, ended=ended)
-        model, tokenizer, tensors = self.model, self.recipe.tokenizer, saved_tensors(self.model)
-        corpus = self.out / self.recipe.tree["corpus"]["folder"]
-        self.processes.told(
-            lambda: save_model(
-                folder, model, tokenizer, card | origin_told(self.config, corpus, card), tensors
+        tokenizer, corpus = self.recipe.tokenizer, self.out / self.recipe.tree["corpus"]["folder"]
+        with self.average.in_place():
+            tensors = saved_tensors(self.model)
+            self.processes.told(
+                lambda: save_model(
+                    folder,
+                    self.model,
+                    tokenizer,
+                    card | origin_told(self.config, corpus, card),
+                    tensors,
+                )
             )
-        )
 
     def best_in_words(self) -> str:
         best, step = self.progress.best_perplexity, self.progress.best_step

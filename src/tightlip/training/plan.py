@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import nn, optim
 
+from tightlip.privacy.corrected_adam import CorrectedAdam
 from tightlip.training.config import TrainConfig
 from tightlip.training.together import is_split
 
@@ -106,15 +107,17 @@ class Plan:
 def build_optimizer(model: nn.Module, config: TrainConfig) -> optim.Optimizer:
     """The optimizer the settings ask for, over every parameter that may change."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    rates: dict[str, Any] = {"lr": config.learning_rate, "weight_decay": config.weight_decay}
+    if (floor := config.mitigation.adam_floor) is not None:
+        decoupled = config.optimizer == "adamw"
+        return CorrectedAdam(parameters, floor=floor, decoupled=decoupled, **rates)
     extra: dict[str, Any] = {}
     if config.optimizer == "sgd":
         extra["momentum"] = config.momentum
     never = _NEVER_FUSED | ({"sgd"} if is_split(parameters[0]) else set())
     if config.optimizer not in never and parameters[0].device.type in ("cpu", "cuda"):
         extra["fused"] = True
-    return _OPTIMIZERS[config.optimizer](
-        parameters, lr=config.learning_rate, weight_decay=config.weight_decay, **extra
-    )
+    return _OPTIMIZERS[config.optimizer](parameters, **rates, **extra)
 
 
 def set_learning_rate(optimizer: optim.Optimizer, rate: float) -> None:

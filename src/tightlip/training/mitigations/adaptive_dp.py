@@ -27,6 +27,7 @@ _OF_SPEC = ("least_clip", "gamma_floor", "release_noise", "averaging")
 # The modes in which a setting means something; the others mean something in all.
 _OF_MODE = {
     "least_clip": "clip",
+    "adam_correction": "clip",  # takes one variance out, and in the others noise varies
     "gamma_floor": "scale",
     "release_noise": "scale",
     "averaging": "scale",

