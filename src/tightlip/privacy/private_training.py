@@ -36,7 +36,7 @@ from tightlip.privacy.exact_sums import MOST_UNITS
 from tightlip.privacy.layers import zeros_for
 from tightlip.privacy.ledger import Ledger, ToldLedger, claimed, guarantee_terms, read_ledger
 from tightlip.privacy.noise_schedules import noise_for, schedule_for
-from tightlip.privacy.owners import Shares, check_same_text
+from tightlip.privacy.noise_owners import Shares, check_same_text
 from tightlip.privacy.passes import Passes, Physical, Way
 from tightlip.privacy.people import withdraw
 from tightlip.privacy.per_unit import check_optimizer, without_dropout
