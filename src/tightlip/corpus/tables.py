@@ -75,7 +75,7 @@ class TableWriter:
         types: Mapping[str, pa.DataType | None],
         metadata: dict[bytes, bytes] | None = None,
         *,
-        users: pa.DataType = pa.string(),  # noqa: B008
+        users: pa.DataType = pa.string(),
     ) -> None:
         self.num_rows = 0
         self._types = types

@@ -158,9 +158,16 @@ def _check_fits(corpus: TokenizedCorpus) -> None:
     if corpus.owners is not None and corpus.owner_bounds is not None:
         owners, edges = corpus.owners, corpus.owner_bounds
         # The first owner of every document is its writer, so that none has no owner.
-        fits += [owners.ndim == edges.ndim == 1, len(edges) == len(bounds), edges[-1] == len(owners)]
+        fits += [
+            owners.ndim == edges.ndim == 1,
+            len(edges) == len(bounds),
+            edges[-1] == len(owners),
+        ]
         fits += [(np.diff(edges) > 0).all(), owners.max(initial=-1) < corpus.num_users]
-        fits += [all(fits) and bool((owners[edges[:-1]] == users).all()), owners.min(initial=0) >= 0]
+        fits += [
+            all(fits) and bool((owners[edges[:-1]] == users).all()),
+            owners.min(initial=0) >= 0,
+        ]
     if not all(fits):
         raise ValueError("bounds, users and tokens are not of one corpus")
 

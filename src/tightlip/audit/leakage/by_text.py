@@ -90,15 +90,17 @@ def read_by_text(
         assert counts.owned is not None
         users[wanted[has_word]] = np.maximum(counts.users, 1)  # its owner wrote it
         # Whoever owns all documents with its tokens must own all with its words.
-        counted = wanted[has_word]
-        is_left = np.ones(len(users), dtype=bool)
-        is_left[counted[counts.users > 0]] = False
-        by_words = {*zip(counted[counts.owned[0]].tolist(), counts.owned[1].tolist(), strict=True)}
-        kept = [is_left[pair[0]] or pair in by_words for pair in map(tuple, owned.T.tolist())]
-        owned = owned[:, np.array(kept, dtype=bool)]
+        counted, (number, owner) = wanted[has_word], counts.owned
+        of_words = np.isin(_as_one(owned), _as_one(np.stack([counted[number], owner])))
+        owned = owned[:, of_words | np.isin(owned[0], counted[counts.users == 0])]
         unique = has_owner(owned, len(users))
     joined = _leaks_of(leaks, unique, owned, engine, memory_bytes)
     return ByText(users=users, unique=unique, leaks=joined, owned=owned)
+
+
+def _as_one(owned: np.ndarray) -> np.ndarray:
+    """One number for each sequence and user."""
+    return (owned[0] << 32) + owned[1]
 
 
 def _numbered(documents: Documents, corpus: TokenizedCorpus) -> Iterator[tuple[int, DocumentBatch]]:

@@ -184,6 +184,13 @@ class PrivateMitigation:
         )
         self.private.ledger.repeats = True  # from its last checkpoint on, and no more
         _say_what_is_unknown(config, context.corpus)
+        if (ownership := self.private.ownership) is not None:
+            log.warning(
+                "Texts have several owners: %s of %s documents are drawn, at most %d of each of %s owners. Who wrote to whom is "
+                "not protected.",
+                *(f"{self.private.num_units:,}", f"{len(ownership.bounds) - 1:,}"),
+                *(self.private.mechanism.documents_per_owner, f"{ownership.num_owners:,}"),
+            )
         if config.model not in BUILT_IN_MODELS and (unknown := _unknown(config.model)):
             log.warning(
                 "What %s was trained on before is taken to be public%s.", config.model, unknown
@@ -391,7 +398,9 @@ def _cut_by_others(
 
 def _taken_by_text(made: list[dict[str, Any]]) -> Iterator[tuple[str, str]]:
     """What in preparations lets a text decide whether it is there, and takes its owners' turn or not."""
-    because = "decides by a text whether it is there, and so which other texts of its owners are drawn."
+    because = (
+        "decides by a text whether it is there, and so which other texts of its owners are drawn."
+    )
     if any(each.get("split") == "text" for each in made):
         yield f"split='text' {because}", "Use --split document or none."
     if any(each.get("bad_rows") == "skip" for each in made):
