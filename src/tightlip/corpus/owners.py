@@ -27,3 +27,8 @@ class Writer(str):
 def owners_of(user: str) -> tuple[str, ...]:
     """All owners of a document, its writer first."""
     return (str(user), *(user.others if isinstance(user, Writer) else ()))
+
+
+def has_co_owners(users: Sequence[str]) -> bool:
+    """Whether somebody's document is not theirs alone."""
+    return any(isinstance(user, Writer) for user in users)

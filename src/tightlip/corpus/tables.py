@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet
 
 from tightlip.core.checksums import checked
-from tightlip.corpus.owners import Writer, owners_of
+from tightlip.corpus.owners import has_co_owners, owners_of
 from tightlip.corpus.readers import DocumentBatch
 
 _ROW_GROUP_BYTES = 32_000_000
@@ -38,7 +38,7 @@ class AttributeTypes:
 
     def add(self, batch: DocumentBatch) -> None:
         self.num_documents += len(batch)
-        if any(isinstance(user, Writer) for user in batch.users):
+        if has_co_owners(batch.users):
             self.users = pa.list_(pa.string())
         for name, values in batch.attributes.items():
             self.by_column[name] = _both(self.by_column.get(name, pa.null()), _type_of(values))
@@ -99,11 +99,11 @@ class TableWriter:
     def write(self, batch: DocumentBatch, keep: list[bool] | None = None) -> None:
         """Add a batch, or those of its documents where `keep` is true."""
         batch = batch if keep is None else batch.where(keep)
-        kind, users = self._schema.field("user").type, batch.users
+        kind = self._schema.field("user").type
+        users: list[Any] = [*batch.users]
         if kind != pa.string():
             users = [owners_of(user) for user in users]
-        elif any(isinstance(user, Writer) for user in users):
-            raise AssertionError("a text's other owners would be lost")
+        assert kind != pa.string() or not has_co_owners(users), "other owners would be lost"
         columns = [pa.array(users, kind), pa.array(batch.texts, pa.string())]
         for name, kind in self._types.items():
             columns.append(_column(batch.attributes.get(name, [None] * len(batch)), kind))

@@ -34,8 +34,8 @@ def users_of(dataset: Any, column: str | None) -> list[Any] | None:
         )
     users = _values(dataset, column)
     for number, user in enumerate(users):
-        names = user if isinstance(user, list) else [user]
-        if not names or not all(map(_names_somebody, names)) or len({*names}) < len(names):
+        owners = user if isinstance(user, list) else [user]
+        if not owners or not all(map(_names_somebody, owners)) or len({*owners}) < len(owners):
             raise GuaranteeError(
                 f"Row {number} has the user {user!r}, which names nobody: whose text it is must be known, or somebody has more "
                 f"than the bound. Give {column!r} one text or whole number in every row, or a list of them, each once."
