@@ -159,9 +159,9 @@ def test_a_user_column_of_floats_is_refused_with_advice(tmp_path, kind):
         everything(open_corpus(path))
 
 
-@pytest.mark.parametrize(("user", "text"), [(True, "x"), (["a"], "x"), ("a", 3)])
+@pytest.mark.parametrize(("user", "text"), [(True, "x"), ([{}], "x"), ("a", 3)])
 def test_other_types_are_refused(user, text):
-    with pytest.raises(UsageError, match=r"row 1 has a (bool|list|int)"):
+    with pytest.raises(UsageError, match=r"row 1 has a (bool|dict|int)"):
         everything(open_corpus([(user, text)]))
 
 

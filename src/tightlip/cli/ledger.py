@@ -55,6 +55,7 @@ def _lines(record: dict[str, Any]) -> list[tuple[str, str]]:
     least = "least " if _mode(record) in ("scale", "as-published") else ""
     lines += _numbers(record, "noise_multiplier", prefix=least)
     lines += _numbers(record, "clip_norm", "sampling_rate", "num_units", "expected_batch")
+    lines += _numbers(record, "documents_per_owner", "documents_taken")
     lines += _adaptive(record)
     so_far = "" if record.get("finished", True) else " so far; the run is not finished"
     planned = record.get("planned_steps")

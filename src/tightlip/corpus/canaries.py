@@ -198,7 +198,8 @@ def _plant(corpus: Corpus, out: Path, config: CanaryConfig) -> Planted:
     with folder_written_whole(out) as folder:
         write_canary_key(folder / KEY, planted)
         history = metadata_of(corpus.history)
-        with TableWriter(folder / CORPUS, types.by_column, history) as writer:
+        table = TableWriter(folder / CORPUS, types.by_column, history, users=types.users)
+        with table as writer:
             for batch in _with_copies(corpus, planted.canaries, types.num_documents, draw):
                 writer.write(batch)
     _warn_of_small_spaces(planted)
@@ -253,7 +254,7 @@ def _owners(
     num_by_user: Mapping[str, int], config: CanaryConfig, draw: np.random.Generator
 ) -> list[tuple[str, int]]:
     """Whose documents each canary of one template goes among, and how often."""
-    users = list(num_by_user)
+    users = [str(user) for user in num_by_user]  # their own: a planted text has no other owner
     if config.per_user or not config.templates:
         return [(user, times) for user in users for times in _schedule(config, num_by_user[user])]
     schedule = config.repetitions or PAPER_SCHEDULE

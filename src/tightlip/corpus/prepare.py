@@ -54,7 +54,7 @@ from tightlip.corpus.prepare_chats import (
     template_fingerprint,
     write_chats,
 )
-from tightlip.corpus.prepare_config import PrepareConfig, check_split, splitter_for
+from tightlip.corpus.prepare_config import PrepareConfig, check_owners, check_split, splitter_for
 from tightlip.corpus.private_vocabulary import build_private_tokenizer
 from tightlip.corpus.readers import Corpus, open_corpus
 from tightlip.corpus.rendered import template_of
@@ -316,12 +316,12 @@ def _write_documents(
 ) -> dict[str, Any]:
     """train.parquet and validation.parquet; returns what is known before tokenising."""
     cleaned, held = folder / "cleaned.parquet", folder / "validation.parquet"
-    cleaner, types = _write_cleaned(corpus, cleaned, config)
+    cleaner, types, users = _write_cleaned(corpus, cleaned, config)
     per_user = cleaner.documents_per_user
     splitter = splitter_for(per_user, config)
     with (
-        TableWriter(folder / "train.parquet", types, metadata) as train,
-        TableWriter(held, types, metadata) as rest,
+        TableWriter(folder / "train.parquet", types, metadata, users=users) as train,
+        TableWriter(held, types, metadata, users=users) as rest,
     ):
         for batch in open_corpus(cleaned).batches():
             out = list(map(splitter.is_held_out, batch.users, batch.texts))
@@ -334,15 +334,16 @@ def _write_documents(
     statistics = cleaner.statistics(corpus.num_skipped)
     if held_out is not None:
         # By itself: what it holds depends on no text that is trained on.
-        cleaner, _ = _write_cleaned(held_out, held, config, " validation")
+        cleaner, *_ = _write_cleaned(held_out, held, config, " validation")
         statistics["validation_source"] = cleaner.statistics(held_out.num_skipped)
     return statistics
 
 
 def _write_cleaned(
     corpus: Corpus, path: Path, config: PrepareConfig, part: str = ""
-) -> tuple[Cleaner, dict[str, Any]]:
-    """What is left of a corpus; returns who cleaned it, and the further columns as stored."""
+) -> tuple[Cleaner, dict[str, Any], Any]:
+    """What is left of a corpus; returns who cleaned it, and the further columns and the users' as
+    stored."""
     cleaner = Cleaner(deduplicate=config.deduplicate, scrub=config.scrub, names=config.names)
     types = AttributeTypes()
     # Read everything once, so that a bad row is reported before any long work.
@@ -350,8 +351,9 @@ def _write_cleaned(
         for batch in corpus.batches():
             types.add(batch)
             bar.advance(len(batch))
+    check_owners(types.has_co_owners, config)
     with (
-        TableWriter(path, types.by_column) as table,
+        TableWriter(path, types.by_column, users=types.users) as table,
         task(f"Cleaning{part}", types.num_documents) as bar,
     ):
         for batch in corpus.batches():
@@ -359,7 +361,7 @@ def _write_cleaned(
             bar.advance(len(batch))
     if not cleaner.documents_per_user:
         raise UsageError(f"Nothing of {corpus.name} is left after cleaning.")
-    return cleaner, table.stored_types
+    return cleaner, table.stored_types, types.users
 
 
 def _warnings_of_held_out(folder: Path, held_out: Corpus) -> list[str]:

@@ -14,7 +14,7 @@ from typing import Any
 from tightlip.core.errors import UsageError
 from tightlip.core.progress import task
 from tightlip.corpus.cleaning import Cleaner
-from tightlip.corpus.prepare_config import PrepareConfig, check_split, splitter_for
+from tightlip.corpus.prepare_config import PrepareConfig, check_owners, check_split, splitter_for
 from tightlip.corpus.readers import Corpus, DocumentBatch
 from tightlip.corpus.rendered import SPOKEN, RolesReader, RoleTokens, template_of
 from tightlip.corpus.tables import AttributeTypes, TableWriter
@@ -115,6 +115,7 @@ class _Rows:
                 beside = [row.beside | {SPOKEN: ""} for row in some]
                 self._types.add(_batch([row.user for row in some], [""] * len(some), beside))
                 bar.advance(len(some))
+        check_owners(self._types.has_co_owners, config)
 
     def write(self, where: Path, metadata: dict[bytes, bytes] | None, *, held_out: bool) -> int:
         """The tokens of all documents that are held out, or that are not, into the folder `where`,
@@ -122,7 +123,8 @@ class _Rows:
         # One that cleans nothing: it counts what was read.
         self._cleaner = Cleaner(deduplicate="none", scrub=False, names=False)
         reader = RolesReader(self.tokenizer, self.config)
-        with TableWriter(where.with_suffix(".parquet"), self._types.by_column, metadata) as table:
+        types, path = self._types, where.with_suffix(".parquet")
+        with TableWriter(path, types.by_column, metadata, users=types.users) as table:
             documents = self._noted(reader.documents(self.corpus), table, held_out)
             write_role_tokens(documents, reader, self.tokenizer, where)
         return table.num_rows

@@ -222,6 +222,15 @@ class PrepareConfig(TextSettings):
             )
 
 
+def check_owners(has_co_owners: bool, config: PrepareConfig) -> None:
+    """Refuse to hold out whole people where a text may belong to one on either side."""
+    if has_co_owners and config.split == "user":
+        raise UsageError(
+            "split='user' holds out people with all their texts, and some texts here have several owners, who may fall on both "
+            "sides. Use --split document or none."
+        )
+
+
 def check_split(
     num_kept: int, num_held: int, documents_per_user: Counter[str], config: PrepareConfig
 ) -> None:

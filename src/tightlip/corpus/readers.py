@@ -36,6 +36,7 @@ from tightlip.corpus.formats import (
     too_many_columns,
 )
 from tightlip.corpus.history import history_of
+from tightlip.corpus.owners import Writer
 from tightlip.corpus.prepare_config import ColumnSettings, TextSettings
 
 _KINDS = ".parquet, .jsonl, .jsonl.gz, .jsonl.zst, .csv or a directory saved by datasets"
@@ -241,8 +242,12 @@ class Corpus:
         where, name = f"{part.name}, row {number}", self._user_column
         if row.get(name) is None:
             return _missing(name, row, part)
+        if isinstance(row[name], list | tuple):
+            row[name] = _owners(row[name], name, where)
         if not isinstance(row[name], str | Fault):
             row[name] = _user(row[name], name, where)
+        if isinstance(row[name], Fault):
+            return row[name]
         if part.empty_is_null and not row[self._user_column]:
             return Fault(f"has nothing in column {self._user_column!r}")
         if part.empty_is_null and re.fullmatch(r"-?\d+\.0", row[self._user_column]):
@@ -432,13 +437,27 @@ def _missing(name: str, row: dict[str, Any], part: Part) -> Fault:
     return Fault(f"has no column {name!r} ({there[:-1]})")
 
 
+def _owners(values: Sequence[Any], column: str, where: str) -> str | Fault:
+    """The writer of a text with its other owners, or what is wrong with the list of them."""
+    if not values:
+        return Fault(f"has an empty list of owners in column {column!r}")
+    if any(value is None or value == "" for value in values):
+        return Fault(f"has null or an empty name among the owners in column {column!r}")
+    names = [each if isinstance(each, str) else _user(each, column, where) for each in values]
+    if not all(map(_encodes, names)):
+        return NOT_UTF8
+    if len({*names}) < len(names):
+        return Fault(f"names an owner twice in column {column!r}")
+    return Writer(names) if names[1:] else names[0]
+
+
 def _user(value: Any, column: str, where: str) -> str:
     if isinstance(value, Integral) and not isinstance(value, bool):
         return str(int(value))
     if isinstance(value, float):
         raise _float_users(where, column)
     raise UsageError(
-        f"{where} has a {type(value).__name__} in its user column {column!r}. Users are strings or integers."
+        f"{where} has a {type(value).__name__} in its user column {column!r}. Users are strings or integers, or lists of them."
     )
 
 

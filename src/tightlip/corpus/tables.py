@@ -9,6 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet
 
 from tightlip.core.checksums import checked
+from tightlip.corpus.owners import has_co_owners, owners_of
 from tightlip.corpus.readers import DocumentBatch
 
 _ROW_GROUP_BYTES = 32_000_000
@@ -29,9 +30,16 @@ class AttributeTypes:
     def __init__(self) -> None:
         self.num_documents = 0
         self.by_column: dict[str, pa.DataType | None] = {}  # None stands for JSON text
+        self.users = pa.string()  # lists where a document has several owners
+
+    @property
+    def has_co_owners(self) -> bool:
+        return bool(self.users != pa.string())
 
     def add(self, batch: DocumentBatch) -> None:
         self.num_documents += len(batch)
+        if has_co_owners(batch.users):
+            self.users = pa.list_(pa.string())
         for name, values in batch.attributes.items():
             self.by_column[name] = _both(self.by_column.get(name, pa.null()), _type_of(values))
 
@@ -66,10 +74,12 @@ class TableWriter:
         path: Path,
         types: Mapping[str, pa.DataType | None],
         metadata: dict[bytes, bytes] | None = None,
+        *,
+        users: pa.DataType = pa.string(),
     ) -> None:
         self.num_rows = 0
         self._types = types
-        columns: dict[str, pa.DataType] = {"user": pa.string(), "text": pa.string()}
+        columns: dict[str, pa.DataType] = {"user": users, "text": pa.string()}
         for name, kind in types.items():
             columns[_free_name(name, columns, types)] = kind or pa.string()
         self._schema = pa.schema(columns, metadata=metadata)
@@ -89,7 +99,12 @@ class TableWriter:
     def write(self, batch: DocumentBatch, keep: list[bool] | None = None) -> None:
         """Add a batch, or those of its documents where `keep` is true."""
         batch = batch if keep is None else batch.where(keep)
-        columns = [pa.array(batch.users, pa.string()), pa.array(batch.texts, pa.string())]
+        kind = self._schema.field("user").type
+        users: list[Any] = [*batch.users]
+        if kind != pa.string():
+            users = [owners_of(user) for user in users]
+        assert kind != pa.string() or not has_co_owners(users), "other owners would be lost"
+        columns = [pa.array(users, kind), pa.array(batch.texts, pa.string())]
         for name, kind in self._types.items():
             columns.append(_column(batch.attributes.get(name, [None] * len(batch)), kind))
         self._pending.append(pa.record_batch(columns, schema=self._schema))

@@ -4,7 +4,9 @@ Training and scanning read nothing else. The folder holds plain `.npy` files:
 
     tokens.npy   int32, all documents end to end
     bounds.npy   int64, document i is tokens[bounds[i]:bounds[i + 1]]
-    users.npy    int32, the number of document i's user
+    users.npy    int32, the number of document i's user: who wrote it
+    owners.npy, owner_bounds.npy  int32, int64: document i belongs to owners[owner_bounds[i]:owner_bounds[i + 1]],
+                 its user first; only where some document has several
     spans.npy    int32 (tokens, 2), a token's characters in its document; only where asked for
     roles.npy    int8, the number of each token's role, 0 for what a template wrote; only of chats
     trained.npy  int8, whether each token was trained on; only of chats
@@ -28,9 +30,11 @@ from tightlip.core.errors import UsageError
 from tightlip.core.files import damage_in_words, folder_written_whole, read_json, write_json
 from tightlip.core.progress import task
 from tightlip.corpus.encoding import Encoder, tokenizer_fingerprint
+from tightlip.corpus.owners import owners_of
 from tightlip.corpus.readers import DocumentBatch
 
 _COUNTED_AT_ONCE = 4_000_000
+_OWNERS = ("owners", "owner_bounds")
 _KINDS = {"tokens": "i4", "spans": "2i4", "roles": "i1", "trained": "i1"}  # as numpy spells them
 
 
@@ -48,6 +52,8 @@ class TokenizedCorpus:
     roles: np.ndarray | None = None
     trained: np.ndarray | None = None
     role_names: list[str] | None = None
+    owners: np.ndarray | None = None
+    owner_bounds: np.ndarray | None = None
     begins_itself: bool = (
         False  # its tokens hold what stood before each text, as templates write it
     )
@@ -69,6 +75,16 @@ class TokenizedCorpus:
     def num_users(self) -> int:
         return len(self.user_names)
 
+    def owned(self, documents: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
+        """All owners of these documents, or of all; before them the place of each one's document."""
+        chosen = np.arange(self.num_documents) if documents is None else documents
+        places = np.arange(len(chosen))
+        if self.owners is None or self.owner_bounds is None:
+            return places, np.asarray(self.users)[chosen]
+        sizes = np.diff(self.owner_bounds)[chosen]
+        first = np.repeat(self.owner_bounds[chosen] - (np.cumsum(sizes) - sizes), sizes)
+        return np.repeat(places, sizes), self.owners[first + np.arange(len(first))]
+
     def statistics(self, unknown_id: int | None) -> dict[str, Any]:
         """Documents, users and tokens; `unknown_id` stands for words outside the vocabulary."""
         num_unknown = 0
@@ -82,7 +98,7 @@ class TokenizedCorpus:
             "tokens": self.num_tokens,
             "unknown_tokens": num_unknown,
             "unknown_share": num_unknown / max(self.num_tokens, 1),
-            "documents_per_user": spread(np.bincount(self.users, minlength=self.num_users)),
+            "documents_per_user": spread(np.bincount(self.owned()[1], minlength=self.num_users)),
             "corpus_fingerprint": self.corpus_fingerprint,
             "tokenizer_fingerprint": self.tokenizer_fingerprint,
         }
@@ -120,6 +136,7 @@ def open_tokenized(folder: Path) -> TokenizedCorpus:
             roles=_mapped(folder / "roles.npy") if "role_names" in info else None,
             trained=_mapped(folder / "trained.npy") if "role_names" in info else None,
             role_names=info.get("role_names"),
+            **{name: _mapped(folder / f"{name}.npy") for name in _OWNERS if info.get("co_owners")},
             begins_itself=bool(info.get("begins_itself", False)),
             user_names=info["user_names"],
             corpus_fingerprint=info["corpus_fingerprint"],
@@ -138,6 +155,19 @@ def _check_fits(corpus: TokenizedCorpus) -> None:
         users.min(initial=0) >= 0,
         users.max(initial=-1) < corpus.num_users,
     ]
+    if corpus.owners is not None and corpus.owner_bounds is not None:
+        owners, edges = corpus.owners, corpus.owner_bounds
+        # The first owner of every document is its writer, so that none has no owner.
+        fits += [
+            owners.ndim == edges.ndim == 1,
+            len(edges) == len(bounds),
+            edges[-1] == len(owners),
+        ]
+        fits += [(np.diff(edges) > 0).all(), owners.max(initial=-1) < corpus.num_users]
+        fits += [
+            all(fits) and bool((owners[edges[:-1]] == users).all()),
+            owners.min(initial=0) >= 0,
+        ]
     if not all(fits):
         raise ValueError("bounds, users and tokens are not of one corpus")
 
@@ -212,6 +242,7 @@ class _Writer:
             for name in ("tokens", *further)
         }
         self._bounds, self._users = array("q", [0]), array("i")
+        self._owner_bounds, self._owners = array("q", [0]), array("i")
         self._numbers: dict[str, int] = {}
         self._digest = hashlib.sha256()
 
@@ -223,8 +254,13 @@ class _Writer:
         for name, rows in arrays.items():
             self._arrays[name].extend(rows)
         self._bounds.append(self._bounds[-1] + len(arrays["tokens"]))
-        self._users.append(self._numbers.setdefault(user, len(self._numbers)))
-        for part in (user.encode("utf-8"), content):
+        names = owners_of(user)
+        for name in names:
+            self._owners.append(self._numbers.setdefault(name, len(self._numbers)))
+        self._users.append(self._numbers[names[0]])
+        self._owner_bounds.append(len(self._owners))
+        # No name has the byte 255, so that owners read otherwise than any one user.
+        for part in (b"\xff".join(name.encode("utf-8") for name in names), content):
             self._digest.update(len(part).to_bytes(8, "little"))
             self._digest.update(part)
 
@@ -233,6 +269,10 @@ class _Writer:
             each.close()
         np.save(self._folder / "bounds.npy", np.frombuffer(self._bounds, np.int64))
         np.save(self._folder / "users.npy", np.frombuffer(self._users, np.int32))
+        if len(self._owners) > len(self._users):
+            more["co_owners"] = True
+            np.save(self._folder / "owners.npy", np.frombuffer(self._owners, np.int32))
+            np.save(self._folder / "owner_bounds.npy", np.frombuffer(self._owner_bounds, np.int64))
         info = {
             "user_names": list(self._numbers),
             "corpus_fingerprint": self._digest.hexdigest(),

@@ -12,7 +12,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache, reduce
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import dp_accounting
 from dp_accounting.gaussian_mechanism import get_epsilon_gaussian
@@ -32,6 +32,8 @@ INTERVAL, COARSEST = 1e-4, 1e-3
 _INTERVALS_PER_DEVIATION = 8
 # Points of one step's distribution: as many take 0.3 s, and as many at the very most 2 s.
 _ENOUGH_POINTS, _MOST_POINTS_OF_A_STEP = 30_000, 200_000
+# Where an owner may be drawn several times, each point is searched for: fewer take 0.5 to 3 s.
+_ENOUGH_POINTS_OF_SEVERAL, _COARSEST_OF_SEVERAL = 10_000, 1e-2
 _MOST_POINTS = 4_000_000  # of the composed distribution
 # Searches and meters first look at intervals this much coarser, which cost a tenth.
 COARSER, _COARSEST_OF_A_STEP = 10.0, 3.0
@@ -40,6 +42,22 @@ _TAIL = 10.0
 # The mass it cuts off counts as lost: about 1e-15 in all, so that PLD is loose from δ = 1e-14 on and
 # infinite from 1e-15 on, where RDP still says something.
 _SMALL_DELTA = 1e-10
+MOST_DOCUMENTS_PER_OWNER = 64
+# The neighbours of a run on texts of several owners, as its ledger says it.
+OWNED = "all texts of one owner emptied; who owns what is fixed and public"
+
+
+class _Sampled(NamedTuple):
+    """A step that sampling amplifies: one person is drawn up to `most` times, each by its own coin."""
+
+    sigma: float
+    rate: float
+    most: int = 1
+
+    def law(self) -> list[float]:
+        """How likely 0, 1, … of the person's documents are drawn."""
+        q, most = self.rate, self.most
+        return [math.comb(most, n) * q**n * (1 - q) ** (most - n) for n in range(most + 1)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,13 +72,26 @@ class Release:
 
 @dataclass(frozen=True, kw_only=True)
 class Mechanism:
-    """Each step: Gaussian noise on the clipped sum over a Poisson sample; add or remove one unit."""
+    """Each step: Gaussian noise on the clipped sum over a Poisson sample; add or remove one unit.
+
+    Where texts have several owners, documents are sampled and all of one owner's are emptied: at
+    most `documents_per_owner` of them are ever sampled, so one owner moves a step by at most
+    binomial(documents_per_owner, sampling_rate) clip norms, and what they move it by is a mixture
+    of Gaussians (Ganesh et al. 2025; Choquette-Choo et al. 2023, Corollary 4.7, for vectors).
+    """
 
     noise_multiplier: float
     sampling_rate: float
     releases: tuple[Release, ...] = ()
+    documents_per_owner: int | None = None
 
     def __post_init__(self) -> None:
+        if self.documents_per_owner is not None and not (
+            1 <= self.documents_per_owner <= MOST_DOCUMENTS_PER_OWNER
+        ):
+            raise UsageError(
+                f"documents_per_owner={self.documents_per_owner} is out of range. Use 1 to {MOST_DOCUMENTS_PER_OWNER}."
+            )
         if not 0 <= self.noise_multiplier < math.inf:
             raise UsageError(
                 f"noise_multiplier={self.noise_multiplier} is no amount of noise. Use a number such as 1.0."
@@ -77,6 +108,10 @@ class Mechanism:
             noise_multiplier=record["noise_multiplier"],
             sampling_rate=record["sampling_rate"],
             releases=tuple(Release(**release) for release in record.get("releases", ())),
+            # Missing there, it would count as one.
+            documents_per_owner=(
+                record["documents_per_owner"] if record.get("adjacency") == OWNED else None
+            ),
         )
 
 
@@ -97,17 +132,25 @@ class Spend:
             not release.noise_multiplier for release in self.releases
         )
 
-    def sampled(self) -> list[tuple[float, float, int]]:
-        """(σ, q, steps) of what is amplified by sampling."""
+    def sampled(self) -> list[tuple[_Sampled, int]]:
+        """What is amplified by sampling, and for how many steps."""
         return [
-            (each.noise_multiplier, each.sampling_rate, steps)
-            for each, steps in self.steps
-            if steps and each.sampling_rate < 1
+            (_Sampled(m.noise_multiplier, m.sampling_rate, m.documents_per_owner or 1), steps)
+            for m, steps in self.steps
+            if steps and m.sampling_rate < 1
         ]
+
+    def draws_several(self) -> bool:
+        """Whether one person may be drawn several times in a step."""
+        return any(each.most > 1 for each, _ in self.sampled())
 
     def whole(self) -> float:
         """Everything told about all units at once, as one Gaussian: its 1/σ, 0 where nothing is."""
-        squares = [steps / m.noise_multiplier**2 for m, steps in self.steps if m.sampling_rate == 1]
+        squares = [
+            steps * ((m.documents_per_owner or 1) / m.noise_multiplier) ** 2
+            for m, steps in self.steps
+            if m.sampling_rate == 1
+        ]
         return math.sqrt(sum(squares) + sum(r.noise_multiplier**-2 for r in self.releases))
 
 
@@ -122,13 +165,15 @@ def epsilon_spent(
         least: where δ is very small it is the lesser of PLD and RDP, which both hold.
         monotone: more steps, a higher sampling rate or less noise never spend less.
         analytic: with every unit in every step it is the Gaussian mechanism's own ε.
+        several: where an owner may be drawn several times PLD alone has a figure; the others are infinite.
     """
     return epsilon_of(spend_of(mechanism, steps, delta), accountant)
 
 
-def accountant_at(delta: float) -> str:
+def accountant_at(delta: float, documents_per_owner: int | None = None) -> str:
     """What ε at this δ is worked out by, in words."""
-    return "PLD" if delta >= _SMALL_DELTA else "the lesser of PLD and RDP"
+    by_pld = delta >= _SMALL_DELTA or (documents_per_owner or 1) > 1
+    return "PLD" if by_pld else "the lesser of PLD and RDP"
 
 
 def spend_of(mechanism: Mechanism, steps: int, delta: float) -> Spend:
@@ -156,12 +201,14 @@ def epsilon_of(spend: Spend, accountant: Accountant, coarser: float = 1.0) -> fl
         return 0.0
     if spend.is_bare():
         return math.inf
+    if accountant != "pld" and spend.draws_several():
+        return math.inf  # nobody has worked these out for a mixture
     if accountant == "published":
         return float(get_epsilon_gaussian(1 / _published_mu(spend), spend.delta))
     if accountant == "rdp":
         return _rdp_epsilon(spend)
     by_pld = _pld_epsilon(spend, coarser)
-    is_loose = spend.delta < _SMALL_DELTA and spend.sampled()
+    is_loose = spend.delta < _SMALL_DELTA and spend.sampled() and not spend.draws_several()
     return min(by_pld, _rdp_epsilon(spend)) if is_loose else by_pld
 
 
@@ -170,62 +217,79 @@ def _pld_epsilon(spend: Spend, coarser: float) -> float:
         # One Gaussian: the loss distribution is normal and ε known exactly (Balle and Wang 2018).
         return float(get_epsilon_gaussian(1 / spend.whole(), spend.delta))
     interval = _interval(spend, coarser)
-    parts = [_one_step(sigma, rate, interval).self_compose(steps) for sigma, rate, steps in sampled]
+    parts = [_one_step(each, interval).self_compose(steps) for each, steps in sampled]
     if whole := spend.whole():
-        parts.append(_one_step(1 / whole, 1.0, interval))
+        parts.append(_one_step(_Sampled(1 / whole, 1.0), interval))
     total = reduce(lambda one, other: one.compose(other), parts)
     return max(0.0, float(total.get_epsilon_for_delta(spend.delta)))
 
 
 @lru_cache(maxsize=8)
-def _one_step(sigma: float, rate: float, interval: float) -> pld.PrivacyLossDistribution:
+def _one_step(step: _Sampled, interval: float) -> pld.PrivacyLossDistribution:
+    if step.most > 1:
+        return pld.from_mixture_gaussian_mechanism(
+            *(step.sigma, range(step.most + 1), step.law()), value_discretization_interval=interval
+        )
     return pld.from_gaussian_mechanism(
-        sigma, sampling_prob=rate, value_discretization_interval=interval
+        step.sigma, sampling_prob=step.rate, value_discretization_interval=interval
     )
 
 
 def _interval(spend: Spend, coarser: float) -> float:
     """The discretisation: dp-accounting's, or finer where steps are small, or coarser where that
     saves time and steps are large."""
-    deviations = [_deviation(sigma, rate) for sigma, rate, _ in spend.sampled()]
-    reaches = [_reach(sigma, rate) for sigma, rate, _ in spend.sampled()]
+    deviations = [_deviation(each) for each, _ in spend.sampled()]
+    reaches = [_reach(each) for each, _ in spend.sampled()]
     span = spend.whole() ** 2 / 2 + _TAIL * spend.whole()
     # A step's mean loss is at most its Rényi divergence of order 2, ln(1 + deviation²).
-    for (_, _, steps), deviation, reach in zip(spend.sampled(), deviations, reaches, strict=True):
+    for (_, steps), deviation, reach in zip(spend.sampled(), deviations, reaches, strict=True):
         span += steps * math.log1p(deviation**2) + _TAIL * math.sqrt(steps) * min(deviation, reach)
     small = min(deviations) / _INTERVALS_PER_DEVIATION
-    wanted = max(min(INTERVAL, small), min(max(reaches) / _ENOUGH_POINTS, small, COARSEST))
+    enough, coarsest = _ENOUGH_POINTS, COARSEST
+    if spend.draws_several():
+        enough, coarsest = _ENOUGH_POINTS_OF_SEVERAL, _COARSEST_OF_SEVERAL
+    wanted = max(min(INTERVAL, small), min(max(reaches) / enough, small, coarsest))
     least = max(max(reaches) / _MOST_POINTS_OF_A_STEP, span / _MOST_POINTS)
     if coarser > 1:
         wanted = min(coarser * wanted, max(wanted, _COARSEST_OF_A_STEP * small))
     return max(wanted, coarser * least)
 
 
-def _reach(sigma: float, rate: float) -> float:
+def _reach(step: _Sampled) -> float:
     """The furthest privacy loss of one step that dp-accounting's distribution holds."""
-    furthest = min((2 * _TAIL * sigma + 1) / (2 * sigma**2), 700)
-    return math.log1p(rate * math.expm1(furthest))
+    variance, furthest = step.sigma**2, step.most + _TAIL * step.sigma
+    losses = (min(n * (furthest - n / 2) / variance, 700) for n in range(step.most + 1))
+    return math.log1p(
+        sum(share * math.expm1(loss) for share, loss in zip(step.law(), losses, strict=True))
+    )
 
 
-def _deviation(sigma: float, rate: float) -> float:
-    """q·√(e^{1/σ²} − 1): how much one step's privacy loss varies (Bu et al. 2020)."""
-    return rate * math.sqrt(math.expm1(min(sigma**-2, 700)))
+def _deviation(step: _Sampled) -> float:
+    """How much one step's privacy loss varies, √χ²; of one draw q·√(e^{1/σ²} − 1) (Bu et al. 2020)."""
+    law, variance = step.law(), step.sigma**2
+    return math.sqrt(
+        sum(
+            law[one] * law[other] * math.expm1(min(one * other / variance, 700))
+            for one in range(1, len(law))
+            for other in range(1, len(law))
+        )
+    )
 
 
 def _rdp_epsilon(spend: Spend) -> float:
     # It warns of each order it leaves out; without one the bound is looser, never wrong.
     logging.getLogger("absl").setLevel(logging.ERROR)
     accountant = RdpAccountant()
-    for sigma, rate, steps in spend.sampled():
-        gaussian = dp_accounting.GaussianDpEvent(sigma)
-        accountant.compose(dp_accounting.PoissonSampledDpEvent(rate, gaussian), steps)
+    for each, steps in spend.sampled():
+        gaussian = dp_accounting.GaussianDpEvent(each.sigma)
+        accountant.compose(dp_accounting.PoissonSampledDpEvent(each.rate, gaussian), steps)
     if whole := spend.whole():
         accountant.compose(dp_accounting.GaussianDpEvent(1 / whole))
     return float(accountant.get_epsilon(spend.delta))
 
 
 def _published_mu(spend: Spend) -> float:
-    sampled = sum(steps * _deviation(sigma, rate) ** 2 for sigma, rate, steps in spend.sampled())
+    sampled = sum(steps * _deviation(each) ** 2 for each, steps in spend.sampled())
     return math.sqrt(sampled + spend.whole() ** 2)
 
 

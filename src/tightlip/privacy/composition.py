@@ -22,6 +22,7 @@ from tightlip.privacy.accounting import (
 from tightlip.privacy.ledger import (
     Ledger,
     exact_figures,
+    figures_of,
     filter_of,
     mode_of,
     most_steps,
@@ -245,15 +246,16 @@ def _by_pld(
     modes = {mode_of(record) for record in records}
     varies = bool(modes & {"scale", "as-published"})
     least = ", steps of varying noise with the least that they could have" if varies else ""
+    accountant = accountant_at(delta, max(each.documents_per_owner or 1 for each, _ in steps))
+    published = math.inf if varies else epsilon_of(spend, "published")
+    beside = figures_of(math.inf, epsilon_of(spend, "rdp"), published)
+    del beside["epsilon"]
     return _Composition(
         epsilon=epsilon_of(spend, "pld"),
         delta=delta,
-        accountant=accountant_at(delta),
-        because=f"every step composed by {accountant_at(delta)}{least}",
-        beside={
-            "epsilon_rdp": epsilon_of(spend, "rdp"),
-            "epsilon_as_published": None if varies else epsilon_of(spend, "published"),
-        },
+        accountant=accountant,
+        because=f"every step composed by {accountant}{least}",
+        beside=beside,
     )
 
 

@@ -19,7 +19,7 @@ from tightlip.core.checksums import sealed
 from tightlip.core.errors import GuaranteeError
 from tightlip.core.files import OWNER_FILE, fsync, make_private_folder
 from tightlip.core.run_folder import damaged_ledger, read_ledger_file
-from tightlip.privacy.accounting import Mechanism, accountant_at, epsilon_of, spend_of
+from tightlip.privacy.accounting import OWNED, Mechanism, accountant_at, epsilon_of, spend_of
 from tightlip.privacy.adaptive import Promise
 from tightlip.privacy.rdp_filter import RdpFilter
 
@@ -58,12 +58,15 @@ def guarantee_terms(
     `noise_multiplier` is the least that any step can have, so that whoever composes it never
     counts too little; an adaptive run has its own beside it, under `adaptive`.
     """
+    per_owner = noise.documents_per_owner
+    if per_owner is not None:
+        given = {"adjacency": OWNED, "documents_per_owner": per_owner} | given
     return {
         "mechanism": MECHANISM,
         "unit": unit,
         "adjacency": f"add or remove one {unit}",
         "sampling": "Poisson",
-        "accountant": accountant_at(delta),
+        "accountant": accountant_at(delta, per_owner),
         "delta": delta,
         "noise_multiplier": noise.noise_multiplier,
         "sampling_rate": noise.sampling_rate,

@@ -17,7 +17,7 @@ _NEEDED = ("unit", "adjacency", "noise_multiplier", "sampling_rate", "delta", "s
 _COMPOSED = (
     *("run", "unit", "adjacency", "noise_multiplier", "sampling_rate", "releases", "delta"),
     *("steps", "planned_steps", "epsilon", "adaptive", "corpus_fingerprint", "insecure_seed"),
-    *("standing", "because", "arithmetic"),
+    *("standing", "because", "arithmetic", "documents_per_owner"),
 )
 
 

@@ -35,8 +35,9 @@ from tightlip.privacy.corrected_adam import tell_noise
 from tightlip.privacy.exact_sums import MOST_UNITS
 from tightlip.privacy.layers import zeros_for
 from tightlip.privacy.ledger import Ledger, ToldLedger, claimed, guarantee_terms, read_ledger
-from tightlip.privacy.noise_schedules import noise_for, schedule_for
 from tightlip.privacy.noise_owners import Shares, check_same_text
+from tightlip.privacy.noise_schedules import noise_for, schedule_for
+from tightlip.privacy.owners import NOT_PROTECTED, PER_OWNER, Ownership
 from tightlip.privacy.passes import Passes, Physical, Way
 from tightlip.privacy.people import withdraw
 from tightlip.privacy.per_unit import check_optimizer, without_dropout
@@ -46,7 +47,7 @@ from tightlip.privacy.releasing import give, release
 from tightlip.privacy.rows_alone import checked_passes, shared_by_others
 from tightlip.privacy.sampling import PoissonSampler, UnitRows
 from tightlip.privacy.shards import check_shards, shards_of
-from tightlip.privacy.sources import Documents, Source, source_of
+from tightlip.privacy.sources import Documents, Source, sampled_units, source_of
 
 log = logging.getLogger("tightlip")
 SHAPES = (
@@ -69,7 +70,8 @@ class PrivateTraining:
         model, optimizer: any causal language model that gives logits for ids, and any of torch's.
         documents: a tensor of ids for each document, or a Source.
         ledger: the file that every step is charged to; where it is there, its account goes on.
-        users: whose each document is. With them the unit is a user, without them a document.
+        users: whose each document is. With them the unit is a user, without them a document. A list
+            where it has several owners: documents are then drawn, a few of each owner's.
         epsilon: the target; training stops before it is passed.
         noise_multiplier: the noise of a step, in clip_norm. Default: as little as epsilon allows.
         delta: the δ that ε is read at. Default: by the number of units, below 1 / units.
@@ -90,6 +92,8 @@ class PrivateTraining:
         claims_ledger: keep other processes from going on with the ledger meanwhile.
         adaptive: lets `weights` decide on clipping or noise.
         weights: the ρ of each row, for `adaptive`: private, all but their public facts.
+        documents_per_owner: most documents of an owner that are ever drawn, where texts have several
+            owners. Default: 4.
 
     Holds:
         charged: a step is in the ledger before it changes a weight.
@@ -128,6 +132,7 @@ class PrivateTraining:
         claims_ledger: bool = True,
         adaptive: AdaptiveSpec | None = None,
         weights: np.ndarray | None = None,
+        documents_per_owner: int | None = None,
     ) -> None:
         self.model, self.optimizer = model, optimizer
         self.source = source_of(documents, users)
@@ -143,6 +148,7 @@ class PrivateTraining:
             steps=steps,
             allow_loose_delta=allow_loose_delta,
             insecure_seed=insecure_seed,
+            documents_per_owner=documents_per_owner,
         )
         if isinstance(self.source, Documents):
             _check_unit(self.spec.unit, users)
@@ -154,7 +160,14 @@ class PrivateTraining:
         )
         generator = keyed_generator(self.spec.insecure_seed)
         self._generator = generator
-        self._units = UnitRows(np.asarray(self.source.unit_of_row))
+        self.ownership: Ownership | None = getattr(self.source, "ownership", None)
+        if self.ownership is not None and adaptive is not None and adaptive.mode != "clip":
+            raise UsageError(
+                f"adaptive={adaptive.mode!r} is worked out for people who are drawn at most once a step, and texts here have "
+                "several owners. Use --adaptive clip, or plain dp."
+            )
+        units = sampled_units(self.source, documents_per_owner)
+        self._units = UnitRows(np.asarray(self.source.unit_of_row), units)
         self._sampler = PoissonSampler(self._units.num_units, self.spec.expected_batch, generator)
         self._noise = noise_for(self.device, _seed_of_noise(insecure_seed, processes))
         self._batches = PhysicalBatches(
@@ -191,10 +204,13 @@ class PrivateTraining:
         self._rho = self._weights(weights)
         self.plan = noise_plan(
             self.spec,
-            num_units=self.num_units,
+            num_units=self.num_protected,
             sampling_rate=self._sampler.sampling_rate,
             releases=self.terms.releases,
             adaptive=adaptive,
+            documents_per_owner=(
+                None if self.ownership is None else documents_per_owner or PER_OWNER
+            ),
         )
         self.schedule = schedule_for(adaptive, self.plan, self.spec, path.parent)
         sigma = self.plan.noise_multiplier  # without noise the clip norm may be infinite
@@ -211,7 +227,13 @@ class PrivateTraining:
 
     @property
     def num_units(self) -> int:
+        """How many each step samples from."""
         return self._units.num_units
+
+    @property
+    def num_protected(self) -> int:
+        """How many the promise is made to: the units, or the owners of the documents that are sampled."""
+        return self.num_units if self.ownership is None else self.ownership.num_owners
 
     @property
     def mechanism(self) -> Mechanism:
@@ -365,6 +387,7 @@ class PrivateTraining:
         mean. All of it is private."""
         most = self.spec.rows_per_unit
         rows_of = [self._units.rows(unit, most, self._generator) for unit in units]
+        rows_of = [rows for rows in rows_of if len(rows)]  # an empty document adds nothing
         if self._rho is None or not rows_of:
             return rows_of, None if self._rho is None else np.empty(0)
         sizes = np.array([len(rows) for rows in rows_of])
@@ -458,7 +481,7 @@ class PrivateTraining:
             delta=self.delta,
             unit=spec.unit,
             clip_norm=spec.clip_norm if math.isfinite(spec.clip_norm) else None,
-            num_units=self.num_units,
+            num_units=self.num_protected,
             expected_batch=spec.expected_batch,
             corpus_fingerprint=self.source.fingerprint,
             planned_steps=self.plan.planned_steps,
@@ -467,7 +490,8 @@ class PrivateTraining:
             standing="as published" if weaker else self.terms.standing,
             because=self._because(),
             covers=list(self.terms.covers),
-            outside=list(self.terms.outside),
+            outside=[*self.terms.outside, *([NOT_PROTECTED] if self.ownership else [])],
+            **({"documents_taken": self.num_units} if self.ownership else {}),
             **self.arithmetic.terms,
             **self.terms.whose(),
             **self._adaptive_terms(),

@@ -51,16 +51,19 @@ def choose_rows(rows_of_unit: np.ndarray, most: int, generator: np.random.Genera
 
 
 class UnitRows:
-    """The rows of each unit. Units are numbered from 0 in the order of their ids.
+    """The rows of each unit. Units are numbered from 0 in the order of their ids: of all that have
+    rows, or of those given, of which some may have none.
 
     Holds:
-        partition: every row belongs to exactly one unit, and no unit is without rows.
+        partition: every row of these units belongs to exactly one of them.
     """
 
-    def __init__(self, unit_of_row: np.ndarray) -> None:
+    def __init__(self, unit_of_row: np.ndarray, ids: np.ndarray | None = None) -> None:
         self._order = np.argsort(unit_of_row, kind="stable")
-        self.ids, first = np.unique(unit_of_row[self._order], return_index=True)
-        self._starts = np.append(first, len(unit_of_row))
+        self.ids = np.unique(unit_of_row) if ids is None else ids
+        in_order = unit_of_row[self._order]
+        self._starts = np.searchsorted(in_order, self.ids, "left")
+        self._ends = np.searchsorted(in_order, self.ids, "right")
 
     @property
     def num_units(self) -> int:
@@ -68,5 +71,5 @@ class UnitRows:
 
     def rows(self, unit: int, most: int, generator: np.random.Generator) -> np.ndarray:
         """Rows that speak for a unit in one step: all, or `most` of them at random."""
-        of_unit = self._order[self._starts[unit] : self._starts[unit + 1]]
+        of_unit = self._order[self._starts[unit] : self._ends[unit]]
         return choose_rows(of_unit, most, generator)

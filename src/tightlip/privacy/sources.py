@@ -8,11 +8,13 @@ import torch
 from torch import Tensor
 
 from tightlip.core.errors import UsageError
+from tightlip.privacy.owners import PER_OWNER, Ownership, ownership_of, several_owners
 from tightlip.privacy.row_losses import NO_LABEL
 
 
 class Source(Protocol):
-    """Rows to train on: whose each is, how long, and the rows themselves."""
+    """Rows to train on: whose each is, how long, and the rows themselves. Where texts have several
+    owners it also has their `ownership`, and a row's unit is its document."""
 
     unit_of_row: np.ndarray
     lengths: np.ndarray
@@ -36,7 +38,10 @@ class Documents:
             torch.as_tensor(document, dtype=torch.long).cpu() for document in documents
         ]
         self.unit_of_row = np.arange(len(documents))
-        if users is not None:
+        self.ownership: Ownership | None = None
+        if users is not None and several_owners(users):
+            self.ownership = ownership_of(users)
+        elif users is not None:
             names = np.array([str(user) for user in users])
             self.unit_of_row = np.unique(names, return_inverse=True)[1]
         # The last id is only predicted, never fed.
@@ -61,7 +66,7 @@ class LabelledRows:
     NO_LABEL where nothing is to be learnt."""
 
     def __init__(
-        self, ids: Sequence[np.ndarray], labels: Sequence[np.ndarray], users: Sequence[str] | None
+        self, ids: Sequence[np.ndarray], labels: Sequence[np.ndarray], users: Sequence[Any] | None
     ) -> None:
         counts = np.array([len(row) for row in ids])
         if len(counts) != len(labels) or any(
@@ -77,14 +82,13 @@ class LabelledRows:
         self._starts = self._ends - counts
         self.lengths = np.maximum(1, counts - 1)  # as of documents
         self.unit_of_row = np.arange(len(counts))
-        if users is not None:
+        self.ownership: Ownership | None = None
+        if users is not None and several_owners(users):
+            self.ownership = ownership_of(users)
+        elif users is not None:
             places: dict[str, int] = {}
             self.unit_of_row = np.array([places.setdefault(user, len(places)) for user in users])
         self.fingerprint = ""
-
-    @property
-    def num_units(self) -> int:
-        return int(self.unit_of_row.max()) + 1
 
     def gather(self, rows: np.ndarray, width: int) -> tuple[Tensor, Tensor]:
         ids = torch.zeros(len(rows), width, dtype=torch.long)
@@ -95,6 +99,20 @@ class LabelledRows:
                 ids[place, : end - start - 1] = torch.from_numpy(self._ids[start : end - 1])
                 targets[place, : end - start - 1] = torch.from_numpy(self._labels[start + 1 : end])
         return ids, targets
+
+
+def sampled_units(source: Source, per_owner: int | None) -> np.ndarray:
+    """What each step samples from: all units that have rows; of texts with several owners the
+    documents that are taken, also those without rows."""
+    ownership = getattr(source, "ownership", None)
+    if ownership is not None:
+        return np.asarray(ownership.taken(per_owner or PER_OWNER))
+    if per_owner is not None:
+        raise UsageError(
+            f"documents_per_owner={per_owner} is for texts with several owners, and here each has one, whose texts are drawn "
+            "together. Leave it out; rows_per_unit bounds how many a step takes."
+        )
+    return np.unique(source.unit_of_row)
 
 
 def source_of(documents: Source | Sequence[Tensor], users: Sequence[Any] | None) -> Source:

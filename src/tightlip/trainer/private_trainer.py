@@ -32,7 +32,7 @@ from tightlip.privacy.people import ids_of, runs_before
 from tightlip.privacy.plans import PrivacySpec, Terms
 from tightlip.privacy.private_training import PrivateTraining
 from tightlip.privacy.shards import local
-from tightlip.privacy.sources import LabelledRows
+from tightlip.privacy.sources import LabelledRows, sampled_units
 from tightlip.trainer.refusals import refuse_arguments, refuse_trainer
 from tightlip.trainer.rows import check_same_rows, labelled_rows, users_of
 from tightlip.training.mitigations.dp import warn_of_too_few
@@ -144,7 +144,8 @@ class PrivateMixin(_Library):
     def get_train_dataloader(self) -> DataLoader:
         """An epoch of empty batches: users are drawn inside the step."""
         assert self._source is not None
-        places = range(math.ceil(self._source.num_units / self.expected_batch))
+        num_units = len(sampled_units(self._source, self.privacy.documents_per_owner))
+        places = range(math.ceil(num_units / self.expected_batch))
         return DataLoader(
             places,  # type: ignore[arg-type]
             batch_size=1,

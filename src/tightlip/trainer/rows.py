@@ -14,8 +14,8 @@ from tightlip.privacy.sources import LabelledRows
 _READ = ("input_ids", "labels", "attention_mask")
 
 
-def users_of(dataset: Any, column: str | None) -> list[str] | None:
-    """Whose each row is; None where every row is a unit of its own."""
+def users_of(dataset: Any, column: str | None) -> list[Any] | None:
+    """Whose each row is, by one name or by a list of them; None where every row is a unit of its own."""
     if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
         kind = type(dataset).__name__
         raise UsageError(
@@ -34,16 +34,25 @@ def users_of(dataset: Any, column: str | None) -> list[str] | None:
         )
     users = _values(dataset, column)
     for number, user in enumerate(users):
-        if isinstance(user, bool) or not isinstance(user, (str, int, np.integer)) or user == "":
+        owners = user if isinstance(user, list) else [user]
+        if not owners or not all(map(_names_somebody, owners)) or len({*owners}) < len(owners):
             raise GuaranteeError(
                 f"Row {number} has the user {user!r}, which names nobody: whose text it is must be known, or somebody has more "
-                f"than the bound. Give {column!r} one text or whole number in every row."
+                f"than the bound. Give {column!r} one text or whole number in every row, or a list of them, each once."
             )
-    return [str(user) for user in users]
+    return [_named(user) for user in users]
+
+
+def _names_somebody(user: Any) -> bool:
+    return isinstance(user, (str, int, np.integer)) and not isinstance(user, bool) and user != ""
+
+
+def _named(user: Any) -> Any:
+    return [str(each) for each in user] if isinstance(user, list) else str(user)
 
 
 def check_same_rows(
-    dataset: Any, column: str | None, users: list[str] | None, num_rows: int
+    dataset: Any, column: str | None, users: list[Any] | None, num_rows: int
 ) -> None:
     """Refuse a prepared dataset of which it is not known whose each row is."""
     if len(dataset) != num_rows:
@@ -59,14 +68,14 @@ def check_same_rows(
             f"The column {column!r} is gone after the dataset was prepared, so it is not known whose each row is. Give a dataset "
             "of input_ids and labels that keeps it."
         )
-    if [str(user) for user in _values(dataset, column)] != users:
+    if [_named(user) for user in _values(dataset, column)] != users:
         raise GuaranteeError(
             "The rows stand in another order after the dataset was prepared, so it is not known whose each is. Set "
             "shuffle_dataset=False: every step draws users at random anyway."
         )
 
 
-def labelled_rows(dataset: Any, trainer: Any, users: list[str] | None) -> LabelledRows:
+def labelled_rows(dataset: Any, trainer: Any, users: list[Any] | None) -> LabelledRows:
     """The rows as the trainer's collator would hand them to the model, but for padding."""
     columns = _columns(dataset)
     _check_columns(columns, trainer)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from tightlip.core.devices import moved
+from tightlip.privacy.owners import Ownership
 from tightlip.privacy.row_losses import NO_LABEL
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ class Rows:
     bos: int | None
     pad: int
     trained: np.ndarray | None = None
+    ownership: Ownership | None = None  # of all documents, where some have several owners
 
     def __len__(self) -> int:
         return len(self.starts)
@@ -94,7 +96,9 @@ def rows_of(
     """
     bos = None if corpus.begins_itself else bos
     bounds = np.asarray(corpus.bounds, np.int64)
-    kept = ~np.isin(np.asarray(corpus.users), list(without_users))
+    of_pair, owners = corpus.owned()
+    left_out = np.isin(owners, list(without_users))  # any of a document's owners is enough
+    kept = np.bincount(of_pair, left_out, corpus.num_documents) == 0
     has_bos = bos is not None
     num_targets = np.where(kept, np.maximum(np.diff(bounds) - (not has_bos), 0), 0)
     num_rows = -(-num_targets // sequence_length)
@@ -105,6 +109,9 @@ def rows_of(
     begins = (place == 0) & has_bos
     # The context of target t is token t - 1 with a BOS in front, else token t.
     starts = bounds[document] + first_target - (has_bos & ~begins)
+    ownership = None
+    if corpus.owners is not None and corpus.owner_bounds is not None:
+        ownership = Ownership(corpus.owners, corpus.owner_bounds)
     rows = Rows(
         tokens=corpus.tokens,
         starts=starts,
@@ -115,6 +122,7 @@ def rows_of(
         bos=bos,
         pad=0 if pad is None else pad,
         trained=corpus.trained,
+        ownership=ownership,
     )
     return rows if rows.trained is None else _with_targets(rows)
 
@@ -232,8 +240,15 @@ def filled(values: np.ndarray, size: int, filler: Any) -> np.ndarray:
 class TokenRows:
     """The corpus' rows as private training asks for them: whose each is, in batches of a given width."""
 
-    def __init__(self, rows: Rows, unit_of_row: np.ndarray, fingerprint: str = "") -> None:
+    def __init__(
+        self,
+        rows: Rows,
+        unit_of_row: np.ndarray,
+        fingerprint: str = "",
+        ownership: Ownership | None = None,
+    ) -> None:
         self.rows, self.unit_of_row, self.fingerprint = rows, unit_of_row, fingerprint
+        self.ownership = ownership
         self.lengths = np.asarray(rows.num_inputs)
 
     def gather(self, rows: np.ndarray, width: int) -> tuple[Tensor, Tensor]:

@@ -118,6 +118,7 @@ def _facts(corpus: "PreparedCorpus", config: TrainConfig) -> CorpusFacts:
         weights=read_weights(corpus.folder) if config.mitigation.needs_weights else None,
         people=registered_people(corpus.folder) if is_private else (),
         folder=corpus.folder,
+        has_co_owners=corpus.train.owners is not None,
     )
 
 

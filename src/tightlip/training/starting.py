@@ -51,7 +51,9 @@ _OF_ALL = ("hidden_size", "num_layers", "dropout", "tie_word_embeddings")
 _SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 # Of a model's card, before and after its noise.
 _ABOUT_THE_STEPS = ("mechanism", "adjacency", "sampling", "accountant", "steps", "planned_steps")
-_ABOUT_THE_PROMISE = ("clip_norm", "sampling_rate", "covers", "outside")
+_ABOUT_THE_PROMISE = (
+    *("clip_norm", "sampling_rate", "documents_per_owner", "documents_taken", "covers", "outside"),
+)
 # Of an adaptive run, as `tightlip ledger` has them.
 _ABOUT_THE_MODE = ("least_clip", "gamma_floor", "release_noise", "averaging", "least_weight")
 _ABOUT_THE_WEIGHTS = ("normalisation", "estimator", "model", "public_corpus")

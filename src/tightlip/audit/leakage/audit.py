@@ -408,8 +408,10 @@ class _Job:
                 "leave-out drops people from the run's own corpus, and another one was given. "
                 "Leave CORPUS out, or give --public-model DIR."
             )
-        owners = np.unique(leaks.owners[leaks.unique])
-        left = 1 - float(np.isin(leaks.corpus.users, owners).mean())
+        owners = np.unique(leaks.owned[1])
+        documents, theirs = leaks.corpus.owned()
+        gone = np.unique(documents[np.isin(theirs, owners)])
+        left = 1 - len(gone) / leaks.corpus.num_documents
         if left < LEAST_SHARE_LEFT:
             raise UsageError(
                 f"leave-out would drop {len(owners)} of {leaks.corpus.num_users} users and keep "

@@ -27,7 +27,7 @@ from tightlip.audit.leakage.counting import (
     least_memory,
     user_disjoint_shards,
 )
-from tightlip.audit.leakage.leaks import Leaks, count_in_corpus
+from tightlip.audit.leakage.leaks import Leaks, count_in_corpus, has_owner
 from tightlip.audit.leakage.words import placed_words, words_of
 from tightlip.core.errors import UsageError
 from tightlip.core.progress import task
@@ -56,6 +56,7 @@ class ByText:
     users: np.ndarray
     unique: np.ndarray
     leaks: np.ndarray
+    owned: np.ndarray  # a column (sequence, user) for each owner of a unique one
 
 
 def read_by_text(
@@ -72,7 +73,7 @@ def read_by_text(
     Without `documents`, of which only tokens are known, unique is by tokens.
     """
     users = np.zeros(len(leaks.distinct), dtype=np.int64)
-    unique = leaks.unique
+    unique, owned = leaks.unique, leaks.owned
     if unique.any() and tokenizer.is_fast and documents is not None:
         wanted = np.flatnonzero(unique)
         wanted = wanted[np.argsort(leaks.first_in_d[wanted], kind="stable")]
@@ -86,9 +87,20 @@ def read_by_text(
         corpus = _corpus_of_words(leaks.corpus, documents, numbers, work)
         enough = max(memory_bytes, engine.workers * least_memory(corpus))
         counts = count_in_corpus(corpus, asked, engine, enough, "Counting words")
+        assert counts.owned is not None
         users[wanted[has_word]] = np.maximum(counts.users, 1)  # its owner wrote it
-        unique = unique & (users == 1)
-    return ByText(users=users, unique=unique, leaks=_leaks_of(leaks, unique, engine, memory_bytes))
+        # Whoever owns all documents with its tokens must own all with its words.
+        counted, (number, owner) = wanted[has_word], counts.owned
+        of_words = np.isin(_as_one(owned), _as_one(np.stack([counted[number], owner])))
+        owned = owned[:, of_words | np.isin(owned[0], counted[counts.users == 0])]
+        unique = has_owner(owned, len(users))
+    joined = _leaks_of(leaks, unique, owned, engine, memory_bytes)
+    return ByText(users=users, unique=unique, leaks=joined, owned=owned)
+
+
+def _as_one(owned: np.ndarray) -> np.ndarray:
+    """One number for each sequence and user."""
+    return (owned[0] << 32) + owned[1]
 
 
 def _numbered(documents: Documents, corpus: TokenizedCorpus) -> Iterator[tuple[int, DocumentBatch]]:
@@ -200,20 +212,23 @@ def _words_in_batch(texts: Iterable[str], numbers: dict[str, int]) -> tuple[np.n
     return np.frombuffer(found, np.int32), np.frombuffer(ends, np.int64)
 
 
-def _leaks_of(leaks: Leaks, unique: np.ndarray, engine: Engine, memory_bytes: int) -> np.ndarray:
+def _leaks_of(
+    leaks: Leaks, unique: np.ndarray, owned: np.ndarray, engine: Engine, memory_bytes: int
+) -> np.ndarray:
     """Unique sequences that share a place of the corpus, directly or through others, are one leak."""
     corpus = leaks.corpus
-    num_owned = np.bincount(leaks.owners[unique], minlength=corpus.num_users)
-    may_share = np.flatnonzero(unique & (num_owned > 1)[leaks.owners])
+    # Those of one document share an owner, unless it has several.
+    worth = np.bincount(owned[1], minlength=corpus.num_users) > 1
+    if corpus.owners is not None:
+        worth[:] = True
+    may_share = np.unique(owned[0][worth[owned[1]]])
     group = np.where(unique, np.arange(len(unique)), -1)
     if not len(may_share):
         return group
     sequences = end_to_end(corpus.tokens, leaks.first_in_d[may_share], leaks.lengths[may_share])
-    shards = user_disjoint_shards(corpus, memory_bytes // engine.workers, num_owned > 1)
+    shards = user_disjoint_shards(corpus, memory_bytes // engine.workers, worth)
     parents = np.arange(len(may_share))
-    with task(
-        "Joining leaks", int(np.diff(corpus.bounds)[num_owned[corpus.users] > 1].sum())
-    ) as bar:
+    with task("Joining leaks", int(np.diff(corpus.bounds)[worth[corpus.users]].sum())) as bar:
         for shard, links in engine.map(partial(links_in_shard, sequences=sequences), shards):
             _join_all(parents, links)
             bar.advance(len(shard.tokens))

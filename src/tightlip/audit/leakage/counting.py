@@ -70,11 +70,16 @@ class Shard:
 
 @dataclass(frozen=True, kw_only=True)
 class Counts:
-    """Occurrences and distinct users of each sequence; of what one user wrote, where it first stands."""
+    """Occurrences and distinct users of each sequence; of what one user wrote, where it first stands.
+
+    `owned` has a column (sequence, user) for everybody who owns all documents that a sequence stands
+    in, in order; None where that is not known yet.
+    """
 
     totals: np.ndarray
     users: np.ndarray
     first: np.ndarray
+    owned: np.ndarray | None = None
 
 
 def edges_of(lengths: np.ndarray) -> np.ndarray:
@@ -97,6 +102,20 @@ def count_in_shard(shard: Shard, sequences: Sequences) -> Counts:
         int(local_users.max(initial=-1)) + 1,
     )
     return Counts(totals=totals, users=users, first=_in_the_corpus(shard, first))
+
+
+def owners_in_shard(
+    shard: Shard, sequences: Sequences, totals: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Of a shard that has each document once for every owner: occurrences and distinct owners, and
+    who owns as many occurrences as there are, `totals`, so that no document has others."""
+    text, places = indexed(shard)
+    names, local_users = np.unique(shard.users, return_inverse=True)
+    user_of_place = np.repeat(local_users.astype(np.int32), np.diff(shard.bounds) + 1)
+    tokens = np.ascontiguousarray(sequences.tokens, dtype=np.int32)
+    asked = (tokens, sequences.offsets, len(names), totals)
+    found, users, owned = _owners(text, places, user_of_place[places], *asked)
+    return found, users, np.stack([owned[0], names[owned[1]]])
 
 
 def _in_the_corpus(shard: Shard, places: np.ndarray) -> np.ndarray:
@@ -153,24 +172,32 @@ def check_memory(corpus: TokenizedCorpus, memory_bytes: int) -> None:
 
 
 def user_disjoint_shards(
-    corpus: TokenizedCorpus, memory_bytes: int, only: np.ndarray | None = None
+    corpus: TokenizedCorpus,
+    memory_bytes: int,
+    only: np.ndarray | None = None,
+    *,
+    by_owner: bool = False,
 ) -> Iterator[Shard]:
     """The corpus in shards that each fit `memory_bytes` while they are counted.
 
-    `only` says of each user whether their documents are wanted.
+    `only` says of each user whether the documents that they wrote are wanted. `by_owner` a document
+    comes once for each of its owners, in place of once for who wrote it.
     """
     check_memory(corpus, memory_bytes)
     most_tokens = min(memory_bytes // _BYTES_PER_TOKEN, _LARGEST_SHARD_TOKENS)
     lengths = np.diff(corpus.bounds) + 1
-    by_user = np.argsort(corpus.users, kind="stable")
-    by_user = by_user if only is None else by_user[only[corpus.users[by_user]]]
-    for documents, sole_user in _packed(by_user, corpus.users, lengths, most_tokens):
+    of_pair, users = np.arange(corpus.num_documents), np.asarray(corpus.users)
+    if by_owner:
+        of_pair, users = corpus.owned()
+    by_user = np.argsort(users, kind="stable")
+    by_user = by_user if only is None else by_user[only[users[by_user]]]
+    for pairs, sole_user in _packed(by_user, users, lengths[of_pair], most_tokens):
+        documents = of_pair[pairs]
         own = end_to_end(corpus.tokens, corpus.bounds[documents], lengths[documents] - 1)
-        users = corpus.users[documents]
         yield Shard(
             tokens=own.tokens,
             bounds=own.offsets,
-            users=users,
+            users=users[pairs],
             starts=corpus.bounds[documents],
             sole_user=sole_user,
         )
@@ -280,6 +307,33 @@ def _count(text, places, users_in_order, tokens, offsets, num_users):  # type: i
         users[sequence] = distinct
         first[sequence] = earliest
     return totals, users, first
+
+
+@njit(cache=True, nogil=True)
+def _owners(text, places, users_in_order, tokens, offsets, num_users, totals):  # type: ignore[no-untyped-def]
+    lows = np.zeros(len(totals), dtype=np.int64)
+    found = np.zeros(len(totals), dtype=np.int64)
+    for sequence in range(len(totals)):
+        query = tokens[offsets[sequence] : offsets[sequence + 1]]
+        lows[sequence] = first_not_below(text, places, query, 0, False)
+        high = first_not_below(text, places, query, lows[sequence], True)
+        found[sequence] = high - lows[sequence]
+    users = np.zeros(len(totals), dtype=np.int64)
+    # Whoever owns all of a sequence's documents has `totals` of what is found here.
+    owned = np.zeros((2, (found // np.maximum(totals, 1)).sum()), dtype=np.int64)
+    num_owned = 0
+    times = np.zeros(num_users, dtype=np.int64)
+    for sequence in range(len(totals)):
+        own = users_in_order[lows[sequence] : lows[sequence] + found[sequence]]
+        for user in own:
+            users[sequence] += times[user] == 0
+            times[user] += 1
+            if times[user] == totals[sequence]:
+                owned[0, num_owned], owned[1, num_owned] = sequence, user
+                num_owned += 1
+        for user in own:
+            times[user] = 0
+    return found, users, owned[:, :num_owned]
 
 
 @njit(cache=True, nogil=True)

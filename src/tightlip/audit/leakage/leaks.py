@@ -1,7 +1,7 @@
 """From a scan to what leaked: S, its distinct sequences, their six features, who owns them."""
 
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ from tightlip.audit.leakage.counting import (
     added_up,
     count_in_shard,
     end_to_end,
+    owners_in_shard,
     user_disjoint_shards,
 )
 from tightlip.audit.leakage.runs import (
@@ -76,12 +77,14 @@ class Leaks:
     total_in_d: np.ndarray
     users_in_d: np.ndarray
     first_in_d: np.ndarray  # where in the corpus a unique one first stands
+    owned: np.ndarray  # a column (sequence, user) for each owner of a unique one
     fit: Fit
 
-    @property
+    @cached_property
     def unique(self) -> np.ndarray:
-        """Sequences that one user alone wrote, anywhere in the corpus."""
-        return self.users_in_d == 1
+        """Sequences that one user alone wrote, anywhere in the corpus; where texts have several
+        owners, those of which somebody owns every document that they stand in."""
+        return has_owner(self.owned, len(self.distinct))
 
     @property
     def num_written(self) -> np.ndarray:
@@ -101,10 +104,12 @@ class Leaks:
         assert self.corpus.roles is not None
         return self.corpus.roles[self.runs.starts[self.distinct.first_run]]
 
-    @property
-    def owners(self) -> np.ndarray:
-        """For each sequence the number of a user for whom it was predicted; for a unique one, its owner."""
-        return self.corpus.users[self.runs.documents[self.distinct.first_run]]
+
+def has_owner(owned: np.ndarray, num_sequences: int) -> np.ndarray:
+    """Which sequences are in a column of `owned`."""
+    mask = np.zeros(num_sequences, dtype=bool)
+    mask[owned[0]] = True
+    return mask
 
 
 def find_leaks(
@@ -122,6 +127,8 @@ def find_leaks(
     first, number = distinct.first_run, distinct.number_of_run
     sequences = end_to_end(corpus.tokens, runs.starts[first], runs.lengths[first])
     in_d = count_in_corpus(corpus, sequences, engine, memory_bytes)
+    of_run, owners = corpus.owned(runs.documents)
+    assert in_d.owned is not None
     return Leaks(
         corpus=corpus,
         runs=runs,
@@ -130,10 +137,11 @@ def find_leaks(
         distinct=distinct,
         lengths=runs.lengths[first],
         total_in_s=np.bincount(number, minlength=len(distinct)),
-        users_in_s=_distinct_users(number, corpus.users[runs.documents], len(distinct)),
+        users_in_s=_distinct_users(number[of_run], owners, len(distinct)),
         total_in_d=in_d.totals,
         users_in_d=in_d.users,
         first_in_d=in_d.first,
+        owned=in_d.owned,
         fit=fit,
     )
 
@@ -157,7 +165,7 @@ def count_in_corpus(
     memory_bytes: int,
     description: str = "Counting in the corpus",
 ) -> Counts:
-    """Occurrences and distinct users of every sequence, shard by shard."""
+    """Occurrences and distinct users of every sequence, and who owns all its documents, shard by shard."""
     shards = user_disjoint_shards(corpus, memory_bytes // engine.workers)
     count = partial(count_in_shard, sequences=sequences)
     with task(description, corpus.num_tokens) as bar:
@@ -167,7 +175,37 @@ def count_in_corpus(
                 bar.advance(len(shard.tokens))
                 yield shard, counts
 
-        return added_up(watched(), len(sequences))
+        counts = added_up(watched(), len(sequences))
+    if corpus.owners is not None:
+        return _by_owner(corpus, sequences, counts, engine, memory_bytes)
+    sole = np.flatnonzero(counts.users == 1)
+    document = np.searchsorted(corpus.bounds, counts.first[sole], side="right") - 1
+    return replace(counts, owned=np.stack([sole, corpus.users[document]]).astype(np.int64))
+
+
+def _by_owner(
+    corpus: TokenizedCorpus, sequences: Sequences, counts: Counts, engine: Engine, memory_bytes: int
+) -> Counts:
+    """The counts with everybody in the place of writers who owns a document: each document is read
+    once for every owner, so that what is known of an owner adds up."""
+    users, owned = np.zeros(len(sequences), np.int64), [np.zeros((2, 0), np.int64)]
+    large: dict[int, np.ndarray] = {}
+    shards = user_disjoint_shards(corpus, memory_bytes // engine.workers, by_owner=True)
+    count = partial(owners_in_shard, sequences=sequences, totals=counts.totals)
+    with task("Counting owners", len(corpus.owned()[0])) as bar:
+        for shard, (found, here, all_of) in engine.map(count, shards):
+            if shard.sole_user is None:
+                users += here
+                owned.append(all_of)
+            else:
+                large[shard.sole_user] = large.get(shard.sole_user, 0) + found
+            bar.advance(len(shard.users))
+    for user, found in large.items():
+        users += found > 0
+        whole = np.flatnonzero((found == counts.totals) & (found > 0))
+        owned.append(np.stack([whole, np.full(len(whole), user)]))
+    every = np.concatenate(owned, axis=1)
+    return replace(counts, users=users, owned=every[:, np.lexsort(every[::-1])])
 
 
 def _gather_runs(

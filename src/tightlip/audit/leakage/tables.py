@@ -1,5 +1,6 @@
 """The report's tables: one row per leaked sequence, one per user. Formats: docs/formats.md."""
 
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -86,6 +87,9 @@ def write_sequences(
     leak = leak_rows(leaks, by_text, order)
     occurrence_order, edges = _occurrences(leaks)
     names, most = user_names(leaks, config.redact), config.occurrences
+    whose: dict[int, list[int]] = defaultdict(list)
+    for sequence, user in leaks.owned.T.tolist():
+        whose[sequence].append(user)
     with (
         written_whole(folder / "sequences.parquet") as sequences_path,
         written_whole(folder / "owners.parquet") as owners_path,
@@ -106,8 +110,7 @@ def write_sequences(
                 columns |= _texts(leaks, rows, kept, decode)
             nothing = {field.name: pa.nulls(len(rows), field.type) for field in SEQUENCES}
             sequences.write_table(pa.table(nothing | columns, schema=SEQUENCES))
-            pairs = zip(leaks.owners[rows], leaks.unique[rows], strict=True)
-            owner = [names[user] if alone else None for user, alone in pairs]
+            owner = [", ".join(names[user] for user in whose[row]) or None for row in rows.tolist()]
             owners.write_table(pa.table({"owner": owner}, schema=OWNERS))
             bar.advance(len(rows))
 
@@ -219,10 +222,12 @@ def write_users(
     folder: Path, leaks: Leaks, by_text: ByText, ratios: np.ndarray, redact: bool
 ) -> None:
     """One row per user: how much they wrote and how much of it alone the model completes."""
-    # A leak's number is that of one of its sequences, whose owner is the leak's.
-    of_leaks = leaks.owners[np.unique(by_text.leaks[by_text.unique])]
-    corpus, unique = leaks.corpus, leaks.unique
-    owners, lengths = leaks.owners[unique], leaks.lengths[unique]
+    sequences, by_words = by_text.owned
+    # Of a leak's sequences all belong to its owner, or some where texts have several.
+    of_leaks = np.unique(np.stack([by_text.leaks[sequences], by_words]), axis=1)[1]
+    corpus, (unique, owners) = leaks.corpus, leaks.owned
+    documents, owners_of_documents = corpus.owned()
+    lengths = leaks.lengths[unique]
     num_users = corpus.num_users
     longest = np.zeros(num_users, dtype=np.int32)
     np.maximum.at(longest, owners, lengths)
@@ -235,13 +240,13 @@ def write_users(
     table = pa.table(
         {
             "user": user_names(leaks, redact),
-            "num_documents": by_user(corpus.users),
-            "num_tokens": by_user(corpus.users, leaks.num_written),
+            "num_documents": by_user(owners_of_documents),
+            "num_tokens": by_user(owners_of_documents, leaks.num_written[documents]),
             "unique": by_user(owners),
             "unique_tokens": by_user(owners, lengths),
             "longest": longest,
             "max_ratio": _null_nan(max_ratio),
-            "unique_by_text": by_user(leaks.owners[by_text.unique]),
+            "unique_by_text": by_user(by_words),
             "leaks": by_user(of_leaks),
         }
     )

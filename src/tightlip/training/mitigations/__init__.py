@@ -47,6 +47,7 @@ class CorpusFacts:
     weights: "PrivacyWeights | None" = None
     people: tuple[str, ...] = ()
     folder: Path | None = None
+    has_co_owners: bool = False  # whether a text has several owners
 
     @property
     def marks(self) -> set[str]:

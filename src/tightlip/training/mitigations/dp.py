@@ -18,12 +18,14 @@ from tightlip.core.settings import setting
 from tightlip.corpus.history import origin_of, vocabulary_behind
 from tightlip.corpus.prepare import open_prepared
 from tightlip.corpus.public_text import stands_in
-from tightlip.privacy.accounting import Release
+from tightlip.privacy.accounting import MOST_DOCUMENTS_PER_OWNER, Release
 from tightlip.privacy.ledger import read_ledger
+from tightlip.privacy.owners import PER_OWNER
 from tightlip.privacy.passes import Way
 from tightlip.privacy.people import ids_of, num_other_people
 from tightlip.privacy.plans import PrivacySpec, Terms
 from tightlip.privacy.private_training import PrivateTraining
+from tightlip.privacy.sources import sampled_units
 from tightlip.training.batches import Rows, TokenRows
 from tightlip.training.config import BUILT_IN_MODELS, MitigationConfig, TrainConfig
 from tightlip.training.lora import check_rows_stay_alone
@@ -39,7 +41,7 @@ from tightlip.training.together import has_split_weights
 MOST_NOISE_FOR_NEW, MOST_NOISE = 0.3, 1.0
 _PASSED_ON = (
     *("epsilon", "noise_multiplier", "delta", "unit", "clip_norm", "per_layer", "rows_per_unit"),
-    *("exact_sums", "allow_loose_delta", "insecure_seed"),
+    *("exact_sums", "allow_loose_delta", "insecure_seed", "documents_per_owner"),
 )
 
 
@@ -84,6 +86,13 @@ class DPConfig(MitigationConfig):
         PrivacySpec.rows_per_unit,
         "Most rows (documents, or pieces of long ones) of a unit in a step.",
         at_least=1,
+    )
+    documents_per_owner: int | None = setting(
+        None,
+        "Most documents of an owner that are ever drawn, where texts have several owners.",
+        at_least=1,
+        at_most=MOST_DOCUMENTS_PER_OWNER,
+        default_words=f"{PER_OWNER} there",
     )
     allow_unproved: bool = setting(
         False, "Go on where a proof breaks; the standing says so.", flag="--allow-unproved"
@@ -164,17 +173,18 @@ class PrivateMitigation:
         return {}
 
     def steps_per_epoch(self, rows: Rows, config: TrainConfig) -> int:
-        return -(-len(np.unique(units_of(rows, dp_settings(config).unit))) // config.batch_size)
+        settings = dp_settings(config)
+        source = by_unit(rows, settings.unit)
+        return -(-len(sampled_units(source, settings.documents_per_owner)) // config.batch_size)
 
     def prepare(self, context: RunContext) -> None:
         config = context.config
         _check_ledger_is_there(context.folder)
         check_rows_stay_alone(context.model)
-        units = units_of(context.rows, dp_settings(config).unit)
         self.private = PrivateTraining(
             context.model,
             context.optimizer,
-            TokenRows(context.rows, units, context.corpus.name),
+            by_unit(context.rows, dp_settings(config).unit, context.corpus.name),
             ledger=context.folder / LEDGER,
             claims_ledger=False,  # the whole folder is claimed already
             terms=self.terms(config, context.corpus),
@@ -189,6 +199,13 @@ class PrivateMitigation:
         )
         self.private.ledger.repeats = True  # from its last checkpoint on, and no more
         _say_what_is_unknown(config, context.corpus)
+        if (ownership := self.private.ownership) is not None:
+            log.warning(
+                "Texts have several owners: %s of %s documents are drawn, at most %d of each of %s owners. Who wrote to whom is "
+                "not protected.",
+                *(f"{self.private.num_units:,}", f"{len(ownership.bounds) - 1:,}"),
+                *(self.private.mechanism.documents_per_owner, f"{ownership.num_owners:,}"),
+            )
         if config.model not in BUILT_IN_MODELS and (unknown := _unknown(config.model)):
             log.warning(
                 "What %s was trained on before is taken to be public%s.", config.model, unknown
@@ -242,20 +259,24 @@ def warn_of_too_few(private: PrivateTraining, most: float = MOST_NOISE) -> None:
     weights = [weight for weight in private.model.parameters() if weight.requires_grad]
     num_weights, batch = sum(weight.numel() for weight in weights), private.spec.expected_batch
     ratio = noise_to_signal(private.plan.noise_multiplier, batch, num_weights, private.spec.steps)
+    unit = private.spec.unit if private.ownership is None else "document"
     if ratio > most:
         enough = [f"{float(f'{ratio / most * n:.2g}'):,.0f}" for n in (private.num_units, batch)]
         log.warning(
             "%s %ss, %s a step, are too few for this much noise on %s weights: it is %.2g times the most that they can say "
             "together, and above %g expect nothing to be learnt. It would take at least %s, %s a step; or fewer weights (a "
             "smaller model, adapters), or a larger ε.",
-            *(f"{private.num_units:,}", private.spec.unit, f"{batch:,g}", f"{num_weights:,}"),
+            *(f"{private.num_units:,}", unit, f"{batch:,g}", f"{num_weights:,}"),
             *(ratio, most, *enough),
         )
 
 
-def units_of(rows: Rows, unit: str) -> np.ndarray:
-    """Whom each row belongs to: its writer, or its document."""
-    return np.asarray(rows.users if unit == "user" else rows.documents)
+def by_unit(rows: Rows, unit: str, name: str = "") -> TokenRows:
+    """The rows with whom each belongs to: its writer, or its document, also where that has several
+    owners."""
+    ownership = rows.ownership if unit == "user" else None
+    by_writer = unit == "user" and ownership is None
+    return TokenRows(rows, np.asarray(rows.users if by_writer else rows.documents), name, ownership)
 
 
 def way_of(context: RunContext) -> Way:
@@ -268,6 +289,8 @@ def way_of(context: RunContext) -> Way:
 
 def terms_of(config: TrainConfig, corpus: CorpusFacts) -> Terms:
     """The standing of the run's promise: proved, or weaker on an explicit flag, or refused."""
+    if corpus.has_co_owners and dp_settings(config).unit == "user":
+        _check_owned(config)
     words = words_behind(corpus)
     before = runs_behind(config)
     broken = list(breaches(config, corpus, words, before))
@@ -287,6 +310,14 @@ def terms_of(config: TrainConfig, corpus: CorpusFacts) -> Terms:
         people=(*people,) if corpus.people else (),
         before=tuple(before),
     )
+
+
+def _check_owned(config: TrainConfig) -> None:
+    if dp_settings(config).num_check_canaries:
+        raise UsageError(
+            f"dp_check_canaries={dp_settings(config).num_check_canaries} plants people with one text each, which would say little "
+            "of owners of several. Check a run of --unit example, or leave it out."
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -331,6 +362,13 @@ def breaches(
     yield from _cut_by_others(config, corpus.settings, "")
     for step in corpus.history:
         yield from _cut_by_others(config, step, " before this corpus was cut out")
+    if corpus.has_co_owners and dp_settings(config).unit == "user":
+        yield from _taken_by_text([corpus.settings, *corpus.history])
+        if corpus.releases or words.releases:
+            yield (
+                "The noise of the vocabulary hides each writer's words, and texts here have other owners too.",
+                "Use a public tokenizer (--tokenizer DIR).",
+            )
     for name in ("early_stop", "until_perplexity"):
         if getattr(config, name) is not None:
             yield (
@@ -371,6 +409,17 @@ def _cut_by_others(
             f"split={made['split']!r}{when} holds out by number, so one {unit} more or less moves others in and out.",
             "Use --split text or none" + (", or --split document." if unit == "user" else "."),
         )
+
+
+def _taken_by_text(made: list[dict[str, Any]]) -> Iterator[tuple[str, str]]:
+    """What in preparations lets a text decide whether it is there, and takes its owners' turn or not."""
+    because = (
+        "decides by a text whether it is there, and so which other texts of its owners are drawn."
+    )
+    if any(each.get("split") == "text" for each in made):
+        yield f"split='text' {because}", "Use --split document or none."
+    if any(each.get("bad_rows") == "skip" for each in made):
+        yield f"bad_rows='skip' {because}", "Fix such rows, or take them out beforehand."
 
 
 def _taken_as_public(
