@@ -205,6 +205,10 @@ def _write_prepared(
         statistics |= _write_tokens(folder, tokenizer, config)
         if held_out is not None:
             statistics["warnings"] += _warnings_of_held_out(folder, held_out)
+        if held_out is not None and config.public_validation is not None:
+            from tightlip.corpus.public_text import check_public_validation
+
+            check_public_validation(held_out, {*fingerprints(done), *people}, folder)
         write_json(
             folder / "prepared.json",
             {
@@ -257,7 +261,12 @@ def held_out_corpus(config: PrepareConfig) -> Corpus | None:
     path = Path(config.validation)
     if path.name == "validation" and is_prepared(path.parent):  # another corpus' held-out part
         path = path.with_suffix(".parquet")
-    return _opened(path, config)
+    if config.public_validation is None:
+        return _opened(path, config)
+    from tightlip.corpus.public_text import open_public  # which reads prepared corpora itself
+
+    names = ("user_column", "text_column", "bad_rows", "format")
+    return open_public(path, **{name: getattr(config, name) for name in names})
 
 
 def _already_there(out: Path, identity: dict[str, Any]) -> PreparedCorpus:
@@ -268,8 +277,9 @@ def _already_there(out: Path, identity: dict[str, Any]) -> PreparedCorpus:
     record["settings"] = asdict(PrepareConfig()) | record["settings"]
     # Held-out text is known by its text: the file may have moved since.
     same_text = record.get("validation_fingerprint") == identity["validation_fingerprint"]
-    if same_text:
-        record["settings"]["validation"] = identity["settings"]["validation"]
+    for name in ("validation", "public_validation"):
+        if same_text and record["settings"][name] and identity["settings"][name]:
+            record["settings"][name] = identity["settings"][name]
     if {name: record.get(name) for name in identity} == identity:
         return open_prepared(checked_whole(out))
     changed = [

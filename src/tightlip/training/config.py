@@ -58,6 +58,11 @@ class MitigationConfig(Settings):
         """Canaries that the run plants to check its own ε."""
         return 0
 
+    @property
+    def tells_validation(self) -> bool:
+        """Whether the loss of held-out text is told with noise, and the run goes by that."""
+        return False
+
     def check_run(self, config: "TrainConfig") -> None:
         """Refuse settings of the run that the mitigation cannot work with."""
 
@@ -158,6 +163,9 @@ class TrainConfig(Settings):
     )
     until_perplexity: float | None = setting(
         None, "Stop at this validation perplexity.", above=1, panel=_LENGTH
+    )
+    trials: str | None = setting(
+        None, "Choose with privacy among the settings in this TOML file.", path="FILE"
     )
     snapshot: str = setting(
         "epoch", "When the model is kept on its way.", choices=("epoch", "none"), panel=_LENGTH

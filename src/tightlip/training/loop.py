@@ -5,6 +5,7 @@ import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +33,7 @@ from tightlip.core.run_folder import (
     open_run,
     read_ledger_file,
     snapshot_folder,
-    without_losses,
+    without_private,
     write_ledger,
     write_metrics,
 )
@@ -71,6 +72,12 @@ if TYPE_CHECKING:
     from tightlip.corpus.prepare import PreparedCorpus
 
 BUDGET = "privacy budget"  # why a run stopped
+
+
+class Diverged(UsageError):
+    """Training came to losses or weights that are no numbers."""
+
+
 LOOKED_AT_TOGETHER = 32  # losses; on a GPU each look waits for it
 
 
@@ -81,10 +88,11 @@ def train_model(
     options: RunOptions | None = None,
     *,
     without_users: frozenset[int] = frozenset(),
+    is_trial: bool = False,
 ) -> RunRecord:
     """Train a language model on `corpus` into the run folder `out`; go on where one stopped.
 
-    Documents of `without_users`, by number, are left out.
+    Documents of `without_users`, by number, are left out. A trial is registered by who chooses.
 
     Holds:
         deterministic: on the CPU, the same settings give the same weights bit for bit.
@@ -98,6 +106,8 @@ def train_model(
     mitigation: Mitigation = look_up("mitigation", config.mitigation.name)()
     recipe = recipe_for(corpus, out, config, options, without_users)
     mitigation.check(config, recipe.corpus)
+    if is_trial:
+        recipe = replace(recipe, corpus=replace(recipe.corpus, people=(), is_trial=True))
     check_may_train(out, recipe.tree, same=SAME_RUN)
     if is_finished(out):
         run = open_run(out)
@@ -203,6 +213,8 @@ class Training:
         if stop is None and (step == progress.recorded_step or not self.plan.is_recorded(step)):
             return
         self.catch_up()
+        if tells := self.config.mitigation.tells_validation:
+            self.save()  # first: whoever goes on from here has the weights that something was told of
         line = self.measure()
         progress.stop = stop or self.reason_to_stop(line)
         name = self.plan.snapshot_name(step)
@@ -211,14 +223,15 @@ class Training:
         line |= {"snapshot": name} if name else {}
         line |= {"stop": progress.stop} if progress.stop else {}
         progress.metrics.append(line)
-        private = self.config.mitigation.is_private
-        write_metrics(self.out, progress.metrics, losses_are_private=private)
+        private = self.recipe.private_figures
+        write_metrics(self.out, progress.metrics, private=private)
         progress.recorded_step = step
-        log.info(in_words(without_losses(line) if private else line))
+        log.info(in_words(without_private(line, private)))
         bar.note(self.mitigation.progress_words() if private else in_short(line))
         self.clock = time.monotonic()  # what was done since the step is not training
         if self.plan.ends_epoch(step):
             progress.loss_nats, progress.num_targets, progress.seconds = 0.0, 0, 0.0
+        if tells or self.plan.ends_epoch(step):
             self.save()
         self.drop_old_snapshots()
 
@@ -251,6 +264,9 @@ class Training:
             )
         if self.recipe.validation is None:
             return line
+        if self.config.mitigation.tells_validation:
+            nats = self.mitigation.told_loss(self.recipe.validation)
+            line["noisy_validation_perplexity"] = None if nats is None else math.exp(nats)
         scores = validation_scores(self.forward, self.recipe.validation)
         if not math.isfinite(scores.loss_nats):
             if private:
@@ -265,7 +281,8 @@ class Training:
         }
 
     def reason_to_stop(self, line: dict[str, Any]) -> str | None:
-        progress, validation = self.progress, line["validation_perplexity"]
+        told = "noisy_" if self.config.mitigation.tells_validation else ""
+        progress, validation = self.progress, line.get(f"{told}validation_perplexity")
         if validation is not None and validation <= (self.config.until_perplexity or 0):
             return "target perplexity"
         if self.plan.ends_epoch(progress.step) and self.recipe.validation is not None:
@@ -311,7 +328,7 @@ class Training:
         else:
             log.info(self.described())
             self.warn_of_lost_steps()
-        go_back_to(self.out, self.progress.metrics, losses_are_private=private)
+        go_back_to(self.out, self.progress.metrics, private=self.recipe.private_figures)
         self.clock = self.saved_at = time.monotonic()
 
     def warn_of_lost_steps(self) -> None:
@@ -373,13 +390,13 @@ class Training:
             return ""
         return f" Validation perplexity was best after step {step}: {best:.2f}."
 
-    def diverged(self, what: str) -> UsageError:
+    def diverged(self, what: str) -> Diverged:
         snapshots = [line["snapshot"] for line in self.progress.metrics if "snapshot" in line]
         good = snapshot_folder(self.out, snapshots[-1]) if snapshots else None
         kept = f" The last good snapshot is {good}." if good else ""
         clips = self.config.mitigation.is_private or self.config.gradient_clip
         clip = "" if clips else ", or add gradient_clip=1.0"
-        error = UsageError(
+        error = Diverged(
             f"{what}: training diverged. Use a learning_rate below {self.config.learning_rate:g}{clip}, "
             f"and another --out.{kept}"
         )
@@ -441,7 +458,7 @@ def in_words(line: dict[str, Any]) -> str:
 
 def in_short(line: dict[str, Any]) -> str:
     train, held = line["train_perplexity"], line["validation_perplexity"]
-    if line["train_loss_nats"] is None:
-        return "losses are private"
     words = f"perplexity {train or math.inf:.1f}"
+    if line["train_loss_nats"] is None:
+        words, held = "losses are private", held or line.get("noisy_validation_perplexity")
     return words if held is None else f"{words}, validation {held:.1f}"

@@ -26,6 +26,7 @@ from tightlip.models.folders import is_adapter
 from tightlip.training.config import BUILT_IN_MODELS, RunOptions, TrainConfig, mitigation_config
 from tightlip.training.loop import train_model
 from tightlip.training.mitigations import CorpusFacts
+from tightlip.training.trials import choose
 
 CORPUS = "corpus"  # prepared inside the run where a raw one was given
 
@@ -57,6 +58,8 @@ def train(
     with claimed(Path(out)), _nothing_left_of_a_refusal(Path(out)):
         check_is_free(Path(out))  # or private text would be prepared in somebody's folder
         ready = _prepared(corpus, Path(out), config, prepare or {})
+        if config.trials is not None:
+            return choose(ready, Path(out), config, options or RunOptions())
         return train_model(ready, Path(out), config, options or RunOptions())
 
 
@@ -118,9 +121,10 @@ def _as_prepared(name: str, value: Any, ready: PreparedCorpus) -> bool:
     """Whether a setting says what the corpus was prepared with; held-out text by its text."""
     if name == "seed":
         return True
-    if name != "validation" or ready.settings.get(name) is None:
+    if name not in ("validation", "public_validation") or ready.settings.get(name) is None:
         return bool(ready.settings.get(name) == value)
-    held_out = held_out_corpus(PrepareConfig(**(ready.settings | {name: value})))
+    other = {**ready.settings, "validation": value, name: value}
+    held_out = held_out_corpus(PrepareConfig(**other))
     assert held_out is not None
     return held_out.fingerprint() == ready.validation_fingerprint
 

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
@@ -20,6 +20,7 @@ from tightlip.corpus.prepare import open_prepared
 from tightlip.corpus.public_text import stands_in
 from tightlip.privacy.accounting import Release
 from tightlip.privacy.ledger import read_ledger
+from tightlip.privacy.noisy_loss import NoisyLoss
 from tightlip.privacy.passes import Way
 from tightlip.privacy.people import ids_of, num_other_people
 from tightlip.privacy.plans import PrivacySpec, Terms
@@ -27,8 +28,9 @@ from tightlip.privacy.private_training import PrivateTraining
 from tightlip.training.batches import Rows, TokenRows
 from tightlip.training.config import BUILT_IN_MODELS, MitigationConfig, TrainConfig
 from tightlip.training.lora import check_rows_stay_alone
-from tightlip.training.losses import is_ours, is_recurrent
+from tightlip.training.losses import is_ours, is_recurrent, losses_by_unit
 from tightlip.training.mitigations import CorpusFacts, RunContext
+from tightlip.training.plan import Plan
 from tightlip.training.starting import runs_behind
 
 # Noise beside signal, as `noise_to_signal` has it, that is warned of. New models: on the bundled
@@ -36,6 +38,7 @@ from tightlip.training.starting import runs_behind
 # private-training.md). From public weights we measured nothing: there only at 1, noise as long as
 # the most that units can say.
 MOST_NOISE_FOR_NEW, MOST_NOISE = 0.3, 1.0
+OF_A_TRIAL = "This is one of several trials, and what is promised is that of the choice among them."
 _PASSED_ON = (
     *("epsilon", "noise_multiplier", "delta", "unit", "clip_norm", "per_layer", "rows_per_unit"),
     *("exact_sums", "allow_loose_delta", "insecure_seed"),
@@ -89,6 +92,18 @@ class DPConfig(MitigationConfig):
     )
     allow_loose_delta: bool = setting(False, "A delta above 1 / units.", flag="--allow-loose-delta")
     insecure_seed: int | None = setting(None, "Known noise, for tests only: it protects nobody.")
+    noisy_validation: float | None = setting(
+        None,
+        "Tell the mean held-out loss with this noise, in what one unit moves it; it is charged.",
+        above=0,
+    )
+    noisy_validation_bound: float | None = setting(
+        None,
+        "The most nats a token that a unit's held-out loss counts for.",
+        above=0,
+        default_words="the logarithm of the vocabulary's size",
+        hidden=True,
+    )
     dp_check_canaries: int | None = setting(
         None, "Plant so many canaries, for tightlip dp-check RUN.", at_least=0, at_most=10_000_000
     )
@@ -105,7 +120,16 @@ class DPConfig(MitigationConfig):
     def num_check_canaries(self) -> int:
         return self.dp_check_canaries or 0
 
+    @property
+    def tells_validation(self) -> bool:
+        return self.noisy_validation is not None
+
     def check_run(self, config: TrainConfig) -> None:
+        if self.noisy_validation_bound is not None and not self.tells_validation:
+            raise UsageError(
+                f"noisy_validation_bound={self.noisy_validation_bound:g} is about noisy validation, which is off. Add "
+                "--noisy-validation 10, or leave it out."
+            )
         if config.dropout:
             raise UsageError(
                 f"dropout={config.dropout:g} under mitigation={self.name!r} would let one {self.unit} more or less change everybody's "
@@ -136,6 +160,8 @@ class PrivateMitigation:
 
     config_kind: type[MitigationConfig] = DPConfig
     private: PrivateTraining
+    context: RunContext
+    noisy: NoisyLoss | None
 
     def check(self, config: TrainConfig, corpus: CorpusFacts) -> None:
         self.terms(config, corpus)
@@ -156,13 +182,22 @@ class PrivateMitigation:
         _check_ledger_is_there(context.folder)
         check_rows_stay_alone(context.model)
         units = units_of(context.rows, dp_settings(config).unit)
+        terms, noisy = (
+            self.terms(config, context.corpus),
+            noisy_loss(config, context.steps_per_epoch),
+        )
+        if noisy is not None:
+            terms = replace(terms, releases=(*terms.releases, noisy.release()))
+        if context.corpus.is_trial:
+            terms = replace(terms, standing="as published", because=OF_A_TRIAL)
+        self.context, self.noisy = context, noisy
         self.private = PrivateTraining(
             context.model,
             context.optimizer,
             TokenRows(context.rows, units, context.corpus.name),
             ledger=context.folder / LEDGER,
             claims_ledger=False,  # the whole folder is claimed already
-            terms=self.terms(config, context.corpus),
+            terms=terms,
             way=way_of(context),
             bf16=context.options.bf16,
             physical_rows=context.options.physical_rows,
@@ -191,6 +226,18 @@ class PrivateMitigation:
     def settle(self) -> None:
         self.private.settle()
 
+    def told_loss(self, held_out: Rows) -> float | None:
+        if self.noisy is None:
+            return None
+        settings, forward = dp_settings(self.context.config), self.context.forward
+        vocabulary = forward.model.config.get_text_config().vocab_size
+        return self.noisy.told(
+            self.private.ledger,
+            lambda: losses_by_unit(forward, held_out, units_of(held_out, settings.unit)),
+            bound=settings.noisy_validation_bound or math.log(vocabulary),
+            insecure_seed=settings.insecure_seed,
+        )
+
     def progress_words(self) -> str:
         spec, planned = self.private.spec, self.private.ledger.promised
         words = f"ε {rounded_up(planned)}, of which {rounded_up(self.private.epsilon)} so far"
@@ -210,6 +257,15 @@ class PrivateMitigation:
                 f"{self.private.ledger.path} has {charged} steps on record and the checkpoint holds {held}: steps would go "
                 f"uncounted. Put the ledger of this run back, or train again with another --out."
             )
+
+
+def noisy_loss(config: TrainConfig, steps_per_epoch: int) -> NoisyLoss | None:
+    """What a run will tell of its held-out text, at most."""
+    noise = dp_settings(config).noisy_validation
+    if noise is None:
+        return None
+    plan = Plan(config=config, steps_per_epoch=steps_per_epoch)
+    return NoisyLoss(noise_multiplier=noise, num_planned=plan.num_recorded)
 
 
 def noise_to_signal(noise: float, batch: float, num_weights: int, steps: int) -> float:
@@ -253,6 +309,7 @@ def way_of(context: RunContext) -> Way:
 
 def terms_of(config: TrainConfig, corpus: CorpusFacts) -> Terms:
     """The standing of the run's promise: proved, or weaker on an explicit flag, or refused."""
+    _check_held_out(config, corpus)
     words = words_behind(corpus)
     before = runs_behind(config)
     broken = list(breaches(config, corpus, words, before))
@@ -272,6 +329,16 @@ def terms_of(config: TrainConfig, corpus: CorpusFacts) -> Terms:
         people=(*people,) if corpus.people else (),
         before=tuple(before),
     )
+
+
+def _check_held_out(config: TrainConfig, corpus: CorpusFacts) -> None:
+    """Refuse to tell of held-out text that is not these units' own, each by itself."""
+    settings, split = dp_settings(config), corpus.settings.get("split")
+    if settings.tells_validation and split not in ("text", "document"):
+        raise UsageError(
+            f"noisy_validation={settings.noisy_validation:g} tells of what each {settings.unit} of this corpus holds out, and "
+            f"split={split!r} holds out nothing of the kind. Prepare it with --split text, or use --public-validation FILE."
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -317,10 +384,11 @@ def breaches(
     for step in corpus.history:
         yield from _cut_by_others(config, step, " before this corpus was cut out")
     for name in ("early_stop", "until_perplexity"):
-        if getattr(config, name) is not None:
+        is_told = corpus.validation_is_public or dp_settings(config).noisy_validation is not None
+        if getattr(config, name) is not None and not is_told:
             yield (
                 f"{name} stops by looking at private validation text.",
-                "Give --epochs or --steps instead.",
+                "Give --epochs or --steps instead, public text (--public-validation FILE), or noise (--noisy-validation 10).",
             )
     if config.model not in BUILT_IN_MODELS:
         yield from _trained_on_these(config.model, corpus)
@@ -365,6 +433,8 @@ def _taken_as_public(
     yield "what was done to the text before it was prepared, where its files do not tell"
     if corpus.settings.get("tokenizer") is not None:
         yield f"the tokenizer {corpus.settings['tokenizer']}, taken to be public"
+    if corpus.validation_is_public:
+        yield f"the validation text {corpus.settings['public_validation']}, which you declared public"
     if config.model not in BUILT_IN_MODELS:
         yield f"what {config.model} was trained on before{_unknown(config.model)}"
     yield "runs that this register does not know: of other machines and other users of this one"
