@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from tightlip.core.devices import usable_device
-from tightlip.core.errors import TightlipError, UsageError
+from tightlip.core.errors import TightlipError
 from tightlip.core.files import claimed
 from tightlip.core.progress import Task, held_interrupts, log, logged_to, stopped_after, task
 from tightlip.core.registry import look_up
@@ -40,9 +40,12 @@ from tightlip.core.run_folder import (
 from tightlip.corpus.history import learnt_from
 from tightlip.corpus.prepare import corpus_id
 from tightlip.training.checkpoints import (
+    Diverged,
     Progress,
     RunningLoss,
     check_disk,
+    in_short,
+    in_words,
     keep_last,
     load_checkpoint,
     save_checkpoint,
@@ -72,12 +75,6 @@ if TYPE_CHECKING:
     from tightlip.corpus.prepare import PreparedCorpus
 
 BUDGET = "privacy budget"  # why a run stopped
-
-
-class Diverged(UsageError):
-    """Training came to losses or weights that are no numbers."""
-
-
 LOOKED_AT_TOGETHER = 32  # losses; on a GPU each look waits for it
 
 
@@ -449,16 +446,3 @@ def seed_step(seed: int, step: int) -> None:
     torch.manual_seed(
         int(np.random.SeedSequence([seed, step]).generate_state(1, np.uint64)[0]) >> 1
     )
-
-
-def in_words(line: dict[str, Any]) -> str:
-    seconds = "" if line["seconds"] is None else f", {line['seconds']:.1f} s"
-    return f"Epoch {line['epoch']:g}, step {line['step']}: {in_short(line)}{seconds}."
-
-
-def in_short(line: dict[str, Any]) -> str:
-    train, held = line["train_perplexity"], line["validation_perplexity"]
-    words = f"perplexity {train or math.inf:.1f}"
-    if line["train_loss_nats"] is None:
-        words, held = "losses are private", held or line.get("noisy_validation_perplexity")
-    return words if held is None else f"{words}, validation {held:.1f}"

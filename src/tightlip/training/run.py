@@ -123,7 +123,8 @@ def _as_prepared(name: str, value: Any, ready: PreparedCorpus) -> bool:
         return True
     if name not in ("validation", "public_validation") or ready.settings.get(name) is None:
         return bool(ready.settings.get(name) == value)
-    other = {**ready.settings, "validation": value, name: value}
+    public = value if ready.settings.get("public_validation") is not None else None
+    other = ready.settings | {"validation": value, "public_validation": public}
     held_out = held_out_corpus(PrepareConfig(**other))
     assert held_out is not None
     return held_out.fingerprint() == ready.validation_fingerprint

@@ -53,15 +53,18 @@ from tightlip.privacy.accounting import Mechanism, check_delta, default_delta
 from tightlip.privacy.composition import people_figure
 from tightlip.privacy.ledger import figures_of, read_ledger
 from tightlip.privacy.people import enrol, runs_of, withdraw
+from tightlip.privacy.plans import Terms
 from tightlip.privacy.sampling import PoissonSampler
 from tightlip.privacy.selection import Selection, drawn_number
+from tightlip.training.checkpoints import Diverged
 from tightlip.training.config import BUILT_IN_MODELS, RunOptions, TrainConfig
-from tightlip.training.loop import Diverged, train_model
+from tightlip.training.loop import train_model
 from tightlip.training.mitigations import Mitigation
-from tightlip.training.mitigations.dp import dp_settings, noisy_loss, units_of
+from tightlip.training.mitigations.dp import dp_settings, units_of
 from tightlip.training.plan import Plan
 from tightlip.training.recipe import Recipe, recipe_for
 from tightlip.training.starting import model_card, told_of
+from tightlip.training.told_validation import noisy_loss
 
 if TYPE_CHECKING:
     from tightlip.corpus.prepare import PreparedCorpus
@@ -149,6 +152,7 @@ def choose(
         counted: steps that a killed trial repeats count.
     """
     assert config.trials is not None
+    _check_kind(config)
     trials = Trials.from_tree(read_toml(Path(config.trials)), config.trials)
     configs = [_candidate(config, own, number) for number, own in enumerate(trials.candidate, 1)]
     recipes = [recipe_for(corpus, out, each, options, frozenset()) for each in configs]
@@ -194,7 +198,7 @@ class Choice:
                     "Put it back, or choose again with another --out."
                 )
         else:
-            self.record = _promise(_selection(trials, recipes), recipes[0])
+            self.record = _promise(_selection(trials, recipes), recipes)
             begin_run(self.out, self.tree)
             if not self._file.exists():
                 self.draw = drawn(trials, keyed_generator())
@@ -304,11 +308,9 @@ def _candidate(config: TrainConfig, own: dict[str, Any], number: int) -> TrainCo
         if name in own:
             tree.pop(other, None)
     try:
-        made = TrainConfig.of(**tree | own)
+        return TrainConfig.of(**tree | own)
     except UsageError as error:
         raise UsageError(f"{where}: {error}") from error
-    _check_kind(made)
-    return made
 
 
 def _check_kind(config: TrainConfig) -> None:
@@ -317,11 +319,6 @@ def _check_kind(config: TrainConfig) -> None:
         raise UsageError(
             f"trials={config.trials!r} are for private training whose noise is the same at every step: mitigation='dp', or "
             "'adaptive-dp' with adaptive='clip'. Train others one by one, and compare them by tightlip compare."
-        )
-    if settings.epsilon is not None and settings.noise_multiplier is not None:
-        raise UsageError(
-            f"epsilon={settings.epsilon:g} is what the whole choice may cost, and the noise of each trial follows from it. Leave "
-            "noise_multiplier out, or epsilon."
         )
     if settings.insecure_seed is not None or settings.num_check_canaries:
         raise UsageError(
@@ -360,14 +357,22 @@ def _selection(trials: Trials, recipes: list[Recipe]) -> Selection:
         )
         made.append((mechanism, Plan(config=config, steps_per_epoch=per_epoch).num_steps))
     before = mitigation.terms(recipes[0].config, recipes[0].corpus).releases  # type: ignore[attr-defined]
+    given = any(dp_settings(each.config).noise_multiplier is not None for each in recipes)
+    if settings.epsilon is not None and given:
+        raise UsageError(
+            f"epsilon={settings.epsilon:g} is what the whole choice may cost, and the noise of each trial follows from it. Leave "
+            "noise_multiplier out, or epsilon."
+        )
     selection = Selection(candidates=(*made,), mean=trials.mean, before=before, delta=delta)
     return selection if settings.epsilon is None else selection.calibrated(settings.epsilon)
 
 
-def _promise(selection: Selection, recipe: Recipe) -> dict[str, Any]:
-    """The choice's ledger before its first trial."""
-    settings = dp_settings(recipe.config)
-    terms = look_up("mitigation", settings.name)().terms(recipe.config, recipe.corpus)
+def _promise(selection: Selection, recipes: list[Recipe]) -> dict[str, Any]:
+    """The choice's ledger before its first trial, on the weakest terms of any candidate."""
+    settings = dp_settings(recipes[0].config)
+    mitigation = look_up("mitigation", settings.name)()
+    every: list[Terms] = [mitigation.terms(each.config, each.corpus) for each in recipes]
+    terms = next((each for each in every if each.standing != "proved"), every[0])
     proved = terms.standing == "proved"
     promise = {
         "mechanism": "selection among trials",
@@ -381,7 +386,7 @@ def _promise(selection: Selection, recipe: Recipe) -> dict[str, Any]:
         "sampling_rate": None,
         "releases": [release.record() for release in selection.before],
         "selection": selection.record(),
-        "corpus_fingerprint": recipe.corpus.name,
+        "corpus_fingerprint": recipes[0].corpus.name,
         "run": secrets.token_hex(16),
         "steps": 0,
         "planned_steps": max(steps for _, steps in selection.candidates),
@@ -402,7 +407,7 @@ def _promise(selection: Selection, recipe: Recipe) -> dict[str, Any]:
 
 def _people(record: dict[str, Any]) -> dict[str, Any]:
     """What all runs on the same people come to, this choice included."""
-    if "people" not in record or record["epsilon"] is None:
+    if "people" not in record:
         return {}
     return {"people": record["people"] | people_figure(runs_of(record))}
 

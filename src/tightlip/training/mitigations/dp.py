@@ -28,10 +28,10 @@ from tightlip.privacy.private_training import PrivateTraining
 from tightlip.training.batches import Rows, TokenRows
 from tightlip.training.config import BUILT_IN_MODELS, MitigationConfig, TrainConfig
 from tightlip.training.lora import check_rows_stay_alone
-from tightlip.training.losses import is_ours, is_recurrent, losses_by_unit
+from tightlip.training.losses import is_ours, is_recurrent
 from tightlip.training.mitigations import CorpusFacts, RunContext
-from tightlip.training.plan import Plan
 from tightlip.training.starting import runs_behind
+from tightlip.training.told_validation import check_held_out, noisy_loss, told_loss
 
 # Noise beside signal, as `noise_to_signal` has it, that is warned of. New models: on the bundled
 # corpus none of four runs at 0.3 or above beat word frequencies, at 0.1 one of three did (docs/
@@ -227,16 +227,8 @@ class PrivateMitigation:
         self.private.settle()
 
     def told_loss(self, held_out: Rows) -> float | None:
-        if self.noisy is None:
-            return None
-        settings, forward = dp_settings(self.context.config), self.context.forward
-        vocabulary = forward.model.config.get_text_config().vocab_size
-        return self.noisy.told(
-            self.private.ledger,
-            lambda: losses_by_unit(forward, held_out, units_of(held_out, settings.unit)),
-            bound=settings.noisy_validation_bound or math.log(vocabulary),
-            insecure_seed=settings.insecure_seed,
-        )
+        units = units_of(held_out, dp_settings(self.context.config).unit)
+        return told_loss(self.noisy, self.context, self.private.ledger, held_out, units)
 
     def progress_words(self) -> str:
         spec, planned = self.private.spec, self.private.ledger.promised
@@ -257,15 +249,6 @@ class PrivateMitigation:
                 f"{self.private.ledger.path} has {charged} steps on record and the checkpoint holds {held}: steps would go "
                 f"uncounted. Put the ledger of this run back, or train again with another --out."
             )
-
-
-def noisy_loss(config: TrainConfig, steps_per_epoch: int) -> NoisyLoss | None:
-    """What a run will tell of its held-out text, at most."""
-    noise = dp_settings(config).noisy_validation
-    if noise is None:
-        return None
-    plan = Plan(config=config, steps_per_epoch=steps_per_epoch)
-    return NoisyLoss(noise_multiplier=noise, num_planned=plan.num_recorded)
 
 
 def noise_to_signal(noise: float, batch: float, num_weights: int, steps: int) -> float:
@@ -309,7 +292,7 @@ def way_of(context: RunContext) -> Way:
 
 def terms_of(config: TrainConfig, corpus: CorpusFacts) -> Terms:
     """The standing of the run's promise: proved, or weaker on an explicit flag, or refused."""
-    _check_held_out(config, corpus)
+    check_held_out(config, corpus)
     words = words_behind(corpus)
     before = runs_behind(config)
     broken = list(breaches(config, corpus, words, before))
@@ -329,16 +312,6 @@ def terms_of(config: TrainConfig, corpus: CorpusFacts) -> Terms:
         people=(*people,) if corpus.people else (),
         before=tuple(before),
     )
-
-
-def _check_held_out(config: TrainConfig, corpus: CorpusFacts) -> None:
-    """Refuse to tell of held-out text that is not these units' own, each by itself."""
-    settings, split = dp_settings(config), corpus.settings.get("split")
-    if settings.tells_validation and split not in ("text", "document"):
-        raise UsageError(
-            f"noisy_validation={settings.noisy_validation:g} tells of what each {settings.unit} of this corpus holds out, and "
-            f"split={split!r} holds out nothing of the kind. Prepare it with --split text, or use --public-validation FILE."
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
