@@ -89,7 +89,7 @@ _OUTSIDE = "how long the choice took, which tells of the number of trials, and w
 class Trials(Settings):
     """What is chosen among: `mean` trials of random candidates, or `all` candidates once."""
 
-    mean: float | None = setting(None, "How many trials on average.", above=1, at_most=10_000)
+    mean: float | None = setting(None, "How many trials on average.", at_least=1.1, at_most=10_000)
     all: bool = setting(False, "Train each candidate once, and count them all.")
     candidate: tuple[dict, ...] = setting((), "The settings of one way to train.")
 
