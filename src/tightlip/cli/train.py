@@ -38,7 +38,12 @@ _TABLES: dict[str, type[Settings]] = {
     "prepare": PrepareConfig,
     "options": RunOptions,
 }
-_RECORDED = ("corpus", "start", "versions")  # what a run's own config.toml has beyond settings
+_RECORDED = (
+    "corpus",
+    "start",
+    "versions",
+    "selection",
+)  # what a run's own config.toml has beyond settings
 # Of what `tightlip prepare` takes, listed here too; the others work without being listed.
 _MORE = (
     "Not listed, and there: every flag of tightlip prepare, and the rarer ones in docs/training.md."
@@ -48,6 +53,7 @@ _OF_A_RAW_CORPUS = (
     "text_column",
     "format",
     "validation",
+    "public_validation",
     "tokenizer",
     "vocabulary_size",
 )
@@ -182,7 +188,8 @@ def _tables(path: Path) -> dict[str, dict[str, Any]]:
 
 def _show(run: "RunRecord", console: Console) -> None:
     last = run.metrics[-1] if run.metrics else {}
-    for name in ("epoch", "train_perplexity", "validation_perplexity", "validation_accuracy"):
+    names = ("epoch", "train_perplexity", "validation_perplexity", "validation_accuracy")
+    for name in (*names, "noisy_validation_perplexity"):
         if last.get(name) is not None:
             console.print(f"{name.replace('_', ' '):24} {last[name]:.4g}")
     if run.stop == "privacy budget":

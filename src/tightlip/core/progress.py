@@ -129,6 +129,18 @@ def task(description: str, total: float | None) -> Iterator[Task]:
 
 
 @contextmanager
+def unseen() -> Iterator[None]:
+    """Draw no bar and log to nobody but files opened inside: what happens here must not be told."""
+    token, propagates, handlers = _shown.set(None), log.propagate, log.handlers
+    log.propagate, log.handlers = False, [logging.NullHandler()]
+    try:
+        yield
+    finally:
+        log.propagate, log.handlers = propagates, handlers
+        _shown.reset(token)
+
+
+@contextmanager
 def logged_to(path: Path) -> Iterator[None]:
     """Append everything logged inside to `path` (owner only), made when the first line comes."""
     handler = _WhenNeeded(path, encoding="utf-8", delay=True)

@@ -9,6 +9,7 @@ private.jsonl       under DP: the same lines with losses, which no guarantee cov
 ledger.json         what the run may promise; it says when the run is finished
 log.txt             what was said on the way
 checkpoint/         only while the run is under way
+trials/             only while `--trials` are under way: how many, of what, and the best so far; private
 dp_check.json       the key of planted canaries, where there are any: what they read, who was in
 dp_check_result.json  what `tightlip dp-check RUN` found
 noise_scales.jsonl  adaptive-dp, mode scale: the noise of each charged step, public by its proof
@@ -244,15 +245,15 @@ def _read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def write_metrics(
-    folder: Path, metrics: list[dict[str, Any]], *, losses_are_private: bool = False
+    folder: Path, metrics: list[dict[str, Any]], *, private: tuple[str, ...] = ()
 ) -> None:
     """All lines anew: they are few, and so no reader ever sees half of one.
 
-    Losses that no guarantee covers go into a file of their own, each line marked private.
+    Figures whose names begin as `private` has it, which no guarantee covers, go into a file of their
+    own, each line marked private.
     """
-    public = [without_losses(line) for line in metrics] if losses_are_private else metrics
-    _write_lines(folder / METRICS, public)
-    if losses_are_private:
+    _write_lines(folder / METRICS, [without_private(line, private) for line in metrics])
+    if private:
         _write_lines(folder / PRIVATE_METRICS, [{"private": True, **line} for line in metrics])
 
 
@@ -261,13 +262,9 @@ def _write_lines(path: Path, values: list[dict[str, Any]]) -> None:
     write_text(path, "".join(f"{line}\n" for line in lines))
 
 
-def without_losses(line: dict[str, Any]) -> dict[str, Any]:
-    """A line of metrics with nothing in it that was measured on text; seconds tell how much of
-    it was drawn."""
-    return {
-        name: None if name.startswith(("train_", "validation_", "seconds")) else value
-        for name, value in line.items()
-    }
+def without_private(line: dict[str, Any], private: tuple[str, ...]) -> dict[str, Any]:
+    """A line of metrics without the figures whose names begin so."""
+    return {name: None if name.startswith(private) else value for name, value in line.items()}
 
 
 def write_ledger(folder: Path, guarantee: dict[str, Any]) -> None:
@@ -365,7 +362,7 @@ def _flat(table: Mapping[str, Any]) -> dict[str, list[Any]]:
 
 
 def go_back_to(
-    folder: Path, metrics: list[dict[str, Any]], *, losses_are_private: bool = False
+    folder: Path, metrics: list[dict[str, Any]], *, private: tuple[str, ...] = ()
 ) -> None:
     """Make the folder what it was when these were its metrics: later snapshots go."""
     kept = {line.get("snapshot") for line in metrics}
@@ -375,7 +372,7 @@ def go_back_to(
             is_ours = is_snapshot_name(path.name) and path.is_dir() and not path.is_symlink()
             if is_ours and path.name not in kept:
                 shutil.rmtree(path)
-    write_metrics(folder, metrics, losses_are_private=losses_are_private)
+    write_metrics(folder, metrics, private=private)
 
 
 @dataclass(kw_only=True)

@@ -58,7 +58,7 @@ from tightlip.corpus.prepare_config import PrepareConfig, check_owners, check_sp
 from tightlip.corpus.private_vocabulary import build_private_tokenizer
 from tightlip.corpus.readers import Corpus, open_corpus
 from tightlip.corpus.rendered import template_of
-from tightlip.corpus.shared_text import standing_in_training
+from tightlip.corpus.shared_text import warnings_of_held_out
 from tightlip.corpus.tables import AttributeTypes, TableWriter
 from tightlip.corpus.tokens import TokenizedCorpus, open_tokenized, tokenize_documents
 from tightlip.corpus.vocabulary import build_tokenizer
@@ -204,7 +204,11 @@ def _write_prepared(
             tokenizer = _save_tokenizer(folder, given, config)
         statistics |= _write_tokens(folder, tokenizer, config)
         if held_out is not None:
-            statistics["warnings"] += _warnings_of_held_out(folder, held_out)
+            statistics["warnings"] += warnings_of_held_out(folder, held_out)
+        if held_out is not None and config.public_validation is not None:
+            from tightlip.corpus.public_text import check_public_validation
+
+            check_public_validation(held_out, {*fingerprints(done), *people}, folder)
         write_json(
             folder / "prepared.json",
             {
@@ -257,7 +261,12 @@ def held_out_corpus(config: PrepareConfig) -> Corpus | None:
     path = Path(config.validation)
     if path.name == "validation" and is_prepared(path.parent):  # another corpus' held-out part
         path = path.with_suffix(".parquet")
-    return _opened(path, config)
+    if config.public_validation is None:
+        return _opened(path, config)
+    from tightlip.corpus.public_text import open_public  # which reads prepared corpora itself
+
+    names = ("user_column", "text_column", "bad_rows", "format")
+    return open_public(path, **{name: getattr(config, name) for name in names})
 
 
 def _already_there(out: Path, identity: dict[str, Any]) -> PreparedCorpus:
@@ -268,8 +277,9 @@ def _already_there(out: Path, identity: dict[str, Any]) -> PreparedCorpus:
     record["settings"] = asdict(PrepareConfig()) | record["settings"]
     # Held-out text is known by its text: the file may have moved since.
     same_text = record.get("validation_fingerprint") == identity["validation_fingerprint"]
-    if same_text:
-        record["settings"]["validation"] = identity["settings"]["validation"]
+    for name in ("validation", "public_validation"):
+        if same_text and record["settings"][name] and identity["settings"][name]:
+            record["settings"][name] = identity["settings"][name]
     if {name: record.get(name) for name in identity} == identity:
         return open_prepared(checked_whole(out))
     changed = [
@@ -362,19 +372,6 @@ def _write_cleaned(
     if not cleaner.documents_per_user:
         raise UsageError(f"Nothing of {corpus.name} is left after cleaning.")
     return cleaner, table.stored_types, types.users
-
-
-def _warnings_of_held_out(folder: Path, held_out: Corpus) -> list[str]:
-    num, name = held_out.num_skipped, held_out.name
-    warnings = [f"{num:,} unusable rows of {name} were skipped."] if num else []
-    overlap = standing_in_training(folder / "validation.parquet", folder / "train.parquet")
-    if overlap.num_documents:
-        warnings.append(
-            f"{overlap.num_documents:,} of the {overlap.of:,} documents in {name} stand in the training text too "
-            f"({overlap.num_same_user:,} by the same user), so validation looks better than it is. Take them out of one of the "
-            "two."
-        )
-    return warnings
 
 
 def _save_tokenizer(folder: Path, given: Any, config: PrepareConfig) -> Any:

@@ -69,7 +69,8 @@ class TextSettings(ColumnSettings):
 class PrepareConfig(TextSettings):
     """Everything that decides what a prepared corpus holds.
 
-    `validation` is a file of held-out text; nothing is then split off the corpus.
+    `validation` is a file of held-out text; nothing is then split off the corpus. With
+    `public_validation` it is the same file, and may be told of.
     """
 
     split: SplitBy | None = setting(
@@ -80,6 +81,11 @@ class PrepareConfig(TextSettings):
     holdout: float = setting(0.2, "The share held out for validation.")
     validation: str | None = setting(
         None, "Held-out text as a file of its own; nothing is then split off.", path="CORPUS"
+    )
+    public_validation: str | None = setting(
+        None,
+        "The same, of text that you declare public: private training may stop by it.",
+        path="CORPUS",
     )
     deduplicate: Literal["none", "sentences", "documents"] = setting(
         "none", "Remove what is repeated."
@@ -155,6 +161,7 @@ class PrepareConfig(TextSettings):
 
     def _resolve_held_out(self) -> None:
         """`split` as it is meant: later stages read it from the settings on file."""
+        self._resolve_public()
         if self.validation is None:
             object.__setattr__(self, "split", self.split or "document")
             return
@@ -175,6 +182,15 @@ class PrepareConfig(TextSettings):
             )
         object.__setattr__(self, "validation", str(self.validation))
         object.__setattr__(self, "split", "none")
+
+    def _resolve_public(self) -> None:
+        public = None if self.public_validation is None else str(self.public_validation)
+        if public is not None and str(self.validation or public) != public:
+            raise UsageError(
+                f"validation={str(self.validation)!r} and public_validation={public!r} are both held-out text. Give one of them."
+            )
+        object.__setattr__(self, "public_validation", public)
+        object.__setattr__(self, "validation", public or self.validation)
 
     def release(self) -> "VocabularyRelease | None":
         """How the vocabulary is to be released, where it is to be private."""

@@ -19,7 +19,14 @@ from tightlip.core.files import read_json
 from tightlip.core.progress import log, task
 from tightlip.corpus.canaries import KEY, read_canary_key
 from tightlip.corpus.formats import Fault, Row, kind_of, rows_of
-from tightlip.corpus.history import fingerprints, history_of, name_of, origin_of, sources_of
+from tightlip.corpus.history import (
+    fingerprints,
+    history_of,
+    name_of,
+    origin_of,
+    people_in,
+    sources_of,
+)
 from tightlip.corpus.prepare import PreparedCorpus, open_prepared
 from tightlip.corpus.prepare_config import BadRows, ColumnSettings
 from tightlip.corpus.readers import Corpus, Part, columns_there, open_corpus
@@ -50,7 +57,9 @@ class TextColumn(Corpus):
                 yield number, Fault(f"has no text in column {self._column!r}")
 
 
-def open_public(path: Path, *, user_column: str, text_column: str, bad_rows: BadRows) -> Corpus:
+def open_public(
+    path: Path, *, user_column: str, text_column: str, bad_rows: BadRows, format: str = "auto"
+) -> Corpus:
     """The public corpus at `path`, its text in the private corpus' column or in `text`.
 
     A file without users is read by its text column alone.
@@ -65,7 +74,9 @@ def open_public(path: Path, *, user_column: str, text_column: str, bad_rows: Bad
                     f"{columns_there(first, text_column, is_csv=kind_of(path) == 'csv')} Rename the one that holds the text."
                 )
             return TextColumn(path, column, bad_rows)
-    return open_corpus(path, user_column=user_column, text_column=text_column, bad_rows=bad_rows)
+    return open_corpus(
+        path, user_column=user_column, text_column=text_column, bad_rows=bad_rows, format=format
+    )
 
 
 def words_of(text: str) -> list[str]:
@@ -161,6 +172,17 @@ def known_overlap(
         _check(shared, f"{folder}, which shaped public_model={str(model)!r},", "so it saw them")
         overlap[MODEL_TEXT].append({"corpus": folder.name, **asdict(shared)})
     return overlap
+
+
+def check_public_validation(held_out: Corpus, marks: set[str], folder: Path) -> None:
+    """Refuse text as public that is known to be of the corpus, of its people, or nearly the same."""
+    theirs = {held_out.fingerprint(), *fingerprints(held_out.history), *people_in(held_out.history)}
+    train, held = (open_corpus(folder / f"{name}.parquet") for name in ("train", "validation"))
+    if theirs & marks or shared_text(train, held).is_too_much():
+        raise UsageError(
+            f"public_validation={held_out.name!r} is not public: it is this corpus or a part of it, of the same people, or shares "
+            "texts with it. Give text that anybody may read and that nobody of this corpus wrote, or use --validation."
+        )
 
 
 def stands_in(corpus: Path, other: Path) -> bool:

@@ -16,7 +16,7 @@ from typing import Protocol
 
 import numpy as np
 
-from tightlip.corpus.readers import DocumentBatch, open_corpus
+from tightlip.corpus.readers import Corpus, DocumentBatch, open_corpus
 
 RUN = 5  # words that stand together
 FEWEST_RUNS = 4  # of a document whose runs are looked at: eight words
@@ -143,6 +143,20 @@ def standing_in_training(held: Path, train: Path) -> Overlap:
         num_same_user=sum(bool(each) and each[1] in seen for each in digests),
         of=len(digests),
     )
+
+
+def warnings_of_held_out(folder: Path, held_out: Corpus) -> list[str]:
+    """What a file of held-out text has wrong, of which `folder` holds what was prepared."""
+    num, name = held_out.num_skipped, held_out.name
+    warnings = [f"{num:,} unusable rows of {name} were skipped."] if num else []
+    overlap = standing_in_training(folder / "validation.parquet", folder / "train.parquet")
+    if overlap.num_documents:
+        warnings.append(
+            f"{overlap.num_documents:,} of the {overlap.of:,} documents in {name} stand in the training text too "
+            f"({overlap.num_same_user:,} by the same user), so validation looks better than it is. Take them out of one of the "
+            "two."
+        )
+    return warnings
 
 
 class _Sketch:

@@ -10,7 +10,7 @@ and as the place where a search begins.
 import logging
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import lru_cache, reduce
 from typing import Any, Literal, NamedTuple
 
@@ -62,12 +62,20 @@ class _Sampled(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Release:
-    """Something else told about the same data: Gaussian noise, once, and a δ of its own."""
+    """Something else told about the same data: Gaussian noise, once, and a δ of its own.
+
+    What a run told by its `own` counts for each run; the rest was told of the corpus they share.
+    """
 
     name: str
     noise_multiplier: float
     delta: float
     note: str
+    own: bool = False
+
+    def record(self) -> dict[str, Any]:
+        """As a ledger has it; those of earlier versions do not say whose it is."""
+        return {name: value for name, value in asdict(self).items() if value is not False}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -188,14 +188,13 @@ def compose_runs(
     }
     if because:
         return joint
-    releases = _distinct_releases(records)
-    best = min(_compositions(records, releases, delta), key=lambda each: (each.epsilon, each.delta))
+    releases, best = _distinct_releases(records), _cheapest(records, delta)
     return joint | {
         "epsilon": best.epsilon,
         **best.beside,
         "delta": best.delta,
         "accountant": best.accountant,
-        "releases": [asdict(release) for release in releases],
+        "releases": [release.record() for release in releases],
         **_joint_standing(records, best.because),
     }
 
@@ -209,6 +208,32 @@ class _Composition:
     accountant: str
     because: str
     beside: dict[str, float | None] = field(default_factory=dict)
+
+
+def _cheapest(records: Sequence[dict[str, Any]], wanted: float | None) -> _Composition:
+    """The composition of the smallest ε. A choice among trials has only its own ε and δ, which are
+    added to those of all other runs."""
+    chosen = [record for record in records if record.get("selection")]
+    others = [record for record in records if not record.get("selection")]
+    taken = sum(record["delta"] for record in chosen)
+    if chosen and wanted is not None and (wanted <= taken if others else wanted < taken):
+        raise UsageError(
+            f"delta={wanted:g} is less than the choices among trials took ({taken:g}), and they cannot be read at another. "
+            "Give a larger delta, or none."
+        )
+    best = _Composition(epsilon=0.0, delta=0.0, accountant="", because="")
+    if others:
+        left = None if wanted is None else wanted - taken
+        ways = _compositions(others, _distinct_releases(others), left)
+        best = min(ways, key=lambda each: (each.epsilon, each.delta))
+    if not chosen:
+        return best
+    return _Composition(
+        epsilon=best.epsilon + sum(record["epsilon"] for record in chosen),
+        delta=best.delta + taken,
+        accountant="the ε and δ of choices among trials, added to those of the other runs",
+        because="ε and δ of each choice among trials added to those of all other runs",
+    )
 
 
 def _compositions(
@@ -283,7 +308,7 @@ def _why_not_joint(records: Sequence[dict[str, Any]], same_people: bool) -> str 
     for number, record in enumerate(records, 1):
         if record.get("epsilon") is None:
             return f"Run {number} has no ε of its own ({record['standing']}), so the runs together have none."
-        if record.get("noise_multiplier") is None or record.get("sampling_rate") is None:
+        if not record.get("selection") and not _has_steps_to_compose(record):
             return (
                 f"Run {number} does not say how much noise each step had, so it cannot be composed."
             )
@@ -316,9 +341,9 @@ def _corpora(records: Sequence[dict[str, Any]]) -> set[Any]:
 
 def _distinct_releases(records: Sequence[dict[str, Any]]) -> tuple[Release, ...]:
     distinct = {
-        (record.get("corpus_fingerprint") or number, release): release
+        (number if release.own else record.get("corpus_fingerprint") or number, release): release
         for number, record in enumerate(records)
-        for release in Mechanism.of_record(record).releases
+        for release in (Release(**each) for each in record.get("releases", ()))
     }
     return tuple(distinct.values())
 

@@ -11,7 +11,6 @@ import json
 import math
 import os
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any, Protocol
 
@@ -70,7 +69,7 @@ def guarantee_terms(
         "delta": delta,
         "noise_multiplier": noise.noise_multiplier,
         "sampling_rate": noise.sampling_rate,
-        "releases": [asdict(release) for release in noise.releases],
+        "releases": [release.record() for release in noise.releases],
     } | given
 
 
@@ -142,8 +141,11 @@ def filter_of(record: dict[str, Any]) -> RdpFilter | None:
 
 def steps_to_compose(record: dict[str, Any]) -> int | None:
     """How many steps at the record's noise count where a run is composed with others: the number
-    that was planned. None where not even that covers a `scale` run, which ends by what it releases.
+    that was planned. None where not even that covers a `scale` run, which ends by what it releases,
+    and of a choice among trials.
     """
+    if record.get("selection"):
+        return None
     if mode_of(record) == "scale":
         return promise_of(record).counted(int(record["steps"]))
     return most_steps(record)
@@ -186,6 +188,7 @@ class Ledger:
         self.claim: IO[bytes] | None = None  # see `claimed`
         self._closed = False
         self.taken_back: str | None = None  # why the promise does not hold after all
+        self.told: dict[str, Any] = {}  # of held-out text, with noise: see noisy_loss.py
 
     @classmethod
     def begin(cls, path: Path, terms: dict[str, Any], meter: Meter, **kept: Any) -> "Ledger":
@@ -208,9 +211,10 @@ class Ledger:
                 f"{terms[name]!r}; one ε cannot cover both. Give the old settings, or use another folder."
             )
         same_run = {"run": there["run"]} if "run" in there else {}
-        return cls(
-            path, terms | same_run | _whose_of_both(there, terms), meter, there["steps"], **kept
-        )
+        whose = _whose_of_both(there, terms)
+        ledger = cls(path, terms | same_run | whose, meter, there["steps"], **kept)
+        ledger.told = there.get("noisy_validation", {})
+        return ledger
 
     def close(self) -> None:
         """Let another training go on with this ledger; this one may charge nothing any more."""
@@ -289,6 +293,8 @@ class Ledger:
             record |= so_far(self.epsilon)
         if state := self._state():
             record["adaptive_state"] = state
+        if self.told:
+            record["noisy_validation"] = self.told
         if self._finished or exact:
             record |= self._figures(record)
         if record["epsilon"] is None:

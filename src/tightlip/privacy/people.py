@@ -17,7 +17,7 @@ _NEEDED = ("unit", "adjacency", "noise_multiplier", "sampling_rate", "delta", "s
 _COMPOSED = (
     *("run", "unit", "adjacency", "noise_multiplier", "sampling_rate", "releases", "delta"),
     *("steps", "planned_steps", "epsilon", "adaptive", "corpus_fingerprint", "insecure_seed"),
-    *("standing", "because", "arithmetic", "documents_per_owner"),
+    *("standing", "because", "arithmetic", "documents_per_owner", "selection"),
 )
 
 
@@ -34,7 +34,8 @@ def composable(record: Record) -> Record:
 
 def runs_before(guarantee: Record) -> list[Record]:
     """The private runs that a model came out of, by its `guarantee.json`, the last one first."""
-    is_private = guarantee.get("epsilon") is not None and guarantee.get("noise_multiplier")
+    has_noise = guarantee.get("noise_multiplier") or guarantee.get("selection")
+    is_private = guarantee.get("epsilon") is not None and has_noise
     runs = [*([composable(guarantee)] if is_private else ()), *guarantee.get("before", ())]
     if not all({*_NEEDED} <= {*run} for run in runs):
         raise GuaranteeError(
@@ -83,7 +84,8 @@ def count_more(record: Record, ledger: Path, steps: int) -> None:
 
 
 def withdraw(record: Record, ledger: Path) -> None:
-    """Put on record that a run's promise does not hold after all; the last line of a run counts."""
+    """Put on record that a run's promise does not hold after all, or costs more; the last line of a
+    run counts."""
     entry = {"kind": register.RUN, "ledger": str(ledger.resolve()), "terms": composable(record)}
 
     def unless_there(entries: list[register.Entry]) -> register.Entry | None:

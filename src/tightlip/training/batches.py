@@ -58,6 +58,11 @@ class Rows:
         before = np.concatenate([[0], np.cumsum(self.trained, dtype=np.int64)])
         return before[self.starts + self.lengths] - before[self.starts + 1 - self.begins]
 
+    def only(self, chosen: np.ndarray) -> "Rows":
+        """Those rows alone."""
+        names = ("starts", "lengths", "begins", "users", "documents")
+        return replace(self, **{name: getattr(self, name)[chosen] for name in names})
+
     def targets(self) -> np.ndarray:
         """Every id that is predicted, row after row."""
         ends = np.cumsum(self.num_inputs)
@@ -129,8 +134,7 @@ def rows_of(
 
 def _with_targets(rows: Rows) -> Rows:
     """Those rows of which anything is trained on."""
-    kept, names = rows.num_targets > 0, ("starts", "lengths", "begins", "users", "documents")
-    return replace(rows, **{name: getattr(rows, name)[kept] for name in names})
+    return rows.only(rows.num_targets > 0)
 
 
 def epoch_order(

@@ -191,6 +191,10 @@ class RunningLoss:
             self.progress.num_targets += num_targets
 
 
+class Diverged(UsageError):
+    """Training came to losses or weights that are no numbers."""
+
+
 def in_words(line: dict[str, Any]) -> str:
     seconds = "" if line["seconds"] is None else f", {line['seconds']:.1f} s"
     return f"Epoch {line['epoch']:g}, step {line['step']}: {in_short(line)}{seconds}."
@@ -198,7 +202,7 @@ def in_words(line: dict[str, Any]) -> str:
 
 def in_short(line: dict[str, Any]) -> str:
     train, held = line["train_perplexity"], line["validation_perplexity"]
-    if line["train_loss_nats"] is None:
-        return "losses are private"
     words = f"perplexity {train or math.inf:.1f}"
+    if line["train_loss_nats"] is None:
+        words, held = "losses are private", held or line.get("noisy_validation_perplexity")
     return words if held is None else f"{words}, validation {held:.1f}"

@@ -65,6 +65,11 @@ class MitigationConfig(Settings):
         """How far Adam's second moment is corrected for noise; None where it is not."""
         return None
 
+    @property
+    def tells_validation(self) -> bool:
+        """Whether the loss of held-out text is told with noise, and the run goes by that."""
+        return False
+
     def check_run(self, config: "TrainConfig") -> None:
         """Refuse settings of the run that the mitigation cannot work with."""
 
@@ -171,6 +176,9 @@ class TrainConfig(Settings):
     )
     until_perplexity: float | None = setting(
         None, "Stop at this validation perplexity.", above=1, panel=_LENGTH
+    )
+    trials: str | None = setting(
+        None, "Choose with privacy among the settings in this TOML file.", path="FILE"
     )
     snapshot: str = setting(
         "epoch", "When the model is kept on its way.", choices=("epoch", "none"), panel=_LENGTH

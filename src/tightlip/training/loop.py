@@ -3,12 +3,13 @@
 import math
 import shutil
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tightlip.core.errors import TightlipError, UsageError
+from tightlip.core.errors import TightlipError
 from tightlip.core.files import claimed
 from tightlip.core.processes import Processes
 from tightlip.core.progress import Task, held_interrupts, log, logged_to, stopped_after, task
@@ -29,12 +30,13 @@ from tightlip.core.run_folder import (
     open_run,
     read_ledger_file,
     snapshot_folder,
-    without_losses,
+    without_private,
     write_ledger,
     write_metrics,
 )
 from tightlip.training.averaging import AveragedWeights
 from tightlip.training.checkpoints import (
+    Diverged,
     Progress,
     RunningLoss,
     check_disk,
@@ -92,10 +94,11 @@ def train_model(
     options: RunOptions | None = None,
     *,
     without_users: frozenset[int] = frozenset(),
+    is_trial: bool = False,
 ) -> RunRecord:
     """Train a language model on `corpus` into the run folder `out`; go on where one stopped.
 
-    Documents of `without_users`, by number, are left out.
+    Documents of `without_users`, by number, are left out. A trial is registered by who chooses.
 
     Holds:
         deterministic: on the CPU, the same settings give the same weights bit for bit.
@@ -110,6 +113,8 @@ def train_model(
     mitigation: Mitigation = look_up("mitigation", config.mitigation.name)()
     recipe = in_turn(processes, lambda: recipe_for(corpus, out, config, options, without_users))
     processes.told(lambda: mitigation.check(config, recipe.corpus))
+    if is_trial:
+        recipe = replace(recipe, corpus=replace(recipe.corpus, people=(), is_trial=True))
     processes.told(lambda: check_may_train(out, recipe.tree, same=SAME_RUN))
     if processes.told(lambda: is_finished(out)):
         return processes.told(lambda: _finished_run(out, options))
@@ -228,6 +233,8 @@ class Training:
         if stop is None and (step == progress.recorded_step or not self.plan.is_recorded(step)):
             return
         self.catch_up()
+        if tells := self.config.mitigation.tells_validation:
+            self.save()  # first: whoever goes on from here has the weights that something was told of
         line = self.measure()
         progress.stop = stop or self.reason_to_stop(line)
         name = self.plan.snapshot_name(step)
@@ -236,16 +243,15 @@ class Training:
         line |= {"snapshot": name} if name else {}
         line |= {"stop": progress.stop} if progress.stop else {}
         progress.metrics.append(line)
-        private = self.config.mitigation.is_private
-        self.processes.told(
-            lambda: write_metrics(self.out, progress.metrics, losses_are_private=private)
-        )
+        private = self.recipe.private_figures
+        self.processes.told(lambda: write_metrics(self.out, progress.metrics, private=private))
         progress.recorded_step = step
-        log.info(in_words(without_losses(line) if private else line))
+        log.info(in_words(without_private(line, private)))
         bar.note(self.mitigation.progress_words() if private else in_short(line))
         self.clock = time.monotonic()  # what was done since the step is not training
         if self.plan.ends_epoch(step):
             progress.loss_nats, progress.num_targets, progress.seconds = 0.0, 0, 0.0
+        if tells or self.plan.ends_epoch(step):
             self.save()
         self.drop_old_snapshots()
 
@@ -279,6 +285,10 @@ class Training:
         if self.recipe.validation is None:
             return line
         with self.average.in_place():
+            if self.config.mitigation.tells_validation:
+                held_out = self.recipe.validation
+                nats = self.processes.told(lambda: self.mitigation.told_loss(held_out))
+                line["noisy_validation_perplexity"] = None if nats is None else math.exp(nats)
             scores = validation_scores(self.forward, self.recipe.validation)
         if not math.isfinite(scores.loss_nats):
             if private:
@@ -293,7 +303,8 @@ class Training:
         }
 
     def reason_to_stop(self, line: dict[str, Any]) -> str | None:
-        progress, validation = self.progress, line["validation_perplexity"]
+        told = "noisy_" if self.config.mitigation.tells_validation else ""
+        progress, validation = self.progress, line.get(f"{told}validation_perplexity")
         if validation is not None and validation <= (self.config.until_perplexity or 0):
             return "target perplexity"
         if self.plan.ends_epoch(progress.step) and self.recipe.validation is not None:
@@ -338,8 +349,8 @@ class Training:
         else:
             log.info(self.described())
             self.warn_of_lost_steps()
-        metrics = self.progress.metrics
-        self.processes.told(lambda: go_back_to(self.out, metrics, losses_are_private=private))
+        metrics, figures = self.progress.metrics, self.recipe.private_figures
+        self.processes.told(lambda: go_back_to(self.out, metrics, private=figures))
         self.clock = self.saved_at = time.monotonic()
 
     def warn_of_lost_steps(self) -> None:
@@ -399,13 +410,13 @@ class Training:
             return ""
         return f" Validation perplexity was best after step {step}: {best:.2f}."
 
-    def diverged(self, what: str) -> UsageError:
+    def diverged(self, what: str) -> Diverged:
         snapshots = [line["snapshot"] for line in self.progress.metrics if "snapshot" in line]
         good = snapshot_folder(self.out, snapshots[-1]) if snapshots else None
         kept = f" The last good snapshot is {good}." if good else ""
         clips = self.config.mitigation.is_private or self.config.gradient_clip
         clip = "" if clips else ", or add gradient_clip=1.0"
-        error = UsageError(
+        error = Diverged(
             f"{what}: training diverged. Use a learning_rate below {self.config.learning_rate:g}{clip}, "
             f"and another --out.{kept}"
         )

@@ -303,6 +303,18 @@ def validation_scores(forward: Forward, rows: Rows) -> Scores:
     )
 
 
+def losses_by_unit(forward: Forward, rows: Rows, unit_of_row: np.ndarray) -> np.ndarray:
+    """The mean loss of each unit in nats a token, from passes of its own rows only.
+
+    Holds:
+        alone: nobody else's rows change a bit of it.
+    """
+    order = np.argsort(unit_of_row, kind="stable")
+    ends = np.flatnonzero(np.diff(unit_of_row[order])) + 1
+    scored = [validation_scores(forward, rows.only(own)) for own in np.split(order, ends)]
+    return np.array([each.loss_nats / each.num_targets for each in scored])
+
+
 def perplexities_to_beat(forward: Forward, rows: Rows, held_out: Rows) -> dict[str, float | None]:
     """What `held_out` is to the model as it is now, and to one who knows only how often each token
     stands in `rows`; every token counts once more, as unseen ones would be impossible."""

@@ -86,6 +86,11 @@ class Plan:
         alone = [step for step in others if all(step % each for each in periods)]
         return number + sum(step <= self.num_steps for step in alone)
 
+    @property
+    def num_recorded(self) -> int:
+        """How often metrics are taken at most."""
+        return sum(map(self.is_recorded, range(1, self.num_steps + 1)))
+
     def learning_rate(self, step: int) -> float:
         """The rate of the step that comes after `step` steps.
 

@@ -49,6 +49,16 @@ class Recipe:
     corpus: CorpusFacts
     tree: dict[str, Any]
 
+    @property
+    def private_figures(self) -> tuple[str, ...]:
+        """How names of metrics begin that no guarantee covers. Seconds tell how much text was drawn,
+        and frequencies are those of the text trained on."""
+        if not self.config.mitigation.is_private:
+            return ()
+        if self.corpus.validation_is_public:
+            return ("train_", "seconds", "validation_perplexity_by_frequency")
+        return ("train_", "seconds", "validation_")
+
 
 def recipe_for(
     corpus: "PreparedCorpus",

@@ -28,6 +28,7 @@ from tightlip.training.config import BUILT_IN_MODELS, RunOptions, TrainConfig, m
 from tightlip.training.loop import train_model
 from tightlip.training.mitigations import CorpusFacts
 from tightlip.training.together import by_first, one_voice
+from tightlip.training.trials import choose
 
 CORPUS = "corpus"  # prepared inside the run where a raw one was given
 
@@ -67,6 +68,8 @@ def train(
         # Or private text would be prepared in somebody's folder.
         processes.told(lambda: check_is_free(out))
         ready = _by_first(processes, lambda: _prepared(corpus, out, config, prepare or {}))
+        if config.trials is not None:
+            return choose(ready, out, config, options)
         return train_model(ready, out, config, options)
 
 
@@ -140,9 +143,11 @@ def _as_prepared(name: str, value: Any, ready: PreparedCorpus) -> bool:
     """Whether a setting says what the corpus was prepared with; held-out text by its text."""
     if name == "seed":
         return True
-    if name != "validation" or ready.settings.get(name) is None:
+    if name not in ("validation", "public_validation") or ready.settings.get(name) is None:
         return bool(ready.settings.get(name) == value)
-    held_out = held_out_corpus(PrepareConfig(**(ready.settings | {name: value})))
+    public = value if ready.settings.get("public_validation") is not None else None
+    other = ready.settings | {"validation": value, "public_validation": public}
+    held_out = held_out_corpus(PrepareConfig(**other))
     assert held_out is not None
     return held_out.fingerprint() == ready.validation_fingerprint
 

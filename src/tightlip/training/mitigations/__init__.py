@@ -35,6 +35,7 @@ class CorpusFacts:
     `text_fingerprint` is private; `name` is random and may be published. `weights` are the
     documents' privacy weights where they were asked for, and private but for how they were made.
     `people` are the random ids of those who wrote it; `folder` is None before it is prepared.
+    `is_trial` says that the run is one of several, which promises nothing by itself.
     """
 
     text_fingerprint: str
@@ -48,6 +49,12 @@ class CorpusFacts:
     people: tuple[str, ...] = ()
     folder: Path | None = None
     has_co_owners: bool = False  # whether a text has several owners
+    is_trial: bool = False
+
+    @property
+    def validation_is_public(self) -> bool:
+        """Whether validation is on text that was declared public."""
+        return self.settings.get("public_validation") is not None
 
     @property
     def marks(self) -> set[str]:
@@ -118,6 +125,9 @@ class Mitigation(Protocol):
 
     def settle(self) -> None:
         """Called before any weights reach the disk."""
+
+    def told_loss(self, held_out: Rows) -> float | None:
+        """The mean loss of held-out text as it may be told; None where none is."""
 
     def progress_words(self) -> str:
         """A word for the progress line; empty where there is nothing to say."""

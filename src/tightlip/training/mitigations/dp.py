@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
@@ -20,6 +20,7 @@ from tightlip.corpus.prepare import open_prepared
 from tightlip.corpus.public_text import stands_in
 from tightlip.privacy.accounting import MOST_DOCUMENTS_PER_OWNER, Release
 from tightlip.privacy.ledger import read_ledger
+from tightlip.privacy.noisy_loss import NoisyLoss
 from tightlip.privacy.owners import PER_OWNER
 from tightlip.privacy.passes import Way
 from tightlip.privacy.people import ids_of, num_other_people
@@ -33,12 +34,14 @@ from tightlip.training.losses import is_ours, is_recurrent
 from tightlip.training.mitigations import CorpusFacts, RunContext
 from tightlip.training.starting import runs_behind
 from tightlip.training.together import has_split_weights
+from tightlip.training.told_validation import check_held_out, noisy_loss, told_loss
 
 # Noise beside signal, as `noise_to_signal` has it, that is warned of. New models: on the bundled
 # corpus none of four runs at 0.3 or above beat word frequencies, at 0.1 one of three did (docs/
 # private-training.md). From public weights we measured nothing: there only at 1, noise as long as
 # the most that units can say.
 MOST_NOISE_FOR_NEW, MOST_NOISE = 0.3, 1.0
+OF_A_TRIAL = "This is one of several trials, and what is promised is that of the choice among them."
 _PASSED_ON = (
     *("epsilon", "noise_multiplier", "delta", "unit", "clip_norm", "per_layer", "rows_per_unit"),
     *("exact_sums", "allow_loose_delta", "insecure_seed", "documents_per_owner"),
@@ -104,6 +107,18 @@ class DPConfig(MitigationConfig):
         "Take the noise out of Adam's second moment, down to this floor, such as 1.",
         above=0,
     )
+    noisy_validation: float | None = setting(
+        None,
+        "Tell the mean held-out loss with this noise, in what one unit moves it; it is charged.",
+        above=0,
+    )
+    noisy_validation_bound: float | None = setting(
+        None,
+        "The most nats a token that a unit's held-out loss counts for.",
+        above=0,
+        default_words="the logarithm of the vocabulary's size",
+        hidden=True,
+    )
     dp_check_canaries: int | None = setting(
         None, "Plant so many canaries, for tightlip dp-check RUN.", at_least=0, at_most=10_000_000
     )
@@ -124,11 +139,20 @@ class DPConfig(MitigationConfig):
     def adam_floor(self) -> float | None:
         return self.adam_correction
 
+    @property
+    def tells_validation(self) -> bool:
+        return self.noisy_validation is not None
+
     def check_run(self, config: TrainConfig) -> None:
         if self.adam_correction is not None and config.optimizer not in ("adam", "adamw"):
             raise UsageError(
                 f"adam_correction={self.adam_correction:g} is about the second moment that adam and adamw divide by, and "
                 f"optimizer={config.optimizer!r} is given. Use --optimizer adam, or leave adam_correction out."
+            )
+        if self.noisy_validation_bound is not None and not self.tells_validation:
+            raise UsageError(
+                f"noisy_validation_bound={self.noisy_validation_bound:g} is about noisy validation, which is off. Add "
+                "--noisy-validation 10, or leave it out."
             )
         if config.dropout:
             raise UsageError(
@@ -160,6 +184,8 @@ class PrivateMitigation:
 
     config_kind: type[MitigationConfig] = DPConfig
     private: PrivateTraining
+    context: RunContext
+    noisy: NoisyLoss | None
 
     def check(self, config: TrainConfig, corpus: CorpusFacts) -> None:
         self.terms(config, corpus)
@@ -181,13 +207,24 @@ class PrivateMitigation:
         config = context.config
         _check_ledger_is_there(context.folder)
         check_rows_stay_alone(context.model)
+        terms = self.terms(config, context.corpus)
+        noisy = noisy_loss(config, context.steps_per_epoch)
+        if noisy is not None:
+            if has_split_weights(context.model):
+                raise UsageError(
+                    "noisy_validation is worked out by one process, and --fsdp splits the weights over several. Leave one of them out."
+                )
+            terms = replace(terms, releases=(*terms.releases, noisy.release()))
+        if context.corpus.is_trial:
+            terms = replace(terms, standing="as published", because=OF_A_TRIAL)
+        self.context, self.noisy = context, noisy
         self.private = PrivateTraining(
             context.model,
             context.optimizer,
             by_unit(context.rows, dp_settings(config).unit, context.corpus.name),
             ledger=context.folder / LEDGER,
             claims_ledger=False,  # the whole folder is claimed already
-            terms=self.terms(config, context.corpus),
+            terms=terms,
             way=way_of(context),
             bf16=context.options.bf16,
             physical_rows=context.options.physical_rows,
@@ -222,6 +259,10 @@ class PrivateMitigation:
 
     def settle(self) -> None:
         self.private.settle()
+
+    def told_loss(self, held_out: Rows) -> float | None:
+        units = by_unit(held_out, dp_settings(self.context.config).unit).unit_of_row
+        return told_loss(self.noisy, self.context, self.private.ledger, held_out, units)
 
     def progress_words(self) -> str:
         spec, planned = self.private.spec, self.private.ledger.promised
@@ -291,6 +332,7 @@ def terms_of(config: TrainConfig, corpus: CorpusFacts) -> Terms:
     """The standing of the run's promise: proved, or weaker on an explicit flag, or refused."""
     if corpus.has_co_owners and dp_settings(config).unit == "user":
         _check_owned(config)
+    check_held_out(config, corpus)
     words = words_behind(corpus)
     before = runs_behind(config)
     broken = list(breaches(config, corpus, words, before))
@@ -370,10 +412,11 @@ def breaches(
                 "Use a public tokenizer (--tokenizer DIR).",
             )
     for name in ("early_stop", "until_perplexity"):
-        if getattr(config, name) is not None:
+        is_told = corpus.validation_is_public or dp_settings(config).noisy_validation is not None
+        if getattr(config, name) is not None and not is_told:
             yield (
                 f"{name} stops by looking at private validation text.",
-                "Give --epochs or --steps instead.",
+                "Give --epochs or --steps instead, public text (--public-validation FILE), or noise (--noisy-validation 10).",
             )
     if config.model not in BUILT_IN_MODELS:
         yield from _trained_on_these(config.model, corpus)
@@ -429,6 +472,8 @@ def _taken_as_public(
     yield "what was done to the text before it was prepared, where its files do not tell"
     if corpus.settings.get("tokenizer") is not None:
         yield f"the tokenizer {corpus.settings['tokenizer']}, taken to be public"
+    if corpus.validation_is_public:
+        yield f"the validation text {corpus.settings['public_validation']}, which you declared public"
     if config.model not in BUILT_IN_MODELS:
         yield f"what {config.model} was trained on before{_unknown(config.model)}"
     yield (

@@ -105,6 +105,9 @@ class NoMitigation:
 
     def settle(self) -> None: ...
 
+    def told_loss(self, held_out: Rows) -> float | None:
+        return None
+
     def progress_words(self) -> str:
         return ""
 

@@ -1,0 +1,189 @@
+"""What it costs to train several times with privacy and to keep the best.
+
+With `mean`, a secret number of trials is drawn from the logarithmic law, each trial draws one of the
+candidates, and only the best trial is ever told of: that costs little more than one trial, however
+many there were (Papernot and Steinke 2022, Theorem 2 with η = 0, in Rényi divergence). Without it
+each candidate is trained once, and all of them are composed.
+"""
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from tightlip.core.errors import UsageError
+from tightlip.privacy.accounting import (
+    COARSER,
+    Mechanism,
+    Release,
+    Spend,
+    accountant_at,
+    delta_left,
+    epsilon_of,
+)
+from tightlip.privacy.plans import calibrated_noise_multiplier, rounded_up_to_five
+from tightlip.privacy.rdp_filter import (
+    ORDERS,
+    epsilon_of_rdp,
+    release_rdp,
+    subsampled_gaussian_rdp,
+)
+
+_MOST_MORE = 64.0  # times the noise of one trial alone
+_MORE = 1 + 1e-9  # for what rounding loses
+
+
+def halting_probability(mean: float) -> float:
+    """γ of the logarithmic law P(K = k) = (1 − γ)^k / (k · ln(1/γ)) with this mean, above 1.
+
+    The mean is (1/γ − 1) / ln(1/γ), which Lambert's W turns round.
+
+    Holds:
+        inverse: the law's mean is the given one.
+    """
+    from scipy.special import lambertw
+
+    return float(-1 / (mean * lambertw(-math.exp(-1 / mean) / mean, -1).real))
+
+
+def drawn_number(mean: float, generator: np.random.Generator) -> int:
+    """K, of the logarithmic law.
+
+    Holds:
+        law: each number comes as often as the law has it.
+    """
+    return int(generator.logseries(1 - halting_probability(mean)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Selection:
+    """The candidates, each so many steps of a mechanism with releases of its own; `mean` trials, or
+    each once where it is None; and what was told of the corpus before, once for all.
+
+    Holds:
+        theirs: with one candidate it is dp-accounting's figure for repeating and selecting.
+        widest: a candidate more never costs less.
+    """
+
+    candidates: tuple[tuple[Mechanism, int], ...]
+    mean: float | None
+    before: tuple[Release, ...]
+    delta: float
+
+    @property
+    def accountant(self) -> str:
+        if self.mean is None:
+            return f"{accountant_at(self.delta)} of all candidates"
+        return "RDP of the best of a random number of trials"
+
+    def epsilon(self, coarser: float = 1.0) -> float:
+        """ε of the one that is kept."""
+        left = delta_left((*self.before, *self._own), self.delta)
+        if self.mean is None:
+            releases = (*self.before, *self._own)
+            return epsilon_of(Spend(self.candidates, releases, left), "pld", coarser)
+        divergences = {order: self._divergence(order) for order in ORDERS}
+        log_halting = math.log(halting_probability(self.mean))
+        more = min((1 - 1 / order) * d - log_halting / order for order, d in divergences.items())
+        return min(
+            epsilon_of_rdp(
+                (d + more + math.log(self.mean) / (order - 1) + release_rdp(self.before, order))
+                * _MORE,
+                order,
+                left,
+            )
+            for order, d in divergences.items()
+        )
+
+    def composed(self) -> float:
+        """ε of training each candidate once."""
+        return replace(self, mean=None).epsilon()
+
+    def calibrated(self, epsilon: float) -> "Selection":
+        """The same with as little noise as keeps within `epsilon`: for each candidate as many times
+        what it would need alone.
+
+        Holds:
+            kept: ε of the result is at most `epsilon`.
+        """
+        alone = {
+            (each.sampling_rate, steps, each.releases): calibrated_noise_multiplier(
+                epsilon=epsilon,
+                delta=self.delta,
+                sampling_rate=each.sampling_rate,
+                steps=steps,
+                releases=(*self.before, *each.releases),
+            )
+            for each, steps in {(replace(m, noise_multiplier=1.0), n) for m, n in self.candidates}
+        }
+
+        def times(factor: float) -> "Selection":
+            noise = [alone[m.sampling_rate, n, m.releases] for m, n in self.candidates]
+            return self.with_noise([rounded_up_to_five(factor * each) for each in noise])
+
+        little, enough = 1.0, 1.0
+        while times(enough).epsilon(COARSER) > epsilon:
+            if enough >= _MOST_MORE:
+                raise UsageError(
+                    f"No noise keeps a choice among these trials within epsilon={epsilon:g}. Use a larger epsilon, a smaller "
+                    "mean, or more noise in what else is told."
+                )
+            little, enough = enough, 2 * enough
+        while enough > 1.001 * little:
+            middle = (little + enough) / 2
+            if times(middle).epsilon(COARSER) <= epsilon:
+                enough = middle
+            else:
+                little = middle
+        return times(enough)
+
+    def with_noise(self, noise: list[float]) -> "Selection":
+        pairs = zip(self.candidates, noise, strict=True)
+        made = [(replace(each, noise_multiplier=sigma), steps) for (each, steps), sigma in pairs]
+        return replace(self, candidates=tuple(made))
+
+    def with_more_steps(self, more: int) -> "Selection":
+        """Every candidate with the steps that a killed trial had to repeat."""
+        return replace(
+            self, candidates=tuple((each, steps + more) for each, steps in self.candidates)
+        )
+
+    @property
+    def _own(self) -> tuple[Release, ...]:
+        """What the candidates tell by themselves; a random trial has its own inside its divergence."""
+        told = [each.releases for each, _ in self.candidates] if self.mean is None else []
+        return tuple(release for releases in told for release in releases)
+
+    def _divergence(self, order: int) -> float:
+        """Of one trial: whichever candidate it draws, no more than the costliest."""
+        return max(
+            steps * subsampled_gaussian_rdp(order, each.noise_multiplier, each.sampling_rate)
+            + release_rdp(each.releases, order)
+            for each, steps in self.candidates
+        )
+
+    def record(self) -> dict[str, Any]:
+        """As a ledger has it."""
+        return {
+            "mean": self.mean,
+            "candidates": [
+                {
+                    "noise_multiplier": each.noise_multiplier,
+                    "sampling_rate": each.sampling_rate,
+                    "releases": [release.record() for release in each.releases],
+                    "steps": steps,
+                }
+                for each, steps in self.candidates
+            ],
+        }
+
+    @classmethod
+    def of_record(cls, record: dict[str, Any]) -> "Selection":
+        made = record["selection"]
+        return cls(
+            candidates=tuple((Mechanism.of_record(e), e["steps"]) for e in made["candidates"]),
+            mean=made["mean"],
+            before=tuple(Release(**each) for each in record["releases"]),
+            delta=record["delta"],
+        )
