@@ -14,7 +14,7 @@ from tightlip.core.errors import DamagedError, UsageError
 from tightlip.core.files import read_json, write_text
 from tightlip.core.gates import Figures, Known, junit_text, parsed_condition
 from tightlip.core.progress import harmless, log
-from tightlip.core.settings import Settings, setting
+from tightlip.core.settings import Settings, names_in, setting
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,8 +50,7 @@ class Gate:
         record: str,
         same: Sequence[str] = (),
     ) -> None:
-        names = ("json", "fail_on", "baseline", "junit")
-        asked = {name: given.pop(name) for name in names if name in given}
+        asked = {name: given.pop(name) for name in names_in(GateSettings) if name in given}
         self.settings = GateSettings(**asked)
         self._command, self._known, self._figures_in = command, known, figures_in
         self._same, self._before = same, dict[str, Any]()

@@ -12,7 +12,7 @@ from rich.text import Text
 
 import tightlip
 from tightlip.cli import name_page, print_json, say
-from tightlip.cli.flags import Device, Json, existing, parsed, switch, with_settings
+from tightlip.cli.flags import Json, OnDevice, existing, parsed, switch, with_settings
 from tightlip.cli.gates import Gate, GateSettings
 from tightlip.core.errors import UsageError
 from tightlip.core.figures import rounded_up
@@ -93,13 +93,14 @@ def _over_seeds(done: Any) -> Iterator[str]:
     yield f"over {len(done.runs)} seeds: mean, and standard deviation between them"
 
 
+@with_settings(onnx=switch("--onnx", "Write an ONNX file."))
 def export(
     device_half: DeviceHalf,
-    onnx: Annotated[bool, switch("--onnx", text="Write an ONNX file.")] = False,
+    given: dict[str, Any],
     out: Annotated[Path | None, typer.Option(help="The file to write; DEVICE/device.onnx.")] = None,
 ) -> None:
     """Write the device's extractor for another runtime."""
-    if not onnx:
+    if not given:
         raise UsageError("Nothing says what to export to. Add --onnx.")
     with claimed(out or device_half / "device.onnx"):
         path = tightlip.represent_export(device_half, out=out)
@@ -166,7 +167,7 @@ def _mechanism(record: dict[str, Any]) -> str:
     return f"{record['mechanism']}, {record['dimensions']} dimensions, {letter} = {record['noise_scale']:.6g}{words}"
 
 
-@with_settings(EncodeSettings, EncodingOptions, ColumnSettings)
+@with_settings(OnDevice, EncodeSettings, EncodingOptions, ColumnSettings)
 def encode(
     device_half: DeviceHalf,
     texts: Annotated[
@@ -175,11 +176,11 @@ def encode(
     ],
     out: Annotated[Path, typer.Option(help="The file of vectors to write, vectors.parquet.")],
     given: dict[str, Any],
-    device: Device = "auto",
 ) -> None:
     """Encode, and say what was released."""
+    on = given.pop("device", OnDevice.device)
     with claimed(out), shown_progress():
-        encoded = tightlip.represent_encode(device_half, texts, out=out, on=device, **given)
+        encoded = tightlip.represent_encode(device_half, texts, out=out, on=on, **given)
     _show_encoded(encoded, out)
 
 
@@ -242,36 +243,30 @@ def classify(
         say(f"The labels: {out}")
 
 
-@with_settings(AttackSettings, EncodingOptions, GateSettings)
+@with_settings(
+    *(OnDevice, AttackSettings, EncodingOptions, GateSettings),
+    again=switch("--again", "Measure anew what RUN/attack.json already answers."),
+)
 def attack(
     runs: Annotated[
         list[Path],
         existing(typer.Argument, "RUN", "Runs of tightlip represent train, or folders of seeds."),
     ],
-    given: dict[str, Any],
     out: Annotated[
         Path | None,
         typer.Option(
             help="A folder for attack.json and report.html; RUN itself, or attacks for several runs."
         ),
     ] = None,
-    again: Annotated[
-        bool, switch("--again", text="Measure anew what RUN/attack.json already answers.")
-    ] = False,
-    device: Device = "auto",
+    *,
+    given: dict[str, Any],
 ) -> None:
     """Attack, and say what was read."""
     from tightlip.vectors.attack_runs import FIGURES, RESULT, gated
 
     gate = Gate("represent attack", given, FIGURES, lambda r: gated(r["runs"]), record=RESULT)
     with shown_progress():
-        report = tightlip.represent_attack(
-            runs,
-            out=out,
-            again=again,
-            device=device,
-            **parsed([AttackSettings], given),
-        )
+        report = tightlip.represent_attack(runs, out=out, **parsed([AttackSettings], given))
     gate.judge(read_json(report.folder / RESULT), lambda: show(report, terminal()))
 
 

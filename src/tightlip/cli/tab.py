@@ -38,7 +38,7 @@ from prompt_toolkit.styles import Style
 
 import tightlip
 from tightlip.audit.settings import TabConfig
-from tightlip.cli.flags import Device, Model, existing, with_settings
+from tightlip.cli.flags import Model, OnDevice, existing, with_settings
 from tightlip.core.errors import TightlipError, UsageError
 from tightlip.core.figures import counted
 from tightlip.core.progress import harmless
@@ -54,7 +54,7 @@ PAUSE_SECONDS = 0.03
 MOST_MARKS_SHOWN = 4
 
 
-@with_settings(TabConfig, ModelSettings)
+@with_settings(OnDevice, TabConfig, ModelSettings)
 def tab(
     model: Model,
     given: dict[str, Any],
@@ -70,7 +70,6 @@ def tab(
         list[str] | None,
         typer.Option(help="Complete this and exit. May be given again.", metavar="TEXT"),
     ] = None,
-    device: Device = "auto",
 ) -> None:
     """Type, press TAB, and see whose words the model completes."""
     if report is not None and not report.is_dir():
@@ -78,7 +77,7 @@ def tab(
     is_terminal = prompt is None and in_a_terminal()
     if is_terminal:
         print("Reading the model…", end="\r", file=sys.stderr, flush=True)
-    opened = tightlip.open_tab(model, report=report, device=device, **given)
+    opened = tightlip.open_tab(model, report=report, **given)
     if is_terminal:
         converse(opened, watched(opened))
         return
