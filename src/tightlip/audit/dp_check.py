@@ -28,6 +28,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from scipy.stats import binom
 from torch import Tensor
 
 from tightlip.audit.measures import Audited
@@ -149,7 +150,7 @@ def p_value(
         tight: with δ = 0, randomised response does it exactly as often.
     """
     right = 1 / (1 + math.exp(-epsilon))
-    chances = _binomial(num_guesses, right)
+    chances = binom.pmf(np.arange(num_guesses + 1), num_guesses, right)
     ours = (1 - right) * _mean_highest(num_guesses, right)
     papers = 2 * _highest_mean_below(chances, num_correct)
     return min(1.0, float(chances[num_correct:].sum()) + num_canaries * delta * max(ours, papers))
@@ -163,25 +164,13 @@ def _highest_mean_below(chances: np.ndarray, num_correct: int) -> float:
     return float((just_below / np.arange(1, num_correct + 1)).max())
 
 
-def _binomial(num_guesses: int, right: float) -> np.ndarray:
-    """The probability of each number of right guesses."""
-    return _chances(num_guesses, np.arange(num_guesses + 1), right)
-
-
 def _mean_highest(num_guesses: int, right: float) -> float:
     """(a(0) + … + a(r - 1))/r, where a(n) is the highest probability of binomial(n, right)."""
     if not num_guesses:
         return 1.0
     n = np.arange(num_guesses)
     mode = np.minimum(((n + 1) * right).astype(np.int64), n)
-    return float(_chances(n, mode, right).mean())
-
-
-def _chances(n: int | np.ndarray, k: np.ndarray, right: float) -> np.ndarray:
-    """The probability of k right guesses out of n."""
-    logs = np.concatenate([[0.0], np.cumsum(np.log(np.arange(1, np.max(n) + 1)))])
-    ways = logs[n] - logs[k] - logs[n - k]
-    return np.exp(ways + k * math.log(right) + (n - k) * math.log1p(-right))
+    return float(binom.pmf(mode, n, right).mean())
 
 
 def epsilon_lower_bound(

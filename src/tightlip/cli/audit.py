@@ -12,7 +12,6 @@ from tightlip.cli.flags import (
     KeptScan,
     Model,
     existing,
-    parsed,
     path_flag,
     switch,
     with_settings,
@@ -25,11 +24,9 @@ from tightlip.core.run_folder import is_run
 from tightlip.corpus.prepare_config import TextSettings
 from tightlip.scan.options import ScanOptions
 
-_KINDS = (KeptScan, LeakageConfig, ScanOptions, TextSettings, GateSettings)
-
 
 @with_settings(
-    *_KINDS,
+    *(KeptScan, LeakageConfig, ScanOptions, TextSettings, GateSettings),
     public_model=path_flag(
         "MODEL",
         "A model that never saw the text; 'base' of an adapter, the default there, or 'none'; 'leave-out': retrain a run without the owners of what leaked.",
@@ -54,15 +51,14 @@ def audit(
     """Audit, print the headline figures, and judge them."""
     from tightlip.audit.leakage.summary import known_figures
 
-    settings = parsed(_KINDS, given)
-    known = known_figures(settings.get("thresholds", LeakageConfig.thresholds))
+    known = known_figures(given.get("thresholds", LeakageConfig.thresholds))
     same = ("corpus_fingerprint", "top_k", "read_as")
-    gate = Gate("audit", settings, known, _judged, record="summary.json", same=same)
+    gate = Gate("audit", given, known, _judged, record="summary.json", same=same)
     if out is None and not is_run(Path(model)):
         raise UsageError("Where should the report go? Give --out DIR.")
     folder = out or Path(model) / "audit"
     with shown_progress(), logged_to(folder / "log.txt"):
-        report = tightlip.audit(model, corpus, out=folder, engine=engine, **settings)
+        report = tightlip.audit(model, corpus, out=folder, engine=engine, **given)
     record = report.summary if (all_ := _snapshots(report)) is None else all_
     gate.judge(record, lambda: show(report))
 
@@ -81,7 +77,7 @@ def _judged(record: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 def show(report: Any) -> None:
     """The headline figures and the way to the page."""
-    from tightlip.report.leakage.table import snapshots_table, terminal_table
+    from tightlip.report.leakage.words import snapshots_table, terminal_table
 
     snapshots = _snapshots(report)
     tables = [] if snapshots is None else [snapshots_table(snapshots)]

@@ -12,7 +12,7 @@ import typer
 import tightlip
 from tightlip.audit.settings import ChoiceConfig, ExposureConfig
 from tightlip.cli import print_lines
-from tightlip.cli.flags import KeptScan, Keys, OnDevice, existing, parsed, with_settings
+from tightlip.cli.flags import KeptScan, Keys, OnDevice, existing, with_settings
 from tightlip.cli.gates import Gate, GateSettings
 from tightlip.core.errors import UsageError
 from tightlip.core.files import claimed
@@ -34,7 +34,7 @@ def plant(
 ) -> None:
     """Plant, and say where corpus and key are."""
     with shown_progress():
-        planted = tightlip.plant_canaries(corpus, out, **parsed([CanaryConfig], given))
+        planted = tightlip.plant_canaries(corpus, out, **given)
     num_copies = sum(canary.repetitions for canary in planted.canaries)
     num_users = len({canary.user for canary in planted.canaries})
     print_lines(

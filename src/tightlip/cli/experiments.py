@@ -152,7 +152,7 @@ def _tell_the_story(out: Path) -> None:
         "something to see. Five secrets are planted among the lines.\n"
     )
     from tightlip.experiments.demo import CANARIES, run_comparison, run_demo
-    from tightlip.report.leakage.table import snapshots_table
+    from tightlip.report.leakage.words import snapshots_table
 
     with shown_progress():
         result = run_demo(out)

@@ -191,7 +191,7 @@ def with_settings(
         def run(**arguments: Any) -> None:
             values = {name: arguments.pop(name, None) for name in flags}
             given = {name: value for name, value in values.items() if value not in (None, [])}
-            command(**arguments, given=given)
+            command(**arguments, given=parsed(kinds, given))
 
         order = [each for name in own for each in (others if name == "given" else [name])]
         every = {**own, **flags}
@@ -276,6 +276,6 @@ def parsed(kinds: Collection[type[Settings]], given: dict[str, Any]) -> dict[str
         if about(field).parse is not None
     }
     return {
-        name: reader(value) if (reader := readers.get(name)) else value
+        name: readers[name](value) if name in readers and isinstance(value, str) else value
         for name, value in given.items()
     }

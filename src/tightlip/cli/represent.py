@@ -12,7 +12,7 @@ from rich.text import Text
 
 import tightlip
 from tightlip.cli import name_page, print_json, say
-from tightlip.cli.flags import Json, OnDevice, existing, parsed, switch, with_settings
+from tightlip.cli.flags import Json, OnDevice, existing, switch, with_settings
 from tightlip.cli.gates import Gate, GateSettings
 from tightlip.core.errors import UsageError
 from tightlip.core.figures import rounded_up
@@ -59,10 +59,9 @@ def train(
     ] = None,
 ) -> None:
     """Train, and say what was learnt and what a vector promises."""
-    settings = parsed([RepresentSettings], given)
     kinds = (RepresentSettings, ColumnSettings, RepresentOptions)
-    *_, options = split_settings(settings, *kinds)  # refused here, nobody waits for torch
-    own = {name: settings[name] for name in settings if name not in names_in(RepresentOptions)}
+    *_, options = split_settings(given, *kinds)  # refused here, nobody waits for torch
+    own = {name: given[name] for name in given if name not in names_in(RepresentOptions)}
     with shown_progress():
         done = tightlip.represent_train(corpus, out, seeds=seeds, options=options, **own)
     several = hasattr(done, "runs")
@@ -266,26 +265,25 @@ def attack(
 
     gate = Gate("represent attack", given, FIGURES, lambda r: gated(r["runs"]), record=RESULT)
     with shown_progress():
-        report = tightlip.represent_attack(runs, out=out, **parsed([AttackSettings], given))
+        report = tightlip.represent_attack(runs, out=out, **given)
     gate.judge(read_json(report.folder / RESULT), lambda: show(report, terminal()))
 
 
 def show(report: "AttackReport", console: Console) -> None:
     """The headline, what was found in each run, the table, and the way to the page."""
-    from tightlip.report.vectors.table import terminal_tables
-    from tightlip.report.vectors.words import columns_of, findings, headline, notes_of
+    from tightlip.report.vectors import words
 
-    columns = columns_of(report.results)
-    console.print(Text(headline(report.results), style="bold"))
+    columns = words.columns_of(report.results)
+    console.print(Text(words.headline(report.results), style="bold"))
     for column in columns:
         prefix = f"{column.name}: " if len(columns) > 1 else ""
-        for sentence in findings(column.first):
+        for sentence in words.findings(column.first):
             console.print(Text(prefix + sentence))
-    for table in terminal_tables(columns, console.width):
+    for table in words.terminal_tables(columns, console.width):
         console.print()
         console.print(table)
     console.print()
-    notes = notes_of(report.results)
+    notes = words.notes_of(report.results)
     if report.num_kept:
         notes.append(
             f"{report.num_kept} of {len(report.results)} runs were measured before; --again measures them anew."
