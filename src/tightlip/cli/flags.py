@@ -276,6 +276,6 @@ def parsed(kinds: Collection[type[Settings]], given: dict[str, Any]) -> dict[str
         if about(field).parse is not None
     }
     return {
-        name: readers[name](value) if name in readers and isinstance(value, str) else value
+        name: reader(value) if (reader := readers.get(name)) and isinstance(value, str) else value
         for name, value in given.items()
     }

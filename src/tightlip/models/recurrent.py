@@ -6,6 +6,7 @@ these. Shapes: B rows, T positions, E embedding, H hidden, L layers, V vocabular
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,18 +68,17 @@ class RecurrentState:
 
     def repeated(self, repeats: int) -> "RecurrentState":
         """A new state with every row `repeats` times over."""
-        copy = RecurrentState(self.parts_LBH, self.num_positions)
-        copy.batch_repeat_interleave(repeats)
-        return copy
+        return self._changed(lambda part: part.repeat_interleave(repeats, dim=1))
 
     def detach(self) -> "RecurrentState":
         """The same memory without the gradient that led to it."""
-        return RecurrentState(tuple(part.detach() for part in self.parts_LBH), self.num_positions)
+        return self._changed(Tensor.detach)
 
     def to(self, *args: Any, **kwargs: Any) -> "RecurrentState":
-        return RecurrentState(
-            tuple(part.to(*args, **kwargs) for part in self.parts_LBH), self.num_positions
-        )
+        return self._changed(lambda part: part.to(*args, **kwargs))
+
+    def _changed(self, change: Callable[[Tensor], Tensor]) -> "RecurrentState":
+        return RecurrentState(tuple(map(change, self.parts_LBH)), self.num_positions)
 
 
 def checked_state(given: Any, num_rows: int) -> RecurrentState:

@@ -34,7 +34,7 @@ from tightlip.vectors.masking import (
     masking_of,
 )
 from tightlip.vectors.release import drawn, noised, released
-from tightlip.vectors.server import write_vectors
+from tightlip.vectors.server import VectorFile, write_vectors
 from tightlip.vectors.settings import EncodeSettings, EncodingOptions, Runtime
 
 # Texts given at a time to an extractor that does not hand out its vectors batch by batch.
@@ -183,7 +183,7 @@ def _check_guarantee(folder: Path, about: dict[str, Any], mechanism: VectorMecha
 
 
 @dataclass(frozen=True, kw_only=True)
-class Encoded:
+class Encoded(VectorFile):
     """Released vectors, what stands beside them, and what they may promise.
 
     `most_of_one_text` and `most_of_one_user` are for whoever holds the texts: how many of these
@@ -191,10 +191,6 @@ class Encoded:
     some were marked. They are not in the file.
     """
 
-    vectors: np.ndarray
-    columns: dict[str, list[Any]]
-    record: dict[str, Any]
-    pair: str
     most_of_one_text: int
     most_of_one_user: int | None
     masking: Masking | None = None

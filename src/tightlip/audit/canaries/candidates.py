@@ -192,9 +192,7 @@ class CandidateScorer:
         Of `secrets` and some others it is looked up whether the tree gives what the text by
         itself gives; otherwise every text is scored by itself.
         """
-        places = candidates.places_of(np.array(secrets, np.int64))
-        entries = joining_entries(self._tokenizer)
-        steps = single_tokens(candidates, self.ids_of, entries, places)
+        steps = self._single_tokens(candidates, secrets)
         if steps is not None:
             scores = _collected(self._by_tree(steps), candidates)
             if self._agree(scores, candidates, secrets):
@@ -226,6 +224,13 @@ class CandidateScorer:
     def _by_tree(self, steps: list[np.ndarray]) -> Iterator[np.ndarray]:
         with torch.inference_mode(), full_precision(), evaluating(self.scanner.model):
             yield from _Tree(self.scanner, steps).scores()
+
+    def _single_tokens(
+        self, candidates: Candidates, secrets: Sequence[int] = ()
+    ) -> list[np.ndarray] | None:
+        """The tokens possible at each position; None where values are not tokens of their own."""
+        places = candidates.places_of(np.array(secrets, np.int64))
+        return single_tokens(candidates, self.ids_of, joining_entries(self._tokenizer), places)
 
 
 def single_tokens(
