@@ -22,7 +22,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as the command sets it
 import numpy as np
 import torch
 
-from tightlip.vectors.device import Device
+from tightlip.vectors.encode import Device
 from tightlip.vectors.extractors import make_extractor
 from tightlip.vectors.guarantees import VectorMechanism
 

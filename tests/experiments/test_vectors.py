@@ -12,7 +12,15 @@ from sklearn.metrics import f1_score
 from tightlip.core.errors import UsageError
 from tightlip.core.figures import rounded_up
 from tightlip.experiments import vectors as experiment
-from tightlip.experiments.vectors import SCALES, TablesScale, reproduce_representation
+from tightlip.experiments.vectors import (
+    SCALES,
+    TablesScale,
+    ag_task,
+    blog_task,
+    plays_task,
+    reproduce_representation,
+    task_of,
+)
 from tightlip.experiments.vectors_page import (
     GROUPS,
     MAIN_AND_PRIVACY,
@@ -21,7 +29,6 @@ from tightlip.experiments.vectors_page import (
     headline,
     tables,
 )
-from tightlip.experiments.vectors_text import ag_task, blog_task, plays_task, task_of
 from tightlip.report.kit import render_page
 
 pytestmark = pytest.mark.slow

@@ -42,8 +42,7 @@ from tightlip.privacy.ledger import read_ledger
 from tightlip.report.leakage.rows import read_users
 from tightlip.report.leakage.tallies import tally_and_choose
 from tightlip.vectors.data import load_examples
-from tightlip.vectors.device import load_device
-from tightlip.vectors.encode import represent_encode
+from tightlip.vectors.encode import load_device, represent_encode
 from tightlip.vectors.server import load_server, read_vectors
 
 

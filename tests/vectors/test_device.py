@@ -8,8 +8,8 @@ import torch
 
 from by_hand import unlisted
 from tightlip.core.errors import UsageError
-from tightlip.vectors import device as device_module
-from tightlip.vectors.device import Device, load_device
+from tightlip.vectors import encode as device_module
+from tightlip.vectors.encode import Device, load_device
 from tightlip.vectors.guarantees import VectorMechanism
 from tightlip.vectors.onnx_export import export_onnx
 from tightlip.vectors.release import on_grid

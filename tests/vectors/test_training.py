@@ -11,7 +11,7 @@ from tightlip.core.errors import UsageError
 from tightlip.vectors import learning as training
 from tightlip.vectors.batches import Batches, scores_of
 from tightlip.vectors.data import load_examples, open_source, read_examples
-from tightlip.vectors.device import load_device
+from tightlip.vectors.encode import load_device
 from tightlip.vectors.extractors import make_extractor
 from tightlip.vectors.guarantees import VectorMechanism
 from tightlip.vectors.halves import load_classifier, load_extractor, noise_classifier

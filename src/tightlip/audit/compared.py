@@ -128,7 +128,8 @@ def _row(
         "is_baseline": run is base,
         "comparable": comparable,
         "verdicts": verdicts,
-        "same_held_out": _shares_held_out_text(run, base),
+        # Whether the two perplexities are on one scale.
+        "same_held_out": (run.held_out_text, run.tokenizer) == (base.held_out_text, base.tokenizer),
         "perplexity": run.perplexity,
         **_leakage(run),
         "exposure": exposure_by_repetition(run),
@@ -291,11 +292,6 @@ def _never_reached(run: RunMeasures, matching: Matching) -> str:
     reached = "" if best is None else f"; its lowest is {number(best)}"
     aim = "the perplexity asked for" if target is None else f"a validation perplexity of {target:g}"
     return f"No snapshot reached {aim}{reached}, so there is nothing to compare."
-
-
-def _shares_held_out_text(run: RunMeasures, base: RunMeasures) -> bool:
-    """Whether the two perplexities are on one scale."""
-    return (run.held_out_text, run.tokenizer) == (base.held_out_text, base.tokenizer)
 
 
 def change_of(mine: Sequence[Row], theirs: Sequence[Row]) -> Row | None:

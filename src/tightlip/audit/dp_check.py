@@ -78,20 +78,19 @@ def check_guesses(
     *,
     claimed_epsilon: float | None,
     delta: float,
-    confidence: float = CONFIDENCE,
 ) -> DPCheck:
     """Guess by `scores`, high for "trained on", count by `included`, and compare with the claim.
 
     How many guesses there are depends on the number of canaries alone. Whoever tries several
-    numbers and keeps the best accuses an honest run far more often than `confidence` says.
+    numbers and keeps the best accuses an honest run far more often than CONFIDENCE says.
 
     Holds:
-        honest: a private run is contradicted with probability at most 1 - `confidence`.
+        honest: a private run is contradicted with probability at most 1 - CONFIDENCE.
         silent: scores that know nothing give 0 as often.
     """
     num_guesses = default_num_guesses(len(scores))
     num_correct = correct_guesses(scores, included, num_guesses)
-    bound = epsilon_lower_bound(len(scores), num_guesses, num_correct, delta, confidence)
+    bound = epsilon_lower_bound(len(scores), num_guesses, num_correct, delta)
     return DPCheck(
         num_canaries=len(scores),
         num_guesses=num_guesses,
@@ -100,7 +99,7 @@ def check_guesses(
         verdict=_verdict(bound, claimed_epsilon),
         claimed_epsilon=claimed_epsilon,
         delta=delta,
-        confidence=confidence,
+        confidence=CONFIDENCE,
     )
 
 
@@ -149,7 +148,7 @@ def p_value(
         tight: with δ = 0, randomised response does it exactly as often.
     """
     right = 1 / (1 + math.exp(-epsilon))
-    chances = _binomial(num_guesses, right)
+    chances = _chances(num_guesses, np.arange(num_guesses + 1), right)
     ours = (1 - right) * _mean_highest(num_guesses, right)
     papers = 2 * _highest_mean_below(chances, num_correct)
     return min(1.0, float(chances[num_correct:].sum()) + num_canaries * delta * max(ours, papers))
@@ -161,11 +160,6 @@ def _highest_mean_below(chances: np.ndarray, num_correct: int) -> float:
         return 0.0
     just_below = np.cumsum(chances[:num_correct][::-1])
     return float((just_below / np.arange(1, num_correct + 1)).max())
-
-
-def _binomial(num_guesses: int, right: float) -> np.ndarray:
-    """The probability of each number of right guesses."""
-    return _chances(num_guesses, np.arange(num_guesses + 1), right)
 
 
 def _mean_highest(num_guesses: int, right: float) -> float:

@@ -246,10 +246,11 @@ class Sides:
                     "easy to predict, so these figures are too low. Prepare with a tokenizer made of other text."
                 )
             return
+        size = settings.get("vocabulary_size")
         self.counted = fair_tokens(
             self.train,
             self.held,
-            leaves_out_rare=_leaves_out_rare(settings, len(self.tokenizer)),
+            leaves_out_rare=size is not None and len(self.tokenizer) >= size,
             min_users=settings.get("min_users") or 1,
             always=self.tokenizer.convert_tokens_to_ids(DIGITS),
             never=self.tokenizer.all_special_ids,
@@ -369,8 +370,3 @@ def _learnt_from_training(settings: dict[str, Any]) -> bool:
         and settings.get("vocabulary") == "words"
         and settings.get("vocabulary_noise") is None
     )
-
-
-def _leaves_out_rare(settings: dict[str, Any], num_tokens: int) -> bool:
-    size = settings.get("vocabulary_size")
-    return size is not None and num_tokens >= size

@@ -123,7 +123,8 @@ class Completer:
         self, text: str, ids: np.ndarray, spans: np.ndarray, whole: bool
     ) -> tuple[int, str]:
         """How many tokens are settled, and the text behind them that a longer entry may replace."""
-        if not len(ids) or (whole and not self._is_open(text, int(ids[-1]))):
+        is_open = text[-1:].isspace() or not (len(ids) and self._words.text_of(int(ids[-1])))
+        if not len(ids) or (whole and not is_open):
             return len(ids), ""
         if text[-1:].isspace() and (spans[-1, 1] < len(text) or text[-1] == "\n"):
             return len(
@@ -137,9 +138,6 @@ class Completer:
             if self._words.beginning_with(begun).size:
                 longest = kept, begun
         return longest
-
-    def _is_open(self, text: str, last_id: int) -> bool:
-        return text[-1].isspace() or not self._words.has_text(last_id)
 
     def _greedy(
         self, stem: list[int], begun: str, wanted: Callable[[], bool]
@@ -159,20 +157,15 @@ class Completer:
             new.append(token)
             log_probs.append(log_prob)
             num_shown = len(new) - num_typed
-            if num_shown and (self._ends_after(token) or num_shown == self.config.tokens):
+            ends = self._words.text_of(token).rstrip().endswith(SENTENCE_END)
+            if num_shown and (ends or num_shown == self.config.tokens):
                 break
             reading.go_on(token)
         return new, log_probs
 
     def _ends_before(self, token: int, log_prob: float) -> bool:
-        return (
-            not self._words.has_text(token)
-            or "\n" in self._words.text_of(token)
-            or math.exp(log_prob) < self.config.min_confidence
-        )
-
-    def _ends_after(self, token: int) -> bool:
-        return self._words.text_of(token).rstrip().endswith(SENTENCE_END)
+        text = self._words.text_of(token)
+        return not text or "\n" in text or math.exp(log_prob) < self.config.min_confidence
 
     def _ghost(
         self, typed: str, stem: list[int], begun: str, new: list[int], log_probs: list[float]
@@ -227,9 +220,6 @@ class Words:
         order.sort(key=self._texts.__getitem__)
         self._ids = np.array(order, np.int64)
         self._sorted = [self._texts[number] for number in order]
-
-    def has_text(self, token: int) -> bool:
-        return bool(self.text_of(token))
 
     def text_of(self, token: int) -> str:
         return self._texts[token] if token < len(self._texts) else ""

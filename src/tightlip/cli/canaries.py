@@ -12,7 +12,7 @@ import typer
 import tightlip
 from tightlip.audit.settings import ChoiceConfig, ExposureConfig
 from tightlip.cli import print_lines
-from tightlip.cli.flags import Device, KeepScan, Keys, existing, parsed, with_settings
+from tightlip.cli.flags import KeptScan, Keys, OnDevice, existing, with_settings
 from tightlip.cli.gates import Gate, GateSettings
 from tightlip.core.errors import UsageError
 from tightlip.core.files import claimed
@@ -34,7 +34,7 @@ def plant(
 ) -> None:
     """Plant, and say where corpus and key are."""
     with shown_progress():
-        planted = tightlip.plant_canaries(corpus, out, **parsed([CanaryConfig], given))
+        planted = tightlip.plant_canaries(corpus, out, **given)
     num_copies = sum(canary.repetitions for canary in planted.canaries)
     num_users = len({canary.user for canary in planted.canaries})
     print_lines(
@@ -46,20 +46,15 @@ def plant(
     )
 
 
-@with_settings(ChoiceConfig)
+@with_settings(OnDevice, KeptScan, ChoiceConfig, key=Keys)
 def choose(
     run: Annotated[str, existing(typer.Argument, "RUN", "An unmitigated run.")],
     out: Annotated[Path, typer.Option(help="A file for the key.")],
     given: dict[str, Any],
-    key: Keys = None,
-    device: Device = "auto",
-    keep_scan: KeepScan = True,
 ) -> None:
     """Choose, and say whose text was left out. What `key` names as planted is never chosen."""
     with shown_progress():
-        chosen = tightlip.choose_canaries(
-            run, out, key=key or (), device=device, keep_scan=keep_scan, **given
-        )
+        chosen = tightlip.choose_canaries(run, out, **given)
     lines = [
         f"Chosen: of {len(chosen.canaries):,} users the training document that surprises {run} most."
     ]
@@ -71,13 +66,12 @@ def choose(
     print_lines([*lines, key_line])
 
 
-@with_settings(ExposureConfig, ModelSettings, GateSettings)
+@with_settings(OnDevice, ExposureConfig, ModelSettings, GateSettings)
 def measure(
     model: Annotated[str, existing(typer.Argument, "MODEL", "A run, or a model's folder.")],
     given: dict[str, Any],
     key: Keys = None,
     out: Annotated[Path | None, typer.Option(help="A file for the JSON list.")] = None,
-    device: Device = "auto",
 ) -> None:
     """Measure, and print a table for each kind of canary."""
     if not key:
@@ -90,7 +84,7 @@ def measure(
         "canaries measure", given, FIGURES, lambda e: {"": gated(e)}, record="exposures.json"
     )
     with claimed(out) if out else nullcontext(), shown_progress():
-        entries = tightlip.measure_canaries(model, key, out=out, device=device, **given)
+        entries = tightlip.measure_canaries(model, key, out=out, **given)
     where = [] if out is None else [f"The list: {out}"]
     lines = [*canary_tables(entries), *canary_lines(entries), *where]
     gate.judge(entries, lambda: print_lines(lines))

@@ -10,8 +10,8 @@ from rich.text import Text
 
 import tightlip
 from tightlip.cli import name_page
-from tightlip.cli.compare import show
-from tightlip.cli.flags import Device, existing, with_settings
+from tightlip.cli.flags import OnDevice, existing, with_settings
+from tightlip.cli.measures import show_comparison
 from tightlip.core.errors import UsageError
 from tightlip.core.files import claimed
 from tightlip.core.progress import shown_progress, terminal
@@ -55,7 +55,7 @@ EXPERIMENTS: dict[str, type[Settings]] = {
 }
 
 
-@with_settings(*EXPERIMENTS.values())
+@with_settings(OnDevice, *EXPERIMENTS.values())
 def reproduce(
     experiment: Annotated[
         str, typer.Argument(help="'adaptive' or 'representation'.", metavar="EXPERIMENT")
@@ -74,14 +74,13 @@ def reproduce(
         str, typer.Option(help="smoke (minutes on a CPU), small (a GPU), or paper.")
     ] = "smoke",
     out: Annotated[Path | None, typer.Option(help="Where runs and results go.")] = None,
-    device: Device = "auto",
 ) -> None:
     """A paper's experiment, step by step by our own commands, with its own figures beside ours."""
     _check_experiment(experiment, given)
     out = out or Path(f"reproduce-{experiment}")
     call = getattr(tightlip, f"reproduce_{experiment}")
     with claimed(out), shown_progress():
-        made = call(corpus or (), scale=scale, out=out, device=device, **given)
+        made = call(corpus or (), scale=scale, out=out, **given)
     _show_adaptive(made) if experiment == "adaptive" else _show_representation(made)
 
 
@@ -93,13 +92,13 @@ def _check_experiment(experiment: str, given: dict[str, Any]) -> None:
         )
     if experiment not in EXPERIMENTS:
         raise UsageError(unknown("experiment", experiment, list(EXPERIMENTS)))
-    for name in given:
-        owner = next(each for each, flags in EXPERIMENTS.items() if name in names_in(flags))
-        if owner != experiment:
-            raise UsageError(
-                f"--{name.replace('_', '-')} is for the experiment {owner!r} and means nothing to {experiment!r}. "
-                "Leave it out."
-            )
+    others = {each: kind for each, kind in EXPERIMENTS.items() if each != experiment}
+    owner_of = {name: each for each, kind in others.items() for name in names_in(kind)}
+    for name in filter(owner_of.get, given):
+        raise UsageError(
+            f"--{name.replace('_', '-')} is for the experiment {owner_of[name]!r} and means nothing to {experiment!r}. "
+            "Leave it out."
+        )
 
 
 def _show_adaptive(made: Any) -> None:
@@ -153,7 +152,7 @@ def _tell_the_story(out: Path) -> None:
         "something to see. Five secrets are planted among the lines.\n"
     )
     from tightlip.experiments.demo import CANARIES, run_comparison, run_demo
-    from tightlip.report.leakage.table import snapshots_table
+    from tightlip.report.leakage.words import snapshots_table
 
     with shown_progress():
         result = run_demo(out)
@@ -183,4 +182,4 @@ def _tell_the_story(out: Path) -> None:
     )
     with shown_progress():
         made = run_comparison(out)
-    show(made, console)
+    show_comparison(made, console)

@@ -6,7 +6,7 @@ import sys
 import typing
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import MISSING, Field
+from dataclasses import MISSING, Field, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,7 +15,15 @@ from typer.core import TyperCommand, TyperGroup
 
 from tightlip.core.errors import GuaranteeError, TightlipError, UsageError, names_flags
 from tightlip.core.progress import harmless
-from tightlip.core.settings import Settings, about, choices_of, kinds_in, panel_of, settings_of
+from tightlip.core.settings import (
+    Settings,
+    about,
+    choices_of,
+    kinds_in,
+    panel_of,
+    setting,
+    settings_of,
+)
 
 NO_VALUE = " "  # where <bool> would stand behind a switch, as if it took a value
 
@@ -40,6 +48,11 @@ def _check_of(words: Collection[str] = ()) -> Callable[..., Any]:
     return check
 
 
+def path_flag(thing: str, help: str, words: Collection[str] = ()) -> Any:
+    """An option that is the path of something, or one of `words`, and need not be given."""
+    return Annotated[str | None, existing(typer.Option, thing, help, words)]
+
+
 Model = Annotated[
     str,
     existing(
@@ -48,7 +61,6 @@ Model = Annotated[
         "A model's folder, an adapter's or a checkpoint's, a GGUF file, or a run of tightlip train.",
     ),
 ]
-Device = Annotated[str, typer.Option(help="cpu, cuda, or auto: the GPU where there is one.")]
 Config = Annotated[
     Path | None, existing(typer.Option, "FILE", "A TOML file with the same names; flags win.")
 ]
@@ -60,14 +72,24 @@ Keys = Annotated[
     list[Path] | None,
     existing(typer.Option, "KEY", "A key.json of canaries. May be given again."),
 ]
-KeepScan = Annotated[
-    bool,
-    typer.Option(
-        "--keep-scan/--no-keep-scan",
-        help="Keep what the model made of each token, for other measures.",
-        metavar=NO_VALUE,
-    ),
-]
+
+
+@dataclass(frozen=True, kw_only=True)
+class OnDevice(Settings):
+    """Where the work is done."""
+
+    device: str = setting("auto", "cpu, cuda, or auto: the GPU where there is one.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeptScan(Settings):
+    """Whether the scan stays."""
+
+    keep_scan: bool = setting(
+        True,
+        "Keep what the model made of each token, for other measures.",
+        default_words="keep-scan",
+    )
 
 
 class _HelpIsASwitch:
@@ -151,36 +173,39 @@ def is_first_process() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-def switch(*names: str, text: str, hidden: bool = False) -> Any:
-    return typer.Option(*names, help=text, metavar=NO_VALUE, hidden=hidden, show_default=False)
+def switch(name: str, text: str) -> Any:
+    """A flag that is given or not."""
+    option = typer.Option(name, help=text, metavar=NO_VALUE, show_default=False)
+    return Annotated[bool | None, option]
 
 
 def with_settings(
-    *kinds: type[Settings], listed: Collection[str] | None = None
+    *kinds: type[Settings], listed: Collection[str] | None = None, **others: Any
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Give a command a flag for every setting of `kinds`; of two of one name the first counts.
 
-    The command's parameter `given` is a dictionary of those that were given. With `listed`, the
-    other settings work all the same and are not in the help.
+    `others` are flags that the command only passes on, as Typer is told of them. The command's
+    parameter `given` is a dictionary of all that were given; the help lists `others` where it
+    stands. With `listed`, the other settings work all the same and are not in the help.
     """
 
     def made(command: Callable[..., None]) -> Callable[..., None]:
-        own = dict(inspect.signature(command, eval_str=True).parameters)
-        del own["given"]
-        flags: dict[str, inspect.Parameter] = {}
-        for kind in kinds:
-            for flag in _flags(kind, listed):
-                if flag.name not in own:
-                    flags.setdefault(flag.name, flag)
+        own = inspect.signature(command, eval_str=True).parameters
+        flags = {name: _flag(name, kind) for name, kind in others.items()}
+        for flag in (flag for kind in kinds for flag in _flags(kind, listed)):
+            if flag.name not in own:
+                flags.setdefault(flag.name, flag)
 
         def run(**arguments: Any) -> None:
             values = {name: arguments.pop(name, None) for name in flags}
             given = {name: value for name, value in values.items() if value not in (None, [])}
-            command(**arguments, given=given)
+            command(**arguments, given=parsed(kinds, given))
 
+        order = [each for name in own for each in (others if name == "given" else [name])]
+        every = {**own, **flags}
         parameters = [
-            each.replace(kind=inspect.Parameter.KEYWORD_ONLY)
-            for each in (*own.values(), *flags.values())
+            every[name].replace(kind=inspect.Parameter.KEYWORD_ONLY)
+            for name in dict.fromkeys([*order, *flags])
         ]
         run.__doc__, run.__name__ = command.__doc__, command.__name__
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
@@ -190,21 +215,21 @@ def with_settings(
     return made
 
 
+def _flag(name: str, kind: Any, default: Any = None) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
+
+
 def _flags(kind: type[Settings], listed: Collection[str] | None) -> Iterator[inspect.Parameter]:
     hints = typing.get_type_hints(kind)
     for field in settings_of(kind):
         is_listed = not about(field).hidden if listed is None else field.name in listed
         is_required = field.default is MISSING
         read_as = _read_as(field, hints[field.name])
-        yield inspect.Parameter(
-            field.name,
-            inspect.Parameter.KEYWORD_ONLY,
-            default=inspect.Parameter.empty if is_required else None,
-            annotation=Annotated[
-                read_as if is_required else read_as | None,
-                _option(field, hints[field.name], panel_of(kind, field), hidden=not is_listed),
-            ],
-        )
+        option = _option(field, hints[field.name], panel_of(kind, field), hidden=not is_listed)
+        if is_required:
+            yield _flag(field.name, Annotated[read_as, option], inspect.Parameter.empty)
+        else:
+            yield _flag(field.name, Annotated[read_as | None, option])
 
 
 def _read_as(field: Field, hint: Any) -> Any:
@@ -259,6 +284,6 @@ def parsed(kinds: Collection[type[Settings]], given: dict[str, Any]) -> dict[str
         if about(field).parse is not None
     }
     return {
-        name: reader(value) if (reader := readers.get(name)) else value
+        name: reader(value) if (reader := readers.get(name)) and isinstance(value, str) else value
         for name, value in given.items()
     }

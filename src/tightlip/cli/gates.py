@@ -3,7 +3,7 @@
 import json
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -14,7 +14,7 @@ from tightlip.core.errors import DamagedError, UsageError
 from tightlip.core.files import read_json, write_text
 from tightlip.core.gates import Figures, Known, junit_text, parsed_condition
 from tightlip.core.progress import harmless, log
-from tightlip.core.settings import Settings, setting
+from tightlip.core.settings import Settings, names_in, setting
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,12 +50,12 @@ class Gate:
         record: str,
         same: Sequence[str] = (),
     ) -> None:
-        names = ("json", "fail_on", "baseline", "junit")
-        asked = {name: given.pop(name) for name in names if name in given}
+        asked = {name: given.pop(name) for name in names_in(GateSettings) if name in given}
         self.settings = GateSettings(**asked)
         self._command, self._known, self._figures_in = command, known, figures_in
         self._same, self._before = same, dict[str, Any]()
-        if (file := self.settings.junit) is not None and not _can_be_written(Path(file)):
+        file = None if self.settings.junit is None else Path(self.settings.junit)
+        if file and (file.is_dir() or not os.access(file.absolute().parent, os.W_OK)):
             raise UsageError(
                 f"--junit {file} cannot be written. Give a file in a folder that is yours."
             )
@@ -103,9 +103,12 @@ class Gate:
             print(json.dumps(record, indent=2, ensure_ascii=False))
         else:
             shown()
-        _say_and_exit(
-            f"{subject}: {why}" if subject else why for (subject, _), why in failed.items() if why
-        )
+        reasons = [(subject, why) for (subject, _), why in failed.items() if why]
+        for subject, why in reasons:
+            line = f"{subject}: {why}" if subject else why
+            print(f"tightlip: failed on {harmless(line)}", file=sys.stderr)
+        if reasons:
+            raise typer.Exit(1)
 
     def _of_baseline(self, subject: str) -> Figures | None:
         """The same subject's earlier figures, or those of the only one there was."""
@@ -119,15 +122,3 @@ def _at(record: dict[str, Any], path: str) -> Any:
     for name in path.split("."):
         found = (found or {}).get(name)
     return found
-
-
-def _can_be_written(file: Path) -> bool:
-    return not file.is_dir() and os.access(file.absolute().parent, os.W_OK)
-
-
-def _say_and_exit(lines: Iterable[str]) -> None:
-    failed = list(lines)
-    for line in failed:
-        print(f"tightlip: failed on {harmless(line)}", file=sys.stderr)
-    if failed:
-        raise typer.Exit(1)

@@ -29,7 +29,7 @@ _COMMANDS = {
     "groups": ("measures:groups", "Whose held-out text a model predicts worse, and who lost."),
     "dp-check": ("measures:dp_check", "What a run's planted canaries say about its ε."),
     "tab": ("tab:tab", "Type, press TAB, and see whose words the model completes."),
-    "compare": ("compare:compare", "Utility, leakage, cost and guarantee of several models."),
+    "compare": ("measures:compare", "Utility, leakage, cost and guarantee of several models."),
     "ledger": ("ledger:ledger", "What a run promises so far, and what more steps would cost."),
     "reproduce": (
         "experiments:reproduce",

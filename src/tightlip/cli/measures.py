@@ -1,19 +1,23 @@
-"""`tightlip membership`, `groups` and `dp-check`: the other measures, as flags and words."""
+"""`tightlip membership`, `groups`, `dp-check` and `compare`: the other measures, as flags and words."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.console import Console
+from rich.text import Text
 
 import tightlip
-from tightlip.audit.settings import ResamplingSettings
-from tightlip.cli import print_lines
-from tightlip.cli.flags import Device, KeepScan, Model, existing, with_settings
+from tightlip.audit.settings import Matching, ResamplingSettings
+from tightlip.cli import name_page, print_lines
+from tightlip.cli.flags import KeptScan, Keys, Model, OnDevice, existing, path_flag, with_settings
 from tightlip.cli.gates import Gate, GateSettings
 from tightlip.core.errors import GuaranteeError, UsageError
-from tightlip.core.progress import shown_progress
+from tightlip.core.files import read_json
+from tightlip.core.progress import shown_progress, terminal
 from tightlip.core.run_folder import DP_CHECK, DP_CHECK_RESULT, is_run, run_around
 from tightlip.corpus.prepare_config import TextSettings
 from tightlip.report.kit.table import printed_table
@@ -21,6 +25,7 @@ from tightlip.scan.options import ModelSettings
 
 if TYPE_CHECKING:
     from tightlip.audit.dp_check import DPCheck
+    from tightlip.commands import Comparison
 
 Run = Annotated[str, existing(typer.Argument, "RUN", "A run of tightlip train.")]
 LeftOut = Annotated[
@@ -29,110 +34,65 @@ LeftOut = Annotated[
         typer.Option, "KEY", "A key.json of canaries, which are left out. May be given again."
     ),
 ]
-Members = Annotated[
-    str | None, existing(typer.Option, "CORPUS", "Text it was trained on. A run knows its own.")
-]
 Out = Annotated[Path | None, typer.Option(help="A folder for the record. For a run: RUN.")]
+MEMBERS = path_flag("CORPUS", "Text it was trained on. A run knows its own.")
 _RATES = {"tpr_at_1_percent_fpr": "at 1%", "tpr_at_0_1_percent_fpr": "at 0.1%"}
 SAME = ("made_from.members", "made_from.held_out", "made_from.read_as")
-_KINDS = (ResamplingSettings, ModelSettings, GateSettings, TextSettings)
+_KINDS = (OnDevice, KeptScan, ResamplingSettings, ModelSettings, GateSettings, TextSettings)
 
 
-@with_settings(*_KINDS)
-def membership(
-    model: Model,
-    given: dict[str, Any],
-    members: Members = None,
-    non_members: Annotated[
-        str | None, existing(typer.Option, "CORPUS", "Text like it that it was not trained on.")
-    ] = None,
-    reference: Annotated[
-        str | None,
-        existing(
-            typer.Option,
-            "MODEL",
-            "A model, or a run, that never saw that text; 'base' of an adapter.",
-            words=["base"],
-        ),
-    ] = None,
-    key: LeftOut = None,
-    out: Out = None,
-    device: Device = "auto",
-    keep_scan: KeepScan = True,
-) -> None:
+@with_settings(
+    *_KINDS,
+    members=MEMBERS,
+    non_members=path_flag("CORPUS", "Text like it that it was not trained on."),
+    reference=path_flag(
+        "MODEL", "A model, or a run, that never saw that text; 'base' of an adapter.", ["base"]
+    ),
+)
+def membership(model: Model, given: dict[str, Any], key: LeftOut = None, out: Out = None) -> None:
     """Measure, print, and write membership.json."""
-    from tightlip.audit.membership import FIGURES, gated
-
-    gate = Gate("membership", given, FIGURES, _only(gated), record="membership.json", same=SAME)
-    texts = {"members": members, "non_members": non_members}
-    how = {"reference": reference, "device": device, "keep_scan": keep_scan, **texts, **given}
-    figures, where = _measured("membership", model, key, out, **how)
-    lines = [_membership_table(figures), *lines_about_membership(figures), where]
-    gate.judge(figures, lambda: print_lines(lines))
+    _measure("membership", model, given, key, out, lines_about_membership)
 
 
-@with_settings(*_KINDS)
-def groups(
-    model: Model,
-    given: dict[str, Any],
-    held_out: Annotated[
-        str | None,
-        existing(typer.Option, "CORPUS", "Text it was not trained on. A run knows its own."),
-    ] = None,
-    members: Members = None,
-    against: Annotated[
-        str | None,
-        existing(
-            typer.Option,
-            "MODEL",
-            "The unmitigated run or model, to see who lost; 'base' of an adapter.",
-            words=["base"],
-        ),
-    ] = None,
-    key: LeftOut = None,
-    out: Out = None,
-    device: Device = "auto",
-    keep_scan: KeepScan = True,
-) -> None:
+@with_settings(
+    *_KINDS,
+    held_out=path_flag("CORPUS", "Text it was not trained on. A run knows its own."),
+    members=MEMBERS,
+    against=path_flag(
+        "MODEL", "The unmitigated run or model, to see who lost; 'base' of an adapter.", ["base"]
+    ),
+)
+def groups(model: Model, given: dict[str, Any], key: LeftOut = None, out: Out = None) -> None:
     """Measure, print, and write groups.json."""
-    from tightlip.audit.groups import FIGURES, gated
+    _measure("groups", model, given, key, out, lines_about_groups)
 
-    gate = Gate("groups", given, FIGURES, _only(gated), record="groups.json", same=SAME)
-    texts = {"members": members, "held_out": held_out}
-    how = {"against": against, "device": device, "keep_scan": keep_scan, **texts, **given}
-    figures, where = _measured("groups", model, key, out, **how)
-    lines = [*_groups_tables(figures), *lines_about_groups(figures), where]
+
+def _measure(
+    what: str,
+    model: str,
+    given: dict[str, Any],
+    keys: Sequence[Path] | None,
+    out: Path | None,
+    lines_about: Callable[[dict[str, Any]], Iterator[Any]],
+) -> None:
+    from tightlip.audit.measures import planted_texts
+
+    audit, file = import_module(f"tightlip.audit.{what}"), f"{what}.json"
+    gate = Gate(what, given, audit.FIGURES, _only(audit.gated), record=file, same=SAME)
+    folder = out or (Path(model) if is_run(Path(model)) else None)
+    texts = any(given.get(name) for name in ("non_members", "held_out"))
+    if folder is None and (texts or run_around(Path(model))):
+        raise UsageError("Where should the record go? Give --out DIR.")
+    measure, planted = getattr(tightlip, f"measure_{what}"), planted_texts(keys or ())
+    with shown_progress():
+        figures = measure(model, without_texts=planted, out=folder, **given)
+    lines = [*lines_about(figures), f"The record: {Path(folder or '') / file}"]
     gate.judge(figures, lambda: print_lines(lines))
 
 
 def _only(gated: Callable[[Any], dict[str, Any]]) -> Callable[[Any], dict[str, dict[str, Any]]]:
     """Figures of a record that is about one model."""
     return lambda record: {"": gated(record)}
-
-
-def _measured(
-    what: str, model: str, keys: Sequence[Path] | None, out: Path | None, **settings: Any
-) -> tuple[dict[str, Any], str]:
-    """The figures, and which file they are written to."""
-    from tightlip.audit.measures import planted_texts
-
-    folder = out or (Path(model) if is_run(Path(model)) else None)
-    texts = any(settings.get(name) for name in ("non_members", "held_out"))
-    if folder is None and (texts or run_around(Path(model))):
-        raise UsageError("Where should the record go? Give --out DIR.")
-    measure, planted = getattr(tightlip, f"measure_{what}"), planted_texts(keys or ())
-    with shown_progress():
-        figures = measure(model, without_texts=planted, out=folder, **settings)
-    return figures, f"The record: {Path(folder or '') / what}.json"
-
-
-def _check_run(run: str, what_it_does: str, how_trained: str = "", *, has: str = "") -> None:
-    """Refuse what is not a run, and one without the file that `has` names: the canaries."""
-    lacks = "was trained without them" if is_run(Path(run)) else "is not a run of tightlip"
-    if not is_run(Path(run)) or not (Path(run) / has).exists():
-        raise UsageError(
-            f"{what_it_does}, and {run} {lacks}. Run: tightlip train CORPUS {how_trained}--out DIR"
-        )
 
 
 def _membership_table(figures: dict[str, Any]) -> Any:
@@ -181,8 +141,9 @@ def ends(figure: dict[str, Any], spelled: str) -> str:
     return f"{figure['low']:{spelled}} to {figure['high']:{spelled}}"
 
 
-def lines_about_membership(figures: dict[str, Any]) -> Iterator[str]:
-    """What the table's figures mean, in plain sentences."""
+def lines_about_membership(figures: dict[str, Any]) -> Iterator[Any]:
+    """The table, and what its figures mean in plain sentences."""
+    yield _membership_table(figures)
     documents = figures["documents"]
     yield (
         f"{documents['num_members']:,} training documents against {documents['num_nonmembers']:,} held-out ones; "
@@ -242,8 +203,9 @@ def _range(row: dict[str, Any]) -> str:
     return f"{first:,}" if first == last else f"{first:,} to {last:,}"
 
 
-def lines_about_groups(figures: dict[str, Any]) -> Iterator[str]:
-    """What the table's figures mean, in plain sentences."""
+def lines_about_groups(figures: dict[str, Any]) -> Iterator[Any]:
+    """The tables, and what their figures mean in plain sentences."""
+    yield from _groups_tables(figures)
     yield (
         f"{figures['num_users']:,} users with {figures['num_documents']:,} held-out documents; perplexity of all their "
         f"text {figures['perplexity']['value']:.1f} ({ends(figures['perplexity'], '.1f')})."
@@ -266,16 +228,19 @@ def _about_gap(figures: dict[str, Any], gap: dict[str, Any]) -> str:
     return line
 
 
-@with_settings(GateSettings)
-def dp_check(run: Run, given: dict[str, Any], device: Device = "auto") -> None:
+@with_settings(OnDevice, GateSettings)
+def dp_check(run: Run, given: dict[str, Any]) -> None:
     """Check, print, and refuse to let an untrue ε stand."""
-    what_it_does = "The check looks at the canaries that a run was trained with"
-    how_trained = "--mitigation dp --epsilon 2 --dp-check-canaries 1000 "
-    _check_run(run, what_it_does, how_trained, has=DP_CHECK)
+    if not is_run(Path(run)) or not (Path(run) / DP_CHECK).exists():
+        lacks = "was trained without them" if is_run(Path(run)) else "is not a run of tightlip"
+        raise UsageError(
+            f"The check looks at the canaries that a run was trained with, and {run} {lacks}. Run: tightlip train CORPUS "
+            "--mitigation dp --epsilon 2 --dp-check-canaries 1000 --out DIR"
+        )
     from tightlip.audit.dp_check import FIGURES, check_run  # with torch
 
     gate = Gate("dp-check", given, FIGURES, _only(dict), record=DP_CHECK_RESULT)
-    check = check_run(run, device=device)
+    check = check_run(run, **given)
     lines = [*lines_about_check(check), f"The record: {Path(run) / DP_CHECK_RESULT}"]
     gate.judge(check.to_json(), lambda: print_lines(lines))
     if check.verdict == "contradicted":
@@ -309,3 +274,55 @@ def rounded_down(epsilon: float) -> str:
     ('1.23', '0.00')
     """
     return f"{math.floor(epsilon * 100) / 100:.2f}"
+
+
+@with_settings(
+    *(OnDevice, KeptScan, Matching, ResamplingSettings, ModelSettings, GateSettings, TextSettings),
+    corpus=path_flag("CORPUS", "The text that models were trained on; a run knows it."),
+    held_out=path_flag("CORPUS", "Text that they were not trained on."),
+    key=Keys,
+    reference=path_flag("MODEL", "A model that never saw the text: for ε_l and for membership."),
+)
+def compare(
+    models: Annotated[
+        list[Path],
+        existing(typer.Argument, "MODEL", "Runs of tightlip train, other models, or reports."),
+    ],
+    given: dict[str, Any],
+    out: Annotated[Path, typer.Option(help="A folder for comparison.html, .csv and .json.")] = Path(
+        "comparison"
+    ),
+) -> None:
+    """Utility, leakage, cost and guarantee of several models, and which may be compared."""
+    from tightlip.audit.compared import FIGURES, gated
+    from tightlip.commands import JSON
+
+    gate = Gate("compare", given, FIGURES, lambda record: gated(record["runs"]), record=JSON)
+    with shown_progress():
+        made = tightlip.compare(models, out=out, **given)
+    gate.judge(read_json(made.folder / JSON), lambda: show_comparison(made, terminal()))
+
+
+def show_comparison(made: "Comparison", console: Console) -> None:
+    """The table, the verdicts below it, and the way to the page."""
+    from tightlip.report.comparison.table import terminal_tables
+    from tightlip.report.comparison.words import headline, missing, tolerance_words, uncounted
+
+    sentence, weighing = headline(made.rows)
+    console.print(Text(sentence, style="bold"))
+    for line in (weighing, *made.notes):
+        console.print(Text(line))
+    for part in terminal_tables(made.rows, console.width):
+        console.print()
+        console.print(part)
+    console.print()
+    for row in made.rows:
+        words = " ".join(row["verdicts"])
+        if words:
+            console.print(Text.assemble((row["name"], "bold"), ": ", words))
+        if row["guarantee"]["insecure"]:
+            console.print(Text(f"{row['name']}: {row['guarantee']['insecure']}", style="bold red"))
+    tolerance = tolerance_words(made.matching.tolerance)
+    for reason in (tolerance, *uncounted(made.rows), *missing(made.rows)):
+        console.print(Text(reason, style="dim"))
+    name_page(made.page, console, "measure")

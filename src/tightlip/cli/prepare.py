@@ -8,17 +8,25 @@ import typer
 from rich.table import Table as RichTable
 
 import tightlip
-from tightlip.cli.flags import Device, KeepScan, existing, switch, with_settings
+from tightlip.cli import print_lines
+from tightlip.cli.flags import KeptScan, OnDevice, existing, switch, with_settings
 from tightlip.core.errors import UsageError
 from tightlip.core.figures import count, percent
-from tightlip.core.progress import shown_progress, terminal
-from tightlip.core.settings import names_in
+from tightlip.core.progress import shown_progress
+from tightlip.core.settings import names_in, split_settings
 from tightlip.corpus.prepare_config import PrepareConfig
 from tightlip.corpus.privacy_weights import WeightsConfig
 from tightlip.report.kit.table import Column, Row, Table, plain_row
 
+_SAYS_NOTHING = (("device", OnDevice.device), ("keep_scan", KeptScan.keep_scan))
 
-@with_settings(PrepareConfig, WeightsConfig)
+
+@with_settings(
+    *(OnDevice, KeptScan, PrepareConfig, WeightsConfig),
+    privacy_weights=switch(
+        "--privacy-weights", "Weigh each training document by its rarity, for adaptive DP."
+    ),
+)
 def prepare(
     corpus: Annotated[
         str,
@@ -26,23 +34,15 @@ def prepare(
     ],
     out: Annotated[Path, typer.Option(help="The prepared corpus' folder.")],
     given: dict[str, Any],
-    privacy_weights: Annotated[
-        bool,
-        switch(
-            "--privacy-weights",
-            text="Weigh each training document by its rarity, for adaptive DP.",
-        ),
-    ] = False,
-    device: Device = "auto",
-    keep_scan: KeepScan = True,
 ) -> None:
     """Prepare, and weigh where that is asked for."""
-    weighing = {name: given.pop(name) for name in names_in(WeightsConfig) if name in given}
+    privacy_weights = given.pop("privacy_weights", False)
+    names = names_in(WeightsConfig, OnDevice, KeptScan)
+    said = {name: given.pop(name) for name in names if name in given}
+    weighing = {n: said[n] for n in said if (n, said[n]) not in _SAYS_NOTHING}
     if privacy_weights:
-        WeightsConfig(**weighing)  # refused before any text is read
-    weighing |= {} if device == "auto" else {"device": device}
-    weighing |= {} if keep_scan else {"keep_scan": False}
-    if weighing and not privacy_weights:
+        split_settings(weighing, WeightsConfig, OnDevice, KeptScan)  # before any text is read
+    elif weighing:
         name, value = next(iter(weighing.items()))
         raise UsageError(
             f"{name}={str(value)!r} is for weighing documents, which is off. Add --privacy-weights, or leave it out."
@@ -50,21 +50,19 @@ def prepare(
     with shown_progress():
         prepared = tightlip.prepare(corpus, out, **given)
         weighed = tightlip.weigh(prepared, **weighing) if privacy_weights else None
-    console = terminal()
-    console.print(statistics_table(prepared.statistics))
-    for release in prepared.releases:
-        console.print(
-            f"Released: the {release['name']}, noise multiplier {release['noise_multiplier']:g} for each "
-            f"{release['unit']}, δ {release['delta']:g}. Preparing anew spends anew.",
-            soft_wrap=True,
-        )
-    console.print(f"Prepared: {prepared.folder}", soft_wrap=True)
+    lines: list[Any] = [statistics_table(prepared.statistics)]
+    lines += [
+        f"Released: the {release['name']}, noise multiplier {release['noise_multiplier']:g} for each "
+        f"{release['unit']}, δ {release['delta']:g}. Preparing anew spends anew."
+        for release in prepared.releases
+    ]
+    lines.append(f"Prepared: {prepared.folder}")
     if weighed is not None:
         from tightlip.report.weights import lines_about
 
-        for line in lines_about(weighed.info, weighed.rho, weighed.log_perplexities):
-            console.print(line, soft_wrap=True)
-        console.print(f"Weights: {prepared.folder / 'weights' / 'weights.html'}", soft_wrap=True)
+        lines += lines_about(weighed.info, weighed.rho, weighed.log_perplexities)
+        lines.append(f"Weights: {prepared.folder / 'weights' / 'weights.html'}")
+    print_lines(lines)
 
 
 def statistics_table(statistics: dict[str, Any]) -> RichTable:

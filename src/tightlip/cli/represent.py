@@ -12,7 +12,7 @@ from rich.text import Text
 
 import tightlip
 from tightlip.cli import name_page, print_json, say
-from tightlip.cli.flags import Device, Json, existing, parsed, switch, with_settings
+from tightlip.cli.flags import Json, OnDevice, existing, switch, with_settings
 from tightlip.cli.gates import Gate, GateSettings
 from tightlip.core.errors import UsageError
 from tightlip.core.figures import rounded_up
@@ -59,10 +59,9 @@ def train(
     ] = None,
 ) -> None:
     """Train, and say what was learnt and what a vector promises."""
-    settings = parsed([RepresentSettings], given)
     kinds = (RepresentSettings, ColumnSettings, RepresentOptions)
-    *_, options = split_settings(settings, *kinds)  # refused here, nobody waits for torch
-    own = {name: settings[name] for name in settings if name not in names_in(RepresentOptions)}
+    *_, options = split_settings(given, *kinds)  # refused here, nobody waits for torch
+    own = {name: given[name] for name in given if name not in names_in(RepresentOptions)}
     with shown_progress():
         done = tightlip.represent_train(corpus, out, seeds=seeds, options=options, **own)
     several = hasattr(done, "runs")
@@ -93,13 +92,14 @@ def _over_seeds(done: Any) -> Iterator[str]:
     yield f"over {len(done.runs)} seeds: mean, and standard deviation between them"
 
 
+@with_settings(onnx=switch("--onnx", "Write an ONNX file."))
 def export(
     device_half: DeviceHalf,
-    onnx: Annotated[bool, switch("--onnx", text="Write an ONNX file.")] = False,
+    given: dict[str, Any],
     out: Annotated[Path | None, typer.Option(help="The file to write; DEVICE/device.onnx.")] = None,
 ) -> None:
     """Write the device's extractor for another runtime."""
-    if not onnx:
+    if not given:
         raise UsageError("Nothing says what to export to. Add --onnx.")
     with claimed(out or device_half / "device.onnx"):
         path = tightlip.represent_export(device_half, out=out)
@@ -166,7 +166,7 @@ def _mechanism(record: dict[str, Any]) -> str:
     return f"{record['mechanism']}, {record['dimensions']} dimensions, {letter} = {record['noise_scale']:.6g}{words}"
 
 
-@with_settings(EncodeSettings, EncodingOptions, ColumnSettings)
+@with_settings(OnDevice, EncodeSettings, EncodingOptions, ColumnSettings)
 def encode(
     device_half: DeviceHalf,
     texts: Annotated[
@@ -175,11 +175,11 @@ def encode(
     ],
     out: Annotated[Path, typer.Option(help="The file of vectors to write, vectors.parquet.")],
     given: dict[str, Any],
-    device: Device = "auto",
 ) -> None:
     """Encode, and say what was released."""
+    on = given.pop("device", OnDevice.device)
     with claimed(out), shown_progress():
-        encoded = tightlip.represent_encode(device_half, texts, out=out, on=device, **given)
+        encoded = tightlip.represent_encode(device_half, texts, out=out, on=on, **given)
     _show_encoded(encoded, out)
 
 
@@ -242,55 +242,48 @@ def classify(
         say(f"The labels: {out}")
 
 
-@with_settings(AttackSettings, EncodingOptions, GateSettings)
+@with_settings(
+    *(OnDevice, AttackSettings, EncodingOptions, GateSettings),
+    again=switch("--again", "Measure anew what RUN/attack.json already answers."),
+)
 def attack(
     runs: Annotated[
         list[Path],
         existing(typer.Argument, "RUN", "Runs of tightlip represent train, or folders of seeds."),
     ],
-    given: dict[str, Any],
     out: Annotated[
         Path | None,
         typer.Option(
             help="A folder for attack.json and report.html; RUN itself, or attacks for several runs."
         ),
     ] = None,
-    again: Annotated[
-        bool, switch("--again", text="Measure anew what RUN/attack.json already answers.")
-    ] = False,
-    device: Device = "auto",
+    *,
+    given: dict[str, Any],
 ) -> None:
     """Attack, and say what was read."""
     from tightlip.vectors.attack_runs import FIGURES, RESULT, gated
 
     gate = Gate("represent attack", given, FIGURES, lambda r: gated(r["runs"]), record=RESULT)
     with shown_progress():
-        report = tightlip.represent_attack(
-            runs,
-            out=out,
-            again=again,
-            device=device,
-            **parsed([AttackSettings], given),
-        )
+        report = tightlip.represent_attack(runs, out=out, **given)
     gate.judge(read_json(report.folder / RESULT), lambda: show(report, terminal()))
 
 
 def show(report: "AttackReport", console: Console) -> None:
     """The headline, what was found in each run, the table, and the way to the page."""
-    from tightlip.report.vectors.table import terminal_tables
-    from tightlip.report.vectors.words import columns_of, findings, headline, notes_of
+    from tightlip.report.vectors import words
 
-    columns = columns_of(report.results)
-    console.print(Text(headline(report.results), style="bold"))
+    columns = words.columns_of(report.results)
+    console.print(Text(words.headline(report.results), style="bold"))
     for column in columns:
         prefix = f"{column.name}: " if len(columns) > 1 else ""
-        for sentence in findings(column.first):
+        for sentence in words.findings(column.first):
             console.print(Text(prefix + sentence))
-    for table in terminal_tables(columns, console.width):
+    for table in words.terminal_tables(columns, console.width):
         console.print()
         console.print(table)
     console.print()
-    notes = notes_of(report.results)
+    notes = words.notes_of(report.results)
     if report.num_kept:
         notes.append(
             f"{report.num_kept} of {len(report.results)} runs were measured before; --again measures them anew."

@@ -38,7 +38,7 @@ from prompt_toolkit.styles import Style
 
 import tightlip
 from tightlip.audit.settings import TabConfig
-from tightlip.cli.flags import Device, Model, existing, with_settings
+from tightlip.cli.flags import Model, OnDevice, path_flag, with_settings
 from tightlip.core.errors import TightlipError, UsageError
 from tightlip.core.figures import counted
 from tightlip.core.progress import harmless
@@ -54,31 +54,26 @@ PAUSE_SECONDS = 0.03
 MOST_MARKS_SHOWN = 4
 
 
-@with_settings(TabConfig, ModelSettings)
+@with_settings(
+    *(OnDevice, TabConfig, ModelSettings),
+    report=path_flag("REPORT", "The folder of a tightlip audit. For a run: RUN/audit, if there."),
+)
 def tab(
     model: Model,
     given: dict[str, Any],
-    report: Annotated[
-        Path | None,
-        existing(
-            typer.Option,
-            "REPORT",
-            "The folder of a tightlip audit. For a run: RUN/audit, if there.",
-        ),
-    ] = None,
     prompt: Annotated[
         list[str] | None,
         typer.Option(help="Complete this and exit. May be given again.", metavar="TEXT"),
     ] = None,
-    device: Device = "auto",
 ) -> None:
     """Type, press TAB, and see whose words the model completes."""
-    if report is not None and not report.is_dir():
+    report = given.get("report")
+    if report is not None and not Path(report).is_dir():
         raise UsageError(f"--report {report} is not a folder. Give one that tightlip audit wrote.")
     is_terminal = prompt is None and in_a_terminal()
     if is_terminal:
         print("Reading the model…", end="\r", file=sys.stderr, flush=True)
-    opened = tightlip.open_tab(model, report=report, device=device, **given)
+    opened = tightlip.open_tab(model, **given)
     if is_terminal:
         converse(opened, watched(opened))
         return

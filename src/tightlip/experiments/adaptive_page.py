@@ -15,13 +15,13 @@ from tightlip.experiments.adaptive_tables import (
     WAYS,
     Row,
     epsilon_words,
-    find,
     findings,
     groups,
     headline,
     is_cut_short,
     name_of,
     noise_levels,
+    private_runs,
     promise_words,
     repetitions,
     steps_words,
@@ -231,8 +231,7 @@ def _plots(section: dict[str, Any]) -> list[tuple[str, str, Markup]]:
     sigma = next(iter(noise_levels(section)), None)
     if sigma is None:
         return []
-    runs = [find(section["rows"], mode, sigma, "equal epsilon") for mode in list(WAYS)[1:]]
-    private = [row for row in runs if row is not None]
+    private = private_runs(section["rows"], sigma, "equal epsilon")
     every = [section["rows"][0], *private]
     at = f"At the ε of DP at σ {sigma:g}"
     exposed = _exposures(every, repetitions(section))

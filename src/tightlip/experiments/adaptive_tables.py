@@ -89,9 +89,14 @@ def groups(section: dict[str, Any]) -> Iterator[tuple[str, str, list[Row]]]:
     yield "Without noise", "no noise", [row for row in rows if row["mode"] == "none"]
     for kind in ("same noise", "equal epsilon"):
         for sigma in noise_levels(section):
-            runs = [find(rows, mode, sigma, kind) for mode in WAYS if mode != "none"]
-            known = [row for row in runs if row is not None]
+            known = private_runs(rows, sigma, kind)
             yield _heading(kind, sigma, known), kind, known
+
+
+def private_runs(rows: Sequence[Row], sigma: float, kind: str) -> list[Row]:
+    """The run of each way but that without noise, as far as there are any."""
+    runs = [find(rows, mode, sigma, kind) for mode in WAYS if mode != "none"]
+    return [row for row in runs if row is not None]
 
 
 def noise_levels(section: dict[str, Any]) -> list[float]:
@@ -160,10 +165,9 @@ def headline(result: dict[str, Any]) -> str:
     ratios = equal_ratios(section)
     if not ratios:
         return "Adaptive differential privacy beside plain."
-    best = min(ratios.values())
+    best, way = min((ratio, way) for way, ratio in ratios.items())
     if best > 0.97:
         return "At equal ε, the weights buy no perplexity."
-    way = next(name for name, ratio in ratios.items() if ratio == best)
     return f"At equal ε, {way} has {1 - best:.0%} less perplexity than plain DP."
 
 

@@ -19,10 +19,9 @@ CONFIGURATION_TABLE = "transformers.models.auto.configuration_auto"
 _CONFIGURATIONS = ("LSTMConfig", "GRUConfig", "TransformerConfig", "WordEncoderConfig")
 _NAMES_IN = {
     "configurations": _CONFIGURATIONS,
-    "recurrent": ("LSTMModel", "LSTMForCausalLM", "GRUModel", "GRUForCausalLM"),
+    "recurrent": ("LSTMModel", "LSTMForCausalLM", "GRUModel", "GRUForCausalLM", "RecurrentState"),
     "transformer": ("TransformerModel", "TransformerForCausalLM"),
     "encoders": ("WordEncoder", "load_encoder"),
-    "states": ("RecurrentState",),
     "loading": ("load_causal_lm", "load_tokenizer"),
     "fingerprints": ("model_fingerprint", "state_fingerprint"),
 }
@@ -103,24 +102,13 @@ class TableWatcher(importlib.abc.MetaPathFinder):
         # Stepping aside first keeps the search below from finding this watcher again.
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)
-        if spec is not None and spec.loader is not None:
-            spec.loader = LoaderThatRegisters(spec.loader)
+        loader: Any = None if spec is None else spec.loader
+
+        def exec_module(module: ModuleType) -> None:
+            del loader.exec_module  # from here on it is its own again, for reloading too
+            loader.exec_module(module)
+            register_configurations()
+
+        if loader is not None:
+            loader.exec_module = exec_module
         return spec
-
-
-class LoaderThatRegisters(importlib.abc.Loader):
-    """Loads a module as its own loader would, then registers our configurations."""
-
-    def __init__(self, loader: Any) -> None:
-        self.loader = loader
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        return self.loader.create_module(spec)
-
-    def exec_module(self, module: ModuleType) -> None:
-        self.loader.exec_module(module)
-        # From here on the module is an ordinary one, for inspect and for reloading.
-        module.__loader__ = self.loader
-        if module.__spec__ is not None:
-            module.__spec__.loader = self.loader
-        register_configurations()

@@ -8,14 +8,13 @@ weights come from safetensors alone.
 import hashlib
 import re
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForCausalLM
@@ -23,14 +22,14 @@ from transformers import AutoModelForCausalLM
 from tightlip.core.checksums import checked
 from tightlip.core.errors import UsageError
 from tightlip.core.files import read_json
-from tightlip.models.checks import check_size, usage_errors, without_memory
+from tightlip.models.checks import check_size, first_of, usage_errors, without_memory
 from tightlip.models.folders import (
     ADAPTER_CONFIG,
     adapters_in,
-    check_weight_files,
     has_tokenizer,
     is_adapter,
     refuse_odd_files,
+    shapes_in,
     stored_shapes,
 )
 from tightlip.models.gguf import gguf_file
@@ -166,16 +165,11 @@ class Adapter:
         ):
             if keys:
                 raise UsageError(
-                    f"The adapter in {self.folder} {what}: {_first_of(keys)}. Every result would be of another model. Give "
+                    f"The adapter in {self.folder} {what}: {first_of(keys)}. Every result would be of another model. Give "
                     f"the base it was trained on (here {self.base}) with --base, or save it again with save_pretrained."
                 )
         alone = leaves_base_alone(self.written) and not is_resized and not whole
         return Adapter(**vars(self) | {"shares_base": alone})
-
-
-def _first_of(keys: Iterable[str]) -> str:
-    names = sorted(keys)
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def leaves_base_alone(settings: dict[str, Any]) -> bool:
@@ -252,7 +246,6 @@ def _check_base(folder: Path, base: Path) -> None:
         kind = "an adapter itself" if is_adapter(base) else "a GGUF file"
         raise UsageError(f"{base} is {kind}, and {folder} needs a model's folder as its base.")
     config = read_configuration(base)
-    check_weight_files(base)
     check_size(base, AutoModelForCausalLM, config, stored_shapes(base))
 
 
@@ -297,13 +290,7 @@ def _stored_shapes(folder: Path) -> dict[str, list[int]]:
                 "load it with peft and save it again with save_pretrained, which writes safetensors."
             )
         raise UsageError(f"{folder} has no {WEIGHTS}. Save the adapter with save_pretrained.")
-    try:
-        with safe_open(str(checked(path)), framework="pt") as file:
-            return {key: file.get_slice(key).get_shape() for key in file.keys()}  # noqa: SIM118
-    except (SafetensorError, OSError) as error:
-        raise UsageError(
-            f"{path} is not a whole safetensors file ({error}). Copy or download the adapter again."
-        ) from error
+    return shapes_in(checked(path), of="adapter")
 
 
 def _peft_config(adapter: Adapter, modules: list[str]) -> Any:

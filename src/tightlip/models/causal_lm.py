@@ -101,7 +101,10 @@ class CausalLM(PreTrainedModel, GenerationMixin):
             position_ids=position_ids,
             return_dict=True,
         )
-        logits_BTV = self.lm_head(kept_positions(outputs.last_hidden_state, logits_to_keep))
+        # The last so many positions (all for 0), or those that a tensor names.
+        last = isinstance(logits_to_keep, int)
+        kept = slice(-logits_to_keep, None) if last else logits_to_keep
+        logits_BTV = self.lm_head(outputs.last_hidden_state[:, kept])
         loss = None
         if labels is not None:
             loss = self.loss_function(
@@ -125,13 +128,6 @@ def embedded(
             f"Exactly one of input_ids and inputs_embeds is needed; {given} came. Pass one."
         )
     return inputs_embeds if input_ids is None else embedding(input_ids)
-
-
-def kept_positions(hidden_BTH: Tensor, logits_to_keep: int | Tensor) -> Tensor:
-    """The last `logits_to_keep` positions (all for 0), or those a one-dimensional tensor names."""
-    if isinstance(logits_to_keep, int):
-        return hidden_BTH[:, -logits_to_keep:]
-    return hidden_BTH[:, logits_to_keep]
 
 
 def is_filled(parameter: nn.Parameter) -> bool:

@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from pathlib import Path
@@ -163,15 +163,18 @@ def without_memory() -> Iterator[None]:
 
 def check_all_weights_came(folder: Path, info: dict[str, Any]) -> None:
     """Refuse a checkpoint that transformers had to complete with random numbers."""
-    missing = sorted(info["missing_keys"])
-    mismatched = sorted(entry[0] for entry in info["mismatched_keys"])
-    for keys, what in ((missing, "lacks"), (mismatched, "has in another shape")):
+    mismatched = [entry[0] for entry in info["mismatched_keys"]]
+    for keys, what in ((info["missing_keys"], "lacks"), (mismatched, "has in another shape")):
         if keys:
-            shown = ", ".join(keys[:3]) + (f" and {len(keys) - 3} more" if len(keys) > 3 else "")
             raise UsageError(
-                f"The checkpoint in {folder} {what} weights that its config.json asks for: {shown}. They would be random "
+                f"The checkpoint in {folder} {what} weights that its config.json asks for: {first_of(keys)}. They would be random "
                 "numbers, and so would every result. Save model and configuration together with save_pretrained."
             )
+
+
+def first_of(keys: Iterable[str]) -> str:
+    names = sorted(keys)
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def check_causal(folder: Path, model: PreTrainedModel) -> None:

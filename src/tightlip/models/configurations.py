@@ -173,8 +173,15 @@ def fill(
     """
     from tightlip.models import register_models
 
-    check_sizes(**sizes)
-    check_dropout(dropout)
+    for name, size in sizes.items():
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise UsageError(
+                f"{name}={size!r} is not a size: it must be a whole number of at least 1. Use {name}=1 or more."
+            )
+    if not 0.0 <= dropout < 1.0:
+        raise UsageError(
+            f"dropout={dropout} is not a share that leaves anything over. Use a dropout of at least 0 and below 1."
+        )
     last = {name: others.pop(name, default) for name, default in SET_LAST.items()}
     _set(config, {**sizes, "dropout": dropout, **settings})
     PreTrainedConfig.__init__(config, **others)
@@ -185,18 +192,3 @@ def fill(
 def _set(config: PreTrainedConfig, values: dict[str, Any]) -> None:
     for name, value in values.items():
         setattr(config, name, value)
-
-
-def check_sizes(**sizes: int) -> None:
-    for name, size in sizes.items():
-        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            raise UsageError(
-                f"{name}={size!r} is not a size: it must be a whole number of at least 1. Use {name}=1 or more."
-            )
-
-
-def check_dropout(dropout: float) -> None:
-    if not 0.0 <= dropout < 1.0:
-        raise UsageError(
-            f"dropout={dropout} is not a share that leaves anything over. Use a dropout of at least 0 and below 1."
-        )

@@ -91,30 +91,27 @@ def _refuse_what_holds_models(folder: Path) -> None:
         )
 
 
-def check_weight_files(folder: Path) -> None:
-    """Every weight file is there, is safetensors and is whole."""
+def stored_shapes(folder: Path) -> list[list[int]]:
+    """The shape of every weight; refused where a file is missing, not safetensors or not whole."""
+    shapes: list[list[int]] = []
     for name in weight_file_names(folder):
-        path = folder / name
-        if not path.is_file():
+        if not (folder / name).is_file():
             raise UsageError(
                 f"{folder}/{INDEX} names {name}, which is missing. Copy or download the model again."
             )
-        try:
-            with safe_open(str(path), framework="pt"):
-                pass
-        except (SafetensorError, OSError) as error:
-            raise UsageError(
-                f"{path} is not a whole safetensors file ({error}). Copy or download the model again."
-            ) from error
-
-
-def stored_shapes(folder: Path) -> list[list[int]]:
-    """The shape of every weight, by the headers of the files alone."""
-    shapes = []
-    for name in weight_file_names(folder):
-        with safe_open(str(folder / name), framework="pt") as file:
-            shapes += [file.get_slice(key).get_shape() for key in file.keys()]  # noqa: SIM118
+        shapes += shapes_in(folder / name, of="model").values()
     return shapes
+
+
+def shapes_in(path: Path, *, of: str) -> dict[str, list[int]]:
+    """The shape of every tensor in a file, by its header alone."""
+    try:
+        with safe_open(str(path), framework="pt") as file:
+            return {key: file.get_slice(key).get_shape() for key in file.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError) as error:
+        raise UsageError(
+            f"{path} is not a whole safetensors file ({error}). Copy or download the {of} again."
+        ) from error
 
 
 def weight_file_names(folder: Path) -> list[str]:

@@ -36,7 +36,6 @@ from tightlip.models.checks import (
 from tightlip.models.folders import (
     TOKENIZER_FILES,
     check_folder,
-    check_weight_files,
     has_tokenizer,
     is_adapter,
     read_config,
@@ -78,10 +77,8 @@ def load_causal_lm(
     folder = Path(folder)
     register_configurations()
     if (file := gguf_file(folder)) is None:
-        bits = None
-        if quantize is not None:
-            bits = quantisation(quantize, folder, dtype, threshold=int8_threshold)
-        model, info = _from_folder(folder, dtype, device, quantize, bits, device_map, max_memory)
+        how = quantize, int8_threshold, device_map, max_memory
+        model, info = _from_folder(folder, dtype, device, *how)
     else:
         check_plain(f"{folder} is a GGUF file", quantize, device_map)
         model, info = load_gguf(file, dtype)
@@ -114,21 +111,22 @@ def _from_folder(
     dtype: torch.dtype | None,
     device: str | torch.device,
     quantize: str | None,
-    bits: Any,
+    int8_threshold: float,
     device_map: str | None,
     max_memory: dict[int | str, int | str] | None,
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
+    placing: dict[str, Any] = {}
+    if quantize is not None:
+        bits = quantisation(quantize, folder, dtype, threshold=int8_threshold)
+        placing["quantization_config"] = bits
     config = read_configuration(folder)
     if config.is_encoder_decoder or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise UsageError(
             f"{folder} holds a '{config.model_type}' model, which does not predict the next token from those before. "
             "Give a decoder-only language model such as GPT-2, Llama or one that tightlip trained."
         )
-    placing: dict[str, Any] = {}
     if is_quantised_as(folder, quantize):
         placing["device_map"] = {"": device}  # such weights cannot all be moved afterwards
-    if bits is not None:
-        placing["quantization_config"] = bits
     offloaded = None
     if device_map is not None:
         if find_spec("accelerate") is None:
@@ -150,7 +148,6 @@ def read_weights(
     **placing: Any,
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
     """The model of this configuration with the folder's weights, and which of them were missing."""
-    check_weight_files(folder)
     check_size(folder, auto_class, config, stored_shapes(folder))
     with without_progress_bar(), without_fetched_kernels(), usage_errors(folder):
         return auto_class.from_pretrained(

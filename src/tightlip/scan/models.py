@@ -27,7 +27,7 @@ from tightlip.models.adapters import (
     without_wrapper,
 )
 from tightlip.models.fingerprints import files_fingerprint, model_fingerprint, state_fingerprint
-from tightlip.models.folders import check_weight_files, has_tokenizer, is_adapter
+from tightlip.models.folders import has_tokenizer, is_adapter, stored_shapes
 from tightlip.models.gguf import gguf_file
 from tightlip.models.loading import (
     is_quantised_as,
@@ -299,7 +299,7 @@ def _from_disk(folder: Path, options: ScanOptions, tokenizer: Any, name: str | N
     device, is_gguf = usable_device(options.device), gguf_file(folder) is not None
     config = None if is_gguf else read_configuration(folder)
     if not is_gguf:
-        check_weight_files(folder)
+        stored_shapes(folder)
         is_quantised_as(folder, options.quantize)
 
     def load(adapted: Any = None) -> Any:
@@ -315,9 +315,8 @@ def _from_disk(folder: Path, options: ScanOptions, tokenizer: Any, name: str | N
         )
 
     # A checkpoint of a Trainer may have its tokenizer beside it only.
-    beside = (
-        folder if is_gguf or has_tokenizer(folder) or not _is_checkpoint(folder) else folder.parent
-    )
+    is_checkpoint = folder.name.startswith("checkpoint-")
+    beside = folder if is_gguf or has_tokenizer(folder) or not is_checkpoint else folder.parent
     return OpenedModel(
         name=name or str(folder),
         tokenizer=_tokenizer(tokenizer or beside),
@@ -334,10 +333,6 @@ def _from_disk(folder: Path, options: ScanOptions, tokenizer: Any, name: str | N
 
 def _is_own(config: Any) -> bool:
     return str(getattr(config, "model_type", "")).startswith("tightlip_")
-
-
-def _is_checkpoint(folder: Path) -> bool:
-    return folder.name.startswith("checkpoint-")
 
 
 def served(files: str, options: ScanOptions) -> str:

@@ -4,7 +4,6 @@ Rows of like length share a batch. The output layer is applied to a few hundred 
 time and its logits are reduced at once, so no batch of full logits is ever kept.
 """
 
-import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,11 +14,10 @@ import torch
 
 from tightlip.core.devices import device_of, looks_ahead, rounding_tolerance
 from tightlip.core.errors import UsageError
+from tightlip.core.progress import log
 from tightlip.models.quantised import rounding_of
 from tightlip.scan.scoring import score_logits
 from tightlip.scan.store import NOT_SCORED
-
-log = logging.getLogger("tightlip")
 
 DEFAULT_WINDOW = 2048  # for models that name no limit and carry no state of ours
 RECURRENT_CHUNK = 1024

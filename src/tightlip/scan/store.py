@@ -92,7 +92,14 @@ class ScanStore:
         description: str,
     ) -> ScannedCorpus:
         """The scan of `corpus` under `key`; `open_scan` is called once a shard is missing."""
-        whole_key = _whole_key(key, corpus)
+        whole_key = {
+            **key,
+            "corpus": corpus.corpus_fingerprint,
+            "tokenizer": corpus.tokenizer_fingerprint,
+            "num_tokens": corpus.num_tokens,
+            "shard_tokens": SHARD_TOKENS,
+            "format": FORMAT,
+        }
         name = _digest(whole_key)
         own = self.folder / name
         others = [place / name for place in self.beside if _is_of(place / name, whole_key)]
@@ -142,17 +149,6 @@ def remove_scans(folder: Path) -> None:
             shutil.rmtree(path, ignore_errors=True)
     if folder.is_dir() and not any(folder.iterdir()):
         folder.rmdir()
-
-
-def _whole_key(key: Mapping[str, Any], corpus: TokenizedCorpus) -> dict[str, Any]:
-    return {
-        **key,
-        "corpus": corpus.corpus_fingerprint,
-        "tokenizer": corpus.tokenizer_fingerprint,
-        "num_tokens": corpus.num_tokens,
-        "shard_tokens": SHARD_TOKENS,
-        "format": FORMAT,
-    }
 
 
 def _digest(key: Mapping[str, Any]) -> str:

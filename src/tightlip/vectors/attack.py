@@ -241,10 +241,6 @@ def flat_places(vectors: np.ndarray, *, seed: int) -> np.ndarray | None:
         perplexity=min(30.0, (len(vectors) - 1) / 3),
         random_state=seed,
     )
-    return between_0_and_1(placed.fit_transform(vectors))[place_of.reshape(-1)]
-
-
-def between_0_and_1(places: np.ndarray) -> np.ndarray:
-    """The same picture, each axis stretched to fill its frame."""
-    low, high = places.min(axis=0), places.max(axis=0)
-    return np.round((places - low) / np.where(high > low, high - low, 1), 4)
+    places = placed.fit_transform(vectors)
+    low, high = places.min(axis=0), places.max(axis=0)  # each axis fills its frame
+    return np.round((places - low) / np.where(high > low, high - low, 1), 4)[place_of.reshape(-1)]

@@ -20,7 +20,7 @@ from tightlip.vectors.attack_figures import Target
 from tightlip.vectors.attackers import Parts, Releases
 from tightlip.vectors.categories import Categories, categories
 from tightlip.vectors.data import PARTS, Examples, read_columns, source_of_run
-from tightlip.vectors.device import Device
+from tightlip.vectors.encode import Device
 from tightlip.vectors.grid_noise import GridNoise
 from tightlip.vectors.halves import SERVER
 from tightlip.vectors.release import normalised, released

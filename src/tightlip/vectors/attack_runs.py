@@ -19,7 +19,7 @@ from tightlip.vectors.attack import attack
 from tightlip.vectors.attack_data import attack_input
 from tightlip.vectors.attackers import sklearn_part
 from tightlip.vectors.data import Examples, load_examples
-from tightlip.vectors.device import Device, load_device
+from tightlip.vectors.encode import Device, load_device
 from tightlip.vectors.guarantees import BARE, cost_record
 from tightlip.vectors.halves import DEVICE, SERVER, read_half
 from tightlip.vectors.settings import AttackSettings, EncodingOptions

@@ -2,27 +2,34 @@
 
 Words are masked, texts extracted, vectors normalised and perturbed inside the graph, as on a
 device later; the best epoch on the development texts is kept.
+
+A killed training goes on as if nothing had happened: `checkpoint/step-N/` holds tensors.safetensors
+and state.json, `checkpoint/best-N/` the weights of the best epoch so far: no pickle, so nothing in
+them can run. No random state is kept: order, masks, noise and dropout are functions of the seed
+and the step.
 """
 
 import math
 import shutil
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import Optimizer
 
+from tightlip.core import run_folder
+from tightlip.core.checksums import checked
 from tightlip.core.devices import usable_device
-from tightlip.core.errors import UsageError
-from tightlip.core.files import write_json
+from tightlip.core.errors import DamagedError, UsageError
+from tightlip.core.files import folder_written_whole, write_json
 from tightlip.core.progress import Task, held_interrupts, log, stopped_after, task
-from tightlip.core.run_folder import CHECKPOINT
-from tightlip.vectors import checkpoints
 from tightlip.vectors.batches import Batch, Batches, Scores, scores_of
 from tightlip.vectors.data import SPLIT, Examples, write_split
 from tightlip.vectors.extractors import make_extractor, to_device
@@ -39,9 +46,20 @@ from tightlip.vectors.release import normalised, training_noise
 from tightlip.vectors.settings import RepresentOptions, RepresentSettings
 
 METRICS = "metrics.json"
+_OPTIMIZER = "optimizer"
 WARMUP_SHARE = 0.1
 LARGEST_NORM = 1.0
 READERS_RATE = 2e-3
+
+
+@dataclass(kw_only=True)
+class Progress(run_folder.Moment):
+    """How far a training of vectors is."""
+
+    num_texts: int = 0
+    best_epoch: int = 0
+    best_loss_nats: float | None = None
+    epochs: list[dict[str, Any]] = field(default_factory=list)
 
 
 class Readers(nn.Module):
@@ -116,7 +134,7 @@ class Training:
         out: Path,
     ) -> None:
         self.settings, self.options = settings, options
-        self.out, self.kept = out, out / CHECKPOINT
+        self.out, self.kept = out, out / run_folder.CHECKPOINT
         self.device = torch.device(usable_device(options.device, bf16=options.bf16))
         self.examples, self.train = examples, examples.part("train")
         seed_step(settings.seed, -1, self.device)
@@ -160,7 +178,7 @@ class Training:
         self.optimizers = self._new_optimizers()
         # Frozen and unmasked, a text's vector is the same at every step.
         self.fixed = self._raw_once() if settings.freeze and not settings.dropout else None
-        self.progress = checkpoints.Progress()
+        self.progress = Progress()
         self.loss = torch.zeros((), device=self.device)
         self.clock = self.saved_at = time.monotonic()
 
@@ -190,7 +208,7 @@ class Training:
 
     def run(self) -> dict[str, Any]:
         """Train to the end and leave both halves; metrics.json comes last and marks it."""
-        self.progress = checkpoints.load_progress(self.kept, self.modules, self.optimizers)
+        self.progress = self.last_saved()
         log.info(self.described())
         with task("Training", self.num_steps) as bar, held_interrupts() as interruption:
             bar.advance(self.progress.step)
@@ -281,7 +299,7 @@ class Training:
             )
         if progress.best_loss_nats is None or dev.loss_nats < progress.best_loss_nats:
             progress.best_epoch, progress.best_loss_nats = epoch, dev.loss_nats
-            checkpoints.save_best(self.kept, epoch, self.modules)
+            self.save_best()
         line = {
             "epoch": epoch,
             "train_loss_nats": progress.loss_nats / max(1, progress.num_texts),
@@ -312,13 +330,51 @@ class Training:
         before, self.clock = self.clock, time.monotonic()
         self.progress.seconds += self.clock - before
 
+    @property
+    def best(self) -> Path:
+        """Where the weights of the best epoch so far are."""
+        return self.kept / f"best-{self.progress.best_epoch}"
+
+    def save_best(self) -> None:
+        """Keep the weights as they are; the ones before go with the next progress saved."""
+        shutil.rmtree(self.best, ignore_errors=True)
+        with folder_written_whole(self.best) as beside:
+            save_file(tensors_of(self.modules), beside / run_folder.TENSORS)
+
     def save(self) -> None:
+        """Make the checkpoint hold this moment, the best epoch's weights, and nothing else."""
         self.catch_up()
-        checkpoints.save_progress(self.kept, self.progress, self.modules, self.optimizers)
+        now = self.kept / f"step-{self.progress.step}-{len(self.progress.epochs)}"
+        if not now.exists():
+            tensors = tensors_of(self.modules)
+            for name, optimizer in self.optimizers.items():
+                remembered = run_folder.optimizer_tensors(optimizer)
+                tensors |= run_folder.prefixed(f"{_OPTIMIZER}.{name}", remembered)
+            run_folder.write_moment(now, tensors, self.progress)
+        run_folder.keep_only(self.kept, now, self.best)
         self.clock = self.saved_at = time.monotonic()
 
+    def last_saved(self) -> Progress:
+        """Bring everything back to the last moment saved; to the start where none was."""
+        states = run_folder.moments_in(self.kept, Progress)
+        if not states:
+            return Progress()
+        last = max(states, key=lambda path: (states[path].step, len(states[path].epochs)))
+        try:
+            checked(self.kept / f"best-{states[last].best_epoch}")
+        except DamagedError:
+            run_folder.set_aside(last)
+            return Progress()
+        tensors = load_file(last / run_folder.TENSORS)
+        weights = {key: t for key, t in tensors.items() if not key.startswith(f"{_OPTIMIZER}.")}
+        self.modules.load_state_dict(weights)
+        for name, optimizer in self.optimizers.items():
+            remembered = run_folder.part_of(tensors, f"{_OPTIMIZER}.{name}")
+            run_folder.load_optimizer_tensors(optimizer, remembered)
+        return states[last]
+
     def finish(self) -> dict[str, Any]:
-        checkpoints.load_best(self.kept, self.progress.best_epoch, self.modules)
+        self.modules.load_state_dict(load_file(self.best / run_folder.TENSORS))
         metrics = self.metrics()
         record = self.mechanism.record()
         self.extractor.eval().requires_grad_(True)
@@ -363,6 +419,11 @@ class Training:
             f"Training {self.settings.extractor} ({num:,} parameters, method {self.settings.method}) on {self.device}: "
             f"{len(self.train):,} texts, {self.num_steps:,} steps."
         )
+
+
+def tensors_of(modules: nn.Module) -> dict[str, Tensor]:
+    """All weights; copies, since safetensors refuses shared memory."""
+    return {name: tensor.detach().cpu().clone() for name, tensor in modules.state_dict().items()}
 
 
 def seed_step(seed: int, step: int, device: torch.device, *, stream: int = 0) -> None:

@@ -7,6 +7,7 @@ and gives `vector`, the raw pooled vector of each row. Masking, normalising and 
 import logging
 import warnings
 from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -152,8 +153,6 @@ def _runtime_errors(runtime: Any) -> tuple[type[BaseException], ...]:
 
 
 def _needed(name: str) -> Any:
-    from importlib import import_module
-
     try:
         return import_module(name)
     except ImportError as error:

@@ -9,8 +9,8 @@ from rich.console import Console
 from report.leakage.folders import by_text, redacted, row, write_folder
 from report.samples import Reader
 from tightlip.report.kit import render_page, write_page
-from tightlip.report.leakage.table import terminal_table
 from tightlip.report.leakage.tallies import tally_and_choose
+from tightlip.report.leakage.words import terminal_table
 
 LEAKS = {0: 0, 1: 0, 2: 2, 3: 3, 4: 4}  # the second is a part of the first
 SAID = [

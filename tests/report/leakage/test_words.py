@@ -7,8 +7,7 @@ from rich.console import Console
 
 from report.leakage.folders import sample_rows, sample_snapshots, summary_of, users_of
 from tightlip.core.figures import guarantee_words, number, percent
-from tightlip.report.leakage.table import snapshots_table, terminal_table
-from tightlip.report.leakage.words import summary_lines, verdict
+from tightlip.report.leakage.words import snapshots_table, summary_lines, terminal_table, verdict
 
 LEDGER = {
     "mechanism": "DP-SGD", "epsilon": 4.68, "delta": 1e-5, "unit": "user", "adjacency": "add or remove one user",

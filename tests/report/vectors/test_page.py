@@ -9,9 +9,15 @@ from rich.console import Console
 from report.samples import attacked_runs as runs
 from report.vectors.results import attribute, entities, fairness, figure, result, signed
 from tightlip.report.kit import render_page, write_page
-from tightlip.report.vectors.plots import curves, legend
-from tightlip.report.vectors.table import attack_table, terminal_tables
-from tightlip.report.vectors.words import columns_of, findings, headline, names_read
+from tightlip.report.vectors import curves, legend
+from tightlip.report.vectors.words import (
+    attack_table,
+    columns_of,
+    findings,
+    headline,
+    names_read,
+    terminal_tables,
+)
 
 
 def page_of(results, **others):

@@ -6,7 +6,6 @@ saw the secret ranks it anywhere, so its exposure is not 0: P(exposure > b) = 2^
 is 1.44 bits.
 """
 
-import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, asdict, dataclass
@@ -21,7 +20,7 @@ from tightlip.audit.measures import Audited, written_to
 from tightlip.audit.settings import ExposureConfig
 from tightlip.core.errors import UsageError
 from tightlip.core.gates import Known
-from tightlip.core.progress import task
+from tightlip.core.progress import log, task
 from tightlip.core.run_folder import RunRecord, is_run, open_run
 from tightlip.core.settings import split_settings, takes
 from tightlip.corpus.canaries import ALPHA, Canary, Planted, exposed_above_bits, read_canary_key
@@ -34,7 +33,6 @@ from tightlip.scan.models import OpenedModel, open_model
 from tightlip.scan.options import ModelSettings, ScanOptions
 from tightlip.scan.scanner import Scanner
 
-log = logging.getLogger("tightlip")
 Keys = str | Path | Sequence[str | Path]
 # float32 logits differ by about so much with the rows that share a batch: no preference.
 SAME_NATS = 2e-6

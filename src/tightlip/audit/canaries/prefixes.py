@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
-from tightlip.models.states import RecurrentState
+from tightlip.models.recurrent import RecurrentState
 from tightlip.scan.scanner import BATCH_TOKENS, Scanner
 
 LOGITS_AT_ONCE = {"cpu": 1 << 23, "cuda": 1 << 28}

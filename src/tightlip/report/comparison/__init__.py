@@ -1,26 +1,207 @@
-"""The comparison as one HTML file: no network, no script, no text and nobody's name."""
+"""The comparison as one HTML file: no network, no script, no text and nobody's name.
+
+Utility against leakage, and exposure by repetition, are drawn as SVG.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from tightlip.report.comparison.plots import (
-    exposure_scatter,
-    kind_of,
-    leaks_scatter,
-    num_undrawn,
-    repetition_plots,
-)
+from markupsafe import Markup
+
+from tightlip.core.figures import counted, number
 from tightlip.report.comparison.table import (
     RunFigures,
+    all_repetitions,
     comparison_table,
+    exposed_words,
+    exposure_at,
     membership_score,
     repetition_table,
     score_table,
 )
 from tightlip.report.comparison.words import headline, missing, tolerance_words, uncounted
+from tightlip.report.kit.plots import (
+    CHARACTER_WIDTH,
+    DOT,
+    Axis,
+    Box,
+    Labels,
+    Plot,
+    along,
+    count_axis,
+    draw_line,
+    linear_axis,
+    log_axis,
+)
+from tightlip.report.kit.words import NEVER_SAW_BITS
 
 SCORE_WORDS = {"loss": "the loss", "reference": "the loss beside the reference model's"}
+Point = tuple[RunFigures, float, str]  # a run, what it leaks, and that in words
+
+
+def kind_of(row: RunFigures) -> str:
+    if row["is_baseline"]:
+        return "base"
+    return "matched" if row["comparable"] else "other"
+
+
+def exposure_scatter(rows: Sequence[RunFigures], tolerance: float) -> Markup | None:
+    """Perplexity against the mean exposure of the most repeated canaries."""
+    points = []
+    for row in _on_one_scale(rows):
+        if row["exposure"]:
+            most = row["exposure"][-1]
+            words = f"{most['mean_bits']:.1f} bits at {most['repetitions']:,}×"
+            points.append((row, most["mean_bits"], words))
+    if not points:
+        return None
+    plot = _plot("Utility against exposure", "bits of exposure")
+    axis = linear_axis(max(3.0, *(bits for _, bits, _ in points)))
+    plot.y_axis(axis, "mean exposure, bits")
+    taken = _never_saw(plot, axis, "never saw them: 1.4")
+    _draw_points(plot, points, axis, rows, tolerance, taken)
+    return plot.svg()
+
+
+def leaks_scatter(rows: Sequence[RunFigures], tolerance: float) -> Markup | None:
+    """Perplexity against the number of leaks."""
+    points = [
+        (row, row["leaks"], counted(row["leaks"], "leak"))
+        for row in _on_one_scale(rows)
+        if row["leaks"] is not None
+    ]
+    if not points:
+        return None
+    plot = _plot("Utility against leaks", "leaks")
+    axis = count_axis(max(leaks for _, leaks, _ in points))
+    plot.y_axis(axis, "leaks")
+    _draw_points(plot, points, axis, rows, tolerance)
+    return plot.svg()
+
+
+def _on_one_scale(rows: Sequence[RunFigures]) -> list[RunFigures]:
+    """Runs whose perplexity was measured on the baseline's held-out text, in its tokens."""
+    return [row for row in rows if row["perplexity"] and row["same_held_out"]]
+
+
+def num_undrawn(rows: Sequence[RunFigures]) -> int:
+    """Runs that have no place on the axis of perplexity."""
+    return len(rows) - len(_on_one_scale(rows))
+
+
+def _plot(title: str, what: str) -> Plot:
+    return Plot(
+        title=title,
+        description=f"One mark for each run: validation perplexity across, {what} up. Lower left is better.",
+        width=430,
+        height=310,
+        right=14,
+    )
+
+
+def _draw_points(
+    plot: Plot,
+    points: list[Point],
+    y_axis: Axis,
+    rows: Sequence[RunFigures],
+    tolerance: float,
+    *taken: Box,
+) -> None:
+    perplexities = [row["perplexity"]["value"] for row, _, _ in points]
+    x_axis = _perplexity_axis(perplexities)
+    base = next((row for row in rows if row["is_baseline"]), None)
+    if base is not None and base["perplexity"]:
+        _draw_band(plot, x_axis, base["perplexity"]["value"], tolerance)
+    scale = " (log scale)" if x_axis.log else ""
+    plot.x_axis(x_axis, f"validation perplexity{scale}; further left is more useful")
+    places = [
+        (plot.x(x_axis.at(perplexity)), plot.y(y_axis.at(leak)))
+        for perplexity, (_, leak, _) in zip(perplexities, points, strict=True)
+    ]
+    labels = Labels(plot, places, *taken)
+    for (row, _, _), (x, y) in zip(points, places, strict=True):
+        labels.draw(row["name"], x, y)
+    for point, (x, y) in zip(points, places, strict=True):
+        _draw_mark(plot, point, x, y)
+
+
+def _perplexity_axis(values: list[float]) -> Axis:
+    low, high = min(values), max(values)
+    if low > 0 and high > 4 * low:
+        return log_axis(low * 0.85, high * 1.15)
+    room = 0.15 * max(high - low, 0.15 * high)
+    return linear_axis(high + room, low=max(0.0, low - room))
+
+
+def _draw_band(plot: Plot, axis: Axis, perplexity: float, tolerance: float) -> None:
+    """Where a run is as useful as the baseline."""
+    left, right = (plot.x(axis.at(perplexity * side)) for side in (1 - tolerance, 1 + tolerance))
+    tip = f"within {100 * tolerance:g}% of the baseline's perplexity"
+    plot.bar(left, max(right - left, 1.0), 1, "band", tip=tip)
+
+
+def _draw_mark(plot: Plot, point: Point, x: float, y: float) -> None:
+    row, _, words = point
+    perplexity = number(row["perplexity"]["value"])
+    tip = f"{row['name']}: validation perplexity {perplexity}, {words}"
+    if (kind := kind_of(row)) == "base":
+        left, top, size = x - DOT, y - DOT, 2 * DOT
+        plot.draw("rect", x=left, y=top, width=size, height=size, class_="run base", tip=tip)
+    else:
+        plot.draw("circle", cx=x, cy=y, r=DOT, class_=f"run {kind}", tip=tip)
+
+
+def _never_saw(plot: Plot, axis: Axis, words: str = "") -> Box:
+    """The exposure of a model that never saw a canary, and where the words above the line stand."""
+    height = plot.level(axis.at(NEVER_SAW_BITS), "chance")
+    plot.write(words, plot.left + 4, height - 4, "note")
+    return plot.left, plot.left + 4 + len(words) * CHARACTER_WIDTH, height - 14, height
+
+
+def repetition_plots(rows: Sequence[RunFigures]) -> list[tuple[RunFigures, Markup]]:
+    """For each run with canaries its exposure by repetition, the baseline's behind it."""
+    known = [row for row in rows if row["exposure"]]
+    if not known:
+        return []
+    highest = max(group["mean_bits"] for row in known for group in row["exposure"])
+    times = all_repetitions(known)
+    base = next((row for row in known if row["is_baseline"]), None)
+    return [(row, _repetition_plot(row, base, times, highest)) for row in known]
+
+
+def _repetition_plot(
+    row: RunFigures, base: RunFigures | None, times: list[int], highest: float
+) -> Markup:
+    plot = Plot(
+        title=f"Exposure by repetition: {row['name']}",
+        description="Mean exposure in bits of canaries planted once, and more often; the baseline behind it.",
+        width=270,
+        height=190,
+        left=44,
+    )
+    axis = linear_axis(max(highest, 3.0))
+    plot.y_axis(axis, "bits")
+    _never_saw(plot, axis)
+    if base is not None and base is not row:
+        draw_line(plot, _line(base, times, axis), "behind")
+    draw_line(plot, _line(row, times, axis), "own")
+    plot.x_labels([(along(one, times), f"{one:,}") for one in times], "times planted")
+    return plot.svg()
+
+
+def _line(row: RunFigures, times: list[int], axis: Axis) -> list[tuple[float, float, str]]:
+    groups = [exposure_at(row, one) for one in times]
+    return [
+        (along(group["repetitions"], times), axis.at(group["mean_bits"]), _tip(row, group))
+        for group in groups
+        if group is not None
+    ]
+
+
+def _tip(row: RunFigures, group: RunFigures) -> str:
+    times = counted(group["repetitions"], "time")
+    return f"{row['name']}, planted {times}: {group['mean_bits']:.1f} bits, {exposed_words(group)}"
 
 
 @dataclass(frozen=True, kw_only=True)

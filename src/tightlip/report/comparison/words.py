@@ -49,19 +49,18 @@ def headline(rows: Sequence[RunFigures]) -> tuple[str, str]:
     by_exposure = bool(base["exposure"])
     theirs = leak_of(base, by_exposure=by_exposure)
     matched = [
-        (leak.value, place, leak, row)
-        for place, row in enumerate(rows)
+        (leak, row)
+        for row in rows
         if row["comparable"] and row is not base
         if (leak := leak_of(row, by_exposure=by_exposure)) is not None
     ]
     if theirs is None or not matched:
         return _nothing_matched(rows, base)
-    ranked = [(leak, row) for _, _, leak, row in sorted(matched)]
-    if by_exposure:
-        sentence, more = _by_exposure(base, theirs, ranked)
-    else:
-        sentence, more = _by_counts(base, theirs, ranked)
-    return sentence, f"{more} {_left_out(rows)}".strip()
+    ranked = sorted(matched, key=lambda pair: pair[0].value)
+    sentence, more = (_by_exposure if by_exposure else _by_counts)(base, theirs, ranked)
+    others = [row["name"] for row in rows if not row["comparable"]]
+    left_out = f"Not comparable: {', '.join(others)}." if others else ""
+    return sentence, f"{more} {left_out}".strip()
 
 
 Ranked = list[tuple[Leak, RunFigures]]
@@ -145,11 +144,6 @@ def _nothing_matched(rows: Sequence[RunFigures], base: RunFigures) -> tuple[str,
         f"No model is comparable to {base['name']} at matched utility, so none can be called the quieter one.",
         f"{span}; a model that learnt less also gives away less.",
     )
-
-
-def _left_out(rows: Sequence[RunFigures]) -> str:
-    others = [row["name"] for row in rows if not row["comparable"]]
-    return f"Not comparable: {', '.join(others)}." if others else ""
 
 
 def missing(rows: Sequence[RunFigures]) -> list[str]:

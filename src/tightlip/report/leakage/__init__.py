@@ -13,13 +13,21 @@ from tightlip.core.files import read_json
 from tightlip.core.progress import harmless
 from tightlip.report.kit.table import Column
 from tightlip.report.leakage import plots
-from tightlip.report.leakage.rows import UNIQUE, Embedded, Users, cut_end, embed, read_users
-from tightlip.report.leakage.table import snapshot_figures
+from tightlip.report.leakage.rows import (
+    UNIQUE,
+    Embedded,
+    Users,
+    cut_end,
+    embed,
+    read_users,
+    safe_json,
+)
 from tightlip.report.leakage.tallies import Tally, tally_and_choose
 from tightlip.report.leakage.words import (
     NO_PUBLIC_MODEL,
     Line,
     by_role,
+    snapshot_figures,
     story,
     summary_lines,
     verdict,
@@ -54,7 +62,7 @@ class LeakagePage:
         return {
             "summary": summary,
             "version": summary["version"],
-            "data": Markup(rows.as_json()),
+            "data": Markup(safe_json(vars(rows))),
             **_opening(summary, tally, rows),
             **_plots(tally),
             **_tables(summary, tally, users, rows),

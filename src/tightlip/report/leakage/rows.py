@@ -15,10 +15,15 @@ from typing import Any
 
 import pyarrow.parquet as pq
 
-from tightlip.core.checksums import checked
 from tightlip.core.errors import UsageError
 from tightlip.core.files import damage_in_words
-from tightlip.report.leakage.tallies import BUFFER_BYTES, SINCE_0_2, open_sequences, read_owners
+from tightlip.report.leakage.tallies import (
+    SINCE_0_2,
+    batches,
+    open_sequences,
+    open_table,
+    read_owners,
+)
 
 SEQUENCE_CHARACTERS = 600
 CONTEXT_CHARACTERS = 280
@@ -84,9 +89,6 @@ class Embedded:
     owners: list[list[Any]]
     users: list[list[Any]]
 
-    def as_json(self) -> str:
-        return safe_json({"sequences": self.sequences, "owners": self.owners, "users": self.users})
-
 
 def embed(
     folder: Path, chosen: list[int], users: list[dict[str, Any]], *, redacted: bool
@@ -103,7 +105,8 @@ def embed(
     user_rows = [
         [
             _owner_place(owners, user["user"]),
-            *(_figure(user[name]) for name in _USER_FIGURES),
+            *(user[name] for name in _USER_FIGURES[:-1]),
+            plain_number(user["max_ratio"]),
             user.get("leaks"),
         ]
         for user in users
@@ -191,10 +194,6 @@ def _owner_place(owners: dict[str, int], name: str) -> int:
     return owners.setdefault(name, len(owners))
 
 
-def _figure(value: Any) -> Any:
-    return plain_number(value) if isinstance(value, float) else value
-
-
 @dataclass(frozen=True, kw_only=True)
 class Users:
     """The users who leak most, and what all of them come to."""
@@ -219,32 +218,26 @@ def read_users(folder: Path) -> Users:
             f"{folder} has no users.parquet. An older tightlip may have made it; run tightlip audit again."
         )
     worst: list[tuple[tuple[int, ...], dict[str, Any]]] = []
-    num_users = num_with_unique = num_unique = 0
-    with (
-        damage_in_words(path),
-        pq.ParquetFile(checked(path), buffer_size=BUFFER_BYTES, pre_buffer=False) as file,
-    ):
+    num_with_unique = num_unique = 0
+    with damage_in_words(path), open_table(path) as file:
         by_text = [name for name in _USER_BY_TEXT if name in file.schema_arrow.names]
-        for batch in file.iter_batches(
-            batch_size=1024, columns=["user", *_USER_FIGURES, *by_text], use_threads=False
-        ):
+        for start, batch in batches(file, ("user", *_USER_FIGURES, *by_text)):
             # What one wrote alone as tokens, others may have written as text.
             every = [
                 row | {"unique": row.get("unique_by_text", row["unique"])}
                 for row in batch.to_pylist()
             ]
-            rows = [(place, row) for place, row in enumerate(every, num_users) if row["unique"]]
+            rows = [(place, row) for place, row in enumerate(every, start) if row["unique"]]
             keyed = [(_leak_key(row, place), row) for place, row in rows]
             worst = heapq.nlargest(NUM_USERS, [*worst, *keyed], key=lambda pair: pair[0])
-            num_users += batch.num_rows
             num_with_unique += len(rows)
             num_unique += sum(row["unique"] for _, row in rows)
-    return Users(
-        worst=[row for _, row in worst],
-        num_users=num_users,
-        num_with_unique=num_with_unique,
-        num_unique=num_unique,
-    )
+        return Users(
+            worst=[row for _, row in worst],
+            num_users=file.metadata.num_rows,
+            num_with_unique=num_with_unique,
+            num_unique=num_unique,
+        )
 
 
 def _leak_key(row: dict[str, Any], place: int) -> tuple[int, ...]:

@@ -258,6 +258,10 @@ def open_sequences(folder: Path) -> pq.ParquetFile:
         raise UsageError(
             f"{folder} has no sequences.parquet, so it is not a leakage report. Make one with: tightlip audit MODEL CORPUS --out {folder}"
         )
+    return open_table(path)
+
+
+def open_table(path: Path) -> pq.ParquetFile:
     with damage_in_words(path):
         return pq.ParquetFile(checked(path), buffer_size=BUFFER_BYTES, pre_buffer=False)
 

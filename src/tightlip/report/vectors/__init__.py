@@ -1,17 +1,23 @@
-"""Attacks on private vectors as one HTML file: no network, no script, no text of anybody."""
+"""Attacks on private vectors as one HTML file: no network, no script, no text of anybody.
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+Its plots: curves over ε and μ, attackers side by side, and t-SNE pictures.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
+from markupsafe import Markup
+
 from tightlip.core.figures import count, number
+from tightlip.report.kit.plots import Axis, Labels, Plot, along, draw_line, linear_axis, short
 from tightlip.report.kit.table import Column, Table, plain_row
-from tightlip.report.kit.words import NONE, p_words, points_words, range_words, share_words
-from tightlip.report.vectors.plots import attacker_plot, curves, legend, pictures, tradeoff
-from tightlip.report.vectors.table import attack_table
+from tightlip.report.kit.words import NONE, Figure, p_words, points_words, range_words, share_words
 from tightlip.report.vectors.words import (
+    ATTACKER_NAMES,
     Result,
     RunColumn,
+    attack_table,
     columns_of,
     findings,
     headline,
@@ -24,6 +30,250 @@ from tightlip.report.vectors.words import (
 
 MOST_GROUPS = 12
 OPEN_RUNS = 2  # of more runs the details begin folded
+# A colour each in page.css; further values share the last.
+MOST_COLOURS = 6
+SERIES = (
+    ("main", "main-task accuracy", lambda r: r["main"]["all"]),
+    ("strongest", "1 − X, strongest on one vector", lambda r: _privacy(r, "strongest")),
+    ("averaged", "1 − X, averages of several", lambda r: _privacy(r, "averaged")),
+    ("majority", "1 − X, guessing", lambda r: _privacy(r, "majority")),
+)
+# Intervals at one ε stand beside each other, not on each other.
+ASIDE = {"main": -0.015, "averaged": 0.015}
+OF_RUNS: dict[str, Any] = {"width": 430, "height": 290, "left": 56}  # a plot of several runs
+Get = Callable[[Result], Figure | None]
+
+
+def _privacy(result: Result, name: str) -> Figure | None:
+    """1 - X, or 1 - F with a tuned threshold where names are all there is to hide."""
+    if result["privacy"]:
+        return (result["privacy"].get(name) or {}).get("all")
+    entities = result["entities"]
+    if not entities:
+        return None
+    if name == "majority":
+        return min(
+            (entities[one]["all"] for one in ("majority", "everywhere")), key=lambda f: f["value"]
+        )  # type: ignore[no-any-return]
+    attacker = entities["attackers"].get(name)
+    return None if attacker is None else attacker["all"]["one_minus_f_tuned"]
+
+
+def curves(columns: Sequence[RunColumn]) -> list[tuple[str, str, Markup]]:
+    """For each way of adding noise the curve over ε, and over μ, where there are two points."""
+    noisy = [column for column in columns if column.first["guarantee"].get("epsilon") is not None]
+    bare = [column for column in columns if column not in noisy]
+    drawn = []
+    for (mechanism, dropout), group in _grouped(noisy, "dropout", varies="epsilon"):
+        masked = f"{100 * dropout:g}% of words masked" if dropout else "no word masked"
+        curve = _curve(group, bare, "epsilon", "ε of the whole vector")
+        drawn.append(("Over ε", f"{mechanism}, {masked}", curve))
+    for (mechanism, epsilon), group in _grouped(noisy, "epsilon", varies="dropout"):
+        per = "of one coordinate" if mechanism == "laplace-as-published" else "of the vector"
+        curve = _curve(group, bare, "dropout", "share of words masked, μ")
+        drawn.append(("Over μ", f"{mechanism} at ε {epsilon:g} {per}", curve))
+    return drawn
+
+
+def _grouped(
+    columns: Sequence[RunColumn], fixed: str, *, varies: str
+) -> Iterator[tuple[tuple[str, float], list[RunColumn]]]:
+    """Runs of one mechanism and one `fixed` setting, where there are two points to draw."""
+    groups: dict[tuple[str, float], list[RunColumn]] = {}
+    for column in columns:
+        groups.setdefault((column.first["mechanism"], column.first[fixed]), []).append(column)
+    for key, group in groups.items():
+        if len({column.first[varies] for column in group}) > 1:
+            yield key, group
+
+
+def _curve(group: list[RunColumn], bare: list[RunColumn], varies: str, label: str) -> Markup:
+    """Utility and privacy along one parameter; runs without noise stand at the right."""
+    plot = Plot(
+        title=f"Main-task accuracy and empirical privacy over {label}",
+        description="Higher is better for both. Bars are 95% intervals.",
+        **OF_RUNS,
+    )
+    drawn = [column.figure(get) for column in [*group, *bare] for _, _, get in SERIES]
+    axis = _roomy(drawn)
+    plot.y_axis(axis, "share of test rows")
+    group = sorted(group, key=lambda column: _place(column, varies))
+    values = [_place(column, varies) for column in group]
+    use_log = varies == "epsilon" and min(values) > 0
+    shares = [along(value, values, log=use_log, end=0.8 if bare else 0.94) for value in values]
+    beyond = [0.8 + 0.16 * (n + 1) / len(bare) for n in range(len(bare))]
+    for kind, name, get in SERIES:
+        _series(plot, axis, list(zip(shares, group, strict=True)), kind, name, get)
+        for share, column in zip(beyond, bare, strict=True):
+            _series(plot, axis, [(share, column)], kind, name, get)
+    ticks = [
+        (share, short(float(f"{value:.3g}"))) for share, value in zip(shares, values, strict=True)
+    ]
+    called = {"none": "no noise", "adversarial": "advers."}
+    bare_names = [called.get(column.first["method"], "bare") for column in bare]
+    names = list(zip(beyond, bare_names, strict=True))
+    plot.x_labels(ticks + names, label)
+    return plot.svg()
+
+
+def _place(column: RunColumn, varies: str) -> float:
+    """The whole vector's ε, or the share of words masked."""
+    stated = column.first["guarantee"] if varies == "epsilon" else column.first
+    return float(stated[varies])
+
+
+def _series(
+    plot: Plot, axis: Axis, columns: list[tuple[float, RunColumn]], kind: str, name: str, get: Get
+) -> None:
+    aside = ASIDE.get(kind, 0.0)
+    every = [(share + aside, column, column.figure(get)) for share, column in columns]
+    known = [(share, column, figure) for share, column, figure in every if figure is not None]
+    for share, _, figure in known:
+        _whisker(plot, plot.x(share), axis, figure, kind)
+    points = [
+        (share, axis.at(figure["value"]), _tip(column.name, column.first, name, figure))
+        for share, column, figure in known
+    ]
+    draw_line(plot, points, f"way-{kind}")
+
+
+def _tip(run: str, result: Result, name: str, figure: Figure) -> str:
+    ends = f" ({words})" if (words := range_words(figure)) else ""
+    return f"{run} ({setting_words(result)}), {name}: {share_words(figure)}{ends}"
+
+
+def _whisker(plot: Plot, x: float, axis: Axis, figure: Figure, kind: str) -> None:
+    low, high = figure["low"], figure["high"]
+    if figure.get("spread") is not None:
+        low, high = (figure["value"] + side * figure["spread"] for side in (-1, 1))
+    if low is None:
+        return
+    bottom, top = (plot.y(axis.at(end)) for end in (low, high))
+    plot.draw("line", x1=x, x2=x, y1=bottom, y2=top, class_=f"whisker way-{kind}")
+
+
+def tradeoff(columns: Sequence[RunColumn]) -> Markup | None:
+    """Utility against privacy, a mark for each run: up and to the right is better."""
+    points = [
+        (column, column.figure(SERIES[0][2]), column.figure(SERIES[1][2])) for column in columns
+    ]
+    known = [(c, main, privacy) for c, main, privacy in points if main and privacy]
+    if len(known) < 2:
+        return None
+    plot = Plot(
+        title="Utility against empirical privacy",
+        description="Each run's main-task accuracy and 1 − X of the strongest attacker on one vector.",
+        right=22,
+        **OF_RUNS,
+    )
+    across = _roomy([main for _, main, _ in known], ("value",))
+    up = _roomy([privacy for _, _, privacy in known], ("value",))
+    plot.y_axis(up, "1 − X, strongest")
+    plot.x_axis(across, "main-task accuracy")
+    places = [
+        (plot.x(across.at(main["value"])), plot.y(up.at(privacy["value"])))
+        for _, main, privacy in known
+    ]
+    labels = Labels(plot, places)
+    for (column, main, privacy), (x, y) in zip(known, places, strict=True):
+        kind = "private" if column.first["guarantee"].get("epsilon") is not None else "open"
+        setting = setting_words(column.first)
+        tip = f"{column.name} ({setting}): main task {share_words(main)}, 1 − X {share_words(privacy)}"
+        plot.draw("circle", cx=x, cy=y, r=5, class_=f"run {kind}", tip=tip)
+        labels.draw(setting, x, y)
+    return plot.svg()
+
+
+def _roomy(
+    figures: Sequence[Figure | None], ends: Sequence[str] = ("value", "low", "high")
+) -> Axis:
+    """An axis in per cent with room around the figures, or around their intervals."""
+    every = [figure[end] for figure in figures if figure for end in ends]
+    values = [value for value in every if value is not None]
+    room = max(0.02, 0.15 * (max(values) - min(values)))
+    axis = linear_axis(min(1.0, max(values) + room), low=max(0.0, min(values) - room))
+    return replace(axis, ticks=[(value, f"{100 * value:g}%") for value, _ in axis.ticks])
+
+
+def attacker_plot(name: str, attribute: dict[str, Any]) -> Markup:
+    """Each attacker's accuracy with its interval, the majority's as a line."""
+    measured = {*attribute["attackers"]} - {"strongest"}
+    shown = [(who, label) for who, label in ATTACKER_NAMES.items() if who in measured]
+    plot = Plot(
+        title=f"Attackers on {name}",
+        description="Accuracy of each attacker with its 95% interval; the dashed line is guessing the commonest value.",
+        width=430,
+        height=60 + 28 * len(shown),
+        left=152,
+        right=22,
+    )
+    figures = [attribute["attackers"][who]["all"]["accuracy"] for who, _ in shown]
+    majority = attribute["majority"]["all"]
+    axis = _roomy([*figures, majority])
+    for value, _ in axis.ticks:
+        plot.upright(axis.at(value), "grid")
+    plot.x_axis(axis, "accuracy")
+    guessing = f"guessing the commonest value: {share_words(majority)}"
+    plot.upright(axis.at(majority["value"]), "mark", tip=guessing)
+    for place, ((who, label), figure) in enumerate(zip(shown, figures, strict=True)):
+        height = plot.y(1 - (place + 0.5) / len(shown))
+        strong = " strong" if who == attribute["strongest"] else ""
+        plot.write(label, plot.left - 9, height + 4, f"tick end{strong}")
+        tip = f"{label}: {share_words(figure)} ({range_words(figure) or 'no interval'})"
+        if figure["low"] is not None:
+            x1, x2 = (plot.x(axis.at(figure[end])) for end in ("low", "high"))
+            level: dict[str, Any] = {"x1": x1, "x2": x2, "y1": height, "y2": height}
+            plot.draw("line", **level, class_=f"whisker who-{who}", tip=tip)
+        x = plot.x(axis.at(figure["value"]))
+        plot.draw("circle", cx=x, cy=height, r=5, class_=f"who who-{who}", tip=tip)
+    return plot.svg()
+
+
+def pictures(result: Result, name: str) -> list[tuple[str, Markup]]:
+    """The test vectors in two dimensions before and after the noise, coloured by an attribute."""
+    picture = result["picture"]
+    if picture is None:
+        return []
+    codes, names = picture["codes"][name], value_names(result["attributes"][name])
+    return [
+        (title, _scatter(f"{name}, {title}", picture[key], codes, names))
+        for title, key in _titles(result)
+    ]
+
+
+def _titles(result: Result) -> list[tuple[str, str]]:
+    """What each picture shows; vectors that are released bare have one."""
+    if result["mechanism"] == "none":
+        masked = [("with words masked", "after")] if result["dropout"] else []
+        return [("without noise", "before"), *masked]
+    return [("before the noise", "before"), ("after the noise", "after")]
+
+
+def legend(attribute: dict[str, Any]) -> list[tuple[int, str]]:
+    """A colour's number and the value it stands for."""
+    names = value_names(attribute)
+    if len(names) > MOST_COLOURS:
+        most = MOST_COLOURS - 1
+        names = [*names[:most], f"{len(names) - most} others"]
+    return list(enumerate(names))
+
+
+def _scatter(title: str, places: list[list[float]], codes: list[int], names: list[str]) -> Markup:
+    what = "t-SNE of the test vectors; colours are values of the attribute."
+    margins: dict[str, Any] = dict.fromkeys(("left", "right", "top", "bottom"), 6)
+    plot = Plot(title=title, description=what, width=300, height=300, **margins)
+    circles: dict[int, list[str]] = {}
+    for (across, up), code in zip(places, codes, strict=True):
+        circle = f'<circle cx="{plot.x(across):.1f}" cy="{plot.y(up):.1f}" r="2.6"/>'
+        circles.setdefault(code, []).append(circle)
+    # One tooltip for a group keeps a page with many pictures small.
+    for code, marks in sorted(circles.items()):
+        colour = min(code, MOST_COLOURS - 1) if code >= 0 else "unknown"
+        opening = Markup('<g class="point value-{}"><title>{}</title>').format(
+            colour, names[code] if code >= 0 else "not known"
+        )
+        plot.parts.append(opening + Markup("".join(marks)) + Markup("</g>"))
+    return plot.svg()
 
 
 @dataclass(frozen=True, kw_only=True)
