@@ -81,7 +81,7 @@ REFUSED = {
     "shuffled": ({"shuffle_dataset": True}, {}, "shuffle_dataset=False"),
     "two owners": (
         {},
-        {"train_dataset": Dataset.from_list([{**row, "user": ["a", "b"]} for row in chats()])},
+        {"train_dataset": Dataset.from_list([{**row, "user": ["a", ""]} for row in chats()])},
         "names nobody",
     ),
     "nobody": (

@@ -65,13 +65,11 @@ def _turn(document: int) -> bytes:
     return blake2b(document.to_bytes(8, "little"), digest_size=16, key=_KEY).digest()
 
 
-def several_owners(users: Sequence[Any]) -> bool:
-    """Whether somebody's text is given as that of a list of owners."""
-    return any(isinstance(each, list | tuple) for each in users)
-
-
-def ownership_of(users: Sequence[Any]) -> Ownership:
-    """Who owns each document, by lists of names, or one name where there is one owner."""
+def ownership_of(users: Sequence[Any] | None) -> Ownership | None:
+    """Who owns each document, by lists of names, or one name where there is one owner; None where no
+    document is given a list."""
+    if users is None or not any(isinstance(each, list | tuple) for each in users):
+        return None
     lists = [each if isinstance(each, list | tuple) else [each] for each in users]
     numbers: dict[str, int] = {}
     for place, own in enumerate(lists):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tightlip.core.errors import UsageError
-from tightlip.privacy.owners import PER_OWNER, Ownership, ownership_of, several_owners
+from tightlip.privacy.owners import PER_OWNER, ownership_of
 from tightlip.privacy.row_losses import NO_LABEL
 
 
@@ -38,10 +38,8 @@ class Documents:
             torch.as_tensor(document, dtype=torch.long).cpu() for document in documents
         ]
         self.unit_of_row = np.arange(len(documents))
-        self.ownership: Ownership | None = None
-        if users is not None and several_owners(users):
-            self.ownership = ownership_of(users)
-        elif users is not None:
+        self.ownership = ownership_of(users)
+        if users is not None and self.ownership is None:
             names = np.array([str(user) for user in users])
             self.unit_of_row = np.unique(names, return_inverse=True)[1]
         # The last id is only predicted, never fed.
@@ -82,10 +80,8 @@ class LabelledRows:
         self._starts = self._ends - counts
         self.lengths = np.maximum(1, counts - 1)  # as of documents
         self.unit_of_row = np.arange(len(counts))
-        self.ownership: Ownership | None = None
-        if users is not None and several_owners(users):
-            self.ownership = ownership_of(users)
-        elif users is not None:
+        self.ownership = ownership_of(users)
+        if users is not None and self.ownership is None:
             places: dict[str, int] = {}
             self.unit_of_row = np.array([places.setdefault(user, len(places)) for user in users])
         self.fingerprint = ""

@@ -330,8 +330,12 @@ def way_of(context: RunContext) -> Way:
 
 def terms_of(config: TrainConfig, corpus: CorpusFacts) -> Terms:
     """The standing of the run's promise: proved, or weaker on an explicit flag, or refused."""
-    if corpus.has_co_owners and dp_settings(config).unit == "user":
-        _check_owned(config)
+    settings = dp_settings(config)
+    if corpus.has_co_owners and settings.unit == "user" and settings.num_check_canaries:
+        raise UsageError(
+            f"dp_check_canaries={settings.num_check_canaries} plants people with one text each, which would say little of owners of "
+            "several. Check a run of --unit example, or leave it out."
+        )
     check_held_out(config, corpus)
     words = words_behind(corpus)
     before = runs_behind(config)
@@ -352,14 +356,6 @@ def terms_of(config: TrainConfig, corpus: CorpusFacts) -> Terms:
         people=(*people,) if corpus.people else (),
         before=tuple(before),
     )
-
-
-def _check_owned(config: TrainConfig) -> None:
-    if dp_settings(config).num_check_canaries:
-        raise UsageError(
-            f"dp_check_canaries={dp_settings(config).num_check_canaries} plants people with one text each, which would say little "
-            "of owners of several. Check a run of --unit example, or leave it out."
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
