@@ -1,8 +1,8 @@
 """What the two privacy regularisers share: plain training plus λ times a term on last states.
 
-In several processes each runs its rows, and all have everybody's last states: the term is the same
-everywhere, and so is what an adversary learns from it. The last state h_x of a row x is the hidden state at its last input, the one that predicts its
-last token. Shapes: B rows, X of them and their partners, T positions, H hidden units.
+The last state h_x of a row x is the hidden state at its last input, the one that predicts its
+last token. In several processes each runs its rows, and all have everybody's last states: the term is
+the same everywhere, and so is what an adversary learns from it. Shapes: B rows, X of them and their partners, T positions, H hidden units.
 """
 
 from abc import ABC, abstractmethod
