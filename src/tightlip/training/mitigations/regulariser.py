@@ -2,7 +2,9 @@
 
 The last state h_x of a row x is the hidden state at its last input, the one that predicts its
 last token. In several processes each runs its rows, and all have everybody's last states: the term is
-the same everywhere, and so is what an adversary learns from it. Shapes: B rows, X of them and their partners, T positions, H hidden units.
+the same everywhere, and so is what an adversary learns from it.
+
+Shapes: B rows, X of them and their partners, T positions, H hidden units.
 """
 
 from abc import ABC, abstractmethod
