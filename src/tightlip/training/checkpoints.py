@@ -19,12 +19,13 @@ from torch.optim import Optimizer
 from tightlip.core import run_folder
 from tightlip.core.errors import UsageError
 from tightlip.core.processes import Processes
+from tightlip.privacy.shards import is_shard
 from tightlip.training.averaging import AveragedWeights
 from tightlip.training.lora import adapter_tensors, has_adapters
 from tightlip.training.mitigations import Mitigation
 from tightlip.training.plan import Plan
 from tightlip.training.recipe import Recipe
-from tightlip.training.together import is_split, split_as, whole_tensors
+from tightlip.training.together import split_as, whole_tensors
 
 
 @dataclass(kw_only=True)
@@ -121,7 +122,7 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
     kept: dict[str, Tensor] = {}
     seen: set[tuple[int, torch.Size]] = set()
     for name, tensor in model.state_dict(keep_vars=True).items():
-        where = (id(tensor) if is_split(tensor) else tensor.data_ptr(), tensor.shape)
+        where = (id(tensor) if is_shard(tensor) else tensor.data_ptr(), tensor.shape)
         if where not in seen or not tensor.numel():
             kept[name] = tensor.detach()
             seen.add(where)

@@ -11,8 +11,8 @@ import torch
 from torch import nn, optim
 
 from tightlip.privacy.corrected_adam import CorrectedAdam
+from tightlip.privacy.shards import is_shard
 from tightlip.training.config import TrainConfig
-from tightlip.training.together import is_split
 
 _OPTIMIZERS: dict[str, Any] = {
     "adam": optim.Adam,
@@ -119,7 +119,7 @@ def build_optimizer(model: nn.Module, config: TrainConfig) -> optim.Optimizer:
     extra: dict[str, Any] = {}
     if config.optimizer == "sgd":
         extra["momentum"] = config.momentum
-    never = _NEVER_FUSED | ({"sgd"} if is_split(parameters[0]) else set())
+    never = _NEVER_FUSED | ({"sgd"} if is_shard(parameters[0]) else set())
     if config.optimizer not in never and parameters[0].device.type in ("cpu", "cuda"):
         extra["fused"] = True
     return _OPTIMIZERS[config.optimizer](parameters, **rates, **extra)

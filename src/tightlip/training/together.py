@@ -22,6 +22,7 @@ from tightlip.core.processes import Processes
 from tightlip.core.progress import log
 from tightlip.models.quantised import is_quantised
 from tightlip.models.recurrent import RecurrentForCausalLM
+from tightlip.privacy.shards import is_shard
 from tightlip.training.config import RunOptions, TrainConfig
 
 Made = TypeVar("Made")
@@ -140,7 +141,7 @@ def add_up_step(processes: Processes, model: nn.Module, loss_nats: Tensor) -> No
         none_where_none: a weight that no process has a gradient of is left without one.
     """
     # Those of split weights were added up on the way back.
-    trained = [each for each in model.parameters() if each.requires_grad and not is_split(each)]
+    trained = [each for each in model.parameters() if each.requires_grad and not is_shard(each)]
     known = loss_nats.new_tensor([each.grad is not None for each in trained])
     gradients = [torch.zeros_like(one) if one.grad is None else one.grad for one in trained]
     parts = [loss_nats, known, *gradients]
@@ -221,12 +222,8 @@ def split_weights(model: Any, device: torch.device, processes: Processes) -> Non
             module.set_force_sum_reduction_for_comms(True)
 
 
-def is_split(tensor: Any) -> bool:
-    return hasattr(tensor, "full_tensor")
-
-
 def has_split_weights(model: nn.Module) -> bool:
-    return any(map(is_split, model.parameters()))
+    return any(map(is_shard, model.parameters()))
 
 
 def whole_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -234,7 +231,7 @@ def whole_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     is_first, whole = Processes.here().is_first, dict(tensors)
     put_together: dict[int, Tensor] = {}  # a tied weight once, under both its names
     for name, tensor in tensors.items():
-        if is_split(tensor):
+        if is_shard(tensor):
             if id(tensor) not in put_together:
                 all_of_it = tensor.detach().full_tensor()  # type: ignore[operator]
                 put_together[id(tensor)] = all_of_it.cpu() if is_first else all_of_it.new_empty(0)
@@ -244,7 +241,7 @@ def whole_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def split_as(tensor: Tensor, like: Any) -> Tensor:
     """The whole `tensor` as `like` is split, or as it is."""
-    if not is_split(like) or tensor.shape != like.shape:
+    if not is_shard(like) or tensor.shape != like.shape:
         return tensor
     from torch.distributed.tensor import distribute_tensor
 
