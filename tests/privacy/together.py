@@ -70,6 +70,30 @@ def sharded(model):
     return model
 
 
+def in_ddp(model):
+    from torch.nn.parallel import DistributedDataParallel
+
+    return DistributedDataParallel(model)
+
+
+def replicated(model):
+    """Shards of which there are several replicas (HSDP)."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (Processes.here().size, 1), mesh_dim_names=("copies", "shards"))
+    return fully_shard(model, mesh=mesh)
+
+
+def narrowed(model):
+    """Weights that are gathered in bfloat16."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    mesh = init_device_mesh("cpu", (Processes.here().size,))
+    return fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(torch.bfloat16))
+
+
 def whole(tensor):
     return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().clone()
 
@@ -185,6 +209,9 @@ def refusals(folder):
     }
     if Processes.here().are_several:
         starts["way"] = lambda: private(folder, "refused-way", sharded(chain()), way="mapped")
+        starts["wrapped"] = lambda: private(folder, "refused-wrapped", in_ddp(chain()))
+        starts["replicas"] = lambda: private(folder, "refused-replicas", replicated(chain()))
+        starts["narrow"] = lambda: private(folder, "refused-narrow", narrowed(chain()))
     return {name: refused(start) for name, start in starts.items()}
 
 
@@ -227,7 +254,7 @@ def scenarios(folder):
     return {
         "floats": lambda name: trained(folder, name),
         "exact": lambda name: trained(folder, name, **exact, **adam),
-        "sharded-exact": lambda name: trained(folder, name, sharded(chain()), **exact, **adam),
+        "sharded-exact": lambda name: trained(folder, name, sharded(chain()), **exact),
         "few": lambda name: trained(folder, name, **few, **exact),
         "sharded-few": lambda name: trained(folder, name, sharded(chain()), **few, **exact),
         "sum": lambda name: released(folder, name, chain()),

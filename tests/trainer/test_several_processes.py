@@ -66,7 +66,10 @@ def test_adapters_and_whole_models_are_trained_as_by_one_process(left, alone, na
     for each in results(left, name):
         assert each["wrapped"] == wrapped
         assert each["expected_batch"] == alone[name]["expected_batch"] == 8
-        assert are_equal(each["weights"], alone[name]["weights"])
+        for parameter, weight in alone[name]["weights"].items():
+            # Adam may round the ends of shards otherwise than a whole tensor.
+            within = {"rtol": 1e-5, "atol": 1e-7} if name == "full" else {"rtol": 0, "atol": 0}
+            torch.testing.assert_close(each["weights"][parameter], weight, **within)
 
 
 @pytest.mark.parametrize("name", ["gone-on", "sharded"])

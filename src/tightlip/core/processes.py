@@ -119,6 +119,10 @@ class Processes:
             return random.SystemRandom()
         return random.Random(self.told(lambda: secrets.randbits(128)))
 
+    def own_seed(self, insecure_seed: int | None) -> int | None:
+        """A known seed that is no other process'; the first has it as it was given."""
+        return None if insecure_seed is None else insecure_seed + (self.rank << 64)
+
     def _broadcast(self, objects: list[Any]) -> None:
         from torch import distributed
 

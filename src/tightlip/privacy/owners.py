@@ -38,6 +38,7 @@ class Shares:
         self._processes = processes
         self._parameters = list(kept_parameters(model).values())
         self._sizes = [self._size(each) for each in self._parameters]
+        self._groups = list(_groups(self._parameters))
 
     def release(
         self,
@@ -81,7 +82,7 @@ class Shares:
         """The sums over all processes, of each parameter the entries that this one owns; in float64,
         which holds whole numbers exactly and rounds others far below what was measured of a pass."""
         owned: list[Tensor] = []
-        for numbers in self._groups():
+        for numbers in self._groups:
             rows = [self._by_owner(sums[number], self._sizes[number]) for number in numbers]
             own_K = self._processes.own_part(torch.cat(rows, 1))
             parts = own_K.split([self._sizes[number] for number in numbers])
@@ -91,7 +92,7 @@ class Shares:
         return owned
 
     def _give(self, owned: list[Tensor]) -> None:
-        for numbers in self._groups():
+        for numbers in self._groups:
             own = [owned[number].to(self._parameters[number].dtype) for number in numbers]
             if is_shard(self._parameters[numbers[0]]):
                 for number, each in zip(numbers, own, strict=True):
@@ -103,19 +104,6 @@ class Shares:
             for number, part_NK in zip(numbers, parts_NK.split(sizes, 1), strict=True):
                 parameter = self._parameters[number]
                 parameter.grad = part_NK.reshape(-1)[: parameter.numel()].view(parameter.shape)
-
-    def _groups(self) -> Iterator[list[int]]:
-        """Parameters that are sent together: one after the other, all of a kind, and not too many."""
-        group: list[int] = []
-        for number, parameter in enumerate(self._parameters):
-            first = self._parameters[group[0]] if group else parameter
-            alike = (type(first), first.dtype) == (type(parameter), parameter.dtype)
-            size = sum(self._parameters[each].numel() for each in group) + parameter.numel()
-            if group and not (alike and size <= _TOGETHER):
-                yield group
-                group = []
-            group.append(number)
-        yield group
 
     def _size(self, parameter: Tensor) -> int:
         """How many entries each process owns; the last ones may own fewer."""
@@ -130,6 +118,20 @@ class Shares:
     def _by_owner(self, sums: Tensor, size: int) -> Tensor:
         flat = sums.to(torch.float64).reshape(-1)
         return _padded(flat, size * self._processes.size).view(self._processes.size, size)
+
+
+def _groups(parameters: list[nn.Parameter]) -> Iterator[list[int]]:
+    """Parameters that are sent together: one after the other, all of a kind, and not too many."""
+    group: list[int] = []
+    for number, parameter in enumerate(parameters):
+        first = parameters[group[0]] if group else parameter
+        alike = (is_shard(first), first.dtype) == (is_shard(parameter), parameter.dtype)
+        size = sum(parameters[each].numel() for each in group) + parameter.numel()
+        if group and not (alike and size <= _TOGETHER):
+            yield group
+            group = []
+        group.append(number)
+    yield group
 
 
 def _padded(values: Tensor, size: int) -> Tensor:
@@ -152,13 +154,16 @@ def _as_shard(values: Tensor, parameter: Any) -> Tensor:
 def check_same_text(source: Source, processes: Processes) -> None:
     """Refuse where processes hold other rows, or other people's: a row's number is all that they are
     told of it."""
-    processes.agreed(source.fingerprint or _text_digest(source), "the texts they train on")
+    processes.agreed(_text_digest(source), "the texts they train on")
 
 
 def _text_digest(source: Source) -> str:
     def parts() -> Iterator[np.ndarray]:
         yield np.asarray(source.unit_of_row, np.int64)
         yield np.asarray(source.lengths, np.int64)
+        yield np.frombuffer(source.fingerprint.encode(), np.uint8).copy()
+        if source.fingerprint:  # of a corpus, whose rows need not all be read
+            return
         for start in range(0, len(source.lengths), _ROWS):
             rows = np.arange(start, min(start + _ROWS, len(source.lengths)))
             yield from (

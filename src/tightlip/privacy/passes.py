@@ -34,7 +34,7 @@ from tightlip.privacy.experts import rows_apart
 from tightlip.privacy.layers import Layout, Use, Whole, wide
 from tightlip.privacy.rounding import Scaled, full_precision
 from tightlip.privacy.row_losses import NO_LABEL, token_weights
-from tightlip.privacy.shards import shards_of, whole_parameters
+from tightlip.privacy.shards import check_has_rules, whole_parameters
 from tightlip.privacy.watching import NoRule, Watch
 
 Way = Literal["eager", "graph", "compile", "mapped", "slow"]
@@ -356,16 +356,6 @@ def logits_of(model: nn.Module, input_ids: Tensor, attention_mask: Tensor | None
             f"{tuple(input_ids.shape)}. It must give one row of numbers per id."
         )
     return logits
-
-
-def check_has_rules(model: nn.Module, unruly: str) -> None:
-    """Refuse a sharded model that is not covered: processes gather its layers together, and those with
-    more rows to run one after the other would wait for the rest."""
-    if shards_of(model):
-        raise UsageError(
-            f"No fast rule covers {unruly}, and a model that is sharded by FSDP2 cannot run row after row. Give every process the whole "
-            "model (DDP), or freeze that layer."
-        )
 
 
 def warn_slow(reason: str) -> None:

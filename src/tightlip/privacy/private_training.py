@@ -151,7 +151,7 @@ class PrivateTraining:
         self._generator = generator
         self._units = UnitRows(np.asarray(self.source.unit_of_row))
         self._sampler = PoissonSampler(self._units.num_units, self.spec.expected_batch, generator)
-        self._noise = noise_for(self.device, _seed_of_noise(insecure_seed, processes))
+        self._noise = noise_for(self.device, processes.own_seed(insecure_seed))
         self._batches = PhysicalBatches(
             self.source,
             model,
@@ -465,10 +465,8 @@ class PrivateTraining:
             opened.append(self._opened(path, terms, claims))
             return opened[0].steps
 
-        steps = self._processes.told(steps_on_record)
-        return (
-            opened[0] if opened else ToldLedger(path, terms, self.plan.meter(self.adaptive), steps)
-        )
+        steps, meter = self._processes.told(steps_on_record), self.plan.meter(self.adaptive)
+        return opened[0] if opened else ToldLedger(path, terms, meter, steps)
 
     def _opened(self, path: Path, terms: dict[str, Any], claims: bool) -> Ledger:
         meter, schedule = self.plan.meter(self.adaptive), self.schedule
@@ -486,11 +484,6 @@ class PrivateTraining:
             raise
         ledger.claim = claim
         return ledger
-
-
-def _seed_of_noise(insecure_seed: int | None, processes: Processes) -> int | None:
-    """Every process has noise of its own."""
-    return None if insecure_seed is None else insecure_seed + (processes.rank << 64)
 
 
 def _on_your_word(adaptive: AdaptiveSpec | None, people: str | None) -> Terms:

@@ -17,7 +17,7 @@ from tightlip.core.errors import GuaranteeError, UsageError
 from tightlip.privacy.asking import Untouched, asked_of_rows
 from tightlip.privacy.clipping import watched_pass
 from tightlip.privacy.experts import rows_apart
-from tightlip.privacy.passes import Passes, Physical, check_has_rules, logits_of, summed
+from tightlip.privacy.passes import Passes, Physical, logits_of, summed
 from tightlip.privacy.per_unit import (
     can_be_mapped,
     check_model,
@@ -28,7 +28,7 @@ from tightlip.privacy.per_unit import (
 )
 from tightlip.privacy.physical_batches import PhysicalBatches, Shape
 from tightlip.privacy.row_losses import NO_LABEL
-from tightlip.privacy.shards import kept_parameters, local
+from tightlip.privacy.shards import check_has_rules, kept_parameters, local
 from tightlip.privacy.watching import NoRule
 
 log = logging.getLogger("tightlip")

@@ -13,6 +13,8 @@ from tightlip.core.errors import UsageError
 from tightlip.core.processes import Processes
 from tightlip.privacy.clipping import trainable_parameters
 
+_WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel")
+
 
 def shards_of(model: nn.Module) -> list[Any]:
     """The parts of a model that FSDP2 has sharded; none of an ordinary one."""
@@ -33,11 +35,14 @@ def resharded(model: nn.Module) -> nn.Module:
 def whole_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """What training changes, a shared parameter once under its first name, as a pass meets it: of a
     sharded model the gathered ones, which are there, empty, also while they are not gathered."""
-    for module in shards_of(model):
+    kept = kept_parameters(model)
+    whole = dict(kept)
+    for module in shards_of(model):  # one after the other: all of them need not fit into memory
         module.unshard()
-    trainable = trainable_parameters(model)
-    resharded(model)
-    return trainable
+        now = trainable_parameters(model)
+        whole |= {name: now[name] for name in kept if now[name] is not kept[name]}
+        module.reshard()
+    return whole
 
 
 def kept_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -57,6 +62,12 @@ def local(tensor: Any) -> Tensor:
 
 def check_shards(model: nn.Module, processes: Processes, way: str) -> None:
     """Refuse a sharded model whose shards or passes are not as they are owned here."""
+    for module in model.modules():
+        if type(module).__name__ in _WRAPPERS:
+            raise UsageError(
+                f"The model has a {type(module).__name__} in it, which adds up gradients by itself, past clipping and noise. Give the "
+                "model inside it (model.module); what several processes find is added up here."
+            )
     spread = [name for name, each in model.named_parameters() if is_shard(each)]
     if not shards_of(model):
         if spread:
@@ -89,3 +100,13 @@ def check_shards(model: nn.Module, processes: Processes, way: str) -> None:
                 f"{name} is kept in {each.dtype} and gathered in {gathered[name].dtype}. Leave mp_policy out; bf16=True runs "
                 "passes in bfloat16."
             )
+
+
+def check_has_rules(model: nn.Module, unruly: str) -> None:
+    """Refuse a sharded model that is not covered: processes gather its layers together, and those with
+    more rows to run one after the other would wait for the rest."""
+    if shards_of(model):
+        raise UsageError(
+            f"No fast rule covers {unruly}, and a model that is sharded by FSDP2 cannot run row after row. Give every process the whole "
+            "model (DDP), or freeze that layer."
+        )
