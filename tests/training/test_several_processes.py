@@ -255,6 +255,7 @@ def test_a_run_does_not_tell_how_many_processes_trained_it(several, one_process)
         assert names[0] == names[1]
 
 
+@pytest.mark.parametrize("several", [2], indirect=True)
 def test_adapters_of_split_weights_are_merged(several, one_process):
     merged = one_process("adapted-split").folder / "merged"
     assert_same_weights(several.runs / "adapted-split" / "merged", merged)
