@@ -67,6 +67,10 @@ NOT_COMPARED = {
 }
 BIT_FOR_BIT = {"dp-exact", "dp-split", "dp-adapted-split", "adaptive-dp"}
 RESUMED = ("plain", "adversarial", "split")
+# What three processes are asked for beside what two are: of each way to share work one.
+BY_THREE = ("plain", "adversarial", "triplet-inside", "split", "dp-exact", "dp-adapted-split")
+CASES = [*((2, kind) for kind in KINDS), *((3, kind) for kind in BY_THREE)]
+GOING_ON = [*((2, kind) for kind in RESUMED), (3, "split")]
 
 
 @pytest.fixture(scope="module")
@@ -156,8 +160,8 @@ def left(corpus, job_of, stopped_by_one, tmp_path_factory):
 def jobs_of(folder, size, corpus, job_of, stopped_by_one):
     """Every kind; runs that several begin and that they go on with; and what is refused."""
     folder.mkdir()
-    jobs = {kind: job_of(kind, folder / kind) for kind in KINDS}
-    for kind in RESUMED:
+    jobs = {kind: job_of(kind, folder / kind) for number, kind in CASES if number == size}
+    for kind in (kind for number, kind in GOING_ON if number == size):
         begun, gone_on = folder / f"begun-{kind}", folder / f"gone-on-{kind}"
         jobs[begun.name] = job_of(kind, begun, interrupted=[size - 1, 4])
         shutil.copytree(stopped_by_one / kind, gone_on)
@@ -236,7 +240,7 @@ def assert_same_run(run, alone, *, bits=False):
 # The same run
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("several", "kind"), CASES, indirect=["several"])
 def test_several_processes_train_what_one_trains(kind, several, one_process):
     run, alone = open_run(several.runs / kind), one_process(kind)
     assert several.of(kind) == [{"step": alone.metrics[-1]["step"]}] * several.size
@@ -244,13 +248,14 @@ def test_several_processes_train_what_one_trains(kind, several, one_process):
 
 
 def test_a_run_does_not_tell_how_many_processes_trained_it(several, one_process):
-    for kind in KINDS:
+    for kind in (kind for number, kind in CASES if number == several.size):
         run, alone = open_run(several.runs / kind), one_process(kind)
         assert run.config == alone.config
         names = [sorted(path.name for path in one.folder.iterdir()) for one in (run, alone)]
         assert names[0] == names[1]
 
 
+@pytest.mark.parametrize("several", [2], indirect=True)
 def test_adapters_of_split_weights_are_merged(several, one_process):
     merged = one_process("adapted-split").folder / "merged"
     assert_same_weights(several.runs / "adapted-split" / "merged", merged)
@@ -259,7 +264,7 @@ def test_adapters_of_split_weights_are_merged(several, one_process):
 # Going on
 
 
-@pytest.mark.parametrize("kind", RESUMED)
+@pytest.mark.parametrize(("several", "kind"), GOING_ON, indirect=["several"])
 def test_one_process_goes_on_with_what_several_left(kind, several, one_process, job_of):
     begun = f"begun-{kind}"
     assert several.of(begun) == [{"stopped": True}] * several.size
@@ -268,7 +273,7 @@ def test_one_process_goes_on_with_what_several_left(kind, several, one_process, 
     assert_same_run(run, one_process(kind))
 
 
-@pytest.mark.parametrize("kind", RESUMED)
+@pytest.mark.parametrize(("several", "kind"), GOING_ON, indirect=["several"])
 def test_several_processes_go_on_with_what_one_left(kind, several, one_process):
     run = open_run(several.runs / f"gone-on-{kind}")
     assert several.num_steps(run.folder) == run.metrics[-1]["step"] - 4
