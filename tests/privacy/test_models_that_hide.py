@@ -154,18 +154,17 @@ class Guarded(Plain):
 
 
 class Limited(Plain):
-    """Experts that take so many tokens of a batch, first come, first served."""
+    """Experts by a hash of the word, which take so many tokens of a batch, first come, first served."""
 
     def __init__(self):
         super().__init__(5000)
-        self.router = nn.Linear(SIZE, 4, bias=False)
+        self.experts = nn.ModuleList(nn.Linear(SIZE, SIZE) for _ in range(4))
 
     def changed(self, hidden, ids):
-        chances = self.router(hidden).softmax(-1)
-        chosen = (chances == chances.amax(-1, keepdim=True)).long()
+        chosen = (ids[..., None] % 4 == torch.arange(4)).long()
         place = chosen.flatten(0, 1).cumsum(0).view(chosen.shape)
-        kept = chosen * (place <= 0.95 * ids.numel())
-        return hidden * (1 + 5 * (kept * chances).sum(-1, keepdim=True))
+        kept = (chosen * (place <= 4 + 0.7 * ids.numel())).to(hidden.dtype)
+        return sum(kept[..., one, None] * expert(hidden) for one, expert in enumerate(self.experts))
 
 
 class HasWord(Plain):
