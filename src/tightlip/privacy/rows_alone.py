@@ -305,12 +305,13 @@ def _watched(passes: Passes, batch: Physical) -> tuple[Watch, Tensor]:
 
 
 def synthetic_units(shape: Shape, num_ids: int, places: slice, device: torch.device) -> Physical:
-    """Units of all lengths, the first of them empty; but in `places` one unit, always the same."""
+    """Units of all lengths, the first of them empty, the third of one word; but in `places` one unit,
+    always the same."""
     others, own = torch.Generator().manual_seed(1), torch.Generator().manual_seed(0)
     size = (shape.num_units, shape.rows_per_unit, shape.width)
     ids, targets = torch.randint(num_ids, (2, *size), generator=others)
     lengths = torch.randint(1, shape.width + 1, (*size[:2], 1), generator=others)
-    lengths[0] = 0
+    lengths[0], ids[2:3] = 0, ids[2:3, :1, :1]
     targets = torch.where(torch.arange(shape.width) < lengths, targets, NO_LABEL)
     ids[places], targets[places] = torch.randint(num_ids, (2, *size[1:]), generator=own)
     num_rows_U = torch.full(size[:1], shape.rows_per_unit, device=device)
