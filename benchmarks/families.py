@@ -18,7 +18,10 @@ from peft import LoraConfig, get_peft_model
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from tightlip.core.errors import GuaranteeError, UsageError
+from tightlip.privacy.clipping import Clip
+from tightlip.privacy.passes import Passes
 from tightlip.privacy.per_unit import can_be_mapped, check_model, no_rule_for
+from tightlip.privacy.rows_alone import rows_meet
 
 IDS = torch.tensor([[5, 9, 14, 3, 27, 9, 30], [2, 2, 8, 21, 11, 4, 17]])
 PAGE = Path(__file__).parents[1] / "docs" / "families.md"
@@ -104,7 +107,8 @@ def way_of(model):
     except (GuaranteeError, UsageError) as error:
         return "refused", str(error).split(". ")[0]
     if reason is None:
-        return "rules", ""
+        meets = rows_meet(Passes(model, Clip(norm=1.0)), IDS.shape[1])
+        return ("rules", "") if meets is None else ("rules, a pass for each unit", meets)
     way = "vmap" if can_be_mapped(model, IDS) else "one row at a time"
     return way, reason.split(". ")[0]
 

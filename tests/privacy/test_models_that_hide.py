@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn import functional
 
 from tightlip.core.errors import GuaranteeError
+from tightlip.privacy.per_unit import num_ids_of
 from tightlip.privacy.physical_batches import PhysicalBatches
 from tightlip.privacy.private_training import PrivateTraining
 
@@ -134,6 +135,198 @@ def test_what_is_written_past_torchs_count_is_refused_or_taken_back(tmp_path):
     training = engine(tmp_path / "rarely", rare, texts, expected_batch=29.9)
     training.step()
     assert training.guarantee()["standing"] == "measured only"
+
+
+RARE = 4321
+
+
+class Guarded(Plain):
+    """Keeps from overflow by the largest number of the batch, as scaling to few bits does; one word is
+    an outlier."""
+
+    def __init__(self):
+        super().__init__(5000)
+        with torch.no_grad():
+            self.embed.weight[RARE] *= 100
+
+    def changed(self, hidden, ids):
+        return hidden / (hidden.abs().amax() / 10).clamp(min=1)
+
+
+class Limited(Plain):
+    """Experts by a hash of the word, which take so many tokens of a batch, first come, first served."""
+
+    def __init__(self):
+        super().__init__(5000)
+        self.experts = nn.ModuleList(nn.Linear(SIZE, SIZE) for _ in range(4))
+
+    def changed(self, hidden, ids):
+        chosen = (ids[..., None] % 4 == torch.arange(4)).long()
+        place = chosen.flatten(0, 1).cumsum(0).view(chosen.shape)
+        kept = (chosen * (place <= 4 + 0.7 * ids.numel())).to(hidden.dtype)
+        return sum(kept[..., one, None] * expert(hidden) for one, expert in enumerate(self.experts))
+
+
+class HasWord(Plain):
+    """One number of all rows, which is 0 unless somebody has the word, and no question anywhere."""
+
+    def __init__(self):
+        super().__init__(5000)
+
+    def changed(self, hidden, ids):
+        return hidden * (1 - 2 * (ids == RARE).any().to(hidden.dtype))
+
+
+class CountsWord(HasWord):
+    def changed(self, hidden, ids):
+        return -hidden if len(torch.nonzero(ids == RARE)) else hidden
+
+
+class TakesWord(HasWord):
+    def changed(self, hidden, ids):
+        return -hidden if ids[ids == RARE].shape[0] else hidden
+
+
+class SeesTheRowBefore(HasWord):
+    def changed(self, hidden, ids):
+        return hidden * (1 - 2 * (ids == RARE).roll(1, 0).to(hidden.dtype)[..., None])
+
+
+class SetsRowsAgainstEachOther(HasWord):
+    def changed(self, hidden, ids):
+        same = (ids[:, None] == ids[None]) & (ids == RARE)
+        return hidden * (1 - 2 * same.any(1).to(hidden.dtype)[..., None])
+
+
+class AsksNumpy(HasWord):
+    def changed(self, hidden, ids):
+        return -hidden if RARE in ids.numpy() else hidden
+
+
+@torch.jit.script
+def turned_by_a_word(hidden: torch.Tensor, ids: torch.Tensor):
+    if bool((ids == 4321).any()):
+        return -hidden
+    return hidden
+
+
+class Scripted(HasWord):
+    def changed(self, hidden, ids):
+        return turned_by_a_word(hidden, ids)
+
+
+class HooksTheWayBack(HasWord):
+    def changed(self, hidden, ids):
+        if hidden.requires_grad:
+            hidden.register_hook(lambda gradient: -gradient if (ids == RARE).any() else gradient)
+        return hidden
+
+
+class TurnsBack(torch.autograd.Function):
+    @staticmethod
+    def forward(context, hidden, ids):
+        context.save_for_backward(ids)
+        return hidden.clone()
+
+    @staticmethod
+    def backward(context, gradient):
+        (ids,) = context.saved_tensors
+        return gradient * (1 - 2 * (ids == RARE).any().to(gradient.dtype)), None
+
+
+class TurnsOnTheWayBack(HasWord):
+    def changed(self, hidden, ids):
+        return TurnsBack.apply(hidden, ids)
+
+
+@pytest.mark.parametrize(
+    ("kind", "operation"),
+    [
+        (Guarded, "amax"),
+        (Limited, "cumsum"),
+        (HasWord, "any"),
+        (CountsWord, "nonzero"),
+        (TakesWord, "index"),
+        (SeesTheRowBefore, "roll"),
+        (SetsRowsAgainstEachOther, "eq"),
+        (AsksNumpy, "numpy"),
+        (Scripted, "any"),
+        (HooksTheWayBack, "any"),
+        (TurnsOnTheWayBack, "any"),
+    ],
+)
+def test_rows_that_meet_only_for_words_that_nobody_tried_take_a_pass_each(
+    kind, operation, tmp_path, caplog
+):
+    torch.manual_seed(0)
+    texts = [torch.randint(0, VOCABULARY, (17,)) for _ in range(16)]
+    texts[0] = torch.full((17,), RARE)
+    training = engine(tmp_path, kind(), texts, exact_sums=True)
+    assert training._batches.one_unit_a_pass
+    assert f"({operation})" in caplog.text
+    assert moved(training, 0, [*range(1, 8)]) <= 1
+
+
+class LooksLikeMeeting(Plain):
+    """Sums and sorts along positions, looks words up, masks, and asks for shapes: all a row's own."""
+
+    def changed(self, hidden, ids):
+        hidden = hidden.masked_fill((ids == 7)[..., None], 0.0) + hidden.new_zeros(1)
+        hidden = hidden.transpose(0, 1).cumsum(0).transpose(0, 1) / 8
+        kept = hidden.topk(3, -1).values.sum(-1, keepdim=True)
+        places = torch.arange(ids.shape[1]).expand(len(ids), -1)
+        assert (places[:, 0] == 0).all()  # asks nothing of the rows
+        return hidden.flatten(0, 1).softmax(-1).view_as(hidden) * kept
+
+
+def test_what_is_each_rows_own_is_not_taken_for_a_meeting(tmp_path):
+    torch.manual_seed(0)
+    training = engine(tmp_path, LooksLikeMeeting())
+    assert training._passes.way == "eager"
+    assert not training._batches.one_unit_a_pass
+    assert not training._batches.apart
+
+
+class MixesInBfloat16(Plain):
+    def changed(self, hidden, ids):
+        return hidden + hidden.mean(0) if hidden.dtype == torch.bfloat16 else hidden
+
+
+def test_the_callers_autocast_leaves_the_precision_of_passes_as_it_was_asked(tmp_path):
+    torch.manual_seed(0)
+    training = engine(tmp_path, MixesInBfloat16(), exact_sums=True)
+    assert not training._batches.one_unit_a_pass
+    drawn = training._drawn(np.arange(9))
+    plain, _ = training._clipped_sum(*drawn)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        inside, _ = training._clipped_sum(*drawn)
+        assert moved(training, 0, [*range(1, 9)]) <= 1
+    assert all(torch.equal(one, other) for one, other in zip(plain, inside, strict=True))
+
+
+def test_what_is_published_of_rounding_does_not_hang_on_anybodys_words(tmp_path):
+    """Of a model that does not say how many ids it knows."""
+    told = []
+    for words in ([1, 2, 3, 4], [49, 1, 2, 3]):
+        torch.manual_seed(0)
+        model = Plain()
+        del model.config
+        texts = [torch.tensor(words), *(text.clamp(max=20) for text in documents())]
+        told.append(engine(tmp_path / str(words[0]), model, texts).arithmetic)
+    assert told[0] == told[1]
+    assert num_ids_of(model, 8) == VOCABULARY
+
+
+def test_a_model_without_embeddings_knows_as_many_ids_as_it_has_logits():
+    class OneHot(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.head = nn.Linear(7, 7)
+
+        def forward(self, ids):
+            return self.head(functional.one_hot(ids, 7).float())
+
+    assert num_ids_of(OneHot(), 8) == 7
 
 
 def test_a_hook_that_would_see_gradients_is_refused(tmp_path):

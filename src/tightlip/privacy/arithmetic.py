@@ -91,7 +91,7 @@ def rounded_together(passes: Passes, batches: PhysicalBatches) -> float:
     shape = batches.usual()
     if shape.num_units == 1:
         return 0.0  # passes are added up in float64
-    num_ids = num_ids_of(passes.model, batches.some_id())
+    num_ids = num_ids_of(passes.model, shape.width)
     most = 0.0
     for draw in range(DRAWS):
         half, place = divmod(draw, DRAWS // 2)

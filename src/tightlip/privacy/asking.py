@@ -1,70 +1,228 @@
-"""Whether a model asks what its rows hold, to go one way or the other; and whether it changes itself.
+"""Whether rows of a pass can meet, whatever they hold; and whether a model changes itself.
 
 `if (ids == 7).any()` is one branch for a whole batch, so that one person's words would decide on
-everybody's. Synthetic rows need not hold the words, so what is looked for is the question.
+everybody's; `hidden.amax()` is one number for it. Synthetic rows need not hold the words, so what is
+looked for is the operation. It shows in shapes: the number of rows is a prime that divides no other
+size, so what hangs on rows has it as a factor once, and what has lost it was made of several rows.
 """
 
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from hashlib import sha256
+from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._ops import OpOverload
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tightlip.core.errors import GuaranteeError
-from tightlip.privacy.derived import IN_PLACE, every_tensor
+from tightlip.privacy.derived import every_tensor
 from tightlip.privacy.shards import local, shards_of
+from tightlip.privacy.watching import Watch
 
-_ASKING = {
-    *(Tensor.__bool__, Tensor.__int__, Tensor.__float__, Tensor.__index__, Tensor.__contains__),
-    *(Tensor.item, Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.is_nonzero),
-    *(torch.equal, Tensor.equal, torch.allclose, Tensor.allclose, torch.is_nonzero),
-}
+# Questions that a tensor answers past torch's operations; all others lose the rows on their way.
+_ASKING = {Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__}
+_PRIMES = (5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47)
+# A size, as of a part of a row, may be a multiple of one by chance: not at the same place of both.
+PRIMES_TRIED = 2
 # transformers looks for padding there, to say that a mask is missing, and does nothing else with it.
 _ONLY_WARNS = "warn_if_padding_and_no_attention_mask"
+_MODES = ("__torch_function__", "__torch_dispatch__")
+_TORCH, _RULES = (os.path.dirname(file) + os.sep for file in (torch.__file__, __file__))
+_OF_DIMS = ("dim", "dims", "dimension")
+# What has a `dim` and yet lets no row meet another: it is only named, or moved as a whole.
+_MOVES_DIMS = {
+    *("cat", "stack", "squeeze", "unsqueeze", "transpose", "permute"),
+    *("select_backward", "slice_backward"),
+}
+_IN_ANY_ORDER = {"take", "put", "put_", "masked_scatter", "masked_scatter_", "as_strided", "renorm"}
+_INDEXING = {"index", "_unsafe_index", "index_put", "index_put_", "_index_put_impl_"}
+# Products, by which of their arguments stands on the left: its last dimension is summed over.
+_PRODUCTS = {
+    **dict.fromkeys(("mm", "bmm", "mv", "dot", "linear", "_int_mm", "_scaled_mm"), 0),
+    **dict.fromkeys(("addmm", "baddbmm", "addmv", "addbmm", "_addmm_activation"), 1),
+}
 
 
-def asked_of_rows(forward: Callable[[Tensor], Any], ids_BT: Tensor) -> str | None:
-    """The question that a model asks of what its rows hold, in words; None where it asks none."""
-    asking = _Asking(ids_BT)
-    with torch.no_grad(), asking:
-        forward(ids_BT)
-    return None if asking.question is None else f"asks what its rows hold ({asking.question})"
+def how_rows_meet(
+    run: Callable[[int, Callable[[Tensor], None]], Any], sizes: set[int]
+) -> str | None:
+    """The operation by which one row may change another, in words; None where there is none.
+
+    `run` takes a number of rows and what it has to show them to, and runs a pass of so many, forward
+    and back; `sizes` are all others that it meets.
+
+    Holds:
+        whatever they hold: the answer follows from shapes, and from no number in them.
+    """
+    primes = (prime for prime in _PRIMES if all(size % prime for size in sizes if size))
+    found: dict[int, str] | None = None
+    num_seen = 0
+    for num_rows in islice(primes, PRIMES_TRIED):
+        meeting = _Meeting(num_rows)
+        with _Asking(meeting), meeting:
+            run(num_rows, meeting.follow)
+        before, num_before, found = found, num_seen, meeting.found
+        if before is not None and meeting.num_seen == num_before:
+            found = {place: how for place, how in found.items() if place in before}
+        num_seen = meeting.num_seen
+        if not found:
+            return None
+    if found is None:
+        return "its sizes leave no number of rows that could be told from them"
+    return f"the model {found[min(found)]}"
 
 
 class _Asking(TorchFunctionMode):
-    """Follows what is made of the rows, and notes the first question asked of it."""
+    """Tells of questions asked of rows that torch's operations do not show."""
 
-    def __init__(self, ids_BT: Tensor) -> None:
+    def __init__(self, meeting: "_Meeting") -> None:
         super().__init__()
-        self.question: str | None = None
-        self._of_rows = {id(ids_BT): ids_BT}  # kept, so that no other tensor gets the `id`
+        self._meeting = meeting
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        hangs = any(id(each) in self._of_rows for each in every_tensor(args, kwargs))
-        if hangs and func in _ASKING and not _is_called_by(_ONLY_WARNS):
-            self.question = self.question or getattr(func, "__name__", str(func))
+        if func in _ASKING and any(map(self._meeting.has_rows, every_tensor(args, kwargs))):
+            self._meeting.note(f"asks what its rows hold ({func.__name__})")
+        return func(*args, **kwargs)
+
+
+class _Meeting(TorchDispatchMode):
+    """Notes the operations in which rows may meet: below autograd, scripts and hooks, so that the way
+    back is seen as well. What is made of the rows is known by its memory."""
+
+    def __init__(self, num_rows: int) -> None:
+        super().__init__()
+        self.found: dict[int, str] = {}
+        self.num_seen = 0
+        self._num_rows, self._of_rows = num_rows, set[int]()
+
+    def follow(self, tensor: Tensor) -> None:
+        self._of_rows.add(tensor.untyped_storage().data_ptr())
+
+    def has_rows(self, tensor: Tensor) -> bool:
+        return self._hangs(tensor) and _factors(tensor.shape, self._num_rows) > 0
+
+    def note(self, how: str | None) -> None:
+        if not _is_harmless(how):
+            self.num_seen += 1
+            self.found |= {} if how is None else {self.num_seen: how}
+
+    def _hangs(self, tensor: Tensor) -> bool:
+        return tensor.numel() > 0 and tensor.untyped_storage().data_ptr() in self._of_rows
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        given = [each for each in every_tensor(args, kwargs) if self._hangs(each)]
         result = func(*args, **kwargs)
-        if hangs:
-            for each in every_tensor((result, *(args[:1] if func in IN_PLACE else ())), {}):
-                if not isinstance(each, nn.Parameter):
-                    self._of_rows[id(each)] = each
+        for each in every_tensor((result,), {}):
+            if given:
+                self.follow(each)
+            else:  # where something of the rows was, and is gone
+                self._of_rows.discard(each.untyped_storage().data_ptr())
+        if any(map(self.has_rows, given)):
+            self.note(self._how(func, args, kwargs, result))
         return result
 
+    def _how(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> Any:
+        if not isinstance(func, OpOverload) or func.namespace not in ("aten", "prims"):
+            return f"runs {func}, which cannot be looked into"
+        name = func.overloadpacket.__name__
+        if name.startswith("new_") or name.endswith("_like"):
+            return None  # only kind and shape are taken
+        given = {
+            each.name: args[place] if place < len(args) else kwargs.get(each.name, each.default_value)
+            for place, each in enumerate(func._schema.arguments)
+        }  # fmt: skip
+        by_value = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output} & {*func.tags}
+        if (by_value and name not in _INDEXING) or _takes_by_mask(name, given):
+            return f"asks what its rows hold ({name})"
+        made = [each for each in every_tensor((result,), {}) if each.numel()]
+        if not made:
+            return None
+        if not any(map(self.has_rows, made)):
+            return f"makes one of all rows ({name})"
+        every = (*every_tensor(args, kwargs), *made)
+        if any(_factors(each.shape, self._num_rows) > 1 for each in every):
+            return f"sets rows against each other ({name})"
+        if any(not size % self._num_rows for size in self._worked_along(name, given, made)):
+            return f"works from row to row ({name})"
+        return None
 
-def _is_called_by(name: str) -> bool:
-    frame = sys._getframe(1)
-    for _ in range(8):
-        if frame is None or frame.f_code.co_name == name:
-            return frame is not None
-        frame = frame.f_back  # type: ignore[assignment]
-    return False
+    def _worked_along(self, name: str, given: dict[str, Any], made: list[Tensor]) -> Iterator[int]:
+        """The sizes of the dimensions along which numbers meet, or change their places."""
+        first, *_ = given.values()
+        tensors = [*every_tensor((*given.values(),), {})]
+        if name in _IN_ANY_ORDER:
+            yield 0
+        elif name in _INDEXING:
+            for dim, index in enumerate(given["indices"]):
+                if index is not None and index.dtype not in (torch.bool, torch.uint8):
+                    yield first.shape[dim]
+        elif name in _PRODUCTS:
+            yield [*given.values()][_PRODUCTS[name]].shape[-1]
+        elif "convolution" in name or "group_norm" in name:
+            apart = given.get("groups", 1) % self._num_rows == 0  # as where each row has a copy
+            yield from tensors[0].shape[2 if apart else 1 :]
+        elif "batch_norm" in name:
+            yield 0 if given.get("training", given.get("train", "no_training" not in name)) else 1
+        elif "_scaled_dot_product" in name:
+            yield from (size for each in tensors if each.ndim == 4 for size in each.shape[-2:])
+        elif name.startswith("linalg_") and name != "linalg_vector_norm":
+            yield from (size for each in tensors for size in each.shape[-2:])
+        elif "normalized_shape" in given:
+            yield from first.shape[-len(given["normalized_shape"]) :]
+        elif name not in _MOVES_DIMS and isinstance(first, Tensor) and first.ndim:
+            dims = next((given[each] for each in _OF_DIMS if given.get(each) is not None), ())
+            for dim in dims if isinstance(dims, list | tuple) else (dims,):
+                if name != "slice" or made[0].shape[dim] != first.shape[dim]:
+                    yield first.shape[dim]
+            if name in ("roll", "flip") and not dims:
+                yield 0
+
+
+def _takes_by_mask(name: str, given: dict[str, Any]) -> bool:
+    """Whether as many are taken, or written from a list, as a mask has; one number is not counted."""
+    if name not in _INDEXING:
+        return False
+    masks = [each for each in given["indices"] if each is not None and each.dtype == torch.bool]
+    return bool(masks) and ("values" not in given or given["values"].numel() > 1)
+
+
+def _factors(shape: Sequence[int], num_rows: int) -> int:
+    """How often the number of rows is a factor of a shape's sizes."""
+    count = 0
+    for size in shape:
+        while size and not size % num_rows:
+            size, count = size // num_rows, count + 1
+    return count if 0 not in shape else 0
+
+
+def _is_harmless(how: str | None) -> bool:
+    """Whether it is a rule of ours that runs, what gathers shards, or a mere warning; or autograd that
+    takes back a view, which was seen when it was made."""
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        file, name = frame.f_code.co_filename, frame.f_code.co_name
+        in_torch = file.startswith(_TORCH)
+        if name == _ONLY_WARNS or (in_torch and f"{os.sep}distributed{os.sep}" in file):
+            return True
+        if not in_torch and name not in _MODES and file != __file__:
+            is_model = not file.startswith(_RULES)
+            if is_model or frame.f_code is not Watch.backward.__code__:
+                return not is_model
+            break
+        frame = frame.f_back
+    return how is not None and "(as_strided)" in how
 
 
 class Untouched:

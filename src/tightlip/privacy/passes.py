@@ -299,9 +299,10 @@ class Passes:
 
     @contextmanager
     def _precision(self) -> Iterator[None]:
-        # Autocast's cache would hand one trace's copies of weights to the next.
-        narrow = partial(torch.autocast, dtype=torch.bfloat16, cache_enabled=False)
-        with self._one_order(), narrow(self._device.type) if self.bf16 else nullcontext():
+        # Whatever autocast is on around the call: rows were asked in this precision. Autocast's
+        # cache would hand one trace's copies of weights to the next.
+        how = {"dtype": torch.bfloat16, "enabled": self.bf16, "cache_enabled": False}
+        with self._one_order(), torch.autocast(self._device.type, **how):
             yield
 
     def _one_order(self) -> AbstractContextManager:

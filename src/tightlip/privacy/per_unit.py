@@ -341,7 +341,7 @@ def _tolerance(values: Tensor, bf16: bool) -> float:
 
 def synthetic_rows(model: nn.Module, input_ids: Tensor) -> Tensor:
     """Two rows of ids, one id twice in a row; not two of two, which would hide a mix-up."""
-    size = num_ids_of(model, int(input_ids.max()))
+    size = num_ids_of(model, input_ids.shape[1])
     length = input_ids.shape[1] if input_ids.shape[1] > 2 else 5
     fixed = torch.Generator().manual_seed(0)
     ids = torch.randint(size, (2, length), generator=fixed)
@@ -349,6 +349,14 @@ def synthetic_rows(model: nn.Module, input_ids: Tensor) -> Tensor:
     return ids.to(input_ids)
 
 
-def num_ids_of(model: nn.Module, some_id: int) -> int:
-    """How many ids a model knows, or where it does not say, a number that is not too large."""
-    return getattr(getattr(model, "config", None), "vocab_size", None) or some_id + 1
+def num_ids_of(model: nn.Module, width: int) -> int:
+    """How many ids a model knows: from the model alone, since what is measured with them is published.
+    One that does not say is taken to know as many as its first embedding and its logits of rows of
+    this width both have."""
+    if (known := getattr(getattr(model, "config", None), "vocab_size", None)) is not None:
+        return int(known)
+    ids_1T = torch.zeros((1, width), dtype=torch.long, device=next(model.parameters()).device)
+    with torch.no_grad():
+        num_logits = logits_of(model, ids_1T, None).shape[2]
+    first = next((each for each in model.modules() if isinstance(each, nn.Embedding)), None)
+    return min(num_logits, num_logits if first is None else first.num_embeddings)

@@ -167,12 +167,6 @@ class PhysicalBatches:
         """As many as a step takes at most as a rule, if everybody has all the rows they may."""
         return math.ceil(expected_batch / self.usual(self._rows_per_unit).num_units) + 1
 
-    def some_id(self) -> int:
-        """A large id that stands in the first rows: a model need not say how many it knows."""
-        rows = np.arange(min(64, len(self.source.lengths)))
-        ids_BT, _ = self.source.gather(rows, int(self.source.lengths[rows].max()))
-        return int(ids_BT.max())
-
     def of(
         self,
         rows_of: Sequence[np.ndarray],

@@ -7,14 +7,14 @@ loss may stay the same while a gradient moves. Shapes: U units, M rows of each, 
 
 import copy
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
 from tightlip.core.errors import GuaranteeError, UsageError
-from tightlip.privacy.asking import Untouched, asked_of_rows
+from tightlip.privacy.asking import Untouched, how_rows_meet
 from tightlip.privacy.clipping import watched_pass
 from tightlip.privacy.experts import rows_apart
 from tightlip.privacy.passes import Passes, Physical, logits_of, summed
@@ -29,7 +29,7 @@ from tightlip.privacy.per_unit import (
 from tightlip.privacy.physical_batches import PhysicalBatches, Shape
 from tightlip.privacy.row_losses import NO_LABEL
 from tightlip.privacy.shards import check_has_rules, kept_parameters, local
-from tightlip.privacy.watching import NoRule
+from tightlip.privacy.watching import NoRule, Watch
 
 log = logging.getLogger("tightlip")
 LONGEST_CHECKED = 32  # positions of the two synthetic rows of the self-check
@@ -47,7 +47,7 @@ def checked_passes(passes: Passes, batches: PhysicalBatches) -> Passes:
     model, source = passes.model, batches.source
     longest = int(source.lengths.max())
     width = batches.shape(longest, 1).width
-    some = torch.full((1, width), batches.some_id(), device=batches.device)
+    some = torch.zeros((1, width), dtype=torch.long, device=batches.device)
     with Untouched(model)():  # the first that a pass may write into
         _check_alone(model, some, longest)
         checked = some[:, :1].expand(-1, min(LONGEST_CHECKED, batches.usual().width))
@@ -71,12 +71,16 @@ def _check_alone(model: nn.Module, some: Tensor, longest: int) -> None:
 
 def _settle_on_sharing(passes: Passes, batches: PhysicalBatches) -> None:
     if passes.way != "slow":
+        meet_at: dict[int, str | None] = {}
 
         def why_apart(shape: Shape) -> str | None:
             # Of one shape only, never of all: somebody's long row would decide on everybody's way.
             with without_dropout(passes.model):
-                asks = _question(passes, shape.width, batches.some_id())
-                return asks or _changes(passes, batches, shape, _moves(passes, as_they_are=False))
+                if shape.width not in meet_at:
+                    meet_at[shape.width] = rows_meet(passes, shape.width)
+                return meet_at[shape.width] or _changes(
+                    passes, shape, _moves(passes, as_they_are=False)
+                )
 
         batches.share_unless(why_apart)
         batches.shared()
@@ -90,11 +94,26 @@ def _settle_on_sharing(passes: Passes, batches: PhysicalBatches) -> None:
         )
 
 
-def _question(passes: Passes, width: int, some_id: int) -> str | None:
-    """What the model asks of rows of this width, if anything."""
-    device = next(iter(passes.parameters.values())).device
-    rows = synthetic_rows(passes.model, torch.full((1, width), some_id, device=device))
-    return asked_of_rows(lambda ids: logits_of(passes.model, ids, None), rows)
+def rows_meet(passes: Passes, width: int) -> str | None:
+    """By which operation of the model rows of this width may meet, if by any. Rows that are mapped
+    cannot: each is a batch of its own."""
+    if passes.way == "mapped":
+        return None
+    tensors = (*passes.model.parameters(), *passes.model.buffers())
+    # Beside the width what shifts and padding make of it.
+    sizes = {*range(width - 1, width + 5), *(size for each in tensors for size in each.shape)}
+    num_ids = num_ids_of(passes.model, width)
+
+    def run(num_rows: int, follow: Callable[[Tensor], None]) -> None:
+        device = next(iter(passes.parameters.values())).device
+        batch = synthetic_units(Shape(width, 1, num_rows), num_ids, slice(0), device)
+        follow(batch.ids_BT)
+        _watched(passes, batch)[0].forget()
+
+    try:
+        return how_rows_meet(run, sizes)
+    except _NotSeen as error:
+        return str(error)
 
 
 def _without_rules(passes: Passes, batches: PhysicalBatches, checked: Tensor, unruly: str) -> None:
@@ -120,17 +139,13 @@ def shared_by_others(passes: Passes, batches: PhysicalBatches, *, moved: bool = 
     Asked of the weights as they are and, if `moved`, of moved ones."""
     if passes.way != "slow" and not batches.one_unit_a_pass:
         for shape in batches.shared():
-            if (
-                reason := _changes(passes, batches, shape, _moves(passes, moved=moved))
-            ) is not None:
+            if (reason := _changes(passes, shape, _moves(passes, moved=moved))) is not None:
                 return reason
     return unsteady(passes, batches, moved=moved)
 
 
-def _changes(
-    passes: Passes, batches: PhysicalBatches, shape: Shape, moves: list[tuple[float, int]]
-) -> str | None:
-    num_ids = num_ids_of(passes.model, batches.some_id())
+def _changes(passes: Passes, shape: Shape, moves: list[tuple[float, int]]) -> str | None:
+    num_ids = num_ids_of(passes.model, shape.width)
     found = (_change_at(passes, num_ids, *move, shape) for move in moves)
     return next(filter(None, found), None)
 
@@ -156,8 +171,8 @@ def unsteady(passes: Passes, batches: PhysicalBatches, *, moved: bool = True) ->
         shapes |= {
             each._replace(num_units=1) for each in (batches.usual(), batches.shape(longest, 1))
         }
-    num_ids = num_ids_of(passes.model, batches.some_id())
     for shape in shapes:
+        num_ids = num_ids_of(passes.model, shape.width)
         own = synthetic_units(shape, num_ids, slice(None), batches.device)
         two = shape._replace(num_units=2)
         other = _last(synthetic_units(two, num_ids, slice(0), batches.device), shape)
@@ -262,18 +277,7 @@ def _seen(passes: Passes, batch: Physical) -> dict[str, Tensor]:
     if passes.way != "eager":
         found = passes(batch)
         return {"its loss": found.losses.clone(), "its norm": found.norms.clone()}
-    try:
-        with passes._precision(), rows_apart(passes.model):
-            watch, losses_B = watched_pass(
-                passes.parameters,
-                lambda: logits_of(passes.model, batch.ids_BT, None),
-                batch.targets_BT,
-                batch.weights_BT,
-                num_rows=layout.num_rows,
-                look_for_unseen=True,
-            )
-    except NoRule as error:
-        raise _NotSeen(f"no rule covers {error}") from error
+    watch, losses_B = _watched(passes, batch)
     noted = {
         f"what is noted of {name} ({number}, {side})": values.reshape(layout.num_units, -1)
         for name, uses in watch.uses.items()
@@ -285,13 +289,29 @@ def _seen(passes: Passes, batch: Physical) -> dict[str, Tensor]:
     return {"its loss": found.losses, "its norm": found.norms, **noted}
 
 
+def _watched(passes: Passes, batch: Physical) -> tuple[Watch, Tensor]:
+    try:
+        with passes._precision(), rows_apart(passes.model):
+            return watched_pass(
+                passes.parameters,
+                lambda: logits_of(passes.model, batch.ids_BT, None),
+                batch.targets_BT,
+                batch.weights_BT,
+                num_rows=batch.layout.num_rows,
+                look_for_unseen=True,
+            )
+    except NoRule as error:
+        raise _NotSeen(f"no rule covers {error}") from error
+
+
 def synthetic_units(shape: Shape, num_ids: int, places: slice, device: torch.device) -> Physical:
-    """Units of all lengths, the first of them empty; but in `places` one unit, always the same."""
+    """Units of all lengths, the first of them empty, the third of one word; but in `places` one unit,
+    always the same."""
     others, own = torch.Generator().manual_seed(1), torch.Generator().manual_seed(0)
     size = (shape.num_units, shape.rows_per_unit, shape.width)
     ids, targets = torch.randint(num_ids, (2, *size), generator=others)
     lengths = torch.randint(1, shape.width + 1, (*size[:2], 1), generator=others)
-    lengths[0] = 0
+    lengths[0], ids[2:3] = 0, ids[2:3, :1, :1]
     targets = torch.where(torch.arange(shape.width) < lengths, targets, NO_LABEL)
     ids[places], targets[places] = torch.randint(num_ids, (2, *size[1:]), generator=own)
     num_rows_U = torch.full(size[:1], shape.rows_per_unit, device=device)
