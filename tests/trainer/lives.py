@@ -17,7 +17,7 @@ from tightlip.trainer import PrivacySpec, PrivateTrainer
 from trainer.private_runs import small
 
 ROWS = [{"input_ids": [0, 5, 6, 7], "labels": [-100, 5, 6, 7], "user": f"u{n}"} for n in range(8)]
-PLANNED = 6
+PLANNED, SAVED = 16, 4
 
 
 class Counts(TrainerCallback):
@@ -31,7 +31,7 @@ class Counts(TrainerCallback):
 
 def train(folder):
     args = TrainingArguments(
-        str(folder), max_steps=PLANNED, per_device_train_batch_size=4, save_strategy="steps", save_steps=2,
+        str(folder), max_steps=PLANNED, per_device_train_batch_size=4, save_strategy="steps", save_steps=SAVED,
         use_cpu=True, report_to=[], disable_tqdm=True,
     )  # fmt: skip
     trainer = PrivateTrainer(
@@ -47,6 +47,7 @@ def main(folder):
         life = os.fork()
         if life == 0:
             status = 1
+            os.dup2(2, 1)  # what a trainer prints
             try:
                 train(folder)
                 status = 0
