@@ -133,14 +133,20 @@ def new_name(
     return {"id": name, "people": [*ids]}
 
 
-def weights_in(folder: Path) -> dict[str, str]:
-    """Digests of the files in a model's folder that hold weights, by name; not of checkpoints in it."""
-    below = [
-        each for each in folder.glob("*/adapter_model.*") if "checkpoint-" not in each.parent.name
+def weight_files(folder: Path) -> dict[str, Path]:
+    """The files in a model's folder that hold weights, by name; not those of checkpoints in it."""
+    patterns = ("*.safetensors", "*.bin", "*/adapter_model.*")
+    found = sorted(each for pattern in patterns for each in folder.glob(pattern))
+    kept = [
+        each for each in found if "checkpoint-" not in each.parent.name or each.parent == folder
     ]
-    files = [each for kind in ("safetensors", "bin") for each in folder.glob(f"*.{kind}")] + below
-    kept = sorted(each for each in files if each.name not in _NOT_WEIGHTS)
-    return {each.relative_to(folder).as_posix(): digest_of(each) for each in kept}
+    names = {each.relative_to(folder).as_posix(): each for each in kept}
+    return {name: each for name, each in names.items() if name not in _NOT_WEIGHTS}
+
+
+def weights_in(folder: Path) -> dict[str, str]:
+    """The digest of each of them."""
+    return {name: digest_of(each) for name, each in weight_files(folder).items()}
 
 
 def guarantee_beside(folder: Path) -> dict[str, Any]:

@@ -100,7 +100,7 @@ class PrivateMixin(_Library):
         self._num_rows = len(train_dataset)
         self.privacy, self.user_column, self.people = privacy, user_column, people
         self.start = start
-        self._before: list[dict[str, Any]] = []
+        self._before: list[dict[str, Any]] | None = None
         self._begun_at = 0
         self.public_evaluation, self.exact_sums = public_evaluation, exact_sums
         self.private: PrivateTraining | None = None
@@ -242,7 +242,7 @@ class PrivateMixin(_Library):
             )
         if self.public_evaluation:
             outside.append("text that you declared public and evaluated on")
-        before = self._before
+        before = self._before or []
         if before and self.people is None:
             raise UsageError(
                 "The weights to start from came out of a private run, and both together are what was spent on its people. Give "

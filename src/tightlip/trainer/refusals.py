@@ -169,7 +169,7 @@ def _against_losses(trainer: Any, ours: type) -> Iterator[str]:
         if found is not getattr(ours, name, getattr(library, name)):
             yield f"{name} is overridden, so it is not known that what trains is clipped and noisy. Remove the override."
     inner = trainer.model
-    inner = inner.get_base_model() if hasattr(inner, "peft_config") else inner
+    inner = inner.get_base_model() if hasattr(inner, "get_base_model") else inner
     if "_loss_function" in vars(inner):
         yield "model.loss_function was replaced by another loss than the one that is clipped. Take it off."
     if trainer.compute_loss_func is not None:

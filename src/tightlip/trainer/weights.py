@@ -13,7 +13,7 @@ from huggingface_hub.errors import HFValidationError
 
 from tightlip.core.errors import GuaranteeError, UsageError
 from tightlip.core.files import read_json, write_json, write_text
-from tightlip.corpus.history import OWN_RECORD, guarantee_beside, weights_in
+from tightlip.corpus.history import OWN_RECORD, guarantee_beside, weight_files, weights_in
 from tightlip.privacy.ledger import read_ledger
 from tightlip.privacy.people import Record, composable, runs_before
 from tightlip.privacy.shards import local
@@ -67,7 +67,7 @@ def leave_mark(model: Any, record: Record) -> None:
 
 def _base(model: Any) -> Any:
     """What merge_and_unload() gives, too."""
-    return model.get_base_model() if hasattr(model, "peft_config") else model
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def _runs_named(start: str | Path) -> list[Record]:
@@ -94,7 +94,7 @@ def _does_something(model: Any) -> bool:
     """Whether an adapter is not, or is not known to be, as a new one is."""
     if not hasattr(model, "peft_config"):
         return False
-    every = dict(model.named_parameters())
+    every = dict(model.named_parameters(remove_duplicate=False))
     for name, weight in every.items():
         own = re.sub(r"modules_to_save\.[^.]+", "original_module", name)
         known = [value for part, value in _AT_FIRST.items() if part in name]
@@ -153,12 +153,9 @@ def check_checkpoint(folder: Path, ledger: Path) -> None:
 
 
 def stamps_in(folder: Path) -> Stamps:
-    """What changes of a file when it is written, of all files in a folder."""
-    about = {each: each.stat() for each in [*folder.glob("*"), *folder.glob("*/adapter_model.*")]}
-    return {
-        each.relative_to(folder).as_posix(): (stat.st_ino, stat.st_mtime_ns)
-        for each, stat in about.items()
-    }
+    """What changes of a file with weights when it is written."""
+    about = {name: each.stat() for name, each in weight_files(folder).items()}
+    return {name: (stat.st_ino, stat.st_mtime_ns) for name, stat in about.items()}
 
 
 def copy_weights(checkpoint: Path, folder: Path) -> None:
