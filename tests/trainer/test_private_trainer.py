@@ -6,6 +6,7 @@ import os
 import re
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from transformers import (
     DataCollatorForLanguageModeling,
     TrainerCallback,
     TrainingArguments,
+    default_data_collator,
 )
 
 from finetunes.people import tokenizer
@@ -26,6 +28,7 @@ from privacy.oracles import norm_of
 from tightlip.core.errors import GuaranteeError, UsageError
 from tightlip.privacy.ledger import read_ledger
 from tightlip.trainer import PrivacySpec, PrivateTrainer
+from tightlip.trainer.rows import labelled_rows, users_of
 from trainer.private_runs import Gradients, lora, mean_of_clipped, small, users_gradients
 
 pytestmark = pytest.mark.slow
@@ -108,6 +111,21 @@ def test_padded_rows_are_read_as_the_collator_reads_them(tmp_path):
     trainer = private(tmp_path, model=model, dataset=dataset, callbacks=[kept], given={"data_collator": collate})  # fmt: skip
     trainer.train()
     assert_same(kept.steps[0], expected, 1e-4)
+
+
+def test_rows_of_a_list_of_arrow_and_of_tensors_are_the_same():
+    made = [{**row, "attention_mask": [1] * len(row["input_ids"])} for row in rows(2100)]
+    made[7] |= {"input_ids": [], "labels": [], "attention_mask": []}
+    made[8]["attention_mask"] = None
+    own = SimpleNamespace(model=small(), data_collator=default_data_collator)
+    arrow = Dataset.from_list(made)
+    several = [made, arrow, arrow.with_format("torch"), arrow.shuffle(seed=0).sort("user"), arrow.with_transform(lambda batch: batch)]  # fmt: skip
+    for dataset in several:
+        order = made if dataset is not several[3] else [*dataset]
+        found = labelled_rows(dataset, own, None)
+        for name, ids in (("input_ids", found._ids), ("labels", found._labels)):
+            assert ids.tolist() == [each for row in order for each in row[name]]
+        assert users_of(dataset, "user") == [str(row["user"]) for row in order]
 
 
 def test_in_bfloat16_the_gradient_is_that_of_autocast(tmp_path):
