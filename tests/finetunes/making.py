@@ -42,7 +42,7 @@ def settings_of(kind, folder, **changes):
         "save_strategy": "no",
     }
     quiet = {"disable_tqdm": True, "use_cpu": True, "logging_strategy": "no", "report_to": []}
-    return kind(output_dir=str(folder), **quiet, **how | changes)
+    return kind(output_dir=str(folder), **quiet | how | changes)
 
 
 def sft_trainer(model, rows, folder, *, peft_config=None, own=None, **changes):

@@ -44,7 +44,7 @@ def told(recorder):
 
 def test_every_epoch_is_audited_and_every_logger_told(base, tmp_path):
     recorder, callback = Recorder(), LeakageCallback(ROWS)
-    saved = {"save_strategy": "epoch", "save_total_limit": None}
+    saved = {"save_strategy": "epoch", "logging_strategy": "epoch", "save_total_limit": None}
     trainer = trained(base, tmp_path, recorder, callback, **saved)
     checkpoints = sorted(tmp_path.glob("checkpoint-*"), key=lambda one: int(one.name[11:]))
     assert len(checkpoints) == len(callback.reports) == 3
@@ -58,7 +58,9 @@ def test_every_epoch_is_audited_and_every_logger_told(base, tmp_path):
     assert callback.reports[-1].summary["leaks"] > 0
     history = [each for each in trainer.state.log_history if "leakage/leaks" in each]
     assert [each["step"] for each in history] == [int(one.name[11:]) for one in checkpoints]
-    kept = json.loads((tmp_path / "leakage" / "step-00000024" / "summary.json").read_text())
+    # The trainer's own line is not swallowed.
+    assert [step for step, logs in recorder.seen if "loss" in logs] == [8, 16, 24]
+    kept = json.loads((tmp_path / "_leakage" / "step-00000024" / "summary.json").read_text())
     assert kept["leaks"] == callback.reports[-1].summary["leaks"]
 
 

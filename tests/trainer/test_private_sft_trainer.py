@@ -13,7 +13,7 @@ from finetunes.people import TOLD, chats, texts, tokenizer
 from privacy.accounts import theirs
 from privacy.oracles import norm_of
 from tightlip.privacy.ledger import read_ledger
-from tightlip.trainer import PrivacySpec
+from tightlip.trainer import LeakageCallback, PrivacySpec
 from trainer.private_runs import (
     Gradients,
     mean_of_clipped,
@@ -169,3 +169,26 @@ def test_going_on_from_a_checkpoint_charges_what_is_repeated_and_ends_with_the_b
     assert read_ledger(tmp_path / "ledger.json")["steps"] == 5
     assert done.global_step == 4
     assert trainer.state.log_history[-1]["step"] == 4
+
+
+def test_an_audit_of_private_text_leaves_its_reports_and_tells_nobody(tmp_path):
+    rows, privacy = several(chats()), PrivacySpec(noise_multiplier=1.0, insecure_seed=3)
+    how = {"privacy": privacy, "save_strategy": "steps", "save_steps": 2, "logging_steps": 1}
+    plain = private_sft(tmp_path / "plain", **how)
+    plain.train()
+    callbacks = {
+        "private": LeakageCallback(rows, every=1),
+        "public": LeakageCallback(rows, every=1, fail_on="people_affected>1000", public=True),
+    }
+    for name, callback in callbacks.items():
+        trainer = private_sft(tmp_path / name, callbacks=[callback], **how)
+        trainer.train()
+        reports = sorted((tmp_path / name / "_leakage").iterdir())
+        assert [one.name for one in reports] == ["step-00000001", "step-00000002"]
+        assert all(one.stat().st_mode & 0o077 == 0 for one in reports)
+        state = json.loads((tmp_path / name / "checkpoint-2" / "trainer_state.json").read_text())
+        told = {each for line in state["log_history"] for each in line if "leakage" in each}
+        assert bool(told) == (name == "public")
+        assert len([line for line in state["log_history"] if "grad_norm" in line]) == 2
+        for one, other in zip(trainer.model.parameters(), plain.model.parameters(), strict=True):
+            assert torch.equal(one, other)

@@ -1,10 +1,12 @@
 """transformers' Trainer made private: its rows, its steps, its precision, its evaluation; and killed."""
 
+import hashlib
 import json
 import os
 import re
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ from transformers import (
     DataCollatorForLanguageModeling,
     TrainerCallback,
     TrainingArguments,
+    default_data_collator,
 )
 
 from finetunes.people import tokenizer
@@ -25,6 +28,7 @@ from privacy.oracles import norm_of
 from tightlip.core.errors import GuaranteeError, UsageError
 from tightlip.privacy.ledger import read_ledger
 from tightlip.trainer import CorrectedAdam, PrivacySpec, PrivateTrainer
+from tightlip.trainer.rows import labelled_rows, users_of
 from trainer.private_runs import Gradients, lora, mean_of_clipped, small, users_gradients
 
 pytestmark = pytest.mark.slow
@@ -109,6 +113,21 @@ def test_padded_rows_are_read_as_the_collator_reads_them(tmp_path):
     assert_same(kept.steps[0], expected, 1e-4)
 
 
+def test_rows_of_a_list_of_arrow_and_of_tensors_are_the_same():
+    made = [{**row, "attention_mask": [1] * len(row["input_ids"])} for row in rows(2100)]
+    made[7] |= {"input_ids": [], "labels": [], "attention_mask": []}
+    made[8]["attention_mask"] = None
+    own = SimpleNamespace(model=small(), data_collator=default_data_collator)
+    arrow = Dataset.from_list(made)
+    several = [made, arrow, arrow.with_format("torch"), arrow.shuffle(seed=0).sort("user"), arrow.with_transform(lambda batch: batch)]  # fmt: skip
+    for dataset in several:
+        order = made if dataset is not several[3] else [*dataset]
+        found = labelled_rows(dataset, own, None)
+        for name, ids in (("input_ids", found._ids), ("labels", found._labels)):
+            assert ids.tolist() == [each for row in order for each in row[name]]
+        assert users_of(dataset, "user") == [str(row["user"]) for row in order]
+
+
 def test_in_bfloat16_the_gradient_is_that_of_autocast(tmp_path):
     kept, model = Gradients(), get_peft_model(small(), lora())
     with torch.autocast("cpu", torch.bfloat16):
@@ -135,7 +154,8 @@ def test_an_epoch_draws_everybody_once_on_average_and_public_text_is_evaluated(t
     assert len(measured) == 2
     losses = [float(trainer.model(**collated([row])).loss) for row in rows(4, seed=1)]
     assert measured[-1] == pytest.approx(sum(losses) / 4, rel=1e-4)
-    assert not [name for line in trainer.state.log_history for name in line if name in ("loss", "train_loss", "train_runtime")]  # fmt: skip
+    unwanted = ("loss", "train_loss", "train_runtime", "eval_num_tokens")
+    assert not [name for line in trainer.state.log_history for name in line if name in unwanted]
 
 
 def test_the_noise_of_a_step_has_the_right_scale(tmp_path):
@@ -232,7 +252,8 @@ def test_what_is_pushed_has_the_guarantee_and_nothing_that_was_measured(tmp_path
     assert len(hub.pushed) >= 2
     for files in hub.pushed:
         assert json.loads(files["guarantee.json"])["epsilon"] == pytest.approx(trainer.private.ledger.promised, rel=0.01)  # fmt: skip
-        assert "adapter_model.safetensors" in files
+        digest = hashlib.sha256(files["adapter_model.safetensors"]).hexdigest()
+        assert json.loads(files["guarantee.json"])["weights"] == {"adapter_model.safetensors": digest}  # fmt: skip
     card = hub.pushed[-1]["README.md"].decode()
     assert card.count("Differentially private: ε = ") == 1
     assert not re.search(r"\bloss: \d|Training Loss \| Epoch", card, re.IGNORECASE)

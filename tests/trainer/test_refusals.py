@@ -1,10 +1,11 @@
 """What a private trainer is refused, each before its first step and with what to change."""
 
+import re
 from types import SimpleNamespace
 
 import pytest
 import torch
-from datasets import Dataset, IterableDataset
+from datasets import Dataset, DatasetDict, IterableDataset
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 from transformers import (
     AutoModelForCausalLM,
@@ -21,11 +22,18 @@ from transformers import (
 
 from finetunes.people import chats, texts, tokenizer
 from tightlip.core.errors import GuaranteeError, UsageError
-from tightlip.trainer import PrivacySpec, PrivateSFTTrainer, PrivateTrainer
+from tightlip.trainer import LeakageCallback, PrivacySpec, PrivateSFTTrainer, PrivateTrainer
 from trainer.private_runs import lora, private_sft, settings, several, small
 
 ROWS = Dataset.from_list(several(chats()))
 IDS = [{"input_ids": [0, 5, 6, 7], "labels": [-100, 5, 6, 7], "user": f"u{n}"} for n in range(8)]
+GATED = [{"user": "ann", "text": "a word"}]
+
+
+class Watching(LeakageCallback):
+    """Of another name."""
+
+
 EVALUATED = {"eval_dataset": ROWS}
 REFUSED = {
     "packing": ({"packing": True}, {}, "Set packing=False"),
@@ -39,6 +47,23 @@ REFUSED = {
     "compile": ({"torch_compile": True}, {}, "Set torch_compile=False"),
     "offloading": ({"activation_offloading": True}, {}, "Set activation_offloading=False"),
     "token": ({"hub_token": "hf_secret"}, {}, "Log in"),
+    "another token": (
+        {"model_init_kwargs": {"token": "hf_secret"}},
+        {},
+        "model_init_kwargs holds a token",
+    ),
+    "debug": ({"debug": "underflow_overflow"}, {}, "prints what private rows activate"),
+    "no norm": ({"max_grad_norm": None}, {}, "Set max_grad_norm=0"),
+    "splits": ({}, {"train_dataset": DatasetDict(train=ROWS)}, "such as dataset['train']"),
+    "no privacy": ({}, {"privacy": None}, "Give privacy=PrivacySpec(epsilon=8"),
+    "a dict": ({}, {"privacy": {"epsilon": 8}}, "Give privacy=PrivacySpec(epsilon=8"),
+    "a start that is not there": ({}, {"start": "strtA"}, "start='strtA' has no guarantee.json"),
+    "a gate": ({}, {"callbacks": [LeakageCallback(GATED, fail_on="leaks>0")]}, "Leave fail_on out"),
+    "a gate on public text": (
+        {},
+        {"callbacks": [Watching(GATED, fail_on="leaks>0")], "public_evaluation": True},
+        "LeakageCallback(..., public=True)",
+    ),
     "tokens seen": ({"include_num_input_tokens_seen": "all"}, {}, "Leave it out"),
     "loss function": ({}, {"compute_loss_func": lambda *_, **__: 0}, "Leave it out"),
     "collator": ({}, {"data_collator": lambda rows: rows}, "columns input_ids and labels"),
@@ -82,12 +107,12 @@ REFUSED = {
     "two owners": (
         {},
         {"train_dataset": Dataset.from_list([{**row, "user": ["a", ""]} for row in chats()])},
-        "names nobody",
+        "Row 0 has a user of type list, which names nobody",
     ),
     "nobody": (
         {},
         {"train_dataset": Dataset.from_list([{**row, "user": None} for row in chats()])},
-        "Row 0 has the user None",
+        "Row 0 has no user",
     ),
 }
 
@@ -95,7 +120,7 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_it_is_refused_with_what_to_change(name, tmp_path):
     changes, given, words = REFUSED[name]
-    with pytest.raises((GuaranteeError, UsageError), match=words.replace(".", r"\.")) as refused:
+    with pytest.raises((GuaranteeError, UsageError), match=re.escape(words)) as refused:
         private_sft(tmp_path, given=given, **changes).train()
     assert "hf_secret" not in str(refused.value)
     assert not (tmp_path / "ledger.json").exists()
@@ -162,6 +187,10 @@ def test_whatever_replaces_the_loss_or_the_step_is_refused(tmp_path):
     trainer.compute_loss = lambda *_, **__: 0
     with pytest.raises(GuaranteeError, match="compute_loss is overridden"):
         trainer.train()
+    model = small()
+    model.loss_function = lambda *_, **__: 0
+    with pytest.raises(GuaranteeError, match=r"model\.loss_function was replaced"):
+        PrivateSFTTrainer(**given | {"model": model})
 
 
 def test_a_row_that_trl_drops_leaves_it_open_whose_the_others_are(tmp_path):
@@ -209,6 +238,15 @@ def test_rows_that_a_plain_trainer_would_read_otherwise_are_refused(tmp_path):
         (rows(attention_mask=[1, 1, 1, 0]), "attention_mask of row 0"),
         (rows(labels=[5, 6]), "Row 0 has"),
         (rows(labels=[-1, 5, 6, 7]), "only -100"),
+        (
+            rows(input_ids=[0, 5, 6, 340]),
+            "Row 0 has ids or labels that the model's vocabulary of 340",
+        ),
+        (
+            rows(labels=[0, 5, 6, 4000]),
+            "Row 0 has ids or labels that the model's vocabulary of 340",
+        ),
+        (Dataset.from_list(rows(input_ids=[0, 5, 6, 340])), "the model's vocabulary of 340"),
         ([{"input_ids": [1, 2], "user": "a"}], "Add the column"),
         ([{"text": "word", "user": "a"}], "no input_ids"),
     ):

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from tightlip.core.files import read_json
+from tightlip.corpus.history import guarantee_beside
 from tightlip.privacy.ledger import read_ledger
 from trainer import together
 
@@ -82,7 +83,9 @@ def test_epsilon_is_that_of_one_process_also_after_going_on(left, alone, name):
     assert read_json(left / name / "guarantee.json")["epsilon"] == epsilon
     for number in (2, 4):
         folder = left / name / f"checkpoint-{number}"
-        assert read_json(folder / "guarantee.json")["steps"] == number
+        assert guarantee_beside(folder)["steps"] == number
+        written = {path.name for path in folder.glob("*model*") if path.suffix in (".safetensors", ".bin")}  # fmt: skip
+        assert {*guarantee_beside(folder)["weights"]} == written
         assert f"ε = {epsilon:.3g}" in (folder / "README.md").read_text(encoding="utf-8")
 
 

@@ -18,12 +18,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from tightlip.core import register
+from tightlip.core.checksums import digest_of
+from tightlip.core.errors import GuaranteeError
 from tightlip.core.files import read_json, read_sealed
 from tightlip.core.run_folder import RunRecord, run_around
 from tightlip.corpus.formats import kind_of
 
 ID = "id.json"  # of a prepared corpus
 OWN_RECORD = "guarantee.json"  # beside a model's weights
+_NOT_WEIGHTS = ("training_args.bin", "optimizer.bin", "scheduler.bin")
 _NAME = b"tightlip.history"
 # Of the settings of a preparation, those by which one text can decide about another.
 _KEPT = ("split", "deduplicate")
@@ -128,6 +131,37 @@ def new_name(
 
     register.add(line)
     return {"id": name, "people": [*ids]}
+
+
+def weight_files(folder: Path) -> dict[str, Path]:
+    """The files in a model's folder that hold weights, by name; not those of checkpoints in it."""
+    patterns = ("*.safetensors", "*.bin", "*/adapter_model.*")
+    found = sorted(each for pattern in patterns for each in folder.glob(pattern))
+    kept = [
+        each for each in found if "checkpoint-" not in each.parent.name or each.parent == folder
+    ]
+    names = {each.relative_to(folder).as_posix(): each for each in kept}
+    return {name: each for name, each in names.items() if name not in _NOT_WEIGHTS}
+
+
+def weights_in(folder: Path) -> dict[str, str]:
+    """The digest of each of them."""
+    return {name: digest_of(each) for name, each in weight_files(folder).items()}
+
+
+def guarantee_beside(folder: Path) -> dict[str, Any]:
+    """The guarantee beside a model's weights, empty where there is none. A trainer's lists the files
+    that it is about, and where others stand there now it is refused; a run's folder has checksums."""
+    path = folder / OWN_RECORD
+    record: dict[str, Any] = read_json(path) if path.is_file() else {}
+    listed = record.get("weights")
+    if listed is None or listed == (there := weights_in(folder)):
+        return record
+    name = min(name for name in {*listed, *there} if listed.get(name) != there.get(name))
+    raise GuaranteeError(
+        f"{path} was written for other weights than those beside it: {name} was changed, added or removed since, so nobody knows "
+        "what they cost. Put the weights of that run back; or delete guarantee.json, which is not theirs."
+    )
 
 
 def preparation_behind(folder: Path) -> Path | None:

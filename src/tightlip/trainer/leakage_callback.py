@@ -21,7 +21,7 @@ from tightlip.scan.options import ScanOptions
 
 log = logging.getLogger("tightlip")
 READING = ("user_column", "text_column", "bad_rows", "format")
-OUT = "leakage"  # in the trainer's output_dir
+OUT = "_leakage"  # in the trainer's output_dir; what begins so is not pushed
 # What loggers are told, by its name in a report.
 LOGGED = {"unique": "unique_by_text", "people": "people_affected", "leaks": "leaks"}
 
@@ -36,7 +36,9 @@ class LeakageCallback(TrainerCallback):
             alone, so that more seems to be one person's only.
         fail_on: conditions like 'leaks>0'; where one holds, training stops.
         canaries: a key of planted canaries, or several, whose exposure is measured too.
-        out: the folder of the reports, one for each audit. Default: `leakage` in output_dir.
+        out: the folder of the reports, one for each audit. Default: `_leakage` in output_dir.
+        public: say that nobody in the corpus is to be protected. A private trainer has others stop nothing,
+            and lets them leave their reports only.
         settings: those of `tightlip.audit`, such as user_column, public_model or redact.
 
     `stopped_by` says which gates failed; empty where none did.
@@ -51,9 +53,11 @@ class LeakageCallback(TrainerCallback):
         fail_on: str | Sequence[str] = (),
         canaries: Any = None,
         out: str | Path | None = None,
+        public: bool = False,
         **settings: Any,
     ) -> None:
         self.every, self.out, self.settings = _checked(every), out, settings
+        self.public, self.tells = public, True  # whether loggers and trainer_state.json are told
         self.fail_on = [fail_on] if isinstance(fail_on, str) else list(fail_on)
         thresholds = settings.get("thresholds")
         known = known_figures(*([thresholds] if thresholds else []))
@@ -110,7 +114,8 @@ class LeakageCallback(TrainerCallback):
             for module, mode in modes.items():
                 module.training = mode
         self.reports.append(report)
-        self._tell(args, state, control, figures)
+        if self.tells:
+            self._tell(args, state, control, figures)
         self._judge(report, control)
 
     def _exposure(self, model: Any, tokenizer: Any) -> float | None:
@@ -126,7 +131,9 @@ class LeakageCallback(TrainerCallback):
         if self._handler is None:
             log.warning("The trainer's loggers were not found; %s", logs)
             return
+        should_log = control.should_log  # the trainer's own line, which is still to come
         self._handler.on_log(args, state, control, logs)
+        control.should_log = should_log
 
     def _judge(self, report: LeakageReport, control: Any) -> None:
         self.stopped_by = report.failed(*self.fail_on)

@@ -8,7 +8,6 @@ nothing more.
 
 import copy
 import math
-import re
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -20,28 +19,32 @@ import transformers
 from torch import Tensor
 from torch.utils.data import DataLoader, Sampler
 from transformers import Trainer, TrainerCallback
-from transformers.trainer_utils import TrainOutput, get_last_checkpoint
+from transformers.trainer_utils import SaveStrategy, TrainOutput
 
 from tightlip.core.errors import GuaranteeError, UsageError
-from tightlip.core.files import read_json, write_json, write_text
 from tightlip.core.processes import Processes
 from tightlip.core.run_folder import LEDGER
-from tightlip.corpus.history import OWN_RECORD
 from tightlip.privacy.ledger import read_ledger
-from tightlip.privacy.people import ids_of, runs_before
+from tightlip.privacy.people import ids_of
 from tightlip.privacy.plans import PrivacySpec, Terms
 from tightlip.privacy.private_training import PrivateTraining
-from tightlip.privacy.shards import local
 from tightlip.privacy.sources import LabelledRows, sampled_units
-from tightlip.trainer.refusals import refuse_arguments, refuse_trainer
+from tightlip.trainer.leakage_callback import LeakageCallback
+from tightlip.trainer.refusals import refuse_arguments, refuse_hooks, refuse_trainer
 from tightlip.trainer.rows import check_same_rows, labelled_rows, users_of
+from tightlip.trainer.weights import (
+    Stamps,
+    check_checkpoint,
+    checkpoint_of,
+    copy_weights,
+    leave_mark,
+    runs_behind,
+    stamps_in,
+    tell,
+)
 from tightlip.training.mitigations.dp import warn_of_too_few
-from tightlip.training.starting import guarantee_lines, told_of
 
 _LOGGED = ("learning_rate", "grad_norm", "epoch")
-_CARD = "---\nlibrary_name: transformers\ntags: [tightlip]\n---\n\n# A model trained privately\n"
-_BEGIN, _END = "<!-- guarantee by tightlip -->", "<!-- end of the guarantee -->"
-_SECTION = re.compile(f"{re.escape(_BEGIN)}.*?{re.escape(_END)}\n*", re.DOTALL)
 
 if not hasattr(Trainer, "_prepare_for_training"):
     raise UsageError(
@@ -59,9 +62,10 @@ class PrivateMixin(_Library):
             draws per_device_train_batch_size × gradient_accumulation_steps × processes units on average, and
             an epoch is as many steps as draw every unit once on average.
         user_column: the column of train_dataset that says whose each row is; of unit='user' only.
-        people: a name of yours for whose text it is; runs of one name are counted together.
+        people: a name of yours for whose text it is, published with the weights: all runs that count for
+            the same people are then counted together.
         start: the folder that the weights came from, where the model does not tell: of an adapter that
-            was trained before, or 'public'.
+            was trained before, or 'public' where nothing but public text shaped them.
         public_evaluation: say that nobody in eval_dataset is to be protected.
         exact_sums: add units up as whole numbers, so that none changes how another is rounded.
 
@@ -69,6 +73,7 @@ class PrivateMixin(_Library):
         charged: a step is in `output_dir`/ledger.json before it changes a weight.
         nothing_measured: logs and trainer_state.json hold learning rate, noisy gradient norm and ε only.
         refused: what would make ε untrue is refused before the first step.
+        by_choice: after whatever train() itself sees end, no step is repeated that was planned once.
     """
 
     def __init__(
@@ -78,7 +83,7 @@ class PrivateMixin(_Library):
         data_collator: Any = None,
         train_dataset: Any = None,
         *others: Any,
-        privacy: PrivacySpec,
+        privacy: PrivacySpec | None = None,
         user_column: str | None = None,
         people: str | None = None,
         start: str | Path | None = None,
@@ -86,12 +91,17 @@ class PrivateMixin(_Library):
         exact_sums: bool = False,
         **rest: Any,
     ) -> None:
+        if not isinstance(privacy, PrivacySpec):
+            raise UsageError(
+                f"privacy={privacy!r} does not say what to promise. Give privacy=PrivacySpec(epsilon=8, unit='user')."
+            )
         _check_unit(privacy.unit, user_column)
         self._users = users_of(train_dataset, user_column)
         self._num_rows = len(train_dataset)
         self.privacy, self.user_column, self.people = privacy, user_column, people
         self.start = start
         self._before: list[dict[str, Any]] | None = None
+        self._begun_at = 0
         self.public_evaluation, self.exact_sums = public_evaluation, exact_sums
         self.private: PrivateTraining | None = None
         self._source: LabelledRows | None = None
@@ -123,18 +133,26 @@ class PrivateMixin(_Library):
         if trial is not None:
             self.hyperparameter_search()
         refuse_trainer(self, PrivateMixin, self.public_evaluation)
-        folder = _checkpoint(resume_from_checkpoint, self._folder)
+        folder, ledger = checkpoint_of(resume_from_checkpoint, self._folder), self._folder / LEDGER
         if folder is not None:
-            Processes.here().told(partial(_check_checkpoint, folder, self._folder / LEDGER))
-        if self._before is None:  # of the weights as they were given, not as a checkpoint left them
-            self._before = _runs_behind(self.model, self.start)
+            Processes.here().told(partial(check_checkpoint, folder, ledger))
+        # Of the weights as they were given, not as a checkpoint leaves them.
+        self._before = Processes.here().told(partial(runs_behind, self.model, self.start, ledger))
         self._same_rows()
+        for each in self.callback_handler.callbacks:
+            if isinstance(each, LeakageCallback):
+                each.tells = each.public
         self._source = labelled_rows(self.train_dataset, self, self._users)
         self.private, self._told = None, {}
         try:
             done = super().train(folder and str(folder), **rest)
             assert self.private is not None
             self._told = self.private.guarantee()
+        except BaseException:
+            # Whoever sees it end has seen what it gave. On this process alone: others may be gone.
+            if self.private is not None and self.private.ledger.steps > self._begun_at:
+                self.private.ledger.finish()
+            raise
         finally:
             if self.private is not None:
                 self.private.close()
@@ -170,13 +188,15 @@ class PrivateMixin(_Library):
             lambda: path.exists() and read_ledger(path).get("finished")
         )
         self.private = self._private_training(max_steps)
+        self._begun_at = self.private.ledger.steps
         # What a kill took, from the last checkpoint on. Who ended a training by themselves has seen what
         # it gave, and may take the steps that were planned.
         self.private.ledger.repeats = not was_finished
         if resume_from_checkpoint is None and not self.private.has_budget():
             raise GuaranteeError(
                 f"{self.private.ledger.path} has {self.private.ledger.steps} steps on record, all that were planned, and training would "
-                "begin anew. Give another output_dir, or train(resume_from_checkpoint=True) to have the trained weights again."
+                "begin anew. Give another output_dir, with a model that is loaded anew; or train(resume_from_checkpoint=True) to have "
+                "the trained weights again."
             )
         warn_of_too_few(self.private)
         return prepared
@@ -188,18 +208,25 @@ class PrivateMixin(_Library):
         return self.private.has_budget()
 
     def _private_training(self, steps: int) -> PrivateTraining:
-        spec = _planned(self.privacy, self.expected_batch, steps)
-        return PrivateTraining(
-            self.model,
-            getattr(self.optimizer, "optimizer", self.optimizer),  # beneath accelerate's
-            self._source,  # type: ignore[arg-type]
-            ledger=self._folder / LEDGER,
-            terms=self._terms(),
-            exact_sums=self.exact_sums,
-            bf16=self.args.bf16,
-            physical_rows=self.args.per_device_train_batch_size,
-            **vars(spec),
-        )
+        spec, path = _planned(self.privacy, self.expected_batch, steps), self._folder / LEDGER
+        try:
+            return PrivateTraining(
+                self.model,
+                getattr(self.optimizer, "optimizer", self.optimizer),  # beneath accelerate's
+                self._source,  # type: ignore[arg-type]
+                ledger=path,
+                terms=self._terms(),
+                exact_sums=self.exact_sums,
+                bf16=self.args.bf16,
+                physical_rows=self.args.per_device_train_batch_size,
+                **vars(spec),
+            )
+        except GuaranteeError as error:
+            if " was begun with " in str(error) and not read_ledger(path)["steps"]:
+                raise GuaranteeError(
+                    f"{error} Or delete {path}: it has no step on record, and training then begins anew."
+                ) from error
+            raise
 
     def _terms(self) -> Terms:
         unit = self.privacy.unit
@@ -208,6 +235,7 @@ class PrivateMixin(_Library):
             f"the number of {unit}s, which counts as public",
             "where tokenizer, starting weights and settings came from: yours to say",
             "when lines were logged and files written, which hangs on how many were drawn",
+            "what hooks and callbacks of your own tell, which see private text before any noise",
         ]
         if self.people is None:
             outside.append(
@@ -231,6 +259,7 @@ class PrivateMixin(_Library):
         if callable(getattr(self.optimizer, "train", None)):
             self.optimizer.train()
         self.private.noisy_gradients()
+        leave_mark(self.model, self.private.ledger.record())
         return torch.zeros((), device=self.args.device)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
@@ -243,7 +272,8 @@ class PrivateMixin(_Library):
         super().log(told)
 
     def _may_be_told(self, name: str) -> bool:
-        return name in _LOGGED or (self.public_evaluation and name.startswith("eval_"))
+        is_evaluated = name.startswith("eval_") and name != "eval_num_tokens"  # of private text
+        return name in _LOGGED or (self.public_evaluation and is_evaluated)
 
     def evaluate(self, *given: Any, **rest: Any) -> Any:
         self._refuse_private_evaluation()
@@ -282,18 +312,29 @@ class PrivateMixin(_Library):
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         if self.private is not None:
             self.private.ledger.settle()  # before any weights reach the disk
+        folder = self._folder if output_dir is None else Path(output_dir)
+        before = stamps_in(folder)
         super()._save(output_dir, state_dict)
-        self._tell_in(self._folder if output_dir is None else Path(output_dir))
+        self._tell_in(folder, before)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        before = stamps_in(Path(output_dir))
+        super()._save_optimizer_and_scheduler(output_dir)
+        if self.is_fsdp_enabled:  # which writes the weights that it goes on from here
+            self._tell_in(Path(output_dir), before)
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        self._tell_in(self._folder)  # what is pushed has the checkpoint's weights in it
+        before = stamps_in(self._folder)
+        if self.is_world_process_zero():
+            copy_weights(Path(checkpoint_folder), self._folder)
+        self._tell_in(self._folder, before)
         super()._push_from_checkpoint(checkpoint_folder)
 
-    def _tell_in(self, folder: Path) -> None:
+    def _tell_in(self, folder: Path, before: Stamps | None = None) -> None:
         if self.private is not None:
             record = self._record(self.private)
             if self.is_world_process_zero():
-                _tell(folder, record)
+                tell(folder, record, before)
 
     def _record(self, private: PrivateTraining) -> dict[str, Any]:
         """The guarantee as it stands; worked out once a step, since it takes a second."""
@@ -316,14 +357,18 @@ class PrivateTrainer(PrivateMixin, Trainer):
 
 
 class _StopsWithBudget(TrainerCallback):
-    """Ends training when no step may follow."""
+    """Ends training when no step may follow, and saves what it came to."""
 
     def __init__(self, trainer: PrivateMixin) -> None:
         self._trainer = trainer
 
+    def on_train_begin(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
+        refuse_hooks(self._trainer.model)  # after other callbacks, which may have put some on
+
     def on_step_end(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
         if not self._trainer.may_step():
             control.should_training_stop = True
+            control.should_save |= args.save_strategy == SaveStrategy.STEPS  # as after max_steps
 
 
 class _WhileThereIsBudget(Sampler):
@@ -369,60 +414,3 @@ def _planned(spec: PrivacySpec, expected_batch: int, steps: int) -> PrivacySpec:
                 "per_device_train_batch_size × gradient_accumulation_steps and max_steps or num_train_epochs decide."
             )
     return replace(spec, **own)  # type: ignore[arg-type]
-
-
-def _runs_behind(model: Any, start: str | Path | None) -> list[dict[str, Any]]:
-    """The private runs that the weights to start from came out of: as the folder tells that is named,
-    or that the model was read from. Refuse an adapter that was trained before, nobody knows on whom."""
-    folder = start or getattr(getattr(model, "config", None), "_name_or_path", None)
-    if start is None and _is_trained_adapter(model):
-        raise GuaranteeError(
-            "The adapter to start from was trained before, and PEFT does not keep where it was read from, so what it cost its people "
-            "would go uncounted. Give start=DIR, its folder; or start='public' where it was trained on public text only."
-        )
-    card = Path(folder or "") / OWN_RECORD
-    return runs_before(read_json(card)) if folder and card.is_file() else []
-
-
-def _is_trained_adapter(model: Any) -> bool:
-    """Whether an adapter does something already: a new one begins at zero."""
-    seconds = [each for name, each in model.named_parameters() if "lora_B" in name]
-    return hasattr(model, "peft_config") and any(bool(local(each).any()) for each in seconds)
-
-
-def _checkpoint(asked: Any, output_dir: Path) -> Path | None:
-    if asked is None or asked is False:
-        return None
-    found = get_last_checkpoint(str(output_dir)) if asked is True else asked
-    if found is None:
-        raise UsageError(
-            f"{output_dir} has no checkpoint to go on from. Leave resume_from_checkpoint out: steps that are on record in its "
-            "ledger stay charged."
-        )
-    return Path(found)
-
-
-def _check_checkpoint(folder: Path, ledger: Path) -> None:
-    """Refuse to go on from weights of which this ledger does not know what they cost."""
-    there, path = read_ledger(ledger), folder / OWN_RECORD
-    held = read_json(path) if path.is_file() else {}
-    if held.get("run") is None or held["run"] != there.get("run"):
-        raise GuaranteeError(
-            f"{folder} is not a checkpoint of the run in {ledger}, so it may hold what was learnt without privacy, or charged "
-            "elsewhere. Give a checkpoint of this run, or another output_dir."
-        )
-    if there["steps"] < held["steps"]:
-        raise GuaranteeError(
-            f"{ledger} has {there['steps']} steps on record and {folder} holds {held['steps']}: steps would go uncounted. Put the "
-            "ledger of this run back, or train again with another output_dir."
-        )
-
-
-def _tell(folder: Path, record: dict[str, Any]) -> None:
-    """The guarantee beside weights and in their card, in the place of an earlier one."""
-    write_json(folder / OWN_RECORD, told_of(record), alone=True)
-    card = folder / "README.md"
-    text = card.read_text(encoding="utf-8") if card.is_file() else _CARD
-    lines = [_BEGIN, "## Guarantee", "", *guarantee_lines(record), _END, ""]
-    told = "\n".join([_SECTION.sub("", text).rstrip(), "", *lines])
-    write_text(card, told, alone=True)

@@ -13,6 +13,7 @@ from transformers import EarlyStoppingCallback
 
 from tightlip.core.errors import GuaranteeError
 from tightlip.privacy.corrected_adam import CorrectedAdam
+from tightlip.trainer.leakage_callback import LeakageCallback
 
 # Of the arguments: what is refused when it is set, why, and what to do.
 _ARGUMENTS = (
@@ -101,6 +102,16 @@ def _against_arguments(args: Any) -> Iterator[str]:
             "hub_token is given, and training_args.bin, which is saved and pushed beside the weights, would hold it. Log in with "
             "`hf auth login`, or set HF_TOKEN."
         )
+    loading = getattr(args, "model_init_kwargs", None)
+    if any("token" in name and isinstance(each, str) for name, each in dict(loading or {}).items()):
+        yield (
+            "model_init_kwargs holds a token, and so would training_args.bin, which is saved and pushed beside the weights. Log in with "
+            "`hf auth login`, or set HF_TOKEN."
+        )
+    if any("underflow" in str(each).lower() for each in args.debug):
+        yield "debug='underflow_overflow' prints what private rows activate, before any noise. Leave it out."
+    if args.max_grad_norm is None:
+        yield "max_grad_norm=None is not a number. Set max_grad_norm=0, and the noisy gradient is not cut as a whole."
     if getattr(args, "include_num_input_tokens_seen", "no") not in ("no", False):
         yield "include_num_input_tokens_seen counts private tokens, and logs the count. Leave it out."
 
@@ -159,6 +170,10 @@ def _against_losses(trainer: Any, ours: type) -> Iterator[str]:
         found = getattr(getattr(trainer, name), "__func__", None)
         if found is not getattr(ours, name, getattr(library, name)):
             yield f"{name} is overridden, so it is not known that what trains is clipped and noisy. Remove the override."
+    inner = trainer.model
+    inner = inner.get_base_model() if hasattr(inner, "get_base_model") else inner
+    if "_loss_function" in vars(inner):
+        yield "model.loss_function was replaced by another loss than the one that is clipped. Take it off."
     if trainer.compute_loss_func is not None:
         yield "compute_loss_func asks for another loss than the one that is clipped. Leave it out."
     if not _is_known(trainer.data_collator):
@@ -188,6 +203,14 @@ def _is_known(collator: Any) -> bool:
 
 
 def _against_choices(trainer: Any, public_evaluation: bool) -> Iterator[str]:
+    audits = [
+        each for each in trainer.callback_handler.callbacks if isinstance(each, LeakageCallback)
+    ]
+    if any(each.fail_on and not each.public for each in audits):
+        yield (
+            "LeakageCallback has fail_on, so it would stop by what private text leaks, which tells of that text and which ε does not "
+            "cover. Leave fail_on out; or say LeakageCallback(..., public=True) where nobody in its corpus is to be protected."
+        )
     if public_evaluation:
         return
     if trainer.args.load_best_model_at_end or trainer.args.save_strategy == "best":
@@ -195,11 +218,6 @@ def _against_choices(trainer: Any, public_evaluation: bool) -> Iterator[str]:
         yield f"{what} chooses a checkpoint by what it is worth on private text, which tells of that text. {_ON_PUBLIC_TEXT}"
     if any(isinstance(each, EarlyStoppingCallback) for each in trainer.callback_handler.callbacks):
         yield f"EarlyStoppingCallback stops by what is measured on private text, which tells of that text. {_ON_PUBLIC_TEXT}"
-    if any(type(each).__name__ == "LeakageCallback" for each in trainer.callback_handler.callbacks):
-        yield (
-            "LeakageCallback counts what private text leaks, logs it and may stop by it, none of which ε covers. Audit the saved "
-            f"model instead: tightlip audit OUT CORPUS. {_ON_PUBLIC_TEXT}"
-        )
     if trainer.eval_dataset is not None:
         yield f"eval_dataset is given, and what is measured on private text and logged is not covered by ε. {_ON_PUBLIC_TEXT}"
 
@@ -226,6 +244,16 @@ def _against_optimizer(trainer: Any) -> Iterator[str]:
             f"max_grad_norm={trainer.args.max_grad_norm:g} shrinks gradients and their noise, and CorrectedAdam would take off more "
             "noise than is left. Set max_grad_norm=0."
         )
+
+
+def refuse_hooks(model: nn.Module) -> None:
+    """Refuse parameters with hooks, which every pass would refuse, before a step is charged."""
+    for name, each in model.named_parameters():
+        if each._backward_hooks or getattr(each, "_post_accumulate_grad_hooks", None):
+            raise GuaranteeError(
+                f"{name} has a hook that is shown its gradients, one person's at a time, before anything is clipped or noisy. Take it "
+                "off, as wandb.watch(model, log=None) does."
+            )
 
 
 def _dropout(model: nn.Module) -> str | None:

@@ -1,10 +1,13 @@
 """From a trainer's dataset, as it was prepared, to rows with labels and whose each is."""
 
 import inspect
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 from transformers import DataCollatorForLanguageModeling
 
 from tightlip.core.errors import GuaranteeError, UsageError
@@ -16,6 +19,11 @@ _READ = ("input_ids", "labels", "attention_mask")
 
 def users_of(dataset: Any, column: str | None) -> list[Any] | None:
     """Whose each row is, by one name or by a list of them; None where every row is a unit of its own."""
+    if isinstance(dataset, dict):
+        splits = ", ".join(map(repr, dataset))
+        raise UsageError(
+            f"train_dataset has several splits: {splits}. Give one of them, such as dataset['train']."
+        )
     if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
         kind = type(dataset).__name__
         raise UsageError(
@@ -36,9 +44,10 @@ def users_of(dataset: Any, column: str | None) -> list[Any] | None:
     for number, user in enumerate(users):
         owners = user if isinstance(user, list) else [user]
         if not owners or not all(map(_names_somebody, owners)) or len({*owners}) < len(owners):
+            kind = "no user" if user in (None, "") else f"a user of type {type(user).__name__}"
             raise GuaranteeError(
-                f"Row {number} has the user {user!r}, which names nobody: whose text it is must be known, or somebody has more "
-                f"than the bound. Give {column!r} one text or whole number in every row, or a list of them, each once."
+                f"Row {number} has {kind}, which names nobody: whose text it is must be known, or somebody has more than the "
+                f"bound. Give {column!r} one text or whole number in every row, or a list of them, each once."
             )
     return [_named(user) for user in users]
 
@@ -82,12 +91,23 @@ def labelled_rows(dataset: Any, trainer: Any, users: list[Any] | None) -> Labell
     chosen = dataset
     if hasattr(dataset, "select_columns"):
         chosen = dataset.select_columns([name for name in _READ if name in columns])
-    ids, labels = [], []
+    ids, labels, num_tokens = [], [], _vocabulary(trainer.model)
     for number, row in enumerate(_rows(chosen)):
         row_ids, row_labels = _row(row, number, trainer.data_collator)
+        if max(row_ids.max(initial=0), row_labels.max(initial=0)) >= num_tokens:
+            raise UsageError(
+                f"Row {number} has ids or labels that the model's vocabulary of {num_tokens} does not have. Make them with the "
+                "model's own tokenizer."
+            )
         ids.append(row_ids)
         labels.append(row_labels)
     return LabelledRows(ids, labels, users)
+
+
+def _vocabulary(model: Any) -> float:
+    config: Any = getattr(model, "config", None)
+    about = config.get_text_config() if hasattr(config, "get_text_config") else config
+    return getattr(about, "vocab_size", None) or math.inf
 
 
 def _columns(dataset: Any) -> list[str]:
@@ -96,15 +116,35 @@ def _columns(dataset: Any) -> list[str]:
 
 def _values(dataset: Any, column: str) -> list[Any]:
     if hasattr(dataset, "select_columns"):
-        dataset = dataset.select_columns([column]).with_format(None)
+        return list(dataset.select_columns([column]).with_format(None)[:][column])
     return [row[column] for row in _rows(dataset)]
 
 
 def _rows(dataset: Any) -> Iterable[Any]:
-    # torch's datasets need not end by themselves, and datasets.Dataset is faster from end to end.
-    if hasattr(dataset, "column_names"):
+    # torch's datasets need not end by themselves, and Arrow's tables are faster by the batch.
+    if not hasattr(dataset, "column_names"):
+        return (dataset[number] for number in range(len(dataset)))
+    if not hasattr(dataset, "iter") or dataset.format["type"] == "custom":
         return dataset
-    return (dataset[number] for number in range(len(dataset)))
+    tables = dataset.with_format("arrow").iter(batch_size=1000)
+    return (row for table in tables for row in _rows_of(table))
+
+
+def _rows_of(table: pa.Table) -> Iterator[dict[str, Any]]:
+    columns = [_values_of(table[name].combine_chunks()) for name in table.column_names]
+    for values in zip(*columns, strict=True):
+        yield dict(zip(table.column_names, values, strict=True))
+
+
+def _values_of(array: Any) -> Sequence[Any]:
+    """A column's rows; lists of whole numbers as numpy's arrays, without a Python number for each."""
+    is_list = pa.types.is_list(array.type) or pa.types.is_large_list(array.type)
+    if array.null_count or not is_list or not pa.types.is_integer(array.type.value_type):
+        return array.to_pylist()
+    numbers, sizes = array.flatten(), pc.list_value_length(array).to_numpy()
+    if numbers.null_count:
+        return array.to_pylist()
+    return np.split(numbers.to_numpy(), np.cumsum(sizes)[:-1])
 
 
 def _check_columns(columns: Sequence[str], trainer: Any) -> None:

@@ -16,7 +16,7 @@ from tightlip.core.files import folder_written_whole, read_json, write_json, wri
 from tightlip.core.processes import Processes
 from tightlip.core.run_folder import MERGED, MODEL, run_around
 from tightlip.corpus.encoding import tokenizer_fingerprint
-from tightlip.corpus.history import OWN_RECORD, learnt_from
+from tightlip.corpus.history import OWN_RECORD, guarantee_beside, learnt_from
 from tightlip.corpus.prepare import corpus_id
 from tightlip.models.checks import check_room, without_progress_bar
 from tightlip.models.configurations import GRUConfig, LSTMConfig, TransformerConfig
@@ -128,9 +128,9 @@ def runs_behind(config: TrainConfig) -> list[dict[str, Any]]:
     """The private runs that the model to start from came out of, the last one first."""
     if config.model in BUILT_IN_MODELS:
         return []
-    card, run = Path(config.model) / OWN_RECORD, run_around(Path(config.model))
+    run = run_around(Path(config.model))
     ledger = {} if run is None else run.guarantee
-    record = read_json(card) if card.is_file() else ledger
+    record = guarantee_beside(Path(config.model)) or ledger
     # A snapshot of an earlier version does not say how many steps were planned.
     most = max(record.get("steps") or 0, ledger.get("steps") or 0)
     return runs_before(record | {"steps": most})

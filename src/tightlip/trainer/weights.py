@@ -1,0 +1,183 @@
+"""What a trainer's weights cost: the runs behind those that it starts from, the checkpoints that it may
+go on from, and the guarantee beside those that it leaves."""
+
+import logging
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError
+
+from tightlip.core.errors import GuaranteeError, UsageError
+from tightlip.core.files import read_json, write_json, write_text
+from tightlip.corpus.history import OWN_RECORD, guarantee_beside, weight_files, weights_in
+from tightlip.privacy.ledger import read_ledger
+from tightlip.privacy.people import Record, composable, runs_before
+from tightlip.privacy.shards import local
+from tightlip.training.starting import guarantee_lines, told_of
+
+log = logging.getLogger("tightlip")
+PUBLIC = "public"
+_MARK = "_tightlip_runs"  # of a model in memory
+# Random at first, and nothing while the factor beside it is zero.
+_FREE = ("lora_A", "lora_embedding_B", "lora_magnitude_vector")
+_AT_FIRST = {"lora_B": 0.0, "lora_embedding_A": 0.0, "ia3_l": 1.0}
+_CHECKPOINT = "checkpoint-"
+_STATE = "trainer_state.json"  # the last file of a checkpoint
+_CARD = "---\nlibrary_name: transformers\ntags: [tightlip]\n---\n\n# A model trained privately\n"
+_BEGIN, _END = "<!-- guarantee by tightlip -->", "<!-- end of the guarantee -->"
+_SECTION = re.compile(f"{re.escape(_BEGIN)}.*?{re.escape(_END)}\n*", re.DOTALL)
+Stamps = dict[str, tuple[int, int]]
+
+
+def runs_behind(model: Any, start: str | Path | None, ledger: Path) -> list[Record]:
+    """The private runs that the weights to start from came out of, but the one that goes on in
+    `ledger`: as the model's folder tells, the one that is named, and what was trained in memory.
+
+    Holds:
+        in_memory: a model that a trainer has changed brings that run along, merged or not.
+        named: only 'public' costs nothing; any other start has a guarantee, or is refused.
+        adapter: one that does something already is refused unless it is said where it is from.
+    """
+    marks: list[Record] = getattr(_base(model), _MARK, [])
+    if start is None and not marks and _does_something(model):
+        raise GuaranteeError(
+            "The adapter to start from does something already: it was trained before, or initialised from the base. PEFT does not "
+            "keep where it was read from, so what it cost its people would go uncounted. Give start=DIR, its folder; or "
+            "start='public' where nothing but public text shaped it."
+        )
+    config = getattr(model, "config", None)
+    name, commit = (getattr(config, each, None) for each in ("_name_or_path", "_commit_hash"))
+    runs = runs_before(_record_at(name, commit)) if name else []
+    if start is not None and start != PUBLIC:
+        runs += _runs_named(start)
+    by_id = {run.get("run") or place: run for place, run in enumerate([*runs, *marks])}
+    if ledger.exists():
+        by_id.pop(read_ledger(ledger).get("run"), None)
+    return [*by_id.values()]
+
+
+def leave_mark(model: Any, record: Record) -> None:
+    """Let whoever trains this model object next know of the run that changed it."""
+    setattr(_base(model), _MARK, [composable(record), *record.get("before", ())])
+
+
+def _base(model: Any) -> Any:
+    """What merge_and_unload() gives, too."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def _runs_named(start: str | Path) -> list[Record]:
+    if runs := runs_before(_record_at(start)):
+        return runs
+    raise UsageError(
+        f"start={str(start)!r} has no {OWN_RECORD} of a private run, so it does not say what the weights cost their people. Give the "
+        "folder of a private run's weights; or start='public' where nothing but public text shaped them."
+    )
+
+
+def _record_at(where: str | Path, commit: str | None = None) -> Record:
+    """The guarantee in a folder, or with a model of the hub as far as it lies in the local cache."""
+    if Path(where).is_dir():
+        return guarantee_beside(Path(where))
+    try:
+        found = try_to_load_from_cache(str(where), OWN_RECORD, revision=commit)
+    except HFValidationError:
+        return {}
+    return guarantee_beside(Path(found).parent) if isinstance(found, str) else {}
+
+
+def _does_something(model: Any) -> bool:
+    """Whether an adapter is not, or is not known to be, as a new one is."""
+    if not hasattr(model, "peft_config"):
+        return False
+    every = dict(model.named_parameters(remove_duplicate=False))
+    for name, weight in every.items():
+        own = re.sub(r"modules_to_save\.[^.]+", "original_module", name)
+        known = [value for part, value in _AT_FIRST.items() if part in name]
+        if own != name:
+            is_new = own in every and torch.equal(local(weight), local(every[own]))
+        elif known:
+            is_new = bool((local(weight) == known[0]).all())
+        else:
+            is_new = not weight.requires_grad or any(part in name for part in _FREE)
+        if not is_new:
+            return True
+    return False
+
+
+def checkpoint_of(asked: Any, output_dir: Path) -> Path | None:
+    """The checkpoint that was asked for; of several the last one that was written whole."""
+    if asked is None or asked is False:
+        return None
+    if asked is not True:
+        return Path(asked)
+    found = [each for each in output_dir.glob(f"{_CHECKPOINT}*") if each.is_dir()]
+    numbers = {each: each.name.removeprefix(_CHECKPOINT) for each in found}
+    every = sorted((n for n in found if numbers[n].isdecimal()), key=lambda n: int(numbers[n]))
+    if not every:
+        raise UsageError(
+            f"{output_dir} has no checkpoint to go on from. Leave resume_from_checkpoint out: steps that are on record in its "
+            "ledger stay charged."
+        )
+    whole = [each for each in every if _lacks(each) is None] or every
+    if whole[-1] != every[-1]:
+        log.warning("%s was left half-written; training goes on from %s.", every[-1], whole[-1])
+    return whole[-1]
+
+
+def _lacks(checkpoint: Path) -> str | None:
+    names = (OWN_RECORD, _STATE)
+    return next((name for name in names if not (checkpoint / name).is_file()), None)
+
+
+def check_checkpoint(folder: Path, ledger: Path) -> None:
+    """Refuse to go on from weights of which this ledger does not know what they cost."""
+    there, lacking = read_ledger(ledger), _lacks(folder)
+    held = {} if lacking else guarantee_beside(folder)
+    if "weights" not in held or held.get("run") is None or held["run"] != there.get("run"):
+        half = f", or was left half-written ({lacking} is missing)" if lacking else ""
+        raise GuaranteeError(
+            f"{folder} is not a checkpoint of the run in {ledger}{half}, so it may hold what was learnt without privacy, or charged "
+            "elsewhere. Give a checkpoint of this run, or another output_dir; with resume_from_checkpoint=True the last whole one is "
+            "taken."
+        )
+    if there["steps"] < held["steps"]:
+        raise GuaranteeError(
+            f"{ledger} has {there['steps']} steps on record and {folder} holds {held['steps']}: steps would go uncounted. Put the "
+            "ledger of this run back, or train again with another output_dir."
+        )
+
+
+def stamps_in(folder: Path) -> Stamps:
+    """What changes of a file with weights when it is written."""
+    about = {name: each.stat() for name, each in weight_files(folder).items()}
+    return {name: (stat.st_ino, stat.st_mtime_ns) for name, stat in about.items()}
+
+
+def copy_weights(checkpoint: Path, folder: Path) -> None:
+    """As a push from a checkpoint does, so that the guarantee can be told before it."""
+    for name in guarantee_beside(checkpoint).get("weights", ()):
+        if "/" not in name and "fsdp" not in name:
+            shutil.copy(checkpoint / name, folder / name)
+
+
+def tell(folder: Path, record: Record, before: Stamps | None = None) -> None:
+    """The guarantee beside weights and in their card, in the place of an earlier one. It is about the
+    files that were written since `before`, and about what it was about and is still there."""
+    path, card, now = folder / OWN_RECORD, folder / "README.md", stamps_in(folder)
+    earlier = read_json(path) if path.is_file() else {}
+    kept = earlier.get("weights", {}) if earlier.get("run") == record["run"] else {}
+    weights = {
+        name: digest
+        for name, digest in weights_in(folder).items()
+        if kept.get(name) == digest or (before is not None and before.get(name) != now[name])
+    }
+    write_json(path, told_of(record) | {"weights": weights}, alone=True)
+    text = card.read_text(encoding="utf-8") if card.is_file() else _CARD
+    lines = [_BEGIN, "## Guarantee", "", *guarantee_lines(record), _END, ""]
+    told = "\n".join([_SECTION.sub("", text).rstrip(), "", *lines])
+    write_text(card, told, alone=True)

@@ -1,0 +1,223 @@
+"""What weights cost: runs behind a model in memory or in a folder, and the record beside its files."""
+
+import hashlib
+import json
+import shutil
+
+import pytest
+import torch
+from datasets import Dataset
+from dp_accounting.pld import PLDAccountant
+from peft import IA3Config, LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, TrainerCallback
+
+from privacy.accounts import theirs
+from tightlip.cli.ledger import ledger as ledger_command
+from tightlip.core.errors import GuaranteeError, UsageError
+from tightlip.corpus.history import guarantee_beside
+from tightlip.privacy.ledger import read_ledger
+from tightlip.privacy.plans import PrivacySpec
+from tightlip.trainer.weights import checkpoint_of, runs_behind, stamps_in, tell
+from tightlip.training.config import TrainConfig
+from tightlip.training.starting import runs_behind as runs_behind_a_run
+from trainer.private_runs import lora, small
+from trainer.test_private_trainer import private, rows
+
+pytestmark = pytest.mark.slow
+NOISY = PrivacySpec(noise_multiplier=1.0)
+HALF = {"per_device_train_batch_size": 3}  # of six people
+
+
+class StopAt(TrainerCallback):
+    def __init__(self, step, error=None):
+        self.step, self.error = step, error
+
+    def on_step_end(self, args, state, control, **rest):
+        if state.global_step == self.step and self.error:
+            raise self.error
+        control.should_training_stop |= state.global_step == self.step
+
+
+def run_in(folder):
+    return read_ledger(folder / "ledger.json")["run"]
+
+
+def test_a_model_trained_in_memory_brings_that_run_along(tmp_path):
+    first = private(tmp_path / "a", model=get_peft_model(small(), lora()), privacy=NOISY, callbacks=[StopAt(1)], max_steps=2, **HALF)  # fmt: skip
+    first.train()
+    first.train()  # the same run goes on
+    ledger = read_ledger(tmp_path / "a" / "ledger.json")
+    assert (ledger["steps"], "before" in ledger) == (2, False)
+    with pytest.raises(GuaranteeError, match="a model that is loaded anew"):
+        first.train()
+    run = run_in(tmp_path / "a")
+    first.args.output_dir = str(tmp_path / "b")
+    with pytest.raises(UsageError, match="came out of a private run"):
+        first.train()
+    merged = get_peft_model(first.model.merge_and_unload(), lora(target_modules=["v_proj"]))
+    second = private(tmp_path / "c", model=merged, privacy=NOISY, given={"people": "staff"}, **HALF)
+    second.train()
+    ledger = read_ledger(tmp_path / "c" / "ledger.json")
+    assert [each["run"] for each in ledger["before"]] == [run]
+    by_hand = theirs(PLDAccountant(), 1.0, 0.5, 2 + 1).get_epsilon(ledger["delta"])
+    assert ledger["people"]["epsilon"] == pytest.approx(by_hand, rel=1e-3)
+    # Both are behind it now; and a deleted ledger forgets nothing of the model.
+    third = runs_behind(merged, None, tmp_path / "d" / "ledger.json")
+    assert [each["run"] for each in third] == [run_in(tmp_path / "c"), run]
+    (tmp_path / "c" / "ledger.json").unlink()
+    assert len(runs_behind(merged, None, tmp_path / "c" / "ledger.json")) == 2
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A folder with a private model and its two checkpoints."""
+    folder = tmp_path_factory.mktemp("saved") / "out"
+    how = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1, **HALF}
+    trainer = private(folder, privacy=NOISY, **how)
+    trainer.train()
+    trainer.save_model()
+    return folder
+
+
+@pytest.fixture
+def out(saved, tmp_path):
+    shutil.copytree(saved, tmp_path / "out")
+    return tmp_path / "out"
+
+
+def test_a_guarantee_names_the_weights_that_it_is_about(out):
+    for folder in (out, out / "checkpoint-1"):
+        weights = json.loads((folder / "guarantee.json").read_text())["weights"]
+        digest = hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
+        assert weights == {"model.safetensors": digest}
+        assert [each["run"] for each in runs_behind(small(), folder, out / "other.json")] == [run_in(out)]  # fmt: skip
+
+
+def test_where_a_plain_trainer_wrote_over_the_weights_nothing_vouches_for_them(out):
+    whole = runs_behind_a_run(TrainConfig(model=str(out)))
+    assert [each["run"] for each in whole] == [run_in(out)]
+    small().save_pretrained(out)
+    again = AutoModelForCausalLM.from_pretrained(out)
+    for asked in (
+        lambda: runs_behind(again, None, out / "other.json"),
+        lambda: runs_behind(small(), out, out / "other.json"),
+        lambda: runs_behind_a_run(TrainConfig(model=str(out))),
+        lambda: ledger_command([out]),
+    ):
+        with pytest.raises(GuaranteeError, match=r"model\.safetensors was changed"):
+            asked()
+    (out / "model.safetensors").unlink()
+    with pytest.raises(GuaranteeError, match=r"model\.safetensors was changed, added or removed"):
+        guarantee_beside(out)
+    (out / "guarantee.json").unlink()
+    assert guarantee_beside(out) == {}
+
+
+def test_files_that_stood_there_before_are_not_vouched_for(tmp_path):
+    record = {"run": "r", "because": "", "standing": "proved", "epsilon": 1.0, "delta": 1e-5, "unit": "user"}  # fmt: skip
+    (tmp_path / "model.safetensors").write_bytes(b"plain")
+    before = stamps_in(tmp_path)
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"private")
+    (tmp_path / "optimizer.bin").write_bytes(b"state")
+    tell(tmp_path, record, before)
+    with pytest.raises(GuaranteeError, match=r"model\.safetensors was changed, added"):
+        guarantee_beside(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    assert [*guarantee_beside(tmp_path)["weights"]] == ["adapter_model.safetensors"]
+    tell(tmp_path, record)  # a card written anew
+    assert [*guarantee_beside(tmp_path)["weights"]] == ["adapter_model.safetensors"]
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"plain")
+    tell(tmp_path, record)
+    with pytest.raises(GuaranteeError, match=r"adapter_model\.safetensors was changed"):
+        guarantee_beside(tmp_path)
+
+
+def test_checkpoints_that_others_wrote_or_nobody_finished_are_not_gone_on_from(out):
+    how = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1, **HALF}
+    small().save_pretrained(out / "checkpoint-2")
+    with pytest.raises(GuaranteeError, match=r"model\.safetensors was changed"):
+        private(out, privacy=NOISY, **how).train(resume_from_checkpoint=True)
+    (out / "checkpoint-2" / "trainer_state.json").unlink()
+    assert checkpoint_of(True, out) == out / "checkpoint-1"
+    with pytest.raises(GuaranteeError, match=r"half-written \(trainer_state\.json is missing\)"):
+        private(out, privacy=NOISY, **how).train(resume_from_checkpoint=out / "checkpoint-2")
+
+
+@pytest.mark.parametrize("start", ["nowhere", "empty", "plain"])
+def test_only_public_weights_cost_nothing(start, tmp_path):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "plain").mkdir()
+    (tmp_path / "plain" / "guarantee.json").write_text(json.dumps({"epsilon": None}))
+    assert runs_behind(small(), "public", tmp_path / "none.json") == []
+    with pytest.raises(UsageError, match="start='public' where nothing but public text"):
+        runs_behind(small(), tmp_path / start, tmp_path / "none.json")
+
+
+def test_a_model_of_the_hub_brings_what_its_cached_guarantee_says(out, tmp_path, monkeypatch):
+    snapshot = tmp_path / "hub" / "models--me--private" / "snapshots" / "abc"
+    shutil.copytree(out, snapshot, ignore=lambda *_: ["checkpoint-1", "checkpoint-2"])
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    model = small()
+    model.config._name_or_path, model.config._commit_hash = "me/private", "abc"
+    assert [each["run"] for each in runs_behind(model, None, tmp_path / "none.json")] == [run_in(out)]  # fmt: skip
+    model.config._name_or_path = "me/other"
+    assert runs_behind(model, None, tmp_path / "none.json") == []
+
+
+@pytest.mark.parametrize(
+    ("config", "part"),
+    [
+        (lora(), "lora_B"),
+        (IA3Config(target_modules=["q_proj"], feedforward_modules=[]), "ia3_l"),
+        (lora(modules_to_save=["lm_head"]), "modules_to_save"),
+        (lora(target_modules=["embed_tokens"]), "lora_embedding_A"),
+    ],
+    ids=lambda each: each if isinstance(each, str) else "",
+)
+def test_an_adapter_that_does_something_already_must_say_where_it_is_from(config, part, tmp_path):
+    model = get_peft_model(small(), config)
+    assert runs_behind(model, None, tmp_path / "none.json") == []
+    weight = next(each for name, each in model.named_parameters() if part in name)
+    weight.data.view(-1)[-1] += 0.25
+    with pytest.raises(GuaranteeError, match="trained before, or initialised from the base"):
+        runs_behind(model, None, tmp_path / "none.json")
+    assert runs_behind(model, "public", tmp_path / "none.json") == []
+
+
+def test_an_adapter_initialised_from_the_base_is_told_so(tmp_path):
+    model = get_peft_model(small(), LoraConfig(r=2, target_modules=["v_proj"], init_lora_weights="pissa"))  # fmt: skip
+    with pytest.raises(GuaranteeError, match="or initialised from the base"):
+        runs_behind(model, None, tmp_path / "none.json")
+
+
+def test_an_exception_ends_a_training_by_choice_and_the_last_weights_are_saved(tmp_path):
+    how = {"max_steps": 5, "save_strategy": "steps", "save_steps": 2, **HALF}
+    stop = StopAt(4, KeyboardInterrupt("seen enough"))
+    with pytest.raises(KeyboardInterrupt):
+        private(tmp_path, privacy=NOISY, callbacks=[stop], **how).train()
+    ledger = read_ledger(tmp_path / "ledger.json")
+    assert (ledger["steps"], ledger["finished"]) == (4, True)
+    trainer = private(tmp_path, privacy=NOISY, **how)
+    done = trainer.train(resume_from_checkpoint=True)
+    # Five were planned and four taken: one is left, from the second on.
+    assert read_ledger(tmp_path / "ledger.json")["steps"] == 5
+    assert done.global_step == 3
+    assert guarantee_beside(tmp_path / "checkpoint-3")["steps"] == 5
+    last = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-3")
+    for one, other in zip(last.parameters(), trainer.model.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+class Hooks(TrainerCallback):
+    def on_train_begin(self, args, state, control, model=None, **rest):
+        next(model.parameters()).register_hook(lambda gradient: gradient)
+
+
+def test_a_hook_is_refused_before_a_step_is_charged_and_an_unused_ledger_may_go(tmp_path):
+    with pytest.raises(GuaranteeError, match="has a hook that is shown its gradients"):
+        private(tmp_path, privacy=NOISY, callbacks=[Hooks()], **HALF).train()
+    ledger = read_ledger(tmp_path / "ledger.json")
+    assert (ledger["steps"], ledger["finished"]) == (0, False)
+    fewer = Dataset.from_list(rows(15, 5))
+    with pytest.raises(GuaranteeError, match=r"Or delete .*ledger\.json: it has no step on record"):
+        private(tmp_path, privacy=NOISY, dataset=fewer, **HALF).train()
