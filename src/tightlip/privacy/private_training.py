@@ -8,8 +8,6 @@ print(private.guarantee())
 """
 
 import logging
-import math
-import secrets
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,23 +24,24 @@ from tightlip.core.grid_gaussian import NotFinite
 from tightlip.core.processes import Processes
 from tightlip.core.randomness import keyed_generator
 from tightlip.core.settings import takes
-from tightlip.privacy.accounting import Mechanism, accountant_at
-from tightlip.privacy.adaptive import BECAUSE, MECHANISMS, AdaptiveSpec, checked_weights
+from tightlip.privacy.accounting import Mechanism
+from tightlip.privacy.adaptive import AdaptiveSpec, checked_weights
 from tightlip.privacy.arithmetic import arithmetic_of
 from tightlip.privacy.clipping import Clip, ClippedGradients
 from tightlip.privacy.composition import enrolled
 from tightlip.privacy.corrected_adam import tell_noise
 from tightlip.privacy.exact_sums import MOST_UNITS
 from tightlip.privacy.layers import zeros_for
-from tightlip.privacy.ledger import Ledger, ToldLedger, claimed, guarantee_terms, read_ledger
+from tightlip.privacy.ledger import Ledger, ToldLedger, claimed, read_ledger
 from tightlip.privacy.noise_owners import Shares, check_same_text
 from tightlip.privacy.noise_schedules import noise_for, schedule_for
-from tightlip.privacy.owners import NOT_PROTECTED, PER_OWNER, Ownership
+from tightlip.privacy.owners import PER_OWNER, Ownership
 from tightlip.privacy.passes import Passes, Physical, Way
 from tightlip.privacy.people import withdraw
 from tightlip.privacy.per_unit import check_optimizer, without_dropout
 from tightlip.privacy.physical_batches import PhysicalBatches
 from tightlip.privacy.plans import PrivacySpec, Terms, noise_plan
+from tightlip.privacy.promised import on_your_word, promised_by
 from tightlip.privacy.releasing import give, release
 from tightlip.privacy.rows_alone import checked_passes, shared_by_others
 from tightlip.privacy.sampling import PoissonSampler, UnitRows
@@ -152,7 +151,7 @@ class PrivateTraining:
         )
         if isinstance(self.source, Documents):
             _check_unit(self.spec.unit, users)
-        self.terms = terms or _on_your_word(adaptive, people)
+        self.terms = terms or on_your_word(adaptive, people)
         self.device = next(model.parameters()).device
         self._processes = processes = Processes.here()
         processes.agreed(
@@ -214,7 +213,7 @@ class PrivateTraining:
         )
         self.schedule = schedule_for(adaptive, self.plan, self.spec, path.parent)
         sigma = self.plan.noise_multiplier  # without noise the clip norm may be infinite
-        tell_noise(optimizer, sigma and sigma * clip_norm / expected_batch, self._mode)
+        tell_noise(optimizer, sigma and sigma * clip_norm / expected_batch, self.mode)
         self.ledger = self._ledger(path, claims_ledger)
         self._fits = processes.told(self.schedule.fits)
         apart = processes.told(lambda: self._apart_at_first(path.with_name(SHAPES), before))
@@ -252,7 +251,13 @@ class PrivateTraining:
         return read_sealed(path)[0]["apart"] if path.exists() else []
 
     @property
-    def _mode(self) -> str | None:
+    def one_unit_a_pass(self) -> bool:
+        """Whether no two units share a pass, since the model mixes rows or rounds them by place."""
+        return self._batches.one_unit_a_pass
+
+    @property
+    def mode(self) -> str | None:
+        """That of an adaptive run."""
         return None if self.adaptive is None else self.adaptive.mode
 
     @property
@@ -444,58 +449,8 @@ class PrivateTraining:
         shares_U = shares_U * (1 - self.arithmetic.charged)
         return self._batches.of(rows_of, shares_U, self._processes)
 
-    def _because(self) -> str:
-        because = self.terms.because
-        if self._mode == "as-published" and BECAUSE["as-published"] not in because:
-            because = BECAUSE["as-published"]  # whatever the terms say
-        if self.spec.insecure_seed is not None:
-            because = f"The noise comes from a known seed and hides nothing. {because}"
-        if self._batches.one_unit_a_pass:
-            because += f" No two {self.spec.unit}s share a pass, since the model is one that mixes rows or rounds them by place."
-        return because
-
-    def _adaptive_terms(self) -> dict[str, Any]:
-        """What an adaptive run promises otherwise than plain private training."""
-        if self.adaptive is None:
-            return {}
-        mode, budget, accountant = self.adaptive.mode, self.plan.budget, accountant_at(self.delta)
-        terms = self.adaptive.terms(self.plan.noise_multiplier)
-        if mode == "as-published":
-            accountant = "PLD of σ·γ of each batch, our reading: the paper gives no accounting"
-        if mode == "scale":
-            accountant = "PLD at the least noise that a step can have"
-            terms["planned_steps"] = self.plan.planned_steps
-        if budget is not None:
-            accountant = (
-                f"RDP filter at order {budget.order}, or PLD at the least noise if that is less"
-            )
-            terms |= {"epsilon": self.plan.target, "order": budget.order}
-            terms["rdp_budget"] = budget.budget
-        return {"mechanism": MECHANISMS[mode], "accountant": accountant, "adaptive": terms}
-
     def _ledger(self, path: Path, claims: bool) -> Ledger:
-        spec = self.spec
-        weaker = spec.insecure_seed is not None or self._mode == "as-published"
-        terms = guarantee_terms(
-            self.mechanism,
-            delta=self.delta,
-            unit=spec.unit,
-            clip_norm=spec.clip_norm if math.isfinite(spec.clip_norm) else None,
-            num_units=self.num_protected,
-            expected_batch=spec.expected_batch,
-            corpus_fingerprint=self.source.fingerprint,
-            planned_steps=self.plan.planned_steps,
-            run=secrets.token_hex(16),
-            insecure_seed=spec.insecure_seed is not None,
-            standing="as published" if weaker else self.terms.standing,
-            because=self._because(),
-            covers=list(self.terms.covers),
-            outside=[*self.terms.outside, *([NOT_PROTECTED] if self.ownership else [])],
-            **({"documents_taken": self.num_units} if self.ownership else {}),
-            **self.arithmetic.terms,
-            **self.terms.whose(),
-            **self._adaptive_terms(),
-        )
+        terms = promised_by(self)
         opened: list[Ledger] = []
 
         def steps_on_record() -> int:
@@ -521,18 +476,6 @@ class PrivateTraining:
             raise
         ledger.claim = claim
         return ledger
-
-
-def _on_your_word(adaptive: AdaptiveSpec | None, people: str | None) -> Terms:
-    """The terms of somebody's own loop, where nobody here knows what else shaped the weights."""
-    outside = (*Terms().outside, "where tokenizer and starting weights came from: yours to say")
-    if people is None:
-        outside += ("other runs on the same people: name them, and they are counted together",)
-    whose = () if people is None else (people,)
-    if adaptive is None:
-        return Terms(outside=outside, people=whose)
-    weights = "where the weights came from, and that each hangs on its own text alone"
-    return Terms(because=BECAUSE[adaptive.mode], outside=(*outside, weights), people=whose)
 
 
 def _check_unit(unit: str, users: Sequence[Any] | None) -> None:

@@ -14,7 +14,8 @@ from tightlip.privacy.adaptive import BECAUSE, AdaptiveSpec
 from tightlip.privacy.plans import Terms
 from tightlip.training.config import MitigationConfig, TrainConfig
 from tightlip.training.mitigations import CorpusFacts, RunContext
-from tightlip.training.mitigations.dp import DPConfig, PrivateMitigation, terms_of
+from tightlip.training.mitigations.dp import DPConfig, PrivateMitigation
+from tightlip.training.promises import terms_of
 
 _WEIGHTS_SHIFT = "The weights are normalised over this very corpus, so every one of them depends on every document."
 _PUBLIC_FACTS = (

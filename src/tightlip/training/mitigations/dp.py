@@ -1,7 +1,6 @@
-"""Differentially private training as a mitigation: who is protected, and by what right we say so."""
+"""Differentially private training as a mitigation: who is protected, and how."""
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, cast
@@ -11,19 +10,15 @@ import torch
 from torch import Tensor
 
 from tightlip.core.errors import GuaranteeError, UsageError
-from tightlip.core.figures import counted, rounded_up
+from tightlip.core.figures import rounded_up
 from tightlip.core.progress import log
 from tightlip.core.run_folder import CHECKPOINT, LEDGER, METRICS, SNAPSHOTS
 from tightlip.core.settings import setting
-from tightlip.corpus.history import origin_of, vocabulary_behind
-from tightlip.corpus.prepare import open_prepared
-from tightlip.corpus.public_text import stands_in
-from tightlip.privacy.accounting import MOST_DOCUMENTS_PER_OWNER, Release
+from tightlip.privacy.accounting import MOST_DOCUMENTS_PER_OWNER
 from tightlip.privacy.ledger import read_ledger
 from tightlip.privacy.noisy_loss import NoisyLoss
 from tightlip.privacy.owners import PER_OWNER
 from tightlip.privacy.passes import Way
-from tightlip.privacy.people import ids_of, num_other_people
 from tightlip.privacy.plans import PrivacySpec, Terms
 from tightlip.privacy.private_training import PrivateTraining
 from tightlip.privacy.sources import sampled_units
@@ -32,9 +27,9 @@ from tightlip.training.config import BUILT_IN_MODELS, MitigationConfig, TrainCon
 from tightlip.training.lora import check_rows_stay_alone
 from tightlip.training.losses import is_ours, is_recurrent
 from tightlip.training.mitigations import CorpusFacts, RunContext
-from tightlip.training.starting import runs_behind
+from tightlip.training.promises import say_what_is_unknown, terms_of
 from tightlip.training.together import has_split_weights
-from tightlip.training.told_validation import check_held_out, noisy_loss, told_loss
+from tightlip.training.told_validation import noisy_loss, told_loss
 
 # Noise beside signal, as `noise_to_signal` has it, that is warned of. New models: on the bundled
 # corpus none of four runs at 0.3 or above beat word frequencies, at 0.1 one of three did (docs/
@@ -235,17 +230,13 @@ class PrivateMitigation:
             **self.engine_settings(context),
         )
         self.private.ledger.repeats = True  # from its last checkpoint on, and no more
-        _say_what_is_unknown(config, context.corpus)
+        say_what_is_unknown(config, context.corpus)
         if (ownership := self.private.ownership) is not None:
             log.warning(
                 "Texts have several owners: %s of %s documents are drawn, at most %d of each of %s owners. Who wrote to whom is "
                 "not protected.",
                 *(f"{self.private.num_units:,}", f"{len(ownership.bounds) - 1:,}"),
                 *(self.private.mechanism.documents_per_owner, f"{ownership.num_owners:,}"),
-            )
-        if config.model not in BUILT_IN_MODELS and (unknown := _unknown(config.model)):
-            log.warning(
-                "What %s was trained on before is taken to be public%s.", config.model, unknown
             )
         is_new = config.model in BUILT_IN_MODELS
         warn_of_too_few(self.private, MOST_NOISE_FOR_NEW if is_new else MOST_NOISE)
@@ -326,192 +317,6 @@ def way_of(context: RunContext) -> Way:
     if is_recurrent(context.model) or (is_ours(context.model) and not context.options.compile):
         return "graph"
     return "compile" if context.options.compile else "eager"
-
-
-def terms_of(config: TrainConfig, corpus: CorpusFacts) -> Terms:
-    """The standing of the run's promise: proved, or weaker on an explicit flag, or refused."""
-    settings = dp_settings(config)
-    if corpus.has_co_owners and settings.unit == "user" and settings.num_check_canaries:
-        raise UsageError(
-            f"dp_check_canaries={settings.num_check_canaries} plants people with one text each, which would say little of owners of "
-            "several. Check a run of --unit example, or leave it out."
-        )
-    check_held_out(config, corpus)
-    words = words_behind(corpus)
-    before = runs_behind(config)
-    broken = list(breaches(config, corpus, words, before))
-    if broken and not dp_settings(config).allow_unproved:
-        reasons = " ".join(f"{why} {instead}" for why, instead in broken)
-        raise GuaranteeError(
-            f"{reasons} As it is, no theorem covers this run. To go on all the same, add --allow-unproved: the standing is "
-            f'then "as published" and says why.'
-        )
-    proved, releases = Terms(), [*corpus.releases, *words.releases]
-    people = dict.fromkeys([*corpus.people, *(one for each in before for one in ids_of(each))])
-    return Terms(
-        standing="as published" if broken else proved.standing,
-        because=" ".join(why for why, _ in broken) or proved.because,
-        outside=(*proved.outside, *_taken_as_public(config, corpus, (*people,))),
-        releases=tuple(_release(each, dp_settings(config).unit) for each in releases),
-        people=(*people,) if corpus.people else (),
-        before=tuple(before),
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Words:
-    """What is known of a vocabulary that another corpus brought: whether it was `learnt` from text
-    of these people without noise, or what it cost them with noise."""
-
-    learnt: bool = False
-    releases: tuple[dict[str, Any], ...] = ()
-
-
-def words_behind(corpus: CorpusFacts) -> Words:
-    """What the corpus' words tell of its people, where they were not learnt from this very text."""
-    if corpus.folder is None or corpus.learnt_vocabulary or corpus.releases:
-        return Words()
-    marks, through = vocabulary_behind(corpus.folder)
-    if not through:
-        return Words(learnt=bool(marks & corpus.marks))
-    made_in = open_prepared(through[-1])
-    is_theirs = marks & corpus.marks or stands_in(corpus.folder, made_in.folder)
-    if made_in.settings.get("tokenizer") is not None or not is_theirs:
-        return Words(learnt=bool(marks & corpus.marks))
-    return Words(learnt=made_in.learnt_vocabulary, releases=(*made_in.releases,))
-
-
-def breaches(
-    config: TrainConfig, corpus: CorpusFacts, words: Words, before: list[dict[str, Any]]
-) -> Iterator[tuple[str, str]]:
-    """What shaped the weights outside the mechanism, and what to do instead: everything of the
-    kind that METHODS section 6 lists and that we can see."""
-    if corpus.learnt_vocabulary:
-        yield (
-            "The vocabulary was learnt from this corpus, so rare words show in it.",
-            "Use a public tokenizer (--tokenizer DIR) or a noisy vocabulary (--vocabulary-noise 5).",
-        )
-    if words.learnt and not any(run.get("releases") for run in before):
-        yield (
-            "The vocabulary was learnt from nearly the same text, or from other text of the same people, so rare words show "
-            "in it.",
-            "Use a public tokenizer (--tokenizer DIR) or a noisy vocabulary (--vocabulary-noise 5).",
-        )
-    yield from _cut_by_others(config, corpus.settings, "")
-    for step in corpus.history:
-        yield from _cut_by_others(config, step, " before this corpus was cut out")
-    if corpus.has_co_owners and dp_settings(config).unit == "user":
-        yield from _taken_by_text([corpus.settings, *corpus.history])
-        if corpus.releases or words.releases:
-            yield (
-                "The noise of the vocabulary hides each writer's words, and texts here have other owners too.",
-                "Use a public tokenizer (--tokenizer DIR).",
-            )
-    for name in ("early_stop", "until_perplexity"):
-        is_told = corpus.validation_is_public or dp_settings(config).noisy_validation is not None
-        if getattr(config, name) is not None and not is_told:
-            yield (
-                f"{name} stops by looking at private validation text.",
-                "Give --epochs or --steps instead, public text (--public-validation FILE), or noise (--noisy-validation 10).",
-            )
-    if config.model not in BUILT_IN_MODELS:
-        yield from _trained_on_these(config.model, corpus)
-
-
-def _trained_on_these(model: str, corpus: CorpusFacts) -> Iterator[tuple[str, str]]:
-    """Whether the weights to start from learnt from the same people without privacy."""
-    origin, instead = origin_of(Path(model)), "Start from public weights."
-    if origin.openly & corpus.marks:
-        yield (
-            f"{model} was trained without privacy on this very corpus, on another part of the same text, or on other text of "
-            "the same people.",
-            instead,
-        )
-    elif corpus.folder is not None:
-        for folder in origin.open_folders:
-            if stands_in(corpus.folder, folder):
-                yield f"{model} was trained without privacy on nearly the same text.", instead
-
-
-def _cut_by_others(
-    config: TrainConfig, made: dict[str, Any], when: str
-) -> Iterator[tuple[str, str]]:
-    """What in a preparation lets one unit decide what is left of another."""
-    unit = dp_settings(config).unit
-    if made.get("deduplicate", "none") != "none":
-        yield (
-            f"deduplicate={made['deduplicate']!r}{when} lets one {unit}'s text decide what is left of another's.",
-            "Prepare the corpus without it.",
-        )
-    if made.get("split", "none") in (("user",) if unit == "user" else ("user", "document")):
-        yield (
-            f"split={made['split']!r}{when} holds out by number, so one {unit} more or less moves others in and out.",
-            "Use --split text or none" + (", or --split document." if unit == "user" else "."),
-        )
-
-
-def _taken_by_text(made: list[dict[str, Any]]) -> Iterator[tuple[str, str]]:
-    """What in preparations lets a text decide whether it is there, and takes its owners' turn or not."""
-    because = (
-        "decides by a text whether it is there, and so which other texts of its owners are drawn."
-    )
-    if any(each.get("split") == "text" for each in made):
-        yield f"split='text' {because}", "Use --split document or none."
-    if any(each.get("bad_rows") == "skip" for each in made):
-        yield f"bad_rows='skip' {because}", "Fix such rows, or take them out beforehand."
-
-
-def _taken_as_public(
-    config: TrainConfig, corpus: CorpusFacts, people: tuple[str, ...]
-) -> Iterator[str]:
-    yield f"the number of {dp_settings(config).unit}s, which counts as public"
-    yield "what was done to the text before it was prepared, where its files do not tell"
-    if corpus.settings.get("tokenizer") is not None:
-        yield f"the tokenizer {corpus.settings['tokenizer']}, taken to be public"
-    if corpus.validation_is_public:
-        yield f"the validation text {corpus.settings['public_validation']}, which you declared public"
-    if config.model not in BUILT_IN_MODELS:
-        yield f"what {config.model} was trained on before{_unknown(config.model)}"
-    yield (
-        "runs that this register does not know: without noise, of other machines, of other users of this one"
-    )
-    if others := num_other_people(people):
-        corpora = counted(others, "corpus", "corpora")
-        yield f"{corpora} registered here that you declared to be of other people"
-
-
-def _say_what_is_unknown(config: TrainConfig, corpus: CorpusFacts) -> None:
-    given = corpus.settings.get("tokenizer")
-    if given is None or corpus.folder is None or given == config.model:
-        return
-    if not any(vocabulary_behind(corpus.folder)):
-        log.warning(
-            "Where the words of %s came from is not known: they are taken to be public.", given
-        )
-
-
-def _unknown(model: str) -> str:
-    """What nobody can tell of a model's history."""
-    origin = origin_of(Path(model))
-    if not origin.is_known:
-        return ", of which nothing is known: it has no guarantee.json and stands in no run"
-    if origin.openly and not origin.open_folders:
-        return ": the text itself is no longer there to be compared with"
-    return ""
-
-
-def _release(record: dict[str, Any], unit: str) -> Release:
-    """An earlier release, at what it costs one unit: a document more or less moves its writer's
-    whole contribution, which costs more than a writer more or less."""
-    name = "noise_multiplier" if unit == "user" else "example_noise_multiplier"
-    if name not in record:
-        raise UsageError(f"The release {record.get('name')!r} says nothing of unit={unit!r}.")
-    return Release(
-        name=record["name"],
-        noise_multiplier=record[name],
-        delta=record["delta"],
-        note=record["note"],
-    )
 
 
 def _check_ledger_is_there(folder: Path) -> None:
