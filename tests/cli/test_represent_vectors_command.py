@@ -302,12 +302,12 @@ def test_a_vector_file_with_a_lowered_record_is_not_classified(run, corpus, tmp_
 
 
 def test_marked_words_come_from_the_call_a_file_and_a_column(run, tmp_path, monkeypatch):
-    from tightlip.vectors import device
+    from tightlip.vectors import encode
 
     heard = []
-    plain = device.masked_texts
+    plain = encode.masked_texts
     monkeypatch.setattr(
-        device,
+        encode,
         "masked_texts",
         lambda texts, **given: heard.extend(given["marked"]) or plain(texts, **given),
     )

@@ -258,7 +258,9 @@ def test_a_promise_that_is_taken_back_stays_so_in_a_process_that_is_killed_then(
 
 def test_the_ledger_tells_nothing_of_how_long_texts_are(tmp_path, monkeypatch):
     monkeypatch.setattr(
-        rows_alone, "_changes", lambda *given: "a last bit" if given[2].width > 8 else None
+        rows_alone,
+        "_changes",
+        lambda passes, shape, moves: "a last bit" if shape.width > 8 else None,
     )
     told = []
     for number, length in enumerate((5, 20)):

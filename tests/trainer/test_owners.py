@@ -31,5 +31,5 @@ def test_lists_of_owners_become_documents_that_are_drawn_a_few_of_each_owner():
 
 @pytest.mark.parametrize("owners", [[], ["ann", ""], ["ann", "ann"], ["ann", None]])
 def test_a_list_that_names_nobody_or_somebody_twice_is_refused(owners):
-    with pytest.raises(GuaranteeError, match="Row 1 has the user"):
+    with pytest.raises(GuaranteeError, match="Row 1 has a user of type list"):
         users_of(dataset([["ann"], owners]), "user")

@@ -35,7 +35,7 @@ SMALL = {
     "mitigation": "dp", "noise_multiplier": 1.0, "steps": 4,
 }  # fmt: skip
 # The second takes no step worth the name, and stays as bad as it began.
-CANDIDATES = [{"learning_rate": 0.3}, {"learning_rate": 1e-12, "batch_size": 4}]
+CANDIDATES = [{"learning_rate": 0.3}, {"learning_rate": 1e-6, "batch_size": 4}]
 
 
 @pytest.fixture(scope="module")

@@ -59,7 +59,8 @@ def clipped_gradients(
         kept: the model's mode, its gradients and its weights stay as they were.
     """
     clip = Clip(norm=clip_norm, per_layer=per_layer)
-    passes = Passes(model, clip)
+    # In the caller's precision, since nothing is promised here that was asked in another.
+    passes = Passes(model, clip, bf16=torch.is_autocast_enabled(input_ids.device.type))
     _check_shapes(input_ids, labels, attention_mask, units)
     check_no_buffers(model)
     unruly = no_rule_for(model, input_ids, with_mask=attention_mask is not None)

@@ -152,7 +152,8 @@ def check_disk(out: Path, model: nn.Module, plan: Plan, recipe: Recipe) -> None:
     needed = one * (left + 1) + 2 * (weights + copies * trained)  # and the model, two checkpoints
     if recipe.options.merge:
         needed += _size_of(Path(recipe.config.model), "*.safetensors")
-    free = shutil.disk_usage(out).free
+    there = next(each for each in (out, *out.resolve().parents) if each.exists())
+    free = shutil.disk_usage(there).free
     if needed > free:
         raise UsageError(
             f"{out} has {free / 1e9:,.2f} GB free, and the run would need {needed / 1e9:,.2f} GB: {left:,} snapshots of "

@@ -184,7 +184,7 @@ def begin_alike(processes: Processes, model: nn.Module) -> None:
 
 def check_splits(config: TrainConfig, options: RunOptions, model: nn.Module) -> None:
     """Refuse to split what cannot be, or what gains nothing by it."""
-    instead = "Leave --fsdp out: every process then has the whole model."
+    instead = "Leave fsdp out: every process then has the whole model."
     if isinstance(model, RecurrentForCausalLM):
         raise UsageError(
             f"fsdp=True splits a Transformer layer by layer, and {config.model} is an LSTM or GRU, small enough for every process. "

@@ -207,7 +207,7 @@ class PrivateMitigation:
         if noisy is not None:
             if has_split_weights(context.model):
                 raise UsageError(
-                    "noisy_validation is worked out by one process, and --fsdp splits the weights over several. Leave one of them out."
+                    "noisy_validation is worked out by one process, and fsdp=True splits the weights over several. Leave one of them out."
                 )
             terms = replace(terms, releases=(*terms.releases, noisy.release()))
         if context.corpus.is_trial:
