@@ -2,8 +2,9 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-# One thread each, or the two workers fight over the cores.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+# One thread each, or the workers fight over the cores. Three for two cores: one of them mostly waits for
+# a command that it started.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3
 
 .PHONY: install demo test lint check faults fuzz bench bench-gpu
 install: $(VENV)/.installed
