@@ -192,8 +192,10 @@ def main():
     about.add_argument("--users", type=int, default=None)
     about.add_argument("--epsilons", type=float, nargs="*", default=[2.0, 8.0])
     about.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
-    about.add_argument("--rates", type=float, nargs="+", default=[3e-3, 1e-2, 3e-2])
-    about.add_argument("--corrected-rates", type=float, nargs="+", default=[1e-3, 3e-3, 1e-2])
+    about.add_argument("--rates", type=float, nargs="+", default=[3e-3, 1e-2, 1.7e-2, 3e-2])
+    about.add_argument(
+        "--corrected-rates", type=float, nargs="+", default=[3e-3, 6e-3, 1e-2, 1.7e-2]
+    )
     about.add_argument("--floor", type=float, default=1.0, help="adam_correction")
     about.add_argument("--average", type=float, default=0.999, help="average_weights")
     about.add_argument("--steps", type=int, default=100)
