@@ -104,7 +104,7 @@ REFUSED = {
     ),
     "no rows": ({}, {"train_dataset": ROWS.select([])}, "no rows"),
     "shuffled": ({"shuffle_dataset": True}, {}, "shuffle_dataset=False"),
-    "two owners": (
+    "an owner without a name": (
         {},
         {"train_dataset": Dataset.from_list([{**row, "user": ["a", ""]} for row in chats()])},
         "Row 0 has a user of type list, which names nobody",
