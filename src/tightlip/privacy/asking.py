@@ -61,21 +61,18 @@ def how_rows_meet(
         whatever they hold: the answer follows from shapes, and from no number in them.
     """
     primes = (prime for prime in _PRIMES if all(size % prime for size in sizes if size))
-    found: dict[int, str] | None = None
-    num_seen = 0
+    runs: list[_Meeting] = []
     for num_rows in islice(primes, PRIMES_TRIED):
-        meeting = _Meeting(num_rows)
-        with _Asking(meeting), meeting:
-            run(num_rows, meeting.follow)
-        before, num_before, found = found, num_seen, meeting.found
-        if before is not None and meeting.num_seen == num_before:
-            found = {place: how for place, how in found.items() if place in before}
-        num_seen = meeting.num_seen
-        if not found:
+        runs.append(_Meeting(num_rows))
+        with _Asking(runs[-1]), runs[-1]:
+            run(num_rows, runs[-1].follow)
+        if not runs[-1].found:
             return None
-    if found is None:
+    if len(runs) < PRIMES_TRIED:
         return "its sizes leave no number of rows that could be told from them"
-    return f"the model {found[min(found)]}"
+    one, other = runs
+    both = [at for at in one.found if at in other.found or one.num_seen != other.num_seen]
+    return f"the model {one.found[both[0]]}" if both else None
 
 
 class _Asking(TorchFunctionMode):
