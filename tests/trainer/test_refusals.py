@@ -50,7 +50,7 @@ REFUSED = {
     "another token": (
         {"model_init_kwargs": {"token": "hf_secret"}},
         {},
-        "model_init_kwargs holds a token",
+        "token is given, and training_args.bin",
     ),
     "debug": ({"debug": "underflow_overflow"}, {}, "prints what private rows activate"),
     "no norm": ({"max_grad_norm": None}, {}, "Set max_grad_norm=0"),

@@ -14,10 +14,10 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 from privacy.accounts import theirs
 from tightlip.cli.ledger import ledger as ledger_command
 from tightlip.core.errors import GuaranteeError, UsageError
-from tightlip.corpus.history import guarantee_beside
+from tightlip.corpus.history import guarantee_beside, weights_in
 from tightlip.privacy.ledger import read_ledger
 from tightlip.privacy.plans import PrivacySpec
-from tightlip.trainer.weights import checkpoint_of, runs_behind, stamps_in, tell
+from tightlip.trainer.weights import checkpoint_of, runs_behind, tell
 from tightlip.training.config import TrainConfig
 from tightlip.training.starting import runs_behind as runs_behind_a_run
 from trainer.private_runs import lora, small
@@ -116,7 +116,7 @@ def test_where_a_plain_trainer_wrote_over_the_weights_nothing_vouches_for_them(o
 def test_files_that_stood_there_before_are_not_vouched_for(tmp_path):
     record = {"run": "r", "because": "", "standing": "proved", "epsilon": 1.0, "delta": 1e-5, "unit": "user"}  # fmt: skip
     (tmp_path / "model.safetensors").write_bytes(b"plain")
-    before = stamps_in(tmp_path)
+    before = weights_in(tmp_path)
     (tmp_path / "adapter_model.safetensors").write_bytes(b"private")
     (tmp_path / "optimizer.bin").write_bytes(b"state")
     tell(tmp_path, record, before)

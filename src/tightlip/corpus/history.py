@@ -133,20 +133,13 @@ def new_name(
     return {"id": name, "people": [*ids]}
 
 
-def weight_files(folder: Path) -> dict[str, Path]:
-    """The files in a model's folder that hold weights, by name; not those of checkpoints in it."""
-    patterns = ("*.safetensors", "*.bin", "*/adapter_model.*")
-    found = sorted(each for pattern in patterns for each in folder.glob(pattern))
-    kept = [
-        each for each in found if "checkpoint-" not in each.parent.name or each.parent == folder
-    ]
-    names = {each.relative_to(folder).as_posix(): each for each in kept}
-    return {name: each for name, each in names.items() if name not in _NOT_WEIGHTS}
-
-
 def weights_in(folder: Path) -> dict[str, str]:
-    """The digest of each of them."""
-    return {name: digest_of(each) for name, each in weight_files(folder).items()}
+    """Digests of the files in a model's folder that hold weights, by name; not of checkpoints in it."""
+    patterns = ("*.safetensors", "*.bin", "*/adapter_model.*")
+    files = sorted(each for pattern in patterns for each in folder.glob(pattern))
+    names = {each.relative_to(folder).as_posix(): each for each in files}
+    left_out = ("checkpoint-", *_NOT_WEIGHTS)
+    return {name: digest_of(each) for name, each in names.items() if not name.startswith(left_out)}
 
 
 def guarantee_beside(folder: Path) -> dict[str, Any]:

@@ -24,24 +24,16 @@ from transformers.trainer_utils import SaveStrategy, TrainOutput
 from tightlip.core.errors import GuaranteeError, UsageError
 from tightlip.core.processes import Processes
 from tightlip.core.run_folder import LEDGER
+from tightlip.corpus.history import weights_in
 from tightlip.privacy.ledger import read_ledger
 from tightlip.privacy.people import ids_of
 from tightlip.privacy.plans import PrivacySpec, Terms
 from tightlip.privacy.private_training import PrivateTraining
 from tightlip.privacy.sources import LabelledRows, sampled_units
+from tightlip.trainer import weights
 from tightlip.trainer.leakage_callback import LeakageCallback
 from tightlip.trainer.refusals import refuse_arguments, refuse_hooks, refuse_trainer
 from tightlip.trainer.rows import check_same_rows, labelled_rows, users_of
-from tightlip.trainer.weights import (
-    Stamps,
-    check_checkpoint,
-    checkpoint_of,
-    copy_weights,
-    leave_mark,
-    runs_behind,
-    stamps_in,
-    tell,
-)
 from tightlip.training.mitigations.dp import warn_of_too_few
 
 _LOGGED = ("learning_rate", "grad_norm", "epoch")
@@ -133,11 +125,14 @@ class PrivateMixin(_Library):
         if trial is not None:
             self.hyperparameter_search()
         refuse_trainer(self, PrivateMixin, self.public_evaluation)
-        folder, ledger = checkpoint_of(resume_from_checkpoint, self._folder), self._folder / LEDGER
+        ledger = self._folder / LEDGER
+        folder = weights.checkpoint_of(resume_from_checkpoint, self._folder)
         if folder is not None:
-            Processes.here().told(partial(check_checkpoint, folder, ledger))
+            Processes.here().told(partial(weights.check_checkpoint, folder, ledger))
         # Of the weights as they were given, not as a checkpoint leaves them.
-        self._before = Processes.here().told(partial(runs_behind, self.model, self.start, ledger))
+        self._before = Processes.here().told(
+            partial(weights.runs_behind, self.model, self.start, ledger)
+        )
         self._same_rows()
         for each in self.callback_handler.callbacks:
             if isinstance(each, LeakageCallback):
@@ -259,7 +254,7 @@ class PrivateMixin(_Library):
         if callable(getattr(self.optimizer, "train", None)):
             self.optimizer.train()
         self.private.noisy_gradients()
-        leave_mark(self.model, self.private.ledger.record())
+        weights.leave_mark(self.model, self.private.ledger.record())
         return torch.zeros((), device=self.args.device)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
@@ -313,28 +308,31 @@ class PrivateMixin(_Library):
         if self.private is not None:
             self.private.ledger.settle()  # before any weights reach the disk
         folder = self._folder if output_dir is None else Path(output_dir)
-        before = stamps_in(folder)
+        before = self._weights_in(folder)
         super()._save(output_dir, state_dict)
         self._tell_in(folder, before)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        before = stamps_in(Path(output_dir))
+        before = self._weights_in(Path(output_dir))
         super()._save_optimizer_and_scheduler(output_dir)
         if self.is_fsdp_enabled:  # which writes the weights that it goes on from here
             self._tell_in(Path(output_dir), before)
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        before = stamps_in(self._folder)
+        before = self._weights_in(self._folder)
         if self.is_world_process_zero():
-            copy_weights(Path(checkpoint_folder), self._folder)
+            weights.copy_weights(Path(checkpoint_folder), self._folder)
         self._tell_in(self._folder, before)
         super()._push_from_checkpoint(checkpoint_folder)
 
-    def _tell_in(self, folder: Path, before: Stamps | None = None) -> None:
+    def _weights_in(self, folder: Path) -> dict[str, str]:
+        return weights_in(folder) if self.is_world_process_zero() else {}
+
+    def _tell_in(self, folder: Path, before: dict[str, str] | None = None) -> None:
         if self.private is not None:
             record = self._record(self.private)
             if self.is_world_process_zero():
-                tell(folder, record, before)
+                weights.tell(folder, record, before)
 
     def _record(self, private: PrivateTraining) -> dict[str, Any]:
         """The guarantee as it stands; worked out once a step, since it takes a second."""

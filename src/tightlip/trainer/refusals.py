@@ -97,17 +97,13 @@ def _against_arguments(args: Any) -> Iterator[str]:
             f"train_sampling_strategy={by_length!r} chooses rows by their length, and ε holds for users drawn each by a coin. Leave it "
             "out."
         )
-    if getattr(args, "hub_token", None):
-        yield (
-            "hub_token is given, and training_args.bin, which is saved and pushed beside the weights, would hold it. Log in with "
-            "`hf auth login`, or set HF_TOKEN."
-        )
-    loading = getattr(args, "model_init_kwargs", None)
-    if any("token" in name and isinstance(each, str) for name, each in dict(loading or {}).items()):
-        yield (
-            "model_init_kwargs holds a token, and so would training_args.bin, which is saved and pushed beside the weights. Log in with "
-            "`hf auth login`, or set HF_TOKEN."
-        )
+    loading = dict(getattr(args, "model_init_kwargs", None) or {})
+    for name, each in {"hub_token": getattr(args, "hub_token", None), **loading}.items():
+        if "token" in name and isinstance(each, str):
+            yield (
+                f"{name} is given, and training_args.bin, which is saved and pushed beside the weights, would hold it. Log in with "
+                "`hf auth login`, or set HF_TOKEN."
+            )
     if any("underflow" in str(each).lower() for each in args.debug):
         yield "debug='underflow_overflow' prints what private rows activate, before any noise. Leave it out."
     if args.max_grad_norm is None:

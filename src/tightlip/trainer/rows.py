@@ -91,7 +91,8 @@ def labelled_rows(dataset: Any, trainer: Any, users: list[Any] | None) -> Labell
     chosen = dataset
     if hasattr(dataset, "select_columns"):
         chosen = dataset.select_columns([name for name in _READ if name in columns])
-    ids, labels, num_tokens = [], [], _vocabulary(trainer.model)
+    about = getattr(trainer.model, "config", None) and trainer.model.config.get_text_config()
+    ids, labels, num_tokens = [], [], getattr(about, "vocab_size", math.inf)
     for number, row in enumerate(_rows(chosen)):
         row_ids, row_labels = _row(row, number, trainer.data_collator)
         if max(row_ids.max(initial=0), row_labels.max(initial=0)) >= num_tokens:
@@ -102,12 +103,6 @@ def labelled_rows(dataset: Any, trainer: Any, users: list[Any] | None) -> Labell
         ids.append(row_ids)
         labels.append(row_labels)
     return LabelledRows(ids, labels, users)
-
-
-def _vocabulary(model: Any) -> float:
-    config: Any = getattr(model, "config", None)
-    about = config.get_text_config() if hasattr(config, "get_text_config") else config
-    return getattr(about, "vocab_size", None) or math.inf
 
 
 def _columns(dataset: Any) -> list[str]:
@@ -131,20 +126,18 @@ def _rows(dataset: Any) -> Iterable[Any]:
 
 
 def _rows_of(table: pa.Table) -> Iterator[dict[str, Any]]:
-    columns = [_values_of(table[name].combine_chunks()) for name in table.column_names]
-    for values in zip(*columns, strict=True):
-        yield dict(zip(table.column_names, values, strict=True))
+    columns = {name: _values_of(table[name].combine_chunks()) for name in table.column_names}
+    return (dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True))
 
 
 def _values_of(array: Any) -> Sequence[Any]:
     """A column's rows; lists of whole numbers as numpy's arrays, without a Python number for each."""
     is_list = pa.types.is_list(array.type) or pa.types.is_large_list(array.type)
-    if array.null_count or not is_list or not pa.types.is_integer(array.type.value_type):
+    is_whole = is_list and pa.types.is_integer(array.type.value_type)
+    if not is_whole or array.null_count or array.flatten().null_count:
         return array.to_pylist()
-    numbers, sizes = array.flatten(), pc.list_value_length(array).to_numpy()
-    if numbers.null_count:
-        return array.to_pylist()
-    return np.split(numbers.to_numpy(), np.cumsum(sizes)[:-1])
+    ends = np.cumsum(pc.list_value_length(array).to_numpy())
+    return np.split(array.flatten().to_numpy(), ends[:-1])
 
 
 def _check_columns(columns: Sequence[str], trainer: Any) -> None:

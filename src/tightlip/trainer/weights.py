@@ -13,7 +13,7 @@ from huggingface_hub.errors import HFValidationError
 
 from tightlip.core.errors import GuaranteeError, UsageError
 from tightlip.core.files import read_json, write_json, write_text
-from tightlip.corpus.history import OWN_RECORD, guarantee_beside, weight_files, weights_in
+from tightlip.corpus.history import OWN_RECORD, guarantee_beside, weights_in
 from tightlip.privacy.ledger import read_ledger
 from tightlip.privacy.people import Record, composable, runs_before
 from tightlip.privacy.shards import local
@@ -25,12 +25,10 @@ _MARK = "_tightlip_runs"  # of a model in memory
 # Random at first, and nothing while the factor beside it is zero.
 _FREE = ("lora_A", "lora_embedding_B", "lora_magnitude_vector")
 _AT_FIRST = {"lora_B": 0.0, "lora_embedding_A": 0.0, "ia3_l": 1.0}
-_CHECKPOINT = "checkpoint-"
 _STATE = "trainer_state.json"  # the last file of a checkpoint
 _CARD = "---\nlibrary_name: transformers\ntags: [tightlip]\n---\n\n# A model trained privately\n"
 _BEGIN, _END = "<!-- guarantee by tightlip -->", "<!-- end of the guarantee -->"
 _SECTION = re.compile(f"{re.escape(_BEGIN)}.*?{re.escape(_END)}\n*", re.DOTALL)
-Stamps = dict[str, tuple[int, int]]
 
 
 def runs_behind(model: Any, start: str | Path | None, ledger: Path) -> list[Record]:
@@ -115,9 +113,8 @@ def checkpoint_of(asked: Any, output_dir: Path) -> Path | None:
         return None
     if asked is not True:
         return Path(asked)
-    found = [each for each in output_dir.glob(f"{_CHECKPOINT}*") if each.is_dir()]
-    numbers = {each: each.name.removeprefix(_CHECKPOINT) for each in found}
-    every = sorted((n for n in found if numbers[n].isdecimal()), key=lambda n: int(numbers[n]))
+    found = [each for each in output_dir.glob("checkpoint-*") if each.name[11:].isdecimal()]
+    every = sorted(found, key=lambda each: int(each.name[11:]))
     if not every:
         raise UsageError(
             f"{output_dir} has no checkpoint to go on from. Leave resume_from_checkpoint out: steps that are on record in its "
@@ -152,12 +149,6 @@ def check_checkpoint(folder: Path, ledger: Path) -> None:
         )
 
 
-def stamps_in(folder: Path) -> Stamps:
-    """What changes of a file with weights when it is written."""
-    about = {name: each.stat() for name, each in weight_files(folder).items()}
-    return {name: (stat.st_ino, stat.st_mtime_ns) for name, stat in about.items()}
-
-
 def copy_weights(checkpoint: Path, folder: Path) -> None:
     """As a push from a checkpoint does, so that the guarantee can be told before it."""
     for name in guarantee_beside(checkpoint).get("weights", ()):
@@ -165,17 +156,14 @@ def copy_weights(checkpoint: Path, folder: Path) -> None:
             shutil.copy(checkpoint / name, folder / name)
 
 
-def tell(folder: Path, record: Record, before: Stamps | None = None) -> None:
+def tell(folder: Path, record: Record, before: dict[str, str] | None = None) -> None:
     """The guarantee beside weights and in their card, in the place of an earlier one. It is about the
-    files that were written since `before`, and about what it was about and is still there."""
-    path, card, now = folder / OWN_RECORD, folder / "README.md", stamps_in(folder)
+    files that are not as they were `before`, and about what it was about and is still there."""
+    path, card, now = folder / OWN_RECORD, folder / "README.md", weights_in(folder)
     earlier = read_json(path) if path.is_file() else {}
-    kept = earlier.get("weights", {}) if earlier.get("run") == record["run"] else {}
-    weights = {
-        name: digest
-        for name, digest in weights_in(folder).items()
-        if kept.get(name) == digest or (before is not None and before.get(name) != now[name])
-    }
+    own = earlier.get("weights", {}) if earlier.get("run") == record["run"] else {}
+    others = now if before is None else before
+    weights = {name: one for name, one in now.items() if own.get(name) == one or others.get(name) != one}  # fmt: skip
     write_json(path, told_of(record) | {"weights": weights}, alone=True)
     text = card.read_text(encoding="utf-8") if card.is_file() else _CARD
     lines = [_BEGIN, "## Guarantee", "", *guarantee_lines(record), _END, ""]
