@@ -168,7 +168,9 @@ def test_the_ledger_says_whose_texts_are_emptied_and_what_is_not_protected(tmp_p
     num_owners = len({owner for own in users for owner in own})
     assert record["unit"] == "user"
     assert record["adjacency"] == OWNED
-    assert OWNED == "all texts of one owner emptied; who owns what is fixed and public"
+    assert (
+        OWNED == "none of one owner's texts contributes anything; who owns what is fixed and public"
+    )
     assert NOT_PROTECTED in record["outside"]
     assert (record["documents_per_owner"], record["num_units"]) == (2, num_owners)
     assert record["documents_taken"] == len(taken_by_hand(users, 2))
@@ -293,3 +295,24 @@ def test_a_ledger_that_lost_how_many_documents_an_owner_has_is_not_read_as_one(t
     assert Mechanism.of_record(kept) == Mechanism.of_record(record)
     with pytest.raises(KeyError):
         Mechanism.of_record({n: v for n, v in kept.items() if n != "documents_per_owner"})
+
+
+@pytest.mark.parametrize("kind", [np.array, tuple])
+def test_owners_in_an_array_are_as_many_as_in_a_list(kind):
+    users = [["ann", "bob"], ["ann", "cat"], ["dan"]]
+    found, expected = ownership_of([kind(each) for each in users]), ownership_of(users)
+    assert found.owners.tolist() == expected.owners.tolist() == [0, 1, 0, 2, 3]
+    assert found.bounds.tolist() == expected.bounds.tolist()
+
+
+@pytest.mark.parametrize("user", [{"ann", "bob"}, None, "", 1.5, ["ann", None], ["ann", "ann"], []])
+def test_what_may_name_several_people_as_one_or_nobody_is_refused(user):
+    with pytest.raises(UsageError, match="Document 1 has the owners"):
+        ownership_of(["zoe", user])
+
+
+def test_a_record_of_owners_is_never_read_as_one_of_single_users():
+    record = {"noise_multiplier": 1.0, "sampling_rate": 0.01, "documents_per_owner": 4}
+    assert Mechanism.of_record(record | {"adjacency": "in other words"}).documents_per_owner == 4
+    with pytest.raises(KeyError):
+        Mechanism.of_record({"noise_multiplier": 1.0, "sampling_rate": 0.01, "adjacency": OWNED})

@@ -69,7 +69,7 @@ def test_a_run_on_mails_from_train_to_ledger_and_audit(corpus, tmp_path):
     shown = CliRunner().invoke(app, ["ledger", str(tmp_path / "run")])
     assert shown.exit_code == 0
     words = " ".join(shown.output.split())
-    for line in ("all texts of one owner emptied", "who wrote to whom", "documents per owner 2"):
+    for line in ("none of one owner's texts", "who wrote to whom", "documents per owner 2"):
         assert line in words
     card = (tmp_path / "run" / "model" / "README.md").read_text()
     assert OWNED in card

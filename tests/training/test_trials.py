@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 import signal
 import stat
 from collections import Counter
@@ -92,6 +93,9 @@ def test_only_the_best_trial_leaves(choice):
         *("metrics.jsonl", "private.jsonl", "model"),
     }
     told = b"".join(path.read_bytes() for path in files)
+    times = [path.stat().st_mtime for path in files]
+    assert max(times) - min(times) < 2  # however long ago the best trial ended
+    assert not re.search(rb"\d\d:\d\d:\d\d", (run.folder / "log.txt").read_bytes())
     assert repr(other["validation_perplexity"]).encode() not in told
     assert not any(each["name"].encode() in told for each in seen)
 
@@ -239,8 +243,18 @@ def test_a_trial_that_diverged_is_worse_than_any_and_nothing_is_told_of_none(
         with pytest.raises(UsageError, match="No trial came to a score"):
             chosen_in(tmp_path, corpus)
     assert not (tmp_path / "run" / "model").exists()
+    assert not (tmp_path / "run" / "trials").exists()  # nor how many there were
     (entry,) = registers.entries(registers.RUN)
     assert entry["terms"]["epsilon"] > 0
+
+
+def test_a_candidate_that_cannot_be_trained_is_refused_before_anything_is_charged(corpus, tmp_path):
+    bad = {"model": "transformer", "num_heads": 3, "hidden_size": 8}
+    file = trials_file(tmp_path, [*CANDIDATES, bad], all=True)
+    with pytest.raises(UsageError, match="num_heads=3"):
+        chosen_in(tmp_path, corpus, file=file)
+    assert not registers.entries(registers.RUN)
+    assert not (tmp_path / "run").exists()
 
 
 LEDGER = {"steps": 4, "epsilon": 1.0}

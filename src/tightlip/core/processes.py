@@ -73,12 +73,12 @@ class Processes:
         distributed.all_gather_object(every, own)
         return every
 
-    def agreed(self, own: Told, what: str) -> Told:
-        """`own`, or a refusal where the processes differ in it."""
+    def agreed(self, own: Told, what: str, *, is_shown: bool = True) -> Told:
+        """`own`, or a refusal where the processes differ in it, which tells how if that may be shown."""
         every = self.all_gathered(own)
         if any(other != every[0] for other in every):
             raise UsageError(
-                f"The processes differ in {what}: {', '.join(map(str, every))}. Start all of them with the same command, on "
+                f"The processes differ in {what}{f': {every}' if is_shown else ''}. Start all of them with the same command, on "
                 "machines of one kind."
             )
         return own

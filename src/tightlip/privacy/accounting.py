@@ -44,7 +44,7 @@ _TAIL = 10.0
 _SMALL_DELTA = 1e-10
 MOST_DOCUMENTS_PER_OWNER = 64
 # The neighbours of a run on texts of several owners, as its ledger says it.
-OWNED = "all texts of one owner emptied; who owns what is fixed and public"
+OWNED = "none of one owner's texts contributes anything; who owns what is fixed and public"
 
 
 class _Sampled(NamedTuple):
@@ -82,7 +82,7 @@ class Release:
 class Mechanism:
     """Each step: Gaussian noise on the clipped sum over a Poisson sample; add or remove one unit.
 
-    Where texts have several owners, documents are sampled and all of one owner's are emptied: at
+    Where texts have several owners, documents are sampled and none of one owner's contributes anything: at
     most `documents_per_owner` of them are ever sampled, so one owner moves a step by at most
     binomial(documents_per_owner, sampling_rate) clip norms, and what they move it by is a mixture
     of Gaussians (Ganesh et al. 2025; Choquette-Choo et al. 2023, Corollary 4.7, for vectors).
@@ -116,9 +116,11 @@ class Mechanism:
             noise_multiplier=record["noise_multiplier"],
             sampling_rate=record["sampling_rate"],
             releases=tuple(Release(**release) for release in record.get("releases", ())),
-            # Missing there, it would count as one.
+            # Missing where owners are spoken of, it would count as one.
             documents_per_owner=(
-                record["documents_per_owner"] if record.get("adjacency") == OWNED else None
+                record["documents_per_owner"]
+                if "owner" in str(record.get("adjacency"))
+                else record.get("documents_per_owner")
             ),
         )
 

@@ -154,7 +154,7 @@ def _as_shard(values: Tensor, parameter: Any) -> Tensor:
 def check_same_text(source: Source, processes: Processes) -> None:
     """Refuse where processes hold other rows, or other people's: a row's number is all that they are
     told of it."""
-    processes.agreed(_text_digest(source), "the texts they train on")
+    processes.agreed(_text_digest(source), "the texts they train on", is_shown=False)
 
 
 def _text_digest(source: Source) -> str:

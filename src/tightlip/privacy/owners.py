@@ -24,6 +24,7 @@ NOT_PROTECTED = "who wrote to whom, and how often: the owners of every text coun
 # since who owns what is public, and being always the same it takes the same documents when a run
 # goes on.
 _KEY = b"tightlip: documents in turn"
+_SEVERAL = (list, tuple, np.ndarray)
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,19 +69,24 @@ def _turn(document: int) -> bytes:
 def ownership_of(users: Sequence[Any] | None) -> Ownership | None:
     """Who owns each document, by lists of names, or one name where there is one owner; None where no
     document is given a list."""
-    if users is None or not any(isinstance(each, list | tuple) for each in users):
+    if users is None:
         return None
-    lists = [each if isinstance(each, list | tuple) else [each] for each in users]
+    lists = [_owners(each, place) for place, each in enumerate(users)]
+    if not any(isinstance(each, _SEVERAL) for each in users):
+        return None
     numbers: dict[str, int] = {}
-    for place, own in enumerate(lists):
-        names = [str(name) for name in own]
-        if not names or len({*names}) < len(names) or None in own or "" in names:
-            raise UsageError(
-                f"Document {place} has the owners {own!r}. Name each of them, once; a text of nobody's cannot be protected."
-            )
-        for name in names:
-            numbers.setdefault(name, len(numbers))
-    return Ownership(
-        np.array([numbers[str(name)] for own in lists for name in own]),
-        np.cumsum([0, *map(len, lists)]),
-    )
+    owners = [numbers.setdefault(name, len(numbers)) for own in lists for name in own]
+    return Ownership(np.array(owners), np.cumsum([0, *map(len, lists)]))
+
+
+def _owners(given: Any, place: int) -> list[str]:
+    """The names of a document's owners. What names nobody, or might name several as though they were
+    one, is refused: the printed ε would be of nobody's texts."""
+    own = list(given) if isinstance(given, _SEVERAL) else [given]
+    names = [str(name) for name in own if isinstance(name, str | int | np.integer)]
+    if not names or len({*names}) < len(own) or "" in names:
+        raise UsageError(
+            f"Document {place} has the owners {own!r}. Name each of them, once, by a text or a whole number, or several in a "
+            "list; a text of nobody's cannot be protected."
+        )
+    return names

@@ -286,8 +286,7 @@ class Training:
             return line
         with self.average.in_place():
             if self.config.mitigation.tells_validation:
-                held_out = self.recipe.validation
-                nats = self.processes.told(lambda: self.mitigation.told_loss(held_out))
+                nats = self.mitigation.told_loss(self.recipe.validation)
                 line["noisy_validation_perplexity"] = None if nats is None else math.exp(nats)
             scores = validation_scores(self.forward, self.recipe.validation)
         if not math.isfinite(scores.loss_nats):

@@ -163,6 +163,7 @@ def _taken_as_public(
 ) -> Iterator[str]:
     yield f"the number of {_settings(config).unit}s, which counts as public"
     yield "what was done to the text before it was prepared, where its files do not tell"
+    yield "when lines were logged and files written, which hangs on how many were drawn"
     if corpus.settings.get("tokenizer") is not None:
         yield f"the tokenizer {corpus.settings['tokenizer']}, taken to be public"
     if corpus.validation_is_public:

@@ -9,6 +9,7 @@ gone at the end with all trials but the best. The choice is registered as one ru
 
 import math
 import os
+import re
 import secrets
 import shutil
 from dataclasses import asdict, dataclass, replace
@@ -64,7 +65,7 @@ from tightlip.training.mitigations import Mitigation
 from tightlip.training.mitigations.dp import by_unit, dp_settings
 from tightlip.training.plan import Plan
 from tightlip.training.recipe import Recipe, recipe_for
-from tightlip.training.starting import model_card, told_of
+from tightlip.training.starting import model_card, starting_model, told_of
 from tightlip.training.told_validation import noisy_loss
 
 if TYPE_CHECKING:
@@ -83,6 +84,7 @@ _BECAUSE = {
     "2022).",
     False: "Every candidate is trained once, and all of their steps are composed.",
 }
+_TIMES = re.compile(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d+ ", re.MULTILINE)  # of a log's lines
 _OUTSIDE = "how long the choice took, which tells of the number of trials, and what its folder held meanwhile"
 
 
@@ -121,7 +123,7 @@ class Draw:
 
         Holds:
             random_ties: of equals each is as likely to be kept.
-            worst: one without a score is kept only where nothing else is.
+            worst: one without a score is never kept.
         """
         number, self.done = self.done, self.done + 1
         best = (math.inf, 0) if self.best is None else (self.score, self.names[self.best])
@@ -158,6 +160,11 @@ def choose(
     configs = [_candidate(config, own, number) for number, own in enumerate(trials.candidate, 1)]
     recipes = [recipe_for(corpus, out, each, options, frozenset()) for each in configs]
     _check_score(recipes[0])
+    for (
+        each
+    ) in recipes:  # before anything is charged, and before its refusal would tell what was drawn
+        if each.config.model in BUILT_IN_MODELS:
+            starting_model(each.config, each.tokenizer, "meta")
     tree = recipes[0].tree | _selection_tree(trials, config)
     check_may_train(out, tree, same=_SAME)
     if is_finished(out):
@@ -243,6 +250,8 @@ class Choice:
     def finish(self) -> None:
         """Leave the best trial as the run, under the promise of the choice; its ledger comes last."""
         if self.draw.best is None:
+            self._final_promise()  # what killed trials repeated counts all the same
+            shutil.rmtree(self.out / TRIALS)
             raise UsageError(
                 f"No trial came to a score: all of them diverged. What they cost stays charged, and nothing of them is told. "
                 f"Use smaller learning rates, and another --out than {self.out}."
@@ -256,7 +265,7 @@ class Choice:
                 shutil.rmtree(self.out / name, ignore_errors=True)
                 os.rename(best / name, self.out / name)
         for path in filter(Path.is_file, (best / name for name in (METRICS, PRIVATE_METRICS, LOG))):
-            write_text(self.out / path.name, read_text(path))
+            write_text(self.out / path.name, _TIMES.sub("", read_text(path)))
         for folder in (self.out / MODEL, self.out / MERGED, *(self.out / SNAPSHOTS).glob("*-*")):
             if folder.is_dir():
                 _write_card(folder, final)
@@ -264,8 +273,14 @@ class Choice:
             self.corpus, self.out, self._config(self.draw.best), self.options, frozenset()
         )
         begin_run(self.out, recipe.tree | {"selection": self.tree["selection"]})
+        self._forget_times()
         write_ledger(self.out, final | {"finished": True})
         shutil.rmtree(self.out / TRIALS)
+
+    def _forget_times(self) -> None:
+        """Give all files one time: those of the best trial's would tell how many came after it."""
+        for path in (*self.out.rglob("*"), self.out):
+            os.utime(path, follow_symlinks=False)
 
     def _final_promise(self) -> dict[str, Any]:
         """The promise with what was learnt on the way: repeated steps, or that there is none."""

@@ -205,9 +205,9 @@ class PrivateMitigation:
         terms = self.terms(config, context.corpus)
         noisy = noisy_loss(config, context.steps_per_epoch)
         if noisy is not None:
-            if has_split_weights(context.model):
+            if context.processes.are_several:
                 raise UsageError(
-                    "noisy_validation is worked out by one process, and fsdp=True splits the weights over several. Leave one of them out."
+                    "noisy_validation is worked out by one process, and several were started. Start one, or use --public-validation FILE."
                 )
             terms = replace(terms, releases=(*terms.releases, noisy.release()))
         if context.corpus.is_trial:
