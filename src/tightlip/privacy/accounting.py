@@ -82,10 +82,10 @@ class Release:
 class Mechanism:
     """Each step: Gaussian noise on the clipped sum over a Poisson sample; add or remove one unit.
 
-    Where texts have several owners, documents are sampled and none of one owner's contributes anything: at
-    most `documents_per_owner` of them are ever sampled, so one owner moves a step by at most
-    binomial(documents_per_owner, sampling_rate) clip norms, and what they move it by is a mixture
-    of Gaussians (Ganesh et al. 2025; Choquette-Choo et al. 2023, Corollary 4.7, for vectors).
+    Where texts have several owners, documents are sampled and none of one owner's contributes
+    anything: at most `documents_per_owner` of them are ever sampled, so one owner moves a step by at
+    most binomial(documents_per_owner, sampling_rate) clip norms, and what they move it by is a
+    mixture of Gaussians (Ganesh et al. 2025; Choquette-Choo et al. 2023, Corollary 4.7, for vectors).
     """
 
     noise_multiplier: float
