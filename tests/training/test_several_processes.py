@@ -288,7 +288,7 @@ def test_several_processes_go_on_with_what_one_left(kind, several, one_process):
     [
         ("foreign", 2, "holds letter.txt and no run"),
         ("unproved", 3, "early_stop stops by looking at private validation text"),
-        ("small", 2, "Leave --fsdp out: every process then has the whole model."),
+        ("small", 2, "Leave fsdp out: every process then has the whole model."),
         ("twice", 2, "both say how long to train"),
     ],
 )
