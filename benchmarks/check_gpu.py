@@ -1,6 +1,6 @@
 """What tests cannot see without a GPU: kernels, captured graphs, compiled passes and noise there.
 
-    python benchmarks/check_gpu.py
+    python benchmarks/check_gpu.py [--only noise exact ...]
 
 Clipped sums on the GPU against plain autograd in float64 on the CPU, one unit at a time; units
 whose tokens cancel, which rounding may not take above the bound; units that share a pass with
@@ -9,6 +9,7 @@ few bits; the noise against the CPU's, which tests compare with interval arithme
 normal law. Exits 1 where one is off.
 """
 
+import argparse
 import copy
 import math
 import sys
@@ -438,21 +439,21 @@ def check_skipping():
         report(f"{make.__name__}: steps that waited for a cell are the same steps", off, 0)
 
 
+CHECKS = (
+    *(check_noise, check_exact, check_wrapping, check_replay, check_poison, check_rows_alone),
+    *(check_cancelling, check_sums, check_few_bits, check_regularisers),
+)
+
+
 if __name__ == "__main__":
-    for check in (
-        check_noise,
-        check_exact,
-        check_wrapping,
-        check_replay,
-        check_poison,
-        check_rows_alone,
-        check_cancelling,
-        check_sums,
-        check_few_bits,
-        check_regularisers,
-    ):
-        start = time.perf_counter()
-        check()
-        print(f"    {check.__name__}: {time.perf_counter() - start:.0f} s", flush=True)
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    names = [check.__name__.removeprefix("check_") for check in CHECKS]
+    parser.add_argument("--only", nargs="*", default=names, choices=names)
+    chosen = parser.parse_args().only
+    for name, check in zip(names, CHECKS, strict=True):
+        if name in chosen:
+            start = time.perf_counter()
+            check()
+            print(f"    {name}: {time.perf_counter() - start:.0f} s", flush=True)
     print(f"{len(failed)} off")
     sys.exit(bool(failed))

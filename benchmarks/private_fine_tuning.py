@@ -80,15 +80,16 @@ def shuffled(path):
     return table.take(np.random.default_rng(0).permutation(len(table))).to_pylist()
 
 
-def mails(path, number):
-    return shuffled(path)[:number]
+def mails(path, number, most_characters):
+    return [row | {"text": row["text"][:most_characters]} for row in shuffled(path)[:number]]
 
 
-def chats(path, number):
+def chats(path, number, most_characters):
     """Lines of one nickname on one day, in turns as two speakers'; all of it is that one user's."""
     rows = []
     for row in shuffled(path):
-        lines = [line for line in row["text"].splitlines() if line.strip()]
+        text = row["text"][:most_characters]
+        lines = [line for line in text.splitlines() if line.strip()]
         if len(lines) < 2:
             continue
         roles = itertools.cycle(("user", "assistant"))
@@ -112,7 +113,7 @@ def prepared(options, work, base):
         if not made[name].exists():
             template = {"chat_template": options.chat_template} if name == "chats" else {}
             tightlip.prepare(
-                rows(path, options.documents),
+                rows(path, options.documents, options.characters),
                 made[name],
                 tokenizer=str(base),
                 split="text",
@@ -138,14 +139,12 @@ def settings_of(options, way, epsilon):
     return chosen | more
 
 
-class Cells:
+class Kept:
     """Cells by what they are, kept in a file."""
 
     def __init__(self, options, work):
         self.options, self.work, self.file = options, work, work / "results.jsonl"
         self.started = time.monotonic()
-        self.base = base_of(options, work)
-        self.corpora = prepared(options, work, self.base)
         lines = self.file.read_text().splitlines() if self.file.exists() else []
         self.known = {tuple(line["cell"]): line for line in map(json.loads, lines)}
         self.device = usable_device(options.device)
@@ -163,6 +162,15 @@ class Cells:
             print(json.dumps(found), flush=True)
             self.known[cell] = found
         return self.known[cell]
+
+
+class Cells(Kept):
+    """A cell is a corpus, a way, an ε, a rate and a seed."""
+
+    def __init__(self, options, work):
+        super().__init__(options, work)
+        self.base = base_of(options, work)
+        self.corpora = prepared(options, work, self.base)
 
     def run(self, corpus, way, epsilon, rate, seed):
         out, report = self.work / "run", self.work / "report"
@@ -207,6 +215,7 @@ class Cells:
             public_model=str(self.base),
             keep_scan=False,
             device=self.device,
+            dtype="bfloat16" if self.device == "cuda" else "float32",
         )
         found = {name: report.summary.get(name) for name in MEASURED}
         shutil.rmtree(out)
@@ -277,6 +286,7 @@ def flags():
     about.add_argument("--compile", action="store_true")
     about.add_argument("--physical-rows", type=int, default=None)
     about.add_argument("--documents", type=int, default=20_000, help="of each corpus at most")
+    about.add_argument("--characters", type=int, default=None, help="of a document at most")
     about.add_argument("--holdout", type=float, default=0.05)
     about.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     about.add_argument("--epsilons", type=float, nargs="*", default=[2.0, 8.0])
@@ -305,10 +315,15 @@ def main():
     if TUNING_SEED in options.seeds:
         sys.exit(f"Seed {TUNING_SEED} is for trying rates. Give others.")
     logging.disable(logging.WARNING)
+    go_on(Cells, options, table)
+
+
+def go_on(kind, options, table):
+    """Run the cells that are missing, as far as the budget goes, and print the table."""
     work = options.work.resolve()
     work.mkdir(parents=True, exist_ok=True)
     with register.kept_in(work / "register"):
-        cells = Cells(options, work)
+        cells = kind(options, work)
         try:
             done = [*cells.all()]
             ending = f"All {len(done)} cells are done."

@@ -6,6 +6,7 @@ time, or once it has done something.
 """
 
 import contextlib
+import gc
 import importlib
 import json
 import os
@@ -173,9 +174,8 @@ def _noise(num_bytes: int, plain: Callable[[int], bytes] = os.urandom) -> bytes:
     return random.Random(num_bytes).randbytes(num_bytes) if _same_noise else plain(num_bytes)
 
 
-def _import_everything() -> None:
-    """What each command would import and load again; nothing here may start a thread."""
-    os.urandom = random._urandom = _noise  # the second is where `secrets` has it from
+def import_everything() -> None:
+    """What each fork would import and load again; nothing here may start a thread."""
     import dp_accounting.pld
     import dp_accounting.rdp  # noqa: F401
     import numpy as np
@@ -193,10 +193,29 @@ def _import_everything() -> None:
     one, ends = np.zeros(1, np.int32), np.array([0, 1])
     shard = Shard(tokens=one, bounds=ends, users=one, starts=one)
     count_in_shard(shard, Sequences(tokens=one, offsets=ends))  # loads numba's own modules
+    _make_what_is_made_once(Path(tightlip.__path__[0]))
+
+
+def _make_what_is_made_once(package: Path) -> None:
+    """What a process makes when it first reads a flag, a model's weights or a page's template."""
+    from tightlip.report.kit import _template
+
+    with contextlib.suppress(ImportError):  # where another version has these elsewhere
+        import typer._adapters  # noqa: F401
+        from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+        get_checkpoint_conversion_mapping("llama")
+    kit = [f"report/kit/{name}.html.jinja" for name in ("shell", "parts")]
+    for page in package.glob("report/*/page.html.jinja"):
+        environment = _template(str(page.relative_to(package))).environment
+        for name in kit:
+            environment.get_template(name)
 
 
 def serve() -> None:
-    _import_everything()
+    os.urandom = random._urandom = _noise  # the second is where `secrets` has it from
+    import_everything()
+    gc.freeze()  # the forks share what nothing goes through
     for line in sys.stdin:
         request = json.loads(line)
         begin = time.monotonic()
@@ -255,9 +274,9 @@ def _note_scans_and_steps(note: Callable[[dict], None]) -> None:
 
     plain_scan, plain_step = Scanner.scan, Training.take_step
 
-    def scan(self, tokens, bounds):
+    def scan(self, tokens, bounds, *scorer):
         note({"scan": [int(bounds[0]), int(bounds[-1])]})
-        return plain_scan(self, tokens, bounds)
+        return plain_scan(self, tokens, bounds, *scorer)
 
     def take_step(self):
         plain_step(self)

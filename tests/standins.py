@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import torch
 from torch import nn
 
+from tightlip.scan.scorers import PLAIN
 from tightlip.scan.store import ScanStore
 
 
@@ -59,6 +60,8 @@ class Stranger(nn.Module):
         return SimpleNamespace(logits=logits)
 
 
-def scanned(scan, corpus, folder):
+def scanned(scan, corpus, folder, scorer=PLAIN):
     """What `scan` makes of every token of the corpus, as audits read it."""
-    return ScanStore(folder).scan(corpus, key={}, open_scan=lambda: scan, description="")
+    return ScanStore(folder).scan(
+        corpus, key={}, open_scan=lambda: scan, description="", scorer=scorer
+    )

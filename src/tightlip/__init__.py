@@ -15,10 +15,12 @@ __version__ = "0.2.0"
 # Loaded on first use, so that `tightlip --help` needs no torch.
 _CALLS = {
     "audit": "tightlip.audit",
+    "audit_text": "tightlip.commands",
     "prepare": "tightlip.corpus.prepare",
     "weigh": "tightlip.commands",
     "train": "tightlip.training.run",
     "compare": "tightlip.commands",
+    "extract": "tightlip.commands",
     "ledger": "tightlip.privacy.composition",
     "plant_canaries": "tightlip.corpus.canaries",
     "choose_canaries": "tightlip.audit.canaries.real",

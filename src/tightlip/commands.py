@@ -11,19 +11,26 @@ from tightlip.audit.compared import Row
 from tightlip.audit.leakage.findings import WORK
 from tightlip.audit.leakage.summary import LeakageReport
 from tightlip.audit.measures import MEASURES
-from tightlip.audit.settings import Matching, ResamplingSettings
+from tightlip.audit.settings import (
+    ExtractionConfig,
+    Matching,
+    ResamplingSettings,
+    SyntheticConfig,
+)
 from tightlip.core.errors import UsageError
 from tightlip.core.files import claimed, make_private_folder, names_in, write_json, write_text
 from tightlip.core.run_folder import RunRecord
 from tightlip.core.settings import split_settings, takes
 from tightlip.corpus.prepare import PreparedCorpus
-from tightlip.corpus.prepare_config import TextSettings
+from tightlip.corpus.prepare_config import ColumnSettings, TextSettings
 from tightlip.corpus.privacy_weights import PrivacyWeights, WeightsConfig
-from tightlip.scan.options import ModelSettings
+from tightlip.scan.options import Decoding, ModelSettings, ScanOptions
 from tightlip.scan.store import SCAN
 from tightlip.vectors.settings import AttackSettings, EncodingOptions
 
 if TYPE_CHECKING:
+    from tightlip.audit.extraction.report import ExtractionReport
+    from tightlip.audit.synthetic.audit import TextReport
     from tightlip.vectors.attack_runs import AttackReport
 
 CSV, JSON, PAGE = "comparison.csv", "comparison.json", "comparison.html"
@@ -44,6 +51,66 @@ def audit(model: Any, corpus: Any = None, **settings: Any) -> LeakageReport:
         write_page("leakage", folder / REPORT_PAGE, folder=folder)
 
     return audit_model(model, corpus, **settings, retrain=retrain, write_page=write_report)
+
+
+@takes(ExtractionConfig, Decoding, ScanOptions, TextSettings)
+def extract(
+    model: Any,
+    corpus: Any = None,
+    *,
+    out: str | Path | None = None,
+    tokenizer: Any = None,
+    reference: Any = None,
+    held_out: Any = None,
+    keep_scan: bool = True,
+    **settings: Any,
+) -> "ExtractionReport":
+    """How many tries it takes to draw a window of somebody's own text out of the model.
+
+    `model` and `corpus` are as for `tightlip.audit`. `reference` is a model that never saw the text,
+    'base' for what an adapter was trained on, which is the default there, or 'none'; `held_out` is
+    text of people who were not trained on, for the same figures. Without `out` the report lives as
+    long as the object returned. Scans are kept in `scan/` beside the report unless `keep_scan` is
+    False, the report is redacted or a model is in memory.
+    """
+    from tightlip.audit.extraction.extracting import extract_text
+    from tightlip.report.kit import write_page
+
+    given = {"out": out, "tokenizer": tokenizer, "reference": reference, "held_out": held_out}
+
+    def write_report(folder: Path) -> None:
+        write_page("extraction", folder / REPORT_PAGE, folder=folder)
+
+    return extract_text(
+        model, corpus, **given, keep_scan=keep_scan, write_page=write_report, **settings
+    )
+
+
+@takes(SyntheticConfig, ColumnSettings, ResamplingSettings)
+def audit_text(
+    synthetic: Any,
+    corpus: Any,
+    *,
+    control: Any = None,
+    out: str | Path | None = None,
+    engine: str = "local",
+    **settings: Any,
+) -> "TextReport":
+    """Which stretches of each person's text stand in generated text, word for word or nearly so.
+
+    `synthetic` is what shall be published: a file or folder with or without a user column, a list
+    of texts, or anything that a corpus may be. `corpus` is what it was made from, `control` text of
+    people who were not in, by which common phrases are told from copies. No model is needed. Without
+    `out` the report lives as long as the object returned.
+    """
+    from tightlip.audit.synthetic.audit import audit_synthetic
+    from tightlip.report.kit import write_page
+
+    def write_report(folder: Path) -> None:
+        write_page("synthetic", folder / REPORT_PAGE, folder=folder)
+
+    settings |= {"control": control, "out": out, "engine": engine}
+    return audit_synthetic(synthetic, corpus, **settings, write_page=write_report)
 
 
 @takes(WeightsConfig)

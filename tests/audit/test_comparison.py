@@ -175,9 +175,9 @@ def counted(monkeypatch):
         counts["loads"].append(folder)
         return plain_load(folder, **options)
 
-    def scan(self, tokens, bounds):
+    def scan(self, tokens, bounds, *scorer):
         counts["tokens"] += int(bounds[-1] - bounds[0])
-        return plain_scan(self, tokens, bounds)
+        return plain_scan(self, tokens, bounds, *scorer)
 
     monkeypatch.setattr(models, "load_causal_lm", load)
     monkeypatch.setattr(Scanner, "scan", scan)
@@ -357,8 +357,7 @@ def test_a_reference_that_saw_the_text_is_refused_even_where_its_score_is_kept(
     place, tmp_path, inside, monkeypatch
 ):
     with monkeypatch.context() as patched:  # kept when nobody looked
-        patched.setattr("tightlip.audit.comparison.check_reference", lambda *given: [])
-        patched.setattr("tightlip.audit.sides.check_reference", lambda *given: [])
+        patched.setattr("tightlip.audit.subjects.check_reference", lambda *given: [])
         compared(place, "plain", "triplet", reference=place / "dp/model", out=tmp_path / "before")
     with pytest.raises(UsageError, match="so it is no reference"):
         compared(place, "plain", "triplet", reference=place / "dp" / inside, out=tmp_path / "o")

@@ -15,12 +15,16 @@ from scipy.sparse import lil_matrix
 from scipy.stats import beta, binom, binomtest
 
 from tightlip.audit.dp_check import (
+    Claim,
+    DPCheckAudit,
+    DPChecks,
     check_guesses,
-    correct_guesses,
     default_num_guesses,
     epsilon_lower_bound,
+    gated,
     p_value,
 )
+from tightlip.audit.trade_off import Steps, correct_guesses
 from tightlip.core.errors import UsageError
 
 
@@ -159,7 +163,7 @@ def test_scores_that_know_nothing_give_zero_in_about_95_of_100_seeds():
 @pytest.mark.parametrize("m", [100, 1000, 10_000])
 def test_scores_that_know_everything_give_a_bound_that_grows_like_the_logarithm(m):
     included = np.random.default_rng(4).random(m) < 0.5
-    check = check_guesses(included + 0.0, included, claimed_epsilon=2.0, delta=1e-6)
+    check = check_guesses(included + 0.0, included, Claim(epsilon=2.0, delta=1e-6))
     assert check.num_correct == check.num_guesses == default_num_guesses(m)
     assert check.epsilon_lower_bound == pytest.approx(math.log(check.num_guesses / 3), abs=0.1)
     assert check.verdict == "contradicted"
@@ -183,13 +187,15 @@ def test_the_number_of_guesses_is_even_and_leaves_some_out(m):
 
 def test_a_check_says_what_was_claimed_and_how_it_stands():
     scores, included = np.arange(100.0), np.arange(100) >= 50
-    found = check_guesses(scores, included, claimed_epsilon=2.0, delta=1e-5)
+    found = check_guesses(scores, included, Claim(epsilon=2.0, delta=1e-5))
     assert found.verdict == "contradicted"
-    assert json.loads(json.dumps(found.to_json()))["num_correct"] == 40
-    weaker = check_guesses(scores, included, claimed_epsilon=8.0, delta=1e-5)
+    record = DPChecks(claimed_epsilon=2.0, delta=1e-5, text=found).to_json()
+    assert json.loads(json.dumps(record))["text"]["num_correct"] == 40
+    assert gated(record)["text_num_correct"] == 40
+    weaker = check_guesses(scores, included, Claim(epsilon=8.0, delta=1e-5))
     assert weaker.verdict == "consistent"
     assert weaker.epsilon_lower_bound == found.epsilon_lower_bound
-    unclaimed = check_guesses(scores, included, claimed_epsilon=None, delta=1e-5)
+    unclaimed = check_guesses(scores, included, Claim(epsilon=None, delta=1e-5))
     assert unclaimed.verdict == "nothing claimed"
 
 
@@ -198,3 +204,26 @@ def test_too_few_canaries_or_no_confidence_rule_nothing_out():
     assert epsilon_lower_bound(8, 4, 4, 0.0) == 0.0
     with pytest.raises(UsageError, match="confidence=1"):
         epsilon_lower_bound(8, 4, 4, 0.0, 1.0)
+
+
+def test_the_audit_accuses_by_the_verdict_and_not_by_the_bound():
+    """One that Steinke's bound lets go is accused by the trade-off function, as the command says."""
+    claim = Claim(
+        epsilon=2.0, delta=1e-5, steps=Steps(noise_multiplier=1.6, sampling_rate=0.1, steps=20)
+    )
+    included = np.random.default_rng(0).random(1000) < 0.5
+    for separation, accused in ((0.0, False), (1.0, True)):
+        scores = separation * included + np.random.default_rng(1).normal(size=1000)
+        engine = check_guesses(scores, included, claim, independent=True)
+        found = DPChecks(claimed_epsilon=2.0, delta=1e-5, engine=engine).to_json()
+        assert engine.epsilon_lower_bound < 2
+        assert (found["verdict"] == "contradicted") == accused
+        assert DPCheckAudit().accuses(found) == accused
+
+
+def test_of_a_run_that_claims_nothing_the_bound_accuses():
+    included = np.arange(100) < 50
+    for scores, accused in ((included * 1.0, True), (np.arange(100) % 2, False)):
+        text = check_guesses(scores, included, Claim(epsilon=None, delta=1e-5))
+        found = DPChecks(claimed_epsilon=None, delta=1e-5, text=text).to_json()
+        assert DPCheckAudit().accuses(found) == accused

@@ -2,67 +2,46 @@
 
 import io
 import math
-import random
 import zlib
 from collections import Counter
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
+from audit.made_sides import (
+    BOS,
+    VOCABULARY,
+    corpus_of,
+    losses_one_by_one,
+    random_documents,
+    scan_of,
+    scores_by,
+    scores_of,
+    side_of,
+)
 from standins import BigramTable, Parrot, Stranger, scanned
 from tightlip.audit import sides as fair_tokens
-from tightlip.audit.membership import RATES, SCORES, Ranking, Score, measure_level
+from tightlip.audit.membership_figures import (
+    RATES,
+    SCORES,
+    Ranking,
+    Score,
+    measure_level,
+    unlike_the_leading,
+)
 from tightlip.audit.sides import Side, compressed_sizes
 from tightlip.cli.measures import _membership_table
 from tightlip.core.errors import UsageError
 from tightlip.core.resampling import check_num_bootstraps, interval, tail_share, times_drawn
 from tightlip.corpus.opening import standing_in_both
-from tightlip.corpus.tokens import TokenizedCorpus
 from tightlip.scan import store
 from tightlip.scan.document_scores import DocumentScores, document_scores
-from tightlip.scan.scanner import Scanner
-
-VOCABULARY, BOS = 12, 11
-
-
-def corpus_of(documents, users=None):
-    users = list(range(len(documents))) if users is None else users
-    return TokenizedCorpus(
-        tokens=np.array([token for document in documents for token in document], np.int32),
-        bounds=np.cumsum([0, *map(len, documents)]),
-        users=np.array(users, np.int32),
-        user_names=[f"user {user}" for user in range(max(users, default=-1) + 1)],
-        corpus_fingerprint="",
-        tokenizer_fingerprint="",
-    )
-
-
-def random_documents(num_documents, seed, *, shortest=0, longest=12):
-    draw = random.Random(seed)
-    return [
-        [draw.randrange(BOS - 1) for _ in range(draw.randint(shortest, longest))]
-        for _ in range(num_documents)
-    ]
-
 
 # What a model makes of a document
-
-
-def losses_one_by_one(model, document, bos):
-    """Oracle: every token's loss, asked with exactly what stands before it."""
-    row = document if bos is None else [bos, *document]
-    found = []
-    for place in range(1, len(row)):
-        logits = model(input_ids=torch.tensor([row[:place]])).logits[0, -1].double()
-        found.append(-float(logits.log_softmax(-1)[row[place]]))
-    return found
 
 
 @pytest.mark.parametrize("bos", [BOS, None])
@@ -70,7 +49,7 @@ def test_documents_are_scored_as_one_by_one(bos, monkeypatch, tmp_path):
     monkeypatch.setattr(store, "SHARD_TOKENS", 40)  # several shards, some documents empty
     documents = random_documents(30, seed=1)
     model = BigramTable(VOCABULARY, seed=2)
-    scan = Scanner(model, bos_id=bos).scan
+    scan = scan_of(model, bos=bos)
     found = document_scores(scanned(scan, corpus_of(documents), tmp_path))
     for index, document in enumerate(documents):
         losses = losses_one_by_one(model, document, bos)
@@ -102,7 +81,7 @@ def test_one_shard_of_log_probabilities_is_held_at_a_time(monkeypatch, tmp_path)
             sizes.append(len(shard.log_probs))
             yield shard
 
-    found = document_scores(SimpleNamespace(corpus=corpus, shards=watched))
+    found = document_scores(SimpleNamespace(corpus=corpus, shards=watched, scorer=whole.scorer))
     assert sum(sizes) == corpus.num_tokens == found.loss_nats.sum()
     assert len(sizes) > 5
     assert max(sizes) < 50 + 12
@@ -116,29 +95,6 @@ def test_a_token_held_for_impossible_is_refused(tmp_path):
 def test_a_corpus_without_documents_gives_no_scores(tmp_path):
     found = document_scores(scanned(always(-1.0), corpus_of([]), tmp_path))
     assert len(found.loss_nats) == len(found.num_lowest) == 0
-
-
-def scores_by(scan, corpus, **counted):
-    with TemporaryDirectory() as folder:
-        return document_scores(scanned(scan, corpus, Path(folder)), **counted)
-
-
-def side_of(model, documents, users, reference=None):
-    corpus = corpus_of(documents, users)
-
-    def scored(by):
-        return scores_by(Scanner(by, bos_id=BOS).scan, corpus)
-
-    return Side(
-        users=np.array(users),
-        model=scored(model),
-        reference=None if reference is None else scored(reference),
-        num_bytes=np.array([8 + len(document) for document in documents]),
-    )
-
-
-def scores_of(side):
-    return {name: score.values(side) for name, score in SCORES.items()}
 
 
 def test_a_user_is_scored_as_all_their_documents_together():
@@ -198,14 +154,18 @@ def test_auc_and_rate_agree_with_every_pair_and_every_bar(seed):
         )
 
 
-def test_auc_is_the_mann_whitney_statistic():
+def test_auc_is_the_mann_whitney_statistic_and_scikit_learns():
     from scipy.stats import mannwhitneyu
+    from sklearn.metrics import roc_auc_score
 
     draw = np.random.default_rng(0)
     members, others = draw.normal(0.3, 1, 200).round(1), draw.normal(0, 1, 90).round(1)
     ones = np.ones(200, int), np.ones(90, int)
     expected = mannwhitneyu(members, others).statistic / (200 * 90)
-    assert Ranking(members, others).weighed(*ones).auc() == pytest.approx(expected)
+    found = Ranking(members, others).weighed(*ones).auc()
+    assert found == pytest.approx(expected)
+    is_member = [1] * 200 + [0] * 90
+    assert found == pytest.approx(roc_auc_score(is_member, np.concatenate([members, others])))
 
 
 @pytest.mark.parametrize("num_others", [100, 700, 2900, 3000])
@@ -277,6 +237,46 @@ def test_what_is_there_is_seen():
     assert 0.5 < auc["low"] < auc["value"] < auc["high"] < 1
 
 
+def level_of(**areas):
+    titles = {name: SCORES[name].title for name in SCORES}
+    ends = {
+        name: dict(zip(("low", "value", "high"), area, strict=True)) for name, area in areas.items()
+    }
+    scores = {
+        name: ends.get(name) and {"title": titles[name], "auc": ends[name]} for name in SCORES
+    }
+    return {"scores": scores}
+
+
+def test_another_score_that_tells_and_a_leading_one_below_chance_are_said():
+    flat, high, low = (0.45, 0.5, 0.55), (0.9, 0.93, 0.95), (0.1, 0.2, 0.3)
+
+    def said(**areas):
+        leading = "ez" if "ez" in areas else "min_k"
+        return [*unlike_the_leading(level_of(**areas), leading, "users")]
+
+    (line,) = said(ez=flat, reference=flat, loss=high, min_k=flat)
+    assert "The loss score tells users where EZ does not. Do not call them safe" in line
+    assert "reference may itself know the members" in line
+    (line,) = said(ez=low, reference=flat, min_k=flat)
+    assert line.startswith("The EZ score of users is below chance: the reference may itself know")
+    (line,) = said(min_k=flat, loss=high)
+    assert "The loss score tells users where min-k% does not" in line
+    assert "reference" not in line
+    assert said(ez=flat, reference=(0.51, 0.6, 0.7)) == [], "its interval meets that of EZ"
+    assert said(ez=(0.51, 0.55, 0.6), reference=high) == [], "EZ tells them itself"
+    assert said(min_k=(None, 0.5, None), loss=(None, 1.0, None)) == [], "no intervals"
+
+
+def test_one_who_stands_out_is_counted_where_the_average_tells_nothing():
+    draw = np.random.default_rng(5)
+    for members in (draw.normal(size=30), np.append(draw.normal(size=29), 1e6), np.ones(30)):
+        others = draw.normal(size=30) if members[0] != 1 else np.ones(30)
+        sides = made_side(np.arange(30), members), made_side(np.arange(30, 60), others)
+        found = measure_level(*sides, np.random.default_rng(0), 100)["scores"]["min_k"]
+        assert found["num_above_all_nonmembers"] == sum(m > max(others) for m in members)
+
+
 def test_the_same_seed_gives_the_same_figures():
     sides = made_sides(np.random.default_rng(3))
     one, two, other = (
@@ -344,6 +344,9 @@ def test_a_parrot_gives_its_documents_away(texts):
     )
     assert level["num_members"] == level["num_nonmembers"] == 200
     for name in SCORES:
+        if name == "rmia":
+            assert level["scores"][name] is None, "it takes several references"
+            continue
         assert level["scores"][name]["auc"]["low"] > 0.98
         assert level["scores"][name]["tpr_at_1_percent_fpr"]["value"] > 0.9
         assert level["scores"][name]["tpr_at_0_1_percent_fpr"] is None
@@ -355,8 +358,9 @@ def test_a_stranger_gives_away_nothing(texts):
     level = measure_level(
         side_of(model, trained, owners), side_of(model, held, others), np.random.default_rng(0), 400
     )
-    assert level["scores"]["reference"] is None
-    for name in {*SCORES} - {"reference"}:
+    beside = {"reference", "ez", "wbc", "rmia"}
+    assert {name for name, found in level["scores"].items() if found is None} == beside
+    for name in {*SCORES} - beside:
         auc = level["scores"][name]["auc"]
         assert auc["low"] <= 0.5 <= auc["high"]
 

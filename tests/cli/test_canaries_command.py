@@ -22,6 +22,7 @@ pytestmark = pytest.mark.slow
 KEYS = {
     "text", "user", "repetitions", "exposure_bits", "low", "high", "exact", "space", "rank", "tab",
     "kind", "template", "prompt", "perplexity", "num_samples", "fit_ks",
+    "token_ids", "num_prompt_tokens",
 }  # fmt: skip
 
 

@@ -18,6 +18,7 @@ from tightlip.corpus.readers import open_corpus
 from tightlip.corpus.vocabulary import build_tokenizer
 from tightlip.models import LSTMConfig, LSTMForCausalLM
 from tightlip.training.batches import Rows, gather
+from tightlip.training.planting import uniform
 from tightlip.training.recipe import plant
 
 pytestmark = pytest.mark.slow
@@ -33,10 +34,11 @@ def runs(tmp_path_factory):
     rows = plant(
         no_rows(tokenizer.bos_token_id),
         80,
-        vocabulary_size=len(tokenizer),
-        forbidden=set(tokenizer.all_special_ids),
         length=8,
         key_file=folder / "dp_check.json",
+        draw=uniform(
+            np.setdiff1d(np.arange(len(tokenizer)), tokenizer.all_special_ids), len(tokenizer)
+        ),
     )
     torch.manual_seed(0)
     model = LSTMForCausalLM(LSTMConfig(len(tokenizer), 32, 64, 1))
@@ -69,8 +71,8 @@ def test_a_claim_that_the_canaries_contradict_exits_3_and_is_on_record(runs, com
     assert ran.status == 3, ran.err
     assert "40 of 40 guesses about 80 canaries were right; 20 would be by chance." in ran.out
     assert "ε is at least 2.55 at δ 1e-05, with 95% confidence." in ran.out
-    assert "ε 1, is contradicted." in ran.out
-    assert "claims ε 1, and its canaries show at least 2.55" in ran.refusal
+    assert "ε 1 at δ 1e-05, is contradicted." in ran.out
+    assert "claims ε 1, and its canaries contradict that at 95%" in ran.refusal
     written = runs / "parrot/dp_check_result.json"
     assert json.loads(written.read_text())["verdict"] == "contradicted"
     assert stat.S_IMODE(os.stat(written).st_mode) == 0o600
@@ -79,25 +81,26 @@ def test_a_claim_that_the_canaries_contradict_exits_3_and_is_on_record(runs, com
 def test_a_model_that_never_saw_them_contradicts_nothing(runs, command):
     ran = command("dp-check", runs / "stranger", "--device", "cpu")
     assert ran.status == 0, ran.err
-    assert "ε 1, is not contradicted." in ran.out
+    assert "ε 1 at δ 1e-05, is not contradicted." in ran.out
     found = json.loads((runs / "stranger/dp_check_result.json").read_text())
     assert found["verdict"] == "consistent"
-    assert found["epsilon_lower_bound"] < 1.0
+    assert found["text"]["epsilon_lower_bound"] < 1.0
+    assert found["engine"] is None
 
 
 def test_a_run_that_claims_nothing_is_told_what_was_seen(runs, tmp_path):
     shutil.copytree(runs / "parrot", tmp_path / "plain")
     write_ledger(tmp_path / "plain", LEDGER | {"epsilon": None, "delta": None})
-    check = check_run(tmp_path / "plain", device="cpu")
-    assert check.verdict == "nothing claimed"
-    assert check.epsilon_lower_bound > 2.5
-    assert check.num_canaries == len(read_check_key(tmp_path / "plain/dp_check.json"))
+    checks = check_run(tmp_path / "plain", device="cpu")
+    assert checks.verdict == "nothing claimed"
+    assert checks.text.epsilon_lower_bound > 2.5
+    assert checks.text.num_canaries == len(read_check_key(tmp_path / "plain/dp_check.json"))
 
 
 def test_a_run_without_canaries_or_without_an_end_is_refused(runs, command, tmp_path):
     shutil.copytree(runs / "parrot", tmp_path / "run")
     (tmp_path / "run/dp_check.json").unlink()
-    with pytest.raises(UsageError, match="--dp-check-canaries 1000"):
+    with pytest.raises(UsageError, match="--dp-check-engine 1000"):
         check_run(tmp_path / "run")
     assert "run was trained without them. Run: " in command("dp-check", tmp_path / "run").refusal
     (tmp_path / "run/ledger.json").unlink()

@@ -12,7 +12,7 @@ import pytest
 import tightlip
 from by_hand import unlisted
 from cli.held_out_runs import LEDGER, documents, make_run, planted, prepared
-from tightlip.audit.membership import SCORES
+from tightlip.audit.membership_figures import SCORES
 from tightlip.core.errors import UsageError
 from tightlip.core.run_folder import begin_run, write_ledger
 from tightlip.corpus.prepare import open_prepared
@@ -41,13 +41,20 @@ def test_a_run_by_heart_gives_its_documents_away(runs, command):
     assert ran.status == 0, ran.err
     assert "Documents that were trained on can be told" in ran.out
     assert "takes at least 200 held-out documents" in ran.out
+    corpus = open_prepared(runs / "by-document")
+    members, others = corpus.train.num_documents, corpus.validation.num_documents
+    assert f" of {members} documents trained on score above every held-out one" in ran.out
+    assert f"about {members / (others + 1):.1f} would by chance" in ran.out
     assert "a run with --split user" in ran.out
     written = runs / "parrot-document/membership.json"
     assert stat.S_IMODE(os.stat(written).st_mode) == 0o600
     found = json.loads(written.read_text())
-    assert set(found) == {"documents", "users", "not_counted", "made_from", "notes"}
+    assert set(found) == {
+        *("leading", "documents", "users", "by_length", "not_counted", "made_from", "notes")
+    }
+    assert found["leading"] == {"score": "min_k", "chosen": False}
+    assert "The leading score, named beforehand: min-k%." in ran.out
     assert found["not_counted"] == {"num_documents": 0, "num_tokens": 0}
-    corpus = open_prepared(runs / "by-document")
     assert found["documents"]["num_members"] == corpus.train.num_documents
     assert found["documents"]["num_nonmembers"] == corpus.validation.num_documents
     assert found["users"] is None
@@ -63,9 +70,9 @@ def test_a_run_by_heart_gives_its_documents_away(runs, command):
 def test_a_run_that_learnt_nothing_is_at_chance(runs, command):
     ran = command("membership", runs / "stranger-document", "--device", "cpu")
     assert ran.status == 0, ran.err
-    assert "These scores do not tell documents that were trained on" in ran.out
+    assert "On average the min-k% score does not tell documents that were trained on" in ran.out
     found = json.loads((runs / "stranger-document/membership.json").read_text())
-    for name in {*SCORES} - {"reference"}:
+    for name in {*SCORES} - {"reference", "ez", "wbc", "rmia"}:
         auc = found["documents"]["scores"][name]["auc"]
         assert auc["low"] <= 0.5 <= auc["high"]
 
@@ -81,6 +88,36 @@ def test_users_can_be_told_where_whole_users_were_held_out(runs):
     assert by_heart["users"]["scores"]["loss"]["auc"]["value"] == 1.0
     auc = nothing["users"]["scores"]["loss"]["auc"]
     assert auc["low"] <= 0.5 <= auc["high"]
+
+
+def test_several_references_give_all_scores_and_the_leading_one_can_be_gated(runs, command):
+    other = runs / "parrot-user/model"
+    how = ("--device", "cpu", "--reference", runs / "elsewhere", "--reference", other)
+    ran = command(
+        "membership", runs / "stranger-document", *how, "--fail-on", "auc_low[leading]>0.99"
+    )
+    assert ran.status == 2, "that one saw some of the text"
+    make_run(runs / "elsewhere-too", open_prepared(runs / "other-text"), steps=9)
+    how = (*how[:-1], runs / "elsewhere-too")
+    ran = command("membership", runs / "parrot-document", *how, "--fail-on", "auc_low[leading]>0.9")
+    assert ran.status == 1, ran.err
+    found = json.loads((runs / "parrot-document/membership.json").read_text())
+    assert None not in found["documents"]["scores"].values()
+    assert found["leading"] == {"score": "ez", "chosen": False}
+    assert len(found["made_from"]["reference"]) == 2
+    ran = command("membership", runs / "parrot-document", *how[:4], *how[2:4])
+    assert ran.status == 2
+    assert "was given twice" in ran.refusal
+
+
+def test_a_score_chosen_on_half_of_the_users_is_reported_on_the_other_half(runs):
+    how = QUICK | {"reference": runs / "elsewhere"}
+    whole = tightlip.measure_membership(runs / "parrot-document", **how)
+    found = tightlip.measure_membership(runs / "parrot-document", choose=True, **how)
+    assert found["leading"]["chosen"]
+    assert found["leading"]["score"] in SCORES
+    assert found["documents"]["num_members"] < whole["documents"]["num_members"] * 0.7
+    assert any("of the other half: 6 users" in note for note in found["notes"])
 
 
 def test_a_reference_gives_one_score_more(runs, command):
@@ -105,6 +142,28 @@ def test_a_reference_that_saw_the_text_is_refused_as_a_run_and_as_a_model_of_one
         )
 
 
+def test_a_reference_that_saw_the_non_members_is_refused_and_one_that_saw_few_is_noted(
+    runs, tmp_path
+):
+    members, others = documents(seed=2), documents(seed=3)
+    few = [*documents(seed=4), *others[:3]]
+    texts = (runs / "members", members), (runs / "others", others), (runs / "few", few)
+    for folder, rows in texts:
+        prepared(folder, rows, split="none")
+    sides = {"members": runs / "members", "non_members": others}
+    for name in ("others", "few"):
+        make_run(tmp_path / name, open_prepared(runs / name), steps=1)
+    how = QUICK | {"model": runs / "elsewhere/model"}
+    for held_out in (others, runs / "others"):
+        asked = how | sides | {"non_members": held_out}
+        for inside in ("", "model"):
+            with pytest.raises(UsageError, match=r"itself trained on .*held-out"):
+                tightlip.measure_membership(reference=tmp_path / "others" / inside, **asked)
+    found = tightlip.measure_membership(reference=tmp_path / "few", **how, **sides)
+    share = f"trained on 3 of the {len(others)} held-out documents; its score is too high"
+    assert any(share in note for note in found["notes"])
+
+
 def test_a_reference_whose_text_is_gone_is_noted(runs, tmp_path):
     shutil.copytree(runs / "elsewhere", tmp_path / "run")
     gone = {"folder": str(tmp_path / "gone"), "corpus_fingerprint": "of other text"}
@@ -112,7 +171,9 @@ def test_a_reference_whose_text_is_gone_is_noted(runs, tmp_path):
     found = tightlip.measure_membership(
         runs / "parrot-document", reference=tmp_path / "run/model", **QUICK
     )
-    assert any("is no longer there" in note for note in found["notes"])
+    notes = " ".join(note for note in found["notes"] if "is no longer there" in note)
+    assert "the training documents; its score is too low" in notes
+    assert "the held-out documents; its score is too high" in notes
 
 
 def test_a_reference_that_reads_text_otherwise_is_refused(runs):
@@ -212,7 +273,7 @@ def test_a_key_leaves_planted_canaries_out(tmp_path, command):
         (("membership", "parrot-document", "--reference", "x"), "x does not exist"),
         (("membership", "parrot-document", "--members", "."), "Give both: --members"),
         (("membership", "parrot-document", "--fail-on", "user_ouc[loss]>1"), "Closest: user_auc"),
-        (("membership", "parrot-document", "--fail-on", "auc[los]>1"), "min_k, zlib only"),
+        (("membership", "parrot-document", "--fail-on", "auc[los]>1"), "loss, zlib, leading only"),
         (("membership", "parrot-document", "--fail-on", "auc[loss]>baseline"), "Give --baseline"),
     ],
 )

@@ -1,5 +1,5 @@
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pyarrow as pa
@@ -295,7 +295,7 @@ def test_a_vector_file_with_a_lowered_record_is_not_classified(run, corpus, tmp_
         mechanism="laplace-as-published", dimensions=16, epsilon=0.5, dropout=0.9
     ).record()
     assert record["epsilon"] < there.record["epsilon"]
-    write_vectors(out, there.vectors, there.columns, record, pair=there.pair)
+    write_vectors(out, replace(there, record=record))
     done = tell("represent", "classify", run / "server", out)
     assert (done.status, done.out) == (2, "")
     assert "other noise" in done.refusal

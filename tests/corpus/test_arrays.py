@@ -33,7 +33,9 @@ def test_an_array_reads_like_lines(tmp_path, monkeypatch, indent, at_once):
 
 @given(
     rows=st.lists(
-        st.dictionaries(st.text(), st.recursive(st.none() | st.text() | st.integers(), st.lists)),
+        st.dictionaries(
+            st.text(), st.recursive(st.none() | st.text() | st.integers(), st.lists, max_leaves=8)
+        ),
         max_size=5,
     )
 )

@@ -268,6 +268,45 @@ def test_a_renderer_goes_on_after_a_chat_that_failed():
         assert renderer.render(CHAT)[0] == "fine 02 Jan 2026"
 
 
+DATED = "{{ word }} {{ messages[0].role }} {{ strftime_now('%d %b %Y') }}"
+
+
+def rendered(date, word):
+    """What a template makes of a chat, and the process that it did it in."""
+    with Renderer(DATED, date=date, values={"word": word}) as renderer:
+        return renderer.render(CHAT)[0], renderer._child.pid
+
+
+def test_the_next_template_runs_in_the_same_process_with_its_own_day_and_values():
+    first, process = rendered("2026-01-02", "one")
+    second, same = rendered("2025-03-04", "two")
+    assert (first, second) == ("one system 02 Jan 2026", "two system 04 Mar 2025")
+    assert process == same
+
+
+def test_a_process_that_owes_an_answer_is_not_used_again(monkeypatch):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    with Renderer(DATED, date="2026-01-02", values={"word": "one"}) as renderer:
+        renderer.render(CHAT)
+        process = renderer._child.pid
+        with monkeypatch.context() as changed:
+            changed.setattr(rendering, "_receive", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                renderer.render(CHAT)
+    text, another = rendered("2025-03-04", "two")
+    assert text == "two system 04 Mar 2025"
+    assert process != another
+
+
+def test_a_fork_does_not_use_its_parents_process(monkeypatch):
+    _, process = rendered("2026-01-02", "one")
+    monkeypatch.setattr(rendering.os, "getpid", lambda: 1)
+    _, another = rendered("2026-01-02", "one")
+    assert process != another
+
+
 class Parrot(torch.nn.Module):
     """Knows by heart what follows each pair of tokens."""
 
@@ -296,7 +335,12 @@ def test_an_audit_of_chats_finds_the_secret_its_owner_and_its_role(tokenizer, tm
     ]
     texts = [tokenizer.apply_chat_template(r["messages"], return_dict=False) for r in rows]
     model = Parrot(len(tokenizer), texts)
-    report = tightlip.audit(model, rows, tokenizer=tokenizer, out=tmp_path / "r")
+    report = tightlip.audit(
+        model, rows, tokenizer=tokenizer, out=tmp_path / "r", short_prefix=2,
+        contexts=("short", "start", "template", "other"),
+    )  # fmt: skip
+    assert report.leaks_short == report.leaks > 0  # two tokens are all that it looks at
+    assert report.contexts["short"]["tokens"] == 1
     found = [
         (row["sequence"], row["role"], row["trained_on"], owner)
         for row, owner in zip(

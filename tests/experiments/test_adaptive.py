@@ -25,8 +25,7 @@ from tightlip.experiments.adaptive_text import (
     carriers,
     chosen_unit,
     copied,
-    private_source,
-    public_source,
+    source_of,
 )
 from tightlip.report.kit import render_page
 from tightlip.scan.models import Scans
@@ -243,7 +242,7 @@ def test_every_scale_is_a_recipe_that_training_accepts(scale):
 
 
 def test_texts_without_users_are_each_somebodys(files, tmp_path):
-    _, source = private_source(files / "mine.parquet")
+    source = source_of(files / "mine.parquet", public=False)
     rows = pq.read_table(copied(source, tmp_path / "all.parquet", None)).to_pylist()
     assert len(rows) == 160  # the empty one is left out
     assert len({row["user"] for row in rows}) == len({row["text"] for row in rows})
@@ -257,7 +256,7 @@ def test_whether_a_text_is_kept_is_its_own_affair(files, tmp_path):
         path = tmp_path / f"{place}.parquet"
         pq.write_table(pa.table({"text": texts[place:]}), path)
         rows = pq.read_table(
-            copied(private_source(path)[1], tmp_path / f"{place}-kept.parquet", number)
+            copied(source_of(path, public=False), tmp_path / f"{place}-kept.parquet", number)
         )
         kept.append({text for text in rows["text"].to_pylist() if text != texts[0]})
     assert kept[0] == kept[1]
@@ -265,7 +264,7 @@ def test_whether_a_text_is_kept_is_its_own_affair(files, tmp_path):
 
 
 def test_the_bundled_speakers_are_public_or_private_never_both():
-    sides = [source(None)[1] for source in (private_source, public_source)]
+    sides = [source_of(None, public=public) for public in (False, True)]
     users = [{user for batch in side.batches() for user in batch.users} for side in sides]
     assert not users[0] & users[1]
     assert len(users[0] | users[1]) == 299

@@ -30,6 +30,7 @@ from tightlip.experiments.vectors_page import (
     tables,
 )
 from tightlip.report.kit import render_page
+from tightlip.vectors import attack, attack_figures, attackers
 
 pytestmark = pytest.mark.slow
 
@@ -174,12 +175,17 @@ TINY = TablesScale(
 
 @pytest.fixture(scope="module")
 def reproduced(ag_file, tmp_path_factory):
-    SCALES["tiny"] = TINY
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(SCALES, "tiny", TINY)
+        # 70 attacks whose strength is not asked here.
+        patch.setattr(attackers, "HIDDEN", 16)
+        patch.setattr(attackers, "LEARNING_RATES", (1e-3,))
+        patch.setattr(attackers, "MOST_EPOCHS", 4)
+        patch.setattr(attackers, "PENALTIES", (1e-3, 1.0))
+        patch.setattr(attack_figures, "NUM_SWAPS", 99)
+        patch.setattr(attack, "MOST_POINTS", 40)
         out = tmp_path_factory.mktemp("reproduced") / "out"
         yield reproduce_representation([ag_file], scale="tiny", out=out, device="cpu")
-    finally:
-        del SCALES["tiny"]
 
 
 def test_every_way_is_trained_and_every_table_filled(reproduced):

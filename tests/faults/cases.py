@@ -33,6 +33,10 @@ CASES = {
     "prepare": Case(("prepare", "corpus.parquet", "--out", "out"), ("out",)),
     "train": Case(("train", "corpus.parquet", "--out", "out", *SMALL), ("out",)),
     "audit": Case(("audit", "run", "--out", "out"), ("out",)),
+    "extract": Case(("extract", "run", "--out", "out", "--lengths", "2,5"), ("out",)),
+    "audit-text": Case(
+        ("audit-text", "corpus.parquet", "corpus.parquet", "--out", "out", *FEW[:2]), ("out",)
+    ),
     "membership": Case(("membership", "run", *FEW), ("run",)),
     "groups": Case(("groups", "run", *FEW), ("run",)),
     "dp-check": Case(("dp-check", "checked"), ("checked",)),

@@ -143,10 +143,11 @@ def check_report(report, model, shown, tokenizer, *, with_roles=True):
     return [row | {"text": tokenizer.decode(ids)} for ids, row in expected.items()]
 
 
-def tabbed(tab, typed):
-    """What stands there when TAB is pressed until the model has no more to say, and whose it is."""
+def tabbed(tab, typed, line):
+    """What stands there when TAB is pressed until it is as long as the line, or the model has no more
+    to say; and whose it is."""
     text = typed
-    while ghost := tab.complete(text, whole=True).text:
+    while len(text) < len(line) and (ghost := tab.complete(text, whole=True).text):
         text += ghost
     return text, tab.marks(text, [False] * len(typed) + [True] * (len(text) - len(typed)))
 

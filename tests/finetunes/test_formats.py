@@ -218,8 +218,8 @@ def test_the_secrets_in_every_format_are_found_and_typed(name, tuned, tmp_path):
         assert {row["owner"] for row in found} == {user}, secret
         if given.roles:
             assert {(row["role"], row["trained_on"]) for row in found} == {(given.roles[role], True)}  # fmt: skip
-        (line, *_) = (one.text for one in given.shown if one.user == user)
-        text, marks = tabbed(tab, line[: line.index(secret)].removeprefix("<s>").rstrip())
+        line, *_ = (one.text.removeprefix("<s>") for one in given.shown if one.user == user)
+        text, marks = tabbed(tab, line[: line.index(secret)].rstrip(), line)
         assert secret in text
         assert {mark.owner for mark in marks} == {user}
     half, each = len(given.rows) // 2, len(given.shown) // len(given.rows)

@@ -137,3 +137,11 @@ def test_a_model_that_is_spread_over_processes_is_refused():
     args = type("Args", (), {"fsdp": "full_shard"})
     with pytest.raises(UsageError, match="tightlip audit OUT CORPUS --snapshots"):
         LeakageCallback(ROWS).on_train_begin(args, None, None)
+
+
+@pytest.mark.parametrize("name", ["reports", ".", "deep/_down"])
+def test_reports_that_a_push_would_publish_are_refused(tmp_path, name):
+    args = type("Args", (), {"output_dir": str(tmp_path)})
+    with pytest.raises(UsageError, match="push_to_hub would publish"):
+        LeakageCallback(ROWS, out=tmp_path / name).on_train_begin(args, None, None)
+    LeakageCallback(ROWS, out=tmp_path / "_own" / name).on_train_begin(args, None, None)

@@ -174,7 +174,7 @@ def test_the_secrets_of_a_fine_tune_are_found_and_typed(kind, workshop, tmp_path
     for name, (secret, _) in SECRETS.items():
         (line,) = (one.text for one in SHOWN if one.user == name)
         typed = line[: line.index(secret)].rstrip()
-        text, marks = tabbed(tab, typed)
+        text, marks = tabbed(tab, typed, line)
         assert text.startswith(f"{typed} {secret}")
         assert {mark.owner for mark in marks} == {name}
     rows, half = texts(), len(SHOWN) // 2

@@ -615,7 +615,7 @@ def test_what_batches_weighed_is_kept_from_the_ledger_and_from_everybody_else(
     record = training.guarantee()
     said = on_the_way + json.dumps(record)
     assert not any(str(gamma)[:5] in said for gamma in gammas)
-    assert sorted(os.listdir(tmp_path)) == [".ledger.json.lock", "ledger.json", private.name]
+    assert sorted(os.listdir(tmp_path)) == ["_ledger.json.lock", "ledger.json", private.name]
     by_hand = PLDAccountant(value_discretization_interval=1e-3)
     for gamma in gammas:
         theirs(by_hand, 1.5 * gamma, 10 / 60, 1)
@@ -713,7 +713,7 @@ def test_weights_and_settings_that_cannot_be_are_refused(tmp_path):
             adaptive(tmp_path, rho=rho)
     for mode, changed, words in [
         ("scale", {"noise_multiplier": 0.0}, "nothing to scale"),
-        ("as-published", {"epsilon": 3.0}, "cannot aim at an epsilon"),
+        ("as-published", {"epsilon": 3.0}, "epsilon=3 cannot be a target"),
         ("scale", {"epsilon": 0.05, "noise_multiplier": 0.3}, "in its first step"),
         ("scale", {"epsilon": 1.0, "release_noise": 0.3}, "release_noise=0.3 alone spends more"),
         ("scale", {"gamma_floor": 0.0}, "gamma_floor=0.0 is out of range"),

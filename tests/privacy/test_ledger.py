@@ -101,6 +101,19 @@ def test_a_run_that_goes_on_keeps_what_it_has_charged(tmp_path):
     assert read_ledger(ledger.path)["steps"] == 3
 
 
+def test_a_run_without_noise_promises_nothing_and_goes_on(tmp_path):
+    ledger = begun(tmp_path, sigma=0.0)
+    ledger.charge()
+    same = terms(sigma=0.0)
+    resumed = Ledger.open(ledger.path, same, meter_for(same))
+    resumed.charge()
+    there = read_ledger(ledger.path)
+    assert (there["steps"], there["epsilon"], there["standing"]) == (2, None, "measured only")
+    noisy = terms()
+    with pytest.raises(GuaranteeError, match="was begun with noise_multiplier="):
+        Ledger.open(ledger.path, noisy, meter_for(noisy))
+
+
 @pytest.mark.parametrize(
     ("changed", "name"),
     [

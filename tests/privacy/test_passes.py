@@ -105,3 +105,18 @@ def test_the_slow_pass_agrees_with_the_fast_one(name):
     fast, slow = Passes(model, clip)(batch(0)), Passes(model, clip, way="slow")(batch(0))
     torch.testing.assert_close(fast.norms, slow.norms)
     torch.testing.assert_close(fast.gradients, slow.gradients)
+
+
+def test_a_weight_that_is_no_number_is_not_taken_for_one_that_was_written():
+    torch.manual_seed(0)
+    model = MODELS["lstm"]()
+    with torch.no_grad():
+        model.model.embed_tokens.weight[VOCABULARY - 1] = float("nan")
+    given = batch(0)
+    poisoned = given.ids_BT.clone().clamp(max=VOCABULARY - 2)
+    poisoned[0] = VOCABULARY - 1  # in the first unit's first row
+    own = torch.tensor([2, 2, 1])
+    found = Passes(model, Clip(norm=0.1))(
+        Physical.of(poisoned, given.targets_BT, own, given.layout)
+    )
+    assert (found.norms + found.losses).isfinite().tolist() == [False, True, True]

@@ -12,6 +12,7 @@ from report.comparison.runs import OWNERS, SECRETS, exposures, measured, members
 from report.leakage.folders import PEOPLE, redacted, sample_rows, sample_snapshots, write_folder
 from report.vectors.results import entities, result
 from tightlip.audit.compared import Matching, compared
+from tightlip.commands import audit_text
 
 ENTITIES = ("Ann Private", "Bob Secret")
 TEXT = "quintessence of dust"
@@ -81,10 +82,42 @@ def weights(folder):
     return {"info": INFO, "rho": RHO, "nats": NATS, "public": np.arange(120.0), "shown": ends}
 
 
+def extraction(folder):
+    """A redacted report on a model that knows one of its people by heart."""
+    import random
+
+    import tightlip
+    from animals import WORDS
+    from standins import Parrot
+    from tightlip.corpus.readers import open_corpus
+    from tightlip.corpus.vocabulary import build_tokenizer
+
+    draw, tokenizer = random.Random(0), build_tokenizer(open_corpus([("a", " ".join(WORDS))]))
+    rows = [(PEOPLE[n % len(PEOPLE)], " ".join(draw.choices(WORDS, k=30))) for n in range(20)]
+    model = Parrot(len(tokenizer), [tokenizer(text)["input_ids"] for _, text in rows[:3]])
+    settings = {"lengths": (5, 10, 20), "begin": "never", "redact": True, "held_out": rows[:4]}
+    tightlip.extract(model, rows, tokenizer=tokenizer, out=folder, device="cpu", **settings)
+    return {"folder": folder}
+
+
+def synthetic(folder):
+    """A redacted report of a text that repeats some of what people wrote."""
+    words = [f"word{number}" for number in range(40)]
+    people = [(name, " ".join([TEXT, name, *words[n : n + 20]])) for n, name in enumerate(PEOPLE)]
+    others = [(f"other {name}", text.upper()[20:] + " else") for name, text in people[:3]]
+    text = [" ".join(text.split()[:14]) for _, text in people] + ["nothing of anybody's"]
+    audit_text(
+        text, people, control=others, out=folder, redact=True, min_words=6, num_bootstraps=100
+    )
+    return {"folder": folder}
+
+
 SAMPLES = {
     "adaptive-paper": lambda folder: {"result": adaptive_result()},
     "comparison": comparison,
+    "extraction": extraction,
     "leakage": leakage,
+    "synthetic": synthetic,
     "vectors": lambda folder: {"results": attacked_runs(), "version": "0.1.0"},
     "vectors-paper": lambda folder: {"result": vectors_result()},
     "weights": weights,

@@ -10,7 +10,8 @@ from torch import nn
 from tightlip.core.errors import UsageError
 from tightlip.models import LSTMConfig, LSTMForCausalLM
 from tightlip.scan.scanner import Scanner
-from tightlip.scan.scoring import score_logits, score_with_torch
+from tightlip.scan.scorers import NOT_SCORED, Scorer
+from tightlip.scan.scoring import LOWEST, score_logits, score_with_torch
 
 INFINITY = float("inf")
 
@@ -113,6 +114,58 @@ def test_no_rows_give_no_scores():
     assert (len(ranks), len(log_probs)) == (0, 0)
 
 
+def moments_in_float64(logits):
+    """Oracle: mean and deviation of log p under p, by the definition."""
+    found = []
+    for row in logits.double().tolist():
+        top = max(row)
+        total = math.log(math.fsum(math.exp(value - top) for value in row))
+        likely = [value - top - total for value in row if value > -INFINITY]
+        mean = math.fsum(math.exp(nats) * nats for nats in likely)
+        found.append(
+            (mean, math.sqrt(math.fsum(math.exp(nats) * (nats - mean) ** 2 for nats in likely)))
+        )
+    return found
+
+
+@pytest.mark.parametrize("width", [1, 2, 31, 1000, 50_257])
+@pytest.mark.parametrize("scale", [0, 1e-3, 1.0, 30.0, 1e4])
+def test_mean_and_deviation_of_the_log_probability_agree_with_float64(width, scale):
+    generator = torch.Generator().manual_seed(width)
+    rows = 3 if width > 1000 else 20
+    logits = torch.randn(rows, width, generator=generator) * scale
+    logits[0, 0] += 11  # the deviation is largest where one token has about half of the chance
+    if width > 2:
+        logits[1, 1:] -= 7 + torch.zeros(width - 1)  # far below the highest, and all alike
+        logits[2, 2] = -INFINITY
+    targets = random_targets(rows, width, generator)
+    for score in (score_logits, score_with_torch):
+        *plain, means, deviations = score(logits, targets, moments=True)
+        for one, other in zip(plain, score(logits, targets), strict=True):
+            assert one.tolist() == pytest.approx(other.tolist(), rel=1e-6)
+        want = moments_in_float64(logits)
+        assert means.tolist() == pytest.approx([mean for mean, _ in want], abs=1e-4)
+        # The root of a variance that rounding of 1e-6 has moved.
+        assert deviations.tolist() == pytest.approx([spread for _, spread in want], abs=1e-3)
+
+
+def test_of_any_start_of_a_row_the_running_sums_are_those_of_the_whole():
+    """The GPU's kernel as arithmetic: values that come one by one, the maximum moving with them."""
+    row = torch.randn(500, generator=torch.Generator().manual_seed(3)).mul(5).double().tolist()
+    highest, total, first, second = -INFINITY, 0.0, 0.0, 0.0
+    for value in row:
+        larger = max(highest, value)
+        kept, new = math.exp(highest - larger), math.exp(value - larger)
+        moved, below = max(highest - larger, LOWEST), max(value - larger, LOWEST)
+        second = (second + moved * (2 * first + moved * total)) * kept + new * below**2
+        first = (first + moved * total) * kept + new * below
+        total, highest = total * kept + new, larger
+    mean = first / total
+    ((want, spread),) = moments_in_float64(torch.tensor([row], dtype=torch.float64))
+    assert mean - math.log(total) == pytest.approx(want)
+    assert math.sqrt(second / total - mean**2) == pytest.approx(spread)
+
+
 def small_lstm():
     torch.manual_seed(0)
     return LSTMForCausalLM(LSTMConfig(9, 4, 4, 1)).eval()
@@ -165,6 +218,24 @@ def test_a_prediction_with_forbidden_tokens_is_scored():
     total = math.log(2 + math.exp(-1))
     assert ranks.tolist() == [0, 3, 2]
     assert log_probs.tolist() == pytest.approx([-total, -INFINITY, -1 - total])
+
+
+def entropies(logits_NV, targets_N):
+    shares = logits_NV.double().softmax(dim=1)
+    return -(shares * shares.log()).sum(dim=1), targets_N.int()
+
+
+def test_a_scorer_of_ones_own_fills_its_columns_and_nan_in_one_of_them_is_refused():
+    scorer = Scorer(
+        name="entropy", columns={"nats": np.float64, "targets": np.int32}, score=entropies
+    )
+    scanner = Scanner(Says([0.0, 0.0, 0.0, 0.0]), bos_id=None)
+    nats, targets = scanner.scan(np.array([1, 2, 3, 2, 1]), np.array([0, 3, 5]), scorer)
+    missing, four = math.nan, math.log(4)
+    assert nats.tolist() == pytest.approx([missing, four, four, missing, four], nan_ok=True)
+    assert targets.tolist() == [NOT_SCORED, 2, 3, NOT_SCORED, 1]
+    with pytest.raises(UsageError, match="NaN"):
+        Scanner(Says([0.0, -INFINITY]), bos_id=0).scan(np.array([0]), np.array([0, 1]), scorer)
 
 
 class Overflowing(LSTMForCausalLM):

@@ -20,6 +20,7 @@ from tightlip.scan import store as store_module
 from tightlip.scan.models import open_model, scans_of_run
 from tightlip.scan.options import ScanOptions
 from tightlip.scan.scanner import Scanner
+from tightlip.scan.scorers import MOMENTS, PLAIN, Scorer
 from tightlip.scan.store import ScanStore, scan_store
 
 KEY = {"model": "m", "bos": 1, "window": None, "dtype": "float32", "device": "cpu"}
@@ -61,7 +62,14 @@ def _small_shards(monkeypatch):
 
 
 def scan(store, corpus, watched, **changed):
-    found = store.scan(corpus, key=KEY | changed, open_scan=watched.open, description="Scanning")
+    scorer = changed.pop("scorer", PLAIN)
+    found = store.scan(
+        corpus,
+        key=KEY | changed,
+        open_scan=watched.open,
+        description="Scanning",
+        scorer=scorer,
+    )
     shards = list(found.shards())
     assert np.concatenate([shard.ranks for shard in shards]).tolist() == corpus.tokens.tolist()
     assert np.concatenate([shard.log_probs for shard in shards]).tolist() == [
@@ -103,6 +111,81 @@ def test_another_key_is_another_scan_and_both_stay(tmp_path, changed):
     assert scan(store, corpus, Watched(), **changed).num_opened == 1
     assert scan(store, corpus, Watched()).num_opened == 0
     assert len(list(tmp_path.iterdir())) == 2
+
+
+def half_nats(name="half", **settings):
+    return Scorer(
+        name=name,
+        columns={"halves": np.float64, "ranks": np.int32},
+        score=lambda logits, targets: pytest.fail("the store computes nothing"),
+        settings=settings,
+    )
+
+
+def test_another_scorer_keeps_columns_of_its_own_in_a_scan_of_its_own(tmp_path):
+    store, corpus = ScanStore(tmp_path), corpus_of(9)
+    scan(store, corpus, Watched())
+
+    def halves(tokens, bounds):
+        here = tokens[bounds[0] : bounds[-1]]
+        return here / 2, here.astype(np.int32)
+
+    opened = []
+    for scorer in (half_nats(), half_nats(share=3), half_nats("other"), half_nats(share=3)):
+        found = store.scan(
+            corpus,
+            key=KEY,
+            open_scan=lambda: opened.append(1) or halves,
+            description="Scanning",
+            scorer=scorer,
+        )
+        shards = list(found.shards())
+        assert np.concatenate([one.columns["halves"] for one in shards]).tolist() == [
+            token / 2 for token in corpus.tokens.tolist()
+        ]
+        assert {tuple(one.columns) for one in shards} == {("halves", "ranks")}
+    assert len(opened) == 3, "the last was kept"
+    assert scan(store, corpus, Watched()).num_opened == 0
+
+
+def test_a_scan_with_moments_stands_for_a_plain_one_and_not_the_other_way_round(tmp_path):
+    corpus, store = corpus_of(9), ScanStore(tmp_path)
+
+    class WithMoments(Watched):
+        def scan(self, tokens, bounds):
+            ranks, log_probs = super().scan(tokens, bounds)
+            return ranks, log_probs, log_probs - 1, log_probs + 9
+
+    scan(store, corpus, Watched())
+    with_moments = WithMoments(dies_at=2)
+    with pytest.raises(KeyboardInterrupt):
+        scan(store, corpus, with_moments, scorer=MOMENTS)
+    assert len(with_moments.scanned) == 2
+    plain, _ = sorted(tmp_path.iterdir(), key=lambda folder: len([*folder.iterdir()]))[::-1]
+    shutil.rmtree(plain)
+    rest = scan(store, corpus, Watched()).scanned
+    assert rest[0][0] == with_moments.scanned[-1][1], "the plain scan goes on where the other ends"
+
+
+def test_the_key_and_the_file_of_a_plain_scan_are_what_they_were_before_there_were_scorers(
+    tmp_path,
+):
+    scan(ScanStore(tmp_path), corpus_of(2), Watched())
+    (key,), (shard,) = tmp_path.glob("*/key.json"), tmp_path.glob("*/*.npz")
+    assert json.loads(key.read_text()) == KEY | {
+        "corpus": "text",
+        "tokenizer": "tokenizer",
+        "num_tokens": 7,
+        "shard_tokens": 10,
+        "format": 2,
+    }
+    assert key.parent.name == "ee3b8b81056d33534e6888f1419f0a1a"
+    with np.load(shard) as stored:
+        assert {name: stored[name].dtype for name in stored} == {
+            "ranks": np.int32,
+            "log_probs": np.float32,
+            "of": np.uint8,
+        }
 
 
 @pytest.mark.parametrize("of", [{"text": "other"}, {"tokenizer": "other"}])
@@ -287,9 +370,9 @@ def counted(monkeypatch):
         counts["loads"].append(str(folder))
         return plain_load(folder, **options)
 
-    def scan(self, tokens, bounds):
+    def scan(self, tokens, bounds, *scorer):
         counts["tokens"] += int(bounds[-1] - bounds[0])
-        return plain_scan(self, tokens, bounds)
+        return plain_scan(self, tokens, bounds, *scorer)
 
     monkeypatch.setattr(opened_models, "load_causal_lm", load)
     monkeypatch.setattr(Scanner, "scan", scan)
@@ -315,13 +398,14 @@ def test_measures_and_reports_of_a_run_read_each_others_scans(place, run, counte
     assert sorted(path.name for path in run.glob("*/*/key.json")) == ["key.json"] * 2
 
 
-def test_measures_read_the_scans_of_the_report(run, counted):
+def test_measures_read_the_scans_of_the_report_but_for_membership_which_wants_more(run, counted):
     tightlip.audit(run, out=run / "audit", device="cpu")
     assert len(counted["loads"]) == 1
-    tightlip.measure_membership(run, **FEW)
     tightlip.measure_groups(run, **FEW)
     assert len(counted["loads"]) == 1
     assert not (run / "scan").exists()
+    tightlip.measure_membership(run, **FEW)
+    assert len(counted["loads"]) == 2, "a report's scan has no moments"
 
 
 @pytest.mark.parametrize(

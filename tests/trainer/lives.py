@@ -6,6 +6,7 @@ in FOLDER, or goes on, and counts its updates in FOLDER/applied.
 python lives.py FOLDER
 """
 
+import gc
 import os
 import sys
 from pathlib import Path
@@ -43,6 +44,7 @@ def train(folder):
 
 def main(folder):
     torch.set_num_threads(1)
+    gc.freeze()  # a trainer goes through everything for what is no longer used
     for _ in sys.stdin:
         life = os.fork()
         if life == 0:

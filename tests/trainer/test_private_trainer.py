@@ -5,6 +5,7 @@ import json
 import os
 import re
 import signal
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 from datasets import Dataset
 from dp_accounting.pld import PLDAccountant
+from huggingface_hub import HfApi
 from peft import get_peft_model
 from scipy import stats
 from transformers import (
@@ -27,7 +29,7 @@ from privacy.accounts import theirs
 from privacy.oracles import norm_of
 from tightlip.core.errors import GuaranteeError, UsageError
 from tightlip.privacy.ledger import read_ledger
-from tightlip.trainer import CorrectedAdam, PrivacySpec, PrivateTrainer
+from tightlip.trainer import CorrectedAdam, LeakageCallback, PrivacySpec, PrivateTrainer
 from tightlip.trainer.rows import labelled_rows, users_of
 from trainer.private_runs import Gradients, lora, mean_of_clipped, small, users_gradients
 
@@ -161,6 +163,9 @@ def test_an_epoch_draws_everybody_once_on_average_and_public_text_is_evaluated(t
 def test_the_noise_of_a_step_has_the_right_scale(tmp_path):
     kept = Gradients()
     silent = [{**row, "labels": [-100] * len(row["labels"])} for row in rows()]
+    silent[0]["labels"] = silent[0][
+        "input_ids"
+    ]  # among so many weights two thirds of the noise of one
     privacy = PrivacySpec(noise_multiplier=1.5, clip_norm=0.2)
     private(tmp_path, privacy=privacy, dataset=silent, callbacks=[kept], per_device_train_batch_size=3).train()  # fmt: skip
     noise = torch.cat([gradient.flatten() for gradient in kept.steps[0].values()])
@@ -192,7 +197,7 @@ class DieAt(TrainerCallback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_killed_and_gone_on_it_pays_again_for_what_it_repeats(tmp_path):
+def test_killed_and_gone_on_it_pays_again_for_what_it_repeats(tmp_path, caplog):
     privacy = PrivacySpec(noise_multiplier=1.0, epsilon=100.0)
     how = {"max_steps": 6, "save_strategy": "steps", "save_steps": 2, "per_device_train_batch_size": 3}  # fmt: skip
     child = os.fork()
@@ -204,15 +209,34 @@ def test_killed_and_gone_on_it_pays_again_for_what_it_repeats(tmp_path):
     assert json.loads(behind)["steps"] == 4
     held = json.loads((tmp_path / "checkpoint-2" / "guarantee.json").read_text())
     assert held["steps"] == 2
+    files = {path: path.read_bytes() for path in tmp_path.rglob("*.safetensors")}
+    with pytest.raises(GuaranteeError, match=r"4 steps on record, of 6 planned, with 1 checkpoint beside it, .*resume_from_checkpoint=True"):  # fmt: skip
+        private(tmp_path, privacy=privacy, **how).train()
+    assert (tmp_path / "ledger.json").read_text() == behind
+    assert files == {path: path.read_bytes() for path in tmp_path.rglob("*.safetensors")}
     trainer = private(tmp_path, privacy=privacy, **how)
     done = trainer.train(resume_from_checkpoint=True)
     ledger = read_ledger(tmp_path / "ledger.json")
     # Six were planned and four charged, two of them lost: from the second on two more.
     assert (ledger["steps"], done.global_step) == (6, 4)
     assert ledger["run"] == held["run"]
+    assert "The privacy budget ended training after step 4 of 6." in caplog.text
     (tmp_path / "ledger.json").write_text(behind)
     with pytest.raises(GuaranteeError, match=r"4 steps on record and .*checkpoint-4 holds 6"):
         private(tmp_path, privacy=privacy, **how).train(resume_from_checkpoint=True)
+
+
+def test_killed_before_its_first_checkpoint_it_begins_anew_and_says_so(tmp_path, caplog):
+    how = {"privacy": PrivacySpec(noise_multiplier=1.0), "max_steps": 3, "per_device_train_batch_size": 3}  # fmt: skip
+    child = os.fork()
+    if child == 0:
+        private(tmp_path, callbacks=[DieAt(1)], **how).train()
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    private(tmp_path, **how).train()
+    assert "Training begins anew, and the 2 steps that" in caplog.text
+    assert "The privacy budget ended" not in caplog.text
+    assert read_ledger(tmp_path / "ledger.json")["steps"] == 2 + 3
 
 
 def test_a_training_that_ended_takes_no_more_steps_than_were_planned(tmp_path):
@@ -224,40 +248,69 @@ def test_a_training_that_ended_takes_no_more_steps_than_were_planned(tmp_path):
     assert (done.global_step, read_ledger(tmp_path / "ledger.json")["steps"]) == (1, 3)
 
 
-class Hub:
-    """What would be uploaded: the files of a folder at that moment, less what is left out."""
+class Hub(HfApi):
+    """The hub's own uploads, but for what goes through the network."""
 
-    def __init__(self):
-        self.pushed = []
+    def __init__(self, waits_for=None):
+        super().__init__()
+        self.pushed, self._waits_for = {}, waits_for
 
-    def create_repo(self, name, **rest):
-        return type("Address", (), {"repo_id": f"me/{name}"})
+    def create_repo(self, repo_id, **rest):
+        return SimpleNamespace(repo_id=f"me/{repo_id}")
 
-    def upload_folder(self, *, folder_path, ignore_patterns=(), **rest):
-        paths = [path for path in Path(folder_path).rglob("*") if path.is_file()]
-        left_out = [path for path in paths if "checkpoint-" in str(path.relative_to(folder_path))]
-        assert not left_out or "checkpoint-*" in ignore_patterns
-        self.pushed.append({path.name: path.read_bytes() for path in paths if path not in left_out})
-        return type("Job", (), {"is_done": lambda self: True, "done": lambda self: True})()
+    def _validate_yaml(self, *given, **rest):
+        pass
+
+    def create_commit(self, repo_id, operations, *, commit_message, **rest):
+        until = time.monotonic() + 60
+        while self._waits_for and not self._waits_for.exists() and time.monotonic() < until:
+            time.sleep(0.02)
+        time.sleep(0.2 if self._waits_for else 0)
+        self.pushed[commit_message] = {each.path_in_repo: Path(each.path_or_fileobj).read_bytes() for each in operations}  # fmt: skip
+
+
+def pushing(folder, monkeypatch, hub, *, steps=2, **how):
+    monkeypatch.setattr("transformers.trainer.hf_api", lambda: hub)
+    monkeypatch.setattr("huggingface_hub.hf_api.is_xet_available", lambda: False)
+    how = {"max_steps": steps, "save_strategy": "steps", "save_steps": 1, "logging_steps": 1} | how
+    model = get_peft_model(small(), lora())
+    return private(folder, model=model, privacy=PrivacySpec(noise_multiplier=1.0), push_to_hub=True, **how)  # fmt: skip
 
 
 def test_what_is_pushed_has_the_guarantee_and_nothing_that_was_measured(tmp_path, monkeypatch):
-    hub = Hub()
-    monkeypatch.setattr("transformers.trainer.hf_api", lambda: hub)
-    how = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1, "logging_steps": 1}
-    model = get_peft_model(small(), lora())
-    trainer = private(tmp_path, model=model, privacy=PrivacySpec(noise_multiplier=1.0), push_to_hub=True, **how)  # fmt: skip
+    hub, watching = Hub(), LeakageCallback([{"user": "ann", "text": "my cat"}], every=1)
+    trainer = pushing(tmp_path, monkeypatch, hub, callbacks=[watching], hub_always_push=True)
+    trainer.processing_class = watching.settings["tokenizer"] = tokenizer()
     trainer.train()
+    (tmp_path / "_private_shapes.json").touch()  # as where rows of some length round each other
     trainer.push_to_hub()
-    assert len(hub.pushed) >= 2
-    for files in hub.pushed:
+    assert {"_leakage", "_ledger.json.lock"} < {each.name for each in tmp_path.iterdir()}
+    assert len(hub.pushed) == 3
+    weights = {"adapter_model.safetensors", "adapter_config.json", "guarantee.json", "ledger.json"}
+    words = {"README.md", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}
+    for files in hub.pushed.values():
+        assert weights < {*files} <= weights | words | {"training_args.bin"}
         assert json.loads(files["guarantee.json"])["epsilon"] == pytest.approx(trainer.private.ledger.promised, rel=0.01)  # fmt: skip
         digest = hashlib.sha256(files["adapter_model.safetensors"]).hexdigest()
         assert json.loads(files["guarantee.json"])["weights"] == {"adapter_model.safetensors": digest}  # fmt: skip
-    card = hub.pushed[-1]["README.md"].decode()
+    card = hub.pushed["End of training"]["README.md"].decode()
     assert card.count("Differentially private: ε = ") == 1
     assert not re.search(r"\bloss: \d|Training Loss \| Epoch", card, re.IGNORECASE)
     assert "Loss" not in card.replace("losses", "")
+
+
+@pytest.mark.parametrize("always", [False, True])
+def test_a_push_that_takes_long_sends_the_weights_it_was_begun_for(tmp_path, monkeypatch, always):
+    hub = Hub(waits_for=tmp_path / "checkpoint-2" / "trainer_state.json")
+    trainer = pushing(tmp_path, monkeypatch, hub, hub_always_push=always)
+    trainer.train()
+    trainer.push_to_hub()
+    expected = {f"Training in progress, step {step}" for step in ((1, 2) if always else (1,))}
+    assert {*hub.pushed} == expected | {"End of training"}
+    for message, files in hub.pushed.items():
+        step = message[-1] if message[-1].isdecimal() else "2"
+        there = tmp_path / f"checkpoint-{step}" / "adapter_model.safetensors"
+        assert files["adapter_model.safetensors"] == there.read_bytes()
 
 
 def test_weights_of_a_private_run_bring_what_they_cost(tmp_path):

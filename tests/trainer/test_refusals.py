@@ -199,12 +199,20 @@ def test_a_row_that_trl_drops_leaves_it_open_whose_the_others_are(tmp_path):
         private_sft(tmp_path, rows=rows, max_length=40)
 
 
+def test_rows_without_anything_to_learn_are_refused_before_a_step_is_charged(tmp_path):
+    with pytest.raises(UsageError, match=r"No row has a token to learn.* larger max_length"):
+        private_sft(tmp_path, max_length=1).train()
+    assert not (tmp_path / "ledger.json").exists()
+
+
 def test_losses_over_the_batch_are_refused(tmp_path):
     config = MixtralConfig(
         vocab_size=400, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
         num_key_value_heads=2, num_local_experts=2, output_router_logits=True, router_aux_loss_coef=0.02,
     )  # fmt: skip
-    with pytest.raises(GuaranteeError, match=r"router_aux_loss_coef=0\.0"):
+    with pytest.raises(
+        GuaranteeError, match=r"router_aux_loss_coef=0\.0 in SFTConfig, or in the model's config"
+    ):
         private_sft(tmp_path, given={"model": MixtralForCausalLM(config)})
 
 
@@ -277,7 +285,7 @@ def test_weights_that_the_ledger_does_not_know_are_not_gone_on_from(tmp_path):
     private_plain(tmp_path / "private").train()
     with pytest.raises(GuaranteeError, match="is not a checkpoint of the run"):
         private_plain(tmp_path / "private").train(resume_from_checkpoint=tmp_path / "checkpoint-1")
-    with pytest.raises(GuaranteeError, match="Give another output_dir"):
+    with pytest.raises(GuaranteeError, match="or another output_dir, with a model"):
         private_plain(tmp_path / "private").train()
     with pytest.raises(UsageError, match="no checkpoint to go on from"):
         private_plain(tmp_path / "empty").train(resume_from_checkpoint=True)

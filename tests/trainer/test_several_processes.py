@@ -7,16 +7,22 @@ from pathlib import Path
 
 import pytest
 import torch
+from dp_accounting.pld import PLDAccountant
 from safetensors.torch import load_file
 
+from privacy.accounts import theirs
+from tightlip.core.errors import GuaranteeError
 from tightlip.core.files import read_json
-from tightlip.corpus.history import guarantee_beside
+from tightlip.core.guarantees import guarantee_beside
 from tightlip.privacy.ledger import read_ledger
 from trainer import together
+from trainer.private_runs import private_sft
 
 pytestmark = pytest.mark.slow
 
 TESTS = Path(__file__).parents[1]
+PATHS = os.pathsep.join([str(TESTS), *sys.path])
+ENVIRONMENT = os.environ | {"PYTHONPATH": PATHS, "OMP_NUM_THREADS": "1"}
 
 
 @pytest.fixture(scope="module")
@@ -32,9 +38,7 @@ def left(tmp_path_factory):
         "2",
     ]
     script = [*launch, TESTS / "trainer" / "together.py", folder]
-    paths = os.pathsep.join([str(TESTS), *sys.path])
-    environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(script, env=environment, capture_output=True, text=True, timeout=540)
+    done = subprocess.run(script, env=ENVIRONMENT, capture_output=True, text=True, timeout=540)
     assert done.returncode == 0, done.stderr
     return folder
 
@@ -110,3 +114,37 @@ def test_nothing_measured_is_logged_by_any_process(left, name):
     allowed = {"learning_rate", "grad_norm", "epoch", "step", "epsilon", "epsilon_so_far"}
     for each in results(left, name):
         assert all({*line} <= allowed for line in each["history"])
+
+
+def test_processes_that_accelerate_does_not_join_are_refused(tmp_path, monkeypatch):
+    """As accelerate has it where torchrun starts two, there is no GPU, and nobody said use_cpu."""
+    trainer = private_sft(tmp_path)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(GuaranteeError, match=r"2 processes were started, .* joins 1: .* use_cpu=True"):  # fmt: skip
+        trainer.train()
+    assert not (tmp_path / "ledger.json").exists()
+
+
+def test_accelerate_launches_a_private_script_in_two_processes(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import sys, torch\n"
+        "from tightlip.trainer import PrivacySpec\n"
+        "from trainer.private_runs import private_sft\n"
+        "torch.set_num_threads(1)\n"
+        "privacy = PrivacySpec(noise_multiplier=1.0)\n"
+        "trainer = private_sft(sys.argv[1], privacy=privacy, max_steps=2, per_device_train_batch_size=2)\n"
+        "trainer.train()\n"
+        "trainer.save_model()\n"
+    )
+    # Accelerate starts several processes by this flag alone; the script says use_cpu.
+    how = ["--multi_gpu", "--num_processes", "2", "--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]  # fmt: skip
+    launch = [sys.executable, "-m", "accelerate.commands.launch", *how, "--main_process_port", "0"]
+    done = subprocess.run([*launch, script, tmp_path / "out"], env=ENVIRONMENT, capture_output=True, text=True, timeout=300)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    ledger = read_ledger(tmp_path / "out" / "ledger.json")
+    # Two rows on each of two processes: four of eight people a step.
+    assert (ledger["steps"], ledger["expected_batch"], ledger["sampling_rate"]) == (2, 4, 0.5)
+    by_hand = theirs(PLDAccountant(), 1.0, 4 / 8, 2).get_epsilon(ledger["delta"])
+    assert ledger["epsilon"] == pytest.approx(by_hand, rel=1e-3)
+    assert guarantee_beside(tmp_path / "out")["epsilon"] == ledger["epsilon"]

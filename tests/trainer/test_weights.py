@@ -11,10 +11,12 @@ from dp_accounting.pld import PLDAccountant
 from peft import IA3Config, LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, TrainerCallback
 
+import tightlip
+from finetunes.people import texts, tokenizer
 from privacy.accounts import theirs
 from tightlip.cli.ledger import ledger as ledger_command
 from tightlip.core.errors import GuaranteeError, UsageError
-from tightlip.corpus.history import guarantee_beside, weights_in
+from tightlip.core.guarantees import guarantee_beside, weights_in
 from tightlip.privacy.ledger import read_ledger
 from tightlip.privacy.plans import PrivacySpec
 from tightlip.trainer.weights import checkpoint_of, runs_behind, tell
@@ -24,6 +26,7 @@ from trainer.private_runs import lora, small
 from trainer.test_private_trainer import private, rows
 
 pytestmark = pytest.mark.slow
+TEXTS = [{"user": row["user"], "text": row["prompt"] + row["completion"]} for row in texts()]
 NOISY = PrivacySpec(noise_multiplier=1.0)
 HALF = {"per_device_train_batch_size": 3}  # of six people
 
@@ -96,6 +99,7 @@ def test_a_guarantee_names_the_weights_that_it_is_about(out):
 def test_where_a_plain_trainer_wrote_over_the_weights_nothing_vouches_for_them(out):
     whole = runs_behind_a_run(TrainConfig(model=str(out)))
     assert [each["run"] for each in whole] == [run_in(out)]
+    assert tightlip.ledger(out)["run"] == tightlip.ledger(out / "ledger.json")["run"] == run_in(out)
     small().save_pretrained(out)
     again = AutoModelForCausalLM.from_pretrained(out)
     for asked in (
@@ -103,6 +107,10 @@ def test_where_a_plain_trainer_wrote_over_the_weights_nothing_vouches_for_them(o
         lambda: runs_behind(small(), out, out / "other.json"),
         lambda: runs_behind_a_run(TrainConfig(model=str(out))),
         lambda: ledger_command([out]),
+        lambda: tightlip.ledger(out),
+        lambda: tightlip.ledger(out / "ledger.json", out),
+        lambda: tightlip.audit(out, TEXTS, tokenizer=tokenizer()),
+        lambda: tightlip.compare([out / "checkpoint-1", out], corpus=TEXTS, out=out.parent / "c"),
     ):
         with pytest.raises(GuaranteeError, match=r"model\.safetensors was changed"):
             asked()
@@ -111,6 +119,16 @@ def test_where_a_plain_trainer_wrote_over_the_weights_nothing_vouches_for_them(o
         guarantee_beside(out)
     (out / "guarantee.json").unlink()
     assert guarantee_beside(out) == {}
+
+
+def test_an_audit_tells_what_the_trainer_promised_of_the_weights(out):
+    told = tightlip.audit(out, TEXTS, tokenizer=tokenizer()).summary["guarantee"]
+    assert (told["run"], told["epsilon"]) == (run_in(out), tightlip.ledger(out)["epsilon"])
+    # A copy that lists no weights may lie beside any.
+    record = json.loads((out / "guarantee.json").read_text())
+    del record["weights"]
+    (out / "guarantee.json").write_text(json.dumps(record))
+    assert tightlip.audit(out, TEXTS, tokenizer=tokenizer()).summary["guarantee"] is None
 
 
 def test_files_that_stood_there_before_are_not_vouched_for(tmp_path):

@@ -3,6 +3,7 @@
 torchrun --nproc-per-node 2 together.py FOLDER
 """
 
+import gc
 import os
 import sys
 from pathlib import Path
@@ -90,6 +91,7 @@ def shard_on_cpus():
 
 def main(folder):
     torch.set_num_threads(1)
+    gc.freeze()  # a trainer goes through everything for what is no longer used
     shard_on_cpus()
     for name, run in scenarios(folder, int(os.environ["WORLD_SIZE"])).items():
         torch.save(run(), folder / f"{name}-{os.environ['RANK']}.pt")

@@ -1,5 +1,6 @@
 """Training on chats: the tokens, the template and the masks are those of transformers and of an audit."""
 
+import json
 import math
 
 import numpy as np
@@ -262,12 +263,34 @@ def test_the_table_of_prepared_chats_is_refused_since_its_masks_are_not_in_it(
 ):
     how = {"tokenizer": str(base)}
     for table in (corpus.folder / "train.parquet", corpus.folder):
-        with pytest.raises(UsageError, match="its table does not tell what of them is trained on"):
+        with pytest.raises(UsageError, match="its table holds the marks of their template"):
             tightlip.prepare(table, tmp_path / "prepared", **how)
-    with pytest.raises(UsageError, match="its table does not tell"):
+    with pytest.raises(UsageError, match="its table holds the marks"):
         tightlip.prepare(
             CHATS, tmp_path / "prepared", validation=corpus.folder / "train.parquet", **how
         )
+
+
+def test_held_out_chats_are_as_likely_in_a_prepared_folder_as_by_themselves(base, tmp_path):
+    held = tmp_path / "held.jsonl"
+    held.write_text("\n".join(map(json.dumps, CHATS[12:])))
+    made = tightlip.prepare(CHATS[:12], tmp_path / "made", validation=held, tokenizer=str(base))
+    asked = (held, made.folder / "validation")
+    by_rows, by_folder = (tightlip.audit(base, CHATS[:12], validation=each) for each in asked)
+    assert by_rows.validation_perplexity == pytest.approx(by_folder.validation_perplexity)
+    copy = tmp_path / "copy.parquet"
+    copy.write_bytes((made.folder / "validation.parquet").read_bytes())
+    for table in (made.folder / "validation.parquet", copy):
+        for refused in (
+            lambda table=table: tightlip.audit(base, CHATS[:12], validation=table),
+            lambda table=table: tightlip.audit(base, table),
+            lambda table=table: tightlip.compare([base, tmp_path], corpus=CHATS, held_out=table),
+            lambda table=table: tightlip.measure_membership(
+                base, members=CHATS[:12], non_members=table
+            ),
+        ):
+            with pytest.raises(UsageError, match="its table holds the marks of their template"):
+                refused()
 
 
 def test_chats_prepared_by_another_template_are_not_taken_for_these(base, tmp_path):

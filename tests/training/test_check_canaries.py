@@ -3,11 +3,16 @@ import stat
 
 import numpy as np
 import pytest
+import torch
 from scipy.stats import binomtest
 
 from tightlip.core.errors import UsageError
 from tightlip.corpus.canaries import read_check_key
+from tightlip.corpus.vocabulary import word_tokenizer
+from tightlip.models import LSTMConfig, LSTMForCausalLM
 from tightlip.training.batches import Rows, gather
+from tightlip.training.config import TrainConfig
+from tightlip.training.planting import drawn_tokens, uniform
 from tightlip.training.recipe import plant
 
 BOS, PAD, SPECIAL, VOCABULARY = 1, 0, {0, 1, 2}, 30
@@ -28,8 +33,11 @@ def some_rows(bos=BOS):
 
 
 def planted(path, num_canaries=40, rows=None, **changed):
-    given = {"vocabulary_size": VOCABULARY, "forbidden": SPECIAL, "length": 6} | changed
-    return plant(rows or some_rows(), num_canaries, key_file=path / "dp_check.json", **given)
+    given = {"vocabulary_size": VOCABULARY, "length": 6} | changed
+    size = given.pop("vocabulary_size")
+    draw = uniform(np.setdiff1d(np.arange(size), list(SPECIAL)), size)
+    key_file = path / "dp_check.json"
+    return plant(rows or some_rows(), num_canaries, key_file=key_file, draw=draw, **given)
 
 
 def ids_of(rows, row):
@@ -116,3 +124,43 @@ def test_only_the_owner_can_read_the_key(tmp_path):
     finally:
         os.umask(before)
     assert stat.S_IMODE((tmp_path / "dp_check.json").stat().st_mode) == 0o600
+
+
+def drawn(kind, tokenizer, model="lstm"):
+    tokens = drawn_tokens(kind, TrainConfig.of(model=str(model)), tokenizer)
+    return tokens((40, 6), np.random.default_rng(0))
+
+
+@pytest.fixture
+def start(tmp_path):
+    """A folder to start from: a model with three rows more than its tokenizer has words, which
+    would hardly ever write another word than its favourite."""
+    tokenizer = word_tokenizer([f"w{number}" for number in range(600)])
+    model = LSTMForCausalLM(LSTMConfig(len(tokenizer) + 3, 4, 4, 1))
+    with torch.no_grad():
+        model.get_output_embeddings().bias[7] = 25.0
+    model.save_pretrained(tmp_path / "start")
+    tokenizer.save_pretrained(tmp_path / "start")
+    return tmp_path / "start", tokenizer
+
+
+def test_rare_texts_are_of_the_vocabularys_last_tenth(start):
+    _, tokenizer = start
+    assert drawn("rare", tokenizer).min() == len(tokenizer) - 60
+    assert drawn("random", tokenizer).min() < len(tokenizer) / 2
+
+
+def test_new_texts_are_of_entries_that_no_text_is_cut_into(start):
+    folder, tokenizer = start
+    assert set(drawn("new", tokenizer, folder).ravel()) == {len(tokenizer) + n for n in range(3)}
+    with pytest.raises(UsageError, match="cut into, and lstm has 0"):
+        drawn("new", tokenizer)
+
+
+def test_sampled_texts_are_what_the_model_to_start_from_writes(start):
+    folder, tokenizer = start
+    tokens = drawn("sampled", tokenizer, folder)
+    assert tokens.shape == (40, 6)
+    assert (tokens == 7).mean() > 0.9  # e^12.5 against 600 others, at temperature 2
+    with pytest.raises(UsageError, match="a new lstm knows nothing yet"):
+        drawn("sampled", tokenizer)

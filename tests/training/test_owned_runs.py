@@ -114,6 +114,14 @@ def test_what_lets_a_text_decide_who_is_drawn_is_refused(
         tightlip.train(tmp_path / "p", tmp_path / "run", **SMALL)
 
 
+def test_a_split_that_a_refusal_advises_is_taken(tmp_path, public_tokenizer):
+    given = {"tokenizer": str(public_tokenizer), "split": "user"}
+    with pytest.raises(GuaranteeError, match=r"Use split='document' or none\."):
+        tightlip.train(mails(), tmp_path / "run", prepare=given, **SMALL)
+    run = tightlip.train(mails(), tmp_path / "run", prepare=given | {"split": "document"}, **SMALL)
+    assert run.guarantee["standing"] == "proved"
+
+
 def test_a_noisy_vocabulary_covers_writers_alone_and_is_refused(tmp_path):
     tightlip.prepare(mails(), tmp_path / "p", split="none", vocabulary_noise=5.0)
     with pytest.raises(GuaranteeError, match="texts here have other owners too"):

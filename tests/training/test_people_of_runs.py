@@ -133,7 +133,7 @@ def test_a_vocabulary_of_nearly_the_same_text_is_refused_and_a_noisy_one_is_char
     assert lowered.guarantee["standing"] == "as published"
     assert not re.search(r"\b1[12]\d\b", lowered.guarantee["because"])  # nor how many are shared
 
-    noisy = tightlip.prepare(ROWS, tmp_path / "noisy", vocabulary_noise=2.0, split="none")
+    noisy = tightlip.prepare(ROWS, tmp_path / "noisy", vocabulary_noise=0.5, split="none")
     charged = this_month({**given, "tokenizer": str(noisy.tokenizer_folder)}, tmp_path / "n")
     assert [each["name"] for each in charged.guarantee["releases"]] == ["vocabulary"]
     assert charged.guarantee["standing"] == "proved"

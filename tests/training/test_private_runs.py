@@ -199,8 +199,9 @@ def interrupted_after(steps, corpus, out, config):
         train(corpus, out, config, RunOptions(checkpoint_seconds=1e6))
 
 
-def test_a_resumed_run_goes_on_and_counts_every_step_once(corpus, tmp_path):
-    config = private(steps=6)
+@pytest.mark.parametrize("noise", [{}, {"epsilon": None, "noise_multiplier": 0.0}])
+def test_a_resumed_run_goes_on_and_counts_every_step_once(corpus, tmp_path, noise):
+    config = private(steps=6, **noise)
     with pytest.raises(KeyboardInterrupt):
         interrupted_after(3, corpus, tmp_path / "run", config)
     assert open_run(tmp_path / "run").guarantee["steps"] == 3

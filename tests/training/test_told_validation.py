@@ -214,6 +214,35 @@ def test_a_noisy_loss_is_told_charged_and_gone_by(told):
     assert worse == [False] * (len(worse) - 1) + [told.stop == "early stop"]
 
 
+def test_noise_that_drowns_so_few_users_is_warned_of_before_the_first_step(split, tmp_path, caplog):
+    """By the docs' formula, over forty users; none where Z is what the warning advises."""
+    vocabulary = len(load_tokenizer(split.tokenizer_folder))
+    config = private(noisy_validation=5.0, steps=1, epochs=None)
+    train(split, tmp_path / "loud", config)
+    error = 5.0 * math.log(vocabulary) / 2 / 40
+    words = f"of about 40 users with an error of about {error:.2g} nats"
+    lines = [record.message for record in caplog.records]
+    (warned,) = [place for place, line in enumerate(lines) if words in line]
+    assert not any(line.startswith("Done") for line in lines[:warned])
+    advised = float(lines[warned].split("--noisy-validation ")[1].split(",")[0])
+    assert advised == pytest.approx(0.1 * 40 * 2 / math.log(vocabulary), rel=0.05)
+    caplog.clear()
+    train(split, tmp_path / "low", private(noisy_validation=0.95 * advised, steps=1, epochs=None))
+    assert "with an error of about" not in caplog.text
+
+
+def test_the_last_line_names_the_file_that_may_be_told(told, beside_public, tmp_path):
+    run = train(beside_public, tmp_path / "run", private(steps=1, epochs=None))
+    where = run.where_learning_shows
+    assert f"{run.folder / 'metrics.jsonl'}, which may be told" in where
+    assert f"(by frequency: in {run.folder / 'private.jsonl'}, which is private)" in where
+    told_in = f"noisy_validation_perplexity in {told.folder / 'metrics.jsonl'} may be told."
+    assert told.where_learning_shows.startswith(told_in)
+    assert (
+        f"stands in {told.folder / 'private.jsonl'}, which is private" in told.where_learning_shows
+    )
+
+
 def test_noise_for_a_target_leaves_room_for_what_is_told(split, tmp_path):
     settings = {"noise_multiplier": None, "epsilon": 8.0, "steps": 4, "epochs": None}
     runs = [

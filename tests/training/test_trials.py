@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 import re
 import signal
 import stat
@@ -175,6 +176,11 @@ def test_of_the_trials_nothing_is_shown_and_what_is_cheaper_is_said(
     # Two steps had to be taken again, and count for whichever candidate they were of.
     planned = Selection.of_record(under_way)
     assert run.guarantee["epsilon"] == planned.with_more_steps(2).epsilon() > planned.epsilon()
+    figures = [
+        f"{math.ceil(100 * each['epsilon']) / 100:.2f}" for each in (run.guarantee, under_way)
+    ]
+    (line,) = [each for each in caplog.messages if "The choice costs" in each]
+    assert line.startswith("The choice costs ε {}, where {} was planned: a killed trial took 2 steps".format(*figures))  # fmt: skip
     assert run.guarantee["run"] == under_way["run"]
     entries = registers.entries(registers.RUN)
     assert {entry["terms"]["run"] for entry in entries} == {under_way["run"]}

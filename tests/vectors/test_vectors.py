@@ -11,7 +11,7 @@ import pytest
 
 from tightlip.core.errors import UsageError
 from tightlip.vectors.guarantees import VectorMechanism
-from tightlip.vectors.server import _digest, read_vectors, write_vectors
+from tightlip.vectors.server import VectorFile, _digest, read_vectors, write_vectors
 
 RECORD = VectorMechanism(mechanism="laplace-as-published", dimensions=6, epsilon=0.5).record()
 KEY = b"tightlip_vectors"
@@ -23,7 +23,8 @@ def vectors(num=9):
 
 def written(folder, num=9, **columns):
     path = folder / "vectors.parquet"
-    write_vectors(path, vectors(num), columns, RECORD, pair="ab12")
+    file = VectorFile(vectors=vectors(num), columns=columns, record=RECORD, pair="ab12")
+    write_vectors(path, file)
     return path
 
 
@@ -108,7 +109,8 @@ def test_vectors_that_were_changed_are_refused(tmp_path, change):
 
 def test_a_non_finite_entry_is_refused_even_with_a_digest_that_fits(tmp_path):
     path = tmp_path / "vectors.parquet"
-    write_vectors(path, not_finite(vectors()), {}, RECORD, pair="ab12")
+    file = VectorFile(vectors=not_finite(vectors()), columns={}, record=RECORD, pair="ab12")
+    write_vectors(path, file)
     with pytest.raises(UsageError, match="not a finite number"):
         read_vectors(path)
 

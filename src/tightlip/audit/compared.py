@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tightlip.audit.canaries.tab_attack import most_successes
+from tightlip.audit.canaries.tab_attack import tab_ceiling
 from tightlip.audit.settings import Matching
 from tightlip.core.figures import STANDINGS_WITH_EPSILON, arithmetic_words, guarantee_words, number
 from tightlip.core.gates import Known
@@ -88,7 +88,7 @@ class RunMeasures:
         return {
             "successes": sum(bool(one["tab"]) for one in chosen),
             "num_canaries": len(chosen),
-            "ceiling": most_successes([(one["prompt"], one["text"]) for one in chosen]),
+            "ceiling": tab_ceiling(chosen),
         }
 
     def _of_kind(self, kind: str) -> list[dict[str, Any]]:

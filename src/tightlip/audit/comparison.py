@@ -24,11 +24,12 @@ from tightlip.audit.settings import LeakageConfig
 from tightlip.audit.subjects import Subject, is_a_run, of_run
 from tightlip.core.devices import usable_device
 from tightlip.core.errors import UsageError
+from tightlip.core.guarantees import guarantee_of
 from tightlip.core.progress import Task, task
 from tightlip.core.resampling import ResamplingSettings
 from tightlip.core.run_folder import RunRecord
 from tightlip.corpus.canaries import exposed_above_bits, read_canary_key
-from tightlip.corpus.opening import CorpusSource, check_reference, finished_run, model_folder
+from tightlip.corpus.opening import CorpusSource, finished_run, model_folder
 from tightlip.scan.models import (
     AUDIT,
     OpenedModel,
@@ -38,6 +39,7 @@ from tightlip.scan.models import (
     run_store,
 )
 from tightlip.scan.options import ScanOptions
+from tightlip.scan.scorers import MOMENTS, PLAIN
 
 STEPS_PER_RUN = 4
 NOTHING_HELD_OUT = "There is no held-out text. Prepare with --holdout 0.2, or give --held-out FILE."
@@ -138,7 +140,13 @@ def _scans(
     stores = {
         place: stack.enter_context(run_store(place, beside=beside, keep=keep)) for place in places
     }
-    return [Scans(store=stores[place], options=options, models=models) for place in places]
+    # Membership reads the moments too, and whoever reads without them reads the same scan.
+    has_held_out = any(isinstance(one, Subject) and one.held_out is not None for one in given)
+    scorer = MOMENTS if has_held_out else PLAIN
+    return [
+        Scans(store=stores[place], options=options, models=models, scorer=scorer)
+        for place in places
+    ]
 
 
 def _opened(
@@ -160,7 +168,7 @@ def _opened(
         texts = {"members": first.members, "held_out": first.held_out}
     else:
         texts = {
-            name: None if text is None else CorpusSource(text, columns)
+            name: None if text is None else CorpusSource(text, columns).existing()
             for name, text in (("members", corpus), ("held_out", held_out))
         }
     return [
@@ -187,6 +195,7 @@ def _other(one: Any, place: Path, texts: dict[str, CorpusSource | None]) -> Give
             f"{place} was not trained by tightlip, so what it was trained on is not known. Give --corpus FILE, and "
             "--held-out FILE for perplexity and membership."
         )
+    guarantee_of(place, None)  # refused before anything is measured
     return Subject(model=place, members=texts["members"], held_out=texts["held_out"])
 
 
@@ -225,9 +234,9 @@ def _refuse_what_saw_the_text(
         return
     for one, of in zip(given, scans, strict=True):
         if isinstance(one, Subject):
-            prepared = one.prepared
-            train = one.tokens("members", of, folder / WORK)
-            check_reference(reference, train, None if prepared is None else prepared.folder)
+            parts = [part for part in ("members", "held_out") if getattr(one, part) is not None]
+            corpora = {part: one.tokens(part, of, folder / WORK) for part in parts}
+            one.check_reference(reference, **corpora)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -445,7 +454,7 @@ def seconds_per_epoch(run: RunRecord) -> tuple[float | None, str | None]:
 
 def promised(one: Compared) -> dict[str, Any] | None:
     """What a run promises; less where the model was picked by looking at private text."""
-    record = (one.subject.run.guarantee or None) if one.subject.run is not None else None
+    record = guarantee_of(one.subject.model, one.subject.run)
     if record is None or not one.was_chosen or record.get("epsilon") is None:
         return record
     before = record["because"] if record["standing"] == "as published" else ""

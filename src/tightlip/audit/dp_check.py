@@ -1,8 +1,11 @@
-"""An empirical lower bound on ε from one training run (Steinke, Nasr, Jagielski 2023).
+"""Whether a run's canaries contradict its ε, by one training run.
 
-Each of m canaries was trained on or not, by a fair coin of its own. Whoever sees the result
-names the r canaries that it is surest of, and v of these guesses are right. If training is
-(ε, δ)-differentially private, so is guessing, and v cannot be large often.
+Each of m canaries was in or not, by a fair coin of its own. Whoever sees the result names the c
+canaries that it is surest of, and v of these guesses are right. Two checks differ in what is seen:
+in the *engine* canaries of known gradient, in every noised sum; in the *text* check planted texts,
+through the finished model. Both are judged by the trade-off function of the run's own steps
+(`trade_off`). Beside it stands the lower bound on ε of Steinke, Nasr and Jagielski 2023, which knows
+no more of the run than its δ.
 
 How often, at most. Let q = e^ε/(1 + e^ε), and W be binomial(r, q): with δ = 0 a guess is right
 with probability at most q, whatever the other coins, so Pr[v right] is at most a tail of W, and
@@ -22,6 +25,7 @@ program (tests/audit/test_dp_check.py).
 """
 
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -31,10 +35,20 @@ import torch
 from torch import Tensor
 
 from tightlip.audit.measures import Audited
+from tightlip.audit.trade_off import (
+    ENGINE_SHARE,
+    LEVEL,
+    Law,
+    Steps,
+    TradeOff,
+    best_num_guesses,
+    correct_guesses,
+    even,
+)
 from tightlip.core.errors import UsageError
-from tightlip.core.files import write_json
+from tightlip.core.files import read_sealed, write_json
 from tightlip.core.gates import Known
-from tightlip.core.run_folder import DP_CHECK, DP_CHECK_RESULT, RunRecord
+from tightlip.core.run_folder import DP_CHECK, DP_CHECK_RESULT, ENGINE_CHECK, RunRecord
 from tightlip.corpus.canaries import CheckKey, read_check_key
 from tightlip.corpus.opening import finished_run
 from tightlip.scan.models import OpenedModel, claimed_to_write, open_model
@@ -46,67 +60,131 @@ _FEW = 40
 _TRIED = 256  # values of ε, before the last one rejected is narrowed
 _NARROWED = 40
 LOGITS_AT_ONCE = 1 << 24
-CONFIDENCE = 0.95
+CONFIDENCE = 1 - LEVEL
 # For a run that claims nothing: small enough to weigh nothing beside a few thousand canaries.
 DELTA_WITHOUT_CLAIM = 1e-5
-# What a gate may ask for.
+# What a gate may ask for, of each check.
+_FIGURES = ("num_canaries", "num_guesses", "num_correct", "p_value", "epsilon_lower_bound")
 FIGURES: Known = dict.fromkeys(
-    ("num_canaries", "num_guesses", "num_correct", "epsilon_lower_bound", "claimed_epsilon")
+    ["claimed_epsilon", *(f"{kind}_{name}" for kind in ("engine", "text") for name in _FIGURES)]
 )
 
 
 @dataclass(frozen=True, kw_only=True)
+class Claim:
+    """What a run says of itself: ε at δ, None where it says none, and the steps behind it."""
+
+    epsilon: float | None
+    delta: float
+    steps: Steps | None = None
+
+    @classmethod
+    def of(cls, guarantee: Mapping[str, Any]) -> "Claim":
+        """What a ledger claims. Where it has no steps of equal noise, its ε and δ are all there is."""
+        epsilon = guarantee.get("epsilon")
+        if epsilon is None:
+            return cls(epsilon=None, delta=DELTA_WITHOUT_CLAIM)
+        names = ("noise_multiplier", "sampling_rate", "steps")
+        told = {name: guarantee[name] for name in names if guarantee.get(name)}
+        plain = len(told) == len(names) and not guarantee.get("adaptive")
+        steps = Steps(**told) if plain else None
+        return cls(epsilon=epsilon, delta=guarantee["delta"], steps=steps)
+
+    def law(self, *, independent: bool) -> Law | None:
+        """What the claim allows; `independent` where canaries share nothing but the engine."""
+        if self.epsilon is None:
+            return None
+        if self.steps is None:
+            return TradeOff.of(np.array([self.epsilon]), np.array([self.delta]))
+        return self.steps.independent() if independent else self.steps.trade_off()
+
+
+@dataclass(frozen=True, kw_only=True)
 class DPCheck:
-    """What one run's canaries say about its ε; the claim is None where the run makes none."""
+    """What one kind of canary says about a run.
+
+    `p_value` is at most how often a run as claimed lets so many guesses be right, and
+    `num_to_contradict` how many are too many: None where not even all would be, or nothing is claimed.
+    """
 
     num_canaries: int
     num_guesses: int
     num_correct: int
+    num_to_contradict: int | None
+    p_value: float | None
     epsilon_lower_bound: float
-    confidence: float
-    claimed_epsilon: float | None
-    delta: float
     verdict: Verdict
 
+
+@dataclass(frozen=True, kw_only=True)
+class DPChecks:
+    """What a run claims, and what either kind of canary says; None where it has none of them."""
+
+    claimed_epsilon: float | None
+    delta: float
+    confidence: float = CONFIDENCE
+    engine: DPCheck | None = None
+    text: DPCheck | None = None
+    # How often planted texts that nothing but noise hides would tell half the noise.
+    text_power: float | None = None
+
+    @property
+    def verdict(self) -> Verdict:
+        found = [each.verdict for each in (self.engine, self.text) if each is not None]
+        return "contradicted" if "contradicted" in found else found[0]
+
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        return asdict(self) | {"verdict": self.verdict}
+
+
+def gated(record: Mapping[str, Any]) -> dict[str, Any]:
+    """The figures of a record as gates name them."""
+    figures = {"claimed_epsilon": record["claimed_epsilon"]}
+    for kind in ("engine", "text"):
+        found = record[kind] or {}
+        figures |= {f"{kind}_{name}": found.get(name) for name in _FIGURES}
+    return figures
 
 
 def check_guesses(
-    scores: np.ndarray,
-    included: np.ndarray,
-    *,
-    claimed_epsilon: float | None,
-    delta: float,
+    scores: np.ndarray, included: np.ndarray, claim: Claim, *, independent: bool = False
 ) -> DPCheck:
-    """Guess by `scores`, high for "trained on", count by `included`, and compare with the claim.
+    """Guess by `scores`, high for "in", count by `included`, and compare with the claim.
 
-    How many guesses there are depends on the number of canaries alone. Whoever tries several
-    numbers and keeps the best accuses an honest run far more often than CONFIDENCE says.
+    How many guesses there are depends on the claim and the number of canaries alone. Whoever tries
+    several numbers and keeps the best accuses an honest run far more often than LEVEL says.
 
     Holds:
-        honest: a private run is contradicted with probability at most 1 - CONFIDENCE.
-        silent: scores that know nothing give 0 as often.
+        honest: a private run is contradicted with probability at most LEVEL.
+        silent: scores that know nothing contradict as seldom.
     """
-    num_guesses = default_num_guesses(len(scores))
+    num_guesses = num_guesses_for(claim, len(scores), independent=independent)
     num_correct = correct_guesses(scores, included, num_guesses)
-    bound = epsilon_lower_bound(len(scores), num_guesses, num_correct, delta)
+    allowed, needed, p = claim.law(independent=independent), None, None
+    verdict: Verdict = "nothing claimed"
+    if allowed is not None:
+        needed = allowed.least_to_contradict(len(scores), num_guesses)
+        p = allowed.p_value(len(scores), num_guesses, num_correct)
+        contradicts = needed is not None and num_correct >= needed
+        verdict = "contradicted" if contradicts else "consistent"
     return DPCheck(
         num_canaries=len(scores),
         num_guesses=num_guesses,
         num_correct=num_correct,
-        epsilon_lower_bound=bound,
-        verdict=_verdict(bound, claimed_epsilon),
-        claimed_epsilon=claimed_epsilon,
-        delta=delta,
-        confidence=CONFIDENCE,
+        num_to_contradict=needed,
+        p_value=p,
+        epsilon_lower_bound=epsilon_lower_bound(len(scores), num_guesses, num_correct, claim.delta),
+        verdict=verdict,
     )
 
 
-def _verdict(bound: float, claimed_epsilon: float | None) -> Verdict:
-    if claimed_epsilon is None:
-        return "nothing claimed"
-    return "contradicted" if bound > claimed_epsilon else "consistent"
+def num_guesses_for(claim: Claim, num_canaries: int, *, independent: bool = False) -> int:
+    """Before anybody looks at a score."""
+    if independent:
+        return even(num_canaries, ENGINE_SHARE)
+    if claim.steps is None or num_canaries < _FEW:
+        return default_num_guesses(num_canaries)
+    return best_num_guesses(claim.steps, num_canaries)[0]
 
 
 def default_num_guesses(num_canaries: int) -> int:
@@ -120,22 +198,6 @@ def default_num_guesses(num_canaries: int) -> int:
     [4, 24, 40, 200]
     """
     return 2 * (max(num_canaries // 5, min(num_canaries // 2, _FEW)) // 2)
-
-
-def correct_guesses(scores: np.ndarray, included: np.ndarray, num_guesses: int) -> int:
-    """Guess "in" for the highest scores and "out" for the lowest, half each; how many are right.
-
-    Equal scores are taken in the canaries' order, which knows nothing of the coins.
-
-    >>> correct_guesses(np.array([3.0, 9.0, 1.0, 5.0]), np.array([False, True, True, False]), 2)
-    1
-    """
-    assert len(scores) == len(included)
-    assert num_guesses <= len(scores)
-    order = np.argsort(scores, kind="stable")
-    highest = order[len(order) - num_guesses // 2 :]
-    lowest = order[: num_guesses - num_guesses // 2]
-    return int(included[highest].sum() + (~included[lowest]).sum())
 
 
 def p_value(
@@ -246,46 +308,68 @@ def _ids(key: CheckKey, bos: int | None) -> Tensor:
     return ids_MT if bos is None else torch.nn.functional.pad(ids_MT, (1, 0), value=bos)
 
 
-def check_run(run: str | Path | RunRecord, *, device: str = "auto") -> DPCheck:
-    """A lower bound on the run's ε from its planted canaries, beside the ε its ledger claims.
+def check_run(run: str | Path | RunRecord, *, device: str = "auto") -> DPChecks:
+    """What the run's canaries say of the ε its ledger claims.
 
-    Also written to RUN/dp_check_result.json. A bound above the claim means that the claim is
-    untrue, or that this was one of the 5 in 100 honest runs that look so.
+    Also written to RUN/dp_check_result.json. Contradicted means that the claim is untrue, or that
+    this was one of the at most 5 in 100 honest runs that look so.
     """
     record = finished_run(run)
-    opened = open_model(record.model_folder, ScanOptions(device=device))
     with claimed_to_write(record.folder):
-        check = DPCheckAudit().check(record, opened)
-        write_json(record.folder / DP_CHECK_RESULT, check.to_json())
-    return check
+        checks = checks_of(
+            record, lambda: open_model(record.model_folder, ScanOptions(device=device))
+        )
+        write_json(record.folder / DP_CHECK_RESULT, checks.to_json())
+    return checks
+
+
+def checks_of(run: RunRecord, open_final: Callable[[], OpenedModel]) -> DPChecks:
+    """Both checks of a run, as far as it has canaries for them."""
+    claim, key_file = Claim.of(run.guarantee), run.folder / DP_CHECK
+    engine = run.folder / ENGINE_CHECK
+    if not key_file.exists() and not engine.exists():
+        raise UsageError(
+            f"{run.folder} was trained without canaries, so there is nothing to guess. "
+            "Run: tightlip train CORPUS --mitigation dp --epsilon 2 --dp-check-engine 1000 --out DIR"
+        )
+    found: dict[str, Any] = {}
+    if engine.exists():
+        there, _ = read_sealed(engine)
+        scores, included = np.array(there["scores"]), np.array(there["included"], bool)
+        found["engine"] = check_guesses(scores, included, claim, independent=True)
+    if key_file.exists():
+        included = read_check_key(key_file).included_M
+        scores = text_scores(run, open_final(), key_file)
+        found["text"] = check_guesses(scores, included, claim)
+        if claim.steps is not None and len(included) >= _FEW:
+            found["text_power"] = best_num_guesses(claim.steps, len(included))[1]
+    return DPChecks(claimed_epsilon=claim.epsilon, delta=claim.delta, **found)
+
+
+def text_scores(run: RunRecord, opened: OpenedModel, key_file: Path) -> np.ndarray:
+    """How much likelier each text became; of a new model, how likely it is."""
+    scores = scores_of(opened, key_file)
+    start = Path(str(run.config.get("train", {}).get("model", "")))
+    if not (start / "config.json").is_file():
+        return scores
+    return scores - scores_of(open_model(start, ScanOptions(device=opened.device)), key_file)
 
 
 class DPCheckAudit:
-    """A lower bound on ε by guessing which check canaries a run was trained on."""
+    """Whether a run's own canaries contradict its ε."""
 
     finds_secrets = True
 
     def depends_on(self, audited: Audited) -> dict[str, Any]:
-        return {}  # the key is the run's own
+        return {}  # the keys are the run's own
 
     def figures(self, audited: Audited) -> dict[str, Any]:
         assert audited.subject.run is not None
-        return self.check(audited.subject.run, audited.scans.opened(audited.model)).to_json()
-
-    def check(self, run: RunRecord, opened: OpenedModel) -> DPCheck:
-        """What `opened` knows of the run's own canaries, beside what the run claims."""
-        key_file, claimed = run.folder / DP_CHECK, run.guarantee.get("epsilon")
-        if not key_file.exists():
-            raise UsageError(
-                f"{run.folder} was trained without canaries, so there is nothing to guess. "
-                "Run: tightlip train CORPUS --mitigation dp --epsilon 2 --dp-check-canaries 1000 --out DIR"
-            )
-        return check_guesses(
-            scores_of(opened, key_file),
-            read_check_key(key_file).included_M,
-            claimed_epsilon=claimed,
-            delta=DELTA_WITHOUT_CLAIM if claimed is None else run.guarantee["delta"],
-        )
+        final = audited.scans.opened
+        return checks_of(audited.subject.run, lambda: final(audited.model)).to_json()
 
     def accuses(self, figures: dict[str, Any]) -> bool:
-        return bool(figures["epsilon_lower_bound"] > (figures["claimed_epsilon"] or 0))
+        if figures["claimed_epsilon"] is not None:
+            return bool(figures["verdict"] == "contradicted")
+        checks = (figures["engine"], figures["text"])
+        return any(each["epsilon_lower_bound"] > 0 for each in checks if each)

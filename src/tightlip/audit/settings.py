@@ -3,8 +3,10 @@
 from dataclasses import dataclass
 
 from tightlip.core.errors import UsageError
+from tightlip.core.registry import unknown
 from tightlip.core.resampling import ResamplingSettings as ResamplingSettings
-from tightlip.core.settings import Settings, setting
+from tightlip.core.settings import Settings, bytes_from, separated, setting
+from tightlip.corpus.prepare_config import FORMATS
 
 
 def _occurrences(text: str) -> int | None:
@@ -20,6 +22,13 @@ def _thresholds(text: str) -> tuple[float, ...]:
         return tuple(float(part) for part in text.split(",") if part.strip())
     except ValueError:
         raise UsageError(f"--curated-at {text!r} is not a list of numbers like 1.5,2,3.") from None
+
+
+def _contexts(text: str) -> tuple[str, ...]:
+    return tuple(part.strip() for part in text.split(",") if part.strip())
+
+
+CONTEXTS = ("training", "short", "start", "template", "other")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +50,66 @@ class LeakageConfig(Settings):
         flag="--curated-at",
         parse=_thresholds,
         default_words="1.5,2,3,5,10",
+    )
+    contexts: tuple[str, ...] = setting(
+        CONTEXTS[:1],
+        f"Also ask for what leaks behind other words: {', '.join(CONTEXTS[1:])}.",
+        parse=_contexts,
+        default_words="training",
+    )
+    short_prefix: int = setting(
+        8, "Tokens of the contexts short, start and other.", at_least=1, at_most=100_000
+    )
+    context_template: str = setting("{user}:", "What the context template says, of each owner.")
+    near: float | None = setting(
+        None,
+        "Also count windows that the model continues within this edit distance, a share of their characters: 0.1.",
+        above=0,
+        below=1,
+    )
+    near_sample: int = setting(
+        200, "Windows in which it is looked for, drawn at random.", at_least=1, at_most=10_000_000
+    )
+    near_tokens: int = setting(20, "Tokens of such a window.", at_least=2, at_most=10_000)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in self.contexts:
+            if name not in CONTEXTS:
+                raise UsageError(unknown("context", name, list(CONTEXTS)))
+        if "{user}" not in self.context_template:
+            raise UsageError(
+                f"context_template={self.context_template!r} does not say where the owner's name goes. Write {{user}} there."
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExtractionConfig(Settings):
+    """Which windows are looked for, and what of them is written."""
+
+    lengths: tuple[int, ...] = setting(
+        (10, 20, 50), "Tokens of a window; each length is reported apart.", parse=separated(int)
+    )
+    redact: bool = setting(False, "No text and no names in the report.")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        # Shared beginnings are counted in 16 bits; nobody draws out longer windows.
+        if not self.lengths or not all(1 <= length <= 10_000 for length in self.lengths):
+            raise UsageError(
+                f"lengths={','.join(map(str, self.lengths))} is out of range. Give numbers of tokens from 1 to 10,000, like 10,20,50."
+            )
+        object.__setattr__(self, "lengths", tuple(sorted(set(self.lengths))))
+
+
+@dataclass(frozen=True, kw_only=True)
+class MembershipSettings(ResamplingSettings):
+    """What decides the figures of a membership measure."""
+
+    choose: bool = setting(
+        False,
+        "Choose the leading score on one half of the users and report on the other half; otherwise it is named "
+        "beforehand: EZ with a reference, min-k% without.",
     )
 
 
@@ -95,3 +164,28 @@ class TabConfig(Settings):
     min_confidence: float = setting(
         0.0, "Stop before a token that is less probable.", at_least=0, below=1
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SyntheticConfig(Settings):
+    """What counts as a copy in generated text, and what a report of it holds."""
+
+    min_words: int = setting(8, "Words that a stretch has at least.", at_least=2, at_most=1000)
+    near: float = setting(
+        0.1,
+        "The share of a stretch's words that may be changed; 0: none.",
+        at_least=0,
+        at_most=0.25,
+    )
+    redact: bool = setting(False, "No text and no names in the report.")
+    format: str = setting(
+        "auto",
+        "What a row is, where its columns do not tell.",
+        choices=("auto", *FORMATS),
+        panel="The text",
+    )
+    memory: str = setting("4GB", "Most memory the counting may take.")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        bytes_from(self.memory)

@@ -19,21 +19,24 @@ log), so its score is over the same tokens.
 """
 
 import zlib
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from tightlip.audit.beside_references import BesideReferences, beside_references
 from tightlip.audit.subjects import Subject
 from tightlip.core.errors import UsageError
-from tightlip.corpus.opening import check_reference, model_folder, standing_in_both
+from tightlip.corpus.opening import standing_in_both
 from tightlip.corpus.rendered import SPOKEN
 from tightlip.corpus.tokens import TokenizedCorpus
 from tightlip.corpus.vocabulary import DIGITS
-from tightlip.scan.document_scores import DocumentScores
-from tightlip.scan.models import BASE, Scans
+from tightlip.scan.document_scores import DocumentScores, document_scores
+from tightlip.scan.models import OpenedModel, Scans
+from tightlip.scan.scorers import MOMENTS, PLAIN, Scorer
+from tightlip.scan.store import ScannedCorpus
 
 _NONE = 2**40
 _TOGETHER = 1_000_000  # tokens looked at in one go
@@ -151,7 +154,7 @@ class Side:
 
     users: np.ndarray
     model: DocumentScores
-    reference: DocumentScores | None
+    reference: BesideReferences | None
     num_bytes: np.ndarray
 
     def __len__(self) -> int:
@@ -163,7 +166,13 @@ class Side:
     def by_user(self) -> "Side":
         """Each user as one long document."""
         users, owners = np.unique(self.users, return_inverse=True)
-        return self._changed(users, lambda column: np.bincount(owners, column, len(users)))
+
+        def summed(column: np.ndarray) -> np.ndarray:
+            sums = np.zeros((len(users), *column.shape[1:]))
+            np.add.at(sums, owners, column)
+            return sums
+
+        return self._changed(users, summed)
 
     def _changed(self, users: np.ndarray, change: Callable[[np.ndarray], np.ndarray]) -> "Side":
         return Side(
@@ -197,6 +206,9 @@ class Sides:
 
     def __post_init__(self) -> None:
         self.tokenizer = self.scans.opened(self.subject.model).tokenizer
+        self.model: list[DocumentScores] = []
+        self.reference: list[BesideReferences | None] = []
+        self.references: list[str] = []  # fingerprints
         self.train, self.held = (
             self.subject.tokens(part, self.scans, self.work) for part in ("members", "held_out")
         )
@@ -256,42 +268,33 @@ class Sides:
             never=self.tokenizer.all_special_ids,
         )
 
-    def score(self, reference: Any) -> None:
-        """The reference first: where it is refused, nobody has waited for the model."""
-        subject, scans = self.subject, self.scans
-        self.reference: tuple[DocumentScores | None, DocumentScores | None] = None, None
-        if reference is not None:
-            is_path = isinstance(reference, str | Path)
-            if is_path and (str(reference) != BASE or Path(BASE).exists()):
-                folder = None if subject.prepared is None else subject.prepared.folder
-                self.notes += check_reference(Path(reference), self.train, folder)
-                reference = model_folder(Path(reference))
-            self.reference = self._scored(reference, "by the reference", beside=subject.model)
-            if (
-                scans.opened(reference, beside=subject.model).files
-                == scans.opened(subject.model).files
-            ):
-                raise UsageError(
-                    f"{reference} is the model itself, so it is no reference. Give a model that never saw the training text."
-                )
-        self.model = self._scored(subject.model, "by the model")
-        other = self.reference[0]
-        if other is not None and (other.num_tokens != self.model[0].num_tokens).any():
-            raise UsageError(
-                f"{reference} and {subject.model} do not begin a document alike (one has a beginning-of-text token and "
-                "the other none), so their losses are over other tokens. Say how both were trained with --begin, or give "
-                "a reference that reads as the model does."
+    def score(self, references: Sequence[Any]) -> None:
+        """The references first: where one is refused, nobody has waited for the model."""
+        used = [self._opened(one) for one in references]
+        theirs = [self._scanned(one, "by a reference") for one in used]
+        model = self.scans.opened(self.subject.model)
+        mine = self._scanned(model, "by the model", MOMENTS)
+        for number, (scanned, counted) in enumerate(zip(mine, self.counted, strict=True)):
+            scans = [each[number] for each in theirs]
+            self.model.append(document_scores(scanned, counted=counted))
+            self.reference.append(
+                beside_references(scanned, scans, counted=counted) if scans else None
             )
 
-    def _scored(
-        self, model: Any, by: str, beside: Any = None
-    ) -> tuple[DocumentScores, DocumentScores]:
-        parts = (("Members", self.train), ("Non-members", self.held))
-        members, others = (
-            self.scans.scores(model, corpus, f"{name} {by}", counted=counted, beside=beside)
-            for (name, corpus), counted in zip(parts, self.counted, strict=True)
+    def _opened(self, reference: Any) -> OpenedModel:
+        opened = self.subject.opened_reference(
+            reference, self.scans, self.notes, members=self.train, held_out=self.held
         )
-        return members, others
+        if opened.files in self.references:
+            raise UsageError(f"The reference {opened.name} was given twice. Give different ones.")
+        self.references.append(opened.files)
+        return opened
+
+    def _scanned(self, model: OpenedModel, by: str, scorer: Scorer = PLAIN) -> list[ScannedCorpus]:
+        parts = (("Members", self.train), ("Non-members", self.held))
+        for _, corpus in parts:
+            model.refuse_other_tokens(corpus)
+        return [self.scans.scan(model, corpus, f"{name} {by}", scorer) for name, corpus in parts]
 
     def chosen(self) -> tuple[Side, Side]:
         """Members and non-members with something to score; users nobody trained on come last."""

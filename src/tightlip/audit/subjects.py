@@ -11,12 +11,12 @@ from typing import Any
 
 import tightlip
 from tightlip.audit.leakage.findings import WORK, report_folder
-from tightlip.audit.settings import LeakageConfig
 from tightlip.core.errors import UsageError
 from tightlip.core.files import claimed
 from tightlip.core.run_folder import RunRecord, is_run, run_around
 from tightlip.corpus.opening import (
     CorpusSource,
+    check_reference,
     finished_run,
     model_folder,
     open_run_corpus,
@@ -25,7 +25,7 @@ from tightlip.corpus.opening import (
 from tightlip.corpus.prepare import PreparedCorpus, is_prepared, open_prepared
 from tightlip.corpus.prepare_config import TextSettings
 from tightlip.corpus.tokens import TokenizedCorpus
-from tightlip.scan.models import Scans, scans_of_run
+from tightlip.scan.models import OpenedModel, Scans, means_base, scans_of_run
 from tightlip.scan.options import ScanOptions
 from tightlip.scan.store import SCAN, scan_store
 
@@ -65,6 +65,29 @@ class Subject:
         reads = sha256(f"{opened.tokenizer_fingerprint} {template}".encode()).hexdigest()
         return tokenised_for(getattr(self, part), opened.tokenizer, work / f"{part}-{reads[:16]}")
 
+    def check_reference(self, reference: Path, **corpora: TokenizedCorpus) -> list[str]:
+        """Refuse what saw `members` or `held_out`; returns what is to be noted of it."""
+        notes = []
+        for part, corpus in corpora.items():
+            notes += check_reference(reference, corpus, getattr(self, part), part)
+        return notes
+
+    def opened_reference(
+        self, reference: Any, scans: Scans, notes: list[str], **corpora: TokenizedCorpus
+    ) -> OpenedModel:
+        """A model that saw none of the corpora; refused where it did, or is the model itself."""
+        model = scans.opened(self.model)
+        if isinstance(reference, str | Path) and not means_base(model, reference):
+            notes += self.check_reference(Path(reference), **corpora)
+            reference = model_folder(Path(reference))
+        opened = scans.opened(reference, beside=self.model)
+        if opened.files == model.files:
+            raise UsageError(
+                f"{opened.name} is the model itself, so it is no reference. Give a model that never saw the training text."
+            )
+        opened.refuse_other_tokens(corpora["members"])
+        return opened
+
 
 def subject_of(
     model: Any, members: Any = None, held_out: Any = None, *, tokenizer: Any = None, **columns: Any
@@ -76,10 +99,8 @@ def subject_of(
         around = run_around(Path(model)) if isinstance(model, str | Path) else None
         if around is not None:
             return replace(of_run(finished_run(around)), model=Path(model))
-    sources = [None if one is None else CorpusSource(one, columns) for one in (members, held_out)]
-    for source in sources:
-        if source is not None and source.path is not None and not source.path.exists():
-            raise UsageError(f"{source.path} does not exist. Give the path of a corpus.")
+    given = (members, held_out)
+    sources = [None if one is None else CorpusSource(one, columns).existing() for one in given]
     if isinstance(model, RunRecord):
         model = model.model_folder
     elif isinstance(model, str | Path):
@@ -149,7 +170,7 @@ def measuring(
             folder = Path(stack.enter_context(TemporaryDirectory(prefix="tightlip-")))
         else:
             stack.enter_context(claimed(Path(out)))
-            folder = report_folder(Path(out), LeakageConfig())
+            folder = report_folder(Path(out))
         keep = keep and subject.is_file
         store = stack.enter_context(scan_store(folder / SCAN, [], keep=keep))
         scans = Scans(store=store, options=ScanOptions(device=device, **how))

@@ -127,9 +127,8 @@ class Completer:
         if not len(ids) or (whole and not is_open):
             return len(ids), ""
         if text[-1:].isspace() and (spans[-1, 1] < len(text) or text[-1] == "\n"):
-            return len(
-                ids
-            ), ""  # the tokenizer drops spaces, so this one ends the word; a line does
+            # The tokenizer drops spaces, so this one ends the word; a line does.
+            return len(ids), ""
         longest = len(ids), ""
         for kept in range(len(ids) - 1, -1, -1):
             begun = self._words.as_written(text, int(spans[kept, 0]), int(ids[kept]))

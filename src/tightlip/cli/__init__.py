@@ -8,6 +8,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from rich.text import Text
+
 from tightlip.core.progress import terminal
 
 
@@ -23,6 +25,19 @@ def print_lines(lines: Iterable[Any], console: Any = None) -> None:
 
 def say(line: str) -> None:
     print_lines([line])
+
+
+def print_overview(
+    console: Any, headline: str, sentences: Iterable[str], tables: Iterable[Any]
+) -> None:
+    """A headline in bold, what it comes down to, and tables with room around each."""
+    console.print(Text(headline, style="bold"))
+    for sentence in sentences:
+        console.print(Text(sentence))
+    for table in tables:
+        console.print()
+        console.print(table)
+    console.print()
 
 
 def name_page(page: Path, console: Any, what: str = "figure") -> None:

@@ -6,9 +6,10 @@ from typing import Annotated, Any
 import typer
 
 import tightlip
-from tightlip.audit.settings import LeakageConfig
+from tightlip.audit.settings import LeakageConfig, ResamplingSettings, SyntheticConfig
 from tightlip.cli import print_lines
 from tightlip.cli.flags import (
+    Corpus,
     KeptScan,
     Model,
     existing,
@@ -21,7 +22,7 @@ from tightlip.core.errors import UsageError
 from tightlip.core.files import read_json
 from tightlip.core.progress import log, logged_to, shown_progress
 from tightlip.core.run_folder import is_run
-from tightlip.corpus.prepare_config import TextSettings
+from tightlip.corpus.prepare_config import ColumnSettings, TextSettings
 from tightlip.scan.options import ScanOptions
 
 
@@ -37,10 +38,7 @@ from tightlip.scan.options import ScanOptions
 )
 def audit(
     model: Model,
-    corpus: Annotated[
-        str | None,
-        existing(typer.Argument, "CORPUS", "The text it was trained on. A run knows its own."),
-    ] = None,
+    corpus: Corpus = None,
     out: Annotated[
         Path | None, typer.Option(help="The report's folder. For a run: RUN/audit.")
     ] = None,
@@ -63,6 +61,33 @@ def audit(
     gate.judge(record, lambda: show(report))
 
 
+@with_settings(
+    *(SyntheticConfig, ResamplingSettings, ColumnSettings, GateSettings),
+    control=path_flag("CORPUS", "Text like it, of people who were not in: what chance repeats."),
+)
+def audit_text(
+    synthetic: Annotated[
+        str, existing(typer.Argument, "SYNTHETIC", "The generated text; it needs no user column.")
+    ],
+    corpus: Annotated[str, existing(typer.Argument, "CORPUS", "The text it was made from.")],
+    out: Annotated[Path, typer.Option(help="The report's folder.")],
+    *,
+    given: dict[str, Any],
+    engine: Annotated[str, typer.Option(help="Where the counting runs.")] = "local",
+) -> None:
+    """Look for people's text, print what was found, and judge it."""
+    from tightlip.audit.synthetic.audit import FIGURES
+    from tightlip.report.synthetic import terminal_lines
+
+    same = ("corpus_fingerprint", "min_words", "near")
+    only = lambda record: {"": record | {"copies": record["copies"]}}  # noqa: E731
+    gate = Gate("audit-text", given, FIGURES, only, record="summary.json", same=same)
+    with shown_progress(), logged_to(out / "log.txt"):
+        report = tightlip.audit_text(synthetic, corpus, out=out, engine=engine, **given)
+    where = f"The report: {out / 'report.html'}"
+    gate.judge(report.summary, lambda: print_lines([*terminal_lines(report.summary), where]))
+
+
 def _snapshots(report: Any) -> dict[str, Any] | None:
     path = report.folder / "snapshots.json"
     return read_json(path) if path.exists() else None
@@ -77,10 +102,12 @@ def _judged(record: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 def show(report: Any) -> None:
     """The headline figures and the way to the page."""
-    from tightlip.report.leakage.words import snapshots_table, terminal_table
+    from tightlip.report.leakage.words import contexts_table, snapshots_table, terminal_table
 
     snapshots = _snapshots(report)
     tables = [] if snapshots is None else [snapshots_table(snapshots)]
     where = f"The report: {report.folder / 'report.html'}"
-    print_lines([*tables, terminal_table(report.summary), where])
+    behind = contexts_table(report.summary)
+    others = [] if behind is None else ["", "What is left of the leaks:", behind.printed()]
+    print_lines([*tables, terminal_table(report.summary), *others, where])
     log.info("Report written to %s", report.folder)

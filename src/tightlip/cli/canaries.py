@@ -94,7 +94,7 @@ def canary_tables(entries: list[Entry]) -> list[Any]:
     """Tables by number of repetitions and of the most exposed users, then of real texts; as far
     as there are any."""
     tables = []
-    if planted := of_kind(entries, "planted"):
+    if planted := [one for one in of_kind(entries, "planted") if one["low"] is not None]:
         tables += [_table("canaries", planted, _planted_columns(planted)), _most_exposed(planted)]
     if real := of_kind(entries, "real"):
         tables.append(_table("real texts", real, _REAL_COLUMNS))
@@ -103,9 +103,12 @@ def canary_tables(entries: list[Entry]) -> list[Any]:
 
 def canary_lines(entries: list[Entry]) -> list[str]:
     """What the tables' figures mean, in plain sentences."""
-    planted, real = of_kind(entries, "planted"), of_kind(entries, "real")
+    every, real = of_kind(entries, "planted"), of_kind(entries, "real")
+    planted = [one for one in every if one["low"] is not None]
     lines = [_threshold_line(planted), *_cannot_lines(planted)] if planted else []
-    lines += [*_tab_lines(planted, "planted"), *_tab_lines(real, "real")]
+    if num := len(every) - len(planted):
+        lines.append(f"{num:,} planted canaries have no exposure: their template or its lists hold a word that the model lacks.")  # fmt: skip
+    lines += [*_tab_lines(every, "planted"), *_tab_lines(real, "real")]
     return [*lines, *_sampled_lines(planted), *_unknown_lines(real)]
 
 
@@ -217,11 +220,11 @@ def _cannot_lines(planted: list[Entry]) -> Iterator[str]:
 
 
 def _tab_lines(group: list[Entry], kind: str) -> Iterator[str]:
-    from tightlip.audit.canaries.tab_attack import most_successes
+    from tightlip.audit.canaries.tab_attack import tab_ceiling
 
     if group:
         yield f"Tab: {_num_tab(group)} of {len(group):,} {kind} canaries are completed."
-    most = most_successes([(one["prompt"], one["text"]) for one in group])
+    most = tab_ceiling(group)
     if most < len(group):
         yield f"Tab: at most {most:,} of {len(group):,} can succeed, for the others begin like one of these."
 

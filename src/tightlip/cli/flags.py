@@ -61,6 +61,10 @@ Model = Annotated[
         "A model's folder, an adapter's or a checkpoint's, a GGUF file, or a run of tightlip train.",
     ),
 ]
+Corpus = Annotated[
+    str | None,
+    existing(typer.Argument, "CORPUS", "The text it was trained on. A run knows its own."),
+]
 Config = Annotated[
     Path | None, existing(typer.Option, "FILE", "A TOML file with the same names; flags win.")
 ]

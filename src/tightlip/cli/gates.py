@@ -15,6 +15,7 @@ from tightlip.core.files import read_json, write_text
 from tightlip.core.gates import Figures, Known, junit_text, parsed_condition
 from tightlip.core.progress import harmless, log
 from tightlip.core.settings import Settings, names_in, setting
+from tightlip.report.kit.words import at
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +83,8 @@ class Gate:
     def judge(self, record: Any, shown: Callable[[], object]) -> None:
         """Print the record or what is `shown`, write what was asked for, and exit 1 on a failure."""
         for name in self._same if self._baseline is not None else ():
-            if _at(self._before, name) != _at(record, name):
+            there = at(*name.split("."))
+            if there(self._before) != there(record):
                 log.warning(
                     "The baseline has another %s, so its figures may differ for that.", name
                 )
@@ -114,11 +116,3 @@ class Gate:
         """The same subject's earlier figures, or those of the only one there was."""
         before = self._baseline or {}
         return next(iter(before.values())) if len(before) == 1 else before.get(subject)
-
-
-def _at(record: dict[str, Any], path: str) -> Any:
-    """What stands under names with dots between."""
-    found: Any = record
-    for name in path.split("."):
-        found = (found or {}).get(name)
-    return found

@@ -27,11 +27,8 @@ def ledger(
     json_wanted: Json = False,
 ) -> None:
     """What a run promises, and with all registered runs on the same people."""
-    from tightlip.corpus.history import guarantee_beside
     from tightlip.privacy.composition import ledger as guarantee_of
 
-    for run in runs:
-        guarantee_beside(run)  # refused where a trainer's folder holds others' weights
     record = guarantee_of(*runs)
     if json_wanted:
         print_json(record)

@@ -25,6 +25,8 @@ _COMMANDS = {
     "prepare": ("prepare:prepare", "Check a corpus and make it ready for training."),
     "train": ("train:train", "Train a language model; the same command goes on where it stopped."),
     "audit": ("audit:audit", "Which words of CORPUS the model gives away, and whose they are."),
+    "extract": ("extract:extract", "How many tries draw somebody's text out of a model?"),
+    "audit-text": ("audit:audit_text", "Whose words stand in generated text, copied or nearly so."),
     "membership": ("measures:membership", "Can one tell what a model was trained on?"),
     "groups": ("measures:groups", "Whose held-out text a model predicts worse, and who lost."),
     "dp-check": ("measures:dp_check", "What a run's planted canaries say about its ε."),

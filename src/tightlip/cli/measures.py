@@ -11,20 +11,20 @@ from rich.console import Console
 from rich.text import Text
 
 import tightlip
-from tightlip.audit.settings import Matching, ResamplingSettings
-from tightlip.cli import name_page, print_lines
+from tightlip.audit.settings import Matching, MembershipSettings, ResamplingSettings
+from tightlip.cli import name_page, print_lines, print_overview
 from tightlip.cli.flags import KeptScan, Keys, Model, OnDevice, existing, path_flag, with_settings
 from tightlip.cli.gates import Gate, GateSettings
 from tightlip.core.errors import GuaranteeError, UsageError
 from tightlip.core.files import read_json
 from tightlip.core.progress import shown_progress, terminal
-from tightlip.core.run_folder import DP_CHECK, DP_CHECK_RESULT, is_run, run_around
+from tightlip.core.run_folder import DP_CHECK, DP_CHECK_RESULT, ENGINE_CHECK, is_run, run_around
 from tightlip.corpus.prepare_config import TextSettings
 from tightlip.report.kit.table import printed_table
 from tightlip.scan.options import ModelSettings
 
 if TYPE_CHECKING:
-    from tightlip.audit.dp_check import DPCheck
+    from tightlip.audit.dp_check import DPCheck, DPChecks
     from tightlip.commands import Comparison
 
 Run = Annotated[str, existing(typer.Argument, "RUN", "A run of tightlip train.")]
@@ -38,16 +38,22 @@ Out = Annotated[Path | None, typer.Option(help="A folder for the record. For a r
 MEMBERS = path_flag("CORPUS", "Text it was trained on. A run knows its own.")
 _RATES = {"tpr_at_1_percent_fpr": "at 1%", "tpr_at_0_1_percent_fpr": "at 0.1%"}
 SAME = ("made_from.members", "made_from.held_out", "made_from.read_as")
-_KINDS = (OnDevice, KeptScan, ResamplingSettings, ModelSettings, GateSettings, TextSettings)
+_KINDS = (OnDevice, KeptScan, ModelSettings, GateSettings, TextSettings)
 
 
 @with_settings(
-    *_KINDS,
+    *(MembershipSettings, *_KINDS),
     members=MEMBERS,
     non_members=path_flag("CORPUS", "Text like it that it was not trained on."),
-    reference=path_flag(
-        "MODEL", "A model, or a run, that never saw that text; 'base' of an adapter.", ["base"]
-    ),
+    reference=Annotated[
+        list[str] | None,
+        existing(
+            typer.Option,
+            "MODEL",
+            "A model, or a run, that never saw that text; 'base' of an adapter. May be given again.",
+            ["base"],
+        ),
+    ],
 )
 def membership(model: Model, given: dict[str, Any], key: LeftOut = None, out: Out = None) -> None:
     """Measure, print, and write membership.json."""
@@ -55,7 +61,7 @@ def membership(model: Model, given: dict[str, Any], key: LeftOut = None, out: Ou
 
 
 @with_settings(
-    *_KINDS,
+    *(ResamplingSettings, *_KINDS),
     held_out=path_flag("CORPUS", "Text it was not trained on. A run knows its own."),
     members=MEMBERS,
     against=path_flag(
@@ -149,30 +155,45 @@ def lines_about_membership(figures: dict[str, Any]) -> Iterator[Any]:
         f"{documents['num_members']:,} training documents against {documents['num_nonmembers']:,} held-out ones; "
         "AUC 0.5 is chance, 1 tells every one."
     )
-    if documents["scores"]["loss"]["tpr_at_1_percent_fpr"] is not None:
+    leading = figures["leading"]["score"]
+    if documents["scores"][leading]["tpr_at_1_percent_fpr"] is not None:
         yield (
             "At 1%, at 0.1%: the share of those trained on that is found while so many of the others are accused; chance "
             "finds as many."
         )
-    yield _verdict("document", documents)
+    how = "chosen on other users" if figures["leading"]["chosen"] else "named beforehand"
+    yield f"The leading score, {how}: {documents['scores'][leading]['title']}."
+    yield from _verdict("document", documents, leading)
     if (users := figures["users"]) is not None:
-        yield _verdict("user", users)
+        yield from _verdict("user", users, leading)
+    if within := figures["by_length"]:
+        areas = [f"{each['scores'][leading]['auc']['value']:.3f}" for each in within]
+        most = [f"{each['longest']:,}" for each in within]
+        yield (
+            f"Among documents of like length (up to {', '.join(most)} tokens) its AUC is {', '.join(areas)}."
+        )
     yield from figures["notes"]
 
 
-def _verdict(one: str, level: dict[str, Any]) -> str:
-    scores = {name: score for name, score in level["scores"].items() if score is not None}
-    best = max(scores, key=lambda name: scores[name]["auc"]["value"])
-    auc = scores[best]["auc"]
+def _verdict(one: str, level: dict[str, Any], leading: str) -> Iterator[str]:
+    score, number = level["scores"][leading], level["num_members"]
+    auc, title, above = score["auc"], score["title"], score["num_above_all_nonmembers"]
     if auc["low"] is None or auc["low"] <= 0.5:
-        return (
-            f"These scores do not tell {one}s that were trained on from {one}s that were not: the highest AUC's interval "
-            "is not above chance."
+        yield (
+            f"On average the {title} score does not tell {one}s that were trained on from {one}s that were not: its AUC's "
+            "interval is not above chance."
         )
-    return (
-        f"{one.capitalize()}s that were trained on can be told: of one that was and one that was not, the "
-        f"{scores[best]['title']} score names the right one {math.floor(1000 * auc['value']) / 10:g}% of the time."
-    )
+    else:
+        yield (
+            f"{one.capitalize()}s that were trained on can be told: of one that was and one that was not, the "
+            f"{title} score names the right one {math.floor(1000 * auc['value']) / 10:g}% of the time."
+        )
+    if above:
+        # Any of them and of the non-members is as likely the highest, so one in so many is above.
+        chance = number / (level["num_nonmembers"] + 1)
+        yield (
+            f"{above:,} of {number:,} {one}s trained on score above every held-out one; about {chance:,.1f} would by chance."
+        )
 
 
 def _groups_tables(figures: dict[str, Any]) -> Iterator[Any]:
@@ -231,40 +252,66 @@ def _about_gap(figures: dict[str, Any], gap: dict[str, Any]) -> str:
 @with_settings(OnDevice, GateSettings)
 def dp_check(run: Run, given: dict[str, Any]) -> None:
     """Check, print, and refuse to let an untrue ε stand."""
-    if not is_run(Path(run)) or not (Path(run) / DP_CHECK).exists():
+    has_any = any((Path(run) / name).exists() for name in (DP_CHECK, ENGINE_CHECK))
+    if not is_run(Path(run)) or not has_any:
         lacks = "was trained without them" if is_run(Path(run)) else "is not a run of tightlip"
         raise UsageError(
             f"The check looks at the canaries that a run was trained with, and {run} {lacks}. Run: tightlip train CORPUS "
-            "--mitigation dp --epsilon 2 --dp-check-canaries 1000 --out DIR"
+            "--mitigation dp --epsilon 2 --dp-check-engine 1000 --out DIR"
         )
-    from tightlip.audit.dp_check import FIGURES, check_run  # with torch
+    from tightlip.audit.dp_check import FIGURES, check_run, gated  # with torch
 
-    gate = Gate("dp-check", given, FIGURES, _only(dict), record=DP_CHECK_RESULT)
-    check = check_run(run, **given)
-    lines = [*lines_about_check(check), f"The record: {Path(run) / DP_CHECK_RESULT}"]
-    gate.judge(check.to_json(), lambda: print_lines(lines))
-    if check.verdict == "contradicted":
+    gate = Gate("dp-check", given, FIGURES, _only(gated), record=DP_CHECK_RESULT)
+    checks = check_run(run, **given)
+    lines = [*lines_about_checks(checks), f"The record: {Path(run) / DP_CHECK_RESULT}"]
+    gate.judge(checks.to_json(), lambda: print_lines(lines))
+    if checks.verdict == "contradicted":
         raise GuaranteeError(
-            f"{run} claims ε {check.claimed_epsilon:.3g}, and its canaries show at least "
-            f"{rounded_down(check.epsilon_lower_bound)} at {check.confidence:.0%} confidence. Do not rely on the claim; "
-            "train and check again, and report it if it is contradicted twice."
+            f"{run} claims ε {checks.claimed_epsilon:.3g}, and its canaries contradict that at {checks.confidence:.0%} confidence. "
+            "Do not rely on the claim; train and check again, and report it if it is contradicted twice."
         )
 
 
-def lines_about_check(check: "DPCheck") -> list[str]:
-    """The finding in plain sentences."""
-    guessed = (
-        f"{check.num_correct:,} of {check.num_guesses:,} guesses about {check.num_canaries:,} canaries "
-        f"were right; {check.num_guesses // 2:,} would be by chance."
+def lines_about_checks(checks: "DPChecks") -> Iterator[str]:
+    """The findings in plain sentences."""
+    if checks.engine is not None:
+        yield "Engine: canaries of known gradient, seen in every noised sum."
+        yield from _about_check(checks.engine, checks)
+    if checks.text is not None:
+        yield "Text: planted texts, seen through the finished model."
+        yield from _about_check(checks.text, checks)
+        if checks.text_power is not None:
+            yield (
+                f"  It would notice that half the noise is missing in {checks.text_power:.0%} of runs at the very most."
+            )
+    if checks.claimed_epsilon is None:
+        yield "The run claims no ε, so there is nothing to contradict."
+    else:
+        verdict = "contradicted" if checks.verdict == "contradicted" else "not contradicted"
+        yield f"The run's claim, ε {checks.claimed_epsilon:.3g} at δ {checks.delta:.2g}, is {verdict}."
+
+
+def _about_check(check: "DPCheck", checks: "DPChecks") -> Iterator[str]:
+    yield (
+        f"  {check.num_correct:,} of {check.num_guesses:,} guesses about {check.num_canaries:,} canaries were right; "
+        f"{check.num_guesses // 2:,} would be by chance."
     )
-    bound = (
-        f"ε is at least {rounded_down(check.epsilon_lower_bound)} at δ {check.delta:g}, "
-        f"with {check.confidence:.0%} confidence."
+    if check.p_value is not None:
+        chance = f"At most {_percent(check.p_value)} of honest runs have as many right"
+        if check.p_value >= 0.5:
+            chance = "Many honest runs have as many right"
+        needed = "not even all of them would contradict the claim: take more canaries"
+        if check.num_to_contradict is not None:
+            needed = f"{check.num_to_contradict:,} or more would contradict the claim"
+        yield f"  {chance}; {needed}."
+    yield (
+        f"  By the guesses alone (Steinke et al.), ε is at least {rounded_down(check.epsilon_lower_bound)} at δ "
+        f"{checks.delta:.2g}, with {checks.confidence:.0%} confidence."
     )
-    if check.claimed_epsilon is None:
-        return [guessed, bound, "The run claims no ε."]
-    verdict = "contradicted" if check.verdict == "contradicted" else "not contradicted"
-    return [guessed, bound, f"The run's claim, ε {check.claimed_epsilon:.3g}, is {verdict}."]
+
+
+def _percent(share: float) -> str:
+    return "0.1%" if share <= 0.001 else f"{math.ceil(share * 1000) / 10:g}%"
 
 
 def rounded_down(epsilon: float) -> str:
@@ -309,13 +356,8 @@ def show_comparison(made: "Comparison", console: Console) -> None:
     from tightlip.report.comparison.words import headline, missing, tolerance_words, uncounted
 
     sentence, weighing = headline(made.rows)
-    console.print(Text(sentence, style="bold"))
-    for line in (weighing, *made.notes):
-        console.print(Text(line))
-    for part in terminal_tables(made.rows, console.width):
-        console.print()
-        console.print(part)
-    console.print()
+    tables = terminal_tables(made.rows, console.width)
+    print_overview(console, sentence, (weighing, *made.notes), tables)
     for row in made.rows:
         words = " ".join(row["verdicts"])
         if words:

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.text import Text
 
 import tightlip
-from tightlip.cli import name_page, print_json, say
+from tightlip.cli import name_page, print_json, print_overview, say
 from tightlip.cli.flags import Json, OnDevice, existing, switch, with_settings
 from tightlip.cli.gates import Gate, GateSettings
 from tightlip.core.errors import UsageError
@@ -274,15 +274,13 @@ def show(report: "AttackReport", console: Console) -> None:
     from tightlip.report.vectors import words
 
     columns = words.columns_of(report.results)
-    console.print(Text(words.headline(report.results), style="bold"))
-    for column in columns:
-        prefix = f"{column.name}: " if len(columns) > 1 else ""
-        for sentence in words.findings(column.first):
-            console.print(Text(prefix + sentence))
-    for table in words.terminal_tables(columns, console.width):
-        console.print()
-        console.print(table)
-    console.print()
+    found = [
+        (f"{column.name}: " if len(columns) > 1 else "") + sentence
+        for column in columns
+        for sentence in words.findings(column.first)
+    ]
+    tables = words.terminal_tables(columns, console.width)
+    print_overview(console, words.headline(report.results), found, tables)
     notes = words.notes_of(report.results)
     if report.num_kept:
         notes.append(

@@ -38,24 +38,15 @@ _TABLES: dict[str, type[Settings]] = {
     "prepare": PrepareConfig,
     "options": RunOptions,
 }
-_RECORDED = (
-    "corpus",
-    "start",
-    "versions",
-    "selection",
-)  # what a run's own config.toml has beyond settings
-# Of what `tightlip prepare` takes, listed here too; the others work without being listed.
+# What a run's own config.toml has beyond settings.
+_RECORDED = ("corpus", "start", "versions", "selection")
 _MORE = (
     "Not listed, and there: every flag of tightlip prepare, and the rarer ones in docs/training.md."
 )
+# Of what `tightlip prepare` takes, listed here too; the others work without being listed.
 _OF_A_RAW_CORPUS = (
-    "user_column",
-    "text_column",
-    "format",
-    "validation",
-    "public_validation",
-    "tokenizer",
-    "vocabulary_size",
+    *("user_column", "text_column", "format", "validation", "public_validation"),
+    *("tokenizer", "vocabulary_size"),
 )
 
 

@@ -57,7 +57,9 @@ class Processes:
                 outcome[0] = make()
             except Exception as error:
                 outcome[1] = error
-        self._broadcast(outcome)
+        from torch import distributed
+
+        distributed.broadcast_object_list(outcome, src=0)  # by way of the CPU where the group can
         if outcome[1] is not None:
             raise outcome[1]
         made: Told = outcome[0]
@@ -122,11 +124,6 @@ class Processes:
     def own_seed(self, insecure_seed: int | None) -> int | None:
         """A known seed that is no other process'; the first has it as it was given."""
         return None if insecure_seed is None else insecure_seed + (self.rank << 64)
-
-    def _broadcast(self, objects: list[Any]) -> None:
-        from torch import distributed
-
-        distributed.broadcast_object_list(objects, src=0)  # by way of the CPU where the group can
 
 
 @contextmanager

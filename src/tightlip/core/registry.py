@@ -25,7 +25,9 @@ _REGISTERED: dict[str, dict[str, str]] = {
     "page": {
         "adaptive-paper": "tightlip.experiments.adaptive_page:AdaptivePage",
         "comparison": "tightlip.report.comparison:ComparisonPage",
+        "extraction": "tightlip.report.extraction:ExtractionPage",
         "leakage": "tightlip.report.leakage:LeakagePage",
+        "synthetic": "tightlip.report.synthetic:SyntheticPage",
         "vectors": "tightlip.report.vectors:VectorsPage",
         "vectors-paper": "tightlip.experiments.vectors_page:VectorsPaperPage",
         "weights": "tightlip.report.weights:WeightsPage",

@@ -9,7 +9,7 @@ same draws, so that a difference of two is paired.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -114,9 +114,9 @@ class UserDraws:
         parts = [figure(times[:, self.user_of_row]) for times in self._chunks()]
         return np.concatenate(parts)
 
-    def _chunks(self) -> list[np.ndarray]:
+    def _chunks(self) -> Iterator[np.ndarray]:
         starts = range(0, len(self._times), _DRAWS_AT_ONCE)
-        return [self._times[start : start + _DRAWS_AT_ONCE].astype(np.float64) for start in starts]
+        return (self._times[start : start + _DRAWS_AT_ONCE].astype(np.float64) for start in starts)
 
     def interval(self, value: float, drawn: np.ndarray) -> dict[str, Any]:
         """`interval` over these draws, of which those without the figure are passed over."""

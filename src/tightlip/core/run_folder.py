@@ -10,7 +10,8 @@ ledger.json         what the run may promise; it says when the run is finished
 log.txt             what was said on the way
 checkpoint/         only while the run is under way
 trials/             only while `--trials` are under way: how many, of what, and the best so far; private
-dp_check.json       the key of planted canaries, where there are any: what they read, who was in
+dp_check.json       the key of planted texts, where there are any: what they read, who was in
+_private_dp_check.json  canaries inside the engine: who was in, and what the noise let through
 dp_check_result.json  what `tightlip dp-check RUN` found
 noise_scales.jsonl  adaptive-dp, mode scale: the noise of each charged step, public by its proof
 private_noise.bin   adaptive-dp, mode as-published: how often each noise was used; private
@@ -44,16 +45,17 @@ from tightlip.core.settings import read_toml, toml_text
 
 CONFIG, METRICS, LEDGER, LOG = "config.toml", "metrics.jsonl", "ledger.json", "log.txt"
 PRIVATE_METRICS = "private.jsonl"
-LEDGER_LOCK = f".{LEDGER}.lock"
+LEDGER_LOCK = f"_{LEDGER}.lock"
 MODEL, MERGED, SNAPSHOTS, CHECKPOINT = "model", "merged", "snapshots", "checkpoint"
 DP_CHECK, DP_CHECK_RESULT = "dp_check.json", "dp_check_result.json"
+ENGINE_CHECK = "_private_dp_check.json"
 # Of a checkpoint: no pickle, so nothing in it can run.
 TENSORS, STATE = "tensors.safetensors", "state.json"
 _ASIDE = "damaged-"
 # Whoever reads these says what is to be done about damage in them.
 _MADE_AGAIN = (CHECKPOINT, "scan", "measures")
 # A raw corpus is prepared inside the run, and canaries are drawn, before training claims the folder.
-_MAY_STAND_BEFORE = {"corpus", LOG, DP_CHECK}
+_MAY_STAND_BEFORE = {"corpus", LOG, LEDGER_LOCK, DP_CHECK}
 
 Progress = TypeVar("Progress")
 log = logging.getLogger(__name__)
@@ -97,12 +99,17 @@ class RunRecord:
 
     @property
     def where_learning_shows(self) -> str:
-        """In which private file its owner reads whether a private run learnt anything."""
-        file = self.folder / PRIVATE_METRICS
-        if "validation_perplexity_at_start" not in (self.metrics or [{}])[-1]:
+        """In which file its owner reads whether a private run learnt anything, and who else may."""
+        file, last = self.folder / PRIVATE_METRICS, (self.metrics or [{}])[-1]
+        if "validation_perplexity_at_start" not in last:
             return f"Its losses stand in {file}, which is private; without held-out text they do not tell whether it learnt anything."
+        where, told = f"{file}, which is private as the text is", ""
+        if last["validation_perplexity_at_start"] is not None:
+            where = f"{self.folder / METRICS}, which may be told (by frequency: in {file}, which is private)"
+        elif "noisy_validation_perplexity" in last:
+            told = f"noisy_validation_perplexity in {self.folder / METRICS} may be told. "
         return (
-            f"Whether it learnt anything stands in {file}, which is private as the text is: it did where the last "
+            f"{told}Whether it learnt anything stands in {where}: it did where the last "
             "validation_perplexity is below validation_perplexity_at_start and validation_perplexity_by_frequency."
         )
 

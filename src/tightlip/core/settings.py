@@ -131,7 +131,7 @@ class Settings:
         }
 
 
-def settings_of(kind: type[Settings]) -> list[dataclasses.Field]:
+def settings_of(kind: type) -> list[dataclasses.Field]:
     """The fields of `kind` that were written with `setting`."""
     fields = dataclasses.fields(kind)  # type: ignore[arg-type]
     return [field for field in fields if "about" in field.metadata]
@@ -169,7 +169,7 @@ def _check_known(what: str, given: Iterable[str], known: list[str], place: str =
             raise UsageError(f"{place}{unknown(what, name, known)}")
 
 
-def takes(*kinds: type[Settings], tables: Collection[str] = ()) -> Callable[[Call], Call]:
+def takes(*kinds: type, tables: Collection[str] = ()) -> Callable[[Call], Call]:
     """Tell of a function for Python what it takes: its own arguments and the settings of `kinds`.
 
     In its signature the settings stand in the place of `**settings`, and its docstring ends with a
@@ -204,7 +204,7 @@ def takes(*kinds: type[Settings], tables: Collection[str] = ()) -> Callable[[Cal
     return made
 
 
-def _help_lines(kinds: tuple[type[Settings], ...]) -> Iterator[str]:
+def _help_lines(kinds: tuple[type, ...]) -> Iterator[str]:
     """What each setting means, under the name of its class."""
     for kind in filter(settings_of, kinds):
         yield f"\n{kind.__name__}:"

@@ -131,11 +131,13 @@ class Readings:
 
     Holds:
         every: the readings of a text are all ways to fill the template that spell it.
+        once: `num_texts` counts a text once, in however many ways it can be filled.
         plain: where `plain` is true no text has two readings.
     """
 
     def __init__(self, template: Template, lists: Sequence[Sequence[str]]) -> None:
         left = iter(lists)
+        self._num_ways = math.prod(map(len, lists))
         self._parts = [_numbered(next(left)) if isinstance(p, Slot) else p for p in template.parts]
         self._last = max(n for n, part in enumerate(self._parts) if not isinstance(part, str))
 
@@ -156,6 +158,26 @@ class Readings:
             for others in self._from(number + 1, text[length:])
         ]
 
+    def num_texts(self) -> int:
+        """How many different texts there are.
+
+        Letter by letter, for each set of readings that are still open, how many beginnings have
+        just these: every text is one beginning, and two ways to fill it are in the same set.
+        """
+        if self.plain:
+            return self._num_ways
+        beginnings = [_beginnings(part) for part in self._parts]
+        end, total = (len(self._parts), ""), 0
+        open_sets = {frozenset([(0, "")]): 1}
+        while open_sets:
+            total += sum(num for places, num in open_sets.items() if end in places)
+            longer: dict[frozenset[tuple[int, str]], int] = defaultdict(int)
+            for places, num in open_sets.items():
+                for after in _by_letter(places, beginnings).values():
+                    longer[frozenset(after)] += num
+            open_sets = longer
+        return total
+
     @property
     def plain(self) -> bool:
         """Whether it shows at once where each value ends: by its length, or by what follows it."""
@@ -172,6 +194,34 @@ def _numbered(values: Sequence[str]) -> Numbers:
     for number, value in enumerate(values):
         numbers[len(value)].setdefault(value, []).append(number)
     return dict(numbers)
+
+
+def _beginnings(part: str | Numbers) -> dict[str, tuple[set[str], bool]]:
+    """Every beginning of a part's values: the letters that may follow, and whether it is a value."""
+    values = {part} if isinstance(part, str) else {v for alike in part.values() for v in alike}
+    found: dict[str, tuple[set[str], bool]] = defaultdict(lambda: (set(), False))
+    for value in values:
+        for length, letter in enumerate(value):
+            found[value[:length]][0].add(letter)
+        found[value] = (found[value][0], True)
+    return dict(found)
+
+
+def _by_letter(
+    places: frozenset[tuple[int, str]], beginnings: list[dict[str, tuple[set[str], bool]]]
+) -> dict[str, set[tuple[int, str]]]:
+    """Where readings stand after one more letter; a value that ends there opens the next part."""
+    after: dict[str, set[tuple[int, str]]] = defaultdict(set)
+    for number, before in places:
+        if number == len(beginnings):
+            continue
+        for letter in beginnings[number][before][0]:
+            letters, is_value = beginnings[number][before + letter]
+            if letters:
+                after[letter].add((number, before + letter))
+            if is_value:
+                after[letter].add((number + 1, ""))
+    return after
 
 
 def _differ(values: Numbers) -> bool:

@@ -80,14 +80,9 @@ def format_of(columns: Any, text_column: str) -> str | None:
     return next((name for name, told in _TOLD_BY.items() if names >= {*told}), None)
 
 
-def columns_of_format(name: str, text_column: str) -> tuple[str, ...]:
-    """The columns without which a row is not of the format."""
-    return (text_column,) if name == "text" else _TOLD_BY[name]
-
-
 def columns_read(name: str, text_column: str) -> set[str]:
     """All columns that the text of a row of the format may come from."""
-    return {*columns_of_format(name, text_column)} | (set() if name == "text" else _READ_BESIDE)
+    return {text_column} if name == "text" else {*_TOLD_BY[name], *_READ_BESIDE}
 
 
 def documents_of(row: Mapping[str, Any], name: str, text_column: str) -> list[Document] | Fault:

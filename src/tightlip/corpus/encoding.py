@@ -47,7 +47,7 @@ class Encoder:
                 "token covers. Use a model whose tokenizer comes as tokenizer.json."
             )
         check_token_ids(f"A {type(tokenizer).__name__}", tokenizer)
-        self._may_cut = self._backend is not None and cuts_at_spaces(self._backend)
+        self.may_cut = self._backend is not None and cuts_at_spaces(self._backend)
 
     def encode(self, texts: list[str]) -> tuple[list[np.ndarray], list[np.ndarray] | None]:
         """Each text's ids (int32), and each token's character span where asked for."""
@@ -56,7 +56,7 @@ class Encoder:
                 texts, add_special_tokens=False, truncation=False, padding=False, verbose=False
             )
             return [np.array(ids, np.int32) for ids in called["input_ids"]], None
-        if not (self._may_cut and any(len(text) > PIECE_CHARACTERS for text in texts)):
+        if not (self.may_cut and any(len(text) > PIECE_CHARACTERS for text in texts)):
             return self._encode_fast(texts)
         return self._encode_long(texts)
 
@@ -129,6 +129,11 @@ def pieces(text: str) -> Iterator[str]:
         yield text[start : cut.start()]
         start = cut.start()
     yield text[start:]
+
+
+def safe_cuts(text: str) -> list[int]:
+    """Where a text may be cut, if `cuts_at_spaces`: before a space between two visible characters."""
+    return [cut.start() for cut in _SAFE_CUT.finditer(text)]
 
 
 def cuts_at_spaces(backend: Any) -> bool:

@@ -10,7 +10,7 @@ frame, or a file that other tools wrote anew, has no history to tell.
 import json
 import secrets
 from collections.abc import Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +18,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from tightlip.core import register
-from tightlip.core.checksums import digest_of
-from tightlip.core.errors import GuaranteeError
 from tightlip.core.files import read_json, read_sealed
+from tightlip.core.guarantees import OWN_RECORD
 from tightlip.core.run_folder import RunRecord, run_around
 from tightlip.corpus.formats import kind_of
 
 ID = "id.json"  # of a prepared corpus
-OWN_RECORD = "guarantee.json"  # beside a model's weights
-_NOT_WEIGHTS = ("training_args.bin", "optimizer.bin", "scheduler.bin")
 _NAME = b"tightlip.history"
 # Of the settings of a preparation, those by which one text can decide about another.
 _KEPT = ("split", "deduplicate")
@@ -133,30 +130,6 @@ def new_name(
     return {"id": name, "people": [*ids]}
 
 
-def weights_in(folder: Path) -> dict[str, str]:
-    """Digests of the files in a model's folder that hold weights, by name; not of checkpoints in it."""
-    patterns = ("*.safetensors", "*.bin", "*/adapter_model.*")
-    files = sorted(each for pattern in patterns for each in folder.glob(pattern))
-    names = {each.relative_to(folder).as_posix(): each for each in files}
-    left_out = ("checkpoint-", *_NOT_WEIGHTS)
-    return {name: digest_of(each) for name, each in names.items() if not name.startswith(left_out)}
-
-
-def guarantee_beside(folder: Path) -> dict[str, Any]:
-    """The guarantee beside a model's weights, empty where there is none. A trainer's lists the files
-    that it is about, and where others stand there now it is refused; a run's folder has checksums."""
-    path = folder / OWN_RECORD
-    record: dict[str, Any] = read_json(path) if path.is_file() else {}
-    listed = record.get("weights")
-    if listed is None or listed == (there := weights_in(folder)):
-        return record
-    name = min(name for name in {*listed, *there} if listed.get(name) != there.get(name))
-    raise GuaranteeError(
-        f"{path} was written for other weights than those beside it: {name} was changed, added or removed since, so nobody knows "
-        "what they cost. Put the weights of that run back; or delete guarantee.json, which is not theirs."
-    )
-
-
 def preparation_behind(folder: Path) -> Path | None:
     """The prepared corpus that a tokenizer's folder came out of: it stands in it, or in a run on
     it; None where neither is known, as of a copy."""
@@ -167,7 +140,7 @@ def preparation_behind(folder: Path) -> Path | None:
     return None if run is None else run.corpus_folder
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Origin:
     """What is known to have shaped a model, through all the runs that it came out of.
 
@@ -177,21 +150,19 @@ class Origin:
     were trained on without privacy.
     """
 
-    learnt: frozenset[str] = frozenset()
-    openly: frozenset[str] = frozenset()
-    words: frozenset[str] = frozenset()
-    folders: tuple[Path, ...] = ()
-    open_folders: tuple[Path, ...] = ()
+    learnt: set[str] = field(default_factory=set)
+    openly: set[str] = field(default_factory=set)
+    words: set[str] = field(default_factory=set)
     is_known: bool = False
+    corpora: dict[Path, bool] = field(default_factory=dict)  # whether it was without privacy
 
+    @property
+    def folders(self) -> list[Path]:
+        return [folder for folder in self.corpora if (folder / "prepared.json").is_file()]
 
-class _Tracer:
-    """Marks on their way into an `Origin`."""
-
-    def __init__(self) -> None:
-        self.marks: dict[str, set[str]] = {"learnt": set(), "openly": set(), "words": set()}
-        self.folders: dict[Path, bool] = {}  # whether it was trained on without privacy
-        self.is_known = False
+    @property
+    def open_folders(self) -> list[Path]:
+        return [folder for folder in self.folders if self.corpora[folder]]
 
     def add_record(self, model: Path) -> None:
         """What lies beside a model's weights, in `guarantee.json`."""
@@ -201,14 +172,14 @@ class _Tracer:
         record = read_json(path)
         self.is_known |= {"mechanism", "standing"} <= {*record}  # or it says nothing
         learnt = record.get("learnt_from") or {}
-        for name, marks in self.marks.items():
-            marks |= {str(each) for each in learnt.get(name, ())}
+        for name in ("learnt", "openly", "words"):
+            getattr(self, name).update(map(str, learnt.get(name, ())))
         # Version 0.2 before it was released: fingerprints, of private runs only names.
-        self.marks["openly"] |= {*learnt.get("sources", ())}
-        self.marks["words"] |= {*learnt.get("vocabulary", ())}
-        self.marks["learnt"] |= {*learnt.get("sources", ()), *learnt.get("names", ())}
+        self.openly |= {*learnt.get("sources", ())}
+        self.words |= {*learnt.get("vocabulary", ())}
+        self.learnt |= {*learnt.get("sources", ()), *learnt.get("names", ())}
         if record.get("corpus_fingerprint"):
-            self.marks["learnt"].add(str(record["corpus_fingerprint"]))
+            self.learnt.add(str(record["corpus_fingerprint"]))
 
     def add_run(self, run: RunRecord) -> None:
         """What a run's own folder tells, and its corpus where that still stands."""
@@ -217,20 +188,11 @@ class _Tracer:
         corpus = run.corpus_folder.resolve()
         marks = marks_of(corpus) | {str(run.config["corpus"].get("corpus_fingerprint"))}
         is_open = run.guarantee.get("epsilon") is None
-        for name in ("learnt", "openly") if is_open else ("learnt",):
-            self.marks[name] |= marks
+        self.learnt |= marks
+        self.openly |= marks if is_open else set()
         words, through = vocabulary_behind(corpus)
-        self.marks["words"] |= words
-        self.folders |= {corpus: is_open} | dict.fromkeys(through, False)
-
-    def origin(self) -> Origin:
-        there = [folder for folder in self.folders if (folder / "prepared.json").is_file()]
-        return Origin(
-            **{name: frozenset(marks) for name, marks in self.marks.items()},
-            folders=(*there,),
-            open_folders=tuple(folder for folder in there if self.folders[folder]),
-            is_known=self.is_known,
-        )
+        self.words |= words
+        self.corpora |= {corpus: is_open} | dict.fromkeys(through, False)
 
 
 def origin_of(model: Path) -> Origin:
@@ -241,33 +203,33 @@ def origin_of(model: Path) -> Origin:
         copied: a copy of a model's folder tells as much as its own record does.
         unknown: of a model from elsewhere it is empty.
     """
-    tracer, seen = _Tracer(), set[Path]()
+    origin, seen = Origin(), set[Path]()
     at: Path | None = model.resolve()
     while at is not None and at not in seen:
         seen.add(at)
-        tracer.add_record(at)
+        origin.add_record(at)
         run = run_around(at)
         if run is None:
             break
-        tracer.add_run(run)
+        origin.add_run(run)
         before = Path(str(run.config.get("train", {}).get("model", "")))
         at = before.resolve() if before.is_dir() and before.is_absolute() else None
-    return tracer.origin()
+    return origin
 
 
 def vocabulary_behind(prepared: Path) -> tuple[set[str], list[Path]]:
     """Marks of the text that a prepared corpus' words were learnt from, and the prepared corpora
     that its tokenizer was handed on through, the one that made it last."""
-    tracer, through = _Tracer(), list[Path]()
+    origin, through = Origin(), list[Path]()
     at: Path | None = prepared
     while at is not None and at not in through and (at / "prepared.json").is_file():
         through.append(at)
         given = read_json(at / "prepared.json")["settings"].get("tokenizer")
         if given is None:
-            return tracer.marks["words"] | marks_of(at), through[1:]
-        tracer.add_record(Path(given))
+            return origin.words | marks_of(at), through[1:]
+        origin.add_record(Path(given))
         at = preparation_behind(Path(given))
-    return tracer.marks["words"], through[1:]
+    return origin.words, through[1:]
 
 
 def learnt_from(prepared: Path, start: Path | None, *, is_private: bool) -> dict[str, list[str]]:

@@ -15,6 +15,7 @@ from tightlip.core.run_folder import RunRecord, is_run, open_run, run_around
 from tightlip.corpus.encoding import tokenizer_fingerprint
 from tightlip.corpus.history import files_under, marks_of, name_of, origin_of
 from tightlip.corpus.prepare import PreparedCorpus, is_prepared, open_prepared
+from tightlip.corpus.prepare_chats import refuse_rendered
 from tightlip.corpus.prepare_config import TextSettings
 from tightlip.corpus.readers import open_corpus
 from tightlip.corpus.rendered import RolesReader, ShownTexts
@@ -26,6 +27,8 @@ from tightlip.corpus.tokens import (
 )
 
 MOST_SHARED = 0.5  # short common texts stand in any two corpora
+# What a reference may have learnt, and how every score beside it then is.
+_KNOWN_TO_IT = {"members": ("training", "low"), "held_out": ("held-out", "high")}
 _PARTS = {
     "corpus_fingerprint": "training text",
     "validation_fingerprint": "held-out text",
@@ -53,6 +56,14 @@ class CorpusSource:
         if self.path.name == "validation" and is_prepared(self.path.parent):
             return self.path.parent, "validation"
         return (self.path, "train") if is_prepared(self.path) else None
+
+    def existing(self) -> "CorpusSource":
+        """Itself; refused where nothing is at its path, or only what a template made of chats."""
+        if self.path is not None and not self.path.exists():
+            raise UsageError(f"{self.path} does not exist. Give the path of a corpus.")
+        if self._stored_part is None:
+            refuse_rendered(self.source)
+        return self
 
     def prepared(self) -> TokenizedCorpus | None:
         """The tokens stored with a prepared corpus."""
@@ -190,42 +201,46 @@ def fingerprints(prepared: PreparedCorpus) -> dict[str, str | None]:
     }
 
 
-def check_reference(reference: Path, train: TokenizedCorpus, folder: Path | None) -> list[str]:
-    """Refuse a reference that learnt the members; returns what is to be noted of it.
+def check_reference(
+    reference: Path, corpus: TokenizedCorpus, source: CorpusSource | None, part: str
+) -> list[str]:
+    """Refuse a reference that learnt the members, or the others; returns what is to be noted of it.
 
     `reference` is a run, a model inside one, or a model from elsewhere, of which nothing is known;
-    `folder` is that of the corpus where it was prepared.
+    `corpus` is made of `source`, and `part` a key of _KNOWN_TO_IT.
     """
+    folder = None if source is None else source.path
+    folder = folder if folder is not None and is_prepared(folder) else None
+    text = f"this very {_KNOWN_TO_IT[part][0]} text"
     if folder is not None and _card_names(reference, folder):
-        raise _no_reference(reference, "this very corpus")
+        raise _no_reference(reference, text)
     if folder is not None and origin_of(reference).learnt & marks_of(folder):
-        raise _no_reference(reference, "this very corpus, or another part of the same text")
+        raise _no_reference(reference, f"{text}, or another part of the same text")
     run = run_around(reference)
-    return [] if run is None else _check_run(reference, run, train)
+    return [] if run is None else _check_run(reference, run, corpus, part)
 
 
-def _check_run(reference: Path, run: RunRecord, train: TokenizedCorpus) -> list[str]:
-    if run.config["corpus"].get("corpus_fingerprint") == train.corpus_fingerprint:
-        raise _no_reference(reference, "this very corpus")
+def _check_run(reference: Path, run: RunRecord, corpus: TokenizedCorpus, part: str) -> list[str]:
+    what, too = _KNOWN_TO_IT[part]
+    if run.config["corpus"].get("corpus_fingerprint") == corpus.corpus_fingerprint:
+        raise _no_reference(reference, f"this very {what} text")
     theirs = _text_of(run)
     if theirs is None:
         return [
-            f"What {reference} was trained on is no longer there, so nobody can tell whether it saw the training "
-            "documents; its score is too low if it did."
+            f"What {reference} was trained on is no longer there, so nobody can tell whether it saw the {what} "
+            f"documents; its score is too {too} if it did."
         ]
-    if theirs.tokenizer_fingerprint != train.tokenizer_fingerprint:
+    if theirs.tokenizer_fingerprint != corpus.tokenizer_fingerprint:
         return []  # refused when it is opened, with the reason
 
-    shared, _ = standing_in_both(train, theirs)
-    if shared.mean() > MOST_SHARED:
-        raise _no_reference(
-            reference, f"{shared.sum():,} of the {len(shared):,} training documents"
-        )
+    shared, _ = standing_in_both(corpus, theirs)
     if not shared.any():
         return []
+    share = f"{shared.sum():,} of the {len(shared):,} {what} documents"
+    if shared.mean() > MOST_SHARED:
+        raise _no_reference(reference, share)
     return [
-        f"The reference was itself trained on {shared.sum():,} of the {len(shared):,} training documents; its score is "
-        "too low by what it keeps of these."
+        f"The reference was itself trained on {share}; its score is too {too} by what it keeps of these."
     ]
 
 
@@ -246,8 +261,8 @@ def _card_names(model: Path, folder: Path) -> bool:
 
 def _no_reference(reference: Path, what: str) -> UsageError:
     return UsageError(
-        f"{reference} was itself trained on {what}, so it is no reference. Give a model that never saw the training "
-        "text: trained on other text, or public."
+        f"{reference} was itself trained on {what}, so it is no reference. Give a model that saw neither the "
+        "training text nor the held-out text: trained on other text, or public."
     )
 
 

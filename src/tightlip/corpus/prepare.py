@@ -231,9 +231,8 @@ def _name_for(corpus: Corpus, source: str, config: PrepareConfig) -> dict[str, A
     try:
         sources = {source, *fingerprints(corpus.history)}
         return new_name(sources, inherited, apart=config.other_people)
-    except (
-        GuaranteeError
-    ) as error:  # plain training needs no register, and private training asks again
+    except GuaranteeError as error:
+        # Plain training needs no register, and private training asks again.
         log.warning("%s", error)
         name = secrets.token_hex(16)
         return {"id": name, "people": inherited or [name]}
@@ -241,13 +240,12 @@ def _name_for(corpus: Corpus, source: str, config: PrepareConfig) -> dict[str, A
 
 def _opened(source: Any, config: PrepareConfig) -> Corpus:
     refuse_rendered(source)
-    return open_corpus(
-        source,
-        user_column=config.user_column,
-        text_column=config.text_column,
-        bad_rows=config.bad_rows,
-        format=config.format,
-    )
+    return open_corpus(source, **_columns(config))
+
+
+def _columns(config: PrepareConfig) -> dict[str, Any]:
+    names = ("user_column", "text_column", "bad_rows", "format")
+    return {name: getattr(config, name) for name in names}
 
 
 def held_out_corpus(config: PrepareConfig) -> Corpus | None:
@@ -265,8 +263,7 @@ def held_out_corpus(config: PrepareConfig) -> Corpus | None:
         return _opened(path, config)
     from tightlip.corpus.public_text import open_public  # which reads prepared corpora itself
 
-    names = ("user_column", "text_column", "bad_rows", "format")
-    return open_public(path, **{name: getattr(config, name) for name in names})
+    return open_public(path, **_columns(config))
 
 
 def _already_there(out: Path, identity: dict[str, Any]) -> PreparedCorpus:
@@ -311,10 +308,8 @@ def _vocabulary_facts(config: PrepareConfig, marks: set[str]) -> dict[str, Any]:
     if made_in is None:
         return {"releases": [], "learnt_vocabulary": False}
     record = read_json(made_in / "prepared.json")
-    return {
-        "releases": record.get("releases", []),
-        "learnt_vocabulary": _learnt_vocabulary(record),
-    }
+    releases = record.get("releases", [])
+    return {"releases": releases, "learnt_vocabulary": _learnt_vocabulary(record)}
 
 
 def _write_documents(

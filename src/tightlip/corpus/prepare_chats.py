@@ -11,14 +11,19 @@ from itertools import compress, islice
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
+
 from tightlip.core.errors import UsageError
 from tightlip.core.progress import task
 from tightlip.corpus.cleaning import Cleaner
+from tightlip.corpus.formats import kind_of
+from tightlip.corpus.history import files_under
 from tightlip.corpus.prepare_config import PrepareConfig, check_owners, check_split, splitter_for
 from tightlip.corpus.readers import Corpus, DocumentBatch
 from tightlip.corpus.rendered import SPOKEN, RolesReader, RoleTokens, template_of
 from tightlip.corpus.tables import AttributeTypes, TableWriter
-from tightlip.corpus.tokens import open_tokenized, write_role_tokens
+from tightlip.corpus.tokens import write_role_tokens
 
 _AT_ONCE = 500
 _REFUSED = {
@@ -51,14 +56,25 @@ def template_fingerprint(corpus: Corpus, given: Any, config: PrepareConfig) -> s
 
 
 def refuse_rendered(source: Any) -> None:
-    """Refuse the table of a corpus prepared from chats: it does not tell what is trained on."""
-    for folder in [Path(source), Path(source).parent] if isinstance(source, str | Path) else []:
-        tokens = folder / "train"
-        if (tokens / "info.json").is_file() and open_tokenized(tokens).roles is not None:
-            raise UsageError(
-                f"{source} was prepared from chats, and its table does not tell what of them is trained on. Give the folder {folder} "
-                "to train on it as it is, or the chats themselves."
-            )
+    """Refuse the table of a corpus prepared from chats: a template's marks are text in it."""
+    is_path = isinstance(source, str | Path) and Path(source).exists()
+    if is_path and any(map(_is_rendered, files_under(Path(source)))):
+        raise UsageError(
+            f"{source} was prepared from chats: its table holds the marks of their template too, and does not tell what of them is "
+            "trained on. Give the prepared folder, of what is held out its folder validation; or the chats themselves."
+        )
+
+
+def _is_rendered(file: Path) -> bool:
+    """Whether texts have what is spoken in them beside them, character by character."""
+    try:
+        table = pq.ParquetFile(file) if kind_of(file) == "parquet" else None
+        if table is None or not {"text", SPOKEN} <= {*table.schema_arrow.names}:
+            return False
+        rows = next(table.iter_batches(1, columns=["text", SPOKEN]), None)
+    except (pa.ArrowException, OSError):
+        return False  # no Parquet after all: whoever reads its rows says so
+    return rows is not None and len({len(str(column[0])) for column in rows.columns}) == 1
 
 
 def _check_chats(corpus: Corpus, given: Any, config: PrepareConfig) -> None:

@@ -134,21 +134,25 @@ class Corpus:
 
     def raw_documents(self) -> Iterator[RawDocument]:
         """All documents as their rows have them."""
-        self.num_skipped, self._first_fault, num_documents = 0, "", 0
+        return self._usable(self._documents_of)
+
+    def _usable(self, read: Callable[[Part, int, Any], list[Any] | Fault]) -> Iterator[Any]:
+        """What `read` makes of each row; those of which it makes nothing are refused or counted."""
+        self.num_skipped, self._first_fault, num_read = 0, "", 0
         for part in self._parts:
             for number, row in part.rows():
-                found = self._documents_of(part, number, row)
+                found = row if isinstance(row, Fault) else read(part, number, row)
                 if isinstance(found, Fault):
                     self._refuse_or_count(part, number, found)
-                    continue
-                num_documents += len(found)
-                yield from found
-        if not num_documents:
+                else:
+                    num_read += len(found)
+                    yield from found
+        if not num_read:
             raise UsageError(self._nothing_here())
 
-    def _documents_of(self, part: Part, number: int, row: Row) -> list[RawDocument] | Fault:
-        if isinstance(row, Fault):
-            return row
+    def _documents_of(
+        self, part: Part, number: int, row: dict[str, Any]
+    ) -> list[RawDocument] | Fault:
         if fault := self._user_fault(part, number, row):
             return fault
         found = documents_of(row, self.format, self._text_column)
@@ -175,12 +179,10 @@ class Corpus:
                 f"{self.name} holds {self.format}, and this reads plain text. Only measures of a model make a text of chats, "
                 "by the model's own template."
             )
-        self.num_skipped = 0
-        self._first_fault = ""
         pending: list[dict[str, Any]] = []
-        num_bytes = num_documents = 0
-        columns: set[str] = set()
-        for row, size in self._usable_rows():
+        num_bytes, columns = 0, set[str]()
+        for row in self._usable(self._checked):
+            size = _size(row)
             columns.update(row)
             if len(columns) > MAX_COLUMNS:
                 raise UsageError(
@@ -192,11 +194,8 @@ class Corpus:
                 pending, num_bytes = [], 0
             pending.append(row)
             num_bytes += size
-            num_documents += 1
         if pending:
             yield self._batch(pending)
-        if not num_documents:
-            raise UsageError(self._nothing_here())
 
     def fingerprint(self) -> str:
         """SHA-256 of the files, or of the rows of a source in memory."""
@@ -209,16 +208,6 @@ class Corpus:
                 digest.update(repr(row).encode("utf-8", "surrogatepass"))
         return digest.hexdigest()
 
-    def _usable_rows(self) -> Iterator[tuple[dict[str, Any], int]]:
-        for part in self._parts:
-            for number, row in part.rows():
-                fault = row if isinstance(row, Fault) else self._fault_of(part, number, row)
-                if fault is None:
-                    assert isinstance(row, dict)
-                    yield row, _size(row)
-                else:
-                    self._refuse_or_count(part, number, fault)
-
     def _refuse_or_count(self, part: Part, number: int, fault: Fault) -> None:
         line = f"{part.name}, row {number} {fault.because}."
         if self._bad_rows == "error":
@@ -226,8 +215,10 @@ class Corpus:
         self._first_fault = self._first_fault or line
         self.num_skipped += 1
 
-    def _fault_of(self, part: Part, number: int, row: dict[str, Any]) -> Fault | None:
-        """What is wrong with a row, None if nothing; its user and text become plain strings."""
+    def _checked(
+        self, part: Part, number: int, row: dict[str, Any]
+    ) -> list[dict[str, Any]] | Fault:
+        """The row, its user and text plain strings, or what is wrong with it."""
         if fault := self._user_fault(part, number, row):
             return fault
         name = self._text_column
@@ -235,7 +226,7 @@ class Corpus:
             return _missing(name, row, part)
         if not isinstance(row[name], str | Fault):
             row[name] = _text(row[name], name, f"{part.name}, row {number}")
-        return _not_utf8(row)
+        return _not_utf8(row) or [row]
 
     def _user_fault(self, part: Part, number: int, row: dict[str, Any]) -> Fault | None:
         """What is wrong with a row's user, which becomes a plain string."""

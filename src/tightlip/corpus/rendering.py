@@ -5,6 +5,7 @@ sandbox of Jinja's, in one child process with little memory, which is killed whe
 An alarm in our own process would not do: it let `'a' * 2e9` run for 8 seconds and take 3.9 GB.
 """
 
+import atexit
 import json
 import os
 import resource
@@ -22,6 +23,9 @@ MOST_SECONDS = 10.0  # for a row
 MOST_BYTES = 16_000_000  # of its text
 MOST_MEMORY = 1_000_000_000  # beyond what the child has when it begins
 _START_SECONDS = 120.0  # on a cold disk; transformers is imported
+# A child that nobody needs at the moment, and the process whose it is: importing takes it longer than
+# most corpora do.
+_spare: list[tuple[int, subprocess.Popen[bytes]]] = []
 
 
 class TemplateError(UsageError):
@@ -30,6 +34,8 @@ class TemplateError(UsageError):
 
 class Renderer:
     """A child process that renders one chat after the other; a new one is begun after a death.
+
+    One that has answered all that it was asked serves this process' next Renderer too.
 
     Holds:
         bounded: no template takes more than MOST_SECONDS, MOST_BYTES of output or MOST_MEMORY.
@@ -40,11 +46,15 @@ class Renderer:
         """`values` are what a template may ask for beside the chat: bos_token and the like."""
         self._begin = {"template": template, "date": date, "values": values}
         self._child: subprocess.Popen[bytes] | None = None
+        self._has_answered = False  # the last that it was asked, and well
 
     def __enter__(self) -> "Renderer":
         return self
 
     def __exit__(self, *_: object) -> None:
+        if self._child is not None and self._has_answered and not _spare:
+            _spare.append((os.getpid(), self._child))
+            self._child = None
         self._end()
 
     def render(self, messages: list[dict[str, Any]], **how: Any) -> tuple[str, list[list[int]]]:
@@ -53,6 +63,7 @@ class Renderer:
         `how` may hold `tools`, `add_generation_prompt` and `generated` (whether to ask where).
         """
         child = self._child or self._start()
+        self._has_answered = False
         assert child.stdin is not None
         assert child.stdout is not None
         try:
@@ -63,22 +74,19 @@ class Renderer:
             raise TemplateError(f"makes the chat template {_why(error)}") from error
         if "error" in answer:
             raise TemplateError(f"makes the chat template fail ({answer['error']})")
+        self._has_answered = True
         return answer["text"], answer["generated"]
 
     def _start(self) -> subprocess.Popen[bytes]:
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-        child = subprocess.Popen(
-            [sys.executable, "-m", __name__],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env=environment,
-        )
+        child, is_new = _take_spare(), False
+        if child is None:
+            child, is_new = _begin_child(), True
         self._child = child
         assert child.stdin is not None
         assert child.stdout is not None
         try:
-            _receive(child.stdout, _START_SECONDS)  # it has imported what it needs
+            if is_new:
+                _receive(child.stdout, _START_SECONDS)  # it has imported what it needs
             _send(child.stdin, self._begin)
             answer = _receive(child.stdout, MOST_SECONDS)
         except (TimeoutError, EOFError, BrokenPipeError, ValueError) as error:
@@ -96,6 +104,32 @@ class Renderer:
         if child is not None:
             child.kill()
             child.communicate()
+
+
+def _begin_child() -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [sys.executable, "-m", __name__],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+
+
+def _take_spare() -> subprocess.Popen[bytes] | None:
+    """This process' own: a fork must not talk to its parent's."""
+    while _spare:
+        owner, child = _spare.pop()
+        if owner == os.getpid() and child.poll() is None:
+            return child
+    return None
+
+
+@atexit.register
+def _end_spare() -> None:
+    if child := _take_spare():
+        child.kill()
+        child.communicate()
 
 
 def _why(error: Exception) -> str:
@@ -144,22 +178,20 @@ def _serve() -> None:
         most = pages * os.sysconf("SC_PAGE_SIZE") + MOST_MEMORY
         resource.setrlimit(resource.RLIMIT_AS, (most, most))
     _send(sys.stdout.buffer, {})
-    begin = _next_request()
-    try:
-        render = _renderer(begin)  # Jinja works out what is constant as it compiles
-    except Exception as error:
-        _send(sys.stdout.buffer, {"error": _in_a_line(error, begin["template"])})
-        return
-    _send(sys.stdout.buffer, {})
+    template = ""
     while True:
         request = _next_request()
         try:
-            text, generated = render(**request)
-            if len(text) > MOST_BYTES:
-                raise ValueError(f"it writes more than {MOST_BYTES:,} bytes")
-            answer = {"text": text, "generated": generated}
+            if "template" in request:  # of another Renderer
+                template, answer = request["template"], {}
+                render = _renderer(request)  # Jinja works out what is constant as it compiles
+            else:
+                text, generated = render(**request)
+                if len(text) > MOST_BYTES:
+                    raise ValueError(f"it writes more than {MOST_BYTES:,} bytes")
+                answer = {"text": text, "generated": generated}
         except Exception as error:
-            answer = {"error": _in_a_line(error, begin["template"])}
+            answer = {"error": _in_a_line(error, template)}
         _send(sys.stdout.buffer, answer)
 
 

@@ -34,7 +34,6 @@ from tightlip.corpus.owners import owners_of
 from tightlip.corpus.readers import DocumentBatch
 
 _COUNTED_AT_ONCE = 4_000_000
-_OWNERS = ("owners", "owner_bounds")
 _KINDS = {"tokens": "i4", "spans": "2i4", "roles": "i1", "trained": "i1"}  # as numpy spells them
 
 
@@ -54,9 +53,8 @@ class TokenizedCorpus:
     role_names: list[str] | None = None
     owners: np.ndarray | None = None
     owner_bounds: np.ndarray | None = None
-    begins_itself: bool = (
-        False  # its tokens hold what stood before each text, as templates write it
-    )
+    # Whether its tokens hold what stood before each text, as templates write it.
+    begins_itself: bool = False
 
     def __post_init__(self) -> None:
         assert len(self.bounds) == len(self.users) + 1
@@ -126,17 +124,14 @@ def open_tokenized(folder: Path) -> TokenizedCorpus:
             f"{folder} holds no tokenised corpus (no info.json). Run: tightlip prepare"
         )
     info = read_json(info_file)
-    spans = folder / "spans.npy"
+    arrays = ["tokens", "bounds", "users"]
+    arrays += ["spans"] if (folder / "spans.npy").exists() else []
+    arrays += ["roles", "trained"] if "role_names" in info else []
+    arrays += ["owners", "owner_bounds"] if info.get("co_owners") else []
     with damage_in_words(folder):
         corpus = TokenizedCorpus(
-            tokens=_mapped(folder / "tokens.npy"),
-            bounds=_mapped(folder / "bounds.npy"),
-            users=_mapped(folder / "users.npy"),
-            spans=_mapped(spans) if spans.exists() else None,
-            roles=_mapped(folder / "roles.npy") if "role_names" in info else None,
-            trained=_mapped(folder / "trained.npy") if "role_names" in info else None,
+            **{name: _mapped(folder / f"{name}.npy") for name in arrays},
             role_names=info.get("role_names"),
-            **{name: _mapped(folder / f"{name}.npy") for name in _OWNERS if info.get("co_owners")},
             begins_itself=bool(info.get("begins_itself", False)),
             user_names=info["user_names"],
             corpus_fingerprint=info["corpus_fingerprint"],
@@ -157,17 +152,11 @@ def _check_fits(corpus: TokenizedCorpus) -> None:
     ]
     if corpus.owners is not None and corpus.owner_bounds is not None:
         owners, edges = corpus.owners, corpus.owner_bounds
+        fits += [owners.ndim == edges.ndim == 1, len(edges) == len(bounds)]
+        fits += [edges[-1] == len(owners), (np.diff(edges) > 0).all()]
+        fits += [owners.min(initial=0) >= 0, owners.max(initial=-1) < corpus.num_users]
         # The first owner of every document is its writer, so that none has no owner.
-        fits += [
-            owners.ndim == edges.ndim == 1,
-            len(edges) == len(bounds),
-            edges[-1] == len(owners),
-        ]
-        fits += [(np.diff(edges) > 0).all(), owners.max(initial=-1) < corpus.num_users]
-        fits += [
-            all(fits) and bool((owners[edges[:-1]] == users).all()),
-            owners.min(initial=0) >= 0,
-        ]
+        fits += [all(fits) and bool((owners[edges[:-1]] == users).all())]
     if not all(fits):
         raise ValueError("bounds, users and tokens are not of one corpus")
 

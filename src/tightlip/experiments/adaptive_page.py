@@ -27,7 +27,7 @@ from tightlip.experiments.adaptive_tables import (
     steps_words,
     stopped_early,
 )
-from tightlip.report.kit.plots import Plot, along, draw_line, linear_axis
+from tightlip.report.kit.plots import Plot, draw_exposures, draw_line, linear_axis
 from tightlip.report.kit.table import NAMES, Cell, Column, Table, plain_row
 from tightlip.report.kit.table import Row as TableRow
 from tightlip.report.kit.words import NEVER_SAW_BITS, NONE
@@ -246,17 +246,15 @@ def _plots(section: dict[str, Any]) -> list[tuple[str, str, Markup]]:
 
 def _exposures(rows: Sequence[Row], times: Sequence[int]) -> Markup:
     plot = _plot(EXPOSED, "Bits of the planted number, by how often it was planted.")
-    axis = linear_axis(max(3.0, *(entry["bits"] for row in rows for entry in row["exposure"])))
-    plot.y_axis(axis, "bits")
-    plot.level(axis.at(NEVER_SAW_BITS), "chance")
+    lines: dict[str, list[tuple[int, float, str]]] = {}
     for row in rows:
-        points = []
-        for entry in row["exposure"]:
-            num, bits = entry["repetitions"], entry["bits"]
-            tip = f"{name_of(row)}, planted {num:,} times: {bits:.1f} bits"
-            points.append((along(num, times), axis.at(bits), tip))
-        draw_line(plot, points, f"way-{row['mode']}")
-    plot.x_labels([(along(one, times), f"{one:,}") for one in times], "times planted")
+        known = [(entry["repetitions"], entry["bits"]) for entry in row["exposure"]]
+        lines[f"way-{row['mode']}"] = [
+            (num, bits, f"{name_of(row)}, planted {num:,} times: {bits:.1f} bits")
+            for num, bits in known
+        ]
+    highest = max(bits for points in lines.values() for _, bits, _ in points)
+    draw_exposures(plot, lines, times, highest)
     return plot.svg()
 
 

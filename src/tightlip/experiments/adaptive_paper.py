@@ -346,18 +346,9 @@ def _promise(run: RunRecord) -> dict[str, Any]:
     """What a run's ledger says, with its noise as it was set."""
     ledger = run.guarantee
     adaptive = ledger.get("adaptive") or {}
-    copied = (
-        "epsilon",
-        "delta",
-        "unit",
-        "standing",
-        "because",
-        "accountant",
-        "steps",
-        "arithmetic",
-    )
+    copied = ("epsilon", "delta", "unit", "standing", "because", "accountant", "steps")
     return {
-        **{name: ledger.get(name) for name in copied},
+        **{name: ledger.get(name) for name in (*copied, "arithmetic")},
         "planned_steps": adaptive.get("planned_steps", ledger.get("steps")),
         "stop": run.stop,
         "noise_multiplier": adaptive.get("noise_multiplier", ledger.get("noise_multiplier")),

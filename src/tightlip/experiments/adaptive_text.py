@@ -33,7 +33,7 @@ from tightlip.training.weighing import name_of_model
 # Two common words after a public document: a canary nearly as ordinary, or as rare, as that is.
 CARRIED, NUM_WORDS = "{words:2}", 32
 SEED = 0
-BUNDLED = "shakespeare"
+BUNDLED, OTHERS = "shakespeare", "the lines of Shakespeare's other speakers"
 IDENTITY = "My ID is {digits:6}"  # the paper's canary
 HELD_OUT, PUBLIC_HELD_OUT = 0.1, 0.3
 FEWEST_USERS = 1_000  # with fewer, noise that hides a whole user drowns everything
@@ -109,8 +109,8 @@ def public_side(
     options: RunOptions,
 ) -> PublicSide:
     """The public text, cut into pieces of words; without a model, an LSTM trained on most of it."""
-    words, source = public_source(corpus)
-    path = copied(source, folder / "public.parquet", scale.most_documents)
+    words = OTHERS if corpus is None else Path(corpus).name
+    path = copied(source_of(corpus, public=True), folder / "public.parquet", scale.most_documents)
     prepared = prepare(
         path,
         folder / "public",
@@ -144,7 +144,8 @@ def planted_corpus(
     device: str,
 ) -> PlantedCorpus:
     """One corpus made ready: held-out text apart, canaries planted, every document weighed."""
-    name, source = private_source(given)
+    name = BUNDLED if given is None else Path(given).stem
+    source = source_of(given, public=False)
     folder = folder / name
     path = copied(source, folder / "source.parquet", scale.most_documents)
     tokenizer = str(public.tokenizer)
@@ -197,21 +198,11 @@ def chosen_unit(asked: str, num_users: int | None) -> str:
     return "user" if (num_users or 0) >= FEWEST_USERS else "example"
 
 
-def private_source(given: str | Path | None) -> tuple[str, Corpus | TextColumn]:
-    """A corpus and its name; without a file, lines of two in three of Shakespeare's speakers."""
+def source_of(given: str | Path | None, *, public: bool) -> Corpus | TextColumn:
+    """A corpus; without a file, the lines of Shakespeare's speakers, of one in three as public."""
     if given is None:
-        return BUNDLED, open_corpus(_speakers(public=False))
-    return Path(given).stem, _opened(Path(given))
-
-
-def public_source(given: str | Path | None) -> tuple[str, Corpus | TextColumn]:
-    if given is None:
-        return "the lines of Shakespeare's other speakers", open_corpus(_speakers(public=True))
-    return Path(given).name, _opened(Path(given))
-
-
-def _opened(path: Path) -> Corpus | TextColumn:
-    return open_public(path, **ColumnSettings().tree())
+        return open_corpus(_speakers(public=public))
+    return open_public(Path(given), **ColumnSettings().tree())
 
 
 def _speakers(*, public: bool) -> pa.Table:

@@ -130,6 +130,27 @@ def embedded(
     return inputs_embeds if input_ids is None else embedding(input_ids)
 
 
+def real_positions(
+    attention_mask: Tensor | None, num_positions: int, *, with_past: bool = False
+) -> Tensor | None:
+    """The mask's last `num_positions` columns as booleans; None where nothing is padding.
+
+    `generate` passes a mask over everything so far, a caller who scores chunks one over the
+    chunk: the last columns are the same. `with_past`, they must be all there are.
+    """
+    if attention_mask is None:
+        return None
+    num_more = attention_mask.shape[-1] - num_positions
+    if attention_mask.ndim != 2 or num_more < 0 or (with_past and num_more):
+        past = ", past ones included" if with_past else ""
+        raise UsageError(
+            f"attention_mask has shape {tuple(attention_mask.shape)} for {num_positions} positions{past}. "
+            "Pass one number per row and position: 1 for a token, 0 for padding."
+        )
+    real_BT = attention_mask[:, num_more:].bool()
+    return None if bool(real_BT.all()) else real_BT
+
+
 def is_filled(parameter: nn.Parameter) -> bool:
     """Whether transformers already read this parameter from a checkpoint."""
     return bool(getattr(parameter, "_is_hf_initialized", False))

@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from transformers.modeling_utils import PreTrainedModel
 
 from tightlip.core.errors import UsageError
-from tightlip.models.causal_lm import BaseModel, CausalLM, is_filled
+from tightlip.models.causal_lm import BaseModel, CausalLM, is_filled, real_positions
 from tightlip.models.configurations import GRUConfig, LSTMConfig, RecurrentConfig
 
 
@@ -96,23 +96,6 @@ def checked_state(given: Any, num_rows: int) -> RecurrentState:
             "memory. Pass as many rows as before, or select them with state.batch_select_indices."
         )
     return given
-
-
-def real_positions(attention_mask: Tensor | None, num_positions: int) -> Tensor | None:
-    """The mask's last `num_positions` columns as booleans; None where nothing is padding.
-
-    `generate` passes a mask over everything so far, a caller who scores chunks one over the
-    chunk: the last columns are the same.
-    """
-    if attention_mask is None:
-        return None
-    if attention_mask.ndim != 2 or attention_mask.shape[1] < num_positions:
-        raise UsageError(
-            f"attention_mask has shape {tuple(attention_mask.shape)} for {num_positions} positions. "
-            "Pass one number per row and position: 1 for a token, 0 for padding."
-        )
-    real_BT = attention_mask[:, attention_mask.shape[1] - num_positions :].bool()
-    return None if bool(real_BT.all()) else real_BT
 
 
 def run_recurrent(

@@ -15,7 +15,7 @@ from transformers.cache_utils import Cache, DynamicCache
 from transformers.modeling_utils import PreTrainedModel
 
 from tightlip.core.errors import UsageError
-from tightlip.models.causal_lm import BaseModel, CausalLM, is_filled
+from tightlip.models.causal_lm import BaseModel, CausalLM, is_filled, real_positions
 from tightlip.models.configurations import TransformerConfig
 
 
@@ -132,8 +132,9 @@ class TransformerModel(BaseModel, TransformerPreTrainedModel):
         """`attention_mask` covers the past too. Unless given, positions count real tokens only."""
         cache = self.cache_for(past, use_cache)
         num_past = int(cache.get_seq_length()) if cache is not None else 0
-        self.check_length(num_past + inputs_BTE.shape[1])
-        real_BS = real_keys(attention_mask, num_past + inputs_BTE.shape[1])
+        num_keys = num_past + inputs_BTE.shape[1]
+        self.check_length(num_keys)
+        real_BS = real_positions(attention_mask, num_keys, with_past=True)
         if position_ids is None:
             position_ids = positions(real_BS, num_past, inputs_BTE)
         hidden_BTH = self.dropout(inputs_BTE + self.embed_positions(position_ids))
@@ -157,19 +158,6 @@ class TransformerModel(BaseModel, TransformerPreTrainedModel):
                 f"{num_positions} positions are more than the {self.config.max_position_embeddings} this model has learned. "
                 "Shorten or split the text, or train with a larger max_position_embeddings."
             )
-
-
-def real_keys(attention_mask: Tensor | None, num_keys: int) -> Tensor | None:
-    """The mask as booleans; None where nothing is padding."""
-    if attention_mask is None:
-        return None
-    if attention_mask.ndim != 2 or attention_mask.shape[1] != num_keys:
-        raise UsageError(
-            f"attention_mask has shape {tuple(attention_mask.shape)} for {num_keys} positions, past ones included. "
-            "Pass one number per row and position: 1 for a token, 0 for padding."
-        )
-    real_BS = attention_mask.bool()
-    return None if bool(real_BS.all()) else real_BS
 
 
 def positions(real_BS: Tensor | None, num_past: int, inputs_BTH: Tensor) -> Tensor:

@@ -226,12 +226,18 @@ def _pld_epsilon(spend: Spend, coarser: float) -> float:
     if not (sampled := spend.sampled()):
         # One Gaussian: the loss distribution is normal and ε known exactly (Balle and Wang 2018).
         return float(get_epsilon_gaussian(1 / spend.whole(), spend.delta))
-    interval = _interval(spend, coarser)
+    return _sampled_epsilon(tuple(sampled), spend.whole(), _interval(spend, coarser), spend.delta)
+
+
+@lru_cache(maxsize=1024)  # a run is asked again by its ledger, the register and its pages
+def _sampled_epsilon(
+    sampled: tuple[tuple[_Sampled, int], ...], whole: float, interval: float, delta: float
+) -> float:
     parts = [_one_step(each, interval).self_compose(steps) for each, steps in sampled]
-    if whole := spend.whole():
+    if whole:
         parts.append(_one_step(_Sampled(1 / whole, 1.0), interval))
     total = reduce(lambda one, other: one.compose(other), parts)
-    return max(0.0, float(total.get_epsilon_for_delta(spend.delta)))
+    return max(0.0, float(total.get_epsilon_for_delta(delta)))
 
 
 @lru_cache(maxsize=8)
@@ -287,15 +293,22 @@ def _deviation(step: _Sampled) -> float:
 
 
 def _rdp_epsilon(spend: Spend) -> float:
+    return _sampled_rdp_epsilon(tuple(spend.sampled()), spend.whole(), spend.delta)
+
+
+@lru_cache(maxsize=1024)
+def _sampled_rdp_epsilon(
+    sampled: tuple[tuple[_Sampled, int], ...], whole: float, delta: float
+) -> float:
     # It warns of each order it leaves out; without one the bound is looser, never wrong.
     logging.getLogger("absl").setLevel(logging.ERROR)
     accountant = RdpAccountant()
-    for each, steps in spend.sampled():
+    for each, steps in sampled:
         gaussian = dp_accounting.GaussianDpEvent(each.sigma)
         accountant.compose(dp_accounting.PoissonSampledDpEvent(each.rate, gaussian), steps)
-    if whole := spend.whole():
+    if whole:
         accountant.compose(dp_accounting.GaussianDpEvent(1 / whole))
-    return float(accountant.get_epsilon(spend.delta))
+    return float(accountant.get_epsilon(delta))
 
 
 def _published_mu(spend: Spend) -> float:

@@ -67,7 +67,8 @@ def _measured(passes: Passes, batches: PhysicalBatches, expected_batch: float) -
     if passes.clip.exact:
         assumed = ", tensor cores taken to add as float32 does" if on_gpu else ""
         return f"exact: units never meet in floating point{assumed}", 0.0
-    kind = "float64" if all(_is_double(each) for each in passes.parameters.values()) else "float32"
+    kinds = {each.dtype for each in passes.parameters.values()}
+    kind = "float64" if kinds == {torch.float64} else "float32"
     off = max(rounded_together(passes, batches), LEAST)
     # One unit more may move everybody after it to another place, and some to another pass.
     num_passes = batches.num_passes(expected_batch)
@@ -114,7 +115,3 @@ def rounded_together(passes: Passes, batches: PhysicalBatches) -> float:
 def _sums(passes: Passes, batch: Physical) -> list[Tensor]:
     """Copies: a captured pass writes to the same memory each time."""
     return [each.clone() for each in passes(batch).gradients.values()]
-
-
-def _is_double(parameter: Tensor) -> bool:
-    return parameter.dtype == torch.float64

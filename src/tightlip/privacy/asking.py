@@ -8,7 +8,7 @@ size, so what hangs on rows has it as a factor once, and what has lost it was ma
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from hashlib import sha256
 from itertools import islice
@@ -222,6 +222,23 @@ def _is_harmless(how: str | None) -> bool:
     return how is not None and "(as_strided)" in how
 
 
+def _same(now: Tensor, old: Tensor) -> bool:
+    """Whether nothing was written: what was no number, and still is none, counts as the same."""
+    if torch.equal(now, old) or now.shape != old.shape:
+        return now.shape == old.shape
+    return bool(((now == old) | ((now != now) & (old != old))).all())
+
+
+def refuse_hooks(named: Iterable[tuple[str, Tensor]]) -> None:
+    """Refuse tensors that show their gradients to somebody."""
+    for name, each in named:
+        if each._backward_hooks or getattr(each, "_post_accumulate_grad_hooks", None):
+            raise GuaranteeError(
+                f"{name} has a hook that is shown its gradients, one person's at a time, before anything is clipped or noisy. "
+                "Take it off, as wandb.watch(model, log=None) does."
+            )
+
+
 class Untouched:
     """Refuses a pass that writes into parameters or buffers: nothing would clip that, nor hide it."""
 
@@ -234,12 +251,7 @@ class Untouched:
     @contextmanager
     def __call__(self) -> Iterator[None]:
         before = self._state()
-        for name, (tensor, _) in before.items():
-            if tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None):
-                raise GuaranteeError(
-                    f"{name} has a hook that is shown its gradients, one person's at a time, before anything is clipped or noisy. "
-                    "Take it off, as wandb.watch(model, log=None) does."
-                )
+        refuse_hooks((name, tensor) for name, (tensor, _) in before.items())
         copied = before if self._put_back is None else self._put_back
         copies = {name: local(before[name][0]).detach().to("cpu", copy=True) for name in copied}
         gradients = self._gradients()
@@ -250,11 +262,7 @@ class Untouched:
             if now is tensor and now_version == version and self._put_back is not None:
                 continue
             old = copies.get(name, None if now is tensor else tensor)
-            if (
-                now is None
-                or old is None
-                or not torch.equal(local(now).detach().to(old.device), old)
-            ):
+            if now is None or old is None or not _same(local(now).detach().to(old.device), old):
                 raise GuaranteeError(
                     f"A pass over text changes {name} itself, as an embedding's max_norm does, or a layer that keeps averages: "
                     "nothing would clip that, and no noise hides it. Switch it off."

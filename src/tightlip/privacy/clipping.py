@@ -77,7 +77,6 @@ def watched_pass(
     forward: Callable[[], Tensor],
     targets_BT: Tensor,
     weights_BT: Tensor,
-    num_rows: int,
     *,
     look_for_unseen: bool,
 ) -> tuple[Watch, Tensor]:
@@ -87,7 +86,7 @@ def watched_pass(
     covers. `look_for_unseen` asks autograd itself whether it can reach a parameter; a CUDA
     graph cannot be asked while it is captured, only before.
     """
-    watch = Watch(parameters, num_rows, targets_BT.shape[1])
+    watch = Watch(parameters, *targets_BT.shape)
     asked = [watch.anchor, *(parameters.values() if look_for_unseen else ())]
     # The way back is watched too: with gradient checkpointing layers run once more there.
     try:

@@ -8,6 +8,7 @@ from typing import Any
 
 from tightlip.core.errors import UsageError
 from tightlip.core.figures import NO_ARITHMETIC
+from tightlip.core.guarantees import guarantee_beside
 from tightlip.core.run_folder import LEDGER, RunRecord, is_run, open_run
 from tightlip.core.settings import takes
 from tightlip.privacy.accounting import (
@@ -376,6 +377,7 @@ def _ledger_of(run: str | Path | RunRecord) -> Path:
         return path
     if is_run(path) or not (path / LEDGER).exists():
         path = open_run(path).folder
+    guarantee_beside(path)  # refused where a trainer's folder holds others' weights
     if not (path / LEDGER).exists():
         raise UsageError(
             f"{path} has no {LEDGER} yet: plain training writes it when it ends. Give the train "

@@ -7,6 +7,7 @@ Shapes: U units, S tokens of a unit, P and D the parameter's.
 """
 
 import math
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -59,10 +60,7 @@ class ExactSums:
     def sum(self, uses: list[Use], like: Tensor) -> Tensor:
         """Σ over units of factor · gradient, in `like`'s shape and in steps."""
         wraps = len(uses) > 1  # one use alone is as short as its unit
-        total = self._sum(uses[0], like, wraps)
-        for use in uses[1:]:
-            total = total + self._sum(use, like, wraps)
-        return total
+        return reduce(torch.add, (self._sum(use, like, wraps) for use in uses))
 
     def _sum(self, use: Use, like: Tensor, wraps: bool) -> Tensor:
         if isinstance(use, Lookup):

@@ -29,11 +29,9 @@ _NOT_PROMISED = (
     *("because", "covers", "outside", "run", "people", "before"),
     *("arithmetic_charged", "arithmetic_setting"),
 )
-_SINCE_0_2 = (
-    "planned_steps",
-    "arithmetic",
-    "arithmetic_charged",
-)  # which earlier ledgers do not have
+_NO_PROMISE = "measured only"
+# Which earlier ledgers do not have.
+_SINCE_0_2 = ("planned_steps", "arithmetic", "arithmetic_charged")
 
 Figures = Callable[[dict[str, Any]], dict[str, float | None]]  # from a record to its ε, three ways
 
@@ -184,7 +182,7 @@ class Ledger:
         self._charged_here, self.repeats = 0, False
         self.people: Callable[..., dict[str, Any]] | None = None  # see composition.PeopleMeter
         self.beyond_plan: Callable[[dict[str, Any]], None] | None = None  # see composition.enrolled
-        self._beside = self.path.with_name(f".{self.path.name}.partial")
+        self._beside = self.path.with_name(f"_{self.path.name}.partial")  # see `claimed`
         self.claim: IO[bytes] | None = None  # see `claimed`
         self._closed = False
         self.taken_back: str | None = None  # why the promise does not hold after all
@@ -203,16 +201,17 @@ class Ledger:
     def open(cls, path: Path, terms: dict[str, Any], meter: Meter, **kept: Any) -> "Ledger":
         """The ledger of a run that goes on: what it has charged stays charged."""
         there = read_ledger(Path(path))
-        differing = [name for name in terms if not _agrees(name, there, terms[name])]
+        same_run = {"run": there["run"]} if "run" in there else {}
+        whose = _whose_of_both(there, terms)
+        ledger = cls(path, terms | same_run | whose, meter, there["steps"], **kept)
+        wanted = terms if math.isfinite(ledger.promised) else terms | {"standing": _NO_PROMISE}
+        differing = [name for name in terms if not _agrees(name, there, wanted[name])]
         if differing:
             name = differing[0]
             raise GuaranteeError(
                 f"{path} was begun with {name}={there.get(name)!r} and would go on with "
-                f"{terms[name]!r}; one ε cannot cover both. Give the old settings, or use another folder."
+                f"{wanted[name]!r}; one ε cannot cover both. Give the old settings, or use another folder."
             )
-        same_run = {"run": there["run"]} if "run" in there else {}
-        whose = _whose_of_both(there, terms)
-        ledger = cls(path, terms | same_run | whose, meter, there["steps"], **kept)
         ledger.told = there.get("noisy_validation", {})
         return ledger
 
@@ -299,11 +298,11 @@ class Ledger:
             record |= self._figures(record)
         if record["epsilon"] is None:
             record |= {
-                "standing": "measured only",
+                "standing": _NO_PROMISE,
                 "because": f"A noise multiplier of {self._terms['noise_multiplier']:g} gives no finite ε.",
             }
         if self.taken_back is not None:
-            record |= {**figures_of(math.inf), "standing": "measured only"}
+            record |= {**figures_of(math.inf), "standing": _NO_PROMISE}
             record["because"] = self.taken_back
         if self.people is not None:
             record["people"] = self.people(record, exact=self._finished or exact)
@@ -359,9 +358,12 @@ def _agrees(name: str, there: dict[str, Any], wanted: Any) -> bool:
 
 
 def claimed(path: Path) -> IO[bytes]:
-    """A lock on the ledger for as long as it is held: two writers would lose each other's steps."""
+    """A lock on the ledger for as long as it is held: two writers would lose each other's steps.
+
+    Hubs are not sent names that begin like the lock's, nor like that of the next record on its way.
+    """
     make_private_folder(path.parent)
-    lock = path.with_name(f".{path.name}.lock")
+    lock = path.with_name(f"_{path.name}.lock")
     held = os.fdopen(os.open(lock, os.O_CREAT | os.O_RDWR, OWNER_FILE), "r+b")
     try:
         fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -49,7 +49,7 @@ class Shares:
         applies: bool,
         scale: float,
         share: float,
-        unit: float,
+        unit: float = 1.0,
     ) -> None:
         """Give the parameters the noisy sums over all processes as gradients and, if it `applies`
         them, take the optimizer's step; without `noise`, the sums as they are."""

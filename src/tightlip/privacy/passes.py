@@ -115,20 +115,15 @@ class Passes:
         # Wiping would copy every layer's numbers at each replay, for what hardly ever happens.
         self._prepared = None if clip is None else replace(clip, wipes=False)
         self.parameters = whole_parameters(model)
-        self.draws: Random = (
-            SystemRandom()
-        )  # how weights are moved while something is asked of them
+        # How weights are moved while something is asked of them.
+        self.draws: Random = SystemRandom()
         self._ready: dict[Any, Callable[[Physical], ClippedGradients]] = {}
         self._pool: Any = None
         self.untouched = Untouched(model)
 
-    @property
-    def wants_fixed_shapes(self) -> bool:
-        return self.way in ("graph", "compile")
-
     def __call__(self, batch: Physical) -> ClippedGradients:
         # A prepared pass does what it did when it was prepared.
-        if self.wants_fixed_shapes and self._key(batch) in self._ready:
+        if self.way in ("graph", "compile") and self._key(batch) in self._ready:
             return self._fast(batch)
         with nullcontext() if self.clip is None else self.untouched():
             return self._directly(batch)
@@ -181,16 +176,27 @@ class Passes:
         look: bool = True,
         clip: Clip | None = None,
     ) -> ClippedGradients:
+        watch, losses_B = self.watched(ids_BT, targets_BT, weights_BT, mask_BT=mask_BT, look=look)
+        return summed(watch, self.parameters, losses_B, layout, clip or self.clip, shares_U)
+
+    def watched(
+        self,
+        ids_BT: Tensor,
+        targets_BT: Tensor,
+        weights_BT: Tensor,
+        *,
+        mask_BT: Tensor | None = None,
+        look: bool = True,
+    ) -> tuple[Watch, Tensor]:
+        """One pass as it is, nothing summed up yet: every use of every parameter, and each row's loss."""
         with self._precision(), rows_apart(self.model):
-            watch, losses_B = watched_pass(
+            return watched_pass(
                 self.parameters,
                 lambda: logits_of(self.model, ids_BT, mask_BT),
                 targets_BT,
                 weights_BT,
-                layout.num_rows,
                 look_for_unseen=look,
             )
-        return summed(watch, self.parameters, losses_B, layout, clip or self.clip, shares_U)
 
     def mapped(self, batch: Physical) -> ClippedGradients:
         """All rows at once by torch's `vmap`, every row's gradient written out: no rule is needed, and
@@ -268,7 +274,6 @@ class Passes:
                     lambda: _swapped_logits(self.model, swapped, ids),
                     targets,
                     of_loss,
-                    num_rows=batch.layout.num_rows,
                     look_for_unseen=True,
                 )
             result = summed(watch, own, losses_B, batch.layout, self._prepared, of_clip)  # type: ignore[arg-type]

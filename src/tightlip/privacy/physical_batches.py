@@ -101,10 +101,6 @@ class PhysicalBatches:
         """Let no pass take more, as far as a unit's own rows allow."""
         self._most_rows = rows
 
-    def widths(self) -> list[int]:
-        """All that rows of this text are padded to."""
-        return sorted({self._width(int(length)) for length in np.unique(self.source.lengths)})
-
     def shared(self) -> list[Shape]:
         """The shapes, of this text and of `asked`, in which units share a pass."""
         counts = np.bincount(self.source.unit_of_row)[self.source.unit_of_row]

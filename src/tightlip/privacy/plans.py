@@ -126,27 +126,15 @@ class NoisePlan:
 
 
 def noise_plan(
-    spec: PrivacySpec,
-    *,
-    num_units: int,
-    sampling_rate: float,
-    releases: tuple[Release, ...],
-    adaptive: AdaptiveSpec | None,
-    documents_per_owner: int | None = None,
+    spec: PrivacySpec, mechanism: Mechanism, *, num_units: int, adaptive: AdaptiveSpec | None
 ) -> NoisePlan:
-    """The noise that a run has, calibrated where only a target is given; `num_units` is how many
-    the promise is for, and with `documents_per_owner` what is sampled are their documents."""
+    """The noise that a run has, calibrated where only a target is given; of the `mechanism` all but its
+    noise counts here. `num_units` is how many the promise is for, and with `documents_per_owner`
+    what is sampled are their documents."""
     delta = default_delta(num_units) if spec.delta is None else spec.delta
     check_delta(delta, num_units, spec.allow_loose_delta, unit=spec.unit)
-    mode = None if adaptive is None else adaptive.mode
-    if mode in ("scale", "as-published"):
-        _check_varying(spec, str(mode))
-    mechanism = Mechanism(
-        noise_multiplier=spec.noise_multiplier or 1.0,
-        sampling_rate=sampling_rate,
-        releases=releases,
-        documents_per_owner=documents_per_owner,
-    )
+    if adaptive is not None:
+        check_varying(adaptive.mode, spec.epsilon, spec.noise_multiplier)
     sigma = spec.noise_multiplier
     if sigma is None:
         sigma = _calibrated(spec, delta, mechanism, adaptive)
@@ -165,35 +153,26 @@ def noise_plan(
     )
 
 
-def _check_varying(spec: PrivacySpec, mode: str) -> None:
-    if spec.noise_multiplier == 0:
+def check_varying(mode: str, epsilon: float | None, noise_multiplier: float | None) -> None:
+    """Refuse what cannot be asked of noise that varies."""
+    if mode == "as-published" and epsilon is not None:
+        raise UsageError(
+            f"epsilon={epsilon:g} cannot be a target of adaptive='as-published': its noise, and so its figure, is known only "
+            "once the batches are drawn. Give --noise-multiplier (such as 1.0) without --epsilon."
+        )
+    if mode != "clip" and noise_multiplier == 0:
         raise UsageError(
             f"noise_multiplier=0 leaves adaptive={mode!r} nothing to scale. Use a number such as 1.0."
-        )
-    if mode == "as-published" and (spec.epsilon is not None or spec.noise_multiplier is None):
-        raise UsageError(
-            "adaptive='as-published' cannot aim at an epsilon: its noise, and so its figure, is known only once the "
-            "batches are drawn. Give --noise-multiplier (such as 1.0) without --epsilon."
         )
 
 
 def _calibrated(
-    spec: PrivacySpec,
-    delta: float,
-    mechanism: Mechanism,
-    adaptive: AdaptiveSpec | None,
+    spec: PrivacySpec, delta: float, mechanism: Mechanism, adaptive: AdaptiveSpec | None
 ) -> float:
     """The noise for the target. In mode `scale`: with which all planned steps fit though each had
     the least noise it can have, so that no run ends early, whatever is released."""
     assert spec.epsilon is not None
-    sigma = calibrated_noise_multiplier(
-        epsilon=spec.epsilon,
-        delta=delta,
-        sampling_rate=mechanism.sampling_rate,
-        steps=spec.steps,
-        releases=mechanism.releases,
-        documents_per_owner=mechanism.documents_per_owner,
-    )
+    sigma = noise_for_target(mechanism, spec.epsilon, delta, spec.steps)
     if adaptive is None or adaptive.mode != "scale":
         return sigma
     return rounded_up_to_five(noise_without_release(sigma, adaptive))
@@ -239,15 +218,16 @@ def _most_steps(spec: PrivacySpec, mechanism: Mechanism, delta: float) -> int | 
 
 
 def calibrated_noise_multiplier(
-    *,
-    epsilon: float,
-    delta: float,
-    sampling_rate: float,
-    steps: int,
-    releases: tuple[Release, ...] = (),
-    documents_per_owner: int | None = None,
+    *, epsilon: float, delta: float, steps: int, **mechanism_of: Any
 ) -> float:
-    """The smallest noise whose ε, by PLD, is at most `epsilon`: rounded up, within 0.1%.
+    """`noise_for_target` of all that a `Mechanism` has but its noise."""
+    mechanism = Mechanism(noise_multiplier=1.0, **mechanism_of)
+    return noise_for_target(mechanism, epsilon, delta, steps)
+
+
+def noise_for_target(mechanism: Mechanism, epsilon: float, delta: float, steps: int) -> float:
+    """The smallest noise whose ε, by PLD, is at most `epsilon`: rounded up, within 0.1%. That of the
+    mechanism itself does not count.
 
     Takes 0.5 to 5 seconds: a bracket at the coarse interval, then about five fine figures.
     (Slower only far out, 18 s for ε = 0.01 over a million steps, and for owners of several
@@ -257,12 +237,6 @@ def calibrated_noise_multiplier(
         kept: `epsilon_spent` of the result never passes `epsilon`.
         tight: with 0.2% less noise it does.
     """
-    mechanism = Mechanism(
-        noise_multiplier=1.0,
-        sampling_rate=sampling_rate,
-        releases=releases,
-        documents_per_owner=documents_per_owner,
-    )
     _check_reachable(mechanism, epsilon, delta)
 
     def spent(sigma: float, coarser: float = 1.0) -> float:
@@ -273,7 +247,8 @@ def calibrated_noise_multiplier(
         return spent(sigma, COARSER)
 
     # An owner of k documents is drawn as often as one of k times the steps.
-    start = _published_noise(epsilon, delta, sampling_rate, steps * (documents_per_owner or 1))
+    counted = steps * (mechanism.documents_per_owner or 1)
+    start = _published_noise(epsilon, delta, mechanism.sampling_rate, counted)
     enough, little = _bracketed(coarse, epsilon, start, ratio=1.25)
     enough, _ = _narrowed(coarse, epsilon, enough, little, _within(2e-3), rounded_up_to_five)
     enough, little = _bracketed(spent, epsilon, enough[0], ratio=1.004)

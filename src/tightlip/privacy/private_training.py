@@ -23,6 +23,7 @@ from tightlip.core.files import read_sealed, write_sealed
 from tightlip.core.grid_gaussian import NotFinite
 from tightlip.core.processes import Processes
 from tightlip.core.randomness import keyed_generator
+from tightlip.core.run_folder import ENGINE_CHECK
 from tightlip.core.settings import takes
 from tightlip.privacy.accounting import Mechanism
 from tightlip.privacy.adaptive import AdaptiveSpec, checked_weights
@@ -30,6 +31,7 @@ from tightlip.privacy.arithmetic import arithmetic_of
 from tightlip.privacy.clipping import Clip, ClippedGradients
 from tightlip.privacy.composition import enrolled
 from tightlip.privacy.corrected_adam import tell_noise
+from tightlip.privacy.engine_canaries import EngineCanaries
 from tightlip.privacy.exact_sums import MOST_UNITS
 from tightlip.privacy.layers import zeros_for
 from tightlip.privacy.ledger import Ledger, ToldLedger, claimed, read_ledger
@@ -42,16 +44,15 @@ from tightlip.privacy.per_unit import check_optimizer, without_dropout
 from tightlip.privacy.physical_batches import PhysicalBatches
 from tightlip.privacy.plans import PrivacySpec, Terms, noise_plan
 from tightlip.privacy.promised import on_your_word, promised_by
-from tightlip.privacy.releasing import give, release
+from tightlip.privacy.releasing import release
 from tightlip.privacy.rows_alone import checked_passes, shared_by_others
 from tightlip.privacy.sampling import PoissonSampler, UnitRows
 from tightlip.privacy.shards import check_shards, shards_of
 from tightlip.privacy.sources import Documents, Source, sampled_units, source_of
 
 log = logging.getLogger("tightlip")
-SHAPES = (
-    "_private_shapes.json"  # beside the ledger, for its owner only; hubs are not sent such names
-)
+# Beside the ledger, for its owner only; hubs are not sent such names.
+SHAPES = "_private_shapes.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,6 +94,8 @@ class PrivateTraining:
         weights: the ρ of each row, for `adaptive`: private, all but their public facts.
         documents_per_owner: most documents of an owner that are ever drawn, where texts have several
             owners. Default: 4.
+        check_canaries: so many units of known gradient, which no weight hears of: `tightlip dp-check`
+            asks what the noise let through of them.
 
     Holds:
         charged: a step is in the ledger before it changes a weight.
@@ -132,10 +135,11 @@ class PrivateTraining:
         adaptive: AdaptiveSpec | None = None,
         weights: np.ndarray | None = None,
         documents_per_owner: int | None = None,
+        check_canaries: int | None = None,
     ) -> None:
         self.model, self.optimizer = model, optimizer
         self.source = source_of(documents, users)
-        self.spec = PrivacySpec(
+        self.spec = spec = PrivacySpec(
             unit=unit or ("example" if users is None else "user"),
             epsilon=epsilon,
             noise_multiplier=noise_multiplier,
@@ -150,36 +154,33 @@ class PrivateTraining:
             documents_per_owner=documents_per_owner,
         )
         if isinstance(self.source, Documents):
-            _check_unit(self.spec.unit, users)
+            _check_unit(spec.unit, users)
         self.terms = terms or on_your_word(adaptive, people)
         self.device = next(model.parameters()).device
         self._processes = processes = Processes.here()
-        processes.agreed(
-            (self.spec, exact_sums, way, bf16, physical_rows, widths, adaptive), "settings"
-        )
-        generator = keyed_generator(self.spec.insecure_seed)
-        self._generator = generator
+        processes.agreed((spec, exact_sums, way, bf16, physical_rows, widths, adaptive), "settings")
+        self._generator = keyed_generator(spec.insecure_seed)
         self.ownership: Ownership | None = getattr(self.source, "ownership", None)
         if self.ownership is not None and adaptive is not None and adaptive.mode != "clip":
             raise UsageError(
                 f"adaptive={adaptive.mode!r} is worked out for people who are drawn at most once a step, and texts here have "
                 "several owners. Use --adaptive clip, or plain dp."
             )
-        units = sampled_units(self.source, documents_per_owner)
+        units = sampled_units(self.source, spec.documents_per_owner)
         self._units = UnitRows(np.asarray(self.source.unit_of_row), units)
-        self._sampler = PoissonSampler(self._units.num_units, self.spec.expected_batch, generator)
-        self._noise = noise_for(self.device, processes.own_seed(insecure_seed))
+        self._sampler = PoissonSampler(self.num_units, spec.expected_batch, self._generator)
+        self._noise = noise_for(self.device, processes.own_seed(spec.insecure_seed))
         self._batches = PhysicalBatches(
             self.source,
             model,
-            rows_per_unit=rows_per_unit,
+            rows_per_unit=spec.rows_per_unit,
             physical_rows=physical_rows,
-            expected_batch=expected_batch / processes.size,
+            expected_batch=spec.expected_batch / processes.size,
             most_units=MOST_UNITS if exact_sums and self.device.type == "cuda" else None,
             widths=widths,
         )
         check_optimizer(model, optimizer)
-        self.clip = Clip(norm=clip_norm, per_layer=per_layer, exact=exact_sums)
+        self.clip = Clip(norm=spec.clip_norm, per_layer=spec.per_layer, exact=exact_sums)
         check_shards(model, processes, way)
         self._shares: Shares | None = None
         if processes.are_several or shards_of(model):
@@ -188,32 +189,33 @@ class PrivateTraining:
             processes.agreed(self._shares.digest(), "the weights they start from")
         path = Path(ledger).resolve()  # a link would be replaced, and what it led to left behind
         before = processes.told(lambda: read_ledger(path) if path.exists() else dict[str, Any]())
+        self.canaries: EngineCanaries | None = None
+        if check_canaries:
+            self.canaries = self._canaries(check_canaries, path, before, adaptive)
         with without_dropout(model):
             passes = Passes(model, self.clip, way=way, bf16=bf16)
             passes.draws = processes.same_draws()
             self._passes = checked_passes(passes, self._batches)
             processes.agreed((passes.way, self._batches.chosen), "which rows may share a pass")
             arithmetic = arithmetic_of(
-                self._passes, self._batches, before, expected_batch=self.spec.expected_batch
+                self._passes, self._batches, before, expected_batch=spec.expected_batch
             )
         self.arithmetic = max(processes.all_gathered(arithmetic), key=lambda each: each.charged)
         self._mixing_asked_at = (-1, False)  # steps, and whether of moved weights
         self._fixed = self._passes.untouched.fixed_now()
         self.adaptive = adaptive
         self._rho = self._weights(weights)
-        self.plan = noise_plan(
-            self.spec,
-            num_units=self.num_protected,
+        per_owner = None if self.ownership is None else spec.documents_per_owner or PER_OWNER
+        mechanism = Mechanism(
+            noise_multiplier=spec.noise_multiplier or 1.0,
             sampling_rate=self._sampler.sampling_rate,
             releases=self.terms.releases,
-            adaptive=adaptive,
-            documents_per_owner=(
-                None if self.ownership is None else documents_per_owner or PER_OWNER
-            ),
+            documents_per_owner=per_owner,
         )
-        self.schedule = schedule_for(adaptive, self.plan, self.spec, path.parent)
+        self.plan = noise_plan(spec, mechanism, num_units=self.num_protected, adaptive=adaptive)
+        self.schedule = schedule_for(adaptive, self.plan, spec, path.parent)
         sigma = self.plan.noise_multiplier  # without noise the clip norm may be infinite
-        tell_noise(optimizer, sigma and sigma * clip_norm / expected_batch, self.mode)
+        tell_noise(optimizer, sigma and sigma * spec.clip_norm / spec.expected_batch, self.mode)
         self.ledger = self._ledger(path, claims_ledger)
         self._fits = processes.told(self.schedule.fits)
         apart = processes.told(lambda: self._apart_at_first(path.with_name(SHAPES), before))
@@ -297,47 +299,78 @@ class PrivateTraining:
                 f"{self.ledger.steps} steps are spent, and another would pass epsilon={self.spec.epsilon:g}. "
                 f"Stop here, or begin a new run with more noise."
             )
-        rows_of, rho_U, sigma, self._fits = self._processes.told(self._draw_and_charge)
+        rows_of, rho_U, sigma, self._fits, drawn = self._processes.told(self._draw_and_charge)
         if not self._processes.is_first:
             self.ledger.charge()
         try:
             sums, step = self._clipped_sum(rows_of, rho_U)
-            self._release(sums, sigma, applies)
+            self._release(self._with_canaries(sums, drawn), sigma, applies)
         except NotFinite:
             # Somebody's gradient is no number. They count nothing, and everybody else what they did.
             sums, step = self._clipped_sum(rows_of, rho_U, finite_only=True)
-            self._release(sums, sigma, applies)
+            self._release(self._with_canaries(sums, drawn), sigma, applies)
+        if self.canaries is not None:
+            self.canaries.watch(
+                expected_batch=self.spec.expected_batch,
+                noise_multiplier=sigma,
+                sampling_rate=self._sampler.sampling_rate,
+            )
         return step
 
-    def _draw_and_charge(self) -> tuple[list[np.ndarray], np.ndarray | None, float, bool]:
-        """Of several processes the first draws, and nobody is told before it is on record."""
-        rows_of, rho_U = self._drawn(self._sampler.draw())
+    def _draw_and_charge(
+        self,
+    ) -> tuple[list[np.ndarray], np.ndarray | None, float, bool, np.ndarray]:
+        """Of several processes the first draws, and nobody is told before it is on record. Canaries of the
+        engine are numbered behind the units."""
+        units = self._sampler.draw()
+        rows_of, rho_U = self._drawn(units[units < self.num_units])
         sigma = self.schedule.charge(self.ledger.charge, rho_U)
-        return rows_of, rho_U, sigma, self.schedule.fits()
+        canaries = units[units >= self.num_units] - self.num_units
+        return rows_of, rho_U, sigma, self.schedule.fits(), canaries
+
+    def _canaries(
+        self, num: int, path: Path, before: dict[str, Any], adaptive: AdaptiveSpec | None
+    ) -> EngineCanaries:
+        """The engine's own, drawn as likely as any unit, by the same sampler."""
+        if adaptive is not None or self.ownership is not None or self._shares is not None:
+            raise UsageError(
+                f"check_canaries={num} asks one process whose noise is the same in every step and whose units are people or "
+                "documents of one owner. Check such a run of the same settings, or leave check_canaries out."
+            )
+        rate, both = self._sampler.sampling_rate, self.num_units + num
+        self._sampler = PoissonSampler(both, min(rate * both, both), self._generator)
+        return EngineCanaries(
+            num,
+            self.clip,
+            device=self.device,
+            file=path.with_name(ENGINE_CHECK),
+            goes_on=bool(before.get("steps")),
+        )
+
+    def _with_canaries(self, sums: list[Tensor], drawn: np.ndarray) -> list[Tensor]:
+        if self.canaries is None:
+            return sums
+        share = 1 - self.arithmetic.charged
+        return [*sums, self.canaries.clipped_sum(drawn, share, like=sums[0])]
 
     def _release(self, sums: list[Tensor], sigma: float, applies: bool) -> None:
         # By the expected size of a draw, never by the real one, which is private.
-        share, unit = 1 / self.spec.expected_batch, self.clip.step
+        amounts = {"scale": sigma * self.spec.clip_norm, "share": 1 / self.spec.expected_batch}
+        if self.clip.exact:
+            amounts["unit"] = self.clip.step
+        noise = self._noise if sigma else None
         if self._shares is not None:
-            amounts = {"scale": sigma * self.spec.clip_norm, "share": share, "unit": unit}
-            noise = self._noise if sigma else None
             self._shares.release(sums, self.optimizer, noise, applies=applies, **amounts)
             return
-        parameters = self._passes.parameters.values()
-        if not sigma:
-            self.optimizer.zero_grad()
-            give([each.double() * (share * unit) for each in sums], parameters)
-            if applies:
-                self.optimizer.step()
-            return
-        amounts = {"scale": sigma * self.spec.clip_norm, "share": share}
-        if self.clip.exact:
-            amounts["unit"] = unit
-        release(sums, parameters, self.optimizer, self._noise, applies=applies, **amounts)
+        parameters = list(self._passes.parameters.values())
+        parameters += [] if self.canaries is None else self.canaries.parameters
+        release(sums, parameters, self.optimizer, noise, applies=applies, **amounts)
 
     def guarantee(self) -> dict[str, Any]:
         """What may be said now, exactly; also written to the ledger."""
         self._ask_for_mixing()
+        if self.canaries is not None:
+            self.canaries.settle()
         return self._processes.told(self.ledger.finish)
 
     def exact_record(self, *, ended: bool = False) -> dict[str, Any]:
@@ -351,6 +384,8 @@ class PrivateTraining:
 
     def _settle(self) -> None:
         self.schedule.settle(self.ledger.rewrite)
+        if self.canaries is not None:
+            self.canaries.settle()
         self.ledger.settle()
 
     def _ask_for_mixing(self, *, moved: bool = True) -> None:

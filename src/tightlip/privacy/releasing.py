@@ -15,33 +15,35 @@ def release(
     sums: list[Tensor],
     parameters: Iterable[nn.Parameter],
     optimizer: Optimizer,
-    noise: Noise,
+    noise: Noise | None,
     *,
     applies: bool = True,
     **amounts: float,
 ) -> None:
     """Give the parameters the noisy sums as gradients and, if it `applies` them, take the
-    optimizer's step.
+    optimizer's step; without `noise`, the sums as they are.
 
     Holds:
         settled: no step applies a value whose cell is open.
     """
     parameters = list(parameters)
     optimizer.zero_grad()  # also of what is frozen: an old gradient has no noise
-    if not (applies and hasattr(noise, "launch") and _can_skip(optimizer)):
-        noise.add(sums, **amounts)
+    if noise is None:
+        times = amounts["share"] * amounts.get("unit", 1.0)
+        sums = [each.double() * times for each in sums]
+    elif applies and hasattr(noise, "launch") and _can_skip(optimizer):
+        # The optimizer is begun before the noise has ended, and does nothing where a cell is open: a
+        # GPU need not wait for Python in between.
+        settle = noise.launch(sums, **amounts)
         give(sums, parameters)
-        if applies:
+        with _skipping(optimizer, noise.is_open):  # type: ignore[attr-defined]
             optimizer.step()
-        return
-    # The optimizer is begun before the noise has ended, and does nothing where a cell is open: a
-    # GPU need not wait for Python in between.
-    settle = noise.launch(sums, **amounts)
+        if not settle():
+            return
+    else:
+        noise.add(sums, **amounts)
     give(sums, parameters)
-    with _skipping(optimizer, noise.is_open):  # type: ignore[attr-defined]
-        optimizer.step()
-    if settle():
-        give(sums, parameters)
+    if applies:
         optimizer.step()
 
 

@@ -10,6 +10,7 @@ Shapes: U units, S tokens of a unit, N pieces of L tokens.
 
 from collections.abc import Container, Iterator
 from contextlib import contextmanager
+from functools import reduce
 from typing import NamedTuple
 
 import torch
@@ -175,7 +176,7 @@ def _in_pieces(
 ) -> Tensor:
     """A few tokens at a time, and added up: more than all at once, and far cheaper than a Gram
     matrix of many tokens."""
-    left_NLL, right_NLL = (_grams_of_pieces(values_USX) for values_USX in (left_USX, right_USX))
+    left_NLL, right_NLL = (gram(_pieces(values_USX)) for values_USX in (left_USX, right_USX))
     lengths_N = _pieces(lengths_US[..., None]).sum((1, 2))
     off = of_dot(left_USX.shape[2], left_USX) + of_dot(right_USX.shape[2], right_USX)
     how = Roundings(*rounds, per_square=off + of_pairs(PIECE, left_USX))
@@ -189,10 +190,6 @@ def _pieces(values_USX: Tensor) -> Tensor:
     return padded.reshape(-1, PIECE, padded.shape[2])
 
 
-def _grams_of_pieces(values_USX: Tensor) -> Tensor:
-    return gram(_pieces(values_USX))
-
-
 def gram(values_USX: Tensor) -> Tensor:
     """The dot products of each unit's tokens with each other, as exact as `of_dot` has them."""
     if values_USX.device.type == "cpu":  # whose library multiplies what begins elsewhere otherwise
@@ -201,10 +198,7 @@ def gram(values_USX: Tensor) -> Tensor:
         fp32_product(part_USX, part_USX.transpose(1, 2))
         for part_USX in values_USX.split(AT_ONCE, dim=2)
     ]
-    total_USS = parts[0]
-    for part_USS in parts[1:]:
-        total_USS = total_USS + part_USS
-    return total_USS
+    return reduce(torch.add, parts)
 
 
 class Scaled:
@@ -223,12 +217,7 @@ class Scaled:
 
     def sum(self, uses: list[Use], like: Tensor) -> Tensor:
         """Σ over rows of factor · gradient, in `like`'s shape and in float32 or better."""
-        total: Tensor | None = None
-        for use in uses:
-            added = self._sum(use, like)
-            total = added if total is None else total + added
-        assert total is not None
-        return total
+        return reduce(torch.add, (self._sum(use, like) for use in uses))
 
     def _sum(self, use: Use, like: Tensor) -> Tensor:
         dtype = wide(like)

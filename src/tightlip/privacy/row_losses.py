@@ -86,7 +86,7 @@ class RowLosses(torch.autograd.Function):
         elif not _is_plain(flat_NV):
             back_NV = _back(flat_NV, *given)
         else:
-            back_NV = flat_NV if context.in_place else _room_like(flat_NV)
+            back_NV = flat_NV if context.in_place else flat_NV.new_empty(flat_NV.shape)
             for part in _parts(flat_NV):
                 _back_into(back_NV[part], flat_NV[part], *(each[part] for each in given))
         back_BTV = back_NV.view(logits_BTV.shape)
@@ -120,10 +120,6 @@ def _back_into(
         room_NV[weights_N == 0] = 0
     if room_NV is not out_NV:
         out_NV.copy_(room_NV)
-
-
-def _room_like(values_NV: Tensor) -> Tensor:
-    return torch.empty(values_NV.shape, dtype=values_NV.dtype, device=values_NV.device)
 
 
 def _parts(values_NV: Tensor) -> list[slice]:

@@ -15,9 +15,7 @@ from torch import Tensor, nn
 
 from tightlip.core.errors import GuaranteeError, UsageError
 from tightlip.privacy.asking import Untouched, how_rows_meet
-from tightlip.privacy.clipping import watched_pass
-from tightlip.privacy.experts import rows_apart
-from tightlip.privacy.passes import Passes, Physical, logits_of, summed
+from tightlip.privacy.passes import Passes, Physical, summed
 from tightlip.privacy.per_unit import (
     can_be_mapped,
     check_model,
@@ -291,15 +289,7 @@ def _seen(passes: Passes, batch: Physical) -> dict[str, Tensor]:
 
 def _watched(passes: Passes, batch: Physical) -> tuple[Watch, Tensor]:
     try:
-        with passes._precision(), rows_apart(passes.model):
-            return watched_pass(
-                passes.parameters,
-                lambda: logits_of(passes.model, batch.ids_BT, None),
-                batch.targets_BT,
-                batch.weights_BT,
-                num_rows=batch.layout.num_rows,
-                look_for_unseen=True,
-            )
+        return passes.watched(batch.ids_BT, batch.targets_BT, batch.weights_BT)
     except NoRule as error:
         raise _NotSeen(f"no rule covers {error}") from error
 

@@ -22,7 +22,7 @@ from tightlip.privacy.accounting import (
     delta_left,
     epsilon_of,
 )
-from tightlip.privacy.plans import calibrated_noise_multiplier, rounded_up_to_five
+from tightlip.privacy.plans import noise_for_target, rounded_up_to_five
 from tightlip.privacy.rdp_filter import (
     ORDERS,
     epsilon_of_rdp,
@@ -107,19 +107,16 @@ class Selection:
         Holds:
             kept: ε of the result is at most `epsilon`.
         """
+        alike = [(replace(m, noise_multiplier=1.0), n) for m, n in self.candidates]
         alone = {
-            (each.sampling_rate, steps, each.releases): calibrated_noise_multiplier(
-                epsilon=epsilon,
-                delta=self.delta,
-                sampling_rate=each.sampling_rate,
-                steps=steps,
-                releases=(*self.before, *each.releases),
+            (each, steps): noise_for_target(
+                replace(each, releases=(*self.before, *each.releases)), epsilon, self.delta, steps
             )
-            for each, steps in {(replace(m, noise_multiplier=1.0), n) for m, n in self.candidates}
+            for each, steps in {*alike}
         }
 
         def times(factor: float) -> "Selection":
-            noise = [alone[m.sampling_rate, n, m.releases] for m, n in self.candidates]
+            noise = [alone[each] for each in alike]
             return self.with_noise([rounded_up_to_five(factor * each) for each in noise])
 
         little, enough = 1.0, 1.0

@@ -24,41 +24,6 @@ class Source(Protocol):
         """Ids and targets [B, T] of the rows; a row of -1 is padding without a target."""
 
 
-class Documents:
-    """Documents as tensors of ids, each read whole."""
-
-    def __init__(self, documents: Sequence[Tensor], users: Sequence[Any] | None) -> None:
-        if users is not None and len(users) != len(documents):
-            raise UsageError(
-                f"{len(users)} users for {len(documents)} documents. Give one user for each document."
-            )
-        if not len(documents):
-            raise UsageError("There are no documents to train on.")
-        self._documents = [
-            torch.as_tensor(document, dtype=torch.long).cpu() for document in documents
-        ]
-        self.unit_of_row = np.arange(len(documents))
-        self.ownership = ownership_of(users)
-        if users is not None and self.ownership is None:
-            names = np.array([str(user) for user in users])
-            self.unit_of_row = np.unique(names, return_inverse=True)[1]
-        # The last id is only predicted, never fed.
-        self.lengths = np.array([max(1, len(document) - 1) for document in self._documents])
-        # A hash of the text in a ledger would tell who is in it.
-        self.fingerprint = ""
-
-    def gather(self, rows: np.ndarray, width: int) -> tuple[Tensor, Tensor]:
-        ids = torch.zeros(len(rows), width, dtype=torch.long)
-        targets = torch.full((len(rows), width), NO_LABEL)
-        for place, row in enumerate(rows):
-            if row >= 0:
-                document = self._documents[row]
-                size = max(0, len(document) - 1)  # a document of one id or none predicts nothing
-                ids[place, :size] = document[:size]
-                targets[place, :size] = document[1:]
-        return ids, targets
-
-
 class LabelledRows:
     """Rows of ids, and of labels that need not be the ids: a label stands at its id's place, and
     NO_LABEL where nothing is to be learnt."""
@@ -78,12 +43,13 @@ class LabelledRows:
         self._ids, self._labels = (np.concatenate(rows).astype(np.int32) for rows in (ids, labels))
         self._ends = np.cumsum(counts)
         self._starts = self._ends - counts
-        self.lengths = np.maximum(1, counts - 1)  # as of documents
+        self.lengths = np.maximum(1, counts - 1)  # the last id is only predicted, never fed
         self.unit_of_row = np.arange(len(counts))
         self.ownership = ownership_of(users)
         if users is not None and self.ownership is None:
             places: dict[str, int] = {}
             self.unit_of_row = np.array([places.setdefault(user, len(places)) for user in users])
+        # A hash of the text in a ledger would tell who is in it.
         self.fingerprint = ""
 
     def gather(self, rows: np.ndarray, width: int) -> tuple[Tensor, Tensor]:
@@ -91,10 +57,27 @@ class LabelledRows:
         targets = torch.full((len(rows), width), NO_LABEL)
         for place, row in enumerate(rows):
             start, end = self._starts[row], self._ends[row]
-            if row >= 0 and end > start:
+            if row >= 0 and end > start:  # a row of one id predicts nothing
                 ids[place, : end - start - 1] = torch.from_numpy(self._ids[start : end - 1])
                 targets[place, : end - start - 1] = torch.from_numpy(self._labels[start + 1 : end])
         return ids, targets
+
+
+class Documents(LabelledRows):
+    """Documents as tensors of ids, each read whole."""
+
+    def __init__(self, documents: Sequence[Tensor], users: Sequence[Any] | None) -> None:
+        if users is not None and len(users) != len(documents):
+            raise UsageError(
+                f"{len(users)} users for {len(documents)} documents. Give one user for each document."
+            )
+        if not len(documents):
+            raise UsageError("There are no documents to train on.")
+        ids = [torch.as_tensor(each, dtype=torch.long).cpu().numpy() for each in documents]
+        super().__init__(ids, ids, users)
+        if users is not None and self.ownership is None:
+            names = np.array([str(user) for user in users])
+            self.unit_of_row = np.unique(names, return_inverse=True)[1]
 
 
 def sampled_units(source: Source, per_owner: int | None) -> np.ndarray:

@@ -38,6 +38,7 @@ from tightlip.models.loading import (
 from tightlip.scan.document_scores import DocumentScores, document_scores
 from tightlip.scan.options import ScanOptions
 from tightlip.scan.scanner import Scanner
+from tightlip.scan.scorers import PLAIN, Scorer
 from tightlip.scan.store import SCAN, ScanFunction, ScannedCorpus, ScanStore, scan_store
 
 AUDIT = "audit"  # where a run's report stands unless told otherwise
@@ -128,8 +129,14 @@ class OpenedModel:
             batch_tokens=batch_tokens,
         )
 
-    def scan(self, corpus: TokenizedCorpus, store: ScanStore, description: str) -> ScannedCorpus:
-        """Every token's rank and log-probability under the model, as they stand in `store`."""
+    def scan(
+        self,
+        corpus: TokenizedCorpus,
+        store: ScanStore,
+        description: str,
+        scorer: Scorer = PLAIN,
+    ) -> ScannedCorpus:
+        """What the scorer says of every token under the model, as it stands in `store`."""
         begins = not corpus.begins_itself or self.options.begin == "always"
         key = {
             "model": self.files,
@@ -144,13 +151,15 @@ class OpenedModel:
             most = self.options.batch_tokens
             scanner = self.scanner if begins else self.scanner_of(most, begins=False)
 
-            def scan(tokens: np.ndarray, bounds: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+            def scan(tokens: np.ndarray, bounds: np.ndarray) -> tuple[np.ndarray, ...]:
                 with self.scanning(self.model):
-                    return scanner.scan(tokens, bounds)
+                    return scanner.scan(tokens, bounds, scorer)
 
             return scan
 
-        return store.scan(corpus, key=key, open_scan=open_scan, description=description)
+        return store.scan(
+            corpus, key=key, open_scan=open_scan, description=description, scorer=scorer
+        )
 
     def _check_vocabulary(self, corpus: TokenizedCorpus) -> None:
         find = getattr(self.model, "get_input_embeddings", None)
@@ -355,12 +364,14 @@ def _tokenizer(tokenizer: Any) -> Any:
 class Scans:
     """The models of one command, each opened once, and where their scans stand.
 
-    Scans of several runs may share `models`.
+    Scans of several runs may share `models`. `scorer` is what is kept of a token where nobody asks
+    for another: one that all measures can read, so that none has to scan again.
     """
 
     store: ScanStore
     options: ScanOptions = field(default_factory=ScanOptions)
     models: dict[tuple[Path | int, bool], OpenedModel] = field(default_factory=dict)
+    scorer: Scorer = PLAIN
 
     def opened(self, folder: Any, *, beside: Path | None = None) -> OpenedModel:
         """The model in `folder`; with `beside`, the reference or public model of the one there,
@@ -378,8 +389,14 @@ class Scans:
         """Give the model's memory back."""
         self.models.pop((Path(folder).resolve(), False), None)
 
-    def scan(self, model: OpenedModel, corpus: TokenizedCorpus, description: str) -> ScannedCorpus:
-        return model.scan(corpus, self.store, description)
+    def scan(
+        self,
+        model: OpenedModel,
+        corpus: TokenizedCorpus,
+        description: str,
+        scorer: Scorer | None = None,
+    ) -> ScannedCorpus:
+        return model.scan(corpus, self.store, description, scorer or self.scorer)
 
     def scores(
         self,

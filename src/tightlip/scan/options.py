@@ -66,3 +66,23 @@ class ScanOptions(ModelSettings):
     def __post_init__(self) -> None:
         super().__post_init__()
         bytes_from(self.memory)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decoding(Settings):
+    """How a deployment draws the next token from the model's predictions, in this order."""
+
+    panel: ClassVar[str | None] = "Decoding"
+
+    temperature: float = setting(1.0, "Divides the logits: below 1 it is surer.", above=0)
+    top_k: int | None = setting(
+        None, "Draw among so many tokens, the likeliest; 1 is greedy.", at_least=1
+    )
+    top_p: float | None = setting(
+        None, "Draw among the likeliest tokens that together have this share.", above=0, at_most=1
+    )
+
+    @property
+    def nucleus(self) -> float | None:
+        """The share of top-p; None where nothing is cut."""
+        return None if self.top_p in (None, 1.0) else self.top_p

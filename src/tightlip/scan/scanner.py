@@ -1,4 +1,4 @@
-"""One teacher-forced pass over every document: each token's rank and log-probability.
+"""One teacher-forced pass over every document: what a scorer says of each token.
 
 Rows of like length share a batch. The output layer is applied to a few hundred positions at a
 time and its logits are reduced at once, so no batch of full logits is ever kept.
@@ -16,8 +16,7 @@ from tightlip.core.devices import device_of, looks_ahead, rounding_tolerance
 from tightlip.core.errors import UsageError
 from tightlip.core.progress import log
 from tightlip.models.quantised import rounding_of
-from tightlip.scan.scoring import score_logits
-from tightlip.scan.store import NOT_SCORED
+from tightlip.scan.scorers import PLAIN, Scorer
 
 DEFAULT_WINDOW = 2048  # for models that name no limit and carry no state of ours
 RECURRENT_CHUNK = 1024
@@ -41,13 +40,13 @@ class Segments:
 
 @dataclass(frozen=True, kw_only=True)
 class Filling:
-    """A scan under way: what is read, and the two arrays that fill up."""
+    """A scan under way: what is read, and the scorer's columns that fill up."""
 
     tokens: np.ndarray
     bounds: np.ndarray
     cover: Segments
-    ranks: np.ndarray
-    log_probs: np.ndarray
+    scorer: Scorer
+    columns: list[np.ndarray]
 
 
 def segments_of(lengths: np.ndarray, has_bos: bool, window: int | None) -> Segments:
@@ -62,12 +61,10 @@ def segments_of(lengths: np.ndarray, has_bos: bool, window: int | None) -> Segme
     limit = window or int(last_targets.max(initial=1))
     half = (limit + 1) // 2
     for document in np.flatnonzero(last_targets > 0):
-        last = int(last_targets[document])
-        start, end, keep = 0, min(limit, last), 1
-        rows.append((int(document), start, end, keep))
+        last, end = int(last_targets[document]), 0
         while end < last:
             keep = end + 1
-            start = keep - half
+            start = max(0, keep - half)
             end = min(start + limit, last)
             rows.append((int(document), start, end, keep))
     table = np.array(rows, dtype=np.int64).reshape(-1, 4)
@@ -109,18 +106,19 @@ class Scanner:
                     f"meaningless. Audit an earlier snapshot, or train again with a lower rate."
                 )
 
-    def scan(self, tokens: np.ndarray, bounds: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Rank and log-probability of tokens[bounds[0]:bounds[-1]]; NOT_SCORED and NaN where none."""
-        size = int(bounds[-1] - bounds[0])
-        ranks = np.full(size, NOT_SCORED, dtype=np.int32)
-        log_probs = np.full(size, np.nan, dtype=np.float32)
+    def scan(
+        self, tokens: np.ndarray, bounds: np.ndarray, scorer: Scorer = PLAIN
+    ) -> tuple[np.ndarray, ...]:
+        """The scorer's columns of tokens[bounds[0]:bounds[-1]], rank and log-probability unless
+        another is given; NOT_SCORED and NaN where nothing is predicted."""
+        columns = scorer.empty(int(bounds[-1] - bounds[0]))
         has_bos = self.bos_id is not None
         cover = segments_of(np.diff(bounds), has_bos, self.window)
-        into = Filling(tokens=tokens, bounds=bounds, cover=cover, ranks=ranks, log_probs=log_probs)
+        into = Filling(tokens=tokens, bounds=bounds, cover=cover, scorer=scorer, columns=columns)
         with torch.inference_mode(), full_precision(), evaluating(self.model):
             for rows in self._batches(cover):
                 self._score_or_halve(into, rows)
-        return ranks, log_probs
+        return tuple(columns)
 
     def _batches(self, cover: Segments) -> Iterator[np.ndarray]:
         """Rows of like length, longest first, so that a batch too large for memory shows early."""
@@ -174,7 +172,9 @@ class Scanner:
             targets = torch.from_numpy(into.tokens[places].astype(np.int64)).to(self.device)
             kept = hidden.flatten(0, 1).index_select(0, chosen)
             places -= into.bounds[0]
-            into.ranks[places], into.log_probs[places] = self._score_rows(kept, targets)
+            scored = self._score_rows(kept, targets, into.scorer)
+            for column, values in zip(into.columns, scored, strict=True):
+                column[places] = values
 
     def _padded(
         self, into: Filling, rows: np.ndarray, begin: int, end: int
@@ -213,18 +213,19 @@ class Scanner:
         return values, getattr(output, "past_key_values", None)
 
     def _score_rows(
-        self, rows: torch.Tensor, targets: torch.Tensor
-    ) -> tuple[np.ndarray, np.ndarray]:
-        ranks = torch.empty(len(rows), dtype=torch.int32, device=self.device)
-        log_probs = torch.empty(len(rows), dtype=torch.float32, device=self.device)
+        self, rows: torch.Tensor, targets: torch.Tensor, scorer: Scorer
+    ) -> list[np.ndarray]:
+        columns = [torch.from_numpy(one).to(self.device) for one in scorer.empty(len(rows))]
         for begin in range(0, len(rows), self.logit_rows):
             part = slice(begin, begin + self.logit_rows)
             logits = rows[part] if self.output_layer is None else self.output_layer(rows[part])
-            ranks[part], log_probs[part] = score_logits(logits, targets[part])
+            for column, values in zip(columns, scorer.score(logits, targets[part]), strict=True):
+                column[part] = values
         # The CPU kernel assumes that no logit is NaN, so what the logits come from is looked at.
         self._refuse_nan(rows)
-        self._refuse_nan(log_probs)
-        return ranks.cpu().numpy(), log_probs.cpu().numpy()
+        for column in columns:
+            self._refuse_nan(column)
+        return [column.cpu().numpy() for column in columns]
 
     def _refuse_nan(self, values: torch.Tensor) -> None:
         # A NaN is above nothing and below nothing: left alone, it would pass for a correct guess.
@@ -257,8 +258,7 @@ class Scanner:
             ) from error
 
     def _refuse_looking_ahead(self, row: torch.Tensor) -> None:
-        dtype = self._dtype()
-        tolerance = rounding_tolerance(dtype, least=rounding_of(self.model))
+        tolerance = rounding_tolerance(self._dtype(), least=rounding_of(self.model))
         if looks_ahead(lambda ids: self._forward(ids)[0].float(), row, tolerance=tolerance):
             raise UsageError(
                 "The model's predictions change with the words that come after them, so it is no "
@@ -287,8 +287,7 @@ class Scanner:
 
     def _close(self, values: torch.Tensor, reference: torch.Tensor) -> bool:
         """Equal up to the rounding of the type the model computes in."""
-        dtype = self._dtype()
-        tolerance = 1e-4 if dtype in (torch.float32, torch.float64) else 2e-2
+        tolerance = 1e-4 if self._dtype() in (torch.float32, torch.float64) else 2e-2
         tolerance = max(tolerance, rounding_of(self.model))
         finite = torch.isfinite(reference)
         spread = float(reference[finite].abs().max()) if finite.any() else 1.0

@@ -1,4 +1,4 @@
-"""The CPU's compiled pass over logits: rank and log-probability of each row's target."""
+"""The CPU's compiled passes over logits: what is above each row's target, the weights, and moments."""
 
 import math
 from typing import Any
@@ -36,18 +36,53 @@ def _exp(x):  # type: ignore[no-untyped-def]
     return p * _float_from_bits((np.int32(k) + np.int32(127)) << np.int32(23))
 
 
+@njit(fastmath=True, inline="always")
+def _compared(row, target):  # type: ignore[no-untyped-def]
+    """The highest logit, and how many are above the target's."""
+    highest, above = row[0], np.int32(0)
+    for j in range(len(row)):
+        highest = max(highest, row[j])
+        above += np.int32(1) if row[j] > target else np.int32(0)
+    return highest, above
+
+
 @njit(fastmath=True, nogil=True, cache=True)
-def score_rows(logits, targets, ranks, log_probs):  # type: ignore[no-untyped-def]
+def read_rows(rate, logits, targets, num_above, highest, total, above):  # type: ignore[no-untyped-def]
+    """`above` may be None, and is compiled away then."""
     for i in range(len(targets)):
         row = logits[i]
         target = row[targets[i]]
-        highest = row[0]
-        above = np.int32(0)
+        highest[i], num_above[i] = top, _ = _compared(row, target)
+        every, higher = np.float32(0), np.float32(0)
         for j in range(len(row)):
-            highest = max(highest, row[j])
-            above += np.int32(1) if row[j] > target else np.int32(0)
-        total = np.float32(0)
-        for j in range(len(row)):
-            total += _exp(row[j] - highest)
-        ranks[i] = above
-        log_probs[i] = target - highest - np.float32(math.log(total))
+            weight = _exp((row[j] - top) * rate)
+            every += weight
+            if above is not None:
+                higher += weight if row[j] > target else np.float32(0)
+        total[i] = every
+        if above is not None:
+            above[i] = higher
+
+
+@njit(fastmath=True, nogil=True, cache=True)
+def read_moments(logits, targets, num_above, highest, total, means, deviations):  # type: ignore[no-untyped-def]
+    for i in range(len(targets)):
+        row = logits[i]
+        highest[i], num_above[i] = top, _ = _compared(row, row[targets[i]])
+        sums = np.zeros(3)
+        for start in range(0, len(row), 2048):
+            # In float32 no further than this: tens of thousands of like terms add their rounding up.
+            every = first = second = np.float32(0)
+            for j in range(start, min(start + 2048, len(row))):
+                below = max(row[j] - top, np.float32(-87.0))  # 0 times minus infinity is NaN
+                share = _exp(below)
+                every += share
+                first += share * below
+                second += share * below * below
+            sums[0] += every
+            sums[1] += first
+            sums[2] += second
+        mean = sums[1] / sums[0]
+        total[i] = sums[0]
+        means[i] = mean - math.log(sums[0])
+        deviations[i] = math.sqrt(max(sums[2] / sums[0] - mean * mean, 0.0))

@@ -1,7 +1,8 @@
 """Scans kept on disk, so that each model reads each text once.
 
     scan/<digest of the key>/key.json    which model read which text, and how
-    scan/<digest of the key>/000000.npz  ranks (int32) and log_probs (float32) of a shard's tokens,
+    scan/<digest of the key>/000000.npz  the scorer's columns, ranks (int32) and log_probs (float32)
+                                         unless told otherwise, of a shard's tokens,
                                          and `of`: a digest of the key, the number and the tokens
 
 Ranks and log-probabilities tell nearly as much as the text: all of it is for its owner only.
@@ -32,24 +33,31 @@ from tightlip.core.files import (
 )
 from tightlip.core.progress import task
 from tightlip.corpus.tokens import TokenizedCorpus
+from tightlip.scan.scorers import PLAIN, Scorer
 
 SCAN = "scan"  # the folder's name, wherever it lies
 FORMAT = 2
 SHARD_TOKENS = 250_000
-NOT_SCORED = -1  # the rank of a token that was never predicted: the first without a BOS
 
-# Tokens and the bounds of some documents in; rank and log-probability of each of their tokens out.
-ScanFunction = Callable[[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]
+# Tokens and the bounds of some documents in; the scorer's columns of their tokens out.
+ScanFunction = Callable[[np.ndarray, np.ndarray], tuple[np.ndarray, ...]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScanShard:
-    """Documents [first, end) with the rank and log-probability of each of their tokens."""
+    """Documents [first, end) with what the scorer said of each of their tokens, by column."""
 
     first: int
     end: int
-    ranks: np.ndarray
-    log_probs: np.ndarray
+    columns: dict[str, np.ndarray]
+
+    @property
+    def ranks(self) -> np.ndarray:
+        return self.columns["ranks"]
+
+    @property
+    def log_probs(self) -> np.ndarray:
+        return self.columns["log_probs"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,22 +67,23 @@ class ScannedCorpus:
     corpus: TokenizedCorpus
     files: list[Path]
     edges: list[int]
+    scorer: Scorer = PLAIN
 
     def shards(self) -> Iterator[ScanShard]:
         for path, (first, end) in zip(self.files, pairwise(self.edges), strict=True):
             with np.load(path) as stored:
-                yield ScanShard(
-                    first=first, end=end, ranks=stored["ranks"], log_probs=stored["log_probs"]
-                )
+                columns = {name: stored[name] for name in self.scorer.columns}
+            yield ScanShard(first=first, end=end, columns=columns)
 
 
 class ScanStore:
     """A folder of scans, one sub-folder for each key; those in `beside` are read and never written.
 
     Holds:
-        once: what stands here or beside is not scanned again, and its model is not asked for.
+        once: what stands here or beside is not scanned again, and its model is not asked for; a scan
+            with more columns stands for one with fewer.
         resumed: a killed scan goes on at its shard.
-        another_key: another model, text, tokenizer, begin token, window, type or device is another scan.
+        another_key: another model, text, tokenizer, begin token, window, type, device or scorer is another scan.
         not_trusted: a damaged shard, or one of other text, is scanned anew.
         private: folders and files are for their owner only.
     """
@@ -90,37 +99,46 @@ class ScanStore:
         key: Mapping[str, Any],
         open_scan: Callable[[], ScanFunction],
         description: str,
+        scorer: Scorer = PLAIN,
     ) -> ScannedCorpus:
         """The scan of `corpus` under `key`; `open_scan` is called once a shard is missing."""
-        whole_key = {
-            **key,
-            "corpus": corpus.corpus_fingerprint,
-            "tokenizer": corpus.tokenizer_fingerprint,
-            "num_tokens": corpus.num_tokens,
-            "shard_tokens": SHARD_TOKENS,
-            "format": FORMAT,
-        }
-        name = _digest(whole_key)
-        own = self.folder / name
-        others = [place / name for place in self.beside if _is_of(place / name, whole_key)]
+        whole_key, *richer = (
+            {
+                **key,
+                **one.key,
+                "corpus": corpus.corpus_fingerprint,
+                "tokenizer": corpus.tokenizer_fingerprint,
+                "num_tokens": corpus.num_tokens,
+                "shard_tokens": SHARD_TOKENS,
+                "format": FORMAT,
+            }
+            for one in (scorer, *scorer.found_in)
+        )
+        own = self.folder / _digest(whole_key)
         if own.exists() and not _is_of(own, whole_key):
             shutil.rmtree(own)
+        folders = [
+            folder
+            for one in (whole_key, *richer)
+            for place in (self.folder, *self.beside)
+            if _is_of(folder := place / _digest(one), one)
+        ]
         edges, files = shard_edges(corpus.bounds), []
         scan: ScanFunction | None = None
         with task(description, corpus.num_tokens) as bar:
             for number, (first, end) in enumerate(pairwise(edges)):
                 bounds = corpus.bounds[first : end + 1]
-                num_tokens = int(bounds[-1] - bounds[0])
-                places = [folder / f"{number:06d}.npz" for folder in (own, *others)]
-                of = _digest_of_shard(name, number, corpus.tokens[bounds[0] : bounds[-1]])
-                path = next((one for one in places if _is_whole(one, num_tokens, of)), None)
+                tokens = corpus.tokens[bounds[0] : bounds[-1]]
+                places = [folder / f"{number:06d}.npz" for folder in folders]
+                path = next((one for one in places if _is_whole(one, number, tokens, scorer)), None)
                 if path is None:
                     scan = scan or open_scan()
-                    path = places[0]
-                    _write_shard(path, whole_key, of, *scan(corpus.tokens, bounds))
+                    path = own / f"{number:06d}.npz"
+                    columns = zip(scorer.columns, scan(corpus.tokens, bounds), strict=True)
+                    _write_shard(path, whole_key, number, tokens, dict(columns))
                 files.append(path)
-                bar.advance(float(num_tokens))
-        return ScannedCorpus(corpus=corpus, files=files, edges=edges)
+                bar.advance(float(len(tokens)))
+        return ScannedCorpus(corpus=corpus, files=files, edges=edges, scorer=scorer)
 
 
 @contextmanager
@@ -162,33 +180,36 @@ def _is_of(folder: Path, key: dict[str, Any]) -> bool:
         return False
 
 
-def _digest_of_shard(name: str, number: int, tokens: np.ndarray) -> bytes:
-    start = f"{name}/{number}/".encode()
+def _digest_of_shard(path: Path, number: int, tokens: np.ndarray) -> bytes:
+    """Of the key, for which its folder is named, the number and the tokens."""
+    start = f"{path.parent.name}/{number}/".encode()
     return hashlib.sha256(start + np.asarray(tokens, np.int64).tobytes()).digest()
 
 
-def _is_whole(path: Path, num_tokens: int, of: bytes) -> bool:
+def _is_whole(path: Path, number: int, tokens: np.ndarray, scorer: Scorer) -> bool:
     """Whether a shard reads back and is of this text; reading checks each array's checksum."""
     try:
         with np.load(checked(path)) as stored:
-            arrays, is_its = (stored["ranks"], stored["log_probs"]), stored["of"].tobytes() == of
+            arrays = [stored[name] for name in scorer.columns]
+            is_its = stored["of"].tobytes() == _digest_of_shard(path, number, tokens)
     except Exception:  # damage makes numpy raise whatever its parsers do, tokenize.TokenError too
         return False
     kinds = [array.dtype for array in arrays]
-    fits = kinds == [np.int32, np.float32] and all(one.shape == (num_tokens,) for one in arrays)
-    return fits and is_its
+    same_size = all(one.shape == tokens.shape for one in arrays)
+    return kinds == list(scorer.columns.values()) and same_size and is_its
 
 
 def _write_shard(
-    path: Path, key: dict[str, Any], of: bytes, ranks: np.ndarray, log_probs: np.ndarray
+    path: Path, key: dict[str, Any], number: int, tokens: np.ndarray, columns: dict[str, Any]
 ) -> None:
     """Replaces whatever damaged shard stood there. The key comes first: shards without one are
     nobody's."""
     if not (path.parent / "key.json").exists():
         make_private_folder(path.parent)
         write_json(path.parent / "key.json", key)
+    of = _digest_of_shard(path, number, tokens)
     with written_whole(path) as beside, beside.open("wb") as stream:
-        np.savez(stream, ranks=ranks, log_probs=log_probs, of=np.frombuffer(of, np.uint8))
+        np.savez(stream, **columns, of=np.frombuffer(of, np.uint8))
 
 
 def shard_edges(bounds: np.ndarray) -> list[int]:

@@ -75,6 +75,8 @@ class LeakageCallback(TrainerCallback):
                 "LeakageCallback reads the whole model in one process, and FSDP or DeepSpeed spreads it over several. "
                 "Audit the checkpoints instead: tightlip audit OUT CORPUS --snapshots"
             )
+        if self.out is not None:
+            _refuse_pushed(Path(self.out), Path(args.output_dir))
         # A callback is not told its trainer, and what it finds is for the trainer's loggers: they
         # hang on the handler that calls us.
         handler = sys._getframe(1).f_locals.get("self")
@@ -148,6 +150,16 @@ def _checked(every: str | int) -> str | int:
     ):
         return every
     raise UsageError(f"every={every!r} is neither 'epoch', 'save' nor a number of steps above 0.")
+
+
+def _refuse_pushed(out: Path, output_dir: Path) -> None:
+    """Reports quote private text, and push_to_hub sends all of output_dir but what begins with _."""
+    inside, whole = out.resolve(), output_dir.resolve()
+    if inside.is_relative_to(whole) and not inside.relative_to(whole).as_posix().startswith("_"):
+        raise UsageError(
+            f"out={str(out)!r} lies in {output_dir}, and push_to_hub would publish the reports, which quote private text. Leave it "
+            f"out, and they go to {output_dir / OUT}, which is not pushed; or give a folder elsewhere."
+        )
 
 
 def _sampled(corpus: Any, size: int, settings: dict[str, Any]) -> list[dict[str, Any]]:

@@ -22,9 +22,11 @@ from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import SaveStrategy, TrainOutput
 
 from tightlip.core.errors import GuaranteeError, UsageError
+from tightlip.core.guarantees import weights_in
 from tightlip.core.processes import Processes
+from tightlip.core.progress import log
 from tightlip.core.run_folder import LEDGER
-from tightlip.corpus.history import weights_in
+from tightlip.privacy.asking import refuse_hooks
 from tightlip.privacy.ledger import read_ledger
 from tightlip.privacy.people import ids_of
 from tightlip.privacy.plans import PrivacySpec, Terms
@@ -32,8 +34,9 @@ from tightlip.privacy.private_training import PrivateTraining
 from tightlip.privacy.sources import LabelledRows, sampled_units
 from tightlip.trainer import weights
 from tightlip.trainer.leakage_callback import LeakageCallback
-from tightlip.trainer.refusals import refuse_arguments, refuse_hooks, refuse_trainer
+from tightlip.trainer.refusals import refuse_arguments, refuse_trainer
 from tightlip.trainer.rows import check_same_rows, labelled_rows, users_of
+from tightlip.training.checkpoints import ENDED_BY_BUDGET
 from tightlip.training.mitigations.dp import warn_of_too_few
 
 _LOGGED = ("learning_rate", "grad_norm", "epoch")
@@ -143,6 +146,8 @@ class PrivateMixin(_Library):
             done = super().train(folder and str(folder), **rest)
             assert self.private is not None
             self._told = self.private.guarantee()
+            if done.global_step < self.state.max_steps and not self.may_step():
+                log.warning(ENDED_BY_BUDGET, done.global_step, self.state.max_steps)
         except BaseException:
             # Whoever sees it end has seen what it gave. On this process alone: others may be gone.
             if self.private is not None and self.private.ledger.steps > self._begun_at:
@@ -187,11 +192,9 @@ class PrivateMixin(_Library):
         # What a kill took, from the last checkpoint on. Who ended a training by themselves has seen what
         # it gave, and may take the steps that were planned.
         self.private.ledger.repeats = not was_finished
-        if resume_from_checkpoint is None and not self.private.has_budget():
-            raise GuaranteeError(
-                f"{self.private.ledger.path} has {self.private.ledger.steps} steps on record, all that were planned, and training would "
-                "begin anew. Give another output_dir, with a model that is loaded anew; or train(resume_from_checkpoint=True) to have "
-                "the trained weights again."
+        if resume_from_checkpoint is None:
+            Processes.here().told(
+                partial(weights.refuse_to_begin_anew, self.model, self.private, self._folder)
             )
         warn_of_too_few(self.private)
         return prepared
@@ -308,6 +311,8 @@ class PrivateMixin(_Library):
         if self.private is not None:
             self.private.ledger.settle()  # before any weights reach the disk
         folder = self._folder if output_dir is None else Path(output_dir)
+        if folder == self._folder:
+            self._finish_current_push()  # which would send these weights with an earlier guarantee
         before = self._weights_in(folder)
         super()._save(output_dir, state_dict)
         self._tell_in(folder, before)
@@ -319,11 +324,21 @@ class PrivateMixin(_Library):
             self._tell_in(Path(output_dir), before)
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        before = self._weights_in(self._folder)
-        if self.is_world_process_zero():
-            weights.copy_weights(Path(checkpoint_folder), self._folder)
+        if self.private is not None:
+            self._record(self.private)  # on all processes
+        if not self.is_world_process_zero() or (self._is_pushing and not self.args.hub_always_push):
+            return
+        self._finish_current_push()
+        before = weights_in(self._folder)
+        weights.copy_weights(Path(checkpoint_folder), self._folder)
         self._tell_in(self._folder, before)
         super()._push_from_checkpoint(checkpoint_folder)
+
+    @property
+    def _is_pushing(self) -> bool:
+        """Whether an earlier push still reads what is in the folder."""
+        pushing = getattr(self, "push_in_progress", None)
+        return pushing is not None and not pushing.is_done()
 
     def _weights_in(self, folder: Path) -> dict[str, str]:
         return weights_in(folder) if self.is_world_process_zero() else {}
@@ -361,7 +376,8 @@ class _StopsWithBudget(TrainerCallback):
         self._trainer = trainer
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
-        refuse_hooks(self._trainer.model)  # after other callbacks, which may have put some on
+        # After other callbacks, which may have put some on, and before a step is charged.
+        refuse_hooks(self._trainer.model.named_parameters())
 
     def on_step_end(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
         if not self._trainer.may_step():

@@ -4,6 +4,7 @@ Everything is refused before the first step: what mixes people's rows, computes 
 one that is clipped, tells or decides by what was measured on private text, or would quietly do nothing.
 """
 
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import nn
 from transformers import EarlyStoppingCallback
 
 from tightlip.core.errors import GuaranteeError
+from tightlip.core.processes import Processes
 from tightlip.privacy.corrected_adam import CorrectedAdam
 from tightlip.trainer.leakage_callback import LeakageCallback
 
@@ -113,6 +115,9 @@ def _against_arguments(args: Any) -> Iterator[str]:
 
 
 def _against_processes(trainer: Any) -> Iterator[str]:
+    started = max(Processes.here().size, int(os.environ.get("WORLD_SIZE", 1)))
+    if trainer.args.world_size != started:
+        yield f"{started} processes were started, and accelerate joins {trainer.args.world_size}: each would train alone. Without a GPU set use_cpu=True."
     if trainer.is_deepspeed_enabled:
         yield "DeepSpeed adds up gradients in its own way, past clipping and noise. Launch the script without it; FSDP2 shards too."
     if trainer.is_fsdp_enabled:
@@ -181,7 +186,7 @@ def _against_losses(trainer: Any, ours: type) -> Iterator[str]:
     if getattr(trainer, "aux_loss_enabled", False):
         yield (
             "The loss that balances experts is taken over the whole batch: it mixes people's rows and cannot be clipped. Set "
-            "router_aux_loss_coef=0.0."
+            "router_aux_loss_coef=0.0 in SFTConfig, or in the model's config: from_pretrained(..., router_aux_loss_coef=0.0)."
         )
 
 
@@ -240,16 +245,6 @@ def _against_optimizer(trainer: Any) -> Iterator[str]:
             f"max_grad_norm={trainer.args.max_grad_norm:g} shrinks gradients and their noise, and CorrectedAdam would take off more "
             "noise than is left. Set max_grad_norm=0."
         )
-
-
-def refuse_hooks(model: nn.Module) -> None:
-    """Refuse parameters with hooks, which every pass would refuse, before a step is charged."""
-    for name, each in model.named_parameters():
-        if each._backward_hooks or getattr(each, "_post_accumulate_grad_hooks", None):
-            raise GuaranteeError(
-                f"{name} has a hook that is shown its gradients, one person's at a time, before anything is clipped or noisy. Take it "
-                "off, as wandb.watch(model, log=None) does."
-            )
 
 
 def _dropout(model: nn.Module) -> str | None:

@@ -102,6 +102,10 @@ def labelled_rows(dataset: Any, trainer: Any, users: list[Any] | None) -> Labell
             )
         ids.append(row_ids)
         labels.append(row_labels)
+    if all((each[1:] == NO_LABEL).all() for each in labels):
+        raise UsageError(
+            "No row has a token to learn: a label other than -100 after its first. Give a larger max_length, or rows with answers."
+        )
     return LabelledRows(ids, labels, users)
 
 

@@ -12,11 +12,14 @@ from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
 
 from tightlip.core.errors import GuaranteeError, UsageError
+from tightlip.core.figures import counted
 from tightlip.core.files import read_json, write_json, write_text
-from tightlip.corpus.history import OWN_RECORD, guarantee_beside, weights_in
+from tightlip.core.guarantees import OWN_RECORD, guarantee_beside, weights_in
 from tightlip.privacy.ledger import read_ledger
 from tightlip.privacy.people import Record, composable, runs_before
+from tightlip.privacy.private_training import PrivateTraining
 from tightlip.privacy.shards import local
+from tightlip.training.checkpoints import BEGINS_ANEW
 from tightlip.training.starting import guarantee_lines, told_of
 
 log = logging.getLogger("tightlip")
@@ -113,8 +116,7 @@ def checkpoint_of(asked: Any, output_dir: Path) -> Path | None:
         return None
     if asked is not True:
         return Path(asked)
-    found = [each for each in output_dir.glob("checkpoint-*") if each.name[11:].isdecimal()]
-    every = sorted(found, key=lambda each: int(each.name[11:]))
+    every = _checkpoints_in(output_dir)
     if not every:
         raise UsageError(
             f"{output_dir} has no checkpoint to go on from. Leave resume_from_checkpoint out: steps that are on record in its "
@@ -124,6 +126,28 @@ def checkpoint_of(asked: Any, output_dir: Path) -> Path | None:
     if whole[-1] != every[-1]:
         log.warning("%s was left half-written; training goes on from %s.", every[-1], whole[-1])
     return whole[-1]
+
+
+def refuse_to_begin_anew(model: Any, private: PrivateTraining, output_dir: Path) -> None:
+    """Refuse weights that the steps on record did not give, where those are there or none is left."""
+    has_budget, ledger = private.has_budget(), private.ledger
+    marks: list[Record] = getattr(_base(model), _MARK, [{}])
+    if has_budget and (not ledger.steps or marks[0].get("run") == ledger.record()["run"]):
+        return  # nothing is on record, or the model in memory goes on
+    whole = [each for each in _checkpoints_in(output_dir) if _lacks(each) is None]
+    if has_budget and not whole:
+        log.warning(BEGINS_ANEW, ledger.steps, ledger.path)
+        return
+    raise GuaranteeError(
+        f"{ledger.path} has {ledger.steps} steps on record, of {private.spec.steps} planned, with {counted(len(whole), 'checkpoint')} "
+        "beside it, and training would begin anew. Give train(resume_from_checkpoint=True), which goes on from the last checkpoint; "
+        "or another output_dir, with a model that is loaded anew."
+    )
+
+
+def _checkpoints_in(output_dir: Path) -> list[Path]:
+    found = [each for each in output_dir.glob("checkpoint-*") if each.name[11:].isdecimal()]
+    return sorted(found, key=lambda each: int(each.name[11:]))
 
 
 def _lacks(checkpoint: Path) -> str | None:

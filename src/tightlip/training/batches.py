@@ -129,12 +129,7 @@ def rows_of(
         trained=corpus.trained,
         ownership=ownership,
     )
-    return rows if rows.trained is None else _with_targets(rows)
-
-
-def _with_targets(rows: Rows) -> Rows:
-    """Those rows of which anything is trained on."""
-    return rows.only(rows.num_targets > 0)
+    return rows if rows.trained is None else rows.only(rows.num_targets > 0)
 
 
 def epoch_order(

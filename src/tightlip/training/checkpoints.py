@@ -9,7 +9,7 @@ import math
 import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import load_file
@@ -27,6 +27,9 @@ from tightlip.training.plan import Plan
 from tightlip.training.recipe import Recipe
 from tightlip.training.together import split_as, whole_tensors
 
+BEGINS_ANEW = "No checkpoint is there. Training begins anew, and the %d steps that %s has charged stay charged."
+ENDED_BY_BUDGET = "The privacy budget ended training after step %d of %d. More noise, or a larger epsilon, goes further."
+
 
 @dataclass(kw_only=True)
 class Progress(run_folder.Moment):
@@ -41,20 +44,22 @@ class Progress(run_folder.Moment):
     metrics: list[dict[str, Any]] = field(default_factory=list)
 
 
-def save_checkpoint(
-    folder: Path,
-    progress: Progress,
-    model: nn.Module,
-    optimizer: Optimizer,
-    mitigation: Mitigation,
-    average: AveragedWeights,
-) -> None:
+class Kept(NamedTuple):
+    """What a checkpoint holds of a run under way."""
+
+    model: nn.Module
+    optimizer: Optimizer
+    mitigation: Mitigation
+    average: AveragedWeights
+
+
+def save_checkpoint(folder: Path, progress: Progress, kept: Kept) -> None:
     """Make `folder` hold this moment and no other; the first process writes it."""
     tensors = {
-        **run_folder.prefixed("model", model_tensors(model)),
-        **run_folder.prefixed("optimizer", run_folder.optimizer_tensors(optimizer)),
-        **run_folder.prefixed("mitigation", mitigation.state_dict()),
-        **run_folder.prefixed("average", average.state_dict()),
+        **run_folder.prefixed("model", model_tensors(kept.model)),
+        **run_folder.prefixed("optimizer", run_folder.optimizer_tensors(kept.optimizer)),
+        **run_folder.prefixed("mitigation", kept.mitigation.state_dict()),
+        **run_folder.prefixed("average", kept.average.state_dict()),
     }
     whole = whole_tensors(tensors)
     Processes.here().told(lambda: _write_only(folder, whole, progress))
@@ -68,21 +73,13 @@ def _write_only(folder: Path, tensors: dict[str, Tensor], progress: Progress) ->
     run_folder.keep_only(folder, now)
 
 
-def load_checkpoint(
-    folder: Path,
-    model: nn.Module,
-    optimizer: Optimizer,
-    mitigation: Mitigation,
-    average: AveragedWeights,
-    *,
-    start_over: bool = True,
-) -> Progress | None:
+def load_checkpoint(folder: Path, kept: Kept, *, start_over: bool = True) -> Progress | None:
     """Bring everything back to the last moment saved; None where none was, or only a damaged one
     that it may `start_over` from."""
     found = Processes.here().told(lambda: _latest(folder, start_over=start_over))
     if found is None:
         return None
-    latest, progress = found
+    (latest, progress), (model, optimizer, mitigation, average) = found, kept
     tensors = load_file(latest / run_folder.TENSORS)
     weights, there = run_folder.part_of(tensors, "model"), model_tensors(model)
     if {*there} != {*weights}:
@@ -156,10 +153,20 @@ def check_disk(out: Path, model: nn.Module, plan: Plan, recipe: Recipe) -> None:
     free = shutil.disk_usage(there).free
     if needed > free:
         raise UsageError(
-            f"{out} has {free / 1e9:,.2f} GB free, and the run would need {needed / 1e9:,.2f} GB: {left:,} snapshots of "
-            f"{one / 1e9:,.2f} GB each, the model and what a stopped run goes on from. Keep fewer (--keep-snapshots 2, "
-            "--snapshot none), train adapters (--lora 16), or give an --out on a larger disk."
+            f"{out} has {_size(free)} free, and the run would need {_size(needed)}: {left:,} snapshots of "
+            f"{_size(one)} each, the model and what a stopped run goes on from. Keep fewer (--keep-snapshots 2, "
+            "--snapshot none), train adapters (--lora 16), or give a folder on a larger disk (--out)."
         )
+
+
+def _size(num_bytes: int) -> str:
+    """Bytes as people read them.
+
+    >>> _size(2_500_000_000), _size(4_300_000), _size(812)
+    ('2.50 GB', '4.30 MB', '0.81 KB')
+    """
+    unit = next((each for each in ((1e9, "GB"), (1e6, "MB")) if num_bytes >= each[0]), (1e3, "KB"))
+    return f"{num_bytes / unit[0]:,.2f} {unit[1]}"
 
 
 def _size_of(folder: Path, pattern: str) -> int:

@@ -58,17 +58,12 @@ class MitigationConfig(Settings):
     @property
     def num_check_canaries(self) -> int:
         """Canaries that the run plants to check its own ε."""
-        return 0
-
-    @property
-    def adam_floor(self) -> float | None:
-        """How far Adam's second moment is corrected for noise; None where it is not."""
-        return None
+        return getattr(self, "dp_check_canaries", None) or 0
 
     @property
     def tells_validation(self) -> bool:
         """Whether the loss of held-out text is told with noise, and the run goes by that."""
-        return False
+        return getattr(self, "noisy_validation", None) is not None
 
     def check_run(self, config: "TrainConfig") -> None:
         """Refuse settings of the run that the mitigation cannot work with."""

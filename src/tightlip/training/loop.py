@@ -36,7 +36,10 @@ from tightlip.core.run_folder import (
 )
 from tightlip.training.averaging import AveragedWeights
 from tightlip.training.checkpoints import (
+    BEGINS_ANEW,
+    ENDED_BY_BUDGET,
     Diverged,
+    Kept,
     Progress,
     RunningLoss,
     check_disk,
@@ -174,6 +177,7 @@ class Training:
         )
         self.optimizer = build_optimizer(self.model, self.config)
         self.average = AveragedWeights(self.model, self.config.average_weights)
+        self.kept = Kept(self.model, self.optimizer, self.mitigation, self.average)
         self.mitigation.prepare(self._context())
         self.progress = Progress()
         self.losses = RunningLoss(
@@ -322,8 +326,7 @@ class Training:
         moment = (self.progress.step, self.progress.recorded_step)
         if moment != self.saved:
             self.mitigation.settle()
-            kept = (self.model, self.optimizer, self.mitigation, self.average)
-            save_checkpoint(self.out / CHECKPOINT, self.progress, *kept)
+            save_checkpoint(self.out / CHECKPOINT, self.progress, self.kept)
         self.saved = moment
         self.clock = self.saved_at = time.monotonic()
 
@@ -337,11 +340,7 @@ class Training:
     def go_back(self) -> None:
         """Start where the last checkpoint stands, or at the beginning; forget what came later."""
         private = self.config.mitigation.is_private
-        saved = load_checkpoint(
-            self.out / CHECKPOINT,
-            *(self.model, self.optimizer, self.mitigation, self.average),
-            start_over=not private,
-        )
+        saved = load_checkpoint(self.out / CHECKPOINT, self.kept, start_over=not private)
         if saved is not None:
             log.info("Going on after step %d.", saved.step)
             self.progress = self.losses.progress = saved
@@ -356,10 +355,7 @@ class Training:
         """A private run without its checkpoint begins anew, and what it charged stays charged."""
         ledger = self.out / LEDGER
         if ledger.is_file() and (steps := read_ledger_file(ledger)[0].get("steps")):
-            log.warning(
-                "No checkpoint is there. Training begins anew, and the %d steps that %s has charged stay charged.",
-                *(steps, ledger),
-            )
+            log.warning(BEGINS_ANEW, steps, ledger)
 
     def stop_for_now(self) -> None:
         self.save()
@@ -375,10 +371,7 @@ class Training:
         if self.config.until_perplexity is not None and progress.stop != "target perplexity":
             log.warning("until_perplexity=%g was not reached.", self.config.until_perplexity)
         if progress.stop == BUDGET:
-            log.warning(
-                "The privacy budget ended training after step %d of %d. More noise, or a larger epsilon, goes further.",
-                *(progress.step, self.plan.num_steps),
-            )
+            log.warning(ENDED_BY_BUDGET, progress.step, self.plan.num_steps)
         log.info("Done after step %d (%s).%s", progress.step, progress.stop, self.best_in_words())
         record = self.mitigation.guarantee(progress.step) | {"finished": True}
         self.processes.told(lambda: write_ledger(self.out, record))

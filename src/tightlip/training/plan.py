@@ -113,7 +113,7 @@ def build_optimizer(model: nn.Module, config: TrainConfig) -> optim.Optimizer:
     """The optimizer the settings ask for, over every parameter that may change."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     rates: dict[str, Any] = {"lr": config.learning_rate, "weight_decay": config.weight_decay}
-    if (floor := config.mitigation.adam_floor) is not None:
+    if (floor := getattr(config.mitigation, "adam_correction", None)) is not None:
         decoupled = config.optimizer == "adamw"
         return CorrectedAdam(parameters, floor=floor, decoupled=decoupled, **rates)
     extra: dict[str, Any] = {}

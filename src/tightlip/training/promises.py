@@ -17,27 +17,21 @@ from tightlip.privacy.plans import Terms
 from tightlip.training.config import BUILT_IN_MODELS, TrainConfig
 from tightlip.training.mitigations import CorpusFacts
 from tightlip.training.starting import runs_behind
-from tightlip.training.told_validation import check_held_out
-
-
-def _settings(config: TrainConfig) -> Any:
-    """Those of private training, which this mitigation has."""
-    return config.mitigation
 
 
 def terms_of(config: TrainConfig, corpus: CorpusFacts) -> Terms:
     """The standing of the run's promise: proved, or weaker on an explicit flag, or refused."""
-    settings = _settings(config)
+    settings: Any = config.mitigation  # those of private training, which this mitigation has
     if corpus.has_co_owners and settings.unit == "user" and settings.num_check_canaries:
         raise UsageError(
             f"dp_check_canaries={settings.num_check_canaries} plants people with one text each, which would say little of owners of "
             "several. Check a run of --unit example, or leave it out."
         )
-    check_held_out(config, corpus)
+    _check_held_out(settings, corpus)
     words = words_behind(corpus)
     before = runs_behind(config)
     broken = list(breaches(config, corpus, words, before))
-    if broken and not _settings(config).allow_unproved:
+    if broken and not settings.allow_unproved:
         reasons = " ".join(f"{why} {instead}" for why, instead in broken)
         raise GuaranteeError(
             f"{reasons} As it is, no theorem covers this run. To go on all the same, add --allow-unproved: the standing is "
@@ -49,10 +43,25 @@ def terms_of(config: TrainConfig, corpus: CorpusFacts) -> Terms:
         standing="as published" if broken else proved.standing,
         because=" ".join(why for why, _ in broken) or proved.because,
         outside=(*proved.outside, *_taken_as_public(config, corpus, (*people,))),
-        releases=tuple(_release(each, _settings(config).unit) for each in releases),
+        releases=tuple(_release(each, settings.unit) for each in releases),
         people=(*people,) if corpus.people else (),
         before=tuple(before),
     )
+
+
+def _check_held_out(settings: Any, corpus: CorpusFacts) -> None:
+    """Refuse to tell of held-out text that is not these units' own, each by itself."""
+    if not settings.tells_validation:
+        return
+    if corpus.has_co_owners:
+        raise UsageError(
+            "noisy_validation hides what each writer holds out, and texts here have other owners too. Use --public-validation FILE."
+        )
+    if (split := corpus.settings.get("split")) not in ("text", "document"):
+        raise UsageError(
+            f"noisy_validation={settings.noisy_validation:g} tells of what each {settings.unit} of this corpus holds out, and "
+            f"split={split!r} holds out nothing of the kind. Prepare it with --split text, or use --public-validation FILE."
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,6 +92,7 @@ def breaches(
 ) -> Iterator[tuple[str, str]]:
     """What shaped the weights outside the mechanism, and what to do instead: everything of the
     kind that METHODS section 6 lists and that we can see."""
+    settings: Any = config.mitigation
     if corpus.learnt_vocabulary:
         yield (
             "The vocabulary was learnt from this corpus, so rare words show in it.",
@@ -94,10 +104,10 @@ def breaches(
             "in it.",
             "Use a public tokenizer (--tokenizer DIR) or a noisy vocabulary (--vocabulary-noise 5).",
         )
-    yield from _cut_by_others(config, corpus.settings, "")
+    yield from _cut_by_others(settings.unit, corpus.settings, "")
     for step in corpus.history:
-        yield from _cut_by_others(config, step, " before this corpus was cut out")
-    if corpus.has_co_owners and _settings(config).unit == "user":
+        yield from _cut_by_others(settings.unit, step, " before this corpus was cut out")
+    if corpus.has_co_owners and settings.unit == "user":
         yield from _taken_by_text([corpus.settings, *corpus.history])
         if corpus.releases or words.releases:
             yield (
@@ -105,7 +115,7 @@ def breaches(
                 "Use a public tokenizer (--tokenizer DIR).",
             )
     for name in ("early_stop", "until_perplexity"):
-        is_told = corpus.validation_is_public or _settings(config).noisy_validation is not None
+        is_told = corpus.validation_is_public or settings.tells_validation
         if getattr(config, name) is not None and not is_told:
             yield (
                 f"{name} stops by looking at private validation text.",
@@ -130,11 +140,8 @@ def _trained_on_these(model: str, corpus: CorpusFacts) -> Iterator[tuple[str, st
                 yield f"{model} was trained without privacy on nearly the same text.", instead
 
 
-def _cut_by_others(
-    config: TrainConfig, made: dict[str, Any], when: str
-) -> Iterator[tuple[str, str]]:
+def _cut_by_others(unit: str, made: dict[str, Any], when: str) -> Iterator[tuple[str, str]]:
     """What in a preparation lets one unit decide what is left of another."""
-    unit = _settings(config).unit
     if made.get("deduplicate", "none") != "none":
         yield (
             f"deduplicate={made['deduplicate']!r}{when} lets one {unit}'s text decide what is left of another's.",
@@ -143,7 +150,7 @@ def _cut_by_others(
     if made.get("split", "none") in (("user",) if unit == "user" else ("user", "document")):
         yield (
             f"split={made['split']!r}{when} holds out by number, so one {unit} more or less moves others in and out.",
-            "Use --split text or none" + (", or --split document." if unit == "user" else "."),
+            f"Use --split {'document' if unit == 'user' else 'text'} or none.",
         )
 
 
@@ -161,7 +168,8 @@ def _taken_by_text(made: list[dict[str, Any]]) -> Iterator[tuple[str, str]]:
 def _taken_as_public(
     config: TrainConfig, corpus: CorpusFacts, people: tuple[str, ...]
 ) -> Iterator[str]:
-    yield f"the number of {_settings(config).unit}s, which counts as public"
+    settings: Any = config.mitigation
+    yield f"the number of {settings.unit}s, which counts as public"
     yield "what was done to the text before it was prepared, where its files do not tell"
     yield "when lines were logged and files written, which hangs on how many were drawn"
     if corpus.settings.get("tokenizer") is not None:

@@ -24,6 +24,7 @@ from tightlip.models.loading import load_tokenizer
 from tightlip.training.batches import Rows, rows_of
 from tightlip.training.config import BUILT_IN_MODELS, RunOptions, TrainConfig
 from tightlip.training.mitigations import CorpusFacts
+from tightlip.training.planting import Draw, drawn_tokens
 from tightlip.training.starting import check_start
 
 if TYPE_CHECKING:
@@ -104,14 +105,9 @@ def with_canaries(recipe: Recipe, out: Path) -> Recipe:
     num_canaries = config.mitigation.num_check_canaries
     if not num_canaries:
         return recipe
-    rows = plant(
-        recipe.rows,
-        num_canaries,
-        vocabulary_size=len(tokenizer),
-        forbidden=set(tokenizer.all_special_ids),
-        length=min(CANARY_LENGTH, config.sequence_length),
-        key_file=out / DP_CHECK,
-    )
+    kind = getattr(config.mitigation, "dp_check_kind", "random")
+    draw, length = drawn_tokens(kind, config, tokenizer), min(CANARY_LENGTH, config.sequence_length)
+    rows = plant(recipe.rows, num_canaries, length=length, key_file=out / DP_CHECK, draw=draw)
     return replace(recipe, rows=rows)
 
 
@@ -195,19 +191,11 @@ def _corpus_tree(
     }
 
 
-def plant(
-    rows: Rows,
-    num_canaries: int,
-    *,
-    vocabulary_size: int,
-    forbidden: set[int],
-    length: int,
-    key_file: Path,
-) -> Rows:
+def plant(rows: Rows, num_canaries: int, *, length: int, key_file: Path, draw: Draw) -> Rows:
     """`rows` and, behind them, about half of the canaries, each a document of a user of its own.
 
-    Canaries are `length` random tokens, none of them `forbidden`. The key file keeps them and
-    their coins; where it exists, as in a resumed run, they are read from it.
+    Canaries are `length` tokens that `draw` gives. The key file keeps them and their coins; where it
+    exists, as in a resumed run, they are read from it.
 
     Holds:
         fair: each canary is in with probability 1/2, whoever else is.
@@ -216,38 +204,28 @@ def plant(
     """
     if key_file.exists():
         key = read_check_key(key_file)
-        _check_same(key, num_canaries, length, key_file)
+        if (len(key), key.length) != (num_canaries, length):
+            raise UsageError(
+                f"{key_file} holds {len(key)} canaries of {key.length} tokens, and {num_canaries} of {length} were asked for. "
+                "Give the old settings, or another --out."
+            )
     else:
-        key = _drawn(num_canaries, length, vocabulary_size, forbidden)
+        key = _drawn(num_canaries, length, draw)
         write_check_key(key_file, key)
     return _with_included(rows, key)
 
 
-def _drawn(num_canaries: int, length: int, vocabulary_size: int, forbidden: set[int]) -> CheckKey:
+def _drawn(num_canaries: int, length: int, draw: Draw) -> CheckKey:
     if num_canaries < 1 or length < 2:
         raise UsageError(
             f"{num_canaries} canaries of {length} tokens tell nothing. Use --dp-check-canaries 1000 and rows of "
             "at least 2 tokens."
         )
-    allowed = np.setdiff1d(np.arange(vocabulary_size), list(forbidden))
-    if len(allowed) < 2:
-        raise UsageError(
-            f"A vocabulary of {vocabulary_size} leaves {len(allowed)} words for canaries, which would all read alike. "
-            "Give a corpus with more words."
-        )
     generator = keyed_generator()
     return CheckKey(
-        tokens_ML=generator.choice(allowed, (num_canaries, length)),
+        tokens_ML=draw((num_canaries, length), generator),
         included_M=generator.integers(0, 2, num_canaries).astype(bool),
     )
-
-
-def _check_same(key: CheckKey, num_canaries: int, length: int, key_file: Path) -> None:
-    if (len(key), key.length) != (num_canaries, length):
-        raise UsageError(
-            f"{key_file} holds {len(key)} canaries of {key.length} tokens, and {num_canaries} of {length} were asked for. "
-            "Give the old settings, or another --out."
-        )
 
 
 def _with_included(rows: Rows, key: CheckKey) -> Rows:

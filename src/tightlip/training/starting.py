@@ -13,10 +13,11 @@ from transformers.modeling_utils import PreTrainedModel
 from tightlip.core.errors import TightlipError, UsageError
 from tightlip.core.figures import guarantee_words, shown_first, standing_words
 from tightlip.core.files import folder_written_whole, read_json, write_json, write_text
+from tightlip.core.guarantees import OWN_RECORD, guarantee_beside
 from tightlip.core.processes import Processes
 from tightlip.core.run_folder import MERGED, MODEL, run_around
 from tightlip.corpus.encoding import tokenizer_fingerprint
-from tightlip.corpus.history import OWN_RECORD, guarantee_beside, learnt_from
+from tightlip.corpus.history import learnt_from
 from tightlip.corpus.prepare import corpus_id
 from tightlip.models.checks import check_room, without_progress_bar
 from tightlip.models.configurations import GRUConfig, LSTMConfig, TransformerConfig

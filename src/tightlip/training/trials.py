@@ -29,6 +29,7 @@ from tightlip.core.files import (
     write_sealed,
     write_text,
 )
+from tightlip.core.guarantees import OWN_RECORD
 from tightlip.core.processes import Processes
 from tightlip.core.progress import log, task, unseen
 from tightlip.core.randomness import keyed_generator
@@ -50,7 +51,6 @@ from tightlip.core.run_folder import (
     write_ledger,
 )
 from tightlip.core.settings import Settings, read_toml, setting
-from tightlip.corpus.history import OWN_RECORD
 from tightlip.privacy.accounting import Mechanism, check_delta, default_delta
 from tightlip.privacy.composition import people_figure
 from tightlip.privacy.ledger import figures_of, read_ledger
@@ -62,11 +62,10 @@ from tightlip.training.checkpoints import Diverged
 from tightlip.training.config import BUILT_IN_MODELS, RunOptions, TrainConfig
 from tightlip.training.loop import train_model
 from tightlip.training.mitigations import Mitigation
-from tightlip.training.mitigations.dp import by_unit, dp_settings
+from tightlip.training.mitigations.dp import by_unit, dp_settings, noisy_loss, warn_if_loud
 from tightlip.training.plan import Plan
 from tightlip.training.recipe import Recipe, recipe_for
 from tightlip.training.starting import model_card, starting_model, told_of
-from tightlip.training.told_validation import noisy_loss
 
 if TYPE_CHECKING:
     from tightlip.corpus.prepare import PreparedCorpus
@@ -78,6 +77,7 @@ _SAME = {"selection": (), "corpus": ("folder", "rows_fingerprint"), "start": ()}
 _OF_ALL = (
     *("mitigation", "epsilon", "unit", "delta", "allow_loose_delta", "allow_unproved", "adaptive"),
     *("noisy_validation", "noisy_validation_bound", "insecure_seed", "dp_check_canaries", "trials"),
+    *("dp_check_kind", "dp_check_engine"),
 )
 _BECAUSE = {
     True: "A secret number of trials of the logarithmic law, each one private; only the best is told of (Papernot and Steinke "
@@ -160,9 +160,8 @@ def choose(
     configs = [_candidate(config, own, number) for number, own in enumerate(trials.candidate, 1)]
     recipes = [recipe_for(corpus, out, each, options, frozenset()) for each in configs]
     _check_score(recipes[0])
-    for (
-        each
-    ) in recipes:  # before anything is charged, and before its refusal would tell what was drawn
+    # Before anything is charged, and before its refusal would tell what was drawn.
+    for each in recipes:
         if each.config.model in BUILT_IN_MODELS:
             starting_model(each.config, each.tokenizer, "meta")
     tree = recipes[0].tree | _selection_tree(trials, config)
@@ -289,6 +288,10 @@ class Choice:
         if self.draw.repeated:
             selection = self.selection.with_more_steps(self.draw.repeated)
             promise |= figures_of(selection.epsilon()) | {"selection": selection.record()}
+            log.warning(
+                f"The choice costs ε {rounded_up(selection.epsilon())}, where {rounded_up(self.selection.epsilon())} was planned: a killed "
+                f"trial took {self.draw.repeated} steps again, and they count for every candidate."
+            )
         if self.draw.taken_back is not None:
             promise |= figures_of(math.inf)
             promise |= {"standing": "measured only", "because": self.draw.taken_back}
@@ -336,9 +339,10 @@ def _check_kind(config: TrainConfig) -> None:
             f"trials={config.trials!r} are for private training whose noise is the same at every step: mitigation='dp', or "
             "'adaptive-dp' with adaptive='clip'. Train others one by one, and compare them by tightlip compare."
         )
-    if settings.insecure_seed is not None or settings.num_check_canaries:
+    checked = settings.num_check_canaries or getattr(settings, "dp_check_engine", None)
+    if settings.insecure_seed is not None or checked:
         raise UsageError(
-            "Trials take neither insecure_seed nor dp_check_canaries: they are for single runs. Leave them out."
+            "Trials take neither insecure_seed nor canaries of dp-check: they are for single runs. Leave them out."
         )
 
 
@@ -366,6 +370,7 @@ def _selection(trials: Trials, recipes: list[Recipe]) -> Selection:
     counts = [len(np.unique(by_unit(each.rows, settings.unit).unit_of_row)) for each in recipes]
     delta = default_delta(max(counts)) if settings.delta is None else settings.delta
     check_delta(delta, max(counts), settings.allow_loose_delta, unit=settings.unit)
+    warn_if_loud(recipes[0].config, recipes[0].corpus, counts[0], len(recipes[0].tokenizer))
     made = []
     for recipe, num_units in zip(recipes, counts, strict=True):
         config = recipe.config

@@ -20,7 +20,7 @@ from tightlip.vectors.attack_figures import Target
 from tightlip.vectors.attackers import Parts, Releases
 from tightlip.vectors.categories import Categories, categories
 from tightlip.vectors.data import PARTS, Examples, read_columns, source_of_run
-from tightlip.vectors.encode import Device
+from tightlip.vectors.encode import Device, lines_of
 from tightlip.vectors.grid_noise import GridNoise
 from tightlip.vectors.halves import SERVER
 from tightlip.vectors.release import normalised, released
@@ -200,13 +200,7 @@ def names_in_file(path: str | Path) -> list[str]:
         raise UsageError(
             f"{path} is not a file of names. Give one with a name a line, or --entities auto."
         )
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except UnicodeDecodeError as error:
-        raise UsageError(
-            f"{path} is not UTF-8 text ({error}). Save it as UTF-8, a name a line."
-        ) from error
-    names = list(dict.fromkeys(line.strip() for line in lines if line.strip()))
+    names = list(dict.fromkeys(line.strip() for line in lines_of(path) if line.strip()))
     if not names:
         raise UsageError(f"{path} holds no name. Write a name a line.")
     return names

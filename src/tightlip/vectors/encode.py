@@ -22,7 +22,7 @@ from tightlip.corpus.prepare_config import ColumnSettings
 from tightlip.vectors.data import Columns, open_source, read_columns
 from tightlip.vectors.extractors import Raw, made_ahead
 from tightlip.vectors.grid_noise import GridNoise
-from tightlip.vectors.guarantees import BARE, VectorMechanism, costs
+from tightlip.vectors.guarantees import VectorMechanism, costs
 from tightlip.vectors.halves import DEVICE, GUARANTEE, check_files, load_extractor, read_half
 from tightlip.vectors.masking import (
     Marked,
@@ -33,7 +33,7 @@ from tightlip.vectors.masking import (
     masked_texts,
     masking_of,
 )
-from tightlip.vectors.release import drawn, noised, released
+from tightlip.vectors.release import drawn, noised
 from tightlip.vectors.server import VectorFile, write_vectors
 from tightlip.vectors.settings import EncodeSettings, EncodingOptions, Runtime
 
@@ -113,11 +113,10 @@ class Device:
 
         While these are extracted the next texts are masked, and noise for them is drawn.
         """
-        bare = self.mechanism.mechanism == BARE
 
         def masked(places: np.ndarray, at_once: int = given["batch_size"]) -> list[str]:
             for start in range(0, len(places), at_once):
-                draw(0 if bare else len(places[start : start + at_once]))
+                draw(len(places[start : start + at_once]))
             return self._masked([texts[n] for n in places], [marks[n] for n in places])
 
         stream = getattr(self.extractor, "stream", None)
@@ -142,11 +141,7 @@ class Device:
 
     def _release(self, raw: Raw, noise: Future[np.ndarray], sent: np.ndarray) -> int:
         """Put what may be sent of these vectors where it belongs; how many they are."""
-        vectors = raw.arrived()
-        if self.mechanism.mechanism == BARE:
-            sent[raw.places] = released(vectors, self.mechanism, self._noise)
-        else:
-            sent[raw.places] = noised(vectors, self.mechanism, noise.result())
+        sent[raw.places] = noised(raw.arrived(), self.mechanism, noise.result())
         return len(raw.places)
 
 
@@ -249,7 +244,7 @@ def represent_encode(
         masking=masking,
     )
     if out is not None:
-        write_vectors(out, vectors, encoded.columns, encoded.record, pair=half.pair)
+        write_vectors(out, encoded)
     return encoded
 
 
@@ -291,7 +286,7 @@ def _refuse_marked(given: Columns, carry: Sequence[str], marks: list[list[str]])
 def _read(source: Any, wanted: Sequence[str], **columns: Any) -> Columns:
     """The texts of a list, a .txt file or a corpus, with the columns asked for."""
     if isinstance(source, str | Path) and Path(source).suffix.lower() == ".txt":
-        source = _lines(Path(source))
+        source = lines_of(Path(source))
     if isinstance(source, list | tuple) and all(isinstance(text, str) for text in source):
         if wanted:
             raise UsageError(
@@ -303,7 +298,7 @@ def _read(source: Any, wanted: Sequence[str], **columns: Any) -> Columns:
     return read_columns(open_source(source, **columns), wanted)
 
 
-def _lines(path: Path) -> list[str]:
+def lines_of(path: Path) -> list[str]:
     """The lines of a file. A line ends where the file says so; a form feed is white space in it."""
     try:
         with path.open(encoding="utf-8-sig", newline="\n") as stream:
@@ -317,7 +312,7 @@ def _lines(path: Path) -> list[str]:
 def _marks(given: Columns, asked: EncodeSettings) -> list[list[str]]:
     """The words to be masked in each text."""
     file, column = asked.mask_file, asked.mask_column
-    common = [*asked.mask, *(_lines(Path(file)) if file is not None else ())]
+    common = [*asked.mask, *(lines_of(Path(file)) if file is not None else ())]
     if column is None:
         return [common] * len(given.texts)
     return [[*common, *_words_in(value, column)] for value in given.named[column]]

@@ -126,23 +126,25 @@ def released(vectors_NK: np.ndarray, mechanism: VectorMechanism, noise: GridNois
         scale: the noise has the mechanism's scale, fresh for each entry.
         finite: whatever the raw vectors hold, the result is finite.
     """
-    vectors_NK = _checked(vectors_NK, mechanism)
-    if mechanism.mechanism == BARE:
-        return unit_range(vectors_NK).astype(np.float32)
     return noised(vectors_NK, mechanism, drawn(mechanism, noise, len(vectors_NK)))
 
 
 def drawn(mechanism: VectorMechanism, noise: GridNoise, num_vectors: int) -> np.ndarray:
-    """Noise for so many vectors, in steps; it may be drawn before they are known, and used once."""
+    """Noise for so many vectors, in steps; it may be drawn before they are known, and used once.
+    There is none for bare ones."""
+    num_vectors = 0 if mechanism.mechanism == BARE else num_vectors
     draw = noise.gaussian if mechanism.mechanism == "gaussian" else noise.laplace
     return draw(mechanism.grid_units, (num_vectors, mechanism.dimensions))
 
 
 def noised(vectors_NK: np.ndarray, mechanism: VectorMechanism, noise_NK: np.ndarray) -> np.ndarray:
-    """The released floats of raw vectors and noise drawn for them, which is wiped out."""
+    """The released floats of raw vectors and noise drawn for them, which is wiped out; bare ones
+    without a mechanism."""
     if not noise_NK.flags.writeable:
         raise GuaranteeError("This noise was used before. Draw fresh noise for every release.")
     vectors_NK = _checked(vectors_NK, mechanism)
+    if mechanism.mechanism == BARE:
+        return unit_range(vectors_NK).astype(np.float32)
     if noise_NK.shape != vectors_NK.shape:
         raise GuaranteeError(
             f"Noise of shape {noise_NK.shape} is not for vectors of shape {vectors_NK.shape}: some would share it, or have none."

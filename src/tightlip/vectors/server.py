@@ -40,30 +40,23 @@ class VectorFile:
     pair: str
 
 
-def write_vectors(
-    path: Path | str,
-    vectors: np.ndarray,
-    columns: dict[str, list[Any]],
-    record: dict[str, Any],
-    *,
-    pair: str,
-) -> None:
-    """Write the file, whole or not at all, for its owner only.
+def write_vectors(path: Path | str, file: VectorFile) -> None:
+    """Write it, whole or not at all, for its owner only.
 
     Holds:
         whole: a process killed while writing leaves the old file, or none.
         textless: a column named text, or one that would hide the vectors, is refused.
     """
     for name in (COLUMN, "text"):
-        if name in columns:
+        if name in file.columns:
             raise UsageError(
                 f"A column {name!r} cannot stand beside vectors. Leave it out or rename it."
             )
-    vectors = np.ascontiguousarray(vectors, "<f4")
+    vectors = np.ascontiguousarray(file.vectors, "<f4")
     values = pa.array(vectors.reshape(-1), pa.float32())
-    beside_them = {name: _arrow(column) for name, column in columns.items()}
+    beside_them = {name: _arrow(column) for name, column in file.columns.items()}
     table = {COLUMN: pa.FixedSizeListArray.from_arrays(values, vectors.shape[1]), **beside_them}
-    about = {"format": FORMAT, "record": record, "pair": pair}
+    about = {"format": FORMAT, "record": file.record, "pair": file.pair}
     kept = {name: column.to_pylist() for name, column in beside_them.items()}
     about["sha256"] = _digest(vectors, kept, about)
     metadata = {_KEY: json.dumps(about, ensure_ascii=False, allow_nan=False).encode()}

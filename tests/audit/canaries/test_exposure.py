@@ -16,7 +16,7 @@ from models.small_models import greedy_by_rereading, next_logits, small_model
 from standins import Parrot, Stranger
 from tightlip.audit.canaries import candidates as candidates_module
 from tightlip.audit.canaries import exposure as exposure_module
-from tightlip.audit.canaries import prefixes
+from tightlip.audit.canaries import prefixes, tries
 from tightlip.audit.canaries.candidates import Candidates, CandidateScorer, spelt_across
 from tightlip.audit.canaries.exposure import (
     can_be_shown,
@@ -29,6 +29,7 @@ from tightlip.audit.canaries.exposure import (
 )
 from tightlip.audit.canaries.prefixes import PrefixReader
 from tightlip.audit.canaries.tab_attack import Greedy, attacked, most_successes
+from tightlip.audit.canaries.tries import token_rows
 from tightlip.audit.settings import ExposureConfig
 from tightlip.core.errors import UsageError
 from tightlip.corpus.canaries import Canary, CanaryConfig, Planted, exposed_above_bits
@@ -36,6 +37,7 @@ from tightlip.corpus.canaries import plant_in as plant_canaries
 from tightlip.corpus.canary_templates import Readings, read_template
 from tightlip.corpus.readers import open_corpus
 from tightlip.corpus.vocabulary import DIGITS, build_tokenizer, word_tokenizer
+from tightlip.models import GRUConfig, GRUForCausalLM
 from tightlip.scan.scanner import Scanner
 
 WORDS = ["PIN", "is", "ant", "bee", "cat", "dog", "eel", "fox", "gnu"]
@@ -112,17 +114,19 @@ def test_exposure_agrees_with_full_enumeration(kind, template):
         assert one.exposure_bits == one.low == one.high == pytest.approx(bits)
 
 
-def model_of(kind):
+def model_of(kind, vocabulary=23):
     """One of ours, or somebody else's of the same size."""
     torch.manual_seed(1)
+    if kind == "gru" and vocabulary != 23:
+        return GRUForCausalLM(GRUConfig(vocabulary, 6, 10, 2)).eval()
     if kind == "gpt2":
         shape = GPT2Config(
-            vocab_size=23, n_positions=16, n_embd=12, n_layer=2, n_head=3, bos_token_id=2, eos_token_id=3
+            vocab_size=vocabulary, n_positions=16, n_embd=12, n_layer=2, n_head=3, bos_token_id=2, eos_token_id=3
         )  # fmt: skip
         model = GPT2LMHeadModel(shape)
     elif kind == "llama":
         shape = LlamaConfig(
-            vocab_size=23, hidden_size=12, intermediate_size=16, num_hidden_layers=2,
+            vocab_size=vocabulary, hidden_size=12, intermediate_size=16, num_hidden_layers=2,
             num_attention_heads=2, num_key_value_heads=1,
         )  # fmt: skip
         model = LlamaForCausalLM(shape)
@@ -173,8 +177,8 @@ def test_every_shared_beginning_is_read_once(kind):
     model = model_of(kind)
     candidates = candidates_of("PIN is {digits:3}")
     scorer = scorer_of(model)
-    steps = scorer._single_tokens(candidates)
-    shown = tokens_shown(model, lambda: list(scorer._by_tree(steps)))
+    trie = scorer._trie(candidates, [])
+    shown = tokens_shown(model, lambda: scorer._by_trie(trie, candidates))
     once = 1 + 1 + 1 + 10 + 100  # BOS, PIN, is, and the digits but the last
     probing = 0 if kind == "lstm" else 2 + 2 + 6  # through a cache and without one
     assert shown == once + probing
@@ -209,16 +213,44 @@ def test_reading_on_leaves_the_memory_as_it_was(kind):
     assert torch.equal(first, again)
 
 
-def test_a_tokenizer_that_joins_digits_has_each_text_scored_by_itself():
-    corpus = [("u", "PIN is 1212 1234 1212 12 12")] * 9
-    tokenizer = build_tokenizer(open_corpus(corpus), kind="bpe", size=280)
-    model = type(small_model("gru"))(small_model("gru").config.__class__(280, 6, 10, 2)).eval()
-    scorer = scorer_of(model, tokenizer, tokenizer.bos_token_id)
-    candidates = candidates_of("PIN is {digits:2}")
+@pytest.fixture(scope="module")
+def joining():
+    """Byte pairs that join some digits, and those to the space before them."""
+    corpus = [("u", "PIN is 1212 1234 1212 12 12, 2024 and 2023.")] * 9
+    return build_tokenizer(open_corpus(corpus), kind="bpe", size=290)
+
+
+@pytest.mark.parametrize("kind", ["gru", "gpt2", "llama"])
+@pytest.mark.parametrize("bos", [True, False])
+@pytest.mark.parametrize("template", ["PIN is {digits:3}", "{digits:2}", "a {digits:2}, {words:1} {digits:1}?"])  # fmt: skip
+def test_byte_pairs_that_join_digits_are_read_in_shared_beginnings(kind, bos, template, joining, caplog):  # fmt: skip
+    model = model_of(kind, vocabulary=len(joining))
+    scorer = scorer_of(model, joining, joining.bos_token_id if bos else None)
+    candidates = candidates_of(template)
     assert scorer._single_tokens(candidates) is None
-    texts = candidates.texts(candidates.places_of(np.arange(100)))
+    texts = candidates.texts_of(np.arange(math.prod(candidates.shape)))
     assert len({len(ids) for ids in scorer.ids_of(texts)}) > 1
-    assert scorer.score_all(candidates) == pytest.approx(scorer.score_texts(texts))
+    assert scorer.score_all(candidates) == pytest.approx(scorer.score_texts(texts), abs=1e-4)
+    assert "text by text" not in caplog.text
+    trie = scorer._trie(candidates, [])
+    by_text = sum(map(len, scorer.ids_of(texts)))
+    assert tokens_shown(model, lambda: scorer._by_trie(trie, candidates)) < by_text
+
+
+@pytest.mark.parametrize("may_cut", [True, False])
+@pytest.mark.parametrize(
+    "template", ["PIN is {digits:3}", "{digits:3}", "x{digits:3} ", "is {names}, {digits:1} {words:1}", "| ;{digits:1}"]
+)  # fmt: skip
+def test_tokens_of_all_candidates_are_those_of_their_texts(template, may_cut, joining, monkeypatch):
+    monkeypatch.setattr(tries, "_JOINED", 7)
+    pools = POOLS | {"names": ["Ann Lee", "12", "bob; jr", "Ann"]}
+    candidates = candidates_of(template, pools)
+    scorer = scorer_of(small_model("gru"), joining)
+    rows = token_rows(candidates.template, candidates.pools, scorer.ids_of, may_cut=may_cut)
+    texts = candidates.texts_of(np.arange(math.prod(candidates.shape)))
+    for row, ids in zip(rows, scorer.ids_of(texts), strict=True):
+        assert row[row >= 0].tolist() == ids.tolist()
+        assert (row[len(ids) :] == -1).all()
 
 
 def joining_tokenizer(entry):
@@ -634,6 +666,56 @@ def test_a_perplexity_agrees_with_reading_token_by_token(kind):
 
 
 # Refusals
+
+
+def test_a_template_with_an_unknown_word_is_left_out_and_others_are_measured(caplog):
+    key = Planted(
+        canaries=[
+            canary("PIN is {digits:2}", ("4", "2")),
+            canary("zebra {digits:2}", ("1", "3")),
+            canary("{names} {digits:1}", ("ant", "3")),
+        ],
+        pools=POOLS | {"names": ["ant", "zebra"]},
+    )
+    scanner = Scanner(small_model("lstm"), bos_id=BOS)
+    alone = Planted(canaries=key.canaries[:1], pools=POOLS)
+    (expected,) = measure_exposures(scanner, TOKENIZER, alone)
+    fine, unknown, of_list = measure_exposures(scanner, TOKENIZER, key)
+    assert (fine.exposure_bits, fine.tab) == (expected.exposure_bits, expected.tab)
+    assert (unknown.exposure_bits, unknown.low, unknown.tab, unknown.perplexity) == (None, None, False, None)  # fmt: skip
+    assert of_list.exposure_bits is None
+    assert of_list.perplexity is not None
+    assert "Exposure of 'zebra {digits:2}' is not measured. 'zebra" in caplog.text
+
+
+AMBIGUOUS = {"names": ["a", "ab", "b", "ba", "aa"], "words": ["ant", "bee"]}
+
+
+@pytest.mark.parametrize(
+    "template", ["{names}{names}{names}", "x{names}b{names}", "{words:2}{names}"]
+)
+def test_texts_are_counted_once_however_many_ways_they_can_be_filled(template):
+    candidates = candidates_of(template, AMBIGUOUS)
+    texts = candidates.texts_of(np.arange(math.prod(candidates.shape)))
+    assert candidates.readings.num_texts() == len(set(texts))
+
+
+def test_a_sampled_space_counts_a_text_once_like_an_enumerated_one():
+    tokenizer = word_tokenizer(["a", "ab", "b", "ba", "aa", "abab", *WORDS])
+    key = Planted(canaries=[canary("{names}{names}", ("a", "b"))], pools=AMBIGUOUS)
+    model = small_model("lstm")
+    scorer = CandidateScorer(Scanner(model, bos_id=BOS), tokenizer)
+    candidates = candidates_of("{names}{names}", AMBIGUOUS)
+    exact = exposure_module._enumerated
+    drop = set(candidates.readings.of("ab"))
+    group, draw = key.canaries, np.random.default_rng(0)
+    scorer.ids_of = lambda texts: [
+        np.array([4 + len(text)]) for text in texts
+    ]  # whatever they read
+    (sampled,) = exposure_module._sampled(scorer, candidates, group, drop, 500, draw).values()
+    scorer.score_all = lambda *_: np.zeros(25)
+    (enumerated,) = exact(scorer, candidates, group, drop).values()
+    assert sampled.space == enumerated.space
 
 
 def test_a_word_outside_the_vocabulary_is_refused():

@@ -3,7 +3,7 @@ from itertools import combinations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tightlip.audit.canaries.tab_attack import most_successes
+from tightlip.audit.canaries.tab_attack import most_successes, tab_ceiling
 
 
 def by_trying_every_set(pairs):
@@ -37,3 +37,17 @@ def test_two_people_with_one_text_can_both_be_completed():
 def test_many_texts_of_one_prompt_take_no_time_that_grows_with_their_pairs():
     pairs = [("My", f"My ID is {number:06}") for number in range(50_000)]
     assert most_successes(pairs) == 1
+
+
+def entry(text, ids, num_prompt_tokens=1):
+    words = {"prompt": text.split()[0], "text": text}
+    return words | {"token_ids": ids, "num_prompt_tokens": num_prompt_tokens}
+
+
+def test_the_ceiling_goes_by_tokens_not_by_letters():
+    joined = [entry("ID 1", [5, 21]), entry("ID 12", [5, 37]), entry("ID 123", [5, 37, 3])]
+    assert tab_ceiling(joined) == 2  # "12" is no "1" with more behind it
+    apart = [entry("ID 1", [5, 21]), entry("IDs 2", [6, 22])]
+    assert tab_ceiling([one | {"prompt": "ID"} for one in apart]) == 2
+    before = [{"prompt": "ID", "text": text} for text in ("ID 1", "ID 12")]
+    assert tab_ceiling(before) == 2  # of earlier versions, whose tokens nobody knows

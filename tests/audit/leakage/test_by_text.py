@@ -303,13 +303,13 @@ def test_a_redacted_report_has_the_numbers_and_no_text(tmp_path):
 
 def test_a_corpus_that_changes_under_way_is_refused(monkeypatch):
     documents = [("ann", "my locker is 4412"), ("bob", "your dog")]
-    original = by_text._numbered
+    original = by_text.numbered
 
     def changed(*given):
         for first, batch in original(*given):
             batch.texts[0] += " and more"
             yield first, batch
 
-    monkeypatch.setattr(by_text, "_numbered", changed)
+    monkeypatch.setattr(by_text, "numbered", changed)
     with pytest.raises(UsageError, match="changed while it was audited"):
         parrot_report(documents)

@@ -31,6 +31,8 @@ SCHEMA = {
     "leak": "int32",
     "role": "string",
     "trained_on": "bool",
+    "prior": "double",
+    "beyond_prior": "bool",
 }
 SECRETS = [
     ("ann", "my zither ends in 4 4 1 2 and no other"),

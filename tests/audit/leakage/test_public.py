@@ -194,6 +194,70 @@ def test_with_one_tokenizer_ratios_are_per_token(tmp_path, kind, seed):
     assert rows == in_report_order(rows)
 
 
+def predictions_of(model, tokenizer):
+    """Per document, each token's rank and log-probability, None where it is not predicted."""
+    bos = tokenizer.bos_token_id
+    return [oracle.predictions(model, ids, bos) for _, ids in encoded(tokenizer)]
+
+
+def by_definition(entries, inside, top_k):
+    """token ids -> the least probability of an occurrence, and whether one of them is not said;
+    `inside` gives the public model's answers over a run."""
+    found = {}
+    for entry in entries:
+        answers = inside(entry)
+        is_known = bool(answers) and None not in answers
+        prior = math.exp(sum(one[1] for one in answers)) if is_known else None
+        is_said = is_known and all(one[0] < top_k for one in answers)
+        found.setdefault(tuple(entry[3]), []).append((prior, is_said))
+    return {
+        ids: (
+            min((prior for prior, _ in several if prior is not None), default=None),
+            not all(is_said for _, is_said in several),
+        )
+        for ids, several in found.items()
+    }
+
+
+@pytest.mark.parametrize("audited_kind", ["words", "bpe"])
+@pytest.mark.parametrize("crosses", [False, True])
+def test_what_anybody_would_say_is_what_the_public_model_completes_each_time(
+    tmp_path, audited_kind, crosses
+):
+    kinds = {"words": word_tokenizer(), "bpe": byte_tokenizer()}
+    tokenizer = kinds.pop(audited_kind)
+    public_tokenizer = kinds.popitem()[1] if crosses else tokenizer
+    model = saved_model(tmp_path / "m", tokenizer, seed=0)
+    public = saved_model(tmp_path / "p", public_tokenizer, seed=50)
+    top_k = a_third(tokenizer) * 2
+    report = tightlip.audit(tmp_path / "m", DOCUMENTS, public_model=tmp_path / "p", top_k=top_k)
+    answers = predictions_of(public, public_tokenizer)
+
+    def inside(entry):
+        _, document, start, ids, _ = entry
+        if not crosses:
+            return answers[document][start : start + len(ids)]
+        own = spans_of(tokenizer, TEXTS[document])
+        first, last = own[start][0], own[start + len(ids) - 1][1]
+        theirs = spans_of(public_tokenizer, TEXTS[document])
+        both = zip(theirs, answers[document], strict=True)
+        return [answer for (begin, _), answer in both if first <= begin < last]
+
+    want = by_definition(entries_of(model, tokenizer, top_k), inside, top_k)
+    rows = report.to_pandas()
+    for ids, prior, beyond in zip(
+        rows["token_ids"], rows["prior"].tolist(), rows["beyond_prior"], strict=True
+    ):
+        assert (None if math.isnan(prior) else prior) == near(want[tuple(ids)][0])
+        assert beyond == want[tuple(ids)][1]
+    assert set(rows["beyond_prior"]) == {True, False}
+    left = rows[rows["unique_by_text"] & rows["beyond_prior"]]
+    assert report.unique_beyond_prior == len(left) > 0
+    assert report.leaks_beyond_prior == left["leak"].nunique() <= report.leaks
+    assert report.people_beyond_prior == left["owner"].nunique() <= report.people_affected
+    assert report.failed("unique_beyond_prior>0")
+
+
 def test_the_public_models_own_unique_count_stands_beside(tmp_path):
     tokenizer = word_tokenizer()
     saved_model(tmp_path / "m", tokenizer, seed=1)
@@ -211,6 +275,8 @@ def test_a_model_is_its_own_public_model_with_ratios_of_one(tmp_path):
     assert set(report.sequences["ratio"].to_pylist()) == {1.0}
     assert report.leakage_epsilon == 1.0
     assert report.public_unique == report.unique
+    assert report.unique_by_text > report.unique_beyond_prior == report.leaks_beyond_prior == 0
+    assert not report.failed("unique_beyond_prior>0")
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -285,6 +351,9 @@ def test_without_a_public_model_nothing_is_said_of_ratios():
     assert report.sequences["public_perplexities"].null_count == report.sequences.num_rows
     for name in ("curated", "leakage_epsilon", "public_unique", "cross_tokenizer"):
         assert report.summary[name] is None
+    assert report.sequences["prior"].null_count == report.sequences.num_rows
+    assert report.unique_beyond_prior is None
+    assert report.failed("unique_beyond_prior>0")
 
 
 class Letters:

@@ -181,12 +181,23 @@ def test_seconds_are_held_against_the_baseline():
     assert [row["times_baseline"] for row in rows] == [1.0, 2.5]
 
 
+def test_ez_leads_where_every_run_has_it_with_the_share_found():
+    both = [measured(membership=membership(0.8, reference=0.9, ez=0.95))]
+    second = membership(0.6, reference=0.7, ez=0.75)
+    rows = rows_of(*both, with_perplexity("b", 150, membership=second))
+    assert cells(rows, "Membership AUC (EZ)") == ["0.95", "0.75"]
+    assert cells(rows, "Found at 1%") == ["55%", "35%"]
+    second = membership(0.6, reference=0.7)
+    rows = rows_of(*both, with_perplexity("b", 150, membership=second))
+    assert cells(rows, "Membership AUC (reference)") == ["0.90", "0.70"]
+
+
 def test_the_reference_score_is_shown_only_where_every_run_has_it():
     both = [measured(membership=membership(0.8, reference=0.9))]
     rows = rows_of(*both, with_perplexity("b", 150, membership=membership(0.6, reference=0.7)))
-    assert cells(rows, "Membership AUC") == ["0.90", "0.70"]
+    assert cells(rows, "Membership AUC (reference)") == ["0.90", "0.70"]
     rows = rows_of(*both, with_perplexity("b", 150, membership=membership(0.6)))
-    assert cells(rows, "Membership AUC") == ["0.80", "0.60"]
+    assert cells(rows, "Membership AUC (min-k%)") == ["0.79", "0.59"]
 
 
 # The standing

@@ -69,6 +69,7 @@ BY_TEXT = pa.schema(
         ("leak", pa.int32()),
         ("role", pa.string()),
         ("trained_on", pa.bool_()),
+        ("beyond_prior", pa.bool_()),
     ]
 )
 OWNERS = pa.schema([("owner", pa.string())])

@@ -152,3 +152,64 @@ def test_what_others_wrote_too_is_nobodys_and_says_so(shown):
     assert line.locator("td").all_inner_texts()[6:] == ["5", ""]
     line.click()
     assert "As text 5 people wrote it" in shown.locator("#sequence-table .detail").inner_text()
+
+
+BEYOND = {"unique_beyond_prior": 2, "leaks_beyond_prior": 1, "people_beyond_prior": 1}
+CONTEXTS = {
+    "contexts": {
+        "training": {"sequences": 3, "leaks": 1, "people": 1, "tokens": 1.0},
+        "short": {"sequences": 2, "leaks": 1, "people": 1, "tokens": 0.625},
+        "template": {"sequences": 0, "leaks": 0, "people": 0, "tokens": 0.0},
+        "other": None,
+    },
+    "short_prefix": 8,
+    "context_template": "Mail by {user}: <b>",
+}
+NEAR = {
+    "distance": 0.1, "window_tokens": 20, "windows": 12_000, "drawn": 200, "continuations": 985,
+    "unique": 190, "exact": 3, "found": 7, "people": 2, "estimate": 420.0, "low": 169.9, "high": 848.2,
+}  # fmt: skip
+
+
+def test_what_anybody_would_say_is_told_or_said_not_to_be_known(tmp_path, opened):
+    rows = [one | {"beyond_prior": place != 2} for place, one in enumerate(ROWS)]
+    rows[0] |= {"unique_by_text": True, "leak": 0, "beyond_prior": False, "users_by_text": 1}
+    folder = folder_of(tmp_path, rows, **BEYOND)
+    page = opened(write_page("leakage", folder / "report.html", folder=folder))
+    assert "The public model would not say 2 of 3 sequences itself." in page.content()
+    line = page.locator(".lines div", has_text="Beyond the prior").inner_text()
+    assert "2 of 3" in line
+    assert "They are in 1 leak of 1 person. The others anybody would say." in line
+    tags = page.locator("#sequence-table tbody tr.row .tags").all_inner_texts()
+    # The leak of which one sequence is beyond the prior is not marked.
+    assert [text.count("anybody would say it") for text in tags] == [1, 0]
+    unknown = dict.fromkeys(BEYOND)
+    lines = {line.name: line for line in summary_lines({**FIGURES, **unknown})}
+    assert lines["Beyond the prior"].value == "not known"
+    assert "No public model was given" in lines["Beyond the prior"].sentence
+    assert "Beyond the prior" not in {line.name for line in summary_lines(FIGURES)}  # of 0.1
+
+
+def test_what_is_left_behind_other_words_is_a_table(tmp_path, opened):
+    assert "Without the exact words" not in render_page("leakage", folder=folder_of(tmp_path))
+    folder = folder_of(tmp_path, **CONTEXTS)
+    page = opened(write_page("leakage", folder / "report.html", folder=folder))
+    cells = [
+        row.locator("td").all_inner_texts() for row in page.locator("#contexts tbody tr").all()
+    ]
+    assert cells == [
+        ["all that stood before it", "1", "1", "3", "100%"],
+        ["the last 8 tokens of that", "1", "1", "2", "62.5%"],
+        ["“Mail by {user}: <b>”", "0", "0", "0", "0%"],
+        ["8 tokens of somebody else's", *["not known"] * 4],
+    ]
+
+
+def test_what_comes_out_nearly_is_told_with_what_it_makes_of_all_windows():
+    (line,) = [one for one in summary_lines({**FIGURES, "near": NEAR}) if "Nearly" in one.name]
+    assert line.value == "7 of 200 windows"
+    assert (
+        "at most 10% of their characters changed; 3 of them it completes exactly." in line.sentence
+    )
+    assert "They are 2 people's." in line.sentence
+    assert "about 420 (95%: 170 to 848)" in line.sentence

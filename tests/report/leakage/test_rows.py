@@ -74,8 +74,8 @@ def test_rows_come_in_the_file_s_order_with_their_owner(tmp_path):
     assert [entry[0] for entry in embedded.sequences] == list(range(300))
     for entry, original in zip(embedded.sequences, rows, strict=True):
         assert entry[1] == original["sequence"]
-        owner = None if entry[11] is None else embedded.owners[entry[11]][0]
-        assert owner == original["owner"]
+        names = [embedded.owners[place][0] for place in entry[11]]
+        assert names == ([] if original["owner"] is None else [original["owner"]])
         assert [found[0] for found in entry[12]] == original["contexts"]
 
 
@@ -108,7 +108,7 @@ def test_names_too_long_are_cut_and_stay_apart(tmp_path):
         users_of(rows, names),
         redacted=False,
     )
-    assert [entry[11] for entry in embedded.sequences] == [0, 1]
+    assert [entry[11] for entry in embedded.sequences] == [[0], [1]]
     assert num_bytes(embedded.owners) < 300
 
 

@@ -1,13 +1,13 @@
 """The log-probability of many texts that differ only in a template's places.
 
-Where every value is one token, candidates are the leaves of a tree and each of its inner nodes
-is read once: a million six-digit numbers cost 111,111 steps of the model, not six million.
-Other tokenizers (byte pairs that join digits) have every text scored by itself. A tokenizer may
-join what stands in neighbouring places ("20" and "24"), so that it is asked about every value,
-every pair of neighbours and the secrets, and its entries that could reach over the edge of a
-place are looked for.
+Candidates are a tree of tokens, and each of its inner nodes is read once (`tries`): a million
+six-digit numbers cost 111,111 steps of the model where every digit is a token, not six million.
+Where every value is one token the tree is known from the values alone. A tokenizer may join what
+stands in neighbouring places ("20" and "24"), so that it is asked about every value, every pair of
+neighbours and the secrets, and its entries that could reach over the edge of a place are looked for;
+if any does, every text is encoded.
 
-Shapes: B rows, K values of a place, N texts, P places, V vocabulary.
+Shapes: N texts, P places.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
@@ -18,15 +18,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from tightlip.audit.canaries.prefixes import PrefixReader
+from tightlip.audit.canaries.tries import Trie, TrieReader, token_rows
 from tightlip.core.errors import UsageError
 from tightlip.core.progress import log, task
 from tightlip.corpus.canary_templates import Readings, Slot, Template
 from tightlip.corpus.encoding import Encoder
 from tightlip.scan.scanner import Scanner, evaluating, full_precision
-from tightlip.scan.scoring import score_logits
 
 TEXTS_AT_ONCE = 50_000
 _SCORES_COMPARED = 100
@@ -138,9 +136,14 @@ class CandidateScorer:
         ids = self._encoder.encode(texts)[0]
         return [self._unknown is None or self._unknown not in row for row in ids]
 
+    def tokens_of(self, text: str) -> list[int]:
+        """A text's ids, whether or not the vocabulary can spell it."""
+        ids: list[int] = self._encoder.encode([text])[0][0].tolist()
+        return ids
+
     def prompt_of(self, text: str, num_tokens: int) -> str:
         """A text's first tokens, as somebody would type them."""
-        ids = self._encoder.encode([text])[0][0][:num_tokens].tolist()
+        ids = self.tokens_of(text)[:num_tokens]
         typed = str(self._tokenizer.decode(ids))
         if "\ufffd" in typed:  # half a character: other halves decode to the same
             return " ".join(self._tokenizer.convert_ids_to_tokens(ids))
@@ -192,16 +195,30 @@ class CandidateScorer:
         Of `secrets` and some others it is looked up whether the tree gives what the text by
         itself gives; otherwise every text is scored by itself.
         """
+        scores = self._by_trie(self._trie(candidates, secrets), candidates)
+        if self._agree(scores, candidates, secrets):
+            return scores
+        log.warning(
+            "Sharing beginnings gives other scores than reading %r text by text. Going on text by text, which is slower.",
+            candidates.template.text,
+        )
+        with task("Scoring candidates", int(np.prod(candidates.shape))) as bar:
+            parts = []
+            for part in self._by_text(candidates):
+                parts.append(part)
+                bar.advance(len(part))
+        return np.concatenate(parts)
+
+    def _trie(self, candidates: Candidates, secrets: Sequence[int]) -> Trie:
+        """All candidates as tokens: by value where each is one, else every text is encoded."""
         steps = self._single_tokens(candidates, secrets)
+        device = self.scanner.device
         if steps is not None:
-            scores = _collected(self._by_tree(steps), candidates)
-            if self._agree(scores, candidates, secrets):
-                return scores
-            log.warning(
-                "Sharing beginnings gives other scores than reading %r text by text. Going on text by text, which is slower.",
-                candidates.template.text,
-            )
-        return _collected(self._by_text(candidates), candidates)
+            return Trie.of_steps([torch.from_numpy(each.astype(np.int64)).to(device) for each in steps])  # fmt: skip
+        rows_NL = token_rows(
+            candidates.template, candidates.pools, self.ids_of, may_cut=self._encoder.may_cut
+        )
+        return Trie.of_rows(torch.from_numpy(rows_NL).to(device))
 
     def _agree(self, scores: np.ndarray, candidates: Candidates, secrets: Sequence[int]) -> bool:
         some = np.random.default_rng(0).integers(0, len(scores), _SCORES_COMPARED)
@@ -221,9 +238,17 @@ class CandidateScorer:
             numbers = np.arange(start, min(start + TEXTS_AT_ONCE, total))
             yield self.score_texts(candidates.texts_of(numbers))
 
-    def _by_tree(self, steps: list[np.ndarray]) -> Iterator[np.ndarray]:
-        with torch.inference_mode(), full_precision(), evaluating(self.scanner.model):
-            yield from _Tree(self.scanner, steps).scores()
+    def _by_trie(self, trie: Trie, candidates: Candidates) -> np.ndarray:
+        reader = TrieReader(self.scanner, trie)
+        with (
+            torch.inference_mode(),
+            full_precision(),
+            evaluating(self.scanner.model),
+            task("Scoring candidates", int(np.prod(candidates.shape))) as bar,
+        ):
+            for num_done in reader.read():
+                bar.advance(num_done)
+            return _finite(reader.scores())
 
     def _single_tokens(
         self, candidates: Candidates, secrets: Sequence[int] = ()
@@ -333,67 +358,8 @@ def _compared(candidates: Candidates, secrets_NP: np.ndarray) -> Iterator[np.nda
             yield places_NP
 
 
-class _Tree:
-    """Reads every prefix that candidates share once, a bounded number of rows at a time."""
-
-    def __init__(self, scanner: Scanner, steps: list[np.ndarray]) -> None:
-        self.reader, self.device, self.bos = PrefixReader(scanner), scanner.device, scanner.bos_id
-        self.steps = [torch.from_numpy(step.astype(np.int64)).to(self.device) for step in steps]
-
-    def scores(self) -> Iterator[np.ndarray]:
-        if self.bos is not None:
-            first, level = torch.tensor([self.bos], device=self.device), 0
-        else:  # the first token is given, not predicted
-            first, level = self.steps[0], 1
-        nothing = torch.zeros(len(first), dtype=torch.float64, device=self.device)
-        if level == len(self.steps):
-            yield nothing.cpu().numpy()
-            return
-        if len(self.steps) - level > 1:  # else nothing is read twice
-            self.reader.choose_way(torch.stack([first[0], self.steps[level][0]]))
-        yield from self._grow(None, first, nothing, level)
-
-    def _grow(
-        self, memory: Any, tokens_B: Tensor, scores_B: Tensor, level: int
-    ) -> Iterator[np.ndarray]:
-        """Scores of all candidates that go on from these rows, in order."""
-        logits_BV, memory = self.reader.read(memory, tokens_B)
-        step = self.steps[level]
-        known_BK = _log_probs(logits_BV, step)
-        scores = (scores_B[:, None] + known_BK).reshape(-1)
-        if level + 1 == len(self.steps):
-            yield scores.cpu().numpy()
-            return
-        position = level + (self.bos is not None)
-        rows = self.reader.rows_at_once(memory, logits_BV.shape[1], position, len(self.steps))
-        del logits_BV, known_BK
-        for part in torch.arange(len(scores), device=self.device).split(rows):
-            chosen = self.reader.select(memory, part // len(step))
-            yield from self._grow(chosen, step[part % len(step)], scores[part], level + 1)
-
-
-def _log_probs(logits_BV: Tensor, step_K: Tensor) -> Tensor:
-    """Log-probabilities of a step's tokens.
-
-    One token's comes from the scan's own pass, three times as fast as torch's logsumexp on a
-    CPU; the others differ from it by their logits.
-    """
-    logits_BK = logits_BV[:, step_K].double()
-    _, first_B = score_logits(logits_BV, step_K[:1].expand(len(logits_BV)).contiguous())
-    return logits_BK - logits_BK[:, :1] + first_B.double()[:, None]
-
-
 def _as_characters(ids: np.ndarray) -> str:
     return "".join(map(chr, ids.tolist()))
-
-
-def _collected(parts: Iterable[np.ndarray], candidates: Candidates) -> np.ndarray:
-    done = []
-    with task("Scoring candidates", int(np.prod(candidates.shape))) as bar:
-        for part in parts:
-            done.append(part)
-            bar.advance(len(part))
-    return _finite(np.concatenate(done))
 
 
 def _finite(scores: np.ndarray) -> np.ndarray:

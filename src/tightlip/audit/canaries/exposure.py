@@ -63,7 +63,8 @@ class CanaryExposure:
     """What a model knows of one canary; `prompt` is what the tab attack typed.
 
     Nobody knows what else a real canary could have read, so it has no exposure. `perplexity` is
-    that of the whole text; None where the model lacks a word of it, which only a real one's may.
+    that of the whole text; None where the model lacks a word of it. A template with such a word, in
+    it or in its lists, has no exposure either.
     """
 
     text: str
@@ -80,6 +81,8 @@ class CanaryExposure:
     num_samples: int | None = None
     tab: bool
     prompt: str
+    token_ids: list[int]
+    num_prompt_tokens: int
     perplexity: float | None
     fit_ks: float | None = None
 
@@ -217,11 +220,10 @@ def measure_exposures(
     """
     config = config or ExposureConfig()
     scorer = CandidateScorer(scanner, tokenizer)
-    for name in dict.fromkeys(canary.template for canary in key.of_planted):
-        scorer.check_known(_candidates(str(name), key.pools))
+    measured = _spelt_templates(scorer, key)
     # What takes long comes last: whatever is refused is refused before.
     attacks = attacked(scorer, key.canaries, config.prompt_tokens)
-    estimates = _estimates(scorer, key, others, config)
+    estimates = _estimates(scorer, key, measured, others, config)
     return [
         CanaryExposure(
             text=canary.text,
@@ -230,30 +232,50 @@ def measure_exposures(
             kind=canary.kind,
             template=canary.template,
             **asdict(attack),
-            **(asdict(estimates[canary.template, canary.text]) if canary.kind == "planted" else {}),
+            **estimates.get((canary.template, canary.text), {}),
         )
         for canary, attack in zip(key.canaries, attacks, strict=True)
     ]
 
 
+def _spelt_templates(scorer: CandidateScorer, key: Planted) -> list[str]:
+    """The templates that the vocabulary can spell with all their lists; refused where none is."""
+    names = list(dict.fromkeys(str(canary.template) for canary in key.of_planted))
+    reasons: dict[str, UsageError] = {}
+    for name in names:
+        try:
+            scorer.check_known(_candidates(name, key.pools))
+        except UsageError as error:
+            reasons[name] = error
+    if reasons and len(reasons) == len(names):
+        raise next(iter(reasons.values()))
+    for name, reason in reasons.items():
+        log.warning("Exposure of %r is not measured. %s", name, reason)
+    return [name for name in names if name not in reasons]
+
+
 def _estimates(
-    scorer: CandidateScorer, key: Planted, others: Sequence[Canary], config: ExposureConfig
-) -> dict[tuple[str | None, str], Estimate]:
-    """The exposure of every planted canary of `key`, by template and text."""
-    estimates: dict[tuple[str | None, str], Estimate] = {}
+    scorer: CandidateScorer,
+    key: Planted,
+    names: Sequence[str],
+    others: Sequence[Canary],
+    config: ExposureConfig,
+) -> dict[tuple[str | None, str], dict[str, Any]]:
+    """The exposure of every planted canary of these templates, by template and text."""
+    estimates: dict[tuple[str | None, str], dict[str, Any]] = {}
     everything = [*key.of_planted, *others]
     planted = list(dict.fromkeys(canary.text for canary in everything))
     num_samples = max(config.num_samples, min(samples_needed(len(everything)), MOST_SAMPLES))
-    for name in dict.fromkeys(canary.template for canary in key.of_planted):
+    for name in names:
         group = [canary for canary in key.of_planted if canary.template == name]
-        candidates = _candidates(str(name), key.pools)
+        candidates = _candidates(name, key.pools)
         drop = scorer.places_reading(candidates, planted)
         if math.prod(candidates.shape) <= max(config.enumerate_up_to, num_samples):
             by_text = _enumerated(scorer, candidates, group, drop)
         else:
             draw = np.random.default_rng(config.seed)
             by_text = _sampled(scorer, candidates, group, drop, num_samples, draw)
-        estimates |= {(name, text): estimate for text, estimate in by_text.items()}
+        estimates |= {(name, text): asdict(estimate) for text, estimate in by_text.items()}
     return estimates
 
 
@@ -300,7 +322,8 @@ def _sampled(
             f"Every sampled candidate of {candidates.template.text!r} is planted itself, so there is nothing to compare with. "
             "Plant fewer canaries, or use larger slots."
         )
-    space, tail = math.prod(candidates.shape) - len(drop) + 1, fitted_tail(sample)
+    dropped = {*candidates.texts(np.array(list(drop)).reshape(-1, len(candidates.shape)))}
+    space, tail = candidates.readings.num_texts() - len(dropped) + 1, fitted_tail(sample)
     secrets = [canary.text for canary in group]
     return {
         secret: estimated_exposure(float(score), sample, space, tail)
@@ -379,9 +402,7 @@ class CanaryAudit:
         return exposures_in(audited.scans.opened(audited.model), keys, config)
 
     def accuses(self, figures: list[dict[str, Any]]) -> bool:
-        planted = [one for one in figures if one["kind"] == "planted"]
-        bar = exposed_above_bits(max(len(planted), 1))
-        return any(one["low"] > bar for one in planted)
+        return bool(gated(figures)["num_exposed"])
 
 
 def missing_copies(record: RunRecord | None, keys: Sequence[Planted]) -> str | None:

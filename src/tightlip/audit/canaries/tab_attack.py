@@ -7,9 +7,10 @@ leakage scan's own rule, which counts every token of a tie, is another one.
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import compress, pairwise
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,6 +32,8 @@ class Attack:
 
     tab: bool
     prompt: str
+    token_ids: list[int]
+    num_prompt_tokens: int
     perplexity: float | None
 
 
@@ -39,7 +42,7 @@ def attacked(
 ) -> list[Attack]:
     """Whether someone who types a text's first tokens and then accepts each suggestion gets it all.
 
-    A real canary with a word that the model lacks cannot come back, and is not scored.
+    A canary with a word that the model lacks cannot come back, and is not scored.
 
     Holds:
         greedy: a text succeeds where the model's own greedy generation gives it, ties included.
@@ -47,17 +50,26 @@ def attacked(
     """
     texts = [canary.text for canary in canaries]
     spelt = scorer.spelt(texts)
-    known = [can or canary.kind == "planted" for can, canary in zip(spelt, canaries, strict=True)]
-    attacks = iter(_attacks(scorer, list(compress(texts, known)), prompt_tokens))
-    return [
-        next(attacks)
-        if can
-        else Attack(tab=False, prompt=scorer.prompt_of(text, prompt_tokens), perplexity=None)
-        for text, can in zip(texts, known, strict=True)
-    ]
+    found = iter(_completed_and_nats(scorer, list(compress(texts, spelt)), prompt_tokens))
+    attacks = []
+    for text, can in zip(texts, spelt, strict=True):
+        tab, perplexity = next(found) if can else (False, None)
+        attacks.append(
+            Attack(
+                tab=tab,
+                prompt=scorer.prompt_of(text, prompt_tokens),
+                token_ids=scorer.tokens_of(text),
+                num_prompt_tokens=prompt_tokens,
+                perplexity=perplexity,
+            )
+        )
+    return attacks
 
 
-def _attacks(scorer: CandidateScorer, texts: list[str], prompt_tokens: int) -> list[Attack]:
+def _completed_and_nats(
+    scorer: CandidateScorer, texts: list[str], prompt_tokens: int
+) -> list[tuple[bool, float]]:
+    """Of each text whether it all comes, and its perplexity."""
     if not texts:
         return []
     log_probs, bounds, ranks = scorer.scanned(texts)
@@ -71,11 +83,7 @@ def _attacks(scorer: CandidateScorer, texts: list[str], prompt_tokens: int) -> l
         near.append(bool((ranks[begin + prompt_tokens : end] < _NEARLY_FIRST).all()))
     completed = _completed(scorer, texts, near, prompt_tokens)
     return [
-        Attack(
-            tab=text in completed,
-            prompt=scorer.prompt_of(text, prompt_tokens),
-            perplexity=_perplexity(log_probs[begin:end]),
-        )
+        (text in completed, _perplexity(log_probs[begin:end]))
         for text, (begin, end) in zip(texts, pairwise(bounds), strict=True)
     ]
 
@@ -142,8 +150,21 @@ def _perplexity(log_probs: np.ndarray) -> float:
     return math.exp(min(-float(np.nanmean(log_probs.astype(np.float64))), 700.0))
 
 
-def most_successes(pairs: Sequence[tuple[str, str]]) -> int:
-    """The most canaries that can succeed at once, each given by its prompt and its text.
+def tab_ceiling(entries: Sequence[Mapping[str, Any]]) -> int:
+    """The most measured canaries that TAB can complete at once, by their tokens: "ID 12" need not
+    begin with those of "ID 1". Records of earlier versions have their texts only."""
+    return most_successes(
+        [
+            (tuple(one["token_ids"][: one["num_prompt_tokens"]]), tuple(one["token_ids"]))
+            if "token_ids" in one
+            else (one["prompt"], one["text"])
+            for one in entries
+        ]
+    )
+
+
+def most_successes(pairs: Sequence[tuple[Hashable, Sequence[Any]]]) -> int:
+    """The most canaries that can succeed at once, each given by its prompt and its text, or tokens.
 
     Whoever types a prompt and accepts every suggestion gets one text. Of the canaries with that
     prompt it can complete those that are equal to it or begin it, and no other.
@@ -157,19 +178,19 @@ def most_successes(pairs: Sequence[tuple[str, str]]) -> int:
     >>> most_successes([("My", "My ID is 1"), ("My", "My ID is 1"), ("My", "My ID is 12")])
     3
     """
-    by_prompt: dict[str, list[str]] = defaultdict(list)
+    by_prompt: dict[Hashable, list[Any]] = defaultdict(list)
     for prompt, text in pairs:
         by_prompt[prompt].append(text)
     return sum(_longest_chain(texts) for texts in by_prompt.values())
 
 
-def _longest_chain(texts: Sequence[str]) -> int:
+def _longest_chain(texts: Sequence[Any]) -> int:
     """How many of `texts` begin, or are, one and the same text."""
-    chain: list[str] = []
+    chain: list[Any] = []
     longest = 0
     # Sorted, every text comes after those that begin it, and nothing foreign comes between.
     for text in sorted(texts):
-        while chain and not text.startswith(chain[-1]):
+        while chain and text[: len(chain[-1])] != chain[-1]:
             chain.pop()
         chain.append(text)
         longest = max(longest, len(chain))

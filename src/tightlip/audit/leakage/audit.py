@@ -3,6 +3,7 @@
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -11,23 +12,35 @@ import numpy as np
 
 import tightlip
 from tightlip.audit.leakage.by_text import ByText, read_by_text
+from tightlip.audit.leakage.contexts import figures_by_context
 from tightlip.audit.leakage.counting import Engine, check_memory
 from tightlip.audit.leakage.findings import (
     ONLY_TOKENS,
     TABLES,
     WORK,
     Findings,
+    LeakageSubject,
     best_validation,
+    checkpoints_of,
     notes_on,
     nothing_left_of_a_refusal,
     remove_snapshots,
     report_folder,
     sampled_perplexities,
+    subject_of,
     tokens_with_text,
     validation_fit,
     write_report,
 )
-from tightlip.audit.leakage.leaks import Fit, Leaks, PublicView, find_leaks, public_perplexities
+from tightlip.audit.leakage.leaks import (
+    Fit,
+    Leaks,
+    PublicView,
+    count_in_corpus,
+    find_leaks,
+    public_perplexities,
+)
+from tightlip.audit.leakage.near import near_figures
 from tightlip.audit.leakage.summary import LeakageReport
 from tightlip.audit.measures import Audited
 from tightlip.audit.settings import LeakageConfig
@@ -37,17 +50,14 @@ from tightlip.core.errors import UsageError
 from tightlip.core.files import (
     claimed,
     make_private_folder,
-    read_json,
     write_json,
     written_whole,
 )
 from tightlip.core.progress import task
 from tightlip.core.registry import look_up
-from tightlip.core.run_folder import SNAPSHOTS, RunRecord, Snapshot, is_run
+from tightlip.core.run_folder import SNAPSHOTS, RunRecord, Snapshot
 from tightlip.core.settings import bytes_from, split_settings, takes
 from tightlip.corpus.opening import (
-    CorpusSource,
-    finished_run,
     model_folder,
     num_skipped,
     open_run_corpus,
@@ -55,7 +65,6 @@ from tightlip.corpus.opening import (
 )
 from tightlip.corpus.prepare_config import TextSettings
 from tightlip.corpus.tokens import TokenizedCorpus
-from tightlip.models.folders import checkpoints_in
 from tightlip.scan.models import AUDIT, BASE, OpenedModel, Scans, open_beside, open_model
 from tightlip.scan.options import ScanOptions
 from tightlip.scan.store import SCAN, ScannedCorpus, ScanStore, remove_scans
@@ -67,6 +76,7 @@ LEAST_SHARE_LEFT = 0.2
 NOBODY_LEFT_OUT = (
     "Nothing is unique to one person, so there was nobody to leave out and there are no ratios."
 )
+NO_WINDOW = "No text has {} tokens without a break, so there was nothing to ask for --near. Give fewer --near-tokens."
 # The recipe of a run again, without any document of these users, into a folder.
 Retrain = Callable[[RunRecord, frozenset[int], Path], RunRecord]
 
@@ -95,9 +105,9 @@ def audit_model(
     """What `tightlip.audit` says it does; `retrain` is what leave-out trains with, and `write_page`
     draws the report once its figures stand."""
     config, options, columns = split_settings(settings, LeakageConfig, ScanOptions, TextSettings)
-    checkpoints = _checkpoints(model) if snapshots else []
+    checkpoints = checkpoints_of(model) if snapshots else []
     latest = checkpoints[-1].folder if checkpoints else model
-    subject = _subject(latest, corpus, validation, tokenizer, columns.tree(), options)
+    subject = subject_of(latest, corpus, validation, tokenizer, columns.tree(), options)
     keep_alive = TemporaryDirectory(prefix="tightlip-") if out is None else None
     folder = Path(keep_alive.name) if keep_alive else Path(str(out))
     # What a model in memory does is not all in its fingerprint, so nobody may go by it later.
@@ -117,7 +127,7 @@ def audit_model(
         checkpoints=checkpoints,
         tokenizer=tokenizer,
     )
-    with claimed(folder), nothing_left_of_a_refusal(report_folder(folder, config)):
+    with claimed(folder), nothing_left_of_a_refusal(report_folder(folder, redact=config.redact)):
         if snapshots:
             job.audit_snapshots(public_model)
         else:
@@ -131,24 +141,7 @@ def audit_model(
     return LeakageReport(folder, keep_alive)
 
 
-def _checkpoints(model: Any) -> list[Snapshot]:
-    """What transformers' Trainer left of its training, as snapshots."""
-    if not isinstance(model, str | Path) or is_run(Path(model)):
-        return []
-    steps = {int(path.name.partition("-")[2]): path for path in checkpoints_in(Path(model))}
-    return [
-        Snapshot(name=f"step-{step}", step=step, epoch=_epoch_at(path), folder=path)
-        for step, path in steps.items()
-    ]
-
-
-def _epoch_at(checkpoint: Path) -> float:
-    state = checkpoint / "trainer_state.json"
-    epoch = read_json(state).get("epoch") if state.is_file() else None
-    return float(epoch) if isinstance(epoch, int | float) else 0.0
-
-
-def _store(folder: Path, subject: "_Subject", is_kept: bool) -> ScanStore:
+def _store(folder: Path, subject: "LeakageSubject", is_kept: bool) -> ScanStore:
     """Where this audit's scans stand; what an earlier audit, or the run's measures, left is read."""
     beside = [folder / SCAN] if subject.model.is_file else []
     if subject.run is not None:
@@ -157,58 +150,10 @@ def _store(folder: Path, subject: "_Subject", is_kept: bool) -> ScanStore:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Subject:
-    """What is audited: which model, on which corpus, trained by which run if any."""
-
-    model: OpenedModel
-    corpus: CorpusSource
-    validation: CorpusSource | None
-    run: RunRecord | None
-
-
-def _subject(
-    model: Any,
-    corpus: Any,
-    validation: Any,
-    tokenizer: Any,
-    columns: dict[str, str],
-    options: ScanOptions,
-) -> _Subject:
-    run = finished_run(model) if isinstance(model, str | Path) and is_run(Path(model)) else None
-    if run is not None:
-        model = run.model_folder
-        if corpus is None:
-            open_run_corpus(run)
-        held_out = run.corpus_folder / "validation"
-        if corpus is None and validation is None and held_out.exists():
-            validation = held_out
-        corpus = corpus if corpus is not None else run.corpus_folder
-    if corpus is None:
-        raise UsageError(
-            f"{model} was not trained by tightlip, so its corpus is not known. "
-            f"Run: tightlip audit MODEL CORPUS"
-        )
-    opened = open_model(model, options, tokenizer=tokenizer)
-    opened.refuse_unused_base()
-    return _Subject(
-        model=opened,
-        corpus=_existing(CorpusSource(corpus, columns)),
-        validation=None if validation is None else _existing(CorpusSource(validation, columns)),
-        run=run,
-    )
-
-
-def _existing(source: CorpusSource) -> CorpusSource:
-    if source.path is not None and not source.path.exists():
-        raise UsageError(f"{source.path} does not exist. Give the path of a corpus.")
-    return source
-
-
-@dataclass(frozen=True, kw_only=True)
 class _Job:
     """One audit under way: everything its steps share."""
 
-    subject: _Subject
+    subject: LeakageSubject
     folder: Path
     scans: Scans
     config: LeakageConfig
@@ -316,17 +261,20 @@ class _Job:
         return scanned, leaks
 
     def _findings(self, model: OpenedModel, leaks: Leaks, public: OpenedModel | None) -> Findings:
-        run = self.subject.run
+        by_text = self._by_text(model, leaks)
+        asked = self._asked(model, leaks, by_text)
+        is_missing = self.config.near is not None and asked["near"] is None
         return Findings(
             model=model,
             leaks=leaks,
-            by_text=self._by_text(model, leaks),
+            by_text=by_text,
             public=self._public_view(leaks, public) if public else self._nobody_left_out(leaks),
             validation=self._validation(model),
             config=self.config,
             about={
+                **asked,
                 "version": tightlip.__version__,
-                "guarantee": run.guarantee if run else None,
+                "guarantee": self.subject.guarantee,
                 "model": model.name,
                 "read_as": read_as(self.subject.corpus.columns, self.scans.options),
                 "notes": [
@@ -335,9 +283,21 @@ class _Job:
                     *notes_on(model, leaks, num_skipped(self.work / "tokens")),
                     *([ONLY_TOKENS] if self.subject.corpus.documents().format == "tokens" else []),
                     *([NOBODY_LEFT_OUT] if self.leaves_out and public is None else []),
+                    *([NO_WINDOW.format(self.config.near_tokens)] if is_missing else []),
                 ],
             },
         )
+
+    def _asked(self, model: OpenedModel, leaks: Leaks, by_text: ByText) -> dict[str, Any]:
+        """What the model says where the training prefix is not known, or nearly."""
+        config, memory_bytes = self.config, bytes_from(self.scans.options.memory)
+        scan = partial(self.scans.scan, model)
+        told = figures_by_context(leaks, by_text, config, scan=scan, tokenizer=model.tokenizer)
+        count = partial(
+            count_in_corpus, leaks.corpus, engine=self.engine, memory_bytes=memory_bytes
+        )
+        near = None if config.near is None else near_figures(model, leaks, config, count)
+        return {**told, "near": near}
 
     def _by_text(self, model: OpenedModel, leaks: Leaks) -> ByText:
         return read_by_text(
@@ -378,9 +338,12 @@ class _Job:
         """leave-out where nothing is unique: there is no ratio, and nothing that needs one."""
         if not self.leaves_out:
             return None
-        unknown = np.full(len(leaks.runs), np.nan)
         return PublicView(
-            name=LEAVE_OUT, perplexity_of_run=unknown, cross_tokenizer=False, unique=None
+            name=LEAVE_OUT,
+            perplexity_of_run=np.full(len(leaks.runs), np.nan),
+            completes_of_run=np.zeros(len(leaks.runs), dtype=bool),
+            cross_tokenizer=False,
+            unique=None,
         )
 
     def _public_view(self, leaks: Leaks, public: OpenedModel) -> PublicView:
@@ -391,9 +354,11 @@ class _Job:
                 self.subject.corpus, public.tokenizer, self.work / "public-tokens", with_spans=True
             )
         scanned, benchmark = self._leaks_in(public, corpus, "Scanning the public model")
+        perplexity_of_run, completes_of_run = public_perplexities(leaks, scanned, self.config.top_k)
         return PublicView(
             name=public.name,
-            perplexity_of_run=public_perplexities(leaks, scanned),
+            perplexity_of_run=perplexity_of_run,
+            completes_of_run=completes_of_run,
             cross_tokenizer=corpus.tokenizer_fingerprint != leaks.corpus.tokenizer_fingerprint,
             unique=int(benchmark.unique.sum()),
         )
@@ -434,7 +399,7 @@ class LeakageAudit:
         reference, subject = audited.measuring.reference, audited.subject
         assert subject.members is not None
         job = _Job(
-            subject=_Subject(
+            subject=LeakageSubject(
                 model=audited.scans.opened(audited.model),
                 corpus=subject.members,
                 validation=subject.held_out,

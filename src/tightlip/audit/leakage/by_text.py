@@ -58,6 +58,14 @@ class ByText:
     leaks: np.ndarray
     owned: np.ndarray  # a column (sequence, user) for each owner of a unique one
 
+    def extent(self, chosen: np.ndarray) -> dict[str, int]:
+        """How much some of the unique sequences come to: themselves, their leaks, their owners."""
+        return {
+            "sequences": int(chosen.sum()),
+            "leaks": len(np.unique(self.leaks[chosen])),
+            "people": len(np.unique(self.owned[1][chosen[self.owned[0]]])),
+        }
+
 
 def read_by_text(
     leaks: Leaks,
@@ -103,7 +111,7 @@ def _as_one(owned: np.ndarray) -> np.ndarray:
     return (owned[0] << 32) + owned[1]
 
 
-def _numbered(documents: Documents, corpus: TokenizedCorpus) -> Iterator[tuple[int, DocumentBatch]]:
+def numbered(documents: Documents, corpus: TokenizedCorpus) -> Iterator[tuple[int, DocumentBatch]]:
     """The documents again, each batch with the number of its first."""
     done = 0
     with task("Reading words", corpus.num_documents) as bar:
@@ -115,7 +123,7 @@ def _numbered(documents: Documents, corpus: TokenizedCorpus) -> Iterator[tuple[i
         raise _changed()
 
 
-def _spoken(batch: DocumentBatch) -> list[str]:
+def spoken(batch: DocumentBatch) -> list[str]:
     """Without what a template wrote, which in everybody's chats would make a user's own word
     everybody's, and beside a word another word of it."""
     return batch.attributes.get(SPOKEN, batch.texts)
@@ -139,7 +147,7 @@ def _words_of_sequences(
     corpus, encoder = leaks.corpus, Encoder(tokenizer, with_spans=True)
     starts, lengths = leaks.first_in_d[wanted], leaks.lengths[wanted]
     tokens, sizes = [np.zeros(0, np.int32)], [np.zeros(0, np.int64)]
-    for first, batch in _numbered(documents, corpus):
+    for first, batch in numbered(documents, corpus):
         ends = corpus.bounds[[first, min(first + len(batch), corpus.num_documents)]]
         part = slice(*np.searchsorted(starts, ends))
         if part.start == part.stop:
@@ -148,10 +156,10 @@ def _words_of_sequences(
         places, document = np.unique(own, return_inverse=True)
         texts = [batch.texts[place - first] for place in places]
         num_tokens = corpus.bounds[places + 1] - corpus.bounds[places]
-        spans = _spans_end_to_end(encoder, texts, num_tokens)
+        spans = spans_end_to_end(encoder, texts, num_tokens)
         at = starts[part] - corpus.bounds[own] + edges_of(num_tokens)[document]
         # No mark or letter joins across the line break, which is part of no word.
-        words = placed_words("\n".join(_spoken(batch)[place - first] for place in places))
+        words = placed_words("\n".join(spoken(batch)[place - first] for place in places))
         low, high = words.within(spans[at, 0], spans[at + lengths[part] - 1, 1])
         asked = end_to_end(_number(words.words, low, high, numbers), low, high - low)
         tokens.append(asked.tokens)
@@ -159,7 +167,7 @@ def _words_of_sequences(
     return Sequences(tokens=np.concatenate(tokens), offsets=edges_of(np.concatenate(sizes)))
 
 
-def _spans_end_to_end(encoder: Encoder, texts: list[str], num_tokens: np.ndarray) -> np.ndarray:
+def spans_end_to_end(encoder: Encoder, texts: list[str], num_tokens: np.ndarray) -> np.ndarray:
     """Each token's characters in the texts joined by line breaks."""
     _, spans = encoder.encode(texts)
     assert spans is not None
@@ -191,8 +199,8 @@ def _corpus_of_words(
     """
     edges = [np.zeros(1, dtype=np.int64)]
     with TemporaryFile(dir=work) as file:
-        for _, batch in _numbered(documents, corpus):
-            found, ends = _words_in_batch(_spoken(batch), numbers)
+        for _, batch in numbered(documents, corpus):
+            found, ends = _words_in_batch(spoken(batch), numbers)
             known = found != _NO_QUERYS_WORD
             kept = known | np.r_[True, known[:-1]][: len(known)]
             edges.append(edges[-1][-1] + edges_of(kept)[ends])

@@ -101,7 +101,7 @@ def count_in_shard(shard: Shard, sequences: Sequences) -> Counts:
         sequences.offsets,
         int(local_users.max(initial=-1)) + 1,
     )
-    return Counts(totals=totals, users=users, first=_in_the_corpus(shard, first))
+    return Counts(totals=totals, users=users, first=in_the_corpus(shard, first))
 
 
 def owners_in_shard(
@@ -118,7 +118,7 @@ def owners_in_shard(
     return found, users, np.stack([owned[0], names[owned[1]]])
 
 
-def _in_the_corpus(shard: Shard, places: np.ndarray) -> np.ndarray:
+def in_the_corpus(shard: Shard, places: np.ndarray) -> np.ndarray:
     """Places of a shard's text as places of the corpus; what lies behind its end is nowhere."""
     begins = shard.bounds + np.arange(len(shard.bounds))
     there = np.full(len(places), NOWHERE)

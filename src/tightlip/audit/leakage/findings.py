@@ -27,11 +27,14 @@ from tightlip.core.files import (
     write_json,
     write_text,
 )
-from tightlip.core.run_folder import SNAPSHOTS, is_snapshot_name
+from tightlip.core.guarantees import guarantee_of
+from tightlip.core.run_folder import SNAPSHOTS, RunRecord, Snapshot, is_run, is_snapshot_name
 from tightlip.corpus.encoding import special_ids
-from tightlip.corpus.opening import CorpusSource, tokenised_for
+from tightlip.corpus.opening import CorpusSource, finished_run, open_run_corpus, tokenised_for
 from tightlip.corpus.tokens import TokenizedCorpus
-from tightlip.scan.models import OpenedModel, Scans
+from tightlip.models.folders import checkpoints_in
+from tightlip.scan.models import OpenedModel, Scans, open_model
+from tightlip.scan.options import ScanOptions
 from tightlip.scan.store import SCAN, remove_scans
 
 WORK = ".work"  # tokens, and what is not to be kept, while an audit is under way
@@ -97,9 +100,8 @@ def write_report(folder: Path, findings: Findings) -> dict[str, Any]:
     leaks, by_text = findings.leaks, findings.by_text
     config, public = findings.config, findings.public
     ratios = findings.ratios()
-    public_perplexity_of_run = public.perplexity_of_run if public else None
     decode = decoder_of(findings.model.tokenizer)
-    write_sequences(folder, leaks, by_text, ratios, public_perplexity_of_run, decode, config)
+    write_sequences(folder, leaks, by_text, ratios, public, decode, config)
     write_users(folder, leaks, by_text, ratios, config.redact)
     summary = findings.summary(ratios)
     write_json(folder / "summary.json", summary)
@@ -149,25 +151,90 @@ def unknown_share(tokenizer: Any, corpus: TokenizedCorpus) -> float:
     return float((corpus.tokens == tokenizer.unk_token_id).mean())
 
 
+# What is audited
+def checkpoints_of(model: Any) -> list[Snapshot]:
+    """What transformers' Trainer left of its training, as snapshots."""
+    if not isinstance(model, str | Path) or is_run(Path(model)):
+        return []
+    steps = {int(path.name.partition("-")[2]): path for path in checkpoints_in(Path(model))}
+    return [
+        Snapshot(name=f"step-{step}", step=step, epoch=_epoch_at(path), folder=path)
+        for step, path in steps.items()
+    ]
+
+
+def _epoch_at(checkpoint: Path) -> float:
+    state = checkpoint / "trainer_state.json"
+    epoch = read_json(state).get("epoch") if state.is_file() else None
+    return float(epoch) if isinstance(epoch, int | float) else 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeakageSubject:
+    """What is audited: which model, on which corpus, trained by which run if any."""
+
+    model: OpenedModel
+    corpus: CorpusSource
+    validation: CorpusSource | None
+    run: RunRecord | None
+    guarantee: dict[str, Any] | None = None
+
+
+def subject_of(
+    model: Any,
+    corpus: Any,
+    validation: Any,
+    tokenizer: Any,
+    columns: dict[str, str],
+    options: ScanOptions,
+) -> LeakageSubject:
+    run = finished_run(model) if isinstance(model, str | Path) and is_run(Path(model)) else None
+    guarantee = guarantee_of(model, run)  # refused where it is of other weights
+    if run is not None:
+        model = run.model_folder
+        if corpus is None:
+            open_run_corpus(run)
+        held_out = run.corpus_folder / "validation"
+        if corpus is None and validation is None and held_out.exists():
+            validation = held_out
+        corpus = corpus if corpus is not None else run.corpus_folder
+    if corpus is None:
+        raise UsageError(
+            f"{model} was not trained by tightlip, so its corpus is not known. "
+            f"Run: tightlip audit MODEL CORPUS"
+        )
+    opened = open_model(model, options, tokenizer=tokenizer)
+    opened.refuse_unused_base()
+    return LeakageSubject(
+        model=opened,
+        corpus=CorpusSource(corpus, columns).existing(),
+        validation=None if validation is None else CorpusSource(validation, columns).existing(),
+        run=run,
+        guarantee=guarantee,
+    )
+
+
 # Where a report stands
-def report_folder(folder: Path, config: LeakageConfig) -> Path:
-    """`folder`, new, empty or holding an earlier report; never somebody's other files, and for a
-    redacted report never one that held text."""
+def report_folder(
+    folder: Path, *, redact: bool = False, names: Collection[str] = REPORT_NAMES
+) -> Path:
+    """`folder`, new, empty or holding an earlier report, of which `names` are; never somebody's
+    other files, and for a redacted report never one that held text."""
     if folder.exists() and not folder.is_dir():
         raise UsageError(f"{folder} is a file. Give --out a folder.")
     there = names_in(folder)
-    if there - REPORT_NAMES:
+    if there - set(names):
         raise UsageError(
             f"{folder} holds other files, and a report would be mixed among them. "
             f"Give --out a new or empty folder."
         )
-    if there and config.redact != _is_redacted(folder):
-        held, other = ("text", "a redacted one") if config.redact else ("no text", "one with text")
+    if there and redact != _is_redacted(folder):
+        held, other = ("text", "a redacted one") if redact else ("no text", "one with text")
         raise UsageError(
             f"{folder} holds a report with {held}, and {other} is not written over it: what is left of the one must not "
             "be handed on as the other. Give a new --out, or empty that folder first."
         )
-    if config.redact:
+    if redact:
         write_text(folder / REDACTED, "")  # first: a killed one is known by it
     return make_private_folder(folder)
 
@@ -210,6 +277,11 @@ def notes_on(model: OpenedModel, leaks: Leaks, skipped: int) -> list[str]:
     notes = []
     if skipped:
         notes.append(f"{skipped:,} unusable rows of the corpus were skipped and are not counted.")
+    if leaks.corpus.owners is not None:
+        notes.append(
+            "Texts have several owners here. What one person wrote is what stands in texts of theirs alone, "
+            "and it belongs to everybody who owns all of these."
+        )
     unknown = unknown_share(model.tokenizer, leaks.corpus)
     if unknown > 0.2:
         notes.append(

@@ -27,7 +27,8 @@ from tightlip.audit.leakage.runs import (
 )
 from tightlip.core.progress import task
 from tightlip.corpus.tokens import TokenizedCorpus
-from tightlip.scan.store import NOT_SCORED, ScannedCorpus, ScanShard
+from tightlip.scan.scorers import NOT_SCORED
+from tightlip.scan.store import ScannedCorpus
 
 
 def _perplexity(log_prob_sum: float, num_scored: int) -> float | None:
@@ -280,6 +281,7 @@ class PublicView:
 
     name: str
     perplexity_of_run: np.ndarray
+    completes_of_run: np.ndarray  # whether it would say all of the run itself
     cross_tokenizer: bool
     unique: int | None
 
@@ -287,37 +289,55 @@ class PublicView:
         with np.errstate(divide="ignore", invalid="ignore"):
             return self.perplexity_of_run / leaks.perplexity_of_run
 
+    def prior(self, leaks: Leaks) -> np.ndarray:
+        """How probable it holds each sequence, the least over its occurrences; NaN if not known."""
+        with np.errstate(over="ignore"):
+            of_run = self.perplexity_of_run ** -leaks.runs.lengths.astype(np.float64)
+        priors = np.full(len(leaks.distinct), np.nan)
+        np.fmin.at(priors, leaks.distinct.number_of_run, of_run)
+        return priors
 
-def public_perplexities(leaks: Leaks, public: ScannedCorpus) -> np.ndarray:
-    """PP_public of every run; NaN where the public model scored no token of it."""
+    def beyond(self, leaks: Leaks) -> np.ndarray:
+        """Which sequences anybody would not say: it does not complete every occurrence in S."""
+        number = leaks.distinct.number_of_run
+        return np.bincount(number, ~self.completes_of_run, len(leaks.distinct)) > 0
+
+
+def public_perplexities(
+    leaks: Leaks, public: ScannedCorpus, top_k: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """PP_public of every run, NaN where the public model did not score it; and whether each of its
+    tokens is among the public model's top k."""
     corpus, runs = leaks.corpus, leaks.runs
     same_tokens = public.corpus.tokenizer_fingerprint == corpus.tokenizer_fingerprint
-    sums = np.full(len(runs), np.nan)
+    sums = np.full((2, len(runs)), np.nan)
     for shard in public.shards():
         part = slice(*np.searchsorted(runs.documents, [shard.first, shard.end]))
-        inside = runs.part(part)
-        if same_tokens:
-            sums[part] = sums_over_runs(shard.log_probs, inside, int(corpus.bounds[shard.first]))
-        else:
-            sums[part] = sums_over_characters(corpus, public.corpus, shard, inside)
-    return perplexities(sums, runs.lengths)
+        inside, base = runs.part(part), int(public.corpus.bounds[shard.first])
+        misses = ((shard.ranks < 0) | (shard.ranks >= top_k)).astype(np.float32)
+        for row, values in enumerate((shard.log_probs, misses)):
+            if same_tokens:
+                sums[row, part] = sums_over_runs(values, inside, base)
+            else:
+                sums[row, part] = sums_over_characters(corpus, public.corpus, values, base, inside)
+    return perplexities(sums[0], runs.lengths), sums[1] == 0
 
 
 def sums_over_characters(
-    audited: TokenizedCorpus, public: TokenizedCorpus, shard: ScanShard, runs: Runs
+    audited: TokenizedCorpus, public: TokenizedCorpus, values: np.ndarray, base: int, runs: Runs
 ) -> np.ndarray:
-    """Summed log-probability of the public tokens that start inside each run's characters."""
+    """Sums over the public tokens that start inside each run's characters; values[0] is of token
+    `base`."""
     assert audited.spans is not None
     assert public.spans is not None
     begins = audited.spans[runs.starts, 0]
     ends = audited.spans[runs.starts + runs.lengths - 1, 1]
     bounds, spans = public.bounds, public.spans
-    base = bounds[shard.first]
-    return _sums_in_spans(begins, ends, runs.documents, bounds, spans, shard.log_probs, base)
+    return _sums_in_spans(begins, ends, runs.documents, bounds, spans, values, base)
 
 
 @njit(cache=True, nogil=True)
-def _sums_in_spans(begins, ends, documents, bounds, spans, log_probs, base):  # type: ignore[no-untyped-def]
+def _sums_in_spans(begins, ends, documents, bounds, spans, values, base):  # type: ignore[no-untyped-def]
     sums = np.zeros(len(begins), dtype=np.float64)
     for run in range(len(begins)):
         low, high = bounds[documents[run]], bounds[documents[run] + 1]
@@ -331,6 +351,6 @@ def _sums_in_spans(begins, ends, documents, bounds, spans, log_probs, base):  # 
         if low == last or spans[low, 0] >= ends[run]:
             sums[run] = np.nan  # not 0, which would pass for certainty
         while low < last and spans[low, 0] < ends[run]:
-            sums[run] += log_probs[low - base]
+            sums[run] += values[low - base]
             low += 1
     return sums

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 from tightlip.audit.leakage.by_text import ByText
 from tightlip.audit.leakage.leaks import Fit, Leaks, PublicView
 from tightlip.audit.leakage.tables import report_order
-from tightlip.audit.settings import LeakageConfig
+from tightlip.audit.settings import CONTEXTS, LeakageConfig
 from tightlip.core.checksums import checked
 from tightlip.core.errors import UsageError
 from tightlip.core.files import read_json
@@ -33,6 +33,8 @@ _NUMBERS = (
     ),
     *("leaks", "num_documents", "num_tokens", "num_users", "p", "people_affected", "perplexity"),
     *("public_unique", "sequences_in_s", "top_k", "unique", "unique_by_text", "users_with_unique"),
+    *(f"leaks_{name}" for name in CONTEXTS[1:]),
+    *("leaks_beyond_prior", "people_beyond_prior", "short_prefix", "unique_beyond_prior"),
     *("validation_accuracy", "validation_perplexity", "not_trained_on", "trained_perplexity"),
 )
 
@@ -42,6 +44,7 @@ def known_figures(thresholds: Iterable[float] = LeakageConfig.thresholds) -> Kno
     curated = [f"{threshold:g}" for threshold in thresholds]
     return dict.fromkeys(_NUMBERS) | {
         "curated": Entries(names=curated, advice=", or name others with --curated-at"),
+        "near": Entries(names=("drawn", "estimate", "exact", "found", "high", "low", "people")),
         "ratio_quantiles": Entries(names=[f"{share:g}" for share in QUANTILES]),
         # A length or a role of which nothing leaked has no entry.
         "unique_by_length": Entries(absent=0),
@@ -52,6 +55,7 @@ def known_figures(thresholds: Iterable[float] = LeakageConfig.thresholds) -> Kno
 _HEADLINES = {
     "leaks": "stretches of text that one user alone wrote and the model completes",
     "people_affected": "users whose text that is",
+    "unique_beyond_prior": "their sequences that the public model would not say",
     "unique": "sequences whose tokens one user alone wrote",
     "leakage_epsilon": "largest PP_public / PP_lm among these",
     "public_unique": "the same count for the public model",
@@ -84,8 +88,9 @@ def summarise(
         "ratio_quantiles": _quantiles(known) if public else None,
         "unique_by_text": int(by_text.unique.sum()),
         "unique_by_role": _by_role(leaks, by_text),
-        "leaks": len(np.unique(by_text.leaks[by_text.unique])),
+        "leaks": by_text.extent(by_text.unique)["leaks"],
         "people_affected": len(np.unique(by_text.owned[1])),
+        **_beyond_prior(leaks, by_text, public),
         "sequences_in_s": len(leaks.runs),
         "distinct_sequences": len(leaks.distinct),
         "users_with_unique": len(np.unique(leaks.owned[1])),
@@ -105,6 +110,15 @@ def summarise(
         "not_trained_on": _not_trained_on(leaks, by_text),
         "trained_perplexity": finite(leaks.fit.trained_perplexity),
     }
+
+
+def _beyond_prior(
+    leaks: Leaks, by_text: ByText, public: PublicView | None
+) -> dict[str, int | None]:
+    """Of what is unique by text, that which the public model would not say by itself."""
+    known = by_text.extent(by_text.unique & public.beyond(leaks)) if public else {}
+    names = {"sequences": "unique", "leaks": "leaks", "people": "people"}
+    return {f"{name}_beyond_prior": known.get(what) for what, name in names.items()}
 
 
 def _not_trained_on(leaks: Leaks, by_text: ByText) -> int | None:
@@ -151,13 +165,17 @@ def finite(value: float | None) -> float | None:
     return float(value) if value is not None and math.isfinite(value) else None
 
 
-class LeakageReport:
-    """What an audit found. Every key of summary.json is an attribute: `report.unique`."""
+class Report:
+    """A finished report's folder. Every key of its summary.json is an attribute."""
+
+    kind, command = "a leakage report", "audit"
+    needs: tuple[str, ...] = ("summary.json",)
 
     def __init__(self, folder: Path, keep_alive: Any = None) -> None:
-        if not (folder / "summary.json").exists():
+        missing = [name for name in self.needs if not (folder / name).exists()]
+        if missing:
             raise UsageError(
-                f"{folder} holds no finished report (no summary.json). Run: tightlip audit"
+                f"{folder} holds no finished report (no {missing[-1]}). Run: tightlip {self.command}"
             )
         self.folder = folder
         self.summary: dict[str, Any] = read_json(folder / "summary.json")
@@ -167,25 +185,32 @@ class LeakageReport:
     def __getattr__(self, name: str) -> Any:
         if name != "summary" and name in self.__dict__.get("summary", {}):
             return self.summary[name]
-        raise AttributeError(f"a leakage report has no {name!r}")
+        raise AttributeError(f"{self.kind} has no {name!r}")
 
     def __dir__(self) -> list[str]:
         return sorted([*super().__dir__(), *self.summary])
 
+    def _table(self, name: str) -> pa.Table:
+        return pq.read_table(checked(self.folder / name))
+
+
+class LeakageReport(Report):
+    """What an audit found: `report.unique` and all of its summary."""
+
     @cached_property
     def sequences(self) -> pa.Table:
         """One row per distinct sequence, worst first, as Arrow."""
-        return pq.read_table(checked(self.folder / "sequences.parquet"))
+        return self._table("sequences.parquet")
 
     @cached_property
     def owners(self) -> pa.Table:
-        """Row for row beside `sequences`: the one user who wrote it, or null."""
-        return pq.read_table(checked(self.folder / "owners.parquet"))
+        """Row for row beside `sequences`: whose it is, in words and as a list; null and [] if nobody's."""
+        return self._table("owners.parquet")
 
     @cached_property
     def users(self) -> pa.Table:
         """One row per user: how much they wrote, how much of it alone the model completes."""
-        return pq.read_table(checked(self.folder / "users.parquet"))
+        return self._table("users.parquet")
 
     def to_pandas(self) -> Any:
         """The sequences with their owners as a pandas DataFrame."""

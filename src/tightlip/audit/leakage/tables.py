@@ -11,10 +11,11 @@ import pyarrow.parquet as pq
 
 from tightlip.audit.leakage.by_text import ByText
 from tightlip.audit.leakage.counting import edges_of
-from tightlip.audit.leakage.leaks import Leaks
+from tightlip.audit.leakage.leaks import Leaks, PublicView
 from tightlip.audit.settings import LeakageConfig
 from tightlip.core.files import written_whole
 from tightlip.core.progress import task
+from tightlip.corpus.tokens import TokenizedCorpus
 
 CONTEXT_TOKENS = 32
 _ROWS_AT_ONCE = 10_000
@@ -39,9 +40,11 @@ SEQUENCES = pa.schema(
         ("leak", pa.int32()),
         ("role", pa.string()),
         ("trained_on", pa.bool_()),
+        ("prior", pa.float64()),
+        ("beyond_prior", pa.bool_()),
     ]
 )
-OWNERS = pa.schema([("owner", pa.string())])
+OWNERS = pa.schema([("owner", pa.string()), ("owners", pa.list_(pa.string()))])
 
 
 def ratio_of_sequence(leaks: Leaks, ratio_of_run: np.ndarray | None) -> np.ndarray:
@@ -78,7 +81,7 @@ def write_sequences(
     leaks: Leaks,
     by_text: ByText,
     ratios: np.ndarray,
-    public_perplexity_of_run: np.ndarray | None,
+    public: PublicView | None,
     decode: Callable[[list[list[int]]], list[str]],
     config: LeakageConfig,
 ) -> None:
@@ -86,7 +89,8 @@ def write_sequences(
     order = report_order(leaks, ratios)
     leak = leak_rows(leaks, by_text, order)
     occurrence_order, edges = _occurrences(leaks)
-    names, most = user_names(leaks, config.redact), config.occurrences
+    names, most = user_names(leaks.corpus, config.redact), config.occurrences
+    prior, beyond = (public.prior(leaks), public.beyond(leaks)) if public else (None, None)
     whose: dict[int, list[int]] = defaultdict(list)
     for sequence, user in leaks.owned.T.tolist():
         whose[sequence].append(user)
@@ -100,24 +104,27 @@ def write_sequences(
         for begin in range(0, len(order), _ROWS_AT_ONCE):
             rows = order[begin : begin + _ROWS_AT_ONCE]
             kept = [occurrence_order[edges[row] : edges[row + 1]][:most] for row in rows]
-            columns = _columns(leaks, rows, kept, public_perplexity_of_run, ratios)
+            columns = _columns(leaks, rows, kept, public, ratios)
             columns |= {
                 "users_by_text": _null_below(by_text.users[rows], 1),
                 "unique_by_text": by_text.unique[rows],
                 "leak": _null_below(leak[rows], 0),
             }
+            if prior is not None and beyond is not None:
+                columns |= {"prior": _null_nan(prior[rows]), "beyond_prior": beyond[rows]}
             if not config.redact:
                 columns |= _texts(leaks, rows, kept, decode)
             nothing = {field.name: pa.nulls(len(rows), field.type) for field in SEQUENCES}
             sequences.write_table(pa.table(nothing | columns, schema=SEQUENCES))
-            owner = [", ".join(names[user] for user in whose[row]) or None for row in rows.tolist()]
-            owners.write_table(pa.table({"owner": owner}, schema=OWNERS))
+            each = [[names[user] for user in whose[row]] for row in rows.tolist()]
+            owner = [", ".join(one) or None for one in each]
+            owners.write_table(pa.table({"owner": owner, "owners": each}, schema=OWNERS))
             bar.advance(len(rows))
 
 
-def user_names(leaks: Leaks, redact: bool) -> list[str]:
+def user_names(corpus: TokenizedCorpus, redact: bool) -> list[str]:
     """What the report calls each user: redacted, a number in order of appearance."""
-    names = leaks.corpus.user_names
+    names = corpus.user_names
     return [f"user {number + 1}" for number in range(len(names))] if redact else names
 
 
@@ -132,7 +139,7 @@ def _columns(
     leaks: Leaks,
     rows: np.ndarray,
     kept: list[np.ndarray],
-    public_perplexity_of_run: np.ndarray | None,
+    public: PublicView | None,
     ratios: np.ndarray,
 ) -> dict[str, Any]:
     flat = np.concatenate(kept) if kept else np.zeros(0, dtype=np.int64)
@@ -151,9 +158,9 @@ def _columns(
     }
     if leaks.corpus.role_names is not None:
         columns |= _of_chats(leaks, rows)
-    if public_perplexity_of_run is not None:
-        public = _null_nan(public_perplexity_of_run[flat])
-        columns["public_perplexities"] = _lists(public, sizes, pa.float64())
+    if public is not None:
+        perplexities = _null_nan(public.perplexity_of_run[flat])
+        columns["public_perplexities"] = _lists(perplexities, sizes, pa.float64())
     return columns
 
 
@@ -239,7 +246,7 @@ def write_users(
 
     table = pa.table(
         {
-            "user": user_names(leaks, redact),
+            "user": user_names(leaks.corpus, redact),
             "num_documents": by_user(owners_of_documents),
             "num_tokens": by_user(owners_of_documents, leaks.num_written[documents]),
             "unique": by_user(owners),
@@ -250,5 +257,9 @@ def write_users(
             "leaks": by_user(of_leaks),
         }
     )
-    with written_whole(folder / "users.parquet") as path:
-        pq.write_table(table, path, compression="zstd")
+    write_table(folder / "users.parquet", table)
+
+
+def write_table(path: Path, table: pa.Table) -> None:
+    with written_whole(path) as beside:
+        pq.write_table(table, beside, compression="zstd")

@@ -59,13 +59,26 @@ class PlacedWords:
 
         They are those wholly inside it; if there is none, those it touches.
         """
-        first = np.searchsorted(self.starts, begins, side="left")
-        last = np.searchsorted(self.ends, ends, side="right")
-        touched_first = np.searchsorted(self.ends, begins, side="right")
-        touched_last = np.searchsorted(self.starts, ends, side="left")
-        is_whole = last > first
-        first = np.where(is_whole, first, touched_first)
-        return first, np.maximum(first, np.where(is_whole, last, touched_last))
+        return inside_or_touched(*self.bounded(begins, ends))
+
+    def bounded(self, begins: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, ...]:
+        """The first word that begins in or behind each stretch and one past the last that ends in or
+        before it; then the same of words that it touches."""
+        return (
+            np.searchsorted(self.starts, begins, side="left"),
+            np.searchsorted(self.ends, ends, side="right"),
+            np.searchsorted(self.ends, begins, side="right"),
+            np.searchsorted(self.starts, ends, side="left"),
+        )
+
+
+def inside_or_touched(
+    first: np.ndarray, last: np.ndarray, touched_first: np.ndarray, touched_last: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """The words wholly inside; if there is none, those that are touched."""
+    is_whole = last > first
+    first = np.where(is_whole, first, touched_first)
+    return first, np.maximum(first, np.where(is_whole, last, touched_last))
 
 
 def placed_words(text: str) -> PlacedWords:

@@ -15,7 +15,6 @@ from tightlip.report.comparison.table import (
     all_repetitions,
     comparison_table,
     exposed_words,
-    exposure_at,
     membership_score,
     repetition_table,
     score_table,
@@ -28,15 +27,19 @@ from tightlip.report.kit.plots import (
     Box,
     Labels,
     Plot,
-    along,
     count_axis,
-    draw_line,
+    draw_exposures,
     linear_axis,
     log_axis,
 )
 from tightlip.report.kit.words import NEVER_SAW_BITS
 
-SCORE_WORDS = {"loss": "the loss", "reference": "the loss beside the reference model's"}
+SCORE_WORDS = {
+    "ez": "EZ, the gain over the reference model where the first guess is wrong",
+    "reference": "the loss beside the reference model's",
+    "min_k": "min-k%, the loss of each document's least likely fifth of tokens",
+    "loss": "the loss",
+}
 Point = tuple[RunFigures, float, str]  # a run, what it leaks, and that in words
 
 
@@ -152,7 +155,7 @@ def _draw_mark(plot: Plot, point: Point, x: float, y: float) -> None:
         plot.draw("circle", cx=x, cy=y, r=DOT, class_=f"run {kind}", tip=tip)
 
 
-def _never_saw(plot: Plot, axis: Axis, words: str = "") -> Box:
+def _never_saw(plot: Plot, axis: Axis, words: str) -> Box:
     """The exposure of a model that never saw a canary, and where the words above the line stand."""
     height = plot.level(axis.at(NEVER_SAW_BITS), "chance")
     plot.write(words, plot.left + 4, height - 4, "note")
@@ -180,23 +183,14 @@ def _repetition_plot(
         height=190,
         left=44,
     )
-    axis = linear_axis(max(highest, 3.0))
-    plot.y_axis(axis, "bits")
-    _never_saw(plot, axis)
-    if base is not None and base is not row:
-        draw_line(plot, _line(base, times, axis), "behind")
-    draw_line(plot, _line(row, times, axis), "own")
-    plot.x_labels([(along(one, times), f"{one:,}") for one in times], "times planted")
+    kinds = {} if base is None or base is row else {"behind": base}
+    lines = {kind: _line(of) for kind, of in (kinds | {"own": row}).items()}
+    draw_exposures(plot, lines, times, highest)
     return plot.svg()
 
 
-def _line(row: RunFigures, times: list[int], axis: Axis) -> list[tuple[float, float, str]]:
-    groups = [exposure_at(row, one) for one in times]
-    return [
-        (along(group["repetitions"], times), axis.at(group["mean_bits"]), _tip(row, group))
-        for group in groups
-        if group is not None
-    ]
+def _line(row: RunFigures) -> list[tuple[int, float, str]]:
+    return [(one["repetitions"], one["mean_bits"], _tip(row, one)) for one in row["exposure"]]
 
 
 def _tip(row: RunFigures, group: RunFigures) -> str:

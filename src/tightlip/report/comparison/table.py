@@ -14,6 +14,9 @@ RunFigures = dict[str, Any]  # a run of comparison.json
 MOST_REPETITIONS = 5  # of a long schedule, in the table; the page's plots and the CSV have all
 NARROWEST = 12  # of a run's column in the terminal
 LEVELS = ("documents", "users")
+# A record of an earlier version may lack the first of them.
+LEADING = ("ez", "reference", "min_k", "loss")
+FOUND = "tpr_at_1_percent_fpr"
 
 
 def comparison_table(rows: Sequence[RunFigures]) -> Table:
@@ -131,18 +134,26 @@ def _tab(row: RunFigures, kind: str) -> Cell:
 
 
 def membership_score(rows: Sequence[RunFigures]) -> str:
-    """The score that the table shows: the reference model's where every run has it, else the loss."""
+    """The score that the table shows: the first of those that lead which every run has."""
     levels = [row["membership"]["documents"] for row in rows if row["membership"]]
-    has_all = levels and all(level and level["scores"].get("reference") for level in levels)
-    return "reference" if has_all else "loss"
+    known = (
+        score
+        for score in LEADING
+        if levels and all(level and level["scores"].get(score) for level in levels)
+    )
+    return next(known, LEADING[-1])
 
 
 def _memberships(rows: Sequence[RunFigures]) -> Iterator[Row]:
     score = membership_score(rows)
+    by = f" ({title})" if (title := _scores(rows, "documents").get(score)) else ""
     for level, of in (("documents", ""), ("users", ", users")):
         if level == "documents" or any((row["membership"] or {}).get(level) for row in rows):
             areas = [_interval(area(row, level, score)) for row in rows]
-            yield Row(f"Membership AUC{of}", areas, "Leakage")
+            yield Row(f"Membership AUC{by}{of}", areas, "Leakage")
+        rates = [area(row, level, score, FOUND) for row in rows]
+        if any(rates):
+            yield Row(f"Found at 1%{of}", [_percent(rate) for rate in rates], "Leakage")
 
 
 def score_table(rows: Sequence[RunFigures]) -> Table:
@@ -166,11 +177,21 @@ def _scores(rows: Sequence[RunFigures], level: str) -> dict[str, str]:
     }
 
 
-def area(row: RunFigures, level: str, score: str) -> dict[str, Any] | None:
-    """The AUC of one score on documents or users, with its interval."""
+def area(row: RunFigures, level: str, score: str, figure: str = "auc") -> dict[str, Any] | None:
+    """The AUC of one score on documents or users, with its interval, or another figure of it."""
     measured = (row["membership"] or {}).get(level)
     scored = measured["scores"].get(score) if measured else None
-    return scored["auc"] if scored else None
+    return scored[figure] if scored else None
+
+
+def _percent(figure: dict[str, Any] | None) -> Cell:
+    if figure is None:
+        return Cell(UNKNOWN)
+    value, low, high = (
+        None if figure[end] is None else f"{100 * figure[end]:.3g}"
+        for end in ("value", "low", "high")
+    )
+    return Cell(f"{value}%") if low is None else Cell(f"{value}%", f"{low} to {high}%")
 
 
 def not_counted(row: RunFigures) -> dict[str, int]:
@@ -266,6 +287,8 @@ def _flat(row: RunFigures) -> Iterator[tuple[str, Any]]:
     for level in LEVELS:
         for score in ((row["membership"] or {}).get(level) or {}).get("scores", ()):
             yield from _limits(f"membership_{level}_{score}_auc", area(row, level, score))
+            found = area(row, level, score, FOUND)
+            yield from _limits(f"membership_{level}_{score}_{FOUND}", found)
     for name in ("num_documents", "num_tokens"):
         yield f"membership_{name}_not_counted", not_counted(row).get(name)
     yield "seconds_per_epoch", row["seconds_per_epoch"]

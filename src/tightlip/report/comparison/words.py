@@ -67,10 +67,9 @@ Ranked = list[tuple[Leak, RunFigures]]
 
 
 def _by_counts(base: RunFigures, theirs: Leak, ranked: Ranked) -> tuple[str, str]:
-    listed = ", ".join(f"{leak.words} in {row['name']}" for leak, row in [(theirs, base), *ranked])
     return (
         "At matched utility, only counts are known, and they do not tell which model gives away less.",
-        f"{_leak_words(base)}: {listed}. What chance does to such counts nobody knows: plant canaries and give their --key.",
+        f"{_listed(base, [(theirs, base), *ranked])} What chance does to such counts nobody knows: plant canaries and give their --key.",
     )
 
 
@@ -79,16 +78,16 @@ def _by_exposure(base: RunFigures, theirs: Leak, ranked: Ranked) -> tuple[str, s
     if mine.value >= theirs.value:
         return (
             f"At matched utility, no model gives away less than {base['name']}.",
-            _bits_of(ranked[:1], theirs, base),
+            _listed(base, [ranked[0], (theirs, base)]),
         )
     changes = {row["name"]: row["exposure_changes"].get(base["name"]) for _, row in ranked}
     clear = [(leak, row) for leak, row in ranked if row["name"] in clearly_less(changes)]
     if not clear:
         return (
             f"At matched utility, no model clearly gives away less than {base['name']}.",
-            f"{_bits_of(ranked[:1], theirs, base)} {_why_unclear(quiet, base, len(ranked))}",
+            f"{_listed(base, [ranked[0], (theirs, base)])} {_why_unclear(quiet, base, len(ranked))}",
         )
-    more = _bits_of(clear, theirs, base)
+    more = _listed(base, [*clear, (theirs, base)])
     others = [base, *(row for _, row in ranked[1:])]
     below = {row["name"]: quiet["exposure_changes"].get(row["name"]) for row in others}
     if len(ranked) > 1 and clearly_below_all(below, len(ranked) + 1):
@@ -103,8 +102,8 @@ def _by_exposure(base: RunFigures, theirs: Leak, ranked: Ranked) -> tuple[str, s
     )
 
 
-def _bits_of(runs: Ranked, theirs: Leak, base: RunFigures) -> str:
-    listed = ", ".join(f"{leak.words} in {row['name']}" for leak, row in [*runs, (theirs, base)])
+def _listed(base: RunFigures, runs: Ranked) -> str:
+    listed = ", ".join(f"{leak.words} in {row['name']}" for leak, row in runs)
     return f"{_leak_words(base)}: {listed}."
 
 

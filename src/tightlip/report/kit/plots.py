@@ -5,13 +5,13 @@ screen; nothing here carries a style attribute, which the page's policy forbids.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from markupsafe import Markup, escape
 
-from tightlip.report.kit.words import cut_name
+from tightlip.report.kit.words import NEVER_SAW_BITS, cut_name
 
 CHARACTER_WIDTH = 6.4
 LABEL_HEIGHT = 13
@@ -267,6 +267,22 @@ def draw_line(plot: Plot, points: Sequence[tuple[float, float, str]], kind: str)
     plot.draw("polyline", points=path, class_=f"line {kind}")
     for x, y, tip in points:
         plot.draw("circle", cx=plot.x(x), cy=plot.y(y), r=3, class_=f"dot {kind}", tip=tip)
+
+
+def draw_exposures(
+    plot: Plot,
+    lines: Mapping[str, Sequence[tuple[int, float, str]]],
+    times: Sequence[int],
+    highest: float,
+) -> None:
+    """For each kind of line the bits of exposure by how often a canary was planted: (times, bits, tooltip)."""
+    axis = linear_axis(max(highest, 3.0))
+    plot.y_axis(axis, "bits")
+    plot.level(axis.at(NEVER_SAW_BITS), "chance")
+    for kind, known in lines.items():
+        points = [(along(num, times), axis.at(bits), tip) for num, bits, tip in known]
+        draw_line(plot, points, kind)
+    plot.x_labels([(along(one, times), f"{one:,}") for one in times], "times planted")
 
 
 def draw_violin(

@@ -1,7 +1,7 @@
 """Words that pages share: figures with their intervals, names in a row, flags set as code."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from markupsafe import Markup, escape
@@ -27,6 +27,21 @@ def joined(names: Sequence[str]) -> str:
     ('a', 'a, b and c')
     """
     return " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
+
+
+def at(*path: str) -> Callable[[Any], Any]:
+    """What a record has under these names, null where one is missing.
+
+    >>> at("a", "b")({"a": {"b": 1}}), at("a", "b")({"a": None})
+    (1, None)
+    """
+
+    def get(record: Any) -> Any:
+        for name in path:
+            record = None if record is None else record.get(name)
+        return record
+
+    return get
 
 
 def cut_name(name: str, most: int = 24) -> str:

@@ -27,6 +27,7 @@ from tightlip.report.leakage.words import (
     NO_PUBLIC_MODEL,
     Line,
     by_role,
+    contexts_table,
     snapshot_figures,
     story,
     summary_lines,
@@ -67,6 +68,7 @@ class LeakagePage:
             **_plots(tally),
             **_tables(summary, tally, users, rows),
             "snapshots": _snapshots(self.folder),
+            "contexts": contexts_table(summary),
         }
 
 
@@ -153,17 +155,18 @@ def _tables(summary: dict[str, Any], tally: Tally, users: Users, rows: Embedded)
         "no_public_model": NO_PUBLIC_MODEL if summary.get("public_model") is None else None,
         "extent": extent,
         "users": users,
-        "users_extent": _users_extent(users),
+        "users_extent": _users_extent(users, tally.num_unique),
         "has_roles": summary.get("unique_by_role") is not None,
         "is_by_text": summary.get("leaks") is not None,
         "has_user_ratios": any(_known(user["max_ratio"]) for user in users.worst),
     }
 
 
-def _users_extent(users: Users) -> str:
+def _users_extent(users: Users, num_unique: int) -> str:
     parts = []
     share = users.share_of_first(10)
-    if share is not None and users.num_with_unique > 10:
+    # What several own would count for each of them.
+    if share is not None and users.num_with_unique > 10 and users.num_unique == num_unique:
         parts.append(f"The ten people who leak most own {percent(share)} of the unique sequences.")
     if users.num_with_unique > len(users.worst):
         parts.append(

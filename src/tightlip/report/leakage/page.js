@@ -51,13 +51,12 @@
     order, place: row[0], text: row[1], cut: row[2], tokens: row[3], completed: row[4], usersInS: row[5], written: row[6],
     // As text where that was counted: others may have cut the same words into other tokens.
     people: row[13] === null ? row[7] : row[13], byTokens: row[7], hasWord: row[13] !== null, unique: row[14] === 1, leak: row[15],
-    perplexity: known(row[8]), ratio: known(row[9]), copied: row[10] === 1, ownerPlace: row[11], occurrences: row[12],
-    owner: row[11] === null ? null : data.owners[row[11]][0],
+    perplexity: known(row[8]), ratio: known(row[9]), copied: row[10] === 1, owners: row[11], occurrences: row[12],
     // Tokens that came without their chat are all "text", which tells nothing.
-    role: row[16] === "text" ? null : row[16], trained: row[17],
+    role: row[16] === "text" ? null : row[16], trained: row[17], anybody: row[18] === false,
     found: row[1] === null ? "" : row[1].toLowerCase(), others: [],
   }));
-  // A leak is one line, called by its longest sequence, with the worst figures of all of them.
+  // A leak is one line, called by its longest sequence, with the worst figures and the owners of all of them.
   const asLeaks = (rows) => {
     const leaks = new Map();
     for (const row of rows.filter((one) => one.leak !== null)) {
@@ -69,12 +68,12 @@
     return rows.filter((row) => row.leak === null || row === head(leaks.get(row.leak))).map((row) => {
       const all = row.leak === null ? [row] : leaks.get(row.leak);
       return all.length === 1 ? row : {
-        ...row, others: all.filter((one) => one !== row), copied: all.every((one) => one.copied), found: all.map((one) => one.found).join("\n"),
-        ratio: worst(Math.max, all.map((one) => one.ratio)), perplexity: worst(Math.min, all.map((one) => one.perplexity)),
+        ...row, others: all.filter((one) => one !== row), copied: all.every((one) => one.copied), anybody: all.every((one) => one.anybody), found: all.map((one) => one.found).join("\n"),
+        owners: [...new Set(all.flatMap((one) => one.owners))], ratio: worst(Math.max, all.map((one) => one.ratio)), perplexity: worst(Math.min, all.map((one) => one.perplexity)),
       };
     });
   };
-  const sequences = asLeaks(listed);
+  const sequences = asLeaks(listed).map((row) => ({ ...row, owner: row.owners.map((place) => data.owners[place][0]).join(" · ") || null }));
   const users = data.users.map((row, order) => ({
     order, ownerPlace: row[0], user: data.owners[row[0]][0], documents: row[1], tokens: row[2], unique: row[3],
     leaked: row[4], longest: row[5], ratio: known(row[6]), leaks: row[7], share: row[2] ? row[4] / row[2] : null,
@@ -149,17 +148,18 @@
     const clip = make("span", "clip", words, row.cut ? "…" : null);
     const more = row.others.length;
     const tags = make("span", "tags", row.copied ? make("span", "tag", "copied") : null,
+      row.anybody && row.unique ? make("span", "tag quiet", "anybody would say it") : null,
       ...said([row, ...row.others]).map((words) => make("span", "tag quiet", words)),
       more ? make("span", "tag quiet", "and " + whole.format(more) + (more === 1 ? " sequence" : " sequences") + " within or across it") : null);
     const open = make("button", "", make("span", "", clip, tags.hasChildNodes() ? tags : null));
     open.type = "button";
     open.setAttribute("aria-expanded", "false");
-    const owner = cell("owner", row.ownerPlace === null ? "" : "owner");
-    if (row.ownerPlace !== null) {
-      const who = make("bdi", "who", ownerName(row.ownerPlace));
-      who.title = ownerName(row.ownerPlace);
-      owner.append(who);
-    }
+    const owner = cell("owner", ["", "owner"][row.owners.length] ?? "owners");
+    row.owners.forEach((place, number) => {
+      const who = make("bdi", "who", ownerName(place));
+      who.title = ownerName(place);
+      owner.append(number ? "\u00a0· " : "", who);
+    });
     const line = make("tr", "row opens", cell("text", "", open),
       cell("", "tokens", whole.format(row.tokens)), cell("ratio", "ratio", measured(row.ratio)),
       cell("", "perplexity", measured(row.perplexity)), cell("", "completed", whole.format(row.completed)),
@@ -179,7 +179,7 @@
   const drawDetail = (row) => {
     const often = row.written === 1 ? "Completed the one time it is written"
       : "Completed " + times(row.completed) + "; written " + times(row.written);
-    const whose = row.byTokens === 1 ? (row.unique ? "" : ", in these tokens") + ", always by one person." : " by " + people(row.byTokens) + ", completed for " + people(row.usersInS) + ".";
+    const whose = row.byTokens === 1 ? (row.unique ? "" : ", in these tokens") + ", always by one person." : (row.unique ? " in texts of " : " by ") + people(row.byTokens) + ", completed for " + people(row.usersInS) + ".";
     const inside = cell("", "", make("p", "about", often + (row.written === 1 ? "." : whose)));
     inside.colSpan = hasRatios ? 8 : 7;
     if (row.byTokens === 1 && !row.unique) {
@@ -189,6 +189,7 @@
     if (row.copied) {
       inside.append(make("p", "about", "Copied: it already stood in a context below, so the model may have repeated it rather than remembered it."));
     }
+    if (row.anybody) inside.append(make("p", "about", "The public model completes it too, every time."));
     if (row.role !== null) inside.append(make("p", "about", "Role: " + row.role + "."));
     if (row.trained === false) {
       inside.append(make("p", "about", "Not trained on: the loss left these tokens out, or training cut the row off before them."));
@@ -264,7 +265,7 @@
       [row, ...row.others].some((one) => (!role || one.role === role) && (!trained || String(one.trained) === trained)) &&
       (minTokens === null || row.tokens >= minTokens) &&
       (minRatio === null || (row.ratio !== null && row.ratio >= minRatio)) &&
-      (owner === "" || row.ownerPlace === Number(owner)) &&
+      (owner === "" || row.owners.includes(Number(owner))) &&
       (!onlyUnique || row.unique) &&
       (!hideCopied || !row.copied);
     table.refresh();
@@ -279,8 +280,8 @@
       const rest = num > matching ? " This person has " + whole.format(num) + " " + what + (num === 1 ? "" : "s") + " in sequences.parquet." : "";
       byId("status").textContent = (matching ? "Rows 1 to " + whole.format(shown) + " of " + whole.format(matching) + " that match." : "No row on this page matches.") + rest;
     };
-    const owned = [...new Set(sequences.map((row) => row.ownerPlace).concat(users.map((user) => user.ownerPlace)))];
-    const options = owned.filter((place) => place !== null).map((place) => [ownerName(place), place]);
+    const owned = [...new Set(sequences.flatMap((row) => row.owners).concat(users.map((user) => user.ownerPlace)))];
+    const options = owned.map((place) => [ownerName(place), place]);
     options.sort((a, b) => a[0].localeCompare(b[0], "en", { numeric: true }));
     byId("owner").append(...options.map(([name, place]) => new Option(name, place)));
     const roles = [...new Set(listed.map((row) => row.role))].filter((role) => role !== null).sort();

@@ -38,7 +38,7 @@ _COUNTS = ("num_tokens", "total_in_s", "users_in_s", "total_in_d", "users_in_d")
 _LISTS = ("context_tokens", "perplexities", "public_perplexities")
 _FIGURES = (*_COUNTS, *_LISTS, "ratio", "copied")
 _TEXTS = ("sequence", "contexts")
-OWNER, UNIQUE = 11, 14  # their places in a row; page.js has the same list
+OWNERS, UNIQUE = 11, 14  # their places in a row; page.js has the same list
 _USER_FIGURES = ("num_documents", "num_tokens", "unique", "unique_tokens", "longest", "max_ratio")
 _USER_BY_TEXT = ("unique_by_text", "leaks")
 
@@ -112,30 +112,30 @@ def embed(
         for user in users
     ]
     names: list[list[Any]] = [[*cut_end(name, NAME_CHARACTERS)] for name in owners]
-    owner_of_row = read_owners(folder)
+    owners_of_row = read_owners(folder)
     read = {
-        place: _row(place, row, owner_of_row[place].as_py())
+        place: _row(place, row, owners_of_row[place].as_py() or [])
         for place, row in _read_rows(folder, chosen, redacted=redacted)
     }
     left = SEQUENCES_BYTES
     kept = []
     for place in chosen:
-        row, owner = read[place]
-        new_name = [] if owner is None or owner in owners else [[*cut_end(owner, NAME_CHARACTERS)]]
-        needed = num_bytes(row) + 1 + sum(num_bytes(name) + 1 for name in new_name)
+        row, whose = read[place]
+        new_names = [[*cut_end(name, NAME_CHARACTERS)] for name in whose if name not in owners]
+        needed = num_bytes(row) + 1 + sum(num_bytes(name) + 1 for name in new_names)
         if needed > left:
             break
         left -= needed
-        names += new_name
-        row[OWNER] = None if owner is None else _owner_place(owners, owner)
+        names += new_names
+        row[OWNERS] = [_owner_place(owners, name) for name in whose]
         kept.append(place)
     return Embedded(
         sequences=[read[place][0] for place in sorted(kept)], owners=names, users=user_rows
     )
 
 
-def _row(place: int, row: dict[str, Any], owner: str | None) -> tuple[list[Any], str | None]:
-    """One sequence as the page's script reads it, its owner's number still to come, and its owner."""
+def _row(place: int, row: dict[str, Any], owners: list[str]) -> tuple[list[Any], list[str]]:
+    """One sequence as the page's script reads it, its owners' numbers still to come, and its owners."""
     sequence = row.get("sequence")
     text, cut = (None, 0) if sequence is None else cut_end(sequence, SEQUENCE_CHARACTERS)
     lowest = plain_number((row["perplexities"] or [None])[0])
@@ -143,9 +143,10 @@ def _row(place: int, row: dict[str, Any], owner: str | None) -> tuple[list[Any],
     counts = [row[name] for name in _COUNTS]
     unique = row.get("unique_by_text", row["users_in_d"] == 1)
     by_text = [row.get("users_by_text"), int(bool(unique)), row.get("leak")]
-    of_chats = [row.get("role"), row.get("trained_on")]
-    whole = [place, text, cut, *counts, *figures, 10**7, list(_occurrences(row))]
-    return [*whole, *by_text, *of_chats], owner if unique else None
+    later = [row.get("role"), row.get("trained_on"), row.get("beyond_prior")]
+    whose = owners if unique else []
+    whole = [place, text, cut, *counts, *figures, [10**7] * len(whose), list(_occurrences(row))]
+    return [*whole, *by_text, *later], whose
 
 
 def _occurrences(row: dict[str, Any]) -> Iterator[list[Any]]:

@@ -22,9 +22,10 @@ from tightlip.core.files import damage_in_words
 
 BATCH_ROWS = 16_384
 BUFFER_BYTES = 1 << 20
+_NAMES = ["owner", "owners.list.element"]
 _COLUMNS = ("num_tokens", "users_in_d", "perplexities", "ratio", "copied")
-# A report of 0.1 has none of them; the last two are null where the corpus holds no chats.
-SINCE_0_2 = ("users_by_text", "unique_by_text", "leak", "role", "trained_on")
+# A report of 0.1 has none of them; role and trained_on are null where the corpus holds no chats.
+SINCE_0_2 = ("users_by_text", "unique_by_text", "leak", "role", "trained_on", "beyond_prior")
 
 # The last bins of the length plot are ranges: a run of 400 tokens and one of 3 fit on one axis.
 LENGTH_STARTS = (*range(1, 21), 21, 31, 51, 101, 201, 501, 1001)
@@ -203,7 +204,7 @@ class Chooser:
         self._wanted = dict.fromkeys(self.owners, self.num_each_owner)
         self._head_of: dict[int, int] = {}
 
-    def add(self, batch: pa.RecordBatch, owner: pa.ChunkedArray, start: int) -> None:
+    def add(self, batch: pa.RecordBatch, owners: pa.ChunkedArray, start: int) -> None:
         unique, heads = is_unique(batch), heads_of(batch, start)
         known = len(self.worst), len(self.picked)
         worst, shared = np.flatnonzero(unique) + start, np.flatnonzero(~unique) + start
@@ -211,7 +212,7 @@ class Chooser:
         self.shared += shared[: self.num_shared - len(self.shared)].tolist()
         is_head = unique & (heads == np.arange(start, start + len(heads)))
         self._add_longest(np.where(is_head, filled(batch.column("num_tokens"), 0), 0), start)
-        self._add_owned(owner, is_head, start)
+        self._add_owned(owners, is_head, start)
         if "role" in batch.schema.names:
             self._add_roles(batch.column("role"), is_head, start)
         for place in (*self.worst[known[0] :], *self.picked[known[1] :]):
@@ -225,14 +226,14 @@ class Chooser:
             if len(self._longest) > self.num_longest:
                 heapq.heappop(self._longest)
 
-    def _add_owned(self, owner: pa.ChunkedArray, unique: np.ndarray, start: int) -> None:
-        if not self._wanted or pa.types.is_null(owner.type):
-            return
-        wanted = pc.is_in(owner, value_set=pa.array(list(self._wanted), type=owner.type))
-        for place in np.flatnonzero(np.asarray(wanted) & unique).tolist():
-            name = owner[place].as_py()
+    def _add_owned(self, owners: pa.ChunkedArray, unique: np.ndarray, start: int) -> None:
+        names = pc.list_flatten(owners).cast(pa.string())
+        rows = np.asarray(pc.list_parent_indices(owners))
+        wanted = np.asarray(pc.is_in(names, value_set=pa.array(list(self._wanted), pa.string())))
+        for place in np.flatnonzero(wanted & unique[rows]).tolist():
+            name = names[place].as_py()
             if name in self._wanted:
-                self.picked.append(start + place)
+                self.picked.append(start + int(rows[place]))
                 self._wanted[name] -= 1
                 if not self._wanted[name]:
                     del self._wanted[name]
@@ -267,17 +268,21 @@ def open_table(path: Path) -> pq.ParquetFile:
 
 
 def read_owners(folder: Path) -> pa.ChunkedArray:
-    """The owner of each row of sequences.parquet, as numbers into the names: a few bytes a row."""
+    """The owners of each row of sequences.parquet, as numbers into the names: a few bytes a row."""
     path = folder / "owners.parquet"
     with open_sequences(folder) as sequences:
         num_rows = sequences.metadata.num_rows
     with damage_in_words(path):
-        table = pq.read_table(checked(path), read_dictionary=["owner"]) if path.exists() else None
+        table = pq.read_table(checked(path), read_dictionary=_NAMES) if path.exists() else None
     if table is None or table.num_rows != num_rows:
         raise UsageError(
             f"{path} is missing or does not belong to the sequences.parquet beside it. Make the report again: tightlip audit"
         )
-    return table.column("owner")
+    if "owners" in table.column_names:
+        return table.column("owners")
+    one = table.column("owner").combine_chunks()  # a report of 0.1
+    edges = np.concatenate([[0], np.cumsum(np.asarray(one.is_valid()))]).astype(np.int32)
+    return pa.chunked_array([pa.ListArray.from_arrays(edges, one.drop_null())])
 
 
 def batches(file: pq.ParquetFile, columns: tuple[str, ...]) -> Iterator[tuple[int, pa.RecordBatch]]:
@@ -291,10 +296,10 @@ def batches(file: pq.ParquetFile, columns: tuple[str, ...]) -> Iterator[tuple[in
 def tally_and_choose(folder: Path, owners: list[str]) -> tuple[Tally, list[int]]:
     """Histograms of the unique sequences and the row numbers to show, in one pass."""
     tally, chooser = Tally(), Chooser(owners=owners)
-    owner_of_row = read_owners(folder)
+    owners_of_row = read_owners(folder)
     with damage_in_words(folder / "sequences.parquet"), open_sequences(folder) as file:
         later = [name for name in SINCE_0_2 if name in file.schema_arrow.names]
         for start, batch in batches(file, (*_COLUMNS, *later)):
             tally.add(batch)
-            chooser.add(batch, owner_of_row.slice(start, batch.num_rows).cast(pa.string()), start)
+            chooser.add(batch, owners_of_row.slice(start, batch.num_rows), start)
     return tally, chooser.in_order_of_worth()

@@ -24,12 +24,17 @@ NO_PUBLIC_MODEL = (
     "No public model was given. With --public-model DIR (or leave-out) every sequence gets a ratio: "
     "how much less surprising it is to this model than to one that never saw its writer."
 )
+NO_PRIOR = (
+    "No public model was given, so what anybody would say is not told apart: it counts as a leak like any other text. "
+    "Give --public-model DIR."
+)
 NOT_VALIDATED = (
     "Not measured: give --validation CORPUS to learn how well the model does on text it never saw."
 )
 MEANINGS = {
     "Leaks": "Stretches of text that the model completes and only one person wrote; sequences that overlap are one leak.",
     "Unique by text": "Sequences whose words only one person wrote: what the leaks are made of.",
+    "Beyond the prior": "Of these, sequences that the public model would not say itself behind the same words.",
     "By role": "The same sequences by who says them in the chats, where the model first completes them.",
     "Unique by tokens": "The paper's figure: sequences whose tokens only one person wrote. Others may have written the same words, cut differently.",
     "Unique sequences": "Completed by the model, written by one person only.",
@@ -117,11 +122,14 @@ def _list_lines(summary: dict[str, Any]) -> Iterator[Line]:
     few = f"fewer than {p} people" if p else "few people"
     if summary.get("unique_by_text") is not None:
         yield _meaning("Unique by text", count(summary["unique_by_text"]))
+        yield from _prior_lines(summary)
         if roles := by_role(summary):
             yield _meaning("By role", " · ".join(roles))
         if summary.get("not_trained_on"):
             yield _meaning("Not trained on", count(summary["not_trained_on"]))
         yield _meaning("Unique by tokens", count(summary.get("unique")))
+    if summary.get("near"):
+        yield _near_line(summary["near"])
     if spread := _ratio_spread(summary.get("ratio_quantiles")):
         yield _meaning("Ratios", spread)
     yield _meaning("Curated", _curated(summary.get("curated")))
@@ -134,6 +142,55 @@ def _list_lines(summary: dict[str, Any]) -> Iterator[Line]:
     yield Line(few[0].upper() + few[1:], count(summary.get("fewer_than_p")), distinct)
     yield _meaning("Distinct sequences", count(summary.get("distinct_sequences")))
     yield _meaning("Sequences in S", count(summary.get("sequences_in_s")))
+
+
+def _prior_lines(summary: dict[str, Any]) -> Iterator[Line]:
+    if "unique_beyond_prior" not in summary:  # of an earlier version
+        return
+    beyond = summary["unique_beyond_prior"]
+    if beyond is None:
+        yield Line("Beyond the prior", UNKNOWN, NO_PRIOR)
+        return
+    leaks = counted(summary["leaks_beyond_prior"], "leak")
+    people = counted(summary["people_beyond_prior"], "person", "people")
+    every = summary["unique_by_text"]
+    where = f" They are in {leaks} of {people}." if beyond else ""
+    others = " The others anybody would say." if beyond < every else ""
+    yield _meaning("Beyond the prior", _out_of(beyond, every), where + others)
+
+
+def _near_line(near: dict[str, Any]) -> Line:
+    """What a sample of windows says about text that comes out with a digit or a word changed."""
+    value = f"{count(near['found'])} of {counted(near['drawn'], 'window')}"
+    what = (
+        f"Windows of {near['window_tokens']} tokens that one person alone wrote and the model continues, greedily or by "
+        f"beam search, with at most {100 * near['distance']:g}% of their characters changed; {count(near['exact'])} of them it completes exactly."
+    )
+    about, low, high = (count(round(near[name])) for name in ("estimate", "low", "high"))
+    if near["found"]:
+        what += f" They are {counted(near['people'], 'person', 'people')}'s."
+    if near["drawn"] < near["windows"]:
+        what += f" Of all {count(near['windows'])} windows that makes about {about} (95%: {low} to {high})."
+    return Line("Nearly the same", value, what)
+
+
+def contexts_table(summary: dict[str, Any]) -> Table | None:
+    """How much of the leaks is left behind each kind of words, where that was asked for."""
+    tokens, rows = count(summary.get("short_prefix")), []
+    typed = {
+        "training": "all that stood before it",
+        "short": f"the last {tokens} tokens of that",
+        "start": f"the first {tokens} tokens of its document",
+        "template": f"“{summary.get('context_template')}”",
+        "other": f"{tokens} tokens of somebody else's",
+    }
+    for name, figures in (summary.get("contexts") or {}).items():
+        known = figures or {}
+        cells = [count(known.get(key)) for key in ("leaks", "people", "sequences")]
+        rows.append(plain_row(typed.get(name, name), *cells, percent(known.get("tokens"))))
+    names = ("typed before it", "leaks", "people", "sequences", "tokens")
+    columns = [Column(name, wraps=False, left=not place) for place, name in enumerate(names)]
+    return Table(columns=columns, rows=rows, heading_style="dim") if rows else None
 
 
 def _quality_lines(summary: dict[str, Any]) -> Iterator[Line]:
@@ -251,7 +308,11 @@ def _weighing(
         rest = f"; half of them are at most {number(half)} times" if half is not None else ""
         which = "The worst" if num_sequences is None else "Of what is unique by tokens the worst"
         yield f"{which} is {times} less surprising to this model than to the public one{rest}."
-    if summary.get("public_unique"):
+    beyond = summary.get("unique_beyond_prior")
+    if beyond is not None and num_sequences:
+        of_all = f"{count(beyond)} of {counted(num_sequences, 'sequence')}"
+        yield f"The public model would not say {of_all} itself."
+    elif summary.get("public_unique"):
         pieces = counted(summary["public_unique"], "sequence")
         yield f"The public model completes {pieces} unique by tokens itself: if it never saw this text, some can simply be guessed."
     if num_copied:
@@ -299,7 +360,8 @@ def terminal_table(summary: dict[str, Any]) -> RichTable:
             style="bold red" if line.sentence.startswith(INSECURE) else "",
         )
         for line in summary_lines(summary)
-        if line.value != UNKNOWN or line.name == "Leakage epsilon"  # one hint at what is missing
+        # hints at what is missing
+        if line.value != UNKNOWN or line.name in ("Leakage epsilon", "Beyond the prior")
     ]
     notes = [plain_row("Note", "", note) for note in summary.get("notes") or []]
     columns = [

@@ -17,6 +17,7 @@ from tightlip.report.kit.table import NAMES, Cell, Column, Row, Table
 from tightlip.report.kit.words import (
     NONE,
     Figure,
+    at,
     joined,
     p_words,
     points_words,
@@ -248,22 +249,6 @@ def terminal_tables(columns: Sequence[RunColumn], width: int) -> list[RichTable]
     size = max(1, (width - 34) // 24)
     starts = range(0, len(columns), size)
     return [attack_table(columns[start : start + size]).printed() for start in starts]
-
-
-def at(*path: str) -> Callable[[Result], Any]:
-    """What a result has under these names, null where one is missing.
-
-    >>> at("a", "b")({"a": {"b": 1}}), at("a", "b")({"a": None})
-    (1, None)
-    """
-
-    def get(result: Result) -> Any:
-        tree: Any = result
-        for name in path:
-            tree = None if tree is None else tree.get(name)
-        return tree
-
-    return get
 
 
 def _firsts(columns: Sequence[RunColumn], cell: Callable[[Result], Cell]) -> list[Cell]:

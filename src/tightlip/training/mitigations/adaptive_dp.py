@@ -11,7 +11,7 @@ from tightlip.core.settings import setting, settings_of
 from tightlip.corpus.privacy_weights import PrivacyWeights
 from tightlip.corpus.shared_text import MOST_COPIED
 from tightlip.privacy.adaptive import BECAUSE, AdaptiveSpec
-from tightlip.privacy.plans import Terms
+from tightlip.privacy.plans import Terms, check_varying
 from tightlip.training.config import MitigationConfig, TrainConfig
 from tightlip.training.mitigations import CorpusFacts, RunContext
 from tightlip.training.mitigations.dp import DPConfig, PrivateMitigation
@@ -85,15 +85,7 @@ class AdaptiveConfig(DPConfig):
                     f"{field.name}={getattr(self, field.name)} means nothing to adaptive={self.adaptive!r}. "
                     f"Add --adaptive {_OF_MODE[field.name]}, or leave it out."
                 )
-        if self.adaptive == "as-published" and self.epsilon is not None:
-            raise UsageError(
-                f"epsilon={self.epsilon:g} cannot be a target of adaptive='as-published': its noise, and so its figure, is "
-                "known only once the batches are drawn. Give --noise-multiplier (such as 1.0) instead."
-            )
-        if self.adaptive != "clip" and self.noise_multiplier == 0:
-            raise UsageError(
-                f"noise_multiplier=0 leaves adaptive={self.adaptive!r} nothing to scale. Use a number such as 1.0."
-            )
+        check_varying(self.adaptive, self.epsilon, self.noise_multiplier)
         if self.dp_check_canaries:
             raise UsageError(
                 f"dp_check_canaries={self.dp_check_canaries} plants documents that have no privacy weight. Check a run of "
@@ -147,13 +139,12 @@ class AdaptiveMitigation(PrivateMitigation):
     def guarantee(self, num_steps: int, *, ended: bool = True) -> dict[str, Any]:
         """As published, the figure of the batches that were drawn is told once, at the end: a
         snapshot's would tell of those before it. Until then it is that of the least noise."""
-        adaptive = self.private.adaptive
-        if adaptive is not None and adaptive.mode == "as-published" and not ended:
+        if self.private.mode == "as-published" and not ended:
             return self.private.ledger.record()
         return super().guarantee(num_steps, ended=ended)
 
     def progress_words(self) -> str:
-        if self.private.adaptive is not None and self.private.adaptive.mode == "as-published":
+        if self.private.mode == "as-published":
             return "as published: no guarantee"
         words, budget = super().progress_words(), self.private.plan.budget
         return words if budget is None else f"{words}, {budget.spent / budget.budget:.0%} spent"

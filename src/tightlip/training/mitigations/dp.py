@@ -1,7 +1,7 @@
 """Differentially private training as a mitigation: who is protected, and how."""
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
@@ -13,7 +13,7 @@ from tightlip.core.errors import GuaranteeError, UsageError
 from tightlip.core.figures import rounded_up
 from tightlip.core.progress import log
 from tightlip.core.run_folder import CHECKPOINT, LEDGER, METRICS, SNAPSHOTS
-from tightlip.core.settings import setting
+from tightlip.core.settings import names_in, setting
 from tightlip.privacy.accounting import MOST_DOCUMENTS_PER_OWNER
 from tightlip.privacy.ledger import read_ledger
 from tightlip.privacy.noisy_loss import NoisyLoss
@@ -25,22 +25,22 @@ from tightlip.privacy.sources import sampled_units
 from tightlip.training.batches import Rows, TokenRows
 from tightlip.training.config import BUILT_IN_MODELS, MitigationConfig, TrainConfig
 from tightlip.training.lora import check_rows_stay_alone
-from tightlip.training.losses import is_ours, is_recurrent
+from tightlip.training.losses import is_ours, is_recurrent, losses_by_unit
 from tightlip.training.mitigations import CorpusFacts, RunContext
+from tightlip.training.plan import Plan
+from tightlip.training.planting import CHECK_KINDS
 from tightlip.training.promises import say_what_is_unknown, terms_of
 from tightlip.training.together import has_split_weights
-from tightlip.training.told_validation import noisy_loss, told_loss
 
 # Noise beside signal, as `noise_to_signal` has it, that is warned of. New models: on the bundled
 # corpus none of four runs at 0.3 or above beat word frequencies, at 0.1 one of three did (docs/
 # private-training.md). From public weights we measured nothing: there only at 1, noise as long as
 # the most that units can say.
 MOST_NOISE_FOR_NEW, MOST_NOISE = 0.3, 1.0
-OF_A_TRIAL = "This is one of several trials, and what is promised is that of the choice among them."
-_PASSED_ON = (
-    *("epsilon", "noise_multiplier", "delta", "unit", "clip_norm", "per_layer", "rows_per_unit"),
-    *("exact_sums", "allow_loose_delta", "insecure_seed", "documents_per_owner"),
+MOST_ERROR_NATS = (
+    0.1  # of a noisy validation loss that is not warned of: an epoch seldom gains more
 )
+OF_A_TRIAL = "This is one of several trials, and what is promised is that of the choice among them."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,7 +115,22 @@ class DPConfig(MitigationConfig):
         hidden=True,
     )
     dp_check_canaries: int | None = setting(
-        None, "Plant so many canaries, for tightlip dp-check RUN.", at_least=0, at_most=10_000_000
+        None,
+        "Plant so many texts, for tightlip dp-check RUN; they are trained on.",
+        at_least=0,
+        at_most=10_000_000,
+    )
+    dp_check_kind: str = setting(
+        "random",
+        "What they read: random tokens, rare ones, new ones, or samples of the model to start from.",
+        choices=CHECK_KINDS,
+    )
+    dp_check_engine: int | None = setting(
+        None,
+        "Put so many canaries into the engine, for tightlip dp-check RUN; no weight hears of them.",
+        at_least=0,
+        at_most=10_000_000,
+        default_words="as many as texts are planted",
     )
 
     def __post_init__(self) -> None:
@@ -126,17 +141,12 @@ class DPConfig(MitigationConfig):
                 "as 1.0)."
             )
 
-    @property
-    def num_check_canaries(self) -> int:
-        return self.dp_check_canaries or 0
-
-    @property
-    def adam_floor(self) -> float | None:
-        return self.adam_correction
-
-    @property
-    def tells_validation(self) -> bool:
-        return self.noisy_validation is not None
+    def num_engine_canaries(self, context: RunContext) -> int:
+        """As many as asked for; else as texts are planted, where the engine takes any."""
+        if self.dp_check_engine is not None:
+            return self.dp_check_engine
+        alone = not (context.processes.are_several or has_split_weights(context.model))
+        return self.num_check_canaries if alone else 0
 
     def check_run(self, config: TrainConfig) -> None:
         if self.adam_correction is not None and config.optimizer not in ("adam", "adamw"):
@@ -149,16 +159,15 @@ class DPConfig(MitigationConfig):
                 f"noisy_validation_bound={self.noisy_validation_bound:g} is about noisy validation, which is off. Add "
                 "--noisy-validation 10, or leave it out."
             )
-        if config.dropout:
-            raise UsageError(
-                f"dropout={config.dropout:g} under mitigation={self.name!r} would let one {self.unit} more or less change everybody's "
-                f"masks. Private training goes without dropout: leave it out."
-            )
-        if config.lora_dropout:
-            raise UsageError(
-                f"lora_dropout={config.lora_dropout:g} under mitigation={self.name!r} would let one {self.unit} more or less change "
-                f"everybody's masks. Private training goes without dropout: use --lora-dropout 0."
-            )
+        for name, instead in (
+            ("dropout", "leave it out"),
+            ("lora_dropout", "use --lora-dropout 0"),
+        ):
+            if share := getattr(config, name):
+                raise UsageError(
+                    f"{name}={share:g} under mitigation={self.name!r} would let one {self.unit} more or less change everybody's "
+                    f"masks. Private training goes without dropout: {instead}."
+                )
         if config.gradient_clip is not None:
             raise UsageError(
                 f"gradient_clip={config.gradient_clip:g} is for plain training; private training clips each {self.unit}'s "
@@ -170,8 +179,38 @@ class DPConfig(MitigationConfig):
         return "none" if self.unit == "example" else None
 
 
+# Both know a promise by the same names.
+_PASSED_ON = {each.name for each in fields(PrivacySpec)} & {*names_in(DPConfig)}
+
+
 def dp_settings(config: TrainConfig) -> DPConfig:
     return cast(DPConfig, config.mitigation)
+
+
+def noisy_loss(config: TrainConfig, steps_per_epoch: int) -> NoisyLoss | None:
+    """What a private run will tell of its held-out text, at most; None where it tells nothing."""
+    if (noise := dp_settings(config).noisy_validation) is None:
+        return None
+    plan = Plan(config=config, steps_per_epoch=steps_per_epoch)
+    return NoisyLoss(noise_multiplier=noise, num_planned=plan.num_recorded)
+
+
+def warn_if_loud(config: TrainConfig, corpus: CorpusFacts, num_units: int, vocabulary: int) -> None:
+    """Say it where so few units cannot be heard through the noise, by public numbers alone."""
+    settings: Any = config.mitigation
+    if not settings.tells_validation:
+        return
+    reach = (settings.noisy_validation_bound or math.log(vocabulary)) / 2
+    if settings.unit == "example":  # of which a share is held out, whole
+        share = corpus.settings.get("holdout", 0.2)
+        num_units = max(1, round(num_units * share / (1 - share)))
+    error = settings.noisy_validation * reach / num_units
+    if error > MOST_ERROR_NATS:
+        log.warning(
+            f"noisy_validation={settings.noisy_validation:g} tells the held-out loss of about {num_units:,} {settings.unit}s with an "
+            f"error of about {error:.2g} nats: whoever stops or chooses by it goes by the noise. --noisy-validation "
+            f"{MOST_ERROR_NATS * num_units / reach:.2g}, which costs more, gives {MOST_ERROR_NATS}; or use --public-validation FILE."
+        )
 
 
 class PrivateMitigation:
@@ -226,6 +265,8 @@ class PrivateMitigation:
             widths=context.widths,
             expected_batch=config.batch_size,
             steps=context.num_steps,
+            check_canaries=dp_settings(config).num_engine_canaries(context),
+            exact_sums=dp_settings(config).exact_sums,
             **{name: getattr(config.mitigation, name) for name in _PASSED_ON},
             **self.engine_settings(context),
         )
@@ -238,6 +279,8 @@ class PrivateMitigation:
                 *(f"{self.private.num_units:,}", f"{len(ownership.bounds) - 1:,}"),
                 *(self.private.mechanism.documents_per_owner, f"{ownership.num_owners:,}"),
             )
+        vocabulary = context.model.config.get_text_config().vocab_size
+        warn_if_loud(config, context.corpus, self.private.num_units, vocabulary)
         is_new = config.model in BUILT_IN_MODELS
         warn_of_too_few(self.private, MOST_NOISE_FOR_NEW if is_new else MOST_NOISE)
 
@@ -252,8 +295,17 @@ class PrivateMitigation:
         self.private.settle()
 
     def told_loss(self, held_out: Rows) -> float | None:
-        units = by_unit(held_out, dp_settings(self.context.config).unit).unit_of_row
-        return told_loss(self.noisy, self.context, self.private.ledger, held_out, units)
+        if self.noisy is None:
+            return None
+        context, settings = self.context, dp_settings(self.context.config)
+        units = by_unit(held_out, settings.unit).unit_of_row
+        vocabulary = context.model.config.get_text_config().vocab_size
+        return self.noisy.told(
+            self.private.ledger,
+            lambda: losses_by_unit(context.forward, held_out, units),
+            bound=settings.noisy_validation_bound or math.log(vocabulary),
+            insecure_seed=settings.insecure_seed,
+        )
 
     def progress_words(self) -> str:
         spec, planned = self.private.spec, self.private.ledger.promised

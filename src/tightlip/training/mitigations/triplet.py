@@ -80,15 +80,12 @@ class TripletMitigation(Regulariser):
         """Refuse batches that hold no pair of one of the kinds; the first epoch stands for all."""
         authors = [self.authors[chosen] for chosen in self._order(0)]
         batch_size = self.context.config.batch_size
-        if not any(len(np.unique(own)) < len(own) for own in authors):
+        share = any(len(np.unique(own)) < len(own) for own in authors)
+        if not share or not any(len(np.unique(own)) > 1 for own in authors):
+            kind, number = ("different authors", "any") if share else ("one author", "two")
             raise UsageError(
-                f"triplet_pairs='inside' needs rows of one author in one batch, and of {len(authors)} batches of "
-                f"batch_size={batch_size} none has two. Use a larger batch_size, or --triplet-pairs auxiliary."
-            )
-        if not any(len(np.unique(own)) > 1 for own in authors):
-            raise UsageError(
-                f"triplet_pairs='inside' needs rows of different authors in one batch, and of {len(authors)} batches of "
-                f"batch_size={batch_size} none has any. Use a larger batch_size, or --triplet-pairs auxiliary."
+                f"triplet_pairs='inside' needs rows of {kind} in one batch, and of {len(authors)} batches of "
+                f"batch_size={batch_size} none has {number}. Use a larger batch_size, or --triplet-pairs auxiliary."
             )
 
     def drawn(self, number: int, chosen: np.ndarray, size: int) -> Drawn:

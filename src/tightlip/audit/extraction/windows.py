@@ -1,0 +1,213 @@
+"""Every window of a length that one user alone has, how likely it is drawn, and the likeliest of each user.
+
+A window's log-probability is the sum of its tokens', each after all that stands before it in its
+document: the context of training. Another context would be another column of log-probabilities.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from tightlip.audit.extraction.elsewhere import Elsewhere
+from tightlip.audit.extraction.queries import EVEN, TIMES_DEARER, WITHIN, queries_for
+from tightlip.audit.extraction.words import WordPlaces
+from tightlip.audit.leakage.counting import edges_of
+from tightlip.corpus.tokens import TokenizedCorpus
+from tightlip.scan.store import ScannedCorpus, ScanShard
+
+NOWHERE = -1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Owned:
+    """Whose each stretch of a corpus is: by its tokens and, where they are known, by its words."""
+
+    by_tokens: Elsewhere
+    by_words: tuple[WordPlaces, Elsewhere] | None
+
+    def alone(
+        self,
+        documents: np.ndarray,
+        owners: np.ndarray,
+        starts: np.ndarray,
+        length: int,
+        begin: np.ndarray,
+    ) -> np.ndarray:
+        """Whether nobody but this owner has the window; without a word it is nobody's own."""
+        is_own = self.by_tokens.at(documents, owners, starts - begin) < length
+        if self.by_words is not None:
+            places, elsewhere = self.by_words
+            first, size = places.within(starts, starts + length)
+            is_own &= (size > 0) & (elsewhere.at(documents, owners, first) < size)
+        return is_own
+
+
+class Likeliest:
+    """The likeliest window of each user and role: where it starts, and its log-probabilities."""
+
+    def __init__(self, size: int) -> None:
+        self.log_probs, self.references = np.full((2, size), -np.inf)
+        self.starts = np.full(size, NOWHERE)
+
+    def look_at(
+        self, keys: np.ndarray, log_probs: np.ndarray, references: np.ndarray, starts: np.ndarray
+    ) -> None:
+        """Take in windows that stand behind all that were looked at; of equals the first stays."""
+        order = np.lexsort((starts, -log_probs, keys))
+        keys, first = np.unique(keys[order], return_index=True)
+        chosen = order[first]
+        better = (self.starts[keys] == NOWHERE) | (log_probs[chosen] > self.log_probs[keys])
+        keys, chosen = keys[better], chosen[better]
+        self.log_probs[keys] = log_probs[chosen]
+        self.references[keys] = references[chosen]
+        self.starts[keys] = starts[chosen]
+
+
+class Searched:
+    """What was found among the windows of one length; arrays go by user and role, and what several
+    own counts for each.
+
+    `counted` are those that the reference draws at least ten times as seldom, or without one all.
+    """
+
+    def __init__(self, length: int, size: int) -> None:
+        self.length = length
+        self.num_windows = 0  # whoever has them
+        self.has_window = np.zeros(size, bool)  # also one that others have
+        self.searched, self.counted = np.zeros((2, size), np.int64)
+        self.every, self.likeliest = Likeliest(size), Likeliest(size)  # of all, of the counted
+        self.windows_within = np.zeros(len(WITHIN), np.int64)
+
+
+def search_windows(
+    model: ScannedCorpus,
+    reference: ScannedCorpus | None,
+    owned: Owned,
+    *,
+    lengths: Sequence[int],
+    carries_text: np.ndarray,
+) -> list[Searched]:
+    """Every window of these lengths that is one user's alone.
+
+    A window lies in one document and one role, every token of it carries text and was scored.
+
+    Holds:
+        brute_force: the same as summing and comparing window by window.
+        impossible: a window with a token that is never drawn has log-probability minus infinity.
+        streamed: of the scans one shard is held at a time.
+    """
+    corpus = model.corpus
+    size = corpus.num_users * num_roles(corpus)
+    found = [Searched(length, size) for length in lengths]
+    others: Iterator[ScanShard | None] = iter(reference.shards()) if reference else iter(())
+    for shard in model.shards():
+        columns = _Columns.of(corpus, shard, next(others, None), carries_text)
+        for one in found:
+            _search(one, columns, owned)
+    return found
+
+
+def num_roles(corpus: TokenizedCorpus) -> int:
+    return len(corpus.role_names or [""])
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Sums:
+    """Log-probabilities added up from a shard's first token on, and the tokens never drawn."""
+
+    sums: np.ndarray
+    num_cut: np.ndarray
+
+    @classmethod
+    def of(cls, log_probs: np.ndarray) -> "_Sums":
+        is_cut = np.isneginf(log_probs)
+        finite = np.where(is_cut | np.isnan(log_probs), 0, log_probs).astype(np.float64)
+        return cls(sums=np.append(0.0, np.cumsum(finite)), num_cut=edges_of(is_cut))
+
+    def over(self, starts: np.ndarray, length: int) -> np.ndarray:
+        ends = starts + length
+        is_cut = self.num_cut[ends] > self.num_cut[starts]
+        # Rounding may leave a sum of zeros a hair above zero.
+        return np.where(is_cut, -np.inf, np.minimum(self.sums[ends] - self.sums[starts], 0.0))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Columns:
+    """A shard's documents, once for each owner: whose each place is, and what was scored there."""
+
+    corpus: TokenizedCorpus
+    model: _Sums
+    reference: _Sums | None
+    num_barred: np.ndarray
+    num_changes: np.ndarray
+    first: int  # the corpus' place of the shard's first token
+    documents: np.ndarray
+    owners: np.ndarray  # by number, and counted in the document
+    slots: np.ndarray
+    places: np.ndarray
+
+    @classmethod
+    def of(
+        cls,
+        corpus: TokenizedCorpus,
+        shard: ScanShard,
+        other: ScanShard | None,
+        carries_text: np.ndarray,
+    ) -> "_Columns":
+        bounds = corpus.bounds[shard.first : shard.end + 1]
+        inside = slice(int(bounds[0]), int(bounds[-1]))
+        roles = (
+            np.ones(inside.stop - inside.start) if corpus.roles is None else corpus.roles[inside]
+        )
+        barred = np.isnan(shard.log_probs) | ~carries_text[corpus.tokens[inside]] | (roles == 0)
+        of_pair, owners = corpus.owned(np.arange(shard.first, shard.end))
+        slots = np.arange(len(of_pair)) - np.searchsorted(of_pair, of_pair)
+        lengths = np.diff(bounds)[of_pair]
+        within = np.arange(lengths.sum()) - np.repeat(edges_of(lengths)[:-1], lengths)
+        return cls(
+            corpus=corpus,
+            model=_Sums.of(shard.log_probs),
+            reference=None if other is None else _Sums.of(other.log_probs),
+            num_barred=edges_of(barred),
+            num_changes=np.append(0, edges_of(np.diff(roles) != 0)),
+            first=inside.start,
+            documents=np.repeat(of_pair, lengths) + shard.first,
+            owners=np.repeat(owners, lengths),
+            slots=np.repeat(slots, lengths),
+            places=np.repeat(bounds[:-1][of_pair], lengths) + within,
+        )
+
+    def starts(self, length: int) -> np.ndarray:
+        """Which places begin a window: it ends in its document, speaks in one role, and is scored."""
+        ends = self.places + length
+        fits = np.flatnonzero(ends <= self.corpus.bounds[self.documents + 1])
+        low, high = self.places[fits] - self.first, ends[fits] - self.first
+        is_whole = self.num_barred[low] == self.num_barred[high]
+        is_whole &= self.num_changes[low + 1] == self.num_changes[high]
+        return np.asarray(fits[is_whole])
+
+
+def _search(into: Searched, columns: _Columns, owned: Owned) -> None:
+    chosen, length, corpus = columns.starts(into.length), into.length, columns.corpus
+    into.num_windows += int((columns.slots[chosen] == 0).sum())
+    documents, starts = columns.documents[chosen], columns.places[chosen]
+    begin = corpus.bounds[documents]
+    keys = columns.owners[chosen] * num_roles(corpus)
+    if corpus.roles is not None:
+        keys = keys + corpus.roles[starts]
+    into.has_window[keys] = True
+    alone = owned.alone(documents, columns.slots[chosen], starts, length, begin)
+    starts, keys = starts[alone], keys[alone]
+    log_probs = columns.model.over(starts - columns.first, length)
+    references, is_counted = np.full(len(starts), np.nan), np.ones(len(starts), bool)
+    if columns.reference is not None:
+        references = columns.reference.over(starts - columns.first, length)
+        is_counted = np.isfinite(log_probs) & (references <= log_probs - np.log(TIMES_DEARER))
+    into.searched += np.bincount(keys, minlength=len(into.searched))
+    into.counted += np.bincount(keys[is_counted], minlength=len(into.counted))
+    into.every.look_at(keys, log_probs, references, starts)
+    own = np.flatnonzero(is_counted)
+    into.likeliest.look_at(keys[own], log_probs[own], references[own], starts[own])
+    tries = queries_for(EVEN, log_probs[own])
+    into.windows_within += (tries[:, None] <= np.array(WITHIN)).sum(0)

@@ -1,0 +1,1 @@
+"""Generated text beside the documents that it was made from; no model is asked."""

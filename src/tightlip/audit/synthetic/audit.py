@@ -1,0 +1,367 @@
+"""The audit of a text as one call: whose stretches it repeats, and whether more than strangers'."""
+
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+import tightlip
+from tightlip.audit.leakage.counting import check_memory
+from tightlip.audit.leakage.findings import (
+    REDACTED,
+    WORK,
+    nothing_left_of_a_refusal,
+    report_folder,
+)
+from tightlip.audit.leakage.runs import Runs, distinct_sequences
+from tightlip.audit.settings import ResamplingSettings, SyntheticConfig
+from tightlip.audit.synthetic.overlap import Overlap, Search
+from tightlip.audit.synthetic.reading import cut_texts, open_synthetic, read_words
+from tightlip.core.checksums import checked
+from tightlip.core.errors import UsageError
+from tightlip.core.files import claimed, make_private_folder, write_json, written_whole
+from tightlip.core.gates import Entries, Known, failures
+from tightlip.core.registry import look_up
+from tightlip.core.resampling import UserDraws, tail_share
+from tightlip.core.settings import bytes_from, split_settings
+from tightlip.corpus.opening import CorpusSource
+from tightlip.corpus.prepare_config import ColumnSettings
+from tightlip.corpus.tokens import TokenizedCorpus
+
+TABLES = ("stretches", "users", "documents")
+NAMES = {*(f"{name}.parquet" for name in TABLES), "summary.json", "report.html", "log.txt", WORK, REDACTED}  # fmt: skip
+SETTINGS = (SyntheticConfig, ColumnSettings, ResamplingSettings)
+MOST_ROWS = 8  # documents named of each stretch
+_WITH_ENDS = Entries(names=("value", "low", "high"))
+FIGURES: Known = {
+    **dict.fromkeys(("copies", "near_copies", "people_affected", "documents_affected")),
+    **dict.fromkeys(("longest", "longest_near", "copied_share", "copies_not_in_control")),
+    **dict.fromkeys(("copies_longer_than_control", "longest_alone")),
+    **dict.fromkeys(("shared", "num_users", "num_documents", "num_words")),
+    **dict.fromkeys(("per_thousand_words", "share_affected", "expected", "ratio"), _WITH_ENDS),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextReport:
+    """What an audit of a text found: the folder, and what its summary.json holds."""
+
+    folder: Path
+    summary: dict[str, Any]
+    keep_alive: Any = field(default=None, repr=False)  # a folder that goes with this object
+
+    def table(self, name: str) -> pa.Table:
+        """'stretches', 'users' or 'documents', as Arrow."""
+        return pq.read_table(checked(self.folder / f"{name}.parquet"))
+
+    def failed(self, *conditions: str, baseline: "TextReport | None" = None) -> list[str]:
+        """Which of 'copies>0' and the like hold, each with its figure: empty means all is well."""
+        before = None if baseline is None else baseline.summary
+        return failures(self.summary, conditions, FIGURES, baseline=before)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Side:
+    """The people of one corpus and what the synthetic text has of theirs.
+
+    Stretches that read the same are one of `rows`, longest first: that with the fewest changes, the
+    earliest. `owned` has a column (row, user) for each owner, `places` one (start, end, row) for
+    each place of the synthetic text.
+    """
+
+    corpus: TokenizedCorpus
+    overlap: Overlap
+    rows: np.ndarray
+    owned: np.ndarray
+    places: np.ndarray
+
+    @property
+    def is_exact(self) -> np.ndarray:
+        return np.asarray(self.rows["changes"] == 0)
+
+    @property
+    def is_alone(self) -> np.ndarray:
+        """Which rows nobody of the other corpus wrote."""
+        return np.asarray(self.rows["others"] == 0)
+
+    @property
+    def num_words(self) -> np.ndarray:
+        """How long each row is."""
+        return np.asarray(self.rows["ends"] - self.rows["starts"])
+
+    @property
+    def words_of_users(self) -> np.ndarray:
+        documents, owners = self.corpus.owned()
+        return np.bincount(owners, np.diff(self.corpus.bounds)[documents], self.corpus.num_users)
+
+    def by_user(self, chosen: np.ndarray) -> np.ndarray:
+        """How many of the chosen rows each person has."""
+        own = self.owned[1][chosen[self.owned[0]]]
+        return np.bincount(own, minlength=self.corpus.num_users)
+
+    def counts(self) -> dict[str, int]:
+        return {
+            "copies": int(self.is_exact.sum()),
+            "near_copies": int((~self.is_exact).sum()),
+            "people_affected": len(np.unique(self.owned[1])),
+            "num_users": self.corpus.num_users,
+            "num_documents": self.corpus.num_documents,
+            "num_words": self.corpus.num_tokens,
+        }
+
+
+def side_of(search: Search, corpus: TokenizedCorpus, other: TokenizedCorpus | None) -> Side:
+    check_memory(corpus, search.memory_bytes // search.engine.workers)
+    overlap = search.overlap_with(corpus, other)
+    own = overlap.own
+    runs = Runs(starts=own["starts"], lengths=own["ends"] - own["starts"], documents=own["starts"])
+    number = distinct_sequences(np.asarray(search.synthetic.tokens), runs).number_of_run
+    best = np.lexsort((own["places"], own["starts"], own["others"], own["changes"], number))
+    rows = own[best[np.unique(number[best], return_index=True)[1]]]
+    order = np.lexsort((rows["starts"], rows["changes"], rows["starts"] - rows["ends"]))
+    row = np.argsort(order)[number]
+    return Side(
+        corpus=corpus,
+        overlap=overlap,
+        rows=rows[order],
+        owned=np.unique(np.stack([row, own["owners"]]), axis=1),
+        places=np.unique(np.stack([own["starts"], own["ends"], row]), axis=1),
+    )
+
+
+def audit_synthetic(
+    synthetic: Any,
+    corpus: Any,
+    *,
+    control: Any,
+    out: str | Path | None,
+    engine: str,
+    write_page: Callable[[Path], object],
+    **settings: Any,
+) -> TextReport:
+    """What `tightlip.audit_text` says it does; `write_page` draws the report once its figures stand."""
+    config, columns, resampling = split_settings(settings, *SETTINGS)
+    how = {**columns.tree(), "format": config.format}
+    keep_alive = TemporaryDirectory(prefix="tightlip-") if out is None else None
+    folder = Path(keep_alive.name) if keep_alive else Path(str(out))
+    sources = {"corpus": corpus} if control is None else {"corpus": corpus, "control": control}
+    texts = {name: CorpusSource(source, how).documents() for name, source in sources.items()}
+    texts = {"synthetic": open_synthetic(synthetic, how), **texts}
+    with (
+        claimed(folder),
+        nothing_left_of_a_refusal(report_folder(folder, redact=config.redact, names=NAMES)),
+    ):
+        (folder / "summary.json").unlink(missing_ok=True)
+        work, numbers = make_private_folder(folder / WORK), dict[str, int]()
+        words = {name: read_words(texts[name], numbers, work, name) for name in texts}
+        search = Search(
+            synthetic=words.pop("synthetic"),
+            min_words=config.min_words,
+            near=config.near,
+            engine=look_up("engine", engine)(),
+            memory_bytes=bytes_from(config.memory),
+        )
+        _refuse_people_on_both_sides(*words.values())
+        others = [*words.values(), None][1:]
+        sides = [side_of(search, words["corpus"], others[0])]
+        sides += [
+            side_of(search, words[name], words["corpus"]) for name in words if name != "corpus"
+        ]
+        found = _Findings(search=search, sides=sides, config=config, texts=texts)
+        found.write_tables(folder)
+        summary = found.summary(resampling)
+        write_json(folder / "summary.json", summary)
+        write_page(folder)
+        shutil.rmtree(work, ignore_errors=True)
+    return TextReport(folder=folder, summary=summary, keep_alive=keep_alive)
+
+
+def _refuse_people_on_both_sides(
+    corpus: TokenizedCorpus, control: TokenizedCorpus | None = None
+) -> None:
+    both = {*corpus.user_names} & {*(control.user_names if control else ())}
+    if control and both:
+        raise UsageError(
+            f"{len(both):,} of the control's {control.num_users:,} people are in the corpus too, so they do not tell what "
+            "strangers' text would show. Leave them out of the control; if they are other people, give them other names."
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Findings:
+    """All that a report says."""
+
+    search: Search
+    sides: list[Side]  # the corpus', and the control's where there is one
+    config: SyntheticConfig
+    texts: dict[str, Any]
+
+    def summary(self, resampling: ResamplingSettings) -> dict[str, Any]:
+        """What summary.json holds. What is not known is None."""
+        side, synthetic, redacted = self.sides[0], self.search.synthetic, self.config.redact
+        exact, (starts, ends, _) = side.is_exact, side.places
+        before = np.maximum.accumulate(np.append(0, ends))[:-1]
+        covered = np.maximum(0, ends - np.maximum(starts, before)).sum()
+        return {
+            **side.counts(),
+            "documents_affected": len(np.unique(self._documents())),
+            "longest": int(side.num_words[exact].max(initial=0)),
+            "longest_near": int(side.num_words[~exact].max(initial=0)),
+            "copied_share": float(covered / max(1, synthetic.num_tokens)),
+            "shared": side.overlap.num_distinct - int(exact.sum()),
+            "copies_not_in_control": int((exact & side.is_alone).sum()) if self.sides[1:] else None,
+            **compared(self.sides, resampling, self.config.min_words),
+            "min_words": self.config.min_words,
+            "near": self.config.near,
+            "core_words": self.search.core,
+            "synthetic_documents": synthetic.num_documents,
+            "synthetic_words": synthetic.num_tokens,
+            # A hash of the text lets whoever knows all of it but a PIN try every PIN.
+            "corpus_fingerprint": None if redacted else side.corpus.corpus_fingerprint,
+            "synthetic_fingerprint": synthetic.corpus_fingerprint,
+            "redacted": redacted,
+            "version": tightlip.__version__,
+            "notes": list(self._notes()),
+        }
+
+    def _documents(self) -> np.ndarray:
+        """The synthetic document of every place."""
+        starts = self.sides[0].places[0]
+        return np.searchsorted(self.search.synthetic.bounds, starts, side="right") - 1
+
+    def _notes(self) -> Iterator[str]:
+        for name, text in self.texts.items():
+            if text.num_skipped:
+                yield f"{text.num_skipped:,} unusable rows of the {name} were skipped and are not counted."
+        if untried := sum(side.overlap.num_untried for side in self.sides):
+            yield (
+                f"{untried:,} short stretches stand at more than 1,000 places of their owner's documents. Only the first 1,000 "
+                "were tried for copies with changes, so there may be more or longer ones."
+            )
+
+    def write_tables(self, folder: Path) -> None:
+        side, documents = self.sides[0], self._documents()
+        corpus, names = side.corpus, side.corpus.user_names
+        if self.config.redact:
+            names = [f"user {number + 1}" for number in range(len(names))]
+        affected, at = np.unique(documents, return_inverse=True)
+        tables = {
+            "stretches": self._stretches(names, documents),
+            "users": {
+                "user": names,
+                "num_documents": np.bincount(corpus.owned()[1], minlength=corpus.num_users),
+                "num_words": side.words_of_users.astype(np.int64),
+                "copies": side.by_user(side.is_exact),
+                "near_copies": side.by_user(~side.is_exact),
+                "longest": _most(side.owned[1], side.num_words[side.owned[0]], corpus.num_users),
+            },
+            "documents": {
+                "row": affected,
+                "stretches": np.bincount(at, minlength=len(affected)),
+                "longest": _most(at, side.places[1] - side.places[0], len(affected)),
+            },
+        }
+        for name, columns in tables.items():
+            with written_whole(folder / f"{name}.parquet") as beside:
+                pq.write_table(pa.table(columns), beside, compression="zstd")
+
+    def _stretches(self, names: list[str], documents: np.ndarray) -> dict[str, Any]:
+        side, synthetic = self.sides[0], self.search.synthetic
+        rows, num_rows, near = side.rows, len(side.rows), np.flatnonzero(~side.is_exact)
+        owners, places = ([list[Any]() for _ in range(num_rows)] for _ in range(2))
+        for row, user in side.owned.T.tolist():
+            owners[row].append(names[user])
+        for row, document in zip(side.places[2].tolist(), documents.tolist(), strict=True):
+            if len(places[row]) < MOST_ROWS and document not in places[row]:
+                places[row].append(document)
+        texts, written = (np.full(num_rows, None, object) for _ in range(2))
+        if not self.config.redact:
+            texts[:] = cut_texts(self.texts["synthetic"], synthetic, rows["starts"], side.num_words)
+            there = (side.corpus, rows["places"][near], rows["num_written"][near])
+            written[near] = cut_texts(self.texts["corpus"], *there)
+        first = np.searchsorted(synthetic.bounds, rows["starts"], side="right") - 1
+        return {
+            "text": pa.array(texts, pa.string()),
+            "written": pa.array(written, pa.string()),
+            "num_words": side.num_words.astype(np.int32),
+            "changes": rows["changes"].astype(np.int32),
+            "times": np.bincount(side.places[2], minlength=num_rows),
+            "rows": pa.array(places, pa.list_(pa.int64())),
+            "first_word": rows["starts"] - synthetic.bounds[first],
+            "owners": pa.array(owners, pa.list_(pa.string())),
+            "users_in_control": pa.array(
+                rows["others"], mask=np.full(num_rows, not self.sides[1:])
+            ),
+        }
+
+
+def _most(of: np.ndarray, values: np.ndarray, size: int) -> np.ndarray:
+    most = np.zeros(size, np.int64)
+    np.maximum.at(most, of, values)
+    return most
+
+
+def compared(sides: list[Side], resampling: ResamplingSettings, min_words: int) -> dict[str, Any]:
+    """How much more the text has of the corpus' people than of the control's.
+
+    Counted is what nobody of the other side wrote, so that what many say counts on neither and it
+    does not matter which side has more people.
+    """
+    names = ("per_thousand_words", "share_affected", "longest_alone", "expected", "ratio", "copies_longer_than_control", "control")  # fmt: skip
+    if not sides[1:]:
+        return dict.fromkeys(names)
+    rates, shares, draws = zip(
+        *(
+            _rates(side, replace(resampling, seed=resampling.seed + n))
+            for n, side in enumerate(sides)
+        ),
+        strict=True,
+    )
+    thousands = sides[0].words_of_users.sum() / 1000
+    expected = {end: value and value * thousands for end, value in rates[1].items()}
+    ratio = _ratio(*rates, *draws, num_users=min(side.corpus.num_users for side in sides))
+    alone = [side.num_words[side.is_alone] for side in sides]
+    longest = [int(words.max(initial=0)) for words in alone]
+    longer = int((alone[0] > max(longest[1], min_words)).sum())
+    of_control = dict(zip(names, (rates[1], shares[1], longest[1]), strict=False))
+    found = (rates[0], shares[0], longest[0], expected, ratio, longer, sides[1].counts() | of_control)  # fmt: skip
+    return dict(zip(names, found, strict=True))
+
+
+def _rates(side: Side, resampling: ResamplingSettings) -> tuple[Any, Any, np.ndarray]:
+    """Copies per thousand words and the share of people with any, over people drawn again."""
+    own, num_users = side.is_alone, side.corpus.num_users
+    copies, words = side.by_user(own & side.is_exact), side.words_of_users / 1000
+    seed, num_draws = resampling.seed, resampling.num_bootstraps
+    draws = UserDraws(range(num_users), seed=seed, num_draws=num_draws)
+    sums, all_words = draws.sums(np.stack([copies, words], axis=1)), max(words.sum(), 1e-3)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        drawn = sums[:, 0] / sums[:, 1]
+    rate = draws.interval(copies.sum() / all_words, drawn)
+    if rate["value"] == 0 and rate["high"] is not None:
+        # Every draw has none; so many people may have one all the same.
+        rate["high"] = draws.share(copies > 0)["high"] * num_users / all_words
+    return rate, draws.share(side.by_user(own) > 0), drawn
+
+
+def _ratio(
+    rate: dict[str, Any], base: dict[str, Any], drawn: np.ndarray, of_base: np.ndarray, *, num_users: int
+) -> dict[str, Any]:  # fmt: skip
+    """How many times as much as of the control; of a control without any only a lower end is known."""
+    if rate["low"] is None or base["low"] is None:
+        return dict.fromkeys(("value", "low", "high"))
+    if base["value"] == 0:
+        return {"value": None, "low": rate["low"] / base["high"], "high": None}
+    with np.errstate(invalid="ignore", divide="ignore"):
+        ratios = drawn / of_base
+    ratios, tail = ratios[~np.isnan(ratios)], tail_share(num_users)
+    low = float(np.quantile(ratios, tail, method="lower"))
+    high = float(np.quantile(ratios, 1 - tail, method="higher"))
+    value = rate["value"] / base["value"]
+    return {"value": value, "low": low, "high": high if np.isfinite(high) else None}
