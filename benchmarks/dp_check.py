@@ -51,7 +51,7 @@ def power(_):
             number, text = best_num_guesses(claim, m)
             draws = 40 if m <= 1000 else 10
             engine = rejected_share(claim, m, even(m, 0.5), noise=0.5, watched=True, num_draws=draws)  # fmt: skip
-            false = rejected_share(claim, m, number, noise=1.0, num_draws=2000, seed=1)
+            false = rejected_share(claim, m, number, noise=1.0, num_draws=2000)
             print(f"{epsilon:>4}{rate:>7}{steps:>7}{claim.noise_multiplier:>8.2f}{m:>10,}{text:>7.0%}{engine:>8.0%}{false:>13.2%}", flush=True)  # fmt: skip
 
 

@@ -633,7 +633,8 @@ def test_canaries_of_another_key_are_no_decoys():
             [*every[1:], other_words],
         )
         assert alone.space == 998
-        assert alone.exposure_bits == pytest.approx(together[0].exposure_bits)
+        # The fitted tail follows the losses' last bits, and those the texts that share a batch.
+        assert alone.exposure_bits == pytest.approx(together[0].exposure_bits, abs=1e-4)
 
 
 def test_a_real_canary_has_no_exposure_but_a_perplexity_and_the_tab_attack():
