@@ -65,6 +65,12 @@ class Memberships(Kept):
         self.pool, self.others = rows[: 2 * options.documents], rows[2 * options.documents :]
         self.how = RunOptions(device=self.device, bf16=self.device == "cuda")
 
+    def ready(self):
+        for way in self.options.ways:
+            base = self.base(way)
+            for seed in self.options.seeds:
+                self.prepared(way, seed, base)
+
     def base(self, way):
         """The model that a way starts from, which is the reference too."""
         if way not in RECURRENT:
@@ -126,7 +132,7 @@ class Memberships(Kept):
         return given | {"learning_rate": rate}
 
     def run(self, way, mitigation, seed):
-        base, out = self.base(way), self.work / "run"
+        base, out = self.base(way), self.own / "run"
         shutil.rmtree(out, ignore_errors=True)  # of a call that was killed
         tightlip.train(
             self.prepared(way, seed, base),

@@ -8,7 +8,8 @@ A cell is a corpus, a way (LoRA or all weights), an ε (none, 2 or 8) and a seed
 DIR/results.jsonl. What stands there is not run again, so the same command goes on where one stopped;
 --budget-seconds begins no cell after that many. The last thing printed is a table, of what there is so far. With
 several --rates of a way, each corpus takes the one that does best at the largest ε under seed 0, which is
-not among the --seeds.
+not among the --seeds. --processes shares the cells out: eager passes of a model this small wait for Python, and
+a GPU has room for several of them.
 
 The unit is an example (a mail, a chat): the corpora have 250 and 420 users, and noise that hides one
 of so few drowns everything; --unit user shows that. Noise comes from the operating system. A register of
@@ -36,6 +37,7 @@ import json
 import logging
 import math
 import shutil
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -145,12 +147,25 @@ class Kept:
     def __init__(self, options, work):
         self.options, self.work, self.file = options, work, work / "results.jsonl"
         self.started = time.monotonic()
+        self.read()
+        self.device = usable_device(options.device)
+        self.asked = itertools.count()
+        # Of a process for some of the cells; else of all.
+        self.own = work if options.part is None else work / f"part-{options.part}"
+        self.own.mkdir(exist_ok=True)
+
+    def read(self):
         lines = self.file.read_text().splitlines() if self.file.exists() else []
         self.known = {tuple(line["cell"]): line for line in map(json.loads, lines)}
-        self.device = usable_device(options.device)
+
+    def ready(self):
+        """Make what cells share, before several processes would all do so."""
 
     def of(self, *cell):
-        """What was measured of a cell; it is run where it has not been."""
+        """What was measured of a cell; it is run where it has not been, or by another process."""
+        number = next(self.asked)
+        if self.options.part is not None and number % self.options.processes != self.options.part:
+            return None
         if cell not in self.known:
             if time.monotonic() - self.started > self.options.budget_seconds:
                 raise TimeoutError
@@ -173,7 +188,7 @@ class Cells(Kept):
         self.corpora = prepared(options, work, self.base)
 
     def run(self, corpus, way, epsilon, rate, seed):
-        out, report = self.work / "run", self.work / "report"
+        out, report = self.own / "run", self.own / "report"
         for folder in (out, report):
             shutil.rmtree(folder, ignore_errors=True)  # of a call that was killed
         if way == "base":
@@ -282,6 +297,8 @@ def flags():
     about.add_argument("--chat-template", default=None, help="where the model has none")
     about.add_argument("--work", type=Path, required=True)
     about.add_argument("--budget-seconds", type=float, default=math.inf)
+    about.add_argument("--processes", type=int, default=1, help="that share the cells out")
+    about.add_argument("--part", type=int, default=None, help=argparse.SUPPRESS)
     about.add_argument("--device", default="auto")
     about.add_argument("--compile", action="store_true")
     about.add_argument("--physical-rows", type=int, default=None)
@@ -310,6 +327,11 @@ def flags():
 
 def main():
     options = flags().parse_args()
+    every_rate = [rates for name, rates in vars(options).items() if name.endswith("_rates")]
+    if options.processes > 1 and any(len(rates) > 1 for rates in every_rate):
+        sys.exit(
+            "Rates are chosen one after the other. Give --processes 1, or one rate for each way."
+        )
     if options.mail is None and options.chats is None:
         sys.exit("Give --mail, --chats or both.")
     if TUNING_SEED in options.seeds:
@@ -322,16 +344,33 @@ def go_on(kind, options, table):
     """Run the cells that are missing, as far as the budget goes, and print the table."""
     work = options.work.resolve()
     work.mkdir(parents=True, exist_ok=True)
-    with register.kept_in(work / "register"):
+    begun = time.monotonic()
+    with register.kept_in(work / f"register{'' if options.part is None else options.part}"):
         cells = kind(options, work)
+        if options.processes > 1 and options.part is None:
+            cells.ready()
+            share_out(options, options.budget_seconds - (time.monotonic() - begun))
+            cells.read()
+            options.budget_seconds = 0.0  # what is missing now stays so
         try:
             done = [*cells.all()]
             ending = f"All {len(done)} cells are done."
         except TimeoutError:
             ending = "The budget is spent. Give the same command again to go on."
+    if options.part is not None:
+        return
     where = torch.cuda.get_device_name() if cells.device == "cuda" else "CPU"
     print(f"\n{where}, torch {torch.__version__}, {time.strftime('%Y-%m-%d')}; {vars(options)}\n")
     print("\n".join(table(cells)), ending, sep="\n\n")
+
+
+def share_out(options, seconds):
+    """The same script once for each part of the cells, side by side; a part that fails is told of."""
+    again = [sys.executable, *sys.argv, "--budget-seconds", str(seconds), "--part"]
+    parts = [subprocess.Popen([*again, str(part)]) for part in range(options.processes)]
+    for part, process in enumerate(parts):
+        if process.wait():
+            print(f"Part {part} of the cells failed; what it had done is kept.", flush=True)
 
 
 if __name__ == "__main__":
