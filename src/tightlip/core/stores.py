@@ -193,8 +193,11 @@ def files_at(place: Place) -> list[StoreFile]:
         (info,) = _tried("read", place, lambda: system.get_file_info([base]))
         if info.is_file:
             return [_file(place, info)]
-    selector = fs.FileSelector(base, recursive=True, allow_not_found=True)
+    is_deep = base == place.path or "/" in place.path[len(base) + 1 :]
+    selector = fs.FileSelector(base, recursive=is_deep, allow_not_found=True)
     infos = _tried("read", place, lambda: system.get_file_info(selector))
+    if not infos and system.get_file_info([place.bucket])[0].type == fs.FileType.NotFound:
+        raise in_words(place, OSError("NO_SUCH_BUCKET"))
     found = [_file(place, info) for info in infos if info.is_file]
     if base != place.path:
         found = [file for file in found if _matches(file.path, place.path)]
@@ -380,12 +383,12 @@ def _not_as_sent(place: Place, path: str, how: str) -> DamagedError:
 
 
 @contextmanager
-def worked_in(out: Any, command: str) -> Iterator[Path]:
+def worked_in(out: Any, command: str) -> Iterator[Any]:
     """The folder to work in for `out`: itself, or where that is an address one here, which the same
     command finds again after a kill. Whoever works there calls `send`, and `set_aside` at the end."""
     place = place_of(out)
     if place is None:
-        yield Path(out)
+        yield None if out is None else Path(out)
         return
     key = hashlib.sha256(f"{command} {place}".encode()).hexdigest()[:24]
     folder = cache_folder() / "reports" / key / place.path
