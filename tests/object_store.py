@@ -22,15 +22,20 @@ ROWS = [
 ]
 
 
+_DENIED = b"<Error><Code>AccessDenied</Code><Message>Access Denied</Message></Error>"
+
+
 class Store:
     """`requests` are (method, path) of all that came; `fails(number, method, path)` says of a
-    request that it is answered with "503", or by hanging up ("drop")."""
+    request that it is answered with "503" or "403", or by hanging up ("drop")."""
 
     def __init__(self):
         logging.getLogger("werkzeug").setLevel(logging.ERROR)
         self._app = DomainDispatcherApplication(create_backend_app)
         self._server = make_server("127.0.0.1", 0, self._answer, threaded=True)
         self.url = f"http://127.0.0.1:{self._server.port}"
+        # At the end of an address it names this server, whatever the environment says.
+        self.here = f"?endpoint_override={self.url[7:]}&scheme=http&region=us-east-1"
         self.requests, self.fails = [], lambda number, method, path: None
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
         keys = {"aws_access_key_id": "key", "aws_secret_access_key": "secret"}
@@ -43,8 +48,9 @@ class Store:
         if how == "drop":
             environ["werkzeug.socket"].close()
         if how is not None:
-            start_response("503 Slow Down", [("Content-Length", "0")])
-            return [b""]
+            status = "403 Forbidden" if how == "403" else "503 Slow Down"
+            start_response(status, [("Content-Type", "application/xml")])
+            return [_DENIED if how == "403" else b""]
         return self._app(environ, start_response)
 
     @contextmanager
@@ -72,17 +78,6 @@ class Store:
 
     def close(self):
         self._server.shutdown()
-
-
-def environment(store, cache):
-    """What a process needs to find the store."""
-    return {
-        "AWS_ENDPOINT_URL": store.url,
-        "AWS_ACCESS_KEY_ID": "key",
-        "AWS_SECRET_ACCESS_KEY": "secret",
-        "AWS_EC2_METADATA_DISABLED": "true",
-        "TIGHTLIP_CACHE": str(cache),
-    }
 
 
 def every_tenth(how):
