@@ -47,29 +47,26 @@ def audit(model: Any, corpus: Any = None, **settings: Any) -> LeakageReport:
 
         return retrain_without(run, without, out)
 
-    make = partial(audit_model, model, corpus, retrain=retrain)
-    return _reported(make, "leakage", LeakageReport, settings)
+    return _reported(partial(audit_model, model, corpus, retrain=retrain), "leakage", settings)
 
 
-def _reported(make: Callable[..., Any], page: str, kind: Any, settings: dict[str, Any]) -> Any:
+def _reported(make: Callable[..., Any], page: str, settings: dict[str, Any]) -> Any:
     """The report that `make` writes with its page, in `out` or sent to that address on a store:
     what leaves the machine is redacted, unless somebody asks for the text by name."""
     from tightlip.report.kit import write_page
 
     out = settings.pop("out", None)
-    if place_of(out) is not None:
-        settings["redact"] = settings.get("redact", True)
+    is_sent = place_of(out) is not None
+    settings = {"redact": True, **settings} if is_sent else settings
 
     def write_report(folder: Path) -> None:
         write_page(page, folder / REPORT_PAGE, folder=folder)
         # Before the scan goes: where sending fails, the same command goes on from it.
         send(folder, out)
 
-    if out is None:
-        return make(out=None, write_page=write_report, **settings)
     with worked_in(out, f"{page} {settings.get('redact')}") as folder:
-        make(out=folder, write_page=write_report, **settings)
-        return kind(set_aside(folder, out))
+        report = make(out=folder, write_page=write_report, **settings)
+        return type(report)(set_aside(folder, out)) if is_sent else report
 
 
 @takes(ExtractionConfig, Decoding, ScanOptions, TextSettings, sends=True)
@@ -93,11 +90,10 @@ def extract(
     False, the report is redacted or a model is in memory.
     """
     from tightlip.audit.extraction.extracting import extract_text
-    from tightlip.audit.extraction.report import ExtractionReport
 
     given = {"out": out, "tokenizer": tokenizer, "reference": reference, "held_out": held_out}
     settings |= {**given, "keep_scan": keep_scan}
-    return _reported(partial(extract_text, model, corpus), "extraction", ExtractionReport, settings)
+    return _reported(partial(extract_text, model, corpus), "extraction", settings)
 
 
 @takes(SyntheticConfig, ColumnSettings, ResamplingSettings, sends=True)
@@ -117,11 +113,10 @@ def audit_text(
     people who were not in, by which common phrases are told from copies. No model is needed. Without
     `out` the report lives as long as the object returned.
     """
-    from tightlip.audit.synthetic.audit import TextReport, audit_synthetic
+    from tightlip.audit.synthetic.audit import audit_synthetic
 
     settings |= {"control": control, "out": out, "engine": engine}
-    make = partial(audit_synthetic, synthetic, corpus)
-    return _reported(make, "synthetic", TextReport, settings)
+    return _reported(partial(audit_synthetic, synthetic, corpus), "synthetic", settings)
 
 
 @takes(WeightsConfig)
