@@ -56,17 +56,15 @@ def _reported(make: Callable[..., Any], page: str, settings: dict[str, Any]) -> 
     from tightlip.report.kit import write_page
 
     out = settings.pop("out", None)
-    is_sent = place_of(out) is not None
-    settings = {"redact": True, **settings} if is_sent else settings
+    settings |= {} if (is_local := place_of(out) is None) else {"redact": True, **settings}
 
     def write_report(folder: Path) -> None:
         write_page(page, folder / REPORT_PAGE, folder=folder)
-        # Before the scan goes: where sending fails, the same command goes on from it.
-        send(folder, out)
+        send(folder, out)  # before the scan goes: where it fails, the same command goes on from it
 
     with worked_in(out, f"{page} {settings.get('redact')}") as folder:
         report = make(out=folder, write_page=write_report, **settings)
-        return type(report)(set_aside(folder, out)) if is_sent else report
+        return report if is_local else type(report)(set_aside(folder, out))
 
 
 @takes(ExtractionConfig, Decoding, ScanOptions, TextSettings, sends=True)
@@ -91,8 +89,8 @@ def extract(
     """
     from tightlip.audit.extraction.extracting import extract_text
 
-    given = {"out": out, "tokenizer": tokenizer, "reference": reference, "held_out": held_out}
-    settings |= {**given, "keep_scan": keep_scan}
+    settings |= {"out": out, "tokenizer": tokenizer, "reference": reference}
+    settings |= {"held_out": held_out, "keep_scan": keep_scan}
     return _reported(partial(extract_text, model, corpus), "extraction", settings)
 
 
@@ -129,8 +127,8 @@ def weigh(
 ) -> PrivacyWeights:
     """Weigh every training document of a prepared corpus by how rare it is to a public model.
 
-    The weights and their page stand in `weights/` of the
-    corpus' folder, the scans behind them in its `scan/` unless `keep_scan` is False.
+    The weights and their page stand in `weights/` of the corpus' folder, the scans behind them in
+    its `scan/` unless `keep_scan` is False.
     """
     from tightlip.report.kit import render_page
     from tightlip.training.weighing import weigh_documents
@@ -188,9 +186,7 @@ def compare(
     with worked_in(out, "compare") as out_here, claimed(out_here):
         folder = _free(out_here)
         rows = compare_models(
-            models,
-            matching,
-            resampling,
+            *(models, matching, resampling),
             folder=folder,
             corpus=corpus,
             held_out=held_out,

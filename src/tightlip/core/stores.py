@@ -87,10 +87,6 @@ class StoreFile(Place):
     def suffix(self) -> str:
         return PurePosixPath(self.path).suffix
 
-    @property
-    def suffixes(self) -> list[str]:
-        return PurePosixPath(self.path).suffixes
-
     def stat(self) -> Any:
         about = hashlib.sha256(f"{self} {self.size} {self.version}".encode()).hexdigest()
         same = dict.fromkeys(("st_dev", "st_mtime_ns", "st_ctime_ns"), about)

@@ -75,7 +75,7 @@ def files_of(source: str | Path) -> list[File]:
 
 def kind_of(path: File) -> str | None:
     """'parquet', 'json', 'csv' or 'arrow' by the file's name, None for anything else."""
-    *before, last = "", *(suffix.lower() for suffix in path.suffixes)
+    *before, last = "", *(suffix.lower() for suffix in Path(path.name).suffixes)
     return _TEXT_KINDS.get(before[-1]) if last in (".gz", ".zst") else _KINDS.get(last)
 
 
