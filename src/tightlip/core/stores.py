@@ -272,7 +272,8 @@ def _cached(place: Place) -> Path:
     key = hashlib.sha256(repr((place, wanted)).encode()).hexdigest()[:24]
     folder = cache_folder() / "models" / key
     if not folder.exists():
-        with folder_written_whole(folder) as beside:
+        # The claim also takes away what a killed copy left.
+        with claimed(folder), folder_written_whole(folder) as beside:
             _download(wanted, beside, "Copying the model")
             (beside / _ADDRESS).write_text(str(place), encoding="utf-8")
             checked_whole(beside)
