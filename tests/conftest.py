@@ -8,6 +8,14 @@ import tempfile
 # Nobody's own register: each process of tests has one, and each test a fresh one.
 os.environ["TIGHTLIP_REGISTER"] = f"{tempfile.mkdtemp(prefix='register-')}/register.jsonl"
 
+# Nobody's own cache and credentials: object stores are played on loopback.
+os.environ |= {
+    "TIGHTLIP_CACHE": tempfile.mkdtemp(prefix="cache-"),
+    "AWS_ACCESS_KEY_ID": "key",
+    "AWS_SECRET_ACCESS_KEY": "secret",
+    "AWS_EC2_METADATA_DISABLED": "true",
+}
+
 # Tiny models gain nothing from threads, and two test runs on one machine would fight over cores.
 # Before torch is imported, so that subprocesses started by tests inherit it too.
 os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -1,7 +1,7 @@
 """What joins stages: call one, then write its page."""
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +21,7 @@ from tightlip.core.errors import UsageError
 from tightlip.core.files import claimed, make_private_folder, names_in, write_json, write_text
 from tightlip.core.run_folder import RunRecord
 from tightlip.core.settings import split_settings, takes
+from tightlip.core.stores import place_of, send, set_aside, worked_in
 from tightlip.corpus.prepare import PreparedCorpus
 from tightlip.corpus.prepare_config import ColumnSettings, TextSettings
 from tightlip.corpus.privacy_weights import PrivacyWeights, WeightsConfig
@@ -40,20 +41,33 @@ REPORT_PAGE = "report.html"
 def audit(model: Any, corpus: Any = None, **settings: Any) -> LeakageReport:
     """What `tightlip.audit` does: audit, then draw the page."""
     from tightlip.audit.leakage.audit import audit_model
-    from tightlip.report.kit import write_page
 
     def retrain(run: RunRecord, without: frozenset[int], out: Path) -> RunRecord:
         from tightlip.training.run import retrain_without  # with all that training takes
 
         return retrain_without(run, without, out)
 
+    return _reported(partial(audit_model, model, corpus, retrain=retrain), "leakage", settings)
+
+
+def _reported(make: Callable[..., Any], page: str, settings: dict[str, Any]) -> Any:
+    """The report that `make` writes with its page, in `out` or sent to that address on a store:
+    what leaves the machine is redacted, unless somebody asks for the text by name."""
+    from tightlip.report.kit import write_page
+
+    out = settings.pop("out", None)
+    settings |= {} if (is_local := place_of(out) is None) else {"redact": True, **settings}
+
     def write_report(folder: Path) -> None:
-        write_page("leakage", folder / REPORT_PAGE, folder=folder)
+        write_page(page, folder / REPORT_PAGE, folder=folder)
+        send(folder, out)  # before the scan goes: where it fails, the same command goes on from it
 
-    return audit_model(model, corpus, **settings, retrain=retrain, write_page=write_report)
+    with worked_in(out, f"{page} {settings.get('redact')}") as folder:
+        report = make(out=folder, write_page=write_report, **settings)
+        return report if is_local else type(report)(set_aside(folder, out))
 
 
-@takes(ExtractionConfig, Decoding, ScanOptions, TextSettings)
+@takes(ExtractionConfig, Decoding, ScanOptions, TextSettings, sends=True)
 def extract(
     model: Any,
     corpus: Any = None,
@@ -74,19 +88,13 @@ def extract(
     False, the report is redacted or a model is in memory.
     """
     from tightlip.audit.extraction.extracting import extract_text
-    from tightlip.report.kit import write_page
 
-    given = {"out": out, "tokenizer": tokenizer, "reference": reference, "held_out": held_out}
-
-    def write_report(folder: Path) -> None:
-        write_page("extraction", folder / REPORT_PAGE, folder=folder)
-
-    return extract_text(
-        model, corpus, **given, keep_scan=keep_scan, write_page=write_report, **settings
-    )
+    settings |= {"out": out, "tokenizer": tokenizer, "reference": reference}
+    settings |= {"held_out": held_out, "keep_scan": keep_scan}
+    return _reported(partial(extract_text, model, corpus), "extraction", settings)
 
 
-@takes(SyntheticConfig, ColumnSettings, ResamplingSettings)
+@takes(SyntheticConfig, ColumnSettings, ResamplingSettings, sends=True)
 def audit_text(
     synthetic: Any,
     corpus: Any,
@@ -104,13 +112,9 @@ def audit_text(
     `out` the report lives as long as the object returned.
     """
     from tightlip.audit.synthetic.audit import audit_synthetic
-    from tightlip.report.kit import write_page
-
-    def write_report(folder: Path) -> None:
-        write_page("synthetic", folder / REPORT_PAGE, folder=folder)
 
     settings |= {"control": control, "out": out, "engine": engine}
-    return audit_synthetic(synthetic, corpus, **settings, write_page=write_report)
+    return _reported(partial(audit_synthetic, synthetic, corpus), "synthetic", settings)
 
 
 @takes(WeightsConfig)
@@ -123,8 +127,8 @@ def weigh(
 ) -> PrivacyWeights:
     """Weigh every training document of a prepared corpus by how rare it is to a public model.
 
-    The weights and their page stand in `weights/` of the
-    corpus' folder, the scans behind them in its `scan/` unless `keep_scan` is False.
+    The weights and their page stand in `weights/` of the corpus' folder, the scans behind them in
+    its `scan/` unless `keep_scan` is False.
     """
     from tightlip.report.kit import render_page
     from tightlip.training.weighing import weigh_documents
@@ -147,7 +151,7 @@ class Comparison:
         return self.folder / PAGE
 
 
-@takes(Matching, ResamplingSettings, ModelSettings, TextSettings)
+@takes(Matching, ResamplingSettings, ModelSettings, TextSettings, sends=True)
 def compare(
     models: Sequence[Any],
     *,
@@ -179,12 +183,10 @@ def compare(
     kinds = (Matching, ResamplingSettings, ModelSettings, TextSettings)
     matching, resampling, how, columns = split_settings(settings, *kinds)
     measuring: dict[str, Any] = {"key": key, "reference": reference, "device": device, **how.tree()}
-    with claimed(Path(out)):
-        folder = _free(Path(out))
+    with worked_in(out, "compare") as out_here, claimed(out_here):
+        folder = _free(out_here)
         rows = compare_models(
-            models,
-            matching,
-            resampling,
+            *(models, matching, resampling),
             folder=folder,
             corpus=corpus,
             held_out=held_out,
@@ -194,7 +196,8 @@ def compare(
         )
         made = Comparison(folder=folder, rows=rows, matching=matching, notes=tuple(notes))
         _write_comparison(made)
-    return made
+        send(folder, out)
+        return replace(made, folder=set_aside(folder, out))
 
 
 def _free(folder: Path) -> Path:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from tightlip.audit.leakage.summary import LeakageReport
 
 
-@takes(LeakageConfig, ScanOptions, TextSettings)
+@takes(LeakageConfig, ScanOptions, TextSettings, sends=True)
 def audit(
     model: Any,
     corpus: Any = None,
@@ -38,7 +38,8 @@ def audit(
     which is the default there, 'none', or 'leave-out'.
     `corpus` is a file or folder, a prepared corpus, an Arrow table, a DataFrame or a list.
     `snapshots` audits every snapshot of a run, or checkpoint of a Trainer. Without `out` the
-    report lives as long as the object returned. The scan is kept in `scan/` beside the report
+    report lives as long as the object returned; sent to an object store it is redacted, unless
+    `redact` is False, and can be read here until the process ends. The scan is kept in `scan/` beside the report
     unless `keep_scan` is False, the report is redacted or the model is in memory.
     """
     given = locals() | settings

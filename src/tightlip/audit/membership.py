@@ -36,6 +36,7 @@ from tightlip.core.gates import Entries, Known
 from tightlip.core.resampling import FEW_USERS
 from tightlip.core.run_folder import RunRecord
 from tightlip.core.settings import split_settings, takes
+from tightlip.core.stores import place_of, send, set_aside, worked_in
 from tightlip.corpus.prepare_config import TextSettings
 from tightlip.scan.models import Scans
 from tightlip.scan.options import ModelSettings
@@ -79,7 +80,7 @@ def _by_score(
     return {score: found[figure] and found[figure][end] for score, found in known.items()}
 
 
-@takes(MembershipSettings, ModelSettings, TextSettings)
+@takes(MembershipSettings, ModelSettings, TextSettings, sends=True)
 def measure_membership(
     model: Any,
     *,
@@ -108,11 +109,17 @@ def measure_membership(
     _check_sides(subject)
     references = several(reference)
     keep = keep_scan and all(isinstance(one, str | Path) for one in references)
-    with measuring(subject, out, device=device, keep=keep, **how.tree()) as (scans, work):
-        result = membership_of(
-            subject, scans, work, references=references, without_texts=without_texts, config=config
-        )
-    return written_to(None if out is None else Path(out) / "membership.json", result)
+    asked = {"references": references, "without_texts": without_texts, "config": config}
+    with worked_in(out, "membership") as folder:
+        with measuring(subject, folder, device=device, keep=keep, **how.tree()) as (scans, work):
+            result = membership_of(subject, scans, work, **asked)
+        if place_of(out) is not None:
+            # A hash of the text lets whoever knows all of it but a PIN try every PIN.
+            result["made_from"] |= {"members": None, "held_out": None}
+        written_to(None if folder is None else folder / "membership.json", result)
+        send(folder, out)
+        set_aside(folder, out)
+    return result
 
 
 def membership_of(

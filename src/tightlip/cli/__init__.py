@@ -11,6 +11,7 @@ from typing import Any
 from rich.text import Text
 
 from tightlip.core.progress import terminal
+from tightlip.core.stores import shown
 
 
 def print_json(record: dict[str, Any]) -> None:
@@ -41,4 +42,4 @@ def print_overview(
 
 
 def name_page(page: Path, console: Any, what: str = "figure") -> None:
-    print_lines([f"The page, which says what each {what} means: {page}"], console)
+    print_lines([f"The page, which says what each {what} means: {shown(page)}"], console)

@@ -22,6 +22,7 @@ from tightlip.core.errors import UsageError
 from tightlip.core.files import read_json
 from tightlip.core.progress import log, logged_to, shown_progress
 from tightlip.core.run_folder import is_run
+from tightlip.core.stores import shown
 from tightlip.corpus.prepare_config import ColumnSettings, TextSettings
 from tightlip.scan.options import ScanOptions
 
@@ -84,7 +85,7 @@ def audit_text(
     gate = Gate("audit-text", given, FIGURES, only, record="summary.json", same=same)
     with shown_progress(), logged_to(out / "log.txt"):
         report = tightlip.audit_text(synthetic, corpus, out=out, engine=engine, **given)
-    where = f"The report: {out / 'report.html'}"
+    where = f"The report: {shown(report.folder / 'report.html')}"
     gate.judge(report.summary, lambda: print_lines([*terminal_lines(report.summary), where]))
 
 
@@ -106,8 +107,8 @@ def show(report: Any) -> None:
 
     snapshots = _snapshots(report)
     tables = [] if snapshots is None else [snapshots_table(snapshots)]
-    where = f"The report: {report.folder / 'report.html'}"
+    where = f"The report: {shown(report.folder / 'report.html')}"
     behind = contexts_table(report.summary)
     others = [] if behind is None else ["", "What is left of the leaks:", behind.printed()]
     print_lines([*tables, terminal_table(report.summary), *others, where])
-    log.info("Report written to %s", report.folder)
+    log.info("Report written to %s", shown(report.folder))

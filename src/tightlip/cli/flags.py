@@ -1,5 +1,6 @@
 """Flags made from settings: a command takes its own parameters and a flag for every setting."""
 
+import glob
 import inspect
 import os
 import sys
@@ -14,6 +15,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from tightlip.core.errors import GuaranteeError, TightlipError, UsageError, names_flags
+from tightlip.core.files import refuse_store, store_address
 from tightlip.core.progress import harmless
 from tightlip.core.settings import (
     Settings,
@@ -25,6 +27,8 @@ from tightlip.core.settings import (
     settings_of,
 )
 
+_PATTERNS = ("CORPUS", "SYNTHETIC", "TEXTS")  # of which several files may be one
+_ON_STORES = (*_PATTERNS, "MODEL", "DIR", "REPORT")  # DIR: the base of an adapter
 NO_VALUE = " "  # where <bool> would stand behind a switch, as if it took a value
 
 
@@ -40,7 +44,11 @@ def existing(kind: Any, thing: str, help: str, words: Collection[str] = (), **ho
 def _check_of(words: Collection[str] = ()) -> Callable[..., Any]:
     def check(context: Any, param: Any, given: Any) -> Any:
         for path in given if isinstance(given, list | tuple) else [given]:
-            if path is not None and path not in words and not Path(path).exists():
+            if store_address(path) is not None and param.metavar in _ON_STORES:
+                continue  # whoever reads it asks the store
+            refuse_store(path)
+            is_there = path is None or path in words or Path(path).exists()
+            if not is_there and not (param.metavar in _PATTERNS and glob.glob(str(path))):
                 what = param.help.partition(" [dim]")[0]  # behind it stands the default
                 raise UsageError(f"{path} does not exist. Give {param.metavar}: {what}")
         return given

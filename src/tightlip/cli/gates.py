@@ -15,6 +15,7 @@ from tightlip.core.files import read_json, write_text
 from tightlip.core.gates import Figures, Known, junit_text, parsed_condition
 from tightlip.core.progress import harmless, log
 from tightlip.core.settings import Settings, names_in, setting
+from tightlip.core.stores import copied
 from tightlip.report.kit.words import at
 
 
@@ -70,7 +71,7 @@ class Gate:
     def _earlier(self, record: str) -> Mapping[str, Figures] | None:
         if self.settings.baseline is None:
             return None
-        path = Path(self.settings.baseline)
+        path = Path(copied(self.settings.baseline))
         file = path / record if path.is_dir() else path
         try:
             self._before = read_json(file)

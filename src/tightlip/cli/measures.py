@@ -16,7 +16,7 @@ from tightlip.cli import name_page, print_lines, print_overview
 from tightlip.cli.flags import KeptScan, Keys, Model, OnDevice, existing, path_flag, with_settings
 from tightlip.cli.gates import Gate, GateSettings
 from tightlip.core.errors import GuaranteeError, UsageError
-from tightlip.core.files import read_json
+from tightlip.core.files import read_json, store_address
 from tightlip.core.progress import shown_progress, terminal
 from tightlip.core.run_folder import DP_CHECK, DP_CHECK_RESULT, ENGINE_CHECK, is_run, run_around
 from tightlip.corpus.prepare_config import TextSettings
@@ -92,7 +92,8 @@ def _measure(
     measure, planted = getattr(tightlip, f"measure_{what}"), planted_texts(keys or ())
     with shown_progress():
         figures = measure(model, without_texts=planted, out=folder, **given)
-    lines = [*lines_about(figures), f"The record: {Path(folder or '') / file}"]
+    record = Path(folder or "") / file
+    lines = [*lines_about(figures), f"The record: {store_address(record) or record}"]
     gate.judge(figures, lambda: print_lines(lines))
 
 

@@ -41,6 +41,7 @@ from tightlip.audit.settings import TabConfig
 from tightlip.cli.flags import Model, OnDevice, path_flag, with_settings
 from tightlip.core.errors import TightlipError, UsageError
 from tightlip.core.figures import counted
+from tightlip.core.files import store_address
 from tightlip.core.progress import harmless
 from tightlip.scan.options import ModelSettings
 
@@ -68,7 +69,7 @@ def tab(
 ) -> None:
     """Type, press TAB, and see whose words the model completes."""
     report = given.get("report")
-    if report is not None and not Path(report).is_dir():
+    if report is not None and store_address(report) is None and not Path(report).is_dir():
         raise UsageError(f"--report {report} is not a folder. Give one that tightlip audit wrote.")
     is_terminal = prompt is None and in_a_terminal()
     if is_terminal:

@@ -15,6 +15,7 @@ import re
 import shutil
 import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from functools import cache
 from pathlib import Path
@@ -39,9 +40,32 @@ _PARTIAL, _LOCK = ".tightlip.partial", ".tightlip.lock"
 _STRAY = {".DS_Store", ".localized", "Thumbs.db", "desktop.ini"}
 
 
+def store_address(given: Any) -> str | None:
+    """The address on an object store that is given, also where pathlib took a slash of it.
+
+    >>> store_address(Path("s3://mails/2024")), store_address("mails/2024")
+    ('s3://mails/2024', None)
+    """
+    if not isinstance(given, str | Path):
+        return None
+    found = re.match(r"(?!(?:file|https?):)([a-z][a-z0-9+]+):/{1,2}(?=[^/])", str(given))
+    return None if found is None else f"{found[1]}://{str(given)[found.end() :]}"
+
+
+def refuse_store(given: Any) -> None:
+    """Refuse to keep what is under way, or what promises rest on, on an object store."""
+    if (address := store_address(given)) is not None:
+        raise UsageError(
+            f"{address} is on an object store, which has neither rename nor locks: what is killed there is left half written, "
+            "and two at once spoil each other's work. Runs, prepared corpora, keys, ledgers and registers stay on a local "
+            "disk. Give a local path, and copy what is finished."
+        )
+
+
 def make_private_folder(folder: Path) -> Path:
     """Create `folder` and what it lies in, for its owner only; what exists keeps its mode."""
     if not folder.exists():
+        refuse_store(folder)
         make_private_folder(folder.parent)
         try:
             folder.mkdir(mode=OWNER_FOLDER, exist_ok=True)
@@ -365,10 +389,11 @@ def _no_formula(value: Any) -> Any:
 
 
 def digest_of_files(
-    paths: list[Path], *, name: Callable[[Path], str] = lambda path: path.name
+    paths: Sequence[Any], *, name: Callable[[Any], str] = lambda path: path.name
 ) -> str:
-    """SHA-256 over the files' names and contents, in the order given."""
+    """SHA-256 over the files' names and contents, in the order given; several are read at a time."""
     digest = hashlib.sha256()
-    for path in paths:
-        digest.update(name(path).encode() + b"\0" + bytes.fromhex(digest_of(path)))
+    with ThreadPoolExecutor() as pool:
+        for path, own in zip(paths, pool.map(digest_of, paths), strict=True):
+            digest.update(name(path).encode() + b"\0" + bytes.fromhex(own))
     return digest.hexdigest()

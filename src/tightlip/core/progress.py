@@ -13,7 +13,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from tightlip.core.files import OWNER_FILE
+from tightlip.core.files import OWNER_FILE, store_address
 
 log = logging.getLogger("tightlip")
 # Characters that command a terminal, and those that turn the direction of what follows.
@@ -142,7 +142,11 @@ def unseen() -> Iterator[None]:
 
 @contextmanager
 def logged_to(path: Path) -> Iterator[None]:
-    """Append everything logged inside to `path` (owner only), made when the first line comes."""
+    """Append everything logged inside to `path` (owner only), made when the first line comes; on a
+    store there is no log."""
+    if store_address(path) is not None:
+        yield
+        return
     handler = _WhenNeeded(path, encoding="utf-8", delay=True)
     handler.setFormatter(HarmlessLines("%(asctime)s %(levelname)s %(message)s"))
     log.addHandler(handler)

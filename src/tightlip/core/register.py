@@ -15,7 +15,7 @@ from typing import Any
 
 from tightlip.core.checksums import sealed, unsealed
 from tightlip.core.errors import GuaranteeError
-from tightlip.core.files import OWNER_FILE, fsync, make_private_folder
+from tightlip.core.files import OWNER_FILE, fsync, make_private_folder, refuse_store
 
 PLACE = "TIGHTLIP_REGISTER"  # the environment's variable that names the file
 CORPUS, RUN = "corpus", "run"
@@ -26,6 +26,7 @@ Entry = dict[str, Any]
 def register_path() -> Path:
     """Where the register is, or would be."""
     if given := os.environ.get(PLACE):
+        refuse_store(given)
         return Path(given)
     state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
     return Path(state) / "tightlip" / "register.jsonl"

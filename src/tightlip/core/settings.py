@@ -16,7 +16,9 @@ from typing import Any, Self, TypeVar
 
 from tightlip.core.checksums import checked
 from tightlip.core.errors import UsageError, with_arguments
+from tightlip.core.files import refuse_store
 from tightlip.core.registry import unknown
+from tightlip.core.stores import copied
 
 Call = TypeVar("Call", bound=Callable[..., Any])
 _HOLDS = {
@@ -28,6 +30,9 @@ _HOLDS = {
 # Of every whole number: libraries take no larger seed, and nobody waits for more steps.
 LARGEST = 2**32 - 1
 LARGEST_SIZE = 65_536  # of a layer
+# Arguments that may be on an object store and are then copied, and such as may not be there.
+_COPIED = {"model", "models", "public_model", "reference", "base", "against", "tokenizer", "report"}
+_STAY_HERE = {"out", "key", "run", "runs", "prepared", "people"}
 _IN_WORDS: dict[Any, str] = {
     int: "a whole number",
     float: "a number",
@@ -169,13 +174,16 @@ def _check_known(what: str, given: Iterable[str], known: list[str], place: str =
             raise UsageError(f"{place}{unknown(what, name, known)}")
 
 
-def takes(*kinds: type, tables: Collection[str] = ()) -> Callable[[Call], Call]:
+def takes(
+    *kinds: type, tables: Collection[str] = (), sends: bool = False
+) -> Callable[[Call], Call]:
     """Tell of a function for Python what it takes: its own arguments and the settings of `kinds`.
 
     In its signature the settings stand in the place of `**settings`, and its docstring ends with a
     line for each, so help() and editors show them. Of two of one name the function's own, or the
     first, counts. A name that is none of them is refused with the closest; `tables` are names of
-    tables, as a file spells settings.
+    tables, as a file spells settings. A model or a report on an object store is given as its local
+    copy. An `out` there is refused, unless the call `sends` what it writes.
 
         @takes(LeakageConfig, ScanOptions, TextSettings)
         def audit(model: Any, corpus: Any = None, **settings: Any) -> LeakageReport: ...
@@ -189,19 +197,33 @@ def takes(*kinds: type, tables: Collection[str] = ()) -> Callable[[Call], Call]:
             for name, each in inspect.signature(kind).parameters.items():
                 parameters.setdefault(name, each)
         told = signature.replace(parameters=list(parameters.values()))
+        at = [name for name, each in parameters.items() if each.kind != each.KEYWORD_ONLY]
 
         @wraps(call)
         def checked(*given: Any, **named: Any) -> Any:
             plain = {name: value for name, value in named.items() if name not in tables}
             _check_known("argument", plain, [name for name in parameters if name != "self"])
             told.bind(*given, **plain)  # what is missing is named by the call, not by a class in it
-            return call(*given, **named)
+            here = [_here(at[min(n, len(at) - 1)], each, sends) for n, each in enumerate(given)]
+            return call(*here, **_here("", named, sends))
 
         checked.__signature__ = told  # type: ignore[attr-defined]
         checked.__doc__ = "\n".join([inspect.getdoc(call) or "", *_help_lines(kinds)])
         return typing.cast(Call, checked)
 
     return made
+
+
+def _here(name: str, value: Any, sends: bool) -> Any:
+    """What an argument of this name is given where it names a place on an object store."""
+    if name == "out" and sends:
+        return value
+    if name in _STAY_HERE:
+        for each in value if isinstance(value, list | tuple) else [value]:
+            refuse_store(each)
+    if isinstance(value, dict):
+        return {inner: _here(inner, each, sends) for inner, each in value.items()}
+    return copied(value) if name in _COPIED else value
 
 
 def _help_lines(kinds: tuple[type, ...]) -> Iterator[str]:

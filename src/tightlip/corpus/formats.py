@@ -10,6 +10,7 @@ anything is held: of a row, of its columns, and of a file against what it unpack
 """
 
 import csv
+import glob
 import gzip
 import io
 import json
@@ -17,8 +18,10 @@ import re
 import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -29,6 +32,7 @@ import pyarrow.parquet
 
 from tightlip.core.errors import UsageError
 from tightlip.core.files import read_json
+from tightlip.core.stores import AT_ONCE, StoreFile, files_at, in_words, place_of
 
 MAX_BATCH_ROWS = 1_000
 MAX_BATCH_BYTES = 8_000_000
@@ -51,20 +55,53 @@ class Fault:
     because: str
 
 
+File = Path | StoreFile
 Row = dict[str, Any] | Fault
 NOT_UTF8 = Fault("holds bytes that are not UTF-8")
 
 
-def kind_of(path: Path) -> str | None:
+def files_of(source: str | Path) -> list[File]:
+    """The file itself, all files of a folder, or those that a pattern names, here or on a store,
+    sorted; none where none are."""
+    if (place := place_of(source)) is not None:
+        return [*files_at(place)]
+    path = Path(source)
+    if path.is_dir():
+        return sorted(file for file in path.rglob("*") if file.is_file())
+    # A name may itself hold brackets.
+    found = [path] if path.exists() else map(Path, glob.glob(str(path), recursive=True))
+    return sorted(file for file in found if file.is_file())
+
+
+def kind_of(path: File) -> str | None:
     """'parquet', 'json', 'csv' or 'arrow' by the file's name, None for anything else."""
-    *before, last = "", *(suffix.lower() for suffix in path.suffixes)
+    *before, last = "", *(suffix.lower() for suffix in Path(path.name).suffixes)
     return _TEXT_KINDS.get(before[-1]) if last in (".gz", ".zst") else _KINDS.get(last)
 
 
-def columns_of(path: Path) -> pa.Schema | None:
+def parquet_files(source: str | Path) -> dict[File, pa.Schema]:
+    """The Parquet files among `files_of` a source with their columns, but for those that turn out to
+    be none: whoever reads their rows says so."""
+
+    def known(file: File) -> pa.Schema | None:
+        with suppress(UsageError):
+            return columns_of(file)
+        return None
+
+    files = [file for file in files_of(source) if kind_of(file) == "parquet"]
+    with ThreadPoolExecutor(AT_ONCE) as pool:  # a store takes its time for each
+        pairs = zip(files, pool.map(known, files), strict=True)
+        return {file: schema for file, schema in pairs if schema is not None}
+
+
+def columns_of(path: File) -> pa.Schema | None:
     """Column names and types where the file states them."""
+    return _columns_there(path) if isinstance(path, StoreFile) else _columns_in(path)
+
+
+def _columns_in(path: File) -> pa.Schema | None:
     if kind_of(path) == "parquet":
-        with _reporting(path), pa.parquet.ParquetFile(path) as parquet:
+        with _reporting(path), _parquet(path) as parquet:
             check_unpacked(path, _unpacked_bytes(parquet.metadata))
             return parquet.schema_arrow
     if kind_of(path) == "arrow":
@@ -73,9 +110,12 @@ def columns_of(path: Path) -> pa.Schema | None:
     return None
 
 
-def rows_of(path: Path) -> Iterator[tuple[int, Row]]:
+_columns_there = lru_cache(4096)(_columns_in)
+
+
+def rows_of(path: File) -> Iterator[tuple[int, Row]]:
     """Every row of one file with its number."""
-    readers: dict[str | None, Callable[[Path], Iterator[tuple[int, Row]]]] = {
+    readers: dict[str | None, Callable[[File], Iterator[tuple[int, Row]]]] = {
         "parquet": _parquet_rows,
         "json": _json_rows,
         "csv": _csv_rows,
@@ -86,20 +126,22 @@ def rows_of(path: Path) -> Iterator[tuple[int, Row]]:
 
 
 @contextmanager
-def _reporting(path: Path) -> Iterator[None]:
+def _reporting(path: File) -> Iterator[None]:
     """Turn what the libraries say about a damaged file into one line about that file."""
     try:
         yield
     except PermissionError as error:
         raise UsageError(f"{path} may not be read: {error.strerror}.") from error
     except (pa.ArrowException, OSError, EOFError, zlib.error) as error:
+        if isinstance(path, StoreFile) and type(error) is OSError:
+            raise in_words(path, error) from error
         raise UsageError(
             f"{path} cannot be read to its end ({_one_line(error)}). It is damaged, cut off or "
             "not what its name says: fetch or write it again."
         ) from error
 
 
-def check_unpacked(path: Path, num_bytes: int) -> None:
+def check_unpacked(path: File, num_bytes: int) -> None:
     """Refuse a file that unpacks to far more than text ever does."""
     if num_bytes > ALWAYS_UNPACKED_BYTES and num_bytes > MAX_RATIO * (
         packed := path.stat().st_size
@@ -129,13 +171,17 @@ def _one_line(error: BaseException) -> str:
 # Parquet, Arrow and tables
 
 
-def _parquet_rows(path: Path) -> Iterator[tuple[int, Row]]:
-    with pa.parquet.ParquetFile(path) as parquet:
+def _parquet(path: File, **how: Any) -> pa.parquet.ParquetFile:
+    return pa.parquet.ParquetFile(path if isinstance(path, Path) else path.open(), **how)
+
+
+def _parquet_rows(path: File) -> Iterator[tuple[int, Row]]:
+    with _parquet(path) as parquet:
         check_unpacked(path, _unpacked_bytes(parquet.metadata))
         leaves = [parquet.schema.column(n) for n in range(len(parquet.schema))]
         texts = [leaf.path for leaf in leaves if leaf.physical_type == "BYTE_ARRAY"]
     # Each text of a dictionary once, however many rows say it.
-    with pa.parquet.ParquetFile(path, read_dictionary=texts) as parquet:
+    with _parquet(path, read_dictionary=texts) as parquet:
         yield from table_rows(_believable(path, _parquet_batches(parquet)), str(path))
 
 
@@ -154,12 +200,12 @@ def _unpacked_bytes(metadata: Any) -> int:
     return sum(max(chunk.total_uncompressed_size, 4 * chunk.num_values) for chunk in chunks)
 
 
-def _arrow_rows(path: Path) -> Iterator[tuple[int, Row]]:
+def _arrow_rows(path: File) -> Iterator[tuple[int, Row]]:
     with pa.memory_map(str(path)) as source:
         yield from table_rows(_believable(path, pa.ipc.open_stream(source)), str(path))
 
 
-def _believable(path: Path, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+def _believable(path: File, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
     num_bytes = 0.0
     for batch in batches:
         num_bytes += sum(_row_bytes(column).sum() for column in batch.columns)
@@ -247,7 +293,7 @@ def _value(scalar: pa.Scalar) -> Any:
 class _Unpacked(io.RawIOBase):
     """What a packed file unpacks to, as long as that is believable."""
 
-    def __init__(self, path: Path, stream: Any) -> None:
+    def __init__(self, path: File, stream: Any) -> None:
         self._path, self._stream, self._num_bytes = path, stream, 0
 
     def readable(self) -> bool:
@@ -264,13 +310,14 @@ class _Unpacked(io.RawIOBase):
         super().close()
 
 
-def _opened(path: Path) -> BinaryIO:
+def _opened(path: File) -> BinaryIO:
     suffix = path.suffix.lower()
     if suffix not in (".gz", ".zst"):
-        return path.open("rb")
+        stream = path.open("rb")
+        return stream if isinstance(path, Path) else io.BufferedReader(stream)  # type: ignore[type-var]
     if suffix == ".gz":
-        return io.BufferedReader(_Unpacked(path, gzip.open(path, "rb")))
-    packed = pa.CompressedInputStream(pa.OSFile(str(path)), "zstd")
+        return io.BufferedReader(_Unpacked(path, gzip.open(path.open("rb"), "rb")))
+    packed = pa.CompressedInputStream(path.open("rb"), "zstd")
     return io.BufferedReader(_Unpacked(path, packed))
 
 
@@ -278,7 +325,7 @@ class _Lines:
     """The lines of a stream; `held` counts what the row under way takes, and is set back by whoever
     has it whole, so that an endless row is refused and not held."""
 
-    def __init__(self, path: Path, stream: Any) -> None:
+    def __init__(self, path: File, stream: Any) -> None:
         self._path, self._stream, self.held = path, stream, 0
 
     def __iter__(self) -> "_Lines":
@@ -294,7 +341,7 @@ class _Lines:
         return line
 
 
-def _json_rows(path: Path) -> Iterator[tuple[int, Row]]:
+def _json_rows(path: File) -> Iterator[tuple[int, Row]]:
     with _opened(path) as stream:
         first = stream.peek(4096).removeprefix(_BYTE_ORDER_MARK).lstrip()  # type: ignore[attr-defined]
         if first.startswith(b"["):
@@ -309,7 +356,7 @@ def _json_rows(path: Path) -> Iterator[tuple[int, Row]]:
                 yield number, _json_row(line)
 
 
-def _array_rows(path: Path, stream: BinaryIO) -> Iterator[Row]:
+def _array_rows(path: File, stream: BinaryIO) -> Iterator[Row]:
     """The elements of one JSON array, of which one is held at a time, and what was read with it."""
     # A byte that is not UTF-8 becomes a lone surrogate, so that its row can be named.
     reader = io.TextIOWrapper(stream, encoding="utf-8-sig", errors="surrogateescape")
@@ -356,7 +403,7 @@ def _checked_row(row: Any) -> Row:
     return row
 
 
-def _csv_rows(path: Path) -> Iterator[tuple[int, Row]]:
+def _csv_rows(path: File) -> Iterator[tuple[int, Row]]:
     csv.field_size_limit(sys.maxsize)
     with _opened(path) as stream:
         # A byte that is not UTF-8 becomes a lone surrogate, so that its row can be named.
@@ -380,7 +427,7 @@ def _csv_rows(path: Path) -> Iterator[tuple[int, Row]]:
             ) from error
 
 
-def _check_header(path: Path, header: list[str]) -> None:
+def _check_header(path: File, header: list[str]) -> None:
     if len(header) > MAX_COLUMNS:
         raise UsageError(f"{path} {too_many_columns(len(header))}. Write those that you need.")
     twice = {name for name in header if header.count(name) > 1}

@@ -15,13 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from tightlip.core import register
 from tightlip.core.files import read_json, read_sealed
 from tightlip.core.guarantees import OWN_RECORD
 from tightlip.core.run_folder import RunRecord, run_around
-from tightlip.corpus.formats import kind_of
+from tightlip.corpus.formats import parquet_files
 
 ID = "id.json"  # of a prepared corpus
 _NAME = b"tightlip.history"
@@ -49,18 +48,12 @@ def history_of(source: Any) -> list[dict[str, Any]]:
     """
     if isinstance(source, pa.Table):
         return _read(source.schema)
-    if not isinstance(source, str | Path) or not Path(source).exists():
+    if not isinstance(source, str | Path):
         return []
     steps: list[dict[str, Any]] = []
-    for file in files_under(Path(source)):
-        if kind_of(file) == "parquet":
-            steps += [step for step in _read(_schema(file)) if step not in steps]
+    for schema in parquet_files(source).values():
+        steps += [step for step in _read(schema) if step not in steps]
     return steps
-
-
-def files_under(path: Path) -> list[Path]:
-    """The file itself, or all files of a folder."""
-    return sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
 
 
 def sources_of(prepared: Path) -> set[str]:
@@ -257,13 +250,6 @@ def name_of(prepared: Path) -> str | None:
     """The random name of a prepared corpus, where it was ever asked for one."""
     path = prepared / ID
     return str(read_sealed(path)[0]["id"]) if path.is_file() else None
-
-
-def _schema(file: Path) -> pa.Schema | None:
-    try:
-        return pq.read_schema(file)
-    except (pa.ArrowException, OSError):
-        return None  # no Parquet after all: whoever reads its rows says so
 
 
 def _read(schema: pa.Schema | None) -> list[dict[str, Any]]:

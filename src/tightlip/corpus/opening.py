@@ -13,7 +13,8 @@ from tightlip.core.errors import DamagedError, UsageError
 from tightlip.core.files import read_json, write_json
 from tightlip.core.run_folder import RunRecord, is_run, open_run, run_around
 from tightlip.corpus.encoding import tokenizer_fingerprint
-from tightlip.corpus.history import files_under, marks_of, name_of, origin_of
+from tightlip.corpus.formats import files_of
+from tightlip.corpus.history import marks_of, name_of, origin_of
 from tightlip.corpus.prepare import PreparedCorpus, is_prepared, open_prepared
 from tightlip.corpus.prepare_chats import refuse_rendered
 from tightlip.corpus.prepare_config import TextSettings
@@ -59,8 +60,8 @@ class CorpusSource:
 
     def existing(self) -> "CorpusSource":
         """Itself; refused where nothing is at its path, or only what a template made of chats."""
-        if self.path is not None and not self.path.exists():
-            raise UsageError(f"{self.path} does not exist. Give the path of a corpus.")
+        if self.path is not None and not files_of(self.source):
+            raise UsageError(f"{self.source} does not exist. Give the path of a corpus.")
         if self._stored_part is None:
             refuse_rendered(self.source)
         return self
@@ -92,8 +93,7 @@ class CorpusSource:
         """Enough to notice that a file changed between a killed audit and its resumption."""
         if self.path is None:
             return None
-        files = [p for p in files_under(self.path) if p.exists()]
-        template = self.columns.get("chat_template")
+        files, template = files_of(self.source), self.columns.get("chat_template")
         files += [Path(template)] if template is not None and Path(template).exists() else []
         stats = [(str(p), p.stat().st_size, p.stat().st_mtime_ns) for p in files]
         return [[list(entry) for entry in stats], self.columns]

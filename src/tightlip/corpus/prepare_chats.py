@@ -11,14 +11,10 @@ from itertools import compress, islice
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
-
 from tightlip.core.errors import UsageError
 from tightlip.core.progress import task
 from tightlip.corpus.cleaning import Cleaner
-from tightlip.corpus.formats import kind_of
-from tightlip.corpus.history import files_under
+from tightlip.corpus.formats import File, parquet_files, rows_of
 from tightlip.corpus.prepare_config import PrepareConfig, check_owners, check_split, splitter_for
 from tightlip.corpus.readers import Corpus, DocumentBatch
 from tightlip.corpus.rendered import SPOKEN, RolesReader, RoleTokens, template_of
@@ -26,6 +22,7 @@ from tightlip.corpus.tables import AttributeTypes, TableWriter
 from tightlip.corpus.tokens import write_role_tokens
 
 _AT_ONCE = 500
+_RENDERED = {"text", SPOKEN}
 _REFUSED = {
     "tokens": "whose text nobody knows, and runs on one text are told apart by it. Give the text or the messages",
     "preference": "of which one answer is not to be learnt. Give what is to be learnt as messages or as prompt and completion",
@@ -57,24 +54,18 @@ def template_fingerprint(corpus: Corpus, given: Any, config: PrepareConfig) -> s
 
 def refuse_rendered(source: Any) -> None:
     """Refuse the table of a corpus prepared from chats: a template's marks are text in it."""
-    is_path = isinstance(source, str | Path) and Path(source).exists()
-    if is_path and any(map(_is_rendered, files_under(Path(source)))):
+    files = parquet_files(source) if isinstance(source, str | Path) else {}
+    if any(_is_rendered(file) for file, schema in files.items() if {*schema.names} >= _RENDERED):
         raise UsageError(
             f"{source} was prepared from chats: its table holds the marks of their template too, and does not tell what of them is "
             "trained on. Give the prepared folder, of what is held out its folder validation; or the chats themselves."
         )
 
 
-def _is_rendered(file: Path) -> bool:
+def _is_rendered(file: File) -> bool:
     """Whether texts have what is spoken in them beside them, character by character."""
-    try:
-        table = pq.ParquetFile(file) if kind_of(file) == "parquet" else None
-        if table is None or not {"text", SPOKEN} <= {*table.schema_arrow.names}:
-            return False
-        rows = next(table.iter_batches(1, columns=["text", SPOKEN]), None)
-    except (pa.ArrowException, OSError):
-        return False  # no Parquet after all: whoever reads its rows says so
-    return rows is not None and len({len(str(column[0])) for column in rows.columns}) == 1
+    _, row = next(rows_of(file), (0, None))
+    return isinstance(row, dict) and len({len(str(row[name])) for name in _RENDERED}) == 1
 
 
 def _check_chats(corpus: Corpus, given: Any, config: PrepareConfig) -> None:

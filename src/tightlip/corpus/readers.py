@@ -1,25 +1,31 @@
 """A corpus as a stream of documents with their users, whatever file it lies in.
 
 Parquet, JSON Lines (plain, .gz, .zst), CSV, directories that `datasets` saved,
-directories of such files, or a table already in memory. Only one batch is held as
-Python objects at a time.
+directories of such files, files that a pattern names, any of these on an object store, or a
+table already in memory. Of one file only one batch is held as Python objects at a time; several
+are read ahead, a few batches of each.
 """
 
 import difflib
 import re
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from hashlib import sha256
-from itertools import compress
+from itertools import compress, islice
 from numbers import Integral
 from pathlib import Path
+from queue import Full, Queue
+from threading import Event, Thread
 from typing import Any
 
 import pyarrow as pa
 
 from tightlip.core.checksums import checked
 from tightlip.core.errors import UsageError
-from tightlip.core.files import digest_of_files
+from tightlip.core.files import digest_of_files, store_address
+from tightlip.core.stores import AT_ONCE, place_of
 from tightlip.corpus.conversations import Document, columns_read, documents_of, format_of
 from tightlip.corpus.formats import (
     MAX_BATCH_BYTES,
@@ -27,8 +33,10 @@ from tightlip.corpus.formats import (
     MAX_COLUMNS,
     NOT_UTF8,
     Fault,
+    File,
     Row,
     columns_of,
+    files_of,
     kind_of,
     rows_of,
     saved_dataset_files,
@@ -68,7 +76,7 @@ class Part:
 
     name: str
     rows: Callable[[], Iterator[tuple[int, Row]]]
-    file: Path | None = None
+    file: File | None = None
     empty_is_null: bool = False  # CSV cannot write a null; nobody's name is empty
 
 
@@ -139,14 +147,13 @@ class Corpus:
     def _usable(self, read: Callable[[Part, int, Any], list[Any] | Fault]) -> Iterator[Any]:
         """What `read` makes of each row; those of which it makes nothing are refused or counted."""
         self.num_skipped, self._first_fault, num_read = 0, "", 0
-        for part in self._parts:
-            for number, row in part.rows():
-                found = row if isinstance(row, Fault) else read(part, number, row)
-                if isinstance(found, Fault):
-                    self._refuse_or_count(part, number, found)
-                else:
-                    num_read += len(found)
-                    yield from found
+        for part, number, row in _in_order(self._parts):
+            found = row if isinstance(row, Fault) else read(part, number, row)
+            if isinstance(found, Fault):
+                self._refuse_or_count(part, number, found)
+            else:
+                num_read += len(found)
+                yield from found
         if not num_read:
             raise UsageError(self._nothing_here())
 
@@ -267,50 +274,111 @@ def open_corpus(source: Any, **settings: Any) -> Corpus:
     `settings` are those of ColumnSettings.
     """
     columns = TextSettings(**{"format": "text", **settings})
+    history = history_of(source)
     if isinstance(source, str | Path):
-        path = Path(source)
-        files = _files_of(path)
+        files = _files_read(source)
         for file in files:
-            schema = columns_of(checked(file)) if file.stat().st_size else None
+            there = checked(file) if isinstance(file, Path) else file
+            schema = columns_of(there) if file.stat().st_size else None
             if schema is not None:
                 _check_columns(str(file), schema, columns)
-        name, parts = str(path), [_file_part(file) for file in files]
+        name, parts = store_address(source) or str(source), [_file_part(file) for file in files]
     else:
         name, parts = _in_memory(source, columns)
-    return Corpus(name, parts, columns, history=history_of(source))
+    return Corpus(name, parts, columns, history=history)
 
 
-def _file_part(file: Path) -> Part:
+def _file_part(file: File) -> Part:
     rows = lambda: rows_of(file) if file.stat().st_size else iter(())  # noqa: E731
     return Part(str(file), rows, file, empty_is_null=kind_of(file) == "csv")
 
 
-def _files_of(path: Path) -> list[Path]:
-    if not path.exists():
-        raise UsageError(f"{path} does not exist. Give a corpus: {_KINDS}.")
-    if path.is_dir():
-        return _files_in(path)
-    if kind_of(path) in (None, "arrow"):
-        raise UsageError(f"{path} has no ending that names its format. Readable: {_KINDS}.")
-    return [path]
+def _files_read(source: str | Path) -> list[File]:
+    """Which of the files at a path or an address are the corpus, in their order."""
+    place, path = place_of(source), Path(source)
+    if place is None and path.is_dir():
+        saved = saved_dataset_files(path)
+        there = [file for file in path.iterdir() if file.is_file()]
+        return _files_in(path, [*there]) if saved is None else [*saved]
+    files = files_of(source)
+    if not files:
+        raise UsageError(f"{place or path} does not exist. Give a corpus: {_KINDS}.")
+    if place is not None and str(files[0].parent) == str(place):
+        return _files_in(place, [file for file in files if str(file.parent) == str(place)])
+    if odd := [file for file in files if kind_of(file) in (None, "arrow")]:
+        raise UsageError(f"{odd[0]} has no ending that names its format. Readable: {_KINDS}.")
+    return _of_one_kind(place or path, files)
 
 
-def _files_in(folder: Path) -> list[Path]:
-    if (folder / "prepared.json").exists():
-        return [folder / "train.parquet"]
-    saved = saved_dataset_files(folder)
-    if saved is not None:
-        return saved
-    visible = (path for path in folder.iterdir() if path.name[0] not in "._" and path.is_file())
-    files = sorted(path for path in visible if kind_of(path) not in (None, "arrow"))
-    kinds = sorted({str(kind_of(path)) for path in files})
-    if len(kinds) > 1:
+def _files_in(folder: Any, there: list[File]) -> list[File]:
+    names = {file.name for file in there}
+    if "prepared.json" in names:
+        return [file for file in there if file.name == "train.parquet"]
+    if {"state.json", "dataset_info.json"} <= names:
         raise UsageError(
-            f"{folder} mixes files of different kinds ({', '.join(kinds)}). Name one file, or keep one kind."
+            f"{folder} was saved by datasets, which is read from a local disk only. Copy it there, or write Parquet: to_parquet."
         )
+    visible = [file for file in there if file.name[0] not in "._"]
+    files = sorted(file for file in visible if kind_of(file) not in (None, "arrow"))
     if not files:
         raise UsageError(f"{folder} holds no corpus file. Readable: {_KINDS}.")
+    return _of_one_kind(folder, files)
+
+
+def _of_one_kind(source: Any, files: list[File]) -> list[File]:
+    kinds = sorted({str(kind_of(file)) for file in files})
+    if len(kinds) > 1:
+        raise UsageError(
+            f"{source} mixes files of different kinds ({', '.join(kinds)}). Name one file, or keep one kind."
+        )
     return files
+
+
+def _in_order(parts: Sequence[Part]) -> Iterator[tuple[Part, int, Row]]:
+    """Every row of every part, one part after the other; the next ones are read meanwhile."""
+    if not parts[1:]:
+        yield from ((part, *each) for part in parts for each in part.rows())
+        return
+    waiting, over, left = deque[tuple[Part, Queue]](), Event(), iter(parts)
+    try:
+        while True:
+            for part in islice(left, AT_ONCE - len(waiting)):
+                waiting.append((part, Queue(2)))
+                Thread(target=_read_ahead, args=(*waiting[-1], over), daemon=True).start()
+            if not waiting:
+                return
+            part, queue = waiting.popleft()
+            while isinstance(rows := queue.get(), list):
+                yield from ((part, number, row) for number, row in rows)
+            if rows is not None:
+                raise rows
+    finally:
+        over.set()
+
+
+def _read_ahead(part: Part, queue: Queue, over: Event) -> None:
+    """Put a part's rows into the queue, a list of them at a time, then None or what went wrong."""
+
+    def put(what: Any) -> None:
+        while not over.is_set():
+            with suppress(Full):
+                queue.put(what, timeout=0.1)
+                return
+
+    try:
+        rows, size = list[tuple[int, Row]](), 0
+        for number, row in part.rows():
+            rows.append((number, row))
+            size += _size(row) if isinstance(row, dict) else 1
+            if size > MAX_BATCH_BYTES or len(rows) == MAX_BATCH_ROWS:
+                put(rows)
+                rows, size = [], 0
+            if over.is_set():
+                return
+        put(rows)
+        put(None)
+    except BaseException as error:
+        put(error)
 
 
 def _in_memory(source: Any, columns: TextSettings) -> tuple[str, list[Part]]:

@@ -235,8 +235,8 @@ def _named_base(path: Path, named: Any) -> Path:
         )
     if place is None or not named or not place.is_dir():
         raise UsageError(
-            f"{path} names {named!r} as its base, which is not a folder here, and nothing is ever fetched. Download "
-            "the base and give its folder: --base DIR"
+            f"{path} names {named!r} as its base, which is not a folder here, and nothing is ever fetched on an adapter's "
+            "word. Download the base and give its folder, or its address on a store: --base DIR"
         )
     return place
 

@@ -14,6 +14,7 @@ from tightlip.core.devices import usable_device
 from tightlip.core.errors import UsageError
 from tightlip.core.files import claimed
 from tightlip.core.run_folder import RunRecord, run_around
+from tightlip.core.stores import shown
 from tightlip.core.token_ids import begin_ids
 from tightlip.corpus.encoding import tokenizer_fingerprint
 from tightlip.corpus.tokens import TokenizedCorpus
@@ -294,12 +295,12 @@ def _adapted(
 
     return replace(
         base,
-        name=name or str(adapter.folder),
+        name=name or shown(adapter.folder),
         fingerprint=adapter.fingerprint(model_fingerprint),
         files=served(adapter.fingerprint(files_fingerprint), options),
         load=lambda: base.load(adapter.applied),
         begins=base.begins or run_around(adapter.folder) is not None,
-        notes=(*base.notes, f"The adapter is applied, unmerged, to {adapter.base}."),
+        notes=(*base.notes, f"The adapter is applied, unmerged, to {shown(adapter.base)}."),
         open_base=open_base,
     )
 
@@ -327,7 +328,7 @@ def _from_disk(folder: Path, options: ScanOptions, tokenizer: Any, name: str | N
     is_checkpoint = folder.name.startswith("checkpoint-")
     beside = folder if is_gguf or has_tokenizer(folder) or not is_checkpoint else folder.parent
     return OpenedModel(
-        name=name or str(folder),
+        name=name or shown(folder),
         tokenizer=_tokenizer(tokenizer or beside),
         fingerprint=model_fingerprint(folder),
         files=served(files_fingerprint(folder), options),

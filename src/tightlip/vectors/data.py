@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 
 from tightlip.core.checksums import checked
 from tightlip.core.errors import UsageError
-from tightlip.core.files import damage_in_words, written_whole
+from tightlip.core.files import damage_in_words, store_address, written_whole
 from tightlip.core.run_folder import CONFIG
 from tightlip.core.settings import read_toml
 from tightlip.corpus.bundled import demo_speeches
@@ -89,7 +89,7 @@ def open_source(source: Any, **settings: Any) -> Source:
     if isinstance(source, str | Path) and str(source) == BUNDLED and not Path(BUNDLED).exists():
         path, given = BUNDLED, demo_speeches()
     elif isinstance(source, str | Path):
-        path = str(Path(source).resolve())
+        path = store_address(source) or str(Path(source).resolve())
     has_users = _has_users(given, columns.user_column)
     if not has_users:
         given = _with_nobody(given, columns.user_column, columns.text_column)

@@ -57,6 +57,7 @@ from tightlip.core.progress import task
 from tightlip.core.registry import look_up
 from tightlip.core.run_folder import SNAPSHOTS, RunRecord, Snapshot
 from tightlip.core.settings import bytes_from, split_settings, takes
+from tightlip.core.stores import fetched_report, place_of
 from tightlip.corpus.opening import (
     model_folder,
     num_skipped,
@@ -83,8 +84,9 @@ Retrain = Callable[[RunRecord, frozenset[int], Path], RunRecord]
 
 @takes()
 def open_report(folder: str | Path) -> LeakageReport:
-    """The report an earlier audit left in `folder`."""
-    return LeakageReport(Path(folder))
+    """The report an earlier audit left in `folder`, or sent to that address on a store."""
+    place = place_of(folder)
+    return LeakageReport(Path(folder) if place is None else fetched_report(place))
 
 
 def audit_model(

@@ -1,0 +1,123 @@
+"""A store that fails now and then, is down, or hangs up while a report is sent: nothing half written
+counts as whole, and the same command goes on."""
+
+import signal
+from threading import Event
+
+import pytest
+
+import tightlip
+from object_store import ROWS, Store, every_tenth, write_files, write_model
+from tightlip.core.errors import UsageError
+from tightlip.core.stores import StoreError, cache_folder
+from tightlip.corpus.readers import open_corpus
+
+DOWN = "s3://mails/x?endpoint_override=127.0.0.1:9&scheme=http&region=us-east-1"
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("place")
+    write_files(folder)
+    (folder / "model").mkdir()
+    write_model(folder / "model")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server(place):
+    store = Store()
+    store.client.create_bucket(Bucket="mails")
+    store.put(place, "mails")
+    yield store
+    store.close()
+
+
+@pytest.fixture
+def store(server, monkeypatch, tmp_path):
+    monkeypatch.setenv("AWS_ENDPOINT_URL", server.url)
+    monkeypatch.setenv("TIGHTLIP_CACHE", str(tmp_path / "cache"))
+    server.requests.clear()
+    return server
+
+
+@pytest.mark.parametrize("how", ["503", "drop"])
+def test_a_store_that_fails_every_tenth_request_is_read_and_written(store, how, tally):
+    out = f"s3://mails/tenth/{how}"
+    with store.failing(every_tenth(how)):
+        sent = tightlip.audit("s3://mails/model", "s3://mails/mails", out=out, device="cpu")
+        read = tightlip.open_report(out)
+    assert len(store.requests) > 30
+    for _ in range(len(store.requests) // 10):
+        tally("store requests", True)
+    assert read.summary == sent.summary
+    assert read.summary["num_documents"] == len(ROWS)
+
+
+def test_a_store_that_is_down_ends_in_words(store, monkeypatch):
+    monkeypatch.setattr("tightlip.core.stores.PATIENCE_SECONDS", 0)
+    with pytest.raises(StoreError, match=r"failed again and again.*AWS_ENDPOINT_URL"):
+        open_corpus(DOWN)
+
+
+def test_credentials_that_are_refused_are_spoken_of(store):
+    with (
+        store.failing(lambda n, method, path: "403"),
+        pytest.raises(StoreError, match=r"may not be read.*AWS_PROFILE"),
+    ):
+        open_corpus("s3://mails/mails/*.parquet")
+
+
+def test_a_file_that_fails_half_way_through_is_not_a_shorter_corpus(store):
+    corpus = open_corpus("s3://mails/mails/*.parquet")
+    with (
+        store.failing(lambda n, method, path: "403" if path.endswith("4.parquet") else None),
+        pytest.raises(StoreError, match=r"s3://mails/mails/4\.parquet may not be read"),
+    ):
+        list(corpus.batches())
+
+
+def test_where_sending_fails_the_same_command_goes_on_from_its_scan(store, place, monkeypatch):
+    given = {"out": "s3://mails/late", "device": "cpu"}
+    with (
+        store.failing(lambda n, method, path: "403" if path.endswith("report.html") else None),
+        pytest.raises(StoreError, match="is kept in") as failed,
+    ):
+        tightlip.audit(place / "model", place / "mails", **given)
+    assert "late/manifest.json" not in store.names("mails", "late")
+    with pytest.raises(UsageError, match=r"has no manifest\.json"):
+        tightlip.open_report("s3://mails/late")
+    (folder,) = cache_folder().glob("reports/*/mails/late")
+    assert str(folder) in str(failed.value)
+    monkeypatch.setattr("tightlip.scan.scanner.Scanner.scan", lambda *given: pytest.fail("again"))
+    tightlip.audit(place / "model", place / "mails", **given)
+    assert tightlip.open_report("s3://mails/late").num_documents == len(ROWS)
+    assert not folder.exists()
+
+
+def test_an_audit_killed_while_its_report_is_sent_sends_it_when_given_again(
+    server, place, command, tally
+):
+    """Killed as its first file arrives, and as its manifest does: the store holds no report."""
+    out = f"s3://mails/killed{server.here}"
+    audit = ("audit", place / "model", place / "mails", "--out", out, "--device", "cpu")
+    for name in ("", "manifest.json"):
+        arrived, gone = Event(), Event()
+
+        def held(n, method, path, name=name, arrived=arrived, gone=gone):
+            if method not in ("PUT", "POST") or not path.startswith(f"/mails/killed/{name}"):
+                return None
+            arrived.set()
+            gone.wait(60)
+            return "drop"
+
+        with server.failing(held):
+            ended = command.begin(*audit).kill_once(arrived.is_set)
+            gone.set()
+        assert ended.status == -signal.SIGKILL, ended.err
+        with pytest.raises(UsageError, match=r"has no manifest\.json"):
+            tightlip.open_report(out)
+        tally("store kills", True)
+    ended = command(*audit)
+    assert ended.status == 0, ended.err
+    assert tightlip.open_report(out).num_documents == len(ROWS)
