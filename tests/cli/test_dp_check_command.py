@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from animals import WORDS
-from tightlip.audit.dp_check import check_run
+from tightlip.commands import check_run
 from tightlip.core.errors import UsageError
 from tightlip.core.run_folder import begin_run, write_ledger
 from tightlip.corpus.canaries import read_check_key

@@ -259,7 +259,8 @@ def dp_check(run: Run, given: dict[str, Any]) -> None:
             f"The check looks at the canaries that a run was trained with, and {run} {lacks}. Run: tightlip train CORPUS "
             "--mitigation dp --epsilon 2 --dp-check-engine 1000 --out DIR"
         )
-    from tightlip.audit.dp_check import FIGURES, check_run, gated  # with torch
+    from tightlip.audit.dp_check import FIGURES, gated  # with torch
+    from tightlip.commands import check_run
 
     gate = Gate("dp-check", given, FIGURES, _only(gated), record=DP_CHECK_RESULT)
     checks = check_run(run, **given)
@@ -268,7 +269,12 @@ def dp_check(run: Run, given: dict[str, Any]) -> None:
     if checks.verdict == "contradicted":
         raise GuaranteeError(
             f"{run} claims ε {checks.claimed_epsilon:.3g}, and its canaries contradict that at {checks.confidence:.0%} confidence. "
-            "Do not rely on the claim; train and check again, and report it if it is contradicted twice."
+            "The claim is taken back: ledger, card and reports show no ε for it. Train and check again, and report it if it is "
+            "contradicted twice."
+        )
+    if checks.on_record is not None:
+        raise GuaranteeError(
+            f"The claim of {run} was taken back before, and no later check gives it back. On record: {checks.on_record}"
         )
 
 

@@ -174,6 +174,8 @@ class Origin:
         learnt = record.get("learnt_from") or {}
         for name in ("learnt", "openly", "words"):
             getattr(self, name).update(map(str, learnt.get(name, ())))
+        if record.get("withdrawn"):  # the noise was not what it was said to be
+            self.openly.update(map(str, learnt.get("learnt", ())))
         # Version 0.2 before it was released: fingerprints, of private runs only names.
         self.openly |= {*learnt.get("sources", ())}
         self.words |= {*learnt.get("vocabulary", ())}
