@@ -6,6 +6,7 @@ import shutil
 import pytest
 
 import tightlip
+from tightlip.audit.compared import gated
 from tightlip.commands import check_run
 from tightlip.core.figures import guarantee_words
 from tightlip.core.files import read_sealed, write_sealed
@@ -69,6 +70,7 @@ def test_nothing_that_reads_the_run_shows_its_guarantee(contradicted, tmp_path, 
     assert "guarantee: proved" not in (tmp_path / "again/report.html").read_text()
     made = tightlip.compare([contradicted, tmp_path / "report"], out=tmp_path / "compared")
     assert [row["guarantee"]["standing"] for row in made.rows] == ["measured only"] * 2
+    assert all(figures["epsilon"] is None for figures in gated(made.rows).values())
 
 
 def test_a_copy_from_before_and_a_deleted_finding_do_not_bring_it_back(

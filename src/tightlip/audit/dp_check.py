@@ -27,6 +27,7 @@ program (tests/audit/test_dp_check.py).
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -331,14 +332,12 @@ def check_canaries(
     """
     record = finished_run(run)
     with claimed_to_write(record.folder):
-        checks = checks_of(
-            record, lambda: open_model(record.model_folder, ScanOptions(device=device))
-        )
+        final = partial(open_model, record.model_folder, ScanOptions(device=device))
+        checks = checks_of(record, final)
+        reason = record.guarantee.get("withdrawn") and record.guarantee["because"]
         if checks.verdict == "contradicted":
             reason = take_back(record, checks.contradiction(), **checks.to_json())
-            checks = replace(checks, on_record=reason)
-        elif record.guarantee.get("withdrawn"):
-            checks = replace(checks, on_record=record.guarantee["because"])
+        checks = replace(checks, on_record=reason)
         write_json(record.folder / DP_CHECK_RESULT, checks.to_json())
     return checks
 

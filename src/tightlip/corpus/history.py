@@ -130,6 +130,13 @@ def new_name(
     return {"id": name, "people": [*ids]}
 
 
+def marks_behind(fingerprint: str) -> set[str]:
+    """What a file is known by: its fingerprint, and the ids of its people where it was prepared here
+    before."""
+    lines = [e for e in register.entries(register.CORPUS) if fingerprint in e["sources"]]
+    return {fingerprint, *(each for line in lines for each in line["people"])}
+
+
 def preparation_behind(folder: Path) -> Path | None:
     """The prepared corpus that a tokenizer's folder came out of: it stands in it, or in a run on
     it; None where neither is known, as of a copy."""

@@ -309,10 +309,8 @@ def _by_rdp(
 def _why_not_joint(records: Sequence[dict[str, Any]], same_people: bool) -> str | None:
     for number, record in enumerate(records, 1):
         if record.get("epsilon") is None:
-            return (
-                f"Run {number} has no ε of its own ({record['standing']}), so the runs together have none."
-                f" {record['because'] if record.get('noise_multiplier') else ''}"
-            ).strip()
+            why = f" {record['because']}" if record.get("noise_multiplier") else ""
+            return f"Run {number} has no ε of its own ({record['standing']}), so the runs together have none.{why}"
         if not record.get("selection") and not _has_steps_to_compose(record):
             return (
                 f"Run {number} does not say how much noise each step had, so it cannot be composed."

@@ -247,22 +247,22 @@ def take_back(run: RunRecord, because: str, **found: Any) -> str:
     """Put on record that a finished run's promise is none: in the register, in the ledger and beside
     every model of the run. The reason on record, which is the first that there was."""
     lost = run.guarantee
-    if not lost.get("withdrawn"):
-        lost = taken_back(lost, because, **found)
+    lost = lost if lost.get("withdrawn") else taken_back(lost, because, **found)
     if lost.get("run"):
         withdraw(lost, run.folder / LEDGER)
     write_ledger(run.folder, lost)
-    folders = (run.model_folder, run.folder / MERGED, *(each.folder for each in run.snapshots))
-    for folder in (each for each in folders if (each / OWN_RECORD).is_file()):
-        there, card = read_json(folder / OWN_RECORD), folder / "README.md"
+    for folder in (run.model_folder, run.folder / MERGED, *(one.folder for one in run.snapshots)):
+        there = read_json(folder / OWN_RECORD) if (folder / OWN_RECORD).is_file() else {}
+        if not there or there.get("withdrawn"):
+            continue
         told = taken_back(there, lost["because"]) | {"withdrawn": lost["withdrawn"]}
-        text = read_text(card) if card.is_file() else ""
-        before, after = ("\n".join(guarantee_lines(each)) for each in (there, told))
-        if after not in text:  # a card that somebody wrote on keeps their words
-            text = text.replace(before, after) if before in text else f"{text}\n{after}\n"
-            write_text(card, text)
-        if not there.get("withdrawn"):
-            write_json(folder / OWN_RECORD, told)
+        card, before, after = folder / "README.md", guarantee_lines(there), guarantee_lines(told)
+        # One that somebody wrote on keeps their words.
+        text = (
+            read_text(card).replace("\n".join(before), "\n".join(after)) if card.is_file() else ""
+        )
+        write_text(card, text if after[0] in text else "\n".join([text, *after, ""]))
+        write_json(folder / OWN_RECORD, told)
     return str(lost["because"])
 
 

@@ -340,8 +340,7 @@ def compared(sides: list[Side], resampling: ResamplingSettings, min_words: int) 
 def _longest_but_one(side: Side) -> int:
     """The words of the longest stretch once the person with the longest is left out, and all that
     they own: one quotation, or one person who quotes at length, says nothing of common phrases."""
-    words = np.where(side.is_alone, side.num_words, 0)
-    rows, owners = side.owned
+    words, (rows, owners) = np.where(side.is_alone, side.num_words, 0), side.owned
     whose = owners[np.argmax(words[rows])] if len(rows) else -1
     words[rows[owners == whose]] = 0
     return int(words.max(initial=0))
@@ -358,15 +357,12 @@ def _by_length(sides: list[Side], min_words: int) -> dict[str, Any]:
 
     sizes = [(side.corpus.num_users, side.corpus.num_tokens) for side in sides]
     share = max(mine / max(1, mine + theirs) for mine, theirs in zip(*sizes, strict=True))
-    longest = [
-        _most(side.owned[1], np.where(side.is_alone, side.num_words, 0)[side.owned[0]], size)
-        for side, (size, _) in zip(sides, sizes, strict=True)
-    ]
     found = []
     for words in min_words << np.arange(NUM_LENGTHS):
-        mine, theirs = (int((each >= words).sum()) for each in longest)
-        chance = NUM_LENGTHS * float(bdtrc(mine - 1, mine + theirs, share))
-        found.append((min(1.0, chance), int(words), mine, theirs))
+        long = [side.is_alone & (side.num_words >= words) for side in sides]
+        people = [int((side.by_user(own) > 0).sum()) for side, own in zip(sides, long, strict=True)]
+        chance = NUM_LENGTHS * float(bdtrc(people[0] - 1, sum(people), share))
+        found.append((min(1.0, chance), int(words), *people))
     return dict(zip(("p_value", "words", "people", "control"), min(found), strict=True))
 
 
