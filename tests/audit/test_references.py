@@ -106,3 +106,20 @@ def test_the_register_knows_a_copied_reference_that_was_trained_on_the_same_file
             tightlip.measure_membership(
                 runs / "run/model", members=one, non_members=other, reference=copied, device="cpu"
             )
+
+
+def test_non_members_that_were_trained_on_but_for_a_word_are_told(runs, tmp_path):
+    """Exact copies are left out; with their last word gone they hid the members, and nothing said so."""
+    shorter = [row | {"text": row["text"].rsplit(" ", 1)[0]} for row in ROWS[:40]]
+    members = written(tmp_path / "in.jsonl", [row | {"text": row["text"] + " and so on"} for row in ROWS[:40]])  # fmt: skip
+    for rows, num in ((shorter, 40), (ROWS[40:], 0)):
+        others = written(tmp_path / "out.jsonl", [row | {"text": row["text"] + " and on"} for row in rows])  # fmt: skip
+        found = tightlip.measure_membership(
+            runs / "run/model",
+            members=members,
+            non_members=others,
+            device="cpu",
+            num_bootstraps=100,
+        )
+        said = "of the 40 held-out documents of eight words or more stand in training too"
+        assert any(f"{num} {said}" in note for note in found["notes"]) is bool(num)

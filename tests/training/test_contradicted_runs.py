@@ -18,8 +18,14 @@ from training.small_corpora import documents, other_peoples_documents
 pytestmark = pytest.mark.slow
 
 SETTINGS = {
-    **{"model": "gru", "embedding_size": 4, "hidden_size": 4, "num_layers": 1},
-    **{"mitigation": "dp", "noise_multiplier": 2.0, "batch_size": 8, "sequence_length": 10},
+    "model": "gru",
+    "embedding_size": 4,
+    "hidden_size": 4,
+    "num_layers": 1,
+    "mitigation": "dp",
+    "noise_multiplier": 2.0,
+    "batch_size": 8,
+    "sequence_length": 10,
 }
 ENGINE = "_private_dp_check.json"
 
