@@ -8,6 +8,7 @@ import pytest
 import tightlip
 from tightlip.audit.compared import gated
 from tightlip.commands import check_run
+from tightlip.core.errors import GuaranteeError, UsageError
 from tightlip.core.figures import guarantee_words
 from tightlip.core.files import read_sealed, write_sealed
 from tightlip.core.guarantees import guarantee_beside
@@ -38,7 +39,7 @@ def words(tmp_path_factory):
 
 def trained(words, folder, **settings):
     rows = documents(num_documents=120, num_users=40)
-    return tightlip.train(rows, folder, prepare=words, **{**SETTINGS, "steps": 6, **settings})
+    return tightlip.train(rows, folder, prepare=words, **(settings or SETTINGS | {"steps": 6}))
 
 
 @pytest.fixture
@@ -51,7 +52,7 @@ def contradicted(words, tmp_path, monkeypatch):
 
     with monkeypatch.context() as patched:
         patched.setattr(CPUNoise, "add", quieter)
-        run = trained(words, tmp_path / "run", dp_check_engine=1000)
+        run = trained(words, tmp_path / "run", **SETTINGS, steps=6, dp_check_engine=1000)
     assert run.guarantee["standing"] == "proved"
     shutil.copytree(run.folder, tmp_path / "copy")
     tightlip.audit(run.folder, out=tmp_path / "report")
@@ -100,14 +101,17 @@ def test_who_starts_from_the_published_model_has_no_epsilon_for_its_people(
     contradicted, tmp_path, words, monkeypatch
 ):
     alone = shutil.copytree(contradicted / "model", tmp_path / "published")
-    monkeypatch.setenv("TIGHTLIP_REGISTER", str(tmp_path / "another register"))
     shutil.rmtree(tmp_path / "copy")
     shutil.rmtree(contradicted)
-    # On other people's text, for on the same it counts as trained without privacy.
-    rows = [{"user": f"stranger {n}", "text": "cat dog eel fox gnu hen"} for n in range(40)]
-    settings = {**SETTINGS, "steps": 2, "model": str(alone), "prepare": words | {"split": "none"}}
+    settings = {**SETTINGS, "steps": 2, "model": str(alone)}
     for name in ("embedding_size", "hidden_size", "num_layers"):
         settings.pop(name)
+    with pytest.raises(GuaranteeError, match="without privacy"):
+        trained(words, tmp_path / "same", **settings)
+    # On other people's text, and where no register knows.
+    monkeypatch.setenv("TIGHTLIP_REGISTER", str(tmp_path / "another register"))
+    rows = [{"user": f"stranger {n}", "text": "cat dog eel fox gnu hen"} for n in range(40)]
+    settings["prepare"] = words | {"split": "none"}
     later = tightlip.train(rows, tmp_path / "later", **settings)
     assert later.guarantee["people"]["epsilon"] is None
     assert "no ε for the people" in guarantee_words(later.guarantee).value
@@ -131,3 +135,6 @@ def test_no_later_check_changes_what_is_on_record(contradicted, command, tmp_pat
     assert found["verdict"] == "consistent"
     assert found["on_record"] == reason
     assert open_run(contradicted).guarantee["standing"] == "measured only"
+    (contradicted / ENGINE).unlink()
+    with pytest.raises(UsageError, match=r"trained with dp_check_engine=1000, and .* is missing"):
+        check_run(contradicted, device="cpu")

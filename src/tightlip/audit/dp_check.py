@@ -346,6 +346,13 @@ def checks_of(run: RunRecord, open_final: Callable[[], OpenedModel]) -> DPChecks
     """Both checks of a run, as far as it has canaries for them."""
     claim, key_file = Claim.of(run.guarantee), run.folder / DP_CHECK
     engine = run.folder / ENGINE_CHECK
+    asked = run.config.get("train", {}).get(run.mitigation, {})
+    for setting, file in (("dp_check_engine", engine), ("dp_check_canaries", key_file)):
+        if asked.get(setting) and not file.exists():
+            raise UsageError(
+                f"{run.folder} was trained with {setting}={asked[setting]}, and {file} is missing, so nobody knows who was in: what "
+                "is left would be checked, and called all. Put it back, or train again."
+            )
     if not key_file.exists() and not engine.exists():
         raise UsageError(
             f"{run.folder} was trained without canaries, so there is nothing to guess. "

@@ -238,7 +238,7 @@ class Sides:
     def _note_near_copies(self) -> None:
         """Say it where non-members were trained on but for a word or a sign."""
         sources = (self.subject.members, self.subject.held_out)
-        shown = [source and source.shown_to(self.tokenizer) for source in sources]
+        shown: list[Any] = [source and source.shown_to(self.tokenizer) for source in sources]
         if self.train.roles is not None or None in shown:
             return  # a template's words stand in every chat, and tokens have no text
         held = shared_text(*shown).there
