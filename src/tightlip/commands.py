@@ -29,7 +29,6 @@ from tightlip.scan.store import SCAN
 from tightlip.vectors.settings import AttackSettings, EncodingOptions
 
 if TYPE_CHECKING:
-    from tightlip.audit.dp_check import DPChecks
     from tightlip.audit.extraction.report import ExtractionReport
     from tightlip.audit.synthetic.audit import TextReport
     from tightlip.vectors.attack_runs import AttackReport
@@ -38,23 +37,20 @@ CSV, JSON, PAGE = "comparison.csv", "comparison.json", "comparison.html"
 REPORT_PAGE = "report.html"
 
 
-def _write_report(page: str, folder: Path) -> None:
-    from tightlip.report.kit import write_page
-
-    write_page(page, folder / REPORT_PAGE, folder=folder)
-
-
 def audit(model: Any, corpus: Any = None, **settings: Any) -> LeakageReport:
     """What `tightlip.audit` does: audit, then draw the page."""
     from tightlip.audit.leakage.audit import audit_model
+    from tightlip.report.kit import write_page
 
     def retrain(run: RunRecord, without: frozenset[int], out: Path) -> RunRecord:
         from tightlip.training.run import retrain_without  # with all that training takes
 
         return retrain_without(run, without, out)
 
-    settings |= {"retrain": retrain, "write_page": partial(_write_report, "leakage")}
-    return audit_model(model, corpus, **settings)
+    def write_report(folder: Path) -> None:
+        write_page("leakage", folder / REPORT_PAGE, folder=folder)
+
+    return audit_model(model, corpus, **settings, retrain=retrain, write_page=write_report)
 
 
 @takes(ExtractionConfig, Decoding, ScanOptions, TextSettings)
@@ -78,10 +74,16 @@ def extract(
     False, the report is redacted or a model is in memory.
     """
     from tightlip.audit.extraction.extracting import extract_text
+    from tightlip.report.kit import write_page
 
-    settings |= {"out": out, "tokenizer": tokenizer, "reference": reference, "held_out": held_out}
-    settings |= {"keep_scan": keep_scan, "write_page": partial(_write_report, "extraction")}
-    return extract_text(model, corpus, **settings)
+    given = {"out": out, "tokenizer": tokenizer, "reference": reference, "held_out": held_out}
+
+    def write_report(folder: Path) -> None:
+        write_page("extraction", folder / REPORT_PAGE, folder=folder)
+
+    return extract_text(
+        model, corpus, **given, keep_scan=keep_scan, write_page=write_report, **settings
+    )
 
 
 @takes(SyntheticConfig, ColumnSettings, ResamplingSettings)
@@ -102,18 +104,13 @@ def audit_text(
     `out` the report lives as long as the object returned.
     """
     from tightlip.audit.synthetic.audit import audit_synthetic
+    from tightlip.report.kit import write_page
+
+    def write_report(folder: Path) -> None:
+        write_page("synthetic", folder / REPORT_PAGE, folder=folder)
 
     settings |= {"control": control, "out": out, "engine": engine}
-    settings |= {"write_page": partial(_write_report, "synthetic")}
-    return audit_synthetic(synthetic, corpus, **settings)
-
-
-def check_run(run: str | Path | RunRecord, *, device: str = "auto") -> "DPChecks":
-    """What `tightlip dp-check` does: check, and take a promise back that is contradicted."""
-    from tightlip.audit.dp_check import check_canaries
-    from tightlip.training.starting import take_back
-
-    return check_canaries(run, take_back, device=device)
+    return audit_synthetic(synthetic, corpus, **settings, write_page=write_report)
 
 
 @takes(WeightsConfig)

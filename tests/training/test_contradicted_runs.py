@@ -7,13 +7,14 @@ import pytest
 
 import tightlip
 from tightlip.audit.compared import gated
-from tightlip.commands import check_run
+from tightlip.audit.dp_check import check_run
 from tightlip.core.errors import GuaranteeError, UsageError
 from tightlip.core.figures import guarantee_words
 from tightlip.core.files import read_sealed, write_sealed
 from tightlip.core.guarantees import guarantee_beside
 from tightlip.core.run_folder import open_run
 from tightlip.privacy.noise_schedules import CPUNoise
+from tightlip.training.starting import take_back
 from training.small_corpora import documents, other_peoples_documents
 
 pytestmark = pytest.mark.slow
@@ -56,7 +57,7 @@ def contradicted(words, tmp_path, monkeypatch):
     assert run.guarantee["standing"] == "proved"
     shutil.copytree(run.folder, tmp_path / "copy")
     tightlip.audit(run.folder, out=tmp_path / "report")
-    assert check_run(run.folder, device="cpu").verdict == "contradicted"
+    assert check_run(run.folder, take_back, device="cpu").verdict == "contradicted"
     return run.folder
 
 
@@ -121,7 +122,7 @@ def test_no_later_check_changes_what_is_on_record(contradicted, command, tmp_pat
     reason = open_run(contradicted).guarantee["because"]
     (tmp_path / "copy/model/README.md").write_text("My words.\n")
     for run in (contradicted, tmp_path / "copy"):
-        assert check_run(run, device="cpu").on_record == reason
+        assert check_run(run, take_back, device="cpu").on_record == reason
         assert (run / "model/README.md").read_text().count("Measured only") == 1
     assert (tmp_path / "copy/model/README.md").read_text().startswith("My words.\n")
     there, _ = read_sealed(contradicted / ENGINE)
@@ -137,4 +138,4 @@ def test_no_later_check_changes_what_is_on_record(contradicted, command, tmp_pat
     assert open_run(contradicted).guarantee["standing"] == "measured only"
     (contradicted / ENGINE).unlink()
     with pytest.raises(UsageError, match=r"trained with dp_check_engine=1000, and .* is missing"):
-        check_run(contradicted, device="cpu")
+        check_run(contradicted, take_back, device="cpu")

@@ -322,13 +322,13 @@ def _ids(key: CheckKey, bos: int | None) -> Tensor:
     return ids_MT if bos is None else torch.nn.functional.pad(ids_MT, (1, 0), value=bos)
 
 
-def check_canaries(
-    run: str | Path | RunRecord, take_back: Callable[..., str], *, device: str
+def check_run(
+    run: str | Path | RunRecord, take_back: Callable[..., str], *, device: str = "auto"
 ) -> DPChecks:
     """What the run's canaries say of the ε its ledger claims. Also written to RUN/dp_check_result.json.
 
     Contradicted means that the claim is untrue, or that this was one of the at most 5 in 100 honest
-    runs that look so. `take_back` then puts it on record, for good: no later check washes it away.
+    runs that look so. `take_back`, of training, then puts it on record for good: no later check washes it away.
     """
     record = finished_run(run)
     with claimed_to_write(record.folder):

@@ -259,11 +259,11 @@ def dp_check(run: Run, given: dict[str, Any]) -> None:
             f"The check looks at the canaries that a run was trained with, and {run} {lacks}. Run: tightlip train CORPUS "
             "--mitigation dp --epsilon 2 --dp-check-engine 1000 --out DIR"
         )
-    from tightlip.audit.dp_check import FIGURES, gated  # with torch
-    from tightlip.commands import check_run
+    from tightlip.audit.dp_check import FIGURES, check_run, gated  # with torch
+    from tightlip.training.starting import take_back
 
     gate = Gate("dp-check", given, FIGURES, _only(gated), record=DP_CHECK_RESULT)
-    checks = check_run(run, **given)
+    checks = check_run(run, take_back, **given)
     lines = [*lines_about_checks(checks), f"The record: {Path(run) / DP_CHECK_RESULT}"]
     gate.judge(checks.to_json(), lambda: print_lines(lines))
     if checks.verdict == "contradicted":
