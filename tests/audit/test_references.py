@@ -1,6 +1,8 @@
 """The reference of a membership measure may be an adapter, or a model in memory."""
 
+import json
 import random
+import shutil
 
 import pytest
 from peft import LoraConfig, get_peft_model
@@ -8,6 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import tightlip
 from animals import WORDS
+from by_hand import unlisted
 from models.tiny_finetunes import shaken
 from tightlip.core.errors import UsageError
 
@@ -54,3 +57,69 @@ def test_a_reference_may_be_an_adapter_and_base_needs_one(runs, tmp_path):
     assert adapted["documents"]["scores"]["reference"] != plain["documents"]["scores"]["reference"]
     with pytest.raises(UsageError, match="is not an adapter, so it has no base"):
         tightlip.measure_membership(runs / "run", reference="base", device="cpu")
+
+
+def written(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_a_reference_that_learnt_a_side_under_another_file_is_told_by_its_own_loss(runs, tmp_path):
+    """The loss of a model that learnt the members finds them; one that saw neither side does not."""
+    members, others = (
+        written(tmp_path / "in.jsonl", ROWS[:40]),
+        written(tmp_path / "out.jsonl", ROWS[40:]),
+    )
+    learnt = tightlip.train(
+        [{"user": "x", "text": row["text"]} for row in ROWS[:40]],
+        tmp_path / "learnt",
+        model="transformer",
+        hidden_size=32,
+        num_layers=1,
+        learning_rate=0.01,
+        steps=60,
+        batch_size=20,
+        prepare={"tokenizer": str(runs / "corpus/tokenizer"), "split": "none"},
+    )
+    sides = {"members": members, "non_members": others, "device": "cpu", "num_bootstraps": 100}
+    for reference, knows in ((learnt.model_folder, True), (runs / "other/model", False)):
+        copied = shutil.copytree(reference, tmp_path / f"copy {knows}")
+        (copied / "guarantee.json").unlink()  # as of a model from elsewhere
+        unlisted(copied / "guarantee.json")
+        found = tightlip.measure_membership(runs / "run/model", reference=copied, **sides)
+        told = f"reference {copied.name} finds the members easier by itself"
+        assert any(told in note for note in found["notes"]) is knows
+        assert any("learnt is not known here" in note for note in found["notes"])
+
+
+def test_the_register_knows_a_copied_reference_that_was_trained_on_the_same_file(runs, tmp_path):
+    members, others = (
+        written(tmp_path / "in.jsonl", ROWS[:40]),
+        written(tmp_path / "out.jsonl", ROWS[40:]),
+    )
+    words = {"tokenizer": str(runs / "corpus/tokenizer"), "split": "none"}
+    made = tightlip.train(members, tmp_path / "made", model="transformer", prepare=words, **QUICK)
+    copied = shutil.copytree(made.model_folder, tmp_path / "copy")
+    shutil.rmtree(made.folder)
+    for one, other in ((members, others), (others, members)):
+        with pytest.raises(UsageError, match="was itself trained on this very"):
+            tightlip.measure_membership(
+                runs / "run/model", members=one, non_members=other, reference=copied, device="cpu"
+            )
+
+
+def test_non_members_that_were_trained_on_but_for_a_word_are_told(runs, tmp_path):
+    """Exact copies are left out; with their last word gone they hid the members, and nothing said so."""
+    shorter = [row | {"text": row["text"].rsplit(" ", 1)[0]} for row in ROWS[:40]]
+    members = written(tmp_path / "in.jsonl", [row | {"text": row["text"] + " and so on"} for row in ROWS[:40]])  # fmt: skip
+    for rows, num in ((shorter, 40), (ROWS[40:], 0)):
+        others = written(tmp_path / "out.jsonl", [row | {"text": row["text"] + " and on"} for row in rows])  # fmt: skip
+        found = tightlip.measure_membership(
+            runs / "run/model",
+            members=members,
+            non_members=others,
+            device="cpu",
+            num_bootstraps=100,
+        )
+        said = "of the 40 held-out documents of eight words or more stand in training too"
+        assert any(f"{num} {said}" in note for note in found["notes"]) is bool(num)

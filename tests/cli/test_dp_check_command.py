@@ -20,6 +20,7 @@ from tightlip.models import LSTMConfig, LSTMForCausalLM
 from tightlip.training.batches import Rows, gather
 from tightlip.training.planting import uniform
 from tightlip.training.recipe import plant
+from tightlip.training.starting import take_back
 
 pytestmark = pytest.mark.slow
 
@@ -91,7 +92,7 @@ def test_a_model_that_never_saw_them_contradicts_nothing(runs, command):
 def test_a_run_that_claims_nothing_is_told_what_was_seen(runs, tmp_path):
     shutil.copytree(runs / "parrot", tmp_path / "plain")
     write_ledger(tmp_path / "plain", LEDGER | {"epsilon": None, "delta": None})
-    checks = check_run(tmp_path / "plain", device="cpu")
+    checks = check_run(tmp_path / "plain", take_back, device="cpu")
     assert checks.verdict == "nothing claimed"
     assert checks.text.epsilon_lower_bound > 2.5
     assert checks.text.num_canaries == len(read_check_key(tmp_path / "plain/dp_check.json"))
@@ -101,8 +102,8 @@ def test_a_run_without_canaries_or_without_an_end_is_refused(runs, command, tmp_
     shutil.copytree(runs / "parrot", tmp_path / "run")
     (tmp_path / "run/dp_check.json").unlink()
     with pytest.raises(UsageError, match="--dp-check-engine 1000"):
-        check_run(tmp_path / "run")
+        check_run(tmp_path / "run", take_back)
     assert "run was trained without them. Run: " in command("dp-check", tmp_path / "run").refusal
     (tmp_path / "run/ledger.json").unlink()
     with pytest.raises(UsageError, match="not finished"):
-        check_run(tmp_path / "run")
+        check_run(tmp_path / "run", take_back)

@@ -21,7 +21,16 @@ NOT_KNOWN = "not known"  # how a model from elsewhere was trained
 # What a gate may ask for of each row.
 _NUMBERS = ("leaks", "people_affected", "unique", "users_with_unique", "leakage_epsilon")
 FIGURES: Known = dict.fromkeys(
-    (*_NUMBERS, "perplexity", "gap", "auc", "user_auc", "seconds_per_epoch", "times_baseline")
+    (
+        *_NUMBERS,
+        "perplexity",
+        "gap",
+        "auc",
+        "user_auc",
+        "epsilon",
+        "seconds_per_epoch",
+        "times_baseline",
+    )
 )
 
 
@@ -34,6 +43,7 @@ def gated(rows: Sequence[Row]) -> dict[str, dict[str, Any]]:
             "gap": row["gap"] and row["gap"]["perplexity"]["value"],
             "auc": _highest_area(row, "documents"),
             "user_auc": _highest_area(row, "users"),
+            "epsilon": row["guarantee"]["epsilon"],  # null where there is none, which fails
         }
         for row in rows
     }

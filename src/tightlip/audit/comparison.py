@@ -26,6 +26,7 @@ from tightlip.core.devices import usable_device
 from tightlip.core.errors import UsageError
 from tightlip.core.guarantees import guarantee_of
 from tightlip.core.progress import Task, task
+from tightlip.core.register import as_it_stands
 from tightlip.core.resampling import ResamplingSettings
 from tightlip.core.run_folder import RunRecord
 from tightlip.corpus.canaries import exposed_above_bits, read_canary_key
@@ -303,7 +304,7 @@ def reported(report: LeakageReport, name: str) -> RunMeasures:
         train_text=None if (text := summary["corpus_fingerprint"]) is None else f"{text} without 0",
         held_out_text=summary.get("validation_fingerprint"),
         tokenizer=f"{summary.get('tokenizer_fingerprint')} after {summary.get('begin')}",
-        guarantee=summary.get("guarantee"),
+        guarantee=as_it_stands(summary.get("guarantee") or {}) or None,
         leakage=summary,
         not_known=not_known,
     )

@@ -26,7 +26,8 @@ program (tests/audit/test_dp_check.py).
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -80,8 +81,9 @@ class Claim:
 
     @classmethod
     def of(cls, guarantee: Mapping[str, Any]) -> "Claim":
-        """What a ledger claims. Where it has no steps of equal noise, its ε and δ are all there is."""
-        epsilon = guarantee.get("epsilon")
+        """What a ledger claims, or did before an earlier check. Where it has no steps of equal noise,
+        its ε and δ are all there is."""
+        epsilon = (guarantee.get("withdrawn") or guarantee).get("epsilon")
         if epsilon is None:
             return cls(epsilon=None, delta=DELTA_WITHOUT_CLAIM)
         names = ("noise_multiplier", "sampling_rate", "steps")
@@ -127,6 +129,8 @@ class DPChecks:
     text: DPCheck | None = None
     # How often planted texts that nothing but noise hides would tell half the noise.
     text_power: float | None = None
+    # Why the claim was taken back, now or by an earlier check, whatever this one says.
+    on_record: str | None = None
 
     @property
     def verdict(self) -> Verdict:
@@ -135,6 +139,16 @@ class DPChecks:
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self) | {"verdict": self.verdict}
+
+    def contradiction(self) -> str:
+        """What a ledger says from then on."""
+        each = next(x for x in (self.engine, self.text) if x and x.verdict == "contradicted")
+        kind = "in the engine" if each is self.engine else "in the text"
+        return (
+            f"The run's own canaries contradict its ε: of {each.num_guesses:,} guesses about those {kind} {each.num_correct:,} "
+            f"were right, and {each.num_to_contradict:,} are too many for ε {self.claimed_epsilon:.3g}. At most {LEVEL:.0%} of "
+            "honest runs look so by chance."
+        )
 
 
 def gated(record: Mapping[str, Any]) -> dict[str, Any]:
@@ -308,17 +322,22 @@ def _ids(key: CheckKey, bos: int | None) -> Tensor:
     return ids_MT if bos is None else torch.nn.functional.pad(ids_MT, (1, 0), value=bos)
 
 
-def check_run(run: str | Path | RunRecord, *, device: str = "auto") -> DPChecks:
-    """What the run's canaries say of the ε its ledger claims.
+def check_run(
+    run: str | Path | RunRecord, take_back: Callable[..., str], *, device: str = "auto"
+) -> DPChecks:
+    """What the run's canaries say of the ε its ledger claims. Also written to RUN/dp_check_result.json.
 
-    Also written to RUN/dp_check_result.json. Contradicted means that the claim is untrue, or that
-    this was one of the at most 5 in 100 honest runs that look so.
+    Contradicted means that the claim is untrue, or that this was one of the at most 5 in 100 honest
+    runs that look so. `take_back`, of training, then puts it on record for good: no later check washes it away.
     """
     record = finished_run(run)
     with claimed_to_write(record.folder):
-        checks = checks_of(
-            record, lambda: open_model(record.model_folder, ScanOptions(device=device))
-        )
+        final = partial(open_model, record.model_folder, ScanOptions(device=device))
+        checks = checks_of(record, final)
+        reason = record.guarantee.get("withdrawn") and record.guarantee["because"]
+        if checks.verdict == "contradicted":
+            reason = take_back(record, checks.contradiction(), **checks.to_json())
+        checks = replace(checks, on_record=reason)
         write_json(record.folder / DP_CHECK_RESULT, checks.to_json())
     return checks
 
@@ -327,6 +346,13 @@ def checks_of(run: RunRecord, open_final: Callable[[], OpenedModel]) -> DPChecks
     """Both checks of a run, as far as it has canaries for them."""
     claim, key_file = Claim.of(run.guarantee), run.folder / DP_CHECK
     engine = run.folder / ENGINE_CHECK
+    asked = run.config.get("train", {}).get(run.mitigation, {})
+    for setting, file in (("dp_check_engine", engine), ("dp_check_canaries", key_file)):
+        if asked.get(setting) and not file.exists():
+            raise UsageError(
+                f"{run.folder} was trained with {setting}={asked[setting]}, and {file} is missing, so nobody knows who was in: what "
+                "is left would be checked, and called all. Put it back, or train again."
+            )
     if not key_file.exists() and not engine.exists():
         raise UsageError(
             f"{run.folder} was trained without canaries, so there is nothing to guess. "

@@ -14,6 +14,7 @@ from tightlip.audit.measures import Audited, written_to
 from tightlip.audit.membership_figures import (
     RATES,
     SCORES,
+    about_references,
     best_score,
     by_length,
     halves,
@@ -160,6 +161,8 @@ def membership_of(
     notes += [NO_STRANGERS] if users is None else missing_rates(users, "users")
     for what, level in (("documents", documents), ("users", users)):
         notes += [] if level is None else unlike_the_leading(level, leading, what)
+    names, again = map(_name_of, references), np.random.default_rng(config.seed)
+    notes += about_references(members, others, names, again, config.num_bootstraps)
     notes += _about_the_text(subject)
     return {
         "leading": {"score": leading, "chosen": config.choose},
@@ -180,8 +183,12 @@ def several(reference: Any) -> list[Any]:
     return list(reference) if isinstance(reference, list) else [reference]
 
 
+def _name_of(one: Any) -> str:
+    return "in memory" if isinstance(one, tuple) else str(getattr(one, "name", one))
+
+
 def _named(references: Sequence[Any]) -> str | list[str] | None:
-    names = [str(getattr(one, "name", one)) for one in references]
+    names = [*map(_name_of, references)]
     return names if len(names) > 1 else next(iter(names), None)
 
 

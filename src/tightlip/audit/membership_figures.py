@@ -5,7 +5,7 @@ curve and the share of members found at few false accusations.
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -276,6 +276,29 @@ def missing_rates(level: dict[str, Any], what: str) -> Iterable[str]:
                 f"The share of {what} found at {100 / one_in:g}% false accusations takes at least {LEAST_ACCUSED * one_in:,} "
                 f"held-out {what}; there are {level['num_nonmembers']:,}."
             )
+
+
+def about_references(
+    members: Side, others: Side, names: Iterable[str], rng: np.random.Generator, num_bootstraps: int
+) -> Iterable[str]:
+    """A sentence for each reference whose loss alone tells `members` from `others`: it should not."""
+    for number, name in enumerate(names):
+        sides = [_by_reference(side, number) for side in (members, others)]
+        area = measure_level(sides[0], sides[1], rng, num_bootstraps)["scores"]["loss"]["auc"]
+        if area["low"] is None or area["low"] <= 0.5 <= area["high"]:
+            continue
+        known = "members" if area["low"] > 0.5 else "non-members"
+        effect = "hides them" if area["low"] > 0.5 else "makes a model look guilty"
+        yield (
+            f"The reference {name} finds the {known} easier by itself (AUC of its loss {area['value']:.3f}, {area['low']:.3f} to "
+            f"{area['high']:.3f}). It may have learnt them, which {effect}; or the two sides differ in kind."
+        )
+
+
+def _by_reference(side: Side, number: int) -> Side:
+    assert side.reference is not None
+    losses = side.reference.loss_nats[:, number]
+    return replace(side, reference=None, model=replace(side.model, loss_nats=losses))
 
 
 def unlike_the_leading(level: dict[str, Any], leading: str, what: str) -> Iterable[str]:

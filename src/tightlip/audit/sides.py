@@ -31,6 +31,7 @@ from tightlip.audit.subjects import Subject
 from tightlip.core.errors import UsageError
 from tightlip.corpus.opening import standing_in_both
 from tightlip.corpus.rendered import SPOKEN
+from tightlip.corpus.shared_text import A_FEW, MOST_COPIED, shared_text
 from tightlip.corpus.tokens import TokenizedCorpus
 from tightlip.corpus.vocabulary import DIGITS
 from tightlip.scan.document_scores import DocumentScores, document_scores
@@ -231,7 +232,21 @@ class Sides:
                 f"are the {in_train.sum():,} training documents that read the same: what many write is easy to "
                 "predict, and on one side only it would look like memory."
             )
+        self._note_near_copies()
         self.kept = ~(of_train | in_train), ~(of_held | in_held)
+
+    def _note_near_copies(self) -> None:
+        """Say it where non-members were trained on but for a word or a sign."""
+        sources = (self.subject.members, self.subject.held_out)
+        shown: list[Any] = [source and source.shown_to(self.tokenizer) for source in sources]
+        if self.train.roles is not None or None in shown:
+            return  # a template's words stand in every chat, and tokens have no text
+        held = shared_text(*shown).there
+        if (num := held.copied - held.whole) > max(A_FEW, MOST_COPIED * held.long):
+            self.notes.append(
+                f"{num:,} of the {held.long:,} held-out documents of eight words or more stand in training too, slightly changed or "
+                "in part. They count as non-members here, which makes the model look quiet: take them out, and measure again."
+            )
 
     def choose_tokens(self) -> None:
         """Leave out words that only their own user made part of the vocabulary, and of chats what

@@ -14,6 +14,7 @@ from tightlip.audit.leakage.findings import WORK, report_folder
 from tightlip.core.errors import UsageError
 from tightlip.core.files import claimed
 from tightlip.core.run_folder import RunRecord, is_run, run_around
+from tightlip.corpus.history import origin_of
 from tightlip.corpus.opening import (
     CorpusSource,
     check_reference,
@@ -86,6 +87,11 @@ class Subject:
                 f"{opened.name} is the model itself, so it is no reference. Give a model that never saw the training text."
             )
         opened.refuse_other_tokens(corpora["members"])
+        if not isinstance(reference, str | Path) or not origin_of(Path(reference)).is_known:
+            notes.append(
+                f"What the reference {opened.name} learnt is not known here: it is taken to have seen neither side. One that learnt "
+                "the training text, under whatever file, hides it; one that learnt the other makes a model look guilty."
+            )
         return opened
 
 

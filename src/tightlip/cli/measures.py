@@ -261,15 +261,21 @@ def dp_check(run: Run, given: dict[str, Any]) -> None:
             "--mitigation dp --epsilon 2 --dp-check-engine 1000 --out DIR"
         )
     from tightlip.audit.dp_check import FIGURES, check_run, gated  # with torch
+    from tightlip.training.starting import take_back
 
     gate = Gate("dp-check", given, FIGURES, _only(gated), record=DP_CHECK_RESULT)
-    checks = check_run(run, **given)
+    checks = check_run(run, take_back, **given)
     lines = [*lines_about_checks(checks), f"The record: {Path(run) / DP_CHECK_RESULT}"]
     gate.judge(checks.to_json(), lambda: print_lines(lines))
     if checks.verdict == "contradicted":
         raise GuaranteeError(
             f"{run} claims ε {checks.claimed_epsilon:.3g}, and its canaries contradict that at {checks.confidence:.0%} confidence. "
-            "Do not rely on the claim; train and check again, and report it if it is contradicted twice."
+            "The claim is taken back: ledger, card and reports show no ε for it. Train and check again, and report it if it is "
+            "contradicted twice."
+        )
+    if checks.on_record is not None:
+        raise GuaranteeError(
+            f"The claim of {run} was taken back before, and no later check gives it back. On record: {checks.on_record}"
         )
 
 

@@ -6,6 +6,7 @@ from typing import Any
 from tightlip.core.checksums import digest_of
 from tightlip.core.errors import GuaranteeError
 from tightlip.core.files import read_json
+from tightlip.core.register import as_it_stands
 from tightlip.core.run_folder import RunRecord
 
 OWN_RECORD = "guarantee.json"  # beside a model's weights
@@ -28,7 +29,7 @@ def guarantee_beside(folder: Path) -> dict[str, Any]:
     record: dict[str, Any] = read_json(path) if path.is_file() else {}
     listed = record.get("weights")
     if listed is None or listed == (there := weights_in(folder)):
-        return record
+        return as_it_stands(record)
     name = min(name for name in {*listed, *there} if listed.get(name) != there.get(name))
     raise GuaranteeError(
         f"{path} was written for other weights than those beside it: {name} was changed, added or removed since, so nobody knows "

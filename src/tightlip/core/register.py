@@ -21,6 +21,7 @@ PLACE = "TIGHTLIP_REGISTER"  # the environment's variable that names the file
 CORPUS, RUN = "corpus", "run"
 
 Entry = dict[str, Any]
+_FIGURES = ("epsilon", "epsilon_so_far", "epsilon_rdp", "epsilon_as_published")
 
 
 def register_path() -> Path:
@@ -77,6 +78,28 @@ def add(make: Callable[[list[Entry]], Entry | None]) -> None:
                 fsync(path.parent)
     except OSError as error:
         raise _unusable(path, "written", error) from error
+
+
+def taken_back(record: Entry, because: str, **found: Any) -> Entry:
+    """A guarantee that turned out to be none: no ε, neither the run's nor its people's. What it was,
+    and what was `found`, stays under `withdrawn`."""
+    was = {name: record.get(name) for name in ("epsilon", "standing", "because")}
+    none = {"standing": "measured only", "because": because}
+    lost = record | dict.fromkeys({*_FIGURES} & {*record}) | none | {"withdrawn": was | found}
+    if "runs" in (people := record.get("people") or {}):
+        lost["people"] = people | {"epsilon": None} | none
+    return lost
+
+
+def as_it_stands(record: Entry) -> Entry:
+    """A guarantee out of any file. The file may be a copy, or older than what the register knows:
+    the last line of its run says whether it was taken back."""
+    if record.get("epsilon") is None or not record.get("run"):
+        return record
+    lines = [each["terms"] for each in entries(RUN) if each["terms"]["run"] == record["run"]]
+    if not lines or lines[-1].get("epsilon") is not None:
+        return record
+    return taken_back(record, str(lines[-1]["because"]))
 
 
 def _append(descriptor: int, line: bytes) -> None:

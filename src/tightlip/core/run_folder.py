@@ -41,6 +41,7 @@ from tightlip.core.files import (
     write_sealed,
     write_text,
 )
+from tightlip.core.register import as_it_stands
 from tightlip.core.settings import read_toml, toml_text
 
 CONFIG, METRICS, LEDGER, LOG = "config.toml", "metrics.jsonl", "ledger.json", "log.txt"
@@ -189,7 +190,7 @@ def _guarantee(path: Path, *, must_have_seal: bool) -> dict[str, Any]:
     record, has_seal = read_ledger_file(path)
     if must_have_seal and not has_seal:
         raise damaged_ledger(path)
-    return record
+    return as_it_stands(record)
 
 
 def read_ledger_file(path: Path) -> tuple[dict[str, Any], bool]:

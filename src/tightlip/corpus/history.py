@@ -123,6 +123,13 @@ def new_name(
     return {"id": name, "people": [*ids]}
 
 
+def marks_behind(fingerprint: str) -> set[str]:
+    """What a file is known by: its fingerprint, and the ids of its people where it was prepared here
+    before."""
+    lines = [e for e in register.entries(register.CORPUS) if fingerprint in e["sources"]]
+    return {fingerprint, *(each for line in lines for each in line["people"])}
+
+
 def preparation_behind(folder: Path) -> Path | None:
     """The prepared corpus that a tokenizer's folder came out of: it stands in it, or in a run on
     it; None where neither is known, as of a copy."""
@@ -167,6 +174,8 @@ class Origin:
         learnt = record.get("learnt_from") or {}
         for name in ("learnt", "openly", "words"):
             getattr(self, name).update(map(str, learnt.get(name, ())))
+        if record.get("withdrawn"):  # the noise was not what it was said to be
+            self.openly.update(map(str, learnt.get("learnt", ())))
         # Version 0.2 before it was released: fingerprints, of private runs only names.
         self.openly |= {*learnt.get("sources", ())}
         self.words |= {*learnt.get("vocabulary", ())}

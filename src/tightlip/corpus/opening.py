@@ -14,7 +14,7 @@ from tightlip.core.files import read_json, write_json
 from tightlip.core.run_folder import RunRecord, is_run, open_run, run_around
 from tightlip.corpus.encoding import tokenizer_fingerprint
 from tightlip.corpus.formats import files_of
-from tightlip.corpus.history import marks_of, name_of, origin_of
+from tightlip.corpus.history import marks_behind, marks_of, name_of, origin_of
 from tightlip.corpus.prepare import PreparedCorpus, is_prepared, open_prepared
 from tightlip.corpus.prepare_chats import refuse_rendered
 from tightlip.corpus.prepare_config import TextSettings
@@ -214,7 +214,10 @@ def check_reference(
     text = f"this very {_KNOWN_TO_IT[part][0]} text"
     if folder is not None and _card_names(reference, folder):
         raise _no_reference(reference, text)
-    if folder is not None and origin_of(reference).learnt & marks_of(folder):
+    marks = set() if folder is None else marks_of(folder)
+    if source is not None and source.path is not None and source.path.is_file():
+        marks = marks_behind(source.documents().fingerprint())
+    if origin_of(reference).learnt & marks:
         raise _no_reference(reference, f"{text}, or another part of the same text")
     run = run_around(reference)
     return [] if run is None else _check_run(reference, run, corpus, part)

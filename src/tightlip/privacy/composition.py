@@ -9,6 +9,7 @@ from typing import Any
 from tightlip.core.errors import UsageError
 from tightlip.core.figures import NO_ARITHMETIC
 from tightlip.core.guarantees import guarantee_beside
+from tightlip.core.register import as_it_stands
 from tightlip.core.run_folder import LEDGER, RunRecord, is_run, open_run
 from tightlip.core.settings import takes
 from tightlip.privacy.accounting import (
@@ -308,7 +309,8 @@ def _by_rdp(
 def _why_not_joint(records: Sequence[dict[str, Any]], same_people: bool) -> str | None:
     for number, record in enumerate(records, 1):
         if record.get("epsilon") is None:
-            return f"Run {number} has no ε of its own ({record['standing']}), so the runs together have none."
+            why = f" {record['because']}" if record.get("noise_multiplier") else ""
+            return f"Run {number} has no ε of its own ({record['standing']}), so the runs together have none.{why}"
         if not record.get("selection") and not _has_steps_to_compose(record):
             return (
                 f"Run {number} does not say how much noise each step had, so it cannot be composed."
@@ -363,7 +365,7 @@ def _all_of(records: Sequence[dict[str, Any]], name: str) -> list[str]:
 
 
 def _record_of(run: str | Path | RunRecord) -> dict[str, Any]:
-    record = read_ledger(_ledger_of(run))
+    record = as_it_stands(read_ledger(_ledger_of(run)))
     if _has_steps_to_compose(record) and not record.get("finished"):
         # On the way the file holds an upper bound that jumps; here there is time for the figure.
         record |= exact_figures(record)

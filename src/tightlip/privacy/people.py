@@ -34,8 +34,8 @@ def composable(record: Record) -> Record:
 
 def runs_before(guarantee: Record) -> list[Record]:
     """The private runs that a model came out of, by its `guarantee.json`, the last one first."""
-    has_noise = guarantee.get("noise_multiplier") or guarantee.get("selection")
-    is_private = guarantee.get("epsilon") is not None and has_noise
+    # One whose promise was taken back is among them, and leaves no ε: left out, it would cost nothing.
+    is_private = guarantee.get("noise_multiplier") or guarantee.get("selection")
     runs = [*([composable(guarantee)] if is_private else ()), *guarantee.get("before", ())]
     if not all({*_NEEDED} <= {*run} for run in runs):
         raise GuaranteeError(
@@ -84,13 +84,13 @@ def count_more(record: Record, ledger: Path, steps: int) -> None:
 
 
 def withdraw(record: Record, ledger: Path) -> None:
-    """Put on record that a run's promise does not hold after all, or costs more; the last line of a
-    run counts."""
+    """Put on record that a registered run's promise does not hold after all, or costs more; the last
+    line of a run counts."""
     entry = {"kind": register.RUN, "ledger": str(ledger.resolve()), "terms": composable(record)}
 
     def unless_there(entries: list[register.Entry]) -> register.Entry | None:
         lines = [each["terms"] for each in entries if _is_of(each, record["run"])]
-        return None if lines and lines[-1].get("epsilon") is None else entry
+        return None if not lines or lines[-1].get("epsilon") is None else entry
 
     register.add(unless_there)
 

@@ -12,10 +12,11 @@ from transformers.modeling_utils import PreTrainedModel
 
 from tightlip.core.errors import TightlipError, UsageError
 from tightlip.core.figures import guarantee_words, shown_first, standing_words
-from tightlip.core.files import folder_written_whole, read_json, write_json, write_text
+from tightlip.core.files import folder_written_whole, read_json, read_text, write_json, write_text
 from tightlip.core.guarantees import OWN_RECORD, guarantee_beside
 from tightlip.core.processes import Processes
-from tightlip.core.run_folder import MERGED, MODEL, run_around
+from tightlip.core.register import taken_back
+from tightlip.core.run_folder import LEDGER, MERGED, MODEL, RunRecord, run_around, write_ledger
 from tightlip.corpus.encoding import tokenizer_fingerprint
 from tightlip.corpus.history import learnt_from
 from tightlip.corpus.prepare import corpus_id
@@ -25,7 +26,7 @@ from tightlip.models.fingerprints import model_fingerprint
 from tightlip.models.loading import load_causal_lm, load_tokenizer
 from tightlip.models.recurrent import GRUForCausalLM, LSTMForCausalLM
 from tightlip.models.transformer import TransformerForCausalLM
-from tightlip.privacy.people import runs_before
+from tightlip.privacy.people import runs_before, withdraw
 from tightlip.training.config import BUILT_IN_MODELS, RunOptions, TrainConfig
 from tightlip.training.lora import (
     adapted_model,
@@ -240,6 +241,29 @@ def guarantee_lines(guarantee: dict[str, Any]) -> list[str]:
     """What a card says of a guarantee."""
     rows = [f"| {name} | {_cell(value)} |" for name, value in _rows(guarantee)]
     return [*_headline(guarantee), "", "| | |", "|---|---|", *rows]
+
+
+def take_back(run: RunRecord, because: str, **found: Any) -> str:
+    """Put on record that a finished run's promise is none: in the register, in the ledger and beside
+    every model of the run. The reason on record, which is the first that there was."""
+    lost = run.guarantee
+    lost = lost if lost.get("withdrawn") else taken_back(lost, because, **found)
+    if lost.get("run"):
+        withdraw(lost, run.folder / LEDGER)
+    write_ledger(run.folder, lost)
+    for folder in (run.model_folder, run.folder / MERGED, *(one.folder for one in run.snapshots)):
+        there = read_json(folder / OWN_RECORD) if (folder / OWN_RECORD).is_file() else {}
+        if not there or there.get("withdrawn"):
+            continue
+        told = taken_back(there, lost["because"]) | {"withdrawn": lost["withdrawn"]}
+        card, before, after = folder / "README.md", guarantee_lines(there), guarantee_lines(told)
+        # One that somebody wrote on keeps their words.
+        text = (
+            read_text(card).replace("\n".join(before), "\n".join(after)) if card.is_file() else ""
+        )
+        write_text(card, text if after[0] in text else "\n".join([text, *after, ""]))
+        write_json(folder / OWN_RECORD, told)
+    return str(lost["because"])
 
 
 def _headline(guarantee: dict[str, Any]) -> list[str]:

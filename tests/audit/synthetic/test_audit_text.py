@@ -1,6 +1,7 @@
 """`tightlip.audit_text` on planted copies: whose they are, where, how often, and what chance does."""
 
 import json
+import math
 import os
 import random
 import stat
@@ -142,9 +143,9 @@ def made_up_people(draw, prefix, num):
     ]  # fmt: skip
 
 
-def test_of_people_whom_the_text_never_saw_the_ratio_says_chance():
-    """In at most 3 of 20 made-up worlds does the interval lie beside 1."""
-    beside = with_copies = 0
+def test_of_people_whom_the_text_never_saw_ratio_and_lengths_say_chance():
+    """In at most 3 of 20 made-up worlds does the interval lie beside 1, or a length accuse."""
+    beside = by_length = with_copies = 0
     for seed in range(20):
         draw = random.Random(seed)
         everybody = made_up_people(draw, "u", 120)
@@ -156,8 +157,10 @@ def test_of_people_whom_the_text_never_saw_the_ratio_says_chance():
         ratio = report.summary["ratio"]
         with_copies += report.summary["copies"] > 5
         beside += ratio["low"] > 1 or (ratio["high"] is not None and ratio["high"] < 1)
+        by_length += report.summary["by_length"]["p_value"] < 0.05
     assert with_copies == 20
     assert beside <= 3
+    assert by_length <= 3
 
 
 def test_a_control_without_any_gives_a_lower_end():
@@ -215,6 +218,45 @@ def test_phrases_as_long_as_the_controls_are_called_common_and_longer_ones_are_n
     assert ("may be no more than common phrases" in said) is not planted
     alone = "1 stretch is longer than any that is the control's people's alone (longest 9 words): take it for a copy until you have read it."
     assert (alone in said) is planted
+
+
+def test_one_quotation_in_the_control_hides_no_copy_and_two_are_a_yardstick():
+    """Whole documents of one person in the corpus; of the control's a poem that two people own."""
+    mine, control = documents_of_40_words("in", 30), documents_of_40_words("out", 30)
+    poems = [" ".join(f"{name}{w}" for w in range(90)) for name in ("p", "q")]
+    short = [" ".join(text.split()[:9]) for _, text in mine[::9] + control[::9]]
+    for owners, longer in (([["out0", "out1"]], 3), ([["out0"], ["out4"]], 0)):
+        others = [*control, *zip(owners, poems, strict=False)]
+        rows = [{"user": [user] if isinstance(user, str) else user, "text": text} for user, text in others]  # fmt: skip
+        texts = [*short, *poems, *(text for _, text in mine[3:6])]
+        report = tightlip.audit_text(texts, mine, control=rows, num_bootstraps=100)
+        summary, said = report.summary, weighed(report.summary)
+        assert summary["control"]["longest_alone"] == 90
+        assert summary["control"]["longest_but_one"] == (9 if longer else 90)
+        assert summary["copies_longer_than_control"] == longer
+        assert ("(longest 9 words, but for one person with 90 words)" in said) is bool(longer)
+        assert ("may be no more than common phrases" in said) is not longer
+
+
+def test_copies_of_many_people_are_told_by_their_length_whatever_the_control_quotes():
+    """Chance phrases of everybody hide a rate; at 32 words they are gone, but for four who quote."""
+    mine, control = documents_of_40_words("in", 40), documents_of_40_words("out", 40)
+    said_by = random.Random(0).choices(range(80), k=60)
+    phrases = [" ".join((mine + control)[3 * each + 2][1].split()[:9]) for each in said_by]
+    quoted = [text for _, text in control[::30]]
+    leaked = [text for _, text in mine[1::6]]
+    report = tightlip.audit_text(phrases + quoted + leaked, mine, control=control, near=0.0, num_bootstraps=100)  # fmt: skip
+    summary, said = report.summary, weighed(report.summary)
+    assert summary["ratio"]["low"] < 1 < summary["ratio"]["high"]
+    assert summary["copies_longer_than_control"] == 0
+    found = summary["by_length"]
+    assert (found["words"], found["people"], found["control"]) == (16, 20, 4)
+    # By hand: six lengths, and 20 or more heads in 24 throws of a fair coin.
+    tail = sum(math.comb(24, heads) for heads in range(20, 25)) / 2**24
+    assert found["p_value"] == pytest.approx(6 * tail)
+    assert report.failed("by_length[p_value]<0.05")
+    assert "20 people in the corpus and 4 in the control have a stretch of 16 words or more" in said
+    assert "common phrases" not in said
 
 
 def test_a_long_text_that_the_control_has_too_is_no_yardstick():

@@ -38,6 +38,7 @@ from tightlip.audit.subjects import Subject, read_as, subject_of
 from tightlip.core.errors import UsageError
 from tightlip.core.figures import count
 from tightlip.core.files import claimed, make_private_folder, write_json
+from tightlip.core.guarantees import guarantee_of
 from tightlip.core.progress import task
 from tightlip.core.settings import bytes_from, split_settings
 from tightlip.corpus.opening import CorpusSource
@@ -235,7 +236,7 @@ class _Job:
             "corpus_fingerprint": None if redact else corpus.corpus_fingerprint,
             "redacted": redact,
             "read_as": read_as(self.subject.members.columns, self.scans.options),
-            "guarantee": run.guarantee if run else None,
+            "guarantee": guarantee_of(self.subject.model, run),
             **asdict(self.decoding),
             "lengths": list(self.config.lengths),
             **_figures(side),

@@ -38,6 +38,7 @@ TABLES = ("stretches", "users", "documents")
 NAMES = {*(f"{name}.parquet" for name in TABLES), "summary.json", "report.html", "log.txt", WORK, REDACTED}  # fmt: skip
 SETTINGS = (SyntheticConfig, ColumnSettings, ResamplingSettings)
 MOST_ROWS = 8  # documents named of each stretch
+NUM_LENGTHS = 6  # --min-words and its doubles, at which people are counted
 _WITH_ENDS = Entries(names=("value", "low", "high"))
 FIGURES: Known = {
     **dict.fromkeys(("copies", "near_copies", "people_affected", "documents_affected")),
@@ -45,6 +46,7 @@ FIGURES: Known = {
     **dict.fromkeys(("copies_longer_than_control", "longest_alone")),
     **dict.fromkeys(("shared", "num_users", "num_documents", "num_words")),
     **dict.fromkeys(("per_thousand_words", "share_affected", "expected", "ratio"), _WITH_ENDS),
+    "by_length": Entries(names=("p_value", "words", "people", "control")),
 }
 
 
@@ -313,7 +315,7 @@ def compared(sides: list[Side], resampling: ResamplingSettings, min_words: int) 
     Counted is what nobody of the other side wrote, so that what many say counts on neither and it
     does not matter which side has more people.
     """
-    names = ("per_thousand_words", "share_affected", "longest_alone", "expected", "ratio", "copies_longer_than_control", "control")  # fmt: skip
+    names = ("per_thousand_words", "share_affected", "longest_alone", "expected", "ratio", "copies_longer_than_control", "by_length", "control")  # fmt: skip
     if not sides[1:]:
         return dict.fromkeys(names)
     rates, shares, draws = zip(
@@ -326,12 +328,42 @@ def compared(sides: list[Side], resampling: ResamplingSettings, min_words: int) 
     thousands = sides[0].words_of_users.sum() / 1000
     expected = {end: value and value * thousands for end, value in rates[1].items()}
     ratio = _ratio(*rates, *draws, num_users=min(side.corpus.num_users for side in sides))
-    alone = [side.num_words[side.is_alone] for side in sides]
-    longest = [int(words.max(initial=0)) for words in alone]
-    longer = int((alone[0] > max(longest[1], min_words)).sum())
+    longest = [int(side.num_words[side.is_alone].max(initial=0)) for side in sides]
+    bar = _longest_but_one(sides[1])
+    longer = int((sides[0].num_words[sides[0].is_alone] > max(bar, min_words)).sum())
     of_control = dict(zip(names, (rates[1], shares[1], longest[1]), strict=False))
-    found = (rates[0], shares[0], longest[0], expected, ratio, longer, sides[1].counts() | of_control)  # fmt: skip
+    of_control["longest_but_one"] = bar
+    found = (rates[0], shares[0], longest[0], expected, ratio, longer, _by_length(sides, min_words), sides[1].counts() | of_control)  # fmt: skip
     return dict(zip(names, found, strict=True))
+
+
+def _longest_but_one(side: Side) -> int:
+    """The words of the longest stretch once the person with the longest is left out, and all that
+    they own: one quotation, or one person who quotes at length, says nothing of common phrases."""
+    words, (rows, owners) = np.where(side.is_alone, side.num_words, 0), side.owned
+    whose = owners[np.argmax(words[rows])] if len(rows) else -1
+    words[rows[owners == whose]] = 0
+    return int(words.max(initial=0))
+
+
+def _by_length(sides: list[Side], min_words: int) -> dict[str, Any]:
+    """Who has a stretch of so many words or more, at the length where the corpus' people are most
+    too many; `p_value` allows for all lengths that were looked at.
+
+    Were neither side seen, whoever has one would be on either by chance: by the share of people, or
+    of words where these are few among many. The larger one is taken, and one person moves little.
+    """
+    from scipy.special import bdtrc
+
+    sizes = [(side.corpus.num_users, side.corpus.num_tokens) for side in sides]
+    share = max(mine / max(1, mine + theirs) for mine, theirs in zip(*sizes, strict=True))
+    found = []
+    for words in min_words << np.arange(NUM_LENGTHS):
+        long = [side.is_alone & (side.num_words >= words) for side in sides]
+        people = [int((side.by_user(own) > 0).sum()) for side, own in zip(sides, long, strict=True)]
+        chance = NUM_LENGTHS * float(bdtrc(people[0] - 1, sum(people), share))
+        found.append((min(1.0, chance), int(words), *people))
+    return dict(zip(("p_value", "words", "people", "control"), min(found), strict=True))
 
 
 def _rates(side: Side, resampling: ResamplingSettings) -> tuple[Any, Any, np.ndarray]:

@@ -59,17 +59,31 @@ def _on_average(summary: Figures) -> str:
         return "; of the control's people the text has nothing word for word that is theirs alone."
     if ratio["high"] is not None and ratio["high"] < 1:
         return f"{chance} On average over people strangers' text is repeated more: is the control of the same kind, and were its people really not in?"
-    common = "" if longer else ": this may be no more than common phrases"
+    is_common = not longer and not _is_told_by_length(summary)
+    common = ": this may be no more than common phrases" if is_common else ""
     return f"{chance} On average over people the interval of the ratio holds 1{common}."
 
 
+def _is_told_by_length(summary: Figures) -> bool:
+    return bool(summary.get("by_length") and summary["by_length"]["p_value"] < 0.05)
+
+
 def _by_length(summary: Figures) -> Iterator[str]:
-    """What is too long for a common phrase, however few people wrote it."""
+    """What is too long for a common phrase: of too many people, or however few wrote it."""
+    if _is_told_by_length(summary):
+        told = summary["by_length"]
+        yield (
+            f"{counted(told['people'], 'person', 'people')} in the corpus and {told['control']:,} in the control have a stretch "
+            f"of {told['words']:,} words or more, which chance does in at most {percent(told['p_value'])} of cases: copied."
+        )
     if longer := summary["copies_longer_than_control"]:
         longest = summary["control"]["longest_alone"]
-        beside = f"any that is the control's people's alone (longest {counted(longest, 'word')})"
-        if not longest:
-            beside = f"{counted(summary['min_words'], 'word')}, and the control's people have none"
+        bar = summary["control"].get("longest_but_one", longest)
+        but = f", but for one person with {counted(longest, 'word')}" if longest > bar else ""
+        beside = f"any that is the control's people's alone (longest {counted(bar, 'word')}{but})"
+        if not bar:
+            least = counted(summary["min_words"], "word")
+            beside = f"{least}, and the control's people have none{but}"
         verb, read = ("is", "it for a copy until you have read it") if longer == 1 else ("are", "these for copies until you have read them")  # fmt: skip
         yield f"{counted(longer, 'stretch', 'stretches')} {verb} longer than {beside}: take {read}."
 
