@@ -57,7 +57,13 @@ PIECES = [
         "\u1112\u1161\u11ab",
     ],
     *["👍🏽", "--", "\u00a0", ".", "ǰ", "İ", "ſ"],
+    *["so\u00adft", "\u200b", "wo\u200d\u2060rd", "\ufeff", "漢\u200b字"],
 ]
+UNSEEN = {"\u00ad", "\ufeff"} | {
+    chr(code)
+    for name in ("200b-200f", "202a-202e", "2060-2064")
+    for code in range(int(name[:4], 16), int(name[5:], 16) + 1)
+}
 
 
 def normalised_pieces(text):
@@ -81,6 +87,8 @@ def words_by_hand(text):
             if alone and unicodedata.category(letter)[0] in "LMN":
                 words.append([letter, start, end])
                 open_word = None
+            elif letter in UNSEEN:
+                continue
             elif not letter.isalnum():
                 open_word = None
             elif open_word is None:

@@ -1,6 +1,7 @@
 """The words of a text, however it was cut into tokens, and where in the text they stand.
 
-A word is a longest run of letters and digits once the text is in NFKC and its case is folded.
+A word is a longest run of letters and digits once the text is in NFKC and its case is folded, with
+nothing in between but what nobody sees: soft hyphens, spaces without width, marks of direction.
 Scripts that put no space between words have no such runs: there each character is a word.
 """
 
@@ -23,8 +24,13 @@ _ALONE = (
     r"\U00020000-\U0003ffff"
 )
 _IS_ALONE = re.compile(f"[{_ALONE}]")
+_UNSEEN = r"\u00ad\u200b-\u200f\u202a-\u202e\u2060-\u2064\ufeff"
+_IS_UNSEEN = re.compile(f"[{_UNSEEN}]+")
 _RUNS = re.compile(r"[^\W_]+")
-_RUNS_OR_ALONE = re.compile(rf"[{_ALONE}]|[^\W_{_ALONE}]+")
+_RUNS_BROKEN = re.compile(rf"[^\W_]+(?:[{_UNSEEN}]+[^\W_]+)*")
+_RUNS_OR_ALONE = re.compile(
+    rf"[{_ALONE}]|[^\W_{_ALONE}]+(?:[{_UNSEEN}]+[^\W_{_ALONE}]+)*",
+)
 # Text that normalising may change, and the ASCII character that a mark may stand on.
 _BEYOND_ASCII = re.compile(r"[\x00-\x7f]?[^\x00-\x7f]+")
 # Normalising joins a vowel or a final consonant of Hangul to what stands before it.
@@ -35,10 +41,11 @@ _MOST_MARKS = 32  # on one letter; more of them are not taken apart
 def words_of(text: str) -> list[str]:
     """The words of a text, in order.
 
-    >>> words_of("The ﬁrst STRAẞE_33, 漢字")
-    ['the', 'first', 'strasse', '33', '漢', '字']
+    >>> words_of("The ﬁrst STRAẞE_33, so\u00adft, 漢字")
+    ['the', 'first', 'strasse', '33', 'soft', '漢', '字']
     """
     folded = unicodedata.normalize("NFKC", text).casefold()
+    folded = folded if folded.isascii() else _IS_UNSEEN.sub("", folded)
     return _pattern_of(folded).findall(folded)
 
 
@@ -86,7 +93,8 @@ def placed_words(text: str) -> PlacedWords:
     folded, origins = _folded(text)
     words, edges = [], array("q")
     for match in _pattern_of(folded).finditer(folded):
-        words.append(match[0])
+        word = match[0]
+        words.append(word if word.isascii() else _IS_UNSEEN.sub("", word))
         edges.extend(match.span())
     places = np.frombuffer(edges, np.int64).reshape(-1, 2)
     starts, ends = places[:, 0], places[:, 1]
@@ -96,9 +104,10 @@ def placed_words(text: str) -> PlacedWords:
 
 
 def _pattern_of(folded: str) -> re.Pattern[str]:
+    if folded.isascii():
+        return _RUNS
     # Looking through the ranges at every character takes ten times as long.
-    has_alone = not folded.isascii() and _IS_ALONE.search(folded)
-    return _RUNS_OR_ALONE if has_alone else _RUNS
+    return _RUNS_OR_ALONE if _IS_ALONE.search(folded) else _RUNS_BROKEN
 
 
 def _folded(text: str) -> tuple[str, tuple[np.ndarray, np.ndarray] | None]:
