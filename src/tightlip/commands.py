@@ -17,6 +17,7 @@ from tightlip.audit.settings import (
     ResamplingSettings,
     SyntheticConfig,
 )
+from tightlip.core.engines import EngineSettings
 from tightlip.core.errors import UsageError
 from tightlip.core.files import claimed, make_private_folder, names_in, write_json, write_text
 from tightlip.core.run_folder import RunRecord
@@ -53,7 +54,7 @@ def audit(model: Any, corpus: Any = None, **settings: Any) -> LeakageReport:
     return audit_model(model, corpus, **settings, retrain=retrain, write_page=write_report)
 
 
-@takes(ExtractionConfig, Decoding, ScanOptions, TextSettings)
+@takes(ExtractionConfig, Decoding, ScanOptions, TextSettings, EngineSettings)
 def extract(
     model: Any,
     corpus: Any = None,

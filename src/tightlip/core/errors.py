@@ -46,6 +46,10 @@ class UsageError(TightlipError):
     """The input or the flags cannot work. The command line prints the line and exits 2."""
 
 
+class FullDiskError(UsageError):
+    """There is no room for a file."""
+
+
 class DamagedError(UsageError):
     """A file that tightlip wrote is not what it was."""
 

@@ -1,0 +1,315 @@
+"""A Ray cluster: plain actors that open a thing once and apply it to one item after another.
+
+The driver hands items out, keeps their order, and gives those of a worker that died to another.
+Nothing is left to Ray Data, which reorders and resizes blocks, nor to Ray's own retries.
+"""
+
+import os
+import socket
+import tempfile
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from itertools import islice
+from typing import Any
+
+import tightlip
+from tightlip.core.devices import kind_of_device, on_workers
+from tightlip.core.engines import EngineSettings, Item, Result
+from tightlip.core.errors import FullDiskError, TightlipError, UsageError
+from tightlip.core.progress import log
+
+_MOST_DEATHS = 3  # of workers at one item, or before their first
+_START_SECONDS = 600.0  # in which a cluster without any worker must have made room for one
+
+
+class RayEngine:
+    """Workers of one cluster, each with `threads` CPUs, and a GPU where the device is one.
+
+    Holds:
+        in_order: results come in the items' order, whoever made them.
+        redone: what a dead worker or node had in hand is done by another.
+        one_kind: devices and builds are all the same, unless mixed ones were asked for.
+    """
+
+    is_remote = True
+
+    def __init__(self, settings: EngineSettings, device: str) -> None:
+        import ray
+        import torch
+
+        self._ray, self._mixed = ray, settings.mixed
+        self.threads = settings.threads_per_worker or torch.get_num_threads()
+        self.notes: list[str] = []
+        machines = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        has_gpu = any(machine.get("GPU", 0) >= 1 for machine in machines)
+        self.device = _device(device, has_gpu)
+        room = [int(machine.get("CPU", 0) // self.threads) for machine in machines]
+        if self.device == "cuda":
+            room = [min(n, int(m.get("GPU", 0))) for n, m in zip(room, machines, strict=True)]
+        if not sum(room):
+            raise UsageError(
+                f"No machine of the cluster has {self.threads} CPUs{' and a GPU' if self.device == 'cuda' else ''} for a worker. "
+                "Give fewer --threads-per-worker, or add machines."
+            )
+        self._num_workers = min(settings.workers or sum(room), sum(room))
+        self.workers = min(max(room), self._num_workers)  # that share a machine's memory
+        self._idle: list[Any] = []
+        self._starting: dict[Any, Any] = {}  # what each is asked first, and the worker
+        self._busy: dict[Any, tuple[Any, int]] = {}  # tasks, their workers and items' numbers
+        self._kinds: dict[Any, str] = {}
+        self._num_stillborn = 0
+
+    @classmethod
+    @contextmanager
+    def opened(cls, settings: EngineSettings, device: str) -> Iterator["RayEngine"]:
+        """Joins a cluster, or starts one of this machine alone, which ends with it."""
+        with _joined(settings.address):
+            engine = cls(settings, device)
+            token = on_workers.set(True)
+            try:
+                yield engine
+            finally:
+                on_workers.reset(token)
+                engine._dismiss([*engine._kinds, *engine._starting.values()])
+
+    def map(
+        self, function: Callable[[Item], Result], items: Iterable[Item]
+    ) -> Iterator[tuple[Item, Result]]:
+        return self.scatter(partial(_itself, function), items)
+
+    def kinds(self, device: str) -> list[str]:
+        self._start()
+        while self._starting and not (self._idle and self._is_slow()):
+            self._take_in(self._one_done())
+        return sorted({*self._kinds.values()})
+
+    def scatter(
+        self, opening: Callable[[], Callable[[Item], Result]], items: Iterable[Item]
+    ) -> Iterator[tuple[Item, Result]]:
+        # In a list Ray hands the reference itself on: a worker that cannot read it says why.
+        given = [self._ray.put(opening)]
+        source, again = enumerate(items), deque[int]()
+        waiting: dict[int, Item] = {}
+        results: dict[int, Result] = {}
+        deaths: Counter[int] = Counter()
+        first, is_over = 0, False
+        try:
+            while True:
+                # Results wait for those before them: no more than a few may.
+                may_draw = len(waiting) < 2 * self._num_workers and (self._idle or not waiting)
+                if may_draw and not again and not is_over:
+                    drawn = dict(islice(source, 1))
+                    waiting |= drawn
+                    again.extend(drawn)
+                    is_over = not drawn
+                if again and self._idle:
+                    number, worker = again.popleft(), self._idle.pop()
+                    self._busy[worker.apply.remote(given, waiting[number])] = worker, number
+                    continue
+                while first in results:
+                    yield waiting.pop(first), results.pop(first)
+                    first += 1
+                if is_over and not waiting:
+                    return
+                if again or self._busy:
+                    self._start()
+                    self._settle(self._one_done(), results, again, deaths)
+        finally:  # whoever asked may have had enough
+            self._dismiss([worker for worker, _ in self._busy.values()])
+
+    def _start(self) -> None:
+        """Ask for as many workers as there are to be."""
+        missing = self._num_workers - len(self._kinds) - len(self._starting)
+        how = {"num_cpus": self.threads, "num_gpus": int(self.device == "cuda"), "max_restarts": 0}
+        for _ in range(missing):
+            worker = self._ray.remote(**how)(_Worker).remote(os.getcwd(), tightlip.__version__)
+            self._starting[worker.kind.remote(self.device)] = worker
+
+    def _is_slow(self) -> bool:
+        done, _ = self._ray.wait([*self._starting], timeout=60)
+        return not done
+
+    def _one_done(self) -> Any:
+        """A task that has ended, of those under way; a refusal where no worker finds room."""
+        while True:
+            tasks = [*self._busy, *self._starting]
+            done, _ = self._ray.wait(tasks, num_returns=1, timeout=_START_SECONDS)
+            if done:
+                return done[0]
+            if not self._busy and not self._idle:
+                raise UsageError(
+                    f"No worker found room in the cluster for {_START_SECONDS:.0f} seconds. Free some of it, or give fewer "
+                    "--threads-per-worker."
+                )
+
+    def _settle(
+        self, task: Any, results: dict[int, Any], again: deque[int], deaths: Counter[int]
+    ) -> None:
+        """Take a result in, or give its item to another worker."""
+        if task in self._starting:
+            self._take_in(task)
+            return
+        worker, number = self._busy.pop(task)
+        try:
+            results[number] = self._result(task)
+            self._idle.append(worker)
+        except FullDiskError as error:
+            # Of one machine, it may be, and others have room.
+            log.warning("A worker has no room and is sent home: %s", error)
+            self._dismiss([worker])
+            self._num_workers -= 1
+            if not self._num_workers:
+                raise
+            again.appendleft(number)
+        except self._ray.exceptions.RayActorError as error:
+            deaths[number] += 1
+            self._dismiss([worker])
+            if deaths[number] >= _MOST_DEATHS:
+                raise _died(error, "the same shard") from None
+            log.warning("A worker died, and its shard is done again.")
+            again.appendleft(number)
+
+    def _take_in(self, task: Any) -> None:
+        """A worker that says what it is; refused where it is of another kind than the others."""
+        worker = self._starting.pop(task)
+        try:
+            kind = self._result(task)
+        except self._ray.exceptions.RayActorError as error:
+            self._num_stillborn += 1
+            if self._num_stillborn >= _MOST_DEATHS:
+                raise _died(error, "its start") from None
+            self._start()
+            return
+        self._kinds[worker] = kind
+        self._idle.append(worker)
+        if len(kinds := sorted({*self._kinds.values()})) > 1 and not self._mixed:
+            raise UsageError(
+                f"The machines of the cluster differ: {'; '.join(kinds)}. What they scan may differ in its last digits. Use "
+                "machines of one kind, or give --mixed, and the report says so."
+            )
+
+    def _result(self, task: Any) -> Any:
+        """What a worker says, or what it raises, as if it had been raised here."""
+        errors = self._ray.exceptions
+        try:
+            return self._ray.get(task)
+        except errors.RayTaskError as error:
+            cause = error.cause
+            if isinstance(cause, errors.RaySystemError | ImportError):
+                raise UsageError(
+                    f"A worker cannot read what it was given ({str(cause).splitlines()[0]}). Every machine must have the same "
+                    "tightlip, and model, corpus and report at the same paths."
+                ) from error
+            raise cause from (None if isinstance(cause, TightlipError) else error)
+
+    def _dismiss(self, workers: Iterable[Any]) -> None:
+        gone = [*workers]
+        for worker in gone:
+            self._ray.kill(worker)
+            self._kinds.pop(worker, None)
+        self._idle = [worker for worker in self._idle if worker not in gone]
+        self._busy = {task: one for task, one in self._busy.items() if one[0] not in gone}
+        self._starting = {task: one for task, one in self._starting.items() if one not in gone}
+
+
+def _itself(function: Callable[[Item], Result]) -> Callable[[Item], Result]:
+    return function
+
+
+def _died(error: Exception, when: str) -> UsageError:
+    told = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return UsageError(
+        f"{_MOST_DEATHS} workers died at {when}, most likely for want of memory ({'; '.join(told[:2])}). Give a smaller "
+        "--batch-tokens, --memory or number of --workers, and the same command again."
+    )
+
+
+def _device(name: str, has_gpu: bool) -> str:
+    if name == "auto":
+        return "cuda" if has_gpu else "cpu"
+    if name not in ("cpu", "cuda") or (name == "cuda" and not has_gpu):
+        raise UsageError(
+            f"device={name!r} cannot be used on this cluster, which has {'' if has_gpu else 'no '}GPUs. Use cpu, cuda or auto."
+        )
+    return name
+
+
+@contextmanager
+def _joined(address: str | None) -> Iterator[None]:
+    """A connection to the cluster, quiet; one that stood before stays."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nobody is told about an audit
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    try:
+        import ray
+    except ImportError as error:
+        raise UsageError(
+            "--engine ray needs Ray, which is not installed here. Install it: pip install 'tightlip[ray]'"
+        ) from error
+    if ray.is_initialized():
+        yield
+        return
+    quiet = {"log_to_driver": False, "logging_level": "ERROR", "configure_logging": True}
+    with tempfile.TemporaryDirectory(prefix="tl-", ignore_cleanup_errors=True) as folder:
+        if address is None:  # of this machine alone, which nobody else can reach
+            address = "local"
+            quiet |= {"include_dashboard": False, "_node_ip_address": "127.0.0.1"}
+            quiet |= {"_temp_dir": folder}
+        try:
+            ray.init(address=address, **quiet)
+        except (ConnectionError, RuntimeError, ValueError, OSError) as error:
+            reason = str(error).strip().splitlines()[0]
+            raise UsageError(
+                f"The Ray cluster at {address} cannot be joined ({reason}). Start one with ray start --head, and give its "
+                "--address HOST:PORT."
+            ) from error
+        try:
+            yield
+        finally:
+            ray.shutdown()
+
+
+class _Worker:
+    """What runs in a process of its own, on any machine of the cluster."""
+
+    def __init__(self, folder: str, version: str) -> None:
+        self._given, self._function = None, None
+        if tightlip.__version__ != version:
+            self._refusal: str | None = (
+                f"{socket.gethostname()} has tightlip {tightlip.__version__}, and {version} is what the command was given to. "
+                "Install the same on every machine."
+            )
+            return
+        self._refusal = None
+        try:
+            os.chdir(folder)  # in which paths were given
+        except OSError:
+            self._refusal = (
+                f"{socket.gethostname()} has no {folder}, where the command was given. Give it in a folder that every machine "
+                "has at the same path."
+            )
+
+    def kind(self, device: str) -> str:
+        if self._refusal is not None:
+            raise UsageError(self._refusal)
+        return kind_of_device(device)
+
+    def apply(self, given: list[Any], item: Any) -> Any:
+        if self._given != given[0]:
+            import ray
+
+            self._given = self._function = None  # first, for the memory
+            self._function = self._opened(ray.get(given[0]))
+            self._given = given[0]
+        assert self._function is not None
+        return self._function(item)
+
+    def _opened(self, opening: Callable[[], Any]) -> Any:
+        try:
+            return opening()
+        except FileNotFoundError as error:
+            raise UsageError(
+                f"{socket.gethostname()} does not see {error.filename}. Every machine must have model, corpus and report at the "
+                "same paths: put them on a file system that all of them share."
+            ) from error
