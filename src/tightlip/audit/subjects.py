@@ -11,7 +11,7 @@ from typing import Any
 
 import tightlip
 from tightlip.audit.leakage.findings import WORK, report_folder
-from tightlip.core.engines import Engine
+from tightlip.core.engines import Engine, local_engine
 from tightlip.core.errors import UsageError
 from tightlip.core.files import claimed
 from tightlip.core.run_folder import RunRecord, is_run, run_around
@@ -181,7 +181,7 @@ def measuring(
         keep = keep and subject.is_file
         store = stack.enter_context(scan_store(folder / SCAN, [], keep=keep))
         options = ScanOptions(device=device, **how)
-        scans = Scans(store=store, options=options, **({"engine": engine} if engine else {}))
+        scans = Scans(store=store, options=options, engine=engine or local_engine())
         scans.opened(subject.model).refuse_unused_base()
         yield scans, folder / WORK
         shutil.rmtree(folder / WORK, ignore_errors=True)

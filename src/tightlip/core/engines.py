@@ -41,6 +41,12 @@ class Engine(Protocol):
         """What scans: devices and builds, by name. More than one only where that was allowed."""
 
 
+def local_engine() -> Engine:
+    """This machine, for whoever asks for nothing else."""
+    engine: Engine = look_up("engine", "local")()
+    return engine
+
+
 @dataclass(frozen=True, kw_only=True)
 class EngineSettings(Settings):
     """Where scanning and counting run. None of it changes the report, but for the last digits."""

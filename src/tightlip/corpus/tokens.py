@@ -173,8 +173,9 @@ def _check_fits(corpus: TokenizedCorpus) -> None:
 def _file_of(value: Any) -> Path | None:
     """The file that all of an array is mapped from."""
     whole = value.base if isinstance(value, np.ndarray) else None
-    is_whole = isinstance(whole, np.memmap) and whole.shape == value.shape
-    return Path(whole.filename) if is_whole and whole.filename is not None else None
+    if not isinstance(whole, np.memmap) or whole.shape != value.shape or whole.filename is None:
+        return None
+    return Path(whole.filename)
 
 
 def mapped(path: Path) -> np.ndarray:

@@ -4,12 +4,13 @@ The driver hands items out, keeps their order, and gives those of a worker that 
 Nothing is left to Ray Data, which reorders and resizes blocks, nor to Ray's own retries.
 """
 
+import logging
 import os
 import socket
 import tempfile
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -21,6 +22,7 @@ from tightlip.core.errors import FullDiskError, TightlipError, UsageError
 from tightlip.core.progress import log
 
 _MOST_DEATHS = 3  # of workers at one item, or before their first
+_FORGOTTEN = -1  # the number of an item whose result nobody waits for
 _START_SECONDS = 600.0  # in which a cluster without any worker must have made room for one
 
 
@@ -117,14 +119,16 @@ class RayEngine:
                     self._start()
                     self._settle(self._one_done(), results, again, deaths)
         finally:  # whoever asked may have had enough
-            self._dismiss([worker for worker, _ in self._busy.values()])
+            self._busy = {task: (worker, _FORGOTTEN) for task, (worker, _) in self._busy.items()}
 
     def _start(self) -> None:
         """Ask for as many workers as there are to be."""
         missing = self._num_workers - len(self._kinds) - len(self._starting)
-        how = {"num_cpus": self.threads, "num_gpus": int(self.device == "cuda"), "max_restarts": 0}
+        how: dict[str, Any] = {"num_cpus": self.threads, "num_gpus": int(self.device == "cuda")}
         for _ in range(missing):
-            worker = self._ray.remote(**how)(_Worker).remote(os.getcwd(), tightlip.__version__)
+            worker: Any = self._ray.remote(**how, max_restarts=0)(_Worker).remote(
+                os.getcwd(), tightlip.__version__
+            )
             self._starting[worker.kind.remote(self.device)] = worker
 
     def _is_slow(self) -> bool:
@@ -153,8 +157,7 @@ class RayEngine:
             return
         worker, number = self._busy.pop(task)
         try:
-            results[number] = self._result(task)
-            self._idle.append(worker)
+            result = self._result(task)
         except FullDiskError as error:
             # Of one machine, it may be, and others have room.
             log.warning("A worker has no room and is sent home: %s", error)
@@ -162,14 +165,21 @@ class RayEngine:
             self._num_workers -= 1
             if not self._num_workers:
                 raise
-            again.appendleft(number)
+            again.extendleft([number] if number != _FORGOTTEN else [])
         except self._ray.exceptions.RayActorError as error:
             deaths[number] += 1
             self._dismiss([worker])
             if deaths[number] >= _MOST_DEATHS:
                 raise _died(error, "the same shard") from None
             log.warning("A worker died, and its shard is done again.")
-            again.appendleft(number)
+            again.extendleft([number] if number != _FORGOTTEN else [])
+        except Exception:
+            self._idle.append(worker)
+            if number != _FORGOTTEN:
+                raise
+        else:
+            self._idle.append(worker)
+            results |= {} if number == _FORGOTTEN else {number: result}
 
     def _take_in(self, task: Any) -> None:
         """A worker that says what it is; refused where it is of another kind than the others."""
@@ -250,24 +260,47 @@ def _joined(address: str | None) -> Iterator[None]:
     if ray.is_initialized():
         yield
         return
-    quiet = {"log_to_driver": False, "logging_level": "ERROR", "configure_logging": True}
-    with tempfile.TemporaryDirectory(prefix="tl-", ignore_cleanup_errors=True) as folder:
-        if address is None:  # of this machine alone, which nobody else can reach
-            address = "local"
-            quiet |= {"include_dashboard": False, "_node_ip_address": "127.0.0.1"}
-            quiet |= {"_temp_dir": folder}
+    joins = _of_this_machine() if address is None else nullcontext({"address": address})
+    with joins as how, _told_by_the_engine_alone():
         try:
-            ray.init(address=address, **quiet)
+            ray.init(log_to_driver=False, logging_level=logging.ERROR, **how)
         except (ConnectionError, RuntimeError, ValueError, OSError) as error:
-            reason = str(error).strip().splitlines()[0]
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise UsageError(
-                f"The Ray cluster at {address} cannot be joined ({reason}). Start one with ray start --head, and give its "
-                "--address HOST:PORT."
+                f"The Ray cluster at {address or 'this machine'} cannot be joined ({reason}). See docs/clusters.md for how to start "
+                "one, and give its --address HOST:PORT."
             ) from error
         try:
             yield
         finally:
             ray.shutdown()
+
+
+@contextmanager
+def _of_this_machine() -> Iterator[dict[str, Any]]:
+    """How a cluster is started that no other machine can reach, and whose files go with it."""
+    from ray._private import ray_constants
+
+    # On Linux Ray takes 127.0.0.1 for the machine's own address, unless it is told this.
+    is_cluster, ray_constants.ENABLE_RAY_CLUSTER = ray_constants.ENABLE_RAY_CLUSTER, False
+    try:
+        with tempfile.TemporaryDirectory(prefix="tl-", ignore_cleanup_errors=True) as folder:
+            how = {"address": "local", "include_dashboard": False, "_temp_dir": folder}
+            yield how | {"_node_ip_address": "127.0.0.1"}
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = is_cluster
+
+
+@contextmanager
+def _told_by_the_engine_alone() -> Iterator[None]:
+    """Ray prints to the terminal what becomes of workers; the engine says it in its own words."""
+    from ray._private import worker
+
+    before, worker.print_to_stdstream = worker.print_to_stdstream, lambda *_, **__: None
+    try:
+        yield
+    finally:
+        worker.print_to_stdstream = before
 
 
 class _Worker:

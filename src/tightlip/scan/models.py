@@ -12,10 +12,9 @@ from typing import Any, TypeVar
 import numpy as np
 
 from tightlip.core.devices import num_threads, usable_device
-from tightlip.core.engines import Engine, EngineSettings
+from tightlip.core.engines import Engine, EngineSettings, local_engine
 from tightlip.core.errors import UsageError
 from tightlip.core.files import claimed
-from tightlip.core.registry import look_up
 from tightlip.core.run_folder import RunRecord, run_around
 from tightlip.core.settings import names_in
 from tightlip.core.token_ids import begin_ids
@@ -152,7 +151,7 @@ class OpenedModel:
         engine: Engine | None = None,
     ) -> ScannedCorpus:
         """What the scorer says of every token under the model, as it stands in `store`."""
-        engine = engine or look_up("engine", "local")()
+        engine = engine or local_engine()
         begins = not corpus.begins_itself or self.options.begin == "always"
         key = {
             "model": self.files,
@@ -477,7 +476,7 @@ class Scans:
     options: ScanOptions = field(default_factory=ScanOptions)
     models: dict[tuple[Path | int, bool], OpenedModel] = field(default_factory=dict)
     scorer: Scorer = PLAIN
-    engine: Engine = field(default_factory=lambda: look_up("engine", "local")())
+    engine: Engine = field(default_factory=local_engine)
 
     def opened(self, folder: Any, *, beside: Path | None = None) -> OpenedModel:
         """The model in `folder`; with `beside`, the reference or public model of the one there,
@@ -550,5 +549,5 @@ def scans_of_run(
         yield given
         return
     with claimed_to_write(run.folder), run_store(run.folder, keep=keep) as store:
-        where = {} if engine is None else {"engine": engine}
-        yield Scans(store=store, options=ScanOptions(device=device, **how), **where)
+        options = ScanOptions(device=device, **how)
+        yield Scans(store=store, options=options, engine=engine or local_engine())

@@ -29,7 +29,7 @@ import numpy as np
 
 from tightlip.core.checksums import checked
 from tightlip.core.devices import kind_of_device
-from tightlip.core.engines import Engine
+from tightlip.core.engines import Engine, local_engine
 from tightlip.core.errors import DamagedError, UsageError
 from tightlip.core.files import (
     make_private_folder,
@@ -39,7 +39,6 @@ from tightlip.core.files import (
     written_whole,
 )
 from tightlip.core.progress import task
-from tightlip.core.registry import look_up
 from tightlip.corpus.tokens import TokenizedCorpus
 from tightlip.scan.scorers import PLAIN, Scorer
 
@@ -114,7 +113,7 @@ class ScanStore:
         engine: Engine | None = None,
     ) -> ScannedCorpus:
         """The scan of `corpus` under `key`; `open_scan` is called once a shard is missing."""
-        engine, device = engine or look_up("engine", "local")(), str(key.get("device", "cpu"))
+        engine, device = engine or local_engine(), str(key.get("device", "cpu"))
         whole_key, *richer = (
             {
                 **key,
@@ -303,9 +302,9 @@ def _write_key(folder: Path, key: dict[str, Any]) -> None:
 
 def _write_shard(path: Path, columns: dict[str, Any], of: bytes, kind: str) -> None:
     """Replaces whatever damaged shard stood there."""
-    more = {"of": np.frombuffer(of, np.uint8), "by": np.frombuffer(kind.encode(), np.uint8)}
+    of_key, by = np.frombuffer(of, np.uint8), np.frombuffer(kind.encode(), np.uint8)
     with written_whole(path) as beside, beside.open("wb") as stream:
-        np.savez(stream, **columns, **more)
+        np.savez(stream, **columns, of=of_key, by=by)
 
 
 def shard_edges(bounds: np.ndarray) -> list[int]:

@@ -13,7 +13,7 @@ from audit.leakage.test_counting import (
 from tightlip.audit.leakage.counting import added_up, count_in_shard
 from tightlip.core.registry import look_up, names_of
 
-# Those of a cluster are examined beside it: tests/engines/test_ray.py
+# Those of a cluster are examined beside it: tests/faults/test_ray.py
 EACH = pytest.mark.parametrize("name", sorted({*names_of("engine")} - {"ray"}))
 
 
