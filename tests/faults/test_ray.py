@@ -3,14 +3,14 @@
 All tests of Ray are here, so that one process of tests has the one cluster.
 """
 
-import errno
 import os
 import shutil
 import signal
 import threading
 import time
 from contextlib import nullcontext
-from pathlib import Path
+from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -18,13 +18,14 @@ import pytest
 import tightlip
 from cli.held_out_runs import documents, make_run, prepared
 from faults.harm import changes, half_written, is_litter, tree
-from tightlip.audit.leakage.counting import Part, Sequences, count_in_shard, over_shards
+from tightlip.audit.leakage.counting import Sequences, count_in_shard, least_memory, over_shards
 from tightlip.core.devices import on_workers
 from tightlip.core.engines import EngineSettings
 from tightlip.core.errors import FullDiskError, UsageError
 from tightlip.core.files import written_whole
-from tightlip.corpus.tokens import GrowingArray, TokenizedCorpus, mapped
+from tightlip.corpus.tokens import TokenizedCorpus, mapped
 from tightlip.engines import ray as ray_engine
+from tightlip.engines.local import LocalEngine
 from tightlip.scan import store
 
 pytestmark = pytest.mark.slow
@@ -126,7 +127,7 @@ def test_results_come_in_the_items_order_and_errors_reach_the_caller(engine):
     assert list(engine.map(len, [])) == []
     with pytest.raises(ZeroDivisionError):
         list(engine.map(lambda number: 1 / number, range(3)))
-    with pytest.raises(UsageError, match="^not like this$"):
+    with pytest.raises(UsageError, match=r"^not like this$"):
         list(engine.map(_refuse, range(3)))
 
 
@@ -185,6 +186,82 @@ def test_a_worker_names_the_path_that_it_does_not_see(engine, tmp_path):
     path.unlink()
     with pytest.raises(UsageError, match=f"{path}.*same paths"):
         list(engine.map(lambda number: int(corpus.tokens[number]), [3]))
+
+
+def test_machines_of_different_kinds_are_refused_unless_asked_for_and_then_told(
+    on_ray, engine, run, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(ray_engine, "_Worker", _OfItsOwnKind)
+    engine._dismiss([*engine._kinds])
+    with pytest.raises(UsageError, match=r"differ: CPU \w+; CPU \w+\..*mixed=True"):
+        engine.kinds("cpu")
+    monkeypatch.setattr(engine, "_mixed", True)
+    report = tightlip.audit(run, out=tmp_path / "out", engine="ray", device="cpu")
+    assert any("different kinds (CPU" in note for note in report.summary["notes"])
+    again = tightlip.audit(run, out=tmp_path / "out", engine="local", device="cpu")
+    assert any("different kinds" in note for note in again.summary["notes"]), "the scan was kept"
+    engine._dismiss([*engine._kinds])
+
+
+class _OfItsOwnKind(ray_engine._Worker):
+    """A worker whose node is like no other."""
+
+    def __init__(self, *given):
+        super().__init__(*given)
+        ray_engine.kind_of_device = store.kind_of_device = lambda device: f"CPU {_node(0)[:6]}"
+
+
+def test_workers_hold_no_more_than_their_share_of_a_corpus_five_times_as_large(engine, tmp_path):
+    """What they take while they count is looked at every few milliseconds."""
+    num_documents, size = 3000, 1000
+    tokens = np.random.default_rng(0).integers(0, 5000, num_documents * size, dtype=np.int32)
+    np.save(tmp_path / "tokens.npy", tokens)
+    corpus = TokenizedCorpus(
+        tokens=mapped(tmp_path / "tokens.npy"),
+        bounds=np.arange(num_documents + 1, dtype=np.int64) * size,
+        users=np.arange(num_documents, dtype=np.int32) // 3,
+        user_names=[str(number) for number in range(num_documents // 3)],
+        corpus_fingerprint="c",
+        tokenizer_fingerprint="t",
+    )
+    whole = least_memory(replace(corpus, bounds=np.array([0, len(tokens)]), users=np.zeros(1, int)))
+    bound = whole // 5
+    needles = Sequences(tokens=tokens[:3000].copy(), offsets=np.arange(0, 3001, 3))
+    watched = partial(_peak_of, look=partial(count_in_shard, sequences=needles))
+    list(over_shards(engine, watched, corpus, bound * engine.workers // 20))  # compiled by now
+    found = list(over_shards(engine, watched, corpus, bound * engine.workers))
+    assert len(found) > 5
+    peaks = [peak for _, (peak, _) in found]
+    assert bound / 4 < max(peaks) <= bound, (peaks, bound)
+    totals = sum(counts.totals for _, (_, counts) in found)
+    one = next(
+        iter(over_shards(LocalEngine(1), partial(count_in_shard, sequences=needles), corpus, whole))
+    )
+    assert totals.tolist() == one[1].totals.tolist()
+
+
+def _peak_of(shard, look):
+    """How much memory of its own the process takes more than before at most, and what is found."""
+    size = 4 * len(shard.tokens)  # stands by now
+    before, peak, is_over = _own_memory() - size, 0, threading.Event()
+
+    def watch():
+        nonlocal peak
+        while not is_over.is_set():
+            peak = max(peak, _own_memory() - before)
+            time.sleep(0.002)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    found = look(shard)
+    is_over.set()
+    watcher.join()
+    return peak, found
+
+
+def _own_memory():
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) << 10 for line in status if line.startswith("RssAnon"))
 
 
 # Whoever dies
@@ -251,8 +328,7 @@ def test_a_node_killed_in_the_middle_changes_nothing(on_ray, cluster, engine, ru
         while not there:
             there.extend(out.rglob("*.npz"))
             time.sleep(0.002)
-        # Not the raylet alone: as when the power goes, its workers stop at once too.
-        cluster.remove_node(cluster.worker_nodes[-1], allow_graceful=False)
+        cluster.remove_node(next(iter(cluster.worker_nodes)), allow_graceful=False)
 
     killer = threading.Thread(target=kill)
     killer.start()

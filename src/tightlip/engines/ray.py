@@ -23,6 +23,7 @@ from tightlip.core.progress import log
 
 _MOST_DEATHS = 3  # of workers at one item, or before their first
 _FORGOTTEN = -1  # the number of an item whose result nobody waits for
+_SLOW_SECONDS = 30.0  # that the first workers wait for the others, to be of one kind
 _START_SECONDS = 600.0  # in which a cluster without any worker must have made room for one
 
 
@@ -82,9 +83,16 @@ class RayEngine:
         return self.scatter(partial(_itself, function), items)
 
     def kinds(self, device: str) -> list[str]:
+        is_first = not self._kinds
         self._start()
-        while self._starting and not (self._idle and self._is_slow()):
-            self._take_in(self._one_done())
+        while self._starting and is_first:
+            seconds = _SLOW_SECONDS if self._kinds else _START_SECONDS
+            done, _ = self._ray.wait([*self._starting], timeout=seconds)
+            if not done and not self._kinds:
+                raise _no_room()
+            if not done:  # it is looked at when it comes
+                break
+            self._take_in(done[0])
         return sorted({*self._kinds.values()})
 
     def scatter(
@@ -131,10 +139,6 @@ class RayEngine:
             )
             self._starting[worker.kind.remote(self.device)] = worker
 
-    def _is_slow(self) -> bool:
-        done, _ = self._ray.wait([*self._starting], timeout=60)
-        return not done
-
     def _one_done(self) -> Any:
         """A task that has ended, of those under way; a refusal where no worker finds room."""
         while True:
@@ -143,10 +147,7 @@ class RayEngine:
             if done:
                 return done[0]
             if not self._busy and not self._idle:
-                raise UsageError(
-                    f"No worker found room in the cluster for {_START_SECONDS:.0f} seconds. Free some of it, or give fewer "
-                    "--threads-per-worker."
-                )
+                raise _no_room()
 
     def _settle(
         self, task: Any, results: dict[int, Any], again: deque[int], deaths: Counter[int]
@@ -226,6 +227,13 @@ class RayEngine:
 
 def _itself(function: Callable[[Item], Result]) -> Callable[[Item], Result]:
     return function
+
+
+def _no_room() -> UsageError:
+    return UsageError(
+        f"No worker found room in the cluster for {_START_SECONDS:.0f} seconds. Free some of it, or give fewer "
+        "--threads-per-worker."
+    )
 
 
 def _died(error: Exception, when: str) -> UsageError:
