@@ -167,7 +167,7 @@ def test_a_scan_with_moments_stands_for_a_plain_one_and_not_the_other_way_round(
     assert rest[0][0] == with_moments.scanned[-1][1], "the plain scan goes on where the other ends"
 
 
-def test_the_key_and_the_file_of_a_plain_scan_are_what_they_were_before_there_were_scorers(
+def test_the_key_of_a_plain_scan_is_what_it_was_before_there_were_scorers(
     tmp_path,
 ):
     scan(ScanStore(tmp_path), corpus_of(2), Watched())
@@ -185,6 +185,7 @@ def test_the_key_and_the_file_of_a_plain_scan_are_what_they_were_before_there_we
             "ranks": np.int32,
             "log_probs": np.float32,
             "of": np.uint8,
+            "by": np.uint8,
         }
 
 
@@ -341,7 +342,7 @@ def test_all_of_it_is_for_its_owner_only_and_takes_eight_bytes_a_token(tmp_path,
     for path in (store.folder, *store.folder.rglob("*")):
         assert stat.S_IMODE(path.stat().st_mode) == (0o700 if path.is_dir() else 0o600)
     (shard,) = store.folder.rglob("*.npz")
-    assert 8 * corpus.num_tokens < shard.stat().st_size < 8 * corpus.num_tokens + 1000
+    assert 8 * corpus.num_tokens < shard.stat().st_size < 8 * corpus.num_tokens + 1500
 
 
 # What keeps scans, and what does not
