@@ -6,11 +6,14 @@ All tests of Ray are here, so that one process of tests has the one cluster.
 import os
 import shutil
 import signal
+import sys
+import tempfile
 import threading
 import time
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -95,7 +98,7 @@ def test_a_killed_driver_goes_on_from_the_shards_on_storage(cluster, command, ru
     local, out = tmp_path / "local", tmp_path / "ray"
     ran = command(*how, "--out", local, shard_tokens=SHARD_TOKENS)
     assert ran.status == 0, ran.err
-    how = (*how, "--engine", "ray", "--address", cluster.address, "--out", out)
+    how = (*how, "--engine", "ray", "--address", cluster.address, "--workers", 1, "--out", out)
     life = command.begin(*how, shard_tokens=SHARD_TOKENS)
     killed = life.kill_once(lambda: any(out.rglob("*.npz")))
     assert killed.status == -signal.SIGKILL, killed.err
@@ -112,6 +115,25 @@ def test_a_killed_driver_goes_on_from_the_shards_on_storage(cluster, command, ru
     assert not problem
     assert changes(report_of(local), report_of(out)) == []
     assert "ray" not in ran.err.lower()
+
+
+def test_a_command_starts_its_own_cluster_and_ends_it(command, run, tmp_path):
+    own, temporary = shutil.copytree(run, tmp_path / "run"), Path(tempfile.gettempdir())
+    before = {*temporary.glob("tl-*")}
+    how = ("--engine", "ray", "--workers", 1, "--threads-per-worker", 1, "--device", "cpu")
+    ran = command("membership", own, *how, "--num-bootstraps", 100)
+    assert ran.status == 0, ran.err
+    assert "ray" not in ran.err.lower(), "it says nothing of its own"
+    assert any((own / "scan").rglob("*.npz"))
+    assert {*temporary.glob("tl-*")} == before
+
+
+def test_without_ray_it_says_what_to_install(run, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(UsageError, match=r"pip install 'tightlip\[ray\]'"):
+        tightlip.audit(run, out=tmp_path / "out", engine="ray")
+    with pytest.raises(UsageError, match="Give engine='ray' too"):
+        tightlip.audit(run, out=tmp_path / "out", address="auto")
 
 
 # What every engine owes
@@ -188,32 +210,9 @@ def test_a_worker_names_the_path_that_it_does_not_see(engine, tmp_path):
         list(engine.map(lambda number: int(corpus.tokens[number]), [3]))
 
 
-def test_machines_of_different_kinds_are_refused_unless_asked_for_and_then_told(
-    on_ray, engine, run, tmp_path, monkeypatch
-):
-    monkeypatch.setattr(ray_engine, "_Worker", _OfItsOwnKind)
-    engine._dismiss([*engine._kinds])
-    with pytest.raises(UsageError, match=r"differ: CPU \w+; CPU \w+\..*mixed=True"):
-        engine.kinds("cpu")
-    monkeypatch.setattr(engine, "_mixed", True)
-    report = tightlip.audit(run, out=tmp_path / "out", engine="ray", device="cpu")
-    assert any("different kinds (CPU" in note for note in report.summary["notes"])
-    again = tightlip.audit(run, out=tmp_path / "out", engine="local", device="cpu")
-    assert any("different kinds" in note for note in again.summary["notes"]), "the scan was kept"
-    engine._dismiss([*engine._kinds])
-
-
-class _OfItsOwnKind(ray_engine._Worker):
-    """A worker whose node is like no other."""
-
-    def __init__(self, *given):
-        super().__init__(*given)
-        ray_engine.kind_of_device = store.kind_of_device = lambda device: f"CPU {_node(0)[:6]}"
-
-
 def test_workers_hold_no_more_than_their_share_of_a_corpus_five_times_as_large(engine, tmp_path):
     """What they take while they count is looked at every few milliseconds."""
-    num_documents, size = 3000, 1000
+    num_documents, size = 2400, 800
     tokens = np.random.default_rng(0).integers(0, 5000, num_documents * size, dtype=np.int32)
     np.save(tmp_path / "tokens.npy", tokens)
     corpus = TokenizedCorpus(
@@ -228,7 +227,7 @@ def test_workers_hold_no_more_than_their_share_of_a_corpus_five_times_as_large(e
     bound = whole // 5
     needles = Sequences(tokens=tokens[:3000].copy(), offsets=np.arange(0, 3001, 3))
     watched = partial(_peak_of, look=partial(count_in_shard, sequences=needles))
-    list(over_shards(engine, watched, corpus, bound * engine.workers // 20))  # compiled by now
+    list(over_shards(engine, watched, corpus, bound * engine.workers // 4))  # compiled by now
     found = list(over_shards(engine, watched, corpus, bound * engine.workers))
     assert len(found) > 5
     peaks = [peak for _, (peak, _) in found]
@@ -279,11 +278,6 @@ def test_what_a_killed_worker_had_in_hand_is_done_by_another(engine, tmp_path, t
     assert results == [*range(9)]
 
 
-def test_a_shard_that_kills_every_worker_ends_in_words(engine):
-    with pytest.raises(UsageError, match=r"3 workers died at the same shard.*batch_tokens"):
-        list(engine.map(lambda number: os.kill(os.getpid(), signal.SIGKILL), [0]))
-
-
 def test_a_full_disk_of_one_node_is_left_to_the_others(engine, tmp_path, tally):
     first = engine.kinds("cpu") and next(iter(engine.map(_node, [0])))[1]
 
@@ -306,16 +300,14 @@ def test_a_full_disk_of_one_node_is_left_to_the_others(engine, tmp_path, tally):
     tally("full disks", held)
     assert held
 
-    def no_room(number):
-        raise FullDiskError("The disk is full: x")
-
-    with pytest.raises(FullDiskError, match="disk is full"):
-        list(engine.map(no_room, range(3)))
-    engine._num_workers = num_workers
-
 
 def _node(_):
     return ray.get_runtime_context().get_node_id()
+
+
+def test_a_shard_that_kills_every_worker_ends_in_words(engine):
+    with pytest.raises(UsageError, match=r"3 workers died at the same shard.*batch_tokens"):
+        list(engine.map(lambda number: os.kill(os.getpid(), signal.SIGKILL), [0]))
 
 
 def test_a_node_killed_in_the_middle_changes_nothing(on_ray, cluster, engine, run, tmp_path, tally):
@@ -341,3 +333,38 @@ def test_a_node_killed_in_the_middle_changes_nothing(on_ray, cluster, engine, ru
     held = not changes(wanted, found) and not half_written(out) and num_workers == 1
     tally("nodes killed", held)
     assert held
+
+
+def test_machines_of_different_kinds_are_refused_unless_asked_for_and_then_told(
+    on_ray, engine, run, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(ray_engine, "_Worker", _OfItsOwnKind)
+    _fill_every_disk(engine)
+    with pytest.raises(UsageError, match=r"differ: CPU \w+; CPU \w+\..*mixed=True"):
+        engine.kinds("cpu")
+    monkeypatch.setattr(engine, "_mixed", True)
+    report = tightlip.audit(run, out=tmp_path / "out", engine="ray", device="cpu")
+    assert any("different kinds (CPU" in note for note in report.summary["notes"])
+    again = tightlip.audit(run, out=tmp_path / "out", engine="local", device="cpu")
+    assert any("different kinds" in note for note in again.summary["notes"]), "the scan was kept"
+    engine._dismiss([*engine._kinds])
+
+
+def _fill_every_disk(engine):
+    """Where nobody has room the refusal says so, and all workers are gone."""
+
+    def no_room(number):
+        raise FullDiskError("The disk is full: x")
+
+    num_workers = engine._num_workers
+    with pytest.raises(FullDiskError, match="disk is full"):
+        list(engine.map(no_room, range(3)))
+    engine._num_workers = num_workers
+
+
+class _OfItsOwnKind(ray_engine._Worker):
+    """A worker whose node is like no other."""
+
+    def __init__(self, *given):
+        super().__init__(*given)
+        ray_engine.kind_of_device = store.kind_of_device = lambda device: f"CPU {_node(0)[:6]}"

@@ -50,6 +50,10 @@ class FullDiskError(UsageError):
     """There is no room for a file."""
 
 
+class LostWorkersError(UsageError):
+    """A cluster cannot go on now. What is done stays, for the same command given again."""
+
+
 class DamagedError(UsageError):
     """A file that tightlip wrote is not what it was."""
 

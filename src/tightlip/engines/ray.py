@@ -18,7 +18,7 @@ from typing import Any
 import tightlip
 from tightlip.core.devices import kind_of_device, on_workers
 from tightlip.core.engines import EngineSettings, Item, Result
-from tightlip.core.errors import FullDiskError, TightlipError, UsageError
+from tightlip.core.errors import FullDiskError, LostWorkersError, TightlipError, UsageError
 from tightlip.core.progress import log
 
 _MOST_DEATHS = 3  # of workers at one item, or before their first
@@ -61,7 +61,8 @@ class RayEngine:
         self._idle: list[Any] = []
         self._starting: dict[Any, Any] = {}  # what each is asked first, and the worker
         self._busy: dict[Any, tuple[Any, int]] = {}  # tasks, their workers and items' numbers
-        self._kinds: dict[Any, str] = {}
+        self._kinds: dict[Any, str] = {}  # of all that have started
+        self._nodes: dict[Any, str] = {}
         self._num_stillborn = 0
 
     @classmethod
@@ -167,9 +168,12 @@ class RayEngine:
             if not self._num_workers:
                 raise
             again.extendleft([number] if number != _FORGOTTEN else [])
-        except self._ray.exceptions.RayActorError as error:
-            deaths[number] += 1
-            self._dismiss([worker])
+        except self._ray.exceptions.RayError as error:  # the worker is lost, or what it made
+            node = self._nodes[worker]
+            alive = {each["NodeID"] for each in self._ray.nodes() if each["Alive"]}
+            with_it = [other for other in self._kinds if self._nodes[other] == node]
+            self._dismiss([worker] if node in alive else with_it)
+            deaths[number] += node in alive  # of a machine that is gone the shard is innocent
             if deaths[number] >= _MOST_DEATHS:
                 raise _died(error, "the same shard") from None
             log.warning("A worker died, and its shard is done again.")
@@ -186,8 +190,8 @@ class RayEngine:
         """A worker that says what it is; refused where it is of another kind than the others."""
         worker = self._starting.pop(task)
         try:
-            kind = self._result(task)
-        except self._ray.exceptions.RayActorError as error:
+            kind, self._nodes[worker] = self._result(task)
+        except self._ray.exceptions.RayError as error:
             self._num_stillborn += 1
             if self._num_stillborn >= _MOST_DEATHS:
                 raise _died(error, "its start") from None
@@ -230,7 +234,7 @@ def _itself(function: Callable[[Item], Result]) -> Callable[[Item], Result]:
 
 
 def _no_room() -> UsageError:
-    return UsageError(
+    return LostWorkersError(
         f"No worker found room in the cluster for {_START_SECONDS:.0f} seconds. Free some of it, or give fewer "
         "--threads-per-worker."
     )
@@ -238,7 +242,7 @@ def _no_room() -> UsageError:
 
 def _died(error: Exception, when: str) -> UsageError:
     told = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return UsageError(
+    return LostWorkersError(
         f"{_MOST_DEATHS} workers died at {when}, most likely for want of memory ({'; '.join(told[:2])}). Give a smaller "
         "--batch-tokens, --memory or number of --workers, and the same command again."
     )
@@ -331,10 +335,13 @@ class _Worker:
                 "has at the same path."
             )
 
-    def kind(self, device: str) -> str:
+    def kind(self, device: str) -> tuple[str, str]:
+        """What the worker is, and the node it runs on."""
+        import ray
+
         if self._refusal is not None:
             raise UsageError(self._refusal)
-        return kind_of_device(device)
+        return kind_of_device(device), ray.get_runtime_context().get_node_id()
 
     def apply(self, given: list[Any], item: Any) -> Any:
         if self._given != given[0]:
