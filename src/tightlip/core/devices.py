@@ -17,16 +17,13 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-# An engine sets it whose workers open the models: this machine need not have their devices.
+# An engine sets it whose workers open the models that scan: this machine need not have their devices.
 on_workers: ContextVar[bool] = ContextVar("on_workers", default=False)
 
 
 def usable_device(name: str, *, bf16: bool = False) -> str:
     """The device that `name` means, with room for bfloat16 where asked; auto is the GPU, if any."""
     import torch
-
-    if on_workers.get():
-        return name
 
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"

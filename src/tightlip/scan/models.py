@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from tightlip.core.devices import num_threads, usable_device
+from tightlip.core.devices import num_threads, on_workers, usable_device
 from tightlip.core.engines import Engine, EngineSettings, local_engine
 from tightlip.core.errors import UsageError
 from tightlip.core.files import claimed
@@ -407,7 +407,8 @@ def _adapted(
 
 
 def _from_disk(folder: Path, options: ScanOptions, tokenizer: Any, name: str | None) -> OpenedModel:
-    device, is_gguf = usable_device(options.device), gguf_file(folder) is not None
+    device = options.device if on_workers.get() else usable_device(options.device)
+    is_gguf = gguf_file(folder) is not None
     config = None if is_gguf else read_configuration(folder)
     if not is_gguf:
         stored_shapes(folder)
