@@ -28,7 +28,7 @@ _START_SECONDS = 600.0  # in which a cluster without any worker must have made r
 
 
 class RayEngine:
-    """Workers of one cluster, each with `threads` CPUs, and a GPU where the device is one.
+    """Workers of one cluster, each with `threads` CPUs, or with a GPU where the device is one.
 
     Holds:
         in_order: results come in the items' order, whoever made them.
@@ -48,13 +48,14 @@ class RayEngine:
         machines = [node["Resources"] for node in ray.nodes() if node["Alive"]]
         has_gpu = any(machine.get("GPU", 0) >= 1 for machine in machines)
         self.device = _device(device, has_gpu)
-        room = [int(machine.get("CPU", 0) // self.threads) for machine in machines]
-        if self.device == "cuda":
-            room = [min(n, int(m.get("GPU", 0))) for n, m in zip(room, machines, strict=True)]
+        # With a GPU the threads have next to nothing to do, and must not keep other GPUs idle.
+        self._needs = {"CPU": 1, "GPU": 1} if self.device == "cuda" else {"CPU": self.threads}
+        room = [min(int(m.get(k, 0) // n) for k, n in self._needs.items()) for m in machines]
         if not sum(room):
+            needed = " and ".join(f"{number} {kind}" for kind, number in self._needs.items())
             raise UsageError(
-                f"No machine of the cluster has {self.threads} CPUs{' and a GPU' if self.device == 'cuda' else ''} for a worker. "
-                "Give fewer --threads-per-worker, or add machines."
+                f"A worker takes {needed}, and no machine of the cluster has as much. Give fewer --threads-per-worker, or add "
+                "machines."
             )
         self._num_workers = min(settings.workers or sum(room), sum(room))
         self.workers = min(max(room), self._num_workers)  # that share a machine's memory
@@ -133,11 +134,10 @@ class RayEngine:
     def _start(self) -> None:
         """Ask for as many workers as there are to be."""
         missing = self._num_workers - len(self._kinds) - len(self._starting)
-        how: dict[str, Any] = {"num_cpus": self.threads, "num_gpus": int(self.device == "cuda")}
+        cpus, gpus = self._needs["CPU"], self._needs.get("GPU", 0)
         for _ in range(missing):
-            worker: Any = self._ray.remote(**how, max_restarts=0)(_Worker).remote(
-                os.getcwd(), tightlip.__version__
-            )
+            plain: Any = self._ray.remote(num_cpus=cpus, num_gpus=gpus, max_restarts=0)(_Worker)
+            worker = plain.remote(os.getcwd(), tightlip.__version__)
             self._starting[worker.kind.remote(self.device)] = worker
 
     def _one_done(self) -> Any:
