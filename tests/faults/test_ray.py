@@ -212,7 +212,7 @@ def test_a_worker_names_the_path_that_it_does_not_see(engine, tmp_path):
 
 def test_workers_hold_no_more_than_their_share_of_a_corpus_five_times_as_large(engine, tmp_path):
     """What they take while they count is looked at every few milliseconds."""
-    num_documents, size = 2400, 800
+    num_documents, size = 6000, 1000
     tokens = np.random.default_rng(0).integers(0, 5000, num_documents * size, dtype=np.int32)
     np.save(tmp_path / "tokens.npy", tokens)
     corpus = TokenizedCorpus(
@@ -231,7 +231,8 @@ def test_workers_hold_no_more_than_their_share_of_a_corpus_five_times_as_large(e
     found = list(over_shards(engine, watched, corpus, bound * engine.workers))
     assert len(found) > 5
     peaks = [peak for _, (peak, _) in found]
-    assert bound / 4 < max(peaks) <= bound, (peaks, bound)
+    a_thread_and_the_like = 1 << 20  # of the process itself, whatever it counts
+    assert bound / 4 < max(peaks) <= bound + a_thread_and_the_like, (peaks, bound)
     totals = sum(counts.totals for _, (_, counts) in found)
     one = next(
         iter(over_shards(LocalEngine(1), partial(count_in_shard, sequences=needles), corpus, whole))
