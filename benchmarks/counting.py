@@ -63,12 +63,12 @@ def with_tightlip(corpus, chosen):
         Sequences,
         added_up,
         count_in_shard,
-        user_disjoint_shards,
+        user_disjoint_parts,
     )
 
     offsets = np.r_[0, np.cumsum([len(sequence) for sequence in chosen])]
     sequences = Sequences(tokens=np.concatenate(chosen), offsets=offsets)
-    shards = user_disjoint_shards(corpus, 4_000_000_000)
+    shards = (part.read(corpus) for part in user_disjoint_parts(corpus, 4_000_000_000))
     counts = added_up(((s, count_in_shard(s, sequences)) for s in shards), len(chosen))
     return counts.totals, counts.users
 

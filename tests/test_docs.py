@@ -298,7 +298,7 @@ def flags_of(command: click.Command) -> set[str]:
 def test_every_flag_and_command_on_the_page_exists(page):
     text = page.read_text(encoding="utf-8")
     every = {flag for command in LEAVES.values() for flag in flags_of(command)} | {"--version"}
-    every |= {"--nproc-per-node"}  # torchrun's
+    every |= {"--nproc-per-node", "--head", "--port"}  # torchrun's, and Ray's
     assert set(FLAG.findall(text)) - every == set()
     in_code = [block for _, block in blocks_of(text)]
     in_code += re.findall(r"`(tightlip [^`\n]+)`", FENCE.sub("", text))

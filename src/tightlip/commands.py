@@ -11,12 +11,8 @@ from tightlip.audit.compared import Row
 from tightlip.audit.leakage.findings import WORK
 from tightlip.audit.leakage.summary import LeakageReport
 from tightlip.audit.measures import MEASURES
-from tightlip.audit.settings import (
-    ExtractionConfig,
-    Matching,
-    ResamplingSettings,
-    SyntheticConfig,
-)
+from tightlip.audit.settings import ExtractionConfig, Matching, ResamplingSettings, SyntheticConfig
+from tightlip.core.engines import EngineSettings
 from tightlip.core.errors import UsageError
 from tightlip.core.files import claimed, make_private_folder, names_in, write_json, write_text
 from tightlip.core.run_folder import RunRecord
@@ -67,7 +63,7 @@ def _reported(make: Callable[..., Any], page: str, settings: dict[str, Any]) -> 
         return report if is_local else type(report)(set_aside(folder, out))
 
 
-@takes(ExtractionConfig, Decoding, ScanOptions, TextSettings, sends=True)
+@takes(ExtractionConfig, Decoding, ScanOptions, TextSettings, EngineSettings, sends=True)
 def extract(
     model: Any,
     corpus: Any = None,

@@ -5,6 +5,8 @@ import os
 import socket
 from dataclasses import replace
 
+import cloudpickle
+import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, PeftModel
@@ -351,3 +353,19 @@ def test_a_pipe_beside_an_adapter_is_refused(tmp_path):
     os.mkfifo(tmp_path / "tokenizer_config.json")
     with pytest.raises(UsageError, match="a pipe or a device"):
         open_adapter(tmp_path)
+
+
+def test_an_opened_model_goes_to_another_process_without_what_is_loaded(plain):
+    opened = open_model(plain, OPTIONS)
+    unloaded = {one.name: len(cloudpickle.dumps(one)) for one in (opened, opened.base)}
+    tokens, bounds = some_ids().flatten().numpy(), np.array([0, 12, 24])
+    for model in (opened, opened.base):
+        with model.scanning(model.model):
+            here = model.scanner.scan(tokens, bounds)
+        sent = cloudpickle.dumps(model)
+        assert len(sent) == unloaded[model.name], "its weights went with it"
+        there = cloudpickle.loads(sent)
+        assert there.files == model.files
+        assert there.read_files is None or there.read_files() == there.files
+        with there.scanning(there.model):
+            np.testing.assert_array_equal(here, there.scanner.scan(tokens, bounds))

@@ -340,6 +340,14 @@ def test_out_of_memory_halves_the_batch_and_changes_nothing(most_tokens, error, 
     assert np.array_equal(log_probs, want[1])
 
 
+def test_where_other_machines_have_other_memory_nothing_is_halved(caplog):
+    cramped = Cramped(BigramTable(VOCABULARY, 5), 200)
+    scanner = Scanner(cramped, bos_id=BOS)
+    scanner.halves = False
+    with pytest.raises(UsageError, match=r"A batch of 16,384 tokens.*smaller batch_tokens"):
+        scanner.scan(*flat(random_documents([80] * 5)))
+
+
 def test_a_single_row_too_long_for_memory_is_refused_with_its_length():
     cramped = Cramped(BigramTable(VOCABULARY, 5), 128 + 20)
     with pytest.raises(UsageError, match="One row of 300 tokens does not fit"):

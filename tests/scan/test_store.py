@@ -1,6 +1,7 @@
 """Scans kept on disk: made once, resumed, told apart, never trusted where damaged."""
 
 import json
+import pickle
 import shutil
 import stat
 from dataclasses import replace
@@ -13,7 +14,8 @@ import tightlip
 from cli.held_out_runs import documents, make_run, prepared
 from tightlip.core.errors import UsageError
 from tightlip.core.run_folder import open_run
-from tightlip.corpus.tokens import TokenizedCorpus
+from tightlip.corpus.tokens import TokenizedCorpus, mapped
+from tightlip.engines.local import LocalEngine
 from tightlip.models import LSTMForCausalLM
 from tightlip.scan import models as opened_models
 from tightlip.scan import store as store_module
@@ -62,13 +64,14 @@ def _small_shards(monkeypatch):
 
 
 def scan(store, corpus, watched, **changed):
-    scorer = changed.pop("scorer", PLAIN)
+    scorer, engine = changed.pop("scorer", PLAIN), changed.pop("engine", None)
     found = store.scan(
         corpus,
         key=KEY | changed,
         open_scan=watched.open,
         description="Scanning",
         scorer=scorer,
+        engine=engine,
     )
     shards = list(found.shards())
     assert np.concatenate([shard.ranks for shard in shards]).tolist() == corpus.tokens.tolist()
@@ -167,7 +170,7 @@ def test_a_scan_with_moments_stands_for_a_plain_one_and_not_the_other_way_round(
     assert rest[0][0] == with_moments.scanned[-1][1], "the plain scan goes on where the other ends"
 
 
-def test_the_key_and_the_file_of_a_plain_scan_are_what_they_were_before_there_were_scorers(
+def test_the_key_of_a_plain_scan_is_what_it_was_before_there_were_scorers(
     tmp_path,
 ):
     scan(ScanStore(tmp_path), corpus_of(2), Watched())
@@ -185,6 +188,7 @@ def test_the_key_and_the_file_of_a_plain_scan_are_what_they_were_before_there_we
             "ranks": np.int32,
             "log_probs": np.float32,
             "of": np.uint8,
+            "by": np.uint8,
         }
 
 
@@ -341,7 +345,7 @@ def test_all_of_it_is_for_its_owner_only_and_takes_eight_bytes_a_token(tmp_path,
     for path in (store.folder, *store.folder.rglob("*")):
         assert stat.S_IMODE(path.stat().st_mode) == (0o700 if path.is_dir() else 0o600)
     (shard,) = store.folder.rglob("*.npz")
-    assert 8 * corpus.num_tokens < shard.stat().st_size < 8 * corpus.num_tokens + 1000
+    assert 8 * corpus.num_tokens < shard.stat().st_size < 8 * corpus.num_tokens + 1500
 
 
 # What keeps scans, and what does not
@@ -517,3 +521,40 @@ def test_what_cannot_be_loaded_is_refused_before_anything_is_scanned(run):
     (run / "model/model.safetensors").write_bytes(b"half")
     with pytest.raises(UsageError, match="not a whole safetensors file"):
         open_model(run / "model", ScanOptions(device="cpu"))
+
+
+class OfKind(LocalEngine):
+    """An engine on a device of some kind."""
+
+    def __init__(self, *kinds):
+        super().__init__(1)
+        self.of_kinds = list(kinds)
+
+    def kinds(self, device):
+        return self.of_kinds
+
+
+def test_a_scan_goes_on_where_the_device_is_of_the_same_kind_and_else_begins_anew(
+    tmp_path, monkeypatch
+):
+    corpus, whole = corpus_of(9), scan(ScanStore(tmp_path / "whole"), corpus_of(9), Watched())
+    for kind, left in (("A", whole.scanned[2:]), ("B", whole.scanned)):
+        store = ScanStore(tmp_path / kind)
+        monkeypatch.setattr(store_module, "kind_of_device", lambda device: "A")
+        with pytest.raises(KeyboardInterrupt):
+            scan(store, corpus, Watched(dies_at=2), engine=OfKind("A"))
+        monkeypatch.setattr(store_module, "kind_of_device", lambda device, kind=kind: kind)
+        assert scan(store, corpus, Watched(), engine=OfKind(kind)).scanned == left
+        assert scan(store, corpus, Watched(), engine=OfKind("C")).scanned == [], "it stands"
+
+
+def test_a_mapped_corpus_goes_to_another_process_by_its_path(tmp_path):
+    np.save(tmp_path / "tokens.npy", np.arange(100_000, dtype=np.int32))
+    plain = corpus_of(9)
+    corpus = replace(plain, tokens=mapped(tmp_path / "tokens.npy"), bounds=np.array([0, 100_000]), users=plain.users[:1])  # fmt: skip
+    sent = pickle.dumps(corpus)
+    assert len(sent) < 2000
+    assert pickle.loads(sent).tokens.tolist() == corpus.tokens.tolist()
+    assert pickle.loads(pickle.dumps(plain)).tokens.tolist() == plain.tokens.tolist()
+    part = replace(corpus, tokens=corpus.tokens[:50], bounds=np.array([0, 50]))
+    assert pickle.loads(pickle.dumps(part)).tokens.tolist() == [*range(50)]

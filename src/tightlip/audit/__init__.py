@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tightlip.audit.settings import LeakageConfig
+from tightlip.core.engines import EngineSettings
 from tightlip.core.settings import takes
 from tightlip.corpus.prepare_config import TextSettings
 from tightlip.scan.options import ScanOptions
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from tightlip.audit.leakage.summary import LeakageReport
 
 
-@takes(LeakageConfig, ScanOptions, TextSettings, sends=True)
+@takes(LeakageConfig, ScanOptions, TextSettings, EngineSettings, sends=True)
 def audit(
     model: Any,
     corpus: Any = None,
@@ -26,7 +27,6 @@ def audit(
     public_model: Any = None,
     validation: Any = None,
     snapshots: bool = False,
-    engine: str = "local",
     keep_scan: bool = True,
     **settings: Any,
 ) -> "LeakageReport":

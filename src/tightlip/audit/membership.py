@@ -32,6 +32,7 @@ from tightlip.audit.subjects import (
     nothing_held_out,
     subject_of,
 )
+from tightlip.core.engines import EngineSettings
 from tightlip.core.errors import UsageError
 from tightlip.core.gates import Entries, Known
 from tightlip.core.resampling import FEW_USERS
@@ -39,7 +40,7 @@ from tightlip.core.run_folder import RunRecord
 from tightlip.core.settings import split_settings, takes
 from tightlip.core.stores import place_of, send, set_aside, worked_in
 from tightlip.corpus.prepare_config import TextSettings
-from tightlip.scan.models import Scans
+from tightlip.scan.models import Scans, on_engine
 from tightlip.scan.options import ModelSettings
 
 NOT_PRIVATE = "The run's ε does not cover these figures: they are computed from the text itself. Keep them as private as the text."
@@ -81,10 +82,12 @@ def _by_score(
     return {score: found[figure] and found[figure][end] for score, found in known.items()}
 
 
-@takes(MembershipSettings, ModelSettings, TextSettings, sends=True)
+@takes(MembershipSettings, ModelSettings, TextSettings, EngineSettings, sends=True)
+@on_engine
 def measure_membership(
     model: Any,
     *,
+    engine: Any = EngineSettings.engine,
     members: Any = None,
     non_members: Any = None,
     reference: Any = None,
@@ -111,8 +114,9 @@ def measure_membership(
     references = several(reference)
     keep = keep_scan and all(isinstance(one, str | Path) for one in references)
     asked = {"references": references, "without_texts": without_texts, "config": config}
+    where = {"device": device, "engine": engine, **how.tree()}
     with worked_in(out, "membership") as folder:
-        with measuring(subject, folder, device=device, keep=keep, **how.tree()) as (scans, work):
+        with measuring(subject, folder, keep=keep, **where) as (scans, work):
             result = membership_of(subject, scans, work, **asked)
         if place_of(out) is not None:
             # A hash of the text lets whoever knows all of it but a PIN try every PIN.
@@ -139,6 +143,7 @@ def membership_of(
     sides.leave_out(without_texts)
     sides.choose_tokens()
     sides.score(references)
+    notes += scans.engine.notes
     members, others = sides.chosen()
     rng = np.random.default_rng(config.seed)
     leading = leading_score(has_reference=bool(references))

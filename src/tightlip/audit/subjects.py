@@ -11,6 +11,7 @@ from typing import Any
 
 import tightlip
 from tightlip.audit.leakage.findings import WORK, report_folder
+from tightlip.core.engines import Engine, local_engine
 from tightlip.core.errors import UsageError
 from tightlip.core.files import claimed
 from tightlip.core.run_folder import RunRecord, is_run, run_around
@@ -162,14 +163,20 @@ def is_a_run(model: Any) -> bool:
 
 @contextmanager
 def measuring(
-    subject: Subject, out: str | Path | None, *, device: str, keep: bool, **how: Any
+    subject: Subject,
+    out: str | Path | None,
+    *,
+    device: str,
+    keep: bool,
+    engine: Engine | None = None,
+    **how: Any,
 ) -> Iterator[tuple[Scans, Path]]:
     """Where the subject's scans stand, and a folder for work: its run's own, in `out`, or for as
     long as this lasts. `how` are ModelSettings."""
     with ExitStack() as stack:
         if subject.run is not None:
             work = Path(stack.enter_context(TemporaryDirectory(prefix="tightlip-")))
-            of_run = scans_of_run(subject.run, device=device, keep=keep, **how)
+            of_run = scans_of_run(subject.run, device=device, keep=keep, engine=engine, **how)
             yield stack.enter_context(of_run), work
             return
         if out is None:
@@ -179,7 +186,8 @@ def measuring(
             folder = report_folder(Path(out))
         keep = keep and subject.is_file
         store = stack.enter_context(scan_store(folder / SCAN, [], keep=keep))
-        scans = Scans(store=store, options=ScanOptions(device=device, **how))
+        options = ScanOptions(device=device, **how)
+        scans = Scans(store=store, options=options, engine=engine or local_engine())
         scans.opened(subject.model).refuse_unused_base()
         yield scans, folder / WORK
         shutil.rmtree(folder / WORK, ignore_errors=True)

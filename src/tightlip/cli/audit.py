@@ -18,6 +18,7 @@ from tightlip.cli.flags import (
     with_settings,
 )
 from tightlip.cli.gates import Gate, GateSettings
+from tightlip.core.engines import EngineSettings
 from tightlip.core.errors import UsageError
 from tightlip.core.files import read_json
 from tightlip.core.progress import log, logged_to, shown_progress
@@ -28,7 +29,7 @@ from tightlip.scan.options import ScanOptions
 
 
 @with_settings(
-    *(KeptScan, LeakageConfig, ScanOptions, TextSettings, GateSettings),
+    *(KeptScan, LeakageConfig, ScanOptions, TextSettings, EngineSettings, GateSettings),
     public_model=path_flag(
         "MODEL",
         "A model that never saw the text; 'base' of an adapter, the default there, or 'none'; 'leave-out': retrain a run without the owners of what leaked.",
@@ -45,7 +46,6 @@ def audit(
     ] = None,
     *,
     given: dict[str, Any],
-    engine: Annotated[str, typer.Option(help="Where the counting runs.")] = "local",
 ) -> None:
     """Audit, print the headline figures, and judge them."""
     from tightlip.audit.leakage.summary import known_figures
@@ -57,7 +57,7 @@ def audit(
         raise UsageError("Where should the report go? Give --out DIR.")
     folder = out or Path(model) / "audit"
     with shown_progress(), logged_to(folder / "log.txt"):
-        report = tightlip.audit(model, corpus, out=folder, engine=engine, **given)
+        report = tightlip.audit(model, corpus, out=folder, **given)
     record = report.summary if (all_ := _snapshots(report)) is None else all_
     gate.judge(record, lambda: show(report))
 

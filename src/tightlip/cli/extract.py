@@ -10,6 +10,7 @@ from tightlip.audit.settings import ExtractionConfig
 from tightlip.cli import name_page, print_lines
 from tightlip.cli.flags import Corpus, KeptScan, Model, path_flag, with_settings
 from tightlip.cli.gates import Gate, GateSettings
+from tightlip.core.engines import EngineSettings
 from tightlip.core.errors import UsageError
 from tightlip.core.progress import logged_to, shown_progress, terminal
 from tightlip.core.run_folder import is_run
@@ -20,7 +21,15 @@ SAME = ("corpus_fingerprint", "reference_fingerprint", "temperature", "top_k", "
 
 
 @with_settings(
-    *(KeptScan, ExtractionConfig, Decoding, ScanOptions, TextSettings, GateSettings),
+    *(
+        KeptScan,
+        ExtractionConfig,
+        Decoding,
+        ScanOptions,
+        TextSettings,
+        EngineSettings,
+        GateSettings,
+    ),
     reference=path_flag(
         "MODEL",
         "A model that never saw the text: what it draws as easily does not count; 'base' of an adapter, the default there, or 'none'.",

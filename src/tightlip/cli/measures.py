@@ -15,6 +15,7 @@ from tightlip.audit.settings import Matching, MembershipSettings, ResamplingSett
 from tightlip.cli import name_page, print_lines, print_overview
 from tightlip.cli.flags import KeptScan, Keys, Model, OnDevice, existing, path_flag, with_settings
 from tightlip.cli.gates import Gate, GateSettings
+from tightlip.core.engines import EngineSettings
 from tightlip.core.errors import GuaranteeError, UsageError
 from tightlip.core.files import read_json, store_address
 from tightlip.core.progress import shown_progress, terminal
@@ -42,7 +43,7 @@ _KINDS = (OnDevice, KeptScan, ModelSettings, GateSettings, TextSettings)
 
 
 @with_settings(
-    *(MembershipSettings, *_KINDS),
+    *(MembershipSettings, EngineSettings, *_KINDS),
     members=MEMBERS,
     non_members=path_flag("CORPUS", "Text like it that it was not trained on."),
     reference=Annotated[

@@ -4,8 +4,11 @@ Configurations do not tell: GPT-NeoX says is_decoder=False and looks back only; 
 looks both ways. Shapes: B rows, T positions, V vocabulary.
 """
 
+import platform
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tightlip.core.errors import UsageError
@@ -13,6 +16,9 @@ from tightlip.core.errors import UsageError
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
+
+# An engine sets it whose workers open the models that scan: this machine need not have their devices.
+on_workers: ContextVar[bool] = ContextVar("on_workers", default=False)
 
 
 def usable_device(name: str, *, bf16: bool = False) -> str:
@@ -48,13 +54,32 @@ def device_of(model: "torch.nn.Module") -> "torch.device":
     return next(devices, torch.device("cpu"))
 
 
-@contextmanager
-def one_thread() -> Iterator[None]:
+def kind_of_device(name: str) -> str:
+    """What decides how numbers are rounded: the processor's name, and torch's build."""
+    import torch
+
+    build = f"torch {torch.__version__}"
+    if name != "cpu" and torch.cuda.is_available():
+        return f"{torch.cuda.get_device_name()}, {build}, CUDA {torch.version.cuda}"
+    about = Path("/proc/cpuinfo")
+    lines = about.read_text(encoding="utf-8").splitlines() if about.is_file() else []
+    named = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    processor = next(iter(named), platform.processor() or platform.machine())
+    return f"{processor}, {torch.backends.cpu.get_cpu_capability()}, {build}"
+
+
+def one_thread() -> AbstractContextManager[None]:
     """A small model trains no faster on many threads, and beside other work far slower."""
+    return num_threads(1)
+
+
+@contextmanager
+def num_threads(number: int) -> Iterator[None]:
+    """Compute with so many threads inside."""
     import torch
 
     before = torch.get_num_threads()
-    torch.set_num_threads(1)
+    torch.set_num_threads(number)
     try:
         yield
     finally:

@@ -6,7 +6,7 @@ from contextvars import ContextVar
 # The command line sets it: there a refusal names flags, in Python arguments.
 names_flags: ContextVar[bool] = ContextVar("names_flags", default=False)
 # Of the flags that refusals name, those without a value.
-_SWITCHES = {"allow_unproved", "choose", "scrub", "snapshots"}
+_SWITCHES = {"allow_unproved", "choose", "mixed", "scrub", "snapshots"}
 # "tightlip prepare CORPUS --out DIR", to the end of its clause.
 _COMMAND = r"\btightlip [a-z].*?(?=[.,;:)](?:\s|$)|$)"
 # Behind a flag: its value, not a word that goes on with the sentence.
@@ -44,6 +44,14 @@ class TightlipError(Exception):
 
 class UsageError(TightlipError):
     """The input or the flags cannot work. The command line prints the line and exits 2."""
+
+
+class FullDiskError(UsageError):
+    """There is no room for a file."""
+
+
+class LostWorkersError(UsageError):
+    """A cluster cannot go on now. What is done stays, for the same command given again."""
 
 
 class DamagedError(UsageError):

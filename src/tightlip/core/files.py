@@ -32,7 +32,7 @@ from tightlip.core.checksums import (
     sealed,
     unsealed,
 )
-from tightlip.core.errors import DamagedError, TightlipError, UsageError
+from tightlip.core.errors import DamagedError, FullDiskError, TightlipError, UsageError
 
 OWNER_FILE = 0o600
 OWNER_FOLDER = 0o700
@@ -186,7 +186,7 @@ def _full_disk_in_words(path: Path, beside: Path) -> Iterator[None]:
         parts = beside.rglob("*") if beside.is_dir() else [beside]
         written = sum(part.stat().st_size for part in parts if part.is_file())
         free = shutil.disk_usage(path.parent).free
-        raise UsageError(
+        raise FullDiskError(
             f"The disk is full: {path} needs more than {written:,} bytes, and {free:,} are free. Make room and give the "
             "same command again."
         ) from error
@@ -273,17 +273,20 @@ def _here() -> str:
     return hashlib.sha256(f"{socket.gethostname()} {numbers}".encode()).hexdigest()[:8]
 
 
-def remove_partials_in(folder: Path) -> None:
-    """Take away what processes were killed while writing in a folder of ours, at every level."""
-    _remove_partials(folder.rglob(f".*{_PARTIAL}"))
+def remove_partials_in(folder: Path, *, of_all: bool = False) -> None:
+    """Take away what processes were killed while writing in a folder of ours, at every level; `of_all`
+    what others write there too, which are known to have ended."""
+    _remove_partials(folder.rglob(f".*{_PARTIAL}"), of_all=of_all)
 
 
-def _remove_partials(paths: Iterable[Path]) -> None:
+def _remove_partials(paths: Iterable[Path], *, of_all: bool = False) -> None:
     """Nothing but what our own names say to be ours, of a process here that is no more: whoever
     writes inside a folder that we claim has not claimed all of it."""
     for path in [*paths]:
         named = re.fullmatch(r"\..+\.([0-9]{1,9})-([0-9a-f]{8})\.tightlip\.partial", path.name)
-        if named is None or named[2] != _here() or _is_running(int(named[1])):
+        if named is None:
+            continue
+        if not of_all and (named[2] != _here() or _is_running(int(named[1]))):
             continue
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)

@@ -14,7 +14,10 @@ _REGISTERED: dict[str, dict[str, str]] = {
         "leakage": "tightlip.audit.leakage.audit:LeakageAudit",
         "membership": "tightlip.audit.membership:MembershipAudit",
     },
-    "engine": {"local": "tightlip.engines.local:LocalEngine"},
+    "engine": {
+        "local": "tightlip.engines.local:LocalEngine",
+        "ray": "tightlip.engines.ray:RayEngine",
+    },
     "mitigation": {
         "adaptive-dp": "tightlip.training.mitigations.adaptive_dp:AdaptiveMitigation",
         "adversarial": "tightlip.training.mitigations.adversarial:AdversarialMitigation",

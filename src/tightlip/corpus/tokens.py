@@ -61,6 +61,15 @@ class TokenizedCorpus:
         assert self.bounds[0] == 0
         assert self.bounds[-1] == len(self.tokens)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """To another process arrays go by the path of the file that they are mapped from."""
+        return {name: _file_of(value) or value for name, value in vars(self).items()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        for name, value in state.items():
+            read = mapped(value) if isinstance(value, Path) else value
+            object.__setattr__(self, name, read)
+
     @property
     def num_tokens(self) -> int:
         return len(self.tokens)
@@ -130,7 +139,7 @@ def open_tokenized(folder: Path) -> TokenizedCorpus:
     arrays += ["owners", "owner_bounds"] if info.get("co_owners") else []
     with damage_in_words(folder):
         corpus = TokenizedCorpus(
-            **{name: _mapped(folder / f"{name}.npy") for name in arrays},
+            **{name: mapped(folder / f"{name}.npy") for name in arrays},
             role_names=info.get("role_names"),
             begins_itself=bool(info.get("begins_itself", False)),
             user_names=info["user_names"],
@@ -161,7 +170,15 @@ def _check_fits(corpus: TokenizedCorpus) -> None:
         raise ValueError("bounds, users and tokens are not of one corpus")
 
 
-def _mapped(path: Path) -> np.ndarray:
+def _file_of(value: Any) -> Path | None:
+    """The file that all of an array is mapped from."""
+    whole = value.base if isinstance(value, np.ndarray) else None
+    if not isinstance(whole, np.memmap) or whole.shape != value.shape or whole.filename is None:
+        return None
+    return Path(whole.filename)
+
+
+def mapped(path: Path) -> np.ndarray:
     # An empty file cannot be mapped; np.asarray drops the memmap class, which numba does not know.
     with checked(path).open("rb") as stream:
         np.lib.format.read_magic(stream)
@@ -227,7 +244,7 @@ class _Writer:
     def __init__(self, folder: Path, *further: str) -> None:
         self._folder = folder
         self._arrays = {
-            name: _GrowingArray(folder / f"{name}.npy", np.dtype(_KINDS[name]))
+            name: GrowingArray(folder / f"{name}.npy", np.dtype(_KINDS[name]))
             for name in ("tokens", *further)
         }
         self._bounds, self._users = array("q", [0]), array("i")
@@ -271,7 +288,7 @@ class _Writer:
         write_json(self._folder / "info.json", info)
 
 
-class _GrowingArray:
+class GrowingArray:
     """An `.npy` file of whole numbers whose length is written into its header last."""
 
     def __init__(self, path: Path, kind: np.dtype) -> None:

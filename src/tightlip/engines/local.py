@@ -1,20 +1,39 @@
-"""This machine: a few threads. The counting kernels release Python's lock."""
+"""This machine: models in this process, counting in a few threads. Its kernels release Python's lock."""
 
 import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TypeVar
+from contextlib import contextmanager
+from functools import cached_property
 
-Item = TypeVar("Item")
-Result = TypeVar("Result")
+from tightlip.core.devices import kind_of_device
+from tightlip.core.engines import EngineSettings, Item, Result
 
 
 class LocalEngine:
     """At most `workers` items are in memory at a time; they are drawn as places fall free."""
 
-    def __init__(self, workers: int | None = None) -> None:
+    is_remote = False
+
+    def __init__(
+        self, workers: int | None = None, threads: int | None = None, device: str = "auto"
+    ) -> None:
         self.workers = workers or os.cpu_count() or 1
+        self.device = device
+        self.notes: list[str] = []
+        self._threads = threads
+
+    @classmethod
+    @contextmanager
+    def opened(cls, settings: EngineSettings, device: str) -> Iterator["LocalEngine"]:
+        yield cls(settings.workers, settings.threads_per_worker, device)
+
+    @cached_property
+    def threads(self) -> int:
+        import torch
+
+        return self._threads or torch.get_num_threads()
 
     def map(
         self, function: Callable[[Item], Result], items: Iterable[Item]
@@ -30,3 +49,14 @@ class LocalEngine:
             while waiting:
                 first, future = waiting.popleft()
                 yield first, future.result()
+
+    def scatter(
+        self, opening: Callable[[], Callable[[Item], Result]], items: Iterable[Item]
+    ) -> Iterator[tuple[Item, Result]]:
+        function: Callable[[Item], Result] | None = None
+        for item in items:
+            function = function or opening()
+            yield item, function(item)
+
+    def kinds(self, device: str) -> list[str]:
+        return [kind_of_device(device)]

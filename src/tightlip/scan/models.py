@@ -2,18 +2,21 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property, partial, wraps
 from os import W_OK, access
 from pathlib import Path
-from typing import Any
+from socket import gethostname
+from typing import Any, TypeVar
 
 import numpy as np
 
-from tightlip.core.devices import usable_device
+from tightlip.core.devices import num_threads, on_workers, usable_device
+from tightlip.core.engines import Engine, EngineSettings, local_engine
 from tightlip.core.errors import UsageError
 from tightlip.core.files import claimed
 from tightlip.core.run_folder import RunRecord, run_around
+from tightlip.core.settings import names_in
 from tightlip.core.stores import shown
 from tightlip.core.token_ids import begin_ids
 from tightlip.corpus.encoding import tokenizer_fingerprint
@@ -42,11 +45,16 @@ from tightlip.scan.scanner import Scanner
 from tightlip.scan.scorers import PLAIN, Scorer
 from tightlip.scan.store import SCAN, ScanFunction, ScannedCorpus, ScanStore, scan_store
 
+Made = TypeVar("Made")
 AUDIT = "audit"  # where a run's report stands unless told otherwise
 BASE = "base"  # in the place of another model: the one that an adapter was trained on
 DEQUANTISED = (
     "A GGUF file's weights are read as plain numbers, and served they are computed in fewer bits: the "
     "figures are near those of the served model, and not the same."
+)
+MIXED = (
+    "Parts of a text were scanned by devices or builds of different kinds ({}), so figures may differ in their last digits "
+    "from those of one kind alone."
 )
 
 
@@ -58,7 +66,8 @@ class OpenedModel:
     on disk, of which it says all, from one in memory, where it covers the weights and not the code.
     `open_base` opens what an adapter was trained on, `scanning` is what a scan runs in, and `notes`
     are for the readers of figures. A model that tightlip trained `begins` with the
-    begin token wherever there is one.
+    begin token wherever there is one. `read_files` makes the fingerprint again, where other files
+    may stand: on another machine, to which it goes without what was loaded here.
     """
 
     name: str
@@ -69,10 +78,14 @@ class OpenedModel:
     device: str
     load: Callable[..., Any]
     is_file: bool
+    read_files: Callable[[], str] | None = None
     begins: bool = False
     notes: tuple[str, ...] = ()
     open_base: "Callable[[OpenedModel], OpenedModel] | None" = None
     scanning: Callable[[Any], AbstractContextManager[None]] = nullcontext
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {each.name: getattr(self, each.name) for each in fields(self)}
 
     @cached_property
     def base(self) -> "OpenedModel":
@@ -136,8 +149,10 @@ class OpenedModel:
         store: ScanStore,
         description: str,
         scorer: Scorer = PLAIN,
+        engine: Engine | None = None,
     ) -> ScannedCorpus:
         """What the scorer says of every token under the model, as it stands in `store`."""
+        engine = engine or local_engine()
         begins = not corpus.begins_itself or self.options.begin == "always"
         key = {
             "model": self.files,
@@ -145,29 +160,58 @@ class OpenedModel:
             "window": self.options.window,  # as asked for; the model's own follows from the model
             "dtype": self.options.dtype,
             "device": self.device.split(":")[0],
+            "threads": engine.threads,
         }
-
-        def open_scan() -> ScanFunction:
-            self._check_vocabulary(corpus)
-            most = self.options.batch_tokens
-            scanner = self.scanner if begins else self.scanner_of(most, begins=False)
-
-            def scan(tokens: np.ndarray, bounds: np.ndarray) -> tuple[np.ndarray, ...]:
-                with self.scanning(self.model):
-                    return scanner.scan(tokens, bounds, scorer)
-
-            return scan
-
-        return store.scan(
-            corpus, key=key, open_scan=open_scan, description=description, scorer=scorer
+        open_scan = partial(
+            _open_there if engine.is_remote else OpenedModel.open_scan,
+            self,
+            corpus,
+            int(corpus.tokens.max(initial=0)),
+            scorer,
+            begins=begins,
+            threads=engine.threads,
         )
+        scanned = store.scan(
+            corpus,
+            key=key,
+            open_scan=open_scan,
+            description=description,
+            scorer=scorer,
+            engine=engine,
+        )
+        if len(scanned.kinds) > 1 and MIXED.format("; ".join(scanned.kinds)) not in engine.notes:
+            engine.notes.append(MIXED.format("; ".join(scanned.kinds)))
+        return scanned
 
-    def _check_vocabulary(self, corpus: TokenizedCorpus) -> None:
+    def open_scan(
+        self,
+        corpus: TokenizedCorpus,
+        largest: int,
+        scorer: Scorer,
+        *,
+        begins: bool,
+        threads: int,
+        halves: bool = True,
+    ) -> ScanFunction:
+        """The model ready to scan parts of a corpus whose largest token is given."""
+        self._check_vocabulary(max(largest, self.begin_id or 0))
+        most = self.options.batch_tokens
+        scanner = self.scanner if begins else self.scanner_of(most, begins=False)
+        scanner.halves = halves
+        with num_threads(threads), self.scanning(self.model):
+            scanner.check_on(corpus.tokens, corpus.bounds)
+
+        def scan(tokens: np.ndarray, bounds: np.ndarray) -> tuple[np.ndarray, ...]:
+            with num_threads(threads), self.scanning(self.model):
+                return scanner.scan(tokens, bounds, scorer)
+
+        return scan
+
+    def _check_vocabulary(self, largest: int) -> None:
         find = getattr(self.model, "get_input_embeddings", None)
         embeddings = find() if find else None
         size = getattr(embeddings, "num_embeddings", None)
         # Padding is not asked for: GPT-2 with a [PAD] added has no embedding for it and needs none.
-        largest = max(int(corpus.tokens.max(initial=0)), self.begin_id or 0)
         if size is not None and largest >= size:
             raise UsageError(
                 f"The tokenizer gives token {largest}, but {self.name} has embeddings for {size} "
@@ -181,6 +225,31 @@ class OpenedModel:
                 f"{self.name} cuts text into other tokens than the run's corpus, and a loss per token of one cannot be set "
                 "against that of the other. Give a model with the run's tokenizer: train it with --tokenizer RUN/model."
             )
+
+
+# What a worker has loaded, which is asked for again with the next text.
+_loaded: list[OpenedModel] = []
+
+
+def on_worker(model: OpenedModel) -> OpenedModel:
+    """The model on another machine, loaded there once; refused where its files are others."""
+    if not _loaded or _as_served(_loaded[0]) != _as_served(model):
+        _loaded.clear()  # first, for the memory
+        if model.read_files is not None and model.read_files() != model.files:
+            raise UsageError(
+                f"{model.name} on {gethostname()} is another model than the one given here. Put it on a file system that "
+                "all machines share."
+            )
+        _loaded.append(model)
+    return _loaded[0]
+
+
+def _open_there(model: OpenedModel, *given: Any, **how: Any) -> ScanFunction:
+    return on_worker(model).open_scan(*given, **how, halves=False)
+
+
+def _as_served(model: OpenedModel) -> tuple[Any, ...]:
+    return model.files, model.options, model.device, model.scanning, model.begin_id
 
 
 def open_model(
@@ -205,6 +274,36 @@ def open_model(
             f"Give tokenizer=, an object or a folder, or (model, tokenizer) in the model's place."
         )
     return _from_memory(model, options, _tokenizer(tokenizer), name)
+
+
+def on_engine(call: Callable[..., Made]) -> Callable[..., Made]:
+    """A call with the engine that its settings name as `engine`, open for as long as it lasts."""
+
+    @wraps(call)
+    def opened(model: Any, *given: Any, **settings: Any) -> Made:
+        where = {name: settings.pop(name) for name in names_in(EngineSettings) if name in settings}
+        with EngineSettings(**where).opened(settings.get("device", "auto")) as engine:
+            if engine.is_remote:
+                others = [settings.get(name) for name in ("public_model", "reference")]
+                _check_elsewhere(settings.get("device_map"), model, *others)
+                settings["device"] = engine.device
+            return call(model, *given, engine=engine, **settings)
+
+    return opened
+
+
+def _check_elsewhere(device_map: str | None, *models: Any) -> None:
+    """Refuse what other machines cannot open: models in memory, or on several GPUs."""
+    given = [each for one in models for each in (one if isinstance(one, list) else [one])]
+    if not all(isinstance(one, str | Path | RunRecord) for one in given if one is not None):
+        raise UsageError(
+            "A model in memory is on this machine only, and workers of a cluster open theirs from a path that all of them "
+            "see. Save it with its tokenizer by save_pretrained and give that folder, or leave --engine ray out."
+        )
+    if device_map is not None:
+        raise UsageError(
+            "Each worker of a cluster has one GPU, and --device-map auto spreads a model over several. Leave --engine ray out."
+        )
 
 
 def open_beside(subject: OpenedModel, model: Any, options: ScanOptions) -> OpenedModel:
@@ -272,6 +371,7 @@ def _switched_off(opened: OpenedModel, name: str, files: str) -> OpenedModel:
         name=name,
         fingerprint=files,
         files=f"{files} adapter off" if not opened.is_file else files,
+        read_files=None,
         load=lambda: opened.model,
         notes=(),
         open_base=None,
@@ -284,6 +384,7 @@ def _adapted(
 ) -> OpenedModel:
     alone = replace(options, adapter=None)
     base = _from_disk(adapter.base, alone, tokenizer or adapter.tokenizer, None)
+    read_files = lambda: served(adapter.fingerprint(files_fingerprint), options)  # noqa: E731
 
     def open_base(opened: OpenedModel) -> OpenedModel:
         if not adapter.shares_base:
@@ -297,7 +398,8 @@ def _adapted(
         base,
         name=name or shown(adapter.folder),
         fingerprint=adapter.fingerprint(model_fingerprint),
-        files=served(adapter.fingerprint(files_fingerprint), options),
+        files=read_files(),
+        read_files=read_files,
         load=lambda: base.load(adapter.applied),
         begins=base.begins or run_around(adapter.folder) is not None,
         notes=(*base.notes, f"The adapter is applied, unmerged, to {shown(adapter.base)}."),
@@ -306,7 +408,8 @@ def _adapted(
 
 
 def _from_disk(folder: Path, options: ScanOptions, tokenizer: Any, name: str | None) -> OpenedModel:
-    device, is_gguf = usable_device(options.device), gguf_file(folder) is not None
+    device = options.device if on_workers.get() else usable_device(options.device)
+    is_gguf = gguf_file(folder) is not None
     config = None if is_gguf else read_configuration(folder)
     if not is_gguf:
         stored_shapes(folder)
@@ -324,6 +427,7 @@ def _from_disk(folder: Path, options: ScanOptions, tokenizer: Any, name: str | N
             adapted=adapted,
         )
 
+    read_files = lambda: served(files_fingerprint(folder), options)  # noqa: E731
     # A checkpoint of a Trainer may have its tokenizer beside it only.
     is_checkpoint = folder.name.startswith("checkpoint-")
     beside = folder if is_gguf or has_tokenizer(folder) or not is_checkpoint else folder.parent
@@ -331,7 +435,8 @@ def _from_disk(folder: Path, options: ScanOptions, tokenizer: Any, name: str | N
         name=name or shown(folder),
         tokenizer=_tokenizer(tokenizer or beside),
         fingerprint=model_fingerprint(folder),
-        files=served(files_fingerprint(folder), options),
+        files=read_files(),
+        read_files=read_files,
         options=options,
         device=device if options.device_map is None else "mapped",
         load=load,
@@ -373,6 +478,7 @@ class Scans:
     options: ScanOptions = field(default_factory=ScanOptions)
     models: dict[tuple[Path | int, bool], OpenedModel] = field(default_factory=dict)
     scorer: Scorer = PLAIN
+    engine: Engine = field(default_factory=local_engine)
 
     def opened(self, folder: Any, *, beside: Path | None = None) -> OpenedModel:
         """The model in `folder`; with `beside`, the reference or public model of the one there,
@@ -397,7 +503,7 @@ class Scans:
         description: str,
         scorer: Scorer | None = None,
     ) -> ScannedCorpus:
-        return model.scan(corpus, self.store, description, scorer or self.scorer)
+        return model.scan(corpus, self.store, description, scorer or self.scorer, self.engine)
 
     def scores(
         self,
@@ -429,7 +535,13 @@ def claimed_to_write(run: Path) -> AbstractContextManager[None]:
 
 @contextmanager
 def scans_of_run(
-    run: RunRecord, *, device: str, keep: bool, given: Scans | None = None, **how: Any
+    run: RunRecord,
+    *,
+    device: str,
+    keep: bool,
+    given: Scans | None = None,
+    engine: Engine | None = None,
+    **how: Any,
 ) -> Iterator[Scans]:
     """`given`, or the run's own, which are dropped afterwards unless they are to be kept.
 
@@ -439,4 +551,5 @@ def scans_of_run(
         yield given
         return
     with claimed_to_write(run.folder), run_store(run.folder, keep=keep) as store:
-        yield Scans(store=store, options=ScanOptions(device=device, **how))
+        options = ScanOptions(device=device, **how)
+        yield Scans(store=store, options=options, engine=engine or local_engine())

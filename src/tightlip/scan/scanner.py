@@ -4,6 +4,7 @@ Rows of like length share a batch. The output layer is applied to a few hundred 
 time and its logits are reduced at once, so no batch of full logits is ever kept.
 """
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -91,6 +92,7 @@ class Scanner:
         kind = self.device.type
         self.batch_tokens = batch_tokens or BATCH_TOKENS.get(kind, 16_384)
         self.logit_rows = LOGIT_ROWS.get(kind, 1024)
+        self.halves = True  # a batch that does not fit; other batches round otherwise
         self.output_layer: Any = None
         self._checked = False
         self._refuse_broken_weights()
@@ -142,6 +144,11 @@ class Scanner:
                 raise UsageError(
                     f"One row of {size} tokens does not fit the memory of {self.device}. "
                     f"Give a smaller --window or another --device."
+                ) from error
+            if not self.halves:
+                raise UsageError(
+                    f"A batch of {self.batch_tokens:,} tokens does not fit the memory of {self.device}, and smaller ones on some "
+                    "machines would round otherwise than the rest. Give a smaller --batch-tokens."
                 ) from error
         # Outside the handler, so that the failed batch's tensors are released.
         self.batch_tokens = max(1, self.batch_tokens // 2)
@@ -234,6 +241,17 @@ class Scanner:
                 "The model's predictions are NaN on this corpus, so nothing can be said about it. "
                 "Try --dtype float32; if that is what was used, the model is broken."
             )
+
+    def check_on(self, tokens: np.ndarray, bounds: np.ndarray) -> None:
+        """Look at the model on the longest document's beginning, so that whichever shard comes first
+        has no part in how the others are read."""
+        longest = int(np.diff(bounds).argmax()) if len(bounds) > 1 else 0
+        row = tokens[bounds[longest] : bounds[longest] + 127] if len(bounds) > 1 else tokens
+        ids = [*([] if self.bos_id is None else [self.bos_id]), *row.tolist()]
+        if ids:
+            with torch.inference_mode(), full_precision(), evaluating(self.model):
+                self.output_layer = None
+                self._check(np.array([ids[: self.window]]))
 
     def _check(self, inputs_BT: np.ndarray) -> None:
         """Once, on one row: is the model causal, and do its hidden states give its own logits?"""
@@ -334,13 +352,20 @@ def _is_out_of_memory(error: Exception) -> bool:
 
 @contextmanager
 def full_precision() -> Iterator[None]:
-    """float32 means float32: TF32 would break ties one way here and another there."""
+    """float32 means float32: TF32 would break ties one way here and another there. On a GPU the same
+    numbers give the same bits: no kernel is chosen by how fast it was, nor adds up in any order."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
-    cudnn_before = torch.backends.cudnn.allow_tf32
-    torch.backends.cudnn.allow_tf32 = False
+    cudnn = torch.backends.cudnn
+    cudnn_before = cudnn.allow_tf32, cudnn.benchmark
+    cudnn.allow_tf32 = cudnn.benchmark = False
+    was = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()  # fmt: skip
+    if torch.cuda.is_available():
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch asks for it
+        torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         yield
     finally:
         torch.set_float32_matmul_precision(before)
-        torch.backends.cudnn.allow_tf32 = cudnn_before
+        cudnn.allow_tf32, cudnn.benchmark = cudnn_before
+        torch.use_deterministic_algorithms(was[0], warn_only=was[1])

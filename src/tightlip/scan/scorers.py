@@ -32,7 +32,7 @@ class Scorer:
     @property
     def key(self) -> dict[str, Any]:
         """What tells its scans from those of others; the first scorer's are older than scorers."""
-        return {} if self is PLAIN else {"scorer": self.name, **self.settings}
+        return {} if self.name == PLAIN.name else {"scorer": self.name, **self.settings}
 
     def empty(self, size: int) -> list[np.ndarray]:
         """A column each, for tokens that nobody has predicted yet."""

@@ -3,7 +3,8 @@
     scan/<digest of the key>/key.json    which model read which text, and how
     scan/<digest of the key>/000000.npz  the scorer's columns, ranks (int32) and log_probs (float32)
                                          unless told otherwise, of a shard's tokens,
-                                         and `of`: a digest of the key, the number and the tokens
+                                         and `of`: a digest of the key, the number and the tokens,
+                                         and `by`: the kind of device and torch's build, as text
 
 Ranks and log-probabilities tell nearly as much as the text: all of it is for its owner only.
 """
@@ -13,10 +14,13 @@ import json
 import os
 import re
 import shutil
+import socket
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -24,10 +28,13 @@ from typing import Any
 import numpy as np
 
 from tightlip.core.checksums import checked
-from tightlip.core.errors import DamagedError
+from tightlip.core.devices import kind_of_device
+from tightlip.core.engines import Engine, local_engine
+from tightlip.core.errors import DamagedError, UsageError
 from tightlip.core.files import (
     make_private_folder,
     read_json,
+    remove_partials_in,
     write_json,
     written_whole,
 )
@@ -38,6 +45,7 @@ from tightlip.scan.scorers import PLAIN, Scorer
 SCAN = "scan"  # the folder's name, wherever it lies
 FORMAT = 2
 SHARD_TOKENS = 250_000
+_PATIENCE = 60.0  # seconds until a file that another machine wrote is seen here
 
 # Tokens and the bounds of some documents in; the scorer's columns of their tokens out.
 ScanFunction = Callable[[np.ndarray, np.ndarray], tuple[np.ndarray, ...]]
@@ -68,6 +76,7 @@ class ScannedCorpus:
     files: list[Path]
     edges: list[int]
     scorer: Scorer = PLAIN
+    kinds: tuple[str, ...] = ()  # of devices that scanned it, where that is known
 
     def shards(self) -> Iterator[ScanShard]:
         for path, (first, end) in zip(self.files, pairwise(self.edges), strict=True):
@@ -82,9 +91,10 @@ class ScanStore:
     Holds:
         once: what stands here or beside is not scanned again, and its model is not asked for; a scan
             with more columns stands for one with fewer.
-        resumed: a killed scan goes on at its shard.
+        resumed: a killed scan goes on at its shard, on a device of the same kind.
         another_key: another model, text, tokenizer, begin token, window, type, device or scorer is another scan.
         not_trusted: a damaged shard, or one of other text, is scanned anew.
+        anywhere: the files are the same whichever engine scans, on devices of one kind.
         private: folders and files are for their owner only.
     """
 
@@ -100,8 +110,10 @@ class ScanStore:
         open_scan: Callable[[], ScanFunction],
         description: str,
         scorer: Scorer = PLAIN,
+        engine: Engine | None = None,
     ) -> ScannedCorpus:
         """The scan of `corpus` under `key`; `open_scan` is called once a shard is missing."""
+        engine, device = engine or local_engine(), str(key.get("device", "cpu"))
         whole_key, *richer = (
             {
                 **key,
@@ -123,22 +135,91 @@ class ScanStore:
             for place in (self.folder, *self.beside)
             if _is_of(folder := place / _digest(one), one)
         ]
-        edges, files = shard_edges(corpus.bounds), []
-        scan: ScanFunction | None = None
+        edges = shard_edges(corpus.bounds)
+        shards = [_Shard(n, *ends) for n, ends in enumerate(pairwise(edges))]
+        found = {one: place for one in shards if (place := _found(one, corpus, folders, scorer))}
+        if len(found) < len(shards):
+            here = {*engine.kinds(device), ""}
+            found = {one: place for one, place in found.items() if place[1] in here}
+            _write_key(own, whole_key)
+        missing = [one for one in shards if one not in found]
+        opening = partial(_opened, open_scan, corpus, own, whole_key, scorer, device)
         with task(description, corpus.num_tokens) as bar:
-            for number, (first, end) in enumerate(pairwise(edges)):
-                bounds = corpus.bounds[first : end + 1]
-                tokens = corpus.tokens[bounds[0] : bounds[-1]]
-                places = [folder / f"{number:06d}.npz" for folder in folders]
-                path = next((one for one in places if _is_whole(one, number, tokens, scorer)), None)
-                if path is None:
-                    scan = scan or open_scan()
-                    path = own / f"{number:06d}.npz"
-                    columns = zip(scorer.columns, scan(corpus.tokens, bounds), strict=True)
-                    _write_shard(path, whole_key, number, tokens, dict(columns))
-                files.append(path)
-                bar.advance(float(len(tokens)))
-        return ScannedCorpus(corpus=corpus, files=files, edges=edges, scorer=scorer)
+            bar.advance(float(sum(one.size(corpus) for one in found)))
+            for one, (of, kind) in engine.scatter(opening, missing):
+                found[one] = one.path(own), kind
+                _check_written(own, one, corpus, of)
+                bar.advance(float(one.size(corpus)))
+        if missing and engine.is_remote:
+            remove_partials_in(own, of_all=True)  # of workers that died, on whichever machine
+        return ScannedCorpus(
+            corpus=corpus,
+            files=[found[one][0] for one in shards],
+            edges=edges,
+            scorer=scorer,
+            kinds=tuple(sorted({kind for _, kind in found.values() if kind})),
+        )
+
+
+@dataclass(frozen=True)
+class _Shard:
+    """Documents [first, end), which one worker scans at a time."""
+
+    number: int
+    first: int
+    end: int
+
+    def path(self, folder: Path) -> Path:
+        return folder / f"{self.number:06d}.npz"
+
+    def bounds(self, corpus: TokenizedCorpus) -> np.ndarray:
+        return corpus.bounds[self.first : self.end + 1]
+
+    def tokens(self, corpus: TokenizedCorpus) -> np.ndarray:
+        bounds = self.bounds(corpus)
+        return corpus.tokens[bounds[0] : bounds[-1]]
+
+    def size(self, corpus: TokenizedCorpus) -> int:
+        return int(corpus.bounds[self.end] - corpus.bounds[self.first])
+
+
+def _opened(
+    open_scan: Callable[[], ScanFunction],
+    corpus: TokenizedCorpus,
+    folder: Path,
+    key: dict[str, Any],
+    scorer: Scorer,
+    device: str,
+) -> Callable[[_Shard], tuple[bytes, str]]:
+    """What a worker does with a shard, once the model is open: scan it, and write its file."""
+    if not _is_of(folder, key):
+        raise UsageError(
+            f"{socket.gethostname()} does not see {folder} as it was written. Every machine must have the report's folder at "
+            "the same path: give --out on a file system that all of them share."
+        )
+    scan, kind = open_scan(), kind_of_device(device)
+
+    def scan_and_write(shard: _Shard) -> tuple[bytes, str]:
+        values = scan(corpus.tokens, shard.bounds(corpus))
+        columns = dict(zip(scorer.columns, values, strict=True))
+        path = shard.path(folder)
+        of = _digest_of_shard(path, shard.number, shard.tokens(corpus))
+        _write_shard(path, columns, of, kind)
+        return of, kind
+
+    return scan_and_write
+
+
+def _check_written(folder: Path, shard: _Shard, corpus: TokenizedCorpus, of: bytes) -> None:
+    """Refuse what was not written here, or was made of other tokens than those here."""
+    path, end = shard.path(folder), time.monotonic() + _PATIENCE
+    while not path.exists() and time.monotonic() < end:
+        time.sleep(0.1)
+    if not path.exists() or of != _digest_of_shard(path, shard.number, shard.tokens(corpus)):
+        raise UsageError(
+            f"A worker scanned {path}, and it is not what belongs there. Every machine must see the corpus and the report's "
+            "folder at the same paths: put both on a file system that all of them share."
+        )
 
 
 @contextmanager
@@ -186,30 +267,44 @@ def _digest_of_shard(path: Path, number: int, tokens: np.ndarray) -> bytes:
     return hashlib.sha256(start + np.asarray(tokens, np.int64).tobytes()).digest()
 
 
-def _is_whole(path: Path, number: int, tokens: np.ndarray, scorer: Scorer) -> bool:
-    """Whether a shard reads back and is of this text; reading checks each array's checksum."""
+def _found(
+    shard: _Shard, corpus: TokenizedCorpus, folders: Sequence[Path], scorer: Scorer
+) -> tuple[Path, str] | None:
+    """Where a shard stands whole, and the kind of device that scanned it."""
+    tokens = shard.tokens(corpus)
+    for path in map(shard.path, folders):
+        if (kind := _kind_of(path, shard.number, tokens, scorer)) is not None:
+            return path, kind
+    return None
+
+
+def _kind_of(path: Path, number: int, tokens: np.ndarray, scorer: Scorer) -> str | None:
+    """The kind of device that scanned a shard, "" if it does not say; None unless it reads back and
+    is of this text. Reading checks each array's checksum."""
     try:
         with np.load(checked(path)) as stored:
             arrays = [stored[name] for name in scorer.columns]
             is_its = stored["of"].tobytes() == _digest_of_shard(path, number, tokens)
+            kind = stored["by"].tobytes().decode() if "by" in stored else ""
     except Exception:  # damage makes numpy raise whatever its parsers do, tokenize.TokenError too
-        return False
+        return None
     kinds = [array.dtype for array in arrays]
     same_size = all(one.shape == tokens.shape for one in arrays)
-    return kinds == list(scorer.columns.values()) and same_size and is_its
+    return kind if kinds == list(scorer.columns.values()) and same_size and is_its else None
 
 
-def _write_shard(
-    path: Path, key: dict[str, Any], number: int, tokens: np.ndarray, columns: dict[str, Any]
-) -> None:
-    """Replaces whatever damaged shard stood there. The key comes first: shards without one are
-    nobody's."""
-    if not (path.parent / "key.json").exists():
-        make_private_folder(path.parent)
-        write_json(path.parent / "key.json", key)
-    of = _digest_of_shard(path, number, tokens)
+def _write_key(folder: Path, key: dict[str, Any]) -> None:
+    """Before any shard: those without a key are nobody's."""
+    if not (folder / "key.json").exists():
+        make_private_folder(folder)
+        write_json(folder / "key.json", key)
+
+
+def _write_shard(path: Path, columns: dict[str, Any], of: bytes, kind: str) -> None:
+    """Replaces whatever damaged shard stood there."""
+    of_key, by = np.frombuffer(of, np.uint8), np.frombuffer(kind.encode(), np.uint8)
     with written_whole(path) as beside, beside.open("wb") as stream:
-        np.savez(stream, **columns, of=np.frombuffer(of, np.uint8))
+        np.savez(stream, **columns, of=of_key, by=by)
 
 
 def shard_edges(bounds: np.ndarray) -> list[int]:

@@ -11,12 +11,11 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import tightlip
-from audit.leakage.test_counting import corpus_of, sequences_of
+from audit.leakage.test_counting import corpus_of, sequences_of, shards_of
 from oracle import occurrences
 from standins import BigramTable
 from tightlip.audit.leakage import by_text, counting
 from tightlip.audit.leakage.by_text import links_in_shard
-from tightlip.audit.leakage.counting import user_disjoint_shards
 from tightlip.audit.leakage.words import placed_words, words_of
 from tightlip.core.errors import UsageError
 from tightlip.corpus.readers import open_corpus
@@ -252,7 +251,7 @@ def test_links_of_pieces_and_shards_come_to_the_leaks_of_the_whole(seed):
         return
     parents = np.arange(len(needles))
     bound = 20 * counting._BYTES_PER_TOKEN
-    for shard in user_disjoint_shards(corpus_of(documents), bound):
+    for shard in shards_of(corpus_of(documents), bound):
         by_text._join_all(parents, links_in_shard(shard, sequences_of(needles)))
     found = {frozenset(np.flatnonzero(parents == root).tolist()) for root in set(parents.tolist())}
     sequences = {place: list(needle) for place, needle in enumerate(needles)}

@@ -18,7 +18,7 @@ from tightlip.audit.leakage.counting import (
     Sequences,
     added_up,
     count_in_shard,
-    user_disjoint_shards,
+    user_disjoint_parts,
 )
 from tightlip.core.errors import UsageError
 from tightlip.corpus.tokens import TokenizedCorpus
@@ -50,10 +50,14 @@ def sequences_of(needles):
     return Sequences(tokens=tokens, offsets=offsets)
 
 
+def shards_of(corpus, memory):
+    return (part.read(corpus) for part in user_disjoint_parts(corpus, memory))
+
+
 def counted(documents, needles, *, memory=PLENTY, workers=1):
     """Totals and users as the audit gets them: cut, counted shard by shard, added up."""
     sequences = sequences_of(needles)
-    shards = user_disjoint_shards(corpus_of(documents), memory)
+    shards = shards_of(corpus_of(documents), memory)
     engine = LocalEngine(workers)
     counts = added_up(
         engine.map(lambda shard: count_in_shard(shard, sequences), shards), len(needles)
@@ -178,7 +182,7 @@ def test_no_sequences_give_no_counts():
 def test_a_user_larger_than_a_shard_counts_once():
     documents = [(0, [1, 2, 3, 4])] * 50 + [(1, [1, 2])] + [(2, [9])] * 40
     bound = 60 * counting._BYTES_PER_TOKEN
-    shards = list(user_disjoint_shards(corpus_of(documents), bound))
+    shards = list(shards_of(corpus_of(documents), bound))
     assert [shard.sole_user for shard in shards].count(0) >= 4
     assert counted(documents, [[1, 2], [3, 4], [9], [4, 1]], memory=bound) == [
         (51, 2), (50, 1), (40, 1), (0, 0),
@@ -189,9 +193,7 @@ def test_a_user_larger_than_a_shard_counts_once():
 def test_shards_cover_every_document_once_and_share_no_user(tokens_allowed):
     draw = random.Random(tokens_allowed)
     documents = [(draw.randrange(8), [number] * draw.choice([0, 1, 5, 10])) for number in range(60)]
-    shards = list(
-        user_disjoint_shards(corpus_of(documents), tokens_allowed * counting._BYTES_PER_TOKEN)
-    )
+    shards = list(shards_of(corpus_of(documents), tokens_allowed * counting._BYTES_PER_TOKEN))
     stored = [
         (int(user), shard.tokens[begin:end].tolist())
         for shard in shards
@@ -210,7 +212,7 @@ def test_shards_cover_every_document_once_and_share_no_user(tokens_allowed):
 def test_a_document_that_does_not_fit_is_refused_by_its_number():
     documents = [(0, [1] * 10), (1, [1] * 5000), (1, [1])]
     with pytest.raises(UsageError, match=r"Document 1 has 5,000 tokens.*Raise memory"):
-        list(user_disjoint_shards(corpus_of(documents), 4000 * counting._BYTES_PER_TOKEN))
+        list(shards_of(corpus_of(documents), 4000 * counting._BYTES_PER_TOKEN))
     assert counted(documents, [[1]], memory=5001 * counting._BYTES_PER_TOKEN) == [(5011, 2)]
 
 
@@ -267,7 +269,7 @@ def test_an_error_while_counting_reaches_the_caller():
 
 def test_counting_is_a_function_of_its_shard_alone():
     documents = [(0, [1, 2, 1]), (4, [2, 1])]
-    (shard,) = user_disjoint_shards(corpus_of(documents), PLENTY)
+    (shard,) = shards_of(corpus_of(documents), PLENTY)
     count = partial(count_in_shard, sequences=sequences_of([[1], [2, 1]]))
     before = (shard.tokens.copy(), shard.users.copy())
     first, second = count(shard), count(shard)

@@ -35,6 +35,7 @@ from tightlip.audit.leakage.findings import (
 from tightlip.audit.leakage.summary import finite
 from tightlip.audit.settings import ExtractionConfig
 from tightlip.audit.subjects import Subject, read_as, subject_of
+from tightlip.core.engines import Engine
 from tightlip.core.errors import UsageError
 from tightlip.core.figures import count
 from tightlip.core.files import claimed, make_private_folder, write_json
@@ -45,7 +46,7 @@ from tightlip.corpus.opening import CorpusSource
 from tightlip.corpus.prepare_config import TextSettings
 from tightlip.corpus.tokens import TokenizedCorpus
 from tightlip.scan.decoding import scorer_of
-from tightlip.scan.models import AUDIT, BASE, OpenedModel, Scans
+from tightlip.scan.models import AUDIT, BASE, OpenedModel, Scans, on_engine
 from tightlip.scan.options import Decoding, ScanOptions
 from tightlip.scan.store import SCAN, ScanStore, remove_scans
 
@@ -62,10 +63,12 @@ LOWER_BOUND = (
 )
 
 
+@on_engine
 def extract_text(
     model: Any,
     corpus: Any = None,
     *,
+    engine: Engine,
     out: str | Path | None = None,
     tokenizer: Any = None,
     reference: Any = None,
@@ -82,7 +85,7 @@ def extract_text(
     folder = Path(keep_alive.name) if keep_alive else Path(str(out))
     on_disk = subject.is_file and (reference is None or isinstance(reference, str | Path))
     is_kept = keep_scan and not config.redact and on_disk
-    scans = Scans(store=_store(folder, subject, is_kept), options=options)
+    scans = Scans(store=_store(folder, subject, is_kept), options=options, engine=engine)
     with (
         claimed(folder),
         nothing_left_of_a_refusal(report_folder(folder, redact=config.redact, names=NAMES)),
@@ -214,7 +217,13 @@ class _Job:
         return _Side(corpus=corpus, words=words, found=found)
 
     def _note(self, side: _Side, held: _Side | None) -> None:
-        self.notes.extend([*self.model.notes, *([] if side.words is not None else [ONLY_TOKENS])])
+        self.notes.extend(
+            [
+                *self.model.notes,
+                *self.scans.engine.notes,
+                *([] if side.words is not None else [ONLY_TOKENS]),
+            ]
+        )
         self.notes.extend(_too_short(side, "people"))
         self.notes.extend(_too_short(held, "held-out people") if held is not None else [])
         if self.model.begin_id is None and not side.corpus.begins_itself:

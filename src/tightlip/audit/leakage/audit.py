@@ -13,7 +13,7 @@ import numpy as np
 import tightlip
 from tightlip.audit.leakage.by_text import ByText, read_by_text
 from tightlip.audit.leakage.contexts import figures_by_context
-from tightlip.audit.leakage.counting import Engine, check_memory
+from tightlip.audit.leakage.counting import check_memory
 from tightlip.audit.leakage.findings import (
     ONLY_TOKENS,
     TABLES,
@@ -46,6 +46,7 @@ from tightlip.audit.measures import Audited
 from tightlip.audit.settings import LeakageConfig
 from tightlip.audit.subjects import read_as
 from tightlip.core.checksums import checked
+from tightlip.core.engines import Engine
 from tightlip.core.errors import UsageError
 from tightlip.core.files import (
     claimed,
@@ -54,7 +55,6 @@ from tightlip.core.files import (
     written_whole,
 )
 from tightlip.core.progress import task
-from tightlip.core.registry import look_up
 from tightlip.core.run_folder import SNAPSHOTS, RunRecord, Snapshot
 from tightlip.core.settings import bytes_from, split_settings, takes
 from tightlip.core.stores import fetched_report, place_of
@@ -66,7 +66,15 @@ from tightlip.corpus.opening import (
 )
 from tightlip.corpus.prepare_config import TextSettings
 from tightlip.corpus.tokens import TokenizedCorpus
-from tightlip.scan.models import AUDIT, BASE, OpenedModel, Scans, open_beside, open_model
+from tightlip.scan.models import (
+    AUDIT,
+    BASE,
+    OpenedModel,
+    Scans,
+    on_engine,
+    open_beside,
+    open_model,
+)
 from tightlip.scan.options import ScanOptions
 from tightlip.scan.store import SCAN, ScannedCorpus, ScanStore, remove_scans
 
@@ -89,16 +97,17 @@ def open_report(folder: str | Path) -> LeakageReport:
     return LeakageReport(Path(folder) if place is None else fetched_report(place))
 
 
+@on_engine
 def audit_model(
     model: Any,
     corpus: Any = None,
     *,
+    engine: Engine,
     out: str | Path | None = None,
     tokenizer: Any = None,
     public_model: Any = None,
     validation: Any = None,
     snapshots: bool = False,
-    engine: str = "local",
     keep_scan: bool = True,
     retrain: Retrain | None = None,
     write_page: Callable[[Path], object] | None = None,
@@ -117,13 +126,12 @@ def audit_model(
         public_model is None or isinstance(public_model, str | Path)
     )
     is_kept = keep_scan and not config.redact and on_disk
-    scans = Scans(store=_store(folder, subject, is_kept), options=options)
+    scans = Scans(store=_store(folder, subject, is_kept), options=options, engine=engine)
     job = _Job(
         subject=subject,
         folder=folder,
         scans=scans,
         config=config,
-        engine=look_up("engine", engine)(),
         leaves_out=isinstance(public_model, str) and public_model == LEAVE_OUT,
         retrain=retrain,
         checkpoints=checkpoints,
@@ -159,12 +167,15 @@ class _Job:
     folder: Path
     scans: Scans
     config: LeakageConfig
-    engine: Engine
     leaves_out: bool = False
     retrain: Retrain | None = None
     checkpoints: Sequence[Snapshot] = ()
     tokenizer: Any = None  # in the place of the models' own
     notes: list[str] = field(default_factory=list)
+
+    @property
+    def engine(self) -> Engine:
+        return self.scans.engine
 
     @property
     def work(self) -> Path:
@@ -282,6 +293,7 @@ class _Job:
                 "notes": [
                     *model.notes,
                     *self.notes,
+                    *self.engine.notes,
                     *notes_on(model, leaks, num_skipped(self.work / "tokens")),
                     *([ONLY_TOKENS] if self.subject.corpus.documents().format == "tokens" else []),
                     *([NOBODY_LEFT_OUT] if self.leaves_out and public is None else []),
@@ -298,7 +310,9 @@ class _Job:
         count = partial(
             count_in_corpus, leaks.corpus, engine=self.engine, memory_bytes=memory_bytes
         )
-        near = None if config.near is None else near_figures(model, leaks, config, count)
+        near = None
+        if config.near is not None:
+            near = near_figures(model, leaks, config, count, self.engine)
         return {**told, "near": near}
 
     def _by_text(self, model: OpenedModel, leaks: Leaks) -> ByText:
@@ -410,7 +424,6 @@ class LeakageAudit:
             folder=audited.work,
             scans=audited.scans,
             config=LeakageConfig(redact=True, occurrences=1),
-            engine=look_up("engine", "local")(),
         )
         return job.summary(
             None

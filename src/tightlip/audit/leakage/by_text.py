@@ -10,14 +10,12 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from tempfile import TemporaryFile
 from typing import Any
 
 import numpy as np
 from numba import njit
 
 from tightlip.audit.leakage.counting import (
-    Engine,
     Sequences,
     Shard,
     edges_of,
@@ -25,17 +23,19 @@ from tightlip.audit.leakage.counting import (
     first_not_below,
     indexed,
     least_memory,
-    user_disjoint_shards,
+    over_shards,
 )
 from tightlip.audit.leakage.leaks import Leaks, count_in_corpus, has_owner
 from tightlip.audit.leakage.words import placed_words, words_of
+from tightlip.core.engines import Engine
 from tightlip.core.errors import UsageError
+from tightlip.core.files import written_whole
 from tightlip.core.progress import task
 from tightlip.corpus.encoding import Encoder
 from tightlip.corpus.readers import DocumentBatch
 from tightlip.corpus.rendered import SPOKEN
 from tightlip.corpus.shared_text import Documents
-from tightlip.corpus.tokens import TokenizedCorpus
+from tightlip.corpus.tokens import GrowingArray, TokenizedCorpus, mapped
 
 _NO_QUERYS_WORD = 0  # the number of every word that no unique sequence has
 
@@ -193,22 +193,22 @@ def _number(
 def _corpus_of_words(
     corpus: TokenizedCorpus, documents: Documents, numbers: dict[str, int], work: Path
 ) -> TokenizedCorpus:
-    """The documents as numbers of words, in a file that is gone when they are.
+    """The documents as numbers of words, in a file of `work` that every worker can read.
 
     Of words that no query has one is kept where several stand together: nothing matches there.
     """
     edges = [np.zeros(1, dtype=np.int64)]
-    with TemporaryFile(dir=work) as file:
+    path = work / "words.npy"
+    with written_whole(path) as beside:
+        file = GrowingArray(beside, np.dtype(np.int32))
         for _, batch in numbered(documents, corpus):
             found, ends = _words_in_batch(spoken(batch), numbers)
             known = found != _NO_QUERYS_WORD
             kept = known | np.r_[True, known[:-1]][: len(known)]
             edges.append(edges[-1][-1] + edges_of(kept)[ends])
-            file.write(found[kept].data)
-        bounds = np.concatenate(edges)
-        file.flush()
-        mapped = np.memmap(file, np.int32, "r", shape=(int(bounds[-1]),)) if bounds[-1] else ()
-    return replace(corpus, tokens=np.asarray(mapped, np.int32), bounds=bounds, spans=None)
+            file.extend(found[kept])
+        file.close()
+    return replace(corpus, tokens=mapped(path), bounds=np.concatenate(edges), spans=None)
 
 
 def _words_in_batch(texts: Iterable[str], numbers: dict[str, int]) -> tuple[np.ndarray, np.ndarray]:
@@ -234,12 +234,12 @@ def _leaks_of(
     if not len(may_share):
         return group
     sequences = end_to_end(corpus.tokens, leaks.first_in_d[may_share], leaks.lengths[may_share])
-    shards = user_disjoint_shards(corpus, memory_bytes // engine.workers, worth)
+    look = partial(links_in_shard, sequences=sequences)
     parents = np.arange(len(may_share))
     with task("Joining leaks", int(np.diff(corpus.bounds)[worth[corpus.users]].sum())) as bar:
-        for shard, links in engine.map(partial(links_in_shard, sequences=sequences), shards):
+        for part, links in over_shards(engine, look, corpus, memory_bytes, worth):
             _join_all(parents, links)
-            bar.advance(len(shard.tokens))
+            bar.advance(part.num_tokens)
     group[may_share] = may_share[parents]
     return group
 

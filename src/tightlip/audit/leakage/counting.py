@@ -9,19 +9,16 @@ the results add up; the corpus is therefore counted in pieces that fit a memory
 bound, here or on a cluster, and the result is the same.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from functools import partial
 
 import numpy as np
 from numba import njit
 
+from tightlip.core.engines import Engine, Result
 from tightlip.core.errors import UsageError
 from tightlip.corpus.tokens import TokenizedCorpus
-
-Item = TypeVar("Item")
-Result = TypeVar("Result")
-
 
 # Peak bytes held per token while a shard of w-byte symbols is indexed: text and users (8), the
 # symbols (w), their suffix array (4w) and the token suffix array filtered from it (4).
@@ -31,16 +28,6 @@ _BYTES_PER_TOKEN = 8 + 5 * _MAX_SYMBOL_BYTES + 4
 # and its symbols still fit the 32-bit suffix sorter.
 _LARGEST_SHARD_TOKENS = 24_000_000
 NOWHERE = np.iinfo(np.int64).max  # what no corpus reaches
-
-
-class Engine(Protocol):
-    """Apply a pure function to each item, yielding (item, result) in the items' order."""
-
-    workers: int
-
-    def map(
-        self, function: Callable[[Item], Result], items: Iterable[Item]
-    ) -> Iterator[tuple[Item, Result]]: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +53,28 @@ class Shard:
     users: np.ndarray
     starts: np.ndarray
     sole_user: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """Which documents of a corpus are in a shard, and whose each is there: all that a worker is sent.
+    It reads the tokens itself."""
+
+    documents: np.ndarray
+    users: np.ndarray
+    num_tokens: int
+    sole_user: int | None = None
+
+    def read(self, corpus: TokenizedCorpus) -> Shard:
+        starts = corpus.bounds[self.documents]
+        own = end_to_end(corpus.tokens, starts, corpus.bounds[self.documents + 1] - starts)
+        return Shard(
+            tokens=own.tokens,
+            bounds=own.offsets,
+            users=self.users,
+            starts=starts,
+            sole_user=self.sole_user,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,7 +144,7 @@ def indexed(shard: Shard) -> tuple[np.ndarray, np.ndarray]:
     return text, _suffix_array(text, int(text.max(initial=0)) + 1)
 
 
-def added_up(results: Iterator[tuple[Shard | None, Counts]], num_sequences: int) -> Counts:
+def added_up(results: Iterator[tuple[Shard | Part | None, Counts]], num_sequences: int) -> Counts:
     """The counts of the whole corpus. Pieces of one large user count that user once."""
     totals = np.zeros(num_sequences, dtype=np.int64)
     users = np.zeros(num_sequences, dtype=np.int64)
@@ -171,13 +180,31 @@ def check_memory(corpus: TokenizedCorpus, memory_bytes: int) -> None:
         )
 
 
-def user_disjoint_shards(
+def over_shards(
+    engine: Engine,
+    look: Callable[[Shard], Result],
     corpus: TokenizedCorpus,
     memory_bytes: int,
     only: np.ndarray | None = None,
     *,
     by_owner: bool = False,
-) -> Iterator[Shard]:
+) -> Iterator[tuple[Part, Result]]:
+    """What `look` says of each user-disjoint shard; workers of one machine share `memory_bytes`."""
+    parts = user_disjoint_parts(corpus, memory_bytes // engine.workers, only, by_owner=by_owner)
+    return engine.map(partial(_looked_at, look=look, corpus=corpus), parts)
+
+
+def _looked_at(part: Part, look: Callable[[Shard], Result], corpus: TokenizedCorpus) -> Result:
+    return look(part.read(corpus))
+
+
+def user_disjoint_parts(
+    corpus: TokenizedCorpus,
+    memory_bytes: int,
+    only: np.ndarray | None = None,
+    *,
+    by_owner: bool = False,
+) -> Iterator[Part]:
     """The corpus in shards that each fit `memory_bytes` while they are counted.
 
     `only` says of each user whether the documents that they wrote are wanted. `by_owner` a document
@@ -193,14 +220,8 @@ def user_disjoint_shards(
     by_user = by_user if only is None else by_user[only[users[by_user]]]
     for pairs, sole_user in _packed(by_user, users, lengths[of_pair], most_tokens):
         documents = of_pair[pairs]
-        own = end_to_end(corpus.tokens, corpus.bounds[documents], lengths[documents] - 1)
-        yield Shard(
-            tokens=own.tokens,
-            bounds=own.offsets,
-            users=users[pairs],
-            starts=corpus.bounds[documents],
-            sole_user=sole_user,
-        )
+        size = int((lengths[documents] - 1).sum())
+        yield Part(documents=documents, users=users[pairs], num_tokens=size, sole_user=sole_user)
 
 
 def _packed(

@@ -19,7 +19,7 @@ from tightlip.audit.leakage.leaks import Fit, Leaks, PublicView, fit_of
 from tightlip.audit.leakage.summary import summarise
 from tightlip.audit.leakage.tables import ratio_of_sequence, write_sequences, write_users
 from tightlip.audit.settings import LeakageConfig
-from tightlip.core.errors import DamagedError, UsageError
+from tightlip.core.errors import DamagedError, LostWorkersError, UsageError
 from tightlip.core.files import (
     make_private_folder,
     names_in,
@@ -263,6 +263,8 @@ def nothing_left_of_a_refusal(folder: Path) -> Iterator[None]:
     had_scan = (folder / SCAN).exists()
     try:
         yield
+    except LostWorkersError:
+        raise
     except UsageError:
         shutil.rmtree(folder / WORK, ignore_errors=True)
         if not had_scan:

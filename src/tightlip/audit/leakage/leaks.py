@@ -9,13 +9,12 @@ from numba import njit
 
 from tightlip.audit.leakage.counting import (
     Counts,
-    Engine,
     Sequences,
     added_up,
     count_in_shard,
     end_to_end,
+    over_shards,
     owners_in_shard,
-    user_disjoint_shards,
 )
 from tightlip.audit.leakage.runs import (
     DistinctSequences,
@@ -25,6 +24,7 @@ from tightlip.audit.leakage.runs import (
     distinct_sequences,
     sums_over_runs,
 )
+from tightlip.core.engines import Engine
 from tightlip.core.progress import task
 from tightlip.corpus.tokens import TokenizedCorpus
 from tightlip.scan.scorers import NOT_SCORED
@@ -167,14 +167,13 @@ def count_in_corpus(
     description: str = "Counting in the corpus",
 ) -> Counts:
     """Occurrences and distinct users of every sequence, and who owns all its documents, shard by shard."""
-    shards = user_disjoint_shards(corpus, memory_bytes // engine.workers)
     count = partial(count_in_shard, sequences=sequences)
     with task(description, corpus.num_tokens) as bar:
 
         def watched() -> Any:
-            for shard, counts in engine.map(count, shards):
-                bar.advance(len(shard.tokens))
-                yield shard, counts
+            for part, counts in over_shards(engine, count, corpus, memory_bytes):
+                bar.advance(part.num_tokens)
+                yield part, counts
 
         counts = added_up(watched(), len(sequences))
     if corpus.owners is not None:
@@ -191,16 +190,16 @@ def _by_owner(
     once for every owner, so that what is known of an owner adds up."""
     users, owned = np.zeros(len(sequences), np.int64), [np.zeros((2, 0), np.int64)]
     large: dict[int, np.ndarray] = {}
-    shards = user_disjoint_shards(corpus, memory_bytes // engine.workers, by_owner=True)
     count = partial(owners_in_shard, sequences=sequences, totals=counts.totals)
     with task("Counting owners", len(corpus.owned()[0])) as bar:
-        for shard, (found, here, all_of) in engine.map(count, shards):
-            if shard.sole_user is None:
+        parts = over_shards(engine, count, corpus, memory_bytes, by_owner=True)
+        for part, (found, here, all_of) in parts:
+            if part.sole_user is None:
                 users += here
                 owned.append(all_of)
             else:
-                large[shard.sole_user] = large.get(shard.sole_user, 0) + found
-            bar.advance(len(shard.users))
+                large[part.sole_user] = large.get(part.sole_user, 0) + found
+            bar.advance(len(part.users))
     for user, found in large.items():
         users += found > 0
         whole = np.flatnonzero((found == counts.totals) & (found > 0))

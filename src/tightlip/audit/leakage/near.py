@@ -9,6 +9,7 @@ into other tokens, and a share of characters means the same for every tokenizer.
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,10 +21,12 @@ from tightlip.audit.leakage.leaks import Leaks, cut_at
 from tightlip.audit.leakage.runs import collect_runs
 from tightlip.audit.leakage.words import words_of
 from tightlip.audit.settings import LeakageConfig
+from tightlip.core.devices import num_threads
+from tightlip.core.engines import Engine
 from tightlip.core.errors import UsageError
 from tightlip.core.progress import task
 from tightlip.corpus.tokens import TokenizedCorpus
-from tightlip.scan.models import OpenedModel
+from tightlip.scan.models import OpenedModel, on_worker
 from tightlip.scan.scanner import Scanner, evaluating, full_precision
 from tightlip.scan.scorers import NOT_SCORED
 
@@ -36,10 +39,14 @@ _Continued = list[list[int]]
 
 
 def near_figures(
-    model: OpenedModel, leaks: Leaks, config: LeakageConfig, count: Callable[..., Counts]
+    model: OpenedModel,
+    leaks: Leaks,
+    config: LeakageConfig,
+    count: Callable[..., Counts],
+    engine: Engine,
 ) -> dict[str, Any] | None:
     """The table `near` of summary.json; None where no text is as long as a window. `count` counts
-    sequences in the corpus.
+    sequences in the corpus; one worker of the engine has the model.
 
     Holds:
         never_fewer: what the model completes exactly is among what it nearly does.
@@ -58,7 +65,10 @@ def near_figures(
     windows = corpus.tokens[starts[:, None] + np.arange(length)].tolist()
     texts = decode(windows)
     near: dict[int, _Continued] = {}
-    for window, said in _continuations(model, corpus, starts, np.flatnonzero(~exact), config):
+    go_on = partial(_continuing, model, corpus, starts, config, (engine.threads, engine.is_remote))
+    left = np.flatnonzero(~exact)
+    answers = [found for _, found in engine.scatter(go_on, [left] if len(left) else [])]
+    for window, said in (each for found in answers for each in found):
         shares = [edit_share(texts[window], text) for text in decode(said)]
         near[window] = [ids for ids, at in zip(said, shares, strict=True) if at <= config.near]
     owners = _owners(windows, texts, near, exact, count)
@@ -134,6 +144,25 @@ def _begin(model: OpenedModel, corpus: TokenizedCorpus) -> list[int]:
     return [model.begin_id] if begins and model.begin_id is not None else []
 
 
+def _continuing(
+    model: OpenedModel,
+    corpus: TokenizedCorpus,
+    starts: np.ndarray,
+    config: LeakageConfig,
+    engine: tuple[int, bool],
+) -> Callable[[np.ndarray], list[tuple[int, _Continued]]]:
+    """All continuations of the windows chosen, where the model is. Of the engine it is told how many
+    threads it has, and whether it is remote."""
+    threads, is_remote = engine
+    model = on_worker(model) if is_remote else model
+
+    def go_on(chosen: np.ndarray) -> list[tuple[int, _Continued]]:
+        with num_threads(threads):
+            return [*_continuations(model, corpus, starts, chosen, config)]
+
+    return go_on
+
+
 def _continuations(
     model: OpenedModel,
     corpus: TokenizedCorpus,
@@ -142,8 +171,6 @@ def _continuations(
     config: LeakageConfig,
 ) -> Iterator[tuple[int, _Continued]]:
     """What the model says behind the training prefix of each window chosen: greedily, and its beams."""
-    if not len(chosen):
-        return
     if not hasattr(model.model, "generate"):
         raise UsageError(
             f"{model.name} has no generate, so what it nearly says cannot be asked for. Leave --near out."

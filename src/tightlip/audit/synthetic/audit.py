@@ -149,6 +149,10 @@ def audit_synthetic(
 ) -> TextReport:
     """What `tightlip.audit_text` says it does; `write_page` draws the report once its figures stand."""
     config, columns, resampling = split_settings(settings, *SETTINGS)
+    if engine != "local":
+        raise UsageError(
+            f"audit-text counts on this machine only, and engine={engine!r} was asked for. Leave --engine out."
+        )
     how = {**columns.tree(), "format": config.format}
     keep_alive = TemporaryDirectory(prefix="tightlip-") if out is None else None
     folder = Path(keep_alive.name) if keep_alive else Path(str(out))

@@ -19,16 +19,16 @@ import numpy as np
 from numba import njit
 
 from tightlip.audit.leakage.counting import (
-    Engine,
     Shard,
     end_to_end,
     first_not_below,
     in_the_corpus,
     indexed,
-    user_disjoint_shards,
+    over_shards,
 )
 from tightlip.audit.leakage.leaks import count_in_corpus
 from tightlip.audit.leakage.runs import Runs, distinct_sequences
+from tightlip.core.engines import Engine
 from tightlip.core.progress import task
 from tightlip.corpus.tokens import TokenizedCorpus
 
@@ -156,11 +156,10 @@ class Search:
         return np.concatenate([found for found, _ in parts], axis=1), sum(n for _, n in parts)
 
     def _mapped(self, look: Any, corpus: TokenizedCorpus, wanted: Any, what: str) -> Iterator[Any]:
-        shards = user_disjoint_shards(corpus, self.memory_bytes // self.engine.workers, wanted)
         with task(what, corpus.num_tokens) as bar:
-            for shard, found in self.engine.map(look, shards):
+            for part, found in over_shards(self.engine, look, corpus, self.memory_bytes, wanted):
                 yield found
-                bar.advance(len(shard.tokens))
+                bar.advance(part.num_tokens)
 
 
 def _inside(first: np.ndarray, past: np.ndarray) -> np.ndarray:

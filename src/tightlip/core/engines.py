@@ -1,0 +1,93 @@
+"""Where an audit's work runs: what an engine does, and the settings that all of them share."""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol, TypeVar
+
+from tightlip.core.errors import UsageError
+from tightlip.core.registry import look_up, names_of
+from tightlip.core.settings import Settings, setting
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+class Engine(Protocol):
+    """Applies functions to items, here or on other machines, and yields (item, result) in the
+    items' order. What a function needs goes with it; that must be picklable where `is_remote`.
+
+    `workers` share the memory of one machine, and each computes with `threads`. `device` is what a
+    model runs on, and `notes` are for the readers of figures.
+    """
+
+    workers: int
+    threads: int
+    device: str
+    is_remote: bool
+    notes: list[str]
+
+    def map(
+        self, function: Callable[[Item], Result], items: Iterable[Item]
+    ) -> Iterator[tuple[Item, Result]]:
+        """Several items at a time."""
+
+    def scatter(
+        self, opening: Callable[[], Callable[[Item], Result]], items: Iterable[Item]
+    ) -> Iterator[tuple[Item, Result]]:
+        """With what a worker opens once, when its first item comes: a model, say."""
+
+    def kinds(self, device: str) -> list[str]:
+        """What scans: devices and builds, by name. More than one only where that was allowed."""
+
+
+def local_engine() -> Engine:
+    """This machine, for whoever asks for nothing else."""
+    engine: Engine = look_up("engine", "local")()
+    return engine
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineSettings(Settings):
+    """Where scanning and counting run. None of it changes the report, but for the last digits."""
+
+    panel: ClassVar[str | None] = "Where it runs"
+
+    engine: str = setting(
+        "local",
+        "This machine, or the machines of a Ray cluster.",
+        choices=tuple(names_of("engine")),
+    )
+    address: str | None = setting(
+        None,
+        "A running Ray cluster: HOST:PORT, or auto for the one that this machine is part of.",
+        default_words="a cluster of this machine alone",
+    )
+    workers: int | None = setting(
+        None,
+        "How many shards are worked on at a time.",
+        at_least=1,
+        default_words="one for each core; with Ray as many as find room",
+    )
+    threads_per_worker: int | None = setting(
+        None,
+        "Threads that a model computes with; others may round otherwise.",
+        at_least=1,
+        at_most=1024,
+        default_words="as many as torch takes on this machine",
+    )
+    mixed: bool = setting(
+        False, "Let machines of different kinds scan one text; the report then says so."
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.address is not None and self.engine != "ray":
+            raise UsageError(
+                f"address={self.address!r} is that of a Ray cluster, and the engine is {self.engine!r}. Give --engine ray too."
+            )
+
+    def opened(self, device: str = "auto") -> AbstractContextManager[Any]:
+        """The engine, for as long as inside."""
+        engine: AbstractContextManager[Any] = look_up("engine", self.engine).opened(self, device)
+        return engine

@@ -1,0 +1,371 @@
+"""Audits on a real Ray cluster of several nodes: the local report to the byte, whoever dies meanwhile.
+
+All tests of Ray are here, so that one process of tests has the one cluster.
+"""
+
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import tightlip
+from cli.held_out_runs import documents, make_run, prepared
+from faults.harm import changes, half_written, is_litter, tree
+from tightlip.audit.leakage.counting import Sequences, count_in_shard, least_memory, over_shards
+from tightlip.core.devices import on_workers
+from tightlip.core.engines import EngineSettings
+from tightlip.core.errors import FullDiskError, UsageError
+from tightlip.core.files import written_whole
+from tightlip.corpus.tokens import TokenizedCorpus, mapped
+from tightlip.engines import ray as ray_engine
+from tightlip.engines.local import LocalEngine
+from tightlip.scan import store
+
+pytestmark = pytest.mark.slow
+ray = pytest.importorskip("ray")
+SHARD_TOKENS = 40  # so that a small text has many
+QUICK = {
+    "health_check_initial_delay_ms": 500,
+    "health_check_period_ms": 300,
+    "health_check_timeout_ms": 1000,
+    "health_check_failure_threshold": 2,
+}
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    from ray.cluster_utils import Cluster
+
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    head = {"num_cpus": 0, "include_dashboard": False, "_system_config": QUICK}
+    cluster = Cluster(initialize_head=True, head_node_args=head)
+    for _ in range(2):
+        cluster.add_node(num_cpus=1)
+    yield cluster
+    ray.shutdown()
+    cluster.shutdown()
+
+
+@pytest.fixture(scope="module")
+def engine(cluster):
+    """Two workers, one on each node; to import torch for each test anew would take minutes."""
+    settings = EngineSettings(engine="ray", address=cluster.address, threads_per_worker=1)
+    with settings.opened("cpu") as engine:
+        on_workers.set(False)  # what is audited here in between is
+        yield engine
+
+
+@pytest.fixture
+def on_ray(engine, monkeypatch):
+    """Calls with engine="ray" get the engine that stands."""
+    plain = EngineSettings.opened
+
+    def opened(settings, device="auto"):
+        return nullcontext(engine) if settings.engine == "ray" else plain(settings, device)
+
+    engine.notes.clear()
+    monkeypatch.setattr(EngineSettings, "opened", opened)
+    monkeypatch.setattr(store, "SHARD_TOKENS", SHARD_TOKENS)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run")
+    corpus = prepared(folder / "corpus", documents(), split="document", holdout=0.25)
+    return make_run(folder / "run", corpus, steps=40)
+
+
+def report_of(folder):
+    """Every file of a report but the log; of checksums the names."""
+    return {path: told for path, told in tree(folder).items() if path != "log.txt"}
+
+
+# First, while no other engine has the cluster
+
+
+def test_a_killed_driver_goes_on_from_the_shards_on_storage(cluster, command, run, tmp_path, tally):
+    how = ("audit", run, "--threads-per-worker", 1, "--device", "cpu")
+    local, out = tmp_path / "local", tmp_path / "ray"
+    ran = command(*how, "--out", local, shard_tokens=SHARD_TOKENS)
+    assert ran.status == 0, ran.err
+    how = (*how, "--engine", "ray", "--address", cluster.address, "--workers", 1, "--out", out)
+    life = command.begin(*how, shard_tokens=SHARD_TOKENS)
+    killed = life.kill_once(lambda: any(out.rglob("*.npz")))
+    assert killed.status == -signal.SIGKILL, killed.err
+    time.sleep(1)  # its workers notice
+    before = {path: path.stat().st_mtime_ns for path in out.rglob("*.npz")}
+    problem = half_written(out)
+    ran = command(*how, shard_tokens=SHARD_TOKENS)
+    after = {path: path.stat().st_mtime_ns for path in out.rglob("*.npz")}
+    assert ran.status == 0, ran.err
+    assert 0 < len(before) < len(after) / 2
+    assert before.items() <= after.items(), "what stood was scanned again"
+    assert not [path for path in tree(out) if is_litter(path)]
+    tally("drivers killed", not problem and not changes(report_of(local), report_of(out)))
+    assert not problem
+    assert changes(report_of(local), report_of(out)) == []
+    assert "ray" not in ran.err.lower()
+
+
+def test_a_command_starts_its_own_cluster_and_ends_it(command, run, tmp_path):
+    own, temporary = shutil.copytree(run, tmp_path / "run"), Path(tempfile.gettempdir())
+    before = {*temporary.glob("tl-*")}
+    how = ("--engine", "ray", "--workers", 1, "--threads-per-worker", 1, "--device", "cpu")
+    ran = command("membership", own, *how, "--num-bootstraps", 100)
+    assert ran.status == 0, ran.err
+    assert "ray" not in ran.err.lower(), "it says nothing of its own"
+    assert any((own / "scan").rglob("*.npz"))
+    assert {*temporary.glob("tl-*")} == before
+
+
+def test_without_ray_it_says_what_to_install(run, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(UsageError, match=r"pip install 'tightlip\[ray\]'"):
+        tightlip.audit(run, out=tmp_path / "out", engine="ray")
+    with pytest.raises(UsageError, match="Give engine='ray' too"):
+        tightlip.audit(run, out=tmp_path / "out", address="auto")
+
+
+# What every engine owes
+
+
+def test_results_come_in_the_items_order_and_errors_reach_the_caller(engine):
+    def late_for_early_ones(number):
+        time.sleep(0.2 * (number == 0))
+        return number * number
+
+    pairs = list(engine.map(late_for_early_ones, iter(range(20))))
+    assert pairs == [(number, number * number) for number in range(20)]
+    assert list(engine.map(len, [])) == []
+    with pytest.raises(ZeroDivisionError):
+        list(engine.map(lambda number: 1 / number, range(3)))
+    with pytest.raises(UsageError, match=r"^not like this$"):
+        list(engine.map(_refuse, range(3)))
+
+
+def _refuse(number):
+    raise UsageError("not like this")
+
+
+def test_a_worker_opens_once_and_what_was_not_asked_to_the_end_is_forgotten(engine, tmp_path):
+    def opening():
+        (tmp_path / f"opened-{os.getpid()}").touch(exist_ok=False)
+        return lambda number: number
+
+    begun = engine.scatter(lambda: lambda number: time.sleep(0.05) or "old", range(100))
+    assert next(begun) == (0, "old")
+    begun.close()
+    assert [result for _, result in engine.scatter(opening, range(8))] == [*range(8)]
+    assert 1 <= len([*tmp_path.iterdir()]) <= 2
+
+
+# The same bytes
+
+
+def test_reports_are_those_of_the_local_engine_to_the_byte(on_ray, run, tmp_path):
+    asked = {"contexts": ("training", "short"), "near": 0.2, "near_tokens": 4, "near_sample": 20}
+    for engine in ("local", "ray"):
+        how = {"engine": engine, "threads_per_worker": 1, "device": "cpu"}
+        tightlip.audit(run, out=tmp_path / engine / "audit", **asked, **how)
+        tightlip.extract(run, out=tmp_path / engine / "extract", lengths=(2, 4), top_k=3, **how)
+        own = shutil.copytree(run, tmp_path / "run")
+        tightlip.measure_membership(own, out=tmp_path / engine, num_bootstraps=100, **how)
+        shutil.move(own, tmp_path / engine / "run")
+    local, other = (report_of(tmp_path / engine) for engine in ("local", "ray"))
+    assert sum(path.endswith(".npz") for path in other) > 20
+    assert changes(local, other) == []
+
+
+def test_a_model_in_memory_and_what_workers_cannot_see_are_refused(on_ray, run, tmp_path):
+    pair = (object(), object())
+    for given in ({"model": pair}, {"model": run, "public_model": pair}):
+        with pytest.raises(UsageError, match="save_pretrained"):
+            tightlip.audit(**given, out=tmp_path / "out", engine="ray")
+    with pytest.raises(UsageError, match="Leave engine='ray' out"):
+        tightlip.audit(run, out=tmp_path / "out", engine="ray", device_map="auto")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_worker_names_the_path_that_it_does_not_see(engine, tmp_path):
+    path = tmp_path / "tokens.npy"
+    np.save(path, np.arange(9, dtype=np.int32))
+    corpus = TokenizedCorpus(
+        tokens=mapped(path), bounds=np.array([0, 9]), users=np.zeros(1, np.int32), user_names=["a"],
+        corpus_fingerprint="c", tokenizer_fingerprint="t",
+    )  # fmt: skip
+    found = engine.map(lambda number: int(corpus.tokens[number]), [3])
+    assert list(found) == [(3, 3)]
+    path.unlink()
+    with pytest.raises(UsageError, match=f"{path}.*same paths"):
+        list(engine.map(lambda number: int(corpus.tokens[number]), [3]))
+
+
+def test_workers_hold_no_more_than_their_share_of_a_corpus_five_times_as_large(engine, tmp_path):
+    """What they take while they count is looked at every few milliseconds."""
+    num_documents, size = 6000, 1000
+    tokens = np.random.default_rng(0).integers(0, 5000, num_documents * size, dtype=np.int32)
+    np.save(tmp_path / "tokens.npy", tokens)
+    corpus = TokenizedCorpus(
+        tokens=mapped(tmp_path / "tokens.npy"),
+        bounds=np.arange(num_documents + 1, dtype=np.int64) * size,
+        users=np.arange(num_documents, dtype=np.int32) // 3,
+        user_names=[str(number) for number in range(num_documents // 3)],
+        corpus_fingerprint="c",
+        tokenizer_fingerprint="t",
+    )
+    whole = least_memory(replace(corpus, bounds=np.array([0, len(tokens)]), users=np.zeros(1, int)))
+    bound = whole // 5
+    needles = Sequences(tokens=tokens[:3000].copy(), offsets=np.arange(0, 3001, 3))
+    watched = partial(_peak_of, look=partial(count_in_shard, sequences=needles))
+    list(over_shards(engine, watched, corpus, bound * engine.workers // 4))  # compiled by now
+    found = list(over_shards(engine, watched, corpus, bound * engine.workers))
+    assert len(found) > 5
+    peaks = [peak for _, (peak, _) in found]
+    a_thread_and_the_like = 1 << 20  # of the process itself, whatever it counts
+    assert bound / 4 < max(peaks) <= bound + a_thread_and_the_like, (peaks, bound)
+    totals = sum(counts.totals for _, (_, counts) in found)
+    one = next(
+        iter(over_shards(LocalEngine(1), partial(count_in_shard, sequences=needles), corpus, whole))
+    )
+    assert totals.tolist() == one[1].totals.tolist()
+
+
+def _peak_of(shard, look):
+    """How much memory of its own the process takes more than before at most, and what is found."""
+    size = 4 * len(shard.tokens)  # stands by now
+    before, peak, is_over = _own_memory() - size, 0, threading.Event()
+
+    def watch():
+        nonlocal peak
+        while not is_over.is_set():
+            peak = max(peak, _own_memory() - before)
+            time.sleep(0.002)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    found = look(shard)
+    is_over.set()
+    watcher.join()
+    return peak, found
+
+
+def _own_memory():
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) << 10 for line in status if line.startswith("RssAnon"))
+
+
+# Whoever dies
+
+
+def test_what_a_killed_worker_had_in_hand_is_done_by_another(engine, tmp_path, tally):
+    def dies_once(number):
+        if number == 3 and not (tmp_path / "died").exists():
+            (tmp_path / "died").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return number
+
+    results = [result for _, result in engine.map(dies_once, range(9))]
+    tally("workers killed", results == [*range(9)])
+    assert results == [*range(9)]
+
+
+def test_a_full_disk_of_one_node_is_left_to_the_others(engine, tmp_path, tally):
+    first = engine.kinds("cpu") and next(iter(engine.map(_node, [0])))[1]
+
+    def write(number):
+        if _node(number) == first:
+            time.sleep(0.2)
+        with written_whole(tmp_path / str(number)) as beside:
+            if _node(number) == first:  # the kernel says that there is no room
+                beside.unlink()
+                beside.symlink_to("/dev/full")
+            beside.write_text("whole")
+        return number
+
+    num_workers = engine._num_workers
+    results = [result for _, result in engine.map(write, range(6))]
+    assert engine._num_workers == num_workers - 1, "it is asked no more"
+    engine._num_workers = num_workers
+    files = {path.name: path.read_text() for path in tmp_path.glob("[0-9]")}
+    held = results == [*range(6)] and files == dict.fromkeys(map(str, range(6)), "whole")
+    tally("full disks", held)
+    assert held
+
+
+def _node(_):
+    return ray.get_runtime_context().get_node_id()
+
+
+def test_a_shard_that_kills_every_worker_ends_in_words(engine):
+    with pytest.raises(UsageError, match=r"3 workers died at the same shard.*batch_tokens"):
+        list(engine.map(lambda number: os.kill(os.getpid(), signal.SIGKILL), [0]))
+
+
+def test_a_node_killed_in_the_middle_changes_nothing(on_ray, cluster, engine, run, tmp_path, tally):
+    whole = tightlip.audit(run, out=tmp_path / "local", threads_per_worker=1, device="cpu")
+    engine.kinds("cpu")
+    assert len(engine._idle) == 2
+    out, there = tmp_path / "ray", []
+
+    def kill():
+        while not there:
+            there.extend(out.rglob("*.npz"))
+            time.sleep(0.002)
+        cluster.remove_node(next(iter(cluster.worker_nodes)), allow_graceful=False)
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    tightlip.audit(run, out=out, engine="ray", device="cpu")
+    killer.join()
+    num_workers = len(engine._kinds)
+    cluster.add_node(num_cpus=1)
+    wanted, found = report_of(whole.folder), report_of(out)
+    assert len(there) < sum(path.endswith(".npz") for path in found) / 2, "it was nearly done"
+    held = not changes(wanted, found) and not half_written(out) and num_workers == 1
+    tally("nodes killed", held)
+    assert held
+
+
+def test_machines_of_different_kinds_are_refused_unless_asked_for_and_then_told(
+    on_ray, engine, run, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(ray_engine, "_Worker", _OfItsOwnKind)
+    _fill_every_disk(engine)
+    with pytest.raises(UsageError, match=r"differ: CPU \w+; CPU \w+\..*mixed=True"):
+        engine.kinds("cpu")
+    monkeypatch.setattr(engine, "_mixed", True)
+    report = tightlip.audit(run, out=tmp_path / "out", engine="ray", device="cpu")
+    assert any("different kinds (CPU" in note for note in report.summary["notes"])
+    again = tightlip.audit(run, out=tmp_path / "out", engine="local", device="cpu")
+    assert any("different kinds" in note for note in again.summary["notes"]), "the scan was kept"
+    engine._dismiss([*engine._kinds])
+
+
+def _fill_every_disk(engine):
+    """Where nobody has room the refusal says so, and all workers are gone."""
+
+    def no_room(number):
+        raise FullDiskError("The disk is full: x")
+
+    num_workers = engine._num_workers
+    with pytest.raises(FullDiskError, match="disk is full"):
+        list(engine.map(no_room, range(3)))
+    engine._num_workers = num_workers
+
+
+class _OfItsOwnKind(ray_engine._Worker):
+    """A worker whose node is like no other."""
+
+    def __init__(self, *given):
+        super().__init__(*given)
+        ray_engine.kind_of_device = store.kind_of_device = lambda device: f"CPU {_node(0)[:6]}"
