@@ -15,7 +15,7 @@ from tightlip.core.files import read_json, write_text
 from tightlip.core.gates import Figures, Known, junit_text, parsed_condition
 from tightlip.core.progress import harmless, log
 from tightlip.core.settings import Settings, names_in, setting
-from tightlip.report.kit.words import at
+from tightlip.report.kit.table import at
 
 
 @dataclass(frozen=True, kw_only=True)

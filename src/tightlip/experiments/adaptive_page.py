@@ -28,9 +28,8 @@ from tightlip.experiments.adaptive_tables import (
     stopped_early,
 )
 from tightlip.report.kit.plots import Plot, draw_exposures, draw_line, linear_axis
-from tightlip.report.kit.table import NAMES, Cell, Column, Table, plain_row
+from tightlip.report.kit.table import NAMES, NEVER_SAW_BITS, NONE, Cell, Column, Table, plain_row
 from tightlip.report.kit.table import Row as TableRow
-from tightlip.report.kit.words import NEVER_SAW_BITS, NONE
 
 EXPOSED = "Exposure by insertions"
 STOPPED = " †"  # the terminal's mark of a run that its budget ended early

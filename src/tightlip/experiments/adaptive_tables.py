@@ -8,7 +8,7 @@ from typing import Any
 
 from tightlip.core import files
 from tightlip.core.figures import STANDINGS_WITH_EPSILON, number, rounded_up, standing_words
-from tightlip.report.kit.words import NEVER_SAW_BITS, NONE
+from tightlip.report.kit.table import NEVER_SAW_BITS, NONE
 
 Row = dict[str, Any]
 WAYS = {

@@ -13,8 +13,7 @@ from typing import Any, ClassVar
 
 from tightlip.core import files
 from tightlip.core.figures import counted, rounded_up
-from tightlip.report.kit.table import Column, Table, plain_row
-from tightlip.report.kit.words import NONE, share_words
+from tightlip.report.kit.table import NONE, Column, Table, plain_row, share_words
 from tightlip.report.vectors.words import adjacency_words
 
 WAYS = {

@@ -128,7 +128,7 @@ def _nuclei(rows: Rows, wanted: torch.Tensor, goal: torch.Tensor) -> torch.Tenso
     """The mass of the nuclei of some rows, given how much it must be at least."""
     masses, rate = torch.ones_like(goal), 1 / rows.temperature
     if rows.logits.device.type == "cpu":
-        from tightlip.scan.decoding_cpu import nuclei_of_rows
+        from tightlip.scan.scoring_cpu import nuclei_of_rows
 
         columns = (rows.logits, rows.targets, wanted, rows.highest, rows.above, goal, masses)
         in_threads(partial(nuclei_of_rows, np.float32(rate)), *columns)

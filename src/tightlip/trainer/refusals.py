@@ -14,7 +14,7 @@ from transformers import EarlyStoppingCallback
 
 from tightlip.core.errors import GuaranteeError
 from tightlip.core.processes import Processes
-from tightlip.privacy.corrected_adam import CorrectedAdam
+from tightlip.privacy.releasing import CorrectedAdam
 from tightlip.trainer.leakage_callback import LeakageCallback
 
 # Of the arguments: what is refused when it is set, why, and what to do.

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from tightlip.core.devices import moved
-from tightlip.privacy.owners import Ownership
 from tightlip.privacy.row_losses import NO_LABEL
+from tightlip.privacy.sources import Ownership
 
 if TYPE_CHECKING:
     from tightlip.corpus.tokens import TokenizedCorpus

@@ -34,10 +34,10 @@ from tightlip.core.run_folder import (
     write_ledger,
     write_metrics,
 )
-from tightlip.training.averaging import AveragedWeights
 from tightlip.training.checkpoints import (
     BEGINS_ANEW,
     ENDED_BY_BUDGET,
+    AveragedWeights,
     Diverged,
     Kept,
     Progress,

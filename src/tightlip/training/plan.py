@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import nn, optim
 
-from tightlip.privacy.corrected_adam import CorrectedAdam
+from tightlip.privacy.releasing import CorrectedAdam
 from tightlip.privacy.shards import is_shard
 from tightlip.training.config import TrainConfig
 

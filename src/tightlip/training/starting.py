@@ -21,7 +21,7 @@ from tightlip.corpus.history import learnt_from
 from tightlip.corpus.prepare import corpus_id
 from tightlip.models.checks import check_room, without_progress_bar
 from tightlip.models.configurations import GRUConfig, LSTMConfig, TransformerConfig
-from tightlip.models.fingerprints import model_fingerprint
+from tightlip.models.folders import model_fingerprint
 from tightlip.models.loading import load_causal_lm, load_tokenizer
 from tightlip.models.recurrent import GRUForCausalLM, LSTMForCausalLM
 from tightlip.models.transformer import TransformerForCausalLM

@@ -56,8 +56,8 @@ from tightlip.privacy.composition import people_figure
 from tightlip.privacy.ledger import figures_of, read_ledger
 from tightlip.privacy.people import enrol, runs_of, withdraw
 from tightlip.privacy.plans import Terms
-from tightlip.privacy.sampling import PoissonSampler
 from tightlip.privacy.selection import Selection, drawn_number
+from tightlip.privacy.sources import PoissonSampler
 from tightlip.training.checkpoints import Diverged
 from tightlip.training.config import BUILT_IN_MODELS, RunOptions, TrainConfig
 from tightlip.training.loop import train_model

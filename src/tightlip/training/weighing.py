@@ -39,7 +39,7 @@ from tightlip.corpus.public_text import (
 )
 from tightlip.corpus.readers import open_corpus
 from tightlip.corpus.tokens import TokenizedCorpus
-from tightlip.models.fingerprints import files_fingerprint, model_fingerprint
+from tightlip.models.folders import files_fingerprint, model_fingerprint
 from tightlip.models.loading import load_tokenizer
 from tightlip.scan.models import OpenedModel, open_model
 from tightlip.scan.options import ScanOptions

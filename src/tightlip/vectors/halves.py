@@ -21,7 +21,7 @@ from tightlip.core.checksums import checked
 from tightlip.core.errors import UsageError
 from tightlip.core.files import digest_of_files, folder_written_whole, read_json, write_json
 from tightlip.models.checks import without_progress_bar
-from tightlip.models.fingerprints import state_fingerprint
+from tightlip.models.folders import state_fingerprint
 from tightlip.vectors.extractors import Extractor, open_extractor
 from tightlip.vectors.guarantees import VectorMechanism
 

@@ -23,7 +23,7 @@ from tightlip.core.run_folder import (
 )
 from tightlip.core.settings import split_settings, takes
 from tightlip.corpus.prepare_config import ColumnSettings
-from tightlip.models.fingerprints import model_fingerprint
+from tightlip.models.folders import model_fingerprint
 from tightlip.vectors.data import CORPUS, Examples, Source, open_source, read_examples, write_corpus
 from tightlip.vectors.extractors import checked_folder
 from tightlip.vectors.halves import DEVICE, SERVER, read_half

@@ -9,7 +9,6 @@ from typing import Any
 
 import tightlip
 from tightlip.audit.extraction.elsewhere import check_memory, longest_elsewhere
-from tightlip.audit.extraction.queries import TIMES_DEARER
 from tightlip.audit.extraction.report import (
     SUMMARY,
     USERS,
@@ -21,8 +20,14 @@ from tightlip.audit.extraction.report import (
     gated,
     write_tables,
 )
-from tightlip.audit.extraction.windows import Owned, Searched, search_windows
-from tightlip.audit.extraction.words import WordPlaces, read_words
+from tightlip.audit.extraction.windows import (
+    TIMES_DEARER,
+    Owned,
+    Searched,
+    WordPlaces,
+    read_words,
+    search_windows,
+)
 from tightlip.audit.leakage.findings import (
     ONLY_TOKENS,
     REDACTED,

@@ -32,7 +32,7 @@ from tightlip.report.kit.plots import (
     linear_axis,
     log_axis,
 )
-from tightlip.report.kit.words import NEVER_SAW_BITS
+from tightlip.report.kit.table import NEVER_SAW_BITS
 
 SCORE_WORDS = {
     "ez": "EZ, the gain over the reference model where the first guess is wrong",

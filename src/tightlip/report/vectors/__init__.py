@@ -11,8 +11,17 @@ from markupsafe import Markup
 
 from tightlip.core.figures import count, number
 from tightlip.report.kit.plots import Axis, Labels, Plot, along, draw_line, linear_axis, short
-from tightlip.report.kit.table import Column, Table, plain_row
-from tightlip.report.kit.words import NONE, Figure, p_words, points_words, range_words, share_words
+from tightlip.report.kit.table import (
+    NONE,
+    Column,
+    Figure,
+    Table,
+    p_words,
+    plain_row,
+    points_words,
+    range_words,
+    share_words,
+)
 from tightlip.report.vectors.words import (
     ATTACKER_NAMES,
     Result,
