@@ -18,7 +18,8 @@ from tightlip.corpus.prepare_config import PrepareConfig
 from tightlip.models.loading import load_causal_lm, load_tokenizer
 from tightlip.training.batches import epoch_order, gather, rows_of
 from tightlip.training.config import RunOptions, TrainConfig, mitigations_with
-from tightlip.training.loop import Training, own_randomness
+from tightlip.training.loop import Training
+from tightlip.training.plan import own_randomness
 from tightlip.training.loop import train_model as train
 from tightlip.training.losses import Forward
 from tightlip.training.mitigations import LEDGER_KEYS

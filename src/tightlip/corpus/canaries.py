@@ -15,16 +15,8 @@ from typing import Any, Literal
 
 import numpy as np
 
+from tightlip.core import files
 from tightlip.core.errors import DamagedError, UsageError
-from tightlip.core.files import (
-    claimed,
-    folder_written_whole,
-    names_in,
-    read_json,
-    read_sealed,
-    write_json,
-    write_sealed,
-)
 from tightlip.core.progress import log
 from tightlip.core.run_folder import is_run, run_around
 from tightlip.core.settings import Settings, lines_of, separated, setting, split_settings, takes
@@ -179,12 +171,12 @@ def plant_in(corpus: Corpus, out: Path, config: CanaryConfig) -> Planted:
         warned: canaries whose exposure could never be shown are named in the log.
         same: the same corpus, settings and seed give the same key.
     """
-    with claimed(out):
+    with files.claimed(out):
         return _plant(corpus, out, config)
 
 
 def _plant(corpus: Corpus, out: Path, config: CanaryConfig) -> Planted:
-    if names_in(out):
+    if files.names_in(out):
         raise UsageError(f"{out} is not empty. Give another --out.")
     templates = [
         read_template(text) for text in dict.fromkeys(config.templates or [PAPER_TEMPLATE])
@@ -195,7 +187,7 @@ def _plant(corpus: Corpus, out: Path, config: CanaryConfig) -> Planted:
     owners = _owners(num_by_user, config, draw)
     _check_num_copies(len(templates) * sum(times for _, times in owners), types.num_documents)
     planted = Planted(canaries=_drawn(templates, owners, pools, draw), pools=pools)
-    with folder_written_whole(out) as folder:
+    with files.folder_written_whole(out) as folder:
         write_canary_key(folder / KEY, planted)
         history = metadata_of(corpus.history)
         table = TableWriter(folder / CORPUS, types.by_column, history, users=types.users)
@@ -345,7 +337,7 @@ def _merged(batch: DocumentBatch, places: np.ndarray, copies: list[Canary]) -> D
 
 def write_canary_key(path: Path, key: Planted) -> None:
     """The key as JSON, for its owner only: whoever reads it knows every secret."""
-    write_sealed(path, asdict(key))
+    files.write_sealed(path, asdict(key))
 
 
 def read_canary_key(path: Path) -> Planted:
@@ -355,7 +347,7 @@ def read_canary_key(path: Path) -> Planted:
             f"{path} is not a key of canaries. Run: tightlip canaries plant CORPUS --out DIR"
         )
     try:
-        there, _ = read_sealed(path)
+        there, _ = files.read_sealed(path)
     except DamagedError as error:
         raise DamagedError(
             f"{error} If it never was a key of canaries: tightlip canaries plant CORPUS --out DIR writes one."
@@ -426,7 +418,7 @@ class CheckKey:
 
 
 def write_check_key(path: Path, key: CheckKey) -> None:
-    write_json(
+    files.write_json(
         path,
         {
             "num_canaries": len(key),
@@ -440,7 +432,7 @@ def write_check_key(path: Path, key: CheckKey) -> None:
 def read_check_key(path: Path) -> CheckKey:
     """The key in `path`, or a refusal where it is not whole."""
     try:
-        there = read_json(path)
+        there = files.read_json(path)
         key = CheckKey(
             tokens_ML=np.array([text.split() for text in there["tokens"]], np.int64),
             included_M=np.array(there["included"], bool),

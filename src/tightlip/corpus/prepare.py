@@ -17,19 +17,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from tightlip.core import register
+from tightlip.core import files, register
 from tightlip.core.checksums import checked_whole
 from tightlip.core.errors import DamagedError, GuaranteeError, UsageError
-from tightlip.core.files import (
-    claimed,
-    damage_in_words,
-    folder_written_whole,
-    names_in,
-    partial_beside,
-    read_json,
-    write_json,
-    write_sealed,
-)
 from tightlip.core.progress import log, task
 from tightlip.core.settings import takes
 from tightlip.corpus.cleaning import Cleaner
@@ -90,9 +80,9 @@ def open_prepared(folder: Path) -> PreparedCorpus:
         raise UsageError(
             f"{folder} is no prepared corpus (no prepared.json). Run: tightlip prepare CORPUS --out {folder}"
         )
-    record = read_json(folder / "prepared.json")
+    record = files.read_json(folder / "prepared.json")
     held = folder / "validation"
-    with damage_in_words(folder / "prepared.json"):
+    with files.damage_in_words(folder / "prepared.json"):
         if "validation" in record["statistics"] and not held.exists():
             raise DamagedError(
                 f"{held} is missing: {folder} was prepared with text held out. Put a whole copy back, or prepare it again."
@@ -125,10 +115,10 @@ def corpus_id(folder: Path) -> str:
     """
     path = folder / ID
     if not path.exists():
-        fresh = partial_beside(folder / f"id-{secrets.token_hex(8)}")
-        history = read_json(folder / "prepared.json").get("history", [])
+        fresh = files.partial_beside(folder / f"id-{secrets.token_hex(8)}")
+        history = files.read_json(folder / "prepared.json").get("history", [])
         try:
-            write_sealed(fresh, new_name(sources_of(folder), people_in(history)))
+            files.write_sealed(fresh, new_name(sources_of(folder), people_in(history)))
             # A link, not a rename: of two that ask at once the first decides for both.
             with contextlib.suppress(FileExistsError):
                 os.link(fresh, path)
@@ -174,8 +164,8 @@ def prepare_corpus(source: Any, out: Path, config: PrepareConfig) -> PreparedCor
         "given_tokenizer_fingerprint": None if given is None else tokenizer_fingerprint(given),
         "template_fingerprint": template_fingerprint(corpus, given, config),
     }
-    with claimed(out):
-        if names_in(out):
+    with files.claimed(out):
+        if files.names_in(out):
             return _already_there(out, identity)
         _write_prepared(corpus, held_out, given, identity, out, config)
     return open_prepared(out)
@@ -191,8 +181,8 @@ def _write_prepared(
 ) -> None:
     of_chats = is_of_chats(corpus, given, config)
     whose = _name_for(corpus, identity["source_fingerprint"], config)
-    with folder_written_whole(out) as folder:
-        write_sealed(folder / ID, whose)
+    with files.folder_written_whole(out) as folder:
+        files.write_sealed(folder / ID, whose)
         source, people = identity["source_fingerprint"], whose["people"]
         done = [*corpus.history, step_of(identity["settings"], source, people)]
         metadata = metadata_of(done)
@@ -209,7 +199,7 @@ def _write_prepared(
             from tightlip.corpus.public_text import check_public_validation
 
             check_public_validation(held_out, {*fingerprints(done), *people}, folder)
-        write_json(
+        files.write_json(
             folder / "prepared.json",
             {
                 "source": corpus.name,
@@ -269,7 +259,7 @@ def held_out_corpus(config: PrepareConfig) -> Corpus | None:
 def _already_there(out: Path, identity: dict[str, Any]) -> PreparedCorpus:
     if not is_prepared(out):
         raise UsageError(f"{out} exists and is no prepared corpus. Choose another --out.")
-    record = read_json(out / "prepared.json")
+    record = files.read_json(out / "prepared.json")
     # A folder from before a setting existed was made as its default says.
     record["settings"] = asdict(PrepareConfig()) | record["settings"]
     # Held-out text is known by its text: the file may have moved since.
@@ -307,7 +297,7 @@ def _vocabulary_facts(config: PrepareConfig, marks: set[str]) -> dict[str, Any]:
     made_in = next((each for each in handed_on if marks & marks_of(each)), None)
     if made_in is None:
         return {"releases": [], "learnt_vocabulary": False}
-    record = read_json(made_in / "prepared.json")
+    record = files.read_json(made_in / "prepared.json")
     releases = record.get("releases", [])
     return {"releases": releases, "learnt_vocabulary": _learnt_vocabulary(record)}
 

@@ -13,15 +13,7 @@ from typing import Any
 import numpy as np
 
 from tightlip.core.errors import UsageError
-from tightlip.privacy.accounting import (
-    COARSER,
-    Mechanism,
-    Release,
-    Spend,
-    accountant_at,
-    delta_left,
-    epsilon_of,
-)
+from tightlip.privacy import accounting
 from tightlip.privacy.plans import noise_for_target, rounded_up_to_five
 from tightlip.privacy.rdp_filter import (
     ORDERS,
@@ -66,23 +58,25 @@ class Selection:
         widest: a candidate more never costs less.
     """
 
-    candidates: tuple[tuple[Mechanism, int], ...]
+    candidates: tuple[tuple[accounting.Mechanism, int], ...]
     mean: float | None
-    before: tuple[Release, ...]
+    before: tuple[accounting.Release, ...]
     delta: float
 
     @property
     def accountant(self) -> str:
         if self.mean is None:
-            return f"{accountant_at(self.delta)} of all candidates"
+            return f"{accounting.accountant_at(self.delta)} of all candidates"
         return "RDP of the best of a random number of trials"
 
     def epsilon(self, coarser: float = 1.0) -> float:
         """ε of the one that is kept."""
-        left = delta_left((*self.before, *self._own), self.delta)
+        left = accounting.delta_left((*self.before, *self._own), self.delta)
         if self.mean is None:
             releases = (*self.before, *self._own)
-            return epsilon_of(Spend(self.candidates, releases, left), "pld", coarser)
+            return accounting.epsilon_of(
+                accounting.Spend(self.candidates, releases, left), "pld", coarser
+            )
         divergences = {order: self._divergence(order) for order in ORDERS}
         log_halting = math.log(halting_probability(self.mean))
         more = min((1 - 1 / order) * d - log_halting / order for order, d in divergences.items())
@@ -120,7 +114,7 @@ class Selection:
             return self.with_noise([rounded_up_to_five(factor * each) for each in noise])
 
         little, enough = 1.0, 1.0
-        while times(enough).epsilon(COARSER) > epsilon:
+        while times(enough).epsilon(accounting.COARSER) > epsilon:
             if enough >= _MOST_MORE:
                 raise UsageError(
                     f"No noise keeps a choice among these trials within epsilon={epsilon:g}. Use a larger epsilon, a smaller "
@@ -129,7 +123,7 @@ class Selection:
             little, enough = enough, 2 * enough
         while enough > 1.001 * little:
             middle = (little + enough) / 2
-            if times(middle).epsilon(COARSER) <= epsilon:
+            if times(middle).epsilon(accounting.COARSER) <= epsilon:
                 enough = middle
             else:
                 little = middle
@@ -147,7 +141,7 @@ class Selection:
         )
 
     @property
-    def _own(self) -> tuple[Release, ...]:
+    def _own(self) -> tuple[accounting.Release, ...]:
         """What the candidates tell by themselves; a random trial has its own inside its divergence."""
         told = [each.releases for each, _ in self.candidates] if self.mean is None else []
         return tuple(release for releases in told for release in releases)
@@ -179,8 +173,10 @@ class Selection:
     def of_record(cls, record: dict[str, Any]) -> "Selection":
         made = record["selection"]
         return cls(
-            candidates=tuple((Mechanism.of_record(e), e["steps"]) for e in made["candidates"]),
+            candidates=tuple(
+                (accounting.Mechanism.of_record(e), e["steps"]) for e in made["candidates"]
+            ),
             mean=made["mean"],
-            before=tuple(Release(**each) for each in record["releases"]),
+            before=tuple(accounting.Release(**each) for each in record["releases"]),
             delta=record["delta"],
         )

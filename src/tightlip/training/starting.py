@@ -26,22 +26,8 @@ from tightlip.models.loading import load_causal_lm, load_tokenizer
 from tightlip.models.recurrent import GRUForCausalLM, LSTMForCausalLM
 from tightlip.models.transformer import TransformerForCausalLM
 from tightlip.privacy.people import runs_before
+from tightlip.training import lora, together
 from tightlip.training.config import BUILT_IN_MODELS, RunOptions, TrainConfig
-from tightlip.training.lora import (
-    adapted_model,
-    adapter_tensors,
-    check_trainable,
-    has_adapters,
-    merged_model,
-    save_adapter,
-)
-from tightlip.training.together import (
-    begin_alike,
-    check_splits,
-    has_split_weights,
-    split_weights,
-    whole_tensors,
-)
 
 _BUILT_IN: dict[str, Any] = {
     "lstm": (LSTMConfig, LSTMForCausalLM),
@@ -67,11 +53,11 @@ def starting_model(config: TrainConfig, tokenizer: Any, device: torch.device | s
     Draw from torch's global generator: seed it first.
     """
     if config.lora is not None:  # not moved afterwards: weights in few bits cannot be
-        return adapted_model(config, device)
+        return lora.adapted_model(config, device)
     if config.model not in BUILT_IN_MODELS:
         # Weights stored in half precision would lose small updates.
         model = load_causal_lm(config.model, dtype=torch.float32)
-        check_trainable(model, config)
+        lora.check_trainable(model, config)
         return model.to(device)
     return _new_model(config, tokenizer).to(device)
 
@@ -90,10 +76,10 @@ def model_to_train(
     # The whole of what is split might not fit on one GPU.
     model = starting_model(config, tokenizer, "cpu" if splits else device)
     check_fits(model, config, largest_id)
-    begin_alike(processes, model)
+    together.begin_alike(processes, model)
     if splits:
-        check_splits(config, options, model)
-        split_weights(model, device, processes)
+        together.check_splits(config, options, model)
+        together.split_weights(model, device, processes)
     return model
 
 
@@ -166,8 +152,8 @@ def save_model(
         shutil.rmtree(folder)
     with folder_written_whole(folder) as beside, without_progress_bar():
         base = None
-        if has_adapters(model):
-            save_adapter(beside, model, tensors)
+        if lora.has_adapters(model):
+            lora.save_adapter(beside, model, tensors)
             base = model.peft_config["default"].base_model_name_or_path
         else:
             model.save_pretrained(beside, state_dict=tensors)
@@ -179,10 +165,14 @@ def save_model(
 def saved_tensors(model: Any) -> dict[str, Tensor] | None:
     """What is saved of a model whose weights are split over processes, whole on the first of them;
     None where every process has them. All must ask."""
-    if not has_split_weights(model):
+    if not together.has_split_weights(model):
         return None
-    trained = adapter_tensors(model) if has_adapters(model) else model.state_dict(keep_vars=True)
-    return whole_tensors(trained)
+    trained = (
+        lora.adapter_tensors(model)
+        if lora.has_adapters(model)
+        else model.state_dict(keep_vars=True)
+    )
+    return together.whole_tensors(trained)
 
 
 def told_of(guarantee: dict[str, Any]) -> dict[str, Any]:
@@ -197,7 +187,7 @@ def save_merged(run: Path) -> None:
     """Write RUN/merged: what RUN/model is with the adapter in the weights, under the same promise."""
     adapter = run / MODEL
     guarantee = read_json(adapter / OWN_RECORD)
-    save_model(run / MERGED, merged_model(adapter), load_tokenizer(adapter), guarantee)
+    save_model(run / MERGED, lora.merged_model(adapter), load_tokenizer(adapter), guarantee)
 
 
 def origin_told(config: TrainConfig, corpus: Path, card: dict[str, Any]) -> dict[str, Any]:
