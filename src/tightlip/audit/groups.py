@@ -11,13 +11,7 @@ from tightlip.audit.measures import Audited, written_to
 from tightlip.audit.membership import NOT_PRIVATE
 from tightlip.audit.settings import ResamplingSettings
 from tightlip.audit.sides import spoken_tokens, texts_of
-from tightlip.audit.subjects import (
-    Subject,
-    made_from,
-    measuring,
-    nothing_held_out,
-    subject_of,
-)
+from tightlip.audit.subjects import Subject, made_from, measuring, nothing_held_out, subject_of
 from tightlip.core.errors import UsageError
 from tightlip.core.gates import Known
 from tightlip.core.resampling import FEW_USERS

@@ -38,10 +38,7 @@ class LeakageConfig(Settings):
     top_k: int = setting(1, "How many next-token suggestions the deployment shows.", at_least=1)
     redact: bool = setting(False, "No text and no names in the report.")
     occurrences: int | None = setting(
-        8,
-        "Occurrences kept per sequence: a number or 'all'.",
-        at_least=1,
-        parse=_occurrences,
+        8, "Occurrences kept per sequence: a number or 'all'.", at_least=1, parse=_occurrences
     )
     fewer_than: int = setting(5, "The p of fewer_than_p.", at_least=1)
     thresholds: tuple[float, ...] = setting(

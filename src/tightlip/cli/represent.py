@@ -163,8 +163,7 @@ def _mechanism(record: dict[str, Any]) -> str:
 def encode(
     device_half: DeviceHalf,
     texts: Annotated[
-        str,
-        existing(typer.Argument, "TEXTS", "A corpus, or a .txt file with a text on each line."),
+        str, existing(typer.Argument, "TEXTS", "A corpus, or a .txt file with a text on each line.")
     ],
     out: Annotated[Path, typer.Option(help="The file of vectors to write, vectors.parquet.")],
     given: dict[str, Any],

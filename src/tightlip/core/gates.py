@@ -119,11 +119,7 @@ def _check_figure(written: str, name: str, entry: str | None, known: Known) -> N
 
 
 def failures(
-    figures: Figures,
-    conditions: Iterable[str],
-    known: Known,
-    *,
-    baseline: Figures | None = None,
+    figures: Figures, conditions: Iterable[str], known: Known, *, baseline: Figures | None = None
 ) -> list[str]:
     """Which conditions hold, each with the figure that made it so: empty means all is well.
 

@@ -372,10 +372,7 @@ def _built_tokenizer(corpus: Corpus, config: PrepareConfig) -> Any:
     if (release := config.release()) is not None:
         return build_private_tokenizer(corpus, release, size=config.vocabulary_size)
     return build_tokenizer(
-        corpus,
-        kind=config.vocabulary,
-        size=config.vocabulary_size,
-        min_users=config.min_users,
+        corpus, kind=config.vocabulary, size=config.vocabulary_size, min_users=config.min_users
     )
 
 

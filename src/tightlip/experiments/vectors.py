@@ -232,11 +232,7 @@ _SMALL = replace(
     attackers=ONE_RELEASE,
 )
 _PAPER = replace(
-    _SMALL,
-    name="paper",
-    num_seeds=5,
-    attackers=(*ONE_RELEASE, "averaged"),
-    training={"epochs": 4},
+    _SMALL, name="paper", num_seeds=5, attackers=(*ONE_RELEASE, "averaged"), training={"epochs": 4}
 )
 SCALES = {scale.name: scale for scale in (_SMOKE, _SMALL, _PAPER)}
 

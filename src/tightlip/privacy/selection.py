@@ -15,12 +15,7 @@ import numpy as np
 from tightlip.core.errors import UsageError
 from tightlip.privacy import accounting
 from tightlip.privacy.plans import noise_for_target, rounded_up_to_five
-from tightlip.privacy.rdp_filter import (
-    ORDERS,
-    epsilon_of_rdp,
-    release_rdp,
-    subsampled_gaussian_rdp,
-)
+from tightlip.privacy.rdp_filter import ORDERS, epsilon_of_rdp, release_rdp, subsampled_gaussian_rdp
 
 _MOST_MORE = 64.0  # times the noise of one trial alone
 _MORE = 1 + 1e-9  # for what rounding loses

@@ -155,12 +155,7 @@ class TrainConfig(Settings):
     sequence_length: int = setting(128, "Most tokens of a row.", at_least=1, at_most=10_000_000)
     seed: int = setting(0, "Decides start and order.", at_least=0)
     epochs: float | None = setting(
-        None,
-        "Times over the text.",
-        above=0,
-        at_most=1_000_000,
-        default_words="5",
-        panel=_LENGTH,
+        None, "Times over the text.", above=0, at_most=1_000_000, default_words="5", panel=_LENGTH
     )
     steps: int | None = setting(None, "Instead of epochs.", at_least=1, panel=_LENGTH)
     early_stop: int | None = setting(

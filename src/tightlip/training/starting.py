@@ -63,11 +63,7 @@ def starting_model(config: TrainConfig, tokenizer: Any, device: torch.device | s
 
 
 def model_to_train(
-    config: TrainConfig,
-    options: RunOptions,
-    tokenizer: Any,
-    device: torch.device,
-    largest_id: int,
+    config: TrainConfig, options: RunOptions, tokenizer: Any, device: torch.device, largest_id: int
 ) -> Any:
     """The model to start from, which ids up to `largest_id` fit; or, where its weights are to be split,
     this process' part of each of them."""

@@ -120,11 +120,7 @@ class Training:
     """
 
     def __init__(
-        self,
-        examples: Examples,
-        settings: RepresentSettings,
-        options: RepresentOptions,
-        out: Path,
+        self, examples: Examples, settings: RepresentSettings, options: RepresentOptions, out: Path
     ) -> None:
         self.settings, self.options = settings, options
         self.out, self.kept = out, out / run_folder.CHECKPOINT

@@ -76,10 +76,7 @@ class WordPlaces:
 
 
 def read_words(
-    corpus: TokenizedCorpus,
-    documents: Documents,
-    tokenizer: Any,
-    numbers: dict[str, int],
+    corpus: TokenizedCorpus, documents: Documents, tokenizer: Any, numbers: dict[str, int]
 ) -> WordPlaces:
     """Read the corpus' text once more; new words join `numbers`."""
     encoder, of_words = Encoder(tokenizer, with_spans=True), array("i")

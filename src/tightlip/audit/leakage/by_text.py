@@ -127,11 +127,7 @@ def _changed() -> UsageError:
 
 
 def _words_of_sequences(
-    leaks: Leaks,
-    wanted: np.ndarray,
-    documents: Documents,
-    tokenizer: Any,
-    numbers: dict[str, int],
+    leaks: Leaks, wanted: np.ndarray, documents: Documents, tokenizer: Any, numbers: dict[str, int]
 ) -> counting.Sequences:
     """Numbers of the words of each sequence where it first stands; new words join `numbers`."""
     corpus, encoder = leaks.corpus, Encoder(tokenizer, with_spans=True)

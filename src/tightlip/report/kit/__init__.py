@@ -41,10 +41,7 @@ def render_page(name: str, **shown: Any) -> str:
     style = _asset(STYLE) + _asset(f"{page.files}.css")
     script = _asset(f"{page.files}.js")
     return _template(f"{page.files}.html.jinja").render(
-        style=Markup(style),
-        script=Markup(script),
-        policy=_policy(style, script),
-        **page.content(),
+        style=Markup(style), script=Markup(script), policy=_policy(style, script), **page.content()
     )
 
 

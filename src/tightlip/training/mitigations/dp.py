@@ -97,9 +97,7 @@ class DPConfig(MitigationConfig):
     allow_loose_delta: bool = setting(False, "A delta above 1 / units.", flag="--allow-loose-delta")
     insecure_seed: int | None = setting(None, "Known noise, for tests only: it protects nobody.")
     adam_correction: float | None = setting(
-        None,
-        "Take the noise out of Adam's second moment, down to this floor, such as 1.",
-        above=0,
+        None, "Take the noise out of Adam's second moment, down to this floor, such as 1.", above=0
     )
     noisy_validation: float | None = setting(
         None,
