@@ -1,9 +1,9 @@
 """Gates: conditions on figures, such as 'unique>0', that decide whether a model may ship."""
 
-import operator
 import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from operator import eq, ge, gt, le, lt, ne
 from typing import Any
 from xml.etree import ElementTree
 
@@ -11,14 +11,7 @@ from tightlip.core.errors import UsageError
 from tightlip.core.registry import unknown
 
 BASELINE = "baseline"  # in the place of a limit: the same figure of an earlier record
-_COMPARISONS = {
-    ">=": operator.ge,
-    "<=": operator.le,
-    "==": operator.eq,
-    "!=": operator.ne,
-    ">": operator.gt,
-    "<": operator.lt,
-}
+_COMPARISONS = {">=": ge, "<=": le, "==": eq, "!=": ne, ">": gt, "<": lt}
 Figures = Mapping[str, Any]
 
 

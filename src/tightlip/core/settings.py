@@ -3,7 +3,6 @@
 import dataclasses
 import inspect
 import math
-import operator
 import re
 import tomllib
 import types
@@ -11,6 +10,7 @@ import typing
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from decimal import Decimal
 from functools import wraps
+from operator import ge, gt, le, lt
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -19,12 +19,7 @@ from tightlip.core.errors import UsageError, with_arguments
 from tightlip.core.registry import unknown
 
 Call = TypeVar("Call", bound=Callable[..., Any])
-_HOLDS = {
-    "at_least": operator.ge,
-    "above": operator.gt,
-    "below": operator.lt,
-    "at_most": operator.le,
-}
+_HOLDS = {"at_least": ge, "above": gt, "below": lt, "at_most": le}
 # Of every whole number: libraries take no larger seed, and nobody waits for more steps.
 LARGEST = 2**32 - 1
 LARGEST_SIZE = 65_536  # of a layer

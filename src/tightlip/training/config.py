@@ -20,12 +20,8 @@ BUILT_IN_MODELS = ("lstm", "gru", "transformer")
 DEFAULT_EPOCHS = 5.0
 _LENGTH, _LORA = "How long", "Adapters"
 _SHAPE = (
-    "embedding_size",
-    "hidden_size",
-    "num_layers",
-    "num_heads",
-    "dropout",
-    "tie_word_embeddings",
+    *("embedding_size", "hidden_size", "num_layers", "num_heads"),
+    *("dropout", "tie_word_embeddings"),
 )
 _OF_LORA = ("lora_alpha", "lora_targets", "lora_dropout", "load_in")
 

@@ -206,20 +206,10 @@ def model_card(guarantee: dict[str, Any], base: str | None = None) -> str:
     Holds:
         full_and_least: where noise varies, σ and the least that a step can have are told apart.
     """
-    return "\n".join(
-        [
-            "---",
-            *(["library_name: transformers"] if base is None else ["library_name: peft"]),
-            *([] if base is None else [f"base_model: {json.dumps(base)}"]),
-            "tags: [tightlip]",
-            "---",
-            "",
-            "# A language model trained by tightlip",
-            "",
-            *guarantee_lines(guarantee),
-            "",
-        ]
-    )
+    library = "transformers" if base is None else f"peft\nbase_model: {json.dumps(base)}"
+    head = f"---\nlibrary_name: {library}\ntags: [tightlip]\n---"
+    lines = (head, "", "# A language model trained by tightlip", "", *guarantee_lines(guarantee))
+    return "\n".join(lines) + "\n"
 
 
 def guarantee_lines(guarantee: dict[str, Any]) -> list[str]:

@@ -16,10 +16,10 @@ from tightlip.core.run_folder import CHECKPOINT, LEDGER, METRICS, SNAPSHOTS
 from tightlip.core.settings import names_in, setting
 from tightlip.privacy.accounting import MOST_DOCUMENTS_PER_OWNER
 from tightlip.privacy.ledger import read_ledger
-from tightlip.privacy.noisy_loss import NoisyLoss
 from tightlip.privacy.passes import Way
 from tightlip.privacy.plans import PrivacySpec, Terms
 from tightlip.privacy.private_training import PrivateTraining
+from tightlip.privacy.selection import NoisyLoss
 from tightlip.privacy.sources import PER_OWNER, sampled_units
 from tightlip.training.batches import Rows, TokenRows
 from tightlip.training.config import BUILT_IN_MODELS, MitigationConfig, TrainConfig
