@@ -224,9 +224,9 @@ class Training:
             "epoch": self.plan.epoch(progress.step),
             "train_loss_nats": progress.loss_nats / max(1, progress.num_targets),
             "train_perplexity": losses.perplexity(progress.loss_nats, progress.num_targets),
-            **dict.fromkeys(
-                f"validation_{name}" for name in ("loss_nats", "perplexity", "accuracy")
-            ),
+            "validation_loss_nats": None,
+            "validation_perplexity": None,
+            "validation_accuracy": None,
             **self.to_beat,
             "learning_rate": self.plan.learning_rate(max(0, progress.step - 1)),
             "seconds": round(progress.seconds, 3),

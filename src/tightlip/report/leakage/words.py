@@ -184,8 +184,8 @@ def contexts_table(summary: dict[str, Any]) -> Table | None:
         "template": f"“{summary.get('context_template')}”",
         "other": f"{tokens} tokens of somebody else's",
     }
-    for name, figures in (summary.get("contexts") or {}).items():
-        known = figures or {}
+    for name, found in (summary.get("contexts") or {}).items():
+        known = found or {}
         cells = [count(known.get(key)) for key in ("leaks", "people", "sequences")]
         rows.append(plain_row(typed.get(name, name), *cells, percent(known.get("tokens"))))
     names = ("typed before it", "leaks", "people", "sequences", "tokens")

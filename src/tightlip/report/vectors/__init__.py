@@ -147,7 +147,7 @@ def _series(
 
 
 def _tip(run: str, result: Result, name: str, figure: Figure) -> str:
-    ends = f" ({words})" if (words := range_words(figure)) else ""
+    ends = f" ({ends})" if (ends := range_words(figure)) else ""
     return f"{run} ({setting_words(result)}), {name}: {share_words(figure)}{ends}"
 
 
@@ -393,7 +393,7 @@ def _names(result: Result) -> Table | None:
     rows = []
     for place, share in enumerate(entities["shares"]):
         areas = [entities["each"][who][place]["auc"]["value"] for who in ("strongest", "bare")]
-        words = [NONE if area is None else number(area) for area in areas]
-        rows.append(plain_row(f"name {place + 1}", share_words({"value": share}), *words))
+        shown = [NONE if area is None else number(area) for area in areas]
+        rows.append(plain_row(f"name {place + 1}", share_words({"value": share}), *shown))
     headings = ("Name, most frequent first", "in test texts", "AUC, one vector", "AUC, bare")
     return Table(columns=[*map(Column, headings)], rows=rows)
