@@ -20,7 +20,7 @@ from tightlip.privacy.noise_schedules import CPUNoise
 from tightlip.privacy.passes import Passes
 from tightlip.privacy.per_unit import clipped_gradients
 from tightlip.privacy.private_training import PrivateTraining
-from tightlip.privacy.sources import PoissonSampler
+from tightlip.privacy.sampling import PoissonSampler
 
 CANARIES, OTHERS, WORDS, WIDTH = 800, 40, 6, 8
 CLAIMED, CLIP, STEPS = 2.0, 1.0, 2

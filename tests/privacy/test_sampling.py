@@ -6,7 +6,7 @@ import pytest
 
 from tightlip.core.errors import UsageError
 from tightlip.core.randomness import keyed_generator
-from tightlip.privacy.sources import PoissonSampler, UnitRows, choose_rows
+from tightlip.privacy.sampling import PoissonSampler, UnitRows, choose_rows
 
 
 def fits(observed, expected):

@@ -24,10 +24,6 @@ def _thresholds(text: str) -> tuple[float, ...]:
         raise UsageError(f"--curated-at {text!r} is not a list of numbers like 1.5,2,3.") from None
 
 
-def _contexts(text: str) -> tuple[str, ...]:
-    return tuple(part.strip() for part in text.split(",") if part.strip())
-
-
 CONTEXTS = ("training", "short", "start", "template", "other")
 
 
@@ -51,7 +47,7 @@ class LeakageConfig(Settings):
     contexts: tuple[str, ...] = setting(
         CONTEXTS[:1],
         f"Also ask for what leaks behind other words: {', '.join(CONTEXTS[1:])}.",
-        parse=_contexts,
+        parse=separated(str),
         default_words="training",
     )
     short_prefix: int = setting(

@@ -354,7 +354,7 @@ def read_canary_key(path: Path) -> Planted:
         ) from error
     try:
         key = Planted(
-            canaries=[_canary(entry) for entry in there["canaries"]],
+            canaries=[Canary(**(e | {"values": tuple(e["values"])})) for e in there["canaries"]],
             pools={name: list(map(str, values)) for name, values in there["pools"].items()},
             model_fingerprint=there.get("model_fingerprint"),
             snapshot_fingerprints=tuple(there.get("snapshot_fingerprints", ())),
@@ -368,10 +368,6 @@ def read_canary_key(path: Path) -> Planted:
             f"{path} is damaged, or no key of canaries ({reason}). Put a whole copy back, or plant again."
         ) from error
     return key
-
-
-def _canary(entry: dict[str, Any]) -> Canary:
-    return Canary(**(entry | {"values": tuple(entry["values"])}))
 
 
 def _check_whole(key: Planted) -> None:

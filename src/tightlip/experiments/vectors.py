@@ -49,10 +49,10 @@ class PaperTask:
     path: Path
     label: str
     private: tuple[str, ...]
-    kind: str  # "entities": their presence, judged by F1; "attributes": of the writer, by accuracy
-    split: str
-    paper: str | None  # whose column of the paper's tables stands beside it
     about: str
+    kind: str = "attributes"  # of the writer, judged by accuracy; "entities": their presence, by F1
+    split: str = "document"
+    paper: str | None = None  # whose column of the paper's tables stands beside it
 
 
 def task_of(corpus: Path | None, folder: Path, seed: int = 0) -> PaperTask:
@@ -72,9 +72,6 @@ def plays_task(folder: Path) -> PaperTask:
         path=path,
         label="genre",
         private=("play", "gender"),
-        kind="attributes",
-        split="document",
-        paper=None,
         about="The bundled plays, a speech a text.",
     )
 
@@ -154,7 +151,6 @@ def blog_task(corpus: Path, folder: Path, seed: int = 0) -> PaperTask:
         path=path,
         label="topic",
         private=private,
-        kind="attributes",
         split="user" if "user" in names else "document",
         paper="BLOG",
         about=f"{pq.read_metadata(path).num_rows:,} posts that one of {NUM_TOPICS} topics of our own LDA dominates (over "

@@ -25,7 +25,6 @@ from tightlip.core.processes import Processes
 from tightlip.core.randomness import keyed_generator
 from tightlip.core.run_folder import ENGINE_CHECK
 from tightlip.core.settings import takes
-from tightlip.privacy import sources
 from tightlip.privacy.accounting import Mechanism
 from tightlip.privacy.adaptive import AdaptiveSpec, checked_weights
 from tightlip.privacy.clipping import Clip, ClippedGradients
@@ -43,7 +42,9 @@ from tightlip.privacy.plans import PrivacySpec, Terms, noise_plan
 from tightlip.privacy.promised import arithmetic_of, on_your_word, promised_by
 from tightlip.privacy.releasing import Shares, check_same_text, release, tell_noise
 from tightlip.privacy.rows_alone import checked_passes, shared_by_others
+from tightlip.privacy.sampling import PER_OWNER, Ownership, PoissonSampler, UnitRows
 from tightlip.privacy.shards import check_shards, shards_of
+from tightlip.privacy.sources import Documents, Source, sampled_units, source_of
 
 log = logging.getLogger("tightlip")
 # Beside the ledger, for its owner only; hubs are not sent such names.
@@ -104,7 +105,7 @@ class PrivateTraining:
         self,
         model: nn.Module,
         optimizer: Optimizer,
-        documents: sources.Source | Sequence[Tensor],
+        documents: Source | Sequence[Tensor],
         *,
         ledger: str | Path,
         users: Sequence[Any] | None = None,
@@ -133,7 +134,7 @@ class PrivateTraining:
         check_canaries: int | None = None,
     ) -> None:
         self.model, self.optimizer = model, optimizer
-        self.source = sources.source_of(documents, users)
+        self.source = source_of(documents, users)
         self.spec = spec = PrivacySpec(
             unit=unit or ("example" if users is None else "user"),
             epsilon=epsilon,
@@ -148,22 +149,22 @@ class PrivateTraining:
             insecure_seed=insecure_seed,
             documents_per_owner=documents_per_owner,
         )
-        if isinstance(self.source, sources.Documents):
+        if isinstance(self.source, Documents):
             _check_unit(spec.unit, users)
         self.terms = terms or on_your_word(adaptive, people)
         self.device = next(model.parameters()).device
         self._processes = processes = Processes.here()
         processes.agreed((spec, exact_sums, way, bf16, physical_rows, widths, adaptive), "settings")
         self._generator = keyed_generator(spec.insecure_seed)
-        self.ownership: sources.Ownership | None = getattr(self.source, "ownership", None)
+        self.ownership: Ownership | None = getattr(self.source, "ownership", None)
         if self.ownership is not None and adaptive is not None and adaptive.mode != "clip":
             raise UsageError(
                 f"adaptive={adaptive.mode!r} is worked out for people who are drawn at most once a step, and texts here have "
                 "several owners. Use --adaptive clip, or plain dp."
             )
-        units = sources.sampled_units(self.source, spec.documents_per_owner)
-        self._units = sources.UnitRows(np.asarray(self.source.unit_of_row), units)
-        self._sampler = sources.PoissonSampler(self.num_units, spec.expected_batch, self._generator)
+        units = sampled_units(self.source, spec.documents_per_owner)
+        self._units = UnitRows(np.asarray(self.source.unit_of_row), units)
+        self._sampler = PoissonSampler(self.num_units, spec.expected_batch, self._generator)
         self._noise = noise_for(self.device, processes.own_seed(spec.insecure_seed))
         self._batches = PhysicalBatches(
             self.source,
@@ -200,9 +201,7 @@ class PrivateTraining:
         self._fixed = self._passes.untouched.fixed_now()
         self.adaptive = adaptive
         self._rho = self._weights(weights)
-        per_owner = (
-            None if self.ownership is None else spec.documents_per_owner or sources.PER_OWNER
-        )
+        per_owner = None if self.ownership is None else spec.documents_per_owner or PER_OWNER
         mechanism = Mechanism(
             noise_multiplier=spec.noise_multiplier or 1.0,
             sampling_rate=self._sampler.sampling_rate,
@@ -335,7 +334,7 @@ class PrivateTraining:
                 "documents of one owner. Check such a run of the same settings, or leave check_canaries out."
             )
         rate, both = self._sampler.sampling_rate, self.num_units + num
-        self._sampler = sources.PoissonSampler(both, min(rate * both, both), self._generator)
+        self._sampler = PoissonSampler(both, min(rate * both, both), self._generator)
         return EngineCanaries(
             num,
             self.clip,

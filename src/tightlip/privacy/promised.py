@@ -23,7 +23,7 @@ from tightlip.privacy.per_unit import num_ids_of
 from tightlip.privacy.physical_batches import PhysicalBatches
 from tightlip.privacy.plans import Terms
 from tightlip.privacy.rows_alone import synthetic_units
-from tightlip.privacy.sources import NOT_PROTECTED
+from tightlip.privacy.sampling import NOT_PROTECTED
 
 if TYPE_CHECKING:
     from tightlip.privacy.private_training import PrivateTraining

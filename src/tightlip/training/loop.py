@@ -5,7 +5,7 @@ import shutil
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -15,21 +15,19 @@ from tightlip.core.files import claimed
 from tightlip.core.processes import Processes
 from tightlip.core.progress import Task, held_interrupts, log, logged_to, stopped_after, task
 from tightlip.core.registry import look_up
+from tightlip.corpus.prepare import PreparedCorpus
 from tightlip.training import checkpoints, losses, plan, starting, together
 from tightlip.training.config import RunOptions, TrainConfig
 from tightlip.training.lora import check_mergeable
 from tightlip.training.mitigations import Mitigation, RunContext
 from tightlip.training.recipe import SAME_RUN, Recipe, recipe_for, with_canaries
 
-if TYPE_CHECKING:
-    from tightlip.corpus.prepare import PreparedCorpus
-
 BUDGET = "privacy budget"  # why a run stopped
 LOOKED_AT_TOGETHER = 32  # losses; on a GPU each look waits for it
 
 
 def train_model(
-    corpus: "PreparedCorpus",
+    corpus: PreparedCorpus,
     out: Path,
     config: TrainConfig,
     options: RunOptions | None = None,
@@ -167,7 +165,8 @@ class Training:
                 if together.any_wants(self.processes, due and self.processes.is_first):
                     self.save()
                 if together.any_wants(self.processes, interruption.wanted):
-                    self.stop_for_now()
+                    self.save()
+                    raise stopped_after(self.progress.step, self.plan.num_steps)
 
     def take_step(self) -> None:
         plan.seed_step(self.config.seed, self.progress.step, self.processes.rank)
@@ -308,10 +307,6 @@ class Training:
         ledger = self.out / run_folder.LEDGER
         if ledger.is_file() and (steps := run_folder.read_ledger_file(ledger)[0].get("steps")):
             log.warning(checkpoints.BEGINS_ANEW, steps, ledger)
-
-    def stop_for_now(self) -> None:
-        self.save()
-        raise stopped_after(self.progress.step, self.plan.num_steps)
 
     def finish(self) -> None:
         """Leave the model and what may be said of it; the ledger comes last and marks the end."""

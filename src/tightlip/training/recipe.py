@@ -10,7 +10,7 @@ import importlib.metadata
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,18 +21,14 @@ from tightlip.core.randomness import keyed_generator
 from tightlip.core.run_folder import DP_CHECK
 from tightlip.corpus.canaries import CheckKey, read_check_key, write_check_key
 from tightlip.corpus.history import sources_of
-from tightlip.corpus.prepare import corpus_id, registered_people
+from tightlip.corpus.prepare import PreparedCorpus, corpus_id, registered_people
 from tightlip.corpus.privacy_weights import read_weights
+from tightlip.corpus.tokens import TokenizedCorpus
 from tightlip.models.loading import load_tokenizer, read_configuration
 from tightlip.training.batches import Rows, rows_of
 from tightlip.training.config import BUILT_IN_MODELS, RunOptions, TrainConfig
 from tightlip.training.mitigations import CorpusFacts
 from tightlip.training.starting import check_start, starting_model
-
-if TYPE_CHECKING:
-    from tightlip.corpus.prepare import PreparedCorpus
-    from tightlip.corpus.tokens import TokenizedCorpus
-
 
 CANARY_LENGTH = 16  # tokens; long enough to stand out, short enough for any row
 
@@ -69,7 +65,7 @@ class Recipe:
 
 
 def recipe_for(
-    corpus: "PreparedCorpus",
+    corpus: PreparedCorpus,
     out: Path,
     config: TrainConfig,
     options: RunOptions,
@@ -118,7 +114,7 @@ def with_canaries(recipe: Recipe, out: Path) -> Recipe:
     return replace(recipe, rows=rows)
 
 
-def _facts(corpus: "PreparedCorpus", config: TrainConfig) -> CorpusFacts:
+def _facts(corpus: PreparedCorpus, config: TrainConfig) -> CorpusFacts:
     is_private = config.mitigation.is_private
     return CorpusFacts(
         text_fingerprint=corpus.train.corpus_fingerprint,
@@ -144,7 +140,7 @@ def _weights_tree(facts: CorpusFacts) -> dict[str, str]:
 
 
 def _rows(
-    corpus: "TokenizedCorpus", config: TrainConfig, tokenizer: Any, without: frozenset[int]
+    corpus: TokenizedCorpus, config: TrainConfig, tokenizer: Any, without: frozenset[int]
 ) -> Rows:
     return rows_of(
         corpus,
@@ -155,7 +151,7 @@ def _rows(
     )
 
 
-def _check_rows(rows: Rows, corpus: "PreparedCorpus", without_users: frozenset[int]) -> None:
+def _check_rows(rows: Rows, corpus: PreparedCorpus, without_users: frozenset[int]) -> None:
     if len(rows):
         return
     left_out = f" once {len(without_users)} users are left out" if without_users else ""
@@ -164,7 +160,7 @@ def _check_rows(rows: Rows, corpus: "PreparedCorpus", without_users: frozenset[i
     )
 
 
-def _check_needs_no_validation(corpus: "PreparedCorpus", config: TrainConfig) -> None:
+def _check_needs_no_validation(corpus: PreparedCorpus, config: TrainConfig) -> None:
     for name in ("early_stop", "until_perplexity"):
         if (value := getattr(config, name)) is not None:
             raise UsageError(
@@ -181,7 +177,7 @@ def _train_tree(config: TrainConfig) -> dict[str, Any]:
 
 
 def _corpus_tree(
-    corpus: "PreparedCorpus", out: Path, rows: Rows, without_users: frozenset[int]
+    corpus: PreparedCorpus, out: Path, rows: Rows, without_users: frozenset[int]
 ) -> dict[str, Any]:
     """Where the text is and what it was; of users left out only how many."""
     folder, run = Path(corpus.folder).resolve(), out.resolve()

@@ -14,7 +14,7 @@ import secrets
 import shutil
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -27,13 +27,14 @@ from tightlip.core.progress import log, task, unseen
 from tightlip.core.randomness import keyed_generator
 from tightlip.core.registry import look_up
 from tightlip.core.settings import Settings, read_toml, setting
+from tightlip.corpus.prepare import PreparedCorpus
 from tightlip.privacy.accounting import Mechanism, check_delta, default_delta
 from tightlip.privacy.composition import people_figure
 from tightlip.privacy.ledger import figures_of, read_ledger
 from tightlip.privacy.people import enrol, runs_of, withdraw
 from tightlip.privacy.plans import Terms
+from tightlip.privacy.sampling import PoissonSampler
 from tightlip.privacy.selection import Selection, drawn_number
-from tightlip.privacy.sources import PoissonSampler
 from tightlip.training.checkpoints import Diverged
 from tightlip.training.config import BUILT_IN_MODELS, RunOptions, TrainConfig
 from tightlip.training.loop import train_model
@@ -42,9 +43,6 @@ from tightlip.training.mitigations.dp import by_unit, dp_settings, noisy_loss, w
 from tightlip.training.plan import Plan
 from tightlip.training.recipe import Recipe, recipe_for
 from tightlip.training.starting import model_card, starting_model, told_of
-
-if TYPE_CHECKING:
-    from tightlip.corpus.prepare import PreparedCorpus
 
 TRIALS, _DRAW = "trials", "draw.json"
 # A choice goes on, or counts as done, where these agree; rows hang on the candidate.
@@ -120,7 +118,7 @@ def drawn(trials: Trials, generator: np.random.Generator) -> Draw:
 
 
 def choose(
-    corpus: "PreparedCorpus", out: Path, config: TrainConfig, options: RunOptions
+    corpus: PreparedCorpus, out: Path, config: TrainConfig, options: RunOptions
 ) -> run_folder.RunRecord:
     """Train trial after trial and leave the best one in `out`; go on where a choice stopped.
 
@@ -162,7 +160,7 @@ class Choice:
 
     def __init__(
         self,
-        corpus: "PreparedCorpus",
+        corpus: PreparedCorpus,
         out: Path,
         configs: list[TrainConfig],
         options: RunOptions,

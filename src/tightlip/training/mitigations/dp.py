@@ -19,8 +19,9 @@ from tightlip.privacy.ledger import read_ledger
 from tightlip.privacy.passes import Way
 from tightlip.privacy.plans import PrivacySpec, Terms
 from tightlip.privacy.private_training import PrivateTraining
+from tightlip.privacy.sampling import PER_OWNER
 from tightlip.privacy.selection import NoisyLoss
-from tightlip.privacy.sources import PER_OWNER, sampled_units
+from tightlip.privacy.sources import sampled_units
 from tightlip.training.batches import Rows, TokenRows
 from tightlip.training.config import BUILT_IN_MODELS, MitigationConfig, TrainConfig
 from tightlip.training.lora import check_rows_stay_alone
