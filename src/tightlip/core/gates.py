@@ -133,10 +133,7 @@ def junit_text(
     root = ElementTree.Element("testsuites")
     for subject, figures in judged.items():
         cases = {each: why for (name, each), why in failed.items() if name == subject}
-        counts = {
-            "tests": len(cases) or 1,
-            "failures": sum(why is not None for why in cases.values()),
-        }
+        counts = {"tests": len(cases) or 1, "failures": sum(map(bool, cases.values()))}
         one = ElementTree.SubElement(root, "testsuite", name=f"tightlip {suite} {subject}".strip())
         one.attrib |= {name: str(number) for name, number in counts.items()}
         listed = ElementTree.SubElement(one, "properties")
@@ -144,11 +141,9 @@ def junit_text(
             if isinstance(value, int | float):
                 ElementTree.SubElement(listed, "property", name=name, value=_short(value))
         for case, why in (cases or {"measured": None}).items():
-            element = ElementTree.SubElement(
-                one, "testcase", classname=f"tightlip {suite}", name=case
-            )
+            made = ElementTree.SubElement(one, "testcase", classname=f"tightlip {suite}", name=case)
             if why is not None:
-                ElementTree.SubElement(element, "failure", message=why)
+                ElementTree.SubElement(made, "failure", message=why)
     ElementTree.indent(root)
     return ElementTree.tostring(root, encoding="unicode", xml_declaration=True) + "\n"
 

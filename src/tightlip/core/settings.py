@@ -153,9 +153,7 @@ def check_names(kind: type[Settings], tree: Mapping[str, Any], where: str) -> No
 def split_settings(given: dict[str, Any], *kinds: type[Settings]) -> list[Any]:
     """One object of each kind, from settings given by name; a name of none of them is refused."""
     _check_known("setting", given, names_in(*kinds))
-    return [
-        kind(**{name: given[name] for name in names_in(kind) if name in given}) for kind in kinds
-    ]
+    return [kind(**{n: given[n] for n in names_in(kind) if n in given}) for kind in kinds]
 
 
 def _check_known(what: str, given: Iterable[str], known: list[str], place: str = "") -> None:

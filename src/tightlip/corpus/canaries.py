@@ -178,9 +178,7 @@ def plant_in(corpus: Corpus, out: Path, config: CanaryConfig) -> Planted:
 def _plant(corpus: Corpus, out: Path, config: CanaryConfig) -> Planted:
     if files.names_in(out):
         raise UsageError(f"{out} is not empty. Give another --out.")
-    templates = [
-        read_template(text) for text in dict.fromkeys(config.templates or [PAPER_TEMPLATE])
-    ]
+    templates = [*map(read_template, dict.fromkeys(config.templates or [PAPER_TEMPLATE]))]
     num_by_user, types = _counted(corpus)
     draw = np.random.default_rng(config.seed)
     pools = _pools(corpus, templates, config)

@@ -261,11 +261,9 @@ def _already_there(out: Path, identity: dict[str, Any]) -> PreparedCorpus:
         for name, value in identity["settings"].items()
         if record["settings"].get(name) != value
     ]
-    what = (
-        f"other settings ({', '.join(changed)})"
-        if changed
-        else "another source, tokenizer or chat template"
-    )
+    what = "another source, tokenizer or chat template"
+    if changed:
+        what = f"other settings ({', '.join(changed)})"
     if not changed and not same_text:
         what = f"other text in {identity['settings']['validation']}"
     raise UsageError(f"{out} exists with {what}. Choose another --out, or delete it first.")

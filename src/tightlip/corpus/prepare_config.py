@@ -158,11 +158,9 @@ class PrepareConfig(TextSettings):
                 "its path."
             )
         if self.split not in (None, "none") or self.holdout != PrepareConfig.holdout:
-            given = (
-                f"holdout={self.holdout}"
-                if self.split in (None, "none")
-                else f"split={self.split!r}"
-            )
+            given = f"split={self.split!r}"
+            if self.split in (None, "none"):
+                given = f"holdout={self.holdout}"
             raise UsageError(
                 f"validation={str(self.validation)!r} brings the held-out text, so nothing is split off the corpus and "
                 f"{given} would do nothing. Leave one of them out."

@@ -92,9 +92,8 @@ def build_private_tokenizer(
     """
     vocabulary.check_size(size)
     # Any numbering would do: it decides neither who gives what nor the order of what is released.
-    words = [
-        word for word in vocabulary.words_by_frequency(corpus) if word not in vocabulary.DIGITS
-    ]
+    ranked = vocabulary.words_by_frequency(corpus)
+    words = [word for word in ranked if word not in vocabulary.DIGITS]
     draw = keyed_generator()
     sums = bounded_sums(_counts_by_user(corpus, words), len(words), release.words_per_user, draw)
     released = released_words(sums, release, draw)

@@ -260,9 +260,7 @@ def reproduce_representation(
     folder = claim_folder(Path(out), size, given, text=text, extractor=extractor)
     options = RepresentOptions(device=device, bf16=bf16)
     tasks = [task_of(each, folder) for each in given or (None,)]
-    sections = [
-        _Runs(each, folder / each.name, extractor, size, options).section() for each in tasks
-    ]
+    sections = [_Runs(one, folder / one.name, extractor, size, options).section() for one in tasks]
     result = {
         "scale": size.name,
         "num_seeds": size.num_seeds,

@@ -125,9 +125,7 @@ def weight_file_names(folder: Path) -> list[str]:
     if (folder / INDEX).is_file():
         names = sorted(set(read_json(folder / INDEX).get("weight_map", {}).values()))
         # Any other name would be unpickled, or read from outside the folder.
-        odd = [
-            name for name in names if Path(name).name != name or not name.endswith(".safetensors")
-        ]
+        odd = [n for n in names if Path(n).name != n or not n.endswith(".safetensors")]
         if odd or not names:
             raise UsageError(
                 f"{folder}/{INDEX} names {odd[0] if odd else 'no file'!r} where a .safetensors file of this folder "

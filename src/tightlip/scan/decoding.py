@@ -58,11 +58,9 @@ def decoded_log_probs(
         above=decoding.nucleus is not None,
         lanes=decoding.top_k is not None,
     )
-    return (
-        decode_with_torch(logits_NV, targets_N, decoding)
-        if rows is None
-        else _drawn(rows, decoding)
-    )
+    if rows is None:
+        return decode_with_torch(logits_NV, targets_N, decoding)
+    return _drawn(rows, decoding)
 
 
 def decode_with_torch(

@@ -186,9 +186,8 @@ def _is_known(collator: Any) -> bool:
 
 
 def _against_choices(trainer: Any, public_evaluation: bool) -> Iterator[str]:
-    audits = [
-        each for each in trainer.callback_handler.callbacks if isinstance(each, LeakageCallback)
-    ]
+    callbacks = trainer.callback_handler.callbacks
+    audits = [each for each in callbacks if isinstance(each, LeakageCallback)]
     if any(each.fail_on and not each.public for each in audits):
         yield (
             "LeakageCallback has fail_on, so it would stop by what private text leaks, which tells of that text and which ε does not "

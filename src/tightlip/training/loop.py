@@ -110,14 +110,12 @@ class Training:
         )
         self.processes.told(lambda: checkpoints.check_disk(out, self.model, self.plan, recipe))
         self.model.train()
-        compiles = self.config.mitigation.takes_whole_batches and not losses.is_recurrent(
-            self.model
-        )
+        whole = self.config.mitigation.takes_whole_batches and not losses.is_recurrent(self.model)
         own_rows = len(together.Part.of(self.config.batch_size, self.processes).run)
         self.forward = losses.Forward(
             self.model,
             bf16=self.options.bf16,
-            compiled_rows=own_rows if self.options.compile and compiles else None,
+            compiled_rows=own_rows if self.options.compile and whole else None,
         )
         self.optimizer = plan.build_optimizer(self.model, self.config)
         self.average = checkpoints.AveragedWeights(self.model, self.config.average_weights)
@@ -207,11 +205,9 @@ class Training:
         self.drop_old_snapshots()
 
     def drop_old_snapshots(self) -> None:
-        if (number := self.options.keep_snapshots) is not None:
+        if (num := self.options.keep_snapshots) is not None:
             self.save()  # first: no resumption goes back to before what is taken away
-            self.processes.told(
-                lambda: checkpoints.keep_last(self.out, self.progress.metrics, number)
-            )
+            self.processes.told(lambda: checkpoints.keep_last(self.out, self.progress.metrics, num))
 
     def measure(self) -> dict[str, Any]:
         """A line of metrics. Training loss and seconds run from the epoch's start."""

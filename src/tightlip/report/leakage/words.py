@@ -108,11 +108,9 @@ def _epsilon_line(summary: dict[str, Any]) -> Line:
         why = NO_PUBLIC_MODEL if summary.get("public_model") is None else why
         return Line("Leakage epsilon", UNKNOWN, why)
     row = summary.get("leakage_epsilon_sequence")
-    where = (
-        ""
-        if row is None
-        else f" It is that of row {count(row)}, counted from 0, of sequences.parquet."
-    )
+    where = ""
+    if row is not None:
+        where = f" It is that of row {count(row)}, counted from 0, of sequences.parquet."
     crossed = " The two models cut text differently, so compare it with care." if is_crossed else ""
     return _meaning("Leakage epsilon", number(worst), where + crossed)
 
@@ -196,16 +194,14 @@ def contexts_table(summary: dict[str, Any]) -> Table | None:
 def _quality_lines(summary: dict[str, Any]) -> Iterator[Line]:
     k = summary.get("top_k")
     among = "its first guess" if k == 1 else f"among its first {k} guesses"
-    validation, accuracy = (
-        summary.get(f"validation_{name}") for name in ("perplexity", "accuracy")
-    )
+    held, accuracy = (summary.get(f"validation_{name}") for name in ("perplexity", "accuracy"))
     yield _meaning("Perplexity", number(summary.get("perplexity")))
     if summary.get("trained_perplexity") not in (None, summary.get("perplexity")):
         yield _meaning("Trained perplexity", number(summary["trained_perplexity"]))
     share = f"Share of the corpus' tokens that were {among}."
     yield Line("Accuracy", percent(summary.get("accuracy")), share)
-    unseen = NOT_VALIDATED if validation is None else MEANINGS["Validation perplexity"]
-    yield Line("Validation perplexity", number(validation), unseen)
+    unseen = NOT_VALIDATED if held is None else MEANINGS["Validation perplexity"]
+    yield Line("Validation perplexity", number(held), unseen)
     unseen = NOT_VALIDATED if accuracy is None else f"Share of unseen tokens that were {among}."
     yield Line("Validation accuracy", percent(accuracy), unseen)
 

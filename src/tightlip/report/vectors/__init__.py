@@ -115,9 +115,7 @@ def _curve(group: list[RunColumn], bare: list[RunColumn], varies: str, label: st
         _series(plot, axis, list(zip(shares, group, strict=True)), kind, name, get)
         for share, column in zip(beyond, bare, strict=True):
             _series(plot, axis, [(share, column)], kind, name, get)
-    ticks = [
-        (share, short(float(f"{value:.3g}"))) for share, value in zip(shares, values, strict=True)
-    ]
+    ticks = [(share, short(float(f"{at:.3g}"))) for share, at in zip(shares, values, strict=True)]
     called = {"none": "no noise", "adversarial": "advers."}
     bare_names = [called.get(column.first["method"], "bare") for column in bare]
     names = list(zip(beyond, bare_names, strict=True))
@@ -163,9 +161,7 @@ def _whisker(plot: Plot, x: float, axis: Axis, figure: Figure, kind: str) -> Non
 
 def tradeoff(columns: Sequence[RunColumn]) -> Markup | None:
     """Utility against privacy, a mark for each run: up and to the right is better."""
-    points = [
-        (column, column.figure(SERIES[0][2]), column.figure(SERIES[1][2])) for column in columns
-    ]
+    points = [(one, one.figure(SERIES[0][2]), one.figure(SERIES[1][2])) for one in columns]
     known = [(c, main, privacy) for c, main, privacy in points if main and privacy]
     if len(known) < 2:
         return None
