@@ -11,7 +11,12 @@ from tightlip.audit.compared import Row
 from tightlip.audit.leakage.findings import WORK
 from tightlip.audit.leakage.summary import LeakageReport
 from tightlip.audit.measures import MEASURES
-from tightlip.audit.settings import ExtractionConfig, Matching, ResamplingSettings, SyntheticConfig
+from tightlip.audit.settings import (
+    ExtractionConfig,
+    Matching,
+    ResamplingSettings,
+    SyntheticConfig,
+)
 from tightlip.core.errors import UsageError
 from tightlip.core.files import claimed, make_private_folder, names_in, write_json, write_text
 from tightlip.core.run_folder import RunRecord

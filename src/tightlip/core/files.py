@@ -20,7 +20,17 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from tightlip.core import checksums
+from tightlip.core.checksums import (
+    LIST,
+    SEAL,
+    checked,
+    digest_of,
+    is_listed_kind,
+    list_text,
+    listed,
+    sealed,
+    unsealed,
+)
 from tightlip.core.errors import DamagedError, TightlipError, UsageError
 
 OWNER_FILE = 0o600
@@ -46,7 +56,7 @@ def names_in(folder: Path) -> set[str]:
     """What stands in `folder`, if it exists, but for what file managers leave everywhere, and what
     was never whole."""
     names = {path.name for path in folder.iterdir()} if folder.exists() else set()
-    ours = (_PARTIAL, _LOCK, checksums.LIST)
+    ours = (_PARTIAL, _LOCK, LIST)
     return {n for n in names - _STRAY if not n.startswith("._") and not n.endswith(ours)}
 
 
@@ -63,12 +73,12 @@ def written_whole(path: Path, *, alone: bool = False) -> Iterator[Path]:
         with _full_disk_in_words(path, beside):
             yield beside
             fsync(beside)
-            is_listed = checksums.is_listed_kind(path) and not (
-                alone and path.name not in checksums.listed(path.parent)
+            is_listed = is_listed_kind(path) and not (
+                alone and path.name not in listed(path.parent)
             )
             with _alone_in(path.parent) if is_listed else nullcontext():
                 if is_listed:
-                    _list(path, also=checksums.digest_of(beside))
+                    _list(path, also=digest_of(beside))
                 os.replace(beside, path)
                 fsync(path.parent)
                 if is_listed:
@@ -81,7 +91,7 @@ def written_whole(path: Path, *, alone: bool = False) -> Iterator[Path]:
 def _alone_in(folder: Path) -> Iterator[None]:
     """Let no other process change the folder's list meanwhile. The lock is a file of ours: people
     lock folders themselves, and network file systems lock no folder."""
-    lock = folder / f"{checksums.LIST}{_LOCK}"
+    lock = folder / f"{LIST}{_LOCK}"
     descriptor = _locked(lock, waits=True)
     assert descriptor is not None
     try:
@@ -95,12 +105,12 @@ def _list(path: Path, *, also: str | None = None) -> None:
     is about to be: killed before or after, the file is as the list has it."""
     if any(above.name.endswith(_PARTIAL) for above in path.parents):
         return  # what a folder under way holds is listed when it is whole
-    folder, before = path.parent, checksums.listed(path.parent)
+    folder, before = path.parent, listed(path.parent)
     files = dict(before)
     for name, digests in before.items():
         if len(digests) > 1 and (folder / name).is_file():
             # One that is neither is damaged, and stays so.
-            files[name] = tuple({*digests} & {checksums.digest_of(folder / name)}) or digests
+            files[name] = tuple({*digests} & {digest_of(folder / name)}) or digests
     if also is not None:
         files[path.name] = tuple(dict.fromkeys((*files.get(path.name, ()), also)))
     if files != before:
@@ -108,8 +118,8 @@ def _list(path: Path, *, also: str | None = None) -> None:
 
 
 def _write_list(folder: Path, files: Mapping[str, tuple[str, ...]]) -> None:
-    with written_whole(folder / checksums.LIST, alone=True) as beside:
-        beside.write_text(checksums.list_text(files), encoding="utf-8")
+    with written_whole(folder / LIST, alone=True) as beside:
+        beside.write_text(list_text(files), encoding="utf-8")
 
 
 @contextmanager
@@ -128,13 +138,11 @@ def folder_written_whole(folder: Path) -> Iterator[Path]:
                     fsync(path)
             for place in (beside, *beside.rglob("*/")):
                 names = [
-                    path
-                    for path in place.iterdir()
-                    if path.is_file() and checksums.is_listed_kind(path)
+                    path for path in place.iterdir() if path.is_file() and is_listed_kind(path)
                 ]
-                _write_list(place, {path.name: (checksums.digest_of(path),) for path in names})
+                _write_list(place, {path.name: (digest_of(path),) for path in names})
         if folder.exists() and not names_in(folder):
-            (folder / checksums.LIST).unlink(missing_ok=True)
+            (folder / LIST).unlink(missing_ok=True)
             for stray in folder.iterdir():
                 stray.rename(beside / stray.name)
         os.rename(beside, folder)
@@ -292,7 +300,7 @@ def read_text(path: Path) -> str:
     if path.exists() and not path.is_file():  # a pipe would never end
         raise _damaged(path, "it is not a file")
     try:
-        return checksums.checked(path).read_text(encoding="utf-8")
+        return checked(path).read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise _damaged(path, "it is not text") from error
 
@@ -306,17 +314,17 @@ def read_json(path: Path) -> Any:
 
 def write_sealed(path: Path, record: Mapping[str, Any]) -> None:
     """A record that is moved and copied by itself, with its checksum in it."""
-    write_json(path, checksums.sealed(record), alone=True)
+    write_json(path, sealed(record), alone=True)
 
 
 def read_sealed(path: Path) -> tuple[dict[str, Any], bool]:
     """A record, and whether its checksum was there and right; version 0.1 wrote none."""
     try:
-        return checksums.unsealed(read_json(path))
+        return unsealed(read_json(path))
     except ValueError as error:
         raise DamagedError(
             f"{path} is damaged, or was changed: {error}. Put a whole copy back, or make it again. If the change is yours "
-            f"and meant, delete its {checksums.SEAL!r}."
+            f"and meant, delete its {SEAL!r}."
         ) from error
 
 
@@ -362,5 +370,5 @@ def digest_of_files(
     """SHA-256 over the files' names and contents, in the order given."""
     digest = hashlib.sha256()
     for path in paths:
-        digest.update(name(path).encode() + b"\0" + bytes.fromhex(checksums.digest_of(path)))
+        digest.update(name(path).encode() + b"\0" + bytes.fromhex(digest_of(path)))
     return digest.hexdigest()

@@ -16,7 +16,17 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from tightlip.audit.leakage import counting
+from tightlip.audit.leakage.counting import (
+    Engine,
+    Sequences,
+    Shard,
+    edges_of,
+    end_to_end,
+    first_not_below,
+    indexed,
+    least_memory,
+    user_disjoint_shards,
+)
 from tightlip.audit.leakage.leaks import Leaks, count_in_corpus, has_owner
 from tightlip.audit.leakage.words import placed_words, words_of
 from tightlip.core.errors import UsageError
@@ -62,7 +72,7 @@ def read_by_text(
     documents: Documents | None,
     tokenizer: Any,
     *,
-    engine: counting.Engine,
+    engine: Engine,
     memory_bytes: int,
     work: Path,
 ) -> ByText:
@@ -79,11 +89,11 @@ def read_by_text(
         queries = _words_of_sequences(leaks, wanted, documents, tokenizer, numbers)
         has_word = np.diff(queries.offsets) > 0
         # A sequence without words is no query: it would be found everywhere.
-        asked = counting.Sequences(
-            tokens=queries.tokens, offsets=counting.edges_of(np.diff(queries.offsets)[has_word])
+        asked = Sequences(
+            tokens=queries.tokens, offsets=edges_of(np.diff(queries.offsets)[has_word])
         )
         corpus = _corpus_of_words(leaks.corpus, documents, numbers, work)
-        enough = max(memory_bytes, engine.workers * counting.least_memory(corpus))
+        enough = max(memory_bytes, engine.workers * least_memory(corpus))
         counts = count_in_corpus(corpus, asked, engine, enough, "Counting words")
         assert counts.owned is not None
         users[wanted[has_word]] = np.maximum(counts.users, 1)  # its owner wrote it
@@ -127,8 +137,12 @@ def _changed() -> UsageError:
 
 
 def _words_of_sequences(
-    leaks: Leaks, wanted: np.ndarray, documents: Documents, tokenizer: Any, numbers: dict[str, int]
-) -> counting.Sequences:
+    leaks: Leaks,
+    wanted: np.ndarray,
+    documents: Documents,
+    tokenizer: Any,
+    numbers: dict[str, int],
+) -> Sequences:
     """Numbers of the words of each sequence where it first stands; new words join `numbers`."""
     corpus, encoder = leaks.corpus, Encoder(tokenizer, with_spans=True)
     starts, lengths = leaks.first_in_d[wanted], leaks.lengths[wanted]
@@ -143,16 +157,14 @@ def _words_of_sequences(
         texts = [batch.texts[place - first] for place in places]
         num_tokens = corpus.bounds[places + 1] - corpus.bounds[places]
         spans = spans_end_to_end(encoder, texts, num_tokens)
-        at = starts[part] - corpus.bounds[own] + counting.edges_of(num_tokens)[document]
+        at = starts[part] - corpus.bounds[own] + edges_of(num_tokens)[document]
         # No mark or letter joins across the line break, which is part of no word.
         words = placed_words("\n".join(spoken(batch)[place - first] for place in places))
         low, high = words.within(spans[at, 0], spans[at + lengths[part] - 1, 1])
-        asked = counting.end_to_end(_number(words.words, low, high, numbers), low, high - low)
+        asked = end_to_end(_number(words.words, low, high, numbers), low, high - low)
         tokens.append(asked.tokens)
         sizes.append(high - low)
-    return counting.Sequences(
-        tokens=np.concatenate(tokens), offsets=counting.edges_of(np.concatenate(sizes))
-    )
+    return Sequences(tokens=np.concatenate(tokens), offsets=edges_of(np.concatenate(sizes)))
 
 
 def spans_end_to_end(encoder: Encoder, texts: list[str], num_tokens: np.ndarray) -> np.ndarray:
@@ -161,7 +173,7 @@ def spans_end_to_end(encoder: Encoder, texts: list[str], num_tokens: np.ndarray)
     assert spans is not None
     if [len(own) for own in spans] != num_tokens.tolist():
         raise _changed()
-    begins = counting.edges_of(np.array([len(text) + 1 for text in texts]))[:-1]
+    begins = edges_of(np.array([len(text) + 1 for text in texts]))[:-1]
     return np.concatenate(spans).astype(np.int64) + np.repeat(begins, num_tokens)[:, None]
 
 
@@ -191,7 +203,7 @@ def _corpus_of_words(
             found, ends = _words_in_batch(spoken(batch), numbers)
             known = found != _NO_QUERYS_WORD
             kept = known | np.r_[True, known[:-1]][: len(known)]
-            edges.append(edges[-1][-1] + counting.edges_of(kept)[ends])
+            edges.append(edges[-1][-1] + edges_of(kept)[ends])
             file.write(found[kept].data)
         bounds = np.concatenate(edges)
         file.flush()
@@ -209,7 +221,7 @@ def _words_in_batch(texts: Iterable[str], numbers: dict[str, int]) -> tuple[np.n
 
 
 def _leaks_of(
-    leaks: Leaks, unique: np.ndarray, owned: np.ndarray, engine: counting.Engine, memory_bytes: int
+    leaks: Leaks, unique: np.ndarray, owned: np.ndarray, engine: Engine, memory_bytes: int
 ) -> np.ndarray:
     """Unique sequences that share a place of the corpus, directly or through others, are one leak."""
     corpus = leaks.corpus
@@ -221,10 +233,8 @@ def _leaks_of(
     group = np.where(unique, np.arange(len(unique)), -1)
     if not len(may_share):
         return group
-    sequences = counting.end_to_end(
-        corpus.tokens, leaks.first_in_d[may_share], leaks.lengths[may_share]
-    )
-    shards = counting.user_disjoint_shards(corpus, memory_bytes // engine.workers, worth)
+    sequences = end_to_end(corpus.tokens, leaks.first_in_d[may_share], leaks.lengths[may_share])
+    shards = user_disjoint_shards(corpus, memory_bytes // engine.workers, worth)
     parents = np.arange(len(may_share))
     with task("Joining leaks", int(np.diff(corpus.bounds)[worth[corpus.users]].sum())) as bar:
         for shard, links in engine.map(partial(links_in_shard, sequences=sequences), shards):
@@ -234,9 +244,9 @@ def _leaks_of(
     return group
 
 
-def links_in_shard(shard: counting.Shard, sequences: counting.Sequences) -> np.ndarray:
+def links_in_shard(shard: Shard, sequences: Sequences) -> np.ndarray:
     """For each sequence one that it shares a place with, directly or not, in this shard; or itself."""
-    text, places = counting.indexed(shard)
+    text, places = indexed(shard)
     tokens = np.ascontiguousarray(sequences.tokens, dtype=np.int32)
     return _links(text, places, tokens, sequences.offsets)
 
@@ -247,8 +257,8 @@ def _links(text, places, tokens, offsets):  # type: ignore[no-untyped-def]
     longest = np.full(len(text), -1, dtype=np.int32)  # of those that start at a place
     for sequence in range(len(parents)):
         query = tokens[offsets[sequence] : offsets[sequence + 1]]
-        low = counting.first_not_below(text, places, query, 0, False)
-        high = counting.first_not_below(text, places, query, low, True)
+        low = first_not_below(text, places, query, 0, False)
+        high = first_not_below(text, places, query, low, True)
         for place in places[low:high]:
             other = longest[place]
             if other >= 0:
