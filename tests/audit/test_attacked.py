@@ -11,8 +11,8 @@ from transformers import PreTrainedTokenizerFast
 import tightlip
 from animals import WORDS
 from models.tiny_finetunes import shaken, tiny_llama, words_tokenizer
+from tightlip.core.devices import begin_ids
 from tightlip.core.errors import UsageError
-from tightlip.core.token_ids import begin_ids
 from tightlip.corpus.conversations import places_of
 from tightlip.corpus.opening import CorpusSource, tokenised_for
 from tightlip.scan.models import Scans, open_other

@@ -19,7 +19,7 @@ from tightlip.core.files import names_in, read_sealed
 from tightlip.core.registry import look_up, names_of
 from tightlip.core.run_folder import open_run
 from tightlip.corpus.opening import open_run_corpus
-from tightlip.models.fingerprints import model_fingerprint
+from tightlip.models.folders import model_fingerprint
 from tightlip.scan import models
 from tightlip.scan.scanner import Scanner
 

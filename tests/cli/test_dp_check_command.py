@@ -18,8 +18,7 @@ from tightlip.corpus.readers import open_corpus
 from tightlip.corpus.vocabulary import build_tokenizer
 from tightlip.models import LSTMConfig, LSTMForCausalLM
 from tightlip.training.batches import Rows, gather
-from tightlip.training.planting import uniform
-from tightlip.training.recipe import plant
+from tightlip.training.recipe import plant, uniform
 from tightlip.training.starting import take_back
 
 pytestmark = pytest.mark.slow

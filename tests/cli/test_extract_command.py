@@ -7,7 +7,7 @@ from xml.etree import ElementTree
 import pytest
 
 from cli.held_out_runs import documents, make_run, prepared
-from tightlip.report.extraction.words import headline, sentences
+from tightlip.report.extraction import headline, sentences
 
 QUICK = ("--device", "cpu", "--lengths", "4,6", "--temperature", "0.9")
 

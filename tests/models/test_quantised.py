@@ -15,7 +15,7 @@ from models.test_adapters import OPTIONS
 from models.tiny_finetunes import KINDS, logits_of, save_adapter, save_base, words_tokenizer
 from tightlip.core.errors import UsageError
 from tightlip.models.adapters import open_adapter
-from tightlip.models.fingerprints import state_fingerprint
+from tightlip.models.folders import state_fingerprint
 from tightlip.models.loading import load_causal_lm
 from tightlip.scan.models import open_beside, open_model
 from tightlip.scan.options import ScanOptions

@@ -9,7 +9,7 @@ from scipy.stats import chi2
 from privacy.test_ledger import begun, meter_for, terms
 from tightlip.privacy.accounting import Mechanism, epsilon_spent
 from tightlip.privacy.ledger import Ledger
-from tightlip.privacy.noisy_loss import NoisyLoss, reach
+from tightlip.privacy.selection import NoisyLoss, reach
 
 LOSSES = np.array([0.5, 2.0, 7.9, 11.0, math.nan, 3.25])
 BOUND = 8.0

@@ -22,8 +22,8 @@ from tightlip.privacy.accounting import (
 from tightlip.privacy.adaptive import AdaptiveSpec
 from tightlip.privacy.composition import compose_runs, ledger
 from tightlip.privacy.ledger import read_ledger
-from tightlip.privacy.owners import NOT_PROTECTED, PER_OWNER, Ownership, _turn, ownership_of
 from tightlip.privacy.plans import calibrated_noise_multiplier
+from tightlip.privacy.sampling import NOT_PROTECTED, PER_OWNER, Ownership, _turn, ownership_of
 
 
 def owned(sigma, rate, per_owner):

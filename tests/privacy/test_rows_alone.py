@@ -18,8 +18,8 @@ from tightlip.privacy.ledger import read_ledger
 from tightlip.privacy.passes import Passes, deterministic
 from tightlip.privacy.per_unit import no_rule_for
 from tightlip.privacy.physical_batches import PhysicalBatches, Shape
-from tightlip.privacy.private_training import Documents
 from tightlip.privacy.rows_alone import perturbed, synthetic_units
+from tightlip.privacy.sources import Documents
 
 VOCABULARY, SIZE = 31, 8
 NAMES = (

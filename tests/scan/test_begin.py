@@ -16,8 +16,8 @@ from transformers import (
 )
 
 import tightlip
+from tightlip.core.devices import begin_ids
 from tightlip.core.errors import UsageError
-from tightlip.core.token_ids import begin_ids
 from tightlip.scan.models import open_model
 from tightlip.scan.options import ScanOptions
 

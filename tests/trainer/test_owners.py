@@ -15,7 +15,7 @@ from privacy.test_owners import taken_by_hand
 from tightlip.core.errors import GuaranteeError
 from tightlip.privacy.accounting import OWNED
 from tightlip.privacy.ledger import read_ledger
-from tightlip.privacy.owners import ownership_of
+from tightlip.privacy.sampling import ownership_of
 from tightlip.privacy.sources import LabelledRows, sampled_units
 from tightlip.trainer import PrivacySpec
 from tightlip.trainer.rows import check_same_rows, users_of

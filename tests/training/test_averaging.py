@@ -9,7 +9,7 @@ from tightlip.core.run_folder import CHECKPOINT, TENSORS
 from tightlip.corpus.prepare import prepare_corpus
 from tightlip.corpus.prepare_config import PrepareConfig
 from tightlip.models.loading import load_causal_lm, load_tokenizer
-from tightlip.training.averaging import AveragedWeights
+from tightlip.training.checkpoints import AveragedWeights
 from tightlip.training.config import RunOptions, TrainConfig
 from tightlip.training.loop import Training
 from tightlip.training.loop import train_model as train

@@ -12,8 +12,7 @@ from tightlip.corpus.vocabulary import word_tokenizer
 from tightlip.models import LSTMConfig, LSTMForCausalLM
 from tightlip.training.batches import Rows, gather
 from tightlip.training.config import TrainConfig
-from tightlip.training.planting import drawn_tokens, uniform
-from tightlip.training.recipe import plant
+from tightlip.training.recipe import drawn_tokens, plant, uniform
 
 BOS, PAD, SPECIAL, VOCABULARY = 1, 0, {0, 1, 2}, 30
 

@@ -17,7 +17,7 @@ from models.tiny_finetunes import save_base, tiny_gpt2, tiny_llama, words_tokeni
 from tightlip.core.errors import GuaranteeError, UsageError
 from tightlip.corpus.prepare import prepare_corpus
 from tightlip.corpus.prepare_config import PrepareConfig
-from tightlip.models.fingerprints import state_fingerprint
+from tightlip.models.folders import state_fingerprint
 from tightlip.models.loading import load_causal_lm
 from tightlip.training.config import RunOptions, TrainConfig
 from tightlip.training.loop import train_model as train

@@ -14,7 +14,7 @@ from tightlip.corpus.prepare import open_prepared
 from tightlip.corpus.prepare import prepare_corpus as prepare
 from tightlip.corpus.prepare_config import PrepareConfig
 from tightlip.privacy.accounting import OWNED, Mechanism, epsilon_spent
-from tightlip.privacy.owners import NOT_PROTECTED
+from tightlip.privacy.sampling import NOT_PROTECTED
 from tightlip.training.batches import rows_of
 from training.small_corpora import WORDS, other_peoples_documents
 

@@ -18,7 +18,7 @@ from tightlip.corpus.prepare_config import PrepareConfig
 from tightlip.models.loading import load_causal_lm, load_tokenizer
 from tightlip.training.batches import epoch_order, gather, rows_of
 from tightlip.training.config import RunOptions, TrainConfig, mitigations_with
-from tightlip.training.loop import Training, own_randomness
+from tightlip.training.loop import Training
 from tightlip.training.loop import train_model as train
 from tightlip.training.losses import Forward
 from tightlip.training.mitigations import LEDGER_KEYS
@@ -28,6 +28,7 @@ from tightlip.training.mitigations.adversarial import (
     new_discriminator,
 )
 from tightlip.training.mitigations.triplet import Partners, TripletConfig, triplet_term
+from tightlip.training.plan import own_randomness
 from tightlip.training.recipe import recipe_for
 from training.small_corpora import WORDS, documents, prepared
 

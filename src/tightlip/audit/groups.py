@@ -6,27 +6,12 @@ from typing import Any
 
 import numpy as np
 
-from tightlip.audit.group_figures import (
-    GROUP_SIZE,
-    GroupFigures,
-    HeldText,
-    attribute_groups,
-    curve,
-    held_text_of,
-    top_and_low,
-    user_rows,
-)
+from tightlip.audit import group_figures
 from tightlip.audit.measures import Audited, written_to
 from tightlip.audit.membership import NOT_PRIVATE
 from tightlip.audit.settings import ResamplingSettings
 from tightlip.audit.sides import spoken_tokens, texts_of
-from tightlip.audit.subjects import (
-    Subject,
-    made_from,
-    measuring,
-    nothing_held_out,
-    subject_of,
-)
+from tightlip.audit.subjects import Subject, made_from, measuring, nothing_held_out, subject_of
 from tightlip.core.errors import UsageError
 from tightlip.core.gates import Known
 from tightlip.core.resampling import FEW_USERS
@@ -132,14 +117,16 @@ def groups_of(
         members = subject.tokens("members", scans, work)
         unwanted = _reading_as(without_texts, subject.members, tokenizer, members)
         samples = _num_samples(members, unwanted, held, notes)
-    text = held_text_of(
+    text = group_figures.held_text_of(
         scores, baseline, np.asarray(held.users), held.user_names, samples, wanted=wanted
     )
     if not text.num_users:
         raise UsageError(
             f"No held-out document of {subject.name} has a token to predict. Hold out longer text."
         )
-    figures = GroupFigures(text, np.random.default_rng(config.seed), config.num_bootstraps)
+    figures = group_figures.GroupFigures(
+        text, np.random.default_rng(config.seed), config.num_bootstraps
+    )
     result = _result(text, figures, subject, wanted & (scores.num_tokens > 0), notes)
     notes += _about(subject.run, text, int((wanted & (scores.num_tokens == 0)).sum()))
     other = None if against is None else against.name
@@ -261,41 +248,41 @@ def _reading_as(
 
 
 def _result(
-    text: HeldText,
-    figures: GroupFigures,
+    text: group_figures.HeldText,
+    figures: group_figures.GroupFigures,
     subject: Subject,
     scored: np.ndarray,
     notes: list[str],
 ) -> dict[str, Any]:
     assert subject.held_out is not None
     knows_members = subject.members is not None
-    top, low = top_and_low(text) if knows_members else ([], [])
+    top, low = group_figures.top_and_low(text) if knows_members else ([], [])
     no_gap = _why_no_gap(text) if knows_members else NO_MEMBERS
     if no_gap is not None:
         notes.append(no_gap)
     has_gap = no_gap is None and text.baseline_nats is not None
     columns = subject.held_out.documents().columns_beside()
-    attributes, skipped = attribute_groups(columns, scored, text, figures)
+    attributes, skipped = group_figures.attribute_groups(columns, scored, text, figures)
     notes += skipped
     return {
         "perplexity": figures.of()["perplexity"],
         "num_users": text.num_users,
         "num_documents": len(text.owners),
-        "users": user_rows(text, knows_members=knows_members),
+        "users": group_figures.user_rows(text, knows_members=knows_members),
         "top": top,
         "low": low,
         "gap": figures.gap() if has_gap else None,
-        "curve": curve(text, figures) if knows_members else [],
+        "curve": group_figures.curve(text, figures) if knows_members else [],
         "attributes": attributes,
         "notes": notes,
     }
 
 
-def _why_no_gap(text: HeldText) -> str | None:
-    if text.num_users < 2 * GROUP_SIZE:
+def _why_no_gap(text: group_figures.HeldText) -> str | None:
+    if text.num_users < 2 * group_figures.GROUP_SIZE:
         return (
-            f"{text.num_users} users have held-out text; a gap between the top {GROUP_SIZE} and the low {GROUP_SIZE} "
-            f"takes {2 * GROUP_SIZE}."
+            f"{text.num_users} users have held-out text; a gap between the top {group_figures.GROUP_SIZE} and the low {group_figures.GROUP_SIZE} "
+            f"takes {2 * group_figures.GROUP_SIZE}."
         )
     if text.num_samples[0] == text.num_samples[-1]:
         return (
@@ -305,7 +292,7 @@ def _why_no_gap(text: HeldText) -> str | None:
     return None
 
 
-def _about(record: RunRecord | None, text: HeldText, num_empty: int) -> list[str]:
+def _about(record: RunRecord | None, text: group_figures.HeldText, num_empty: int) -> list[str]:
     lines = []
     if num_empty:
         lines.append(f"{num_empty:,} held-out documents without a scored token are left out.")

@@ -24,10 +24,6 @@ def _thresholds(text: str) -> tuple[float, ...]:
         raise UsageError(f"--curated-at {text!r} is not a list of numbers like 1.5,2,3.") from None
 
 
-def _contexts(text: str) -> tuple[str, ...]:
-    return tuple(part.strip() for part in text.split(",") if part.strip())
-
-
 CONTEXTS = ("training", "short", "start", "template", "other")
 
 
@@ -38,10 +34,7 @@ class LeakageConfig(Settings):
     top_k: int = setting(1, "How many next-token suggestions the deployment shows.", at_least=1)
     redact: bool = setting(False, "No text and no names in the report.")
     occurrences: int | None = setting(
-        8,
-        "Occurrences kept per sequence: a number or 'all'.",
-        at_least=1,
-        parse=_occurrences,
+        8, "Occurrences kept per sequence: a number or 'all'.", at_least=1, parse=_occurrences
     )
     fewer_than: int = setting(5, "The p of fewer_than_p.", at_least=1)
     thresholds: tuple[float, ...] = setting(
@@ -54,7 +47,7 @@ class LeakageConfig(Settings):
     contexts: tuple[str, ...] = setting(
         CONTEXTS[:1],
         f"Also ask for what leaks behind other words: {', '.join(CONTEXTS[1:])}.",
-        parse=_contexts,
+        parse=separated(str),
         default_words="training",
     )
     short_prefix: int = setting(

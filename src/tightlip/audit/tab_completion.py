@@ -69,12 +69,7 @@ class Completer:
     """
 
     def __init__(
-        self,
-        model: Any,
-        tokenizer: Any,
-        config: TabConfig | None = None,
-        *,
-        begin_id: int | None,
+        self, model: Any, tokenizer: Any, config: TabConfig | None = None, *, begin_id: int | None
     ) -> None:
         self.config = config or TabConfig()
         self._encoder = Encoder(tokenizer, with_spans=True)

@@ -58,8 +58,7 @@ class TradeOff:
         """Of a mechanism that is (ε, δ)-private for each of these pairs, the other way (ε, `back`)."""
         grows, back = np.exp(epsilons), deltas if back is None else back
         return cls(
-            np.concatenate([grows, 1 / grows]),
-            np.concatenate([deltas, 1 - (1 - back) / grows]),
+            np.concatenate([grows, 1 / grows]), np.concatenate([deltas, 1 - (1 - back) / grows])
         )
 
     def least(self, reached: float) -> float:

@@ -208,11 +208,9 @@ def _cannot_lines(planted: list[Entry]) -> Iterator[str]:
         if not unseen:
             continue
         most = max(unseen, key=most_bits)
-        advice = (
-            f"Measure with --num-samples {samples_needed(len(planted)):,}."
-            if math.log2(most["space"]) > above
-            else "Plant fewer canaries, or use larger slots."
-        )
+        advice = "Plant fewer canaries, or use larger slots."
+        if math.log2(most["space"]) > above:
+            advice = f"Measure with --num-samples {samples_needed(len(planted)):,}."
         yield (
             f"Exposure of {name!r} cannot be shown: a canary known by heart has {most_bits(most):.1f} bits here, and "
             f"more than {above:.1f} are needed. {advice}"

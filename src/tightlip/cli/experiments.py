@@ -157,14 +157,10 @@ def _tell_the_story(out: Path) -> None:
     with shown_progress():
         result = run_demo(out)
     console.print(snapshots_table(result.snapshots))
+    times, told = result.times_trained, result.first_told
     rows = [
-        [
-            canary.secret,
-            canary.user,
-            f"{result.times_trained[canary.secret]}×",
-            result.first_told[canary.secret] or "never",
-        ]
-        for canary in CANARIES
+        [each.secret, each.user, f"{times[each.secret]}×", told[each.secret] or "never"]
+        for each in CANARIES
     ]
     headings = ["secret", "speaker", "in training", "first told whole"]
     console.print(printed_table(headings, rows, num_left=4, title="\nPlanted secrets"))

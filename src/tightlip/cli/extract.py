@@ -64,7 +64,7 @@ def extract(
 
 
 def _show(report: Any) -> None:
-    from tightlip.report.extraction.words import terminal_lines
+    from tightlip.report.extraction import terminal_lines
 
     print_lines(terminal_lines(report.summary))
     name_page(report.folder / "report.html", terminal())

@@ -77,12 +77,10 @@ Config = Annotated[
     Path | None, existing(typer.Option, "FILE", "A TOML file with the same names; flags win.")
 ]
 Json = Annotated[
-    bool,
-    typer.Option("--json", help="Print the record as JSON, all of it.", metavar=NO_VALUE),
+    bool, typer.Option("--json", help="Print the record as JSON, all of it.", metavar=NO_VALUE)
 ]
 Keys = Annotated[
-    list[Path] | None,
-    existing(typer.Option, "KEY", "A key.json of canaries. May be given again."),
+    list[Path] | None, existing(typer.Option, "KEY", "A key.json of canaries. May be given again.")
 ]
 
 

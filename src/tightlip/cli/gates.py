@@ -16,7 +16,7 @@ from tightlip.core.gates import Figures, Known, junit_text, parsed_condition
 from tightlip.core.progress import harmless, log
 from tightlip.core.settings import Settings, names_in, setting
 from tightlip.core.stores import copied
-from tightlip.report.kit.words import at
+from tightlip.report.kit.table import at
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,14 +7,7 @@ import typer
 
 from tightlip.cli import print_json
 from tightlip.cli.flags import Json, existing
-from tightlip.core.figures import (
-    INSECURE,
-    guarantee_words,
-    people_words,
-    rounded_up,
-    shown_epsilon,
-    standing_words,
-)
+from tightlip.core import figures
 from tightlip.core.progress import terminal
 from tightlip.report.kit.table import printed_lines
 
@@ -36,18 +29,18 @@ def ledger(
     console = terminal()
     console.print(printed_lines(_lines(record)))
     if record.get("insecure_seed"):
-        console.print(INSECURE, style="bold red")
+        console.print(figures.INSECURE, style="bold red")
     after = record.get("another_1000_steps")
     # Where the noise varies, what more steps would cost is not known beforehand.
     if after is not None and _mode(record) in (None, "clip"):
         whose = "the run's " if record.get("people") else ""
-        console.print(f"Another 1,000 steps would bring {whose}ε to {rounded_up(after)}.")
+        console.print(f"Another 1,000 steps would bring {whose}ε to {figures.rounded_up(after)}.")
 
 
 def _lines(record: dict[str, Any]) -> list[tuple[str, str]]:
     """Every line of the record that says something, the figures first."""
     lines = [*_people(record), *_figures(record)]
-    lines += [("standing", standing_words(record)), ("because", record["because"])]
+    lines += [("standing", figures.standing_words(record)), ("because", record["because"])]
     if record["epsilon"] is not None:
         lines.append(("arithmetic", record.get("arithmetic") or "not recorded"))
     for name in ("mechanism", "unit", "adjacency", "sampling", "accountant"):
@@ -97,7 +90,7 @@ def _people(record: dict[str, Any]) -> list[tuple[str, str]]:
     people = record.get("people") or {}
     if "runs" not in people or record["epsilon"] is None:
         return []
-    lines = [("all runs", people_words(people))]
+    lines = [("all runs", figures.people_words(people))]
     if people["runs"] > 1:
         lines.append(("over all runs", people["because"]))
     return [*lines, ("people", people["id"])]
@@ -106,30 +99,32 @@ def _people(record: dict[str, Any]) -> list[tuple[str, str]]:
 def _figures(record: dict[str, Any]) -> list[tuple[str, str]]:
     if record["epsilon"] is None:
         return [("ε", f"none: {record['standing']}")]
-    lines = [("ε", f"{shown_epsilon(record)} ({standing_words(record)})")]
+    lines = [("ε", f"{figures.shown_epsilon(record)} ({figures.standing_words(record)})")]
     if record.get("people"):
         lines = [("ε of this run", lines[0][1])]
     if record.get("epsilon_so_far") not in (None, record["epsilon"]):
-        figure = rounded_up(record["epsilon_so_far"])
+        figure = figures.rounded_up(record["epsilon_so_far"])
         lines.append(
             ("ε so far", f"{figure} (of the steps taken; the promise is that of the plan)")
         )
     if record.get("epsilon_rdp") is not None:
-        lines.append(("ε by RDP", f"{rounded_up(record['epsilon_rdp'])} (a looser upper bound)"))
+        lines.append(
+            ("ε by RDP", f"{figures.rounded_up(record['epsilon_rdp'])} (a looser upper bound)")
+        )
     if record.get("epsilon_as_published") is not None:
-        figure = rounded_up(record["epsilon_as_published"])
+        figure = figures.rounded_up(record["epsilon_as_published"])
         lines.append(("by Gaussian DP", f"{figure} (as published in papers; no guarantee)"))
     return [*lines, ("δ", f"{record['delta']:g}")]
 
 
 def _told(release: dict[str, Any]) -> str:
-    figures = f"noise multiplier {release['noise_multiplier']:g}, δ {release['delta']:g}"
-    return f"{release['name']} ({figures}): {release['note']}"
+    noise = f"noise multiplier {release['noise_multiplier']:g}, δ {release['delta']:g}"
+    return f"{release['name']} ({noise}): {release['note']}"
 
 
 def print_guarantee(guarantee: dict[str, Any], console: Any) -> None:
     """One line with ε, its δ, unit and standing; a red one below where it protects nobody."""
-    words = guarantee_words(guarantee)
+    words = figures.guarantee_words(guarantee)
     console.print(f"{'guarantee':24} {words.value}", soft_wrap=True)
     if words.insecure:
         console.print(words.insecure, style="bold red", soft_wrap=True)

@@ -209,9 +209,7 @@ def _groups_tables(figures: dict[str, Any]) -> Iterator[Any]:
 def _groups_table(title: str, rows: dict[str, Any]) -> Any:
     has_change = any(row["change"] is not None for row in rows.values())
     headings = [title, "users", "perplexity", "95%"] + ["change", "95%"] * has_change
-    return printed_table(
-        headings, [_groups_row(name, row, has_change) for name, row in rows.items()]
-    )
+    return printed_table(headings, [_groups_row(*each, has_change) for each in rows.items()])
 
 
 def _groups_row(name: str, row: dict[str, Any], has_change: bool) -> list[str]:

@@ -67,9 +67,7 @@ def prepare(
 
 def statistics_table(statistics: dict[str, Any]) -> RichTable:
     """What `tightlip prepare` found and did, one line each."""
-    warnings = [
-        plain_row("Warning", "", warning, style="red") for warning in statistics["warnings"]
-    ]
+    warnings = [plain_row("Warning", "", each, style="red") for each in statistics["warnings"]]
     columns = [Column(left=True), Column(), Column(left=True, style="dim")]
     return Table(columns=columns, rows=[*_statistics_rows(statistics), *warnings]).printed()
 

@@ -21,14 +21,7 @@ from tightlip.core.progress import shown_progress, terminal
 from tightlip.core.settings import names_in, split_settings
 from tightlip.corpus.prepare_config import ColumnSettings
 from tightlip.report.kit.table import printed_lines
-from tightlip.vectors.settings import (
-    AttackSettings,
-    EncodeSettings,
-    EncodingOptions,
-    GuaranteeSettings,
-    RepresentOptions,
-    RepresentSettings,
-)
+from tightlip.vectors import settings
 
 if TYPE_CHECKING:
     from tightlip.vectors.attack_runs import AttackReport
@@ -37,7 +30,7 @@ if TYPE_CHECKING:
 DeviceHalf = Annotated[Path, existing(typer.Argument, "DEVICE", "A device's half: RUN/device.")]
 
 
-@with_settings(RepresentSettings, RepresentOptions, ColumnSettings)
+@with_settings(settings.RepresentSettings, settings.RepresentOptions, ColumnSettings)
 def train(
     corpus: Annotated[
         str,
@@ -59,9 +52,9 @@ def train(
     ] = None,
 ) -> None:
     """Train, and say what was learnt and what a vector promises."""
-    kinds = (RepresentSettings, ColumnSettings, RepresentOptions)
+    kinds = (settings.RepresentSettings, ColumnSettings, settings.RepresentOptions)
     *_, options = split_settings(given, *kinds)  # refused here, nobody waits for torch
-    own = {name: given[name] for name in given if name not in names_in(RepresentOptions)}
+    own = {name: given[name] for name in given if name not in names_in(settings.RepresentOptions)}
     with shown_progress():
         done = tightlip.represent_train(corpus, out, seeds=seeds, options=options, **own)
     several = hasattr(done, "runs")
@@ -109,7 +102,7 @@ def export(
     )
 
 
-@with_settings(GuaranteeSettings)
+@with_settings(settings.GuaranteeSettings)
 def guarantee(given: dict[str, Any], json_wanted: Json = False) -> None:
     """What one vector gives away: per coordinate, pure, and (ε, δ); and what more of them would."""
     record = tightlip.represent_guarantee(**given)
@@ -166,12 +159,11 @@ def _mechanism(record: dict[str, Any]) -> str:
     return f"{record['mechanism']}, {record['dimensions']} dimensions, {letter} = {record['noise_scale']:.6g}{words}"
 
 
-@with_settings(OnDevice, EncodeSettings, EncodingOptions, ColumnSettings)
+@with_settings(OnDevice, settings.EncodeSettings, settings.EncodingOptions, ColumnSettings)
 def encode(
     device_half: DeviceHalf,
     texts: Annotated[
-        str,
-        existing(typer.Argument, "TEXTS", "A corpus, or a .txt file with a text on each line."),
+        str, existing(typer.Argument, "TEXTS", "A corpus, or a .txt file with a text on each line.")
     ],
     out: Annotated[Path, typer.Option(help="The file of vectors to write, vectors.parquet.")],
     given: dict[str, Any],
@@ -243,7 +235,7 @@ def classify(
 
 
 @with_settings(
-    *(OnDevice, AttackSettings, EncodingOptions, GateSettings),
+    *(OnDevice, settings.AttackSettings, settings.EncodingOptions, GateSettings),
     again=switch("--again", "Measure anew what RUN/attack.json already answers."),
 )
 def attack(

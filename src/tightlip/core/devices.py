@@ -1,4 +1,5 @@
-"""What is asked before work starts: which device a name means, and whether a model looks left only.
+"""What is asked before work starts: which device a name means, whether a model looks left only, and
+which numbers its tokens have.
 
 Configurations do not tell: GPT-NeoX says is_decoder=False and looks back only; so says BERT, which
 looks both ways. Shapes: B rows, T positions, V vocabulary.
@@ -9,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tightlip.core.errors import UsageError
 
@@ -127,3 +128,33 @@ def _lengths(length: int) -> list[int]:
     """1, 2, 4, … and all but one: a model may look right only at the beginning, or only of long rows."""
     powers = {1 << power for power in range(length.bit_length()) if 1 << power < length}
     return sorted(powers | {max(1, length - 1)})
+
+
+MAX_TOKEN_ID = 2**24  # the largest vocabularies have some 300,000 tokens
+
+
+def check_token_ids(place: str, tokenizer: Any) -> None:
+    """Refuse ids that tables of all tokens would have to reach up to."""
+    ids = tokenizer.get_vocab().values()
+    odd = next((number for number in ids if not 0 <= number <= MAX_TOKEN_ID), None)
+    if odd is not None:
+        raise UsageError(
+            f"{place} has {len(ids):,} tokens, one of them with the id {odd}. Ids lie between 0 and {MAX_TOKEN_ID:,}: "
+            "fetch or save the tokenizer again."
+        )
+
+
+def begin_ids(tokenizer: Any) -> list[int]:
+    """What the tokenizer puts before a text, found by encoding one.
+
+    Attributes do not tell: a reloaded tokenizer may say that it adds no begin token, and add it.
+    """
+    for text in ("a", *tokenizer.convert_ids_to_tokens([*range(min(len(tokenizer), 64))])):
+        bare, whole = (
+            list(tokenizer([text], truncation=False, verbose=False, **how)["input_ids"][0])
+            for how in ({"add_special_tokens": False}, {})
+        )
+        places = [n for n in range(len(whole)) if whole[n : n + len(bare)] == bare]
+        if places and bare and not {*bare} & {*tokenizer.all_special_ids}:
+            return whole[: places[0]]
+    return []

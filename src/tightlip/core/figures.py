@@ -22,18 +22,10 @@ _OPENINGS = {
     "proved": "Proved ({arithmetic}): a theorem covers exactly what was run.",
     "as published": "As published: the usual figure, but its proof does not cover what was run.",
 }
-_DETAILS = [
-    "mechanism",
-    "unit",
-    "adjacency",
-    "sampling",
-    "accountant",
-    "arithmetic",
-    "steps",
-    "planned_steps",
-    "covers",
-    "outside",
-]
+_DETAILS = (
+    *("mechanism", "unit", "adjacency", "sampling", "accountant", "arithmetic"),
+    *("steps", "planned_steps", "covers", "outside"),
+)
 
 
 def count(value: Any) -> str:

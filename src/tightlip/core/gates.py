@@ -1,9 +1,9 @@
 """Gates: conditions on figures, such as 'unique>0', that decide whether a model may ship."""
 
-import operator
 import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from operator import eq, ge, gt, le, lt, ne
 from typing import Any
 from xml.etree import ElementTree
 
@@ -11,14 +11,7 @@ from tightlip.core.errors import UsageError
 from tightlip.core.registry import unknown
 
 BASELINE = "baseline"  # in the place of a limit: the same figure of an earlier record
-_COMPARISONS = {
-    ">=": operator.ge,
-    "<=": operator.le,
-    "==": operator.eq,
-    "!=": operator.ne,
-    ">": operator.gt,
-    "<": operator.lt,
-}
+_COMPARISONS = {">=": ge, "<=": le, "==": eq, "!=": ne, ">": gt, "<": lt}
 Figures = Mapping[str, Any]
 
 
@@ -119,11 +112,7 @@ def _check_figure(written: str, name: str, entry: str | None, known: Known) -> N
 
 
 def failures(
-    figures: Figures,
-    conditions: Iterable[str],
-    known: Known,
-    *,
-    baseline: Figures | None = None,
+    figures: Figures, conditions: Iterable[str], known: Known, *, baseline: Figures | None = None
 ) -> list[str]:
     """Which conditions hold, each with the figure that made it so: empty means all is well.
 
@@ -144,10 +133,7 @@ def junit_text(
     root = ElementTree.Element("testsuites")
     for subject, figures in judged.items():
         cases = {each: why for (name, each), why in failed.items() if name == subject}
-        counts = {
-            "tests": len(cases) or 1,
-            "failures": sum(why is not None for why in cases.values()),
-        }
+        counts = {"tests": len(cases) or 1, "failures": sum(map(bool, cases.values()))}
         one = ElementTree.SubElement(root, "testsuite", name=f"tightlip {suite} {subject}".strip())
         one.attrib |= {name: str(number) for name, number in counts.items()}
         listed = ElementTree.SubElement(one, "properties")
@@ -155,11 +141,9 @@ def junit_text(
             if isinstance(value, int | float):
                 ElementTree.SubElement(listed, "property", name=name, value=_short(value))
         for case, why in (cases or {"measured": None}).items():
-            element = ElementTree.SubElement(
-                one, "testcase", classname=f"tightlip {suite}", name=case
-            )
+            made = ElementTree.SubElement(one, "testcase", classname=f"tightlip {suite}", name=case)
             if why is not None:
-                ElementTree.SubElement(element, "failure", message=why)
+                ElementTree.SubElement(made, "failure", message=why)
     ElementTree.indent(root)
     return ElementTree.tostring(root, encoding="unicode", xml_declaration=True) + "\n"
 

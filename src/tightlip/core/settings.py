@@ -3,7 +3,6 @@
 import dataclasses
 import inspect
 import math
-import operator
 import re
 import tomllib
 import types
@@ -11,6 +10,7 @@ import typing
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from decimal import Decimal
 from functools import wraps
+from operator import ge, gt, le, lt
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -21,12 +21,7 @@ from tightlip.core.registry import unknown
 from tightlip.core.stores import copied
 
 Call = TypeVar("Call", bound=Callable[..., Any])
-_HOLDS = {
-    "at_least": operator.ge,
-    "above": operator.gt,
-    "below": operator.lt,
-    "at_most": operator.le,
-}
+_HOLDS = {"at_least": ge, "above": gt, "below": lt, "at_most": le}
 # Of every whole number: libraries take no larger seed, and nobody waits for more steps.
 LARGEST = 2**32 - 1
 LARGEST_SIZE = 65_536  # of a layer
@@ -163,9 +158,7 @@ def check_names(kind: type[Settings], tree: Mapping[str, Any], where: str) -> No
 def split_settings(given: dict[str, Any], *kinds: type[Settings]) -> list[Any]:
     """One object of each kind, from settings given by name; a name of none of them is refused."""
     _check_known("setting", given, names_in(*kinds))
-    return [
-        kind(**{name: given[name] for name in names_in(kind) if name in given}) for kind in kinds
-    ]
+    return [kind(**{n: given[n] for n in names_in(kind) if n in given}) for kind in kinds]
 
 
 def _check_known(what: str, given: Iterable[str], known: list[str], place: str = "") -> None:

@@ -15,16 +15,8 @@ from typing import Any, Literal
 
 import numpy as np
 
+from tightlip.core import files
 from tightlip.core.errors import DamagedError, UsageError
-from tightlip.core.files import (
-    claimed,
-    folder_written_whole,
-    names_in,
-    read_json,
-    read_sealed,
-    write_json,
-    write_sealed,
-)
 from tightlip.core.progress import log
 from tightlip.core.run_folder import is_run, run_around
 from tightlip.core.settings import Settings, lines_of, separated, setting, split_settings, takes
@@ -179,23 +171,21 @@ def plant_in(corpus: Corpus, out: Path, config: CanaryConfig) -> Planted:
         warned: canaries whose exposure could never be shown are named in the log.
         same: the same corpus, settings and seed give the same key.
     """
-    with claimed(out):
+    with files.claimed(out):
         return _plant(corpus, out, config)
 
 
 def _plant(corpus: Corpus, out: Path, config: CanaryConfig) -> Planted:
-    if names_in(out):
+    if files.names_in(out):
         raise UsageError(f"{out} is not empty. Give another --out.")
-    templates = [
-        read_template(text) for text in dict.fromkeys(config.templates or [PAPER_TEMPLATE])
-    ]
+    templates = [*map(read_template, dict.fromkeys(config.templates or [PAPER_TEMPLATE]))]
     num_by_user, types = _counted(corpus)
     draw = np.random.default_rng(config.seed)
     pools = _pools(corpus, templates, config)
     owners = _owners(num_by_user, config, draw)
     _check_num_copies(len(templates) * sum(times for _, times in owners), types.num_documents)
     planted = Planted(canaries=_drawn(templates, owners, pools, draw), pools=pools)
-    with folder_written_whole(out) as folder:
+    with files.folder_written_whole(out) as folder:
         write_canary_key(folder / KEY, planted)
         history = metadata_of(corpus.history)
         table = TableWriter(folder / CORPUS, types.by_column, history, users=types.users)
@@ -345,7 +335,7 @@ def _merged(batch: DocumentBatch, places: np.ndarray, copies: list[Canary]) -> D
 
 def write_canary_key(path: Path, key: Planted) -> None:
     """The key as JSON, for its owner only: whoever reads it knows every secret."""
-    write_sealed(path, asdict(key))
+    files.write_sealed(path, asdict(key))
 
 
 def read_canary_key(path: Path) -> Planted:
@@ -355,14 +345,14 @@ def read_canary_key(path: Path) -> Planted:
             f"{path} is not a key of canaries. Run: tightlip canaries plant CORPUS --out DIR"
         )
     try:
-        there, _ = read_sealed(path)
+        there, _ = files.read_sealed(path)
     except DamagedError as error:
         raise DamagedError(
             f"{error} If it never was a key of canaries: tightlip canaries plant CORPUS --out DIR writes one."
         ) from error
     try:
         key = Planted(
-            canaries=[_canary(entry) for entry in there["canaries"]],
+            canaries=[Canary(**(e | {"values": tuple(e["values"])})) for e in there["canaries"]],
             pools={name: list(map(str, values)) for name, values in there["pools"].items()},
             model_fingerprint=there.get("model_fingerprint"),
             snapshot_fingerprints=tuple(there.get("snapshot_fingerprints", ())),
@@ -376,10 +366,6 @@ def read_canary_key(path: Path) -> Planted:
             f"{path} is damaged, or no key of canaries ({reason}). Put a whole copy back, or plant again."
         ) from error
     return key
-
-
-def _canary(entry: dict[str, Any]) -> Canary:
-    return Canary(**(entry | {"values": tuple(entry["values"])}))
 
 
 def _check_whole(key: Planted) -> None:
@@ -426,7 +412,7 @@ class CheckKey:
 
 
 def write_check_key(path: Path, key: CheckKey) -> None:
-    write_json(
+    files.write_json(
         path,
         {
             "num_canaries": len(key),
@@ -440,7 +426,7 @@ def write_check_key(path: Path, key: CheckKey) -> None:
 def read_check_key(path: Path) -> CheckKey:
     """The key in `path`, or a refusal where it is not whole."""
     try:
-        there = read_json(path)
+        there = files.read_json(path)
         key = CheckKey(
             tokens_ML=np.array([text.split() for text in there["tokens"]], np.int64),
             included_M=np.array(there["included"], bool),

@@ -380,10 +380,7 @@ def _presidio_finder(model: str) -> NameFinder:
     from presidio_analyzer import AnalyzerEngine
     from presidio_analyzer.nlp_engine import NlpEngineProvider
 
-    described = {
-        "nlp_engine_name": "spacy",
-        "models": [{"lang_code": "en", "model_name": model}],
-    }
+    described = {"nlp_engine_name": "spacy", "models": [{"lang_code": "en", "model_name": model}]}
     provider = NlpEngineProvider(nlp_configuration=described)
     engine = AnalyzerEngine(nlp_engine=provider.create_engine(), supported_languages=["en"])
 

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 
 from tightlip.core.checksums import checked
+from tightlip.core.devices import check_token_ids
 from tightlip.core.errors import UsageError
-from tightlip.core.token_ids import check_token_ids
 
 PIECE_CHARACTERS = 50_000
 GROUP_CHARACTERS = 4_000_000

@@ -143,9 +143,9 @@ def _reporting(path: File) -> Iterator[None]:
 
 def check_unpacked(path: File, num_bytes: int) -> None:
     """Refuse a file that unpacks to far more than text ever does."""
-    if num_bytes > ALWAYS_UNPACKED_BYTES and num_bytes > MAX_RATIO * (
-        packed := path.stat().st_size
-    ):
+    if num_bytes <= ALWAYS_UNPACKED_BYTES:
+        return
+    if num_bytes > MAX_RATIO * (packed := path.stat().st_size):
         raise UsageError(
             f"{path} has {packed:,} bytes and unpacks to {num_bytes:,} or more, over {MAX_RATIO:,} times as much: text "
             "does not pack so well, and such a file may fill any machine. If you trust it, unpack it yourself to .jsonl."

@@ -17,43 +17,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from tightlip.core import register
+from tightlip.core import files, register
 from tightlip.core.checksums import checked_whole
 from tightlip.core.errors import DamagedError, GuaranteeError, UsageError
-from tightlip.core.files import (
-    claimed,
-    damage_in_words,
-    folder_written_whole,
-    names_in,
-    partial_beside,
-    read_json,
-    write_json,
-    write_sealed,
-)
 from tightlip.core.progress import log, task
 from tightlip.core.settings import takes
+from tightlip.corpus import history, prepare_chats
 from tightlip.corpus.cleaning import Cleaner
 from tightlip.corpus.encoding import saved_tokenizer, tokenizer_fingerprint
-from tightlip.corpus.history import (
-    ID,
-    fingerprints,
-    marks_of,
-    metadata_of,
-    name_of,
-    new_name,
-    people_in,
-    people_of,
-    preparation_behind,
-    sources_of,
-    step_of,
-    vocabulary_behind,
-)
-from tightlip.corpus.prepare_chats import (
-    is_of_chats,
-    refuse_rendered,
-    template_fingerprint,
-    write_chats,
-)
 from tightlip.corpus.prepare_config import PrepareConfig, check_owners, check_split, splitter_for
 from tightlip.corpus.private_vocabulary import build_private_tokenizer
 from tightlip.corpus.readers import Corpus, open_corpus
@@ -90,9 +61,9 @@ def open_prepared(folder: Path) -> PreparedCorpus:
         raise UsageError(
             f"{folder} is no prepared corpus (no prepared.json). Run: tightlip prepare CORPUS --out {folder}"
         )
-    record = read_json(folder / "prepared.json")
+    record = files.read_json(folder / "prepared.json")
     held = folder / "validation"
-    with damage_in_words(folder / "prepared.json"):
+    with files.damage_in_words(folder / "prepared.json"):
         if "validation" in record["statistics"] and not held.exists():
             raise DamagedError(
                 f"{held} is missing: {folder} was prepared with text held out. Put a whole copy back, or prepare it again."
@@ -123,12 +94,14 @@ def corpus_id(folder: Path) -> str:
     A ledger names its corpus by it. A hash of the text would tell whoever knows all of it but
     one document whether that one was in.
     """
-    path = folder / ID
+    path = folder / history.ID
     if not path.exists():
-        fresh = partial_beside(folder / f"id-{secrets.token_hex(8)}")
-        history = read_json(folder / "prepared.json").get("history", [])
+        fresh = files.partial_beside(folder / f"id-{secrets.token_hex(8)}")
+        behind = files.read_json(folder / "prepared.json").get("history", [])
         try:
-            write_sealed(fresh, new_name(sources_of(folder), people_in(history)))
+            files.write_sealed(
+                fresh, history.new_name(history.sources_of(folder), history.people_in(behind))
+            )
             # A link, not a rename: of two that ask at once the first decides for both.
             with contextlib.suppress(FileExistsError):
                 os.link(fresh, path)
@@ -139,12 +112,12 @@ def corpus_id(folder: Path) -> str:
             ) from error
         finally:
             fresh.unlink(missing_ok=True)
-    return str(name_of(folder))
+    return str(history.name_of(folder))
 
 
 def registered_people(folder: Path) -> tuple[str, ...]:
     """The ids of those who wrote a prepared corpus, which the register then knows by its text too."""
-    people = {*people_of(folder)}
+    people = {*history.people_of(folder)}
     lines = register.entries(register.CORPUS)
     if people and not any(people & {*line["people"]} for line in lines):
         log.warning(
@@ -153,7 +126,9 @@ def registered_people(folder: Path) -> tuple[str, ...]:
             *(register.register_path(), folder),
         )
     name = corpus_id(folder)
-    return (*new_name(sources_of(folder), people_of(folder), name)["people"],)
+    return (
+        *history.new_name(history.sources_of(folder), history.people_of(folder), name)["people"],
+    )
 
 
 def prepare_corpus(source: Any, out: Path, config: PrepareConfig) -> PreparedCorpus:
@@ -172,10 +147,10 @@ def prepare_corpus(source: Any, out: Path, config: PrepareConfig) -> PreparedCor
         "source_fingerprint": corpus.fingerprint(),
         "validation_fingerprint": None if held_out is None else held_out.fingerprint(),
         "given_tokenizer_fingerprint": None if given is None else tokenizer_fingerprint(given),
-        "template_fingerprint": template_fingerprint(corpus, given, config),
+        "template_fingerprint": prepare_chats.template_fingerprint(corpus, given, config),
     }
-    with claimed(out):
-        if names_in(out):
+    with files.claimed(out):
+        if files.names_in(out):
             return _already_there(out, identity)
         _write_prepared(corpus, held_out, given, identity, out, config)
     return open_prepared(out)
@@ -189,16 +164,18 @@ def _write_prepared(
     out: Path,
     config: PrepareConfig,
 ) -> None:
-    of_chats = is_of_chats(corpus, given, config)
+    of_chats = prepare_chats.is_of_chats(corpus, given, config)
     whose = _name_for(corpus, identity["source_fingerprint"], config)
-    with folder_written_whole(out) as folder:
-        write_sealed(folder / ID, whose)
+    with files.folder_written_whole(out) as folder:
+        files.write_sealed(folder / history.ID, whose)
         source, people = identity["source_fingerprint"], whose["people"]
-        done = [*corpus.history, step_of(identity["settings"], source, people)]
-        metadata = metadata_of(done)
+        done = [*corpus.history, history.step_of(identity["settings"], source, people)]
+        metadata = history.metadata_of(done)
         if of_chats:
             tokenizer = _save_tokenizer(folder, given, config)
-            statistics = write_chats(corpus, held_out, tokenizer, folder, config, metadata)
+            statistics = prepare_chats.write_chats(
+                corpus, held_out, tokenizer, folder, config, metadata
+            )
         else:
             statistics = _write_documents(corpus, held_out, folder, config, metadata)
             tokenizer = _save_tokenizer(folder, given, config)
@@ -208,14 +185,14 @@ def _write_prepared(
         if held_out is not None and config.public_validation is not None:
             from tightlip.corpus.public_text import check_public_validation
 
-            check_public_validation(held_out, {*fingerprints(done), *people}, folder)
-        write_json(
+            check_public_validation(held_out, {*history.fingerprints(done), *people}, folder)
+        files.write_json(
             folder / "prepared.json",
             {
                 "source": corpus.name,
                 **identity,
                 "history": corpus.history,
-                **_vocabulary_facts(config, fingerprints(done) | {*people}),
+                **_vocabulary_facts(config, history.fingerprints(done) | {*people}),
                 "statistics": statistics,
             },
         )
@@ -224,13 +201,13 @@ def _write_prepared(
 def _name_for(corpus: Corpus, source: str, config: PrepareConfig) -> dict[str, Any]:
     """A random name for a corpus, with the ids of its people: those of what it was cut from, of
     the corpus that the settings say is of the same people, or of the same text prepared before."""
-    inherited = people_in(corpus.history)
+    inherited = history.people_in(corpus.history)
     if config.people is not None:
         corpus_id(open_prepared(Path(config.people)).folder)
-        inherited += people_of(Path(config.people))
+        inherited += history.people_of(Path(config.people))
     try:
-        sources = {source, *fingerprints(corpus.history)}
-        return new_name(sources, inherited, apart=config.other_people)
+        sources = {source, *history.fingerprints(corpus.history)}
+        return history.new_name(sources, inherited, apart=config.other_people)
     except GuaranteeError as error:
         # Plain training needs no register, and private training asks again.
         log.warning("%s", error)
@@ -239,7 +216,7 @@ def _name_for(corpus: Corpus, source: str, config: PrepareConfig) -> dict[str, A
 
 
 def _opened(source: Any, config: PrepareConfig) -> Corpus:
-    refuse_rendered(source)
+    prepare_chats.refuse_rendered(source)
     return open_corpus(source, **_columns(config))
 
 
@@ -269,7 +246,7 @@ def held_out_corpus(config: PrepareConfig) -> Corpus | None:
 def _already_there(out: Path, identity: dict[str, Any]) -> PreparedCorpus:
     if not is_prepared(out):
         raise UsageError(f"{out} exists and is no prepared corpus. Choose another --out.")
-    record = read_json(out / "prepared.json")
+    record = files.read_json(out / "prepared.json")
     # A folder from before a setting existed was made as its default says.
     record["settings"] = asdict(PrepareConfig()) | record["settings"]
     # Held-out text is known by its text: the file may have moved since.
@@ -284,11 +261,9 @@ def _already_there(out: Path, identity: dict[str, Any]) -> PreparedCorpus:
         for name, value in identity["settings"].items()
         if record["settings"].get(name) != value
     ]
-    what = (
-        f"other settings ({', '.join(changed)})"
-        if changed
-        else "another source, tokenizer or chat template"
-    )
+    what = "another source, tokenizer or chat template"
+    if changed:
+        what = f"other settings ({', '.join(changed)})"
     if not changed and not same_text:
         what = f"other text in {identity['settings']['validation']}"
     raise UsageError(f"{out} exists with {what}. Choose another --out, or delete it first.")
@@ -301,13 +276,13 @@ def _vocabulary_facts(config: PrepareConfig, marks: set[str]) -> dict[str, Any]:
         release = config.release()
         releases = [] if release is None else [release.record()]
         return {"releases": releases, "learnt_vocabulary": not releases}
-    given_by = preparation_behind(Path(config.tokenizer))
+    given_by = history.preparation_behind(Path(config.tokenizer))
     # A tokenizer may come from a corpus that was given a tokenizer itself.
-    handed_on = [] if given_by is None else [given_by, *vocabulary_behind(given_by)[1]]
-    made_in = next((each for each in handed_on if marks & marks_of(each)), None)
+    handed_on = [] if given_by is None else [given_by, *history.vocabulary_behind(given_by)[1]]
+    made_in = next((each for each in handed_on if marks & history.marks_of(each)), None)
     if made_in is None:
         return {"releases": [], "learnt_vocabulary": False}
-    record = read_json(made_in / "prepared.json")
+    record = files.read_json(made_in / "prepared.json")
     releases = record.get("releases", [])
     return {"releases": releases, "learnt_vocabulary": _learnt_vocabulary(record)}
 
@@ -382,10 +357,7 @@ def _built_tokenizer(corpus: Corpus, config: PrepareConfig) -> Any:
     if (release := config.release()) is not None:
         return build_private_tokenizer(corpus, release, size=config.vocabulary_size)
     return build_tokenizer(
-        corpus,
-        kind=config.vocabulary,
-        size=config.vocabulary_size,
-        min_users=config.min_users,
+        corpus, kind=config.vocabulary, size=config.vocabulary_size, min_users=config.min_users
     )
 
 

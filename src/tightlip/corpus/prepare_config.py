@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from datetime import date
+from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal, cast
@@ -23,7 +24,7 @@ SplitBy = Literal["document", "user", "text", "none"]
 FORMATS = ("text", "messages", "prompt-completion", "preference", "sharegpt", "alpaca", "tokens")
 WORDS_PER_USER, VOCABULARY_DELTA = 1000, 1e-7  # of a vocabulary with noise
 
-_VOCABULARY = "The vocabulary"
+_vocabulary = partial(setting, panel="The vocabulary")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,34 +104,20 @@ class PrepareConfig(TextSettings):
         "You declare that nobody here is in a corpus registered before: their private runs do not count for these people.",
         flag="--other-people",
     )
-    tokenizer: str | None = setting(
-        None, "A model folder whose tokenizer to use.", path="MODEL", panel=_VOCABULARY
+    tokenizer: str | None = _vocabulary(
+        None, "A model folder whose tokenizer to use.", path="MODEL"
     )
-    vocabulary: Literal["words", "bpe"] = setting(
-        "words", "Otherwise build one.", panel=_VOCABULARY
+    vocabulary: Literal["words", "bpe"] = _vocabulary("words", "Otherwise build one.")
+    vocabulary_size: int | None = _vocabulary(10_000, "Most tokens in it.", at_most=10_000_000)
+    min_users: int | None = _vocabulary(None, "Only words that at least this many users wrote.")
+    vocabulary_noise: float | None = _vocabulary(
+        None, "Release the words with this noise multiplier, private for each user."
     )
-    vocabulary_size: int | None = setting(
-        10_000, "Most tokens in it.", panel=_VOCABULARY, at_most=10_000_000
+    vocabulary_words_per_user: int = _vocabulary(
+        WORDS_PER_USER, "With noise: most words that one user gives.", hidden=True
     )
-    min_users: int | None = setting(
-        None, "Only words that at least this many users wrote.", panel=_VOCABULARY
-    )
-    vocabulary_noise: float | None = setting(
-        None,
-        "Release the words with this noise multiplier, private for each user.",
-        panel=_VOCABULARY,
-    )
-    vocabulary_words_per_user: int = setting(
-        WORDS_PER_USER,
-        "With noise: most words that one user gives.",
-        panel=_VOCABULARY,
-        hidden=True,
-    )
-    vocabulary_delta: float = setting(
-        VOCABULARY_DELTA,
-        "With noise: the chance that a user's own word gets out.",
-        panel=_VOCABULARY,
-        hidden=True,
+    vocabulary_delta: float = _vocabulary(
+        VOCABULARY_DELTA, "With noise: the chance that a user's own word gets out.", hidden=True
     )
 
     def __post_init__(self) -> None:
@@ -171,11 +158,9 @@ class PrepareConfig(TextSettings):
                 "its path."
             )
         if self.split not in (None, "none") or self.holdout != PrepareConfig.holdout:
-            given = (
-                f"holdout={self.holdout}"
-                if self.split in (None, "none")
-                else f"split={self.split!r}"
-            )
+            given = f"split={self.split!r}"
+            if self.split in (None, "none"):
+                given = f"holdout={self.holdout}"
             raise UsageError(
                 f"validation={str(self.validation)!r} brings the held-out text, so nothing is split off the corpus and "
                 f"{given} would do nothing. Leave one of them out."

@@ -36,17 +36,9 @@ from transformers import PreTrainedTokenizerFast
 from tightlip.core.errors import UsageError
 from tightlip.core.grid_gaussian import GridGaussian, grid_of
 from tightlip.core.randomness import keyed_generator
+from tightlip.corpus import vocabulary
 from tightlip.corpus.prepare_config import VOCABULARY_DELTA, WORDS_PER_USER
 from tightlip.corpus.readers import Corpus
-from tightlip.corpus.vocabulary import (
-    DIGITS,
-    SPECIAL_TOKENS,
-    check_size,
-    tokens_by_user,
-    with_digits,
-    word_tokenizer,
-    words_by_frequency,
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,13 +90,16 @@ def build_private_tokenizer(
         fresh: every call draws anew from the operating system's randomness, and spends anew.
         public: with nothing released, special tokens and digits are left.
     """
-    check_size(size)
+    vocabulary.check_size(size)
     # Any numbering would do: it decides neither who gives what nor the order of what is released.
-    words = [word for word in words_by_frequency(corpus) if word not in DIGITS]
+    ranked = vocabulary.words_by_frequency(corpus)
+    words = [word for word in ranked if word not in vocabulary.DIGITS]
     draw = keyed_generator()
     sums = bounded_sums(_counts_by_user(corpus, words), len(words), release.words_per_user, draw)
     released = released_words(sums, release, draw)
-    return word_tokenizer(with_digits([words[number] for number in released], size))
+    return vocabulary.word_tokenizer(
+        vocabulary.with_digits([words[number] for number in released], size)
+    )
 
 
 def release_threshold(release: VocabularyRelease) -> float:
@@ -173,9 +168,9 @@ def released_words(
 
 def _counts_by_user(corpus: Corpus, words: list[str]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Each user's distinct words, by their numbers, and how often the user wrote them."""
-    first = len(SPECIAL_TOKENS)
+    first = len(vocabulary.SPECIAL_TOKENS)
     tallies = _Tallies(len(words))
-    for user, ids in tokens_by_user(corpus, words):
+    for user, ids in vocabulary.tokens_by_user(corpus, words):
         tallies.add(user, ids[ids >= first] - first)
     return tallies.by_user()
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from tightlip.core.devices import begin_ids
 from tightlip.core.errors import UsageError
-from tightlip.core.token_ids import begin_ids
 from tightlip.corpus.conversations import Conversation, PlainText, TokenRow, places_of
 from tightlip.corpus.encoding import Encoder
 from tightlip.corpus.prepare_config import TextSettings

@@ -118,11 +118,7 @@ def spread(counts: np.ndarray) -> dict[str, float]:
     """The smallest, middle and largest of some counts."""
     if not len(counts):
         return {"min": 0, "median": 0, "max": 0}
-    return {
-        "min": int(counts.min()),
-        "median": float(np.median(counts)),
-        "max": int(counts.max()),
-    }
+    return {"min": int(counts.min()), "median": float(np.median(counts)), "max": int(counts.max())}
 
 
 def open_tokenized(folder: Path) -> TokenizedCorpus:

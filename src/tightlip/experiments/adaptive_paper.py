@@ -186,20 +186,15 @@ _SMALL = AdaptiveScale(
     bf16=True,
     physical_rows=256,
 )
+_THEIR_PACE: dict[str, Any] = {"learning_rate": 5e-5, "epochs": 20.0}
 # Theirs, as far as the paper says; row length and vocabulary are ours, and so is the batch
 # without noise: 4,096 rows do not fit a GPU at once, and only noise asks for so many.
 _PAPER = replace(
     _SMALL,
     name="paper",
     shape={**_GPT, "num_layers": 12, "hidden_size": 1_024, "num_heads": 16},
-    plain={"learning_rate": 5e-5, "batch_size": 128, "epochs": 20.0},
-    private={
-        "learning_rate": 5e-5,
-        "batch_size": 4_096,
-        "epochs": 20.0,
-        "clip_norm": 0.001,
-        "rows_per_unit": 1,
-    },
+    plain={**_THEIR_PACE, "batch_size": 128},
+    private={**_THEIR_PACE, "batch_size": 4_096, "clip_norm": 0.001, "rows_per_unit": 1},
     vocabulary_size=30_000,
     most_documents=None,
     physical_rows=128,

@@ -8,7 +8,7 @@ from typing import Any
 
 from tightlip.core import files
 from tightlip.core.figures import STANDINGS_WITH_EPSILON, number, rounded_up, standing_words
-from tightlip.report.kit.words import NEVER_SAW_BITS, NONE
+from tightlip.report.kit.table import NEVER_SAW_BITS, NONE
 
 Row = dict[str, Any]
 WAYS = {
@@ -179,18 +179,14 @@ def equal_ratios(section: dict[str, Any], sigma: float | None = None) -> dict[st
     if base is None:
         return {}
     proved = {mode: find(rows, mode, sigma, "equal epsilon") for mode in ("clip", "scale")}
-    return {
-        m: row["perplexity"] / base["perplexity"] for m, row in proved.items() if row is not None
-    }
+    return {way: row["perplexity"] / base["perplexity"] for way, row in proved.items() if row}
 
 
 def findings(section: dict[str, Any]) -> Iterator[str]:
     """What the figures of one corpus say, a sentence or two each."""
     rows = section["rows"]
     for sigma in noise_levels(section):
-        plain, published = (
-            find(rows, mode, sigma, "same noise") for mode in ("dp", "as-published")
-        )
+        plain, published = (find(rows, way, sigma, "same noise") for way in ("dp", "as-published"))
         ratios = equal_ratios(section, sigma)
         if plain is None or published is None or not ratios:
             continue

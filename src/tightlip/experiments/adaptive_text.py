@@ -36,6 +36,7 @@ SEED = 0
 BUNDLED, OTHERS = "shakespeare", "the lines of Shakespeare's other speakers"
 IDENTITY = "My ID is {digits:6}"  # the paper's canary
 HELD_OUT, PUBLIC_HELD_OUT = 0.1, 0.3
+Given = str | Path | None  # somebody's corpus or model; None for ours
 FEWEST_USERS = 1_000  # with fewer, noise that hides a whole user drowns everything
 
 
@@ -102,11 +103,7 @@ class PlantedCorpus:
 
 
 def public_side(
-    folder: Path,
-    corpus: str | Path | None,
-    model: str | Path | None,
-    scale: AdaptiveScale,
-    options: RunOptions,
+    folder: Path, corpus: Given, model: Given, scale: AdaptiveScale, options: RunOptions
 ) -> PublicSide:
     """The public text, cut into pieces of words; without a model, an LSTM trained on most of it."""
     words = OTHERS if corpus is None else Path(corpus).name
@@ -136,12 +133,7 @@ def public_side(
 
 
 def planted_corpus(
-    folder: Path,
-    given: str | Path | None,
-    public: PublicSide,
-    scale: AdaptiveScale,
-    unit: str,
-    device: str,
+    folder: Path, given: Given, public: PublicSide, scale: AdaptiveScale, unit: str, device: str
 ) -> PlantedCorpus:
     """One corpus made ready: held-out text apart, canaries planted, every document weighed."""
     name = BUNDLED if given is None else Path(given).stem
@@ -198,7 +190,7 @@ def chosen_unit(asked: str, num_users: int | None) -> str:
     return "user" if (num_users or 0) >= FEWEST_USERS else "example"
 
 
-def source_of(given: str | Path | None, *, public: bool) -> Corpus | TextColumn:
+def source_of(given: Given, *, public: bool) -> Corpus | TextColumn:
     """A corpus; without a file, the lines of Shakespeare's speakers, of one in three as public."""
     if given is None:
         return open_corpus(_speakers(public=public))

@@ -49,10 +49,10 @@ class PaperTask:
     path: Path
     label: str
     private: tuple[str, ...]
-    kind: str  # "entities": their presence, judged by F1; "attributes": of the writer, by accuracy
-    split: str
-    paper: str | None  # whose column of the paper's tables stands beside it
     about: str
+    kind: str = "attributes"  # of the writer, judged by accuracy; "entities": their presence, by F1
+    split: str = "document"
+    paper: str | None = None  # whose column of the paper's tables stands beside it
 
 
 def task_of(corpus: Path | None, folder: Path, seed: int = 0) -> PaperTask:
@@ -72,9 +72,6 @@ def plays_task(folder: Path) -> PaperTask:
         path=path,
         label="genre",
         private=("play", "gender"),
-        kind="attributes",
-        split="document",
-        paper=None,
         about="The bundled plays, a speech a text.",
     )
 
@@ -154,7 +151,6 @@ def blog_task(corpus: Path, folder: Path, seed: int = 0) -> PaperTask:
         path=path,
         label="topic",
         private=private,
-        kind="attributes",
         split="user" if "user" in names else "document",
         paper="BLOG",
         about=f"{pq.read_metadata(path).num_rows:,} posts that one of {NUM_TOPICS} topics of our own LDA dominates (over "
@@ -232,11 +228,7 @@ _SMALL = replace(
     attackers=ONE_RELEASE,
 )
 _PAPER = replace(
-    _SMALL,
-    name="paper",
-    num_seeds=5,
-    attackers=(*ONE_RELEASE, "averaged"),
-    training={"epochs": 4},
+    _SMALL, name="paper", num_seeds=5, attackers=(*ONE_RELEASE, "averaged"), training={"epochs": 4}
 )
 SCALES = {scale.name: scale for scale in (_SMOKE, _SMALL, _PAPER)}
 
@@ -268,9 +260,7 @@ def reproduce_representation(
     folder = claim_folder(Path(out), size, given, text=text, extractor=extractor)
     options = RepresentOptions(device=device, bf16=bf16)
     tasks = [task_of(each, folder) for each in given or (None,)]
-    sections = [
-        _Runs(each, folder / each.name, extractor, size, options).section() for each in tasks
-    ]
+    sections = [_Runs(one, folder / one.name, extractor, size, options).section() for one in tasks]
     result = {
         "scale": size.name,
         "num_seeds": size.num_seeds,

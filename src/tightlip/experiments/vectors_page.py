@@ -13,8 +13,7 @@ from typing import Any, ClassVar
 
 from tightlip.core import files
 from tightlip.core.figures import counted, rounded_up
-from tightlip.report.kit.table import Column, Table, plain_row
-from tightlip.report.kit.words import NONE, share_words
+from tightlip.report.kit.table import NONE, Column, Table, plain_row, share_words
 from tightlip.report.vectors.words import adjacency_words
 
 WAYS = {
@@ -31,6 +30,8 @@ ATTACKERS = {
     "averaged": "logistic on averaged copies",
     "trees": "boosted trees",
 }
+# Empirical privacy, by the kind of what is private.
+_PRIVACY = {"entities": "1 - F, F1 over all entities", "attributes": "1 - X, X the mean accuracy"}
 Way = dict[str, Any]
 OverSeeds = dict[str, Any]  # `mean`, and `spread` where there are several seeds
 PAPER_NOTE = (
@@ -271,22 +272,10 @@ def _main_and_privacy(section: dict[str, Any]) -> Table:
     for row in ({"way": "majority", **section["majority"]}, *_compared(section)):
         main, privacy = theirs.get(row["way"], (None, None))
         strongest = row["privacy"].get("strongest")
-        lines.append(
-            plain_row(
-                name_of(row),
-                _mean(row["main"]),
-                _theirs(main),
-                _mean(row["privacy"]["mlp"]),
-                _theirs(privacy),
-                _mean(strongest),
-                NONE if strongest is None else strongest_words(row),
-            )
-        )
-    what = (
-        "1 - F, F1 over all entities"
-        if section["kind"] == "entities"
-        else "1 - X, X the mean accuracy"
-    )
+        cells = [_mean(row["main"]), _theirs(main), _mean(row["privacy"]["mlp"]), _theirs(privacy)]
+        which = NONE if strongest is None else strongest_words(row)
+        lines.append(plain_row(name_of(row), *cells, _mean(strongest), which))
+    what = _PRIVACY[section["kind"]]
     return Table(
         number="4",
         title="Main task and empirical privacy",

@@ -23,7 +23,7 @@ _NAMES_IN = {
     "transformer": ("TransformerModel", "TransformerForCausalLM"),
     "encoders": ("WordEncoder", "load_encoder"),
     "loading": ("load_causal_lm", "load_tokenizer"),
-    "fingerprints": ("model_fingerprint", "state_fingerprint"),
+    "folders": ("model_fingerprint", "state_fingerprint"),
 }
 MODULE_OF_NAME = {name: module for module, names in _NAMES_IN.items() for name in names}
 

@@ -22,16 +22,8 @@ from transformers import AutoModelForCausalLM
 from tightlip.core.checksums import checked
 from tightlip.core.errors import UsageError
 from tightlip.core.files import read_json
+from tightlip.models import folders
 from tightlip.models.checks import check_size, first_of, usage_errors, without_memory
-from tightlip.models.folders import (
-    ADAPTER_CONFIG,
-    adapters_in,
-    has_tokenizer,
-    is_adapter,
-    refuse_odd_files,
-    shapes_in,
-    stored_shapes,
-)
 from tightlip.models.gguf import gguf_file
 from tightlip.models.loading import read_configuration
 
@@ -199,8 +191,8 @@ def open_adapter(folder: Path, *, name: str | None = None, base: Path | None = N
         raise UsageError(
             f"{folder} holds a PEFT adapter, and peft is missing. Run: pip install 'tightlip[lora]'"
         )
-    refuse_odd_files(folder)
-    path = checked(folder / ADAPTER_CONFIG)
+    folders.refuse_odd_files(folder)
+    path = checked(folder / folders.ADAPTER_CONFIG)
     written = read_json(path)
     if not isinstance(written, dict):
         raise UsageError(f"{path} is not a JSON object. Save or download the adapter again.")
@@ -212,16 +204,16 @@ def open_adapter(folder: Path, *, name: str | None = None, base: Path | None = N
     return Adapter(
         folder=folder,
         base=place,
-        tokenizer=next((each for each in tokenizers if has_tokenizer(each)), place),
+        tokenizer=next((each for each in tokenizers if folders.has_tokenizer(each)), place),
         written=written,
         shapes=_stored_shapes(folder),
     ).checked_against_base()
 
 
 def _named(folder: Path, name: str) -> Path:
-    if Path(name).name == name and is_adapter(folder / name):
+    if Path(name).name == name and folders.is_adapter(folder / name):
         return folder / name
-    there = adapters_in(folder) if folder.is_dir() else []
+    there = folders.adapters_in(folder) if folder.is_dir() else []
     known = f"It has: {', '.join(there)}." if there else "It has none in sub-folders."
     raise UsageError(f"{folder} has no adapter {name!r}. {known}")
 
@@ -242,11 +234,11 @@ def _named_base(path: Path, named: Any) -> Path:
 
 
 def _check_base(folder: Path, base: Path) -> None:
-    if is_adapter(base) or gguf_file(base) is not None:
-        kind = "an adapter itself" if is_adapter(base) else "a GGUF file"
+    if folders.is_adapter(base) or gguf_file(base) is not None:
+        kind = "an adapter itself" if folders.is_adapter(base) else "a GGUF file"
         raise UsageError(f"{base} is {kind}, and {folder} needs a model's folder as its base.")
     config = read_configuration(base)
-    check_size(base, AutoModelForCausalLM, config, stored_shapes(base))
+    check_size(base, AutoModelForCausalLM, config, folders.stored_shapes(base))
 
 
 def _check_settings(path: Path, written: dict[str, Any]) -> None:
@@ -290,7 +282,7 @@ def _stored_shapes(folder: Path) -> dict[str, list[int]]:
                 "load it with peft and save it again with save_pretrained, which writes safetensors."
             )
         raise UsageError(f"{folder} has no {WEIGHTS}. Save the adapter with save_pretrained.")
-    return shapes_in(checked(path), of="adapter")
+    return folders.shapes_in(checked(path), of="adapter")
 
 
 def _peft_config(adapter: Adapter, modules: list[str]) -> Any:
@@ -300,7 +292,7 @@ def _peft_config(adapter: Adapter, modules: list[str]) -> Any:
     """
     from peft import IA3Config, LoraConfig
 
-    written, place = adapter.written, adapter.folder / ADAPTER_CONFIG
+    written, place = adapter.written, adapter.folder / folders.ADAPTER_CONFIG
     kind = written["peft_type"]
     used = {key: written[key] for key in USED[kind] if written.get(key) is not None}
     for key in ("target_modules", "exclude_modules", "feedforward_modules"):

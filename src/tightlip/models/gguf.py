@@ -12,8 +12,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.modeling_utils import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
+from tightlip.core.devices import begin_ids, check_token_ids
 from tightlip.core.errors import UsageError
-from tightlip.core.token_ids import begin_ids, check_token_ids
 from tightlip.models.checks import (
     FROM_THE_FOLDER_ONLY,
     check_counts,

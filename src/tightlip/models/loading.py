@@ -20,8 +20,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from tightlip.core.checksums import checked
+from tightlip.core.devices import check_token_ids
 from tightlip.core.errors import UsageError
-from tightlip.core.token_ids import check_token_ids
 from tightlip.models import register_configurations
 from tightlip.models.checks import (
     FROM_THE_FOLDER_ONLY,

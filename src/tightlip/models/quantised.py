@@ -72,9 +72,7 @@ def quantisation(
     if bits == "8bit":
         return BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=threshold)
     return BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_compute_dtype=dtype or torch.bfloat16,
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype or torch.bfloat16
     )
 
 

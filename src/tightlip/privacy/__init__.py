@@ -7,7 +7,7 @@ from typing import Any
 _NAMES = {
     "clipped_gradients": "tightlip.privacy.per_unit",
     "ClippedGradients": "tightlip.privacy.clipping",
-    "CorrectedAdam": "tightlip.privacy.corrected_adam",
+    "CorrectedAdam": "tightlip.privacy.releasing",
     "PrivateTraining": "tightlip.privacy.private_training",
     "PrivacySpec": "tightlip.privacy.plans",
 }

@@ -12,17 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from tightlip.core.errors import UsageError
+from tightlip.privacy import rounding
 from tightlip.privacy.exact_sums import ExactSums, rounded_off, step_of
 from tightlip.privacy.layers import Layout, wide, zeros_for
 from tightlip.privacy.norms import Measured, Norms, added_up
-from tightlip.privacy.rounding import (
-    Products,
-    Scaled,
-    full_precision,
-    products_in_tf32,
-    slack,
-    summed_rows,
-)
 from tightlip.privacy.row_losses import RowLosses
 from tightlip.privacy.watching import NoRule, Watch
 
@@ -137,12 +130,12 @@ def clipped_sum(
 
     A unit's bound is its share, above 0 and at most 1, of the clip's; all of it where none is given.
     """
-    how = Products(tf32=products_in_tf32(losses_B.device), exact=clip.exact)
+    how = rounding.Products(tf32=rounding.products_in_tf32(losses_B.device), exact=clip.exact)
     norms = Norms(layout, how)
     losses_U = layout.sum_by_unit(losses_B)
     if shares_U is None:
         shares_U = torch.ones_like(losses_U)
-    with full_precision():
+    with rounding.full_precision():
         measured = {
             name: norms.measured(uses, parameters[name].shape)
             for name, uses in watch.uses.items()
@@ -161,7 +154,7 @@ def clipped_sum(
         if clip.exact:
             parts = [rounded_off(watch.uses[n], parameters[n], layout, clip.step) for n in names]
             bound -= math.hypot(*parts)
-        bound /= 1 + slack(total_U.dtype)
+        bound /= 1 + rounding.slack(total_U.dtype)
         # A share multiplies last: times 1 nothing changes, not even a last bit.
         room_U = bound / (squares_U.sqrt() + off_U) * shares_U.to(squares_U.dtype)
         factors_U = torch.where(fine_U, room_U.clamp(max=1.0), 0)
@@ -177,12 +170,12 @@ def clipped_sum(
 
 def _sums(
     factors_U: Tensor, fine_U: Tensor, layout: Layout, clip: Clip, watch: Watch
-) -> Scaled | ExactSums:
+) -> rounding.Scaled | ExactSums:
     if clip.exact:
         return ExactSums(factors_U, layout, clip.step)
     on_cpu = factors_U.device.type == "cpu" and type(fine_U) is Tensor
     wipe = clip.wipes and not (on_cpu and bool(fine_U.all()))
-    return Scaled(layout.to_rows(factors_U), wipe=wipe, finite=watch.finite)
+    return rounding.Scaled(layout.to_rows(factors_U), wipe=wipe, finite=watch.finite)
 
 
 def _lengths(parts: list[Measured], like_U: Tensor) -> tuple[Tensor, Tensor]:
@@ -192,7 +185,7 @@ def _lengths(parts: list[Measured], like_U: Tensor) -> tuple[Tensor, Tensor]:
     squares_U = added_up([part.squares_U for part in parts] or [nothing_U]).clamp(min=0)
     if not rounded:
         return squares_U, nothing_U
-    return squares_U, summed_rows(torch.stack(rounded, 1).square()).sqrt()
+    return squares_U, rounding.summed_rows(torch.stack(rounded, 1).square()).sqrt()
 
 
 def unit_by_unit(
@@ -229,7 +222,7 @@ def unit_by_unit(
         losses.append(loss)
         if not bool(norm.isfinite() & loss.isfinite()):
             continue
-        bound = clip.norm / math.sqrt(len(groups)) / (1 + slack(norm.dtype))
+        bound = clip.norm / math.sqrt(len(groups)) / (1 + rounding.slack(norm.dtype))
         bound *= 1.0 if shares_U is None else float(shares_U[unit])
         for names in groups:
             own = [squares[name] for name in names if name in squares]

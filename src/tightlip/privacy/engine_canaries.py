@@ -99,8 +99,7 @@ class EngineCanaries:
     def settle(self) -> None:
         """Keep coins and scores, for their owner only: whoever knows the coins can guess them."""
         write_sealed(
-            self._file,
-            {"included": self._included.tolist(), "scores": self._scores.tolist()},
+            self._file, {"included": self._included.tolist(), "scores": self._scores.tolist()}
         )
 
     def _begun(

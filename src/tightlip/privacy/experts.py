@@ -18,8 +18,7 @@ from torch.nn import functional
 from torch.overrides import handle_torch_function
 
 from tightlip.core.errors import UsageError
-from tightlip.privacy.copies import per_row
-from tightlip.privacy.derived import NoRule
+from tightlip.privacy.derived import NoRule, per_row
 from tightlip.privacy.layers import Outer, product_dtype
 
 # What transformers' `use_experts_implementation` says of every kind of experts.

@@ -13,21 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tightlip.privacy import rounding
 from tightlip.privacy.layers import Layout, Lookup, Outer, Use, Whole, fp32_product, wide
-from tightlip.privacy.rounding import (
-    Products,
-    Roundings,
-    gram,
-    lengths,
-    of_dot,
-    of_pairs,
-    per_length,
-    rounded_apart,
-    rounded_share,
-    roundings,
-    summed_in_float32,
-    summed_rows,
-)
 
 # Numbers held at once beyond this are computed some units at a time.
 MOST_NUMBERS = 1 << 27
@@ -44,7 +31,7 @@ class Norms:
     """Squared norms under one layout. Gram matrices are kept, since a recurrent layer's four
     parameters share one. `how` says how the sum will be taken."""
 
-    def __init__(self, layout: Layout, how: Products = Products()) -> None:
+    def __init__(self, layout: Layout, how: rounding.Products = rounding.Products()) -> None:
         self.layout, self.how = layout, how
         self._grams: dict[int, tuple[Tensor, Tensor]] = {}
 
@@ -76,15 +63,17 @@ class Norms:
             return _of_pairs(self.gram(left_BTP), rounds=self._rounds(left_BTP))
         lefts = [self.layout.by_unit(use.left_BTP) for use in uses]
         sums_UP = added_up([left_USP.sum(1, dtype=wide(left_USP)) for left_USP in lefts])
-        rounded_U = added_up([summed_in_float32(lengths(left_USP)) for left_USP in lefts])
-        return Measured(summed_rows(sums_UP.square()), rounded_U)
+        rounded_U = added_up(
+            [rounding.summed_in_float32(rounding.lengths(left_USP)) for left_USP in lefts]
+        )
+        return Measured(rounding.summed_rows(sums_UP.square()), rounded_U)
 
     def _of_products(self, uses: list[Outer], shape: torch.Size) -> Measured:
         num_tokens = sum(use.left_BTP.shape[1] for use in uses) * self.layout.rows_per_unit
         size_P, size_D = shape
         if size_P * size_D < num_tokens * (size_P + size_D):
             return self._written_out(list(uses), shape)
-        both = {roundings(use, self.how) for use in uses}
+        both = {rounding.roundings(use, self.how) for use in uses}
         sides = [side for use in uses for side in (use.left_BTP, use.right_BTD) if side is not None]
         rounds = self._rounds(*sides[:2], num_tokens=num_tokens)._replace(
             left=max(left for left, _ in both), right=max(right for _, right in both)
@@ -97,14 +86,17 @@ class Norms:
         left = torch.cat([self.layout.by_unit(use.left_BTP) for use in uses], 1)
         right = torch.cat([self.layout.by_unit(use.right_BTD) for use in uses], 1)  # type: ignore[arg-type]
         return self._in_parts(
-            lambda part: _of_pairs(gram(left[part]), gram(right[part]), rounds), num_tokens**2
+            lambda part: _of_pairs(rounding.gram(left[part]), rounding.gram(right[part]), rounds),
+            num_tokens**2,
         )
 
-    def _rounds(self, *sides: Tensor, num_tokens: int | None = None) -> Roundings:
+    def _rounds(self, *sides: Tensor, num_tokens: int | None = None) -> rounding.Roundings:
         """What sums and norms of tokens with these sides lose where nothing else rounds them."""
         like, size = sides[0], num_tokens or self.layout.rows_per_unit * sides[0].shape[1]
-        off = sum(of_dot(side.shape[2], side) for side in sides) + of_pairs(size, like)
-        return Roundings(per_length=per_length(size, like), per_square=off)
+        off = sum(rounding.of_dot(side.shape[2], side) for side in sides) + rounding.of_pairs(
+            size, like
+        )
+        return rounding.Roundings(per_length=rounding.per_length(size, like), per_square=off)
 
     def _of_lookups(self, uses: list[Lookup]) -> Measured:
         ids_US = torch.cat([self.layout.by_unit(use.ids_BT) for use in uses], 1)
@@ -113,7 +105,7 @@ class Norms:
 
         def squares(part: slice) -> Measured:
             same_USS = ids_US[part][:, :, None] == ids_US[part][:, None, :]
-            return _of_pairs(torch.where(same_USS, gram(left_USD[part]), 0), rounds=rounds)
+            return _of_pairs(torch.where(same_USS, rounding.gram(left_USD[part]), 0), rounds=rounds)
 
         rounds = self._rounds(uses[0].left_BTD, num_tokens=ids_US.shape[1])
         return self._in_parts(squares, ids_US.shape[1] ** 2)
@@ -136,8 +128,10 @@ class Norms:
             along_UST = fp32_product(right_USD[part].to(kind), g_UTD[part].transpose(1, 2).to(kind))
             return Measured((taken_UST * along_UST).sum((1, 2), dtype=torch.float64).to(along_UST))
 
-        off = of_dot(g_UTD.shape[2], g_UTD) + 2 * torch.finfo(wide(g_UTD)).eps
-        along_U = (lengths(left_USV) * lengths(right_USD)).sum(1) * lengths(g_UTD).sum(1)
+        off = rounding.of_dot(g_UTD.shape[2], g_UTD) + 2 * torch.finfo(wide(g_UTD)).eps
+        along_U = (rounding.lengths(left_USV) * rounding.lengths(right_USD)).sum(
+            1
+        ) * rounding.lengths(g_UTD).sum(1)
         return self._in_parts(products, num_pairs).squares_U + off * along_U
 
     def _written_out(self, uses: list[Use], shape: torch.Size) -> Measured:
@@ -146,15 +140,15 @@ class Norms:
         def squares(part: slice) -> Measured:
             whole = sum(gradients(use, self.layout, part, shape) for use in uses)
             assert isinstance(whole, Tensor)
-            apart = [rounded_apart(use, self.layout, part, self.how) for use in uses]
-            return Measured(summed_rows(whole.flatten(1).square()), added_up(apart))
+            apart = [rounding.rounded_apart(use, self.layout, part, self.how) for use in uses]
+            return Measured(rounding.summed_rows(whole.flatten(1).square()), added_up(apart))
 
         return self._in_parts(squares, shape.numel())
 
     def gram(self, values_BTX: Tensor) -> Tensor:
         known = self._grams.get(id(values_BTX))
         if known is None:
-            known = (values_BTX, gram(self.layout.by_unit(values_BTX)))
+            known = (values_BTX, rounding.gram(self.layout.by_unit(values_BTX)))
             self._grams[id(values_BTX)] = known
         return known[1]
 
@@ -190,13 +184,13 @@ def added_up(parts: list[Tensor]) -> Tensor:
 
     Along the first dimension a CPU would add the last few entries in another order than the rest.
     """
-    return parts[0] if len(parts) == 1 else summed_rows(torch.stack(parts, -1))
+    return parts[0] if len(parts) == 1 else rounding.summed_rows(torch.stack(parts, -1))
 
 
 def _of_pairs(
     first_USS: Tensor,
     second_USS: Tensor | None = None,
-    rounds: Roundings = Roundings(),
+    rounds: rounding.Roundings = rounding.Roundings(),
 ) -> Measured:
     """The sum over pairs of tokens of first · second, and as much as rounding may have taken from it;
     with it what rounding on the way into the sum may add.
@@ -215,4 +209,4 @@ def _of_pairs(
     squares_U = squares_U + rounds.per_square * lengths_U.square()
     if second_USS is None:
         return Measured(squares_U, rounds.per_length * lengths_U)
-    return Measured(squares_U, rounded_share(first_USS, second_USS, rounds, lengths_U))
+    return Measured(squares_U, rounding.rounded_share(first_USS, second_USS, rounds, lengths_U))

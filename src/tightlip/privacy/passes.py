@@ -372,11 +372,7 @@ def warn_slow(reason: str) -> None:
 
 
 def captured(
-    run: Callable[..., Any],
-    tensors: tuple[Tensor, ...],
-    *,
-    warm_up: Callable[..., Any],
-    pool: Any,
+    run: Callable[..., Any], tensors: tuple[Tensor, ...], *, warm_up: Callable[..., Any], pool: Any
 ) -> tuple[Callable[[tuple[Tensor, ...]], Any], Any]:
     """`run` as a CUDA graph: a call that fills in other tensors and replays it, and its memory
     pool, for the next graph to share. Results are overwritten by the next call."""

@@ -35,7 +35,7 @@ class PrivacySpec:
     noise is as given and training stops before `epsilon` is passed.
 
     A drawn unit gives at most `rows_per_unit` of its rows, chosen at random, to a step. Where texts
-    have several owners, `documents_per_owner` of each are ever drawn; see `owners.py`.
+    have several owners, `documents_per_owner` of each are ever drawn; see `sampling.py`.
     """
 
     unit: str = "user"

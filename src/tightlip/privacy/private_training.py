@@ -27,26 +27,22 @@ from tightlip.core.run_folder import ENGINE_CHECK
 from tightlip.core.settings import takes
 from tightlip.privacy.accounting import Mechanism
 from tightlip.privacy.adaptive import AdaptiveSpec, checked_weights
-from tightlip.privacy.arithmetic import arithmetic_of
 from tightlip.privacy.clipping import Clip, ClippedGradients
 from tightlip.privacy.composition import enrolled
-from tightlip.privacy.corrected_adam import tell_noise
 from tightlip.privacy.engine_canaries import EngineCanaries
 from tightlip.privacy.exact_sums import MOST_UNITS
 from tightlip.privacy.layers import zeros_for
 from tightlip.privacy.ledger import Ledger, ToldLedger, claimed, read_ledger
-from tightlip.privacy.noise_owners import Shares, check_same_text
 from tightlip.privacy.noise_schedules import noise_for, schedule_for
-from tightlip.privacy.owners import PER_OWNER, Ownership
 from tightlip.privacy.passes import Passes, Physical, Way
 from tightlip.privacy.people import withdraw
 from tightlip.privacy.per_unit import check_optimizer, without_dropout
 from tightlip.privacy.physical_batches import PhysicalBatches
 from tightlip.privacy.plans import PrivacySpec, Terms, noise_plan
-from tightlip.privacy.promised import on_your_word, promised_by
-from tightlip.privacy.releasing import release
+from tightlip.privacy.promised import arithmetic_of, on_your_word, promised_by
+from tightlip.privacy.releasing import Shares, check_same_text, release, tell_noise
 from tightlip.privacy.rows_alone import checked_passes, shared_by_others
-from tightlip.privacy.sampling import PoissonSampler, UnitRows
+from tightlip.privacy.sampling import PER_OWNER, Ownership, PoissonSampler, UnitRows
 from tightlip.privacy.shards import check_shards, shards_of
 from tightlip.privacy.sources import Documents, Source, sampled_units, source_of
 

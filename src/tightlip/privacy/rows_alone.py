@@ -14,16 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from tightlip.core.errors import GuaranteeError, UsageError
+from tightlip.privacy import per_unit
 from tightlip.privacy.asking import Untouched, how_rows_meet
 from tightlip.privacy.passes import Passes, Physical, summed
-from tightlip.privacy.per_unit import (
-    can_be_mapped,
-    check_model,
-    no_rule_for,
-    num_ids_of,
-    synthetic_rows,
-    without_dropout,
-)
 from tightlip.privacy.physical_batches import PhysicalBatches, Shape
 from tightlip.privacy.row_losses import NO_LABEL
 from tightlip.privacy.shards import check_has_rules, kept_parameters, local
@@ -49,7 +42,7 @@ def checked_passes(passes: Passes, batches: PhysicalBatches) -> Passes:
     with Untouched(model)():  # the first that a pass may write into
         _check_alone(model, some, longest)
         checked = some[:, :1].expand(-1, min(LONGEST_CHECKED, batches.usual().width))
-        unruly = no_rule_for(model, checked, bf16=passes.bf16)
+        unruly = per_unit.no_rule_for(model, checked, bf16=passes.bf16)
     if passes.way != "slow" and (unruly is not None or passes.way == "mapped"):
         _without_rules(passes, batches, checked, unruly or "a way that was asked for")
     _settle_on_sharing(passes, batches)
@@ -59,7 +52,7 @@ def checked_passes(passes: Passes, batches: PhysicalBatches) -> Passes:
 def _check_alone(model: nn.Module, some: Tensor, longest: int) -> None:
     width = some.shape[1]
     try:
-        check_model(model, synthetic_rows(model, some))
+        per_unit.check_model(model, per_unit.synthetic_rows(model, some))
     except (IndexError, RuntimeError) as error:
         raise UsageError(
             f"The model fails on rows of {width} positions, which those of {longest} are padded to ({error}). Give widths "
@@ -73,7 +66,7 @@ def _settle_on_sharing(passes: Passes, batches: PhysicalBatches) -> None:
 
         def why_apart(shape: Shape) -> str | None:
             # Of one shape only, never of all: somebody's long row would decide on everybody's way.
-            with without_dropout(passes.model):
+            with per_unit.without_dropout(passes.model):
                 if shape.width not in meet_at:
                     meet_at[shape.width] = rows_meet(passes, shape.width)
                 return meet_at[shape.width] or _changes(
@@ -100,7 +93,7 @@ def rows_meet(passes: Passes, width: int) -> str | None:
     tensors = (*passes.model.parameters(), *passes.model.buffers())
     # Beside the width what shifts and padding make of it.
     sizes = {*range(width - 1, width + 5), *(size for each in tensors for size in each.shape)}
-    num_ids = num_ids_of(passes.model, width)
+    num_ids = per_unit.num_ids_of(passes.model, width)
 
     def run(num_rows: int, follow: Callable[[Tensor], None]) -> None:
         device = next(iter(passes.parameters.values())).device
@@ -120,7 +113,7 @@ def _without_rules(passes: Passes, batches: PhysicalBatches, checked: Tensor, un
     rows = MOST_WRITTEN_OUT // sum(each.numel() for each in passes.parameters.values())
     passes.way = "slow"
     # A copy is tried: what a model keeps of a trial that failed is of no use to it.
-    if rows >= FEWEST_SHARED and can_be_mapped(
+    if rows >= FEWEST_SHARED and per_unit.can_be_mapped(
         copy.deepcopy(passes.model), checked, bf16=passes.bf16
     ):
         passes.way = "mapped"
@@ -143,7 +136,7 @@ def shared_by_others(passes: Passes, batches: PhysicalBatches, *, moved: bool = 
 
 
 def _changes(passes: Passes, shape: Shape, moves: list[tuple[float, int]]) -> str | None:
-    num_ids = num_ids_of(passes.model, shape.width)
+    num_ids = per_unit.num_ids_of(passes.model, shape.width)
     found = (_change_at(passes, num_ids, *move, shape) for move in moves)
     return next(filter(None, found), None)
 
@@ -170,13 +163,13 @@ def unsteady(passes: Passes, batches: PhysicalBatches, *, moved: bool = True) ->
             each._replace(num_units=1) for each in (batches.usual(), batches.shape(longest, 1))
         }
     for shape in shapes:
-        num_ids = num_ids_of(passes.model, shape.width)
+        num_ids = per_unit.num_ids_of(passes.model, shape.width)
         own = synthetic_units(shape, num_ids, slice(None), batches.device)
         two = shape._replace(num_units=2)
         other = _last(synthetic_units(two, num_ids, slice(0), batches.device), shape)
         for sign, seed in _moves(passes, moved=moved):
             kept = kept_parameters(passes.model)
-            with without_dropout(passes.model), perturbed(kept, 0.1 * sign, seed):
+            with per_unit.without_dropout(passes.model), perturbed(kept, 0.1 * sign, seed):
                 first = _told(passes, own)
                 passes(other)
                 if _differ(first, _told(passes, own)):

@@ -4,31 +4,28 @@ With `mean`, a secret number of trials is drawn from the logarithmic law, each t
 candidates, and only the best trial is ever told of: that costs little more than one trial, however
 many there were (Papernot and Steinke 2022, Theorem 2 with η = 0, in Rényi divergence). Without it
 each candidate is trained once, and all of them are composed.
+
+A run may stop, or be chosen, by the mean loss of held-out text, told with noise. A unit's mean loss
+a token is cut to [0, bound] and counted from the middle, so that one unit more or less moves the
+sum by half the bound at most. How many units there are is told once, with the same noise. All that
+is planned is charged before the first step as one Gaussian: k releases at multiplier z are one at
+z/√k.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from tightlip.core.errors import UsageError
-from tightlip.privacy.accounting import (
-    COARSER,
-    Mechanism,
-    Release,
-    Spend,
-    accountant_at,
-    delta_left,
-    epsilon_of,
-)
+from tightlip.core.grid_gaussian import GridGaussian
+from tightlip.core.progress import log
+from tightlip.privacy import accounting
+from tightlip.privacy.ledger import Ledger
 from tightlip.privacy.plans import noise_for_target, rounded_up_to_five
-from tightlip.privacy.rdp_filter import (
-    ORDERS,
-    epsilon_of_rdp,
-    release_rdp,
-    subsampled_gaussian_rdp,
-)
+from tightlip.privacy.rdp_filter import ORDERS, epsilon_of_rdp, release_rdp, subsampled_gaussian_rdp
 
 _MOST_MORE = 64.0  # times the noise of one trial alone
 _MORE = 1 + 1e-9  # for what rounding loses
@@ -66,23 +63,25 @@ class Selection:
         widest: a candidate more never costs less.
     """
 
-    candidates: tuple[tuple[Mechanism, int], ...]
+    candidates: tuple[tuple[accounting.Mechanism, int], ...]
     mean: float | None
-    before: tuple[Release, ...]
+    before: tuple[accounting.Release, ...]
     delta: float
 
     @property
     def accountant(self) -> str:
         if self.mean is None:
-            return f"{accountant_at(self.delta)} of all candidates"
+            return f"{accounting.accountant_at(self.delta)} of all candidates"
         return "RDP of the best of a random number of trials"
 
     def epsilon(self, coarser: float = 1.0) -> float:
         """ε of the one that is kept."""
-        left = delta_left((*self.before, *self._own), self.delta)
+        left = accounting.delta_left((*self.before, *self._own), self.delta)
         if self.mean is None:
             releases = (*self.before, *self._own)
-            return epsilon_of(Spend(self.candidates, releases, left), "pld", coarser)
+            return accounting.epsilon_of(
+                accounting.Spend(self.candidates, releases, left), "pld", coarser
+            )
         divergences = {order: self._divergence(order) for order in ORDERS}
         log_halting = math.log(halting_probability(self.mean))
         more = min((1 - 1 / order) * d - log_halting / order for order, d in divergences.items())
@@ -120,7 +119,7 @@ class Selection:
             return self.with_noise([rounded_up_to_five(factor * each) for each in noise])
 
         little, enough = 1.0, 1.0
-        while times(enough).epsilon(COARSER) > epsilon:
+        while times(enough).epsilon(accounting.COARSER) > epsilon:
             if enough >= _MOST_MORE:
                 raise UsageError(
                     f"No noise keeps a choice among these trials within epsilon={epsilon:g}. Use a larger epsilon, a smaller "
@@ -129,7 +128,7 @@ class Selection:
             little, enough = enough, 2 * enough
         while enough > 1.001 * little:
             middle = (little + enough) / 2
-            if times(middle).epsilon(COARSER) <= epsilon:
+            if times(middle).epsilon(accounting.COARSER) <= epsilon:
                 enough = middle
             else:
                 little = middle
@@ -147,7 +146,7 @@ class Selection:
         )
 
     @property
-    def _own(self) -> tuple[Release, ...]:
+    def _own(self) -> tuple[accounting.Release, ...]:
         """What the candidates tell by themselves; a random trial has its own inside its divergence."""
         told = [each.releases for each, _ in self.candidates] if self.mean is None else []
         return tuple(release for releases in told for release in releases)
@@ -179,8 +178,82 @@ class Selection:
     def of_record(cls, record: dict[str, Any]) -> "Selection":
         made = record["selection"]
         return cls(
-            candidates=tuple((Mechanism.of_record(e), e["steps"]) for e in made["candidates"]),
+            candidates=tuple(
+                (accounting.Mechanism.of_record(e), e["steps"]) for e in made["candidates"]
+            ),
             mean=made["mean"],
-            before=tuple(Release(**each) for each in record["releases"]),
+            before=tuple(accounting.Release(**each) for each in record["releases"]),
             delta=record["delta"],
         )
+
+
+_STEPS = 2.0**30  # that a unit's share of the sum is told in
+
+
+@dataclass(frozen=True, kw_only=True)
+class NoisyLoss:
+    """What is told of the held-out text of all units, so many times and no more.
+
+    Holds:
+        bounded: one unit more or less moves the sum by at most 1, and the number of units by 1.
+        charged: no more is told than was planned, whatever was killed and repeated.
+        kept: what was told of the weights as they are is told again, not drawn again.
+    """
+
+    noise_multiplier: float
+    num_planned: int
+
+    def release(self) -> accounting.Release:
+        """All of it together, the number of units included."""
+        return accounting.Release(
+            name="noisy validation",
+            noise_multiplier=self.noise_multiplier / math.sqrt(self.num_planned + 1),
+            delta=0.0,
+            note=f"the mean held-out loss, {self.num_planned} times, each with noise of {self.noise_multiplier:g}",
+            own=True,
+        )
+
+    def told(
+        self,
+        ledger: Ledger,
+        losses: Callable[[], np.ndarray],
+        *,
+        bound: float,
+        insecure_seed: int | None = None,
+    ) -> float | None:
+        """The mean loss in nats for the steps that are charged; None where all that was planned
+        is told. `losses` has one of each unit, and is asked where a new figure is due."""
+        before = ledger.told.get("losses", [])
+        for steps, nats in before:
+            if steps == ledger.steps:
+                return float(nats)
+        if len(before) >= self.num_planned:
+            log.warning("All %d planned validation losses are told.", self.num_planned)
+            return None
+        # A seed of its own for each, or a known one would give all of them the same noise.
+        seed = None if insecure_seed is None else insecure_seed + 2 + len(before)
+        total, count = self._noisy(reach(losses(), bound), GridGaussian(seed))
+        count = ledger.told.get("num_units", count)
+        middle = bound / 2
+        nats = min(max(middle + total * middle / max(1.0, count), 0.0), bound)
+        ledger.told = {"num_units": count, "losses": [*before, [ledger.steps, nats]]}
+        ledger.rewrite()  # before anybody sees it: what is not on record was never told
+        ledger.settle()
+        return nats
+
+    def _noisy(self, reach_U: np.ndarray, noise: GridGaussian) -> tuple[float, float]:
+        """The sum of the units' shares, and how many units there are."""
+        # In whole steps, so that one unit moves the sum by its own share and no last bit besides.
+        total = float((reach_U * _STEPS).astype(np.int64).sum()) / _STEPS
+        sums = np.array([total, float(len(reach_U))])
+        noise.add([sums], scale=self.noise_multiplier)
+        return float(sums[0]), float(sums[1])
+
+
+def reach(losses_U: np.ndarray, bound: float) -> np.ndarray:
+    """Each unit's loss between -1 (none) and 1 (the bound or more); one that is no number is 1.
+
+    >>> reach(np.array([0.0, 3.0, 9.0, math.nan]), 4.0)
+    array([-1. ,  0.5,  1. ,  1. ])
+    """
+    return np.clip(np.nan_to_num(losses_U, nan=bound) / (bound / 2) - 1, -1.0, 1.0)

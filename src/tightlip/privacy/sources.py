@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from tightlip.core.errors import UsageError
-from tightlip.privacy.owners import PER_OWNER, ownership_of
 from tightlip.privacy.row_losses import NO_LABEL
+from tightlip.privacy.sampling import PER_OWNER, ownership_of
 
 
 class Source(Protocol):

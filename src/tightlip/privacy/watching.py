@@ -12,15 +12,18 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from tightlip.privacy.copies import cat, conv1d, elementwise, like_before
 from tightlip.privacy.derived import (
     IN_PLACE,
     ONLY_KIND,
     Derived,
     NoRule,
     Wire,
+    cat,
+    conv1d,
     derive,
+    elementwise,
     every_tensor,
+    like_before,
 )
 from tightlip.privacy.experts import baddbmm, bmm, current_watch
 from tightlip.privacy.layers import EmbeddingUse, NormUse, Outer, Use, linear_use

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from tightlip.scan.options import Decoding
 from tightlip.scan.scorers import PLAIN, Scorer
@@ -41,9 +42,7 @@ def scorer_of(decoding: Decoding) -> Scorer:
     )
 
 
-def decoded_log_probs(
-    logits_NV: torch.Tensor, targets_N: torch.Tensor, decoding: Decoding
-) -> torch.Tensor:
+def decoded_log_probs(logits_NV: Tensor, targets_N: Tensor, decoding: Decoding) -> Tensor:
     """Log-probability (float32) of each row's target under the decoding; minus infinity if cut.
 
     Holds:
@@ -58,16 +57,12 @@ def decoded_log_probs(
         above=decoding.nucleus is not None,
         lanes=decoding.top_k is not None,
     )
-    return (
-        decode_with_torch(logits_NV, targets_N, decoding)
-        if rows is None
-        else _drawn(rows, decoding)
-    )
+    if rows is None:
+        return decode_with_torch(logits_NV, targets_N, decoding)
+    return _drawn(rows, decoding)
 
 
-def decode_with_torch(
-    logits_NV: torch.Tensor, targets_N: torch.Tensor, decoding: Decoding
-) -> torch.Tensor:
+def decode_with_torch(logits_NV: Tensor, targets_N: Tensor, decoding: Decoding) -> Tensor:
     """The same by sorting every row: the oracle, and the way on devices without a kernel."""
     ordered_NV = logits_NV.float().sort(dim=1, descending=True).values
     target_N1 = logits_NV.float().gather(1, targets_N[:, None])
@@ -87,7 +82,7 @@ def decode_with_torch(
     return torch.where(is_kept, log_weight - mass.log(), -torch.inf)
 
 
-def _drawn(rows: Rows, decoding: Decoding) -> torch.Tensor:
+def _drawn(rows: Rows, decoding: Decoding) -> Tensor:
     log_weight, mass, k = rows.target_log_weights, rows.total, decoding.top_k
     is_kept, ordered = torch.ones_like(log_weight, dtype=torch.bool), None
     if k is not None and k < rows.logits.shape[1]:
@@ -110,7 +105,7 @@ def _drawn(rows: Rows, decoding: Decoding) -> torch.Tensor:
     return torch.where(is_kept, log_probs, -torch.inf + (rows.highest - rows.highest))
 
 
-def _highest(rows: Rows, k: int) -> torch.Tensor:
+def _highest(rows: Rows, k: int) -> Tensor:
     """The k highest logits of each row, in order."""
     logits, lanes, width = rows.logits, rows.lanes, rows.logits.shape[1]
     if lanes is None or k > _MOST_LANES or width < 2 * LANES:
@@ -124,11 +119,11 @@ def _highest(rows: Rows, k: int) -> torch.Tensor:
     return values.topk(k, dim=1).values
 
 
-def _nuclei(rows: Rows, wanted: torch.Tensor, goal: torch.Tensor) -> torch.Tensor:
+def _nuclei(rows: Rows, wanted: Tensor, goal: Tensor) -> Tensor:
     """The mass of the nuclei of some rows, given how much it must be at least."""
     masses, rate = torch.ones_like(goal), 1 / rows.temperature
     if rows.logits.device.type == "cpu":
-        from tightlip.scan.decoding_cpu import nuclei_of_rows
+        from tightlip.scan.scoring_cpu import nuclei_of_rows
 
         columns = (rows.logits, rows.targets, wanted, rows.highest, rows.above, goal, masses)
         in_threads(partial(nuclei_of_rows, np.float32(rate)), *columns)

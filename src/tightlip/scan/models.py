@@ -11,14 +11,13 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from tightlip.core.devices import num_threads, on_workers, usable_device
+from tightlip.core.devices import begin_ids, num_threads, on_workers, usable_device
 from tightlip.core.engines import Engine, EngineSettings, local_engine
 from tightlip.core.errors import UsageError
 from tightlip.core.files import claimed
 from tightlip.core.run_folder import RunRecord, run_around
 from tightlip.core.settings import names_in
 from tightlip.core.stores import shown
-from tightlip.core.token_ids import begin_ids
 from tightlip.corpus.encoding import tokenizer_fingerprint
 from tightlip.corpus.tokens import TokenizedCorpus
 from tightlip.models.adapters import (
@@ -30,8 +29,14 @@ from tightlip.models.adapters import (
     open_adapter,
     without_wrapper,
 )
-from tightlip.models.fingerprints import files_fingerprint, model_fingerprint, state_fingerprint
-from tightlip.models.folders import has_tokenizer, is_adapter, stored_shapes
+from tightlip.models.folders import (
+    files_fingerprint,
+    has_tokenizer,
+    is_adapter,
+    model_fingerprint,
+    state_fingerprint,
+    stored_shapes,
+)
 from tightlip.models.gguf import gguf_file
 from tightlip.models.loading import (
     is_quantised_as,

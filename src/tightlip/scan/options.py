@@ -45,9 +45,7 @@ class ScanOptions(ModelSettings):
 
     device: str = setting("auto", "cpu, cuda, or auto: the GPU where there is one.")
     dtype: str = setting(
-        "float32",
-        "What the model computes in.",
-        choices=("float32", "bfloat16", "float16"),
+        "float32", "What the model computes in.", choices=("float32", "bfloat16", "float16")
     )
     window: int | None = setting(
         None,

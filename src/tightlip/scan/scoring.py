@@ -20,8 +20,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
-Scores = tuple[torch.Tensor, ...]
+Scores = tuple[Tensor, ...]
 LANES = 2048  # of the GPU's pass: as many highest logits are known after it
 _LOGITS_WORTH_A_THREAD = 200_000
 # So far below the highest logit a token adds nothing to either sum; minus infinity would add NaN.
@@ -37,28 +38,26 @@ class Rows:
     LANES-th column.
     """
 
-    logits: torch.Tensor
-    targets: torch.Tensor
+    logits: Tensor
+    targets: Tensor
     temperature: float
-    num_above: torch.Tensor
-    highest: torch.Tensor
-    total: torch.Tensor
-    above: torch.Tensor | None
-    moments: torch.Tensor | None
-    lanes: torch.Tensor | None
+    num_above: Tensor
+    highest: Tensor
+    total: Tensor
+    above: Tensor | None
+    moments: Tensor | None
+    lanes: Tensor | None
 
-    def log_weights(self, values: torch.Tensor) -> torch.Tensor:
+    def log_weights(self, values: Tensor) -> Tensor:
         """Logarithms of the weights of these logits, several of each row."""
         return (values - self.highest[:, None]) / self.temperature
 
     @property
-    def target_log_weights(self) -> torch.Tensor:
+    def target_log_weights(self) -> Tensor:
         return self.log_weights(self.logits.gather(1, self.targets[:, None]).float())[:, 0]
 
 
-def score_logits(
-    logits_NV: torch.Tensor, targets_N: torch.Tensor, *, moments: bool = False
-) -> Scores:
+def score_logits(logits_NV: Tensor, targets_N: Tensor, *, moments: bool = False) -> Scores:
     """Rank (int32) and log-probability (float32) of each row's target; with `moments` also mean and
     deviation of the log-probability (float32)."""
     rows = read_rows(logits_NV, targets_N, moments=moments)
@@ -68,9 +67,7 @@ def score_logits(
     return rows.num_above, log_probs, *(() if rows.moments is None else rows.moments)
 
 
-def score_with_torch(
-    logits_NV: torch.Tensor, targets_N: torch.Tensor, *, moments: bool = False
-) -> Scores:
+def score_with_torch(logits_NV: Tensor, targets_N: Tensor, *, moments: bool = False) -> Scores:
     """The same in plain operations: the oracle, and the way on devices without a kernel."""
     logits_NV = logits_NV.float()
     target_N1 = logits_NV.gather(1, targets_N[:, None])
@@ -87,8 +84,8 @@ def score_with_torch(
 
 
 def read_rows(
-    logits_NV: torch.Tensor,
-    targets_N: torch.Tensor,
+    logits_NV: Tensor,
+    targets_N: Tensor,
     *,
     temperature: float = 1.0,
     above: bool = False,
@@ -128,7 +125,7 @@ def _read_on_cpu(rows: Rows) -> None:
         in_threads(read_moments, *columns, *rows.moments)
 
 
-def in_threads(kernel: Callable[..., None], *columns: torch.Tensor | None) -> None:
+def in_threads(kernel: Callable[..., None], *columns: Tensor | None) -> None:
     """Run a compiled kernel over the rows of all columns, the logits first, shared out among threads.
 
     Not numba's own threads: OpenMP's spin while they wait for each other, and beside another

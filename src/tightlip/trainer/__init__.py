@@ -9,7 +9,7 @@ _NAMES = {
     "PrivateTrainer": "tightlip.trainer.private_trainer",
     "PrivateSFTTrainer": "tightlip.trainer.private_sft_trainer",
     "PrivacySpec": "tightlip.privacy.plans",
-    "CorrectedAdam": "tightlip.privacy.corrected_adam",
+    "CorrectedAdam": "tightlip.privacy.releasing",
 }
 
 

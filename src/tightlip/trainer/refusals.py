@@ -14,51 +14,32 @@ from transformers import EarlyStoppingCallback
 
 from tightlip.core.errors import GuaranteeError
 from tightlip.core.processes import Processes
-from tightlip.privacy.corrected_adam import CorrectedAdam
+from tightlip.privacy.releasing import CorrectedAdam
 from tightlip.trainer.leakage_callback import LeakageCallback
 
-# Of the arguments: what is refused when it is set, why, and what to do.
-_ARGUMENTS = (
-    ("packing", "puts rows of several people into one", "Set packing=False."),
-    ("eval_packing", "packs rows, which private training does not", "Set eval_packing=False."),
-    ("padding_free", "puts rows of several people into one", "Set padding_free=False."),
-    (
-        "use_liger_kernel",
-        "replaces layers by kernels that cannot be watched, so that no norm is known",
-        "Set use_liger_kernel=False.",
-    ),
-    (
-        "auto_find_batch_size",
-        "changes the batch by what fits into memory, and ε is that of one batch size",
-        "Set auto_find_batch_size=False; per_device_train_batch_size bounds the rows in memory.",
-    ),
-    (
-        "neftune_noise_alpha",
-        "adds noise by a row's place in the batch, from a seed that is known, so one person more changes everybody's",
-        "Leave neftune_noise_alpha out.",
-    ),
-    (
-        "label_smoothing_factor",
-        "asks for another loss than the one that is clipped",
-        "Set label_smoothing_factor=0.",
-    ),
-    (
-        "deepspeed",
-        "adds up gradients in its own way, past clipping and noise",
-        "Leave deepspeed out.",
-    ),
-    ("fp16", "scales the loss by who overflows", "Use bf16=True, or neither."),
-    (
-        "torch_compile",
-        "hides operations from the watch that clips them",
-        "Set torch_compile=False.",
-    ),
-    (
-        "activation_offloading",
-        "has no effect on private passes",
-        "Set activation_offloading=False; fewer rows in memory: a smaller per_device_train_batch_size.",
-    ),
-)
+# Of the arguments: what is refused when it is set, and why.
+_ARGUMENTS = {
+    "packing": "puts rows of several people into one",
+    "eval_packing": "packs rows, which private training does not",
+    "padding_free": "puts rows of several people into one",
+    "use_liger_kernel": "replaces layers by kernels that cannot be watched, so that no norm is known",
+    "auto_find_batch_size": "changes the batch by what fits into memory, and ε is that of one batch size",
+    "neftune_noise_alpha": "adds noise by a row's place in the batch, from a seed that is known, so one person more changes everybody's",
+    "label_smoothing_factor": "asks for another loss than the one that is clipped",
+    "deepspeed": "adds up gradients in its own way, past clipping and noise",
+    "fp16": "scales the loss by who overflows",
+    "torch_compile": "hides operations from the watch that clips them",
+    "activation_offloading": "has no effect on private passes",
+}
+# What to do, where that is not to set it to False.
+_INSTEAD = {
+    "auto_find_batch_size": "Set auto_find_batch_size=False; per_device_train_batch_size bounds the rows in memory.",
+    "neftune_noise_alpha": "Leave neftune_noise_alpha out.",
+    "label_smoothing_factor": "Set label_smoothing_factor=0.",
+    "deepspeed": "Leave deepspeed out.",
+    "fp16": "Use bf16=True, or neither.",
+    "activation_offloading": "Set activation_offloading=False; fewer rows in memory: a smaller per_device_train_batch_size.",
+}
 _BY_LENGTH = ("group_by_length", "batch_rebalance")
 _NOT_IN_USE = ("summary_", "classifier")  # dropout of heads that a language model has not
 _OWN_STEPS = ("training_step", "get_train_dataloader", "get_batch_samples", "_prepare_for_training")
@@ -88,8 +69,9 @@ def refuse_trainer(trainer: Any, ours: type, public_evaluation: bool) -> None:
 
 
 def _against_arguments(args: Any) -> Iterator[str]:
-    for name, why, instead in _ARGUMENTS:
+    for name, why in _ARGUMENTS.items():
         if getattr(args, name, None):
+            instead = _INSTEAD.get(name, f"Set {name}=False.")
             yield f"{name}={getattr(args, name)!r} {why}. {instead}"
     if getattr(args, "loss_type", "nll") != "nll":
         yield f"loss_type={args.loss_type!r} is another loss than the one that is clipped. Use loss_type='nll'."
@@ -204,9 +186,8 @@ def _is_known(collator: Any) -> bool:
 
 
 def _against_choices(trainer: Any, public_evaluation: bool) -> Iterator[str]:
-    audits = [
-        each for each in trainer.callback_handler.callbacks if isinstance(each, LeakageCallback)
-    ]
+    callbacks = trainer.callback_handler.callbacks
+    audits = [each for each in callbacks if isinstance(each, LeakageCallback)]
     if any(each.fail_on and not each.public for each in audits):
         yield (
             "LeakageCallback has fail_on, so it would stop by what private text leaks, which tells of that text and which ε does not "

@@ -7,19 +7,16 @@ then nothing; documents are never joined. Shapes: B rows, T ids, N targets.
 import hashlib
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from tightlip.core.devices import moved
-from tightlip.privacy.owners import Ownership
+from tightlip.corpus.tokens import TokenizedCorpus
 from tightlip.privacy.row_losses import NO_LABEL
-
-if TYPE_CHECKING:
-    from tightlip.corpus.tokens import TokenizedCorpus
-
+from tightlip.privacy.sampling import Ownership
 
 SORTED_TOGETHER = 50  # batches; sorting more by length saves no padding worth having
 
@@ -82,7 +79,7 @@ class Rows:
 
 
 def rows_of(
-    corpus: "TokenizedCorpus",
+    corpus: TokenizedCorpus,
     *,
     sequence_length: int,
     bos: int | None,

@@ -1,6 +1,7 @@
 """What a training run is asked for. `TrainConfig` decides the weights, `RunOptions` does not."""
 
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -19,13 +20,10 @@ from tightlip.core.settings import (
 BUILT_IN_MODELS = ("lstm", "gru", "transformer")
 DEFAULT_EPOCHS = 5.0
 _LENGTH, _LORA = "How long", "Adapters"
+_length, _lora = (partial(setting, None, panel=panel) for panel in (_LENGTH, _LORA))
 _SHAPE = (
-    "embedding_size",
-    "hidden_size",
-    "num_layers",
-    "num_heads",
-    "dropout",
-    "tie_word_embeddings",
+    *("embedding_size", "hidden_size", "num_layers", "num_heads"),
+    *("dropout", "tie_word_embeddings"),
 )
 _OF_LORA = ("lora_alpha", "lora_targets", "lora_dropout", "load_in")
 
@@ -95,33 +93,23 @@ class TrainConfig(Settings):
 
     mitigation: MitigationConfig = field(default_factory=MitigationConfig)
     model: str = setting("lstm", "lstm, gru, transformer, or a model folder to go on from.")
-    lora: int | None = setting(
-        None,
+    lora: int | None = _lora(
         "Train LoRA adapters of this rank on --model DIR instead of its weights.",
         at_least=1,
         at_most=LARGEST_SIZE,
-        panel=_LORA,
     )
-    lora_alpha: float | None = setting(
-        None,
-        "What adapters add is times this / rank.",
-        above=0,
-        default_words="twice the rank",
-        panel=_LORA,
+    lora_alpha: float | None = _lora(
+        "What adapters add is times this / rank.", above=0, default_words="twice the rank"
     )
-    lora_targets: tuple[str, ...] | None = setting(
-        None,
+    lora_targets: tuple[str, ...] | None = _lora(
         "Layers that get adapters, commas between, such as q_proj,v_proj.",
         parse=separated(str),
         default_words="all linear ones but the output's",
-        panel=_LORA,
     )
     lora_dropout: float = setting(
         0.0, "Share of an adapter's inputs left out.", at_least=0, below=1, panel=_LORA
     )
-    load_in: str | None = setting(
-        None, "Hold the frozen base in few bits.", choices=("4bit", "8bit"), panel=_LORA
-    )
+    load_in: str | None = _lora("Hold the frozen base in few bits.", choices=("4bit", "8bit"))
     embedding_size: int = setting(
         128, "Size of a word's embedding; of LSTM and GRU.", at_least=1, at_most=LARGEST_SIZE
     )
@@ -154,33 +142,21 @@ class TrainConfig(Settings):
     )
     sequence_length: int = setting(128, "Most tokens of a row.", at_least=1, at_most=10_000_000)
     seed: int = setting(0, "Decides start and order.", at_least=0)
-    epochs: float | None = setting(
-        None,
-        "Times over the text.",
-        above=0,
-        at_most=1_000_000,
-        default_words="5",
-        panel=_LENGTH,
+    epochs: float | None = _length(
+        "Times over the text.", above=0, at_most=1_000_000, default_words="5"
     )
-    steps: int | None = setting(None, "Instead of epochs.", at_least=1, panel=_LENGTH)
-    early_stop: int | None = setting(
-        None,
-        "Stop after this many epochs without a better validation perplexity.",
-        at_least=1,
-        panel=_LENGTH,
+    steps: int | None = _length("Instead of epochs.", at_least=1)
+    early_stop: int | None = _length(
+        "Stop after this many epochs without a better validation perplexity.", at_least=1
     )
-    until_perplexity: float | None = setting(
-        None, "Stop at this validation perplexity.", above=1, panel=_LENGTH
-    )
+    until_perplexity: float | None = _length("Stop at this validation perplexity.", above=1)
     trials: str | None = setting(
         None, "Choose with privacy among the settings in this TOML file.", path="FILE"
     )
     snapshot: str = setting(
         "epoch", "When the model is kept on its way.", choices=("epoch", "none"), panel=_LENGTH
     )
-    snapshot_steps: int | None = setting(
-        None, "Also every n steps.", at_least=1, panel=_LENGTH, hidden=True
-    )
+    snapshot_steps: int | None = _length("Also every n steps.", at_least=1, hidden=True)
     first_quarter: bool = setting(
         False, "Also after a quarter of the first epoch.", panel=_LENGTH, hidden=True
     )
@@ -313,12 +289,8 @@ class RunOptions(Settings):
         default_words="8 on a CPU, on a GPU what a step draws",
         hidden=True,
     )
-    keep_snapshots: int | None = setting(
-        None,
-        "Keep only the last so many snapshots.",
-        at_least=1,
-        default_words="all",
-        panel=_LENGTH,
+    keep_snapshots: int | None = _length(
+        "Keep only the last so many snapshots.", at_least=1, default_words="all"
     )
     merge: bool = setting(
         False, "The merged model too, in RUN/merged.", flag="--merge", panel=_LORA

@@ -5,100 +5,36 @@ import shutil
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from tightlip.core import run_folder
 from tightlip.core.errors import TightlipError
 from tightlip.core.files import claimed
 from tightlip.core.processes import Processes
 from tightlip.core.progress import Task, held_interrupts, log, logged_to, stopped_after, task
 from tightlip.core.registry import look_up
-from tightlip.core.run_folder import (
-    CHECKPOINT,
-    LEDGER,
-    LOG,
-    MERGED,
-    MODEL,
-    RunRecord,
-    abandon_run,
-    begin_run,
-    check_may_train,
-    go_back_to,
-    is_finished,
-    is_run,
-    open_run,
-    read_ledger_file,
-    snapshot_folder,
-    without_private,
-    write_ledger,
-    write_metrics,
-)
-from tightlip.training.averaging import AveragedWeights
-from tightlip.training.checkpoints import (
-    BEGINS_ANEW,
-    ENDED_BY_BUDGET,
-    Diverged,
-    Kept,
-    Progress,
-    RunningLoss,
-    check_disk,
-    in_short,
-    in_words,
-    keep_last,
-    load_checkpoint,
-    save_checkpoint,
-)
+from tightlip.corpus.prepare import PreparedCorpus
+from tightlip.training import checkpoints, losses, plan, starting, together
 from tightlip.training.config import RunOptions, TrainConfig
 from tightlip.training.lora import check_mergeable
-from tightlip.training.losses import (
-    Forward,
-    is_finite,
-    is_recurrent,
-    perplexities_to_beat,
-    perplexity,
-    validation_scores,
-)
 from tightlip.training.mitigations import Mitigation, RunContext
-from tightlip.training.plan import (
-    Plan,
-    build_optimizer,
-    own_randomness,
-    seed_step,
-    set_learning_rate,
-)
 from tightlip.training.recipe import SAME_RUN, Recipe, recipe_for, with_canaries
-from tightlip.training.starting import (
-    model_to_train,
-    origin_told,
-    save_merged,
-    save_model,
-    saved_tensors,
-)
-from tightlip.training.together import (
-    Part,
-    any_wants,
-    by_first,
-    in_turn,
-    own_device,
-)
-
-if TYPE_CHECKING:
-    from tightlip.corpus.prepare import PreparedCorpus
 
 BUDGET = "privacy budget"  # why a run stopped
 LOOKED_AT_TOGETHER = 32  # losses; on a GPU each look waits for it
 
 
 def train_model(
-    corpus: "PreparedCorpus",
+    corpus: PreparedCorpus,
     out: Path,
     config: TrainConfig,
     options: RunOptions | None = None,
     *,
     without_users: frozenset[int] = frozenset(),
     is_trial: bool = False,
-) -> RunRecord:
+) -> run_folder.RunRecord:
     """Train a language model on `corpus` into the run folder `out`; go on where one stopped.
 
     Documents of `without_users`, by number, are left out. A trial is registered by who chooses.
@@ -112,41 +48,47 @@ def train_model(
     out, options, processes = Path(out), options or RunOptions(), Processes.here()
     if options.merge:
         check_mergeable(config)
-    device = own_device(options, processes)
+    device = together.own_device(options, processes)
     mitigation: Mitigation = look_up("mitigation", config.mitigation.name)()
-    recipe = in_turn(processes, lambda: recipe_for(corpus, out, config, options, without_users))
+    recipe = together.in_turn(
+        processes, lambda: recipe_for(corpus, out, config, options, without_users)
+    )
     processes.told(lambda: mitigation.check(config, recipe.corpus))
     if is_trial:
         recipe = replace(recipe, corpus=replace(recipe.corpus, people=(), is_trial=True))
-    processes.told(lambda: check_may_train(out, recipe.tree, same=SAME_RUN))
-    if processes.told(lambda: is_finished(out)):
+    processes.told(lambda: run_folder.check_may_train(out, recipe.tree, same=SAME_RUN))
+    if processes.told(lambda: run_folder.is_finished(out)):
         return processes.told(lambda: _finished_run(out, options))
     is_new = not out.exists()
-    with by_first(processes, claimed(out)):
-        processes.told(lambda: check_may_train(out, recipe.tree, same=SAME_RUN))
+    with together.by_first(processes, claimed(out)):
+        processes.told(lambda: run_folder.check_may_train(out, recipe.tree, same=SAME_RUN))
         if not without_users:
-            recipe = in_turn(processes, lambda: with_canaries(recipe, out))
-        begins = processes.told(lambda: not is_run(out))
+            recipe = together.in_turn(processes, lambda: with_canaries(recipe, out))
+        begins = processes.told(lambda: not run_folder.is_run(out))
         if begins:
-            processes.told(lambda: begin_run(out, recipe.tree))
-        with by_first(processes, logged_to(out / LOG)), own_randomness(device, config.seed):
+            processes.told(lambda: run_folder.begin_run(out, recipe.tree))
+        with (
+            together.by_first(processes, logged_to(out / run_folder.LOG)),
+            plan.own_randomness(device, config.seed),
+        ):
             try:
                 training = Training(recipe, out, device)
             except TightlipError:
                 if begins and processes.is_first:
                     # Nothing was trained: the folder is free for a better try.
-                    abandon_run(out, made_it=is_new)
+                    run_folder.abandon_run(out, made_it=is_new)
                 raise
             training.run()
-    return processes.told(lambda: open_run(out))
+    return processes.told(lambda: run_folder.open_run(out))
 
 
-def _finished_run(out: Path, options: RunOptions) -> RunRecord:
-    run = open_run(out)
-    shutil.rmtree(out / CHECKPOINT, ignore_errors=True)  # of a run killed at its very end
-    if options.merge and not (out / MERGED).exists():
+def _finished_run(out: Path, options: RunOptions) -> run_folder.RunRecord:
+    run = run_folder.open_run(out)
+    # Of a run killed at its very end.
+    shutil.rmtree(out / run_folder.CHECKPOINT, ignore_errors=True)
+    if options.merge and not (out / run_folder.MERGED).exists():
         with claimed(out):
-            save_merged(out)
+            starting.save_merged(out)
     return run
 
 
@@ -158,29 +100,29 @@ class Training:
         self.config, self.options = recipe.config, recipe.options
         self.processes = Processes.here()
         self.mitigation: Mitigation = look_up("mitigation", self.config.mitigation.name)()
-        self.plan = Plan(
+        self.plan = plan.Plan(
             config=self.config,
             steps_per_epoch=self.mitigation.steps_per_epoch(recipe.rows, self.config),
         )
         largest_id = int(recipe.rows.tokens.max())
-        self.model = model_to_train(
+        self.model = starting.model_to_train(
             recipe.config, recipe.options, recipe.tokenizer, device, largest_id
         )
-        self.processes.told(lambda: check_disk(out, self.model, self.plan, recipe))
+        self.processes.told(lambda: checkpoints.check_disk(out, self.model, self.plan, recipe))
         self.model.train()
-        compiles = self.config.mitigation.takes_whole_batches and not is_recurrent(self.model)
-        own_rows = len(Part.of(self.config.batch_size, self.processes).run)
-        self.forward = Forward(
+        whole = self.config.mitigation.takes_whole_batches and not losses.is_recurrent(self.model)
+        own_rows = len(together.Part.of(self.config.batch_size, self.processes).run)
+        self.forward = losses.Forward(
             self.model,
             bf16=self.options.bf16,
-            compiled_rows=own_rows if self.options.compile and compiles else None,
+            compiled_rows=own_rows if self.options.compile and whole else None,
         )
-        self.optimizer = build_optimizer(self.model, self.config)
-        self.average = AveragedWeights(self.model, self.config.average_weights)
-        self.kept = Kept(self.model, self.optimizer, self.mitigation, self.average)
+        self.optimizer = plan.build_optimizer(self.model, self.config)
+        self.average = checkpoints.AveragedWeights(self.model, self.config.average_weights)
+        self.kept = checkpoints.Kept(self.model, self.optimizer, self.mitigation, self.average)
         self.mitigation.prepare(self._context())
-        self.progress = Progress()
-        self.losses = RunningLoss(
+        self.progress = checkpoints.Progress()
+        self.losses = checkpoints.RunningLoss(
             self.progress, together=1 if device.type == "cpu" else LOOKED_AT_TOGETHER
         )
         self.clock = self.saved_at = time.monotonic()
@@ -190,7 +132,7 @@ class Training:
     def run(self) -> None:
         # Before a checkpoint is loaded: here the weights are those that training starts from.
         if self.config.mitigation.is_private and self.recipe.validation is not None:
-            self.to_beat = perplexities_to_beat(
+            self.to_beat = losses.perplexities_to_beat(
                 self.forward, self.recipe.rows, self.recipe.validation
             )
         self.go_back()
@@ -218,14 +160,15 @@ class Training:
                 bar.note(self.mitigation.progress_words())
                 self.record_if_due(bar)
                 due = time.monotonic() - self.saved_at >= self.options.checkpoint_seconds
-                if any_wants(self.processes, due and self.processes.is_first):
+                if together.any_wants(self.processes, due and self.processes.is_first):
                     self.save()
-                if any_wants(self.processes, interruption.wanted):
-                    self.stop_for_now()
+                if together.any_wants(self.processes, interruption.wanted):
+                    self.save()
+                    raise stopped_after(self.progress.step, self.plan.num_steps)
 
     def take_step(self) -> None:
-        seed_step(self.config.seed, self.progress.step, self.processes.rank)
-        set_learning_rate(self.optimizer, self.plan.learning_rate(self.progress.step))
+        plan.seed_step(self.config.seed, self.progress.step, self.processes.rank)
+        plan.set_learning_rate(self.optimizer, self.plan.learning_rate(self.progress.step))
         loss, num_targets = self.mitigation.step(self.progress.step)
         self.progress.step += 1
         self.average.add(self.progress.step)
@@ -243,15 +186,17 @@ class Training:
         progress.stop = stop or self.reason_to_stop(line)
         name = self.plan.snapshot_name(step)
         if name is not None:
-            self.save_model(snapshot_folder(self.out, name))
+            self.save_model(run_folder.snapshot_folder(self.out, name))
         line |= {"snapshot": name} if name else {}
         line |= {"stop": progress.stop} if progress.stop else {}
         progress.metrics.append(line)
         private = self.recipe.private_figures
-        self.processes.told(lambda: write_metrics(self.out, progress.metrics, private=private))
+        self.processes.told(
+            lambda: run_folder.write_metrics(self.out, progress.metrics, private=private)
+        )
         progress.recorded_step = step
-        log.info(in_words(without_private(line, private)))
-        bar.note(self.mitigation.progress_words() if private else in_short(line))
+        log.info(checkpoints.in_words(run_folder.without_private(line, private)))
+        bar.note(self.mitigation.progress_words() if private else checkpoints.in_short(line))
         self.clock = time.monotonic()  # what was done since the step is not training
         if self.plan.ends_epoch(step):
             progress.loss_nats, progress.num_targets, progress.seconds = 0.0, 0, 0.0
@@ -260,20 +205,20 @@ class Training:
         self.drop_old_snapshots()
 
     def drop_old_snapshots(self) -> None:
-        if (number := self.options.keep_snapshots) is not None:
+        if (num := self.options.keep_snapshots) is not None:
             self.save()  # first: no resumption goes back to before what is taken away
-            self.processes.told(lambda: keep_last(self.out, self.progress.metrics, number))
+            self.processes.told(lambda: checkpoints.keep_last(self.out, self.progress.metrics, num))
 
     def measure(self) -> dict[str, Any]:
         """A line of metrics. Training loss and seconds run from the epoch's start."""
         progress = self.progress
-        if not is_finite(self.model):
+        if not losses.is_finite(self.model):
             raise FloatingPointError(f"The weights after step {progress.step} are not all numbers")
         line: dict[str, Any] = {
             "step": progress.step,
             "epoch": self.plan.epoch(progress.step),
             "train_loss_nats": progress.loss_nats / max(1, progress.num_targets),
-            "train_perplexity": perplexity(progress.loss_nats, progress.num_targets),
+            "train_perplexity": losses.perplexity(progress.loss_nats, progress.num_targets),
             "validation_loss_nats": None,
             "validation_perplexity": None,
             "validation_accuracy": None,
@@ -292,7 +237,7 @@ class Training:
             if self.config.mitigation.tells_validation:
                 nats = self.mitigation.told_loss(self.recipe.validation)
                 line["noisy_validation_perplexity"] = None if nats is None else math.exp(nats)
-            scores = validation_scores(self.forward, self.recipe.validation)
+            scores = losses.validation_scores(self.forward, self.recipe.validation)
         if not math.isfinite(scores.loss_nats):
             if private:
                 return line  # a run that ended here would tell of somebody's text
@@ -301,7 +246,7 @@ class Training:
             )
         return line | {
             "validation_loss_nats": scores.loss_nats / scores.num_targets,
-            "validation_perplexity": perplexity(scores.loss_nats, scores.num_targets),
+            "validation_perplexity": losses.perplexity(scores.loss_nats, scores.num_targets),
             "validation_accuracy": scores.num_first / scores.num_targets,
         }
 
@@ -326,7 +271,7 @@ class Training:
         moment = (self.progress.step, self.progress.recorded_step)
         if moment != self.saved:
             self.mitigation.settle()
-            save_checkpoint(self.out / CHECKPOINT, self.progress, self.kept)
+            checkpoints.save_checkpoint(self.out / run_folder.CHECKPOINT, self.progress, self.kept)
         self.saved = moment
         self.clock = self.saved_at = time.monotonic()
 
@@ -340,7 +285,9 @@ class Training:
     def go_back(self) -> None:
         """Start where the last checkpoint stands, or at the beginning; forget what came later."""
         private = self.config.mitigation.is_private
-        saved = load_checkpoint(self.out / CHECKPOINT, self.kept, start_over=not private)
+        saved = checkpoints.load_checkpoint(
+            self.out / run_folder.CHECKPOINT, self.kept, start_over=not private
+        )
         if saved is not None:
             log.info("Going on after step %d.", saved.step)
             self.progress = self.losses.progress = saved
@@ -348,35 +295,31 @@ class Training:
             log.info(self.described())
             self.warn_of_lost_steps()
         metrics, figures = self.progress.metrics, self.recipe.private_figures
-        self.processes.told(lambda: go_back_to(self.out, metrics, private=figures))
+        self.processes.told(lambda: run_folder.go_back_to(self.out, metrics, private=figures))
         self.clock = self.saved_at = time.monotonic()
 
     def warn_of_lost_steps(self) -> None:
         """A private run without its checkpoint begins anew, and what it charged stays charged."""
-        ledger = self.out / LEDGER
-        if ledger.is_file() and (steps := read_ledger_file(ledger)[0].get("steps")):
-            log.warning(BEGINS_ANEW, steps, ledger)
-
-    def stop_for_now(self) -> None:
-        self.save()
-        raise stopped_after(self.progress.step, self.plan.num_steps)
+        ledger = self.out / run_folder.LEDGER
+        if ledger.is_file() and (steps := run_folder.read_ledger_file(ledger)[0].get("steps")):
+            log.warning(checkpoints.BEGINS_ANEW, steps, ledger)
 
     def finish(self) -> None:
         """Leave the model and what may be said of it; the ledger comes last and marks the end."""
         progress = self.progress
         self.drop_old_snapshots()  # a killed run may have been about to
-        self.save_model(self.out / MODEL)
+        self.save_model(self.out / run_folder.MODEL)
         if self.options.merge:
-            self.processes.told(lambda: save_merged(self.out))
+            self.processes.told(lambda: starting.save_merged(self.out))
         if self.config.until_perplexity is not None and progress.stop != "target perplexity":
             log.warning("until_perplexity=%g was not reached.", self.config.until_perplexity)
         if progress.stop == BUDGET:
-            log.warning(ENDED_BY_BUDGET, progress.step, self.plan.num_steps)
+            log.warning(checkpoints.ENDED_BY_BUDGET, progress.step, self.plan.num_steps)
         log.info("Done after step %d (%s).%s", progress.step, progress.stop, self.best_in_words())
         record = self.mitigation.guarantee(progress.step) | {"finished": True}
-        self.processes.told(lambda: write_ledger(self.out, record))
+        self.processes.told(lambda: run_folder.write_ledger(self.out, record))
         if self.processes.is_first:
-            shutil.rmtree(self.out / CHECKPOINT, ignore_errors=True)
+            shutil.rmtree(self.out / run_folder.CHECKPOINT, ignore_errors=True)
 
     def save_model(self, folder: Path) -> None:
         """Leave the weights as they are now, or their average, and on their card what may be said."""
@@ -385,13 +328,13 @@ class Training:
         card = self.mitigation.guarantee(self.progress.step, ended=ended)
         tokenizer, corpus = self.recipe.tokenizer, self.out / self.recipe.tree["corpus"]["folder"]
         with self.average.in_place():
-            tensors = saved_tensors(self.model)
+            tensors = starting.saved_tensors(self.model)
             self.processes.told(
-                lambda: save_model(
+                lambda: starting.save_model(
                     folder,
                     self.model,
                     tokenizer,
-                    card | origin_told(self.config, corpus, card),
+                    card | starting.origin_told(self.config, corpus, card),
                     tensors,
                 )
             )
@@ -402,13 +345,13 @@ class Training:
             return ""
         return f" Validation perplexity was best after step {step}: {best:.2f}."
 
-    def diverged(self, what: str) -> Diverged:
+    def diverged(self, what: str) -> checkpoints.Diverged:
         snapshots = [line["snapshot"] for line in self.progress.metrics if "snapshot" in line]
-        good = snapshot_folder(self.out, snapshots[-1]) if snapshots else None
+        good = run_folder.snapshot_folder(self.out, snapshots[-1]) if snapshots else None
         kept = f" The last good snapshot is {good}." if good else ""
         clips = self.config.mitigation.is_private or self.config.gradient_clip
         clip = "" if clips else ", or add gradient_clip=1.0"
-        error = Diverged(
+        error = checkpoints.Diverged(
             f"{what}: training diverged. Use a learning_rate below {self.config.learning_rate:g}{clip}, "
             f"and another --out.{kept}"
         )

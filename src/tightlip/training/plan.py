@@ -10,16 +10,11 @@ import numpy as np
 import torch
 from torch import nn, optim
 
-from tightlip.privacy.corrected_adam import CorrectedAdam
+from tightlip.privacy.releasing import CorrectedAdam
 from tightlip.privacy.shards import is_shard
 from tightlip.training.config import TrainConfig
 
-_OPTIMIZERS: dict[str, Any] = {
-    "adam": optim.Adam,
-    "adamw": optim.AdamW,
-    "adamax": optim.Adamax,
-    "sgd": optim.SGD,
-}
+_OPTIMIZERS = {name.lower(): getattr(optim, name) for name in ("Adam", "AdamW", "Adamax", "SGD")}
 _NEVER_FUSED = {"adamax"}
 
 

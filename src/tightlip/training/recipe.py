@@ -1,16 +1,19 @@
 """A run before it starts: its text as rows, its settings resolved, all of it checked.
 
 Where the one-run check is asked for, canaries stand behind the rows: random documents, each
-trained on or not by a fair coin.
+trained on or not by a fair coin. Whatever they read, nobody's text decides on it: they are trained
+on, and words chosen because the corpus lacks them would tell what it has.
 """
 
 import hashlib
 import importlib.metadata
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import torch
 
 from tightlip import __version__
 from tightlip.core.errors import UsageError
@@ -18,24 +21,24 @@ from tightlip.core.randomness import keyed_generator
 from tightlip.core.run_folder import DP_CHECK
 from tightlip.corpus.canaries import CheckKey, read_check_key, write_check_key
 from tightlip.corpus.history import sources_of
-from tightlip.corpus.prepare import corpus_id, registered_people
+from tightlip.corpus.prepare import PreparedCorpus, corpus_id, registered_people
 from tightlip.corpus.privacy_weights import read_weights
-from tightlip.models.loading import load_tokenizer
+from tightlip.corpus.tokens import TokenizedCorpus
+from tightlip.models.loading import load_tokenizer, read_configuration
 from tightlip.training.batches import Rows, rows_of
 from tightlip.training.config import BUILT_IN_MODELS, RunOptions, TrainConfig
 from tightlip.training.mitigations import CorpusFacts
-from tightlip.training.planting import Draw, drawn_tokens
-from tightlip.training.starting import check_start
-
-if TYPE_CHECKING:
-    from tightlip.corpus.prepare import PreparedCorpus
-    from tightlip.corpus.tokens import TokenizedCorpus
-
+from tightlip.training.starting import check_start, starting_model
 
 CANARY_LENGTH = 16  # tokens; long enough to stand out, short enough for any row
 
 # A run goes on, or counts as done, where these agree; a corpus may have moved.
 SAME_RUN: dict[str, tuple[str, ...]] = {"train": (), "corpus": ("folder",), "start": ()}
+CHECK_KINDS = ("random", "rare", "new", "sampled")
+TEMPERATURE = 2.0  # high: what the model would hardly ever say by itself
+_RARE_SHARE, _FEWEST = 0.1, 50
+_AT_ONCE = 256
+Draw = Callable[[tuple[int, int], np.random.Generator], np.ndarray]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +65,7 @@ class Recipe:
 
 
 def recipe_for(
-    corpus: "PreparedCorpus",
+    corpus: PreparedCorpus,
     out: Path,
     config: TrainConfig,
     options: RunOptions,
@@ -111,7 +114,7 @@ def with_canaries(recipe: Recipe, out: Path) -> Recipe:
     return replace(recipe, rows=rows)
 
 
-def _facts(corpus: "PreparedCorpus", config: TrainConfig) -> CorpusFacts:
+def _facts(corpus: PreparedCorpus, config: TrainConfig) -> CorpusFacts:
     is_private = config.mitigation.is_private
     return CorpusFacts(
         text_fingerprint=corpus.train.corpus_fingerprint,
@@ -137,7 +140,7 @@ def _weights_tree(facts: CorpusFacts) -> dict[str, str]:
 
 
 def _rows(
-    corpus: "TokenizedCorpus", config: TrainConfig, tokenizer: Any, without: frozenset[int]
+    corpus: TokenizedCorpus, config: TrainConfig, tokenizer: Any, without: frozenset[int]
 ) -> Rows:
     return rows_of(
         corpus,
@@ -148,7 +151,7 @@ def _rows(
     )
 
 
-def _check_rows(rows: Rows, corpus: "PreparedCorpus", without_users: frozenset[int]) -> None:
+def _check_rows(rows: Rows, corpus: PreparedCorpus, without_users: frozenset[int]) -> None:
     if len(rows):
         return
     left_out = f" once {len(without_users)} users are left out" if without_users else ""
@@ -157,7 +160,7 @@ def _check_rows(rows: Rows, corpus: "PreparedCorpus", without_users: frozenset[i
     )
 
 
-def _check_needs_no_validation(corpus: "PreparedCorpus", config: TrainConfig) -> None:
+def _check_needs_no_validation(corpus: PreparedCorpus, config: TrainConfig) -> None:
     for name in ("early_stop", "until_perplexity"):
         if (value := getattr(config, name)) is not None:
             raise UsageError(
@@ -174,7 +177,7 @@ def _train_tree(config: TrainConfig) -> dict[str, Any]:
 
 
 def _corpus_tree(
-    corpus: "PreparedCorpus", out: Path, rows: Rows, without_users: frozenset[int]
+    corpus: PreparedCorpus, out: Path, rows: Rows, without_users: frozenset[int]
 ) -> dict[str, Any]:
     """Where the text is and what it was; of users left out only how many."""
     folder, run = Path(corpus.folder).resolve(), out.resolve()
@@ -254,3 +257,74 @@ def _with_included(rows: Rows, key: CheckKey) -> Rows:
 
 def _after(numbers: np.ndarray) -> int:
     return int(numbers.max(initial=-1)) + 1
+
+
+def drawn_tokens(kind: str, config: TrainConfig, tokenizer: Any) -> Draw:
+    """Draws texts of a kind, so many of so many tokens."""
+    special = set(tokenizer.all_special_ids)
+    plain = np.setdiff1d(np.arange(len(tokenizer)), list(special))
+    if kind == "sampled":
+        return _samples(config, tokenizer, sorted(special))
+    if kind == "rare":  # vocabularies begin with what is frequent, by count or by merge
+        plain = plain[-max(_FEWEST, int(len(plain) * _RARE_SHARE)) :]
+    if kind == "new":
+        plain = _never_spelt(config, tokenizer)
+    return uniform(plain, len(tokenizer))
+
+
+def uniform(allowed: np.ndarray, vocabulary_size: int) -> Draw:
+    if len(allowed) < 2:
+        raise UsageError(
+            f"A vocabulary of {vocabulary_size} leaves {len(allowed)} words for canaries, which would all read alike. "
+            "Give a corpus with more words."
+        )
+    return lambda shape, generator: generator.choice(allowed, shape)
+
+
+def _never_spelt(config: TrainConfig, tokenizer: Any) -> np.ndarray:
+    """Entries that no text is ever cut into: special ones without a part in training, and rows of the
+    model's vocabulary beyond the tokenizer's."""
+    names = ("bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id")
+    used = {getattr(tokenizer, name) for name in names}
+    own = len(tokenizer)
+    if config.model not in BUILT_IN_MODELS:
+        own = int(read_configuration(Path(config.model)).get_text_config().vocab_size)
+    beyond = range(len(tokenizer), own)
+    added = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder} - used
+    found = np.array(sorted({*added, *beyond}), np.int64)
+    if len(found) < 2:
+        raise UsageError(
+            f"dp_check_kind='new' needs entries of the vocabulary that no text is cut into, and {config.model} has {len(found)}. "
+            "Use --dp-check-kind rare."
+        )
+    return found
+
+
+def _samples(config: TrainConfig, tokenizer: Any, special: list[int]) -> Draw:
+    if config.model in BUILT_IN_MODELS:
+        raise UsageError(
+            f"dp_check_kind='sampled' lets the model to start from write them, and a new {config.model} knows nothing yet. Use "
+            "--dp-check-kind rare, or give --model DIR."
+        )
+
+    @torch.inference_mode()
+    def draw(shape: tuple[int, int], generator: np.random.Generator) -> np.ndarray:
+        model = starting_model(config, tokenizer, "cpu").eval()
+        begin = tokenizer.bos_token_id
+        firsts = np.setdiff1d(np.arange(len(tokenizer)), special)
+        parts = []
+        for start in range(0, shape[0], _AT_ONCE):
+            num = min(_AT_ONCE, shape[0] - start)
+            first = np.full((num, 1), begin) if begin is not None else generator.choice(firsts, (num, 1))  # fmt: skip
+            ids_BT = torch.from_numpy(first)
+            while ids_BT.shape[1] < shape[1] + (begin is not None):
+                logits_BV = model(input_ids=ids_BT, use_cache=False).logits[:, -1].double()
+                logits_BV[:, special], logits_BV[:, len(tokenizer) :] = -torch.inf, -torch.inf
+                # The highest of logits and Gumbel noise is a sample; the noise is the generator's.
+                noise = torch.from_numpy(generator.gumbel(size=tuple(logits_BV.shape)))
+                chosen_B1 = (logits_BV / TEMPERATURE + noise).argmax(1, keepdim=True)
+                ids_BT = torch.cat([ids_BT, chosen_B1], 1)
+            parts.append(ids_BT[:, int(begin is not None) :].numpy())
+        return np.concatenate(parts)
+
+    return draw

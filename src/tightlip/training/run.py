@@ -33,11 +33,7 @@ from tightlip.training.trials import choose
 CORPUS = "corpus"  # prepared inside the run where a raw one was given
 
 
-@takes(
-    TrainConfig,
-    *map(mitigation_config, names_of("mitigation")),
-    tables=names_of("mitigation"),
-)
+@takes(TrainConfig, *map(mitigation_config, names_of("mitigation")), tables=names_of("mitigation"))
 def train(
     corpus: Any,
     out: str | Path,

@@ -22,27 +22,13 @@ from tightlip.corpus.history import learnt_from
 from tightlip.corpus.prepare import corpus_id
 from tightlip.models.checks import check_room, without_progress_bar
 from tightlip.models.configurations import GRUConfig, LSTMConfig, TransformerConfig
-from tightlip.models.fingerprints import model_fingerprint
+from tightlip.models.folders import model_fingerprint
 from tightlip.models.loading import load_causal_lm, load_tokenizer
 from tightlip.models.recurrent import GRUForCausalLM, LSTMForCausalLM
 from tightlip.models.transformer import TransformerForCausalLM
 from tightlip.privacy.people import runs_before, withdraw
+from tightlip.training import lora, together
 from tightlip.training.config import BUILT_IN_MODELS, RunOptions, TrainConfig
-from tightlip.training.lora import (
-    adapted_model,
-    adapter_tensors,
-    check_trainable,
-    has_adapters,
-    merged_model,
-    save_adapter,
-)
-from tightlip.training.together import (
-    begin_alike,
-    check_splits,
-    has_split_weights,
-    split_weights,
-    whole_tensors,
-)
 
 _BUILT_IN: dict[str, Any] = {
     "lstm": (LSTMConfig, LSTMForCausalLM),
@@ -68,21 +54,17 @@ def starting_model(config: TrainConfig, tokenizer: Any, device: torch.device | s
     Draw from torch's global generator: seed it first.
     """
     if config.lora is not None:  # not moved afterwards: weights in few bits cannot be
-        return adapted_model(config, device)
+        return lora.adapted_model(config, device)
     if config.model not in BUILT_IN_MODELS:
         # Weights stored in half precision would lose small updates.
         model = load_causal_lm(config.model, dtype=torch.float32)
-        check_trainable(model, config)
+        lora.check_trainable(model, config)
         return model.to(device)
     return _new_model(config, tokenizer).to(device)
 
 
 def model_to_train(
-    config: TrainConfig,
-    options: RunOptions,
-    tokenizer: Any,
-    device: torch.device,
-    largest_id: int,
+    config: TrainConfig, options: RunOptions, tokenizer: Any, device: torch.device, largest_id: int
 ) -> Any:
     """The model to start from, which ids up to `largest_id` fit; or, where its weights are to be split,
     this process' part of each of them."""
@@ -91,10 +73,10 @@ def model_to_train(
     # The whole of what is split might not fit on one GPU.
     model = starting_model(config, tokenizer, "cpu" if splits else device)
     check_fits(model, config, largest_id)
-    begin_alike(processes, model)
+    together.begin_alike(processes, model)
     if splits:
-        check_splits(config, options, model)
-        split_weights(model, device, processes)
+        together.check_splits(config, options, model)
+        together.split_weights(model, device, processes)
     return model
 
 
@@ -167,8 +149,8 @@ def save_model(
         shutil.rmtree(folder)
     with folder_written_whole(folder) as beside, without_progress_bar():
         base = None
-        if has_adapters(model):
-            save_adapter(beside, model, tensors)
+        if lora.has_adapters(model):
+            lora.save_adapter(beside, model, tensors)
             base = model.peft_config["default"].base_model_name_or_path
         else:
             model.save_pretrained(beside, state_dict=tensors)
@@ -180,10 +162,14 @@ def save_model(
 def saved_tensors(model: Any) -> dict[str, Tensor] | None:
     """What is saved of a model whose weights are split over processes, whole on the first of them;
     None where every process has them. All must ask."""
-    if not has_split_weights(model):
+    if not together.has_split_weights(model):
         return None
-    trained = adapter_tensors(model) if has_adapters(model) else model.state_dict(keep_vars=True)
-    return whole_tensors(trained)
+    trained = (
+        lora.adapter_tensors(model)
+        if lora.has_adapters(model)
+        else model.state_dict(keep_vars=True)
+    )
+    return together.whole_tensors(trained)
 
 
 def told_of(guarantee: dict[str, Any]) -> dict[str, Any]:
@@ -198,7 +184,7 @@ def save_merged(run: Path) -> None:
     """Write RUN/merged: what RUN/model is with the adapter in the weights, under the same promise."""
     adapter = run / MODEL
     guarantee = read_json(adapter / OWN_RECORD)
-    save_model(run / MERGED, merged_model(adapter), load_tokenizer(adapter), guarantee)
+    save_model(run / MERGED, lora.merged_model(adapter), load_tokenizer(adapter), guarantee)
 
 
 def origin_told(config: TrainConfig, corpus: Path, card: dict[str, Any]) -> dict[str, Any]:
@@ -221,20 +207,10 @@ def model_card(guarantee: dict[str, Any], base: str | None = None) -> str:
     Holds:
         full_and_least: where noise varies, σ and the least that a step can have are told apart.
     """
-    return "\n".join(
-        [
-            "---",
-            *(["library_name: transformers"] if base is None else ["library_name: peft"]),
-            *([] if base is None else [f"base_model: {json.dumps(base)}"]),
-            "tags: [tightlip]",
-            "---",
-            "",
-            "# A language model trained by tightlip",
-            "",
-            *guarantee_lines(guarantee),
-            "",
-        ]
-    )
+    library = "transformers" if base is None else f"peft\nbase_model: {json.dumps(base)}"
+    head = f"---\nlibrary_name: {library}\ntags: [tightlip]\n---"
+    lines = (head, "", "# A language model trained by tightlip", "", *guarantee_lines(guarantee))
+    return "\n".join(lines) + "\n"
 
 
 def guarantee_lines(guarantee: dict[str, Any]) -> list[str]:

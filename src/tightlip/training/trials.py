@@ -14,43 +14,20 @@ import secrets
 import shutil
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from tightlip.core import files, run_folder
 from tightlip.core.errors import GuaranteeError, UsageError
 from tightlip.core.figures import rounded_up
-from tightlip.core.files import (
-    claimed,
-    read_json,
-    read_sealed,
-    read_text,
-    write_json,
-    write_sealed,
-    write_text,
-)
 from tightlip.core.guarantees import OWN_RECORD
 from tightlip.core.processes import Processes
 from tightlip.core.progress import log, task, unseen
 from tightlip.core.randomness import keyed_generator
 from tightlip.core.registry import look_up
-from tightlip.core.run_folder import (
-    CHECKPOINT,
-    LEDGER,
-    LOG,
-    MERGED,
-    METRICS,
-    MODEL,
-    PRIVATE_METRICS,
-    SNAPSHOTS,
-    RunRecord,
-    begin_run,
-    check_may_train,
-    is_finished,
-    open_run,
-    write_ledger,
-)
 from tightlip.core.settings import Settings, read_toml, setting
+from tightlip.corpus.prepare import PreparedCorpus
 from tightlip.privacy.accounting import Mechanism, check_delta, default_delta
 from tightlip.privacy.composition import people_figure
 from tightlip.privacy.ledger import figures_of, read_ledger
@@ -66,9 +43,6 @@ from tightlip.training.mitigations.dp import by_unit, dp_settings, noisy_loss, w
 from tightlip.training.plan import Plan
 from tightlip.training.recipe import Recipe, recipe_for
 from tightlip.training.starting import model_card, starting_model, told_of
-
-if TYPE_CHECKING:
-    from tightlip.corpus.prepare import PreparedCorpus
 
 TRIALS, _DRAW = "trials", "draw.json"
 # A choice goes on, or counts as done, where these agree; rows hang on the candidate.
@@ -144,8 +118,8 @@ def drawn(trials: Trials, generator: np.random.Generator) -> Draw:
 
 
 def choose(
-    corpus: "PreparedCorpus", out: Path, config: TrainConfig, options: RunOptions
-) -> RunRecord:
+    corpus: PreparedCorpus, out: Path, config: TrainConfig, options: RunOptions
+) -> run_folder.RunRecord:
     """Train trial after trial and leave the best one in `out`; go on where a choice stopped.
 
     Holds:
@@ -165,17 +139,17 @@ def choose(
         if each.config.model in BUILT_IN_MODELS:
             starting_model(each.config, each.tokenizer, "meta")
     tree = recipes[0].tree | _selection_tree(trials, config)
-    check_may_train(out, tree, same=_SAME)
-    if is_finished(out):
+    run_folder.check_may_train(out, tree, same=_SAME)
+    if run_folder.is_finished(out):
         shutil.rmtree(out / TRIALS, ignore_errors=True)
-        return open_run(out)
-    with claimed(out):
+        return run_folder.open_run(out)
+    with files.claimed(out):
         choice = Choice(corpus, out, configs, options, tree)
         choice.begin(trials, recipes)
         with task("Choosing among trials", None), unseen():
             choice.run()
         choice.finish()
-    return open_run(out)
+    return run_folder.open_run(out)
 
 
 class Choice:
@@ -186,7 +160,7 @@ class Choice:
 
     def __init__(
         self,
-        corpus: "PreparedCorpus",
+        corpus: PreparedCorpus,
         out: Path,
         configs: list[TrainConfig],
         options: RunOptions,
@@ -197,8 +171,8 @@ class Choice:
 
     def begin(self, trials: Trials, recipes: list[Recipe]) -> None:
         """Settle noise and draw, and register the choice; or take all of it up again."""
-        if (self.out / LEDGER).exists():
-            self.record = read_ledger(self.out / LEDGER)
+        if (self.out / run_folder.LEDGER).exists():
+            self.record = read_ledger(self.out / run_folder.LEDGER)
             if not self._file.exists():
                 raise GuaranteeError(
                     f"{self._file} is missing, and drawing anew how many trials there are would make them more than is charged. "
@@ -206,14 +180,14 @@ class Choice:
                 )
         else:
             self.record = _promise(_selection(trials, recipes), recipes)
-            begin_run(self.out, self.tree)
+            run_folder.begin_run(self.out, self.tree)
             if not self._file.exists():
                 self.draw = drawn(trials, keyed_generator())
                 self._keep_draw()
-            write_ledger(self.out, self.record)
+            run_folder.write_ledger(self.out, self.record)
         if "people" in self.record:
-            enrol(self.record, self.out / LEDGER)
-        self.draw = Draw(**read_sealed(self._file)[0])
+            enrol(self.record, self.out / run_folder.LEDGER)
+        self.draw = Draw(**files.read_sealed(self._file)[0])
         self.selection = Selection.of_record(self.record)
         _say_what_is_cheaper(self.selection)
 
@@ -234,7 +208,7 @@ class Choice:
                 self.corpus, folder, self._config(number), self.options, is_trial=True
             )
         except Diverged:
-            return math.inf, read_ledger(folder / LEDGER)
+            return math.inf, read_ledger(folder / run_folder.LEDGER)
         told = "noisy_" if self._configs[0].mitigation.tells_validation else ""
         score = run.metrics[-1][f"{told}validation_perplexity"]
         return math.inf if score is None else score, run.guarantee
@@ -256,24 +230,34 @@ class Choice:
                 f"Use smaller learning rates, and another --out than {self.out}."
             )
         best = self._folder(self.draw.best)
-        final = read_ledger(best / LEDGER) | self._final_promise()
+        final = read_ledger(best / run_folder.LEDGER) | self._final_promise()
         final |= _people(final)
         final.pop("epsilon_so_far", None)
-        for name in (MODEL, MERGED, SNAPSHOTS):
+        for name in (run_folder.MODEL, run_folder.MERGED, run_folder.SNAPSHOTS):
             if (best / name).exists():  # or a killed process moved it already
                 shutil.rmtree(self.out / name, ignore_errors=True)
                 os.rename(best / name, self.out / name)
-        for path in filter(Path.is_file, (best / name for name in (METRICS, PRIVATE_METRICS, LOG))):
-            write_text(self.out / path.name, _TIMES.sub("", read_text(path)))
-        for folder in (self.out / MODEL, self.out / MERGED, *(self.out / SNAPSHOTS).glob("*-*")):
+        for path in filter(
+            Path.is_file,
+            (
+                best / name
+                for name in (run_folder.METRICS, run_folder.PRIVATE_METRICS, run_folder.LOG)
+            ),
+        ):
+            files.write_text(self.out / path.name, _TIMES.sub("", files.read_text(path)))
+        for folder in (
+            self.out / run_folder.MODEL,
+            self.out / run_folder.MERGED,
+            *(self.out / run_folder.SNAPSHOTS).glob("*-*"),
+        ):
             if folder.is_dir():
                 _write_card(folder, final)
         recipe = recipe_for(
             self.corpus, self.out, self._config(self.draw.best), self.options, frozenset()
         )
-        begin_run(self.out, recipe.tree | {"selection": self.tree["selection"]})
+        run_folder.begin_run(self.out, recipe.tree | {"selection": self.tree["selection"]})
         self._forget_times()
-        write_ledger(self.out, final | {"finished": True})
+        run_folder.write_ledger(self.out, final | {"finished": True})
         shutil.rmtree(self.out / TRIALS)
 
     def _forget_times(self) -> None:
@@ -296,21 +280,21 @@ class Choice:
             promise |= figures_of(math.inf)
             promise |= {"standing": "measured only", "because": self.draw.taken_back}
         if promise["epsilon"] != self.record["epsilon"] and "people" in promise:
-            withdraw(promise | {"steps": 0}, self.out / LEDGER)
+            withdraw(promise | {"steps": 0}, self.out / run_folder.LEDGER)
         return promise
 
     def _folder(self, number: int) -> Path:
         return self.out / TRIALS / f"trial-{self.draw.names[number]:x}"
 
     def _keep_draw(self) -> None:
-        write_sealed(self._file, asdict(self.draw))
+        files.write_sealed(self._file, asdict(self.draw))
 
     def _drop_losers(self) -> None:
         for number in range(self.draw.done):
             if number != self.draw.best:
                 shutil.rmtree(self._folder(number), ignore_errors=True)
             else:
-                shutil.rmtree(self._folder(number) / CHECKPOINT, ignore_errors=True)
+                shutil.rmtree(self._folder(number) / run_folder.CHECKPOINT, ignore_errors=True)
 
 
 def _candidate(config: TrainConfig, own: dict[str, Any], number: int) -> TrainConfig:
@@ -411,8 +395,7 @@ def _promise(selection: Selection, recipes: list[Recipe]) -> dict[str, Any]:
         "accountant": selection.accountant,
         **figures_of(selection.epsilon()),
         "delta": selection.delta,
-        "noise_multiplier": None,
-        "sampling_rate": None,
+        **dict.fromkeys(("noise_multiplier", "sampling_rate")),
         "releases": [release.record() for release in selection.before],
         "selection": selection.record(),
         "corpus_fingerprint": recipes[0].corpus.name,
@@ -461,8 +444,8 @@ def _selection_tree(trials: Trials, config: TrainConfig) -> dict[str, Any]:
 
 def _write_card(folder: Path, promise: dict[str, Any]) -> None:
     """Put the promise of the choice where a trial's own stood."""
-    own, adapter = read_json(folder / OWN_RECORD), folder / "adapter_config.json"
+    own, adapter = files.read_json(folder / OWN_RECORD), folder / "adapter_config.json"
     card = own | told_of(promise) | {"steps": own["steps"]}
-    base = read_json(adapter)["base_model_name_or_path"] if adapter.is_file() else None
-    write_json(folder / OWN_RECORD, card)
-    write_text(folder / "README.md", model_card(card, base))
+    base = files.read_json(adapter)["base_model_name_or_path"] if adapter.is_file() else None
+    files.write_json(folder / OWN_RECORD, card)
+    files.write_text(folder / "README.md", model_card(card, base))

@@ -14,6 +14,7 @@ from tightlip.core.errors import UsageError
 from tightlip.core.files import claimed, make_private_folder
 from tightlip.core.progress import log, task
 from tightlip.core.run_folder import is_run
+from tightlip.corpus import public_text
 from tightlip.corpus.encoding import tokenizer_fingerprint
 from tightlip.corpus.history import marks_of, origin_of
 from tightlip.corpus.opening import CorpusSource, model_folder, tokenised_for
@@ -30,16 +31,9 @@ from tightlip.corpus.privacy_weights import (
     weights_of,
     write_weights,
 )
-from tightlip.corpus.public_text import (
-    FREQUENCY_ESTIMATE,
-    WordFrequencies,
-    known_overlap,
-    open_public,
-    refuse_private_text,
-)
 from tightlip.corpus.readers import open_corpus
 from tightlip.corpus.tokens import TokenizedCorpus
-from tightlip.models.fingerprints import files_fingerprint, model_fingerprint
+from tightlip.models.folders import files_fingerprint, model_fingerprint
 from tightlip.models.loading import load_tokenizer
 from tightlip.scan.models import OpenedModel, open_model
 from tightlip.scan.options import ScanOptions
@@ -201,7 +195,7 @@ class _PublicSource(CorpusSource):
         assert self.path is not None
         if is_prepared(self.path):
             return super().documents()
-        return open_public(self.path, **self.columns)
+        return public_text.open_public(self.path, **self.columns)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -224,12 +218,12 @@ class _Weighing:
             refuse_private_model(model, corpus)
         documents = None if public is None else public.documents()
         if documents is not None:
-            refuse_private_text(documents, corpus)
+            public_text.refuse_private_text(documents, corpus)
         identity = {
             "normalisation": config.weights,
             "is_sound": config.weights in SOUND,
             "estimator": "frequency estimate" if model is None else "language model",
-            "model": FREQUENCY_ESTIMATE if model is None else name_of_model(model),
+            "model": public_text.FREQUENCY_ESTIMATE if model is None else name_of_model(model),
             "model_fingerprint": fingerprint,
             "model_files": None if model is None else files_fingerprint(model),
             "public_corpus": None if public is None else Path(str(config.public_corpus)).name,
@@ -245,7 +239,7 @@ class _Weighing:
         if kept is not None and all(_agrees(kept, name, self.identity) for name in self.identity):
             return kept
         documents = None if self.public is None else self.public.documents()
-        shared = known_overlap(self.corpus, documents, self.model)
+        shared = public_text.known_overlap(self.corpus, documents, self.model)
         work = make_private_folder(folder / WORK)
         with scan_store(folder / SCAN, keep=keep_scan) as store:
             nats, public = self.scored(work, store, kept, device)
@@ -302,7 +296,9 @@ class _Weighing:
     def _by_words(self) -> Callable[[str], np.ndarray]:
         assert self.public is not None
         public = self.public.documents()
-        counts = WordFrequencies(text for batch in public.batches() for text in batch.texts)
+        counts = public_text.WordFrequencies(
+            text for batch in public.batches() for text in batch.texts
+        )
 
         def score(part: str) -> np.ndarray:
             is_public = part == "public"

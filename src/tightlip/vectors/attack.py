@@ -12,7 +12,7 @@ from tightlip.core.resampling import HOW
 from tightlip.vectors import attack_figures as figures
 from tightlip.vectors.attack_figures import JudgedRows, Target
 from tightlip.vectors.attackers import (
-    Parts,
+    Arrays,
     Reading,
     Releases,
     best_on_dev,
@@ -26,6 +26,9 @@ STRONGEST, OPEN_BOOK = "strongest", "bare"
 MOST_POINTS = 500  # of a picture
 FEWEST_POINTS = 8
 FIRST_DIMENSIONS = 50  # principal components, as t-SNE's authors advise
+
+Views = dict[str, JudgedRows]  # by which test rows they are of
+Readings = dict[str, Reading]  # by attacker
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +45,7 @@ class AttackInput:
     """A run as arrays: vectors with and without noise, what is private, and the main task."""
 
     releases: Releases
-    bare: Parts[np.ndarray]  # normalised, without noise and without masked words
+    bare: Arrays  # normalised, without noise and without masked words
     targets: Sequence[Target]
     entities: Entities | None
     users: Sequence[str]  # of the test part, like all that follows
@@ -92,7 +95,7 @@ def attack(given: AttackInput, settings: AttackSettings, *, device: str = "cpu")
     }
 
 
-def _views(given: AttackInput, settings: AttackSettings) -> dict[str, JudgedRows]:
+def _views(given: AttackInput, settings: AttackSettings) -> Views:
     """All test rows; and those that are not in the training part, where some are."""
     masks = {"all": np.ones(len(given.users), dtype=bool)}
     if given.seen.any() and not given.seen.all():
@@ -101,13 +104,13 @@ def _views(given: AttackInput, settings: AttackSettings) -> dict[str, JudgedRows
     return {name: figures.judged_rows(given.users, mask, **options) for name, mask in masks.items()}
 
 
-def _in_views(views: dict[str, JudgedRows], figure: Any) -> dict[str, Any]:
+def _in_views(views: Views, figure: Any) -> dict[str, Any]:
     return {name: figure(on) for name, on in views.items()}
 
 
 def _read_by_all(
     given: AttackInput, target: Target, settings: AttackSettings, device: str
-) -> dict[str, Reading]:
+) -> Readings:
     """Each attacker's reading of one attribute, with the strongest and the bare vectors' last."""
     known = target.codes.map(lambda codes: codes >= 0)
     known = replace(known, test=np.ones(len(known.test), dtype=bool))
@@ -127,7 +130,7 @@ def _read_by_all(
 
 
 def _attribute(
-    target: Target, readings: dict[str, Reading], views: dict[str, JudgedRows], users: Sequence[str]
+    target: Target, readings: Readings, views: Views, users: Sequence[str]
 ) -> dict[str, Any]:
     return {
         "values": list(target.values),
@@ -145,19 +148,14 @@ def _attribute(
     }
 
 
-def _privacy(
-    targets: list[Target], readings: list[dict[str, Reading]], views: dict[str, JudgedRows]
-) -> dict[str, Any]:
+def _privacy(targets: list[Target], readings: list[Readings], views: Views) -> dict[str, Any]:
     """1 - X by attacker, and of the majority."""
     majority = _in_views(views, lambda on: figures.majority_privacy(targets, on))
     return {"majority": majority, **_by_all(figures.empirical_privacy, targets, readings, views)}
 
 
 def _by_all(
-    figure: Callable[..., Any],
-    targets: list[Target],
-    readings: list[dict[str, Reading]],
-    views: dict[str, JudgedRows],
+    figure: Callable[..., Any], targets: list[Target], readings: list[Readings], views: Views
 ) -> dict[str, Any]:
     """A figure over all targets, for each attacker."""
     by_name = {name: [each[name] for each in readings] for name in readings[0]}
@@ -167,9 +165,7 @@ def _by_all(
     }
 
 
-def _names(
-    entities: Entities, readings: list[dict[str, Reading]], views: dict[str, JudgedRows]
-) -> dict[str, Any]:
+def _names(entities: Entities, readings: list[Readings], views: Views) -> dict[str, Any]:
     targets = entities.targets
     return {
         "names": [target.name for target in targets],

@@ -17,7 +17,7 @@ from tightlip.core.errors import UsageError
 from tightlip.core.progress import task
 from tightlip.vectors.attack import AttackInput, Entities
 from tightlip.vectors.attack_figures import Target
-from tightlip.vectors.attackers import Parts, Releases
+from tightlip.vectors.attackers import Arrays, Parts, Releases
 from tightlip.vectors.categories import Categories, categories
 from tightlip.vectors.data import PARTS, Examples, read_columns, source_of_run
 from tightlip.vectors.encode import Device, lines_of
@@ -68,12 +68,8 @@ def attack_input(
 
 
 def _vectors(
-    examples: Examples,
-    parts: Parts[np.ndarray],
-    device: Device,
-    copies: int,
-    encoding: dict[str, Any],
-) -> tuple[Releases, Parts[np.ndarray]]:
+    examples: Examples, parts: Arrays, device: Device, copies: int, encoding: dict[str, Any]
+) -> tuple[Releases, Arrays]:
     """Fresh releases as an eavesdropper hears them, and the normalised vectors before noise."""
     raw = device.extractor.encode(examples.texts, **encoding)
     release = partial(device.encode, examples.texts, **encoding)
@@ -86,7 +82,7 @@ def _vectors(
 
 
 def _main_task(
-    run: Path, examples: Examples, parts: Parts[np.ndarray], releases: Releases
+    run: Path, examples: Examples, parts: Arrays, releases: Releases
 ) -> tuple[np.ndarray, np.ndarray]:
     """Whether the server, and whether the commonest training label, is right on each test text."""
     guessed, _ = load_server(run / SERVER).classify(releases.single.test)
@@ -97,7 +93,7 @@ def _main_task(
     return np.array(right), truth == commonest
 
 
-def parts_of_run(examples: Examples) -> Parts[np.ndarray]:
+def parts_of_run(examples: Examples) -> Arrays:
     """The places of each part among the examples."""
     return Parts(**{name: np.flatnonzero(examples.parts == name) for name in PARTS})
 
@@ -108,9 +104,7 @@ def users_of(examples: Examples) -> list[str]:
 
 
 # Releases
-def released_afresh(
-    release: Callable[[], np.ndarray], parts: Parts[np.ndarray], *, copies: int
-) -> Releases:
+def released_afresh(release: Callable[[], np.ndarray], parts: Arrays, *, copies: int) -> Releases:
     """One release of every text, and the mean of `copies` of them, the first among these."""
     with task("Releases", copies) as bar:
         single = release()
@@ -125,7 +119,7 @@ def released_afresh(
 
 # What is to be read
 def what_to_read(
-    run: Path, examples: Examples, parts: Parts[np.ndarray], attributes: Sequence[str] | None
+    run: Path, examples: Examples, parts: Arrays, attributes: Sequence[str] | None
 ) -> tuple[list[Target], str | None]:
     """The private attributes: the run's own, or those named, which may be any column.
 
@@ -147,7 +141,7 @@ def what_to_read(
     return targets, COLUMN + listing[0] if listing else None
 
 
-def target_of(name: str, column: Categories, parts: Parts[np.ndarray]) -> Target:
+def target_of(name: str, column: Categories, parts: Arrays) -> Target:
     codes = parts.map(column.ids.__getitem__)
     return Target(name=name, values=tuple(column.names), codes=codes)
 
@@ -159,7 +153,7 @@ def columns_of_run(run: Path, names: Sequence[str], examples: Examples) -> dict[
 
 
 # Names
-def entities_of(run: Path, examples: Examples, parts: Parts[np.ndarray], source: str) -> Entities:
+def entities_of(run: Path, examples: Examples, parts: Arrays, source: str) -> Entities:
     """Names from a file, by a finder (`auto`), or from a column of ids (`column:NAME`)."""
     if source.startswith(COLUMN):
         (cells,) = columns_of_run(run, [source.removeprefix(COLUMN)], examples).values()
@@ -174,9 +168,7 @@ def entities_of(run: Path, examples: Examples, parts: Parts[np.ndarray], source:
     return _entities(names, presence(examples.texts, names), parts, by)
 
 
-def _entities(
-    names: list[str], there: np.ndarray, parts: Parts[np.ndarray], found_by: str
-) -> Entities:
+def _entities(names: list[str], there: np.ndarray, parts: Arrays, found_by: str) -> Entities:
     codes = there.astype(np.int64)
     counts = there[parts.train].sum(axis=0)
     enough = (counts >= FEWEST_PRESENT) & (len(parts.train) - counts >= FEWEST_PRESENT)

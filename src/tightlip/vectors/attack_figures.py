@@ -31,6 +31,9 @@ class Target:
         return int(np.bincount(known, minlength=len(self.values)).argmax())
 
 
+Targets = Sequence[Target]
+
+
 @dataclass(frozen=True, kw_only=True)
 class JudgedRows:
     """The test rows on which figures are taken, and their users' draws."""
@@ -122,23 +125,19 @@ def _auc(truth: np.ndarray, scores: np.ndarray, code: int, known: np.ndarray) ->
 
 
 # All attributes
-def empirical_privacy(
-    targets: Sequence[Target], readings: Sequence[Reading], on: JudgedRows
-) -> Figure:
+def empirical_privacy(targets: Targets, readings: Sequence[Reading], on: JudgedRows) -> Figure:
     """1 - X: one minus the mean accuracy over the attributes."""
     guesses = [reading.test[on.rows].argmax(axis=1) for reading in readings]
     return _one_minus_mean(targets, guesses, on)
 
 
-def majority_privacy(targets: Sequence[Target], on: JudgedRows) -> Figure:
+def majority_privacy(targets: Targets, on: JudgedRows) -> Figure:
     """1 - X of one who guesses without a vector: no attack should leave less than noise does."""
     guesses = [np.full(len(on.rows), target.majority) for target in targets]
     return _one_minus_mean(targets, guesses, on)
 
 
-def _one_minus_mean(
-    targets: Sequence[Target], guesses: Sequence[np.ndarray], on: JudgedRows
-) -> Figure:
+def _one_minus_mean(targets: Targets, guesses: Sequence[np.ndarray], on: JudgedRows) -> Figure:
     values, drawn = [], []
     for target, guess in zip(targets, guesses, strict=True):
         truth = target.codes.test[on.rows]
@@ -159,9 +158,7 @@ def entity_f1(truth: np.ndarray, guess: np.ndarray, draws: UserDraws) -> Figure:
     return draws.interval(value, drawn)
 
 
-def entity_figures(
-    targets: Sequence[Target], readings: Sequence[Reading], on: JudgedRows
-) -> dict[str, Any]:
+def entity_figures(targets: Targets, readings: Sequence[Reading], on: JudgedRows) -> dict[str, Any]:
     """1 - F as published (present where likelier than not) and with a threshold chosen on dev.
 
     A rare name is hardly ever likelier than not, and 1 - F is then near 1 however well the
@@ -179,18 +176,18 @@ def entity_figures(
     }
 
 
-def majority_f1_privacy(targets: Sequence[Target], on: JudgedRows) -> Figure:
+def majority_f1_privacy(targets: Targets, on: JudgedRows) -> Figure:
     """1 - F of one who says of each name what holds of most training texts."""
     guess = np.tile([target.majority == 1 for target in targets], (len(on.rows), 1))
     return _one_minus_f1(targets, guess, on)
 
 
-def everywhere_f1_privacy(targets: Sequence[Target], on: JudgedRows) -> Figure:
+def everywhere_f1_privacy(targets: Targets, on: JudgedRows) -> Figure:
     """1 - F of one who says that every name is everywhere: the bar for a tuned threshold."""
     return _one_minus_f1(targets, np.ones((len(on.rows), len(targets)), dtype=bool), on)
 
 
-def _one_minus_f1(targets: Sequence[Target], guess: np.ndarray, on: JudgedRows) -> Figure:
+def _one_minus_f1(targets: Targets, guess: np.ndarray, on: JudgedRows) -> Figure:
     truth = _present([target.codes.test[on.rows] for target in targets])
     return one_minus(entity_f1(truth, guess, on.draws))
 

@@ -27,6 +27,7 @@ from tightlip.vectors.settings import AttackSettings, EncodingOptions
 RESULT = "attack.json"
 FORMAT = 1
 SEVERAL_RUNS = Path("attacks")
+Runs = str | Path | Sequence[str | Path]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +43,7 @@ class AttackReport:
         return self.folder / "report.html"
 
 
-def result_folder(runs: str | Path | Sequence[str | Path], out: str | Path | None = None) -> Path:
+def result_folder(runs: Runs, out: str | Path | None = None) -> Path:
     """Where the result goes: `out`, the run itself, or `attacks`; never among somebody's files."""
     given = _given(runs)
     _folders(given)  # refused before anything is written
@@ -64,7 +65,7 @@ def _is_result(path: Path) -> bool:
         return False
 
 
-def _given(runs: str | Path | Sequence[str | Path]) -> list[str | Path]:
+def _given(runs: Runs) -> list[str | Path]:
     return [runs] if isinstance(runs, str | Path) else list(runs)
 
 
@@ -83,12 +84,7 @@ def gated(results: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 
 def attack_runs(
-    runs: str | Path | Sequence[str | Path],
-    out: Path,
-    *,
-    again: bool = False,
-    device: str = "auto",
-    **settings: Any,
+    runs: Runs, out: Path, *, again: bool = False, device: str = "auto", **settings: Any
 ) -> AttackReport:
     """Attack the vectors of one run or several.
 

@@ -44,6 +44,9 @@ class Parts(Generic[T]):
         return Parts(**{n: change(*(getattr(each, n) for each in (self, *others))) for n in names})
 
 
+Arrays = Parts[np.ndarray]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Releases:
     """What an eavesdropper has: one release of each text, and means of several.
@@ -52,8 +55,8 @@ class Releases:
     always make several releases; of somebody else's only where the device answers again.
     """
 
-    single: Parts[np.ndarray]
-    averaged: Parts[np.ndarray]
+    single: Arrays
+    averaged: Arrays
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +71,7 @@ class Reading:
 def read_attribute(
     attacker: str,
     releases: Releases,
-    values: Parts[np.ndarray],
+    values: Arrays,
     *,
     num_values: int,
     name: str = "the attribute",
@@ -107,7 +110,7 @@ def _merit(scores: np.ndarray, truth: np.ndarray) -> tuple[float, float]:
     return right, float(np.log(np.maximum(scores[np.arange(len(truth)), truth], 1e-12)).mean())
 
 
-def scaled_by_train(vectors: Parts[np.ndarray]) -> Parts[np.ndarray]:
+def scaled_by_train(vectors: Arrays) -> Arrays:
     """Coordinates with mean 0 and deviation 1 on the training part."""
     mean, spread = vectors.train.mean(axis=0), vectors.train.std(axis=0)
     spread = np.where(spread > 0, spread, 1)
@@ -115,18 +118,14 @@ def scaled_by_train(vectors: Parts[np.ndarray]) -> Parts[np.ndarray]:
 
 
 # Logistic regression
-def _lines(releases: Releases, values: Parts[np.ndarray], num_values: int) -> Iterator[Reading]:
+def _lines(releases: Releases, values: Arrays, num_values: int) -> Iterator[Reading]:
     """Trained on single releases or on means of its own texts' releases; tried on single ones."""
     yield from _lines_on(releases.single, releases.single, values, num_values, "one release")
     yield from _lines_on(releases.averaged, releases.single, values, num_values, "averages")
 
 
 def _lines_on(
-    learn: Parts[np.ndarray],
-    judge: Parts[np.ndarray],
-    values: Parts[np.ndarray],
-    num_values: int,
-    trained_on: str = "averages",
+    learn: Arrays, judge: Arrays, values: Arrays, num_values: int, trained_on: str = "averages"
 ) -> Iterator[Reading]:
     vectors = scaled_by_train(Parts(train=learn.train, dev=judge.dev, test=judge.test))
     line = sklearn_part("linear_model").LogisticRegression(max_iter=300, warm_start=True)
@@ -141,9 +140,7 @@ def _lines_on(
 
 
 # Gradient-boosted trees
-def _trees(
-    vectors: Parts[np.ndarray], values: Parts[np.ndarray], num_values: int, seed: int
-) -> Iterator[Reading]:
+def _trees(vectors: Arrays, values: Arrays, num_values: int, seed: int) -> Iterator[Reading]:
     """One forest, offered at every tenth of its growth."""
     forest = sklearn_part("ensemble").HistGradientBoostingClassifier(
         max_iter=TREES, max_leaf_nodes=LEAVES, early_stopping=False, random_state=seed
@@ -157,7 +154,7 @@ def _trees(
 
 # The paper's network: two hidden layers of 512, ReLU
 def _networks(
-    vectors: Parts[np.ndarray], values: Parts[np.ndarray], num_values: int, seed: int, device: str
+    vectors: Arrays, values: Arrays, num_values: int, seed: int, device: str
 ) -> Iterator[Reading]:
     vectors = scaled_by_train(vectors)
     tensors = vectors.map(lambda part: torch.from_numpy(part).to(device))

@@ -21,18 +21,16 @@ from tightlip.core.checksums import checked
 from tightlip.core.errors import UsageError
 from tightlip.core.files import digest_of_files, folder_written_whole, read_json, write_json
 from tightlip.models.checks import without_progress_bar
-from tightlip.models.fingerprints import state_fingerprint
+from tightlip.models.folders import state_fingerprint
 from tightlip.vectors.extractors import Extractor, open_extractor
 from tightlip.vectors.guarantees import VectorMechanism
 
 FORMAT = 1
 DEVICE, SERVER = "device", "server"
 EXTRACTOR, GUARANTEE, WEIGHTS = "extractor", "guarantee.json", "model.safetensors"
+_TOLD = ("pooling", "max_tokens", "dimensions", "mask_word")  # of an extractor
 _NEEDED = {
-    DEVICE: (
-        *("extractor", "pooling", "max_tokens", "dimensions"),
-        *("mask_word", "guarantee", "pair", "files"),
-    ),
+    DEVICE: ("extractor", *_TOLD, "guarantee", "pair", "files"),
     SERVER: ("labels", "dimensions", "pair", "hidden"),
 }
 # What settles the noise of a record: numbers that are read back as they were written.
@@ -118,10 +116,7 @@ def write_device(folder: Path, extractor: Extractor, record: dict[str, Any], pai
             "format": FORMAT,
             "kind": f"tightlip-{DEVICE}",
             "extractor": extractor.kind,
-            "pooling": extractor.pooling,
-            "max_tokens": extractor.max_tokens,
-            "dimensions": extractor.dimensions,
-            "mask_word": extractor.mask_word,
+            **{name: getattr(extractor, name) for name in _TOLD},
             "guarantee": record,
             "pair": pair,
             "files": _prints(beside / EXTRACTOR),
@@ -160,9 +155,7 @@ def write_server(folder: Path, classifier: Classifier, pair: str) -> None:
         about = {
             "format": FORMAT,
             "kind": f"tightlip-{SERVER}",
-            "labels": classifier.labels,
-            "dimensions": classifier.dimensions,
-            "hidden": classifier.hidden,
+            **{name: getattr(classifier, name) for name in ("labels", "dimensions", "hidden")},
             "pair": pair,
         }
         write_json(beside / f"{SERVER}.json", about)

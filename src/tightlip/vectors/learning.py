@@ -30,18 +30,11 @@ from tightlip.core.devices import usable_device
 from tightlip.core.errors import DamagedError, UsageError
 from tightlip.core.files import folder_written_whole, write_json
 from tightlip.core.progress import Task, held_interrupts, log, stopped_after, task
+from tightlip.vectors import halves
 from tightlip.vectors.batches import Batch, Batches, Scores, scores_of
 from tightlip.vectors.data import SPLIT, Examples, write_split
 from tightlip.vectors.extractors import make_extractor, to_device
 from tightlip.vectors.guarantees import BARE, VectorMechanism
-from tightlip.vectors.halves import (
-    DEVICE,
-    SERVER,
-    noise_classifier,
-    pair_id,
-    write_device,
-    write_server,
-)
 from tightlip.vectors.release import normalised, training_noise
 from tightlip.vectors.settings import RepresentOptions, RepresentSettings
 
@@ -127,11 +120,7 @@ class Training:
     """
 
     def __init__(
-        self,
-        examples: Examples,
-        settings: RepresentSettings,
-        options: RepresentOptions,
-        out: Path,
+        self, examples: Examples, settings: RepresentSettings, options: RepresentOptions, out: Path
     ) -> None:
         self.settings, self.options = settings, options
         self.out, self.kept = out, out / run_folder.CHECKPOINT
@@ -153,7 +142,7 @@ class Training:
             delta=settings.delta,
             dropout=settings.dropout,
         )
-        self.classifier = noise_classifier(
+        self.classifier = halves.noise_classifier(
             examples.label.names, self.mechanism, hidden=settings.hidden
         )
         self.readers = self._new_readers()
@@ -378,9 +367,9 @@ class Training:
         metrics = self.metrics()
         record = self.mechanism.record()
         self.extractor.eval().requires_grad_(True)
-        pair = pair_id(self.extractor, self.classifier, record)
-        write_device(self.out / DEVICE, self.extractor, record, pair)
-        write_server(self.out / SERVER, self.classifier, pair)
+        pair = halves.pair_id(self.extractor, self.classifier, record)
+        halves.write_device(self.out / halves.DEVICE, self.extractor, record, pair)
+        halves.write_server(self.out / halves.SERVER, self.classifier, pair)
         write_split(self.out / SPLIT, self.examples)
         write_json(self.out / METRICS, metrics)
         log.info("Done: the best epoch was %d.", metrics["best_epoch"])

@@ -9,21 +9,14 @@ from typing import Any
 
 import torch
 
+from tightlip.core import run_folder
 from tightlip.core.devices import one_thread, usable_device
 from tightlip.core.errors import UsageError
 from tightlip.core.files import claimed, read_json, write_json
 from tightlip.core.progress import log, logged_to
-from tightlip.core.run_folder import (
-    CHECKPOINT,
-    LOG,
-    abandon_run,
-    begin_run,
-    check_may_train,
-    is_run,
-)
 from tightlip.core.settings import split_settings, takes
 from tightlip.corpus.prepare_config import ColumnSettings
-from tightlip.models.fingerprints import model_fingerprint
+from tightlip.models.folders import model_fingerprint
 from tightlip.vectors.data import CORPUS, Examples, Source, open_source, read_examples, write_corpus
 from tightlip.vectors.extractors import checked_folder
 from tightlip.vectors.halves import DEVICE, SERVER, read_half
@@ -103,7 +96,7 @@ def _check_seeds(out: Path, seeds: int | None) -> None:
         )
     if seeds is not None and seeds < 2:
         raise UsageError(f"seeds={seeds} has no spread. Use 2 or more, or leave it out.")
-    if seeds is not None and is_run(out):
+    if seeds is not None and run_folder.is_run(out):
         raise UsageError(
             f"{out} holds a run of one seed. Choose another --out for {seeds} of them."
         )
@@ -118,20 +111,20 @@ def _train_one(
         "corpus": source.tree,
         "options": options.tree(),
     }
-    check_may_train(out, tree, same=_SAME_RUN)
+    run_folder.check_may_train(out, tree, same=_SAME_RUN)
     if not (out / METRICS).is_file():
         # Before the folder is claimed: a refusal leaves nothing behind.
         examples = read_examples(source, settings)
         with claimed(out):
-            check_may_train(out, tree, same=_SAME_RUN)
-            begins = not is_run(out)
+            run_folder.check_may_train(out, tree, same=_SAME_RUN)
+            begins = not run_folder.is_run(out)
             if begins:
-                begin_run(out, tree)
+                run_folder.begin_run(out, tree)
             try:
                 _train_in(out, source, examples, settings, options)
             except UsageError:
-                if begins and not (out / CHECKPOINT).exists():
-                    abandon_run(out)
+                if begins and not (out / run_folder.CHECKPOINT).exists():
+                    run_folder.abandon_run(out)
                 raise
     guarantee = read_half(out / DEVICE, DEVICE)["guarantee"]
     return RepresentRun(folder=out, metrics=read_json(out / METRICS), guarantee=guarantee)
@@ -157,7 +150,7 @@ def _train_in(
     own_randomness = torch.random.fork_rng([device] if device.type == "cuda" else [])
     # A new extractor is small: it trains no faster on many threads, and beside other work slower.
     threads = one_thread() if settings.is_new else nullcontext()
-    with logged_to(out / LOG), own_randomness, threads:
+    with logged_to(out / run_folder.LOG), own_randomness, threads:
         training = Training(examples, settings, options, out)
         if source.tree["path"] is None and not (out / CORPUS).exists():
             write_corpus(out / CORPUS, source)

@@ -16,7 +16,7 @@ from models.small_models import greedy_by_rereading, next_logits, small_model
 from standins import Parrot, Stranger
 from tightlip.audit.canaries import candidates as candidates_module
 from tightlip.audit.canaries import exposure as exposure_module
-from tightlip.audit.canaries import prefixes, tries
+from tightlip.audit.canaries import tries
 from tightlip.audit.canaries.candidates import Candidates, CandidateScorer, spelt_across
 from tightlip.audit.canaries.exposure import (
     can_be_shown,
@@ -27,9 +27,8 @@ from tightlip.audit.canaries.exposure import (
     samples_needed,
     share_limits_bits,
 )
-from tightlip.audit.canaries.prefixes import PrefixReader
 from tightlip.audit.canaries.tab_attack import Greedy, attacked, most_successes
-from tightlip.audit.canaries.tries import token_rows
+from tightlip.audit.canaries.tries import PrefixReader, token_rows
 from tightlip.audit.settings import ExposureConfig
 from tightlip.core.errors import UsageError
 from tightlip.corpus.canaries import Canary, CanaryConfig, Planted, exposed_above_bits
@@ -150,8 +149,8 @@ ROOMS = {
 @pytest.mark.parametrize("room", ROOMS)
 def test_the_tree_gives_what_each_text_by_itself_gives(kind, bos, room, monkeypatch):
     logits, cache = ROOMS[room]
-    monkeypatch.setitem(prefixes.LOGITS_AT_ONCE, "cpu", logits)
-    monkeypatch.setitem(prefixes.CACHE_BYTES, "cpu", cache)
+    monkeypatch.setitem(tries.LOGITS_AT_ONCE, "cpu", logits)
+    monkeypatch.setitem(tries.CACHE_BYTES, "cpu", cache)
     scorer = scorer_of(model_of(kind), bos=bos)
     for template in [*TEMPLATES, "{digits:3}"]:
         candidates = candidates_of(template)

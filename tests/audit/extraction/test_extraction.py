@@ -19,7 +19,7 @@ from standins import Parrot, Stranger
 from tightlip.core.errors import UsageError
 from tightlip.corpus.readers import open_corpus
 from tightlip.corpus.vocabulary import build_tokenizer
-from tightlip.report.extraction.words import (
+from tightlip.report.extraction import (
     headline,
     length_table,
     terminal_lines,

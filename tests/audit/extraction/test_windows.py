@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from standins import scanned
 from tightlip.audit.extraction.elsewhere import check_memory, longest_elsewhere
-from tightlip.audit.extraction.queries import WITHIN, queries_for
-from tightlip.audit.extraction.windows import Owned, search_windows
+from tightlip.audit.extraction.windows import WITHIN, Owned, queries_for, search_windows
 from tightlip.core.errors import UsageError
 from tightlip.corpus.tokens import TokenizedCorpus
 from tightlip.scan import store as store_module

@@ -9,12 +9,12 @@ from rich.console import Console
 
 from tightlip.core import figures
 from tightlip.core.files import csv_text
-from tightlip.report.kit import plots, words
+from tightlip.report.kit import plots, table
 from tightlip.report.kit.table import NAMES, Cell, Column, Row, Table, plain_row
 from tightlip.report.vectors import words as vectors_words
 
 
-@pytest.mark.parametrize("module", [figures, plots, words, vectors_words])
+@pytest.mark.parametrize("module", [figures, plots, table, vectors_words])
 def test_the_examples_in_docstrings_are_true(module):
     outcome = doctest.testmod(module)
     assert outcome.attempted

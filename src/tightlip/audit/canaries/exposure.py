@@ -28,7 +28,7 @@ from tightlip.corpus.canary_templates import Pools, read_template
 from tightlip.corpus.opening import model_folder, open_run_corpus
 from tightlip.corpus.prepare import is_prepared
 from tightlip.corpus.readers import open_corpus
-from tightlip.models.fingerprints import model_fingerprint
+from tightlip.models.folders import model_fingerprint
 from tightlip.scan.models import OpenedModel, open_model
 from tightlip.scan.options import ModelSettings, ScanOptions
 from tightlip.scan.scanner import Scanner

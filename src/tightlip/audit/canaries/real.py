@@ -21,7 +21,7 @@ from tightlip.corpus.encoding import Encoder
 from tightlip.corpus.opening import finished_run, open_run_corpus
 from tightlip.corpus.readers import Corpus, open_corpus
 from tightlip.corpus.tokens import TokenizedCorpus
-from tightlip.models.fingerprints import model_fingerprint
+from tightlip.models.folders import model_fingerprint
 from tightlip.scan.document_scores import DocumentScores
 from tightlip.scan.models import scans_of_run
 

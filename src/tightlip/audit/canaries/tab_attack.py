@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from tightlip.audit.canaries.candidates import CandidateScorer
-from tightlip.audit.canaries.prefixes import PrefixReader
+from tightlip.audit.canaries.tries import PrefixReader
 from tightlip.core.errors import UsageError
 from tightlip.corpus.canaries import Canary
 from tightlip.scan.scanner import Scanner, evaluating, full_precision

@@ -8,8 +8,8 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import tightlip
+from tightlip.audit.extraction import windows
 from tightlip.audit.extraction.elsewhere import check_memory, longest_elsewhere
-from tightlip.audit.extraction.queries import TIMES_DEARER
 from tightlip.audit.extraction.report import (
     SUMMARY,
     USERS,
@@ -21,17 +21,7 @@ from tightlip.audit.extraction.report import (
     gated,
     write_tables,
 )
-from tightlip.audit.extraction.windows import Owned, Searched, search_windows
-from tightlip.audit.extraction.words import WordPlaces, read_words
-from tightlip.audit.leakage.findings import (
-    ONLY_TOKENS,
-    REDACTED,
-    WORK,
-    decoder_of,
-    nothing_left_of_a_refusal,
-    report_folder,
-    tokens_with_text,
-)
+from tightlip.audit.leakage import findings
 from tightlip.audit.leakage.summary import finite
 from tightlip.audit.settings import ExtractionConfig
 from tightlip.audit.subjects import Subject, read_as, subject_of
@@ -50,11 +40,11 @@ from tightlip.scan.models import AUDIT, BASE, OpenedModel, Scans, on_engine
 from tightlip.scan.options import Decoding, ScanOptions
 from tightlip.scan.store import SCAN, ScanStore, remove_scans
 
-NAMES = {WINDOWS, USERS, SUMMARY, "report.html", "log.txt", SCAN, WORK, REDACTED}
+NAMES = {WINDOWS, USERS, SUMMARY, "report.html", "log.txt", SCAN, findings.WORK, findings.REDACTED}
 NO_REFERENCE = "none"
 NOT_COMPARED = (
     "No reference was given, so every window counts, also one that anybody's model would say. Give --reference MODEL, one "
-    f"that never saw the text: then windows count that it draws at least {TIMES_DEARER} times as seldom."
+    f"that never saw the text: then windows count that it draws at least {windows.TIMES_DEARER} times as seldom."
 )
 BASE_IS_REFERENCE = "No reference was named, so the adapter's own base stands for it. Leave it out with --reference none."
 LOWER_BOUND = (
@@ -88,14 +78,16 @@ def extract_text(
     scans = Scans(store=_store(folder, subject, is_kept), options=options, engine=engine)
     with (
         claimed(folder),
-        nothing_left_of_a_refusal(report_folder(folder, redact=config.redact, names=NAMES)),
+        findings.nothing_left_of_a_refusal(
+            findings.report_folder(folder, redact=config.redact, names=NAMES)
+        ),
     ):
         job = _Job(subject=subject, scans=scans, config=config, decoding=decoding, folder=folder)
         job.write(reference)
         if write_page is not None:
             write_page(folder)
         # Only now: until the report is whole, the scan is what a killed one goes on from.
-        shutil.rmtree(folder / WORK, ignore_errors=True)
+        shutil.rmtree(folder / findings.WORK, ignore_errors=True)
         if not is_kept:
             remove_scans(folder / SCAN)
     return ExtractionReport(folder, keep_alive)
@@ -122,7 +114,7 @@ def _store(folder: Path, subject: Subject, is_kept: bool) -> ScanStore:
     beside = [folder / SCAN] if subject.is_file else []
     if subject.run is not None:
         beside += [subject.run.folder / SCAN, subject.run.folder / AUDIT / SCAN]
-    return ScanStore(folder / SCAN if is_kept else folder / WORK / SCAN, beside)
+    return ScanStore(folder / SCAN if is_kept else folder / findings.WORK / SCAN, beside)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,8 +122,8 @@ class _Side:
     """The text that was trained on, or that was held out: as tokens, as words, and what was found."""
 
     corpus: TokenizedCorpus
-    words: WordPlaces | None
-    found: list[Searched]
+    words: windows.WordPlaces | None
+    found: list[windows.Searched]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,12 +155,12 @@ class _Job:
         self._note(side, held)
         folder = make_private_folder(self.folder)
         (folder / SUMMARY).unlink(missing_ok=True)
-        decode = decoder_of(self.model.tokenizer)
+        decode = findings.decoder_of(self.model.tokenizer)
         write_tables(folder, side.found, corpus, decode, redact=self.config.redact)
         write_json(folder / SUMMARY, self._summary(other, side, held))
 
     def _tokens(self, part: str) -> TokenizedCorpus:
-        work = make_private_folder(self.folder / WORK)
+        work = make_private_folder(self.folder / findings.WORK)
         corpus = self.subject.tokens(part, self.scans, work)
         self._check_memory(corpus.num_tokens)
         return corpus
@@ -205,14 +197,14 @@ class _Job:
         source: CorpusSource = getattr(self.subject, part)
         shown, words = source.shown_to(model.tokenizer), None
         if model.tokenizer.is_fast and shown is not None:
-            words = read_words(corpus, shown, model.tokenizer, self.numbers)
+            words = windows.read_words(corpus, shown, model.tokenizer, self.numbers)
         with task("Looking for windows", None):
-            found = search_windows(
+            found = windows.search_windows(
                 scanned,
                 reference,
                 _owned(corpus, words, before, max(self.config.lengths)),
                 lengths=self.config.lengths,
-                carries_text=tokens_with_text(model.tokenizer, corpus),
+                carries_text=findings.tokens_with_text(model.tokenizer, corpus),
             )
         return _Side(corpus=corpus, words=words, found=found)
 
@@ -221,7 +213,7 @@ class _Job:
             [
                 *self.model.notes,
                 *self.scans.engine.notes,
-                *([] if side.words is not None else [ONLY_TOKENS]),
+                *([] if side.words is not None else [findings.ONLY_TOKENS]),
             ]
         )
         self.notes.extend(_too_short(side, "people"))
@@ -277,11 +269,11 @@ def _too_short(side: _Side, people: str) -> Iterator[str]:
 
 
 def _owned(
-    corpus: TokenizedCorpus, words: WordPlaces | None, before: _Side | None, most: int
-) -> Owned:
+    corpus: TokenizedCorpus, words: windows.WordPlaces | None, before: _Side | None, most: int
+) -> windows.Owned:
     by_tokens = longest_elsewhere(corpus, most, None if before is None else before.corpus)
     if words is None:
-        return Owned(by_tokens=by_tokens, by_words=None)
+        return windows.Owned(by_tokens=by_tokens, by_words=None)
     theirs = None if before is None or before.words is None else before.words.corpus
     elsewhere = longest_elsewhere(words.corpus, min(words.most_in(most), 65_535), theirs)
-    return Owned(by_tokens=by_tokens, by_words=(words, elsewhere))
+    return windows.Owned(by_tokens=by_tokens, by_words=(words, elsewhere))

@@ -9,8 +9,16 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from tightlip.audit.extraction.queries import EVEN, NEARLY, WITHIN, queries_for
-from tightlip.audit.extraction.windows import NOWHERE, Likeliest, Searched, num_roles
+from tightlip.audit.extraction.windows import (
+    EVEN,
+    NEARLY,
+    NOWHERE,
+    WITHIN,
+    Likeliest,
+    Searched,
+    num_roles,
+    queries_for,
+)
 from tightlip.audit.leakage.summary import Report, finite
 from tightlip.audit.leakage.tables import CONTEXT_TOKENS, user_names, write_table
 from tightlip.core.gates import Entries, Known, failures

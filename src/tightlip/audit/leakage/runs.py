@@ -39,11 +39,7 @@ class DistinctSequences:
 
 
 def collect_runs(
-    tokens: np.ndarray,
-    bounds: np.ndarray,
-    ranks: np.ndarray,
-    carries_text: np.ndarray,
-    top_k: int,
+    tokens: np.ndarray, bounds: np.ndarray, ranks: np.ndarray, carries_text: np.ndarray, top_k: int
 ) -> Runs:
     """Maximal runs of tokens that stand among the top k and carry text.
 

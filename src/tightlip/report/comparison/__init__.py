@@ -20,19 +20,8 @@ from tightlip.report.comparison.table import (
     score_table,
 )
 from tightlip.report.comparison.words import headline, missing, tolerance_words, uncounted
-from tightlip.report.kit.plots import (
-    CHARACTER_WIDTH,
-    DOT,
-    Axis,
-    Box,
-    Labels,
-    Plot,
-    count_axis,
-    draw_exposures,
-    linear_axis,
-    log_axis,
-)
-from tightlip.report.kit.words import NEVER_SAW_BITS
+from tightlip.report.kit import plots
+from tightlip.report.kit.table import NEVER_SAW_BITS
 
 SCORE_WORDS = {
     "ez": "EZ, the gain over the reference model where the first guess is wrong",
@@ -60,7 +49,7 @@ def exposure_scatter(rows: Sequence[RunFigures], tolerance: float) -> Markup | N
     if not points:
         return None
     plot = _plot("Utility against exposure", "bits of exposure")
-    axis = linear_axis(max(3.0, *(bits for _, bits, _ in points)))
+    axis = plots.linear_axis(max(3.0, *(bits for _, bits, _ in points)))
     plot.y_axis(axis, "mean exposure, bits")
     taken = _never_saw(plot, axis, "never saw them: 1.4")
     _draw_points(plot, points, axis, rows, tolerance, taken)
@@ -77,7 +66,7 @@ def leaks_scatter(rows: Sequence[RunFigures], tolerance: float) -> Markup | None
     if not points:
         return None
     plot = _plot("Utility against leaks", "leaks")
-    axis = count_axis(max(leaks for _, leaks, _ in points))
+    axis = plots.count_axis(max(leaks for _, leaks, _ in points))
     plot.y_axis(axis, "leaks")
     _draw_points(plot, points, axis, rows, tolerance)
     return plot.svg()
@@ -93,8 +82,8 @@ def num_undrawn(rows: Sequence[RunFigures]) -> int:
     return len(rows) - len(_on_one_scale(rows))
 
 
-def _plot(title: str, what: str) -> Plot:
-    return Plot(
+def _plot(title: str, what: str) -> plots.Plot:
+    return plots.Plot(
         title=title,
         description=f"One mark for each run: validation perplexity across, {what} up. Lower left is better.",
         width=430,
@@ -104,12 +93,12 @@ def _plot(title: str, what: str) -> Plot:
 
 
 def _draw_points(
-    plot: Plot,
+    plot: plots.Plot,
     points: list[Point],
-    y_axis: Axis,
+    y_axis: plots.Axis,
     rows: Sequence[RunFigures],
     tolerance: float,
-    *taken: Box,
+    *taken: plots.Box,
 ) -> None:
     perplexities = [row["perplexity"]["value"] for row, _, _ in points]
     x_axis = _perplexity_axis(perplexities)
@@ -122,44 +111,44 @@ def _draw_points(
         (plot.x(x_axis.at(perplexity)), plot.y(y_axis.at(leak)))
         for perplexity, (_, leak, _) in zip(perplexities, points, strict=True)
     ]
-    labels = Labels(plot, places, *taken)
+    labels = plots.Labels(plot, places, *taken)
     for (row, _, _), (x, y) in zip(points, places, strict=True):
         labels.draw(row["name"], x, y)
     for point, (x, y) in zip(points, places, strict=True):
         _draw_mark(plot, point, x, y)
 
 
-def _perplexity_axis(values: list[float]) -> Axis:
+def _perplexity_axis(values: list[float]) -> plots.Axis:
     low, high = min(values), max(values)
     if low > 0 and high > 4 * low:
-        return log_axis(low * 0.85, high * 1.15)
+        return plots.log_axis(low * 0.85, high * 1.15)
     room = 0.15 * max(high - low, 0.15 * high)
-    return linear_axis(high + room, low=max(0.0, low - room))
+    return plots.linear_axis(high + room, low=max(0.0, low - room))
 
 
-def _draw_band(plot: Plot, axis: Axis, perplexity: float, tolerance: float) -> None:
+def _draw_band(plot: plots.Plot, axis: plots.Axis, perplexity: float, tolerance: float) -> None:
     """Where a run is as useful as the baseline."""
     left, right = (plot.x(axis.at(perplexity * side)) for side in (1 - tolerance, 1 + tolerance))
     tip = f"within {100 * tolerance:g}% of the baseline's perplexity"
     plot.bar(left, max(right - left, 1.0), 1, "band", tip=tip)
 
 
-def _draw_mark(plot: Plot, point: Point, x: float, y: float) -> None:
+def _draw_mark(plot: plots.Plot, point: Point, x: float, y: float) -> None:
     row, _, words = point
     perplexity = number(row["perplexity"]["value"])
     tip = f"{row['name']}: validation perplexity {perplexity}, {words}"
     if (kind := kind_of(row)) == "base":
-        left, top, size = x - DOT, y - DOT, 2 * DOT
+        left, top, size = x - plots.DOT, y - plots.DOT, 2 * plots.DOT
         plot.draw("rect", x=left, y=top, width=size, height=size, class_="run base", tip=tip)
     else:
-        plot.draw("circle", cx=x, cy=y, r=DOT, class_=f"run {kind}", tip=tip)
+        plot.draw("circle", cx=x, cy=y, r=plots.DOT, class_=f"run {kind}", tip=tip)
 
 
-def _never_saw(plot: Plot, axis: Axis, words: str) -> Box:
+def _never_saw(plot: plots.Plot, axis: plots.Axis, words: str) -> plots.Box:
     """The exposure of a model that never saw a canary, and where the words above the line stand."""
     height = plot.level(axis.at(NEVER_SAW_BITS), "chance")
     plot.write(words, plot.left + 4, height - 4, "note")
-    return plot.left, plot.left + 4 + len(words) * CHARACTER_WIDTH, height - 14, height
+    return plot.left, plot.left + 4 + len(words) * plots.CHARACTER_WIDTH, height - 14, height
 
 
 def repetition_plots(rows: Sequence[RunFigures]) -> list[tuple[RunFigures, Markup]]:
@@ -176,7 +165,7 @@ def repetition_plots(rows: Sequence[RunFigures]) -> list[tuple[RunFigures, Marku
 def _repetition_plot(
     row: RunFigures, base: RunFigures | None, times: list[int], highest: float
 ) -> Markup:
-    plot = Plot(
+    plot = plots.Plot(
         title=f"Exposure by repetition: {row['name']}",
         description="Mean exposure in bits of canaries planted once, and more often; the baseline behind it.",
         width=270,
@@ -185,7 +174,7 @@ def _repetition_plot(
     )
     kinds = {} if base is None or base is row else {"behind": base}
     lines = {kind: _line(of) for kind, of in (kinds | {"own": row}).items()}
-    draw_exposures(plot, lines, times, highest)
+    plots.draw_exposures(plot, lines, times, highest)
     return plot.svg()
 
 

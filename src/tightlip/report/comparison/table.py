@@ -7,8 +7,7 @@ from rich.table import Table as RichTable
 
 from tightlip.core import files
 from tightlip.core.figures import UNKNOWN, count, counted, number
-from tightlip.report.kit.table import NAMES, Cell, Column, Row, Table
-from tightlip.report.kit.words import NONE
+from tightlip.report.kit.table import NAMES, NONE, Cell, Column, Row, Table
 
 RunFigures = dict[str, Any]  # a run of comparison.json
 MOST_REPETITIONS = 5  # of a long schedule, in the table; the page's plots and the CSV have all

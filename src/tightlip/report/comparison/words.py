@@ -7,7 +7,7 @@ from typing import Any
 from tightlip.core.figures import counted, number
 from tightlip.core.resampling import LEAST_CANARIES, ONE_TAIL
 from tightlip.report.comparison.table import RunFigures, not_counted
-from tightlip.report.kit.words import joined
+from tightlip.report.kit.table import joined
 
 Change = dict[str, Any]
 ONE_TRAINING = "Each run is one training, and the canaries of one training move together: another seed may turn this round."

@@ -12,7 +12,7 @@ from markupsafe import Markup
 from tightlip.core.figures import count, number, percent
 from tightlip.core.files import written_whole
 from tightlip.core.registry import look_up
-from tightlip.report.kit.words import with_flags
+from tightlip.report.kit.table import with_flags
 
 PACKAGE = Path(__file__).parents[2]  # tightlip/: each page keeps its files in its own folder
 STYLE = "report/kit/page.css"
@@ -41,10 +41,7 @@ def render_page(name: str, **shown: Any) -> str:
     style = _asset(STYLE) + _asset(f"{page.files}.css")
     script = _asset(f"{page.files}.js")
     return _template(f"{page.files}.html.jinja").render(
-        style=Markup(style),
-        script=Markup(script),
-        policy=_policy(style, script),
-        **page.content(),
+        style=Markup(style), script=Markup(script), policy=_policy(style, script), **page.content()
     )
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from markupsafe import Markup, escape
 
-from tightlip.report.kit.words import NEVER_SAW_BITS, cut_name
+from tightlip.report.kit.table import NEVER_SAW_BITS, cut_name
 
 CHARACTER_WIDTH = 6.4
 LABEL_HEIGHT = 13

@@ -12,7 +12,7 @@ from tightlip.core.figures import UNKNOWN, count, counted, guarantee_words, perc
 from tightlip.core.files import read_json
 from tightlip.core.progress import harmless
 from tightlip.report.kit.table import Column
-from tightlip.report.leakage import plots
+from tightlip.report.leakage import plots, words
 from tightlip.report.leakage.rows import (
     UNIQUE,
     Embedded,
@@ -23,16 +23,6 @@ from tightlip.report.leakage.rows import (
     safe_json,
 )
 from tightlip.report.leakage.tallies import Tally, tally_and_choose
-from tightlip.report.leakage.words import (
-    NO_PUBLIC_MODEL,
-    Line,
-    by_role,
-    contexts_table,
-    snapshot_figures,
-    story,
-    summary_lines,
-    verdict,
-)
 
 NUM_HEADLINES = 4
 NUM_SNAPSHOT_ROWS = 200
@@ -68,7 +58,7 @@ class LeakagePage:
             **_plots(tally),
             **_tables(summary, tally, users, rows),
             "snapshots": _snapshots(self.folder),
-            "contexts": contexts_table(summary),
+            "contexts": words.contexts_table(summary),
         }
 
 
@@ -85,10 +75,10 @@ def _read_summary(folder: Path) -> dict[str, Any]:
 def _opening(summary: dict[str, Any], tally: Tally, rows: Embedded) -> dict[str, Any]:
     """The top of the page: verdict, badges, headline figures, notes, guarantee."""
     longest = tally.longest or None
-    sentence, weighing = verdict(
+    sentence, weighing = words.verdict(
         summary, num_copied=tally.num_copied, num_untrained=tally.num_untrained, longest=longest
     )
-    lines = [_with_its_text(line, summary, rows) for line in summary_lines(summary)]
+    lines = [_with_its_text(line, summary, rows) for line in words.summary_lines(summary)]
     notes = (summary.get("notes") or [])[:NUM_NOTES]
     return {
         "headline": sentence,
@@ -101,7 +91,7 @@ def _opening(summary: dict[str, Any], tally: Tally, rows: Embedded) -> dict[str,
     }
 
 
-def _with_its_text(line: Line, summary: dict[str, Any], rows: Embedded) -> Line:
+def _with_its_text(line: words.Line, summary: dict[str, Any], rows: Embedded) -> words.Line:
     """Leakage epsilon with the sequence it comes from: its text, or redacted its length."""
     place = summary.get("leakage_epsilon_sequence")
     row = next((row for row in rows.sequences if row[0] == place), None)
@@ -145,14 +135,14 @@ def _tables(summary: dict[str, Any], tally: Tally, users: Users, rows: Embedded)
     extent = f"All {counted(every, 'sequence')} are on this page."
     if shown < every:
         picked = "the worst by ratio, the longest" if tally.num_with_ratio else "the longest"
-        every_role = " and of every role" if by_role(summary) else ""
+        every_role = " and of every role" if words.by_role(summary) else ""
         extent = (
             f"Showing {count(shown)} of {count(every)}; all are in sequences.parquet. "
             f"These are {picked}, some of every person listed below{every_role}, and a few that several people wrote."
         )
     return {
         "tally": tally,
-        "no_public_model": NO_PUBLIC_MODEL if summary.get("public_model") is None else None,
+        "no_public_model": words.NO_PUBLIC_MODEL if summary.get("public_model") is None else None,
         "extent": extent,
         "users": users,
         "users_extent": _users_extent(users, tally.num_unique),
@@ -189,7 +179,9 @@ def _snapshots(folder: Path) -> dict[str, Any] | None:
     if not measured.get("snapshots"):
         return None
     every = measured["snapshots"]
-    table = snapshot_figures({**measured, "snapshots": plots.thinned(measured, NUM_SNAPSHOT_ROWS)})
+    table = words.snapshot_figures(
+        {**measured, "snapshots": plots.thinned(measured, NUM_SNAPSHOT_ROWS)}
+    )
     # The page writes epsilon in full: the letter alone is a guarantee's.
     columns = [*table.columns[:-1], Column("leakage epsilon")]
     return {
@@ -200,5 +192,5 @@ def _snapshots(folder: Path) -> dict[str, Any] | None:
         "has_validation": any(_known(one.get("validation_perplexity")) for one in every),
         "num_drawn": len(plots.thinned(measured)),
         "num_all": len(every),
-        "story": story(measured),
+        "story": words.story(measured),
     }

@@ -11,18 +11,7 @@ import numpy as np
 from markupsafe import Markup
 
 from tightlip.core.figures import count, counted, number
-from tightlip.report.kit.plots import (
-    CHARACTER_WIDTH,
-    Axis,
-    Bar,
-    Plot,
-    count_axis,
-    draw_bars,
-    draw_line,
-    draw_violin,
-    linear_axis,
-    log_axis,
-)
+from tightlip.report.kit import plots
 from tightlip.report.leakage.tallies import (
     LENGTH_STARTS,
     LengthHistogram,
@@ -43,7 +32,7 @@ RARE = 0.05
 
 def length_plot(tally: Tally) -> Markup:
     """Unique sequences by number of tokens."""
-    plot = Plot(
+    plot = plots.Plot(
         title="Unique sequences by length",
         description="Bars count unique sequences of each number of tokens.",
     )
@@ -53,8 +42,8 @@ def length_plot(tally: Tally) -> Markup:
     drawn = []
     for i, (label, n) in enumerate(bars):
         tip = _bar_tip(f"{label} tokens", n, own[i])
-        drawn.append(Bar(left=i * step, right=(i + 1) * step, count=n, own=own[i], tip=tip))
-    draw_bars(plot, drawn, "unique sequences")
+        drawn.append(plots.Bar(left=i * step, right=(i + 1) * step, count=n, own=own[i], tip=tip))
+    plots.draw_bars(plot, drawn, "unique sequences")
     ticks = [((i + 0.5) * step, bar[0]) for i, bar in enumerate(bars) if _is_labelled(i, bars)]
     plot.x_labels(ticks, "length in tokens")
     return plot.svg()
@@ -67,7 +56,7 @@ def _is_labelled(place: int, bars: list[tuple[str, int]]) -> bool:
 
 def perplexity_plot(tally: Tally) -> Markup:
     """Unique sequences by the lowest perplexity each was completed with."""
-    plot = Plot(
+    plot = plots.Plot(
         title="Unique sequences by perplexity",
         description="Bars count unique sequences; the further left, the surer the model.",
     )
@@ -79,7 +68,7 @@ def perplexity_plot(tally: Tally) -> Markup:
 
 def ratio_plot(tally: Tally) -> Markup:
     """Unique sequences by how much less surprising they are to this model than to the public one."""
-    plot = Plot(
+    plot = plots.Plot(
         title="Unique sequences by ratio",
         description="Bars count unique sequences; right of 1 the model knows more than the public one.",
     )
@@ -91,16 +80,16 @@ def ratio_plot(tally: Tally) -> Markup:
 
 
 def _draw_log_bars(
-    plot: Plot, every: LogHistogram, own: LogHistogram, what: str, *, lowest: float = 0.0
-) -> Axis:
+    plot: plots.Plot, every: LogHistogram, own: LogHistogram, what: str, *, lowest: float = 0.0
+) -> plots.Axis:
     """Bars over a logarithmic axis, which is returned; `every` is not empty."""
     bars = every.bars(MOST_BARS)
-    axis = log_axis(max(bars[0][0], lowest), max(bars[-1][1], bars[0][0] * 2))
+    axis = plots.log_axis(max(bars[0][0], lowest), max(bars[-1][1], bars[0][0] * 2))
     drawn = []
     for (low, high, n), (_, _, n_own) in zip(bars, own.bars(MOST_BARS, every.span()), strict=True):
         tip = _bar_tip(f"{what} {number(low)} to {number(high)}", n, n_own)
-        drawn.append(Bar(left=axis.at(low), right=axis.at(high), count=n, own=n_own, tip=tip))
-    draw_bars(plot, drawn, "unique sequences")
+        drawn.append(plots.Bar(left=axis.at(low), right=axis.at(high), count=n, own=n_own, tip=tip))
+    plots.draw_bars(plot, drawn, "unique sequences")
     return axis
 
 
@@ -125,7 +114,7 @@ def thinned(snapshots: dict[str, Any], most: int = MOST_DRAWN) -> list[dict[str,
 
 def perplexities_by_epoch(snapshots: dict[str, Any]) -> Markup:
     """Figure 5a: perplexity on train and validation at each snapshot."""
-    plot = Plot(
+    plot = plots.Plot(
         title="Perplexity per epoch",
         description="Two lines: the training corpus and the validation corpus.",
         width=460,
@@ -142,7 +131,7 @@ def perplexities_by_epoch(snapshots: dict[str, Any]) -> Markup:
             for place, value in points:
                 tip = f"epoch {epoch_name(shown[place])}: {word} perplexity {number(value)}"
                 dots.append(((place + 0.5) / len(shown), axis.at(value), tip))
-            draw_line(plot, dots, word)
+            plots.draw_line(plot, dots, word)
     for place, one in enumerate(shown):
         if is_best(one, snapshots):
             plot.mark_x((place + 0.5) / len(shown), "best validation")
@@ -154,10 +143,10 @@ def _points(shown: list[dict[str, Any]], key: str) -> list[tuple[int, float]]:
     return [(place, one[key]) for place, one in enumerate(shown) if _is_finite(one.get(key))]
 
 
-def _height_axis(low: float, high: float) -> Axis:
+def _height_axis(low: float, high: float) -> plots.Axis:
     if low > 0 and high > 8 * low:
-        return log_axis(low * 0.9, high * 1.1)
-    return linear_axis(high, low=max(0.0, low - 0.1 * (high - low)) if high > low else 0.0)
+        return plots.log_axis(low * 0.9, high * 1.1)
+    return plots.linear_axis(high, low=max(0.0, low - 0.1 * (high - low)) if high > low else 0.0)
 
 
 def lengths_plot(snapshots: dict[str, Any]) -> Markup:
@@ -168,7 +157,7 @@ def lengths_plot(snapshots: dict[str, Any]) -> Markup:
     )
     shown = thinned(snapshots)
     labels, counts = grouped_lengths(shown)
-    axis = count_axis(int(counts.max(initial=1)))
+    axis = plots.count_axis(int(counts.max(initial=1)))
     plot.y_axis(axis, "unique sequences")
     group = 1 / max(len(labels), 4)
     bar = 0.84 * group / len(shown)
@@ -185,8 +174,8 @@ def lengths_plot(snapshots: dict[str, Any]) -> Markup:
     return plot.svg(wide=True)
 
 
-def _wide_plot(title: str, description: str) -> Plot:
-    return Plot(title=title, description=description, width=580, height=310, left=52)
+def _wide_plot(title: str, description: str) -> plots.Plot:
+    return plots.Plot(title=title, description=description, width=580, height=310, left=52)
 
 
 def grouped_lengths(shown: list[dict[str, Any]]) -> tuple[list[str], np.ndarray]:
@@ -223,7 +212,7 @@ def violins_plot(snapshots: dict[str, Any]) -> Markup:
     shown = thinned(snapshots)
     samples = [_sample(one) for one in shown]
     highest = max((float(sample.max(initial=1.0)) for sample in samples), default=1.0)
-    axis = log_axis(1.0, max(1.05 * highest, 2.0))
+    axis = plots.log_axis(1.0, max(1.05 * highest, 2.0))
     plot.y_axis(axis, "perplexity (log scale)")
     edges = np.geomspace(axis.low, axis.high, VIOLIN_BINS + 1)
     bins = [_estimated(sample, one, edges) for sample, one in zip(samples, shown, strict=True)]
@@ -232,7 +221,7 @@ def violins_plot(snapshots: dict[str, Any]) -> Markup:
         if len(sample):
             widths = _outline(axis, edges, bins[place] / most)
             middle, reach = (place + 0.5) / len(shown), 0.47 * plot.x_span / len(shown)
-            draw_violin(plot, middle, widths, reach, _violin_tip(one, sample))
+            plots.draw_violin(plot, middle, widths, reach, _violin_tip(one, sample))
     plot.x_labels(_epoch_labels(plot, shown), "epoch")
     return plot.svg(wide=True)
 
@@ -255,7 +244,7 @@ def _violin_tip(snapshot: dict[str, Any], sample: np.ndarray) -> str:
     return f"epoch {epoch_name(snapshot)}: {unique}, median perplexity {number(np.median(sample))}, {below}% below 3"
 
 
-def _outline(axis: Axis, edges: np.ndarray, widths: np.ndarray) -> list[tuple[float, float]]:
+def _outline(axis: plots.Axis, edges: np.ndarray, widths: np.ndarray) -> list[tuple[float, float]]:
     """(height, width) from the first occupied bin to the last; a hair where one is empty."""
     occupied = np.flatnonzero(widths)
     first, last = int(occupied[0]), int(occupied[-1])
@@ -265,9 +254,9 @@ def _outline(axis: Axis, edges: np.ndarray, widths: np.ndarray) -> list[tuple[fl
     return [(axis.at(height), max(width, 0.03)) for height, width in ends]
 
 
-def _epoch_labels(plot: Plot, shown: list[dict[str, Any]]) -> list[tuple[float, str]]:
+def _epoch_labels(plot: plots.Plot, shown: list[dict[str, Any]]) -> list[tuple[float, str]]:
     """Every epoch where there is room, else every second, third, …"""
-    widest = max(len(epoch_name(one)) for one in shown) * CHARACTER_WIDTH + 6
+    widest = max(len(epoch_name(one)) for one in shown) * plots.CHARACTER_WIDTH + 6
     every = math.ceil(widest * len(shown) / plot.x_span)
     return [
         ((place + 0.5) / len(shown), epoch_name(shown[place]))

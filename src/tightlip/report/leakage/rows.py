@@ -17,13 +17,7 @@ import pyarrow.parquet as pq
 
 from tightlip.core.errors import UsageError
 from tightlip.core.files import damage_in_words
-from tightlip.report.leakage.tallies import (
-    SINCE_0_2,
-    batches,
-    open_sequences,
-    open_table,
-    read_owners,
-)
+from tightlip.report.leakage import tallies
 
 SEQUENCE_CHARACTERS = 600
 CONTEXT_CHARACTERS = 280
@@ -112,7 +106,7 @@ def embed(
         for user in users
     ]
     names: list[list[Any]] = [[*cut_end(name, NAME_CHARACTERS)] for name in owners]
-    owners_of_row = read_owners(folder)
+    owners_of_row = tallies.read_owners(folder)
     read = {
         place: _row(place, row, owners_of_row[place].as_py() or [])
         for place, row in _read_rows(folder, chosen, redacted=redacted)
@@ -163,8 +157,8 @@ def _read_rows(
 ) -> Iterator[tuple[int, dict[str, Any]]]:
     """The chosen rows, read from the row groups that hold them and no further than the last."""
     wanted = sorted(chosen)
-    with open_sequences(folder) as file:
-        asked = SINCE_0_2 if redacted else (*SINCE_0_2, *_TEXTS)
+    with tallies.open_sequences(folder) as file:
+        asked = tallies.SINCE_0_2 if redacted else (*tallies.SINCE_0_2, *_TEXTS)
         texts = [name for name in asked if name in file.schema_arrow.names]
         start = 0
         for group in range(file.num_row_groups):
@@ -220,9 +214,9 @@ def read_users(folder: Path) -> Users:
         )
     worst: list[tuple[tuple[int, ...], dict[str, Any]]] = []
     num_with_unique = num_unique = 0
-    with damage_in_words(path), open_table(path) as file:
+    with damage_in_words(path), tallies.open_table(path) as file:
         by_text = [name for name in _USER_BY_TEXT if name in file.schema_arrow.names]
-        for start, batch in batches(file, ("user", *_USER_FIGURES, *by_text)):
+        for start, batch in tallies.batches(file, ("user", *_USER_FIGURES, *by_text)):
             # What one wrote alone as tokens, others may have written as text.
             every = [
                 row | {"unique": row.get("unique_by_text", row["unique"])}

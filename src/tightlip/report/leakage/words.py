@@ -18,6 +18,7 @@ from tightlip.core.figures import (
 )
 from tightlip.report.kit.table import Cell, Column, Row, Table, plain_row
 
+Summary = dict[str, Any]  # summary.json, or snapshots.json, as written
 SNAPSHOT_COLUMNS = ("epoch", "train ppl", "validation ppl", "unique", "longest unique", "ε_l")
 
 NO_PUBLIC_MODEL = (
@@ -60,7 +61,7 @@ class Line(NamedTuple):
     sentence: str
 
 
-def summary_lines(summary: dict[str, Any]) -> list[Line]:
+def summary_lines(summary: Summary) -> list[Line]:
     """Every headline figure of a report, the four that matter most first."""
     guarantee = guarantee_words(summary.get("guarantee"))
     documents, tokens = (count(summary.get(name)) for name in ("num_documents", "num_tokens"))
@@ -78,7 +79,7 @@ def _meaning(name: str, value: str, more: str = "") -> Line:
     return Line(name, value, MEANINGS[name] + more)
 
 
-def _leak_lines(summary: dict[str, Any]) -> Iterator[Line]:
+def _leak_lines(summary: Summary) -> Iterator[Line]:
     if summary.get("leaks") is None:  # of 0.1, which counted tokens only
         yield from _lines_by_tokens(summary)
         return
@@ -90,7 +91,7 @@ def _leak_lines(summary: dict[str, Any]) -> Iterator[Line]:
     yield _epsilon_line(summary)
 
 
-def _lines_by_tokens(summary: dict[str, Any]) -> Iterator[Line]:
+def _lines_by_tokens(summary: Summary) -> Iterator[Line]:
     owners, users = summary.get("users_with_unique"), summary.get("num_users")
     longest = longest_of(summary.get("unique_by_length"))
     tail = "" if longest is None else f" The longest is {counted(longest, 'token')}."
@@ -101,23 +102,21 @@ def _lines_by_tokens(summary: dict[str, Any]) -> Iterator[Line]:
     yield _epsilon_line(summary)
 
 
-def _epsilon_line(summary: dict[str, Any]) -> Line:
+def _epsilon_line(summary: Summary) -> Line:
     worst, is_crossed = summary.get("leakage_epsilon"), summary.get("cross_tokenizer")
     if worst is None:
         why = "No unique sequence has a finite ratio, so there is no worst one."
         why = NO_PUBLIC_MODEL if summary.get("public_model") is None else why
         return Line("Leakage epsilon", UNKNOWN, why)
     row = summary.get("leakage_epsilon_sequence")
-    where = (
-        ""
-        if row is None
-        else f" It is that of row {count(row)}, counted from 0, of sequences.parquet."
-    )
+    where = ""
+    if row is not None:
+        where = f" It is that of row {count(row)}, counted from 0, of sequences.parquet."
     crossed = " The two models cut text differently, so compare it with care." if is_crossed else ""
     return _meaning("Leakage epsilon", number(worst), where + crossed)
 
 
-def _list_lines(summary: dict[str, Any]) -> Iterator[Line]:
+def _list_lines(summary: Summary) -> Iterator[Line]:
     public, p = summary.get("public_unique"), summary.get("p")
     few = f"fewer than {p} people" if p else "few people"
     if summary.get("unique_by_text") is not None:
@@ -144,7 +143,7 @@ def _list_lines(summary: dict[str, Any]) -> Iterator[Line]:
     yield _meaning("Sequences in S", count(summary.get("sequences_in_s")))
 
 
-def _prior_lines(summary: dict[str, Any]) -> Iterator[Line]:
+def _prior_lines(summary: Summary) -> Iterator[Line]:
     if "unique_beyond_prior" not in summary:  # of an earlier version
         return
     beyond = summary["unique_beyond_prior"]
@@ -174,7 +173,7 @@ def _near_line(near: dict[str, Any]) -> Line:
     return Line("Nearly the same", value, what)
 
 
-def contexts_table(summary: dict[str, Any]) -> Table | None:
+def contexts_table(summary: Summary) -> Table | None:
     """How much of the leaks is left behind each kind of words, where that was asked for."""
     tokens, rows = count(summary.get("short_prefix")), []
     typed = {
@@ -184,8 +183,8 @@ def contexts_table(summary: dict[str, Any]) -> Table | None:
         "template": f"“{summary.get('context_template')}”",
         "other": f"{tokens} tokens of somebody else's",
     }
-    for name, figures in (summary.get("contexts") or {}).items():
-        known = figures or {}
+    for name, found in (summary.get("contexts") or {}).items():
+        known = found or {}
         cells = [count(known.get(key)) for key in ("leaks", "people", "sequences")]
         rows.append(plain_row(typed.get(name, name), *cells, percent(known.get("tokens"))))
     names = ("typed before it", "leaks", "people", "sequences", "tokens")
@@ -193,19 +192,17 @@ def contexts_table(summary: dict[str, Any]) -> Table | None:
     return Table(columns=columns, rows=rows, heading_style="dim") if rows else None
 
 
-def _quality_lines(summary: dict[str, Any]) -> Iterator[Line]:
+def _quality_lines(summary: Summary) -> Iterator[Line]:
     k = summary.get("top_k")
     among = "its first guess" if k == 1 else f"among its first {k} guesses"
-    validation, accuracy = (
-        summary.get(f"validation_{name}") for name in ("perplexity", "accuracy")
-    )
+    held, accuracy = (summary.get(f"validation_{name}") for name in ("perplexity", "accuracy"))
     yield _meaning("Perplexity", number(summary.get("perplexity")))
     if summary.get("trained_perplexity") not in (None, summary.get("perplexity")):
         yield _meaning("Trained perplexity", number(summary["trained_perplexity"]))
     share = f"Share of the corpus' tokens that were {among}."
     yield Line("Accuracy", percent(summary.get("accuracy")), share)
-    unseen = NOT_VALIDATED if validation is None else MEANINGS["Validation perplexity"]
-    yield Line("Validation perplexity", number(validation), unseen)
+    unseen = NOT_VALIDATED if held is None else MEANINGS["Validation perplexity"]
+    yield Line("Validation perplexity", number(held), unseen)
     unseen = NOT_VALIDATED if accuracy is None else f"Share of unseen tokens that were {among}."
     yield Line("Validation accuracy", percent(accuracy), unseen)
 
@@ -233,7 +230,7 @@ def _ratio_spread(quantiles: dict[str, Any] | None) -> str:
     return " · ".join(f"{number(at)} ({names[key]})" for key, at in known.items())
 
 
-def by_role(summary: dict[str, Any]) -> list[str]:
+def by_role(summary: Summary) -> list[str]:
     """What is unique by text by role, the most first; empty where nobody has a role.
 
     >>> by_role({"unique_by_role": {"user": 3, "assistant": 1200}})
@@ -252,11 +249,7 @@ def longest_of(num_by_length: dict[str, int] | None) -> int | None:
 
 
 def verdict(
-    summary: dict[str, Any],
-    *,
-    num_copied: int = 0,
-    num_untrained: int = 0,
-    longest: int | None = None,
+    summary: Summary, *, num_copied: int = 0, num_untrained: int = 0, longest: int | None = None
 ) -> tuple[str, list[str]]:
     """The report in one sentence, then what somebody must know to weigh it."""
     distinct, by_tokens = summary.get("distinct_sequences"), summary.get("unique")
@@ -281,7 +274,7 @@ def verdict(
 
 
 def _weighing(
-    summary: dict[str, Any], unique: int, num_copied: int, num_untrained: int, longest: int | None
+    summary: Summary, unique: int, num_copied: int, num_untrained: int, longest: int | None
 ) -> Iterator[str]:
     owners, users = summary.get("people_affected"), summary.get("num_users")
     if summary.get("leaks") is None:
@@ -330,13 +323,13 @@ def epoch_name(snapshot: dict[str, Any]) -> str:
     return str(snapshot.get("name")) if step is None else f"step {step}"
 
 
-def is_best(snapshot: dict[str, Any], snapshots: dict[str, Any]) -> bool:
+def is_best(snapshot: dict[str, Any], snapshots: Summary) -> bool:
     """Whether a snapshot's validation perplexity is the lowest."""
     best = snapshots.get("best_validation")
     return best is not None and snapshot.get("name") == best
 
 
-def story(snapshots: dict[str, Any]) -> str:
+def story(snapshots: Summary) -> str:
     """What training longer did, in one sentence."""
     every = snapshots["snapshots"]
     unique = [one["summary"].get("unique") for one in every]
@@ -351,7 +344,7 @@ def story(snapshots: dict[str, Any]) -> str:
     )
 
 
-def terminal_table(summary: dict[str, Any]) -> RichTable:
+def terminal_table(summary: Summary) -> RichTable:
     """The headline figures that are known, each with its sentence, and the notes."""
     shown = [
         Row(
@@ -372,7 +365,7 @@ def terminal_table(summary: dict[str, Any]) -> RichTable:
     return Table(columns=columns, rows=[*shown, *notes]).printed()
 
 
-def snapshots_table(snapshots: dict[str, Any]) -> RichTable:
+def snapshots_table(snapshots: Summary) -> RichTable:
     """One line per snapshot, the best validation perplexity marked."""
     table = snapshot_figures(snapshots)
     # A column nobody can fill (ε_l without a public model, validation without held-out text) goes.
@@ -389,7 +382,7 @@ def snapshots_table(snapshots: dict[str, Any]) -> RichTable:
     return Table(columns=columns, rows=marked, heading_style="dim").printed()
 
 
-def snapshot_figures(snapshots: dict[str, Any]) -> Table:
+def snapshot_figures(snapshots: Summary) -> Table:
     """The figures of each snapshot; the row of the best validation perplexity is called so."""
     rows = [
         plain_row(

@@ -11,8 +11,17 @@ from markupsafe import Markup
 
 from tightlip.core.figures import count, number
 from tightlip.report.kit.plots import Axis, Labels, Plot, along, draw_line, linear_axis, short
-from tightlip.report.kit.table import Column, Table, plain_row
-from tightlip.report.kit.words import NONE, Figure, p_words, points_words, range_words, share_words
+from tightlip.report.kit.table import (
+    NONE,
+    Column,
+    Figure,
+    Table,
+    p_words,
+    plain_row,
+    points_words,
+    range_words,
+    share_words,
+)
 from tightlip.report.vectors.words import (
     ATTACKER_NAMES,
     Result,
@@ -106,9 +115,7 @@ def _curve(group: list[RunColumn], bare: list[RunColumn], varies: str, label: st
         _series(plot, axis, list(zip(shares, group, strict=True)), kind, name, get)
         for share, column in zip(beyond, bare, strict=True):
             _series(plot, axis, [(share, column)], kind, name, get)
-    ticks = [
-        (share, short(float(f"{value:.3g}"))) for share, value in zip(shares, values, strict=True)
-    ]
+    ticks = [(share, short(float(f"{at:.3g}"))) for share, at in zip(shares, values, strict=True)]
     called = {"none": "no noise", "adversarial": "advers."}
     bare_names = [called.get(column.first["method"], "bare") for column in bare]
     names = list(zip(beyond, bare_names, strict=True))
@@ -138,7 +145,7 @@ def _series(
 
 
 def _tip(run: str, result: Result, name: str, figure: Figure) -> str:
-    ends = f" ({words})" if (words := range_words(figure)) else ""
+    ends = f" ({ends})" if (ends := range_words(figure)) else ""
     return f"{run} ({setting_words(result)}), {name}: {share_words(figure)}{ends}"
 
 
@@ -154,9 +161,7 @@ def _whisker(plot: Plot, x: float, axis: Axis, figure: Figure, kind: str) -> Non
 
 def tradeoff(columns: Sequence[RunColumn]) -> Markup | None:
     """Utility against privacy, a mark for each run: up and to the right is better."""
-    points = [
-        (column, column.figure(SERIES[0][2]), column.figure(SERIES[1][2])) for column in columns
-    ]
+    points = [(one, one.figure(SERIES[0][2]), one.figure(SERIES[1][2])) for one in columns]
     known = [(c, main, privacy) for c, main, privacy in points if main and privacy]
     if len(known) < 2:
         return None
@@ -384,7 +389,7 @@ def _names(result: Result) -> Table | None:
     rows = []
     for place, share in enumerate(entities["shares"]):
         areas = [entities["each"][who][place]["auc"]["value"] for who in ("strongest", "bare")]
-        words = [NONE if area is None else number(area) for area in areas]
-        rows.append(plain_row(f"name {place + 1}", share_words({"value": share}), *words))
+        shown = [NONE if area is None else number(area) for area in areas]
+        rows.append(plain_row(f"name {place + 1}", share_words({"value": share}), *shown))
     headings = ("Name, most frequent first", "in test texts", "AUC, one vector", "AUC, bare")
     return Table(columns=[*map(Column, headings)], rows=rows)

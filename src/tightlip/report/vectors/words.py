@@ -13,10 +13,14 @@ from typing import Any
 from rich.table import Table as RichTable
 
 from tightlip.core.figures import count, number, rounded_up
-from tightlip.report.kit.table import NAMES, Cell, Column, Row, Table
-from tightlip.report.kit.words import (
+from tightlip.report.kit.table import (
+    NAMES,
     NONE,
+    Cell,
+    Column,
     Figure,
+    Row,
+    Table,
     at,
     joined,
     p_words,

@@ -71,11 +71,9 @@ def doubts(info: dict[str, Any], spread: Spread) -> Iterator[str]:
             "of the corpus is rarer than the public corpus: take one of a more similar kind, or another model."
         )
     if spread.at_least > 0.5:
-        why = (
-            "Most of the corpus is more ordinary than the public corpus, or the model has seen it."
-            if info["is_sound"]
-            else "A few documents of enormous perplexity take up the whole range."
-        )
+        why = "A few documents of enormous perplexity take up the whole range."
+        if info["is_sound"]:
+            why = "Most of the corpus is more ordinary than the public corpus, or the model has seen it."
         yield f"{percent(spread.at_least)} of the documents have the least weight. {why}"
     if info["estimator"] == "frequency estimate":
         yield (

@@ -16,11 +16,11 @@ from tightlip.core.run_folder import CHECKPOINT, LEDGER, METRICS, SNAPSHOTS
 from tightlip.core.settings import names_in, setting
 from tightlip.privacy.accounting import MOST_DOCUMENTS_PER_OWNER
 from tightlip.privacy.ledger import read_ledger
-from tightlip.privacy.noisy_loss import NoisyLoss
-from tightlip.privacy.owners import PER_OWNER
 from tightlip.privacy.passes import Way
 from tightlip.privacy.plans import PrivacySpec, Terms
 from tightlip.privacy.private_training import PrivateTraining
+from tightlip.privacy.sampling import PER_OWNER
+from tightlip.privacy.selection import NoisyLoss
 from tightlip.privacy.sources import sampled_units
 from tightlip.training.batches import Rows, TokenRows
 from tightlip.training.config import BUILT_IN_MODELS, MitigationConfig, TrainConfig
@@ -28,8 +28,8 @@ from tightlip.training.lora import check_rows_stay_alone
 from tightlip.training.losses import is_ours, is_recurrent, losses_by_unit
 from tightlip.training.mitigations import CorpusFacts, RunContext
 from tightlip.training.plan import Plan
-from tightlip.training.planting import CHECK_KINDS
 from tightlip.training.promises import say_what_is_unknown, terms_of
+from tightlip.training.recipe import CHECK_KINDS
 from tightlip.training.together import has_split_weights
 
 # Noise beside signal, as `noise_to_signal` has it, that is warned of. New models: on the bundled
@@ -98,9 +98,7 @@ class DPConfig(MitigationConfig):
     allow_loose_delta: bool = setting(False, "A delta above 1 / units.", flag="--allow-loose-delta")
     insecure_seed: int | None = setting(None, "Known noise, for tests only: it protects nobody.")
     adam_correction: float | None = setting(
-        None,
-        "Take the noise out of Adam's second moment, down to this floor, such as 1.",
-        above=0,
+        None, "Take the noise out of Adam's second moment, down to this floor, such as 1.", above=0
     )
     noisy_validation: float | None = setting(
         None,
