@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from hashlib import sha256
 from itertools import islice
+from operator import is_
 from typing import Any
 
 import torch
@@ -244,22 +245,26 @@ class Untouched:
 
     def __init__(self, model: nn.Module) -> None:
         self._model, self._shards = model, shards_of(model)
+        self._held: list[Tensor] = []  # at all places, and what is there by its name
+        self._named: tuple[dict[str, Tensor], dict[str, nn.Parameter]] = {}, {}
         # What is written into and put back, as some adapters do: compared by value every time. All
         # else is so at the first pass, and after it by torch's count of changes.
         self._put_back: set[str] | None = None
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
-        before = self._state()
-        refuse_hooks((name, tensor) for name, (tensor, _) in before.items())
+        before, parameters = self._state()
+        refuse_hooks(before.items())
+        versions = [each._version for each in before.values()]
         copied = before if self._put_back is None else self._put_back
-        copies = {name: local(before[name][0]).detach().to("cpu", copy=True) for name in copied}
-        gradients = self._gradients()
+        copies = {name: local(before[name]).detach().to("cpu", copy=True) for name in copied}
+        gradients = _gradients(parameters)
         yield
-        after, changed = self._state(), set[str]()
-        for name, (tensor, version) in before.items():
-            now, now_version = after.get(name, (None, -1))
-            if now is tensor and now_version == version and self._put_back is not None:
+        (after, now_parameters), changed = self._state(), set[str]()
+        for (name, tensor), version in zip(before.items(), versions, strict=True):
+            now = after.get(name)
+            is_as_it_was = tensor._version == version and now is tensor
+            if is_as_it_was and self._put_back is not None:
                 continue
             old = copies.get(name, None if now is tensor else tensor)
             if now is None or old is None or not _same(local(now).detach().to(old.device), old):
@@ -267,10 +272,10 @@ class Untouched:
                     f"A pass over text changes {name} itself, as an embedding's max_norm does, or a layer that keeps averages: "
                     "nothing would clip that, and no noise hides it. Switch it off."
                 )
-            if now is not tensor or now_version != version:
+            if not is_as_it_was:
                 changed.add(name)
         self._put_back = changed if self._put_back is None else self._put_back
-        for name, gradient in self._gradients().items():
+        for name, gradient in _gradients(now_parameters).items():
             if gradient != gradients[name]:
                 raise GuaranteeError(
                     f"A pass put a gradient of {name} in place, neither clipped nor noisy, as a wrapper does that adds up gradients of "
@@ -291,15 +296,35 @@ class Untouched:
                     digest.update(raw.numpy())
         return digest.hexdigest()
 
-    def _gradients(self) -> dict[str, tuple[int, int]]:
-        grads = {name: each.grad for name, each in self._model.named_parameters()}
-        return {
-            name: (0, 0) if each is None else (id(each), each._version)
-            for name, each in grads.items()
-        }
-
-    def _state(self) -> dict[str, tuple[Tensor, int]]:
+    def _state(self) -> tuple[dict[str, Tensor], dict[str, nn.Parameter]]:
+        """Parameters and buffers by name, and parameters alone. Names are made anew only where other
+        tensors are held than the last time: torch takes as long for them as for a small pass."""
         for part in self._shards:  # some of which a pass may leave gathered
             part.reshard()
-        every = {**dict(self._model.named_parameters()), **dict(self._model.named_buffers())}
-        return {name: (each, each._version) for name, each in every.items()}
+        held = _held_by(self._model)
+        if len(held) != len(self._held) or not all(map(is_, held, self._held)):
+            parameters = dict(self._model.named_parameters())
+            self._held = held
+            self._named = {**parameters, **dict(self._model.named_buffers())}, parameters
+        return self._named
+
+
+def _held_by(model: nn.Module) -> list[Any]:
+    """What every module of a model holds, in an order that follows from the modules."""
+    held: list[Any] = []
+    modules, seen = [model], {id(model)}
+    for module in modules:  # which grows
+        held += module._parameters.values()
+        held += module._buffers.values()
+        for part in module._modules.values():
+            if part is not None and id(part) not in seen:
+                seen.add(id(part))
+                modules.append(part)
+    return held
+
+
+def _gradients(parameters: dict[str, nn.Parameter]) -> dict[str, tuple[int, int]]:
+    grads = {name: each.grad for name, each in parameters.items()}
+    return {
+        name: (0, 0) if each is None else (id(each), each._version) for name, each in grads.items()
+    }

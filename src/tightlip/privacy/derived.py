@@ -144,13 +144,15 @@ def _replaced(value: Any, known: dict[int, Derived]) -> Any:
     return known[id(value)].made if id(value) in known else value
 
 
-def every_tensor(args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[Tensor]:
+def every_tensor(args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
     """The tensors given to a function, those in lists included."""
-    for value in (*args, *kwargs.values()):
-        if isinstance(value, list | tuple):
-            yield from every_tensor(value, {})
-        elif isinstance(value, Tensor):
-            yield value
+    found: list[Tensor] = []
+    for value in (*args, *kwargs.values()) if kwargs else args:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            found += every_tensor(value, {})
+    return found
 
 
 class Wire(torch.autograd.Function):

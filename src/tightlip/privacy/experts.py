@@ -53,14 +53,15 @@ def current_watch(like: Tensor) -> Any:
     return handle_torch_function(current_watch, (like,), like)
 
 
+def experts_in(model: nn.Module) -> list[nn.Module]:
+    """The mixtures of experts in a model, as transformers writes them."""
+    return [module for module in model.modules() if all(hasattr(module, told) for told in _TOLD)]
+
+
 @contextmanager
-def rows_apart(model: nn.Module) -> Iterator[None]:
-    """Experts, as transformers writes them, send each row's tokens about by themselves."""
-    changed = [
-        (module, vars(module).get("forward"))
-        for module in model.modules()
-        if all(hasattr(module, told) for told in _TOLD)
-    ]
+def rows_apart(experts: list[nn.Module]) -> Iterator[None]:
+    """Let these experts send each row's tokens about by themselves."""
+    changed = [(module, vars(module).get("forward")) for module in experts]
     try:
         for module, _ in changed:
             module.forward = partial(_by_row, module)

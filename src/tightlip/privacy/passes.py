@@ -30,7 +30,7 @@ from tightlip.privacy.clipping import (
     unit_by_unit,
     watched_pass,
 )
-from tightlip.privacy.experts import rows_apart
+from tightlip.privacy.experts import experts_in, rows_apart
 from tightlip.privacy.layers import Layout, Use, Whole, wide
 from tightlip.privacy.rounding import Scaled, full_precision
 from tightlip.privacy.row_losses import NO_LABEL, token_weights
@@ -114,7 +114,7 @@ class Passes:
         self.model, self.clip, self.way, self.bf16 = model, clip, way, bf16
         # Wiping would copy every layer's numbers at each replay, for what hardly ever happens.
         self._prepared = None if clip is None else replace(clip, wipes=False)
-        self.parameters = whole_parameters(model)
+        self.parameters, self._experts = whole_parameters(model), experts_in(model)
         # How weights are moved while something is asked of them.
         self.draws: Random = SystemRandom()
         self._ready: dict[Any, Callable[[Physical], ClippedGradients]] = {}
@@ -189,7 +189,7 @@ class Passes:
         look: bool = True,
     ) -> tuple[Watch, Tensor]:
         """One pass as it is, nothing summed up yet: every use of every parameter, and each row's loss."""
-        with self._precision(), rows_apart(self.model):
+        with self._precision(), rows_apart(self._experts):
             return watched_pass(
                 self.parameters,
                 lambda: logits_of(self.model, ids_BT, mask_BT),
@@ -268,7 +268,7 @@ class Passes:
                 for name, each in zip(names, weights, strict=True)
             }
             swapped = {**own, **dict(zip(others, kept, strict=True))}
-            with self._precision(), rows_apart(self.model):
+            with self._precision(), rows_apart(self._experts):
                 watch, losses_B = watched_pass(
                     own,  # type: ignore[arg-type]
                     lambda: _swapped_logits(self.model, swapped, ids),

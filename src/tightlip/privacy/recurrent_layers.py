@@ -49,9 +49,13 @@ class LSTMLayer(torch.autograd.Function):
         steps = _steps(gates_TBG)
         slopes = steps.lstm_slopes(gates_TBG, cells)
         dc = c_BH.to(cells.dtype, copy=True).contiguous()
-        for t in reversed(range(len(gates_TBG))):
-            steps.lstm_back(slopes, t, dh, dc, back_TBG[t])
-            dh = torch.addmm(outputs_TBH[t - 1], back_TBG[t], own_GH) if t else back_TBG[t] @ own_GH
+        with (
+            torch._C.DisableTorchFunction()
+        ):  # the watch would look at each of the steps' operations
+            for t in reversed(range(len(gates_TBG))):
+                back_BG = back_TBG[t]
+                steps.lstm_back(slopes, t, dh, dc, back_BG)
+                dh = torch.addmm(outputs_TBH[t - 1], back_BG, own_GH) if t else back_BG @ own_GH
         left_BTG = back_TBG.transpose(0, 1).contiguous()
         _note(context, left_BTG, left_BTG, right_BTE, hidden)
         back = _to_input(context, left_BTG, own_GE)
@@ -94,12 +98,13 @@ class GRULayer(torch.autograd.Function):
         steps = _steps(gates_TBG)
         slopes = steps.gru_slopes(gates_TBG, news_TBH, hidden)
         rooms = torch.zeros(2, *dh.shape, dtype=dh.dtype, device=dh.device)
-        for t in reversed(range(len(gates_TBG))):
-            kept = rooms[t % 2]  # what reaches the state before past all gates
-            steps.gru_back(slopes, t, dh, back_TBG[t], back_hidden_TBG[t], kept)
-            if t:
-                kept += outputs_TBH[t - 1]
-            dh = kept.addmm_(back_hidden_TBG[t], own_GH)
+        with torch._C.DisableTorchFunction():
+            for t in reversed(range(len(gates_TBG))):
+                kept = rooms[t % 2]  # what reaches the state before past all gates
+                steps.gru_back(slopes, t, dh, back_TBG[t], back_hidden_TBG[t], kept)
+                if t:
+                    kept += outputs_TBH[t - 1]
+                dh = kept.addmm_(back_hidden_TBG[t], own_GH)
         left_BTG = back_TBG.transpose(0, 1).contiguous()
         left_hidden_BTG = back_hidden_TBG.transpose(0, 1).contiguous()
         _note(context, left_BTG, left_hidden_BTG, right_BTE, hidden)

@@ -222,10 +222,9 @@ class Watch(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is current_watch:
             return self
-        meets = args[:1] if func in ONLY_KIND else args
-        watched = filter(self.is_watched, every_tensor(meets, kwargs))
-        named = [self.names[id(each)] for each in watched]
-        if func is torch.eye or self._are_rowless(meets, kwargs):
+        met = every_tensor(args[:1] if func in ONLY_KIND else args, kwargs)
+        named = [self.names[id(each)] for each in met if id(each) in self.names]
+        if func is torch.eye or self._are_rowless(met):
             return self._rowless(func, args, kwargs, named)
         if func in IN_PLACE:
             self.rowless.pop(id(args[0]), None)
@@ -238,7 +237,7 @@ class Watch(TorchFunctionMode):
         if func in RULES:
             return RULES[func](self, named[0], *args, **kwargs)
         result = func(*args, **kwargs)
-        if any(True for _ in every_tensor((result,), {})):
+        if every_tensor((result,), {}):
             raise NoRule(named[0], f"used by {getattr(func, '__name__', func)}")
         return result  # a shape, a dtype: nothing that a gradient flows through
 
@@ -341,19 +340,21 @@ class Watch(TorchFunctionMode):
             name, f"it meets a tensor of shape {tuple(values.shape)} for {self.num_rows} rows"
         )
 
-    def _are_rowless(self, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    def _are_rowless(self, tensors: list[Tensor]) -> bool:
         """Whether these are parameters, or made of them alone, and not just numbers."""
         some = False
-        for each in every_tensor(args, kwargs):
+        for each in tensors:
             if not self._hangs_on_no_row(each):
                 return False
             some = some or each.ndim > 0 or self.is_watched(each)
         return some
 
     def _hangs_on_no_row(self, value: Tensor) -> bool:
-        if self.is_watched(value) or id(value) in self.rowless:
+        if id(value) in self.names or id(value) in self.rowless:
             return True
-        return isinstance(value, nn.Parameter) or not (value.ndim or value.requires_grad)
+        # Of a plain tensor torch's parameters would be asked in Python, at each operation.
+        is_parameter = type(value) is not Tensor and isinstance(value, nn.Parameter)
+        return is_parameter or not (value.ndim or value.requires_grad)
 
     def _rowless(
         self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], named: list[str]
