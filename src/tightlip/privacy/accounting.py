@@ -12,14 +12,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache, reduce
-from typing import Any, Literal, NamedTuple
-
-import dp_accounting
-from dp_accounting.gaussian_mechanism import get_epsilon_gaussian
-from dp_accounting.pld import privacy_loss_distribution as pld
-from dp_accounting.rdp import RdpAccountant
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from tightlip.core.errors import UsageError
+
+if TYPE_CHECKING:
+    from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution
 
 # "published" is the ε that papers print: the Gaussian-DP central limit. It can understate; never
 # promise it.
@@ -214,7 +212,7 @@ def epsilon_of(spend: Spend, accountant: Accountant, coarser: float = 1.0) -> fl
     if accountant != "pld" and spend.draws_several():
         return math.inf  # nobody has worked these out for a mixture
     if accountant == "published":
-        return float(get_epsilon_gaussian(1 / _published_mu(spend), spend.delta))
+        return _gaussian_epsilon(1 / _published_mu(spend), spend.delta)
     if accountant == "rdp":
         return _rdp_epsilon(spend)
     by_pld = _pld_epsilon(spend, coarser)
@@ -222,10 +220,17 @@ def epsilon_of(spend: Spend, accountant: Accountant, coarser: float = 1.0) -> fl
     return min(by_pld, _rdp_epsilon(spend)) if is_loose else by_pld
 
 
+def _gaussian_epsilon(sigma: float, delta: float) -> float:
+    # Imported when asked for, with scipy's statistics: plain training needs no accountant.
+    from dp_accounting.gaussian_mechanism import get_epsilon_gaussian
+
+    return float(get_epsilon_gaussian(sigma, delta))
+
+
 def _pld_epsilon(spend: Spend, coarser: float) -> float:
     if not (sampled := spend.sampled()):
         # One Gaussian: the loss distribution is normal and ε known exactly (Balle and Wang 2018).
-        return float(get_epsilon_gaussian(1 / spend.whole(), spend.delta))
+        return _gaussian_epsilon(1 / spend.whole(), spend.delta)
     return _sampled_epsilon(tuple(sampled), spend.whole(), _interval(spend, coarser), spend.delta)
 
 
@@ -241,7 +246,9 @@ def _sampled_epsilon(
 
 
 @lru_cache(maxsize=8)
-def _one_step(step: _Sampled, interval: float) -> pld.PrivacyLossDistribution:
+def _one_step(step: _Sampled, interval: float) -> "PrivacyLossDistribution":
+    from dp_accounting.pld import privacy_loss_distribution as pld
+
     if step.most > 1:
         return pld.from_mixture_gaussian_mechanism(
             *(step.sigma, range(step.most + 1), step.law()), value_discretization_interval=interval
@@ -300,6 +307,9 @@ def _rdp_epsilon(spend: Spend) -> float:
 def _sampled_rdp_epsilon(
     sampled: tuple[tuple[_Sampled, int], ...], whole: float, delta: float
 ) -> float:
+    import dp_accounting
+    from dp_accounting.rdp import RdpAccountant
+
     # It warns of each order it leaves out; without one the bound is looser, never wrong.
     logging.getLogger("absl").setLevel(logging.ERROR)
     accountant = RdpAccountant()
