@@ -7,9 +7,10 @@ import typer
 
 import tightlip
 from tightlip.audit.settings import LeakageConfig, ResamplingSettings, SyntheticConfig
-from tightlip.cli import print_lines
+from tightlip.cli import print_estimate, print_lines, since_start
 from tightlip.cli.flags import (
     Corpus,
+    DryRun,
     KeptScan,
     Model,
     existing,
@@ -45,6 +46,7 @@ def audit(
     *,
     given: dict[str, Any],
     engine: Annotated[str, typer.Option(help="Where the counting runs.")] = "local",
+    dry_run: DryRun = False,
 ) -> None:
     """Audit, print the headline figures, and judge them."""
     from tightlip.audit.leakage.summary import known_figures
@@ -55,6 +57,12 @@ def audit(
     if out is None and not is_run(Path(model)):
         raise UsageError("Where should the report go? Give --out DIR.")
     folder = out or Path(model) / "audit"
+    if dry_run:
+        estimate, start_up = tightlip.estimate_audit, since_start()
+        with shown_progress():
+            expected = estimate(model, corpus, out=folder, engine=engine, **given)
+        print_estimate(expected, start_up, as_json=gate.settings.json)
+        return
     with shown_progress(), logged_to(folder / "log.txt"):
         report = tightlip.audit(model, corpus, out=folder, engine=engine, **given)
     record = report.summary if (all_ := _snapshots(report)) is None else all_

@@ -182,7 +182,7 @@ class Corpus:
         pending: list[dict[str, Any]] = []
         num_bytes, columns = 0, set[str]()
         for row in self._usable(self._checked):
-            size = _size(row)
+            size = row_size(row)
             columns.update(row)
             if len(columns) > MAX_COLUMNS:
                 raise UsageError(
@@ -464,7 +464,7 @@ def _text(value: Any, column: str, where: str) -> str | Fault:
     )
 
 
-def _size(row: dict[str, Any]) -> int:
+def row_size(row: dict[str, Any]) -> int:
     """Characters in all strings of a row, however deep, and one for everything else."""
     size, waiting = 0, list(row.values())
     while waiting:
