@@ -1,6 +1,7 @@
 """What a training run would take: some of its own steps in a temporary folder, thrown away."""
 
 import os
+import shutil
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from tightlip.core.checksums import LIST
 from tightlip.core.errors import UsageError
 from tightlip.core.estimates import Estimate, free_disk, most_gpu_memory, most_memory, size_of
 from tightlip.core.processes import Processes
@@ -113,7 +115,10 @@ def _set_aside(corpus: Any, folder: Path) -> Any:
         linked = folder / "prepared"
         linked.mkdir()
         for path in Path(corpus).resolve().iterdir():
-            (linked / path.name).symlink_to(path)
+            if path.suffix in (".json", Path(LIST).suffix):  # what may be written anew
+                shutil.copyfile(path, linked / path.name)
+            else:
+                (linked / path.name).symlink_to(path)
         return linked
     path = Path(corpus)
     if (size_of(path) if path.is_dir() else path.stat().st_size) > MOST_PREPARED:
