@@ -517,3 +517,35 @@ def test_what_cannot_be_loaded_is_refused_before_anything_is_scanned(run):
     (run / "model/model.safetensors").write_bytes(b"half")
     with pytest.raises(UsageError, match="not a whole safetensors file"):
         open_model(run / "model", ScanOptions(device="cpu"))
+
+
+def test_a_shard_that_cannot_be_written_is_told_and_those_before_it_stay(tmp_path, monkeypatch):
+    plain = store_module._write_shard
+
+    def full_at_the_third(path, key, number, tokens, columns):
+        if number == 2:
+            raise OSError("No space left on device")
+        plain(path, key, number, tokens, columns)
+
+    monkeypatch.setattr(store_module, "_write_shard", full_at_the_third)
+    corpus, watched = corpus_of(20), Watched()
+    with pytest.raises(OSError, match="No space left"):
+        scan(ScanStore(tmp_path), corpus, watched)
+    assert sorted(path.name for path in tmp_path.glob("*/*.npz")) == ["000000.npz", "000001.npz"]
+    monkeypatch.undo()
+    monkeypatch.setattr(store_module, "SHARD_TOKENS", 10)
+    again = Watched()
+    scan(ScanStore(tmp_path), corpus, again)
+    assert again.scanned == [
+        (int(corpus.bounds[first]), int(corpus.bounds[end]))
+        for first, end in list(zip(*[store_module.shard_edges(corpus.bounds)[k:] for k in (0, 1)], strict=False))[2:]
+    ]  # fmt: skip
+
+
+def test_the_last_shard_that_cannot_be_written_is_told_too(tmp_path, monkeypatch):
+    def full(*shard):
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(store_module, "_write_shard", full)
+    with pytest.raises(OSError, match="No space left"):
+        scan(ScanStore(tmp_path), corpus_of(2), Watched())

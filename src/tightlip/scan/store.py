@@ -15,6 +15,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -125,7 +126,7 @@ class ScanStore:
         ]
         edges, files = shard_edges(corpus.bounds), []
         scan: ScanFunction | None = None
-        with task(description, corpus.num_tokens) as bar:
+        with task(description, corpus.num_tokens) as bar, _writing_behind() as write:
             for number, (first, end) in enumerate(pairwise(edges)):
                 bounds = corpus.bounds[first : end + 1]
                 tokens = corpus.tokens[bounds[0] : bounds[-1]]
@@ -135,10 +136,27 @@ class ScanStore:
                     scan = scan or open_scan()
                     path = own / f"{number:06d}.npz"
                     columns = zip(scorer.columns, scan(corpus.tokens, bounds), strict=True)
-                    _write_shard(path, whole_key, number, tokens, dict(columns))
+                    write(path, whole_key, number, tokens, dict(columns))
                 files.append(path)
                 bar.advance(float(len(tokens)))
         return ScannedCorpus(corpus=corpus, files=files, edges=edges, scorer=scorer)
+
+
+@contextmanager
+def _writing_behind() -> Iterator[Callable[..., None]]:
+    """Write each shard while the next is scanned, one at a time and in order; what goes wrong is
+    raised at the next one, or at the end. All are on the disk when this ends."""
+    waiting: list[Future[None]] = []
+
+    def write(*shard: Any) -> None:
+        if waiting:
+            waiting.pop().result()
+        waiting.append(writer.submit(_write_shard, *shard))
+
+    with ThreadPoolExecutor(1) as writer:
+        yield write
+        if waiting:
+            waiting.pop().result()
 
 
 @contextmanager
