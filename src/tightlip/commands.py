@@ -12,7 +12,6 @@ from tightlip.audit.leakage.summary import LeakageReport
 from tightlip.audit.measures import MEASURES
 from tightlip.audit.settings import (
     ExtractionConfig,
-    LeakageConfig,
     Matching,
     ResamplingSettings,
     SyntheticConfig,
@@ -32,7 +31,6 @@ if TYPE_CHECKING:
     from tightlip.audit.compared import Row
     from tightlip.audit.extraction.report import ExtractionReport
     from tightlip.audit.synthetic.audit import TextReport
-    from tightlip.core.estimates import Estimate
     from tightlip.vectors.attack_runs import AttackReport
 
 CSV, JSON, PAGE = "comparison.csv", "comparison.json", "comparison.html"
@@ -53,31 +51,6 @@ def audit(model: Any, corpus: Any = None, **settings: Any) -> LeakageReport:
         write_page("leakage", folder / REPORT_PAGE, folder=folder)
 
     return audit_model(model, corpus, **settings, retrain=retrain, write_page=write_report)
-
-
-@takes(LeakageConfig, ScanOptions, TextSettings)
-def estimate_audit(
-    model: Any,
-    corpus: Any = None,
-    *,
-    out: str | Path | None = None,
-    tokenizer: Any = None,
-    public_model: Any = None,
-    validation: Any = None,
-    snapshots: bool = False,
-    engine: str = "local",
-    keep_scan: bool = True,
-    **settings: Any,
-) -> "Estimate":
-    """What `tightlip.audit` would take with the same arguments: seconds, memory and disk.
-
-    Nothing is written to `out`.
-    """
-    given = locals() | settings
-    del given["settings"]
-    from tightlip.audit.leakage.dry_run import estimate
-
-    return estimate(**given, audit=audit)
 
 
 @takes(ExtractionConfig, Decoding, ScanOptions, TextSettings)
