@@ -150,7 +150,8 @@ def estimate(
         bar.advance()
         small = tried(RATE_CHARACTERS)
         bar.advance()
-        rate = small.num_characters / sum(small.stages.values())
+        took = sum(seconds for name, seconds in small.stages.items() if name != REST)
+        rate = small.num_characters / max(took, 1e-3)
         last = tried(min(MOST_CHARACTERS, max(2 * RATE_CHARACTERS, ENOUGH_SECONDS * rate)))
     factor = text.num_characters / last.num_characters
     num_tokens = (
