@@ -228,6 +228,7 @@ def made_from_inputs(words: list[str], inputs: Path, place: Path) -> bool:
     """Whether the command makes a new folder of nothing but what every page starts from."""
     makes = words[0] in ("prepare", "train") or words[:2] == ["represent", "train"]
     there = [word for word in words if (place / word).exists()]
+    makes = makes and "--dry-run" not in words
     return makes and all((inputs / word).exists() for word in there)
 
 

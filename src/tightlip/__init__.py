@@ -20,6 +20,8 @@ _CALLS = {
     "weigh": "tightlip.commands",
     "train": "tightlip.training.run",
     "compare": "tightlip.commands",
+    "estimate_audit": "tightlip.audit",
+    "estimate_train": "tightlip.training.dry_run",
     "extract": "tightlip.commands",
     "ledger": "tightlip.privacy.composition",
     "plant_canaries": "tightlip.corpus.canaries",

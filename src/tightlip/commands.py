@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import tightlip
-from tightlip.audit.compared import Row
 from tightlip.audit.leakage.findings import WORK
 from tightlip.audit.leakage.summary import LeakageReport
 from tightlip.audit.measures import MEASURES
@@ -26,6 +25,7 @@ from tightlip.scan.store import SCAN
 from tightlip.vectors.settings import AttackSettings, EncodingOptions
 
 if TYPE_CHECKING:
+    from tightlip.audit.compared import Row
     from tightlip.audit.extraction.report import ExtractionReport
     from tightlip.audit.synthetic.audit import TextReport
     from tightlip.vectors.attack_runs import AttackReport
@@ -138,7 +138,7 @@ class Comparison:
     """Runs side by side: `rows` as in comparison.json, and the folder with the files."""
 
     folder: Path
-    rows: list[Row]
+    rows: "list[Row]"
     matching: Matching
     notes: tuple[str, ...] = ()
 

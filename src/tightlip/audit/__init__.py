@@ -15,6 +15,7 @@ from tightlip.scan.options import ScanOptions
 
 if TYPE_CHECKING:
     from tightlip.audit.leakage.summary import LeakageReport
+    from tightlip.core.estimates import Estimate
 
 
 @takes(LeakageConfig, ScanOptions, TextSettings, EngineSettings, sends=True)
@@ -47,6 +48,30 @@ def audit(
     from tightlip.commands import audit
 
     return audit(**given)
+
+
+@takes(LeakageConfig, ScanOptions, TextSettings, EngineSettings)
+def estimate_audit(
+    model: Any,
+    corpus: Any = None,
+    *,
+    out: str | Path | None = None,
+    tokenizer: Any = None,
+    public_model: Any = None,
+    validation: Any = None,
+    snapshots: bool = False,
+    keep_scan: bool = True,
+    **settings: Any,
+) -> "Estimate":
+    """What `tightlip.audit` would take with the same arguments: seconds, memory and disk.
+
+    Some rows of the corpus are audited in a temporary folder; nothing is written to `out`.
+    """
+    given = locals() | settings
+    del given["settings"]
+    from tightlip.audit.leakage.dry_run import estimate
+
+    return estimate(**given, audit=audit)
 
 
 # A function and a package cannot share a name otherwise: importing the package hides the function.

@@ -4,7 +4,9 @@ Nothing heavy is imported before a command runs.
 """
 
 import json
+import time
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,8 @@ from rich.text import Text
 
 from tightlip.core.progress import terminal
 from tightlip.core.stores import shown
+
+_BEGAN = time.perf_counter()
 
 
 def print_json(record: dict[str, Any]) -> None:
@@ -22,6 +26,17 @@ def print_lines(lines: Iterable[Any], console: Any = None) -> None:
     """Tables, and sentences that the terminal may break."""
     for line in lines:
         (console or terminal()).print(line, soft_wrap=isinstance(line, str))
+
+
+def since_start() -> float:
+    """Seconds that this command has taken so far, most of them for imports."""
+    return time.perf_counter() - _BEGAN
+
+
+def print_estimate(expected: Any, start_up: float, *, as_json: bool) -> None:
+    """What --dry-run found, and what any command takes before it begins."""
+    expected = replace(expected, stages={"Start-up": start_up, **expected.stages})
+    print_json(expected.record()) if as_json else print_lines(expected.lines())
 
 
 def say(line: str) -> None:

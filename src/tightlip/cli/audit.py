@@ -7,9 +7,10 @@ import typer
 
 import tightlip
 from tightlip.audit.settings import LeakageConfig, ResamplingSettings, SyntheticConfig
-from tightlip.cli import print_lines
+from tightlip.cli import print_estimate, print_lines, since_start
 from tightlip.cli.flags import (
     Corpus,
+    DryRun,
     KeptScan,
     Model,
     existing,
@@ -46,6 +47,7 @@ def audit(
     ] = None,
     *,
     given: dict[str, Any],
+    dry_run: DryRun = False,
 ) -> None:
     """Audit, print the headline figures, and judge them."""
     from tightlip.audit.leakage.summary import known_figures
@@ -56,6 +58,12 @@ def audit(
     if out is None and not is_run(Path(model)):
         raise UsageError("Where should the report go? Give --out DIR.")
     folder = out or Path(model) / "audit"
+    if dry_run:
+        estimate, start_up = tightlip.estimate_audit, since_start()
+        with shown_progress():
+            expected = estimate(model, corpus, out=folder, **given)
+        print_estimate(expected, start_up, as_json=gate.settings.json)
+        return
     with shown_progress(), logged_to(folder / "log.txt"):
         report = tightlip.audit(model, corpus, out=folder, **given)
     record = report.summary if (all_ := _snapshots(report)) is None else all_

@@ -79,6 +79,14 @@ Config = Annotated[
 Json = Annotated[
     bool, typer.Option("--json", help="Print the record as JSON, all of it.", metavar=NO_VALUE)
 ]
+DryRun = Annotated[
+    bool,
+    typer.Option(
+        "--dry-run",
+        help="Try a little of it and tell what it would take: time, memory, disk. Writes nothing.",
+        metavar=NO_VALUE,
+    ),
+]
 Keys = Annotated[
     list[Path] | None, existing(typer.Option, "KEY", "A key.json of canaries. May be given again.")
 ]

@@ -9,8 +9,11 @@ import typer
 from rich.console import Console
 
 import tightlip
+from tightlip.cli import print_estimate, since_start
 from tightlip.cli.flags import (
     Config,
+    DryRun,
+    Json,
     command_of,
     existing,
     is_first_process,
@@ -69,8 +72,12 @@ def train(
             show_default="none",
         ),
     ] = None,
+    dry_run: DryRun = False,
+    json: Json = False,
 ) -> None:
     """Train, from flags and a TOML file."""
+    if json and not dry_run:
+        raise UsageError("--json prints what --dry-run expects. Add --dry-run, or leave it out.")
     tables, given = _tables(config) if config else {}, parsed([TrainConfig], given)
     if mitigation is not None:
         given = {"mitigation": mitigation, **given}
@@ -78,14 +85,18 @@ def train(
     TrainConfig.from_tree(settings, str(config or ""))  # refused with the name of the file
     own = settings.pop(settings.get("mitigation", "none"), {})  # the file's table of its name
     with shown_progress() if is_first_process() else nullcontext():
-        run = tightlip.train(
+        call: Any = tightlip.estimate_train if dry_run else tightlip.train
+        start_up = since_start()
+        run = call(
             corpus,
             out,
             prepare=prepare or None,
             options=RunOptions.from_tree(options, str(config)),
             **settings | own,
         )
-    if is_first_process():
+    if dry_run:
+        print_estimate(run, start_up, as_json=json)
+    elif is_first_process():
         _show(run, terminal())
 
 

@@ -5,6 +5,7 @@ import os
 import re
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
@@ -83,6 +84,7 @@ class _Bar(Task):
 
 _shown: ContextVar[Any] = ContextVar("shown_progress", default=None)
 _inside: ContextVar[bool] = ContextVar("inside_a_task", default=False)
+_seconds: ContextVar[dict[str, float] | None] = ContextVar("seconds_of_tasks", default=None)
 
 
 @contextmanager
@@ -108,12 +110,23 @@ def shown_progress() -> Iterator[None]:
 @contextmanager
 def task(description: str, total: float | None) -> Iterator[Task]:
     """A bar named `description` that is full at `total`. Inside another task it goes when done."""
+    is_part, seconds, start = _inside.get(), _seconds.get(), time.perf_counter()
+    token = _inside.set(True)
+    try:
+        with _bar(description, total, is_part) as bar:
+            yield bar
+    finally:
+        _inside.reset(token)
+        if seconds is not None and not is_part:
+            seconds[description] = seconds.get(description, 0) + time.perf_counter() - start
+
+
+@contextmanager
+def _bar(description: str, total: float | None, is_part: bool) -> Iterator[Task]:
     progress = _shown.get()
     if progress is None:
         yield Task()
         return
-    is_part = _inside.get()
-    token = _inside.set(True)
     task_id = progress.add_task(("  " if is_part else "") + description, total=total, words="")
     bar = _Bar(progress, task_id)
     try:
@@ -123,9 +136,20 @@ def task(description: str, total: float | None) -> Iterator[Task]:
             progress.update(task_id, completed=full, total=full)
         progress.stop_task(task_id)
     finally:
-        _inside.reset(token)
         if is_part:
             progress.remove_task(task_id)
+
+
+@contextmanager
+def timed_tasks() -> Iterator[dict[str, float]]:
+    """Seconds of every task inside by its description; what runs inside another counts to that."""
+    seconds: dict[str, float] = {}
+    tokens = _seconds.set(seconds), _inside.set(False)
+    try:
+        yield seconds
+    finally:
+        _seconds.reset(tokens[0])
+        _inside.reset(tokens[1])
 
 
 @contextmanager

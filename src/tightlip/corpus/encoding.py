@@ -71,7 +71,7 @@ class Encoder:
         if not self._with_spans:
             return ids, None
         spans = [np.array(encoding.offsets, np.int32).reshape(-1, 2) for encoding in encodings]
-        return ids, [_without_leading_space(s, t) for s, t in zip(spans, texts, strict=True)]
+        return ids, _without_leading_spaces(spans, texts)
 
     def _encode_long(self, texts: list[str]) -> tuple[list[np.ndarray], list[np.ndarray] | None]:
         ids: list[list[np.ndarray]] = [[] for _ in texts]
@@ -86,21 +86,27 @@ class Encoder:
         return joined, [np.concatenate(parts) for parts in spans] if self._with_spans else None
 
 
-def _without_leading_space(spans: np.ndarray, text: str) -> np.ndarray:
-    """Spans that start at a token's first visible character.
+def _without_leading_spaces(spans: list[np.ndarray], texts: list[str]) -> list[np.ndarray]:
+    """Each text's spans, to start at a token's first visible character.
 
     Some tokenizers count the space before a word to it, some do not; only without it do the
     tokens of two tokenizers start at the same places. A token of nothing but space keeps it.
     """
-    letters = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)
+    if not texts:
+        return []
+    # All texts at once, end to end: of a sentence alone, the calls would cost more than the work.
+    letters = np.frombuffer("".join(texts).encode("utf-32-le", "surrogatepass"), np.uint32)
     spaces = np.isin(letters, _SPACES)
-    next_visible = np.full(len(letters) + 1, len(letters), np.int32)
+    next_visible = np.full(len(letters) + 1, len(letters), np.int64)
     visible = np.flatnonzero(~spaces)
     next_visible[:-1] = np.append(visible, len(letters))[np.cumsum(~spaces) - ~spaces]
-    starts = next_visible[spans[:, 0]]
-    inside = starts < spans[:, 1]
-    spans[inside, 0] = starts[inside]
-    return spans
+    sizes = [len(own) for own in spans]
+    begins = np.repeat(np.cumsum([0, *map(len, texts[:-1])]), sizes)[:, None]
+    joined = np.concatenate(spans) + begins
+    starts = next_visible[joined[:, 0]]
+    inside = starts < joined[:, 1]
+    joined[inside, 0] = starts[inside]
+    return np.split((joined - begins).astype(np.int32), np.cumsum(sizes[:-1]))
 
 
 def _groups(texts: list[str]) -> Iterator[list[tuple[int, int, str]]]:

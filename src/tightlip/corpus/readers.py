@@ -189,7 +189,7 @@ class Corpus:
         pending: list[dict[str, Any]] = []
         num_bytes, columns = 0, set[str]()
         for row in self._usable(self._checked):
-            size = _size(row)
+            size = row_size(row)
             columns.update(row)
             if len(columns) > MAX_COLUMNS:
                 raise UsageError(
@@ -369,7 +369,7 @@ def _read_ahead(part: Part, queue: Queue, over: Event) -> None:
         rows, size = list[tuple[int, Row]](), 0
         for number, row in part.rows():
             rows.append((number, row))
-            size += _size(row) if isinstance(row, dict) else 1
+            size += row_size(row) if isinstance(row, dict) else 1
             if size > MAX_BATCH_BYTES or len(rows) == MAX_BATCH_ROWS:
                 put(rows)
                 rows, size = [], 0
@@ -532,7 +532,7 @@ def _text(value: Any, column: str, where: str) -> str | Fault:
     )
 
 
-def _size(row: dict[str, Any]) -> int:
+def row_size(row: dict[str, Any]) -> int:
     """Characters in all strings of a row, however deep, and one for everything else."""
     size, waiting = 0, list(row.values())
     while waiting:

@@ -46,6 +46,7 @@ class RayEngine:
         self.threads = settings.threads_per_worker or torch.get_num_threads()
         self.notes: list[str] = []
         machines = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        self.num_machines = len(machines)
         has_gpu = any(machine.get("GPU", 0) >= 1 for machine in machines)
         self.device = _device(device, has_gpu)
         # With a GPU the threads have next to nothing to do, and must not keep other GPUs idle.
@@ -57,8 +58,8 @@ class RayEngine:
                 f"A worker takes {needed}, and no machine of the cluster has as much. Give fewer --threads-per-worker, or add "
                 "machines."
             )
-        self._num_workers = min(settings.workers or sum(room), sum(room))
-        self.workers = min(max(room), self._num_workers)  # that share a machine's memory
+        self.num_workers = min(settings.workers or sum(room), sum(room))
+        self.workers = min(max(room), self.num_workers)  # that share a machine's memory
         self._idle: list[Any] = []
         self._starting: dict[Any, Any] = {}  # what each is asked first, and the worker
         self._busy: dict[Any, tuple[Any, int]] = {}  # tasks, their workers and items' numbers
@@ -110,7 +111,7 @@ class RayEngine:
         try:
             while True:
                 # Results wait for those before them: no more than a few may.
-                may_draw = len(waiting) < 2 * self._num_workers and (self._idle or not waiting)
+                may_draw = len(waiting) < 2 * self.num_workers and (self._idle or not waiting)
                 if may_draw and not again and not is_over:
                     drawn = dict(islice(source, 1))
                     waiting |= drawn
@@ -133,7 +134,7 @@ class RayEngine:
 
     def _start(self) -> None:
         """Ask for as many workers as there are to be."""
-        missing = self._num_workers - len(self._kinds) - len(self._starting)
+        missing = self.num_workers - len(self._kinds) - len(self._starting)
         cpus, gpus = self._needs["CPU"], self._needs.get("GPU", 0)
         for _ in range(missing):
             plain: Any = self._ray.remote(num_cpus=cpus, num_gpus=gpus, max_restarts=0)(_Worker)
@@ -164,8 +165,8 @@ class RayEngine:
             # Of one machine, it may be, and others have room.
             log.warning("A worker has no room and is sent home: %s", error)
             self._dismiss([worker])
-            self._num_workers -= 1
-            if not self._num_workers:
+            self.num_workers -= 1
+            if not self.num_workers:
                 raise
             again.extendleft([number] if number != _FORGOTTEN else [])
         except self._ray.exceptions.RayError as error:  # the worker is lost, or what it made

@@ -12,21 +12,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache, reduce
-from typing import Any, Literal, NamedTuple
-
-import dp_accounting
-import numpy as np
-from dp_accounting.gaussian_mechanism import get_epsilon_gaussian
-from dp_accounting.pld import privacy_loss_distribution as pld
-from dp_accounting.pld.pld_pmf import create_pmf_pessimistic_connect_dots_fixed_gap
-from dp_accounting.pld.privacy_loss_mechanism import (
-    AdjacencyType,
-    GaussianPrivacyLoss,
-    MixtureGaussianPrivacyLoss,
-)
-from dp_accounting.rdp import RdpAccountant
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from tightlip.core.errors import UsageError
+
+if TYPE_CHECKING:
+    from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution
 
 # "published" is the ε that papers print: the Gaussian-DP central limit. It can understate; never
 # promise it.
@@ -222,7 +213,7 @@ def epsilon_of(spend: Spend, accountant: Accountant, coarser: float = 1.0) -> fl
     if accountant != "pld" and spend.draws_several():
         return math.inf  # nobody has worked these out for a mixture
     if accountant == "published":
-        return float(get_epsilon_gaussian(1 / _published_mu(spend), spend.delta))
+        return _gaussian_epsilon(1 / _published_mu(spend), spend.delta)
     if accountant == "rdp":
         return _rdp_epsilon(spend)
     by_pld = _pld_epsilon(spend, coarser)
@@ -230,10 +221,17 @@ def epsilon_of(spend: Spend, accountant: Accountant, coarser: float = 1.0) -> fl
     return min(by_pld, _rdp_epsilon(spend)) if is_loose else by_pld
 
 
+def _gaussian_epsilon(sigma: float, delta: float) -> float:
+    # Imported when asked for, with scipy's statistics: plain training needs no accountant.
+    from dp_accounting.gaussian_mechanism import get_epsilon_gaussian
+
+    return float(get_epsilon_gaussian(sigma, delta))
+
+
 def _pld_epsilon(spend: Spend, coarser: float) -> float:
     if not (sampled := spend.sampled()):
         # One Gaussian: the loss distribution is normal and ε known exactly (Balle and Wang 2018).
-        return float(get_epsilon_gaussian(1 / spend.whole(), spend.delta))
+        return _gaussian_epsilon(1 / spend.whole(), spend.delta)
     return _sampled_epsilon(tuple(sampled), spend.whole(), _interval(spend, coarser), spend.delta)
 
 
@@ -249,66 +247,11 @@ def _sampled_epsilon(
 
 
 @lru_cache(maxsize=8)
-def _one_step(step: _Sampled, interval: float) -> pld.PrivacyLossDistribution:
-    """What dp-accounting's from_gaussian_mechanism, or from_mixture_gaussian_mechanism, makes."""
-    # With everybody in every step both directions are one.
-    kinds = (AdjacencyType.REMOVE, AdjacencyType.ADD)[: 1 if step.rate == 1 else 2]
-    parts = []
-    for kind in kinds:
-        loss: Any = _Gaussian(step.sigma, sampling_prob=step.rate, adjacency_type=kind)
-        if step.most > 1:
-            law = step.law()
-            loss = _Mixture(step.sigma, range(len(law)), law, adjacency_type=kind)
-        bounds = loss.connect_dots_bounds()
-        least = math.floor(bounds.epsilon_lower / interval)
-        most = math.ceil(bounds.epsilon_upper / interval)
-        deltas = loss.get_delta_for_epsilon(np.arange(least, most + 1) * interval)
-        parts.append(create_pmf_pessimistic_connect_dots_fixed_gap(interval, least, most, deltas))
-    return pld.PrivacyLossDistribution(*parts)
+def _one_step(step: _Sampled, interval: float) -> "PrivacyLossDistribution":
+    from tightlip.privacy.loss_distributions import loss_distribution  # with dp-accounting
 
-
-class _Gaussian(GaussianPrivacyLoss):  # type: ignore[misc]
-    """dp-accounting's, at all points at once: it asks one after the other, in Python."""
-
-    def get_delta_for_epsilon(self, epsilon: np.ndarray) -> np.ndarray:
-        rate, removes = self.sampling_prob, self.adjacency_type == AdjacencyType.REMOVE
-        sign = 1.0 if removes else -1.0
-        loss = sign * epsilon
-        # `whole` is the loss of the same noise without sampling, 1 + (e^loss - 1) / q = e^whole. Sampling
-        # leaves no loss below log(1 - q): there everything lies above it.
-        is_reached = loss > (math.log1p(-rate) if rate < 1 else -math.inf)
-        low, high = np.minimum(loss, 0), np.maximum(loss, 0)
-        with np.errstate(divide="ignore", invalid="ignore"):
-            whole = np.where(
-                loss > 0,
-                high + np.log1p(-(1 - rate) * np.exp(-high)) - math.log(rate),
-                np.log1p(np.expm1(low) / rate),
-            )
-            x = -sign * (0.5 + self.standard_deviation**2 * whole)
-            deltas = self.mu_upper_cdf(x) - np.exp(epsilon + self.mu_lower_log_cdf(x))
-        return np.clip(np.where(is_reached, deltas, -np.expm1(epsilon) if removes else 0), 0, 1)
-
-
-class _Mixture(MixtureGaussianPrivacyLoss):  # type: ignore[misc]
-    """The same of the mixture, whose search it makes in Python too."""
-
-    def _inverse_privacy_losses_with_range(
-        self, privacy_losses: np.ndarray, bounds: tuple[float, float], precision: float = 1e-6
-    ) -> np.ndarray:
-        low, high = (np.full(len(privacy_losses), each) for each in bounds)
-        while (is_open := high - low > precision).any():
-            middle = (low + high) / 2
-            is_above = privacy_losses < self._losses(middle)
-            low = np.where(is_open & is_above, middle, low)
-            high = np.where(is_open & ~is_above, middle, high)
-        return np.floor(high / precision) * precision
-
-    def _losses(self, x: np.ndarray) -> np.ndarray:
-        """`privacy_loss` at every point."""
-        sign = 1.0 if self.adjacency_type == AdjacencyType.REMOVE else -1.0
-        shares, shifts = np.log(self.sampling_probs), self.sensitivities / self._variance
-        each = shares - shifts * self.sensitivities / 2 - sign * np.multiply.outer(x, shifts)
-        return sign * np.logaddexp.reduce(each, axis=1)
+    law = step.law() if step.most > 1 else None
+    return loss_distribution(step.sigma, step.rate, interval, law=law)
 
 
 def _interval(spend: Spend, coarser: float) -> float:
@@ -360,6 +303,9 @@ def _rdp_epsilon(spend: Spend) -> float:
 def _sampled_rdp_epsilon(
     sampled: tuple[tuple[_Sampled, int], ...], whole: float, delta: float
 ) -> float:
+    import dp_accounting
+    from dp_accounting.rdp import RdpAccountant
+
     # It warns of each order it leaves out; without one the bound is looser, never wrong.
     logging.getLogger("absl").setLevel(logging.ERROR)
     accountant = RdpAccountant()

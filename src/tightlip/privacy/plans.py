@@ -5,8 +5,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from dp_accounting.gaussian_mechanism import get_sigma_gaussian
-
 from tightlip.core.errors import GuaranteeError, UsageError
 from tightlip.privacy.accounting import (
     COARSER,
@@ -270,6 +268,8 @@ def _check_reachable(mechanism: Mechanism, epsilon: float, delta: float) -> None
 
 def _published_noise(epsilon: float, delta: float, rate: float, steps: int) -> float:
     """Where to begin: the noise that the central limit asks for."""
+    from dp_accounting.gaussian_mechanism import get_sigma_gaussian
+
     mu = 1 / get_sigma_gaussian(epsilon, delta)
     sigma = math.log1p(mu**2 / (steps * rate**2)) ** -0.5
     return rounded_up_to_five(min(max(sigma, _LEAST_NOISE), _MOST_NOISE))

@@ -58,17 +58,22 @@ def segments_of(lengths: np.ndarray, has_bos: bool, window: int | None) -> Segme
     [(0, 4, 1), (3, 7, 5), (6, 9, 8)]
     """
     last_targets = lengths - 1 + int(has_bos)
-    rows: list[tuple[int, int, int, int]] = []
     limit = window or int(last_targets.max(initial=1))
     half = (limit + 1) // 2
-    for document in np.flatnonzero(last_targets > 0):
+    # Most documents fit one window. A loop over them all left the GPU waiting.
+    whole = np.flatnonzero((last_targets > 0) & (last_targets <= limit))
+    starts, keeps = np.zeros_like(whole), np.ones_like(whole)
+    rows: list[tuple[int, int, int, int]] = []
+    for document in np.flatnonzero(last_targets > limit):
         last, end = int(last_targets[document]), 0
         while end < last:
             keep = end + 1
             start = max(0, keep - half)
             end = min(start + limit, last)
             rows.append((int(document), start, end, keep))
-    table = np.array(rows, dtype=np.int64).reshape(-1, 4)
+    short = np.stack([whole, starts, last_targets[whole], keeps], axis=1)
+    table = np.concatenate([short, np.array(rows, dtype=np.int64).reshape(-1, 4)])
+    table = table[np.argsort(table[:, 0], kind="stable")]
     return Segments(documents=table[:, 0], starts=table[:, 1], ends=table[:, 2], keeps=table[:, 3])
 
 

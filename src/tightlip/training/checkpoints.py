@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from tightlip.core import run_folder
 from tightlip.core.errors import UsageError
+from tightlip.core.estimates import bytes_in_words, free_disk
 from tightlip.core.processes import Processes
 from tightlip.privacy.shards import is_shard
 from tightlip.training.lora import adapter_tensors, has_adapters
@@ -203,24 +204,13 @@ def check_disk(out: Path, model: nn.Module, plan: Plan, recipe: Recipe) -> None:
     needed = one * (left + 1) + 2 * (weights + copies * trained)  # and the model, two checkpoints
     if recipe.options.merge:
         needed += _size_of(Path(recipe.config.model), "*.safetensors")
-    there = next(each for each in (out, *out.resolve().parents) if each.exists())
-    free = shutil.disk_usage(there).free
+    free = free_disk(out)
     if needed > free:
         raise UsageError(
-            f"{out} has {_size(free)} free, and the run would need {_size(needed)}: {left:,} snapshots of "
-            f"{_size(one)} each, the model and what a stopped run goes on from. Keep fewer (--keep-snapshots 2, "
+            f"{out} has {bytes_in_words(free)} free, and the run would need {bytes_in_words(needed)}: {left:,} snapshots of "
+            f"{bytes_in_words(one)} each, the model and what a stopped run goes on from. Keep fewer (--keep-snapshots 2, "
             "--snapshot none), train adapters (--lora 16), or give a folder on a larger disk (--out)."
         )
-
-
-def _size(num_bytes: int) -> str:
-    """Bytes as people read them.
-
-    >>> _size(2_500_000_000), _size(4_300_000), _size(812)
-    ('2.50 GB', '4.30 MB', '0.81 KB')
-    """
-    unit = next((each for each in ((1e9, "GB"), (1e6, "MB")) if num_bytes >= each[0]), (1e3, "KB"))
-    return f"{num_bytes / unit[0]:,.2f} {unit[1]}"
 
 
 def _size_of(folder: Path, pattern: str) -> int:

@@ -50,10 +50,7 @@ def train(
     settings in `prepare` (those of PrepareConfig). Called in each of the processes that torchrun
     started, all train together.
     """
-    model = settings.get("model", BUILT_IN_MODELS[0])
-    if model not in BUILT_IN_MODELS and is_run(Path(model)):
-        settings["model"] = str(_model_of(Path(model)))
-    config = TrainConfig.of(mitigation=mitigation, **settings)
+    config = config_of(mitigation, settings)
     out, options = Path(out), options or RunOptions()
     with (
         joined_processes(options.device) as processes,
@@ -63,10 +60,18 @@ def train(
     ):
         # Or private text would be prepared in somebody's folder.
         processes.told(lambda: check_is_free(out))
-        ready = _by_first(processes, lambda: _prepared(corpus, out, config, prepare or {}))
+        ready = _by_first(processes, lambda: prepared_for(corpus, out, config, prepare or {}))
         if config.trials is not None:
             return choose(ready, out, config, options)
         return train_model(ready, out, config, options)
+
+
+def config_of(mitigation: Any, settings: dict[str, Any]) -> TrainConfig:
+    """The settings of a run; a model that is itself a run stands for what that trained."""
+    model = settings.get("model", BUILT_IN_MODELS[0])
+    if model not in BUILT_IN_MODELS and is_run(Path(model)):
+        settings = {**settings, "model": str(_model_of(Path(model)))}
+    return TrainConfig.of(mitigation=mitigation, **settings)
 
 
 def _model_of(run: Path) -> Path:
@@ -108,9 +113,10 @@ def _by_first(processes: Processes, prepare: Callable[[], PreparedCorpus]) -> Pr
     return ready[0] if ready else open_prepared(folder)
 
 
-def _prepared(
+def prepared_for(
     corpus: Any, out: Path, config: TrainConfig, settings: dict[str, Any]
 ) -> PreparedCorpus:
+    """The corpus as it was prepared, or as it is now, inside the run."""
     if isinstance(corpus, PreparedCorpus):
         return corpus
     if isinstance(corpus, str | Path) and is_prepared(Path(corpus)):

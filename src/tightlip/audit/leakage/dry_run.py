@@ -1,0 +1,234 @@
+"""What an audit would take: audits of a few documents in a temporary folder, and the rest in proportion."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from tightlip.audit.leakage.audit import LEAVE_OUT
+from tightlip.audit.leakage.findings import checkpoints_of, subject_of
+from tightlip.audit.leakage.summary import LeakageReport
+from tightlip.audit.settings import LeakageConfig
+from tightlip.core.engines import EngineSettings
+from tightlip.core.errors import UsageError
+from tightlip.core.estimates import Estimate, free_disk, most_gpu_memory, most_memory, size_of
+from tightlip.core.progress import task, timed_tasks, unseen
+from tightlip.core.settings import bytes_from, names_in, split_settings
+from tightlip.corpus.opening import CorpusSource
+from tightlip.corpus.prepare_config import ColumnSettings, TextSettings
+from tightlip.corpus.readers import row_size
+from tightlip.scan.options import ScanOptions
+from tightlip.scan.store import SCAN, SHARD_TOKENS
+
+MOST_ROWS = 5_000  # held of a corpus, drawn evenly
+FIRST_CHARACTERS, RATE_CHARACTERS = 8_000, 60_000  # of the first two trials
+MOST_CHARACTERS = 4 * SHARD_TOKENS  # of the last: about one shard of the scan
+ENOUGH_SECONDS = 10.0  # for the last trial
+COUNTING_BYTES = 27  # of a token while its shard is counted
+SCAN_BYTES = 8  # a token's rank and log-probability
+WORK_BYTES = 8  # its number and its word's, while an audit runs
+RUN_BYTES, DOCUMENT_BYTES, USER_BYTES = 200, 40, 150  # held in memory of each
+OF_A_RUN = (
+    "leave-out trains the run again without the owners of what leaked; that is not counted here."
+)
+OF_A_CLUSTER = "Scanning is taken to be shared by all workers, each as fast as this machine; counting and the rest to take as long as here."
+REST = "Everything else"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Text:
+    """What one pass over a corpus tells, and rows drawn evenly from it."""
+
+    num_documents: int
+    num_users: int
+    num_characters: int
+    longest: int
+    rows: list[dict[str, Any]]
+    seconds: float
+
+    def some(self, num_characters: float) -> list[dict[str, Any]]:
+        """About so many characters of rows, of short and long ones alike as the corpus has them."""
+        rows = sorted(self.rows, key=row_size)
+        share = num_characters / max(1, sum(map(row_size, rows)))
+        number = min(len(rows), max(1, round(share * len(rows))))
+        return [rows[(2 * place + 1) * len(rows) // (2 * number)] for place in range(number)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Trial:
+    """An audit of some rows: their characters, its stages in seconds, what it found and wrote."""
+
+    num_characters: int
+    stages: dict[str, float]
+    summary: dict[str, Any]
+    written: int
+
+
+def read_text(source: CorpusSource, description: str) -> Text:
+    """One pass over all rows; the same rows are drawn each time."""
+    user_column = "user" if source.prepared() else source.columns.get("user_column") or "user"
+    draw, rows, users = Random(0), list[dict[str, Any]](), set[Any]()
+    number = characters = longest = 0
+    next(source.documents().rows(), None)  # what is imported for the first row is paid once
+    start = time.perf_counter()
+    with task(description, None) as bar:
+        for number, row in enumerate(source.documents().rows(), 1):
+            size, whose = row_size(row), row.get(user_column)
+            users.update(whose if isinstance(whose, list) else [whose])
+            characters, longest = characters + size, max(longest, size)
+            if len(rows) < MOST_ROWS:
+                rows.append(row)
+            elif (place := draw.randrange(number)) < MOST_ROWS:
+                rows[place] = row
+            bar.advance()
+    return Text(
+        num_documents=number,
+        num_users=len(users),
+        num_characters=characters,
+        longest=longest,
+        rows=rows,
+        seconds=time.perf_counter() - start,
+    )
+
+
+def estimate(
+    model: Any,
+    corpus: Any = None,
+    *,
+    audit: Callable[..., LeakageReport],
+    out: str | Path | None = None,
+    tokenizer: Any = None,
+    public_model: Any = None,
+    validation: Any = None,
+    snapshots: bool = False,
+    keep_scan: bool = True,
+    **settings: Any,
+) -> Estimate:
+    """What `audit` would take with these arguments.
+
+    Three audits of rows drawn from the corpus are timed: a first one, which pays for what any audit
+    pays once; a small one; and one of about ten seconds. Each stage is taken to be a fixed part, as in
+    the first, and a part in proportion to the text, by the other two.
+    """
+    kinds = (LeakageConfig, ScanOptions, TextSettings, EngineSettings)
+    config, options, columns, where = split_settings(settings, *kinds)
+    # Of where it runs only the threads are tried: that is on this machine, whatever was asked for.
+    elsewhere = {*names_in(EngineSettings)} - {"threads_per_worker"}
+    settings = {name: each for name, each in settings.items() if name not in elsewhere}
+    checkpoints = checkpoints_of(model) if snapshots else []
+    latest = checkpoints[-1].folder if checkpoints else model
+    subject = subject_of(latest, corpus, validation, tokenizer, columns.tree(), options)
+    text = read_text(subject.corpus, "Reading the corpus")
+    validation = subject.validation
+    held_out = None if validation is None else read_text(validation, "Reading held-out text")
+    leaves_out = isinstance(public_model, str) and public_model == LEAVE_OUT
+    if stored := subject.corpus.prepared():
+        if stored.roles is not None:
+            raise UsageError(
+                "--dry-run takes some rows of a corpus, and of chats that are prepared only tokens are left. Give the corpus they "
+                "were prepared from."
+            )
+        settings = {n: v for n, v in settings.items() if n not in names_in(ColumnSettings)}
+
+    def tried(num_characters: float) -> _Trial:
+        share = num_characters / max(1, text.num_characters)
+        rows = text.some(num_characters)
+        beside = None if held_out is None else held_out.some(share * held_out.num_characters)
+        given = {"public_model": "none" if leaves_out else public_model, "snapshots": snapshots}
+        given |= {"tokenizer": tokenizer, "validation": beside}
+        start = time.perf_counter()
+        with TemporaryDirectory(prefix="tightlip-") as folder, unseen(), timed_tasks() as seconds:
+            made = audit(model, rows, out=Path(folder) / "audit", **given, **settings)
+            rest = time.perf_counter() - start - sum(seconds.values())
+            scanned = size_of(made.folder / SCAN)
+            written, summary = size_of(made.folder) - scanned, made.summary
+        size = sum(map(row_size, rows))
+        stages = {**seconds, REST: rest}
+        return _Trial(num_characters=size, stages=stages, summary=summary, written=written)
+
+    with task("Trying some of it", 3) as bar:
+        first = tried(FIRST_CHARACTERS)
+        bar.advance()
+        small = tried(RATE_CHARACTERS)
+        bar.advance()
+        took = sum(seconds for name, seconds in small.stages.items() if name != REST)
+        rate = small.num_characters / max(took, 1e-3)
+        last = tried(min(MOST_CHARACTERS, max(2 * RATE_CHARACTERS, ENOUGH_SECONDS * rate)))
+    factor = text.num_characters / last.num_characters
+    num_tokens = (
+        stored.num_tokens if stored is not None else round(factor * last.summary["num_tokens"])
+    )
+    # Stored tokens are read as they are; the text itself is read twice, by its words.
+    reading = {"Reading": (2 if stored is not None else 3) * text.seconds}
+    stages = reading | _extrapolated(first, small, last, text.num_characters)
+    if stored is not None:
+        stages.pop("Tokenising", None)
+    stages, num_machines = _shared_out(stages, where, options.device)
+    num_runs = factor * last.summary["sequences_in_s"]
+    counting = min(bytes_from(options.memory), COUNTING_BYTES * num_tokens)
+    held = DOCUMENT_BYTES * text.num_documents + USER_BYTES * text.num_users + 4 * num_tokens
+    is_kept = keep_scan and not config.redact and subject.model.is_file
+    scan_bytes = SCAN_BYTES * (num_tokens + (held_out_tokens(held_out, text, num_tokens)))
+    tokens_bytes = WORK_BYTES * num_tokens
+    return Estimate(
+        corpus={
+            "documents": text.num_documents,
+            "users": text.num_users,
+            "characters": text.num_characters,
+            "longest_document": text.longest,
+            "tokens": num_tokens,
+        },
+        stages=stages,
+        memory_bytes=round(most_memory() + counting + RUN_BYTES * num_runs + held),
+        gpu_memory_bytes=most_gpu_memory(subject.model.device.replace("mapped", "cuda")),
+        disk_bytes=round(max(1, factor) * last.written) + (scan_bytes if is_kept else 0),
+        passing_disk_bytes=tokens_bytes + (0 if is_kept else scan_bytes),
+        free_disk_bytes=free_disk(Path(str(out or "."))),
+        machines=num_machines,
+        notes=_notes(stored is not None, leaves_out, last, text)
+        + ([OF_A_CLUSTER] if where.engine != "local" else []),
+    )
+
+
+def held_out_tokens(held_out: Text | None, text: Text, num_tokens: int) -> int:
+    """About how many tokens the held-out text has, where the corpus has so many."""
+    characters = 0 if held_out is None else held_out.num_characters
+    return round(num_tokens * characters / max(1, text.num_characters))
+
+
+def _extrapolated(first: _Trial, small: _Trial, last: _Trial, whole: int) -> dict[str, float]:
+    """Seconds of each stage over `whole` characters: what it takes once, and in proportion."""
+    stages = {}
+    for name in last.stages:
+        once, less, more = (trial.stages.get(name, 0.0) for trial in (first, small, last))
+        size = last.num_characters
+        slope = more / size
+        if size > 2 * small.num_characters:
+            slope = min(slope, max(0.0, (more - less) / (size - small.num_characters)))
+        stages[name] = max(0.0, once - slope * first.num_characters) + slope * whole
+    return stages
+
+
+def _shared_out(
+    stages: dict[str, float], where: EngineSettings, device: str
+) -> tuple[dict[str, float], int]:
+    """The stages where workers scan at the same time, and the number of machines."""
+    if where.engine == "local":
+        return stages, 1
+    with where.opened(device) as engine:
+        share = {True: 1 / engine.num_workers, False: 1.0}
+        shared = {name: each * share[name.startswith("Scanning")] for name, each in stages.items()}
+        return shared, engine.num_machines
+
+
+def _notes(is_stored: bool, leaves_out: bool, last: _Trial, text: Text) -> list[str]:
+    share = last.num_characters / max(1, text.num_characters)
+    known = "Tokens are counted" if is_stored else "The number of tokens is estimated"
+    return [
+        f"{known}; seconds are those of {share:.2%} of the text, in proportion. What leaks of the rest is not known yet: the "
+        "tables' size is an upper estimate.",
+        *([OF_A_RUN] if leaves_out else []),
+    ]
