@@ -10,12 +10,13 @@ import transformers
 from torch import nn
 
 from privacy.test_clipping_families import FAMILIES, GROUPED, stock
+from tightlip.core.devices import deterministic
 from tightlip.core.errors import UsageError
 from tightlip.models import LSTMConfig, LSTMForCausalLM
 from tightlip.privacy import PrivateTraining
 from tightlip.privacy.clipping import Clip
 from tightlip.privacy.ledger import read_ledger
-from tightlip.privacy.passes import Passes, deterministic
+from tightlip.privacy.passes import Passes
 from tightlip.privacy.per_unit import no_rule_for
 from tightlip.privacy.physical_batches import PhysicalBatches, Shape
 from tightlip.privacy.rows_alone import perturbed, synthetic_units

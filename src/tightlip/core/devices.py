@@ -5,7 +5,9 @@ Configurations do not tell: GPT-NeoX says is_decoder=False and looks back only; 
 looks both ways. Shapes: B rows, T positions, V vocabulary.
 """
 
+import os
 import platform
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
@@ -85,6 +87,33 @@ def num_threads(number: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+@contextmanager
+def deterministic(device: str) -> Iterator[None]:
+    """Sums in one order: on the way back, attention's would add what is ready first.
+
+    What has no such form runs as it is, and torch's warning of it is for nobody here.
+    """
+    import torch
+    from torch.utils import deterministic as fills
+
+    if device != "cuda":  # everything that models do has one order on a CPU
+        yield
+        return
+    # What torch takes on a Hopper GPU anyway; with it cuBLAS keeps to one order.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    before, filling = torch.get_deterministic_debug_mode(), fills.fill_uninitialized_memory
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*deterministic", category=UserWarning)
+        try:
+            # use_deterministic_algorithms would also keep inductor from choosing fast kernels.
+            torch.set_deterministic_debug_mode("warn")
+            fills.fill_uninitialized_memory = False  # or every new tensor is written first
+            yield
+        finally:
+            torch.set_deterministic_debug_mode(before)
+            fills.fill_uninitialized_memory = filling
 
 
 def moved(tensor: "Tensor", device: "torch.device") -> "Tensor":

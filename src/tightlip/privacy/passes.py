@@ -7,7 +7,6 @@ Shapes: B rows, T positions.
 """
 
 import inspect
-import os
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -19,8 +18,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from torch.utils import deterministic as fills
 
+from tightlip.core.devices import deterministic
 from tightlip.core.errors import UsageError
 from tightlip.privacy.asking import Untouched
 from tightlip.privacy.clipping import (
@@ -316,30 +315,6 @@ class Passes:
     @property
     def _device(self) -> torch.device:
         return next(iter(self.parameters.values())).device
-
-
-@contextmanager
-def deterministic(device: str) -> Iterator[None]:
-    """Sums on the way back in one order: attention's would add what is ready first.
-
-    What has no such form runs as it is, and torch's warning of it is for nobody here.
-    """
-    if device != "cuda":  # everything that models do has one order on a CPU
-        yield
-        return
-    # What torch takes on a Hopper GPU anyway; with it cuBLAS keeps to one order.
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    before, filling = torch.get_deterministic_debug_mode(), fills.fill_uninitialized_memory
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*deterministic", category=UserWarning)
-        try:
-            # use_deterministic_algorithms would also keep inductor from choosing fast kernels.
-            torch.set_deterministic_debug_mode("warn")
-            fills.fill_uninitialized_memory = False  # or every new tensor is written first
-            yield
-        finally:
-            torch.set_deterministic_debug_mode(before)
-            fills.fill_uninitialized_memory = filling
 
 
 def logits_of(model: nn.Module, input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:

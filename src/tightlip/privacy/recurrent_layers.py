@@ -49,9 +49,8 @@ class LSTMLayer(torch.autograd.Function):
         steps = _steps(gates_TBG)
         slopes = steps.lstm_slopes(gates_TBG, cells)
         dc = c_BH.to(cells.dtype, copy=True).contiguous()
-        with (
-            torch._C.DisableTorchFunction()
-        ):  # the watch would look at each of the steps' operations
+        # The watch would look at each operation of each step.
+        with torch._C.DisableTorchFunction():
             for t in reversed(range(len(gates_TBG))):
                 back_BG = back_TBG[t]
                 steps.lstm_back(slopes, t, dh, dc, back_BG)

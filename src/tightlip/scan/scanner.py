@@ -4,7 +4,6 @@ Rows of like length share a batch. The output layer is applied to a few hundred 
 time and its logits are reduced at once, so no batch of full logits is ever kept.
 """
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tightlip.core.devices import device_of, looks_ahead, rounding_tolerance
+from tightlip.core.devices import deterministic, device_of, looks_ahead, rounding_tolerance
 from tightlip.core.errors import UsageError
 from tightlip.core.progress import log
 from tightlip.models.quantised import rounding_of
@@ -364,13 +363,9 @@ def full_precision() -> Iterator[None]:
     cudnn = torch.backends.cudnn
     cudnn_before = cudnn.allow_tf32, cudnn.benchmark
     cudnn.allow_tf32 = cudnn.benchmark = False
-    was = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()  # fmt: skip
-    if torch.cuda.is_available():
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch asks for it
-        torch.use_deterministic_algorithms(True, warn_only=True)
     try:
-        yield
+        with deterministic("cuda" if torch.cuda.is_available() else "cpu"):
+            yield
     finally:
         torch.set_float32_matmul_precision(before)
         cudnn.allow_tf32, cudnn.benchmark = cudnn_before
-        torch.use_deterministic_algorithms(was[0], warn_only=was[1])
