@@ -186,7 +186,7 @@ class Ledger:
         self.claim: IO[bytes] | None = None  # see `claimed`
         self._closed = False
         self.taken_back: str | None = None  # why the promise does not hold after all
-        self.told: dict[str, Any] = {}  # of held-out text, with noise: see noisy_loss.py
+        self.told: dict[str, Any] = {}  # of held-out text, with noise: see selection.py
 
     @classmethod
     def begin(cls, path: Path, terms: dict[str, Any], meter: Meter, **kept: Any) -> "Ledger":
