@@ -558,3 +558,37 @@ def test_a_mapped_corpus_goes_to_another_process_by_its_path(tmp_path):
     assert pickle.loads(pickle.dumps(plain)).tokens.tolist() == plain.tokens.tolist()
     part = replace(corpus, tokens=corpus.tokens[:50], bounds=np.array([0, 50]))
     assert pickle.loads(pickle.dumps(part)).tokens.tolist() == [*range(50)]
+
+
+def test_a_shard_that_cannot_be_written_is_told_and_those_before_it_stay(tmp_path, monkeypatch):
+    plain = store_module._write_shard
+
+    def full_at_the_third(path, *what):
+        if path.name == "000002.npz":
+            raise OSError("No space left on device")
+        plain(path, *what)
+
+    monkeypatch.setattr(store_module, "_write_shard", full_at_the_third)
+    corpus = corpus_of(20)
+    with pytest.raises(OSError, match="No space left"):
+        scan(ScanStore(tmp_path), corpus, Watched())
+    there = sorted(path.name for path in tmp_path.glob("*/*.npz"))
+    assert there[:2] == ["000000.npz", "000001.npz"]
+    assert "000002.npz" not in there
+    monkeypatch.setattr(store_module, "_write_shard", plain)
+    again, whole = Watched(), Watched()
+    scan(ScanStore(tmp_path), corpus, again)
+    scan(ScanStore(tmp_path / "whole"), corpus, whole)
+    done = [int(name[:6]) for name in there]
+    assert again.scanned == [
+        each for number, each in enumerate(whole.scanned) if number not in done
+    ]
+
+
+def test_the_last_shard_that_cannot_be_written_is_told_too(tmp_path, monkeypatch):
+    def full(*shard):
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(store_module, "_write_shard", full)
+    with pytest.raises(OSError, match="No space left"):
+        scan(ScanStore(tmp_path), corpus_of(2), Watched())

@@ -1,6 +1,7 @@
 """Where an audit's work runs: what an engine does, and the settings that all of them share."""
 
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, TypeVar
@@ -33,12 +34,18 @@ class Engine(Protocol):
         """Several items at a time."""
 
     def scatter(
-        self, opening: Callable[[], Callable[[Item], Result]], items: Iterable[Item]
-    ) -> Iterator[tuple[Item, Result]]:
-        """With what a worker opens once, when its first item comes: a model, say."""
+        self, opening: Callable[[], Callable[[Item], Any]], items: Iterable[Item]
+    ) -> Iterator[tuple[Item, Any]]:
+        """With what a worker opens once, when its first item comes: a model, say. What it answers may
+        still be under way, as a file that is written while the next item is worked on."""
 
     def kinds(self, device: str) -> list[str]:
         """What scans: devices and builds, by name. More than one only where that was allowed."""
+
+
+def settled(answer: Any) -> Any:
+    """An answer that may still be under way."""
+    return answer.result() if isinstance(answer, Future) else answer
 
 
 def local_engine() -> Engine:

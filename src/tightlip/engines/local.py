@@ -3,12 +3,13 @@
 import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from functools import cached_property
+from typing import Any
 
 from tightlip.core.devices import kind_of_device
-from tightlip.core.engines import EngineSettings, Item, Result
+from tightlip.core.engines import EngineSettings, Item, Result, settled
 
 
 class LocalEngine:
@@ -51,12 +52,21 @@ class LocalEngine:
                 yield first, future.result()
 
     def scatter(
-        self, opening: Callable[[], Callable[[Item], Result]], items: Iterable[Item]
-    ) -> Iterator[tuple[Item, Result]]:
-        function: Callable[[Item], Result] | None = None
-        for item in items:
-            function = function or opening()
-            yield item, function(item)
+        self, opening: Callable[[], Callable[[Item], Any]], items: Iterable[Item]
+    ) -> Iterator[tuple[Item, Any]]:
+        function: Callable[[Item], Any] | None = None
+        under_way: list[tuple[Item, Any]] = []
+        try:
+            for item in items:
+                function = function or opening()
+                under_way.append((item, function(item)))
+                if len(under_way) > 1:
+                    first, answer = under_way.pop(0)
+                    yield first, settled(answer)
+            for last, answer in under_way:
+                yield last, settled(answer)
+        finally:  # whatever happened, what is under way is not left half done
+            wait([answer for _, answer in under_way if isinstance(answer, Future)])
 
     def kinds(self, device: str) -> list[str]:
         return [kind_of_device(device)]

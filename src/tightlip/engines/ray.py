@@ -17,7 +17,7 @@ from typing import Any
 
 import tightlip
 from tightlip.core.devices import kind_of_device, on_workers
-from tightlip.core.engines import EngineSettings, Item, Result
+from tightlip.core.engines import EngineSettings, Item, Result, settled
 from tightlip.core.errors import FullDiskError, LostWorkersError, TightlipError, UsageError
 from tightlip.core.progress import log
 
@@ -99,7 +99,7 @@ class RayEngine:
         return sorted({*self._kinds.values()})
 
     def scatter(
-        self, opening: Callable[[], Callable[[Item], Result]], items: Iterable[Item]
+        self, opening: Callable[[], Callable[[Item], Any]], items: Iterable[Item]
     ) -> Iterator[tuple[Item, Result]]:
         # In a list Ray hands the reference itself on: a worker that cannot read it says why.
         given = [self._ray.put(opening)]
@@ -352,7 +352,7 @@ class _Worker:
             self._function = self._opened(ray.get(given[0]))
             self._given = given[0]
         assert self._function is not None
-        return self._function(item)
+        return settled(self._function(item))
 
     def _opened(self, opening: Callable[[], Any]) -> Any:
         try:

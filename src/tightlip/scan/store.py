@@ -18,6 +18,7 @@ import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -190,24 +191,23 @@ def _opened(
     key: dict[str, Any],
     scorer: Scorer,
     device: str,
-) -> Callable[[_Shard], tuple[bytes, str]]:
-    """What a worker does with a shard, once the model is open: scan it, and write its file."""
+) -> Callable[[_Shard], "Future[tuple[bytes, str]]"]:
+    """What a worker does with a shard, once the model is open: scan it, and write its file while the
+    next is scanned. Writing and waiting for the disk took 50 ms, a GPU's scan 140."""
     if not _is_of(folder, key):
         raise UsageError(
             f"{socket.gethostname()} does not see {folder} as it was written. Every machine must have the report's folder at "
             "the same path: give --out on a file system that all of them share."
         )
-    scan, kind = open_scan(), kind_of_device(device)
+    scan, kind, writer = open_scan(), kind_of_device(device), ThreadPoolExecutor(1)
 
-    def scan_and_write(shard: _Shard) -> tuple[bytes, str]:
-        values = scan(corpus.tokens, shard.bounds(corpus))
-        columns = dict(zip(scorer.columns, values, strict=True))
+    def write(shard: _Shard, values: tuple[np.ndarray, ...]) -> tuple[bytes, str]:
         path = shard.path(folder)
         of = _digest_of_shard(path, shard.number, shard.tokens(corpus))
-        _write_shard(path, columns, of, kind)
+        _write_shard(path, dict(zip(scorer.columns, values, strict=True)), of, kind)
         return of, kind
 
-    return scan_and_write
+    return lambda shard: writer.submit(write, shard, scan(corpus.tokens, shard.bounds(corpus)))
 
 
 def _check_written(folder: Path, shard: _Shard, corpus: TokenizedCorpus, of: bytes) -> None:
