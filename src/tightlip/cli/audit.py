@@ -58,9 +58,11 @@ def audit(
         raise UsageError("Where should the report go? Give --out DIR.")
     folder = out or Path(model) / "audit"
     if dry_run:
-        estimate, start_up = tightlip.estimate_audit, since_start()
+        from tightlip.audit.leakage.dry_run import estimate  # with all that an audit imports
+
+        start_up, given["engine"] = since_start(), engine
         with shown_progress():
-            expected = estimate(model, corpus, out=folder, engine=engine, **given)
+            expected = estimate(model, corpus, out=folder, audit=tightlip.audit, **given)
         print_estimate(expected, start_up, as_json=gate.settings.json)
         return
     with shown_progress(), logged_to(folder / "log.txt"):
