@@ -6,6 +6,7 @@ from typer.testing import CliRunner
 
 from tightlip.cli import ledger as command
 from tightlip.core.errors import GuaranteeError, UsageError
+from tightlip.core.figures import rounded_up
 from tightlip.core.run_folder import begin_run, open_run, write_ledger
 from tightlip.privacy.accounting import EpsilonMeter, Mechanism, epsilon_spent
 from tightlip.privacy.composition import ledger
@@ -67,8 +68,8 @@ def test_a_run_is_told_with_all_that_stands_behind_its_epsilon(tmp_path):
     text = said(private_run(tmp_path / "run"))
     spent = epsilon_spent(MECHANISM, 60, 1e-5)
     more = epsilon_spent(MECHANISM, 1060, 1e-5)
-    assert f"{command.rounded_up(spent)} (proved; arithmetic not recorded)" in text
-    assert f"Another 1,000 steps would bring ε to {command.rounded_up(more)}." in text
+    assert f"{rounded_up(spent)} (proved; arithmetic not recorded)" in text
+    assert f"Another 1,000 steps would bring ε to {rounded_up(more)}." in text
     for words in (
         "1e-05",
         "user",
@@ -135,7 +136,7 @@ def test_several_runs_are_composed(tmp_path):
     assert there["epsilon"] == pytest.approx(epsilon_spent(MECHANISM, 60, 1e-5), rel=1e-3)
     assert there["num_runs"] == 2
     text = said(*runs)
-    assert f"{command.rounded_up(there['epsilon'])} (as published)" in text
+    assert f"{rounded_up(there['epsilon'])} (as published)" in text
     assert "all settled beforehand" in there["because"]
     assert "2 runs composed" in text
 
@@ -161,5 +162,5 @@ def test_what_cannot_be_read_is_refused(tmp_path):
 
 @pytest.mark.parametrize("epsilon", [0.0, 0.00123, 0.05, 0.1, 2.3, 3.5811, 7.999, 123.456])
 def test_a_printed_epsilon_is_never_below_what_was_spent(epsilon):
-    assert float(command.rounded_up(epsilon)) >= epsilon
-    assert float(command.rounded_up(epsilon)) <= epsilon * 1.11 + 1e-12
+    assert float(rounded_up(epsilon)) >= epsilon
+    assert float(rounded_up(epsilon)) <= epsilon * 1.11 + 1e-12

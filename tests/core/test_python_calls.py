@@ -26,7 +26,7 @@ from tightlip.training.mitigations.dp import DPConfig
 ROOT = Path(tightlip.__file__).parent
 CALLS = sorted({*tightlip._CALLS} - {"LeakageReport"})
 # What the command line alone says, and what stands here for a name that is filled in.
-ONLY_FLAGS = {"fail_on", "curated_at", "user"}
+ONLY_FLAGS = {"fail_on", "curated_at", "user", "dry_run"}
 
 
 def shown(node: ast.expr) -> str:

@@ -50,7 +50,7 @@ def audit(
     return audit(**given)
 
 
-@takes(LeakageConfig, ScanOptions, TextSettings, EngineSettings)
+@takes(LeakageConfig, ScanOptions, TextSettings, EngineSettings, sends=True)
 def estimate_audit(
     model: Any,
     corpus: Any = None,

@@ -1,5 +1,6 @@
 """`tightlip audit`: the leakage report."""
 
+from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -59,9 +60,10 @@ def audit(
         raise UsageError("Where should the report go? Give --out DIR.")
     folder = out or Path(model) / "audit"
     if dry_run:
-        estimate, start_up = tightlip.estimate_audit, since_start()
+        import_module("tightlip.audit.leakage.dry_run")  # with all that an audit imports
+        start_up = since_start()
         with shown_progress():
-            expected = estimate(model, corpus, out=folder, **given)
+            expected = tightlip.estimate_audit(model, corpus, out=folder, **given)
         print_estimate(expected, start_up, as_json=gate.settings.json)
         return
     with shown_progress(), logged_to(folder / "log.txt"):
