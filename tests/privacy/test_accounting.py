@@ -1,8 +1,10 @@
 import math
 from functools import partial
 
+import numpy as np
 import pytest
 from dp_accounting.pld import PLDAccountant
+from dp_accounting.pld import privacy_loss_distribution as pld
 from dp_accounting.rdp import RdpAccountant
 
 from privacy.accounts import WORDS, mechanism, theirs
@@ -44,6 +46,22 @@ def test_it_agrees_with_dp_accounting_by_both_accountants(sigma, rate, steps, de
     assert epsilon_spent(ours, steps, delta) == pytest.approx(by_pld, rel=1e-3)
     assert epsilon_spent(ours, steps, delta, "rdp") == pytest.approx(by_rdp)
     assert by_pld < by_rdp
+
+
+@pytest.mark.parametrize(
+    ("sigma", "rate", "most"),
+    [(0.03, 0.02, 1), (0.7, 0.5, 1), (40.0, 1e-3, 1), (2.0, 1.0, 1), (0.8, 0.2, 3), (9.0, 0.01, 2)],
+)
+def test_a_steps_distribution_is_that_of_dp_accounting(sigma, rate, most):
+    step = accounting._Sampled(sigma, rate, most)
+    interval = accounting._reach(step) / 1000
+    ours, how = accounting._one_step(step, interval), {"value_discretization_interval": interval}
+    theirs = pld.from_gaussian_mechanism(sigma, sampling_prob=rate, **how)
+    if most > 1:
+        theirs = pld.from_mixture_gaussian_mechanism(sigma, range(most + 1), step.law(), **how)
+    epsilons = np.linspace(-1, 1, 21) * accounting._reach(step)
+    expected = theirs.get_delta_for_epsilon(epsilons)
+    np.testing.assert_allclose(ours.get_delta_for_epsilon(epsilons), expected, 1e-9, 1e-14)
 
 
 @pytest.mark.parametrize("delta", [1e-11, 1e-14, 1e-15, 1e-30])

@@ -14,6 +14,8 @@ from dataclasses import asdict, dataclass
 from functools import lru_cache, reduce
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+import numpy as np
+
 from tightlip.core.errors import UsageError
 
 if TYPE_CHECKING:
@@ -296,25 +298,29 @@ def _deviation(step: _Sampled) -> float:
 
 
 def _rdp_epsilon(spend: Spend) -> float:
-    return _sampled_rdp_epsilon(tuple(spend.sampled()), spend.whole(), spend.delta)
+    from dp_accounting.rdp import compute_epsilon
+    from dp_accounting.rdp.rdp_privacy_accountant import DEFAULT_RDP_ORDERS
+
+    orders = np.array(DEFAULT_RDP_ORDERS)
+    total = orders * spend.whole() ** 2 / 2
+    for each, steps in spend.sampled():
+        total = total + steps * _rdp_of_a_step(each.sigma, each.rate)
+    return float(compute_epsilon(orders, total, spend.delta)[0])
 
 
-@lru_cache(maxsize=1024)
-def _sampled_rdp_epsilon(
-    sampled: tuple[tuple[_Sampled, int], ...], whole: float, delta: float
-) -> float:
+@lru_cache(maxsize=256)  # a run's figures are asked for after ever more of the same steps
+def _rdp_of_a_step(sigma: float, rate: float) -> np.ndarray:
+    """At each of dp-accounting's orders."""
     import dp_accounting
     from dp_accounting.rdp import RdpAccountant
 
     # It warns of each order it leaves out; without one the bound is looser, never wrong.
     logging.getLogger("absl").setLevel(logging.ERROR)
     accountant = RdpAccountant()
-    for each, steps in sampled:
-        gaussian = dp_accounting.GaussianDpEvent(each.sigma)
-        accountant.compose(dp_accounting.PoissonSampledDpEvent(each.rate, gaussian), steps)
-    if whole:
-        accountant.compose(dp_accounting.GaussianDpEvent(1 / whole))
-    return float(accountant.get_epsilon(delta))
+    gaussian = dp_accounting.GaussianDpEvent(sigma)
+    accountant.compose(dp_accounting.PoissonSampledDpEvent(rate, gaussian))
+    rdp: np.ndarray = accountant._rdp
+    return rdp
 
 
 def _published_mu(spend: Spend) -> float:

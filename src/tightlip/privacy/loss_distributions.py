@@ -60,7 +60,8 @@ class _Gaussian(GaussianPrivacyLoss):  # type: ignore[misc]
             )
             x = -sign * (0.5 + self.standard_deviation**2 * whole)
             deltas = self.mu_upper_cdf(x) - np.exp(epsilon + self.mu_lower_log_cdf(x))
-        return np.clip(np.where(is_reached, deltas, -np.expm1(epsilon) if removes else 0), 0, 1)
+        everything = -np.expm1(np.minimum(epsilon, 0)) if removes else 0.0
+        return np.clip(np.where(is_reached, deltas, everything), 0, 1)
 
 
 class _Mixture(MixtureGaussianPrivacyLoss):  # type: ignore[misc]
