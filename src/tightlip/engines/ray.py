@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import islice
-from typing import Any
+from typing import Any, cast
 
 import tightlip
 from tightlip.core.devices import kind_of_device, on_workers
@@ -317,13 +317,13 @@ def _reached(address: str) -> str:
 @contextmanager
 def _of_others(address: str) -> Iterator[dict[str, Any]]:
     """How a running cluster is joined: with a token where there is one, as Ray does for "auto" only."""
-    from ray._raylet import AuthenticationTokenLoader, GcsClient
+    from ray import _raylet
 
-    place, mode = _reached(address), os.environ.get("RAY_AUTH_MODE")
-    if mode is None and AuthenticationTokenLoader.instance().has_token(ignore_auth_mode=True):
-        mode = "token"
-    with _environment({} if mode is None else {"RAY_AUTH_MODE": mode}):
-        GcsClient(address=place)  # where the token is wrong it says so, and at once
+    place, core = _reached(address), cast(Any, _raylet)
+    has_token = core.AuthenticationTokenLoader.instance().has_token(ignore_auth_mode=True)
+    is_told = "RAY_AUTH_MODE" in os.environ
+    with _environment({"RAY_AUTH_MODE": "token"} if has_token and not is_told else {}):
+        core.GcsClient(address=place)  # where the token is wrong it says so, and at once
         yield {"address": place}
 
 
@@ -348,20 +348,21 @@ def _of_this_machine() -> Iterator[dict[str, Any]]:
 @contextmanager
 def _environment(variables: dict[str, str]) -> Iterator[None]:
     """What Ray's core reads of the environment, and keeps until it is told to look again."""
-    from ray._raylet import AuthenticationTokenLoader, Config
+    from ray import _raylet
 
+    core = cast(Any, _raylet)
     before = {name: os.environ.get(name) for name in variables}
     os.environ |= variables
     try:
-        Config.initialize("")
-        AuthenticationTokenLoader.instance().reset_cache()
+        core.Config.initialize("")
+        core.AuthenticationTokenLoader.instance().reset_cache()
         yield
     finally:
         for name, value in before.items():
             os.environ.pop(name, None)
             os.environ |= {} if value is None else {name: value}
-        Config.initialize("")  # first, or a thread that still ends may miss the token
-        AuthenticationTokenLoader.instance().reset_cache()
+        core.Config.initialize("")  # first, or a thread that still ends may miss the token
+        core.AuthenticationTokenLoader.instance().reset_cache()
 
 
 @contextmanager
