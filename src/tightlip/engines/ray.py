@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import islice
-from typing import Any, cast
+from typing import Any
 
 import tightlip
 from tightlip.core.devices import kind_of_device, on_workers
@@ -283,46 +283,34 @@ def _joined(address: str | None) -> Iterator[None]:
                 stack.callback(ray.shutdown)
             elif address not in (None, "auto"):
                 stands = ray.get_runtime_context().gcs_address
-                if address != stands and _reached(address) != stands:
+                if ray._private.services.canonicalize_bootstrap_address(address) != stands:
                     raise ValueError(f"this process has joined {stands}; ray.shutdown() leaves it")
         except (RuntimeError, ValueError, OSError, ray.exceptions.RayError) as error:
-            raise _not_joined(address, error) from error
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            if isinstance(error, ray.exceptions.AuthenticationError):
+                reason = "authentication: RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH must give its token"
+            raise UsageError(
+                f"The Ray cluster at {address or 'this machine'} cannot be joined ({reason}). See docs/clusters.md for how to start "
+                "one, and give its --address HOST:PORT."
+            ) from error
         yield
-
-
-def _not_joined(address: str | None, error: Exception) -> UsageError:
-    from ray.exceptions import AuthenticationError
-
-    reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-    advice = "See docs/clusters.md for how to start one, and give its --address HOST:PORT."
-    if isinstance(error, AuthenticationError):
-        reason = "authentication: its token is missing here, or is another"
-        advice = "Set RAY_AUTH_TOKEN, or RAY_AUTH_TOKEN_PATH to a file with the token."
-    place = address or "this machine"
-    return UsageError(f"The Ray cluster at {place} cannot be joined ({reason}). {advice}")
-
-
-def _reached(address: str) -> str:
-    """HOST:PORT of a cluster that answers; Ray itself would try for minutes where nobody does."""
-    from ray._private import services
-
-    place = services.canonicalize_bootstrap_address(address)
-    if place is None:
-        raise ValueError("not the address of a cluster that runs")
-    host, port = services.extract_ip_port(place)
-    socket.create_connection((host, port), timeout=_ANSWER_SECONDS).close()
-    return place
 
 
 @contextmanager
 def _of_others(address: str) -> Iterator[dict[str, Any]]:
     """How a running cluster is joined: with a token where there is one, as Ray does for "auto" only."""
     from ray import _raylet
+    from ray._private import services
 
-    place, core = _reached(address), cast(Any, _raylet)
+    core: Any = _raylet
+    place = services.canonicalize_bootstrap_address(address)
+    if place is None:
+        raise ValueError("not the address of a cluster that runs")
+    # Where nobody answers Ray itself would try for minutes.
+    socket.create_connection(services.extract_ip_port(place), timeout=_ANSWER_SECONDS).close()
     has_token = core.AuthenticationTokenLoader.instance().has_token(ignore_auth_mode=True)
-    is_told = "RAY_AUTH_MODE" in os.environ
-    with _environment({"RAY_AUTH_MODE": "token"} if has_token and not is_told else {}):
+    mode = {"RAY_AUTH_MODE": os.environ.get("RAY_AUTH_MODE", "token")} if has_token else {}
+    with _environment(mode):
         core.GcsClient(address=place)  # where the token is wrong it says so, and at once
         yield {"address": place}
 
@@ -350,17 +338,17 @@ def _environment(variables: dict[str, str]) -> Iterator[None]:
     """What Ray's core reads of the environment, and keeps until it is told to look again."""
     from ray import _raylet
 
-    core = cast(Any, _raylet)
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ |= variables
+    core: Any = _raylet
+    before = {name: os.environ[name] for name in variables if name in os.environ}
     try:
+        os.environ |= variables
         core.Config.initialize("")
         core.AuthenticationTokenLoader.instance().reset_cache()
         yield
     finally:
-        for name, value in before.items():
-            os.environ.pop(name, None)
-            os.environ |= {} if value is None else {name: value}
+        for name in variables:
+            del os.environ[name]
+        os.environ |= before
         core.Config.initialize("")  # first, or a thread that still ends may miss the token
         core.AuthenticationTokenLoader.instance().reset_cache()
 
