@@ -6,6 +6,7 @@ All tests of Ray are here, so that one process of tests has the one cluster.
 import os
 import shutil
 import signal
+import socket
 import sys
 import tempfile
 import threading
@@ -21,6 +22,7 @@ import pytest
 import tightlip
 from cli.held_out_runs import documents, make_run, prepared
 from faults.harm import changes, half_written, is_litter, tree
+from killable import Commands
 from tightlip.audit.leakage.counting import Sequences, count_in_shard, least_memory, over_shards
 from tightlip.core.devices import on_workers
 from tightlip.core.engines import EngineSettings
@@ -30,6 +32,8 @@ from tightlip.corpus.tokens import TokenizedCorpus, mapped
 from tightlip.engines import ray as ray_engine
 from tightlip.engines.local import LocalEngine
 from tightlip.scan import store
+from tightlip.scan.models import on_worker, open_model
+from tightlip.scan.options import ScanOptions
 
 pytestmark = pytest.mark.slow
 ray = pytest.importorskip("ray")
@@ -43,17 +47,41 @@ QUICK = {
 
 
 @pytest.fixture(scope="module")
-def cluster():
+def home(tmp_path_factory):
+    """Nobody's own home: a folder with the token of the cluster, and without what Ray may leave."""
+    with pytest.MonkeyPatch.context() as patch:
+        home = tmp_path_factory.mktemp("home")
+        (home / "token").write_text("a" * 64)
+        patch.setenv("HOME", str(home))
+        patch.setenv("RAY_AUTH_TOKEN_PATH", str(home / "token"))
+        for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_ADDRESS"):
+            patch.delenv(name, raising=False)
+        yield home
+        assert [path.name for path in home.iterdir()] == ["token"]
+
+
+@pytest.fixture(scope="module")
+def cluster(home):
+    """It asks for a token."""
     from ray.cluster_utils import Cluster
 
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     head = {"num_cpus": 0, "include_dashboard": False, "_system_config": QUICK}
-    cluster = Cluster(initialize_head=True, head_node_args=head)
-    for _ in range(2):
-        cluster.add_node(num_cpus=1)
+    with ray_engine._environment({"RAY_AUTH_MODE": "token"}):
+        cluster = Cluster(initialize_head=True, head_node_args=head)
+        for _ in range(2):
+            cluster.add_node(num_cpus=1)
     yield cluster
     ray.shutdown()
     cluster.shutdown()
+
+
+@pytest.fixture(scope="module")
+def command(home, tmp_path_factory):
+    """Commands in that home."""
+    commands = Commands(tmp_path_factory.mktemp("command"))
+    yield commands
+    commands.close()
 
 
 @pytest.fixture(scope="module")
@@ -121,11 +149,47 @@ def test_a_command_starts_its_own_cluster_and_ends_it(command, run, tmp_path):
     own, temporary = shutil.copytree(run, tmp_path / "run"), Path(tempfile.gettempdir())
     before = {*temporary.glob("tl-*")}
     how = ("--engine", "ray", "--workers", 1, "--threads-per-worker", 1, "--device", "cpu")
-    ran = command("membership", own, *how, "--num-bootstraps", 100)
+    life = command.begin("membership", own, *how, "--num-bootstraps", 100)
+    address, folder = _own_cluster(temporary, before)
+    with pytest.raises(ray.exceptions.AuthenticationError):
+        ray._raylet.GcsClient(address=address)
+    assert folder.stat().st_mode & 0o777 == 0o700
+    ran = life.end()
     assert ran.status == 0, ran.err
     assert "ray" not in ran.err.lower(), "it says nothing of its own"
     assert any((own / "scan").rglob("*.npz"))
     assert {*temporary.glob("tl-*")} == before
+
+
+def _own_cluster(temporary, before):
+    """Where the cluster of a command listens, once it does, and its folder."""
+    end = time.monotonic() + 60
+    while time.monotonic() < end:
+        for path in temporary.glob("tl-*/ray/session_2*/gcs_server_port_*"):
+            folder = path.parents[2]
+            if folder not in before and (port := path.read_text().strip()):
+                return f"127.0.0.1:{port}", folder
+        time.sleep(0.01)
+    raise AssertionError("no cluster was started")
+
+
+def test_a_cluster_that_does_not_answer_or_asks_for_another_token_is_refused_in_words(
+    cluster, monkeypatch
+):
+    def join(address):
+        return EngineSettings(engine="ray", address=address).opened("cpu")
+
+    with socket.create_server(("", 0)) as taken:
+        port = taken.getsockname()[1]
+    for address in (f"127.0.0.1:{port}", "127.0.0.1:1", "local", "nowhere"):
+        with pytest.raises(UsageError, match=f"at {address} cannot be joined"), join(address):
+            pass
+    for name, value in (("RAY_AUTH_TOKEN", "b" * 64), ("RAY_AUTH_MODE", "disabled")):
+        with monkeypatch.context() as patch:
+            patch.setenv(name, value)
+            words = r"authentication.*RAY_AUTH_TOKEN_PATH"
+            with pytest.raises(UsageError, match=words), join(cluster.address):
+                pass
 
 
 def test_without_ray_it_says_what_to_install(run, tmp_path, monkeypatch):
@@ -210,6 +274,33 @@ def test_a_worker_names_the_path_that_it_does_not_see(engine, tmp_path):
         list(engine.map(lambda number: int(corpus.tokens[number]), [3]))
 
 
+def test_a_worker_that_does_not_see_the_model_says_on_which_machine(engine, run, tmp_path):
+    folder = shutil.copytree(Path(run) / "model", tmp_path / "model")
+    model = open_model(folder, ScanOptions(device="cpu", batch_tokens=77))
+    shutil.rmtree(folder)
+    with pytest.raises(UsageError, match=f"{socket.gethostname()}.*{folder}"):
+        list(engine.scatter(partial(_scanned_by, model), [0]))
+
+
+def _scanned_by(model):
+    return on_worker(model).open_scan
+
+
+def test_another_address_than_that_of_the_cluster_that_stands_is_refused(cluster, engine):
+    with ray_engine._joined(cluster.address), ray_engine._joined(None):
+        pass
+    assert ray.is_initialized(), "it stays"
+    with socket.create_server(("", 0)) as other:
+        there = ray_engine._joined(f"127.0.0.1:{other.getsockname()[1]}")
+        with pytest.raises(UsageError, match=f"has joined {cluster.address}"), there:
+            pass
+
+
+def test_a_cluster_without_gpus_is_asked_for_another_device():
+    with pytest.raises(UsageError, match=r"'cuda'.*no GPUs\. Use cpu or auto"):
+        ray_engine._device("cuda", has_gpu=False)
+
+
 def test_workers_hold_no_more_than_their_share_of_a_corpus_five_times_as_large(engine, tmp_path):
     """What they take while they count is looked at every few milliseconds."""
     num_documents, size = 6000, 1000
@@ -292,10 +383,10 @@ def test_a_full_disk_of_one_node_is_left_to_the_others(engine, tmp_path, tally):
             beside.write_text("whole")
         return number
 
-    num_workers = engine._num_workers
+    num_workers = engine.num_workers
     results = [result for _, result in engine.map(write, range(6))]
-    assert engine._num_workers == num_workers - 1, "it is asked no more"
-    engine._num_workers = num_workers
+    assert engine.num_workers == num_workers - 1, "it is asked no more"
+    engine.num_workers = num_workers
     files = {path.name: path.read_text() for path in tmp_path.glob("[0-9]")}
     held = results == [*range(6)] and files == dict.fromkeys(map(str, range(6)), "whole")
     tally("full disks", held)
@@ -357,10 +448,10 @@ def _fill_every_disk(engine):
     def no_room(number):
         raise FullDiskError("The disk is full: x")
 
-    num_workers = engine._num_workers
+    num_workers = engine.num_workers
     with pytest.raises(FullDiskError, match="disk is full"):
         list(engine.map(no_room, range(3)))
-    engine._num_workers = num_workers
+    engine.num_workers = num_workers
 
 
 class _OfItsOwnKind(ray_engine._Worker):

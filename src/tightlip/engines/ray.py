@@ -6,11 +6,12 @@ Nothing is left to Ray Data, which reorders and resizes blocks, nor to Ray's own
 
 import logging
 import os
+import secrets
 import socket
 import tempfile
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -24,6 +25,7 @@ from tightlip.core.progress import log
 _MOST_DEATHS = 3  # of workers at one item, or before their first
 _FORGOTTEN = -1  # the number of an item whose result nobody waits for
 _SLOW_SECONDS = 30.0  # that the first workers wait for the others, to be of one kind
+_ANSWER_SECONDS = 5.0  # in which the machine of a cluster's head must answer
 _START_SECONDS = 600.0  # in which a cluster without any worker must have made room for one
 
 
@@ -254,7 +256,8 @@ def _device(name: str, has_gpu: bool) -> str:
         return "cuda" if has_gpu else "cpu"
     if name not in ("cpu", "cuda") or (name == "cuda" and not has_gpu):
         raise UsageError(
-            f"device={name!r} cannot be used on this cluster, which has {'' if has_gpu else 'no '}GPUs. Use cpu, cuda or auto."
+            f"device={name!r} cannot be used on this cluster, which has {'' if has_gpu else 'no '}GPUs. Use "
+            f"{'cpu, cuda' if has_gpu else 'cpu'} or auto."
         )
     return name
 
@@ -270,38 +273,84 @@ def _joined(address: str | None) -> Iterator[None]:
         raise UsageError(
             "--engine ray needs Ray, which is not installed here. Install it: pip install 'tightlip[ray]'"
         ) from error
-    if ray.is_initialized():
-        yield
-        return
-    joins = _of_this_machine() if address is None else nullcontext({"address": address})
-    with joins as how, _told_by_the_engine_alone():
+    with ExitStack() as stack:
         try:
-            ray.init(log_to_driver=False, logging_level=logging.ERROR, **how)
-        except (ConnectionError, RuntimeError, ValueError, OSError) as error:
+            if not ray.is_initialized():
+                how = _of_this_machine() if address is None else _of_others(address)
+                given = stack.enter_context(how)
+                stack.enter_context(_told_by_the_engine_alone())
+                ray.init(log_to_driver=False, logging_level=logging.ERROR, **given)
+                stack.callback(ray.shutdown)
+            elif address not in (None, "auto"):
+                stands = ray.get_runtime_context().gcs_address
+                if ray._private.services.canonicalize_bootstrap_address(address) != stands:
+                    raise ValueError(f"this process has joined {stands}; ray.shutdown() leaves it")
+        except (RuntimeError, ValueError, OSError, ray.exceptions.RayError) as error:
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            if isinstance(error, ray.exceptions.AuthenticationError):
+                reason = "authentication: RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH must give its token"
             raise UsageError(
                 f"The Ray cluster at {address or 'this machine'} cannot be joined ({reason}). See docs/clusters.md for how to start "
                 "one, and give its --address HOST:PORT."
             ) from error
-        try:
-            yield
-        finally:
-            ray.shutdown()
+        yield
+
+
+@contextmanager
+def _of_others(address: str) -> Iterator[dict[str, Any]]:
+    """How a running cluster is joined: with a token where there is one, as Ray does for "auto" only."""
+    from ray import _raylet
+    from ray._private import services
+
+    core: Any = _raylet
+    place = services.canonicalize_bootstrap_address(address)
+    if place is None:
+        raise ValueError("not the address of a cluster that runs")
+    # Where nobody answers Ray itself would try for minutes.
+    socket.create_connection(services.extract_ip_port(place), timeout=_ANSWER_SECONDS).close()
+    has_token = core.AuthenticationTokenLoader.instance().has_token(ignore_auth_mode=True)
+    mode = {"RAY_AUTH_MODE": os.environ.get("RAY_AUTH_MODE", "token")} if has_token else {}
+    with _environment(mode):
+        core.GcsClient(address=place)  # where the token is wrong it says so, and at once
+        yield {"address": place}
 
 
 @contextmanager
 def _of_this_machine() -> Iterator[dict[str, Any]]:
-    """How a cluster is started that no other machine can reach, and whose files go with it."""
+    """How a cluster is started that nobody else can use, and whose files go with it."""
     from ray._private import ray_constants
 
+    # Ray would keep the token of a cluster for all times, in a file that everybody may read.
+    token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
     # On Linux Ray takes 127.0.0.1 for the machine's own address, unless it is told this.
     is_cluster, ray_constants.ENABLE_RAY_CLUSTER = ray_constants.ENABLE_RAY_CLUSTER, False
+    folders = tempfile.TemporaryDirectory(prefix="tl-", ignore_cleanup_errors=True)
     try:
-        with tempfile.TemporaryDirectory(prefix="tl-", ignore_cleanup_errors=True) as folder:
-            how = {"address": "local", "include_dashboard": False, "_temp_dir": folder}
-            yield how | {"_node_ip_address": "127.0.0.1"}
+        with folders as folder, _environment(token):
+            how = {"address": "local", "include_dashboard": False, "_node_ip_address": "127.0.0.1"}
+            yield how | {"_temp_dir": f"{folder}/ray"}  # inside, as Ray opens its own to everybody
     finally:
         ray_constants.ENABLE_RAY_CLUSTER = is_cluster
+
+
+@contextmanager
+def _environment(variables: dict[str, str]) -> Iterator[None]:
+    """What Ray's core reads of the environment, and keeps until it is told to look again."""
+    from ray import _raylet
+
+    core: Any = _raylet
+    before = {name: os.environ[name] for name in variables if name in os.environ}
+    try:
+        os.environ |= variables
+        core.Config.initialize("")
+        core.AuthenticationTokenLoader.instance().reset_cache()
+        yield
+    finally:
+        for name in variables:
+            del os.environ[name]
+        os.environ |= before
+        core.Config.initialize("")  # first, or a thread that still ends may miss the token
+        core.AuthenticationTokenLoader.instance().reset_cache()
 
 
 @contextmanager
@@ -362,3 +411,5 @@ class _Worker:
                 f"{socket.gethostname()} does not see {error.filename}. Every machine must have model, corpus and report at the "
                 "same paths: put them on a file system that all of them share."
             ) from error
+        except UsageError as error:
+            raise type(error)(f"On {socket.gethostname()}: {error.args[0]}") from error
