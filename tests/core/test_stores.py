@@ -434,12 +434,40 @@ def test_a_password_in_an_address_is_refused_and_not_repeated():
     assert "hunter2" not in str(refused.value)
 
 
+@pytest.mark.parametrize(
+    "address", ["https://x.org/mails", "HTTP://x.org/m", "file:///tmp/x", "s3://", "S3:///mails/x"]
+)
+def test_what_is_no_place_on_a_store_is_no_folder_here_either(
+    place, tmp_path, monkeypatch, address
+):
+    monkeypatch.chdir(tmp_path)
+    for call in (
+        lambda: open_corpus(address),
+        lambda: tightlip.complete(address, ["ant"]),
+        lambda: tightlip.audit(place / "model", place / "mails", out=address),
+        lambda: tightlip.prepare(place / "mails", address),
+    ):
+        with pytest.raises(UsageError, match="object store"):
+            call()
+    with pytest.raises(UsageError, match="object store"):
+        tightlip.audit(place / "model", place / "mails", out=Path("https://x.org/mails"))
+    assert not [*tmp_path.iterdir()]
+
+
+def test_an_address_in_upper_case_is_one(store, place):
+    assert pairs("S3://mails/mails") == PAIRS
+    with pytest.raises(UsageError, match="s3://mails/mails holds other files"):
+        tightlip.audit(place / "model", place / "mails", out="S3://mails/mails")
+    with pytest.raises(UsageError, match=r"simplecache::s3:// cannot be read"):
+        open_corpus("simplecache::s3://mails/mails")
+
+
 def test_what_is_not_there_is_said_in_words(store):
     with pytest.raises(StoreError, match="there is no bucket 'nobody'"):
         open_corpus("s3://nobody/mails/*.parquet")
     with pytest.raises(UsageError, match="s3://mails/none does not exist"):
         open_corpus("s3://mails/none")
-    with pytest.raises(StoreError, match="there is no bucket 'nobody'"):
+    with pytest.raises(StoreError, match="cannot be written: there is no bucket 'nobody'"):
         tightlip.audit("model", "mails", out="s3://nobody/report")
     with pytest.raises(UsageError, match="nosuch:// cannot be read here"):
         open_corpus("nosuch://mails/x")

@@ -4,6 +4,7 @@ counts as whole, and the same command goes on."""
 import json
 import signal
 from threading import Event
+from types import SimpleNamespace
 
 import pytest
 
@@ -59,6 +60,15 @@ def test_a_store_that_is_down_ends_in_words(store, monkeypatch):
     monkeypatch.setattr("tightlip.core.stores.PATIENCE_SECONDS", 0)
     with pytest.raises(StoreError, match=r"failed again and again.*AWS_ENDPOINT_URL"):
         open_corpus(DOWN)
+
+
+def test_a_region_that_cannot_be_asked_for_ends_in_words(monkeypatch):
+    def fails(uri):
+        raise OSError("When resolving region for bucket 'mails': AWS Error NETWORK_CONNECTION")
+
+    monkeypatch.setattr("pyarrow.fs.FileSystem", SimpleNamespace(from_uri=fails))
+    with pytest.raises(StoreError, match=r"s3://far/x could not be read.*NETWORK_CONNECTION"):
+        open_corpus("s3://far/x")
 
 
 def test_credentials_that_are_refused_are_spoken_of(store):

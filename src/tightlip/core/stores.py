@@ -40,7 +40,7 @@ _OF_A_MODEL = {".safetensors", ".json", ".gguf", ".txt", ".model", ".jinja", ".t
 _PICKLES = {".bin", ".pt", ".pth", ".ckpt", ".pkl"}
 _STAYS_HERE = {"scan", "measures"}  # of a report's folder, beside what is not of a report
 _OF_A_REPORT = re.compile(r"\w[\w.-]*(/\w[\w.-]*)*\.(json|parquet|html|csv)", re.ASCII)
-_NO_BUCKET = re.compile(r"NO_?SUCH_?BUCKET|bucket does not exist", re.IGNORECASE)
+_NO_BUCKET = re.compile(r"NO_?SUCH_?BUCKET|bucket (does not exist|'.*' not found)", re.IGNORECASE)
 _DENIED = re.compile(
     r"ACCESS_?DENIED|FORBIDDEN|INVALID_(ACCESS_KEY|CLIENT|TOKEN)|SIGNATURE|credential|status:? 40[13]",
     re.IGNORECASE,
@@ -115,6 +115,10 @@ def place_of(given: Any) -> Place | None:
             f"The {scheme}:// address has a password in it, and addresses are written into reports. Leave it out: credentials "
             "are read where the store's own tools read them, such as AWS_PROFILE."
         )
+    if scheme in ("http", "https", "file") or path[:1] in ("", "/"):
+        raise UsageError(
+            f"{address} is not a place on an object store, such as s3://BUCKET/FOLDER. Give one, or the path of a local copy."
+        )
     if ".." in path.split("/"):
         raise UsageError(f"{address} leads upwards. Give the address itself.")
     return Place(scheme, path.strip("/"), query)
@@ -122,7 +126,10 @@ def place_of(given: Any) -> Place | None:
 
 def _system(place: Place) -> Any:
     names = (*_SERVER, "AWS_ACCESS_KEY_ID", "AWS_PROFILE")
-    return _file_system(place.scheme, place.bucket, place.query, *map(os.environ.get, names))
+    try:
+        return _file_system(place.scheme, place.bucket, place.query, *map(os.environ.get, names))
+    except OSError as error:  # Amazon is asked for the bucket's region
+        raise in_words(place, error) from error
 
 
 @lru_cache
