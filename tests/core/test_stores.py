@@ -394,6 +394,14 @@ def test_of_an_earlier_report_nothing_is_left(store, tmp_path):
     assert {name for name in store.names("mails", "twice") if not name.endswith("/")} == sent
 
 
+def test_a_bucket_may_have_any_name(store, place):
+    store.client.create_bucket(Bucket="address")
+    store.put(place / "model", "address", "model/")
+    assert tightlip.complete("s3://address/model", ["ant"], device="cpu")
+    (copy,) = cache_folder().glob("models/*/address/model")
+    assert shown(copy) == "s3://address/model"
+
+
 def test_a_model_may_have_a_manifest_of_its_own(store, place):
     store.put(place / "model", "mails", "with-manifest/")
     store.client.put_object(Bucket="mails", Key="with-manifest/manifest.json", Body=b"{}")

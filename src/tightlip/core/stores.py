@@ -4,6 +4,7 @@ Corpora are read where they lie, models copied to a cache here first, and finish
 a manifest last. Whatever is under way stays on a local disk: a store has neither rename nor locks.
 """
 
+import errno
 import fnmatch
 import hashlib
 import json
@@ -34,7 +35,6 @@ PATIENCE_SECONDS = 10.0  # beyond the tries that the stores' own libraries make
 AT_ONCE = 8  # requests on their way
 _ADDRESS = ".address"  # beside a copy and its bucket, of which none begins so: what it is of
 _SERVER = ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3")
-_LONGEST = 1 << 26  # bytes of a manifest
 # What a model is made of; never a pickle.
 _OF_A_MODEL = {".safetensors", ".json", ".gguf", ".txt", ".model", ".jinja", ".tiktoken"}
 _PICKLES = {".bin", ".pt", ".pth", ".ckpt", ".pkl"}
@@ -96,6 +96,10 @@ class StoreFile(Place):
         return SimpleNamespace(st_size=self.size, st_ino=about, **same)
 
     def open(self, mode: str = "rb") -> BinaryIO:
+        (info,) = _tried("read", self, lambda: _system(self).get_file_info([self.path]))
+        # Listed, some stores tell the time to the millisecond; asked about one file, to the second.
+        if (info.size, _file(self, info).version[:-9]) != (self.size, self.version[:-9]):
+            raise StoreError(f"{self} changed meanwhile, or is gone. Give the same command again.")
         return _tried("read", self, lambda: _system(self).open_input_file(self.path))
 
 
@@ -137,8 +141,11 @@ def _file_system(scheme: str, bucket: str, query: str, *environment: str | None)
     """pyarrow's own file system, or else fsspec's; `environment` is what either reads of it."""
     from pyarrow import ArrowException, fs
 
-    with suppress(ArrowException, ImportError):
-        return fs.FileSystem.from_uri(f"{scheme}://{bucket}{query}")[0]
+    # The option sends a small file in one request, so that none is left half uploaded.
+    at_once = f"{query}{'&' if query else '?'}allow_delayed_open=true"
+    for asked in (at_once, query) if scheme == "s3" else (query,):
+        with suppress(ArrowException, ImportError):
+            return fs.FileSystem.from_uri(f"{scheme}://{bucket}{asked}")[0]
     try:
         import fsspec
 
@@ -156,9 +163,11 @@ def _tried(doing: str, place: Place, call: Callable[[], Made]) -> Made:
     while True:
         try:
             return call()
-        except FileNotFoundError:
-            raise
         except OSError as error:
+            # One with a file's name, or of a full disk, is of this machine.
+            is_here = error.filename or error.errno in (errno.ENOSPC, errno.EDQUOT)
+            if is_here or isinstance(error, FileNotFoundError):
+                raise
             is_final = _NO_BUCKET.search(str(error)) or _DENIED.search(str(error))
             if is_final or time.monotonic() - started + wait > PATIENCE_SECONDS:
                 raise in_words(place, error, doing) from error
@@ -212,9 +221,8 @@ def files_at(place: Place, doing: str = "read") -> list[StoreFile]:
 
 def _matches(path: str, pattern: str) -> bool:
     """As in a shell: a * stays within one folder."""
-    pairs = list(zip(path.split("/"), pattern.split("/"), strict=False))
-    is_as_deep = path.count("/") == pattern.count("/")
-    return is_as_deep and all(fnmatch.fnmatchcase(*pair) for pair in pairs)
+    parts, patterns = path.split("/"), pattern.split("/")
+    return len(parts) == len(patterns) and all(map(fnmatch.fnmatchcase, parts, patterns))
 
 
 def _file(place: Place, info: Any) -> StoreFile:
@@ -228,11 +236,8 @@ def _download(files: Sequence[StoreFile], into: Path, what: str) -> None:
 
     def fetch(file: StoreFile) -> None:
         path = make_private_folder((into / file.path).parent) / file.name
-        try:
-            with file.open() as source, path.open("wb") as target:
-                shutil.copyfileobj(source, target, 1 << 20)
-        except FileNotFoundError as error:
-            raise StoreError(f"{file} is no longer there. Give the same command again.") from error
+        with file.open() as source, path.open("wb") as target:
+            shutil.copyfileobj(source, target, 1 << 20)
         if path.stat().st_size != file.size:
             raise OSError(f"{path.stat().st_size:,} of {file.size:,} bytes came")
         bar.advance(file.size)
@@ -267,8 +272,8 @@ def cache_folder() -> Path:
 
 def _key(*about: object) -> str:
     """Another name for each server too: buckets of two may be called the same."""
-    servers = map(os.environ.get, _SERVER)
-    return hashlib.sha256(repr((*servers, *about)).encode()).hexdigest()[:24]
+    about += (*map(os.environ.get, _SERVER),)
+    return hashlib.sha256(repr(about).encode()).hexdigest()[:24]
 
 
 def shown(path: Path) -> str:
@@ -365,7 +370,7 @@ def _manifest(place: Place) -> dict[str, Any] | None:
 
     def read() -> bytes:
         with _system(place).open_input_stream((place / MANIFEST).path) as stream:
-            return bytes(stream.read(_LONGEST))
+            return bytes(stream.read(1 << 26))
 
     try:
         record, is_sealed = unsealed(json.loads(_tried("read", place / MANIFEST, read)))
@@ -469,9 +474,7 @@ def send(folder: Path, out: Any, kind: str) -> None:
             bar.advance()
     for name in earlier:
         with suppress(FileNotFoundError):
-            _tried(
-                "write", place / name, partial(_system(place).delete_file, f"{place.path}/{name}")
-            )
+            _tried("write", place, partial(_system(place).delete_file, f"{place.path}/{name}"))
     tell(files, whole=True)
 
 
