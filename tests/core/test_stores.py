@@ -12,8 +12,8 @@ import tightlip
 from animals import WORDS
 from object_store import ROWS, Store, write_files, write_model
 from tightlip.core.checksums import sealed
-from tightlip.core.errors import DamagedError, UsageError
-from tightlip.core.stores import StoreError, cache_folder, send, shown, worked_in
+from tightlip.core.errors import DamagedError, StoreError, UsageError
+from tightlip.core.stores import cache_folder, send, shown, worked_in
 from tightlip.corpus.encoding import saved_tokenizer
 from tightlip.corpus.readers import open_corpus
 from tightlip.corpus.tokens import tokenize_documents

@@ -11,8 +11,8 @@ import pytest
 
 import tightlip
 from object_store import ROWS, Store, every_tenth, write_files, write_model
-from tightlip.core.errors import FullDiskError, UsageError
-from tightlip.core.stores import StoreError, cache_folder, send, worked_in
+from tightlip.core.errors import FullDiskError, StoreError, UsageError
+from tightlip.core.stores import cache_folder, send, worked_in
 from tightlip.corpus.readers import open_corpus
 
 DOWN = "s3://mails/x?endpoint_override=127.0.0.1:9&scheme=http&region=us-east-1"

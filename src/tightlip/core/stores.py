@@ -25,7 +25,15 @@ from types import SimpleNamespace
 from typing import Any, BinaryIO, TypeVar
 
 from tightlip.core.checksums import LIST, SEAL, checked_whole, digest_of, sealed, unsealed
-from tightlip.core.errors import DamagedError, TightlipError, UsageError
+from tightlip.core.errors import (
+    DENIED,
+    NO_BUCKET,
+    DamagedError,
+    StoreError,
+    UsageError,
+    in_words,
+    short,
+)
 from tightlip.core.files import claimed, folder_written_whole, make_private_folder, store_address
 from tightlip.core.progress import task
 
@@ -40,16 +48,7 @@ _OF_A_MODEL = {".safetensors", ".json", ".gguf", ".txt", ".model", ".jinja", ".t
 _PICKLES = {".bin", ".pt", ".pth", ".ckpt", ".pkl"}
 _STAYS_HERE = {"scan", "measures"}  # of a report's folder, beside what is not of a report
 _OF_A_REPORT = re.compile(r"\w[\w.-]*(/\w[\w.-]*)*\.(json|parquet|html|csv)", re.ASCII)
-_NO_BUCKET = re.compile(r"NO_?SUCH_?BUCKET|bucket (does not exist|'.*' not found)", re.IGNORECASE)
-_DENIED = re.compile(
-    r"ACCESS_?DENIED|FORBIDDEN|INVALID_(ACCESS_KEY|CLIENT|TOKEN)|SIGNATURE|credential|status:? 40[13]",
-    re.IGNORECASE,
-)
 log = logging.getLogger("tightlip")
-
-
-class StoreError(TightlipError):
-    """A store that does not answer, or refuses. What was worked out here is kept."""
 
 
 @dataclass(frozen=True, order=True)
@@ -152,7 +151,7 @@ def _file_system(scheme: str, bucket: str, query: str, *environment: str | None)
         return fs.PyFileSystem(fs.FSSpecHandler(fsspec.filesystem(scheme)))
     except (ImportError, ValueError) as error:
         raise UsageError(
-            f"{scheme}:// cannot be read here ({_short(error)}). s3:// and gs:// can, and what fsspec has a package for: "
+            f"{scheme}:// cannot be read here ({short(error)}). s3:// and gs:// can, and what fsspec has a package for: "
             "install that, or copy what you need to a local folder."
         ) from error
 
@@ -168,34 +167,11 @@ def _tried(doing: str, place: Place, call: Callable[[], Made]) -> Made:
             is_here = error.filename or error.errno in (errno.ENOSPC, errno.EDQUOT)
             if is_here or isinstance(error, FileNotFoundError):
                 raise
-            is_final = _NO_BUCKET.search(str(error)) or _DENIED.search(str(error))
+            is_final = NO_BUCKET.search(str(error)) or DENIED.search(str(error))
             if is_final or time.monotonic() - started + wait > PATIENCE_SECONDS:
                 raise in_words(place, error, doing) from error
         time.sleep(wait)
         wait *= 2
-
-
-def in_words(place: Place, error: BaseException, doing: str = "read") -> StoreError:
-    """What a store's failure means to whoever named the place."""
-    done = "written" if doing == "write" else "read"
-    if _NO_BUCKET.search(str(error)):
-        return StoreError(
-            f"{place} cannot be {done}: there is no bucket {place.bucket!r}. Give another, or make it."
-        )
-    if _DENIED.search(str(error)):
-        return StoreError(
-            f"{place} may not be {done} ({_short(error)}). Credentials are missing, wrong, or not enough: set AWS_PROFILE or "
-            "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, for gs:// GOOGLE_APPLICATION_CREDENTIALS."
-        )
-    return StoreError(
-        f"{place} could not be {done}: the store failed again and again ({_short(error)}). Nothing half done counts. Give the "
-        "same command again when it answers. Is AWS_ENDPOINT_URL right?"
-    )
-
-
-def _short(error: BaseException) -> str:
-    words = " ".join(re.sub(r"\(Request ID: \w+\)", "", str(error)).split())
-    return words if len(words) <= 200 else f"{words[:197]}..."
 
 
 def files_at(place: Place, doing: str = "read") -> list[StoreFile]:
@@ -385,7 +361,7 @@ def _manifest(place: Place) -> dict[str, Any] | None:
         return None
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise DamagedError(
-            f"{place / MANIFEST} is damaged, or not written by this version of tightlip ({_short(error)}). Send the report "
+            f"{place / MANIFEST} is damaged, or not written by this version of tightlip ({short(error)}). Send the report "
             "again, to another place."
         ) from error
 
@@ -434,15 +410,13 @@ def _names_there(place: Place, kind: str) -> set[str]:
     with suppress(DamagedError):
         before = _manifest(place)
     known = {MANIFEST, *before["files"]} if before else set()
-    if others := names - known:
+    held = f"other files ({min(others)!r})" if (others := names - known) else None
+    if before and not held and before["kind"] != kind:
+        held = f"a report of the kind {before['kind']!r}"
+    if held:
         raise UsageError(
-            f"{place} holds other files ({min(others)!r}), and a report would be mixed among them. Give --out a new or empty "
-            "place."
-        )
-    if before and before["kind"] != kind:
-        raise UsageError(
-            f"{place} holds a report of the kind {before['kind']!r}, and one of the kind {kind!r} would replace it. Give --out "
-            "another place."
+            f"{place} holds {held}, and one of the kind {kind!r} would replace it or be mixed with it. Give --out a new or "
+            "empty place."
         )
     return names - {MANIFEST}
 
