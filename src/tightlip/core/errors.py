@@ -17,8 +17,8 @@ _COMMAND_OR_FLAG = re.compile(f"{_COMMAND}|{_FLAG}", re.MULTILINE)
 _AS_IT_IS = re.compile(r"[A-Z]+(/\w+)?|[\d.,]+|'.*'")  # DIR, RUN/model, 0.2
 
 # What object stores answer.
-NO_BUCKET = re.compile(r"NO_?SUCH_?BUCKET|bucket (does not exist|'.*' not found)", re.IGNORECASE)
-DENIED = re.compile(
+_NO_BUCKET = re.compile(r"NO_?SUCH_?BUCKET|bucket (does not exist|'.*' not found)", re.IGNORECASE)
+_DENIED = re.compile(
     r"ACCESS_?DENIED|FORBIDDEN|INVALID_(ACCESS_KEY|CLIENT|TOKEN)|SIGNATURE|credential|status:? 40[13]",
     re.IGNORECASE,
 )
@@ -77,11 +77,11 @@ class StoreError(TightlipError):
 def in_words(place: Any, error: BaseException, doing: str = "read") -> StoreError:
     """What a store's failure means to whoever named the place."""
     done = "written" if doing == "write" else "read"
-    if NO_BUCKET.search(str(error)):
+    if _NO_BUCKET.search(str(error)):
         return StoreError(
             f"{place} cannot be {done}: there is no bucket {place.bucket!r}. Give another, or make it."
         )
-    if DENIED.search(str(error)):
+    if _DENIED.search(str(error)):
         return StoreError(
             f"{place} may not be {done} ({short(error)}). Credentials are missing, wrong, or not enough: set AWS_PROFILE or "
             "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, for gs:// GOOGLE_APPLICATION_CREDENTIALS."
@@ -90,6 +90,11 @@ def in_words(place: Any, error: BaseException, doing: str = "read") -> StoreErro
         f"{place} could not be {done}: the store failed again and again ({short(error)}). Nothing half done counts. Give the "
         "same command again when it answers. Is AWS_ENDPOINT_URL right?"
     )
+
+
+def is_final(error: BaseException) -> bool:
+    """Whether asking the store again would change nothing."""
+    return bool(_NO_BUCKET.search(str(error)) or _DENIED.search(str(error)))
 
 
 def short(error: BaseException) -> str:

@@ -25,15 +25,7 @@ from types import SimpleNamespace
 from typing import Any, BinaryIO, TypeVar
 
 from tightlip.core.checksums import LIST, SEAL, checked_whole, digest_of, sealed, unsealed
-from tightlip.core.errors import (
-    DENIED,
-    NO_BUCKET,
-    DamagedError,
-    StoreError,
-    UsageError,
-    in_words,
-    short,
-)
+from tightlip.core.errors import DamagedError, StoreError, UsageError, in_words, is_final, short
 from tightlip.core.files import claimed, folder_written_whole, make_private_folder, store_address
 from tightlip.core.progress import task
 
@@ -167,8 +159,7 @@ def _tried(doing: str, place: Place, call: Callable[[], Made]) -> Made:
             is_here = error.filename or error.errno in (errno.ENOSPC, errno.EDQUOT)
             if is_here or isinstance(error, FileNotFoundError):
                 raise
-            is_final = NO_BUCKET.search(str(error)) or DENIED.search(str(error))
-            if is_final or time.monotonic() - started + wait > PATIENCE_SECONDS:
+            if is_final(error) or time.monotonic() - started + wait > PATIENCE_SECONDS:
                 raise in_words(place, error, doing) from error
         time.sleep(wait)
         wait *= 2
