@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import tightlip
 from tightlip.audit.leakage.findings import WORK
-from tightlip.audit.leakage.summary import LeakageReport
+from tightlip.audit.leakage.summary import LeakageReport, Report
 from tightlip.audit.measures import MEASURES
 from tightlip.audit.settings import ExtractionConfig, Matching, ResamplingSettings, SyntheticConfig
 from tightlip.core.engines import EngineSettings
@@ -56,11 +56,14 @@ def _reported(make: Callable[..., Any], page: str, settings: dict[str, Any]) -> 
 
     def write_report(folder: Path) -> None:
         write_page(page, folder / REPORT_PAGE, folder=folder)
-        send(folder, out)  # before the scan goes: where it fails, the same command goes on from it
+        send(folder, out, page)  # before the scan goes: where it fails, the same command goes on
 
-    with worked_in(out, f"{page} {settings.get('redact')}") as folder:
+    with worked_in(out, page, settings.get("redact")) as folder:
         report = make(out=folder, write_page=write_report, **settings)
-        return report if is_local else type(report)(set_aside(folder, out))
+        if is_local:
+            return report
+        there = set_aside(folder, out)
+        return type(report)(there) if isinstance(report, Report) else replace(report, folder=there)
 
 
 @takes(ExtractionConfig, Decoding, ScanOptions, TextSettings, EngineSettings, sends=True)
@@ -179,7 +182,7 @@ def compare(
     kinds = (Matching, ResamplingSettings, ModelSettings, TextSettings)
     matching, resampling, how, columns = split_settings(settings, *kinds)
     measuring: dict[str, Any] = {"key": key, "reference": reference, "device": device, **how.tree()}
-    with worked_in(out, "compare") as out_here, claimed(out_here):
+    with worked_in(out, "comparison") as out_here, claimed(out_here):
         folder = _free(out_here)
         rows = compare_models(
             *(models, matching, resampling),
@@ -192,7 +195,7 @@ def compare(
         )
         made = Comparison(folder=folder, rows=rows, matching=matching, notes=tuple(notes))
         _write_comparison(made)
-        send(folder, out)
+        send(folder, out, "comparison")
         return replace(made, folder=set_aside(folder, out))
 
 

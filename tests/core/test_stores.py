@@ -11,8 +11,9 @@ import pytest
 import tightlip
 from animals import WORDS
 from object_store import ROWS, Store, write_files, write_model
-from tightlip.core.errors import DamagedError, UsageError
-from tightlip.core.stores import StoreError, cache_folder, shown
+from tightlip.core.checksums import sealed
+from tightlip.core.errors import DamagedError, StoreError, UsageError
+from tightlip.core.stores import cache_folder, send, shown, worked_in
 from tightlip.corpus.encoding import saved_tokenizer
 from tightlip.corpus.readers import open_corpus
 from tightlip.corpus.tokens import tokenize_documents
@@ -252,7 +253,7 @@ def test_a_report_that_is_not_whole_is_refused(store, place):
         tightlip.open_report("s3://mails/out/c")
     store.client.delete_object(Bucket="mails", Key="out/c/manifest.json")
     for read in (tightlip.open_report, lambda one: tightlip.compare([one, place / "model"])):
-        with pytest.raises(UsageError, match=r"has no manifest\.json, which is written last"):
+        with pytest.raises(UsageError, match=r"has no manifest\.json, or none that calls it"):
             read("s3://mails/out/c")
 
 
@@ -287,9 +288,124 @@ def test_membership_and_extraction_are_sent_too(store, place):
     assert "extraction/manifest.json" in store.names("mails", "extraction")
 
 
-def test_a_place_with_other_files_is_left_alone(store, place):
+def test_generated_text_is_audited_and_the_report_sent_without_a_hash_of_any_text(store, place):
+    out = "s3://mails/of-text"
+    sent = tightlip.audit_text(["ant bee cat dog elk"], place / "mails", out=out, min_words=3)
+    assert sent.table("users").num_rows == 4
+    summary = json.loads(store.get("mails", "of-text/summary.json"))
+    assert summary == sent.summary
+    assert summary["corpus_fingerprint"] is summary["synthetic_fingerprint"] is None
+
+
+def put_manifest(store, where, *names, kind="leakage", **also):
+    files = [{"name": name, "size": 1, "sha256": ""} for name in names]
+    record = {"format": 1, "kind": kind, "whole": True, "files": files} | also
+    content = json.dumps(sealed(record))
+    store.client.put_object(Bucket="mails", Key=f"{where}/manifest.json", Body=content)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["../victim/precious.json", "/mails/victim/precious.json", "", "a/../../x.json", ".a.json"],
+)
+def test_a_manifest_that_names_files_elsewhere_deletes_and_reads_none(store, tmp_path, name):
+    for key in ("victim/precious.json", "lying/report.html"):
+        store.client.put_object(Bucket="mails", Key=key, Body=b"x")
+    put_manifest(store, "lying", name, "report.html")
+    (tmp_path / "summary.json").write_text("{}")
+    before = store.names("mails")
     with pytest.raises(UsageError, match="holds other files"):
-        tightlip.audit(place / "model", place / "mails", out="s3://mails/mails", device="cpu")
+        send(tmp_path, "s3://mails/lying", "leakage")
+    with pytest.raises(DamagedError, match="no report has a file"):
+        tightlip.open_report("s3://mails/lying")
+    assert store.names("mails") == before
+
+
+def test_a_place_with_other_files_is_left_alone(store, place):
+    def refused(out, words="holds other files"):
+        before = store.names("mails", out)
+        with pytest.raises(UsageError, match=words):
+            tightlip.audit("no model", place / "mails", out=f"s3://mails/{out}")
+        assert store.names("mails", out) == before
+
+    refused("mails")
+    refused("mails/*", "is a pattern")
+    for content in (b"{}", b'{"name": "web"}', b"not JSON"):
+        store.client.put_object(Bucket="mails", Key="theirs/manifest.json", Body=content)
+        refused("theirs")
+    put_manifest(store, "half", "summary.json")
+    store.client.put_object(Bucket="mails", Key="half/precious.json", Body=b"x")
+    refused("half")
+    put_manifest(store, "newer", format=99)
+    refused("newer")
+    with pytest.raises(DamagedError, match=r"s3://mails/newer/manifest\.json .* another version"):
+        tightlip.open_report("s3://mails/newer")
+
+
+def test_a_folder_left_here_lets_no_report_in_among_other_files(store, tmp_path):
+    def work(out="s3://mails/busy"):
+        with worked_in(out, "leakage") as folder:
+            (folder / "summary.json").write_text("{}")
+            return folder
+
+    left = work()
+    assert left.is_dir()
+    store.client.put_object(Bucket="mails", Key="busy/precious.txt", Body=b"x")
+    with pytest.raises(UsageError, match=r"holds other files \('precious\.txt'\)"):
+        work()
+    with pytest.raises(UsageError, match="holds other files"):
+        send(left, "s3://mails/busy", "leakage")
+
+
+def test_two_servers_with_buckets_of_one_name_share_no_folder_here(store, monkeypatch):
+    def folder():
+        with worked_in("s3://mails/same", "leakage") as made:
+            return made
+
+    first = folder()
+    assert folder() == first
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", store.url.replace("127.0.0.1", "localhost"))
+    assert folder() != first
+
+
+def test_a_report_of_another_command_is_not_replaced(store, place, tmp_path):
+    (tmp_path / "comparison.json").write_text("{}")
+    send(tmp_path, "s3://mails/one-of", "comparison")
+    before = store.names("mails", "one-of")
+    with pytest.raises(UsageError, match="kind 'comparison', and one of the kind 'membership'"):
+        tightlip.measure_membership(
+            place / "model", members=[], non_members=[], out="s3://mails/one-of"
+        )
+    assert store.names("mails", "one-of") == before
+
+
+def test_of_an_earlier_report_nothing_is_left(store, tmp_path):
+    for name in ("summary.json", "snapshots/step-1/summary.json"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("{}")
+    for hidden in ("log.txt", ".work", "scan/tokens.json"):
+        (tmp_path / hidden).parent.mkdir(exist_ok=True)
+        (tmp_path / hidden).write_text("{}")
+    send(tmp_path, "s3://mails/twice", "leakage")
+    sent = {f"twice/{name}" for name in ("manifest.json", "summary.json")}
+    assert {*store.names("mails", "twice")} == sent | {"twice/snapshots/step-1/summary.json"}
+    (tmp_path / "snapshots/step-1/summary.json").unlink()
+    send(tmp_path, "s3://mails/twice", "leakage")
+    assert {name for name in store.names("mails", "twice") if not name.endswith("/")} == sent
+
+
+def test_a_bucket_may_have_any_name(store, place):
+    store.client.create_bucket(Bucket="address")
+    store.put(place / "model", "address", "model/")
+    assert tightlip.complete("s3://address/model", ["ant"], device="cpu")
+    (copy,) = cache_folder().glob("models/*/address/model")
+    assert shown(copy) == "s3://address/model"
+
+
+def test_a_model_may_have_a_manifest_of_its_own(store, place):
+    store.put(place / "model", "mails", "with-manifest/")
+    store.client.put_object(Bucket="mails", Key="with-manifest/manifest.json", Body=b"{}")
+    assert tightlip.complete("s3://mails/with-manifest", ["ant"], device="cpu")
 
 
 # What may not lie there
@@ -326,12 +442,40 @@ def test_a_password_in_an_address_is_refused_and_not_repeated():
     assert "hunter2" not in str(refused.value)
 
 
+@pytest.mark.parametrize(
+    "address", ["https://x.org/mails", "HTTP://x.org/m", "file:///tmp/x", "s3://", "S3:///mails/x"]
+)
+def test_what_is_no_place_on_a_store_is_no_folder_here_either(
+    place, tmp_path, monkeypatch, address
+):
+    monkeypatch.chdir(tmp_path)
+    for call in (
+        lambda: open_corpus(address),
+        lambda: tightlip.complete(address, ["ant"]),
+        lambda: tightlip.audit(place / "model", place / "mails", out=address),
+        lambda: tightlip.prepare(place / "mails", address),
+    ):
+        with pytest.raises(UsageError, match="object store"):
+            call()
+    with pytest.raises(UsageError, match="object store"):
+        tightlip.audit(place / "model", place / "mails", out=Path("https://x.org/mails"))
+    assert not [*tmp_path.iterdir()]
+
+
+def test_an_address_in_upper_case_is_one(store, place):
+    assert pairs("S3://mails/mails") == PAIRS
+    with pytest.raises(UsageError, match="s3://mails/mails holds other files"):
+        tightlip.audit(place / "model", place / "mails", out="S3://mails/mails")
+    with pytest.raises(UsageError, match=r"simplecache::s3:// cannot be read"):
+        open_corpus("simplecache::s3://mails/mails")
+
+
 def test_what_is_not_there_is_said_in_words(store):
     with pytest.raises(StoreError, match="there is no bucket 'nobody'"):
         open_corpus("s3://nobody/mails/*.parquet")
     with pytest.raises(UsageError, match="s3://mails/none does not exist"):
         open_corpus("s3://mails/none")
-    with pytest.raises(StoreError, match="there is no bucket 'nobody'"):
+    with pytest.raises(StoreError, match="cannot be written: there is no bucket 'nobody'"):
         tightlip.audit("model", "mails", out="s3://nobody/report")
     with pytest.raises(UsageError, match="nosuch:// cannot be read here"):
         open_corpus("nosuch://mails/x")

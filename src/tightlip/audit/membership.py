@@ -122,7 +122,7 @@ def measure_membership(
             # A hash of the text lets whoever knows all of it but a PIN try every PIN.
             result["made_from"] |= {"members": None, "held_out": None}
         written_to(None if folder is None else folder / "membership.json", result)
-        send(folder, out)
+        send(folder, out, "membership")
         set_aside(folder, out)
     return result
 

@@ -41,24 +41,24 @@ _STRAY = {".DS_Store", ".localized", "Thumbs.db", "desktop.ini"}
 
 
 def store_address(given: Any) -> str | None:
-    """The address on an object store that is given, also where pathlib took a slash of it.
+    """The address that is given in the place of a path, also where pathlib took a slash of it.
 
     >>> store_address(Path("s3://mails/2024")), store_address("mails/2024")
     ('s3://mails/2024', None)
     """
     if not isinstance(given, str | Path):
         return None
-    found = re.match(r"(?!(?:file|https?):)([a-z][a-z0-9+]+):/{1,2}(?=[^/])", str(given))
-    return None if found is None else f"{found[1]}://{str(given)[found.end() :]}"
+    found = re.match(r"([a-z][a-z0-9+.:-]+):/{1,2}", str(given), re.IGNORECASE)
+    return None if found is None else f"{found[1].lower()}://{str(given)[found.end() :]}"
 
 
 def refuse_store(given: Any) -> None:
     """Refuse to keep what is under way, or what promises rest on, on an object store."""
     if (address := store_address(given)) is not None:
         raise UsageError(
-            f"{address} is on an object store, which has neither rename nor locks: what is killed there is left half written, "
-            "and two at once spoil each other's work. Runs, prepared corpora, keys, ledgers and registers stay on a local "
-            "disk. Give a local path, and copy what is finished."
+            f"{address} is on an object store or elsewhere, where there are neither rename nor locks: what is killed is left "
+            "half written, and two at once spoil each other's work. Runs, prepared corpora, keys, ledgers and registers stay "
+            "on a local disk. Give a local path, and copy what is finished."
         )
 
 

@@ -4,6 +4,7 @@ Corpora are read where they lie, models copied to a cache here first, and finish
 a manifest last. Whatever is under way stays on a local disk: a store has neither rename nor locks.
 """
 
+import errno
 import fnmatch
 import hashlib
 import json
@@ -17,14 +18,14 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path, PurePosixPath
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any, BinaryIO, TypeVar
 
 from tightlip.core.checksums import LIST, SEAL, checked_whole, digest_of, sealed, unsealed
-from tightlip.core.errors import DamagedError, TightlipError, UsageError
+from tightlip.core.errors import DamagedError, StoreError, UsageError, in_words, is_final, short
 from tightlip.core.files import claimed, folder_written_whole, make_private_folder, store_address
 from tightlip.core.progress import task
 
@@ -32,21 +33,14 @@ Made = TypeVar("Made")
 MANIFEST = "manifest.json"
 PATIENCE_SECONDS = 10.0  # beyond the tries that the stores' own libraries make
 AT_ONCE = 8  # requests on their way
-_ADDRESS = "address"  # beside a copy: what it is of
+_ADDRESS = ".address"  # beside a copy and its bucket, of which none begins so: what it is of
+_SERVER = ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3")
 # What a model is made of; never a pickle.
 _OF_A_MODEL = {".safetensors", ".json", ".gguf", ".txt", ".model", ".jinja", ".tiktoken"}
 _PICKLES = {".bin", ".pt", ".pth", ".ckpt", ".pkl"}
-_STAYS_HERE = {"scan", "measures", "log.txt"}  # of a report's folder, beside what is hidden
-_NO_BUCKET = re.compile(r"NO_?SUCH_?BUCKET|bucket does not exist", re.IGNORECASE)
-_DENIED = re.compile(
-    r"ACCESS_?DENIED|FORBIDDEN|INVALID_(ACCESS_KEY|CLIENT|TOKEN)|SIGNATURE|credential|status:? 40[13]",
-    re.IGNORECASE,
-)
+_STAYS_HERE = {"scan", "measures"}  # of a report's folder, beside what is not of a report
+_OF_A_REPORT = re.compile(r"\w[\w.-]*(/\w[\w.-]*)*\.(json|parquet|html|csv)", re.ASCII)
 log = logging.getLogger("tightlip")
-
-
-class StoreError(TightlipError):
-    """A store that does not answer, or refuses. What was worked out here is kept."""
 
 
 @dataclass(frozen=True, order=True)
@@ -93,6 +87,10 @@ class StoreFile(Place):
         return SimpleNamespace(st_size=self.size, st_ino=about, **same)
 
     def open(self, mode: str = "rb") -> BinaryIO:
+        (info,) = _tried("read", self, lambda: _system(self).get_file_info([self.path]))
+        # Listed, some stores tell the time to the millisecond; asked about one file, to the second.
+        if (info.size, _file(self, info).version[:-9]) != (self.size, self.version[:-9]):
+            raise StoreError(f"{self} changed meanwhile, or is gone. Give the same command again.")
         return _tried("read", self, lambda: _system(self).open_input_file(self.path))
 
 
@@ -112,14 +110,21 @@ def place_of(given: Any) -> Place | None:
             f"The {scheme}:// address has a password in it, and addresses are written into reports. Leave it out: credentials "
             "are read where the store's own tools read them, such as AWS_PROFILE."
         )
+    if scheme in ("http", "https", "file") or path[:1] in ("", "/"):
+        raise UsageError(
+            f"{address} is not a place on an object store, such as s3://BUCKET/FOLDER. Give one, or the path of a local copy."
+        )
     if ".." in path.split("/"):
         raise UsageError(f"{address} leads upwards. Give the address itself.")
     return Place(scheme, path.strip("/"), query)
 
 
 def _system(place: Place) -> Any:
-    names = ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ACCESS_KEY_ID", "AWS_PROFILE")
-    return _file_system(place.scheme, place.bucket, place.query, *map(os.environ.get, names))
+    names = (*_SERVER, "AWS_ACCESS_KEY_ID", "AWS_PROFILE")
+    try:
+        return _file_system(place.scheme, place.bucket, place.query, *map(os.environ.get, names))
+    except OSError as error:  # Amazon is asked for the bucket's region
+        raise in_words(place, error) from error
 
 
 @lru_cache
@@ -127,15 +132,18 @@ def _file_system(scheme: str, bucket: str, query: str, *environment: str | None)
     """pyarrow's own file system, or else fsspec's; `environment` is what either reads of it."""
     from pyarrow import ArrowException, fs
 
-    with suppress(ArrowException, ImportError):
-        return fs.FileSystem.from_uri(f"{scheme}://{bucket}{query}")[0]
+    # The option sends a small file in one request, so that none is left half uploaded.
+    at_once = f"{query}{'&' if query else '?'}allow_delayed_open=true"
+    for asked in (at_once, query) if scheme == "s3" else (query,):
+        with suppress(ArrowException, ImportError):
+            return fs.FileSystem.from_uri(f"{scheme}://{bucket}{asked}")[0]
     try:
         import fsspec
 
         return fs.PyFileSystem(fs.FSSpecHandler(fsspec.filesystem(scheme)))
     except (ImportError, ValueError) as error:
         raise UsageError(
-            f"{scheme}:// cannot be read here ({_short(error)}). s3:// and gs:// can, and what fsspec has a package for: "
+            f"{scheme}:// cannot be read here ({short(error)}). s3:// and gs:// can, and what fsspec has a package for: "
             "install that, or copy what you need to a local folder."
         ) from error
 
@@ -146,54 +154,32 @@ def _tried(doing: str, place: Place, call: Callable[[], Made]) -> Made:
     while True:
         try:
             return call()
-        except FileNotFoundError:
-            raise
         except OSError as error:
-            is_final = _NO_BUCKET.search(str(error)) or _DENIED.search(str(error))
-            if is_final or time.monotonic() - started + wait > PATIENCE_SECONDS:
+            # One with a file's name, or of a full disk, is of this machine.
+            is_here = error.filename or error.errno in (errno.ENOSPC, errno.EDQUOT)
+            if is_here or isinstance(error, FileNotFoundError):
+                raise
+            if is_final(error) or time.monotonic() - started + wait > PATIENCE_SECONDS:
                 raise in_words(place, error, doing) from error
         time.sleep(wait)
         wait *= 2
 
 
-def in_words(place: Place, error: BaseException, doing: str = "read") -> StoreError:
-    """What a store's failure means to whoever named the place."""
-    done = "written" if doing == "write" else "read"
-    if _NO_BUCKET.search(str(error)):
-        return StoreError(
-            f"{place} cannot be {done}: there is no bucket {place.bucket!r}. Give another, or make it."
-        )
-    if _DENIED.search(str(error)):
-        return StoreError(
-            f"{place} may not be {done} ({_short(error)}). Credentials are missing, wrong, or not enough: set AWS_PROFILE or "
-            "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, for gs:// GOOGLE_APPLICATION_CREDENTIALS."
-        )
-    return StoreError(
-        f"{place} could not be {done}: the store failed again and again ({_short(error)}). Nothing half done counts. Give the "
-        "same command again when it answers. Is AWS_ENDPOINT_URL right?"
-    )
-
-
-def _short(error: BaseException) -> str:
-    words = " ".join(re.sub(r"\(Request ID: \w+\)", "", str(error)).split())
-    return words if len(words) <= 200 else f"{words[:197]}..."
-
-
-def files_at(place: Place) -> list[StoreFile]:
+def files_at(place: Place, doing: str = "read") -> list[StoreFile]:
     """The file there, all files below, or those that a pattern names, sorted; none where none are."""
     from pyarrow import fs
 
     system, fixed = _system(place), re.split(r"[*?[]", place.path)[0]
     base = place.path if fixed == place.path else fixed.rpartition("/")[0]
     if base == place.path:
-        (info,) = _tried("read", place, lambda: system.get_file_info([base]))
+        (info,) = _tried(doing, place, lambda: system.get_file_info([base]))
         if info.is_file:
             return [_file(place, info)]
     is_deep = base == place.path or "/" in place.path[len(base) + 1 :]
     selector = fs.FileSelector(base, recursive=is_deep, allow_not_found=True)
-    infos = _tried("read", place, lambda: system.get_file_info(selector))
+    infos = _tried(doing, place, lambda: system.get_file_info(selector))
     if not infos and system.get_file_info([place.bucket])[0].type == fs.FileType.NotFound:
-        raise in_words(place, OSError("NO_SUCH_BUCKET"))
+        raise in_words(place, OSError("NO_SUCH_BUCKET"), doing)
     found = [_file(place, info) for info in infos if info.is_file]
     if base != place.path:
         found = [file for file in found if _matches(file.path, place.path)]
@@ -202,9 +188,8 @@ def files_at(place: Place) -> list[StoreFile]:
 
 def _matches(path: str, pattern: str) -> bool:
     """As in a shell: a * stays within one folder."""
-    pairs = list(zip(path.split("/"), pattern.split("/"), strict=False))
-    is_as_deep = path.count("/") == pattern.count("/")
-    return is_as_deep and all(fnmatch.fnmatchcase(*pair) for pair in pairs)
+    parts, patterns = path.split("/"), pattern.split("/")
+    return len(parts) == len(patterns) and all(map(fnmatch.fnmatchcase, parts, patterns))
 
 
 def _file(place: Place, info: Any) -> StoreFile:
@@ -218,11 +203,8 @@ def _download(files: Sequence[StoreFile], into: Path, what: str) -> None:
 
     def fetch(file: StoreFile) -> None:
         path = make_private_folder((into / file.path).parent) / file.name
-        try:
-            with file.open() as source, path.open("wb") as target:
-                shutil.copyfileobj(source, target, 1 << 20)
-        except FileNotFoundError as error:
-            raise StoreError(f"{file} is no longer there. Give the same command again.") from error
+        with file.open() as source, path.open("wb") as target:
+            shutil.copyfileobj(source, target, 1 << 20)
         if path.stat().st_size != file.size:
             raise OSError(f"{path.stat().st_size:,} of {file.size:,} bytes came")
         bar.advance(file.size)
@@ -242,13 +224,23 @@ def copied(given: Any) -> Any:
         return [copied(each) for each in given]
     if (place := place_of(given)) is None:
         return given
-    return fetched_report(place) if _is_there(place / MANIFEST) else _cached(place)
+    try:
+        is_report = _manifest(place) is not None
+    except DamagedError:  # a model may have one of its own
+        is_report = False
+    return fetched_report(place) if is_report else _cached(place)
 
 
 def cache_folder() -> Path:
     """Where copies of models are, and reports that are not sent yet."""
     above = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(os.environ.get("TIGHTLIP_CACHE") or Path(above) / "tightlip")
+
+
+def _key(*about: object) -> str:
+    """Another name for each server too: buckets of two may be called the same."""
+    about += (*map(os.environ.get, _SERVER),)
+    return hashlib.sha256(repr(about).encode()).hexdigest()[:24]
 
 
 def shown(path: Path) -> str:
@@ -269,8 +261,7 @@ def _cached(place: Place) -> Path:
     """
     files = files_at(place)
     wanted = _of_a_model(place, files)
-    key = hashlib.sha256(repr((place, wanted)).encode()).hexdigest()[:24]
-    folder = cache_folder() / "models" / key
+    folder = cache_folder() / "models" / _key(place, wanted)
     if not folder.exists():
         # The claim also takes away what a killed copy left.
         with claimed(folder), folder_written_whole(folder) as beside:
@@ -324,9 +315,10 @@ def fetched_report(place: Place) -> Path:
     Holds:
         refused: a report without a manifest, or that is not what its manifest says, is not read.
     """
-    if not _is_there(place / MANIFEST):
+    manifest = _manifest(place)
+    if manifest is None or not manifest["whole"]:
         raise _no_manifest(place)
-    told = {f"{place.path}/{name}": about for name, about in _manifest(place).items()}
+    told = {f"{place.path}/{name}": about for name, about in manifest["files"].items()}
     there = {file.path: file for file in files_at(place)}
     for path, (size, _) in told.items():
         if path not in there or there[path].size != size:
@@ -339,33 +331,36 @@ def fetched_report(place: Place) -> Path:
     return root / place.path
 
 
-def _manifest(place: Place) -> dict[str, tuple[int, str]]:
-    """Size and checksum of every file of a report, by its name."""
+def _manifest(place: Place) -> dict[str, Any] | None:
+    """What a report's manifest tells: its `kind`, whether it is `whole`, and of `files` size and
+    checksum by name. None where there is none."""
 
     def read() -> bytes:
         with _system(place).open_input_stream((place / MANIFEST).path) as stream:
-            return bytes(stream.read())
+            return bytes(stream.read(1 << 26))
 
     try:
         record, is_sealed = unsealed(json.loads(_tried("read", place / MANIFEST, read)))
-        if not is_sealed:
-            raise ValueError("it has no checksum")
-        return {each["name"]: (each["size"], each[SEAL]) for each in record["files"]}
+        if not is_sealed or record["format"] != 1:
+            raise ValueError("it has no checksum, or is of another version")
+        files = {each["name"]: (each["size"], each[SEAL]) for each in record["files"]}
+        # It says what is deleted before the next report, so no name may lead elsewhere.
+        if odd := [each for each in files if each == MANIFEST or not _OF_A_REPORT.fullmatch(each)]:
+            raise ValueError(f"no report has a file {odd[0]!r}")
+        return {"kind": str(record["kind"]), "whole": record["whole"] is True, "files": files}
+    except FileNotFoundError:
+        return None
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise DamagedError(
-            f"{place / MANIFEST} is damaged, or not written by tightlip ({_short(error)}). Send the report again."
+            f"{place / MANIFEST} is damaged, or not written by this version of tightlip ({short(error)}). Send the report "
+            "again, to another place."
         ) from error
-
-
-def _is_there(place: Place) -> bool:
-    (info,) = _tried("read", place, lambda: _system(place).get_file_info([place.path]))
-    return bool(info.is_file)
 
 
 def _no_manifest(place: Place) -> UsageError:
     return UsageError(
-        f"{place} has no {MANIFEST}, which is written last: there is no report, it is being sent now, or sending it was cut "
-        "off. Give the command that makes it again."
+        f"{place} has no {MANIFEST}, or none that calls it whole, which comes last: there is no report, it is being sent now, "
+        "or sending it was cut off. Give the command that makes it again."
     )
 
 
@@ -380,20 +375,17 @@ def _not_as_sent(place: Place, path: str, how: str) -> DamagedError:
 
 
 @contextmanager
-def worked_in(out: Any, command: str) -> Iterator[Any]:
+def worked_in(out: Any, kind: str, how: object = None) -> Iterator[Any]:
     """The folder to work in for `out`: itself, or where that is an address one here, which the same
     command finds again after a kill. Whoever works there calls `send`, and `set_aside` at the end."""
     place = place_of(out)
     if place is None:
         yield None if out is None else Path(out)
         return
-    key = hashlib.sha256(f"{command} {place}".encode()).hexdigest()[:24]
-    folder = cache_folder() / "reports" / key / place.path
-    is_new = not folder.exists() and not _is_there(place / MANIFEST)
-    if files_at(place) and is_new:
-        raise UsageError(
-            f"{place} holds other files, and a report would be mixed among them. Give --out a new or empty place."
-        )
+    if re.search(r"[*?[]", place.path):
+        raise UsageError(f"{place} is a pattern. Give --out one place, without *, ? and [.")
+    _names_there(place, kind)
+    folder = cache_folder() / "reports" / _key(kind, how, place) / place.path
     with claimed(folder):
         try:
             yield make_private_folder(folder)
@@ -403,7 +395,24 @@ def worked_in(out: Any, command: str) -> Iterator[Any]:
         os.removedirs(folder.parent)  # empty once the report is set aside
 
 
-def send(folder: Path, out: Any) -> None:
+def _names_there(place: Place, kind: str) -> set[str]:
+    """The files of an earlier report of this kind, whole or cut off; refused where others are."""
+    names, before = {file.path[len(place.path) + 1 :] for file in files_at(place, "write")}, None
+    with suppress(DamagedError):
+        before = _manifest(place)
+    known = {MANIFEST, *before["files"]} if before else set()
+    held = f"other files ({min(others)!r})" if (others := names - known) else None
+    if before and not held and before["kind"] != kind:
+        held = f"a report of the kind {before['kind']!r}"
+    if held:
+        raise UsageError(
+            f"{place} holds {held}, and one of the kind {kind!r} would replace it or be mixed with it. Give --out a new or "
+            "empty place."
+        )
+    return names - {MANIFEST}
+
+
+def send(folder: Path, out: Any, kind: str) -> None:
     """Put a finished report on the store that `out` names, if it names one: the manifest last.
 
     Holds:
@@ -414,23 +423,24 @@ def send(folder: Path, out: Any) -> None:
     if (place := place_of(out)) is None:
         return
     paths = {p.relative_to(folder).as_posix(): p for p in folder.rglob("*") if p.is_file()}
-    names = [name for name in sorted(paths) if not re.search(r"(^|/)\.", name)]
+    names = [name for name in sorted(paths) if _OF_A_REPORT.fullmatch(name)]
     names = [name for name in names if name.partition("/")[0] not in _STAYS_HERE]
-    if _is_there(place / MANIFEST):
-        with suppress(DamagedError):  # then nobody knows what it told of
-            for name in {*_manifest(place)} - {*names}:
-                _remove(place / name)
-        _remove(place / MANIFEST)
+    earlier = _names_there(place, kind) - {*names}
+    files = [{"name": n, "size": paths[n].stat().st_size, SEAL: digest_of(paths[n])} for n in names]
+
+    def tell(files: list[dict[str, Any]], whole: bool) -> None:
+        record = sealed({"format": 1, "kind": kind, "whole": whole, "files": files})
+        _put(json.dumps(record, indent=2).encode(), place / MANIFEST)
+
+    # Cut off after this, all are known for ours, and the same command is taken from anywhere.
+    tell(files + [{"name": name, "size": 0, SEAL: ""} for name in earlier], whole=False)
     with task("Sending the report", len(names)) as bar, ThreadPoolExecutor(AT_ONCE) as pool:
         for _ in pool.map(lambda name: _put(paths[name].read_bytes(), place / name), names):
             bar.advance()
-    files = [{"name": n, "size": paths[n].stat().st_size, SEAL: digest_of(paths[n])} for n in names]
-    _put(json.dumps(sealed({"format": 1, "files": files}), indent=2).encode(), place / MANIFEST)
-
-
-def _remove(place: Place) -> None:
-    with suppress(FileNotFoundError):
-        _tried("write", place, lambda: _system(place).delete_file(place.path))
+    for name in earlier:
+        with suppress(FileNotFoundError):
+            _tried("write", place, partial(_system(place).delete_file, f"{place.path}/{name}"))
+    tell(files, whole=True)
 
 
 def _put(content: bytes, place: Place) -> None:

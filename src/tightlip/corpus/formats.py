@@ -30,9 +30,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet
 
-from tightlip.core.errors import UsageError
+from tightlip.core.errors import UsageError, in_words
 from tightlip.core.files import read_json
-from tightlip.core.stores import AT_ONCE, StoreFile, files_at, in_words, place_of
+from tightlip.core.stores import AT_ONCE, StoreFile, files_at, place_of
 
 MAX_BATCH_ROWS = 1_000
 MAX_BATCH_BYTES = 8_000_000

@@ -100,6 +100,17 @@ def by_hand(model, tokenizer, documents, report, top_k, prefix, template):
     return found
 
 
+def test_a_template_that_may_hold_a_name_is_not_in_a_redacted_report():
+    documents = random_documents(0)
+    tokenizer = tokenizer_for(documents)
+    report = tightlip.audit(
+        random_model(0, len(tokenizer)), documents, tokenizer=tokenizer, contexts=ALL,
+        context_template="Dear {user}, Ann Smith writes:", begin="always", redact=True,
+    )  # fmt: skip
+    assert report.summary["context_template"] is None
+    assert "Smith" not in (report.folder / "report.html").read_text()
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_what_remains_is_what_a_plain_pass_completes(seed, monkeypatch):
     monkeypatch.setattr(contexts, "_TOKENS_AT_ONCE", 40)  # several parts

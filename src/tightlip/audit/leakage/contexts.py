@@ -71,6 +71,7 @@ def figures_by_context(
         table[name] = _figures(leaks, by_text, hits) if is_known else None
     counts = {f"leaks_{name}": (table.get(name) or {}).get("leaks") for name in CONTEXTS[1:]}
     how = {name: getattr(config, name) if asked else None for name in _HOW}
+    how |= {"context_template": None} if config.redact else {}  # it may hold a name
     return {"contexts": table or None, **counts, **how}
 
 

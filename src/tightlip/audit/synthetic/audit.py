@@ -230,7 +230,7 @@ class _Findings:
             "synthetic_words": synthetic.num_tokens,
             # A hash of the text lets whoever knows all of it but a PIN try every PIN.
             "corpus_fingerprint": None if redacted else side.corpus.corpus_fingerprint,
-            "synthetic_fingerprint": synthetic.corpus_fingerprint,
+            "synthetic_fingerprint": None if redacted else synthetic.corpus_fingerprint,
             "redacted": redacted,
             "version": tightlip.__version__,
             "notes": list(self._notes()),

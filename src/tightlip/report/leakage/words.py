@@ -180,7 +180,7 @@ def contexts_table(summary: Summary) -> Table | None:
         "training": "all that stood before it",
         "short": f"the last {tokens} tokens of that",
         "start": f"the first {tokens} tokens of its document",
-        "template": f"“{summary.get('context_template')}”",
+        "template": f"“{told}”" if (told := summary.get("context_template")) else "a template",
         "other": f"{tokens} tokens of somebody else's",
     }
     for name, found in (summary.get("contexts") or {}).items():
