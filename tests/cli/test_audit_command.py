@@ -153,7 +153,8 @@ def test_killed_before_any_rename_the_same_command_ends_with_the_same_report(
             break  # numba renames its cache files too, in the first run of a fresh clone only
         assert killed.status == -9
         finished = len(list(out.glob("scan/*/[0-9]*.npz")))
-        assert len(killed.scans) - finished in (0, 1)
+        # Lost are at most the shard that is being written and the next, which is scanned meanwhile.
+        assert len(killed.scans) - finished in (0, 1, 2)
         again = command(*the_audit(place, out), shard_tokens=SHARD)
         assert again.status == 0, again.err
         assert again.scans == edges[finished:], "a finished shard was scanned again"

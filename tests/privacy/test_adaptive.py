@@ -304,7 +304,7 @@ def test_the_noise_as_published_is_that_of_the_batchs_mean_weight(
 
 def test_an_empty_batch_as_published_gets_the_whole_noise(tmp_path, monkeypatch):
     monkeypatch.setattr(
-        "tightlip.privacy.sources.PoissonSampler.draw", lambda self: np.empty(0, np.int64)
+        "tightlip.privacy.sampling.PoissonSampler.draw", lambda self: np.empty(0, np.int64)
     )
     _, scales, _ = noise_of_steps(tmp_path, monkeypatch, "as-published", steps=1)
     assert scales == [1.5 * 0.2]
