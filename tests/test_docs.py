@@ -303,7 +303,13 @@ def flags_of(command: click.Command) -> set[str]:
 def test_every_flag_and_command_on_the_page_exists(page):
     text = page.read_text(encoding="utf-8")
     every = {flag for command in LEAVES.values() for flag in flags_of(command)} | {"--version"}
-    every |= {"--nproc-per-node", "--head", "--port"}  # torchrun's, and Ray's
+    every |= {
+        "--nproc-per-node",
+        "--head",
+        "--port",
+        "--node-ip-address",
+        "--generate",
+    }  # torchrun's, and Ray's
     assert set(FLAG.findall(text)) - every == set()
     in_code = [block for _, block in blocks_of(text)]
     in_code += re.findall(r"`(tightlip [^`\n]+)`", FENCE.sub("", text))
