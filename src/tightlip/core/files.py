@@ -19,6 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from functools import cache
 from pathlib import Path
+from tokenize import TokenError
 from typing import Any
 
 from tightlip.core.checksums import (
@@ -362,7 +363,8 @@ def damage_in_words(path: Path) -> Iterator[None]:
         yield
     except TightlipError:
         raise
-    except (LookupError, TypeError, ValueError, AttributeError, AssertionError, EOFError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError, AssertionError, EOFError, TokenError) as error:  # fmt: skip
+        # The last is what numpy's reader of headers raises.
         raise _damaged(path, "its content makes no sense") from error
     except (ArithmeticError, MemoryError, OSError) as error:
         raise _damaged(path, f"it cannot be read ({type(error).__name__})") from error
