@@ -226,6 +226,36 @@ def kernel_gap():
     return worst
 
 
+def check_many_norms():
+    """Norms of many weights by one kernel: torch's own on the CPU, whatever other units hold."""
+    from tightlip.privacy.norms import _of_pairs
+    from tightlip.privacy.pair_kernels import outer_norms
+
+    for units, tokens, *widths, number in ((5, 256, 768, 3072, 3), (5, 128, 96, 40, 1), (4, 300, 129, 384, 34)):  # fmt: skip
+        torch.manual_seed(0)
+        of_both, of_left = Roundings(2.0**-8, 0.0, 1e-5, 1e-4), Roundings(0.0, 0.0, 1e-5, 1e-4)
+        if widths[0] > widths[1]:
+            of_both = of_both._replace(left=0.0, right=2.0**-8)
+        sides = [torch.randn(number, units, tokens, width).bfloat16() for width in widths]
+        placed = [torch.cat([side[:, 2:], side[:, :2] + 1], 1) for side in sides]
+        found, moved = (
+            outer_norms(*([each.cuda() for each in side] for side in both), of_both, of_left)
+            for both in (sides, placed)
+        )
+        worst, unlike = 0.0, 0
+        for weight, (left, right) in enumerate(zip(*sides, strict=True)):
+            grams = [side.float() @ side.float().transpose(1, 2) for side in (left, right)]
+            exact = (_of_pairs(*grams, of_both), _of_pairs(grams[0], rounds=of_left))
+            for kind, measured in enumerate(exact):
+                for which, wanted in enumerate(measured):
+                    own, other = (each[kind][weight][which].cpu() for each in (found, moved))
+                    worst = max(worst, float((own / wanted - 1).abs().max()))
+                    unlike += int((own[2:] != other[:-2]).sum())
+        name = f"norms of {number} weights, {tokens} tokens, {widths}"
+        report(name, worst, 1e-4)
+        report(f"{name}: units that others move", unlike, 0)
+
+
 def check_poison():
     """A unit that is not finite is left out, and everybody else counts what they did, to the bit."""
     torch.manual_seed(0)
@@ -397,6 +427,17 @@ def check_noise():
                 for a, b in zip(own, ours, strict=True)
             )
         report(f"noise on {kind}: cells unlike the CPU's", unlike, 0)
+    # Where float32 decides and where float64 does: the same cells, of sums of every size.
+    torch.manual_seed(1)
+    unlike = 0
+    for size, scale in ((1.0, 1.0), (1e-3, 0.7), (300.0, 1.9), (1e6, 1.0)):
+        sums = size * torch.randn(40_000_000, device="cuda")
+        wide = sums.double()
+        for each in (sums, wide):
+            GPUNoise(device, insecure_seed=7).add([each], scale=scale, share=0.01)
+        unlike += int((sums != wide.float()).sum())
+    report("noise: cells in float32 unlike those in float64", unlike, 0)
+    del sums, wide
     many = torch.zeros(20_000_000, device="cuda")
     secret = GPUNoise(device)
     secret.add([many], scale=2.0, share=0.5)
@@ -441,7 +482,7 @@ def check_skipping():
 
 CHECKS = (
     *(check_noise, check_exact, check_wrapping, check_replay, check_poison, check_rows_alone),
-    *(check_cancelling, check_sums, check_few_bits, check_regularisers),
+    *(check_many_norms, check_cancelling, check_sums, check_few_bits, check_regularisers),
 )
 
 

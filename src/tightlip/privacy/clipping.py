@@ -136,11 +136,7 @@ def clipped_sum(
     if shares_U is None:
         shares_U = torch.ones_like(losses_U)
     with rounding.full_precision():
-        measured = {
-            name: norms.measured(uses, parameters[name].shape)
-            for name, uses in watch.uses.items()
-            if uses
-        }
+        measured = norms.of_all(watch.uses, parameters)
     groups = _groups(parameters, clip)
     lengths = [
         _lengths([measured[name] for name in names if name in measured], losses_U)

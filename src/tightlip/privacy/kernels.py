@@ -10,12 +10,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tightlip.privacy.rounding import Roundings
-
 Parts = tuple[Tensor, ...]
 
 BLOCK = 256
-PAIR_ROWS = 16
 
 
 @triton.jit
@@ -246,118 +243,6 @@ def logit_gradient_into(
     shape = (width, room, logits_NV.stride(0), out_NV.stride(0))
     grid = (len(logits_NV), triton.cdiv(room, 4096))
     _logit_gradient[grid](*tensors, *shape, BLOCK=4096, num_warps=8)
-
-
-@triton.jit
-def _pair_parts(
-    first,
-    second,
-    parts,
-    size,
-    BOTH: tl.constexpr,
-    ROUND_FIRST: tl.constexpr,
-    ROUND_SECOND: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
-    """Of some rows of one unit's pairs: the four sums that `_pair_totals` adds up."""
-    unit = tl.program_id(0).to(tl.int64)
-    first += unit * size * size
-    second += unit * size * size
-    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    is_row = row < size
-    own_first = tl.load(first + row * (size + 1), is_row, 0)
-    own_second = tl.load(second + row * (size + 1), is_row, 0)
-    length = tl.sum(tl.sqrt(own_first * own_second if BOTH else own_first), 0)
-    total = tl.zeros((ROWS, COLUMNS), tl.float32)
-    by_first = tl.zeros((ROWS, COLUMNS), tl.float32)
-    by_second = tl.zeros((ROWS, COLUMNS), tl.float32)
-    for start in range(0, size, COLUMNS):
-        column = start + tl.arange(0, COLUMNS)
-        is_column = column < size
-        inside = is_row[:, None] & is_column[None, :]
-        at = row[:, None] * size + column[None, :]
-        one = tl.load(first + at, inside, 0)
-        if BOTH:
-            other = tl.load(second + at, inside, 0)
-            if ROUND_FIRST:
-                across = tl.sqrt(tl.load(first + column * (size + 1), is_column, 0))
-                by_first += tl.sqrt(own_first)[:, None] * across[None, :] * tl.abs(other)
-            if ROUND_SECOND:
-                across = tl.sqrt(tl.load(second + column * (size + 1), is_column, 0))
-                by_second += tl.sqrt(own_second)[:, None] * across[None, :] * tl.abs(one)
-            total += one * other
-        else:
-            total += one
-    out = parts + (unit * tl.num_programs(1) + tl.program_id(1)) * 4
-    tl.store(out, tl.sum(total))
-    tl.store(out + 1, length)
-    tl.store(out + 2, tl.sum(by_first))
-    tl.store(out + 3, tl.sum(by_second))
-
-
-@triton.jit
-def _pair_totals(
-    parts,
-    out,
-    num_units,
-    num_parts,
-    of_first,
-    of_second,
-    per_length,
-    per_square,
-    PARTS: tl.constexpr,
-):
-    unit = tl.program_id(0)
-    total, length, by_first, by_second = 0.0, 0.0, 0.0, 0.0
-    for start in range(0, num_parts, PARTS):
-        part = start + tl.arange(0, PARTS)
-        at = parts + (unit * num_parts + part) * 4
-        total += tl.sum(tl.load(at, part < num_parts, 0), 0)
-        length += tl.sum(tl.load(at + 1, part < num_parts, 0), 0)
-        by_first += tl.sum(tl.load(at + 2, part < num_parts, 0), 0)
-        by_second += tl.sum(tl.load(at + 3, part < num_parts, 0), 0)
-    allowed = per_square * length * length
-    rounded = (of_first * of_second + per_length) * length
-    rounded += of_first * tl.sqrt(by_first + allowed) + of_second * tl.sqrt(by_second + allowed)
-    tl.store(out + unit, total + allowed)
-    tl.store(out + num_units + unit, rounded)
-
-
-def pair_sums(
-    first_USS: Tensor, second_USS: Tensor | None, rounds: Roundings
-) -> tuple[Tensor, Tensor]:
-    """Σ first · second over the pairs of each unit, with the allowance of `norms._of_pairs`, and
-    what rounding may add, as in `rounding.rounded_share`."""
-    out_2U = _pair_sums(first_USS, second_USS, [*rounds])
-    return out_2U[0], out_2U[1]
-
-
-# An operation of its own, so that compiled passes have it too: what the compiler made of the same
-# sums took several passes over the matrices.
-@torch.library.custom_op("tightlip::pair_sums", mutates_args=())
-def _pair_sums(first_USS: Tensor, second_USS: Tensor | None, rounds: list[float]) -> Tensor:
-    first_USS = first_USS.contiguous()
-    second = first_USS if second_USS is None else second_USS.contiguous()
-    num_units, size = first_USS.shape[:2]
-    num_parts = triton.cdiv(size, PAIR_ROWS)
-    parts = torch.empty(num_units, num_parts, 4, device=first_USS.device)
-    out_2U = torch.empty(2, num_units, device=first_USS.device)
-    _pair_parts[(num_units, num_parts)](
-        *(first_USS, second, parts, size),
-        BOTH=second_USS is not None,
-        ROUND_FIRST=rounds[0] > 0,
-        ROUND_SECOND=rounds[1] > 0,
-        ROWS=PAIR_ROWS,
-        COLUMNS=128,
-    )
-    _pair_totals[(num_units,)](parts, out_2U, num_units, num_parts, *rounds, PARTS=16)
-    return out_2U
-
-
-@_pair_sums.register_fake
-def _(first_USS: Tensor, second_USS: Tensor | None, rounds: list[float]) -> Tensor:
-    return first_USS.new_empty(2, len(first_USS))
 
 
 @triton.jit

@@ -1,6 +1,9 @@
-"""Gaussian noise on a grid, as `core.grid_gaussian` has it, in one kernel for many tensors.
+"""Gaussian noise on a grid, as `core.grid_gaussian` has it, in two kernels for many tensors.
 
 Imported on a GPU only. The words, their layout and the cells are the same as on a CPU, bit for bit.
+Of float32 sums the first kernel works in float32 and leaves open whatever its own rounding might
+turn, about one pair in a hundred; the second takes those in float64. What it leaves open in turn is
+settled on the CPU.
 """
 
 from collections.abc import Callable
@@ -29,6 +32,11 @@ from tightlip.core.grid_gaussian import (
 from tightlip.core.randomness import SECRET
 
 NUM_WARPS = 8
+# Pairs that float32 leaves open are noted in so many lists, or all programs would wait for one
+# counter; a list has room for one pair in so many, several times what is expected.
+LISTS, ONE_IN = 64, 24
+_LEAST_LIST, _APART = 512, 32
+_LEAST_GRID = 2.0**-64  # float32 has room for it and for its inverse
 _KINDS = {torch.float32: tl.float32, torch.float64: tl.float64, torch.int32: tl.int32}
 
 
@@ -136,6 +144,148 @@ def _fill_pair(
 
 
 @triton.jit
+def _quick_cell(value, normal, near):
+    """The cell of a sum in cells and of its noise, and whether float32 is sure of it.
+
+    A sum is a float32 over a power of two, so its whole part and the rest of it are exact.
+    """
+    whole = libdevice.rint(value)
+    along = (value - whole) + normal
+    cell = libdevice.rint(along)
+    return whole.to(tl.float64) + cell.to(tl.float64), 0.5 - tl.abs(along - cell) >= near
+
+
+@triton.jit
+def _fill_pair_quickly(
+    values,
+    at,
+    size,
+    pair,
+    radius_word,
+    angle_word,
+    spread,
+    per_cell,
+    factor,
+    count,
+    unsure,
+    room,
+    LANES: tl.constexpr,
+):
+    """The pair's cells by the upper halves of its words, where these and float32 can tell.
+
+    How far the normal numbers r·cos and r·sin may be off, u the uniform and r the radius:
+    the fast logarithm errs by 2⁻²¹·⁴ or 3 units in the last place, u by 2⁻²⁴ of itself and the 2⁻³²
+    that was cut off: 2·(2⁻²¹·⁴ + 2⁻²⁴ + 2⁻³³/u)/r + 3.6e-7 r; root 1.2e-7 r; the angle 4.7e-7, from
+    two roundings, cosine and sine 2⁻²¹·² (CUDA's programming guide has the functions' bounds);
+    products and sum 2.5e-7 r. Together (8.4e-7 + 2⁻³²/u)/r + 1.7e-6 r, and twice as much is kept.
+    """
+    uniform = radius_word.to(tl.float32) * 2.3283064365386963e-10
+    radius = tl.sqrt(-2.0 * libdevice.fast_logf(uniform))
+    angle = angle_word.to(tl.int32, bitcast=True).to(tl.float32) * 1.4629180792671596e-09
+    near = spread * ((1.7e-6 + 4.7e-10 / uniform) / radius + 3.4e-6 * radius)
+    length = spread * radius
+    one = tl.load(values + at, at < size, 0) * per_cell
+    two = tl.load(values + at + LANES, at + LANES < size, 0) * per_cell
+    cell_one, sure_one = _quick_cell(one, length * libdevice.fast_cosf(angle), near)
+    cell_two, sure_two = _quick_cell(two, length * libdevice.fast_sinf(angle), near)
+    sure = sure_one & (sure_two | (at + LANES >= size))
+    tl.store(values + at, cell_one * factor + 0.0, sure & (at < size))
+    tl.store(values + at + LANES, cell_two * factor + 0.0, sure & (at + LANES < size))
+    left = (sure == 0) & (at < size)
+    number = tl.atomic_add(count + tl.zeros_like(at), 1, left)
+    tl.store(unsure + number, pair, left & (number < room))
+
+
+@triton.jit
+def _fill_quickly(
+    pointers,
+    sizes,
+    tensor_of,
+    start_of,
+    key,
+    nonce,
+    numbers,
+    counts,
+    unsure,
+    room,
+    LANES: tl.constexpr,
+    ROUNDS: tl.constexpr,
+    LISTS: tl.constexpr,
+    APART: tl.constexpr,
+):
+    program = tl.program_id(0)
+    which = tl.load(tensor_of + program)
+    values = tl.load(pointers + which).to(tl.pointer_type(tl.float32))
+    size = tl.load(sizes + which)
+    per_cell, factor = tl.load(numbers + 1).to(tl.float32), tl.load(numbers + 2)
+    spread = (tl.load(numbers) * tl.load(numbers + 1)).to(tl.float32)
+    lanes = tl.arange(0, LANES)
+    blocks = program.to(tl.int64) * LANES + lanes
+    (_, w1, _, w3, _, w5, _, w7, _, w9, _, w11, _, w13, _, w15) = chacha(key, nonce, blocks, ROUNDS)
+    at = tl.load(start_of + program) + lanes
+    pair = blocks * 4
+    count = counts + (program % LISTS) * APART
+    unsure += (program % LISTS).to(tl.int64) * room
+    _fill_pair_quickly(values, at, size, pair, w1, w3, spread, per_cell, factor, count, unsure, room, LANES)  # fmt: skip
+    _fill_pair_quickly(values, at + 2 * LANES, size, pair + 1, w5, w7, spread, per_cell, factor, count, unsure, room, LANES)  # fmt: skip
+    _fill_pair_quickly(values, at + 4 * LANES, size, pair + 2, w9, w11, spread, per_cell, factor, count, unsure, room, LANES)  # fmt: skip
+    _fill_pair_quickly(values, at + 6 * LANES, size, pair + 3, w13, w15, spread, per_cell, factor, count, unsure, room, LANES)  # fmt: skip
+
+
+@triton.jit
+def _one_of(which, first, second, third, fourth):
+    return tl.where(which < 2, tl.where(which == 0, first, second), tl.where(which == 2, third, fourth))  # fmt: skip
+
+
+@triton.jit
+def _fill_unsure(
+    pointers,
+    sizes,
+    tensor_of,
+    start_of,
+    key,
+    nonce,
+    numbers,
+    found,
+    still_open,
+    counts,
+    unsure,
+    room,
+    KIND: tl.constexpr,
+    LEAST: tl.constexpr,
+    MOST: tl.constexpr,
+    LANES: tl.constexpr,
+    ROUNDS: tl.constexpr,
+    APART: tl.constexpr,
+):
+    """The pairs that `_fill_quickly` left, wherever they are; a list that ran over, which only sums that
+    are no numbers do, is told as too many that are open."""
+    count = tl.load(counts + tl.program_id(1) * APART)
+    first = tl.program_id(0) * LANES
+    if (count > room) & (first == 0):
+        tl.atomic_add(found, MOST + 1)
+    if first < count:
+        lane = first + tl.arange(0, LANES)
+        is_there = (lane < count) & (lane < room)
+        pair = tl.load(unsure + tl.program_id(1).to(tl.int64) * room + lane, is_there, 0)
+        blocks, which = pair // 4, pair % 4
+        program, place = blocks // LANES, blocks % LANES
+        tensor = tl.load(tensor_of + program)
+        values = tl.load(pointers + tensor).to(tl.pointer_type(KIND))
+        size = tl.load(sizes + tensor)
+        scale, per_cell = tl.load(numbers), tl.load(numbers + 1)
+        factor, unit = tl.load(numbers + 2), tl.load(numbers + 3)
+        (w0, w1, w2, w3, w4, w5, w6, w7, w8, w9, w10, w11, w12, w13, w14, w15) = chacha(
+            key, nonce, blocks, ROUNDS
+        )
+        radius_word = _word(_one_of(which, w0, w4, w8, w12), _one_of(which, w1, w5, w9, w13))
+        angle_word = _word(_one_of(which, w2, w6, w10, w14), _one_of(which, w3, w7, w11, w15))
+        at = tl.load(start_of + program) + which * (2 * LANES) + place
+        at = tl.where(is_there, at, size)
+        _fill_pair(values, at, size, pair, radius_word, angle_word, scale, per_cell, factor, unit, found, still_open, KIND, LEAST, MOST, LANES)  # fmt: skip
+
+
+@triton.jit
 def _fill(
     pointers,
     sizes,
@@ -187,6 +337,8 @@ class GPUNoise:
         self._open = torch.zeros(MOST_OPEN, dtype=torch.int64, device=device)
         self.is_open = torch.zeros((), device=device)
         self._told = torch.zeros(1, dtype=torch.int32).pin_memory()
+        self._counts = torch.zeros(LISTS * _APART, dtype=torch.int32, device=device)
+        self._unsure: Tensor | None = None
         self._tables: dict[tuple[Any, ...], tuple[Tensor, ...]] = {}
 
     def add(self, tensors: list[Tensor], *, scale: float, share: float, unit: float = 1.0) -> None:
@@ -208,17 +360,19 @@ class GPUNoise:
         numbers = [scale, 1 / release.grid, release.grid * share, unit]
         device = self._key.device
         self._found.zero_()
-        nonces = _sent([nonce, 0], torch.int32, device)
-        _fill[(len(tensor_of),)](
-            *(pointers, sizes, tensor_of, start_of, self._key, nonces),
-            *(_sent(numbers, torch.float64, device), self._found, self._open),
-            KIND=_KINDS[kind],
-            LEAST=LEAST_RADIUS_WORD,
-            MOST=MOST_OPEN,
-            LANES=LANES,
-            ROUNDS=DOUBLE_ROUNDS,
-            num_warps=NUM_WARPS,
-        )
+        sent = (_sent([nonce, 0], torch.int32, device), _sent(numbers, torch.float64, device))
+        given = (pointers, sizes, tensor_of, start_of, self._key, *sent)
+        how: dict[str, Any] = {"LANES": LANES, "ROUNDS": DOUBLE_ROUNDS, "num_warps": NUM_WARPS}
+        whole = {"KIND": _KINDS[kind], "LEAST": LEAST_RADIUS_WORD, "MOST": MOST_OPEN} | how
+        if kind == torch.float32 and unit == 1.0 and _LEAST_GRID < release.grid < 1 / _LEAST_GRID:
+            counts, unsure = self._lists(len(tensor_of))
+            room = len(unsure) // LISTS
+            lists = (counts, unsure, room)
+            _fill_quickly[(len(tensor_of),)](*given, *lists, LISTS=LISTS, APART=_APART, **how)
+            grid = (triton.cdiv(room, LANES), LISTS)
+            _fill_unsure[grid](*given, self._found, self._open, *lists, APART=_APART, **whole)
+        else:
+            _fill[(len(tensor_of),)](*given, self._found, self._open, **whole)
         self.is_open.copy_(self._found[0] > 0)
         self._told.copy_(self._found, non_blocking=True)
         ended = torch.cuda.Event()
@@ -233,6 +387,14 @@ class GPUNoise:
             return True
 
         return settle
+
+    def _lists(self, num_programs: int) -> tuple[Tensor, Tensor]:
+        """Room for pairs that float32 leaves open, and how many there are: none yet."""
+        room = max(_LEAST_LIST, num_programs * PROGRAM // (2 * ONE_IN * LISTS))
+        if self._unsure is None or len(self._unsure) != room * LISTS:
+            self._unsure = torch.empty(room * LISTS, dtype=torch.int64, device=self._key.device)
+        self._counts.zero_()
+        return self._counts, self._unsure
 
     def _settle(
         self, tensors: list[Tensor], pairs: list[int], nonce: int, release: Release

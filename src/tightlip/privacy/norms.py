@@ -7,8 +7,9 @@ the sum comes with the norm: see `rounding`.
 Shapes: U units, S tokens of a unit, P and D the parameter's.
 """
 
-from collections.abc import Callable
-from typing import NamedTuple
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
@@ -18,6 +19,8 @@ from tightlip.privacy.layers import Layout, Lookup, Outer, Use, Whole, fp32_prod
 
 # Numbers held at once beyond this are computed some units at a time.
 MOST_NUMBERS = 1 << 27
+# Of fewer tokens a GPU's kernel for many weights would leave most of its room empty.
+LEAST_TOKENS = 128
 
 
 class Measured(NamedTuple):
@@ -34,6 +37,27 @@ class Norms:
     def __init__(self, layout: Layout, how: rounding.Products = rounding.Products()) -> None:
         self.layout, self.how = layout, how
         self._grams: dict[int, tuple[Tensor, Tensor]] = {}
+        # What is known already of a product of both sides, by its use, and of a left side by itself.
+        self._products: dict[int, Measured] = {}
+        self._sums: dict[int, Measured] = {}
+
+    def of_all(
+        self, uses: Mapping[str, list[Use]], parameters: Mapping[str, Tensor]
+    ) -> dict[str, Measured]:
+        """Of every parameter that is used; on a GPU weights of one shape together."""
+        used = {name: own for name, own in uses.items() if own}
+        products = [use for own in used.values() for use in own if _is_product(use)]
+        shared = Counter(id(use.left_BTP) for use in products)
+        together: dict[tuple[torch.Size, ...], list[Outer]] = {}
+        for name, own in used.items():
+            use = own[0]
+            if len(own) == 1 and _is_product(use) and shared[id(use.left_BTP)] == 1:
+                shape = self._shape_for_many(use, parameters[name].shape)
+                if shape is not None:
+                    together.setdefault(shape, []).append(use)
+        for some in together.values():
+            self._take_together(some)
+        return {name: self.measured(own, parameters[name].shape) for name, own in used.items()}
 
     def measured(self, uses: list[Use], shape: torch.Size) -> Measured:
         """Of one parameter, for every unit, with what rounding may add.
@@ -58,8 +82,10 @@ class Norms:
         return Measured(sum(squares[1:], squares[0]), sum(rounded[1:], rounded[0]))
 
     def _of_sums(self, uses: list[Outer]) -> Measured:
-        if len(uses) == 1 and id(uses[0].left_BTP) in self._grams:
-            left_BTP = uses[0].left_BTP
+        left_BTP = uses[0].left_BTP
+        if len(uses) == 1 and id(left_BTP) in self._sums:
+            return self._sums[id(left_BTP)]
+        if len(uses) == 1 and id(left_BTP) in self._grams:
             return _of_pairs(self.gram(left_BTP), rounds=self._rounds(left_BTP))
         lefts = [self.layout.by_unit(use.left_BTP) for use in uses]
         sums_UP = added_up([left_USP.sum(1, dtype=wide(left_USP)) for left_USP in lefts])
@@ -69,15 +95,12 @@ class Norms:
         return Measured(rounding.summed_rows(sums_UP.square()), rounded_U)
 
     def _of_products(self, uses: list[Outer], shape: torch.Size) -> Measured:
-        num_tokens = sum(use.left_BTP.shape[1] for use in uses) * self.layout.rows_per_unit
-        size_P, size_D = shape
-        if size_P * size_D < num_tokens * (size_P + size_D):
+        if id(uses[0]) in self._products:
+            return self._products[id(uses[0])]
+        num_tokens = self._num_tokens(uses)
+        if _is_small(shape, num_tokens):
             return self._written_out(list(uses), shape)
-        both = {rounding.roundings(use, self.how) for use in uses}
-        sides = [side for use in uses for side in (use.left_BTP, use.right_BTD) if side is not None]
-        rounds = self._rounds(*sides[:2], num_tokens=num_tokens)._replace(
-            left=max(left for left, _ in both), right=max(right for _, right in both)
-        )
+        rounds = self._product_rounds(uses)
         if len(uses) == 1:
             (use,) = uses
             assert use.right_BTD is not None
@@ -89,6 +112,49 @@ class Norms:
             lambda part: _of_pairs(rounding.gram(left[part]), rounding.gram(right[part]), rounds),
             num_tokens**2,
         )
+
+    def _num_tokens(self, uses: list[Outer]) -> int:
+        return sum(use.left_BTP.shape[1] for use in uses) * self.layout.rows_per_unit
+
+    def _product_rounds(self, uses: list[Outer]) -> rounding.Roundings:
+        both = {rounding.roundings(use, self.how) for use in uses}
+        sides = [side for use in uses for side in (use.left_BTP, use.right_BTD) if side is not None]
+        return self._rounds(*sides[:2], num_tokens=self._num_tokens(uses))._replace(
+            left=max(left for left, _ in both), right=max(right for _, right in both)
+        )
+
+    def _shape_for_many(self, use: Outer, shape: torch.Size) -> tuple[torch.Size, ...] | None:
+        """The shape of its sides if the kernel for many weights at once can take them."""
+        left_BTP, right_BTD = use.left_BTP, use.right_BTD
+        assert right_BTD is not None
+        num_tokens = self._num_tokens([use])
+        fits = (
+            left_BTP.device.type == "cuda"
+            and left_BTP.dtype == right_BTD.dtype == torch.bfloat16
+            and num_tokens >= LEAST_TOKENS
+            and max(left_BTP.shape[2], right_BTD.shape[2]) <= rounding.AT_ONCE
+            and not _is_small(shape, num_tokens)
+        )
+        return (left_BTP.shape, right_BTD.shape) if fits else None
+
+    def _take_together(self, uses: list[Outer]) -> None:
+        from tightlip.privacy import pair_kernels
+
+        by_unit = self.layout.by_unit
+        lefts = [by_unit(use.left_BTP) for use in uses]
+        rights = [by_unit(use.right_BTD) for use in uses]  # type: ignore[arg-type]
+        # A thread adds up more pairs at a time than where Gram matrices are read.
+        more = rounding.of_pairs(4096, lefts[0])
+        rounds, alone = self._product_rounds(uses[:1]), self._rounds(uses[0].left_BTP)
+        found = pair_kernels.outer_norms(
+            lefts,
+            rights,
+            rounds._replace(per_square=rounds.per_square + more),
+            alone._replace(per_square=alone.per_square + more),
+        )
+        for use, of_both, of_left in zip(uses, *found, strict=True):
+            self._products[id(use)] = Measured(*of_both)
+            self._sums[id(use.left_BTP)] = Measured(*of_left)
 
     def _rounds(self, *sides: Tensor, num_tokens: int | None = None) -> rounding.Roundings:
         """What sums and norms of tokens with these sides lose where nothing else rounds them."""
@@ -163,6 +229,16 @@ class Norms:
         return Measured(squares_U, torch.cat(rounded) if rounded else None)
 
 
+def _is_product(use: Use) -> TypeGuard[Outer]:
+    return isinstance(use, Outer) and use.right_BTD is not None
+
+
+def _is_small(shape: torch.Size, num_tokens: int) -> bool:
+    """Whether a unit's gradient takes less room than its tokens: then it is written out."""
+    size_P, size_D = shape
+    return size_P * size_D < num_tokens * (size_P + size_D)
+
+
 def gradients(use: Use, layout: Layout, part: slice, shape: torch.Size) -> Tensor:
     """The gradients of some units, written out: [U, *shape]."""
     if isinstance(use, Whole):
@@ -200,9 +276,9 @@ def _of_pairs(
     lengths bound the rounding, at its worst.
     """
     if first_USS.device.type == "cuda" and first_USS.dtype == torch.float32:
-        from tightlip.privacy import kernels
+        from tightlip.privacy import pair_kernels
 
-        return Measured(*kernels.pair_sums(first_USS, second_USS, rounds))
+        return Measured(*pair_kernels.pair_sums(first_USS, second_USS, rounds))
     products_USS = first_USS if second_USS is None else first_USS * second_USS
     lengths_U = products_USS.diagonal(dim1=1, dim2=2).clamp(min=0).sqrt().sum(1)
     squares_U = products_USS.sum((1, 2), dtype=torch.float64).to(lengths_U)
