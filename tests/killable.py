@@ -272,7 +272,7 @@ def _note_scans_and_steps(note: Callable[[dict], None]) -> None:
     from tightlip.scan.scanner import Scanner
     from tightlip.training.loop import Training
 
-    plain_scan, plain_step = Scanner.scan, Training.take_step
+    plain_scan, plain_step = Scanner.begun, Training.take_step
 
     def scan(self, tokens, bounds, *scorer):
         note({"scan": [int(bounds[0]), int(bounds[-1])]})
@@ -282,7 +282,7 @@ def _note_scans_and_steps(note: Callable[[dict], None]) -> None:
         plain_step(self)
         note({"step": self.progress.step})
 
-    Scanner.scan, Training.take_step = scan, take_step
+    Scanner.begun, Training.take_step = scan, take_step
 
 
 def _note_renames(note: Callable[[dict], None], die_before: int | None) -> None:

@@ -218,7 +218,7 @@ def test_a_comparison_of_models_needs_their_text_and_keeps_what_it_measured(
     given = {"corpus": MEMBERS, "held_out": OTHERS, "out": tmp_path / "o", **QUICK}
     first = tightlip.compare([place / "base", place / "model"], **given)
     monkeypatch.setattr(
-        "tightlip.scan.scanner.Scanner.scan", lambda *given: pytest.fail("it is scanned again")
+        "tightlip.scan.scanner.Scanner.begun", lambda *given: pytest.fail("it is scanned again")
     )
     assert tightlip.compare([place / "base", place / "model"], **given).rows == first.rows
 

@@ -169,7 +169,7 @@ def test_what_was_measured_is_not_measured_again(made, place, tmp_path, monkeypa
 def counted(monkeypatch):
     """Folders of the models loaded, and tokens scanned."""
     counts = {"loads": [], "tokens": 0}
-    plain_load, plain_scan = models.load_causal_lm, Scanner.scan
+    plain_load, plain_scan = models.load_causal_lm, Scanner.begun
 
     def load(folder, **options):
         counts["loads"].append(folder)
@@ -180,7 +180,7 @@ def counted(monkeypatch):
         return plain_scan(self, tokens, bounds, *scorer)
 
     monkeypatch.setattr(models, "load_causal_lm", load)
-    monkeypatch.setattr(Scanner, "scan", scan)
+    monkeypatch.setattr(Scanner, "begun", scan)
     return counts
 
 

@@ -304,3 +304,14 @@ def test_the_fingerprint_follows_the_content(tmp_path):
     write(tmp_path, ".jsonl", ROWS[:2])
     assert open_corpus(path).fingerprint() != before
     assert open_corpus(ROWS).fingerprint() != open_corpus(ROWS[:2]).fingerprint()
+
+
+def test_rows_read_together_keep_their_order_beside_those_read_one_by_one(tmp_path, monkeypatch):
+    monkeypatch.setattr("tightlip.corpus.formats.MAX_BATCH_ROWS", 2)
+    rows = [{"user": f"u{n}", "text": None if n in (4, 5, 9) else f"text {n}"} for n in range(11)]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "c.parquet")
+    corpus = open_corpus(tmp_path / "c.parquet", bad_rows="skip")
+    assert everything(corpus) == expected([row for row in rows if row["text"] is not None])
+    assert corpus.num_skipped == 3
+    with pytest.raises(UsageError, match=r"c\.parquet, row 5 has null"):
+        everything(open_corpus(tmp_path / "c.parquet"))

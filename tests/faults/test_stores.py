@@ -102,7 +102,7 @@ def test_where_sending_fails_the_same_command_goes_on_from_its_scan(store, place
     assert not store.client.list_multipart_uploads(Bucket="mails").get("Uploads")
     (folder,) = cache_folder().glob("reports/*/mails/late")
     assert str(folder) in str(failed.value)
-    monkeypatch.setattr("tightlip.scan.scanner.Scanner.scan", lambda *given: pytest.fail("again"))
+    monkeypatch.setattr("tightlip.scan.scanner.Scanner.begun", lambda *given: pytest.fail("again"))
     tightlip.audit(place / "model", place / "mails", **given)
     assert tightlip.open_report("s3://mails/late").num_documents == len(ROWS)
     assert not folder.exists()

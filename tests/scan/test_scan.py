@@ -407,3 +407,12 @@ def test_a_window_beyond_the_models_positions_is_refused():
     tokenizer = build_tokenizer(open_corpus(documents), size=30)
     with pytest.raises(UsageError, match="more than the 32 positions"):
         tightlip.audit(gpt2_for(len(tokenizer)), documents, tokenizer=tokenizer, window=100)
+
+
+def test_what_was_begun_is_the_scan_however_late_it_is_asked_for():
+    corpora = [flat(random_documents([30, 4, 17], seed=seed)) for seed in range(3)]
+    scanner = Scanner(model_of("lstm"), bos_id=BOS, batch_tokens=20)
+    begun = [scanner.begun(*corpus) for corpus in corpora]
+    for corpus, columns in [*zip(corpora, begun, strict=True)][::-1]:
+        for found, want in zip(columns, scanner.scan(*corpus), strict=True):
+            np.testing.assert_array_equal(found, want)

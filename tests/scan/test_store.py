@@ -368,7 +368,7 @@ def run(place, tmp_path):
 def counted(monkeypatch):
     """How often a model was loaded, and how many tokens were scanned, by model."""
     counts = {"loads": [], "tokens": 0}
-    plain_load, plain_scan = opened_models.load_causal_lm, Scanner.scan
+    plain_load, plain_scan = opened_models.load_causal_lm, Scanner.begun
 
     def load(folder, **options):
         counts["loads"].append(str(folder))
@@ -379,7 +379,7 @@ def counted(monkeypatch):
         return plain_scan(self, tokens, bounds, *scorer)
 
     monkeypatch.setattr(opened_models, "load_causal_lm", load)
-    monkeypatch.setattr(Scanner, "scan", scan)
+    monkeypatch.setattr(Scanner, "begun", scan)
     return counts
 
 

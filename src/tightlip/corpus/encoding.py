@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from hashlib import sha256
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +68,11 @@ class Encoder:
                 self._backend.encode_batch if self._with_spans else self._backend.encode_batch_fast
             )
             encodings = call(texts, add_special_tokens=False)
-        ids = [np.array(encoding.ids, np.int32) for encoding in encodings]
+        each = [encoding.ids for encoding in encodings]
+        ends = np.cumsum([0, *map(len, each)]).tolist()
+        # All at once, end to end: of a sentence alone, the call would cost more than the work.
+        joined = np.fromiter(chain.from_iterable(each), np.int32, ends[-1])
+        ids = [joined[start:end] for start, end in pairwise(ends)]
         if not self._with_spans:
             return ids, None
         spans = [np.array(encoding.offsets, np.int32).reshape(-1, 2) for encoding in encodings]

@@ -55,6 +55,17 @@ class Fault:
     because: str
 
 
+@dataclass(frozen=True)
+class Columns:
+    """Some rows that follow each other, by column: of plain text a thousand times as many are read."""
+
+    names: list[str]
+    values: list[list[Any]]
+
+    def __len__(self) -> int:
+        return len(self.values[0]) if self.values else 0
+
+
 File = Path | StoreFile
 Row = dict[str, Any] | Fault
 NOT_UTF8 = Fault("holds bytes that are not UTF-8")
@@ -115,11 +126,26 @@ _columns_there = lru_cache(4096)(_columns_in)
 
 def rows_of(path: File) -> Iterator[tuple[int, Row]]:
     """Every row of one file with its number."""
-    readers: dict[str | None, Callable[[File], Iterator[tuple[int, Row]]]] = {
-        "parquet": _parquet_rows,
+    return one_by_one(chunks_of(path))
+
+
+def one_by_one(chunks: Iterable[tuple[int, Row | Columns]]) -> Iterator[tuple[int, Row]]:
+    """Every row of what a file was read as."""
+    for number, chunk in chunks:
+        if isinstance(chunk, Columns):
+            rows = zip(*chunk.values, strict=True)
+            yield from enumerate((dict(zip(chunk.names, row, strict=True)) for row in rows), number)
+        else:
+            yield number, chunk
+
+
+def chunks_of(path: File) -> Iterator[tuple[int, Row | Columns]]:
+    """The rows of one file, one or several at a time, with the number of the first."""
+    readers: dict[str | None, Callable[[File], Iterator[tuple[int, Any]]]] = {
+        "parquet": _parquet_chunks,
         "json": _json_rows,
         "csv": _csv_rows,
-        "arrow": _arrow_rows,
+        "arrow": _arrow_chunks,
     }
     with _reporting(path):
         yield from readers[kind_of(path)](path)
@@ -175,14 +201,14 @@ def _parquet(path: File, **how: Any) -> pa.parquet.ParquetFile:
     return pa.parquet.ParquetFile(path if isinstance(path, Path) else path.open(), **how)
 
 
-def _parquet_rows(path: File) -> Iterator[tuple[int, Row]]:
+def _parquet_chunks(path: File) -> Iterator[tuple[int, Columns]]:
     with _parquet(path) as parquet:
         check_unpacked(path, _unpacked_bytes(parquet.metadata))
         leaves = [parquet.schema.column(n) for n in range(len(parquet.schema))]
         texts = [leaf.path for leaf in leaves if leaf.physical_type == "BYTE_ARRAY"]
     # Each text of a dictionary once, however many rows say it.
     with _parquet(path, read_dictionary=texts) as parquet:
-        yield from table_rows(_believable(path, _parquet_batches(parquet)), str(path))
+        yield from table_chunks(_believable(path, _parquet_batches(parquet)), str(path))
 
 
 def _parquet_batches(parquet: pa.parquet.ParquetFile) -> Iterator[pa.RecordBatch]:
@@ -200,9 +226,9 @@ def _unpacked_bytes(metadata: Any) -> int:
     return sum(max(chunk.total_uncompressed_size, 4 * chunk.num_values) for chunk in chunks)
 
 
-def _arrow_rows(path: File) -> Iterator[tuple[int, Row]]:
+def _arrow_chunks(path: File) -> Iterator[tuple[int, Columns]]:
     with pa.memory_map(str(path)) as source:
-        yield from table_rows(_believable(path, pa.ipc.open_stream(source)), str(path))
+        yield from table_chunks(_believable(path, pa.ipc.open_stream(source)), str(path))
 
 
 def _believable(path: File, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
@@ -213,15 +239,15 @@ def _believable(path: File, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.Re
         yield batch
 
 
-def table_rows(
+def table_chunks(
     batches: Iterator[pa.RecordBatch], name: str = "the table given"
-) -> Iterator[tuple[int, Row]]:
+) -> Iterator[tuple[int, Columns]]:
     """Rows of Arrow batches of any size, few of them as Python objects at a time."""
     start = 1
     for batch in batches:
         for first in range(0, len(batch), MAX_BATCH_ROWS):
             for rows in _few_at_a_time(batch.slice(first, MAX_BATCH_ROWS), name):
-                yield from enumerate(_batch_rows(rows), start)
+                yield start, Columns(rows.schema.names, [*map(_column_values, rows.columns)])
                 start += len(rows)
 
 
@@ -263,12 +289,6 @@ def _list_bytes(column: pa.Array) -> np.ndarray:
     parts = (column.keys, column.items) if is_map else (column.values,)
     own = [_row_bytes(part.slice(offsets[0], offsets[-1] - offsets[0])) for part in parts]
     return np.diff(np.append(0, np.cumsum(sum(own)))[offsets - offsets[0]])
-
-
-def _batch_rows(batch: pa.RecordBatch) -> Iterator[dict[str, Any]]:
-    names = batch.schema.names
-    for values in zip(*(_column_values(column) for column in batch.columns), strict=True):
-        yield dict(zip(names, values, strict=True))
 
 
 def _column_values(column: pa.Array) -> list[Any]:

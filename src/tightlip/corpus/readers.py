@@ -32,15 +32,17 @@ from tightlip.corpus.formats import (
     MAX_BATCH_ROWS,
     MAX_COLUMNS,
     NOT_UTF8,
+    Columns,
     Fault,
     File,
     Row,
+    chunks_of,
     columns_of,
     files_of,
     kind_of,
-    rows_of,
+    one_by_one,
     saved_dataset_files,
-    table_rows,
+    table_chunks,
     too_many_columns,
 )
 from tightlip.corpus.history import history_of
@@ -72,12 +74,15 @@ class DocumentBatch:
 
 @dataclass(frozen=True)
 class Part:
-    """One file (or table) of a corpus: its name in errors, and its rows."""
+    """One file (or table) of a corpus: its name in errors, and its rows, one or several at a time."""
 
     name: str
-    rows: Callable[[], Iterator[tuple[int, Row]]]
+    chunks: Callable[[], Iterator[tuple[int, Row | Columns]]]
     file: File | None = None
     empty_is_null: bool = False  # CSV cannot write a null; nobody's name is empty
+
+    def rows(self) -> Iterator[tuple[int, Row]]:
+        return one_by_one(self.chunks())
 
 
 @dataclass(frozen=True)
@@ -144,16 +149,27 @@ class Corpus:
         """All documents as their rows have them."""
         return self._usable(self._documents_of)
 
-    def _usable(self, read: Callable[[Part, int, Any], list[Any] | Fault]) -> Iterator[Any]:
-        """What `read` makes of each row; those of which it makes nothing are refused or counted."""
+    def _usable(
+        self,
+        read: Callable[[Part, int, Any], list[Any] | Fault],
+        read_whole: Callable[[Columns], Any] = lambda columns: None,
+    ) -> Iterator[Any]:
+        """What `read` makes of each row; those of which it makes nothing are refused or counted. Rows of
+        which `read_whole` makes something together are not looked at one by one."""
         self.num_skipped, self._first_fault, num_read = 0, "", 0
-        for part, number, row in _in_order(self._parts):
-            found = row if isinstance(row, Fault) else read(part, number, row)
-            if isinstance(found, Fault):
-                self._refuse_or_count(part, number, found)
-            else:
-                num_read += len(found)
-                yield from found
+        for part, first, chunk in _in_order(self._parts):
+            whole = read_whole(chunk) if isinstance(chunk, Columns) else None
+            if whole is not None:
+                num_read += len(whole)
+                yield whole
+                continue
+            for number, row in one_by_one([(first, chunk)]):
+                found = row if isinstance(row, Fault) else read(part, number, row)
+                if isinstance(found, Fault):
+                    self._refuse_or_count(part, number, found)
+                else:
+                    num_read += len(found)
+                    yield from found
         if not num_read:
             raise UsageError(self._nothing_here())
 
@@ -188,7 +204,13 @@ class Corpus:
             )
         pending: list[dict[str, Any]] = []
         num_bytes, columns = 0, set[str]()
-        for row in self._usable(self._checked):
+        for row in self._usable(self._checked, self._plain):
+            if isinstance(row, DocumentBatch):
+                if pending:
+                    yield self._batch(pending)
+                    pending, num_bytes = [], 0
+                yield row
+                continue
             size = row_size(row)
             columns.update(row)
             if len(columns) > MAX_COLUMNS:
@@ -234,6 +256,15 @@ class Corpus:
         if not isinstance(row[name], str | Fault):
             row[name] = _text(row[name], name, f"{part.name}, row {number}")
         return _not_utf8(row) or [row]
+
+    def _plain(self, columns: Columns) -> DocumentBatch | None:
+        """Rows of which every user and text is a string, and whatever else can be read."""
+        by_name = dict(zip(columns.names, columns.values, strict=True))
+        users, texts = (by_name.pop(n, [None]) for n in (self._user_column, self._text_column))
+        is_plain = {*map(type, users), *map(type, texts)} == {str} and len(by_name) < MAX_COLUMNS
+        if not is_plain or any(Fault in {*map(type, each)} for each in by_name.values()):
+            return None
+        return DocumentBatch(users=users, texts=texts, attributes=by_name)
 
     def _user_fault(self, part: Part, number: int, row: dict[str, Any]) -> Fault | None:
         """What is wrong with a row's user, which becomes a plain string."""
@@ -289,8 +320,8 @@ def open_corpus(source: Any, **settings: Any) -> Corpus:
 
 
 def _file_part(file: File) -> Part:
-    rows = lambda: rows_of(file) if file.stat().st_size else iter(())  # noqa: E731
-    return Part(str(file), rows, file, empty_is_null=kind_of(file) == "csv")
+    chunks = lambda: chunks_of(file) if file.stat().st_size else iter(())  # noqa: E731
+    return Part(str(file), chunks, file, empty_is_null=kind_of(file) == "csv")
 
 
 def _files_read(source: str | Path) -> list[File]:
@@ -334,10 +365,10 @@ def _of_one_kind(source: Any, files: list[File]) -> list[File]:
     return files
 
 
-def _in_order(parts: Sequence[Part]) -> Iterator[tuple[Part, int, Row]]:
-    """Every row of every part, one part after the other; the next ones are read meanwhile."""
+def _in_order(parts: Sequence[Part]) -> Iterator[tuple[Part, int, Row | Columns]]:
+    """Every row of every part, alone or with others, one part after the other; the next ones are read meanwhile."""
     if not parts[1:]:
-        yield from ((part, *each) for part in parts for each in part.rows())
+        yield from ((part, *each) for part in parts for each in part.chunks())
         return
     waiting, over, left = deque[tuple[Part, Queue]](), Event(), iter(parts)
     try:
@@ -366,11 +397,12 @@ def _read_ahead(part: Part, queue: Queue, over: Event) -> None:
                 return
 
     try:
-        rows, size = list[tuple[int, Row]](), 0
-        for number, row in part.rows():
+        rows, size = list[tuple[int, Row | Columns]](), 0
+        for number, row in part.chunks():
             rows.append((number, row))
             size += row_size(row) if isinstance(row, dict) else 1
-            if size > MAX_BATCH_BYTES or len(rows) == MAX_BATCH_ROWS:
+            is_full = size > MAX_BATCH_BYTES or len(rows) == MAX_BATCH_ROWS
+            if is_full or isinstance(row, Columns):
                 put(rows)
                 rows, size = [], 0
             if over.is_set():
@@ -400,8 +432,8 @@ def _in_memory(source: Any, columns: TextSettings) -> tuple[str, list[Part]]:
         batches = source.with_format("arrow").iter
         name = "the dataset given"
         _check_columns(name, source.features.arrow_schema, columns)
-        rows = lambda: table_rows(b for t in batches(MAX_BATCH_ROWS) for b in t.to_batches())  # noqa: E731
-        return name, [Part(name, rows)]
+        chunks = lambda: table_chunks(b for t in batches(MAX_BATCH_ROWS) for b in t.to_batches())  # noqa: E731
+        return name, [Part(name, chunks)]
     if not isinstance(source, pa.Table):
         raise UsageError(
             f"A corpus cannot be read from a {type(source).__name__}. Give a path, a pyarrow Table, "
@@ -409,7 +441,7 @@ def _in_memory(source: Any, columns: TextSettings) -> tuple[str, list[Part]]:
         )
     _check_columns(name, source.schema, columns)
     table = source
-    return name, [Part(name, lambda: table_rows(iter(table.to_batches())))]
+    return name, [Part(name, lambda: table_chunks(iter(table.to_batches())))]
 
 
 def _is_dataset(source: Any) -> bool:

@@ -17,9 +17,11 @@ Document i is row i of the corpus it came from.
 
 import hashlib
 import io
+import struct
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -30,10 +32,11 @@ from tightlip.core.errors import UsageError
 from tightlip.core.files import damage_in_words, folder_written_whole, read_json, write_json
 from tightlip.core.progress import task
 from tightlip.corpus.encoding import Encoder, tokenizer_fingerprint
-from tightlip.corpus.owners import owners_of
+from tightlip.corpus.owners import Writer, owners_of
 from tightlip.corpus.readers import DocumentBatch
 
 _COUNTED_AT_ONCE = 4_000_000
+_SIZE = struct.Struct("<q").pack
 _KINDS = {"tokens": "i4", "spans": "2i4", "roles": "i1", "trained": "i1"}  # as numpy spells them
 
 
@@ -202,9 +205,9 @@ def tokenize_documents(
         writer = _Writer(beside, *(("spans",) if with_spans else ()))
         for batch in batches:
             ids, spans = encoder.encode(batch.texts)
-            for number, (user, text) in enumerate(zip(batch.users, batch.texts, strict=True)):
-                further = {} if spans is None else {"spans": spans[number]}
-                writer.add(user, text.encode("utf-8"), tokens=ids[number], **further)
+            further = {} if spans is None else {"spans": spans}
+            contents = [text.encode("utf-8") for text in batch.texts]
+            writer.add(batch.users, contents, tokens=ids, **further)
             has_text = has_text or any(text.strip() for text in batch.texts)
             bar.advance(len(batch))
         if has_text and not writer.num_tokens:
@@ -223,8 +226,8 @@ def write_role_tokens(
     with folder_written_whole(folder) as beside, task("Tokenising", None) as bar:
         writer = _Writer(beside, "roles", "trained")
         for each in documents:
-            further = {"roles": each.roles, "trained": each.trained}
-            writer.add(each.user, each.content, tokens=each.ids, **further)
+            further = {"roles": [each.roles], "trained": [each.trained]}
+            writer.add([each.user], [each.content], tokens=[each.ids], **further)
             bar.advance()
         writer.finish(
             tokenizer_fingerprint(tokenizer),
@@ -252,19 +255,26 @@ class _Writer:
     def num_tokens(self) -> int:
         return self._bounds[-1]
 
-    def add(self, user: str, content: bytes, **arrays: np.ndarray) -> None:
+    def add(
+        self, users: Sequence[str], contents: Sequence[bytes], **arrays: Sequence[np.ndarray]
+    ) -> None:
+        """Some documents: of each its user, its text, and its rows of every array."""
+        # All of them at once: of a sentence alone, the calls would cost more than the work.
         for name, rows in arrays.items():
-            self._arrays[name].extend(rows)
-        self._bounds.append(self._bounds[-1] + len(arrays["tokens"]))
-        names = owners_of(user)
-        for name in names:
-            self._owners.append(self._numbers.setdefault(name, len(self._numbers)))
-        self._users.append(self._numbers[names[0]])
-        self._owner_bounds.append(len(self._owners))
+            self._arrays[name].extend(np.concatenate(rows))
+        _extend(self._bounds, [len(row) for row in arrays["tokens"]])
+        owners = [owners_of(user) if isinstance(user, Writer) else (user,) for user in users]
+        known, names = self._numbers, [*chain.from_iterable(owners)]
+        numbers = array("i", [known.setdefault(name, len(known)) for name in names])
+        begins = [0, *accumulate(map(len, owners))][:-1]
+        self._users.extend(array("i", [numbers[begin] for begin in begins]))
+        self._owners.extend(numbers)
+        _extend(self._owner_bounds, [len(each) for each in owners])
         # No name has the byte 255, so that owners read otherwise than any one user.
-        for part in (b"\xff".join(name.encode("utf-8") for name in names), content):
-            self._digest.update(len(part).to_bytes(8, "little"))
-            self._digest.update(part)
+        whose = [b"\xff".join([name.encode("utf-8") for name in each]) for each in owners]
+        sized = ((map(_SIZE, map(len, parts)), parts) for parts in (whose, contents))
+        parts = zip(*chain.from_iterable(sized), strict=True)
+        self._digest.update(b"".join(chain.from_iterable(parts)))
 
     def finish(self, fingerprint: str, **more: Any) -> None:
         for each in self._arrays.values():
@@ -282,6 +292,11 @@ class _Writer:
             **more,
         }
         write_json(self._folder / "info.json", info)
+
+
+def _extend(edges: array, sizes: Sequence[int]) -> None:
+    """Where stretches of these sizes end, after the last that is there."""
+    edges.frombytes((edges[-1] + np.cumsum(sizes, dtype=np.int64)).tobytes())
 
 
 class GrowingArray:

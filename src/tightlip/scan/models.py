@@ -1,6 +1,6 @@
 """Models as every measure opens them: once for a command, and loaded only when a scan is missing."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, partial, wraps
@@ -206,9 +206,9 @@ class OpenedModel:
         with num_threads(threads), self.scanning(self.model):
             scanner.check_on(corpus.tokens, corpus.bounds)
 
-        def scan(tokens: np.ndarray, bounds: np.ndarray) -> tuple[np.ndarray, ...]:
+        def scan(tokens: np.ndarray, bounds: np.ndarray) -> Iterable[np.ndarray]:
             with num_threads(threads), self.scanning(self.model):
-                return scanner.scan(tokens, bounds, scorer)
+                return scanner.begun(tokens, bounds, scorer)
 
         return scan
 

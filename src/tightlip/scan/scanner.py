@@ -4,15 +4,22 @@ Rows of like length share a batch. The output layer is applied to a few hundred 
 time and its logits are reduced at once, so no batch of full logits is ever kept.
 """
 
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 
-from tightlip.core.devices import deterministic, device_of, looks_ahead, rounding_tolerance
+from tightlip.core.devices import (
+    deterministic,
+    device_of,
+    looks_ahead,
+    moved,
+    rounding_tolerance,
+)
 from tightlip.core.errors import UsageError
 from tightlip.core.progress import log
 from tightlip.models.quantised import rounding_of
@@ -47,6 +54,17 @@ class Filling:
     cover: Segments
     scorer: Scorer
     columns: list[np.ndarray]
+    under_way: "deque[Scored]" = field(default_factory=deque)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scored:
+    """What was said of some places, on its way from the device; and whether some of it is NaN."""
+
+    places: np.ndarray
+    columns: list[torch.Tensor]
+    is_nan: torch.Tensor
+    arrived: Any  # an event of the GPU, None where nothing travels
 
 
 def segments_of(lengths: np.ndarray, has_bos: bool, window: int | None) -> Segments:
@@ -117,14 +135,29 @@ class Scanner:
     ) -> tuple[np.ndarray, ...]:
         """The scorer's columns of tokens[bounds[0]:bounds[-1]], rank and log-probability unless
         another is given; NOT_SCORED and NaN where nothing is predicted."""
-        columns = scorer.empty(int(bounds[-1] - bounds[0]))
-        has_bos = self.bos_id is not None
-        cover = segments_of(np.diff(bounds), has_bos, self.window)
-        into = Filling(tokens=tokens, bounds=bounds, cover=cover, scorer=scorer, columns=columns)
+        return tuple(self.begun(tokens, bounds, scorer))
+
+    def begun(
+        self, tokens: np.ndarray, bounds: np.ndarray, scorer: Scorer = PLAIN
+    ) -> Iterator[np.ndarray]:
+        """The same columns, for which the device may still be at work until they are asked for: whoever
+        has more to scan begins that first, and the device never waits."""
+        cover = segments_of(np.diff(bounds), self.bos_id is not None, self.window)
+        into = Filling(
+            tokens=tokens,
+            bounds=bounds,
+            cover=cover,
+            scorer=scorer,
+            columns=scorer.empty(int(bounds[-1] - bounds[0])),
+        )
         with torch.inference_mode(), full_precision(), evaluating(self.model):
             for rows in self._batches(cover):
                 self._score_or_halve(into, rows)
-        return tuple(columns)
+        return self._finished(into)
+
+    def _finished(self, into: Filling) -> Iterator[np.ndarray]:
+        self._read_back(into, but=0)
+        yield from into.columns
 
     def _batches(self, cover: Segments) -> Iterator[np.ndarray]:
         """Rows of like length, longest first, so that a batch too large for memory shows early."""
@@ -175,17 +208,27 @@ class Scanner:
             )
             if not self._checked:
                 self._check(inputs_BT)
-            inputs = torch.from_numpy(inputs_BT).to(self.device)
+            inputs = moved(torch.from_numpy(inputs_BT), self.device)
             hidden, state = self._forward(inputs, state=state, keep_state=stretch < width)
             places = places_BT[wanted_BT]
             # Indices rather than a mask: the GPU need not stop to count them.
-            chosen = torch.from_numpy(np.flatnonzero(wanted_BT)).to(self.device)
-            targets = torch.from_numpy(into.tokens[places].astype(np.int64)).to(self.device)
+            chosen = moved(torch.from_numpy(np.flatnonzero(wanted_BT)), self.device)
+            targets = moved(torch.from_numpy(into.tokens[places].astype(np.int64)), self.device)
             kept = hidden.flatten(0, 1).index_select(0, chosen)
-            places -= into.bounds[0]
-            scored = self._score_rows(kept, targets, into.scorer)
-            for column, values in zip(into.columns, scored, strict=True):
-                column[places] = values
+            scored = self._score_rows(kept, targets, into.scorer, places - into.bounds[0])
+            into.under_way.append(scored)
+            self._read_back(into, but=1)
+
+    def _read_back(self, into: Filling, *, but: int) -> None:
+        """Put what arrived into its columns; the last ones stay under way while the next are scored."""
+        while len(into.under_way) > but:
+            scored = into.under_way.popleft()
+            if scored.arrived is not None:
+                scored.arrived.synchronize()
+            if scored.is_nan:
+                raise _says_nan()
+            for column, values in zip(into.columns, scored.columns, strict=True):
+                column[scored.places] = values.numpy()
 
     def _padded(
         self, into: Filling, rows: np.ndarray, begin: int, end: int
@@ -224,27 +267,23 @@ class Scanner:
         return values, getattr(output, "past_key_values", None)
 
     def _score_rows(
-        self, rows: torch.Tensor, targets: torch.Tensor, scorer: Scorer
-    ) -> list[np.ndarray]:
-        columns = [torch.from_numpy(one).to(self.device) for one in scorer.empty(len(rows))]
+        self, rows: torch.Tensor, targets: torch.Tensor, scorer: Scorer, places: np.ndarray
+    ) -> Scored:
+        columns = [
+            torch.empty(len(rows), dtype=torch.from_numpy(one).dtype, device=self.device)
+            for one in scorer.empty(0)
+        ]
         for begin in range(0, len(rows), self.logit_rows):
             part = slice(begin, begin + self.logit_rows)
             logits = rows[part] if self.output_layer is None else self.output_layer(rows[part])
             for column, values in zip(columns, scorer.score(logits, targets[part]), strict=True):
                 column[part] = values
         # The CPU kernel assumes that no logit is NaN, so what the logits come from is looked at.
-        self._refuse_nan(rows)
-        for column in columns:
-            self._refuse_nan(column)
-        return [column.cpu().numpy() for column in columns]
-
-    def _refuse_nan(self, values: torch.Tensor) -> None:
-        # A NaN is above nothing and below nothing: left alone, it would pass for a correct guess.
-        if torch.isnan(values).any():
-            raise UsageError(
-                "The model's predictions are NaN on this corpus, so nothing can be said about it. "
-                "Try --dtype float32; if that is what was used, the model is broken."
-            )
+        is_nan = torch.stack([torch.isnan(one).any() for one in (rows, *columns)]).any()
+        travels = self.device.type == "cuda"
+        *columns, is_nan = (one.to("cpu", non_blocking=travels) for one in (*columns, is_nan))
+        arrived = torch.cuda.current_stream(self.device).record_event() if travels else None
+        return Scored(places=places, columns=columns, is_nan=is_nan, arrived=arrived)
 
     def check_on(self, tokens: np.ndarray, bounds: np.ndarray) -> None:
         """Look at the model on the longest document's beginning, so that whichever shard comes first
@@ -261,7 +300,8 @@ class Scanner:
         """Once, on one row: is the model causal, and do its hidden states give its own logits?"""
         row = torch.from_numpy(inputs_BT[:1, :128]).to(self.device)
         logits = self._first_logits(row)
-        self._refuse_nan(logits)  # which differs from itself, and would read as looking ahead
+        if torch.isnan(logits).any():  # which differs from itself, and would read as looking ahead
+            raise _says_nan()
         self._refuse_looking_ahead(row)
         self.output_layer = self._usable_output_layer(row, logits)
         self._checked = True
@@ -348,6 +388,14 @@ def window_of(config: Any) -> int:
                 return value - int(getattr(config, "pad_token_id", None) or 1) - 1
             return value
     return DEFAULT_WINDOW
+
+
+def _says_nan() -> UsageError:
+    # A NaN is above nothing and below nothing: left alone, it would pass for a correct guess.
+    return UsageError(
+        "The model's predictions are NaN on this corpus, so nothing can be said about it. "
+        "Try --dtype float32; if that is what was used, the model is broken."
+    )
 
 
 def _is_out_of_memory(error: Exception) -> bool:

@@ -17,7 +17,7 @@ import shutil
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -48,8 +48,9 @@ FORMAT = 2
 SHARD_TOKENS = 250_000
 _PATIENCE = 60.0  # seconds until a file that another machine wrote is seen here
 
-# Tokens and the bounds of some documents in; the scorer's columns of their tokens out.
-ScanFunction = Callable[[np.ndarray, np.ndarray], tuple[np.ndarray, ...]]
+# Tokens and the bounds of some documents in; the scorer's columns of their tokens out, which may
+# still be under way until they are asked for.
+ScanFunction = Callable[[np.ndarray, np.ndarray], Iterable[np.ndarray]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,8 +193,8 @@ def _opened(
     scorer: Scorer,
     device: str,
 ) -> Callable[[_Shard], "Future[tuple[bytes, str]]"]:
-    """What a worker does with a shard, once the model is open: scan it, and write its file while the
-    next is scanned. Writing and waiting for the disk took 50 ms, a GPU's scan 140."""
+    """What a worker does with a shard, once the model is open: scan it, and wait for the device's last
+    answers and write its file while the next is scanned. Writing took 50 ms, a GPU's scan 140."""
     if not _is_of(folder, key):
         raise UsageError(
             f"{socket.gethostname()} does not see {folder} as it was written. Every machine must have the report's folder at "
@@ -201,7 +202,7 @@ def _opened(
         )
     scan, kind, writer = open_scan(), kind_of_device(device), ThreadPoolExecutor(1)
 
-    def write(shard: _Shard, values: tuple[np.ndarray, ...]) -> tuple[bytes, str]:
+    def write(shard: _Shard, values: Iterable[np.ndarray]) -> tuple[bytes, str]:
         path = shard.path(folder)
         of = _digest_of_shard(path, shard.number, shard.tokens(corpus))
         _write_shard(path, dict(zip(scorer.columns, values, strict=True)), of, kind)

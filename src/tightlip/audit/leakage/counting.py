@@ -27,6 +27,7 @@ _BYTES_PER_TOKEN = 8 + 5 * _MAX_SYMBOL_BYTES + 4
 # Beyond this a larger shard no longer saves searches worth its cache misses (docs/benchmarks.md),
 # and its symbols still fit the 32-bit suffix sorter.
 _LARGEST_SHARD_TOKENS = 24_000_000
+_SMALLEST_SHARD_TOKENS = 1_000_000  # below which workers would rather search in fewer
 NOWHERE = np.iinfo(np.int64).max  # what no corpus reaches
 
 
@@ -190,7 +191,11 @@ def over_shards(
     by_owner: bool = False,
 ) -> Iterator[tuple[Part, Result]]:
     """What `look` says of each user-disjoint shard; workers of one machine share `memory_bytes`."""
-    parts = user_disjoint_parts(corpus, memory_bytes // engine.workers, only, by_owner=by_owner)
+    # As many as there are workers, or some would have nothing to do.
+    share = (corpus.num_tokens + corpus.num_documents) // engine.workers + 1
+    worth = max(share, _SMALLEST_SHARD_TOKENS) * _BYTES_PER_TOKEN
+    fitting = min(memory_bytes // engine.workers, max(worth, least_memory(corpus)))
+    parts = user_disjoint_parts(corpus, fitting, only, by_owner=by_owner)
     return engine.map(partial(_looked_at, look=look, corpus=corpus), parts)
 
 
