@@ -22,9 +22,10 @@ import torch
 
 import tightlip
 from scale import SENTENCES, make_model, make_tokenizer, write_corpus
+from tightlip.core.devices import full_precision
 from tightlip.core.progress import timed_tasks
 from tightlip.corpus.opening import CorpusSource, tokenised_for
-from tightlip.scan.scanner import Filling, Scanner, full_precision, segments_of
+from tightlip.scan.scanner import Filling, Scanner, segments_of
 from tightlip.scan.scorers import PLAIN
 from tightlip.scan.store import shard_edges
 

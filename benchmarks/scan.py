@@ -19,10 +19,11 @@ import numpy as np
 import torch
 
 import tightlip
+from tightlip.core.devices import full_precision
 from tightlip.models import LSTMConfig, LSTMForCausalLM
 from tightlip.scan.decoding import decode_with_torch, decoded_log_probs, scorer_of
 from tightlip.scan.options import Decoding
-from tightlip.scan.scanner import Filling, Scanner, full_precision, segments_of
+from tightlip.scan.scanner import Filling, Scanner, segments_of
 from tightlip.scan.scorers import PLAIN
 
 DECODINGS = {

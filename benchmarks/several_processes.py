@@ -6,7 +6,8 @@ Every process has as many rows as one would have alone, so that a perfect machin
 for all numbers of processes. Plain is torch as everyone uses it: DDP, or FSDP2 with --sharded, autograd
 and fused Adam, as many rows each. Private is the engine's whole step: the draw, the ledger, clipping,
 sums to their owners, noise, what is released to all, Adam. Beside one process stands the bare engine,
-which knows of no others; both take turns. Medians, in milliseconds.
+which knows of no others; both take turns. Every text is in every draw, so that all steps are alike.
+Medians, in milliseconds.
 """
 
 import argparse
@@ -47,7 +48,7 @@ class Bench:
         self.shape = SHAPES[device]
         *_, self.vocabulary, self.rows, self.width = self.shape
         draw = torch.Generator().manual_seed(0)
-        size = (20 * self.rows * self.size, self.width + 1)
+        size = (self.rows * self.size, self.width + 1)
         self.texts = torch.randint(4, self.vocabulary, size, generator=draw)
 
     def model(self):
@@ -96,7 +97,7 @@ class Bench:
         model = self.spread(self.model()) if spreads else self.model()
         optimizer = torch.optim.Adam(model.parameters(), lr=1e-4, fused=True)
         engine = PrivateTraining(
-            model, optimizer, list(self.texts), ledger=Path(folder) / "ledger.json", noise_multiplier=1.0,
+            model, optimizer, list(self.texts), ledger=Path(folder) / "ledger.json", noise_multiplier=50.0,
             expected_batch=self.rows * self.size, steps=10_000, bf16=self.bf16, widths=(self.width,),
             physical_rows=self.rows,
         )  # fmt: skip

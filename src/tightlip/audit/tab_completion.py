@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 
 from tightlip.audit.settings import TabConfig
-from tightlip.core.devices import device_of
+from tightlip.core.devices import device_of, full_precision
 from tightlip.core.errors import UsageError
 from tightlip.corpus.encoding import Encoder, special_ids
-from tightlip.scan.scanner import checked_window, evaluating, full_precision
+from tightlip.scan.scanner import checked_window, evaluating
 
 SENTENCE_END = (".", "!", "?", "…")
 # The line as it was a few words ago, for whoever goes back and types on.

@@ -123,6 +123,25 @@ def moved(tensor: "Tensor", device: "torch.device") -> "Tensor":
     return tensor.to(device, non_blocking=True)
 
 
+@contextmanager
+def full_precision() -> Iterator[None]:
+    """float32 means float32: TF32 would break ties one way here and another there. On a GPU the same
+    numbers give the same bits: no kernel is chosen by how fast it was, nor adds up in any order."""
+    import torch
+
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    cudnn = torch.backends.cudnn
+    cudnn_before = cudnn.allow_tf32, cudnn.benchmark
+    cudnn.allow_tf32 = cudnn.benchmark = False
+    try:
+        with deterministic("cuda" if torch.cuda.is_available() else "cpu"):
+            yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+        cudnn.allow_tf32, cudnn.benchmark = cudnn_before
+
+
 def looks_ahead(
     logits_of: "Callable[[Tensor], Tensor]", ids_BT: "Tensor", *, tolerance: float
 ) -> bool:

@@ -17,7 +17,7 @@ from transformers.modeling_utils import PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.utils import logging
 
-from tightlip.core.devices import device_of, looks_ahead, rounding_tolerance
+from tightlip.core.devices import device_of, full_precision, looks_ahead, rounding_tolerance
 from tightlip.core.errors import TightlipError, UsageError
 from tightlip.models.quantised import rounding_of
 
@@ -185,7 +185,8 @@ def check_causal(folder: Path, model: PreTrainedModel) -> None:
     def logits_of(ids: Tensor) -> Tensor:
         return model(input_ids=ids, use_cache=False).logits.float()
 
-    with torch.inference_mode():
+    # cuDNN's recurrent layers take TF32 unless told otherwise, and round rows of other lengths otherwise.
+    with torch.inference_mode(), full_precision():
         if logits_of(ids_1T).isnan().any():
             return  # broken, which whoever reads it will say; it need not look ahead
         tolerance = rounding_tolerance(model.dtype, least=rounding_of(model))

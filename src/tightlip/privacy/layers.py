@@ -99,6 +99,26 @@ def fp32_product(left_XN: Tensor, right_NY: Tensor) -> Tensor:
     return left_XN.float() @ right_NY.float()
 
 
+# Where small weights' gradients are written out row by row as they come.
+WRITES_OUT = {"cuda"}
+
+
+def written_if_small(use: Any, shape: torch.Size) -> Any:
+    """A product as every row's gradient, where that takes less room than its two sides.
+
+    An adapter's are: their sides need not be kept until the norms are known, and what is then scaled
+    and summed is what the norm was taken of, so that nothing is rounded in between.
+    """
+    if not isinstance(use, Outer) or use.right_BTD is None or len(shape) != 2:
+        return use
+    size_P, size_D = shape
+    is_small = 2 * size_P * size_D <= use.left_BTP.shape[1] * (size_P + size_D)
+    if not is_small or use.left_BTP.device.type not in WRITES_OUT:
+        return use
+    product_BPD = fp32_product(use.left_BTP.transpose(1, 2), use.right_BTD)
+    return Whole(product_BPD[:, :size_P, :size_D])
+
+
 class LinearUse(torch.autograd.Function):
     """x Wᵀ + b, or x W + b where the weight is `transposed`, as transformers' Conv1D has it.
 

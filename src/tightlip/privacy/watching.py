@@ -26,7 +26,14 @@ from tightlip.privacy.derived import (
     like_before,
 )
 from tightlip.privacy.experts import baddbmm, bmm, current_watch
-from tightlip.privacy.layers import EmbeddingUse, NormUse, Outer, Use, linear_use
+from tightlip.privacy.layers import (
+    EmbeddingUse,
+    NormUse,
+    Outer,
+    Use,
+    linear_use,
+    written_if_small,
+)
 from tightlip.privacy.recurrent_layers import GRULayer, LSTMLayer
 
 # What can put rows in an order that only this batch holds; two synthetic rows would not tell.
@@ -198,6 +205,7 @@ class Watch(TorchFunctionMode):
         super().__init__()
         self.num_rows, self.row_length = num_rows, row_length
         self.names = {id(parameter): name for name, parameter in parameters.items()}
+        self._shapes = {name: parameter.shape for name, parameter in parameters.items()}
         self.uses: dict[str, list[Use]] = {name: [] for name in parameters}
         self.finite: dict[int, Tensor] = {}
         # Of a linear layer, without its columns of padding and with them; nothing else keeps it.
@@ -245,7 +253,7 @@ class Watch(TorchFunctionMode):
         derived = self.derived.get(id(parameter))
         pulled = [(self.names[id(parameter)], use)] if derived is None else derived.pulled_back(use)
         for name, own in pulled:
-            self.uses[name].append(own)
+            self.uses[name].append(written_if_small(own, self._shapes[name]))
 
     def note_matrix(self, stack: Tensor, number: int, use: Outer) -> None:
         """Remember a use of one matrix of a stack.

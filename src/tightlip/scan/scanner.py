@@ -14,8 +14,8 @@ import numpy as np
 import torch
 
 from tightlip.core.devices import (
-    deterministic,
     device_of,
+    full_precision,
     looks_ahead,
     moved,
     rounding_tolerance,
@@ -400,20 +400,3 @@ def _says_nan() -> UsageError:
 
 def _is_out_of_memory(error: Exception) -> bool:
     return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
-
-
-@contextmanager
-def full_precision() -> Iterator[None]:
-    """float32 means float32: TF32 would break ties one way here and another there. On a GPU the same
-    numbers give the same bits: no kernel is chosen by how fast it was, nor adds up in any order."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    cudnn = torch.backends.cudnn
-    cudnn_before = cudnn.allow_tf32, cudnn.benchmark
-    cudnn.allow_tf32 = cudnn.benchmark = False
-    try:
-        with deterministic("cuda" if torch.cuda.is_available() else "cpu"):
-            yield
-    finally:
-        torch.set_float32_matmul_precision(before)
-        cudnn.allow_tf32, cudnn.benchmark = cudnn_before

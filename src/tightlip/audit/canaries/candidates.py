@@ -20,11 +20,12 @@ import numpy as np
 import torch
 
 from tightlip.audit.canaries.tries import Trie, TrieReader, token_rows
+from tightlip.core.devices import full_precision
 from tightlip.core.errors import UsageError
 from tightlip.core.progress import log, task
 from tightlip.corpus.canary_templates import Readings, Slot, Template
 from tightlip.corpus.encoding import Encoder
-from tightlip.scan.scanner import Scanner, evaluating, full_precision
+from tightlip.scan.scanner import Scanner, evaluating
 
 TEXTS_AT_ONCE = 50_000
 _SCORES_COMPARED = 100

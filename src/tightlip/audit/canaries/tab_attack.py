@@ -17,9 +17,10 @@ import torch
 
 from tightlip.audit.canaries.candidates import CandidateScorer
 from tightlip.audit.canaries.tries import PrefixReader
+from tightlip.core.devices import full_precision
 from tightlip.core.errors import UsageError
 from tightlip.corpus.canaries import Canary
-from tightlip.scan.scanner import Scanner, evaluating, full_precision
+from tightlip.scan.scanner import Scanner, evaluating
 
 # Rounding differs with the rows of a batch, so that a token of a near tie may come out as second
 # or third there and first where it is read alone.

@@ -21,13 +21,13 @@ from tightlip.audit.leakage.leaks import Leaks, cut_at
 from tightlip.audit.leakage.runs import collect_runs
 from tightlip.audit.leakage.words import words_of
 from tightlip.audit.settings import LeakageConfig
-from tightlip.core.devices import num_threads
+from tightlip.core.devices import full_precision, num_threads
 from tightlip.core.engines import Engine
 from tightlip.core.errors import UsageError
 from tightlip.core.progress import task
 from tightlip.corpus.tokens import TokenizedCorpus
 from tightlip.scan.models import OpenedModel, on_worker
-from tightlip.scan.scanner import Scanner, evaluating, full_precision
+from tightlip.scan.scanner import Scanner, evaluating
 from tightlip.scan.scorers import NOT_SCORED
 
 BEAMS = 4  # all of them are looked at, beside the greedy continuation
