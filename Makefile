@@ -50,7 +50,7 @@ bench: install
 
 bench-gpu: install
 	$(BIN)/python benchmarks/check_gpu.py
-	$(BIN)/python benchmarks/dp_step.py --device cuda --write docs/benchmarks.md
+	$(BIN)/python benchmarks/dp_step.py --device cuda --side-by-side --write docs/benchmarks.md
 	$(BIN)/python benchmarks/scan.py --device cuda
 	$(BIN)/python benchmarks/exposure.py --device cuda
 	$(BIN)/python benchmarks/regularizers.py --device cuda

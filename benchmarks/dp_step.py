@@ -1,6 +1,7 @@
 """A private training step against plain training of the same model on the same tokens.
 
     python benchmarks/dp_step.py [--device cpu|cuda] [--only lstm gru gpt ...] [--write DOCS] [--adaptive]
+        [--side-by-side]
 
 Every step includes its optimizer (fused Adam) and, under DP, clipping and fresh noise. Plain is
 our own best plain step; beside it, where they run, torch's usual one (cuDNN for recurrent
@@ -8,13 +9,18 @@ layers) and Opacus. Medians; ratios are to our best plain step in the same preci
 the engine's whole step, Poisson draws padded to passes of a fixed size. With --write the table goes
 into the docs, and a ratio more than 10% above the one there is printed as worse.
 
+With --side-by-side settings are compiled in processes of their own, all at once; while one of them
+times its steps, no other one compiles or runs.
+
 With --adaptive: whole steps of the engine, draw and ledger included, the modes of adaptive DP
 against plain DP, taking turns.
 """
 
 import argparse
 import datetime
+import fcntl
 import gc
+import json
 import platform
 import re
 import statistics
@@ -22,6 +28,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -105,6 +112,20 @@ USUAL = {
     "cuda": ("lstm", "lstm-user", "gpt", "llama", "lora", "start"),
     "cpu": tuple(SETTINGS["cpu"]),
 }
+
+
+@contextmanager
+def turn(how):
+    """Wait for the other settings' processes: many may compile at a time, and one alone be timed."""
+    if TURNS is None:
+        yield
+        return
+    with TURNS.open("w") as file:
+        fcntl.flock(file, how)
+        yield
+
+
+TURNS = None  # the file that processes side by side lock
 
 
 class Bench:
@@ -254,19 +275,21 @@ class Bench:
         if on_gpu:
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
-        start = time.perf_counter()
-        for _ in range(3):
-            step()
-            if on_gpu:
-                torch.cuda.synchronize()
-        first = time.perf_counter() - start
-        times = []
-        for _ in range(at_most or self.repeats):
+        with turn(fcntl.LOCK_SH):
             start = time.perf_counter()
-            step()
-            if on_gpu:
-                torch.cuda.synchronize()
-            times.append(1e3 * (time.perf_counter() - start))
+            for _ in range(3):
+                step()
+                if on_gpu:
+                    torch.cuda.synchronize()
+            first = time.perf_counter() - start
+        times = []
+        with turn(fcntl.LOCK_EX):
+            for _ in range(at_most or self.repeats):
+                start = time.perf_counter()
+                step()
+                if on_gpu:
+                    torch.cuda.synchronize()
+                times.append(1e3 * (time.perf_counter() - start))
         # Capture and compilation are in it: what a graph holds is allocated while it is captured.
         peak = torch.cuda.max_memory_allocated() / 2**30 if on_gpu else float("nan")
         return statistics.median(times), peak, first
@@ -460,9 +483,41 @@ def start_up():
         print(done.stderr[-1500:])
 
 
+def compared(device, keys, repeats):
+    lines = []
+    for key in keys:
+        if key == "start":
+            start_up()
+            continue
+        graph = SETTINGS[device][key][-1] == "graph"
+        for bf16 in [False, True] if graph else [device == "cuda"]:
+            lines.append(compare(device, key, bf16, repeats))
+    return lines
+
+
+def side_by_side(device, keys, repeats):
+    """The same, each setting in a process of its own; what they print is printed in order."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, __file__, "--device", device, "--repeats", str(repeats)]
+        command += ["--turns", f"{folder}/turns", "--only"]
+        parts = [
+            subprocess.Popen([*command, key], stdout=subprocess.PIPE, text=True) for key in keys
+        ]
+        lines = []
+        for part in parts:
+            *printed, found = part.communicate()[0].splitlines()
+            if part.returncode:
+                raise SystemExit(f"{part.args[-1]} failed.")
+            print("\n".join(printed[2:]), flush=True)
+            lines += json.loads(found)
+    return lines
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--side-by-side", action="store_true")
+    parser.add_argument("--turns", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--only", nargs="*", default=None)
     parser.add_argument("--repeats", type=int, default=None)
     parser.add_argument("--adaptive", action="store_true")
@@ -480,14 +535,15 @@ def main():
         for key in options.only or ("lstm", "gpt"):
             adaptive(options.device, key, repeats)
         return
-    lines = []
-    for key in options.only or USUAL[options.device]:
-        if key == "start":
-            start_up()
-            continue
-        graph = SETTINGS[options.device][key][-1] == "graph"
-        for bf16 in [False, True] if graph else [options.device == "cuda"]:
-            lines.append(compare(options.device, key, bf16, repeats))
+    keys = options.only or USUAL[options.device]
+    if options.side_by_side:
+        lines = side_by_side(options.device, keys, repeats)
+    else:
+        global TURNS
+        TURNS, lines = options.turns, compared(options.device, keys, repeats)
+    if options.turns is not None:
+        print(json.dumps(lines))
+        return
     about = f"{machine}, torch {torch.__version__}, {datetime.date.today()}; medians of {repeats} steps."
     if options.write is not None:
         write(options.write, options.device, about, lines)

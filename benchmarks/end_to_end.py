@@ -1,8 +1,8 @@
 """An audit from the file to the page, against the bare forward pass over the same batches.
 
-    python benchmarks/end_to_end.py [--millions 50] [--device cuda] [--dtype bfloat16] [--model gpt2|lstm]
+    python benchmarks/end_to_end.py [--millions 50] [--device cuda] [--dtype bfloat16] [--model gpt2|lstm] [--corpus FILE]
 
-A corpus as benchmarks/scale.py makes it, of so many million tokens, is audited by `tightlip.audit`: read,
+A corpus as benchmarks/scale.py makes it, of so many million tokens, or FILE that an earlier call left, is audited by `tightlip.audit`: read,
 tokenised, scanned, counted, reported. Then the model alone runs over the same padded batches, to full logits
 with which nothing is done. Both are warm: imports are told apart. Asked for on an H200, 50 million tokens: at
 most 1.25. On a CPU give fewer tokens: --millions 0.2.
@@ -33,10 +33,10 @@ MEAN_TOKENS = 14  # of a sentence
 
 
 def seconds_of_imports():
-    """Median seconds of five processes that import what an audit does, by the clock and of the CPU."""
+    """Median seconds of three processes that import what an audit does, by the clock and of the CPU."""
     code = "import time; import tightlip.commands, tightlip.audit.leakage.audit; print(time.process_time())"
     taken = []
-    for _ in range(5):
+    for _ in range(3):
         start = time.perf_counter()
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
         taken.append((time.perf_counter() - start, float(done.stdout.split()[-1])))
@@ -76,6 +76,9 @@ def main():
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--model", choices=["lstm", "gpt2"], default="lstm")
+    parser.add_argument(
+        "--corpus", type=Path, help="made and left there, unless it is there already"
+    )
     arguments = parser.parse_args()
     device, part = arguments.device, round(SENTENCES * MEAN_TOKENS / (arguments.millions * 1e6))
     where = torch.cuda.get_device_name() if device == "cuda" else platform.processor()
@@ -87,16 +90,18 @@ def main():
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         write_corpus(folder / "small.parquet", max(part, 20_000))
-        write_corpus(folder / "corpus.parquet", part)
+        file = arguments.corpus or folder / "corpus.parquet"
+        if not file.exists():
+            write_corpus(file, part)
         model.save_pretrained(folder / "model")
         tokenizer.save_pretrained(folder / "model")
         how = {"device": device, "dtype": arguments.dtype}
         tightlip.audit(folder / "model", folder / "small.parquet", out=folder / "first", **how)
         with timed_tasks() as stages:
             start = time.perf_counter()
-            report = tightlip.audit(folder / "model", folder / "corpus.parquet", out=folder / "audit", **how)  # fmt: skip
+            report = tightlip.audit(folder / "model", file, out=folder / "audit", **how)  # fmt: skip
             whole = time.perf_counter() - start
-        corpus = tokenised_for(CorpusSource(str(folder / "corpus.parquet"), {}), tokenizer, folder / "tokens")  # fmt: skip
+        corpus = tokenised_for(CorpusSource(str(file), {}), tokenizer, folder / "tokens")  # fmt: skip
         scanner = Scanner(model, bos_id=tokenizer.bos_token_id)
         bare_forward(model, scanner, tokenised_for(CorpusSource(str(folder / "small.parquet"), {}), tokenizer, folder / "few"), device)  # fmt: skip
         bare = bare_forward(model, scanner, corpus, device)
