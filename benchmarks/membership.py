@@ -63,7 +63,9 @@ class Memberships(Kept):
         # A text that stands twice would be on both sides, or in the base's.
         rows = [*{row["text"]: row for row in rows}.values()]
         self.pool, self.others = rows[: 2 * options.documents], rows[2 * options.documents :]
-        self.how = RunOptions(device=self.device, bf16=self.device == "cuda")
+        self.how = RunOptions(
+            device=self.device, bf16=self.device == "cuda", physical_rows=options.physical_rows
+        )
 
     def ready(self):
         for way in self.options.ways:

@@ -9,7 +9,7 @@ Shapes: U units, S tokens of a unit, P and D the parameter's.
 
 from collections import Counter
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, TypeGuard
+from typing import NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
@@ -48,16 +48,13 @@ class Norms:
         used = {name: own for name, own in uses.items() if own}
         products = [use for own in used.values() for use in own if _is_product(use)]
         shared = Counter(id(use.left_BTP) for use in products)
-        by_right: dict[tuple[Any, ...], list[Outer]] = {}
+        together: dict[tuple[torch.Size, ...], list[Outer]] = {}
         for name, own in used.items():
             use = own[0]
             if len(own) == 1 and _is_product(use) and shared[id(use.left_BTP)] == 1:
                 shape = self._shape_for_many(use, parameters[name].shape)
                 if shape is not None:
-                    by_right.setdefault((*shape, id(use.right_BTD)), []).append(use)
-        together: dict[tuple[Any, ...], list[list[Outer]]] = {}
-        for (*sides, _), some in by_right.items():
-            together.setdefault((*sides, len(some)), []).append(some)
+                    together.setdefault(shape, []).append(use)
         for alike in together.values():
             self._take_together(alike)
         return {name: self.measured(own, parameters[name].shape) for name, own in used.items()}
@@ -140,13 +137,13 @@ class Norms:
         )
         return (left_BTP.shape, right_BTD.shape) if fits else None
 
-    def _take_together(self, alike: list[list[Outer]]) -> None:
-        """Of products of one shape; those in one list share their right side."""
+    def _take_together(self, uses: list[Outer]) -> None:
+        """Of products of one shape."""
         from tightlip.privacy import pair_kernels
 
-        by_unit, uses = self.layout.by_unit, [use for some in alike for use in some]
+        by_unit = self.layout.by_unit
         lefts = [by_unit(use.left_BTP) for use in uses]
-        rights = [by_unit(some[0].right_BTD) for some in alike]  # type: ignore[arg-type]
+        rights = [by_unit(use.right_BTD) for use in uses]  # type: ignore[arg-type]
         # A thread adds up more pairs at a time than where Gram matrices are read.
         more = rounding.of_pairs(4096, lefts[0])
         rounds, alone = self._product_rounds(uses[:1]), self._rounds(uses[0].left_BTP)

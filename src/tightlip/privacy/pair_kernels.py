@@ -162,11 +162,10 @@ def _dot_products(
 def _outer_parts(
     lefts, rights, roots, parts, left_parts, num_units, size,
     left_stride, left_width, right_stride, right_width,
-    NUM: tl.constexpr, SHARE: tl.constexpr, DIAGONAL: tl.constexpr, OWN_LEFT: tl.constexpr,
-    EVEN: tl.constexpr, TILE: tl.constexpr, DEPTH: tl.constexpr,
+    NUM: tl.constexpr, DIAGONAL: tl.constexpr, OWN_LEFT: tl.constexpr, EVEN: tl.constexpr,
+    TILE: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """Of some pairs of tokens of one unit, for weights that share a right side: the sums that
-    `_pair_totals` adds up.
+    """Of some pairs of tokens of one unit, for one weight: the sums that `_pair_totals` adds up.
 
     Programs on the diagonal go first and leave each token's length on the side that is rounded, which
     the others need. Pairs below the diagonal count twice, for those above it.
@@ -184,37 +183,36 @@ def _outer_parts(
     is_same = row[:, None] == column[None, :]
     right = _picked(rights, which, NUM) + unit * size * right_stride
     by_right = _dot_products(right, right_stride, right_width, row, column, size, DIAGONAL, EVEN, TILE, DEPTH)  # fmt: skip
-    for number in range(which * SHARE, (which + 1) * SHARE):
-        left = _picked(lefts, number, NUM * SHARE) + unit * size * left_stride
-        by_left = _dot_products(left, left_stride, left_width, row, column, size, DIAGONAL, EVEN, TILE, DEPTH)  # fmt: skip
-        own, other = by_right, by_left
-        if OWN_LEFT:
-            own, other = by_left, by_right
-        line = unit + number * num_units  # of 64 bits, as the unit is
-        own_roots = roots + line * num_blocks * TILE
-        out = parts + (line * num_tiles + tile) * 4
-        left_out = left_parts + (line * num_tiles + tile) * 4
-        times = 1.0 if DIAGONAL else 2.0
-        if DIAGONAL:
-            of_left = tl.sqrt(tl.sum(tl.where(is_same, by_left, 0.0), 1))
-            of_right = tl.sqrt(tl.sum(tl.where(is_same, by_right, 0.0), 1))
-            own_root = of_left if OWN_LEFT else of_right
-            tl.store(own_roots + row, own_root)
-            # The same numbers for the columns, which are laid out otherwise.
-            across = tl.sqrt(tl.sum(tl.where(is_same, own, 0.0), 0))
-            tl.store(out + 1, tl.sum(of_left * of_right, 0))
-            tl.store(left_out + 1, tl.sum(of_left, 0))
-        else:
-            own_root, across = tl.load(own_roots + row), tl.load(own_roots + column)
-            tl.store(out + 1, 0.0)
-            tl.store(left_out + 1, 0.0)
-        rounded = times * tl.sum(tl.sum(own_root[:, None] * across[None, :] * tl.abs(other), 1), 0)
-        tl.store(out, times * tl.sum(tl.sum(by_left * by_right, 1), 0))
-        tl.store(out + 2, rounded if OWN_LEFT else 0.0)
-        tl.store(out + 3, 0.0 if OWN_LEFT else rounded)
-        tl.store(left_out, times * tl.sum(tl.sum(by_left, 1), 0))
-        tl.store(left_out + 2, 0.0)
-        tl.store(left_out + 3, 0.0)
+    left = _picked(lefts, which, NUM) + unit * size * left_stride
+    by_left = _dot_products(left, left_stride, left_width, row, column, size, DIAGONAL, EVEN, TILE, DEPTH)  # fmt: skip
+    own, other = by_right, by_left
+    if OWN_LEFT:
+        own, other = by_left, by_right
+    line = which * num_units + unit  # of 64 bits, as the unit is
+    own_roots = roots + line * num_blocks * TILE
+    out = parts + (line * num_tiles + tile) * 4
+    left_out = left_parts + (line * num_tiles + tile) * 4
+    times = 1.0 if DIAGONAL else 2.0
+    if DIAGONAL:
+        of_left = tl.sqrt(tl.sum(tl.where(is_same, by_left, 0.0), 1))
+        of_right = tl.sqrt(tl.sum(tl.where(is_same, by_right, 0.0), 1))
+        own_root = of_left if OWN_LEFT else of_right
+        tl.store(own_roots + row, own_root)
+        # The same numbers for the columns, which are laid out otherwise.
+        across = tl.sqrt(tl.sum(tl.where(is_same, own, 0.0), 0))
+        tl.store(out + 1, tl.sum(of_left * of_right, 0))
+        tl.store(left_out + 1, tl.sum(of_left, 0))
+    else:
+        own_root, across = tl.load(own_roots + row), tl.load(own_roots + column)
+        tl.store(out + 1, 0.0)
+        tl.store(left_out + 1, 0.0)
+    rounded = times * tl.sum(tl.sum(own_root[:, None] * across[None, :] * tl.abs(other), 1), 0)
+    tl.store(out, times * tl.sum(tl.sum(by_left * by_right, 1), 0))
+    tl.store(out + 2, rounded if OWN_LEFT else 0.0)
+    tl.store(out + 3, 0.0 if OWN_LEFT else rounded)
+    tl.store(left_out, times * tl.sum(tl.sum(by_left, 1), 0))
+    tl.store(left_out + 2, 0.0)
+    tl.store(left_out + 3, 0.0)
 
 
 def outer_norms(
@@ -222,13 +220,11 @@ def outer_norms(
 ) -> tuple[list[tuple[Tensor, Tensor]], list[tuple[Tensor, Tensor]]]:
     """For weights of one shape, [U, S, P] and [U, S, D] in bfloat16 each: what `pair_sums` gives of
     their two Gram matrices, and of the left ones alone, in three quarters of the work and without
-    writing any. Each right side serves as many left ones, which follow each other."""
+    writing any."""
     found: tuple[list, list] = ([], [])
-    share = len(lefts) // len(rights)
-    most = max(1, MOST_TOGETHER // share)
-    for start in range(0, len(rights), most):
-        some = lefts[start * share : (start + most) * share]
-        both_22NU = _outer_norms(some, rights[start : start + most], [*of_both], [*of_left])
+    for start in range(0, len(lefts), MOST_TOGETHER):
+        some = slice(start, start + MOST_TOGETHER)
+        both_22NU = _outer_norms(lefts[some], rights[some], [*of_both], [*of_left])
         for mine, each_2NU in zip(found, both_22NU, strict=True):
             mine.extend(zip(*each_2NU, strict=True))
     return found
@@ -252,7 +248,6 @@ def _outer_norms(
                 *(tuple(lefts), tuple(rights), roots, parts, left_parts, num_units, size),
                 *(left_stride, left_width, right_stride, right_width),
                 NUM=len(rights),
-                SHARE=len(lefts) // len(rights),
                 DIAGONAL=is_diagonal,
                 OWN_LEFT=left_width <= right_width,
                 EVEN=size % TILE == 0 and left_width % DEPTH == 0 and right_width % DEPTH == 0,
