@@ -3,13 +3,16 @@
 import json
 import random
 import resource
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 import tightlip
 from tightlip.audit.leakage import dry_run as audits
 from tightlip.core.checksums import LIST
+from tightlip.core.engines import EngineSettings
 from tightlip.core.errors import UsageError
 from tightlip.core.estimates import Estimate
 from tightlip.corpus.opening import CorpusSource
@@ -141,3 +144,43 @@ def test_hours_are_those_of_all_machines():
     )  # fmt: skip
     assert told.machine_hours == 16
     assert any("16 machines" in line for line in told.lines())
+
+
+TIMES = {
+    "Scanning the model": 600.0,
+    "Scanning validation text": 60.0,
+    "Counting": 90.0,
+    audits.REST: 7.0,
+}
+
+
+@pytest.mark.parametrize(("workers", "machines"), [(1, 1), (6, 3), (16, 16)])
+def test_on_a_cluster_the_scan_is_shared_out_and_all_machines_are_paid(
+    run, monkeypatch, workers, machines
+):
+    cluster, plain = SimpleNamespace(num_workers=workers, num_machines=machines), EngineSettings.opened  # fmt: skip
+
+    def opened(settings, device="auto"):
+        return nullcontext(cluster) if settings.engine == "ray" else plain(settings, device)
+
+    monkeypatch.setattr(EngineSettings, "opened", opened)
+    check_shared_out(run.folder, workers, machines, monkeypatch)
+
+
+def check_shared_out(run, workers, machines, monkeypatch):
+    """The dry run of a cluster against that of this machine, which takes TIMES."""
+    monkeypatch.setattr(audits, "_extrapolated", lambda *trials: dict(TIMES))
+    here = tightlip.estimate_audit(run, device="cpu")
+    there = tightlip.estimate_audit(run, device="cpu", engine="ray")
+    for name, seconds in TIMES.items():
+        assert here.stages[name] == seconds
+        share = workers if name.startswith("Scanning") else 1
+        assert there.stages[name] == pytest.approx(seconds / share)
+    assert (here.machines, there.machines) == (1, machines)
+    for told in (here, there):
+        assert told.seconds == pytest.approx(sum(told.stages.values()))
+        assert told.machine_hours == pytest.approx(told.seconds * told.machines / 3600)
+    reading = there.stages["Reading"] - here.stages["Reading"]  # which is timed anew
+    assert here.seconds - there.seconds == pytest.approx(660 * (1 - 1 / workers) - reading)
+    assert (here.corpus, here.disk_bytes) == (there.corpus, there.disk_bytes)
+    assert [*{*there.notes} - {*here.notes}] == [audits.OF_A_CLUSTER]

@@ -21,6 +21,7 @@ import pytest
 
 import tightlip
 from cli.held_out_runs import documents, make_run, prepared
+from cli.test_dry_run import check_shared_out
 from faults.harm import changes, half_written, is_litter, tree
 from killable import Commands
 from tightlip.audit.leakage.counting import Sequences, count_in_shard, least_memory, over_shards
@@ -251,6 +252,12 @@ def test_reports_are_those_of_the_local_engine_to_the_byte(on_ray, run, tmp_path
     local, other = (report_of(tmp_path / engine) for engine in ("local", "ray"))
     assert sum(path.endswith(".npz") for path in other) > 20
     assert changes(local, other) == []
+
+
+def test_a_dry_run_tells_of_the_cluster_that_stands(on_ray, cluster, engine, run, monkeypatch):
+    num_machines = len(cluster.list_all_nodes())  # the head, which has no worker, is paid too
+    check_shared_out(run, engine.num_workers, num_machines, monkeypatch)
+    assert (engine.num_workers, num_machines) == (2, 3)
 
 
 def test_a_model_in_memory_and_what_workers_cannot_see_are_refused(on_ray, run, tmp_path):

@@ -35,7 +35,7 @@ from tightlip.corpus.tokens import TokenizedCorpus
 from tightlip.models.folders import checkpoints_in
 from tightlip.scan.models import OpenedModel, Scans, open_model
 from tightlip.scan.options import ScanOptions
-from tightlip.scan.store import SCAN, SHARD_TOKENS, remove_scans
+from tightlip.scan.store import SCAN, remove_scans
 
 WORK = ".work"  # tokens, and what is not to be kept, while an audit is under way
 REDACTED = ".redacted"  # nothing with text was ever written where this stands
@@ -131,10 +131,7 @@ def tokens_with_text(tokenizer: Any, corpus: TokenizedCorpus) -> np.ndarray:
     size = max(len(tokenizer), int(corpus.tokens.max(initial=0)) + 1)
     carries = np.ones(size, dtype=bool)
     carries[[number for number in special_ids(tokenizer) if number < size]] = False
-    is_used = np.zeros(size, dtype=bool)
-    for start in range(0, corpus.num_tokens, SHARD_TOKENS):
-        is_used[corpus.tokens[start : start + SHARD_TOKENS]] = True
-    used = np.flatnonzero(is_used)
+    used = np.unique(corpus.tokens)
     for number, token in zip(used, tokenizer.convert_ids_to_tokens(used.tolist()), strict=True):
         if token == "":
             carries[number] = False
