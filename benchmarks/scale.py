@@ -160,7 +160,7 @@ def measure(part, folder, kind, device, dtype, share, memory_bound):
     carries = tokens_with_text(tokenizer, corpus)
     with clock.stage("runs and count"):
         leaks = find_leaks(
-            scanned, top_k=1, carries_text=carries, engine=engine, memory_bytes=limit
+            scanned, top_k=1, carries_text=carries, engine=engine, memory_bytes=limit, work=folder
         )
     peaks["runs and count"] = memory()
     with clock.stage("by text"):

@@ -365,6 +365,14 @@ def _own_memory():
         return next(int(line.split()[1]) << 10 for line in status if line.startswith("RssAnon"))
 
 
+def test_runs_that_outgrow_memory_come_to_the_same_report(on_ray, engine, run, tmp_path):
+    how = {"threads_per_worker": 1, "device": "cpu"}
+    tightlip.audit(run, out=tmp_path / "local", **how)
+    report = tightlip.audit(run, out=tmp_path / "ray", engine="ray", memory="5KB", **how)
+    assert 180 * report.sequences_in_s > 5_000
+    assert changes(report_of(tmp_path / "local"), report_of(tmp_path / "ray")) == []
+
+
 # Whoever dies
 
 

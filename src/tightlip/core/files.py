@@ -95,7 +95,7 @@ def written_whole(path: Path, *, alone: bool = False) -> Iterator[Path]:
     beside = partial_beside(path)
     os.close(os.open(beside, os.O_CREAT | os.O_TRUNC | os.O_WRONLY, OWNER_FILE))
     try:
-        with _full_disk_in_words(path, beside):
+        with full_disk_in_words(path, beside):
             yield beside
             fsync(beside)
             is_listed = is_listed_kind(path) and not (
@@ -155,7 +155,7 @@ def folder_written_whole(folder: Path) -> Iterator[Path]:
     shutil.rmtree(beside, ignore_errors=True)
     make_private_folder(beside)
     try:
-        with _full_disk_in_words(folder, beside):
+        with full_disk_in_words(folder, beside):
             yield beside
             for path in beside.rglob("*"):
                 path.chmod(OWNER_FOLDER if path.is_dir() else OWNER_FILE)
@@ -177,7 +177,7 @@ def folder_written_whole(folder: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def _full_disk_in_words(path: Path, beside: Path) -> Iterator[None]:
+def full_disk_in_words(path: Path, beside: Path) -> Iterator[None]:
     """Say which file found no room, how large it was by then, and how much is left."""
     try:
         yield

@@ -40,8 +40,20 @@ _SIZE = struct.Struct("<q").pack
 _KINDS = {"tokens": "i4", "spans": "2i4", "roles": "i1", "trained": "i1"}  # as numpy spells them
 
 
+class Mapped:
+    """To another process arrays go by the path of the file that they are mapped from."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: _file_of(value) or value for name, value in vars(self).items()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        for name, value in state.items():
+            read = mapped(value) if isinstance(value, Path) else value
+            object.__setattr__(self, name, read)
+
+
 @dataclass(frozen=True, kw_only=True)
-class TokenizedCorpus:
+class TokenizedCorpus(Mapped):
     """Documents as token ids, each with its user's number."""
 
     tokens: np.ndarray
@@ -63,15 +75,6 @@ class TokenizedCorpus:
         assert len(self.bounds) == len(self.users) + 1
         assert self.bounds[0] == 0
         assert self.bounds[-1] == len(self.tokens)
-
-    def __getstate__(self) -> dict[str, Any]:
-        """To another process arrays go by the path of the file that they are mapped from."""
-        return {name: _file_of(value) or value for name, value in vars(self).items()}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        for name, value in state.items():
-            read = mapped(value) if isinstance(value, Path) else value
-            object.__setattr__(self, name, read)
 
     @property
     def num_tokens(self) -> int:

@@ -59,7 +59,9 @@ class ScanOptions(ModelSettings):
         at_least=1,
         default_words="16,384 on the CPU, 65,536 on a GPU",
     )
-    memory: str = setting("4GB", "Most memory the counting may take.")
+    memory: str = setting(
+        "4GB", "Most memory for counting, and for what is found before it goes to disk."
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

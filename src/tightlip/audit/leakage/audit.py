@@ -277,6 +277,7 @@ class _Job:
             carries_text=carries_text,
             engine=self.engine,
             memory_bytes=memory_bytes,
+            work=self.work,
         )
         return scanned, leaks
 
@@ -363,8 +364,8 @@ class _Job:
             return None
         return PublicView(
             name=LEAVE_OUT,
-            perplexity_of_run=np.full(len(leaks.runs), np.nan),
-            completes_of_run=np.zeros(len(leaks.runs), dtype=bool),
+            perplexity_of_run=leaks.room.full(len(leaks.runs), np.nan, np.float64),
+            completes_of_run=leaks.room.full(len(leaks.runs), False, bool),
             cross_tokenizer=False,
             unique=None,
         )

@@ -16,16 +16,20 @@ import numpy as np
 from numba import njit
 
 from tightlip.audit.leakage.counting import (
+    Counts,
     Sequences,
     Shard,
+    count_in_shard,
     edges_of,
     end_to_end,
     first_not_below,
     indexed,
     least_memory,
     over_shards,
+    sequences_in,
 )
 from tightlip.audit.leakage.leaks import Leaks, count_in_corpus, has_owner
+from tightlip.audit.leakage.spill import Gathered, Room
 from tightlip.audit.leakage.words import placed_words, words_of
 from tightlip.core.engines import Engine
 from tightlip.core.errors import UsageError
@@ -80,35 +84,36 @@ def read_by_text(
 
     Without `documents`, of which only tokens are known, unique is by tokens.
     """
-    users = np.zeros(len(leaks.distinct), dtype=np.int64)
-    unique, owned = leaks.unique, leaks.owned
+    room, unique, owned = leaks.room, leaks.unique, leaks.owned
+    users = room.full(len(unique), 0, np.int64)
     if unique.any() and tokenizer.is_fast and documents is not None:
         wanted = np.flatnonzero(unique)
-        wanted = wanted[np.argsort(leaks.first_in_d[wanted], kind="stable")]
+        wanted = room.kept(wanted[np.argsort(leaks.first_in_d[wanted], kind="stable")])
         numbers: dict[str, int] = {}
-        queries = _words_of_sequences(leaks, wanted, documents, tokenizer, numbers)
-        has_word = np.diff(queries.offsets) > 0
-        # A sequence without words is no query: it would be found everywhere.
-        asked = Sequences(
-            tokens=queries.tokens, offsets=edges_of(np.diff(queries.offsets)[has_word])
-        )
+        counted, asked = _words_of_sequences(leaks, wanted, documents, tokenizer, numbers)
         corpus = _corpus_of_words(leaks.corpus, documents, numbers, work)
         enough = max(memory_bytes, engine.workers * least_memory(corpus))
         counts = count_in_corpus(corpus, asked, engine, enough, "Counting words")
         assert counts.owned is not None
-        users[wanted[has_word]] = np.maximum(counts.users, 1)  # its owner wrote it
-        # Whoever owns all documents with its tokens must own all with its words.
-        counted, (number, owner) = wanted[has_word], counts.owned
-        of_words = np.isin(_as_one(owned), _as_one(np.stack([counted[number], owner])))
-        owned = owned[:, of_words | np.isin(owned[0], counted[counts.users == 0])]
+        users[counted] = np.maximum(counts.users, 1)  # its owner wrote it
+        owned = _owned_by_text(owned, counted, counts, room)
         unique = has_owner(owned, len(users))
     joined = _leaks_of(leaks, unique, owned, engine, memory_bytes)
     return ByText(users=users, unique=unique, leaks=joined, owned=owned)
 
 
-def _as_one(owned: np.ndarray) -> np.ndarray:
-    """One number for each sequence and user."""
-    return (owned[0] << 32) + owned[1]
+def _owned_by_text(
+    owned: np.ndarray, counted: np.ndarray, counts: Counts, room: Room
+) -> np.ndarray:
+    """Whoever owns all documents with its tokens must own all with its words, if these were found."""
+    assert counts.owned is not None
+    # One number for each sequence and user.
+    keys = room.kept((owned[0] << 32) + owned[1])
+    pairs = (counted[counts.owned[0]] << 32) + counts.owned[1]
+    place = np.minimum(np.searchsorted(keys, pairs), len(keys) - 1)
+    is_kept = np.isin(owned[0], counted[counts.users == 0])
+    is_kept[place[keys[place] == pairs]] = True
+    return room.stacked([each[is_kept] for each in owned])
 
 
 def numbered(documents: Documents, corpus: TokenizedCorpus) -> Iterator[tuple[int, DocumentBatch]]:
@@ -142,11 +147,12 @@ def _words_of_sequences(
     documents: Documents,
     tokenizer: Any,
     numbers: dict[str, int],
-) -> Sequences:
-    """Numbers of the words of each sequence where it first stands; new words join `numbers`."""
-    corpus, encoder = leaks.corpus, Encoder(tokenizer, with_spans=True)
-    starts, lengths = leaks.first_in_d[wanted], leaks.lengths[wanted]
-    tokens, sizes = [np.zeros(0, np.int32)], [np.zeros(0, np.int64)]
+) -> tuple[np.ndarray, Sequences]:
+    """Which sequences have words where they first stand, and numbers of these; new words join
+    `numbers`."""
+    corpus, room, encoder = leaks.corpus, leaks.room, Encoder(tokenizer, with_spans=True)
+    starts, lengths = room.kept(leaks.first_in_d[wanted]), room.kept(leaks.lengths[wanted])
+    tokens, sizes = (Gathered([kind], room.folder, room.at_once) for kind in (np.int32, np.int64))
     for first, batch in numbered(documents, corpus):
         ends = corpus.bounds[[first, min(first + len(batch), corpus.num_documents)]]
         part = slice(*np.searchsorted(starts, ends))
@@ -162,9 +168,13 @@ def _words_of_sequences(
         words = placed_words("\n".join(spoken(batch)[place - first] for place in places))
         low, high = words.within(spans[at, 0], spans[at + lengths[part] - 1, 1])
         asked = end_to_end(_number(words.words, low, high, numbers), low, high - low)
-        tokens.append(asked.tokens)
-        sizes.append(high - low)
-    return Sequences(tokens=np.concatenate(tokens), offsets=edges_of(np.concatenate(sizes)))
+        tokens.add(asked.tokens)
+        sizes.add(high - low)
+    (ids,), (num_words,) = tokens.columns(), sizes.columns()
+    # A sequence without words is no query: it would be found everywhere.
+    has_word = num_words > 0
+    num_words = num_words[has_word]
+    return wanted[has_word], sequences_in(room, ids, edges_of(num_words)[:-1], num_words)
 
 
 def spans_end_to_end(encoder: Encoder, texts: list[str], num_tokens: np.ndarray) -> np.ndarray:
@@ -224,18 +234,19 @@ def _leaks_of(
     leaks: Leaks, unique: np.ndarray, owned: np.ndarray, engine: Engine, memory_bytes: int
 ) -> np.ndarray:
     """Unique sequences that share a place of the corpus, directly or through others, are one leak."""
-    corpus = leaks.corpus
+    corpus, room = leaks.corpus, leaks.room
     # Those of one document share an owner, unless it has several.
     worth = np.bincount(owned[1], minlength=corpus.num_users) > 1
     if corpus.owners is not None:
         worth[:] = True
-    may_share = np.unique(owned[0][worth[owned[1]]])
-    group = np.where(unique, np.arange(len(unique)), -1)
+    may_share = room.kept(np.unique(owned[0][worth[owned[1]]]))
+    group = room.kept(np.where(unique, np.arange(len(unique)), -1))
     if not len(may_share):
         return group
-    sequences = end_to_end(corpus.tokens, leaks.first_in_d[may_share], leaks.lengths[may_share])
+    starts, lengths = leaks.first_in_d[may_share], leaks.lengths[may_share]
+    sequences = sequences_in(room, corpus.tokens, starts, lengths)
     look = partial(links_in_shard, sequences=sequences)
-    parents = np.arange(len(may_share))
+    parents = room.kept(np.arange(len(may_share)))
     with task("Joining leaks", int(np.diff(corpus.bounds)[worth[corpus.users]].sum())) as bar:
         for part, links in over_shards(engine, look, corpus, memory_bytes, worth):
             _join_all(parents, links)
@@ -245,10 +256,13 @@ def _leaks_of(
 
 
 def links_in_shard(shard: Shard, sequences: Sequences) -> np.ndarray:
-    """For each sequence one that it shares a place with, directly or not, in this shard; or itself."""
-    text, places = indexed(shard)
-    tokens = np.ascontiguousarray(sequences.tokens, dtype=np.int32)
-    return _links(text, places, tokens, sequences.offsets)
+    """For each sequence of this shard one that it shares a place with, directly or not; or itself."""
+    numbers = np.arange(len(sequences))
+    if sequences.room.folder is not None:
+        numbers = np.asarray(count_in_shard(shard, sequences).numbers)
+    starts = sequences.offsets[numbers]
+    here = end_to_end(sequences.tokens, starts, sequences.offsets[numbers + 1] - starts)
+    return np.stack([numbers, numbers[_links(*indexed(shard), here.tokens, here.offsets)]])
 
 
 @njit(cache=True, nogil=True)
@@ -281,9 +295,9 @@ def _links(text, places, tokens, offsets):  # type: ignore[no-untyped-def]
 
 @njit(cache=True, nogil=True)
 def _join_all(parents, links):  # type: ignore[no-untyped-def]
-    for sequence in range(len(links)):
-        _join(parents, sequence, links[sequence])
-    for sequence in range(len(links)):
+    for place in range(links.shape[1]):
+        _join(parents, links[0, place], links[1, place])
+    for sequence in range(len(parents)):
         parents[sequence] = _root(parents, sequence)
 
 

@@ -9,6 +9,7 @@ the results add up; the corpus is therefore counted in pieces that fit a memory
 bound, here or on a cluster, and the result is the same.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -16,9 +17,11 @@ from functools import partial
 import numpy as np
 from numba import njit
 
+from tightlip.audit.leakage.spill import IN_MEMORY, Room
 from tightlip.core.engines import Engine, Result
 from tightlip.core.errors import UsageError
-from tightlip.corpus.tokens import TokenizedCorpus
+from tightlip.core.files import written_whole
+from tightlip.corpus.tokens import GrowingArray, Mapped, TokenizedCorpus, mapped
 
 # Peak bytes held per token while a shard of w-byte symbols is indexed: text and users (8), the
 # symbols (w), their suffix array (4w) and the token suffix array filtered from it (4).
@@ -32,14 +35,23 @@ NOWHERE = np.iinfo(np.int64).max  # what no corpus reaches
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sequences:
-    """Token sequences end to end: number i is tokens[offsets[i]:offsets[i + 1]]."""
+class Sequences(Mapped):
+    """Token sequences end to end: number i is tokens[offsets[i]:offsets[i + 1]]. Some are looked for
+    at a time, unless `room` has all of them in memory."""
 
     tokens: np.ndarray
     offsets: np.ndarray
+    room: Room = IN_MEMORY
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
+
+    def parts(self) -> Iterator[tuple[slice, np.ndarray, np.ndarray]]:
+        """Which they are, and the tokens and offsets of these alone."""
+        for part in self.room.parts(len(self)) if len(self) else [slice(0, 0)]:
+            offsets = self.offsets[part.start : part.stop + 1]
+            own = self.tokens[offsets[0] : offsets[-1]]
+            yield part, np.ascontiguousarray(own, dtype=np.int32), offsets - offsets[0]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,13 +95,15 @@ class Counts:
     """Occurrences and distinct users of each sequence; of what one user wrote, where it first stands.
 
     `owned` has a column (sequence, user) for everybody who owns all documents that a sequence stands
-    in, in order; None where that is not known yet.
+    in, in order; None where that is not known yet. `numbers` are those of the sequences, where only
+    what was found is told of.
     """
 
     totals: np.ndarray
     users: np.ndarray
     first: np.ndarray
     owned: np.ndarray | None = None
+    numbers: np.ndarray | None = None
 
 
 def edges_of(lengths: np.ndarray) -> np.ndarray:
@@ -103,29 +117,36 @@ def count_in_shard(shard: Shard, sequences: Sequences) -> Counts:
     local_users = np.unique(shard.users, return_inverse=True)[1].astype(np.int32)
     # Each document takes its length plus its separator.
     user_of_place = np.repeat(local_users, np.diff(shard.bounds) + 1)
-    totals, users, first = _count(
-        text,
-        places,
-        user_of_place[places],
-        np.ascontiguousarray(sequences.tokens, dtype=np.int32),
-        sequences.offsets,
-        int(local_users.max(initial=-1)) + 1,
-    )
-    return Counts(totals=totals, users=users, first=in_the_corpus(shard, first))
+    where = (text, places, user_of_place[places])
+    num_users, found = int(local_users.max(initial=-1)) + 1, []
+    for part, *asked in sequences.parts():
+        totals, users, first = _count(*where, *asked, num_users)
+        if sequences.room.folder is None:
+            return Counts(totals=totals, users=users, first=in_the_corpus(shard, first))
+        here = np.flatnonzero(totals)
+        found.append(np.stack([here + part.start, totals[here], users[here], first[here]]))
+    numbers, totals, users, first = np.concatenate(found, axis=1)
+    first = in_the_corpus(shard, first)
+    return Counts(totals=totals, users=users, first=first, numbers=numbers)
 
 
 def owners_in_shard(
     shard: Shard, sequences: Sequences, totals: np.ndarray
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Of a shard that has each document once for every owner: occurrences and distinct owners, and
-    who owns as many occurrences as there are, `totals`, so that no document has others."""
+) -> tuple[np.ndarray, np.ndarray]:
+    """Of a shard that has each document once for every owner: numbers of what was found, occurrences
+    and distinct owners; and who owns as many occurrences as there are, `totals`, so that no document
+    has others."""
     text, places = indexed(shard)
     names, local_users = np.unique(shard.users, return_inverse=True)
     user_of_place = np.repeat(local_users.astype(np.int32), np.diff(shard.bounds) + 1)
-    tokens = np.ascontiguousarray(sequences.tokens, dtype=np.int32)
-    asked = (tokens, sequences.offsets, len(names), totals)
-    found, users, owned = _owners(text, places, user_of_place[places], *asked)
-    return found, users, np.stack([owned[0], names[owned[1]]])
+    where, several = (text, places, user_of_place[places]), []
+    for part, *asked in sequences.parts():
+        found, users, owned = _owners(*where, *asked, len(names), totals[part])
+        here = np.flatnonzero(found)
+        owned = np.stack([owned[0] + part.start, names[owned[1]]])
+        several.append((np.stack([here + part.start, found[here], users[here]]), owned))
+    counted, all_owned = (np.concatenate(each, axis=1) for each in zip(*several, strict=True))
+    return counted, all_owned
 
 
 def in_the_corpus(shard: Shard, places: np.ndarray) -> np.ndarray:
@@ -145,20 +166,23 @@ def indexed(shard: Shard) -> tuple[np.ndarray, np.ndarray]:
     return text, _suffix_array(text, int(text.max(initial=0)) + 1)
 
 
-def added_up(results: Iterator[tuple[Shard | Part | None, Counts]], num_sequences: int) -> Counts:
+def added_up(
+    results: Iterator[tuple[Shard | Part | None, Counts]],
+    num_sequences: int,
+    room: Room = IN_MEMORY,
+) -> Counts:
     """The counts of the whole corpus. Pieces of one large user count that user once."""
-    totals = np.zeros(num_sequences, dtype=np.int64)
-    users = np.zeros(num_sequences, dtype=np.int64)
-    first = np.full(num_sequences, NOWHERE)
-    large_users: dict[int, np.ndarray] = {}
+    totals, users = (room.full(num_sequences, 0, np.int64) for _ in range(2))
+    first = room.full(num_sequences, NOWHERE, np.int64)
+    large_users: dict[int, np.ndarray] = defaultdict(partial(room.full, num_sequences, 0, bool))
     for shard, counts in results:
-        totals += counts.totals
-        np.minimum(first, counts.first, out=first)
+        here = slice(None) if counts.numbers is None else counts.numbers
+        totals[here] += counts.totals
+        first[here] = np.minimum(first[here], counts.first)
         if shard is None or shard.sole_user is None:
-            users += counts.users
+            users[here] += counts.users
         else:
-            seen = large_users.setdefault(shard.sole_user, np.zeros(num_sequences, dtype=bool))
-            seen |= counts.users > 0
+            large_users[shard.sole_user][here] |= counts.users > 0
     for seen in large_users.values():
         users += seen
     return Counts(totals=totals, users=users, first=first)
@@ -259,6 +283,23 @@ def _cuts(lengths: np.ndarray, most_tokens: int) -> list[int]:
             size = 0
         size += int(length)
     return cuts
+
+
+def sequences_in(
+    room: Room, tokens: np.ndarray, starts: np.ndarray, lengths: np.ndarray
+) -> Sequences:
+    """Stretches of a corpus end to end, in files that other machines see too where `room` has a folder."""
+    if room.folder is None:
+        return end_to_end(tokens, starts, lengths)
+    paths = [room.folder / f"sequences-{name}.npy" for name in ("tokens", "offsets")]
+    with written_whole(paths[0]) as beside:
+        together = GrowingArray(beside, np.dtype(np.int32))
+        for part in room.parts(len(starts)):
+            together.extend(end_to_end(tokens, starts[part], lengths[part]).tokens)
+        together.close()
+    with written_whole(paths[1]) as beside, beside.open("wb") as stream:
+        np.save(stream, edges_of(lengths))
+    return Sequences(tokens=mapped(paths[0]), offsets=mapped(paths[1]), room=room)
 
 
 def end_to_end(tokens: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> Sequences:

@@ -10,6 +10,7 @@ from typing import Any
 
 from tightlip.audit.leakage.audit import LEAVE_OUT
 from tightlip.audit.leakage.findings import checkpoints_of, subject_of
+from tightlip.audit.leakage.spill import RUN_BYTES, SEQUENCE_BYTES
 from tightlip.audit.leakage.summary import LeakageReport
 from tightlip.audit.settings import LeakageConfig
 from tightlip.core.engines import EngineSettings
@@ -30,7 +31,7 @@ ENOUGH_SECONDS = 10.0  # for the last trial
 COUNTING_BYTES = 27  # of a token while its shard is counted
 SCAN_BYTES = 8  # a token's rank and log-probability
 WORK_BYTES = 8  # its number and its word's, while an audit runs
-RUN_BYTES, DOCUMENT_BYTES, USER_BYTES = 200, 40, 150  # held in memory of each
+DOCUMENT_BYTES, USER_BYTES = 40, 150  # held in memory of each
 OF_A_RUN = (
     "leave-out trains the run again without the owners of what leaked; that is not counted here."
 )
@@ -167,12 +168,15 @@ def estimate(
     if stored is not None:
         stages.pop("Tokenising", None)
     stages, num_machines = _shared_out(stages, where, options.device)
-    num_runs = factor * last.summary["sequences_in_s"]
+    runs_bytes = RUN_BYTES * factor * last.summary["sequences_in_s"]
+    # Those that outgrow memory are kept on disk, but for the sequences' order.
+    is_spilt = runs_bytes > bytes_from(options.memory)
+    order_bytes = SEQUENCE_BYTES * factor * last.summary["distinct_sequences"]
     counting = min(bytes_from(options.memory), COUNTING_BYTES * num_tokens)
     held = DOCUMENT_BYTES * text.num_documents + USER_BYTES * text.num_users + 4 * num_tokens
     is_kept = keep_scan and not config.redact and subject.model.is_file
     scan_bytes = SCAN_BYTES * (num_tokens + (held_out_tokens(held_out, text, num_tokens)))
-    tokens_bytes = WORK_BYTES * num_tokens
+    passing = WORK_BYTES * num_tokens + round(runs_bytes if is_spilt else 0)
     return Estimate(
         corpus={
             "documents": text.num_documents,
@@ -182,10 +186,12 @@ def estimate(
             "tokens": num_tokens,
         },
         stages=stages,
-        memory_bytes=round(most_memory() + counting + RUN_BYTES * num_runs + held),
+        memory_bytes=round(
+            most_memory() + counting + (order_bytes if is_spilt else runs_bytes) + held
+        ),
         gpu_memory_bytes=most_gpu_memory(subject.model.device.replace("mapped", "cuda")),
         disk_bytes=round(max(1, factor) * last.written) + (scan_bytes if is_kept else 0),
-        passing_disk_bytes=tokens_bytes + (0 if is_kept else scan_bytes),
+        passing_disk_bytes=passing + (0 if is_kept else scan_bytes),
         free_disk_bytes=free_disk(Path(str(out or "."))),
         machines=num_machines,
         notes=_notes(stored is not None, leaves_out, last, text)

@@ -70,8 +70,7 @@ class Findings:
 
     def ratios(self) -> np.ndarray:
         """The largest PP_public / PP_lm of each distinct sequence."""
-        public = self.public
-        return ratio_of_sequence(self.leaks, public.ratio_of_run(self.leaks) if public else None)
+        return ratio_of_sequence(self.leaks, self.public)
 
     def summary(self, ratios: np.ndarray) -> dict[str, Any]:
         """What summary.json holds."""
@@ -304,8 +303,9 @@ def notes_on(model: OpenedModel, leaks: Leaks, skipped: int) -> list[str]:
 
 def sampled_perplexities(leaks: Leaks) -> list[float]:
     """The lowest perplexity of each unique sequence, at most 2,000 of them, evenly chosen."""
-    lowest = np.full(len(leaks.distinct), np.inf)
-    np.minimum.at(lowest, leaks.distinct.number_of_run, leaks.perplexity_of_run)
+    lowest = leaks.room.full(len(leaks.distinct), np.inf, np.float64)
+    for part in leaks.room.parts(len(leaks.runs)):
+        np.minimum.at(lowest, leaks.distinct.number_of_run[part], leaks.perplexity_of_run[part])
     values = np.sort(lowest[leaks.unique])
     values = values[np.isfinite(values)]
     step = max(1, -(-len(values) // _SAMPLED_PERPLEXITIES))

@@ -1,7 +1,10 @@
 """From a scan to what leaked: S, its distinct sequences, their six features, who owns them."""
 
-from dataclasses import dataclass, replace
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
 from functools import cached_property, partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,18 +15,20 @@ from tightlip.audit.leakage.counting import (
     Sequences,
     added_up,
     count_in_shard,
-    end_to_end,
+    least_memory,
     over_shards,
     owners_in_shard,
+    sequences_in,
 )
 from tightlip.audit.leakage.runs import (
     DistinctSequences,
     Runs,
     collect_runs,
     copied_runs,
-    distinct_sequences,
+    distinct_in,
     sums_over_runs,
 )
+from tightlip.audit.leakage.spill import IN_MEMORY, RUN_BYTES, Gathered, Room
 from tightlip.core.engines import Engine
 from tightlip.core.progress import task
 from tightlip.corpus.tokens import TokenizedCorpus
@@ -42,12 +47,16 @@ def _perplexity(log_prob_sum: float, num_scored: int) -> float | None:
 class Fit:
     """How well the model predicts the corpus: over all tokens that were scored."""
 
-    num_scored: int
-    num_hits: int
-    log_prob_sum: float
+    num_scored: int = 0
+    num_hits: int = 0
+    log_prob_sum: float = 0.0
     num_trained: int = 0  # of those scored; 0 where nobody said which were trained on
     trained_log_prob_sum: float = 0.0
     corpus_fingerprint: str | None = None
+
+    def __add__(self, other: "Fit") -> "Fit":
+        names = [field.name for field in fields(self) if field.name != "corpus_fingerprint"]
+        return Fit(**{name: getattr(self, name) + getattr(other, name) for name in names})
 
     @property
     def perplexity(self) -> float | None:
@@ -65,8 +74,12 @@ class Fit:
 
 @dataclass(frozen=True, kw_only=True)
 class Leaks:
-    """S and its distinct sequences. Arrays named `…_of_run` follow runs, the others sequences."""
+    """S and its distinct sequences. Arrays named `…_of_run` follow runs, the others sequences.
 
+    All of them are in `room`, and are worked on in its parts.
+    """
+
+    room: Room
     corpus: TokenizedCorpus
     runs: Runs
     perplexity_of_run: np.ndarray
@@ -86,6 +99,13 @@ class Leaks:
         """Sequences that one user alone wrote, anywhere in the corpus; where texts have several
         owners, those of which somebody owns every document that they stand in."""
         return has_owner(self.owned, len(self.distinct))
+
+    def of_every_run(self, of_run: np.ndarray) -> np.ndarray:
+        """Which sequences have all of their runs among these."""
+        mask = np.ones(len(self.distinct), dtype=bool)
+        for part in self.room.parts(len(self.runs)):
+            mask[self.distinct.number_of_run[part][~of_run[part]]] = False
+        return mask
 
     @property
     def num_written(self) -> np.ndarray:
@@ -120,25 +140,41 @@ def find_leaks(
     carries_text: np.ndarray,
     engine: Engine,
     memory_bytes: int,
+    work: Path | None = None,
 ) -> Leaks:
-    """Everything the report says about the model alone."""
+    """Everything the report says about the model alone. Runs that do not fit `memory_bytes` are kept
+    in files of `work`."""
     corpus = scanned.corpus
-    runs, log_prob_sums, fit = _gather_runs(scanned, top_k, carries_text)
-    distinct = distinct_sequences(corpus.tokens, runs)
+    kinds = [np.int64, np.int64, np.int64, np.float64, bool]
+    most, fit = memory_bytes // RUN_BYTES, Fit()
+    gathered = Gathered(kinds, work, most)
+    for inside, sums, fit_inside in _runs_by_shard(scanned, top_k, carries_text):
+        copied = copied_runs(corpus.tokens, corpus.bounds, inside)
+        perplexity = perplexities(sums, inside.lengths)
+        gathered.add(inside.starts, inside.lengths, inside.documents, perplexity, copied)
+        fit += fit_inside
+    starts, lengths, documents, perplexity_of_run, copied_of_run = gathered.columns()
+    runs = Runs(starts=starts, lengths=lengths, documents=documents)
+    room = IN_MEMORY
+    if work is not None and len(runs) > most:
+        # Half is for what is counted meanwhile, and workers share the rest.
+        room = Room(folder=work, at_once=max(1, most // 2 // engine.workers))
+    distinct = distinct_in(room, corpus.tokens, runs)
     first, number = distinct.first_run, distinct.number_of_run
-    sequences = end_to_end(corpus.tokens, runs.starts[first], runs.lengths[first])
+    lengths = room.kept(runs.lengths[first])
+    sequences = sequences_in(room, corpus.tokens, runs.starts[first], lengths)
     in_d = count_in_corpus(corpus, sequences, engine, memory_bytes)
-    of_run, owners = corpus.owned(runs.documents)
     assert in_d.owned is not None
     return Leaks(
+        room=room,
         corpus=corpus,
         runs=runs,
-        perplexity_of_run=perplexities(log_prob_sums, runs.lengths),
-        copied_of_run=copied_runs(corpus.tokens, corpus.bounds, runs),
+        perplexity_of_run=perplexity_of_run,
+        copied_of_run=copied_of_run,
         distinct=distinct,
-        lengths=runs.lengths[first],
-        total_in_s=np.bincount(number, minlength=len(distinct)),
-        users_in_s=_distinct_users(number[of_run], owners, len(distinct)),
+        lengths=lengths,
+        total_in_s=room.kept(np.bincount(number, minlength=len(distinct))),
+        users_in_s=_users_in_s(corpus, documents, distinct, room),
         total_in_d=in_d.totals,
         users_in_d=in_d.users,
         first_in_d=in_d.first,
@@ -149,7 +185,7 @@ def find_leaks(
 
 def fit_of(scanned: ScannedCorpus, top_k: int, carries_text: np.ndarray) -> Fit:
     """How well the model predicts the scanned corpus."""
-    fit = _gather_runs(scanned, top_k, carries_text)[2]
+    fit = sum((one for _, _, one in _runs_by_shard(scanned, top_k, carries_text)), Fit())
     return replace(fit, corpus_fingerprint=scanned.corpus.corpus_fingerprint)
 
 
@@ -167,7 +203,9 @@ def count_in_corpus(
     description: str = "Counting in the corpus",
 ) -> Counts:
     """Occurrences and distinct users of every sequence, and who owns all its documents, shard by shard."""
-    count = partial(count_in_shard, sequences=sequences)
+    count, room = partial(count_in_shard, sequences=sequences), sequences.room
+    if room.folder is not None:  # the other half is for the sequences
+        memory_bytes = max(memory_bytes // 2, engine.workers * least_memory(corpus))
     with task(description, corpus.num_tokens) as bar:
 
         def watched() -> Any:
@@ -175,12 +213,12 @@ def count_in_corpus(
                 bar.advance(part.num_tokens)
                 yield part, counts
 
-        counts = added_up(watched(), len(sequences))
+        counts = added_up(watched(), len(sequences), room)
     if corpus.owners is not None:
         return _by_owner(corpus, sequences, counts, engine, memory_bytes)
     sole = np.flatnonzero(counts.users == 1)
     document = np.searchsorted(corpus.bounds, counts.first[sole], side="right") - 1
-    return replace(counts, owned=np.stack([sole, corpus.users[document]]).astype(np.int64))
+    return replace(counts, owned=room.stacked([sole, corpus.users[document]]))
 
 
 def _by_owner(
@@ -188,17 +226,18 @@ def _by_owner(
 ) -> Counts:
     """The counts with everybody in the place of writers who owns a document: each document is read
     once for every owner, so that what is known of an owner adds up."""
-    users, owned = np.zeros(len(sequences), np.int64), [np.zeros((2, 0), np.int64)]
-    large: dict[int, np.ndarray] = {}
+    zeros = partial(sequences.room.full, len(sequences), 0, np.int64)
+    users, owned = zeros(), [np.zeros((2, 0), np.int64)]
+    large: dict[int, np.ndarray] = defaultdict(zeros)
     count = partial(owners_in_shard, sequences=sequences, totals=counts.totals)
     with task("Counting owners", len(corpus.owned()[0])) as bar:
         parts = over_shards(engine, count, corpus, memory_bytes, by_owner=True)
-        for part, (found, here, all_of) in parts:
+        for part, ((numbers, found, here), all_of) in parts:
             if part.sole_user is None:
-                users += here
+                users[numbers] += here
                 owned.append(all_of)
             else:
-                large[part.sole_user] = large.get(part.sole_user, 0) + found
+                large[part.sole_user][numbers] += found
             bar.advance(len(part.users))
     for user, found in large.items():
         users += found > 0
@@ -208,44 +247,32 @@ def _by_owner(
     return replace(counts, users=users, owned=every[:, np.lexsort(every[::-1])])
 
 
-def _gather_runs(
+def _runs_by_shard(
     scanned: ScannedCorpus, top_k: int, carries_text: np.ndarray
-) -> tuple[Runs, np.ndarray, Fit]:
-    """Runs of all shards end to end, their summed log-probabilities, and the overall fit."""
+) -> Iterator[tuple[Runs, np.ndarray, Fit]]:
+    """Of each shard the runs, their summed log-probabilities, and how well the model predicts it."""
     corpus = scanned.corpus
-    parts = [np.zeros((3, 0), np.int64)]
-    sums = [np.zeros(0)]
-    num_scored, num_hits, log_prob_sum = 0, 0, 0.0
-    num_trained, trained_sum = 0, 0.0
     for shard in scanned.shards():
         bounds = corpus.bounds[shard.first : shard.end + 1]
         ranks = shard.ranks
         if corpus.roles is not None:  # what a template wrote ends a run, and is in none
             ranks = np.where(corpus.roles[bounds[0] : bounds[-1]] == 0, NOT_SCORED, ranks)
-        inside = collect_runs(corpus.tokens, bounds, ranks, carries_text, top_k)
+        runs = collect_runs(corpus.tokens, bounds, ranks, carries_text, top_k)
         if corpus.roles is not None:
             changes = np.diff(corpus.roles[bounds[0] : bounds[-1]]) != 0
-            inside = cut_at(inside, np.flatnonzero(changes) + 1 + bounds[0])
-        parts.append(np.array([inside.starts, inside.lengths, inside.documents + shard.first]))
-        sums.append(sums_over_runs(shard.log_probs, inside, int(bounds[0])))
+            runs = cut_at(runs, np.flatnonzero(changes) + 1 + bounds[0])
         scored = ranks >= 0
-        num_scored += int(scored.sum())
-        num_hits += int(inside.lengths.sum())
-        log_prob_sum += float(shard.log_probs[scored].sum(dtype=np.float64))
+        fit = Fit(
+            num_scored=int(scored.sum()),
+            num_hits=int(runs.lengths.sum()),
+            log_prob_sum=float(shard.log_probs[scored].sum(dtype=np.float64)),
+        )
         if corpus.trained is not None:
             scored &= np.asarray(corpus.trained[bounds[0] : bounds[-1]]) > 0
-            num_trained += int(scored.sum())
-            trained_sum += float(shard.log_probs[scored].sum(dtype=np.float64))
-    starts, lengths, documents = np.concatenate(parts, axis=1)
-    runs = Runs(starts=starts, lengths=lengths, documents=documents)
-    fit = Fit(
-        num_scored=num_scored,
-        num_hits=num_hits,
-        log_prob_sum=log_prob_sum,
-        num_trained=num_trained,
-        trained_log_prob_sum=trained_sum,
-    )
-    return runs, np.concatenate(sums), fit
+            trained_sum = float(shard.log_probs[scored].sum(dtype=np.float64))
+            fit = replace(fit, num_trained=int(scored.sum()), trained_log_prob_sum=trained_sum)
+        sums = sums_over_runs(shard.log_probs, runs, int(bounds[0]))
+        yield replace(runs, documents=runs.documents + shard.first), sums, fit
 
 
 def cut_at(runs: Runs, places: np.ndarray) -> Runs:
@@ -268,10 +295,18 @@ def cut_at(runs: Runs, places: np.ndarray) -> Runs:
     )
 
 
-def _distinct_users(numbers: np.ndarray, users: np.ndarray, num_sequences: int) -> np.ndarray:
-    num_users = int(users.max(initial=0)) + 1
-    pairs = np.unique(numbers * num_users + users)
-    return np.bincount(pairs // num_users, minlength=num_sequences)
+def _users_in_s(
+    corpus: TokenizedCorpus, documents: np.ndarray, distinct: DistinctSequences, room: Room
+) -> np.ndarray:
+    users = room.full(len(distinct), 0, np.int64)
+    for bucket in distinct.buckets:
+        pairs = np.zeros(0, np.int64)
+        for runs in (bucket[part] for part in room.parts(len(bucket))):
+            of_run, owners = corpus.owned(documents[runs])
+            inside = distinct.number_of_run[runs][of_run] * corpus.num_users + owners
+            pairs = np.unique(np.append(pairs, inside))
+        np.add.at(users, pairs // corpus.num_users, 1)
+    return users
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -284,22 +319,23 @@ class PublicView:
     cross_tokenizer: bool
     unique: int | None
 
-    def ratio_of_run(self, leaks: Leaks) -> np.ndarray:
+    def ratio_of_run(self, leaks: Leaks, part: slice) -> np.ndarray:
         with np.errstate(divide="ignore", invalid="ignore"):
-            return self.perplexity_of_run / leaks.perplexity_of_run
+            return self.perplexity_of_run[part] / leaks.perplexity_of_run[part]
 
     def prior(self, leaks: Leaks) -> np.ndarray:
         """How probable it holds each sequence, the least over its occurrences; NaN if not known."""
-        with np.errstate(over="ignore"):
-            of_run = self.perplexity_of_run ** -leaks.runs.lengths.astype(np.float64)
-        priors = np.full(len(leaks.distinct), np.nan)
-        np.fmin.at(priors, leaks.distinct.number_of_run, of_run)
+        priors = leaks.room.full(len(leaks.distinct), np.nan, np.float64)
+        for part in leaks.room.parts(len(leaks.runs)):
+            lengths = leaks.runs.lengths[part].astype(np.float64)
+            with np.errstate(over="ignore"):
+                of_run = self.perplexity_of_run[part] ** -lengths
+            np.fmin.at(priors, leaks.distinct.number_of_run[part], of_run)
         return priors
 
     def beyond(self, leaks: Leaks) -> np.ndarray:
         """Which sequences anybody would not say: it does not complete every occurrence in S."""
-        number = leaks.distinct.number_of_run
-        return np.bincount(number, ~self.completes_of_run, len(leaks.distinct)) > 0
+        return ~leaks.of_every_run(self.completes_of_run)
 
 
 def public_perplexities(
@@ -309,17 +345,19 @@ def public_perplexities(
     tokens is among the public model's top k."""
     corpus, runs = leaks.corpus, leaks.runs
     same_tokens = public.corpus.tokenizer_fingerprint == corpus.tokenizer_fingerprint
-    sums = np.full((2, len(runs)), np.nan)
+    sums = [leaks.room.full(len(runs), np.nan, np.float64) for _ in range(2)]
     for shard in public.shards():
         part = slice(*np.searchsorted(runs.documents, [shard.first, shard.end]))
         inside, base = runs.part(part), int(public.corpus.bounds[shard.first])
         misses = ((shard.ranks < 0) | (shard.ranks >= top_k)).astype(np.float32)
         for row, values in enumerate((shard.log_probs, misses)):
             if same_tokens:
-                sums[row, part] = sums_over_runs(values, inside, base)
+                sums[row][part] = sums_over_runs(values, inside, base)
             else:
-                sums[row, part] = sums_over_characters(corpus, public.corpus, values, base, inside)
-    return perplexities(sums[0], runs.lengths), sums[1] == 0
+                sums[row][part] = sums_over_characters(corpus, public.corpus, values, base, inside)
+    for part in leaks.room.parts(len(runs)):
+        sums[0][part] = perplexities(sums[0][part], runs.lengths[part])
+    return sums[0], leaks.room.made(len(runs), bool, lambda part: sums[1][part] == 0)
 
 
 def sums_over_characters(

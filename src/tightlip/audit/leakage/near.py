@@ -59,9 +59,11 @@ def near_figures(
     num_windows, starts = drawn_windows(corpus, carries_text, bool(_begin(model, corpus)), config)
     if not len(starts):
         return None
-    # Completed token by token: in a run of S. The last end is for those before any run.
-    ends = np.append(leaks.runs.starts + leaks.runs.lengths, 0)
-    exact = starts + length <= ends[np.searchsorted(leaks.runs.starts, starts, side="right") - 1]
+    # Completed token by token: in a run of S.
+    run = np.searchsorted(leaks.runs.starts, starts, side="right") - 1
+    exact = run >= 0
+    run = run[exact]
+    exact[exact] = starts[exact] + length <= leaks.runs.starts[run] + leaks.runs.lengths[run]
     windows = corpus.tokens[starts[:, None] + np.arange(length)].tolist()
     texts = decode(windows)
     near: dict[int, _Continued] = {}

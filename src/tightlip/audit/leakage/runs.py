@@ -4,10 +4,15 @@ METHODS: Algorithm 1 of the leakage-report paper, with the run that reaches the 
 document flushed (their printed pseudo-code drops it).
 """
 
+from bisect import bisect_left
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 from numba import njit
+
+from tightlip.audit.leakage.counting import edges_of
+from tightlip.audit.leakage.spill import Gathered, Room
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +26,7 @@ class Runs:
     def __len__(self) -> int:
         return len(self.starts)
 
-    def part(self, which: slice) -> "Runs":
+    def part(self, which: slice | np.ndarray) -> "Runs":
         return Runs(
             starts=self.starts[which], lengths=self.lengths[which], documents=self.documents[which]
         )
@@ -29,10 +34,14 @@ class Runs:
 
 @dataclass(frozen=True, kw_only=True)
 class DistinctSequences:
-    """Runs with equal token ids share a number; numbers ascend with the token ids."""
+    """Runs with equal token ids share a number; numbers ascend with the token ids.
+
+    Equal ones are in one of `buckets`, each in corpus order.
+    """
 
     number_of_run: np.ndarray
     first_run: np.ndarray
+    buckets: list[np.ndarray]
 
     def __len__(self) -> int:
         return len(self.first_run)
@@ -71,7 +80,9 @@ def _sums(values, starts, lengths):  # type: ignore[no-untyped-def]
     return sums
 
 
-def distinct_sequences(tokens: np.ndarray, runs: Runs) -> DistinctSequences:
+def distinct_sequences(
+    tokens: np.ndarray, runs: Runs, num_symbols: int | None = None
+) -> DistinctSequences:
     """Number the runs by content, exactly and in the order of their token ids.
 
     All runs start in one group; each round splits every group by its next token, an ended run
@@ -80,7 +91,7 @@ def distinct_sequences(tokens: np.ndarray, runs: Runs) -> DistinctSequences:
     """
     rank = np.zeros(len(runs), dtype=np.int64)
     unsettled = np.arange(len(runs))
-    num_symbols = int(tokens.max(initial=0)) + 2
+    num_symbols = num_symbols or int(tokens.max(initial=0)) + 2
     depth = 0
     while len(unsettled):
         place = np.minimum(runs.starts[unsettled] + depth, len(tokens) - 1)
@@ -96,7 +107,84 @@ def distinct_sequences(tokens: np.ndarray, runs: Runs) -> DistinctSequences:
         unsettled = unsettled[~(alone | ended)]
         depth += 1
     _, first_run, number_of_run = np.unique(rank, return_index=True, return_inverse=True)
-    return DistinctSequences(number_of_run=number_of_run, first_run=first_run)
+    everything = [np.arange(len(runs))]
+    return DistinctSequences(number_of_run=number_of_run, first_run=first_run, buckets=everything)
+
+
+def distinct_in(room: Room, tokens: np.ndarray, runs: Runs) -> DistinctSequences:
+    """The same, also of more runs than fit memory: a hash puts them into buckets, and those of one are
+    numbered at a time. Then all sequences are put in order, a range of them at a time.
+
+    Of a bucket the runs are taken in parts, a run of each sequence of every part is kept, and these are
+    numbered: however often a sequence is said, it takes little. A hash draws a bucket's sequences at
+    random from all, so that those of one cut the others into ranges of like size.
+    """
+    if room.folder is None:
+        return distinct_sequences(tokens, runs)
+    num_symbols, num_buckets = int(tokens.max(initial=0)) + 2, -(-len(runs) // room.at_once)
+    number = room.full(len(runs), 0, np.int64)  # of its bucket, for now
+    _hash(tokens, runs.starts, runs.lengths, num_buckets, number)
+    order, edges = grouped(number, num_buckets, room)
+    buckets = [order[start:end] for start, end in pairwise(edges)]
+    gathered = Gathered([np.int64], room.folder, room.at_once)
+    ends = [0]
+    for bucket in buckets:
+        firsts = np.zeros(0, np.int64)
+        for part in room.parts(len(bucket)):
+            inside = distinct_sequences(tokens, runs.part(bucket[part]), num_symbols)
+            number[bucket[part]] = inside.number_of_run + len(firsts)
+            firsts = np.append(firsts, bucket[part][inside.first_run])
+        inside = distinct_sequences(tokens, runs.part(firsts), num_symbols)
+        for part in room.parts(len(bucket)):
+            number[bucket[part]] = inside.number_of_run[number[bucket[part]]] + ends[-1]
+        gathered.add(firsts[inside.first_run])
+        ends.append(ends[-1] + len(inside))
+    (found,) = gathered.columns()
+
+    def ids(place: int) -> list[int]:
+        start, length = runs.starts[found[place]], runs.lengths[found[place]]
+        return [*tokens[start : start + length].tolist()]
+
+    between = range(ends[1])[:: max(1, -(-ends[1] // num_buckets))][1:]
+    cuts = [
+        [bisect_left(range(end), ids(splitter), start, key=ids) for start, end in pairwise(ends)]
+        for splitter in between
+    ]
+    rank, done = room.full(len(found), 0, np.int64), 0
+    for low, high in pairwise([ends[:-1], *cuts, ends[1:]]):
+        chosen = np.concatenate([np.arange(*each) for each in zip(low, high, strict=True)])
+        inside = distinct_sequences(tokens, runs.part(found[chosen]), num_symbols)
+        rank[chosen] = inside.number_of_run + done
+        done += len(chosen)
+    first_run = room.full(len(found), 0, np.int64)
+    first_run[rank] = found
+    for part in room.parts(len(number)):
+        number[part] = rank[number[part]]
+    return DistinctSequences(number_of_run=number, first_run=first_run, buckets=buckets)
+
+
+def grouped(keys: np.ndarray, num_keys: int, room: Room) -> tuple[np.ndarray, np.ndarray]:
+    """All places, those of one key side by side and ascending; and where those of each key begin."""
+    edges = edges_of(np.bincount(keys, minlength=num_keys))
+    order = room.full(len(keys), 0, np.int64)
+    _group(keys, edges[:-1].copy(), order)
+    return order, room.kept(edges)
+
+
+@njit(cache=True, nogil=True)
+def _group(keys, cursors, order):  # type: ignore[no-untyped-def]
+    for place in range(len(keys)):
+        order[cursors[keys[place]]] = place
+        cursors[keys[place]] += 1
+
+
+@njit(cache=True, nogil=True)
+def _hash(tokens, starts, lengths, num_buckets, buckets):  # type: ignore[no-untyped-def]
+    base = np.uint64(0x9E3779B97F4A7C15)
+    for run in range(len(starts)):
+        # The product spreads short runs, whose hash is small, over all bits.
+        spread = _window_hash(tokens, starts[run], lengths[run], base) * base
+        buckets[run] = np.int64(spread >> np.uint64(33)) % num_buckets
 
 
 def _changes(values: np.ndarray) -> np.ndarray:

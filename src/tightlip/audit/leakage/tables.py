@@ -1,6 +1,5 @@
 """The report's tables: one row per leaked sequence, one per user. Formats: docs/formats.md."""
 
-from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import pyarrow.parquet as pq
 from tightlip.audit.leakage.by_text import ByText
 from tightlip.audit.leakage.counting import edges_of
 from tightlip.audit.leakage.leaks import Leaks, PublicView
+from tightlip.audit.leakage.runs import grouped
 from tightlip.audit.settings import LeakageConfig
 from tightlip.core.files import written_whole
 from tightlip.core.progress import task
@@ -47,33 +47,35 @@ SEQUENCES = pa.schema(
 OWNERS = pa.schema([("owner", pa.string()), ("owners", pa.list_(pa.string()))])
 
 
-def ratio_of_sequence(leaks: Leaks, ratio_of_run: np.ndarray | None) -> np.ndarray:
+def ratio_of_sequence(leaks: Leaks, public: PublicView | None) -> np.ndarray:
     """The largest ratio over all occurrences of each sequence; NaN where none is known."""
-    ratios = np.full(len(leaks.distinct), np.nan)
-    if ratio_of_run is not None:
-        known = ~np.isnan(ratio_of_run)
-        np.fmax.at(ratios, leaks.distinct.number_of_run[known], ratio_of_run[known])
+    ratios = leaks.room.full(len(leaks.distinct), np.nan, np.float64)
+    for part in leaks.room.parts(len(leaks.runs) if public is not None else 0):
+        assert public is not None
+        of_run = public.ratio_of_run(leaks, part)
+        known = ~np.isnan(of_run)
+        np.fmax.at(ratios, leaks.distinct.number_of_run[part][known], of_run[known])
     return ratios
 
 
 def report_order(leaks: Leaks, ratios: np.ndarray) -> np.ndarray:
     """Largest ratio first, unknown last; then longest; then by token ids (their numbers' order)."""
-    ascending = np.where(np.isnan(ratios), np.inf, -ratios)
-    # An infinite ratio is the worst there is; only NaN goes last.
-    unknown = np.isnan(ratios)
-    return np.lexsort((np.arange(len(ratios)), -leaks.lengths, ascending, unknown))
+    # NaN goes last by itself. Two sorts by one key hold less than one by both.
+    by_length = np.argsort(-leaks.lengths, kind="stable")
+    by_ratio = np.argsort(-ratios[by_length], kind="stable")
+    return leaks.room.made(len(ratios), np.int64, lambda part: by_length[by_ratio[part]])
 
 
 def leak_rows(leaks: Leaks, by_text: ByText, order: np.ndarray) -> np.ndarray:
     """For each sequence the row of its leak's longest sequence, of equals the first; -1 for no leak."""
-    row = np.argsort(order)
-    members = np.flatnonzero(by_text.leaks >= 0)
-    leak = by_text.leaks[members]
-    best = members[np.lexsort((row[members], -leaks.lengths[members], leak))]
-    numbers, first = np.unique(by_text.leaks[best], return_index=True)
-    rows = np.full(len(order), -1)
-    rows[members] = row[best[first]][np.searchsorted(numbers, leak)]
-    return rows
+    room, size, leak = leaks.room, len(order), by_text.leaks
+    best = room.full(size, 0, np.int64)  # of each leak: a length, and how many rows come behind
+    for part in room.parts(size):
+        is_in = leak[order[part]] >= 0
+        chosen, rows = order[part][is_in], np.arange(part.start, part.stop)[is_in]
+        np.maximum.at(best, leak[chosen], leaks.lengths[chosen] * size + size - 1 - rows)
+    row = room.kept(size - 1 - best % max(size, 1))
+    return room.made(size, np.int64, lambda part: np.where(leak[part] < 0, -1, row[leak[part]]))
 
 
 def write_sequences(
@@ -88,12 +90,10 @@ def write_sequences(
     """Write sequences.parquet and, row for row beside it, owners.parquet."""
     order = report_order(leaks, ratios)
     leak = leak_rows(leaks, by_text, order)
-    occurrence_order, edges = _occurrences(leaks)
+    occurrences, edges = grouped(leaks.distinct.number_of_run, len(order), leaks.room)
+    copied = leaks.of_every_run(leaks.copied_of_run)
     names, most = user_names(leaks.corpus, config.redact), config.occurrences
     prior, beyond = (public.prior(leaks), public.beyond(leaks)) if public else (None, None)
-    whose: dict[int, list[int]] = defaultdict(list)
-    for sequence, user in leaks.owned.T.tolist():
-        whose[sequence].append(user)
     with (
         written_whole(folder / "sequences.parquet") as sequences_path,
         written_whole(folder / "owners.parquet") as owners_path,
@@ -103,9 +103,11 @@ def write_sequences(
     ):
         for begin in range(0, len(order), _ROWS_AT_ONCE):
             rows = order[begin : begin + _ROWS_AT_ONCE]
-            kept = [occurrence_order[edges[row] : edges[row + 1]][:most] for row in rows]
-            columns = _columns(leaks, rows, kept, public, ratios)
+            several = [occurrences[edges[row] : edges[row + 1]] for row in rows]
+            kept, sizes = _lowest(leaks, several, most)
+            columns = _columns(leaks, rows, kept, sizes, public, ratios)
             columns |= {
+                "copied": copied[rows],
                 "users_by_text": _null_below(by_text.users[rows], 1),
                 "unique_by_text": by_text.unique[rows],
                 "leak": _null_below(leak[rows], 0),
@@ -113,10 +115,12 @@ def write_sequences(
             if prior is not None and beyond is not None:
                 columns |= {"prior": _null_nan(prior[rows]), "beyond_prior": beyond[rows]}
             if not config.redact:
-                columns |= _texts(leaks, rows, kept, decode)
+                columns |= _texts(leaks, rows, kept, sizes, decode)
             nothing = {field.name: pa.nulls(len(rows), field.type) for field in SEQUENCES}
             sequences.write_table(pa.table(nothing | columns, schema=SEQUENCES))
-            each = [[names[user] for user in whose[row]] for row in rows.tolist()]
+            ends = [np.searchsorted(leaks.owned[0], rows, side) for side in ("left", "right")]
+            whose = [leaks.owned[1, start:end] for start, end in zip(*ends, strict=True)]
+            each = [[names[user] for user in users] for users in whose]
             owner = [", ".join(one) or None for one in each]
             owners.write_table(pa.table({"owner": owner, "owners": each}, schema=OWNERS))
             bar.advance(len(rows))
@@ -128,22 +132,36 @@ def user_names(corpus: TokenizedCorpus, redact: bool) -> list[str]:
     return [f"user {number + 1}" for number in range(len(names))] if redact else names
 
 
-def _occurrences(leaks: Leaks) -> tuple[np.ndarray, np.ndarray]:
-    """Runs grouped by sequence, lowest perplexity first, then in corpus order; and the edges."""
-    number = leaks.distinct.number_of_run
-    order = np.lexsort((np.arange(len(number)), leaks.perplexity_of_run, number))
-    return order, edges_of(leaks.total_in_s)
+def _lowest(
+    leaks: Leaks, several: list[np.ndarray], most: int | None
+) -> tuple[np.ndarray, np.ndarray]:
+    """Of the runs of each sequence those kept, lowest perplexity first, then in corpus order; and how
+    many they are."""
+    if leaks.room.folder is not None and most is not None:
+        several = [_lowest_of(leaks, runs, most) if len(runs) > most else runs for runs in several]
+    sizes = np.array([len(runs) for runs in several])
+    runs, row = np.concatenate(several), np.repeat(np.arange(len(several)), sizes)
+    runs = runs[np.lexsort((leaks.perplexity_of_run[runs], row))]
+    place = np.arange(len(runs)) - edges_of(sizes)[row]
+    return runs[place < (most or len(runs))], np.minimum(sizes, most or len(runs))
+
+
+def _lowest_of(leaks: Leaks, runs: np.ndarray, most: int) -> np.ndarray:
+    kept = runs[:0]
+    for part in leaks.room.parts(len(runs)):
+        kept = np.append(kept, runs[part])
+        kept = kept[np.argsort(leaks.perplexity_of_run[kept], kind="stable")[:most]]
+    return kept
 
 
 def _columns(
     leaks: Leaks,
     rows: np.ndarray,
-    kept: list[np.ndarray],
+    flat: np.ndarray,
+    sizes: np.ndarray,
     public: PublicView | None,
     ratios: np.ndarray,
 ) -> dict[str, Any]:
-    flat = np.concatenate(kept) if kept else np.zeros(0, dtype=np.int64)
-    sizes = [len(runs) for runs in kept]
     before = leaks.runs.starts[flat] - leaks.corpus.bounds[leaks.runs.documents[flat]]
     columns = {
         "num_tokens": leaks.lengths[rows].astype(np.int32),
@@ -154,7 +172,6 @@ def _columns(
         "context_tokens": _lists(before.astype(np.int32), sizes, pa.int32()),
         "perplexities": _lists(leaks.perplexity_of_run[flat], sizes, pa.float64()),
         "ratio": _null_nan(ratios[rows]),
-        "copied": copied_sequences(leaks)[rows],
     }
     if leaks.corpus.role_names is not None:
         columns |= _of_chats(leaks, rows)
@@ -176,21 +193,11 @@ def _of_chats(leaks: Leaks, rows: np.ndarray) -> dict[str, Any]:
     }
 
 
-def copied_sequences(leaks: Leaks) -> np.ndarray:
-    """Sequences whose every occurrence in S stood in its own context already.
-
-    One occurrence that did not is a leak the copying mechanism does not explain.
-    """
-    own = np.bincount(
-        leaks.distinct.number_of_run, weights=~leaks.copied_of_run, minlength=len(leaks.distinct)
-    )
-    return own == 0
-
-
 def _texts(
     leaks: Leaks,
     rows: np.ndarray,
-    kept: list[np.ndarray],
+    kept: np.ndarray,
+    sizes: np.ndarray,
     decode: Callable[[list[list[int]]], list[str]],
 ) -> dict[str, Any]:
     tokens, runs = leaks.corpus.tokens, leaks.runs
@@ -199,21 +206,19 @@ def _texts(
         for run in leaks.distinct.first_run[rows]
     ]
     contexts = []
-    for run in (int(run) for chosen in kept for run in chosen):
+    for run in kept.tolist():
         document = leaks.corpus.bounds[runs.documents[run]]
         begin = max(document, runs.starts[run] - CONTEXT_TOKENS)
         contexts.append(tokens[begin : runs.starts[run]].tolist())
     return {
         "sequence": decode(ids),
         "token_ids": pa.array(ids, pa.list_(pa.int32())),
-        "contexts": _lists(
-            pa.array(decode(contexts), pa.string()), [len(c) for c in kept], pa.string()
-        ),
+        "contexts": _lists(pa.array(decode(contexts), pa.string()), sizes, pa.string()),
     }
 
 
-def _lists(values: Any, sizes: list[int], value_type: pa.DataType) -> pa.Array:
-    offsets = edges_of(np.array(sizes, np.int64)).astype(np.int32)
+def _lists(values: Any, sizes: np.ndarray, value_type: pa.DataType) -> pa.Array:
+    offsets = edges_of(sizes).astype(np.int32)
     return pa.ListArray.from_arrays(pa.array(offsets), pa.array(values, value_type))
 
 
@@ -231,8 +236,9 @@ def write_users(
     """One row per user: how much they wrote and how much of it alone the model completes."""
     sequences, by_words = by_text.owned
     # Of a leak's sequences all belong to its owner, or some where texts have several.
-    of_leaks = np.unique(np.stack([by_text.leaks[sequences], by_words]), axis=1)[1]
     corpus, (unique, owners) = leaks.corpus, leaks.owned
+    pairs = np.unique(by_text.leaks[sequences] * corpus.num_users + by_words)
+    of_leaks = pairs % max(corpus.num_users, 1)
     documents, owners_of_documents = corpus.owned()
     lengths = leaks.lengths[unique]
     num_users = corpus.num_users
