@@ -11,7 +11,7 @@ import tightlip
 from tightlip.audit.leakage import dry_run as audits
 from tightlip.core.checksums import LIST
 from tightlip.core.errors import UsageError
-from tightlip.core.estimates import Estimate
+from tightlip.core.progress import Estimate
 from tightlip.corpus.opening import CorpusSource
 from tightlip.training import dry_run as trainings
 from training.small_corpora import documents, prepared

@@ -20,8 +20,8 @@ from torch.optim import Optimizer
 
 from tightlip.core import run_folder
 from tightlip.core.errors import UsageError
-from tightlip.core.estimates import bytes_in_words, free_disk
 from tightlip.core.processes import Processes
+from tightlip.core.progress import bytes_in_words, free_disk
 from tightlip.privacy.shards import is_shard
 from tightlip.training.lora import adapter_tensors, has_adapters
 from tightlip.training.mitigations import Mitigation

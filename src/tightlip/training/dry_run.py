@@ -14,9 +14,16 @@ import torch
 
 from tightlip.core.checksums import LIST
 from tightlip.core.errors import UsageError
-from tightlip.core.estimates import Estimate, free_disk, most_gpu_memory, most_memory, size_of
 from tightlip.core.processes import Processes
-from tightlip.core.progress import task, unseen
+from tightlip.core.progress import (
+    Estimate,
+    free_disk,
+    most_gpu_memory,
+    most_memory,
+    size_of,
+    task,
+    unseen,
+)
 from tightlip.core.register import kept_in
 from tightlip.core.registry import look_up, names_of
 from tightlip.core.run_folder import CHECKPOINT, MODEL, begin_run, check_is_free
