@@ -211,7 +211,7 @@ def classify(
     ] = None,
 ) -> None:
     """Private vectors to labels: what runs on the server."""
-    from tightlip.corpus.readers import columns_there
+    from tightlip.corpus.owners import columns_there
     from tightlip.vectors.server import read_vectors, represent_classify
 
     columns = read_vectors(vectors).columns if label else {}

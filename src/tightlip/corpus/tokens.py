@@ -31,7 +31,7 @@ from tightlip.core.files import damage_in_words, folder_written_whole, read_json
 from tightlip.core.progress import task
 from tightlip.corpus.encoding import Encoder, tokenizer_fingerprint
 from tightlip.corpus.owners import owners_of
-from tightlip.corpus.readers import DocumentBatch
+from tightlip.corpus.tables import DocumentBatch
 
 _COUNTED_AT_ONCE = 4_000_000
 _KINDS = {"tokens": "i4", "spans": "2i4", "roles": "i1", "trained": "i1"}  # as numpy spells them
