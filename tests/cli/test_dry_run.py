@@ -13,7 +13,7 @@ from tightlip.core.checksums import LIST
 from tightlip.core.errors import UsageError
 from tightlip.core.progress import Estimate
 from tightlip.corpus.opening import CorpusSource
-from tightlip.training import dry_run as trainings
+from tightlip.training import run as trainings
 from training.small_corpora import documents, prepared
 
 KEYS = {

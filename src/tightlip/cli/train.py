@@ -28,12 +28,7 @@ from tightlip.core.registry import names_of, unknown
 from tightlip.core.settings import Settings, about, check_names, names_in, read_toml, settings_of
 from tightlip.corpus.prepare_config import PrepareConfig
 from tightlip.report.kit.table import printed_lines
-from tightlip.training.config import (
-    MitigationConfig,
-    RunOptions,
-    TrainConfig,
-    mitigation_config,
-)
+from tightlip.training.config import MitigationConfig, RunOptions, TrainConfig, mitigation_config
 
 if TYPE_CHECKING:
     from tightlip.core.run_folder import RunRecord

@@ -349,6 +349,6 @@ def free_disk(out: Path) -> int:
     return shutil.disk_usage(there).free
 
 
-def size_of(folder: Path) -> int:
-    """Bytes of all files under `folder`."""
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+def size_of(folder: Path, pattern: str = "**/*") -> int:
+    """Bytes of all files under `folder`, or of those that a pattern names."""
+    return sum(path.stat().st_size for path in folder.glob(pattern) if path.is_file())
