@@ -173,7 +173,6 @@ class Bench:
             labels_BT=torch.cat([self.ids[:, :1], self.targets], 1),
             places_N=torch.arange(self.ids.numel(), device=self.device),
             target_ids_N=self.targets.flatten(),
-            users_B=torch.zeros(len(self.ids), device=self.device),
             num_inputs_B=torch.full((len(self.ids),), self.ids.shape[1], device=self.device),
         )
 

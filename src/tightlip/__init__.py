@@ -21,7 +21,7 @@ _CALLS = {
     "train": "tightlip.training.run",
     "compare": "tightlip.commands",
     "estimate_audit": "tightlip.audit",
-    "estimate_train": "tightlip.training.dry_run",
+    "estimate_train": "tightlip.training.run",
     "extract": "tightlip.commands",
     "ledger": "tightlip.privacy.composition",
     "plant_canaries": "tightlip.corpus.canaries",

@@ -14,9 +14,9 @@ from tightlip.audit.leakage import dry_run as audits
 from tightlip.core.checksums import LIST
 from tightlip.core.engines import EngineSettings
 from tightlip.core.errors import UsageError
-from tightlip.core.estimates import Estimate
+from tightlip.core.progress import Estimate
 from tightlip.corpus.opening import CorpusSource
-from tightlip.training import dry_run as trainings
+from tightlip.training import run as trainings
 from training.small_corpora import documents, prepared
 
 KEYS = {

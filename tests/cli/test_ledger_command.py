@@ -4,7 +4,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from tightlip.cli import ledger as command
+from tightlip.cli import train as command
 from tightlip.core.errors import GuaranteeError, UsageError
 from tightlip.core.figures import rounded_up
 from tightlip.core.run_folder import begin_run, open_run, write_ledger

@@ -13,7 +13,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from tightlip.core.errors import UsageError
 from tightlip.corpus import encoding
 from tightlip.corpus.encoding import Encoder, cuts_at_spaces, pieces, tokenizer_fingerprint
-from tightlip.corpus.readers import DocumentBatch, open_corpus
+from tightlip.corpus.readers import open_corpus
+from tightlip.corpus.tables import DocumentBatch
 from tightlip.corpus.tokens import open_tokenized, tokenize_documents
 from tightlip.corpus.vocabulary import build_tokenizer
 

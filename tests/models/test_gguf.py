@@ -5,7 +5,7 @@ import shutil
 import pytest
 import torch
 
-import tightlip.models.gguf as gguf_module
+import tightlip.models.loading as loading
 from models.tiny_gguf import TOKENS, write_gguf
 from tightlip.core.errors import UsageError
 from tightlip.models import load_causal_lm, load_tokenizer, model_fingerprint
@@ -96,6 +96,6 @@ def test_a_hugging_face_folder_stays_one_with_a_gguf_file_beside_it(written, tmp
 
 @pytest.mark.parametrize("load", [load_causal_lm, load_tokenizer])
 def test_without_the_extra_it_says_what_to_install(load, written, monkeypatch):
-    monkeypatch.setattr(gguf_module, "find_spec", lambda name: None)
+    monkeypatch.setattr(loading, "find_spec", lambda name: None)
     with pytest.raises(UsageError, match=r"needs gguf and accelerate.*tightlip\[gguf\]"):
         load(written[0])

@@ -10,7 +10,7 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, TorchAoConfig
 
-import tightlip.models.quantised as quantised
+import tightlip.models.checks as quantised
 from models.test_adapters import OPTIONS
 from models.tiny_finetunes import KINDS, logits_of, save_adapter, save_base, words_tokenizer
 from tightlip.core.errors import UsageError

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from privacy.accounts import theirs
 from tightlip.core.errors import GuaranteeError
 from tightlip.core.files import read_json
-from tightlip.core.guarantees import guarantee_beside
+from tightlip.core.register import guarantee_beside
 from tightlip.privacy.ledger import read_ledger
 from trainer import together
 from trainer.private_runs import private_sft

@@ -14,9 +14,9 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 import tightlip
 from finetunes.people import texts, tokenizer
 from privacy.accounts import theirs
-from tightlip.cli.ledger import ledger as ledger_command
+from tightlip.cli.train import ledger as ledger_command
 from tightlip.core.errors import GuaranteeError, UsageError
-from tightlip.core.guarantees import guarantee_beside, weights_in
+from tightlip.core.register import guarantee_beside, weights_in
 from tightlip.privacy.ledger import read_ledger
 from tightlip.privacy.plans import PrivacySpec
 from tightlip.trainer.weights import checkpoint_of, runs_behind, tell

@@ -96,7 +96,6 @@ def test_a_batch_is_its_rows_padded_on_the_right(widths):
         padding = width - len(lists[i])
         assert batch.input_ids_BT[place].tolist() == lists[i] + [PAD] * padding
         assert batch.labels_BT[place].tolist() == [NO_LABEL, *lists[i][1:]] + [NO_LABEL] * padding
-    assert batch.users_B.tolist() == rows.users[chosen].tolist()
     flat = batch.targets.flatten()
     assert flat[batch.places_N].tolist() == batch.target_ids_N.tolist()
     assert batch.num_targets == int((flat != NO_LABEL).sum()) == rows.num_targets[chosen].sum()

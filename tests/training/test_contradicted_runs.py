@@ -11,7 +11,7 @@ from tightlip.audit.dp_check import check_run
 from tightlip.core.errors import GuaranteeError, UsageError
 from tightlip.core.figures import guarantee_words
 from tightlip.core.files import read_sealed, write_sealed
-from tightlip.core.guarantees import guarantee_beside
+from tightlip.core.register import guarantee_beside
 from tightlip.core.run_folder import open_run
 from tightlip.privacy.noise_schedules import CPUNoise
 from tightlip.training.starting import take_back

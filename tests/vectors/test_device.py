@@ -11,7 +11,7 @@ from tightlip.core.errors import UsageError
 from tightlip.vectors import encode as device_module
 from tightlip.vectors.encode import Device, load_device
 from tightlip.vectors.guarantees import VectorMechanism
-from tightlip.vectors.onnx_export import export_onnx
+from tightlip.vectors.halves import export_onnx
 from tightlip.vectors.release import on_grid
 from tightlip.vectors.server import VectorFile, load_server
 from tightlip.vectors.vector_accounting import GRID_STEP

@@ -10,8 +10,7 @@ import torch
 from tightlip.core.errors import UsageError
 from tightlip.core.files import names_in
 from tightlip.vectors.extractors import make_extractor
-from tightlip.vectors.halves import load_extractor, write_device
-from tightlip.vectors.onnx_export import OnnxExtractor, export_onnx
+from tightlip.vectors.halves import OnnxExtractor, export_onnx, load_extractor, write_device
 from vectors.tiny_halves import write_halves
 from vectors.toy_corpora import FILLERS, tiny_encoder, toy_corpus
 
@@ -75,7 +74,7 @@ def test_a_file_of_another_training_and_a_damaged_one_are_refused(devices, tmp_p
 
 
 def test_vectors_that_differ_leave_no_file(devices, tmp_path, monkeypatch):
-    from tightlip.vectors import onnx_export
+    from tightlip.vectors import halves
 
     copy = shutil.copytree(devices["lstm"], tmp_path / "device")
     model = onnx.load(str(copy / "device.onnx"))
@@ -85,7 +84,7 @@ def test_vectors_that_differ_leave_no_file(devices, tmp_path, monkeypatch):
         extractor.model.embed_tokens.weight.data += 1
         return model
 
-    monkeypatch.setattr(onnx_export, "_exported", of_other_weights)
+    monkeypatch.setattr(halves, "_exported", of_other_weights)
     with pytest.raises(UsageError, match="no file was written"):
         export_onnx(copy)
     assert sorted(names_in(copy)) == [

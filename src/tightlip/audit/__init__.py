@@ -15,7 +15,7 @@ from tightlip.scan.options import ScanOptions
 
 if TYPE_CHECKING:
     from tightlip.audit.leakage.summary import LeakageReport
-    from tightlip.core.estimates import Estimate
+    from tightlip.core.progress import Estimate
 
 
 @takes(LeakageConfig, ScanOptions, TextSettings, EngineSettings, sends=True)

@@ -24,9 +24,8 @@ from tightlip.audit.settings import LeakageConfig
 from tightlip.audit.subjects import Subject, is_a_run, of_run
 from tightlip.core.devices import usable_device
 from tightlip.core.errors import UsageError
-from tightlip.core.guarantees import guarantee_of
 from tightlip.core.progress import Task, task
-from tightlip.core.register import as_it_stands
+from tightlip.core.register import as_it_stands, guarantee_of
 from tightlip.core.resampling import ResamplingSettings
 from tightlip.core.run_folder import RunRecord
 from tightlip.corpus.canaries import exposed_above_bits, read_canary_key

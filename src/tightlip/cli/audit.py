@@ -1,4 +1,4 @@
-"""`tightlip audit`: the leakage report."""
+"""`tightlip audit`, `audit-text` and `extract`: what a model, or generated text, gives away of whose."""
 
 from importlib import import_module
 from pathlib import Path
@@ -7,8 +7,13 @@ from typing import Annotated, Any
 import typer
 
 import tightlip
-from tightlip.audit.settings import LeakageConfig, ResamplingSettings, SyntheticConfig
-from tightlip.cli import print_estimate, print_lines, since_start
+from tightlip.audit.settings import (
+    ExtractionConfig,
+    LeakageConfig,
+    ResamplingSettings,
+    SyntheticConfig,
+)
+from tightlip.cli import Gate, GateSettings, name_page, print_estimate, print_lines, since_start
 from tightlip.cli.flags import (
     Corpus,
     DryRun,
@@ -19,15 +24,14 @@ from tightlip.cli.flags import (
     switch,
     with_settings,
 )
-from tightlip.cli.gates import Gate, GateSettings
 from tightlip.core.engines import EngineSettings
 from tightlip.core.errors import UsageError
 from tightlip.core.files import read_json
-from tightlip.core.progress import log, logged_to, shown_progress
+from tightlip.core.progress import log, logged_to, shown_progress, terminal
 from tightlip.core.run_folder import is_run
 from tightlip.core.stores import shown
 from tightlip.corpus.prepare_config import ColumnSettings, TextSettings
-from tightlip.scan.options import ScanOptions
+from tightlip.scan.options import Decoding, ScanOptions
 
 
 @with_settings(
@@ -56,9 +60,7 @@ def audit(
     known = known_figures(given.get("thresholds", LeakageConfig.thresholds))
     same = ("corpus_fingerprint", "top_k", "read_as")
     gate = Gate("audit", given, known, _judged, record="summary.json", same=same)
-    if out is None and not is_run(Path(model)):
-        raise UsageError("Where should the report go? Give --out DIR.")
-    folder = out or Path(model) / "audit"
+    folder = _folder(model, out, "audit")
     if dry_run:
         import_module("tightlip.audit.leakage.dry_run")  # with all that an audit imports
         start_up = since_start()
@@ -99,6 +101,13 @@ def audit_text(
     gate.judge(report.summary, lambda: print_lines([*terminal_lines(report.summary), where]))
 
 
+def _folder(model: str, out: Path | None, name: str) -> Path:
+    """Where the report goes: `out`, or within the run."""
+    if out is None and not is_run(Path(model)):
+        raise UsageError("Where should the report go? Give --out DIR.")
+    return out or Path(model) / name
+
+
 def _snapshots(report: Any) -> dict[str, Any] | None:
     path = report.folder / "snapshots.json"
     return read_json(path) if path.exists() else None
@@ -122,3 +131,49 @@ def show(report: Any) -> None:
     others = [] if behind is None else ["", "What is left of the leaks:", behind.printed()]
     print_lines([*tables, terminal_table(report.summary), *others, where])
     log.info("Report written to %s", shown(report.folder))
+
+
+@with_settings(
+    *(KeptScan, ExtractionConfig, Decoding, ScanOptions, TextSettings, EngineSettings),
+    GateSettings,
+    reference=path_flag(
+        "MODEL",
+        "A model that never saw the text: what it draws as easily does not count; 'base' of an adapter, the default there, or 'none'.",
+        ["base", "none"],
+    ),
+    held_out=path_flag("CORPUS", "Text of people who were not trained on. A run knows its own."),
+)
+def extract(
+    model: Model,
+    corpus: Corpus = None,
+    out: Annotated[
+        Path | None, typer.Option(help="The report's folder. For a run: RUN/extraction.")
+    ] = None,
+    *,
+    given: dict[str, Any],
+) -> None:
+    """Search, print what it takes, and judge it."""
+    from tightlip.audit.extraction.report import gated, known_figures
+
+    known = known_figures(given.get("lengths", ExtractionConfig.lengths))
+    same = (
+        "corpus_fingerprint",
+        "reference_fingerprint",
+        "temperature",
+        "top_k",
+        "top_p",
+        "read_as",
+    )
+    only = lambda record: {"": gated(record)}  # noqa: E731
+    gate = Gate("extract", given, known, only, record="summary.json", same=same)
+    folder = _folder(model, out, "extraction")
+    with shown_progress(), logged_to(folder / "log.txt"):
+        report = tightlip.extract(model, corpus, out=folder, **given)
+    gate.judge(report.summary, lambda: _show_extraction(report))
+
+
+def _show_extraction(report: Any) -> None:
+    from tightlip.report.extraction import terminal_lines
+
+    print_lines(terminal_lines(report.summary))
+    name_page(report.folder / "report.html", terminal())

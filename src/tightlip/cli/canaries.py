@@ -11,9 +11,8 @@ import typer
 
 import tightlip
 from tightlip.audit.settings import ChoiceConfig, ExposureConfig
-from tightlip.cli import print_lines
+from tightlip.cli import Gate, GateSettings, print_lines
 from tightlip.cli.flags import KeptScan, Keys, OnDevice, existing, with_settings
-from tightlip.cli.gates import Gate, GateSettings
 from tightlip.core.errors import UsageError
 from tightlip.core.files import claimed
 from tightlip.core.progress import shown_progress

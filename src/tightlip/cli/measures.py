@@ -12,9 +12,8 @@ from rich.text import Text
 
 import tightlip
 from tightlip.audit.settings import Matching, MembershipSettings, ResamplingSettings
-from tightlip.cli import name_page, print_lines, print_overview
+from tightlip.cli import Gate, GateSettings, name_page, print_lines, print_overview
 from tightlip.cli.flags import KeptScan, Keys, Model, OnDevice, existing, path_flag, with_settings
-from tightlip.cli.gates import Gate, GateSettings
 from tightlip.core.engines import EngineSettings
 from tightlip.core.errors import GuaranteeError, UsageError
 from tightlip.core.files import read_json, store_address

@@ -11,9 +11,8 @@ from rich.console import Console
 from rich.text import Text
 
 import tightlip
-from tightlip.cli import name_page, print_json, print_overview, say
+from tightlip.cli import Gate, GateSettings, name_page, print_json, print_overview, say
 from tightlip.cli.flags import Json, OnDevice, existing, switch, with_settings
-from tightlip.cli.gates import Gate, GateSettings
 from tightlip.core.errors import UsageError
 from tightlip.core.figures import rounded_up
 from tightlip.core.files import claimed, read_json
@@ -212,7 +211,7 @@ def classify(
     ] = None,
 ) -> None:
     """Private vectors to labels: what runs on the server."""
-    from tightlip.corpus.readers import columns_there
+    from tightlip.corpus.owners import columns_there
     from tightlip.vectors.server import read_vectors, represent_classify
 
     columns = read_vectors(vectors).columns if label else {}

@@ -3,6 +3,9 @@
 A line for each prepared corpus says whose text it is, and one for each private run, written before
 its first step, what that run will spend at most. Lines are only ever added. The file is its
 owner's alone: it holds fingerprints of text, by which a corpus that is prepared twice is known.
+
+A guarantee that lies elsewhere, in a ledger or beside a model's weights, is read here too: whether it
+is about these weights, and whether the register knows it to be taken back.
 """
 
 import fcntl
@@ -11,16 +14,21 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from tightlip.core.checksums import sealed, unsealed
+from tightlip.core.checksums import digest_of, sealed, unsealed
 from tightlip.core.errors import GuaranteeError
-from tightlip.core.files import OWNER_FILE, fsync, make_private_folder, refuse_store
+from tightlip.core.files import OWNER_FILE, fsync, make_private_folder, read_json, refuse_store
+
+if TYPE_CHECKING:
+    from tightlip.core.run_folder import RunRecord
 
 PLACE = "TIGHTLIP_REGISTER"  # the environment's variable that names the file
 CORPUS, RUN = "corpus", "run"
 
 Entry = dict[str, Any]
+OWN_RECORD = "guarantee.json"  # beside a model's weights
+_NOT_WEIGHTS = ("training_args.bin", "optimizer.bin", "scheduler.bin")
 _FIGURES = ("epsilon", "epsilon_so_far", "epsilon_rdp", "epsilon_as_published")
 
 
@@ -127,3 +135,36 @@ def _unusable(path: Path, done: str, error: OSError) -> GuaranteeError:
         f"{path} cannot be {done} ({error.strerror}), and a private run is put on record there before its first step. "
         f"Make room or give the right to do so, or set {PLACE} to a file that is kept."
     )
+
+
+def weights_in(folder: Path) -> dict[str, str]:
+    """Digests of the files in a model's folder that hold weights, by name; not of checkpoints in it."""
+    patterns = ("*.safetensors", "*.bin", "*/adapter_model.*")
+    files = sorted(each for pattern in patterns for each in folder.glob(pattern))
+    names = {each.relative_to(folder).as_posix(): each for each in files}
+    left_out = ("checkpoint-", *_NOT_WEIGHTS)
+    return {name: digest_of(each) for name, each in names.items() if not name.startswith(left_out)}
+
+
+def guarantee_beside(folder: Path) -> dict[str, Any]:
+    """The guarantee beside a model's weights, empty where there is none. A trainer's lists the files
+    that it is about, and where others stand there now it is refused; a run's folder has checksums."""
+    path = folder / OWN_RECORD
+    record: dict[str, Any] = read_json(path) if path.is_file() else {}
+    listed = record.get("weights")
+    if listed is None or listed == (there := weights_in(folder)):
+        return as_it_stands(record)
+    name = min(name for name in {*listed, *there} if listed.get(name) != there.get(name))
+    raise GuaranteeError(
+        f"{path} was written for other weights than those beside it: {name} was changed, added or removed since, so nobody knows "
+        "what they cost. Put the weights of that run back; or delete guarantee.json, which is not theirs."
+    )
+
+
+def guarantee_of(model: Any, run: "RunRecord | None") -> dict[str, Any] | None:
+    """What a model promises: by its run's ledger, or by what a trainer wrote beside its weights; None
+    where nobody says. A guarantee that lists no weights may be a copy beside any others."""
+    if run is not None:
+        return run.guarantee or None
+    beside = guarantee_beside(Path(model)) if isinstance(model, str | Path) else {}
+    return beside if "weights" in beside else None

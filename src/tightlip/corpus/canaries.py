@@ -23,8 +23,8 @@ from tightlip.core.settings import Settings, lines_of, separated, setting, split
 from tightlip.corpus.canary_templates import DIGIT_POOL, Pools, Template, read_template
 from tightlip.corpus.history import metadata_of
 from tightlip.corpus.prepare_config import ColumnSettings
-from tightlip.corpus.readers import Corpus, DocumentBatch, open_corpus
-from tightlip.corpus.tables import AttributeTypes, TableWriter
+from tightlip.corpus.readers import Corpus, open_corpus
+from tightlip.corpus.tables import AttributeTypes, DocumentBatch, TableWriter
 
 CORPUS, KEY = "corpus.parquet", "key.json"
 # Mireshghallah et al. 2021, appendix: five random words, 14 canaries a user, 195 copies.

@@ -24,7 +24,7 @@ import numpy as np
 
 from tightlip.core.errors import UsageError
 from tightlip.corpus.encoding import pieces
-from tightlip.corpus.readers import DocumentBatch
+from tightlip.corpus.tables import DocumentBatch
 from tightlip.corpus.tokens import spread
 
 NameFinder = Callable[[str], list[tuple[int, int]]]

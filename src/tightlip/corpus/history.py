@@ -18,7 +18,7 @@ import pyarrow as pa
 
 from tightlip.core import register
 from tightlip.core.files import read_json, read_sealed
-from tightlip.core.guarantees import OWN_RECORD
+from tightlip.core.register import OWN_RECORD
 from tightlip.core.run_folder import RunRecord, run_around
 from tightlip.corpus.formats import parquet_files
 

@@ -16,9 +16,9 @@ from tightlip.core.progress import task
 from tightlip.corpus.cleaning import Cleaner
 from tightlip.corpus.formats import File, parquet_files, rows_of
 from tightlip.corpus.prepare_config import PrepareConfig, check_owners, check_split, splitter_for
-from tightlip.corpus.readers import Corpus, DocumentBatch
+from tightlip.corpus.readers import Corpus
 from tightlip.corpus.rendered import SPOKEN, RolesReader, RoleTokens, template_of
-from tightlip.corpus.tables import AttributeTypes, TableWriter
+from tightlip.corpus.tables import AttributeTypes, DocumentBatch, TableWriter
 from tightlip.corpus.tokens import write_role_tokens
 
 _AT_ONCE = 500
@@ -120,7 +120,9 @@ class _Rows:
             while some := list(islice(documents, _AT_ONCE)):
                 self.per_user.update(row.user for row in some)
                 beside = [row.beside | {SPOKEN: ""} for row in some]
-                self._types.add(_batch([row.user for row in some], [""] * len(some), beside))
+                self._types.add(
+                    DocumentBatch.of([row.user for row in some], [""] * len(some), beside)
+                )
                 bar.advance(len(some))
         check_owners(self._types.has_co_owners, config)
 
@@ -142,7 +144,9 @@ class _Rows:
         splitter = splitter_for(self.per_user, self.config)
         while some := list(islice(documents, _AT_ONCE)):
             users, texts = [one.user for one in some], [one.content.decode() for one in some]
-            batch = _batch(users, texts, [one.beside | {SPOKEN: one.spoken} for one in some])
+            batch = DocumentBatch.of(
+                users, texts, [one.beside | {SPOKEN: one.spoken} for one in some]
+            )
             self._cleaner.clean(batch)
             kept = [out == held_out for out in map(splitter.is_held_out, users, texts)]
             table.write(batch, kept)
@@ -150,9 +154,3 @@ class _Rows:
 
     def statistics(self) -> dict[str, Any]:
         return self._cleaner.statistics(self.corpus.num_skipped)
-
-
-def _batch(users: list[str], texts: list[str], beside: list[dict[str, Any]]) -> DocumentBatch:
-    names = dict.fromkeys(name for each in beside for name in each)
-    attributes = {name: [each.get(name) for each in beside] for name in names}
-    return DocumentBatch(users=users, texts=texts, attributes=attributes)

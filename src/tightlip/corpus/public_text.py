@@ -27,9 +27,10 @@ from tightlip.corpus.history import (
     people_in,
     sources_of,
 )
+from tightlip.corpus.owners import columns_there
 from tightlip.corpus.prepare import PreparedCorpus, open_prepared
 from tightlip.corpus.prepare_config import BadRows, ColumnSettings
-from tightlip.corpus.readers import Corpus, Part, columns_there, open_corpus
+from tightlip.corpus.readers import Corpus, Part, open_corpus
 from tightlip.corpus.shared_text import Several, Shared, shared_text
 
 NOBODY = ""

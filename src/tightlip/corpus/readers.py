@@ -6,15 +6,12 @@ table already in memory. Of one file only one batch is held as Python objects at
 are read ahead, a few batches of each.
 """
 
-import difflib
-import re
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from hashlib import sha256
-from itertools import compress, islice
-from numbers import Integral
+from itertools import islice
 from pathlib import Path
 from queue import Full, Queue
 from threading import Event, Thread
@@ -26,12 +23,12 @@ from tightlip.core.checksums import checked
 from tightlip.core.errors import UsageError
 from tightlip.core.files import digest_of_files, store_address
 from tightlip.core.stores import AT_ONCE, place_of
+from tightlip.corpus import owners
 from tightlip.corpus.conversations import Document, columns_read, documents_of, format_of
 from tightlip.corpus.formats import (
     MAX_BATCH_BYTES,
     MAX_BATCH_ROWS,
     MAX_COLUMNS,
-    NOT_UTF8,
     Columns,
     Fault,
     File,
@@ -46,30 +43,10 @@ from tightlip.corpus.formats import (
     too_many_columns,
 )
 from tightlip.corpus.history import history_of
-from tightlip.corpus.owners import Writer
 from tightlip.corpus.prepare_config import ColumnSettings, TextSettings
+from tightlip.corpus.tables import DocumentBatch, row_size
 
 _KINDS = ".parquet, .jsonl, .jsonl.gz, .jsonl.zst, .csv or a directory saved by datasets"
-
-
-@dataclass(frozen=True, kw_only=True)
-class DocumentBatch:
-    """Some documents in order: who wrote each, its text, and its further columns."""
-
-    users: list[str]
-    texts: list[str]
-    attributes: dict[str, list] = field(default_factory=dict)
-
-    def __len__(self) -> int:
-        return len(self.users)
-
-    def where(self, keep: Sequence[bool]) -> "DocumentBatch":
-        """Those of the documents where `keep` is true."""
-        return DocumentBatch(
-            users=list(compress(self.users, keep)),
-            texts=list(compress(self.texts, keep)),
-            attributes={n: list(compress(v, keep)) for n, v in self.attributes.items()},
-        )
 
 
 @dataclass(frozen=True)
@@ -83,6 +60,10 @@ class Part:
 
     def rows(self) -> Iterator[tuple[int, Row]]:
         return one_by_one(self.chunks())
+
+    def row(self, number: int) -> str:
+        """What a row is called in errors."""
+        return f"{self.name}, row {number}"
 
 
 @dataclass(frozen=True)
@@ -176,15 +157,15 @@ class Corpus:
     def _documents_of(
         self, part: Part, number: int, row: dict[str, Any]
     ) -> list[RawDocument] | Fault:
-        if fault := self._user_fault(part, number, row):
+        where, column = part.row(number), self._user_column
+        if fault := owners.user_fault(row, column, where, is_csv=part.empty_is_null):
             return fault
         found = documents_of(row, self.format, self._text_column)
         if isinstance(found, Fault):
             return found
-        user, where = row[self._user_column], f"{part.name}, row {number}"
-        own = {self._user_column, *columns_read(self.format, self._text_column)}
+        own = {column, *columns_read(self.format, self._text_column)}
         beside = {name: value for name, value in row.items() if name not in own}
-        return [RawDocument(user, where, document, beside) for document in found]
+        return [RawDocument(row[column], where, document, beside) for document in found]
 
     def columns_beside(self) -> Iterator[dict[str, Any]]:
         """Of each document the columns that are neither its user nor its text."""
@@ -238,7 +219,7 @@ class Corpus:
         return digest.hexdigest()
 
     def _refuse_or_count(self, part: Part, number: int, fault: Fault) -> None:
-        line = f"{part.name}, row {number} {fault.because}."
+        line = f"{part.row(number)} {fault.because}."
         if self._bad_rows == "error":
             raise UsageError(f"{line} Fix it, or skip and count such rows: --bad-rows skip")
         self._first_fault = self._first_fault or line
@@ -248,14 +229,10 @@ class Corpus:
         self, part: Part, number: int, row: dict[str, Any]
     ) -> list[dict[str, Any]] | Fault:
         """The row, its user and text plain strings, or what is wrong with it."""
-        if fault := self._user_fault(part, number, row):
-            return fault
-        name = self._text_column
-        if row.get(name) is None:
-            return _missing(name, row, part)
-        if not isinstance(row[name], str | Fault):
-            row[name] = _text(row[name], name, f"{part.name}, row {number}")
-        return _not_utf8(row) or [row]
+        where, is_csv = part.row(number), part.empty_is_null
+        fault = owners.user_fault(row, self._user_column, where, is_csv=is_csv)
+        fault = fault or owners.text_fault(row, self._text_column, where, is_csv=is_csv)
+        return fault or [row]
 
     def _plain(self, columns: Columns) -> DocumentBatch | None:
         """Rows of which every user and text is a string, and whatever else can be read."""
@@ -266,29 +243,10 @@ class Corpus:
             return None
         return DocumentBatch(users=users, texts=texts, attributes=by_name)
 
-    def _user_fault(self, part: Part, number: int, row: dict[str, Any]) -> Fault | None:
-        """What is wrong with a row's user, which becomes a plain string."""
-        where, name = f"{part.name}, row {number}", self._user_column
-        if row.get(name) is None:
-            return _missing(name, row, part)
-        if isinstance(row[name], list | tuple):
-            row[name] = _owners(row[name], name, where)
-        if not isinstance(row[name], str | Fault):
-            row[name] = _user(row[name], name, where)
-        if isinstance(row[name], Fault):
-            return row[name]
-        if part.empty_is_null and not row[self._user_column]:
-            return Fault(f"has nothing in column {self._user_column!r}")
-        if part.empty_is_null and re.fullmatch(r"-?\d+\.0", row[self._user_column]):
-            raise _float_users(where, self._user_column)  # CSV is all text
-        return _not_utf8(row)
-
     def _batch(self, rows: list[dict[str, Any]]) -> DocumentBatch:
         users = [row.pop(self._user_column) for row in rows]
         texts = [row.pop(self._text_column) for row in rows]
-        names = dict.fromkeys(name for row in rows for name in row)
-        attributes = {name: [row.get(name) for row in rows] for name in names}
-        return DocumentBatch(users=users, texts=texts, attributes=attributes)
+        return DocumentBatch.of(users, texts, rows)
 
     def _nothing_here(self) -> str:
         if not self.num_skipped:
@@ -312,7 +270,7 @@ def open_corpus(source: Any, **settings: Any) -> Corpus:
             there = checked(file) if isinstance(file, Path) else file
             schema = columns_of(there) if file.stat().st_size else None
             if schema is not None:
-                _check_columns(str(file), schema, columns)
+                owners.check_columns(str(file), schema, columns)
         name, parts = store_address(source) or str(source), [_file_part(file) for file in files]
     else:
         name, parts = _in_memory(source, columns)
@@ -431,7 +389,7 @@ def _in_memory(source: Any, columns: TextSettings) -> tuple[str, list[Part]]:
     if _is_dataset(source):
         batches = source.with_format("arrow").iter
         name = "the dataset given"
-        _check_columns(name, source.features.arrow_schema, columns)
+        owners.check_columns(name, source.features.arrow_schema, columns)
         chunks = lambda: table_chunks(b for t in batches(MAX_BATCH_ROWS) for b in t.to_batches())  # noqa: E731
         return name, [Part(name, chunks)]
     if not isinstance(source, pa.Table):
@@ -439,16 +397,14 @@ def _in_memory(source: Any, columns: TextSettings) -> tuple[str, list[Part]]:
             f"A corpus cannot be read from a {type(source).__name__}. Give a path, a pyarrow Table, "
             "a pandas DataFrame, a datasets.Dataset, or a list of dicts or (user, text) pairs."
         )
-    _check_columns(name, source.schema, columns)
+    owners.check_columns(name, source.schema, columns)
     table = source
     return name, [Part(name, lambda: table_chunks(iter(table.to_batches())))]
 
 
 def _is_dataset(source: Any) -> bool:
     """Whether it is a `datasets.Dataset`, by its look: the library need not be there."""
-    return (
-        hasattr(source, "with_format") and hasattr(source, "features") and hasattr(source, "iter")
-    )
+    return all(hasattr(source, name) for name in ("with_format", "features", "iter"))
 
 
 def _from_pandas(frame: Any) -> pa.Table:
@@ -469,114 +425,3 @@ def _listed_rows(rows: Iterable[Any], user: str, text: str) -> Iterator[tuple[in
             yield number, {user: row[0], text: row[1]}
         else:
             yield number, Fault("is neither a dict nor a (user, text) pair")
-
-
-def _check_columns(where: str, schema: pa.Schema, columns: TextSettings) -> None:
-    user_column, text_column = columns.user_column, columns.text_column
-    of_chats = columns.format not in ("auto", "text")
-    of_chats |= columns.format == "auto" and format_of(schema.names, text_column) is not None
-    needed = [("user", user_column), *([] if of_chats else [("text", text_column)])]
-    for role, name in needed:
-        if name not in schema.names:
-            raise UsageError(
-                f"{where} has no column {name!r}. {columns_there(schema.names, name)} "
-                f"Name it with --{role}-column."
-            )
-        if schema.names.count(name) > 1:
-            raise UsageError(f"{where} has two columns {name!r}. Rename one of them.")
-    kind = schema.field(user_column).type
-    if pa.types.is_floating(kind):
-        raise _float_users(where, user_column)
-
-
-def _float_users(where: str, column: str) -> UsageError:
-    return UsageError(
-        f"{where} has floating-point numbers in its user column {column!r}, and 12.0 or 1e16 name nobody safely. pandas "
-        "turns an integer column with gaps into floats: use astype('Int64') or astype(str) before saving."
-    )
-
-
-def columns_there(names: Iterable[str], wanted: str = "", *, is_csv: bool = False) -> str:
-    """Which columns there are, for whoever gave another name.
-
-    Of CSV only how many: without a header the first line is somebody's text. Nor are names told
-    that are none a column usually has: keys of JSON may be anything.
-    """
-    available = [str(there) for there in names]
-    if is_csv:
-        return f"It has {len(available)} columns, and its first line must name them."
-    usual = [name for name in available if re.fullmatch(r"[A-Za-z_][A-Za-z0-9_.-]{0,30}", name)]
-    others = len(available) - len(usual)
-    told = [*usual, *([f"{others} with names that may be text"] if others else [])]
-    close = difflib.get_close_matches(wanted, usual, n=1)
-    closest = f" Closest: {close[0]}." if close else ""
-    return f"Columns there: {', '.join(told) or 'none'}.{closest}"
-
-
-def _not_utf8(row: dict[str, Any]) -> Fault | None:
-    bad = (
-        value is NOT_UTF8 or (isinstance(value, str) and not _encodes(value))
-        for value in row.values()
-    )
-    return NOT_UTF8 if any(bad) else None
-
-
-def _missing(name: str, row: dict[str, Any], part: Part) -> Fault:
-    if name in row:
-        return Fault(f"has null in column {name!r}")
-    there = columns_there(row, name, is_csv=part.empty_is_null)
-    return Fault(f"has no column {name!r} ({there[:-1]})")
-
-
-def _owners(values: Sequence[Any], column: str, where: str) -> str | Fault:
-    """The writer of a text with its other owners, or what is wrong with the list of them."""
-    if not values:
-        return Fault(f"has an empty list of owners in column {column!r}")
-    if any(value is None or value == "" for value in values):
-        return Fault(f"has null or an empty name among the owners in column {column!r}")
-    names = [each if isinstance(each, str) else _user(each, column, where) for each in values]
-    if not all(map(_encodes, names)):
-        return NOT_UTF8
-    if len({*names}) < len(names):
-        return Fault(f"names an owner twice in column {column!r}")
-    return Writer(names) if names[1:] else names[0]
-
-
-def _user(value: Any, column: str, where: str) -> str:
-    if isinstance(value, Integral) and not isinstance(value, bool):
-        return str(int(value))
-    if isinstance(value, float):
-        raise _float_users(where, column)
-    raise UsageError(
-        f"{where} has a {type(value).__name__} in its user column {column!r}. Users are strings or integers, or lists of them."
-    )
-
-
-def _text(value: Any, column: str, where: str) -> str | Fault:
-    if isinstance(value, bytes):
-        try:
-            return value.decode("utf-8")
-        except UnicodeDecodeError:
-            return NOT_UTF8
-    raise UsageError(
-        f"{where} has a {type(value).__name__} in its text column {column!r}. Texts are strings; "
-        "is it another column? --text-column"
-    )
-
-
-def row_size(row: dict[str, Any]) -> int:
-    """Characters in all strings of a row, however deep, and one for everything else."""
-    size, waiting = 0, list(row.values())
-    while waiting:
-        value = waiting.pop()
-        size += len(value) if isinstance(value, str) else 1
-        if isinstance(value, list | dict):
-            waiting += value.values() if isinstance(value, dict) else value
-    return size
-
-
-def _encodes(text: str) -> bool:
-    try:
-        return text.isascii() or bool(text.encode("utf-8"))
-    except UnicodeEncodeError:
-        return False

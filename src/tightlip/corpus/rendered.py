@@ -13,8 +13,9 @@ from tightlip.core.errors import UsageError
 from tightlip.corpus.conversations import Conversation, PlainText, TokenRow, places_of
 from tightlip.corpus.encoding import Encoder
 from tightlip.corpus.prepare_config import TextSettings
-from tightlip.corpus.readers import Corpus, DocumentBatch, RawDocument
+from tightlip.corpus.readers import Corpus, RawDocument
 from tightlip.corpus.rendering import Renderer, TemplateError
+from tightlip.corpus.tables import DocumentBatch
 
 # The first is of what no message says, the last of roles that have no usual name: a report without
 # text must not tell what somebody wrote in a role's place.

@@ -16,7 +16,8 @@ from typing import Protocol
 
 import numpy as np
 
-from tightlip.corpus.readers import Corpus, DocumentBatch, open_corpus
+from tightlip.corpus.readers import Corpus, open_corpus
+from tightlip.corpus.tables import DocumentBatch
 
 RUN = 5  # words that stand together
 FEWEST_RUNS = 4  # of a document whose runs are looked at: eight words

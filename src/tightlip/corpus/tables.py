@@ -1,18 +1,57 @@
-"""Documents as Parquet: user, text, then the further columns under one type each."""
+"""Documents in batches, and as Parquet: user, text, then the further columns under one type each."""
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import compress
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import pyarrow as pa
 import pyarrow.parquet
 
 from tightlip.core.checksums import checked
 from tightlip.corpus.owners import has_co_owners, owners_of
-from tightlip.corpus.readers import DocumentBatch
 
 _ROW_GROUP_BYTES = 32_000_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class DocumentBatch:
+    """Some documents in order: who wrote each, its text, and its further columns."""
+
+    users: list[str]
+    texts: list[str]
+    attributes: dict[str, list] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, users: list[str], texts: list[str], beside: list[dict[str, Any]]) -> Self:
+        """Documents with what else their rows hold, null where one does not have it."""
+        names = dict.fromkeys(name for row in beside for name in row)
+        attributes = {name: [row.get(name) for row in beside] for name in names}
+        return cls(users=users, texts=texts, attributes=attributes)
+
+    def __len__(self) -> int:
+        return len(self.users)
+
+    def where(self, keep: Sequence[bool]) -> "DocumentBatch":
+        """Those of the documents where `keep` is true."""
+        return DocumentBatch(
+            users=list(compress(self.users, keep)),
+            texts=list(compress(self.texts, keep)),
+            attributes={n: list(compress(v, keep)) for n, v in self.attributes.items()},
+        )
+
+
+def row_size(row: dict[str, Any]) -> int:
+    """Characters in all strings of a row, however deep, and one for everything else."""
+    size, waiting = 0, list(row.values())
+    while waiting:
+        value = waiting.pop()
+        size += len(value) if isinstance(value, str) else 1
+        if isinstance(value, list | dict):
+            waiting += value.values() if isinstance(value, dict) else value
+    return size
 
 
 def stored_column(path: Path, name: str) -> list[Any]:

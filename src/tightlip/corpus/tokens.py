@@ -33,7 +33,7 @@ from tightlip.core.files import damage_in_words, folder_written_whole, read_json
 from tightlip.core.progress import task
 from tightlip.corpus.encoding import Encoder, tokenizer_fingerprint
 from tightlip.corpus.owners import Writer, owners_of
-from tightlip.corpus.readers import DocumentBatch
+from tightlip.corpus.tables import DocumentBatch
 
 _COUNTED_AT_ONCE = 4_000_000
 _SIZE = struct.Struct("<q").pack

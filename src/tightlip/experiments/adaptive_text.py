@@ -23,8 +23,8 @@ from tightlip.corpus.prepare_config import ColumnSettings
 from tightlip.corpus.privacy_weights import FOLDER as WEIGHTS
 from tightlip.corpus.privacy_weights import PUBLIC_LOG_PERPLEXITIES, PrivacyWeights
 from tightlip.corpus.public_text import TextColumn, open_public
-from tightlip.corpus.readers import Corpus, DocumentBatch, open_corpus
-from tightlip.corpus.tables import TableWriter, stored_column
+from tightlip.corpus.readers import Corpus, open_corpus
+from tightlip.corpus.tables import DocumentBatch, TableWriter, stored_column
 from tightlip.corpus.vocabulary import words_by_frequency
 from tightlip.training.config import RunOptions
 from tightlip.training.run import train

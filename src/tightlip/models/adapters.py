@@ -24,7 +24,6 @@ from tightlip.core.errors import UsageError
 from tightlip.core.files import read_json
 from tightlip.models import folders
 from tightlip.models.checks import check_size, first_of, usage_errors, without_memory
-from tightlip.models.gguf import gguf_file
 from tightlip.models.loading import read_configuration
 
 WEIGHTS = "adapter_model.safetensors"
@@ -234,7 +233,7 @@ def _named_base(path: Path, named: Any) -> Path:
 
 
 def _check_base(folder: Path, base: Path) -> None:
-    if folders.is_adapter(base) or gguf_file(base) is not None:
+    if folders.is_adapter(base) or folders.gguf_file(base) is not None:
         kind = "an adapter itself" if folders.is_adapter(base) else "a GGUF file"
         raise UsageError(f"{base} is {kind}, and {folder} needs a model's folder as its base.")
     config = read_configuration(base)

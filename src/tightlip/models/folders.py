@@ -13,13 +13,31 @@ from torch import Tensor, nn
 from tightlip.core.checksums import checked
 from tightlip.core.errors import UsageError
 from tightlip.core.files import digest_of_files, read_json
-from tightlip.models.gguf import gguf_file
 
+GGUF_SUFFIX = ".gguf"
 INDEX = "model.safetensors.index.json"
 ADAPTER_CONFIG = "adapter_config.json"
 # Pickles that a Trainer leaves beside the weights. They are never opened.
 OF_TRAINING = re.compile(r"(training_args|optimizer|scheduler|scaler|rng_state(_\d+)?)\.(bin|pth?)")
 TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json")
+
+
+def gguf_file(path: Path) -> Path | None:
+    """The GGUF file that `path` is, or is a folder of; None where it is something else.
+
+    A folder with a config.json is a Hugging Face model, whatever else lies there.
+    """
+    if path.suffix.lower() == GGUF_SUFFIX and not path.is_dir():
+        return path
+    if not path.is_dir() or (path / "config.json").is_file():
+        return None
+    files = sorted(each for each in path.iterdir() if each.suffix.lower() == GGUF_SUFFIX)
+    if len(files) > 1:
+        named = ", ".join(each.name for each in files[:4])
+        raise UsageError(
+            f"{path} holds {len(files)} GGUF files ({named}), and each is a model of its own. Give the path of one."
+        )
+    return files[0] if files else None
 
 
 def check_folder(folder: Path, *, may_lack: str | None = None) -> None:

@@ -8,8 +8,7 @@ from typing import Any
 
 from tightlip.core.errors import UsageError
 from tightlip.core.figures import NO_ARITHMETIC
-from tightlip.core.guarantees import guarantee_beside
-from tightlip.core.register import as_it_stands
+from tightlip.core.register import as_it_stands, guarantee_beside
 from tightlip.core.run_folder import LEDGER, RunRecord, is_run, open_run
 from tightlip.core.settings import takes
 from tightlip.privacy.accounting import (

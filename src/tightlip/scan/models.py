@@ -32,13 +32,13 @@ from tightlip.models.adapters import (
 )
 from tightlip.models.folders import (
     files_fingerprint,
+    gguf_file,
     has_tokenizer,
     is_adapter,
     model_fingerprint,
     state_fingerprint,
     stored_shapes,
 )
-from tightlip.models.gguf import gguf_file
 from tightlip.models.loading import (
     is_quantised_as,
     load_causal_lm,

@@ -22,7 +22,7 @@ from tightlip.core.devices import (
 )
 from tightlip.core.errors import UsageError
 from tightlip.core.progress import log
-from tightlip.models.quantised import rounding_of
+from tightlip.models.checks import rounding_of
 from tightlip.scan.scorers import PLAIN, Scorer
 
 DEFAULT_WINDOW = 2048  # for models that name no limit and carry no state of ours

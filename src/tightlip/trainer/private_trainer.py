@@ -22,9 +22,9 @@ from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import SaveStrategy, TrainOutput
 
 from tightlip.core.errors import GuaranteeError, UsageError
-from tightlip.core.guarantees import weights_in
 from tightlip.core.processes import Processes
 from tightlip.core.progress import log
+from tightlip.core.register import weights_in
 from tightlip.core.run_folder import LEDGER
 from tightlip.privacy.asking import refuse_hooks
 from tightlip.privacy.ledger import read_ledger

@@ -14,7 +14,7 @@ from huggingface_hub.errors import HFValidationError
 from tightlip.core.errors import GuaranteeError, UsageError
 from tightlip.core.figures import counted
 from tightlip.core.files import read_json, write_json, write_text
-from tightlip.core.guarantees import OWN_RECORD, guarantee_beside, weights_in
+from tightlip.core.register import OWN_RECORD, guarantee_beside, weights_in
 from tightlip.privacy.ledger import read_ledger
 from tightlip.privacy.people import Record, composable, runs_before
 from tightlip.privacy.private_training import PrivateTraining

@@ -173,7 +173,6 @@ class Batch:
     labels_BT: Tensor
     places_N: Tensor  # of the targets, in `targets` laid out flat
     target_ids_N: Tensor
-    users_B: Tensor
     num_inputs_B: Tensor
 
     @property
@@ -219,7 +218,6 @@ def gather(rows: Rows, chosen: np.ndarray, *, widths: tuple[int, ...] = ()) -> B
         labels_BT=torch.from_numpy(labels_BT),
         places_N=torch.from_numpy(places_N),
         target_ids_N=torch.from_numpy(targets[places_N]),
-        users_B=torch.from_numpy(rows.users[chosen].astype(np.int64)),
         num_inputs_B=torch.from_numpy(rows.num_inputs[chosen].astype(np.int64)),
     )
 

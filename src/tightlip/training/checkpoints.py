@@ -20,8 +20,8 @@ from torch.optim import Optimizer
 
 from tightlip.core import run_folder
 from tightlip.core.errors import UsageError
-from tightlip.core.estimates import bytes_in_words, free_disk
 from tightlip.core.processes import Processes
+from tightlip.core.progress import bytes_in_words, free_disk, size_of
 from tightlip.privacy.shards import is_shard
 from tightlip.training.lora import adapter_tensors, has_adapters
 from tightlip.training.mitigations import Mitigation
@@ -195,7 +195,7 @@ def check_disk(out: Path, model: nn.Module, plan: Plan, recipe: Recipe) -> None:
     """Refuse a run that will not find room for its snapshots, before anything is charged for it."""
     weights = sum(each.nbytes for each in model_tensors(model).values())
     trained = sum(each.nbytes for each in model.parameters() if each.requires_grad)
-    one = weights + _size_of(Path(recipe.tokenizer.name_or_path), "*")
+    one = weights + size_of(Path(recipe.tokenizer.name_or_path), "*")
     keep = recipe.options.keep_snapshots
     # A new one is whole before the first of those kept goes.
     planned = plan.num_snapshots if keep is None else min(plan.num_snapshots, keep + 1)
@@ -203,7 +203,7 @@ def check_disk(out: Path, model: nn.Module, plan: Plan, recipe: Recipe) -> None:
     copies = 2 + (recipe.config.average_weights is not None)  # of what is trained, in a checkpoint
     needed = one * (left + 1) + 2 * (weights + copies * trained)  # and the model, two checkpoints
     if recipe.options.merge:
-        needed += _size_of(Path(recipe.config.model), "*.safetensors")
+        needed += size_of(Path(recipe.config.model), "*.safetensors")
     free = free_disk(out)
     if needed > free:
         raise UsageError(
@@ -211,10 +211,6 @@ def check_disk(out: Path, model: nn.Module, plan: Plan, recipe: Recipe) -> None:
             f"{bytes_in_words(one)} each, the model and what a stopped run goes on from. Keep fewer (--keep-snapshots 2, "
             "--snapshot none), train adapters (--lora 16), or give a folder on a larger disk (--out)."
         )
-
-
-def _size_of(folder: Path, pattern: str) -> int:
-    return sum(path.stat().st_size for path in folder.glob(pattern) if path.is_file())
 
 
 class RunningLoss:

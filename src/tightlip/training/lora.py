@@ -12,10 +12,9 @@ from transformers.pytorch_utils import Conv1D
 
 from tightlip.core.errors import GuaranteeError, UsageError
 from tightlip.core.files import read_json, write_json
-from tightlip.models.folders import ADAPTER_CONFIG
-from tightlip.models.gguf import gguf_file
+from tightlip.models.checks import is_quantised
+from tightlip.models.folders import ADAPTER_CONFIG, gguf_file
 from tightlip.models.loading import load_causal_lm, read_configuration
-from tightlip.models.quantised import is_quantised
 from tightlip.models.recurrent import RecurrentForCausalLM
 from tightlip.privacy.per_unit import keep_differentiable
 from tightlip.training.config import TrainConfig

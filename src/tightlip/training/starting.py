@@ -13,9 +13,8 @@ from transformers.modeling_utils import PreTrainedModel
 from tightlip.core.errors import TightlipError, UsageError
 from tightlip.core.figures import guarantee_words, shown_first, standing_words
 from tightlip.core.files import folder_written_whole, read_json, read_text, write_json, write_text
-from tightlip.core.guarantees import OWN_RECORD, guarantee_beside
 from tightlip.core.processes import Processes
-from tightlip.core.register import taken_back
+from tightlip.core.register import OWN_RECORD, guarantee_beside, taken_back
 from tightlip.core.run_folder import LEDGER, MERGED, MODEL, RunRecord, run_around, write_ledger
 from tightlip.corpus.encoding import tokenizer_fingerprint
 from tightlip.corpus.history import learnt_from

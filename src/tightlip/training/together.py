@@ -20,7 +20,7 @@ from tightlip.core.devices import usable_device
 from tightlip.core.errors import UsageError
 from tightlip.core.processes import Processes
 from tightlip.core.progress import log
-from tightlip.models.quantised import is_quantised
+from tightlip.models.checks import is_quantised
 from tightlip.models.recurrent import RecurrentForCausalLM
 from tightlip.privacy.shards import is_shard
 from tightlip.training.config import RunOptions, TrainConfig

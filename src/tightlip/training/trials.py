@@ -21,10 +21,10 @@ import numpy as np
 from tightlip.core import files, run_folder
 from tightlip.core.errors import GuaranteeError, UsageError
 from tightlip.core.figures import rounded_up
-from tightlip.core.guarantees import OWN_RECORD
 from tightlip.core.processes import Processes
 from tightlip.core.progress import log, task, unseen
 from tightlip.core.randomness import keyed_generator
+from tightlip.core.register import OWN_RECORD
 from tightlip.core.registry import look_up
 from tightlip.core.settings import Settings, read_toml, setting
 from tightlip.corpus.prepare import PreparedCorpus

@@ -18,8 +18,9 @@ from tightlip.core.run_folder import CONFIG
 from tightlip.core.settings import read_toml
 from tightlip.corpus.bundled import demo_speeches
 from tightlip.corpus.formats import columns_of, kind_of, rows_of
+from tightlip.corpus.owners import columns_there
 from tightlip.corpus.prepare_config import ColumnSettings
-from tightlip.corpus.readers import Corpus, columns_there, open_corpus
+from tightlip.corpus.readers import Corpus, open_corpus
 from tightlip.vectors.categories import LEFT_OUT, Categories, categories, span_of
 from tightlip.vectors.settings import RepresentSettings
 

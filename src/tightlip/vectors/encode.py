@@ -19,11 +19,11 @@ from tightlip.core.progress import task
 from tightlip.core.randomness import keyed_generator
 from tightlip.core.settings import split_settings, takes
 from tightlip.corpus.prepare_config import ColumnSettings
+from tightlip.vectors import halves
 from tightlip.vectors.data import Columns, open_source, read_columns
 from tightlip.vectors.extractors import Raw, made_ahead
 from tightlip.vectors.grid_noise import GridNoise
 from tightlip.vectors.guarantees import VectorMechanism, costs
-from tightlip.vectors.halves import DEVICE, GUARANTEE, check_files, load_extractor, read_half
 from tightlip.vectors.masking import (
     Marked,
     Masking,
@@ -148,17 +148,15 @@ class Device:
 def load_device(folder: Path | str, *, runtime: Runtime = EncodeSettings.runtime) -> Device:
     """The device's half in `folder`, its guarantee checked against the noise it will add."""
     folder = Path(folder)
-    about = read_half(folder, DEVICE)
+    about = halves.read_half(folder, halves.DEVICE)
     mechanism = VectorMechanism.from_record(about["guarantee"])
     _check_guarantee(folder, about, mechanism)
     extractor: RawVectors
     if runtime == "onnx":
-        from tightlip.vectors.onnx_export import OnnxExtractor
-
-        check_files(folder, about, weights=False)
-        extractor = OnnxExtractor(folder)
+        halves.check_files(folder, about, weights=False)
+        extractor = halves.OnnxExtractor(folder)
     elif runtime == "torch":
-        extractor = load_extractor(folder)
+        extractor = halves.load_extractor(folder)
     else:
         raise UsageError(f"Unknown runtime {runtime!r}. Available: torch, onnx.")
     return Device(extractor, mechanism, mask_word=about["mask_word"], pair=about["pair"])
@@ -170,7 +168,7 @@ def _check_guarantee(folder: Path, about: dict[str, Any], mechanism: VectorMecha
             f"{folder} makes vectors of {about['dimensions']} dimensions, and its guarantee is for "
             f"{mechanism.dimensions}. Copy the folder again, or train again."
         )
-    beside = folder / GUARANTEE
+    beside = folder / halves.GUARANTEE
     if beside.is_file() and read_json(beside) != about["guarantee"]:
         raise UsageError(
             f"{beside} and device.json state different guarantees. Copy the folder again, or train again."

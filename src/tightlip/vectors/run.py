@@ -19,9 +19,8 @@ from tightlip.corpus.prepare_config import ColumnSettings
 from tightlip.models.folders import model_fingerprint
 from tightlip.vectors.data import CORPUS, Examples, Source, open_source, read_examples, write_corpus
 from tightlip.vectors.extractors import checked_folder
-from tightlip.vectors.halves import DEVICE, SERVER, read_half
+from tightlip.vectors.halves import DEVICE, SERVER, export_onnx, read_half
 from tightlip.vectors.learning import METRICS, Training
-from tightlip.vectors.onnx_export import export_onnx
 from tightlip.vectors.settings import RepresentOptions, RepresentSettings
 
 SUMMARY = "summary.json"

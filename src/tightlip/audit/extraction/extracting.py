@@ -29,8 +29,8 @@ from tightlip.core.engines import Engine
 from tightlip.core.errors import UsageError
 from tightlip.core.figures import count
 from tightlip.core.files import claimed, make_private_folder, write_json
-from tightlip.core.guarantees import guarantee_of
 from tightlip.core.progress import task
+from tightlip.core.register import guarantee_of
 from tightlip.core.settings import bytes_from, split_settings
 from tightlip.corpus.opening import CorpusSource
 from tightlip.corpus.prepare_config import TextSettings

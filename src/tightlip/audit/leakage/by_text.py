@@ -36,9 +36,9 @@ from tightlip.core.errors import UsageError
 from tightlip.core.files import written_whole
 from tightlip.core.progress import task
 from tightlip.corpus.encoding import Encoder
-from tightlip.corpus.readers import DocumentBatch
 from tightlip.corpus.rendered import SPOKEN
 from tightlip.corpus.shared_text import Documents
+from tightlip.corpus.tables import DocumentBatch
 from tightlip.corpus.tokens import GrowingArray, TokenizedCorpus, mapped
 
 _NO_QUERYS_WORD = 0  # the number of every word that no unique sequence has

@@ -15,8 +15,16 @@ from tightlip.audit.leakage.summary import LeakageReport
 from tightlip.audit.settings import LeakageConfig
 from tightlip.core.engines import EngineSettings
 from tightlip.core.errors import UsageError
-from tightlip.core.estimates import Estimate, free_disk, most_gpu_memory, most_memory, size_of
-from tightlip.core.progress import task, timed_tasks, unseen
+from tightlip.core.progress import (
+    Estimate,
+    free_disk,
+    most_gpu_memory,
+    most_memory,
+    size_of,
+    task,
+    timed_tasks,
+    unseen,
+)
 from tightlip.core.settings import bytes_from, names_in, split_settings
 from tightlip.corpus.opening import CorpusSource
 from tightlip.corpus.prepare_config import ColumnSettings, TextSettings

@@ -27,7 +27,7 @@ from tightlip.core.files import (
     write_json,
     write_text,
 )
-from tightlip.core.guarantees import guarantee_of
+from tightlip.core.register import guarantee_of
 from tightlip.core.run_folder import SNAPSHOTS, RunRecord, Snapshot, is_run, is_snapshot_name
 from tightlip.corpus.encoding import special_ids
 from tightlip.corpus.opening import CorpusSource, finished_run, open_run_corpus, tokenised_for

@@ -22,20 +22,8 @@ from tightlip.report.kit.table import (
     range_words,
     share_words,
 )
-from tightlip.report.vectors.words import (
-    ATTACKER_NAMES,
-    Result,
-    RunColumn,
-    attack_table,
-    columns_of,
-    findings,
-    headline,
-    notes_of,
-    promise_words,
-    releases_words,
-    setting_words,
-    value_names,
-)
+from tightlip.report.vectors import words
+from tightlip.report.vectors.words import Result, RunColumn
 
 MOST_GROUPS = 12
 OPEN_RUNS = 2  # of more runs the details begin folded
@@ -146,7 +134,7 @@ def _series(
 
 def _tip(run: str, result: Result, name: str, figure: Figure) -> str:
     ends = f" ({ends})" if (ends := range_words(figure)) else ""
-    return f"{run} ({setting_words(result)}), {name}: {share_words(figure)}{ends}"
+    return f"{run} ({words.setting_words(result)}), {name}: {share_words(figure)}{ends}"
 
 
 def _whisker(plot: Plot, x: float, axis: Axis, figure: Figure, kind: str) -> None:
@@ -182,7 +170,7 @@ def tradeoff(columns: Sequence[RunColumn]) -> Markup | None:
     labels = Labels(plot, places)
     for (column, main, privacy), (x, y) in zip(known, places, strict=True):
         kind = "private" if column.first["guarantee"].get("epsilon") is not None else "open"
-        setting = setting_words(column.first)
+        setting = words.setting_words(column.first)
         tip = f"{column.name} ({setting}): main task {share_words(main)}, 1 − X {share_words(privacy)}"
         plot.draw("circle", cx=x, cy=y, r=5, class_=f"run {kind}", tip=tip)
         labels.draw(setting, x, y)
@@ -203,7 +191,7 @@ def _roomy(
 def attacker_plot(name: str, attribute: dict[str, Any]) -> Markup:
     """Each attacker's accuracy with its interval, the majority's as a line."""
     measured = {*attribute["attackers"]} - {"strongest"}
-    shown = [(who, label) for who, label in ATTACKER_NAMES.items() if who in measured]
+    shown = [(who, label) for who, label in words.ATTACKER_NAMES.items() if who in measured]
     plot = Plot(
         title=f"Attackers on {name}",
         description="Accuracy of each attacker with its 95% interval; the dashed line is guessing the commonest value.",
@@ -239,7 +227,7 @@ def pictures(result: Result, name: str) -> list[tuple[str, Markup]]:
     picture = result["picture"]
     if picture is None:
         return []
-    codes, names = picture["codes"][name], value_names(result["attributes"][name])
+    codes, names = picture["codes"][name], words.value_names(result["attributes"][name])
     return [
         (title, _scatter(f"{name}, {title}", picture[key], codes, names))
         for title, key in _titles(result)
@@ -256,7 +244,7 @@ def _titles(result: Result) -> list[tuple[str, str]]:
 
 def legend(attribute: dict[str, Any]) -> list[tuple[int, str]]:
     """A colour's number and the value it stands for."""
-    names = value_names(attribute)
+    names = words.value_names(attribute)
     if len(names) > MOST_COLOURS:
         most = MOST_COLOURS - 1
         names = [*names[:most], f"{len(names) - most} others"]
@@ -295,17 +283,17 @@ class VectorsPage:
     version: str | None = None
 
     def content(self) -> dict[str, Any]:
-        columns = columns_of(self.results)
+        columns = words.columns_of(self.results)
         return {
-            "headline": headline(self.results),
+            "headline": words.headline(self.results),
             "version": self.version,
             "num_runs": len(self.results),
             "num_columns": len(columns),
             "lead": _lead(self.results),
-            "remarks": notes_of(self.results),
+            "remarks": words.notes_of(self.results),
             "curves": curves(columns),
             "tradeoff": tradeoff(columns),
-            "table": attack_table(columns),
+            "table": words.attack_table(columns),
             "details": [_details(column) for column in columns],
             "folded": len(columns) > OPEN_RUNS,
         }
@@ -325,8 +313,8 @@ def _details(column: RunColumn) -> dict[str, Any]:
     result, num = column.first, len(column.runs)
     return {
         "name": column.name + (f", first of {num} seeds" if num > 1 else ""),
-        "setting": setting_words(result),
-        "findings": findings(result),
+        "setting": words.setting_words(result),
+        "findings": words.findings(result),
         "promise": _promise(result),
         "attributes": [_attribute(result, name) for name in result["attributes"]],
         "names": _names(result),
@@ -335,12 +323,12 @@ def _details(column: RunColumn) -> dict[str, Any]:
 
 def _promise(result: Result) -> str:
     record = result["guarantee"]
-    figure, standing = promise_words(result)
+    figure, standing = words.promise_words(result)
     if record.get("epsilon") is None:
         return f"No guarantee ({standing}). {record.get('because') or ''}"
     several = ""
     if releases := result.get("releases"):
-        several = f" {releases['num']} releases of one text cost {releases_words(result)} ({releases['how']})."
+        several = f" {releases['num']} releases of one text cost {words.releases_words(result)} ({releases['how']})."
     return f"{figure} at {standing}. That is: {record['adjacency']}. {record['because']}{several}"
 
 
@@ -360,7 +348,7 @@ def _attribute(result: Result, name: str) -> dict[str, Any]:
 
 def _groups(name: str, attribute: dict[str, Any], groups: dict[str, Any]) -> Table:
     """The main task by group, the largest groups first."""
-    names = dict(zip(map(str, attribute["values"]), value_names(attribute), strict=True))
+    names = dict(zip(map(str, attribute["values"]), words.value_names(attribute), strict=True))
     largest = sorted(groups.items(), key=lambda pair: -pair[1]["num_rows"])[:MOST_GROUPS]
     rows = []
     for value, one in largest:
