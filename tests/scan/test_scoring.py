@@ -142,7 +142,8 @@ def test_mean_and_deviation_of_the_log_probability_agree_with_float64(width, sca
     for score in (score_logits, score_with_torch):
         *plain, means, deviations = score(logits, targets, moments=True)
         for one, other in zip(plain, score(logits, targets), strict=True):
-            assert one.tolist() == pytest.approx(other.tolist(), rel=1e-6)
+            # Another kernel adds 50,257 numbers up in another order.
+            assert one.tolist() == pytest.approx(other.tolist(), rel=3e-6)
         want = moments_in_float64(logits)
         assert means.tolist() == pytest.approx([mean for mean, _ in want], abs=1e-4)
         # The root of a variance that rounding of 1e-6 has moved.

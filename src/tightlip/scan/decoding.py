@@ -132,8 +132,8 @@ def _nuclei(rows: Rows, wanted: Tensor, goal: Tensor) -> Tensor:
             *(rows.logits, rows.targets, wanted.to(torch.int8), rows.highest, rows.above, goal),
             *(masses, rate, _UNDERFLOWS * rows.temperature),
             *(rows.logits.stride(0), rows.logits.shape[1]),
-            BLOCK=1024,
-            WAYS=16,
+            BLOCK=2048,  # the fastest of those tried on an H200, for sure and unsure rows
+            WAYS=4,
             num_warps=8,
         )
     return masses
