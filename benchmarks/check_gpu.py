@@ -94,8 +94,17 @@ def report_clipped(label, found, exact, tolerance):
     report(f"{label}: norms", float(norms), tolerance / 3)
 
 
+def adapted(tied):
+    """Adapters on a frozen base, whose head has an odd width: their gradients are written out."""
+    from peft import LoraConfig, get_peft_model
+
+    lora = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
+    return get_peft_model(MODELS["Transformer"](tied), lora)
+
+
 def check_sums(names=tuple(MODELS)):
-    for name, make in ((each, MODELS[each]) for each in names):
+    adapters = {"adapters": adapted} if find_spec("peft") else {}
+    for name, make in ({each: MODELS[each] for each in names} | adapters).items():
         for tied in (False, True):
             torch.manual_seed(0)
             model = make(tied)
@@ -103,7 +112,9 @@ def check_sums(names=tuple(MODELS)):
             model.cuda()
             ways = ["eager", "graph"] if name in ("LSTM", "GRU", "Transformer") else ["eager"]
             # One model compiled is enough to see that a compiled pass is the same sum.
-            ways += ["compile"] if (name, tied) == ("Transformer", True) else []
+            ways += (
+                ["compile"] if (name, tied) in {("Transformer", True), ("adapters", False)} else []
+            )
             for way in ways:
                 for kind in ("float32", "bf16"):
                     found = Passes(model, Clip(norm=0.1), way=way, bf16=kind == "bf16")(

@@ -10,7 +10,7 @@ the engine's whole step, Poisson draws padded to passes of a fixed size. With --
 into the docs, and a ratio more than 10% above the one there is printed as worse.
 
 With --side-by-side settings are compiled in processes of their own, all at once; while one of them
-times its steps, no other one compiles or runs.
+times its steps, the others do nothing.
 
 With --adaptive: whole steps of the engine, draw and ledger included, the modes of adaptive DP
 against plain DP, taking turns.
@@ -28,7 +28,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -114,18 +113,13 @@ USUAL = {
 }
 
 
-@contextmanager
-def turn(how):
-    """Wait for the other settings' processes: many may compile at a time, and one alone be timed."""
-    if TURNS is None:
-        yield
-        return
-    with TURNS.open("w") as file:
-        fcntl.flock(file, how)
-        yield
-
-
 TURNS = None  # the file that processes side by side lock
+
+
+def turn(how):
+    """Wait for the other settings' processes: many may work at a time, and one alone be timed."""
+    if TURNS is not None:
+        fcntl.flock(TURNS, how)
 
 
 class Bench:
@@ -274,27 +268,28 @@ class Bench:
         if on_gpu:
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
-        with turn(fcntl.LOCK_SH):
-            start = time.perf_counter()
-            for _ in range(3):
-                step()
-                if on_gpu:
-                    torch.cuda.synchronize()
-            first = time.perf_counter() - start
+        start = time.perf_counter()
+        for _ in range(3):
+            step()
+            if on_gpu:
+                torch.cuda.synchronize()
+        first = time.perf_counter() - start
         times = []
-        with turn(fcntl.LOCK_EX):
-            for _ in range(at_most or self.repeats):
-                start = time.perf_counter()
-                step()
-                if on_gpu:
-                    torch.cuda.synchronize()
-                times.append(1e3 * (time.perf_counter() - start))
+        turn(fcntl.LOCK_EX)
+        for _ in range(at_most or self.repeats):
+            start = time.perf_counter()
+            step()
+            if on_gpu:
+                torch.cuda.synchronize()
+            times.append(1e3 * (time.perf_counter() - start))
+        turn(fcntl.LOCK_SH)
         # Capture and compilation are in it: what a graph holds is allocated while it is captured.
         peak = torch.cuda.max_memory_allocated() / 2**30 if on_gpu else float("nan")
         return statistics.median(times), peak, first
 
 
 def row(name, work, base=None):
+    turn(fcntl.LOCK_SH)  # whatever it does on the GPU, nobody is timed meanwhile
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -304,6 +299,8 @@ def row(name, work, base=None):
     except (RuntimeError, ImportError, NotImplementedError, AssertionError) as error:
         print(f"  {name:34} did not run: {str(error).splitlines()[0][:90]}", flush=True)
         return None
+    finally:
+        turn(fcntl.LOCK_UN)
     ms, peak, first = found
     ratio = "" if base is None else f"{ms / base[0]:6.2f}×"
     memory = "" if base is None or peak != peak else f"{peak / base[1]:6.2f}× memory"
@@ -539,7 +536,8 @@ def main():
         lines = side_by_side(options.device, keys, repeats)
     else:
         global TURNS
-        TURNS, lines = options.turns, compared(options.device, keys, repeats)
+        TURNS = None if options.turns is None else options.turns.open("w")
+        lines = compared(options.device, keys, repeats)
     if options.turns is not None:
         print(json.dumps(lines))
         return

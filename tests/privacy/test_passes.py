@@ -9,6 +9,7 @@ from tightlip.models import LSTMConfig, LSTMForCausalLM
 from tightlip.models.configurations import GRUConfig, TransformerConfig
 from tightlip.models.recurrent import GRUForCausalLM
 from tightlip.models.transformer import TransformerForCausalLM
+from tightlip.privacy import layers, watching
 from tightlip.privacy.clipping import Clip
 from tightlip.privacy.layers import Layout
 from tightlip.privacy.passes import Passes, Physical
@@ -105,6 +106,30 @@ def test_the_slow_pass_agrees_with_the_fast_one(name):
     fast, slow = Passes(model, clip)(batch(0)), Passes(model, clip, way="slow")(batch(0))
     torch.testing.assert_close(fast.norms, slow.norms)
     torch.testing.assert_close(fast.gradients, slow.gradients)
+
+
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("way", ["eager", "compile"])
+def test_gradients_of_small_weights_written_out_as_they_come_give_the_same_sum(
+    way, exact, monkeypatch
+):
+    torch.manual_seed(0)
+    adapters = LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False)
+    model, clip = get_peft_model(transformer(), adapters).double(), Clip(norm=0.05, exact=exact)
+    slow, kinds = Passes(model, clip, way="slow")(batch(0)), set()
+    monkeypatch.setattr(torch, "compile", lambda traced, **options: traced)
+    monkeypatch.setattr(layers, "WRITES_OUT", {"cpu"})  # as on a GPU
+
+    def seen(use, shape):
+        kinds.add(type(written := layers.written_if_small(use, shape)))
+        return written
+
+    monkeypatch.setattr(watching, "written_if_small", seen)
+    found = Passes(model, clip, way=way)(batch(0))
+    assert kinds == {layers.Whole}
+    torch.testing.assert_close(found.norms, slow.norms)
+    # Exact sums are whole numbers of steps, of which rounding may cost one for each unit.
+    torch.testing.assert_close(found.gradients, slow.gradients, rtol=1e-4, atol=3.0 * exact)
 
 
 def test_a_weight_that_is_no_number_is_not_taken_for_one_that_was_written():
