@@ -8,8 +8,8 @@ A cell is a corpus, a way (LoRA or all weights), an ε (none, 2 or 8) and a seed
 DIR/results.jsonl. What stands there is not run again, so the same command goes on where one stopped;
 --budget-seconds begins no cell after that many. The last thing printed is a table, of what there is so far. With
 several --rates of a way, each corpus takes the one that does best at the largest ε under seed 0, which is
-not among the --seeds. --processes shares the cells out: eager passes of a model this small wait for Python, and
-a GPU has room for several of them.
+not among the --seeds. --processes shares the cells out: alone, eager passes of a model this small wait for Python.
+Two or three fill an H200; thirteen took turns and finished a tenth of what was planned.
 
 The unit is an example (a mail, a chat): the corpora have 250 and 420 users, and noise that hides one
 of so few drowns everything; --unit user shows that. Noise comes from the operating system. A register of
