@@ -100,10 +100,9 @@ class CorpusSource:
 
 
 def tokenised_for(
-    source: CorpusSource, tokenizer: Any, folder: Path, *, with_spans: bool = False, **how: Any
+    source: CorpusSource, tokenizer: Any, folder: Path, *, with_spans: bool = False
 ) -> TokenizedCorpus:
-    """The corpus in the tokenizer's tokens: stored ones where they fit, made under `folder` else. `how`
-    is for `tokenize_documents`."""
+    """The corpus in the tokenizer's tokens: stored ones where they fit, made under `folder` else."""
     fingerprint = tokenizer_fingerprint(tokenizer)
     stored, is_cut = source.prepared(), source.columns.get("max_length") is not None
     fits = stored is not None and stored.tokenizer_fingerprint == fingerprint
@@ -132,8 +131,7 @@ def tokenised_for(
     if documents.format == "text":
         _check_plain(source)
     if documents.format == "text" and not is_cut:
-        batches = documents.batches()
-        corpus = tokenize_documents(batches, tokenizer, folder, with_spans=with_spans, **how)
+        corpus = tokenize_documents(documents.batches(), tokenizer, folder, with_spans=with_spans)
     elif with_spans:
         raise _is_another_text()
     else:

@@ -7,7 +7,6 @@ from functools import cached_property, partial, wraps
 from os import W_OK, access
 from pathlib import Path
 from socket import gethostname
-from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -45,7 +44,6 @@ from tightlip.models.loading import (
     load_tokenizer,
     read_configuration,
 )
-from tightlip.scan.ahead import DEVICES, ScanAhead
 from tightlip.scan.document_scores import DocumentScores, document_scores
 from tightlip.scan.options import ScanOptions
 from tightlip.scan.scanner import Scanner
@@ -157,10 +155,8 @@ class OpenedModel:
         description: str,
         scorer: Scorer = PLAIN,
         engine: Engine | None = None,
-        ahead: ScanAhead | None = None,
     ) -> ScannedCorpus:
-        """What the scorer says of every token under the model, as it stands in `store`; some of it
-        scanned while the corpus was tokenised, where that was begun."""
+        """What the scorer says of every token under the model, as it stands in `store`."""
         engine = engine or local_engine()
         begins = not corpus.begins_itself or self.options.begin == "always"
         key = {
@@ -179,7 +175,6 @@ class OpenedModel:
             scorer,
             begins=begins,
             threads=engine.threads,
-            ahead=None if engine.is_remote else ahead,
         )
         scanned = store.scan(
             corpus,
@@ -195,51 +190,27 @@ class OpenedModel:
 
     def open_scan(
         self,
-        corpus: Any,
+        corpus: TokenizedCorpus,
         largest: int,
         scorer: Scorer,
         *,
         begins: bool,
         threads: int,
         halves: bool = True,
-        ahead: ScanAhead | None = None,
     ) -> ScanFunction:
-        """The model ready to scan parts of a corpus, tokens and bounds, whose largest token is given."""
-        done = {} if ahead is None else ahead.finished()  # first: two would share the model
+        """The model ready to scan parts of a corpus whose largest token is given."""
         self._check_vocabulary(max(largest, self.begin_id or 0))
         most = self.options.batch_tokens
         scanner = self.scanner if begins else self.scanner_of(most, begins=False)
-        scanner.halves, before = halves, scanner.output_layer
+        scanner.halves = halves
         with num_threads(threads), self.scanning(self.model):
             scanner.check_on(corpus.tokens, corpus.bounds)
-        if scanner.output_layer is not before:  # the longest document has another read otherwise
-            done = {}
 
         def scan(tokens: np.ndarray, bounds: np.ndarray) -> Iterable[np.ndarray]:
-            place = int(bounds[0]), int(bounds[-1])
-            if place in done:
-                return done.pop(place)
             with num_threads(threads), self.scanning(self.model):
                 return scanner.begun(tokens, bounds, scorer)
 
         return scan
-
-    def scan_ahead(self, store: ScanStore, scorer: Scorer, engine: Engine) -> ScanAhead:
-        """What scans a corpus of plain text while it is tokenised, if that may save time."""
-        if engine.is_remote or self.device.split(":")[0] not in DEVICES or store.has_scans():
-            return ScanAhead(None)
-        self.begin_id  # noqa: B018 (now: tokenizers are not for two threads)
-        opened: list[ScanFunction] = []
-
-        def begin(tokens: np.ndarray, bounds: np.ndarray) -> Iterable[np.ndarray]:
-            largest = int(tokens.max(initial=0))
-            self._check_vocabulary(largest)  # an id too large would end the GPU's work for good
-            if not opened:
-                seen, threads = SimpleNamespace(tokens=tokens, bounds=bounds), engine.threads
-                opened.append(self.open_scan(seen, largest, scorer, begins=True, threads=threads))
-            return opened[0](tokens, bounds)
-
-        return ScanAhead(begin)
 
     def _check_vocabulary(self, largest: int) -> None:
         find = getattr(self.model, "get_input_embeddings", None)
@@ -536,19 +507,8 @@ class Scans:
         corpus: TokenizedCorpus,
         description: str,
         scorer: Scorer | None = None,
-        ahead: ScanAhead | None = None,
     ) -> ScannedCorpus:
-        scorer = scorer or self.scorer
-        return model.scan(corpus, self.store, description, scorer, self.engine, ahead)
-
-    @contextmanager
-    def ahead(self, model: OpenedModel) -> Iterator[ScanAhead]:
-        """What scans a corpus that is tokenised inside."""
-        scanning = model.scan_ahead(self.store, self.scorer, self.engine)
-        try:
-            yield scanning
-        finally:
-            scanning.finished()
+        return model.scan(corpus, self.store, description, scorer or self.scorer, self.engine)
 
     def scores(
         self,

@@ -66,7 +66,6 @@ from tightlip.corpus.opening import (
 )
 from tightlip.corpus.prepare_config import TextSettings
 from tightlip.corpus.tokens import TokenizedCorpus
-from tightlip.scan.ahead import ScanAhead
 from tightlip.scan.models import (
     AUDIT,
     BASE,
@@ -249,28 +248,22 @@ class _Job:
         }
 
     def _leaks(self, model: OpenedModel, public: OpenedModel | None) -> Leaks:
-        with self.scans.ahead(model) as ahead:
-            corpus = tokenised_for(
-                self.subject.corpus,
-                model.tokenizer,
-                self.work / "tokens",
-                with_spans=public is not None and self._crosses(public),
-                also=ahead.add,
-            )
-            return self._leaks_in(model, corpus, "Scanning the model", ahead)[1]
+        corpus = tokenised_for(
+            self.subject.corpus,
+            model.tokenizer,
+            self.work / "tokens",
+            with_spans=public is not None and self._crosses(public),
+        )
+        return self._leaks_in(model, corpus, "Scanning the model")[1]
 
     def _leaks_in(
-        self,
-        model: OpenedModel,
-        corpus: TokenizedCorpus,
-        description: str,
-        ahead: ScanAhead | None = None,
+        self, model: OpenedModel, corpus: TokenizedCorpus, description: str
     ) -> tuple[ScannedCorpus, Leaks]:
         """A model's scan of the corpus, and what it gives away of it."""
         memory_bytes = bytes_from(self.scans.options.memory)
         check_memory(corpus, memory_bytes // self.engine.workers)  # the scan may take hours
         carries_text = tokens_with_text(model.tokenizer, corpus)
-        scanned = self.scans.scan(model, corpus, description, ahead=ahead)
+        scanned = self.scans.scan(model, corpus, description)
         leaks = find_leaks(
             scanned,
             top_k=self.config.top_k,
