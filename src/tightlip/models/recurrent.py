@@ -6,8 +6,10 @@ these. Shapes: B rows, T positions, E embedding, H hidden, L layers, V vocabular
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -115,13 +117,36 @@ def run_recurrent(
         padding_unseen: padding anywhere changes no output at a real position, nor the state.
     """
     start = start_of(rnn, state)
-    if real_BT is None or (not keep_state and padding_is_last(real_BT)):
-        outputs_BTH, end = rnn(inputs_BTE, start)
-    else:
-        outputs_BTH, end = run_padded(rnn, inputs_BTE, real_BT, start, keep_state=keep_state)
+    with _with_a_kernel(inputs_BTE):
+        if real_BT is None or (not keep_state and padding_is_last(real_BT)):
+            outputs_BTH, end = rnn(inputs_BTE, start)
+        else:
+            outputs_BTH, end = run_padded(rnn, inputs_BTE, real_BT, start, keep_state=keep_state)
     if not keep_state:
         return outputs_BTH, None
     return outputs_BTH, RecurrentState(parts_of(end), state.num_positions + inputs_BTE.shape[1])
+
+
+@contextmanager
+def _with_a_kernel(inputs: Tensor) -> Iterator[None]:
+    """oneDNN takes recurrent layers in bfloat16 also on CPUs for which it has none, and then fails;
+    torch's own layers run everywhere."""
+    in_bf16 = torch.is_autocast_enabled("cpu") or inputs.dtype == torch.bfloat16
+    if inputs.device.type != "cpu" or not in_bf16 or _has_bf16_kernels():
+        yield
+        return
+    # As torch.backends.mkldnn.flags does, which warns of Intel's GPUs each time.
+    before = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(before)
+
+
+@cache
+def _has_bf16_kernels() -> bool:
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def run_padded(
