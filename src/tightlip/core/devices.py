@@ -129,12 +129,11 @@ def full_precision() -> Iterator[None]:
     numbers give the same bits: no kernel is chosen by how fast it was, nor adds up in any order."""
     import torch
 
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    cudnn = torch.backends.cudnn
+    cudnn, before = torch.backends.cudnn, torch.get_float32_matmul_precision()
     cudnn_before = cudnn.allow_tf32, cudnn.benchmark
-    cudnn.allow_tf32 = cudnn.benchmark = False
     try:
+        torch.set_float32_matmul_precision("highest")
+        cudnn.allow_tf32 = cudnn.benchmark = False
         with deterministic("cuda" if torch.cuda.is_available() else "cpu"):
             yield
     finally:

@@ -24,7 +24,7 @@ from transformers.modeling_utils import PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.utils import logging
 
-from tightlip.core.devices import device_of, full_precision, looks_ahead, rounding_tolerance
+from tightlip.core.devices import device_of, looks_ahead, rounding_tolerance
 from tightlip.core.errors import TightlipError, UsageError
 
 FROM_THE_FOLDER_ONLY = {"local_files_only": True, "trust_remote_code": False}
@@ -203,11 +203,15 @@ def check_causal(folder: Path, model: PreTrainedModel) -> None:
     def logits_of(ids: Tensor) -> Tensor:
         return model(input_ids=ids, use_cache=False).logits.float()
 
-    # cuDNN's recurrent layers take TF32 unless told otherwise, and round rows of other lengths otherwise.
-    with torch.inference_mode(), full_precision():
+    with torch.inference_mode():
         if logits_of(ids_1T).isnan().any():
             return  # broken, which whoever reads it will say; it need not look ahead
-        tolerance = rounding_tolerance(model.dtype, least=rounding_of(model))
+        least = rounding_of(model)
+        if ids_1T.device.type == "cuda":
+            # cuDNN's recurrent layers take TF32 unless told otherwise, and rows of other lengths round
+            # otherwise. A scan asks again, in full precision.
+            least = max(least, 16 * 2.0**-10)
+        tolerance = rounding_tolerance(model.dtype, least=least)
         ahead = looks_ahead(logits_of, ids_1T, tolerance=tolerance)
     if ahead:
         raise UsageError(

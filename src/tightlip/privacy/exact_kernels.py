@@ -14,20 +14,9 @@ ROWS, COLUMNS, TOKENS = 128, 128, 64
 
 @triton.jit
 def _exact_product(
-    left,
-    right,
-    scales,
-    out,
-    num_units,
-    num_tokens,
-    rows,
-    columns,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    TOKENS: tl.constexpr,
-    FLAT: tl.constexpr,
-    WRAPS: tl.constexpr,
-):
+    left, right, scales, out, num_units, num_tokens, rows, columns, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, TOKENS: tl.constexpr, FLAT: tl.constexpr, WRAPS: tl.constexpr,
+):  # fmt: skip
     p = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     d = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     s = tl.arange(0, TOKENS)

@@ -102,23 +102,9 @@ def _rounded(value, normal, spread, per_cell):
 
 @triton.jit
 def _fill_pair(
-    values,
-    at,
-    size,
-    pair,
-    radius_word,
-    angle_word,
-    scale,
-    per_cell,
-    factor,
-    unit,
-    found,
-    still_open,
-    KIND: tl.constexpr,
-    LEAST: tl.constexpr,
-    MOST: tl.constexpr,
-    LANES: tl.constexpr,
-):
+    values, at, size, pair, radius_word, angle_word, scale, per_cell, factor, unit, found,
+    still_open, KIND: tl.constexpr, LEAST: tl.constexpr, MOST: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
     """As `grid_gaussian._fill_pair`; how near is too near is worked out in float32, a little more."""
     uniform = radius_word.to(tl.float64) * 5.421010862427522e-20
     radius = tl.sqrt(-2.0 * tl.log(uniform))
@@ -134,7 +120,7 @@ def _fill_pair(
     fine_one = margin_one.to(tl.float32) >= near + more * tl.abs(one).to(tl.float32)
     fine_two = margin_two.to(tl.float32) >= near + more * tl.abs(two).to(tl.float32)
     fine_two = fine_two | (at + LANES >= size)
-    fine = fine_one & fine_two & (radius_word >= LEAST)
+    fine = fine_one & fine_two & (radius_word >= LEAST) & (radius > 0)
     out = values.to(tl.pointer_type(tl.float64 if tl.float64 == KIND else tl.float32))
     tl.store(out + at, cell_one * factor + 0.0, fine & (at < size))
     tl.store(out + at + LANES, cell_two * factor + 0.0, fine & (at + LANES < size))
@@ -157,20 +143,9 @@ def _quick_cell(value, normal, near):
 
 @triton.jit
 def _fill_pair_quickly(
-    values,
-    at,
-    size,
-    pair,
-    radius_word,
-    angle_word,
-    spread,
-    per_cell,
-    factor,
-    count,
-    unsure,
-    room,
-    LANES: tl.constexpr,
-):
+    values, at, size, pair, radius_word, angle_word, spread, per_cell, factor, count, unsure,
+    room, LANES: tl.constexpr,
+):  # fmt: skip
     """The pair's cells by the upper halves of its words, where these and float32 can tell.
 
     How far the normal numbers r·cos and r·sin may be off, u the uniform and r the radius:
@@ -188,7 +163,8 @@ def _fill_pair_quickly(
     two = tl.load(values + at + LANES, at + LANES < size, 0) * per_cell
     cell_one, sure_one = _quick_cell(one, length * libdevice.fast_cosf(angle), near)
     cell_two, sure_two = _quick_cell(two, length * libdevice.fast_sinf(angle), near)
-    sure = sure_one & (sure_two | (at + LANES >= size))
+    # A word that float32 takes for 1 has radius -0, and by it `near` would be minus infinity.
+    sure = (radius > 0) & sure_one & (sure_two | (at + LANES >= size))
     tl.store(values + at, cell_one * factor + 0.0, sure & (at < size))
     tl.store(values + at + LANES, cell_two * factor + 0.0, sure & (at + LANES < size))
     left = (sure == 0) & (at < size)
@@ -198,21 +174,9 @@ def _fill_pair_quickly(
 
 @triton.jit
 def _fill_quickly(
-    pointers,
-    sizes,
-    tensor_of,
-    start_of,
-    key,
-    nonce,
-    numbers,
-    counts,
-    unsure,
-    room,
-    LANES: tl.constexpr,
-    ROUNDS: tl.constexpr,
-    LISTS: tl.constexpr,
-    APART: tl.constexpr,
-):
+    pointers, sizes, tensor_of, start_of, key, nonce, numbers, counts, unsure, room,
+    LANES: tl.constexpr, ROUNDS: tl.constexpr, LISTS: tl.constexpr, APART: tl.constexpr,
+):  # fmt: skip
     program = tl.program_id(0)
     which = tl.load(tensor_of + program)
     values = tl.load(pointers + which).to(tl.pointer_type(tl.float32))
@@ -239,25 +203,10 @@ def _one_of(which, first, second, third, fourth):
 
 @triton.jit
 def _fill_unsure(
-    pointers,
-    sizes,
-    tensor_of,
-    start_of,
-    key,
-    nonce,
-    numbers,
-    found,
-    still_open,
-    counts,
-    unsure,
-    room,
-    KIND: tl.constexpr,
-    LEAST: tl.constexpr,
-    MOST: tl.constexpr,
-    LANES: tl.constexpr,
-    ROUNDS: tl.constexpr,
-    APART: tl.constexpr,
-):
+    pointers, sizes, tensor_of, start_of, key, nonce, numbers, found, still_open, counts, unsure,
+    room, KIND: tl.constexpr, LEAST: tl.constexpr, MOST: tl.constexpr, LANES: tl.constexpr,
+    ROUNDS: tl.constexpr, APART: tl.constexpr,
+):  # fmt: skip
     """The pairs that `_fill_quickly` left, wherever they are; a list that ran over, which only sums that
     are no numbers do, is told as too many that are open."""
     count = tl.load(counts + tl.program_id(1) * APART)
@@ -287,21 +236,10 @@ def _fill_unsure(
 
 @triton.jit
 def _fill(
-    pointers,
-    sizes,
-    tensor_of,
-    start_of,
-    key,
-    nonce,
-    numbers,
-    found,
-    still_open,
-    KIND: tl.constexpr,
-    LEAST: tl.constexpr,
-    MOST: tl.constexpr,
-    LANES: tl.constexpr,
+    pointers, sizes, tensor_of, start_of, key, nonce, numbers, found, still_open,
+    KIND: tl.constexpr, LEAST: tl.constexpr, MOST: tl.constexpr, LANES: tl.constexpr,
     ROUNDS: tl.constexpr,
-):
+):  # fmt: skip
     program = tl.program_id(0)
     which = tl.load(tensor_of + program)
     values = tl.load(pointers + which).to(tl.pointer_type(KIND))

@@ -17,16 +17,9 @@ MOST_TOGETHER = 32  # weights in one launch: each is two arguments of a kernel
 
 @triton.jit
 def _pair_parts(
-    first,
-    second,
-    parts,
-    size,
-    BOTH: tl.constexpr,
-    ROUND_FIRST: tl.constexpr,
-    ROUND_SECOND: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+    first, second, parts, size, BOTH: tl.constexpr, ROUND_FIRST: tl.constexpr,
+    ROUND_SECOND: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     """Of some rows of one unit's pairs: the four sums that `_pair_totals` adds up."""
     unit = tl.program_id(0).to(tl.int64)
     first += unit * size * size
@@ -65,16 +58,9 @@ def _pair_parts(
 
 @triton.jit
 def _pair_totals(
-    parts,
-    out,
-    num_units,
-    num_parts,
-    of_first,
-    of_second,
-    per_length,
-    per_square,
+    parts, out, num_units, num_parts, of_first, of_second, per_length, per_square,
     PARTS: tl.constexpr,
-):
+):  # fmt: skip
     unit = tl.program_id(0)
     total, length, by_first, by_second = 0.0, 0.0, 0.0, 0.0
     for start in range(0, num_parts, PARTS):
@@ -249,7 +235,7 @@ def _outer_norms(
                 *(left_stride, left_width, right_stride, right_width),
                 NUM=len(rights),
                 DIAGONAL=is_diagonal,
-                OWN_LEFT=left_width <= right_width,
+                OWN_LEFT=of_both[0] > 0,  # the side that is rounded
                 EVEN=size % TILE == 0 and left_width % DEPTH == 0 and right_width % DEPTH == 0,
                 TILE=TILE,
                 DEPTH=DEPTH,
@@ -269,10 +255,11 @@ def _(
 
 
 def _in_rows(values: list[Tensor]) -> list[Tensor]:
-    """As they are where all have tokens at equal distances, of a multiple of 16 bytes."""
+    """As they are where all have tokens at equal distances, at multiples of 16 bytes."""
     units, tokens, numbers = values[0].stride()
     is_even = numbers == 1 and tokens % 8 == 0 and units == tokens * values[0].shape[1]
-    if is_even and all(each.stride() == values[0].stride() for each in values):
+    alike = all(each.stride() == values[0].stride() for each in values)
+    if is_even and alike and all(each.data_ptr() % 16 == 0 for each in values):
         return values
     missing = -values[0].shape[2] % 8
     return [torch.nn.functional.pad(each, (0, missing)).contiguous() for each in values]

@@ -51,7 +51,12 @@ def release(
         give(sums, parameters)
         with _skipping(optimizer, noise.is_open):  # type: ignore[attr-defined]
             optimizer.step()
-        if not settle():
+        try:
+            was_open = settle()
+        except NotFinite:
+            optimizer.zero_grad()  # some of it has no noise
+            raise
+        if not was_open:
             return
     else:
         noise.add(sums, **amounts)

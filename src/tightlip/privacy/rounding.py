@@ -221,8 +221,10 @@ class Scaled:
 
     def _sum(self, use: Use, like: Tensor) -> Tensor:
         dtype = wide(like)
-        if isinstance(use, Whole):
-            return self.scaled(use.gradient_BX, dtype).sum(0, dtype=dtype).reshape(like.shape)
+        if isinstance(use, Whole):  # used once, so that what is scaled need not be kept
+            own_BX = use.gradient_BX
+            own_BX = own_BX if self.factors_B is None else self._times_factors(own_BX, dtype)
+            return own_BX.sum(0, dtype=dtype).reshape(like.shape)
         if isinstance(use, Lookup):
             left_ND = self.scaled(use.left_BTD, dtype).flatten(0, 1).to(dtype)
             whole = torch.zeros(like.shape, dtype=dtype, device=left_ND.device)
