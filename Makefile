@@ -3,8 +3,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 # One thread each, or the workers fight over the cores. Three for two cores: one of them mostly waits for
-# a command that it started.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3
+# a command that it started. What is compiled is kept, also where the environment says otherwise: each
+# worker would rewrite every test's asserts anew, and each command that is started compile all of tightlip.
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3
 
 .PHONY: install demo test lint check faults fuzz bench bench-gpu
 install: $(VENV)/.installed

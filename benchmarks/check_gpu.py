@@ -110,7 +110,7 @@ def check_sums(names=tuple(MODELS)):
             model = make(tied)
             exact = Passes(copy.deepcopy(model).double(), Clip(norm=0.1), way="slow")(batch("cpu"))
             model.cuda()
-            ways = ["eager", "graph"] if name in ("LSTM", "GRU", "Transformer") else ["eager"]
+            ways = ["eager", "graph"]
             # One model compiled is enough to see that a compiled pass is the same sum.
             ways += (
                 ["compile"] if (name, tied) in {("Transformer", True), ("adapters", False)} else []
@@ -121,7 +121,9 @@ def check_sums(names=tuple(MODELS)):
                         batch("cuda")
                     )
                     label = f"{name}{' tied' if tied else ''}, {way}, {kind}"
-                    report_clipped(label, found, exact, TOLERANCE[kind])
+                    # Two thin matrices average little of bfloat16's rounding out; float32 shows the rule.
+                    thin = 2 if (name, kind) == ("adapters", "bf16") else 1
+                    report_clipped(label, found, exact, thin * TOLERANCE[kind])
 
 
 def check_rows_alone(device="cuda", names=tuple(FAMILIES)):
@@ -131,8 +133,8 @@ def check_rows_alone(device="cuda", names=tuple(FAMILIES)):
     ones in losses and norms.
     """
     for name in names:
-        prepared = {"LSTM": ["graph"], "GRU": ["graph"], "Transformer": ["graph", "compile"]}
-        for way in ["eager", *(prepared.get(name, []) if device == "cuda" else [])]:
+        prepared = ["graph", "compile"] if name == "Transformer" else ["graph"]
+        for way in ["eager", *(prepared if device == "cuda" else [])]:
             for kind in ("bf16",) if way == "compile" else ("float32", "tf32", "bf16"):
                 torch.set_float32_matmul_precision("high" if kind == "tf32" else "highest")
                 torch.manual_seed(0)
@@ -298,7 +300,8 @@ def check_poison():
 
 def check_exact():
     """With exact sums one unit more moves the sum by its own vector, to the bit."""
-    for name, way in (("LSTM", "graph"), ("Transformer", "compile"), ("Llama", "eager")):
+    of_llama = (("Llama", "eager"), ("Llama", "graph"))
+    for name, way in (("LSTM", "graph"), ("Transformer", "compile"), *of_llama):
         for kind in ("float32", "bf16"):
             torch.manual_seed(0)
             model, clip = MODELS[name](True).cuda(), Clip(norm=0.1, exact=True)

@@ -9,8 +9,8 @@ layers) and Opacus. Medians; ratios are to our best plain step in the same preci
 the engine's whole step, Poisson draws padded to passes of a fixed size. With --write the table goes
 into the docs, and a ratio more than 10% above the one there is printed as worse.
 
-With --side-by-side settings are compiled in processes of their own, all at once; while one of them
-times its steps, the others do nothing.
+With --side-by-side settings are made ready in processes of their own, all at once; then one after the
+other is timed.
 
 With --adaptive: whole steps of the engine, draw and ledger included, the modes of adaptive DP
 against plain DP, taking turns.
@@ -21,6 +21,7 @@ import datetime
 import fcntl
 import gc
 import json
+import math
 import platform
 import re
 import statistics
@@ -28,6 +29,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -117,7 +120,7 @@ TURNS = None  # the file that processes side by side lock
 
 
 def turn(how):
-    """Wait for the other settings' processes: many may work at a time, and one alone be timed."""
+    """Wait for the other settings' processes: many may get ready at a time, and one alone be timed."""
     if TURNS is not None:
         fcntl.flock(TURNS, how)
 
@@ -152,7 +155,7 @@ class Bench:
             cross_entropy(logits.flatten(0, 1).float(), self.targets.flatten()).backward()
             optimizer.step()
 
-        return self.timed(step)
+        return self.ready(step)
 
     def plain(self):
         """What `tightlip train` does without a mitigation."""
@@ -174,7 +177,7 @@ class Bench:
             forward.backward(batch, 1.0)
             optimizer.step()
 
-        return self.timed(step)
+        return self.ready(step)
 
     def plain_pass(self, way, model, optimizer):
         passes = Passes(model, None, way=way, bf16=self.bf16)
@@ -186,7 +189,7 @@ class Bench:
                 parameter.grad = found.gradients[name]
             optimizer.step()
 
-        return self.timed(step)
+        return self.ready(step)
 
     def private(self, exact=False):
         model = self.model()
@@ -206,7 +209,7 @@ class Bench:
                 unit=clip.step,
             )
 
-        return self.timed(step)
+        return self.ready(step)
 
     def drawn(self):
         """The engine's own step: units drawn, padded to passes of a fixed size, charged and released."""
@@ -217,13 +220,13 @@ class Bench:
             4, int(self.ids.max()), (10 * len(self.ids), self.ids.shape[1] + 1), generator=draw
         )
         users = np.arange(len(documents)) // self.per_unit if self.per_unit > 1 else None
-        with tempfile.TemporaryDirectory() as folder:
-            private = PrivateTraining(
-                model, self.optimizer(model), list(documents), ledger=Path(folder) / "ledger.json", users=users,
-                noise_multiplier=1.0, expected_batch=num_units, steps=10_000, rows_per_unit=self.per_unit,
-                way=self.way, bf16=self.bf16, widths=(self.ids.shape[1],),
-            )  # fmt: skip
-            return self.timed(private.step)
+        self.folder = tempfile.TemporaryDirectory()  # gone with the setting
+        private = PrivateTraining(
+            model, self.optimizer(model), list(documents), ledger=Path(self.folder.name) / "ledger.json",
+            users=users, noise_multiplier=1.0, expected_batch=num_units, steps=10_000,
+            rows_per_unit=self.per_unit, way=self.way, bf16=self.bf16, widths=(self.ids.shape[1],),
+        )  # fmt: skip
+        return self.ready(private.step)
 
     def physical(self):
         num_units = len(self.ids) // self.per_unit
@@ -260,55 +263,67 @@ class Bench:
             cross_entropy(model(self.ids).flatten(0, 1), self.targets.flatten()).backward()
             optimizer.step()
 
-        return self.timed(step, at_most=6)
+        return self.ready(step, repeats=6)
 
-    def timed(self, step, at_most=None):
-        """Median milliseconds, peak GiB, and seconds until the first step was done."""
+    def ready(self, step, repeats=None):
+        """The step, ready to be timed, with its peak GiB and the seconds until three were done."""
         on_gpu = self.device.type == "cuda"
-        if on_gpu:
-            torch.cuda.synchronize()
-            torch.cuda.reset_peak_memory_stats()
         start = time.perf_counter()
         for _ in range(3):
             step()
             if on_gpu:
                 torch.cuda.synchronize()
         first = time.perf_counter() - start
+        # Capture and compilation are in it: what a graph holds is allocated while it is captured.
+        peak = (torch.cuda.max_memory_allocated() - self.before) / 2**30 if on_gpu else math.nan
+        return Ready(step, peak, first, repeats or self.repeats)
+
+
+@dataclass
+class Ready:
+    step: Callable[[], None]
+    peak: float
+    first: float
+    repeats: int
+
+    def milliseconds(self):
         times = []
-        turn(fcntl.LOCK_EX)
-        for _ in range(at_most or self.repeats):
+        for _ in range(self.repeats):
             start = time.perf_counter()
-            step()
-            if on_gpu:
+            self.step()
+            if torch.cuda.is_available():
                 torch.cuda.synchronize()
             times.append(1e3 * (time.perf_counter() - start))
-        turn(fcntl.LOCK_SH)
-        # Capture and compilation are in it: what a graph holds is allocated while it is captured.
-        peak = torch.cuda.max_memory_allocated() / 2**30 if on_gpu else float("nan")
-        return statistics.median(times), peak, first
+        return statistics.median(times)
 
 
-def row(name, work, base=None):
-    turn(fcntl.LOCK_SH)  # whatever it does on the GPU, nobody is timed meanwhile
+def prepared(bench, work):
+    """What `work` makes ready, or why it cannot."""
     gc.collect()
+    torch.compiler.reset()  # what was captured before stays as it is
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-    torch.compiler.reset()
+        torch.cuda.reset_peak_memory_stats()
+        bench.before = torch.cuda.memory_allocated()
     try:
-        found = work()
+        return work()
     except (RuntimeError, ImportError, NotImplementedError, AssertionError) as error:
-        print(f"  {name:34} did not run: {str(error).splitlines()[0][:90]}", flush=True)
+        return str(error).splitlines()[0][:90]
+
+
+def row(name, ready, base=None):
+    """Time a contender and say it: milliseconds, peak GiB, seconds until it was ready."""
+    if isinstance(ready, str):
+        print(f"  {name:34} did not run: {ready}", flush=True)
         return None
-    finally:
-        turn(fcntl.LOCK_UN)
-    ms, peak, first = found
+    ms, peak = ready.milliseconds(), ready.peak
     ratio = "" if base is None else f"{ms / base[0]:6.2f}×"
     memory = "" if base is None or peak != peak else f"{peak / base[1]:6.2f}× memory"
     print(
-        f"  {name:34} {ms:9.2f} ms {ratio:8} {peak:6.2f} GiB {memory:14} ready in {first:.1f} s",
+        f"  {name:34} {ms:9.2f} ms {ratio:8} {peak:6.2f} GiB {memory:14} ready in {ready.first:.1f} s",
         flush=True,
     )
-    return found
+    return ms, peak, ready.first
 
 
 # What a private step may take of our best plain one.
@@ -329,17 +344,24 @@ def compare(device, key, bf16, repeats):
     precision = "bf16" if bf16 else ("tf32" if device == "cuda" else "float32")
     name = f"{setting[0]}, {precision}"
     print(name, flush=True)
-    plain = row("plain, ours", bench.plain)
-    found = {"plain": plain}
+    works = {"plain": ("plain, ours", bench.plain)}
     if bench.way == "graph":
-        found["usual"] = row("plain, torch (cuDNN)", bench.usual, plain)
-    found["private"] = row("private, ours", bench.private, plain)
+        works["usual"] = ("plain, torch (cuDNN)", bench.usual)
+    works["private"] = ("private, ours", bench.private)
     if key in ("lstm", "gpt"):
-        found["exact"] = row("private, exact sums", lambda: bench.private(exact=True), plain)
+        works["exact"] = ("private, exact sums", lambda: bench.private(exact=True))
     if bench.way != "compile":
-        found["drawn"] = row("private, as drawn and padded", bench.drawn, plain)
+        works["drawn"] = ("private, as drawn and padded", bench.drawn)
     if key == "lstm" and not bf16:
-        found["opacus"] = row("private, Opacus hooks", bench.opacus, plain)
+        works["opacus"] = ("private, Opacus hooks", bench.opacus)
+    # All side by side make everything ready first; then one after the other is timed.
+    turn(fcntl.LOCK_SH)
+    ready = {each: prepared(bench, work) for each, (_, work) in works.items()}
+    turn(fcntl.LOCK_EX)
+    found = {}
+    for each, (about, _) in works.items():
+        found[each] = row(about, ready[each], found.get("plain"))
+    turn(fcntl.LOCK_UN)
     return name, found
 
 
@@ -483,7 +505,9 @@ def compared(device, keys, repeats):
     lines = []
     for key in keys:
         if key == "start":
+            turn(fcntl.LOCK_EX)
             start_up()
+            turn(fcntl.LOCK_UN)
             continue
         graph = SETTINGS[device][key][-1] == "graph"
         for bf16 in [False, True] if graph else [device == "cuda"]:

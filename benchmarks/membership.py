@@ -38,7 +38,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 import tightlip
-from private_fine_tuning import Kept, base_of, flags, go_on, interval, shuffled
+from private_fine_tuning import FIGURES, Kept, base_of, flags, go_on, interval, shuffled
 from tightlip.training.config import RunOptions
 
 RECURRENT = ("gru", "lstm")
@@ -50,7 +50,6 @@ MITIGATIONS = {
     "dp-8": {"mitigation": "dp", "epsilon": 8.0},
     "dp-2": {"mitigation": "dp", "epsilon": 2.0},
 }
-FIGURES = ("auc", "tpr_at_1_percent_fpr", "tpr_at_0_1_percent_fpr")
 
 
 class Memberships(Kept):
@@ -219,7 +218,7 @@ def main():
     about.add_argument("--recurrent-private-rate", type=float, default=5e-3)
     (ways,) = (one for one in about._actions if one.dest == "ways")
     ways.choices, ways.default = (*RECURRENT, "full", "lora"), ["lstm", "full", "lora"]
-    about.set_defaults(documents=1200, epochs=10.0, batch_size=256, characters=2_000)
+    about.set_defaults(documents=1200, epochs=5.0, plain_batch_size=32, batch_size=256)
     options = about.parse_args()
     if options.mail is None:
         sys.exit("Give --mail.")

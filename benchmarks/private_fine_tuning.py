@@ -4,8 +4,8 @@
         --mail git_list.parquet --chats irc.parquet --work DIR --budget-seconds 540
 
 A cell is a corpus, a way (LoRA or all weights), an ε (none, 2 or 8) and a seed: it is trained by
-`tightlip.train`, audited by `tightlip.audit` against the model it started from, and appended to
-DIR/results.jsonl. What stands there is not run again, so the same command goes on where one stopped;
+`tightlip.train`, audited by `tightlip.audit` against the model it started from, asked by
+`tightlip.measure_membership` who was in it, and appended to DIR/results.jsonl. What stands there is not run again, so the same command goes on where one stopped;
 --budget-seconds begins no cell after that many. The last thing printed is a table, of what there is so far. With
 several --rates of a way, each corpus takes the one that does best at the largest ε under seed 0, which is
 not among the --seeds. --processes shares the cells out: alone, eager passes of a model this small wait for Python.
@@ -56,8 +56,10 @@ from tightlip.training.config import RunOptions
 TUNING_SEED = 0
 MEASURED = (
     *("validation_perplexity", "perplexity", "validation_accuracy", "leaks", "people_affected"),
-    *("unique", "public_unique", "leakage_epsilon", "num_documents", "num_users"),
+    *("unique", "unique_beyond_prior", "public_unique", "leakage_epsilon"),
+    *("num_documents", "num_users"),
 )
+FIGURES = ("auc", "tpr_at_1_percent_fpr", "tpr_at_0_1_percent_fpr")
 PROMISED = ("epsilon", "delta", "unit", "noise_multiplier", "standing", "steps", "clip_norm")
 
 
@@ -217,6 +219,13 @@ class Cells(Kept):
         trained = time.monotonic() - begun
         promise = {} if epsilon is None else {name: run.guarantee[name] for name in PROMISED}
         found = self.audited(out, report)
+        level = tightlip.measure_membership(out, reference=str(self.base), device=self.device)
+        scores = level["documents"]["scores"].items()
+        found["membership"] = {
+            name: {figure: score[figure] for figure in FIGURES}
+            for name, score in scores
+            if score is not None
+        }
         shutil.rmtree(out)
         told = {"settings": settings, "promise": promise, "train_seconds": round(trained, 1)}
         return found | told
@@ -272,17 +281,27 @@ def interval(values):
     return f"{np.mean(values):.4g} ± {half:.2g}"
 
 
+def members_found(found):
+    """The share of documents trained on that EZ finds at 1% false accusations."""
+    rates = [
+        one["membership"]["ez"]["tpr_at_1_percent_fpr"] for one in found if "membership" in one
+    ]
+    return interval([100 * rate["value"] for rate in rates if rate is not None]) + "%"
+
+
 def table(cells):
     """Markdown of what is there, a line for each corpus, way and ε; seeds for trying rates are out."""
-    yield "| corpus | way | ε | rate | seeds | validation perplexity | perplexity | leaks | people affected | seconds |"
-    yield "|---|---|---|---|---|---|---|---|---|---|"
+    yield "| corpus | way | ε | rate | seeds | validation perplexity | perplexity | leaks | people affected | unique beyond prior | members found | seconds |"
+    yield "|" + "---|" * 12
     groups = {}
     for cell, found in cells.known.items():
         if cell[4] != TUNING_SEED:
             groups.setdefault(cell[:4], []).append(found)
     for (corpus, way, epsilon, rate), found in groups.items():
-        names = ("validation_perplexity", "perplexity", "leaks", "people_affected", "seconds")
-        figures = [interval([one[name] for one in found]) for name in names]
+        names = ("validation_perplexity", "perplexity", "leaks", "people_affected")
+        names += ("unique_beyond_prior", "seconds")
+        *figures, seconds = (interval([one[name] for one in found]) for name in names)
+        figures += [members_found(found), seconds]
         shown = ["" if each is None else f"{each:g}" for each in (epsilon, rate)]
         yield f"| {' | '.join([corpus, way, *shown, str(len(found)), *figures])} |"
 
@@ -301,20 +320,20 @@ def flags():
     about.add_argument("--part", type=int, default=None, help=argparse.SUPPRESS)
     about.add_argument("--device", default="auto")
     about.add_argument("--compile", action="store_true")
-    about.add_argument("--physical-rows", type=int, default=None)
-    about.add_argument("--documents", type=int, default=20_000, help="of each corpus at most")
-    about.add_argument("--characters", type=int, default=None, help="of a document at most")
-    about.add_argument("--holdout", type=float, default=0.05)
+    about.add_argument("--physical-rows", type=int, default=128)
+    about.add_argument("--documents", type=int, default=6_000, help="of each corpus at most")
+    about.add_argument("--characters", type=int, default=500, help="of a document at most")
+    about.add_argument("--holdout", type=float, default=0.2)
     about.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     about.add_argument("--epsilons", type=float, nargs="*", default=[2.0, 8.0])
     about.add_argument("--ways", nargs="+", default=["lora", "full"], choices=("lora", "full"))
     about.add_argument("--unit", default="example", choices=("example", "user"))
     about.add_argument("--lora", type=int, default=8, help="the rank")
     about.add_argument("--sequence-length", type=int, default=128)
-    about.add_argument("--epochs", type=float, default=1.0, help="of plain cells")
-    about.add_argument("--plain-batch-size", type=int, default=32)
-    about.add_argument("--batch-size", type=int, default=1024, help="of private cells, expected")
-    about.add_argument("--steps", type=int, default=60, help="of private cells")
+    about.add_argument("--epochs", type=float, default=3.0, help="of plain cells")
+    about.add_argument("--plain-batch-size", type=int, default=64)
+    about.add_argument("--batch-size", type=int, default=480, help="of private cells, expected")
+    about.add_argument("--steps", type=int, default=30, help="of private cells")
     about.add_argument("--rows-per-unit", type=int, default=1)
     about.add_argument("--clip-norm", type=float, default=1.0)
     about.add_argument("--average-weights", type=float, default=None)

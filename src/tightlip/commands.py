@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import tightlip
 from tightlip.audit.leakage.findings import WORK
-from tightlip.audit.leakage.summary import LeakageReport, Report
+from tightlip.audit.leakage.summary import LeakageReport
 from tightlip.audit.measures import MEASURES
 from tightlip.audit.settings import ExtractionConfig, Matching, ResamplingSettings, SyntheticConfig
 from tightlip.core.engines import EngineSettings
@@ -60,10 +60,7 @@ def _reported(make: Callable[..., Any], page: str, settings: dict[str, Any]) -> 
 
     with worked_in(out, page, settings.get("redact")) as folder:
         report = make(out=folder, write_page=write_report, **settings)
-        if is_local:
-            return report
-        there = set_aside(folder, out)
-        return type(report)(there) if isinstance(report, Report) else replace(report, folder=there)
+        return report if is_local else type(report)(set_aside(folder, out))
 
 
 @takes(ExtractionConfig, Decoding, ScanOptions, TextSettings, EngineSettings, sends=True)

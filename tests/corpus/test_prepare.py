@@ -261,6 +261,8 @@ def test_documents_of_no_tokens_are_kept_and_noted(tmp_path):
         ({"holdout": 1.5}, "split='none'"),
         ({"names": True}, "Add scrub=True"),
         ({"tokenizer": "t", "min_users": 2}, "Leave one of them out"),
+        ({"vocabulary": "word"}, "Closest: words"),
+        ({"vocabulary": "bpe", "min_users": 3}, "vocabulary='words'"),
         ({"deduplicate": "yes"}, "Available: none, sentences, documents"),
     ],
 )

@@ -223,10 +223,8 @@ def test_the_same_corpus_gives_the_same_vocabulary(tmp_path, kind):
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ({"kind": "word"}, "Closest: words"),
         ({"size": 14}, "Use 15 or more"),
         ({"kind": "bpe", "size": 200}, "Use 260 or more"),
-        ({"kind": "bpe", "min_users": 3}, "vocabulary='words'"),
         ({"min_users": 0}, "Use 2 or more"),
     ],
 )

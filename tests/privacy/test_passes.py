@@ -12,7 +12,7 @@ from tightlip.models.transformer import TransformerForCausalLM
 from tightlip.privacy import layers, watching
 from tightlip.privacy.clipping import Clip
 from tightlip.privacy.layers import Layout
-from tightlip.privacy.passes import Passes, Physical
+from tightlip.privacy.passes import Passes, Physical, _no_waiting
 
 VOCABULARY = 30
 
@@ -130,6 +130,69 @@ def test_gradients_of_small_weights_written_out_as_they_come_give_the_same_sum(
     torch.testing.assert_close(found.norms, slow.norms)
     # Exact sums are whole numbers of steps, of which rounding may cost one for each unit.
     torch.testing.assert_close(found.gradients, slow.gradients, rtol=1e-4, atol=3.0 * exact)
+
+
+@pytest.mark.parametrize("way", ["eager", "compile"])
+def test_a_frozen_head_with_columns_of_padding_gives_the_same_sum(way, monkeypatch):
+    torch.manual_seed(0)
+    adapters = LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False)
+    model, clip = get_peft_model(transformer(), adapters).double(), Clip(norm=0.05)
+    slow, heads = Passes(model, clip, way="slow")(batch(0)), []
+
+    def missing_columns(like, size):  # as on a GPU, for the vocabulary alone
+        return 5 if size == VOCABULARY else 0
+
+    def seen(watch, input, weight, bias, **order):
+        heads.append(weight)
+        return layers.linear_use(watch, input, weight, bias, **order)
+
+    for module in (layers, watching):
+        monkeypatch.setattr(module, "missing_columns", missing_columns)
+    monkeypatch.setattr(watching, "linear_use", seen)
+    monkeypatch.setattr(watching, "_HEAD", 1)
+    monkeypatch.setattr(torch, "compile", lambda traced, **options: traced)
+    found = Passes(model, clip, way=way)(batch(0))
+    assert any(len(weight) == VOCABULARY and not weight.requires_grad for weight in heads)
+    torch.testing.assert_close(found.norms, slow.norms)
+    torch.testing.assert_close(found.gradients, slow.gradients)
+
+
+@pytest.fixture
+def sync_modes(monkeypatch):
+    """How torch is told to treat waiting for a GPU, of which there is none here."""
+    modes = ["default"]
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: modes[-1])
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+    return modes
+
+
+def test_a_pass_that_waits_for_the_gpu_is_not_captured_and_gives_the_same_sum(
+    sync_modes, monkeypatch, caplog
+):
+    torch.manual_seed(0)
+    model, clip = transformer().double(), Clip(norm=0.05)
+    expected = Passes(model, clip)(batch(0))
+    passes, runs = Passes(model, clip, way="graph"), []
+
+    def waiting(*args, **options):
+        runs.append(sync_modes[-1])
+        if sync_modes[-1] == "error":
+            raise RuntimeError("called a synchronizing CUDA operation")
+        return Passes._in_one_pass(passes, *args, **options)
+
+    monkeypatch.setattr(passes, "_in_one_pass", waiting)
+    found = passes(batch(0))
+    assert runs[:2] == ["default", "error"]
+    assert sync_modes[-1] == "default"
+    assert passes.way == "eager"
+    assert "cannot be captured" in caplog.text
+    torch.testing.assert_close(found.gradients, expected.gradients)
+
+
+def test_another_fault_while_nothing_may_wait_is_told_as_it_is(sync_modes):
+    with pytest.raises(RuntimeError, match="shapes"), _no_waiting():
+        raise RuntimeError("shapes do not fit")
+    assert sync_modes == ["default", "error", "default"]
 
 
 def test_a_weight_that_is_no_number_is_not_taken_for_one_that_was_written():

@@ -471,4 +471,5 @@ def test_a_step_of_so_many_passes_that_rounding_is_no_trifle_is_refused(tmp_path
     monkeypatch.setattr("tightlip.privacy.promised.rounded_together", lambda *_: 1e-3)
     with pytest.raises(GuaranteeError, match="Add exact_sums=True"):
         private(tmp_path, lstm(), expected_batch=50, noise_multiplier=1.5)
+    monkeypatch.undo()
     private(tmp_path, lstm(), expected_batch=50, noise_multiplier=1.5, exact_sums=True)

@@ -1,7 +1,9 @@
 """Who shares a pass with a unit leaves its loss and its gradient as they were, to the bit."""
 
 import copy
+import itertools
 import logging
+import random
 
 import numpy as np
 import pytest
@@ -11,15 +13,21 @@ from torch import nn
 
 from privacy.test_clipping_families import FAMILIES, GROUPED, stock
 from tightlip.core.devices import deterministic
-from tightlip.core.errors import UsageError
+from tightlip.core.errors import GuaranteeError, UsageError
 from tightlip.models import LSTMConfig, LSTMForCausalLM
-from tightlip.privacy import PrivateTraining
+from tightlip.privacy import PrivateTraining, layers, per_unit, rows_alone, watching
 from tightlip.privacy.clipping import Clip
 from tightlip.privacy.ledger import read_ledger
 from tightlip.privacy.passes import Passes
 from tightlip.privacy.per_unit import no_rule_for
 from tightlip.privacy.physical_batches import PhysicalBatches, Shape
-from tightlip.privacy.rows_alone import perturbed, synthetic_units
+from tightlip.privacy.rows_alone import (
+    first_change,
+    perturbed,
+    rows_meet,
+    separating,
+    synthetic_units,
+)
 from tightlip.privacy.sources import Documents
 
 VOCABULARY, SIZE = 31, 8
@@ -206,6 +214,122 @@ def test_the_rules_are_asked_in_the_precision_of_the_run():
     model, ids = MixesInBfloat16(), torch.zeros(1, 9, dtype=torch.long) + VOCABULARY - 1
     assert no_rule_for(model, ids) is None
     assert "embed.weight" in str(no_rule_for(model, ids, bf16=True))
+
+
+class RoundsByShape(nn.Module):
+    """What a GPU does in few bits: other kernels for other numbers of rows, so other last bits; here by
+    so much that no thirty layers are needed to tell."""
+
+    def __init__(self, dtype):
+        super().__init__()
+        self.embed = nn.Embedding(9 * VOCABULARY, SIZE).to(dtype).requires_grad_(False)
+        self.inner, self.head = nn.Linear(SIZE, SIZE), nn.Linear(SIZE, VOCABULARY)
+
+    def forward(self, ids):
+        hidden = self.embed(ids).float() * (1.0 if len(ids) == 1 else 1.1)
+        return self.head(torch.tanh(self.inner(hidden)))
+
+
+@pytest.mark.parametrize(("dtype", "has_rules"), [(torch.bfloat16, True), (torch.float32, False)])
+def test_bits_that_follow_from_a_pass_shape_are_no_missing_rule_where_bits_are_few(
+    dtype, has_rules
+):
+    torch.manual_seed(0)
+    model, ids = RoundsByShape(dtype), torch.zeros(1, 9, dtype=torch.long)
+    assert (no_rule_for(model, ids, beside=True) is None) == has_rules
+    # Who does not ask by other means whether rows meet gets the strict answer.
+    assert no_rule_for(model, ids) is not None
+
+
+@pytest.mark.parametrize("num_places", [1, 2, 3, 6, 7, 8, 20, 21, 64])
+def test_every_place_is_asked_about_beside_every_other(num_places):
+    sets = [{*each} for each in separating(num_places, random.Random(num_places))]
+    for one, other in itertools.permutations(range(num_places), 2):
+        assert any(one in each and other not in each for each in sets)
+    assert {*range(num_places)} == {*itertools.chain(*sets)}
+
+
+def of_next_row(hidden):
+    num_rows, width, _ = hidden.shape
+    after = (torch.arange(num_rows) + 1).clamp(max=num_rows - 1)
+    return nn.functional.embedding(
+        after[:, None] * width + torch.arange(width), hidden.flatten(0, 1)
+    )
+
+
+def of_pair(hidden):
+    """Of the other one of two rows; where a last one has none, of itself."""
+    paired = hidden[: len(hidden) // 2 * 2].unflatten(0, (-1, 2)).flip(1).flatten(0, 1)
+    return torch.cat([paired, hidden[len(paired) :]])
+
+
+def pooled(pool):
+    return lambda hidden: pool(hidden.permute(1, 2, 0)).permute(2, 0, 1)
+
+
+MEETING = {
+    "next row": of_next_row,
+    "max pool": pooled(lambda x: nn.functional.max_pool1d(x, 3, 1, 1)),
+    "average pool": pooled(lambda x: nn.functional.avg_pool1d(x, 3, 1, 1)),
+    "larger": pooled(lambda x: nn.functional.interpolate(x, size=x.shape[2], mode="linear", align_corners=True)),
+    "linear": lambda x: x + nn.functional.linear(x.flatten(0, 1).T, torch.ones(1, x.shape[0] * x.shape[1])).T,
+}  # fmt: skip
+
+
+class Hears(nn.Module):
+    """Rows that hear of others, without a gradient, and of nothing where these are as they are."""
+
+    def __init__(self, others_of):
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, SIZE).bfloat16().requires_grad_(False)
+        self.inner, self.head = nn.Linear(SIZE, SIZE), nn.Linear(SIZE, VOCABULARY)
+        self.others_of = others_of
+
+    def forward(self, ids):
+        hidden = self.embed(ids).float()
+        with torch.no_grad():
+            hidden = hidden + 5 * (self.others_of(hidden) - hidden)
+        return self.head(torch.tanh(self.inner(hidden)))
+
+
+@pytest.mark.parametrize("others_of", [of_next_row, of_pair])
+def test_a_unit_that_hears_of_some_places_only_is_seen_whatever_is_drawn(others_of):
+    torch.manual_seed(0)
+    passes = Passes(Hears(others_of), Clip(norm=0.1, exact=True))
+    for seed in range(40):
+        passes.draws = random.Random(seed)
+        assert first_change(passes, Shape(9, 1, 8), VOCABULARY) is not None
+    assert first_change(Passes(Hears(torch.clone), Clip(norm=0.1)), Shape(9, 1, 8), 31) is None
+
+
+@pytest.mark.parametrize("how", MEETING)
+def test_operations_along_rows_are_seen_as_such(how, monkeypatch):
+    for module in (layers, watching):  # as on a GPU
+        monkeypatch.setattr(module, "missing_columns", lambda like, size: -size % 64)
+    torch.manual_seed(0)
+    passes = Passes(Hears(MEETING[how]), Clip(norm=0.1))
+    assert rows_meet(passes, 9) is not None
+    assert rows_meet(Passes(Hears(torch.clone), Clip(norm=0.1)), 9) is None
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_units_whose_sums_are_not_those_of_each_are_refused(exact, tmp_path, monkeypatch):
+    """The last of several checks, which none but a model that got past the others meets."""
+    torch.manual_seed(0)
+    monkeypatch.setattr(rows_alone, "rows_meet", lambda *given: None)
+    monkeypatch.setattr(rows_alone, "first_change", lambda *given: None)
+    monkeypatch.setattr(per_unit, "no_rule_for", lambda *given, **how: None)
+    model = Hears(of_pair)
+    optimizer = torch.optim.SGD([each for each in model.parameters() if each.requires_grad], lr=0.1)
+    with pytest.raises(GuaranteeError, match="as in a model that mixes rows"):
+        PrivateTraining(
+            *(model, optimizer, documents()),
+            ledger=tmp_path / "ledger.json",
+            noise_multiplier=1.0,
+            expected_batch=8,
+            steps=3,
+            exact_sums=exact,
+        )
 
 
 @pytest.mark.parametrize("seed", range(5))

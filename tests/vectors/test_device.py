@@ -1,6 +1,7 @@
 import json
 import os
 import shutil
+from functools import partial
 
 import numpy as np
 import pytest
@@ -8,8 +9,8 @@ import torch
 
 from by_hand import unlisted
 from tightlip.core.errors import UsageError
-from tightlip.vectors import encode as device_module
 from tightlip.vectors.encode import Device, load_device
+from tightlip.vectors.extractors import Raw, pieces
 from tightlip.vectors.guarantees import VectorMechanism
 from tightlip.vectors.halves import export_onnx
 from tightlip.vectors.release import on_grid
@@ -26,7 +27,11 @@ class Listening:
     def __init__(self):
         self.heard = []
 
-    def encode(self, texts, *, batch_size, device):
+    def stream(self, texts, *, prepared, batch_size, device):
+        for places in pieces(np.arange(len(texts)), 5):
+            yield Raw(places, partial(self.encode, prepared(places)))
+
+    def encode(self, texts):
         self.heard += texts
         rows = [np.random.default_rng(abs(hash(text)) % 2**32).normal(size=16) for text in texts]
         return np.array(rows, np.float32).reshape(len(texts), 16)
@@ -53,12 +58,11 @@ def test_words_are_masked_before_the_extractor_reads_them():
     assert second == "[MASK]"
 
 
-def test_what_leaves_is_the_grid_value_of_each_text_in_order_with_noise(monkeypatch):
-    monkeypatch.setattr(device_module, "AT_ONCE", 5)
+def test_what_leaves_is_the_grid_value_of_each_text_in_order_with_noise():
     half = listening()
     texts = [f"text {number}" for number in range(13)]
     found = half.encode(texts)
-    raw = Listening().encode(texts, batch_size=1, device=None)
+    raw = Listening().encode(texts)
     off = np.abs(found - on_grid(raw, half.mechanism) * GRID_STEP)
     assert 0 < off.max() < 40 * half.mechanism.noise_scale
     assert half.encode([]).shape == (0, 16)
@@ -82,8 +86,7 @@ def test_each_text_of_a_streaming_extractor_gets_its_own_vector_marks_and_noise(
     assert np.abs(np.corrcoef(noise[:31].ravel(), noise[31:].ravel())[0, 1]) < 0.25
 
 
-def test_many_texts_are_masked_with_their_own_marks_in_order(monkeypatch):
-    monkeypatch.setattr(device_module, "AT_ONCE", 4)
+def test_many_texts_are_masked_with_their_own_marks_in_order():
     half = listening(mechanism="none", epsilon=None)
     half.encode([f"a{n} b{n}" for n in range(11)], marked=[[f"b{n}"] for n in range(11)])
     assert half.extractor.heard == [f"a{n} [MASK]" for n in range(11)]
@@ -123,7 +126,7 @@ def test_a_forked_process_draws_masks_of_its_own():
 def test_raw_vectors_are_never_released_where_the_mechanism_has_noise():
     half = listening(epsilon=0.05)
     texts = [f"text {number}" for number in range(300)]
-    noise = half.encode(texts) - Listening().encode(texts, batch_size=1, device=None)
+    noise = half.encode(texts) - Listening().encode(texts)
     assert np.abs(noise).mean() == pytest.approx(20, rel=0.1)
 
 

@@ -106,6 +106,10 @@ def deterministic(device: str) -> Iterator[None]:
     before, filling = torch.get_deterministic_debug_mode(), fills.fill_uninitialized_memory
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*deterministic", category=UserWarning)
+        # torch lays an LSTM's weights out for cuDNN in every type but bfloat16, and then complains.
+        warnings.filterwarnings(
+            "ignore", message="RNN module weights are not", category=UserWarning
+        )
         try:
             # use_deterministic_algorithms would also keep inductor from choosing fast kernels.
             torch.set_deterministic_debug_mode("warn")

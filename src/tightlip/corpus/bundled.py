@@ -16,59 +16,33 @@ breaks. The 125 blocks without a speech are left out, which leaves 7,097 speeche
     pq.write_table(table, "shakespeare.parquet", compression="zstd", compression_level=19)
 """
 
+import json
 from bisect import bisect_right
 from importlib.resources import as_file, files
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-# The row at which each play begins; the play, and its genre as the Folio of 1623 has it.
-PLAYS = {
-    0: ("Coriolanus", "tragedy"),
-    1100: ("Richard III", "history"),
-    2170: ("Richard II", "history"),
-    2721: ("Romeo and Juliet", "tragedy"),
-    3548: ("Henry VI, Part 3", "history"),
-    4334: ("The Winter's Tale", "comedy"),
-    5069: ("Measure for Measure", "comedy"),
-    5941: ("The Taming of the Shrew", "comedy"),
-    6818: ("The Tempest", "comedy"),
-}
-WOMEN = {
-    *("VOLUMNIA", "VIRGILIA", "VALERIA", "Gentlewoman"),
-    *("LADY ANNE", "QUEEN ELIZABETH", "QUEEN MARGARET", "DUCHESS OF YORK", "Girl"),
-    *("DUCHESS", "QUEEN", "Lady"),
-    *("JULIET", "LADY CAPULET", "LADY  CAPULET", "LADY MONTAGUE", "Nurse", "NURSE"),
-    *("LADY GREY", "BONA"),
-    *("HERMIONE", "PAULINA", "PERDITA", "EMILIA", "MOPSA", "DORCAS", "First Lady", "Second Lady"),
-    *("ISABELLA", "MARIANA", "FRANCISCA", "MISTRESS OVERDONE"),
-    *("KATHARINA", "KATARINA", "BIANCA", "Widow", "Hostess"),
-    "MIRANDA",
-}
-OF_NO_GENDER = {
-    *("All", "ALL", "Both", "ANOTHER", "Children", "Chorus", "Time", "ARIEL", "Mariners"),
-    *("Citizens", "Both Citizens", "All Citizens", "Both Tribunes", "All The People"),
-    *("Senators", "Senators, &C", "Lords", "LORDS", "All The Lords", "All Conspirators"),
-    *("GENTLEMEN", "Players", "ALL SERVING-MEN"),
-}
+_DATA = files("tightlip") / "data"
 
 
 def demo_corpus() -> pa.Table:
     """Columns `user` and `text`: 7,097 speeches by 299 speakers."""
-    with as_file(files("tightlip") / "data" / "shakespeare.parquet") as path:
+    with as_file(_DATA / "shakespeare.parquet") as path:
         return pq.read_table(path)
 
 
 def demo_speeches() -> pa.Table:
     """The speeches with columns `play`, `genre` and `gender` (null of groups and spirits)."""
     table = demo_corpus()
+    # The row at which each play begins, the play, and its genre as the Folio of 1623 has it.
+    about = json.loads((_DATA / "plays.json").read_text(encoding="utf-8"))
+    starts, plays, genres_of = zip(*about["plays"], strict=True)
     users = table["user"].to_pylist()
-    starts = list(PLAYS)
-    plays = [PLAYS[starts[bisect_right(starts, row) - 1]] for row in range(len(users))]
-    genders = [
-        None if user in OF_NO_GENDER else "female" if user in WOMEN else "male" for user in users
-    ]
-    names, genres = zip(*plays, strict=True)
+    gender_of = dict.fromkeys(about["women"], "female") | dict.fromkeys(about["of_no_gender"])
+    genders = [gender_of.get(user, "male") for user in users]
+    place_of = [bisect_right(starts, row) - 1 for row in range(len(users))]
+    names, genres = ([of[place] for place in place_of] for of in (plays, genres_of))
     for name, values in (("play", names), ("genre", genres), ("gender", genders)):
         table = table.append_column(name, pa.array(values, pa.string()))
     return table

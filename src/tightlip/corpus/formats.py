@@ -30,7 +30,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet
 
-from tightlip.core.errors import UsageError, in_words
+from tightlip.core.errors import UsageError, in_words, short
 from tightlip.core.files import read_json
 from tightlip.core.stores import AT_ONCE, StoreFile, files_at, place_of
 
@@ -162,7 +162,7 @@ def _reporting(path: File) -> Iterator[None]:
         if isinstance(path, StoreFile) and type(error) is OSError:
             raise in_words(path, error) from error
         raise UsageError(
-            f"{path} cannot be read to its end ({_one_line(error)}). It is damaged, cut off or "
+            f"{path} cannot be read to its end ({short(error)}). It is damaged, cut off or "
             "not what its name says: fetch or write it again."
         ) from error
 
@@ -187,11 +187,6 @@ def _too_long(name: str) -> UsageError:
 
 def too_many_columns(num_columns: int) -> str:
     return f"has {num_columns:,} columns, and {MAX_COLUMNS:,} is the most"
-
-
-def _one_line(error: BaseException) -> str:
-    words = " ".join(str(error).split())
-    return words if len(words) <= 160 else words[:157] + "..."
 
 
 # Parquet, Arrow and tables
@@ -400,7 +395,7 @@ def _array_rows(path: File, stream: BinaryIO) -> Iterator[Row]:
         except ValueError as error:
             if not (more := reader.read(_READ_AT_ONCE)):
                 raise UsageError(
-                    f"{path} is no whole JSON array ({_one_line(error)}): it is cut off, or has a comma or a quote too few."
+                    f"{path} is no whole JSON array ({short(error)}): it is cut off, or has a comma or a quote too few."
                 ) from error
             text, place = text[place:] + more, 0
             if len(text) > MAX_ROW_BYTES:
@@ -417,7 +412,7 @@ def _json_row(line: bytes) -> Row:
     except UnicodeError:
         return NOT_UTF8
     except (ValueError, RecursionError) as error:
-        return Fault(f"is not JSON ({_one_line(error)}); JSON Lines has one object per line")
+        return Fault(f"is not JSON ({short(error)}); JSON Lines has one object per line")
     return _checked_row(row)
 
 

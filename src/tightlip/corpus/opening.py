@@ -16,7 +16,7 @@ from tightlip.corpus.encoding import tokenizer_fingerprint
 from tightlip.corpus.formats import files_of
 from tightlip.corpus.history import marks_behind, marks_of, name_of, origin_of
 from tightlip.corpus.prepare import PreparedCorpus, is_prepared, open_prepared
-from tightlip.corpus.prepare_chats import refuse_rendered
+from tightlip.corpus.prepare_chats import check_plain, refuse_rendered
 from tightlip.corpus.prepare_config import TextSettings
 from tightlip.corpus.readers import open_corpus
 from tightlip.corpus.rendered import RolesReader, ShownTexts
@@ -129,7 +129,7 @@ def tokenised_for(
         shutil.rmtree(folder)
     documents = source.documents()
     if documents.format == "text":
-        _check_plain(source)
+        check_plain(documents, source.columns.get("trained_on"))
     if documents.format == "text" and not is_cut:
         corpus = tokenize_documents(documents.batches(), tokenizer, folder, with_spans=with_spans)
     elif with_spans:
@@ -145,17 +145,6 @@ def _is_another_text() -> UsageError:
     return UsageError(
         "The corpus holds chats, or rows that training cut off, which each model's own tokenizer makes another text of, so "
         "a public model with another tokenizer cannot be set beside it. Give a public model with the same tokenizer."
-    )
-
-
-def _check_plain(source: CorpusSource) -> None:
-    """Refuse what only rows of chats, prompts or tokens can answer."""
-    asked = source.columns.get("trained_on")
-    if asked in (None, "auto", "all"):
-        return
-    raise UsageError(
-        f"trained_on={asked!r} is about rows of chats, prompts or tokens, and the corpus is plain text, all of which was "
-        "trained on. Leave it out, or say what the rows are: --format"
     )
 
 

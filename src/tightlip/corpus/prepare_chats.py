@@ -32,15 +32,21 @@ _REFUSED = {
 def is_of_chats(corpus: Corpus, given: Any, config: PrepareConfig) -> bool:
     """Whether a row is more, or less, than its text: the way that `tightlip audit` decides it. What
     cannot be prepared is refused; `given` is the tokenizer, if there is one."""
-    if corpus.format == "text" and config.trained_on not in ("auto", "all"):
-        raise UsageError(
-            f"trained_on={config.trained_on!r} is about rows of chats and prompts, and {corpus.name} is plain text, all of which "
-            "is trained on. Leave it out, or say what the rows are: --format"
-        )
+    if corpus.format == "text":
+        check_plain(corpus, config.trained_on)
     if corpus.format == "text" and config.max_length is None:
         return False
     _check_chats(corpus, given, config)
     return True
+
+
+def check_plain(corpus: Corpus, trained_on: str | None) -> None:
+    """Refuse what only rows of chats, prompts or tokens can answer."""
+    if trained_on not in (None, "auto", "all"):
+        raise UsageError(
+            f"trained_on={trained_on!r} is about rows of chats, prompts or tokens, and {corpus.name} is plain text, all of "
+            "which is trained on. Leave it out, or say what the rows are: --format"
+        )
 
 
 def template_fingerprint(corpus: Corpus, given: Any, config: PrepareConfig) -> str | None:

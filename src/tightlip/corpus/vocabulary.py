@@ -18,7 +18,6 @@ from transformers import PreTrainedTokenizerFast
 
 from tightlip.core.errors import UsageError
 from tightlip.core.progress import task
-from tightlip.core.registry import unknown
 from tightlip.corpus.encoding import WORD_PATTERN, Encoder, pieces
 from tightlip.corpus.readers import Corpus
 
@@ -64,9 +63,7 @@ def build_tokenizer(
         deterministic: the same corpus gives the same file.
     """
     if kind == "bpe":
-        return _byte_level_bpe(corpus, size, min_users)
-    if kind != "words":
-        raise UsageError(unknown("vocabulary", kind, ["words", "bpe"]))
+        return _byte_level_bpe(corpus, size)
     check_size(size)
     ranked = words_by_frequency(corpus)
     if min_users is not None:
@@ -207,13 +204,7 @@ def with_digits(ranked: list[str], size: int | None) -> list[str]:
     return kept + missing
 
 
-def _byte_level_bpe(
-    corpus: Corpus, size: int | None, min_users: int | None
-) -> PreTrainedTokenizerFast:
-    if min_users is not None:
-        raise UsageError(
-            "min_users counts who wrote a word, and BPE has pieces of words. Use --vocabulary words."
-        )
+def _byte_level_bpe(corpus: Corpus, size: int | None) -> PreTrainedTokenizerFast:
     if size is None or size < _SMALLEST_BPE:
         raise UsageError(
             f"vocabulary size={size} is too small for BPE: 256 bytes and 4 special tokens come first. "

@@ -7,6 +7,7 @@ size, so what hangs on rows has it as a factor once, and what has lost it was ma
 """
 
 import os
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -42,6 +43,8 @@ _MOVES_DIMS = {
     *("select_backward", "slice_backward"),
 }
 _IN_ANY_ORDER = {"take", "put", "put_", "masked_scatter", "masked_scatter_", "as_strided", "renorm"}
+# Pools and what makes a picture larger, by the number of dimensions that they go along.
+_SPATIAL = re.compile(r"(?:pool|upsample_\w+)(\d)d")
 _INDEXING = {"index", "_unsafe_index", "index_put", "index_put_", "_index_put_impl_"}
 # Products, by which of their arguments stands on the left: its last dimension is summed over.
 _PRODUCTS = {
@@ -60,6 +63,9 @@ def how_rows_meet(
 
     Holds:
         whatever they hold: the answer follows from shapes, and from no number in them.
+
+    Not every way to meet can be seen in shapes: of a tensor whose rows were laid out anew, as by
+    `reshape(T, B)`, it cannot. `rows_alone` looks at numbers as well.
     """
     primes = (prime for prime in _PRIMES if all(size % prime for size in sizes if size))
     runs: list[_Meeting] = []
@@ -171,6 +177,10 @@ class _Meeting(TorchDispatchMode):
         elif "convolution" in name or "group_norm" in name:
             apart = given.get("groups", 1) % self._num_rows == 0  # as where each row has a copy
             yield from tensors[0].shape[2 if apart else 1 :]
+        elif name == "embedding":  # of rows, if they are what is looked up
+            yield given["weight"].shape[0]
+        elif (spatial := _SPATIAL.search(name)) is not None:
+            yield from tensors[0].shape[-int(spatial[1]) :]
         elif "batch_norm" in name:
             yield 0 if given.get("training", given.get("train", "no_training" not in name)) else 1
         elif "_scaled_dot_product" in name:

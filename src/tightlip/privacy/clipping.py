@@ -16,7 +16,7 @@ from tightlip.privacy import rounding
 from tightlip.privacy.exact_sums import ExactSums, rounded_off, step_of
 from tightlip.privacy.layers import Layout, wide, zeros_for
 from tightlip.privacy.norms import Measured, Norms, added_up
-from tightlip.privacy.row_losses import RowLosses
+from tightlip.privacy.row_losses import RowLosses, has_kernels
 from tightlip.privacy.watching import NoRule, Watch
 
 
@@ -87,6 +87,8 @@ def watched_pass(
             logits_BTV = forward()
             whole = watch.straight_from_a_layer(logits_BTV)
             straight = whole is not None and whole.ndim == 3
+            if straight and whole is not logits_BTV:
+                straight = has_kernels(whole)  # plain operations know of no padding
             losses_B = RowLosses.apply(
                 whole if straight else logits_BTV,
                 *(targets_BT, weights_BT, watch, logits_BTV.shape[2], straight),
@@ -192,10 +194,13 @@ def unit_by_unit(
     layout: Layout,
     clip: Clip,
     shares_U: Tensor | None = None,
+    *,
+    beside: bool = False,
 ) -> ClippedGradients:
     """The same by plain autograd, one row after the other: slow, and right for any model.
 
-    Rows run alone, so that a model that mixes rows cannot mix one unit with another.
+    Rows run alone, so that a model that mixes rows cannot mix one unit with another. With `beside`
+    they run among all the others, whose losses must count nothing.
     """
     kind = torch.float64 if clip.exact else None
     total = {name: zeros_for(each).to(kind or wide(each)) for name, each in parameters.items()}
@@ -208,6 +213,7 @@ def unit_by_unit(
             for row in range(first, first + layout.rows_per_unit)
             if bool(weights_BT[row].any())
         ]
+        rows = [slice(None)] if rows and beside else rows
         loss, gradients = _plain(parameters, forward, targets_BT, weights_BT, rows)
         squares = {
             name: torch.linalg.vector_norm(gradient, dtype=torch.float64).square()
@@ -244,7 +250,7 @@ def _plain(
     weights_BT: Tensor,
     rows: list[slice],
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Loss and gradients of some rows, each run alone."""
+    """Loss and gradients of some rows, each slice of them run by itself."""
     first = next(iter(parameters.values()))
     loss = torch.zeros((), dtype=wide(first), device=first.device)
     gradients: dict[str, Tensor] = {}

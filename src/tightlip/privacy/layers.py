@@ -154,13 +154,13 @@ class LinearUse(torch.autograd.Function):
     def backward(context: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         watch = context.watch
         input, matrix = context.saved_tensors
-        left, right = _tokens(gradient, watch.num_rows), _tokens(input, watch.num_rows)
         if watch.is_watched(context.weight):
+            left, right = _tokens(gradient, watch.num_rows), _tokens(input, watch.num_rows)
             watch.note(
                 context.weight, Outer(right, left) if context.transposed else Outer(left, right)
             )
         if watch.is_watched(context.bias):
-            watch.note(context.bias, Outer(left))
+            watch.note(context.bias, Outer(_tokens(gradient, watch.num_rows)))
         wanted = context.needs_input_grad[1]
         back = None
         if wanted:

@@ -7,6 +7,7 @@ Shapes: B rows, T positions.
 """
 
 import inspect
+import logging
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -36,6 +37,7 @@ from tightlip.privacy.row_losses import NO_LABEL, token_weights
 from tightlip.privacy.shards import check_has_rules, whole_parameters
 from tightlip.privacy.watching import NoRule, Watch
 
+log = logging.getLogger("tightlip")
 Way = Literal["eager", "graph", "compile", "mapped", "slow"]
 
 
@@ -153,7 +155,12 @@ class Passes:
         key = self._key(batch)
         if key not in self._ready:
             ready = self._captured if self.way == "graph" else self._compiled
-            self._ready[key] = ready(batch)
+            try:
+                self._ready[key] = ready(batch)
+            except WaitsForGPU as error:
+                log.warning("Passes of this model cannot be captured in a CUDA graph, and are launched kernel by kernel, which is slower: %s.", error)  # fmt: skip
+                self.way = "eager"
+                return self.eager(batch)
         return self._ready[key](batch)
 
     def _key(self, batch: Physical) -> Any:
@@ -219,8 +226,8 @@ class Passes:
         watch.uses = {name: [Whole(each_BX)] for name, each_BX in gradients.items()}
         return summed(watch, self.parameters, losses_B, batch.layout, self.clip, batch.tensors[3])
 
-    def slow(self, batch: Physical) -> ClippedGradients:
-        """Unit after unit by plain autograd."""
+    def slow(self, batch: Physical, *, beside: bool = False) -> ClippedGradients:
+        """Unit after unit by plain autograd; with `beside` among the others, whose losses are zero."""
         assert self.clip is not None
         mask_BT = batch.mask_BT
         with self._precision():
@@ -234,12 +241,17 @@ class Passes:
                 batch.layout,
                 self.clip,
                 batch.tensors[3],
+                beside=beside,
             )
 
     def _captured(self, batch: Physical) -> Callable[[Physical], ClippedGradients]:
         def run(*tensors: Tensor, look: bool = False) -> ClippedGradients:
             return self._in_one_pass(batch.layout, *tensors, look=look, clip=self._prepared)
 
+        run(*batch.tensors, look=True)  # kernels are built and chosen, which may wait
+        # Asked before: a capture that fails leaves torch's memory in disorder.
+        with _no_waiting():
+            run(*batch.tensors)
         replay, self._pool = captured(
             run, batch.tensors, warm_up=partial(run, look=True), pool=self._pool
         )
@@ -344,6 +356,24 @@ def warn_slow(reason: str) -> None:
         f"No fast rule covers {reason}. Units are clipped one after the other instead: exact, but slow.",
         stacklevel=3,
     )
+
+
+class WaitsForGPU(Exception):
+    """A pass in which Python waits for a number from the GPU, as some mixtures of experts do."""
+
+
+@contextmanager
+def _no_waiting() -> Iterator[None]:
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    except RuntimeError as error:
+        if "synchronizing" not in str(error):
+            raise
+        raise WaitsForGPU(str(error).splitlines()[0]) from error
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
 
 
 def captured(

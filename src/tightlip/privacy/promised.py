@@ -100,6 +100,7 @@ def on_your_word(adaptive: AdaptiveSpec | None, people: str | None) -> Terms:
 
 DRAWS, TIMES = 4, 10
 MOST_CHARGED = 0.1  # of the clip norm
+MOST_ROUNDED = 1e-2  # of the clip norm
 LEAST = 2.0**-24  # of the clip norm: four draws that show less have not seen it all
 
 
@@ -142,13 +143,19 @@ def arithmetic_of(
 
 def _measured(passes: Passes, batches: PhysicalBatches, expected_batch: float) -> tuple[str, float]:
     assert passes.clip is not None
-    on_gpu = batches.device.type == "cuda"
+    on_gpu, off = batches.device.type == "cuda", rounded_together(passes, batches)
+    # Rounding is thousands of times less; and exact sums know of none.
+    if off > (0 if passes.clip.exact else MOST_ROUNDED):
+        raise GuaranteeError(
+            f"Who shares a pass with a unit moves its gradient, by {off:.2g} of the clip norm, as in a model that mixes rows. Clipping "
+            "does not bound that. Give a model in which each row is by itself, or physical_rows=1."
+        )
     if passes.clip.exact:
         assumed = ", tensor cores taken to add as float32 does" if on_gpu else ""
         return f"exact: units never meet in floating point{assumed}", 0.0
     kinds = {each.dtype for each in passes.parameters.values()}
     kind = "float64" if kinds == {torch.float64} else "float32"
-    off = max(rounded_together(passes, batches), LEAST)
+    off = max(off, LEAST)
     # One unit more may move everybody after it to another place, and some to another pass.
     num_passes = batches.num_passes(expected_batch)
     words = (

@@ -51,7 +51,7 @@ class RowLosses(torch.autograd.Function):
         context.width = logits_BTV.shape[2] if width is None else width
         targets_BT = targets_BT.clamp(min=0)
         flat_NV = logits_BTV.flatten(0, 1)
-        if _has_kernels(flat_NV):
+        if has_kernels(flat_NV):
             from tightlip.privacy import kernels
 
             log_sums_N, at_target_N = kernels.log_sums(flat_NV, targets_BT.flatten(), context.width)
@@ -75,7 +75,7 @@ class RowLosses(torch.autograd.Function):
         weights_N = (weights_BT * gradient_B[:, None]).flatten().to(log_sums_N.dtype)
         weights_N = torch.where(log_sums_N.isfinite(), weights_N, 0)
         given = (targets_BT.flatten(), log_sums_N, weights_N)
-        if _has_kernels(flat_NV):
+        if has_kernels(flat_NV):
             from tightlip.privacy import kernels
 
             back_NV = flat_NV
@@ -95,7 +95,7 @@ class RowLosses(torch.autograd.Function):
         return back_BTV, None, None, None, None, None
 
 
-def _has_kernels(values: Tensor) -> bool:
+def has_kernels(values: Tensor) -> bool:
     return values.device.type == "cuda" and values.dtype != torch.float64
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
@@ -32,6 +33,7 @@ from tightlip.privacy.layers import (
     Outer,
     Use,
     linear_use,
+    missing_columns,
     written_if_small,
 )
 from tightlip.privacy.recurrent_layers import GRULayer, LSTMLayer
@@ -48,6 +50,7 @@ _PICKING = {
     if (function := getattr(owner, spelling, None)) is not None
 } | {Tensor.__getitem__, Tensor.__setitem__}
 _ADDS_ROWS = {Tensor.unsqueeze, torch.unsqueeze, Tensor.__getitem__}
+_HEAD = 8  # times as many outputs as inputs
 _AT_FRONT = ((0,), (None,), ((None, ...),))
 
 
@@ -57,6 +60,27 @@ def _linear(watch: "Watch", name: str, input: Tensor, weight: Tensor, bias: Any 
     watch.check_constant(name, weight, bias)
     rows = watch.by_row(input, name)
     return like_before(linear_use(watch, rows, weight, bias), input, rows)
+
+
+def _is_frozen_odd_head(
+    watch: "Watch", input: Tensor, weight: Tensor, bias: Tensor | None = None
+) -> bool:
+    """Whether autograd would copy this layer's output and its gradient to have even columns, and they
+    are large: of an adapter's frozen head over 50,257 words no tensors are larger."""
+    are_frozen = all(
+        type(each) in (Tensor, nn.Parameter, FakeTensor) and not each.requires_grad
+        for each in (weight, bias)
+        if each is not None
+    )
+    # Rows stand in front, so none meets another in a product that nobody looks into.
+    is_usual = input.ndim == 3 and len(input) == watch.num_rows and weight.ndim == 2
+    if not are_frozen or not is_usual or (bias is not None and bias.ndim != 1):
+        return False
+    return len(weight) > _HEAD * weight.shape[1] and missing_columns(weight, len(weight)) > 0
+
+
+def _frozen_linear(watch: "Watch", input: Tensor, weight: Tensor, bias: Any = None) -> Tensor:
+    return linear_use(watch, input, weight, bias)
 
 
 def _addmm(
@@ -241,6 +265,8 @@ class Watch(TorchFunctionMode):
                 raise NoRule("the model", f"it moves rows or tokens about by {func.__name__}")
             if func in _ADDS_ROWS and id(args[0]) in self.spread and args[1:] in _AT_FRONT:
                 return args[0]  # it has the rows already that it is to be spread over
+            if func is functional.linear and _is_frozen_odd_head(self, *args, **kwargs):
+                return _frozen_linear(self, *args, **kwargs)
             return func(*args, **kwargs)
         if func in RULES:
             return RULES[func](self, named[0], *args, **kwargs)

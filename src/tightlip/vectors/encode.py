@@ -3,12 +3,12 @@ encode` as one call, texts to a file of private vectors."""
 
 import os
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -21,7 +21,7 @@ from tightlip.core.settings import split_settings, takes
 from tightlip.corpus.prepare_config import ColumnSettings
 from tightlip.vectors import halves
 from tightlip.vectors.data import Columns, open_source, read_columns
-from tightlip.vectors.extractors import Raw, made_ahead
+from tightlip.vectors.extractors import Raw, Tokenised, made_ahead, pieces
 from tightlip.vectors.grid_noise import GridNoise
 from tightlip.vectors.guarantees import VectorMechanism, costs
 from tightlip.vectors.masking import (
@@ -37,18 +37,9 @@ from tightlip.vectors.release import drawn, noised
 from tightlip.vectors.server import VectorFile, write_vectors
 from tightlip.vectors.settings import EncodeSettings, EncodingOptions, Runtime
 
-# Texts given at a time to an extractor that does not hand out its vectors batch by batch.
-AT_ONCE = 4096
 # Batches on their way at a time: a GPU is never without one while the interpreter is busy.
 _ON_THE_WAY = 3
 _DRAWING = 2  # threads that draw noise, beside the interpreter's lock
-
-
-class RawVectors(Protocol):
-    """What a device needs of an extractor."""
-
-    def encode(self, texts: Sequence[str], *, batch_size: int, device: Any) -> np.ndarray:
-        """The raw vectors of `texts` in their order."""
 
 
 class Device:
@@ -63,7 +54,7 @@ class Device:
     """
 
     def __init__(
-        self, extractor: RawVectors, mechanism: VectorMechanism, *, mask_word: str, pair: str
+        self, extractor: Tokenised, mechanism: VectorMechanism, *, mask_word: str, pair: str
     ) -> None:
         self.extractor, self.mechanism = extractor, mechanism
         self.mask_word, self.pair = mask_word, pair
@@ -93,40 +84,19 @@ class Device:
             # Of vectors that are not there yet, in their order; each is used once.
             noise: deque[Future[np.ndarray]] = deque()
 
-            def draw(num_vectors: int) -> None:
-                noise.append(drawing.submit(drawn, self.mechanism, self._noise, num_vectors))
+            def masked(places: np.ndarray) -> list[str]:
+                """While texts are extracted the next are masked, and noise for them is drawn."""
+                for some in pieces(places, batch_size):
+                    noise.append(drawing.submit(drawn, self.mechanism, self._noise, len(some)))
+                return self._masked([texts[n] for n in places], [marks[n] for n in places])
 
-            coming = self._raw(texts, marks, draw, batch_size=batch_size, device=device)
+            coming = self.extractor.stream(
+                texts, prepared=masked, batch_size=batch_size, device=device
+            )
             releases = (partial(self._release, raw, noise.popleft(), sent) for raw in coming)
             for num_released in made_ahead(releases, _ON_THE_WAY):
                 bar.advance(num_released)
         return sent
-
-    def _raw(
-        self,
-        texts: Sequence[str],
-        marks: Sequence[frozenset[str]],
-        draw: Callable[[int], None],
-        **given: Any,
-    ) -> Iterator[Raw]:
-        """Raw vectors of the masked texts, some at a time.
-
-        While these are extracted the next texts are masked, and noise for them is drawn.
-        """
-
-        def masked(places: np.ndarray, at_once: int = given["batch_size"]) -> list[str]:
-            for start in range(0, len(places), at_once):
-                draw(len(places[start : start + at_once]))
-            return self._masked([texts[n] for n in places], [marks[n] for n in places])
-
-        stream = getattr(self.extractor, "stream", None)
-        if stream is not None:
-            yield from stream(texts, prepared=masked, **given)
-            return
-        for start in range(0, len(texts), AT_ONCE):
-            places = np.arange(start, min(start + AT_ONCE, len(texts)))
-            vectors = self.extractor.encode(masked(places, AT_ONCE), **given)
-            yield Raw(places, partial(np.asarray, vectors))
 
     def _masked(self, texts: Sequence[str], marks: Sequence[frozenset[str]]) -> list[str]:
         if os.getpid() != self._process:  # a forked process would draw its parent's masks
@@ -151,7 +121,7 @@ def load_device(folder: Path | str, *, runtime: Runtime = EncodeSettings.runtime
     about = halves.read_half(folder, halves.DEVICE)
     mechanism = VectorMechanism.from_record(about["guarantee"])
     _check_guarantee(folder, about, mechanism)
-    extractor: RawVectors
+    extractor: Tokenised
     if runtime == "onnx":
         halves.check_files(folder, about, weights=False)
         extractor = halves.OnnxExtractor(folder)

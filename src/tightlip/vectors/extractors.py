@@ -48,10 +48,12 @@ class Raw(NamedTuple):
 
 
 class Tokenised:
-    """What every extractor does before its model: texts to rows of ids, rows to batches."""
+    """What every extractor does around its model: texts to rows of ids, rows to batches, and batches
+    to vectors in the texts' order."""
 
     tokenizer: Any
     max_tokens: int
+    dimensions: int
 
     @property
     def mask_word(self) -> str:
@@ -104,6 +106,53 @@ class Tokenised:
             for numbers in pieces(order, batch_size):
                 yield places[numbers], self.padded([rows[number] for number in numbers])
 
+    def encode(
+        self,
+        texts: Sequence[str],
+        *,
+        batch_size: int = EncodingOptions.batch_size,
+        device: str | torch.device | None = None,
+    ) -> np.ndarray:
+        """The raw vectors of `texts`, float32, in their order."""
+        vectors = np.empty((len(texts), self.dimensions), np.float32)
+        coming = self.stream(texts, batch_size=batch_size, device=device)
+        pending = deque(islice(coming, _ON_THE_WAY))
+        while pending:
+            pending.extend(islice(coming, 1))
+            raw = pending.popleft()
+            vectors[raw.places] = raw.arrived()
+        return vectors
+
+    def stream(
+        self,
+        texts: Sequence[str],
+        *,
+        batch_size: int,
+        device: Any = None,
+        prepared: Callable[[np.ndarray], list[str]] | None = None,
+    ) -> Iterator[Raw]:
+        """Raw vectors batch by batch.
+
+        The next texts are tokenised meanwhile, and nothing waits for the model but `arrived`.
+        """
+        batches = self.batches(texts, batch_size, prepared)
+
+        def made() -> tuple[np.ndarray | None, dict[str, Tensor]]:
+            places, batch = next(batches, (None, {}))
+            return places, self._made_ready(batch)
+
+        for places, batch in made_ahead(repeat(made), _AHEAD):
+            if places is None:
+                break
+            yield Raw(places, self._arriving(batch))
+
+    def _made_ready(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        return batch
+
+    def _arriving(self, batch: dict[str, Tensor]) -> Callable[[], np.ndarray]:
+        """A call that waits for the raw vectors of a batch."""
+        raise NotImplementedError
+
 
 def _windows(texts: Sequence[str], batch_size: int) -> Iterator[np.ndarray]:
     """Places of texts to tokenise together, the longest first; by letters, which cost nothing.
@@ -144,10 +193,7 @@ class Extractor(Tokenised, nn.Module):
         tokenizer.padding_side = tokenizer.truncation_side = "right"
         self.model, self.tokenizer = model, tokenizer
         self.kind, self.pooling, self.max_tokens = kind, pooling, max_tokens
-
-    @property
-    def dimensions(self) -> int:
-        return int(self.model.config.hidden_size)
+        self.dimensions = int(model.config.hidden_size)
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         seen = self._wide(attention_mask) if attention_mask.is_cuda else attention_mask
@@ -164,56 +210,23 @@ class Extractor(Tokenised, nn.Module):
         plain = config.model_type not in _TAKE_WIDE_MASKS or config._attn_implementation != "sdpa"
         return attention_mask if plain else attention_mask[:, None, None, :].bool()
 
-    def encode(
-        self,
-        texts: Sequence[str],
-        *,
-        batch_size: int = EncodingOptions.batch_size,
-        device: str | torch.device | None = None,
-    ) -> np.ndarray:
-        """The raw vectors of `texts`, float32, in their order."""
-        vectors = np.empty((len(texts), self.dimensions), np.float32)
-        coming = self.stream(texts, batch_size=batch_size, device=device)
-        pending = deque(islice(coming, _ON_THE_WAY))
-        while pending:
-            pending.extend(islice(coming, 1))
-            raw = pending.popleft()
-            vectors[raw.places] = raw.arrived()
-        return vectors
-
-    def stream(
-        self,
-        texts: Sequence[str],
-        *,
-        batch_size: int,
-        device: str | torch.device | None = None,
-        prepared: Callable[[np.ndarray], list[str]] | None = None,
-    ) -> Iterator[Raw]:
-        """Raw vectors batch by batch; on a GPU they are still being computed when they come.
-
-        The next texts are tokenised meanwhile, and nothing waits for the GPU but `arrived`.
-        """
+    def stream(self, texts: Sequence[str], *, device: Any = None, **given: Any) -> Iterator[Raw]:
+        """Raw vectors batch by batch; on a GPU they are still being computed when they come."""
         if device is not None:
             self.to(device)
         was_training = self.training
         self.eval()
-        where = self.model.device
-        batches = self.batches(texts, batch_size, prepared)
-
-        def made() -> tuple[np.ndarray | None, dict[str, Tensor]]:
-            places, batch = next(batches, (None, {}))
-            return places, pinned(batch, where)
-
         try:
-            for places, batch in made_ahead(repeat(made), _AHEAD):
-                if places is None:
-                    break
-                yield Raw(places, self._arriving(batch, where))
+            yield from super().stream(texts, **given)
         finally:
             self.train(was_training)
 
+    def _made_ready(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        return pinned(batch, self.model.device)
+
     @torch.inference_mode()
-    def _arriving(self, batch: dict[str, Tensor], where: torch.device) -> Callable[[], np.ndarray]:
+    def _arriving(self, batch: dict[str, Tensor]) -> Callable[[], np.ndarray]:
+        where = self.model.device
         vectors = self(**to_device(batch, where)).float()
         if where.type != "cuda":
             return vectors.cpu().numpy

@@ -14,7 +14,8 @@ import logging
 import math
 import shutil
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,6 @@ from tightlip.models.folders import state_fingerprint
 from tightlip.models.loading import load_tokenizer
 from tightlip.vectors.extractors import Extractor, Tokenised, open_extractor
 from tightlip.vectors.guarantees import VectorMechanism
-from tightlip.vectors.settings import EncodingOptions
 
 FORMAT = 1
 DEVICE, SERVER = "device", "server"
@@ -307,7 +307,8 @@ def _check_equal(extractor: Extractor, path: Path) -> None:
 
 
 class OnnxExtractor(Tokenised):
-    """The extractor of a device's half as ONNX Runtime runs it; torch's weights are not read.
+    """The extractor of a device's half as ONNX Runtime runs it, on the CPU; torch's weights are not
+    read.
 
     Holds:
         same_pair: a device.onnx of another training is a usage error.
@@ -327,25 +328,14 @@ class OnnxExtractor(Tokenised):
             )
         self.tokenizer = load_tokenizer(device / EXTRACTOR)
         self.tokenizer.padding_side = self.tokenizer.truncation_side = "right"
-        self.max_tokens: int = about["max_tokens"]
-        self.dimensions: int = about["dimensions"]
+        self.max_tokens, self.dimensions = about["max_tokens"], about["dimensions"]
         self.kind, self.pooling = about["extractor"], about["pooling"]
 
-    def encode(
-        self,
-        texts: Sequence[str],
-        *,
-        batch_size: int = EncodingOptions.batch_size,
-        device: Any = None,
-    ) -> np.ndarray:
-        """The raw vectors of `texts`, float32, in their order; ONNX Runtime runs on the CPU here."""
-        vectors = np.empty((len(texts), self.dimensions), np.float32)
-        for places, batch in self.batches(texts, batch_size):
-            vectors[places] = _run(self._session, batch)
-        return vectors
+    def _arriving(self, batch: dict[str, Tensor]) -> Callable[[], np.ndarray]:
+        return partial(_run, self._session, batch)
 
 
-def _run(session: Any, batch: dict[str, torch.Tensor]) -> np.ndarray:
+def _run(session: Any, batch: dict[str, Tensor]) -> np.ndarray:
     (vectors,) = session.run([OUTPUT], {name: batch[name].numpy() for name in INPUTS})
     return np.asarray(vectors)
 

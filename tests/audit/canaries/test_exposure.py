@@ -150,7 +150,7 @@ ROOMS = {
 def test_the_tree_gives_what_each_text_by_itself_gives(kind, bos, room, monkeypatch):
     logits, cache = ROOMS[room]
     monkeypatch.setitem(tries.LOGITS_AT_ONCE, "cpu", logits)
-    monkeypatch.setitem(tries.CACHE_BYTES, "cpu", cache)
+    monkeypatch.setattr(tries, "CACHE_BYTES", cache)
     scorer = scorer_of(model_of(kind), bos=bos)
     for template in [*TEMPLATES, "{digits:3}"]:
         candidates = candidates_of(template)

@@ -67,8 +67,8 @@ def test_the_bars_hold_every_scored_document():
 
 def test_the_spread_is_over_scored_documents():
     spread = spread_of(np.array([0.05, 0.4, 1.0, 1.0]), np.array([1.0, 2, 3, math.nan]), 0.05)
-    assert (spread.num_documents, spread.num_unscored, spread.median) == (4, 1, 0.4)
-    assert spread.at_one == spread.at_least == pytest.approx(1 / 3)
+    assert (spread["num_documents"], spread["num_unscored"], spread["median"]) == (4, 1, 0.4)
+    assert spread["at_one"] == spread["at_least"] == pytest.approx(1 / 3)
 
 
 def test_weights_that_tell_nothing_apart_are_doubted():

@@ -26,7 +26,7 @@ from tightlip.scan.scanner import BATCH_TOKENS, Scanner
 from tightlip.scan.scoring import score_logits
 
 LOGITS_AT_ONCE = {"cpu": 1 << 23, "cuda": 1 << 28}
-CACHE_BYTES = {"cpu": 1 << 30, "cuda": 1 << 33}  # keys and values of all levels together
+CACHE_BYTES = 1 << 30  # keys and values of all levels together, unless a GPU has them
 _NEAR = 1e-4  # of the largest logit; what float32 sums differ by in another order
 
 
@@ -80,7 +80,7 @@ class PrefixReader:
         if self.caches:
             # One token more each, and twice: the old ones stay until the new ones are there.
             row_bytes = 2 * _bytes_a_row(memory) * (position + 1) // position
-            limits.append(CACHE_BYTES.get(kind, 1 << 30) // num_levels // row_bytes)
+            limits.append(_cache_bytes(self.device) // num_levels // row_bytes)
         return max(1, min(limits))
 
     def _reread(self, ids_BT: Tensor) -> Tensor:
@@ -117,6 +117,13 @@ def _selected(memory: DynamicCache, rows: Tensor) -> DynamicCache:
     chosen.layers = [copy(layer) for layer in memory.layers]
     chosen.batch_select_indices(rows)
     return chosen
+
+
+def _cache_bytes(device: torch.device) -> int:
+    """A quarter of a GPU, whatever else is on it: the same GPU reads in the same parts each time."""
+    if device.type != "cuda":
+        return CACHE_BYTES
+    return torch.cuda.get_device_properties(device).total_memory // 4
 
 
 def _bytes_a_row(memory: DynamicCache) -> int:

@@ -2,7 +2,7 @@
 
 import shutil
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -20,10 +20,10 @@ from tightlip.audit.leakage.findings import (
     report_folder,
 )
 from tightlip.audit.leakage.runs import Runs, distinct_sequences
+from tightlip.audit.leakage.summary import Report
 from tightlip.audit.settings import ResamplingSettings, SyntheticConfig
 from tightlip.audit.synthetic.overlap import Overlap, Search
 from tightlip.audit.synthetic.reading import cut_texts, open_synthetic, read_words
-from tightlip.core.checksums import checked
 from tightlip.core.errors import UsageError
 from tightlip.core.files import claimed, make_private_folder, write_json, written_whole
 from tightlip.core.gates import Entries, Known, failures
@@ -50,17 +50,14 @@ FIGURES: Known = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class TextReport:
-    """What an audit of a text found: the folder, and what its summary.json holds."""
+class TextReport(Report):
+    """What an audit of a text found: `report.copies` and all of its summary."""
 
-    folder: Path
-    summary: dict[str, Any]
-    keep_alive: Any = field(default=None, repr=False)  # a folder that goes with this object
+    kind, command = "a report on a text", "audit-text"
 
     def table(self, name: str) -> pa.Table:
         """'stretches', 'users' or 'documents', as Arrow."""
-        return pq.read_table(checked(self.folder / f"{name}.parquet"))
+        return self._table(f"{name}.parquet")
 
     def failed(self, *conditions: str, baseline: "TextReport | None" = None) -> list[str]:
         """Which of 'copies>0' and the like hold, each with its figure: empty means all is well."""
@@ -181,11 +178,10 @@ def audit_synthetic(
         ]
         found = _Findings(search=search, sides=sides, config=config, texts=texts)
         found.write_tables(folder)
-        summary = found.summary(resampling)
-        write_json(folder / "summary.json", summary)
+        write_json(folder / "summary.json", found.summary(resampling))
         write_page(folder)
         shutil.rmtree(work, ignore_errors=True)
-    return TextReport(folder=folder, summary=summary, keep_alive=keep_alive)
+    return TextReport(folder, keep_alive)
 
 
 def _refuse_people_on_both_sides(

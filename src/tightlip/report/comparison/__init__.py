@@ -23,12 +23,6 @@ from tightlip.report.comparison.words import headline, missing, tolerance_words,
 from tightlip.report.kit import plots
 from tightlip.report.kit.table import NEVER_SAW_BITS
 
-SCORE_WORDS = {
-    "ez": "EZ, the gain over the reference model where the first guess is wrong",
-    "reference": "the loss beside the reference model's",
-    "min_k": "min-k%, the loss of each document's least likely fifth of tokens",
-    "loss": "the loss",
-}
 Point = tuple[RunFigures, float, str]  # a run, what it leaks, and that in words
 
 
@@ -218,7 +212,7 @@ class ComparisonPage:
             "missing": missing(rows),
             "uncounted": uncounted(rows),
             "scores": score_table(rows),
-            "score": SCORE_WORDS[membership_score(rows)],
+            "score": membership_score(rows),
             "exposure_plot": exposure_scatter(rows, self.tolerance),
             "leaks_plot": leaks_scatter(rows, self.tolerance),
             "num_undrawn": num_undrawn(rows),

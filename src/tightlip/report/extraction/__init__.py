@@ -20,14 +20,6 @@ NEVER = "never"
 MOST = 1e308  # tries, where float64 counts them no more
 TABLE_TITLE = "Tries for the cheapest window: 50% and 90% chance"
 SOON = "1000"  # tries that anybody has
-TERMS = (
-    ("Try", "One continuation drawn from the model after the text that really came before. Tries for 50%: after so many, the window has come out with an even chance; after those for 90%, nearly surely."),
-    ("Window", "A stretch of so many tokens. Longer ones are never likelier, so each length stands for itself."),
-    ("Searched", "Windows that one person alone has in the whole corpus, by their tokens and by their words. The cheapest of many is cheaper than the cheapest of few: look at the number before you compare."),
-    ("Reference", "A model that never saw the text, drawing in the same way; its column has the tries for 50% of the same window. What it says as easily is what anybody would say; counted are windows that it draws at least ten times as seldom."),
-    ("Held out", "The tries for 50% of the cheapest window of people whose text was not trained on, and how many of their windows were searched: what chance gives."),
-    ("One try", "A greedy run, which a leakage report counts, is the case of one try with top-k 1. With other settings text comes out that greedy runs miss, and some of theirs takes several tries."),
-)  # fmt: skip
 
 
 def tries_words(tries: float | None) -> str:
@@ -224,7 +216,6 @@ class ExtractionPage:
             "users_plot": _users_plot(summary),
             "windows_plot": _windows_plot(summary),
             "shown": _shown(self.folder, summary),
-            "terms": TERMS,
         }
 
 

@@ -7,7 +7,6 @@ from typing import Any, ClassVar
 
 from markupsafe import Markup
 
-from tightlip.core.errors import UsageError
 from tightlip.core.figures import UNKNOWN, count, counted, guarantee_words, percent
 from tightlip.core.files import read_json
 from tightlip.core.progress import harmless
@@ -22,7 +21,7 @@ from tightlip.report.leakage.rows import (
     read_users,
     safe_json,
 )
-from tightlip.report.leakage.tallies import Tally, tally_and_choose
+from tightlip.report.leakage.tallies import Tally, file_of_report, tally_and_choose
 
 NUM_HEADLINES = 4
 NUM_SNAPSHOT_ROWS = 200
@@ -63,13 +62,9 @@ class LeakagePage:
 
 
 def _read_summary(folder: Path) -> dict[str, Any]:
-    path = folder / "summary.json"
-    if not path.exists():
-        raise UsageError(
-            f"{folder} has no summary.json, so it is not a leakage report. Make one with: tightlip audit MODEL CORPUS --out {folder}"
-        )
+    told = read_json(file_of_report(folder, "summary.json"))
     # What an older report does not say is not known.
-    return {"redacted": False, "version": None, "top_k": None, **read_json(path)}
+    return {"redacted": False, "version": None, "top_k": None, **told}
 
 
 def _opening(summary: dict[str, Any], tally: Tally, rows: Embedded) -> dict[str, Any]:

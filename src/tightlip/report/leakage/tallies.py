@@ -253,13 +253,17 @@ class Chooser:
         return list(dict.fromkeys(chain.from_iterable(with_heads)))
 
 
-def open_sequences(folder: Path) -> pq.ParquetFile:
-    path = folder / "sequences.parquet"
-    if not path.exists():
+def file_of_report(folder: Path, name: str) -> Path:
+    """A file that every leakage report has."""
+    if not (folder / name).exists():
         raise UsageError(
-            f"{folder} has no sequences.parquet, so it is not a leakage report. Make one with: tightlip audit MODEL CORPUS --out {folder}"
+            f"{folder} has no {name}, so it is not a leakage report. Make one with: tightlip audit MODEL CORPUS --out {folder}"
         )
-    return open_table(path)
+    return folder / name
+
+
+def open_sequences(folder: Path) -> pq.ParquetFile:
+    return open_table(file_of_report(folder, "sequences.parquet"))
 
 
 def open_table(path: Path) -> pq.ParquetFile:

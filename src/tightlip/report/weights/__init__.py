@@ -14,67 +14,32 @@ NUM_BARS = 20
 MOST_CHARACTERS = 320
 
 
-@dataclass(frozen=True, kw_only=True)
-class Weighed:
-    """A document as the page shows it."""
-
-    number: int
-    user: str
-    text: str
-    rho: float
-    nats: float
-
-    @property
-    def perplexity(self) -> str:
-        with np.errstate(over="ignore"):
-            return number(np.exp(self.nats))
-
-    @property
-    def beginning(self) -> str:
-        return " ".join(self.text.split())[:MOST_CHARACTERS]
-
-    @property
-    def num_cut(self) -> int:
-        return max(0, len(" ".join(self.text.split())) - MOST_CHARACTERS)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Spread:
-    """How the weights lie, in figures."""
-
-    num_documents: int
-    num_unscored: int
-    median: float
-    mean: float
-    at_least: float
-    at_one: float
-
-
-def spread_of(rho: np.ndarray, nats: np.ndarray, least: float) -> Spread:
-    """Medians and shares over the documents that could be scored."""
+def spread_of(rho: np.ndarray, nats: np.ndarray, least: float) -> dict[str, Any]:
+    """How the weights lie: medians and shares over the documents that could be scored."""
     scored = rho[~np.isnan(nats)]
-    return Spread(
-        num_documents=len(rho),
-        num_unscored=len(rho) - len(scored),
-        median=float(np.median(scored)) if len(scored) else 1.0,
-        mean=float(scored.mean()) if len(scored) else 1.0,
-        at_least=float((scored <= least).mean()) if len(scored) else 0.0,
-        at_one=float((scored >= 1).mean()) if len(scored) else 1.0,
-    )
+    numbers = {"num_documents": len(rho), "num_unscored": len(rho) - len(scored)}
+    if not len(scored):
+        return numbers | {"median": 1.0, "mean": 1.0, "at_least": 0.0, "at_one": 1.0}
+    return numbers | {
+        "median": float(np.median(scored)),
+        "mean": float(scored.mean()),
+        "at_least": float((scored <= least).mean()),
+        "at_one": float((scored >= 1).mean()),
+    }
 
 
-def doubts(info: dict[str, Any], spread: Spread) -> Iterator[str]:
+def doubts(info: dict[str, Any], spread: dict[str, Any]) -> Iterator[str]:
     """What speaks against these weights, in sentences."""
-    if spread.at_one > 0.5:
+    if spread["at_one"] > 0.5:
         yield (
-            f"{percent(spread.at_one)} of the documents weigh 1, so the weights tell little apart. To this estimator most "
+            f"{percent(spread['at_one'])} of the documents weigh 1, so the weights tell little apart. To this estimator most "
             "of the corpus is rarer than the public corpus: take one of a more similar kind, or another model."
         )
-    if spread.at_least > 0.5:
+    if spread["at_least"] > 0.5:
         why = "A few documents of enormous perplexity take up the whole range."
         if info["is_sound"]:
             why = "Most of the corpus is more ordinary than the public corpus, or the model has seen it."
-        yield f"{percent(spread.at_least)} of the documents have the least weight. {why}"
+        yield f"{percent(spread['at_least'])} of the documents have the least weight. {why}"
     if info["estimator"] == "frequency estimate":
         yield (
             "These weights come from a frequency estimate, no language model: how often words and pairs of words stand in "
@@ -86,9 +51,9 @@ def lines_about(info: dict[str, Any], rho: np.ndarray, nats: np.ndarray) -> list
     """The weights in two or three lines for the terminal."""
     spread = spread_of(rho, nats, info["least_weight"])
     against = f" against {info['public_corpus']}" if info["public_corpus"] else ""
-    made = f"Weighed {counted(spread.num_documents, 'document')} by {info['model']}{against} ({info['normalisation']}): "
+    made = f"Weighed {counted(spread['num_documents'], 'document')} by {info['model']}{against} ({info['normalisation']}): "
     lies = (
-        f"median {number(spread.median)}, {percent(spread.at_one)} at 1, {percent(spread.at_least)} at "
+        f"median {number(spread['median'])}, {percent(spread['at_one'])} at 1, {percent(spread['at_least'])} at "
         f"{info['least_weight']:g}."
     )
     return [made + lies, *doubts(info, spread)]
@@ -113,10 +78,10 @@ class WeightsPage:
     def content(self) -> dict[str, Any]:
         info, public = self.info, self.public
         spread = spread_of(self.rho, self.nats, info["least_weight"])
-        half = f"Half of the {counted(spread.num_documents, 'document')} weigh"
-        highest, lowest = ([Weighed(**each) for each in end] for end in self.shown)
+        half = f"Half of the {counted(spread['num_documents'], 'document')} weigh"
+        highest, lowest = ([*map(_shown, end)] for end in self.shown)
         return {
-            "headline": f"{half} {number(spread.median)} or less",
+            "headline": f"{half} {number(spread['median'])} or less",
             "version": info["version"],
             "info": info,
             "doubts": list(doubts(info, spread)),
@@ -126,8 +91,15 @@ class WeightsPage:
             "scored": _scored(info),
             "highest": highest,
             "lowest": lowest,
+            "most_characters": MOST_CHARACTERS,
             "num_public": None if public is None else int((~np.isnan(public)).sum()),
         }
+
+
+def _shown(document: dict[str, Any]) -> dict[str, Any]:
+    with np.errstate(over="ignore"):
+        perplexity = number(np.exp(document["nats"]))
+    return document | {"perplexity": perplexity, "text": " ".join(document["text"].split())}
 
 
 def _scored(info: dict[str, Any]) -> str:
