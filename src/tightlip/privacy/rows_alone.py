@@ -6,10 +6,7 @@ loss may stay the same while a gradient moves. Shapes: U units, M rows of each, 
 """
 
 import copy
-import itertools
 import logging
-import math
-import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -247,9 +244,13 @@ class _NotSeen(Exception):
 
 
 def first_change(passes: Passes, shape: Shape, num_ids: int) -> str | None:
-    """One unit in every place of a pass, then in some of them among others, in several ways: what is
-    unlike. Somebody may hear of one other place only: of the one behind, or of every second."""
+    """One unit in every place of a pass, then in each third of them among others: what is unlike.
+
+    Thirds are drawn at random. Somebody may hear of one other place only, of the next one or of
+    their pair; with halves, all pairs could be whole.
+    """
     everywhere = range(shape.num_units)
+    order = passes.draws.sample(everywhere, shape.num_units)
     device = next(iter(passes.parameters.values())).device
     copies = _seen(passes, synthetic_units(shape, num_ids, [*everywhere], device))
     if not all(bool(values_UX.isfinite().all()) for values_UX in copies.values()):
@@ -258,7 +259,7 @@ def first_change(passes: Passes, shape: Shape, num_ids: int) -> str | None:
     first = {name: values_UX[:1].clone() for name, values_UX in copies.items()}
     del copies  # as large as a pass
     mixed = set[str]()
-    for own in separating(shape.num_units, passes.draws):
+    for own in filter(None, (order[number::3] for number in range(3))):
         found = _seen(passes, synthetic_units(shape, num_ids, own, device))
         mixed |= {name for name, values in first.items() if not (found[name][own] == values).all()}
         del found
@@ -270,19 +271,6 @@ def first_change(passes: Passes, shape: Shape, num_ids: int) -> str | None:
             return f"two passes over the same rows differ in {name}"
     name = next(name for name in first if name in moved | mixed)
     return f"{name} changes with {'its place' if name in moved else 'the units beside it'}"
-
-
-def separating(num_places: int, draws: random.Random) -> list[list[int]]:
-    """Sets of places such that of any two places some set has the first and not the second.
-
-    Each place gets a half of the sets, another half than every other place: the fewest sets that do
-    it (Sperner), 5 for 8 places and 12 for 512.
-    """
-    num_sets = next(n for n in itertools.count(2) if math.comb(n, n // 2) >= num_places)
-    halves = [*itertools.combinations(range(num_sets), num_sets // 2)]
-    sets_of = draws.sample(halves, num_places)
-    found = ([n for n in range(num_places) if each in sets_of[n]] for each in range(num_sets))
-    return [places for places in found if places]
 
 
 def _seen(passes: Passes, batch: Physical) -> dict[str, Tensor]:
