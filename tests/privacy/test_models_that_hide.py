@@ -331,7 +331,7 @@ def test_a_model_without_embeddings_knows_as_many_ids_as_it_has_logits():
 
 def test_a_hook_that_would_see_gradients_is_refused(tmp_path):
     model = Plain()
-    training = engine(tmp_path, model)
+    training = engine(tmp_path, model, insecure_seed=1)  # with which somebody is drawn
     model.head.weight.register_hook(lambda gradient: None)
     with pytest.raises(GuaranteeError, match=r"head\.weight has a hook"):
         training.step()
