@@ -24,6 +24,7 @@ os.environ.setdefault("NUMBA_NUM_THREADS", "1")
 import pytest
 from hypothesis import settings
 
+import remembered
 from killable import Commands
 from shared import Shared
 
@@ -53,6 +54,7 @@ def pytest_collection_modifyitems(items):
 
 def pytest_collection_finish():
     """What is imported by now stays: going through it again took a tenth of a second each time."""
+    remembered.install()
     gc.collect()
     gc.freeze()
 
@@ -95,6 +97,13 @@ def register(registers, monkeypatch):
     path.parent.mkdir()
     monkeypatch.setenv("TIGHTLIP_REGISTER", str(path))
     return path
+
+
+@pytest.fixture(autouse=True)
+def asks_always(request, monkeypatch):
+    """Whether rows meet is asked of every model, stock or not, where that is what is tested."""
+    is_asked = request.path.stem.startswith(remembered.ALWAYS_ASKED)
+    monkeypatch.setattr(remembered, "asks_always", is_asked)
 
 
 @pytest.fixture(scope="session")

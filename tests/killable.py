@@ -182,6 +182,7 @@ def import_everything() -> None:
     import rich.progress  # noqa: F401
     import torch
 
+    import remembered
     import tightlip
     from tightlip.audit.leakage.counting import Sequences, Shard, count_in_shard
 
@@ -190,6 +191,7 @@ def import_everything() -> None:
         if module.name != "tightlip.__main__":
             with contextlib.suppress(ImportError):  # triton is there with a GPU only
                 importlib.import_module(module.name)
+    remembered.install()
     one, ends = np.zeros(1, np.int32), np.array([0, 1])
     shard = Shard(tokens=one, bounds=ends, users=one, starts=one)
     count_in_shard(shard, Sequences(tokens=one, offsets=ends))  # loads numba's own modules
