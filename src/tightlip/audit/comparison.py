@@ -13,13 +13,7 @@ from tightlip.audit.canaries.exposure import missing_copies
 from tightlip.audit.compared import NOT_KNOWN, Matching, Row, RunMeasures, baseline_place, compared
 from tightlip.audit.leakage.findings import WORK
 from tightlip.audit.leakage.summary import LeakageReport
-from tightlip.audit.measures import (
-    Key,
-    Measuring,
-    ModelMeasures,
-    measured_or_reason,
-    open_key,
-)
+from tightlip.audit.measures import Key, Measuring, ModelMeasures, measured_or_reason, open_key
 from tightlip.audit.settings import LeakageConfig
 from tightlip.audit.subjects import Subject, is_a_run, of_run
 from tightlip.core.devices import usable_device
@@ -30,14 +24,7 @@ from tightlip.core.resampling import ResamplingSettings
 from tightlip.core.run_folder import RunRecord
 from tightlip.corpus.canaries import exposed_above_bits, read_canary_key
 from tightlip.corpus.opening import CorpusSource, finished_run, model_folder
-from tightlip.scan.models import (
-    AUDIT,
-    OpenedModel,
-    Scans,
-    claimed_to_write,
-    open_other,
-    run_store,
-)
+from tightlip.scan.models import AUDIT, OpenedModel, Scans, claimed_to_write, open_other, run_store
 from tightlip.scan.options import ScanOptions
 from tightlip.scan.scorers import MOMENTS, PLAIN
 

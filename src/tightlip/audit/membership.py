@@ -25,13 +25,7 @@ from tightlip.audit.membership_figures import (
 )
 from tightlip.audit.settings import MembershipSettings
 from tightlip.audit.sides import Side, Sides
-from tightlip.audit.subjects import (
-    Subject,
-    made_from,
-    measuring,
-    nothing_held_out,
-    subject_of,
-)
+from tightlip.audit.subjects import Subject, made_from, measuring, nothing_held_out, subject_of
 from tightlip.core.engines import EngineSettings
 from tightlip.core.errors import UsageError
 from tightlip.core.gates import Entries, Known

@@ -13,13 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tightlip.core.devices import (
-    device_of,
-    full_precision,
-    looks_ahead,
-    moved,
-    rounding_tolerance,
-)
+from tightlip.core.devices import device_of, full_precision, looks_ahead, moved, rounding_tolerance
 from tightlip.core.errors import UsageError
 from tightlip.core.progress import log
 from tightlip.models.checks import rounding_of

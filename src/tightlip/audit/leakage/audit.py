@@ -48,33 +48,15 @@ from tightlip.audit.subjects import read_as
 from tightlip.core.checksums import checked
 from tightlip.core.engines import Engine
 from tightlip.core.errors import UsageError
-from tightlip.core.files import (
-    claimed,
-    make_private_folder,
-    write_json,
-    written_whole,
-)
+from tightlip.core.files import claimed, make_private_folder, write_json, written_whole
 from tightlip.core.progress import task
 from tightlip.core.run_folder import SNAPSHOTS, RunRecord, Snapshot
 from tightlip.core.settings import bytes_from, split_settings, takes
 from tightlip.core.stores import fetched_report, place_of
-from tightlip.corpus.opening import (
-    model_folder,
-    num_skipped,
-    open_run_corpus,
-    tokenised_for,
-)
+from tightlip.corpus.opening import model_folder, num_skipped, open_run_corpus, tokenised_for
 from tightlip.corpus.prepare_config import TextSettings
 from tightlip.corpus.tokens import TokenizedCorpus
-from tightlip.scan.models import (
-    AUDIT,
-    BASE,
-    OpenedModel,
-    Scans,
-    on_engine,
-    open_beside,
-    open_model,
-)
+from tightlip.scan.models import AUDIT, BASE, OpenedModel, Scans, on_engine, open_beside, open_model
 from tightlip.scan.options import ScanOptions
 from tightlip.scan.store import SCAN, ScannedCorpus, ScanStore, remove_scans
 

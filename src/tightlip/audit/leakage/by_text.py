@@ -142,11 +142,7 @@ def _changed() -> UsageError:
 
 
 def _words_of_sequences(
-    leaks: Leaks,
-    wanted: np.ndarray,
-    documents: Documents,
-    tokenizer: Any,
-    numbers: dict[str, int],
+    leaks: Leaks, wanted: np.ndarray, documents: Documents, tokenizer: Any, numbers: dict[str, int]
 ) -> tuple[np.ndarray, Sequences]:
     """Which sequences have words where they first stand, and numbers of these; new words join
     `numbers`."""

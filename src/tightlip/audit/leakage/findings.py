@@ -20,13 +20,7 @@ from tightlip.audit.leakage.summary import summarise
 from tightlip.audit.leakage.tables import ratio_of_sequence, write_sequences, write_users
 from tightlip.audit.settings import LeakageConfig
 from tightlip.core.errors import DamagedError, LostWorkersError, UsageError
-from tightlip.core.files import (
-    make_private_folder,
-    names_in,
-    read_json,
-    write_json,
-    write_text,
-)
+from tightlip.core.files import make_private_folder, names_in, read_json, write_json, write_text
 from tightlip.core.register import guarantee_of
 from tightlip.core.run_folder import SNAPSHOTS, RunRecord, Snapshot, is_run, is_snapshot_name
 from tightlip.corpus.encoding import special_ids

@@ -289,9 +289,7 @@ def cut_at(runs: Runs, places: np.ndarray) -> Runs:
     starts = np.sort(np.concatenate([runs.starts, inner]))
     documents = np.sort(np.concatenate([runs.documents, runs.documents[whose]]))
     return Runs(
-        starts=starts,
-        lengths=np.sort(np.concatenate([ends, inner])) - starts,
-        documents=documents,
+        starts=starts, lengths=np.sort(np.concatenate([ends, inner])) - starts, documents=documents
     )
 
 

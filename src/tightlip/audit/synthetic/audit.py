@@ -13,12 +13,7 @@ import pyarrow.parquet as pq
 
 import tightlip
 from tightlip.audit.leakage.counting import check_memory
-from tightlip.audit.leakage.findings import (
-    REDACTED,
-    WORK,
-    nothing_left_of_a_refusal,
-    report_folder,
-)
+from tightlip.audit.leakage.findings import REDACTED, WORK, nothing_left_of_a_refusal, report_folder
 from tightlip.audit.leakage.runs import Runs, distinct_sequences
 from tightlip.audit.leakage.summary import Report
 from tightlip.audit.settings import ResamplingSettings, SyntheticConfig
