@@ -26,7 +26,7 @@ from tightlip.corpus.canaries import exposed_above_bits, read_canary_key
 from tightlip.corpus.opening import CorpusSource, finished_run, model_folder
 from tightlip.scan.models import AUDIT, OpenedModel, Scans, claimed_to_write, open_other, run_store
 from tightlip.scan.options import ScanOptions
-from tightlip.scan.scorers import MOMENTS, PLAIN
+from tightlip.scan.store import MOMENTS, PLAIN
 
 STEPS_PER_RUN = 4
 NOTHING_HELD_OUT = "There is no held-out text. Prepare with --holdout 0.2, or give --held-out FILE."

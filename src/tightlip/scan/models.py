@@ -47,8 +47,15 @@ from tightlip.models.loading import (
 from tightlip.scan.document_scores import DocumentScores, document_scores
 from tightlip.scan.options import ScanOptions
 from tightlip.scan.scanner import Scanner
-from tightlip.scan.scorers import PLAIN, Scorer
-from tightlip.scan.store import SCAN, ScanFunction, ScannedCorpus, ScanStore, scan_store
+from tightlip.scan.store import (
+    PLAIN,
+    SCAN,
+    ScanFunction,
+    ScannedCorpus,
+    ScanStore,
+    Scorer,
+    scan_store,
+)
 
 Made = TypeVar("Made")
 AUDIT = "audit"  # where a run's report stands unless told otherwise

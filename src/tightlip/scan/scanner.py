@@ -17,7 +17,7 @@ from tightlip.core.devices import device_of, full_precision, looks_ahead, moved,
 from tightlip.core.errors import UsageError
 from tightlip.core.progress import log
 from tightlip.models.checks import rounding_of
-from tightlip.scan.scorers import PLAIN, Scorer
+from tightlip.scan.store import PLAIN, Scorer
 
 DEFAULT_WINDOW = 2048  # for models that name no limit and carry no state of ours
 RECURRENT_CHUNK = 1024

@@ -32,8 +32,7 @@ from tightlip.audit.leakage.spill import IN_MEMORY, RUN_BYTES, Gathered, Room
 from tightlip.core.engines import Engine
 from tightlip.core.progress import task
 from tightlip.corpus.tokens import TokenizedCorpus
-from tightlip.scan.scorers import NOT_SCORED
-from tightlip.scan.store import ScannedCorpus
+from tightlip.scan.store import NOT_SCORED, ScannedCorpus
 
 
 def _perplexity(log_prob_sum: float, num_scored: int) -> float | None:

@@ -28,7 +28,7 @@ from tightlip.core.progress import task
 from tightlip.corpus.tokens import TokenizedCorpus
 from tightlip.scan.models import OpenedModel, on_worker
 from tightlip.scan.scanner import Scanner, evaluating
-from tightlip.scan.scorers import NOT_SCORED
+from tightlip.scan.store import NOT_SCORED
 
 BEAMS = 4  # all of them are looked at, beside the greedy continuation
 _SEED = 0
