@@ -1,10 +1,8 @@
 """How many tries it takes to draw somebody's text out of a model, as one call."""
 
-import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import tightlip
@@ -24,11 +22,11 @@ from tightlip.audit.extraction.report import (
 from tightlip.audit.leakage import findings
 from tightlip.audit.leakage.summary import finite
 from tightlip.audit.settings import ExtractionConfig
-from tightlip.audit.subjects import Subject, read_as, subject_of
+from tightlip.audit.subjects import Subject, read_as, report_store, subject_of
 from tightlip.core.engines import Engine
 from tightlip.core.errors import UsageError
 from tightlip.core.figures import count
-from tightlip.core.files import claimed, make_private_folder, write_json
+from tightlip.core.files import make_private_folder, write_json
 from tightlip.core.progress import task
 from tightlip.core.register import guarantee_of
 from tightlip.core.settings import bytes_from, split_settings
@@ -36,9 +34,9 @@ from tightlip.corpus.opening import CorpusSource
 from tightlip.corpus.prepare_config import TextSettings
 from tightlip.corpus.tokens import TokenizedCorpus
 from tightlip.scan.decoding import scorer_of
-from tightlip.scan.models import AUDIT, BASE, OpenedModel, Scans, on_engine
+from tightlip.scan.models import BASE, OpenedModel, Scans, on_engine
 from tightlip.scan.options import Decoding, ScanOptions
-from tightlip.scan.store import SCAN, ScanStore, remove_scans
+from tightlip.scan.store import SCAN
 
 NAMES = {WINDOWS, USERS, SUMMARY, "report.html", "log.txt", SCAN, findings.WORK, findings.REDACTED}
 NO_REFERENCE = "none"
@@ -64,32 +62,22 @@ def extract_text(
     reference: Any = None,
     held_out: Any = None,
     keep_scan: bool = True,
-    write_page: Callable[[Path], object] | None = None,
+    write_page: Callable[[Path], object],
     **settings: Any,
 ) -> ExtractionReport:
     """What `tightlip.extract` says it does; `write_page` draws the report once its figures stand."""
     kinds = (ExtractionConfig, Decoding, ScanOptions, TextSettings)
     config, decoding, options, columns = split_settings(settings, *kinds)
     subject = _subject(model, corpus, held_out, tokenizer, columns.tree())
-    keep_alive = TemporaryDirectory(prefix="tightlip-") if out is None else None
-    folder = Path(keep_alive.name) if keep_alive else Path(str(out))
+    folder, keep_alive = findings.folder_for(out)
     on_disk = subject.is_file and (reference is None or isinstance(reference, str | Path))
     is_kept = keep_scan and not config.redact and on_disk
-    scans = Scans(store=_store(folder, subject, is_kept), options=options, engine=engine)
-    with (
-        claimed(folder),
-        findings.nothing_left_of_a_refusal(
-            findings.report_folder(folder, redact=config.redact, names=NAMES)
-        ),
-    ):
-        job = _Job(subject=subject, scans=scans, config=config, decoding=decoding, folder=folder)
+    store = report_store(folder, subject.run, on_disk=subject.is_file, keep=is_kept)
+    scans = Scans(store=store, options=options, engine=engine)
+    job = _Job(subject=subject, scans=scans, config=config, decoding=decoding, folder=folder)
+    how = {"redact": config.redact, "names": NAMES, "keeps_scan": is_kept}
+    with findings.writing_report(folder, write_page, **how):
         job.write(reference)
-        if write_page is not None:
-            write_page(folder)
-        # Only now: until the report is whole, the scan is what a killed one goes on from.
-        shutil.rmtree(folder / findings.WORK, ignore_errors=True)
-        if not is_kept:
-            remove_scans(folder / SCAN)
     return ExtractionReport(folder, keep_alive)
 
 
@@ -107,14 +95,6 @@ def _subject(
         return subject
     beside = subject_of(model, None, held_out, tokenizer=tokenizer, **columns)
     return replace(subject, held_out=beside.held_out)
-
-
-def _store(folder: Path, subject: Subject, is_kept: bool) -> ScanStore:
-    """Where scans stand; what an earlier report, or the run's measures, left is read."""
-    beside = [folder / SCAN] if subject.is_file else []
-    if subject.run is not None:
-        beside += [subject.run.folder / SCAN, subject.run.folder / AUDIT / SCAN]
-    return ScanStore(folder / SCAN if is_kept else folder / findings.WORK / SCAN, beside)
 
 
 @dataclass(frozen=True, kw_only=True)

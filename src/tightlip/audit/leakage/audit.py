@@ -2,10 +2,9 @@
 
 import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -19,18 +18,16 @@ from tightlip.audit.leakage.findings import (
     TABLES,
     WORK,
     Findings,
-    LeakageSubject,
     best_validation,
     checkpoints_of,
+    folder_for,
     notes_on,
-    nothing_left_of_a_refusal,
     remove_snapshots,
-    report_folder,
     sampled_perplexities,
-    subject_of,
     tokens_with_text,
     validation_fit,
     write_report,
+    writing_report,
 )
 from tightlip.audit.leakage.leaks import (
     Fit,
@@ -44,21 +41,29 @@ from tightlip.audit.leakage.near import near_figures
 from tightlip.audit.leakage.summary import LeakageReport
 from tightlip.audit.measures import Audited
 from tightlip.audit.settings import LeakageConfig
-from tightlip.audit.subjects import read_as
+from tightlip.audit.subjects import Subject, of_run, read_as, report_store, subject_of
 from tightlip.core.checksums import checked
 from tightlip.core.engines import Engine
 from tightlip.core.errors import UsageError
-from tightlip.core.files import claimed, make_private_folder, write_json, written_whole
+from tightlip.core.files import make_private_folder, write_json, written_whole
 from tightlip.core.progress import task
-from tightlip.core.run_folder import SNAPSHOTS, RunRecord, Snapshot
+from tightlip.core.register import guarantee_of
+from tightlip.core.run_folder import SNAPSHOTS, RunRecord, Snapshot, is_run
 from tightlip.core.settings import bytes_from, split_settings, takes
 from tightlip.core.stores import fetched_report, place_of
-from tightlip.corpus.opening import model_folder, num_skipped, open_run_corpus, tokenised_for
+from tightlip.corpus.opening import (
+    CorpusSource,
+    finished_run,
+    model_folder,
+    num_skipped,
+    open_run_corpus,
+    tokenised_for,
+)
 from tightlip.corpus.prepare_config import TextSettings
 from tightlip.corpus.tokens import TokenizedCorpus
-from tightlip.scan.models import AUDIT, BASE, OpenedModel, Scans, on_engine, open_beside, open_model
+from tightlip.scan.models import BASE, OpenedModel, Scans, on_engine, open_beside, open_model
 from tightlip.scan.options import ScanOptions
-from tightlip.scan.store import SCAN, ScannedCorpus, ScanStore, remove_scans
+from tightlip.scan.store import ScannedCorpus
 
 LEAVE_OUT = "leave-out"
 NO_PUBLIC_MODEL = "none"
@@ -79,6 +84,26 @@ def open_report(folder: str | Path) -> LeakageReport:
     return LeakageReport(Path(folder) if place is None else fetched_report(place))
 
 
+def leakage_subject(
+    model: Any, corpus: Any, validation: Any, tokenizer: Any, columns: dict[str, Any]
+) -> Subject:
+    """What is audited: a run on its own corpus or on another one, or any model on that given."""
+    run = finished_run(model) if isinstance(model, str | Path) and is_run(Path(model)) else None
+    if run is not None and corpus is None:
+        own = of_run(run)
+        assert own.members is not None
+        corpus = own.members.source
+        if validation is None and own.held_out is not None:
+            validation = own.held_out.source
+    if corpus is None:
+        raise UsageError(
+            f"{model} was not trained by tightlip, so its corpus is not known. "
+            f"Run: tightlip audit MODEL CORPUS"
+        )
+    given = subject_of(run or model, corpus, validation, tokenizer=tokenizer, **columns)
+    return replace(given, run=run)
+
+
 @on_engine
 def audit_model(
     model: Any,
@@ -91,8 +116,8 @@ def audit_model(
     validation: Any = None,
     snapshots: bool = False,
     keep_scan: bool = True,
-    retrain: Retrain | None = None,
-    write_page: Callable[[Path], object] | None = None,
+    retrain: Retrain,
+    write_page: Callable[[Path], object],
     **settings: Any,
 ) -> LeakageReport:
     """What `tightlip.audit` says it does; `retrain` is what leave-out trains with, and `write_page`
@@ -100,55 +125,45 @@ def audit_model(
     config, options, columns = split_settings(settings, LeakageConfig, ScanOptions, TextSettings)
     checkpoints = checkpoints_of(model) if snapshots else []
     latest = checkpoints[-1].folder if checkpoints else model
-    subject = subject_of(latest, corpus, validation, tokenizer, columns.tree(), options)
-    keep_alive = TemporaryDirectory(prefix="tightlip-") if out is None else None
-    folder = Path(keep_alive.name) if keep_alive else Path(str(out))
+    subject = leakage_subject(latest, corpus, validation, tokenizer, columns.tree())
+    guarantee = guarantee_of(latest, subject.run)  # refused where it is of other weights
+    opened = open_model(subject.model, options)
+    opened.refuse_unused_base()
+    folder, keep_alive = folder_for(out)
     # What a model in memory does is not all in its fingerprint, so nobody may go by it later.
-    on_disk = subject.model.is_file and (
-        public_model is None or isinstance(public_model, str | Path)
-    )
+    on_disk = opened.is_file and (public_model is None or isinstance(public_model, str | Path))
     is_kept = keep_scan and not config.redact and on_disk
-    scans = Scans(store=_store(folder, subject, is_kept), options=options, engine=engine)
+    store = report_store(folder, subject.run, on_disk=opened.is_file, keep=is_kept)
     job = _Job(
         subject=subject,
+        model=opened,
         folder=folder,
-        scans=scans,
+        scans=Scans(store=store, options=options, engine=engine),
         config=config,
+        guarantee=guarantee,
         leaves_out=isinstance(public_model, str) and public_model == LEAVE_OUT,
         retrain=retrain,
         checkpoints=checkpoints,
         tokenizer=tokenizer,
     )
-    with claimed(folder), nothing_left_of_a_refusal(report_folder(folder, redact=config.redact)):
+    with writing_report(folder, write_page, redact=config.redact, keeps_scan=is_kept):
         if snapshots:
             job.audit_snapshots(public_model)
         else:
             job.audit_one(public_model)
-        if write_page is not None:
-            write_page(folder)
-        # Only now: until the report is whole, the scan is what a killed audit goes on from.
-        shutil.rmtree(job.work, ignore_errors=True)
-        if not is_kept:
-            remove_scans(folder / SCAN)  # of an earlier audit
     return LeakageReport(folder, keep_alive)
-
-
-def _store(folder: Path, subject: "LeakageSubject", is_kept: bool) -> ScanStore:
-    """Where this audit's scans stand; what an earlier audit, or the run's measures, left is read."""
-    beside = [folder / SCAN] if subject.model.is_file else []
-    if subject.run is not None:
-        beside += [subject.run.folder / SCAN, subject.run.folder / AUDIT / SCAN]
-    return ScanStore(folder / SCAN if is_kept else folder / WORK / SCAN, beside)
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Job:
     """One audit under way: everything its steps share."""
 
-    subject: LeakageSubject
+    subject: Subject
+    model: OpenedModel
     folder: Path
     scans: Scans
     config: LeakageConfig
+    guarantee: dict[str, Any] | None = None
     leaves_out: bool = False
     retrain: Retrain | None = None
     checkpoints: Sequence[Snapshot] = ()
@@ -160,23 +175,27 @@ class _Job:
         return self.scans.engine
 
     @property
+    def corpus(self) -> CorpusSource:
+        assert self.subject.members is not None
+        return self.subject.members
+
+    @property
     def work(self) -> Path:
         return make_private_folder(self.folder / WORK)
 
     def audit_one(self, public_model: Any) -> None:
         """The report of one model, into the job's folder."""
         public = self._opened_public(public_model)
-        leaks = self._leaks(self.subject.model, public)
+        leaks = self._leaks(self.model, public)
         if self.leaves_out and leaks.unique.any():
             public = self._left_out_model(leaks)
         (self.folder / "snapshots.json").unlink(missing_ok=True)  # of an earlier report here
         remove_snapshots(self.folder)
-        write_report(self.folder, self._findings(self.subject.model, leaks, public))
+        write_report(self.folder, self._findings(self.model, leaks, public))
 
     def summary(self, public: OpenedModel | None) -> dict[str, Any]:
         """What the report's summary.json would hold, without a report."""
-        model = self.subject.model
-        findings = self._findings(model, self._leaks(model, public), public)
+        findings = self._findings(self.model, self._leaks(self.model, public), public)
         return findings.summary(findings.ratios())
 
     def audit_snapshots(self, public_model: Any) -> None:
@@ -231,7 +250,7 @@ class _Job:
 
     def _leaks(self, model: OpenedModel, public: OpenedModel | None) -> Leaks:
         corpus = tokenised_for(
-            self.subject.corpus,
+            self.corpus,
             model.tokenizer,
             self.work / "tokens",
             with_spans=public is not None and self._crosses(public),
@@ -270,15 +289,15 @@ class _Job:
             about={
                 **asked,
                 "version": tightlip.__version__,
-                "guarantee": self.subject.guarantee,
+                "guarantee": self.guarantee,
                 "model": model.name,
-                "read_as": read_as(self.subject.corpus.columns, self.scans.options),
+                "read_as": read_as(self.corpus.columns, self.scans.options),
                 "notes": [
                     *model.notes,
                     *self.notes,
                     *self.engine.notes,
                     *notes_on(model, leaks, num_skipped(self.work / "tokens")),
-                    *([ONLY_TOKENS] if self.subject.corpus.documents().format == "tokens" else []),
+                    *([ONLY_TOKENS] if self.corpus.documents().format == "tokens" else []),
                     *([NOBODY_LEFT_OUT] if self.leaves_out and public is None else []),
                     *([NO_WINDOW.format(self.config.near_tokens)] if is_missing else []),
                 ],
@@ -301,7 +320,7 @@ class _Job:
     def _by_text(self, model: OpenedModel, leaks: Leaks) -> ByText:
         return read_by_text(
             leaks,
-            self.subject.corpus.shown_to(model.tokenizer),
+            self.corpus.shown_to(model.tokenizer),
             model.tokenizer,
             engine=self.engine,
             memory_bytes=bytes_from(self.scans.options.memory),
@@ -309,11 +328,10 @@ class _Job:
         )
 
     def _validation(self, model: OpenedModel) -> Fit | None:
-        if self.subject.validation is None:
+        tokens, text = self.work / "validation-tokens", self.subject.held_out
+        if text is None:
             return None
-        tokens = self.work / "validation-tokens"
-        text, top_k = self.subject.validation, self.config.top_k
-        return validation_fit(text, model, self.scans, tokens, top_k)
+        return validation_fit(text, model, self.scans, tokens, self.config.top_k)
 
     def _opened_public(self, public_model: Any) -> OpenedModel | None:
         if self.leaves_out and self.subject.run is None:
@@ -321,7 +339,7 @@ class _Job:
                 "--public-model leave-out retrains by the run's own recipe, and this model was "
                 "not trained by tightlip. Give --public-model DIR."
             )
-        model = self.subject.model
+        model = self.model
         if public_model is None and model.open_base is not None:
             public_model = BASE
             self.notes.append(BASE_IS_PUBLIC)
@@ -331,7 +349,7 @@ class _Job:
 
     def _crosses(self, public: OpenedModel) -> bool:
         """Whether the public model cuts text into other tokens, so that characters must align."""
-        return public.tokenizer_fingerprint != self.subject.model.tokenizer_fingerprint
+        return public.tokenizer_fingerprint != self.model.tokenizer_fingerprint
 
     def _nobody_left_out(self, leaks: Leaks) -> PublicView | None:
         """leave-out where nothing is unique: there is no ratio, and nothing that needs one."""
@@ -350,7 +368,7 @@ class _Job:
         corpus = leaks.corpus
         if self._crosses(public):
             corpus = tokenised_for(
-                self.subject.corpus, public.tokenizer, self.work / "public-tokens", with_spans=True
+                self.corpus, public.tokenizer, self.work / "public-tokens", with_spans=True
             )
         scanned, benchmark = self._leaks_in(public, corpus, "Scanning the public model")
         perplexity_of_run, completes_of_run = public_perplexities(leaks, scanned, self.config.top_k)
@@ -395,24 +413,17 @@ class LeakageAudit:
         return {"reference": audited.measuring.reference_fingerprint}
 
     def figures(self, audited: Audited) -> dict[str, Any]:
-        reference, subject = audited.measuring.reference, audited.subject
-        assert subject.members is not None
+        reference, public = audited.measuring.reference, None
+        if reference is not None:
+            public = audited.scans.opened(model_folder(reference), beside=audited.model)
         job = _Job(
-            subject=LeakageSubject(
-                model=audited.scans.opened(audited.model),
-                corpus=subject.members,
-                validation=subject.held_out,
-                run=None,
-            ),
+            subject=replace(audited.subject, run=None),
+            model=audited.scans.opened(audited.model),
             folder=audited.work,
             scans=audited.scans,
             config=LeakageConfig(redact=True, occurrences=1),
         )
-        return job.summary(
-            None
-            if reference is None
-            else audited.scans.opened(model_folder(reference), beside=audited.model)
-        )
+        return job.summary(public)
 
     def accuses(self, figures: dict[str, Any]) -> bool:
         return bool(figures["unique"] > 0)
