@@ -6,19 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import tightlip
-from tightlip.audit.extraction import windows
-from tightlip.audit.extraction.elsewhere import check_memory, longest_elsewhere
-from tightlip.audit.extraction.report import (
-    SUMMARY,
-    USERS,
-    WINDOWS,
-    ExtractionReport,
-    Figures,
-    figures_by_length,
-    figures_by_role,
-    gated,
-    write_tables,
-)
+from tightlip.audit.extraction import report, windows
 from tightlip.audit.leakage import findings
 from tightlip.audit.leakage.summary import finite
 from tightlip.audit.settings import ExtractionConfig
@@ -38,13 +26,16 @@ from tightlip.scan.models import BASE, OpenedModel, Scans, on_engine
 from tightlip.scan.options import Decoding, ScanOptions
 from tightlip.scan.store import SCAN
 
-NAMES = {WINDOWS, USERS, SUMMARY, "report.html", "log.txt", SCAN, findings.WORK, findings.REDACTED}
+NAMES = {*report.FILES, "report.html", "log.txt", SCAN, findings.WORK, findings.REDACTED}
 NO_REFERENCE = "none"
 NOT_COMPARED = (
     "No reference was given, so every window counts, also one that anybody's model would say. Give --reference MODEL, one "
     f"that never saw the text: then windows count that it draws at least {windows.TIMES_DEARER} times as seldom."
 )
 BASE_IS_REFERENCE = "No reference was named, so the adapter's own base stands for it. Leave it out with --reference none."
+NO_FIRST_TOKEN = (
+    "No begin token stands before a text, so no window begins with a document's first token."
+)
 LOWER_BOUND = (
     "A window is looked for by its tokens. The same text cut into other tokens is not counted, so the text itself comes out "
     "a little sooner than is said here."
@@ -64,7 +55,7 @@ def extract_text(
     keep_scan: bool = True,
     write_page: Callable[[Path], object],
     **settings: Any,
-) -> ExtractionReport:
+) -> report.ExtractionReport:
     """What `tightlip.extract` says it does; `write_page` draws the report once its figures stand."""
     kinds = (ExtractionConfig, Decoding, ScanOptions, TextSettings)
     config, decoding, options, columns = split_settings(settings, *kinds)
@@ -78,7 +69,7 @@ def extract_text(
     how = {"redact": config.redact, "names": NAMES, "keeps_scan": is_kept}
     with findings.writing_report(folder, write_page, **how):
         job.write(reference)
-    return ExtractionReport(folder, keep_alive)
+    return report.ExtractionReport(folder, keep_alive)
 
 
 def _subject(
@@ -134,10 +125,10 @@ class _Job:
         held = self._side("held_out", other, side) if is_beside else None
         self._note(side, held)
         folder = make_private_folder(self.folder)
-        (folder / SUMMARY).unlink(missing_ok=True)
+        (folder / report.SUMMARY).unlink(missing_ok=True)
         decode = findings.decoder_of(self.model.tokenizer)
-        write_tables(folder, side.found, corpus, decode, redact=self.config.redact)
-        write_json(folder / SUMMARY, self._summary(other, side, held))
+        report.write_tables(folder, side.found, corpus, decode, redact=self.config.redact)
+        write_json(folder / report.SUMMARY, self._summary(other, side, held))
 
     def _tokens(self, part: str) -> TokenizedCorpus:
         work = make_private_folder(self.folder / findings.WORK)
@@ -147,7 +138,7 @@ class _Job:
 
     def _check_memory(self, num_tokens: int) -> None:
         """Words are sorted like tokens, and are fewer."""
-        check_memory(num_tokens, bytes_from(self.scans.options.memory))
+        windows.check_memory(num_tokens, bytes_from(self.scans.options.memory))
 
     def _reference(self, corpus: TokenizedCorpus, reference: Any) -> OpenedModel | None:
         model = self.model
@@ -189,22 +180,22 @@ class _Job:
         return _Side(corpus=corpus, words=words, found=found)
 
     def _note(self, side: _Side, held: _Side | None) -> None:
+        is_first_missing = self.model.begin_id is None and not side.corpus.begins_itself
         self.notes.extend(
             [
                 *self.model.notes,
                 *self.scans.engine.notes,
                 *([] if side.words is not None else [findings.ONLY_TOKENS]),
+                *_too_short(side, "people"),
+                *(_too_short(held, "held-out people") if held is not None else []),
+                *([NO_FIRST_TOKEN] if is_first_missing else []),
+                LOWER_BOUND,
             ]
         )
-        self.notes.extend(_too_short(side, "people"))
-        self.notes.extend(_too_short(held, "held-out people") if held is not None else [])
-        if self.model.begin_id is None and not side.corpus.begins_itself:
-            self.notes.append(
-                "No begin token stands before a text, so no window begins with a document's first token."
-            )
-        self.notes.append(LOWER_BOUND)
 
-    def _summary(self, other: OpenedModel | None, side: _Side, held: _Side | None) -> Figures:
+    def _summary(
+        self, other: OpenedModel | None, side: _Side, held: _Side | None
+    ) -> report.Figures:
         corpus, run, redact = side.corpus, self.subject.run, self.config.redact
         assert self.subject.members is not None
         summary = {
@@ -223,16 +214,16 @@ class _Job:
             **_figures(side),
             "num_documents": corpus.num_documents,
             "num_tokens": corpus.num_tokens,
-            "by_role": figures_by_role(side.found, corpus),
+            "by_role": report.figures_by_role(side.found, corpus),
             "held_out": None if held is None else _figures(held),
             "notes": self.notes,
         }
         cheapest = ("cheapest_queries", "cheapest_queries_90")
-        return summary | {name: finite(gated(summary)[name]) for name in cheapest}
+        return summary | {name: finite(report.gated(summary)[name]) for name in cheapest}
 
 
-def _figures(side: _Side) -> Figures:
-    by_length = figures_by_length(side.found, side.corpus)
+def _figures(side: _Side) -> report.Figures:
+    by_length = report.figures_by_length(side.found, side.corpus)
     return {"num_users": side.corpus.num_users, "by_length": by_length}
 
 
@@ -251,9 +242,9 @@ def _too_short(side: _Side, people: str) -> Iterator[str]:
 def _owned(
     corpus: TokenizedCorpus, words: windows.WordPlaces | None, before: _Side | None, most: int
 ) -> windows.Owned:
-    by_tokens = longest_elsewhere(corpus, most, None if before is None else before.corpus)
+    by_tokens = windows.longest_elsewhere(corpus, most, None if before is None else before.corpus)
     if words is None:
         return windows.Owned(by_tokens=by_tokens, by_words=None)
     theirs = None if before is None or before.words is None else before.words.corpus
-    elsewhere = longest_elsewhere(words.corpus, min(words.most_in(most), 65_535), theirs)
+    elsewhere = windows.longest_elsewhere(words.corpus, min(words.most_in(most), 65_535), theirs)
     return windows.Owned(by_tokens=by_tokens, by_words=(words, elsewhere))
