@@ -193,7 +193,10 @@ class ScanStore:
         if len(found) < len(shards):
             here = {*engine.kinds(device), ""}
             found = {one: place for one, place in found.items() if place[1] in here}
-            _write_key(own, whole_key)
+            if not (
+                own / "key.json"
+            ).exists():  # before any shard: those without a key are nobody's
+                write_json(make_private_folder(own) / "key.json", whole_key)
         missing = [one for one in shards if one not in found]
         opening = partial(_opened, open_scan, corpus, own, whole_key, scorer, device)
         with task(description, corpus.num_tokens) as bar:
@@ -342,13 +345,6 @@ def _kind_of(path: Path, number: int, tokens: np.ndarray, scorer: Scorer) -> str
     kinds = [array.dtype for array in arrays]
     same_size = all(one.shape == tokens.shape for one in arrays)
     return kind if kinds == list(scorer.columns.values()) and same_size and is_its else None
-
-
-def _write_key(folder: Path, key: dict[str, Any]) -> None:
-    """Before any shard: those without a key are nobody's."""
-    if not (folder / "key.json").exists():
-        make_private_folder(folder)
-        write_json(folder / "key.json", key)
 
 
 def _write_shard(path: Path, columns: dict[str, Any], of: bytes, kind: str) -> None:
