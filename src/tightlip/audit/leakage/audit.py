@@ -10,25 +10,10 @@ from typing import Any
 import numpy as np
 
 import tightlip
+from tightlip.audit.leakage import findings
 from tightlip.audit.leakage.by_text import ByText, read_by_text
 from tightlip.audit.leakage.contexts import figures_by_context
 from tightlip.audit.leakage.counting import check_memory
-from tightlip.audit.leakage.findings import (
-    ONLY_TOKENS,
-    TABLES,
-    WORK,
-    Findings,
-    best_validation,
-    checkpoints_of,
-    folder_for,
-    notes_on,
-    remove_snapshots,
-    sampled_perplexities,
-    tokens_with_text,
-    validation_fit,
-    write_report,
-    writing_report,
-)
 from tightlip.audit.leakage.leaks import (
     Fit,
     Leaks,
@@ -38,7 +23,8 @@ from tightlip.audit.leakage.leaks import (
     public_perplexities,
 )
 from tightlip.audit.leakage.near import near_figures
-from tightlip.audit.leakage.summary import LeakageReport
+from tightlip.audit.leakage.summary import Findings, LeakageReport, summary_of
+from tightlip.audit.leakage.tables import ratio_of_sequence
 from tightlip.audit.measures import Audited
 from tightlip.audit.settings import LeakageConfig
 from tightlip.audit.subjects import Subject, of_run, read_as, report_store, subject_of
@@ -123,13 +109,13 @@ def audit_model(
     """What `tightlip.audit` says it does; `retrain` is what leave-out trains with, and `write_page`
     draws the report once its figures stand."""
     config, options, columns = split_settings(settings, LeakageConfig, ScanOptions, TextSettings)
-    checkpoints = checkpoints_of(model) if snapshots else []
+    checkpoints = findings.checkpoints_of(model) if snapshots else []
     latest = checkpoints[-1].folder if checkpoints else model
     subject = leakage_subject(latest, corpus, validation, tokenizer, columns.tree())
     guarantee = guarantee_of(latest, subject.run)  # refused where it is of other weights
     opened = open_model(subject.model, options)
     opened.refuse_unused_base()
-    folder, keep_alive = folder_for(out)
+    folder, keep_alive = findings.folder_for(out)
     # What a model in memory does is not all in its fingerprint, so nobody may go by it later.
     on_disk = opened.is_file and (public_model is None or isinstance(public_model, str | Path))
     is_kept = keep_scan and not config.redact and on_disk
@@ -146,7 +132,7 @@ def audit_model(
         checkpoints=checkpoints,
         tokenizer=tokenizer,
     )
-    with writing_report(folder, write_page, redact=config.redact, keeps_scan=is_kept):
+    with findings.writing_report(folder, write_page, redact=config.redact, keeps_scan=is_kept):
         if snapshots:
             job.audit_snapshots(public_model)
         else:
@@ -175,13 +161,21 @@ class _Job:
         return self.scans.engine
 
     @property
+    def memory_bytes(self) -> int:
+        return bytes_from(self.scans.options.memory)
+
+    @property
+    def _counting(self) -> dict[str, Any]:
+        return {"engine": self.engine, "memory_bytes": self.memory_bytes}
+
+    @property
     def corpus(self) -> CorpusSource:
         assert self.subject.members is not None
         return self.subject.members
 
     @property
     def work(self) -> Path:
-        return make_private_folder(self.folder / WORK)
+        return make_private_folder(self.folder / findings.WORK)
 
     def audit_one(self, public_model: Any) -> None:
         """The report of one model, into the job's folder."""
@@ -190,13 +184,13 @@ class _Job:
         if self.leaves_out and leaks.unique.any():
             public = self._left_out_model(leaks)
         (self.folder / "snapshots.json").unlink(missing_ok=True)  # of an earlier report here
-        remove_snapshots(self.folder)
-        write_report(self.folder, self._findings(self.model, leaks, public))
+        findings.remove_snapshots(self.folder)
+        findings.write_report(self.folder, self._findings(self.model, leaks, public))
 
     def summary(self, public: OpenedModel | None) -> dict[str, Any]:
         """What the report's summary.json would hold, without a report."""
-        findings = self._findings(self.model, self._leaks(self.model, public), public)
-        return findings.summary(findings.ratios())
+        found = self._findings(self.model, self._leaks(self.model, public), public)
+        return summary_of(found, ratio_of_sequence(found.leaks, found.public))
 
     def audit_snapshots(self, public_model: Any) -> None:
         """The same report for each snapshot of a run, the last one's in the job's own folder."""
@@ -219,14 +213,14 @@ class _Job:
                 rows.append(self._snapshot_row(snapshot, public))
                 bar.advance()
         folder = self._snapshot_folder(snapshots[-1])
-        for name in (*TABLES, "summary.json"):
+        for name in (*findings.TABLES, "summary.json"):
             with written_whole(self.folder / name) as beside:
                 shutil.copyfile(checked(folder / name), beside)
         write_json(
             self.folder / "snapshots.json",
-            {"snapshots": rows, "best_validation": best_validation(rows)},
+            {"snapshots": rows, "best_validation": findings.best_validation(rows)},
         )
-        remove_snapshots(self.folder, but=[row["name"] for row in rows])
+        findings.remove_snapshots(self.folder, but=[row["name"] for row in rows])
 
     def _snapshot_folder(self, snapshot: Snapshot) -> Path:
         return make_private_folder(self.folder / SNAPSHOTS / snapshot.name)
@@ -235,15 +229,15 @@ class _Job:
         options, name = self.scans.options, snapshot.name
         model = open_model(snapshot.folder, options, tokenizer=self.tokenizer, name=name)
         leaks = self._leaks(model, public)
-        findings = self._findings(model, leaks, public)
-        summary = write_report(self._snapshot_folder(snapshot), findings)
+        found = self._findings(model, leaks, public)
+        summary = findings.write_report(self._snapshot_folder(snapshot), found)
         return {
             "name": snapshot.name,
             "step": snapshot.step,
             "epoch": snapshot.epoch,
             "summary": summary,
             "unique_lengths": summary["unique_by_length"],
-            "unique_perplexities": sampled_perplexities(leaks),
+            "unique_perplexities": findings.sampled_perplexities(leaks),
             "train_perplexity": summary["perplexity"],
             "validation_perplexity": summary["validation_perplexity"],
         }
@@ -261,22 +255,16 @@ class _Job:
         self, model: OpenedModel, corpus: TokenizedCorpus, description: str
     ) -> tuple[ScannedCorpus, Leaks]:
         """A model's scan of the corpus, and what it gives away of it."""
-        memory_bytes = bytes_from(self.scans.options.memory)
-        check_memory(corpus, memory_bytes // self.engine.workers)  # the scan may take hours
-        carries_text = tokens_with_text(model.tokenizer, corpus)
+        check_memory(corpus, self.memory_bytes // self.engine.workers)  # the scan may take hours
+        carries_text, top_k = findings.tokens_with_text(model.tokenizer, corpus), self.config.top_k
         scanned = self.scans.scan(model, corpus, description)
-        leaks = find_leaks(
-            scanned,
-            top_k=self.config.top_k,
-            carries_text=carries_text,
-            engine=self.engine,
-            memory_bytes=memory_bytes,
-            work=self.work,
+        return scanned, find_leaks(
+            scanned, top_k=top_k, carries_text=carries_text, **self._counting, work=self.work
         )
-        return scanned, leaks
 
     def _findings(self, model: OpenedModel, leaks: Leaks, public: OpenedModel | None) -> Findings:
-        by_text = self._by_text(model, leaks)
+        shown = self.corpus.shown_to(model.tokenizer)
+        by_text = read_by_text(leaks, shown, model.tokenizer, **self._counting, work=self.work)
         asked = self._asked(model, leaks, by_text)
         is_missing = self.config.near is not None and asked["near"] is None
         return Findings(
@@ -296,8 +284,8 @@ class _Job:
                     *model.notes,
                     *self.notes,
                     *self.engine.notes,
-                    *notes_on(model, leaks, num_skipped(self.work / "tokens")),
-                    *([ONLY_TOKENS] if self.corpus.documents().format == "tokens" else []),
+                    *findings.notes_on(model, leaks, num_skipped(self.work / "tokens")),
+                    *([findings.ONLY_TOKENS] if self.corpus.documents().format == "tokens" else []),
                     *([NOBODY_LEFT_OUT] if self.leaves_out and public is None else []),
                     *([NO_WINDOW.format(self.config.near_tokens)] if is_missing else []),
                 ],
@@ -306,32 +294,18 @@ class _Job:
 
     def _asked(self, model: OpenedModel, leaks: Leaks, by_text: ByText) -> dict[str, Any]:
         """What the model says where the training prefix is not known, or nearly."""
-        config, memory_bytes = self.config, bytes_from(self.scans.options.memory)
-        scan = partial(self.scans.scan, model)
+        config, scan = self.config, partial(self.scans.scan, model)
         told = figures_by_context(leaks, by_text, config, scan=scan, tokenizer=model.tokenizer)
-        count = partial(
-            count_in_corpus, leaks.corpus, engine=self.engine, memory_bytes=memory_bytes
-        )
-        near = None
+        count, near = partial(count_in_corpus, leaks.corpus, **self._counting), None
         if config.near is not None:
             near = near_figures(model, leaks, config, count, self.engine)
         return {**told, "near": near}
-
-    def _by_text(self, model: OpenedModel, leaks: Leaks) -> ByText:
-        return read_by_text(
-            leaks,
-            self.corpus.shown_to(model.tokenizer),
-            model.tokenizer,
-            engine=self.engine,
-            memory_bytes=bytes_from(self.scans.options.memory),
-            work=self.work,
-        )
 
     def _validation(self, model: OpenedModel) -> Fit | None:
         tokens, text = self.work / "validation-tokens", self.subject.held_out
         if text is None:
             return None
-        return validation_fit(text, model, self.scans, tokens, self.config.top_k)
+        return findings.validation_fit(text, model, self.scans, tokens, self.config.top_k)
 
     def _opened_public(self, public_model: Any) -> OpenedModel | None:
         if self.leaves_out and self.subject.run is None:

@@ -187,7 +187,12 @@ def estimate(
     counting = min(bytes_from(options.memory), COUNTING_BYTES * num_tokens)
     held = DOCUMENT_BYTES * text.num_documents + USER_BYTES * text.num_users + 4 * num_tokens
     is_kept = keep_scan and not config.redact and opened.is_file
-    scan_bytes = SCAN_BYTES * (num_tokens + (held_out_tokens(held_out, text, num_tokens)))
+    others = 0 if held_out is None else held_out.num_characters
+    scan_bytes = SCAN_BYTES * (
+        num_tokens + round(num_tokens * others / max(1, text.num_characters))
+    )
+    share = last.num_characters / max(1, text.num_characters)
+    known = "Tokens are counted" if stored is not None else "The number of tokens is estimated"
     passing = WORK_BYTES * num_tokens + round(runs_bytes if is_spilt else 0)
     return Estimate(
         corpus={
@@ -206,15 +211,13 @@ def estimate(
         passing_disk_bytes=passing + (0 if is_kept else scan_bytes),
         free_disk_bytes=free_disk(Path(str(out or "."))),
         machines=num_machines,
-        notes=_notes(stored is not None, leaves_out, last, text)
-        + ([OF_A_CLUSTER] if where.engine != "local" else []),
+        notes=[
+            f"{known}; seconds are those of {share:.2%} of the text, in proportion. What leaks of the rest is not known yet: the "
+            "tables' size is an upper estimate.",
+            *([OF_A_RUN] if leaves_out else []),
+            *([OF_A_CLUSTER] if where.engine != "local" else []),
+        ],
     )
-
-
-def held_out_tokens(held_out: Text | None, text: Text, num_tokens: int) -> int:
-    """About how many tokens the held-out text has, where the corpus has so many."""
-    characters = 0 if held_out is None else held_out.num_characters
-    return round(num_tokens * characters / max(1, text.num_characters))
 
 
 def _extrapolated(first: _Trial, small: _Trial, last: _Trial, whole: int) -> dict[str, float]:
@@ -240,13 +243,3 @@ def _shared_out(
         share = {True: 1 / engine.num_workers, False: 1.0}
         shared = {name: each * share[name.startswith("Scanning")] for name, each in stages.items()}
         return shared, engine.num_machines
-
-
-def _notes(is_stored: bool, leaves_out: bool, last: _Trial, text: Text) -> list[str]:
-    share = last.num_characters / max(1, text.num_characters)
-    known = "Tokens are counted" if is_stored else "The number of tokens is estimated"
-    return [
-        f"{known}; seconds are those of {share:.2%} of the text, in proportion. What leaks of the rest is not known yet: the "
-        "tables' size is an upper estimate.",
-        *([OF_A_RUN] if leaves_out else []),
-    ]

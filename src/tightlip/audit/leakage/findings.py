@@ -8,18 +8,15 @@ Training Data Leakage Report".
 import shutil
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 
-from tightlip.audit.leakage.by_text import ByText
-from tightlip.audit.leakage.leaks import Fit, Leaks, PublicView, fit_of
-from tightlip.audit.leakage.summary import summarise
+from tightlip.audit.leakage.leaks import Fit, Leaks, fit_of
+from tightlip.audit.leakage.summary import Findings, summary_of
 from tightlip.audit.leakage.tables import ratio_of_sequence, write_sequences, write_users
-from tightlip.audit.settings import LeakageConfig
 from tightlip.core.errors import DamagedError, LostWorkersError, UsageError
 from tightlip.core.files import (
     claimed,
@@ -50,47 +47,6 @@ ONLY_TOKENS = (
     "differently."
 )
 _SAMPLED_PERPLEXITIES = 2000
-INFINITE_RATIO = (
-    "The public model holds some leaked token impossible, so the largest ratio is infinite "
-    "and leakage_epsilon is given as not known."
-)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Findings:
-    """All that a report says: what leaked, how a public model sees it, and whence it comes."""
-
-    model: OpenedModel
-    leaks: Leaks
-    by_text: ByText
-    public: PublicView | None
-    validation: Fit | None
-    config: LeakageConfig
-    about: dict[str, Any]
-
-    def ratios(self) -> np.ndarray:
-        """The largest PP_public / PP_lm of each distinct sequence."""
-        return ratio_of_sequence(self.leaks, self.public)
-
-    def summary(self, ratios: np.ndarray) -> dict[str, Any]:
-        """What summary.json holds."""
-        leaks = self.leaks
-        summary = summarise(leaks, self.by_text, self.config, ratios, self.public, self.validation)
-        summary |= {
-            "model_fingerprint": self.model.fingerprint,
-            "tokenizer_fingerprint": self.model.tokenizer_fingerprint,
-            "begin": self.model.begin_id,
-            # A hash of the text lets whoever knows all of it but a PIN try every PIN.
-            "corpus_fingerprint": None if self.config.redact else leaks.corpus.corpus_fingerprint,
-            "validation_fingerprint": None
-            if self.config.redact or self.validation is None
-            else self.validation.corpus_fingerprint,
-            "redacted": self.config.redact,
-            **self.about,
-        }
-        if np.isinf(ratios[leaks.unique]).any():
-            summary["notes"] = [*summary["notes"], INFINITE_RATIO]
-        return summary
 
 
 def write_report(folder: Path, findings: Findings) -> dict[str, Any]:
@@ -98,11 +54,11 @@ def write_report(folder: Path, findings: Findings) -> dict[str, Any]:
     (folder / "summary.json").unlink(missing_ok=True)
     leaks, by_text = findings.leaks, findings.by_text
     config, public = findings.config, findings.public
-    ratios = findings.ratios()
+    ratios = ratio_of_sequence(leaks, public)
     decode = decoder_of(findings.model.tokenizer)
     write_sequences(folder, leaks, by_text, ratios, public, decode, config)
     write_users(folder, leaks, by_text, ratios, config.redact)
-    summary = findings.summary(ratios)
+    summary = summary_of(findings, ratios)
     write_json(folder / "summary.json", summary)
     return summary
 
@@ -278,9 +234,7 @@ def notes_on(model: OpenedModel, leaks: Leaks, skipped: int) -> list[str]:
 
 def sampled_perplexities(leaks: Leaks) -> list[float]:
     """The lowest perplexity of each unique sequence, at most 2,000 of them, evenly chosen."""
-    lowest = leaks.room.full(len(leaks.distinct), np.inf, np.float64)
-    for part in leaks.room.parts(len(leaks.runs)):
-        np.minimum.at(lowest, leaks.distinct.number_of_run[part], leaks.perplexity_of_run[part])
+    lowest = leaks.over_runs(np.minimum, np.inf, leaks.perplexity_of_run.__getitem__)
     values = np.sort(lowest[leaks.unique])
     values = values[np.isfinite(values)]
     step = max(1, -(-len(values) // _SAMPLED_PERPLEXITIES))
