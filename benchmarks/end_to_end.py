@@ -26,8 +26,7 @@ from tightlip.core.devices import full_precision
 from tightlip.core.progress import timed_tasks
 from tightlip.corpus.opening import CorpusSource, tokenised_for
 from tightlip.scan.scanner import Filling, Scanner, segments_of
-from tightlip.scan.scorers import PLAIN
-from tightlip.scan.store import shard_edges
+from tightlip.scan.store import PLAIN, shard_edges
 
 MEAN_TOKENS = 14  # of a sentence
 

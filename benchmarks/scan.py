@@ -24,7 +24,7 @@ from tightlip.models import LSTMConfig, LSTMForCausalLM
 from tightlip.scan.decoding import decode_with_torch, decoded_log_probs, scorer_of
 from tightlip.scan.options import Decoding
 from tightlip.scan.scanner import Filling, Scanner, segments_of
-from tightlip.scan.scorers import PLAIN
+from tightlip.scan.store import PLAIN
 
 DECODINGS = {
     "τ": Decoding(temperature=0.8),

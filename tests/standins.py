@@ -5,8 +5,7 @@ from types import SimpleNamespace
 import torch
 from torch import nn
 
-from tightlip.scan.scorers import PLAIN
-from tightlip.scan.store import ScanStore
+from tightlip.scan.store import PLAIN, ScanStore
 
 
 class BigramTable(nn.Module):

@@ -8,13 +8,12 @@ import numpy as np
 import torch
 
 from standins import scanned
-from tightlip.audit.beside_references import beside_references
 from tightlip.audit.membership_figures import SCORES
 from tightlip.audit.sides import Side
 from tightlip.corpus.tokens import TokenizedCorpus
-from tightlip.scan.document_scores import document_scores
+from tightlip.scan.document_scores import beside_references, document_scores
 from tightlip.scan.scanner import Scanner
-from tightlip.scan.scorers import MOMENTS, PLAIN
+from tightlip.scan.store import MOMENTS, PLAIN
 
 VOCABULARY, BOS = 12, 11
 

@@ -31,7 +31,7 @@ from tightlip.audit.membership_figures import (
 )
 from tightlip.core.errors import UsageError
 from tightlip.scan import store
-from tightlip.scan.scorers import MOMENTS
+from tightlip.scan.store import MOMENTS
 
 SIZES = (2, 3, 4, 6, 9, 13, 18, 25, 32, 40)
 TAKE_A_REFERENCE = {"ez", "wbc", "reference", "rmia"}

@@ -18,7 +18,7 @@ from tightlip.core.errors import UsageError
 from tightlip.scan.decoding import decode_with_torch, decoded_log_probs, scorer_of
 from tightlip.scan.options import Decoding
 from tightlip.scan.scanner import Scanner
-from tightlip.scan.scorers import PLAIN
+from tightlip.scan.store import PLAIN
 
 INFINITY = float("inf")
 WAYS = (decoded_log_probs, decode_with_torch)

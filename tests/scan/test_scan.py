@@ -34,7 +34,7 @@ from tightlip.corpus.readers import open_corpus
 from tightlip.corpus.vocabulary import build_tokenizer
 from tightlip.scan import scanner as scanning
 from tightlip.scan.scanner import Scanner, segments_of
-from tightlip.scan.scorers import NOT_SCORED
+from tightlip.scan.store import NOT_SCORED
 
 VOCABULARY = 23  # small_models'
 WINDOW = 8

@@ -10,8 +10,8 @@ from torch import nn
 from tightlip.core.errors import UsageError
 from tightlip.models import LSTMConfig, LSTMForCausalLM
 from tightlip.scan.scanner import Scanner
-from tightlip.scan.scorers import NOT_SCORED, Scorer
 from tightlip.scan.scoring import LOWEST, score_logits, score_with_torch
+from tightlip.scan.store import NOT_SCORED, Scorer
 
 INFINITY = float("inf")
 

@@ -22,8 +22,7 @@ from tightlip.scan import store as store_module
 from tightlip.scan.models import open_model, scans_of_run
 from tightlip.scan.options import ScanOptions
 from tightlip.scan.scanner import Scanner
-from tightlip.scan.scorers import MOMENTS, PLAIN, Scorer
-from tightlip.scan.store import ScanStore, scan_store
+from tightlip.scan.store import MOMENTS, PLAIN, ScanStore, Scorer, scan_store
 
 KEY = {"model": "m", "bos": 1, "window": None, "dtype": "float32", "device": "cpu"}
 

@@ -4,6 +4,8 @@ A row holds counts and means only: no text, and nobody's name.
 """
 
 import math
+import statistics
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,17 +22,9 @@ NOT_KNOWN = "not known"  # how a model from elsewhere was trained
 
 # What a gate may ask for of each row.
 _NUMBERS = ("leaks", "people_affected", "unique", "users_with_unique", "leakage_epsilon")
+_COSTS = ("seconds_per_epoch", "times_baseline")
 FIGURES: Known = dict.fromkeys(
-    (
-        *_NUMBERS,
-        "perplexity",
-        "gap",
-        "auc",
-        "user_auc",
-        "epsilon",
-        "seconds_per_epoch",
-        "times_baseline",
-    )
+    (*_NUMBERS, "perplexity", "gap", "auc", "user_auc", "epsilon", *_COSTS)
 )
 
 
@@ -38,7 +32,7 @@ def gated(rows: Sequence[Row]) -> dict[str, dict[str, Any]]:
     """The figures of each row, by its name, as gates name them; areas are those of the best score."""
     return {
         row["name"]: {
-            **{name: row.get(name) for name in (*_NUMBERS, "seconds_per_epoch", "times_baseline")},
+            **{name: row.get(name) for name in (*_NUMBERS, *_COSTS)},
             "perplexity": row["perplexity"] and row["perplexity"]["value"],
             "gap": row["gap"] and row["gap"]["perplexity"]["value"],
             "auc": _highest_area(row, "documents"),
@@ -144,7 +138,10 @@ def _row(
         **_leakage(run),
         "exposure": exposure_by_repetition(run),
         "exposed_above_bits": run.exposed_above_bits if run.planted else None,
-        "exposure_changes": exposure_changes(run, runs),
+        # How much more or less the canaries are exposed than in each other run.
+        "exposure_changes": {
+            one.name: change_of(run.planted, one.planted) for one in runs if one is not run
+        },
         "tab": {kind: run.tab(kind) for kind in ("planted", "real")},
         "gap": (run.groups or {}).get("gap"),
         "membership": _membership(run),
@@ -164,26 +161,19 @@ def _leakage(run: RunMeasures) -> Row:
 
 def exposure_by_repetition(run: RunMeasures) -> list[Row]:
     """Mean exposure of the planted canaries by how often each was planted, rarest first."""
-    rows = []
+    groups = defaultdict(list)
     above = math.inf if run.exposed_above_bits is None else run.exposed_above_bits
-    for times in sorted({one["repetitions"] for one in run.planted}):
-        group = [one for one in run.planted if one["repetitions"] == times]
-        rows.append(
-            {
-                "repetitions": times,
-                "num_canaries": len(group),
-                "mean_bits": math.fsum(one["exposure_bits"] for one in group) / len(group),
-                "num_exposed": sum(one["low"] > above for one in group),
-            }
-        )
-    return rows
-
-
-def exposure_changes(run: RunMeasures, others: Sequence[RunMeasures]) -> dict[str, Row | None]:
-    """How much more or less the canaries are exposed than in each other run, by its name."""
-    return {
-        other.name: change_of(run.planted, other.planted) for other in others if other is not run
-    }
+    for one in run.planted:
+        groups[one["repetitions"]].append(one)
+    return [
+        {
+            "repetitions": times,
+            "num_canaries": len(group),
+            "mean_bits": statistics.fmean(one["exposure_bits"] for one in group),
+            "num_exposed": sum(one["low"] > above for one in group),
+        }
+        for times, group in sorted(groups.items())
+    ]
 
 
 def _membership(run: RunMeasures) -> Row | None:
@@ -325,13 +315,13 @@ def change_of(mine: Sequence[Row], theirs: Sequence[Row]) -> Row | None:
 
 def _mean_with_interval(values: list[float]) -> Row:
     num = len(values)
-    mean = math.fsum(values) / num
+    mean = statistics.fmean(values)
     change: Row = {"value": mean, "low": None, "high": None, "num_canaries": num, "p_value": None}
     if num < 2:
         return change
     from scipy.special import stdtr, stdtrit
 
-    spread = math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (num - 1))
+    spread = statistics.stdev(values)
     error = spread / math.sqrt(num)
     reach = float(stdtrit(num - 1, 1 - ONE_TAIL)) * error
     change |= {"low": mean - reach, "high": mean + reach}

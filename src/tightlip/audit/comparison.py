@@ -2,7 +2,7 @@
 
 import shutil
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -13,13 +13,7 @@ from tightlip.audit.canaries.exposure import missing_copies
 from tightlip.audit.compared import NOT_KNOWN, Matching, Row, RunMeasures, baseline_place, compared
 from tightlip.audit.leakage.findings import WORK
 from tightlip.audit.leakage.summary import LeakageReport
-from tightlip.audit.measures import (
-    Key,
-    Measuring,
-    ModelMeasures,
-    measured_or_reason,
-    open_key,
-)
+from tightlip.audit.measures import Key, Measuring, ModelMeasures, measured_or_reason, open_key
 from tightlip.audit.settings import LeakageConfig
 from tightlip.audit.subjects import Subject, is_a_run, of_run
 from tightlip.core.devices import usable_device
@@ -30,16 +24,9 @@ from tightlip.core.resampling import ResamplingSettings
 from tightlip.core.run_folder import RunRecord
 from tightlip.corpus.canaries import exposed_above_bits, read_canary_key
 from tightlip.corpus.opening import CorpusSource, finished_run, model_folder
-from tightlip.scan.models import (
-    AUDIT,
-    OpenedModel,
-    Scans,
-    claimed_to_write,
-    open_other,
-    run_store,
-)
+from tightlip.scan.models import AUDIT, OpenedModel, Scans, claimed_to_write, open_other, run_store
 from tightlip.scan.options import ScanOptions
-from tightlip.scan.scorers import MOMENTS, PLAIN
+from tightlip.scan.store import MOMENTS, PLAIN
 
 STEPS_PER_RUN = 4
 NOTHING_HELD_OUT = "There is no held-out text. Prepare with --holdout 0.2, or give --held-out FILE."
@@ -91,32 +78,22 @@ def compare_models(
                 stack.enter_context(claimed_to_write(one.run.folder))
         scans = _scans(given, folder, options, stack, keep=keep_scan)
         _refuse_what_saw_the_text(measuring.reference, given, scans, folder)
-        measured = _measured(given, scans, folder, measuring, matching.at_perplexity)
+        open_one = partial(_compared, folder, measuring, matching.at_perplexity)
+        measured = _measured(given, scans, open_one)
         shutil.rmtree(folder / WORK, ignore_errors=True)
     return compared(measured, matching)
 
 
 def _measured(
-    given: Sequence[Given],
-    scans: Sequence[Scans],
-    folder: Path,
-    measuring: Measuring,
-    at_perplexity: float | None,
+    given: Sequence[Given], scans: Sequence[Scans], open_one: Callable[..., Any]
 ) -> list[RunMeasures]:
-    names = labels([place_of(one) for one in given])
+    asked = [*zip(given, labels([place_of(one) for one in given]), scans, strict=True)]
     place = baseline_place([isinstance(one, Subject) and is_mitigated(one) for one in given])
-
-    def compared_at(number: int) -> Compared | RunMeasures:
-        one, name = given[number], names[number]
-        if isinstance(one, LeakageReport):
-            return reported(one, name)
-        return _compared(one, name, scans[number], folder, measuring, at_perplexity)
-
-    base = compared_at(place)
+    base = open_one(*asked[place])
     measures = []
     with task("Comparing", STEPS_PER_RUN * len(given)) as bar:
         for number in range(len(given)):
-            one = base if number == place else compared_at(number)
+            one = base if number == place else open_one(*asked[number])
             if isinstance(one, RunMeasures):
                 measures.append(one)
                 bar.advance(STEPS_PER_RUN)
@@ -253,14 +230,17 @@ class Compared:
 
 
 def _compared(
-    subject: Subject,
-    name: str,
-    scans: Scans,
     folder: Path,
     measuring: Measuring,
     at_perplexity: float | None,
-) -> Compared:
-    """The last model, or the first on its way whose held-out perplexity is as low as asked."""
+    subject: Given,
+    name: str,
+    scans: Scans,
+) -> Compared | RunMeasures:
+    """The last model, or the first on its way whose held-out perplexity is as low as asked; or what
+    a report tells."""
+    if isinstance(subject, LeakageReport):
+        return reported(subject, name)
     folder = folder if subject.run is None else subject.run.folder
 
     made = partial(Compared, subject=subject, name=name)
@@ -419,7 +399,8 @@ def _groups(name: str, of: ModelMeasures, base: Compared | RunMeasures) -> Measu
         return {}, dict.fromkeys(("perplexity", gap), NOTHING_HELD_OUT)
     against = base.measures if isinstance(base, Compared) else None
     is_base = of is against
-    if is_base or against is None or not _same_held_out(of, against):
+    same = ("validation_fingerprint", "tokenizer_fingerprint")
+    if is_base or against is None or any(of.texts[name] != against.texts[name] for name in same):
         against = None
     groups, reasons = measured_or_reason("Groups", name, lambda: of.groups(against), gap)
     if not reasons and not is_base and groups.get("gap") is None:
@@ -429,11 +410,6 @@ def _groups(name: str, of: ModelMeasures, base: Compared | RunMeasures) -> Measu
             else "Too few users have held-out text, or all have equally much of it."
         )
     return {"groups": groups}, reasons
-
-
-def _same_held_out(of: ModelMeasures, base: ModelMeasures) -> bool:
-    names = ("validation_fingerprint", "tokenizer_fingerprint")
-    return all(of.texts[name] == base.texts[name] for name in names)
 
 
 def _membership(name: str, of: ModelMeasures, base: Compared | RunMeasures) -> Measured:

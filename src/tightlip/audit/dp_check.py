@@ -33,7 +33,6 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from tightlip.audit.measures import Audited
 from tightlip.audit.trade_off import (
@@ -50,7 +49,7 @@ from tightlip.core.errors import UsageError
 from tightlip.core.files import read_sealed, write_json
 from tightlip.core.gates import Known
 from tightlip.core.run_folder import DP_CHECK, DP_CHECK_RESULT, ENGINE_CHECK, RunRecord
-from tightlip.corpus.canaries import CheckKey, read_check_key
+from tightlip.corpus.canaries import read_check_key
 from tightlip.corpus.opening import finished_run
 from tightlip.scan.models import OpenedModel, claimed_to_write, open_model
 from tightlip.scan.options import ScanOptions
@@ -300,8 +299,10 @@ def scores_of(opened: OpenedModel, key_file: Path) -> np.ndarray:
 
     Asked as anybody with the model's probabilities could ask.
     """
-    model = opened.model
-    ids_MT = _ids(read_check_key(key_file), opened.begin_id).to(opened.device)
+    model, ids_MT = opened.model, torch.from_numpy(read_check_key(key_file).tokens_ML)
+    if opened.begin_id is not None:
+        ids_MT = torch.nn.functional.pad(ids_MT, (1, 0), value=opened.begin_id)
+    ids_MT = ids_MT.to(opened.device)
     vocabulary = model.config.get_text_config().vocab_size
     together = max(1, LOGITS_AT_ONCE // (ids_MT.shape[1] * vocabulary))
     parts = []
@@ -315,11 +316,6 @@ def scores_of(opened: OpenedModel, key_file: Path) -> np.ndarray:
             f"{opened.name} gives losses that are no numbers, so no guess can be made. Train again."
         )
     return scores
-
-
-def _ids(key: CheckKey, bos: int | None) -> Tensor:
-    ids_MT = torch.from_numpy(key.tokens_ML)
-    return ids_MT if bos is None else torch.nn.functional.pad(ids_MT, (1, 0), value=bos)
 
 
 def check_run(

@@ -194,19 +194,15 @@ def top_and_low(text: HeldText) -> tuple[list[str], list[str]]:
 def curve(text: HeldText, figures: GroupFigures) -> list[dict[str, Any]]:
     """Perplexity by number of training documents, in bins that users stand in."""
     per_document = text.num_samples[text.owners]
-    rows = []
-    for first, last in sample_bins(text.num_samples):
-        chosen = (per_document >= first) & (per_document <= last)
-        within = (text.num_samples >= first) & (text.num_samples <= last)
-        rows.append(
-            {
-                "num_samples_from": first,
-                "num_samples_to": last,
-                "num_users": int(within.sum()),
-                **figures.of(chosen),
-            }
-        )
-    return rows
+    return [
+        {
+            "num_samples_from": first,
+            "num_samples_to": last,
+            "num_users": int(((text.num_samples >= first) & (text.num_samples <= last)).sum()),
+            **figures.of((per_document >= first) & (per_document <= last)),
+        }
+        for first, last in sample_bins(text.num_samples)
+    ]
 
 
 def sample_bins(num_samples: np.ndarray) -> list[tuple[int, int]]:

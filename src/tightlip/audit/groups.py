@@ -1,6 +1,7 @@
 """Whose held-out text does a model predict worse, and who lost by a mitigation?"""
 
 from collections.abc import Collection
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -73,24 +74,14 @@ def measure_groups(
     _check_held_out(subject)
     notes: list[str] = []
     other = None if against is None else _comparable(subject, against, notes)
-    keep = keep_scan and (other is None or other.is_file)
-    with measuring(subject, out, device=device, keep=keep, **how.tree()) as (scans, work):
-        baseline = None
+    where = {"device": device, "keep": keep_scan and (other is None or other.is_file), **how.tree()}
+    with ExitStack() as stack:
+        scans, work = stack.enter_context(measuring(subject, out, **where))
+        theirs = scans
         if other is not None and other.run is not None:  # whose scans are kept with it
-            with measuring(other, None, device=device, keep=keep, **how.tree()) as (theirs, _):
-                baseline = _scored(other, subject, theirs, work)
-        elif other is not None:
-            baseline = _scored(other, subject, scans, work)
-        result = groups_of(
-            subject,
-            scans,
-            work,
-            against=other,
-            baseline=baseline,
-            without_texts=without_texts,
-            config=config,
-            notes=notes,
-        )
+            theirs, _ = stack.enter_context(measuring(other, None, **where))
+        beside = None if other is None else (other, theirs)
+        result = groups_of(subject, scans, work, beside, without_texts, config, notes)
     return written_to(None if out is None else Path(out) / "groups.json", result)
 
 
@@ -98,18 +89,23 @@ def groups_of(
     subject: Subject,
     scans: Scans,
     work: Path,
-    *,
-    against: Subject | None,
-    baseline: DocumentScores | None,
+    against: tuple[Subject, Scans] | None,
     without_texts: Collection[str],
     config: ResamplingSettings,
     notes: list[str],
 ) -> dict[str, Any]:
     """The figures of a subject with held-out text, beside another's scores of the same text."""
+    baseline, other = None, None
+    if against is not None:
+        baseline, other = _scored(*against, subject, work), against[0].name
     held = subject.tokens("held_out", scans, work)
     scores = scans.scores(subject.model, held, "Held-out text", counted=spoken_tokens(held))
-    if against is not None and baseline is not None:
-        _refuse_other_tokens(scores, baseline, subject, against)
+    if baseline is not None and (scores.num_tokens != baseline.num_tokens).any():
+        raise UsageError(
+            f"The models of {subject.name} and {other} do not begin a document alike (one has a "
+            "beginning-of-text token and the other none), so their perplexities are over other tokens. "
+            "Compare models with the same tokenizer files, or say how both were trained: --begin"
+        )
     tokenizer = scans.opened(subject.model).tokenizer
     wanted = ~_reading_as(without_texts, subject.held_out, tokenizer, held)
     samples = np.zeros(held.num_users, np.int64)
@@ -129,7 +125,6 @@ def groups_of(
     )
     result = _result(text, figures, subject, wanted & (scores.num_tokens > 0), notes)
     notes += _about(subject.run, text, int((wanted & (scores.num_tokens == 0)).sum()))
-    other = None if against is None else against.name
     return result | {"made_from": made_from(subject, scans, held_out=held) | {"against": other}}
 
 
@@ -146,20 +141,11 @@ class GroupsAudit:
     def figures(self, audited: Audited) -> dict[str, Any]:
         subject, against, notes = audited.subject, audited.against, list[str]()
         _check_held_out(subject)
-        baseline = None
+        beside = None
         if against is not None:
-            _comparable(subject, against.subject, notes)
-            baseline = _scored(against.subject, subject, against.scans, audited.tokens)
-        return groups_of(
-            subject,
-            audited.scans,
-            audited.tokens,
-            against=None if against is None else against.subject,
-            baseline=baseline,
-            without_texts=audited.measuring.planted_texts,
-            config=audited.measuring.resampling,
-            notes=notes,
-        )
+            beside = _comparable(subject, against.subject, notes), against.scans
+        asked = (audited.measuring.planted_texts, audited.measuring.resampling)
+        return groups_of(subject, audited.scans, audited.tokens, beside, *asked, notes)
 
     def accuses(self, figures: dict[str, Any]) -> bool:
         return False
@@ -175,16 +161,11 @@ def _check_held_out(subject: Subject) -> None:
     )
 
 
-def _scored(other: Subject, subject: Subject, scans: Scans, work: Path) -> DocumentScores:
+def _scored(other: Subject, scans: Scans, subject: Subject, work: Path) -> DocumentScores:
     """What the other model makes of the subject's held-out text."""
     held = subject.tokens("held_out", scans, work)
-    return scans.scores(
-        other.model,
-        held,
-        "The model to compare with",
-        counted=spoken_tokens(held),
-        beside=subject.model,
-    )
+    how = {"counted": spoken_tokens(held), "beside": subject.model}
+    return scans.scores(other.model, held, "The model to compare with", **how)
 
 
 def _comparable(subject: Subject, against: Any, notes: list[str]) -> Subject:
@@ -211,17 +192,6 @@ def _comparable(subject: Subject, against: Any, notes: list[str]) -> Subject:
             f"training documents are those of {subject.name}."
         )
     return other
-
-
-def _refuse_other_tokens(
-    scores: DocumentScores, baseline: DocumentScores, subject: Subject, other: Subject
-) -> None:
-    if (scores.num_tokens != baseline.num_tokens).any():
-        raise UsageError(
-            f"The models of {subject.name} and {other.name} do not begin a document alike (one has a "
-            "beginning-of-text token and the other none), so their perplexities are over other tokens. "
-            "Compare models with the same tokenizer files, or say how both were trained: --begin"
-        )
 
 
 def _num_samples(

@@ -25,7 +25,8 @@ from typing import Any, Protocol
 import numpy as np
 
 import tightlip
-from tightlip.audit.leakage.findings import WORK
+from tightlip.audit.leakage.findings import WORK, validation_fit
+from tightlip.audit.leakage.summary import finite
 from tightlip.audit.subjects import Subject
 from tightlip.core.errors import DamagedError, UsageError
 from tightlip.core.files import read_json, write_json
@@ -217,19 +218,15 @@ class ModelMeasures:
 
     def perplexity(self) -> float | None:
         """On held-out text; None where that is no number."""
-        return self._kept("perplexity", {}, self._perplexity)
+        audited, text = self.audited, self.audited.subject.held_out
+        assert text is not None
 
-    def _perplexity(self) -> float | None:
-        from tightlip.audit.leakage.findings import validation_fit
-        from tightlip.audit.leakage.summary import finite
+        def measured() -> float | None:
+            model = audited.scans.opened(audited.model)
+            fit = validation_fit(text, model, audited.scans, audited.work / "tokens", top_k=1)
+            return finite(fit.perplexity)
 
-        audited = self.audited
-        model = audited.scans.opened(audited.model)
-        assert audited.subject.held_out is not None
-        fit = validation_fit(
-            audited.subject.held_out, model, audited.scans, audited.work / "tokens", top_k=1
-        )
-        return finite(fit.perplexity)
+        return self._kept("perplexity", {}, measured)
 
     def _kept(self, name: str, depends_on: dict[str, Any], measure: Callable[[], Any]) -> Any:
         """What the file of that name holds, if it was made from the same; otherwise measured now."""

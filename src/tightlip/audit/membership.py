@@ -25,18 +25,11 @@ from tightlip.audit.membership_figures import (
 )
 from tightlip.audit.settings import MembershipSettings
 from tightlip.audit.sides import Side, Sides
-from tightlip.audit.subjects import (
-    Subject,
-    made_from,
-    measuring,
-    nothing_held_out,
-    subject_of,
-)
+from tightlip.audit.subjects import Subject, made_from, measuring, nothing_held_out, subject_of
 from tightlip.core.engines import EngineSettings
 from tightlip.core.errors import UsageError
 from tightlip.core.gates import Entries, Known
 from tightlip.core.resampling import FEW_USERS
-from tightlip.core.run_folder import RunRecord
 from tightlip.core.settings import split_settings, takes
 from tightlip.core.stores import place_of, send, set_aside, worked_in
 from tightlip.corpus.prepare_config import TextSettings
@@ -137,7 +130,12 @@ def membership_of(
     config: MembershipSettings,
 ) -> dict[str, Any]:
     """The figures of a subject with both texts; its tokens are made in `work` where none stand."""
-    _refuse_users_left_out(subject.run)
+    run = subject.run
+    if run is not None and (number := run.config["corpus"].get("num_users_left_out")):
+        raise UsageError(
+            f"{run.folder} was trained without {number:,} users of its corpus and does not say which, so nobody "
+            "knows who the members are. Measure the run it was retrained from."
+        )
     notes: list[str] = []
     sides = Sides(subject=subject, scans=scans, work=work, notes=notes)
     sides.leave_out(without_texts)
@@ -156,7 +154,10 @@ def membership_of(
         )
     documents = measure_level(members, others, rng, config.num_bootstraps)
     lengths = by_length(members, others, rng, config.num_bootstraps)
-    notes += [*missing_rates(documents, "documents"), *_about_users(members, others)]
+    notes += [
+        *missing_rates(documents, "documents"),
+        *_about_users(members, others),
+    ]
     notes += _about_certainty(documents)
     # Of people, a non-member is somebody of whom nothing was trained on.
     strangers = others.chosen(others.users >= sides.train.num_users)
@@ -231,14 +232,6 @@ def _check_sides(subject: Subject) -> None:
         f"{subject.name} does not tell what it was trained on and what not, as a run of tightlip does. Give both: "
         "--members FILE --non-members FILE"
     )
-
-
-def _refuse_users_left_out(record: RunRecord | None) -> None:
-    if record is not None and (number := record.config["corpus"].get("num_users_left_out")):
-        raise UsageError(
-            f"{record.folder} was trained without {number:,} users of its corpus and does not say which, so nobody "
-            "knows who the members are. Measure the run it was retrained from."
-        )
 
 
 def _about_users(members: Side, others: Side) -> list[str]:

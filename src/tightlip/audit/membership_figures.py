@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from tightlip.audit.beside_references import BesideReferences
 from tightlip.audit.sides import Side
 from tightlip.core.errors import UsageError
 from tightlip.core.resampling import interval, times_drawn
+from tightlip.scan.document_scores import BesideReferences
 
 # One non-member in so many may be accused.
 RATES = {"tpr_at_1_percent_fpr": 100, "tpr_at_0_1_percent_fpr": 1000}

@@ -26,7 +26,6 @@ from typing import Any
 
 import numpy as np
 
-from tightlip.audit.beside_references import BesideReferences, beside_references
 from tightlip.audit.subjects import Subject
 from tightlip.core.errors import UsageError
 from tightlip.corpus.opening import standing_in_both
@@ -34,10 +33,14 @@ from tightlip.corpus.rendered import SPOKEN
 from tightlip.corpus.shared_text import A_FEW, MOST_COPIED, shared_text
 from tightlip.corpus.tokens import TokenizedCorpus
 from tightlip.corpus.vocabulary import DIGITS
-from tightlip.scan.document_scores import DocumentScores, document_scores
+from tightlip.scan.document_scores import (
+    BesideReferences,
+    DocumentScores,
+    beside_references,
+    document_scores,
+)
 from tightlip.scan.models import OpenedModel, Scans
-from tightlip.scan.scorers import MOMENTS, PLAIN, Scorer
-from tightlip.scan.store import ScannedCorpus
+from tightlip.scan.store import MOMENTS, PLAIN, ScannedCorpus, Scorer
 
 _NONE = 2**40
 _TOGETHER = 1_000_000  # tokens looked at in one go

@@ -27,9 +27,9 @@ from tightlip.corpus.opening import (
 from tightlip.corpus.prepare import PreparedCorpus, is_prepared, open_prepared
 from tightlip.corpus.prepare_config import TextSettings
 from tightlip.corpus.tokens import TokenizedCorpus
-from tightlip.scan.models import OpenedModel, Scans, means_base, scans_of_run
+from tightlip.scan.models import AUDIT, OpenedModel, Scans, means_base, scans_of_run
 from tightlip.scan.options import ScanOptions
-from tightlip.scan.store import SCAN, scan_store
+from tightlip.scan.store import SCAN, ScanStore, scan_store
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,6 +127,15 @@ def of_run(run: RunRecord) -> Subject:
         held_out=CorpusSource(held, {}) if held.exists() else None,
         run=run,
     )
+
+
+def report_store(folder: Path, run: RunRecord | None, *, on_disk: bool, keep: bool) -> ScanStore:
+    """Where a report's scans stand; what an earlier report, or the run's measures, left is read. A
+    model that is not on disk is not told by its fingerprint."""
+    beside = [folder / SCAN] if on_disk else []
+    if run is not None:
+        beside += [run.folder / SCAN, run.folder / AUDIT / SCAN]
+    return ScanStore(folder / SCAN if keep else folder / WORK / SCAN, beside)
 
 
 def read_as(columns: dict[str, Any], options: ScanOptions) -> dict[str, Any]:

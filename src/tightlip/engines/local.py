@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 from tightlip.core.devices import kind_of_device
@@ -39,34 +39,31 @@ class LocalEngine:
     def map(
         self, function: Callable[[Item], Result], items: Iterable[Item]
     ) -> Iterator[tuple[Item, Result]]:
-        waiting: deque[tuple[Item, Future[Result]]] = deque()
         with ThreadPoolExecutor(self.workers) as pool:
-            for item in items:
-                if len(waiting) == self.workers:
-                    first, future = waiting.popleft()
-                    yield first, future.result()
-                    del first, future
-                waiting.append((item, pool.submit(function, item)))
-            while waiting:
-                first, future = waiting.popleft()
-                yield first, future.result()
+            started = ((item, pool.submit(function, item)) for item in items)
+            yield from _in_order(started, self.workers)
 
     def scatter(
         self, opening: Callable[[], Callable[[Item], Any]], items: Iterable[Item]
     ) -> Iterator[tuple[Item, Any]]:
-        function: Callable[[Item], Any] | None = None
-        under_way: list[tuple[Item, Any]] = []
-        try:
-            for item in items:
-                function = function or opening()
-                under_way.append((item, function(item)))
-                if len(under_way) > 1:
-                    first, answer = under_way.pop(0)
-                    yield first, settled(answer)
-            for last, answer in under_way:
-                yield last, settled(answer)
-        finally:  # whatever happened, what is under way is not left half done
-            wait([answer for _, answer in under_way if isinstance(answer, Future)])
+        opened = cache(opening)
+        yield from _in_order(((item, opened()(item)) for item in items), 2)
 
     def kinds(self, device: str) -> list[str]:
         return [kind_of_device(device)]
+
+
+def _in_order(started: Iterable[tuple[Item, Any]], most: int) -> Iterator[tuple[Item, Any]]:
+    """Items with their answers, of which at most so many are under way at a time."""
+    under_way: deque[tuple[Item, Any]] = deque()
+    try:
+        for one in started:
+            under_way.append(one)
+            if len(under_way) == most:
+                item, answer = under_way.popleft()
+                yield item, settled(answer)
+                del one, item, answer
+        for item, answer in under_way:
+            yield item, settled(answer)
+    finally:  # whatever happened, what is under way is not left half done
+        wait([answer for _, answer in under_way if isinstance(answer, Future)])

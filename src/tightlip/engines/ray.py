@@ -12,7 +12,6 @@ import tempfile
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -85,7 +84,7 @@ class RayEngine:
     def map(
         self, function: Callable[[Item], Result], items: Iterable[Item]
     ) -> Iterator[tuple[Item, Result]]:
-        return self.scatter(partial(_itself, function), items)
+        return self.scatter(lambda: function, items)
 
     def kinds(self, device: str) -> list[str]:
         is_first = not self._kinds
@@ -230,10 +229,6 @@ class RayEngine:
         self._idle = [worker for worker in self._idle if worker not in gone]
         self._busy = {task: one for task, one in self._busy.items() if one[0] not in gone}
         self._starting = {task: one for task, one in self._starting.items() if one not in gone}
-
-
-def _itself(function: Callable[[Item], Result]) -> Callable[[Item], Result]:
-    return function
 
 
 def _no_room() -> UsageError:

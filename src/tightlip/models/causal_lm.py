@@ -3,6 +3,7 @@
 Shapes: B rows, T positions, H hidden, V vocabulary.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
@@ -18,6 +19,8 @@ class BaseModel(PreTrainedModel):
     """Embeddings and layers: tokens in, one hidden state per position out."""
 
     embed_tokens: nn.Embedding
+    # The hidden states of the layers, the last one last, and what to go on from.
+    run: Callable[..., tuple[tuple[Tensor, ...], Any]]
 
     @can_return_tuple
     def forward(
@@ -49,18 +52,6 @@ class BaseModel(PreTrainedModel):
             past_key_values=state,
             hidden_states=hidden if output_hidden_states else None,
         )
-
-    def run(
-        self,
-        inputs_BTE: Tensor,
-        attention_mask: Tensor | None,
-        past: Any,
-        *,
-        use_cache: bool,
-        **others: Any,
-    ) -> tuple[tuple[Tensor, ...], Any]:
-        """The hidden states of the layers, the last one last, and what to go on from."""
-        raise NotImplementedError
 
 
 class CausalLM(PreTrainedModel, GenerationMixin):

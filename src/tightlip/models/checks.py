@@ -35,6 +35,12 @@ MAX_POSITIONS = 2**24
 # start. The masks of GPT-Neo with 8,192 positions are half of the latter.
 ALWAYS_HELD = 50_000_000
 MOST_COMPUTED = 1_000_000_000
+# Settings that lead transformers to other files.
+NAMES_FILES = {
+    "configuration_files": "other files that transformers would read in its place (configuration_files), and none of its "
+    "settings could be checked",
+    "transformers_weights": "its own weight file in transformers_weights, which may be a pickle",
+}
 # Ways of computing that come with torch and transformers themselves.
 OUR_KERNELS = (None, "eager", "sdpa", "flex_attention", "grouped_mm", "batched_mm")
 # The package that reads each method. GPTQ and AWQ are not tested here.
@@ -59,16 +65,11 @@ def check_no_foreign_code(folder: Path, written: dict[str, Any]) -> None:
             f"{folder} holds a model of type {model_type!r} that runs only with the Python files beside it. "
             "tightlip never executes code from a model folder. Convert it to an architecture that transformers has."
         )
-    if "configuration_files" in written:
-        raise UsageError(
-            f"{folder}/config.json names other files that transformers would read in its place (configuration_files), "
-            "and none of its settings could be checked. Load it where you trust it and write it again with save_pretrained."
-        )
-    if "transformers_weights" in written:
-        raise UsageError(
-            f"{folder}/config.json names its own weight file in transformers_weights, which may be a pickle. "
-            "Load it where you trust it and write it again with save_pretrained."
-        )
+    for key, what in NAMES_FILES.items():
+        if key in written:
+            raise UsageError(
+                f"{folder}/config.json names {what}. Load it where you trust it and write it again with save_pretrained."
+            )
     for key, value in settings_in(written):
         asks = key.endswith(("attn_implementation", "experts_implementation"))
         if asks and value not in OUR_KERNELS:

@@ -12,6 +12,10 @@ from transformers.configuration_utils import PreTrainedConfig
 from tightlip.core.errors import UsageError
 
 WORD_ENCODERS = ("lstm", "bag")
+SIZES = (
+    *("vocab_size", "embedding_size", "hidden_size", "intermediate_size"),
+    *("num_layers", "num_heads", "max_position_embeddings"),
+)
 # Set after transformers' own constructor has run, so that none of its defaults wins.
 SET_LAST: dict[str, Any] = {
     "bos_token_id": None,
@@ -44,13 +48,7 @@ class RecurrentConfig(PreTrainedConfig):
         dropout: float = 0.0,
         **others: Any,
     ) -> None:
-        sizes = {
-            "vocab_size": vocab_size,
-            "embedding_size": embedding_size,
-            "hidden_size": hidden_size,
-            "num_layers": num_layers,
-        }
-        fill(self, sizes, others, dropout=dropout, use_cache=others.pop("use_cache", True))
+        fill(locals(), use_cache=others.pop("use_cache", True))
         if self.tie_word_embeddings and embedding_size != hidden_size:
             raise UsageError(
                 f"tie_word_embeddings=True with embedding_size={embedding_size} and hidden_size={hidden_size}: one matrix "
@@ -104,15 +102,7 @@ class TransformerConfig(PreTrainedConfig):
     ) -> None:
         if intermediate_size is None:
             intermediate_size = 4 * hidden_size
-        sizes = {
-            "vocab_size": vocab_size,
-            "hidden_size": hidden_size,
-            "num_layers": num_layers,
-            "num_heads": num_heads,
-            "max_position_embeddings": max_position_embeddings,
-            "intermediate_size": intermediate_size,
-        }
-        fill(self, sizes, others, dropout=dropout, use_cache=others.pop("use_cache", True))
+        fill(locals(), use_cache=others.pop("use_cache", True))
         if hidden_size % num_heads:
             raise UsageError(
                 f"hidden_size={hidden_size} cannot be shared evenly by num_heads={num_heads}. "
@@ -141,13 +131,8 @@ class WordEncoderConfig(PreTrainedConfig):
         **others: Any,
     ) -> None:
         embedding_size = hidden_size if embedding_size is None else embedding_size
-        sizes = {
-            "vocab_size": vocab_size,
-            "embedding_size": embedding_size,
-            "hidden_size": hidden_size,
-        }
         others |= {**SET_LAST, "pad_token_id": pad_token_id}
-        fill(self, sizes, others, dropout=dropout, kind=kind)
+        fill(locals(), kind=kind)
         if kind not in WORD_ENCODERS:
             raise UsageError(f"Unknown encoder {kind!r}. Available: {', '.join(WORD_ENCODERS)}.")
         if kind == "bag" and embedding_size != hidden_size:
@@ -157,15 +142,9 @@ class WordEncoderConfig(PreTrainedConfig):
             )
 
 
-def fill(
-    config: PreTrainedConfig,
-    sizes: dict[str, int],
-    others: dict[str, Any],
-    *,
-    dropout: float,
-    **settings: Any,
-) -> None:
+def fill(given: dict[str, Any], **settings: Any) -> None:
     """Check and set what every configuration has: sizes, dropout, ids of special tokens, tying.
+    `given` are the arguments of its constructor by name, and `settings` what else it has.
 
     A configuration is what an Auto class looks a model up by, so the moment one exists
     is the last moment at which our models must be known. Registering them earlier would
@@ -173,6 +152,8 @@ def fill(
     """
     from tightlip.models import register_models
 
+    config, dropout, others = given["self"], given["dropout"], given["others"]
+    sizes = {name: given[name] for name in SIZES if name in given}
     for name, size in sizes.items():
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise UsageError(

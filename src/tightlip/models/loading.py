@@ -25,30 +25,8 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from tightlip.core.checksums import checked
 from tightlip.core.devices import begin_ids, check_token_ids
 from tightlip.core.errors import UsageError
-from tightlip.models import register_configurations
-from tightlip.models.checks import (
-    FROM_THE_FOLDER_ONLY,
-    SERVED_THRESHOLD,
-    check_all_weights_came,
-    check_causal,
-    check_counts,
-    check_no_foreign_code,
-    check_size,
-    method_of,
-    quantisation,
-    usage_errors,
-    without_fetched_kernels,
-    without_progress_bar,
-)
-from tightlip.models.folders import (
-    TOKENIZER_FILES,
-    check_folder,
-    gguf_file,
-    has_tokenizer,
-    is_adapter,
-    read_config,
-    stored_shapes,
-)
+from tightlip.models import checks, folders, register_configurations
+from tightlip.models.checks import usage_errors, without_fetched_kernels, without_progress_bar
 
 NEEDED_FOR_GGUF = ("gguf", "accelerate")
 
@@ -59,7 +37,7 @@ def load_causal_lm(
     device: str | torch.device = "cpu",
     dtype: torch.dtype | None = None,
     quantize: str | None = None,
-    int8_threshold: float = SERVED_THRESHOLD,
+    int8_threshold: float = checks.SERVED_THRESHOLD,
     device_map: str | None = None,
     max_memory: dict[int | str, int | str] | None = None,
     adapted: Callable[[PreTrainedModel], PreTrainedModel] | None = None,
@@ -79,25 +57,27 @@ def load_causal_lm(
     """
     folder = Path(folder)
     register_configurations()
-    if (file := gguf_file(folder)) is None:
+    if (file := folders.gguf_file(folder)) is None:
         how = quantize, int8_threshold, device_map, max_memory
         model, info = _from_folder(folder, dtype, device, *how)
     else:
         check_plain(f"{folder} is a GGUF file", quantize, device_map)
         model, info = load_gguf(file, dtype)
-    check_all_weights_came(folder, info)
+    checks.check_all_weights_came(folder, info)
     is_placed = getattr(model, "hf_device_map", None) is not None
     model = model if is_placed else model.to(device)
     # Before it is first asked: then bitsandbytes packs weights anew for some CPUs, and whoever
     # asks for state_dict() afterwards, as PEFT does, gets and leaves other numbers.
     model = (model if adapted is None else adapted(model)).eval()
-    check_causal(folder, model)
+    checks.check_causal(folder, model)
     return model
 
 
 def is_quantised_as(folder: Path, quantize: str | None) -> bool:
     """Whether the folder's model will be quantised; refused where it already is and is asked to be."""
-    method = None if gguf_file(folder) is not None else method_of(folder, read_config(folder))
+    method = None
+    if folders.gguf_file(folder) is None:
+        method = checks.method_of(folder, folders.read_config(folder))
     if method is not None:
         check_plain(f"{folder} is quantised already ({method})", quantize, None)
     return (method or quantize) is not None
@@ -120,7 +100,7 @@ def _from_folder(
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
     placing: dict[str, Any] = {}
     if quantize is not None:
-        bits = quantisation(quantize, folder, dtype, threshold=int8_threshold)
+        bits = checks.quantisation(quantize, folder, dtype, threshold=int8_threshold)
         placing["quantization_config"] = bits
     config = read_configuration(folder)
     if config.is_encoder_decoder or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
@@ -151,7 +131,7 @@ def read_weights(
     **placing: Any,
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
     """The model of this configuration with the folder's weights, and which of them were missing."""
-    check_size(folder, auto_class, config, stored_shapes(folder))
+    checks.check_size(folder, auto_class, config, folders.stored_shapes(folder))
     with without_progress_bar(), without_fetched_kernels(), usage_errors(folder):
         return auto_class.from_pretrained(
             str(folder),
@@ -161,7 +141,7 @@ def read_weights(
             ignore_mismatched_sizes=True,  # they are reported later, with the missing ones
             output_loading_info=True,
             **placing,
-            **FROM_THE_FOLDER_ONLY,
+            **checks.FROM_THE_FOLDER_ONLY,
         )
 
 
@@ -172,24 +152,24 @@ def load_tokenizer(folder: Path | str) -> PreTrainedTokenizerBase:
     """
     folder = Path(folder)
     register_configurations()
-    if (file := gguf_file(folder)) is not None:
+    if (file := folders.gguf_file(folder)) is not None:
         return tokenizer_of_gguf(file)
-    if is_adapter(folder):
+    if folders.is_adapter(folder):
         checked(folder)
-    else:
-        check_folder(folder, may_lack=".safetensors")  # ONNX Runtime reads weights of its own
-    if not has_tokenizer(folder):
+    else:  # ONNX Runtime reads weights of its own
+        folders.check_folder(folder, may_lack=".safetensors")
+    if not folders.has_tokenizer(folder):
         raise UsageError(
             f"{folder} has no tokenizer: neither tokenizer.json nor tokenizer_config.json is there. "
             "Save it beside the model: tokenizer.save_pretrained(folder)."
         )
     with usage_errors(folder):
-        described, alone = (folder / name for name in TOKENIZER_FILES)
+        described, alone = (folder / name for name in folders.TOKENIZER_FILES)
         if alone.is_file() and not described.is_file():
             tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(alone))
         else:
             tokenizer = AutoTokenizer.from_pretrained(
-                str(folder), use_fast=True, **FROM_THE_FOLDER_ONLY
+                str(folder), use_fast=True, **checks.FROM_THE_FOLDER_ONLY
             )
         check_token_ids(f"The tokenizer in {folder}", tokenizer)
     return tokenizer
@@ -198,13 +178,13 @@ def load_tokenizer(folder: Path | str) -> PreTrainedTokenizerBase:
 def read_configuration(folder: Path) -> PreTrainedConfig:
     """The folder's configuration, if it is one of a model that needs no code of its own."""
     register_configurations()
-    check_folder(folder)
-    written = read_config(folder)
-    check_no_foreign_code(folder, written)
-    check_counts(f"{folder}/config.json", written)
-    method_of(folder, written)
+    folders.check_folder(folder)
+    written = folders.read_config(folder)
+    checks.check_no_foreign_code(folder, written)
+    checks.check_counts(f"{folder}/config.json", written)
+    checks.method_of(folder, written)
     with usage_errors(folder):
-        return AutoConfig.from_pretrained(str(folder), **FROM_THE_FOLDER_ONLY)
+        return AutoConfig.from_pretrained(str(folder), **checks.FROM_THE_FOLDER_ONLY)
 
 
 # GGUF files
@@ -221,23 +201,19 @@ def load_gguf(file: Path, dtype: torch.dtype | None) -> tuple[PreTrainedModel, d
             dtype=dtype or torch.float32,
             ignore_mismatched_sizes=True,
             output_loading_info=True,
-            **FROM_THE_FOLDER_ONLY,
+            **checks.FROM_THE_FOLDER_ONLY,
         )
-    _forget_quantisation(model)
-    return model, info
-
-
-def _forget_quantisation(model: PreTrainedModel) -> None:
-    """Its weights are plain numbers by now, and it can be moved, trained and saved as any other."""
+    # Its weights are plain numbers by now, and it can be moved, trained and saved as any other.
     for name in ("hf_quantizer", "is_quantized", "quantization_method"):
         vars(model).pop(name, None)
     vars(model.config).pop("quantization_config", None)
+    return model, info
 
 
 def tokenizer_of_gguf(file: Path) -> PreTrainedTokenizerBase:
     check_readable(file)
     with usage_errors(file, "Copy or download the file again."):
-        tokenizer = AutoTokenizer.from_pretrained(**place_of(file), **FROM_THE_FOLDER_ONLY)
+        tokenizer = AutoTokenizer.from_pretrained(**place_of(file), **checks.FROM_THE_FOLDER_ONLY)
         if not begins_with_bos(file):
             # SmolLM2-Instruct's opens a turn of a chat, and after it no text is ordinary.
             tokenizer.bos_token = None
@@ -271,10 +247,10 @@ def check_gguf(file: Path) -> None:
 
     reader = GGUFReader(str(file))
     plain = {name: field for name, field in reader.fields.items() if len(field.types) == 1}
-    check_counts(str(file), {name: field.contents() for name, field in plain.items()})
-    config = AutoConfig.from_pretrained(**place_of(file), **FROM_THE_FOLDER_ONLY)
+    checks.check_counts(str(file), {name: field.contents() for name, field in plain.items()})
+    config = AutoConfig.from_pretrained(**place_of(file), **checks.FROM_THE_FOLDER_ONLY)
     shapes = [tensor.shape.tolist() for tensor in reader.tensors]
-    check_size(file, AutoModelForCausalLM, config, shapes)
+    checks.check_size(file, AutoModelForCausalLM, config, shapes)
 
 
 def begins_with_bos(file: Path) -> bool:

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from tightlip.scan.options import Decoding
-from tightlip.scan.scorers import PLAIN, Scorer
 from tightlip.scan.scoring import LANES, Rows, in_threads, read_rows
+from tightlip.scan.store import PLAIN, Scorer
 
 _MOST_LANES = 512  # with a larger k, sorting their logits takes longer than sorting all
 _UNDERFLOWS = 104.0  # e to minus that is 0 in float32

@@ -1,6 +1,18 @@
-"""What a scan says of each document: its loss, and that of its least likely tokens."""
+"""What scans say of each document: its loss, that of its least likely tokens, and what a model makes of
+it beside models that never saw it, token by token.
 
-from collections.abc import Callable
+Δ is log p of the true token under the model less that under the reference; of several references
+the mean of their log p. Two scores published in 2026 are made of it:
+
+EZ, the error zone (Ilić et al., arXiv 2601.12104), looks where the model's first guess is wrong:
+there it has learnt nothing by heart, and what moved the true token up or down is training. WBC, the
+window votes (Chen et al., arXiv 2601.02751), lets windows of several sizes vote: many small gains
+outvote a few large ones, which are often about what anybody would say.
+
+What differs from the papers is in docs/membership.md.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
 from typing import Self
 
@@ -14,10 +26,21 @@ LOWEST_SHARE = 5
 # A smaller deviation counts as this much: that of an even distribution is 0, and rounding alone
 # would decide what is divided by it.
 LEAST_DEVIATION = 0.01
+WINDOW_SIZES = (2, 3, 4, 6, 9, 13, 18, 25, 32, 40)
+LEAST_ERRORS = 2  # with fewer wrong guesses every token counts
+# Windows are compared in whole multiples of this, above the rounding of float32 logits: sums in any order
+# are the same, and what two models differ by in rounding alone is a tie.
+NATS_PER_STEP = 2.0**-16
 
 
 class Columns:
     """Figures of each document, that of several documents together being their sum."""
+
+    @classmethod
+    def of(cls, columns: Iterable[np.ndarray]) -> Self:
+        """Of columns in the order of the fields; the last ones may be left out."""
+        names = [field.name for field in fields(cls)]  # type: ignore[arg-type]
+        return cls(**dict(zip(names, columns, strict=False)))
 
     def each(self, change: Callable[[np.ndarray], np.ndarray]) -> Self:
         """The same with every column that is there changed."""
@@ -53,12 +76,11 @@ def document_scores(scanned: ScannedCorpus, *, counted: np.ndarray | None = None
         streamed: the log-probabilities of one shard are held at a time.
     """
     num_columns = 5 if "means" in scanned.scorer.columns else 4
-    names = [field.name for field in fields(DocumentScores)][:num_columns]
     parts = [np.zeros((num_columns, 0))]
     for shard in scanned.shards():
         bounds = scanned.corpus.bounds[shard.first : shard.end + 1]
         parts.append(_reduced(shard, bounds, counted))
-    return DocumentScores(**dict(zip(names, np.concatenate(parts, axis=1), strict=True)))
+    return DocumentScores.of(np.concatenate(parts, axis=1))
 
 
 def counted_places(
@@ -107,3 +129,89 @@ def _reduced(shard: ScanShard, bounds: np.ndarray, counted: np.ndarray | None) -
         spread = np.maximum(shard.columns["deviations"][places], LEAST_DEVIATION)
         rows.append(lowest((log_probs - shard.columns["means"][places]) / spread))
     return np.array(rows, dtype=np.float64)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class BesideReferences(Columns):
+    """Of each document: the loss of every reference over the same tokens (a column each); nats that
+    the model gained and lost in the error zone; votes for the model and windows, by size."""
+
+    loss_nats: np.ndarray
+    gained_nats: np.ndarray
+    lost_nats: np.ndarray
+    votes: np.ndarray
+    num_windows: np.ndarray
+
+
+def beside_references(
+    model: ScannedCorpus, references: Sequence[ScannedCorpus], *, counted: np.ndarray | None = None
+) -> BesideReferences:
+    """Every document, in their order; with `counted`, by those of its tokens only, which are closed
+    up: a window goes over what does not count.
+
+    Holds:
+        naive: the same as going through each document by itself.
+        streamed: one shard of each scan is held at a time.
+    """
+    parts = []
+    shards = (one.shards() for one in (model, *references))
+    for mine, *theirs in zip(*shards, strict=True):
+        bounds = model.corpus.bounds[mine.first : mine.end + 1]
+        parts.append(_beside(mine, theirs, bounds, counted))
+    if not parts:
+        none, many = np.zeros(0), np.zeros((0, len(WINDOW_SIZES)))
+        parts = [(np.zeros((0, len(references))), none, none, many, many)]
+    return BesideReferences.of(map(np.concatenate, zip(*parts, strict=True)))
+
+
+def _beside(
+    mine: ScanShard, theirs: Sequence[ScanShard], bounds: np.ndarray, counted: np.ndarray | None
+) -> tuple[np.ndarray, ...]:
+    size = len(bounds) - 1
+    places = counted_places(mine.log_probs, bounds, counted)
+    for one in theirs:
+        if not np.array_equal(places, counted_places(one.log_probs, bounds, counted)):
+            raise UsageError(
+                "The model and a reference do not begin a document alike (one has a beginning-of-text token and the other "
+                "none), so their losses are over other tokens. Say how both were trained with --begin, or give a "
+                "reference that reads as the model does."
+            )
+    documents = documents_of(bounds)[places]
+    others = np.array([one.log_probs[places] for one in theirs], dtype=np.float64)
+    losses = np.array([np.bincount(documents, -one, size) for one in others]).T
+    difference = mine.log_probs[places] - others.mean(axis=0)
+    firsts = _first_predicted(mine.log_probs, bounds)
+    wrong = (mine.ranks[places] > 0) & ~np.isin(places, firsts)
+    zone = wrong | (np.bincount(documents[wrong], minlength=size) < LEAST_ERRORS)[documents]
+    gained = np.bincount(documents, np.maximum(difference, 0) * zone, size)
+    lost = np.bincount(documents, np.maximum(-difference, 0) * zone, size)
+    return losses, gained, lost, *window_votes(difference, documents, size)
+
+
+def _first_predicted(log_probs: np.ndarray, bounds: np.ndarray) -> np.ndarray:
+    """The place in the shard of each document's first token that was predicted."""
+    scored = np.flatnonzero(~np.isnan(log_probs))
+    _, firsts = np.unique(documents_of(bounds)[scored], return_index=True)
+    return scored[firsts]
+
+
+def window_votes(
+    difference: np.ndarray, documents: np.ndarray, num_documents: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """How many windows of each size sum to more than 0, and how many there are: a row a document.
+
+    A document shorter than a size is one window.
+    """
+    steps = np.rint(difference / NATS_PER_STEP).astype(np.int64)
+    sums = np.concatenate([[0], np.cumsum(steps)])
+    lengths = np.bincount(documents, minlength=num_documents)
+    ends = np.cumsum(lengths)[documents]
+    begins = np.arange(len(documents))
+    votes, windows = np.zeros((2, num_documents, len(WINDOW_SIZES)))
+    for number, size in enumerate(WINDOW_SIZES):
+        stops = begins + np.minimum(size, lengths)[documents]
+        fits = stops <= ends
+        won = sums[stops[fits]] > sums[begins[fits]]
+        votes[:, number] = np.bincount(documents[fits], won, num_documents)
+        windows[:, number] = np.bincount(documents[fits], minlength=num_documents)
+    return votes, windows

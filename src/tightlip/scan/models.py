@@ -20,24 +20,7 @@ from tightlip.core.settings import names_in
 from tightlip.core.stores import shown
 from tightlip.corpus.encoding import tokenizer_fingerprint
 from tightlip.corpus.tokens import TokenizedCorpus
-from tightlip.models.adapters import (
-    Adapter,
-    active_configs,
-    adapters_off,
-    is_merged,
-    leaves_base_alone,
-    open_adapter,
-    without_wrapper,
-)
-from tightlip.models.folders import (
-    files_fingerprint,
-    gguf_file,
-    has_tokenizer,
-    is_adapter,
-    model_fingerprint,
-    state_fingerprint,
-    stored_shapes,
-)
+from tightlip.models import adapters, folders
 from tightlip.models.loading import (
     is_quantised_as,
     load_causal_lm,
@@ -47,8 +30,15 @@ from tightlip.models.loading import (
 from tightlip.scan.document_scores import DocumentScores, document_scores
 from tightlip.scan.options import ScanOptions
 from tightlip.scan.scanner import Scanner
-from tightlip.scan.scorers import PLAIN, Scorer
-from tightlip.scan.store import SCAN, ScanFunction, ScannedCorpus, ScanStore, scan_store
+from tightlip.scan.store import (
+    PLAIN,
+    SCAN,
+    ScanFunction,
+    ScannedCorpus,
+    ScanStore,
+    Scorer,
+    scan_store,
+)
 
 Made = TypeVar("Made")
 AUDIT = "audit"  # where a run's report stands unless told otherwise
@@ -135,6 +125,11 @@ class OpenedModel:
             )
         return found[0] if found else None
 
+    def begin_before(self, corpus: TokenizedCorpus) -> int | None:
+        """What is put before each text of a corpus, whose texts may begin with it themselves."""
+        puts_it = not corpus.begins_itself or self.options.begin == "always"
+        return self.begin_id if puts_it else None
+
     @cached_property
     def scanner(self) -> Scanner:
         return self.scanner_of(self.options.batch_tokens)
@@ -158,34 +153,22 @@ class OpenedModel:
     ) -> ScannedCorpus:
         """What the scorer says of every token under the model, as it stands in `store`."""
         engine = engine or local_engine()
-        begins = not corpus.begins_itself or self.options.begin == "always"
         key = {
             "model": self.files,
-            "bos": self.begin_id if begins else None,  # in no fingerprint
+            "bos": self.begin_before(corpus),  # in no fingerprint
             "window": self.options.window,  # as asked for; the model's own follows from the model
             "dtype": self.options.dtype,
             "device": self.device.split(":")[0],
             "threads": engine.threads,
         }
-        open_scan = partial(
-            _open_there if engine.is_remote else OpenedModel.open_scan,
-            self,
-            corpus,
-            int(corpus.tokens.max(initial=0)),
-            scorer,
-            begins=begins,
-            threads=engine.threads,
-        )
-        scanned = store.scan(
-            corpus,
-            key=key,
-            open_scan=open_scan,
-            description=description,
-            scorer=scorer,
-            engine=engine,
-        )
-        if len(scanned.kinds) > 1 and MIXED.format("; ".join(scanned.kinds)) not in engine.notes:
-            engine.notes.append(MIXED.format("; ".join(scanned.kinds)))
+        opening = _open_there if engine.is_remote else OpenedModel.open_scan
+        largest = int(corpus.tokens.max(initial=0))
+        open_scan = partial(opening, self, corpus, largest, scorer, threads=engine.threads)
+        how: dict[str, Any] = {"description": description, "scorer": scorer, "engine": engine}
+        scanned = store.scan(corpus, key=key, open_scan=open_scan, **how)
+        mixed = MIXED.format("; ".join(scanned.kinds))
+        if len(scanned.kinds) > 1 and mixed not in engine.notes:
+            engine.notes.append(mixed)
         return scanned
 
     def open_scan(
@@ -194,13 +177,12 @@ class OpenedModel:
         largest: int,
         scorer: Scorer,
         *,
-        begins: bool,
         threads: int,
         halves: bool = True,
     ) -> ScanFunction:
         """The model ready to scan parts of a corpus whose largest token is given."""
         self._check_vocabulary(max(largest, self.begin_id or 0))
-        most = self.options.batch_tokens
+        begins, most = self.begin_before(corpus) == self.begin_id, self.options.batch_tokens
         scanner = self.scanner if begins else self.scanner_of(most, begins=False)
         scanner.halves = halves
         with num_threads(threads), self.scanning(self.model):
@@ -268,9 +250,9 @@ def open_model(
     if isinstance(model, tuple | list) and len(model) == 2:
         model, tokenizer = model
     if isinstance(model, str | Path):
-        if options.adapter is not None or is_adapter(Path(model)):
+        if options.adapter is not None or folders.is_adapter(Path(model)):
             base = None if options.base is None else Path(options.base)
-            adapter = open_adapter(Path(model), name=options.adapter, base=base)
+            adapter = adapters.open_adapter(Path(model), name=options.adapter, base=base)
             return _adapted(adapter, options, tokenizer, name)
         return _from_disk(Path(model), options, tokenizer, name)
     if tokenizer is None:
@@ -322,7 +304,11 @@ def open_other(model: Any, options: ScanOptions) -> OpenedModel:
     try:
         return open_model(model, others)
     except UsageError:
-        if options.base is None or not isinstance(model, str | Path) or not is_adapter(Path(model)):
+        if (
+            options.base is None
+            or not isinstance(model, str | Path)
+            or not folders.is_adapter(Path(model))
+        ):
             raise
         return open_model(model, replace(others, base=options.base))
 
@@ -334,9 +320,9 @@ def means_base(subject: OpenedModel, model: Any) -> bool:
 
 
 def _from_memory(model: Any, options: ScanOptions, tokenizer: Any, name: str | None) -> OpenedModel:
-    configs, name = active_configs(model), name or type(model).__name__
-    model = without_wrapper(model)
-    first, state = next(model.parameters(), None), state_fingerprint(model)
+    configs, name = adapters.active_configs(model), name or type(model).__name__
+    model = adapters.without_wrapper(model)
+    first, state = next(model.parameters(), None), folders.state_fingerprint(model)
     switched_on = "".join(f" {config!r}" for config in configs)
     return OpenedModel(
         name=name,
@@ -359,7 +345,9 @@ def _base_in_memory(opened: OpenedModel, configs: Sequence[Any]) -> OpenedModel:
     folder = Path(options.base or named)
     is_here = bool(options.base or named) and (folder / "config.json").is_file()
     rows = read_configuration(folder).get_text_config().vocab_size if is_here else None
-    same = all(leaves_base_alone(vars(config)) for config in configs) and not is_merged(model)
+    same = all(
+        adapters.leaves_base_alone(vars(config)) for config in configs
+    ) and not adapters.is_merged(model)
     if same and rows in (None, model.get_input_embeddings().num_embeddings):
         return _switched_off(opened, f"{opened.name}, adapter off", opened.files)
     if not is_here:
@@ -380,21 +368,21 @@ def _switched_off(opened: OpenedModel, name: str, files: str) -> OpenedModel:
         load=lambda: opened.model,
         notes=(),
         open_base=None,
-        scanning=adapters_off,
+        scanning=adapters.adapters_off,
     )
 
 
 def _adapted(
-    adapter: Adapter, options: ScanOptions, tokenizer: Any, name: str | None
+    adapter: adapters.Adapter, options: ScanOptions, tokenizer: Any, name: str | None
 ) -> OpenedModel:
     alone = replace(options, adapter=None)
     base = _from_disk(adapter.base, alone, tokenizer or adapter.tokenizer, None)
-    read_files = lambda: served(adapter.fingerprint(files_fingerprint), options)  # noqa: E731
+    read_files = lambda: served(adapter.fingerprint(folders.files_fingerprint), options)  # noqa: E731
 
     def open_base(opened: OpenedModel) -> OpenedModel:
         if not adapter.shares_base:
             # With its own tokenizer: it has no embeddings for tokens that were added.
-            own = adapter.base if has_tokenizer(adapter.base) else opened.tokenizer
+            own = adapter.base if folders.has_tokenizer(adapter.base) else opened.tokenizer
             return replace(base, tokenizer=_tokenizer(own))
         off = _switched_off(opened, base.name, base.files)
         return replace(off, fingerprint=base.fingerprint)
@@ -402,7 +390,7 @@ def _adapted(
     return replace(
         base,
         name=name or shown(adapter.folder),
-        fingerprint=adapter.fingerprint(model_fingerprint),
+        fingerprint=adapter.fingerprint(folders.model_fingerprint),
         files=read_files(),
         read_files=read_files,
         load=lambda: base.load(adapter.applied),
@@ -414,10 +402,10 @@ def _adapted(
 
 def _from_disk(folder: Path, options: ScanOptions, tokenizer: Any, name: str | None) -> OpenedModel:
     device = options.device if on_workers.get() else usable_device(options.device)
-    is_gguf = gguf_file(folder) is not None
+    is_gguf = folders.gguf_file(folder) is not None
     config = None if is_gguf else read_configuration(folder)
     if not is_gguf:
-        stored_shapes(folder)
+        folders.stored_shapes(folder)
         is_quantised_as(folder, options.quantize)
 
     def load(adapted: Any = None) -> Any:
@@ -432,14 +420,16 @@ def _from_disk(folder: Path, options: ScanOptions, tokenizer: Any, name: str | N
             adapted=adapted,
         )
 
-    read_files = lambda: served(files_fingerprint(folder), options)  # noqa: E731
+    read_files = lambda: served(folders.files_fingerprint(folder), options)  # noqa: E731
     # A checkpoint of a Trainer may have its tokenizer beside it only.
     is_checkpoint = folder.name.startswith("checkpoint-")
-    beside = folder if is_gguf or has_tokenizer(folder) or not is_checkpoint else folder.parent
+    beside = (
+        folder if is_gguf or folders.has_tokenizer(folder) or not is_checkpoint else folder.parent
+    )
     return OpenedModel(
         name=name or shown(folder),
         tokenizer=_tokenizer(tokenizer or beside),
-        fingerprint=model_fingerprint(folder),
+        fingerprint=folders.model_fingerprint(folder),
         files=read_files(),
         read_files=read_files,
         options=options,
@@ -544,17 +534,13 @@ def scans_of_run(
     *,
     device: str,
     keep: bool,
-    given: Scans | None = None,
     engine: Engine | None = None,
     **how: Any,
 ) -> Iterator[Scans]:
-    """`given`, or the run's own, which are dropped afterwards unless they are to be kept.
+    """The run's own scans, which are dropped afterwards unless they are to be kept.
 
     `how` are ModelSettings.
     """
-    if given is not None:
-        yield given
-        return
     with claimed_to_write(run.folder), run_store(run.folder, keep=keep) as store:
         options = ScanOptions(device=device, **how)
         yield Scans(store=store, options=options, engine=engine or local_engine())

@@ -13,17 +13,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from tightlip.core.devices import (
-    device_of,
-    full_precision,
-    looks_ahead,
-    moved,
-    rounding_tolerance,
-)
+from tightlip.core.devices import device_of, full_precision, looks_ahead, moved, rounding_tolerance
 from tightlip.core.errors import UsageError
 from tightlip.core.progress import log
 from tightlip.models.checks import rounding_of
-from tightlip.scan.scorers import PLAIN, Scorer
+from tightlip.scan.store import PLAIN, Scorer
 
 DEFAULT_WINDOW = 2048  # for models that name no limit and carry no state of ours
 RECURRENT_CHUNK = 1024

@@ -1,4 +1,4 @@
-"""Scans kept on disk, so that each model reads each text once.
+"""What a scan keeps of each token, and scans kept on disk, so that each model reads each text once.
 
     scan/<digest of the key>/key.json    which model read which text, and how
     scan/<digest of the key>/000000.npz  the scorer's columns, ranks (int32) and log_probs (float32)
@@ -20,11 +20,11 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -41,16 +41,66 @@ from tightlip.core.files import (
 )
 from tightlip.core.progress import task
 from tightlip.corpus.tokens import TokenizedCorpus
-from tightlip.scan.scorers import PLAIN, Scorer
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 SCAN = "scan"  # the folder's name, wherever it lies
 FORMAT = 2
+NOT_SCORED = -1  # the rank of a token that was never predicted: the first without a BOS
 SHARD_TOKENS = 250_000
 _PATIENCE = 60.0  # seconds until a file that another machine wrote is seen here
 
 # Tokens and the bounds of some documents in; the scorer's columns of their tokens out, which may
 # still be under way until they are asked for.
 ScanFunction = Callable[[np.ndarray, np.ndarray], Iterable[np.ndarray]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scorer:
+    """The columns of a scan, and the function that fills them from rows of logits and their targets.
+
+    `score` gives one tensor for each column, in their order. A float that is NaN refuses the whole
+    scan: what cannot be is minus infinity. `settings` is whatever else decides the figures, as JSON
+    can hold it; name and settings are part of a kept scan's key. Scans of those in `found_in` have the
+    same columns, and more.
+    """
+
+    name: str
+    columns: Mapping[str, type[np.generic]]
+    score: Callable[["Tensor", "Tensor"], "tuple[Tensor, ...]"]
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    found_in: tuple["Scorer", ...] = ()
+
+    @property
+    def key(self) -> dict[str, Any]:
+        """What tells its scans from those of others; the first scorer's are older than scorers."""
+        return {} if self.name == PLAIN.name else {"scorer": self.name, **self.settings}
+
+    def empty(self, size: int) -> list[np.ndarray]:
+        """A column each, for tokens that nobody has predicted yet."""
+        return [
+            np.full(size, np.nan if issubclass(kind, np.floating) else NOT_SCORED, dtype=kind)
+            for kind in self.columns.values()
+        ]
+
+
+def _scored(
+    logits_NV: "Tensor", targets_N: "Tensor", *, moments: bool = False
+) -> "tuple[Tensor, ...]":
+    from tightlip.scan.scoring import score_logits  # with all that torch takes
+
+    return score_logits(logits_NV, targets_N, moments=moments)
+
+
+_COLUMNS: dict[str, type[np.generic]] = {"ranks": np.int32, "log_probs": np.float32}
+# Beside them the mean and the deviation of the log-probability under the model's own distribution.
+MOMENTS = Scorer(
+    name="moments",
+    columns=_COLUMNS | {"means": np.float32, "deviations": np.float32},
+    score=partial(_scored, moments=True),
+)
+PLAIN = Scorer(name="plain", columns=_COLUMNS, score=_scored, found_in=(MOMENTS,))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,7 +193,10 @@ class ScanStore:
         if len(found) < len(shards):
             here = {*engine.kinds(device), ""}
             found = {one: place for one, place in found.items() if place[1] in here}
-            _write_key(own, whole_key)
+            if not (
+                own / "key.json"
+            ).exists():  # before any shard: those without a key are nobody's
+                write_json(make_private_folder(own) / "key.json", whole_key)
         missing = [one for one in shards if one not in found]
         opening = partial(_opened, open_scan, corpus, own, whole_key, scorer, device)
         with task(description, corpus.num_tokens) as bar:
@@ -292,13 +345,6 @@ def _kind_of(path: Path, number: int, tokens: np.ndarray, scorer: Scorer) -> str
     kinds = [array.dtype for array in arrays]
     same_size = all(one.shape == tokens.shape for one in arrays)
     return kind if kinds == list(scorer.columns.values()) and same_size and is_its else None
-
-
-def _write_key(folder: Path, key: dict[str, Any]) -> None:
-    """Before any shard: those without a key are nobody's."""
-    if not (folder / "key.json").exists():
-        make_private_folder(folder)
-        write_json(folder / "key.json", key)
 
 
 def _write_shard(path: Path, columns: dict[str, Any], of: bytes, kind: str) -> None:

@@ -9,8 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from standins import scanned
-from tightlip.audit.extraction.elsewhere import check_memory, longest_elsewhere
-from tightlip.audit.extraction.windows import WITHIN, Owned, queries_for, search_windows
+from tightlip.audit.extraction.windows import (
+    WITHIN,
+    Owned,
+    check_memory,
+    longest_elsewhere,
+    queries_for,
+    search_windows,
+)
 from tightlip.core.errors import UsageError
 from tightlip.corpus.tokens import TokenizedCorpus
 from tightlip.scan import store as store_module

@@ -203,11 +203,13 @@ class CandidateScorer:
             "Sharing beginnings gives other scores than reading %r text by text. Going on text by text, which is slower.",
             candidates.template.text,
         )
-        with task("Scoring candidates", int(np.prod(candidates.shape))) as bar:
-            parts = []
-            for part in self._by_text(candidates):
-                parts.append(part)
-                bar.advance(len(part))
+        parts = []
+        with task("Scoring candidates", len(scores)) as bar:
+            for numbers in np.split(
+                np.arange(len(scores)), range(TEXTS_AT_ONCE, len(scores), TEXTS_AT_ONCE)
+            ):
+                parts.append(self.score_texts(candidates.texts_of(numbers)))
+                bar.advance(len(numbers))
         return np.concatenate(parts)
 
     def _trie(self, candidates: Candidates, secrets: Sequence[int]) -> Trie:
@@ -232,12 +234,6 @@ class CandidateScorer:
         literals = [part for part in candidates.template.parts if isinstance(part, str)]
         values = [value for pool in dict.fromkeys(candidates.pools) for value in pool]
         self.ids_of([*literals, *values])
-
-    def _by_text(self, candidates: Candidates) -> Iterator[np.ndarray]:
-        total = int(np.prod(candidates.shape))
-        for start in range(0, total, TEXTS_AT_ONCE):
-            numbers = np.arange(start, min(start + TEXTS_AT_ONCE, total))
-            yield self.score_texts(candidates.texts_of(numbers))
 
     def _by_trie(self, trie: Trie, candidates: Candidates) -> np.ndarray:
         reader = TrieReader(self.scanner, trie)

@@ -7,6 +7,7 @@ is 1.44 bits.
 """
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, asdict, dataclass
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from tightlip.audit.canaries.candidates import TEXTS_AT_ONCE, Candidates, CandidateScorer
-from tightlip.audit.canaries.tab_attack import attacked
+from tightlip.audit.canaries.tab_attack import Attack, attacked
 from tightlip.audit.measures import Audited, written_to
 from tightlip.audit.settings import ExposureConfig
 from tightlip.core.errors import UsageError
@@ -59,7 +60,7 @@ class Estimate:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CanaryExposure:
+class CanaryExposure(Attack):
     """What a model knows of one canary; `prompt` is what the tab attack typed.
 
     Nobody knows what else a real canary could have read, so it has no exposure. `perplexity` is
@@ -79,11 +80,6 @@ class CanaryExposure:
     space: int | None = None
     rank: int | None = None
     num_samples: int | None = None
-    tab: bool
-    prompt: str
-    token_ids: list[int]
-    num_prompt_tokens: int
-    perplexity: float | None
     fit_ks: float | None = None
 
     def to_json(self) -> dict[str, Any]:
@@ -269,12 +265,11 @@ def _estimates(
     for name in names:
         group = [canary for canary in key.of_planted if canary.template == name]
         candidates = _candidates(name, key.pools)
-        drop = scorer.places_reading(candidates, planted)
+        asked = (scorer, candidates, group, scorer.places_reading(candidates, planted))
         if math.prod(candidates.shape) <= max(config.enumerate_up_to, num_samples):
-            by_text = _enumerated(scorer, candidates, group, drop)
+            by_text = _enumerated(*asked)
         else:
-            draw = np.random.default_rng(config.seed)
-            by_text = _sampled(scorer, candidates, group, drop, num_samples, draw)
+            by_text = _sampled(*asked, num_samples, np.random.default_rng(config.seed))
         estimates |= {(name, text): asdict(estimate) for text, estimate in by_text.items()}
     return estimates
 
@@ -312,8 +307,7 @@ def _sampled(
     with task("Scoring candidates", num_samples) as bar:
         for start in range(0, num_samples, TEXTS_AT_ONCE):
             num = min(TEXTS_AT_ONCE, num_samples - start)
-            texts = candidates.drawn_texts(num, draw, drop)
-            if texts:
+            if texts := candidates.drawn_texts(num, draw, drop):
                 parts.append(scorer.score_texts(texts))
             bar.advance(num)
     sample = np.concatenate(parts)
@@ -413,18 +407,16 @@ def missing_copies(record: RunRecord | None, keys: Sequence[Planted]) -> str | N
         return None
     if not is_prepared(record.corpus_folder):
         return "The run's training text is no longer there, so nobody can tell whether the canaries stood in it."
-    wanted = {canary.text: 0 for canary in planted}
+    wanted = {canary.text for canary in planted}
     open_run_corpus(record)  # refused where other text lies there now
-    for batch in open_corpus(record.corpus_folder / "train.parquet").batches():
-        for text in batch.texts:
-            if text in wanted:
-                wanted[text] += 1
-    if not any(wanted.values()):
+    batches = open_corpus(record.corpus_folder / "train.parquet").batches()
+    copies = Counter(text for batch in batches for text in batch.texts if text in wanted)
+    if not copies:
         return (
             f"None of the {len(planted):,} planted canaries stands in the run's training text: it never saw them, and that "
             "it knows none says nothing about what it keeps. Is this the key of another corpus?"
         )
-    fewer = sum(wanted[canary.text] < canary.repetitions for canary in planted)
+    fewer = sum(copies[canary.text] < canary.repetitions for canary in planted)
     if not fewer:
         return None
     return (

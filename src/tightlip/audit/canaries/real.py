@@ -4,7 +4,9 @@ Mireshghallah et al. 2021: what a model finds least likely is most likely to be 
 knows what else such a text could have read, so it has no exposure; only the tab attack is tried.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -93,9 +95,7 @@ def _most_surprising(mean_nats: np.ndarray, users: np.ndarray, num_users: int) -
 def _repetitions(tokens: TokenizedCorpus, chosen: np.ndarray) -> list[int]:
     """How many documents have the very tokens of each chosen one."""
     own = [tokens.document(number).tobytes() for number in chosen]
-    counts = dict.fromkeys(own, 0)
-    for _, read in _reading(tokens, set(own)):
-        counts[read] += 1
+    counts = Counter(read for _, read in _reading(tokens, set(own)))
     return [counts[each] for each in own]
 
 
@@ -109,13 +109,8 @@ def _reading(tokens: TokenizedCorpus, wanted: set[bytes]) -> Iterator[tuple[int,
 
 
 def _texts_of(documents: Corpus, numbers: set[int]) -> dict[int, str]:
-    texts: dict[int, str] = {}
-    start = 0
-    for batch in documents.batches():
-        here = range(start, start + len(batch))
-        texts |= {number: batch.texts[number - start] for number in here if number in numbers}
-        start = here.stop
-    return texts
+    texts = chain.from_iterable(batch.texts for batch in documents.batches())
+    return {number: text for number, text in enumerate(texts) if number in numbers}
 
 
 @takes(ChoiceConfig)

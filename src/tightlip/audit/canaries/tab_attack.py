@@ -52,19 +52,17 @@ def attacked(
     texts = [canary.text for canary in canaries]
     spelt = scorer.spelt(texts)
     found = iter(_completed_and_nats(scorer, list(compress(texts, spelt)), prompt_tokens))
-    attacks = []
-    for text, can in zip(texts, spelt, strict=True):
-        tab, perplexity = next(found) if can else (False, None)
-        attacks.append(
-            Attack(
-                tab=tab,
-                prompt=scorer.prompt_of(text, prompt_tokens),
-                token_ids=scorer.tokens_of(text),
-                num_prompt_tokens=prompt_tokens,
-                perplexity=perplexity,
-            )
+    outcomes = [next(found) if can else (False, None) for can in spelt]
+    return [
+        Attack(
+            tab=tab,
+            prompt=scorer.prompt_of(text, prompt_tokens),
+            token_ids=scorer.tokens_of(text),
+            num_prompt_tokens=prompt_tokens,
+            perplexity=perplexity,
         )
-    return attacks
+        for text, (tab, perplexity) in zip(texts, outcomes, strict=True)
+    ]
 
 
 def _completed_and_nats(

@@ -1,34 +1,20 @@
 """How many tries it takes to draw somebody's text out of a model, as one call."""
 
-import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import tightlip
-from tightlip.audit.extraction import windows
-from tightlip.audit.extraction.elsewhere import check_memory, longest_elsewhere
-from tightlip.audit.extraction.report import (
-    SUMMARY,
-    USERS,
-    WINDOWS,
-    ExtractionReport,
-    Figures,
-    figures_by_length,
-    figures_by_role,
-    gated,
-    write_tables,
-)
+from tightlip.audit.extraction import report, windows
 from tightlip.audit.leakage import findings
 from tightlip.audit.leakage.summary import finite
 from tightlip.audit.settings import ExtractionConfig
-from tightlip.audit.subjects import Subject, read_as, subject_of
+from tightlip.audit.subjects import Subject, read_as, report_store, subject_of
 from tightlip.core.engines import Engine
 from tightlip.core.errors import UsageError
 from tightlip.core.figures import count
-from tightlip.core.files import claimed, make_private_folder, write_json
+from tightlip.core.files import make_private_folder, write_json
 from tightlip.core.progress import task
 from tightlip.core.register import guarantee_of
 from tightlip.core.settings import bytes_from, split_settings
@@ -36,17 +22,20 @@ from tightlip.corpus.opening import CorpusSource
 from tightlip.corpus.prepare_config import TextSettings
 from tightlip.corpus.tokens import TokenizedCorpus
 from tightlip.scan.decoding import scorer_of
-from tightlip.scan.models import AUDIT, BASE, OpenedModel, Scans, on_engine
+from tightlip.scan.models import BASE, OpenedModel, Scans, on_engine
 from tightlip.scan.options import Decoding, ScanOptions
-from tightlip.scan.store import SCAN, ScanStore, remove_scans
+from tightlip.scan.store import SCAN
 
-NAMES = {WINDOWS, USERS, SUMMARY, "report.html", "log.txt", SCAN, findings.WORK, findings.REDACTED}
+NAMES = {*report.FILES, "report.html", "log.txt", SCAN, findings.WORK, findings.REDACTED}
 NO_REFERENCE = "none"
 NOT_COMPARED = (
     "No reference was given, so every window counts, also one that anybody's model would say. Give --reference MODEL, one "
     f"that never saw the text: then windows count that it draws at least {windows.TIMES_DEARER} times as seldom."
 )
 BASE_IS_REFERENCE = "No reference was named, so the adapter's own base stands for it. Leave it out with --reference none."
+NO_FIRST_TOKEN = (
+    "No begin token stands before a text, so no window begins with a document's first token."
+)
 LOWER_BOUND = (
     "A window is looked for by its tokens. The same text cut into other tokens is not counted, so the text itself comes out "
     "a little sooner than is said here."
@@ -64,33 +53,23 @@ def extract_text(
     reference: Any = None,
     held_out: Any = None,
     keep_scan: bool = True,
-    write_page: Callable[[Path], object] | None = None,
+    write_page: Callable[[Path], object],
     **settings: Any,
-) -> ExtractionReport:
+) -> report.ExtractionReport:
     """What `tightlip.extract` says it does; `write_page` draws the report once its figures stand."""
     kinds = (ExtractionConfig, Decoding, ScanOptions, TextSettings)
     config, decoding, options, columns = split_settings(settings, *kinds)
     subject = _subject(model, corpus, held_out, tokenizer, columns.tree())
-    keep_alive = TemporaryDirectory(prefix="tightlip-") if out is None else None
-    folder = Path(keep_alive.name) if keep_alive else Path(str(out))
+    folder, keep_alive = findings.folder_for(out)
     on_disk = subject.is_file and (reference is None or isinstance(reference, str | Path))
     is_kept = keep_scan and not config.redact and on_disk
-    scans = Scans(store=_store(folder, subject, is_kept), options=options, engine=engine)
-    with (
-        claimed(folder),
-        findings.nothing_left_of_a_refusal(
-            findings.report_folder(folder, redact=config.redact, names=NAMES)
-        ),
-    ):
-        job = _Job(subject=subject, scans=scans, config=config, decoding=decoding, folder=folder)
+    store = report_store(folder, subject.run, on_disk=subject.is_file, keep=is_kept)
+    scans = Scans(store=store, options=options, engine=engine)
+    job = _Job(subject=subject, scans=scans, config=config, decoding=decoding, folder=folder)
+    how = {"redact": config.redact, "names": NAMES, "keeps_scan": is_kept}
+    with findings.writing_report(folder, write_page, **how):
         job.write(reference)
-        if write_page is not None:
-            write_page(folder)
-        # Only now: until the report is whole, the scan is what a killed one goes on from.
-        shutil.rmtree(folder / findings.WORK, ignore_errors=True)
-        if not is_kept:
-            remove_scans(folder / SCAN)
-    return ExtractionReport(folder, keep_alive)
+    return report.ExtractionReport(folder, keep_alive)
 
 
 def _subject(
@@ -107,14 +86,6 @@ def _subject(
         return subject
     beside = subject_of(model, None, held_out, tokenizer=tokenizer, **columns)
     return replace(subject, held_out=beside.held_out)
-
-
-def _store(folder: Path, subject: Subject, is_kept: bool) -> ScanStore:
-    """Where scans stand; what an earlier report, or the run's measures, left is read."""
-    beside = [folder / SCAN] if subject.is_file else []
-    if subject.run is not None:
-        beside += [subject.run.folder / SCAN, subject.run.folder / AUDIT / SCAN]
-    return ScanStore(folder / SCAN if is_kept else folder / findings.WORK / SCAN, beside)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,10 +125,10 @@ class _Job:
         held = self._side("held_out", other, side) if is_beside else None
         self._note(side, held)
         folder = make_private_folder(self.folder)
-        (folder / SUMMARY).unlink(missing_ok=True)
+        (folder / report.SUMMARY).unlink(missing_ok=True)
         decode = findings.decoder_of(self.model.tokenizer)
-        write_tables(folder, side.found, corpus, decode, redact=self.config.redact)
-        write_json(folder / SUMMARY, self._summary(other, side, held))
+        report.write_tables(folder, side.found, corpus, decode, redact=self.config.redact)
+        write_json(folder / report.SUMMARY, self._summary(other, side, held))
 
     def _tokens(self, part: str) -> TokenizedCorpus:
         work = make_private_folder(self.folder / findings.WORK)
@@ -167,7 +138,7 @@ class _Job:
 
     def _check_memory(self, num_tokens: int) -> None:
         """Words are sorted like tokens, and are fewer."""
-        check_memory(num_tokens, bytes_from(self.scans.options.memory))
+        windows.check_memory(num_tokens, bytes_from(self.scans.options.memory))
 
     def _reference(self, corpus: TokenizedCorpus, reference: Any) -> OpenedModel | None:
         model = self.model
@@ -209,22 +180,22 @@ class _Job:
         return _Side(corpus=corpus, words=words, found=found)
 
     def _note(self, side: _Side, held: _Side | None) -> None:
+        is_first_missing = self.model.begin_id is None and not side.corpus.begins_itself
         self.notes.extend(
             [
                 *self.model.notes,
                 *self.scans.engine.notes,
                 *([] if side.words is not None else [findings.ONLY_TOKENS]),
+                *_too_short(side, "people"),
+                *(_too_short(held, "held-out people") if held is not None else []),
+                *([NO_FIRST_TOKEN] if is_first_missing else []),
+                LOWER_BOUND,
             ]
         )
-        self.notes.extend(_too_short(side, "people"))
-        self.notes.extend(_too_short(held, "held-out people") if held is not None else [])
-        if self.model.begin_id is None and not side.corpus.begins_itself:
-            self.notes.append(
-                "No begin token stands before a text, so no window begins with a document's first token."
-            )
-        self.notes.append(LOWER_BOUND)
 
-    def _summary(self, other: OpenedModel | None, side: _Side, held: _Side | None) -> Figures:
+    def _summary(
+        self, other: OpenedModel | None, side: _Side, held: _Side | None
+    ) -> report.Figures:
         corpus, run, redact = side.corpus, self.subject.run, self.config.redact
         assert self.subject.members is not None
         summary = {
@@ -243,16 +214,16 @@ class _Job:
             **_figures(side),
             "num_documents": corpus.num_documents,
             "num_tokens": corpus.num_tokens,
-            "by_role": figures_by_role(side.found, corpus),
+            "by_role": report.figures_by_role(side.found, corpus),
             "held_out": None if held is None else _figures(held),
             "notes": self.notes,
         }
         cheapest = ("cheapest_queries", "cheapest_queries_90")
-        return summary | {name: finite(gated(summary)[name]) for name in cheapest}
+        return summary | {name: finite(report.gated(summary)[name]) for name in cheapest}
 
 
-def _figures(side: _Side) -> Figures:
-    by_length = figures_by_length(side.found, side.corpus)
+def _figures(side: _Side) -> report.Figures:
+    by_length = report.figures_by_length(side.found, side.corpus)
     return {"num_users": side.corpus.num_users, "by_length": by_length}
 
 
@@ -271,9 +242,9 @@ def _too_short(side: _Side, people: str) -> Iterator[str]:
 def _owned(
     corpus: TokenizedCorpus, words: windows.WordPlaces | None, before: _Side | None, most: int
 ) -> windows.Owned:
-    by_tokens = longest_elsewhere(corpus, most, None if before is None else before.corpus)
+    by_tokens = windows.longest_elsewhere(corpus, most, None if before is None else before.corpus)
     if words is None:
         return windows.Owned(by_tokens=by_tokens, by_words=None)
     theirs = None if before is None or before.words is None else before.words.corpus
-    elsewhere = longest_elsewhere(words.corpus, min(words.most_in(most), 65_535), theirs)
+    elsewhere = windows.longest_elsewhere(words.corpus, min(words.most_in(most), 65_535), theirs)
     return windows.Owned(by_tokens=by_tokens, by_words=(words, elsewhere))

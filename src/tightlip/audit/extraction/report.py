@@ -25,7 +25,7 @@ from tightlip.core.gates import Entries, Known, failures
 from tightlip.corpus.rendered import ROLES
 from tightlip.corpus.tokens import TokenizedCorpus
 
-SUMMARY, WINDOWS, USERS = "summary.json", "windows.parquet", "users.parquet"
+FILES = SUMMARY, WINDOWS, USERS = "summary.json", "windows.parquet", "users.parquet"
 Figures = dict[str, Any]
 WINDOW_COLUMNS = pa.schema(
     [

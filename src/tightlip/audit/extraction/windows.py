@@ -4,6 +4,11 @@ A window's log-probability is the sum of its tokens', each after all that stands
 document: the context of training. Another context would be another column of log-probabilities.
 Its words are told however it was cut into tokens; from its probability follow the tries that it
 takes.
+
+Whose a window is, is told by how far the text at every place also stands in text that its owner does
+not own: it is its owner's alone if it is longer than that, and one figure for each place answers for
+windows of all lengths. In a suffix array the neighbours of a place share most with it, and of those
+that are somebody else's the nearest share most; two walks over the array find them.
 """
 
 import math
@@ -13,11 +18,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+from numba import njit
 
-from tightlip.audit.extraction.elsewhere import Elsewhere
 from tightlip.audit.leakage.by_text import numbered, spans_end_to_end, spoken
-from tightlip.audit.leakage.counting import edges_of
+from tightlip.audit.leakage.counting import Shard, edges_of, indexed
 from tightlip.audit.leakage.words import inside_or_touched, placed_words
+from tightlip.core.errors import UsageError
 from tightlip.corpus.encoding import Encoder
 from tightlip.corpus.shared_text import Documents
 from tightlip.corpus.tokens import TokenizedCorpus
@@ -28,6 +34,9 @@ EVEN, NEARLY = 0.5, 0.9  # the chances that tries are counted for
 WITHIN = tuple(10**place for place in range(10))
 # Of windows that the reference draws too, those count that it draws so much more seldom.
 TIMES_DEARER = 10
+# What is held of a token at most: text, symbols, both suffix arrays, and what is shared.
+_BYTES_PER_TOKEN = 40
+_MOST_TOKENS = 2**31 // 3  # that the suffix sorter's symbols of three bytes may be
 
 
 def queries_for(share: float, log_probs: np.ndarray | float) -> np.ndarray:
@@ -102,6 +111,107 @@ def read_words(
         trained=None,
     )
     return WordPlaces(corpus=as_words, edges=np.concatenate(edges))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Elsewhere:
+    """`shared` has, for each document and each of its owners, a figure for
+    every token and one more; `begins` is where those of a document's first owner begin.
+
+    Documents are asked for by their number behind the first `num_before`."""
+
+    shared: np.ndarray
+    begins: np.ndarray
+    num_owners: np.ndarray  # of each document
+    num_before: int = 0
+
+    def at(self, documents: np.ndarray, owners: np.ndarray, places: np.ndarray) -> np.ndarray:
+        """Of places counted from their document's beginning; `owners` counts a document's own."""
+        documents = documents + self.num_before
+        first = self.begins[documents]
+        sizes = (self.begins[documents + 1] - first) // self.num_owners[documents]
+        return self.shared[first + owners * sizes + places]
+
+
+def check_memory(num_tokens: int, memory_bytes: int) -> None:
+    """Refuse a corpus whose places cannot be sorted within the memory given."""
+    needed = num_tokens * _BYTES_PER_TOKEN
+    if needed > memory_bytes or num_tokens > _MOST_TOKENS:
+        raise UsageError(
+            f"To find whom each window of {num_tokens:,} tokens belongs to takes {needed:,} bytes, and --memory leaves "
+            f"{memory_bytes:,}. Raise --memory, or give a part of the corpus with whole users."
+        )
+
+
+def longest_elsewhere(
+    corpus: TokenizedCorpus, most: int, before: TokenizedCorpus | None = None
+) -> Elsewhere:
+    """For every place and owner, the most tokens from there on that others have too; to them belongs
+    everybody of the corpus `before`.
+
+    Holds:
+        brute_force: the same as comparing every place with every place of others.
+        several_owners: somebody who owns a document is no other to it.
+    """
+    corpora = [corpus] if before is None else [before, corpus]
+    tokens = np.concatenate([one.tokens for one in corpora])
+    lengths = np.concatenate([np.diff(one.bounds) for one in corpora])
+    documents, owners = map(np.asarray, corpora[0].owned())
+    num_before = 0
+    if before is not None:  # nobody of one is somebody of the other, whatever their names
+        num_before, (own, theirs) = before.num_documents, corpus.owned()
+        documents = np.append(documents, own + num_before)
+        owners = np.append(owners, theirs + before.num_users)
+    num_owners = np.bincount(documents, minlength=len(lengths))
+    sizes, bounds, nobody = lengths + 1, edges_of(lengths), np.zeros(len(lengths), np.int32)
+    text, ranks = indexed(Shard(tokens=tokens, bounds=bounds, users=nobody, starts=bounds))
+    begins = edges_of(sizes * num_owners)
+    shared = np.zeros(begins[-1], dtype=np.uint16)
+    common = _common(text, ranks, most)
+    document_of = np.repeat(np.arange(len(sizes), dtype=np.int32), sizes)
+    about = (edges_of(sizes), edges_of(num_owners), owners.astype(np.int32), begins)
+    for is_back in (False, True):
+        _walk(ranks, common, document_of, *about, int(num_owners.max(initial=1)), is_back, shared)
+    return Elsewhere(shared=shared, begins=begins, num_owners=num_owners, num_before=num_before)
+
+
+@njit(cache=True, nogil=True)
+def _common(text, ranks, most):  # type: ignore[no-untyped-def]
+    """How much the text at each rank shares with that before it, within documents."""
+    common = np.zeros(len(ranks) + 1, dtype=np.uint16)
+    for rank in range(1, len(ranks)):
+        one, other = ranks[rank - 1], ranks[rank]
+        room = min(most, len(text) - max(one, other))
+        size = 0
+        while size < room and text[one + size] == text[other + size] and text[one + size] != 0:
+            size += 1
+        common[rank] = size
+    return common
+
+
+@njit(cache=True, nogil=True)
+def _walk(ranks, common, document_of, edges, owner_edges, owners, begins, most_owners, is_back, shared):  # type: ignore[no-untyped-def]  # fmt: skip
+    """What a place shares with the nearest that is not its owner's is either what it shares with
+    the one before it, or where that is the owner's too, no more than that one shares with others."""
+    last, here = np.zeros(most_owners, np.uint16), np.zeros(most_owners, np.uint16)
+    before = -1
+    for step in range(len(ranks)):
+        rank = len(ranks) - 1 - step if is_back else step
+        link = common[rank + 1] if is_back else common[rank]
+        document = document_of[ranks[rank]]
+        size = edges[document + 1] - edges[document]
+        place = begins[document] + ranks[rank] - edges[document]
+        first, end = owner_edges[document], owner_edges[document + 1]
+        for slot in range(end - first):
+            value = link if before >= 0 else np.uint16(0)
+            if before >= 0:
+                for other in range(owner_edges[before], owner_edges[before + 1]):
+                    if owners[other] == owners[first + slot]:
+                        value = min(value, last[other - owner_edges[before]])
+            here[slot] = value
+            shared[place + slot * size] = max(shared[place + slot * size], value)
+        last, here = here, last
+        before = document
 
 
 NOWHERE = -1
@@ -190,7 +300,7 @@ def search_windows(
     found = [Searched(length, size) for length in lengths]
     others: Iterator[ScanShard | None] = iter(reference.shards()) if reference else iter(())
     for shard in model.shards():
-        columns = _Columns.of(corpus, shard, next(others, None), carries_text)
+        columns = _Columns(corpus, shard, next(others, None), carries_text)
         for one in found:
             _search(one, columns, owned)
     return found
@@ -200,18 +310,13 @@ def num_roles(corpus: TokenizedCorpus) -> int:
     return len(corpus.role_names or [""])
 
 
-@dataclass(frozen=True, kw_only=True)
 class _Sums:
     """Log-probabilities added up from a shard's first token on, and the tokens never drawn."""
 
-    sums: np.ndarray
-    num_cut: np.ndarray
-
-    @classmethod
-    def of(cls, log_probs: np.ndarray) -> "_Sums":
+    def __init__(self, log_probs: np.ndarray) -> None:
         is_cut = np.isneginf(log_probs)
         finite = np.where(is_cut | np.isnan(log_probs), 0, log_probs).astype(np.float64)
-        return cls(sums=np.append(0.0, np.cumsum(finite)), num_cut=edges_of(is_cut))
+        self.sums, self.num_cut = np.append(0.0, np.cumsum(finite)), edges_of(is_cut)
 
     def over(self, starts: np.ndarray, length: int) -> np.ndarray:
         ends = starts + length
@@ -220,29 +325,16 @@ class _Sums:
         return np.where(is_cut, -np.inf, np.minimum(self.sums[ends] - self.sums[starts], 0.0))
 
 
-@dataclass(frozen=True, kw_only=True)
 class _Columns:
     """A shard's documents, once for each owner: whose each place is, and what was scored there."""
 
-    corpus: TokenizedCorpus
-    model: _Sums
-    reference: _Sums | None
-    num_barred: np.ndarray
-    num_changes: np.ndarray
-    first: int  # the corpus' place of the shard's first token
-    documents: np.ndarray
-    owners: np.ndarray  # by number, and counted in the document
-    slots: np.ndarray
-    places: np.ndarray
-
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         corpus: TokenizedCorpus,
         shard: ScanShard,
         other: ScanShard | None,
         carries_text: np.ndarray,
-    ) -> "_Columns":
+    ) -> None:
         bounds = corpus.bounds[shard.first : shard.end + 1]
         inside = slice(int(bounds[0]), int(bounds[-1]))
         roles = (
@@ -253,18 +345,15 @@ class _Columns:
         slots = np.arange(len(of_pair)) - np.searchsorted(of_pair, of_pair)
         lengths = np.diff(bounds)[of_pair]
         within = np.arange(lengths.sum()) - np.repeat(edges_of(lengths)[:-1], lengths)
-        return cls(
-            corpus=corpus,
-            model=_Sums.of(shard.log_probs),
-            reference=None if other is None else _Sums.of(other.log_probs),
-            num_barred=edges_of(barred),
-            num_changes=np.append(0, edges_of(np.diff(roles) != 0)),
-            first=inside.start,
-            documents=np.repeat(of_pair, lengths) + shard.first,
-            owners=np.repeat(owners, lengths),
-            slots=np.repeat(slots, lengths),
-            places=np.repeat(bounds[:-1][of_pair], lengths) + within,
-        )
+        self.corpus, self.model = corpus, _Sums(shard.log_probs)
+        self.reference = None if other is None else _Sums(other.log_probs)
+        self.num_barred = edges_of(barred)
+        self.num_changes = np.append(0, edges_of(np.diff(roles) != 0))
+        self.first = inside.start  # the corpus' place of the shard's first token
+        self.documents = np.repeat(of_pair, lengths) + shard.first
+        # By number, and counted in the document.
+        self.owners, self.slots = np.repeat(owners, lengths), np.repeat(slots, lengths)
+        self.places = np.repeat(bounds[:-1][of_pair], lengths) + within
 
     def starts(self, length: int) -> np.ndarray:
         """Which places begin a window: it ends in its document, speaks in one role, and is scored."""

@@ -2,36 +2,18 @@
 
 import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 
 import tightlip
+from tightlip.audit.leakage import findings
 from tightlip.audit.leakage.by_text import ByText, read_by_text
 from tightlip.audit.leakage.contexts import figures_by_context
 from tightlip.audit.leakage.counting import check_memory
-from tightlip.audit.leakage.findings import (
-    ONLY_TOKENS,
-    TABLES,
-    WORK,
-    Findings,
-    LeakageSubject,
-    best_validation,
-    checkpoints_of,
-    notes_on,
-    nothing_left_of_a_refusal,
-    remove_snapshots,
-    report_folder,
-    sampled_perplexities,
-    subject_of,
-    tokens_with_text,
-    validation_fit,
-    write_report,
-)
 from tightlip.audit.leakage.leaks import (
     Fit,
     Leaks,
@@ -41,24 +23,23 @@ from tightlip.audit.leakage.leaks import (
     public_perplexities,
 )
 from tightlip.audit.leakage.near import near_figures
-from tightlip.audit.leakage.summary import LeakageReport
+from tightlip.audit.leakage.summary import Findings, LeakageReport, summary_of
+from tightlip.audit.leakage.tables import ratio_of_sequence
 from tightlip.audit.measures import Audited
 from tightlip.audit.settings import LeakageConfig
-from tightlip.audit.subjects import read_as
+from tightlip.audit.subjects import Subject, of_run, read_as, report_store, subject_of
 from tightlip.core.checksums import checked
 from tightlip.core.engines import Engine
 from tightlip.core.errors import UsageError
-from tightlip.core.files import (
-    claimed,
-    make_private_folder,
-    write_json,
-    written_whole,
-)
+from tightlip.core.files import make_private_folder, write_json, written_whole
 from tightlip.core.progress import task
-from tightlip.core.run_folder import SNAPSHOTS, RunRecord, Snapshot
+from tightlip.core.register import guarantee_of
+from tightlip.core.run_folder import SNAPSHOTS, RunRecord, Snapshot, is_run
 from tightlip.core.settings import bytes_from, split_settings, takes
 from tightlip.core.stores import fetched_report, place_of
 from tightlip.corpus.opening import (
+    CorpusSource,
+    finished_run,
     model_folder,
     num_skipped,
     open_run_corpus,
@@ -66,17 +47,9 @@ from tightlip.corpus.opening import (
 )
 from tightlip.corpus.prepare_config import TextSettings
 from tightlip.corpus.tokens import TokenizedCorpus
-from tightlip.scan.models import (
-    AUDIT,
-    BASE,
-    OpenedModel,
-    Scans,
-    on_engine,
-    open_beside,
-    open_model,
-)
+from tightlip.scan.models import BASE, OpenedModel, Scans, on_engine, open_beside, open_model
 from tightlip.scan.options import ScanOptions
-from tightlip.scan.store import SCAN, ScannedCorpus, ScanStore, remove_scans
+from tightlip.scan.store import ScannedCorpus
 
 LEAVE_OUT = "leave-out"
 NO_PUBLIC_MODEL = "none"
@@ -97,6 +70,26 @@ def open_report(folder: str | Path) -> LeakageReport:
     return LeakageReport(Path(folder) if place is None else fetched_report(place))
 
 
+def leakage_subject(
+    model: Any, corpus: Any, validation: Any, tokenizer: Any, columns: dict[str, Any]
+) -> Subject:
+    """What is audited: a run on its own corpus or on another one, or any model on that given."""
+    run = finished_run(model) if isinstance(model, str | Path) and is_run(Path(model)) else None
+    if run is not None and corpus is None:
+        own = of_run(run)
+        assert own.members is not None
+        corpus = own.members.source
+        if validation is None and own.held_out is not None:
+            validation = own.held_out.source
+    if corpus is None:
+        raise UsageError(
+            f"{model} was not trained by tightlip, so its corpus is not known. "
+            f"Run: tightlip audit MODEL CORPUS"
+        )
+    given = subject_of(run or model, corpus, validation, tokenizer=tokenizer, **columns)
+    return replace(given, run=run)
+
+
 @on_engine
 def audit_model(
     model: Any,
@@ -109,64 +102,54 @@ def audit_model(
     validation: Any = None,
     snapshots: bool = False,
     keep_scan: bool = True,
-    retrain: Retrain | None = None,
-    write_page: Callable[[Path], object] | None = None,
+    retrain: Retrain,
+    write_page: Callable[[Path], object],
     **settings: Any,
 ) -> LeakageReport:
     """What `tightlip.audit` says it does; `retrain` is what leave-out trains with, and `write_page`
     draws the report once its figures stand."""
     config, options, columns = split_settings(settings, LeakageConfig, ScanOptions, TextSettings)
-    checkpoints = checkpoints_of(model) if snapshots else []
+    checkpoints = findings.checkpoints_of(model) if snapshots else []
     latest = checkpoints[-1].folder if checkpoints else model
-    subject = subject_of(latest, corpus, validation, tokenizer, columns.tree(), options)
-    keep_alive = TemporaryDirectory(prefix="tightlip-") if out is None else None
-    folder = Path(keep_alive.name) if keep_alive else Path(str(out))
+    subject = leakage_subject(latest, corpus, validation, tokenizer, columns.tree())
+    guarantee = guarantee_of(latest, subject.run)  # refused where it is of other weights
+    opened = open_model(subject.model, options)
+    opened.refuse_unused_base()
+    folder, keep_alive = findings.folder_for(out)
     # What a model in memory does is not all in its fingerprint, so nobody may go by it later.
-    on_disk = subject.model.is_file and (
-        public_model is None or isinstance(public_model, str | Path)
-    )
+    on_disk = opened.is_file and (public_model is None or isinstance(public_model, str | Path))
     is_kept = keep_scan and not config.redact and on_disk
-    scans = Scans(store=_store(folder, subject, is_kept), options=options, engine=engine)
+    store = report_store(folder, subject.run, on_disk=opened.is_file, keep=is_kept)
     job = _Job(
         subject=subject,
+        model=opened,
         folder=folder,
-        scans=scans,
+        scans=Scans(store=store, options=options, engine=engine),
         config=config,
+        guarantee=guarantee,
         leaves_out=isinstance(public_model, str) and public_model == LEAVE_OUT,
         retrain=retrain,
         checkpoints=checkpoints,
         tokenizer=tokenizer,
     )
-    with claimed(folder), nothing_left_of_a_refusal(report_folder(folder, redact=config.redact)):
+    with findings.writing_report(folder, write_page, redact=config.redact, keeps_scan=is_kept):
         if snapshots:
             job.audit_snapshots(public_model)
         else:
             job.audit_one(public_model)
-        if write_page is not None:
-            write_page(folder)
-        # Only now: until the report is whole, the scan is what a killed audit goes on from.
-        shutil.rmtree(job.work, ignore_errors=True)
-        if not is_kept:
-            remove_scans(folder / SCAN)  # of an earlier audit
     return LeakageReport(folder, keep_alive)
-
-
-def _store(folder: Path, subject: "LeakageSubject", is_kept: bool) -> ScanStore:
-    """Where this audit's scans stand; what an earlier audit, or the run's measures, left is read."""
-    beside = [folder / SCAN] if subject.model.is_file else []
-    if subject.run is not None:
-        beside += [subject.run.folder / SCAN, subject.run.folder / AUDIT / SCAN]
-    return ScanStore(folder / SCAN if is_kept else folder / WORK / SCAN, beside)
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Job:
     """One audit under way: everything its steps share."""
 
-    subject: LeakageSubject
+    subject: Subject
+    model: OpenedModel
     folder: Path
     scans: Scans
     config: LeakageConfig
+    guarantee: dict[str, Any] | None = None
     leaves_out: bool = False
     retrain: Retrain | None = None
     checkpoints: Sequence[Snapshot] = ()
@@ -178,24 +161,36 @@ class _Job:
         return self.scans.engine
 
     @property
+    def memory_bytes(self) -> int:
+        return bytes_from(self.scans.options.memory)
+
+    @property
+    def _counting(self) -> dict[str, Any]:
+        return {"engine": self.engine, "memory_bytes": self.memory_bytes}
+
+    @property
+    def corpus(self) -> CorpusSource:
+        assert self.subject.members is not None
+        return self.subject.members
+
+    @property
     def work(self) -> Path:
-        return make_private_folder(self.folder / WORK)
+        return make_private_folder(self.folder / findings.WORK)
 
     def audit_one(self, public_model: Any) -> None:
         """The report of one model, into the job's folder."""
         public = self._opened_public(public_model)
-        leaks = self._leaks(self.subject.model, public)
+        leaks = self._leaks(self.model, public)
         if self.leaves_out and leaks.unique.any():
             public = self._left_out_model(leaks)
         (self.folder / "snapshots.json").unlink(missing_ok=True)  # of an earlier report here
-        remove_snapshots(self.folder)
-        write_report(self.folder, self._findings(self.subject.model, leaks, public))
+        findings.remove_snapshots(self.folder)
+        findings.write_report(self.folder, self._findings(self.model, leaks, public))
 
     def summary(self, public: OpenedModel | None) -> dict[str, Any]:
         """What the report's summary.json would hold, without a report."""
-        model = self.subject.model
-        findings = self._findings(model, self._leaks(model, public), public)
-        return findings.summary(findings.ratios())
+        found = self._findings(self.model, self._leaks(self.model, public), public)
+        return summary_of(found, ratio_of_sequence(found.leaks, found.public))
 
     def audit_snapshots(self, public_model: Any) -> None:
         """The same report for each snapshot of a run, the last one's in the job's own folder."""
@@ -218,14 +213,14 @@ class _Job:
                 rows.append(self._snapshot_row(snapshot, public))
                 bar.advance()
         folder = self._snapshot_folder(snapshots[-1])
-        for name in (*TABLES, "summary.json"):
+        for name in (*findings.TABLES, "summary.json"):
             with written_whole(self.folder / name) as beside:
                 shutil.copyfile(checked(folder / name), beside)
         write_json(
             self.folder / "snapshots.json",
-            {"snapshots": rows, "best_validation": best_validation(rows)},
+            {"snapshots": rows, "best_validation": findings.best_validation(rows)},
         )
-        remove_snapshots(self.folder, but=[row["name"] for row in rows])
+        findings.remove_snapshots(self.folder, but=[row["name"] for row in rows])
 
     def _snapshot_folder(self, snapshot: Snapshot) -> Path:
         return make_private_folder(self.folder / SNAPSHOTS / snapshot.name)
@@ -234,22 +229,22 @@ class _Job:
         options, name = self.scans.options, snapshot.name
         model = open_model(snapshot.folder, options, tokenizer=self.tokenizer, name=name)
         leaks = self._leaks(model, public)
-        findings = self._findings(model, leaks, public)
-        summary = write_report(self._snapshot_folder(snapshot), findings)
+        found = self._findings(model, leaks, public)
+        summary = findings.write_report(self._snapshot_folder(snapshot), found)
         return {
             "name": snapshot.name,
             "step": snapshot.step,
             "epoch": snapshot.epoch,
             "summary": summary,
             "unique_lengths": summary["unique_by_length"],
-            "unique_perplexities": sampled_perplexities(leaks),
+            "unique_perplexities": findings.sampled_perplexities(leaks),
             "train_perplexity": summary["perplexity"],
             "validation_perplexity": summary["validation_perplexity"],
         }
 
     def _leaks(self, model: OpenedModel, public: OpenedModel | None) -> Leaks:
         corpus = tokenised_for(
-            self.subject.corpus,
+            self.corpus,
             model.tokenizer,
             self.work / "tokens",
             with_spans=public is not None and self._crosses(public),
@@ -260,22 +255,16 @@ class _Job:
         self, model: OpenedModel, corpus: TokenizedCorpus, description: str
     ) -> tuple[ScannedCorpus, Leaks]:
         """A model's scan of the corpus, and what it gives away of it."""
-        memory_bytes = bytes_from(self.scans.options.memory)
-        check_memory(corpus, memory_bytes // self.engine.workers)  # the scan may take hours
-        carries_text = tokens_with_text(model.tokenizer, corpus)
+        check_memory(corpus, self.memory_bytes // self.engine.workers)  # the scan may take hours
+        carries_text, top_k = findings.tokens_with_text(model.tokenizer, corpus), self.config.top_k
         scanned = self.scans.scan(model, corpus, description)
-        leaks = find_leaks(
-            scanned,
-            top_k=self.config.top_k,
-            carries_text=carries_text,
-            engine=self.engine,
-            memory_bytes=memory_bytes,
-            work=self.work,
+        return scanned, find_leaks(
+            scanned, top_k=top_k, carries_text=carries_text, **self._counting, work=self.work
         )
-        return scanned, leaks
 
     def _findings(self, model: OpenedModel, leaks: Leaks, public: OpenedModel | None) -> Findings:
-        by_text = self._by_text(model, leaks)
+        shown = self.corpus.shown_to(model.tokenizer)
+        by_text = read_by_text(leaks, shown, model.tokenizer, **self._counting, work=self.work)
         asked = self._asked(model, leaks, by_text)
         is_missing = self.config.near is not None and asked["near"] is None
         return Findings(
@@ -288,15 +277,15 @@ class _Job:
             about={
                 **asked,
                 "version": tightlip.__version__,
-                "guarantee": self.subject.guarantee,
+                "guarantee": self.guarantee,
                 "model": model.name,
-                "read_as": read_as(self.subject.corpus.columns, self.scans.options),
+                "read_as": read_as(self.corpus.columns, self.scans.options),
                 "notes": [
                     *model.notes,
                     *self.notes,
                     *self.engine.notes,
-                    *notes_on(model, leaks, num_skipped(self.work / "tokens")),
-                    *([ONLY_TOKENS] if self.subject.corpus.documents().format == "tokens" else []),
+                    *findings.notes_on(model, leaks, num_skipped(self.work / "tokens")),
+                    *([findings.ONLY_TOKENS] if self.corpus.documents().format == "tokens" else []),
                     *([NOBODY_LEFT_OUT] if self.leaves_out and public is None else []),
                     *([NO_WINDOW.format(self.config.near_tokens)] if is_missing else []),
                 ],
@@ -305,33 +294,18 @@ class _Job:
 
     def _asked(self, model: OpenedModel, leaks: Leaks, by_text: ByText) -> dict[str, Any]:
         """What the model says where the training prefix is not known, or nearly."""
-        config, memory_bytes = self.config, bytes_from(self.scans.options.memory)
-        scan = partial(self.scans.scan, model)
+        config, scan = self.config, partial(self.scans.scan, model)
         told = figures_by_context(leaks, by_text, config, scan=scan, tokenizer=model.tokenizer)
-        count = partial(
-            count_in_corpus, leaks.corpus, engine=self.engine, memory_bytes=memory_bytes
-        )
-        near = None
+        count, near = partial(count_in_corpus, leaks.corpus, **self._counting), None
         if config.near is not None:
             near = near_figures(model, leaks, config, count, self.engine)
         return {**told, "near": near}
 
-    def _by_text(self, model: OpenedModel, leaks: Leaks) -> ByText:
-        return read_by_text(
-            leaks,
-            self.subject.corpus.shown_to(model.tokenizer),
-            model.tokenizer,
-            engine=self.engine,
-            memory_bytes=bytes_from(self.scans.options.memory),
-            work=self.work,
-        )
-
     def _validation(self, model: OpenedModel) -> Fit | None:
-        if self.subject.validation is None:
+        tokens, text = self.work / "validation-tokens", self.subject.held_out
+        if text is None:
             return None
-        tokens = self.work / "validation-tokens"
-        text, top_k = self.subject.validation, self.config.top_k
-        return validation_fit(text, model, self.scans, tokens, top_k)
+        return findings.validation_fit(text, model, self.scans, tokens, self.config.top_k)
 
     def _opened_public(self, public_model: Any) -> OpenedModel | None:
         if self.leaves_out and self.subject.run is None:
@@ -339,7 +313,7 @@ class _Job:
                 "--public-model leave-out retrains by the run's own recipe, and this model was "
                 "not trained by tightlip. Give --public-model DIR."
             )
-        model = self.subject.model
+        model = self.model
         if public_model is None and model.open_base is not None:
             public_model = BASE
             self.notes.append(BASE_IS_PUBLIC)
@@ -349,7 +323,7 @@ class _Job:
 
     def _crosses(self, public: OpenedModel) -> bool:
         """Whether the public model cuts text into other tokens, so that characters must align."""
-        return public.tokenizer_fingerprint != self.subject.model.tokenizer_fingerprint
+        return public.tokenizer_fingerprint != self.model.tokenizer_fingerprint
 
     def _nobody_left_out(self, leaks: Leaks) -> PublicView | None:
         """leave-out where nothing is unique: there is no ratio, and nothing that needs one."""
@@ -368,7 +342,7 @@ class _Job:
         corpus = leaks.corpus
         if self._crosses(public):
             corpus = tokenised_for(
-                self.subject.corpus, public.tokenizer, self.work / "public-tokens", with_spans=True
+                self.corpus, public.tokenizer, self.work / "public-tokens", with_spans=True
             )
         scanned, benchmark = self._leaks_in(public, corpus, "Scanning the public model")
         perplexity_of_run, completes_of_run = public_perplexities(leaks, scanned, self.config.top_k)
@@ -413,24 +387,17 @@ class LeakageAudit:
         return {"reference": audited.measuring.reference_fingerprint}
 
     def figures(self, audited: Audited) -> dict[str, Any]:
-        reference, subject = audited.measuring.reference, audited.subject
-        assert subject.members is not None
+        reference, public = audited.measuring.reference, None
+        if reference is not None:
+            public = audited.scans.opened(model_folder(reference), beside=audited.model)
         job = _Job(
-            subject=LeakageSubject(
-                model=audited.scans.opened(audited.model),
-                corpus=subject.members,
-                validation=subject.held_out,
-                run=None,
-            ),
+            subject=replace(audited.subject, run=None),
+            model=audited.scans.opened(audited.model),
             folder=audited.work,
             scans=audited.scans,
             config=LeakageConfig(redact=True, occurrences=1),
         )
-        return job.summary(
-            None
-            if reference is None
-            else audited.scans.opened(model_folder(reference), beside=audited.model)
-        )
+        return job.summary(public)
 
     def accuses(self, figures: dict[str, Any]) -> bool:
         return bool(figures["unique"] > 0)

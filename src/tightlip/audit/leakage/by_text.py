@@ -142,11 +142,7 @@ def _changed() -> UsageError:
 
 
 def _words_of_sequences(
-    leaks: Leaks,
-    wanted: np.ndarray,
-    documents: Documents,
-    tokenizer: Any,
-    numbers: dict[str, int],
+    leaks: Leaks, wanted: np.ndarray, documents: Documents, tokenizer: Any, numbers: dict[str, int]
 ) -> tuple[np.ndarray, Sequences]:
     """Which sequences have words where they first stand, and numbers of these; new words join
     `numbers`."""
@@ -191,9 +187,8 @@ def _number(
     words: list[str], low: np.ndarray, high: np.ndarray, numbers: dict[str, int]
 ) -> np.ndarray:
     """The number of each word that lies in some stretch; what lies in none gets no number."""
-    depth = np.zeros(len(words) + 1, dtype=np.int64)
-    np.add.at(depth, low, 1)
-    np.add.at(depth, high, -1)
+    size = len(words) + 1
+    depth = np.bincount(low, minlength=size) - np.bincount(high, minlength=size)
     of_word = np.full(len(words), _NO_QUERYS_WORD, dtype=np.int32)
     for place in np.flatnonzero(np.cumsum(depth)).tolist():
         of_word[place] = numbers.setdefault(words[place], len(numbers) + 1)

@@ -113,14 +113,10 @@ def edges_of(lengths: np.ndarray) -> np.ndarray:
 
 def count_in_shard(shard: Shard, sequences: Sequences) -> Counts:
     """Occurrences inside documents, overlapping ones included, and distinct users, in one shard."""
-    text, places = indexed(shard)
-    local_users = np.unique(shard.users, return_inverse=True)[1].astype(np.int32)
-    # Each document takes its length plus its separator.
-    user_of_place = np.repeat(local_users, np.diff(shard.bounds) + 1)
-    where = (text, places, user_of_place[places])
-    num_users, found = int(local_users.max(initial=-1)) + 1, []
+    where, names = _with_users(shard)
+    found = []
     for part, *asked in sequences.parts():
-        totals, users, first = _count(*where, *asked, num_users)
+        totals, users, first = _count(*where, *asked, len(names))
         if sequences.room.folder is None:
             return Counts(totals=totals, users=users, first=in_the_corpus(shard, first))
         here = np.flatnonzero(totals)
@@ -136,10 +132,8 @@ def owners_in_shard(
     """Of a shard that has each document once for every owner: numbers of what was found, occurrences
     and distinct owners; and who owns as many occurrences as there are, `totals`, so that no document
     has others."""
-    text, places = indexed(shard)
-    names, local_users = np.unique(shard.users, return_inverse=True)
-    user_of_place = np.repeat(local_users.astype(np.int32), np.diff(shard.bounds) + 1)
-    where, several = (text, places, user_of_place[places]), []
+    where, names = _with_users(shard)
+    several = []
     for part, *asked in sequences.parts():
         found, users, owned = _owners(*where, *asked, len(names), totals[part])
         here = np.flatnonzero(found)
@@ -147,6 +141,15 @@ def owners_in_shard(
         several.append((np.stack([here + part.start, found[here], users[here]]), owned))
     counted, all_owned = (np.concatenate(each, axis=1) for each in zip(*several, strict=True))
     return counted, all_owned
+
+
+def _with_users(shard: Shard) -> tuple[tuple[np.ndarray, ...], np.ndarray]:
+    """A shard's text and suffix array with the user at each rank; and who these users are."""
+    text, places = indexed(shard)
+    names, local_users = np.unique(shard.users, return_inverse=True)
+    # Each document takes its length plus its separator.
+    user_of_place = np.repeat(local_users.astype(np.int32), np.diff(shard.bounds) + 1)
+    return (text, places, user_of_place[places]), names
 
 
 def in_the_corpus(shard: Shard, places: np.ndarray) -> np.ndarray:

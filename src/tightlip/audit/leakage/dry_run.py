@@ -8,8 +8,8 @@ from random import Random
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from tightlip.audit.leakage.audit import LEAVE_OUT
-from tightlip.audit.leakage.findings import checkpoints_of, subject_of
+from tightlip.audit.leakage.audit import LEAVE_OUT, leakage_subject
+from tightlip.audit.leakage.findings import checkpoints_of
 from tightlip.audit.leakage.spill import RUN_BYTES, SEQUENCE_BYTES
 from tightlip.audit.leakage.summary import LeakageReport
 from tightlip.audit.settings import LeakageConfig
@@ -29,6 +29,7 @@ from tightlip.core.settings import bytes_from, names_in, split_settings
 from tightlip.corpus.opening import CorpusSource
 from tightlip.corpus.prepare_config import ColumnSettings, TextSettings
 from tightlip.corpus.readers import row_size
+from tightlip.scan.models import open_model
 from tightlip.scan.options import ScanOptions
 from tightlip.scan.store import SCAN, SHARD_TOKENS
 
@@ -129,12 +130,15 @@ def estimate(
     settings = {name: each for name, each in settings.items() if name not in elsewhere}
     checkpoints = checkpoints_of(model) if snapshots else []
     latest = checkpoints[-1].folder if checkpoints else model
-    subject = subject_of(latest, corpus, validation, tokenizer, columns.tree(), options)
-    text = read_text(subject.corpus, "Reading the corpus")
-    validation = subject.validation
-    held_out = None if validation is None else read_text(validation, "Reading held-out text")
+    subject = leakage_subject(latest, corpus, validation, tokenizer, columns.tree())
+    opened = open_model(subject.model, options)
+    opened.refuse_unused_base()
+    source, beside = subject.members, subject.held_out
+    assert source is not None
+    text = read_text(source, "Reading the corpus")
+    held_out = None if beside is None else read_text(beside, "Reading held-out text")
     leaves_out = isinstance(public_model, str) and public_model == LEAVE_OUT
-    if stored := subject.corpus.prepared():
+    if stored := source.prepared():
         if stored.roles is not None:
             raise UsageError(
                 "--dry-run takes some rows of a corpus, and of chats that are prepared only tokens are left. Give the corpus they "
@@ -145,9 +149,9 @@ def estimate(
     def tried(num_characters: float) -> _Trial:
         share = num_characters / max(1, text.num_characters)
         rows = text.some(num_characters)
-        beside = None if held_out is None else held_out.some(share * held_out.num_characters)
+        others = None if held_out is None else held_out.some(share * held_out.num_characters)
         given = {"public_model": "none" if leaves_out else public_model, "snapshots": snapshots}
-        given |= {"tokenizer": tokenizer, "validation": beside}
+        given |= {"tokenizer": tokenizer, "validation": others}
         start = time.perf_counter()
         with TemporaryDirectory(prefix="tightlip-") as folder, unseen(), timed_tasks() as seconds:
             made = audit(model, rows, out=Path(folder) / "audit", **given, **settings)
@@ -182,8 +186,13 @@ def estimate(
     order_bytes = SEQUENCE_BYTES * factor * last.summary["distinct_sequences"]
     counting = min(bytes_from(options.memory), COUNTING_BYTES * num_tokens)
     held = DOCUMENT_BYTES * text.num_documents + USER_BYTES * text.num_users + 4 * num_tokens
-    is_kept = keep_scan and not config.redact and subject.model.is_file
-    scan_bytes = SCAN_BYTES * (num_tokens + (held_out_tokens(held_out, text, num_tokens)))
+    is_kept = keep_scan and not config.redact and opened.is_file
+    others = 0 if held_out is None else held_out.num_characters
+    scan_bytes = SCAN_BYTES * (
+        num_tokens + round(num_tokens * others / max(1, text.num_characters))
+    )
+    share = last.num_characters / max(1, text.num_characters)
+    known = "Tokens are counted" if stored is not None else "The number of tokens is estimated"
     passing = WORK_BYTES * num_tokens + round(runs_bytes if is_spilt else 0)
     return Estimate(
         corpus={
@@ -197,20 +206,18 @@ def estimate(
         memory_bytes=round(
             most_memory() + counting + (order_bytes if is_spilt else runs_bytes) + held
         ),
-        gpu_memory_bytes=most_gpu_memory(subject.model.device.replace("mapped", "cuda")),
+        gpu_memory_bytes=most_gpu_memory(opened.device.replace("mapped", "cuda")),
         disk_bytes=round(max(1, factor) * last.written) + (scan_bytes if is_kept else 0),
         passing_disk_bytes=passing + (0 if is_kept else scan_bytes),
         free_disk_bytes=free_disk(Path(str(out or "."))),
         machines=num_machines,
-        notes=_notes(stored is not None, leaves_out, last, text)
-        + ([OF_A_CLUSTER] if where.engine != "local" else []),
+        notes=[
+            f"{known}; seconds are those of {share:.2%} of the text, in proportion. What leaks of the rest is not known yet: the "
+            "tables' size is an upper estimate.",
+            *([OF_A_RUN] if leaves_out else []),
+            *([OF_A_CLUSTER] if where.engine != "local" else []),
+        ],
     )
-
-
-def held_out_tokens(held_out: Text | None, text: Text, num_tokens: int) -> int:
-    """About how many tokens the held-out text has, where the corpus has so many."""
-    characters = 0 if held_out is None else held_out.num_characters
-    return round(num_tokens * characters / max(1, text.num_characters))
 
 
 def _extrapolated(first: _Trial, small: _Trial, last: _Trial, whole: int) -> dict[str, float]:
@@ -236,13 +243,3 @@ def _shared_out(
         share = {True: 1 / engine.num_workers, False: 1.0}
         shared = {name: each * share[name.startswith("Scanning")] for name, each in stages.items()}
         return shared, engine.num_machines
-
-
-def _notes(is_stored: bool, leaves_out: bool, last: _Trial, text: Text) -> list[str]:
-    share = last.num_characters / max(1, text.num_characters)
-    known = "Tokens are counted" if is_stored else "The number of tokens is estimated"
-    return [
-        f"{known}; seconds are those of {share:.2%} of the text, in proportion. What leaks of the rest is not known yet: the "
-        "tables' size is an upper estimate.",
-        *([OF_A_RUN] if leaves_out else []),
-    ]

@@ -8,33 +8,30 @@ Training Data Leakage Report".
 import shutil
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 
-from tightlip.audit.leakage.by_text import ByText
-from tightlip.audit.leakage.leaks import Fit, Leaks, PublicView, fit_of
-from tightlip.audit.leakage.summary import summarise
+from tightlip.audit.leakage.leaks import Fit, Leaks, fit_of
+from tightlip.audit.leakage.summary import Findings, summary_of
 from tightlip.audit.leakage.tables import ratio_of_sequence, write_sequences, write_users
-from tightlip.audit.settings import LeakageConfig
 from tightlip.core.errors import DamagedError, LostWorkersError, UsageError
 from tightlip.core.files import (
+    claimed,
     make_private_folder,
     names_in,
     read_json,
     write_json,
     write_text,
 )
-from tightlip.core.register import guarantee_of
-from tightlip.core.run_folder import SNAPSHOTS, RunRecord, Snapshot, is_run, is_snapshot_name
+from tightlip.core.run_folder import SNAPSHOTS, Snapshot, is_run, is_snapshot_name
 from tightlip.corpus.encoding import special_ids
-from tightlip.corpus.opening import CorpusSource, finished_run, open_run_corpus, tokenised_for
+from tightlip.corpus.opening import CorpusSource, tokenised_for
 from tightlip.corpus.tokens import TokenizedCorpus
 from tightlip.models.folders import checkpoints_in
-from tightlip.scan.models import OpenedModel, Scans, open_model
-from tightlip.scan.options import ScanOptions
+from tightlip.scan.models import OpenedModel, Scans
 from tightlip.scan.store import SCAN, remove_scans
 
 WORK = ".work"  # tokens, and what is not to be kept, while an audit is under way
@@ -50,47 +47,6 @@ ONLY_TOKENS = (
     "differently."
 )
 _SAMPLED_PERPLEXITIES = 2000
-INFINITE_RATIO = (
-    "The public model holds some leaked token impossible, so the largest ratio is infinite "
-    "and leakage_epsilon is given as not known."
-)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Findings:
-    """All that a report says: what leaked, how a public model sees it, and whence it comes."""
-
-    model: OpenedModel
-    leaks: Leaks
-    by_text: ByText
-    public: PublicView | None
-    validation: Fit | None
-    config: LeakageConfig
-    about: dict[str, Any]
-
-    def ratios(self) -> np.ndarray:
-        """The largest PP_public / PP_lm of each distinct sequence."""
-        return ratio_of_sequence(self.leaks, self.public)
-
-    def summary(self, ratios: np.ndarray) -> dict[str, Any]:
-        """What summary.json holds."""
-        leaks = self.leaks
-        summary = summarise(leaks, self.by_text, self.config, ratios, self.public, self.validation)
-        summary |= {
-            "model_fingerprint": self.model.fingerprint,
-            "tokenizer_fingerprint": self.model.tokenizer_fingerprint,
-            "begin": self.model.begin_id,
-            # A hash of the text lets whoever knows all of it but a PIN try every PIN.
-            "corpus_fingerprint": None if self.config.redact else leaks.corpus.corpus_fingerprint,
-            "validation_fingerprint": None
-            if self.config.redact or self.validation is None
-            else self.validation.corpus_fingerprint,
-            "redacted": self.config.redact,
-            **self.about,
-        }
-        if np.isinf(ratios[leaks.unique]).any():
-            summary["notes"] = [*summary["notes"], INFINITE_RATIO]
-        return summary
 
 
 def write_report(folder: Path, findings: Findings) -> dict[str, Any]:
@@ -98,11 +54,11 @@ def write_report(folder: Path, findings: Findings) -> dict[str, Any]:
     (folder / "summary.json").unlink(missing_ok=True)
     leaks, by_text = findings.leaks, findings.by_text
     config, public = findings.config, findings.public
-    ratios = findings.ratios()
+    ratios = ratio_of_sequence(leaks, public)
     decode = decoder_of(findings.model.tokenizer)
     write_sequences(folder, leaks, by_text, ratios, public, decode, config)
     write_users(folder, leaks, by_text, ratios, config.redact)
-    summary = findings.summary(ratios)
+    summary = summary_of(findings, ratios)
     write_json(folder / "summary.json", summary)
     return summary
 
@@ -168,52 +124,13 @@ def _epoch_at(checkpoint: Path) -> float:
     return float(epoch) if isinstance(epoch, int | float) else 0.0
 
 
-@dataclass(frozen=True, kw_only=True)
-class LeakageSubject:
-    """What is audited: which model, on which corpus, trained by which run if any."""
-
-    model: OpenedModel
-    corpus: CorpusSource
-    validation: CorpusSource | None
-    run: RunRecord | None
-    guarantee: dict[str, Any] | None = None
-
-
-def subject_of(
-    model: Any,
-    corpus: Any,
-    validation: Any,
-    tokenizer: Any,
-    columns: dict[str, str],
-    options: ScanOptions,
-) -> LeakageSubject:
-    run = finished_run(model) if isinstance(model, str | Path) and is_run(Path(model)) else None
-    guarantee = guarantee_of(model, run)  # refused where it is of other weights
-    if run is not None:
-        model = run.model_folder
-        if corpus is None:
-            open_run_corpus(run)
-        held_out = run.corpus_folder / "validation"
-        if corpus is None and validation is None and held_out.exists():
-            validation = held_out
-        corpus = corpus if corpus is not None else run.corpus_folder
-    if corpus is None:
-        raise UsageError(
-            f"{model} was not trained by tightlip, so its corpus is not known. "
-            f"Run: tightlip audit MODEL CORPUS"
-        )
-    opened = open_model(model, options, tokenizer=tokenizer)
-    opened.refuse_unused_base()
-    return LeakageSubject(
-        model=opened,
-        corpus=CorpusSource(corpus, columns).existing(),
-        validation=None if validation is None else CorpusSource(validation, columns).existing(),
-        run=run,
-        guarantee=guarantee,
-    )
-
-
 # Where a report stands
+def folder_for(out: str | Path | None) -> tuple[Path, TemporaryDirectory[str] | None]:
+    """The folder asked for; without one a temporary one, and what it lives as long as."""
+    keep_alive = TemporaryDirectory(prefix="tightlip-") if out is None else None
+    return Path(keep_alive.name if keep_alive else str(out)), keep_alive
+
+
 def report_folder(
     folder: Path, *, redact: bool = False, names: Collection[str] = REPORT_NAMES
 ) -> Path:
@@ -257,20 +174,34 @@ def remove_snapshots(folder: Path, *, but: Collection[str] = ()) -> None:
 
 
 @contextmanager
-def nothing_left_of_a_refusal(folder: Path) -> Iterator[None]:
-    """Take the work of a refused audit away, and the folder with it if nothing else is there."""
-    had_scan = (folder / SCAN).exists()
-    try:
-        yield
-    except LostWorkersError:
-        raise
-    except UsageError:
+def writing_report(
+    folder: Path,
+    write_page: Callable[[Path], object],
+    *,
+    redact: bool,
+    names: Collection[str] = REPORT_NAMES,
+    keeps_scan: bool = False,
+) -> Iterator[None]:
+    """Inside the figures are written, then the page. Of a refused report no work is left, and no
+    folder if nothing else is there."""
+    with claimed(folder):
+        had_scan = (report_folder(folder, redact=redact, names=names) / SCAN).exists()
+        try:
+            yield
+            write_page(folder)
+        except LostWorkersError:
+            raise
+        except UsageError:
+            shutil.rmtree(folder / WORK, ignore_errors=True)
+            if not had_scan:
+                remove_scans(folder / SCAN)
+            if not names_in(folder) - {REDACTED}:
+                shutil.rmtree(folder, ignore_errors=True)
+            raise
+        # Only now: until the report is whole, the scan is what a killed one goes on from.
         shutil.rmtree(folder / WORK, ignore_errors=True)
-        if not had_scan:
-            remove_scans(folder / SCAN)
-        if not names_in(folder) - {REDACTED}:
-            shutil.rmtree(folder, ignore_errors=True)
-        raise
+        if not keeps_scan:
+            remove_scans(folder / SCAN)  # of an earlier report
 
 
 def notes_on(model: OpenedModel, leaks: Leaks, skipped: int) -> list[str]:
@@ -303,9 +234,7 @@ def notes_on(model: OpenedModel, leaks: Leaks, skipped: int) -> list[str]:
 
 def sampled_perplexities(leaks: Leaks) -> list[float]:
     """The lowest perplexity of each unique sequence, at most 2,000 of them, evenly chosen."""
-    lowest = leaks.room.full(len(leaks.distinct), np.inf, np.float64)
-    for part in leaks.room.parts(len(leaks.runs)):
-        np.minimum.at(lowest, leaks.distinct.number_of_run[part], leaks.perplexity_of_run[part])
+    lowest = leaks.over_runs(np.minimum, np.inf, leaks.perplexity_of_run.__getitem__)
     values = np.sort(lowest[leaks.unique])
     values = values[np.isfinite(values)]
     step = max(1, -(-len(values) // _SAMPLED_PERPLEXITIES))

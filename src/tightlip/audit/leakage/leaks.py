@@ -1,7 +1,7 @@
 """From a scan to what leaked: S, its distinct sequences, their six features, who owns them."""
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -32,15 +32,17 @@ from tightlip.audit.leakage.spill import IN_MEMORY, RUN_BYTES, Gathered, Room
 from tightlip.core.engines import Engine
 from tightlip.core.progress import task
 from tightlip.corpus.tokens import TokenizedCorpus
-from tightlip.scan.scorers import NOT_SCORED
-from tightlip.scan.store import ScannedCorpus
+from tightlip.scan.store import NOT_SCORED, ScannedCorpus
+
+
+def perplexities(log_prob_sums: np.ndarray | float, lengths: np.ndarray | int) -> np.ndarray:
+    """exp of minus the mean log-probability; infinite where a token was held impossible."""
+    with np.errstate(over="ignore"):
+        return np.exp(-log_prob_sums / lengths)
 
 
 def _perplexity(log_prob_sum: float, num_scored: int) -> float | None:
-    if not num_scored:
-        return None
-    with np.errstate(over="ignore"):
-        return float(np.exp(-log_prob_sum / num_scored))
+    return float(perplexities(log_prob_sum, num_scored)) if num_scored else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,6 +108,15 @@ class Leaks:
         for part in self.room.parts(len(self.runs)):
             mask[self.distinct.number_of_run[part][~of_run[part]]] = False
         return mask
+
+    def over_runs(
+        self, combine: np.ufunc, start: float, of_runs: Callable[[slice], np.ndarray]
+    ) -> np.ndarray:
+        """Of each sequence the figures of its runs, which `of_runs` gives in parts, combined."""
+        figures = self.room.full(len(self.distinct), start, np.float64)
+        for part in self.room.parts(len(self.runs)):
+            combine.at(figures, self.distinct.number_of_run[part], of_runs(part))
+        return figures
 
     @property
     def num_written(self) -> np.ndarray:
@@ -187,12 +198,6 @@ def fit_of(scanned: ScannedCorpus, top_k: int, carries_text: np.ndarray) -> Fit:
     """How well the model predicts the scanned corpus."""
     fit = sum((one for _, _, one in _runs_by_shard(scanned, top_k, carries_text)), Fit())
     return replace(fit, corpus_fingerprint=scanned.corpus.corpus_fingerprint)
-
-
-def perplexities(log_prob_sums: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """exp of minus the mean log-probability; infinite where a token was held impossible."""
-    with np.errstate(over="ignore"):
-        return np.exp(-log_prob_sums / lengths)
 
 
 def count_in_corpus(
@@ -289,9 +294,7 @@ def cut_at(runs: Runs, places: np.ndarray) -> Runs:
     starts = np.sort(np.concatenate([runs.starts, inner]))
     documents = np.sort(np.concatenate([runs.documents, runs.documents[whose]]))
     return Runs(
-        starts=starts,
-        lengths=np.sort(np.concatenate([ends, inner])) - starts,
-        documents=documents,
+        starts=starts, lengths=np.sort(np.concatenate([ends, inner])) - starts, documents=documents
     )
 
 
@@ -319,19 +322,13 @@ class PublicView:
     cross_tokenizer: bool
     unique: int | None
 
-    def ratio_of_run(self, leaks: Leaks, part: slice) -> np.ndarray:
-        with np.errstate(divide="ignore", invalid="ignore"):
-            return self.perplexity_of_run[part] / leaks.perplexity_of_run[part]
-
     def prior(self, leaks: Leaks) -> np.ndarray:
         """How probable it holds each sequence, the least over its occurrences; NaN if not known."""
-        priors = leaks.room.full(len(leaks.distinct), np.nan, np.float64)
-        for part in leaks.room.parts(len(leaks.runs)):
-            lengths = leaks.runs.lengths[part].astype(np.float64)
-            with np.errstate(over="ignore"):
-                of_run = self.perplexity_of_run[part] ** -lengths
-            np.fmin.at(priors, leaks.distinct.number_of_run[part], of_run)
-        return priors
+        lengths = leaks.runs.lengths
+        with np.errstate(over="ignore"):
+            return leaks.over_runs(
+                np.fmin, np.nan, lambda part: self.perplexity_of_run[part] ** (-1.0 * lengths[part])
+            )
 
     def beyond(self, leaks: Leaks) -> np.ndarray:
         """Which sequences anybody would not say: it does not complete every occurrence in S."""

@@ -8,7 +8,6 @@ into other tokens, and a share of characters means the same for every tokenizer.
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -28,7 +27,7 @@ from tightlip.core.progress import task
 from tightlip.corpus.tokens import TokenizedCorpus
 from tightlip.scan.models import OpenedModel, on_worker
 from tightlip.scan.scanner import Scanner, evaluating
-from tightlip.scan.scorers import NOT_SCORED
+from tightlip.scan.store import NOT_SCORED
 
 BEAMS = 4  # all of them are looked at, beside the greedy continuation
 _SEED = 0
@@ -56,7 +55,8 @@ def near_figures(
     assert config.near is not None
     corpus, length = leaks.corpus, config.near_tokens
     carries_text, decode = tokens_with_text(model.tokenizer, corpus), decoder_of(model.tokenizer)
-    num_windows, starts = drawn_windows(corpus, carries_text, bool(_begin(model, corpus)), config)
+    predicts_first = model.begin_before(corpus) is not None
+    num_windows, starts = drawn_windows(corpus, carries_text, predicts_first, config)
     if not len(starts):
         return None
     # Completed token by token: in a run of S.
@@ -140,12 +140,6 @@ def drawn_windows(
     return num, stretches.starts[stretch] + (drawn - edges[stretch]) * config.near_tokens
 
 
-def _begin(model: OpenedModel, corpus: TokenizedCorpus) -> list[int]:
-    """What the scan puts before each text."""
-    begins = not corpus.begins_itself or model.options.begin == "always"
-    return [model.begin_id] if begins and model.begin_id is not None else []
-
-
 def _continuing(
     model: OpenedModel,
     corpus: TokenizedCorpus,
@@ -177,7 +171,8 @@ def _continuations(
         raise UsageError(
             f"{model.name} has no generate, so what it nearly says cannot be asked for. Leave --near out."
         )
-    begin, scanner = _begin(model, corpus), model.scanner
+    begin_id, scanner = model.begin_before(corpus), model.scanner
+    begin = [] if begin_id is None else [begin_id]
     # A word too many must not push the text's end out of sight.
     room = config.near_tokens + math.ceil((config.near or 0) * config.near_tokens)
     if scanner.window is not None and room >= scanner.window:
@@ -216,31 +211,25 @@ def _generated(
     scanner: Scanner, prefixes: list[list[int]], room: int, beams: int
 ) -> list[list[int]]:
     import torch
-
-    inputs = torch.tensor(prefixes, device=scanner.device)
-    with torch.inference_mode(), full_precision(), evaluating(scanner.model), _plain(scanner.model):
-        said = scanner.model.generate(
-            inputs,
-            attention_mask=torch.ones_like(inputs),
-            max_new_tokens=room,
-            do_sample=False,
-            num_beams=beams,
-            num_return_sequences=beams,
-        )
-    new: list[list[int]] = said[:, inputs.shape[1] :].tolist()
-    return new
-
-
-@contextmanager
-def _plain(model: Any) -> Iterator[None]:
-    """Generation without the settings that came with the model: penalties, a temperature, an end."""
     from transformers import GenerationConfig
 
+    model, inputs = scanner.model, torch.tensor(prefixes, device=scanner.device)
+    # Without the settings that came with the model: penalties, a temperature, an end.
     before, model.generation_config = model.generation_config, GenerationConfig()
     try:
-        yield
+        with torch.inference_mode(), full_precision(), evaluating(model):
+            said = model.generate(
+                inputs,
+                attention_mask=torch.ones_like(inputs),
+                max_new_tokens=room,
+                do_sample=False,
+                num_beams=beams,
+                num_return_sequences=beams,
+            )
     finally:
         model.generation_config = before
+    new: list[list[int]] = said[:, inputs.shape[1] :].tolist()
+    return new
 
 
 def edit_share(text: str, continuation: str) -> float:

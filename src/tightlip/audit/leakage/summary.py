@@ -2,10 +2,11 @@
 
 import math
 from collections.abc import Iterable
+from dataclasses import dataclass
 from functools import cached_property
 from html import escape
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
@@ -21,17 +22,15 @@ from tightlip.core.files import read_json
 from tightlip.core.gates import Entries, Known, failures
 from tightlip.corpus.rendered import ROLES
 
+if TYPE_CHECKING:
+    from tightlip.scan.models import OpenedModel
+
 QUANTILES = (0.1, 0.25, 0.5, 0.75, 0.9, 0.99, 1.0)
 # What a gate may ask for: the numbers of summary.json, and the tables of numbers within it.
 _NUMBERS = (
-    *(
-        "accuracy",
-        "distinct_sequences",
-        "fewer_than_p",
-        "leakage_epsilon",
-        "leakage_epsilon_sequence",
-    ),
-    *("leaks", "num_documents", "num_tokens", "num_users", "p", "people_affected", "perplexity"),
+    *("accuracy", "distinct_sequences", "fewer_than_p"),
+    *("leakage_epsilon", "leakage_epsilon_sequence", "leaks", "num_documents", "num_tokens"),
+    *("num_users", "p", "people_affected", "perplexity"),
     *("public_unique", "sequences_in_s", "top_k", "unique", "unique_by_text", "users_with_unique"),
     *(f"leaks_{name}" for name in CONTEXTS[1:]),
     *("leaks_beyond_prior", "people_beyond_prior", "short_prefix", "unique_beyond_prior"),
@@ -65,16 +64,34 @@ _HEADLINES = {
 }
 
 
-def summarise(
-    leaks: Leaks,
-    by_text: ByText,
-    config: LeakageConfig,
-    ratios: np.ndarray,
-    public: PublicView | None,
-    validation: Fit | None,
-) -> dict[str, Any]:
-    """The keys of summary.json that come from the findings. What is not known is None."""
-    unique = leaks.unique
+INFINITE_RATIO = (
+    "The public model holds some leaked token impossible, so the largest ratio is infinite "
+    "and leakage_epsilon is given as not known."
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Findings:
+    """All that a report says: what leaked, how a public model sees it, and whence it comes."""
+
+    model: "OpenedModel"
+    leaks: Leaks
+    by_text: ByText
+    public: PublicView | None
+    validation: Fit | None
+    config: LeakageConfig
+    about: dict[str, Any]
+
+
+def summary_of(findings: Findings, ratios: np.ndarray) -> dict[str, Any]:
+    """What summary.json holds; `ratios` are the sequences'. What is not known is None."""
+    leaks, by_text, config = findings.leaks, findings.by_text, findings.config
+    model, public, validation = findings.model, findings.public, findings.validation
+    unique, about = leaks.unique, findings.about
+    if np.isinf(ratios[unique]).any():
+        about = about | {"notes": [*about["notes"], INFINITE_RATIO]}
+    # A hash of the text lets whoever knows all of it but a PIN try every PIN.
+    validation_text = validation.corpus_fingerprint if validation and not config.redact else None
     unique_ratios = ratios[unique]
     lengths, counts = np.unique(leaks.lengths[unique], return_counts=True)
     known = unique_ratios[~np.isnan(unique_ratios)]
@@ -83,7 +100,10 @@ def summarise(
         "unique": int(unique.sum()),
         "unique_by_length": {str(n): int(c) for n, c in zip(lengths, counts, strict=True)},
         "curated": curated if public else None,
-        "leakage_epsilon": _leakage_epsilon(known, public is not None and not unique.any()),
+        # Where a public model was asked and nothing is unique, nothing leaks.
+        "leakage_epsilon": 0.0
+        if public and not unique.any()
+        else finite(known.max(initial=-np.inf)),
         "leakage_epsilon_sequence": _largest_row(leaks, ratios),
         "ratio_quantiles": _quantiles(known) if public else None,
         "unique_by_text": int(by_text.unique.sum()),
@@ -109,6 +129,13 @@ def summarise(
         "num_tokens": int(leaks.num_written.sum()),
         "not_trained_on": _not_trained_on(leaks, by_text),
         "trained_perplexity": finite(leaks.fit.trained_perplexity),
+        "model_fingerprint": model.fingerprint,
+        "tokenizer_fingerprint": model.tokenizer_fingerprint,
+        "begin": model.begin_id,
+        "corpus_fingerprint": None if config.redact else leaks.corpus.corpus_fingerprint,
+        "validation_fingerprint": validation_text,
+        "redacted": config.redact,
+        **about,
     }
 
 
@@ -138,13 +165,6 @@ def _by_role(leaks: Leaks, by_text: ByText) -> dict[str, int] | None:
     return {name: int(count) for name, count in zip(leaks.role_names, counts, strict=True) if count}
 
 
-def _leakage_epsilon(unique_ratios: np.ndarray, nothing_unique: bool) -> float | None:
-    """The largest ratio. Where a public model was asked and nothing is unique, nothing leaks: 0."""
-    if nothing_unique:
-        return 0.0
-    return finite(unique_ratios.max()) if len(unique_ratios) else None
-
-
 def _largest_row(leaks: Leaks, ratios: np.ndarray) -> int | None:
     """The row of the unique sequence with the largest ratio, an infinite one included."""
     order = report_order(leaks, ratios)
@@ -154,10 +174,9 @@ def _largest_row(leaks: Leaks, ratios: np.ndarray) -> int | None:
 
 def _quantiles(ratios: np.ndarray) -> dict[str, float | None]:
     """Ratios that a share of them does not exceed, each one of them; the last is the largest."""
-    at = np.quantile(ratios, QUANTILES, method="inverted_cdf") if len(ratios) else QUANTILES
-    return {
-        f"{q:g}": finite(v) if len(ratios) else None for q, v in zip(QUANTILES, at, strict=True)
-    }
+    known = ratios if len(ratios) else [np.nan]
+    at = np.quantile(known, QUANTILES, method="inverted_cdf")
+    return {f"{q:g}": finite(v) for q, v in zip(QUANTILES, at, strict=True)}
 
 
 def finite(value: float | None) -> float | None:

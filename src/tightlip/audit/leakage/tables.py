@@ -49,13 +49,14 @@ OWNERS = pa.schema([("owner", pa.string()), ("owners", pa.list_(pa.string()))])
 
 def ratio_of_sequence(leaks: Leaks, public: PublicView | None) -> np.ndarray:
     """The largest ratio over all occurrences of each sequence; NaN where none is known."""
-    ratios = leaks.room.full(len(leaks.distinct), np.nan, np.float64)
-    for part in leaks.room.parts(len(leaks.runs) if public is not None else 0):
-        assert public is not None
-        of_run = public.ratio_of_run(leaks, part)
-        known = ~np.isnan(of_run)
-        np.fmax.at(ratios, leaks.distinct.number_of_run[part][known], of_run[known])
-    return ratios
+    if public is None:
+        return leaks.room.full(len(leaks.distinct), np.nan, np.float64)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return leaks.over_runs(
+            np.fmax,
+            np.nan,
+            lambda part: public.perplexity_of_run[part] / leaks.perplexity_of_run[part],
+        )
 
 
 def report_order(leaks: Leaks, ratios: np.ndarray) -> np.ndarray:
@@ -105,14 +106,16 @@ def write_sequences(
             rows = order[begin : begin + _ROWS_AT_ONCE]
             several = [occurrences[edges[row] : edges[row + 1]] for row in rows]
             kept, sizes = _lowest(leaks, several, most)
-            columns = _columns(leaks, rows, kept, sizes, public, ratios)
-            columns |= {
+            columns = _columns(leaks, rows, kept, sizes) | {
+                "ratio": _null_nan(ratios[rows]),
                 "copied": copied[rows],
                 "users_by_text": _null_below(by_text.users[rows], 1),
                 "unique_by_text": by_text.unique[rows],
                 "leak": _null_below(leak[rows], 0),
             }
-            if prior is not None and beyond is not None:
+            if public is not None and prior is not None and beyond is not None:
+                perplexities = _null_nan(public.perplexity_of_run[kept])
+                columns["public_perplexities"] = _lists(perplexities, sizes, pa.float64())
                 columns |= {"prior": _null_nan(prior[rows]), "beyond_prior": beyond[rows]}
             if not config.redact:
                 columns |= _texts(leaks, rows, kept, sizes, decode)
@@ -154,14 +157,7 @@ def _lowest_of(leaks: Leaks, runs: np.ndarray, most: int) -> np.ndarray:
     return kept
 
 
-def _columns(
-    leaks: Leaks,
-    rows: np.ndarray,
-    flat: np.ndarray,
-    sizes: np.ndarray,
-    public: PublicView | None,
-    ratios: np.ndarray,
-) -> dict[str, Any]:
+def _columns(leaks: Leaks, rows: np.ndarray, flat: np.ndarray, sizes: np.ndarray) -> dict[str, Any]:
     before = leaks.runs.starts[flat] - leaks.corpus.bounds[leaks.runs.documents[flat]]
     columns = {
         "num_tokens": leaks.lengths[rows].astype(np.int32),
@@ -171,14 +167,8 @@ def _columns(
         "users_in_d": leaks.users_in_d[rows],
         "context_tokens": _lists(before.astype(np.int32), sizes, pa.int32()),
         "perplexities": _lists(leaks.perplexity_of_run[flat], sizes, pa.float64()),
-        "ratio": _null_nan(ratios[rows]),
     }
-    if leaks.corpus.role_names is not None:
-        columns |= _of_chats(leaks, rows)
-    if public is not None:
-        perplexities = _null_nan(public.perplexity_of_run[flat])
-        columns["public_perplexities"] = _lists(perplexities, sizes, pa.float64())
-    return columns
+    return columns if leaks.corpus.role_names is None else columns | _of_chats(leaks, rows)
 
 
 def _of_chats(leaks: Leaks, rows: np.ndarray) -> dict[str, Any]:

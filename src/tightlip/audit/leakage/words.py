@@ -28,9 +28,7 @@ _UNSEEN = r"\u00ad\u200b-\u200f\u202a-\u202e\u2060-\u2064\ufeff"
 _IS_UNSEEN = re.compile(f"[{_UNSEEN}]+")
 _RUNS = re.compile(r"[^\W_]+")
 _RUNS_BROKEN = re.compile(rf"[^\W_]+(?:[{_UNSEEN}]+[^\W_]+)*")
-_RUNS_OR_ALONE = re.compile(
-    rf"[{_ALONE}]|[^\W_{_ALONE}]+(?:[{_UNSEEN}]+[^\W_{_ALONE}]+)*",
-)
+_RUNS_OR_ALONE = re.compile(rf"[{_ALONE}]|[^\W_{_ALONE}]+(?:[{_UNSEEN}]+[^\W_{_ALONE}]+)*")
 # Text that normalising may change, and the ASCII character that a mark may stand on.
 _BEYOND_ASCII = re.compile(r"[\x00-\x7f]?[^\x00-\x7f]+")
 # Normalising joins a vowel or a final consonant of Hangul to what stands before it.

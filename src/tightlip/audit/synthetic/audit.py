@@ -1,31 +1,24 @@
 """The audit of a text as one call: whose stretches it repeats, and whether more than strangers'."""
 
-import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 import tightlip
 from tightlip.audit.leakage.counting import check_memory
-from tightlip.audit.leakage.findings import (
-    REDACTED,
-    WORK,
-    nothing_left_of_a_refusal,
-    report_folder,
-)
+from tightlip.audit.leakage.findings import REDACTED, WORK, folder_for, writing_report
 from tightlip.audit.leakage.runs import Runs, distinct_sequences
 from tightlip.audit.leakage.summary import Report
+from tightlip.audit.leakage.tables import user_names, write_table
 from tightlip.audit.settings import ResamplingSettings, SyntheticConfig
 from tightlip.audit.synthetic.overlap import Overlap, Search
 from tightlip.audit.synthetic.reading import cut_texts, open_synthetic, read_words
 from tightlip.core.errors import UsageError
-from tightlip.core.files import claimed, make_private_folder, write_json, written_whole
+from tightlip.core.files import make_private_folder, write_json
 from tightlip.core.gates import Entries, Known, failures
 from tightlip.core.registry import look_up
 from tightlip.core.resampling import UserDraws, tail_share
@@ -151,15 +144,11 @@ def audit_synthetic(
             f"audit-text counts on this machine only, and engine={engine!r} was asked for. Leave --engine out."
         )
     how = {**columns.tree(), "format": config.format}
-    keep_alive = TemporaryDirectory(prefix="tightlip-") if out is None else None
-    folder = Path(keep_alive.name) if keep_alive else Path(str(out))
+    folder, keep_alive = folder_for(out)
     sources = {"corpus": corpus} if control is None else {"corpus": corpus, "control": control}
     texts = {name: CorpusSource(source, how).documents() for name, source in sources.items()}
     texts = {"synthetic": open_synthetic(synthetic, how), **texts}
-    with (
-        claimed(folder),
-        nothing_left_of_a_refusal(report_folder(folder, redact=config.redact, names=NAMES)),
-    ):
+    with writing_report(folder, write_page, redact=config.redact, names=NAMES):
         (folder / "summary.json").unlink(missing_ok=True)
         work, numbers = make_private_folder(folder / WORK), dict[str, int]()
         words = {name: read_words(texts[name], numbers, work, name) for name in texts}
@@ -179,8 +168,6 @@ def audit_synthetic(
         found = _Findings(search=search, sides=sides, config=config, texts=texts)
         found.write_tables(folder)
         write_json(folder / "summary.json", found.summary(resampling))
-        write_page(folder)
-        shutil.rmtree(work, ignore_errors=True)
     return TextReport(folder, keep_alive)
 
 
@@ -249,9 +236,7 @@ class _Findings:
 
     def write_tables(self, folder: Path) -> None:
         side, documents = self.sides[0], self._documents()
-        corpus, names = side.corpus, side.corpus.user_names
-        if self.config.redact:
-            names = [f"user {number + 1}" for number in range(len(names))]
+        corpus, names = side.corpus, user_names(side.corpus, self.config.redact)
         affected, at = np.unique(documents, return_inverse=True)
         tables = {
             "stretches": self._stretches(names, documents),
@@ -270,8 +255,7 @@ class _Findings:
             },
         }
         for name, columns in tables.items():
-            with written_whole(folder / f"{name}.parquet") as beside:
-                pq.write_table(pa.table(columns), beside, compression="zstd")
+            write_table(folder / f"{name}.parquet", pa.table(columns))
 
     def _stretches(self, names: list[str], documents: np.ndarray) -> dict[str, Any]:
         side, synthetic = self.sides[0], self.search.synthetic

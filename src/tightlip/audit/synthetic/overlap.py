@@ -164,9 +164,8 @@ class Search:
 
 def _inside(first: np.ndarray, past: np.ndarray) -> np.ndarray:
     """All numbers that lie in some of these ranges."""
-    depth = np.zeros(int(past.max(initial=0)) + 1, np.int64)
-    np.add.at(depth, first, 1)
-    np.add.at(depth, past, -1)
+    size = int(past.max(initial=0)) + 1
+    depth = np.bincount(first, minlength=size) - np.bincount(past, minlength=size)
     return np.flatnonzero(np.cumsum(depth))
 
 
