@@ -10,16 +10,8 @@ from typing import Any, ClassVar
 from markupsafe import Markup
 
 from tightlip.core.figures import counted, number
-from tightlip.report.comparison.table import (
-    RunFigures,
-    all_repetitions,
-    comparison_table,
-    exposed_words,
-    membership_score,
-    repetition_table,
-    score_table,
-)
-from tightlip.report.comparison.words import headline, missing, tolerance_words, uncounted
+from tightlip.report.comparison import table, words
+from tightlip.report.comparison.table import RunFigures
 from tightlip.report.kit import plots
 from tightlip.report.kit.table import NEVER_SAW_BITS
 
@@ -38,15 +30,14 @@ def exposure_scatter(rows: Sequence[RunFigures], tolerance: float) -> Markup | N
     for row in _on_one_scale(rows):
         if row["exposure"]:
             most = row["exposure"][-1]
-            words = f"{most['mean_bits']:.1f} bits at {most['repetitions']:,}×"
-            points.append((row, most["mean_bits"], words))
+            bits = f"{most['mean_bits']:.1f} bits at {most['repetitions']:,}×"
+            points.append((row, most["mean_bits"], bits))
     if not points:
         return None
     plot = _plot("Utility against exposure", "bits of exposure")
     axis = plots.linear_axis(max(3.0, *(bits for _, bits, _ in points)))
     plot.y_axis(axis, "mean exposure, bits")
-    taken = _never_saw(plot, axis, "never saw them: 1.4")
-    _draw_points(plot, points, axis, rows, tolerance, taken)
+    _draw_points(plot, points, axis, rows, tolerance, _never_saw(plot, axis))
     return plot.svg()
 
 
@@ -69,11 +60,6 @@ def leaks_scatter(rows: Sequence[RunFigures], tolerance: float) -> Markup | None
 def _on_one_scale(rows: Sequence[RunFigures]) -> list[RunFigures]:
     """Runs whose perplexity was measured on the baseline's held-out text, in its tokens."""
     return [row for row in rows if row["perplexity"] and row["same_held_out"]]
-
-
-def num_undrawn(rows: Sequence[RunFigures]) -> int:
-    """Runs that have no place on the axis of perplexity."""
-    return len(rows) - len(_on_one_scale(rows))
 
 
 def _plot(title: str, what: str) -> plots.Plot:
@@ -128,9 +114,9 @@ def _draw_band(plot: plots.Plot, axis: plots.Axis, perplexity: float, tolerance:
 
 
 def _draw_mark(plot: plots.Plot, point: Point, x: float, y: float) -> None:
-    row, _, words = point
+    row, _, leak = point
     perplexity = number(row["perplexity"]["value"])
-    tip = f"{row['name']}: validation perplexity {perplexity}, {words}"
+    tip = f"{row['name']}: validation perplexity {perplexity}, {leak}"
     if (kind := kind_of(row)) == "base":
         left, top, size = x - plots.DOT, y - plots.DOT, 2 * plots.DOT
         plot.draw("rect", x=left, y=top, width=size, height=size, class_="run base", tip=tip)
@@ -138,11 +124,12 @@ def _draw_mark(plot: plots.Plot, point: Point, x: float, y: float) -> None:
         plot.draw("circle", cx=x, cy=y, r=plots.DOT, class_=f"run {kind}", tip=tip)
 
 
-def _never_saw(plot: plots.Plot, axis: plots.Axis, words: str) -> plots.Box:
+def _never_saw(plot: plots.Plot, axis: plots.Axis) -> plots.Box:
     """The exposure of a model that never saw a canary, and where the words above the line stand."""
+    note = "never saw them: 1.4"
     height = plot.level(axis.at(NEVER_SAW_BITS), "chance")
-    plot.write(words, plot.left + 4, height - 4, "note")
-    return plot.left, plot.left + 4 + len(words) * plots.CHARACTER_WIDTH, height - 14, height
+    plot.write(note, plot.left + 4, height - 4, "note")
+    return plot.left, plot.left + 4 + len(note) * plots.CHARACTER_WIDTH, height - 14, height
 
 
 def repetition_plots(rows: Sequence[RunFigures]) -> list[tuple[RunFigures, Markup]]:
@@ -151,7 +138,7 @@ def repetition_plots(rows: Sequence[RunFigures]) -> list[tuple[RunFigures, Marku
     if not known:
         return []
     highest = max(group["mean_bits"] for row in known for group in row["exposure"])
-    times = all_repetitions(known)
+    times = table.all_repetitions(known)
     base = next((row for row in known if row["is_baseline"]), None)
     return [(row, _repetition_plot(row, base, times, highest)) for row in known]
 
@@ -167,18 +154,17 @@ def _repetition_plot(
         left=44,
     )
     kinds = {} if base is None or base is row else {"behind": base}
-    lines = {kind: _line(of) for kind, of in (kinds | {"own": row}).items()}
+    lines = {
+        kind: [(one["repetitions"], one["mean_bits"], _tip(of, one)) for one in of["exposure"]]
+        for kind, of in (kinds | {"own": row}).items()
+    }
     plots.draw_exposures(plot, lines, times, highest)
     return plot.svg()
 
 
-def _line(row: RunFigures) -> list[tuple[int, float, str]]:
-    return [(one["repetitions"], one["mean_bits"], _tip(row, one)) for one in row["exposure"]]
-
-
 def _tip(row: RunFigures, group: RunFigures) -> str:
     times = counted(group["repetitions"], "time")
-    return f"{row['name']}, planted {times}: {group['mean_bits']:.1f} bits, {exposed_words(group)}"
+    return f"{row['name']}, planted {times}: {group['mean_bits']:.1f} bits, {table.exposed_words(group)}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,7 +184,7 @@ class ComparisonPage:
 
     def content(self) -> dict[str, Any]:
         rows = self.rows
-        sentence, weighing = headline(rows)
+        sentence, weighing = words.headline(rows)
         return {
             "headline": sentence,
             "version": self.version,
@@ -206,16 +192,17 @@ class ComparisonPage:
             "kinds": [kind_of(row) for row in rows],
             "weighing": weighing,
             "remarks": self.notes,
-            "table": comparison_table(rows),
-            "tolerance": tolerance_words(self.tolerance),
+            "table": table.comparison_table(rows),
+            "tolerance": words.tolerance_words(self.tolerance),
             "at_perplexity": self.at_perplexity,
-            "missing": missing(rows),
-            "uncounted": uncounted(rows),
-            "scores": score_table(rows),
-            "score": membership_score(rows),
+            "missing": words.missing(rows),
+            "uncounted": words.uncounted(rows),
+            "scores": table.score_table(rows),
+            "score": table.membership_score(rows),
             "exposure_plot": exposure_scatter(rows, self.tolerance),
             "leaks_plot": leaks_scatter(rows, self.tolerance),
-            "num_undrawn": num_undrawn(rows),
+            # Runs that have no place on the axis of perplexity.
+            "num_undrawn": len(rows) - len(_on_one_scale(rows)),
             "repetition_plots": repetition_plots(rows),
-            "repetitions": repetition_table(rows),
+            "repetitions": table.repetition_table(rows),
         }

@@ -6,10 +6,11 @@ and row numbers are kept.
 
 import heapq
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -289,10 +290,12 @@ def read_owners(folder: Path) -> pa.ChunkedArray:
     return pa.chunked_array([pa.ListArray.from_arrays(edges, one.drop_null())])
 
 
-def batches(file: pq.ParquetFile, columns: tuple[str, ...]) -> Iterator[tuple[int, pa.RecordBatch]]:
+def batches(
+    file: pq.ParquetFile, columns: Sequence[str], batch_rows: int = BATCH_ROWS, **which: Any
+) -> Iterator[tuple[int, pa.RecordBatch]]:
     """Row number of the first row, and the batch."""
     start = 0
-    for batch in file.iter_batches(batch_size=BATCH_ROWS, columns=list(columns), use_threads=False):
+    for batch in file.iter_batches(batch_rows, columns=list(columns), use_threads=False, **which):
         yield start, batch
         start += batch.num_rows
 
