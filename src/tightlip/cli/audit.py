@@ -7,7 +7,12 @@ from typing import Annotated, Any
 import typer
 
 import tightlip
-from tightlip.audit import settings
+from tightlip.audit.settings import (
+    ExtractionConfig,
+    LeakageConfig,
+    ResamplingSettings,
+    SyntheticConfig,
+)
 from tightlip.cli import Gate, GateSettings, name_page, print_estimate, print_lines, since_start
 from tightlip.cli.flags import (
     Corpus,
@@ -30,7 +35,7 @@ from tightlip.scan.options import Decoding, ScanOptions
 
 
 @with_settings(
-    *(KeptScan, settings.LeakageConfig, ScanOptions, TextSettings, EngineSettings, GateSettings),
+    *(KeptScan, LeakageConfig, ScanOptions, TextSettings, EngineSettings, GateSettings),
     public_model=path_flag(
         "MODEL",
         "A model that never saw the text; 'base' of an adapter, the default there, or 'none'; 'leave-out': retrain a run without the owners of what leaked.",
@@ -52,7 +57,7 @@ def audit(
     """Audit, print the headline figures, and judge them."""
     from tightlip.audit.leakage.summary import known_figures
 
-    known = known_figures(given.get("thresholds", settings.LeakageConfig.thresholds))
+    known = known_figures(given.get("thresholds", LeakageConfig.thresholds))
     same = ("corpus_fingerprint", "top_k", "read_as")
     gate = Gate("audit", given, known, _judged, record="summary.json", same=same)
     folder = _folder(model, out, "audit")
@@ -70,7 +75,7 @@ def audit(
 
 
 @with_settings(
-    *(settings.SyntheticConfig, settings.ResamplingSettings, ColumnSettings, GateSettings),
+    *(SyntheticConfig, ResamplingSettings, ColumnSettings, GateSettings),
     control=path_flag("CORPUS", "Text like it, of people who were not in: what chance repeats."),
 )
 def audit_text(
@@ -129,7 +134,7 @@ def show(report: Any) -> None:
 
 
 @with_settings(
-    *(KeptScan, settings.ExtractionConfig, Decoding, ScanOptions, TextSettings, EngineSettings),
+    *(KeptScan, ExtractionConfig, Decoding, ScanOptions, TextSettings, EngineSettings),
     GateSettings,
     reference=path_flag(
         "MODEL",
@@ -150,7 +155,7 @@ def extract(
     """Search, print what it takes, and judge it."""
     from tightlip.audit.extraction.report import gated, known_figures
 
-    known = known_figures(given.get("lengths", settings.ExtractionConfig.lengths))
+    known = known_figures(given.get("lengths", ExtractionConfig.lengths))
     same = (
         "corpus_fingerprint",
         "reference_fingerprint",

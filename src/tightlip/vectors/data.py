@@ -339,6 +339,12 @@ def source_of_run(run: Path) -> Source:
     return open_source(tree.get("path") or run / CORPUS, **columns)
 
 
+def columns_of_run(run: Path, names: Sequence[str], examples: Examples) -> dict[str, list[Any]]:
+    """Further columns of a run's corpus, for the texts it uses."""
+    named = read_columns(source_of_run(run), names).named if names else {}
+    return {name: [cells[row] for row in examples.rows] for name, cells in named.items()}
+
+
 def _as_trained(run: Path, examples: Examples) -> Examples:
     """In the parts that split.parquet has, where the training is finished."""
     if not (run / SPLIT).is_file():

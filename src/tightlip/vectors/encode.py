@@ -24,6 +24,7 @@ from tightlip.vectors.data import Columns, open_source, read_columns
 from tightlip.vectors.extractors import Raw, Tokenised, made_ahead, pieces
 from tightlip.vectors.grid_noise import GridNoise
 from tightlip.vectors.guarantees import VectorMechanism, costs
+from tightlip.vectors.masking import Marked, Masking
 from tightlip.vectors.release import drawn, noised
 from tightlip.vectors.server import VectorFile, write_vectors
 from tightlip.vectors.settings import EncodeSettings, EncodingOptions, Runtime
@@ -60,7 +61,7 @@ class Device:
         self,
         texts: Sequence[str],
         *,
-        marked: masking.Marked = (),
+        marked: Marked = (),
         batch_size: int = EncodingOptions.batch_size,
         device: Any = None,
     ) -> np.ndarray:
@@ -147,7 +148,7 @@ class Encoded(VectorFile):
 
     most_of_one_text: int
     most_of_one_user: int | None
-    masking: masking.Masking | None = None
+    masking: Masking | None = None
 
 
 @takes(EncodeSettings, EncodingOptions, ColumnSettings)
