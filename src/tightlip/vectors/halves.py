@@ -357,9 +357,12 @@ def _runtime_errors(runtime: Any) -> tuple[type[BaseException], ...]:
 
 
 def _needed(name: str) -> Any:
+    return needed(name, f"{name} is not installed, and ONNX needs it.")
+
+
+def needed(name: str, lacking: str) -> Any:
+    """The module of that name; without it, what is `lacking` and the line that installs it."""
     try:
         return import_module(name)
     except ImportError as error:
-        raise UsageError(
-            f"{name} is not installed, and ONNX needs it. Run: pip install 'tightlip[represent]'"
-        ) from error
+        raise UsageError(f"{lacking} Run: pip install 'tightlip[represent]'") from error

@@ -23,12 +23,10 @@ class Leak:
 
 def leak_of(row: RunFigures, *, by_exposure: bool) -> Leak | None:
     """Exposure of the most repeated canaries, or the number of leaks."""
-    if by_exposure:
-        if not row["exposure"]:
-            return None
+    if by_exposure and row["exposure"]:
         bits = row["exposure"][-1]["mean_bits"]
         return Leak(bits, f"{number(bits)} bits")
-    if row["leaks"] is None:
+    if by_exposure or row["leaks"] is None:
         return None
     people = counted(row["people_affected"] or 0, "person", "people")
     return Leak(row["leaks"], f"{counted(row['leaks'], 'leak')} of {people}")

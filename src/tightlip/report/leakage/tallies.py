@@ -171,14 +171,9 @@ def filled(column: pa.Array, value: float) -> np.ndarray:
 
 def first_of_lists(lists: pa.ListArray) -> tuple[np.ndarray, np.ndarray]:
     """Each list's first number, and whether it has one."""
-    num_inside = filled(pc.list_value_length(lists), 0)
-    known = num_inside > 0
-    first = np.full(len(lists), np.nan)
-    starts = lists.offsets.to_numpy()[:-1][known]
-    numbers = lists.values.take(pa.array(starts))
-    known[known] = np.asarray(numbers.is_valid())
-    first[known] = numbers.drop_null().to_numpy()
-    return first, known
+    # Of a list of no fixed size pyarrow refuses the first element where there is none.
+    first = pc.list_element(pc.list_slice(lists, 0, 1, return_fixed_size_list=True), 0)
+    return filled(first, math.nan), np.asarray(first.is_valid())
 
 
 @dataclass(kw_only=True)

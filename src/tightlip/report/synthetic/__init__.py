@@ -88,14 +88,15 @@ def _by_length(summary: Figures) -> Iterator[str]:
         yield f"{counted(longer, 'stretch', 'stretches')} {verb} longer than {beside}: take {read}."
 
 
-def _with_ends(figure: Figures | None, words: Any = number) -> str:
-    if figure is None or figure["low"] is None:
-        return UNKNOWN if figure is None else words(figure["value"])
+def _with_ends(figure: Figures | None) -> str:
+    if figure is None:
+        return UNKNOWN
+    value, low, high = (number(figure[name]) for name in ("value", "low", "high"))
+    if figure["low"] is None:
+        return value
     if figure["value"] is None:
-        return f"over {words(figure['low'])}"
-    low, high = words(figure["low"]), figure["high"]
-    ends = f"at least {low}" if high is None else f"{low} to {words(high)}"
-    return f"{words(figure['value'])} ({ends})"
+        return f"over {low}"
+    return f"{value} (at least {low})" if figure["high"] is None else f"{value} ({low} to {high})"
 
 
 def lines_of(summary: Figures) -> list[tuple[str, str, str]]:
