@@ -354,8 +354,8 @@ def compare(
 
 def show_comparison(made: "Comparison", console: Console) -> None:
     """The table, the verdicts below it, and the way to the page."""
+    from tightlip.report.comparison import headline, missing, tolerance_words, uncounted
     from tightlip.report.comparison.table import terminal_tables
-    from tightlip.report.comparison.words import headline, missing, tolerance_words, uncounted
 
     sentence, weighing = headline(made.rows)
     tables = terminal_tables(made.rows, console.width)
