@@ -24,7 +24,7 @@ from tightlip.vectors.data import Columns, open_source, read_columns
 from tightlip.vectors.extractors import Raw, Tokenised, made_ahead, pieces
 from tightlip.vectors.grid_noise import GridNoise
 from tightlip.vectors.guarantees import VectorMechanism, costs
-from tightlip.vectors.masking import Marked, Masking
+from tightlip.vectors.masking import Marked, Masking, masked_texts
 from tightlip.vectors.release import drawn, noised
 from tightlip.vectors.server import VectorFile, write_vectors
 from tightlip.vectors.settings import EncodeSettings, EncodingOptions, Runtime
@@ -93,7 +93,7 @@ class Device:
     def _masked(self, texts: Sequence[str], marks: Sequence[frozenset[str]]) -> list[str]:
         if os.getpid() != self._process:  # a forked process would draw its parent's masks
             self._generator, self._process = keyed_generator(), os.getpid()
-        return masking.masked_texts(
+        return masked_texts(
             texts,
             mask_word=self.mask_word,
             dropout=self.mechanism.dropout,
