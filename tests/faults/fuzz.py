@@ -39,7 +39,7 @@ from tightlip.corpus.prepare import open_prepared
 from tightlip.corpus.readers import open_corpus
 from tightlip.models.loading import load_causal_lm, load_tokenizer
 from tightlip.privacy.ledger import read_ledger
-from tightlip.report.leakage.rows import read_users
+from tightlip.report.leakage import read_users
 from tightlip.report.leakage.tallies import tally_and_choose
 from tightlip.vectors.data import load_examples
 from tightlip.vectors.encode import load_device, represent_encode

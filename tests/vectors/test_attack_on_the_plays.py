@@ -13,7 +13,7 @@ import tightlip
 from tightlip.core.errors import UsageError
 from tightlip.corpus.bundled import demo_speeches
 from tightlip.vectors.attack import AttackInput, attack
-from tightlip.vectors.attack_data import parts_of_run, released_afresh, users_of, what_to_read
+from tightlip.vectors.attack_runs import parts_of_run, released_afresh, users_of, what_to_read
 from tightlip.vectors.data import load_examples
 from tightlip.vectors.encode import load_device
 from tightlip.vectors.grid_noise import GridNoise

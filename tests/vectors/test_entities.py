@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from tightlip.core.errors import UsageError
-from tightlip.vectors import attack_data as entities
-from tightlip.vectors.attack_data import (
+from tightlip.vectors import attack as entities
+from tightlip.vectors.attack import (
     frequent_names,
     is_listing,
     listed_presence,

@@ -64,8 +64,8 @@ def print_overview(
     console.print()
 
 
-def name_page(page: Path, console: Any, what: str = "figure") -> None:
-    print_lines([f"The page, which says what each {what} means: {shown(page)}"], console)
+def page_words(page: Path, what: str = "figure") -> str:
+    return f"The page, which says what each {what} means: {shown(page)}"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,7 @@ from tightlip.audit.settings import (
     ResamplingSettings,
     SyntheticConfig,
 )
-from tightlip.cli import Gate, GateSettings, name_page, print_estimate, print_lines, since_start
+from tightlip.cli import Gate, GateSettings, page_words, print_estimate, print_lines, since_start
 from tightlip.cli.flags import (
     Corpus,
     DryRun,
@@ -27,8 +27,9 @@ from tightlip.cli.flags import (
 from tightlip.core.engines import EngineSettings
 from tightlip.core.errors import UsageError
 from tightlip.core.files import read_json
-from tightlip.core.progress import log, logged_to, shown_progress, terminal
+from tightlip.core.progress import log, logged_to, shown_progress
 from tightlip.core.run_folder import is_run
+from tightlip.core.settings import names_in
 from tightlip.core.stores import shown
 from tightlip.corpus.prepare_config import ColumnSettings, TextSettings
 from tightlip.scan.options import Decoding, ScanOptions
@@ -154,26 +155,14 @@ def extract(
 ) -> None:
     """Search, print what it takes, and judge it."""
     from tightlip.audit.extraction.report import gated, known_figures
+    from tightlip.report.extraction import terminal_lines
 
     known = known_figures(given.get("lengths", ExtractionConfig.lengths))
-    same = (
-        "corpus_fingerprint",
-        "reference_fingerprint",
-        "temperature",
-        "top_k",
-        "top_p",
-        "read_as",
-    )
+    same = ("corpus_fingerprint", "reference_fingerprint", *names_in(Decoding), "read_as")
     only = lambda record: {"": gated(record)}  # noqa: E731
     gate = Gate("extract", given, known, only, record="summary.json", same=same)
     folder = _folder(model, out, "extraction")
     with shown_progress(), logged_to(folder / "log.txt"):
         report = tightlip.extract(model, corpus, out=folder, **given)
-    gate.judge(report.summary, lambda: _show_extraction(report))
-
-
-def _show_extraction(report: Any) -> None:
-    from tightlip.report.extraction import terminal_lines
-
-    print_lines(terminal_lines(report.summary))
-    name_page(report.folder / "report.html", terminal())
+    where = page_words(report.folder / "report.html")
+    gate.judge(report.summary, lambda: print_lines([*terminal_lines(report.summary), where]))

@@ -16,7 +16,7 @@ from tightlip.cli.flags import KeptScan, Keys, OnDevice, existing, with_settings
 from tightlip.core.errors import UsageError
 from tightlip.core.files import claimed
 from tightlip.core.progress import shown_progress
-from tightlip.corpus.canaries import CanaryConfig
+from tightlip.corpus.canaries import CanaryConfig, exposed_above_bits
 from tightlip.corpus.prepare_config import ColumnSettings
 from tightlip.report.kit.table import printed_table
 from tightlip.scan.options import ModelSettings
@@ -107,8 +107,12 @@ def canary_lines(entries: list[Entry]) -> list[str]:
     lines = [_threshold_line(planted), *_cannot_lines(planted)] if planted else []
     if num := len(every) - len(planted):
         lines.append(f"{num:,} planted canaries have no exposure: their template or its lists hold a word that the model lacks.")  # fmt: skip
-    lines += [*_tab_lines(every, "planted"), *_tab_lines(real, "real")]
-    return [*lines, *_sampled_lines(planted), *_unknown_lines(real)]
+    lines += [*_tab_lines(every, "planted"), *_tab_lines(real, "real"), *_sampled_lines(planted)]
+    if num := sum(one["perplexity"] is None for one in real):
+        lines.append(
+            f"{num:,} real texts hold a word that this model's vocabulary lacks: it cannot complete them."
+        )
+    return lines
 
 
 def of_kind(entries: list[Entry], kind: str) -> list[Entry]:
@@ -119,7 +123,7 @@ Columns = Sequence[tuple[str, Callable[[list[Entry]], str]]]
 
 
 def _planted_columns(planted: list[Entry]) -> Columns:
-    above = _threshold(planted)
+    above = exposed_above_bits(len(planted))
     return (
         ("mean exposure, bits", lambda group: f"{mean(one['exposure_bits'] for one in group):.1f}"),
         ("lowest to highest", _span),
@@ -183,15 +187,9 @@ def _table(name: str, entries: list[Entry], columns: Columns) -> Any:
     return printed_table(["repeated", name, *(title for title, _ in columns)], rows, num_left=0)
 
 
-def _threshold(planted: list[Entry]) -> float:
-    from tightlip.corpus.canaries import exposed_above_bits
-
-    return exposed_above_bits(max(len(planted), 1))
-
-
 def _threshold_line(planted: list[Entry]) -> str:
     return (
-        f"Exposed: above {_threshold(planted):.1f} bits, which chance passes for one of {len(planted):,} canaries in 5 of "
+        f"Exposed: above {exposed_above_bits(len(planted)):.1f} bits, which chance passes for one of {len(planted):,} canaries in 5 of "
         "100 models that never saw them. Such models show 1.4 bits on average."
     )
 
@@ -200,7 +198,7 @@ def _cannot_lines(planted: list[Entry]) -> Iterator[str]:
     """Of which templates exposure cannot be shown, and what to do about it."""
     from tightlip.audit.canaries.exposure import can_be_shown, most_bits, samples_needed
 
-    above = _threshold(planted)
+    above = exposed_above_bits(len(planted))
     for name in dict.fromkeys(one["template"] for one in planted):
         group = [one for one in planted if one["template"] == name]
         unseen = [one for one in group if not can_be_shown(one, above)]
@@ -234,8 +232,3 @@ def _sampled_lines(planted: list[Entry]) -> Iterator[str]:
             f"{len(sampled):,} exposures are estimated from sampled candidates, {fewest:,} of each template; the fitted "
             f"curve is off by at most {worst:.3f} (Kolmogorov-Smirnov)."
         )
-
-
-def _unknown_lines(real: list[Entry]) -> Iterator[str]:
-    if num := sum(one["perplexity"] is None for one in real):
-        yield f"{num:,} real texts hold a word that this model's vocabulary lacks: it cannot complete them."

@@ -9,7 +9,7 @@ import typer
 from rich.text import Text
 
 import tightlip
-from tightlip.cli import name_page
+from tightlip.cli import page_words, print_lines
 from tightlip.cli.flags import OnDevice, existing, with_settings
 from tightlip.cli.measures import show_comparison
 from tightlip.core.errors import UsageError
@@ -116,7 +116,7 @@ def _show_adaptive(made: Any) -> None:
             console.print(f"  {sentence}")
         for sentence in stopped_early(section):
             console.print(Text.assemble("  ", ("†", "yellow"), f" {sentence}"))
-    name_page(made.page, console)
+    print_lines([page_words(made.page)], console)
 
 
 def _show_representation(made: Any) -> None:
@@ -133,7 +133,7 @@ def _show_representation(made: Any) -> None:
         for sentence in page.findings(section):
             console.print(f"  {sentence}")
     console.print(page.PAPER_NOTE, style="dim")
-    name_page(made.page, console)
+    print_lines([page_words(made.page)], console)
 
 
 def demo(

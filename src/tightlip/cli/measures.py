@@ -12,7 +12,7 @@ from rich.text import Text
 
 import tightlip
 from tightlip.audit.settings import Matching, MembershipSettings, ResamplingSettings
-from tightlip.cli import Gate, GateSettings, name_page, print_lines, print_overview
+from tightlip.cli import Gate, GateSettings, page_words, print_lines, print_overview
 from tightlip.cli.flags import KeptScan, Keys, Model, OnDevice, existing, path_flag, with_settings
 from tightlip.core.engines import EngineSettings
 from tightlip.core.errors import GuaranteeError, UsageError
@@ -201,14 +201,11 @@ def _groups_tables(figures: dict[str, Any]) -> Iterator[Any]:
     """By number of training documents, the most first; then by each attribute."""
     curve = {_range(row): row for row in reversed(figures["curve"])}
     for title, rows in ({"training documents": curve} | figures["attributes"]).items():
+        has_change = any(row["change"] is not None for row in rows.values())
+        headings = [title, "users", "perplexity", "95%"] + ["change", "95%"] * has_change
         if rows:
-            yield _groups_table(title, rows)
-
-
-def _groups_table(title: str, rows: dict[str, Any]) -> Any:
-    has_change = any(row["change"] is not None for row in rows.values())
-    headings = [title, "users", "perplexity", "95%"] + ["change", "95%"] * has_change
-    return printed_table(headings, [_groups_row(*each, has_change) for each in rows.items()])
+            lines = [_groups_row(name, row, has_change) for name, row in rows.items()]
+            yield printed_table(headings, lines)
 
 
 def _groups_row(name: str, row: dict[str, Any], has_change: bool) -> list[str]:
@@ -357,8 +354,8 @@ def compare(
 
 def show_comparison(made: "Comparison", console: Console) -> None:
     """The table, the verdicts below it, and the way to the page."""
+    from tightlip.report.comparison import headline, missing, tolerance_words, uncounted
     from tightlip.report.comparison.table import terminal_tables
-    from tightlip.report.comparison.words import headline, missing, tolerance_words, uncounted
 
     sentence, weighing = headline(made.rows)
     tables = terminal_tables(made.rows, console.width)
@@ -372,4 +369,4 @@ def show_comparison(made: "Comparison", console: Console) -> None:
     tolerance = tolerance_words(made.matching.tolerance)
     for reason in (tolerance, *uncounted(made.rows), *missing(made.rows)):
         console.print(Text(reason, style="dim"))
-    name_page(made.page, console, "measure")
+    print_lines([page_words(made.page, "measure")], console)

@@ -44,6 +44,12 @@ _RECORDED = ("corpus", "start", "versions", "selection")
 _MORE = (
     "Not listed, and there: every flag of tightlip prepare, and the rarer ones in docs/training.md."
 )
+# Figures that a ledger may have beside the promise: what they are called, and what they are worth.
+_OTHER_EPSILONS = {
+    "epsilon_so_far": ("ε so far", "of the steps taken; the promise is that of the plan"),
+    "epsilon_rdp": ("ε by RDP", "a looser upper bound"),
+    "epsilon_as_published": ("by Gaussian DP", "as published in papers; no guarantee"),
+}
 # Of what `tightlip prepare` takes, listed here too; the others work without being listed.
 _OF_A_RAW_CORPUS = (
     *("user_column", "text_column", "format", "validation", "public_validation"),
@@ -288,21 +294,15 @@ def _people(record: dict[str, Any]) -> list[tuple[str, str]]:
 def _figures(record: dict[str, Any]) -> list[tuple[str, str]]:
     if record["epsilon"] is None:
         return [("ε", f"none: {record['standing']}")]
-    lines = [("ε", f"{figures.shown_epsilon(record)} ({figures.standing_words(record)})")]
-    if record.get("people"):
-        lines = [("ε of this run", lines[0][1])]
-    if record.get("epsilon_so_far") not in (None, record["epsilon"]):
-        figure = figures.rounded_up(record["epsilon_so_far"])
-        lines.append(
-            ("ε so far", f"{figure} (of the steps taken; the promise is that of the plan)")
-        )
-    if record.get("epsilon_rdp") is not None:
-        lines.append(
-            ("ε by RDP", f"{figures.rounded_up(record['epsilon_rdp'])} (a looser upper bound)")
-        )
-    if record.get("epsilon_as_published") is not None:
-        figure = figures.rounded_up(record["epsilon_as_published"])
-        lines.append(("by Gaussian DP", f"{figure} (as published in papers; no guarantee)"))
+    promise = f"{figures.shown_epsilon(record)} ({figures.standing_words(record)})"
+    lines = [("ε of this run" if record.get("people") else "ε", promise)]
+    others = {name: record.get(name) for name in _OTHER_EPSILONS}
+    if others["epsilon_so_far"] == record["epsilon"]:
+        del others["epsilon_so_far"]  # which is all there is to promise
+    for name, epsilon in others.items():
+        if epsilon is not None:
+            title, meaning = _OTHER_EPSILONS[name]
+            lines.append((title, f"{figures.rounded_up(epsilon)} ({meaning})"))
     return [*lines, ("δ", f"{record['delta']:g}")]
 
 

@@ -9,7 +9,7 @@ from markupsafe import Markup
 from rich.table import Table as RichTable
 
 from tightlip.core.figures import counted, number
-from tightlip.experiments import adaptive_tables
+from tightlip.experiments import adaptive_tables as runs
 from tightlip.report.kit.plots import Plot, draw_exposures, draw_line, linear_axis
 from tightlip.report.kit.table import NAMES, NEVER_SAW_BITS, NONE, Cell, Column, Table, plain_row
 from tightlip.report.kit.table import Row as TableRow
@@ -32,13 +32,13 @@ class AdaptivePage:
     def content(self) -> dict[str, Any]:
         result = self.result
         return {
-            "headline": adaptive_tables.headline(result),
+            "headline": runs.headline(result),
             "version": result["version"],
             "result": result,
             "sections": [_section(section) for section in result["corpora"]],
-            "legend_of_ways": [(f"way-{mode}", way) for mode, way in adaptive_tables.WAYS.items()],
+            "legend_of_ways": [(f"way-{mode}", way) for mode, way in runs.WAYS.items()],
             "paper": _paper_table(result),
-            "paper_notes": [adaptive_tables.PAPER_NOTE, *map(_ratio_words, result["ratios"])],
+            "paper_notes": [runs.PAPER_NOTE, *map(_ratio_words, result["ratios"])],
         }
 
 
@@ -46,19 +46,17 @@ def _section(section: dict[str, Any]) -> dict[str, Any]:
     return {
         "name": section["name"],
         "about": about(section),
-        "findings": list(adaptive_tables.findings(section)),
-        "stopped": adaptive_tables.stopped_early(section),
+        "findings": list(runs.findings(section)),
+        "stopped": runs.stopped_early(section),
         "runs": _runs_table(section),
         "by_third": _thirds_table(section),
         "thirds": [
             f"{name} ρ {number(third['mean_rho'])}"
-            for name, third in zip(
-                adaptive_tables.THIRDS, section["rows"][0]["thirds"], strict=True
-            )
+            for name, third in zip(runs.THIRDS, section["rows"][0]["thirds"], strict=True)
         ],
         "plots": _plots(section),
         "promises": [
-            (adaptive_tables.name_of(row), adaptive_tables.promise_words(row), row["because"] or "")
+            (runs.name_of(row), runs.promise_words(row), row["because"] or "")
             for row in section["rows"]
         ],
     }
@@ -81,7 +79,7 @@ def about(section: dict[str, Any]) -> str:
 def _runs_table(section: dict[str, Any]) -> Table:
     """Utility and exposure of each run, for the page."""
     names = ("", "σ", "ε", "steps", "loss", "perplexity")
-    bits = [Column(f"{times:,}×", "bits") for times in adaptive_tables.repetitions(section)]
+    bits = [Column(f"{times:,}×", "bits") for times in runs.repetitions(section)]
     rows = []
     for heading, _, row in _runs_of(section):
         cells = [Cell(_sigma(row)), _promise(row), _steps(row), *map(Cell, _utility(row))]
@@ -91,11 +89,7 @@ def _runs_table(section: dict[str, Any]) -> Table:
 
 def _thirds_table(section: dict[str, Any]) -> Table:
     """Who pays and who is protected, for the page."""
-    whats = [
-        Column(what, third)
-        for what in ("costs", "keeps", "bits")
-        for third in adaptive_tables.THIRDS
-    ]
+    whats = [Column(what, third) for what in ("costs", "keeps", "bits") for third in runs.THIRDS]
     rows = [
         _page_row(heading, row, [_promise(row)], *_by_thirds(row))
         for heading, _, row in _runs_of(section)
@@ -103,49 +97,46 @@ def _thirds_table(section: dict[str, Any]) -> Table:
     return Table(columns=[Column(), Column("ε"), *whats], rows=rows)
 
 
-def _runs_of(section: dict[str, Any]) -> Iterator[tuple[str, str, adaptive_tables.Row]]:
+def _runs_of(section: dict[str, Any]) -> Iterator[tuple[str, str, runs.Row]]:
     """Each run under its heading, and under one that fits a terminal."""
-    for heading, kind, rows in adaptive_tables.groups(section):
+    for heading, kind, rows in runs.groups(section):
         at = {"no noise": kind, "same noise": f"σ = {rows[0]['sigma'] or 0:g}"}
-        short = at.get(kind, f"ε = {adaptive_tables.epsilon_words(rows[0])}")
+        short = at.get(kind, f"ε = {runs.epsilon_words(rows[0])}")
         yield from ((heading, short, row) for row in rows)
 
 
-def _page_row(
-    heading: str, row: adaptive_tables.Row, cells: list[Cell], *parts: list[str]
-) -> TableRow:
+def _page_row(heading: str, row: runs.Row, cells: list[Cell], *parts: list[str]) -> TableRow:
     """A run's line; each further part of it begins with a rule."""
     for part in parts:
         kinds = ["first"] + [""] * len(part)
         cells = cells + [Cell(words, kind=kind) for words, kind in zip(part, kinds, strict=False)]
-    return TableRow(adaptive_tables.WAYS[row["mode"]], cells, heading, f"way-{row['mode']}")
+    return TableRow(runs.WAYS[row["mode"]], cells, heading, f"way-{row['mode']}")
 
 
-def _sigma(row: adaptive_tables.Row) -> str:
+def _sigma(row: runs.Row) -> str:
     noise = row["noise_multiplier"]
     return NONE if row["mode"] == "none" or noise is None else number(noise)
 
 
-def _promise(row: adaptive_tables.Row) -> Cell:
+def _promise(row: runs.Row) -> Cell:
     kind = "unproved" if row["mode"] == "as-published" else ""
-    return Cell(adaptive_tables.epsilon_words(row), adaptive_tables.promise_words(row), kind)
+    return Cell(runs.epsilon_words(row), runs.promise_words(row), kind)
 
 
-def _steps(row: adaptive_tables.Row) -> Cell:
-    if not adaptive_tables.is_cut_short(row):
-        return Cell(adaptive_tables.steps_words(row))
-    return Cell(adaptive_tables.steps_words(row), "budget spent", "unproved")
+def _steps(row: runs.Row) -> Cell:
+    marks = ("budget spent", "unproved") if runs.is_cut_short(row) else ()
+    return Cell(runs.steps_words(row), *marks)
 
 
-def _utility(row: adaptive_tables.Row) -> list[str]:
+def _utility(row: runs.Row) -> list[str]:
     return [number(row["loss_nats"]), number(row["perplexity"])]
 
 
-def _bits(row: adaptive_tables.Row) -> list[str]:
+def _bits(row: runs.Row) -> list[str]:
     return [number(entry["bits"]) for entry in row["exposure"]]
 
 
-def _by_thirds(row: adaptive_tables.Row) -> list[list[str]]:
+def _by_thirds(row: runs.Row) -> list[list[str]]:
     """What each third costs, what is kept of it, and its bits of exposure."""
     costs, keeps = (
         [_signed(third[name]) for third in row["thirds"]] for name in ("cost_nats", "kept_nats")
@@ -160,14 +151,12 @@ def _signed(value: float | None) -> str:
 
 def _paper_table(result: dict[str, Any]) -> Table:
     names = ("WikiText-103", "test loss", "test perplexity", "σ")
-    rows = [plain_row(*_paper_cells(row)) for row in result["paper"]]
+    rows = []
+    for row in result["paper"]:
+        noise = [NONE if row[name] is None else f"{row[name]:g}" for name in ("sigma", "epsilon")]
+        known = (f"{row['loss']:.2f}", f"{row['perplexity']:,.2f}")
+        rows.append(plain_row(row["model"], *known, *noise))
     return Table(columns=[*map(Column, names), Column("ε", "as published")], rows=rows)
-
-
-def _paper_cells(row: adaptive_tables.Row) -> list[str]:
-    known = [f"{row['loss']:.2f}", f"{row['perplexity']:,.2f}"]
-    noise = [NONE if row[name] is None else f"{row[name]:g}" for name in ("sigma", "epsilon")]
-    return [row["model"], *known, *noise]
 
 
 def _ratio_words(ratio: dict[str, Any]) -> str:
@@ -187,10 +176,10 @@ def terminal_tables(result: dict[str, Any]) -> list[RichTable]:
 def _printed_runs(section: dict[str, Any]) -> RichTable:
     plain = next(row for row in section["rows"] if row["mode"] == "dp")
     title = f"{section['name']}: δ {plain['delta']:g}, per {section['unit']}"
-    times = [f"{one:,}×\nbits" for one in adaptive_tables.repetitions(section)]
+    times = [f"{one:,}×\nbits" for one in runs.repetitions(section)]
     rows = []
     for _, heading, row in _runs_of(section):
-        promised = (_sigma(row), adaptive_tables.epsilon_words(row), row["standing"])
+        promised = (_sigma(row), runs.epsilon_words(row), row["standing"])
         rows.append(_short_row(heading, row, *promised, *_utility(row), *_bits(row)))
     return _printed(title, ("way", "σ", "ε", "standing", "loss", "perplexity", *times), rows)
 
@@ -206,8 +195,8 @@ def _printed_thirds(section: dict[str, Any]) -> RichTable:
     return _printed(title, ("way", *columns), rows)
 
 
-def _short_row(heading: str, row: adaptive_tables.Row, *words: str) -> TableRow:
-    way = adaptive_tables.WAYS[row["mode"]] + (STOPPED if adaptive_tables.is_cut_short(row) else "")
+def _short_row(heading: str, row: runs.Row, *words: str) -> TableRow:
+    way = runs.WAYS[row["mode"]] + (STOPPED if runs.is_cut_short(row) else "")
     return plain_row(way, *words, section=heading)
 
 
@@ -219,13 +208,13 @@ def _printed(title: str, names: Sequence[str], rows: Sequence[TableRow]) -> Rich
 
 
 def _plots(section: dict[str, Any]) -> list[tuple[str, str, Markup]]:
-    sigma = next(iter(adaptive_tables.noise_levels(section)), None)
+    sigma = next(iter(runs.noise_levels(section)), None)
     if sigma is None:
         return []
-    private = adaptive_tables.private_runs(section["rows"], sigma, "equal epsilon")
+    private = runs.private_runs(section["rows"], sigma, "equal epsilon")
     every = [section["rows"][0], *private]
     at = f"At the ε of DP at σ {sigma:g}"
-    exposed = _exposures(every, adaptive_tables.repetitions(section))
+    exposed = _exposures(every, runs.repetitions(section))
     costs = _by_third(private, "thirds", "cost_nats", "nats a token")
     bits = _by_third(every, "exposure_by_third", "mean_bits", "bits")
     return [
@@ -235,13 +224,13 @@ def _plots(section: dict[str, Any]) -> list[tuple[str, str, Markup]]:
     ]
 
 
-def _exposures(rows: Sequence[adaptive_tables.Row], times: Sequence[int]) -> Markup:
+def _exposures(rows: Sequence[runs.Row], times: Sequence[int]) -> Markup:
     plot = _plot(EXPOSED, "Bits of the planted number, by how often it was planted.")
     lines: dict[str, list[tuple[int, float, str]]] = {}
     for row in rows:
         known = [(entry["repetitions"], entry["bits"]) for entry in row["exposure"]]
         lines[f"way-{row['mode']}"] = [
-            (num, bits, f"{adaptive_tables.name_of(row)}, planted {num:,} times: {bits:.1f} bits")
+            (num, bits, f"{runs.name_of(row)}, planted {num:,} times: {bits:.1f} bits")
             for num, bits in known
         ]
     highest = max(bits for points in lines.values() for _, bits, _ in points)
@@ -249,7 +238,7 @@ def _exposures(rows: Sequence[adaptive_tables.Row], times: Sequence[int]) -> Mar
     return plot.svg()
 
 
-def _by_third(rows: Sequence[adaptive_tables.Row], part: str, name: str, label: str) -> Markup:
+def _by_third(rows: Sequence[runs.Row], part: str, name: str, label: str) -> Markup:
     title = f"{label} by thirds of the weight"
     plot = _plot(title, "Ordinary, middling and rare text, for each way.")
     values = [third[name] for row in rows for third in row[part] if third[name] is not None]
@@ -259,14 +248,14 @@ def _by_third(rows: Sequence[adaptive_tables.Row], part: str, name: str, label: 
         plot.level(axis.at(NEVER_SAW_BITS), "chance")
     places = [0.1, 0.5, 0.9]
     for row in rows:
-        way = adaptive_tables.name_of(row)
+        way = runs.name_of(row)
         points = [
             (place, axis.at(third[name]), f"{way}, {third['third']}: {third[name]:.3g} {label}")
             for place, third in zip(places, row[part], strict=True)
             if third[name] is not None
         ]
         draw_line(plot, points, f"way-{row['mode']}")
-    plot.x_labels(list(zip(places, adaptive_tables.THIRDS, strict=True)), "thirds of ρ")
+    plot.x_labels(list(zip(places, runs.THIRDS, strict=True)), "thirds of ρ")
     return plot.svg()
 
 

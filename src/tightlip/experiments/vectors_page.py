@@ -30,6 +30,7 @@ ATTACKERS = {
     "averaged": "logistic on averaged copies",
     "trees": "boosted trees",
 }
+CALIBRATED = ("laplace", "gaussian")
 # Empirical privacy, by the kind of what is private.
 _PRIVACY = {"entities": "1 - F, F1 over all entities", "attributes": "1 - X, X the mean accuracy"}
 Way = dict[str, Any]
@@ -155,9 +156,8 @@ def findings(section: dict[str, Any]) -> Iterator[str]:
             f"{name_of(row)}: the strongest attacker ({strongest_words(row)}) leaves {_percent(left)} empirical privacy; "
             f"guessing leaves {100 * least:.1f}%."
         )
-    for way in ("laplace", "gaussian"):
-        for row in _all(section, way):
-            yield f"{name_of(row)} of the whole vector, any two texts: main task {_percent(row['main'])}."
+    for row in _all(section, *CALIBRATED):
+        yield f"{name_of(row)} of the whole vector, any two texts: main task {_percent(row['main'])}."
     if section["num_seen_in_train"]:
         yield (
             f"{section['num_seen_in_train']:,} of {section['num_test']:,} test texts also stand in train. Without them: "
@@ -343,17 +343,14 @@ def _group_cells(section: dict[str, Any], row: Way, attribute: str) -> tuple[str
     )
 
 
-def _compared(section: dict[str, Any]) -> Iterator[Way]:
+def _compared(section: dict[str, Any]) -> list[Way]:
     """The rows of Table 4: the baselines, DPNR at its smallest ε, and our calibrated mechanisms."""
-    for way in ("none", "adversarial"):
-        yield from _all(section, way)
-    yield from _smallest(section)
-    for way in ("laplace", "gaussian"):
-        yield from _all(section, way)
+    baselines = _all(section, "none", "adversarial")
+    return [*baselines, *_smallest(section), *_all(section, *CALIBRATED)]
 
 
-def _all(section: dict[str, Any], way: str) -> list[Way]:
-    return [row for row in section["rows"] if row["way"] == way]
+def _all(section: dict[str, Any], *ways: str) -> list[Way]:
+    return [row for way in ways for row in section["rows"] if row["way"] == way]
 
 
 def _smallest(section: dict[str, Any]) -> list[Way]:

@@ -1,12 +1,18 @@
-"""All attackers on all private attributes of one run, and what they come to."""
+"""What is private in the texts of one run, attributes or people's names in them; all attackers on
+all of it, and what they come to."""
 
-from collections.abc import Callable, Sequence
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from tightlip.core.errors import UsageError
 from tightlip.core.progress import task
 from tightlip.core.resampling import HOW
 from tightlip.vectors import attack_figures as figures
@@ -19,6 +25,9 @@ from tightlip.vectors.attackers import (
     read_attribute,
     sklearn_part,
 )
+from tightlip.vectors.categories import Categories
+from tightlip.vectors.data import Examples, columns_of_run
+from tightlip.vectors.encode import lines_of
 from tightlip.vectors.settings import AttackSettings
 
 # Not attackers: the likeliest of those with one release, and one who hears the vectors bare.
@@ -26,9 +35,14 @@ STRONGEST, OPEN_BOOK = "strongest", "bare"
 MOST_POINTS = 500  # of a picture
 FEWEST_POINTS = 8
 FIRST_DIMENSIONS = 50  # principal components, as t-SNE's authors advise
+FEWEST_PRESENT = 2  # training texts with a name, and without, that an attacker can learn from
+MOST_NAMES = 5  # the paper keeps the five most frequent
+COLUMN = "column:"
+_GIVE_A_LIST = "Give the names in a file, a name a line: --entities FILE"
 
 Views = dict[str, JudgedRows]  # by which test rows they are of
 Readings = dict[str, Reading]  # by attacker
+NameFinder = Callable[[str], Iterable[str]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +101,10 @@ def attack(given: AttackInput, settings: AttackSettings, *, device: str = "cpu")
         "entities": None if entities is None else _names(entities, about_names, views),
         "fairness": {
             target.name: figures.fairness(
-                given.main_right, _groups(target), everybody.draws, seed=settings.seed
+                given.main_right,
+                [None if code < 0 else target.values[code] for code in target.codes.test],
+                everybody.draws,
+                seed=settings.seed,
             )
             for target in targets
         },
@@ -185,10 +202,6 @@ def _names(entities: Entities, readings: list[Readings], views: Views) -> dict[s
     }
 
 
-def _groups(target: Target) -> list[str | None]:
-    return [None if code < 0 else target.values[code] for code in target.codes.test]
-
-
 def _picture(given: AttackInput, settings: AttackSettings) -> dict[str, Any] | None:
     """Places of some test vectors before and after the noise, and their values as codes."""
     rows = chosen_rows(len(given.users), seed=settings.seed)
@@ -227,9 +240,9 @@ def flat_places(vectors: np.ndarray, *, seed: int) -> np.ndarray | None:
         return None
     vectors = (vectors - vectors.mean(axis=0)) / vectors.std()
     most = min(FIRST_DIMENSIONS, *vectors.shape)
-    decomposition: Any = sklearn_part("decomposition")
     if most < vectors.shape[1]:
-        vectors = decomposition.PCA(most, random_state=seed).fit_transform(vectors)
+        components = sklearn_part("decomposition").PCA(most, random_state=seed)
+        vectors = components.fit_transform(vectors)
     placed = sklearn_part("manifold").TSNE(
         n_components=2,
         init="pca",
@@ -240,3 +253,147 @@ def flat_places(vectors: np.ndarray, *, seed: int) -> np.ndarray | None:
     places = placed.fit_transform(vectors)
     low, high = places.min(axis=0), places.max(axis=0)  # each axis fills its frame
     return np.round((places - low) / np.where(high > low, high - low, 1), 4)[place_of.reshape(-1)]
+
+
+# What is to be read
+def target_of(name: str, column: Categories, parts: Arrays) -> Target:
+    codes = parts.map(column.ids.__getitem__)
+    return Target(name=name, values=tuple(column.names), codes=codes)
+
+
+def entities_of(run: Path, examples: Examples, parts: Arrays, source: str) -> Entities:
+    """Names from a file, by a finder (`auto`), or from a column of ids (`column:NAME`)."""
+    if source.startswith(COLUMN):
+        (cells,) = columns_of_run(run, [source.removeprefix(COLUMN)], examples).values()
+        names, there = listed_presence(cells)
+        if not names:
+            raise UsageError(f"{source} lists nobody in any text. Name a column that lists ids.")
+        return _entities(names, there, parts, "a column of ids")
+    if source == "auto":
+        names, by = frequent_names([examples.texts[place] for place in parts.train])
+    else:
+        names, by = names_in_file(source), "a list"
+    return _entities(names, presence(examples.texts, names), parts, by)
+
+
+def _entities(names: list[str], there: np.ndarray, parts: Arrays, found_by: str) -> Entities:
+    codes = there.astype(np.int64)
+    counts = there[parts.train].sum(axis=0)
+    enough = (counts >= FEWEST_PRESENT) & (len(parts.train) - counts >= FEWEST_PRESENT)
+    if not enough.any():
+        raise UsageError(
+            f"None of the {len(names)} names stands in {FEWEST_PRESENT} training texts and is missing from as many, so no "
+            "attacker can learn it. Give names that do, with their capitals: --entities FILE"
+        )
+    kept = [place for place in np.argsort(-counts, kind="stable") if enough[place]]
+    targets = [
+        target_of(names[place], Categories(["absent", "present"], codes[:, place]), parts)
+        for place in kept
+    ]
+    return Entities(found_by=found_by, targets=targets, num_left_out=len(names) - len(kept))
+
+
+def names_in_file(path: str | Path) -> list[str]:
+    """The names of a file, a name a line; empty lines and repeated names are passed over."""
+    path = Path(path)
+    if not path.is_file():
+        raise UsageError(
+            f"{path} is not a file of names. Give one with a name a line, or --entities auto."
+        )
+    names = list(dict.fromkeys(line.strip() for line in lines_of(path) if line.strip()))
+    if not names:
+        raise UsageError(f"{path} holds no name. Write a name a line.")
+    return names
+
+
+def presence(texts: Iterable[str], names: Sequence[str]) -> np.ndarray:
+    """Whether each name stands in each text as whole words, [texts, names].
+
+    Capitals count, so that Will is not will; runs of white space in a text do not.
+
+    >>> presence(["Will you?", "I will, Ann  Lee."], ["Will", "Ann Lee"]).tolist()
+    [[True, False], [False, True]]
+    """
+    patterns = [
+        re.compile(r"(?<!\w)" + r"\s+".join(map(re.escape, name.split())) + r"(?!\w)")
+        for name in names
+    ]
+    there = [[bool(pattern.search(text)) for pattern in patterns] for text in texts]
+    return np.asarray(there, dtype=bool).reshape(-1, len(names))
+
+
+def listed_presence(cells: Sequence[Any]) -> tuple[list[str], np.ndarray]:
+    """Ids and their presence from a column whose cells list them: [1, 4], "1 4" or "1,4".
+
+    >>> ids, there = listed_presence(["1 4", [4], None, ""])
+    >>> ids, there.astype(int).tolist()
+    (['1', '4'], [[1, 1], [0, 1], [0, 0], [0, 0]])
+    """
+    listed = [_ids(cell) for cell in cells]
+    ids = sorted({one for row in listed for one in row}, key=lambda one: (len(one), one))
+    there = np.asarray([[one in row for one in ids] for row in listed], dtype=bool)
+    return ids, there.reshape(-1, len(ids))
+
+
+def is_listing(cells: Sequence[Any]) -> bool:
+    """Whether a column's cells are lists."""
+    known = [cell for cell in cells if cell is not None]
+    return bool(known) and all(isinstance(cell, list | tuple | np.ndarray) for cell in known)
+
+
+def _ids(cell: Any) -> set[str]:
+    if isinstance(cell, str):
+        return set(re.findall(r"[^\s,;]+", cell))
+    if isinstance(cell, list | tuple | np.ndarray):
+        return {str(one) for one in cell}
+    return set() if cell is None else {str(cell)}
+
+
+def frequent_names(texts: Sequence[str], most: int = MOST_NAMES) -> tuple[list[str], str]:
+    """The person names in most texts, the most frequent first, and what found them."""
+    finder, by = _finder()
+    counts = Counter(chain.from_iterable(set(finder(text)) for text in texts))
+    if not counts:
+        raise UsageError(f"{by} found no person's name in the training part. {_GIVE_A_LIST}")
+    ranked = sorted(counts, key=lambda name: (-counts[name], name))
+    return ranked[:most], by
+
+
+def _finder() -> tuple[NameFinder, str]:
+    """NLTK, which the paper used, or spaCy."""
+    for make, name in ((_nltk_finder, "NLTK"), (_spacy_finder, "spaCy")):
+        if (finder := make()) is not None:
+            return finder, name
+    raise UsageError(
+        "--entities auto needs NLTK or spaCy, with an English model, to find people's names, and neither is "
+        f"installed. {_GIVE_A_LIST}"
+    )
+
+
+def _nltk_finder() -> NameFinder | None:
+    try:
+        import nltk
+    except ImportError:
+        return None
+
+    def people(text: str) -> Iterable[str]:
+        tree = nltk.ne_chunk(nltk.pos_tag(nltk.word_tokenize(text)))
+        for piece in tree:
+            if getattr(piece, "label", lambda: None)() == "PERSON":
+                yield " ".join(word for word, _ in piece.leaves())
+
+    try:
+        list(people("Ann Lee wrote."))
+    except LookupError:  # its models are downloads of their own
+        return None
+    return people
+
+
+def _spacy_finder() -> NameFinder | None:
+    try:
+        import spacy
+
+        pipeline = spacy.load("en_core_web_sm")
+    except (ImportError, OSError):  # no spaCy, or no model
+        return None
+    return lambda text: (e.text for e in pipeline(text).ents if e.label_ == "PERSON")

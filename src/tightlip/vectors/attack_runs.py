@@ -1,10 +1,13 @@
 """`tightlip represent attack` as one call: what eavesdroppers read from the vectors of each run."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from tightlip import __version__
 from tightlip.core.checksums import listed
@@ -12,16 +15,21 @@ from tightlip.core.devices import usable_device
 from tightlip.core.errors import DamagedError, UsageError
 from tightlip.core.files import claimed, digest_of_files, names_in, read_json, write_json
 from tightlip.core.gates import Known
+from tightlip.core.progress import task
 from tightlip.core.resampling import FEW_USERS
 from tightlip.core.run_folder import CONFIG
 from tightlip.core.settings import read_toml, split_settings
-from tightlip.vectors.attack import attack
-from tightlip.vectors.attack_data import attack_input
-from tightlip.vectors.attackers import sklearn_part
-from tightlip.vectors.data import Examples, load_examples
+from tightlip.vectors.attack import COLUMN, AttackInput, attack, entities_of, is_listing, target_of
+from tightlip.vectors.attack_figures import Target
+from tightlip.vectors.attackers import Arrays, Parts, Releases, sklearn_part
+from tightlip.vectors.categories import categories
+from tightlip.vectors.data import PARTS, Examples, columns_of_run, load_examples
 from tightlip.vectors.encode import Device, load_device
+from tightlip.vectors.grid_noise import GridNoise
 from tightlip.vectors.guarantees import BARE, cost_record
 from tightlip.vectors.halves import DEVICE, SERVER, read_half
+from tightlip.vectors.release import normalised, released
+from tightlip.vectors.server import load_server
 from tightlip.vectors.settings import AttackSettings, EncodingOptions
 
 RESULT = "attack.json"
@@ -194,6 +202,110 @@ def _attacked(folder: Path, asked: AttackSettings, encoding: dict[str, Any]) -> 
     kept = {**result, "run": folder.name, "group": None}
     write_json(folder / RESULT, {"format": FORMAT, "version": __version__, "runs": [kept]})
     return result
+
+
+def attack_input(
+    run: Path,
+    examples: Examples,
+    device: Device,
+    settings: AttackSettings,
+    encoding: dict[str, Any],
+) -> tuple[AttackInput, str | None]:
+    """The run as arrays, and where the names in its texts come from."""
+    parts = parts_of_run(examples)
+    targets, listing = what_to_read(run, examples, parts, settings.attributes)
+    source = settings.entities or listing
+    entities = None if source is None else entities_of(run, examples, parts, source)
+    if not targets and entities is None:
+        raise UsageError(
+            f"{run} has no private columns, so there is nothing to read. Name some: --attributes, or --entities."
+        )
+    releases, bare = _vectors(examples, parts, device, settings.copies, encoding)
+    right, plain = _main_task(run, examples, parts, releases)
+    users = users_of(examples)
+    given = AttackInput(
+        releases=releases,
+        bare=bare,
+        targets=targets,
+        entities=entities,
+        users=[users[place] for place in parts.test],
+        seen=examples.seen_in_train(),
+        main_right=right,
+        main_plain=plain,
+    )
+    return given, source
+
+
+def _vectors(
+    examples: Examples, parts: Arrays, device: Device, copies: int, encoding: dict[str, Any]
+) -> tuple[Releases, Arrays]:
+    """Fresh releases as an eavesdropper hears them, and the normalised vectors before noise."""
+    raw = device.extractor.encode(examples.texts, **encoding)
+    release = partial(device.encode, examples.texts, **encoding)
+    if not device.mechanism.dropout:
+        # Without masked words every release begins with the same vectors; only noise is fresh.
+        release = partial(released, raw, device.mechanism, GridNoise())
+    releases = released_afresh(release, parts, copies=copies)
+    bare = normalised(raw, device.mechanism).astype("float32")
+    return releases, parts.map(bare.__getitem__)
+
+
+def _main_task(
+    run: Path, examples: Examples, parts: Arrays, releases: Releases
+) -> tuple[np.ndarray, np.ndarray]:
+    """Whether the server, and whether the commonest training label, is right on each test text."""
+    guessed, _ = load_server(run / SERVER).classify(releases.single.test)
+    label = examples.label
+    commonest = np.bincount(label.ids[parts.train]).argmax()
+    truth = label.ids[parts.test]
+    right = [label.names[one] == name for one, name in zip(truth, guessed, strict=True)]
+    return np.array(right), truth == commonest
+
+
+def parts_of_run(examples: Examples) -> Arrays:
+    """The places of each part among the examples."""
+    return Parts(**{name: np.flatnonzero(examples.parts == name) for name in PARTS})
+
+
+def users_of(examples: Examples) -> list[str]:
+    """Whose each text is; without users each text is somebody's own."""
+    return examples.users or [str(row) for row in examples.rows]
+
+
+def released_afresh(release: Callable[[], np.ndarray], parts: Arrays, *, copies: int) -> Releases:
+    """One release of every text, and the mean of `copies` of them, the first among these."""
+    with task("Releases", copies) as bar:
+        single = release()
+        bar.advance()
+        total = single.astype(np.float64)
+        for _ in range(copies - 1):
+            total += release()
+            bar.advance()
+    mean = (total / copies).astype(np.float32)
+    return Releases(single=parts.map(single.__getitem__), averaged=parts.map(mean.__getitem__))
+
+
+def what_to_read(
+    run: Path, examples: Examples, parts: Arrays, attributes: Sequence[str] | None
+) -> tuple[list[Target], str | None]:
+    """The private attributes: the run's own, or those named, which may be any column.
+
+    One whose cells are lists of ids is no attribute: it comes back as a source of entities.
+    """
+    wanted = list(examples.private) if attributes is None else list(dict.fromkeys(attributes))
+    others = [name for name in wanted if name not in examples.private]
+    columns = columns_of_run(run, others, examples)
+    listing = [name for name, cells in columns.items() if is_listing(cells)]
+    if len(listing) > 1:
+        raise UsageError(
+            f"{' and '.join(listing)} both list ids in each text. Attack one of them at a time."
+        )
+    targets = [
+        target_of(name, examples.private.get(name) or categories(columns[name], name), parts)
+        for name in wanted
+        if name not in listing
+    ]
+    return targets, COLUMN + listing[0] if listing else None
 
 
 def _with_what_varies(settings: AttackSettings, device: Device) -> AttackSettings:

@@ -9,7 +9,6 @@ others are stronger in one way each: `logistic` needs few examples to see throug
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from tightlip.core.errors import UsageError
+from tightlip.vectors.halves import needed
 from tightlip.vectors.settings import check_attacker
 
 HIDDEN = 512
@@ -206,12 +206,9 @@ def _until_worse(
 # scikit-learn
 def sklearn_part(name: str) -> Any:
     """A part of scikit-learn; without it, the line that installs it."""
-    try:
-        return import_module(f"sklearn.{name}")
-    except ImportError as error:
-        raise UsageError(
-            "Attacking vectors needs scikit-learn, which is not installed. Run: pip install 'tightlip[represent]'"
-        ) from error
+    return needed(
+        f"sklearn.{name}", "Attacking vectors needs scikit-learn, which is not installed."
+    )
 
 
 def _reading(

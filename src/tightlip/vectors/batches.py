@@ -88,16 +88,14 @@ class Batches:
         return [batches[number] for number in draw.permutation(len(batches))]
 
     def _batch(self, places: np.ndarray, step: int) -> Batch:
-        made = self._tokens(places, step) | {_PLACES: torch.from_numpy(places)}
+        ids = [self._ids[place] for place in places]
+        if self._dropout:
+            texts = [self._texts[place] for place in places]
+            masked = _masked(self._extractor, texts, self._dropout, self._seed, _WORDS, step)
+            ids = self._extractor.token_ids(masked)
+        made = self._extractor.padded(ids) | {_PLACES: torch.from_numpy(places)}
         made = pinned(made, self._device)
         return Batch(made.pop(_PLACES), made)
-
-    def _tokens(self, places: np.ndarray, step: int) -> dict[str, Tensor]:
-        if not self._dropout:
-            return self._extractor.padded([self._ids[place] for place in places])
-        texts = [self._texts[place] for place in places]
-        masked = _masked(self._extractor, texts, self._dropout, self._seed, _WORDS, step)
-        return self._extractor.tokenize(masked)
 
 
 @dataclass(frozen=True)

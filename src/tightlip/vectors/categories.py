@@ -96,7 +96,9 @@ def _named(words: Sequence[str]) -> Iterator[tuple[str, float, float]]:
 def _cut_at(words: Sequence[str]) -> Iterator[tuple[str, float, float]]:
     points = [-math.inf, *sorted(map(_finite, words)), math.inf]
     for low, high in pairwise(points):
-        yield _between(low, high), low, math.nextafter(high, -math.inf)
+        start = f"from {low:g}" if low > -math.inf else ""
+        end = f" below {high:g}" if high < math.inf else ""
+        yield (start + end).strip(), low, math.nextafter(high, -math.inf)
 
 
 def _finite(word: str) -> float:
@@ -121,14 +123,6 @@ def _check_apart(column: str, cut: str, ranges: Sequence[tuple[str, float, float
                 f"{given}: {name} and {other} overlap, and a range holds both its ends. Let each begin above the one "
                 "before."
             )
-
-
-def _between(low: float, high: float) -> str:
-    words = (
-        f"from {low:g}" if low > -math.inf else "",
-        f"below {high:g}" if high < math.inf else "",
-    )
-    return " ".join(filter(None, words))
 
 
 def _is_empty(value: Any) -> bool:

@@ -1,5 +1,6 @@
 """Texts with a label and private attributes, split 8:1:1 into train, dev and test."""
 
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -27,7 +28,7 @@ from tightlip.vectors.settings import RepresentSettings
 BUNDLED = "bundled"
 PARTS = ("train", "dev", "test")
 SPLIT, CORPUS = "split.parquet", "corpus.parquet"
-_SHARES = (0.8, 0.9, 1.0)
+_ENDS = (0.8, 0.9)  # shares of the texts at which train and dev end
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -265,10 +266,7 @@ def _assigned(sizes: Mapping[str, int], seed: int) -> dict[str, str]:
 
     total, before, part_of = sum(sizes.values()), 0, {}
     for key in sorted(sizes, key=place):
-        share = before / total
-        part_of[key] = next(
-            part for part, end in zip(PARTS, _SHARES, strict=True) if share < end - 1e-12
-        )
+        part_of[key] = PARTS[bisect_right(_ENDS, before / total + 1e-12)]
         before += sizes[key]
     return part_of
 
@@ -339,6 +337,12 @@ def source_of_run(run: Path) -> Source:
     tree = read_toml(run / CONFIG)["corpus"]
     columns = {name: tree[name] for name in ("user_column", "text_column", "bad_rows")}
     return open_source(tree.get("path") or run / CORPUS, **columns)
+
+
+def columns_of_run(run: Path, names: Sequence[str], examples: Examples) -> dict[str, list[Any]]:
+    """Further columns of a run's corpus, for the texts it uses."""
+    named = read_columns(source_of_run(run), names).named if names else {}
+    return {name: [cells[row] for row in examples.rows] for name, cells in named.items()}
 
 
 def _as_trained(run: Path, examples: Examples) -> Examples:

@@ -3,7 +3,7 @@ encode` as one call, texts to a file of private vectors."""
 
 import os
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -19,20 +19,12 @@ from tightlip.core.progress import task
 from tightlip.core.randomness import keyed_generator
 from tightlip.core.settings import split_settings, takes
 from tightlip.corpus.prepare_config import ColumnSettings
-from tightlip.vectors import halves
+from tightlip.vectors import halves, masking
 from tightlip.vectors.data import Columns, open_source, read_columns
 from tightlip.vectors.extractors import Raw, Tokenised, made_ahead, pieces
 from tightlip.vectors.grid_noise import GridNoise
 from tightlip.vectors.guarantees import VectorMechanism, costs
-from tightlip.vectors.masking import (
-    Marked,
-    Masking,
-    as_read,
-    holds_marked,
-    marks_of,
-    masked_texts,
-    masking_of,
-)
+from tightlip.vectors.masking import Marked, Masking, masked_texts
 from tightlip.vectors.release import drawn, noised
 from tightlip.vectors.server import VectorFile, write_vectors
 from tightlip.vectors.settings import EncodeSettings, EncodingOptions, Runtime
@@ -79,7 +71,7 @@ class Device:
         sent = np.empty((len(texts), self.dimensions), np.float32)
         if not len(texts):
             return sent
-        marks = marks_of(marked, len(texts))
+        marks = masking.marks_of(marked, len(texts))
         with task("encode", len(texts)) as bar, ThreadPoolExecutor(_DRAWING) as drawing:
             # Of vectors that are not there yet, in their order; each is used once.
             noise: deque[Future[np.ndarray]] = deque()
@@ -189,7 +181,7 @@ def represent_encode(
     wanted = [*carry, *([mask_column] if mask_column else [])]
     given = _read(texts, wanted, **columns.tree())
     marks = _marks(given, asked)
-    masking = masking_of(given.texts, marks) if any(marks) else None
+    found = masking.masking_of(given.texts, marks) if any(marks) else None
     _refuse_marked(given, carry, marks)
     vectors = half.encode(
         given.texts * releases,
@@ -207,9 +199,9 @@ def represent_encode(
         columns=carried,
         record=half.mechanism.record() | together,
         pair=half.pair,
-        most_of_one_text=releases * _most([as_read(text) for text in given.texts]),
+        most_of_one_text=releases * _most(map(masking.as_read, given.texts)),
         most_of_one_user=None if given.users is None else releases * _most(given.users),
-        masking=masking,
+        masking=found,
     )
     if out is not None:
         write_vectors(out, encoded)
@@ -239,11 +231,11 @@ def _refuse_marked(given: Columns, carry: Sequence[str], marks: list[list[str]])
     """Refuse columns that would tell the words that are masked in the texts."""
     if not any(marks):
         return
-    compared = marks_of(marks, len(marks))
+    compared = masking.marks_of(marks, len(marks))
     for name in carry:
         # Lists and the like as they are written out: their brackets and commas part words too.
         values = zip(given.named[name], compared, strict=True)
-        num = sum(value is not None and holds_marked(str(value), each) for value, each in values)
+        num = sum(v is not None and masking.holds_marked(str(v), each) for v, each in values)
         if num:
             raise UsageError(
                 f"Column {name!r} holds a marked word in {num:,} of {len(marks):,} rows, and would carry it "
@@ -297,6 +289,6 @@ def _words_in(value: Any, column: str) -> list[str]:
     )
 
 
-def _most(values: list[str]) -> int:
+def _most(values: Iterable[str]) -> int:
     """How often the most frequent value stands there."""
     return max(Counter(values).values())

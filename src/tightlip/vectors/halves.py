@@ -26,15 +26,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from tightlip.core import files
 from tightlip.core.checksums import checked
 from tightlip.core.errors import UsageError
-from tightlip.core.files import (
-    digest_of_files,
-    folder_written_whole,
-    read_json,
-    write_json,
-    written_whole,
-)
 from tightlip.models.checks import without_progress_bar
 from tightlip.models.folders import state_fingerprint
 from tightlip.models.loading import load_tokenizer
@@ -128,11 +122,11 @@ def noise_print(record: dict[str, Any]) -> str:
 def write_device(folder: Path, extractor: Extractor, record: dict[str, Any], pair: str) -> None:
     """Write the device's half whole or not at all; an earlier one gives way."""
     shutil.rmtree(folder, ignore_errors=True)
-    with folder_written_whole(folder) as beside:
+    with files.folder_written_whole(folder) as beside:
         with without_progress_bar():
             extractor.model.save_pretrained(beside / EXTRACTOR)
             extractor.tokenizer.save_pretrained(beside / EXTRACTOR)
-        write_json(beside / GUARANTEE, record)
+        files.write_json(beside / GUARANTEE, record)
         about = {
             "format": FORMAT,
             "kind": f"tightlip-{DEVICE}",
@@ -142,14 +136,13 @@ def write_device(folder: Path, extractor: Extractor, record: dict[str, Any], pai
             "pair": pair,
             "files": _prints(beside / EXTRACTOR),
         }
-        write_json(beside / f"{DEVICE}.json", about)
+        files.write_json(beside / f"{DEVICE}.json", about)
 
 
 def _prints(folder: Path) -> dict[str, str]:
     """The SHA-256 of each of an extractor's files; hidden ones, of file managers, are passed over."""
-    there = sorted(folder.rglob("[!.]*"))
-    files = [path for path in there if path.is_file()]
-    return {str(path.relative_to(folder)): digest_of_files([path]) for path in files}
+    there = [path for path in sorted(folder.rglob("[!.]*")) if path.is_file()]
+    return {str(path.relative_to(folder)): files.digest_of_files([path]) for path in there}
 
 
 def check_files(folder: Path, about: dict[str, Any], *, weights: bool = True) -> None:
@@ -170,7 +163,7 @@ def check_files(folder: Path, about: dict[str, Any], *, weights: bool = True) ->
 def write_server(folder: Path, classifier: Classifier, pair: str) -> None:
     """Write the server's half whole or not at all; an earlier one gives way."""
     shutil.rmtree(folder, ignore_errors=True)
-    with folder_written_whole(folder) as beside:
+    with files.folder_written_whole(folder) as beside:
         weights = classifier.state_dict()
         save_file({name: weights[name].cpu().contiguous() for name in weights}, beside / WEIGHTS)
         about = {
@@ -179,7 +172,7 @@ def write_server(folder: Path, classifier: Classifier, pair: str) -> None:
             **{name: getattr(classifier, name) for name in ("labels", "dimensions", "hidden")},
             "pair": pair,
         }
-        write_json(beside / f"{SERVER}.json", about)
+        files.write_json(beside / f"{SERVER}.json", about)
 
 
 def read_half(folder: Path, kind: str) -> dict[str, Any]:
@@ -191,7 +184,7 @@ def read_half(folder: Path, kind: str) -> dict[str, Any]:
         raise UsageError(
             f"{folder} is no {kind}'s half: it has no {path.name}.{hint or ' Run: tightlip represent train'}"
         )
-    about = read_json(path)
+    about = files.read_json(path)
     if not isinstance(about, dict) or about.get("kind") != f"tightlip-{kind}":
         raise UsageError(
             f"{path} does not describe a {kind}'s half. Give a folder of `tightlip represent train`."
@@ -262,7 +255,7 @@ def export_onnx(device: Path, out: Path | None = None) -> Path:
     model = _exported(extractor)
     entry = model.metadata_props.add()
     entry.key, entry.value = _PAIR, about["pair"]
-    with written_whole(path, alone=out is not None) as beside:
+    with files.written_whole(path, alone=out is not None) as beside:
         beside.write_bytes(model.SerializeToString())
         _check_equal(extractor, beside)
     return path
@@ -364,9 +357,12 @@ def _runtime_errors(runtime: Any) -> tuple[type[BaseException], ...]:
 
 
 def _needed(name: str) -> Any:
+    return needed(name, f"{name} is not installed, and ONNX needs it.")
+
+
+def needed(name: str, lacking: str) -> Any:
+    """The module of that name; without it, what is `lacking` and the line that installs it."""
     try:
         return import_module(name)
     except ImportError as error:
-        raise UsageError(
-            f"{name} is not installed, and ONNX needs it. Run: pip install 'tightlip[represent]'"
-        ) from error
+        raise UsageError(f"{lacking} Run: pip install 'tightlip[represent]'") from error

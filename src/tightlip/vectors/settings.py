@@ -39,9 +39,11 @@ _FOLLOWS: dict[str, dict[str, Any]] = {
 # Settings by the title under which a command lists their flags.
 _privacy = partial(setting, panel="What is hidden")
 _model = partial(setting, panel="The model")
+_rare_model = partial(_model, hidden=True)
 _length = partial(setting, panel="How long")
 _texts = partial(setting, panel="The texts")
 _against = partial(setting, panel="Method adversarial")
+_rare_against = partial(_against, hidden=True)
 _names = separated(str)
 
 
@@ -83,28 +85,20 @@ class RepresentSettings(Settings):
     )
     delta: float = _privacy(1e-5, "The chance that ε does not hold.", at_least=0, below=1)
     dropout: float = _privacy(0.0, "The share of words masked in each text.", at_least=0, below=1)
-    pooling: str | None = _model(
-        None, "mean or cls.", choices=POOLINGS, default_words="mean of a new extractor", hidden=True
+    pooling: str | None = _rare_model(
+        None, "mean or cls.", choices=POOLINGS, default_words="mean of a new extractor"
     )
-    max_tokens: int | None = _model(
-        None, "Read of each text.", at_least=1, default_words="128", hidden=True
+    max_tokens: int | None = _rare_model(
+        None, "Read of each text.", at_least=1, default_words="128"
     )
     dimensions: int | None = _model(
         None, "Of a new extractor.", at_least=1, default_words="64", at_most=LARGEST_SIZE
     )
-    vocabulary_size: int | None = _model(
-        None,
-        "Of a new extractor.",
-        default_words=f"{NEW_VOCABULARY:,}",
-        hidden=True,
-        at_most=10_000_000,
+    vocabulary_size: int | None = _rare_model(
+        None, "Of a new extractor.", default_words=f"{NEW_VOCABULARY:,}", at_most=10_000_000
     )
-    hidden: int = _model(
-        0,
-        "The classifier's hidden layer; 0 for none.",
-        at_least=0,
-        hidden=True,
-        at_most=LARGEST_SIZE,
+    hidden: int = _rare_model(
+        0, "The classifier's hidden layer; 0 for none.", at_least=0, at_most=LARGEST_SIZE
     )
     freeze: bool = _model(False, "Train the classifier alone.")
     epochs: int = _length(4, "How often every text is read.", at_least=1)
@@ -127,20 +121,11 @@ class RepresentSettings(Settings):
     adversary_weight: float | None = _against(
         None, "Of the readers' doubt.", at_least=0, default_words="3"
     )
-    adversary_hidden: int | None = _against(
-        None,
-        "The readers' hidden layer.",
-        at_least=1,
-        default_words="512",
-        hidden=True,
-        at_most=LARGEST_SIZE,
+    adversary_hidden: int | None = _rare_against(
+        None, "The readers' hidden layer.", at_least=1, default_words="512", at_most=LARGEST_SIZE
     )
-    adversary_steps: int | None = _against(
-        None,
-        "Of the readers, for one of the extractor.",
-        at_least=1,
-        default_words="3",
-        hidden=True,
+    adversary_steps: int | None = _rare_against(
+        None, "Of the readers, for one of the extractor.", at_least=1, default_words="3"
     )
     seed: int = _length(0, "Decides everything drawn in training.", at_least=0)
 

@@ -29,19 +29,19 @@ from report.comparison.runs import (
 from report.samples import Reader
 from tightlip.audit.compared import Matching, change_of, compared
 from tightlip.core.errors import UsageError
+from tightlip.report.comparison import (
+    ONE_TRAINING,
+    clearly_less,
+    headline,
+    missing,
+    uncounted,
+)
 from tightlip.report.comparison.table import (
     MOST_REPETITIONS,
     chosen_repetitions,
     comparison_table,
     csv_text,
     terminal_tables,
-)
-from tightlip.report.comparison.words import (
-    ONE_TRAINING,
-    clearly_less,
-    headline,
-    missing,
-    uncounted,
 )
 from tightlip.report.kit import render_page
 

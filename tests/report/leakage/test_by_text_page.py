@@ -14,7 +14,7 @@ from report.leakage.folders import (
     write_folder,
 )
 from tightlip.report.kit import render_page, write_page
-from tightlip.report.leakage.rows import read_users
+from tightlip.report.leakage import read_users
 from tightlip.report.leakage.tallies import tally_and_choose
 from tightlip.report.leakage.words import summary_lines, verdict
 

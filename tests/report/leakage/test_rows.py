@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import tightlip.report.leakage as rows_module
 from report.leakage.folders import PEOPLE, redacted, row, sample_rows, users_of, write_folder
 from tightlip.core.errors import UsageError
-from tightlip.report.leakage import rows as rows_module
-from tightlip.report.leakage.rows import (
+from tightlip.report.leakage import (
     NUM_USERS,
     cut_end,
     cut_start,

@@ -20,16 +20,13 @@ FOUND = "tpr_at_1_percent_fpr"
 
 def comparison_table(rows: Sequence[RunFigures]) -> Table:
     """Every measure of every run, as printed."""
+    unique = [_owned(row, "unique", "users_with_unique") for row in rows]
     lines = [
         Row("Model", [Cell(row["model"] or "none") for row in rows], "Utility"),
         Row("Validation perplexity", [_interval(row["perplexity"]) for row in rows], "Utility"),
         Row("Matched utility", [_matched(row) for row in rows], "Utility"),
         Row("Leaks", [_owned(row, "leaks", "people_affected") for row in rows], "Leakage"),
-        Row(
-            "Unique by tokens",
-            [_owned(row, "unique", "users_with_unique") for row in rows],
-            "Leakage",
-        ),
+        Row("Unique by tokens", unique, "Leakage"),
         Row("Leakage ε_l", [Cell(number(row["leakage_epsilon"])) for row in rows], "Leakage"),
         *_exposures(rows),
         *(
@@ -103,16 +100,12 @@ def _exposures(rows: Sequence[RunFigures]) -> Iterator[Row]:
         yield Row("Exposure (bits)", [Cell(UNKNOWN)] * len(rows), "Leakage")
         return
     for times in chosen:
-        bits = [_bits(row, times) for row in rows]
+        groups = [exposure_at(row, times) for row in rows]
+        bits = [Cell(f"{group['mean_bits']:.1f}" if group else UNKNOWN) for group in groups]
         yield Row(f"Exposure, {times:,}× (bits)", bits, "Leakage")
     above = next(row["exposed_above_bits"] for row in rows if row["exposure"])
     if above is not None:
         yield Row(f"Exposed (> {above:.1f} bits)", [_exposed(row) for row in rows], "Leakage")
-
-
-def _bits(row: RunFigures, times: int) -> Cell:
-    group = exposure_at(row, times)
-    return Cell(UNKNOWN) if group is None else Cell(f"{group['mean_bits']:.1f}")
 
 
 def _exposed(row: RunFigures) -> Cell:
@@ -135,12 +128,10 @@ def _tab(row: RunFigures, kind: str) -> Cell:
 def membership_score(rows: Sequence[RunFigures]) -> str:
     """The score that the table shows: the first of those that lead which every run has."""
     levels = [row["membership"]["documents"] for row in rows if row["membership"]]
-    known = (
-        score
-        for score in LEADING
-        if levels and all(level and level["scores"].get(score) for level in levels)
-    )
-    return next(known, LEADING[-1])
+    for score in LEADING:
+        if levels and all(level and level["scores"].get(score) for level in levels):
+            return score
+    return LEADING[-1]
 
 
 def _memberships(rows: Sequence[RunFigures]) -> Iterator[Row]:
@@ -249,10 +240,8 @@ def terminal_tables(rows: Sequence[RunFigures], width: int) -> list[RichTable]:
     size = max(1, left // (NARROWEST + 2) - 1)
     parts = [[base, *others[start : start + size]] for start in range(0, max(len(others), 1), size)]
     widths = [max(NARROWEST, min(26, left // len(part) - 2)) for part in parts]
-    return [
-        table.only(part, widest=widest).printed()
-        for part, widest in zip(parts, widths, strict=True)
-    ]
+    sized = zip(parts, widths, strict=True)
+    return [table.only(part, widest=widest).printed() for part, widest in sized]
 
 
 def csv_text(rows: Sequence[RunFigures]) -> str:

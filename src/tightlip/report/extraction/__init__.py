@@ -13,7 +13,7 @@ from tightlip.core.checksums import checked
 from tightlip.core.figures import UNKNOWN, count, counted, guarantee_words, percent
 from tightlip.core.files import read_json
 from tightlip.report.kit.plots import Axis, Plot, draw_line, linear_axis, log_axis, short
-from tightlip.report.kit.table import Column, Table, plain_row
+from tightlip.report.kit.table import Column, Table, facts_of, plain_row
 
 Figures = dict[str, Any]
 NEVER = "never"
@@ -210,23 +210,18 @@ class ExtractionPage:
             "decoding": decoding_words(summary),
             "remarks": summary["notes"][:NUM_NOTES],
             "guarantee": guarantee_words(summary["guarantee"]),
-            "facts": _facts(summary),
+            "facts": facts_of(
+                ("model", summary["model_fingerprint"] or UNKNOWN, 12),
+                ("corpus", summary["corpus_fingerprint"] or UNKNOWN, 12),
+                ("reference", summary["reference"] or "none", 60),
+                ("decoding", decoding_words(summary), 60),
+            ),
             "table": length_table(summary),
             "lines": list(_lines(summary, "users_within", "users")),
             "users_plot": _users_plot(summary),
             "windows_plot": _windows_plot(summary),
             "shown": _shown(self.folder, summary),
         }
-
-
-def _facts(summary: Figures) -> list[tuple[str, str, str]]:
-    facts = {
-        "model": (summary["model_fingerprint"] or UNKNOWN, 12),
-        "corpus": (summary["corpus_fingerprint"] or UNKNOWN, 12),
-        "reference": (summary["reference"] or "none", 60),
-        "decoding": (decoding_words(summary), 60),
-    }
-    return [(name, str(value)[:most], str(value)[:300]) for name, (value, most) in facts.items()]
 
 
 def _users_plot(summary: Figures) -> Markup | None:

@@ -112,6 +112,12 @@ def p_words(p: float | None) -> str:
     return "p < 0.001" if p < 0.001 else f"p = {p:.2g}" if p < 0.1 else f"p = {p:.2f}"
 
 
+def facts_of(*facts: tuple[str, Any, int]) -> list[tuple[str, str, str]]:
+    """(name, short value, whole value) of what identifies a measurement; beside each value stands
+    how many characters the short one may have."""
+    return [(name, str(value)[:most], str(value)[:300]) for name, value, most in facts]
+
+
 class Cell(NamedTuple):
     """A figure and, in small print, its interval or what it is out of; `kind` is the page's."""
 

@@ -12,13 +12,7 @@ from markupsafe import Markup
 
 from tightlip.core.figures import count, counted, number
 from tightlip.report.kit import plots
-from tightlip.report.leakage.tallies import (
-    LENGTH_STARTS,
-    LengthHistogram,
-    LogHistogram,
-    Tally,
-    length_label,
-)
+from tightlip.report.leakage import tallies
 from tightlip.report.leakage.words import epoch_name, is_best
 
 MOST_BARS = 34
@@ -30,7 +24,7 @@ VIOLIN_BINS = 28
 RARE = 0.05
 
 
-def length_plot(tally: Tally) -> Markup:
+def length_plot(tally: tallies.Tally) -> Markup:
     """Unique sequences by number of tokens."""
     plot = plots.Plot(
         title="Unique sequences by length",
@@ -54,7 +48,7 @@ def _is_labelled(place: int, bars: list[tuple[str, int]]) -> bool:
     return len(bars) <= 14 or place in (0, 4, 9, 14) or place >= 20
 
 
-def perplexity_plot(tally: Tally) -> Markup:
+def perplexity_plot(tally: tallies.Tally) -> Markup:
     """Unique sequences by the lowest perplexity each was completed with."""
     plot = plots.Plot(
         title="Unique sequences by perplexity",
@@ -66,7 +60,7 @@ def perplexity_plot(tally: Tally) -> Markup:
     return plot.svg()
 
 
-def ratio_plot(tally: Tally) -> Markup:
+def ratio_plot(tally: tallies.Tally) -> Markup:
     """Unique sequences by how much less surprising they are to this model than to the public one."""
     plot = plots.Plot(
         title="Unique sequences by ratio",
@@ -80,7 +74,12 @@ def ratio_plot(tally: Tally) -> Markup:
 
 
 def _draw_log_bars(
-    plot: plots.Plot, every: LogHistogram, own: LogHistogram, what: str, *, lowest: float = 0.0
+    plot: plots.Plot,
+    every: tallies.LogHistogram,
+    own: tallies.LogHistogram,
+    what: str,
+    *,
+    lowest: float = 0.0,
 ) -> plots.Axis:
     """Bars over a logarithmic axis, which is returned; `every` is not empty."""
     bars = every.bars(MOST_BARS)
@@ -188,15 +187,15 @@ def grouped_lengths(shown: list[dict[str, Any]]) -> tuple[list[str], np.ndarray]
     common = np.flatnonzero(counts.max(axis=0) > RARE * counts.max(initial=1))
     last = int(common[-1]) + 1 if len(common) else 1
     rest = counts[:, last:].sum(axis=1, keepdims=True)
-    labels = [length_label(place) for place in range(last)]
+    labels = [tallies.length_label(place) for place in range(last)]
     if rest.any():
-        labels.append(f"{LENGTH_STARTS[last]}+")
+        labels.append(f"{tallies.LENGTH_STARTS[last]}+")
         return labels, np.hstack([counts[:, :last], rest])
     return labels, counts[:, :last]
 
 
-def _lengths(snapshot: dict[str, Any]) -> LengthHistogram:
-    histogram = LengthHistogram()
+def _lengths(snapshot: dict[str, Any]) -> tallies.LengthHistogram:
+    histogram = tallies.LengthHistogram()
     num_by_length = snapshot.get("unique_lengths") or {}
     lengths = np.array([int(length) for length in num_by_length], dtype=np.int64)
     histogram.add(lengths, np.array([*num_by_length.values()], dtype=np.int64))

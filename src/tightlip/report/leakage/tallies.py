@@ -6,10 +6,11 @@ and row numbers are kept.
 
 import heapq
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -170,14 +171,9 @@ def filled(column: pa.Array, value: float) -> np.ndarray:
 
 def first_of_lists(lists: pa.ListArray) -> tuple[np.ndarray, np.ndarray]:
     """Each list's first number, and whether it has one."""
-    num_inside = filled(pc.list_value_length(lists), 0)
-    known = num_inside > 0
-    first = np.full(len(lists), np.nan)
-    starts = lists.offsets.to_numpy()[:-1][known]
-    numbers = lists.values.take(pa.array(starts))
-    known[known] = np.asarray(numbers.is_valid())
-    first[known] = numbers.drop_null().to_numpy()
-    return first, known
+    # Of a list of no fixed size pyarrow refuses the first element where there is none.
+    first = pc.list_element(pc.list_slice(lists, 0, 1, return_fixed_size_list=True), 0)
+    return filled(first, math.nan), np.asarray(first.is_valid())
 
 
 @dataclass(kw_only=True)
@@ -289,10 +285,12 @@ def read_owners(folder: Path) -> pa.ChunkedArray:
     return pa.chunked_array([pa.ListArray.from_arrays(edges, one.drop_null())])
 
 
-def batches(file: pq.ParquetFile, columns: tuple[str, ...]) -> Iterator[tuple[int, pa.RecordBatch]]:
+def batches(
+    file: pq.ParquetFile, columns: Sequence[str], batch_rows: int = BATCH_ROWS, **which: Any
+) -> Iterator[tuple[int, pa.RecordBatch]]:
     """Row number of the first row, and the batch."""
     start = 0
-    for batch in file.iter_batches(batch_size=BATCH_ROWS, columns=list(columns), use_threads=False):
+    for batch in file.iter_batches(batch_rows, columns=list(columns), use_threads=False, **which):
         yield start, batch
         start += batch.num_rows
 

@@ -16,7 +16,7 @@ from tightlip.core.figures import (
     number,
     percent,
 )
-from tightlip.report.kit.table import Cell, Column, Row, Table, plain_row
+from tightlip.report.kit.table import NAMES, Cell, Column, Row, Table, plain_row
 
 Summary = dict[str, Any]  # summary.json, or snapshots.json, as written
 SNAPSHOT_COLUMNS = ("epoch", "train ppl", "validation ppl", "unique", "longest unique", "ε_l")
@@ -80,25 +80,19 @@ def _meaning(name: str, value: str, more: str = "") -> Line:
 
 
 def _leak_lines(summary: Summary) -> Iterator[Line]:
-    if summary.get("leaks") is None:  # of 0.1, which counted tokens only
-        yield from _lines_by_tokens(summary)
-        return
-    yield _meaning("Leaks", count(summary["leaks"]))
-    owners, users = summary.get("people_affected"), summary.get("num_users")
-    share = f", {percent(owners / users)} of everybody who wrote" if owners and users else ""
-    whose = f"People whose text the leaks are{share}."
-    yield Line("People affected", _out_of(owners, users), whose)
-    yield _epsilon_line(summary)
-
-
-def _lines_by_tokens(summary: Summary) -> Iterator[Line]:
-    owners, users = summary.get("users_with_unique"), summary.get("num_users")
-    longest = longest_of(summary.get("unique_by_length"))
-    tail = "" if longest is None else f" The longest is {counted(longest, 'token')}."
-    yield _meaning("Unique sequences", count(summary.get("unique")), tail)
-    share = owners / users if owners and users else None
-    whole = f" That is {percent(share)} of everybody who wrote." if share else ""
-    yield _meaning("People affected", _out_of(owners, users), whole)
+    is_by_text, users = summary.get("leaks") is not None, summary.get("num_users")
+    owners = summary.get("people_affected" if is_by_text else "users_with_unique")
+    share = f"{percent(owners / users)} of everybody who wrote" if owners and users else ""
+    if is_by_text:
+        yield _meaning("Leaks", count(summary["leaks"]))
+        whose = f"People whose text the leaks are{share and ', '}{share}."
+        yield Line("People affected", _out_of(owners, users), whose)
+    else:  # of 0.1, which counted tokens only
+        longest = longest_of(summary.get("unique_by_length"))
+        tail = "" if longest is None else f" The longest is {counted(longest, 'token')}."
+        yield _meaning("Unique sequences", count(summary.get("unique")), tail)
+        whole = share and f" That is {share}."
+        yield _meaning("People affected", _out_of(owners, users), whole)
     yield _epsilon_line(summary)
 
 
@@ -109,9 +103,8 @@ def _epsilon_line(summary: Summary) -> Line:
         why = NO_PUBLIC_MODEL if summary.get("public_model") is None else why
         return Line("Leakage epsilon", UNKNOWN, why)
     row = summary.get("leakage_epsilon_sequence")
-    where = ""
-    if row is not None:
-        where = f" It is that of row {count(row)}, counted from 0, of sequences.parquet."
+    of = f" It is that of row {count(row)}, counted from 0, of sequences.parquet."
+    where = "" if row is None else of
     crossed = " The two models cut text differently, so compare it with care." if is_crossed else ""
     return _meaning("Leakage epsilon", number(worst), where + crossed)
 
@@ -278,10 +271,8 @@ def _weighing(
 ) -> Iterator[str]:
     owners, users = summary.get("people_affected"), summary.get("num_users")
     if summary.get("leaks") is None:
-        owners, longest = (
-            summary.get("users_with_unique"),
-            longest_of(summary.get("unique_by_length")),
-        )
+        owners = summary.get("users_with_unique")
+        longest = longest_of(summary.get("unique_by_length"))
     if owners and users:
         tail = "" if longest is None else f"; the longest is {counted(longest, 'token')}"
         belong = "It belongs" if unique == 1 else "They belong"
@@ -357,11 +348,7 @@ def terminal_table(summary: Summary) -> RichTable:
         if line.value != UNKNOWN or line.name in ("Leakage epsilon", "Beyond the prior")
     ]
     notes = [plain_row("Note", "", note) for note in summary.get("notes") or []]
-    columns = [
-        Column(left=True, wraps=False),
-        Column(style="bold", widest=34),
-        Column(left=True, style="dim"),
-    ]
+    columns = [NAMES, Column(style="bold", widest=34), Column(left=True, style="dim")]
     return Table(columns=columns, rows=[*shown, *notes]).printed()
 
 
@@ -371,15 +358,14 @@ def snapshots_table(snapshots: Summary) -> RichTable:
     # A column nobody can fill (ε_l without a public model, validation without held-out text) goes.
     places = range(len(table.columns) - 1)
     known = [p for p in places if any(row.cells[p].value != UNKNOWN for row in table.rows)]
+    table = table.only(known)
     marked = [
-        row._replace(
-            cells=[*row.cells, Cell("← best validation" if row.kind else "")],
-            style="bold" if row.kind else "",
-        )
-        for row in table.only(known).rows
+        row._replace(cells=[*row.cells, Cell("← best validation")], style="bold")
+        if row.kind
+        else row._replace(cells=[*row.cells, Cell("")])
+        for row in table.rows
     ]
-    columns = [*table.only(known).columns, Column(left=True, wraps=False)]
-    return Table(columns=columns, rows=marked, heading_style="dim").printed()
+    return Table(columns=[*table.columns, NAMES], rows=marked, heading_style="dim").printed()
 
 
 def snapshot_figures(snapshots: Summary) -> Table:

@@ -13,7 +13,7 @@ from tightlip.core.checksums import checked
 from tightlip.core.figures import UNKNOWN, count, counted, number, percent
 from tightlip.core.files import read_json
 from tightlip.core.progress import harmless
-from tightlip.report.kit.table import Cell, Column, Row, Table, plain_row
+from tightlip.report.kit.table import NAMES, Cell, Column, Row, Table, plain_row
 
 NUM_STRETCHES, NUM_PEOPLE, NUM_HEADLINES = 300, 100, 4
 MOST_CHARACTERS, NAME_CHARACTERS = 900, 80
@@ -88,14 +88,15 @@ def _by_length(summary: Figures) -> Iterator[str]:
         yield f"{counted(longer, 'stretch', 'stretches')} {verb} longer than {beside}: take {read}."
 
 
-def _with_ends(figure: Figures | None, words: Any = number) -> str:
-    if figure is None or figure["low"] is None:
-        return UNKNOWN if figure is None else words(figure["value"])
+def _with_ends(figure: Figures | None) -> str:
+    if figure is None:
+        return UNKNOWN
+    value, low, high = (number(figure[name]) for name in ("value", "low", "high"))
+    if figure["low"] is None:
+        return value
     if figure["value"] is None:
-        return f"over {words(figure['low'])}"
-    low, high = words(figure["low"]), figure["high"]
-    ends = f"at least {low}" if high is None else f"{low} to {words(high)}"
-    return f"{words(figure['value'])} ({ends})"
+        return f"over {low}"
+    return f"{value} (at least {low})" if figure["high"] is None else f"{value} ({low} to {high})"
 
 
 def lines_of(summary: Figures) -> list[tuple[str, str, str]]:
@@ -130,7 +131,6 @@ def compared(summary: Figures) -> Table | None:
             cells.append(Cell(words(one["value"]), under))
         return Row(name, cells)
 
-    columns = [Column("", left=True, wraps=False), Column("corpus"), Column("control")]
     rows = [
         counts("People", "num_users"),
         counts("Words", "num_words"),
@@ -140,13 +140,13 @@ def compared(summary: Figures) -> Table | None:
         figure("People with any", "share_affected", percent),
         counts("Longest, words", "longest_alone"),
     ]
-    return Table(columns=columns, rows=rows, beside=True)
+    return Table(columns=[NAMES, Column("corpus"), Column("control")], rows=rows, beside=True)
 
 
 def terminal_lines(summary: Figures) -> Iterator[Any]:
     """The sentence, the figures and the comparison."""
     yield f"{verdict(summary)}."
-    styles = [Column(left=True, wraps=False), Column(style="bold", wraps=False), Column(left=True, style="dim")]  # fmt: skip
+    styles = [NAMES, Column(style="bold", wraps=False), Column(left=True, style="dim")]
     yield Table(columns=styles, rows=[plain_row(*line) for line in lines_of(summary)]).printed()
     if (table := compared(summary)) is not None:
         yield table.printed()
@@ -201,15 +201,12 @@ def _name(name: str) -> str:
 
 
 def _shown(row: dict[str, Any]) -> dict[str, Any]:
-    texts = [None if row[name] is None else _plain(row[name]) for name in ("text", "written")]
-    shown = dict(zip(("text", "written"), texts, strict=True))
-    if texts[0] is not None and texts[1] is not None:
-        shown = dict(zip(("text", "written"), marked(texts[0], texts[1]), strict=True))
+    names = ("text", "written")
+    texts: list[Any] = [row[name] and harmless(" ".join(row[name].split())) for name in names]
+    if None not in texts:
+        texts = [*marked(*texts)]
+    shown = dict(zip(names, texts, strict=True))
     return row | shown | {"owners": [_name(owner) for owner in row["owners"][:3]], "num_owners": len(row["owners"])}  # fmt: skip
-
-
-def _plain(text: str) -> str:
-    return harmless(" ".join(text.split()))
 
 
 def marked(one: str, other: str) -> tuple[Markup, Markup]:

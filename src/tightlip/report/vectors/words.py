@@ -155,12 +155,8 @@ def reads(result: Result, attacker: str = "strongest") -> list[str]:
     return [
         name
         for name, attribute in result["attributes"].items()
-        if (_low(attribute["attackers"].get(attacker)) or 0) > 0
+        if (at("attackers", attacker, "all", "above_majority", "low")(attribute) or 0) > 0
     ]
-
-
-def _low(views: dict[str, Any] | None) -> float | None:
-    return None if views is None else views["all"]["above_majority"]["low"]
 
 
 def headline(results: Sequence[Result]) -> str:

@@ -16,11 +16,11 @@ MOST_CHARACTERS = 320
 
 def spread_of(rho: np.ndarray, nats: np.ndarray, least: float) -> dict[str, Any]:
     """How the weights lie: medians and shares over the documents that could be scored."""
-    scored = rho[~np.isnan(nats)]
-    numbers = {"num_documents": len(rho), "num_unscored": len(rho) - len(scored)}
-    if not len(scored):
-        return numbers | {"median": 1.0, "mean": 1.0, "at_least": 0.0, "at_one": 1.0}
-    return numbers | {
+    known = rho[~np.isnan(nats)]
+    scored = known if len(known) else np.ones(1)  # what cannot be scored weighs 1
+    return {
+        "num_documents": len(rho),
+        "num_unscored": len(rho) - len(known),
         "median": float(np.median(scored)),
         "mean": float(scored.mean()),
         "at_least": float((scored <= least).mean()),
