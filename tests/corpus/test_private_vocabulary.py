@@ -243,7 +243,7 @@ def given_by_hand(documents, words_per_user):
 
 @pytest.mark.parametrize("unsorted", [4_000_000, 3])
 def test_users_are_counted_across_scattered_documents(monkeypatch, unsorted):
-    monkeypatch.setattr("tightlip.corpus.private_vocabulary._Tallies._UNSORTED", unsorted)
+    monkeypatch.setattr("tightlip.corpus.vocabulary.Tallies._UNSORTED", unsorted)
     # Everyone writes word(m) in every 2^m-th document: no two words equally often.
     documents = [
         (f"u{user}", " ".join(word(number) for number in range(8) if turn % 2**number == 0))

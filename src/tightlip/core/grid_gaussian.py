@@ -285,24 +285,19 @@ def _fill(values, program, key, nonce, scale, grid, share, unit, still_open):  #
                 at = start + 2 * pair * LANES + lane
                 if at >= len(values):
                     break
-                is_open = _fill_pair(
-                    values,
-                    at,
-                    np.uint64(words[4 * pair, lane])
-                    | np.uint64(words[4 * pair + 1, lane]) << np.uint64(32),
-                    np.uint64(words[4 * pair + 2, lane])
-                    | np.uint64(words[4 * pair + 3, lane]) << np.uint64(32),
-                    scale,
-                    grid,
-                    share,
-                    unit,
-                )
-                if is_open:
+                radius, angle = _joined(words, 4 * pair, lane), _joined(words, 4 * pair + 2, lane)
+                if _fill_pair(values, at, radius, angle, scale, grid, share, unit):
                     if found < len(still_open):
                         still_open[found] = (first_block + lane) * PAIRS + pair
                     found += 1
     words[:] = 0  # whoever reads this memory later must not find the noise
     return found
+
+
+@njit(cache=True, nogil=True)
+def _joined(words, row, lane):  # type: ignore[no-untyped-def]
+    """A word of 64 bits, the lower half first."""
+    return np.uint64(words[row, lane]) | np.uint64(words[row + 1, lane]) << np.uint64(32)
 
 
 @njit(cache=True, nogil=True)

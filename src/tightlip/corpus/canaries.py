@@ -172,26 +172,23 @@ def plant_in(corpus: Corpus, out: Path, config: CanaryConfig) -> Planted:
         same: the same corpus, settings and seed give the same key.
     """
     with files.claimed(out):
-        return _plant(corpus, out, config)
-
-
-def _plant(corpus: Corpus, out: Path, config: CanaryConfig) -> Planted:
-    if files.names_in(out):
-        raise UsageError(f"{out} is not empty. Give another --out.")
-    templates = [*map(read_template, dict.fromkeys(config.templates or [PAPER_TEMPLATE]))]
-    num_by_user, types = _counted(corpus)
-    draw = np.random.default_rng(config.seed)
-    pools = _pools(corpus, templates, config)
-    owners = _owners(num_by_user, config, draw)
-    _check_num_copies(len(templates) * sum(times for _, times in owners), types.num_documents)
-    planted = Planted(canaries=_drawn(templates, owners, pools, draw), pools=pools)
-    with files.folder_written_whole(out) as folder:
-        write_canary_key(folder / KEY, planted)
-        history = metadata_of(corpus.history)
-        table = TableWriter(folder / CORPUS, types.by_column, history, users=types.users)
-        with table as writer:
-            for batch in _with_copies(corpus, planted.canaries, types.num_documents, draw):
-                writer.write(batch)
+        if files.names_in(out):
+            raise UsageError(f"{out} is not empty. Give another --out.")
+        templates = [*map(read_template, dict.fromkeys(config.templates or [PAPER_TEMPLATE]))]
+        num_by_user, types = _counted(corpus)
+        draw = np.random.default_rng(config.seed)
+        pools = _pools(corpus, templates, config)
+        owners = _owners(num_by_user, config, draw)
+        _check_num_copies(len(templates) * sum(times for _, times in owners), types.num_documents)
+        planted = Planted(canaries=_drawn(templates, owners, pools, draw), pools=pools)
+        with files.folder_written_whole(out) as folder:
+            write_canary_key(folder / KEY, planted)
+            history = metadata_of(corpus.history)
+            with TableWriter(
+                folder / CORPUS, types.by_column, history, users=types.users
+            ) as writer:
+                for batch in _with_copies(corpus, planted.canaries, types.num_documents, draw):
+                    writer.write(batch)
     _warn_of_small_spaces(planted)
     return planted
 

@@ -13,7 +13,7 @@ difference. Of each distinct sentence 16 bytes of hash are kept, not its text.
 import ipaddress
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from hashlib import blake2b
@@ -185,31 +185,32 @@ def scrub(text: str, *, names: NameFinder | None = None) -> tuple[str, dict[str,
         before = text
         for rule in _RULES:
             if not rule.hints or any(hint in text for hint in rule.hints):
-                text = _apply(rule, text, counts)
+                text, number = _replaced(text, rule.kind, _found(rule, text))
+                counts[rule.kind] += number
     if names is not None:
-        text, counts["NAME"] = _without_names(text, names)
+        text, counts["NAME"] = _replaced(text, "NAME", _apart(text, names(text)))
     return text, dict(+counts)
 
 
-def _apply(rule: "_Rule", text: str, counts: Counter[str]) -> str:
-    kept, end = [], 0
+def _found(rule: "_Rule", text: str) -> Iterator[tuple[int, int]]:
     match = rule.pattern.search(text)
     while match:
         start, length = match.start(), rule.replaced(match.group())
         if length:
-            counts[rule.kind] += 1
-            kept += [text[end:start], f"<{rule.kind}>"]
-            end = start + length
+            yield start, start + length
         match = rule.pattern.search(text, start + max(length, 1))
-    return "".join([*kept, text[end:]])
+
+
+def _replaced(text: str, kind: str, spans: Iterable[tuple[int, int]]) -> tuple[str, int]:
+    """The text with the kind in the place of each span, and how many there were."""
+    kept, end = [], 0
+    for start, stop in spans:
+        kept += [text[end:start], f"<{kind}>"]
+        end = stop
+    return "".join([*kept, text[end:]]), len(kept) // 2
 
 
 # What a rule's match really is: how many of its characters to replace, 0 for none.
-_Replaced = Callable[[str], int]
-
-
-def _all(match: str) -> int:
-    return len(match)
 
 
 def _url(match: str) -> int:
@@ -293,7 +294,7 @@ def _local_phone(match: str) -> int:
 class _Rule:
     kind: str
     pattern: re.Pattern
-    replaced: _Replaced
+    replaced: Callable[[str], int]
     hints: tuple[str, ...] = ()  # a text with none of these cannot match
 
 
@@ -323,7 +324,7 @@ _RULES = [
     _Rule(kind, re.compile(pattern), replaced, hints)
     for kind, pattern, replaced, hints in [
         ("URL", _WEB, _url, ("://", "www.", "Www.", "WWW.")),
-        ("EMAIL", _EMAIL, _all, ("@",)),
+        ("EMAIL", _EMAIL, len, ("@",)),
         ("URL", _SITE, _url, tuple(f".{domain}" for domain in _DOMAINS)),
         ("IP", _IPV6, _ip, (":",)),
         ("IP", rf"{_FIRST_OCTET}(?:\.{_OCTET}){{3}}(?!\w|\.\d)", _ip, (".",)),
@@ -332,9 +333,9 @@ _RULES = [
         ("CARD", rf"3{_FREE}[47]\d\d([ -])\d{{6}}\1\d{{5}}{_END}", _card, ()),
         ("CARD", rf"[2-6]{_FREE}\d{{12,18}}{_END}", _card, ()),
         # US social security
-        ("ACCOUNT", rf"\d{_FREE}\d{{2}}-\d{{2}}-\d{{4}}{_END}", _all, ("-",)),
+        ("ACCOUNT", rf"\d{_FREE}\d{{2}}-\d{{2}}-\d{{4}}{_END}", len, ("-",)),
         ("PHONE", _ABROAD, _abroad, ("+",)),
-        ("PHONE", rf"[1-9(]{_FREE}{_AREA}\d{{3}}[ .-]\d{{4}}{_END}", _all, ()),
+        ("PHONE", rf"[1-9(]{_FREE}{_AREA}\d{{3}}[ .-]\d{{4}}{_END}", len, ()),
         ("PHONE", _AT_HOME, _at_home, ()),
         ("PHONE", rf"[2-9]{_FREE}\d\d-\d{{4}}{_END}", _local_phone, ("-",)),
         ("ACCOUNT", _LONG, _long_number, ()),
@@ -342,13 +343,13 @@ _RULES = [
 ]
 
 
-def _without_names(text: str, names: NameFinder) -> tuple[str, int]:
-    kept, end, count = [], 0, 0
-    for start, stop in sorted(names(text)):
+def _apart(text: str, spans: list[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """The spans that touch neither one before nor a placeholder."""
+    end = 0
+    for start, stop in sorted(spans):
         if start >= end and not _touches_placeholder(text, start, stop):
-            kept += [text[end:start], "<NAME>"]
-            end, count = stop, count + 1
-    return "".join([*kept, text[end:]]), count
+            yield start, stop
+            end = stop
 
 
 def _touches_placeholder(text: str, start: int, stop: int) -> bool:

@@ -12,22 +12,13 @@
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import compress
 from typing import Any
 
 from tightlip.corpus.formats import Fault
 
-# Which columns tell a format, the first that fits; the text column comes before all of them.
-_TOLD_BY = {
-    "messages": ("messages",),
-    "prompt-completion": ("prompt", "completion"),
-    "preference": ("chosen", "rejected"),
-    "sharegpt": ("conversations",),
-    "alpaca": ("instruction", "output"),
-    "tokens": ("input_ids",),
-}
 _READ_BESIDE = {"prompt", "tools", "input", "system", "labels", "attention_mask"}
 _SHAREGPT_ROLES = {
     "human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant",
@@ -77,18 +68,18 @@ def format_of(columns: Any, text_column: str) -> str | None:
     names = {*columns}
     if text_column in names:
         return "text"
-    return next((name for name, told in _TOLD_BY.items() if names >= {*told}), None)
+    return next((name for name, (_, told) in _FORMATS.items() if told and names >= told), None)
 
 
 def columns_read(name: str, text_column: str) -> set[str]:
     """All columns that the text of a row of the format may come from."""
-    return {text_column} if name == "text" else {*_TOLD_BY[name], *_READ_BESIDE}
+    return {text_column} if name == "text" else _FORMATS[name][1] | _READ_BESIDE
 
 
 def documents_of(row: Mapping[str, Any], name: str, text_column: str) -> list[Document] | Fault:
     """The documents of a row of the format called `name`, or why it has none."""
     try:
-        return list(_READERS[name](row, text_column))
+        return list(_FORMATS[name][0](row, text_column))
     except _UnusableError as error:
         return Fault(str(error))
 
@@ -115,24 +106,24 @@ def _messages(row: Mapping[str, Any], _: str) -> Iterator[Document]:
 
 
 def _prompt_completion(row: Mapping[str, Any], _: str) -> Iterator[Document]:
-    yield _led_by(row, "prompt", "completion")
+    yield _led_by_prompt(row, "completion")
 
 
 def _preference(row: Mapping[str, Any], _: str) -> Iterator[Document]:
     for name in ("chosen", "rejected"):
         if row.get("prompt") is not None:
-            yield _led_by(row, "prompt", name)
+            yield _led_by_prompt(row, name)
         elif isinstance(row[name], str):
             yield PlainText(text=row[name])
         else:
             yield Conversation(messages=_message_list(row, name), tools=_tools(row))
 
 
-def _led_by(row: Mapping[str, Any], prompt: str, completion: str) -> Document:
-    first, then = row.get(prompt), row.get(completion)
+def _led_by_prompt(row: Mapping[str, Any], completion: str) -> Document:
+    first, then = row.get("prompt"), row.get(completion)
     if isinstance(first, str) and isinstance(then, str):
         return PlainText(text=first + then, prompt_end=len(first))
-    led, rest = _message_list(row, prompt), _message_list(row, completion)
+    led, rest = _message_list(row, "prompt"), _message_list(row, completion)
     return Conversation(messages=[*led, *rest], tools=_tools(row), num_prompt=len(led))
 
 
@@ -175,14 +166,16 @@ def _tokens(row: Mapping[str, Any], _: str) -> Iterator[Document]:
     yield TokenRow(ids=ids, labels=labels)
 
 
-_READERS = {
-    "text": _text,
-    "messages": _messages,
-    "prompt-completion": _prompt_completion,
-    "preference": _preference,
-    "sharegpt": _sharegpt,
-    "alpaca": _alpaca,
-    "tokens": _tokens,
+# Who reads a format, and which columns tell it, the first that fits; the text column, whatever its
+# name, comes before all of them.
+_FORMATS: dict[str, tuple[Callable[[Mapping[str, Any], str], Iterator[Document]], set[str]]] = {
+    "text": (_text, set()),
+    "messages": (_messages, {"messages"}),
+    "prompt-completion": (_prompt_completion, {"prompt", "completion"}),
+    "preference": (_preference, {"chosen", "rejected"}),
+    "sharegpt": (_sharegpt, {"conversations"}),
+    "alpaca": (_alpaca, {"instruction", "output"}),
+    "tokens": (_tokens, {"input_ids"}),
 }
 
 

@@ -159,17 +159,14 @@ def cuts_at_spaces(backend: Any) -> bool:
         return False
     splitter = described["pre_tokenizer"] or {}
     is_ours = splitter.get("pattern") == {"Regex": WORD_PATTERN}
-    known = is_ours or _is_byte_level(splitter)
+    # As GPT-2 has it: by its own regex.
+    is_byte_level = splitter.get("type") == "ByteLevel" and splitter.get("use_regex", True)
+    known = is_ours or (is_byte_level and not splitter.get("add_prefix_space", True))
     added = described["added_tokens"]
     plain = not any(
         token["lstrip"] or token["rstrip"] or re.search(r"\s", token["content"]) for token in added
     )
     return described["normalizer"] is None and known and plain
-
-
-def _is_byte_level(splitter: dict) -> bool:
-    its_own_regex = splitter.get("use_regex", True) and not splitter.get("add_prefix_space", True)
-    return splitter.get("type") == "ByteLevel" and its_own_regex
 
 
 @contextmanager

@@ -332,14 +332,12 @@ class _Unpacked(io.RawIOBase):
 
 
 def _opened(path: File) -> BinaryIO:
-    suffix = path.suffix.lower()
-    if suffix not in (".gz", ".zst"):
-        stream = path.open("rb")
-        return stream if isinstance(path, Path) else io.BufferedReader(stream)  # type: ignore[type-var]
-    if suffix == ".gz":
-        return io.BufferedReader(_Unpacked(path, gzip.open(path.open("rb"), "rb")))
-    packed = pa.CompressedInputStream(path.open("rb"), "zstd")
-    return io.BufferedReader(_Unpacked(path, packed))
+    stream: Any = path.open("rb")
+    if path.suffix.lower() == ".gz":
+        stream = _Unpacked(path, gzip.GzipFile(fileobj=stream))
+    elif path.suffix.lower() == ".zst":
+        stream = _Unpacked(path, pa.CompressedInputStream(stream, "zstd"))
+    return stream if isinstance(stream, io.BufferedReader) else io.BufferedReader(stream)
 
 
 class _Lines:

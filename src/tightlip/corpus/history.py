@@ -71,8 +71,11 @@ def fingerprints(history: list[dict[str, Any]]) -> set[str]:
 
 def marks_of(prepared: Path) -> set[str]:
     """All that a prepared corpus is known by: fingerprints of its text, its own id, its people's."""
-    name = name_of(prepared)
-    return sources_of(prepared) | {*people_of(prepared)} | (set() if name is None else {name})
+    return sources_of(prepared) | _ids_of(prepared)
+
+
+def _ids_of(prepared: Path) -> set[str]:
+    return {*people_of(prepared), *filter(None, [name_of(prepared)])}
 
 
 def people_of(prepared: Path) -> tuple[str, ...]:
@@ -241,18 +244,14 @@ def learnt_from(prepared: Path, start: Path | None, *, is_private: bool) -> dict
     whether that one was in.
     """
     before = Origin() if start is None else origin_of(start)
-    ids = {*people_of(prepared)} | {name for name in [name_of(prepared)] if name is not None}
+    ids = _ids_of(prepared)
     told = {
         "learnt": before.learnt | ids,
         "openly": before.openly | (set() if is_private else ids),
         "words": before.words | vocabulary_behind(prepared)[0],
     }
-    return {name: sorted(filter(_is_id, marks)) for name, marks in told.items()}
-
-
-def _is_id(mark: str) -> bool:
-    """Ids have 32 digits; a fingerprint of text has 64, and an earlier version told some."""
-    return len(mark) == 32
+    # Ids have 32 digits; a fingerprint of text has 64, and an earlier version told some.
+    return {n: sorted(each for each in marks if len(each) == 32) for n, marks in told.items()}
 
 
 def name_of(prepared: Path) -> str | None:

@@ -1,5 +1,6 @@
 """Everything that decides what a prepared corpus holds, checked before any text is read."""
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -7,22 +8,17 @@ from datetime import date
 from functools import partial
 from hashlib import blake2b
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Literal, cast
+from typing import Any, ClassVar, Literal, cast
 
 import numpy as np
 
 from tightlip.core.errors import GuaranteeError, UsageError
 from tightlip.core.settings import Settings, setting
 
-if TYPE_CHECKING:
-    from tightlip.corpus.private_vocabulary import VocabularyRelease
-
-
 BadRows = Literal["error", "skip"]
 TrainedOn = Literal["auto", "all", "assistant", "completion", "labels"]
 SplitBy = Literal["document", "user", "text", "none"]
 FORMATS = ("text", "messages", "prompt-completion", "preference", "sharegpt", "alpaca", "tokens")
-WORDS_PER_USER, VOCABULARY_DELTA = 1000, 1e-7  # of a vocabulary with noise
 
 _vocabulary = partial(setting, panel="The vocabulary")
 
@@ -64,6 +60,44 @@ class TextSettings(ColumnSettings):
             raise UsageError(
                 f"template_date={self.template_date!r} is no day. Write it like 2026-01-01."
             ) from None
+
+
+@dataclass(frozen=True, kw_only=True)
+class VocabularyRelease:
+    """What a private vocabulary promises: noise over a user's weight, δ, and words a user gives."""
+
+    noise_multiplier: float
+    words_per_user: int = 1000
+    delta: float = 1e-7
+
+    def __post_init__(self) -> None:
+        if not 0 < self.noise_multiplier < math.inf:
+            raise UsageError(
+                f"vocabulary_noise={self.noise_multiplier} is no noise to hide a user in. "
+                "Use a number above 0, such as 2, or leave it out for exact counts."
+            )
+        if self.words_per_user < 1:
+            raise UsageError(
+                f"vocabulary_words_per_user={self.words_per_user} lets nobody give a word. Use 1 or more."
+            )
+        if not 0 < self.delta < 1:
+            raise UsageError(
+                f"vocabulary_delta={self.delta} is no probability between 0 and 1. "
+                "Use one far below 1 over the number of users, such as 1e-7."
+            )
+
+    def record(self) -> dict[str, Any]:
+        """What a ledger needs to charge it."""
+        return {
+            "name": "vocabulary",
+            "mechanism": "Gaussian histogram of words with a threshold",
+            "noise_multiplier": self.noise_multiplier,
+            "example_noise_multiplier": self.noise_multiplier / math.sqrt(2),
+            "delta": self.delta,
+            "unit": "user",
+            "words_per_user": self.words_per_user,
+            "note": "The words of the vocabulary were chosen by noisy counts of who wrote them.",
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,10 +148,12 @@ class PrepareConfig(TextSettings):
         None, "Release the words with this noise multiplier, private for each user."
     )
     vocabulary_words_per_user: int = _vocabulary(
-        WORDS_PER_USER, "With noise: most words that one user gives.", hidden=True
+        VocabularyRelease.words_per_user, "With noise: most words that one user gives.", hidden=True
     )
     vocabulary_delta: float = _vocabulary(
-        VOCABULARY_DELTA, "With noise: the chance that a user's own word gets out.", hidden=True
+        VocabularyRelease.delta,
+        "With noise: the chance that a user's own word gets out.",
+        hidden=True,
     )
 
     def __post_init__(self) -> None:
@@ -177,10 +213,8 @@ class PrepareConfig(TextSettings):
         object.__setattr__(self, "public_validation", public)
         object.__setattr__(self, "validation", public or self.validation)
 
-    def release(self) -> "VocabularyRelease | None":
+    def release(self) -> VocabularyRelease | None:
         """How the vocabulary is to be released, where it is to be private."""
-        from tightlip.corpus.private_vocabulary import VocabularyRelease
-
         if self.vocabulary_noise is None:
             return None
         return VocabularyRelease(

@@ -24,59 +24,17 @@ bring some; the same steps give multiplier σ/√2 and the same δ.
 """
 
 import math
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from itertools import pairwise
+from collections.abc import Iterable
 from statistics import NormalDist
-from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerFast
 
-from tightlip.core.errors import UsageError
 from tightlip.core.grid_gaussian import GridGaussian, grid_of
 from tightlip.core.randomness import keyed_generator
 from tightlip.corpus import vocabulary
-from tightlip.corpus.prepare_config import VOCABULARY_DELTA, WORDS_PER_USER
+from tightlip.corpus.prepare_config import VocabularyRelease
 from tightlip.corpus.readers import Corpus
-
-
-@dataclass(frozen=True, kw_only=True)
-class VocabularyRelease:
-    """What a private vocabulary promises: noise over a user's weight, δ, and words a user gives."""
-
-    noise_multiplier: float
-    words_per_user: int = WORDS_PER_USER
-    delta: float = VOCABULARY_DELTA
-
-    def __post_init__(self) -> None:
-        if not 0 < self.noise_multiplier < math.inf:
-            raise UsageError(
-                f"vocabulary_noise={self.noise_multiplier} is no noise to hide a user in. "
-                "Use a number above 0, such as 2, or leave it out for exact counts."
-            )
-        if self.words_per_user < 1:
-            raise UsageError(
-                f"vocabulary_words_per_user={self.words_per_user} lets nobody give a word. Use 1 or more."
-            )
-        if not 0 < self.delta < 1:
-            raise UsageError(
-                f"vocabulary_delta={self.delta} is no probability between 0 and 1. "
-                "Use one far below 1 over the number of users, such as 1e-7."
-            )
-
-    def record(self) -> dict[str, Any]:
-        """What a ledger needs to charge it."""
-        return {
-            "name": "vocabulary",
-            "mechanism": "Gaussian histogram of words with a threshold",
-            "noise_multiplier": self.noise_multiplier,
-            "example_noise_multiplier": self.noise_multiplier / math.sqrt(2),
-            "delta": self.delta,
-            "unit": "user",
-            "words_per_user": self.words_per_user,
-            "note": "The words of the vocabulary were chosen by noisy counts of who wrote them.",
-        }
 
 
 def build_private_tokenizer(
@@ -95,7 +53,9 @@ def build_private_tokenizer(
     ranked = vocabulary.words_by_frequency(corpus)
     words = [word for word in ranked if word not in vocabulary.DIGITS]
     draw = keyed_generator()
-    sums = bounded_sums(_counts_by_user(corpus, words), len(words), release.words_per_user, draw)
+    tallies = vocabulary.Tallies(len(words))
+    tallies.add_all(corpus, words)
+    sums = bounded_sums(tallies.by_user(), len(words), release.words_per_user, draw)
     released = released_words(sums, release, draw)
     return vocabulary.word_tokenizer(
         vocabulary.with_digits([words[number] for number in released], size)
@@ -164,49 +124,3 @@ def released_words(
     # A cell passes that lies above the threshold with both its edges.
     least = release_threshold(release) + grid_of(release.noise_multiplier) / 2
     return given[order][noisy[order] > least]
-
-
-def _counts_by_user(corpus: Corpus, words: list[str]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Each user's distinct words, by their numbers, and how often the user wrote them."""
-    first = len(vocabulary.SPECIAL_TOKENS)
-    tallies = _Tallies(len(words))
-    for user, ids in vocabulary.tokens_by_user(corpus, words):
-        tallies.add(user, ids[ids >= first] - first)
-    return tallies.by_user()
-
-
-class _Tallies:
-    """How often each user wrote each word.
-
-    A (user, word) pair is one number, its count another: 16 bytes a distinct pair, about 50
-    while sorting.
-    """
-
-    _UNSORTED = 4_000_000
-
-    def __init__(self, num_words: int) -> None:
-        self._num_words = num_words
-        self._pairs = [np.empty(0, np.int64)]
-        self._counts = [np.empty(0, np.int64)]
-        self._num_unsorted = 0
-
-    def add(self, user: int, words: np.ndarray) -> None:
-        distinct, counts = np.unique(words, return_counts=True)
-        self._pairs.append(user * self._num_words + distinct.astype(np.int64))
-        self._counts.append(counts)
-        self._num_unsorted += len(distinct)
-        if self._num_unsorted > self._UNSORTED:
-            self._sort()
-
-    def by_user(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        self._sort()
-        (pairs,), (counts,) = self._pairs, self._counts
-        next_user = np.flatnonzero(np.diff(pairs // self._num_words)) + 1
-        for start, end in pairwise([0, *next_user, len(pairs)]) if len(pairs) else ():
-            yield pairs[start:end] % self._num_words, counts[start:end]
-
-    def _sort(self) -> None:
-        pairs, place = np.unique(np.concatenate(self._pairs), return_inverse=True)
-        counts = np.zeros(len(pairs), np.int64)
-        np.add.at(counts, place, np.concatenate(self._counts))
-        self._pairs, self._counts, self._num_unsorted = [pairs], [counts], 0

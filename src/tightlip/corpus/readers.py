@@ -186,22 +186,21 @@ class Corpus:
         pending: list[dict[str, Any]] = []
         num_bytes, columns = 0, set[str]()
         for row in self._usable(self._checked, self._plain):
-            if isinstance(row, DocumentBatch):
-                if pending:
-                    yield self._batch(pending)
-                    pending, num_bytes = [], 0
+            is_batch = isinstance(row, DocumentBatch)
+            size = 0 if is_batch else row_size(row)
+            is_full = num_bytes + size > MAX_BATCH_BYTES or len(pending) == MAX_BATCH_ROWS
+            if pending and (is_batch or is_full):
+                yield self._batch(pending)
+                pending, num_bytes = [], 0
+            if is_batch:
                 yield row
                 continue
-            size = row_size(row)
             columns.update(row)
             if len(columns) > MAX_COLUMNS:
                 raise UsageError(
                     f"{self.name} {too_many_columns(len(columns))}: its rows have keys of their own. "
                     "Put what differs into one column, or leave it out."
                 )
-            if pending and (num_bytes + size > MAX_BATCH_BYTES or len(pending) == MAX_BATCH_ROWS):
-                yield self._batch(pending)
-                pending, num_bytes = [], 0
             pending.append(row)
             num_bytes += size
         if pending:

@@ -80,13 +80,13 @@ class RolesReader:
             template_of(self._tokenizer, settings) if has_chats else "",
             date=settings.template_date,
             values=dict(self._tokenizer.special_tokens_map),
-        ) as renderer:
+        ) as self._renderer:
             while some:
-                yield from self._of(some, renderer)
+                yield from self._of(some)
                 some = list(islice(rows, _ROWS_AT_ONCE))
 
-    def _of(self, rows: Iterable[RawDocument], renderer: Renderer) -> Iterator[RoleTokens]:
-        shown = [self._shown(row, renderer) for row in rows]
+    def _of(self, rows: Iterable[RawDocument]) -> Iterator[RoleTokens]:
+        shown = [self._shown(row) for row in rows]
         texts = [one.text for one in shown if one is not None]
         ids, spans = self._encoder.encode(texts)
         assert spans is not None
@@ -94,17 +94,17 @@ class RolesReader:
         for row, one in zip(rows, shown, strict=True):
             yield self._from_ids(row) if one is None else self._from_text(row, one, *next(encoded))
 
-    def _shown(self, row: RawDocument, renderer: Renderer) -> _Shown | None:
+    def _shown(self, row: RawDocument) -> _Shown | None:
         self._check_kind(row)
         if isinstance(row.document, TokenRow):
             return None
         if isinstance(row.document, PlainText):
             text, end = row.document.text, row.document.prompt_end
-            start = end or 0 if self._trains("completion", known=end is not None, row=row) else 0
+            start = end or 0 if self._trains_completion(row, known=end is not None) else 0
             said = [(0, end or 0, "prompt"), (end or 0, len(text), "completion")]
             places = said if end is not None else [(0, len(text), "text")]
             return _Shown(text=text, places=places, trained=[(start, len(text))])
-        return self._rendered(row, row.document, renderer)
+        return self._rendered(row, row.document)
 
     def _check_kind(self, row: RawDocument) -> None:
         """Refuse rows of two kinds, which begin differently, and a question that they do not answer."""
@@ -120,16 +120,16 @@ class RolesReader:
                 f"{row.where} does not tell what trained_on={asked!r} asks for. Use auto or all."
             )
 
-    def _rendered(self, row: RawDocument, chat: Conversation, renderer: Renderer) -> _Shown:
+    def _rendered(self, row: RawDocument, chat: Conversation) -> _Shown:
         by_template = self._settings.trained_on == "assistant"
         try:
-            text, generated = renderer.render(
+            text, generated = self._renderer.render(
                 chat.messages, tools=chat.tools, generated=by_template
             )
             places = places_of(chat.messages, text)
             if places is None:
                 raise TemplateError("holds a message that the chat template leaves out or changes")
-            trained = self._trained(row, chat, text, generated, renderer)
+            trained = self._trained(row, chat, text, generated)
         except TemplateError as error:
             raise UsageError(
                 f"{row.where} {error}. Give the template that it was trained with: --chat-template FILE"
@@ -141,12 +141,7 @@ class RolesReader:
         return _Shown(text=text, places=whose, trained=trained)
 
     def _trained(
-        self,
-        row: RawDocument,
-        chat: Conversation,
-        text: str,
-        generated: list[list[int]],
-        renderer: Renderer,
+        self, row: RawDocument, chat: Conversation, text: str, generated: list[list[int]]
     ) -> list[tuple[int, int]]:
         """Which characters were trained on."""
         if self._settings.trained_on == "assistant":
@@ -155,9 +150,9 @@ class RolesReader:
                     "is of a chat template that does not say where the assistant speaks ({% generation %})"
                 )
             return [(start, end) for start, end in generated]
-        if not self._trains("completion", known=chat.num_prompt is not None, row=row):
+        if not self._trains_completion(row, known=chat.num_prompt is not None):
             return [(0, len(text))]
-        led, _ = renderer.render(
+        led, _ = self._renderer.render(
             chat.messages[: chat.num_prompt], tools=chat.tools, add_generation_prompt=True
         )
         if not text.startswith(led):  # a template may treat the last turn apart
@@ -166,14 +161,14 @@ class RolesReader:
             return [(min(starts, default=len(text)), len(text))]
         return [(len(led), len(text))]
 
-    def _trains(self, what: str, *, known: bool, row: RawDocument) -> bool:
-        """Whether only `what` was trained on; refused where that is asked for and not `known`."""
+    def _trains_completion(self, row: RawDocument, *, known: bool) -> bool:
+        """Whether only the completion was trained on; refused where that is asked for and not `known`."""
         asked = self._settings.trained_on
-        if asked == what and not known:
+        if asked == "completion" and not known:
             raise UsageError(
-                f"{row.where} has no {what} of its own, and trained_on={asked!r} asks for it. Use auto or all."
+                f"{row.where} has no completion of its own, and trained_on={asked!r} asks for it. Use auto or all."
             )
-        return known and asked in ("auto", what)
+        return known and asked in ("auto", "completion")
 
     def _from_text(
         self, row: RawDocument, shown: _Shown, ids: np.ndarray, spans: np.ndarray

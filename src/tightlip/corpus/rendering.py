@@ -23,6 +23,7 @@ MOST_SECONDS = 10.0  # for a row
 MOST_BYTES = 16_000_000  # of its text
 MOST_MEMORY = 1_000_000_000  # beyond what the child has when it begins
 _START_SECONDS = 120.0  # on a cold disk; transformers is imported
+_ENDED = (TimeoutError, EOFError, BrokenPipeError, ValueError)  # what `_receive` and `_send` raise
 # A child that nobody needs at the moment, and the process whose it is: importing takes it longer than
 # most corpora do.
 _spare: list[tuple[int, subprocess.Popen[bytes]]] = []
@@ -62,42 +63,45 @@ class Renderer:
 
         `how` may hold `tools`, `add_generation_prompt` and `generated` (whether to ask where).
         """
-        child = self._child or self._start()
+        if self._child is None:
+            self._start()
         self._has_answered = False
-        assert child.stdin is not None
-        assert child.stdout is not None
         try:
-            _send(child.stdin, {"messages": messages, **how})
-            answer = _receive(child.stdout, MOST_SECONDS)
-        except (TimeoutError, EOFError, BrokenPipeError, ValueError) as error:
-            self._end()
+            answer = self._answer({"messages": messages, **how})
+        except _ENDED as error:
             raise TemplateError(f"makes the chat template {_why(error)}") from error
         if "error" in answer:
             raise TemplateError(f"makes the chat template fail ({answer['error']})")
         self._has_answered = True
         return answer["text"], answer["generated"]
 
-    def _start(self) -> subprocess.Popen[bytes]:
-        child, is_new = _take_spare(), False
-        if child is None:
-            child, is_new = _begin_child(), True
-        self._child = child
-        assert child.stdin is not None
-        assert child.stdout is not None
+    def _start(self) -> None:
+        spare = _take_spare()
+        self._child = spare or _begin_child()
         try:
-            if is_new:
-                _receive(child.stdout, _START_SECONDS)  # it has imported what it needs
-            _send(child.stdin, self._begin)
-            answer = _receive(child.stdout, MOST_SECONDS)
-        except (TimeoutError, EOFError, BrokenPipeError, ValueError) as error:
-            self._end()
+            if spare is None:
+                self._answer(None, _START_SECONDS)  # it has imported what it needs
+            answer = self._answer(self._begin)
+        except _ENDED as error:
             raise UsageError(f"The chat template cannot be read: it {_why(error)}.") from error
         if "error" in answer:
             self._end()
             raise UsageError(
                 f"The chat template cannot be read ({answer['error']}). Give another: --chat-template FILE"
             )
-        return child
+
+    def _answer(self, message: Any, seconds: float | None = None) -> Any:
+        """What the child says to a message, if there is one; a child that fails to say it is ended."""
+        assert self._child is not None
+        assert self._child.stdin is not None
+        assert self._child.stdout is not None
+        try:
+            if message is not None:
+                _send(self._child.stdin, message)
+            return _receive(self._child.stdout, seconds or MOST_SECONDS)
+        except _ENDED:
+            self._end()
+            raise
 
     def _end(self) -> None:
         child, self._child = self._child, None
@@ -141,30 +145,23 @@ def _why(error: Exception) -> str:
 
 
 def _send(stream: IO[bytes], message: Any) -> None:
-    data = json.dumps(message).encode()
-    stream.write(len(data).to_bytes(8, "little") + data)
+    stream.write(json.dumps(message).encode() + b"\n")  # which JSON holds nowhere itself
     stream.flush()
 
 
 def _receive(stream: IO[bytes], seconds: float) -> Any:
     """A message of the child's; TimeoutError, EOFError, or ValueError where it is too long."""
-    end = time.monotonic() + seconds
-    size = int.from_bytes(_read(stream, 8, end), "little")
-    if size > 2 * MOST_BYTES:  # JSON may take more than the text that it holds
-        raise ValueError("too long")
-    return json.loads(_read(stream, size, end))
-
-
-def _read(stream: IO[bytes], size: int, end: float) -> bytes:
-    data = b""
-    while len(data) < size:
+    data, end = bytearray(), time.monotonic() + seconds
+    while not data.endswith(b"\n"):
         if not select.select([stream], [], [], max(0.0, end - time.monotonic()))[0]:
             raise TimeoutError
-        part = os.read(stream.fileno(), size - len(data))
+        part = os.read(stream.fileno(), 1 << 20)
         if not part:
             raise EOFError
         data += part
-    return data
+        if len(data) > 2 * MOST_BYTES:  # JSON may take more than the text that it holds
+            raise ValueError("too long")
+    return json.loads(data)
 
 
 # The child
@@ -179,8 +176,7 @@ def _serve() -> None:
         resource.setrlimit(resource.RLIMIT_AS, (most, most))
     _send(sys.stdout.buffer, {})
     template = ""
-    while True:
-        request = _next_request()
+    for request in map(json.loads, sys.stdin.buffer):
         try:
             if "template" in request:  # of another Renderer
                 template, answer = request["template"], {}
@@ -193,13 +189,6 @@ def _serve() -> None:
         except Exception as error:
             answer = {"error": _in_a_line(error, template)}
         _send(sys.stdout.buffer, answer)
-
-
-def _next_request() -> Any:
-    size = sys.stdin.buffer.read(8)
-    if len(size) < 8:
-        sys.exit()
-    return json.loads(sys.stdin.buffer.read(int.from_bytes(size, "little")))
 
 
 def _in_a_line(error: Exception, template: str) -> str:

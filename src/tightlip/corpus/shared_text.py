@@ -172,7 +172,7 @@ class _Sketch:
                 if digest is not None:
                     digests.append(digest)
                     if len(runs) >= FEWEST_RUNS and digest % every == 0:
-                        kept[len(digests)] = (digest, _some(runs))
+                        kept[len(digests)] = (digest, spread_out(runs, MOST_RUNS))
             while len(kept) > MOST_LOOKED_AT:
                 every *= 2
                 kept = {place: each for place, each in kept.items() if each[0] % every == 0}
@@ -247,8 +247,8 @@ def _runs(texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
     return total[inside], sizes
 
 
-def _some(runs: np.ndarray) -> np.ndarray:
-    """At most so many runs, from the first to the last."""
-    if len(runs) <= MOST_RUNS:
-        return runs
-    return runs[np.linspace(0, len(runs) - 1, MOST_RUNS).round().astype(int)]
+def spread_out(values: np.ndarray, most: int) -> np.ndarray:
+    """At most so many of the values, from the first to the last."""
+    if len(values) <= most:
+        return values
+    return values[np.linspace(0, len(values) - 1, most).round().astype(int)]

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import compress
 from pathlib import Path
 from typing import Any, Self
@@ -139,10 +140,9 @@ class TableWriter:
         """Add a batch, or those of its documents where `keep` is true."""
         batch = batch if keep is None else batch.where(keep)
         kind = self._schema.field("user").type
-        users: list[Any] = [*batch.users]
-        if kind != pa.string():
-            users = [owners_of(user) for user in users]
-        assert kind != pa.string() or not has_co_owners(users), "other owners would be lost"
+        is_plain = kind == pa.string()
+        assert not (is_plain and has_co_owners(batch.users)), "other owners would be lost"
+        users: list[Any] = batch.users if is_plain else [*map(owners_of, batch.users)]
         columns = [pa.array(users, kind), pa.array(batch.texts, pa.string())]
         for name, kind in self._types.items():
             columns.append(_column(batch.attributes.get(name, [None] * len(batch)), kind))
@@ -173,8 +173,5 @@ def _column(values: list, kind: pa.DataType | None) -> pa.Array:
             return pa.array(values, kind)
         except pa.ArrowInvalid:  # an integer beyond 2^53 in a column that elsewhere has fractions
             return pa.array(values).cast(kind, safe=False)
-    return pa.array([None if value is None else _json(value) for value in values], pa.string())
-
-
-def _json(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, default=str)
+    json_text = partial(json.dumps, ensure_ascii=False, default=str)
+    return pa.array([None if one is None else json_text(one) for one in values], pa.string())

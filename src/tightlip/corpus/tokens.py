@@ -309,7 +309,7 @@ class GrowingArray:
         self._dtype, self._row = kind.base, kind.shape
         self._length = 0
         self._stream: BinaryIO = path.open("wb")
-        self._write_header()
+        self._stream.write(self._header(0))
 
     def extend(self, rows: np.ndarray) -> None:
         self._stream.write(np.ascontiguousarray(rows, self._dtype).data)
@@ -318,11 +318,8 @@ class GrowingArray:
     def close(self) -> None:
         assert len(self._header(self._length)) == len(self._header(0))
         self._stream.seek(0)
-        self._write_header()
-        self._stream.close()
-
-    def _write_header(self) -> None:
         self._stream.write(self._header(self._length))
+        self._stream.close()
 
     def _header(self, length: int) -> bytes:
         # numpy pads the header so that the first axis may grow.

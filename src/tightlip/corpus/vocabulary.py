@@ -10,6 +10,7 @@ Word level: a word is letters with their combining marks and inner apostrophes
 """
 
 from collections.abc import Iterator
+from itertools import compress, pairwise
 from typing import Any, Literal
 
 import numpy as np
@@ -138,11 +139,9 @@ def _written_by(corpus: Corpus, ranked: list[str], min_users: int) -> list[str]:
     """The words of `ranked` that at least `min_users` users wrote, in the same order."""
     if min_users < 1:
         raise UsageError(f"min_users={min_users} is below 1. Use 2 or more, or leave it out.")
-    counts = _DistinctUsers(len(ranked) + len(SPECIAL_TOKENS), min_users)
-    for user, ids in tokens_by_user(corpus, ranked):
-        counts.add(user, ids)
-    enough = counts.enough()[len(SPECIAL_TOKENS) :]
-    return [word for word, kept in zip(ranked, enough, strict=True) if kept]
+    counts = _DistinctUsers(len(ranked), min_users)
+    counts.add_all(corpus, ranked)
+    return list(compress(ranked, counts.enough))
 
 
 def tokens_by_user(corpus: Corpus, words: list[str]) -> Iterator[tuple[int, np.ndarray]]:
@@ -156,40 +155,62 @@ def tokens_by_user(corpus: Corpus, words: list[str]) -> Iterator[tuple[int, np.n
             bar.advance(len(batch))
 
 
-class _DistinctUsers:
-    """Which tokens at least `needed` users wrote.
+class Tallies:
+    """How often each user wrote each word.
 
-    Distinct (user, token) pairs are kept as one number each, and only for tokens still
-    short of users: at most 8 · needed bytes a token, plus the unsorted rest.
+    A (user, word) pair is one number, its count another: 16 bytes a distinct pair, about 50
+    while sorting.
     """
 
     _UNSORTED = 4_000_000
 
-    def __init__(self, num_tokens: int, needed: int) -> None:
-        self._num_tokens, self._needed = num_tokens, needed
-        self._enough = np.zeros(num_tokens, bool)
-        self._pairs = np.empty(0, np.int64)
-        self._unsorted: list[np.ndarray] = []
+    def __init__(self, num_words: int) -> None:
+        self._num_words = num_words
+        self.enough = np.zeros(num_words, bool)  # words that are counted no further
+        self._pairs = [np.empty(0, np.int64)]
+        self._counts = [np.empty(0, np.int64)]
         self._num_unsorted = 0
 
-    def add(self, user: int, ids: np.ndarray) -> None:
-        fresh = np.unique(ids)
-        fresh = fresh[~self._enough[fresh]]
-        self._unsorted.append(user * self._num_tokens + fresh.astype(np.int64))
-        self._num_unsorted += len(fresh)
-        if self._num_unsorted > self._UNSORTED:
-            self._sort()
-
-    def enough(self) -> np.ndarray:
+    def add_all(self, corpus: Corpus, words: list[str]) -> None:
+        """Count all of a corpus; special tokens are no words."""
+        first = len(SPECIAL_TOKENS)
+        for user, ids in tokens_by_user(corpus, words):
+            written = ids[ids >= first] - first
+            distinct, counts = np.unique(written[~self.enough[written]], return_counts=True)
+            self._pairs.append(user * self._num_words + distinct.astype(np.int64))
+            self._counts.append(counts)
+            self._num_unsorted += len(distinct)
+            if self._num_unsorted > self._UNSORTED:
+                self._sort()
         self._sort()
-        return self._enough
+
+    def by_user(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Each user's distinct words, by their numbers, and how often the user wrote them."""
+        (pairs,), (counts,) = self._pairs, self._counts
+        next_user = np.flatnonzero(np.diff(pairs // self._num_words)) + 1
+        for start, end in pairwise([0, *next_user, len(pairs)]) if len(pairs) else ():
+            yield pairs[start:end] % self._num_words, counts[start:end]
 
     def _sort(self) -> None:
-        pairs = np.unique(np.concatenate([self._pairs, *self._unsorted]))
-        ids = pairs % self._num_tokens
-        self._enough |= np.bincount(ids, minlength=self._num_tokens) >= self._needed
-        self._pairs = pairs[~self._enough[ids]]
-        self._unsorted, self._num_unsorted = [], 0
+        pairs, place = np.unique(np.concatenate(self._pairs), return_inverse=True)
+        counts = np.zeros(len(pairs), np.int64)
+        np.add.at(counts, place, np.concatenate(self._counts))
+        self._pairs, self._counts, self._num_unsorted = [pairs], [counts], 0
+
+
+class _DistinctUsers(Tallies):
+    """Which words at least `needed` users wrote; pairs are kept only of words still short of users."""
+
+    def __init__(self, num_words: int, needed: int) -> None:
+        super().__init__(num_words)
+        self._needed = needed
+
+    def _sort(self) -> None:
+        super()._sort()
+        words = self._pairs[0] % self._num_words
+        self.enough |= np.bincount(words, minlength=self._num_words) >= self._needed
+        is_short = ~self.enough[words]
+        self._pairs, self._counts = [self._pairs[0][is_short]], [self._counts[0][is_short]]
 
 
 def with_digits(ranked: list[str], size: int | None) -> list[str]:

@@ -168,7 +168,7 @@ class PrivateMixin(_Library):
             places,  # type: ignore[arg-type]
             batch_size=1,
             sampler=_WhileThereIsBudget(self, len(places)),
-            collate_fn=_nothing,
+            collate_fn=lambda places: {},
         )
 
     def _prepare_for_training(
@@ -399,10 +399,6 @@ class _WhileThereIsBudget(Sampler):
             if not self._trainer.may_step():
                 return
             yield place
-
-
-def _nothing(places: list[int]) -> dict[str, Tensor]:
-    return {}
 
 
 def _check_unit(unit: str, user_column: str | None) -> None:

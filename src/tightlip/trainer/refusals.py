@@ -174,15 +174,12 @@ def _against_losses(trainer: Any, ours: type) -> Iterator[str]:
 
 def _is_known(collator: Any) -> bool:
     """Whether it is known which labels a collator gives to a row."""
-    if collator is transformers.default_data_collator:
-        return True
-    kind = type(collator)
-    if kind is transformers.DataCollatorForLanguageModeling:
+    kind, plain = type(collator), transformers.DataCollatorForLanguageModeling
+    if kind is plain:
         return not collator.mlm
-    if kind in (transformers.DataCollatorWithPadding, transformers.DataCollatorForSeq2Seq):
-        return True
-    is_trls = kind.__module__ == "trl.trainer.sft_trainer"
-    return is_trls and kind.__name__ == "DataCollatorForLanguageModeling"
+    of_trl = (kind.__module__, kind.__name__) == ("trl.trainer.sft_trainer", plain.__name__)
+    known = (transformers.DataCollatorWithPadding, transformers.DataCollatorForSeq2Seq)
+    return of_trl or kind in known or collator is transformers.default_data_collator
 
 
 def _against_choices(trainer: Any, public_evaluation: bool) -> Iterator[str]:

@@ -54,7 +54,12 @@ def runs_behind(model: Any, start: str | Path | None, ledger: Path) -> list[Reco
     name, commit = (getattr(config, each, None) for each in ("_name_or_path", "_commit_hash"))
     runs = runs_before(_record_at(name, commit)) if name else []
     if start is not None and start != PUBLIC:
-        runs += _runs_named(start)
+        if not (named := runs_before(_record_at(start))):
+            raise UsageError(
+                f"start={str(start)!r} has no {OWN_RECORD} of a private run, so it does not say what the weights cost their people. Give the "
+                "folder of a private run's weights; or start='public' where nothing but public text shaped them."
+            )
+        runs += named
     by_id = {run.get("run") or place: run for place, run in enumerate([*runs, *marks])}
     if ledger.exists():
         by_id.pop(read_ledger(ledger).get("run"), None)
@@ -69,15 +74,6 @@ def leave_mark(model: Any, record: Record) -> None:
 def _base(model: Any) -> Any:
     """What merge_and_unload() gives, too."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
-
-
-def _runs_named(start: str | Path) -> list[Record]:
-    if runs := runs_before(_record_at(start)):
-        return runs
-    raise UsageError(
-        f"start={str(start)!r} has no {OWN_RECORD} of a private run, so it does not say what the weights cost their people. Give the "
-        "folder of a private run's weights; or start='public' where nothing but public text shaped them."
-    )
 
 
 def _record_at(where: str | Path, commit: str | None = None) -> Record:

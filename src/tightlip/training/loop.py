@@ -168,7 +168,8 @@ class Training:
 
     def take_step(self) -> None:
         plan.seed_step(self.config.seed, self.progress.step, self.processes.rank)
-        plan.set_learning_rate(self.optimizer, self.plan.learning_rate(self.progress.step))
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.plan.learning_rate(self.progress.step)
         loss, num_targets = self.mitigation.step(self.progress.step)
         self.progress.step += 1
         self.average.add(self.progress.step)

@@ -12,7 +12,6 @@ from transformers.pytorch_utils import Conv1D
 
 from tightlip.core.errors import GuaranteeError, UsageError
 from tightlip.core.files import read_json, write_json
-from tightlip.models.checks import is_quantised
 from tightlip.models.folders import ADAPTER_CONFIG, gguf_file
 from tightlip.models.loading import load_causal_lm, read_configuration
 from tightlip.models.recurrent import RecurrentForCausalLM
@@ -114,15 +113,6 @@ def check_rows_stay_alone(model: Any) -> None:
                 "over all rows of a batch, so one user would change another's gradient. Give the unquantised model with "
                 "--load-in 8bit, which has no threshold here, or --load-in 4bit."
             )
-
-
-def check_trainable(model: Any, config: TrainConfig) -> None:
-    """Refuse to train weights that are held in few bits."""
-    if config.lora is None and is_quantised(model):
-        raise UsageError(
-            f"{config.model} is quantised, and weights in few bits cannot be trained. Add --lora 16 to train adapters on it, or "
-            "give the unquantised model."
-        )
 
 
 def save_adapter(folder: Path, model: Any, tensors: dict[str, Tensor] | None = None) -> None:

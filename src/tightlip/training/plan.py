@@ -120,17 +120,6 @@ def build_optimizer(model: nn.Module, config: TrainConfig) -> optim.Optimizer:
     return _OPTIMIZERS[config.optimizer](parameters, **rates, **extra)
 
 
-def set_learning_rate(optimizer: optim.Optimizer, rate: float) -> None:
-    for group in optimizer.param_groups:
-        group["lr"] = rate
-
-
-def clip_gradients(model: nn.Module, largest_norm: float | None) -> None:
-    """Scale all gradients together so that their joint norm is at most `largest_norm`."""
-    if largest_norm is not None:
-        torch.nn.utils.clip_grad_norm_(model.parameters(), largest_norm)
-
-
 @contextmanager
 def own_randomness(device: torch.device, seed: int) -> Iterator[None]:
     """Seed torch for the run and leave its generators, and its precision, as they were."""

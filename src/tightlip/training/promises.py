@@ -93,16 +93,15 @@ def breaches(
     """What shaped the weights outside the mechanism, and what to do instead: everything of the
     kind that METHODS section 6 lists and that we can see."""
     settings: Any = config.mitigation
+    public = "Use a public tokenizer (--tokenizer DIR)"
+    noisy = f"{public} or a noisy vocabulary (--vocabulary-noise 5)."
     if corpus.learnt_vocabulary:
-        yield (
-            "The vocabulary was learnt from this corpus, so rare words show in it.",
-            "Use a public tokenizer (--tokenizer DIR) or a noisy vocabulary (--vocabulary-noise 5).",
-        )
+        yield "The vocabulary was learnt from this corpus, so rare words show in it.", noisy
     if words.learnt and not any(run.get("releases") for run in before):
         yield (
             "The vocabulary was learnt from nearly the same text, or from other text of the same people, so rare words show "
             "in it.",
-            "Use a public tokenizer (--tokenizer DIR) or a noisy vocabulary (--vocabulary-noise 5).",
+            noisy,
         )
     yield from _cut_by_others(settings.unit, corpus.settings, "")
     for step in corpus.history:
@@ -112,7 +111,7 @@ def breaches(
         if corpus.releases or words.releases:
             yield (
                 "The noise of the vocabulary hides each writer's words, and texts here have other owners too.",
-                "Use a public tokenizer (--tokenizer DIR).",
+                f"{public}.",
             )
     for name in ("early_stop", "until_perplexity"):
         is_told = corpus.validation_is_public or settings.tells_validation

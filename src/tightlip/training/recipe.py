@@ -21,6 +21,7 @@ from tightlip.core.randomness import keyed_generator
 from tightlip.core.run_folder import DP_CHECK
 from tightlip.corpus.canaries import CheckKey, read_check_key, write_check_key
 from tightlip.corpus.history import sources_of
+from tightlip.corpus.opening import fingerprints
 from tightlip.corpus.prepare import PreparedCorpus, corpus_id, registered_people
 from tightlip.corpus.privacy_weights import read_weights
 from tightlip.corpus.tokens import TokenizedCorpus
@@ -183,12 +184,9 @@ def _corpus_tree(
     folder, run = Path(corpus.folder).resolve(), out.resolve()
     # A corpus prepared inside the run moves with it.
     inside = folder.is_relative_to(run)
-    held = corpus.validation
     return {
         "folder": str(folder.relative_to(run) if inside else folder),
-        "corpus_fingerprint": corpus.train.corpus_fingerprint,
-        "validation_fingerprint": None if held is None else held.corpus_fingerprint,
-        "tokenizer_fingerprint": corpus.train.tokenizer_fingerprint,
+        **fingerprints(corpus),
         "rows_fingerprint": rows.fingerprint(),
         "num_users_left_out": len(without_users),
     }

@@ -14,32 +14,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from tightlip.core import progress, run_folder
 from tightlip.core.checksums import LIST
 from tightlip.core.errors import TightlipError, UsageError
 from tightlip.core.files import claimed, names_in
 from tightlip.core.processes import Processes, joined_processes
-from tightlip.core.progress import (
-    Estimate,
-    free_disk,
-    log,
-    most_gpu_memory,
-    most_memory,
-    size_of,
-    task,
-    unseen,
-)
 from tightlip.core.register import kept_in
 from tightlip.core.registry import look_up, names_of
-from tightlip.core.run_folder import (
-    CHECKPOINT,
-    LOG,
-    MERGED,
-    MODEL,
-    RunRecord,
-    begin_run,
-    check_is_free,
-    is_run,
-)
 from tightlip.core.settings import takes
 from tightlip.corpus.history import history_of
 from tightlip.corpus.prepare import (
@@ -50,6 +31,7 @@ from tightlip.corpus.prepare import (
     prepare_corpus,
 )
 from tightlip.corpus.prepare_config import PrepareConfig
+from tightlip.corpus.shared_text import spread_out
 from tightlip.models.folders import is_adapter
 from tightlip.training.checkpoints import save_checkpoint
 from tightlip.training.config import BUILT_IN_MODELS, RunOptions, TrainConfig, mitigation_config
@@ -82,7 +64,7 @@ def train(
     prepare: dict[str, Any] | None = None,
     options: RunOptions | None = None,
     **settings: Any,
-) -> RunRecord:
+) -> run_folder.RunRecord:
     """Train a language model, by plain training or with a mitigation against leakage.
 
     `mitigation` is its name, with its own settings beside the run's, or an object such as
@@ -99,7 +81,7 @@ def train(
         by_first(processes, _nothing_left_of_a_refusal(out)),
     ):
         # Or private text would be prepared in somebody's folder.
-        processes.told(lambda: check_is_free(out))
+        processes.told(lambda: run_folder.check_is_free(out))
         ready = _by_first(processes, lambda: prepared_for(corpus, out, config, prepare or {}))
         if config.trials is not None:
             return choose(ready, out, config, options)
@@ -109,34 +91,34 @@ def train(
 def config_of(mitigation: Any, settings: dict[str, Any]) -> TrainConfig:
     """The settings of a run; a model that is itself a run stands for what that trained."""
     model = settings.get("model", BUILT_IN_MODELS[0])
-    if model not in BUILT_IN_MODELS and is_run(Path(model)):
+    if model not in BUILT_IN_MODELS and run_folder.is_run(Path(model)):
         settings = {**settings, "model": str(_model_of(Path(model)))}
     return TrainConfig.of(mitigation=mitigation, **settings)
 
 
 def _model_of(run: Path) -> Path:
     """The model that a run stands for: the one it trained, of adapters merged."""
-    if not is_adapter(run / MODEL):
-        return run / MODEL
-    if not (run / MERGED).is_dir():
+    if not is_adapter(run / run_folder.MODEL):
+        return run / run_folder.MODEL
+    if not (run / run_folder.MERGED).is_dir():
         raise UsageError(
             f"{run} trained adapters, and training goes on from a whole model. Give its train command again with merge=True, "
-            f"which writes {run / MERGED}."
+            f"which writes {run / run_folder.MERGED}."
         )
-    return run / MERGED
+    return run / run_folder.MERGED
 
 
 @contextmanager
 def _nothing_left_of_a_refusal(out: Path) -> Iterator[None]:
     """Take away the corpus that was prepared for a run that never began."""
-    had_run, had_corpus, was_there = is_run(out), (out / CORPUS).exists(), out.exists()
+    had_run, had_corpus, was_there = run_folder.is_run(out), (out / CORPUS).exists(), out.exists()
     try:
         yield
     except TightlipError:
-        if had_run or not is_run(out):
+        if had_run or not run_folder.is_run(out):
             if not had_corpus:
                 shutil.rmtree(out / CORPUS, ignore_errors=True)
-            if not was_there and out.exists() and not names_in(out) - {LOG}:
+            if not was_there and out.exists() and not names_in(out) - {run_folder.LOG}:
                 shutil.rmtree(out)
         raise
 
@@ -177,7 +159,7 @@ def prepared_for(
     _check_promise(config, chosen, history_of(corpus))
     ready = prepare_corpus(corpus, out / CORPUS, chosen)
     for warning in ready.statistics["warnings"]:
-        log.warning("%s", warning)
+        progress.log.warning("%s", warning)
     return ready
 
 
@@ -222,7 +204,9 @@ def _with_tokenizer_of(model: str, settings: dict[str, Any]) -> dict[str, Any]:
     return {"tokenizer": model, **settings}
 
 
-def retrain_without(run: RunRecord, users: frozenset[int], out: Path) -> RunRecord:
+def retrain_without(
+    run: run_folder.RunRecord, users: frozenset[int], out: Path
+) -> run_folder.RunRecord:
     """The run's recipe and options on its own corpus, without any document of these users."""
     config = TrainConfig.from_tree(run.config["train"], str(run.folder))
     options = RunOptions.from_tree(run.config.get("options", {}), str(run.folder))
@@ -239,7 +223,7 @@ def estimate_train(
     prepare: dict[str, Any] | None = None,
     options: RunOptions | None = None,
     **settings: Any,
-) -> Estimate:
+) -> progress.Estimate:
     """What `tightlip.train` would take with the same arguments: seconds, memory and disk.
 
     A few steps are taken in a temporary folder, private ones too, and forgotten. Nothing is written
@@ -252,12 +236,12 @@ def estimate_train(
     config, options = config_of(mitigation, settings), options or RunOptions()
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         raise UsageError("--dry-run takes its steps in one process. Start it without torchrun.")
-    check_is_free(Path(out))
+    run_folder.check_is_free(Path(out))
     with (
         TemporaryDirectory(prefix="tightlip-") as folder,
         kept_in(Path(folder)),
-        task("Trying some steps", None),
-        unseen(),
+        progress.task("Trying some steps", None),
+        progress.unseen(),
     ):
         run = Path(folder) / "run"
         start = time.perf_counter()
@@ -274,7 +258,7 @@ def estimate_train(
             starting = time.perf_counter() - start
             stages = {"Preparing": preparing, "Starting": starting, **trial.stages()}
         is_inside = ready.folder.is_relative_to(run)
-        return Estimate(
+        return progress.Estimate(
             corpus={
                 **{
                     name: ready.statistics["train"][name]
@@ -285,11 +269,11 @@ def estimate_train(
                 "parameters": sum(each.numel() for each in training.model.parameters()),
             },
             stages=stages,
-            memory_bytes=most_memory(),
-            gpu_memory_bytes=most_gpu_memory(device),
-            disk_bytes=trial.kept_bytes() + (size_of(run / CORPUS) if is_inside else 0),
-            passing_disk_bytes=2 * size_of(run / CHECKPOINT),
-            free_disk_bytes=free_disk(Path(out)),
+            memory_bytes=progress.most_memory(),
+            gpu_memory_bytes=progress.most_gpu_memory(device),
+            disk_bytes=trial.kept_bytes() + (progress.size_of(run / CORPUS) if is_inside else 0),
+            passing_disk_bytes=2 * progress.size_of(run / run_folder.CHECKPOINT),
+            free_disk_bytes=progress.free_disk(Path(out)),
             notes=_notes(config, trial.num_timed),
         )
 
@@ -311,7 +295,7 @@ def _set_aside(corpus: Any, folder: Path) -> Any:
                 (linked / path.name).symlink_to(path)
         return linked
     path = Path(corpus)
-    if (size_of(path) if path.is_dir() else path.stat().st_size) > MOST_PREPARED:
+    if (progress.size_of(path) if path.is_dir() else path.stat().st_size) > MOST_PREPARED:
         raise UsageError(
             f"{corpus} is not prepared, and to try a step it would have to be, which takes long and would be thrown away. Run: "
             "tightlip prepare CORPUS --out DIR, then tightlip train DIR --dry-run"
@@ -324,7 +308,7 @@ def _recipe(ready: PreparedCorpus, run: Path, config: TrainConfig, options: RunO
     recipe = recipe_for(ready, run, config, options, frozenset())
     look_up("mitigation", config.mitigation.name)().check(config, recipe.corpus)
     recipe = replace(recipe, corpus=replace(recipe.corpus, people=(), is_trial=True))
-    begin_run(run, recipe.tree)
+    run_folder.begin_run(run, recipe.tree)
     return with_canaries(recipe, run)
 
 
@@ -351,9 +335,11 @@ class _Trial:
             taken += self.seconds(training.take_step)
             self.num_timed += 1
         steps = left * taken / max(1, self.num_timed)
-        model = self.seconds(lambda: training.save_model(training.out / MODEL))
+        model = self.seconds(lambda: training.save_model(training.out / run_folder.MODEL))
         checkpoint = self.seconds(
-            lambda: save_checkpoint(training.out / CHECKPOINT, training.progress, training.kept)
+            lambda: save_checkpoint(
+                training.out / run_folder.CHECKPOINT, training.progress, training.kept
+            )
         )
         num_epochs = max(1, plan.num_steps // plan.steps_per_epoch)
         num_checkpoints = max(num_epochs, steps / max(1.0, training.options.checkpoint_seconds))
@@ -368,8 +354,7 @@ class _Trial:
         rows = self.training.recipe.validation
         if rows is None:
             return 0.0
-        order = np.argsort(rows.num_inputs)
-        chosen = order[np.linspace(0, len(order) - 1, min(len(order), MOST_VALIDATED)).astype(int)]
+        chosen = spread_out(np.argsort(rows.num_inputs), MOST_VALIDATED)
         some = rows.only(chosen)
         forward = self.training.forward
         self.seconds(lambda: validation_scores(forward, rows.only(chosen[-1:])))
@@ -380,7 +365,7 @@ class _Trial:
         """What the run leaves: the model, and as many snapshots as are kept."""
         keep, planned = self.training.options.keep_snapshots, self.plan.num_snapshots
         num_kept = planned if keep is None else min(planned, keep)
-        return (num_kept + 1) * size_of(self.training.out / MODEL)
+        return (num_kept + 1) * progress.size_of(self.training.out / run_folder.MODEL)
 
 
 def _notes(config: TrainConfig, num_timed: int) -> list[str]:

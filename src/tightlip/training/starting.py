@@ -19,7 +19,7 @@ from tightlip.core.run_folder import LEDGER, MERGED, MODEL, RunRecord, run_aroun
 from tightlip.corpus.encoding import tokenizer_fingerprint
 from tightlip.corpus.history import learnt_from
 from tightlip.corpus.prepare import corpus_id
-from tightlip.models.checks import check_room, without_progress_bar
+from tightlip.models.checks import check_room, is_quantised, without_progress_bar
 from tightlip.models.configurations import GRUConfig, LSTMConfig, TransformerConfig
 from tightlip.models.folders import model_fingerprint
 from tightlip.models.loading import load_causal_lm, load_tokenizer
@@ -57,7 +57,11 @@ def starting_model(config: TrainConfig, tokenizer: Any, device: torch.device | s
     if config.model not in BUILT_IN_MODELS:
         # Weights stored in half precision would lose small updates.
         model = load_causal_lm(config.model, dtype=torch.float32)
-        lora.check_trainable(model, config)
+        if is_quantised(model):
+            raise UsageError(
+                f"{config.model} is quantised, and weights in few bits cannot be trained. Add --lora 16 to train adapters on it, or "
+                "give the unquantised model."
+            )
         return model.to(device)
     return _new_model(config, tokenizer).to(device)
 

@@ -12,7 +12,7 @@ import os
 import re
 import secrets
 import shutil
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -152,22 +152,20 @@ def choose(
     return run_folder.open_run(out)
 
 
+@dataclass
 class Choice:
     """A choice under way: `record` is what it promises, `draw` its secret."""
 
-    record: dict[str, Any]
-    draw: Draw
+    corpus: PreparedCorpus
+    out: Path
+    configs: list[TrainConfig]
+    options: RunOptions
+    tree: dict[str, Any]
+    record: dict[str, Any] = field(init=False)
+    draw: Draw = field(init=False)
 
-    def __init__(
-        self,
-        corpus: PreparedCorpus,
-        out: Path,
-        configs: list[TrainConfig],
-        options: RunOptions,
-        tree: dict[str, Any],
-    ) -> None:
-        self.corpus, self.out, self.options, self.tree = corpus, out, options, tree
-        self._configs, self._file = configs, out / TRIALS / _DRAW
+    def __post_init__(self) -> None:
+        self._file = self.out / TRIALS / _DRAW
 
     def begin(self, trials: Trials, recipes: list[Recipe]) -> None:
         """Settle noise and draw, and register the choice; or take all of it up again."""
@@ -209,14 +207,14 @@ class Choice:
             )
         except Diverged:
             return math.inf, read_ledger(folder / run_folder.LEDGER)
-        told = "noisy_" if self._configs[0].mitigation.tells_validation else ""
+        told = "noisy_" if self.configs[0].mitigation.tells_validation else ""
         score = run.metrics[-1][f"{told}validation_perplexity"]
         return math.inf if score is None else score, run.guarantee
 
     def _config(self, number: int) -> TrainConfig:
         """The candidate that the trial drew, with the noise that was settled for it."""
         place = self.draw.candidates[number]
-        config, (mechanism, _) = self._configs[place], self.selection.candidates[place]
+        config, (mechanism, _) = self.configs[place], self.selection.candidates[place]
         noise = {"epsilon": None, "noise_multiplier": mechanism.noise_multiplier}
         return replace(config, mitigation=replace(config.mitigation, **noise))
 
@@ -237,20 +235,11 @@ class Choice:
             if (best / name).exists():  # or a killed process moved it already
                 shutil.rmtree(self.out / name, ignore_errors=True)
                 os.rename(best / name, self.out / name)
-        for path in filter(
-            Path.is_file,
-            (
-                best / name
-                for name in (run_folder.METRICS, run_folder.PRIVATE_METRICS, run_folder.LOG)
-            ),
-        ):
-            files.write_text(self.out / path.name, _TIMES.sub("", files.read_text(path)))
-        for folder in (
-            self.out / run_folder.MODEL,
-            self.out / run_folder.MERGED,
-            *(self.out / run_folder.SNAPSHOTS).glob("*-*"),
-        ):
-            if folder.is_dir():
+        for name in (run_folder.METRICS, run_folder.PRIVATE_METRICS, run_folder.LOG):
+            if (best / name).is_file():
+                files.write_text(self.out / name, _TIMES.sub("", files.read_text(best / name)))
+        for pattern in (run_folder.MODEL, run_folder.MERGED, f"{run_folder.SNAPSHOTS}/*-*"):
+            for folder in filter(Path.is_dir, self.out.glob(pattern)):
                 _write_card(folder, final)
         recipe = recipe_for(
             self.corpus, self.out, self._config(self.draw.best), self.options, frozenset()

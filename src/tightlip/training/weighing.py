@@ -1,7 +1,8 @@
 """Privacy weights of a prepared corpus as one call: score, normalise, store, draw the page."""
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from tightlip.corpus.privacy_weights import (
     write_weights,
 )
 from tightlip.corpus.readers import open_corpus
+from tightlip.corpus.shared_text import spread_out
 from tightlip.corpus.tokens import TokenizedCorpus
 from tightlip.models.folders import files_fingerprint, model_fingerprint
 from tightlip.models.loading import load_tokenizer
@@ -59,13 +61,6 @@ class ModelScores:
 
     model: OpenedModel
     store: ScanStore
-
-    def unknown_share(self, corpus: TokenizedCorpus) -> float:
-        """The share of tokens that stand for a word the model has no name for."""
-        unknown = self.model.tokenizer.unk_token_id
-        if unknown is None:
-            return 0.0
-        return float((corpus.tokens == unknown).sum() / max(corpus.num_tokens, 1))
 
     def log_perplexities(self, corpus: TokenizedCorpus, description: str) -> np.ndarray:
         """Nats a token of every document, on the grid; NaN where no token was scored.
@@ -95,9 +90,8 @@ class ModelScores:
     def _settled(self, corpus: TokenizedCorpus, nats: np.ndarray, description: str) -> np.ndarray:
         """The same values, those near an edge and a handful of others as the document alone has
         them; for the others that is the same after rounding."""
-        close = np.union1d(
-            np.flatnonzero(near_an_edge(nats, BATCH_TOLERANCE_NATS)), _spread_out(nats)
-        )
+        others = spread_out(np.flatnonzero(~np.isnan(nats)), ALWAYS_ALONE)
+        close = np.union1d(np.flatnonzero(near_an_edge(nats, BATCH_TOLERANCE_NATS)), others)
         alone = self.model.scanner_of(batch_tokens=1)
         settled = nats.copy()
         with task(f"{description}, alone", len(close)) as bar:
@@ -111,15 +105,6 @@ class ModelScores:
                 "document's weight would depend on the others. Give a model whose rows do not influence each other."
             )
         return settled
-
-
-def _spread_out(nats: np.ndarray) -> np.ndarray:
-    """A handful of scored documents, from the first to the last."""
-    scored = np.flatnonzero(~np.isnan(nats))
-    if not len(scored):
-        return scored
-    places = np.linspace(0, len(scored) - 1, min(ALWAYS_ALONE, len(scored)))
-    return np.asarray(scored[places.round().astype(int)])
 
 
 def _means(log_probs: np.ndarray, lengths: np.ndarray) -> np.ndarray:
@@ -155,11 +140,6 @@ def weigh_documents(
     corpus = prepared if isinstance(prepared, PreparedCorpus) else open_prepared(Path(prepared))
     with claimed(corpus.folder):
         return _Weighing.begun(corpus, config).weighed(render, device, keep_scan)
-
-
-def _agrees(kept: PrivacyWeights, name: str, identity: dict[str, Any]) -> bool:
-    """Weights of version 0.1 do not say what the model's other files were, and are believed."""
-    return bool(kept.info.get(name, identity[name]) == identity[name])
 
 
 def refuse_private_model(model: Path, corpus: PreparedCorpus) -> None:
@@ -235,8 +215,10 @@ class _Weighing:
 
     def weighed(self, render: Callable[..., str], device: str, keep_scan: bool) -> PrivacyWeights:
         """The weights, made or kept, with the page that `render` draws."""
-        kept, folder = self.kept(), self.corpus.folder
-        if kept is not None and all(_agrees(kept, name, self.identity) for name in self.identity):
+        kept, folder = None, self.corpus.folder
+        with suppress(UsageError):  # there are none, or they are of other text
+            kept = read_weights(folder)
+        if kept is not None and self._agrees(kept, self.identity):
             return kept
         documents = None if self.public is None else self.public.documents()
         shared = public_text.known_overlap(self.corpus, documents, self.model)
@@ -252,12 +234,10 @@ class _Weighing:
         shutil.rmtree(work, ignore_errors=True)
         return weights
 
-    def kept(self) -> PrivacyWeights | None:
-        """Weights that stand there already and are of this text."""
-        try:
-            return read_weights(self.corpus.folder)
-        except UsageError:
-            return None
+    def _agrees(self, kept: PrivacyWeights, names: Iterable[str]) -> bool:
+        """Weights of version 0.1 do not say what the model's other files were, and are believed."""
+        own = self.identity
+        return all(kept.info.get(name, own[name]) == own[name] for name in names)
 
     def scored(
         self, work: Path, store: ScanStore, kept: PrivacyWeights | None, device: str
@@ -281,11 +261,8 @@ class _Weighing:
         """What other weights by the same estimator were made from."""
         same = ["estimator", "model_fingerprint", "model_files"]
         same += ["public_corpus_fingerprint"] if self.model is None else []
-        if (
-            kept is None
-            or kept.info["version"] != tightlip.__version__
-            or not all(_agrees(kept, name, self.identity) for name in same)
-        ):
+        is_same = kept is not None and kept.info["version"] == tightlip.__version__
+        if kept is None or not is_same or not self._agrees(kept, same):
             return None, None
         stored = self.corpus.folder / FOLDER / PUBLIC_LOG_PERPLEXITIES
         fingerprint = "public_corpus_fingerprint"
@@ -317,11 +294,9 @@ class _Weighing:
     def _by_model(self, work: Path, store: ScanStore, device: str) -> Callable[[str], np.ndarray]:
         assert self.model is not None
         scores = ModelScores(model=open_model(self.model, ScanOptions(device=device)), store=store)
-
-        def score(part: str) -> np.ndarray:
-            return scores.log_perplexities(self._tokens(part, scores, work), f"Weighing {part}")
-
-        return score
+        return lambda part: scores.log_perplexities(
+            self._tokens(part, scores, work), f"Weighing {part}"
+        )
 
     def _tokens(self, part: str, scores: ModelScores, work: Path) -> TokenizedCorpus:
         """The text as the public model's own tokenizer cuts it."""
@@ -333,7 +308,8 @@ class _Weighing:
             # The file and not the folder, whose other files change while this one is read.
             source = CorpusSource(self.corpus.folder / TRAIN, {})
             tokens = tokenised_for(source, scores.model.tokenizer, work / "train")
-        if (share := scores.unknown_share(tokens)) > MOST_UNKNOWN:
+        share = tokens.statistics(scores.model.tokenizer.unk_token_id)["unknown_share"]
+        if share > MOST_UNKNOWN:
             log.warning(
                 "%.1f%% of the training text are unknown words to %s, and however rare, an unknown word is ordinary to "
                 "it. Give a model whose tokenizer can spell every text (BPE).",

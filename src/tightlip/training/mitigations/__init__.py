@@ -103,7 +103,8 @@ class Mitigation(Protocol):
     """One way to train. The loop says which step is due, and the mitigation takes it.
 
     A mitigation that needs randomness of its own, a second model or an accountant keeps it
-    itself; `state_dict` is what a resumed run gives back to it.
+    itself; `state_dict` is what a resumed run gives back to it. What has a body here is that of one
+    which asks nothing and has nothing to say.
     """
 
     config_kind: type[MitigationConfig]
@@ -122,15 +123,18 @@ class Mitigation(Protocol):
 
     def may_go_on(self) -> bool:
         """Whether another step may be taken at all."""
+        return True
 
     def settle(self) -> None:
         """Called before any weights reach the disk."""
 
     def told_loss(self, held_out: Rows) -> float | None:
         """The mean loss of held-out text as it may be told; None where none is."""
+        return None
 
     def progress_words(self) -> str:
         """A word for the progress line; empty where there is nothing to say."""
+        return ""
 
     def guarantee(self, num_steps: int, *, ended: bool = True) -> dict[str, Any]:
         """What may be said of the weights after `num_steps` steps, under all `LEDGER_KEYS`; of a

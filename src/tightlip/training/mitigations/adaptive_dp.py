@@ -3,6 +3,7 @@
 Three modes on the engine of `dp`: `clip` and `scale` are proved, `as-published` is the paper's.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, cast
 
@@ -187,22 +188,16 @@ def _check_sound(mode: str, weights: PrivacyWeights) -> None:
         )
 
 
-def _taken_at_your_word(weights: PrivacyWeights) -> list[str]:
+def _taken_at_your_word(weights: PrivacyWeights) -> Iterator[str]:
     """What the weights rest on and nobody here can check."""
-    info = weights.info
-    assumptions = []
+    info, how = weights.info, ", of which the weights are a frequency estimate"
     if info["estimator"] == "language model":
-        assumptions.append(
+        how = ""
+        yield (
             f"the weights' language model ({info['model']}), taken never to have seen this text beyond what tightlip "
             "knows of its training"
         )
     if info["public_corpus"] is not None:
-        how = "" if assumptions else ", of which the weights are a frequency estimate"
-        assumptions.append(
-            f"the weights' public corpus {info['public_corpus']}{how}, taken to be public"
-        )
+        yield f"the weights' public corpus {info['public_corpus']}{how}, taken to be public"
     # The same words whether there are any: how many there are is private, and in weights/info.json.
-    assumptions.append(
-        f"texts that stand both here and in public text, up to {MOST_COPIED:.0%} of the longer ones: they count as public"
-    )
-    return assumptions
+    yield f"texts that stand both here and in public text, up to {MOST_COPIED:.0%} of the longer ones: they count as public"

@@ -12,12 +12,11 @@ from tightlip.privacy.passes import Passes, Physical
 from tightlip.training.batches import Rows, TokenRows, epoch_order, filled
 from tightlip.training.config import MitigationConfig, TrainConfig
 from tightlip.training.losses import is_recurrent
-from tightlip.training.mitigations import LEDGER_KEYS, CorpusFacts, RunContext
-from tightlip.training.plan import clip_gradients
+from tightlip.training.mitigations import LEDGER_KEYS, Mitigation, RunContext
 from tightlip.training.together import add_up_step
 
 
-class NoMitigation:
+class NoMitigation(Mitigation):
     """Gradient descent on the loss of shuffled batches, each weighted by its share of targets.
 
     Rows of like length share a batch, so batches differ in targets; unweighted, a token in a
@@ -30,8 +29,6 @@ class NoMitigation:
 
     def __init__(self) -> None:
         self._epoch: tuple[int, Sequence[np.ndarray]] = (-1, ())
-
-    def check(self, config: TrainConfig, corpus: CorpusFacts) -> None: ...
 
     def steps_per_epoch(self, rows: Rows, config: TrainConfig) -> int:
         return -(-len(rows) // config.batch_size)
@@ -52,7 +49,8 @@ class NoMitigation:
             add_up_step(context.processes, context.model, nats)
             num_targets = int(context.rows.num_targets[chosen].sum())
             loss = nats / num_targets
-        clip_gradients(context.model, context.config.gradient_clip)
+        if (largest_norm := context.config.gradient_clip) is not None:
+            torch.nn.utils.clip_grad_norm_(context.model.parameters(), largest_norm)
         context.optimizer.step()
         return loss.detach(), num_targets
 
@@ -99,17 +97,6 @@ class NoMitigation:
         with torch.no_grad():
             whole = context.targets_per_batch / max(1, num_targets)
             return outcome.losses.sum() * whole, num_targets
-
-    def may_go_on(self) -> bool:
-        return True
-
-    def settle(self) -> None: ...
-
-    def told_loss(self, held_out: Rows) -> float | None:
-        return None
-
-    def progress_words(self) -> str:
-        return ""
 
     def guarantee(self, num_steps: int, *, ended: bool = True) -> dict[str, Any]:
         return dict.fromkeys(LEDGER_KEYS) | {

@@ -91,7 +91,7 @@ class TripletMitigation(Regulariser):
     def drawn(self, number: int, chosen: np.ndarray, size: int) -> Drawn:
         config, num_real = self.context.config, len(chosen)
         if self.settings.triplet_pairs == "inside":
-            first, second = inside_pairs(size)
+            first, second = np.triu_indices(size, k=1)
             real_P = second < num_real
             authors = filled(self.authors[chosen], size, 0)
             partners, same_P = np.empty(0, np.int64), authors[first] == authors[second]
@@ -126,7 +126,7 @@ class TripletMitigation(Regulariser):
     def _inside(self, num_rows: int) -> tuple[Tensor, Tensor]:
         """Both rows of every pair, where the model is; made once for each size of batch."""
         if num_rows not in self._pairs:
-            first, second = (torch.from_numpy(places) for places in inside_pairs(num_rows))
+            first, second = map(torch.from_numpy, np.triu_indices(num_rows, k=1))
             self._pairs[num_rows] = first.to(self.latest.device), second.to(self.latest.device)
         return self._pairs[num_rows]
 
@@ -192,12 +192,6 @@ class Partners:
         other = draw.integers(len(self.authors) - count)
         other += np.where(other >= start, count, 0)  # step over the author's own rows
         return self.by_author[np.where(share & (count > 1), own, other)]
-
-
-def inside_pairs(num_rows: int) -> tuple[np.ndarray, np.ndarray]:
-    """All pairs of rows of a batch, each once."""
-    first, second = np.triu_indices(num_rows, k=1)
-    return first, second
 
 
 def pair_weights(same_P: np.ndarray, pairs: str) -> np.ndarray:
