@@ -58,6 +58,8 @@ def home(tmp_path_factory):
         there = [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
         patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, there)))
         patch.setenv("RAY_AUTH_TOKEN_PATH", str(home / "token"))
+        # Ray's workers would let every other test go first, and take four times as long.
+        patch.setenv("RAY_worker_niceness", "0")
         for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_ADDRESS"):
             patch.delenv(name, raising=False)
         yield home
@@ -373,7 +375,32 @@ def test_runs_that_outgrow_memory_come_to_the_same_report(on_ray, engine, run, t
     assert changes(report_of(tmp_path / "local"), report_of(tmp_path / "ray")) == []
 
 
-# Whoever dies
+# Whoever dies. First those tests that want workers which have imported everything.
+
+
+def test_a_node_killed_in_the_middle_changes_nothing(on_ray, cluster, engine, run, tmp_path, tally):
+    whole = tightlip.audit(run, out=tmp_path / "local", threads_per_worker=1, device="cpu")
+    engine.kinds("cpu")
+    assert len(engine._kinds) == 2
+    out, there = tmp_path / "ray", []
+
+    def kill():
+        while not there:
+            there.extend(out.rglob("*.npz"))
+            time.sleep(0.002)
+        cluster.remove_node(next(iter(cluster.worker_nodes)), allow_graceful=False)
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    tightlip.audit(run, out=out, engine="ray", device="cpu")
+    killer.join()
+    num_workers = len(engine._kinds)
+    cluster.add_node(num_cpus=1)
+    wanted, found = report_of(whole.folder), report_of(out)
+    assert len(there) < sum(path.endswith(".npz") for path in found) / 2, "it was nearly done"
+    held = not changes(wanted, found) and not half_written(out) and num_workers == 1
+    tally("nodes killed", held)
+    assert held
 
 
 def test_what_a_killed_worker_had_in_hand_is_done_by_another(engine, tmp_path, tally):
@@ -415,34 +442,10 @@ def _node(_):
     return ray.get_runtime_context().get_node_id()
 
 
-def test_a_shard_that_kills_every_worker_ends_in_words(engine):
-    with pytest.raises(UsageError, match=r"3 workers died at the same shard.*batch_tokens"):
+def test_a_shard_that_kills_every_worker_ends_in_words(engine, monkeypatch):
+    monkeypatch.setattr(ray_engine, "_MOST_DEATHS", 2)  # each takes the start of another
+    with pytest.raises(UsageError, match=r"2 workers died at the same shard.*batch_tokens"):
         list(engine.map(lambda number: os.kill(os.getpid(), signal.SIGKILL), [0]))
-
-
-def test_a_node_killed_in_the_middle_changes_nothing(on_ray, cluster, engine, run, tmp_path, tally):
-    whole = tightlip.audit(run, out=tmp_path / "local", threads_per_worker=1, device="cpu")
-    engine.kinds("cpu")
-    assert len(engine._idle) == 2
-    out, there = tmp_path / "ray", []
-
-    def kill():
-        while not there:
-            there.extend(out.rglob("*.npz"))
-            time.sleep(0.002)
-        cluster.remove_node(next(iter(cluster.worker_nodes)), allow_graceful=False)
-
-    killer = threading.Thread(target=kill)
-    killer.start()
-    tightlip.audit(run, out=out, engine="ray", device="cpu")
-    killer.join()
-    num_workers = len(engine._kinds)
-    cluster.add_node(num_cpus=1)
-    wanted, found = report_of(whole.folder), report_of(out)
-    assert len(there) < sum(path.endswith(".npz") for path in found) / 2, "it was nearly done"
-    held = not changes(wanted, found) and not half_written(out) and num_workers == 1
-    tally("nodes killed", held)
-    assert held
 
 
 def test_machines_of_different_kinds_are_refused_unless_asked_for_and_then_told(

@@ -112,7 +112,8 @@ def private(folder, name, model=None, **settings):
     optimizer = settings.pop("optimizer", torch.optim.SGD)(trained, lr=0.5)
     given = {
         "documents": texts(), "users": users(), "noise_multiplier": 0.0, "clip_norm": CLIP, "steps": PLANNED,
-        "expected_batch": 6, "insecure_seed": 7, "ledger": folder / name / "ledger.json", **settings,
+        "expected_batch": 6, "insecure_seed": 7, "ledger": folder / name / "ledger.json",
+        "widths": (32,), **settings,  # of which each is asked whether rows meet
     }  # fmt: skip
     return PrivateTraining(model, optimizer, **given)
 
@@ -253,7 +254,7 @@ def scenarios(folder):
     nobody = {"expected_batch": 0.01, "noise_multiplier": 1.0}  # with this seed
     return {
         "floats": lambda name: trained(folder, name),
-        "exact": lambda name: trained(folder, name, **exact, **adam),
+        "exact": lambda name: trained(folder, name, widths=(), **exact, **adam),
         "sharded-exact": lambda name: trained(folder, name, sharded(chain()), **exact),
         "few": lambda name: trained(folder, name, **few, **exact),
         "sharded-few": lambda name: trained(folder, name, sharded(chain()), **few, **exact),
