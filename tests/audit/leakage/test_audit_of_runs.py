@@ -53,6 +53,16 @@ def test_a_run_brings_its_corpus_and_its_validation(run):
     assert report.guarantee["standing"] == "measured only"
 
 
+def test_a_snapshot_is_audited_on_the_text_of_its_run(run):
+    last, first = run.snapshots[-1], run.snapshots[0]
+    of_run, of_last, of_first = (
+        tightlip.audit(each) for each in (run.folder, last.folder, first.folder)
+    )
+    assert of_last.corpus_fingerprint == of_first.corpus_fingerprint == of_run.corpus_fingerprint
+    assert of_last.unique == of_run.unique
+    assert of_first.validation_perplexity > of_last.validation_perplexity
+
+
 def test_only_the_one_who_wrote_it_owns_the_secret(run):
     report = tightlip.audit(run.folder)
     told = dict(

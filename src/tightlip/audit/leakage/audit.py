@@ -27,7 +27,7 @@ from tightlip.audit.leakage.summary import Findings, LeakageReport, summary_of
 from tightlip.audit.leakage.tables import ratio_of_sequence
 from tightlip.audit.measures import Audited
 from tightlip.audit.settings import LeakageConfig
-from tightlip.audit.subjects import Subject, of_run, read_as, report_store, subject_of
+from tightlip.audit.subjects import Subject, read_as, report_store, subject_of
 from tightlip.core.checksums import checked
 from tightlip.core.engines import Engine
 from tightlip.core.errors import UsageError
@@ -73,19 +73,19 @@ def open_report(folder: str | Path) -> LeakageReport:
 def leakage_subject(
     model: Any, corpus: Any, validation: Any, tokenizer: Any, columns: dict[str, Any]
 ) -> Subject:
-    """What is audited: a run on its own corpus or on another one, or any model on that given."""
+    """What is audited: a run, or a snapshot in one, on the run's corpus or on another one; or any model
+    on that given."""
     run = finished_run(model) if isinstance(model, str | Path) and is_run(Path(model)) else None
-    if run is not None and corpus is None:
-        own = of_run(run)
-        assert own.members is not None
+    if corpus is None:
+        own = subject_of(run or model)
+        if own.members is None:
+            raise UsageError(
+                f"{model} was not trained by tightlip, so its corpus is not known. "
+                f"Run: tightlip audit MODEL CORPUS"
+            )
         corpus = own.members.source
         if validation is None and own.held_out is not None:
             validation = own.held_out.source
-    if corpus is None:
-        raise UsageError(
-            f"{model} was not trained by tightlip, so its corpus is not known. "
-            f"Run: tightlip audit MODEL CORPUS"
-        )
     given = subject_of(run or model, corpus, validation, tokenizer=tokenizer, **columns)
     return replace(given, run=run)
 
