@@ -3,8 +3,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 # One thread each, or the workers fight over the cores. Four for two cores: with three, which often wait
-# for a command that they started, an eighth of the time was left over. What is compiled is kept, also where the environment says otherwise: each
-# worker would rewrite every test's asserts anew, and each command that is started compile all of tightlip.
+# for a command that they started, an eighth of the time was left over. What is compiled is kept, also
+# where the environment says otherwise: each worker would rewrite every test's asserts anew, and each
+# command that is started compile all of tightlip.
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 4
 
 .PHONY: install demo test lint check faults fuzz bench bench-gpu
