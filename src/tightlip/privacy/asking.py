@@ -73,7 +73,12 @@ _SPATIAL = re.compile(r"(?:pool|upsample_\w+)(\d)d")
 _INDEXING = {"index", "_unsafe_index", "index_put", "index_put_", "_index_put_impl_"}
 # Products, by which of their arguments stands on the left: its last dimension is summed over.
 _PRODUCTS = {
-    **dict.fromkeys(("mm", "bmm", "mv", "dot", "linear", "_int_mm", "_scaled_mm"), 0),
+    **dict.fromkeys(
+        ("mm", "bmm", "mv", "dot", "linear", "_int_mm", "_scaled_mm", "_grouped_mm"), 0
+    ),
+    **dict.fromkeys(
+        ("_weight_int8pack_mm", "_weight_int4pack_mm", "_weight_int4pack_mm_for_cpu"), 0
+    ),
     **dict.fromkeys(("addmm", "baddbmm", "addmv", "addbmm", "_addmm_activation"), 1),
 }
 
