@@ -2,11 +2,11 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-# One thread each, or the workers fight over the cores. Four for two cores: with three, which often wait
-# for a command that they started, an eighth of the time was left over. What is compiled is kept, also
-# where the environment says otherwise: each worker would rewrite every test's asserts anew, and each
-# command that is started compile all of tightlip.
-PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 4
+# One thread each, or the workers fight over the cores. Three for two cores: one of them mostly waits for
+# a command that it started; a fourth gained nothing. What is compiled is kept, also where the environment
+# says otherwise: each worker would rewrite every test's asserts anew, and each command that is started
+# compile all of tightlip.
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3
 
 .PHONY: install demo test lint check faults fuzz bench bench-gpu
 install: $(VENV)/.installed
