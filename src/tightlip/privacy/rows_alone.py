@@ -17,7 +17,7 @@ from tightlip.core.errors import GuaranteeError, UsageError
 from tightlip.privacy import per_unit
 from tightlip.privacy.asking import Untouched, how_rows_meet
 from tightlip.privacy.passes import Passes, Physical, summed
-from tightlip.privacy.physical_batches import BESIDE, PhysicalBatches, Shape
+from tightlip.privacy.physical_batches import PhysicalBatches, Shape
 from tightlip.privacy.row_losses import NO_LABEL
 from tightlip.privacy.shards import check_has_rules, kept_parameters, local
 from tightlip.privacy.watching import NoRule, Watch
@@ -244,11 +244,10 @@ class _NotSeen(Exception):
 
 
 def first_change(passes: Passes, shape: Shape, num_ids: int) -> str | None:
-    """One unit in every place of a pass, then in each third of them among others, and in one: what is
-    unlike.
+    """One unit in every place of a pass, then in each third of them among others: what is unlike.
 
     Thirds are drawn at random. Somebody may hear of one other place only, of the next one or of
-    their pair; with halves, all pairs could be whole. Or they may hear only where nobody is like them.
+    their pair; with halves, all pairs could be whole.
     """
     everywhere = range(shape.num_units)
     order = passes.draws.sample(everywhere, shape.num_units)
@@ -260,7 +259,7 @@ def first_change(passes: Passes, shape: Shape, num_ids: int) -> str | None:
     first = {name: values_UX[:1].clone() for name, values_UX in copies.items()}
     del copies  # as large as a pass
     mixed = set[str]()
-    for own in filter(None, (*(order[number::3] for number in range(3)), order[:1])):
+    for own in filter(None, (order[number::3] for number in range(3))):
         found = _seen(passes, synthetic_units(shape, num_ids, own, device))
         mixed |= {name for name, values in first.items() if not (found[name][own] == values).all()}
         del found
@@ -271,7 +270,7 @@ def first_change(passes: Passes, shape: Shape, num_ids: int) -> str | None:
         if not torch.equal(values, again[name][:1]):
             return f"two passes over the same rows differ in {name}"
     name = next(name for name in first if name in moved | mixed)
-    return f"{name} changes with {'its place' if name in moved else BESIDE}"
+    return f"{name} changes with {'its place' if name in moved else 'the units beside it'}"
 
 
 def _seen(passes: Passes, batch: Physical) -> dict[str, Tensor]:
