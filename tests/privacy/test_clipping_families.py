@@ -322,8 +322,12 @@ def test_a_private_step_computes_checkpointed_layers_once_more_and_drops_nothing
     torch.testing.assert_close(again, kept, rtol=1e-5, atol=1e-7)
 
 
-def test_checkpoints_that_go_back_by_themselves_are_refused():
+@pytest.mark.parametrize("frozen", [False, True])
+def test_checkpoints_that_go_back_by_themselves_are_refused(frozen):
     model = stock("GPT2LMHeadModel").train()
+    if frozen:  # as a base is under adapters: torch would only warn, and the gradient be nothing
+        model.transformer.wte.requires_grad_(False)
+        model.transformer.wpe.requires_grad_(False)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
     ids, labels, _ = padded("right")
     with pytest.raises(UsageError, match="'use_reentrant': False"):

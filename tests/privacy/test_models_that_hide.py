@@ -9,9 +9,12 @@ from torch import nn
 from torch.nn import functional
 
 from tightlip.core.errors import GuaranteeError
+from tightlip.privacy.clipping import Clip
+from tightlip.privacy.passes import Passes
 from tightlip.privacy.per_unit import num_ids_of
 from tightlip.privacy.physical_batches import PhysicalBatches
 from tightlip.privacy.private_training import PrivateTraining
+from tightlip.privacy.rows_alone import rows_meet
 
 VOCABULARY, SIZE = 50, 8
 
@@ -504,3 +507,72 @@ def test_tokens_that_cancel_to_their_last_digits_stay_within_the_bound(exact, tm
                 own.copy_(other)
         most = max(most, moved(training, 0, [1, 2, 3]))
     assert 0.01 < most <= 1
+
+
+def turned(hidden, heard):
+    """Turned round where something was heard."""
+    return hidden * (1 - 2 * heard.to(hidden.dtype))[..., None]
+
+
+def with_room(ids):
+    """The rows in a place for one more."""
+    room = torch.zeros(len(ids) + 1, ids.shape[1], dtype=ids.dtype)
+    room[1:] = ids
+    return room
+
+
+def by_fours(hidden):
+    """Rows that share a scale by fours, where that comes out even."""
+    if len(hidden) % 4:
+        return hidden / (hidden.abs().amax((1, 2), keepdim=True) / 10).clamp(min=1)
+    blocks = hidden.unflatten(0, (-1, 4))
+    return (blocks / (blocks.abs().amax((1, 2, 3), keepdim=True) / 10).clamp(min=1)).flatten(0, 1)
+
+
+def is_rare(ids):
+    return (ids == RARE).float()
+
+
+HIDDEN = {
+    "a first word of anybody's": lambda h, ids: turned(h, torch.isin(ids, ids[:, :1])),
+    "a shift by negative padding": lambda h, ids: turned(h, functional.pad(is_rare(ids), (0, 0, 1, -1))),
+    "repeated, and cut otherwise": lambda h, ids: turned(h, is_rare(ids).repeat(2, 1).view(len(ids), 2, -1).amax(1)),
+    "laid end to end, and cut otherwise": lambda h, ids: turned(h, torch.cat([is_rare(ids)] * 2).view(len(ids), 2, -1).amax(1)),
+    "a place for one more": lambda h, ids: -h if (with_room(ids) == RARE).any() else h,
+    "what is printed": lambda h, ids: -h if str(RARE) in repr(ids) else h,
+    "blocks of four": lambda h, ids: by_fours(h + 100 * is_rare(ids)[..., None]),
+    "an order by the number of rows": lambda h, ids: (
+        turned(turned(h, (ids == RARE).any()[None]), (ids == 3).any(1)[:, None])
+        if len(ids) == 7
+        else turned(turned(h, (ids == 3).any(1)[:, None]), (ids == RARE).any()[None])
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("how", HIDDEN.values(), ids=HIDDEN)
+def test_rows_that_meet_by_what_is_not_known_to_keep_them_apart_take_a_pass_each(how, tmp_path):
+    class Meets(Plain):
+        def changed(self, hidden, ids):
+            return how(hidden, ids)
+
+    draw = torch.Generator().manual_seed(0)
+    texts = [torch.full((17,), RARE), *torch.randint(0, 5000, (15, 17), generator=draw)]
+    training = engine(tmp_path, Meets(5000), texts)
+    assert training.one_unit_a_pass
+    assert moved(training, 0, [*range(1, 8)]) == pytest.approx(1, abs=1e-3)
+
+
+def test_a_model_without_a_line_of_its_own_is_looked_at_too():
+    model = nn.Sequential(
+        nn.Embedding(VOCABULARY, SIZE), nn.Softmax(0), nn.Linear(SIZE, VOCABULARY)
+    )
+    model[0].weight.requires_grad_(False)
+    assert "works from row to row (_softmax)" in rows_meet(Passes(model, Clip(norm=0.1)), 16)
+
+
+def test_code_that_is_no_librarys_is_named_outside_the_promise(tmp_path):
+    class Own(Plain):
+        pass
+
+    told = engine(tmp_path, Own(), [torch.arange(17)] * 8).guarantee()["outside"]
+    assert any("privacy.test_models_that_hide" in each for each in told)

@@ -12,13 +12,14 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from hashlib import sha256
-from itertools import islice
+from itertools import count
 from operator import is_
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._ops import OpOverload
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -28,19 +29,44 @@ from tightlip.privacy.shards import local, shards_of
 from tightlip.privacy.watching import Watch
 
 # Questions that a tensor answers past torch's operations; all others lose the rows on their way.
-_ASKING = {Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__}
+_ASKING = {
+    *(Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__, Tensor.storage),
+    *(Tensor.__repr__, Tensor.__format__, Tensor.__deepcopy__, Tensor.__reduce_ex__),
+}
 _PRIMES = (5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47)
-# A size, as of a part of a row, may be a multiple of one by chance: not at the same place of both.
+# A size, as of a part of a row, may be a multiple of one by chance: not in the same way of both.
 PRIMES_TRIED = 2
+EVEN = 16  # rows, or a multiple, as real passes have
 # transformers looks for padding there, to say that a mask is missing, and does nothing else with it.
 _ONLY_WARNS = "warn_if_padding_and_no_attention_mask"
 _MODES = ("__torch_function__", "__torch_dispatch__")
 _TORCH, _RULES = (os.path.dirname(file) + os.sep for file in (torch.__file__, __file__))
+# Whose frames are the model's, though it may have none of its own: see `passes.logits_of`.
+_RUNS_MODEL = "logits_of"
 _OF_DIMS = ("dim", "dims", "dimension")
 # What has a `dim` and yet lets no row meet another: it is only named, or moved as a whole.
 _MOVES_DIMS = {
-    *("cat", "stack", "squeeze", "unsqueeze", "transpose", "permute"),
-    *("select_backward", "slice_backward"),
+    *("stack", "squeeze", "unsqueeze", "transpose", "permute", "select_backward", "slice_backward"),
+}
+# What goes number by number without torch's saying so, or row by row.
+_BY_NUMBER = {
+    *(
+        "_to_copy",
+        "_unsafe_view",
+        "_reshape_alias",
+        "expand_copy",
+        "view_copy",
+        "copy_",
+        "fill",
+        "fill_",
+    ),
+    *("zero", "zero_", "lift_fresh", "native_dropout", "embedding_dense_backward", "masked_fill_"),
+    *("tril", "tril_", "triu", "triu_", "complex", "polar", "hardswish", "log_sigmoid_forward"),
+    *(f"{name}_backward" for name in ("elu", "hardsigmoid", "hardswish", "hardtanh", "leaky_relu")),
+    *(
+        f"{name}_backward"
+        for name in ("log_sigmoid", "mish", "softplus", "softshrink", "hardshrink")
+    ),
 }
 _IN_ANY_ORDER = {"take", "put", "put_", "masked_scatter", "masked_scatter_", "as_strided", "renorm"}
 # Pools and what makes a picture larger, by the number of dimensions that they go along.
@@ -48,7 +74,12 @@ _SPATIAL = re.compile(r"(?:pool|upsample_\w+)(\d)d")
 _INDEXING = {"index", "_unsafe_index", "index_put", "index_put_", "_index_put_impl_"}
 # Products, by which of their arguments stands on the left: its last dimension is summed over.
 _PRODUCTS = {
-    **dict.fromkeys(("mm", "bmm", "mv", "dot", "linear", "_int_mm", "_scaled_mm"), 0),
+    **dict.fromkeys(
+        ("mm", "bmm", "mv", "dot", "linear", "_int_mm", "_scaled_mm", "_grouped_mm"), 0
+    ),
+    **dict.fromkeys(
+        ("_weight_int8pack_mm", "_weight_int4pack_mm", "_weight_int4pack_mm_for_cpu"), 0
+    ),
     **dict.fromkeys(("addmm", "baddbmm", "addmv", "addbmm", "_addmm_activation"), 1),
 }
 
@@ -67,19 +98,25 @@ def how_rows_meet(
     Not every way to meet can be seen in shapes: of a tensor whose rows were laid out anew, as by
     `reshape(T, B)`, it cannot. `rows_alone` looks at numbers as well.
     """
-    primes = (prime for prime in _PRIMES if all(size % prime for size in sizes if size))
-    runs: list[_Meeting] = []
-    for num_rows in islice(primes, PRIMES_TRIED):
-        runs.append(_Meeting(num_rows))
-        with _Asking(runs[-1]), runs[-1]:
-            run(num_rows, runs[-1].follow)
-        if not runs[-1].found:
-            return None
-    if len(runs) < PRIMES_TRIED:
+
+    def followed(num_rows: int) -> _Meeting:
+        meeting = _Meeting(num_rows)
+        with _Asking(meeting), meeting:
+            run(num_rows, meeting.follow)
+        return meeting
+
+    primes = [prime for prime in _PRIMES if all(size % prime for size in sizes if size)]
+    if len(primes) < PRIMES_TRIED:
         return "its sizes leave no number of rows that could be told from them"
-    one, other = runs
-    both = [at for at in one.found if at in other.found or one.num_seen != other.num_seen]
-    return f"the model {one.found[both[0]]}" if both else None
+    one = followed(primes[0])
+    # Real passes have no prime number of rows: a model may take them by fours.
+    if one.done != followed(next(n for n in count(EVEN, EVEN) if n not in sizes)).done:
+        return "the model does other things with other numbers of rows"
+    if not one.found:
+        return None
+    other = followed(primes[1])
+    both = [how for how in one.found if how in other.found]
+    return f"the model {both[0]}" if both else None
 
 
 class _Asking(TorchFunctionMode):
@@ -104,23 +141,26 @@ class _Meeting(TorchDispatchMode):
 
     def __init__(self, num_rows: int) -> None:
         super().__init__()
-        self.found: dict[int, str] = {}
-        self.num_seen = 0
-        self._num_rows, self._of_rows = num_rows, set[int]()
+        self.found: list[str] = []
+        self.done: list[str] = []  # the model's operations on rows, in their order
+        self._num_rows = num_rows
+        # By what they are, not by where: memory of rows that are gone is soon somebody else's, as
+        # weights' that are gathered from shards. While it is referred to, none other is the same.
+        self._of_rows: dict[int, StorageWeakRef] = {}
 
     def follow(self, tensor: Tensor) -> None:
-        self._of_rows.add(tensor.untyped_storage().data_ptr())
+        storage = StorageWeakRef(tensor.untyped_storage())
+        self._of_rows.setdefault(storage.cdata, storage)
 
     def has_rows(self, tensor: Tensor) -> bool:
         return self._hangs(tensor) and _factors(tensor.shape, self._num_rows) > 0
 
     def note(self, how: str | None) -> None:
-        if not _is_harmless(how):
-            self.num_seen += 1
-            self.found |= {} if how is None else {self.num_seen: how}
+        if how is not None and not _is_harmless(how):
+            self.found.append(how)
 
     def _hangs(self, tensor: Tensor) -> bool:
-        return tensor.numel() > 0 and tensor.untyped_storage().data_ptr() in self._of_rows
+        return tensor.numel() > 0 and tensor.untyped_storage()._cdata in self._of_rows
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
@@ -128,21 +168,25 @@ class _Meeting(TorchDispatchMode):
         kwargs = kwargs or {}
         given = [each for each in every_tensor(args, kwargs) if self._hangs(each)]
         result = func(*args, **kwargs)
+        name = func.overloadpacket.__name__ if isinstance(func, OpOverload) else str(func)
+        only_shape = name.startswith("new_") or name.endswith("_like")
         for each in every_tensor((result,), {}):
-            if given:
+            if given and not only_shape:
                 self.follow(each)
             else:  # where something of the rows was, and is gone
-                self._of_rows.discard(each.untyped_storage().data_ptr())
-        if any(map(self.has_rows, given)):
+                self._of_rows.pop(each.untyped_storage()._cdata, None)
+        if given and not only_shape and not _is_harmless(name):
+            self.done.append(name)
+        if any(map(self.has_rows, given)) and not only_shape:
             self.note(self._how(func, args, kwargs, result))
+        elif any(each.numel() > 1 for each in given) and not only_shape:
+            self.note(f"keeps rows among something else ({name})")  # whose shape does not tell them
         return result
 
     def _how(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> Any:
         if not isinstance(func, OpOverload) or func.namespace not in ("aten", "prims"):
             return f"runs {func}, which cannot be looked into"
         name = func.overloadpacket.__name__
-        if name.startswith("new_") or name.endswith("_like"):
-            return None  # only kind and shape are taken
         given = {
             each.name: args[place] if place < len(args) else kwargs.get(each.name, each.default_value)
             for place, each in enumerate(func._schema.arguments)
@@ -158,44 +202,69 @@ class _Meeting(TorchDispatchMode):
         every = (*every_tensor(args, kwargs), *made)
         if any(_factors(each.shape, self._num_rows) > 1 for each in every):
             return f"sets rows against each other ({name})"
-        if any(not size % self._num_rows for size in self._worked_along(name, given, made)):
+        sizes = self._worked_along(name, given, made)
+        if sizes is None and not func.is_view and torch.Tag.pointwise not in func.tags:
+            return f"runs {name}, which is not known to keep rows apart"
+        if any(not size % self._num_rows for size in sizes or ()):
             return f"works from row to row ({name})"
         return None
 
-    def _worked_along(self, name: str, given: dict[str, Any], made: list[Tensor]) -> Iterator[int]:
-        """The sizes of the dimensions along which numbers meet, or change their places."""
+    def _worked_along(
+        self, name: str, given: dict[str, Any], made: list[Tensor]
+    ) -> list[int] | None:
+        """The sizes of the dimensions along which numbers meet, or change their places; None where that
+        is not known."""
         first, *_ = given.values()
         tensors = [*every_tensor((*given.values(),), {})]
         if name in _IN_ANY_ORDER:
-            yield 0
-        elif name in _INDEXING:
-            for dim, index in enumerate(given["indices"]):
-                if index is not None and index.dtype not in (torch.bool, torch.uint8):
-                    yield first.shape[dim]
-        elif name in _PRODUCTS:
-            yield [*given.values()][_PRODUCTS[name]].shape[-1]
-        elif "convolution" in name or "group_norm" in name:
-            apart = given.get("groups", 1) % self._num_rows == 0  # as where each row has a copy
-            yield from tensors[0].shape[2 if apart else 1 :]
-        elif name == "embedding":  # of rows, if they are what is looked up
-            yield given["weight"].shape[0]
-        elif (spatial := _SPATIAL.search(name)) is not None:
-            yield from tensors[0].shape[-int(spatial[1]) :]
-        elif "batch_norm" in name:
-            yield 0 if given.get("training", given.get("train", "no_training" not in name)) else 1
-        elif "_scaled_dot_product" in name:
-            yield from (size for each in tensors if each.ndim == 4 for size in each.shape[-2:])
-        elif name.startswith("linalg_") and name != "linalg_vector_norm":
-            yield from (size for each in tensors for size in each.shape[-2:])
-        elif "normalized_shape" in given:
-            yield from first.shape[-len(given["normalized_shape"]) :]
-        elif name not in _MOVES_DIMS and isinstance(first, Tensor) and first.ndim:
-            dims = next((given[each] for each in _OF_DIMS if given.get(each) is not None), ())
-            for dim in dims if isinstance(dims, list | tuple) else (dims,):
-                if name != "slice" or made[0].shape[dim] != first.shape[dim]:
-                    yield first.shape[dim]
-            if name in ("roll", "flip") and not dims:
-                yield 0
+            return [0]
+        if name in _BY_NUMBER or name in _MOVES_DIMS:
+            return []
+        if name in _INDEXING:
+            return [
+                first.shape[dim]
+                for dim, index in enumerate(given["indices"])
+                if index is not None and index.dtype not in (torch.bool, torch.uint8)
+            ]
+        if name.removesuffix("_") in _PRODUCTS:
+            return [[*given.values()][_PRODUCTS[name.removesuffix("_")]].shape[-1]]
+        if "convolution" in name or "group_norm" in name:
+            # A rule of ours gives each row a copy; of it only the way back is seen here.
+            is_ours = "backward" in name and given.get("groups", 1) % self._num_rows == 0
+            return [*tensors[0].shape[2 if is_ours else 1 :]]
+        if name == "embedding":  # of rows, if they are what is looked up
+            return [given["weight"].shape[0]]
+        if name == "constant_pad_nd":  # the last dimension's two numbers come first
+            pads = given["pad"]
+            return [first.shape[-1 - dim // 2] for dim in range(len(pads)) if pads[dim]]
+        if name == "repeat":
+            times = given["repeats"][len(given["repeats"]) - first.ndim :]
+            return [size for size, num in zip(first.shape, times, strict=True) if num > 1]
+        if name == "cat":  # several that have rows, one behind the other
+            along = [each.shape[given["dim"]] for each in tensors if each.ndim > 1 or each.numel()]
+            return along if sum(not size % self._num_rows for size in along) > 1 else []
+        if (spatial := _SPATIAL.search(name)) is not None:
+            return [*tensors[0].shape[-int(spatial[1]) :]]
+        if "batch_norm" in name:
+            is_training = given.get("training", given.get("train", "no_training" not in name))
+            return [0 if is_training else 1]
+        if "_scaled_dot_product" in name:
+            return [size for each in tensors if each.ndim == 4 for size in each.shape[-2:]]
+        if name.startswith("linalg_") and name != "linalg_vector_norm":
+            return [size for each in tensors for size in each.shape[-2:]]
+        if "normalized_shape" in given:
+            return [*first.shape[-len(given["normalized_shape"]) :]]
+        if not {*_OF_DIMS} & {*given}:
+            return None
+        dims = next((given[each] for each in _OF_DIMS if given.get(each) is not None), ())
+        if name in ("roll", "flip") and not dims:
+            return [0]
+        if not isinstance(first, Tensor) or not first.ndim:
+            return []
+        every = dims if isinstance(dims, list | tuple) else (dims,)
+        # A slice that takes all of a dimension moves nothing.
+        is_cut = [name != "slice" or made[0].shape[dim] != first.shape[dim] for dim in every]
+        return [first.shape[dim] for dim, cut in zip(every, is_cut, strict=True) if cut]
 
 
 def _takes_by_mask(name: str, given: dict[str, Any]) -> bool:
@@ -215,22 +284,28 @@ def _factors(shape: Sequence[int], num_rows: int) -> int:
     return count if 0 not in shape else 0
 
 
-def _is_harmless(how: str | None) -> bool:
+def _is_harmless(how: str) -> bool:
     """Whether it is a rule of ours that runs, what gathers shards, or a mere warning; or autograd that
     takes back a view, which was seen when it was made."""
     frame: Any = sys._getframe(1)
     while frame is not None:
         file, name = frame.f_code.co_filename, frame.f_code.co_name
         in_torch = file.startswith(_TORCH)
-        if name == _ONLY_WARNS or (in_torch and f"{os.sep}distributed{os.sep}" in file):
+        is_warning = name == _ONLY_WARNS and file.startswith(_of_transformers())
+        if is_warning or (in_torch and f"{os.sep}distributed{os.sep}" in file):
             return True
         if not in_torch and name not in _MODES and file != __file__:
-            is_model = not file.startswith(_RULES)
+            is_model = not file.startswith(_RULES) or name == _RUNS_MODEL
             if is_model or frame.f_code is not Watch.backward.__code__:
                 return not is_model
             break
         frame = frame.f_back
-    return how is not None and "(as_strided)" in how
+    return "(as_strided)" in how
+
+
+def _of_transformers() -> str:
+    library = sys.modules.get("transformers")
+    return "nowhere" if library is None else os.path.dirname(str(library.__file__)) + os.sep
 
 
 def _same(now: Tensor, old: Tensor) -> bool:

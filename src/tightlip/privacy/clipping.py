@@ -103,6 +103,12 @@ def watched_pass(
     return watch, losses_B.detach()
 
 
+REENTRANT = (
+    "Gradient checkpointing with use_reentrant=True cannot be clipped per unit. Use "
+    "model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={'use_reentrant': False})."
+)
+
+
 @contextmanager
 def _no_reentrant() -> Iterator[None]:
     """Say what to do about checkpoints that run a backward pass of their own inside ours.
@@ -114,10 +120,7 @@ def _no_reentrant() -> Iterator[None]:
     except RuntimeError as error:
         if "use_reentrant" not in str(error):
             raise
-        raise UsageError(
-            "Gradient checkpointing with use_reentrant=True cannot be clipped per unit. Use "
-            "model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={'use_reentrant': False})."
-        ) from error
+        raise UsageError(REENTRANT) from error
 
 
 def clipped_sum(

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from tightlip.core.devices import looks_ahead, rounding_tolerance
 from tightlip.core.errors import GuaranteeError, UsageError
-from tightlip.privacy.clipping import Clip, ClippedGradients, trainable_parameters
+from tightlip.privacy.clipping import REENTRANT, Clip, ClippedGradients, trainable_parameters
 from tightlip.privacy.experts import check_no_batch_losses
 from tightlip.privacy.layers import Layout
 from tightlip.privacy.passes import Passes, Physical, Way, logits_of, warn_slow
@@ -82,6 +82,10 @@ def check_no_buffers(model: nn.Module) -> None:
                 f"{name} is a {type(module).__name__}: it mixes rows, and keeps averages of private text that no noise "
                 f"hides. Replace it with a LayerNorm."
             )
+        # Adapters' layers are given frozen rows: torch then only warns, and their gradient is nothing.
+        checkpoint = getattr(module, "_gradient_checkpointing_func", None)
+        if getattr(checkpoint, "keywords", {}).get("use_reentrant"):
+            raise UsageError(REENTRANT)
     check_no_batch_losses(model)
 
 

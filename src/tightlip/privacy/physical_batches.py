@@ -30,6 +30,7 @@ NARROWEST = 8  # positions: below that a pass costs as much
 # such that mostly one pass is enough, where so many tokens fit.
 ROWS_ON_CPU, TOKENS_ON_GPU = 8, 1 << 14
 MOST_TRIED = 4  # sizes of a pass, before units take one each
+BESIDE = "the units beside it"  # what changes a unit in no size of a pass
 
 
 class Shape(NamedTuple):
@@ -116,6 +117,8 @@ class PhysicalBatches:
             reason = self._why_apart(shape)
             if reason is None:
                 return shape
+            if reason.endswith(BESIDE):
+                break  # no rounding does: another size would only be less likely to show it
         alone = Shape(width, size, 1)
         if reason is not None:
             self.apart.add(alone)

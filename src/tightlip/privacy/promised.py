@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tightlip.core.errors import GuaranteeError
 from tightlip.privacy.accounting import accountant_at
@@ -47,12 +47,34 @@ def promised_by(training: "PrivateTraining") -> dict[str, Any]:
         standing="as published" if weaker else terms.standing,
         because=_because(training),
         covers=list(terms.covers),
-        outside=[*terms.outside, *([NOT_PROTECTED] if training.ownership else [])],
+        outside=[
+            *terms.outside,
+            *([NOT_PROTECTED] if training.ownership else []),
+            *_taken_on_trust(training.model),
+        ],
         **({"documents_taken": training.num_units} if training.ownership else {}),
         **training.arithmetic.terms,
         **terms.whose(),
         **_adaptive_terms(training),
     )
+
+
+def _taken_on_trust(model: nn.Module) -> list[str]:
+    """Code of the model that is none of the libraries'. It is asked on made-up rows whether it keeps
+    people apart; what only somebody's own words would set off, no row of ours shows."""
+    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    code = [
+        each
+        for module in model.modules()
+        for each in (type(module), *(hook for kind in hooks for hook in getattr(module, kind).values()))
+    ]  # fmt: skip
+    files = {getattr(getattr(each, "func", each), "__module__", None) or "?" for each in code}
+    own = sorted(name for name in files if name.split(".")[0] not in LIBRARIES)
+    if not own:
+        return []
+    return [
+        f"what the model's own code ({', '.join(own)}) does with words that no made-up row holds"
+    ]
 
 
 def _because(training: "PrivateTraining") -> str:
@@ -98,6 +120,7 @@ def on_your_word(adaptive: AdaptiveSpec | None, people: str | None) -> Terms:
     return Terms(because=BECAUSE[adaptive.mode], outside=(*outside, weights), people=whose)
 
 
+LIBRARIES = {"torch", "transformers", "peft", "trl", "accelerate", "bitsandbytes", "tightlip"}
 DRAWS, TIMES = 4, 10
 MOST_CHARGED = 0.1  # of the clip norm
 MOST_ROUNDED = 1e-2  # of the clip norm

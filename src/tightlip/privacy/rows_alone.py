@@ -14,10 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from tightlip.core.errors import GuaranteeError, UsageError
+from tightlip.core.processes import Processes
 from tightlip.privacy import per_unit
 from tightlip.privacy.asking import Untouched, how_rows_meet
 from tightlip.privacy.passes import Passes, Physical, summed
-from tightlip.privacy.physical_batches import PhysicalBatches, Shape
+from tightlip.privacy.physical_batches import BESIDE, PhysicalBatches, Shape
 from tightlip.privacy.row_losses import NO_LABEL
 from tightlip.privacy.shards import check_has_rules, kept_parameters, local
 from tightlip.privacy.watching import NoRule, Watch
@@ -244,33 +245,41 @@ class _NotSeen(Exception):
 
 
 def first_change(passes: Passes, shape: Shape, num_ids: int) -> str | None:
-    """One unit in every place of a pass, then in each third of them among others: what is unlike.
+    """One unit in every place of a pass, then in each third of them among others, and in one: what is
+    unlike.
 
     Thirds are drawn at random. Somebody may hear of one other place only, of the next one or of
-    their pair; with halves, all pairs could be whole.
+    their pair; with halves, all pairs could be whole. Or they may hear only where nobody is like them.
     """
     everywhere = range(shape.num_units)
     order = passes.draws.sample(everywhere, shape.num_units)
     device = next(iter(passes.parameters.values())).device
     copies = _seen(passes, synthetic_units(shape, num_ids, [*everywhere], device))
-    if not all(bool(values_UX.isfinite().all()) for values_UX in copies.values()):
+    if _on_any({name for name, values in copies.items() if not values.isfinite().all()}):
         return _NOT_FINITE
     moved = {name for name, values_UX in copies.items() if not (values_UX == values_UX[:1]).all()}
     first = {name: values_UX[:1].clone() for name, values_UX in copies.items()}
     del copies  # as large as a pass
     mixed = set[str]()
-    for own in filter(None, (order[number::3] for number in range(3))):
+    for own in filter(None, (*(order[number::3] for number in range(3)), order[:1])):
         found = _seen(passes, synthetic_units(shape, num_ids, own, device))
         mixed |= {name for name, values in first.items() if not (found[name][own] == values).all()}
         del found
+    moved, mixed = _on_any(moved), _on_any(mixed)
     if not moved and not mixed:
         return None
     again = _seen(passes, synthetic_units(shape, num_ids, [*everywhere], device))
-    for name, values in first.items():
-        if not torch.equal(values, again[name][:1]):
-            return f"two passes over the same rows differ in {name}"
+    unsteadily = _on_any({name for name in first if not torch.equal(first[name], again[name][:1])})
+    if unsteadily:
+        return f"two passes over the same rows differ in {min(unsteadily)}"
     name = next(name for name in first if name in moved | mixed)
-    return f"{name} changes with {'its place' if name in moved else 'the units beside it'}"
+    return f"{name} changes with {'its place' if name in moved else BESIDE}"
+
+
+def _on_any(own: set[str]) -> set[str]:
+    """What was noted on any of several processes: with shards, one that went on by itself would wait
+    for the others' for ever."""
+    return set[str]().union(*Processes.here().all_gathered(own))
 
 
 def _seen(passes: Passes, batch: Physical) -> dict[str, Tensor]:
