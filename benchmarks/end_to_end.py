@@ -9,8 +9,9 @@ most 1.25. On a CPU give fewer tokens: --millions 0.2.
 
 Stages are those of the main thread: on a GPU some or all of the scan is done while the first one lasts. With
 --budget, the forward pass is over random shards until so many seconds have passed since the start, at least
-a tenth of them, and scaled by their tokens; the output says which share it was. It needs nothing but torch,
-transformers, numpy, numba, pyarrow and pydivsufsort.
+a tenth of them, and scaled by their tokens; the output says which share it was. It needs torch,
+transformers, numpy, numba, pyarrow, pydivsufsort, and rich and Jinja for the page; no duckdb, datasets or ray.
+The model is untrained and has hardly a run, so what follows the scan is less than it is for a trained one.
 """
 
 import argparse
