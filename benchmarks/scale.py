@@ -28,6 +28,7 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 SENTENCES, USERS = 140_000_000, 4_400_000
@@ -49,15 +50,16 @@ def write_corpus(path, part):
     draw.shuffle(users)
     users = users[: SENTENCES // part]
     edges = np.cumsum(1 / np.arange(1, VOCABULARY + 1))
-    words = np.array([f"w{number}x" for number in range(VOCABULARY)], dtype=object)
+    words = pa.array([f"w{number}x" for number in range(VOCABULARY)])
     schema, num_tokens = pa.schema({"user": pa.string(), "text": pa.string()}), 0
     with pq.ParquetWriter(path, schema) as writer:
         for begin in range(0, len(users), 20_000):
             some = users[begin : begin + 20_000]
             lengths = draw.integers(4, 25, len(some))
-            drawn = words[np.searchsorted(edges, draw.random(lengths.sum()) * edges[-1])]
-            texts = [" ".join(each) for each in np.split(drawn, np.cumsum(lengths)[:-1])]
-            names = [f"user {number}" for number in some]
+            drawn = words.take(np.searchsorted(edges, draw.random(lengths.sum()) * edges[-1]))
+            ends = np.append(0, np.cumsum(lengths)).astype(np.int32)
+            texts = pc.binary_join(pa.ListArray.from_arrays(ends, drawn), " ")
+            names = pc.binary_join_element_wise("user", pc.cast(pa.array(some), pa.string()), " ")
             writer.write_table(pa.table({"user": names, "text": texts}, schema=schema))
             num_tokens += int(lengths.sum())
     return len(users), num_tokens

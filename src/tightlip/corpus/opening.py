@@ -100,9 +100,10 @@ class CorpusSource:
 
 
 def tokenised_for(
-    source: CorpusSource, tokenizer: Any, folder: Path, *, with_spans: bool = False
+    source: CorpusSource, tokenizer: Any, folder: Path, *, with_spans: bool = False, **how: Any
 ) -> TokenizedCorpus:
-    """The corpus in the tokenizer's tokens: stored ones where they fit, made under `folder` else."""
+    """The corpus in the tokenizer's tokens: stored ones where they fit, made under `folder` else. `how`
+    is for `tokenize_documents`."""
     fingerprint = tokenizer_fingerprint(tokenizer)
     stored, is_cut = source.prepared(), source.columns.get("max_length") is not None
     fits = stored is not None and stored.tokenizer_fingerprint == fingerprint
@@ -131,7 +132,8 @@ def tokenised_for(
     if documents.format == "text":
         check_plain(documents, source.columns.get("trained_on"))
     if documents.format == "text" and not is_cut:
-        corpus = tokenize_documents(documents.batches(), tokenizer, folder, with_spans=with_spans)
+        batches = documents.batches()
+        corpus = tokenize_documents(batches, tokenizer, folder, with_spans=with_spans, **how)
     elif with_spans:
         raise _is_another_text()
     else:

@@ -19,7 +19,7 @@ import hashlib
 import io
 import struct
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain
 from pathlib import Path
@@ -195,8 +195,9 @@ def tokenize_documents(
     *,
     with_spans: bool = False,
     description: str = "Tokenising",
+    also: Callable[[list[np.ndarray]], None] | None = None,
 ) -> TokenizedCorpus:
-    """Encode documents into `folder`, which appears when all are there.
+    """Encode documents into `folder`, which appears when all are there; `also` is shown their tokens.
 
     Holds:
         streamed: of the corpus only document bounds and users are held in memory.
@@ -211,6 +212,8 @@ def tokenize_documents(
             further = {} if spans is None else {"spans": spans}
             contents = [text.encode("utf-8") for text in batch.texts]
             writer.add(batch.users, contents, tokens=ids, **further)
+            if also is not None:
+                also(ids)
             has_text = has_text or any(text.strip() for text in batch.texts)
             bar.advance(len(batch))
         if has_text and not writer.num_tokens:

@@ -16,7 +16,7 @@ from tightlip.core.engines import Engine, EngineSettings, local_engine
 from tightlip.core.errors import UsageError
 from tightlip.core.files import claimed
 from tightlip.core.run_folder import RunRecord, run_around
-from tightlip.core.settings import names_in
+from tightlip.core.settings import bytes_from, names_in
 from tightlip.core.stores import shown
 from tightlip.corpus.encoding import tokenizer_fingerprint
 from tightlip.corpus.tokens import TokenizedCorpus
@@ -27,6 +27,7 @@ from tightlip.models.loading import (
     load_tokenizer,
     read_configuration,
 )
+from tightlip.scan import ahead
 from tightlip.scan.document_scores import DocumentScores, document_scores
 from tightlip.scan.options import ScanOptions
 from tightlip.scan.scanner import Scanner
@@ -125,7 +126,7 @@ class OpenedModel:
             )
         return found[0] if found else None
 
-    def begin_before(self, corpus: TokenizedCorpus) -> int | None:
+    def begin_before(self, corpus: Any) -> int | None:
         """What is put before each text of a corpus, whose texts may begin with it themselves."""
         puts_it = not corpus.begins_itself or self.options.begin == "always"
         return self.begin_id if puts_it else None
@@ -150,8 +151,10 @@ class OpenedModel:
         description: str,
         scorer: Scorer = PLAIN,
         engine: Engine | None = None,
+        begun: ahead.ScanAhead | None = None,
     ) -> ScannedCorpus:
-        """What the scorer says of every token under the model, as it stands in `store`."""
+        """What the scorer says of every token under the model, as it stands in `store`; `begun` is the
+        scan that began while the corpus was tokenised."""
         engine = engine or local_engine()
         key = {
             "model": self.files,
@@ -164,6 +167,8 @@ class OpenedModel:
         opening = _open_there if engine.is_remote else OpenedModel.open_scan
         largest = int(corpus.tokens.max(initial=0))
         open_scan = partial(opening, self, corpus, largest, scorer, threads=engine.threads)
+        if begun is not None:
+            open_scan = partial(begun.take_over, corpus)
         how: dict[str, Any] = {"description": description, "scorer": scorer, "engine": engine}
         scanned = store.scan(corpus, key=key, open_scan=open_scan, **how)
         mixed = MIXED.format("; ".join(scanned.kinds))
@@ -173,14 +178,14 @@ class OpenedModel:
 
     def open_scan(
         self,
-        corpus: TokenizedCorpus,
+        corpus: Any,
         largest: int,
         scorer: Scorer,
         *,
         threads: int,
         halves: bool = True,
     ) -> ScanFunction:
-        """The model ready to scan parts of a corpus whose largest token is given."""
+        """The model ready to scan parts of a corpus, tokens and bounds, whose largest token is given."""
         self._check_vocabulary(max(largest, self.begin_id or 0))
         begins, most = self.begin_before(corpus) == self.begin_id, self.options.batch_tokens
         scanner = self.scanner if begins else self.scanner_of(most, begins=False)
@@ -193,6 +198,29 @@ class OpenedModel:
                 return scanner.begun(tokens, bounds, scorer)
 
         return scan
+
+    def scan_ahead(
+        self, store: ScanStore, scorer: Scorer, engine: Engine
+    ) -> ahead.ScanAhead | None:
+        """What scans a corpus of plain text while it is tokenised, if that may save time."""
+        is_apart = not engine.is_remote and self.device.split(":")[0] in ahead.DEVICES
+        if not is_apart or store.has_scans():
+            return None
+        self.begin_id  # noqa: B018 (now: tokenizers are not for two threads)
+
+        def open_scan(corpus: Any) -> ScanFunction:
+            largest = int(corpus.tokens.max(initial=0))
+            scan = self.open_scan(corpus, largest, scorer, threads=engine.threads)
+
+            def scan_shard(tokens: np.ndarray, bounds: np.ndarray) -> Iterable[np.ndarray]:
+                # An id too large would end the GPU's work for good.
+                self._check_vocabulary(int(tokens[bounds[0] : bounds[-1]].max(initial=0)))
+                return scan(tokens, bounds)
+
+            return scan_shard
+
+        most_tokens = bytes_from(self.options.memory) // ahead.BYTES_PER_TOKEN
+        return ahead.ScanAhead(open_scan, lambda: self.scanner.output_layer, most_tokens)
 
     def _check_vocabulary(self, largest: int) -> None:
         find = getattr(self.model, "get_input_embeddings", None)
@@ -497,8 +525,15 @@ class Scans:
         corpus: TokenizedCorpus,
         description: str,
         scorer: Scorer | None = None,
+        begun: ahead.ScanAhead | None = None,
     ) -> ScannedCorpus:
-        return model.scan(corpus, self.store, description, scorer or self.scorer, self.engine)
+        scorer = scorer or self.scorer
+        return model.scan(corpus, self.store, description, scorer, self.engine, begun)
+
+    def ahead(self, model: OpenedModel) -> AbstractContextManager[ahead.ScanAhead | None]:
+        """What may scan a corpus that is tokenised inside."""
+        begun = model.scan_ahead(self.store, self.scorer, self.engine)
+        return nullcontext() if begun is None else begun.under_way()
 
     def scores(
         self,

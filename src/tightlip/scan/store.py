@@ -154,6 +154,10 @@ class ScanStore:
         self.folder = folder
         self.beside = [place for place in dict.fromkeys(beside) if place != folder]
 
+    def has_scans(self) -> bool:
+        """Whether any stand here or beside, of whatever."""
+        return any(any(place.glob("*/key.json")) for place in (self.folder, *self.beside))
+
     def scan(
         self,
         corpus: TokenizedCorpus,

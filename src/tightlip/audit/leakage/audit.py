@@ -47,6 +47,7 @@ from tightlip.corpus.opening import (
 )
 from tightlip.corpus.prepare_config import TextSettings
 from tightlip.corpus.tokens import TokenizedCorpus
+from tightlip.scan.ahead import ScanAhead
 from tightlip.scan.models import BASE, OpenedModel, Scans, on_engine, open_beside, open_model
 from tightlip.scan.options import ScanOptions
 from tightlip.scan.store import ScannedCorpus
@@ -243,21 +244,27 @@ class _Job:
         }
 
     def _leaks(self, model: OpenedModel, public: OpenedModel | None) -> Leaks:
-        corpus = tokenised_for(
-            self.corpus,
-            model.tokenizer,
-            self.work / "tokens",
-            with_spans=public is not None and self._crosses(public),
-        )
-        return self._leaks_in(model, corpus, "Scanning the model")[1]
+        with self.scans.ahead(model) as begun:
+            corpus = tokenised_for(
+                self.corpus,
+                model.tokenizer,
+                self.work / "tokens",
+                with_spans=public is not None and self._crosses(public),
+                also=None if begun is None else begun.add,
+            )
+            return self._leaks_in(model, corpus, "Scanning the model", begun)[1]
 
     def _leaks_in(
-        self, model: OpenedModel, corpus: TokenizedCorpus, description: str
+        self,
+        model: OpenedModel,
+        corpus: TokenizedCorpus,
+        description: str,
+        begun: ScanAhead | None = None,
     ) -> tuple[ScannedCorpus, Leaks]:
         """A model's scan of the corpus, and what it gives away of it."""
         check_memory(corpus, self.memory_bytes // self.engine.workers)  # the scan may take hours
         carries_text, top_k = findings.tokens_with_text(model.tokenizer, corpus), self.config.top_k
-        scanned = self.scans.scan(model, corpus, description)
+        scanned = self.scans.scan(model, corpus, description, begun=begun)
         return scanned, find_leaks(
             scanned, top_k=top_k, carries_text=carries_text, **self._counting, work=self.work
         )
