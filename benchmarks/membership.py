@@ -38,7 +38,16 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 import tightlip
-from private_fine_tuning import FIGURES, Kept, base_of, flags, go_on, interval, shuffled
+from private_fine_tuning import (
+    FEW_BOOTSTRAPS,
+    FIGURES,
+    Kept,
+    base_of,
+    flags,
+    go_on,
+    interval,
+    shuffled,
+)
 from tightlip.training.config import RunOptions
 
 RECURRENT = ("gru", "lstm")
@@ -149,14 +158,16 @@ class Memberships(Kept):
             )
         self.lend_scans(corpus.name, out)
         with self.timed("membership"):
-            found = tightlip.measure_membership(out, reference=str(base), device=self.device)
+            found = tightlip.measure_membership(
+                out, reference=str(base), device=self.device, num_bootstraps=FEW_BOOTSTRAPS
+            )
         self.keep_scans(corpus.name, out, base)
         with self.timed("perplexity"):
-            utility = tightlip.measure_groups(out, device=self.device)["perplexity"]["value"]
+            groups = tightlip.measure_groups(out, device=self.device, num_bootstraps=FEW_BOOTSTRAPS)
         level = found["documents"]
         scores = {name: score for name, score in level["scores"].items() if score is not None}
         return {
-            "validation_perplexity": utility,
+            "validation_perplexity": groups["perplexity"]["value"],
             "settings": self.settings(way, mitigation),
             "num_members": level["num_members"],
             "num_nonmembers": level["num_nonmembers"],
