@@ -6,10 +6,14 @@
 A cell is a corpus, a way (LoRA or all weights), an ε (none, 2 or 8) and a seed: it is trained by
 `tightlip.train`, audited by `tightlip.audit` against the model it started from, asked by
 `tightlip.measure_membership` who was in it, and appended to DIR/results.jsonl. What stands there is not run again, so the same command goes on where one stopped;
---budget-seconds begins no cell after that many. The last thing printed is a table, of what there is so far. With
-several --rates of a way, each corpus takes the one that does best at the largest ε under seed 0, which is
-not among the --seeds. --processes shares the cells out: alone, eager passes of a model this small wait for Python.
-Two or three fill an H200; thirteen took turns and finished a tenth of what was planned.
+--budget-seconds begins no cell after that many. The last thing printed is a table, of what there is so far; --results
+is a file that all figures are copied to after each cell. With several --rates of a way, each corpus takes the one that
+does best at the largest ε under seed 0, which is not among the --seeds. A cell that fails is told of and left out.
+
+--processes shares the cells out, each to whoever is free: alone, eager passes of a model this small wait for Python.
+Two or three fill an H200; thirteen took turns and finished a tenth of what was planned. Each model is scanned
+once, in float32: membership keeps its scans with the run, where the audit finds them, and those of the base are
+lent to every cell.
 
 The unit is an example (a mail, a chat): the corpora have 250 and 420 users, and noise that hides one
 of so few drowns everything; --unit user shows that. Noise comes from the operating system. A register of
@@ -32,6 +36,7 @@ A tiny one for a CPU, with any small Llama in a folder and 200 documents of each
 """
 
 import argparse
+import gc
 import itertools
 import json
 import logging
@@ -40,6 +45,8 @@ import shutil
 import subprocess
 import sys
 import time
+import traceback
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -50,7 +57,10 @@ from scipy import stats
 import tightlip
 from tightlip.core import register
 from tightlip.core.devices import usable_device
+from tightlip.core.files import read_json
+from tightlip.models.folders import files_fingerprint
 from tightlip.models.loading import load_causal_lm, load_tokenizer
+from tightlip.scan.store import SCAN
 from tightlip.training.config import RunOptions
 
 TUNING_SEED = 0
@@ -59,6 +69,8 @@ MEASURED = (
     *("unique", "unique_beyond_prior", "public_unique", "leakage_epsilon"),
     *("num_documents", "num_users"),
 )
+# The fewest there may be: what is told are intervals over seeds, and 1,000 took longer than a scan.
+FEW_BOOTSTRAPS = 100
 FIGURES = ("auc", "tpr_at_1_percent_fpr", "tpr_at_0_1_percent_fpr")
 PROMISED = ("epsilon", "delta", "unit", "noise_multiplier", "standing", "steps", "clip_norm")
 
@@ -151,7 +163,6 @@ class Kept:
         self.started = time.monotonic()
         self.read()
         self.device = usable_device(options.device)
-        self.asked = itertools.count()
         # Of a process for some of the cells; else of all.
         self.own = work if options.part is None else work / f"part-{options.part}"
         self.own.mkdir(exist_ok=True)
@@ -164,21 +175,83 @@ class Kept:
         """Make what cells share, before several processes would all do so."""
 
     def of(self, *cell):
-        """What was measured of a cell; it is run where it has not been, or by another process."""
-        number = next(self.asked)
-        if self.options.part is not None and number % self.options.processes != self.options.part:
+        """What was measured of a cell; it is run where it has not been. None where another process
+        has taken it, or it fails: the others are worth having without it."""
+        if cell in self.known:
+            return self.known[cell]
+        if time.monotonic() - self.started > self.options.budget_seconds:
+            raise TimeoutError
+        if self.options.part is not None and not self.takes(cell):
             return None
-        if cell not in self.known:
-            if time.monotonic() - self.started > self.options.budget_seconds:
-                raise TimeoutError
-            begun = time.monotonic()
-            found = {"cell": cell, **self.run(*cell)}
-            found["seconds"] = round(time.monotonic() - begun, 1)
-            with self.file.open("a") as file:
-                file.write(json.dumps(found) + "\n")
-            print(json.dumps(found), flush=True)
-            self.known[cell] = found
-        return self.known[cell]
+        try:
+            self.known[cell] = self.measured(cell)
+        except Exception:
+            print(f"FAILED {cell}\n{traceback.format_exc()}", flush=True)
+        gc.collect()
+        if self.device == "cuda":
+            torch.cuda.empty_cache()  # other processes need it
+        return self.known.get(cell)
+
+    def takes(self, cell):
+        """Whether no other process has this cell: some take five times as long as others, so whoever
+        is free takes the next."""
+        try:
+            (taken_in(self.work) / "-".join(map(str, cell))).touch(exist_ok=False)
+        except FileExistsError:
+            return False
+        return True
+
+    def measured(self, cell):
+        """Run a cell, and keep and show what came of it."""
+        self.stages, begun = {}, time.monotonic()
+        if self.device == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        found = {"cell": cell, **self.run(*cell)}
+        found |= {"seconds": round(time.monotonic() - begun, 1), "stages": self.stages}
+        if self.device == "cuda":
+            found["gpu_gib"] = round(torch.cuda.max_memory_reserved() / 2**30, 1)
+        with self.file.open("a") as file:
+            file.write(json.dumps(found) + "\n")
+        self.hand_over()
+        told = {name: found.get(name) for name in ("validation_perplexity", "gpu_gib", "seconds")}
+        spent = round(time.monotonic() - self.started)
+        print(json.dumps({"cell": cell, **told, **self.stages, "after": spent}), flush=True)
+        return found
+
+    def hand_over(self):
+        if self.options.results is not None and self.file.exists():
+            shutil.copyfile(self.file, self.options.results)
+
+    @contextmanager
+    def timed(self, stage):
+        begun = time.monotonic()
+        yield
+        self.stages[stage] = round(time.monotonic() - begun, 1)
+
+    def lend_scans(self, name, run):
+        """Put the base's scans into the run, where its measures look for scans."""
+        if (kept := self.work / f"scan-{name}").exists():
+            shutil.copytree(kept, run / SCAN, dirs_exist_ok=True)
+
+    def keep_scans(self, name, folder, base):
+        """Keep what `folder` has of the base's scans, to be lent; the first process to do so is enough."""
+        kept, beside = self.work / f"scan-{name}", self.own / "scan.partial"
+        if kept.exists():
+            return
+        shutil.rmtree(beside, ignore_errors=True)
+        beside.mkdir()
+        for scan in (folder / SCAN).iterdir():
+            if read_json(scan / "key.json")["model"] == files_fingerprint(Path(base)):
+                shutil.copytree(scan, beside / scan.name)
+        try:
+            beside.rename(kept)
+        except OSError:  # another process was first
+            shutil.rmtree(beside)
+
+
+def taken_in(work):
+    """Where processes put the names of the cells that they have taken."""
+    return work / "taken"
 
 
 class Cells(Kept):
@@ -192,58 +265,63 @@ class Cells(Kept):
     def run(self, corpus, way, epsilon, rate, seed):
         out, report = self.own / "run", self.own / "report"
         for folder in (out, report):
-            shutil.rmtree(folder, ignore_errors=True)  # of a call that was killed
+            shutil.rmtree(folder, ignore_errors=True)  # of the cell before
         if way == "base":
             # The same tokens as a run's, which an audit of a run finds by itself.
             folder = self.corpora[corpus]
-            return self.audited(self.base, report, folder, folder / "validation")
+            with self.timed("audit"):
+                found = self.audited(self.base, report, folder, folder / "validation")
+            self.keep_scans(corpus, report, self.base)
+            return found
         settings = settings_of(self.options, way, epsilon)
-        begun = time.monotonic()
-        run = tightlip.train(
-            self.corpora[corpus],
-            out,
-            model=str(self.base),
-            learning_rate=rate,
-            sequence_length=self.options.sequence_length,
-            schedule="linear",
-            snapshot="none",
-            seed=seed,
-            options=RunOptions(
-                device=self.device,
-                bf16=self.device == "cuda",
-                compile=self.options.compile,
-                physical_rows=self.options.physical_rows,
-            ),
-            **settings,
-        )
-        trained = time.monotonic() - begun
+        with self.timed("train"):
+            run = tightlip.train(
+                self.corpora[corpus],
+                out,
+                model=str(self.base),
+                learning_rate=rate,
+                sequence_length=self.options.sequence_length,
+                schedule="linear",
+                snapshot="none",
+                seed=seed,
+                options=RunOptions(
+                    device=self.device,
+                    bf16=self.device == "cuda",
+                    compile=self.options.compile,
+                    physical_rows=self.options.physical_rows,
+                ),
+                **settings,
+            )
         promise = {} if epsilon is None else {name: run.guarantee[name] for name in PROMISED}
-        found = self.audited(out, report)
-        level = tightlip.measure_membership(out, reference=str(self.base), device=self.device)
+        self.lend_scans(corpus, out)
+        with self.timed("membership"):
+            level = tightlip.measure_membership(
+                out,
+                reference=str(self.base),
+                device=self.device,
+                num_bootstraps=FEW_BOOTSTRAPS,
+            )
+        with self.timed("audit"):
+            found = self.audited(out, report)
         scores = level["documents"]["scores"].items()
         found["membership"] = {
             name: {figure: score[figure] for figure in FIGURES}
             for name, score in scores
             if score is not None
         }
-        shutil.rmtree(out)
-        told = {"settings": settings, "promise": promise, "train_seconds": round(trained, 1)}
-        return found | told
+        return found | {"settings": settings, "promise": promise}
 
     def audited(self, model, out, corpus=None, validation=None):
+        """The figures of an audit; in float32, so that the scans that membership left will do."""
         report = tightlip.audit(
             model,
             corpus,
             out=out,
             validation=validation,
             public_model=str(self.base),
-            keep_scan=False,
             device=self.device,
-            dtype="bfloat16" if self.device == "cuda" else "float32",
         )
-        found = {name: report.summary.get(name) for name in MEASURED}
-        shutil.rmtree(out)
-        return found
+        return {name: report.summary.get(name) for name in MEASURED}
 
     def rate(self, corpus, way, epsilon):
         """The one rate of a way, or the best of several under the seed that is for trying."""
@@ -253,7 +331,9 @@ class Cells(Kept):
             return rates[0]
         tried = None if epsilon is None else max(self.options.epsilons)
         found = {
-            rate: self.of(corpus, way, tried, rate, TUNING_SEED)["validation_perplexity"]
+            rate: (self.of(corpus, way, tried, rate, TUNING_SEED) or {}).get(
+                "validation_perplexity"
+            )
             for rate in rates
         }
         return min(found, key=lambda rate: found[rate] or math.inf)
@@ -315,6 +395,7 @@ def flags():
     about.add_argument("--chats", default=None, help="irc.parquet")
     about.add_argument("--chat-template", default=None, help="where the model has none")
     about.add_argument("--work", type=Path, required=True)
+    about.add_argument("--results", type=Path, default=None, help="a copy of the figures")
     about.add_argument("--budget-seconds", type=float, default=math.inf)
     about.add_argument("--processes", type=int, default=1, help="that share the cells out")
     about.add_argument("--part", type=int, default=None, help=argparse.SUPPRESS)
@@ -338,7 +419,7 @@ def flags():
     about.add_argument("--clip-norm", type=float, default=1.0)
     about.add_argument("--average-weights", type=float, default=None)
     about.add_argument("--adam-correction", type=float, default=None)
-    for way, plain, private in (("lora", 5e-4, 2e-3), ("full", 5e-5, 2e-4)):
+    for way, plain, private in (("lora", 5e-4, 2e-3), ("full", 5e-5, 5e-4)):
         about.add_argument(f"--{way}-plain-rates", type=float, nargs="+", default=[plain])
         about.add_argument(f"--{way}-private-rates", type=float, nargs="+", default=[private])
     return about
@@ -368,16 +449,20 @@ def go_on(kind, options, table):
         cells = kind(options, work)
         if options.processes > 1 and options.part is None:
             cells.ready()
+            shutil.rmtree(taken_in(work), ignore_errors=True)  # of a call that was killed
+            taken_in(work).mkdir()
             share_out(options, options.budget_seconds - (time.monotonic() - begun))
             cells.read()
             options.budget_seconds = 0.0  # what is missing now stays so
+        ending = "Some cells are missing. Give the same command again to go on."
         try:
-            done = [*cells.all()]
-            ending = f"All {len(done)} cells are done."
+            if None not in (done := [*cells.all()]):
+                ending = f"All {len(done)} cells are done."
         except TimeoutError:
-            ending = "The budget is spent. Give the same command again to go on."
+            pass
     if options.part is not None:
         return
+    cells.hand_over()
     where = torch.cuda.get_device_name() if cells.device == "cuda" else "CPU"
     print(f"\n{where}, torch {torch.__version__}, {time.strftime('%Y-%m-%d')}; {vars(options)}\n")
     print("\n".join(table(cells)), ending, sep="\n\n")
