@@ -244,6 +244,19 @@ def test_a_unit_is_padded_with_nobody_elses_words(corpus):
     assert (targets[0] >= 0).sum() == rows.num_targets[3]
 
 
+def test_nobodys_length_widens_a_pass_that_is_not_full(corpus):
+    """Row 0 once stood for padding, and a pass with an empty place was as wide as it was long."""
+    rows = rows_of(corpus.train, sequence_length=10, bos=2, pad=0)
+    longest_first = rows.only(np.argsort(-rows.num_inputs, kind="stable"))
+    short = len(rows) - 1
+    width = int(longest_first.num_inputs[short])
+    assert width < longest_first.num_inputs[0]
+    for places in ([short, short], [short, -1], [-1, -1]):
+        source = TokenRows(longest_first, longest_first.users)
+        ids, targets = source.gather(np.array(places), width)
+        assert ids.shape == targets.shape == (2, width)
+
+
 def test_private_losses_neither_end_a_run_nor_reach_its_log(corpus, tmp_path, monkeypatch):
     huge = torch.tensor(1e6)
     plain = PrivateMitigation.step

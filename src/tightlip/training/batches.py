@@ -247,9 +247,11 @@ class TokenRows:
 
     def gather(self, rows: np.ndarray, width: int) -> tuple[Tensor, Tensor]:
         """Ids and targets of `width` positions; a row of -1 is padding without a target."""
-        batch = gather(self.rows, np.maximum(rows, 0), widths=(width,))
-        ids_BT, targets_BT = batch.inputs.contiguous(), batch.targets.clone()
-        # Not one word of somebody else: were it not finite under the model, it would take the
-        # unit that it pads out with it.
-        ids_BT[rows < 0], targets_BT[rows < 0] = self.rows.pad, NO_LABEL
+        # Padding is nobody's row: were it made of one, that one's words would stand beside a unit,
+        # and its length would widen every pass that is not full.
+        real = torch.from_numpy(rows >= 0)
+        batch = gather(self.rows, rows[rows >= 0], widths=(width,))
+        ids_BT = torch.full((len(rows), width), self.rows.pad, dtype=torch.long)
+        targets_BT = torch.full_like(ids_BT, NO_LABEL)
+        ids_BT[real], targets_BT[real] = batch.inputs, batch.targets
         return ids_BT, targets_BT
