@@ -174,6 +174,23 @@ def test_a_control_without_any_gives_a_lower_end():
     assert summary["ratio"]["low"] == pytest.approx(summary["per_thousand_words"]["low"] / high)
 
 
+@pytest.mark.parametrize(("num_copied", "has_end"), [(1, False), (30, True)])
+def test_a_corpus_without_any_gives_an_upper_end(num_copied, has_end):
+    """None against a few is no sign of a wrong control; none against most is."""
+    mine = [(f"in{n}", " ".join(f"w{n}x{w}" for w in range(20))) for n in range(40)]
+    control = [(f"out{n}", " ".join(f"v{n}x{w}" for w in range(20))) for n in range(40)]
+    texts = [text for _, text in control[:num_copied]]
+    summary = tightlip.audit_text(texts, mine, control=control).summary
+    ratio, rate = summary["ratio"], summary["per_thousand_words"]["high"]
+    assert (ratio["value"], ratio["low"]) == (0, 0)
+    assert rate == pytest.approx(
+        (1 - 0.025 ** (1 / 40)) * 40 / 0.8
+    )  # Clopper and Pearson's, none in 40
+    least = summary["control"]["per_thousand_words"]["low"]
+    assert ratio["high"] == (pytest.approx(rate / least) if has_end else None)
+    assert ("is the control of the same kind" in weighed(summary)) == has_end
+
+
 def documents_of_40_words(prefix, num_people):
     """Three documents of each person, no word of them twice."""
     return [

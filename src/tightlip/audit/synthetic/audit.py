@@ -369,11 +369,16 @@ def _rates(side: Side, resampling: ResamplingSettings) -> tuple[Any, Any, np.nda
 def _ratio(
     rate: dict[str, Any], base: dict[str, Any], drawn: np.ndarray, of_base: np.ndarray, *, num_users: int
 ) -> dict[str, Any]:  # fmt: skip
-    """How many times as much as of the control; of a control without any only a lower end is known."""
+    """How many times as much as of the control; where either has none, by what it may have all the same."""
     if rate["low"] is None or base["low"] is None:
         return dict.fromkeys(("value", "low", "high"))
     if base["value"] == 0:
         return {"value": None, "low": rate["low"] / base["high"], "high": None}
+    if (
+        rate["value"] == 0
+    ):  # in every draw too: how many there may be all the same, its own end says
+        high = rate["high"] / base["low"] if base["low"] > 0 else None
+        return {"value": 0.0, "low": 0.0, "high": high}
     with np.errstate(invalid="ignore", divide="ignore"):
         ratios = drawn / of_base
     ratios, tail = ratios[~np.isnan(ratios)], tail_share(num_users)
