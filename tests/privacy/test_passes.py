@@ -1,9 +1,18 @@
 """Every way to run a physical batch gives the sums that plain autograd gives."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    masking_utils,
+)
 
 from tightlip.models import LSTMConfig, LSTMForCausalLM
 from tightlip.models.configurations import GRUConfig, TransformerConfig
@@ -12,7 +21,7 @@ from tightlip.models.transformer import TransformerForCausalLM
 from tightlip.privacy import layers, watching
 from tightlip.privacy.clipping import Clip
 from tightlip.privacy.layers import Layout
-from tightlip.privacy.passes import Passes, Physical, _no_waiting
+from tightlip.privacy.passes import Passes, Physical, _no_waiting, never_packed
 
 VOCABULARY = 30
 
@@ -208,3 +217,36 @@ def test_a_weight_that_is_no_number_is_not_taken_for_one_that_was_written():
         Physical.of(poisoned, given.targets_BT, own, given.layout)
     )
     assert (found.norms + found.losses).isfinite().tolist() == [False, True, True]
+
+
+class Answers(TorchDispatchMode):
+    """Counts the numbers that Python waits for, each of which would forbid a capture on a GPU."""
+
+    num = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.num += torch.Tag.data_dependent_output in func.tags
+        return func(*args, **(kwargs or {}))
+
+
+def asked_of(name, how):
+    """How many answers a pass waits for, and the losses of its rows."""
+    torch.manual_seed(0)
+    passes = Passes(MODELS[name](), Clip(norm=0.1))
+    with how(), Answers() as answers:
+        watch, losses_B = passes.watched(*batch(0).tensors[:3], look=False)
+    watch.forget()
+    return answers.num, losses_B
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_rows_of_one_text_each_leave_transformers_nothing_more_to_wait_for(name):
+    of_ours, _ = asked_of(
+        "transformer", nullcontext
+    )  # which is captured; of rows' losses, on a CPU
+    (num, usual), (num_left, unpacked) = (
+        asked_of(name, how) for how in (nullcontext, never_packed)
+    )
+    assert num > num_left == of_ours
+    assert torch.equal(usual, unpacked)
+    assert masking_utils.find_packed_sequence_indices(torch.tensor([[0, 1, 0, 1]])) is not None

@@ -8,6 +8,7 @@ Shapes: B rows, T positions.
 
 import inspect
 import logging
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -248,13 +249,16 @@ class Passes:
         def run(*tensors: Tensor, look: bool = False) -> ClippedGradients:
             return self._in_one_pass(batch.layout, *tensors, look=look, clip=self._prepared)
 
-        run(*batch.tensors, look=True)  # kernels are built and chosen, which may wait
-        # Asked before: a capture that fails leaves torch's memory in disorder.
-        with _no_waiting():
-            run(*batch.tensors)
-        replay, self._pool = captured(
-            run, batch.tensors, warm_up=partial(run, look=True), pool=self._pool
-        )
+        usual = run(*batch.tensors, look=True)  # kernels are built and chosen, which may wait
+        with never_packed():
+            # Asked before: a capture that fails leaves torch's memory in disorder.
+            with _no_waiting():
+                unpacked = run(*batch.tensors)
+            if not torch.allclose(usual.losses, unpacked.losses, rtol=1e-3, equal_nan=True):
+                raise WaitsForGPU("it takes several texts in a row apart by their positions")
+            replay, self._pool = captured(
+                run, batch.tensors, warm_up=partial(run, look=True), pool=self._pool
+            )
         return lambda given: replay(given.tensors)
 
     def _compiled(self, batch: Physical) -> Callable[[Physical], ClippedGradients]:
@@ -356,6 +360,22 @@ def warn_slow(reason: str) -> None:
         f"No fast rule covers {reason}. Units are clipped one after the other instead: exact, but slow.",
         stacklevel=3,
     )
+
+
+@contextmanager
+def never_packed() -> Iterator[None]:
+    """transformers asks by their positions whether rows hold several texts, and Python waits for the
+    GPU's answer, so that none of its models could be captured. Ours hold one, counted by the model."""
+    masks: Any = sys.modules.get("transformers.masking_utils")
+    asked = getattr(masks, "find_packed_sequence_indices", None)
+    if asked is None:
+        yield
+        return
+    masks.find_packed_sequence_indices = lambda position_ids: None
+    try:
+        yield
+    finally:
+        masks.find_packed_sequence_indices = asked
 
 
 class WaitsForGPU(Exception):
