@@ -72,7 +72,7 @@ MEASURED = (
 # The fewest there may be: what is told are intervals over seeds, and 1,000 took longer than a scan.
 FEW_BOOTSTRAPS = 100
 FIGURES = ("auc", "tpr_at_1_percent_fpr", "tpr_at_0_1_percent_fpr")
-PROMISED = ("epsilon", "delta", "unit", "noise_multiplier", "standing", "steps", "clip_norm")
+PROMISED = ("epsilon", "delta", "unit", "noise_multiplier", "standing", "because", "steps", "clip_norm")  # fmt: skip
 
 
 def base_of(options, work):

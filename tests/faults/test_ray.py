@@ -11,10 +11,12 @@ import sys
 import tempfile
 import threading
 import time
+from collections import Counter, deque
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -401,6 +403,26 @@ def test_a_node_killed_in_the_middle_changes_nothing(on_ray, cluster, engine, ru
     held = not changes(wanted, found) and not half_written(out) and num_workers == 1
     tally("nodes killed", held)
     assert held
+
+
+def test_all_that_the_workers_of_a_lost_machine_had_in_hand_is_done_again():
+    """One of two tasks of a machine ends first; the other's worker is dismissed with it."""
+
+    def lost(task):
+        raise ray.exceptions.RayActorError
+
+    engine, again = object.__new__(ray_engine.RayEngine), deque()
+    engine._ray = SimpleNamespace(
+        get=lost, kill=lambda worker: None, nodes=lambda: [{"NodeID": "b", "Alive": True}],
+        exceptions=ray.exceptions,
+    )  # fmt: skip
+    engine._nodes = {"first": "a", "second": "a", "third": "b"}
+    engine._kinds = dict.fromkeys(engine._nodes, "cpu")
+    engine._busy = {"task 4": ("first", 4), "task 5": ("second", 5), "task 6": ("third", 6)}
+    engine._idle, engine._starting = [], {}
+    engine._settle("task 4", {}, again, Counter())
+    assert sorted(again) == [4, 5]
+    assert [*engine._busy] == ["task 6"]
 
 
 def test_what_a_killed_worker_had_in_hand_is_done_by_another(engine, tmp_path, tally):

@@ -1,5 +1,6 @@
 """Models that pass for ordinary ones, and through which one unit would move more than the clip norm."""
 
+import math
 from types import SimpleNamespace
 
 import numpy as np
@@ -529,6 +530,11 @@ def by_fours(hidden):
     return (blocks / (blocks.abs().amax((1, 2, 3), keepdim=True) / 10).clamp(min=1)).flatten(0, 1)
 
 
+def by_common(hidden):
+    blocks = hidden.unflatten(0, (-1, math.gcd(len(hidden), 4)))
+    return (blocks / (blocks.abs().amax((1, 2, 3), keepdim=True) / 10).clamp(min=1)).flatten(0, 1)
+
+
 def is_rare(ids):
     return (ids == RARE).float()
 
@@ -541,6 +547,9 @@ HIDDEN = {
     "a place for one more": lambda h, ids: -h if (with_room(ids) == RARE).any() else h,
     "what is printed": lambda h, ids: -h if str(RARE) in repr(ids) else h,
     "blocks of four": lambda h, ids: by_fours(h + 100 * is_rare(ids)[..., None]),
+    "blocks of what four and the rows have in common": lambda h, ids: by_common(h + 100 * is_rare(ids)[..., None]),
+    "bytes for a mask": lambda h, ids: -h if len(ids[(ids == RARE).byte()]) else h,
+    "rows cut as positions": lambda h, ids: turned(h, (ids == RARE).view(ids.shape[1], len(ids)).any(0)[:, None]),
     "an order by the number of rows": lambda h, ids: (
         turned(turned(h, (ids == RARE).any()[None]), (ids == 3).any(1)[:, None])
         if len(ids) == 7

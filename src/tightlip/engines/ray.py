@@ -174,12 +174,12 @@ class RayEngine:
             node = self._nodes[worker]
             alive = {each["NodeID"] for each in self._ray.nodes() if each["Alive"]}
             with_it = [other for other in self._kinds if self._nodes[other] == node]
-            self._dismiss([worker] if node in alive else with_it)
+            lost = [number, *self._dismiss([worker] if node in alive else with_it)]
             deaths[number] += node in alive  # of a machine that is gone the shard is innocent
             if deaths[number] >= _MOST_DEATHS:
                 raise _died(error, "the same shard") from None
             log.warning("A worker died, and its shard is done again.")
-            again.extendleft([number] if number != _FORGOTTEN else [])
+            again.extendleft(each for each in lost if each != _FORGOTTEN)
         except Exception:
             self._idle.append(worker)
             if number != _FORGOTTEN:
@@ -199,7 +199,7 @@ class RayEngine:
                 raise _died(error, "its start") from None
             self._start()
             return
-        self._kinds[worker] = kind
+        self._kinds[worker], self._num_stillborn = kind, 0
         self._idle.append(worker)
         if len(kinds := sorted({*self._kinds.values()})) > 1 and not self._mixed:
             raise UsageError(
@@ -221,14 +221,17 @@ class RayEngine:
                 ) from error
             raise cause from (None if isinstance(cause, TightlipError) else error)
 
-    def _dismiss(self, workers: Iterable[Any]) -> None:
+    def _dismiss(self, workers: Iterable[Any]) -> list[int]:
+        """Send them home; what they were at is for others to do."""
         gone = [*workers]
+        left = [number for worker, number in self._busy.values() if worker in gone]
         for worker in gone:
             self._ray.kill(worker)
             self._kinds.pop(worker, None)
         self._idle = [worker for worker in self._idle if worker not in gone]
         self._busy = {task: one for task, one in self._busy.items() if one[0] not in gone}
         self._starting = {task: one for task, one in self._starting.items() if one not in gone}
+        return left
 
 
 def _no_room() -> UsageError:

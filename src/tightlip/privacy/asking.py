@@ -6,6 +6,7 @@ looked for is the operation. It shows in shapes: the number of rows is a prime t
 size, so what hangs on rows has it as a factor once, and what has lost it was made of several rows.
 """
 
+import math
 import os
 import re
 import sys
@@ -50,38 +51,24 @@ _MOVES_DIMS = {
 }
 # What goes number by number without torch's saying so, or row by row.
 _BY_NUMBER = {
-    *(
-        "_to_copy",
-        "_unsafe_view",
-        "_reshape_alias",
-        "expand_copy",
-        "view_copy",
-        "copy_",
-        "fill",
-        "fill_",
-    ),
-    *("zero", "zero_", "lift_fresh", "native_dropout", "embedding_dense_backward", "masked_fill_"),
-    *("tril", "tril_", "triu", "triu_", "complex", "polar", "hardswish", "log_sigmoid_forward"),
-    *(f"{name}_backward" for name in ("elu", "hardsigmoid", "hardswish", "hardtanh", "leaky_relu")),
-    *(
-        f"{name}_backward"
-        for name in ("log_sigmoid", "mish", "softplus", "softshrink", "hardshrink")
-    ),
-}
+    *("_to_copy", "_unsafe_view", "_reshape_alias", "expand_copy", "view_copy", "copy_", "lift_fresh"),
+    *("fill", "fill_", "zero", "zero_", "masked_fill_", "tril", "tril_", "triu", "triu_", "complex"),
+    *("polar", "hardswish", "log_sigmoid_forward", "native_dropout", "embedding_dense_backward"),
+    *("elu_backward", "hardsigmoid_backward", "hardswish_backward", "hardtanh_backward"),
+    *("leaky_relu_backward", "log_sigmoid_backward", "mish_backward", "softplus_backward"),
+    *("softshrink_backward", "hardshrink_backward"),
+}  # fmt: skip
 _IN_ANY_ORDER = {"take", "put", "put_", "masked_scatter", "masked_scatter_", "as_strided", "renorm"}
 # Pools and what makes a picture larger, by the number of dimensions that they go along.
 _SPATIAL = re.compile(r"(?:pool|upsample_\w+)(\d)d")
+_VIEWS = {"view", "_unsafe_view", "_reshape_alias", "view_copy"}
 _INDEXING = {"index", "_unsafe_index", "index_put", "index_put_", "_index_put_impl_"}
 # Products, by which of their arguments stands on the left: its last dimension is summed over.
 _PRODUCTS = {
-    **dict.fromkeys(
-        ("mm", "bmm", "mv", "dot", "linear", "_int_mm", "_scaled_mm", "_grouped_mm"), 0
-    ),
-    **dict.fromkeys(
-        ("_weight_int8pack_mm", "_weight_int4pack_mm", "_weight_int4pack_mm_for_cpu"), 0
-    ),
+    **dict.fromkeys(("mm", "bmm", "mv", "dot", "linear", "_int_mm", "_scaled_mm", "_grouped_mm"), 0),
+    **dict.fromkeys((f"_weight_int{kind}" for kind in ("8pack_mm", "4pack_mm", "4pack_mm_for_cpu")), 0),
     **dict.fromkeys(("addmm", "baddbmm", "addmv", "addbmm", "_addmm_activation"), 1),
-}
+}  # fmt: skip
 
 
 def how_rows_meet(
@@ -95,8 +82,8 @@ def how_rows_meet(
     Holds:
         whatever they hold: the answer follows from shapes, and from no number in them.
 
-    Not every way to meet can be seen in shapes: of a tensor whose rows were laid out anew, as by
-    `reshape(T, B)`, it cannot. `rows_alone` looks at numbers as well.
+    Not every way to meet can be seen in shapes: of rows that are one dimension with something else and
+    are cut otherwise, it cannot. `rows_alone` looks at numbers as well.
     """
 
     def followed(num_rows: int) -> _Meeting:
@@ -110,7 +97,8 @@ def how_rows_meet(
         return "its sizes leave no number of rows that could be told from them"
     one = followed(primes[0])
     # Real passes have no prime number of rows: a model may take them by fours.
-    if one.done != followed(next(n for n in count(EVEN, EVEN) if n not in sizes)).done:
+    num_even = next(n for n in count(EVEN, EVEN) if n not in sizes)
+    if one.done_with(num_even) != followed(num_even).done:
         return "the model does other things with other numbers of rows"
     if not one.found:
         return None
@@ -142,7 +130,8 @@ class _Meeting(TorchDispatchMode):
     def __init__(self, num_rows: int) -> None:
         super().__init__()
         self.found: list[str] = []
-        self.done: list[str] = []  # the model's operations on rows, in their order
+        # The model's operations on rows, in their order, and the shapes that they make.
+        self.done: list[tuple[str, list[tuple[int, ...]]]] = []
         self._num_rows = num_rows
         # By what they are, not by where: memory of rows that are gone is soon somebody else's, as
         # weights' that are gathered from shards. While it is referred to, none other is the same.
@@ -154,6 +143,17 @@ class _Meeting(TorchDispatchMode):
 
     def has_rows(self, tensor: Tensor) -> bool:
         return self._hangs(tensor) and _factors(tensor.shape, self._num_rows) > 0
+
+    def done_with(self, num_rows: int) -> list[tuple[str, list[tuple[int, ...]]]]:
+        """What would be done with another number of rows, if that were all that is different."""
+        own = self._num_rows
+
+        def other(size: int) -> int:
+            return size if size % own else size // own * num_rows
+
+        return [
+            (name, [tuple(map(other, shape)) for shape in shapes]) for name, shapes in self.done
+        ]
 
     def note(self, how: str | None) -> None:
         if how is not None and not _is_harmless(how):
@@ -176,7 +176,7 @@ class _Meeting(TorchDispatchMode):
             else:  # where something of the rows was, and is gone
                 self._of_rows.pop(each.untyped_storage()._cdata, None)
         if given and not only_shape and not _is_harmless(name):
-            self.done.append(name)
+            self.done.append((name, [tuple(each.shape) for each in every_tensor((result,), {})]))
         if any(map(self.has_rows, given)) and not only_shape:
             self.note(self._how(func, args, kwargs, result))
         elif any(each.numel() > 1 for each in given) and not only_shape:
@@ -202,12 +202,22 @@ class _Meeting(TorchDispatchMode):
         every = (*every_tensor(args, kwargs), *made)
         if any(_factors(each.shape, self._num_rows) > 1 for each in every):
             return f"sets rows against each other ({name})"
+        if name in _VIEWS and self._is_cut_anew(given["self"].shape, made[0].shape):
+            return f"lays its rows out anew ({name})"
         sizes = self._worked_along(name, given, made)
         if sizes is None and not func.is_view and torch.Tag.pointwise not in func.tags:
             return f"runs {name}, which is not known to keep rows apart"
         if any(not size % self._num_rows for size in sizes or ()):
             return f"works from row to row ({name})"
         return None
+
+    def _is_cut_anew(self, before: Sequence[int], after: Sequence[int]) -> bool:
+        """Whether rows have another size behind them, as by `view(T, B)` where `transpose` was meant."""
+        behind = [
+            {math.prod(shape[place + 1 :]) for place, size in enumerate(shape) if size == self._num_rows}
+            for shape in (before, after)
+        ]  # fmt: skip
+        return all(behind) and behind[0] != behind[1]
 
     def _worked_along(
         self, name: str, given: dict[str, Any], made: list[Tensor]
@@ -271,7 +281,8 @@ def _takes_by_mask(name: str, given: dict[str, Any]) -> bool:
     """Whether as many are taken, or written from a list, as a mask has; one number is not counted."""
     if name not in _INDEXING:
         return False
-    masks = [each for each in given["indices"] if each is not None and each.dtype == torch.bool]
+    kinds = (torch.bool, torch.uint8)
+    masks = [each for each in given["indices"] if each is not None and each.dtype in kinds]
     return bool(masks) and ("values" not in given or given["values"].numel() > 1)
 
 
