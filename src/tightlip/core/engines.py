@@ -18,10 +18,11 @@ class Engine(Protocol):
     """Applies functions to items, here or on other machines, and yields (item, result) in the
     items' order. What a function needs goes with it; that must be picklable where `is_remote`.
 
-    `workers` share the memory of one machine, and each computes with `threads`. `device` is what a
-    model runs on, and `notes` are for the readers of figures.
+    Of `num_workers` in all, `workers` share the memory of one machine, and each computes with
+    `threads`. `device` is what a model runs on, and `notes` are for the readers of figures.
     """
 
+    num_workers: int
     workers: int
     threads: int
     device: str

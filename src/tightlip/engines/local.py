@@ -20,7 +20,7 @@ class LocalEngine:
     def __init__(
         self, workers: int | None = None, threads: int | None = None, device: str = "auto"
     ) -> None:
-        self.workers = workers or os.cpu_count() or 1
+        self.num_workers = self.workers = workers or os.cpu_count() or 1
         self.device = device
         self.notes: list[str] = []
         self._threads = threads

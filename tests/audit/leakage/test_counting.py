@@ -18,6 +18,7 @@ from tightlip.audit.leakage.counting import (
     Sequences,
     added_up,
     count_in_shard,
+    over_shards,
     user_disjoint_parts,
 )
 from tightlip.core.errors import UsageError
@@ -257,6 +258,25 @@ def test_the_local_engine_holds_no_more_items_than_workers(workers):
     for pair in LocalEngine(workers).map(lambda item: None, items()):
         del pair
     assert most <= workers + 1  # the one more is on its way in
+
+
+def test_each_worker_of_a_cluster_has_a_shard_to_count(monkeypatch):
+    """Two machines with a worker each, of which `workers` tells of one machine."""
+    monkeypatch.setattr(counting, "_SMALLEST_SHARD_TOKENS", 10)
+    documents = [(user, [user % 3, 1, 2]) for user in range(40)]
+    needles = [[1, 2], [2], [0, 1]]
+    look = partial(count_in_shard, sequences=sequences_of(needles))
+    totals, num_shards = [], []
+    for num_machines in (1, 2):
+        cluster = LocalEngine(1)
+        cluster.num_workers = num_machines
+        found = list(over_shards(cluster, look, corpus_of(documents), PLENTY))
+        num_shards.append(len(found))
+        counts = added_up(iter(found), len(needles))
+        totals.append((counts.totals.tolist(), counts.users.tolist()))
+    assert num_shards == [1, 2]
+    assert [*zip(*totals[0], strict=True)] == by_looking_everywhere(documents, needles)
+    assert totals[0] == totals[1]
 
 
 def test_an_error_while_counting_reaches_the_caller():

@@ -218,8 +218,8 @@ def over_shards(
     by_owner: bool = False,
 ) -> Iterator[tuple[Part, Result]]:
     """What `look` says of each user-disjoint shard; workers of one machine share `memory_bytes`."""
-    # As many as there are workers, or some would have nothing to do.
-    share = (corpus.num_tokens + corpus.num_documents) // engine.workers + 1
+    # As many as there are workers on all machines, or some would have nothing to do.
+    share = (corpus.num_tokens + corpus.num_documents) // engine.num_workers + 1
     worth = max(share, _SMALLEST_SHARD_TOKENS) * _BYTES_PER_TOKEN
     fitting = min(memory_bytes // engine.workers, max(worth, least_memory(corpus)))
     parts = user_disjoint_parts(corpus, fitting, only, by_owner=by_owner)
