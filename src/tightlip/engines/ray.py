@@ -88,7 +88,7 @@ class RayEngine:
 
     def kinds(self, device: str) -> list[str]:
         is_first = not self._kinds
-        self._start()
+        self.start()
         while self._starting and is_first:
             seconds = _SLOW_SECONDS if self._kinds else _START_SECONDS
             done, _ = self._ray.wait([*self._starting], timeout=seconds)
@@ -128,13 +128,13 @@ class RayEngine:
                 if is_over and not waiting:
                     return
                 if again or self._busy:
-                    self._start()
+                    self.start()
                     self._settle(self._one_done(), results, again, deaths)
         finally:  # whoever asked may have had enough
             self._busy = {task: (worker, _FORGOTTEN) for task, (worker, _) in self._busy.items()}
 
-    def _start(self) -> None:
-        """Ask for as many workers as there are to be."""
+    def start(self) -> None:
+        """Ask for as many workers as there are to be, and wait for none."""
         missing = self.num_workers - len(self._kinds) - len(self._starting)
         cpus, gpus = self._needs["CPU"], self._needs.get("GPU", 0)
         for _ in range(missing):
@@ -197,7 +197,7 @@ class RayEngine:
             self._num_stillborn += 1
             if self._num_stillborn >= _MOST_DEATHS:
                 raise _died(error, "its start") from None
-            self._start()
+            self.start()
             return
         self._kinds[worker], self._num_stillborn = kind, 0
         self._idle.append(worker)

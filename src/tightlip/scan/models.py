@@ -302,6 +302,7 @@ def on_engine(call: Callable[..., Made]) -> Callable[..., Made]:
                 others = [settings.get(name) for name in ("public_model", "reference")]
                 _check_elsewhere(settings.get("device_map"), model, *others)
                 settings["device"] = engine.device
+                engine.start()  # workers import while the text is read
             return call(model, *given, engine=engine, **settings)
 
     return opened
