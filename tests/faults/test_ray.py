@@ -12,9 +12,9 @@ import tempfile
 import threading
 import time
 from collections import Counter, deque
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -24,7 +24,7 @@ import pytest
 import tightlip
 from cli.held_out_runs import documents, make_run, prepared
 from cli.test_dry_run import check_shared_out
-from faults.harm import changes, half_written, is_litter, tree
+from faults.harm import ALL, changes, half_written, is_litter, tree
 from killable import Commands
 from tightlip.audit.leakage.counting import Sequences, count_in_shard, least_memory, over_shards
 from tightlip.core.devices import on_workers
@@ -380,29 +380,81 @@ def test_runs_that_outgrow_memory_come_to_the_same_report(on_ray, engine, run, t
 # Whoever dies. First those tests that want workers which have imported everything.
 
 
-def test_a_node_killed_in_the_middle_changes_nothing(on_ray, cluster, engine, run, tmp_path, tally):
-    whole = tightlip.audit(run, out=tmp_path / "local", threads_per_worker=1, device="cpu")
-    engine.kinds("cpu")
-    assert len(engine._kinds) == 2
-    out, there = tmp_path / "ray", []
+COMMANDS = {
+    "audit": tightlip.audit,
+    "extract": partial(tightlip.extract, lengths=(2, 4), top_k=3),
+    "membership": partial(tightlip.measure_membership, num_bootstraps=100),
+}
 
-    def kill():
+
+def made_by(command, run, **how):
+    """Every file that a command leaves in a run and its report, always at one path."""
+    own = shutil.copytree(run, run.with_name("own"))
+    COMMANDS[command](own, out=own / "report", threads_per_worker=1, device="cpu", **how)
+    assert not half_written(own)
+    made = report_of(own)
+    shutil.rmtree(own)
+    return made
+
+
+@pytest.fixture(scope="module")
+def locally(run):
+    return cache(lambda command: made_by(command, run))
+
+
+@pytest.mark.parametrize("command", COMMANDS if ALL else ["audit"])
+@pytest.mark.parametrize("fault", ["nodes killed", "workers killed", "full disks"])
+def test_whoever_dies_or_has_no_room_the_report_is_that_of_this_machine(
+    fault, command, on_ray, cluster, engine, locally, run, tally
+):
+    wanted, there = locally(command), []
+    _wait_for_both(engine)
+    num_workers = engine.num_workers
+
+    def kill_node():
         while not there:
-            there.extend(out.rglob("*.npz"))
+            there.extend(run.with_name("own").rglob("*.npz"))
             time.sleep(0.002)
         cluster.remove_node(next(iter(cluster.worker_nodes)), allow_graceful=False)
 
-    killer = threading.Thread(target=kill)
-    killer.start()
-    tightlip.audit(run, out=out, engine="ray", device="cpu")
-    killer.join()
-    num_workers = len(engine._kinds)
-    cluster.add_node(num_cpus=1)
-    wanted, found = report_of(whole.folder), report_of(out)
-    assert len(there) < sum(path.endswith(".npz") for path in found) / 2, "it was nearly done"
-    held = not changes(wanted, found) and not half_written(out) and num_workers == 1
-    tally("nodes killed", held)
-    assert held
+    killer = threading.Thread(target=kill_node)
+    if fault == "nodes killed":
+        killer.start()
+    else:
+        next(engine.map(partial(_harm, fault), [0]))
+    before = {*engine._kinds}
+    made = made_by(command, run, engine="ray")
+    if fault == "nodes killed":
+        killer.join()
+        cluster.add_node(num_cpus=1)
+    assert len(there) < sum(path.endswith(".npz") for path in made) / 2, "it was nearly done"
+    assert len(before - {*engine._kinds}) == 1, "nobody was lost"
+    assert engine.num_workers == num_workers - (fault == "full disks"), "it is asked no more"
+    engine.num_workers = num_workers
+    tally(fault, not changes(wanted, made))
+    assert changes(wanted, made) == []
+
+
+def _wait_for_both(engine):
+    engine.start()
+    while engine._starting:
+        engine._take_in(ray.wait([*engine._starting])[0][0])
+    assert len(engine._kinds) == 2
+
+
+def _harm(fault, _):
+    """From now on the worker dies of the first shard that it would write, or finds its disk full."""
+
+    @contextmanager
+    def harmed(path):
+        if fault == "workers killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        with written_whole(path) as beside:  # the kernel says that there is no room
+            beside.unlink()
+            beside.symlink_to("/dev/full")
+            yield beside
+
+    store.written_whole = harmed
 
 
 def test_all_that_the_workers_of_a_lost_machine_had_in_hand_is_done_again():
@@ -423,41 +475,6 @@ def test_all_that_the_workers_of_a_lost_machine_had_in_hand_is_done_again():
     engine._settle("task 4", {}, again, Counter())
     assert sorted(again) == [4, 5]
     assert [*engine._busy] == ["task 6"]
-
-
-def test_what_a_killed_worker_had_in_hand_is_done_by_another(engine, tmp_path, tally):
-    def dies_once(number):
-        if number == 3 and not (tmp_path / "died").exists():
-            (tmp_path / "died").touch()
-            os.kill(os.getpid(), signal.SIGKILL)
-        return number
-
-    results = [result for _, result in engine.map(dies_once, range(9))]
-    tally("workers killed", results == [*range(9)])
-    assert results == [*range(9)]
-
-
-def test_a_full_disk_of_one_node_is_left_to_the_others(engine, tmp_path, tally):
-    first = engine.kinds("cpu") and next(iter(engine.map(_node, [0])))[1]
-
-    def write(number):
-        if _node(number) == first:
-            time.sleep(0.2)
-        with written_whole(tmp_path / str(number)) as beside:
-            if _node(number) == first:  # the kernel says that there is no room
-                beside.unlink()
-                beside.symlink_to("/dev/full")
-            beside.write_text("whole")
-        return number
-
-    num_workers = engine.num_workers
-    results = [result for _, result in engine.map(write, range(6))]
-    assert engine.num_workers == num_workers - 1, "it is asked no more"
-    engine.num_workers = num_workers
-    files = {path.name: path.read_text() for path in tmp_path.glob("[0-9]")}
-    held = results == [*range(6)] and files == dict.fromkeys(map(str, range(6)), "whole")
-    tally("full disks", held)
-    assert held
 
 
 def _node(_):
