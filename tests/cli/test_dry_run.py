@@ -152,9 +152,16 @@ TIMES = {
     "Counting": 90.0,
     audits.REST: 7.0,
 }
+ONCE = {
+    "Scanning the model": 40.0,
+    "Scanning validation text": 1.0,
+    "Counting": 2.0,
+    audits.REST: 6,
+}
+SHARD_TOKENS = 100
 
 
-@pytest.mark.parametrize(("workers", "machines"), [(1, 1), (6, 3), (16, 16)])
+@pytest.mark.parametrize(("workers", "machines"), [(1, 1), (6, 3), (10_000, 16)])
 def test_on_a_cluster_the_scan_is_shared_out_and_all_machines_are_paid(
     run, monkeypatch, workers, machines
 ):
@@ -168,19 +175,28 @@ def test_on_a_cluster_the_scan_is_shared_out_and_all_machines_are_paid(
 
 
 def check_shared_out(run, workers, machines, monkeypatch):
-    """The dry run of a cluster against that of this machine, which takes TIMES."""
-    monkeypatch.setattr(audits, "_extrapolated", lambda *trials: dict(TIMES))
+    """The dry run of a cluster against that of this machine, which takes TIMES, of them ONCE without
+    any text."""
+    monkeypatch.setattr(audits, "_extrapolated", lambda *given: dict(TIMES if given[-1] else ONCE))
+    monkeypatch.setattr(audits, "SHARD_TOKENS", SHARD_TOKENS)
     here = tightlip.estimate_audit(run, device="cpu")
     there = tightlip.estimate_audit(run, device="cpu", engine="ray")
+    num_shards = here.corpus["tokens"] // SHARD_TOKENS
+    assert 1 < num_shards < 10_000
+    at_once = min(workers, num_shards)  # others have no shard to scan
     for name, seconds in TIMES.items():
         assert here.stages[name] == seconds
-        share = workers if name.startswith("Scanning") else 1
-        assert there.stages[name] == pytest.approx(seconds / share)
+        is_scan = name.startswith("Scanning")  # the model is opened by each worker
+        expected = ONCE[name] + (seconds - ONCE[name]) / at_once if is_scan else seconds
+        assert there.stages[name] == pytest.approx(expected)
     assert (here.machines, there.machines) == (1, machines)
     for told in (here, there):
         assert told.seconds == pytest.approx(sum(told.stages.values()))
         assert told.machine_hours == pytest.approx(told.seconds * told.machines / 3600)
     reading = there.stages["Reading"] - here.stages["Reading"]  # which is timed anew
-    assert here.seconds - there.seconds == pytest.approx(660 * (1 - 1 / workers) - reading)
+    starting = there.stages[audits.CLUSTER]
+    assert starting >= audits.WORKER_SECONDS
+    saved = (660 - 41) * (1 - 1 / at_once)
+    assert here.seconds - there.seconds == pytest.approx(saved - reading - starting)
     assert (here.corpus, here.disk_bytes) == (there.corpus, there.disk_bytes)
     assert [*{*there.notes} - {*here.notes}] == [audits.OF_A_CLUSTER]

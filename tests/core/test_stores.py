@@ -4,6 +4,7 @@ import gzip
 import json
 import stat
 import threading
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import pytest
 import tightlip
 from animals import WORDS
 from object_store import ROWS, Store, write_files, write_model
+from tightlip.audit.leakage import dry_run
 from tightlip.core.checksums import sealed
 from tightlip.core.errors import DamagedError, StoreError, UsageError
 from tightlip.core.stores import cache_folder, send, shown, worked_in
@@ -239,6 +241,23 @@ def test_a_report_is_sent_without_text_unless_asked_and_its_manifest_last(store,
     with_text = tightlip.audit(model, corpus, out="s3://mails/out/b", redact=False, device="cpu")
     assert with_text.summary["redacted"] is False
     assert tightlip.open_report("s3://mails/out/b").users["user"][0].as_py() == "person-0"
+
+
+def test_a_dry_run_is_of_the_report_that_would_be_sent(store, place, monkeypatch):
+    looked_at = []
+    monkeypatch.setattr(dry_run, "free_disk", lambda folder: looked_at.append(folder) or 1)
+    estimate = partial(tightlip.estimate_audit, place / "model", place / "mails", device="cpu")
+    told = estimate(out="s3://mails/dry")
+    with_text = estimate(out="s3://mails/dry", redact=False)
+    scan = dry_run.SCAN_BYTES * told.corpus["tokens"]
+    assert told.passing_disk_bytes == with_text.passing_disk_bytes + scan, "no scan is kept"
+    assert told.disk_bytes < with_text.disk_bytes - scan, "nor any text"
+    assert all(cache_folder() in folder.parents for folder in looked_at)
+    assert len(looked_at) == 2
+    assert not store.names("mails", "dry")
+    assert not cache_folder().exists()
+    with pytest.raises(StoreError, match="cannot be written: there is no bucket 'nobody'"):
+        estimate(out="s3://nobody/report")
 
 
 def test_a_report_that_is_not_whole_is_refused(store, place):

@@ -374,18 +374,24 @@ def _not_as_sent(place: Place, path: str, how: str) -> DamagedError:
 # Reports that are sent
 
 
-@contextmanager
-def worked_in(out: Any, kind: str, how: object = None) -> Iterator[Any]:
+def work_folder(out: Any, kind: str, how: object = None) -> Path | None:
     """The folder to work in for `out`: itself, or where that is an address one here, which the same
-    command finds again after a kill. Whoever works there calls `send`, and `set_aside` at the end."""
-    place = place_of(out)
-    if place is None:
-        yield None if out is None else Path(out)
-        return
+    command finds again after a kill. Refused where nothing can be sent to the address."""
+    if (place := place_of(out)) is None:
+        return None if out is None else Path(out)
     if re.search(r"[*?[]", place.path):
         raise UsageError(f"{place} is a pattern. Give --out one place, without *, ? and [.")
     _names_there(place, kind)
-    folder = cache_folder() / "reports" / _key(kind, how, place) / place.path
+    return cache_folder() / "reports" / _key(kind, how, place) / place.path
+
+
+@contextmanager
+def worked_in(out: Any, kind: str, how: object = None) -> Iterator[Any]:
+    """The folder to work in, for whoever calls `send` there, and `set_aside` at the end."""
+    folder = work_folder(out, kind, how)
+    if folder is None or place_of(out) is None:
+        yield folder
+        return
     with claimed(folder):
         try:
             yield make_private_folder(folder)

@@ -26,6 +26,7 @@ from tightlip.core.progress import (
     unseen,
 )
 from tightlip.core.settings import bytes_from, names_in, split_settings
+from tightlip.core.stores import place_of, work_folder
 from tightlip.corpus.opening import CorpusSource
 from tightlip.corpus.prepare_config import ColumnSettings, TextSettings
 from tightlip.corpus.readers import row_size
@@ -44,7 +45,9 @@ DOCUMENT_BYTES, USER_BYTES = 40, 150  # held in memory of each
 OF_A_RUN = (
     "leave-out trains the run again without the owners of what leaked; that is not counted here."
 )
-OF_A_CLUSTER = "Scanning is taken to be shared by all workers, each as fast as this machine; counting and the rest to take as long as here."
+OF_A_CLUSTER = "Scanning is taken to be shared by as many workers as it has shards, each as fast as this machine; counting and the rest to take as long as here."
+WORKER_SECONDS = 7.0  # assumed: what a process takes to import all that an audit needs
+CLUSTER = "Starting workers"
 REST = "Everything else"
 
 
@@ -123,6 +126,9 @@ def estimate(
     pays once; a small one; and one of about ten seconds. Each stage is taken to be a fixed part, as in
     the first, and a part in proportion to the text, by the other two.
     """
+    # As the audit itself has it: where it cannot send its report, and what it leaves out of one.
+    folder = work_folder(out, "leakage") or Path()
+    settings = settings if place_of(out) is None else {"redact": True, **settings}
     kinds = (LeakageConfig, ScanOptions, TextSettings, EngineSettings)
     config, options, columns, where = split_settings(settings, *kinds)
     # Of where it runs only the threads are tried: that is on this machine, whatever was asked for.
@@ -176,10 +182,12 @@ def estimate(
     )
     # Stored tokens are read as they are; the text itself is read twice, by its words.
     reading = {"Reading": (2 if stored is not None else 3) * text.seconds}
-    stages = reading | _extrapolated(first, small, last, text.num_characters)
+    stages, once = (_extrapolated(first, small, last, size) for size in (text.num_characters, 0))
+    stages = reading | stages
     if stored is not None:
         stages.pop("Tokenising", None)
-    stages, num_machines = _shared_out(stages, where, options.device)
+    num_shards = max(1, num_tokens // SHARD_TOKENS)
+    stages, num_machines = _shared_out(stages, once, num_shards, where, options.device)
     runs_bytes = RUN_BYTES * factor * last.summary["sequences_in_s"]
     # Those that outgrow memory are kept on disk, but for the sequences' order.
     is_spilt = runs_bytes > bytes_from(options.memory)
@@ -209,7 +217,7 @@ def estimate(
         gpu_memory_bytes=most_gpu_memory(opened.device.replace("mapped", "cuda")),
         disk_bytes=round(max(1, factor) * last.written) + (scan_bytes if is_kept else 0),
         passing_disk_bytes=passing + (0 if is_kept else scan_bytes),
-        free_disk_bytes=free_disk(Path(str(out or "."))),
+        free_disk_bytes=free_disk(folder),
         machines=num_machines,
         notes=[
             f"{known}; seconds are those of {share:.2%} of the text, in proportion. What leaks of the rest is not known yet: the "
@@ -234,12 +242,21 @@ def _extrapolated(first: _Trial, small: _Trial, last: _Trial, whole: int) -> dic
 
 
 def _shared_out(
-    stages: dict[str, float], where: EngineSettings, device: str
+    stages: dict[str, float],
+    once: dict[str, float],
+    num_shards: int,
+    where: EngineSettings,
+    device: str,
 ) -> tuple[dict[str, float], int]:
-    """The stages where workers scan at the same time, and the number of machines."""
+    """The stages where workers scan at the same time, and the number of machines. What a scan takes
+    `once`, to open the model say, each worker takes."""
     if where.engine == "local":
         return stages, 1
+    start = time.perf_counter()
     with where.opened(device) as engine:
-        share = {True: 1 / engine.num_workers, False: 1.0}
-        shared = {name: each * share[name.startswith("Scanning")] for name, each in stages.items()}
+        shared = {CLUSTER: time.perf_counter() - start + WORKER_SECONDS} | stages
+        for name in stages:
+            if name.startswith("Scanning"):
+                in_shards = (stages[name] - once[name]) / min(engine.num_workers, num_shards)
+                shared[name] = once[name] + in_shards
         return shared, engine.num_machines
