@@ -139,7 +139,7 @@ def check_memory(num_tokens: int, memory_bytes: int) -> None:
     if needed > memory_bytes or num_tokens > _MOST_TOKENS:
         raise UsageError(
             f"To find whom each window of {num_tokens:,} tokens belongs to takes {needed:,} bytes, and --memory leaves "
-            f"{memory_bytes:,}. Raise --memory, or give a part of the corpus with whole users."
+            f"{memory_bytes:,}; {_MOST_TOKENS:,} tokens can be sorted at most. Raise --memory, or give a part of the corpus with whole users."
         )
 
 
