@@ -200,6 +200,18 @@ def test_a_cluster_that_does_not_answer_or_asks_for_another_token_is_refused_in_
                 pass
 
 
+def test_what_is_wrong_with_arguments_is_said_before_a_cluster_starts(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(EngineSettings, "opened", None)  # nothing is opened
+    wrong = {"out": tmp_path / "out", "engine": "ray"}
+    for call in (tightlip.audit, tightlip.extract):
+        with pytest.raises(UsageError, match="memory='5xx'"):
+            call(run, memory="5xx", **wrong)
+    with pytest.raises(UsageError, match="num_bootstraps=3"):
+        tightlip.measure_membership(run, num_bootstraps=3, **wrong)
+    with pytest.raises(UsageError, match="save_pretrained"):
+        tightlip.audit((object(), object()), **wrong)
+
+
 def test_without_ray_it_says_what_to_install(run, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(UsageError, match=r"pip install 'tightlip\[ray\]'"):

@@ -76,7 +76,7 @@ def _by_score(
 
 
 @takes(MembershipSettings, ModelSettings, TextSettings, EngineSettings, sends=True)
-@on_engine
+@on_engine(MembershipSettings, ModelSettings, TextSettings)
 def measure_membership(
     model: Any,
     *,

@@ -16,7 +16,7 @@ from tightlip.core.engines import Engine, EngineSettings, local_engine
 from tightlip.core.errors import UsageError
 from tightlip.core.files import claimed
 from tightlip.core.run_folder import RunRecord, run_around
-from tightlip.core.settings import bytes_from, names_in
+from tightlip.core.settings import Settings, bytes_from, names_in, split_settings
 from tightlip.core.stores import shown
 from tightlip.corpus.encoding import tokenizer_fingerprint
 from tightlip.corpus.tokens import TokenizedCorpus
@@ -291,21 +291,28 @@ def open_model(
     return _from_memory(model, options, _tokenizer(tokenizer), name)
 
 
-def on_engine(call: Callable[..., Made]) -> Callable[..., Made]:
-    """A call with the engine that its settings name as `engine`, open for as long as it lasts."""
+def on_engine(*kinds: type[Settings]) -> Callable[[Callable[..., Made]], Callable[..., Made]]:
+    """A call with the engine that its settings name as `engine`, open for as long as it lasts. What
+    is wrong with settings of these `kinds` is said before: a cluster takes seconds to start."""
 
-    @wraps(call)
-    def opened(model: Any, *given: Any, **settings: Any) -> Made:
-        where = {name: settings.pop(name) for name in names_in(EngineSettings) if name in settings}
-        with EngineSettings(**where).opened(settings.get("device", "auto")) as engine:
-            if engine.is_remote:
+    def made(call: Callable[..., Made]) -> Callable[..., Made]:
+        @wraps(call)
+        def opened(model: Any, *given: Any, **settings: Any) -> Made:
+            named = {n: settings.pop(n) for n in names_in(EngineSettings) if n in settings}
+            where, own = EngineSettings(**named), names_in(*kinds)
+            split_settings({n: each for n, each in settings.items() if n in own}, *kinds)
+            if where.engine != "local":
                 others = [settings.get(name) for name in ("public_model", "reference")]
                 _check_elsewhere(settings.get("device_map"), model, *others)
-                settings["device"] = engine.device
-                engine.start()  # workers import while the text is read
-            return call(model, *given, engine=engine, **settings)
+            with where.opened(settings.get("device", "auto")) as engine:
+                if engine.is_remote:
+                    settings["device"] = engine.device
+                    engine.start()  # workers import while the text is read
+                return call(model, *given, engine=engine, **settings)
 
-    return opened
+        return opened
+
+    return made
 
 
 def _check_elsewhere(device_map: str | None, *models: Any) -> None:

@@ -42,7 +42,7 @@ LOWER_BOUND = (
 )
 
 
-@on_engine
+@on_engine(ExtractionConfig, Decoding, ScanOptions, TextSettings)
 def extract_text(
     model: Any,
     corpus: Any = None,

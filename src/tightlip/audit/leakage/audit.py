@@ -91,7 +91,7 @@ def leakage_subject(
     return replace(given, run=run)
 
 
-@on_engine
+@on_engine(LeakageConfig, ScanOptions, TextSettings)
 def audit_model(
     model: Any,
     corpus: Any = None,
