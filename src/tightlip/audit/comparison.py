@@ -108,10 +108,8 @@ def _scans(
     given: Sequence[Given], folder: Path, options: ScanOptions, stack: ExitStack, *, keep: bool
 ) -> list[Scans]:
     """Each run's own scans, and those in `folder` of other models; what one holds the others read."""
-    places = [
-        one.run.folder if isinstance(one, Subject) and one.run is not None else folder
-        for one in given
-    ]
+    runs = [one.run if isinstance(one, Subject) else None for one in given]
+    places = [folder if run is None else run.folder for run in runs]
     beside = [each for place in dict.fromkeys(places) for each in (place, place / AUDIT)]
     models: dict[tuple[Path | int, bool], OpenedModel] = {}
     stores = {
@@ -120,10 +118,8 @@ def _scans(
     # Membership reads the moments too, and whoever reads without them reads the same scan.
     has_held_out = any(isinstance(one, Subject) and one.held_out is not None for one in given)
     scorer = MOMENTS if has_held_out else PLAIN
-    return [
-        Scans(store=stores[place], options=options, models=models, scorer=scorer)
-        for place in places
-    ]
+    scans_in = partial(Scans, options=options, models=models, scorer=scorer)
+    return [scans_in(store=stores[place]) for place in places]
 
 
 def _opened(

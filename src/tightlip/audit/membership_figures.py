@@ -209,9 +209,8 @@ def _with_intervals(
 ) -> dict[str, dict[str, Any]]:
     scores: dict[str, dict[str, Any]] = {}
     for (name, figure), value in values.items():
-        entry = scores.setdefault(
-            name, {"title": SCORES[name].title, "auc": None} | dict.fromkeys(RATES)
-        )
+        unknown = {"title": SCORES[name].title, "auc": None} | dict.fromkeys(RATES)
+        entry = scores.setdefault(name, unknown)
         again = [one[name, figure] for one in drawn]
         entry[figure] = interval(value, again, num_users=num_users)
     return scores

@@ -339,9 +339,8 @@ class Sides:
         """Keep, and say, how much of the text the figures are not about."""
         corpora = (self.train, self.held)
         num_documents = num_tokens = 0
-        for corpus, counted, kept, without in zip(
-            corpora, self.counted, self.kept, dropped, strict=True
-        ):
+        by_side = zip(corpora, self.counted, self.kept, dropped, strict=True)
+        for corpus, counted, kept, without in by_side:
             if counted is not None:
                 lengths = np.diff(corpus.bounds)
                 num_documents += int((without & (lengths > 0)).sum())

@@ -83,9 +83,8 @@ def open_tab(
     opened = open_model(model, options, tokenizer=tokenizer)
     folder, notes = (Path(report), []) if report is not None else found
     unique = unique_texts(LeakageReport(folder), opened.tokenizer) if folder else None
-    return Tab(
-        Completer(opened.model, opened.tokenizer, config, begin_id=opened.begin_id), unique, notes
-    )
+    completer = Completer(opened.model, opened.tokenizer, config, begin_id=opened.begin_id)
+    return Tab(completer, unique, notes)
 
 
 def _report_of(model: Path) -> tuple[Path | None, list[str]]:

@@ -99,9 +99,8 @@ def corpus_id(folder: Path) -> str:
         fresh = files.partial_beside(folder / f"id-{secrets.token_hex(8)}")
         behind = files.read_json(folder / "prepared.json").get("history", [])
         try:
-            files.write_sealed(
-                fresh, history.new_name(history.sources_of(folder), history.people_in(behind))
-            )
+            named = history.new_name(history.sources_of(folder), history.people_in(behind))
+            files.write_sealed(fresh, named)
             # A link, not a rename: of two that ask at once the first decides for both.
             with contextlib.suppress(FileExistsError):
                 os.link(fresh, path)
@@ -126,9 +125,8 @@ def registered_people(folder: Path) -> tuple[str, ...]:
             *(register.register_path(), folder),
         )
     name = corpus_id(folder)
-    return (
-        *history.new_name(history.sources_of(folder), history.people_of(folder), name)["people"],
-    )
+    named = history.new_name(history.sources_of(folder), history.people_of(folder), name)
+    return (*named["people"],)
 
 
 def prepare_corpus(source: Any, out: Path, config: PrepareConfig) -> PreparedCorpus:
@@ -256,11 +254,8 @@ def _already_there(out: Path, identity: dict[str, Any]) -> PreparedCorpus:
             record["settings"][name] = identity["settings"][name]
     if {name: record.get(name) for name in identity} == identity:
         return open_prepared(checked_whole(out))
-    changed = [
-        name
-        for name, value in identity["settings"].items()
-        if record["settings"].get(name) != value
-    ]
+    asked, there = identity["settings"], record["settings"]
+    changed = [name for name, value in asked.items() if there.get(name) != value]
     what = "another source, tokenizer or chat template"
     if changed:
         what = f"other settings ({', '.join(changed)})"

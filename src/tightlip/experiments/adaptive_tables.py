@@ -139,9 +139,8 @@ def repetitions(section: dict[str, Any]) -> list[int]:
 
 def csv_text(result: dict[str, Any]) -> str:
     """One line a run."""
-    return files.csv_text(
-        [_csv_line(section, row) for section in result["corpora"] for row in section["rows"]]
-    )
+    lines = [_csv_line(section, row) for section in result["corpora"] for row in section["rows"]]
+    return files.csv_text(lines)
 
 
 def _csv_line(section: dict[str, Any], row: Row) -> dict[str, Any]:

@@ -192,9 +192,8 @@ def compare_ways(folder: Path, users: pa.Table, others: pa.Table) -> Comparison:
     lines = planted_lines(make_private_folder(folder), users, others)
     reference = train(lines.public, folder / "reference", **SHAPE, **REFERENCE)
     runs = [train(lines.corpus, folder / name, **SHAPE, **own) for name, own in RUNS.items()]
-    return compare(
-        runs, key=lines.key, reference=reference.folder, out=folder / "comparison", notes=NOTES
-    )
+    out = folder / "comparison"
+    return compare(runs, key=lines.key, reference=reference.folder, out=out, notes=NOTES)
 
 
 def planted_lines(folder: Path, users: pa.Table, others: pa.Table) -> Lines:

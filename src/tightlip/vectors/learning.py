@@ -142,9 +142,8 @@ class Training:
             delta=settings.delta,
             dropout=settings.dropout,
         )
-        self.classifier = halves.noise_classifier(
-            examples.label.names, self.mechanism, hidden=settings.hidden
-        )
+        labels = examples.label.names
+        self.classifier = halves.noise_classifier(labels, self.mechanism, hidden=settings.hidden)
         self.readers = self._new_readers()
         names = ("extractor", "classifier", "readers")
         self.modules = nn.ModuleDict({name: getattr(self, name) for name in names}).to(self.device)

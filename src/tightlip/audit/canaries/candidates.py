@@ -205,9 +205,8 @@ class CandidateScorer:
         )
         parts = []
         with task("Scoring candidates", len(scores)) as bar:
-            for numbers in np.split(
-                np.arange(len(scores)), range(TEXTS_AT_ONCE, len(scores), TEXTS_AT_ONCE)
-            ):
+            cuts = range(TEXTS_AT_ONCE, len(scores), TEXTS_AT_ONCE)
+            for numbers in np.split(np.arange(len(scores)), cuts):
                 parts.append(self.score_texts(candidates.texts_of(numbers)))
                 bar.advance(len(numbers))
         return np.concatenate(parts)
@@ -218,9 +217,8 @@ class CandidateScorer:
         device = self.scanner.device
         if steps is not None:
             return Trie.of_steps([torch.from_numpy(each.astype(np.int64)).to(device) for each in steps])  # fmt: skip
-        rows_NL = token_rows(
-            candidates.template, candidates.pools, self.ids_of, may_cut=self._encoder.may_cut
-        )
+        asked = (candidates.template, candidates.pools, self.ids_of)
+        rows_NL = token_rows(*asked, may_cut=self._encoder.may_cut)
         return Trie.of_rows(torch.from_numpy(rows_NL).to(device))
 
     def _agree(self, scores: np.ndarray, candidates: Candidates, secrets: Sequence[int]) -> bool:

@@ -348,9 +348,8 @@ class _Job:
         """The same text through a model that never saw it: perplexities, and its own unique count."""
         corpus = leaks.corpus
         if self._crosses(public):
-            corpus = tokenised_for(
-                self.corpus, public.tokenizer, self.work / "public-tokens", with_spans=True
-            )
+            tokens = self.work / "public-tokens"
+            corpus = tokenised_for(self.corpus, public.tokenizer, tokens, with_spans=True)
         scanned, benchmark = self._leaks_in(public, corpus, "Scanning the public model")
         perplexity_of_run, completes_of_run = public_perplexities(leaks, scanned, self.config.top_k)
         return PublicView(

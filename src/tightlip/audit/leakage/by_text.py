@@ -159,9 +159,8 @@ def _words_of_sequences(
     # A sequence without words is no query: it would be found everywhere.
     has_word = num_words > 0
     num_words = num_words[has_word]
-    return wanted[has_word], counting.sequences_in(
-        room, ids, counting.edges_of(num_words)[:-1], num_words
-    )
+    begins = counting.edges_of(num_words)[:-1]
+    return wanted[has_word], counting.sequences_in(room, ids, begins, num_words)
 
 
 def spans_end_to_end(encoder: Encoder, texts: list[str], num_tokens: np.ndarray) -> np.ndarray:

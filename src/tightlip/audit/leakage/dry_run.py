@@ -166,13 +166,12 @@ def estimate(
         rate = small.num_characters / max(took, 1e-3)
         last = tried(min(MOST_CHARACTERS, max(2 * RATE_CHARACTERS, ENOUGH_SECONDS * rate)))
     factor = text.num_characters / last.num_characters
-    num_tokens = (
-        stored.num_tokens if stored is not None else round(factor * last.summary["num_tokens"])
-    )
+    num_tokens = round(factor * last.summary["num_tokens"])
     # Stored tokens are read as they are; the text itself is read twice, by its words.
     reading = {"Reading": (2 if stored is not None else 3) * text.seconds}
     stages = reading | _extrapolated(first, small, last, text.num_characters)
     if stored is not None:
+        num_tokens = stored.num_tokens
         stages.pop("Tokenising", None)
     stages, num_machines = _shared_out(stages, where, options.device)
     runs_bytes = RUN_BYTES * factor * last.summary["sequences_in_s"]
@@ -183,9 +182,8 @@ def estimate(
     held = DOCUMENT_BYTES * text.num_documents + USER_BYTES * text.num_users + 4 * num_tokens
     is_kept = keep_scan and not config.redact and opened.is_file
     others = 0 if held_out is None else held_out.num_characters
-    scan_bytes = SCAN_BYTES * (
-        num_tokens + round(num_tokens * others / max(1, text.num_characters))
-    )
+    others_tokens = round(num_tokens * others / max(1, text.num_characters))
+    scan_bytes = SCAN_BYTES * (num_tokens + others_tokens)
     share = last.num_characters / max(1, text.num_characters)
     known = "Tokens are counted" if stored is not None else "The number of tokens is estimated"
     passing = WORK_BYTES * num_tokens + round(runs_bytes if is_spilt else 0)

@@ -151,9 +151,8 @@ def report_folder(
 def _is_redacted(folder: Path) -> bool:
     """Whether nothing but redacted reports was ever written here; 0.1 said it in the summary."""
     try:
-        return (folder / REDACTED).exists() or bool(
-            files.read_json(folder / "summary.json")["redacted"]
-        )
+        is_marked = (folder / REDACTED).exists()
+        return is_marked or bool(files.read_json(folder / "summary.json")["redacted"])
     except (OSError, DamagedError, KeyError, TypeError):
         return False
 

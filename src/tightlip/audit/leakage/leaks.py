@@ -288,9 +288,8 @@ def cut_at(runs: Runs, places: np.ndarray) -> Runs:
     inner, whose = places[is_inside], run[is_inside]
     starts = np.sort(np.concatenate([runs.starts, inner]))
     documents = np.sort(np.concatenate([runs.documents, runs.documents[whose]]))
-    return Runs(
-        starts=starts, lengths=np.sort(np.concatenate([ends, inner])) - starts, documents=documents
-    )
+    lengths = np.sort(np.concatenate([ends, inner])) - starts
+    return Runs(starts=starts, lengths=lengths, documents=documents)
 
 
 def _users_in_s(

@@ -241,10 +241,8 @@ def edit_share(text: str, continuation: str) -> float:
     """
     if not text:
         return 1.0  # nothing was said
-    rows = [
-        np.frombuffer(one.encode("utf-32-le", "surrogatepass"), np.int32)
-        for one in (text, continuation)
-    ]
+    encoded = (one.encode("utf-32-le", "surrogatepass") for one in (text, continuation))
+    rows = [np.frombuffer(one, np.int32) for one in encoded]
     return int(_edits_to_a_beginning(*rows)) / len(text)
 
 

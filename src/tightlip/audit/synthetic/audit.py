@@ -159,21 +159,17 @@ def audit_synthetic(
             engine=look_up("engine", engine)(),
             memory_bytes=bytes_from(config.memory),
         )
-        _refuse_people_on_both_sides(*words.values())
-        others = [*words.values(), None][1:]
-        sides = [side_of(search, words["corpus"], others[0])]
-        sides += [
-            side_of(search, words[name], words["corpus"]) for name in words if name != "corpus"
-        ]
+        own, other = words["corpus"], words.get("control")
+        _refuse_people_on_both_sides(own, other)
+        sides = [side_of(search, own, other)]
+        sides += [] if other is None else [side_of(search, other, own)]
         found = _Findings(search=search, sides=sides, config=config, texts=texts)
         found.write_tables(folder)
         write_json(folder / "summary.json", found.summary(resampling))
     return TextReport(folder, keep_alive)
 
 
-def _refuse_people_on_both_sides(
-    corpus: TokenizedCorpus, control: TokenizedCorpus | None = None
-) -> None:
+def _refuse_people_on_both_sides(corpus: TokenizedCorpus, control: TokenizedCorpus | None) -> None:
     both = {*corpus.user_names} & {*(control.user_names if control else ())}
     if control and both:
         raise UsageError(

@@ -100,10 +100,8 @@ def _by_exposure(base: RunFigures, theirs: Leak, ranked: Ranked) -> tuple[str, s
         more += f" Which of the {len(ranked)} matched models gives away least is not clear."
     verb = "gives" if len(clear) == 1 else "give"
     names = joined([row["name"] for _, row in clear])
-    return (
-        f"At matched utility, {names} {verb} away less than {base['name']}.",
-        f"{more} {ONE_TRAINING}",
-    )
+    sentence = f"At matched utility, {names} {verb} away less than {base['name']}."
+    return sentence, f"{more} {ONE_TRAINING}"
 
 
 def _listed(base: RunFigures, runs: Ranked) -> str:
@@ -126,9 +124,7 @@ def _why_unclear(row: RunFigures, base: RunFigures, num_matched: int) -> str:
 
 
 def _nothing_matched(rows: Sequence[RunFigures], base: RunFigures) -> tuple[str, str]:
-    known = [
-        row["perplexity"]["value"] for row in rows if row["perplexity"] and row["same_held_out"]
-    ]
+    known = [row["perplexity"]["value"] for row in _on_one_scale(rows)]
     if len(known) < 2:
         return (
             "How useful these models are cannot be compared, only what they give away.",
