@@ -144,10 +144,8 @@ def _opened(
             name: None if text is None else CorpusSource(text, columns).existing()
             for name, text in (("members", corpus), ("held_out", held_out))
         }
-    return [
-        run if run is not None else _other(one, place, texts)
-        for run, one, place in zip(runs, models, places, strict=True)
-    ]
+    each = zip(runs, models, places, strict=True)
+    return [_other(one, place, texts) if run is None else run for run, one, place in each]
 
 
 def _path(one: Any) -> Path:
@@ -348,11 +346,9 @@ def _leakage(name: str, of: ModelMeasures, base: Compared | RunMeasures) -> Meas
     names = ("unique sequences", "leakage ε_l")
     leakage, reasons = measured_or_reason("The leakage report", name, of.leakage, *names)
     if leakage is not None and leakage["leakage_epsilon"] is None:
-        reasons["leakage ε_l"] = (
-            NO_REFERENCE
-            if of.audited.measuring.reference is None
-            else "No unique sequence has a finite ratio."
-        )
+        reasons["leakage ε_l"] = "No unique sequence has a finite ratio."
+        if of.audited.measuring.reference is None:
+            reasons["leakage ε_l"] = NO_REFERENCE
     return {"leakage": leakage}, reasons
 
 

@@ -105,10 +105,8 @@ class GroupFigures:
         times = (times_drawn(self._rng, everybody, num_users) for _ in range(self._num_bootstraps))
         drawn = np.transpose([sums @ each for each in times])
         values, again = _with_change(sums.sum(1)), _with_change(drawn)
-        figures = [
-            interval(float(value), drawn_again, num_users=num_users)
-            for value, drawn_again in zip(values, again, strict=True)
-        ]
+        pairs = zip(values, again, strict=True)
+        figures = [interval(float(value), each, num_users=num_users) for value, each in pairs]
         has_baseline = self._text.baseline_nats is not None
         return {"perplexity": figures[0], "change": figures[1] if has_baseline else None}
 

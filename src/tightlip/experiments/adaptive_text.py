@@ -156,12 +156,8 @@ def planted_corpus(
         repetitions=(scale.carrier_repetitions,),
         seed=SEED + 1,  # with the same, both kinds would hide the same draws
     )
-    corpus = prepare(
-        carried / CORPUS,
-        folder / "corpus",
-        tokenizer=tokenizer,
-        validation=str(split.folder / "validation"),
-    )
+    held_out = str(split.folder / "validation")
+    corpus = prepare(carried / CORPUS, folder / "corpus", tokenizer=tokenizer, validation=held_out)
     num_users = None if isinstance(source, TextColumn) else corpus.train.num_users
     unit = chosen_unit(unit, num_users)
     return PlantedCorpus(

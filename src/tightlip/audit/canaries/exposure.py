@@ -317,10 +317,8 @@ def _sampled(
     dropped = {*candidates.texts(np.array(list(drop)).reshape(-1, len(candidates.shape)))}
     space, tail = candidates.readings.num_texts() - len(dropped) + 1, fitted_tail(sample)
     secrets = [canary.text for canary in group]
-    return {
-        secret: estimated_exposure(float(score), sample, space, tail)
-        for secret, score in zip(secrets, scorer.score_texts(secrets), strict=True)
-    }
+    scored = zip(secrets, scorer.score_texts(secrets), strict=True)
+    return {text: estimated_exposure(float(score), sample, space, tail) for text, score in scored}
 
 
 @takes(ExposureConfig, ModelSettings)

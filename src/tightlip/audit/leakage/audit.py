@@ -217,10 +217,8 @@ class _Job:
         for name in (*findings.TABLES, "summary.json"):
             with written_whole(self.folder / name) as beside:
                 shutil.copyfile(checked(folder / name), beside)
-        write_json(
-            self.folder / "snapshots.json",
-            {"snapshots": rows, "best_validation": findings.best_validation(rows)},
-        )
+        told = {"snapshots": rows, "best_validation": findings.best_validation(rows)}
+        write_json(self.folder / "snapshots.json", told)
         findings.remove_snapshots(self.folder, but=[row["name"] for row in rows])
 
     def _snapshot_folder(self, snapshot: Snapshot) -> Path:

@@ -298,13 +298,8 @@ def compared(sides: list[Side], resampling: ResamplingSettings, min_words: int) 
     names = ("per_thousand_words", "share_affected", "longest_alone", "expected", "ratio", "copies_longer_than_control", "by_length", "control")  # fmt: skip
     if not sides[1:]:
         return dict.fromkeys(names)
-    rates, shares, draws = zip(
-        *(
-            _rates(side, replace(resampling, seed=resampling.seed + n))
-            for n, side in enumerate(sides)
-        ),
-        strict=True,
-    )
+    seeded = [replace(resampling, seed=resampling.seed + n) for n in range(len(sides))]
+    rates, shares, draws = zip(*map(_rates, sides, seeded), strict=True)
     thousands = sides[0].words_of_users.sum() / 1000
     expected = {end: value and value * thousands for end, value in rates[1].items()}
     ratio = _ratio(*rates, *draws, num_users=min(side.corpus.num_users for side in sides))

@@ -114,10 +114,8 @@ def embed(
     ]
     names: list[list[Any]] = [[*cut_end(name, NAME_CHARACTERS)] for name in owners]
     owners_of_row = tallies.read_owners(folder)
-    read = {
-        place: _row(place, row, owners_of_row[place].as_py() or [])
-        for place, row in _read_rows(folder, chosen, redacted=redacted)
-    }
+    chosen_rows = _read_rows(folder, chosen, redacted=redacted)
+    read = {n: _row(n, row, owners_of_row[n].as_py() or []) for n, row in chosen_rows}
     left = SEQUENCES_BYTES
     kept = []
     for place in chosen:
@@ -243,7 +241,9 @@ class LeakagePage:
     folder: Path
 
     def content(self) -> dict[str, Any]:
-        summary = _read_summary(self.folder)
+        told = read_json(tallies.file_of_report(self.folder, "summary.json"))
+        # What an older report does not say is not known.
+        summary = {"redacted": False, "version": None, "top_k": None, **told}
         users = read_users(self.folder)
         names = [user["user"] for user in users.worst]
         tally, chosen = tallies.tally_and_choose(self.folder, names)
@@ -263,12 +263,6 @@ class LeakagePage:
             "snapshots": _snapshots(self.folder),
             "contexts": words.contexts_table(summary),
         }
-
-
-def _read_summary(folder: Path) -> dict[str, Any]:
-    told = read_json(tallies.file_of_report(folder, "summary.json"))
-    # What an older report does not say is not known.
-    return {"redacted": False, "version": None, "top_k": None, **told}
 
 
 def _opening(summary: dict[str, Any], tally: tallies.Tally, rows: Embedded) -> dict[str, Any]:
