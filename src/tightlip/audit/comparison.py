@@ -112,9 +112,8 @@ def _scans(
     places = [folder if run is None else run.folder for run in runs]
     beside = [each for place in dict.fromkeys(places) for each in (place, place / AUDIT)]
     models: dict[tuple[Path | int, bool], OpenedModel] = {}
-    stores = {
-        place: stack.enter_context(run_store(place, beside=beside, keep=keep)) for place in places
-    }
+    opened = partial(run_store, beside=beside, keep=keep)
+    stores = {place: stack.enter_context(opened(place)) for place in places}
     # Membership reads the moments too, and whoever reads without them reads the same scan.
     has_held_out = any(isinstance(one, Subject) and one.held_out is not None for one in given)
     scorer = MOMENTS if has_held_out else PLAIN

@@ -213,9 +213,8 @@ class Sides:
         self.model: list[DocumentScores] = []
         self.reference: list[BesideReferences | None] = []
         self.references: list[str] = []  # fingerprints
-        self.train, self.held = (
-            self.subject.tokens(part, self.scans, self.work) for part in ("members", "held_out")
-        )
+        self.train = self.subject.tokens("members", self.scans, self.work)
+        self.held = self.subject.tokens("held_out", self.scans, self.work)
 
     def leave_out(self, without_texts: Collection[str]) -> None:
         """Mark what stands on both sides, and what was asked to be left out."""

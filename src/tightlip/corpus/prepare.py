@@ -349,11 +349,10 @@ def _save_tokenizer(folder: Path, given: Any, config: PrepareConfig) -> Any:
 
 
 def _built_tokenizer(corpus: Corpus, config: PrepareConfig) -> Any:
+    size = config.vocabulary_size
     if (release := config.release()) is not None:
-        return build_private_tokenizer(corpus, release, size=config.vocabulary_size)
-    return build_tokenizer(
-        corpus, kind=config.vocabulary, size=config.vocabulary_size, min_users=config.min_users
-    )
+        return build_private_tokenizer(corpus, release, size=size)
+    return build_tokenizer(corpus, kind=config.vocabulary, size=size, min_users=config.min_users)
 
 
 def _write_tokens(folder: Path, tokenizer: Any, config: PrepareConfig) -> dict[str, Any]:
@@ -365,9 +364,8 @@ def _write_tokens(folder: Path, tokenizer: Any, config: PrepareConfig) -> dict[s
                 what = f"Tokenising {split}"
                 tokenize_documents(batches, tokenizer, folder / split, description=what)
             splits[split] = open_tokenized(folder / split).statistics(tokenizer.unk_token_id)
-    num_tokens, num_unknown = (
-        sum(split[name] for split in splits.values()) for name in ("tokens", "unknown_tokens")
-    )
+    num_tokens = sum(split["tokens"] for split in splits.values())
+    num_unknown = sum(split["unknown_tokens"] for split in splits.values())
     return {
         "warnings": [
             warning
