@@ -152,8 +152,7 @@ def check_files(folder: Path, about: dict[str, Any], *, weights: bool = True) ->
     """
     there, wanted = _prints(folder / EXTRACTOR), dict(about["files"])
     names = sorted(there.keys() | wanted.keys())
-    other = [n for n in names if there.get(n) != wanted.get(n) and (weights or n != WEIGHTS)]
-    if other:
+    if other := [n for n in names if there.get(n) != wanted.get(n) and (weights or n != WEIGHTS)]:
         raise UsageError(
             f"{', '.join(other)} in {folder / EXTRACTOR} are not those that device.json was written with. "
             "They come from two trainings, or were changed: copy the folder again."

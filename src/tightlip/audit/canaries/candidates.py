@@ -139,8 +139,7 @@ class CandidateScorer:
 
     def tokens_of(self, text: str) -> list[int]:
         """A text's ids, whether or not the vocabulary can spell it."""
-        ids: list[int] = self._encoder.encode([text])[0][0].tolist()
-        return ids
+        return list(self._encoder.encode([text])[0][0].tolist())
 
     def prompt_of(self, text: str, num_tokens: int) -> str:
         """A text's first tokens, as somebody would type them."""

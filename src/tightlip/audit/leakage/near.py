@@ -228,8 +228,7 @@ def _generated(
             )
     finally:
         model.generation_config = before
-    new: list[list[int]] = said[:, inputs.shape[1] :].tolist()
-    return new
+    return list(said[:, inputs.shape[1] :].tolist())
 
 
 def edit_share(text: str, continuation: str) -> float:

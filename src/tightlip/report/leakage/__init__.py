@@ -338,8 +338,7 @@ def _users_extent(users: Users, num_unique: int) -> str:
         parts.append(
             f"Showing {count(len(users.worst))} of the {count(users.num_with_unique)} with any; all are in users.parquet."
         )
-    quiet = users.num_users - users.num_with_unique
-    if quiet:
+    if quiet := users.num_users - users.num_with_unique:
         parts.append(f"{counted(quiet, 'person has', 'people have')} none.")
     return " ".join(parts)
 
