@@ -21,6 +21,7 @@ from tightlip.core.errors import GuaranteeError, UsageError
 from tightlip.privacy.clipping import Clip
 from tightlip.privacy.passes import Passes
 from tightlip.privacy.per_unit import can_be_mapped, check_model, no_rule_for
+from tightlip.privacy.physical_batches import Shape
 from tightlip.privacy.rows_alone import rows_meet
 
 IDS = torch.tensor([[5, 9, 14, 3, 27, 9, 30], [2, 2, 8, 21, 11, 4, 17]])
@@ -107,7 +108,7 @@ def way_of(model):
     except (GuaranteeError, UsageError) as error:
         return "refused", str(error).split(". ")[0]
     if reason is None:
-        meets = rows_meet(Passes(model, Clip(norm=1.0)), IDS.shape[1])
+        meets = rows_meet(Passes(model, Clip(norm=1.0)), Shape(IDS.shape[1], 1, 8))
         return ("rules", "") if meets is None else ("rules, a pass for each unit", meets)
     way = "vmap" if can_be_mapped(model, IDS) else "one row at a time"
     return way, reason.split(". ")[0]

@@ -1,20 +1,29 @@
 """Models that pass for ordinary ones, and through which one unit would move more than the clip norm."""
 
 import math
+from functools import wraps
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.nn import functional
+from torch.nn.utils import parametrize
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 from tightlip.core.errors import GuaranteeError
 from tightlip.privacy.clipping import Clip
 from tightlip.privacy.passes import Passes
 from tightlip.privacy.per_unit import num_ids_of
-from tightlip.privacy.physical_batches import PhysicalBatches
+from tightlip.privacy.physical_batches import PhysicalBatches, Shape
 from tightlip.privacy.private_training import PrivateTraining
+from tightlip.privacy.promised import _taken_on_trust as taken_on_trust
+from tightlip.privacy.promised import rounded_together
 from tightlip.privacy.rows_alone import rows_meet
 
 VOCABULARY, SIZE = 50, 8
@@ -535,6 +544,11 @@ def by_common(hidden):
     return (blocks / (blocks.abs().amax((1, 2, 3), keepdim=True) / 10).clamp(min=1)).flatten(0, 1)
 
 
+def of_few(hidden):
+    """All rows on one scale, where there are few of them."""
+    return hidden / (hidden.abs().amax() / 10).clamp(min=1) if len(hidden) <= 8 else hidden
+
+
 def is_rare(ids):
     return (ids == RARE).float()
 
@@ -548,6 +562,7 @@ HIDDEN = {
     "what is printed": lambda h, ids: -h if str(RARE) in repr(ids) else h,
     "blocks of four": lambda h, ids: by_fours(h + 100 * is_rare(ids)[..., None]),
     "blocks of what four and the rows have in common": lambda h, ids: by_common(h + 100 * is_rare(ids)[..., None]),
+    "few rows in another way": lambda h, ids: of_few(h + 100 * is_rare(ids)[..., None]),
     "bytes for a mask": lambda h, ids: -h if len(ids[(ids == RARE).byte()]) else h,
     "rows cut as positions": lambda h, ids: turned(h, (ids == RARE).view(ids.shape[1], len(ids)).any(0)[:, None]),
     "an order by the number of rows": lambda h, ids: (
@@ -576,12 +591,96 @@ def test_a_model_without_a_line_of_its_own_is_looked_at_too():
         nn.Embedding(VOCABULARY, SIZE), nn.Softmax(0), nn.Linear(SIZE, VOCABULARY)
     )
     model[0].weight.requires_grad_(False)
-    assert "works from row to row (_softmax)" in rows_meet(Passes(model, Clip(norm=0.1)), 16)
+    assert "works from row to row (_softmax)" in rows_meet(
+        Passes(model, Clip(norm=0.1)), Shape(16, 1, 8)
+    )
 
 
-def test_code_that_is_no_librarys_is_named_outside_the_promise(tmp_path):
-    class Own(Plain):
+class Own(Plain):
+    pass
+
+
+def tiny_llama():
+    sizes = {"hidden_size": SIZE, "intermediate_size": SIZE, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, **sizes, **heads))
+
+
+def with_own_forward(monkeypatch):
+    model, plain = tiny_llama(), nn.Embedding.forward
+    model.model.embed_tokens.forward = lambda ids: plain(model.model.embed_tokens, ids)
+    return model
+
+
+def with_changed_class(monkeypatch):
+    plain = LlamaMLP.forward
+    monkeypatch.setattr(LlamaMLP, "forward", wraps(plain)(lambda self, hidden: plain(self, hidden)))
+    return tiny_llama()
+
+
+def with_own_attention(monkeypatch):
+    own = wraps(sdpa_attention_forward)(lambda *given, **how: sdpa_attention_forward(*given, **how))
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "own", own)
+    model = tiny_llama()
+    model.config._attn_implementation = "own"
+    return model
+
+
+def with_own_layer_under_a_wrapper(monkeypatch):
+    class Wide(nn.Linear):
         pass
 
+    model = tiny_llama()
+    model.lm_head = Wide(SIZE, VOCABULARY, bias=False)
+    parametrize.register_parametrization(model.lm_head, "weight", nn.Identity())
+    return model
+
+
+def with_a_hook(monkeypatch):
+    model = tiny_llama()
+    model.lm_head.register_forward_hook(lambda *given: None)
+    return model
+
+
+def with_a_hook_on_everything(monkeypatch):
+    hooks = nn.modules.module._global_forward_hooks
+    monkeypatch.setitem(hooks, -1, lambda *given: None)
+    return tiny_llama()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda patch: Own(),
+        with_own_forward,
+        with_changed_class,
+        with_own_attention,
+        with_own_layer_under_a_wrapper,
+        with_a_hook,
+        with_a_hook_on_everything,
+    ],
+)
+def test_code_that_is_no_librarys_is_named_outside_the_promise(make, monkeypatch):
+    (told,) = taken_on_trust(make(monkeypatch))
+    assert f"({__name__})" in told
+
+
+def test_code_of_libraries_is_not_named():
+    adapted = get_peft_model(tiny_llama(), LoraConfig(r=2))
+    assert taken_on_trust(tiny_llama()) == taken_on_trust(adapted) == []
+
+
+def test_what_is_not_looked_into_stands_in_the_ledger(tmp_path):
     told = engine(tmp_path, Own(), [torch.arange(17)] * 8).guarantee()["outside"]
     assert any("privacy.test_models_that_hide" in each for each in told)
+
+
+@pytest.mark.parametrize("clip_norm", [1e-3, 30.0])
+def test_rounding_is_measured_where_everybody_is_clipped(clip_norm, tmp_path):
+    """With a clip norm that nobody's gradient reaches as with one that all of them pass."""
+    torch.manual_seed(0)
+    texts = [torch.randint(0, VOCABULARY, (17,)) for _ in range(16)]
+    training = engine(tmp_path, tiny_llama(), texts, clip_norm=clip_norm)
+    share = rounded_together(training._passes, training._batches)
+    assert 1e-8 < share < 1e-6
+    assert float(training._passes(next(training.physical_batches([np.array([0])], None))[0]).norms.max()) < 30  # fmt: skip

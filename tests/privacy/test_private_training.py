@@ -35,7 +35,7 @@ def documents(count=60, seed=0):
 
 
 def private(tmp_path, model=None, optimizer=None, texts=None, **settings):
-    model = model or lstm()
+    model = lstm() if model is None else model
     optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=1.0)
     given = {
         "noise_multiplier": 1.0, "expected_batch": 10, "steps": 20, "insecure_seed": 7, **settings,
@@ -473,3 +473,97 @@ def test_a_step_of_so_many_passes_that_rounding_is_no_trifle_is_refused(tmp_path
         private(tmp_path, lstm(), expected_batch=50, noise_multiplier=1.5)
     monkeypatch.undo()
     private(tmp_path, lstm(), expected_batch=50, noise_multiplier=1.5, exact_sums=True)
+
+
+class Turned(nn.Module):
+    """Weights that lie transposed in memory, as one taken over from a layer of another kind; one is
+    never used."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(VOCABULARY, 64), nn.Linear(64, VOCABULARY)
+        self.head.weight = nn.Parameter(0.1 * torch.randn(64, VOCABULARY).t())
+        self.unused = nn.Parameter(torch.randn(40, 50).t())
+
+    def forward(self, ids):
+        return self.head(self.embedding(ids))
+
+
+@pytest.mark.parametrize("optimizer", ["SGD", "Adam"])
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize(("way", "expected_batch"), [("eager", 10), ("slow", 10), ("eager", 0.01)])
+def test_noise_is_on_weights_that_lie_transposed_in_memory(
+    way, expected_batch, exact, optimizer, tmp_path
+):
+    torch.manual_seed(0)
+    model = Turned()
+    kind = {"SGD": torch.optim.SGD, "Adam": torch.optim.Adam}[optimizer]
+    training = private(
+        tmp_path, model, kind(model.parameters(), lr=0.0, **({"fused": True} if not exact else {})),
+        expected_batch=expected_batch, noise_multiplier=100.0, exact_sums=exact,
+    )  # fmt: skip
+    training._passes.way = way
+    training.step()
+    for name, each in model.named_parameters():
+        if each.numel() > 1000:
+            noise = each.grad.numpy() * expected_batch / 100
+            assert each.grad.stride() == each.stride()
+            assert stats.kstest(noise.ravel(), "norm").pvalue > 1e-3, name
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_weights_that_are_frozen_or_thawed_on_the_way_are_refused_before_anything_is_charged(
+    trains, tmp_path
+):
+    model = OneToken()
+    model.norm.weight.requires_grad_(not trains)
+    training = private(tmp_path, model)
+    training.step()
+    model.norm.weight.requires_grad_(trains)
+    with pytest.raises(GuaranteeError, match="Put requires_grad back as it was"):
+        training.step()
+    assert training.ledger.steps == 1
+    model.norm.weight.requires_grad_(not trains)
+    training.step()
+    assert training.guarantee()["standing"] == "as published"  # of a known seed
+
+
+def test_an_optimizer_that_asks_for_the_loss_itself_is_refused(tmp_path):
+    model = OneToken()
+    with pytest.raises(UsageError, match="LBFGS asks for the loss"):
+        private(tmp_path, model, torch.optim.LBFGS(model.parameters()))
+
+
+def test_gradients_that_noise_does_not_cover_are_refused(tmp_path):
+    model = OneToken()
+    model.embedding.sparse = True
+    with pytest.raises(UsageError, match="embedding gives sparse gradients"):
+        private(tmp_path, model)
+    model.embedding.sparse = False
+    model.turn = nn.Parameter(torch.ones(3, dtype=torch.complex64))
+    with pytest.raises(UsageError, match="turn is complex"):
+        private(tmp_path, model)
+
+
+def test_a_model_with_fewer_positions_than_are_tried_says_what_to_give(tmp_path):
+    class Short(OneToken):
+        def __init__(self):
+            super().__init__()
+            self.places = nn.Embedding(16, 8)
+
+        def forward(self, ids):
+            places = self.places(torch.arange(ids.shape[1]))
+            return self.head(self.norm(self.embedding(ids) + places))
+
+    with pytest.raises(UsageError, match=r"rows of 32 positions .* widths=\(7,\)"):
+        private(tmp_path, Short())
+    private(tmp_path, Short(), widths=(7,)).step()
+
+
+def test_a_model_under_torch_compile_is_trained_as_what_it_is(tmp_path):
+    private(tmp_path, torch.compile(OneToken(), backend="eager")).step()
+
+
+def test_words_that_the_model_does_not_have_are_refused_before_somebody_is_drawn(tmp_path):
+    with pytest.raises(UsageError, match=r"id 20, .* has 20"):
+        private(tmp_path, texts=[*documents(), torch.tensor([1, VOCABULARY, 2])])

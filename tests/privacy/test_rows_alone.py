@@ -294,8 +294,8 @@ def test_operations_along_rows_are_seen_as_such(how, monkeypatch):
         monkeypatch.setattr(module, "missing_columns", lambda like, size: -size % 64)
     torch.manual_seed(0)
     passes = Passes(Hears(MEETING[how]), Clip(norm=0.1))
-    assert rows_meet(passes, 9) is not None
-    assert rows_meet(Passes(Hears(torch.clone), Clip(norm=0.1)), 9) is None
+    assert rows_meet(passes, Shape(9, 1, 8)) is not None
+    assert rows_meet(Passes(Hears(torch.clone), Clip(norm=0.1)), Shape(9, 1, 8)) is None
 
 
 @pytest.mark.parametrize("exact", [False, True])

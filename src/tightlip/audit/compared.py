@@ -255,11 +255,9 @@ def _utility(
     against = f"{number(mine)} against {number(theirs)}"
     if abs(mine - theirs) <= matching.tolerance * theirs:
         return True, [f"Comparable at matched utility: perplexity {against}."]
-    advice = (
-        _advice(run, base, mine, theirs)
-        if matching.at_perplexity is None
-        else "Snapshots are too far apart: train with --snapshot-steps N for more of them."
-    )
+    advice = "Snapshots are too far apart: train with --snapshot-steps N for more of them."
+    if matching.at_perplexity is None:
+        advice = _advice(run, base, mine, theirs)
     return False, [f"Not comparable at matched utility: {against}. {advice}"]
 
 
@@ -305,11 +303,8 @@ def change_of(mine: Sequence[Row], theirs: Sequence[Row]) -> Row | None:
         return None
     most = max(one["repetitions"] for one in mine)
     before = {one["text"]: one["exposure_bits"] for one in theirs}
-    changes = [
-        one["exposure_bits"] - before[one["text"]]
-        for one in mine
-        if one["repetitions"] == most and one["text"] in before
-    ]
+    same = [one for one in mine if one["repetitions"] == most and one["text"] in before]
+    changes = [one["exposure_bits"] - before[one["text"]] for one in same]
     return _mean_with_interval(changes) | {"repetitions": most} if changes else None
 
 

@@ -108,22 +108,17 @@ def _scans(
     given: Sequence[Given], folder: Path, options: ScanOptions, stack: ExitStack, *, keep: bool
 ) -> list[Scans]:
     """Each run's own scans, and those in `folder` of other models; what one holds the others read."""
-    places = [
-        one.run.folder if isinstance(one, Subject) and one.run is not None else folder
-        for one in given
-    ]
+    runs = [one.run if isinstance(one, Subject) else None for one in given]
+    places = [folder if run is None else run.folder for run in runs]
     beside = [each for place in dict.fromkeys(places) for each in (place, place / AUDIT)]
     models: dict[tuple[Path | int, bool], OpenedModel] = {}
-    stores = {
-        place: stack.enter_context(run_store(place, beside=beside, keep=keep)) for place in places
-    }
+    opened = partial(run_store, beside=beside, keep=keep)
+    stores = {place: stack.enter_context(opened(place)) for place in places}
     # Membership reads the moments too, and whoever reads without them reads the same scan.
     has_held_out = any(isinstance(one, Subject) and one.held_out is not None for one in given)
     scorer = MOMENTS if has_held_out else PLAIN
-    return [
-        Scans(store=stores[place], options=options, models=models, scorer=scorer)
-        for place in places
-    ]
+    scans_in = partial(Scans, options=options, models=models, scorer=scorer)
+    return [scans_in(store=stores[place]) for place in places]
 
 
 def _opened(
@@ -148,10 +143,8 @@ def _opened(
             name: None if text is None else CorpusSource(text, columns).existing()
             for name, text in (("members", corpus), ("held_out", held_out))
         }
-    return [
-        run if run is not None else _other(one, place, texts)
-        for run, one, place in zip(runs, models, places, strict=True)
-    ]
+    each = zip(runs, models, places, strict=True)
+    return [_other(one, place, texts) if run is None else run for run, one, place in each]
 
 
 def _path(one: Any) -> Path:
@@ -352,11 +345,9 @@ def _leakage(name: str, of: ModelMeasures, base: Compared | RunMeasures) -> Meas
     names = ("unique sequences", "leakage ε_l")
     leakage, reasons = measured_or_reason("The leakage report", name, of.leakage, *names)
     if leakage is not None and leakage["leakage_epsilon"] is None:
-        reasons["leakage ε_l"] = (
-            NO_REFERENCE
-            if of.audited.measuring.reference is None
-            else "No unique sequence has a finite ratio."
-        )
+        reasons["leakage ε_l"] = "No unique sequence has a finite ratio."
+        if of.audited.measuring.reference is None:
+            reasons["leakage ε_l"] = NO_REFERENCE
     return {"leakage": leakage}, reasons
 
 

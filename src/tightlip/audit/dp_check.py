@@ -34,17 +34,8 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
+from tightlip.audit import trade_off
 from tightlip.audit.measures import Audited
-from tightlip.audit.trade_off import (
-    ENGINE_SHARE,
-    LEVEL,
-    Law,
-    Steps,
-    TradeOff,
-    best_num_guesses,
-    correct_guesses,
-    even,
-)
 from tightlip.core.errors import UsageError
 from tightlip.core.files import read_sealed, write_json
 from tightlip.core.gates import Known
@@ -60,7 +51,7 @@ _FEW = 40
 _TRIED = 256  # values of ε, before the last one rejected is narrowed
 _NARROWED = 40
 LOGITS_AT_ONCE = 1 << 24
-CONFIDENCE = 1 - LEVEL
+CONFIDENCE = 1 - trade_off.LEVEL
 # For a run that claims nothing: small enough to weigh nothing beside a few thousand canaries.
 DELTA_WITHOUT_CLAIM = 1e-5
 # What a gate may ask for, of each check.
@@ -76,7 +67,7 @@ class Claim:
 
     epsilon: float | None
     delta: float
-    steps: Steps | None = None
+    steps: trade_off.Steps | None = None
 
     @classmethod
     def of(cls, guarantee: Mapping[str, Any]) -> "Claim":
@@ -88,15 +79,15 @@ class Claim:
         names = ("noise_multiplier", "sampling_rate", "steps")
         told = {name: guarantee[name] for name in names if guarantee.get(name)}
         plain = len(told) == len(names) and not guarantee.get("adaptive")
-        steps = Steps(**told) if plain else None
+        steps = trade_off.Steps(**told) if plain else None
         return cls(epsilon=epsilon, delta=guarantee["delta"], steps=steps)
 
-    def law(self, *, independent: bool) -> Law | None:
+    def law(self, *, independent: bool) -> trade_off.Law | None:
         """What the claim allows; `independent` where canaries share nothing but the engine."""
         if self.epsilon is None:
             return None
         if self.steps is None:
-            return TradeOff.of(np.array([self.epsilon]), np.array([self.delta]))
+            return trade_off.TradeOff.of(np.array([self.epsilon]), np.array([self.delta]))
         return self.steps.independent() if independent else self.steps.trade_off()
 
 
@@ -145,7 +136,7 @@ class DPChecks:
         kind = "in the engine" if each is self.engine else "in the text"
         return (
             f"The run's own canaries contradict its ε: of {each.num_guesses:,} guesses about those {kind} {each.num_correct:,} "
-            f"were right, and {each.num_to_contradict:,} are too many for ε {self.claimed_epsilon:.3g}. At most {LEVEL:.0%} of "
+            f"were right, and {each.num_to_contradict:,} are too many for ε {self.claimed_epsilon:.3g}. At most {trade_off.LEVEL:.0%} of "
             "honest runs look so by chance."
         )
 
@@ -172,7 +163,7 @@ def check_guesses(
         silent: scores that know nothing contradict as seldom.
     """
     num_guesses = num_guesses_for(claim, len(scores), independent=independent)
-    num_correct = correct_guesses(scores, included, num_guesses)
+    num_correct = trade_off.correct_guesses(scores, included, num_guesses)
     allowed, needed, p = claim.law(independent=independent), None, None
     verdict: Verdict = "nothing claimed"
     if allowed is not None:
@@ -194,10 +185,10 @@ def check_guesses(
 def num_guesses_for(claim: Claim, num_canaries: int, *, independent: bool = False) -> int:
     """Before anybody looks at a score."""
     if independent:
-        return even(num_canaries, ENGINE_SHARE)
+        return trade_off.even(num_canaries, trade_off.ENGINE_SHARE)
     if claim.steps is None or num_canaries < _FEW:
         return default_num_guesses(num_canaries)
-    return best_num_guesses(claim.steps, num_canaries)[0]
+    return trade_off.best_num_guesses(claim.steps, num_canaries)[0]
 
 
 def default_num_guesses(num_canaries: int) -> int:
@@ -364,7 +355,7 @@ def checks_of(run: RunRecord, open_final: Callable[[], OpenedModel]) -> DPChecks
         scores = text_scores(run, open_final(), key_file)
         found["text"] = check_guesses(scores, included, claim)
         if claim.steps is not None and len(included) >= _FEW:
-            found["text_power"] = best_num_guesses(claim.steps, len(included))[1]
+            found["text_power"] = trade_off.best_num_guesses(claim.steps, len(included))[1]
     return DPChecks(claimed_epsilon=claim.epsilon, delta=claim.delta, **found)
 
 

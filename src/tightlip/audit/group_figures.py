@@ -102,17 +102,11 @@ class GroupFigures:
         sums = self._text.by_user(chosen)
         num_users = sums.shape[1]
         everybody = [np.arange(num_users)]
-        drawn = np.array(
-            [
-                sums @ times_drawn(self._rng, everybody, num_users)
-                for _ in range(self._num_bootstraps)
-            ]
-        ).T
+        times = (times_drawn(self._rng, everybody, num_users) for _ in range(self._num_bootstraps))
+        drawn = np.transpose([sums @ each for each in times])
         values, again = _with_change(sums.sum(1)), _with_change(drawn)
-        figures = [
-            interval(float(value), drawn_again, num_users=num_users)
-            for value, drawn_again in zip(values, again, strict=True)
-        ]
+        pairs = zip(values, again, strict=True)
+        figures = [interval(float(value), each, num_users=num_users) for value, each in pairs]
         has_baseline = self._text.baseline_nats is not None
         return {"perplexity": figures[0], "change": figures[1] if has_baseline else None}
 
@@ -126,16 +120,14 @@ class GroupFigures:
         num_users = self._text.num_users
         low = self._documents_of(range(num_users - GROUP_SIZE, num_users))
         top = self._documents_of(range(GROUP_SIZE))
-        drawn = np.array(
-            [
-                _mean_change(self._redrawn(low)) - _mean_change(self._redrawn(top))
-                for _ in range(self._num_bootstraps)
-            ]
-        )
+        drawn = [
+            _mean_change(self._redrawn(low)) - _mean_change(self._redrawn(top))
+            for _ in range(self._num_bootstraps)
+        ]
         values = _mean_change(low) - _mean_change(top)
         plain, log = (
             interval(value, again, num_users=2 * GROUP_SIZE, num_groups=2)
-            for value, again in zip(values, drawn.T, strict=True)
+            for value, again in zip(values, np.transpose(drawn), strict=True)
         )
         return {"perplexity": plain, "log": log}
 

@@ -120,9 +120,8 @@ def groups_of(
         raise UsageError(
             f"No held-out document of {subject.name} has a token to predict. Hold out longer text."
         )
-    figures = group_figures.GroupFigures(
-        text, np.random.default_rng(config.seed), config.num_bootstraps
-    )
+    draw = np.random.default_rng(config.seed)
+    figures = group_figures.GroupFigures(text, draw, config.num_bootstraps)
     result = _result(text, figures, subject, wanted & (scores.num_tokens > 0), notes)
     notes += _about(subject.run, text, int((wanted & (scores.num_tokens == 0)).sum()))
     return result | {"made_from": made_from(subject, scans, held_out=held) | {"against": other}}

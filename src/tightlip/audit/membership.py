@@ -154,10 +154,7 @@ def membership_of(
         )
     documents = measure_level(members, others, rng, config.num_bootstraps)
     lengths = by_length(members, others, rng, config.num_bootstraps)
-    notes += [
-        *missing_rates(documents, "documents"),
-        *_about_users(members, others),
-    ]
+    notes += [*missing_rates(documents, "documents"), *_about_users(members, others)]
     notes += _about_certainty(documents)
     # Of people, a non-member is somebody of whom nothing was trained on.
     strangers = others.chosen(others.users >= sides.train.num_users)

@@ -209,9 +209,8 @@ def _with_intervals(
 ) -> dict[str, dict[str, Any]]:
     scores: dict[str, dict[str, Any]] = {}
     for (name, figure), value in values.items():
-        entry = scores.setdefault(
-            name, {"title": SCORES[name].title, "auc": None} | dict.fromkeys(RATES)
-        )
+        unknown = {"title": SCORES[name].title, "auc": None} | dict.fromkeys(RATES)
+        entry = scores.setdefault(name, unknown)
         again = [one[name, figure] for one in drawn]
         entry[figure] = interval(value, again, num_users=num_users)
     return scores
@@ -234,10 +233,8 @@ def halves(
     for group in _groups(units[: len(members)], units[len(members) :], len(users)):
         first[rng.permutation(group)[: len(group) // 2]] = True
     of_members, of_others = first[units[: len(members)]], first[units[len(members) :]]
-    one, other = (
-        (members.chosen(of_members == which), others.chosen(of_others == which))
-        for which in (True, False)
-    )
+    one = members.chosen(of_members), others.chosen(of_others)
+    other = members.chosen(~of_members), others.chosen(~of_others)
     fewest = min(len(np.unique(side.users)) for side in (*one, *other))
     if fewest < 2:
         raise UsageError(
@@ -261,10 +258,8 @@ def by_length(
         if all(one.any() for one in inside):
             chosen = [side.chosen(one) for side, one in zip((members, others), inside, strict=True)]
             within = np.concatenate([one.model.num_tokens for one in chosen])
-            found.append(
-                {"shortest": int(within.min()), "longest": int(within.max())}
-                | measure_level(chosen[0], chosen[1], rng, num_bootstraps)
-            )
+            ends = {"shortest": int(within.min()), "longest": int(within.max())}
+            found.append(ends | measure_level(chosen[0], chosen[1], rng, num_bootstraps))
     return found
 
 

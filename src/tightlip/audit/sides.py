@@ -213,9 +213,8 @@ class Sides:
         self.model: list[DocumentScores] = []
         self.reference: list[BesideReferences | None] = []
         self.references: list[str] = []  # fingerprints
-        self.train, self.held = (
-            self.subject.tokens(part, self.scans, self.work) for part in ("members", "held_out")
-        )
+        self.train = self.subject.tokens("members", self.scans, self.work)
+        self.held = self.subject.tokens("held_out", self.scans, self.work)
 
     def leave_out(self, without_texts: Collection[str]) -> None:
         """Mark what stands on both sides, and what was asked to be left out."""
@@ -339,9 +338,8 @@ class Sides:
         """Keep, and say, how much of the text the figures are not about."""
         corpora = (self.train, self.held)
         num_documents = num_tokens = 0
-        for corpus, counted, kept, without in zip(
-            corpora, self.counted, self.kept, dropped, strict=True
-        ):
+        by_side = zip(corpora, self.counted, self.kept, dropped, strict=True)
+        for corpus, counted, kept, without in by_side:
             if counted is not None:
                 lengths = np.diff(corpus.bounds)
                 num_documents += int((without & (lengths > 0)).sum())

@@ -83,9 +83,8 @@ def open_tab(
     opened = open_model(model, options, tokenizer=tokenizer)
     folder, notes = (Path(report), []) if report is not None else found
     unique = unique_texts(LeakageReport(folder), opened.tokenizer) if folder else None
-    return Tab(
-        Completer(opened.model, opened.tokenizer, config, begin_id=opened.begin_id), unique, notes
-    )
+    completer = Completer(opened.model, opened.tokenizer, config, begin_id=opened.begin_id)
+    return Tab(completer, unique, notes)
 
 
 def _report_of(model: Path) -> tuple[Path | None, list[str]]:
@@ -241,11 +240,8 @@ class UniqueTexts:
         """
         line = ids.tolist()
         by_model = [any(accepted[first:last]) for first, last in spans.tolist()]
-        places = [
-            (start, end, row)
-            for start, end, row in [*self.whole_in(line), *self.begun_in(line)]
-            if any(by_model[start:end])
-        ]
+        found = [*self.whole_in(line), *self.begun_in(line)]
+        places = [(start, end, row) for start, end, row in found if any(by_model[start:end])]
         return [
             self._mark(text, row, spans[start:end], by_model[start:end])
             for start, end, row in not_inside_another(places)
@@ -291,12 +287,8 @@ def unique_texts(report: LeakageReport, tokenizer: Any) -> UniqueTexts:
     table = report.sequences.select(columns).append_column("owner", report.owners["owner"])
     table = table.filter(_is_unique(report.sequences))
     _check_same_tokens(report, table, tokenizer)
-    return UniqueTexts(
-        table["token_ids"].to_pylist(),
-        table["owner"].to_pylist(),
-        table["sequence"].to_pylist(),
-        table["total_in_d"].to_pylist(),
-    )
+    names = ("token_ids", "owner", "sequence", "total_in_d")
+    return UniqueTexts(*(table[name].to_pylist() for name in names))
 
 
 def _is_unique(sequences: pa.Table) -> Any:

@@ -57,9 +57,8 @@ class TradeOff:
     ) -> "TradeOff":
         """Of a mechanism that is (ε, δ)-private for each of these pairs, the other way (ε, `back`)."""
         grows, back = np.exp(epsilons), deltas if back is None else back
-        return cls(
-            np.concatenate([grows, 1 / grows]), np.concatenate([deltas, 1 - (1 - back) / grows])
-        )
+        offsets = np.concatenate([deltas, 1 - (1 - back) / grows])
+        return cls(np.concatenate([grows, 1 / grows]), offsets)
 
     def least(self, reached: float) -> float:
         """The least probability on one side of what has probability `reached` on the other.
@@ -173,9 +172,8 @@ class Steps:
     def independent(self) -> Independent:
         """The same for canaries of the engine."""
         epsilons, inward, outward = _deltas(self)
-        return Independent(
-            TradeOff.of(epsilons, inward, outward), TradeOff.of(epsilons, outward, inward)
-        )
+        pairs = ((inward, outward), (outward, inward))
+        return Independent(*(TradeOff.of(epsilons, *pair) for pair in pairs))
 
     def ideal_scores(
         self, included: np.ndarray, noise: float, draw: np.random.Generator

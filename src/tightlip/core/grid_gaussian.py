@@ -39,6 +39,7 @@ _MORE_BITS = 128  # of each uniform at first; doubled until the cell is told
 _CONSTANTS = (0x61707865, 0x3320646E, 0x79622D32, 0x6B206574)
 _MASK = 0xFFFFFFFF
 _LEAST_SCALE = 1e-200
+SCATTERED = "A sum does not lie in one piece of memory, so that noise would be put on a copy of it."
 
 
 class NotFinite(GuaranteeError):
@@ -95,8 +96,9 @@ class GridGaussian:
     ) -> None:
         """Every entry, of contiguous float32 or float64 in units of `unit`, becomes share · g · K."""
         release, nonce = Release.of(scale, share, unit), self.cipher.next_nonce()
+        if not all(each.flags.c_contiguous for each in sums):
+            raise GuaranteeError(SCATTERED)  # noise would be put on a copy
         flat = [each.reshape(-1) for each in sums]
-        assert all(np.shares_memory(a, b) for a, b in zip(flat, sums, strict=True) if a.size)
         parts = list(_parts(flat, self._num_threads))
         key = np.array(self.cipher.key, np.uint32)
 
@@ -163,7 +165,7 @@ def places_of(pair: int, first_program: int, size: int) -> list[int]:
 def check_few(found: int) -> None:
     if found > MOST_OPEN:
         raise NotFinite(
-            f"{found:,} entries of the sum are no numbers that noise could hide. The step was charged and not applied; "
+            "Entries of the sum are no numbers that noise could hide. The step was charged and not applied; "
             "lower the learning rate, or look for weights that are not finite."
         )
 

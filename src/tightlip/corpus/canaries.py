@@ -80,9 +80,7 @@ class CanaryConfig(Settings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.repetitions is not None and (
-            not self.repetitions or min(self.repetitions, default=0) < 1
-        ):
+        if self.repetitions is not None and min(self.repetitions, default=0) < 1:
             raise UsageError(
                 f"repetitions={list(self.repetitions)} must be one or more numbers from 1 on, such as 1,10,100."
             )
@@ -428,9 +426,8 @@ def read_check_key(path: Path) -> CheckKey:
             tokens_ML=np.array([text.split() for text in there["tokens"]], np.int64),
             included_M=np.array(there["included"], bool),
         )
-        if key.tokens_ML.shape != (there["num_canaries"], there["length"]) or len(key) != len(
-            key.tokens_ML
-        ):
+        shape = (there["num_canaries"], there["length"])
+        if key.tokens_ML.shape != shape or len(key) != len(key.tokens_ML):
             raise ValueError("canaries are missing")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UsageError(

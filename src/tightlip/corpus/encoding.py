@@ -62,11 +62,10 @@ class Encoder:
         return self._encode_long(texts)
 
     def _encode_fast(self, texts: list[str]) -> tuple[list[np.ndarray], list[np.ndarray] | None]:
-        assert self._backend is not None
-        with _everything(self._backend, self._tokenizer.split_special_tokens):
-            call = (
-                self._backend.encode_batch if self._with_spans else self._backend.encode_batch_fast
-            )
+        backend = self._backend
+        assert backend is not None
+        with _everything(backend, self._tokenizer.split_special_tokens):
+            call = backend.encode_batch if self._with_spans else backend.encode_batch_fast
             encodings = call(texts, add_special_tokens=False)
         each = [encoding.ids for encoding in encodings]
         ends = np.cumsum([0, *map(len, each)]).tolist()

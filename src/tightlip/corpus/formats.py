@@ -449,8 +449,7 @@ def _csv_rows(path: File) -> Iterator[tuple[int, Row]]:
 def _check_header(path: File, header: list[str]) -> None:
     if len(header) > MAX_COLUMNS:
         raise UsageError(f"{path} {too_many_columns(len(header))}. Write those that you need.")
-    twice = {name for name in header if header.count(name) > 1}
-    if twice:
+    if twice := {name for name in header if header.count(name) > 1}:
         raise UsageError(f"{path} names the column {min(twice)!r} twice. Rename one of them.")
 
 

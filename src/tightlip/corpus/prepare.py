@@ -99,9 +99,8 @@ def corpus_id(folder: Path) -> str:
         fresh = files.partial_beside(folder / f"id-{secrets.token_hex(8)}")
         behind = files.read_json(folder / "prepared.json").get("history", [])
         try:
-            files.write_sealed(
-                fresh, history.new_name(history.sources_of(folder), history.people_in(behind))
-            )
+            named = history.new_name(history.sources_of(folder), history.people_in(behind))
+            files.write_sealed(fresh, named)
             # A link, not a rename: of two that ask at once the first decides for both.
             with contextlib.suppress(FileExistsError):
                 os.link(fresh, path)
@@ -126,9 +125,8 @@ def registered_people(folder: Path) -> tuple[str, ...]:
             *(register.register_path(), folder),
         )
     name = corpus_id(folder)
-    return (
-        *history.new_name(history.sources_of(folder), history.people_of(folder), name)["people"],
-    )
+    named = history.new_name(history.sources_of(folder), history.people_of(folder), name)
+    return (*named["people"],)
 
 
 def prepare_corpus(source: Any, out: Path, config: PrepareConfig) -> PreparedCorpus:
@@ -256,11 +254,8 @@ def _already_there(out: Path, identity: dict[str, Any]) -> PreparedCorpus:
             record["settings"][name] = identity["settings"][name]
     if {name: record.get(name) for name in identity} == identity:
         return open_prepared(checked_whole(out))
-    changed = [
-        name
-        for name, value in identity["settings"].items()
-        if record["settings"].get(name) != value
-    ]
+    asked, there = identity["settings"], record["settings"]
+    changed = [name for name, value in asked.items() if there.get(name) != value]
     what = "another source, tokenizer or chat template"
     if changed:
         what = f"other settings ({', '.join(changed)})"
@@ -354,11 +349,10 @@ def _save_tokenizer(folder: Path, given: Any, config: PrepareConfig) -> Any:
 
 
 def _built_tokenizer(corpus: Corpus, config: PrepareConfig) -> Any:
+    size = config.vocabulary_size
     if (release := config.release()) is not None:
-        return build_private_tokenizer(corpus, release, size=config.vocabulary_size)
-    return build_tokenizer(
-        corpus, kind=config.vocabulary, size=config.vocabulary_size, min_users=config.min_users
-    )
+        return build_private_tokenizer(corpus, release, size=size)
+    return build_tokenizer(corpus, kind=config.vocabulary, size=size, min_users=config.min_users)
 
 
 def _write_tokens(folder: Path, tokenizer: Any, config: PrepareConfig) -> dict[str, Any]:
@@ -370,9 +364,8 @@ def _write_tokens(folder: Path, tokenizer: Any, config: PrepareConfig) -> dict[s
                 what = f"Tokenising {split}"
                 tokenize_documents(batches, tokenizer, folder / split, description=what)
             splits[split] = open_tokenized(folder / split).statistics(tokenizer.unk_token_id)
-    num_tokens, num_unknown = (
-        sum(split[name] for split in splits.values()) for name in ("tokens", "unknown_tokens")
-    )
+    num_tokens = sum(split["tokens"] for split in splits.values())
+    num_unknown = sum(split["unknown_tokens"] for split in splits.values())
     return {
         "warnings": [
             warning

@@ -124,11 +124,10 @@ class _Rows:
         documents = corpus.raw_documents()
         with task("Checking", None) as bar:
             while some := list(islice(documents, _AT_ONCE)):
-                self.per_user.update(row.user for row in some)
+                users = [row.user for row in some]
+                self.per_user.update(users)
                 beside = [row.beside | {SPOKEN: ""} for row in some]
-                self._types.add(
-                    DocumentBatch.of([row.user for row in some], [""] * len(some), beside)
-                )
+                self._types.add(DocumentBatch.of(users, [""] * len(some), beside))
                 bar.advance(len(some))
         check_owners(self._types.has_co_owners, config)
 
@@ -150,9 +149,8 @@ class _Rows:
         splitter = splitter_for(self.per_user, self.config)
         while some := list(islice(documents, _AT_ONCE)):
             users, texts = [one.user for one in some], [one.content.decode() for one in some]
-            batch = DocumentBatch.of(
-                users, texts, [one.beside | {SPOKEN: one.spoken} for one in some]
-            )
+            beside = [one.beside | {SPOKEN: one.spoken} for one in some]
+            batch = DocumentBatch.of(users, texts, beside)
             self._cleaner.clean(batch)
             kept = [out == held_out for out in map(splitter.is_held_out, users, texts)]
             table.write(batch, kept)

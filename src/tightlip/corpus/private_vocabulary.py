@@ -56,10 +56,8 @@ def build_private_tokenizer(
     tallies = vocabulary.Tallies(len(words))
     tallies.add_all(corpus, words)
     sums = bounded_sums(tallies.by_user(), len(words), release.words_per_user, draw)
-    released = released_words(sums, release, draw)
-    return vocabulary.word_tokenizer(
-        vocabulary.with_digits([words[number] for number in released], size)
-    )
+    released = [words[number] for number in released_words(sums, release, draw)]
+    return vocabulary.word_tokenizer(vocabulary.with_digits(released, size))
 
 
 def release_threshold(release: VocabularyRelease) -> float:

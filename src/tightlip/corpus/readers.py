@@ -23,7 +23,7 @@ from tightlip.core.checksums import checked
 from tightlip.core.errors import UsageError
 from tightlip.core.files import digest_of_files, store_address
 from tightlip.core.stores import AT_ONCE, place_of
-from tightlip.corpus import owners
+from tightlip.corpus import formats, owners
 from tightlip.corpus.conversations import Document, columns_read, documents_of, format_of
 from tightlip.corpus.formats import (
     MAX_BATCH_BYTES,
@@ -31,16 +31,7 @@ from tightlip.corpus.formats import (
     MAX_COLUMNS,
     Columns,
     Fault,
-    File,
     Row,
-    chunks_of,
-    columns_of,
-    files_of,
-    kind_of,
-    one_by_one,
-    saved_dataset_files,
-    table_chunks,
-    too_many_columns,
 )
 from tightlip.corpus.history import history_of
 from tightlip.corpus.prepare_config import ColumnSettings, TextSettings
@@ -55,11 +46,11 @@ class Part:
 
     name: str
     chunks: Callable[[], Iterator[tuple[int, Row | Columns]]]
-    file: File | None = None
+    file: formats.File | None = None
     empty_is_null: bool = False  # CSV cannot write a null; nobody's name is empty
 
     def rows(self) -> Iterator[tuple[int, Row]]:
-        return one_by_one(self.chunks())
+        return formats.one_by_one(self.chunks())
 
     def row(self, number: int) -> str:
         """What a row is called in errors."""
@@ -144,7 +135,7 @@ class Corpus:
                 num_read += len(whole)
                 yield whole
                 continue
-            for number, row in one_by_one([(first, chunk)]):
+            for number, row in formats.one_by_one([(first, chunk)]):
                 found = row if isinstance(row, Fault) else read(part, number, row)
                 if isinstance(found, Fault):
                     self._refuse_or_count(part, number, found)
@@ -198,7 +189,7 @@ class Corpus:
             columns.update(row)
             if len(columns) > MAX_COLUMNS:
                 raise UsageError(
-                    f"{self.name} {too_many_columns(len(columns))}: its rows have keys of their own. "
+                    f"{self.name} {formats.too_many_columns(len(columns))}: its rows have keys of their own. "
                     "Put what differs into one column, or leave it out."
                 )
             pending.append(row)
@@ -267,7 +258,7 @@ def open_corpus(source: Any, **settings: Any) -> Corpus:
         files = _files_read(source)
         for file in files:
             there = checked(file) if isinstance(file, Path) else file
-            schema = columns_of(there) if file.stat().st_size else None
+            schema = formats.columns_of(there) if file.stat().st_size else None
             if schema is not None:
                 owners.check_columns(str(file), schema, columns)
         name, parts = store_address(source) or str(source), [_file_part(file) for file in files]
@@ -276,29 +267,29 @@ def open_corpus(source: Any, **settings: Any) -> Corpus:
     return Corpus(name, parts, columns, history=history)
 
 
-def _file_part(file: File) -> Part:
-    chunks = lambda: chunks_of(file) if file.stat().st_size else iter(())  # noqa: E731
-    return Part(str(file), chunks, file, empty_is_null=kind_of(file) == "csv")
+def _file_part(file: formats.File) -> Part:
+    chunks = lambda: formats.chunks_of(file) if file.stat().st_size else iter(())  # noqa: E731
+    return Part(str(file), chunks, file, empty_is_null=formats.kind_of(file) == "csv")
 
 
-def _files_read(source: str | Path) -> list[File]:
+def _files_read(source: str | Path) -> list[formats.File]:
     """Which of the files at a path or an address are the corpus, in their order."""
     place, path = place_of(source), Path(source)
     if place is None and path.is_dir():
-        saved = saved_dataset_files(path)
+        saved = formats.saved_dataset_files(path)
         there = [file for file in path.iterdir() if file.is_file()]
         return _files_in(path, [*there]) if saved is None else [*saved]
-    files = files_of(source)
+    files = formats.files_of(source)
     if not files:
         raise UsageError(f"{place or path} does not exist. Give a corpus: {_KINDS}.")
     if place is not None and str(files[0].parent) == str(place):
         return _files_in(place, [file for file in files if str(file.parent) == str(place)])
-    if odd := [file for file in files if kind_of(file) in (None, "arrow")]:
+    if odd := [file for file in files if formats.kind_of(file) in (None, "arrow")]:
         raise UsageError(f"{odd[0]} has no ending that names its format. Readable: {_KINDS}.")
     return _of_one_kind(place or path, files)
 
 
-def _files_in(folder: Any, there: list[File]) -> list[File]:
+def _files_in(folder: Any, there: list[formats.File]) -> list[formats.File]:
     names = {file.name for file in there}
     if "prepared.json" in names:
         return [file for file in there if file.name == "train.parquet"]
@@ -307,14 +298,14 @@ def _files_in(folder: Any, there: list[File]) -> list[File]:
             f"{folder} was saved by datasets, which is read from a local disk only. Copy it there, or write Parquet: to_parquet."
         )
     visible = [file for file in there if file.name[0] not in "._"]
-    files = sorted(file for file in visible if kind_of(file) not in (None, "arrow"))
+    files = sorted(file for file in visible if formats.kind_of(file) not in (None, "arrow"))
     if not files:
         raise UsageError(f"{folder} holds no corpus file. Readable: {_KINDS}.")
     return _of_one_kind(folder, files)
 
 
-def _of_one_kind(source: Any, files: list[File]) -> list[File]:
-    kinds = sorted({str(kind_of(file)) for file in files})
+def _of_one_kind(source: Any, files: list[formats.File]) -> list[formats.File]:
+    kinds = sorted({str(formats.kind_of(file)) for file in files})
     if len(kinds) > 1:
         raise UsageError(
             f"{source} mixes files of different kinds ({', '.join(kinds)}). Name one file, or keep one kind."
@@ -389,8 +380,8 @@ def _in_memory(source: Any, columns: TextSettings) -> tuple[str, list[Part]]:
         batches = source.with_format("arrow").iter
         name = "the dataset given"
         owners.check_columns(name, source.features.arrow_schema, columns)
-        chunks = lambda: table_chunks(b for t in batches(MAX_BATCH_ROWS) for b in t.to_batches())  # noqa: E731
-        return name, [Part(name, chunks)]
+        tables = lambda: (b for t in batches(MAX_BATCH_ROWS) for b in t.to_batches())  # noqa: E731
+        return name, [Part(name, lambda: formats.table_chunks(tables()))]
     if not isinstance(source, pa.Table):
         raise UsageError(
             f"A corpus cannot be read from a {type(source).__name__}. Give a path, a pyarrow Table, "
@@ -398,7 +389,7 @@ def _in_memory(source: Any, columns: TextSettings) -> tuple[str, list[Part]]:
         )
     owners.check_columns(name, source.schema, columns)
     table = source
-    return name, [Part(name, lambda: table_chunks(iter(table.to_batches())))]
+    return name, [Part(name, lambda: formats.table_chunks(iter(table.to_batches())))]
 
 
 def _is_dataset(source: Any) -> bool:

@@ -235,11 +235,8 @@ def write_role_tokens(
             further = {"roles": [each.roles], "trained": [each.trained]}
             writer.add([each.user], [each.content], tokens=[each.ids], **further)
             bar.advance()
-        writer.finish(
-            tokenizer_fingerprint(tokenizer),
-            role_names=reader.role_names,
-            begins_itself=reader.begins_itself,
-        )
+        about = {"role_names": reader.role_names, "begins_itself": reader.begins_itself}
+        writer.finish(tokenizer_fingerprint(tokenizer), **about)
     return open_tokenized(folder)
 
 

@@ -48,8 +48,7 @@ def claim_folder(
         write_json(path, plan)
         return folder
     there = read_json(path)
-    other = [name for name in plan if there.get(name) != plan[name]]
-    if other:
+    if other := [name for name in plan if there.get(name) != plan[name]]:
         raise UsageError(
             f"{folder} holds an experiment with another {', '.join(other)}. Give another --out, or delete it first."
         )

@@ -90,10 +90,8 @@ def _runs_table(section: dict[str, Any]) -> Table:
 def _thirds_table(section: dict[str, Any]) -> Table:
     """Who pays and who is protected, for the page."""
     whats = [Column(what, third) for what in ("costs", "keeps", "bits") for third in runs.THIRDS]
-    rows = [
-        _page_row(heading, row, [_promise(row)], *_by_thirds(row))
-        for heading, _, row in _runs_of(section)
-    ]
+    known = _runs_of(section)
+    rows = [_page_row(heading, row, [_promise(row)], *_by_thirds(row)) for heading, _, row in known]
     return Table(columns=[Column(), Column("ε"), *whats], rows=rows)
 
 

@@ -74,11 +74,8 @@ def losses(scores: DocumentScores, planted: PlantedCorpus) -> dict[str, Any]:
                 "kept_nats": None if own is None or seen is None else own - seen,
             }
         )
-    return {
-        "loss_nats": loss,
-        "perplexity": None if loss is None else float(np.exp(loss)),
-        "thirds": rows,
-    }
+    perplexity = None if loss is None else float(np.exp(loss))
+    return {"loss_nats": loss, "perplexity": perplexity, "thirds": rows}
 
 
 def thirds(nats: np.ndarray, counted: np.ndarray) -> np.ndarray:

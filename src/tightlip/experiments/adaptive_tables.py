@@ -62,9 +62,8 @@ def _ratio(sigma: float, sections: Sequence[dict[str, Any]]) -> dict[str, Any]:
     paper = {row["model"]: row["perplexity"] for row in PAPER if row["sigma"] == sigma}
     ours = {}
     for section in sections:
-        adaptive, plain = (
-            find(section["rows"], mode, sigma, "same noise") for mode in ("as-published", "dp")
-        )
+        rows = section["rows"]
+        adaptive, plain = (find(rows, way, sigma, "same noise") for way in ("as-published", "dp"))
         if adaptive is not None and plain is not None:
             ours[section["name"]] = adaptive["perplexity"] / plain["perplexity"]
     return {"sigma": sigma, "paper": paper["ADP"] / paper["DP-SGD"], "ours": ours}
@@ -139,9 +138,8 @@ def repetitions(section: dict[str, Any]) -> list[int]:
 
 def csv_text(result: dict[str, Any]) -> str:
     """One line a run."""
-    return files.csv_text(
-        [_csv_line(section, row) for section in result["corpora"] for row in section["rows"]]
-    )
+    lines = [_csv_line(section, row) for section in result["corpora"] for row in section["rows"]]
+    return files.csv_text(lines)
 
 
 def _csv_line(section: dict[str, Any], row: Row) -> dict[str, Any]:
@@ -257,10 +255,8 @@ def steps_words(row: Row) -> str:
 
 
 def _who_pays(plain: Row, clip: Row) -> Iterator[str]:
-    more = [
-        _difference(own["cost_nats"], other["cost_nats"])
-        for own, other in zip(clip["thirds"], plain["thirds"], strict=True)
-    ]
+    thirds = zip(clip["thirds"], plain["thirds"], strict=True)
+    more = [_difference(own["cost_nats"], other["cost_nats"]) for own, other in thirds]
     if None not in more:
         costs = ", ".join(f"{name} {value:+.3f}" for name, value in zip(THIRDS, more, strict=True))
         yield f"What clip costs beyond plain DP at σ {plain['sigma']:g}, in nats a token of held-out text: {costs}."

@@ -142,11 +142,8 @@ def planted_corpus(
     path = copied(source, folder / "source.parquet", scale.most_documents)
     tokenizer = str(public.tokenizer)
     split = prepare(path, folder / "split", tokenizer=tokenizer, split="text", holdout=HELD_OUT)
-    scoring: dict[str, Any] = {
-        "public_model": public.model,
-        "public_corpus": public.constants,
-        "device": device,
-    }
+    scoring: dict[str, Any] = {"public_model": public.model, "public_corpus": public.constants}
+    scoring |= {"device": device}
     probe = probe_of(folder, split, scale.most_probed, scoring)
     once = {"templates": [IDENTITY], "repetitions": scale.repetitions, "seed": SEED}
     ids = plant_once(split.folder / "train.parquet", folder / "ids", **once)
@@ -159,12 +156,8 @@ def planted_corpus(
         repetitions=(scale.carrier_repetitions,),
         seed=SEED + 1,  # with the same, both kinds would hide the same draws
     )
-    corpus = prepare(
-        carried / CORPUS,
-        folder / "corpus",
-        tokenizer=tokenizer,
-        validation=str(split.folder / "validation"),
-    )
+    held_out = str(split.folder / "validation")
+    corpus = prepare(carried / CORPUS, folder / "corpus", tokenizer=tokenizer, validation=held_out)
     num_users = None if isinstance(source, TextColumn) else corpus.train.num_users
     unit = chosen_unit(unit, num_users)
     return PlantedCorpus(

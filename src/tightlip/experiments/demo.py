@@ -192,9 +192,8 @@ def compare_ways(folder: Path, users: pa.Table, others: pa.Table) -> Comparison:
     lines = planted_lines(make_private_folder(folder), users, others)
     reference = train(lines.public, folder / "reference", **SHAPE, **REFERENCE)
     runs = [train(lines.corpus, folder / name, **SHAPE, **own) for name, own in RUNS.items()]
-    return compare(
-        runs, key=lines.key, reference=reference.folder, out=folder / "comparison", notes=NOTES
-    )
+    out = folder / "comparison"
+    return compare(runs, key=lines.key, reference=reference.folder, out=out, notes=NOTES)
 
 
 def planted_lines(folder: Path, users: pa.Table, others: pa.Table) -> Lines:
@@ -209,21 +208,14 @@ def planted_lines(folder: Path, users: pa.Table, others: pa.Table) -> Lines:
         names=known_names(others, tokenizer),
         repetitions=REPETITIONS,
     )
-    corpus = prepare(
-        planted / CORPUS,
-        folder / "corpus",
-        tokenizer=tokenizer,
-        validation=str(split.folder / "validation"),
-    )
+    held_out = str(split.folder / "validation")
+    corpus = prepare(planted / CORPUS, folder / "corpus", tokenizer=tokenizer, validation=held_out)
     return Lines(corpus=corpus, public=public, key=planted / KEY)
 
 
 def known_names(others: pa.Table, tokenizer_folder: str) -> list[str]:
     """The most frequent words of the public lines that look like names."""
     vocabulary = load_tokenizer(Path(tokenizer_folder)).get_vocab()
-    names = [
-        word
-        for word in words_by_frequency(open_corpus(others))
-        if word.istitle() and len(word) > 4 and word in vocabulary
-    ]
+    words = words_by_frequency(open_corpus(others))
+    names = [word for word in words if word.istitle() and len(word) > 4 and word in vocabulary]
     return names[:NUM_NAMES]

@@ -322,11 +322,9 @@ class _Runs:
                 folder = self._trained(way)
                 attackers = self.size.attackers if way.compared else ("mlp",)
                 device = self.options.device
-                results = represent_attack(
-                    folder, out=folder, attackers=attackers, device=device
-                ).results
-                rows.append(self._row(way, results))
-                by_way.append(results)
+                report = represent_attack(folder, out=folder, attackers=attackers, device=device)
+                rows.append(self._row(way, report.results))
+                by_way.append(report.results)
                 bar.advance()
         everything, version = [*chain.from_iterable(by_way)], tightlip.__version__
         write_page("vectors", self.folder / ATTACKS, results=everything, version=version)
@@ -386,17 +384,14 @@ class _Runs:
         """1 - X, or for entities 1 - F."""
         if self.task.kind == "attributes":
             return over_seeds([one["privacy"][attacker]["all"]["value"] for one in results])
-        entities = [
-            [_by_value(one["attributes"][name], attacker) for name in self.task.private]
-            for one in results
-        ]
+        by_seed = [one["attributes"] for one in results]
+        entities = [[_by_value(of[name], attacker) for name in self.task.private] for of in by_seed]
         return over_seeds([1 - _f1(counts) for counts in entities])
 
     def _strongest(self, results: list[dict[str, Any]]) -> dict[str, int]:
         """How often each attacker was chosen by the development part, over attributes and seeds."""
-        chosen = Counter(
-            one["attributes"][name]["strongest"] for one in results for name in self.task.private
-        )
+        by_seed = [one["attributes"] for one in results]
+        chosen = Counter(of[name]["strongest"] for of in by_seed for name in self.task.private)
         return dict(chosen.most_common())
 
     def _read(self, results: list[dict[str, Any]], name: str) -> dict[str, Any]:

@@ -13,7 +13,6 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from hashlib import sha256
-from itertools import count
 from operator import is_
 from typing import Any
 
@@ -37,7 +36,6 @@ _ASKING = {
 _PRIMES = (5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47)
 # A size, as of a part of a row, may be a multiple of one by chance: not in the same way of both.
 PRIMES_TRIED = 2
-EVEN = 16  # rows, or a multiple, as real passes have
 # transformers looks for padding there, to say that a mask is missing, and does nothing else with it.
 _ONLY_WARNS = "warn_if_padding_and_no_attention_mask"
 _MODES = ("__torch_function__", "__torch_dispatch__")
@@ -72,12 +70,12 @@ _PRODUCTS = {
 
 
 def how_rows_meet(
-    run: Callable[[int, Callable[[Tensor], None]], Any], sizes: set[int]
+    run: Callable[[int, Callable[[Tensor], None]], Any], sizes: set[int], *, usual: int
 ) -> str | None:
     """The operation by which one row may change another, in words; None where there is none.
 
     `run` takes a number of rows and what it has to show them to, and runs a pass of so many, forward
-    and back; `sizes` are all others that it meets.
+    and back; `sizes` are all others that it meets. Real passes have the `usual` number.
 
     Holds:
         whatever they hold: the answer follows from shapes, and from no number in them.
@@ -96,9 +94,8 @@ def how_rows_meet(
     if len(primes) < PRIMES_TRIED:
         return "its sizes leave no number of rows that could be told from them"
     one = followed(primes[0])
-    # Real passes have no prime number of rows: a model may take them by fours.
-    num_even = next(n for n in count(EVEN, EVEN) if n not in sizes)
-    if one.done_with(num_even) != followed(num_even).done:
+    # A model may take rows by fours, or few of them in another way.
+    if one.done_with(usual) != followed(usual).done:
         return "the model does other things with other numbers of rows"
     if not one.found:
         return None

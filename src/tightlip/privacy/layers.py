@@ -81,8 +81,8 @@ def wide(values: Tensor) -> torch.dtype:
 
 
 def zeros_for(parameter: Tensor) -> Tensor:
-    """Room for a parameter's gradient."""
-    return torch.zeros_like(parameter, dtype=wide(parameter))
+    """Room for a parameter's gradient, in one line of memory however the parameter lies."""
+    return parameter.new_zeros(parameter.shape, dtype=wide(parameter))
 
 
 def fp32_product(left_XN: Tensor, right_NY: Tensor) -> Tensor:

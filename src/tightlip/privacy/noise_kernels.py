@@ -22,6 +22,7 @@ from tightlip.core.grid_gaussian import (
     LEAST_RADIUS_WORD,
     MOST_OPEN,
     PROGRAM,
+    SCATTERED,
     Cipher,
     Release,
     check_few,
@@ -292,7 +293,8 @@ class GPUNoise:
         Until then `is_open`, on the device, tells: nothing may be applied while it is not 0.
         """
         kind = tensors[0].dtype
-        assert all(each.is_contiguous() and each.dtype == kind for each in tensors)
+        if not all(each.is_contiguous() and each.dtype == kind for each in tensors):
+            raise GuaranteeError(SCATTERED)
         release, nonce = Release.of(scale, share, unit), self.cipher.next_nonce()
         pointers, sizes, tensor_of, start_of = self._table(tensors)
         numbers = [scale, 1 / release.grid, release.grid * share, unit]

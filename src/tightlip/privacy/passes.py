@@ -335,7 +335,8 @@ class Passes:
 
 def logits_of(model: nn.Module, input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
     """The logits of any language model: its `.logits`, its first output, or its output."""
-    known = inspect.signature(model.forward).parameters
+    own = getattr(model, "_orig_mod", model)  # what torch.compile wraps takes anything
+    known = inspect.signature(own.forward).parameters
     takes_any = any(each.kind is each.VAR_KEYWORD for each in known.values())
     options: dict[str, Any] = {}
     if attention_mask is not None and not takes_any and "attention_mask" not in known:

@@ -6,6 +6,7 @@ Whether they are is asked of the model, not assumed. Shapes: B rows, T positions
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from inspect import signature
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, ref
 
@@ -83,6 +84,10 @@ def check_no_buffers(model: nn.Module) -> None:
                 f"hides. Replace it with a LayerNorm."
             )
         # Adapters' layers are given frozen rows: torch then only warns, and their gradient is nothing.
+        if getattr(module, "sparse", False) is True and module.weight.requires_grad:
+            raise UsageError(
+                f"{name} gives sparse gradients, and noise is on every entry. Use sparse=False."
+            )
         checkpoint = getattr(module, "_gradient_checkpointing_func", None)
         if getattr(checkpoint, "keywords", {}).get("use_reentrant"):
             raise UsageError(REENTRANT)
@@ -127,6 +132,8 @@ def check_model(model: nn.Module, ids_BT: Tensor) -> None:
     for name, parameter in model.named_parameters():
         if not bool(local(parameter).isfinite().all()):
             raise UsageError(f"{name} is not all finite numbers. Give a model that is whole.")
+        if parameter.is_complex() and parameter.requires_grad:
+            raise UsageError(f"{name} is complex, and clipping knows real numbers. Freeze it.")
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
     tolerance = rounding_tolerance(next(model.parameters()).dtype, least=1e-3)
     # A GPU's tf32 would round by as much as a little looking ahead changes.
@@ -146,6 +153,11 @@ def check_model(model: nn.Module, ids_BT: Tensor) -> None:
 
 def check_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
     """Refuse an optimizer that changes other weights than those that are clipped."""
+    needs_loss = signature(optimizer.step).parameters.get("closure")
+    if needs_loss is not None and needs_loss.default is needs_loss.empty:
+        raise UsageError(
+            f"{type(optimizer).__name__} asks for the loss several times in a step, which would each cost ε. Use SGD or Adam."
+        )
     changed = {id(each) for group in optimizer.param_groups for each in group["params"]}
     for name, parameter in resharded(model).named_parameters():
         if parameter.requires_grad and id(parameter) not in changed:

@@ -63,7 +63,8 @@ class PrivateTraining:
     """Differentially private training of `model` by `optimizer`, one step at a time.
 
     Arguments:
-        model, optimizer: any causal language model that gives logits for ids, and any of torch's.
+        model, optimizer: any causal language model that gives logits for ids, and any of torch's
+            optimizers but LBFGS.
         documents: a tensor of ids for each document, or a Source.
         ledger: the file that every step is charged to; where it is there, its account goes on.
         users: whose each document is. With them the unit is a user, without them a document. A list
@@ -199,6 +200,7 @@ class PrivateTraining:
         self.arithmetic = max(processes.all_gathered(arithmetic), key=lambda each: each.charged)
         self._mixing_asked_at = (-1, False)  # steps, and whether of moved weights
         self._fixed = self._passes.untouched.fixed_now()
+        self._all_parameters = [(each, each.requires_grad) for each in model.parameters()]
         self.adaptive = adaptive
         self._rho = self._weights(weights)
         per_owner = None if self.ownership is None else spec.documents_per_owner or PER_OWNER
@@ -294,6 +296,11 @@ class PrivateTraining:
             raise GuaranteeError(
                 f"{self.ledger.steps} steps are spent, and another would pass epsilon={self.spec.epsilon:g}. "
                 f"Stop here, or begin a new run with more noise."
+            )
+        if any(each.requires_grad != before for each, before in self._all_parameters):
+            raise GuaranteeError(
+                "Other parameters require gradients than at the start, which were not looked at then: they would not be clipped, or "
+                "not be trained. Put requires_grad back as it was, or begin a new run on the same people."
             )
         rows_of, rho_U, sigma, self._fits, drawn = self._processes.told(self._draw_and_charge)
         if not self._processes.is_first:
@@ -399,7 +406,8 @@ class PrivateTraining:
             self._take_back(f"The trained model mixes rows, or rounds them by place: {reason}.")
         if any(each[1] for each in every):
             self._take_back(
-                "Weights or buffers that are not trained have changed, unclipped and without noise."
+                "Weights or buffers that are not trained have changed, unclipped and without noise, as by merge_adapter() and "
+                "unmerge_adapter() too: merge a copy."
             )
         if len({each[2] for each in every}) > 1:
             self._take_back("The processes' weights differ, so one of them was changed by itself.")

@@ -8,7 +8,11 @@ numbers, in which units never meet (`exact_sums`).
 
 import math
 import secrets
-from dataclasses import dataclass
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -62,19 +66,40 @@ def promised_by(training: "PrivateTraining") -> dict[str, Any]:
 def _taken_on_trust(model: nn.Module) -> list[str]:
     """Code of the model that is none of the libraries'. It is asked on made-up rows whether it keeps
     people apart; what only somebody's own words would set off, no row of ours shows."""
-    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    code = [
-        each
-        for module in model.modules()
-        for each in (type(module), *(hook for kind in hooks for hook in getattr(module, kind).values()))
-    ]  # fmt: skip
-    files = {getattr(getattr(each, "func", each), "__module__", None) or "?" for each in code}
-    own = sorted(name for name in files if name.split(".")[0] not in LIBRARIES)
+    own = sorted(name for name in {*_code_of(model)} if name.split(".")[0] not in LIBRARIES)
     if not own:
         return []
     return [
         f"what the model's own code ({', '.join(own)}) does with words that no made-up row holds"
     ]
+
+
+def _code_of(model: nn.Module) -> Iterator[str]:
+    """The modules of Python that a model's layers, their hooks and their attention come from."""
+    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    for kind in hooks:
+        yield from map(_module_of, getattr(nn.modules.module, f"_global{kind}", {}).values())
+    for part in model.modules():
+        for kind in hooks:
+            yield from map(_module_of, getattr(part, kind).values())
+        for each in type(part).__mro__:  # a wrapper may have made a class of its own of somebody's
+            yield each.__module__
+            yield _module_of(vars(each).get("forward", each))
+        given = (each for each in vars(part).values() if not isinstance(each, nn.Module))
+        yield from (_module_of(each) for each in given if callable(each))
+    named = getattr(getattr(model, "config", None), "_attn_implementation", None)
+    if (masks := sys.modules.get("transformers.modeling_utils")) is not None:
+        yield _module_of(masks.ALL_ATTENTION_FUNCTIONS.get(named, nn.Module))
+
+
+def _module_of(code: Any) -> str:
+    """Where a function or class was written, whatever it is wrapped as."""
+    while isinstance(code, partial | MethodType):
+        code = code.func if isinstance(code, partial) else code.__func__
+    if isinstance(code, FunctionType):
+        return str(code.__globals__.get("__name__"))
+    kind = code if isinstance(code, type) else type(code)
+    return kind.__module__
 
 
 def _because(training: "PrivateTraining") -> str:
@@ -110,7 +135,11 @@ def _adaptive_terms(training: "PrivateTraining") -> dict[str, Any]:
 
 def on_your_word(adaptive: AdaptiveSpec | None, people: str | None) -> Terms:
     """The terms of somebody's own loop, where nobody here knows what else shaped the weights."""
-    outside = (*Terms().outside, "where tokenizer and starting weights came from: yours to say")
+    outside = (
+        *Terms().outside,
+        "where tokenizer and starting weights came from: yours to say",
+        "the number of units, which counts as public",
+    )
     if people is None:
         outside += ("other runs on the same people: name them, and they are counted together",)
     whose = () if people is None else (people,)
@@ -120,7 +149,10 @@ def on_your_word(adaptive: AdaptiveSpec | None, people: str | None) -> Terms:
     return Terms(because=BECAUSE[adaptive.mode], outside=(*outside, weights), people=whose)
 
 
-LIBRARIES = {"torch", "transformers", "peft", "trl", "accelerate", "bitsandbytes", "tightlip"}
+LIBRARIES = {
+    *("torch", "transformers", "peft", "trl", "accelerate", "bitsandbytes", "tightlip"),
+    *("huggingface_hub", "torchao", *sys.stdlib_module_names),
+}
 DRAWS, TIMES = 4, 10
 MOST_CHARGED = 0.1  # of the clip norm
 MOST_ROUNDED = 1e-2  # of the clip norm
@@ -178,11 +210,12 @@ def _measured(passes: Passes, batches: PhysicalBatches, expected_batch: float) -
         return f"exact: units never meet in floating point{assumed}", 0.0
     kinds = {each.dtype for each in passes.parameters.values()}
     kind = "float64" if kinds == {torch.float64} else "float32"
+    told = f"{off:.1e}" if off > LEAST else f"under {LEAST:.1e}"
     off = max(off, LEAST)
     # One unit more may move everybody after it to another place, and some to another pass.
     num_passes = batches.num_passes(expected_batch)
     words = (
-        f"{kind}: measured {off:.1e} C over {DRAWS} draws, {TIMES} x charged for each of {num_passes} passes, taken off "
+        f"{kind}: measured {told} C over {DRAWS} draws, {TIMES} x charged for each of {num_passes} passes, taken off "
         "the clip norm"
     )
     charged = TIMES * off * num_passes
@@ -208,6 +241,7 @@ def rounded_together(passes: Passes, batches: PhysicalBatches) -> float:
         if not place:
             alike = slice(0, None if half else 1)
             together = synthetic_units(shape, num_ids, alike, batches.device)
+            together, share = _all_clipped(passes, together)
             everybody = _sums(passes, together)
         places_U = torch.arange(shape.num_units, device=batches.device)
         gone_U = places_U == min(place, shape.num_units - 1)
@@ -217,8 +251,20 @@ def rounded_together(passes: Passes, batches: PhysicalBatches) -> float:
             float((whole.double() - part.double() - alone.double()).square().sum())
             for whole, part, alone in zip(everybody, others, own, strict=True)
         ]
-        most = max(most, math.sqrt(sum(squares)) / passes.clip.norm)
+        most = max(most, math.sqrt(sum(squares)) / (share * passes.clip.norm))
     return most
+
+
+def _all_clipped(passes: Passes, together: Physical) -> tuple[Physical, float]:
+    """The units with so small a share of the clip norm that each is clipped, in every group; and the
+    share. With a clip norm above the first gradients less would show than later ones bring."""
+    assert passes.clip is not None
+    norms_U = passes(together).norms.double()
+    some_U = norms_U[(norms_U > 0) & norms_U.isfinite()]
+    if passes.clip.exact or not math.isfinite(passes.clip.norm) or not len(some_U):
+        return together, 1.0
+    share = min(1.0, 2.0 ** (math.frexp(float(some_U.min()) / passes.clip.norm)[1] - 11))
+    return replace(together, shares_U=torch.full_like(norms_U, share)), share
 
 
 def _sums(passes: Passes, batch: Physical) -> list[Tensor]:

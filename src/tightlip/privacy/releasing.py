@@ -41,6 +41,7 @@ def release(
     """
     parameters = list(parameters)
     optimizer.zero_grad()  # also of what is frozen: an old gradient has no noise
+    sums = [each.contiguous() for each in sums]  # noise goes by memory
     if noise is None:
         times = amounts["share"] * amounts.get("unit", 1.0)
         sums = [each.double() * times for each in sums]
@@ -69,7 +70,10 @@ def give(sums: list[Tensor], parameters: Iterable[nn.Parameter]) -> None:
     """The sums as gradients, in each parameter's kind of number."""
     for parameter, each in zip(parameters, sums, strict=True):
         values = each.view(torch.float32) if each.dtype == torch.int32 else each
-        parameter.grad = values.to(parameter.dtype)
+        values = values.to(parameter.dtype)
+        if values.stride() != parameter.stride():  # fused optimizers go by memory
+            values = torch.empty_like(parameter).copy_(values)
+        parameter.grad = values
 
 
 def _can_skip(optimizer: Optimizer) -> bool:

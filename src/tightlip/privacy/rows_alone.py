@@ -42,6 +42,12 @@ def checked_passes(passes: Passes, batches: PhysicalBatches) -> Passes:
     some = torch.zeros((1, width), dtype=torch.long, device=batches.device)
     with Untouched(model)():  # the first that a pass may write into
         _check_alone(model, some, longest)
+        _check_alone(model, some.new_zeros((1, batches.usual().width)), longest)
+        num_ids, largest = per_unit.num_ids_of(model, width), getattr(source, "largest_id", 0)
+        if largest >= num_ids:
+            raise UsageError(
+                f"A text has id {largest}, and the model has {num_ids} words. Use the tokenizer that it was made with."
+            )
         checked = some[:, :1].expand(-1, min(LONGEST_CHECKED, batches.usual().width))
         unruly = per_unit.no_rule_for(model, checked, bf16=passes.bf16, beside=True)
     if passes.way != "slow" and (unruly is not None or passes.way == "mapped"):
@@ -60,23 +66,22 @@ def _check_alone(model: nn.Module, some: Tensor, longest: int) -> None:
         per_unit.check_model(model, per_unit.synthetic_rows(model, some))
     except (IndexError, RuntimeError) as error:
         raise UsageError(
-            f"The model fails on rows of {width} positions, which those of {longest} are padded to ({error}). Give widths "
-            f"that it can take, such as widths=({longest},)."
+            f"The model fails on rows of {width} positions ({error}), which shorter ones are padded to and which are tried "
+            f"before the first step. Give widths that it can take, such as widths=({longest},)."
         ) from error
 
 
 def _settle_on_sharing(passes: Passes, batches: PhysicalBatches) -> None:
     if passes.way != "slow":
-        meet_at: dict[int, str | None] = {}
+        meet_at: dict[tuple[int, int], str | None] = {}
 
         def why_apart(shape: Shape) -> str | None:
             # Of one shape only, never of all: somebody's long row would decide on everybody's way.
             with per_unit.without_dropout(passes.model):
-                if shape.width not in meet_at:
-                    meet_at[shape.width] = rows_meet(passes, shape.width)
-                return meet_at[shape.width] or _changes(
-                    passes, shape, _moves(passes, as_they_are=False)
-                )
+                key = shape.width, shape.layout.num_rows
+                if key not in meet_at:
+                    meet_at[key] = rows_meet(passes, shape)
+                return meet_at[key] or _changes(passes, shape, _moves(passes, as_they_are=False))
 
         batches.share_unless(why_apart)
         batches.shared()
@@ -90,11 +95,12 @@ def _settle_on_sharing(passes: Passes, batches: PhysicalBatches) -> None:
         )
 
 
-def rows_meet(passes: Passes, width: int) -> str | None:
-    """By which operation of the model rows of this width may meet, if by any. Rows that are mapped
+def rows_meet(passes: Passes, shape: Shape) -> str | None:
+    """By which operation of the model rows of such passes may meet, if by any. Rows that are mapped
     cannot: each is a batch of its own."""
     if passes.way == "mapped":
         return None
+    width = shape.width
     tensors = (*passes.model.parameters(), *passes.model.buffers())
     # Beside the width what shifts and padding make of it.
     sizes = {*range(width - 1, width + 5), *(size for each in tensors for size in each.shape)}
@@ -107,7 +113,7 @@ def rows_meet(passes: Passes, width: int) -> str | None:
         _watched(passes, batch)[0].forget()
 
     try:
-        return how_rows_meet(run, sizes)
+        return how_rows_meet(run, sizes, usual=shape.layout.num_rows)
     except _NotSeen as error:
         return str(error)
 

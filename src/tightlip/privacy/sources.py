@@ -41,6 +41,7 @@ class LabelledRows:
                 f"{len(users)} users for {len(counts)} rows. Give one user for each row."
             )
         self._ids, self._labels = (np.concatenate(rows).astype(np.int32) for rows in (ids, labels))
+        self.largest_id = int(self._ids.max(initial=0))
         self._ends = np.cumsum(counts)
         self._starts = self._ends - counts
         self.lengths = np.maximum(1, counts - 1)  # the last id is only predicted, never fed

@@ -320,6 +320,7 @@ class Watch(TorchFunctionMode):
             room = whole[name].as_strided(stack.shape, stack.stride())
             for number, matrix in enumerate(room):
                 matrix.copy_(found[f"{name}[{number}]"])
+            whole[name] = whole[name].contiguous()
         return whole
 
     def straight_from_a_layer(self, values: Tensor) -> Tensor | None:

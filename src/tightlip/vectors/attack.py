@@ -286,10 +286,8 @@ def _entities(names: list[str], there: np.ndarray, parts: Arrays, found_by: str)
             "attacker can learn it. Give names that do, with their capitals: --entities FILE"
         )
     kept = [place for place in np.argsort(-counts, kind="stable") if enough[place]]
-    targets = [
-        target_of(names[place], Categories(["absent", "present"], codes[:, place]), parts)
-        for place in kept
-    ]
+    classes = ["absent", "present"]
+    targets = [target_of(names[n], Categories(classes, codes[:, n]), parts) for n in kept]
     return Entities(found_by=found_by, targets=targets, num_left_out=len(names) - len(kept))
 
 
@@ -314,10 +312,8 @@ def presence(texts: Iterable[str], names: Sequence[str]) -> np.ndarray:
     >>> presence(["Will you?", "I will, Ann  Lee."], ["Will", "Ann Lee"]).tolist()
     [[True, False], [False, True]]
     """
-    patterns = [
-        re.compile(r"(?<!\w)" + r"\s+".join(map(re.escape, name.split())) + r"(?!\w)")
-        for name in names
-    ]
+    spaced = (r"\s+".join(map(re.escape, name.split())) for name in names)
+    patterns = [re.compile(rf"(?<!\w){name}(?!\w)") for name in spaced]
     there = [[bool(pattern.search(text)) for pattern in patterns] for text in texts]
     return np.asarray(there, dtype=bool).reshape(-1, len(names))
 

@@ -164,11 +164,9 @@ def entity_figures(targets: Targets, readings: Sequence[Reading], on: JudgedRows
     A rare name is hardly ever likelier than not, and 1 - F is then near 1 however well the
     attacker ranks the texts; one who wants a good F1 moves the threshold.
     """
-    dev, test = (
-        np.stack([getattr(r, part)[:, 1] for r in readings], axis=1) for part in ("dev", "test")
-    )
+    dev = np.stack([reading.dev[:, 1] for reading in readings], axis=1)
     threshold = best_threshold(_present([target.codes.dev for target in targets]), dev)
-    likely = test[on.rows]
+    likely = np.stack([reading.test[on.rows, 1] for reading in readings], axis=1)
     return {
         "one_minus_f": _one_minus_f1(targets, likely > 0.5, on),
         "one_minus_f_tuned": _one_minus_f1(targets, likely >= threshold, on),
@@ -209,13 +207,9 @@ def one_minus(figure: Figure) -> Figure:
     >>> one_minus({"value": 0.75, "low": 0.5, "high": 1.0})
     {'value': 0.25, 'low': 0.0, 'high': 0.5}
     """
-    value, low, high = figure["value"], figure["low"], figure["high"]
-    assert value is not None
-    return {
-        "value": 1 - value,
-        "low": None if high is None else 1 - high,
-        "high": None if low is None else 1 - low,
-    }
+    assert figure["value"] is not None
+    low, high = (None if end is None else 1 - end for end in (figure["high"], figure["low"]))
+    return {"value": 1 - figure["value"], "low": low, "high": high}
 
 
 # Groups of people

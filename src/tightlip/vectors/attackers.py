@@ -181,10 +181,8 @@ def _epochs(
             cross_entropy(network(tensors.train[rows]), truth[rows]).backward()
             optimizer.step()
         with torch.inference_mode():
-            dev, test = (
-                torch.softmax(network(part).float(), dim=1).cpu().numpy()
-                for part in (tensors.dev, tensors.test)
-            )
+            judged = (tensors.dev, tensors.test)
+            dev, test = (network(part).float().softmax(dim=1).cpu().numpy() for part in judged)
         yield dev, test
 
 

@@ -220,8 +220,7 @@ def _why_none(
 def parts_of(examples: Examples, settings: RepresentSettings, given: list[Any]) -> np.ndarray:
     """Each text's part: as `given` by a column, or by a keyed hash of what must stay together."""
     if settings.split == "column":
-        odd = sorted({str(part) for part in given} - {*PARTS})
-        if odd:
+        if odd := sorted({str(part) for part in given} - {*PARTS}):
             raise UsageError(
                 f"Column {settings.split_column!r} says {odd[0]!r}, which is no part. It must say train, dev or test."
             )

@@ -172,9 +172,8 @@ def represent_encode(
             that holds one of its row's marked words is refused.
         whole: killed, it leaves no file.
     """
-    asked, options, columns = split_settings(
-        settings, EncodeSettings, EncodingOptions, ColumnSettings
-    )
+    kinds = (EncodeSettings, EncodingOptions, ColumnSettings)
+    asked, options, columns = split_settings(settings, *kinds)
     releases, carry, mask_column = asked.releases, asked.carry, asked.mask_column
     _check_call(out, releases, carry, {columns.text_column, mask_column, "text"})
     half = load_device(device, runtime=asked.runtime)

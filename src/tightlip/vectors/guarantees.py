@@ -124,9 +124,8 @@ class VectorMechanism:
         if self.epsilon is None:
             return 0
         if self.mechanism == "laplace-as-published":
-            return accounting.allowed_units(
-                math.ceil(GRID_STEPS / Fraction(self.epsilon)), self.epsilon
-            )
+            units = math.ceil(GRID_STEPS / Fraction(self.epsilon))
+            return accounting.allowed_units(units, self.epsilon)
         target = accounting.before_dropout(self.epsilon, self.dropout)
         delta = self._base_delta(self.delta)
         if self.mechanism == "laplace":
@@ -146,9 +145,8 @@ class VectorMechanism:
         if self.mechanism == "gaussian":
             whole = accounting.gaussian_epsilon(self.grid_units, base, num_releases)
         else:
-            whole = accounting.laplace_epsilon(
-                self.grid_units, num_releases * self.dimensions, base
-            )
+            num_coordinates = num_releases * self.dimensions
+            whole = accounting.laplace_epsilon(self.grid_units, num_coordinates, base)
         return amplified(whole, self.dropout) if dropout else whole
 
     def figures(self, *, dropout: bool) -> dict[str, float | None]:

@@ -152,8 +152,7 @@ def check_files(folder: Path, about: dict[str, Any], *, weights: bool = True) ->
     """
     there, wanted = _prints(folder / EXTRACTOR), dict(about["files"])
     names = sorted(there.keys() | wanted.keys())
-    other = [n for n in names if there.get(n) != wanted.get(n) and (weights or n != WEIGHTS)]
-    if other:
+    if other := [n for n in names if there.get(n) != wanted.get(n) and (weights or n != WEIGHTS)]:
         raise UsageError(
             f"{', '.join(other)} in {folder / EXTRACTOR} are not those that device.json was written with. "
             "They come from two trainings, or were changed: copy the folder again."
@@ -265,9 +264,8 @@ def _exported(extractor: Extractor) -> Any:
     """The model as ONNX has it, for any number of rows and any length up to the window."""
     for name in ("onnx", "onnxscript", "onnxruntime"):
         _needed(name)
-    example = extractor.tokenize(
-        ["one text", "and another, a little longer than the one before it"]
-    )
+    texts = ["one text", "and another, a little longer than the one before it"]
+    example = extractor.tokenize(texts)
     rows = torch.export.Dim("rows")
     positions = torch.export.Dim("positions", max=extractor.max_tokens)
     exporter = logging.getLogger("torch.onnx")
@@ -340,9 +338,8 @@ def _session(path: Path) -> Any:
     options.log_severity_level = 3  # errors; its warnings speak of the graph's inside
     try:
         # From memory: a path would let the graph name further files to read.
-        return runtime.InferenceSession(
-            checked(path).read_bytes(), options, providers=["CPUExecutionProvider"]
-        )
+        model = checked(path).read_bytes()
+        return runtime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
     except _runtime_errors(runtime) as error:
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         raise UsageError(

@@ -142,9 +142,8 @@ class Training:
             delta=settings.delta,
             dropout=settings.dropout,
         )
-        self.classifier = halves.noise_classifier(
-            examples.label.names, self.mechanism, hidden=settings.hidden
-        )
+        labels = examples.label.names
+        self.classifier = halves.noise_classifier(labels, self.mechanism, hidden=settings.hidden)
         self.readers = self._new_readers()
         names = ("extractor", "classifier", "readers")
         self.modules = nn.ModuleDict({name: getattr(self, name) for name in names}).to(self.device)
@@ -160,10 +159,8 @@ class Training:
         self.truth = torch.from_numpy(self.train.label.ids).to(self.device)
         columns = self.train.private.values()
         self.private = [torch.from_numpy(column.ids).to(self.device) for column in columns]
-        self.frequencies = [
-            frequencies_of(ids, len(column.names))
-            for ids, column in zip(self.private, columns, strict=True)
-        ]
+        by_column = zip(self.private, columns, strict=True)
+        self.frequencies = [frequencies_of(ids, len(column.names)) for ids, column in by_column]
         self.optimizers = self._new_optimizers()
         # Frozen and unmasked, a text's vector is the same at every step.
         self.fixed = self._raw_once() if settings.freeze and not settings.dropout else None
@@ -304,13 +301,8 @@ class Training:
         self.save()
 
     def scores(self, part: str) -> Scores:
-        return scores_of(
-            self.extractor,
-            self.classifier,
-            self.mechanism,
-            self.examples.part(part),
-            seed=self.settings.seed,
-        )
+        examples, seed = self.examples.part(part), self.settings.seed
+        return scores_of(self.extractor, self.classifier, self.mechanism, examples, seed=seed)
 
     def catch_up(self) -> None:
         """Bring loss and seconds of the epoch up to the last step; on a GPU this waits for it."""

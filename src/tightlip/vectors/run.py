@@ -153,11 +153,8 @@ def _train_in(
         training = Training(examples, settings, options, out)
         if source.tree["path"] is None and not (out / CORPUS).exists():
             write_corpus(out / CORPUS, source)
-        if examples.num_dropped:
-            log.info(
-                "%d rows are left out: no label, no private attribute, or in no bin.",
-                examples.num_dropped,
-            )
+        if num := examples.num_dropped:
+            log.info("%d rows are left out: no label, no private attribute, or in no bin.", num)
         training.run()
 
 

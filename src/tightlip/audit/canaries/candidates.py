@@ -139,8 +139,7 @@ class CandidateScorer:
 
     def tokens_of(self, text: str) -> list[int]:
         """A text's ids, whether or not the vocabulary can spell it."""
-        ids: list[int] = self._encoder.encode([text])[0][0].tolist()
-        return ids
+        return list(self._encoder.encode([text])[0][0].tolist())
 
     def prompt_of(self, text: str, num_tokens: int) -> str:
         """A text's first tokens, as somebody would type them."""
@@ -205,9 +204,8 @@ class CandidateScorer:
         )
         parts = []
         with task("Scoring candidates", len(scores)) as bar:
-            for numbers in np.split(
-                np.arange(len(scores)), range(TEXTS_AT_ONCE, len(scores), TEXTS_AT_ONCE)
-            ):
+            cuts = range(TEXTS_AT_ONCE, len(scores), TEXTS_AT_ONCE)
+            for numbers in np.split(np.arange(len(scores)), cuts):
                 parts.append(self.score_texts(candidates.texts_of(numbers)))
                 bar.advance(len(numbers))
         return np.concatenate(parts)
@@ -218,9 +216,8 @@ class CandidateScorer:
         device = self.scanner.device
         if steps is not None:
             return Trie.of_steps([torch.from_numpy(each.astype(np.int64)).to(device) for each in steps])  # fmt: skip
-        rows_NL = token_rows(
-            candidates.template, candidates.pools, self.ids_of, may_cut=self._encoder.may_cut
-        )
+        asked = (candidates.template, candidates.pools, self.ids_of)
+        rows_NL = token_rows(*asked, may_cut=self._encoder.may_cut)
         return Trie.of_rows(torch.from_numpy(rows_NL).to(device))
 
     def _agree(self, scores: np.ndarray, candidates: Candidates, secrets: Sequence[int]) -> bool:

@@ -115,14 +115,12 @@ def estimated_exposure(secret: float, sample: np.ndarray, space: int, tail: "Tai
         inside: low <= exposure_bits <= high <= log2(space).
         covers: the true exposure is in the interval at least 92.5 times in 100.
     """
-    cap = math.log2(space)
+    cap, num = math.log2(space), len(sample)
     ahead = int((sample >= secret - SAME_NATS).sum())
-    low, high = (min(max(bits, 0.0), cap) for bits in share_limits_bits(ahead, len(sample)))
+    low, high = (min(max(bits, 0.0), cap) for bits in share_limits_bits(ahead, num))
     bits = min(max(tail.bits_beyond(secret), low), high)
     rank = min(max(round(space * 2.0**-bits), 1), space)
-    return Estimate(
-        bits, low, high, space=space, rank=rank, num_samples=len(sample), fit_ks=tail.ks
-    )
+    return Estimate(bits, low, high, space=space, rank=rank, num_samples=num, fit_ks=tail.ks)
 
 
 def share_limits_bits(ahead: int, num: int) -> tuple[float, float]:
@@ -319,10 +317,8 @@ def _sampled(
     dropped = {*candidates.texts(np.array(list(drop)).reshape(-1, len(candidates.shape)))}
     space, tail = candidates.readings.num_texts() - len(dropped) + 1, fitted_tail(sample)
     secrets = [canary.text for canary in group]
-    return {
-        secret: estimated_exposure(float(score), sample, space, tail)
-        for secret, score in zip(secrets, scorer.score_texts(secrets), strict=True)
-    }
+    scored = zip(secrets, scorer.score_texts(secrets), strict=True)
+    return {text: estimated_exposure(float(score), sample, space, tail) for text, score in scored}
 
 
 @takes(ExposureConfig, ModelSettings)
@@ -344,10 +340,8 @@ def measure_canaries(
     _refuse_own_choice(folder, keys)
     if is_run(Path(model)) and (warning := missing_copies(open_run(Path(model)), keys)):
         log.warning(warning)
-    entries = exposures_in(
-        open_model(folder, ScanOptions(device=device, **how.tree())), keys, config
-    )
-    return written_to(out, entries)
+    opened = open_model(folder, ScanOptions(device=device, **how.tree()))
+    return written_to(out, exposures_in(opened, keys, config))
 
 
 def exposures_in(

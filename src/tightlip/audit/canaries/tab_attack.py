@@ -136,9 +136,8 @@ class Greedy:
                 memory = None
                 inputs = unread = inputs[-((self._window + 1) // 2) :]
             for token in unread:
-                logits_1V, memory = self._reader.read(
-                    memory, torch.tensor([token], device=self._device)
-                )
+                token_1 = torch.tensor([token], device=self._device)
+                logits_1V, memory = self._reader.read(memory, token_1)
             best = int(logits_1V[0].argmax())
             yield best
             inputs, unread = [*inputs, best], [best]

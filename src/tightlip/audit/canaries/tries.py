@@ -52,13 +52,12 @@ class PrefixReader:
 
     def read(self, memory: Any, tokens_B: Tensor) -> tuple[Tensor, Any]:
         """Logits behind one more token, and what to go on from; `memory` is used up."""
+        ids_B1 = tokens_B[:, None]
         if self.carries_state or self.caches:
             extra = self.last_only if self.caches else {}
-            out = self.model(
-                input_ids=tokens_B[:, None], past_key_values=memory, use_cache=True, **extra
-            )
+            out = self.model(input_ids=ids_B1, past_key_values=memory, use_cache=True, **extra)
             return out.logits[:, -1].float(), out.past_key_values
-        ids_BT = tokens_B[:, None] if memory is None else torch.cat([memory, tokens_B[:, None]], 1)
+        ids_BT = ids_B1 if memory is None else torch.cat([memory, ids_B1], 1)
         return self._reread(ids_BT), ids_BT
 
     def select(self, memory: Any, rows: Tensor) -> Any:

@@ -231,8 +231,7 @@ def _too_short(side: _Side, people: str) -> Iterator[str]:
     """How many have no window of a length, and so were not searched."""
     lengths = _figures(side)["by_length"].items()
     numbers = {length: one["users_without_window"] for length, one in lengths}
-    told = [f"{count(n)} at {length} tokens" for length, n in numbers.items() if n]
-    if told:
+    if told := [f"{count(n)} at {length} tokens" for length, n in numbers.items() if n]:
         yield (
             f"Of {count(side.corpus.num_users)} {people} these have no window of the length, as no text of theirs has so "
             f"many tokens in a row, and were not searched: {', '.join(told)}."

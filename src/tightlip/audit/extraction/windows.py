@@ -54,9 +54,8 @@ def queries_for(share: float, log_probs: np.ndarray | float) -> np.ndarray:
     with np.errstate(divide="ignore", over="ignore"):
         # Of a small P, log1p(-P) is -P, which float64 no longer holds below e^-745.
         misses = np.log1p(-np.exp(log_probs))
-        tries = np.where(
-            log_probs > -30, math.log1p(-share) / misses, -math.log1p(-share) * np.exp(-log_probs)
-        )
+        left = math.log1p(-share)
+        tries = np.where(log_probs > -30, left / misses, -left * np.exp(-log_probs))
     # A hair less: of e^log(0.5) the quotient is a hair above 1, and 2 would be too many.
     return np.asarray(np.maximum(np.ceil(tries * (1 - 1e-12)), 1.0))
 
@@ -337,9 +336,7 @@ class _Columns:
     ) -> None:
         bounds = corpus.bounds[shard.first : shard.end + 1]
         inside = slice(int(bounds[0]), int(bounds[-1]))
-        roles = (
-            np.ones(inside.stop - inside.start) if corpus.roles is None else corpus.roles[inside]
-        )
+        roles = np.ones(len(shard.log_probs)) if corpus.roles is None else corpus.roles[inside]
         barred = np.isnan(shard.log_probs) | ~carries_text[corpus.tokens[inside]] | (roles == 0)
         of_pair, owners = corpus.owned(np.arange(shard.first, shard.end))
         slots = np.arange(len(of_pair)) - np.searchsorted(of_pair, of_pair)

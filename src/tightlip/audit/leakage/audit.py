@@ -217,10 +217,8 @@ class _Job:
         for name in (*findings.TABLES, "summary.json"):
             with written_whole(self.folder / name) as beside:
                 shutil.copyfile(checked(folder / name), beside)
-        write_json(
-            self.folder / "snapshots.json",
-            {"snapshots": rows, "best_validation": findings.best_validation(rows)},
-        )
+        told = {"snapshots": rows, "best_validation": findings.best_validation(rows)}
+        write_json(self.folder / "snapshots.json", told)
         findings.remove_snapshots(self.folder, but=[row["name"] for row in rows])
 
     def _snapshot_folder(self, snapshot: Snapshot) -> Path:
@@ -348,9 +346,8 @@ class _Job:
         """The same text through a model that never saw it: perplexities, and its own unique count."""
         corpus = leaks.corpus
         if self._crosses(public):
-            corpus = tokenised_for(
-                self.corpus, public.tokenizer, self.work / "public-tokens", with_spans=True
-            )
+            tokens = self.work / "public-tokens"
+            corpus = tokenised_for(self.corpus, public.tokenizer, tokens, with_spans=True)
         scanned, benchmark = self._leaks_in(public, corpus, "Scanning the public model")
         perplexity_of_run, completes_of_run = public_perplexities(leaks, scanned, self.config.top_k)
         return PublicView(

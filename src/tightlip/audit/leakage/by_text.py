@@ -15,19 +15,8 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from tightlip.audit.leakage.counting import (
-    Counts,
-    Sequences,
-    Shard,
-    count_in_shard,
-    edges_of,
-    end_to_end,
-    first_not_below,
-    indexed,
-    least_memory,
-    over_shards,
-    sequences_in,
-)
+from tightlip.audit.leakage import counting
+from tightlip.audit.leakage.counting import first_not_below
 from tightlip.audit.leakage.leaks import Leaks, count_in_corpus, has_owner
 from tightlip.audit.leakage.spill import Gathered, Room
 from tightlip.audit.leakage.words import placed_words, words_of
@@ -92,7 +81,7 @@ def read_by_text(
         numbers: dict[str, int] = {}
         counted, asked = _words_of_sequences(leaks, wanted, documents, tokenizer, numbers)
         corpus = _corpus_of_words(leaks.corpus, documents, numbers, work)
-        enough = max(memory_bytes, engine.workers * least_memory(corpus))
+        enough = max(memory_bytes, engine.workers * counting.least_memory(corpus))
         counts = count_in_corpus(corpus, asked, engine, enough, "Counting words")
         assert counts.owned is not None
         users[counted] = np.maximum(counts.users, 1)  # its owner wrote it
@@ -103,7 +92,7 @@ def read_by_text(
 
 
 def _owned_by_text(
-    owned: np.ndarray, counted: np.ndarray, counts: Counts, room: Room
+    owned: np.ndarray, counted: np.ndarray, counts: counting.Counts, room: Room
 ) -> np.ndarray:
     """Whoever owns all documents with its tokens must own all with its words, if these were found."""
     assert counts.owned is not None
@@ -143,7 +132,7 @@ def _changed() -> UsageError:
 
 def _words_of_sequences(
     leaks: Leaks, wanted: np.ndarray, documents: Documents, tokenizer: Any, numbers: dict[str, int]
-) -> tuple[np.ndarray, Sequences]:
+) -> tuple[np.ndarray, counting.Sequences]:
     """Which sequences have words where they first stand, and numbers of these; new words join
     `numbers`."""
     corpus, room, encoder = leaks.corpus, leaks.room, Encoder(tokenizer, with_spans=True)
@@ -159,18 +148,19 @@ def _words_of_sequences(
         texts = [batch.texts[place - first] for place in places]
         num_tokens = corpus.bounds[places + 1] - corpus.bounds[places]
         spans = spans_end_to_end(encoder, texts, num_tokens)
-        at = starts[part] - corpus.bounds[own] + edges_of(num_tokens)[document]
+        at = starts[part] - corpus.bounds[own] + counting.edges_of(num_tokens)[document]
         # No mark or letter joins across the line break, which is part of no word.
         words = placed_words("\n".join(spoken(batch)[place - first] for place in places))
         low, high = words.within(spans[at, 0], spans[at + lengths[part] - 1, 1])
-        asked = end_to_end(_number(words.words, low, high, numbers), low, high - low)
+        asked = counting.end_to_end(_number(words.words, low, high, numbers), low, high - low)
         tokens.add(asked.tokens)
         sizes.add(high - low)
     (ids,), (num_words,) = tokens.columns(), sizes.columns()
     # A sequence without words is no query: it would be found everywhere.
     has_word = num_words > 0
     num_words = num_words[has_word]
-    return wanted[has_word], sequences_in(room, ids, edges_of(num_words)[:-1], num_words)
+    begins = counting.edges_of(num_words)[:-1]
+    return wanted[has_word], counting.sequences_in(room, ids, begins, num_words)
 
 
 def spans_end_to_end(encoder: Encoder, texts: list[str], num_tokens: np.ndarray) -> np.ndarray:
@@ -179,7 +169,7 @@ def spans_end_to_end(encoder: Encoder, texts: list[str], num_tokens: np.ndarray)
     assert spans is not None
     if [len(own) for own in spans] != num_tokens.tolist():
         raise _changed()
-    begins = edges_of(np.array([len(text) + 1 for text in texts]))[:-1]
+    begins = counting.edges_of(np.array([len(text) + 1 for text in texts]))[:-1]
     return np.concatenate(spans).astype(np.int64) + np.repeat(begins, num_tokens)[:, None]
 
 
@@ -210,7 +200,7 @@ def _corpus_of_words(
             found, ends = _words_in_batch(spoken(batch), numbers)
             known = found != _NO_QUERYS_WORD
             kept = known | np.r_[True, known[:-1]][: len(known)]
-            edges.append(edges[-1][-1] + edges_of(kept)[ends])
+            edges.append(edges[-1][-1] + counting.edges_of(kept)[ends])
             file.extend(found[kept])
         file.close()
     return replace(corpus, tokens=mapped(path), bounds=np.concatenate(edges), spans=None)
@@ -239,25 +229,25 @@ def _leaks_of(
     if not len(may_share):
         return group
     starts, lengths = leaks.first_in_d[may_share], leaks.lengths[may_share]
-    sequences = sequences_in(room, corpus.tokens, starts, lengths)
+    sequences = counting.sequences_in(room, corpus.tokens, starts, lengths)
     look = partial(links_in_shard, sequences=sequences)
     parents = room.kept(np.arange(len(may_share)))
     with task("Joining leaks", int(np.diff(corpus.bounds)[worth[corpus.users]].sum())) as bar:
-        for part, links in over_shards(engine, look, corpus, memory_bytes, worth):
+        for part, links in counting.over_shards(engine, look, corpus, memory_bytes, worth):
             _join_all(parents, links)
             bar.advance(part.num_tokens)
     group[may_share] = may_share[parents]
     return group
 
 
-def links_in_shard(shard: Shard, sequences: Sequences) -> np.ndarray:
+def links_in_shard(shard: counting.Shard, sequences: counting.Sequences) -> np.ndarray:
     """For each sequence of this shard one that it shares a place with, directly or not; or itself."""
     numbers = np.arange(len(sequences))
     if sequences.room.folder is not None:
-        numbers = np.asarray(count_in_shard(shard, sequences).numbers)
+        numbers = np.asarray(counting.count_in_shard(shard, sequences).numbers)
     starts = sequences.offsets[numbers]
-    here = end_to_end(sequences.tokens, starts, sequences.offsets[numbers + 1] - starts)
-    return np.stack([numbers, numbers[_links(*indexed(shard), here.tokens, here.offsets)]])
+    here = counting.end_to_end(sequences.tokens, starts, sequences.offsets[numbers + 1] - starts)
+    return np.stack([numbers, numbers[_links(*counting.indexed(shard), here.tokens, here.offsets)]])
 
 
 @njit(cache=True, nogil=True)

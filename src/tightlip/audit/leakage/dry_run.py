@@ -13,18 +13,9 @@ from tightlip.audit.leakage.findings import checkpoints_of
 from tightlip.audit.leakage.spill import RUN_BYTES, SEQUENCE_BYTES
 from tightlip.audit.leakage.summary import LeakageReport
 from tightlip.audit.settings import LeakageConfig
+from tightlip.core import progress
 from tightlip.core.engines import EngineSettings
 from tightlip.core.errors import UsageError
-from tightlip.core.progress import (
-    Estimate,
-    free_disk,
-    most_gpu_memory,
-    most_memory,
-    size_of,
-    task,
-    timed_tasks,
-    unseen,
-)
 from tightlip.core.settings import bytes_from, names_in, split_settings
 from tightlip.core.stores import place_of, work_folder
 from tightlip.corpus.opening import CorpusSource
@@ -87,7 +78,7 @@ def read_text(source: CorpusSource, description: str) -> Text:
     number = characters = longest = 0
     next(source.documents().rows(), None)  # what is imported for the first row is paid once
     start = time.perf_counter()
-    with task(description, None) as bar:
+    with progress.task(description, None) as bar:
         for number, row in enumerate(source.documents().rows(), 1):
             size, whose = row_size(row), row.get(user_column)
             users.update(whose if isinstance(whose, list) else [whose])
@@ -119,7 +110,7 @@ def estimate(
     snapshots: bool = False,
     keep_scan: bool = True,
     **settings: Any,
-) -> Estimate:
+) -> progress.Estimate:
     """What `audit` would take with these arguments.
 
     Three audits of rows drawn from the corpus are timed: a first one, which pays for what any audit
@@ -159,16 +150,20 @@ def estimate(
         given = {"public_model": "none" if leaves_out else public_model, "snapshots": snapshots}
         given |= {"tokenizer": tokenizer, "validation": others}
         start = time.perf_counter()
-        with TemporaryDirectory(prefix="tightlip-") as folder, unseen(), timed_tasks() as seconds:
+        with (
+            TemporaryDirectory(prefix="tightlip-") as folder,
+            progress.unseen(),
+            progress.timed_tasks() as seconds,
+        ):
             made = audit(model, rows, out=Path(folder) / "audit", **given, **settings)
             rest = time.perf_counter() - start - sum(seconds.values())
-            scanned = size_of(made.folder / SCAN)
-            written, summary = size_of(made.folder) - scanned, made.summary
+            scanned = progress.size_of(made.folder / SCAN)
+            written, summary = progress.size_of(made.folder) - scanned, made.summary
         size = sum(map(row_size, rows))
         stages = {**seconds, REST: rest}
         return _Trial(num_characters=size, stages=stages, summary=summary, written=written)
 
-    with task("Trying some of it", 3) as bar:
+    with progress.task("Trying some of it", 3) as bar:
         first = tried(FIRST_CHARACTERS)
         bar.advance()
         small = tried(RATE_CHARACTERS)
@@ -177,14 +172,13 @@ def estimate(
         rate = small.num_characters / max(took, 1e-3)
         last = tried(min(MOST_CHARACTERS, max(2 * RATE_CHARACTERS, ENOUGH_SECONDS * rate)))
     factor = text.num_characters / last.num_characters
-    num_tokens = (
-        stored.num_tokens if stored is not None else round(factor * last.summary["num_tokens"])
-    )
+    num_tokens = round(factor * last.summary["num_tokens"])
     # Stored tokens are read as they are; the text itself is read twice, by its words.
     reading = {"Reading": (2 if stored is not None else 3) * text.seconds}
     stages, once = (_extrapolated(first, small, last, size) for size in (text.num_characters, 0))
     stages = reading | stages
     if stored is not None:
+        num_tokens = stored.num_tokens
         stages.pop("Tokenising", None)
     num_shards = max(1, num_tokens // SHARD_TOKENS)
     stages, num_machines = _shared_out(stages, once, num_shards, where, options.device)
@@ -196,13 +190,12 @@ def estimate(
     held = DOCUMENT_BYTES * text.num_documents + USER_BYTES * text.num_users + 4 * num_tokens
     is_kept = keep_scan and not config.redact and opened.is_file
     others = 0 if held_out is None else held_out.num_characters
-    scan_bytes = SCAN_BYTES * (
-        num_tokens + round(num_tokens * others / max(1, text.num_characters))
-    )
+    others_tokens = round(num_tokens * others / max(1, text.num_characters))
+    scan_bytes = SCAN_BYTES * (num_tokens + others_tokens)
     share = last.num_characters / max(1, text.num_characters)
     known = "Tokens are counted" if stored is not None else "The number of tokens is estimated"
     passing = WORK_BYTES * num_tokens + round(runs_bytes if is_spilt else 0)
-    return Estimate(
+    return progress.Estimate(
         corpus={
             "documents": text.num_documents,
             "users": text.num_users,
@@ -212,12 +205,12 @@ def estimate(
         },
         stages=stages,
         memory_bytes=round(
-            most_memory() + counting + (order_bytes if is_spilt else runs_bytes) + held
+            progress.most_memory() + counting + (order_bytes if is_spilt else runs_bytes) + held
         ),
-        gpu_memory_bytes=most_gpu_memory(opened.device.replace("mapped", "cuda")),
+        gpu_memory_bytes=progress.most_gpu_memory(opened.device.replace("mapped", "cuda")),
         disk_bytes=round(max(1, factor) * last.written) + (scan_bytes if is_kept else 0),
         passing_disk_bytes=passing + (0 if is_kept else scan_bytes),
-        free_disk_bytes=free_disk(folder),
+        free_disk_bytes=progress.free_disk(folder),
         machines=num_machines,
         notes=[
             f"{known}; seconds are those of {share:.2%} of the text, in proportion. What leaks of the rest is not known yet: the "

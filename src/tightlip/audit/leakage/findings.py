@@ -17,15 +17,8 @@ import numpy as np
 from tightlip.audit.leakage.leaks import Fit, Leaks, fit_of
 from tightlip.audit.leakage.summary import Findings, summary_of
 from tightlip.audit.leakage.tables import ratio_of_sequence, write_sequences, write_users
+from tightlip.core import files
 from tightlip.core.errors import DamagedError, LostWorkersError, UsageError
-from tightlip.core.files import (
-    claimed,
-    make_private_folder,
-    names_in,
-    read_json,
-    write_json,
-    write_text,
-)
 from tightlip.core.run_folder import SNAPSHOTS, Snapshot, is_run, is_snapshot_name
 from tightlip.corpus.encoding import special_ids
 from tightlip.corpus.opening import CorpusSource, tokenised_for
@@ -59,7 +52,7 @@ def write_report(folder: Path, findings: Findings) -> dict[str, Any]:
     write_sequences(folder, leaks, by_text, ratios, public, decode, config)
     write_users(folder, leaks, by_text, ratios, config.redact)
     summary = summary_of(findings, ratios)
-    write_json(folder / "summary.json", summary)
+    files.write_json(folder / "summary.json", summary)
     return summary
 
 
@@ -120,7 +113,7 @@ def checkpoints_of(model: Any) -> list[Snapshot]:
 
 def _epoch_at(checkpoint: Path) -> float:
     state = checkpoint / "trainer_state.json"
-    epoch = read_json(state).get("epoch") if state.is_file() else None
+    epoch = files.read_json(state).get("epoch") if state.is_file() else None
     return float(epoch) if isinstance(epoch, int | float) else 0.0
 
 
@@ -138,7 +131,7 @@ def report_folder(
     other files, and for a redacted report never one that held text."""
     if folder.exists() and not folder.is_dir():
         raise UsageError(f"{folder} is a file. Give --out a folder.")
-    there = names_in(folder)
+    there = files.names_in(folder)
     if there - set(names):
         raise UsageError(
             f"{folder} holds other files, and a report would be mixed among them. "
@@ -151,14 +144,15 @@ def report_folder(
             "be handed on as the other. Give a new --out, or empty that folder first."
         )
     if redact:
-        write_text(folder / REDACTED, "")  # first: a killed one is known by it
-    return make_private_folder(folder)
+        files.write_text(folder / REDACTED, "")  # first: a killed one is known by it
+    return files.make_private_folder(folder)
 
 
 def _is_redacted(folder: Path) -> bool:
     """Whether nothing but redacted reports was ever written here; 0.1 said it in the summary."""
     try:
-        return (folder / REDACTED).exists() or bool(read_json(folder / "summary.json")["redacted"])
+        is_marked = (folder / REDACTED).exists()
+        return is_marked or bool(files.read_json(folder / "summary.json")["redacted"])
     except (OSError, DamagedError, KeyError, TypeError):
         return False
 
@@ -184,7 +178,7 @@ def writing_report(
 ) -> Iterator[None]:
     """Inside the figures are written, then the page. Of a refused report no work is left, and no
     folder if nothing else is there."""
-    with claimed(folder):
+    with files.claimed(folder):
         had_scan = (report_folder(folder, redact=redact, names=names) / SCAN).exists()
         try:
             yield
@@ -195,7 +189,7 @@ def writing_report(
             shutil.rmtree(folder / WORK, ignore_errors=True)
             if not had_scan:
                 remove_scans(folder / SCAN)
-            if not names_in(folder) - {REDACTED}:
+            if not files.names_in(folder) - {REDACTED}:
                 shutil.rmtree(folder, ignore_errors=True)
             raise
         # Only now: until the report is whole, the scan is what a killed one goes on from.

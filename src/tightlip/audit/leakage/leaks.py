@@ -10,16 +10,7 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from tightlip.audit.leakage.counting import (
-    Counts,
-    Sequences,
-    added_up,
-    count_in_shard,
-    least_memory,
-    over_shards,
-    owners_in_shard,
-    sequences_in,
-)
+from tightlip.audit.leakage import counting
 from tightlip.audit.leakage.runs import (
     DistinctSequences,
     Runs,
@@ -173,7 +164,7 @@ def find_leaks(
     distinct = distinct_in(room, corpus.tokens, runs)
     first, number = distinct.first_run, distinct.number_of_run
     lengths = room.kept(runs.lengths[first])
-    sequences = sequences_in(room, corpus.tokens, runs.starts[first], lengths)
+    sequences = counting.sequences_in(room, corpus.tokens, runs.starts[first], lengths)
     in_d = count_in_corpus(corpus, sequences, engine, memory_bytes)
     assert in_d.owned is not None
     return Leaks(
@@ -202,23 +193,23 @@ def fit_of(scanned: ScannedCorpus, top_k: int, carries_text: np.ndarray) -> Fit:
 
 def count_in_corpus(
     corpus: TokenizedCorpus,
-    sequences: Sequences,
+    sequences: counting.Sequences,
     engine: Engine,
     memory_bytes: int,
     description: str = "Counting in the corpus",
-) -> Counts:
+) -> counting.Counts:
     """Occurrences and distinct users of every sequence, and who owns all its documents, shard by shard."""
-    count, room = partial(count_in_shard, sequences=sequences), sequences.room
+    count, room = partial(counting.count_in_shard, sequences=sequences), sequences.room
     if room.folder is not None:  # the other half is for the sequences
-        memory_bytes = max(memory_bytes // 2, engine.workers * least_memory(corpus))
+        memory_bytes = max(memory_bytes // 2, engine.workers * counting.least_memory(corpus))
     with task(description, corpus.num_tokens) as bar:
 
         def watched() -> Any:
-            for part, counts in over_shards(engine, count, corpus, memory_bytes):
+            for part, counts in counting.over_shards(engine, count, corpus, memory_bytes):
                 bar.advance(part.num_tokens)
                 yield part, counts
 
-        counts = added_up(watched(), len(sequences), room)
+        counts = counting.added_up(watched(), len(sequences), room)
     if corpus.owners is not None:
         return _by_owner(corpus, sequences, counts, engine, memory_bytes)
     sole = np.flatnonzero(counts.users == 1)
@@ -227,16 +218,20 @@ def count_in_corpus(
 
 
 def _by_owner(
-    corpus: TokenizedCorpus, sequences: Sequences, counts: Counts, engine: Engine, memory_bytes: int
-) -> Counts:
+    corpus: TokenizedCorpus,
+    sequences: counting.Sequences,
+    counts: counting.Counts,
+    engine: Engine,
+    memory_bytes: int,
+) -> counting.Counts:
     """The counts with everybody in the place of writers who owns a document: each document is read
     once for every owner, so that what is known of an owner adds up."""
     zeros = partial(sequences.room.full, len(sequences), 0, np.int64)
     users, owned = zeros(), [np.zeros((2, 0), np.int64)]
     large: dict[int, np.ndarray] = defaultdict(zeros)
-    count = partial(owners_in_shard, sequences=sequences, totals=counts.totals)
+    count = partial(counting.owners_in_shard, sequences=sequences, totals=counts.totals)
     with task("Counting owners", len(corpus.owned()[0])) as bar:
-        parts = over_shards(engine, count, corpus, memory_bytes, by_owner=True)
+        parts = counting.over_shards(engine, count, corpus, memory_bytes, by_owner=True)
         for part, ((numbers, found, here), all_of) in parts:
             if part.sole_user is None:
                 users[numbers] += here
@@ -293,9 +288,8 @@ def cut_at(runs: Runs, places: np.ndarray) -> Runs:
     inner, whose = places[is_inside], run[is_inside]
     starts = np.sort(np.concatenate([runs.starts, inner]))
     documents = np.sort(np.concatenate([runs.documents, runs.documents[whose]]))
-    return Runs(
-        starts=starts, lengths=np.sort(np.concatenate([ends, inner])) - starts, documents=documents
-    )
+    lengths = np.sort(np.concatenate([ends, inner])) - starts
+    return Runs(starts=starts, lengths=lengths, documents=documents)
 
 
 def _users_in_s(

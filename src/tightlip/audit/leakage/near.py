@@ -228,8 +228,7 @@ def _generated(
             )
     finally:
         model.generation_config = before
-    new: list[list[int]] = said[:, inputs.shape[1] :].tolist()
-    return new
+    return list(said[:, inputs.shape[1] :].tolist())
 
 
 def edit_share(text: str, continuation: str) -> float:
@@ -241,10 +240,8 @@ def edit_share(text: str, continuation: str) -> float:
     """
     if not text:
         return 1.0  # nothing was said
-    rows = [
-        np.frombuffer(one.encode("utf-32-le", "surrogatepass"), np.int32)
-        for one in (text, continuation)
-    ]
+    encoded = (one.encode("utf-32-le", "surrogatepass") for one in (text, continuation))
+    rows = [np.frombuffer(one, np.int32) for one in encoded]
     return int(_edits_to_a_beginning(*rows)) / len(text)
 
 

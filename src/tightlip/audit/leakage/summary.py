@@ -96,14 +96,13 @@ def summary_of(findings: Findings, ratios: np.ndarray) -> dict[str, Any]:
     lengths, counts = np.unique(leaks.lengths[unique], return_counts=True)
     known = unique_ratios[~np.isnan(unique_ratios)]
     curated = {f"{t:g}": int((unique_ratios >= t).sum()) for t in config.thresholds}
+    # Where a public model was asked and nothing is unique, nothing leaks.
+    worst = 0.0 if public and not unique.any() else finite(known.max(initial=-np.inf))
     return {
         "unique": int(unique.sum()),
         "unique_by_length": {str(n): int(c) for n, c in zip(lengths, counts, strict=True)},
         "curated": curated if public else None,
-        # Where a public model was asked and nothing is unique, nothing leaks.
-        "leakage_epsilon": 0.0
-        if public and not unique.any()
-        else finite(known.max(initial=-np.inf)),
+        "leakage_epsilon": worst,
         "leakage_epsilon_sequence": _largest_row(leaks, ratios),
         "ratio_quantiles": _quantiles(known) if public else None,
         "unique_by_text": int(by_text.unique.sum()),

@@ -51,12 +51,9 @@ def ratio_of_sequence(leaks: Leaks, public: PublicView | None) -> np.ndarray:
     """The largest ratio over all occurrences of each sequence; NaN where none is known."""
     if public is None:
         return leaks.room.full(len(leaks.distinct), np.nan, np.float64)
+    theirs, own = public.perplexity_of_run, leaks.perplexity_of_run
     with np.errstate(divide="ignore", invalid="ignore"):
-        return leaks.over_runs(
-            np.fmax,
-            np.nan,
-            lambda part: public.perplexity_of_run[part] / leaks.perplexity_of_run[part],
-        )
+        return leaks.over_runs(np.fmax, np.nan, lambda part: theirs[part] / own[part])
 
 
 def report_order(leaks: Leaks, ratios: np.ndarray) -> np.ndarray:

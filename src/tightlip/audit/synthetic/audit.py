@@ -159,21 +159,17 @@ def audit_synthetic(
             engine=look_up("engine", engine)(),
             memory_bytes=bytes_from(config.memory),
         )
-        _refuse_people_on_both_sides(*words.values())
-        others = [*words.values(), None][1:]
-        sides = [side_of(search, words["corpus"], others[0])]
-        sides += [
-            side_of(search, words[name], words["corpus"]) for name in words if name != "corpus"
-        ]
+        own, other = words["corpus"], words.get("control")
+        _refuse_people_on_both_sides(own, other)
+        sides = [side_of(search, own, other)]
+        sides += [] if other is None else [side_of(search, other, own)]
         found = _Findings(search=search, sides=sides, config=config, texts=texts)
         found.write_tables(folder)
         write_json(folder / "summary.json", found.summary(resampling))
     return TextReport(folder, keep_alive)
 
 
-def _refuse_people_on_both_sides(
-    corpus: TokenizedCorpus, control: TokenizedCorpus | None = None
-) -> None:
+def _refuse_people_on_both_sides(corpus: TokenizedCorpus, control: TokenizedCorpus | None) -> None:
     both = {*corpus.user_names} & {*(control.user_names if control else ())}
     if control and both:
         raise UsageError(
@@ -302,13 +298,8 @@ def compared(sides: list[Side], resampling: ResamplingSettings, min_words: int) 
     names = ("per_thousand_words", "share_affected", "longest_alone", "expected", "ratio", "copies_longer_than_control", "by_length", "control")  # fmt: skip
     if not sides[1:]:
         return dict.fromkeys(names)
-    rates, shares, draws = zip(
-        *(
-            _rates(side, replace(resampling, seed=resampling.seed + n))
-            for n, side in enumerate(sides)
-        ),
-        strict=True,
-    )
+    seeded = [replace(resampling, seed=resampling.seed + n) for n in range(len(sides))]
+    rates, shares, draws = zip(*map(_rates, sides, seeded), strict=True)
     thousands = sides[0].words_of_users.sum() / 1000
     expected = {end: value and value * thousands for end, value in rates[1].items()}
     ratio = _ratio(*rates, *draws, num_users=min(side.corpus.num_users for side in sides))

@@ -79,17 +79,15 @@ def _by_counts(base: RunFigures, theirs: Leak, ranked: Ranked) -> tuple[str, str
 
 def _by_exposure(base: RunFigures, theirs: Leak, ranked: Ranked) -> tuple[str, str]:
     mine, quiet = ranked[0]
+    quietest = _listed(base, [ranked[0], (theirs, base)])
     if mine.value >= theirs.value:
-        return (
-            f"At matched utility, no model gives away less than {base['name']}.",
-            _listed(base, [ranked[0], (theirs, base)]),
-        )
+        return f"At matched utility, no model gives away less than {base['name']}.", quietest
     changes = {row["name"]: row["exposure_changes"].get(base["name"]) for _, row in ranked}
     clear = [(leak, row) for leak, row in ranked if row["name"] in clearly_less(changes)]
     if not clear:
         return (
             f"At matched utility, no model clearly gives away less than {base['name']}.",
-            f"{_listed(base, [ranked[0], (theirs, base)])} {_why_unclear(quiet, base, len(ranked))}",
+            f"{quietest} {_why_unclear(quiet, base, len(ranked))}",
         )
     more = _listed(base, [*clear, (theirs, base)])
     others = [base, *(row for _, row in ranked[1:])]
@@ -100,10 +98,8 @@ def _by_exposure(base: RunFigures, theirs: Leak, ranked: Ranked) -> tuple[str, s
         more += f" Which of the {len(ranked)} matched models gives away least is not clear."
     verb = "gives" if len(clear) == 1 else "give"
     names = joined([row["name"] for _, row in clear])
-    return (
-        f"At matched utility, {names} {verb} away less than {base['name']}.",
-        f"{more} {ONE_TRAINING}",
-    )
+    sentence = f"At matched utility, {names} {verb} away less than {base['name']}."
+    return sentence, f"{more} {ONE_TRAINING}"
 
 
 def _listed(base: RunFigures, runs: Ranked) -> str:
@@ -126,9 +122,7 @@ def _why_unclear(row: RunFigures, base: RunFigures, num_matched: int) -> str:
 
 
 def _nothing_matched(rows: Sequence[RunFigures], base: RunFigures) -> tuple[str, str]:
-    known = [
-        row["perplexity"]["value"] for row in rows if row["perplexity"] and row["same_held_out"]
-    ]
+    known = [row["perplexity"]["value"] for row in _on_one_scale(rows)]
     if len(known) < 2:
         return (
             "How useful these models are cannot be compared, only what they give away.",
@@ -237,11 +231,8 @@ def exposure_scatter(rows: Sequence[RunFigures], tolerance: float) -> Markup | N
 
 def leaks_scatter(rows: Sequence[RunFigures], tolerance: float) -> Markup | None:
     """Perplexity against the number of leaks."""
-    points = [
-        (row, row["leaks"], counted(row["leaks"], "leak"))
-        for row in _on_one_scale(rows)
-        if row["leaks"] is not None
-    ]
+    known = [row for row in _on_one_scale(rows) if row["leaks"] is not None]
+    points = [(row, row["leaks"], counted(row["leaks"], "leak")) for row in known]
     if not points:
         return None
     plot = _plot("Utility against leaks", "leaks")

@@ -177,10 +177,8 @@ def area(row: RunFigures, level: str, score: str, figure: str = "auc") -> dict[s
 def _percent(figure: dict[str, Any] | None) -> Cell:
     if figure is None:
         return Cell(UNKNOWN)
-    value, low, high = (
-        None if figure[end] is None else f"{100 * figure[end]:.3g}"
-        for end in ("value", "low", "high")
-    )
+    ends = (figure[end] for end in ("value", "low", "high"))
+    value, low, high = (None if end is None else f"{100 * end:.3g}" for end in ends)
     return Cell(f"{value}%") if low is None else Cell(f"{value}%", f"{low} to {high}%")
 
 

@@ -36,9 +36,8 @@ class Axis:
 
     def at(self, value: float) -> float:
         """Where a value stands between the axis' ends, never outside them."""
-        low, high, value = (
-            math.log10(x) if self.log else x for x in (self.low, self.high, max(value, self.low))
-        )
+        places = (self.low, self.high, max(value, self.low))
+        low, high, value = map(math.log10, places) if self.log else places
         return min(1.0, (value - low) / (high - low)) if high > low else 0.5
 
 

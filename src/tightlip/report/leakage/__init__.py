@@ -114,10 +114,8 @@ def embed(
     ]
     names: list[list[Any]] = [[*cut_end(name, NAME_CHARACTERS)] for name in owners]
     owners_of_row = tallies.read_owners(folder)
-    read = {
-        place: _row(place, row, owners_of_row[place].as_py() or [])
-        for place, row in _read_rows(folder, chosen, redacted=redacted)
-    }
+    chosen_rows = _read_rows(folder, chosen, redacted=redacted)
+    read = {n: _row(n, row, owners_of_row[n].as_py() or []) for n, row in chosen_rows}
     left = SEQUENCES_BYTES
     kept = []
     for place in chosen:
@@ -130,9 +128,8 @@ def embed(
         names += new_names
         row[OWNERS] = [_owner_place(owners, name) for name in whose]
         kept.append(place)
-    return Embedded(
-        sequences=[read[place][0] for place in sorted(kept)], owners=names, users=user_rows
-    )
+    rows = [read[place][0] for place in sorted(kept)]
+    return Embedded(sequences=rows, owners=names, users=user_rows)
 
 
 def _row(place: int, row: dict[str, Any], owners: list[str]) -> tuple[list[Any], list[str]]:
@@ -165,14 +162,12 @@ def _read_rows(
     """The chosen rows, read from the row groups that hold them and no further than the last."""
     with tallies.open_sequences(folder) as file:
         asked = tallies.SINCE_0_2 if redacted else (*tallies.SINCE_0_2, *_TEXTS)
-        texts = [name for name in asked if name in file.schema_arrow.names]
+        columns = [*_FIGURES, *(name for name in asked if name in file.schema_arrow.names)]
         start = 0
         for group in range(file.num_row_groups):
             end = start + file.metadata.row_group(group).num_rows
             waiting = sorted(place for place in chosen if start <= place < end)
-            group_rows = tallies.batches(
-                file, (*_FIGURES, *texts), _TEXT_BATCH_ROWS, row_groups=[group]
-            )
+            group_rows = tallies.batches(file, columns, _TEXT_BATCH_ROWS, row_groups=[group])
             while waiting:
                 first, batch = next(group_rows)
                 while waiting and waiting[0] < start + first + batch.num_rows:
@@ -213,16 +208,13 @@ def read_users(folder: Path) -> Users:
     with damage_in_words(path), tallies.open_table(path) as file:
         by_text = [name for name in _USER_BY_TEXT if name in file.schema_arrow.names]
         for start, batch in tallies.batches(file, ("user", *_USER_FIGURES, *by_text)):
-            # What one wrote alone as tokens, others may have written as text.
-            every = [
-                row | {"unique": row.get("unique_by_text", row["unique"])}
-                for row in batch.to_pylist()
-            ]
-            rows = [(place, row) for place, row in enumerate(every, start) if row["unique"]]
-            keyed = [(_leak_key(row, place), row) for place, row in rows]
+            rows = batch.to_pylist()
+            for row in rows:  # what one wrote alone as tokens, others may have written as text
+                row["unique"] = row.get("unique_by_text", row["unique"])
+            keyed = [(_leak_key(row, n), row) for n, row in enumerate(rows, start) if row["unique"]]
             worst = heapq.nlargest(NUM_USERS, [*worst, *keyed], key=lambda pair: pair[0])
-            num_with_unique += len(rows)
-            num_unique += sum(row["unique"] for _, row in rows)
+            num_with_unique += len(keyed)
+            num_unique += sum(row["unique"] for _, row in keyed)
         return Users(
             worst=[row for _, row in worst],
             num_users=file.metadata.num_rows,
@@ -249,11 +241,12 @@ class LeakagePage:
     folder: Path
 
     def content(self) -> dict[str, Any]:
-        summary = _read_summary(self.folder)
+        told = read_json(tallies.file_of_report(self.folder, "summary.json"))
+        # What an older report does not say is not known.
+        summary = {"redacted": False, "version": None, "top_k": None, **told}
         users = read_users(self.folder)
-        tally, chosen = tallies.tally_and_choose(
-            self.folder, [user["user"] for user in users.worst]
-        )
+        names = [user["user"] for user in users.worst]
+        tally, chosen = tallies.tally_and_choose(self.folder, names)
         worst = summary.get("leakage_epsilon_sequence")
         if worst is not None and 0 <= worst < tally.num_rows:
             chosen = list(dict.fromkeys([worst, *chosen]))
@@ -270,12 +263,6 @@ class LeakagePage:
             "snapshots": _snapshots(self.folder),
             "contexts": words.contexts_table(summary),
         }
-
-
-def _read_summary(folder: Path) -> dict[str, Any]:
-    told = read_json(tallies.file_of_report(folder, "summary.json"))
-    # What an older report does not say is not known.
-    return {"redacted": False, "version": None, "top_k": None, **told}
 
 
 def _opening(summary: dict[str, Any], tally: tallies.Tally, rows: Embedded) -> dict[str, Any]:
@@ -351,8 +338,7 @@ def _users_extent(users: Users, num_unique: int) -> str:
         parts.append(
             f"Showing {count(len(users.worst))} of the {count(users.num_with_unique)} with any; all are in users.parquet."
         )
-    quiet = users.num_users - users.num_with_unique
-    if quiet:
+    if quiet := users.num_users - users.num_with_unique:
         parts.append(f"{counted(quiet, 'person has', 'people have')} none.")
     return " ".join(parts)
 
@@ -368,9 +354,8 @@ def _snapshots(folder: Path) -> dict[str, Any] | None:
     if not measured.get("snapshots"):
         return None
     every = measured["snapshots"]
-    table = words.snapshot_figures(
-        {**measured, "snapshots": plots.thinned(measured, NUM_SNAPSHOT_ROWS)}
-    )
+    shown = plots.thinned(measured, NUM_SNAPSHOT_ROWS)
+    table = words.snapshot_figures(measured | {"snapshots": shown})
     # The page writes epsilon in full: the letter alone is a guarantee's.
     columns = [*table.columns[:-1], Column("leakage epsilon")]
     return {

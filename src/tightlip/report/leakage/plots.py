@@ -257,10 +257,8 @@ def _epoch_labels(plot: plots.Plot, shown: list[dict[str, Any]]) -> list[tuple[f
     """Every epoch where there is room, else every second, third, …"""
     widest = max(len(epoch_name(one)) for one in shown) * plots.CHARACTER_WIDTH + 6
     every = math.ceil(widest * len(shown) / plot.x_span)
-    return [
-        ((place + 0.5) / len(shown), epoch_name(shown[place]))
-        for place in range(0, len(shown), every)
-    ]
+    places = range(0, len(shown), every)
+    return [((place + 0.5) / len(shown), epoch_name(shown[place])) for place in places]
 
 
 def _is_finite(value: Any) -> bool:

@@ -53,9 +53,8 @@ class LogHistogram:
         logs = np.log10(np.clip(finite, 10.0**self.LOWEST, 10.0**self.HIGHEST))
         # 1e-9: log10 of an exact edge may land a hair below it.
         bins = ((logs - self.LOWEST) * self.PER_DECADE + 1e-9).astype(np.int64)
-        self.counts += np.bincount(
-            np.minimum(bins, len(self.counts) - 1), minlength=len(self.counts)
-        )
+        size = len(self.counts)
+        self.counts += np.bincount(np.minimum(bins, size - 1), minlength=size)
 
     def span(self) -> tuple[int, int] | None:
         """First occupied bin and one past the last, or None when empty."""

@@ -359,12 +359,10 @@ def snapshots_table(snapshots: Summary) -> RichTable:
     places = range(len(table.columns) - 1)
     known = [p for p in places if any(row.cells[p].value != UNKNOWN for row in table.rows)]
     table = table.only(known)
-    marked = [
-        row._replace(cells=[*row.cells, Cell("← best validation")], style="bold")
-        if row.kind
-        else row._replace(cells=[*row.cells, Cell("")])
-        for row in table.rows
-    ]
+    marked = []
+    for row in table.rows:
+        mark, style = ("← best validation", "bold") if row.kind else ("", row.style)
+        marked.append(row._replace(cells=[*row.cells, Cell(mark)], style=style))
     return Table(columns=[*table.columns, NAMES], rows=marked, heading_style="dim").printed()
 
 

@@ -10,18 +10,9 @@ from typing import Any, ClassVar
 from markupsafe import Markup
 
 from tightlip.core.figures import count, number
+from tightlip.report.kit import table
 from tightlip.report.kit.plots import Axis, Labels, Plot, along, draw_line, linear_axis, short
-from tightlip.report.kit.table import (
-    NONE,
-    Column,
-    Figure,
-    Table,
-    p_words,
-    plain_row,
-    points_words,
-    range_words,
-    share_words,
-)
+from tightlip.report.kit.table import NONE, Column, Figure, Table, plain_row
 from tightlip.report.vectors import words
 from tightlip.report.vectors.words import Result, RunColumn
 
@@ -133,8 +124,8 @@ def _series(
 
 
 def _tip(run: str, result: Result, name: str, figure: Figure) -> str:
-    ends = f" ({ends})" if (ends := range_words(figure)) else ""
-    return f"{run} ({words.setting_words(result)}), {name}: {share_words(figure)}{ends}"
+    ends = f" ({ends})" if (ends := table.range_words(figure)) else ""
+    return f"{run} ({words.setting_words(result)}), {name}: {table.share_words(figure)}{ends}"
 
 
 def _whisker(plot: Plot, x: float, axis: Axis, figure: Figure, kind: str) -> None:
@@ -171,7 +162,7 @@ def tradeoff(columns: Sequence[RunColumn]) -> Markup | None:
     for (column, main, privacy), (x, y) in zip(known, places, strict=True):
         kind = "private" if column.first["guarantee"].get("epsilon") is not None else "open"
         setting = words.setting_words(column.first)
-        tip = f"{column.name} ({setting}): main task {share_words(main)}, 1 − X {share_words(privacy)}"
+        tip = f"{column.name} ({setting}): main task {table.share_words(main)}, 1 − X {table.share_words(privacy)}"
         plot.draw("circle", cx=x, cy=y, r=5, class_=f"run {kind}", tip=tip)
         labels.draw(setting, x, y)
     return plot.svg()
@@ -206,13 +197,13 @@ def attacker_plot(name: str, attribute: dict[str, Any]) -> Markup:
     for value, _ in axis.ticks:
         plot.upright(axis.at(value), "grid")
     plot.x_axis(axis, "accuracy")
-    guessing = f"guessing the commonest value: {share_words(majority)}"
+    guessing = f"guessing the commonest value: {table.share_words(majority)}"
     plot.upright(axis.at(majority["value"]), "mark", tip=guessing)
     for place, ((who, label), figure) in enumerate(zip(shown, figures, strict=True)):
         height = plot.y(1 - (place + 0.5) / len(shown))
         strong = " strong" if who == attribute["strongest"] else ""
         plot.write(label, plot.left - 9, height + 4, f"tick end{strong}")
-        tip = f"{label}: {share_words(figure)} ({range_words(figure) or 'no interval'})"
+        tip = f"{label}: {table.share_words(figure)} ({table.range_words(figure) or 'no interval'})"
         if figure["low"] is not None:
             x1, x2 = (plot.x(axis.at(figure[end])) for end in ("low", "high"))
             level: dict[str, Any] = {"x1": x1, "x2": x2, "y1": height, "y2": height}
@@ -353,7 +344,7 @@ def _groups(name: str, attribute: dict[str, Any], groups: dict[str, Any]) -> Tab
     rows = []
     for value, one in largest:
         sizes = [count(one[name]) for name in ("num_rows", "num_users")]
-        rows.append(plain_row(names[value], share_words(one), range_words(one), *sizes))
+        rows.append(plain_row(names[value], table.share_words(one), table.range_words(one), *sizes))
     headings = (f"Main task by {name}", "accuracy", "95%", "rows", "users")
     return Table(columns=[*map(Column, headings)], rows=rows)
 
@@ -362,11 +353,11 @@ def _gap(fairness: dict[str, Any]) -> str:
     gap, p, test = fairness["gap"], fairness["p"], fairness["test"]
     if gap is None:
         return "One group only, so there is no gap."
-    ends = range_words(gap)
+    ends = table.range_words(gap)
     if len(fairness["groups"]) > 2:
         ends = "no interval, since best and worst of several groups are picked by these very rows"
-    chance = test if p is None else f"{p_words(p)}: {test}"
-    return f"Gap {points_words(gap, sign='')} points{f' ({ends})' if ends else ''}; {chance}."
+    chance = test if p is None else f"{table.p_words(p)}: {test}"
+    return f"Gap {table.points_words(gap, sign='')} points{f' ({ends})' if ends else ''}; {chance}."
 
 
 def _names(result: Result) -> Table | None:
@@ -378,6 +369,6 @@ def _names(result: Result) -> Table | None:
     for place, share in enumerate(entities["shares"]):
         areas = [entities["each"][who][place]["auc"]["value"] for who in ("strongest", "bare")]
         shown = [NONE if area is None else number(area) for area in areas]
-        rows.append(plain_row(f"name {place + 1}", share_words({"value": share}), *shown))
+        rows.append(plain_row(f"name {place + 1}", table.share_words({"value": share}), *shown))
     headings = ("Name, most frequent first", "in test texts", "AUC, one vector", "AUC, bare")
     return Table(columns=[*map(Column, headings)], rows=rows)

@@ -13,21 +13,8 @@ from typing import Any
 from rich.table import Table as RichTable
 
 from tightlip.core.figures import count, number, rounded_up
-from tightlip.report.kit.table import (
-    NAMES,
-    NONE,
-    Cell,
-    Column,
-    Figure,
-    Row,
-    Table,
-    at,
-    joined,
-    p_words,
-    points_words,
-    range_words,
-    share_words,
-)
+from tightlip.report.kit import table
+from tightlip.report.kit.table import NAMES, NONE, Cell, Column, Figure, Row, Table
 
 Result = dict[str, Any]
 ATTACKER_NAMES = {
@@ -155,7 +142,7 @@ def reads(result: Result, attacker: str = "strongest") -> list[str]:
     return [
         name
         for name, attribute in result["attributes"].items()
-        if (at("attackers", attacker, "all", "above_majority", "low")(attribute) or 0) > 0
+        if (table.at("attackers", attacker, "all", "above_majority", "low")(attribute) or 0) > 0
     ]
 
 
@@ -170,7 +157,7 @@ def headline(results: Sequence[Result]) -> str:
     read = reads(result) + (["who is named"] if names_read(result) else [])
     if not read:
         return "From one vector, no attacker here reads what is private better than by guessing."
-    return f"From one vector, an attacker reads {joined(read)} better than by guessing."
+    return f"From one vector, an attacker reads {table.joined(read)} better than by guessing."
 
 
 def names_read(result: Result) -> bool:
@@ -188,19 +175,19 @@ def findings(result: Result) -> list[str]:
     sentences = [_about_attribute(name, a) for name, a in result["attributes"].items()]
     only_bare = [name for name in reads(result, "bare") if name not in reads(result)]
     if only_bare and result["method"] == "dpnr":
-        sentences.append(f"Without the noise, {joined(only_bare)} could be read.")
+        sentences.append(f"Without the noise, {table.joined(only_bare)} could be read.")
     more = [name for name in reads(result, "averaged") if name not in reads(result)]
     releases = result["releases"]
     if more and releases:
         sentences.append(
-            f"Averaging {releases['num']} releases of each text, an attacker reads {joined(more)} too; together these "
+            f"Averaging {releases['num']} releases of each text, an attacker reads {table.joined(more)} too; together these "
             f"releases cost {releases_words(result)}."
         )
     for name, fairness in result["fairness"].items():
         if fairness["p"] is not None and fairness["p"] < 0.05:
             sentences.append(
-                f"The main task is not equally right for all groups of {name}: {points_words(fairness['gap'], sign='')} "
-                f"points between the best and the worst ({p_words(fairness['p'])})."
+                f"The main task is not equally right for all groups of {name}: {table.points_words(fairness['gap'], sign='')} "
+                f"points between the best and the worst ({table.p_words(fairness['p'])})."
             )
     return sentences
 
@@ -214,10 +201,10 @@ def _about_attribute(name: str, attribute: dict[str, Any]) -> str:
     if above["low"] is None:
         verdict = "one test user only, so nothing is certain"
     elif above["low"] > 0:
-        verdict = f"{points_words(above)} points above guessing ({range_words(above, sign='+')})"
+        verdict = f"{table.points_words(above)} points above guessing ({table.range_words(above, sign='+')})"
     elif (figures["auc"]["low"] or 0) > 0.5:
         verdict = f"it names the value no better than guessing, but ranks people rightly (AUC {figures['auc']['value']:.2f})"
-    return f"{name}: {share_words(figures['accuracy'])} right by {by}, {share_words(majority)} by guessing; {verdict}."
+    return f"{name}: {table.share_words(figures['accuracy'])} right by {by}, {table.share_words(majority)} by guessing; {verdict}."
 
 
 def notes_of(results: Sequence[Result]) -> list[str]:
@@ -256,8 +243,8 @@ def _firsts(columns: Sequence[RunColumn], cell: Callable[[Result], Cell]) -> lis
 
 
 def _shares(columns: Sequence[RunColumn], *path: str) -> list[Cell]:
-    figures = [column.figure(at(*path)) for column in columns]
-    return [Cell(share_words(one), range_words(one)) for one in figures]
+    figures = [column.figure(table.at(*path)) for column in columns]
+    return [Cell(table.share_words(one), table.range_words(one)) for one in figures]
 
 
 def _promise(columns: Sequence[RunColumn]) -> Iterator[Measure]:
@@ -315,17 +302,17 @@ def _attribute(columns: Sequence[RunColumn], name: str) -> Iterator[Measure]:
     for who, label in ATTACKER_NAMES.items():
         yield label, _shares(columns, *path, "attackers", who, "all", "accuracy")
     strongest = (*path, "attackers", "strongest", "all")
-    above = [column.figure(at(*strongest, "above_majority")) for column in columns]
-    points = [Cell(points_words(one), range_words(one, sign="+")) for one in above]
+    above = [column.figure(table.at(*strongest, "above_majority")) for column in columns]
+    points = [Cell(table.points_words(one), table.range_words(one, sign="+")) for one in above]
     yield "strongest above guessing, points", points
-    areas = [_auc(column.figure(at(*strongest, "auc"))) for column in columns]
+    areas = [_auc(column.figure(table.at(*strongest, "auc"))) for column in columns]
     yield "AUC of the strongest", areas
 
 
 def _auc(figure: Figure | None) -> Cell:
     if figure is None:
         return Cell(NONE)
-    return Cell(f"{figure['value']:.2f}", range_words(figure, scale=1, digits=2))
+    return Cell(f"{figure['value']:.2f}", table.range_words(figure, scale=1, digits=2))
 
 
 def _names(columns: Sequence[RunColumn]) -> Iterator[Measure]:
@@ -348,18 +335,18 @@ def _fairness(columns: Sequence[RunColumn]) -> Iterator[Measure]:
 
 def _gap(column: RunColumn, name: str) -> Cell:
     """Best group less worst; of several groups they are picked by these rows, so no interval holds."""
-    figure = column.figure(at("fairness", name, "gap"))
-    groups = at("fairness", name, "groups")(column.first) or {}
+    figure = column.figure(table.at("fairness", name, "gap"))
+    groups = table.at("fairness", name, "groups")(column.first) or {}
     chosen = len(column.runs) == 1 and len(groups) > 2
-    under = f"no interval, best and worst of {len(groups)}" if chosen else range_words(figure)
-    return Cell(points_words(figure, sign=""), under)
+    under = f"no interval, best and worst of {len(groups)}" if chosen else table.range_words(figure)
+    return Cell(table.points_words(figure, sign=""), under)
 
 
 def _chance(column: RunColumn, name: str) -> Cell:
     """One run's p; over seeds each run has its own, and they make no common one."""
     if len(column.runs) > 1:
         return Cell(NONE)
-    return Cell(p_words(at("fairness", name, "p")(column.first)))
+    return Cell(table.p_words(table.at("fairness", name, "p")(column.first)))
 
 
 def _rows(columns: Sequence[RunColumn]) -> Iterator[Measure]:
