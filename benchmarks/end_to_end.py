@@ -33,8 +33,8 @@ from scale import SENTENCES, make_model, make_tokenizer, write_corpus
 from tightlip.audit.leakage import audit, findings
 from tightlip.core.devices import full_precision
 from tightlip.report import kit
-from tightlip.scan.models import Scans
 from tightlip.scan.scanner import Filling, Scanner, segments_of
+from tightlip.scan.scans import Scans
 from tightlip.scan.store import PLAIN, shard_edges
 
 MEAN_TOKENS = 13.4  # of a sentence that scale.py asks for: it gives a few sentences less

@@ -15,8 +15,9 @@ from tightlip.core.devices import begin_ids
 from tightlip.core.errors import UsageError
 from tightlip.corpus.conversations import places_of
 from tightlip.corpus.opening import CorpusSource, tokenised_for
-from tightlip.scan.models import Scans, open_other
+from tightlip.scan.models import open_other
 from tightlip.scan.options import ScanOptions
+from tightlip.scan.scans import Scans
 from tightlip.scan.store import ScanStore
 
 QUICK = {"device": "cpu", "num_bootstraps": 100}

@@ -23,7 +23,7 @@ from tightlip.corpus.canaries import CheckKey, read_check_key, write_check_key
 from tightlip.corpus.opening import fingerprints
 from tightlip.models import LSTMConfig, LSTMForCausalLM
 from tightlip.models.loading import load_tokenizer
-from tightlip.scan.models import scans_of_run
+from tightlip.scan.scans import scans_of_run
 
 DOCS = Path(__file__).parents[2] / "docs"
 LEDGER = {"mechanism": "test", "epsilon": None, "delta": None, "standing": "measured only"}

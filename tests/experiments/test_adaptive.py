@@ -28,8 +28,8 @@ from tightlip.experiments.adaptive_text import (
     source_of,
 )
 from tightlip.report.kit import render_page
-from tightlip.scan.models import Scans
 from tightlip.scan.options import ScanOptions
+from tightlip.scan.scans import Scans
 from tightlip.scan.store import ScanStore
 from tightlip.training.config import RunOptions, TrainConfig
 

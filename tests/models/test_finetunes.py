@@ -166,8 +166,8 @@ def test_the_command_line_names_adapter_base_and_bits(words, base, tmp_path, com
 
 def test_a_reference_may_be_an_adapter(base, tmp_path):
     """Opened as any model; `base` needs an adapter in MODEL's place."""
-    from tightlip.scan.models import Scans
     from tightlip.scan.options import ScanOptions
+    from tightlip.scan.scans import Scans
     from tightlip.scan.store import ScanStore
 
     save_adapter(tmp_path / "adapter", base, KINDS["lora"]())

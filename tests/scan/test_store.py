@@ -19,9 +19,10 @@ from tightlip.engines.local import LocalEngine
 from tightlip.models import LSTMForCausalLM
 from tightlip.scan import models as opened_models
 from tightlip.scan import store as store_module
-from tightlip.scan.models import open_model, scans_of_run
+from tightlip.scan.models import open_model
 from tightlip.scan.options import ScanOptions
 from tightlip.scan.scanner import Scanner
+from tightlip.scan.scans import scans_of_run
 from tightlip.scan.store import MOMENTS, PLAIN, ScanStore, Scorer, scan_store
 
 KEY = {"model": "m", "bos": 1, "window": None, "dtype": "float32", "device": "cpu"}

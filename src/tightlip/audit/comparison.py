@@ -24,8 +24,9 @@ from tightlip.core.resampling import ResamplingSettings
 from tightlip.core.run_folder import RunRecord
 from tightlip.corpus.canaries import exposed_above_bits, read_canary_key
 from tightlip.corpus.opening import CorpusSource, finished_run, model_folder
-from tightlip.scan.models import AUDIT, OpenedModel, Scans, claimed_to_write, open_other, run_store
+from tightlip.scan.models import OpenedModel, open_other
 from tightlip.scan.options import ScanOptions
+from tightlip.scan.scans import AUDIT, Scans, claimed_to_write, run_store
 from tightlip.scan.store import MOMENTS, PLAIN
 
 STEPS_PER_RUN = 4

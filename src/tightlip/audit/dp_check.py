@@ -42,8 +42,9 @@ from tightlip.core.gates import Known
 from tightlip.core.run_folder import DP_CHECK, DP_CHECK_RESULT, ENGINE_CHECK, RunRecord
 from tightlip.corpus.canaries import read_check_key
 from tightlip.corpus.opening import finished_run
-from tightlip.scan.models import OpenedModel, claimed_to_write, open_model
+from tightlip.scan.models import OpenedModel, open_model
 from tightlip.scan.options import ScanOptions
+from tightlip.scan.scans import claimed_to_write
 
 Verdict = Literal["consistent", "contradicted", "nothing claimed"]
 # Forty right guesses are the fewest that can contradict ε = 2.5.

@@ -21,8 +21,8 @@ from tightlip.core.settings import split_settings, takes
 from tightlip.corpus.prepare_config import TextSettings
 from tightlip.corpus.tokens import TokenizedCorpus
 from tightlip.scan.document_scores import DocumentScores
-from tightlip.scan.models import Scans
 from tightlip.scan.options import ModelSettings
+from tightlip.scan.scans import Scans
 
 NO_MEMBERS = (
     "Nobody said what the model was trained on, so who has much text there and who little is not known: give --members FILE "

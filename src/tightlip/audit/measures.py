@@ -34,7 +34,7 @@ from tightlip.core.registry import look_up
 from tightlip.core.resampling import ResamplingSettings
 from tightlip.corpus.canaries import read_canary_key
 from tightlip.corpus.tokens import TokenizedCorpus
-from tightlip.scan.models import Scans
+from tightlip.scan.scans import Scans
 
 log = logging.getLogger("tightlip")
 MEASURES = "measures"

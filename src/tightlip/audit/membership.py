@@ -33,8 +33,8 @@ from tightlip.core.resampling import FEW_USERS
 from tightlip.core.settings import split_settings, takes
 from tightlip.core.stores import place_of, send, set_aside, worked_in
 from tightlip.corpus.prepare_config import TextSettings
-from tightlip.scan.models import Scans, on_engine
 from tightlip.scan.options import ModelSettings
+from tightlip.scan.scans import Scans, on_engine
 
 NOT_PRIVATE = "The run's ε does not cover these figures: they are computed from the text itself. Keep them as private as the text."
 

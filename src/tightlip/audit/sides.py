@@ -39,7 +39,8 @@ from tightlip.scan.document_scores import (
     beside_references,
     document_scores,
 )
-from tightlip.scan.models import OpenedModel, Scans
+from tightlip.scan.models import OpenedModel
+from tightlip.scan.scans import Scans
 from tightlip.scan.store import MOMENTS, PLAIN, ScannedCorpus, Scorer
 
 _NONE = 2**40

@@ -27,8 +27,9 @@ from tightlip.corpus.opening import (
 from tightlip.corpus.prepare import PreparedCorpus, is_prepared, open_prepared
 from tightlip.corpus.prepare_config import TextSettings
 from tightlip.corpus.tokens import TokenizedCorpus
-from tightlip.scan.models import AUDIT, OpenedModel, Scans, means_base, scans_of_run
+from tightlip.scan.models import OpenedModel, means_base
 from tightlip.scan.options import ScanOptions
+from tightlip.scan.scans import AUDIT, Scans, scans_of_run
 from tightlip.scan.store import SCAN, ScanStore, scan_store
 
 

@@ -35,7 +35,7 @@ from tightlip.experiments.adaptive_text import (
 )
 from tightlip.privacy.noise_schedules import SCALES as NOISE_SCALES
 from tightlip.scan.document_scores import DocumentScores
-from tightlip.scan.models import scans_of_run
+from tightlip.scan.scans import scans_of_run
 from tightlip.training.config import RunOptions
 from tightlip.training.run import train
 

@@ -25,7 +25,7 @@ from tightlip.corpus.readers import Corpus, open_corpus
 from tightlip.corpus.tokens import TokenizedCorpus
 from tightlip.models.folders import model_fingerprint
 from tightlip.scan.document_scores import DocumentScores
-from tightlip.scan.models import scans_of_run
+from tightlip.scan.scans import scans_of_run
 
 
 def choose_real_canaries(

@@ -22,8 +22,9 @@ from tightlip.corpus.opening import CorpusSource
 from tightlip.corpus.prepare_config import TextSettings
 from tightlip.corpus.tokens import TokenizedCorpus
 from tightlip.scan.decoding import scorer_of
-from tightlip.scan.models import BASE, OpenedModel, Scans, on_engine
+from tightlip.scan.models import BASE, OpenedModel
 from tightlip.scan.options import Decoding, ScanOptions
+from tightlip.scan.scans import Scans, on_engine
 from tightlip.scan.store import SCAN
 
 NAMES = {*report.FILES, "report.html", "log.txt", SCAN, findings.WORK, findings.REDACTED}

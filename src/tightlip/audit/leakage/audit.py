@@ -48,8 +48,9 @@ from tightlip.corpus.opening import (
 from tightlip.corpus.prepare_config import TextSettings
 from tightlip.corpus.tokens import TokenizedCorpus
 from tightlip.scan.ahead import ScanAhead
-from tightlip.scan.models import BASE, OpenedModel, Scans, on_engine, open_beside, open_model
+from tightlip.scan.models import BASE, OpenedModel, open_beside, open_model
 from tightlip.scan.options import ScanOptions
+from tightlip.scan.scans import Scans, on_engine
 from tightlip.scan.store import ScannedCorpus
 
 LEAVE_OUT = "leave-out"

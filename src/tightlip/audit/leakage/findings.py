@@ -24,7 +24,8 @@ from tightlip.corpus.encoding import special_ids
 from tightlip.corpus.opening import CorpusSource, tokenised_for
 from tightlip.corpus.tokens import TokenizedCorpus
 from tightlip.models.folders import checkpoints_in
-from tightlip.scan.models import OpenedModel, Scans
+from tightlip.scan.models import OpenedModel
+from tightlip.scan.scans import Scans
 from tightlip.scan.store import SCAN, remove_scans
 
 WORK = ".work"  # tokens, and what is not to be kept, while an audit is under way
