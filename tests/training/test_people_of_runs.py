@@ -208,6 +208,25 @@ def test_a_copy_whose_text_another_register_knows_is_told_of(words, tmp_path, ca
     assert f"tokenizer {copy} is taken to be public: the text is not to be found" in caplog.text
 
 
+@pytest.mark.parametrize("used", ["model", "tokenizer"])
+def test_a_few_texts_that_a_start_was_made_of_too_have_no_promise(used, words, tmp_path, caplog):
+    shared = "ant cat eel gnu ibis kite bee dog fox hen"  # no run of `documents`
+    others = [*other_peoples_documents(seed=4), {"user": "o", "text": shared}]
+    made = {"split": "none"} if used == "tokenizer" else words
+    plain = tightlip.train(others, tmp_path / "plain", prepare=made, **MODEL, **STEPS)
+    start = {"prepare": {"tokenizer": str(plain.model_folder), "split": "none"}, **MODEL}
+    if used == "model":
+        start = {"prepare": words, "model": str(plain.model_folder)}
+    rows = [*ROWS, {"user": "user 41", "text": shared}]
+    run = tightlip.train(rows, tmp_path / "run", **start, **PRIVATE)
+    (warned,) = [each for each in caplog.records if "Texts in both have no promise" in each.message]
+    assert warned.levelname == "WARNING"
+    assert warned.message.startswith("1 of the")
+    assert run.guarantee["standing"] == "proved"
+    told = "texts of this corpus that also stand in what the start or its words were made from"
+    assert told in run.guarantee["outside"]
+
+
 def test_a_private_run_behind_a_plain_one_still_counts(words, tmp_path):
     """Plain training on a stranger's text between two private runs hides neither."""
     first = last_month(words, tmp_path)

@@ -207,6 +207,9 @@ def _taken_as_public(
         yield f"the validation text {corpus.settings['public_validation']}, which you declared public"
     if not is_new:
         yield f"what {config.model} was trained on before{_unknown(config.model, corpus)}"
+    if given is not None or not is_new:
+        # Always: to say it only where there are some would tell of the text.
+        yield "texts of this corpus that also stand in what the start or its words were made from"
     yield (
         "runs that this register does not know: without noise, of other machines, of other users of this one"
     )
