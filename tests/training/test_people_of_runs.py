@@ -227,6 +227,18 @@ def test_a_few_texts_that_a_start_was_made_of_too_have_no_promise(used, words, t
     assert told in run.guarantee["outside"]
 
 
+def test_vocabularies_that_no_run_was_trained_with_are_said_to_be_counted_nowhere(tmp_path):
+    told = "noisy vocabularies of this text that no run was trained with"
+    for noise, is_told in ((0.5, True), (None, False)):
+        public = {"tokenizer": str(tightlip.prepare(ROWS, tmp_path / "p").tokenizer_folder)}
+        prepare = {"vocabulary_noise": noise} if noise else public
+        rows = ROWS if noise else other_peoples_documents()
+        run = tightlip.train(
+            rows, tmp_path / f"{noise}", prepare={"split": "none", **prepare}, **MODEL, **PRIVATE
+        )
+        assert (told in run.guarantee["outside"]) == is_told
+
+
 def test_a_private_run_behind_a_plain_one_still_counts(words, tmp_path):
     """Plain training on a stranger's text between two private runs hides neither."""
     first = last_month(words, tmp_path)

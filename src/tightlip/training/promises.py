@@ -210,6 +210,8 @@ def _taken_as_public(
     if given is not None or not is_new:
         # Always: to say it only where there are some would tell of the text.
         yield "texts of this corpus that also stand in what the start or its words were made from"
+    if corpus.releases or words.releases:
+        yield "noisy vocabularies of this text that no run was trained with"
     yield (
         "runs that this register does not know: without noise, of other machines, of other users of this one"
     )
