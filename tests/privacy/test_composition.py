@@ -1,11 +1,15 @@
+import math
+
 import pytest
+from dp_accounting import GaussianDpEvent
 from dp_accounting.pld import PLDAccountant
 from dp_accounting.rdp.rdp_privacy_accountant import compute_epsilon
 
 from privacy.accounts import WORDS, mechanism, theirs
+from tightlip.core.errors import UsageError
 from tightlip.privacy.accounting import epsilon_spent
 from tightlip.privacy.adaptive import Promise
-from tightlip.privacy.composition import compose_runs
+from tightlip.privacy.composition import compose_runs, people_figure
 from tightlip.privacy.rdp_filter import filter_for, rdp_within, subsampled_gaussian_rdp
 
 pytestmark = pytest.mark.slow
@@ -183,6 +187,33 @@ def test_a_scale_run_and_a_plain_one_are_composed_the_smallest_way(order):
 def test_plain_runs_are_read_at_the_smallest_delta_as_ever():
     joint = compose_runs([record(), record(delta=1e-6)])
     assert (joint["delta"], joint["accountant"]) == (1e-6, "PLD")
+
+
+def test_one_run_at_a_very_small_delta_leaves_the_others_a_figure():
+    """Releases take more than its δ: read at the largest one, where dp-accounting has it too."""
+    noisy = record(
+        releases=[vars(WORDS)], epsilon=epsilon_spent(mechanism(1.0, 0.01, WORDS), 500, 1e-5)
+    )
+    runs = [
+        noisy,
+        noisy | {"corpus_fingerprint": "other"},
+        record(delta=1e-11, noise_multiplier=2.0),
+    ]
+    joint = compose_runs(runs)
+    assert joint["delta"] == 1e-5
+    assert joint["because"].endswith(
+        "read at the largest δ, for releases took all of the smallest."
+    )
+    assert max(each["epsilon"] for each in runs[:2]) < joint["epsilon"] < math.inf
+    accountant = theirs(theirs(PLDAccountant(), 1.0, 0.01, 1000), 2.0, 0.01, 500)
+    for _ in range(2):
+        accountant.compose(GaussianDpEvent(WORDS.noise_multiplier))
+    by_hand = accountant.get_epsilon(1e-5 - 2 * WORDS.delta)
+    assert joint["epsilon"] == pytest.approx(by_hand, rel=1e-3)
+    people = people_figure(runs)
+    assert (people["epsilon"], people["delta"]) == (joint["epsilon"], 1e-5)
+    with pytest.raises(UsageError, match="used up"):
+        compose_runs(runs, delta=1e-11)
 
 
 def test_steps_that_only_a_filter_bounds_are_not_counted_by_pld():

@@ -157,6 +157,88 @@ def test_weights_trained_without_privacy_on_nearly_the_same_text_are_refused(
     assert lowered.guarantee["standing"] == "as published"
 
 
+OPENLY = r"trained without privacy on nearly the same text, or registered|vocabulary was learnt from nearly the same text"
+
+
+@pytest.mark.parametrize("text", ["stands", "is gone"])
+@pytest.mark.parametrize("used", ["model", "tokenizer", "tokenizer of a corpus with that one"])
+def test_a_copy_of_a_model_is_traced_by_the_register(used, text, words, tmp_path, caplog):
+    """Its ids are all that a copy tells: trained on the same text but for one document."""
+    own_words = {} if used == "model" else {"prepare": {"split": "none"}}
+    last = tightlip.train(
+        ROWS, tmp_path / "last", **{"prepare": words} | own_words, **MODEL, **STEPS
+    )
+    copy = str(shutil.copytree(last.model_folder, tmp_path / "copy"))
+    if used != "model":
+        if "corpus" in used:
+            rows = other_peoples_documents(seed=5)
+            handed_on = tightlip.prepare(rows, tmp_path / "on", tokenizer=copy, split="none")
+            copy = str(handed_on.tokenizer_folder)
+        words = {"tokenizer": copy, "split": "none"}
+    if text == "is gone":
+        shutil.rmtree(last.folder)
+    start = {"model": copy} if used == "model" else MODEL
+
+    def train(name, rows=ONE_MORE, **settings):
+        given = {"prepare": words | settings.pop("prepare", {})}
+        return tightlip.train(rows, tmp_path / name, **given, **start, **PRIVATE, **settings)
+
+    with pytest.raises(GuaranteeError, match=OPENLY):
+        train("this")
+    assert train("lowered", allow_unproved=True).guarantee["standing"] == "as published"
+    others = [{"user": f"s{n}", "text": " ".join(WORDS[n % 8 :: 3])} for n in range(40)]
+    if text == "stands":  # a stranger's text is compared with it, and nothing is left to say
+        strangers = train("strangers", rows=others)
+    else:
+        with pytest.raises(GuaranteeError, match=OPENLY):
+            train("strangers", rows=others)
+        caplog.clear()
+        strangers = train("declared", rows=others[1:], prepare={"other_people": True})
+        assert "taken to be public: the text is not to be found from here" in caplog.text
+    assert strangers.guarantee["standing"] == "proved"
+    outside = " ".join(strangers.guarantee["outside"])
+    assert ("not to be found from here" in outside) == (text == "is gone")
+
+
+def test_a_copy_whose_text_another_register_knows_is_told_of(words, tmp_path, caplog, monkeypatch):
+    last = tightlip.train(ROWS, tmp_path / "last", prepare={"split": "none"}, **MODEL, **STEPS)
+    copy = shutil.copytree(last.model_folder, tmp_path / "copy")
+    monkeypatch.setenv("TIGHTLIP_REGISTER", str(tmp_path / "another register"))
+    this_month({"tokenizer": str(copy), "split": "none"}, tmp_path)
+    assert f"tokenizer {copy} is taken to be public: the text is not to be found" in caplog.text
+
+
+@pytest.mark.parametrize("used", ["model", "tokenizer"])
+def test_a_few_texts_that_a_start_was_made_of_too_have_no_promise(used, words, tmp_path, caplog):
+    shared = "ant cat eel gnu ibis kite bee dog fox hen"  # no run of `documents`
+    others = [*other_peoples_documents(seed=4), {"user": "o", "text": shared}]
+    made = {"split": "none"} if used == "tokenizer" else words
+    plain = tightlip.train(others, tmp_path / "plain", prepare=made, **MODEL, **STEPS)
+    start = {"prepare": {"tokenizer": str(plain.model_folder), "split": "none"}, **MODEL}
+    if used == "model":
+        start = {"prepare": words, "model": str(plain.model_folder)}
+    rows = [*ROWS, {"user": "user 41", "text": shared}]
+    run = tightlip.train(rows, tmp_path / "run", **start, **PRIVATE)
+    (warned,) = [each for each in caplog.records if "Texts in both have no promise" in each.message]
+    assert warned.levelname == "WARNING"
+    assert warned.message.startswith("1 of the")
+    assert run.guarantee["standing"] == "proved"
+    told = "texts of this corpus that also stand in what the start or its words were made from"
+    assert told in run.guarantee["outside"]
+
+
+def test_vocabularies_that_no_run_was_trained_with_are_said_to_be_counted_nowhere(tmp_path):
+    told = "noisy vocabularies of this text that no run was trained with"
+    for noise, is_told in ((0.5, True), (None, False)):
+        public = {"tokenizer": str(tightlip.prepare(ROWS, tmp_path / "p").tokenizer_folder)}
+        prepare = {"vocabulary_noise": noise} if noise else public
+        rows = ROWS if noise else other_peoples_documents()
+        run = tightlip.train(
+            rows, tmp_path / f"{noise}", prepare={"split": "none", **prepare}, **MODEL, **PRIVATE
+        )
+        assert (told in run.guarantee["outside"]) == is_told
+
+
 def test_a_private_run_behind_a_plain_one_still_counts(words, tmp_path):
     """Plain training on a stranger's text between two private runs hides neither."""
     first = last_month(words, tmp_path)

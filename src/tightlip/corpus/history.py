@@ -93,17 +93,23 @@ def people_in(history: list[dict[str, Any]]) -> list[str]:
 
 
 def new_name(
-    sources: Set[str], people: Sequence[str], name: str | None = None, *, apart: bool = False
+    sources: Set[str],
+    people: Sequence[str],
+    name: str | None = None,
+    *,
+    folder: Path,
+    apart: bool = False,
 ) -> dict[str, Any]:
-    """A random id for a corpus, or its own `name`, and the ids of its people: those that are given,
-    those of a corpus of the same text that was prepared here before, or a new one. With `apart` it
-    is declared that none of them is among the people of any other corpus registered so far.
+    """A random id for the corpus in `folder`, or its own `name`, and the ids of its people: those
+    that are given, those of a corpus of the same text that was prepared here before, or a new one.
+    With `apart` it is declared that none of them is among the people of any other corpus registered
+    so far.
 
     Holds:
         same_text: text that is prepared twice has the same people, whatever the settings.
-        kept: the register has a line for it when this returns.
+        kept: the register has a line for it, with its folder, when this returns.
     """
-    name = name or secrets.token_hex(16)
+    name, place = name or secrets.token_hex(16), str(folder.resolve())
     ids: dict[str, None] = dict.fromkeys(people)
 
     def line(entries: list[register.Entry]) -> register.Entry | None:
@@ -115,15 +121,24 @@ def new_name(
         known = {one for each in corpora for one in each["people"]} - {*ids}
         declared = {"apart": sorted(known)} if apart and known else {}
         is_new = not any(
-            {*ids} == {*each["people"]} and sources <= {*each["sources"]} for each in same
+            {*ids} == {*each["people"]}
+            and sources <= {*each["sources"]}
+            and place == each.get("folder")
+            for each in same
         )
         if not is_new and not declared:
             return None
         line = {"kind": register.CORPUS, "people": [*ids], "sources": sorted(sources)}
-        return line | declared
+        return line | {"folder": place} | declared
 
     register.add(line)
     return {"id": name, "people": [*ids]}
+
+
+def still_prepared(line: register.Entry) -> Path | None:
+    """Where the text of a corpus' line in the register lies prepared, if it still does."""
+    folder = Path(str(line.get("folder")))
+    return folder if sources_of(folder) == {*line["sources"]} else None
 
 
 def marks_behind(fingerprint: str) -> set[str]:

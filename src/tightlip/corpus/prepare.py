@@ -99,8 +99,9 @@ def corpus_id(folder: Path) -> str:
         fresh = files.partial_beside(folder / f"id-{secrets.token_hex(8)}")
         behind = files.read_json(folder / "prepared.json").get("history", [])
         try:
-            named = history.new_name(history.sources_of(folder), history.people_in(behind))
-            files.write_sealed(fresh, named)
+            people = history.people_in(behind)
+            whose = history.new_name(history.sources_of(folder), people, folder=folder)
+            files.write_sealed(fresh, whose)
             # A link, not a rename: of two that ask at once the first decides for both.
             with contextlib.suppress(FileExistsError):
                 os.link(fresh, path)
@@ -124,9 +125,8 @@ def registered_people(folder: Path) -> tuple[str, ...]:
             "people that stand there are not counted here.",
             *(register.register_path(), folder),
         )
-    name = corpus_id(folder)
-    named = history.new_name(history.sources_of(folder), history.people_of(folder), name)
-    return (*named["people"],)
+    name, sources = corpus_id(folder), history.sources_of(folder)
+    return (*history.new_name(sources, history.people_of(folder), name, folder=folder)["people"],)
 
 
 def prepare_corpus(source: Any, out: Path, config: PrepareConfig) -> PreparedCorpus:
@@ -163,7 +163,7 @@ def _write_prepared(
     config: PrepareConfig,
 ) -> None:
     of_chats = prepare_chats.is_of_chats(corpus, given, config)
-    whose = _name_for(corpus, identity["source_fingerprint"], config)
+    whose = _name_for(corpus, identity["source_fingerprint"], config, out)
     with files.folder_written_whole(out) as folder:
         files.write_sealed(folder / history.ID, whose)
         source, people = identity["source_fingerprint"], whose["people"]
@@ -196,7 +196,7 @@ def _write_prepared(
         )
 
 
-def _name_for(corpus: Corpus, source: str, config: PrepareConfig) -> dict[str, Any]:
+def _name_for(corpus: Corpus, source: str, config: PrepareConfig, out: Path) -> dict[str, Any]:
     """A random name for a corpus, with the ids of its people: those of what it was cut from, of
     the corpus that the settings say is of the same people, or of the same text prepared before."""
     inherited = history.people_in(corpus.history)
@@ -205,7 +205,7 @@ def _name_for(corpus: Corpus, source: str, config: PrepareConfig) -> dict[str, A
         inherited += history.people_of(Path(config.people))
     try:
         sources = {source, *history.fingerprints(corpus.history)}
-        return history.new_name(sources, inherited, apart=config.other_people)
+        return history.new_name(sources, inherited, folder=out, apart=config.other_people)
     except GuaranteeError as error:
         # Plain training needs no register, and private training asks again.
         log.warning("%s", error)

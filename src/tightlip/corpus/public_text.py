@@ -200,7 +200,7 @@ def _stands_in(corpus: Path, other: Path, *_names: str | None) -> bool:
         own = _own_text(open_prepared(corpus))
         shared = shared_text(own, open_corpus(other / "train.parquet"))
     if shared.any():
-        log.info("%s.", shared.words(str(other)))
+        log.warning("%s. Texts in both have no promise.", shared.words(str(other)))
     return shared.is_too_much()
 
 

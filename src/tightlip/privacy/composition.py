@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -153,7 +153,8 @@ def compose_runs(
     """What may be said of several runs together, from their ledgers.
 
     Every step and release of all runs is composed by PLD and read at one δ: the one given, or
-    the smallest that any run was read at. δs need no adding up, since no run's own (ε, δ) is used.
+    the smallest that any run was read at, or the largest where releases took all of that one. δs
+    need no adding up, since no run's own (ε, δ) is used.
     A release of one prepared corpus that several runs built on was told once and counts once. Examples
     of two corpora are each other's only where they are of the `same_people`.
 
@@ -164,7 +165,7 @@ def compose_runs(
 
     Holds:
         alone: one run composed is that run.
-        joint: the result is at least every run's own ε and at most their sum at the δs' sum.
+        joint: the result is at least every run's own ε at that δ and at most their sum at the δs' sum.
         honest: a run without ε, or runs that protect different units, leave no joint ε.
     """
     because = _why_not_joint(records, same_people)
@@ -222,6 +223,10 @@ def _cheapest(records: Sequence[dict[str, Any]], wanted: float | None) -> _Compo
         left = None if wanted is None else wanted - taken
         ways = _compositions(others, _distinct_releases(others), left)
         best = min(ways, key=lambda each: (each.epsilon, each.delta))
+        deltas = {record["delta"] for record in others}
+        if wanted is None and min(deltas) < max(deltas) == best.delta:
+            why = f"{best.because}, read at the largest δ, for releases took all of the smallest"
+            best = replace(best, because=why)
     if not chosen:
         return best
     return _Composition(
@@ -235,7 +240,10 @@ def _cheapest(records: Sequence[dict[str, Any]], wanted: float | None) -> _Compo
 def _compositions(
     records: Sequence[dict[str, Any]], releases: tuple[Release, ...], wanted: float | None
 ) -> Iterator[_Composition]:
-    delta = min(record["delta"] for record in records) if wanted is None else wanted
+    deltas = [record["delta"] for record in records] if wanted is None else [wanted]
+    is_taken = sum(release.delta for release in releases) >= min(deltas)
+    # One run's very small δ is no reason for no figure: ε at a larger one holds as well.
+    delta = max(deltas) if is_taken else min(deltas)
     counts = [steps_to_compose(record) for record in records]
     scaled = [record for record in records if mode_of(record) == "scale"]
     if all(count is not None for count in counts):

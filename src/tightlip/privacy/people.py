@@ -101,7 +101,7 @@ def runs_of(record: Record) -> list[Record]:
     own, ids = record.get("run"), {*ids_of(record)}
     before = {each.get("run") or place: each for place, each in enumerate(record.get("before", ()))}
     runs: dict[Any, Record] = {}
-    others = _declared_others(ids)
+    others = declared_others(ids)
     for entry in register.entries(register.RUN):
         terms = entry["terms"]
         if terms["run"] in before or not {*ids_of(terms)} <= others:
@@ -113,12 +113,12 @@ def runs_of(record: Record) -> list[Record]:
 
 def num_other_people(ids: tuple[str, ...]) -> int:
     """How many corpora private runs were made on that were declared to be of other people."""
-    others = _declared_others({*ids})
+    others = declared_others({*ids})
     made_on = {tuple(ids_of(entry["terms"])) for entry in register.entries(register.RUN)}
     return sum({*each} <= others for each in made_on)
 
 
-def _declared_others(ids: set[str]) -> set[str]:
+def declared_others(ids: set[str]) -> set[str]:
     """Ids of which somebody said that none of these people is among them; it holds both ways."""
     apart: set[str] = set()
     for entry in register.entries(register.CORPUS):

@@ -5,18 +5,27 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tightlip.core import register
 from tightlip.core.errors import GuaranteeError, UsageError
 from tightlip.core.figures import counted
 from tightlip.core.progress import log
-from tightlip.corpus.history import origin_of, vocabulary_behind
+from tightlip.corpus.history import (
+    origin_of,
+    sources_of,
+    still_prepared,
+    vocabulary_behind,
+)
 from tightlip.corpus.prepare import open_prepared
 from tightlip.corpus.public_text import stands_in
 from tightlip.privacy.accounting import Release
-from tightlip.privacy.people import ids_of, num_other_people
+from tightlip.privacy.people import declared_others, ids_of, num_other_people
 from tightlip.privacy.plans import Terms
 from tightlip.training.config import BUILT_IN_MODELS, TrainConfig
 from tightlip.training.mitigations import CorpusFacts
 from tightlip.training.starting import runs_behind
+
+_OR_GONE = ", or registered text that is gone and was not declared to be other people's"
+_NOT_COMPARED = ": the text is not to be found from here, so it was not compared with this one"
 
 
 def terms_of(config: TrainConfig, corpus: CorpusFacts) -> Terms:
@@ -42,7 +51,7 @@ def terms_of(config: TrainConfig, corpus: CorpusFacts) -> Terms:
     return Terms(
         standing="as published" if broken else proved.standing,
         because=" ".join(why for why, _ in broken) or proved.because,
-        outside=(*proved.outside, *_taken_as_public(config, corpus, (*people,))),
+        outside=(*proved.outside, *_taken_as_public(config, corpus, words, (*people,))),
         releases=tuple(_release(each, settings.unit) for each in releases),
         people=(*people,) if corpus.people else (),
         before=tuple(before),
@@ -67,10 +76,11 @@ def _check_held_out(settings: Any, corpus: CorpusFacts) -> None:
 @dataclass(frozen=True, kw_only=True)
 class Words:
     """What is known of a vocabulary that another corpus brought: whether it was `learnt` from text
-    of these people without noise, or what it cost them with noise."""
+    of these people without noise, or what it cost them with noise, or what of it is `unknown`."""
 
     learnt: bool = False
     releases: tuple[dict[str, Any], ...] = ()
+    unknown: str = ""
 
 
 def words_behind(corpus: CorpusFacts) -> Words:
@@ -78,13 +88,34 @@ def words_behind(corpus: CorpusFacts) -> Words:
     if corpus.folder is None or corpus.learnt_vocabulary or corpus.releases:
         return Words()
     marks, through = vocabulary_behind(corpus.folder)
-    if not through:
-        return Words(learnt=bool(marks & corpus.marks))
-    made_in = open_prepared(through[-1])
-    is_theirs = marks & corpus.marks or stands_in(corpus.folder, made_in.folder)
-    if made_in.settings.get("tokenizer") is not None or not is_theirs:
-        return Words(learnt=bool(marks & corpus.marks))
+    made_in = open_prepared(through[-1]) if through else None
+    if made_in is None or made_in.settings.get("tokenizer") is not None:
+        theirs = bool(marks & corpus.marks) or may_be_theirs(corpus, marks)
+        unknown = _NOT_COMPARED if marks else ", and nobody here knows where its words came from"
+        return Words(learnt=bool(theirs), unknown=unknown if theirs is None else "")
+    if not marks & corpus.marks and not stands_in(corpus.folder, made_in.folder):
+        return Words()
     return Words(learnt=made_in.learnt_vocabulary, releases=(*made_in.releases,))
+
+
+def may_be_theirs(corpus: CorpusFacts, marks: set[str], *there: Path) -> bool | None:
+    """Whether text of these `marks` may be of these people: it is nearly the same, `there` or where the
+    register has it, or gone and not declared to be others'. None where nobody here can tell.
+
+    Of what a copy of a model was made of, the ids beside it are all that is left.
+    """
+    if corpus.folder is None:
+        return None
+    lines = [each for each in register.entries(register.CORPUS) if marks & {*each["people"]}]
+    folders = {*there, *filter(None, map(still_prepared, lines))}
+    if any(stands_in(corpus.folder, each) for each in folders):
+        return True
+    compared = [sources_of(each) for each in folders]
+    gone = [each for each in lines if {*each["sources"]} not in compared]
+    others = declared_others({*corpus.people})
+    if all({*each["people"]} <= others for each in gone):
+        return None if gone or not folders else False
+    return True
 
 
 def breaches(
@@ -99,8 +130,8 @@ def breaches(
         yield "The vocabulary was learnt from this corpus, so rare words show in it.", noisy
     if words.learnt and not any(run.get("releases") for run in before):
         yield (
-            "The vocabulary was learnt from nearly the same text, or from other text of the same people, so rare words show "
-            "in it.",
+            "The vocabulary was learnt from nearly the same text, other text of the same people"
+            f"{_OR_GONE}, so rare words show in it.",
             noisy,
         )
     yield from _cut_by_others(settings.unit, corpus.settings, "")
@@ -133,10 +164,8 @@ def _trained_on_these(model: str, corpus: CorpusFacts) -> Iterator[tuple[str, st
             "the same people.",
             instead,
         )
-    elif corpus.folder is not None:
-        for folder in origin.open_folders:
-            if stands_in(corpus.folder, folder):
-                yield f"{model} was trained without privacy on nearly the same text.", instead
+    elif may_be_theirs(corpus, origin.openly, *origin.open_folders):
+        yield f"{model} was trained without privacy on nearly the same text{_OR_GONE}.", instead
 
 
 def _cut_by_others(unit: str, made: dict[str, Any], when: str) -> Iterator[tuple[str, str]]:
@@ -165,18 +194,24 @@ def _taken_by_text(made: list[dict[str, Any]]) -> Iterator[tuple[str, str]]:
 
 
 def _taken_as_public(
-    config: TrainConfig, corpus: CorpusFacts, people: tuple[str, ...]
+    config: TrainConfig, corpus: CorpusFacts, words: Words, people: tuple[str, ...]
 ) -> Iterator[str]:
     settings: Any = config.mitigation
     yield f"the number of {settings.unit}s, which counts as public"
     yield "what was done to the text before it was prepared, where its files do not tell"
     yield "when lines were logged and files written, which hangs on how many were drawn"
-    if corpus.settings.get("tokenizer") is not None:
-        yield f"the tokenizer {corpus.settings['tokenizer']}, taken to be public"
+    given, is_new = corpus.settings.get("tokenizer"), config.model in BUILT_IN_MODELS
+    if given is not None:
+        yield f"the tokenizer {given}, taken to be public{words.unknown}"
     if corpus.validation_is_public:
         yield f"the validation text {corpus.settings['public_validation']}, which you declared public"
-    if config.model not in BUILT_IN_MODELS:
-        yield f"what {config.model} was trained on before{_unknown(config.model)}"
+    if not is_new:
+        yield f"what {config.model} was trained on before{_unknown(config.model, corpus)}"
+    if given is not None or not is_new:
+        # Always: to say it only where there are some would tell of the text.
+        yield "texts of this corpus that also stand in what the start or its words were made from"
+    if corpus.releases or words.releases:
+        yield "noisy vocabularies of this text that no run was trained with"
     yield (
         "runs that this register does not know: without noise, of other machines, of other users of this one"
     )
@@ -187,24 +222,20 @@ def _taken_as_public(
 
 def say_what_is_unknown(config: TrainConfig, corpus: CorpusFacts) -> None:
     """Warn of words and weights of which nobody here knows where they came from."""
-    if config.model not in BUILT_IN_MODELS and (unknown := _unknown(config.model)):
+    if config.model not in BUILT_IN_MODELS and (unknown := _unknown(config.model, corpus)):
         log.warning("What %s was trained on before is taken to be public%s.", config.model, unknown)
     given = corpus.settings.get("tokenizer")
-    if given is None or corpus.folder is None or given == config.model:
-        return
-    if not any(vocabulary_behind(corpus.folder)):
-        log.warning(
-            "Where the words of %s came from is not known: they are taken to be public.", given
-        )
+    if given is not None and given != config.model and (unknown := words_behind(corpus).unknown):
+        log.warning("The tokenizer %s is taken to be public%s.", given, unknown)
 
 
-def _unknown(model: str) -> str:
+def _unknown(model: str, corpus: CorpusFacts) -> str:
     """What nobody can tell of a model's history."""
     origin = origin_of(Path(model))
     if not origin.is_known:
         return ", of which nothing is known: it has no guarantee.json and stands in no run"
-    if origin.openly and not origin.open_folders:
-        return ": the text itself is no longer there to be compared with"
+    if origin.openly and may_be_theirs(corpus, origin.openly, *origin.open_folders) is None:
+        return _NOT_COMPARED
     return ""
 
 
