@@ -612,6 +612,17 @@ def with_own_forward(monkeypatch):
     return model
 
 
+def with_own_forward_under_a_decorator(monkeypatch):
+    model = with_own_forward(monkeypatch)
+    embed = model.model.embed_tokens
+    embed.forward = torch.autocast("cpu", enabled=False)(embed.forward)
+    return model
+
+
+def with_own_attention_in_a_part(monkeypatch):
+    return nn.Sequential(with_own_attention(monkeypatch))
+
+
 def with_changed_class(monkeypatch):
     plain = LlamaMLP.forward
     monkeypatch.setattr(LlamaMLP, "forward", wraps(plain)(lambda self, hidden: plain(self, hidden)))
@@ -653,6 +664,8 @@ def with_a_hook_on_everything(monkeypatch):
     [
         lambda patch: Own(),
         with_own_forward,
+        with_own_forward_under_a_decorator,
+        with_own_attention_in_a_part,
         with_changed_class,
         with_own_attention,
         with_own_layer_under_a_wrapper,

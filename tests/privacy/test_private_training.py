@@ -564,6 +564,7 @@ def test_a_model_under_torch_compile_is_trained_as_what_it_is(tmp_path):
     private(tmp_path, torch.compile(OneToken(), backend="eager")).step()
 
 
-def test_words_that_the_model_does_not_have_are_refused_before_somebody_is_drawn(tmp_path):
-    with pytest.raises(UsageError, match=r"id 20, .* has 20"):
-        private(tmp_path, texts=[*documents(), torch.tensor([1, VOCABULARY, 2])])
+@pytest.mark.parametrize("wrong", [-1, VOCABULARY, 2**32 + 5])
+def test_words_that_the_model_does_not_have_are_refused_before_somebody_is_drawn(wrong, tmp_path):
+    with pytest.raises(UsageError, match=rf"id {wrong}, .* has 20"):
+        private(tmp_path, texts=[*documents(), torch.tensor([1, wrong, 2])])

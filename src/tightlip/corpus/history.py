@@ -138,7 +138,11 @@ def new_name(
 def still_prepared(line: register.Entry) -> Path | None:
     """Where the text of a corpus' line in the register lies prepared, if it still does."""
     folder = Path(str(line.get("folder")))
-    return folder if sources_of(folder) == {*line["sources"]} else None
+    try:
+        is_whole = (folder / "train.parquet").is_file()
+        return folder if is_whole and sources_of(folder) == {*line["sources"]} else None
+    except OSError:  # somebody else's by now
+        return None
 
 
 def marks_behind(fingerprint: str) -> set[str]:

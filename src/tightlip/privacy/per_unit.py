@@ -84,7 +84,8 @@ def check_no_buffers(model: nn.Module) -> None:
                 f"hides. Replace it with a LayerNorm."
             )
         # Adapters' layers are given frozen rows: torch then only warns, and their gradient is nothing.
-        if getattr(module, "sparse", False) is True and module.weight.requires_grad:
+        looks_up = isinstance(module, nn.Embedding | nn.EmbeddingBag)
+        if looks_up and module.sparse and module.weight.requires_grad:
             raise UsageError(
                 f"{name} gives sparse gradients, and noise is on every entry. Use sparse=False."
             )

@@ -77,29 +77,37 @@ def _taken_on_trust(model: nn.Module) -> list[str]:
 def _code_of(model: nn.Module) -> Iterator[str]:
     """The modules of Python that a model's layers, their hooks and their attention come from."""
     hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    for kind in hooks:
-        yield from map(_module_of, getattr(nn.modules.module, f"_global{kind}", {}).values())
+    library: Any = sys.modules.get("transformers.modeling_utils")
+    code: list[Any] = [
+        hook for kind in hooks for hook in getattr(nn.modules.module, f"_global{kind}", {}).values()
+    ]
     for part in model.modules():
-        for kind in hooks:
-            yield from map(_module_of, getattr(part, kind).values())
+        code += (hook for kind in hooks for hook in getattr(part, kind).values())
         for each in type(part).__mro__:  # a wrapper may have made a class of its own of somebody's
-            yield each.__module__
-            yield _module_of(vars(each).get("forward", each))
+            code += [
+                each,
+                *(vars(each)[name] for name in ("forward", "__call__") if name in vars(each)),
+            ]
         given = (each for each in vars(part).values() if not isinstance(each, nn.Module))
-        yield from (_module_of(each) for each in given if callable(each))
-    named = getattr(getattr(model, "config", None), "_attn_implementation", None)
-    if (masks := sys.modules.get("transformers.modeling_utils")) is not None:
-        yield _module_of(masks.ALL_ATTENTION_FUNCTIONS.get(named, nn.Module))
+        code += (each for each in given if callable(each))
+        named = getattr(getattr(part, "config", None), "_attn_implementation", None)
+        if library is not None:
+            code.append(library.ALL_ATTENTION_FUNCTIONS.get(named, nn.Module))
+        if isinstance(part, torch.jit.ScriptModule):
+            yield "TorchScript"
+    for each in code:
+        yield from _modules_of(each)
 
 
-def _module_of(code: Any) -> str:
-    """Where a function or class was written, whatever it is wrapped as."""
-    while isinstance(code, partial | MethodType):
-        code = code.func if isinstance(code, partial) else code.__func__
-    if isinstance(code, FunctionType):
-        return str(code.__globals__.get("__name__"))
-    kind = code if isinstance(code, type) else type(code)
-    return kind.__module__
+def _modules_of(code: Any) -> Iterator[str]:
+    """Where a function or class was written, and all that it is wrapped in."""
+    while code is not None:
+        while isinstance(code, partial | MethodType):
+            code = code.func if isinstance(code, partial) else code.__func__
+        kind = code if isinstance(code, type) else type(code)
+        is_function = isinstance(code, FunctionType)
+        yield str(code.__globals__.get("__name__")) if is_function else kind.__module__
+        code = getattr(code, "__wrapped__", None)
 
 
 def _because(training: "PrivateTraining") -> str:
@@ -151,7 +159,17 @@ def on_your_word(adaptive: AdaptiveSpec | None, people: str | None) -> Terms:
 
 LIBRARIES = {
     *("torch", "transformers", "peft", "trl", "accelerate", "bitsandbytes", "tightlip"),
-    *("huggingface_hub", "torchao", *sys.stdlib_module_names),
+    *(
+        "huggingface_hub",
+        "torchao",
+        "builtins",
+        "abc",
+        "typing",
+        "functools",
+        "collections",
+        "types",
+    ),
+    *("contextlib", "dataclasses", "enum"),
 }
 DRAWS, TIMES = 4, 10
 MOST_CHARGED = 0.1  # of the clip norm
@@ -184,7 +202,7 @@ def arithmetic_of(
     goes on as it was measured then, or the worse of both if it goes on in another setting."""
     assert passes.clip is not None
     kind = "exact" if passes.clip.exact else "floats"
-    setting = f"{kind} {passes.way} {'bf16' if passes.bf16 else 'full'} {batches.device.type} {tuple(batches.usual())}"
+    setting = f"{kind}, all clipped, {passes.way} {'bf16' if passes.bf16 else 'full'} {batches.device.type} {tuple(batches.usual())}"
     kept = None
     if before.get("arithmetic") is not None:
         kept = Arithmetic(before["arithmetic"], before["arithmetic_charged"], setting)
@@ -263,7 +281,8 @@ def _all_clipped(passes: Passes, together: Physical) -> tuple[Physical, float]:
     some_U = norms_U[(norms_U > 0) & norms_U.isfinite()]
     if passes.clip.exact or not math.isfinite(passes.clip.norm) or not len(some_U):
         return together, 1.0
-    share = min(1.0, 2.0 ** (math.frexp(float(some_U.min()) / passes.clip.norm)[1] - 11))
+    exponent = math.frexp(float(some_U.min()) / passes.clip.norm)[1]
+    share = 2.0 ** min(0, max(-60, exponent - 11))
     return replace(together, shares_U=torch.full_like(norms_U, share)), share
 
 

@@ -70,10 +70,14 @@ def give(sums: list[Tensor], parameters: Iterable[nn.Parameter]) -> None:
     """The sums as gradients, in each parameter's kind of number."""
     for parameter, each in zip(parameters, sums, strict=True):
         values = each.view(torch.float32) if each.dtype == torch.int32 else each
-        values = values.to(parameter.dtype)
-        if values.stride() != parameter.stride():  # fused optimizers go by memory
-            values = torch.empty_like(parameter).copy_(values)
-        parameter.grad = values
+        parameter.grad = _lying_as(values.to(parameter.dtype), parameter)
+
+
+def _lying_as(values: Tensor, parameter: Tensor) -> Tensor:
+    """Fused optimizers go by memory, and would move other weights of one that lies transposed."""
+    if values.stride() == parameter.stride():
+        return values
+    return torch.empty_like(parameter, requires_grad=False).copy_(values)
 
 
 def _can_skip(optimizer: Optimizer) -> bool:
@@ -175,7 +179,8 @@ class Shares:
             parts_NK = self._processes.all_parts(torch.cat(padded))
             for number, part_NK in zip(numbers, parts_NK.split(sizes, 1), strict=True):
                 parameter = self._parameters[number]
-                parameter.grad = part_NK.reshape(-1)[: parameter.numel()].view(parameter.shape)
+                values = part_NK.reshape(-1)[: parameter.numel()].view(parameter.shape)
+                parameter.grad = _lying_as(values, parameter)
 
     def _size(self, parameter: Tensor) -> int:
         """How many entries each process owns; the last ones may own fewer."""

@@ -21,6 +21,7 @@ from tightlip.privacy.passes import Passes, Physical, summed
 from tightlip.privacy.physical_batches import BESIDE, PhysicalBatches, Shape
 from tightlip.privacy.row_losses import NO_LABEL
 from tightlip.privacy.shards import check_has_rules, kept_parameters, local
+from tightlip.privacy.sources import Source
 from tightlip.privacy.watching import NoRule, Watch
 
 log = logging.getLogger("tightlip")
@@ -43,11 +44,7 @@ def checked_passes(passes: Passes, batches: PhysicalBatches) -> Passes:
     with Untouched(model)():  # the first that a pass may write into
         _check_alone(model, some, longest)
         _check_alone(model, some.new_zeros((1, batches.usual().width)), longest)
-        num_ids, largest = per_unit.num_ids_of(model, width), getattr(source, "largest_id", 0)
-        if largest >= num_ids:
-            raise UsageError(
-                f"A text has id {largest}, and the model has {num_ids} words. Use the tokenizer that it was made with."
-            )
+        _check_ids(model, source, width)
         checked = some[:, :1].expand(-1, min(LONGEST_CHECKED, batches.usual().width))
         unruly = per_unit.no_rule_for(model, checked, bf16=passes.bf16, beside=True)
     if passes.way != "slow" and (unruly is not None or passes.way == "mapped"):
@@ -58,6 +55,16 @@ def checked_passes(passes: Passes, batches: PhysicalBatches) -> Passes:
         passes(synthetic_units(shape, num_ids, slice(0), batches.device))
     _settle_on_sharing(passes, batches)
     return passes
+
+
+def _check_ids(model: nn.Module, source: Source, width: int) -> None:
+    find = getattr(model, "get_input_embeddings", lambda: None)
+    num_ids = max(per_unit.num_ids_of(model, width), getattr(find(), "num_embeddings", 0))
+    for each in (getattr(source, "smallest_id", 0), getattr(source, "largest_id", 0)):
+        if not 0 <= each < num_ids:
+            raise UsageError(
+                f"A text has id {each}, and the model has {num_ids} words. Use the tokenizer that it was made with."
+            )
 
 
 def _check_alone(model: nn.Module, some: Tensor, longest: int) -> None:

@@ -40,8 +40,10 @@ class LabelledRows:
             raise UsageError(
                 f"{len(users)} users for {len(counts)} rows. Give one user for each row."
             )
-        self._ids, self._labels = (np.concatenate(rows).astype(np.int32) for rows in (ids, labels))
-        self.largest_id = int(self._ids.max(initial=0))
+        every = [np.concatenate(rows) for rows in (ids, labels)]
+        asked = np.concatenate([each[each != NO_LABEL] for each in every])
+        self.smallest_id, self.largest_id = int(asked.min(initial=0)), int(asked.max(initial=0))
+        self._ids, self._labels = (each.astype(np.int32) for each in every)
         self._ends = np.cumsum(counts)
         self._starts = self._ends - counts
         self.lengths = np.maximum(1, counts - 1)  # the last id is only predicted, never fed

@@ -10,6 +10,7 @@ from tightlip.core.errors import GuaranteeError, UsageError
 from tightlip.core.figures import counted
 from tightlip.core.progress import log
 from tightlip.corpus.history import (
+    marks_of,
     origin_of,
     sources_of,
     still_prepared,
@@ -24,7 +25,7 @@ from tightlip.training.config import BUILT_IN_MODELS, TrainConfig
 from tightlip.training.mitigations import CorpusFacts
 from tightlip.training.starting import runs_behind
 
-_OR_GONE = ", or registered text that is gone and was not declared to be other people's"
+_THEIRS = "nearly the same text, or from other text of the same people"
 _NOT_COMPARED = ": the text is not to be found from here, so it was not compared with this one"
 
 
@@ -75,10 +76,10 @@ def _check_held_out(settings: Any, corpus: CorpusFacts) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Words:
-    """What is known of a vocabulary that another corpus brought: whether it was `learnt` from text
-    of these people without noise, or what it cost them with noise, or what of it is `unknown`."""
+    """What is known of a vocabulary that another corpus brought: what text of these people it was
+    `learnt` from without noise, or what it cost them with noise, or what of it is `unknown`."""
 
-    learnt: bool = False
+    learnt: str = ""
     releases: tuple[dict[str, Any], ...] = ()
     unknown: str = ""
 
@@ -90,17 +91,18 @@ def words_behind(corpus: CorpusFacts) -> Words:
     marks, through = vocabulary_behind(corpus.folder)
     made_in = open_prepared(through[-1]) if through else None
     if made_in is None or made_in.settings.get("tokenizer") is not None:
-        theirs = bool(marks & corpus.marks) or may_be_theirs(corpus, marks)
+        theirs = _THEIRS if marks & corpus.marks else theirs_in(corpus, marks)
         unknown = _NOT_COMPARED if marks else ", and nobody here knows where its words came from"
-        return Words(learnt=bool(theirs), unknown=unknown if theirs is None else "")
+        return Words(learnt=theirs or "", unknown=unknown if theirs is None else "")
     if not marks & corpus.marks and not stands_in(corpus.folder, made_in.folder):
         return Words()
-    return Words(learnt=made_in.learnt_vocabulary, releases=(*made_in.releases,))
+    learnt = _THEIRS if made_in.learnt_vocabulary else ""
+    return Words(learnt=learnt, releases=(*made_in.releases,))
 
 
-def may_be_theirs(corpus: CorpusFacts, marks: set[str], *there: Path) -> bool | None:
-    """Whether text of these `marks` may be of these people: it is nearly the same, `there` or where the
-    register has it, or gone and not declared to be others'. None where nobody here can tell.
+def theirs_in(corpus: CorpusFacts, marks: set[str], *there: Path) -> str | None:
+    """What text of these `marks` may be of these people, in words: it is nearly the same, `there` or
+    where the register has it, or gone and not declared to be others'. None where nobody here can tell.
 
     Of what a copy of a model was made of, the ids beside it are all that is left.
     """
@@ -109,13 +111,18 @@ def may_be_theirs(corpus: CorpusFacts, marks: set[str], *there: Path) -> bool | 
     lines = [each for each in register.entries(register.CORPUS) if marks & {*each["people"]}]
     folders = {*there, *filter(None, map(still_prepared, lines))}
     if any(stands_in(corpus.folder, each) for each in folders):
-        return True
+        return "nearly the same text"
     compared = [sources_of(each) for each in folders]
     gone = [each for each in lines if {*each["sources"]} not in compared]
     others = declared_others({*corpus.people})
-    if all({*each["people"]} <= others for each in gone):
-        return None if gone or not folders else False
-    return True
+    for each in gone:
+        if not {*each["people"]} <= others:
+            return (
+                f"registered text that is not at {each.get('folder') or 'its place'} any more and may be of the same people "
+                "(prepare it there again to have it compared, or this corpus with --other-people)"
+            )
+    known = set().union(*(each["people"] for each in lines), *map(marks_of, folders))
+    return None if gone or marks - known or not folders else ""
 
 
 def breaches(
@@ -130,8 +137,7 @@ def breaches(
         yield "The vocabulary was learnt from this corpus, so rare words show in it.", noisy
     if words.learnt and not any(run.get("releases") for run in before):
         yield (
-            "The vocabulary was learnt from nearly the same text, other text of the same people"
-            f"{_OR_GONE}, so rare words show in it.",
+            f"The vocabulary was learnt from {words.learnt}, so rare words show in it.",
             noisy,
         )
     yield from _cut_by_others(settings.unit, corpus.settings, "")
@@ -164,8 +170,8 @@ def _trained_on_these(model: str, corpus: CorpusFacts) -> Iterator[tuple[str, st
             "the same people.",
             instead,
         )
-    elif may_be_theirs(corpus, origin.openly, *origin.open_folders):
-        yield f"{model} was trained without privacy on nearly the same text{_OR_GONE}.", instead
+    elif theirs := theirs_in(corpus, origin.openly, *origin.open_folders):
+        yield f"{model} was trained without privacy on {theirs}.", instead
 
 
 def _cut_by_others(unit: str, made: dict[str, Any], when: str) -> Iterator[tuple[str, str]]:
@@ -234,7 +240,7 @@ def _unknown(model: str, corpus: CorpusFacts) -> str:
     origin = origin_of(Path(model))
     if not origin.is_known:
         return ", of which nothing is known: it has no guarantee.json and stands in no run"
-    if origin.openly and may_be_theirs(corpus, origin.openly, *origin.open_folders) is None:
+    if origin.openly and theirs_in(corpus, origin.openly, *origin.open_folders) is None:
         return _NOT_COMPARED
     return ""
 
