@@ -10,9 +10,9 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from hashlib import sha256
-from itertools import chain, pairwise
+from itertools import accumulate, chain, pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -32,16 +32,29 @@ _SAFE_CUT = re.compile(r"(?<=\S)[ \n](?=\S)")
 _SPACES = np.array([code for code in range(0x3001) if chr(code).isspace()], np.uint32)
 
 
+class Encoded(NamedTuple):
+    """Ids (int32) of several texts, one after the other; how many each text has; and where asked
+    for, the characters of its text that each token covers."""
+
+    ids: np.ndarray
+    sizes: np.ndarray
+    spans: np.ndarray | None
+
+
 class Encoder:
     """Encodes texts whole: no truncation, padding or special tokens, whatever was saved.
+
+    A fast tokenizer's encoder can be pickled, and needs no transformers where it is unpickled.
 
     Holds:
         whole: cutting long texts gives the same ids and spans as not cutting them.
     """
 
     def __init__(self, tokenizer: Any, *, with_spans: bool = False) -> None:
-        self._tokenizer, self._with_spans = tokenizer, with_spans
+        self._slow = None if tokenizer.is_fast else tokenizer
         self._backend = tokenizer.backend_tokenizer if tokenizer.is_fast else None
+        self._with_spans = with_spans
+        self._splits_special_tokens = bool(getattr(tokenizer, "split_special_tokens", False))
         if with_spans and self._backend is None:
             raise UsageError(
                 f"{type(tokenizer).__name__} is not a fast tokenizer, so it cannot say which characters a "
@@ -50,55 +63,71 @@ class Encoder:
         check_token_ids(f"A {type(tokenizer).__name__}", tokenizer)
         self.may_cut = self._backend is not None and cuts_at_spaces(self._backend)
 
+    @property
+    def is_fast(self) -> bool:
+        return self._backend is not None
+
     def encode(self, texts: list[str]) -> tuple[list[np.ndarray], list[np.ndarray] | None]:
-        """Each text's ids (int32), and each token's character span where asked for."""
-        if self._backend is None:
-            called = self._tokenizer(
+        """Each text's ids, and each token's character span where asked for."""
+        ids, sizes, spans = self.end_to_end(texts)
+        edges = [*pairwise(accumulate(sizes.tolist(), initial=0))]
+        parts = [
+            [each[start:end] for start, end in edges] for each in (ids, spans) if each is not None
+        ]
+        return parts[0], parts[1] if self._with_spans else None
+
+    def end_to_end(self, texts: list[str]) -> Encoded:
+        """The same in arrays of all texts: of a sentence alone, making one would cost more than the work."""
+        if self._slow is not None:
+            called = self._slow(
                 texts, add_special_tokens=False, truncation=False, padding=False, verbose=False
             )
-            return [np.array(ids, np.int32) for ids in called["input_ids"]], None
+            return Encoded(*_joined(called["input_ids"]), None)
         if not (self.may_cut and any(len(text) > PIECE_CHARACTERS for text in texts)):
             return self._encode_fast(texts)
         return self._encode_long(texts)
 
-    def _encode_fast(self, texts: list[str]) -> tuple[list[np.ndarray], list[np.ndarray] | None]:
+    def _encode_fast(self, texts: list[str]) -> Encoded:
         backend = self._backend
         assert backend is not None
-        with _everything(backend, self._tokenizer.split_special_tokens):
+        with _everything(backend, self._splits_special_tokens):
             call = backend.encode_batch if self._with_spans else backend.encode_batch_fast
             encodings = call(texts, add_special_tokens=False)
-        each = [encoding.ids for encoding in encodings]
-        ends = np.cumsum([0, *map(len, each)]).tolist()
-        # All at once, end to end: of a sentence alone, the call would cost more than the work.
-        joined = np.fromiter(chain.from_iterable(each), np.int32, ends[-1])
-        ids = [joined[start:end] for start, end in pairwise(ends)]
+        ids, sizes = _joined([encoding.ids for encoding in encodings])
         if not self._with_spans:
-            return ids, None
+            return Encoded(ids, sizes, None)
         spans = [np.array(encoding.offsets, np.int32).reshape(-1, 2) for encoding in encodings]
-        return ids, _without_leading_spaces(spans, texts)
+        return Encoded(ids, sizes, _without_leading_spaces(spans, texts))
 
-    def _encode_long(self, texts: list[str]) -> tuple[list[np.ndarray], list[np.ndarray] | None]:
-        ids: list[list[np.ndarray]] = [[] for _ in texts]
-        spans: list[list[np.ndarray]] = [[] for _ in texts]
+    def _encode_long(self, texts: list[str]) -> Encoded:
+        sizes, parts = np.zeros(len(texts), np.int64), []
         for group in _groups(texts):
-            piece_ids, piece_spans = self._encode_fast([piece for _, _, piece in group])
-            for index, (document, start, _) in enumerate(group):
-                ids[document].append(piece_ids[index])
-                if piece_spans is not None:
-                    spans[document].append(piece_spans[index] + np.int32(start))
-        joined = [np.concatenate(parts) for parts in ids]
-        return joined, [np.concatenate(parts) for parts in spans] if self._with_spans else None
+            documents, starts, some = zip(*group, strict=True)
+            part = self._encode_fast([*some])
+            np.add.at(sizes, [*documents], part.sizes)
+            if part.spans is not None:
+                part.spans[:] += np.repeat(np.array(starts, np.int32), part.sizes)[:, None]
+            parts.append(part)
+        ids, _, spans = zip(*parts, strict=True)
+        return Encoded(
+            np.concatenate(ids), sizes, np.concatenate(spans) if self._with_spans else None
+        )
 
 
-def _without_leading_spaces(spans: list[np.ndarray], texts: list[str]) -> list[np.ndarray]:
-    """Each text's spans, to start at a token's first visible character.
+def _joined(rows: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:
+    """Rows of ids one after the other, and their sizes."""
+    sizes = np.fromiter(map(len, rows), np.int64, len(rows))
+    return np.fromiter(chain.from_iterable(rows), np.int32, int(sizes.sum())), sizes
+
+
+def _without_leading_spaces(spans: list[np.ndarray], texts: list[str]) -> np.ndarray:
+    """All texts' spans, to start at a token's first visible character.
 
     Some tokenizers count the space before a word to it, some do not; only without it do the
     tokens of two tokenizers start at the same places. A token of nothing but space keeps it.
     """
     if not texts:
-        return []
-    # All texts at once, end to end: of a sentence alone, the calls would cost more than the work.
+        return np.zeros((0, 2), np.int32)
     letters = np.frombuffer("".join(texts).encode("utf-32-le", "surrogatepass"), np.uint32)
     spaces = np.isin(letters, _SPACES)
     next_visible = np.full(len(letters) + 1, len(letters), np.int64)
@@ -110,7 +139,7 @@ def _without_leading_spaces(spans: list[np.ndarray], texts: list[str]) -> list[n
     starts = next_visible[joined[:, 0]]
     inside = starts < joined[:, 1]
     joined[inside, 0] = starts[inside]
-    return np.split((joined - begins).astype(np.int32), np.cumsum(sizes[:-1]))
+    return (joined - begins).astype(np.int32)
 
 
 def _groups(texts: list[str]) -> Iterator[list[tuple[int, int, str]]]:
@@ -126,7 +155,8 @@ def _groups(texts: list[str]) -> Iterator[list[tuple[int, int, str]]]:
             if num_characters > GROUP_CHARACTERS:
                 yield group
                 group, num_characters = [], 0
-    yield group
+    if group:
+        yield group
 
 
 def pieces(text: str) -> Iterator[str]:

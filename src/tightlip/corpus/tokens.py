@@ -31,6 +31,7 @@ from tightlip.core.checksums import checked
 from tightlip.core.errors import UsageError
 from tightlip.core.files import damage_in_words, folder_written_whole, read_json, write_json
 from tightlip.core.progress import task
+from tightlip.corpus.encoder_processes import encoded_batches
 from tightlip.corpus.encoding import Encoder, tokenizer_fingerprint
 from tightlip.corpus.owners import Writer, owners_of
 from tightlip.corpus.tables import DocumentBatch
@@ -195,9 +196,10 @@ def tokenize_documents(
     *,
     with_spans: bool = False,
     description: str = "Tokenising",
-    also: Callable[[list[np.ndarray]], None] | None = None,
+    also: Callable[[np.ndarray, np.ndarray], None] | None = None,
 ) -> TokenizedCorpus:
-    """Encode documents into `folder`, which appears when all are there; `also` is shown their tokens.
+    """Encode documents into `folder`, which appears when all are there; `also` is shown the tokens of
+    some documents at a time, and how many each has.
 
     Holds:
         streamed: of the corpus only document bounds and users are held in memory.
@@ -207,13 +209,12 @@ def tokenize_documents(
     has_text = False
     with folder_written_whole(folder) as beside, task(description, None) as bar:
         writer = _Writer(beside, *(("spans",) if with_spans else ()))
-        for batch in batches:
-            ids, spans = encoder.encode(batch.texts)
+        for batch, (ids, sizes, spans) in encoded_batches(batches, encoder):
             further = {} if spans is None else {"spans": spans}
             contents = [text.encode("utf-8") for text in batch.texts]
-            writer.add(batch.users, contents, tokens=ids, **further)
+            writer.add(batch.users, contents, sizes, tokens=ids, **further)
             if also is not None:
-                also(ids)
+                also(ids, sizes)
             has_text = has_text or any(text.strip() for text in batch.texts)
             bar.advance(len(batch))
         if has_text and not writer.num_tokens:
@@ -232,8 +233,8 @@ def write_role_tokens(
     with folder_written_whole(folder) as beside, task("Tokenising", None) as bar:
         writer = _Writer(beside, "roles", "trained")
         for each in documents:
-            further = {"roles": [each.roles], "trained": [each.trained]}
-            writer.add([each.user], [each.content], tokens=[each.ids], **further)
+            arrays = {"tokens": each.ids, "roles": each.roles, "trained": each.trained}
+            writer.add([each.user], [each.content], [len(each.ids)], **arrays)
             bar.advance()
         about = {"role_names": reader.role_names, "begins_itself": reader.begins_itself}
         writer.finish(tokenizer_fingerprint(tokenizer), **about)
@@ -259,13 +260,17 @@ class _Writer:
         return self._bounds[-1]
 
     def add(
-        self, users: Sequence[str], contents: Sequence[bytes], **arrays: Sequence[np.ndarray]
+        self,
+        users: Sequence[str],
+        contents: Sequence[bytes],
+        sizes: Sequence[int] | np.ndarray,
+        **arrays: np.ndarray,
     ) -> None:
-        """Some documents: of each its user, its text, and its rows of every array."""
-        # All of them at once: of a sentence alone, the calls would cost more than the work.
+        """Some documents: of each its user, its text and its number of tokens, and of all of them
+        together the rows of every array."""
         for name, rows in arrays.items():
-            self._arrays[name].extend(np.concatenate(rows))
-        _extend(self._bounds, [len(row) for row in arrays["tokens"]])
+            self._arrays[name].extend(rows)
+        _extend(self._bounds, sizes)
         owners = [owners_of(user) if isinstance(user, Writer) else (user,) for user in users]
         known, names = self._numbers, [*chain.from_iterable(owners)]
         numbers = array("i", [known.setdefault(name, len(known)) for name in names])
@@ -297,7 +302,7 @@ class _Writer:
         write_json(self._folder / "info.json", info)
 
 
-def _extend(edges: array, sizes: Sequence[int]) -> None:
+def _extend(edges: array, sizes: Sequence[int] | np.ndarray) -> None:
     """Where stretches of these sizes end, after the last that is there."""
     edges.frombytes((edges[-1] + np.cumsum(sizes, dtype=np.int64)).tobytes())
 

@@ -1,7 +1,7 @@
 """A scan that begins while the corpus is still tokenised, where a device of its own does the scanning."""
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import pairwise
@@ -35,23 +35,23 @@ class ScanAhead:
     def __init__(self, open_scan: OpenScan, read_as: Callable[[], Any], most_tokens: int) -> None:
         self._open_scan, self._read_as, self._most_tokens = open_scan, read_as, most_tokens
         self._thread = ThreadPoolExecutor(1)
-        self._documents: list[np.ndarray] = []
+        self._waiting: list[tuple[np.ndarray, np.ndarray]] = []  # tokens, sizes of their documents
         self._start = self._size = 0  # of these documents
         self._scan: store.ScanFunction | None = None
         self._shards: dict[Place, tuple[np.ndarray, np.ndarray]] = {}
         self._begun: dict[Place, Future[Iterable[np.ndarray]]] = {}
 
-    def add(self, documents: Sequence[np.ndarray]) -> None:
-        """The tokens of the documents that follow."""
+    def add(self, ids: np.ndarray, sizes: np.ndarray) -> None:
+        """The tokens of the documents that follow, and how many each has."""
         if self._start + self._size > self._most_tokens:
-            self._documents = []  # the rest is scanned when all of it is known
+            self._waiting = []  # the rest is scanned when all of it is known
             return
-        self._documents += documents
-        self._size += sum(map(len, documents))
+        self._waiting.append((ids, sizes))
+        self._size += len(ids)
         if self._size < store.SHARD_TOKENS:
             return
-        tokens = np.concatenate(self._documents)
-        bounds = np.append(0, np.cumsum([len(one) for one in self._documents]))
+        tokens, sizes = (np.concatenate(parts) for parts in zip(*self._waiting, strict=True))
+        bounds = np.append(0, np.cumsum(sizes))
         for first, end in pairwise(store.shard_edges(bounds)):
             own = bounds[first : end + 1] - bounds[first]
             if own[-1] < store.SHARD_TOKENS:  # the next documents are of this shard too
@@ -59,7 +59,7 @@ class ScanAhead:
             place = self._start, self._start + int(own[-1])
             self._shards[place] = tokens[bounds[first] : bounds[end]], own
             self._begun[place] = self._thread.submit(self._begin, *self._shards[place])
-            self._documents = self._documents[end - first :]
+            self._waiting = [(tokens[bounds[end] :], sizes[end:])]
             self._start, self._size = place[1], self._size - int(own[-1])
 
     def _begin(self, tokens: np.ndarray, bounds: np.ndarray) -> Iterable[np.ndarray]:
