@@ -7,7 +7,6 @@ this process does meanwhile, such as scanning, waits for it.
 
 import os
 import pickle
-import subprocess
 import sys
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -16,6 +15,7 @@ from contextlib import ExitStack
 from itertools import chain
 from typing import Any
 
+from tightlip.core.children import begin_child
 from tightlip.core.progress import log
 from tightlip.corpus.encoding import Encoded, Encoder
 from tightlip.corpus.tables import DocumentBatch
@@ -88,18 +88,8 @@ class _EncoderProcess:
     """A process that encodes one list of texts after the other, and a thread that waits for it."""
 
     def __init__(self, state: bytes) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", __name__],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,  # Ctrl-C is for us, who then end it
-            env={
-                **os.environ,
-                "PYTHONPATH": os.pathsep.join(sys.path),
-                "TOKENIZERS_PARALLELISM": "false",
-            },
-        )
+        # Each encodes on one core; they are several.
+        self._process = begin_child(__name__, TOKENIZERS_PARALLELISM="false")
         self._thread = ThreadPoolExecutor(1)
         self._begun = self._thread.submit(self._send, state)
         self._has_ended = False

@@ -17,6 +17,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import IO, Any
 
+from tightlip.core.children import begin_child
 from tightlip.core.errors import UsageError
 
 MOST_SECONDS = 10.0  # for a row
@@ -77,7 +78,7 @@ class Renderer:
 
     def _start(self) -> None:
         spare = _take_spare()
-        self._child = spare or _begin_child()
+        self._child = spare or begin_child(__name__)
         try:
             if spare is None:
                 self._answer(None, _START_SECONDS)  # it has imported what it needs
@@ -108,16 +109,6 @@ class Renderer:
         if child is not None:
             child.kill()
             child.communicate()
-
-
-def _begin_child() -> subprocess.Popen[bytes]:
-    return subprocess.Popen(
-        [sys.executable, "-m", __name__],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-    )
 
 
 def _take_spare() -> subprocess.Popen[bytes] | None:
