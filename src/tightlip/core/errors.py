@@ -7,7 +7,7 @@ from typing import Any
 # The command line sets it: there a refusal names flags, in Python arguments.
 names_flags: ContextVar[bool] = ContextVar("names_flags", default=False)
 # Of the flags that refusals name, those without a value.
-_SWITCHES = {"allow_unproved", "choose", "mixed", "scrub", "snapshots"}
+_SWITCHES = {"allow_unproved", "choose", "mixed", "other_people", "scrub", "snapshots"}
 # "tightlip prepare CORPUS --out DIR", to the end of its clause.
 _COMMAND = r"\btightlip [a-z].*?(?=[.,;:)](?:\s|$)|$)"
 # Behind a flag: its value, not a word that goes on with the sentence.
