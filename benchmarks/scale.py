@@ -106,10 +106,16 @@ class Clock:
 
     @contextmanager
     def stage(self, name):
-        wall, cpu = time.perf_counter(), time.process_time()
+        wall, cpu = time.perf_counter(), cpu_seconds()
         yield
         self.wall[name] = self.wall.get(name, 0) + time.perf_counter() - wall
-        self.cpu[name] = self.cpu.get(name, 0) + time.process_time() - cpu
+        self.cpu[name] = self.cpu.get(name, 0) + cpu_seconds() - cpu
+
+
+def cpu_seconds():
+    """Of this process and of the children that have ended."""
+    ended = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return time.process_time() + ended.ru_utime + ended.ru_stime
 
 
 def memory():
@@ -128,7 +134,7 @@ def random_ranks(share):
     return scan
 
 
-def measure(part, folder, kind, device, dtype, share, memory_bound):
+def measure(part, folder, kind, device, dtype, share, memory_bound, workers):
     """In this process: all stages of one part, printed as JSON."""
     from tightlip.audit.leakage import by_text as texts
     from tightlip.audit.leakage.findings import tokens_with_text
@@ -139,7 +145,7 @@ def measure(part, folder, kind, device, dtype, share, memory_bound):
     from tightlip.scan.scanner import Scanner
     from tightlip.scan.store import ScanStore
 
-    path, clock, engine = folder / "corpus.parquet", Clock(), LocalEngine()
+    path, clock, engine = folder / "corpus.parquet", Clock(), LocalEngine(workers)
     tokenizer, limit = make_tokenizer(folder), bytes_from(memory_bound)
     source = CorpusSource(str(path), {})
     if kind == "random":
@@ -153,7 +159,7 @@ def measure(part, folder, kind, device, dtype, share, memory_bound):
         for _ in source.documents().batches():
             pass
     with clock.stage("tokenise"):
-        corpus = tokenised_for(source, tokenizer, folder / "tokens")
+        corpus = tokenised_for(source, tokenizer, folder / "tokens", engine=engine)
     peaks["tokenise"] = memory()
     with clock.stage("scan"):
         store = ScanStore(folder / "scan")
@@ -196,9 +202,11 @@ def main():
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--hits", type=float, default=0.35)
     parser.add_argument("--memory", default="4GB")
+    parser.add_argument("--workers", type=int, help="of the engine; default: one for each core")
     parser.add_argument("--measure")
     arguments = parser.parse_args()
     how = [arguments.model, arguments.device, arguments.dtype, arguments.hits, arguments.memory]
+    how.append(arguments.workers)
     if arguments.measure:
         measure(arguments.parts[0], Path(arguments.measure), *how)
         return

@@ -12,6 +12,7 @@ import pytest
 import tightlip
 from tightlip.audit.leakage import dry_run as audits
 from tightlip.core.checksums import LIST
+from tightlip.core.children import ALONE_SECONDS
 from tightlip.core.engines import EngineSettings
 from tightlip.core.errors import UsageError
 from tightlip.core.progress import Estimate
@@ -149,12 +150,14 @@ def test_hours_are_those_of_all_machines():
 TIMES = {
     "Scanning the model": 600.0,
     "Scanning validation text": 60.0,
+    "Reading words": 210.0,
     "Counting": 90.0,
     audits.REST: 7.0,
 }
 ONCE = {
     "Scanning the model": 40.0,
     "Scanning validation text": 1.0,
+    "Reading words": 10.0,
     "Counting": 2.0,
     audits.REST: 6,
 }
@@ -165,7 +168,8 @@ SHARD_TOKENS = 100
 def test_on_a_cluster_the_scan_is_shared_out_and_all_machines_are_paid(
     run, monkeypatch, workers, machines
 ):
-    cluster, plain = SimpleNamespace(num_workers=workers, num_machines=machines), EngineSettings.opened  # fmt: skip
+    plain, of_all = EngineSettings.opened, {"num_workers": workers, "num_python": workers}
+    cluster = SimpleNamespace(is_remote=True, num_machines=machines, **of_all)
 
     def opened(settings, device="auto"):
         return nullcontext(cluster) if settings.engine == "ray" else plain(settings, device)
@@ -174,21 +178,32 @@ def test_on_a_cluster_the_scan_is_shared_out_and_all_machines_are_paid(
     check_shared_out(run.folder, workers, machines, monkeypatch)
 
 
+def test_processes_of_this_machine_share_what_is_python_s(run, monkeypatch):
+    monkeypatch.setattr(audits, "_extrapolated", lambda *given: dict(TIMES if given[-1] else ONCE))
+    alone = tightlip.estimate_audit(run.folder, device="cpu", workers=3).stages
+    shared = tightlip.estimate_audit(run.folder, device="cpu", workers=8).stages
+    assert {name: alone[name] for name in TIMES} == TIMES
+    assert shared["Reading words"] == pytest.approx(10 + ALONE_SECONDS + (200 - ALONE_SECONDS) / 4)
+    assert {name: shared[name] for name in TIMES if name != "Reading words"} == {
+        name: seconds for name, seconds in TIMES.items() if name != "Reading words"
+    }
+
+
 def check_shared_out(run, workers, machines, monkeypatch):
     """The dry run of a cluster against that of this machine, which takes TIMES, of them ONCE without
     any text."""
     monkeypatch.setattr(audits, "_extrapolated", lambda *given: dict(TIMES if given[-1] else ONCE))
     monkeypatch.setattr(audits, "SHARD_TOKENS", SHARD_TOKENS)
-    here = tightlip.estimate_audit(run, device="cpu")
+    here = tightlip.estimate_audit(run, device="cpu", workers=1)
     there = tightlip.estimate_audit(run, device="cpu", engine="ray")
     num_shards = here.corpus["tokens"] // SHARD_TOKENS
     assert 1 < num_shards < 10_000
     at_once = min(workers, num_shards)  # others have no shard to scan
     for name, seconds in TIMES.items():
         assert here.stages[name] == seconds
-        is_scan = name.startswith("Scanning")  # the model is opened by each worker
-        expected = ONCE[name] + (seconds - ONCE[name]) / at_once if is_scan else seconds
-        assert there.stages[name] == pytest.approx(expected)
+        shares = {"Scan": at_once, "Read": workers}.get(name[:4], 1)
+        # What is there once is done by each: the model is opened, say.
+        assert there.stages[name] == pytest.approx(ONCE[name] + (seconds - ONCE[name]) / shares)
     assert (here.machines, there.machines) == (1, machines)
     for told in (here, there):
         assert told.seconds == pytest.approx(sum(told.stages.values()))
@@ -196,7 +211,7 @@ def check_shared_out(run, workers, machines, monkeypatch):
     reading = there.stages["Reading"] - here.stages["Reading"]  # which is timed anew
     starting = there.stages[audits.CLUSTER]
     assert starting >= audits.WORKER_SECONDS
-    saved = (660 - 41) * (1 - 1 / at_once)
+    saved = (660 - 41) * (1 - 1 / at_once) + (210 - 10) * (1 - 1 / workers)
     assert here.seconds - there.seconds == pytest.approx(saved - reading - starting)
     assert (here.corpus, here.disk_bytes) == (there.corpus, there.disk_bytes)
     assert [*{*there.notes} - {*here.notes}] == [audits.OF_A_CLUSTER]

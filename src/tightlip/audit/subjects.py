@@ -66,7 +66,8 @@ class Subject:
         opened = scans.opened(self.model)
         template = getattr(opened.tokenizer, "chat_template", None)
         reads = sha256(f"{opened.tokenizer_fingerprint} {template}".encode()).hexdigest()
-        return tokenised_for(getattr(self, part), opened.tokenizer, work / f"{part}-{reads[:16]}")
+        source, folder = getattr(self, part), work / f"{part}-{reads[:16]}"
+        return tokenised_for(source, opened.tokenizer, folder, engine=scans.engine)
 
     def check_reference(self, reference: Path, **corpora: TokenizedCorpus) -> list[str]:
         """Refuse what saw `members` or `held_out`; returns what is to be noted of it."""

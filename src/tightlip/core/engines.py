@@ -1,17 +1,18 @@
 """Where an audit's work runs: what an engine does, and the settings that all of them share."""
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, TypeVar
 
+from tightlip.core.children import Item, Result
 from tightlip.core.errors import UsageError
 from tightlip.core.registry import look_up, names_of
 from tightlip.core.settings import Settings, setting
 
-Item = TypeVar("Item")
-Result = TypeVar("Result")
+Kept = TypeVar("Kept")
 
 
 class Engine(Protocol):
@@ -19,12 +20,14 @@ class Engine(Protocol):
     items' order. What a function needs goes with it; that must be picklable where `is_remote`.
 
     Of `num_workers` in all, `workers` share the memory of one machine, and each computes with
-    `threads`. `device` is what a model runs on, and `notes` are for the readers of figures.
+    `threads`; `num_python` of them can run Python's code side by side. `device` is what a model runs
+    on, and `notes` are for the readers of figures.
     """
 
     num_workers: int
     workers: int
     threads: int
+    num_python: int
     device: str
     is_remote: bool
     notes: list[str]
@@ -34,6 +37,11 @@ class Engine(Protocol):
     ) -> Iterator[tuple[Item, Result]]:
         """Several items at a time."""
 
+    def map_python(
+        self, function: Callable[[Item], Result], items: Iterable[Item]
+    ) -> Iterator[tuple[Item, Result]]:
+        """The same for a function that holds Python's lock; one that cannot be pickled stays here."""
+
     def scatter(
         self, opening: Callable[[], Callable[[Item], Any]], items: Iterable[Item]
     ) -> Iterator[tuple[Item, Any]]:
@@ -42,6 +50,21 @@ class Engine(Protocol):
 
     def kinds(self, device: str) -> list[str]:
         """What scans: devices and builds, by name. More than one only where that was allowed."""
+
+
+def map_beside(
+    engine: Engine, function: Callable[[Item], Result], pairs: Iterable[tuple[Kept, Item]]
+) -> Iterator[tuple[Kept, Result]]:
+    """Of each pair what is kept here, and what a function of Python makes of the other."""
+    kept = deque[Kept]()
+
+    def items() -> Iterator[Item]:
+        for own, item in pairs:
+            kept.append(own)
+            yield item
+
+    for _, result in engine.map_python(function, items()):
+        yield kept.popleft(), result
 
 
 def settled(answer: Any) -> Any:

@@ -6,6 +6,7 @@ the library needs 50 to 80 bytes of memory for each byte it is given at once.
 """
 
 import json
+import pickle
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -63,9 +64,10 @@ class Encoder:
         check_token_ids(f"A {type(tokenizer).__name__}", tokenizer)
         self.may_cut = self._backend is not None and cuts_at_spaces(self._backend)
 
-    @property
-    def is_fast(self) -> bool:
-        return self._backend is not None
+    def __getstate__(self) -> dict[str, Any]:
+        if self._slow is not None:  # it would take all of transformers along
+            raise pickle.PicklingError("a tokenizer written in Python stays in its process")
+        return self.__dict__
 
     def encode(self, texts: list[str]) -> tuple[list[np.ndarray], list[np.ndarray] | None]:
         """Each text's ids, and each token's character span where asked for."""

@@ -28,10 +28,10 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from tightlip.core.checksums import checked
+from tightlip.core.engines import Engine, local_engine, map_beside
 from tightlip.core.errors import UsageError
 from tightlip.core.files import damage_in_words, folder_written_whole, read_json, write_json
 from tightlip.core.progress import task
-from tightlip.corpus.encoder_processes import encoded_batches
 from tightlip.corpus.encoding import Encoder, tokenizer_fingerprint
 from tightlip.corpus.owners import Writer, owners_of
 from tightlip.corpus.tables import DocumentBatch
@@ -197,6 +197,7 @@ def tokenize_documents(
     with_spans: bool = False,
     description: str = "Tokenising",
     also: Callable[[np.ndarray, np.ndarray], None] | None = None,
+    engine: Engine | None = None,
 ) -> TokenizedCorpus:
     """Encode documents into `folder`, which appears when all are there; `also` is shown the tokens of
     some documents at a time, and how many each has.
@@ -209,7 +210,9 @@ def tokenize_documents(
     has_text = False
     with folder_written_whole(folder) as beside, task(description, None) as bar:
         writer = _Writer(beside, *(("spans",) if with_spans else ()))
-        for batch, (ids, sizes, spans) in encoded_batches(batches, encoder):
+        pairs = ((batch, batch.texts) for batch in batches)
+        encoded = map_beside(engine or local_engine(), encoder.end_to_end, pairs)
+        for batch, (ids, sizes, spans) in encoded:
             further = {} if spans is None else {"spans": spans}
             contents = [text.encode("utf-8") for text in batch.texts]
             writer.add(batch.users, contents, sizes, tokens=ids, **further)

@@ -1,6 +1,9 @@
-"""This machine: models in this process, counting in a few threads. Its kernels release Python's lock."""
+"""This machine: models in this process, counting in a few threads, as its kernels release Python's
+lock, and Python in processes of its own."""
 
+import math
 import os
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -8,8 +11,11 @@ from contextlib import contextmanager
 from functools import cache, cached_property
 from typing import Any
 
+from tightlip.core.children import ALONE_SECONDS, map_in_children, pickled
 from tightlip.core.devices import kind_of_device
 from tightlip.core.engines import EngineSettings, Item, Result, settled
+
+_MOST_CHILDREN = 8
 
 
 class LocalEngine:
@@ -42,6 +48,26 @@ class LocalEngine:
         with ThreadPoolExecutor(self.workers) as pool:
             started = ((item, pool.submit(function, item)) for item in items)
             yield from _in_order(started, self.workers)
+
+    @property
+    def num_python(self) -> int:
+        """Half of the workers: the others read, write and scan."""
+        return max(1, min(_MOST_CHILDREN, self.num_workers // 2))
+
+    def map_python(
+        self, function: Callable[[Item], Result], items: Iterable[Item]
+    ) -> Iterator[tuple[Item, Result]]:
+        remaining, seconds = iter(items), 0.0
+        enough = ALONE_SECONDS if self.num_python > 1 else math.inf
+        for item in remaining:
+            start = time.perf_counter()
+            result = function(item)
+            seconds += time.perf_counter() - start
+            yield item, result
+            if seconds > enough:
+                enough = math.inf
+                if given := pickled(function):
+                    yield from map_in_children(function, given, remaining, self.num_python)
 
     def scatter(
         self, opening: Callable[[], Callable[[Item], Any]], items: Iterable[Item]

@@ -16,6 +16,7 @@ from itertools import islice
 from typing import Any
 
 import tightlip
+from tightlip.core.children import pickled
 from tightlip.core.devices import kind_of_device, on_workers
 from tightlip.core.engines import EngineSettings, Item, Result, settled
 from tightlip.core.errors import FullDiskError, LostWorkersError, TightlipError, UsageError
@@ -85,6 +86,17 @@ class RayEngine:
         self, function: Callable[[Item], Result], items: Iterable[Item]
     ) -> Iterator[tuple[Item, Result]]:
         return self.scatter(lambda: function, items)
+
+    @property
+    def num_python(self) -> int:
+        return self.num_workers
+
+    def map_python(
+        self, function: Callable[[Item], Result], items: Iterable[Item]
+    ) -> Iterator[tuple[Item, Result]]:
+        if pickled(function) is None:
+            return ((item, function(item)) for item in items)
+        return self.map(function, items)
 
     def kinds(self, device: str) -> list[str]:
         is_first = not self._kinds

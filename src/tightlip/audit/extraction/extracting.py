@@ -169,7 +169,9 @@ class _Job:
         source: CorpusSource = getattr(self.subject, part)
         shown, words = source.shown_to(model.tokenizer), None
         if model.tokenizer.is_fast and shown is not None:
-            words = windows.read_words(corpus, shown, model.tokenizer, self.numbers)
+            words = windows.read_words(
+                corpus, shown, model.tokenizer, self.numbers, self.scans.engine
+            )
         with task("Looking for windows", None):
             found = windows.search_windows(
                 scanned,

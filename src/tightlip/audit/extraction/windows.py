@@ -12,7 +12,6 @@ that are somebody else's the nearest share most; two walks over the array find t
 """
 
 import math
-from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,11 +19,11 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from tightlip.audit.leakage.by_text import numbered, spans_end_to_end, spoken
+from tightlip.audit.leakage.by_text import numbered, tokenised
 from tightlip.audit.leakage.counting import Shard, edges_of, indexed
-from tightlip.audit.leakage.words import inside_or_touched, placed_words
+from tightlip.audit.leakage.words import TokenWords, inside_or_touched
+from tightlip.core.engines import Engine
 from tightlip.core.errors import UsageError
-from tightlip.corpus.encoding import Encoder
 from tightlip.corpus.shared_text import Documents
 from tightlip.corpus.tokens import TokenizedCorpus
 from tightlip.scan.store import ScannedCorpus, ScanShard
@@ -84,27 +83,29 @@ class WordPlaces:
 
 
 def read_words(
-    corpus: TokenizedCorpus, documents: Documents, tokenizer: Any, numbers: dict[str, int]
+    corpus: TokenizedCorpus,
+    documents: Documents,
+    tokenizer: Any,
+    numbers: dict[str, int],
+    engine: Engine,
 ) -> WordPlaces:
     """Read the corpus' text once more; new words join `numbers`."""
-    encoder, of_words = Encoder(tokenizer, with_spans=True), array("i")
-    edges, bounds = [np.zeros((0, 4), np.int32)], [np.zeros(1, np.int64)]
-    for first, batch in numbered(documents, corpus):
-        lengths = np.diff(corpus.bounds[first : first + len(batch) + 1])
-        spans = spans_end_to_end(encoder, batch.texts, lengths)
-        texts = spoken(batch)
-        # No mark or letter joins across the line break, which is part of no word.
-        words = placed_words("\n".join(texts))
-        begins = edges_of(np.array([len(text) + 1 for text in texts]))
-        own = np.searchsorted(words.starts, begins)
-        bounded = np.stack(words.bounded(*spans.T), axis=1)
-        edges.append((bounded - np.repeat(own[:-1], lengths)[:, None]).astype("i4"))
-        of_words.extend([numbers.setdefault(word, len(numbers)) for word in words.words])
-        bounds.append(bounds[-1][-1] + own[1:])
+    of_words, edges = [np.zeros(0, np.int32)], [np.zeros((0, 4), np.int32)]
+    num_words = [np.zeros(0, np.int64)]
+    batches = (
+        tokenised(first, batch, corpus, np.arange(first, first + len(batch)))
+        for first, batch in numbered(documents, corpus)
+    )
+    read = engine.map_python(TokenWords(tokenizer).of_tokens, batches)
+    for _, (distinct, places, sizes, own_edges) in read:
+        given = [numbers.setdefault(word, len(numbers)) for word in distinct]
+        of_words.append(np.array(given, np.int32)[places])
+        num_words.append(sizes)
+        edges.append(own_edges)
     as_words = replace(
         corpus,
-        tokens=np.frombuffer(of_words, np.int32),
-        bounds=np.concatenate(bounds),
+        tokens=np.concatenate(of_words),
+        bounds=edges_of(np.concatenate(num_words)),
         spans=None,
         roles=None,
         trained=None,

@@ -250,6 +250,7 @@ class _Job:
                 self.work / "tokens",
                 with_spans=public is not None and self._crosses(public),
                 also=None if begun is None else begun.add,
+                engine=self.engine,
             )
             return self._leaks_in(model, corpus, "Scanning the model", begun)[1]
 
@@ -348,7 +349,9 @@ class _Job:
         corpus = leaks.corpus
         if self._crosses(public):
             tokens = self.work / "public-tokens"
-            corpus = tokenised_for(self.corpus, public.tokenizer, tokens, with_spans=True)
+            corpus = tokenised_for(
+                self.corpus, public.tokenizer, tokens, with_spans=True, engine=self.engine
+            )
         scanned, benchmark = self._leaks_in(public, corpus, "Scanning the public model")
         perplexity_of_run, completes_of_run = public_perplexities(leaks, scanned, self.config.top_k)
         return PublicView(

@@ -5,8 +5,7 @@ as tokens may be what many wrote as text. The words of each unique sequence are 
 once more, by the same suffix array over numbers of words.
 """
 
-from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -19,12 +18,10 @@ from tightlip.audit.leakage import counting
 from tightlip.audit.leakage.counting import first_not_below
 from tightlip.audit.leakage.leaks import Leaks, count_in_corpus, has_owner
 from tightlip.audit.leakage.spill import Gathered, Room
-from tightlip.audit.leakage.words import placed_words, words_of
+from tightlip.audit.leakage.words import KnownWords, Tokenised, TokenWords, changed_meanwhile
 from tightlip.core.engines import Engine
-from tightlip.core.errors import UsageError
 from tightlip.core.files import written_whole
 from tightlip.core.progress import task
-from tightlip.corpus.encoding import Encoder
 from tightlip.corpus.rendered import SPOKEN
 from tightlip.corpus.shared_text import Documents
 from tightlip.corpus.tables import DocumentBatch
@@ -79,8 +76,8 @@ def read_by_text(
         wanted = np.flatnonzero(unique)
         wanted = room.kept(wanted[np.argsort(leaks.first_in_d[wanted], kind="stable")])
         numbers: dict[str, int] = {}
-        counted, asked = _words_of_sequences(leaks, wanted, documents, tokenizer, numbers)
-        corpus = _corpus_of_words(leaks.corpus, documents, numbers, work)
+        counted, asked = _words_of_sequences(leaks, wanted, documents, tokenizer, numbers, engine)
+        corpus = _corpus_of_words(leaks.corpus, documents, numbers, work, engine)
         enough = max(memory_bytes, engine.workers * counting.least_memory(corpus))
         counts = count_in_corpus(corpus, asked, engine, enough, "Counting words")
         assert counts.owned is not None
@@ -110,11 +107,13 @@ def numbered(documents: Documents, corpus: TokenizedCorpus) -> Iterator[tuple[in
     done = 0
     with task("Reading words", corpus.num_documents) as bar:
         for batch in documents.batches():
+            if done + len(batch) > corpus.num_documents:
+                raise changed_meanwhile()
             yield done, batch
             done += len(batch)
             bar.advance(len(batch))
     if done != corpus.num_documents:
-        raise _changed()
+        raise changed_meanwhile()
 
 
 def spoken(batch: DocumentBatch) -> list[str]:
@@ -123,38 +122,36 @@ def spoken(batch: DocumentBatch) -> list[str]:
     return batch.attributes.get(SPOKEN, batch.texts)
 
 
-def _changed() -> UsageError:
-    return UsageError(
-        "The corpus changed while it was audited: its text is no longer what was scanned. "
-        "Give the command again once nothing writes to it."
-    )
-
-
 def _words_of_sequences(
-    leaks: Leaks, wanted: np.ndarray, documents: Documents, tokenizer: Any, numbers: dict[str, int]
+    leaks: Leaks,
+    wanted: np.ndarray,
+    documents: Documents,
+    tokenizer: Any,
+    numbers: dict[str, int],
+    engine: Engine,
 ) -> tuple[np.ndarray, counting.Sequences]:
     """Which sequences have words where they first stand, and numbers of these; new words join
     `numbers`."""
-    corpus, room, encoder = leaks.corpus, leaks.room, Encoder(tokenizer, with_spans=True)
+    corpus, room = leaks.corpus, leaks.room
     starts, lengths = room.kept(leaks.first_in_d[wanted]), room.kept(leaks.lengths[wanted])
     tokens, sizes = (Gathered([kind], room.folder, room.at_once) for kind in (np.int32, np.int64))
-    for first, batch in numbered(documents, corpus):
-        ends = corpus.bounds[[first, min(first + len(batch), corpus.num_documents)]]
-        part = slice(*np.searchsorted(starts, ends))
-        if part.start == part.stop:
-            continue
-        own = np.searchsorted(corpus.bounds, starts[part], side="right") - 1
-        places, document = np.unique(own, return_inverse=True)
-        texts = [batch.texts[place - first] for place in places]
-        num_tokens = corpus.bounds[places + 1] - corpus.bounds[places]
-        spans = spans_end_to_end(encoder, texts, num_tokens)
-        at = starts[part] - corpus.bounds[own] + counting.edges_of(num_tokens)[document]
-        # No mark or letter joins across the line break, which is part of no word.
-        words = placed_words("\n".join(spoken(batch)[place - first] for place in places))
-        low, high = words.within(spans[at, 0], spans[at + lengths[part] - 1, 1])
-        asked = counting.end_to_end(_number(words.words, low, high, numbers), low, high - low)
-        tokens.add(asked.tokens)
-        sizes.add(high - low)
+
+    def stretches() -> Iterator[tuple[Tokenised, np.ndarray, np.ndarray]]:
+        for first, batch in numbered(documents, corpus):
+            ends = corpus.bounds[[first, min(first + len(batch), corpus.num_documents)]]
+            part = slice(*np.searchsorted(starts, ends))
+            if part.start == part.stop:
+                continue
+            own = np.searchsorted(corpus.bounds, starts[part], side="right") - 1
+            places, document = np.unique(own, return_inverse=True)
+            some = tokenised(first, batch, corpus, places)
+            yield some, starts[part] - corpus.bounds[own] + some.starts[document], lengths[part]
+
+    found = engine.map_python(TokenWords(tokenizer).of_stretches, stretches())
+    for _, (distinct, places, num_words) in found:
+        given = [numbers.setdefault(word, len(numbers) + 1) for word in distinct]
+        tokens.add(np.array(given, np.int32)[places])
+        sizes.add(num_words)
     (ids,), (num_words,) = tokens.columns(), sizes.columns()
     # A sequence without words is no query: it would be found everywhere.
     has_word = num_words > 0
@@ -163,56 +160,41 @@ def _words_of_sequences(
     return wanted[has_word], counting.sequences_in(room, ids, begins, num_words)
 
 
-def spans_end_to_end(encoder: Encoder, texts: list[str], num_tokens: np.ndarray) -> np.ndarray:
-    """Each token's characters in the texts joined by line breaks."""
-    _, sizes, spans = encoder.end_to_end(texts)
-    assert spans is not None
-    if not np.array_equal(sizes, num_tokens):
-        raise _changed()
-    begins = counting.edges_of(np.array([len(text) + 1 for text in texts]))[:-1]
-    return spans.astype(np.int64) + np.repeat(begins, num_tokens)[:, None]
-
-
-def _number(
-    words: list[str], low: np.ndarray, high: np.ndarray, numbers: dict[str, int]
-) -> np.ndarray:
-    """The number of each word that lies in some stretch; what lies in none gets no number."""
-    size = len(words) + 1
-    depth = np.bincount(low, minlength=size) - np.bincount(high, minlength=size)
-    of_word = np.full(len(words), _NO_QUERYS_WORD, dtype=np.int32)
-    for place in np.flatnonzero(np.cumsum(depth)).tolist():
-        of_word[place] = numbers.setdefault(words[place], len(numbers) + 1)
-    return of_word
+def tokenised(
+    first: int, batch: DocumentBatch, corpus: TokenizedCorpus, documents: np.ndarray
+) -> Tokenised:
+    """Some documents of a batch that begins with number `first`."""
+    own, places = spoken(batch), (documents - first).tolist()
+    return Tokenised(
+        texts=[batch.texts[place] for place in places],
+        num_tokens=corpus.bounds[documents + 1] - corpus.bounds[documents],
+        spoken=[own[place] for place in places],
+    )
 
 
 def _corpus_of_words(
-    corpus: TokenizedCorpus, documents: Documents, numbers: dict[str, int], work: Path
+    corpus: TokenizedCorpus,
+    documents: Documents,
+    numbers: dict[str, int],
+    work: Path,
+    engine: Engine,
 ) -> TokenizedCorpus:
     """The documents as numbers of words, in a file of `work` that every worker can read.
 
     Of words that no query has one is kept where several stand together: nothing matches there.
     """
     edges = [np.zeros(1, dtype=np.int64)]
-    path = work / "words.npy"
+    path, known_words = work / "words.npy", KnownWords(numbers, _NO_QUERYS_WORD)
     with written_whole(path) as beside:
         file = GrowingArray(beside, np.dtype(np.int32))
-        for _, batch in numbered(documents, corpus):
-            found, ends = _words_in_batch(spoken(batch), numbers)
+        texts = (spoken(batch) for _, batch in numbered(documents, corpus))
+        for _, (found, ends) in engine.map_python(known_words, texts):
             known = found != _NO_QUERYS_WORD
             kept = known | np.r_[True, known[:-1]][: len(known)]
             edges.append(edges[-1][-1] + counting.edges_of(kept)[ends])
             file.extend(found[kept])
         file.close()
     return replace(corpus, tokens=mapped(path), bounds=np.concatenate(edges), spans=None)
-
-
-def _words_in_batch(texts: Iterable[str], numbers: dict[str, int]) -> tuple[np.ndarray, np.ndarray]:
-    """The numbers of all words of the texts, and where each text's end."""
-    found, ends = array("i"), array("q")
-    for text in texts:
-        found.extend([numbers.get(word, _NO_QUERYS_WORD) for word in words_of(text)])
-        ends.append(len(found))
-    return np.frombuffer(found, np.int32), np.frombuffer(ends, np.int64)
 
 
 def _leaks_of(

@@ -14,6 +14,7 @@ from tightlip.audit.leakage.spill import RUN_BYTES, SEQUENCE_BYTES
 from tightlip.audit.leakage.summary import LeakageReport
 from tightlip.audit.settings import LeakageConfig
 from tightlip.core import progress
+from tightlip.core.children import ALONE_SECONDS
 from tightlip.core.engines import EngineSettings
 from tightlip.core.errors import UsageError
 from tightlip.core.settings import bytes_from, names_in, split_settings
@@ -36,10 +37,14 @@ DOCUMENT_BYTES, USER_BYTES = 40, 150  # held in memory of each
 OF_A_RUN = (
     "leave-out trains the run again without the owners of what leaked; that is not counted here."
 )
-OF_A_CLUSTER = "Scanning is taken to be shared by as many workers as it has shards, each as fast as this machine; counting and the rest to take as long as here."
+OF_A_CLUSTER = (
+    "Scanning is taken to be shared by as many workers as it has shards, tokenising and the reading of words by all, each as fast "
+    "as this machine; counting and the rest to take as long as here."
+)
 WORKER_SECONDS = 7.0  # assumed: what a process takes to import all that an audit needs
 CLUSTER = "Starting workers"
 REST = "Everything else"
+IN_PYTHON = ("Tokenising", "Reading words")  # what an engine's map_python does
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -241,15 +246,18 @@ def _shared_out(
     where: EngineSettings,
     device: str,
 ) -> tuple[dict[str, float], int]:
-    """The stages where workers scan at the same time, and the number of machines. What a scan takes
+    """The stages where workers do them at the same time, and the number of machines. What a scan takes
     `once`, to open the model say, each worker takes."""
-    if where.engine == "local":
-        return stages, 1
     start = time.perf_counter()
     with where.opened(device) as engine:
-        shared = {CLUSTER: time.perf_counter() - start + WORKER_SECONDS} | stages
-        for name in stages:
-            if name.startswith("Scanning"):
-                in_shards = (stages[name] - once[name]) / min(engine.num_workers, num_shards)
-                shared[name] = once[name] + in_shards
-        return shared, engine.num_machines
+        is_cluster = engine.is_remote
+        shared = {CLUSTER: time.perf_counter() - start + WORKER_SECONDS} if is_cluster else {}
+        for name, seconds in stages.items():
+            alone, num = once.get(name, 0.0), 1
+            if name in IN_PYTHON:
+                alone, num = alone + (0.0 if is_cluster else ALONE_SECONDS), engine.num_python
+            elif name.startswith("Scanning") and is_cluster:
+                num = min(engine.num_workers, num_shards)
+            alone = min(alone, seconds)
+            shared[name] = alone + (seconds - alone) / num
+        return shared, engine.num_machines if is_cluster else 1

@@ -61,7 +61,7 @@ def validation_fit(
     text: CorpusSource, model: OpenedModel, scans: Scans, tokens: Path, top_k: int
 ) -> Fit:
     """Perplexity and top-k accuracy on text the model was not trained on, its tokens in `tokens`."""
-    corpus = tokenised_for(text, model.tokenizer, tokens)
+    corpus = tokenised_for(text, model.tokenizer, tokens, engine=scans.engine)
     scanned = scans.scan(model, corpus, "Scanning validation text")
     return fit_of(scanned, top_k, tokens_with_text(model.tokenizer, corpus))
 

@@ -10,8 +10,12 @@ import unicodedata
 from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+
+from tightlip.core.errors import UsageError
+from tightlip.corpus.encoding import Encoder
 
 # Letters, marks and digits of Thai, Lao, Myanmar, Khmer, kana and Han, as ranges of a regex.
 _ALONE = (
@@ -166,3 +170,100 @@ def _taken_apart(text: str, start: int, end: int) -> Iterator[tuple[int, int]]:
     for left, right in zip(cuts, [*cuts[1:], end], strict=True):
         if not _stays_in_place(text[left:right]):
             yield left, right
+
+
+# What is asked of some texts at a time, by whoever has time for it: `core.engines`
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tokenised:
+    """Some documents: the texts that were encoded, how many tokens each has, and what of each is
+    somebody's own words."""
+
+    texts: list[str]
+    num_tokens: np.ndarray
+    spoken: list[str]
+
+    @property
+    def starts(self) -> np.ndarray:
+        """Where the tokens of each document begin, and where the last one's end."""
+        return np.append(0, np.cumsum(self.num_tokens))
+
+
+class TokenWords:
+    """Which words the tokens of documents cover."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._encoder = Encoder(tokenizer, with_spans=True)
+
+    def placed(self, documents: Tokenised) -> tuple[PlacedWords, np.ndarray]:
+        """The words of all documents, and each token's first character and one past its last."""
+        _, sizes, spans = self._encoder.end_to_end(documents.texts)
+        assert spans is not None
+        if not np.array_equal(sizes, documents.num_tokens):
+            raise changed_meanwhile()
+        begins = np.cumsum([0, *(len(text) + 1 for text in documents.texts)])[:-1]
+        # No mark or letter joins across the line break, which is part of no word.
+        words = placed_words("\n".join(documents.spoken))
+        return words, spans.astype(np.int64) + np.repeat(begins, sizes)[:, None]
+
+    def of_stretches(
+        self, asked: tuple[Tokenised, np.ndarray, np.ndarray]
+    ) -> tuple[list[str], np.ndarray, np.ndarray]:
+        """The words of stretches of tokens, given by where they start and how long they are: each word
+        once; those of all stretches one after the other, by their places among these; and how many
+        each stretch has."""
+        documents, starts, lengths = asked
+        words, spans = self.placed(documents)
+        low, high = words.within(spans[starts, 0], spans[starts + lengths - 1, 1])
+        size = len(words.words) + 1
+        depth = np.bincount(low, minlength=size) - np.bincount(high, minlength=size)
+        covered = np.flatnonzero(np.cumsum(depth))
+        distinct, places = numbered_words([words.words[at] for at in covered.tolist()])
+        of_word = np.zeros(len(words.words), np.int32)
+        of_word[covered] = places
+        num_words = high - low
+        ends = np.cumsum(num_words)
+        inside = np.repeat(low - (ends - num_words), num_words) + np.arange(num_words.sum())
+        return distinct, of_word[inside], num_words
+
+    def of_tokens(
+        self, documents: Tokenised
+    ) -> tuple[list[str], np.ndarray, np.ndarray, np.ndarray]:
+        """The words of all documents: each once; all, by their places among these; how many each
+        document has; and of each token the words that it bounds, counted in its document."""
+        words, spans = self.placed(documents)
+        begins = np.cumsum([0, *(len(text) + 1 for text in documents.spoken)])
+        own = np.searchsorted(words.starts, begins)
+        bounded = np.stack(words.bounded(*spans.T), axis=1)
+        edges = (bounded - np.repeat(own[:-1], documents.num_tokens)[:, None]).astype(np.int32)
+        return *numbered_words(words.words), np.diff(own), edges
+
+
+class KnownWords:
+    """Words by their numbers; `other` is that of every word that is not among them."""
+
+    def __init__(self, numbers: dict[str, int], other: int) -> None:
+        self._numbers, self._other = numbers, other
+
+    def __call__(self, texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
+        """The numbers of all words of the texts, and where each text's end."""
+        found, ends, numbers, other = array("i"), array("q"), self._numbers, self._other
+        for text in texts:
+            found.extend([numbers.get(word, other) for word in words_of(text)])
+            ends.append(len(found))
+        return np.frombuffer(found, np.int32), np.frombuffer(ends, np.int64)
+
+
+def numbered_words(words: list[str]) -> tuple[list[str], np.ndarray]:
+    """Each word once, as they first appear, and the place of each among these."""
+    places: dict[str, int] = {}
+    found = array("i", [places.setdefault(word, len(places)) for word in words])
+    return [*places], np.frombuffer(found, np.int32)
+
+
+def changed_meanwhile() -> UsageError:
+    return UsageError(
+        "The corpus changed while it was audited: its text is no longer what was scanned. "
+        "Give the command again once nothing writes to it."
+    )
