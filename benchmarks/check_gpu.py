@@ -1,6 +1,6 @@
 """What tests cannot see without a GPU: kernels, captured graphs, compiled passes and noise there.
 
-    python benchmarks/check_gpu.py [--only noise exact ...]
+    python benchmarks/check_gpu.py [--processes 3] [--only noise exact ...]
 
 Clipped sums on the GPU against plain autograd in float64 on the CPU, one unit at a time; units
 whose tokens cancel, which rounding may not take above the bound; units that share a pass with
@@ -12,6 +12,7 @@ normal law. Exits 1 where one is off.
 import argparse
 import copy
 import math
+import subprocess
 import sys
 import tempfile
 import time
@@ -512,15 +513,36 @@ CHECKS = (
 )
 
 
-if __name__ == "__main__":
+def side_by_side(names, num_processes):
+    """The checks shared out among processes of their own, as they wait for Python; whether one failed.
+
+    What each prints comes in one piece when it has ended."""
+    command = [sys.executable, __file__, "--only"]
+    shares = filter(None, (names[number::num_processes] for number in range(num_processes)))
+    parts = [
+        subprocess.Popen([*command, *own], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        for own in shares
+    ]  # fmt: skip
+    for part in parts:
+        print(part.communicate()[0], end="", flush=True)
+    return any(part.returncode for part in parts)
+
+
+def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    names = [check.__name__.removeprefix("check_") for check in CHECKS]
-    parser.add_argument("--only", nargs="*", default=names, choices=names)
-    chosen = parser.parse_args().only
-    for name, check in zip(names, CHECKS, strict=True):
-        if name in chosen:
-            start = time.perf_counter()
-            check()
-            print(f"    {name}: {time.perf_counter() - start:.0f} s", flush=True)
+    checks = {check.__name__.removeprefix("check_"): check for check in CHECKS}
+    parser.add_argument("--only", nargs="*", default=[*checks], choices=[*checks])
+    parser.add_argument("--processes", type=int, default=1, help="that share the checks out")
+    options = parser.parse_args()
+    if options.processes > 1:
+        sys.exit(side_by_side(options.only, options.processes))
+    for name in options.only:
+        start = time.perf_counter()
+        checks[name]()
+        print(f"    {name}: {time.perf_counter() - start:.0f} s", flush=True)
     print(f"{len(failed)} off")
     sys.exit(bool(failed))
+
+
+if __name__ == "__main__":
+    main()
