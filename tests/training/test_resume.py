@@ -187,7 +187,7 @@ def test_a_run_killed_with_kill_9_again_and_again_ends_with_the_same_bits(
 def test_ctrl_c_saves_where_it_was_and_the_same_command_goes_on(
     corpus, undisturbed, tmp_path, monkeypatch
 ):
-    plain = Training.take_step
+    plain, handler = Training.take_step, signal.getsignal(signal.SIGINT)
 
     def interrupted(self):
         if self.progress.step == 5:
@@ -198,7 +198,7 @@ def test_ctrl_c_saves_where_it_was_and_the_same_command_goes_on(
     with pytest.raises(KeyboardInterrupt, match="Stopped after step 6 of"):
         train(corpus, tmp_path / "run", CONFIG, RARELY)
     monkeypatch.undo()
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.getsignal(signal.SIGINT) is handler
     assert [path.name for path in (tmp_path / "run/checkpoint").iterdir()] == ["step-6"]
     assert not open_run(tmp_path / "run").finished
     assert_same_run(train(corpus, tmp_path / "run", CONFIG, RARELY), undisturbed)
