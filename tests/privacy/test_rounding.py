@@ -1,5 +1,6 @@
 """In bfloat16 too no unit moves the sum by more than the bound, though its tokens cancel."""
 
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -8,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from tightlip.core.devices import full_precision, products_in
 from tightlip.privacy.clipping import Clip, clipped_sum
 from tightlip.privacy.layers import Layout, Lookup, Outer, Whole
 from tightlip.privacy.norms import Norms
@@ -48,12 +50,12 @@ def watched(uses):
     return SimpleNamespace(uses=uses, finite={})
 
 
-def found_for(uses, shapes, rows_per_unit=1, num_units=1, clip=1.0):
+def found_for(uses, shapes, rows_per_unit=1, num_units=1, clip=1.0, exact=False):
     parameters = {name: nn.Parameter(torch.zeros(shape)) for name, shape in shapes.items()}
     layout = Layout(num_units=num_units, rows_per_unit=rows_per_unit)
     losses = torch.zeros(layout.num_rows)
     with torch.no_grad():
-        return clipped_sum(watched(uses), parameters, losses, layout, Clip(norm=clip))
+        return clipped_sum(watched(uses), parameters, losses, layout, Clip(norm=clip, exact=exact))
 
 
 def length(gradients):
@@ -148,3 +150,52 @@ def test_three_numbers_of_bfloat16_make_up_a_factor_to_all_its_digits():
     columns = _columns(factors, torch.bfloat16)
     assert columns.dtype == torch.bfloat16
     assert torch.equal(columns.double().sum(1), factors.double())
+
+
+@contextmanager
+def told(switch):
+    """torch's two ways to let products of float32 take fewer bits."""
+    matmul = torch.backends.mkldnn.matmul
+    older, newer = torch.get_float32_matmul_precision(), matmul.fp32_precision
+    try:
+        if switch == "older":
+            torch.set_float32_matmul_precision("medium")
+        else:
+            matmul.fp32_precision = "bf16"
+        yield
+    finally:
+        torch.set_float32_matmul_precision(older)
+        matmul.fp32_precision = newer
+
+
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("switch", ["older", "newer"])
+def test_a_cpu_that_may_take_bfloat16_for_float32_takes_it_for_no_sum(switch, exact):
+    # Found at "proved": 298 C. Only CPUs with products in bfloat16 ever failed here.
+    right = torch.ones(1, 32, 64)
+    pair = torch.tensor([[1.0], [-(1 - 1e-3)]]).expand(2, 64)
+    step = Clip(norm=1e-3, exact=True).step if exact else 1.0
+    for size in torch.linspace(1, 2, 17).tolist():  # one or other is between two bfloat16s
+        with told(switch):
+            uses = {"weight": [Outer(size * pair.repeat(16, 1)[None], right)]}
+            found = found_for(uses, {"weight": (64, 64)}, clip=1e-3, exact=exact)
+        assert 0 < length(found.gradients) * step <= 1e-3
+
+
+@pytest.mark.parametrize("switch", ["older", "newer"])
+def test_precision_is_left_as_it_was(switch):
+    with told(switch):
+        before = (
+            torch.backends.cuda.matmul.fp32_precision,
+            torch.backends.mkldnn.matmul.fp32_precision,
+        )
+        with full_precision(), products_in("high"):
+            pass
+        with products_in():
+            assert torch.get_float32_matmul_precision() == "highest"
+        assert before == (
+            torch.backends.cuda.matmul.fp32_precision,
+            torch.backends.mkldnn.matmul.fp32_precision,
+        )
+        if switch == "older":
+            assert torch.get_float32_matmul_precision() == "medium"

@@ -8,7 +8,7 @@ looks both ways. Shapes: B rows, T positions, V vocabulary.
 import os
 import platform
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from pathlib import Path
@@ -133,16 +133,57 @@ def full_precision() -> Iterator[None]:
     numbers give the same bits: no kernel is chosen by how fast it was, nor adds up in any order."""
     import torch
 
-    cudnn, before = torch.backends.cudnn, torch.get_float32_matmul_precision()
-    cudnn_before = cudnn.allow_tf32, cudnn.benchmark
+    cudnn: Any = torch.backends.cudnn
+    switches, benchmark = (cudnn.conv, cudnn.rnn), cudnn.benchmark
+    before, by_older = _precisions(switches), _read(lambda: cudnn.allow_tf32)
     try:
-        torch.set_float32_matmul_precision("highest")
         cudnn.allow_tf32 = cudnn.benchmark = False
-        with deterministic("cuda" if torch.cuda.is_available() else "cpu"):
+        for each in switches:
+            each.fp32_precision = "ieee"
+        with products_in(), deterministic("cuda" if torch.cuda.is_available() else "cpu"):
             yield
     finally:
-        torch.set_float32_matmul_precision(before)
-        cudnn.allow_tf32, cudnn.benchmark = cudnn_before
+        cudnn.benchmark = benchmark
+        if by_older is not None:
+            cudnn.allow_tf32 = by_older
+        _restore(switches, before)
+
+
+@contextmanager
+def products_in(precision: str = "highest") -> Iterator[None]:
+    """Matrix products of float32 in a precision of `torch.set_float32_matmul_precision`: "highest" is
+    float32 proper. Else a GPU may take tf32, and a CPU bfloat16, on whatever switch was set before.
+
+    torch has older and newer switches, and refuses to read the older after a newer one was set.
+    """
+    import torch
+
+    backends: Any = torch.backends
+    switches = backends.cuda.matmul, backends.mkldnn.matmul
+    before, by_older = _precisions(switches), _read(torch.get_float32_matmul_precision)
+    torch.set_float32_matmul_precision(precision)  # sets the newer ones too
+    try:
+        yield
+    finally:
+        if by_older is not None:
+            torch.set_float32_matmul_precision(by_older)
+        _restore(switches, before)
+
+
+def _precisions(switches: Iterable[Any]) -> list[str]:
+    return [each.fp32_precision for each in switches]
+
+
+def _restore(switches: Iterable[Any], before: list[str]) -> None:
+    for each, precision in zip(switches, before, strict=True):
+        each.fp32_precision = precision
+
+
+def _read(older_switch: Callable[[], Any]) -> Any:
+    try:
+        return older_switch()
+    except RuntimeError:
+        return None
 
 
 def looks_ahead(

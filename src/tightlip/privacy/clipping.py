@@ -5,12 +5,13 @@ Shapes: U units, M rows of each, B rows, T positions.
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from tightlip.core.devices import products_in
 from tightlip.core.errors import UsageError
 from tightlip.privacy import rounding
 from tightlip.privacy.exact_sums import ExactSums, rounded_off, step_of
@@ -140,7 +141,7 @@ def clipped_sum(
     losses_U = layout.sum_by_unit(losses_B)
     if shares_U is None:
         shares_U = torch.ones_like(losses_U)
-    with rounding.full_precision():
+    with products_in():
         measured = norms.of_all(watch.uses, parameters)
     groups = _groups(parameters, clip)
     lengths = [
@@ -150,6 +151,8 @@ def clipped_sum(
     total_U = added_up([squares_U for squares_U, _ in lengths])
     fine_U = (added_up([off_U for _, off_U in lengths]) + total_U + losses_U).isfinite()
     gradients: dict[str, Tensor] = {}
+    # What tf32 rounds is in the norms' allowance; a CPU's bfloat16 is not, and exact sums have none.
+    precise = nullcontext if how.tf32 and not clip.exact else products_in
     for names, (squares_U, off_U) in zip(groups, lengths, strict=True):
         bound = clip.norm / math.sqrt(len(groups))
         if clip.exact:
@@ -160,11 +163,10 @@ def clipped_sum(
         room_U = bound / (squares_U.sqrt() + off_U) * shares_U.to(squares_U.dtype)
         factors_U = torch.where(fine_U, room_U.clamp(max=1.0), 0)
         sums = _sums(factors_U, fine_U, layout, clip, watch)
-        for name in names:
-            own = watch.uses[name]
-            gradients[name] = (
-                sums.sum(own, parameters[name]) if own else sums.zeros(parameters[name])
-            )
+        with precise():
+            for name in names:
+                own, like = watch.uses[name], parameters[name]
+                gradients[name] = sums.sum(own, like) if own else sums.zeros(like)
     ordered = {name: gradients[name] for name in parameters}
     return ClippedGradients(ordered, total_U.sqrt(), losses_U)
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from tightlip.core.devices import deterministic
+from tightlip.core.devices import deterministic, products_in
 from tightlip.core.errors import UsageError
 from tightlip.privacy.asking import Untouched
 from tightlip.privacy.clipping import (
@@ -33,7 +33,7 @@ from tightlip.privacy.clipping import (
 )
 from tightlip.privacy.experts import experts_in, rows_apart
 from tightlip.privacy.layers import Layout, Use, Whole, wide
-from tightlip.privacy.rounding import Scaled, full_precision
+from tightlip.privacy.rounding import Scaled
 from tightlip.privacy.row_losses import NO_LABEL, token_weights
 from tightlip.privacy.shards import check_has_rules, whole_parameters
 from tightlip.privacy.watching import NoRule, Watch
@@ -296,7 +296,7 @@ class Passes:
 
         held = [*(each.detach() for each in self.parameters.values()), *others.values()]
         # A traced graph keeps no change of precision half-way, and norms may not be in tf32.
-        precise = nullcontext if self.clip is None else full_precision
+        precise = nullcontext if self.clip is None else products_in
         with precise():
             traced = make_fx(run, tracing_mode="fake")(*held, *batch.tensors)
             if self._device.type == "cuda":

@@ -16,13 +16,12 @@ from torch.nn import functional
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
-from tightlip.core.devices import looks_ahead, rounding_tolerance
+from tightlip.core.devices import full_precision, looks_ahead, rounding_tolerance
 from tightlip.core.errors import GuaranteeError, UsageError
 from tightlip.privacy.clipping import REENTRANT, Clip, ClippedGradients, trainable_parameters
 from tightlip.privacy.experts import check_no_batch_losses
 from tightlip.privacy.layers import Layout
 from tightlip.privacy.passes import Passes, Physical, Way, logits_of, warn_slow
-from tightlip.privacy.rounding import full_precision
 from tightlip.privacy.row_losses import NO_LABEL, next_targets
 from tightlip.privacy.shards import local, resharded
 from tightlip.privacy.watching import NoRule
@@ -138,7 +137,7 @@ def check_model(model: nn.Module, ids_BT: Tensor) -> None:
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
     tolerance = rounding_tolerance(next(model.parameters()).dtype, least=1e-3)
     # A GPU's tf32 would round by as much as a little looking ahead changes.
-    with full_precision(), torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
+    with full_precision():
         ahead = looks_ahead(lambda ids: logits_of(model, ids, None), ids_BT, tolerance=tolerance)
     if ahead:
         raise UsageError(

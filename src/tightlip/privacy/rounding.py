@@ -8,14 +8,14 @@ so the Gram matrices of the norm bound it too, and the bound is taken off the un
 Shapes: U units, S tokens of a unit, N pieces of L tokens.
 """
 
-from collections.abc import Container, Iterator
-from contextlib import contextmanager
+from collections.abc import Container
 from functools import reduce
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from tightlip.core.devices import products_in
 from tightlip.privacy.layers import Layout, Lookup, Outer, Use, Whole, fp32_product, wide, zeros_for
 
 # A number is off by at most so much of itself: half a unit in bfloat16's last place; tf32 cuts off.
@@ -32,18 +32,8 @@ def slack(dtype: torch.dtype) -> float:
 
 
 def products_in_tf32(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.get_float32_matmul_precision() != "highest"
-
-
-@contextmanager
-def full_precision() -> Iterator[None]:
-    """Norms in float32 proper: a GPU's tf32 would round what bounds a unit."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
+    matmul: Any = torch.backends.cuda.matmul
+    return device.type == "cuda" and matmul.fp32_precision not in ("none", "ieee")
 
 
 def scales_left(use: Outer) -> bool:
@@ -256,7 +246,7 @@ class Scaled:
             left_BTP = left_BTP.float()
         # As a product it reads the wide side once and writes nothing of its size.
         factors_N8 = _columns(self.factors_B.repeat_interleave(left_BTP.shape[1]), left_BTP.dtype)
-        with full_precision():
+        with products_in():
             whole_P8 = fp32_product(self.clean(left_BTP).flatten(0, 1).t(), factors_N8)
         return whole_P8[: like.numel()].sum(1)
 

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import nn, optim
 
+from tightlip.core.devices import products_in
 from tightlip.privacy.releasing import CorrectedAdam
 from tightlip.privacy.shards import is_shard
 from tightlip.training.config import TrainConfig
@@ -124,15 +125,11 @@ def build_optimizer(model: nn.Module, config: TrainConfig) -> optim.Optimizer:
 def own_randomness(device: torch.device, seed: int) -> Iterator[None]:
     """Seed torch for the run and leave its generators, and its precision, as they were."""
     devices = [device] if device.type == "cuda" else []
-    precision = torch.get_float32_matmul_precision()
-    with torch.random.fork_rng(devices):
+    # As torch's LSTM does on its own; twice as fast, and training does not notice.
+    precision = products_in("high") if devices else nullcontext()
+    with torch.random.fork_rng(devices), precision:
         torch.manual_seed(seed)
-        # As torch's LSTM does on its own; twice as fast, and training does not notice.
-        torch.set_float32_matmul_precision("high" if devices else precision)
-        try:
-            yield
-        finally:
-            torch.set_float32_matmul_precision(precision)
+        yield
 
 
 def seed_step(seed: int, step: int, rank: int = 0) -> None:
