@@ -139,6 +139,47 @@ def test_a_vocabulary_of_nearly_the_same_text_is_refused_and_a_noisy_one_is_char
     assert charged.guarantee["standing"] == "proved"
 
 
+def test_noisy_words_of_other_text_are_charged_until_its_people_are_declared_others(tmp_path):
+    """As runs on other text are: the users may be the same. Found with none of it in any figure."""
+    noisy = tightlip.prepare(ROWS, tmp_path / "noisy", vocabulary_noise=0.5, split="none")
+    given = {"tokenizer": str(noisy.tokenizer_folder), "split": "none"}
+    other = [{"user": f"user {n}", "text": " ".join(WORDS[n % 8 :: 3])} for n in range(40)]
+
+    def train(name, rows=other, prepare=None, **settings):
+        made = given | (prepare or {})
+        return tightlip.train(rows, tmp_path / name, prepare=made, **MODEL, **PRIVATE, **settings)
+
+    charged = train("charged").guarantee
+    assert [each["name"] for each in charged["releases"]] == ["vocabulary"]
+    assert charged["standing"] == "proved"
+    (release,) = noisy.releases
+    oracle = theirs(PLDAccountant(), release["noise_multiplier"], 1.0, 1)
+    noise, rate = charged["noise_multiplier"], charged["sampling_rate"]
+    oracle = theirs(oracle, noise, rate, charged["steps"])
+    told = charged["delta"] - release["delta"]
+    assert charged["epsilon"] == pytest.approx(oracle.get_epsilon(told), rel=1e-3)
+    declared = train("declared", other[1:], {"other_people": True}).guarantee
+    assert declared["releases"] == []
+    assert declared["epsilon"] < charged["epsilon"]
+    # A document of this text is none of that one.
+    assert train("examples", other[2:], unit="example").guarantee["releases"] == []
+
+
+def test_what_a_start_learnt_openly_from_other_text_is_said_as_it_is(words, tmp_path, caplog):
+    plain = last_month(words, tmp_path, **STEPS)
+    rows = [{"user": f"user {n}", "text": " ".join(WORDS[n % 8 :: 3])} for n in range(40)]
+    start = {"model": str(plain.model_folder)} | PRIVATE
+    told = "learnt other text without privacy that may be of the same people"
+    run = tightlip.train(rows, tmp_path / "this", prepare=words, **start)
+    assert told in caplog.text
+    assert told in str(run.guarantee["outside"])
+    assert "not to be found" not in caplog.text  # it stands, and was compared
+    others = tightlip.train(
+        rows[1:], tmp_path / "others", prepare=words | {"other_people": True}, **start
+    )
+    assert told not in str(others.guarantee["outside"])
+
+
 @pytest.mark.parametrize("where", ["in its run", "copied"])
 def test_weights_trained_without_privacy_on_nearly_the_same_text_are_refused(
     where, words, tmp_path

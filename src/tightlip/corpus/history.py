@@ -269,8 +269,12 @@ def learnt_from(prepared: Path, start: Path | None, *, is_private: bool) -> dict
         "openly": before.openly | (set() if is_private else ids),
         "words": before.words | vocabulary_behind(prepared)[0],
     }
-    # Ids have 32 digits; a fingerprint of text has 64, and an earlier version told some.
-    return {n: sorted(each for each in marks if len(each) == 32) for n, marks in told.items()}
+    return {name: sorted(ids_among(marks)) for name, marks in told.items()}
+
+
+def ids_among(marks: set[str]) -> set[str]:
+    """Random ids have 32 digits; a fingerprint of text has 64, and an earlier version told some."""
+    return {each for each in marks if len(each) == 32}
 
 
 def name_of(prepared: Path) -> str | None:

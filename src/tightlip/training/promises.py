@@ -10,8 +10,10 @@ from tightlip.core.errors import GuaranteeError, UsageError
 from tightlip.core.figures import counted
 from tightlip.core.progress import log
 from tightlip.corpus.history import (
+    ids_among,
     marks_of,
     origin_of,
+    people_of,
     sources_of,
     still_prepared,
     vocabulary_behind,
@@ -27,6 +29,7 @@ from tightlip.training.starting import runs_behind
 
 _THEIRS = "nearly the same text, or from other text of the same people"
 _NOT_COMPARED = ": the text is not to be found from here, so it was not compared with this one"
+_MAYBE_THEIRS = ", though it learnt other text without privacy that may be of the same people"
 
 
 def terms_of(config: TrainConfig, corpus: CorpusFacts) -> Terms:
@@ -38,7 +41,7 @@ def terms_of(config: TrainConfig, corpus: CorpusFacts) -> Terms:
             "several. Check a run of --unit example, or leave it out."
         )
     _check_held_out(settings, corpus)
-    words = words_behind(corpus)
+    words = words_behind(corpus, settings.unit)
     before = runs_behind(config)
     broken = list(breaches(config, corpus, words, before))
     if broken and not settings.allow_unproved:
@@ -84,8 +87,12 @@ class Words:
     unknown: str = ""
 
 
-def words_behind(corpus: CorpusFacts) -> Words:
-    """What the corpus' words tell of its people, where they were not learnt from this very text."""
+def words_behind(corpus: CorpusFacts, unit: str) -> Words:
+    """What the corpus' words tell of its people, where they were not learnt from this very text.
+
+    Noisy words of other text may have cost the same users: like a run on it they count, until its
+    people are declared to be others. They cost no example of this text.
+    """
     if corpus.folder is None or corpus.learnt_vocabulary or corpus.releases:
         return Words()
     marks, through = vocabulary_behind(corpus.folder)
@@ -94,10 +101,11 @@ def words_behind(corpus: CorpusFacts) -> Words:
         theirs = _THEIRS if marks & corpus.marks else theirs_in(corpus, marks)
         unknown = _NOT_COMPARED if marks else ", and nobody here knows where its words came from"
         return Words(learnt=theirs or "", unknown=unknown if theirs is None else "")
-    if not marks & corpus.marks and not stands_in(corpus.folder, made_in.folder):
-        return Words()
-    learnt = _THEIRS if made_in.learnt_vocabulary else ""
-    return Words(learnt=learnt, releases=(*made_in.releases,))
+    learnt, releases = _THEIRS if made_in.learnt_vocabulary else "", (*made_in.releases,)
+    if marks & corpus.marks or stands_in(corpus.folder, made_in.folder):
+        return Words(learnt=learnt, releases=releases)
+    maybe_theirs = not {*people_of(made_in.folder)} <= declared_others({*corpus.people})
+    return Words(releases=releases if unit == "user" and maybe_theirs else ())
 
 
 def theirs_in(corpus: CorpusFacts, marks: set[str], *there: Path) -> str | None:
@@ -122,7 +130,7 @@ def theirs_in(corpus: CorpusFacts, marks: set[str], *there: Path) -> str | None:
                 "(prepare it there again to have it compared, or this corpus with --other-people)"
             )
     known = set().union(*(each["people"] for each in lines), *map(marks_of, folders))
-    return None if gone or marks - known or not folders else ""
+    return None if gone or ids_among(marks) - known or not folders else ""
 
 
 def breaches(
@@ -228,10 +236,15 @@ def _taken_as_public(
 
 def say_what_is_unknown(config: TrainConfig, corpus: CorpusFacts) -> None:
     """Warn of words and weights of which nobody here knows where they came from."""
+    settings: Any = config.mitigation
     if config.model not in BUILT_IN_MODELS and (unknown := _unknown(config.model, corpus)):
         log.warning("What %s was trained on before is taken to be public%s.", config.model, unknown)
     given = corpus.settings.get("tokenizer")
-    if given is not None and given != config.model and (unknown := words_behind(corpus).unknown):
+    if (
+        given is not None
+        and given != config.model
+        and (unknown := words_behind(corpus, settings.unit).unknown)
+    ):
         log.warning("The tokenizer %s is taken to be public%s.", given, unknown)
 
 
@@ -240,9 +253,13 @@ def _unknown(model: str, corpus: CorpusFacts) -> str:
     origin = origin_of(Path(model))
     if not origin.is_known:
         return ", of which nothing is known: it has no guarantee.json and stands in no run"
-    if origin.openly and theirs_in(corpus, origin.openly, *origin.open_folders) is None:
+    if not origin.openly:
+        return ""
+    if theirs_in(corpus, origin.openly, *origin.open_folders) is None:
         return _NOT_COMPARED
-    return ""
+    lines = [e for e in register.entries(register.CORPUS) if origin.openly & {*e["people"]}]
+    people = set[str]().union(*(each["people"] for each in lines))
+    return "" if people <= declared_others({*corpus.people}) else _MAYBE_THEIRS
 
 
 def _release(record: dict[str, Any], unit: str) -> Release:
