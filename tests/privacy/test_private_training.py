@@ -41,7 +41,11 @@ def private(tmp_path, model=None, optimizer=None, texts=None, **settings):
         "noise_multiplier": 1.0, "expected_batch": 10, "steps": 20, "insecure_seed": 7, **settings,
     }  # fmt: skip
     return PrivateTraining(
-        model, optimizer, texts or documents(), ledger=tmp_path / "ledger.json", **given
+        model,
+        optimizer,
+        documents() if texts is None else texts,
+        ledger=tmp_path / "ledger.json",
+        **given,
     )
 
 
@@ -561,7 +565,28 @@ def test_a_model_under_torch_compile_is_trained_as_what_it_is(tmp_path):
     private(tmp_path, torch.compile(OneToken(), backend="eager")).step()
 
 
-@pytest.mark.parametrize("wrong", [-1, VOCABULARY, 2**32 + 5])
+@pytest.mark.parametrize("wrong", [-1, -100, VOCABULARY, 2**32 + 5])
 def test_words_that_the_model_does_not_have_are_refused_before_somebody_is_drawn(wrong, tmp_path):
     with pytest.raises(UsageError, match=rf"id {wrong}, .* has 20"):
         private(tmp_path, texts=[*documents(), torch.tensor([1, wrong, 2])])
+
+
+def test_texts_may_be_rows_of_a_tensor_and_one_in_two_dimensions_is_refused(tmp_path):
+    private(tmp_path, texts=torch.stack([torch.arange(6)] * 40)).step()
+    with pytest.raises(UsageError, match=r"shape \(1, 3\).*encoded\[0\]"):
+        private(tmp_path / "other", texts=[*documents(), torch.tensor([[1, 2, 3]])])
+
+
+def test_somebodys_autocast_around_the_start_is_not_taken_for_looking_ahead(tmp_path):
+    with torch.autocast("cpu", torch.bfloat16):
+        training = private(tmp_path, lstm())
+    training.step()
+
+
+def test_torchs_newer_switches_of_precision_are_no_errors(tmp_path):
+    before = torch.backends.fp32_precision
+    torch.backends.fp32_precision = "tf32"
+    try:
+        private(tmp_path, lstm()).step()
+    finally:
+        torch.backends.fp32_precision = before

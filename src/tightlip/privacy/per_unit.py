@@ -137,7 +137,8 @@ def check_model(model: nn.Module, ids_BT: Tensor) -> None:
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
     tolerance = rounding_tolerance(next(model.parameters()).dtype, least=1e-3)
     # A GPU's tf32 would round by as much as a little looking ahead changes.
-    with full_precision():
+    device = next(model.parameters()).device.type
+    with full_precision(), torch.autocast(device, enabled=False):
         ahead = looks_ahead(lambda ids: logits_of(model, ids, None), ids_BT, tolerance=tolerance)
     if ahead:
         raise UsageError(

@@ -40,10 +40,10 @@ class LabelledRows:
             raise UsageError(
                 f"{len(users)} users for {len(counts)} rows. Give one user for each row."
             )
-        every = [np.concatenate(rows) for rows in (ids, labels)]
-        asked = np.concatenate([each[each != NO_LABEL] for each in every])
+        fed, told = (np.concatenate(rows) for rows in (ids, labels))
+        asked = np.concatenate([fed, told[told != NO_LABEL]])
         self.smallest_id, self.largest_id = int(asked.min(initial=0)), int(asked.max(initial=0))
-        self._ids, self._labels = (each.astype(np.int32) for each in every)
+        self._ids, self._labels = fed.astype(np.int32), told.astype(np.int32)
         self._ends = np.cumsum(counts)
         self._starts = self._ends - counts
         self.lengths = np.maximum(1, counts - 1)  # the last id is only predicted, never fed
@@ -77,6 +77,10 @@ class Documents(LabelledRows):
         if not len(documents):
             raise UsageError("There are no documents to train on.")
         ids = [torch.as_tensor(each, dtype=torch.long).cpu().numpy() for each in documents]
+        if (shape := next((each.shape for each in ids if each.ndim != 1), None)) is not None:
+            raise UsageError(
+                f"A document has the shape {shape}, and has to be one line of ids. Give each by itself, such as encoded[0]."
+            )
         super().__init__(ids, ids, users)
         if users is not None and self.ownership is None:
             names = np.array([str(user) for user in users])
@@ -98,6 +102,6 @@ def sampled_units(source: Source, per_owner: int | None) -> np.ndarray:
 
 
 def source_of(documents: Source | Sequence[Tensor], users: Sequence[Any] | None) -> Source:
-    if hasattr(documents, "gather"):
+    if hasattr(documents, "unit_of_row"):
         return documents  # type: ignore[return-value]
     return Documents(documents, users)  # type: ignore[arg-type]
