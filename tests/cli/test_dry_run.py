@@ -12,7 +12,7 @@ import pytest
 import tightlip
 from tightlip.audit.leakage import dry_run as audits
 from tightlip.core.checksums import LIST
-from tightlip.core.children import ALONE_SECONDS
+from tightlip.core.children import ALONE_SECONDS, CHILD_BYTES
 from tightlip.core.engines import EngineSettings
 from tightlip.core.errors import UsageError
 from tightlip.core.progress import Estimate
@@ -180,8 +180,11 @@ def test_on_a_cluster_the_scan_is_shared_out_and_all_machines_are_paid(
 
 def test_processes_of_this_machine_share_what_is_python_s(run, monkeypatch):
     monkeypatch.setattr(audits, "_extrapolated", lambda *given: dict(TIMES if given[-1] else ONCE))
-    alone = tightlip.estimate_audit(run.folder, device="cpu", workers=3).stages
-    shared = tightlip.estimate_audit(run.folder, device="cpu", workers=8).stages
+    here = tightlip.estimate_audit(run.folder, device="cpu", workers=3)
+    beside = tightlip.estimate_audit(run.folder, device="cpu", workers=8)
+    # This process never gives memory back, as it is counted.
+    assert beside.memory_bytes - here.memory_bytes >= 4 * CHILD_BYTES
+    alone, shared = here.stages, beside.stages
     assert {name: alone[name] for name in TIMES} == TIMES
     assert shared["Reading words"] == pytest.approx(10 + ALONE_SECONDS + (200 - ALONE_SECONDS) / 4)
     assert {name: shared[name] for name in TIMES if name != "Reading words"} == {

@@ -1,5 +1,6 @@
 """What children of this process make of texts is what this process makes of them."""
 
+import errno
 import logging
 import os
 import random
@@ -102,6 +103,35 @@ def test_children_end_with_work_that_is_given_up(begun):
     next(results), next(results)
     results.close()
     assert [process.returncode for process in begun] == [-signal.SIGKILL] * 2
+
+
+def test_children_end_with_a_call_whose_error_is_kept(begun, tmp_path):
+    def full(ids, sizes):
+        if begun:
+            raise OSError("no room")
+
+    with pytest.raises(OSError, match="no room") as kept:
+        files_of(tmp_path / "tokens", also=full)
+    assert begun
+    assert all(process.returncode == -signal.SIGKILL for process in begun)
+    assert kept.tb
+
+
+@pytest.mark.parametrize("num_there_is_room_for", [0, 1])
+def test_where_no_more_processes_are_allowed_fewer_do_it(num_there_is_room_for, begun, monkeypatch):
+    plain = children.begin_child
+
+    def refused(module, **environment):
+        if len(begun) >= num_there_is_room_for:
+            raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+        return plain(module, **environment)
+
+    monkeypatch.setattr(children, "begin_child", refused)
+    encoder = Encoder(PAIRS)
+    read = LocalEngine().map_python(encoder.end_to_end, TEXTS)
+    for texts, encoded in read:
+        assert encoded.ids.tolist() == encoder.end_to_end(texts).ids.tolist()
+    assert len(begun) == num_there_is_room_for
 
 
 def test_an_error_in_a_child_is_raised_here(begun, caplog):

@@ -11,14 +11,17 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
-from typing import Any, TypeVar
+from contextlib import ExitStack, suppress
+from typing import IO, Any, TypeVar
 
 from tightlip.core.progress import log
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
+CHILD_BYTES = (
+    220_000_000  # of memory that one takes at most, by and large: its items are up to 8 MB
+)
 ALONE_SECONDS = 2.0  # of work, for which beginning them does not pay
 _WAITING = 2  # items for each child, so that it need not wait for the next
 
@@ -26,20 +29,39 @@ _WAITING = 2  # items for each child, so that it need not wait for the next
 def begin_child(module: str, **environment: str) -> subprocess.Popen[bytes]:
     """This Python, running a module of ours.
 
-    It ends when its input does, so it need not hear of Ctrl-C.
+    It ends when its input does, so it need not hear of Ctrl-C. What it answers, to
+    `answers_to_parent`, is read from its `stdout`; what anything prints there goes nowhere.
 
     Holds:
         same_modules: it imports what this process would, and nothing from the folder that somebody
             stands in. That may be a model's, and its `jinja2.py` would be run.
     """
-    return subprocess.Popen(
-        [sys.executable, "-P", "-m", module],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **environment},
-    )
+    # An empty entry, which interactive Python has, is the folder one stands in.
+    folders = os.pathsep.join(filter(None, sys.path))
+    answers, given = os.pipe()
+    stream = os.fdopen(answers, "rb")
+    try:
+        child = subprocess.Popen(
+            [sys.executable, "-P", "-m", module, str(given)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            pass_fds=(given,),
+            start_new_session=True,
+            env={**os.environ, "PYTHONPATH": folders, **environment},
+        )
+    except BaseException:
+        stream.close()
+        raise
+    finally:
+        os.close(given)
+    child.stdout = stream
+    return child
+
+
+def answers_to_parent() -> IO[bytes]:
+    """In a child: where its answers go."""
+    return os.fdopen(int(sys.argv[1]), "wb")
 
 
 def pickled(function: Callable[..., Any]) -> bytes | None:
@@ -56,7 +78,7 @@ def map_in_children(
     """Each item with what the function makes of it, in order; `given` is the function, pickled.
 
     Holds:
-        same: results and errors are those of this process, also where a child dies.
+        same: results and errors are those of this process, also where a child dies or cannot be begun.
         bounded: a few items for each child are in memory.
     """
     children: list[_Child] = []
@@ -72,9 +94,13 @@ def map_in_children(
     with ExitStack() as stack:
         for number, item in enumerate(items):
             if number < num_children:
-                children.append(stack.enter_context(_Child(given)))
-            waiting.append((item, children[number % num_children].apply(item)))
-            if len(waiting) == _WAITING * num_children:
+                with suppress(OSError, RuntimeError):  # as many as the system has room for
+                    children.append(stack.enter_context(_Child(given)))
+            if not children:
+                yield item, function(item)
+                continue
+            waiting.append((item, children[number % len(children)].apply(item)))
+            if len(waiting) >= _WAITING * len(children):
                 yield next_result()
         while waiting:
             yield next_result()
@@ -108,6 +134,8 @@ class _Child:
 
     def _result(self, item: Any) -> Any:
         assert self._process.stdout is not None
+        if self._has_ended:
+            raise _NotDone
         try:
             self._begun.result()
             self._send(pickle.dumps(item, pickle.HIGHEST_PROTOCOL))
@@ -128,7 +156,7 @@ class _Child:
 
 
 def _serve() -> None:
-    asked, answers = sys.stdin.buffer, sys.stdout.buffer
+    asked, answers = sys.stdin.buffer, answers_to_parent()
     function: Any = pickle.load(asked)
     while True:
         try:

@@ -17,7 +17,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import IO, Any
 
-from tightlip.core.children import begin_child
+from tightlip.core.children import answers_to_parent, begin_child
 from tightlip.core.errors import UsageError
 
 MOST_SECONDS = 10.0  # for a row
@@ -161,11 +161,12 @@ def _receive(stream: IO[bytes], seconds: float) -> Any:
 def _serve() -> None:
     import transformers.utils.chat_template_utils  # noqa: F401 - before memory is counted
 
+    answers = answers_to_parent()
     if sys.platform == "linux":  # elsewhere the clock alone holds it
         pages = int(Path("/proc/self/statm").read_text().split()[0])
         most = pages * os.sysconf("SC_PAGE_SIZE") + MOST_MEMORY
         resource.setrlimit(resource.RLIMIT_AS, (most, most))
-    _send(sys.stdout.buffer, {})
+    _send(answers, {})
     template = ""
     for request in map(json.loads, sys.stdin.buffer):
         try:
@@ -179,7 +180,7 @@ def _serve() -> None:
                 answer = {"text": text, "generated": generated}
         except Exception as error:
             answer = {"error": _in_a_line(error, template)}
-        _send(sys.stdout.buffer, answer)
+        _send(answers, answer)
 
 
 def _in_a_line(error: Exception, template: str) -> str:

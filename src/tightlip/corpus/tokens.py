@@ -211,8 +211,10 @@ def tokenize_documents(
     with folder_written_whole(folder) as beside, task(description, None) as bar:
         writer = _Writer(beside, *(("spans",) if with_spans else ()))
         pairs = ((batch, batch.texts) for batch in batches)
-        encoded = map_beside(engine or local_engine(), encoder.end_to_end, pairs)
-        for batch, (ids, sizes, spans) in encoded:
+        # Bound to no name, the processes end with the loop, whatever is kept of an error.
+        for batch, (ids, sizes, spans) in map_beside(
+            engine or local_engine(), encoder.end_to_end, pairs
+        ):
             further = {} if spans is None else {"spans": spans}
             contents = [text.encode("utf-8") for text in batch.texts]
             writer.add(batch.users, contents, sizes, tokens=ids, **further)

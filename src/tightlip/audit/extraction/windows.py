@@ -96,8 +96,8 @@ def read_words(
         tokenised(first, batch, corpus, np.arange(first, first + len(batch)))
         for first, batch in numbered(documents, corpus)
     )
-    read = engine.map_python(TokenWords(tokenizer).of_tokens, batches)
-    for _, (distinct, places, sizes, own_edges) in read:
+    read = TokenWords(tokenizer).of_tokens
+    for _, (distinct, places, sizes, own_edges) in engine.map_python(read, batches):
         given = [numbers.setdefault(word, len(numbers)) for word in distinct]
         of_words.append(np.array(given, np.int32)[places])
         num_words.append(sizes)

@@ -147,8 +147,8 @@ def _words_of_sequences(
             some = tokenised(first, batch, corpus, places)
             yield some, starts[part] - corpus.bounds[own] + some.starts[document], lengths[part]
 
-    found = engine.map_python(TokenWords(tokenizer).of_stretches, stretches())
-    for _, (distinct, places, num_words) in found:
+    read = TokenWords(tokenizer).of_stretches
+    for _, (distinct, places, num_words) in engine.map_python(read, stretches()):
         given = [numbers.setdefault(word, len(numbers) + 1) for word in distinct]
         tokens.add(np.array(given, np.int32)[places])
         sizes.add(num_words)

@@ -14,7 +14,7 @@ from tightlip.audit.leakage.spill import RUN_BYTES, SEQUENCE_BYTES
 from tightlip.audit.leakage.summary import LeakageReport
 from tightlip.audit.settings import LeakageConfig
 from tightlip.core import progress
-from tightlip.core.children import ALONE_SECONDS
+from tightlip.core.children import ALONE_SECONDS, CHILD_BYTES
 from tightlip.core.engines import EngineSettings
 from tightlip.core.errors import UsageError
 from tightlip.core.settings import bytes_from, names_in, split_settings
@@ -38,13 +38,13 @@ OF_A_RUN = (
     "leave-out trains the run again without the owners of what leaked; that is not counted here."
 )
 OF_A_CLUSTER = (
-    "Scanning is taken to be shared by as many workers as it has shards, tokenising and the reading of words by all, each as fast "
-    "as this machine; counting and the rest to take as long as here."
+    "Scanning is taken to be shared by as many workers as it has shards, the reading of words by all and tokenising by all "
+    "machines, each as fast as this one; counting and the rest to take as long as here."
 )
 WORKER_SECONDS = 7.0  # assumed: what a process takes to import all that an audit needs
 CLUSTER = "Starting workers"
 REST = "Everything else"
-IN_PYTHON = ("Tokenising", "Reading words")  # what an engine's map_python does
+TOKENISING, READING = "Tokenising", "Reading words"  # what an engine's map_python does
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,9 +184,9 @@ def estimate(
     stages = reading | stages
     if stored is not None:
         num_tokens = stored.num_tokens
-        stages.pop("Tokenising", None)
+        stages.pop(TOKENISING, None)
     num_shards = max(1, num_tokens // SHARD_TOKENS)
-    stages, num_machines = _shared_out(stages, once, num_shards, where, options.device)
+    stages, num_machines, children = _shared_out(stages, once, num_shards, where, options.device)
     runs_bytes = RUN_BYTES * factor * last.summary["sequences_in_s"]
     # Those that outgrow memory are kept on disk, but for the sequences' order.
     is_spilt = runs_bytes > bytes_from(options.memory)
@@ -210,7 +210,11 @@ def estimate(
         },
         stages=stages,
         memory_bytes=round(
-            progress.most_memory() + counting + (order_bytes if is_spilt else runs_bytes) + held
+            progress.most_memory()
+            + counting
+            + (order_bytes if is_spilt else runs_bytes)
+            + held
+            + children * CHILD_BYTES
         ),
         gpu_memory_bytes=progress.most_gpu_memory(opened.device.replace("mapped", "cuda")),
         disk_bytes=round(max(1, factor) * last.written) + (scan_bytes if is_kept else 0),
@@ -245,19 +249,24 @@ def _shared_out(
     num_shards: int,
     where: EngineSettings,
     device: str,
-) -> tuple[dict[str, float], int]:
-    """The stages where workers do them at the same time, and the number of machines. What a scan takes
-    `once`, to open the model say, each worker takes."""
+) -> tuple[dict[str, float], int, int]:
+    """The stages where workers do them at the same time, the number of machines, and of processes
+    beside this one. What a scan takes `once`, to open the model say, each worker takes."""
     start = time.perf_counter()
     with where.opened(device) as engine:
         is_cluster = engine.is_remote
+        num_machines = engine.num_machines if is_cluster else 1
         shared = {CLUSTER: time.perf_counter() - start + WORKER_SECONDS} if is_cluster else {}
         for name, seconds in stages.items():
             alone, num = once.get(name, 0.0), 1
-            if name in IN_PYTHON:
+            if name == READING:
                 alone, num = alone + (0.0 if is_cluster else ALONE_SECONDS), engine.num_python
+            elif name == TOKENISING:  # the trials' tokenizer had all cores of this machine
+                num = num_machines
             elif name.startswith("Scanning") and is_cluster:
                 num = min(engine.num_workers, num_shards)
             alone = min(alone, seconds)
             shared[name] = alone + (seconds - alone) / num
-        return shared, engine.num_machines if is_cluster else 1
+        in_python = max(stages.get(name, 0.0) for name in (READING, TOKENISING))
+        takes_children = not is_cluster and engine.num_python > 1 and in_python > ALONE_SECONDS
+        return shared, num_machines, engine.num_python if takes_children else 0
