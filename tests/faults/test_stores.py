@@ -108,6 +108,14 @@ def test_where_sending_fails_the_same_command_goes_on_from_its_scan(store, place
     assert not folder.exists()
 
 
+def test_where_nothing_was_worked_out_nothing_is_left_and_nothing_said_of_it(store, place):
+    with pytest.raises((StoreError, UsageError)) as failed:
+        tightlip.audit(place / "model", "s3://nobodys/mails/*.parquet", out="s3://mails/never")
+    assert "nobodys" in str(failed.value)
+    assert "is kept in" not in str(failed.value)
+    assert not [*cache_folder().glob("reports/*/mails/never")]
+
+
 def test_an_overwrite_that_is_cut_off_is_done_by_another_machine(store, tmp_path, monkeypatch):
     def made(*names):
         folder = tmp_path / names[0]

@@ -392,13 +392,18 @@ def worked_in(out: Any, kind: str, how: object = None) -> Iterator[Any]:
     if folder is None or place_of(out) is None:
         yield folder
         return
-    with claimed(folder):
-        try:
+    try:
+        with claimed(folder):
             yield make_private_folder(folder)
-        except StoreError as error:
-            raise StoreError(f"{error} What is worked out is kept in {folder}.") from error
-    with suppress(OSError):
-        os.removedirs(folder.parent)  # empty once the report is set aside
+    except StoreError as error:
+        if not any(each.is_file() for each in folder.rglob("*")):
+            raise
+        raise StoreError(f"{error} What is worked out is kept in {folder}.") from error
+    finally:
+        if not any(each.is_file() for each in folder.rglob("*")):
+            shutil.rmtree(folder, ignore_errors=True)
+        with suppress(OSError):
+            os.removedirs(folder.parent)  # empty once the report is set aside
 
 
 def _names_there(place: Place, kind: str) -> set[str]:
