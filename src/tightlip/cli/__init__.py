@@ -47,8 +47,8 @@ def print_estimate(expected: Any, start_up: float, *, as_json: bool) -> None:
     print_json(expected.record()) if as_json else print_lines(expected.lines())
 
 
-def say(line: str) -> None:
-    print_lines([line])
+def say(line: str, console: Any = None) -> None:
+    print_lines([line], console)
 
 
 def print_overview(

@@ -49,10 +49,7 @@ class RepresentationFlags(Settings):
     bf16: bool | None = _representation("Train the encoder in bf16.", flag="--bf16")
 
 
-EXPERIMENTS: dict[str, type[Settings]] = {
-    "adaptive": AdaptiveFlags,
-    "representation": RepresentationFlags,
-}
+EXPERIMENTS = {"adaptive": AdaptiveFlags, "representation": RepresentationFlags}
 
 
 @with_settings(OnDevice, *EXPERIMENTS.values())

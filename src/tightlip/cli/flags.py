@@ -14,18 +14,11 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from tightlip.core import settings
 from tightlip.core.errors import GuaranteeError, TightlipError, UsageError, names_flags
 from tightlip.core.files import refuse_store, store_address
 from tightlip.core.progress import harmless
-from tightlip.core.settings import (
-    Settings,
-    about,
-    choices_of,
-    kinds_in,
-    panel_of,
-    setting,
-    settings_of,
-)
+from tightlip.core.settings import Settings, about, kinds_in, setting, settings_of
 
 _PATTERNS = ("CORPUS", "SYNTHETIC", "TEXTS")  # of which several files may be one
 _ON_STORES = (*_PATTERNS, "MODEL", "DIR", "REPORT")  # DIR: the base of an adapter
@@ -243,7 +236,7 @@ def _flags(kind: type[Settings], listed: Collection[str] | None) -> Iterator[ins
         is_listed = not about(field).hidden if listed is None else field.name in listed
         is_required = field.default is MISSING
         read_as = _read_as(field, hints[field.name])
-        option = _option(field, hints[field.name], panel_of(kind, field), hidden=not is_listed)
+        option = _option(kind, field, hints[field.name], hidden=not is_listed)
         if is_required:
             yield _flag(field.name, Annotated[read_as, option], inspect.Parameter.empty)
         else:
@@ -260,7 +253,7 @@ def _read_as(field: Field, hint: Any) -> Any:
     return next(kind for kind in (float, int, bool, str) if kind in kinds)
 
 
-def _option(field: Field, hint: Any, panel: str | None, *, hidden: bool) -> Any:
+def _option(kind: type[Settings], field: Field, hint: Any, *, hidden: bool) -> Any:
     told, dashed = about(field), field.name.replace("_", "-")
     is_switch = bool in kinds_in(hint)
     names = f"--{dashed}/--no-{dashed}" if is_switch else f"--{dashed}"
@@ -270,7 +263,7 @@ def _option(field: Field, hint: Any, panel: str | None, *, hidden: bool) -> Any:
         help=told.help + (f" [dim]\\[default: {words}][/]" if words else ""),
         metavar=NO_VALUE if is_switch else _metavar(field, hint),
         show_default=False,
-        rich_help_panel=panel,
+        rich_help_panel=settings.panel_of(kind, field),
         hidden=hidden,
         callback=_check_of() if told.path else None,
     )
@@ -278,7 +271,7 @@ def _option(field: Field, hint: Any, panel: str | None, *, hidden: bool) -> Any:
 
 def _metavar(field: Field, hint: Any) -> str | None:
     """What stands for the value in the help; None leaves it to Typer."""
-    if known := about(field).path or "|".join(choices_of(field, hint)):
+    if known := about(field).path or "|".join(settings.choices_of(field, hint)):
         return known
     kinds = [typing.get_origin(kind) for kind in kinds_in(hint)]
     return "TEXT" if tuple in kinds or about(field).parse is not None else None

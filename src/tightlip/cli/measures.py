@@ -119,12 +119,8 @@ def _membership_table(figures: dict[str, Any]) -> Any:
         ]
         for level, score in scores
     ]
-    headings = [
-        "of",
-        "score",
-        *(each for name in ("AUC", *rates.values()) for each in (name, "95%")),
-    ]
-    return printed_table(headings, rows, num_left=2)
+    pairs = [each for name in ("AUC", *rates.values()) for each in (name, "95%")]
+    return printed_table(["of", "score", *pairs], rows, num_left=2)
 
 
 def _cells(figure: dict[str, Any] | None, spelled: str) -> tuple[str, str]:

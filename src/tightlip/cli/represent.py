@@ -11,15 +11,7 @@ from rich.console import Console
 from rich.text import Text
 
 import tightlip
-from tightlip.cli import (
-    Gate,
-    GateSettings,
-    page_words,
-    print_json,
-    print_lines,
-    print_overview,
-    say,
-)
+from tightlip.cli import Gate, GateSettings, page_words, print_json, print_overview, say
 from tightlip.cli.flags import Json, OnDevice, existing, switch, with_settings
 from tightlip.core.errors import UsageError
 from tightlip.core.figures import rounded_up
@@ -287,4 +279,4 @@ def show(report: "AttackReport", console: Console) -> None:
         )
     for note in notes:
         console.print(Text(note, style="dim"))
-    print_lines([page_words(report.page)], console)
+    say(page_words(report.page), console)

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 from tightlip.core import files
 from tightlip.core.figures import counted, rounded_up
 from tightlip.report.kit.table import NONE, Column, Table, plain_row, share_words
-from tightlip.report.vectors.words import adjacency_words
+from tightlip.report.vectors.words import ATTACKER_NAMES, adjacency_words
 
 WAYS = {
     "majority": "majority class",
@@ -24,12 +24,7 @@ WAYS = {
     "laplace": "Laplace, calibrated",
     "gaussian": "Gaussian, calibrated",
 }
-ATTACKERS = {
-    "mlp": "the paper's MLP",
-    "logistic": "logistic regression",
-    "averaged": "logistic on averaged copies",
-    "trees": "boosted trees",
-}
+ATTACKERS = ATTACKER_NAMES | {"averaged": "logistic on averaged copies"}
 CALIBRATED = ("laplace", "gaussian")
 # Empirical privacy, by the kind of what is private.
 _PRIVACY = {"entities": "1 - F, F1 over all entities", "attributes": "1 - X, X the mean accuracy"}

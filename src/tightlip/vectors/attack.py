@@ -16,15 +16,9 @@ from tightlip.core.errors import UsageError
 from tightlip.core.progress import task
 from tightlip.core.resampling import HOW
 from tightlip.vectors import attack_figures as figures
+from tightlip.vectors import attackers
 from tightlip.vectors.attack_figures import JudgedRows, Target
-from tightlip.vectors.attackers import (
-    Arrays,
-    Reading,
-    Releases,
-    best_on_dev,
-    read_attribute,
-    sklearn_part,
-)
+from tightlip.vectors.attackers import Arrays, Reading, Releases, read_attribute
 from tightlip.vectors.categories import Categories
 from tightlip.vectors.data import Examples, columns_of_run
 from tightlip.vectors.encode import lines_of
@@ -141,7 +135,7 @@ def _read_by_all(
     )
     readings = {name: read(name, releases, values, device=device) for name in settings.attackers}
     of_one_release = (reading for name, reading in readings.items() if name != "averaged")
-    strongest = best_on_dev(of_one_release, values.dev)
+    strongest = attackers.best_on_dev(of_one_release, values.dev)
     open_book = read("averaged", Releases(single=bare, averaged=bare), values)
     return {**readings, STRONGEST: strongest, OPEN_BOOK: open_book}
 
@@ -241,9 +235,9 @@ def flat_places(vectors: np.ndarray, *, seed: int) -> np.ndarray | None:
     vectors = (vectors - vectors.mean(axis=0)) / vectors.std()
     most = min(FIRST_DIMENSIONS, *vectors.shape)
     if most < vectors.shape[1]:
-        components = sklearn_part("decomposition").PCA(most, random_state=seed)
+        components = attackers.sklearn_part("decomposition").PCA(most, random_state=seed)
         vectors = components.fit_transform(vectors)
-    placed = sklearn_part("manifold").TSNE(
+    placed = attackers.sklearn_part("manifold").TSNE(
         n_components=2,
         init="pca",
         learning_rate="auto",

@@ -218,13 +218,10 @@ def measure_exposures(
     # What takes long comes last: whatever is refused is refused before.
     attacks = attacked(scorer, key.canaries, config.prompt_tokens)
     estimates = _estimates(scorer, key, measured, others, config)
+    told = ("text", "user", "repetitions", "kind", "template")
     return [
         CanaryExposure(
-            text=canary.text,
-            user=canary.user,
-            repetitions=canary.repetitions,
-            kind=canary.kind,
-            template=canary.template,
+            **{name: getattr(canary, name) for name in told},
             **asdict(attack),
             **estimates.get((canary.template, canary.text), {}),
         )

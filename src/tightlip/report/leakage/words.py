@@ -7,15 +7,8 @@ from typing import Any, NamedTuple
 
 from rich.table import Table as RichTable
 
-from tightlip.core.figures import (
-    INSECURE,
-    UNKNOWN,
-    count,
-    counted,
-    guarantee_words,
-    number,
-    percent,
-)
+from tightlip.core import figures
+from tightlip.core.figures import UNKNOWN, count, counted, guarantee_words, number, percent
 from tightlip.report.kit.table import NAMES, Cell, Column, Row, Table, plain_row
 
 Summary = dict[str, Any]  # summary.json, or snapshots.json, as written
@@ -341,7 +334,7 @@ def terminal_table(summary: Summary) -> RichTable:
         Row(
             line.name,
             [Cell(line.value), Cell(line.sentence)],
-            style="bold red" if line.sentence.startswith(INSECURE) else "",
+            style="bold red" if line.sentence.startswith(figures.INSECURE) else "",
         )
         for line in summary_lines(summary)
         # hints at what is missing
