@@ -139,8 +139,7 @@ class Command(_HelpIsASwitch, TyperCommand):
 def command_of(function: Callable[..., None], help: str | None) -> Any:
     """The command that a function with Typer's annotations is."""
     app = typer.Typer(add_completion=False, rich_markup_mode="rich")
-    epilog = getattr(function, "epilog", None)
-    app.command(cls=Command, help=help, epilog=epilog)(function)
+    app.command(cls=Command, help=help, epilog=getattr(function, "epilog", None))(function)
     command = typer.main.get_command(app)
     for param in command.params:
         if param.param_type_name == "argument":  # no <list[Path]> behind RUN

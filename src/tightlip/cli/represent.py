@@ -71,8 +71,7 @@ def _of_one_run(metrics: dict[str, Any]) -> Iterator[str]:
     yield f"{'test accuracy':24} {metrics['test_accuracy']:.3f}"
     if metrics["num_seen_in_train"] and metrics["test_accuracy_unseen"] is not None:
         seen = f"({metrics['num_seen_in_train']:,} test texts also stand in train)"
-        unseen = metrics["test_accuracy_unseen"]
-        yield f"{'  on texts not trained on':24} {unseen:.3f}  {seen}"
+        yield f"{'  on texts not trained on':24} {metrics['test_accuracy_unseen']:.3f}  {seen}"
     yield f"{'most frequent label':24} {metrics['majority_accuracy']:.3f}"
     yield f"{'best epoch':24} {metrics['best_epoch']} of {len(metrics['epochs'])}"
 

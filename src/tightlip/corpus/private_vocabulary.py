@@ -97,8 +97,7 @@ def bounded_sums(
         if not len(words):
             continue
         if len(words) > words_per_user:
-            most = np.lexsort((draw.random(len(words)), -counts))
-            words = words[most[:words_per_user]]
+            words = words[np.lexsort((draw.random(len(words)), -counts))[:words_per_user]]
         sums[words] += 1 / math.sqrt(len(words))
     return sums
 

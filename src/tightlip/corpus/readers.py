@@ -210,8 +210,7 @@ class Corpus:
         """The row, its user and text plain strings, or what is wrong with it."""
         where, is_csv = part.row(number), part.empty_is_null
         fault = owners.user_fault(row, self._user_column, where, is_csv=is_csv)
-        fault = fault or owners.text_fault(row, self._text_column, where, is_csv=is_csv)
-        return fault or [row]
+        return fault or owners.text_fault(row, self._text_column, where, is_csv=is_csv) or [row]
 
     def _plain(self, columns: Columns) -> DocumentBatch | None:
         """Rows of which every user and text is a string, and whatever else can be read."""
@@ -377,8 +376,7 @@ def _in_memory(source: Any, columns: TextSettings) -> tuple[str, list[Part]]:
             "a pandas DataFrame, a datasets.Dataset, or a list of dicts or (user, text) pairs."
         )
     owners.check_columns(name, source.schema, columns)
-    table = source
-    return name, [Part(name, lambda: formats.table_chunks(iter(table.to_batches())))]
+    return name, [Part(name, lambda: formats.table_chunks(iter(source.to_batches())))]
 
 
 def _is_dataset(source: Any) -> bool:

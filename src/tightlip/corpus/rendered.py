@@ -87,8 +87,7 @@ class RolesReader:
 
     def _of(self, rows: Iterable[RawDocument]) -> Iterator[RoleTokens]:
         shown = [self._shown(row) for row in rows]
-        texts = [one.text for one in shown if one is not None]
-        ids, spans = self._encoder.encode(texts)
+        ids, spans = self._encoder.encode([one.text for one in shown if one is not None])
         assert spans is not None
         encoded = iter(zip(ids, spans, strict=True))
         for row, one in zip(rows, shown, strict=True):

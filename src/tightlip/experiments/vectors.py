@@ -268,8 +268,7 @@ def reproduce_representation(
         "version": tightlip.__version__,
         "corpora": sections,
     }
-    csv = csv_text(sections)
-    return write_results(folder, "representation", result, csv, page="vectors-paper")
+    return write_results(folder, "representation", result, csv_text(sections), page="vectors-paper")
 
 
 @dataclass(frozen=True, kw_only=True)

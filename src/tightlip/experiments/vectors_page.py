@@ -340,8 +340,7 @@ def _group_cells(section: dict[str, Any], row: Way, attribute: str) -> tuple[str
 
 def _compared(section: dict[str, Any]) -> list[Way]:
     """The rows of Table 4: the baselines, DPNR at its smallest ε, and our calibrated mechanisms."""
-    baselines = _all(section, "none", "adversarial")
-    return [*baselines, *_smallest(section), *_all(section, *CALIBRATED)]
+    return [*_all(section, "none", "adversarial"), *_smallest(section), *_all(section, *CALIBRATED)]
 
 
 def _all(section: dict[str, Any], *ways: str) -> list[Way]:

@@ -251,8 +251,7 @@ def flat_places(vectors: np.ndarray, *, seed: int) -> np.ndarray | None:
 
 # What is to be read
 def target_of(name: str, column: Categories, parts: Arrays) -> Target:
-    codes = parts.map(column.ids.__getitem__)
-    return Target(name=name, values=tuple(column.names), codes=codes)
+    return Target(name=name, values=tuple(column.names), codes=parts.map(column.ids.__getitem__))
 
 
 def entities_of(run: Path, examples: Examples, parts: Arrays, source: str) -> Entities:
@@ -345,8 +344,7 @@ def frequent_names(texts: Sequence[str], most: int = MOST_NAMES) -> tuple[list[s
     counts = Counter(chain.from_iterable(set(finder(text)) for text in texts))
     if not counts:
         raise UsageError(f"{by} found no person's name in the training part. {_GIVE_A_LIST}")
-    ranked = sorted(counts, key=lambda name: (-counts[name], name))
-    return ranked[:most], by
+    return sorted(counts, key=lambda name: (-counts[name], name))[:most], by
 
 
 def _finder() -> tuple[NameFinder, str]:

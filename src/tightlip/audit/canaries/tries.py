@@ -296,8 +296,7 @@ def _encoded(pattern: str, pools: list[Sequence[str]], ids_of: IdsOf, may_cut: b
     first, *others = pattern.split(_SLOT)
     texts = [first]
     for pool, literal in zip(pools, others, strict=True):
-        endings = [value + literal for value in pool]
-        texts = [text + ending for text in texts for ending in endings]
+        texts = [text + value + literal for text in texts for value in pool]
     used = {*pattern, *(letter for pool in pools for value in pool for letter in value)}
     mark = next((mark for mark in _MARKS if mark not in used), None)
     joins = may_cut and mark is not None and pattern[0] == " " and pattern[-1].strip() != ""

@@ -297,8 +297,7 @@ def _perplexity_axis(values: list[float]) -> plots.Axis:
 
 def _draw_mark(plot: plots.Plot, point: Point, x: float, y: float) -> None:
     row, _, leak = point
-    perplexity = number(row["perplexity"]["value"])
-    tip = f"{row['name']}: validation perplexity {perplexity}, {leak}"
+    tip = f"{row['name']}: validation perplexity {number(row['perplexity']['value'])}, {leak}"
     if (kind := kind_of(row)) == "base":
         left, top, size = x - plots.DOT, y - plots.DOT, 2 * plots.DOT
         plot.draw("rect", x=left, y=top, width=size, height=size, class_="run base", tip=tip)

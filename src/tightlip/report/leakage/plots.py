@@ -250,8 +250,7 @@ def _outline(axis: plots.Axis, edges: np.ndarray, widths: np.ndarray) -> list[tu
 def _epoch_labels(plot: plots.Plot, shown: list[dict[str, Any]]) -> list[tuple[float, str]]:
     """Every epoch where there is room, else every second, third, …"""
     widest = max(len(epoch_name(one)) for one in shown) * plots.CHARACTER_WIDTH + 6
-    every = math.ceil(widest * len(shown) / plot.x_span)
-    places = range(0, len(shown), every)
+    places = range(0, len(shown), math.ceil(widest * len(shown) / plot.x_span))
     return [((place + 0.5) / len(shown), epoch_name(shown[place])) for place in places]
 
 

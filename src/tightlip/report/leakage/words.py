@@ -230,8 +230,7 @@ def by_role(summary: Summary) -> list[str]:
 
 def longest_of(num_by_length: dict[str, int] | None) -> int | None:
     """Tokens in the longest sequence of a tally by length, where there is one."""
-    lengths = [int(length) for length, num in (num_by_length or {}).items() if num]
-    return max(lengths, default=None)
+    return max((int(length) for length, num in (num_by_length or {}).items() if num), default=None)
 
 
 def verdict(
