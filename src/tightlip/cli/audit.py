@@ -14,7 +14,7 @@ from tightlip.cli.flags import (
     DryRun,
     KeptScan,
     Model,
-    existing,
+    argument,
     path_flag,
     switch,
     with_settings,
@@ -77,9 +77,9 @@ def audit(
 )
 def audit_text(
     synthetic: Annotated[
-        str, existing(typer.Argument, "SYNTHETIC", "The generated text; it needs no user column.")
+        str, argument("SYNTHETIC", "The generated text; it needs no user column.")
     ],
-    corpus: Annotated[str, existing(typer.Argument, "CORPUS", "The text it was made from.")],
+    corpus: Annotated[str, argument("CORPUS", "The text it was made from.")],
     out: Annotated[Path, typer.Option(help="The report's folder.")],
     *,
     given: dict[str, Any],

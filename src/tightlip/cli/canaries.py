@@ -12,7 +12,7 @@ import typer
 import tightlip
 from tightlip.audit.settings import ChoiceConfig, ExposureConfig
 from tightlip.cli import Gate, GateSettings, print_lines
-from tightlip.cli.flags import KeptScan, Keys, OnDevice, existing, with_settings
+from tightlip.cli.flags import KeptScan, Keys, OnDevice, argument, with_settings
 from tightlip.core.errors import UsageError
 from tightlip.core.files import claimed
 from tightlip.core.progress import shown_progress
@@ -27,7 +27,7 @@ Entry = dict[str, Any]
 
 @with_settings(CanaryConfig, ColumnSettings)
 def plant(
-    corpus: Annotated[str, existing(typer.Argument, "CORPUS", "The text to plant them in.")],
+    corpus: Annotated[str, argument("CORPUS", "The text to plant them in.")],
     out: Annotated[Path, typer.Option(help="A new folder for the corpus and the key.")],
     given: dict[str, Any],
 ) -> None:
@@ -47,7 +47,7 @@ def plant(
 
 @with_settings(OnDevice, KeptScan, ChoiceConfig, key=Keys)
 def choose(
-    run: Annotated[str, existing(typer.Argument, "RUN", "An unmitigated run.")],
+    run: Annotated[str, argument("RUN", "An unmitigated run.")],
     out: Annotated[Path, typer.Option(help="A file for the key.")],
     given: dict[str, Any],
 ) -> None:
@@ -67,7 +67,7 @@ def choose(
 
 @with_settings(OnDevice, ExposureConfig, ModelSettings, GateSettings)
 def measure(
-    model: Annotated[str, existing(typer.Argument, "MODEL", "A run, or a model's folder.")],
+    model: Annotated[str, argument("MODEL", "A run, or a model's folder.")],
     given: dict[str, Any],
     key: Keys = None,
     out: Annotated[Path | None, typer.Option(help="A file for the JSON list.")] = None,

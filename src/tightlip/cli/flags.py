@@ -25,13 +25,18 @@ _ON_STORES = (*_PATTERNS, "MODEL", "DIR", "REPORT")  # DIR: the base of an adapt
 NO_VALUE = " "  # where <bool> would stand behind a switch, as if it took a value
 
 
-def existing(kind: Any, thing: str, help: str, words: Collection[str] = (), **how: Any) -> Any:
-    """An argument or option that is the path of something, or one of `words`.
+def argument(thing: str, help: str, words: Collection[str] = ()) -> Any:
+    """An argument that is the path of something, or one of `words`.
 
     Holds:
         first: one that leads nowhere is spoken of before what is missing and before any work.
     """
-    return kind(metavar=thing, help=help, callback=_check_of(words), **how)
+    return typer.Argument(metavar=thing, help=help, callback=_check_of(words))
+
+
+def option(thing: str, help: str, words: Collection[str] = ()) -> Any:
+    """The same as an option."""
+    return typer.Option(metavar=thing, help=help, callback=_check_of(words))
 
 
 def _check_of(words: Collection[str] = ()) -> Callable[..., Any]:
@@ -51,24 +56,20 @@ def _check_of(words: Collection[str] = ()) -> Callable[..., Any]:
 
 def path_flag(thing: str, help: str, words: Collection[str] = ()) -> Any:
     """An option that is the path of something, or one of `words`, and need not be given."""
-    return Annotated[str | None, existing(typer.Option, thing, help, words)]
+    return Annotated[str | None, option(thing, help, words)]
 
 
 Model = Annotated[
     str,
-    existing(
-        typer.Argument,
+    argument(
         "MODEL",
         "A model's folder, an adapter's or a checkpoint's, a GGUF file, or a run of tightlip train.",
     ),
 ]
 Corpus = Annotated[
-    str | None,
-    existing(typer.Argument, "CORPUS", "The text it was trained on. A run knows its own."),
+    str | None, argument("CORPUS", "The text it was trained on. A run knows its own.")
 ]
-Config = Annotated[
-    Path | None, existing(typer.Option, "FILE", "A TOML file with the same names; flags win.")
-]
+Config = Annotated[Path | None, option("FILE", "A TOML file with the same names; flags win.")]
 Json = Annotated[
     bool, typer.Option("--json", help="Print the record as JSON, all of it.", metavar=NO_VALUE)
 ]
@@ -80,9 +81,7 @@ DryRun = Annotated[
         metavar=NO_VALUE,
     ),
 ]
-Keys = Annotated[
-    list[Path] | None, existing(typer.Option, "KEY", "A key.json of canaries. May be given again.")
-]
+Keys = Annotated[list[Path] | None, option("KEY", "A key.json of canaries. May be given again.")]
 
 
 @dataclass(frozen=True, kw_only=True)

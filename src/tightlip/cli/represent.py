@@ -12,7 +12,7 @@ from rich.text import Text
 
 import tightlip
 from tightlip.cli import Gate, GateSettings, page_words, print_json, print_overview, say
-from tightlip.cli.flags import Json, OnDevice, existing, switch, with_settings
+from tightlip.cli.flags import Json, OnDevice, argument, switch, with_settings
 from tightlip.core.errors import UsageError
 from tightlip.core.figures import rounded_up
 from tightlip.core.files import claimed, read_json
@@ -26,15 +26,14 @@ if TYPE_CHECKING:
     from tightlip.vectors.attack_runs import AttackReport
     from tightlip.vectors.encode import Encoded
 
-DeviceHalf = Annotated[Path, existing(typer.Argument, "DEVICE", "A device's half: RUN/device.")]
+DeviceHalf = Annotated[Path, argument("DEVICE", "A device's half: RUN/device.")]
 
 
 @with_settings(settings.RepresentSettings, settings.RepresentOptions, ColumnSettings)
 def train(
     corpus: Annotated[
         str,
-        existing(
-            typer.Argument,
+        argument(
             "CORPUS",
             "A corpus with further columns, or `bundled`: plays by speaker.",
             words=["bundled"],
@@ -160,9 +159,7 @@ def _mechanism(record: dict[str, Any]) -> str:
 @with_settings(OnDevice, settings.EncodeSettings, settings.EncodingOptions, ColumnSettings)
 def encode(
     device_half: DeviceHalf,
-    texts: Annotated[
-        str, existing(typer.Argument, "TEXTS", "A corpus, or a .txt file with a text on each line.")
-    ],
+    texts: Annotated[str, argument("TEXTS", "A corpus, or a .txt file with a text on each line.")],
     out: Annotated[Path, typer.Option(help="The file of vectors to write, vectors.parquet.")],
     given: dict[str, Any],
 ) -> None:
@@ -196,12 +193,8 @@ def _show_encoded(encoded: "Encoded", out: Path) -> None:
 
 
 def classify(
-    server_half: Annotated[
-        Path, existing(typer.Argument, "SERVER", "A server's half: RUN/server.")
-    ],
-    vectors: Annotated[
-        Path, existing(typer.Argument, "VECTORS", "A file that `represent encode` wrote.")
-    ],
+    server_half: Annotated[Path, argument("SERVER", "A server's half: RUN/server.")],
+    vectors: Annotated[Path, argument("VECTORS", "A file that `represent encode` wrote.")],
     out: Annotated[
         Path | None, typer.Option(help="A .parquet or .csv file for the labels; otherwise counts.")
     ] = None,
@@ -238,8 +231,7 @@ def classify(
 )
 def attack(
     runs: Annotated[
-        list[Path],
-        existing(typer.Argument, "RUN", "Runs of tightlip represent train, or folders of seeds."),
+        list[Path], argument("RUN", "Runs of tightlip represent train, or folders of seeds.")
     ],
     out: Annotated[
         Path | None,

@@ -11,7 +11,7 @@ from rich.console import Console
 
 import tightlip
 from tightlip.cli import flags, print_estimate, print_json, since_start
-from tightlip.cli.flags import Config, DryRun, Json, existing, with_settings
+from tightlip.cli.flags import Config, DryRun, Json, argument, with_settings
 from tightlip.core import figures
 from tightlip.core.errors import UsageError
 from tightlip.core.progress import shown_progress, terminal
@@ -46,10 +46,7 @@ _OF_A_RAW_CORPUS = (
 
 def train(
     corpus: Annotated[
-        str,
-        existing(
-            typer.Argument, "CORPUS", "A prepared corpus, or a raw one to prepare inside the run."
-        ),
+        str, argument("CORPUS", "A prepared corpus, or a raw one to prepare inside the run.")
     ],
     out: Annotated[Path, typer.Option(help="The run's folder.")],
     given: dict[str, Any],
@@ -195,10 +192,7 @@ def _show(run: "RunRecord", console: Console) -> None:
 
 
 def ledger(
-    runs: Annotated[
-        list[Path],
-        existing(typer.Argument, "RUN", "A run or a ledger file, or several to compose."),
-    ],
+    runs: Annotated[list[Path], argument("RUN", "A run or a ledger file, or several to compose.")],
     json_wanted: Json = False,
 ) -> None:
     """What a run promises, and with all registered runs on the same people."""
