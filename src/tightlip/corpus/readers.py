@@ -25,7 +25,7 @@ from tightlip.core.files import digest_of_files, store_address
 from tightlip.core.stores import AT_ONCE, place_of
 from tightlip.corpus import formats, owners
 from tightlip.corpus.conversations import Document, columns_read, documents_of, format_of
-from tightlip.corpus.formats import MAX_BATCH_BYTES, MAX_COLUMNS, Columns, Fault, Row
+from tightlip.corpus.formats import MAX_BATCH_BYTES, MAX_BATCH_ROWS, Columns, Fault, Row
 from tightlip.corpus.history import history_of
 from tightlip.corpus.prepare_config import ColumnSettings, TextSettings
 from tightlip.corpus.tables import DocumentBatch, row_size
@@ -168,7 +168,7 @@ class Corpus:
         for row in self._usable(self._checked, self._plain):
             is_batch = isinstance(row, DocumentBatch)
             size = 0 if is_batch else row_size(row)
-            is_full = num_bytes + size > MAX_BATCH_BYTES or len(pending) == formats.MAX_BATCH_ROWS
+            is_full = num_bytes + size > MAX_BATCH_BYTES or len(pending) == MAX_BATCH_ROWS
             if pending and (is_batch or is_full):
                 yield self._batch(pending)
                 pending, num_bytes = [], 0
@@ -176,7 +176,7 @@ class Corpus:
                 yield row
                 continue
             columns.update(row)
-            if len(columns) > MAX_COLUMNS:
+            if len(columns) > formats.MAX_COLUMNS:
                 raise UsageError(
                     f"{self.name} {formats.too_many_columns(len(columns))}: its rows have keys of their own. "
                     "Put what differs into one column, or leave it out."
@@ -216,7 +216,8 @@ class Corpus:
         """Rows of which every user and text is a string, and whatever else can be read."""
         by_name = dict(zip(columns.names, columns.values, strict=True))
         users, texts = (by_name.pop(n, [None]) for n in (self._user_column, self._text_column))
-        is_plain = {*map(type, users), *map(type, texts)} == {str} and len(by_name) < MAX_COLUMNS
+        kinds = {*map(type, users), *map(type, texts)}
+        is_plain = kinds == {str} and len(by_name) < formats.MAX_COLUMNS
         if not is_plain or any(Fault in {*map(type, each)} for each in by_name.values()):
             return None
         return DocumentBatch(users=users, texts=texts, attributes=by_name)
@@ -337,7 +338,7 @@ def _read_ahead(part: Part, queue: Queue, over: Event) -> None:
         for number, row in part.chunks():
             rows.append((number, row))
             size += row_size(row) if isinstance(row, dict) else 1
-            is_full = size > MAX_BATCH_BYTES or len(rows) == formats.MAX_BATCH_ROWS
+            is_full = size > MAX_BATCH_BYTES or len(rows) == MAX_BATCH_ROWS
             if is_full or isinstance(row, Columns):
                 put(rows)
                 rows, size = [], 0
@@ -368,7 +369,7 @@ def _in_memory(source: Any, columns: TextSettings) -> tuple[str, list[Part]]:
         batches = source.with_format("arrow").iter
         name = "the dataset given"
         owners.check_columns(name, source.features.arrow_schema, columns)
-        tables = lambda: (b for t in batches(formats.MAX_BATCH_ROWS) for b in t.to_batches())  # noqa: E731
+        tables = lambda: (b for t in batches(MAX_BATCH_ROWS) for b in t.to_batches())  # noqa: E731
         return name, [Part(name, lambda: formats.table_chunks(tables()))]
     if not isinstance(source, pa.Table):
         raise UsageError(
