@@ -23,13 +23,7 @@ from tightlip.models.loading import load_causal_lm, load_tokenizer
 from tightlip.scan import ahead
 from tightlip.scan.options import ScanOptions
 from tightlip.scan.scanner import Scanner
-from tightlip.scan.store import (
-    PLAIN,
-    ScanFunction,
-    ScannedCorpus,
-    ScanStore,
-    Scorer,
-)
+from tightlip.scan.store import PLAIN, ScanFunction, ScannedCorpus, ScanStore, Scorer
 
 Made = TypeVar("Made")
 BASE = "base"  # in the place of another model: the one that an adapter was trained on
@@ -166,13 +160,7 @@ class OpenedModel:
         return scanned
 
     def open_scan(
-        self,
-        corpus: Any,
-        largest: int,
-        scorer: Scorer,
-        *,
-        threads: int,
-        halves: bool = True,
+        self, corpus: Any, largest: int, scorer: Scorer, *, threads: int, halves: bool = True
     ) -> ScanFunction:
         """The model ready to scan parts of a corpus, tokens and bounds, whose largest token is given."""
         self._check_vocabulary(max(largest, self.begin_id or 0))
