@@ -140,15 +140,11 @@ def _span(group: list[Entry]) -> str:
 def _most_exposed(planted: list[Entry]) -> Any:
     """The users whose canaries the model knows best, by what is certain."""
     planted = sorted(planted, key=lambda one: (-one["low"], -one["exposure_bits"]))[:MOST_LISTED]
-    rows = [
-        [
-            one["user"],
-            f"{one['repetitions']:,}",
-            *(f"{one[name]:.1f}" for name in ("exposure_bits", "low", "high")),
-            "yes" if one["tab"] else "no",
-        ]
-        for one in planted
-    ]
+    rows = []
+    for one in planted:
+        bits = [f"{one[name]:.1f}" for name in ("exposure_bits", "low", "high")]
+        tab = "yes" if one["tab"] else "no"
+        rows.append([one["user"], f"{one['repetitions']:,}", *bits, tab])
     return printed_table(["most exposed", "repeated", "bits", "at least", "at most", "tab"], rows)
 
 
@@ -176,14 +172,10 @@ _REAL_COLUMNS: Columns = (("median perplexity", _median_perplexity), ("tab", _nu
 
 
 def _table(name: str, entries: list[Entry], columns: Columns) -> Any:
-    by_times = {
-        times: [one for one in entries if one["repetitions"] == times]
-        for times in sorted({one["repetitions"] for one in entries})
-    }
-    rows = [
-        [f"{times:,}", f"{len(group):,}", *(value(group) for _, value in columns)]
-        for times, group in by_times.items()
-    ]
+    rows = []
+    for times in sorted({one["repetitions"] for one in entries}):
+        group = [one for one in entries if one["repetitions"] == times]
+        rows.append([f"{times:,}", f"{len(group):,}", *(value(group) for _, value in columns)])
     return printed_table(["repeated", name, *(title for title, _ in columns)], rows, num_left=0)
 
 

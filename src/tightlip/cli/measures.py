@@ -107,15 +107,10 @@ def _membership_table(figures: dict[str, Any]) -> Any:
         if score is not None
     ]
     rates = {name: title for name, title in _RATES.items() if any(s[name] for _, s in scores)}
-    rows = [
-        [
-            level,
-            score["title"],
-            *_cells(score["auc"], ".3f"),
-            *(cell for rate in rates for cell in _cells(score[rate], ".1%")),
-        ]
-        for level, score in scores
-    ]
+    rows = []
+    for level, score in scores:
+        found = [cell for rate in rates for cell in _cells(score[rate], ".1%")]
+        rows.append([level, score["title"], *_cells(score["auc"], ".3f"), *found])
     pairs = [each for name in ("AUC", *rates.values()) for each in (name, "95%")]
     return printed_table(["of", "score", *pairs], rows, num_left=2)
 

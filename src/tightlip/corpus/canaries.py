@@ -259,19 +259,14 @@ def _drawn(
     templates: Sequence[Template], owners: Owners, pools: Pools, draw: np.random.Generator
 ) -> list[Canary]:
     taken: set[str] = set()
-    return [
-        Canary(
-            text=template.filled(values),
-            user=user,
-            repetitions=times,
-            template=template.text,
-            values=values,
-        )
-        for template in templates
-        for (user, times), values in zip(
-            owners, template.drawn(len(owners), pools, taken, draw), strict=True
-        )
-    ]
+    canaries: list[Canary] = []
+    for template in templates:
+        drawn = template.drawn(len(owners), pools, taken, draw)
+        for (user, times), values in zip(owners, drawn, strict=True):
+            told: dict[str, Any] = {"template": template.text, "values": values}
+            text = template.filled(values)
+            canaries.append(Canary(text=text, user=user, repetitions=times, **told))
+    return canaries
 
 
 def _warn_of_small_spaces(planted: Planted) -> None:

@@ -363,6 +363,7 @@ class _Runs:
         first = results[0]
         measured = next(iter(first["attributes"].values()))["attackers"]
         attackers = [name for name in self.size.attackers if name in measured]
+        unseen = [one["main"].get("unseen", {}) for one in results]
         return {
             "way": way.row,
             "run": way.name,
@@ -370,9 +371,7 @@ class _Runs:
             "dropout": way.settings.get("dropout", 0.0),
             "guarantee": first["guarantee"],
             "main": over_seeds([one["main"]["all"]["value"] for one in results]),
-            "main_unseen": over_seeds(
-                [one["main"].get("unseen", {}).get("value") for one in results]
-            ),
+            "main_unseen": over_seeds([one.get("value") for one in unseen]),
             "privacy": {name: self._privacy(results, name) for name in (*attackers, "strongest")},
             "strongest": self._strongest(results),
             "attributes": {name: self._read(results, name) for name in self.task.private},

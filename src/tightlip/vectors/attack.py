@@ -80,6 +80,9 @@ def attack(given: AttackInput, settings: AttackSettings, *, device: str = "cpu")
             readings.append(_read_by_all(given, target, settings, device))
             bar.advance()
     demographic, about_names = readings[: len(targets)], readings[len(targets) :]
+    groups = {t.name: [None if n < 0 else t.values[n] for n in t.codes.test] for t in targets}
+    how: dict[str, Any] = {"draws": everybody.draws, "seed": settings.seed}
+    fair = partial(figures.fairness, given.main_right, **how)
     return {
         "intervals": HOW,
         "num_test": len(given.users),
@@ -93,15 +96,7 @@ def attack(given: AttackInput, settings: AttackSettings, *, device: str = "cpu")
         },
         "privacy": _privacy(targets, demographic, views) if targets else None,
         "entities": None if entities is None else _names(entities, about_names, views),
-        "fairness": {
-            target.name: figures.fairness(
-                given.main_right,
-                [None if code < 0 else target.values[code] for code in target.codes.test],
-                everybody.draws,
-                seed=settings.seed,
-            )
-            for target in targets
-        },
+        "fairness": {name: fair(groups=each) for name, each in groups.items()},
         "picture": _picture(given, settings) if settings.pictures else None,
     }
 

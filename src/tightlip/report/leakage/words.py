@@ -329,16 +329,12 @@ def story(snapshots: Summary) -> str:
 
 def terminal_table(summary: Summary) -> RichTable:
     """The headline figures that are known, each with its sentence, and the notes."""
-    shown = [
-        Row(
-            line.name,
-            [Cell(line.value), Cell(line.sentence)],
-            style="bold red" if line.sentence.startswith(figures.INSECURE) else "",
-        )
-        for line in summary_lines(summary)
-        # hints at what is missing
-        if line.value != UNKNOWN or line.name in ("Leakage epsilon", "Beyond the prior")
-    ]
+    shown: list[Row] = []
+    for line in summary_lines(summary):
+        # What is not known hints at what is missing.
+        if line.value != UNKNOWN or line.name in ("Leakage epsilon", "Beyond the prior"):
+            style = "bold red" if line.sentence.startswith(figures.INSECURE) else ""
+            shown.append(Row(line.name, [Cell(line.value), Cell(line.sentence)], style=style))
     notes = [plain_row("Note", "", note) for note in summary.get("notes") or []]
     columns = [NAMES, Column(style="bold", widest=34), Column(left=True, style="dim")]
     return Table(columns=columns, rows=[*shown, *notes]).printed()

@@ -40,9 +40,8 @@ def _privacy(result: Result, name: str) -> Figure | None:
     if not entities:
         return None
     if name == "majority":
-        return min(
-            (entities[one]["all"] for one in ("majority", "everywhere")), key=lambda f: f["value"]
-        )  # type: ignore[no-any-return]
+        bars: list[Figure] = [entities[one]["all"] for one in ("majority", "everywhere")]
+        return min(bars, key=lambda figure: figure["value"])
     attacker = entities["attackers"].get(name)
     return None if attacker is None else attacker["all"]["one_minus_f_tuned"]
 
