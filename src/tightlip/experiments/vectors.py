@@ -124,13 +124,10 @@ def _ag_row(corpus: Path, number: int, line: str, part: int) -> Any:
 
 
 def _ag_table(rows: Sequence[tuple[str, str, str, frozenset[int]]]) -> pa.Table:
-    columns: dict[str, list[str]] = {
-        "split": [row[0] for row in rows],
-        "topic": [row[1] for row in rows],
-        "text": [row[2] for row in rows],
-    }
+    *texts, named = zip(*rows, strict=True)
+    columns = dict(zip(("split", "topic", "text"), map(list, texts), strict=True))
     for entity in range(_NUM_ENTITIES):
-        present = ["present" if entity in row[3] else "absent" for row in rows]
+        present = ["present" if entity in ids else "absent" for ids in named]
         columns[f"entity_{entity + 1}"] = present
     return pa.table(columns)
 

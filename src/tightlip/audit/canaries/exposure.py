@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from tightlip.audit.canaries.candidates import TEXTS_AT_ONCE, Candidates, CandidateScorer
+from tightlip.audit.canaries.candidates import TEXTS_AT_ONCE, Candidates, CandidateScorer, Places
 from tightlip.audit.canaries.tab_attack import Attack, attacked
 from tightlip.audit.measures import Audited, written_to
 from tightlip.audit.settings import ExposureConfig
@@ -275,10 +275,7 @@ def _candidates(name: str, pools: Pools) -> Candidates:
 
 
 def _enumerated(
-    scorer: CandidateScorer,
-    candidates: Candidates,
-    group: Sequence[Canary],
-    drop: set[tuple[int, ...]],
+    scorer: CandidateScorer, candidates: Candidates, group: Sequence[Canary], drop: Places
 ) -> dict[str, Estimate]:
     """The exact exposure of every canary of one template, by text; the places in `drop` are in no R."""
     secrets = {canary.text: candidates.number_of(canary.values) for canary in group}
@@ -293,7 +290,7 @@ def _sampled(
     scorer: CandidateScorer,
     candidates: Candidates,
     group: Sequence[Canary],
-    drop: set[tuple[int, ...]],
+    drop: Places,
     num_samples: int,
     draw: np.random.Generator,
 ) -> dict[str, Estimate]:

@@ -15,12 +15,7 @@ from tightlip.report.kit.table import NEVER_SAW_BITS, cut_name
 
 CHARACTER_WIDTH = 6.4
 LABEL_HEIGHT = 13
-LOG_STEPS: tuple[tuple[float, ...], ...] = (
-    (1,),
-    (1, 2, 5),
-    (1, 1.5, 2, 3, 4, 5, 7),
-    tuple(1 + x / 10 for x in range(90)),
-)
+LOG_STEPS = ((1,), (1, 2, 5), (1, 1.5, 2, 3, 4, 5, 7), tuple(1 + x / 10 for x in range(90)))
 DOT = 5.5  # half a run's mark, and more than half a dot
 Box = tuple[float, float, float, float]  # left, right, top, bottom
 Points = Sequence[tuple[float, float, str]]  # across, up, and a tooltip
