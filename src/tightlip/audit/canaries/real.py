@@ -39,7 +39,7 @@ def choose_real_canaries(
 
     Holds:
         surprising: no other usable document of that user has a higher perplexity.
-        usable: a document that is not, such as one with a word the model lacks, is never chosen.
+        usable: a document that is too short, or has a word the model lacks, is never chosen.
         as_often: repetitions are the documents of the whole corpus that read the same.
     """
     users = np.asarray(tokens.users)
