@@ -17,7 +17,7 @@ from tightlip.core.files import claimed
 from tightlip.core.run_folder import RunRecord, is_run, run_around
 from tightlip.corpus import opening
 from tightlip.corpus.history import origin_of
-from tightlip.corpus.opening import CorpusSource, finished_run, tokenised_for
+from tightlip.corpus.opening import CorpusSource, check_reference, finished_run, tokenised_for
 from tightlip.corpus.prepare import PreparedCorpus, is_prepared, open_prepared
 from tightlip.corpus.prepare_config import TextSettings
 from tightlip.corpus.tokens import TokenizedCorpus
@@ -67,7 +67,7 @@ class Subject:
         """Refuse what saw `members` or `held_out`; returns what is to be noted of it."""
         notes = []
         for part, corpus in corpora.items():
-            notes += opening.check_reference(reference, corpus, getattr(self, part), part)
+            notes += check_reference(reference, corpus, getattr(self, part), part)
         return notes
 
     def opened_reference(
