@@ -240,7 +240,6 @@ def represent_attack(
     version, folder = tightlip.__version__, result_folder(runs, out)
     with claimed(folder):
         report = attack_runs(runs, folder, again=again, device=device, **settings)
-        result = {"format": FORMAT, "version": version, "runs": report.results}
-        write_json(folder / RESULT, result)
+        write_json(folder / RESULT, {"format": FORMAT, "version": version, "runs": report.results})
         write_page("vectors", report.page, results=report.results, version=version)
     return report

@@ -264,8 +264,7 @@ def _utility(
 def _without_utility(run: RunMeasures) -> list[str]:
     if run.perplexity is not None:
         return []
-    why = run.not_known.get("perplexity", "")
-    return [f"Its utility is not known. {why}".strip()]
+    return [f"Its utility is not known. {run.not_known.get('perplexity', '')}".strip()]
 
 
 def _advice(run: RunMeasures, base: RunMeasures, mine: float, theirs: float) -> str:

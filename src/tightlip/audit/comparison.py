@@ -79,7 +79,7 @@ def compare_models(
                 stack.enter_context(claimed_to_write(one.run.folder))
         scans = _scans(given, folder, options, stack, keep=keep_scan)
         _refuse_what_saw_the_text(measuring.reference, given, scans, folder)
-        open_one = partial(_compared, folder, measuring, matching.at_perplexity)
+        open_one = partial(_compared, folder, measuring, matching)
         measured = _measured(given, scans, open_one)
         shutil.rmtree(folder / WORK, ignore_errors=True)
     return compared(measured, matching)
@@ -224,30 +224,25 @@ class Compared:
 
 
 def _compared(
-    folder: Path,
-    measuring: Measuring,
-    at_perplexity: float | None,
-    subject: Given,
-    name: str,
-    scans: Scans,
+    folder: Path, measuring: Measuring, matching: Matching, one: Given, name: str, scans: Scans
 ) -> Compared | RunMeasures:
     """The last model, or the first on its way whose held-out perplexity is as low as asked; or what
     a report tells."""
-    if isinstance(subject, LeakageReport):
-        return reported(subject, name)
-    folder = folder if subject.run is None else subject.run.folder
+    if isinstance(one, LeakageReport):
+        return reported(one, name)
+    folder = folder if one.run is None else one.run.folder
 
-    made = partial(Compared, subject=subject, name=name)
-    if at_perplexity is None:
-        measures = ModelMeasures(subject, folder, measuring, scans)
+    made = partial(Compared, subject=one, name=name)
+    if matching.at_perplexity is None:
+        measures = ModelMeasures(one, folder, measuring, scans)
         return made(model="final", measures=measures, texts=measures.texts)
     best = None
-    for model, place, known in _on_the_way(subject):
-        measures = ModelMeasures(replace(subject, model=place), folder, measuring, scans)
+    for model, place, known in _on_the_way(one):
+        measures = ModelMeasures(replace(one, model=place), folder, measuring, scans)
         perplexity = known
-        if known is None and subject.held_out is not None:
+        if known is None and one.held_out is not None:
             perplexity = measures.perplexity()  # a private run does not publish it
-        if perplexity is not None and perplexity <= at_perplexity:
+        if perplexity is not None and perplexity <= matching.at_perplexity:
             return made(model=model, measures=measures, texts=measures.texts, was_chosen=True)
         measures.release()
         best = min((value for value in (best, perplexity) if value is not None), default=None)

@@ -95,11 +95,11 @@ class GroupFigures:
     """Everything that is said of groups of users, with intervals from one stream of draws."""
 
     def __init__(self, text: HeldText, rng: np.random.Generator, num_bootstraps: int) -> None:
-        self._text, self._rng, self._num_bootstraps = text, rng, num_bootstraps
+        self.text, self._rng, self._num_bootstraps = text, rng, num_bootstraps
 
     def of(self, chosen: np.ndarray | slice = slice(None)) -> dict[str, Any]:
         """Perplexity of the chosen documents, and its change, over users drawn again."""
-        sums = self._text.by_user(chosen)
+        sums = self.text.by_user(chosen)
         num_users = sums.shape[1]
         everybody = [np.arange(num_users)]
         times = (times_drawn(self._rng, everybody, num_users) for _ in range(self._num_bootstraps))
@@ -107,7 +107,7 @@ class GroupFigures:
         values, again = _with_change(sums.sum(1)), _with_change(drawn)
         pairs = zip(values, again, strict=True)
         figures = [interval(float(value), each, num_users=num_users) for value, each in pairs]
-        has_baseline = self._text.baseline_nats is not None
+        has_baseline = self.text.baseline_nats is not None
         return {"perplexity": figures[0], "change": figures[1] if has_baseline else None}
 
     def gap(self) -> dict[str, Any]:
@@ -117,7 +117,7 @@ class GroupFigures:
             signed: positive where those with little text lose more.
             nothing: the same losses in both runs give 0, interval and all.
         """
-        num_users = self._text.num_users
+        num_users = self.text.num_users
         low = self._documents_of(range(num_users - GROUP_SIZE, num_users))
         top = self._documents_of(range(GROUP_SIZE))
         drawn = [
@@ -133,8 +133,8 @@ class GroupFigures:
 
     def _documents_of(self, users: range) -> list[np.ndarray]:
         """For each user the loss, other loss and tokens of every document: a row each."""
-        columns = np.array(self._text.columns())
-        return [columns[:, self._text.owners == user] for user in users]
+        columns = np.array(self.text.columns())
+        return [columns[:, self.text.owners == user] for user in users]
 
     def _redrawn(self, documents: list[np.ndarray]) -> list[np.ndarray]:
         """As many users, drawn from these, and as many documents of each, drawn from theirs."""

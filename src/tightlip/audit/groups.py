@@ -122,7 +122,7 @@ def groups_of(
         )
     draw = np.random.default_rng(config.seed)
     figures = group_figures.GroupFigures(text, draw, config.num_bootstraps)
-    result = _result(text, figures, subject, wanted & (scores.num_tokens > 0), notes)
+    result = _result(figures, subject, wanted & (scores.num_tokens > 0), notes)
     notes += _about(subject.run, text, int((wanted & (scores.num_tokens == 0)).sum()))
     return result | {"made_from": made_from(subject, scans, held_out=held) | {"against": other}}
 
@@ -217,13 +217,10 @@ def _reading_as(
 
 
 def _result(
-    text: group_figures.HeldText,
-    figures: group_figures.GroupFigures,
-    subject: Subject,
-    scored: np.ndarray,
-    notes: list[str],
+    figures: group_figures.GroupFigures, subject: Subject, scored: np.ndarray, notes: list[str]
 ) -> dict[str, Any]:
     assert subject.held_out is not None
+    text = figures.text
     knows_members = subject.members is not None
     top, low = group_figures.top_and_low(text) if knows_members else ([], [])
     no_gap = _why_no_gap(text) if knows_members else NO_MEMBERS

@@ -242,12 +242,10 @@ class ModelMeasures:
 
 def texts_of_subject(subject: Subject, scans: Scans, work: Path) -> dict[str, str | None]:
     """Fingerprints of the text that a model is measured on, and of the tokens it makes of it."""
-    texts = {
-        name: _fingerprint(subject.tokens(part, scans, work))
-        if getattr(subject, part) is not None
-        else None
-        for name, part in TEXTS.items()
-    }
+    texts: dict[str, str | None] = dict.fromkeys(TEXTS)
+    for name, part in TEXTS.items():
+        if getattr(subject, part) is not None:
+            texts[name] = _fingerprint(subject.tokens(part, scans, work))
     opened = scans.opened(subject.model)
     reads = {"tokenizer_fingerprint": f"{opened.tokenizer_fingerprint} after {opened.begin_id}"}
     return texts | reads

@@ -10,19 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from tightlip.audit import membership_figures as scoring
 from tightlip.audit.measures import Audited, written_to
-from tightlip.audit.membership_figures import (
-    RATES,
-    SCORES,
-    about_references,
-    best_score,
-    by_length,
-    halves,
-    leading_score,
-    measure_level,
-    missing_rates,
-    unlike_the_leading,
-)
 from tightlip.audit.settings import MembershipSettings
 from tightlip.audit.sides import Side, Sides
 from tightlip.audit.subjects import Subject, made_from, measuring, nothing_held_out, subject_of
@@ -45,9 +34,9 @@ NO_STRANGERS = (
 
 
 # What a gate may ask for of documents; of users the same behind "user_".
-_GATED = ("auc", "auc_low", *RATES)
+_GATED = ("auc", "auc_low", *scoring.RATES)
 _LEADING = "leading"  # in a score's place: the one that leads
-_ENTRIES = (*SCORES, _LEADING)
+_ENTRIES = (*scoring.SCORES, _LEADING)
 FIGURES: Known = {
     **dict.fromkeys(("num_members", "num_nonmembers")),
     **{f"{of}{name}": Entries(names=_ENTRIES) for of in ("", "user_") for name in _GATED},
@@ -144,28 +133,30 @@ def membership_of(
     notes += scans.engine.notes
     members, others = sides.chosen()
     rng = np.random.default_rng(config.seed)
-    leading = leading_score(has_reference=bool(references))
+    leading = scoring.leading_score(has_reference=bool(references))
     if config.choose:
-        looked_at, (members, others) = halves(members, others, np.random.default_rng(config.seed))
-        leading = best_score(*looked_at)
+        draw = np.random.default_rng(config.seed)
+        looked_at, (members, others) = scoring.halves(members, others, draw)
+        leading = scoring.best_score(*looked_at)
         notes.append(
             f"The leading score was chosen on one half of the users. All figures are of the other half: "
             f"{len(np.unique(np.concatenate([members.users, others.users]))):,} users."
         )
-    documents = measure_level(members, others, rng, config.num_bootstraps)
-    lengths = by_length(members, others, rng, config.num_bootstraps)
-    notes += [*missing_rates(documents, "documents"), *_about_users(members, others)]
+    documents = scoring.measure_level(members, others, rng, config.num_bootstraps)
+    lengths = scoring.by_length(members, others, rng, config.num_bootstraps)
+    notes += [*scoring.missing_rates(documents, "documents"), *_about_users(members, others)]
     notes += _about_certainty(documents)
     # Of people, a non-member is somebody of whom nothing was trained on.
     strangers = others.chosen(others.users >= sides.train.num_users)
     users = None
     if len(strangers):
-        users = measure_level(members.by_user(), strangers.by_user(), rng, config.num_bootstraps)
-    notes += [NO_STRANGERS] if users is None else missing_rates(users, "users")
+        people = members.by_user(), strangers.by_user()
+        users = scoring.measure_level(*people, rng, config.num_bootstraps)
+    notes += [NO_STRANGERS] if users is None else scoring.missing_rates(users, "users")
     for what, level in (("documents", documents), ("users", users)):
-        notes += [] if level is None else unlike_the_leading(level, leading, what)
+        notes += [] if level is None else scoring.unlike_the_leading(level, leading, what)
     names, again = map(_name_of, references), np.random.default_rng(config.seed)
-    notes += about_references(members, others, names, again, config.num_bootstraps)
+    notes += scoring.about_references(members, others, names, again, config.num_bootstraps)
     notes += _about_the_text(subject)
     return {
         "leading": {"score": leading, "chosen": config.choose},
@@ -202,7 +193,7 @@ class MembershipAudit:
 
     def depends_on(self, audited: Audited) -> dict[str, Any]:
         reference = audited.measuring.reference_fingerprint
-        return {"scores": [*SCORES], "reference": reference, **audited.sampling}
+        return {"scores": [*scoring.SCORES], "reference": reference, **audited.sampling}
 
     def figures(self, audited: Audited) -> dict[str, Any]:
         _check_sides(audited.subject)

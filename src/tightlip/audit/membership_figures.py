@@ -211,8 +211,7 @@ def _with_intervals(
     for (name, figure), value in values.items():
         unknown = {"title": SCORES[name].title, "auc": None} | dict.fromkeys(RATES)
         entry = scores.setdefault(name, unknown)
-        again = [one[name, figure] for one in drawn]
-        entry[figure] = interval(value, again, num_users=num_users)
+        entry[figure] = interval(value, [one[name, figure] for one in drawn], num_users=num_users)
     return scores
 
 

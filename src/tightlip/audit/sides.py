@@ -33,12 +33,8 @@ from tightlip.corpus.rendered import SPOKEN
 from tightlip.corpus.shared_text import A_FEW, MOST_COPIED, shared_text
 from tightlip.corpus.tokens import TokenizedCorpus
 from tightlip.corpus.vocabulary import DIGITS
-from tightlip.scan.document_scores import (
-    BesideReferences,
-    DocumentScores,
-    beside_references,
-    document_scores,
-)
+from tightlip.scan import document_scores as by_document
+from tightlip.scan.document_scores import BesideReferences, DocumentScores
 from tightlip.scan.models import OpenedModel
 from tightlip.scan.scans import Scans
 from tightlip.scan.store import MOMENTS, PLAIN, ScannedCorpus, Scorer
@@ -128,15 +124,11 @@ def _by_user(train: TokenizedCorpus, held: TokenizedCorpus) -> Iterator[tuple[Pl
     group = (np.cumsum(num_tokens) - num_tokens).astype(np.int64) // _TOGETHER
     orders = [np.argsort(group[mine], kind="stable") for mine in owners]
     for number in np.unique(group):
-        train_part, held_part = (
-            _places(
-                corpus,
-                mine,
-                order[slice(*np.searchsorted(group[mine[order]], [number, number + 1]))],
-            )
-            for corpus, mine, order in zip((train, held), owners, orders, strict=True)
-        )
-        yield train_part, held_part
+        parts = []
+        for corpus, mine, order in zip((train, held), owners, orders, strict=True):
+            ends = np.searchsorted(group[mine[order]], [number, number + 1])
+            parts.append(_places(corpus, mine, order[slice(*ends)]))
+        yield parts[0], parts[1]
 
 
 def _owners(train: TokenizedCorpus, held: TokenizedCorpus) -> tuple[np.ndarray, np.ndarray]:
@@ -294,9 +286,9 @@ class Sides:
         mine = self._scanned(model, "by the model", MOMENTS)
         for number, (scanned, counted) in enumerate(zip(mine, self.counted, strict=True)):
             scans = [each[number] for each in theirs]
-            self.model.append(document_scores(scanned, counted=counted))
+            self.model.append(by_document.document_scores(scanned, counted=counted))
             self.reference.append(
-                beside_references(scanned, scans, counted=counted) if scans else None
+                by_document.beside_references(scanned, scans, counted=counted) if scans else None
             )
 
     def _opened(self, reference: Any) -> OpenedModel:

@@ -15,15 +15,9 @@ from tightlip.core.engines import Engine, local_engine
 from tightlip.core.errors import UsageError
 from tightlip.core.files import claimed
 from tightlip.core.run_folder import RunRecord, is_run, run_around
+from tightlip.corpus import opening
 from tightlip.corpus.history import origin_of
-from tightlip.corpus.opening import (
-    CorpusSource,
-    check_reference,
-    finished_run,
-    model_folder,
-    open_run_corpus,
-    tokenised_for,
-)
+from tightlip.corpus.opening import CorpusSource, check_reference, finished_run, tokenised_for
 from tightlip.corpus.prepare import PreparedCorpus, is_prepared, open_prepared
 from tightlip.corpus.prepare_config import TextSettings
 from tightlip.corpus.tokens import TokenizedCorpus
@@ -83,7 +77,7 @@ class Subject:
         model = scans.opened(self.model)
         if isinstance(reference, str | Path) and not means_base(model, reference):
             notes += self.check_reference(Path(reference), **corpora)
-            reference = model_folder(Path(reference))
+            reference = opening.model_folder(Path(reference))
         opened = scans.opened(reference, beside=self.model)
         if opened.files == model.files:
             raise UsageError(
@@ -113,7 +107,7 @@ def subject_of(
     if isinstance(model, RunRecord):
         model = model.model_folder
     elif isinstance(model, str | Path):
-        model = model_folder(Path(model))
+        model = opening.model_folder(Path(model))
     if tokenizer is not None:
         model = (model, tokenizer)
     return Subject(model=model, members=sources[0], held_out=sources[1])
@@ -121,7 +115,7 @@ def subject_of(
 
 def of_run(run: RunRecord) -> Subject:
     """A finished run; refused where other text lies at its corpus' path by now."""
-    open_run_corpus(run)
+    opening.open_run_corpus(run)
     held = run.corpus_folder / "validation"
     return Subject(
         model=run.model_folder,

@@ -185,8 +185,7 @@ class UniqueTexts:
     ) -> None:
         self._owners, self._texts, self._times = owners, texts, times
         self._sizes = [len(row) for row in ids]
-        keys = [as_bytes(row) for row in ids]
-        self._row_of = {key: row for row, key in enumerate(keys)}
+        self._row_of = {as_bytes(row): number for number, row in enumerate(ids)}
         self._order = sorted(self._row_of)
         lengths: dict[int, set[int]] = {}
         for row in ids:

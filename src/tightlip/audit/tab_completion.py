@@ -221,8 +221,7 @@ class Words:
     def beginning_with(self, begun: str) -> np.ndarray:
         """Ids of the entries that begin with `begun`, the smallest first."""
         first = bisect_left(self._sorted, begun)
-        last = bisect_left(self._sorted, begun + chr(0x10FFFF))
-        return np.sort(self._ids[first:last])
+        return np.sort(self._ids[first : bisect_left(self._sorted, begun + chr(0x10FFFF))])
 
     def as_written(self, text: str, start: int, token: int) -> str:
         """`text` from `start` on, with the space that the token starting there holds before it."""

@@ -47,8 +47,8 @@ def print_estimate(expected: Any, start_up: float, *, as_json: bool) -> None:
     print_json(expected.record()) if as_json else print_lines(expected.lines())
 
 
-def say(line: str) -> None:
-    print_lines([line])
+def say(line: str, console: Any = None) -> None:
+    print_lines([line], console)
 
 
 def print_overview(
@@ -141,17 +141,14 @@ class Gate:
                     "The baseline has another %s, so its figures may differ for that.", name
                 )
         judged = self._figures_in(record)
-        failed = {
-            (subject, condition.written): condition.failure(
-                figures, self._known, self._of_baseline(subject)
-            )
-            for subject, figures in judged.items()
-            for condition in self._conditions
-        }
+        failed: dict[tuple[str, str], str | None] = {}
+        for subject, figures in judged.items():
+            before = self._of_baseline(subject)
+            for each in self._conditions:
+                failed[subject, each.written] = each.failure(figures, self._known, before)
         if self.settings.junit is not None:
-            write_text(
-                Path(self.settings.junit), junit_text(self._command, judged, failed), alone=True
-            )
+            text = junit_text(self._command, judged, failed)
+            write_text(Path(self.settings.junit), text, alone=True)
         # Last: whoever reads only the first lines of it must not lose the gate.
         if self.settings.json:
             print(json.dumps(record, indent=2, ensure_ascii=False))

@@ -7,19 +7,14 @@ from typing import Annotated, Any
 import typer
 
 import tightlip
-from tightlip.audit.settings import (
-    ExtractionConfig,
-    LeakageConfig,
-    ResamplingSettings,
-    SyntheticConfig,
-)
+from tightlip.audit.settings import ExtractionConfig, LeakageConfig, SyntheticConfig
 from tightlip.cli import Gate, GateSettings, page_words, print_estimate, print_lines, since_start
 from tightlip.cli.flags import (
     Corpus,
     DryRun,
     KeptScan,
     Model,
-    existing,
+    argument,
     path_flag,
     switch,
     with_settings,
@@ -28,6 +23,7 @@ from tightlip.core.engines import EngineSettings
 from tightlip.core.errors import UsageError
 from tightlip.core.files import read_json
 from tightlip.core.progress import log, logged_to, shown_progress
+from tightlip.core.resampling import ResamplingSettings
 from tightlip.core.run_folder import is_run
 from tightlip.core.settings import names_in
 from tightlip.core.stores import shown
@@ -81,9 +77,9 @@ def audit(
 )
 def audit_text(
     synthetic: Annotated[
-        str, existing(typer.Argument, "SYNTHETIC", "The generated text; it needs no user column.")
+        str, argument("SYNTHETIC", "The generated text; it needs no user column.")
     ],
-    corpus: Annotated[str, existing(typer.Argument, "CORPUS", "The text it was made from.")],
+    corpus: Annotated[str, argument("CORPUS", "The text it was made from.")],
     out: Annotated[Path, typer.Option(help="The report's folder.")],
     *,
     given: dict[str, Any],

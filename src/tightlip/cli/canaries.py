@@ -12,7 +12,7 @@ import typer
 import tightlip
 from tightlip.audit.settings import ChoiceConfig, ExposureConfig
 from tightlip.cli import Gate, GateSettings, print_lines
-from tightlip.cli.flags import KeptScan, Keys, OnDevice, existing, with_settings
+from tightlip.cli.flags import KeptScan, Keys, OnDevice, argument, with_settings
 from tightlip.core.errors import UsageError
 from tightlip.core.files import claimed
 from tightlip.core.progress import shown_progress
@@ -27,7 +27,7 @@ Entry = dict[str, Any]
 
 @with_settings(CanaryConfig, ColumnSettings)
 def plant(
-    corpus: Annotated[str, existing(typer.Argument, "CORPUS", "The text to plant them in.")],
+    corpus: Annotated[str, argument("CORPUS", "The text to plant them in.")],
     out: Annotated[Path, typer.Option(help="A new folder for the corpus and the key.")],
     given: dict[str, Any],
 ) -> None:
@@ -47,7 +47,7 @@ def plant(
 
 @with_settings(OnDevice, KeptScan, ChoiceConfig, key=Keys)
 def choose(
-    run: Annotated[str, existing(typer.Argument, "RUN", "An unmitigated run.")],
+    run: Annotated[str, argument("RUN", "An unmitigated run.")],
     out: Annotated[Path, typer.Option(help="A file for the key.")],
     given: dict[str, Any],
 ) -> None:
@@ -67,7 +67,7 @@ def choose(
 
 @with_settings(OnDevice, ExposureConfig, ModelSettings, GateSettings)
 def measure(
-    model: Annotated[str, existing(typer.Argument, "MODEL", "A run, or a model's folder.")],
+    model: Annotated[str, argument("MODEL", "A run, or a model's folder.")],
     given: dict[str, Any],
     key: Keys = None,
     out: Annotated[Path | None, typer.Option(help="A file for the JSON list.")] = None,
@@ -140,15 +140,11 @@ def _span(group: list[Entry]) -> str:
 def _most_exposed(planted: list[Entry]) -> Any:
     """The users whose canaries the model knows best, by what is certain."""
     planted = sorted(planted, key=lambda one: (-one["low"], -one["exposure_bits"]))[:MOST_LISTED]
-    rows = [
-        [
-            one["user"],
-            f"{one['repetitions']:,}",
-            *(f"{one[name]:.1f}" for name in ("exposure_bits", "low", "high")),
-            "yes" if one["tab"] else "no",
-        ]
-        for one in planted
-    ]
+    rows = []
+    for one in planted:
+        bits = [f"{one[name]:.1f}" for name in ("exposure_bits", "low", "high")]
+        tab = "yes" if one["tab"] else "no"
+        rows.append([one["user"], f"{one['repetitions']:,}", *bits, tab])
     return printed_table(["most exposed", "repeated", "bits", "at least", "at most", "tab"], rows)
 
 
@@ -176,14 +172,10 @@ _REAL_COLUMNS: Columns = (("median perplexity", _median_perplexity), ("tab", _nu
 
 
 def _table(name: str, entries: list[Entry], columns: Columns) -> Any:
-    by_times = {
-        times: [one for one in entries if one["repetitions"] == times]
-        for times in sorted({one["repetitions"] for one in entries})
-    }
-    rows = [
-        [f"{times:,}", f"{len(group):,}", *(value(group) for _, value in columns)]
-        for times, group in by_times.items()
-    ]
+    rows = []
+    for times in sorted({one["repetitions"] for one in entries}):
+        group = [one for one in entries if one["repetitions"] == times]
+        rows.append([f"{times:,}", f"{len(group):,}", *(value(group) for _, value in columns)])
     return printed_table(["repeated", name, *(title for title, _ in columns)], rows, num_left=0)
 
 

@@ -10,7 +10,7 @@ from rich.text import Text
 
 import tightlip
 from tightlip.cli import page_words, print_lines
-from tightlip.cli.flags import OnDevice, existing, with_settings
+from tightlip.cli.flags import OnDevice, option, with_settings
 from tightlip.cli.measures import show_comparison
 from tightlip.core.errors import UsageError
 from tightlip.core.files import claimed
@@ -49,10 +49,7 @@ class RepresentationFlags(Settings):
     bf16: bool | None = _representation("Train the encoder in bf16.", flag="--bf16")
 
 
-EXPERIMENTS: dict[str, type[Settings]] = {
-    "adaptive": AdaptiveFlags,
-    "representation": RepresentationFlags,
-}
+EXPERIMENTS = {"adaptive": AdaptiveFlags, "representation": RepresentationFlags}
 
 
 @with_settings(OnDevice, *EXPERIMENTS.values())
@@ -63,8 +60,7 @@ def reproduce(
     given: dict[str, Any],
     corpus: Annotated[
         list[Path] | None,
-        existing(
-            typer.Option,
+        option(
             "CORPUS",
             "adaptive: a file with text, or user and text. representation: the paper's ag_data.txt, or Parquet with "
             "text, and age or gender. By default the bundled plays. May be given again.",

@@ -14,31 +14,29 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from tightlip.core import settings
 from tightlip.core.errors import GuaranteeError, TightlipError, UsageError, names_flags
 from tightlip.core.files import refuse_store, store_address
 from tightlip.core.progress import harmless
-from tightlip.core.settings import (
-    Settings,
-    about,
-    choices_of,
-    kinds_in,
-    panel_of,
-    setting,
-    settings_of,
-)
+from tightlip.core.settings import Settings, about, kinds_in, setting, settings_of
 
 _PATTERNS = ("CORPUS", "SYNTHETIC", "TEXTS")  # of which several files may be one
 _ON_STORES = (*_PATTERNS, "MODEL", "DIR", "REPORT")  # DIR: the base of an adapter
 NO_VALUE = " "  # where <bool> would stand behind a switch, as if it took a value
 
 
-def existing(kind: Any, thing: str, help: str, words: Collection[str] = (), **how: Any) -> Any:
-    """An argument or option that is the path of something, or one of `words`.
+def argument(thing: str, help: str, words: Collection[str] = ()) -> Any:
+    """An argument that is the path of something, or one of `words`.
 
     Holds:
         first: one that leads nowhere is spoken of before what is missing and before any work.
     """
-    return kind(metavar=thing, help=help, callback=_check_of(words), **how)
+    return typer.Argument(metavar=thing, help=help, callback=_check_of(words))
+
+
+def option(thing: str, help: str, words: Collection[str] = ()) -> Any:
+    """The same as an option."""
+    return typer.Option(metavar=thing, help=help, callback=_check_of(words))
 
 
 def _check_of(words: Collection[str] = ()) -> Callable[..., Any]:
@@ -58,24 +56,20 @@ def _check_of(words: Collection[str] = ()) -> Callable[..., Any]:
 
 def path_flag(thing: str, help: str, words: Collection[str] = ()) -> Any:
     """An option that is the path of something, or one of `words`, and need not be given."""
-    return Annotated[str | None, existing(typer.Option, thing, help, words)]
+    return Annotated[str | None, option(thing, help, words)]
 
 
 Model = Annotated[
     str,
-    existing(
-        typer.Argument,
+    argument(
         "MODEL",
         "A model's folder, an adapter's or a checkpoint's, a GGUF file, or a run of tightlip train.",
     ),
 ]
 Corpus = Annotated[
-    str | None,
-    existing(typer.Argument, "CORPUS", "The text it was trained on. A run knows its own."),
+    str | None, argument("CORPUS", "The text it was trained on. A run knows its own.")
 ]
-Config = Annotated[
-    Path | None, existing(typer.Option, "FILE", "A TOML file with the same names; flags win.")
-]
+Config = Annotated[Path | None, option("FILE", "A TOML file with the same names; flags win.")]
 Json = Annotated[
     bool, typer.Option("--json", help="Print the record as JSON, all of it.", metavar=NO_VALUE)
 ]
@@ -87,9 +81,7 @@ DryRun = Annotated[
         metavar=NO_VALUE,
     ),
 ]
-Keys = Annotated[
-    list[Path] | None, existing(typer.Option, "KEY", "A key.json of canaries. May be given again.")
-]
+Keys = Annotated[list[Path] | None, option("KEY", "A key.json of canaries. May be given again.")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,8 +138,7 @@ class Command(_HelpIsASwitch, TyperCommand):
 def command_of(function: Callable[..., None], help: str | None) -> Any:
     """The command that a function with Typer's annotations is."""
     app = typer.Typer(add_completion=False, rich_markup_mode="rich")
-    epilog = getattr(function, "epilog", None)
-    app.command(cls=Command, help=help, epilog=epilog)(function)
+    app.command(cls=Command, help=help, epilog=getattr(function, "epilog", None))(function)
     command = typer.main.get_command(app)
     for param in command.params:
         if param.param_type_name == "argument":  # no <list[Path]> behind RUN
@@ -243,7 +234,7 @@ def _flags(kind: type[Settings], listed: Collection[str] | None) -> Iterator[ins
         is_listed = not about(field).hidden if listed is None else field.name in listed
         is_required = field.default is MISSING
         read_as = _read_as(field, hints[field.name])
-        option = _option(field, hints[field.name], panel_of(kind, field), hidden=not is_listed)
+        option = _option(kind, field, hints[field.name], hidden=not is_listed)
         if is_required:
             yield _flag(field.name, Annotated[read_as, option], inspect.Parameter.empty)
         else:
@@ -260,7 +251,7 @@ def _read_as(field: Field, hint: Any) -> Any:
     return next(kind for kind in (float, int, bool, str) if kind in kinds)
 
 
-def _option(field: Field, hint: Any, panel: str | None, *, hidden: bool) -> Any:
+def _option(kind: type[Settings], field: Field, hint: Any, *, hidden: bool) -> Any:
     told, dashed = about(field), field.name.replace("_", "-")
     is_switch = bool in kinds_in(hint)
     names = f"--{dashed}/--no-{dashed}" if is_switch else f"--{dashed}"
@@ -270,7 +261,7 @@ def _option(field: Field, hint: Any, panel: str | None, *, hidden: bool) -> Any:
         help=told.help + (f" [dim]\\[default: {words}][/]" if words else ""),
         metavar=NO_VALUE if is_switch else _metavar(field, hint),
         show_default=False,
-        rich_help_panel=panel,
+        rich_help_panel=settings.panel_of(kind, field),
         hidden=hidden,
         callback=_check_of() if told.path else None,
     )
@@ -278,7 +269,7 @@ def _option(field: Field, hint: Any, panel: str | None, *, hidden: bool) -> Any:
 
 def _metavar(field: Field, hint: Any) -> str | None:
     """What stands for the value in the help; None leaves it to Typer."""
-    if known := about(field).path or "|".join(choices_of(field, hint)):
+    if known := about(field).path or "|".join(settings.choices_of(field, hint)):
         return known
     kinds = [typing.get_origin(kind) for kind in kinds_in(hint)]
     return "TEXT" if tuple in kinds or about(field).parse is not None else None

@@ -12,8 +12,8 @@ from rich.text import Text
 
 import tightlip
 from tightlip.audit.settings import Matching, MembershipSettings, ResamplingSettings
-from tightlip.cli import Gate, GateSettings, page_words, print_lines, print_overview
-from tightlip.cli.flags import KeptScan, Keys, Model, OnDevice, existing, path_flag, with_settings
+from tightlip.cli import Gate, GateSettings, flags, page_words, print_lines, print_overview
+from tightlip.cli.flags import KeptScan, Keys, Model, OnDevice, argument, path_flag, with_settings
 from tightlip.core.engines import EngineSettings
 from tightlip.core.errors import GuaranteeError, UsageError
 from tightlip.core.files import read_json, store_address
@@ -27,12 +27,10 @@ if TYPE_CHECKING:
     from tightlip.audit.dp_check import DPCheck, DPChecks
     from tightlip.commands import Comparison
 
-Run = Annotated[str, existing(typer.Argument, "RUN", "A run of tightlip train.")]
+Run = Annotated[str, argument("RUN", "A run of tightlip train.")]
 LeftOut = Annotated[
     list[Path] | None,
-    existing(
-        typer.Option, "KEY", "A key.json of canaries, which are left out. May be given again."
-    ),
+    flags.option("KEY", "A key.json of canaries, which are left out. May be given again."),
 ]
 Out = Annotated[Path | None, typer.Option(help="A folder for the record. For a run: RUN.")]
 MEMBERS = path_flag("CORPUS", "Text it was trained on. A run knows its own.")
@@ -47,8 +45,7 @@ _KINDS = (OnDevice, KeptScan, ModelSettings, GateSettings, TextSettings)
     non_members=path_flag("CORPUS", "Text like it that it was not trained on."),
     reference=Annotated[
         list[str] | None,
-        existing(
-            typer.Option,
+        flags.option(
             "MODEL",
             "A model, or a run, that never saw that text; 'base' of an adapter. May be given again.",
             ["base"],
@@ -110,21 +107,12 @@ def _membership_table(figures: dict[str, Any]) -> Any:
         if score is not None
     ]
     rates = {name: title for name, title in _RATES.items() if any(s[name] for _, s in scores)}
-    rows = [
-        [
-            level,
-            score["title"],
-            *_cells(score["auc"], ".3f"),
-            *(cell for rate in rates for cell in _cells(score[rate], ".1%")),
-        ]
-        for level, score in scores
-    ]
-    headings = [
-        "of",
-        "score",
-        *(each for name in ("AUC", *rates.values()) for each in (name, "95%")),
-    ]
-    return printed_table(headings, rows, num_left=2)
+    rows = []
+    for level, score in scores:
+        found = [cell for rate in rates for cell in _cells(score[rate], ".1%")]
+        rows.append([level, score["title"], *_cells(score["auc"], ".3f"), *found])
+    pairs = [each for name in ("AUC", *rates.values()) for each in (name, "95%")]
+    return printed_table(["of", "score", *pairs], rows, num_left=2)
 
 
 def _cells(figure: dict[str, Any] | None, spelled: str) -> tuple[str, str]:
@@ -334,8 +322,7 @@ def rounded_down(epsilon: float) -> str:
 )
 def compare(
     models: Annotated[
-        list[Path],
-        existing(typer.Argument, "MODEL", "Runs of tightlip train, other models, or reports."),
+        list[Path], argument("MODEL", "Runs of tightlip train, other models, or reports.")
     ],
     given: dict[str, Any],
     out: Annotated[Path, typer.Option(help="A folder for comparison.html, .csv and .json.")] = Path(

@@ -9,7 +9,7 @@ from rich.table import Table as RichTable
 
 import tightlip
 from tightlip.cli import print_lines
-from tightlip.cli.flags import KeptScan, OnDevice, existing, switch, with_settings
+from tightlip.cli.flags import KeptScan, OnDevice, argument, switch, with_settings
 from tightlip.core.errors import UsageError
 from tightlip.core.figures import count, percent
 from tightlip.core.progress import shown_progress
@@ -29,8 +29,7 @@ _SAYS_NOTHING = (("device", OnDevice.device), ("keep_scan", KeptScan.keep_scan))
 )
 def prepare(
     corpus: Annotated[
-        str,
-        existing(typer.Argument, "CORPUS", "Parquet, JSON Lines, CSV, or a saved datasets folder."),
+        str, argument("CORPUS", "Parquet, JSON Lines, CSV, or a saved datasets folder.")
     ],
     out: Annotated[Path, typer.Option(help="The prepared corpus' folder.")],
     given: dict[str, Any],

@@ -11,16 +11,8 @@ from rich.console import Console
 from rich.text import Text
 
 import tightlip
-from tightlip.cli import (
-    Gate,
-    GateSettings,
-    page_words,
-    print_json,
-    print_lines,
-    print_overview,
-    say,
-)
-from tightlip.cli.flags import Json, OnDevice, existing, switch, with_settings
+from tightlip.cli import Gate, GateSettings, page_words, print_json, print_overview, say
+from tightlip.cli.flags import Json, OnDevice, argument, switch, with_settings
 from tightlip.core.errors import UsageError
 from tightlip.core.figures import rounded_up
 from tightlip.core.files import claimed, read_json
@@ -34,15 +26,14 @@ if TYPE_CHECKING:
     from tightlip.vectors.attack_runs import AttackReport
     from tightlip.vectors.encode import Encoded
 
-DeviceHalf = Annotated[Path, existing(typer.Argument, "DEVICE", "A device's half: RUN/device.")]
+DeviceHalf = Annotated[Path, argument("DEVICE", "A device's half: RUN/device.")]
 
 
 @with_settings(settings.RepresentSettings, settings.RepresentOptions, ColumnSettings)
 def train(
     corpus: Annotated[
         str,
-        existing(
-            typer.Argument,
+        argument(
             "CORPUS",
             "A corpus with further columns, or `bundled`: plays by speaker.",
             words=["bundled"],
@@ -79,8 +70,7 @@ def _of_one_run(metrics: dict[str, Any]) -> Iterator[str]:
     yield f"{'test accuracy':24} {metrics['test_accuracy']:.3f}"
     if metrics["num_seen_in_train"] and metrics["test_accuracy_unseen"] is not None:
         seen = f"({metrics['num_seen_in_train']:,} test texts also stand in train)"
-        unseen = metrics["test_accuracy_unseen"]
-        yield f"{'  on texts not trained on':24} {unseen:.3f}  {seen}"
+        yield f"{'  on texts not trained on':24} {metrics['test_accuracy_unseen']:.3f}  {seen}"
     yield f"{'most frequent label':24} {metrics['majority_accuracy']:.3f}"
     yield f"{'best epoch':24} {metrics['best_epoch']} of {len(metrics['epochs'])}"
 
@@ -169,9 +159,7 @@ def _mechanism(record: dict[str, Any]) -> str:
 @with_settings(OnDevice, settings.EncodeSettings, settings.EncodingOptions, ColumnSettings)
 def encode(
     device_half: DeviceHalf,
-    texts: Annotated[
-        str, existing(typer.Argument, "TEXTS", "A corpus, or a .txt file with a text on each line.")
-    ],
+    texts: Annotated[str, argument("TEXTS", "A corpus, or a .txt file with a text on each line.")],
     out: Annotated[Path, typer.Option(help="The file of vectors to write, vectors.parquet.")],
     given: dict[str, Any],
 ) -> None:
@@ -205,12 +193,8 @@ def _show_encoded(encoded: "Encoded", out: Path) -> None:
 
 
 def classify(
-    server_half: Annotated[
-        Path, existing(typer.Argument, "SERVER", "A server's half: RUN/server.")
-    ],
-    vectors: Annotated[
-        Path, existing(typer.Argument, "VECTORS", "A file that `represent encode` wrote.")
-    ],
+    server_half: Annotated[Path, argument("SERVER", "A server's half: RUN/server.")],
+    vectors: Annotated[Path, argument("VECTORS", "A file that `represent encode` wrote.")],
     out: Annotated[
         Path | None, typer.Option(help="A .parquet or .csv file for the labels; otherwise counts.")
     ] = None,
@@ -247,8 +231,7 @@ def classify(
 )
 def attack(
     runs: Annotated[
-        list[Path],
-        existing(typer.Argument, "RUN", "Runs of tightlip represent train, or folders of seeds."),
+        list[Path], argument("RUN", "Runs of tightlip represent train, or folders of seeds.")
     ],
     out: Annotated[
         Path | None,
@@ -287,4 +270,4 @@ def show(report: "AttackReport", console: Console) -> None:
         )
     for note in notes:
         console.print(Text(note, style="dim"))
-    print_lines([page_words(report.page)], console)
+    say(page_words(report.page), console)

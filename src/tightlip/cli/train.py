@@ -10,17 +10,8 @@ import typer
 from rich.console import Console
 
 import tightlip
-from tightlip.cli import print_estimate, print_json, since_start
-from tightlip.cli.flags import (
-    Config,
-    DryRun,
-    Json,
-    command_of,
-    existing,
-    is_first_process,
-    parsed,
-    with_settings,
-)
+from tightlip.cli import flags, print_estimate, print_json, since_start
+from tightlip.cli.flags import Config, DryRun, Json, argument, with_settings
 from tightlip.core import figures
 from tightlip.core.errors import UsageError
 from tightlip.core.progress import shown_progress, terminal
@@ -34,11 +25,7 @@ if TYPE_CHECKING:
     from tightlip.core.run_folder import RunRecord
 
 
-_TABLES: dict[str, type[Settings]] = {
-    "train": TrainConfig,
-    "prepare": PrepareConfig,
-    "options": RunOptions,
-}
+_TABLES = {"train": TrainConfig, "prepare": PrepareConfig, "options": RunOptions}
 # What a run's own config.toml has beyond settings.
 _RECORDED = ("corpus", "start", "versions", "selection")
 _MORE = (
@@ -59,10 +46,7 @@ _OF_A_RAW_CORPUS = (
 
 def train(
     corpus: Annotated[
-        str,
-        existing(
-            typer.Argument, "CORPUS", "A prepared corpus, or a raw one to prepare inside the run."
-        ),
+        str, argument("CORPUS", "A prepared corpus, or a raw one to prepare inside the run.")
     ],
     out: Annotated[Path, typer.Option(help="The run's folder.")],
     given: dict[str, Any],
@@ -82,13 +66,13 @@ def train(
     """Train, from flags and a TOML file."""
     if json and not dry_run:
         raise UsageError("--json prints what --dry-run expects. Add --dry-run, or leave it out.")
-    tables, given = _tables(config) if config else {}, parsed([TrainConfig], given)
+    tables, given = _tables(config) if config else {}, flags.parsed([TrainConfig], given)
     if mitigation is not None:
         given = {"mitigation": mitigation, **given}
     settings, prepare, options = (tables.get(table, {}) | _of(given, table) for table in _TABLES)
     TrainConfig.from_tree(settings, str(config or ""))  # refused with the name of the file
     own = settings.pop(settings.get("mitigation", "none"), {})  # the file's table of its name
-    with shown_progress() if is_first_process() else nullcontext():
+    with shown_progress() if flags.is_first_process() else nullcontext():
         call: Any = tightlip.estimate_train if dry_run else tightlip.train
         start_up = since_start()
         run = call(
@@ -100,7 +84,7 @@ def train(
         )
     if dry_run:
         print_estimate(run, start_up, as_json=json)
-    elif is_first_process():
+    elif flags.is_first_process():
         _show(run, terminal())
 
 
@@ -133,7 +117,7 @@ def _known_in(args: list[str]) -> tuple[dict[str, Any], list[str]]:
 
     A path that leads nowhere is refused here, before the mitigation is imported, and torch with it.
     """
-    command = command_of(_with_flags_of(MitigationConfig), None)
+    command = flags.command_of(_with_flags_of(MitigationConfig), None)
     context = command.make_context("train", [], resilient_parsing=True, ignore_unknown_options=True)
     given, others, order = command.make_parser(context).parse_args([*args])
     for param in order:
@@ -159,7 +143,7 @@ def _explain_foreign_flags(words: list[str], own: type[MitigationConfig], chosen
 
 
 def _spelt(own: type[MitigationConfig]) -> set[str]:
-    params = command_of(_with_flags_of(own), None).params
+    params = flags.command_of(_with_flags_of(own), None).params
     return {flag for param in params for flag in (*param.opts, *param.secondary_opts)}
 
 
@@ -208,10 +192,7 @@ def _show(run: "RunRecord", console: Console) -> None:
 
 
 def ledger(
-    runs: Annotated[
-        list[Path],
-        existing(typer.Argument, "RUN", "A run or a ledger file, or several to compose."),
-    ],
+    runs: Annotated[list[Path], argument("RUN", "A run or a ledger file, or several to compose.")],
     json_wanted: Json = False,
 ) -> None:
     """What a run promises, and with all registered runs on the same people."""

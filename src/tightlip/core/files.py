@@ -22,17 +22,8 @@ from pathlib import Path
 from tokenize import TokenError
 from typing import Any
 
-from tightlip.core.checksums import (
-    LIST,
-    SEAL,
-    checked,
-    digest_of,
-    is_listed_kind,
-    list_text,
-    listed,
-    sealed,
-    unsealed,
-)
+from tightlip.core import checksums
+from tightlip.core.checksums import LIST, SEAL, checked, is_listed_kind, listed
 from tightlip.core.errors import DamagedError, FullDiskError, TightlipError, UsageError
 
 OWNER_FILE = 0o600
@@ -103,7 +94,7 @@ def written_whole(path: Path, *, alone: bool = False) -> Iterator[Path]:
             )
             with _alone_in(path.parent) if is_listed else nullcontext():
                 if is_listed:
-                    _list(path, also=digest_of(beside))
+                    _list(path, also=checksums.digest_of(beside))
                 os.replace(beside, path)
                 fsync(path.parent)
                 if is_listed:
@@ -135,7 +126,7 @@ def _list(path: Path, *, also: str | None = None) -> None:
     for name, digests in before.items():
         if len(digests) > 1 and (folder / name).is_file():
             # One that is neither is damaged, and stays so.
-            files[name] = tuple({*digests} & {digest_of(folder / name)}) or digests
+            files[name] = tuple({*digests} & {checksums.digest_of(folder / name)}) or digests
     if also is not None:
         files[path.name] = tuple(dict.fromkeys((*files.get(path.name, ()), also)))
     if files != before:
@@ -144,7 +135,7 @@ def _list(path: Path, *, also: str | None = None) -> None:
 
 def _write_list(folder: Path, files: Mapping[str, tuple[str, ...]]) -> None:
     with written_whole(folder / LIST, alone=True) as beside:
-        beside.write_text(list_text(files), encoding="utf-8")
+        beside.write_text(checksums.list_text(files), encoding="utf-8")
 
 
 @contextmanager
@@ -165,7 +156,7 @@ def folder_written_whole(folder: Path) -> Iterator[Path]:
                 names = [
                     path for path in place.iterdir() if path.is_file() and is_listed_kind(path)
                 ]
-                _write_list(place, {path.name: (digest_of(path),) for path in names})
+                _write_list(place, {path.name: (checksums.digest_of(path),) for path in names})
         if folder.exists() and not names_in(folder):
             (folder / LIST).unlink(missing_ok=True)
             for stray in folder.iterdir():
@@ -342,13 +333,13 @@ def read_json(path: Path) -> Any:
 
 def write_sealed(path: Path, record: Mapping[str, Any]) -> None:
     """A record that is moved and copied by itself, with its checksum in it."""
-    write_json(path, sealed(record), alone=True)
+    write_json(path, checksums.sealed(record), alone=True)
 
 
 def read_sealed(path: Path) -> tuple[dict[str, Any], bool]:
     """A record, and whether its checksum was there and right; version 0.1 wrote none."""
     try:
-        return unsealed(read_json(path))
+        return checksums.unsealed(read_json(path))
     except ValueError as error:
         raise DamagedError(
             f"{path} is damaged, or was changed: {error}. Put a whole copy back, or make it again. If the change is yours "
@@ -399,6 +390,6 @@ def digest_of_files(
     """SHA-256 over the files' names and contents, in the order given; several are read at a time."""
     digest = hashlib.sha256()
     with ThreadPoolExecutor() as pool:
-        for path, own in zip(paths, pool.map(digest_of, paths), strict=True):
+        for path, own in zip(paths, pool.map(checksums.digest_of, paths), strict=True):
             digest.update(name(path).encode() + b"\0" + bytes.fromhex(own))
     return digest.hexdigest()

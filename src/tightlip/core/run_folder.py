@@ -29,18 +29,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from tightlip.core import files
 from tightlip.core.checksums import checked, checked_whole
 from tightlip.core.errors import DamagedError, GuaranteeError, UsageError
-from tightlip.core.files import (
-    folder_written_whole,
-    names_in,
-    read_json,
-    read_sealed,
-    read_text,
-    write_json,
-    write_sealed,
-    write_text,
-)
+from tightlip.core.files import read_json, write_json
 from tightlip.core.register import as_it_stands
 from tightlip.core.settings import read_toml, toml_text
 
@@ -196,7 +188,7 @@ def _guarantee(path: Path, *, must_have_seal: bool) -> dict[str, Any]:
 def read_ledger_file(path: Path) -> tuple[dict[str, Any], bool]:
     """A ledger's record, and whether its checksum was there and right; version 0.1 wrote none."""
     try:
-        return read_sealed(path)
+        return files.read_sealed(path)
     except DamagedError as error:
         raise damaged_ledger(path) from error
 
@@ -241,7 +233,7 @@ def snapshot_folder(folder: Path, name: str) -> Path:
 
 def _read_metrics(path: Path) -> list[dict[str, Any]]:
     try:
-        lines = read_text(path).splitlines() if path.is_file() else []
+        lines = files.read_text(path).splitlines() if path.is_file() else []
         metrics = [json.loads(line) for line in lines]
     except ValueError:
         metrics = [None]
@@ -267,7 +259,7 @@ def write_metrics(
 
 def _write_lines(path: Path, values: list[dict[str, Any]]) -> None:
     lines = [json.dumps(value, ensure_ascii=False, allow_nan=False) for value in values]
-    write_text(path, "".join(f"{line}\n" for line in lines))
+    files.write_text(path, "".join(f"{line}\n" for line in lines))
 
 
 def without_private(line: dict[str, Any], private: tuple[str, ...]) -> dict[str, Any]:
@@ -276,12 +268,12 @@ def without_private(line: dict[str, Any], private: tuple[str, ...]) -> dict[str,
 
 
 def write_ledger(folder: Path, guarantee: dict[str, Any]) -> None:
-    write_sealed(folder / LEDGER, guarantee)
+    files.write_sealed(folder / LEDGER, guarantee)
 
 
 def begin_run(folder: Path, config: dict[str, Any]) -> None:
     """Keep the settings with the run."""
-    write_text(folder / CONFIG, toml_text(config))
+    files.write_text(folder / CONFIG, toml_text(config))
 
 
 def abandon_run(folder: Path, *, made_it: bool = False) -> None:
@@ -289,7 +281,7 @@ def abandon_run(folder: Path, *, made_it: bool = False) -> None:
     where the run made it and nothing else is in it."""
     for name in (CONFIG, LEDGER):
         (folder / name).unlink(missing_ok=True)
-    if made_it and names_in(folder) <= {LOG, LEDGER_LOCK}:
+    if made_it and files.names_in(folder) <= {LOG, LEDGER_LOCK}:
         shutil.rmtree(folder)
 
 
@@ -322,7 +314,7 @@ def check_is_free(folder: Path) -> None:
         raise UsageError(f"{folder} is a file. Give --out a folder.")
     if is_run(folder) or not folder.exists():
         return
-    names = {name for name in names_in(folder) if not name.startswith(".")}
+    names = {name for name in files.names_in(folder) if not name.startswith(".")}
     if foreign := sorted(names - _MAY_STAND_BEFORE):
         raise UsageError(
             f"{folder} holds {foreign[0]} and no run. Choose another --out, or empty it first."
@@ -396,7 +388,7 @@ def write_moment(folder: Path, tensors: dict[str, Any], progress: Any) -> None:
     """Keep, whole or not at all, what a killed training goes on from; `progress` is a dataclass."""
     from safetensors.torch import save_file
 
-    with folder_written_whole(folder) as beside:
+    with files.folder_written_whole(folder) as beside:
         save_file(tensors, beside / TENSORS)
         write_json(beside / STATE, asdict(progress))
 

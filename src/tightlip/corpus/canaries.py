@@ -32,6 +32,7 @@ PAPER_TEMPLATE = "{words:5}"
 PAPER_SCHEDULE = (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 20, 30, 40, 50)
 SHORT_SCHEDULE = (1, 2, 5, 6, 20)
 MOST_COPIES = 10_000_000
+Owners = list[tuple[str, int]]  # whose each canary is, and how often it stands there
 ALPHA = 0.05  # of all models that saw no canary, how many may raise an alarm
 
 
@@ -237,7 +238,7 @@ def _distinct(values: Sequence[str] | None, kind: str) -> list[str]:
 
 def _owners(
     num_by_user: Mapping[str, int], config: CanaryConfig, draw: np.random.Generator
-) -> list[tuple[str, int]]:
+) -> Owners:
     """Whose documents each canary of one template goes among, and how often."""
     users = [str(user) for user in num_by_user]  # their own: a planted text has no other owner
     if config.per_user or not config.templates:
@@ -255,25 +256,17 @@ def _schedule(config: CanaryConfig, num_documents: int) -> Sequence[int]:
 
 
 def _drawn(
-    templates: Sequence[Template],
-    owners: Sequence[tuple[str, int]],
-    pools: Pools,
-    draw: np.random.Generator,
+    templates: Sequence[Template], owners: Owners, pools: Pools, draw: np.random.Generator
 ) -> list[Canary]:
     taken: set[str] = set()
-    return [
-        Canary(
-            text=template.filled(values),
-            user=user,
-            repetitions=times,
-            template=template.text,
-            values=values,
-        )
-        for template in templates
-        for (user, times), values in zip(
-            owners, template.drawn(len(owners), pools, taken, draw), strict=True
-        )
-    ]
+    canaries: list[Canary] = []
+    for template in templates:
+        drawn = template.drawn(len(owners), pools, taken, draw)
+        for (user, times), values in zip(owners, drawn, strict=True):
+            told: dict[str, Any] = {"template": template.text, "values": values}
+            text = template.filled(values)
+            canaries.append(Canary(text=text, user=user, repetitions=times, **told))
+    return canaries
 
 
 def _warn_of_small_spaces(planted: Planted) -> None:

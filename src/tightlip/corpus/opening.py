@@ -12,6 +12,7 @@ from tightlip.core.checksums import LIST
 from tightlip.core.errors import DamagedError, UsageError
 from tightlip.core.files import read_json, write_json
 from tightlip.core.run_folder import RunRecord, is_run, open_run, run_around
+from tightlip.corpus import tokens
 from tightlip.corpus.encoding import tokenizer_fingerprint
 from tightlip.corpus.formats import files_of
 from tightlip.corpus.history import marks_behind, marks_of, name_of, origin_of
@@ -20,12 +21,7 @@ from tightlip.corpus.prepare_chats import check_plain, refuse_rendered
 from tightlip.corpus.prepare_config import TextSettings
 from tightlip.corpus.readers import open_corpus
 from tightlip.corpus.rendered import RolesReader, ShownTexts
-from tightlip.corpus.tokens import (
-    TokenizedCorpus,
-    open_tokenized,
-    tokenize_documents,
-    write_role_tokens,
-)
+from tightlip.corpus.tokens import TokenizedCorpus
 
 MOST_SHARED = 0.5  # short common texts stand in any two corpora
 # What a reference may have learnt, and how every score beside it then is.
@@ -123,7 +119,7 @@ def tokenised_for(
         try:
             known = read_json(key_file) if key_file.exists() else {}
             if key["source"] is not None and known.get("key") == key:
-                return open_tokenized(folder)
+                return tokens.open_tokenized(folder)
         except DamagedError:
             (key_file.parent / LIST).unlink(missing_ok=True)  # of a work folder: it is made again
         key_file.unlink(missing_ok=True)  # first: it must never stand beside other tokens
@@ -133,12 +129,12 @@ def tokenised_for(
         check_plain(documents, source.columns.get("trained_on"))
     if documents.format == "text" and not is_cut:
         batches = documents.batches()
-        corpus = tokenize_documents(batches, tokenizer, folder, with_spans=with_spans, **how)
+        corpus = tokens.tokenize_documents(batches, tokenizer, folder, with_spans=with_spans, **how)
     elif with_spans:
         raise _is_another_text()
     else:
         reader = RolesReader(tokenizer, TextSettings(**source.columns))
-        corpus = write_role_tokens(reader.documents(documents), reader, tokenizer, folder)
+        corpus = tokens.write_role_tokens(reader.documents(documents), reader, tokenizer, folder)
     write_json(key_file, {"key": key, "num_skipped": documents.num_skipped})
     return corpus
 

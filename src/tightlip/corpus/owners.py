@@ -125,8 +125,7 @@ def _not_utf8(row: dict[str, Any]) -> Fault | None:
 def _missing(name: str, row: dict[str, Any], is_csv: bool) -> Fault:
     if name in row:
         return Fault(f"has null in column {name!r}")
-    there = columns_there(row, name, is_csv=is_csv)
-    return Fault(f"has no column {name!r} ({there[:-1]})")
+    return Fault(f"has no column {name!r} ({columns_there(row, name, is_csv=is_csv)[:-1]})")
 
 
 def _owners(values: Sequence[Any], column: str, where: str) -> str | Fault:

@@ -30,7 +30,7 @@ from tightlip.corpus.private_vocabulary import build_private_tokenizer
 from tightlip.corpus.readers import Corpus, open_corpus
 from tightlip.corpus.rendered import template_of
 from tightlip.corpus.shared_text import warnings_of_held_out
-from tightlip.corpus.tables import AttributeTypes, TableWriter
+from tightlip.corpus.tables import AttributeTypes, Metadata, TableWriter
 from tightlip.corpus.tokens import TokenizedCorpus, open_tokenized, tokenize_documents
 from tightlip.corpus.vocabulary import build_tokenizer
 
@@ -283,11 +283,7 @@ def _vocabulary_facts(config: PrepareConfig, marks: set[str]) -> dict[str, Any]:
 
 
 def _write_documents(
-    corpus: Corpus,
-    held_out: Corpus | None,
-    folder: Path,
-    config: PrepareConfig,
-    metadata: dict[bytes, bytes] | None,
+    corpus: Corpus, held_out: Corpus | None, folder: Path, config: PrepareConfig, metadata: Metadata
 ) -> dict[str, Any]:
     """train.parquet and validation.parquet; returns what is known before tokenising."""
     cleaned, held = folder / "cleaned.parquet", folder / "validation.parquet"
@@ -357,6 +353,7 @@ def _built_tokenizer(corpus: Corpus, config: PrepareConfig) -> Any:
 
 def _write_tokens(folder: Path, tokenizer: Any, config: PrepareConfig) -> dict[str, Any]:
     splits: dict[str, Any] = {}
+    warnings: list[str] = []
     for split in ("train", "validation"):
         if (folder / f"{split}.parquet").exists():
             if not (folder / split).exists():  # as those of chats do
@@ -364,14 +361,11 @@ def _write_tokens(folder: Path, tokenizer: Any, config: PrepareConfig) -> dict[s
                 what = f"Tokenising {split}"
                 tokenize_documents(batches, tokenizer, folder / split, description=what)
             splits[split] = open_tokenized(folder / split).statistics(tokenizer.unk_token_id)
+            warnings += _warnings(split, splits[split], tokenizer.unk_token, config)
     num_tokens = sum(split["tokens"] for split in splits.values())
     num_unknown = sum(split["unknown_tokens"] for split in splits.values())
     return {
-        "warnings": [
-            warning
-            for split, statistics in splits.items()
-            for warning in _warnings(split, statistics, tokenizer.unk_token, config)
-        ],
+        "warnings": warnings,
         **splits,
         "tokens": num_tokens,
         "unknown_share": num_unknown / max(num_tokens, 1),

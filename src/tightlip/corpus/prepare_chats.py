@@ -18,7 +18,7 @@ from tightlip.corpus.formats import File, parquet_files, rows_of
 from tightlip.corpus.prepare_config import PrepareConfig, check_owners, check_split, splitter_for
 from tightlip.corpus.readers import Corpus
 from tightlip.corpus.rendered import SPOKEN, RolesReader, RoleTokens, template_of
-from tightlip.corpus.tables import AttributeTypes, DocumentBatch, TableWriter
+from tightlip.corpus.tables import AttributeTypes, DocumentBatch, Metadata, TableWriter
 from tightlip.corpus.tokens import write_role_tokens
 
 _AT_ONCE = 500
@@ -97,7 +97,7 @@ def write_chats(
     tokenizer: Any,
     folder: Path,
     config: PrepareConfig,
-    metadata: dict[bytes, bytes] | None,
+    metadata: Metadata,
 ) -> dict[str, Any]:
     """Tables and tokens of training and of validation, if any; returns what was read."""
     rows = _Rows(corpus, tokenizer, config)
@@ -131,7 +131,7 @@ class _Rows:
                 bar.advance(len(some))
         check_owners(self._types.has_co_owners, config)
 
-    def write(self, where: Path, metadata: dict[bytes, bytes] | None, *, held_out: bool) -> int:
+    def write(self, where: Path, metadata: Metadata, *, held_out: bool) -> int:
         """The tokens of all documents that are held out, or that are not, into the folder `where`,
         and beside it their table; returns how many."""
         # One that cleans nothing: it counts what was read.

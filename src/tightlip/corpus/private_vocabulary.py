@@ -28,6 +28,7 @@ from collections.abc import Iterable
 from statistics import NormalDist
 
 import numpy as np
+from numpy.random import Generator
 from transformers import PreTrainedTokenizerFast
 
 from tightlip.core.grid_gaussian import GridGaussian, grid_of
@@ -83,7 +84,7 @@ def bounded_sums(
     counts_by_user: Iterable[tuple[np.ndarray, np.ndarray]],
     num_words: int,
     words_per_user: int,
-    draw: np.random.Generator,
+    draw: Generator,
 ) -> np.ndarray:
     """The users' vectors added up; (words, counts) are one user's.
 
@@ -97,17 +98,13 @@ def bounded_sums(
         if not len(words):
             continue
         if len(words) > words_per_user:
-            most = np.lexsort((draw.random(len(words)), -counts))
-            words = words[most[:words_per_user]]
+            words = words[np.lexsort((draw.random(len(words)), -counts))[:words_per_user]]
         sums[words] += 1 / math.sqrt(len(words))
     return sums
 
 
 def released_words(
-    sums: np.ndarray,
-    release: VocabularyRelease,
-    draw: np.random.Generator,
-    noise: GridGaussian | None = None,
+    sums: np.ndarray, release: VocabularyRelease, draw: Generator, noise: GridGaussian | None = None
 ) -> np.ndarray:
     """Numbers of the words that pass, largest noisy sum first; `noise` fresh where none is given.
 

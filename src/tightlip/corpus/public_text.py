@@ -17,16 +17,10 @@ from tightlip.core.checksums import listed
 from tightlip.core.errors import UsageError
 from tightlip.core.files import read_json
 from tightlip.core.progress import log, task
+from tightlip.corpus import history
 from tightlip.corpus.canaries import KEY, read_canary_key
 from tightlip.corpus.formats import Fault, Row, kind_of, rows_of
-from tightlip.corpus.history import (
-    fingerprints,
-    history_of,
-    name_of,
-    origin_of,
-    people_in,
-    sources_of,
-)
+from tightlip.corpus.history import fingerprints, history_of, people_in, sources_of
 from tightlip.corpus.owners import columns_there
 from tightlip.corpus.prepare import PreparedCorpus, open_prepared
 from tightlip.corpus.prepare_config import BadRows, ColumnSettings
@@ -165,7 +159,7 @@ def known_overlap(
             shared = shared_text(own, public)
         _check(shared, f"public_corpus={public.name!r}", "so it is not public")
         overlap[PUBLIC_CORPUS] = asdict(shared)
-    for folder in () if model is None else origin_of(model).folders:
+    for folder in () if model is None else history.origin_of(model).folders:
         if sources_of(folder) & sources_of(corpus.folder):
             continue  # this very text, of which only a noisy vocabulary was let pass
         with task("Comparing with the model's text", None):
@@ -191,7 +185,7 @@ def stands_in(corpus: Path, other: Path) -> bool:
 
     How many is private like the text: it is said to the owner, and never put on record.
     """
-    return _stands_in(corpus, other, name_of(corpus), name_of(other))
+    return _stands_in(corpus, other, history.name_of(corpus), history.name_of(other))
 
 
 @lru_cache(maxsize=32)

@@ -25,18 +25,12 @@ from tightlip.core.files import digest_of_files, store_address
 from tightlip.core.stores import AT_ONCE, place_of
 from tightlip.corpus import formats, owners
 from tightlip.corpus.conversations import Document, columns_read, documents_of, format_of
-from tightlip.corpus.formats import (
-    MAX_BATCH_BYTES,
-    MAX_BATCH_ROWS,
-    MAX_COLUMNS,
-    Columns,
-    Fault,
-    Row,
-)
+from tightlip.corpus.formats import MAX_BATCH_BYTES, MAX_BATCH_ROWS, Columns, Fault, Row
 from tightlip.corpus.history import history_of
 from tightlip.corpus.prepare_config import ColumnSettings, TextSettings
 from tightlip.corpus.tables import DocumentBatch, row_size
 
+History = Sequence[dict[str, Any]]
 _KINDS = ".parquet, .jsonl, .jsonl.gz, .jsonl.zst, .csv or a directory saved by datasets"
 
 
@@ -77,12 +71,7 @@ class Corpus:
     """
 
     def __init__(
-        self,
-        name: str,
-        parts: list[Part],
-        columns: ColumnSettings,
-        *,
-        history: Sequence[dict[str, Any]] = (),
+        self, name: str, parts: list[Part], columns: ColumnSettings, *, history: History = ()
     ) -> None:
         self._user_column, self._text_column = columns.user_column, columns.text_column
         self._bad_rows = columns.bad_rows
@@ -187,7 +176,7 @@ class Corpus:
                 yield row
                 continue
             columns.update(row)
-            if len(columns) > MAX_COLUMNS:
+            if len(columns) > formats.MAX_COLUMNS:
                 raise UsageError(
                     f"{self.name} {formats.too_many_columns(len(columns))}: its rows have keys of their own. "
                     "Put what differs into one column, or leave it out."
@@ -221,14 +210,14 @@ class Corpus:
         """The row, its user and text plain strings, or what is wrong with it."""
         where, is_csv = part.row(number), part.empty_is_null
         fault = owners.user_fault(row, self._user_column, where, is_csv=is_csv)
-        fault = fault or owners.text_fault(row, self._text_column, where, is_csv=is_csv)
-        return fault or [row]
+        return fault or owners.text_fault(row, self._text_column, where, is_csv=is_csv) or [row]
 
     def _plain(self, columns: Columns) -> DocumentBatch | None:
         """Rows of which every user and text is a string, and whatever else can be read."""
         by_name = dict(zip(columns.names, columns.values, strict=True))
         users, texts = (by_name.pop(n, [None]) for n in (self._user_column, self._text_column))
-        is_plain = {*map(type, users), *map(type, texts)} == {str} and len(by_name) < MAX_COLUMNS
+        kinds = {*map(type, users), *map(type, texts)}
+        is_plain = kinds == {str} and len(by_name) < formats.MAX_COLUMNS
         if not is_plain or any(Fault in {*map(type, each)} for each in by_name.values()):
             return None
         return DocumentBatch(users=users, texts=texts, attributes=by_name)
@@ -388,8 +377,7 @@ def _in_memory(source: Any, columns: TextSettings) -> tuple[str, list[Part]]:
             "a pandas DataFrame, a datasets.Dataset, or a list of dicts or (user, text) pairs."
         )
     owners.check_columns(name, source.schema, columns)
-    table = source
-    return name, [Part(name, lambda: formats.table_chunks(iter(table.to_batches())))]
+    return name, [Part(name, lambda: formats.table_chunks(iter(source.to_batches())))]
 
 
 def _is_dataset(source: Any) -> bool:

@@ -87,8 +87,7 @@ class RolesReader:
 
     def _of(self, rows: Iterable[RawDocument]) -> Iterator[RoleTokens]:
         shown = [self._shown(row) for row in rows]
-        texts = [one.text for one in shown if one is not None]
-        ids, spans = self._encoder.encode(texts)
+        ids, spans = self._encoder.encode([one.text for one in shown if one is not None])
         assert spans is not None
         encoded = iter(zip(ids, spans, strict=True))
         for row, one in zip(rows, shown, strict=True):
@@ -179,7 +178,8 @@ class RolesReader:
         trained = np.zeros(len(ids), np.int8)
         for start, end in shown.trained:
             trained[_overlap(spans, start, end)] = 1
-        return self._made(row, shown.text.encode("utf-8"), ids, roles, trained, _spoken(shown))
+        content, spoken = shown.text.encode("utf-8"), _spoken(shown)
+        return self._made(row, content, spoken, ids=ids, roles=roles, trained=trained)
 
     def _from_ids(self, row: RawDocument) -> RoleTokens:
         assert isinstance(row.document, TokenRow)
@@ -193,28 +193,16 @@ class RolesReader:
             trained = (np.array(labels) != -100).astype(np.int8)
         special = np.array(sorted(self._tokenizer.all_special_ids), np.int64)
         roles = np.where(np.isin(ids, special), 0, self._number("text")).astype(np.int8)
-        return self._made(row, ids.tobytes(), ids, roles, trained)
+        return self._made(row, ids.tobytes(), "", ids=ids, roles=roles, trained=trained)
 
     def _made(
-        self,
-        row: RawDocument,
-        content: bytes,
-        ids: np.ndarray,
-        roles: np.ndarray,
-        trained: np.ndarray,
-        spoken: str = "",
+        self, row: RawDocument, content: bytes, spoken: str, **arrays: np.ndarray
     ) -> RoleTokens:
         if self._settings.max_length is not None:
             num_before = 0 if self.begins_itself else len(begin_ids(self._tokenizer))
-            trained[max(0, self._settings.max_length - num_before) :] = 0
+            arrays["trained"][max(0, self._settings.max_length - num_before) :] = 0
         return RoleTokens(
-            user=row.user,
-            content=content,
-            ids=ids,
-            roles=roles,
-            trained=trained,
-            spoken=spoken,
-            beside=row.beside,
+            user=row.user, content=content, spoken=spoken, beside=row.beside, **arrays
         )
 
     def _number(self, role: str) -> int:

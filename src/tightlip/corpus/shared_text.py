@@ -91,14 +91,12 @@ class Shared:
             (self.there, f"documents in {name}", "this corpus"),
             (self.here, "documents of this corpus", name),
         )
-        sentences = [
-            (part / max(1, whole), f"{part:,} of the {whole:,} {whose} stand in {other} too{how}")
-            for side, whose, other in sides
-            for part, whole, how in (
-                (side.whole, side.documents, ""),
-                (side.copied, side.long, ", whole, cut up or slightly changed"),
-            )
-        ]
+        sentences = []
+        for side, whose, other in sides:
+            changed = (side.copied, side.long, ", whole, cut up or slightly changed")
+            for part, whole, how in ((side.whole, side.documents, ""), changed):
+                words = f"{part:,} of the {whole:,} {whose} stand in {other} too{how}"
+                sentences.append((part / max(1, whole), words))
         return max(sentences)[1]
 
 

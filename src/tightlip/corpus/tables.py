@@ -14,6 +14,7 @@ import pyarrow.parquet
 from tightlip.core.checksums import checked
 from tightlip.corpus.owners import has_co_owners, owners_of
 
+Metadata = dict[bytes, bytes] | None  # of a Parquet file
 _ROW_GROUP_BYTES = 32_000_000
 
 
@@ -113,7 +114,7 @@ class TableWriter:
         self,
         path: Path,
         types: Mapping[str, pa.DataType | None],
-        metadata: dict[bytes, bytes] | None = None,
+        metadata: Metadata = None,
         *,
         users: pa.DataType = pa.string(),
     ) -> None:

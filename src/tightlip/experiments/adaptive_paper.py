@@ -25,14 +25,9 @@ from tightlip.core.run_folder import RunRecord
 from tightlip.core.settings import takes
 from tightlip.corpus.privacy_weights import minmax_weights
 from tightlip.corpus.tables import stored_column
-from tightlip.experiments import Reproduced, claim_folder, scale_named, write_results
+from tightlip.experiments import Reproduced, adaptive_text, claim_folder, scale_named, write_results
 from tightlip.experiments.adaptive_tables import THIRDS, csv_text, result_of
-from tightlip.experiments.adaptive_text import (
-    AdaptiveScale,
-    PlantedCorpus,
-    planted_corpus,
-    public_side,
-)
+from tightlip.experiments.adaptive_text import AdaptiveScale, Given, PlantedCorpus
 from tightlip.privacy.noise_schedules import SCALES as NOISE_SCALES
 from tightlip.scan.document_scores import DocumentScores
 from tightlip.scan.scans import scans_of_run
@@ -233,10 +228,10 @@ def reproduce_adaptive(
     # The bundled plays are public; runs on somebody's corpus are put on record as any others.
     register = nullcontext() if corpus else kept_in(folder)
     with one_thread() if scale == "smoke" else nullcontext(), register:
-        public = public_side(folder, public_corpus, public_model, size, options)
+        public = adaptive_text.public_side(folder, public_corpus, public_model, size, options)
         sections = []
         for each in corpus or (None,):
-            planted = planted_corpus(folder, each, public, size, unit, device)
+            planted = adaptive_text.planted_corpus(folder, each, public, size, unit, device)
             sections.append(_section(planted, folder, size, options))
     result = result_of(
         sections,
@@ -358,10 +353,7 @@ def _last_noise(run: RunRecord) -> float | None:
 
 
 def _check(
-    corpus: Sequence[str | Path],
-    public_model: str | Path | None,
-    public_corpus: str | Path | None,
-    unit: str,
+    corpus: Sequence[str | Path], public_model: Given, public_corpus: Given, unit: str
 ) -> None:
     if unit not in ("auto", "user", "example"):
         raise UsageError(unknown("unit", unit, ["auto", "user", "example"]))

@@ -159,8 +159,7 @@ def _csv_line(section: dict[str, Any], row: Row) -> dict[str, Any]:
 
 def headline(result: dict[str, Any]) -> str:
     """The first corpus' answer: what the weights buy at equal ε."""
-    section = result["corpora"][0]
-    ratios = equal_ratios(section)
+    ratios = equal_ratios(result["corpora"][0])
     if not ratios:
         return "Adaptive differential privacy beside plain."
     best, way = min((ratio, way) for way, ratio in ratios.items())

@@ -124,13 +124,10 @@ def _ag_row(corpus: Path, number: int, line: str, part: int) -> Any:
 
 
 def _ag_table(rows: Sequence[tuple[str, str, str, frozenset[int]]]) -> pa.Table:
-    columns: dict[str, list[str]] = {
-        "split": [row[0] for row in rows],
-        "topic": [row[1] for row in rows],
-        "text": [row[2] for row in rows],
-    }
+    *texts, named = zip(*rows, strict=True)
+    columns = dict(zip(("split", "topic", "text"), map(list, texts), strict=True))
     for entity in range(_NUM_ENTITIES):
-        present = ["present" if entity in row[3] else "absent" for row in rows]
+        present = ["present" if entity in ids else "absent" for ids in named]
         columns[f"entity_{entity + 1}"] = present
     return pa.table(columns)
 
@@ -268,8 +265,7 @@ def reproduce_representation(
         "version": tightlip.__version__,
         "corpora": sections,
     }
-    csv = csv_text(sections)
-    return write_results(folder, "representation", result, csv, page="vectors-paper")
+    return write_results(folder, "representation", result, csv_text(sections), page="vectors-paper")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -364,6 +360,7 @@ class _Runs:
         first = results[0]
         measured = next(iter(first["attributes"].values()))["attackers"]
         attackers = [name for name in self.size.attackers if name in measured]
+        unseen = [one["main"].get("unseen", {}) for one in results]
         return {
             "way": way.row,
             "run": way.name,
@@ -371,9 +368,7 @@ class _Runs:
             "dropout": way.settings.get("dropout", 0.0),
             "guarantee": first["guarantee"],
             "main": over_seeds([one["main"]["all"]["value"] for one in results]),
-            "main_unseen": over_seeds(
-                [one["main"].get("unseen", {}).get("value") for one in results]
-            ),
+            "main_unseen": over_seeds([one.get("value") for one in unseen]),
             "privacy": {name: self._privacy(results, name) for name in (*attackers, "strongest")},
             "strongest": self._strongest(results),
             "attributes": {name: self._read(results, name) for name in self.task.private},

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 from tightlip.core import files
 from tightlip.core.figures import counted, rounded_up
 from tightlip.report.kit.table import NONE, Column, Table, plain_row, share_words
-from tightlip.report.vectors.words import adjacency_words
+from tightlip.report.vectors.words import ATTACKER_NAMES, adjacency_words
 
 WAYS = {
     "majority": "majority class",
@@ -24,12 +24,7 @@ WAYS = {
     "laplace": "Laplace, calibrated",
     "gaussian": "Gaussian, calibrated",
 }
-ATTACKERS = {
-    "mlp": "the paper's MLP",
-    "logistic": "logistic regression",
-    "averaged": "logistic on averaged copies",
-    "trees": "boosted trees",
-}
+ATTACKERS = ATTACKER_NAMES | {"averaged": "logistic on averaged copies"}
 CALIBRATED = ("laplace", "gaussian")
 # Empirical privacy, by the kind of what is private.
 _PRIVACY = {"entities": "1 - F, F1 over all entities", "attributes": "1 - X, X the mean accuracy"}
@@ -345,8 +340,7 @@ def _group_cells(section: dict[str, Any], row: Way, attribute: str) -> tuple[str
 
 def _compared(section: dict[str, Any]) -> list[Way]:
     """The rows of Table 4: the baselines, DPNR at its smallest ε, and our calibrated mechanisms."""
-    baselines = _all(section, "none", "adversarial")
-    return [*baselines, *_smallest(section), *_all(section, *CALIBRATED)]
+    return [*_all(section, "none", "adversarial"), *_smallest(section), *_all(section, *CALIBRATED)]
 
 
 def _all(section: dict[str, Any], *ways: str) -> list[Way]:

@@ -18,23 +18,12 @@ from tightlip.core.settings import bytes_from
 from tightlip.core.stores import shown
 from tightlip.corpus.encoding import tokenizer_fingerprint
 from tightlip.corpus.tokens import TokenizedCorpus
-from tightlip.models import adapters, folders
-from tightlip.models.loading import (
-    is_quantised_as,
-    load_causal_lm,
-    load_tokenizer,
-    read_configuration,
-)
+from tightlip.models import adapters, folders, loading
+from tightlip.models.loading import load_causal_lm, load_tokenizer
 from tightlip.scan import ahead
 from tightlip.scan.options import ScanOptions
 from tightlip.scan.scanner import Scanner
-from tightlip.scan.store import (
-    PLAIN,
-    ScanFunction,
-    ScannedCorpus,
-    ScanStore,
-    Scorer,
-)
+from tightlip.scan.store import PLAIN, ScanFunction, ScannedCorpus, ScanStore, Scorer
 
 Made = TypeVar("Made")
 BASE = "base"  # in the place of another model: the one that an adapter was trained on
@@ -171,13 +160,7 @@ class OpenedModel:
         return scanned
 
     def open_scan(
-        self,
-        corpus: Any,
-        largest: int,
-        scorer: Scorer,
-        *,
-        threads: int,
-        halves: bool = True,
+        self, corpus: Any, largest: int, scorer: Scorer, *, threads: int, halves: bool = True
     ) -> ScanFunction:
         """The model ready to scan parts of a corpus, tokens and bounds, whose largest token is given."""
         self._check_vocabulary(max(largest, self.begin_id or 0))
@@ -336,7 +319,7 @@ def _base_in_memory(opened: OpenedModel, configs: Sequence[Any]) -> OpenedModel:
     named = str(configs[0].base_model_name_or_path or "")
     folder = Path(options.base or named)
     is_here = bool(options.base or named) and (folder / "config.json").is_file()
-    rows = read_configuration(folder).get_text_config().vocab_size if is_here else None
+    rows = loading.read_configuration(folder).get_text_config().vocab_size if is_here else None
     same = all(
         adapters.leaves_base_alone(vars(config)) for config in configs
     ) and not adapters.is_merged(model)
@@ -395,10 +378,10 @@ def _adapted(
 def _from_disk(folder: Path, options: ScanOptions, tokenizer: Any, name: str | None) -> OpenedModel:
     device = options.device if on_workers.get() else usable_device(options.device)
     is_gguf = folders.gguf_file(folder) is not None
-    config = None if is_gguf else read_configuration(folder)
+    config = None if is_gguf else loading.read_configuration(folder)
     if not is_gguf:
         folders.stored_shapes(folder)
-        is_quantised_as(folder, options.quantize)
+        loading.is_quantised_as(folder, options.quantize)
 
     def load(adapted: Any = None) -> Any:
         import torch

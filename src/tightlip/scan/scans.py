@@ -140,12 +140,7 @@ def claimed_to_write(run: Path) -> AbstractContextManager[None]:
 
 @contextmanager
 def scans_of_run(
-    run: RunRecord,
-    *,
-    device: str,
-    keep: bool,
-    engine: Engine | None = None,
-    **how: Any,
+    run: RunRecord, *, device: str, keep: bool, engine: Engine | None = None, **how: Any
 ) -> Iterator[Scans]:
     """The run's own scans, which are dropped afterwards unless they are to be kept.
 

@@ -28,17 +28,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from tightlip.core import files
 from tightlip.core.checksums import checked
 from tightlip.core.devices import kind_of_device
 from tightlip.core.engines import Engine, local_engine
 from tightlip.core.errors import DamagedError, UsageError
-from tightlip.core.files import (
-    make_private_folder,
-    read_json,
-    remove_partials_in,
-    write_json,
-    written_whole,
-)
+from tightlip.core.files import written_whole
 from tightlip.core.progress import task
 from tightlip.corpus.tokens import TokenizedCorpus
 
@@ -200,7 +195,7 @@ class ScanStore:
             if not (
                 own / "key.json"
             ).exists():  # before any shard: those without a key are nobody's
-                write_json(make_private_folder(own) / "key.json", whole_key)
+                files.write_json(files.make_private_folder(own) / "key.json", whole_key)
         missing = [one for one in shards if one not in found]
         opening = partial(_opened, open_scan, corpus, own, whole_key, scorer, device)
         with task(description, corpus.num_tokens) as bar:
@@ -210,7 +205,7 @@ class ScanStore:
                 _check_written(own, one, corpus, of)
                 bar.advance(float(one.size(corpus)))
         if missing and engine.is_remote:
-            remove_partials_in(own, of_all=True)  # of workers that died, on whichever machine
+            files.remove_partials_in(own, of_all=True)  # of workers that died, on whichever machine
         return ScannedCorpus(
             corpus=corpus,
             files=[found[one][0] for one in shards],
@@ -314,7 +309,7 @@ def _digest(key: Mapping[str, Any]) -> str:
 
 def _is_of(folder: Path, key: dict[str, Any]) -> bool:
     try:
-        return bool(read_json(folder / "key.json") == key)
+        return bool(files.read_json(folder / "key.json") == key)
     except (FileNotFoundError, DamagedError):
         return False
 

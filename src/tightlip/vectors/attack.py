@@ -16,15 +16,9 @@ from tightlip.core.errors import UsageError
 from tightlip.core.progress import task
 from tightlip.core.resampling import HOW
 from tightlip.vectors import attack_figures as figures
+from tightlip.vectors import attackers
 from tightlip.vectors.attack_figures import JudgedRows, Target
-from tightlip.vectors.attackers import (
-    Arrays,
-    Reading,
-    Releases,
-    best_on_dev,
-    read_attribute,
-    sklearn_part,
-)
+from tightlip.vectors.attackers import Arrays, Reading, Releases, read_attribute
 from tightlip.vectors.categories import Categories
 from tightlip.vectors.data import Examples, columns_of_run
 from tightlip.vectors.encode import lines_of
@@ -86,6 +80,9 @@ def attack(given: AttackInput, settings: AttackSettings, *, device: str = "cpu")
             readings.append(_read_by_all(given, target, settings, device))
             bar.advance()
     demographic, about_names = readings[: len(targets)], readings[len(targets) :]
+    groups = {t.name: [None if n < 0 else t.values[n] for n in t.codes.test] for t in targets}
+    how: dict[str, Any] = {"draws": everybody.draws, "seed": settings.seed}
+    fair = partial(figures.fairness, given.main_right, **how)
     return {
         "intervals": HOW,
         "num_test": len(given.users),
@@ -99,15 +96,7 @@ def attack(given: AttackInput, settings: AttackSettings, *, device: str = "cpu")
         },
         "privacy": _privacy(targets, demographic, views) if targets else None,
         "entities": None if entities is None else _names(entities, about_names, views),
-        "fairness": {
-            target.name: figures.fairness(
-                given.main_right,
-                [None if code < 0 else target.values[code] for code in target.codes.test],
-                everybody.draws,
-                seed=settings.seed,
-            )
-            for target in targets
-        },
+        "fairness": {name: fair(groups=each) for name, each in groups.items()},
         "picture": _picture(given, settings) if settings.pictures else None,
     }
 
@@ -141,7 +130,7 @@ def _read_by_all(
     )
     readings = {name: read(name, releases, values, device=device) for name in settings.attackers}
     of_one_release = (reading for name, reading in readings.items() if name != "averaged")
-    strongest = best_on_dev(of_one_release, values.dev)
+    strongest = attackers.best_on_dev(of_one_release, values.dev)
     open_book = read("averaged", Releases(single=bare, averaged=bare), values)
     return {**readings, STRONGEST: strongest, OPEN_BOOK: open_book}
 
@@ -241,9 +230,9 @@ def flat_places(vectors: np.ndarray, *, seed: int) -> np.ndarray | None:
     vectors = (vectors - vectors.mean(axis=0)) / vectors.std()
     most = min(FIRST_DIMENSIONS, *vectors.shape)
     if most < vectors.shape[1]:
-        components = sklearn_part("decomposition").PCA(most, random_state=seed)
+        components = attackers.sklearn_part("decomposition").PCA(most, random_state=seed)
         vectors = components.fit_transform(vectors)
-    placed = sklearn_part("manifold").TSNE(
+    placed = attackers.sklearn_part("manifold").TSNE(
         n_components=2,
         init="pca",
         learning_rate="auto",
@@ -257,8 +246,7 @@ def flat_places(vectors: np.ndarray, *, seed: int) -> np.ndarray | None:
 
 # What is to be read
 def target_of(name: str, column: Categories, parts: Arrays) -> Target:
-    codes = parts.map(column.ids.__getitem__)
-    return Target(name=name, values=tuple(column.names), codes=codes)
+    return Target(name=name, values=tuple(column.names), codes=parts.map(column.ids.__getitem__))
 
 
 def entities_of(run: Path, examples: Examples, parts: Arrays, source: str) -> Entities:
@@ -351,8 +339,7 @@ def frequent_names(texts: Sequence[str], most: int = MOST_NAMES) -> tuple[list[s
     counts = Counter(chain.from_iterable(set(finder(text)) for text in texts))
     if not counts:
         raise UsageError(f"{by} found no person's name in the training part. {_GIVE_A_LIST}")
-    ranked = sorted(counts, key=lambda name: (-counts[name], name))
-    return ranked[:most], by
+    return sorted(counts, key=lambda name: (-counts[name], name))[:most], by
 
 
 def _finder() -> tuple[NameFinder, str]:

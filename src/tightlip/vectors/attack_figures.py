@@ -269,8 +269,7 @@ def _test(
         return {"p": None, "test": "there is one group only"}
     there = rows > 0
     if there.sum(axis=0).min() < FEWEST_USERS:
-        because = f"a group has fewer than {FEWEST_USERS} users in the test part"
-        return {"p": None, "test": because}
+        return {"p": None, "test": f"a group has fewer than {FEWEST_USERS} users in the test part"}
     if (there.sum(axis=1) <= 1).all():
         p = _swapped_p(hits, rows, rng, num_swaps)
         return {"p": p, "test": "users swap groups at random; covariance over users"}

@@ -35,6 +35,7 @@ from tightlip.vectors.settings import AttackSettings, EncodingOptions
 RESULT = "attack.json"
 FORMAT = 1
 SEVERAL_RUNS = Path("attacks")
+Encoding = dict[str, Any]  # how texts are encoded, and where
 Runs = str | Path | Sequence[str | Path]
 
 
@@ -185,7 +186,7 @@ def _without_chosen_gaps(result: dict[str, Any]) -> dict[str, Any]:
 
 
 # One run
-def _attacked(folder: Path, asked: AttackSettings, encoding: dict[str, Any]) -> dict[str, Any]:
+def _attacked(folder: Path, asked: AttackSettings, encoding: Encoding) -> dict[str, Any]:
     examples, device = load_examples(folder), load_device(folder / DEVICE)
     settings = _with_what_varies(asked, device)
     given, entities_from = attack_input(folder, examples, device, settings, encoding)
@@ -205,11 +206,7 @@ def _attacked(folder: Path, asked: AttackSettings, encoding: dict[str, Any]) -> 
 
 
 def attack_input(
-    run: Path,
-    examples: Examples,
-    device: Device,
-    settings: AttackSettings,
-    encoding: dict[str, Any],
+    run: Path, examples: Examples, device: Device, settings: AttackSettings, encoding: Encoding
 ) -> tuple[AttackInput, str | None]:
     """The run as arrays, and where the names in its texts come from."""
     parts = parts_of_run(examples)
@@ -237,7 +234,7 @@ def attack_input(
 
 
 def _vectors(
-    examples: Examples, parts: Arrays, device: Device, copies: int, encoding: dict[str, Any]
+    examples: Examples, parts: Arrays, device: Device, copies: int, encoding: Encoding
 ) -> tuple[Releases, Arrays]:
     """Fresh releases as an eavesdropper hears them, and the normalised vectors before noise."""
     raw = device.extractor.encode(examples.texts, **encoding)

@@ -165,8 +165,7 @@ def _networks(
             *(nn.Linear(vectors.train.shape[1], HIDDEN), nn.ReLU()),
             *(nn.Linear(HIDDEN, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, num_values)),
         ).to(device)
-        epochs = _epochs(network, tensors, truth, rate, seed)
-        yield from _until_worse(epochs, values.dev, rate)
+        yield from _until_worse(_epochs(network, tensors, truth, rate, seed), values.dev, rate)
 
 
 def _epochs(

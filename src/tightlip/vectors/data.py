@@ -285,8 +285,7 @@ def _check_usable(examples: Examples, settings: RepresentSettings) -> None:
 
 
 def write_split(path: Path, examples: Examples) -> None:
-    columns = {"row": examples.rows, "part": pa.array(examples.parts.tolist())}
-    write_table(path, pa.table(columns))
+    write_table(path, pa.table({"row": examples.rows, "part": pa.array(examples.parts.tolist())}))
 
 
 def write_corpus(path: Path, source: Source) -> None:

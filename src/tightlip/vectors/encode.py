@@ -177,8 +177,7 @@ def represent_encode(
     releases, carry, mask_column = asked.releases, asked.carry, asked.mask_column
     _check_call(out, releases, carry, {columns.text_column, mask_column, "text"})
     half = load_device(device, runtime=asked.runtime)
-    wanted = [*carry, *([mask_column] if mask_column else [])]
-    given = _read(texts, wanted, **columns.tree())
+    given = _read(texts, [*carry, *([mask_column] if mask_column else [])], **columns.tree())
     marks = _marks(given, asked)
     found = masking.masking_of(given.texts, marks) if any(marks) else None
     _refuse_marked(given, carry, marks)

@@ -38,6 +38,8 @@ _AHEAD = 8  # batches made while a model works on others
 _ON_THE_WAY = 2  # batches a GPU is given before the first is fetched
 
 T = TypeVar("T")
+# The texts at some places as they are read, with words masked for instance.
+Reader = Callable[[np.ndarray], list[str]] | None
 
 
 class Raw(NamedTuple):
@@ -89,10 +91,7 @@ class Tokenised:
         return self.padded(self.token_ids(texts))
 
     def batches(
-        self,
-        texts: Sequence[str],
-        batch_size: int,
-        prepared: Callable[[np.ndarray], list[str]] | None = None,
+        self, texts: Sequence[str], batch_size: int, prepared: Reader = None
     ) -> Iterator[tuple[np.ndarray, dict[str, Tensor]]]:
         """Batches of texts of like length, each with the places its texts came from.
 
@@ -124,12 +123,7 @@ class Tokenised:
         return vectors
 
     def stream(
-        self,
-        texts: Sequence[str],
-        *,
-        batch_size: int,
-        device: Any = None,
-        prepared: Callable[[np.ndarray], list[str]] | None = None,
+        self, texts: Sequence[str], *, batch_size: int, device: Any = None, prepared: Reader = None
     ) -> Iterator[Raw]:
         """Raw vectors batch by batch.
 

@@ -284,5 +284,4 @@ def _fill(part: np.ndarray, fill: Callable[[np.ndarray], int]) -> None:
 def _scaled_exponential(over: int, under: int, bits: int) -> int:
     """e^(-over/under) · 2^bits, rounded down."""
     exponent = _DECIMALS.divide(Decimal(-over), Decimal(under))
-    scaled = _DECIMALS.multiply(_DECIMALS.exp(exponent), Decimal(1 << bits))
-    return int(scaled)
+    return int(_DECIMALS.multiply(_DECIMALS.exp(exponent), Decimal(1 << bits)))

@@ -210,12 +210,8 @@ def load_extractor(folder: Path | str) -> Extractor:
     folder = Path(folder)
     about = read_half(folder, DEVICE)
     check_files(folder, about)
-    extractor = open_extractor(
-        folder / EXTRACTOR,
-        kind=about["extractor"],
-        pooling=about["pooling"],
-        max_tokens=about["max_tokens"],
-    )
+    told = {name: about[name] for name in ("pooling", "max_tokens")}
+    extractor = open_extractor(folder / EXTRACTOR, kind=about["extractor"], **told)
     if (extractor.dimensions, extractor.mask_word) != (about["dimensions"], about["mask_word"]):
         raise UsageError(
             f"{folder}/{EXTRACTOR} gives {extractor.dimensions} dimensions and masks with {extractor.mask_word}; "
@@ -320,7 +316,6 @@ class OnnxExtractor(Tokenised):
         self.tokenizer = load_tokenizer(device / EXTRACTOR)
         self.tokenizer.padding_side = self.tokenizer.truncation_side = "right"
         self.max_tokens, self.dimensions = about["max_tokens"], about["dimensions"]
-        self.kind, self.pooling = about["extractor"], about["pooling"]
 
     def _arriving(self, batch: dict[str, Tensor]) -> Callable[[], np.ndarray]:
         return partial(_run, self._session, batch)

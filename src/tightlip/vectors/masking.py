@@ -163,8 +163,7 @@ def _folded(word: str, instead: str = "") -> str:
     for _ in range(2):  # lower case can be written in several ways again
         word = unicodedata.normalize("NFKD", word).casefold()
     # A dotless i is that of İstanbul in capitals.
-    word = _ACCENTS.sub("", word).replace("ı", "i")
-    return unicodedata.normalize("NFKC", word)
+    return unicodedata.normalize("NFKC", _ACCENTS.sub("", word).replace("ı", "i"))
 
 
 def _pieces(folded: str) -> list[str]:
@@ -183,8 +182,7 @@ def _read_as(word: str) -> tuple[tuple[str, ...], ...]:
 
     What nobody sees may stand within a name (a soft hyphen) or between two (a space of no width).
     """
-    ways = {tuple(_pieces(_folded(word))), tuple(_pieces(_folded(word, " ")))}
-    return tuple(sorted(ways))
+    return tuple(sorted({tuple(_pieces(_folded(word, instead))) for instead in ("", " ")}))
 
 
 def _marked_places(words: list[str], marks: frozenset[str]) -> list[int]:

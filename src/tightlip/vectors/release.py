@@ -153,8 +153,7 @@ def noised(vectors_NK: np.ndarray, mechanism: VectorMechanism, noise_NK: np.ndar
 
     def fill(start: int) -> None:
         part = slice(start, start + _AT_ONCE)
-        steps = on_grid(vectors_NK[part], mechanism) + noise_NK[part]
-        released_NK[part] = steps * GRID_STEP
+        released_NK[part] = (on_grid(vectors_NK[part], mechanism) + noise_NK[part]) * GRID_STEP
 
     # numpy lets go of the interpreter's lock while it works.
     on_all_cores(fill, range(0, len(vectors_NK), _AT_ONCE), few=1)

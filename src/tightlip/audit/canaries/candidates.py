@@ -10,7 +10,7 @@ if any does, every text is encoded.
 Shapes: N texts, P places.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tightlip.audit.canaries.tries import Trie, TrieReader, token_rows
+from tightlip.audit.canaries.tries import IdsOf, Trie, TrieReader, token_rows
 from tightlip.core.devices import full_precision
 from tightlip.core.errors import UsageError
 from tightlip.core.progress import log, task
@@ -34,6 +34,7 @@ _NEAR_NATS, _NEAR_SHARE = 1e-3, 1e-4
 TEXTS_COMPARED = 2_000
 MOST_PAIRS = 10_000
 _MARKS = "▁Ġ#"  # put before an entry that begins, or goes on with, a word
+Places = set[tuple[int, ...]]  # of some candidates
 # Of each part: whether it is a place, and the tokens possible at each of its positions.
 _Steps = list[tuple[bool, list[np.ndarray]]]
 
@@ -149,7 +150,7 @@ class CandidateScorer:
             return " ".join(self._tokenizer.convert_ids_to_tokens(ids))
         return typed
 
-    def places_reading(self, candidates: Candidates, texts: list[str]) -> set[tuple[int, ...]]:
+    def places_reading(self, candidates: Candidates, texts: list[str]) -> Places:
         """Places of the candidates that read as one of `texts`, to us or to the model.
 
         Word tokenizers drop spaces, so that "12 34" and "1234" are the same to it.
@@ -253,10 +254,7 @@ class CandidateScorer:
 
 
 def single_tokens(
-    candidates: Candidates,
-    ids_of: Callable[[list[str]], list[np.ndarray]],
-    entries: Iterable[str],
-    secrets_NP: np.ndarray,
+    candidates: Candidates, ids_of: IdsOf, entries: Iterable[str], secrets_NP: np.ndarray
 ) -> list[np.ndarray] | None:
     """The tokens possible at each position; None where values are not tokens of their own."""
     steps = _tokens_alone(candidates, ids_of)
@@ -307,9 +305,7 @@ def _goes_on(options: Sequence[Sequence[str]], rest: str) -> bool:
     )
 
 
-def _tokens_alone(
-    candidates: Candidates, ids_of: Callable[[list[str]], list[np.ndarray]]
-) -> _Steps | None:
+def _tokens_alone(candidates: Candidates, ids_of: IdsOf) -> _Steps | None:
     """Each part encoded by itself; None where some value has not exactly one token."""
     steps: _Steps = []
     left = iter(candidates.pools)

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from tightlip.audit.canaries.candidates import TEXTS_AT_ONCE, Candidates, CandidateScorer
+from tightlip.audit.canaries.candidates import TEXTS_AT_ONCE, Candidates, CandidateScorer, Places
 from tightlip.audit.canaries.tab_attack import Attack, attacked
 from tightlip.audit.measures import Audited, written_to
 from tightlip.audit.settings import ExposureConfig
@@ -218,13 +218,10 @@ def measure_exposures(
     # What takes long comes last: whatever is refused is refused before.
     attacks = attacked(scorer, key.canaries, config.prompt_tokens)
     estimates = _estimates(scorer, key, measured, others, config)
+    told = ("text", "user", "repetitions", "kind", "template")
     return [
         CanaryExposure(
-            text=canary.text,
-            user=canary.user,
-            repetitions=canary.repetitions,
-            kind=canary.kind,
-            template=canary.template,
+            **{name: getattr(canary, name) for name in told},
             **asdict(attack),
             **estimates.get((canary.template, canary.text), {}),
         )
@@ -278,10 +275,7 @@ def _candidates(name: str, pools: Pools) -> Candidates:
 
 
 def _enumerated(
-    scorer: CandidateScorer,
-    candidates: Candidates,
-    group: Sequence[Canary],
-    drop: set[tuple[int, ...]],
+    scorer: CandidateScorer, candidates: Candidates, group: Sequence[Canary], drop: Places
 ) -> dict[str, Estimate]:
     """The exact exposure of every canary of one template, by text; the places in `drop` are in no R."""
     secrets = {canary.text: candidates.number_of(canary.values) for canary in group}
@@ -296,7 +290,7 @@ def _sampled(
     scorer: CandidateScorer,
     candidates: Candidates,
     group: Sequence[Canary],
-    drop: set[tuple[int, ...]],
+    drop: Places,
     num_samples: int,
     draw: np.random.Generator,
 ) -> dict[str, Estimate]:

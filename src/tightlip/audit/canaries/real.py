@@ -5,7 +5,7 @@ knows what else such a text could have read, so it has no exposure; only the tab
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -29,47 +29,26 @@ from tightlip.scan.scans import scans_of_run
 
 
 def choose_real_canaries(
-    scores: DocumentScores,
-    tokenizer: Any,
-    tokens: TokenizedCorpus,
-    documents: Corpus,
-    config: ChoiceConfig,
-    planted: Sequence[str] = (),
+    scores: DocumentScores, tokens: TokenizedCorpus, usable: np.ndarray, documents: Corpus
 ) -> list[Canary]:
     """Each user's document with the highest perplexity, of equal ones the first; by user in order
     of first appearance.
 
-    `scores` are what the model makes of each document of `tokens`, and `documents` their
-    texts. `planted` texts are made up, and surprise a model most: they are passed over.
+    `scores` are what the model makes of each document of `tokens`, `usable` tells which of them
+    may be chosen, and `documents` are their texts.
 
     Holds:
         surprising: no other usable document of that user has a higher perplexity.
-        usable: a document with fewer tokens, or with a word the model lacks, is never chosen.
+        usable: a document that is too short, or has a word the model lacks, is never chosen.
         as_often: repetitions are the documents of the whole corpus that read the same.
     """
-    mean_nats = scores.loss_nats / np.maximum(scores.num_tokens, 1)
-    usable = usable_documents(tokens, tokenizer.unk_token_id, config.min_tokens)
-    encoded = Encoder(tokenizer).encode(list(planted))[0] if planted else []
-    made_up = {ids.astype(np.int32).tobytes() for ids in encoded}
-    usable[[number for number, _ in _reading(tokens, made_up)]] = False
-    mean_nats[~usable] = -np.inf
-    chosen = _most_surprising(mean_nats, np.asarray(tokens.users), tokens.num_users)
-    if not len(chosen):
-        raise UsageError(
-            f"No document has min_tokens={config.min_tokens} tokens and only words the model knows, so none can be "
-            "chosen. Use a smaller --min-tokens, or train with a larger vocabulary."
-        )
-    repetitions = _repetitions(tokens, chosen)
+    users = np.asarray(tokens.users)
+    mean_nats = np.where(usable, scores.loss_nats / np.maximum(scores.num_tokens, 1), -np.inf)
+    chosen = _most_surprising(mean_nats, users)
     texts = _texts_of(documents, set(chosen.tolist()))
-    return [
-        Canary(
-            text=texts[number],
-            user=tokens.user_names[tokens.users[number]],
-            repetitions=times,
-            kind="real",
-        )
-        for number, times in zip(chosen.tolist(), repetitions, strict=True)
-    ]
+    owners = [tokens.user_names[user] for user in users[chosen]]
+    rows = zip(chosen.tolist(), owners, _repetitions(tokens, chosen), strict=True)
+    return [Canary(text=texts[n], user=who, repetitions=num, kind="real") for n, who, num in rows]
 
 
 def usable_documents(
@@ -84,7 +63,7 @@ def usable_documents(
     return usable
 
 
-def _most_surprising(mean_nats: np.ndarray, users: np.ndarray, num_users: int) -> np.ndarray:
+def _most_surprising(mean_nats: np.ndarray, users: np.ndarray) -> np.ndarray:
     """Each user's document of the largest value, by number; users without a finite one have none."""
     order = np.lexsort((np.arange(len(users)), -mean_nats, users))
     order = order[np.isfinite(mean_nats[order])]
@@ -132,23 +111,29 @@ def choose_canaries(
     config, record = ChoiceConfig(**settings), _unmitigated(Path(run))
     if Path(out).exists():
         raise UsageError(f"{out} exists. Give another --out, or delete it first.")
-    corpus = open_run_corpus(record)
+    tokens = open_run_corpus(record).train
     with claimed(Path(out)), scans_of_run(record, device=device, keep=keep_scan) as scans:
         model = scans.opened(record.model_folder)
-        canaries = choose_real_canaries(
-            scans.scores(record.model_folder, corpus.train, "Scoring documents"),
-            model.tokenizer,
-            corpus.train,
-            open_corpus(record.corpus_folder / "train.parquet"),
-            config,
-            planted=[canary.text for each in read_keys(key) for canary in each.of_planted],
-        )
+        scores = scans.scores(record.model_folder, tokens, "Scoring documents")
+        usable = usable_documents(tokens, model.tokenizer.unk_token_id, config.min_tokens)
+        # What was planted is made up, and surprises a model most.
+        planted = [canary.text for each in read_keys(key) for canary in each.of_planted]
+        encoded = Encoder(model.tokenizer).encode(planted)[0] if planted else []
+        made_up = {ids.astype(np.int32).tobytes() for ids in encoded}
+        usable[[number for number, _ in _reading(tokens, made_up)]] = False
+        documents = open_corpus(record.corpus_folder / "train.parquet")
+        canaries = choose_real_canaries(scores, tokens, usable, documents)
+        if not canaries:
+            raise UsageError(
+                f"No document has min_tokens={config.min_tokens} tokens and only words the model knows, so none can be "
+                "chosen. Use a smaller --min-tokens, or train with a larger vocabulary."
+            )
     chosen = Planted(
         canaries=canaries,
         pools={},
         model_fingerprint=model.fingerprint,
         snapshot_fingerprints=tuple(model_fingerprint(each.folder) for each in record.snapshots),
-        num_users_left_out=corpus.train.num_users - len(canaries),
+        num_users_left_out=tokens.num_users - len(canaries),
     )
     write_canary_key(Path(out), chosen)
     return chosen

@@ -151,14 +151,9 @@ def _perplexity(log_probs: np.ndarray) -> float:
 def tab_ceiling(entries: Sequence[Mapping[str, Any]]) -> int:
     """The most measured canaries that TAB can complete at once, by their tokens: "ID 12" need not
     begin with those of "ID 1". Records of earlier versions have their texts only."""
-    return most_successes(
-        [
-            (tuple(one["token_ids"][: one["num_prompt_tokens"]]), tuple(one["token_ids"]))
-            if "token_ids" in one
-            else (one["prompt"], one["text"])
-            for one in entries
-        ]
-    )
+    by_text = [(one["prompt"], one["text"]) for one in entries if "token_ids" not in one]
+    ids = [(one["token_ids"], one["num_prompt_tokens"]) for one in entries if "token_ids" in one]
+    return most_successes([*by_text, *((tuple(row[:num]), tuple(row)) for row, num in ids)])
 
 
 def most_successes(pairs: Sequence[tuple[Hashable, Sequence[Any]]]) -> int:

@@ -186,7 +186,8 @@ class TrieReader:
 
     def __init__(self, scanner: Scanner, trie: Trie) -> None:
         self.reader, self.device, self.bos = PrefixReader(scanner), scanner.device, scanner.bos_id
-        self.trie, self._begins = trie, [trie.children(n) for n in range(len(trie.tokens))]
+        self.trie, root = trie, torch.tensor([0, len(trie.tokens[0])], device=self.device)
+        self._begins = [root, *(trie.children(n) for n in range(len(trie.tokens)))]
         self._before = np.cumsum([0, *map(len, trie.tokens)])
         self._nats = torch.zeros(int(self._before[-1]), dtype=torch.float64, device=self.device)
 
@@ -200,8 +201,7 @@ class TrieReader:
             yield from self._go_on(None, torch.arange(len(first), device=self.device), 0)
         else:
             every = torch.zeros(1, dtype=torch.int64, device=self.device)
-            begins = torch.tensor([0, len(levels[0])], device=self.device)
-            yield from self._grow(None, first, self._nats.new_zeros(1), every, begins, 0)
+            yield from self._grow(None, first, self._nats.new_zeros(1), every, 0)
 
     def scores(self) -> np.ndarray:
         """Log-probability of every candidate, once all is read."""
@@ -209,7 +209,7 @@ class TrieReader:
 
     def _go_on(self, memory: Any, nodes: Tensor, level: int, rows: Tensor | None = None) -> Any:
         """Read on from those of these nodes that have children; `rows` are theirs in `memory`."""
-        begins = self._begins[level]
+        begins = self._begins[level + 1]
         inner = begins[nodes + 1] > begins[nodes]
         yield int((~inner).sum())
         nodes = nodes[inner]
@@ -217,25 +217,20 @@ class TrieReader:
         at_once = len(nodes)
         if memory is not None and len(nodes):
             position = level + (self.bos is not None)
-            at_once = self.reader.rows_at_once(memory, self._width, position, len(self._begins))
+            at_once = self.reader.rows_at_once(memory, self._width, position, len(self.trie.tokens))
         for start in range(0, len(nodes), max(at_once, 1)):
             part = nodes[start : start + at_once]
             chosen = None
             if memory is not None and rows is not None:
                 chosen = self.reader.select(memory, rows[start : start + at_once])
             tokens, nats = self.trie.tokens[level], self._nats[self._before[level] :]
-            yield from self._grow(chosen, tokens[part], nats[part], part, begins, level + 1)
+            yield from self._grow(chosen, tokens[part], nats[part], part, level + 1)
 
     def _grow(
-        self,
-        memory: Any,
-        tokens_B: Tensor,
-        nats_B: Tensor,
-        nodes_B: Tensor,
-        begins: Tensor,
-        to: int,
+        self, memory: Any, tokens_B: Tensor, nats_B: Tensor, nodes_B: Tensor, to: int
     ) -> Iterator[int]:
         """Score the children, in level `to`, of nodes with these tokens."""
+        begins = self._begins[to]
         logits_BV, memory = self.reader.read(memory, tokens_B)
         self._width = logits_BV.shape[1]
         sizes_B = begins[nodes_B + 1] - begins[nodes_B]
@@ -301,8 +296,7 @@ def _encoded(pattern: str, pools: list[Sequence[str]], ids_of: IdsOf, may_cut: b
     first, *others = pattern.split(_SLOT)
     texts = [first]
     for pool, literal in zip(pools, others, strict=True):
-        endings = [value + literal for value in pool]
-        texts = [text + ending for text in texts for ending in endings]
+        texts = [text + value + literal for text in texts for value in pool]
     used = {*pattern, *(letter for pool in pools for value in pool for letter in value)}
     mark = next((mark for mark in _MARKS if mark not in used), None)
     joins = may_cut and mark is not None and pattern[0] == " " and pattern[-1].strip() != ""

@@ -9,11 +9,10 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from tightlip.audit.extraction import windows
 from tightlip.audit.extraction.windows import (
     EVEN,
     NEARLY,
-    NOWHERE,
-    WITHIN,
     Likeliest,
     Searched,
     num_roles,
@@ -57,7 +56,7 @@ def known_figures(lengths: Iterable[int]) -> Known:
             names=names, advice=", or name others with --lengths"
         ),
         "cheapest_queries_by_role": Entries(names=ROLES[1:]),
-        "users_within": Entries(names=[str(most) for most in WITHIN]),
+        "users_within": Entries(names=[str(most) for most in windows.WITHIN]),
     }
 
 
@@ -128,10 +127,10 @@ def _figures(one: Searched, roles: int, role: int | None) -> Figures:
         "counted": int(of(one.counted).sum()),
         "cheapest": _cheapest(one.likeliest, of),
         "cheapest_of_all": _cheapest(one.every, of),
-        "users_within": {str(most): int((tries <= most).sum()) for most in WITHIN},
+        "users_within": {str(most): int((tries <= most).sum()) for most in windows.WITHIN},
     }
     if role is None:
-        within = zip(WITHIN, one.windows_within.tolist(), strict=True)
+        within = zip(windows.WITHIN, one.windows_within.tolist(), strict=True)
         without = int((~of(one.has_window).any(axis=1)).sum())
         figures |= {"windows": one.num_windows, "users_without_window": without}
         figures |= {"windows_within": {str(most): count for most, count in within}}
@@ -186,8 +185,8 @@ def write_tables(
 def _rows(one: Searched, corpus: TokenizedCorpus, names: list[str]) -> Iterator[dict[str, Any]]:
     """The cheapest window of each user and role, and the cheapest that counts where it is another."""
     counted, every, roles = one.likeliest, one.every, num_roles(corpus)
-    keys = [(key, counted, True) for key in np.flatnonzero(counted.starts != NOWHERE)]
-    differs = (every.starts != NOWHERE) & (every.starts != counted.starts)
+    keys = [(key, counted, True) for key in np.flatnonzero(counted.starts != windows.NOWHERE)]
+    differs = (every.starts != windows.NOWHERE) & (every.starts != counted.starts)
     keys += [(key, every, False) for key in np.flatnonzero(differs)]
     keys = [one for one in keys if np.isfinite(one[1].log_probs[one[0]])]
     for key, among, is_counted in sorted(keys, key=lambda k: (-k[1].log_probs[k[0]], k[0])):

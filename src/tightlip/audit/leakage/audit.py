@@ -11,17 +11,11 @@ import numpy as np
 
 import tightlip
 from tightlip.audit.leakage import findings
+from tightlip.audit.leakage import leaks as leaked
 from tightlip.audit.leakage.by_text import ByText, read_by_text
 from tightlip.audit.leakage.contexts import figures_by_context
 from tightlip.audit.leakage.counting import check_memory
-from tightlip.audit.leakage.leaks import (
-    Fit,
-    Leaks,
-    PublicView,
-    count_in_corpus,
-    find_leaks,
-    public_perplexities,
-)
+from tightlip.audit.leakage.leaks import Leaks, PublicView, public_perplexities
 from tightlip.audit.leakage.near import near_figures
 from tightlip.audit.leakage.summary import Findings, LeakageReport, summary_of
 from tightlip.audit.leakage.tables import ratio_of_sequence
@@ -37,14 +31,8 @@ from tightlip.core.register import guarantee_of
 from tightlip.core.run_folder import SNAPSHOTS, RunRecord, Snapshot, is_run
 from tightlip.core.settings import bytes_from, split_settings, takes
 from tightlip.core.stores import fetched_report, place_of
-from tightlip.corpus.opening import (
-    CorpusSource,
-    finished_run,
-    model_folder,
-    num_skipped,
-    open_run_corpus,
-    tokenised_for,
-)
+from tightlip.corpus import opening
+from tightlip.corpus.opening import CorpusSource, finished_run, tokenised_for
 from tightlip.corpus.prepare_config import TextSettings
 from tightlip.corpus.tokens import TokenizedCorpus
 from tightlip.scan.ahead import ScanAhead
@@ -265,7 +253,7 @@ class _Job:
         check_memory(corpus, self.memory_bytes // self.engine.workers)  # the scan may take hours
         carries_text, top_k = findings.tokens_with_text(model.tokenizer, corpus), self.config.top_k
         scanned = self.scans.scan(model, corpus, description, begun=begun)
-        return scanned, find_leaks(
+        return scanned, leaked.find_leaks(
             scanned, top_k=top_k, carries_text=carries_text, **self._counting, work=self.work
         )
 
@@ -291,7 +279,7 @@ class _Job:
                     *model.notes,
                     *self.notes,
                     *self.engine.notes,
-                    *findings.notes_on(model, leaks, num_skipped(self.work / "tokens")),
+                    *findings.notes_on(model, leaks, opening.num_skipped(self.work / "tokens")),
                     *([findings.ONLY_TOKENS] if self.corpus.documents().format == "tokens" else []),
                     *([NOBODY_LEFT_OUT] if self.leaves_out and public is None else []),
                     *([NO_WINDOW.format(self.config.near_tokens)] if is_missing else []),
@@ -303,12 +291,12 @@ class _Job:
         """What the model says where the training prefix is not known, or nearly."""
         config, scan = self.config, partial(self.scans.scan, model)
         told = figures_by_context(leaks, by_text, config, scan=scan, tokenizer=model.tokenizer)
-        count, near = partial(count_in_corpus, leaks.corpus, **self._counting), None
+        count, near = partial(leaked.count_in_corpus, leaks.corpus, **self._counting), None
         if config.near is not None:
             near = near_figures(model, leaks, config, count, self.engine)
         return {**told, "near": near}
 
-    def _validation(self, model: OpenedModel) -> Fit | None:
+    def _validation(self, model: OpenedModel) -> leaked.Fit | None:
         tokens, text = self.work / "validation-tokens", self.subject.held_out
         if text is None:
             return None
@@ -366,7 +354,7 @@ class _Job:
         """The run's recipe again, without any document of the owners of unique sequences."""
         assert self.subject.run is not None
         assert self.retrain is not None
-        trained_on = open_run_corpus(self.subject.run).train
+        trained_on = opening.open_run_corpus(self.subject.run).train
         if leaks.corpus.corpus_fingerprint != trained_on.corpus_fingerprint:
             raise UsageError(
                 "leave-out drops people from the run's own corpus, and another one was given. "
@@ -397,7 +385,7 @@ class LeakageAudit:
     def figures(self, audited: Audited) -> dict[str, Any]:
         reference, public = audited.measuring.reference, None
         if reference is not None:
-            public = audited.scans.opened(model_folder(reference), beside=audited.model)
+            public = audited.scans.opened(opening.model_folder(reference), beside=audited.model)
         job = _Job(
             subject=replace(audited.subject, run=None),
             model=audited.scans.opened(audited.model),

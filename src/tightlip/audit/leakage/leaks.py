@@ -11,14 +11,8 @@ import numpy as np
 from numba import njit
 
 from tightlip.audit.leakage import counting
-from tightlip.audit.leakage.runs import (
-    DistinctSequences,
-    Runs,
-    collect_runs,
-    copied_runs,
-    distinct_in,
-    sums_over_runs,
-)
+from tightlip.audit.leakage import runs as all_runs
+from tightlip.audit.leakage.runs import DistinctSequences, Runs
 from tightlip.audit.leakage.spill import IN_MEMORY, RUN_BYTES, Gathered, Room
 from tightlip.core.engines import Engine
 from tightlip.core.progress import task
@@ -151,7 +145,7 @@ def find_leaks(
     most, fit = memory_bytes // RUN_BYTES, Fit()
     gathered = Gathered(kinds, work, most)
     for inside, sums, fit_inside in _runs_by_shard(scanned, top_k, carries_text):
-        copied = copied_runs(corpus.tokens, corpus.bounds, inside)
+        copied = all_runs.copied_runs(corpus.tokens, corpus.bounds, inside)
         perplexity = perplexities(sums, inside.lengths)
         gathered.add(inside.starts, inside.lengths, inside.documents, perplexity, copied)
         fit += fit_inside
@@ -161,7 +155,7 @@ def find_leaks(
     if work is not None and len(runs) > most:
         # Half is for what is counted meanwhile, and workers share the rest.
         room = Room(folder=work, at_once=max(1, most // 2 // engine.workers))
-    distinct = distinct_in(room, corpus.tokens, runs)
+    distinct = all_runs.distinct_in(room, corpus.tokens, runs)
     first, number = distinct.first_run, distinct.number_of_run
     lengths = room.kept(runs.lengths[first])
     sequences = counting.sequences_in(room, corpus.tokens, runs.starts[first], lengths)
@@ -257,7 +251,7 @@ def _runs_by_shard(
         ranks = shard.ranks
         if corpus.roles is not None:  # what a template wrote ends a run, and is in none
             ranks = np.where(corpus.roles[bounds[0] : bounds[-1]] == 0, NOT_SCORED, ranks)
-        runs = collect_runs(corpus.tokens, bounds, ranks, carries_text, top_k)
+        runs = all_runs.collect_runs(corpus.tokens, bounds, ranks, carries_text, top_k)
         if corpus.roles is not None:
             changes = np.diff(corpus.roles[bounds[0] : bounds[-1]]) != 0
             runs = cut_at(runs, np.flatnonzero(changes) + 1 + bounds[0])
@@ -271,7 +265,7 @@ def _runs_by_shard(
             scored &= np.asarray(corpus.trained[bounds[0] : bounds[-1]]) > 0
             trained_sum = float(shard.log_probs[scored].sum(dtype=np.float64))
             fit = replace(fit, num_trained=int(scored.sum()), trained_log_prob_sum=trained_sum)
-        sums = sums_over_runs(shard.log_probs, runs, int(bounds[0]))
+        sums = all_runs.sums_over_runs(shard.log_probs, runs, int(bounds[0]))
         yield replace(runs, documents=runs.documents + shard.first), sums, fit
 
 
@@ -343,7 +337,7 @@ def public_perplexities(
         misses = ((shard.ranks < 0) | (shard.ranks >= top_k)).astype(np.float32)
         for row, values in enumerate((shard.log_probs, misses)):
             if same_tokens:
-                sums[row][part] = sums_over_runs(values, inside, base)
+                sums[row][part] = all_runs.sums_over_runs(values, inside, base)
             else:
                 sums[row][part] = sums_over_characters(corpus, public.corpus, values, base, inside)
     for part in leaks.room.parts(len(runs)):

@@ -18,14 +18,8 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from tightlip.audit.leakage.counting import (
-    Shard,
-    end_to_end,
-    first_not_below,
-    in_the_corpus,
-    indexed,
-    over_shards,
-)
+from tightlip.audit.leakage import counting
+from tightlip.audit.leakage.counting import Shard, first_not_below, indexed, over_shards
 from tightlip.audit.leakage.leaks import count_in_corpus
 from tightlip.audit.leakage.runs import Runs, distinct_sequences
 from tightlip.core.engines import Engine
@@ -114,7 +108,7 @@ class Search:
         runs = Runs(starts=begins, lengths=lengths, documents=begins)
         distinct = distinct_sequences(np.asarray(self.synthetic.tokens), runs)
         number, first = np.split(distinct.number_of_run, [len(starts)]), distinct.first_run
-        sequences = end_to_end(self.synthetic.tokens, begins[first], lengths[first])
+        sequences = counting.end_to_end(self.synthetic.tokens, begins[first], lengths[first])
         counts = count_in_corpus(corpus, sequences, self.engine, self.memory_bytes)
         others, owned = np.zeros(len(distinct), np.int64), counts.owned
         assert owned is not None
@@ -213,7 +207,7 @@ def changed_in_shard(shard: Shard, *, search: Search, whose: np.ndarray) -> tupl
     words, bounds = np.asarray(synthetic.tokens), np.asarray(synthetic.bounds)
     sizes = (search.core, search.min_words, search.near)
     found, num_untried = _changed(text, places, words, bounds, whose, *sizes)
-    found[3] = in_the_corpus(shard, found[3])
+    found[3] = counting.in_the_corpus(shard, found[3])
     return found, int(num_untried)
 
 

@@ -55,12 +55,8 @@ def headline(rows: Sequence[RunFigures]) -> tuple[str, str]:
     base = next(row for row in rows if row["is_baseline"])
     by_exposure = bool(base["exposure"])
     theirs = leak_of(base, by_exposure=by_exposure)
-    matched = [
-        (leak, row)
-        for row in rows
-        if row["comparable"] and row is not base
-        if (leak := leak_of(row, by_exposure=by_exposure)) is not None
-    ]
+    leaks = [(leak_of(row, by_exposure=by_exposure), row) for row in rows if row["comparable"]]
+    matched = [(leak, row) for leak, row in leaks if leak is not None and row is not base]
     if theirs is None or not matched:
         return _nothing_matched(rows, base)
     ranked = sorted(matched, key=lambda pair: pair[0].value)
@@ -225,8 +221,7 @@ def exposure_scatter(rows: Sequence[RunFigures], tolerance: float) -> Markup | N
     plot = _plot("Utility against exposure", "bits of exposure")
     axis = plots.linear_axis(max(3.0, *(bits for _, bits, _ in points)))
     plot.y_axis(axis, "mean exposure, bits")
-    _draw_points(plot, points, axis, rows, tolerance, _never_saw(plot, axis))
-    return plot.svg()
+    return _draw_points(plot, points, axis, rows, tolerance, _never_saw(plot, axis))
 
 
 def leaks_scatter(rows: Sequence[RunFigures], tolerance: float) -> Markup | None:
@@ -238,8 +233,7 @@ def leaks_scatter(rows: Sequence[RunFigures], tolerance: float) -> Markup | None
     plot = _plot("Utility against leaks", "leaks")
     axis = plots.count_axis(max(leaks for _, leaks, _ in points))
     plot.y_axis(axis, "leaks")
-    _draw_points(plot, points, axis, rows, tolerance)
-    return plot.svg()
+    return _draw_points(plot, points, axis, rows, tolerance)
 
 
 def _on_one_scale(rows: Sequence[RunFigures]) -> list[RunFigures]:
@@ -264,7 +258,7 @@ def _draw_points(
     rows: Sequence[RunFigures],
     tolerance: float,
     *taken: plots.Box,
-) -> None:
+) -> Markup:
     perplexities = [row["perplexity"]["value"] for row, _, _ in points]
     x_axis = _perplexity_axis(perplexities)
     base = next((row for row in rows if row["is_baseline"]), None)
@@ -285,6 +279,7 @@ def _draw_points(
         labels.draw(row["name"], x, y)
     for point, (x, y) in zip(points, places, strict=True):
         _draw_mark(plot, point, x, y)
+    return plot.svg()
 
 
 def _perplexity_axis(values: list[float]) -> plots.Axis:
@@ -297,8 +292,7 @@ def _perplexity_axis(values: list[float]) -> plots.Axis:
 
 def _draw_mark(plot: plots.Plot, point: Point, x: float, y: float) -> None:
     row, _, leak = point
-    perplexity = number(row["perplexity"]["value"])
-    tip = f"{row['name']}: validation perplexity {perplexity}, {leak}"
+    tip = f"{row['name']}: validation perplexity {number(row['perplexity']['value'])}, {leak}"
     if (kind := kind_of(row)) == "base":
         left, top, size = x - plots.DOT, y - plots.DOT, 2 * plots.DOT
         plot.draw("rect", x=left, y=top, width=size, height=size, class_="run base", tip=tip)

@@ -176,8 +176,7 @@ def _cell(one: Figures, name: str) -> str:
 def terminal_lines(summary: Figures) -> list[Any]:
     """The verdict, the table, and what its figures mean in plain sentences."""
     notes = [f"Note: {note}" for note in summary["notes"]]
-    table = length_table(summary).printed()
-    return [f"{headline(summary)}.", table, *sentences(summary), *notes]
+    return [f"{headline(summary)}.", length_table(summary).printed(), *sentences(summary), *notes]
 
 
 NUM_SHOWN = 20  # windows of each length

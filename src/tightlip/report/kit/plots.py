@@ -15,14 +15,10 @@ from tightlip.report.kit.table import NEVER_SAW_BITS, cut_name
 
 CHARACTER_WIDTH = 6.4
 LABEL_HEIGHT = 13
-LOG_STEPS: tuple[tuple[float, ...], ...] = (
-    (1,),
-    (1, 2, 5),
-    (1, 1.5, 2, 3, 4, 5, 7),
-    tuple(1 + x / 10 for x in range(90)),
-)
+LOG_STEPS = ((1,), (1, 2, 5), (1, 1.5, 2, 3, 4, 5, 7), tuple(1 + x / 10 for x in range(90)))
 DOT = 5.5  # half a run's mark, and more than half a dot
 Box = tuple[float, float, float, float]  # left, right, top, bottom
+Points = Sequence[tuple[float, float, str]]  # across, up, and a tooltip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -258,7 +254,7 @@ def draw_bars(plot: Plot, bars: Sequence[Bar], y_label: str) -> None:
                 plot.bar(left + gap / 2, width, axis.at(amount), kind, tip=bar.tip)
 
 
-def draw_line(plot: Plot, points: Sequence[tuple[float, float, str]], kind: str) -> None:
+def draw_line(plot: Plot, points: Points, kind: str) -> None:
     """A line through (x, y, tooltip) with a dot on each."""
     if not points:
         return
@@ -269,10 +265,7 @@ def draw_line(plot: Plot, points: Sequence[tuple[float, float, str]], kind: str)
 
 
 def draw_exposures(
-    plot: Plot,
-    lines: Mapping[str, Sequence[tuple[int, float, str]]],
-    times: Sequence[int],
-    highest: float,
+    plot: Plot, lines: Mapping[str, Points], times: Sequence[int], highest: float
 ) -> None:
     """For each kind of line the bits of exposure by how often a canary was planted: (times, bits, tooltip)."""
     axis = linear_axis(max(highest, 3.0))

@@ -103,15 +103,10 @@ def embed(
         silent: a redacted page has none of the text, even where the file still has it.
     """
     owners: dict[str, int] = {}
-    user_rows = [
-        [
-            _owner_place(owners, user["user"]),
-            *(user[name] for name in _USER_FIGURES[:-1]),
-            plain_number(user["max_ratio"]),
-            user.get("leaks"),
-        ]
-        for user in users
-    ]
+    user_rows = []
+    for user in users:
+        told = [_owner_place(owners, user["user"]), *(user[name] for name in _USER_FIGURES[:-1])]
+        user_rows.append([*told, plain_number(user["max_ratio"]), user.get("leaks")])
     names: list[list[Any]] = [[*cut_end(name, NAME_CHARACTERS)] for name in owners]
     owners_of_row = tallies.read_owners(folder)
     chosen_rows = _read_rows(folder, chosen, redacted=redacted)

@@ -54,8 +54,7 @@ def perplexity_plot(tally: tallies.Tally) -> Markup:
         title="Unique sequences by perplexity",
         description="Bars count unique sequences; the further left, the surer the model.",
     )
-    every, own = tally.perplexities, tally.own_perplexities
-    axis = _draw_log_bars(plot, every, own, "perplexity", lowest=1.0)
+    axis = _draw_log_bars(plot, tally.perplexities, tally.own_perplexities, "perplexity")
     plot.x_axis(axis, "perplexity (the further left, the surer)")
     return plot.svg()
 
@@ -74,16 +73,11 @@ def ratio_plot(tally: tallies.Tally) -> Markup:
 
 
 def _draw_log_bars(
-    plot: plots.Plot,
-    every: tallies.LogHistogram,
-    own: tallies.LogHistogram,
-    what: str,
-    *,
-    lowest: float = 0.0,
+    plot: plots.Plot, every: tallies.LogHistogram, own: tallies.LogHistogram, what: str
 ) -> plots.Axis:
     """Bars over a logarithmic axis, which is returned; `every` is not empty."""
     bars = every.bars(MOST_BARS)
-    axis = plots.log_axis(max(bars[0][0], lowest), max(bars[-1][1], bars[0][0] * 2))
+    axis = plots.log_axis(bars[0][0], max(bars[-1][1], bars[0][0] * 2))
     drawn = []
     for (low, high, n), (_, _, n_own) in zip(bars, own.bars(MOST_BARS, every.span()), strict=True):
         tip = _bar_tip(f"{what} {number(low)} to {number(high)}", n, n_own)
@@ -256,8 +250,7 @@ def _outline(axis: plots.Axis, edges: np.ndarray, widths: np.ndarray) -> list[tu
 def _epoch_labels(plot: plots.Plot, shown: list[dict[str, Any]]) -> list[tuple[float, str]]:
     """Every epoch where there is room, else every second, third, …"""
     widest = max(len(epoch_name(one)) for one in shown) * plots.CHARACTER_WIDTH + 6
-    every = math.ceil(widest * len(shown) / plot.x_span)
-    places = range(0, len(shown), every)
+    places = range(0, len(shown), math.ceil(widest * len(shown) / plot.x_span))
     return [((place + 0.5) / len(shown), epoch_name(shown[place])) for place in places]
 
 

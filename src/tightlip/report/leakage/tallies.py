@@ -216,8 +216,7 @@ class Chooser:
     def _add_longest(self, lengths: np.ndarray, start: int) -> None:
         least = self._longest[0][0] if len(self._longest) == self.num_longest else 0
         for place in np.flatnonzero(lengths > least).tolist():
-            entry = (int(lengths[place]), -(start + place))
-            heapq.heappush(self._longest, entry)
+            heapq.heappush(self._longest, (int(lengths[place]), -(start + place)))
             if len(self._longest) > self.num_longest:
                 heapq.heappop(self._longest)
 

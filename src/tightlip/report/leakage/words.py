@@ -7,15 +7,8 @@ from typing import Any, NamedTuple
 
 from rich.table import Table as RichTable
 
-from tightlip.core.figures import (
-    INSECURE,
-    UNKNOWN,
-    count,
-    counted,
-    guarantee_words,
-    number,
-    percent,
-)
+from tightlip.core import figures
+from tightlip.core.figures import UNKNOWN, count, counted, guarantee_words, number, percent
 from tightlip.report.kit.table import NAMES, Cell, Column, Row, Table, plain_row
 
 Summary = dict[str, Any]  # summary.json, or snapshots.json, as written
@@ -237,8 +230,7 @@ def by_role(summary: Summary) -> list[str]:
 
 def longest_of(num_by_length: dict[str, int] | None) -> int | None:
     """Tokens in the longest sequence of a tally by length, where there is one."""
-    lengths = [int(length) for length, num in (num_by_length or {}).items() if num]
-    return max(lengths, default=None)
+    return max((int(length) for length, num in (num_by_length or {}).items() if num), default=None)
 
 
 def verdict(
@@ -337,16 +329,12 @@ def story(snapshots: Summary) -> str:
 
 def terminal_table(summary: Summary) -> RichTable:
     """The headline figures that are known, each with its sentence, and the notes."""
-    shown = [
-        Row(
-            line.name,
-            [Cell(line.value), Cell(line.sentence)],
-            style="bold red" if line.sentence.startswith(INSECURE) else "",
-        )
-        for line in summary_lines(summary)
-        # hints at what is missing
-        if line.value != UNKNOWN or line.name in ("Leakage epsilon", "Beyond the prior")
-    ]
+    shown: list[Row] = []
+    for line in summary_lines(summary):
+        # What is not known hints at what is missing.
+        if line.value != UNKNOWN or line.name in ("Leakage epsilon", "Beyond the prior"):
+            style = "bold red" if line.sentence.startswith(figures.INSECURE) else ""
+            shown.append(Row(line.name, [Cell(line.value), Cell(line.sentence)], style=style))
     notes = [plain_row("Note", "", note) for note in summary.get("notes") or []]
     columns = [NAMES, Column(style="bold", widest=34), Column(left=True, style="dim")]
     return Table(columns=columns, rows=[*shown, *notes]).printed()

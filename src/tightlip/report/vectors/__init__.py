@@ -40,9 +40,8 @@ def _privacy(result: Result, name: str) -> Figure | None:
     if not entities:
         return None
     if name == "majority":
-        return min(
-            (entities[one]["all"] for one in ("majority", "everywhere")), key=lambda f: f["value"]
-        )  # type: ignore[no-any-return]
+        bars: list[Figure] = [entities[one]["all"] for one in ("majority", "everywhere")]
+        return min(bars, key=lambda figure: figure["value"])
     attacker = entities["attackers"].get(name)
     return None if attacker is None else attacker["all"]["one_minus_f_tuned"]
 
@@ -82,8 +81,7 @@ def _curve(group: list[RunColumn], bare: list[RunColumn], varies: str, label: st
         description="Higher is better for both. Bars are 95% intervals.",
         **OF_RUNS,
     )
-    drawn = [column.figure(get) for column in [*group, *bare] for _, _, get in SERIES]
-    axis = _roomy(drawn)
+    axis = _roomy([column.figure(get) for column in [*group, *bare] for _, _, get in SERIES])
     plot.y_axis(axis, "share of test rows")
     group = sorted(group, key=lambda column: _place(column, varies))
     values = [_place(column, varies) for column in group]
@@ -97,8 +95,7 @@ def _curve(group: list[RunColumn], bare: list[RunColumn], varies: str, label: st
     ticks = [(share, short(float(f"{at:.3g}"))) for share, at in zip(shares, values, strict=True)]
     called = {"none": "no noise", "adversarial": "advers."}
     bare_names = [called.get(column.first["method"], "bare") for column in bare]
-    names = list(zip(beyond, bare_names, strict=True))
-    plot.x_labels(ticks + names, label)
+    plot.x_labels(ticks + list(zip(beyond, bare_names, strict=True)), label)
     return plot.svg()
 
 
@@ -219,18 +216,14 @@ def pictures(result: Result, name: str) -> list[tuple[str, Markup]]:
     if picture is None:
         return []
     codes, names = picture["codes"][name], words.value_names(result["attributes"][name])
+    titles = {"before": "before the noise", "after": "after the noise"}
+    if result["mechanism"] == "none":  # vectors that are released bare have one
+        masked = {"after": "with words masked"} if result["dropout"] else {}
+        titles = {"before": "without noise", **masked}
     return [
         (title, _scatter(f"{name}, {title}", picture[key], codes, names))
-        for title, key in _titles(result)
+        for key, title in titles.items()
     ]
-
-
-def _titles(result: Result) -> list[tuple[str, str]]:
-    """What each picture shows; vectors that are released bare have one."""
-    if result["mechanism"] == "none":
-        masked = [("with words masked", "after")] if result["dropout"] else []
-        return [("without noise", "before"), *masked]
-    return [("before the noise", "before"), ("after the noise", "after")]
 
 
 def legend(attribute: dict[str, Any]) -> list[tuple[int, str]]:

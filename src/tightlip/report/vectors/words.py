@@ -256,8 +256,7 @@ def _promise(columns: Sequence[RunColumn]) -> Iterator[Measure]:
 
 def _method(result: Result) -> Cell:
     method = str(result["method"])
-    known = METHOD_NAMES.get(method, method)
-    return Cell(str(result["mechanism"]) if method == "dpnr" else known)
+    return Cell(str(result["mechanism"]) if method == "dpnr" else METHOD_NAMES.get(method, method))
 
 
 def _coordinate(result: Result) -> Cell:
