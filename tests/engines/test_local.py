@@ -15,6 +15,7 @@ from animals import WORDS
 from standins import BigramTable
 from tightlip.audit.leakage.words import KnownWords
 from tightlip.core import children
+from tightlip.core.engines import EngineSettings
 from tightlip.core.errors import UsageError
 from tightlip.corpus import encoding, readers
 from tightlip.corpus.encoding import Encoder
@@ -177,3 +178,10 @@ def test_a_tokenizer_with_parts_in_python_stays_here(begun):
     num_known = sum(int(encoded.ids.sum()) for _, encoded in read)
     assert num_known == sum(text.split(" ").count(WORDS[0]) for _, text in DOCUMENTS)
     assert not begun
+
+
+@pytest.mark.parametrize("given", [{"mixed": True}, {"address": "somewhere:1"}])
+def test_what_only_a_cluster_has_is_refused_without_one(given):
+    with pytest.raises(UsageError, match="Give --engine ray too"):
+        EngineSettings(**given)
+    EngineSettings(**given, engine="ray")

@@ -117,6 +117,10 @@ class EngineSettings(Settings):
             raise UsageError(
                 f"address={self.address!r} is that of a Ray cluster, and the engine is {self.engine!r}. Give --engine ray too."
             )
+        if self.mixed and self.engine != "ray":
+            raise UsageError(
+                "mixed=True is for machines of a Ray cluster, and the engine is 'local'. Give --engine ray too, or leave it out."
+            )
 
     def opened(self, device: str = "auto") -> AbstractContextManager[Any]:
         """The engine, for as long as inside."""
