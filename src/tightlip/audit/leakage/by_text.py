@@ -215,7 +215,8 @@ def _leaks_of(
     look = partial(links_in_shard, sequences=sequences)
     parents = room.kept(np.arange(len(may_share)))
     with task("Joining leaks", int(np.diff(corpus.bounds)[worth[corpus.users]].sum())) as bar:
-        for part, links in counting.over_shards(engine, look, corpus, memory_bytes, worth):
+        shards = counting.over_shards(engine, look, corpus, memory_bytes, worth, room=room)
+        for part, links in shards:
             _join_all(parents, links)
             bar.advance(part.num_tokens)
     group[may_share] = may_share[parents]

@@ -215,9 +215,13 @@ def over_shards(
     memory_bytes: int,
     only: np.ndarray | None = None,
     *,
+    room: Room = IN_MEMORY,
     by_owner: bool = False,
 ) -> Iterator[tuple[Part, Result]]:
-    """What `look` says of each user-disjoint shard; workers of one machine share `memory_bytes`."""
+    """What `look` says of each user-disjoint shard; workers of one machine share `memory_bytes`, half of
+    which is for the sequences that are looked for where these are in files of `room`."""
+    if room.folder is not None:
+        memory_bytes = max(memory_bytes // 2, engine.workers * least_memory(corpus))
     # As many as there are workers on all machines, or some would have nothing to do.
     share = (corpus.num_tokens + corpus.num_documents) // engine.num_workers + 1
     worth = max(share, _SMALLEST_SHARD_TOKENS) * _BYTES_PER_TOKEN

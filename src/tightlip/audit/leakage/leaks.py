@@ -194,12 +194,10 @@ def count_in_corpus(
 ) -> counting.Counts:
     """Occurrences and distinct users of every sequence, and who owns all its documents, shard by shard."""
     count, room = partial(counting.count_in_shard, sequences=sequences), sequences.room
-    if room.folder is not None:  # the other half is for the sequences
-        memory_bytes = max(memory_bytes // 2, engine.workers * counting.least_memory(corpus))
     with task(description, corpus.num_tokens) as bar:
 
         def watched() -> Any:
-            for part, counts in counting.over_shards(engine, count, corpus, memory_bytes):
+            for part, counts in counting.over_shards(engine, count, corpus, memory_bytes, room=room):
                 bar.advance(part.num_tokens)
                 yield part, counts
 
@@ -225,7 +223,8 @@ def _by_owner(
     large: dict[int, np.ndarray] = defaultdict(zeros)
     count = partial(counting.owners_in_shard, sequences=sequences, totals=counts.totals)
     with task("Counting owners", len(corpus.owned()[0])) as bar:
-        parts = counting.over_shards(engine, count, corpus, memory_bytes, by_owner=True)
+        shards = partial(counting.over_shards, engine, count, corpus, memory_bytes)
+        parts = shards(room=sequences.room, by_owner=True)
         for part, ((numbers, found, here), all_of) in parts:
             if part.sole_user is None:
                 users[numbers] += here
