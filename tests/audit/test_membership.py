@@ -231,6 +231,25 @@ def test_whole_users_must_be_drawn_where_whole_users_were_held_out():
     assert share_covered(split_by_user, as_documents=True) < 0.8
 
 
+def one_on_either_side_only(draw):
+    """20 users on both sides, and one each who is trained on or held out whole."""
+    habits = draw.normal(0, 1, 22)
+    trained, held = np.repeat([*range(20), 20], 20), np.repeat([*range(20), 21], 20)
+    return (
+        made_side(trained, habits[trained] + draw.normal(0, 1, 420)),
+        made_side(held, habits[held] + draw.normal(0, 1, 420)),
+    )
+
+
+def test_one_user_alone_on_a_side_varies_too():
+    # Drawn as a group of one it never did: 86 of 100 held 0.5, and of three users none did.
+    assert share_covered(one_on_either_side_only) >= 0.9
+    draw = np.random.default_rng(0)
+    members, others = (made_side(np.array(one), draw.normal(size=4)) for one in ([0, 0, 1, 1], [0, 0, 2, 2]))  # fmt: skip
+    auc = measure_level(members, others, draw, 100)["scores"]["loss"]["auc"]
+    assert auc["low"] < auc["value"] < auc["high"]
+
+
 def test_what_is_there_is_seen():
     members, others = made_sides(np.random.default_rng(2), lift=1.0)
     auc = measure_level(members, others, np.random.default_rng(0), 200)["scores"]["loss"]["auc"]

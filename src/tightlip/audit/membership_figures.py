@@ -146,8 +146,9 @@ def measure_level(
     """How well each score tells `members` from `others`, with 95% intervals over users.
 
     Users are drawn again with all that is theirs, on both sides: a user's member and non-member
-    stay together. Those who stand on one side only are drawn by themselves, so that neither side
-    runs empty. How far the interval goes into the tails follows from the side with fewer users.
+    stay together. All are drawn from one pool, for one user drawn alone would never vary; a draw in
+    which a side is empty is drawn again. How far the interval goes into the tails follows from the
+    side with fewer users.
 
     Holds:
         fair: of scores that know nothing, about 95 in 100 intervals hold 0.5, however alike a
@@ -155,14 +156,15 @@ def measure_level(
     """
     users, units = np.unique(np.concatenate([members.users, others.users]), return_inverse=True)
     member_units, other_units = units[: len(members)], units[len(members) :]
-    groups = _groups(member_units, other_units, len(users))
-    rankings = _rankings(members, others)
+    rankings, everybody = _rankings(members, others), [np.arange(len(users))]
     counted = [name for name, one_in in RATES.items() if len(others) >= LEAST_ACCUSED * one_in]
     ones = np.ones(len(members), np.int64), np.ones(len(others), np.int64)
-    drawn = []
-    for _ in range(num_bootstraps):
-        times = times_drawn(rng, groups, len(users))
-        drawn.append(_figures(rankings, counted, times[member_units], times[other_units]))
+    drawn: list[dict[tuple[str, str], float]] = []
+    while len(drawn) < num_bootstraps:
+        times = times_drawn(rng, everybody, len(users))
+        sides = times[member_units], times[other_units]
+        if all(side.any() for side in sides):
+            drawn.append(_figures(rankings, counted, *sides))
     num_users = min(len(np.unique(member_units)), len(np.unique(other_units)))
     scores = _with_intervals(_figures(rankings, counted, *ones), drawn, num_users)
     for name, ranking in rankings.items():
