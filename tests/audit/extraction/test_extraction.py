@@ -388,6 +388,7 @@ def test_what_cannot_be_looked_for_is_said_and_fails_a_gate():
     report = extract(stranger(), rows_of(num_words=3))
     assert report.cheapest_queries is None
     assert report.failed("cheapest_queries<5") == ["cheapest_queries<5: cheapest_queries is not known"]  # fmt: skip
+    assert report.failed("users_within[10]>0") == ["users_within[10]>0: users_within[10] is not known"]  # fmt: skip
     assert any(note.startswith("Of 5 people these have no window") and note.endswith(": 5 at 4 tokens, 5 at 8 tokens.") for note in report.notes)  # fmt: skip
     for wrong in ((), (0, 5), (20_000,)):
         with pytest.raises(UsageError, match="from 1 to 10,000"):

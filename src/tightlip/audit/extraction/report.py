@@ -73,7 +73,7 @@ def gated(summary: Figures) -> Figures:
         "held_out_cheapest_queries": held_out and _fewest(held_out["by_length"]),
         "cheapest_queries_by_length": {name: _tries(one) for name, one in lengths.items()},
         "cheapest_queries_by_role": {role: _tries(one) for role, one in roles.items()},
-        "users_within": None if _is_uncounted(first) else first["users_within"],
+        "users_within": None if _tries(first) is None else first["users_within"],
     }
 
 
