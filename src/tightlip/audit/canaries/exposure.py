@@ -362,7 +362,9 @@ def gated(entries: list[dict[str, Any]]) -> dict[str, Any]:
     bar = exposed_above_bits(max(len(planted), 1))
     return {
         "num_canaries": len(entries),
-        "num_exposed": sum(one["low"] > bar for one in planted) if planted else None,
+        "num_exposed": sum(one["low"] > bar for one in planted)
+        if any(can_be_shown(one, bar) for one in planted)
+        else None,
         "num_tab": sum(bool(one["tab"]) for one in entries),
         "highest_bits": max((one["exposure_bits"] for one in planted), default=None),
         "highest_low_bits": max((one["low"] for one in planted), default=None),
