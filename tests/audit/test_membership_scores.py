@@ -23,6 +23,7 @@ from standins import Parrot, Stranger
 from tightlip.audit import sides as fair_tokens
 from tightlip.audit.membership_figures import (
     SCORES,
+    about_amounts,
     best_score,
     by_length,
     halves,
@@ -319,6 +320,28 @@ def test_of_models_that_saw_neither_side_three_intervals_of_twenty_miss_chance_a
 def test_the_same_for_whole_users():
     counts = astray(split_by_user, level=lambda one, other: (one.by_user(), other.by_user()))
     assert max(counts.values()) <= 3, counts
+
+
+@pytest.mark.parametrize("kept", [1, 4])
+def test_that_users_of_one_side_have_more_text_is_said(kept):
+    """The more text, the further a user's EZ is from a half, whoever was trained on."""
+
+    def made(draw):
+        texts, users = zipf_texts(draw)
+        places = [p for p in range(len(texts)) if users[p] < 20 or p % 4 < kept]
+        texts, users = [texts[p] for p in places], users[places]
+        is_member = [bool(user < 20) for user in users]
+        sides = sides_by_frequency(draw, texts, users, is_member, lift=0.3)
+        return [side.by_user() for side in sides]
+
+    draw = np.random.default_rng(0)
+    told = [*about_amounts(*made(draw), draw, 200)]
+    if kept == 4:
+        assert told == []
+        return
+    assert astray(made, seeds=range(6))["ez"] > 1
+    assert len(told) == 1
+    assert "have more text here than the others" in told[0]
 
 
 def test_what_was_learnt_is_found_by_the_same_measure():

@@ -152,6 +152,8 @@ def membership_of(
     if len(strangers):
         people = members.by_user(), strangers.by_user()
         users = scoring.measure_level(*people, rng, config.num_bootstraps)
+        again = np.random.default_rng(config.seed)
+        notes += scoring.about_amounts(*people, again, config.num_bootstraps)
     notes += [NO_STRANGERS] if users is None else scoring.missing_rates(users, "users")
     for what, level in (("documents", documents), ("users", users)):
         notes += [] if level is None else scoring.unlike_the_leading(level, leading, what)

@@ -279,8 +279,8 @@ def about_references(
 ) -> Iterable[str]:
     """A sentence for each reference whose loss alone tells `members` from `others`: it should not."""
     for number, name in enumerate(names):
-        sides = [_by_reference(side, number) for side in (members, others)]
-        area = measure_level(sides[0], sides[1], rng, num_bootstraps)["scores"]["loss"]["auc"]
+        losses = [side.reference.loss_nats[:, number] for side in (members, others)]  # type: ignore[union-attr]
+        area = _area_by(losses, members, others, rng, num_bootstraps)
         if area["low"] is None or area["low"] <= 0.5 <= area["high"]:
             continue
         known = "members" if area["low"] > 0.5 else "non-members"
@@ -291,10 +291,30 @@ def about_references(
         )
 
 
-def _by_reference(side: Side, number: int) -> Side:
-    assert side.reference is not None
-    losses = side.reference.loss_nats[:, number]
-    return replace(side, reference=None, model=replace(side.model, loss_nats=losses))
+def about_amounts(
+    members: Side, others: Side, rng: np.random.Generator, num_bootstraps: int
+) -> Iterable[str]:
+    """A sentence where the users of one side have more text: by users nothing else allows for it."""
+    amounts = [-(side.model.num_tokens**2) for side in (members, others)]
+    area = _area_by(amounts, members, others, rng, num_bootstraps)
+    if members.reference is None or area["low"] is None or area["low"] <= 0.5 <= area["high"]:
+        return
+    yield (
+        f"Users that were trained on have {'more' if area['value'] > 0.5 else 'less'} text here than the others (AUC of their number of "
+        f"tokens {area['value']:.3f}, {area['low']:.3f} to {area['high']:.3f}). The more text, the further EZ and WBC lie from the middle, "
+        "so they tell such users apart, or hide them, whatever the model learnt. Give both sides alike, or go by the reference score."
+    )
+
+
+def _area_by(
+    losses: list[np.ndarray], members: Side, others: Side, rng: np.random.Generator, num_draws: int
+) -> dict[str, Any]:
+    """The AUC of other losses per token than the model's, with its interval."""
+    one, other = (
+        replace(side, reference=None, model=replace(side.model, loss_nats=own))
+        for side, own in zip((members, others), losses, strict=True)
+    )
+    return dict(measure_level(one, other, rng, num_draws)["scores"]["loss"]["auc"])
 
 
 def unlike_the_leading(level: dict[str, Any], leading: str, what: str) -> Iterable[str]:
