@@ -160,7 +160,10 @@ def _leakage(run: RunMeasures) -> Row:
 
 
 def exposure_by_repetition(run: RunMeasures) -> list[Row]:
-    """Mean exposure of the planted canaries by how often each was planted, rarest first."""
+    """Mean exposure of the planted canaries by how often each was planted, rarest first; how many are
+    exposed is None where not even canaries known by heart would be."""
+    from tightlip.audit.canaries.exposure import can_be_shown  # with torch
+
     groups = defaultdict(list)
     above = math.inf if run.exposed_above_bits is None else run.exposed_above_bits
     for one in run.planted:
@@ -170,7 +173,9 @@ def exposure_by_repetition(run: RunMeasures) -> list[Row]:
             "repetitions": times,
             "num_canaries": len(group),
             "mean_bits": statistics.fmean(one["exposure_bits"] for one in group),
-            "num_exposed": sum(one["low"] > above for one in group),
+            "num_exposed": sum(one["low"] > above for one in group)
+            if any(can_be_shown(one, above) for one in group)
+            else None,
         }
         for times, group in sorted(groups.items())
     ]

@@ -21,13 +21,13 @@ def interval(value: float, reach: float = 1.0) -> dict[str, float]:
     return {"value": value, "low": value - reach, "high": value + reach}
 
 
-def exposures(bits: list[float], *, num_tab: int = 0) -> list[dict[str, Any]]:
+def exposures(bits: list[float], *, num_tab: int = 0, space: int = 10**6) -> list[dict[str, Any]]:
     """Two canaries planted once and two planted ten times, and a real one."""
     planted = [
         {
             "text": text, "user": user, "repetitions": times, "kind": "planted", "exact": True,
             "exposure_bits": one, "low": one, "high": one, "tab": place < num_tab,
-            "prompt": text.split()[0],
+            "prompt": text.split()[0], "space": space,
         }
         for place, (text, user, times, one) in enumerate(
             zip(SECRETS, OWNERS, [1, 10, 1, 10], bits, strict=True)

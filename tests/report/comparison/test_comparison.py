@@ -88,6 +88,15 @@ def test_an_exposure_is_called_so_by_the_low_end_of_its_interval():
     assert row["exposure"][1]["num_exposed"] == 1
 
 
+def test_of_spaces_too_small_for_exposure_nothing_is_counted_as_unexposed():
+    rows = rows_of(measured(exposures=exposures([6.5] * 4, space=90)), with_perplexity("b", 151))
+    assert [one["num_exposed"] for one in rows[0]["exposure"]] == [2, 2]
+    rows = rows_of(measured(exposures=exposures([6.2] * 4, space=75)), with_perplexity("b", 151))
+    assert [one["num_exposed"] for one in rows[0]["exposure"]] == [None, None]
+    assert cells([rows[0]], "Exposed (> 6.3 bits)") == ["cannot show"]
+    assert "0 of" not in printed([rows[0]]).split("Exposed")[1].splitlines()[0]
+
+
 def test_tab_counts_planted_and_real_canaries_apart_and_says_how_many_can_succeed():
     (row, _) = rows_of(measured(), with_perplexity("triplet", 151))
     assert row["tab"] == {

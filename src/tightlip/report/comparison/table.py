@@ -13,6 +13,7 @@ RunFigures = dict[str, Any]  # a run of comparison.json
 MOST_REPETITIONS = 5  # of a long schedule, in the table; the page's plots and the CSV have all
 NARROWEST = 12  # of a run's column in the terminal
 LEVELS = ("documents", "users")
+CANNOT_SHOW = "cannot show"  # exposed or not: the space is too small
 # A record of an earlier version may lack the first of them.
 LEADING = ("ez", "reference", "min_k", "loss")
 FOUND = "tpr_at_1_percent_fpr"
@@ -111,8 +112,10 @@ def _exposures(rows: Sequence[RunFigures]) -> Iterator[Row]:
 def _exposed(row: RunFigures) -> Cell:
     if not row["exposure"]:
         return Cell(UNKNOWN)
-    exposed = sum(group["num_exposed"] for group in row["exposure"])
-    every = sum(group["num_canaries"] for group in row["exposure"])
+    able = [group for group in row["exposure"] if group["num_exposed"] is not None]
+    if not able:
+        return Cell(CANNOT_SHOW)
+    exposed, every = (sum(one[name] for one in able) for name in ("num_exposed", "num_canaries"))
     return Cell(f"{count(exposed)} of {count(every)}")
 
 
@@ -221,6 +224,8 @@ def _repeated(group: RunFigures | None) -> Cell:
 
 
 def exposed_words(group: RunFigures) -> str:
+    if group["num_exposed"] is None:
+        return CANNOT_SHOW
     return f"{count(group['num_exposed'])} of {count(group['num_canaries'])} exposed"
 
 
