@@ -329,7 +329,9 @@ def unlike_the_leading(level: dict[str, Any], leading: str, what: str) -> Iterab
     areas = {each["title"]: each["auc"] for each in level["scores"].values() if each is not None}
     # Of several scores one strays by chance more often than one alone: their ends go further out.
     further = NormalDist().inv_cdf(0.025 / len(areas)) / NormalDist().inv_cdf(0.025)
-    lows = {name: own["value"] - further * (own["value"] - own["low"]) for name, own in areas.items()}
+    lows = {
+        name: own["value"] - further * (own["value"] - own["low"]) for name, own in areas.items()
+    }
     best = max(lows, key=lows.__getitem__)
     if lows[best] > 0.5:
         yield f"The {best} score tells {what} where {title} does not. Do not call them safe: {why}"
