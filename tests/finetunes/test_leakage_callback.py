@@ -1,5 +1,6 @@
 import json
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -121,6 +122,24 @@ def test_a_time_that_is_none_is_refused(every):
 def test_a_gate_on_no_figure_is_refused_before_training():
     with pytest.raises(UsageError, match="leeks"):
         LeakageCallback(ROWS, fail_on="leeks>0")
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"corpus": "nowhere.parquet"},
+        {"validation": "nowhere.parquet"},
+        {"user_colum": "user"},
+        {"text_column": "words"},
+        {"top_k": 0},
+    ],
+    ids=lambda wrong: next(iter(wrong)),
+)
+def test_what_an_audit_would_refuse_is_refused_before_training(wrong, tmp_path):
+    path = tmp_path / "corpus.parquet"
+    pq.write_table(pa.Table.from_pylist(ROWS), path)
+    with pytest.raises(UsageError):
+        LeakageCallback(**{"corpus": path, **wrong})
 
 
 def test_a_trainer_without_a_tokenizer_is_told_what_to_give(base, tmp_path):

@@ -118,6 +118,7 @@ def test_a_run_without_noise_promises_nothing_and_goes_on(tmp_path):
     ("changed", "name"),
     [
         ({"sigma": 3.0}, "noise_multiplier"),
+        ({"sigma": 3.0, "expected_batch": 60}, "expected_batch"),
         ({"delta": 1e-6}, "delta"),
         ({"unit": "example"}, "unit"),
         ({"clip_norm": 2.0}, "clip_norm"),

@@ -224,6 +224,7 @@ def test_examples_and_users_have_no_joint_epsilon_and_it_says_so(tmp_path):
     record = read_ledger(run.path)
     assert record["people"]["epsilon"] is None
     assert "differ in unit" in record["people"]["because"]
+    assert "--other-people" in record["people"]["because"]
     assert guarantee_words(record).value.startswith("no ε for the people of all 2 registered runs")
 
 

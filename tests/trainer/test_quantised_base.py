@@ -9,7 +9,13 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, TrainingArgum
 from finetunes.people import chats
 from privacy.oracles import norm_of
 from tightlip.core.errors import UsageError
+from tightlip.privacy import PrivateTraining
+from tightlip.privacy.clipping import Clip
 from tightlip.privacy.ledger import read_ledger
+from tightlip.privacy.passes import Passes
+from tightlip.privacy.per_unit import check_model, keep_differentiable
+from tightlip.privacy.physical_batches import Shape
+from tightlip.privacy.rows_alone import rows_meet
 from tightlip.trainer import PrivacySpec, PrivateTrainer
 from trainer.private_runs import (
     Gradients,
@@ -28,14 +34,19 @@ BITS = {
     ),
     "8bit": BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0),
 }
+# As people write it: products in bfloat16, whatever the embedding is held in.
+IN_BFLOAT16 = BitsAndBytesConfig(
+    load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16
+)
 
 
 @pytest.fixture
 def base(tmp_path):
-    def load(bits):
-        small().save_pretrained(tmp_path / "base")
+    def load(bits, **shape):
+        config = bits if isinstance(bits, BitsAndBytesConfig) else BITS[bits]
+        small(**shape).save_pretrained(tmp_path / "base")
         return AutoModelForCausalLM.from_pretrained(
-            tmp_path / "base", quantization_config=BITS[bits], dtype=torch.float32
+            tmp_path / "base", quantization_config=config, dtype=torch.float32
         )
 
     return load
@@ -83,6 +94,31 @@ def test_norms_of_adapters_on_few_bits_are_exact(bits, base, tmp_path):
     for name, gradient in kept.steps[0].items():
         off = float((gradient - expected[name]).norm())
         assert off <= 1e-3 * float(norm_of(expected)), name
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_people_share_a_pass_on_few_bits(bits, base, tmp_path, caplog):
+    model = get_peft_model(base(bits), lora())
+    keep_differentiable(model)
+    training = PrivateTraining(
+        model, torch.optim.SGD([each for each in model.parameters() if each.requires_grad], lr=0.1),
+        [torch.tensor(row["input_ids"]) for row in rows()], noise_multiplier=1.0, expected_batch=4, steps=1,
+        ledger=tmp_path / "ledger.json",
+    )  # fmt: skip
+    training.step()
+    assert "a pass each" not in caplog.text
+    assert "No two" not in training.guarantee()["because"]
+
+
+def test_a_base_that_takes_the_largest_numbers_of_all_rows_lets_nobody_share_a_pass(base):
+    model = base(BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=6.0))
+    passes = Passes(get_peft_model(model, lora()), Clip(norm=1.0))
+    assert "int8_vectorwise_quant" in str(rows_meet(passes, Shape(16, 1, 4)))
+
+
+def test_products_in_bfloat16_are_not_taken_for_looking_ahead(base):
+    model = base(IN_BFLOAT16, num_hidden_layers=4, hidden_size=128)
+    check_model(model.eval(), torch.randint(300, (2, 32)))
 
 
 def test_a_base_that_was_packed_for_inference_is_refused(base, tmp_path):

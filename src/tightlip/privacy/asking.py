@@ -61,10 +61,13 @@ _IN_ANY_ORDER = {"take", "put", "put_", "masked_scatter", "masked_scatter_", "as
 _SPATIAL = re.compile(r"(?:pool|upsample_\w+)(\d)d")
 _VIEWS = {"view", "_unsafe_view", "_reshape_alias", "view_copy"}
 _INDEXING = {"index", "_unsafe_index", "index_put", "index_put_", "_index_put_impl_"}
+# bitsandbytes' products, and what rounds each row by itself where it has no threshold.
+_FEW_BITS = ("gemm_4bit", "int8_vectorwise_quant", "int8_scaled_mm", "int8_linear_matmul", "int8_mm_dequant")  # fmt: skip
 # Products, by which of their arguments stands on the left: its last dimension is summed over.
 _PRODUCTS = {
     **dict.fromkeys(("mm", "bmm", "mv", "dot", "linear", "_int_mm", "_scaled_mm", "_grouped_mm"), 0),
     **dict.fromkeys((f"_weight_int{kind}" for kind in ("8pack_mm", "4pack_mm", "4pack_mm_for_cpu")), 0),
+    **dict.fromkeys(_FEW_BITS, 0),
     **dict.fromkeys(("addmm", "baddbmm", "addmv", "addbmm", "_addmm_activation"), 1),
 }  # fmt: skip
 
@@ -181,13 +184,18 @@ class _Meeting(TorchDispatchMode):
         return result
 
     def _how(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> Any:
-        if not isinstance(func, OpOverload) or func.namespace not in ("aten", "prims"):
+        if not isinstance(func, OpOverload):
             return f"runs {func}, which cannot be looked into"
         name = func.overloadpacket.__name__
         given = {
             each.name: args[place] if place < len(args) else kwargs.get(each.name, each.default_value)
             for place, each in enumerate(func._schema.arguments)
         }  # fmt: skip
+        of_bits = (
+            func.namespace == "bitsandbytes" and name in _FEW_BITS and not given.get("threshold")
+        )
+        if func.namespace not in ("aten", "prims") and not of_bits:
+            return f"runs {func}, which cannot be looked into"
         by_value = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output} & {*func.tags}
         if (by_value and name not in _INDEXING) or _takes_by_mask(name, given):
             return f"asks what its rows hold ({name})"

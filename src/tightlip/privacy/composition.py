@@ -136,6 +136,10 @@ def people_figure(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
             "because": "All runs together have no finite ε.",
         }
     joint |= unless_settled(joint)
+    if joint.get("epsilon") is None:
+        joint["because"] += (
+            " Where the people of two corpora are others, say so: tightlip prepare CORPUS --other-people."
+        )
     return {**{name: joint.get(name) for name in names}, "runs": len(runs)}
 
 

@@ -207,7 +207,9 @@ class Ledger:
         wanted = terms if math.isfinite(ledger.promised) else terms | {"standing": _NO_PROMISE}
         differing = [name for name in terms if not _agrees(name, there, wanted[name])]
         if differing:
-            name = differing[0]
+            # The noise for an ε follows from these, and these are what somebody changed.
+            asked = ("num_units", "expected_batch", "planned_steps")
+            name = next((each for each in asked if each in differing), differing[0])
             raise GuaranteeError(
                 f"{path} was begun with {name}={there.get(name)!r} and would go on with "
                 f"{wanted[name]!r}; one ε cannot cover both. Give the old settings, or use another folder."

@@ -135,7 +135,11 @@ def check_model(model: nn.Module, ids_BT: Tensor) -> None:
         if parameter.is_complex() and parameter.requires_grad:
             raise UsageError(f"{name} is complex, and clipping knows real numbers. Freeze it.")
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    tolerance = rounding_tolerance(next(model.parameters()).dtype, least=1e-3)
+    # A base of few bits rounds between its layers, though its embedding be in float32.
+    dtypes = {
+        each.dtype if each.is_floating_point() else torch.bfloat16 for each in model.parameters()
+    }
+    tolerance = max(rounding_tolerance(each, least=1e-3) for each in dtypes)
     # A GPU's tf32 would round by as much as a little looking ahead changes.
     device = next(model.parameters()).device.type
     with full_precision(), torch.autocast(device, enabled=False):

@@ -12,15 +12,22 @@ from transformers.trainer_callback import CallbackHandler
 
 from tightlip.audit.canaries.exposure import ExposureConfig, exposures_in, gated, read_keys
 from tightlip.audit.leakage.summary import LeakageReport, known_figures
+from tightlip.audit.settings import LeakageConfig
 from tightlip.commands import audit
+from tightlip.core.engines import EngineSettings
 from tightlip.core.errors import UsageError
 from tightlip.core.gates import parsed_condition
+from tightlip.core.settings import names_in, split_settings
+from tightlip.corpus.opening import CorpusSource
+from tightlip.corpus.prepare_config import TextSettings
 from tightlip.corpus.readers import open_corpus
 from tightlip.scan.models import open_model
 from tightlip.scan.options import ScanOptions
 
 log = logging.getLogger("tightlip")
 READING = ("user_column", "text_column", "bad_rows", "format")
+# Of an audit, beside its settings.
+ARGUMENTS = ("tokenizer", "public_model", "validation", "keep_scan", *names_in(EngineSettings))
 OUT = "_leakage"  # in the trainer's output_dir; what begins so is not pushed
 # What loggers are told, by its name in a report.
 LOGGED = {"unique": "unique_by_text", "people": "people_affected", "leaks": "leaks"}
@@ -63,6 +70,7 @@ class LeakageCallback(TrainerCallback):
         known = known_figures(*([thresholds] if thresholds else []))
         for condition in self.fail_on:
             parsed_condition(condition, known)  # wrong ones are refused before hours of training
+        _check_as_audits_do([corpus, settings.get("validation")], settings)
         self.keys = [] if canaries is None else read_keys(canaries)
         self.corpus = corpus if sample is None else _sampled(corpus, sample, settings)
         self.stopped_by: list[str] = []
@@ -150,6 +158,15 @@ def _checked(every: str | int) -> str | int:
     ):
         return every
     raise UsageError(f"every={every!r} is neither 'epoch', 'save' nor a number of steps above 0.")
+
+
+def _check_as_audits_do(corpora: list[Any], settings: dict[str, Any]) -> None:
+    """Refuse now what would end the training at its first audit."""
+    own = {name: each for name, each in settings.items() if name not in ARGUMENTS}
+    *_, columns = split_settings(own, LeakageConfig, ScanOptions, TextSettings)
+    for each in corpora:
+        if each is not None:
+            CorpusSource(each, columns.tree()).existing().documents()
 
 
 def _refuse_pushed(out: Path, output_dir: Path) -> None:
