@@ -363,6 +363,14 @@ def test_a_card_says_proved_only_beside_the_arithmetic(words, tmp_path):
         assert card.lower().count("proved") == card.lower().count(said) > 0
 
 
+def test_a_card_without_a_joint_epsilon_says_so_before_it_says_what_is_proved(words, tmp_path):
+    last_month(words, tmp_path, **PRIVATE, unit="user")
+    run = this_month(words, tmp_path, unit="example")
+    first = model_card(run.guarantee).split("tightlip\n\n")[1]
+    assert first.startswith("No ε for the people of all 2 registered runs")
+    assert "a figure as published" not in first
+
+
 def test_runs_of_ones_own_loop_are_counted_under_a_name_of_ones_own(tmp_path):
     torch.manual_seed(0)
     documents = [torch.randint(0, 16, (6,)) for _ in range(40)]

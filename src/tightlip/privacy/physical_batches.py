@@ -121,8 +121,10 @@ class PhysicalBatches:
                 break  # no rounding does: another size would only be less likely to show it
         alone = Shape(width, size, 1)
         if reason is not None:
+            is_told = any(each.width == width for each in self.apart)
             self.apart.add(alone)
-            log.warning(
+            log.log(
+                logging.DEBUG if is_told else logging.WARNING,
                 "Units take a pass each where rows have %d positions, which is sound but slow: where they share one, %s.",
                 *(width, reason),
             )

@@ -36,6 +36,7 @@ from tightlip.models.folders import is_adapter
 from tightlip.training.checkpoints import save_checkpoint
 from tightlip.training.config import BUILT_IN_MODELS, RunOptions, TrainConfig, mitigation_config
 from tightlip.training.loop import Training, train_model
+from tightlip.training.lora import check_mergeable
 from tightlip.training.losses import validation_scores
 from tightlip.training.mitigations import CorpusFacts
 from tightlip.training.plan import own_randomness
@@ -74,6 +75,8 @@ def train(
     """
     config = config_of(mitigation, settings)
     out, options = Path(out), options or RunOptions()
+    if options.merge and config.trials is None:
+        check_mergeable(config)  # before a corpus is prepared
     with (
         joined_processes(options.device) as processes,
         one_voice(processes),

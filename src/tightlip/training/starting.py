@@ -250,8 +250,11 @@ def _headline(guarantee: dict[str, Any]) -> list[str]:
     if guarantee.get("epsilon") is not None:
         first = shown_first(guarantee) or guarantee
         proved = first["standing"] == "proved"
-        claim = "Differentially private" if proved else "No guarantee, a figure as published"
-        lines.insert(0, f"{claim}: {guarantee_words(guarantee).value}.\n")
+        claim = "Differentially private: " if proved else "No guarantee, a figure as published: "
+        value = guarantee_words(guarantee).value
+        if first.get("epsilon") is None:  # of all runs together; this one's own stands in the words
+            claim, value = "", value[0].upper() + value[1:]
+        lines.insert(0, f"{claim}{value}.\n")
     if guarantee.get("insecure_seed"):
         lines.insert(0, "**Trained with a known seed: the noise hides nothing. For tests only.**\n")
     return lines

@@ -197,7 +197,9 @@ def count_in_corpus(
     with task(description, corpus.num_tokens) as bar:
 
         def watched() -> Any:
-            for part, counts in counting.over_shards(engine, count, corpus, memory_bytes, room=room):
+            for part, counts in counting.over_shards(
+                engine, count, corpus, memory_bytes, room=room
+            ):
                 bar.advance(part.num_tokens)
                 yield part, counts
 
