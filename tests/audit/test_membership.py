@@ -221,7 +221,7 @@ def share_covered(make, *, num_cases=100, num_draws=100, as_documents=False):
 
 
 def test_chance_lies_in_about_95_of_100_intervals():
-    # Of 100 cases, give or take two. Of 500, each with 600 draws, it was 96.8%, and 96.0% with whole
+    # Of 100 cases, give or take two. Of 500, each with 600 draws, it was 96.8%, and 96.6% with whole
     # users held out.
     assert share_covered(made_sides) >= 0.9
 
