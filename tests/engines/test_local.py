@@ -182,6 +182,6 @@ def test_a_tokenizer_with_parts_in_python_stays_here(begun):
 
 @pytest.mark.parametrize("given", [{"mixed": True}, {"address": "somewhere:1"}])
 def test_what_only_a_cluster_has_is_refused_without_one(given):
-    with pytest.raises(UsageError, match="Give engine=.ray. too"):
+    with pytest.raises(UsageError, match=r"Give engine=.ray. too"):
         EngineSettings(**given)
     EngineSettings(**given, engine="ray")

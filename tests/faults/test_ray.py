@@ -29,7 +29,7 @@ from killable import Commands
 from tightlip.audit.leakage.counting import Sequences, count_in_shard, least_memory, over_shards
 from tightlip.core.devices import on_workers
 from tightlip.core.engines import EngineSettings
-from tightlip.core.errors import FullDiskError, UsageError
+from tightlip.core.errors import FullDiskError, LostWorkersError, UsageError
 from tightlip.core.files import written_whole
 from tightlip.corpus.tokens import TokenizedCorpus, mapped
 from tightlip.engines import ray as ray_engine
@@ -487,6 +487,30 @@ def test_all_that_the_workers_of_a_lost_machine_had_in_hand_is_done_again():
     engine._settle("task 4", {}, again, Counter())
     assert sorted(again) == [4, 5]
     assert [*engine._busy] == ["task 6"]
+
+
+@pytest.mark.parametrize("is_late", [True, False])
+@pytest.mark.parametrize("words", ["has tightlip 0.1", "The machines of the cluster differ"])
+def test_a_worker_that_comes_late_and_is_refused_leaves_what_others_did(words, is_late):
+    """In the place of one that died, say. Of another refusal no scan is left."""
+
+    def told(task):
+        if words.startswith("The"):
+            return "CPU b", "b"
+        raise ray.exceptions.RayTaskError("kind", "", UsageError(words))
+
+    engine = object.__new__(ray_engine.RayEngine)
+    engine._ray, engine._mixed = SimpleNamespace(get=told, exceptions=ray.exceptions), False
+    engine._nodes = {"first": "a"} if is_late else {}
+    engine._kinds, engine._idle = dict.fromkeys(engine._nodes, "CPU a"), []
+    engine._starting = {"task": "second"}
+    if words.startswith("The") and not is_late:
+        engine._take_in("task")
+        assert engine._idle == ["second"]
+        return
+    with pytest.raises(UsageError, match=words) as refused:
+        engine._take_in("task")
+    assert isinstance(refused.value, LostWorkersError) == is_late
 
 
 def _node(_):

@@ -211,10 +211,12 @@ class RayEngine:
                 raise _died(error, "its start") from None
             self.start()
             return
+        except UsageError as error:  # of one that comes late, when others may have worked for hours
+            raise (LostWorkersError if self._nodes else UsageError)(error.args[0]) from error
         self._kinds[worker], self._num_stillborn = kind, 0
         self._idle.append(worker)
         if len(kinds := sorted({*self._kinds.values()})) > 1 and not self._mixed:
-            raise UsageError(
+            raise LostWorkersError(
                 f"The machines of the cluster differ: {'; '.join(kinds)}. What they scan may differ in its last digits. Use "
                 "machines of one kind, or give --mixed, and the report says so."
             )

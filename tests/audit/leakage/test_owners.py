@@ -1,6 +1,8 @@
 """Audits of texts with several owners against looking at every document by hand."""
 
+import os
 import random
+import resource
 from collections import Counter
 from dataclasses import replace
 
@@ -11,8 +13,9 @@ import oracle
 import tightlip
 from audit.leakage.test_counting import corpus_of, sequences_of
 from standins import BigramTable
-from tightlip.audit.leakage.counting import least_memory
+from tightlip.audit.leakage.counting import Sequences, least_memory
 from tightlip.audit.leakage.leaks import count_in_corpus
+from tightlip.audit.leakage.spill import Room
 from tightlip.corpus.readers import open_corpus
 from tightlip.corpus.vocabulary import build_tokenizer
 from tightlip.engines.local import LocalEngine
@@ -61,6 +64,33 @@ def test_counts_agree_with_every_document_by_hand_however_it_is_cut(seed, memory
     counts = count_in_corpus(corpus, sequences_of(needles), LocalEngine(1), room)
     by_hand = [whose(needle, documents) for needle in needles]
     assert counts.totals.tolist() == [total for total, _, _ in by_hand]
+    assert counts.users.tolist() == [len(everybody) for _, everybody, _ in by_hand]
+    assert list(map(tuple, counts.owned.T.tolist())) == [
+        (number, user) for number, (_, _, of_all) in enumerate(by_hand) for user in sorted(of_all)
+    ]
+
+
+@pytest.mark.parametrize("with_owners", [False, True])
+def test_of_people_larger_than_a_shard_one_at_a_time_is_known(with_owners, tmp_path):
+    """Where sequences are in files each would take one, and a process may open so many."""
+    documents = [([user], [user % 5, 1, 2]) for user in range(100) for _ in range(2)]
+    documents += [([0, 1], [3, 1, 4])]
+    corpus = owned_corpus(documents)
+    if not with_owners:
+        corpus = replace(corpus, owners=None, owner_bounds=None)
+        documents = [(owners[:1], ids) for owners, ids in documents]
+    needles = [[1, 2], [0, 1], [4], [3, 1, 4], [4, 4]]
+    in_memory = sequences_of(needles)
+    room = Room(folder=tmp_path, at_once=2)
+    sequences = Sequences(tokens=in_memory.tokens, offsets=in_memory.offsets, room=room)
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = len(os.listdir("/proc/self/fd")) + 40
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, before[1]))
+    try:
+        counts = count_in_corpus(corpus, sequences, LocalEngine(1), least_memory(corpus))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    by_hand = [whose(needle, documents) for needle in needles]
     assert counts.users.tolist() == [len(everybody) for _, everybody, _ in by_hand]
     assert list(map(tuple, counts.owned.T.tolist())) == [
         (number, user) for number, (_, _, of_all) in enumerate(by_hand) for user in sorted(of_all)

@@ -9,7 +9,6 @@ the results add up; the corpus is therefore counted in pieces that fit a memory
 bound, here or on a cluster, and the result is the same.
 """
 
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -177,17 +176,18 @@ def added_up(
     """The counts of the whole corpus. Pieces of one large user count that user once."""
     totals, users = (room.full(num_sequences, 0, np.int64) for _ in range(2))
     first = room.full(num_sequences, NOWHERE, np.int64)
-    large_users: dict[int, np.ndarray] = defaultdict(partial(room.full, num_sequences, 0, bool))
+    seen, seen_of = room.full(num_sequences, 0, bool), None
     for shard, counts in results:
         here = slice(None) if counts.numbers is None else counts.numbers
         totals[here] += counts.totals
         first[here] = np.minimum(first[here], counts.first)
         if shard is None or shard.sole_user is None:
             users[here] += counts.users
-        else:
-            large_users[shard.sole_user][here] |= counts.users > 0
-    for seen in large_users.values():
-        users += seen
+            continue
+        if shard.sole_user != seen_of:  # the pieces of one follow each other
+            seen[:], seen_of = False, shard.sole_user
+        users[here] += (counts.users > 0) & ~seen[here]
+        seen[here] |= counts.users > 0
     return Counts(totals=totals, users=users, first=first)
 
 

@@ -1,9 +1,9 @@
 """From a scan to what leaked: S, its distinct sequences, their six features, who owns them."""
 
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -222,22 +222,22 @@ def _by_owner(
     once for every owner, so that what is known of an owner adds up."""
     zeros = partial(sequences.room.full, len(sequences), 0, np.int64)
     users, owned = zeros(), [np.zeros((2, 0), np.int64)]
-    large: dict[int, np.ndarray] = defaultdict(zeros)
     count = partial(counting.owners_in_shard, sequences=sequences, totals=counts.totals)
     with task("Counting owners", len(corpus.owned()[0])) as bar:
         shards = partial(counting.over_shards, engine, count, corpus, memory_bytes)
         parts = shards(room=sequences.room, by_owner=True)
-        for part, ((numbers, found, here), all_of) in parts:
-            if part.sole_user is None:
-                users[numbers] += here
-                owned.append(all_of)
-            else:
-                large[part.sole_user][numbers] += found
-            bar.advance(len(part.users))
-    for user, found in large.items():
-        users += found > 0
-        whole = np.flatnonzero((found == counts.totals) & (found > 0))
-        owned.append(np.stack([whole, np.full(len(whole), user)]))
+        # The pieces of a large owner follow each other: of one at a time all is known.
+        for user, pieces in groupby(parts, lambda piece: piece[0].sole_user):
+            of_user = users if user is None else zeros()
+            for part, ((numbers, found, here), all_of) in pieces:
+                of_user[numbers] += here if user is None else found
+                if user is None:
+                    owned.append(all_of)
+                bar.advance(len(part.users))
+            if user is not None:
+                users += of_user > 0
+                whole = np.flatnonzero((of_user == counts.totals) & (of_user > 0))
+                owned.append(np.stack([whole, np.full(len(whole), user)]))
     every = np.concatenate(owned, axis=1)
     return replace(counts, users=users, owned=every[:, np.lexsort(every[::-1])])
 
