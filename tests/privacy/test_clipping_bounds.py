@@ -185,8 +185,8 @@ def test_tokens_that_cancel_do_not_make_a_norm_look_smaller(kind, excess):
 
 
 def test_a_norm_that_cannot_be_is_refused():
-    for norm in (0.0, -1.0, float("nan")):
-        with pytest.raises(UsageError, match="Use a number above 0"):
+    for norm in (0.0, -1.0, float("nan"), 5e-45):  # of the last a unit moved 1.7 times as much
+        with pytest.raises(UsageError, match="Use a number from 1e-30 up"):
             Clip(norm=norm)
 
 

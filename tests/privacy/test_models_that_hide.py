@@ -387,8 +387,24 @@ class Remembers(Random):
         return result
 
 
-@pytest.mark.parametrize("way", ["eager", "slow"])
-@pytest.mark.parametrize("kind", [Random, Remembers])
+class KeepsOfAShape(Plain):
+    """Made once for each number of rows, as a mask is, and of what the first of them held."""
+
+    kept = torch.zeros(0)
+
+    def changed(self, hidden, ids):
+        if len(self.kept) != len(hidden):
+            self.kept = torch.tanh(hidden.detach().abs().amax((1, 2), keepdim=True))
+        return hidden * self.kept
+
+
+@pytest.mark.parametrize(
+    ("kind", "way"),
+    [
+        *((kind, way) for kind in (Random, Remembers) for way in ("eager", "slow")),
+        (KeepsOfAShape, "eager"),
+    ],
+)
 def test_what_follows_from_more_than_the_rows_is_refused(kind, way, tmp_path):
     torch.manual_seed(0)
     with pytest.raises(GuaranteeError, match="Two passes over the same row"):

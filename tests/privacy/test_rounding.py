@@ -137,6 +137,22 @@ def test_what_rounding_adds_is_at_most_what_is_taken_off_for_it(seed, shape, ali
     assert added <= float(factor) * float(measured.rounded_U) * (1 + 1e-5)
 
 
+@pytest.mark.parametrize("swapped", [False, True])
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("num_tokens", [8, 400])  # a Gram matrix, and written out
+@pytest.mark.parametrize("exact", [False, True])
+def test_a_side_whose_squares_are_too_small_for_float32_hides_nothing(
+    exact, num_tokens, kind, swapped
+):
+    tiny = torch.full((1, num_tokens, 512), 2e-23, dtype=kind)
+    huge = torch.full((1, num_tokens, 512), 7e17, dtype=kind)
+    sides = (huge, tiny) if swapped else (tiny, huge)
+    clip = 1e-3
+    found = found_for({"w": [Outer(*sides)]}, {"w": (512, 512)}, clip=clip, exact=exact)
+    moved = found.gradients["w"].double().norm() * Clip(norm=clip, exact=exact).step
+    assert moved <= clip
+
+
 def test_ordinary_units_lose_less_than_one_per_cent_to_rounding():
     torch.manual_seed(0)
     for shape in ((150, 200), (200, 150)):

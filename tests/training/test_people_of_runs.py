@@ -139,6 +139,41 @@ def test_a_vocabulary_of_nearly_the_same_text_is_refused_and_a_noisy_one_is_char
     assert charged.guarantee["standing"] == "proved"
 
 
+@pytest.mark.parametrize("how", ["told of elsewhere", "its corpus is gone", "it was a copy"])
+@pytest.mark.parametrize("noise", [{}, {"vocabulary_noise": 0.5}])
+def test_words_are_traced_from_another_folder_and_when_their_corpus_is_gone(
+    how, noise, tmp_path, monkeypatch
+):
+    """The path of a tokenizer is kept as it was given, and may lead nowhere when training begins."""
+    monkeypatch.chdir(tmp_path)
+    learnt = tightlip.prepare(ROWS, "learnt", split="none", **noise)
+    given = "learnt/tokenizer"
+    if how == "it was a copy":
+        last = tightlip.train(learnt, "last", **MODEL, **STEPS)
+        given = str(shutil.copytree(last.model_folder, "copy"))
+    tightlip.prepare(ONE_MORE, "this", tokenizer=given, split="none")
+    (tmp_path / "elsewhere").mkdir()
+    if how == "its corpus is gone":
+        shutil.rmtree("learnt")
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    if noise and how == "told of elsewhere":
+        run = tightlip.train("../this", "run", **MODEL, **PRIVATE)
+        assert [each["name"] for each in run.guarantee["releases"]] == ["vocabulary"]
+        return
+    with pytest.raises(GuaranteeError, match=OPENLY):
+        tightlip.train("../this", "run", **MODEL, **PRIVATE)
+
+
+def test_words_that_other_text_brought_without_noise_are_said_to_be_so(tmp_path):
+    """Noisy ones of the same text are charged."""
+    made = tightlip.prepare(other_peoples_documents(), tmp_path / "p")
+    words = {"tokenizer": str(made.tokenizer_folder), "split": "none"}
+    outside = " ".join(last_month(words, tmp_path).guarantee["outside"])
+    assert "words were learnt without noise from other text that may be of the same" in outside
+    declared = last_month(words | {"other_people": True}, tmp_path / "declared")
+    assert "learnt without noise" not in " ".join(declared.guarantee["outside"])
+
+
 def test_noisy_words_of_other_text_are_charged_until_its_people_are_declared_others(tmp_path):
     """As runs on other text are: the users may be the same. Found with none of it in any figure."""
     noisy = tightlip.prepare(ROWS, tmp_path / "noisy", vocabulary_noise=0.5, split="none")

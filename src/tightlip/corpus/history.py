@@ -248,12 +248,29 @@ def vocabulary_behind(prepared: Path) -> tuple[set[str], list[Path]]:
     at: Path | None = prepared
     while at is not None and at not in through and (at / "prepared.json").is_file():
         through.append(at)
-        given = read_json(at / "prepared.json")["settings"].get("tokenizer")
+        record = read_json(at / "prepared.json")
+        given = record["settings"].get("tokenizer")
         if given is None:
             return origin.words | marks_of(at), through[1:]
         origin.add_record(Path(given))
-        at = preparation_behind(Path(given))
+        # A path as it was given leads nowhere from another folder, or once what it led to is gone.
+        origin.words.update(record.get("words", ()))
+        known = [*map(Path, record.get("words_from", ()))]
+        there = (each for each in known if (each / "prepared.json").is_file())
+        at = next(there, None) if known else preparation_behind(Path(given))
     return origin.words, through[1:]
+
+
+def words_given_by(tokenizer: Path) -> dict[str, list[str]]:
+    """What a corpus that is given a tokenizer keeps of it: random ids of those whose text it was learnt
+    from, and the corpora that it was handed on through, the one that made it last."""
+    origin, given_by = Origin(), preparation_behind(tokenizer)
+    origin.add_record(tokenizer)
+    marks, through = (set[str](), list[Path]()) if given_by is None else vocabulary_behind(given_by)
+    return {
+        "words": sorted(ids_among(origin.words | marks)),
+        "words_from": [str(each.resolve()) for each in [given_by, *through] if each is not None],
+    }
 
 
 def learnt_from(prepared: Path, start: Path | None, *, is_private: bool) -> dict[str, list[str]]:

@@ -271,15 +271,14 @@ def _vocabulary_facts(config: PrepareConfig, marks: set[str]) -> dict[str, Any]:
         release = config.release()
         releases = [] if release is None else [release.record()]
         return {"releases": releases, "learnt_vocabulary": not releases}
-    given_by = history.preparation_behind(Path(config.tokenizer))
-    # A tokenizer may come from a corpus that was given a tokenizer itself.
-    handed_on = [] if given_by is None else [given_by, *history.vocabulary_behind(given_by)[1]]
+    given = history.words_given_by(Path(config.tokenizer))
+    handed_on = map(Path, given["words_from"])
     made_in = next((each for each in handed_on if marks & history.marks_of(each)), None)
     if made_in is None:
-        return {"releases": [], "learnt_vocabulary": False}
+        return {"releases": [], "learnt_vocabulary": False, **given}
     record = files.read_json(made_in / "prepared.json")
     releases = record.get("releases", [])
-    return {"releases": releases, "learnt_vocabulary": _learnt_vocabulary(record)}
+    return {"releases": releases, "learnt_vocabulary": _learnt_vocabulary(record), **given}
 
 
 def _write_documents(

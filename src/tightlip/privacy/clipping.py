@@ -52,9 +52,9 @@ class Clip:
         return step_of(self.norm) if self.exact else 1.0
 
     def __post_init__(self) -> None:
-        if not self.norm > 0:
+        if not self.norm >= 1e-30:  # float32 has too few digits left for factors below
             raise UsageError(
-                f"clip_norm={self.norm} bounds nothing. Use a number above 0, such as 1.0."
+                f"clip_norm={self.norm} bounds nothing. Use a number from 1e-30 up, such as 1.0."
             )
 
 

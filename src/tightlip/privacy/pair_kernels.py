@@ -28,7 +28,10 @@ def _pair_parts(
     is_row = row < size
     own_first = tl.load(first + row * (size + 1), is_row, 0)
     own_second = tl.load(second + row * (size + 1), is_row, 0)
-    length = tl.sum(tl.sqrt(own_first * own_second if BOTH else own_first), 0)
+    length = tl.sum(tl.sqrt(own_first), 0)
+    if BOTH:
+        is_short = tl.maximum(own_first, own_second) < 1e18  # see rounding.TOO_LONG
+        length = tl.sum(tl.where(is_short, tl.sqrt(own_first * own_second), float("inf")), 0)
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
     by_first = tl.zeros((ROWS, COLUMNS), tl.float32)
     by_second = tl.zeros((ROWS, COLUMNS), tl.float32)
@@ -186,7 +189,8 @@ def _outer_parts(
         tl.store(own_roots + row, own_root)
         # The same numbers for the columns, which are laid out otherwise.
         across = tl.sqrt(tl.sum(tl.where(is_same, own, 0.0), 0))
-        tl.store(out + 1, tl.sum(of_left * of_right, 0))
+        is_short = tl.maximum(of_left, of_right) < 1e9
+        tl.store(out + 1, tl.sum(tl.where(is_short, of_left * of_right, float("inf")), 0))
         tl.store(left_out + 1, tl.sum(of_left, 0))
     else:
         own_root, across = tl.load(own_roots + row), tl.load(own_roots + column)

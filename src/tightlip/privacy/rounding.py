@@ -25,6 +25,9 @@ SLACK = {torch.float64: 2.0**-40}
 _SLACK = 2.0**-19
 AT_ONCE = 4096  # numbers of a dot product: the more, the more of its end may be lost
 PIECE = 32  # tokens at a time where there is no Gram matrix of all
+# Beside a token's side of this length the other may be so short that its square is 0 in float32, and
+# their product would count for nothing: such a unit counts nothing. `pair_kernels` has it too.
+TOO_LONG = 1e9
 
 
 def slack(dtype: torch.dtype) -> float:
@@ -108,7 +111,9 @@ def rounded_share(
             roots_US = own_USS.diagonal(dim1=1, dim2=2).sqrt()
             pairs_USS = roots_US[:, :, None] * roots_US[:, None, :] * other_USS.abs()
             total_U = total_U + rounding * (pairs_USS.sum((1, 2)) + allowed_U).sqrt()
-    return total_U
+    sides = (each.diagonal(dim1=1, dim2=2) for each in (left_USS, right_USS))
+    is_short_U = (torch.maximum(*sides) < TOO_LONG**2).all(1)
+    return torch.where(is_short_U, total_U, torch.inf)
 
 
 def rounded_apart(use: Use, layout: Layout, part: slice, how: "Products") -> Tensor:

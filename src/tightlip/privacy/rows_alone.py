@@ -184,11 +184,14 @@ def unsteady(passes: Passes, batches: PhysicalBatches, *, moved: bool = True) ->
         num_ids = per_unit.num_ids_of(passes.model, shape.width)
         own = synthetic_units(shape, num_ids, slice(None), batches.device)
         two = shape._replace(num_units=2)
-        other = _last(synthetic_units(two, num_ids, slice(0), batches.device), shape)
+        others = synthetic_units(two, num_ids, slice(0), batches.device)
+        other = _last(others, shape)
         for sign, seed in _moves(passes, moved=moved):
             kept = kept_parameters(passes.model)
             with per_unit.without_dropout(passes.model), perturbed(kept, 0.1 * sign, seed):
                 first = _told(passes, own)
+                # Of other rows too, or what is kept while the shape is the same stayed its own.
+                passes(others)
                 passes(other)
                 if _differ(first, _told(passes, own)):
                     return f"Two passes over the same row of {shape.width} positions differ"
@@ -267,6 +270,8 @@ def first_change(passes: Passes, shape: Shape, num_ids: int) -> str | None:
     everywhere = range(shape.num_units)
     order = passes.draws.sample(everywhere, shape.num_units)
     device = next(iter(passes.parameters.values())).device
+    # What a model keeps of the first pass of a shape is then of other rows, one unlike the next.
+    _seen(passes, synthetic_units(shape, num_ids, slice(0), device))
     copies = _seen(passes, synthetic_units(shape, num_ids, [*everywhere], device))
     if _on_any({name for name, values in copies.items() if not values.isfinite().all()}):
         return _NOT_FINITE

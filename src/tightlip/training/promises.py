@@ -30,6 +30,9 @@ from tightlip.training.starting import runs_behind
 _THEIRS = "nearly the same text, or from other text of the same people"
 _NOT_COMPARED = ": the text is not to be found from here, so it was not compared with this one"
 _MAYBE_THEIRS = ", though it learnt other text without privacy that may be of the same people"
+_WORDS_MAYBE_THEIRS = (
+    ", though its words were learnt without noise from other text that may be of the same people"
+)
 
 
 def terms_of(config: TrainConfig, corpus: CorpusFacts) -> Terms:
@@ -104,8 +107,9 @@ def words_behind(corpus: CorpusFacts, unit: str) -> Words:
     learnt, releases = _THEIRS if made_in.learnt_vocabulary else "", (*made_in.releases,)
     if marks & corpus.marks or stands_in(corpus.folder, made_in.folder):
         return Words(learnt=learnt, releases=releases)
-    maybe_theirs = not {*people_of(made_in.folder)} <= declared_others({*corpus.people})
-    return Words(releases=releases if unit == "user" and maybe_theirs else ())
+    if unit != "user" or {*people_of(made_in.folder)} <= declared_others({*corpus.people}):
+        return Words()
+    return Words(releases=releases, unknown=_WORDS_MAYBE_THEIRS if learnt else "")
 
 
 def theirs_in(corpus: CorpusFacts, marks: set[str], *there: Path) -> str | None:
