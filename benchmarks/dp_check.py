@@ -26,8 +26,9 @@ from tightlip.core.errors import UsageError
 from tightlip.core.files import read_sealed
 from tightlip.core.run_folder import DP_CHECK, ENGINE_CHECK, open_run
 from tightlip.corpus.canaries import read_check_key
+from tightlip.privacy.accounting import Mechanism
 from tightlip.privacy.noise_schedules import CPUNoise
-from tightlip.privacy.plans import calibrated_noise_multiplier
+from tightlip.privacy.plans import noise_for_target
 from tightlip.privacy.private_training import PrivateTraining
 from tightlip.scan.models import open_model
 from tightlip.scan.options import ScanOptions
@@ -37,9 +38,8 @@ CLAIMS = [(2, 0.01, 1000), (2, 0.1, 1000), (2, 0.1, 100), (8, 0.01, 1000), (8, 0
 
 
 def claimed(epsilon, rate, steps):
-    sigma = calibrated_noise_multiplier(
-        epsilon=epsilon, delta=DELTA, sampling_rate=rate, steps=steps
-    )
+    mechanism = Mechanism(noise_multiplier=1.0, sampling_rate=rate)
+    sigma = noise_for_target(mechanism, epsilon, DELTA, steps)
     return Steps(noise_multiplier=sigma, sampling_rate=rate, steps=steps)
 
 

@@ -3,6 +3,7 @@
 import dp_accounting
 
 from tightlip.privacy.accounting import Mechanism, Release
+from tightlip.privacy.plans import noise_for_target
 
 WORDS = Release(name="vocabulary", noise_multiplier=5.0, delta=1e-6, note="words of at least …")
 
@@ -17,3 +18,8 @@ def theirs(accountant, sigma, rate, steps, *others):
 
 def mechanism(sigma=1.0, rate=0.01, *releases):
     return Mechanism(noise_multiplier=sigma, sampling_rate=rate, releases=releases)
+
+
+def calibrated_noise_multiplier(*, epsilon, delta, steps, **mechanism_of):
+    mechanism = Mechanism(noise_multiplier=1.0, **mechanism_of)
+    return noise_for_target(mechanism, epsilon, delta, steps)

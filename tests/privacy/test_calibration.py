@@ -1,10 +1,10 @@
 import pytest
 
-from privacy.accounts import WORDS, mechanism
+from privacy.accounts import WORDS, calibrated_noise_multiplier, mechanism
 from tightlip.core.errors import UsageError
 from tightlip.privacy import accounting
 from tightlip.privacy.accounting import epsilon_spent
-from tightlip.privacy.plans import calibrated_noise_multiplier, largest_steps
+from tightlip.privacy.plans import largest_steps
 
 
 @pytest.mark.parametrize(

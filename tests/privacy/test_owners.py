@@ -8,7 +8,7 @@ import pytest
 import torch
 from dp_accounting.pld import privacy_loss_distribution as pld
 
-from privacy.accounts import mechanism
+from privacy.accounts import calibrated_noise_multiplier, mechanism
 from privacy.test_private_training import documents, lstm
 from tightlip.core.errors import GuaranteeError, UsageError
 from tightlip.privacy import PrivateTraining
@@ -22,7 +22,6 @@ from tightlip.privacy.accounting import (
 from tightlip.privacy.adaptive import AdaptiveSpec
 from tightlip.privacy.composition import compose_runs, ledger
 from tightlip.privacy.ledger import read_ledger
-from tightlip.privacy.plans import calibrated_noise_multiplier
 from tightlip.privacy.sampling import NOT_PROTECTED, PER_OWNER, Ownership, _turn, ownership_of
 
 

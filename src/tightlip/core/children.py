@@ -19,9 +19,8 @@ from tightlip.core.progress import log
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
-CHILD_BYTES = (
-    220_000_000  # of memory that one takes at most, by and large: its items are up to 8 MB
-)
+# Of memory that one takes at most, by and large: its items are up to 8 MB.
+CHILD_BYTES = 220_000_000
 ALONE_SECONDS = 2.0  # of work, for which beginning them does not pay
 _WAITING = 2  # items for each child, so that it need not wait for the next
 

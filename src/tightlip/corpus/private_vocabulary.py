@@ -71,12 +71,10 @@ def release_threshold(release: VocabularyRelease) -> float:
     >>> round(release_threshold(VocabularyRelease(noise_multiplier=1, words_per_user=1)), 2)
     6.2
     """
-    passing = (
-        -math.expm1(math.log1p(-release.delta) / t) for t in range(1, release.words_per_user + 1)
-    )
+    numbers, below = range(1, release.words_per_user + 1), math.log1p(-release.delta)
     return max(
-        1 / math.sqrt(t) - release.noise_multiplier * NormalDist().inv_cdf(tail)
-        for t, tail in enumerate(passing, start=1)
+        1 / math.sqrt(t) - release.noise_multiplier * NormalDist().inv_cdf(-math.expm1(below / t))
+        for t in numbers
     )
 
 

@@ -191,10 +191,8 @@ class _Meeting(TorchDispatchMode):
             each.name: args[place] if place < len(args) else kwargs.get(each.name, each.default_value)
             for place, each in enumerate(func._schema.arguments)
         }  # fmt: skip
-        of_bits = (
-            func.namespace == "bitsandbytes" and name in _FEW_BITS and not given.get("threshold")
-        )
-        if func.namespace not in ("aten", "prims") and not of_bits:
+        of_bits = "bitsandbytes" if name in _FEW_BITS and not given.get("threshold") else "aten"
+        if func.namespace not in ("aten", "prims", of_bits):
             return f"runs {func}, which cannot be looked into"
         by_value = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output} & {*func.tags}
         if (by_value and name not in _INDEXING) or _takes_by_mask(name, given):

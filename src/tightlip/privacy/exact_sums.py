@@ -108,6 +108,4 @@ class ExactSums:
         whole = values.round()
         # A token may be far longer than its unit, whose others cancel it. By way of 64 bits, 32 wrap
         # around, and the unit's sum comes out right; they would stop at their largest number.
-        return (
-            whole.to(torch.int64).to(self.kind) if self.kind == torch.int32 else whole.to(self.kind)
-        )
+        return (whole.to(torch.int64) if self.kind == torch.int32 else whole).to(self.kind)

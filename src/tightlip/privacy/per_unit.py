@@ -115,9 +115,7 @@ def _joined(parts: list[ClippedGradients], units: Tensor) -> ClippedGradients:
     for part in parts[1:]:
         gradients = {name: gradients[name] + part.gradients[name] for name in gradients}
     order_U = units.argsort()
-    norms, losses = (
-        torch.cat([getattr(part, name) for part in parts]) for name in ("norms", "losses")
-    )
+    norms, losses = (torch.cat([getattr(p, name) for p in parts]) for name in ("norms", "losses"))
     return ClippedGradients(gradients, norms[order_U], losses[order_U])
 
 

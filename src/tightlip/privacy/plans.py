@@ -215,14 +215,6 @@ def _most_steps(spec: PrivacySpec, mechanism: Mechanism, delta: float) -> int | 
     return most
 
 
-def calibrated_noise_multiplier(
-    *, epsilon: float, delta: float, steps: int, **mechanism_of: Any
-) -> float:
-    """`noise_for_target` of all that a `Mechanism` has but its noise."""
-    mechanism = Mechanism(noise_multiplier=1.0, **mechanism_of)
-    return noise_for_target(mechanism, epsilon, delta, steps)
-
-
 def noise_for_target(mechanism: Mechanism, epsilon: float, delta: float, steps: int) -> float:
     """The smallest noise whose ε, by PLD, is at most `epsilon`: rounded up, within 0.1%. That of the
     mechanism itself does not count.

@@ -158,17 +158,8 @@ def on_your_word(adaptive: AdaptiveSpec | None, people: str | None) -> Terms:
 
 
 LIBRARIES = {
-    *("torch", "transformers", "peft", "trl", "accelerate", "bitsandbytes", "tightlip"),
-    *(
-        "huggingface_hub",
-        "torchao",
-        "builtins",
-        "abc",
-        "typing",
-        "functools",
-        "collections",
-        "types",
-    ),
+    *("torch", "transformers", "peft", "trl", "accelerate", "bitsandbytes", "torchao", "tightlip"),
+    *("huggingface_hub", "builtins", "abc", "typing", "types", "functools", "collections"),
     *("contextlib", "dataclasses", "enum"),
 }
 DRAWS, TIMES = 4, 10

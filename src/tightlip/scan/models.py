@@ -398,9 +398,8 @@ def _from_disk(folder: Path, options: ScanOptions, tokenizer: Any, name: str | N
     read_files = lambda: served(folders.files_fingerprint(folder), options)  # noqa: E731
     # A checkpoint of a Trainer may have its tokenizer beside it only.
     is_checkpoint = folder.name.startswith("checkpoint-")
-    beside = (
-        folder if is_gguf or folders.has_tokenizer(folder) or not is_checkpoint else folder.parent
-    )
+    has_own = is_gguf or folders.has_tokenizer(folder) or not is_checkpoint
+    beside = folder if has_own else folder.parent
     return OpenedModel(
         name=name or shown(folder),
         tokenizer=_tokenizer(tokenizer or beside),

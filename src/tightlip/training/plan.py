@@ -43,9 +43,8 @@ class Plan:
 
     def is_recorded(self, step: int) -> bool:
         """Whether metrics are taken after `step` steps."""
-        return (
-            self.ends_epoch(step) or step == self.num_steps or self.snapshot_name(step) is not None
-        )
+        is_last = step == self.num_steps
+        return is_last or self.ends_epoch(step) or self.snapshot_name(step) is not None
 
     def snapshot_name(self, step: int) -> str | None:
         """What the snapshot after `step` steps is called; None where none is taken.

@@ -237,9 +237,8 @@ def take_back(run: RunRecord, because: str, **found: Any) -> str:
         told = taken_back(there, lost["because"]) | {"withdrawn": lost["withdrawn"]}
         card, before, after = folder / "README.md", guarantee_lines(there), guarantee_lines(told)
         # One that somebody wrote on keeps their words.
-        text = (
-            read_text(card).replace("\n".join(before), "\n".join(after)) if card.is_file() else ""
-        )
+        text = read_text(card) if card.is_file() else ""
+        text = text.replace("\n".join(before), "\n".join(after))
         write_text(card, text if after[0] in text else "\n".join([text, *after, ""]))
         write_json(folder / OWN_RECORD, told)
     return str(lost["because"])

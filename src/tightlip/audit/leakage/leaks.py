@@ -197,9 +197,8 @@ def count_in_corpus(
     with task(description, corpus.num_tokens) as bar:
 
         def watched() -> Any:
-            for part, counts in counting.over_shards(
-                engine, count, corpus, memory_bytes, room=room
-            ):
+            shards = counting.over_shards(engine, count, corpus, memory_bytes, room=room)
+            for part, counts in shards:
                 bar.advance(part.num_tokens)
                 yield part, counts
 

@@ -51,10 +51,8 @@ class Room:
             array[part] = make(part)
         return array
 
-    def kept(self, array: np.ndarray) -> np.ndarray:
-        return (
-            array if self.folder is None else self.made(len(array), array.dtype, array.__getitem__)
-        )
+    def kept(self, rows: np.ndarray) -> np.ndarray:
+        return rows if self.folder is None else self.made(len(rows), rows.dtype, rows.__getitem__)
 
     def stacked(self, columns: list[np.ndarray]) -> np.ndarray:
         """One array of all the columns."""

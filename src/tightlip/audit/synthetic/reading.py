@@ -2,6 +2,7 @@
 
 from array import array
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
@@ -46,10 +47,8 @@ def texts_of(documents: Corpus) -> Iterator[tuple[str, str]]:
 def _said(document: Any) -> str:
     if not isinstance(document, Conversation):
         return str(document.text)
-    parts = (
-        part for each in document.messages for part in (*contents_of(each), *called_with(each))
-    )
-    return "\n".join(parts)
+    parts = ((*contents_of(each), *called_with(each)) for each in document.messages)
+    return "\n".join(chain.from_iterable(parts))
 
 
 def read_words(

@@ -37,9 +37,7 @@ from tightlip.training.together import has_split_weights
 # private-training.md). From public weights we measured nothing: there only at 1, noise as long as
 # the most that units can say.
 MOST_NOISE_FOR_NEW, MOST_NOISE = 0.3, 1.0
-MOST_ERROR_NATS = (
-    0.1  # of a noisy validation loss that is not warned of: an epoch seldom gains more
-)
+MOST_ERROR_NATS = 0.1  # of a noisy validation loss without a warning: an epoch seldom gains more
 OF_A_TRIAL = "This is one of several trials, and what is promised is that of the choice among them."
 
 

@@ -81,9 +81,7 @@ class StatePasses:
         self, ids_XT: Tensor, last_X: Tensor, targets_BT: Tensor, weights_BT: Tensor, *more: Tensor
     ) -> tuple[dict[str, Tensor], Tensor]:
         # The output layer sees fewer rows than the layers below, so each is watched by itself.
-        below, above = (
-            Watch(self.parameters, len(ids), ids.shape[1]) for ids in (ids_XT, targets_BT)
-        )
+        below, above = (Watch(self.parameters, *ids.shape) for ids in (ids_XT, targets_BT))
         with torch.enable_grad(), self._precision():
             with below:
                 hidden_XTH = self.model.model(input_ids=ids_XT, use_cache=False).last_hidden_state
