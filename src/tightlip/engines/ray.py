@@ -229,7 +229,7 @@ class RayEngine:
         except errors.RayTaskError as error:
             cause = error.cause
             if isinstance(cause, errors.RaySystemError | ImportError):
-                raise UsageError(
+                raise LostWorkersError(
                     f"A worker cannot read what it was given ({str(cause).splitlines()[0]}). Every machine must have the same "
                     "tightlip, and model, corpus and report at the same paths."
                 ) from error
