@@ -254,8 +254,10 @@ def _headline(guarantee: dict[str, Any]) -> list[str]:
         if first.get("epsilon") is None:  # of all runs together; this one's own stands in the words
             claim, value = "", value[0].upper() + value[1:]
         lines.insert(0, f"{claim}{value}.\n")
-    if guarantee.get("insecure_seed"):
-        lines.insert(0, "**Trained with a known seed: the noise hides nothing. For tests only.**\n")
+    own = guarantee.get("insecure_seed")
+    if own or guarantee_words(guarantee).insecure:
+        whose = "Trained" if own else "Another run on these people was trained"
+        lines.insert(0, f"**{whose} with a known seed: the noise hides nothing. For tests only.**\n")
     return lines
 
 
