@@ -1,5 +1,6 @@
 """ε per person: runs are registered before their first step and compose, whatever becomes of them."""
 
+import math
 import os
 import shutil
 import stat
@@ -229,6 +230,8 @@ def test_a_run_that_loses_its_promise_beside_others_says_so_of_its_people_too(tm
     for record in (run.record(), run.finish(), ledger(run.path)):
         people = record["people"]
         assert (people["epsilon"], people["standing"]) == (None, "measured only")
+        assert record["epsilon_so_far"] is None
+    assert run.epsilon == run.promised == math.inf  # as trainers log it
 
 
 def test_a_known_seed_of_an_earlier_run_shows_in_every_place(tmp_path, capsys):

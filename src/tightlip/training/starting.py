@@ -257,7 +257,9 @@ def _headline(guarantee: dict[str, Any]) -> list[str]:
     own = guarantee.get("insecure_seed")
     if own or guarantee_words(guarantee).insecure:
         whose = "Trained" if own else "Another run on these people was trained"
-        lines.insert(0, f"**{whose} with a known seed: the noise hides nothing. For tests only.**\n")
+        lines.insert(
+            0, f"**{whose} with a known seed: the noise hides nothing. For tests only.**\n"
+        )
     return lines
 
 
