@@ -226,6 +226,22 @@ def test_an_exception_ends_a_training_by_choice_and_the_last_weights_are_saved(t
         assert torch.equal(one, other)
 
 
+class ChangesTheBase(TrainerCallback):
+    def on_step_end(self, args, state, control, model=None, **rest):
+        with torch.no_grad():
+            model.get_input_embeddings().weight[0] += state.global_step > 1
+
+
+def test_a_promise_that_is_lost_is_lost_beside_earlier_checkpoints_too(tmp_path):
+    how = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1, **HALF}
+    adapted = get_peft_model(small(), lora())
+    private(tmp_path, model=adapted, privacy=NOISY, callbacks=[ChangesTheBase()], **how).train()
+    for folder in (tmp_path / "checkpoint-1", tmp_path / "checkpoint-2"):
+        assert guarantee_beside(folder)["epsilon"] is None
+        assert (folder / "README.md").read_text().count("**Measured only.**") == 1
+        assert "proved" not in (folder / "README.md").read_text().lower()
+
+
 class Hooks(TrainerCallback):
     def on_train_begin(self, args, state, control, model=None, **rest):
         next(model.parameters()).register_hook(lambda gradient: gradient)

@@ -176,6 +176,13 @@ def copy_weights(checkpoint: Path, folder: Path) -> None:
             shutil.copy(checkpoint / name, folder / name)
 
 
+def take_back(output_dir: Path, record: Record) -> None:
+    """Tell of a promise that was lost wherever it was told of before."""
+    for each in (output_dir, *_checkpoints_in(output_dir)):
+        if (each / OWN_RECORD).is_file() and read_json(each / OWN_RECORD)["run"] == record["run"]:
+            tell(each, record, weights_in(each))
+
+
 def tell(folder: Path, record: Record, before: dict[str, str] | None = None) -> None:
     """The guarantee beside weights and in their card, in the place of an earlier one. It is about the
     files that are not as they were `before`, and about what it was about and is still there."""
