@@ -179,7 +179,8 @@ def copy_weights(checkpoint: Path, folder: Path) -> None:
 def take_back(output_dir: Path, record: Record) -> None:
     """Tell of a promise that was lost wherever it was told of before."""
     for each in (output_dir, *_checkpoints_in(output_dir)):
-        if (each / OWN_RECORD).is_file() and read_json(each / OWN_RECORD)["run"] == record["run"]:
+        path = each / OWN_RECORD
+        if path.is_file() and read_json(path).get("run") == record["run"]:
             tell(each, record, weights_in(each))
 
 
