@@ -1,5 +1,6 @@
 """ε per person: runs are registered before their first step and compose, whatever becomes of them."""
 
+import math
 import os
 import shutil
 import stat
@@ -8,6 +9,7 @@ import pytest
 from dp_accounting.pld import PLDAccountant
 
 from privacy.accounts import theirs
+from tightlip.cli.train import ledger as ledger_command
 from tightlip.core import register
 from tightlip.core.errors import GuaranteeError
 from tightlip.core.figures import arithmetic_words, guarantee_words
@@ -22,6 +24,7 @@ from tightlip.privacy.people import (
     runs_before,
     withdraw,
 )
+from tightlip.training.starting import guarantee_lines
 
 MECHANISM = Mechanism(noise_multiplier=1.5, sampling_rate=0.05)
 PLANNED = 40
@@ -216,6 +219,28 @@ def test_a_run_that_lost_its_promise_leaves_no_joint_epsilon_also_when_it_is_gon
     withdraw(record, first.path)
     first.path.unlink()
     assert begun(tmp_path, "three").finish()["people"]["epsilon"] is None
+
+
+def test_a_run_that_loses_its_promise_beside_others_says_so_of_its_people_too(tmp_path):
+    begun(tmp_path, "one")
+    run = begun(tmp_path, "two")
+    run.charge()
+    assert read_ledger(run.path)["people"]["epsilon"] is not None
+    run.taken_back = "The trained model mixes rows."
+    for record in (run.record(), run.finish(), ledger(run.path)):
+        people = record["people"]
+        assert (people["epsilon"], people["standing"]) == (None, "measured only")
+        assert record["epsilon_so_far"] is None
+    assert run.epsilon == run.promised == math.inf  # as trainers log it
+
+
+def test_a_known_seed_of_an_earlier_run_shows_in_every_place(tmp_path, capsys):
+    begun(tmp_path, "one", insecure_seed=True, standing="as published")
+    record = begun(tmp_path, "two").finish()
+    assert guarantee_words(record).insecure
+    assert "known seed" in "\n".join(guarantee_lines(record))
+    ledger_command([tmp_path / "two"])
+    assert "Insecure" in capsys.readouterr().out
 
 
 def test_examples_and_users_have_no_joint_epsilon_and_it_says_so(tmp_path):

@@ -15,6 +15,7 @@ from tightlip.privacy import PrivateTraining, rows_alone
 from tightlip.privacy.accounting import Mechanism, epsilon_spent
 from tightlip.privacy.ledger import read_ledger
 from tightlip.privacy.private_training import SHAPES
+from tightlip.privacy.promised import rounded_together
 
 pytestmark = pytest.mark.slow
 
@@ -251,6 +252,21 @@ def test_a_ledger_behind_a_link_is_charged_where_it_lies(tmp_path):
     assert read_ledger(training.ledger.path)["steps"] == 1
     with pytest.raises(GuaranteeError, match="another training"):
         private(tmp_path)
+
+
+def test_rounding_is_measured_of_rows_that_share_a_pass_where_single_ones_do_not(
+    tmp_path, monkeypatch
+):
+    def of_one_row(passes, shape, moves):
+        return "a last bit" if shape.rows_per_unit == 1 else None
+
+    monkeypatch.setattr(rows_alone, "_changes", of_one_row)
+    training = private(tmp_path, OneToken())
+    assert training._batches.usual().num_units == 1
+    assert training._batches.usual(4).num_units > 1
+    seen = rounded_together(training._passes, training._batches)
+    assert training.arithmetic.charged >= 10 * seen > 0
+    assert f"measured {seen:.1e} C" in training.arithmetic.words
 
 
 def test_a_promise_that_is_taken_back_stays_so_in_a_process_that_is_killed_then(tmp_path):

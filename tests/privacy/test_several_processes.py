@@ -220,6 +220,7 @@ def test_processes_that_differ_are_refused_on_all_of_them(result, size):
         assert "The processes differ in the texts they train on" in told["texts"]
         assert "The processes differ in the texts they train on" in told["people"]
         assert "The processes differ in the weights they start from" in told["weights"]
+        assert "The processes differ in the weights they start from" in told["base"]
         assert "way='mapped' with a model that is sharded" in told["way"]
         assert "DistributedDataParallel in it" in told["wrapped"]
         assert "no replicas of shards" in told["replicas"]

@@ -200,6 +200,9 @@ def refusals(folder):
     moved = chain()
     with torch.no_grad():
         moved.head.bias += rank
+    based = with_lora()
+    with torch.no_grad():  # as rows that every process drew for a new token
+        based.get_input_embeddings().weight[-1] += rank
     starts = {
         "settings": lambda: private(folder, "refused-settings", noise_multiplier=float(rank)),
         "texts": lambda: private(folder, "refused-texts", documents=another),
@@ -207,6 +210,7 @@ def refusals(folder):
             folder, "refused-people", users=[(each + rank) % 7 for each in users()]
         ),
         "weights": lambda: private(folder, "refused-weights", moved),
+        "base": lambda: private(folder, "refused-base", based),
     }
     if Processes.here().are_several:
         starts["way"] = lambda: private(folder, "refused-way", sharded(chain()), way="mapped")

@@ -226,6 +226,32 @@ def test_an_exception_ends_a_training_by_choice_and_the_last_weights_are_saved(t
         assert torch.equal(one, other)
 
 
+def test_weights_out_of_a_subfolder_bring_the_run_whose_ledger_lies_above(tmp_path):
+    how = {"max_steps": 1, "save_strategy": "steps", "save_steps": 1, **HALF}
+    private(tmp_path, privacy=NOISY, **how).train()
+    assert not (tmp_path / "guarantee.json").exists()
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, subfolder="checkpoint-1")
+    (run,) = runs_behind(model, None, tmp_path / "another.json")
+    assert run["run"] == run_in(tmp_path)
+    assert runs_behind(model, None, tmp_path / "ledger.json") == []  # which goes on
+
+
+class ChangesTheBase(TrainerCallback):
+    def on_step_end(self, args, state, control, model=None, **rest):
+        with torch.no_grad():
+            model.get_input_embeddings().weight[0] += state.global_step > 1
+
+
+def test_a_promise_that_is_lost_is_lost_beside_earlier_checkpoints_too(tmp_path):
+    how = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1, **HALF}
+    adapted = get_peft_model(small(), lora())
+    private(tmp_path, model=adapted, privacy=NOISY, callbacks=[ChangesTheBase()], **how).train()
+    for folder in (tmp_path / "checkpoint-1", tmp_path / "checkpoint-2"):
+        assert guarantee_beside(folder)["epsilon"] is None
+        assert (folder / "README.md").read_text().count("**Measured only.**") == 1
+        assert "proved" not in (folder / "README.md").read_text().lower()
+
+
 class Hooks(TrainerCallback):
     def on_train_begin(self, args, state, control, model=None, **rest):
         next(model.parameters()).register_hook(lambda gradient: gradient)

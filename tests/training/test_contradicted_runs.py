@@ -13,6 +13,7 @@ from tightlip.core.figures import guarantee_words
 from tightlip.core.files import read_sealed, write_sealed
 from tightlip.core.register import guarantee_beside
 from tightlip.core.run_folder import open_run
+from tightlip.privacy import private_training
 from tightlip.privacy.noise_schedules import CPUNoise
 from tightlip.training.starting import take_back
 from training.small_corpora import documents, other_peoples_documents
@@ -139,3 +140,18 @@ def test_no_later_check_changes_what_is_on_record(contradicted, command, tmp_pat
     (contradicted / ENGINE).unlink()
     with pytest.raises(UsageError, match=r"trained with dp_check_engine=1000, and .* is missing"):
         check_run(contradicted, take_back, device="cpu")
+
+
+def test_a_promise_that_is_lost_at_the_end_is_lost_for_earlier_snapshots(
+    words, tmp_path, monkeypatch
+):
+    def at_the_end(passes, batches, *, moved):
+        return "Two rows meet" if moved else None
+
+    monkeypatch.setattr(private_training, "shared_by_others", at_the_end)
+    run = trained(words, tmp_path / "run", **SETTINGS, steps=10)
+    assert [one.folder.name for one in run.snapshots] == ["epoch-1", "epoch-2"]
+    for folder in (run.model_folder, *(one.folder for one in run.snapshots)):
+        told = json.loads((folder / "guarantee.json").read_text())
+        assert (told["epsilon"], told["standing"]) == (None, "measured only")
+        assert "proved" not in (folder / "README.md").read_text().lower()

@@ -204,7 +204,7 @@ def ledger(
         return
     console = terminal()
     console.print(printed_lines(_lines(record)))
-    if record.get("insecure_seed"):
+    if record.get("insecure_seed") or (record.get("people") or {}).get("insecure_seed"):
         console.print(figures.INSECURE, style="bold red")
     after = record.get("another_1000_steps")
     # Where the noise varies, what more steps would cost is not known beforehand.

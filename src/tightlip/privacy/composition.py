@@ -91,16 +91,16 @@ class PeopleMeter:
 
     def __init__(self, record: dict[str, Any]) -> None:
         self._others = runs_of(record)[:-1]
-        self._known: dict[int, dict[str, Any]] = {}
+        self._known: dict[tuple[int, bool], dict[str, Any]] = {}
 
     def __call__(self, record: dict[str, Any], *, exact: bool) -> dict[str, Any]:
         """What the record says of its people; `exact` with what was registered by now."""
         if exact and (others := runs_of(record)[:-1]) != self._others:
             self._others, self._known = others, {}
-        steps = _next_point(record)
-        if steps not in self._known or not self._others:
-            self._known[steps] = people_figure([*self._others, record | {"steps": steps}])
-        return record["people"] | self._known[steps]
+        known = steps, _ = _next_point(record), record["epsilon"] is None  # as one taken back
+        if known not in self._known or not self._others:
+            self._known[known] = people_figure([*self._others, record | {"steps": steps}])
+        return record["people"] | self._known[known]
 
 
 def _next_point(record: dict[str, Any]) -> int:

@@ -276,15 +276,16 @@ class Ledger:
 
     @property
     def epsilon(self) -> float:
-        """At least what is spent so far; infinite without noise."""
-        return self._meter.upper(self.steps)
+        """At least what is spent so far; infinite without noise, or a promise."""
+        return self._meter.upper(self.steps) if self.taken_back is None else math.inf
 
     @property
     def promised(self) -> float:
         """ε of all planned steps, from the first on; as published, of those taken."""
         record = self._terms | {"steps": self.steps}
         is_published = mode_of(record) == "as-published"
-        return self._meter.upper(self.steps if is_published else most_steps(record))
+        most = self.steps if is_published else most_steps(record)
+        return self._meter.upper(most) if self.taken_back is None else math.inf
 
     def record(self, *, exact: bool = False) -> dict[str, Any]:
         """The guarantee as it stands now; exactly once the run is finished, or where asked."""
@@ -304,7 +305,7 @@ class Ledger:
                 "because": f"A noise multiplier of {self._terms['noise_multiplier']:g} gives no finite ε.",
             }
         if self.taken_back is not None:
-            record |= {**figures_of(math.inf), "standing": _NO_PROMISE}
+            record |= {**figures_of(math.inf), **so_far(math.inf), "standing": _NO_PROMISE}
             record["because"] = self.taken_back
         if self.people is not None:
             record["people"] = self.people(record, exact=self._finished or exact)

@@ -183,7 +183,7 @@ class PrivateTraining:
         if processes.are_several or shards_of(model):
             check_same_text(self.source, processes)
             self._shares = Shares(model, processes)
-            processes.agreed(self._shares.digest(), "the weights they start from")
+            processes.agreed(self._shares.digest(frozen=True), "the weights they start from")
         path = Path(ledger).resolve()  # a link would be replaced, and what it led to left behind
         before = processes.told(lambda: read_ledger(path) if path.exists() else dict[str, Any]())
         self.canaries: EngineCanaries | None = None

@@ -240,8 +240,9 @@ def rounded_together(passes: Passes, batches: PhysicalBatches) -> float:
     """The most, in clip norms, that others' sums changed with a unit beside them; over units of
     made-up text, all alike in one half of the draws, and the others moved up by a place."""
     assert passes.clip is not None
-    shape = batches.usual()
-    if shape.num_units == 1:
+    every = (batches.usual(), *reversed(batches.asked()))
+    shape = next((each for each in every if each.num_units > 1), None)
+    if shape is None:
         return 0.0  # passes are added up in float64
     num_ids = num_ids_of(passes.model, shape.width)
     most = 0.0

@@ -111,7 +111,7 @@ class Shares:
     """
 
     def __init__(self, model: nn.Module, processes: Processes) -> None:
-        self._processes = processes
+        self._processes, self._model = processes, model
         self._parameters = list(kept_parameters(model).values())
         self._sizes = [self._size(each) for each in self._parameters]
         self._groups = list(_groups(self._parameters))
@@ -150,9 +150,11 @@ class Shares:
         if applies:
             optimizer.step()
 
-    def digest(self) -> str:
-        """SHA-256 of the trained weights that every process has whole: the same on all of them."""
-        return _digest(each for each in self._parameters if not is_shard(each))
+    def digest(self, *, frozen: bool = False) -> str:
+        """SHA-256 of the trained weights that every process has whole, the same on all of them; with
+        what is `frozen` too, since who is drawn decides which process runs whose rows."""
+        every = [*self._model.parameters(), *self._model.buffers()] if frozen else self._parameters
+        return _digest(each for each in every if not is_shard(each))
 
     def _owned(self, sums: list[Tensor]) -> list[Tensor]:
         """The sums over all processes, of each parameter the entries that this one owns; in float64,

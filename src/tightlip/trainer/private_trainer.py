@@ -155,6 +155,8 @@ class PrivateMixin(_Library):
             raise
         finally:
             if self.private is not None:
+                if self.private.ledger.taken_back and self.is_world_process_zero():
+                    weights.take_back(self._folder, self.private.ledger.record())
                 self.private.close()
         figures = {name: self._told[name] for name in ("epsilon", "delta", "steps")}
         return TrainOutput(done.global_step, 0.0, figures)

@@ -15,6 +15,7 @@ from tightlip.core.errors import GuaranteeError, UsageError
 from tightlip.core.figures import counted
 from tightlip.core.files import read_json, write_json, write_text
 from tightlip.core.register import OWN_RECORD, guarantee_beside, weights_in
+from tightlip.core.run_folder import LEDGER
 from tightlip.privacy.ledger import read_ledger
 from tightlip.privacy.people import Record, composable, runs_before
 from tightlip.privacy.private_training import PrivateTraining
@@ -78,8 +79,10 @@ def _base(model: Any) -> Any:
 
 def _record_at(where: str | Path, commit: str | None = None) -> Record:
     """The guarantee in a folder, or with a model of the hub as far as it lies in the local cache."""
-    if Path(where).is_dir():
-        return guarantee_beside(Path(where))
+    if (folder := Path(where)).is_dir():
+        # Of a subfolder transformers keeps the folder above only: there a run has its ledger.
+        has_ledger = (folder / LEDGER).is_file()
+        return guarantee_beside(folder) or (read_ledger(folder / LEDGER) if has_ledger else {})
     try:
         found = try_to_load_from_cache(str(where), OWN_RECORD, revision=commit)
     except HFValidationError:
@@ -174,6 +177,14 @@ def copy_weights(checkpoint: Path, folder: Path) -> None:
     for name in guarantee_beside(checkpoint).get("weights", ()):
         if "/" not in name and "fsdp" not in name:
             shutil.copy(checkpoint / name, folder / name)
+
+
+def take_back(output_dir: Path, record: Record) -> None:
+    """Tell of a promise that was lost wherever it was told of before."""
+    for each in (output_dir, *_checkpoints_in(output_dir)):
+        path = each / OWN_RECORD
+        if path.is_file() and read_json(path).get("run") == record["run"]:
+            tell(each, record, weights_in(each))
 
 
 def tell(folder: Path, record: Record, before: dict[str, str] | None = None) -> None:

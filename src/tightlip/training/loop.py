@@ -318,9 +318,14 @@ class Training:
             log.warning(checkpoints.ENDED_BY_BUDGET, progress.step, self.plan.num_steps)
         log.info("Done after step %d (%s).%s", progress.step, progress.stop, self.best_in_words())
         record = self.mitigation.guarantee(progress.step) | {"finished": True}
-        self.processes.told(lambda: run_folder.write_ledger(self.out, record))
+        self.processes.told(lambda: self.write_ledger(record))
         if self.processes.is_first:
             shutil.rmtree(self.out / run_folder.CHECKPOINT, ignore_errors=True)
+
+    def write_ledger(self, record: dict[str, Any]) -> None:
+        if record.get("epsilon") is None:  # snapshots were told of before it was lost
+            starting.tell_beside_models(run_folder.open_run(self.out), record)
+        run_folder.write_ledger(self.out, record)
 
     def save_model(self, folder: Path) -> None:
         """Leave the weights as they are now, or their average, and on their card what may be said."""

@@ -230,18 +230,24 @@ def take_back(run: RunRecord, because: str, **found: Any) -> str:
     if lost.get("run"):
         withdraw(lost, run.folder / LEDGER)
     write_ledger(run.folder, lost)
+    tell_beside_models(run, lost)
+    return str(lost["because"])
+
+
+def tell_beside_models(run: RunRecord, lost: dict[str, Any]) -> None:
+    """Tell beside each model of a run that its promise is `lost`, where one still stands."""
     for folder in (run.model_folder, run.folder / MERGED, *(one.folder for one in run.snapshots)):
         there = read_json(folder / OWN_RECORD) if (folder / OWN_RECORD).is_file() else {}
-        if not there or there.get("withdrawn"):
+        if there.get("epsilon") is None:
             continue
-        told = taken_back(there, lost["because"]) | {"withdrawn": lost["withdrawn"]}
+        told = taken_back(there, lost["because"])
+        told["withdrawn"] = lost.get("withdrawn", told["withdrawn"])
         card, before, after = folder / "README.md", guarantee_lines(there), guarantee_lines(told)
         # One that somebody wrote on keeps their words.
         text = read_text(card) if card.is_file() else ""
         text = text.replace("\n".join(before), "\n".join(after))
         write_text(card, text if after[0] in text else "\n".join([text, *after, ""]))
         write_json(folder / OWN_RECORD, told)
-    return str(lost["because"])
 
 
 def _headline(guarantee: dict[str, Any]) -> list[str]:
@@ -254,8 +260,12 @@ def _headline(guarantee: dict[str, Any]) -> list[str]:
         if first.get("epsilon") is None:  # of all runs together; this one's own stands in the words
             claim, value = "", value[0].upper() + value[1:]
         lines.insert(0, f"{claim}{value}.\n")
-    if guarantee.get("insecure_seed"):
-        lines.insert(0, "**Trained with a known seed: the noise hides nothing. For tests only.**\n")
+    own = guarantee.get("insecure_seed")
+    if own or guarantee_words(guarantee).insecure:
+        whose = "Trained" if own else "Another run on these people was trained"
+        lines.insert(
+            0, f"**{whose} with a known seed: the noise hides nothing. For tests only.**\n"
+        )
     return lines
 
 
