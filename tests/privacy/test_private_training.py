@@ -11,7 +11,7 @@ from torch import nn
 
 from tightlip.core.errors import GuaranteeError, UsageError
 from tightlip.models import LSTMConfig, LSTMForCausalLM
-from tightlip.privacy import PrivateTraining, rows_alone
+from tightlip.privacy import PrivateTraining, promised, rows_alone
 from tightlip.privacy.accounting import Mechanism, epsilon_spent
 from tightlip.privacy.ledger import read_ledger
 from tightlip.privacy.private_training import SHAPES
@@ -267,6 +267,19 @@ def test_rounding_is_measured_of_rows_that_share_a_pass_where_single_ones_do_not
     seen = rounded_together(training._passes, training._batches)
     assert training.arithmetic.charged >= 10 * seen > 0
     assert f"measured {seen:.1e} C" in training.arithmetic.words
+
+
+def test_another_model_that_goes_on_with_a_ledger_is_measured_by_itself(tmp_path, monkeypatch):
+    measured, measures = [], promised._measured
+
+    def noting(passes, *given, **named):
+        measured.append(type(passes.model))
+        return measures(passes, *given, **named)
+
+    monkeypatch.setattr(promised, "_measured", noting)
+    for model in (OneToken(), OneToken(), lstm()):
+        private(tmp_path, model).close()
+    assert measured == [OneToken, LSTMForCausalLM]
 
 
 def test_a_promise_that_is_taken_back_stays_so_in_a_process_that_is_killed_then(tmp_path):
@@ -606,3 +619,4 @@ def test_torchs_newer_switches_of_precision_are_no_errors(tmp_path):
         private(tmp_path, lstm()).step()
     finally:
         torch.backends.fp32_precision = before
+        torch.set_float32_matmul_precision("highest")  # or nobody may read the older switch again

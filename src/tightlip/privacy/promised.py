@@ -192,8 +192,9 @@ def arithmetic_of(
     """How the sums of these passes come about, measured where they are sums of floats; of a run that
     goes on as it was measured then, or the worse of both if it goes on in another setting."""
     assert passes.clip is not None
-    kind = "exact" if passes.clip.exact else "floats"
-    setting = f"{kind}, all clipped, {passes.way} {'bf16' if passes.bf16 else 'full'} {batches.device.type} {tuple(batches.usual())}"
+    kind, precision = "exact" if passes.clip.exact else "floats", "bf16" if passes.bf16 else "full"
+    num_weights = sum(each.numel() for each in passes.parameters.values())
+    setting = f"{kind}, all clipped, {passes.way} {precision} {batches.device.type} {tuple(batches.usual())}, {num_weights} weights"
     kept = None
     if before.get("arithmetic") is not None:
         kept = Arithmetic(before["arithmetic"], before["arithmetic_charged"], setting)
