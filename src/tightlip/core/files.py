@@ -153,10 +153,8 @@ def folder_written_whole(folder: Path) -> Iterator[Path]:
                 if path.is_file():
                     fsync(path)
             for place in (beside, *beside.rglob("*/")):
-                names = [
-                    path for path in place.iterdir() if path.is_file() and is_listed_kind(path)
-                ]
-                _write_list(place, {path.name: (checksums.digest_of(path),) for path in names})
+                own = [each for each in place.iterdir() if each.is_file() and is_listed_kind(each)]
+                _write_list(place, {path.name: (checksums.digest_of(path),) for path in own})
         if folder.exists() and not names_in(folder):
             (folder / LIST).unlink(missing_ok=True)
             for stray in folder.iterdir():

@@ -352,9 +352,7 @@ def _flat(table: Mapping[str, Any]) -> dict[str, list[Any]]:
     """
     values: dict[str, list[Any]] = {}
     # Tables last, as TOML has them.
-    for name, value in sorted(
-        table.items(), key=lambda item: (isinstance(item[1], Mapping), item[0])
-    ):
+    for name, value in sorted(table.items(), key=lambda one: (isinstance(one[1], Mapping), one[0])):
         inner = _flat(value) if isinstance(value, Mapping) else {name: [value]}
         for each, some in inner.items():
             values.setdefault(each, []).extend(one for one in some if one is not None)

@@ -250,9 +250,7 @@ def choices_of(field: dataclasses.Field, hint: Any) -> tuple[str, ...]:
 def _typed(name: str, value: Any, hint: Any) -> Any:
     """The value in the setting's own type, or a refusal; a whole number passes for a float."""
     accepted = tuple(kinds_in(hint))
-    if any(typing.get_origin(kind) is tuple for kind in accepted) and isinstance(
-        value, list | tuple
-    ):
+    if any(typing.get_origin(one) is tuple for one in accepted) and isinstance(value, list | tuple):
         (inner,) = {typing.get_args(kind)[0] for kind in accepted if typing.get_origin(kind)}
         return tuple(_typed(name, one, inner) for one in value)
     if float in accepted and type(value) is int:

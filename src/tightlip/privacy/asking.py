@@ -151,9 +151,7 @@ class _Meeting(TorchDispatchMode):
         def other(size: int) -> int:
             return size if size % own else size // own * num_rows
 
-        return [
-            (name, [tuple(map(other, shape)) for shape in shapes]) for name, shapes in self.done
-        ]
+        return [(name, [tuple(map(other, each)) for each in shapes]) for name, shapes in self.done]
 
     def note(self, how: str | None) -> None:
         if how is not None and not _is_harmless(how):

@@ -272,9 +272,7 @@ def _by_pld(
     records: Sequence[dict[str, Any]], releases: tuple[Release, ...], delta: float
 ) -> _Composition:
     """A run whose noise varied counts as though every step had had the least it could."""
-    steps = tuple(
-        (Mechanism.of_record(record), steps_to_compose(record) or 0) for record in records
-    )
+    steps = tuple((Mechanism.of_record(each), steps_to_compose(each) or 0) for each in records)
     spend = Spend(steps, releases, delta_left(releases, delta))
     modes = {mode_of(record) for record in records}
     varies = bool(modes & {"scale", "as-published"})

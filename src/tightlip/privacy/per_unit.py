@@ -314,9 +314,7 @@ def _first_fault(
             if (name := _first_unlike(one, alone, tolerance)) is not None:
                 return f"{name} (its gradient for two synthetic rows is not that of autograd)"
             if not torch.allclose(one.norms, alone.norms, rtol=tolerance, atol=1e-12):
-                return (
-                    "the whole model (its norms for two synthetic rows are not those of autograd)"
-                )
+                return "the whole model (its norms of two synthetic rows are not those of autograd)"
     return None
 
 

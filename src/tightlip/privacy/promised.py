@@ -67,11 +67,10 @@ def _taken_on_trust(model: nn.Module) -> list[str]:
     """Code of the model that is none of the libraries'. It is asked on made-up rows whether it keeps
     people apart; what only somebody's own words would set off, no row of ours shows."""
     own = sorted(name for name in {*_code_of(model)} if name.split(".")[0] not in LIBRARIES)
-    if not own:
-        return []
-    return [
+    words = (
         f"what the model's own code ({', '.join(own)}) does with words that no made-up row holds"
-    ]
+    )
+    return [words] if own else []
 
 
 def _code_of(model: nn.Module) -> Iterator[str]:
@@ -133,9 +132,8 @@ def _adaptive_terms(training: "PrivateTraining") -> dict[str, Any]:
         accountant = "PLD at the least noise that a step can have"
         terms["planned_steps"] = plan.planned_steps
     if (budget := plan.budget) is not None:
-        accountant = (
-            f"RDP filter at order {budget.order}, or PLD at the least noise if that is less"
-        )
+        either = "or PLD at the least noise if that is less"
+        accountant = f"RDP filter at order {budget.order}, {either}"
         terms |= {"epsilon": plan.target, "order": budget.order}
         terms["rdp_budget"] = budget.budget
     return {"mechanism": MECHANISMS[mode], "accountant": accountant, "adaptive": terms}

@@ -245,9 +245,8 @@ def _text_digest(source: Source) -> str:
             return
         for start in range(0, len(source.lengths), _ROWS):
             rows = np.arange(start, min(start + _ROWS, len(source.lengths)))
-            yield from (
-                each.numpy() for each in source.gather(rows, int(source.lengths[rows].max()))
-            )
+            longest = int(source.lengths[rows].max())
+            yield from (each.numpy() for each in source.gather(rows, longest))
 
     return _digest(torch.from_numpy(each) for each in parts())
 

@@ -205,11 +205,10 @@ def _told(passes: Passes, batch: Physical) -> list[Tensor]:
 
 def _differ(one: list[Tensor], other: list[Tensor]) -> bool:
     """Bit by bit; on a GPU, which may add in another order each time, by more than that explains."""
+    pairs = zip(one, other, strict=True)
     if one[0].device.type != "cuda":
-        return not all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
-    return any(
-        float((a - b).norm()) > 1e-3 * float(a.norm()) for a, b in zip(one, other, strict=True)
-    )
+        return not all(torch.equal(a, b) for a, b in pairs)
+    return any(float((a - b).norm()) > 1e-3 * float(a.norm()) for a, b in pairs)
 
 
 def _last(batch: Physical, shape: Shape) -> Physical:

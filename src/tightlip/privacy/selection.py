@@ -141,9 +141,8 @@ class Selection:
 
     def with_more_steps(self, more: int) -> "Selection":
         """Every candidate with the steps that a killed trial had to repeat."""
-        return replace(
-            self, candidates=tuple((each, steps + more) for each, steps in self.candidates)
-        )
+        repeated = tuple((each, steps + more) for each, steps in self.candidates)
+        return replace(self, candidates=repeated)
 
     @property
     def _own(self) -> tuple[accounting.Release, ...]:

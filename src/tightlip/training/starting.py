@@ -262,10 +262,8 @@ def _headline(guarantee: dict[str, Any]) -> list[str]:
         lines.insert(0, f"{claim}{value}.\n")
     own = guarantee.get("insecure_seed")
     if own or guarantee_words(guarantee).insecure:
-        whose = "Trained" if own else "Another run on these people was trained"
-        lines.insert(
-            0, f"**{whose} with a known seed: the noise hides nothing. For tests only.**\n"
-        )
+        who = "Trained" if own else "Another run on these people was trained"
+        lines.insert(0, f"**{who} with a known seed: the noise hides nothing. For tests only.**\n")
     return lines
 
 

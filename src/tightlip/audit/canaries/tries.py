@@ -105,9 +105,7 @@ class PrefixReader:
 
 def _is_plain(memory: Any) -> bool:
     """Whether it is keys and values and nothing else, so that rows can be picked from it."""
-    return type(memory) is DynamicCache and all(
-        type(layer) is DynamicLayer for layer in memory.layers
-    )
+    return type(memory) is DynamicCache and {*map(type, memory.layers)} <= {DynamicLayer}
 
 
 def _selected(memory: DynamicCache, rows: Tensor) -> DynamicCache:
