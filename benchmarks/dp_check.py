@@ -26,6 +26,7 @@ from tightlip.core.errors import UsageError
 from tightlip.core.files import read_sealed
 from tightlip.core.run_folder import DP_CHECK, ENGINE_CHECK, open_run
 from tightlip.corpus.canaries import read_check_key
+from tightlip.models.loading import load_causal_lm, load_tokenizer
 from tightlip.privacy.accounting import Mechanism
 from tightlip.privacy.noise_schedules import CPUNoise
 from tightlip.privacy.plans import noise_for_target
@@ -111,6 +112,15 @@ def made_corpus(path, seed, num_users=80):
             file.write(json.dumps({"user": f"u{number % num_users}", "text": text}) + "\n")
 
 
+def with_unused_rows(model_folder, folder, num_rows=64):
+    """The model with rows beyond its tokenizer, as published ones have that are padded to even sizes."""
+    model, tokenizer = load_causal_lm(str(model_folder)), load_tokenizer(model_folder)
+    model.resize_token_embeddings(model.config.vocab_size + num_rows)
+    for each in (model, tokenizer):
+        each.save_pretrained(folder)
+    return folder
+
+
 def texts(options):
     print(
         f"{'start':10}{'kind':10}{'AUC':>7}   over {options.seeds} seeds (mean ± 2 standard errors)"
@@ -124,7 +134,7 @@ def texts(options):
             public = tightlip.train(
                 folder / "public.jsonl", folder / "public", epochs=6, seed=0, **common
             )
-            start = str(public.model_folder)
+            start = str(with_unused_rows(public.model_folder, folder / "start"))
         cases = [("new", "random"), ("new", "rare")]
         cases += [("tuned", kind) for kind in ("random", "rare", "sampled", "new")]
         for begin, kind in cases:
