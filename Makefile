@@ -51,7 +51,7 @@ bench: install
 	$(BIN)/python benchmarks/regularizers.py --device cpu
 
 bench-gpu: install
-	$(BIN)/python benchmarks/check_gpu.py --processes 3
+	$(BIN)/python benchmarks/check_gpu.py --processes 4
 	$(BIN)/python benchmarks/dp_step.py --device cuda --side-by-side --write docs/benchmarks.md
 	$(BIN)/python benchmarks/scan.py --device cuda
 	$(BIN)/python benchmarks/exposure.py --device cuda

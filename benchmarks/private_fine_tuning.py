@@ -1,20 +1,30 @@
-"""What a practitioner gets: SmolLM2-135M fine-tuned on mail and on chats, plainly and with DP.
+"""What a practitioner gets: SmolLM2-135M fine-tuned on mail and on chats, plainly, with a regulariser and with DP.
 
     python benchmarks/private_fine_tuning.py --model SmolLM2-135M-Instruct.Q4_1.gguf \\
-        --mail git_list.parquet --chats irc.parquet --work DIR --budget-seconds 540
+        --mail git_list.parquet --chats irc.parquet --work DIR --processes 4 --budget-seconds 540
 
-A cell is a corpus, a way (LoRA or all weights), an ε (none, 2 or 8) and a seed: it is trained by
-`tightlip.train`, audited by `tightlip.audit` against the model it started from, asked by
-`tightlip.measure_membership` who was in it, and appended to DIR/results.jsonl. What stands there is not run again, so the same command goes on where one stopped;
---budget-seconds begins no cell after that many. The last thing printed is a table, of what there is so far; --results
-is a file that all figures are copied to after each cell. With several --rates of a way, each corpus takes the one that
-does best at the largest ε under seed 0, which is not among the --seeds. A cell that fails is told of and left out.
+A cell is a corpus, a way (LoRA or all weights), what is asked (nothing, an ε, or a regulariser, on the mail alone)
+and a seed: it is trained by `tightlip.train`, audited by `tightlip.audit` against the model it started from, asked by
+`tightlip.measure_membership` who was in it, and appended to DIR/results.jsonl. What stands there is not run again, so
+the same command goes on where one stopped; --budget-seconds begins no cell after that many. The last thing printed are
+tables, of what there is so far; --results is a file that all figures are copied to after each cell. With several
+--rates of a way, each corpus takes the one that does best at the largest ε under seed 0, which is not among the
+--seeds. A cell that fails is told of and left out.
 
---processes shares the cells out, each to whoever is free: alone, eager passes of a model this small wait for Python.
-Two or three fill an H200; thirteen took turns and finished a tenth of what was planned. What an eager pass takes
-hangs on its number and hardly on its rows, and a private cell has some 130 passes of checks beside its steps.
-Each model is scanned once, in float32: membership keeps its scans with the run, where the audit finds them, and those of the base are
-lent to every cell.
+What is counted, stated before any cell was run on a GPU:
+
+- Perplexity on the text held out and on that trained on, leaks, and those that the base does not complete.
+- For each score of `tightlip membership` the share of members found at 1% false accusations, and the AUC, of
+  documents. EZ leads: a claim about an ε or a regulariser holds where the interval over seeds of EZ's
+  difference from the plain cell of the same corpus, way and seed is on one side of 0.
+- Means over the seeds with Student's 95% interval. Nothing is tuned on these cells: rates, steps and weights are the
+  flags' defaults, chosen on others.
+
+--processes shares the cells out, each to whoever is free; alone, passes of a model this small wait for Python. A private
+cell has some 45 passes of checks beside its steps, each of --physical-rows full rows: few rows make checks cheap, and a
+step takes as many passes as its draw fills. Every row is padded to the sequence length, as most are that long: with
+several widths each step has a pass for each, and each is checked. Each model is scanned once, in float32: membership
+keeps its scans with the run, where the audit finds them, and those of the base are lent to every cell.
 
 The unit is an example (a mail, a chat): the corpora have 250 and 420 users, and noise that hides one
 of so few drowns everything; --unit user shows that. Noise comes from the operating system. A register of
@@ -63,9 +73,13 @@ from tightlip.models.folders import files_fingerprint
 from tightlip.models.loading import load_causal_lm, load_tokenizer
 from tightlip.scan.store import SCAN
 from tightlip.training.config import RunOptions
-from tightlip.training.mitigations import RunContext, dp
+from tightlip.training.mitigations import RunContext
 
 TUNING_SEED = 0
+REGULARISERS = {
+    "adversarial": {"mitigation": "adversarial", "privacy_weight": 1.0},
+    "triplet": {"mitigation": "triplet", "privacy_weight": 0.03},
+}
 MEASURED = (
     *("validation_perplexity", "perplexity", "validation_accuracy", "leaks", "people_affected"),
     *("unique", "unique_beyond_prior", "public_unique", "leakage_epsilon"),
@@ -75,6 +89,11 @@ MEASURED = (
 FEW_BOOTSTRAPS = 100
 FIGURES = ("auc", "tpr_at_1_percent_fpr", "tpr_at_0_1_percent_fpr")
 PROMISED = ("epsilon", "delta", "unit", "noise_multiplier", "standing", "because", "steps", "clip_norm")  # fmt: skip
+
+
+def is_private(asked):
+    """Whether an ε is asked for, rather than nothing or a regulariser."""
+    return isinstance(asked, float)
 
 
 def base_of(options, work):
@@ -141,12 +160,13 @@ def prepared(options, work, base):
     return made
 
 
-def settings_of(options, way, epsilon):
+def settings_of(options, way, asked):
     """What is trained how; `--average-weights` and `--adam-correction` are for private cells."""
     chosen = {"lora": options.lora} if way == "lora" else {}
-    if epsilon is None:
-        return chosen | {"batch_size": options.plain_batch_size, "epochs": options.epochs}
-    chosen |= {"mitigation": "dp", "epsilon": epsilon, "unit": options.unit}
+    if not is_private(asked):
+        chosen |= {"batch_size": options.plain_batch_size, "epochs": options.epochs}
+        return chosen | REGULARISERS.get(asked, {})
+    chosen |= {"mitigation": "dp", "epsilon": asked, "unit": options.unit}
     chosen |= {"clip_norm": options.clip_norm, "rows_per_unit": options.rows_per_unit}
     chosen |= {"batch_size": options.batch_size, "steps": options.steps}
     more = {
@@ -257,14 +277,14 @@ def taken_in(work):
 
 
 class Cells(Kept):
-    """A cell is a corpus, a way, an ε, a rate and a seed."""
+    """A cell is a corpus, a way, what is asked, a rate and a seed."""
 
     def __init__(self, options, work):
         super().__init__(options, work)
         self.base = base_of(options, work)
         self.corpora = prepared(options, work, self.base)
 
-    def run(self, corpus, way, epsilon, rate, seed):
+    def run(self, corpus, way, asked, rate, seed):
         out, report = self.own / "run", self.own / "report"
         for folder in (out, report):
             shutil.rmtree(folder, ignore_errors=True)  # of the cell before
@@ -275,7 +295,7 @@ class Cells(Kept):
                 found = self.audited(self.base, report, folder, folder / "validation")
             self.keep_scans(corpus, report, self.base)
             return found
-        settings = settings_of(self.options, way, epsilon)
+        settings = settings_of(self.options, way, asked)
         with self.timed("train"):
             run = tightlip.train(
                 self.corpora[corpus],
@@ -294,7 +314,7 @@ class Cells(Kept):
                 ),
                 **settings,
             )
-        promise = {} if epsilon is None else {name: run.guarantee[name] for name in PROMISED}
+        promise = {name: run.guarantee[name] for name in PROMISED} if is_private(asked) else {}
         self.lend_scans(corpus, out)
         with self.timed("membership"):
             level = tightlip.measure_membership(
@@ -325,13 +345,13 @@ class Cells(Kept):
         )
         return {name: report.summary.get(name) for name in MEASURED}
 
-    def rate(self, corpus, way, epsilon):
+    def rate(self, corpus, way, asked):
         """The one rate of a way, or the best of several under the seed that is for trying."""
-        kind = "plain" if epsilon is None else "private"
+        kind = "private" if is_private(asked) else "plain"
         rates = getattr(self.options, f"{way}_{kind}_rates")
         if len(rates) == 1:
             return rates[0]
-        tried = None if epsilon is None else max(self.options.epsilons)
+        tried = max(self.options.epsilons) if is_private(asked) else None
         found = {
             rate: (self.of(corpus, way, tried, rate, TUNING_SEED) or {}).get(
                 "validation_perplexity"
@@ -346,15 +366,15 @@ class Cells(Kept):
         for corpus in self.corpora:
             yield self.of(corpus, "base", None, None, None)
         for seed in self.options.seeds:
-            for corpus, way, epsilon in itertools.product(
-                self.corpora, self.options.ways, (None, *self.options.epsilons)
-            ):
-                yield self.of(corpus, way, epsilon, self.rate(corpus, way, epsilon), seed)
+            for corpus, way in itertools.product(self.corpora, self.options.ways):
+                regularisers = self.options.regularisers if corpus == "mail" else ()
+                for asked in (None, *self.options.epsilons, *regularisers):
+                    yield self.of(corpus, way, asked, self.rate(corpus, way, asked), seed)
 
 
 def interval(values):
     """The mean and half the width of its 95% interval, by Student's t."""
-    values = [value for value in values if value is not None]
+    values = [value for value in values if value is not None and not math.isnan(value)]
     if not values:
         return "?"
     if len(values) == 1:
@@ -363,29 +383,58 @@ def interval(values):
     return f"{np.mean(values):.4g} ± {half:.2g}"
 
 
-def members_found(found):
-    """The share of documents trained on that EZ finds at 1% false accusations."""
-    rates = [
-        one["membership"]["ez"]["tpr_at_1_percent_fpr"] for one in found if "membership" in one
-    ]
-    return interval([100 * rate["value"] for rate in rates if rate is not None]) + "%"
+def found_at(one, name):
+    """The percentage of members that a score finds at 1% false accusations."""
+    rate = one["membership"][name]["tpr_at_1_percent_fpr"]
+    return math.nan if rate is None else 100 * rate["value"]
+
+
+def auc(one, name):
+    return one["membership"][name]["auc"]["value"]
 
 
 def table(cells):
-    """Markdown of what is there, a line for each corpus, way and ε; seeds for trying rates are out."""
-    yield "| corpus | way | ε | rate | seeds | validation perplexity | perplexity | leaks | people affected | unique beyond prior | members found | seconds |"
-    yield "|" + "---|" * 12
+    """Markdown of what is there, a line for each corpus, way and what was asked: figures, then scores."""
     groups = {}
-    for cell, found in cells.known.items():
-        if cell[4] != TUNING_SEED:
-            groups.setdefault(cell[:4], []).append(found)
-    for (corpus, way, epsilon, rate), found in groups.items():
-        names = ("validation_perplexity", "perplexity", "leaks", "people_affected")
-        names += ("unique_beyond_prior", "seconds")
-        *figures, seconds = (interval([one[name] for one in found]) for name in names)
-        figures += [members_found(found), seconds]
-        shown = ["" if each is None else f"{each:g}" for each in (epsilon, rate)]
-        yield f"| {' | '.join([corpus, way, *shown, str(len(found)), *figures])} |"
+    for (corpus, way, asked, _, seed), found in cells.known.items():
+        if seed != TUNING_SEED:
+            groups.setdefault((corpus, way, asked), {})[seed] = found
+    lines = ("corpus", "way", "asked")
+    names = (
+        "validation_perplexity",
+        "perplexity",
+        "leaks",
+        "people_affected",
+        "unique_beyond_prior",
+    )
+    yield from header(*lines, "seeds", *names, "seconds")
+    for cell, found in groups.items():
+        figures = (interval([one[name] for one in found.values()]) for name in (*names, "seconds"))
+        yield row(*cell, len(found), *figures)
+    yield ""
+    scores = ("ez", "wbc", "reference", "min_k", "loss", "zlib")
+    yield from header(*lines, "EZ against plain", *scores)
+    for (corpus, way, asked), found in groups.items():
+        measured = {seed: one for seed, one in found.items() if "membership" in one}
+        if not measured:
+            continue
+        plain = groups.get((corpus, way, None), {})
+        both = [seed for seed in measured if asked is not None and seed in plain]
+        moved = [found_at(measured[seed], "ez") - found_at(plain[seed], "ez") for seed in both]
+        shown = (
+            f"{interval([found_at(one, name) for one in measured.values()])}%"
+            f" ({interval([auc(one, name) for one in measured.values()])})"
+            for name in scores
+        )
+        yield row(corpus, way, asked, interval(moved) if moved else "", *shown)
+
+
+def header(*names):
+    return row(*names), "|" + "---|" * len(names)
+
+
+def row(*values):
+    return f"| {' | '.join('' if value is None else str(value) for value in values)} |"
 
 
 def flags():
@@ -403,29 +452,22 @@ def flags():
     about.add_argument("--part", type=int, default=None, help=argparse.SUPPRESS)
     about.add_argument("--device", default="auto")
     about.add_argument("--compile", action="store_true")
-    about.add_argument(
-        "--graph", action="store_true", help="capture private passes; not yet run on a GPU"
-    )
-    about.add_argument(
-        "--one-width",
-        action="store_true",
-        help="pad every row to the sequence length: of private cells, a third of the checks and fewer passes a step",
-    )
-    about.add_argument(
-        "--physical-rows", type=int, default=640, help="so that one pass mostly holds a draw"
-    )
-    about.add_argument("--documents", type=int, default=6_000, help="of each corpus at most")
+    about.add_argument("--physical-rows", type=int, default=112, help="of a pass of private cells")
+    about.add_argument("--documents", type=int, default=4_000, help="of each corpus at most")
     about.add_argument("--characters", type=int, default=500, help="of a document at most")
     about.add_argument("--holdout", type=float, default=0.2)
     about.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     about.add_argument("--epsilons", type=float, nargs="*", default=[2.0, 8.0])
+    about.add_argument(
+        "--regularisers", nargs="*", default=[*REGULARISERS], choices=[*REGULARISERS]
+    )
     about.add_argument("--ways", nargs="+", default=["lora", "full"], choices=("lora", "full"))
     about.add_argument("--unit", default="example", choices=("example", "user"))
     about.add_argument("--lora", type=int, default=8, help="the rank")
     about.add_argument("--sequence-length", type=int, default=128)
-    about.add_argument("--epochs", type=float, default=3.0, help="of plain cells")
+    about.add_argument("--epochs", type=float, default=2.0, help="of cells without an ε")
     about.add_argument("--plain-batch-size", type=int, default=64)
-    about.add_argument("--batch-size", type=int, default=480, help="of private cells, expected")
+    about.add_argument("--batch-size", type=int, default=400, help="of private cells, expected")
     about.add_argument("--steps", type=int, default=30, help="of private cells")
     about.add_argument("--rows-per-unit", type=int, default=1)
     about.add_argument("--clip-norm", type=float, default=1.0)
@@ -449,10 +491,7 @@ def main():
     if TUNING_SEED in options.seeds:
         sys.exit(f"Seed {TUNING_SEED} is for trying rates. Give others.")
     logging.disable(logging.WARNING)
-    if options.graph:
-        dp.way_of = lambda context: "graph"
-    if options.one_width:
-        RunContext.widths = property(lambda context: (context.config.sequence_length,))
+    RunContext.widths = property(lambda context: (context.config.sequence_length,))
     go_on(Cells, options, table)
 
 

@@ -48,11 +48,11 @@ def gpt2_small(vocab_size=50_257):
 SETTINGS = {
     "cpu": [("LSTM 2×128, vocabulary 10k", lambda: lstm(10_000, 128), 60_000, ["float32"])],
     "cuda": [
-        ("GPT-2 small", gpt2_small, 200_000, ["bfloat16", "float32"]),
+        ("GPT-2 small", gpt2_small, 80_000, ["bfloat16", "float32"]),
         (
             "LSTM 2×550, vocabulary 40k",
             lambda: lstm(40_000, 550),
-            1_000_000,
+            400_000,
             ["bfloat16", "float32"],
         ),
     ],
