@@ -361,15 +361,19 @@ class Cells(Kept):
         return min(found, key=lambda rate: found[rate] or math.inf)
 
     def all(self):
-        """Every cell, the first seed of all before the second of any: a stopped study is whole as
-        far as it goes."""
+        """Every cell: of each corpus the first seed of all before the second of any, so that a
+        stopped study is whole as far as it goes; regularisers last."""
         for corpus in self.corpora:
             yield self.of(corpus, "base", None, None, None)
+        for corpus in self.corpora:
+            yield from self.of_each(corpus, (None, *self.options.epsilons))
+        if "mail" in self.corpora:
+            yield from self.of_each("mail", self.options.regularisers)
+
+    def of_each(self, corpus, all_asked):
         for seed in self.options.seeds:
-            for corpus, way in itertools.product(self.corpora, self.options.ways):
-                regularisers = self.options.regularisers if corpus == "mail" else ()
-                for asked in (None, *self.options.epsilons, *regularisers):
-                    yield self.of(corpus, way, asked, self.rate(corpus, way, asked), seed)
+            for way, asked in itertools.product(self.options.ways, all_asked):
+                yield self.of(corpus, way, asked, self.rate(corpus, way, asked), seed)
 
 
 def interval(values):
