@@ -35,7 +35,11 @@ def composable(record: Record) -> Record:
 def runs_before(guarantee: Record) -> list[Record]:
     """The private runs that a model came out of, by its `guarantee.json`, the last one first."""
     # One whose promise was taken back is among them, and leaves no ε: left out, it would cost nothing.
-    is_private = guarantee.get("noise_multiplier") or guarantee.get("selection")
+    # So is one without noise, but where it says what text it learnt: then that is compared.
+    noise = guarantee.get("noise_multiplier")
+    is_private = (
+        noise or guarantee.get("selection") or (noise == 0 and "learnt_from" not in guarantee)
+    )
     runs = [*([composable(guarantee)] if is_private else ()), *guarantee.get("before", ())]
     if not all({*_NEEDED} <= {*run} for run in runs):
         raise GuaranteeError(
