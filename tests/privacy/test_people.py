@@ -163,6 +163,26 @@ def test_a_run_that_goes_on_is_registered_once_and_a_copy_of_it_is_refused(tmp_p
         enrolled(Ledger.open(moved, promised, meter_of(promised)))
 
 
+def test_what_other_runs_came_to_is_not_forgotten_in_another_register(tmp_path, monkeypatch):
+    begun(tmp_path, "one")
+    second = begun(tmp_path, "two")
+    here = read_ledger(second.path)["people"]
+    assert here["runs"] == 2
+    monkeypatch.setenv("TIGHTLIP_REGISTER", str(tmp_path / "another" / "register.jsonl"))
+    assert ledger(second.path)["people"] == here  # as on another machine
+    with pytest.raises(GuaranteeError, match="was registered beside 1 other run on its people"):
+        enrolled(Ledger.open(second.path, terms("two"), meter_of(terms("two"))))
+    assert read_ledger(second.path)["people"] == here
+    finished = second.finish()["people"]  # whose register was deleted meanwhile
+    assert (finished["runs"], finished["epsilon"]) == (2, here["epsilon"])
+    # Nothing is forgotten of who had no other runs, nor of those that stand in the ledger itself.
+    moved = begun(tmp_path, "three", before=runs_before(second.record()))
+    monkeypatch.setenv("TIGHTLIP_REGISTER", str(tmp_path / "a third" / "register.jsonl"))
+    again = Ledger.open(moved.path, terms("three"), meter_of(terms("three")))
+    enrolled(again)
+    assert again.record()["people"]["runs"] == 2
+
+
 def test_repeated_steps_count_also_when_the_folder_is_gone(tmp_path):
     run = begun(tmp_path, "one")
     for _ in range(2):  # killed twice, and begun anew each time

@@ -9,6 +9,7 @@ from typing import Any
 
 from tightlip.core import register
 from tightlip.core.errors import GuaranteeError, TightlipError
+from tightlip.core.figures import counted
 from tightlip.privacy.ledger import ids_of, people_of, read_ledger
 
 Record = dict[str, Any]
@@ -113,6 +114,21 @@ def runs_of(record: Record) -> list[Record]:
     runs = before | runs
     runs.pop(own, None)
     return [*runs.values(), record]
+
+
+def is_registered(run: str) -> bool:
+    """Whether this register knows of a run; another machine's, or one that was deleted, does not."""
+    return any(_is_of(each, run) for each in register.entries(register.RUN))
+
+
+def refuse_if_forgotten(there: Record) -> None:
+    """Refuse to go on with a ledger whose people had other runs that this register knows nothing of."""
+    num_others = (there.get("people") or {}).get("runs", 1) - 1 - len(there.get("before", ()))
+    if num_others > 0 and not is_registered(there["run"]):
+        raise GuaranteeError(
+            f"{register.register_path()} does not know this run, which was registered beside {counted(num_others, 'other run')} on its "
+            f"people: they would be counted no longer. Set {register.PLACE} to the register that it began with, or put that back."
+        )
 
 
 def num_other_people(ids: tuple[str, ...]) -> int:
