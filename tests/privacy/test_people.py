@@ -155,8 +155,13 @@ def test_a_run_that_goes_on_is_registered_once_and_a_copy_of_it_is_refused(tmp_p
     assert len(register.entries("run")) == 1
 
     copy = shutil.copytree(tmp_path / "one", tmp_path / "copy") / "ledger.json"
-    with pytest.raises(GuaranteeError, match="is a copy"):
+    with pytest.raises(GuaranteeError, match="or delete it first"):
         enrolled(Ledger.open(copy, promised, meter_of(promised)))
+    charged = resumed.path.read_bytes()
+    resumed.charge()
+    with pytest.raises(GuaranteeError, match="Go on with that one; it has 1 steps on record"):
+        enrolled(Ledger.open(copy, promised, meter_of(promised)))
+    resumed.path.write_bytes(charged)
     moved = (tmp_path / "one").rename(tmp_path / "elsewhere") / "ledger.json"
     enrolled(Ledger.open(copy, promised, meter_of(promised)))  # nobody can tell it from the first
     with pytest.raises(GuaranteeError, match="is a copy"):

@@ -64,10 +64,17 @@ def enrol(record: Record, ledger: Path) -> None:
     def unless_there(entries: list[register.Entry]) -> register.Entry | None:
         known = [each for each in entries if _is_of(each, record["run"])]
         for each in known:
-            if each["ledger"] != str(path) and _ledger_of(each) is not None:
+            if each["ledger"] != str(path) and (there := _ledger_of(each)) is not None:
+                # Of one that went on, what it did and told since would be missing here.
+                has_more = there["steps"] > record["steps"]
+                instead = (
+                    f"; it has {there['steps']} steps on record"
+                    if has_more
+                    else ", or delete it first"
+                )
                 raise GuaranteeError(
                     f"{path} is a copy: {each['ledger']} is the ledger of the same run, and steps charged to one would be "
-                    "missing in the other. Go on with that one, or delete it first."
+                    f"missing in the other. Go on with that one{instead}."
                 )
         if known and known[-1]["ledger"] == str(path):
             return None
