@@ -48,7 +48,7 @@ def runs_behind(model: Any, start: str | Path | None, ledger: Path) -> list[Reco
         openly: weights that a run without privacy left are refused unless they are said to be public.
     """
     marks: list[Record] = getattr(_base(model), _MARK, [])
-    if start is None and not marks and _does_something(model):
+    if start is None and (_looks_at_texts(model) or (not marks and _does_something(model))):
         raise GuaranteeError(
             "The adapter to start from does something already: it was trained before, or initialised from the base or from texts. "
             "PEFT does not keep where it was read from, so what it cost its people would go uncounted. Give start=DIR, its folder; "
@@ -99,14 +99,16 @@ def _record_at(where: str | Path, commit: str | None = None) -> Record:
     return guarantee_beside(Path(found).parent) if isinstance(found, str) else {}
 
 
+def _looks_at_texts(model: Any) -> bool:
+    """Whether an adapter begins at what texts activate."""
+    settings = getattr(model, "peft_config", {}).values()
+    return any(getattr(each, "init_lora_weights", None) in _LOOKS for each in settings)
+
+
 def _does_something(model: Any) -> bool:
     """Whether an adapter is not, or is not known to be, as a new one is."""
     if not hasattr(model, "peft_config"):
         return False
-    if any(
-        getattr(each, "init_lora_weights", None) in _LOOKS for each in model.peft_config.values()
-    ):
-        return True
     every = dict(model.named_parameters(remove_duplicate=False))
     for name, weight in every.items():
         own = re.sub(r"modules_to_save\.[^.]+", "original_module", name)
