@@ -155,12 +155,37 @@ def test_a_run_that_goes_on_is_registered_once_and_a_copy_of_it_is_refused(tmp_p
     assert len(register.entries("run")) == 1
 
     copy = shutil.copytree(tmp_path / "one", tmp_path / "copy") / "ledger.json"
-    with pytest.raises(GuaranteeError, match="is a copy"):
+    with pytest.raises(GuaranteeError, match="or delete it first"):
         enrolled(Ledger.open(copy, promised, meter_of(promised)))
+    charged = resumed.path.read_bytes()
+    resumed.charge()
+    with pytest.raises(GuaranteeError, match="Go on with that one; it has 1 steps on record"):
+        enrolled(Ledger.open(copy, promised, meter_of(promised)))
+    resumed.path.write_bytes(charged)
     moved = (tmp_path / "one").rename(tmp_path / "elsewhere") / "ledger.json"
     enrolled(Ledger.open(copy, promised, meter_of(promised)))  # nobody can tell it from the first
     with pytest.raises(GuaranteeError, match="is a copy"):
         enrolled(Ledger.open(moved, promised, meter_of(promised)))
+
+
+def test_what_other_runs_came_to_is_not_forgotten_in_another_register(tmp_path, monkeypatch):
+    begun(tmp_path, "one")
+    second = begun(tmp_path, "two")
+    here = read_ledger(second.path)["people"]
+    assert here["runs"] == 2
+    monkeypatch.setenv("TIGHTLIP_REGISTER", str(tmp_path / "another" / "register.jsonl"))
+    assert ledger(second.path)["people"] == here  # as on another machine
+    with pytest.raises(GuaranteeError, match="was registered beside 1 other run on its people"):
+        enrolled(Ledger.open(second.path, terms("two"), meter_of(terms("two"))))
+    assert read_ledger(second.path)["people"] == here
+    finished = second.finish()["people"]  # whose register was deleted meanwhile
+    assert (finished["runs"], finished["epsilon"]) == (2, here["epsilon"])
+    # Nothing is forgotten of who had no other runs, nor of those that stand in the ledger itself.
+    moved = begun(tmp_path, "three", before=runs_before(second.record()))
+    monkeypatch.setenv("TIGHTLIP_REGISTER", str(tmp_path / "a third" / "register.jsonl"))
+    again = Ledger.open(moved.path, terms("three"), meter_of(terms("three")))
+    enrolled(again)
+    assert again.record()["people"]["runs"] == 2
 
 
 def test_repeated_steps_count_also_when_the_folder_is_gone(tmp_path):

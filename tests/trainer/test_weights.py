@@ -8,7 +8,13 @@ import pytest
 import torch
 from datasets import Dataset
 from dp_accounting.pld import PLDAccountant
-from peft import IA3Config, LoraConfig, get_peft_model
+from peft import (
+    EvaConfig,
+    IA3Config,
+    LoraConfig,
+    get_peft_model,
+    initialize_lora_eva_weights,
+)
 from transformers import AutoModelForCausalLM, TrainerCallback
 
 import tightlip
@@ -19,7 +25,7 @@ from tightlip.core.errors import GuaranteeError, UsageError
 from tightlip.core.register import guarantee_beside, weights_in
 from tightlip.privacy.ledger import read_ledger
 from tightlip.privacy.plans import PrivacySpec
-from tightlip.trainer.weights import checkpoint_of, runs_behind, tell
+from tightlip.trainer.weights import checkpoint_of, leave_mark, runs_behind, tell
 from tightlip.training.config import TrainConfig
 from tightlip.training.starting import runs_behind as runs_behind_a_run
 from trainer.private_runs import lora, small
@@ -206,6 +212,42 @@ def test_an_adapter_initialised_from_the_base_is_told_so(tmp_path):
     model = get_peft_model(small(), LoraConfig(r=2, target_modules=["v_proj"], init_lora_weights="pissa"))  # fmt: skip
     with pytest.raises(GuaranteeError, match="or initialised from the base"):
         runs_behind(model, None, tmp_path / "none.json")
+
+
+def test_an_adapter_that_begins_at_what_texts_activate_must_say_which_texts(tmp_path):
+    config = LoraConfig(r=2, target_modules=["v_proj"], init_lora_weights="eva", eva_config=EvaConfig(rho=1.0))  # fmt: skip
+    model = get_peft_model(small(), config)
+    ids = [{"input_ids": torch.tensor([row["input_ids"]])} for row in rows() if len(row["input_ids"]) > 7]  # fmt: skip
+    initialize_lora_eva_weights(model, ids, show_progress_bar=False)
+    weights = dict(model.named_parameters()).items()
+    assert all((each == 0).all() for name, each in weights if "lora_B" in name)
+    for num_before in range(2):
+        with pytest.raises(GuaranteeError, match="or initialised from the base or from texts"):
+            runs_behind(model, None, tmp_path / "none.json")
+        assert len(runs_behind(model, "public", tmp_path / "none.json")) == num_before
+        leave_mark(model, {"run": "an earlier run that changed the base"})
+
+
+def test_a_run_without_noise_leaves_no_epsilon_to_whoever_starts_from_it(tmp_path):
+    bare = private(tmp_path / "bare", given={"people": "staff"})
+    bare.train()
+    bare.save_model()
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "bare")
+    second = private(tmp_path / "two", model=model, privacy=NOISY, given={"people": "staff"}, **HALF)  # fmt: skip
+    second.train()
+    people = read_ledger(tmp_path / "two" / "ledger.json")["people"]
+    assert (people["epsilon"], people["standing"], people["runs"]) == (None, "measured only", 2)
+
+
+def test_weights_that_a_plain_run_left_are_refused_unless_they_are_said_to_be_public(tmp_path):
+    plain, ledger = tmp_path / "plain", tmp_path / "none.json"
+    small().save_pretrained(plain)
+    record = {"mechanism": "none", "epsilon": None, "standing": "measured only", "learnt_from": {}}
+    (plain / "guarantee.json").write_text(json.dumps(record))
+    model = AutoModelForCausalLM.from_pretrained(plain)
+    with pytest.raises(GuaranteeError, match="was trained without privacy, as its"):
+        runs_behind(model, None, ledger)
+    assert runs_behind(model, "public", ledger) == []
 
 
 def test_an_exception_ends_a_training_by_choice_and_the_last_weights_are_saved(tmp_path):

@@ -30,7 +30,14 @@ from tightlip.privacy.ledger import (
     read_ledger,
     steps_to_compose,
 )
-from tightlip.privacy.people import count_more, enrol, ids_of, runs_of
+from tightlip.privacy.people import (
+    count_more,
+    enrol,
+    ids_of,
+    is_registered,
+    refuse_if_forgotten,
+    runs_of,
+)
 from tightlip.privacy.rdp_filter import epsilon_of_rdp, release_rdp, subsampled_gaussian_rdp
 
 _SETTLED = (
@@ -56,7 +63,10 @@ def ledger(*runs: str | Path | RunRecord, delta: float | None = None) -> dict[st
         joint = compose_runs(_with_earlier(records), delta, same_people=same)
         return joint | unless_settled(joint)
     if ids_of(records[0]) and records[0]["epsilon"] is not None:
-        records[0]["people"] |= people_figure(runs_of(records[0]))
+        people, here = records[0]["people"], people_figure(runs_of(records[0]))
+        # A register that does not know the run may know less of its people than its ledger does.
+        if here["runs"] >= people.get("runs", 1) or is_registered(records[0]["run"]):
+            people |= here
     return records[0] | {"another_1000_steps": _after(records[0], 1000)}
 
 
@@ -66,6 +76,7 @@ def enrolled(ledger: Ledger) -> None:
     record = ledger.record()
     if not ids_of(record) or record["epsilon"] is None:
         return
+    refuse_if_forgotten(read_ledger(ledger.path))
     enrol(record, ledger.path)
     ledger.people = PeopleMeter(record)
     counted = 0
@@ -87,6 +98,7 @@ class PeopleMeter:
     Holds:
         planned: it is the same at every step that was planned; more steps never make it less.
         at_the_end: runs that were registered meanwhile count in snapshots and when the run is finished.
+        kept: where the register was lost meanwhile, those that it knew at first count on.
     """
 
     def __init__(self, record: dict[str, Any]) -> None:
@@ -95,7 +107,8 @@ class PeopleMeter:
 
     def __call__(self, record: dict[str, Any], *, exact: bool) -> dict[str, Any]:
         """What the record says of its people; `exact` with what was registered by now."""
-        if exact and (others := runs_of(record)[:-1]) != self._others:
+        is_asked = exact and is_registered(record["run"])
+        if is_asked and (others := runs_of(record)[:-1]) != self._others:
             self._others, self._known = others, {}
         known = steps, _ = _next_point(record), record["epsilon"] is None  # as one taken back
         if known not in self._known or not self._others:

@@ -9,6 +9,7 @@ from typing import Any
 
 from tightlip.core import register
 from tightlip.core.errors import GuaranteeError, TightlipError
+from tightlip.core.figures import counted
 from tightlip.privacy.ledger import ids_of, people_of, read_ledger
 
 Record = dict[str, Any]
@@ -35,7 +36,11 @@ def composable(record: Record) -> Record:
 def runs_before(guarantee: Record) -> list[Record]:
     """The private runs that a model came out of, by its `guarantee.json`, the last one first."""
     # One whose promise was taken back is among them, and leaves no ε: left out, it would cost nothing.
-    is_private = guarantee.get("noise_multiplier") or guarantee.get("selection")
+    # So is one without noise, but where it says what text it learnt: then that is compared.
+    noise = guarantee.get("noise_multiplier")
+    is_private = (
+        noise or guarantee.get("selection") or (noise == 0 and "learnt_from" not in guarantee)
+    )
     runs = [*([composable(guarantee)] if is_private else ()), *guarantee.get("before", ())]
     if not all({*_NEEDED} <= {*run} for run in runs):
         raise GuaranteeError(
@@ -59,10 +64,17 @@ def enrol(record: Record, ledger: Path) -> None:
     def unless_there(entries: list[register.Entry]) -> register.Entry | None:
         known = [each for each in entries if _is_of(each, record["run"])]
         for each in known:
-            if each["ledger"] != str(path) and _ledger_of(each) is not None:
+            if each["ledger"] != str(path) and (there := _ledger_of(each)) is not None:
+                # Of one that went on, what it did and told since would be missing here.
+                has_more = there["steps"] > record["steps"]
+                instead = (
+                    f"; it has {there['steps']} steps on record"
+                    if has_more
+                    else ", or delete it first"
+                )
                 raise GuaranteeError(
                     f"{path} is a copy: {each['ledger']} is the ledger of the same run, and steps charged to one would be "
-                    "missing in the other. Go on with that one, or delete it first."
+                    f"missing in the other. Go on with that one{instead}."
                 )
         if known and known[-1]["ledger"] == str(path):
             return None
@@ -109,6 +121,21 @@ def runs_of(record: Record) -> list[Record]:
     runs = before | runs
     runs.pop(own, None)
     return [*runs.values(), record]
+
+
+def is_registered(run: str) -> bool:
+    """Whether this register knows of a run; another machine's, or one that was deleted, does not."""
+    return any(_is_of(each, run) for each in register.entries(register.RUN))
+
+
+def refuse_if_forgotten(there: Record) -> None:
+    """Refuse to go on with a ledger whose people had other runs that this register knows nothing of."""
+    num_others = (there.get("people") or {}).get("runs", 1) - 1 - len(there.get("before", ()))
+    if num_others > 0 and not is_registered(there["run"]):
+        raise GuaranteeError(
+            f"{register.register_path()} does not know this run, which was registered beside {counted(num_others, 'other run')} on its "
+            f"people: they would be counted no longer. Set {register.PLACE} to the register that it began with, or put that back."
+        )
 
 
 def num_other_people(ids: tuple[str, ...]) -> int:

@@ -71,6 +71,15 @@ class PrivacySpec:
             )
 
 
+UNREGISTERED = "runs that this register does not know: without noise, of other machines, of other users of this one"
+
+
+def unregistered(people: str | None) -> str:
+    """Which other runs are outside a promise to these people, where they were given a name."""
+    nameless = "other runs on the same people: name them, and they are counted together"
+    return nameless if people is None else UNREGISTERED
+
+
 @dataclass(frozen=True, kw_only=True)
 class Terms:
     """How sure the promise is, and of what it is one.

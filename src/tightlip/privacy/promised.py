@@ -25,7 +25,7 @@ from tightlip.privacy.ledger import guarantee_terms
 from tightlip.privacy.passes import Passes, Physical
 from tightlip.privacy.per_unit import num_ids_of
 from tightlip.privacy.physical_batches import PhysicalBatches
-from tightlip.privacy.plans import Terms
+from tightlip.privacy.plans import Terms, unregistered
 from tightlip.privacy.rows_alone import synthetic_units
 from tightlip.privacy.sampling import NOT_PROTECTED
 
@@ -146,8 +146,7 @@ def on_your_word(adaptive: AdaptiveSpec | None, people: str | None) -> Terms:
         "where tokenizer and starting weights came from: yours to say",
         "the number of units, which counts as public",
     )
-    if people is None:
-        outside += ("other runs on the same people: name them, and they are counted together",)
+    outside += (unregistered(people),)
     whose = () if people is None else (people,)
     if adaptive is None:
         return Terms(outside=outside, people=whose)

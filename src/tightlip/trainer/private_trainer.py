@@ -29,7 +29,7 @@ from tightlip.core.run_folder import LEDGER
 from tightlip.privacy.asking import refuse_hooks
 from tightlip.privacy.ledger import read_ledger
 from tightlip.privacy.people import ids_of
-from tightlip.privacy.plans import PrivacySpec, Terms
+from tightlip.privacy.plans import PrivacySpec, Terms, unregistered
 from tightlip.privacy.private_training import PrivateTraining
 from tightlip.privacy.sources import LabelledRows, sampled_units
 from tightlip.trainer import weights
@@ -237,10 +237,7 @@ class PrivateMixin(_Library):
             "when lines were logged and files written, which hangs on how many were drawn",
             "what hooks and callbacks of your own tell, which see private text before any noise",
         ]
-        if self.people is None:
-            outside.append(
-                "other runs on the same people: name them, and they are counted together"
-            )
+        outside.append(unregistered(self.people))
         if self.public_evaluation:
             outside.append("text that you declared public and evaluated on")
         before = self._before or []

@@ -29,6 +29,7 @@ _MARK = "_tightlip_runs"  # of a model in memory
 # Random at first, and nothing while the factor beside it is zero.
 _FREE = ("lora_A", "lora_embedding_B", "lora_magnitude_vector")
 _AT_FIRST = {"lora_B": 0.0, "lora_embedding_A": 0.0, "ia3_l": 1.0}
+_LOOKS = ("eva", "corda", "lora_ga")  # these begin at what texts activate, EVA with lora_B at zero
 _STATE = "trainer_state.json"  # the last file of a checkpoint
 _CARD = "---\nlibrary_name: transformers\ntags: [tightlip]\n---\n\n# A model trained privately\n"
 _BEGIN, _END = "<!-- guarantee by tightlip -->", "<!-- end of the guarantee -->"
@@ -42,18 +43,26 @@ def runs_behind(model: Any, start: str | Path | None, ledger: Path) -> list[Reco
     Holds:
         in_memory: a model that a trainer has changed brings that run along, merged or not.
         named: only 'public' costs nothing; any other start has a guarantee, or is refused.
-        adapter: one that does something already is refused unless it is said where it is from.
+        adapter: one that does something already, or looked at texts, is refused unless it is said where
+            it is from.
+        openly: weights that a run without privacy left are refused unless they are said to be public.
     """
     marks: list[Record] = getattr(_base(model), _MARK, [])
-    if start is None and not marks and _does_something(model):
+    if start is None and (_looks_at_texts(model) or (not marks and _does_something(model))):
         raise GuaranteeError(
-            "The adapter to start from does something already: it was trained before, or initialised from the base. PEFT does not "
-            "keep where it was read from, so what it cost its people would go uncounted. Give start=DIR, its folder; or "
-            "start='public' where nothing but public text shaped it."
+            "The adapter to start from does something already: it was trained before, or initialised from the base or from texts. "
+            "PEFT does not keep where it was read from, so what it cost its people would go uncounted. Give start=DIR, its folder; "
+            "or start='public' where nothing but public text shaped it."
         )
     config = getattr(model, "config", None)
     name, commit = (getattr(config, each, None) for each in ("_name_or_path", "_commit_hash"))
-    runs = runs_before(_record_at(name, commit)) if name else []
+    record = _record_at(name, commit) if name else {}
+    runs = runs_before(record)
+    if start is None and record and not runs:
+        raise GuaranteeError(
+            f"{name} was trained without privacy, as its {OWN_RECORD} says, and if it learnt from these people no noise hides it. Start "
+            "from other weights; or give start='public' where nothing but public text shaped them."
+        )
     if start is not None and start != PUBLIC:
         if not (named := runs_before(_record_at(start))):
             raise UsageError(
@@ -88,6 +97,12 @@ def _record_at(where: str | Path, commit: str | None = None) -> Record:
     except HFValidationError:
         return {}
     return guarantee_beside(Path(found).parent) if isinstance(found, str) else {}
+
+
+def _looks_at_texts(model: Any) -> bool:
+    """Whether an adapter begins at what texts activate."""
+    settings = getattr(model, "peft_config", {}).values()
+    return any(getattr(each, "init_lora_weights", None) in _LOOKS for each in settings)
 
 
 def _does_something(model: Any) -> bool:

@@ -22,7 +22,7 @@ from tightlip.corpus.prepare import open_prepared
 from tightlip.corpus.public_text import stands_in
 from tightlip.privacy.accounting import Release
 from tightlip.privacy.people import declared_others, ids_of, num_other_people
-from tightlip.privacy.plans import Terms
+from tightlip.privacy.plans import UNREGISTERED, Terms
 from tightlip.training.config import BUILT_IN_MODELS, TrainConfig
 from tightlip.training.mitigations import CorpusFacts
 from tightlip.training.starting import runs_behind
@@ -230,9 +230,7 @@ def _taken_as_public(
         yield "texts of this corpus that also stand in what the start or its words were made from"
     if corpus.releases or words.releases:
         yield "noisy vocabularies of this text that no run was trained with"
-    yield (
-        "runs that this register does not know: without noise, of other machines, of other users of this one"
-    )
+    yield UNREGISTERED
     if others := num_other_people(people):
         corpora = counted(others, "corpus", "corpora")
         yield f"{corpora} registered here that you declared to be of other people"

@@ -31,7 +31,7 @@ from tightlip.corpus.prepare import PreparedCorpus
 from tightlip.privacy.accounting import Mechanism, check_delta, default_delta
 from tightlip.privacy.composition import people_figure
 from tightlip.privacy.ledger import figures_of, read_ledger
-from tightlip.privacy.people import enrol, runs_of, withdraw
+from tightlip.privacy.people import enrol, refuse_if_forgotten, runs_of, withdraw
 from tightlip.privacy.plans import Terms
 from tightlip.privacy.sampling import PoissonSampler
 from tightlip.privacy.selection import Selection, drawn_number
@@ -176,6 +176,7 @@ class Choice:
                     f"{self._file} is missing, and drawing anew how many trials there are would make them more than is charged. "
                     "Put it back, or choose again with another --out."
                 )
+            refuse_if_forgotten(self.record)
         else:
             self.record = _promise(_selection(trials, recipes), recipes)
             run_folder.begin_run(self.out, self.tree)
