@@ -72,7 +72,7 @@ def test_a_claim_that_the_canaries_contradict_exits_3_and_is_on_record(runs, com
     assert "40 of 40 guesses about 80 canaries were right; 20 would be by chance." in ran.out
     assert "ε is at least 2.55 at δ 1e-05, with 95% confidence." in ran.out
     assert "ε 1 at δ 1e-05, is contradicted." in ran.out
-    assert "claims ε 1, and its canaries contradict that at 95%" in ran.refusal
+    assert "claims ε 1.00, and its canaries contradict that at 95%" in ran.refusal
     written = runs / "parrot/dp_check_result.json"
     assert json.loads(written.read_text())["verdict"] == "contradicted"
     assert stat.S_IMODE(os.stat(written).st_mode) == 0o600

@@ -11,7 +11,7 @@ from dp_accounting.pld import PLDAccountant
 from privacy.accounts import theirs
 from tightlip.cli.train import ledger as ledger_command
 from tightlip.core import register
-from tightlip.core.errors import GuaranteeError
+from tightlip.core.errors import GuaranteeError, UsageError
 from tightlip.core.figures import arithmetic_words, guarantee_words
 from tightlip.core.run_folder import begin_run
 from tightlip.privacy.accounting import EpsilonMeter, Mechanism, epsilon_spent
@@ -357,6 +357,12 @@ def test_a_register_that_cannot_be_written_is_refused(tmp_path, monkeypatch):
     (tmp_path / "folder").mkdir()
     monkeypatch.setenv("TIGHTLIP_REGISTER", str(tmp_path / "folder"))
     with pytest.raises(GuaranteeError, match="set TIGHTLIP_REGISTER"):
+        begun(tmp_path, "one")
+
+
+def test_a_register_that_is_another_one_in_each_folder_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("TIGHTLIP_REGISTER", "register.jsonl")
+    with pytest.raises(UsageError, match=r"would be register\.jsonl, which is another file in each"):
         begun(tmp_path, "one")
 
 

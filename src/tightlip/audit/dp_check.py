@@ -37,6 +37,7 @@ import torch
 from tightlip.audit import trade_off
 from tightlip.audit.measures import Audited
 from tightlip.core.errors import UsageError
+from tightlip.core.figures import rounded_up
 from tightlip.core.files import read_sealed, write_json
 from tightlip.core.gates import Known
 from tightlip.core.run_folder import DP_CHECK, DP_CHECK_RESULT, ENGINE_CHECK, RunRecord
@@ -137,7 +138,7 @@ class DPChecks:
         kind = "in the engine" if each is self.engine else "in the text"
         return (
             f"The run's own canaries contradict its ε: of {each.num_guesses:,} guesses about those {kind} {each.num_correct:,} "
-            f"were right, and {each.num_to_contradict:,} are too many for ε {self.claimed_epsilon:.3g}. At most {trade_off.LEVEL:.0%} of "
+            f"were right, and {each.num_to_contradict:,} are too many for ε {rounded_up(self.claimed_epsilon)}. At most {trade_off.LEVEL:.0%} of "
             "honest runs look so by chance."
         )
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tightlip.core.checksums import digest_of, sealed, unsealed
-from tightlip.core.errors import GuaranteeError
+from tightlip.core.errors import GuaranteeError, UsageError
 from tightlip.core.files import OWNER_FILE, fsync, make_private_folder, read_json, refuse_store
 
 if TYPE_CHECKING:
@@ -36,16 +36,21 @@ def register_path() -> Path:
     """Where the register is, or would be."""
     if given := os.environ.get(PLACE):
         refuse_store(given)
-        return Path(given)
     state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
-    return Path(state) / "tightlip" / "register.jsonl"
+    path = Path(given) if given else Path(state) / "tightlip" / "register.jsonl"
+    if not path.is_absolute():
+        raise UsageError(
+            f"The register of private runs would be {path}, which is another file in each folder: runs in one would not count in "
+            f"another. Give {PLACE} its whole path."
+        )
+    return path
 
 
 @contextmanager
 def kept_in(folder: Path) -> Iterator[None]:
     """Keep a register of its own for experiments, whose text is public or only tried out."""
     before = os.environ.get(PLACE)
-    os.environ[PLACE] = str(folder / "register.jsonl")
+    os.environ[PLACE] = str(folder.absolute() / "register.jsonl")
     try:
         yield
     finally:
