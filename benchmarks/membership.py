@@ -1,16 +1,13 @@
-"""Who is found: fine-tunes of SmolLM2-135M, a GRU and an LSTM, plainly, with a regulariser and with DP.
+"""Who is found: fine-tunes of a GRU and an LSTM, plainly, with a regulariser and with DP.
 
-    python benchmarks/membership.py --mail git_list.parquet --model SmolLM2-135M-Instruct.Q4_1.gguf \\
-        --work DIR --budget-seconds 540
+    python benchmarks/membership.py --mail git_list.parquet --work DIR --processes 2
 
-A cell is a way (gru, lstm, full, lora), a mitigation and a seed. Under each seed the pool of documents
-is shuffled anew: 1,200 are trained on and 1,200 are not. The model starts from a base that saw
-neither: SmolLM2 as it is, or a recurrent model trained on other documents of the same list, whose
-words the vocabulary is. The base is the one reference. Cells are kept in DIR/results.jsonl and the
-same command goes on where one stopped, as in private_fine_tuning.py, which says where the weights come
-from.
+A cell is a way (gru, lstm), a mitigation and a seed. Under each seed the pool of documents is shuffled anew: 1,200 are
+trained on and 1,200 are not. The model starts from a base trained on other documents of the same list, whose words
+the vocabulary is; it is the one reference. Cells are kept in DIR/results.jsonl and the same command goes on where one
+stopped, as in private_fine_tuning.py, which asks the same of SmolLM2.
 
-What is counted, stated before any cell was run on a GPU:
+What is counted, stated before any cell was run:
 
 - For each score of `tightlip membership` the share of members found at 1% false accusations, and the
   AUC, of documents; the mean over the seeds with Student's 95% interval.
@@ -28,8 +25,8 @@ A tiny one for a CPU:
     ... --ways gru --mitigations none --documents 200 --base-documents 500 --seeds 1 --epochs 1
 """
 
+import itertools
 import logging
-import math
 import shutil
 import sys
 
@@ -41,21 +38,23 @@ import tightlip
 from private_fine_tuning import (
     FEW_BOOTSTRAPS,
     FIGURES,
+    REGULARISERS,
     Kept,
-    base_of,
+    auc,
     flags,
+    found_at,
     go_on,
+    header,
     interval,
+    row,
     shuffled,
 )
 from tightlip.training.config import RunOptions
 
-RECURRENT = ("gru", "lstm")
 MITIGATIONS = {
     "none": {},
     "by-user": {"mitigation": "adversarial", "privacy_weight": 0.0},
-    "adversarial": {"mitigation": "adversarial", "privacy_weight": 1.0},
-    "triplet": {"mitigation": "triplet", "privacy_weight": 0.03},
+    **REGULARISERS,
     "dp-8": {"mitigation": "dp", "epsilon": 8.0},
     "dp-2": {"mitigation": "dp", "epsilon": 2.0},
 }
@@ -71,9 +70,6 @@ class Memberships(Kept):
         # A text that stands twice would be on both sides, or in the base's.
         rows = [*{row["text"]: row for row in rows}.values()]
         self.pool, self.others = rows[: 2 * options.documents], rows[2 * options.documents :]
-        self.how = RunOptions(
-            device=self.device, bf16=self.device == "cuda", physical_rows=options.physical_rows
-        )
 
     def ready(self):
         for way in self.options.ways:
@@ -83,8 +79,6 @@ class Memberships(Kept):
 
     def base(self, way):
         """The model that a way starts from, which is the reference too."""
-        if way not in RECURRENT:
-            return base_of(self.options, self.work)
         folder, corpus = self.work / f"base-{way}", self.work / "base-corpus"
         if not corpus.exists():
             tightlip.prepare(
@@ -110,8 +104,7 @@ class Memberships(Kept):
 
     def prepared(self, way, seed, base):
         """Under a seed: half of the pool to train on, the other half held out."""
-        kind = way if way in RECURRENT else "hub"
-        out = self.work / f"corpus-{kind}-{seed}"
+        out = self.work / f"corpus-{way}-{seed}"
         if not out.exists():
             order = np.random.default_rng(seed).permutation(len(self.pool))
             members, others = np.array_split(order, 2)
@@ -125,21 +118,13 @@ class Memberships(Kept):
             )
         return out
 
-    def settings(self, way, mitigation):
+    def settings(self, mitigation):
         given, options = dict(MITIGATIONS[mitigation]), self.options
-        if way == "lora":
-            given["lora"] = options.lora
         if given.get("mitigation") == "dp":
             given |= {"unit": "example", "batch_size": options.batch_size, "steps": options.steps}
-            given |= {"clip_norm": options.clip_norm}
-            rate = options.recurrent_private_rate
-        else:
-            given |= {"batch_size": options.plain_batch_size, "epochs": options.epochs}
-            rate = options.recurrent_rate
-        kind = "private" if given.get("mitigation") == "dp" else "plain"
-        if way not in RECURRENT:
-            (rate,) = getattr(options, f"{way}_{kind}_rates")
-        return given | {"learning_rate": rate}
+            return given | {"clip_norm": options.clip_norm, "learning_rate": options.private_rate}
+        given |= {"batch_size": options.plain_batch_size, "epochs": options.epochs}
+        return given | {"learning_rate": options.rate}
 
     def run(self, way, mitigation, seed):
         base, out = self.base(way), self.own / "run"
@@ -153,8 +138,8 @@ class Memberships(Kept):
                 sequence_length=self.options.sequence_length,
                 snapshot="none",
                 seed=seed,
-                options=RunOptions(device=self.device) if way in RECURRENT else self.how,
-                **self.settings(way, mitigation),
+                options=RunOptions(device=self.device),
+                **self.settings(mitigation),
             )
         self.lend_scans(corpus.name, out)
         with self.timed("membership"):
@@ -168,10 +153,10 @@ class Memberships(Kept):
         scores = {name: score for name, score in level["scores"].items() if score is not None}
         return {
             "validation_perplexity": groups["perplexity"]["value"],
-            "settings": self.settings(way, mitigation),
+            "settings": self.settings(mitigation),
             "num_members": level["num_members"],
             "num_nonmembers": level["num_nonmembers"],
-            "scores": {n: {f: one[f] for f in FIGURES} for n, one in scores.items()},
+            "membership": {n: {f: one[f] for f in FIGURES} for n, one in scores.items()},
             "by_length": [
                 {"longest": one["longest"], "ez": one["scores"]["ez"]["auc"]}
                 for one in found["by_length"]
@@ -181,47 +166,27 @@ class Memberships(Kept):
     def all(self):
         """The first seed of all before the second of any."""
         for seed in self.options.seeds:
-            for way in self.options.ways:
-                asked = self.options.mitigations
-                if way not in RECURRENT:
-                    asked = [one for one in asked if one in self.options.hub_mitigations]
-                for mitigation in asked:
-                    yield self.of(way, mitigation, seed)
+            for way, mitigation in itertools.product(self.options.ways, self.options.mitigations):
+                yield self.of(way, mitigation, seed)
 
 
 def table(cells):
-    """Markdown: AUC and the share found at 1%, by score, the mean over seeds with its interval."""
-    names = [*next(iter(cells.known.values()))["scores"]] if cells.known else []
-    heads = ["way", "mitigation", "seeds", "perplexity", *names, "EZ against none"]
-    yield f"| {' | '.join(heads)} |"
-    yield "|" + "---|" * len(heads)
+    """Markdown: the share found at 1% and the AUC, by score, the mean over seeds with its interval."""
+    names = [*next(iter(cells.known.values()))["membership"]] if cells.known else []
+    yield from header("way", "mitigation", "seeds", "perplexity", *names, "EZ against none")
     groups = {}
-    for (way, mitigation, _), found in cells.known.items():
-        groups.setdefault((way, mitigation), []).append(found)
+    for (way, mitigation, seed), found in cells.known.items():
+        groups.setdefault((way, mitigation), {})[seed] = found
     for (way, mitigation), found in groups.items():
-        shown = [
-            f"{percents(found, name)} ({interval([one['scores'][name]['auc']['value'] for one in found])})"
+        every, plain = [*found.values()], groups.get((way, "none"), {})
+        shown = (
+            f"{interval([found_at(one, name) for one in every])}% ({interval([auc(one, name) for one in every])})"
             for name in names
-        ]
-        utility = interval([one["validation_perplexity"] for one in found])
-        plain = {one["cell"][2]: found_at(one, "ez") for one in groups.get((way, "none"), ())}
-        changes = [
-            100 * (found_at(one, "ez") - plain[one["cell"][2]])
-            for one in found
-            if mitigation != "none" and plain.get(one["cell"][2]) is not None
-        ]
-        against = interval(changes) if changes else ""
-        yield f"| {' | '.join([way, mitigation, str(len(found)), utility, *shown, against])} |"
-
-
-def found_at(one, name):
-    rate = one["scores"][name]["tpr_at_1_percent_fpr"]
-    return math.nan if rate is None else rate["value"]
-
-
-def percents(found, name):
-    rates = [100 * found_at(one, name) for one in found]
-    return "too few" if any(map(math.isnan, rates)) else f"{interval(rates)}%"
+        )
+        both = [seed for seed in found if mitigation != "none" and seed in plain]
+        moved = [found_at(found[seed], "ez") - found_at(plain[seed], "ez") for seed in both]
+        utility = interval([one["validation_perplexity"] for one in every])
+        yield row(way, mitigation, len(found), utility, *shown, interval(moved) if moved else "")
 
 
 def main():
@@ -230,26 +195,17 @@ def main():
     (model,) = (one for one in about._actions if one.dest == "model")
     model.required = False
     about.add_argument("--mitigations", nargs="+", default=[*MITIGATIONS], choices=[*MITIGATIONS])
-    about.add_argument(
-        "--hub-mitigations",
-        nargs="*",
-        default=["none", "dp-8", "dp-2"],
-        choices=[*MITIGATIONS],
-        help="those of them that full and lora are trained with, which take the most time",
-    )
-    about.add_argument("--base-documents", type=int, default=12_000, help="of a recurrent base")
-    about.add_argument("--vocabulary", type=int, default=10_000, help="of a recurrent base")
+    about.add_argument("--base-documents", type=int, default=6_000)
+    about.add_argument("--vocabulary", type=int, default=5_000)
     about.add_argument("--base-epochs", type=float, default=3.0)
-    about.add_argument("--recurrent-rate", type=float, default=2e-3)
-    about.add_argument("--recurrent-private-rate", type=float, default=5e-3)
+    about.add_argument("--rate", type=float, default=2e-3)
+    about.add_argument("--private-rate", type=float, default=5e-3)
     (ways,) = (one for one in about._actions if one.dest == "ways")
-    ways.choices, ways.default = (*RECURRENT, "full", "lora"), ["lstm", "full", "lora"]
-    about.set_defaults(documents=1200, epochs=5.0, plain_batch_size=32, batch_size=256)
+    ways.choices = ways.default = ("gru", "lstm")
+    about.set_defaults(documents=1200, epochs=3.0, plain_batch_size=32, batch_size=256)
     options = about.parse_args()
     if options.mail is None:
         sys.exit("Give --mail.")
-    if options.model is None and set(options.ways) - {*RECURRENT}:
-        sys.exit("Give --model, or --ways gru lstm.")
     logging.disable(logging.WARNING)
     go_on(Memberships, options, table)
 

@@ -132,13 +132,18 @@ class DPChecks:
     def to_json(self) -> dict[str, Any]:
         return asdict(self) | {"verdict": self.verdict}
 
+    @property
+    def claim(self) -> str:
+        """The ε that the run claims, never less."""
+        return rounded_up(math.inf if self.claimed_epsilon is None else self.claimed_epsilon)
+
     def contradiction(self) -> str:
         """What a ledger says from then on."""
         each = next(x for x in (self.engine, self.text) if x and x.verdict == "contradicted")
         kind = "in the engine" if each is self.engine else "in the text"
         return (
             f"The run's own canaries contradict its ε: of {each.num_guesses:,} guesses about those {kind} {each.num_correct:,} "
-            f"were right, and {each.num_to_contradict:,} are too many for ε {rounded_up(self.claimed_epsilon)}. At most {trade_off.LEVEL:.0%} of "
+            f"were right, and {each.num_to_contradict:,} are too many for ε {self.claim}. At most {trade_off.LEVEL:.0%} of "
             "honest runs look so by chance."
         )
 

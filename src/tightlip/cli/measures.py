@@ -16,7 +16,6 @@ from tightlip.cli import Gate, GateSettings, flags, page_words, print_lines, pri
 from tightlip.cli.flags import KeptScan, Keys, Model, OnDevice, argument, path_flag, with_settings
 from tightlip.core.engines import EngineSettings
 from tightlip.core.errors import GuaranteeError, UsageError
-from tightlip.core.figures import rounded_up
 from tightlip.core.files import read_json, store_address
 from tightlip.core.progress import shown_progress, terminal
 from tightlip.core.run_folder import DP_CHECK, DP_CHECK_RESULT, ENGINE_CHECK, is_run, run_around
@@ -253,7 +252,7 @@ def dp_check(run: Run, given: dict[str, Any]) -> None:
     gate.judge(checks.to_json(), lambda: print_lines(lines))
     if checks.verdict == "contradicted":
         raise GuaranteeError(
-            f"{run} claims ε {rounded_up(checks.claimed_epsilon)}, and its canaries contradict that at {checks.confidence:.0%} confidence. "
+            f"{run} claims ε {checks.claim}, and its canaries contradict that at {checks.confidence:.0%} confidence. "
             "The claim is taken back: ledger, card and reports show no ε for it. Train and check again, and report it if it is "
             "contradicted twice."
         )
@@ -279,7 +278,7 @@ def lines_about_checks(checks: "DPChecks") -> Iterator[str]:
         yield "The run claims no ε, so there is nothing to contradict."
     else:
         verdict = "contradicted" if checks.verdict == "contradicted" else "not contradicted"
-        yield f"The run's claim, ε {rounded_up(checks.claimed_epsilon)} at δ {checks.delta:.2g}, is {verdict}."
+        yield f"The run's claim, ε {checks.claim} at δ {checks.delta:.2g}, is {verdict}."
 
 
 def _about_check(check: "DPCheck", checks: "DPChecks") -> Iterator[str]:
