@@ -362,7 +362,9 @@ def test_a_register_that_cannot_be_written_is_refused(tmp_path, monkeypatch):
 
 def test_a_register_that_is_another_one_in_each_folder_is_refused(tmp_path, monkeypatch):
     monkeypatch.setenv("TIGHTLIP_REGISTER", "register.jsonl")
-    with pytest.raises(UsageError, match=r"would be register\.jsonl, which is another file in each"):
+    with pytest.raises(
+        UsageError, match=r"would be register\.jsonl, which is another file in each"
+    ):
         begun(tmp_path, "one")
 
 

@@ -208,6 +208,21 @@ def test_an_adapter_that_does_something_already_must_say_where_it_is_from(config
     assert runs_behind(model, "public", tmp_path / "none.json") == []
 
 
+def test_of_a_model_that_a_trainer_changed_adapters_that_others_trained_are_asked_about(tmp_path):
+    model = get_peft_model(small(), lora())
+    leave_mark(model, {"run": "an earlier run that trained these"})
+    for weight in model.parameters():
+        weight.data += 0.25
+    assert len(runs_behind(model, None, tmp_path / "none.json")) == 1
+    model.add_adapter("theirs", lora())
+    model.set_adapter("theirs")
+    assert len(runs_behind(model, None, tmp_path / "none.json")) == 1  # new, so it does nothing yet
+    for name, weight in model.named_parameters():
+        weight.data += 0.25 * ("lora_B.theirs" in name)
+    with pytest.raises(GuaranteeError, match="trained before, or initialised from the base"):
+        runs_behind(model, None, tmp_path / "none.json")
+
+
 def test_an_adapter_initialised_from_the_base_is_told_so(tmp_path):
     model = get_peft_model(small(), LoraConfig(r=2, target_modules=["v_proj"], init_lora_weights="pissa"))  # fmt: skip
     with pytest.raises(GuaranteeError, match="or initialised from the base"):

@@ -25,7 +25,7 @@ from tightlip.training.starting import guarantee_lines, told_of
 
 log = logging.getLogger("tightlip")
 PUBLIC = "public"
-_MARK = "_tightlip_runs"  # of a model in memory
+_MARK, _TRAINED = "_tightlip_runs", "_tightlip_trained"  # of a model in memory
 # Random at first, and nothing while the factor beside it is zero.
 _FREE = ("lora_A", "lora_embedding_B", "lora_magnitude_vector")
 _AT_FIRST = {"lora_B": 0.0, "lora_embedding_A": 0.0, "ia3_l": 1.0}
@@ -48,7 +48,7 @@ def runs_behind(model: Any, start: str | Path | None, ledger: Path) -> list[Reco
         openly: weights that a run without privacy left are refused unless they are said to be public.
     """
     marks: list[Record] = getattr(_base(model), _MARK, [])
-    if start is None and (_looks_at_texts(model) or (not marks and _does_something(model))):
+    if start is None and (_looks_at_texts(model) or _does_something(model)):
         raise GuaranteeError(
             "The adapter to start from does something already: it was trained before, or initialised from the base or from texts. "
             "PEFT does not keep where it was read from, so what it cost its people would go uncounted. Give start=DIR, its folder; "
@@ -77,8 +77,11 @@ def runs_behind(model: Any, start: str | Path | None, ledger: Path) -> list[Reco
 
 
 def leave_mark(model: Any, record: Record) -> None:
-    """Let whoever trains this model object next know of the run that changed it."""
-    setattr(_base(model), _MARK, [composable(record), *record.get("before", ())])
+    """Let whoever trains this model object next know of the run that changed it, and of what it trained."""
+    base = _base(model)
+    setattr(base, _MARK, [composable(record), *record.get("before", ())])
+    trained = {name for name, weight in model.named_parameters() if weight.requires_grad}
+    setattr(base, _TRAINED, trained | getattr(base, _TRAINED, set()))
 
 
 def _base(model: Any) -> Any:
@@ -106,11 +109,12 @@ def _looks_at_texts(model: Any) -> bool:
 
 
 def _does_something(model: Any) -> bool:
-    """Whether an adapter is not, or is not known to be, as a new one is."""
+    """Whether an adapter is not, or is not known to be, as a new one is; but for what a trainer trained here."""
     if not hasattr(model, "peft_config"):
         return False
     every = dict(model.named_parameters(remove_duplicate=False))
-    for name, weight in every.items():
+    for name in {*every} - getattr(_base(model), _TRAINED, set()):
+        weight = every[name]
         own = re.sub(r"modules_to_save\.[^.]+", "original_module", name)
         known = [value for part, value in _AT_FIRST.items() if part in name]
         if own != name:
