@@ -8,19 +8,22 @@ import stat
 from dataclasses import replace
 
 import pytest
+from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 import tightlip
 from by_hand import unlisted
 from tightlip.audit import measures
-from tightlip.audit.comparison import Compared, labels, promised, seconds_per_epoch
+from tightlip.audit.comparison import Compared, _measuring, labels, promised, seconds_per_epoch
 from tightlip.audit.subjects import of_run
 from tightlip.core.errors import UsageError
 from tightlip.core.files import names_in, read_sealed
 from tightlip.core.registry import look_up, names_of
+from tightlip.core.resampling import ResamplingSettings
 from tightlip.core.run_folder import open_run
 from tightlip.corpus.opening import open_run_corpus
 from tightlip.models.folders import model_fingerprint
 from tightlip.scan import models
+from tightlip.scan.options import ScanOptions
 from tightlip.scan.scanner import Scanner
 
 pytestmark = pytest.mark.slow
@@ -225,6 +228,19 @@ def test_measures_are_made_anew_when_the_begin_token_changes(place, tmp_path):
         unlisted(config).write_text(json.dumps(tree))
     after = tightlip.compare(runs, out=tmp_path / "o", **how).rows
     assert before[0]["perplexity"] != after[0]["perplexity"]
+
+
+def test_a_reference_that_begins_otherwise_is_another_reference(place, tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(place / "plain/model")
+    tokenizer.backend_tokenizer.post_processor = None  # has a begin token and puts none
+    tokenizer.save_pretrained(tmp_path)
+    config = GPT2Config(vocab_size=len(tokenizer), n_embd=8, n_layer=1, n_head=1, n_positions=64)
+    GPT2LMHeadModel(config).save_pretrained(tmp_path)
+    auto, always, never = (
+        _measuring(None, tmp_path, ScanOptions(begin=begin), ResamplingSettings())
+        for begin in ("auto", "always", "never")
+    )
+    assert auto == never != always
 
 
 def test_only_the_measures_are_kept_and_no_report_with_text(made, place):

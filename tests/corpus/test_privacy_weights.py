@@ -320,3 +320,23 @@ def test_public_text_needs_no_users(tmp_path):
     (tmp_path / "d.jsonl").write_text('{"line": "x"}\n')
     with pytest.raises(UsageError, match="no column 'words' and none named text"):
         open_public(tmp_path / "d.jsonl", **other)
+
+
+@pytest.mark.parametrize(
+    ("row", "told"),
+    [
+        ({"messages": [{"role": "user", "content": "a"}]}, "messages"),
+        ({"prompt": "a", "completion": "b"}, "prompt-completion"),
+    ],
+)
+def test_public_chats_need_no_users(tmp_path, row, told):
+    columns = {"user_column": "user", "text_column": "text", "bad_rows": "error"}
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.Table.from_pylist([row] * 3), path)
+    same = tmp_path / "b.parquet"
+    pq.write_table(pa.Table.from_pylist([{"user": "u", **row}] * 3), same)
+    public, with_users = (open_public(each, **columns) for each in (path, same))
+    assert public.format == with_users.format == told
+    documents = [[one.document for one in each.raw_documents()] for each in (public, with_users)]
+    assert documents[0] == documents[1]
+    assert len(documents[0]) == 3

@@ -113,3 +113,10 @@ def test_a_model_that_a_run_went_on_training_begins_as_the_run_had_it(tmp_path):
     )
     assert open_model(tmp_path / "gpt2", ScanOptions()).begin_id is None
     assert open_model(run.model_folder, ScanOptions()).begin_id == tokenizer.bos_token_id
+    # So the start is no reference as it is, which is said before anything is scanned.
+    given = {"reference": tmp_path / "gpt2", "device": "cpu"}
+    for measure in (tightlip.extract, tightlip.measure_membership):
+        with pytest.raises(UsageError, match=r"do not begin .* Add begin='always'"):
+            measure(run.folder, **given)
+    assert not (run.folder / "scan").exists()
+    assert tightlip.extract(run.folder, **given, begin="always", lengths=(3,)).summary["reference"]

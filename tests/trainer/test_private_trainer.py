@@ -221,6 +221,7 @@ def test_killed_and_gone_on_it_pays_again_for_what_it_repeats(tmp_path, caplog):
     assert (ledger["steps"], done.global_step) == (6, 4)
     assert ledger["run"] == held["run"]
     assert "The privacy budget ended training after step 4 of 6." in caplog.text
+    assert "2 steps came after the last checkpoint" in caplog.text
     (tmp_path / "ledger.json").write_text(behind)
     with pytest.raises(GuaranteeError, match=r"4 steps on record and .*checkpoint-4 holds 6"):
         private(tmp_path, privacy=privacy, **how).train(resume_from_checkpoint=True)

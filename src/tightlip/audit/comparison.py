@@ -186,12 +186,12 @@ def _measuring(
     """How to measure; whatever cannot work is refused here, before the long work."""
     paths = [] if key is None else [key] if isinstance(key, str | Path) else list(key)
     given = None if reference is None else Path(reference)
+    opened = None if given is None else open_other(model_folder(given), options)
     return Measuring(
         keys=tuple(open_key(Path(path)) for path in paths),
         reference=given,
-        reference_fingerprint=None
-        if given is None
-        else open_other(model_folder(given), options).files,
+        # What it makes of a text hangs on what stands before it, too.
+        reference_fingerprint=None if opened is None else f"{opened.files} after {opened.begin_id}",
         seed=resampling.seed,
         num_bootstraps=resampling.num_bootstraps,
     )

@@ -84,12 +84,25 @@ class Subject:
                 f"{opened.name} is the model itself, so it is no reference. Give a model that never saw the training text."
             )
         opened.refuse_other_tokens(corpora["members"])
+        _refuse_other_begin(model, opened, corpora["members"])
         if not isinstance(reference, str | Path) or not origin_of(Path(reference)).is_known:
             notes.append(
                 f"What the reference {opened.name} learnt is not known here: it is taken to have seen neither side. One that learnt "
                 "the training text, under whatever file, hides it; one that learnt the other makes a model look guilty."
             )
         return opened
+
+
+def _refuse_other_begin(model: OpenedModel, other: OpenedModel, corpus: TokenizedCorpus) -> None:
+    """Before either has scanned a text."""
+    if model.begin_before(corpus) == other.begin_before(corpus):
+        return
+    begun = " and ".join(one.name for one in (model, other) if one.begin_before(corpus) is not None)
+    raise UsageError(
+        f"{model.name} and {other.name} do not begin a document alike (a begin token stands before it in {begun}), so their "
+        "figures would be of other tokens. Add --begin always, which puts it there in both, or --begin never; or give a "
+        "reference that reads as the model does."
+    )
 
 
 def subject_of(

@@ -19,11 +19,12 @@ from tightlip.core.files import read_json
 from tightlip.core.progress import log, task
 from tightlip.corpus import history
 from tightlip.corpus.canaries import KEY, read_canary_key
+from tightlip.corpus.conversations import format_of
 from tightlip.corpus.formats import Fault, Row, kind_of, rows_of
 from tightlip.corpus.history import fingerprints, history_of, people_in, sources_of
 from tightlip.corpus.owners import columns_there
 from tightlip.corpus.prepare import PreparedCorpus, open_prepared
-from tightlip.corpus.prepare_config import BadRows, ColumnSettings
+from tightlip.corpus.prepare_config import BadRows, ColumnSettings, TextSettings
 from tightlip.corpus.readers import Corpus, Part, open_corpus
 from tightlip.corpus.shared_text import Several, Shared, shared_text
 
@@ -52,16 +53,34 @@ class TextColumn(Corpus):
                 yield number, Fault(f"has no text in column {self._column!r}")
 
 
+class NobodysRows(Corpus):
+    """A file of chats or prompts without users, read like a corpus."""
+
+    def __init__(self, path: Path, columns: TextSettings) -> None:
+        super().__init__(str(path), [Part(str(path), self._rows, path)], columns)
+        self._path = path
+
+    def _rows(self) -> Iterator[tuple[int, Row]]:
+        for number, row in rows_of(self._path):
+            yield number, row | {self._user_column: NOBODY} if isinstance(row, dict) else row
+
+
 def open_public(
     path: Path, *, user_column: str, text_column: str, bad_rows: BadRows, format: str = "auto"
 ) -> Corpus:
     """The public corpus at `path`, its text in the private corpus' column or in `text`.
 
-    A file without users is read by its text column alone.
+    A file without users is read by its text column alone, or by those of its chats or prompts.
     """
+    columns = TextSettings(
+        user_column=user_column, text_column=text_column, bad_rows=bad_rows, format=format
+    )
     if path.is_file() and kind_of(path) is not None and path.stat().st_size:
         _, first = next(rows_of(path), (0, {}))
         if isinstance(first, dict) and user_column not in first:
+            told = format if format != "auto" else format_of(first, text_column)
+            if told not in (None, "text"):
+                return NobodysRows(path, columns)
             column = next((name for name in (text_column, "text") if name in first), None)
             if column is None:
                 raise UsageError(

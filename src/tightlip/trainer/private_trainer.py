@@ -22,6 +22,7 @@ from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import SaveStrategy, TrainOutput
 
 from tightlip.core.errors import GuaranteeError, UsageError
+from tightlip.core.figures import counted
 from tightlip.core.processes import Processes
 from tightlip.core.progress import log
 from tightlip.core.register import weights_in
@@ -40,6 +41,7 @@ from tightlip.training.checkpoints import ENDED_BY_BUDGET
 from tightlip.training.mitigations.dp import warn_of_too_few
 
 _LOGGED = ("learning_rate", "grad_norm", "epoch")
+_LOST = "Of what is on record %s came after the last checkpoint of a training that ended early. A smaller save_steps loses fewer."
 
 if not hasattr(Trainer, "_prepare_for_training"):
     raise UsageError(
@@ -148,6 +150,8 @@ class PrivateMixin(_Library):
             self._told = self.private.guarantee()
             if done.global_step < self.state.max_steps and not self.may_step():
                 log.warning(ENDED_BY_BUDGET, done.global_step, self.state.max_steps)
+                if lost := self.private.ledger.steps - done.global_step:
+                    log.warning(_LOST, counted(lost, "step"))
         except BaseException:
             # Whoever sees it end has seen what it gave. On this process alone: others may be gone.
             if self.private is not None and self.private.ledger.steps > self._begun_at:

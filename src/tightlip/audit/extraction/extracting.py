@@ -149,13 +149,7 @@ class _Job:
         if reference is None or (isinstance(reference, str) and reference == NO_REFERENCE):
             self.notes.append(NOT_COMPARED)
             return None
-        opened = self.subject.opened_reference(reference, self.scans, self.notes, members=corpus)
-        if opened.begin_id != model.begin_id:
-            raise UsageError(
-                f"{opened.name} and {model.name} do not begin a document alike (one has a beginning-of-text token and the "
-                "other none), so their windows differ. Say how both were trained with --begin."
-            )
-        return opened
+        return self.subject.opened_reference(reference, self.scans, self.notes, members=corpus)
 
     def _side(self, part: str, other: OpenedModel | None, before: _Side | None = None) -> _Side:
         """The reference first: where it is refused, nobody has waited for the model. What stands in
