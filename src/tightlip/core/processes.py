@@ -130,6 +130,10 @@ class Processes:
 def joined_processes(device: str = "auto") -> Iterator[Processes]:
     """Join the processes that torchrun started beside this one, if it did, for as long as inside."""
     import torch
+
+    # It keeps the group that there is when it is imported, as torch.compile's parts do: of a group that outlives its end
+    # threads run on, and die with the interpreter, one in several times with an abort.
+    import torch.distributed.nn
     from torch import distributed
 
     if int(os.environ.get("WORLD_SIZE", 1)) == 1 or distributed.is_initialized():
