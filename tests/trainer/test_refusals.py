@@ -90,6 +90,14 @@ REFUSED = {
     "early stop": ({}, {"callbacks": [EarlyStoppingCallback(1)]}, "EarlyStoppingCallback stops"),
     "LoRA dropout": ({}, {"peft_config": lora(lora_dropout=0.05)}, "lora_dropout=0.0"),
     "attention dropout": ({}, {"model": small(attention_dropout=0.1)}, "attention_dropout = 0.1"),
+    "GPT-2's dropout": (
+        {},
+        {
+            "model": GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=1)),
+            "peft_config": lora(target_modules=["c_attn"]),
+        },
+        "resid_pdrop = 0.1, embd_pdrop = 0.1, attn_pdrop = 0.1",
+    ),
     "no column": ({}, {"user_column": "writer"}, "has no column 'writer'. It has: user, messages"),
     "which column": ({}, {"user_column": None}, "user_column='user'"),
     "two units": (

@@ -225,15 +225,22 @@ def _against_optimizer(trainer: Any) -> Iterator[str]:
         )
 
 
+def _is_share(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0
+
+
 def _dropout(model: nn.Module) -> str | None:
-    """The first dropout that is not zero, in words."""
+    """The dropouts that are not zero, in words: as the configuration names them, or the first layer."""
+    config: Any = getattr(model, "config", None)
+    told = config.to_dict() if hasattr(config, "to_dict") else {}
+    named = [
+        f"{name} = {value:g}"
+        for name, value in told.items()
+        if "drop" in name and not name.startswith(_NOT_IN_USE) and _is_share(value)
+    ]
+    if named:
+        return ", ".join(named)
     for name, module in model.named_modules():
         if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
             return f"{name} = {module.p:g}"
-    config: Any = getattr(model, "config", None)
-    told = config.to_dict() if hasattr(config, "to_dict") else {}
-    for name, value in told.items():
-        is_share = isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0
-        if "drop" in name and is_share and not name.startswith(_NOT_IN_USE):
-            return f"{name} = {value:g}"
     return None
