@@ -18,7 +18,7 @@ from tightlip.privacy.ledger import read_ledger
 from tightlip.privacy.sampling import ownership_of
 from tightlip.privacy.sources import LabelledRows, sampled_units
 from tightlip.trainer import PrivacySpec
-from tightlip.trainer.rows import check_same_rows, users_of
+from tightlip.trainer.rows import users_left, users_of
 from trainer.private_runs import (
     Gradients,
     mean_of_clipped,
@@ -37,14 +37,16 @@ def dataset(owners):
 def test_lists_of_owners_become_documents_that_are_drawn_a_few_of_each_owner():
     users = users_of(dataset(OWNERS), "user")
     assert users == OWNERS
-    check_same_rows(dataset(OWNERS), "user", users, 4)
+    assert users_left(dataset(OWNERS), "user", users) == OWNERS
+    assert users_left(dataset(OWNERS[1:3]), "user", users) == OWNERS[1:3]
     ids = [np.array([1, 2])] * 4
     source = LabelledRows(ids, ids, users)
     assert source.unit_of_row.tolist() == [0, 1, 2, 3]
     assert sampled_units(source, 1).tolist() == ownership_of(OWNERS).taken(1).tolist()
     assert len(sampled_units(source, None)) == 4
-    with pytest.raises(GuaranteeError, match="another order"):
-        check_same_rows(dataset(OWNERS[::-1]), "user", users, 4)
+    for others in (OWNERS[::-1], [*OWNERS, OWNERS[0]]):
+        with pytest.raises(GuaranteeError, match=r"another order.* or are more than before"):
+            users_left(dataset(others), "user", users)
 
 
 @pytest.mark.parametrize("owners", [[], ["ann", ""], ["ann", "ann"], ["ann", None]])

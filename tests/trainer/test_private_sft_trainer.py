@@ -109,6 +109,10 @@ def test_what_is_saved_is_an_adapter_with_its_guarantee_and_nothing_private(scri
     assert not [v for v in vars(arguments).values() if isinstance(v, (torch.Tensor, list)) and len(v) > 8]  # fmt: skip
 
 
+TOO_LONG = {"prompt": "word " * 60, "completion": "yes"}  # of which TRL leaves nothing to learn
+WITH_DROPPED = [{"user": "zoe", **TOO_LONG}, *texts()[:3], {"user": texts()[5]["user"], **TOO_LONG}, *texts()[3:]]  # fmt: skip
+
+
 def by_user(trainer):
     rows = {}
     for row in trainer.train_dataset:
@@ -123,8 +127,9 @@ def by_user(trainer):
         (chats(), {"assistant_only_loss": True, "gradient_checkpointing": False}),
         (chats(), {"assistant_only_loss": False, "gradient_checkpointing": True}),
         (texts(), {"completion_only_loss": True, "max_length": 40}),
+        (WITH_DROPPED, {"completion_only_loss": True, "max_length": 40}),
     ],
-    ids=["assistant only", "whole chats, checkpointed", "completions, cut"],
+    ids=["assistant only", "whole chats, checkpointed", "completions, cut", "some dropped"],
 )
 def test_a_steps_gradient_is_that_of_every_users_clipped_by_brute_force(rows, changes, tmp_path):
     kept = Gradients()
@@ -148,6 +153,15 @@ def test_a_steps_gradient_is_that_of_every_users_clipped_by_brute_force(rows, ch
     assert found.keys() == expected.keys()
     for name, gradient in found.items():
         torch.testing.assert_close(gradient, expected[name], rtol=1e-3, atol=1e-5 * norms[-1])
+
+
+def test_rows_that_trl_drops_are_told_and_the_others_stay_whose_they_are(tmp_path, caplog):
+    trainer = private_sft(tmp_path, rows=WITH_DROPPED, max_length=40)
+    assert "2 rows of 10 without a token to learn" in caplog.text
+    whose = {tuple(row["prompt"].split()[:3]): row["user"] for row in texts()}
+    for row, user in zip(trainer.train_dataset, trainer._users, strict=True):
+        said = trainer.processing_class.decode(row["input_ids"], skip_special_tokens=True)
+        assert whose[tuple(said.split()[:3])] == user
 
 
 class StopAt(TrainerCallback):

@@ -20,7 +20,7 @@ from transformers import (
     TrainingArguments,
 )
 
-from finetunes.people import chats, texts, tokenizer
+from finetunes.people import chats, tokenizer
 from tightlip.core.errors import GuaranteeError, UsageError
 from tightlip.trainer import LeakageCallback, PrivacySpec, PrivateSFTTrainer, PrivateTrainer
 from trainer.private_runs import lora, private_sft, settings, several, small
@@ -199,12 +199,6 @@ def test_whatever_replaces_the_loss_or_the_step_is_refused(tmp_path):
     model.loss_function = lambda *_, **__: 0
     with pytest.raises(GuaranteeError, match=r"model\.loss_function was replaced"):
         PrivateSFTTrainer(**given | {"model": model})
-
-
-def test_a_row_that_trl_drops_leaves_it_open_whose_the_others_are(tmp_path):
-    rows = [*texts(), {"user": "zoe", "prompt": "word " * 60, "completion": "yes"}]
-    with pytest.raises(GuaranteeError, match="9 rows were given and 8 are left"):
-        private_sft(tmp_path, rows=rows, max_length=40)
 
 
 def test_rows_without_anything_to_learn_are_refused_before_a_step_is_charged(tmp_path):

@@ -36,11 +36,12 @@ from tightlip.privacy.sources import LabelledRows, sampled_units
 from tightlip.trainer import weights
 from tightlip.trainer.leakage_callback import LeakageCallback
 from tightlip.trainer.refusals import refuse_arguments, refuse_trainer
-from tightlip.trainer.rows import check_same_rows, labelled_rows, users_of
+from tightlip.trainer.rows import labelled_rows, users_left, users_of
 from tightlip.training.checkpoints import ENDED_BY_BUDGET
 from tightlip.training.mitigations.dp import warn_of_too_few
 
 _LOGGED = ("learning_rate", "grad_norm", "epoch")
+_DROPPED = "%s of %s without a token to learn, such as a prompt of max_length tokens, were left out as the dataset was prepared."
 _LOST = "Of what is on record %s came after the last checkpoint of a training that ended early. A smaller save_steps loses fewer."
 
 if not hasattr(Trainer, "_prepare_for_training"):
@@ -113,7 +114,7 @@ class PrivateMixin(_Library):
         given = (model, args, data_collator, train_dataset, *others)
         super().__init__(*given, **rest)
         refuse_trainer(self, PrivateMixin, public_evaluation)
-        self._same_rows()
+        self._match_rows()
         self.add_callback(_StopsWithBudget(self))
 
     @property
@@ -138,7 +139,7 @@ class PrivateMixin(_Library):
         self._before = Processes.here().told(
             partial(weights.runs_behind, self.model, self.start, ledger)
         )
-        self._same_rows()
+        self._match_rows()
         for each in self.callback_handler.callbacks:
             if isinstance(each, LeakageCallback):
                 each.tells = each.public
@@ -362,10 +363,17 @@ class PrivateMixin(_Library):
     def _folder(self) -> Path:
         return Path(self.args.output_dir)
 
-    def _same_rows(self) -> None:
-        """Refuse where the prepared dataset does not hold the rows that were given, in their order."""
-        dataset = self.train_dataset
-        check_same_rows(dataset, self.user_column, self._users, self._num_rows)
+    def _match_rows(self) -> None:
+        """See whose the rows are that the prepared dataset holds."""
+        num_before, self._num_rows = self._num_rows, len(self.train_dataset)
+        if self._num_rows > num_before:
+            raise GuaranteeError(
+                f"{num_before} rows were given and there are {self._num_rows} after the dataset was prepared, so it is not known whose "
+                "each is. Give a dataset of which a row stays a row."
+            )
+        self._users = users_left(self.train_dataset, self.user_column, self._users)
+        if dropped := num_before - self._num_rows:
+            log.warning(_DROPPED, counted(dropped, "row"), num_before)
 
 
 class PrivateTrainer(PrivateMixin, Trainer):

@@ -60,28 +60,27 @@ def _named(user: Any) -> Any:
     return [str(each) for each in user] if isinstance(user, list) else str(user)
 
 
-def check_same_rows(
-    dataset: Any, column: str | None, users: list[Any] | None, num_rows: int
-) -> None:
-    """Refuse a prepared dataset of which it is not known whose each row is."""
-    if len(dataset) != num_rows:
-        raise GuaranteeError(
-            f"{num_rows} rows were given and {len(dataset)} are left after the dataset was prepared, so it is not known whose each "
-            "is. Leave out rows that nothing can be learnt from, such as prompts of max_length tokens and more, beforehand; "
-            "or give a larger max_length."
-        )
-    if column is None:
-        return
+def users_left(dataset: Any, column: str | None, users: list[Any] | None) -> list[Any] | None:
+    """Whose each row of the prepared dataset is; a refusal where that is not known.
+
+    Holds:
+        dropped: rows may be missing, as TRL leaves those out of which nothing can be learnt: each by
+            what it is, so that nobody's row hangs on another's.
+    """
+    if column is None or users is None:
+        return None
     if column not in _columns(dataset):
         raise GuaranteeError(
             f"The column {column!r} is gone after the dataset was prepared, so it is not known whose each row is. Give a dataset "
             "of input_ids and labels that keeps it."
         )
-    if [_named(user) for user in _values(dataset, column)] != users:
+    left, given = [_named(user) for user in _values(dataset, column)], iter(users)
+    if not all(user in given for user in left):
         raise GuaranteeError(
-            "The rows stand in another order after the dataset was prepared, so it is not known whose each is. Set "
-            "shuffle_dataset=False: every step draws users at random anyway."
+            "The rows stand in another order after the dataset was prepared, or are more than before, so it is not known whose "
+            "each is. Set shuffle_dataset=False: every step draws users at random anyway."
         )
+    return left
 
 
 def labelled_rows(dataset: Any, trainer: Any, users: list[Any] | None) -> LabelledRows:
