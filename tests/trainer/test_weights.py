@@ -223,6 +223,20 @@ def test_of_a_model_that_a_trainer_changed_adapters_that_others_trained_are_aske
         runs_behind(model, None, tmp_path / "none.json")
 
 
+def test_what_other_code_trained_since_is_not_saved_with_the_guarantee(tmp_path):
+    trainer = private(tmp_path / "out", model=get_peft_model(small(), lora()), privacy=NOISY, **HALF)  # fmt: skip
+    trainer.train()
+    trainer.model.to(torch.bfloat16)  # no change but of its last bits
+    trainer.save_model(str(tmp_path / "saved"))
+    assert guarantee_beside(tmp_path / "saved")["run"] == run_in(tmp_path / "out")
+    ids = torch.tensor([rows()[0]["input_ids"]])
+    trainer.model(input_ids=ids, labels=ids).loss.backward()
+    torch.optim.SGD([each for each in trainer.model.parameters() if each.requires_grad]).step()
+    with pytest.raises(GuaranteeError, match="have changed in memory since private training"):
+        trainer.save_model(str(tmp_path / "openly"))
+    assert not (tmp_path / "openly").exists()
+
+
 def test_an_adapter_initialised_from_the_base_is_told_so(tmp_path):
     model = get_peft_model(small(), LoraConfig(r=2, target_modules=["v_proj"], init_lora_weights="pissa"))  # fmt: skip
     with pytest.raises(GuaranteeError, match="or initialised from the base"):

@@ -126,13 +126,22 @@ class Processes:
         return None if insecure_seed is None else insecure_seed + (self.rank << 64)
 
 
+def leave_at_exit() -> None:
+    """Leave a group that others made, before its threads die with the interpreter, at times with an abort.
+    One of GPUs is left alone: leaving it waits for processes that may be gone."""
+    from torch import distributed
+
+    if distributed.is_initialized() and distributed.get_backend() == "gloo":
+        distributed.destroy_process_group()
+
+
 @contextmanager
 def joined_processes(device: str = "auto") -> Iterator[Processes]:
     """Join the processes that torchrun started beside this one, if it did, for as long as inside."""
     import torch
 
-    # It keeps the group that there is when it is imported, as torch.compile's parts do: of a group that outlives its end
-    # threads run on, and die with the interpreter, one in several times with an abort.
+    # It keeps the group that there is when it is imported, as parts of torch.compile do it: of a group that is kept
+    # threads run on, and die with the interpreter.
     import torch.distributed.nn
     from torch import distributed
 

@@ -6,6 +6,7 @@ ledger, and puts noisy gradients where the trainer finds them; whatever it does 
 nothing more.
 """
 
+import atexit
 import copy
 import math
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed.nn  # or it keeps the group that accelerate makes
 import transformers
 from torch import Tensor
 from torch.utils.data import DataLoader, Sampler
@@ -23,7 +25,7 @@ from transformers.trainer_utils import SaveStrategy, TrainOutput
 
 from tightlip.core.errors import GuaranteeError, UsageError
 from tightlip.core.figures import counted
-from tightlip.core.processes import Processes
+from tightlip.core.processes import Processes, leave_at_exit
 from tightlip.core.progress import log
 from tightlip.core.register import weights_in
 from tightlip.core.run_folder import LEDGER
@@ -104,6 +106,7 @@ class PrivateMixin(_Library):
         self.private: PrivateTraining | None = None
         self._source: LabelledRows | None = None
         self._told: dict[str, Any] = {}
+        self._left: weights.Left = []
         self._accumulated = 1
         if args is not None:
             refuse_arguments(args)
@@ -113,6 +116,7 @@ class PrivateMixin(_Library):
             args.gradient_accumulation_steps = 1
         given = (model, args, data_collator, train_dataset, *others)
         super().__init__(*given, **rest)
+        atexit.register(leave_at_exit)
         refuse_trainer(self, PrivateMixin, public_evaluation)
         self._match_rows()
         self.add_callback(_StopsWithBudget(self))
@@ -144,11 +148,11 @@ class PrivateMixin(_Library):
             if isinstance(each, LeakageCallback):
                 each.tells = each.public
         self._source = labelled_rows(self.train_dataset, self, self._users)
-        self.private, self._told = None, {}
+        self.private, self._told, self._left = None, {}, []
         try:
             done = super().train(folder and str(folder), **rest)
             assert self.private is not None
-            self._told = self.private.guarantee()
+            self._told, self._left = self.private.guarantee(), weights.left_in(self.model)
             if done.global_step < self.state.max_steps and not self.may_step():
                 log.warning(ENDED_BY_BUDGET, done.global_step, self.state.max_steps)
                 if lost := self.private.ledger.steps - done.global_step:
@@ -307,6 +311,7 @@ class PrivateMixin(_Library):
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         if self.private is not None:  # on all processes, before any weights reach the disk
+            weights.refuse_if_trained_on(self._left)
             self._record(self.private)
             self.private.settle()
         super().save_model(output_dir, _internal_call)

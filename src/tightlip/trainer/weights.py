@@ -33,6 +33,7 @@ _LOOKS = ("eva", "corda", "lora_ga")  # these begin at what texts activate, EVA 
 _STATE = "trainer_state.json"  # the last file of a checkpoint
 _CARD = "---\nlibrary_name: transformers\ntags: [tightlip]\n---\n\n# A model trained privately\n"
 _BEGIN, _END = "<!-- guarantee by tightlip -->", "<!-- end of the guarantee -->"
+Left = list[tuple[torch.Tensor, int]]
 _SECTION = re.compile(f"{re.escape(_BEGIN)}.*?{re.escape(_END)}\n*", re.DOTALL)
 
 
@@ -82,6 +83,20 @@ def leave_mark(model: Any, record: Record) -> None:
     setattr(base, _MARK, [composable(record), *record.get("before", ())])
     trained = {name for name, weight in model.named_parameters() if weight.requires_grad}
     setattr(base, _TRAINED, trained | getattr(base, _TRAINED, set()))
+
+
+def left_in(model: Any) -> Left:
+    """The weights that a run trained, each with torch's count of changes to it."""
+    return [(each, each._version) for each in model.parameters() if each.requires_grad]
+
+
+def refuse_if_trained_on(left: Left) -> None:
+    """Refuse to vouch for weights that other code changed in place since a run left them."""
+    if any(weight._version != changes for weight, changes in left):
+        raise GuaranteeError(
+            "The weights have changed in memory since private training left them, so its guarantee is not theirs. Save them without "
+            "this trainer; what it left itself is what it saved then, such as its last checkpoint."
+        )
 
 
 def _base(model: Any) -> Any:
