@@ -100,3 +100,5 @@ def main(folder):
 
 if __name__ == "__main__":
     main(Path(sys.argv[1]))
+    # DTensors keep threads of torch, which would die with the interpreter, at times with an abort.
+    os._exit(0)

@@ -1,5 +1,6 @@
 """The `tightlip` command: what there is. Each command is imported when it is called."""
 
+import atexit
 import gc
 import logging
 import os
@@ -150,6 +151,13 @@ def main() -> None:
         logging.getLogger(name).setLevel(logging.ERROR)
     try:
         app()
+    except SystemExit as end:
+        if int(os.environ.get("WORLD_SIZE", 1)) > 1 and isinstance(end.code, int):
+            # Sharded weights keep threads of torch, which would die with the interpreter, at times with an abort.
+            atexit._run_exitfuncs()
+            sys.stdout.flush()
+            os._exit(end.code)
+        raise
     except Exception:
         print(harmless(traceback.format_exc(), on_one_line=False), file=sys.stderr)
         sys.exit(OUR_MISTAKE)
