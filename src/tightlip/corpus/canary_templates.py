@@ -181,11 +181,10 @@ class Readings:
     @property
     def plain(self) -> bool:
         """Whether it shows at once where each value ends: by its length, or by what follows it."""
-        parts = list(pairwise([*self._parts, ""]))
         return all(
             isinstance(part, str)
             or (_differ(part) and (number == self._last or _ends_clearly(part, after)))
-            for number, (part, after) in enumerate(parts)
+            for number, (part, after) in enumerate(pairwise([*self._parts, ""]))
         )
 
 

@@ -203,13 +203,11 @@ def _parsed_list(row: Mapping[str, Any], name: str) -> list[Any]:
 
 
 def _message_list(row: Mapping[str, Any], name: str) -> list[Message]:
-    messages = []
-    for message in _parsed_list(row, name):
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise _UnusableError(f"has a message in {name!r} without a role")
-        # Arrow gives every message every key that any has.
-        messages.append(_without_nulls(message))
-    return messages
+    messages = _parsed_list(row, name)
+    if not all(isinstance(each, dict) and isinstance(each.get("role"), str) for each in messages):
+        raise _UnusableError(f"has a message in {name!r} without a role")
+    # Arrow gives every message every key that any has.
+    return [_without_nulls(message) for message in messages]
 
 
 def _without_nulls(value: Any) -> Any:

@@ -224,8 +224,7 @@ class Corpus:
 
     def _batch(self, rows: list[dict[str, Any]]) -> DocumentBatch:
         users = [row.pop(self._user_column) for row in rows]
-        texts = [row.pop(self._text_column) for row in rows]
-        return DocumentBatch.of(users, texts, rows)
+        return DocumentBatch.of(users, [row.pop(self._text_column) for row in rows], rows)
 
     def _nothing_here(self) -> str:
         if not self.num_skipped:

@@ -182,9 +182,7 @@ class _Sketch:
 
     def look_in(self, other: Documents) -> None:
         """Mark the runs that stand in another corpus."""
-        if not len(self.known):
-            return
-        for batch in other.batches():
+        for batch in other.batches() if len(self.known) else ():
             runs, _ = _runs(batch.texts)
             places = np.minimum(np.searchsorted(self.known, runs), len(self.known) - 1)
             self._is_there[places[self.known[places] == runs]] = True

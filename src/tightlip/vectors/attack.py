@@ -360,8 +360,7 @@ def _nltk_finder() -> NameFinder | None:
         return None
 
     def people(text: str) -> Iterable[str]:
-        tree = nltk.ne_chunk(nltk.pos_tag(nltk.word_tokenize(text)))
-        for piece in tree:
+        for piece in nltk.ne_chunk(nltk.pos_tag(nltk.word_tokenize(text))):
             if getattr(piece, "label", lambda: None)() == "PERSON":
                 yield " ".join(word for word, _ in piece.leaves())
 

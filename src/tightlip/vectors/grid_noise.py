@@ -175,8 +175,7 @@ def _split(units: int) -> _Split:
     ends = starts + (1 << (31 - _CELL_BITS)) - 1
     told = np.sum(ends[:, None] < chances, axis=1)
     held = (starts[:, None] <= chances) & (chances <= ends[:, None])
-    by_cell = np.where(held.any(axis=1), _STRIDES, told)
-    return _Split(bits, chances, by_cell)
+    return _Split(bits, chances, np.where(held.any(axis=1), _STRIDES, told))
 
 
 @njit(cache=True, nogil=True)
