@@ -282,12 +282,10 @@ def _flat(row: RunFigures) -> Iterator[tuple[str, Any]]:
             yield from _limits(f"membership_{level}_{score}_{FOUND}", found)
     for name in ("num_documents", "num_tokens"):
         yield f"membership_{name}_not_counted", not_counted(row).get(name)
-    yield "seconds_per_epoch", row["seconds_per_epoch"]
-    yield "times_baseline", row["times_baseline"]
+    yield from ((name, row[name]) for name in ("seconds_per_epoch", "times_baseline"))
     promise = row["guarantee"]
     people = promise.get("people") or {}
-    for name in ("epsilon", "delta", "runs"):
-        yield f"people_{name}", people.get(name)
+    yield from ((f"people_{name}", people.get(name)) for name in ("epsilon", "delta", "runs"))
     for name in ("epsilon", "delta", "unit", "standing", "arithmetic", "because"):
         yield name, promise.get(name)
     yield "insecure_seed", None if promise["epsilon"] is None else bool(promise["insecure"])

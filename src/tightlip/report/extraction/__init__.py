@@ -279,11 +279,8 @@ def _shown(folder: Path, summary: Figures) -> list[tuple[str, list[Figures]]]:
     """The cheapest windows of each length, that count; of each person one."""
     table = pq.read_table(checked(folder / "windows.parquet"))
     rows = table.filter(table["counted"]).to_pylist()
-    found = []
-    for length in summary["lengths"]:
-        own = [row for row in rows if row["num_tokens"] == length][:NUM_SHOWN]
-        found.append((counted(length, "token"), [_row(row) for row in own]))
-    return [(name, own) for name, own in found if own]
+    found = {n: [row for row in rows if row["num_tokens"] == n] for n in summary["lengths"]}
+    return [(counted(n, "token"), [*map(_row, own[:NUM_SHOWN])]) for n, own in found.items() if own]
 
 
 def _row(row: Figures) -> Figures:

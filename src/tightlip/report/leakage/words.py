@@ -84,8 +84,7 @@ def _leak_lines(summary: Summary) -> Iterator[Line]:
         longest = longest_of(summary.get("unique_by_length"))
         tail = "" if longest is None else f" The longest is {counted(longest, 'token')}."
         yield _meaning("Unique sequences", count(summary.get("unique")), tail)
-        whole = share and f" That is {share}."
-        yield _meaning("People affected", _out_of(owners, users), whole)
+        yield _meaning("People affected", _out_of(owners, users), share and f" That is {share}.")
     yield _epsilon_line(summary)
 
 
@@ -239,8 +238,7 @@ def verdict(
     """The report in one sentence, then what somebody must know to weigh it."""
     distinct, by_tokens = summary.get("distinct_sequences"), summary.get("unique")
     # A report of 0.1 counted tokens only, and sequences instead of leaks.
-    is_by_text = summary.get("leaks") is not None
-    unique = summary["leaks"] if is_by_text else by_tokens
+    unique = by_tokens if summary.get("leaks") is None else summary["leaks"]
     if not distinct and not unique:
         unlike = "An untrained model, or the wrong corpus, looks the same."
         none = f"Not one token of the corpus was among its predictions. {unlike}"

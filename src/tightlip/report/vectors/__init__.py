@@ -129,10 +129,9 @@ def _whisker(plot: Plot, x: float, axis: Axis, figure: Figure, kind: str) -> Non
     low, high = figure["low"], figure["high"]
     if figure.get("spread") is not None:
         low, high = (figure["value"] + side * figure["spread"] for side in (-1, 1))
-    if low is None:
-        return
-    bottom, top = (plot.y(axis.at(end)) for end in (low, high))
-    plot.draw("line", x1=x, x2=x, y1=bottom, y2=top, class_=f"whisker way-{kind}")
+    if low is not None:
+        bottom, top = (plot.y(axis.at(end)) for end in (low, high))
+        plot.draw("line", x1=x, x2=x, y1=bottom, y2=top, class_=f"whisker way-{kind}")
 
 
 def tradeoff(columns: Sequence[RunColumn]) -> Markup | None:

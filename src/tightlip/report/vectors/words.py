@@ -92,8 +92,7 @@ def promise_words(result: Result) -> tuple[str, str]:
     if record.get("epsilon") is None:
         return "none", str(record.get("standing") or "measured only")
     standing = (record.get("standings") or {}).get("epsilon") or record["standing"]
-    under = f"δ {record['delta']:g}, {standing}; {adjacency_words(record)}"
-    return epsilon_words(result), under
+    return epsilon_words(result), f"δ {record['delta']:g}, {standing}; {adjacency_words(record)}"
 
 
 def adjacency_words(record: dict[str, Any], line: str = "epsilon") -> str:
