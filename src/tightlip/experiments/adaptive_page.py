@@ -164,9 +164,7 @@ def _ratio_words(ratio: dict[str, Any]) -> str:
 
 def terminal_tables(result: dict[str, Any]) -> list[RichTable]:
     """Utility and exposure, then thirds, of each corpus; last the paper's own table."""
-    tables = []
-    for section in result["corpora"]:
-        tables += [_printed_runs(section), _printed_thirds(section)]
+    tables = [make(one) for one in result["corpora"] for make in (_printed_runs, _printed_thirds)]
     title, names = "The paper's own table (WikiText-103)", ("model", "loss", "perplexity", "σ", "ε")
     return [*tables, _printed(title, names, _paper_table(result).rows)]
 

@@ -39,9 +39,8 @@ def measured(run: RunRecord, planted: PlantedCorpus, path: Path, device: str) ->
     """Losses and exposures of a finished run; kept in `path`, and read from there next time."""
     if path.exists():
         return dict(read_json(path))
-    corpus = planted.probe.corpus.train
     with scans_of_run(run, device=device, keep=False) as scans:
-        scores = scans.scores(run.model_folder, corpus, "Scoring the probe")
+        scores = scans.scores(run.model_folder, planted.probe.corpus.train, "Scoring the probe")
     canaries = measure_canaries(run.folder, planted.keys, device=device)
     figures = {**losses(scores, planted), **exposures(canaries, planted)}
     write_json(path, figures)

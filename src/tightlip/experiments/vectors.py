@@ -66,10 +66,9 @@ def task_of(corpus: Path | None, folder: Path, seed: int = 0) -> PaperTask:
 
 def plays_task(folder: Path) -> PaperTask:
     """The bundled plays: the kind of play as label; which play it is and who speaks, as private."""
-    path = _made_once(folder / "plays.parquet", bundled.demo_speeches)
     return PaperTask(
         name="plays",
-        path=path,
+        path=_made_once(folder / "plays.parquet", bundled.demo_speeches),
         label="genre",
         private=("play", "gender"),
         about="The bundled plays, a speech a text.",

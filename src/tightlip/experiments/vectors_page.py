@@ -250,12 +250,11 @@ def _by_setting(
         shown = NONE if is_bare else f"{row[name]:g}"
         beside = _theirs(theirs.get(None if is_bare else row[name]))
         lines.append(plain_row(WAYS[row["way"]], shown, _mean(row["main"]), beside, *_whole(row)))
-    columns = (sign, "ours", "theirs", "ε of the whole vector", "which holds for")
     return Table(
         number=number,
         title=f"Main task as {sign} varies",
         note=f"Accuracy in per cent; {at}.",
-        columns=_columns(columns),
+        columns=_columns((sign, "ours", "theirs", "ε of the whole vector", "which holds for")),
         rows=lines,
     )
 

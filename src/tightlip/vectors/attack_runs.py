@@ -171,8 +171,7 @@ def _kept(folder: Path, asked: AttackSettings) -> dict[str, Any] | None:
         written = read_json(path)
         (result,) = written["runs"]
         same = result["asked"] == _question(asked) and result["pair"] == _pair(folder)
-        same &= written["format"] == FORMAT
-        return _without_chosen_gaps(result) if same else None
+        return _without_chosen_gaps(result) if same and written["format"] == FORMAT else None
     except (DamagedError, ValueError, KeyError, TypeError):
         return None  # another version's, or damaged: measured again
 
