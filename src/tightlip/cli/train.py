@@ -1,7 +1,7 @@
 """`tightlip train`: a language model with snapshots, from a raw or a prepared corpus; and `tightlip
 ledger`: what a run, or several together, may promise."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -261,15 +261,14 @@ def _adaptive(record: dict[str, Any]) -> list[tuple[str, str]]:
     return [*lines, ("weights", ", ".join(str(each) for each in made if each))]
 
 
-def _people(record: dict[str, Any]) -> list[tuple[str, str]]:
+def _people(record: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """What all registered runs on the same people come to, and why that may be claimed."""
     people = record.get("people") or {}
-    if "runs" not in people or record["epsilon"] is None:
-        return []
-    lines = [("all runs", figures.people_words(people))]
-    if people["runs"] > 1:
-        lines.append(("over all runs", people["because"]))
-    return [*lines, ("people", people["id"])]
+    if "runs" in people and record["epsilon"] is not None:
+        yield "all runs", figures.people_words(people)
+        if people["runs"] > 1:
+            yield "over all runs", people["because"]
+        yield "people", people["id"]
 
 
 def _figures(record: dict[str, Any]) -> list[tuple[str, str]]:
