@@ -128,9 +128,7 @@ def _led_by_prompt(row: Mapping[str, Any], completion: str) -> Document:
 
 
 def _sharegpt(row: Mapping[str, Any], _: str) -> Iterator[Document]:
-    messages: list[Message] = []
-    if row.get("system"):
-        messages.append({"role": "system", "content": _string(row, "system")})
+    messages = _system(row)
     for turn in _parsed_list(row, "conversations"):
         role = turn.get("from", turn.get("role")) if isinstance(turn, dict) else None
         content = turn.get("value", turn.get("content")) if isinstance(turn, dict) else None
@@ -146,8 +144,7 @@ def _alpaca(row: Mapping[str, Any], _: str) -> Iterator[Document]:
     asked = _string(row, "instruction")
     if row.get("input"):
         asked = f"{asked}\n\n{_string(row, 'input')}"
-    messages = [{"role": "system", "content": _string(row, "system")}] if row.get("system") else []
-    messages += [{"role": "user", "content": asked}]
+    messages = [*_system(row), {"role": "user", "content": asked}]
     answer = {"role": "assistant", "content": _string(row, "output")}
     yield Conversation(messages=[*messages, answer], num_prompt=len(messages))
 
@@ -187,6 +184,10 @@ def _string(row: Mapping[str, Any], name: str) -> str:
     if not isinstance(value, str):
         raise _UnusableError(f"has no text in column {name!r}")
     return value
+
+
+def _system(row: Mapping[str, Any]) -> list[Message]:
+    return [{"role": "system", "content": _string(row, "system")}] if row.get("system") else []
 
 
 def _parsed_list(row: Mapping[str, Any], name: str) -> list[Any]:

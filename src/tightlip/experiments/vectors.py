@@ -78,12 +78,11 @@ def plays_task(folder: Path) -> PaperTask:
 def ag_task(corpus: Path, folder: Path) -> PaperTask:
     """The paper's own AG data: topic as label, which of five persons are named as private."""
     rows = _ag_rows(corpus)
-    path = _made_once(folder / "ag.parquet", lambda: _ag_table(rows))
     seen = {row[2] for row in rows if row[0] == "train"}
     again = {part: sum(row[0] == part and row[2] in seen for row in rows) for part in PARTS[1:]}
     return PaperTask(
         name=corpus.stem,
-        path=path,
+        path=_made_once(folder / "ag.parquet", lambda: _ag_table(rows)),
         label="topic",
         private=tuple(f"entity_{number}" for number in range(1, _NUM_ENTITIES + 1)),
         kind="entities",

@@ -95,22 +95,21 @@ class VectorsPaperPage:
 
     def content(self) -> dict[str, Any]:
         result = self.result
-        sections = [
-            {
-                "name": section["name"],
-                "about": about(section),
-                "findings": list(findings(section)),
-                "tables": tables(section),
-                "promises": [(name_of(row), promise_of(row)) for row in section["rows"]],
-            }
-            for section in result["corpora"]
-        ]
         return {
             "headline": headline(result),
             "version": result["version"],
             "result": result,
             "certainty": certainty(result),
-            "sections": sections,
+            "sections": [
+                {
+                    "name": section["name"],
+                    "about": about(section),
+                    "findings": list(findings(section)),
+                    "tables": tables(section),
+                    "promises": [(name_of(row), promise_of(row)) for row in section["rows"]],
+                }
+                for section in result["corpora"]
+            ],
             "paper_note": PAPER_NOTE,
         }
 

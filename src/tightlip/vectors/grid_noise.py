@@ -82,11 +82,10 @@ class GridNoise:
     def _laplace(self, units: int, out: np.ndarray) -> int:
         """Fill the front of `out`; how far. A sign and a geometric variable; minus zero is drawn
         again, or zero would come twice."""
-        split = _split(units)
         # At least 0.88 of the candidates are taken; more are drawn so that few calls draw again.
         candidates = self._words(int(1.15 * len(out)) + 64, np.uint64)
         words = self._words(int(1.01 * len(out)) + 64, np.uint32)
-        filled = _fast_laplace(candidates, words, units, *split, out)
+        filled = _fast_laplace(candidates, words, units, *_split(units), out)
         if filled == _TOO_CLOSE:
             filled = _put(self._slow_laplace(candidates, words, units), out)
         return filled
