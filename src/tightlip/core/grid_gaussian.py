@@ -211,8 +211,7 @@ class Cipher:
                 radius = radius << _MORE_BITS | further & (1 << _MORE_BITS) - 1
                 angle = angle << _MORE_BITS | further >> _MORE_BITS
                 bits += _MORE_BITS
-            cells = cells_between(radius, angle, bits, sums, release)
-            if cells is not None:
+            if (cells := cells_between(radius, angle, bits, sums, release)) is not None:
                 return cells
 
     def _digits(self, pair: int, nonce: int) -> Iterable[int]:

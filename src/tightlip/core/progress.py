@@ -132,8 +132,7 @@ def task(description: str, total: float | None) -> Iterator[Task]:
 
 @contextmanager
 def _bar(description: str, total: float | None, is_part: bool) -> Iterator[Task]:
-    progress = _shown.get()
-    if progress is None:
+    if (progress := _shown.get()) is None:
         yield Task()
         return
     task_id = progress.add_task(("  " if is_part else "") + description, total=total, words="")

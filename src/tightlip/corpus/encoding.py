@@ -164,8 +164,7 @@ def pieces(text: str) -> Iterator[str]:
     """`text` in pieces of about 50,000 characters, cut before a space between two words."""
     start = 0
     while len(text) - start > PIECE_CHARACTERS:
-        cut = _SAFE_CUT.search(text, start + PIECE_CHARACTERS)
-        if cut is None:
+        if (cut := _SAFE_CUT.search(text, start + PIECE_CHARACTERS)) is None:
             break
         yield text[start : cut.start()]
         start = cut.start()

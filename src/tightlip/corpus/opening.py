@@ -214,8 +214,7 @@ def _check_run(reference: Path, run: RunRecord, corpus: TokenizedCorpus, part: s
     what, too = _KNOWN_TO_IT[part]
     if run.config["corpus"].get("corpus_fingerprint") == corpus.corpus_fingerprint:
         raise _no_reference(reference, f"this very {what} text")
-    theirs = _text_of(run)
-    if theirs is None:
+    if (theirs := _text_of(run)) is None:
         return [
             f"What {reference} was trained on is no longer there, so nobody can tell whether it saw the {what} "
             f"documents; its score is too {too} if it did."

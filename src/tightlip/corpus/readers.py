@@ -188,8 +188,7 @@ class Corpus:
 
     def fingerprint(self) -> str:
         """SHA-256 of the files, or of the rows of a source in memory."""
-        files = [part.file for part in self._parts if part.file is not None]
-        if files:
+        if files := [part.file for part in self._parts if part.file is not None]:
             return digest_of_files(files)
         digest = sha256()
         for part in self._parts:
@@ -267,8 +266,7 @@ def _files_read(source: str | Path) -> list[formats.File]:
         saved = formats.saved_dataset_files(path)
         there = [file for file in path.iterdir() if file.is_file()]
         return _files_in(path, [*there]) if saved is None else [*saved]
-    files = formats.files_of(source)
-    if not files:
+    if not (files := formats.files_of(source)):
         raise UsageError(f"{place or path} does not exist. Give a corpus: {_KINDS}.")
     if place is not None and str(files[0].parent) == str(place):
         return _files_in(place, [file for file in files if str(file.parent) == str(place)])

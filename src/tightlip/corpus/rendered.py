@@ -125,8 +125,7 @@ class RolesReader:
             text, generated = self._renderer.render(
                 chat.messages, tools=chat.tools, generated=by_template
             )
-            places = places_of(chat.messages, text)
-            if places is None:
+            if (places := places_of(chat.messages, text)) is None:
                 raise TemplateError("holds a message that the chat template leaves out or changes")
             trained = self._trained(row, chat, text, generated)
         except TemplateError as error:

@@ -219,8 +219,7 @@ def with_digits(ranked: list[str], size: int | None) -> list[str]:
     kept = ranked[:room]
     missing = [digit for digit in DIGITS if digit not in set(kept)]
     while size is not None and len(kept) + len(missing) > room:
-        dropped = kept.pop()
-        if dropped in DIGITS:
+        if (dropped := kept.pop()) in DIGITS:
             missing = sorted([*missing, dropped])
     return kept + missing
 
