@@ -309,8 +309,7 @@ def _never_saw(plot: plots.Plot, axis: plots.Axis) -> plots.Box:
 
 def repetition_plots(rows: Sequence[RunFigures]) -> list[tuple[RunFigures, Markup]]:
     """For each run with canaries its exposure by repetition, the baseline's behind it."""
-    known = [row for row in rows if row["exposure"]]
-    if not known:
+    if not (known := [row for row in rows if row["exposure"]]):
         return []
     highest = max(group["mean_bits"] for row in known for group in row["exposure"])
     times = table.all_repetitions(known)

@@ -96,8 +96,7 @@ def exposure_at(row: RunFigures, repetitions: int) -> RunFigures | None:
 
 
 def _exposures(rows: Sequence[RunFigures]) -> Iterator[Row]:
-    chosen = chosen_repetitions(rows)
-    if not chosen:
+    if not (chosen := chosen_repetitions(rows)):
         yield Row("Exposure (bits)", [Cell(UNKNOWN)] * len(rows), "Leakage")
         return
     for times in chosen:
@@ -120,8 +119,7 @@ def _exposed(row: RunFigures) -> Cell:
 
 
 def _tab(row: RunFigures, kind: str) -> Cell:
-    tab = row["tab"][kind]
-    if tab is None:
+    if (tab := row["tab"][kind]) is None:
         return Cell(UNKNOWN)
     most = tab["ceiling"]
     under = f"{count(most)} at most" if most < tab["num_canaries"] else ""

@@ -252,8 +252,7 @@ def _shares(one: Figures, within: str, out_of: str) -> list[tuple[float, float]]
 
 
 def _plot(title: str, shares: Lines, up: Axis, of_what: str) -> Markup | None:
-    most_tries = [most for line in shares.values() for most, _ in line]
-    if not most_tries:
+    if not (most_tries := [most for line in shares.values() for most, _ in line]):
         return None
     plot = Plot(
         title=f"{title} within so many tries",

@@ -131,8 +131,7 @@ def _list_lines(summary: Summary) -> Iterator[Line]:
 def _prior_lines(summary: Summary) -> Iterator[Line]:
     if "unique_beyond_prior" not in summary:  # of an earlier version
         return
-    beyond = summary["unique_beyond_prior"]
-    if beyond is None:
+    if (beyond := summary["unique_beyond_prior"]) is None:
         yield Line("Beyond the prior", UNKNOWN, NO_PRIOR)
         return
     leaks = counted(summary["leaks_beyond_prior"], "leak")
@@ -282,8 +281,7 @@ def _weighing(
         rest = f"; half of them are at most {number(half)} times" if half is not None else ""
         which = "The worst" if num_sequences is None else "Of what is unique by tokens the worst"
         yield f"{which} is {times} less surprising to this model than to the public one{rest}."
-    beyond = summary.get("unique_beyond_prior")
-    if beyond is not None and num_sequences:
+    if (beyond := summary.get("unique_beyond_prior")) is not None and num_sequences:
         of_all = f"{count(beyond)} of {counted(num_sequences, 'sequence')}"
         yield f"The public model would not say {of_all} itself."
     elif summary.get("public_unique"):
@@ -297,8 +295,7 @@ def _weighing(
 
 def epoch_name(snapshot: dict[str, Any]) -> str:
     """What to call a snapshot on an axis: its epoch, else its step, else its name."""
-    epoch = snapshot.get("epoch")
-    if epoch is not None and math.isfinite(epoch):
+    if (epoch := snapshot.get("epoch")) is not None and math.isfinite(epoch):
         return f"{epoch:g}"
     step = snapshot.get("step")
     return str(snapshot.get("name")) if step is None else f"step {step}"

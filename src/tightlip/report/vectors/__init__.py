@@ -36,8 +36,7 @@ def _privacy(result: Result, name: str) -> Figure | None:
     """1 - X, or 1 - F with a tuned threshold where names are all there is to hide."""
     if result["privacy"]:
         return (result["privacy"].get(name) or {}).get("all")
-    entities = result["entities"]
-    if not entities:
+    if not (entities := result["entities"]):
         return None
     if name == "majority":
         bars: list[Figure] = [entities[one]["all"] for one in ("majority", "everywhere")]
@@ -211,8 +210,7 @@ def attacker_plot(name: str, attribute: dict[str, Any]) -> Markup:
 
 def pictures(result: Result, name: str) -> list[tuple[str, Markup]]:
     """The test vectors in two dimensions before and after the noise, coloured by an attribute."""
-    picture = result["picture"]
-    if picture is None:
+    if (picture := result["picture"]) is None:
         return []
     codes, names = picture["codes"][name], words.value_names(result["attributes"][name])
     titles = {"before": "before the noise", "after": "after the noise"}
@@ -354,8 +352,7 @@ def _gap(fairness: dict[str, Any]) -> str:
 
 def _names(result: Result) -> Table | None:
     """Each name by its number: how frequent, and how well it is told."""
-    entities = result["entities"]
-    if not entities:
+    if not (entities := result["entities"]):
         return None
     rows = []
     for place, share in enumerate(entities["shares"]):
