@@ -211,8 +211,7 @@ def _tab_lines(group: list[Entry], kind: str) -> Iterator[str]:
 
     if group:
         yield f"Tab: {_num_tab(group)} of {len(group):,} {kind} canaries are completed."
-    most = tab_ceiling(group)
-    if most < len(group):
+    if (most := tab_ceiling(group)) < len(group):
         yield f"Tab: at most {most:,} of {len(group):,} can succeed, for the others begin like one of these."
 
 

@@ -246,8 +246,7 @@ def _numbers(record: dict[str, Any], *names: str, prefix: str = "") -> list[tupl
 
 def _adaptive(record: dict[str, Any]) -> list[tuple[str, str]]:
     """What an adaptive run did with the weights, and where they came from."""
-    adaptive = record.get("adaptive")
-    if not adaptive:
+    if not (adaptive := record.get("adaptive")):
         return []
     lines = [("adaptive", adaptive["mode"])]
     if adaptive["mode"] != "clip":

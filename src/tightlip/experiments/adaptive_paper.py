@@ -264,10 +264,9 @@ def _section(
     planted: PlantedCorpus, folder: Path, size: AdaptiveScale, options: RunOptions
 ) -> dict[str, Any]:
     """Every run on one corpus, measured."""
-    runs = _Runs(planted, folder / planted.name, size, options)
     rows = []
     with task(f"{planted.name}: runs", 1 + 6 * len(size.noise_multipliers)) as bar:
-        for row in runs:
+        for row in _Runs(planted, folder / planted.name, size, options):
             rows.append(row)
             bar.advance()
     weights = planted.weights

@@ -303,19 +303,18 @@ def _entity_attack(section: dict[str, Any]) -> Table:
 
 def _by_group(section: dict[str, Any]) -> Table:
     """Tables 6 and 7: the main task by group, and whether the gap may be chance."""
-    rows = [
-        plain_row(f"{attribute}: {name_of(row)}", *cells)
-        for attribute in section["private"]
-        for row in _compared(section)
-        if (cells := _group_cells(section, row, attribute)) is not None
-    ]
     return Table(
         number="7" if section["kind"] == "entities" else "6",
         title="Fairness: the main task by group",
         note="Accuracy in one group, and how much more it is in the other; p is the middle of the seeds' tests that "
         "the groups fare alike.",
         columns=_columns(("one group", "the other", "theirs", "p")),
-        rows=rows,
+        rows=[
+            plain_row(f"{attribute}: {name_of(row)}", *cells)
+            for attribute in section["private"]
+            for row in _compared(section)
+            if (cells := _group_cells(section, row, attribute)) is not None
+        ],
     )
 
 

@@ -94,8 +94,7 @@ def _named(words: Sequence[str]) -> Iterator[tuple[str, float, float]]:
 
 
 def _cut_at(words: Sequence[str]) -> Iterator[tuple[str, float, float]]:
-    points = [-math.inf, *sorted(map(_finite, words)), math.inf]
-    for low, high in pairwise(points):
+    for low, high in pairwise([-math.inf, *sorted(map(_finite, words)), math.inf]):
         start = f"from {low:g}" if low > -math.inf else ""
         end = f" below {high:g}" if high < math.inf else ""
         yield (start + end).strip(), low, math.nextafter(high, -math.inf)

@@ -232,8 +232,7 @@ def _refuse_marked(given: Columns, carry: Sequence[str], marks: list[list[str]])
     for name in carry:
         # Lists and the like as they are written out: their brackets and commas part words too.
         values = zip(given.named[name], compared, strict=True)
-        num = sum(v is not None and masking.holds_marked(str(v), each) for v, each in values)
-        if num:
+        if num := sum(v is not None and masking.holds_marked(str(v), each) for v, each in values):
             raise UsageError(
                 f"Column {name!r} holds a marked word in {num:,} of {len(marks):,} rows, and would carry it "
                 "beside the vectors that hide it. Leave it out, or code its values."

@@ -336,8 +336,7 @@ class Training:
 
     def last_saved(self) -> Progress:
         """Bring everything back to the last moment saved; to the start where none was."""
-        states = run_folder.moments_in(self.kept, Progress)
-        if not states:
+        if not (states := run_folder.moments_in(self.kept, Progress)):
             return Progress()
         last = max(states, key=lambda path: (states[path].step, len(states[path].epochs)))
         try:
