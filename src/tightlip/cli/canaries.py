@@ -152,8 +152,7 @@ def _num_exposed(group: list[Entry], above: float) -> str:
     """None is no finding where not even a canary known by heart would be one."""
     from tightlip.audit.canaries.exposure import can_be_shown
 
-    able = [one for one in group if can_be_shown(one, above)]
-    if not able:
+    if not (able := [one for one in group if can_be_shown(one, above)]):
         return "cannot show"
     of_these = "" if len(able) == len(group) else f" of {len(able):,}"
     return f"{sum(one['low'] > above for one in able):,}{of_these}"

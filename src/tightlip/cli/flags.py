@@ -106,8 +106,7 @@ class _HelpIsASwitch:
     """--help does not look as if it took a value."""
 
     def get_help_option(self, ctx: Any) -> Any:
-        option = super().get_help_option(ctx)  # type: ignore[misc]
-        if option is not None:
+        if (option := super().get_help_option(ctx)) is not None:  # type: ignore[misc]
             option.metavar = NO_VALUE
         return option
 

@@ -206,9 +206,8 @@ def ledger(
     console.print(printed_lines(_lines(record)))
     if record.get("insecure_seed") or (record.get("people") or {}).get("insecure_seed"):
         console.print(figures.INSECURE, style="bold red")
-    after = record.get("another_1000_steps")
     # Where the noise varies, what more steps would cost is not known beforehand.
-    if after is not None and _mode(record) in (None, "clip"):
+    if (after := record.get("another_1000_steps")) is not None and _mode(record) in (None, "clip"):
         whose = "the run's " if record.get("people") else ""
         console.print(f"Another 1,000 steps would bring {whose}ε to {figures.rounded_up(after)}.")
 

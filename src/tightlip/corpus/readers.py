@@ -335,8 +335,7 @@ def _read_ahead(part: Part, queue: Queue, over: Event) -> None:
         for number, row in part.chunks():
             rows.append((number, row))
             size += row_size(row) if isinstance(row, dict) else 1
-            is_full = size > MAX_BATCH_BYTES or len(rows) == MAX_BATCH_ROWS
-            if is_full or isinstance(row, Columns):
+            if size > MAX_BATCH_BYTES or len(rows) == MAX_BATCH_ROWS or isinstance(row, Columns):
                 put(rows)
                 rows, size = [], 0
             if over.is_set():

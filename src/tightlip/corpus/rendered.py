@@ -120,10 +120,9 @@ class RolesReader:
             )
 
     def _rendered(self, row: RawDocument, chat: Conversation) -> _Shown:
-        by_template = self._settings.trained_on == "assistant"
         try:
             text, generated = self._renderer.render(
-                chat.messages, tools=chat.tools, generated=by_template
+                chat.messages, tools=chat.tools, generated=self._settings.trained_on == "assistant"
             )
             if (places := places_of(chat.messages, text)) is None:
                 raise TemplateError("holds a message that the chat template leaves out or changes")

@@ -115,9 +115,8 @@ def epsilon_words(row: Row) -> str:
     >>> epsilon_words({"standing": "proved", "epsilon": 2.341}), epsilon_words({"standing": "measured only"})
     ('2.35', 'none')
     """
-    if row["standing"] not in STANDINGS_WITH_EPSILON or row.get("epsilon") is None:
+    if row["standing"] not in STANDINGS_WITH_EPSILON or (epsilon := row.get("epsilon")) is None:
         return "none"
-    epsilon = row["epsilon"]
     return number(epsilon) if epsilon >= 1000 else rounded_up(epsilon)
 
 

@@ -199,8 +199,7 @@ def name_of(row: Way) -> str:
 
 def promise_of(row: Way) -> str:
     """What a released vector of this way promises, with its standing, in one line."""
-    record = row.get("guarantee")
-    if not record or record.get("epsilon") is None:
+    if not (record := row.get("guarantee")) or record.get("epsilon") is None:
         return "nothing (measured only)"
     standing = (record.get("standings") or {}).get("epsilon") or record["standing"]
     masked = record.get("dropout")

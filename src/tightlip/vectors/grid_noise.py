@@ -194,9 +194,7 @@ def _fast_high(word: int, by_cell: np.ndarray, thresholds: np.ndarray) -> int:
     strides = 0
     while strides < _STRIDES and thresholds[strides] > word:
         strides += 1
-    if strides == _STRIDES or thresholds[strides] == word:
-        return _TOO_CLOSE
-    return strides
+    return _TOO_CLOSE if strides == _STRIDES or thresholds[strides] == word else strides
 
 
 @njit(cache=True, nogil=True)

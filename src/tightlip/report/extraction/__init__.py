@@ -118,8 +118,7 @@ def _about_reference(summary: Figures, one: Figures) -> str:
         f"Counted are the {counted(one['counted'], 'window')} that the reference, {summary['reference']}, draws at least "
         "ten times as seldom."
     )
-    every = one["cheapest_of_all"]
-    if every is None or every == one["cheapest"]:
+    if (every := one["cheapest_of_all"]) is None or every == one["cheapest"]:
         return line
     asked = tries_words(every["reference_queries_50"])
     return f"{line} The cheapest of all takes {tries_words(every['queries_50'] or MOST)}, and under the reference {asked}."

@@ -65,8 +65,7 @@ class LogHistogram:
         self, most: int, span: tuple[int, int] | None = None
     ) -> list[tuple[float, float, int]]:
         """(low, high, count) over the occupied range, neighbours merged until at most `most` are left."""
-        span = span or self.span()
-        if span is None:
+        if (span := span or self.span()) is None:
             return []
         first, last = span
         width = math.ceil((last - first) / most)

@@ -274,8 +274,7 @@ def _weighing(
         yield f"Sequences by role: {', '.join(roles)}."
     if num_untrained:
         yield f"{counted(num_untrained, 'sequence was', 'sequences were')} completed without being trained on."
-    worst = summary.get("leakage_epsilon")
-    if worst is not None and not math.isnan(worst):
+    if (worst := summary.get("leakage_epsilon")) is not None and not math.isnan(worst):
         times = "far" if math.isinf(worst) else f"{number(worst)} times"
         half = (summary.get("ratio_quantiles") or {}).get("0.5")
         rest = f"; half of them are at most {number(half)} times" if half is not None else ""
