@@ -152,8 +152,7 @@ def _num_exposed(group: list[Entry], above: float) -> str:
     """None is no finding where not even a canary known by heart would be one."""
     from tightlip.audit.canaries.exposure import can_be_shown
 
-    able = [one for one in group if can_be_shown(one, above)]
-    if not able:
+    if not (able := [one for one in group if can_be_shown(one, above)]):
         return "cannot show"
     of_these = "" if len(able) == len(group) else f" of {len(able):,}"
     return f"{sum(one['low'] > above for one in able):,}{of_these}"
@@ -211,8 +210,7 @@ def _tab_lines(group: list[Entry], kind: str) -> Iterator[str]:
 
     if group:
         yield f"Tab: {_num_tab(group)} of {len(group):,} {kind} canaries are completed."
-    most = tab_ceiling(group)
-    if most < len(group):
+    if (most := tab_ceiling(group)) < len(group):
         yield f"Tab: at most {most:,} of {len(group):,} can succeed, for the others begin like one of these."
 
 

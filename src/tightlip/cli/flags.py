@@ -106,8 +106,7 @@ class _HelpIsASwitch:
     """--help does not look as if it took a value."""
 
     def get_help_option(self, ctx: Any) -> Any:
-        option = super().get_help_option(ctx)  # type: ignore[misc]
-        if option is not None:
+        if (option := super().get_help_option(ctx)) is not None:  # type: ignore[misc]
             option.metavar = NO_VALUE
         return option
 
@@ -232,10 +231,9 @@ def _flags(kind: type[Settings], listed: Collection[str] | None) -> Iterator[ins
     hints = typing.get_type_hints(kind)
     for field in settings_of(kind):
         is_listed = not about(field).hidden if listed is None else field.name in listed
-        is_required = field.default is MISSING
         read_as = _read_as(field, hints[field.name])
         option = _option(kind, field, hints[field.name], hidden=not is_listed)
-        if is_required:
+        if field.default is MISSING:
             yield _flag(field.name, Annotated[read_as, option], inspect.Parameter.empty)
         else:
             yield _flag(field.name, Annotated[read_as | None, option])

@@ -348,8 +348,7 @@ def show_comparison(made: "Comparison", console: Console) -> None:
     tables = terminal_tables(made.rows, console.width)
     print_overview(console, sentence, (weighing, *made.notes), tables)
     for row in made.rows:
-        words = " ".join(row["verdicts"])
-        if words:
+        if words := " ".join(row["verdicts"]):
             console.print(Text.assemble((row["name"], "bold"), ": ", words))
         if row["guarantee"]["insecure"]:
             console.print(Text(f"{row['name']}: {row['guarantee']['insecure']}", style="bold red"))

@@ -296,8 +296,7 @@ def keys(conversation: Conversation) -> KeyBindings:
 
 def style() -> Style:
     """Grey ghosts, leaks red and underlined; without colours a ghost is dim instead."""
-    no_colour = bool(os.environ.get("NO_COLOR"))
-    grey, red = ("dim", "") if no_colour else ("ansibrightblack", "ansired")
+    grey, red = ("dim", "") if os.environ.get("NO_COLOR") else ("ansibrightblack", "ansired")
     looks = {"leak": f"{red} bold underline", "begun": f"{red} underline", "whose": red}
     return Style.from_dict({"auto-suggestion": grey, "hint": grey, **looks})
 

@@ -1,7 +1,7 @@
 """`tightlip train`: a language model with snapshots, from a raw or a prepared corpus; and `tightlip
 ledger`: what a run, or several together, may promise."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -206,9 +206,8 @@ def ledger(
     console.print(printed_lines(_lines(record)))
     if record.get("insecure_seed") or (record.get("people") or {}).get("insecure_seed"):
         console.print(figures.INSECURE, style="bold red")
-    after = record.get("another_1000_steps")
     # Where the noise varies, what more steps would cost is not known beforehand.
-    if after is not None and _mode(record) in (None, "clip"):
+    if (after := record.get("another_1000_steps")) is not None and _mode(record) in (None, "clip"):
         whose = "the run's " if record.get("people") else ""
         console.print(f"Another 1,000 steps would bring {whose}ε to {figures.rounded_up(after)}.")
 
@@ -246,8 +245,7 @@ def _numbers(record: dict[str, Any], *names: str, prefix: str = "") -> list[tupl
 
 def _adaptive(record: dict[str, Any]) -> list[tuple[str, str]]:
     """What an adaptive run did with the weights, and where they came from."""
-    adaptive = record.get("adaptive")
-    if not adaptive:
+    if not (adaptive := record.get("adaptive")):
         return []
     lines = [("adaptive", adaptive["mode"])]
     if adaptive["mode"] != "clip":
@@ -261,15 +259,14 @@ def _adaptive(record: dict[str, Any]) -> list[tuple[str, str]]:
     return [*lines, ("weights", ", ".join(str(each) for each in made if each))]
 
 
-def _people(record: dict[str, Any]) -> list[tuple[str, str]]:
+def _people(record: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """What all registered runs on the same people come to, and why that may be claimed."""
     people = record.get("people") or {}
-    if "runs" not in people or record["epsilon"] is None:
-        return []
-    lines = [("all runs", figures.people_words(people))]
-    if people["runs"] > 1:
-        lines.append(("over all runs", people["because"]))
-    return [*lines, ("people", people["id"])]
+    if "runs" in people and record["epsilon"] is not None:
+        yield "all runs", figures.people_words(people)
+        if people["runs"] > 1:
+            yield "over all runs", people["because"]
+        yield "people", people["id"]
 
 
 def _figures(record: dict[str, Any]) -> list[tuple[str, str]]:

@@ -34,8 +34,7 @@ def checked(path: Path, *, complete: bool = True, may_lack: str | None = None) -
         changed: whatever byte of a listed file is changed, added or cut off, it is refused.
         written_meanwhile: a file that another process replaces, whole, is not refused.
     """
-    names = listed(path) if path.is_dir() else (path.name,)
-    folder = path if path.is_dir() else path.parent
+    folder, names = (path, listed(path)) if path.is_dir() else (path.parent, (path.name,))
     for each in (folder / name for name in names):
         if not os.path.lexists(each):
             if path.is_dir() and complete and each.suffix != may_lack:

@@ -203,8 +203,7 @@ def claimed(path: Path) -> Iterator[None]:
     lock = place.with_name(f".{place.name}{_LOCK}")
     if place.is_dir() and not os.access(place.parent, os.W_OK):
         lock = place / lock.name
-    descriptor = _locked(lock)
-    if descriptor is None:
+    if (descriptor := _locked(lock)) is None:
         raise UsageError(
             f"{path} is in use by another tightlip process. Wait for it to end, or choose another --out."
         )

@@ -94,8 +94,7 @@ def _check_figure(written: str, name: str, entry: str | None, known: Known) -> N
     if name not in known:
         available = sorted(each if kind is None else f"{each}[…]" for each, kind in known.items())
         raise UsageError(f"--fail-on {written!r}: {unknown('figure', name, available)}")
-    kind = known[name]
-    if kind is None:
+    if (kind := known[name]) is None:
         if entry is not None:
             raise UsageError(f"--fail-on {written!r}: {name} is one number. Leave [{entry}] out.")
         return

@@ -16,6 +16,7 @@ import secrets
 import struct
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -148,10 +149,7 @@ def released(cell: int, release: Release) -> float:
 
 def programs_before(sizes: Iterable[int]) -> list[int]:
     """The number of each tensor's first program: none has numbers of two."""
-    before = [0]
-    for size in sizes:
-        before.append(before[-1] - (-size // PROGRAM))
-    return before[:-1]
+    return list(accumulate((-(-size // PROGRAM) for size in sizes), initial=0))[:-1]
 
 
 def places_of(pair: int, first_program: int, size: int) -> list[int]:
@@ -213,8 +211,7 @@ class Cipher:
                 radius = radius << _MORE_BITS | further & (1 << _MORE_BITS) - 1
                 angle = angle << _MORE_BITS | further >> _MORE_BITS
                 bits += _MORE_BITS
-            cells = cells_between(radius, angle, bits, sums, release)
-            if cells is not None:
+            if (cells := cells_between(radius, angle, bits, sums, release)) is not None:
                 return cells
 
     def _digits(self, pair: int, nonce: int) -> Iterable[int]:

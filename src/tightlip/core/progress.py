@@ -92,6 +92,16 @@ _seconds: ContextVar[dict[str, float] | None] = ContextVar("seconds_of_tasks", d
 
 
 @contextmanager
+def _holding(variable: ContextVar[Any], value: Any) -> Iterator[None]:
+    """Inside, the variable has this value."""
+    token = variable.set(value)
+    try:
+        yield
+    finally:
+        variable.reset(token)
+
+
+@contextmanager
 def shown_progress() -> Iterator[None]:
     """Draw the bars of everything inside on standard error."""
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
@@ -103,32 +113,26 @@ def shown_progress() -> Iterator[None]:
         TimeRemainingColumn(compact=True, elapsed_when_finished=True),
         TextColumn("{task.fields[words]}", style="dim", markup=False),
     )
-    with Progress(*columns, console=terminal(stderr=True)) as progress:
-        token = _shown.set(progress)
-        try:
-            yield
-        finally:
-            _shown.reset(token)
+    progress = Progress(*columns, console=terminal(stderr=True))
+    with progress, _holding(_shown, progress):
+        yield
 
 
 @contextmanager
 def task(description: str, total: float | None) -> Iterator[Task]:
     """A bar named `description` that is full at `total`. Inside another task it goes when done."""
     is_part, seconds, start = _inside.get(), _seconds.get(), time.perf_counter()
-    token = _inside.set(True)
     try:
-        with _bar(description, total, is_part) as bar:
+        with _holding(_inside, True), _bar(description, total, is_part) as bar:
             yield bar
     finally:
-        _inside.reset(token)
         if seconds is not None and not is_part:
             seconds[description] = seconds.get(description, 0) + time.perf_counter() - start
 
 
 @contextmanager
 def _bar(description: str, total: float | None, is_part: bool) -> Iterator[Task]:
-    progress = _shown.get()
-    if progress is None:
+    if (progress := _shown.get()) is None:
         yield Task()
         return
     task_id = progress.add_task(("  " if is_part else "") + description, total=total, words="")
@@ -148,24 +152,20 @@ def _bar(description: str, total: float | None, is_part: bool) -> Iterator[Task]
 def timed_tasks() -> Iterator[dict[str, float]]:
     """Seconds of every task inside by its description; what runs inside another counts to that."""
     seconds: dict[str, float] = {}
-    tokens = _seconds.set(seconds), _inside.set(False)
-    try:
+    with _holding(_seconds, seconds), _holding(_inside, False):
         yield seconds
-    finally:
-        _seconds.reset(tokens[0])
-        _inside.reset(tokens[1])
 
 
 @contextmanager
 def unseen() -> Iterator[None]:
     """Draw no bar and log to nobody but files opened inside: what happens here must not be told."""
-    token, propagates, handlers = _shown.set(None), log.propagate, log.handlers
+    propagates, handlers = log.propagate, log.handlers
     log.propagate, log.handlers = False, [logging.NullHandler()]
     try:
-        yield
+        with _holding(_shown, None):
+            yield
     finally:
         log.propagate, log.handlers = propagates, handlers
-        _shown.reset(token)
 
 
 @contextmanager
@@ -287,8 +287,7 @@ class Estimate:
         for name, value in self.corpus.items():
             yield f"{name.replace('_', ' '):26} {value:>14,}"
         yield ""
-        for name, seconds in self.stages.items():
-            yield f"{name:26} {duration(seconds):>14}"
+        yield from (f"{name:26} {duration(seconds):>14}" for name, seconds in self.stages.items())
         yield f"{'in all':26} {duration(self.seconds):>14}"
         yield ""
         sizes = {

@@ -111,8 +111,7 @@ class UserDraws:
 
     def over_rows(self, figure: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
         """For each draw `figure` of how often each row came up ([some draws, rows])."""
-        parts = [figure(times[:, self.user_of_row]) for times in self._chunks()]
-        return np.concatenate(parts)
+        return np.concatenate([figure(times[:, self.user_of_row]) for times in self._chunks()])
 
     def _chunks(self) -> Iterator[np.ndarray]:
         starts = range(0, len(self._times), _DRAWS_AT_ONCE)

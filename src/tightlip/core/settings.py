@@ -70,8 +70,7 @@ class About:
         for number in value if isinstance(value, tuple) else (value,):
             _check_number(name, number)
         bounds = {word: bound for word in _HOLDS if (bound := getattr(self, word)) is not None}
-        holds = all(_HOLDS[word](value, bound) for word, bound in bounds.items())
-        if not holds:
+        if not all(_HOLDS[word](value, bound) for word, bound in bounds.items()):
             words = " and ".join(f"{w.replace('_', ' ')} {bound}" for w, bound in bounds.items())
             raise UsageError(f"{name}={value:g} is out of range. It must be {words}.")
 
@@ -88,10 +87,8 @@ def _check_number(name: str, number: Any) -> None:
 
 def setting(default: Any, help: str, **about: Any) -> Any:
     """A field of a `Settings` dataclass; `...` as its default means that it must be given."""
-    metadata = {"about": About(help=help, **about)}
-    if default is ...:
-        return dataclasses.field(metadata=metadata)
-    return dataclasses.field(default=default, metadata=metadata)
+    default = dataclasses.MISSING if default is ... else default
+    return dataclasses.field(default=default, metadata={"about": About(help=help, **about)})
 
 
 def about(field: dataclasses.Field) -> About:

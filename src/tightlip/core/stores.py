@@ -315,8 +315,7 @@ def fetched_report(place: Place) -> Path:
     Holds:
         refused: a report without a manifest, or that is not what its manifest says, is not read.
     """
-    manifest = _manifest(place)
-    if manifest is None or not manifest["whole"]:
+    if (manifest := _manifest(place)) is None or not manifest["whole"]:
         raise _no_manifest(place)
     told = {f"{place.path}/{name}": about for name, about in manifest["files"].items()}
     there = {file.path: file for file in files_at(place)}
@@ -388,8 +387,7 @@ def work_folder(out: Any, kind: str, how: object = None) -> Path | None:
 @contextmanager
 def worked_in(out: Any, kind: str, how: object = None) -> Iterator[Any]:
     """The folder to work in, for whoever calls `send` there, and `set_aside` at the end."""
-    folder = work_folder(out, kind, how)
-    if folder is None or place_of(out) is None:
+    if (folder := work_folder(out, kind, how)) is None or place_of(out) is None:
         yield folder
         return
     try:

@@ -144,10 +144,9 @@ def _refuse_folders_of_ours(corpus: Any) -> None:
         return
     record = run_around(Path(corpus)) if is_run(Path(corpus)) else None
     if record is not None and record.folder.resolve() == Path(corpus).resolve():
-        part = record.corpus_folder / "train.parquet"
         raise UsageError(
             f"{corpus} is a run, and canaries are planted before training. Plant in its text and train anew: "
-            f"tightlip canaries plant {part}"
+            f"tightlip canaries plant {record.corpus_folder / 'train.parquet'}"
         )
     if is_prepared(Path(corpus)):
         raise UsageError(
@@ -182,9 +181,8 @@ def plant_in(corpus: Corpus, out: Path, config: CanaryConfig) -> Planted:
         planted = Planted(canaries=_drawn(templates, owners, pools, draw), pools=pools)
         with files.folder_written_whole(out) as folder:
             write_canary_key(folder / KEY, planted)
-            history = metadata_of(corpus.history)
             with TableWriter(
-                folder / CORPUS, types.by_column, history, users=types.users
+                folder / CORPUS, types.by_column, metadata_of(corpus.history), users=types.users
             ) as writer:
                 for batch in _with_copies(corpus, planted.canaries, types.num_documents, draw):
                     writer.write(batch)

@@ -80,8 +80,7 @@ class Template:
         return chosen
 
     def _check_room(self, num_canaries: int, pools: Pools) -> None:
-        space = self.num_candidates(pools)
-        if space < 2 * num_canaries:
+        if (space := self.num_candidates(pools)) < 2 * num_canaries:
             raise UsageError(
                 f"Template {self.text!r} can be filled in {space:,} ways, too few for {num_canaries:,} canaries that must "
                 "differ and leave as many decoys. Use more or larger slots."
@@ -181,11 +180,10 @@ class Readings:
     @property
     def plain(self) -> bool:
         """Whether it shows at once where each value ends: by its length, or by what follows it."""
-        parts = list(pairwise([*self._parts, ""]))
         return all(
             isinstance(part, str)
             or (_differ(part) and (number == self._last or _ends_clearly(part, after)))
-            for number, (part, after) in enumerate(parts)
+            for number, (part, after) in enumerate(pairwise([*self._parts, ""]))
         )
 
 

@@ -128,9 +128,7 @@ def _led_by_prompt(row: Mapping[str, Any], completion: str) -> Document:
 
 
 def _sharegpt(row: Mapping[str, Any], _: str) -> Iterator[Document]:
-    messages: list[Message] = []
-    if row.get("system"):
-        messages.append({"role": "system", "content": _string(row, "system")})
+    messages = _system(row)
     for turn in _parsed_list(row, "conversations"):
         role = turn.get("from", turn.get("role")) if isinstance(turn, dict) else None
         content = turn.get("value", turn.get("content")) if isinstance(turn, dict) else None
@@ -146,8 +144,7 @@ def _alpaca(row: Mapping[str, Any], _: str) -> Iterator[Document]:
     asked = _string(row, "instruction")
     if row.get("input"):
         asked = f"{asked}\n\n{_string(row, 'input')}"
-    messages = [{"role": "system", "content": _string(row, "system")}] if row.get("system") else []
-    messages += [{"role": "user", "content": asked}]
+    messages = [*_system(row), {"role": "user", "content": asked}]
     answer = {"role": "assistant", "content": _string(row, "output")}
     yield Conversation(messages=[*messages, answer], num_prompt=len(messages))
 
@@ -189,6 +186,10 @@ def _string(row: Mapping[str, Any], name: str) -> str:
     return value
 
 
+def _system(row: Mapping[str, Any]) -> list[Message]:
+    return [{"role": "system", "content": _string(row, "system")}] if row.get("system") else []
+
+
 def _parsed_list(row: Mapping[str, Any], name: str) -> list[Any]:
     """A list; in CSV, and where a table has no lists, it stands as JSON."""
     value = row.get(name)
@@ -203,13 +204,11 @@ def _parsed_list(row: Mapping[str, Any], name: str) -> list[Any]:
 
 
 def _message_list(row: Mapping[str, Any], name: str) -> list[Message]:
-    messages = []
-    for message in _parsed_list(row, name):
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise _UnusableError(f"has a message in {name!r} without a role")
-        # Arrow gives every message every key that any has.
-        messages.append(_without_nulls(message))
-    return messages
+    messages = _parsed_list(row, name)
+    if not all(isinstance(each, dict) and isinstance(each.get("role"), str) for each in messages):
+        raise _UnusableError(f"has a message in {name!r} without a role")
+    # Arrow gives every message every key that any has.
+    return [_without_nulls(message) for message in messages]
 
 
 def _without_nulls(value: Any) -> Any:

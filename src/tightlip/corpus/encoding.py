@@ -135,8 +135,7 @@ def _without_leading_spaces(spans: list[np.ndarray], texts: list[str]) -> np.nda
     next_visible = np.full(len(letters) + 1, len(letters), np.int64)
     visible = np.flatnonzero(~spaces)
     next_visible[:-1] = np.append(visible, len(letters))[np.cumsum(~spaces) - ~spaces]
-    sizes = [len(own) for own in spans]
-    begins = np.repeat(np.cumsum([0, *map(len, texts[:-1])]), sizes)[:, None]
+    begins = np.repeat(np.cumsum([0, *map(len, texts[:-1])]), [*map(len, spans)])[:, None]
     joined = np.concatenate(spans) + begins
     starts = next_visible[joined[:, 0]]
     inside = starts < joined[:, 1]
@@ -165,8 +164,7 @@ def pieces(text: str) -> Iterator[str]:
     """`text` in pieces of about 50,000 characters, cut before a space between two words."""
     start = 0
     while len(text) - start > PIECE_CHARACTERS:
-        cut = _SAFE_CUT.search(text, start + PIECE_CHARACTERS)
-        if cut is None:
+        if (cut := _SAFE_CUT.search(text, start + PIECE_CHARACTERS)) is None:
             break
         yield text[start : cut.start()]
         start = cut.start()

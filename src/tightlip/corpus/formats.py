@@ -265,8 +265,7 @@ def _row_bytes(column: pa.Array) -> np.ndarray:
     if pa.types.is_dictionary(column.type):
         # Those in use only: a dictionary may serve a thousand batches.
         used = pc.dictionary_encode(column.indices, null_encoding="encode")
-        each = _row_bytes(column.dictionary.take(used.dictionary))
-        return each[_numbers(used.indices)]
+        return _row_bytes(column.dictionary.take(used.dictionary))[_numbers(used.indices)]
     if hasattr(column, "total_values_length"):
         sizes = pc.binary_length(column)
         return _numbers(sizes.fill_null(0) if sizes.null_count else sizes)
@@ -286,8 +285,7 @@ def _numbers(column: pa.Array) -> np.ndarray:
 
 def _list_bytes(column: pa.Array) -> np.ndarray:
     offsets = column.offsets.to_numpy()
-    is_map = pa.types.is_map(column.type)
-    parts = (column.keys, column.items) if is_map else (column.values,)
+    parts = (column.keys, column.items) if pa.types.is_map(column.type) else (column.values,)
     own = [_row_bytes(part.slice(offsets[0], offsets[-1] - offsets[0])) for part in parts]
     return np.diff(np.append(0, np.cumsum(sum(own)))[offsets - offsets[0]])
 
@@ -417,9 +415,7 @@ def _json_row(line: bytes) -> Row:
 def _checked_row(row: Any) -> Row:
     if not isinstance(row, dict):
         return Fault(f"is JSON but no object of columns and values ({type(row).__name__})")
-    if len(row) > MAX_COLUMNS:
-        return Fault(too_many_columns(len(row)))
-    return row
+    return Fault(too_many_columns(len(row))) if len(row) > MAX_COLUMNS else row
 
 
 def _csv_rows(path: File) -> Iterator[tuple[int, Row]]:

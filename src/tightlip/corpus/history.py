@@ -232,8 +232,7 @@ def origin_of(model: Path) -> Origin:
     while at is not None and at not in seen:
         seen.add(at)
         origin.add_record(at)
-        run = run_around(at)
-        if run is None:
+        if (run := run_around(at)) is None:
             break
         origin.add_run(run)
         before = Path(str(run.config.get("train", {}).get("model", "")))
@@ -249,8 +248,7 @@ def vocabulary_behind(prepared: Path) -> tuple[set[str], list[Path]]:
     while at is not None and at not in through and (at / "prepared.json").is_file():
         through.append(at)
         record = read_json(at / "prepared.json")
-        given = record["settings"].get("tokenizer")
-        if given is None:
+        if (given := record["settings"].get("tokenizer")) is None:
             return origin.words | marks_of(at), through[1:]
         origin.add_record(Path(given))
         # A path as it was given leads nowhere from another folder, or once what it led to is gone.

@@ -214,8 +214,7 @@ def _check_run(reference: Path, run: RunRecord, corpus: TokenizedCorpus, part: s
     what, too = _KNOWN_TO_IT[part]
     if run.config["corpus"].get("corpus_fingerprint") == corpus.corpus_fingerprint:
         raise _no_reference(reference, f"this very {what} text")
-    theirs = _text_of(run)
-    if theirs is None:
+    if (theirs := _text_of(run)) is None:
         return [
             f"What {reference} was trained on is no longer there, so nobody can tell whether it saw the {what} "
             f"documents; its score is too {too} if it did."
@@ -261,19 +260,15 @@ def standing_in_both(one: TokenizedCorpus, other: TokenizedCorpus) -> tuple[np.n
 
     Digests of `other` alone are held; it should be the smaller one.
     """
-    digests = [_digest(other, index) for index in range(other.num_documents)]
-    wanted, shared = set(digests), set()
-    in_one = np.zeros(one.num_documents, dtype=bool)
-    for index in range(one.num_documents):
-        digest = _digest(one, index)
-        if digest in wanted:
-            in_one[index] = True
-            shared.add(digest)
-    return in_one, np.array([digest in shared for digest in digests], dtype=bool)
+    mine, theirs = _digests(one), _digests(other)
+    shared = {*mine} & {*theirs}
+    in_one, in_other = (np.array([d in shared for d in each], bool) for each in (mine, theirs))
+    return in_one, in_other
 
 
-def _digest(corpus: TokenizedCorpus, index: int) -> bytes:
-    return blake2b(np.ascontiguousarray(corpus.document(index)).data, digest_size=16).digest()
+def _digests(corpus: TokenizedCorpus) -> list[bytes]:
+    documents = map(corpus.document, range(corpus.num_documents))
+    return [blake2b(np.ascontiguousarray(d).data, digest_size=16).digest() for d in documents]
 
 
 def model_folder(model: Path) -> Path:

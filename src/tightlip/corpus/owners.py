@@ -59,8 +59,7 @@ def check_columns(where: str, schema: pa.Schema, columns: TextSettings) -> None:
             )
         if schema.names.count(name) > 1:
             raise UsageError(f"{where} has two columns {name!r}. Rename one of them.")
-    kind = schema.field(user_column).type
-    if pa.types.is_floating(kind):
+    if pa.types.is_floating(schema.field(user_column).type):
         raise _float_users(where, user_column)
 
 

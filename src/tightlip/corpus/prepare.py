@@ -378,8 +378,7 @@ def _warnings(
     num_tokens, share = statistics["tokens"], statistics["unknown_share"]
     if not num_tokens:
         return [f"{split} holds no tokens: every document is empty."]
-    noise = config.vocabulary_noise
-    if noise is not None:
+    if (noise := config.vocabulary_noise) is not None:
         advice = (
             f"too few users wrote the same words for vocabulary_noise={noise}. Give a public --tokenizer, or "
             "charge for another vocabulary with less noise"

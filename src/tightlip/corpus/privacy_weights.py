@@ -69,8 +69,7 @@ class WeightsConfig(Settings):
             )
         self._check_public_corpus()
         for name in ("public_model", "public_corpus"):
-            given = getattr(self, name)
-            if given is not None and not Path(given).exists():
+            if (given := getattr(self, name)) is not None and not Path(given).exists():
                 raise UsageError(
                     f"{name}={str(given)!r} does not exist. Nothing is downloaded: give the path of a copy on disk."
                 )

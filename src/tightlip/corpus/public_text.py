@@ -239,8 +239,7 @@ def _own_text(corpus: PreparedCorpus) -> Several:
     held = corpus.folder / "validation.parquet"
     if corpus.settings.get("validation") is None and held.is_file():
         parts.append(open_corpus(held))
-    planted = {text for key in _keys_beside(corpus) for text in _planted(key)}
-    return Several(*parts, without=planted)
+    return Several(*parts, without={text for key in _keys_beside(corpus) for text in _planted(key)})
 
 
 def _keys_beside(corpus: PreparedCorpus) -> list[Path]:

@@ -188,8 +188,7 @@ class Corpus:
 
     def fingerprint(self) -> str:
         """SHA-256 of the files, or of the rows of a source in memory."""
-        files = [part.file for part in self._parts if part.file is not None]
-        if files:
+        if files := [part.file for part in self._parts if part.file is not None]:
             return digest_of_files(files)
         digest = sha256()
         for part in self._parts:
@@ -224,8 +223,7 @@ class Corpus:
 
     def _batch(self, rows: list[dict[str, Any]]) -> DocumentBatch:
         users = [row.pop(self._user_column) for row in rows]
-        texts = [row.pop(self._text_column) for row in rows]
-        return DocumentBatch.of(users, texts, rows)
+        return DocumentBatch.of(users, [row.pop(self._text_column) for row in rows], rows)
 
     def _nothing_here(self) -> str:
         if not self.num_skipped:
@@ -268,8 +266,7 @@ def _files_read(source: str | Path) -> list[formats.File]:
         saved = formats.saved_dataset_files(path)
         there = [file for file in path.iterdir() if file.is_file()]
         return _files_in(path, [*there]) if saved is None else [*saved]
-    files = formats.files_of(source)
-    if not files:
+    if not (files := formats.files_of(source)):
         raise UsageError(f"{place or path} does not exist. Give a corpus: {_KINDS}.")
     if place is not None and str(files[0].parent) == str(place):
         return _files_in(place, [file for file in files if str(file.parent) == str(place)])
@@ -338,8 +335,7 @@ def _read_ahead(part: Part, queue: Queue, over: Event) -> None:
         for number, row in part.chunks():
             rows.append((number, row))
             size += row_size(row) if isinstance(row, dict) else 1
-            is_full = size > MAX_BATCH_BYTES or len(rows) == MAX_BATCH_ROWS
-            if is_full or isinstance(row, Columns):
+            if size > MAX_BATCH_BYTES or len(rows) == MAX_BATCH_ROWS or isinstance(row, Columns):
                 put(rows)
                 rows, size = [], 0
             if over.is_set():

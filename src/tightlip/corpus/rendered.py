@@ -120,13 +120,11 @@ class RolesReader:
             )
 
     def _rendered(self, row: RawDocument, chat: Conversation) -> _Shown:
-        by_template = self._settings.trained_on == "assistant"
         try:
             text, generated = self._renderer.render(
-                chat.messages, tools=chat.tools, generated=by_template
+                chat.messages, tools=chat.tools, generated=self._settings.trained_on == "assistant"
             )
-            places = places_of(chat.messages, text)
-            if places is None:
+            if (places := places_of(chat.messages, text)) is None:
                 raise TemplateError("holds a message that the chat template leaves out or changes")
             trained = self._trained(row, chat, text, generated)
         except TemplateError as error:

@@ -146,8 +146,7 @@ def _receive(stream: IO[bytes], seconds: float) -> Any:
     while not data.endswith(b"\n"):
         if not select.select([stream], [], [], max(0.0, end - time.monotonic()))[0]:
             raise TimeoutError
-        part = os.read(stream.fileno(), 1 << 20)
-        if not part:
+        if not (part := os.read(stream.fileno(), 1 << 20)):
             raise EOFError
         data += part
         if len(data) > 2 * MOST_BYTES:  # JSON may take more than the text that it holds

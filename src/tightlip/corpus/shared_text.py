@@ -131,12 +131,8 @@ def standing_in_training(held: Path, train: Path) -> Overlap:
         bounded: what is kept in memory is 16 bytes for each document of `held`, not of `train`.
     """
     digests = list(_digests_by_user(open_corpus(held)))
-    by_anybody, by_user = ({each[which] for each in digests if each} for which in (0, 1))
-    seen: set[bytes] = set()
-    for trained in _digests_by_user(open_corpus(train)):
-        if trained and trained[0] in by_anybody:
-            seen.add(trained[0])
-            seen.update({trained[1]} & by_user)
+    trained = chain.from_iterable(_digests_by_user(open_corpus(train)))
+    seen = {*chain.from_iterable(digests)}.intersection(trained)
     return Overlap(
         num_documents=sum(bool(each) and each[0] in seen for each in digests),
         num_same_user=sum(bool(each) and each[1] in seen for each in digests),
@@ -182,9 +178,7 @@ class _Sketch:
 
     def look_in(self, other: Documents) -> None:
         """Mark the runs that stand in another corpus."""
-        if not len(self.known):
-            return
-        for batch in other.batches():
+        for batch in other.batches() if len(self.known) else ():
             runs, _ = _runs(batch.texts)
             places = np.minimum(np.searchsorted(self.known, runs), len(self.known) - 1)
             self._is_there[places[self.known[places] == runs]] = True

@@ -154,10 +154,9 @@ class TableWriter:
             self._flush()
 
     def _flush(self) -> None:
-        if not self._pending:
-            return
-        self._writer.write_table(pa.Table.from_batches(self._pending, self._schema))
-        self._pending, self._num_bytes = [], 0
+        if self._pending:
+            self._writer.write_table(pa.Table.from_batches(self._pending, self._schema))
+            self._pending, self._num_bytes = [], 0
 
 
 def _free_name(name: str, taken: Iterable[str], others: Iterable[str]) -> str:

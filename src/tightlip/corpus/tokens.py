@@ -49,8 +49,7 @@ class Mapped:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         for name, value in state.items():
-            read = mapped(value) if isinstance(value, Path) else value
-            object.__setattr__(self, name, read)
+            object.__setattr__(self, name, mapped(value) if isinstance(value, Path) else value)
 
 
 @dataclass(frozen=True, kw_only=True)

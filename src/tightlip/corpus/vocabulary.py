@@ -84,7 +84,7 @@ def word_tokenizer(words: list[str]) -> PreTrainedTokenizerFast:
     """A tokenizer of exactly these words, numbered in this order after the specials."""
     vocabulary = {word: number for number, word in enumerate([*SPECIAL_TOKENS, *words])}
     backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    backend.pre_tokenizer = _word_splitter()
+    backend.pre_tokenizer = word_splitter()
     tidy = [decoders.Replace(Regex(pattern), content) for pattern, content in _TIDYING]
     # WordPiece puts the spaces; no token of ours begins with its prefix.
     backend.decoder = decoders.Sequence(
@@ -93,7 +93,7 @@ def word_tokenizer(words: list[str]) -> PreTrainedTokenizerFast:
     return _wrapped(backend)
 
 
-def _word_splitter() -> Any:
+def word_splitter() -> Any:
     return pre_tokenizers.Split(Regex(WORD_PATTERN), behavior="removed", invert=True)
 
 
@@ -116,7 +116,7 @@ def _wrapped(backend: Tokenizer) -> PreTrainedTokenizerFast:
 def words_by_frequency(corpus: Corpus) -> list[str]:
     """Every word of `corpus`, the most frequent first."""
     backend = Tokenizer(models.WordLevel({"<unk>": 0}, unk_token="<unk>"))
-    backend.pre_tokenizer = _word_splitter()
+    backend.pre_tokenizer = word_splitter()
     trainer = trainers.WordLevelTrainer(vocab_size=2**31, show_progress=False)
     _train(backend, trainer, corpus, "Counting words")
     vocabulary = backend.get_vocab()
@@ -219,8 +219,7 @@ def with_digits(ranked: list[str], size: int | None) -> list[str]:
     kept = ranked[:room]
     missing = [digit for digit in DIGITS if digit not in set(kept)]
     while size is not None and len(kept) + len(missing) > room:
-        dropped = kept.pop()
-        if dropped in DIGITS:
+        if (dropped := kept.pop()) in DIGITS:
             missing = sorted([*missing, dropped])
     return kept + missing
 

@@ -46,7 +46,6 @@ def claim_folder(
     path = make_private_folder(folder) / PLAN
     if not path.exists():
         write_json(path, plan)
-        return folder
     there = read_json(path)
     if other := [name for name in plan if there.get(name) != plan[name]]:
         raise UsageError(

@@ -164,9 +164,7 @@ def _ratio_words(ratio: dict[str, Any]) -> str:
 
 def terminal_tables(result: dict[str, Any]) -> list[RichTable]:
     """Utility and exposure, then thirds, of each corpus; last the paper's own table."""
-    tables = []
-    for section in result["corpora"]:
-        tables += [_printed_runs(section), _printed_thirds(section)]
+    tables = [make(one) for one in result["corpora"] for make in (_printed_runs, _printed_thirds)]
     title, names = "The paper's own table (WikiText-103)", ("model", "loss", "perplexity", "σ", "ε")
     return [*tables, _printed(title, names, _paper_table(result).rows)]
 
@@ -206,8 +204,7 @@ def _printed(title: str, names: Sequence[str], rows: Sequence[TableRow]) -> Rich
 
 
 def _plots(section: dict[str, Any]) -> list[tuple[str, str, Markup]]:
-    sigma = next(iter(runs.noise_levels(section)), None)
-    if sigma is None:
+    if (sigma := next(iter(runs.noise_levels(section)), None)) is None:
         return []
     private = runs.private_runs(section["rows"], sigma, "equal epsilon")
     every = [section["rows"][0], *private]
@@ -224,16 +221,17 @@ def _plots(section: dict[str, Any]) -> list[tuple[str, str, Markup]]:
 
 def _exposures(rows: Sequence[runs.Row], times: Sequence[int]) -> Markup:
     plot = _plot(EXPOSED, "Bits of the planted number, by how often it was planted.")
-    lines: dict[str, list[tuple[int, float, str]]] = {}
-    for row in rows:
-        known = [(entry["repetitions"], entry["bits"]) for entry in row["exposure"]]
-        lines[f"way-{row['mode']}"] = [
-            (num, bits, f"{runs.name_of(row)}, planted {num:,} times: {bits:.1f} bits")
-            for num, bits in known
-        ]
+    lines = {
+        f"way-{row['mode']}": [(e["repetitions"], e["bits"], _tip(row, e)) for e in row["exposure"]]
+        for row in rows
+    }
     highest = max(bits for points in lines.values() for _, bits, _ in points)
     draw_exposures(plot, lines, times, highest)
     return plot.svg()
+
+
+def _tip(row: runs.Row, entry: dict[str, Any]) -> str:
+    return f"{runs.name_of(row)}, planted {entry['repetitions']:,} times: {entry['bits']:.1f} bits"
 
 
 def _by_third(rows: Sequence[runs.Row], part: str, name: str, label: str) -> Markup:

@@ -39,9 +39,8 @@ def measured(run: RunRecord, planted: PlantedCorpus, path: Path, device: str) ->
     """Losses and exposures of a finished run; kept in `path`, and read from there next time."""
     if path.exists():
         return dict(read_json(path))
-    corpus = planted.probe.corpus.train
     with scans_of_run(run, device=device, keep=False) as scans:
-        scores = scans.scores(run.model_folder, corpus, "Scoring the probe")
+        scores = scans.scores(run.model_folder, planted.probe.corpus.train, "Scoring the probe")
     canaries = measure_canaries(run.folder, planted.keys, device=device)
     figures = {**losses(scores, planted), **exposures(canaries, planted)}
     write_json(path, figures)
@@ -265,10 +264,9 @@ def _section(
     planted: PlantedCorpus, folder: Path, size: AdaptiveScale, options: RunOptions
 ) -> dict[str, Any]:
     """Every run on one corpus, measured."""
-    runs = _Runs(planted, folder / planted.name, size, options)
     rows = []
     with task(f"{planted.name}: runs", 1 + 6 * len(size.noise_multipliers)) as bar:
-        for row in runs:
+        for row in _Runs(planted, folder / planted.name, size, options):
             rows.append(row)
             bar.advance()
     weights = planted.weights

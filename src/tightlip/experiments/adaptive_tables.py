@@ -115,9 +115,8 @@ def epsilon_words(row: Row) -> str:
     >>> epsilon_words({"standing": "proved", "epsilon": 2.341}), epsilon_words({"standing": "measured only"})
     ('2.35', 'none')
     """
-    if row["standing"] not in STANDINGS_WITH_EPSILON or row.get("epsilon") is None:
+    if row["standing"] not in STANDINGS_WITH_EPSILON or (epsilon := row.get("epsilon")) is None:
         return "none"
-    epsilon = row["epsilon"]
     return number(epsilon) if epsilon >= 1000 else rounded_up(epsilon)
 
 
@@ -159,8 +158,7 @@ def _csv_line(section: dict[str, Any], row: Row) -> dict[str, Any]:
 
 def headline(result: dict[str, Any]) -> str:
     """The first corpus' answer: what the weights buy at equal ε."""
-    ratios = equal_ratios(result["corpora"][0])
-    if not ratios:
+    if not (ratios := equal_ratios(result["corpora"][0])):
         return "Adaptive differential privacy beside plain."
     best, way = min((ratio, way) for way, ratio in ratios.items())
     if best > 0.97:
@@ -172,8 +170,7 @@ def equal_ratios(section: dict[str, Any], sigma: float | None = None) -> dict[st
     """Perplexity of the proved ways over plain DP's at the same ε; the largest ε by default."""
     rows = section["rows"]
     sigma = next(iter(noise_levels(section)), None) if sigma is None else sigma
-    base = find(rows, "dp", sigma, "equal epsilon")
-    if base is None:
+    if (base := find(rows, "dp", sigma, "equal epsilon")) is None:
         return {}
     proved = {mode: find(rows, mode, sigma, "equal epsilon") for mode in ("clip", "scale")}
     return {way: row["perplexity"] / base["perplexity"] for way, row in proved.items() if row}
@@ -196,8 +193,7 @@ def findings(section: dict[str, Any]) -> Iterator[str]:
             f"As published at σ {sigma:g}: {published['perplexity'] / plain['perplexity']:.2f} times plain DP's perplexity, "
             f"with less noise (ε {epsilon_words(published)} by our reading, against {epsilon_words(plain)}). No theorem covers it."
         )
-        clip = find(rows, "clip", sigma, "equal epsilon")
-        if clip is not None:
+        if (clip := find(rows, "clip", sigma, "equal epsilon")) is not None:
             yield from _who_pays(plain, clip)
             yield _who_is_protected(rows[0], plain, clip)
 
@@ -208,8 +204,7 @@ def is_cut_short(row: Row) -> bool:
 
 
 def _cut_short(rows: Sequence[Row], mode: str, sigma: float) -> str:
-    own = find(rows, mode, sigma, "equal epsilon")
-    if own is None or not is_cut_short(own):
+    if (own := find(rows, mode, sigma, "equal epsilon")) is None or not is_cut_short(own):
         return ""
     return f" (it stopped after {own['steps']:,} of {own['planned_steps']:,} steps)"
 

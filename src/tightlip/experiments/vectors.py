@@ -66,10 +66,9 @@ def task_of(corpus: Path | None, folder: Path, seed: int = 0) -> PaperTask:
 
 def plays_task(folder: Path) -> PaperTask:
     """The bundled plays: the kind of play as label; which play it is and who speaks, as private."""
-    path = _made_once(folder / "plays.parquet", bundled.demo_speeches)
     return PaperTask(
         name="plays",
-        path=path,
+        path=_made_once(folder / "plays.parquet", bundled.demo_speeches),
         label="genre",
         private=("play", "gender"),
         about="The bundled plays, a speech a text.",
@@ -79,12 +78,11 @@ def plays_task(folder: Path) -> PaperTask:
 def ag_task(corpus: Path, folder: Path) -> PaperTask:
     """The paper's own AG data: topic as label, which of five persons are named as private."""
     rows = _ag_rows(corpus)
-    path = _made_once(folder / "ag.parquet", lambda: _ag_table(rows))
     seen = {row[2] for row in rows if row[0] == "train"}
     again = {part: sum(row[0] == part and row[2] in seen for row in rows) for part in PARTS[1:]}
     return PaperTask(
         name=corpus.stem,
-        path=path,
+        path=_made_once(folder / "ag.parquet", lambda: _ag_table(rows)),
         label="topic",
         private=tuple(f"entity_{number}" for number in range(1, _NUM_ENTITIES + 1)),
         kind="entities",

@@ -95,22 +95,21 @@ class VectorsPaperPage:
 
     def content(self) -> dict[str, Any]:
         result = self.result
-        sections = [
-            {
-                "name": section["name"],
-                "about": about(section),
-                "findings": list(findings(section)),
-                "tables": tables(section),
-                "promises": [(name_of(row), promise_of(row)) for row in section["rows"]],
-            }
-            for section in result["corpora"]
-        ]
         return {
             "headline": headline(result),
             "version": result["version"],
             "result": result,
             "certainty": certainty(result),
-            "sections": sections,
+            "sections": [
+                {
+                    "name": section["name"],
+                    "about": about(section),
+                    "findings": list(findings(section)),
+                    "tables": tables(section),
+                    "promises": [(name_of(row), promise_of(row)) for row in section["rows"]],
+                }
+                for section in result["corpora"]
+            ],
             "paper_note": PAPER_NOTE,
         }
 
@@ -200,8 +199,7 @@ def name_of(row: Way) -> str:
 
 def promise_of(row: Way) -> str:
     """What a released vector of this way promises, with its standing, in one line."""
-    record = row.get("guarantee")
-    if not record or record.get("epsilon") is None:
+    if not (record := row.get("guarantee")) or record.get("epsilon") is None:
         return "nothing (measured only)"
     standing = (record.get("standings") or {}).get("epsilon") or record["standing"]
     masked = record.get("dropout")
@@ -250,12 +248,11 @@ def _by_setting(
         shown = NONE if is_bare else f"{row[name]:g}"
         beside = _theirs(theirs.get(None if is_bare else row[name]))
         lines.append(plain_row(WAYS[row["way"]], shown, _mean(row["main"]), beside, *_whole(row)))
-    columns = (sign, "ours", "theirs", "ε of the whole vector", "which holds for")
     return Table(
         number=number,
         title=f"Main task as {sign} varies",
         note=f"Accuracy in per cent; {at}.",
-        columns=_columns(columns),
+        columns=_columns((sign, "ours", "theirs", "ε of the whole vector", "which holds for")),
         rows=lines,
     )
 
@@ -305,19 +302,18 @@ def _entity_attack(section: dict[str, Any]) -> Table:
 
 def _by_group(section: dict[str, Any]) -> Table:
     """Tables 6 and 7: the main task by group, and whether the gap may be chance."""
-    rows = [
-        plain_row(f"{attribute}: {name_of(row)}", *cells)
-        for attribute in section["private"]
-        for row in _compared(section)
-        if (cells := _group_cells(section, row, attribute)) is not None
-    ]
     return Table(
         number="7" if section["kind"] == "entities" else "6",
         title="Fairness: the main task by group",
         note="Accuracy in one group, and how much more it is in the other; p is the middle of the seeds' tests that "
         "the groups fare alike.",
         columns=_columns(("one group", "the other", "theirs", "p")),
-        rows=rows,
+        rows=[
+            plain_row(f"{attribute}: {name_of(row)}", *cells)
+            for attribute in section["private"]
+            for row in _compared(section)
+            if (cells := _group_cells(section, row, attribute)) is not None
+        ],
     )
 
 

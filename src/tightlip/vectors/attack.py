@@ -70,7 +70,7 @@ def attack(given: AttackInput, settings: AttackSettings, *, device: str = "cpu")
         judged_late: the strongest attacker is the one that was best on the development part.
     """
     views = _views(given, settings)
-    everybody = views["all"]
+    draws = views["all"].draws
     targets, entities = list(given.targets), given.entities
     named = [] if entities is None else entities.targets
     with task("Attackers", len(targets) + len(named)) as bar:
@@ -81,12 +81,11 @@ def attack(given: AttackInput, settings: AttackSettings, *, device: str = "cpu")
             bar.advance()
     demographic, about_names = readings[: len(targets)], readings[len(targets) :]
     groups = {t.name: [None if n < 0 else t.values[n] for n in t.codes.test] for t in targets}
-    how: dict[str, Any] = {"draws": everybody.draws, "seed": settings.seed}
-    fair = partial(figures.fairness, given.main_right, **how)
+    fair = partial(figures.fairness, given.main_right, draws=draws, seed=settings.seed)
     return {
         "intervals": HOW,
         "num_test": len(given.users),
-        "num_test_users": everybody.draws.num_users,
+        "num_test_users": draws.num_users,
         "num_seen_in_train": int(given.seen.sum()),
         "main": _in_views(views, lambda on: on.draws.share(given.main_right[on.rows])),
         "main_majority": _in_views(views, lambda on: on.draws.share(given.main_plain[on.rows])),
@@ -360,8 +359,7 @@ def _nltk_finder() -> NameFinder | None:
         return None
 
     def people(text: str) -> Iterable[str]:
-        tree = nltk.ne_chunk(nltk.pos_tag(nltk.word_tokenize(text)))
-        for piece in tree:
+        for piece in nltk.ne_chunk(nltk.pos_tag(nltk.word_tokenize(text))):
             if getattr(piece, "label", lambda: None)() == "PERSON":
                 yield " ".join(word for word, _ in piece.leaves())
 

@@ -70,11 +70,10 @@ def attribute_figures(target: Target, reading: Reading, on: JudgedRows) -> dict[
 def by_value(target: Target, guess: np.ndarray, on: JudgedRows) -> dict[str, dict[str, int]]:
     """Of each value: how many test rows have it, how many were said to, and how many rightly."""
     truth = target.codes.test[on.rows]
-    known = truth >= 0
     return {
         value: {
             "num": int((truth == code).sum()),
-            "said": int(((guess == code) & known).sum()),
+            "said": int(((guess == code) & (truth >= 0)).sum()),
             "right": int(((guess == code) & (truth == code)).sum()),
         }
         for code, value in enumerate(target.values)
@@ -241,10 +240,9 @@ def fairness(
         | {"num_rows": int(num_rows[number]), "num_users": int(num_users[number])}
         for number, name in enumerate(names)
     }
-    accuracies = [share["value"] for share in shares.values()]
     return {
         "groups": shares,
-        "gap": _gap(correct, codes, accuracies, draws),
+        "gap": _gap(correct, codes, [share["value"] for share in shares.values()], draws),
         **_test(hits, rows, np.random.default_rng(seed), num_swaps),
     }
 

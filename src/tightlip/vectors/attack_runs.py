@@ -59,8 +59,7 @@ def result_folder(runs: Runs, out: str | Path | None = None) -> Path:
     folder = Path(out) if out is not None else Path(given[0]) if len(given) == 1 else SEVERAL_RUNS
     if folder.is_file():
         raise UsageError(f"{folder} is a file. Name a folder for the page: --out DIR")
-    is_own = folder in map(Path, given) or _is_result(folder / RESULT)
-    if names_in(folder) and not is_own:
+    if names_in(folder) and not (folder in map(Path, given) or _is_result(folder / RESULT)):
         raise UsageError(
             f"{folder} holds other files, and the result would be mixed among them. Give --out a new or empty folder."
         )
@@ -171,8 +170,7 @@ def _kept(folder: Path, asked: AttackSettings) -> dict[str, Any] | None:
         written = read_json(path)
         (result,) = written["runs"]
         same = result["asked"] == _question(asked) and result["pair"] == _pair(folder)
-        same &= written["format"] == FORMAT
-        return _without_chosen_gaps(result) if same else None
+        return _without_chosen_gaps(result) if same and written["format"] == FORMAT else None
     except (DamagedError, ValueError, KeyError, TypeError):
         return None  # another version's, or damaged: measured again
 

@@ -79,10 +79,9 @@ class Batches:
     def _order(self, epoch: int) -> list[np.ndarray]:
         """The places of each batch of an epoch."""
         draw = np.random.default_rng([self._seed, _ORDER, epoch])
-        shuffled = draw.permutation(len(self._texts))
         pool = _BATCHES_SORTED_TOGETHER * self._batch_size
         batches: list[np.ndarray] = []
-        for chosen in pieces(shuffled, pool):
+        for chosen in pieces(draw.permutation(len(self._texts)), pool):
             by_length = chosen[np.argsort(self._lengths[chosen], kind="stable")]
             batches += pieces(by_length, self._batch_size)
         return [batches[number] for number in draw.permutation(len(batches))]

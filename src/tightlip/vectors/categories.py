@@ -94,8 +94,7 @@ def _named(words: Sequence[str]) -> Iterator[tuple[str, float, float]]:
 
 
 def _cut_at(words: Sequence[str]) -> Iterator[tuple[str, float, float]]:
-    points = [-math.inf, *sorted(map(_finite, words)), math.inf]
-    for low, high in pairwise(points):
+    for low, high in pairwise([-math.inf, *sorted(map(_finite, words)), math.inf]):
         start = f"from {low:g}" if low > -math.inf else ""
         end = f" below {high:g}" if high < math.inf else ""
         yield (start + end).strip(), low, math.nextafter(high, -math.inf)
@@ -134,8 +133,7 @@ def _is_empty(value: Any) -> bool:
 
 def span_of(values: Sequence[Any]) -> tuple[float, float] | None:
     """The lowest and the highest number of a column; None where it has none."""
-    numbers = [_number(value) for value in values if not _is_empty(value)]
-    known = [number for number in numbers if number is not None]
+    known = [n for v in values if not _is_empty(v) and (n := _number(v)) is not None]
     return (min(known), max(known)) if known else None
 
 

@@ -110,8 +110,7 @@ def _has_users(source: Any, column: str) -> bool:
     path = Path(source)
     if not path.is_file() or kind_of(path) is None or not path.stat().st_size:
         return True  # whoever opens it says what is wrong
-    schema = columns_of(path)
-    if schema is not None:
+    if (schema := columns_of(path)) is not None:
         return column in schema.names
     _, first = next(rows_of(path), (0, {column: ""}))
     return not isinstance(first, dict) or column in first

@@ -179,7 +179,6 @@ def represent_encode(
     half = load_device(device, runtime=asked.runtime)
     given = _read(texts, [*carry, *([mask_column] if mask_column else [])], **columns.tree())
     marks = _marks(given, asked)
-    found = masking.masking_of(given.texts, marks) if any(marks) else None
     _refuse_marked(given, carry, marks)
     vectors = half.encode(
         given.texts * releases,
@@ -199,7 +198,7 @@ def represent_encode(
         pair=half.pair,
         most_of_one_text=releases * _most(map(masking.as_read, given.texts)),
         most_of_one_user=None if given.users is None else releases * _most(given.users),
-        masking=found,
+        masking=masking.masking_of(given.texts, marks) if any(marks) else None,
     )
     if out is not None:
         write_vectors(out, encoded)
@@ -233,8 +232,7 @@ def _refuse_marked(given: Columns, carry: Sequence[str], marks: list[list[str]])
     for name in carry:
         # Lists and the like as they are written out: their brackets and commas part words too.
         values = zip(given.named[name], compared, strict=True)
-        num = sum(v is not None and masking.holds_marked(str(v), each) for v, each in values)
-        if num:
+        if num := sum(v is not None and masking.holds_marked(str(v), each) for v, each in values):
             raise UsageError(
                 f"Column {name!r} holds a marked word in {num:,} of {len(marks):,} rows, and would carry it "
                 "beside the vectors that hide it. Leave it out, or code its values."

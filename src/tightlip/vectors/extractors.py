@@ -13,14 +13,14 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
-from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import Tokenizer, models, normalizers, processors, trainers
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast
 
 from tightlip.core.errors import UsageError
 from tightlip.core.files import read_json
 from tightlip.core.registry import unknown
-from tightlip.corpus.encoding import WORD_PATTERN
+from tightlip.corpus.vocabulary import word_splitter
 from tightlip.models.checks import check_room
 from tightlip.models.configurations import WORD_ENCODERS, WordEncoderConfig
 from tightlip.models.encoders import WordEncoder, load_encoder, most_tokens
@@ -341,17 +341,14 @@ def learnt_tokenizer(texts: Sequence[str], size: int) -> PreTrainedTokenizerFast
         )
     backend = Tokenizer(models.WordLevel(unk_token="[UNK]"))
     backend.normalizer = normalizers.Lowercase()
-    backend.pre_tokenizer = pre_tokenizers.Split(
-        Regex(WORD_PATTERN), behavior="removed", invert=True
-    )
+    backend.pre_tokenizer = word_splitter()
     # A word that stands once teaches nothing; as [UNK] it teaches what a rare word means.
     trainer = trainers.WordLevelTrainer(
         vocab_size=size, min_frequency=2, special_tokens=SPECIAL_TOKENS, show_progress=False
     )
     backend.train_from_iterator(texts, trainer)
-    start = SPECIAL_TOKENS.index("[CLS]")
     backend.post_processor = processors.TemplateProcessing(
-        single="[CLS] $A", special_tokens=[("[CLS]", start)]
+        single="[CLS] $A", special_tokens=[("[CLS]", SPECIAL_TOKENS.index("[CLS]"))]
     )
     names = ("pad_token", "unk_token", "cls_token", "mask_token")
     return PreTrainedTokenizerFast(

@@ -82,11 +82,10 @@ class GridNoise:
     def _laplace(self, units: int, out: np.ndarray) -> int:
         """Fill the front of `out`; how far. A sign and a geometric variable; minus zero is drawn
         again, or zero would come twice."""
-        split = _split(units)
         # At least 0.88 of the candidates are taken; more are drawn so that few calls draw again.
         candidates = self._words(int(1.15 * len(out)) + 64, np.uint64)
         words = self._words(int(1.01 * len(out)) + 64, np.uint32)
-        filled = _fast_laplace(candidates, words, units, *split, out)
+        filled = _fast_laplace(candidates, words, units, *_split(units), out)
         if filled == _TOO_CLOSE:
             filled = _put(self._slow_laplace(candidates, words, units), out)
         return filled
@@ -175,8 +174,7 @@ def _split(units: int) -> _Split:
     ends = starts + (1 << (31 - _CELL_BITS)) - 1
     told = np.sum(ends[:, None] < chances, axis=1)
     held = (starts[:, None] <= chances) & (chances <= ends[:, None])
-    by_cell = np.where(held.any(axis=1), _STRIDES, told)
-    return _Split(bits, chances, by_cell)
+    return _Split(bits, chances, np.where(held.any(axis=1), _STRIDES, told))
 
 
 @njit(cache=True, nogil=True)
@@ -196,9 +194,7 @@ def _fast_high(word: int, by_cell: np.ndarray, thresholds: np.ndarray) -> int:
     strides = 0
     while strides < _STRIDES and thresholds[strides] > word:
         strides += 1
-    if strides == _STRIDES or thresholds[strides] == word:
-        return _TOO_CLOSE
-    return strides
+    return _TOO_CLOSE if strides == _STRIDES or thresholds[strides] == word else strides
 
 
 @njit(cache=True, nogil=True)

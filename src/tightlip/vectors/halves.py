@@ -308,8 +308,7 @@ class OnnxExtractor(Tokenised):
                 f"{path} does not exist. Run: tightlip represent export {device} --onnx"
             )
         self._session = _session(path)
-        pair = self._session.get_modelmeta().custom_metadata_map.get(_PAIR)
-        if pair != about["pair"]:
+        if self._session.get_modelmeta().custom_metadata_map.get(_PAIR) != about["pair"]:
             raise UsageError(
                 f"{path} was exported from another training than {device}. Run: tightlip represent export {device} --onnx"
             )

@@ -246,8 +246,7 @@ class Training:
         seed_step(seed, step, self.device, stream=1)
         noise = training_noise(vectors, self.mechanism)
         seed_step(seed, step, self.device, stream=2)
-        logits = self.classifier(vectors + noise)
-        return functional.cross_entropy(logits, truth.repeat(num_draws))
+        return functional.cross_entropy(self.classifier(vectors + noise), truth.repeat(num_draws))
 
     def _update(self, loss: Tensor) -> None:
         optimizer = self.optimizers["main"]
@@ -337,8 +336,7 @@ class Training:
 
     def last_saved(self) -> Progress:
         """Bring everything back to the last moment saved; to the start where none was."""
-        states = run_folder.moments_in(self.kept, Progress)
-        if not states:
+        if not (states := run_folder.moments_in(self.kept, Progress)):
             return Progress()
         last = max(states, key=lambda path: (states[path].step, len(states[path].epochs)))
         try:

@@ -160,11 +160,9 @@ def _train_in(
 
 def _summary(runs: list[RepresentRun], seeds: list[int]) -> dict[str, Any]:
     """Each figure over the seeds."""
-    summary: dict[str, Any] = {"seeds": seeds, "runs": [run.folder.name for run in runs]}
-    for name in _SUMMED_UP:
-        values = [run.metrics[name] for run in runs]
-        summary[name] = {**over_seeds(values), "values": values}
-    return summary
+    values = {name: [run.metrics[name] for run in runs] for name in _SUMMED_UP}
+    figures = {name: {**over_seeds(own), "values": own} for name, own in values.items()}
+    return {"seeds": seeds, "runs": [run.folder.name for run in runs], **figures}
 
 
 def over_seeds(values: Sequence[float | None]) -> dict[str, Any]:

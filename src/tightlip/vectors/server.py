@@ -100,8 +100,7 @@ def _table(path: Path) -> pa.Table:
 
 def _about(path: Path, table: pa.Table) -> dict[str, Any]:
     """What the file says of itself."""
-    raw = (table.schema.metadata or {}).get(_KEY)
-    if raw is None:
+    if (raw := (table.schema.metadata or {}).get(_KEY)) is None:
         raise UsageError(
             f"{path} is not a file of vectors that tightlip wrote: it states no guarantee. "
             "Write it with: tightlip represent encode"

@@ -210,12 +210,11 @@ def kind_of(row: RunFigures) -> str:
 
 def exposure_scatter(rows: Sequence[RunFigures], tolerance: float) -> Markup | None:
     """Perplexity against the mean exposure of the most repeated canaries."""
-    points = []
-    for row in _on_one_scale(rows):
-        if row["exposure"]:
-            most = row["exposure"][-1]
-            bits = f"{most['mean_bits']:.1f} bits at {most['repetitions']:,}×"
-            points.append((row, most["mean_bits"], bits))
+    known = [(row, row["exposure"][-1]) for row in _on_one_scale(rows) if row["exposure"]]
+    points = [
+        (row, most["mean_bits"], f"{most['mean_bits']:.1f} bits at {most['repetitions']:,}×")
+        for row, most in known
+    ]
     if not points:
         return None
     plot = _plot("Utility against exposure", "bits of exposure")
@@ -310,8 +309,7 @@ def _never_saw(plot: plots.Plot, axis: plots.Axis) -> plots.Box:
 
 def repetition_plots(rows: Sequence[RunFigures]) -> list[tuple[RunFigures, Markup]]:
     """For each run with canaries its exposure by repetition, the baseline's behind it."""
-    known = [row for row in rows if row["exposure"]]
-    if not known:
+    if not (known := [row for row in rows if row["exposure"]]):
         return []
     highest = max(group["mean_bits"] for row in known for group in row["exposure"])
     times = table.all_repetitions(known)

@@ -96,8 +96,7 @@ def exposure_at(row: RunFigures, repetitions: int) -> RunFigures | None:
 
 
 def _exposures(rows: Sequence[RunFigures]) -> Iterator[Row]:
-    chosen = chosen_repetitions(rows)
-    if not chosen:
+    if not (chosen := chosen_repetitions(rows)):
         yield Row("Exposure (bits)", [Cell(UNKNOWN)] * len(rows), "Leakage")
         return
     for times in chosen:
@@ -120,8 +119,7 @@ def _exposed(row: RunFigures) -> Cell:
 
 
 def _tab(row: RunFigures, kind: str) -> Cell:
-    tab = row["tab"][kind]
-    if tab is None:
+    if (tab := row["tab"][kind]) is None:
         return Cell(UNKNOWN)
     most = tab["ceiling"]
     under = f"{count(most)} at most" if most < tab["num_canaries"] else ""
@@ -282,12 +280,10 @@ def _flat(row: RunFigures) -> Iterator[tuple[str, Any]]:
             yield from _limits(f"membership_{level}_{score}_{FOUND}", found)
     for name in ("num_documents", "num_tokens"):
         yield f"membership_{name}_not_counted", not_counted(row).get(name)
-    yield "seconds_per_epoch", row["seconds_per_epoch"]
-    yield "times_baseline", row["times_baseline"]
+    yield from ((name, row[name]) for name in ("seconds_per_epoch", "times_baseline"))
     promise = row["guarantee"]
     people = promise.get("people") or {}
-    for name in ("epsilon", "delta", "runs"):
-        yield f"people_{name}", people.get(name)
+    yield from ((f"people_{name}", people.get(name)) for name in ("epsilon", "delta", "runs"))
     for name in ("epsilon", "delta", "unit", "standing", "arithmetic", "because"):
         yield name, promise.get(name)
     yield "insecure_seed", None if promise["epsilon"] is None else bool(promise["insecure"])

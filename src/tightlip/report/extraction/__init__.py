@@ -118,8 +118,7 @@ def _about_reference(summary: Figures, one: Figures) -> str:
         f"Counted are the {counted(one['counted'], 'window')} that the reference, {summary['reference']}, draws at least "
         "ten times as seldom."
     )
-    every = one["cheapest_of_all"]
-    if every is None or every == one["cheapest"]:
+    if (every := one["cheapest_of_all"]) is None or every == one["cheapest"]:
         return line
     asked = tries_words(every["reference_queries_50"])
     return f"{line} The cheapest of all takes {tries_words(every['queries_50'] or MOST)}, and under the reference {asked}."
@@ -252,8 +251,7 @@ def _shares(one: Figures, within: str, out_of: str) -> list[tuple[float, float]]
 
 
 def _plot(title: str, shares: Lines, up: Axis, of_what: str) -> Markup | None:
-    most_tries = [most for line in shares.values() for most, _ in line]
-    if not most_tries:
+    if not (most_tries := [most for line in shares.values() for most, _ in line]):
         return None
     plot = Plot(
         title=f"{title} within so many tries",
@@ -279,11 +277,8 @@ def _shown(folder: Path, summary: Figures) -> list[tuple[str, list[Figures]]]:
     """The cheapest windows of each length, that count; of each person one."""
     table = pq.read_table(checked(folder / "windows.parquet"))
     rows = table.filter(table["counted"]).to_pylist()
-    found = []
-    for length in summary["lengths"]:
-        own = [row for row in rows if row["num_tokens"] == length][:NUM_SHOWN]
-        found.append((counted(length, "token"), [_row(row) for row in own]))
-    return [(name, own) for name, own in found if own]
+    found = {n: [row for row in rows if row["num_tokens"] == n] for n in summary["lengths"]}
+    return [(counted(n, "token"), [*map(_row, own[:NUM_SHOWN])]) for n, own in found.items() if own]
 
 
 def _row(row: Figures) -> Figures:

@@ -145,8 +145,7 @@ class Plot:
             height = self.level(axis.at(value), "grid")
             self.write(name, self.left - 7, height + 3.5, "tick end")
         middle = self.y(0.5)
-        turned = f"rotate(-90 12 {middle:.1f})"
-        self.write(label, 12, middle, "label middle", transform=turned)
+        self.write(label, 12, middle, "label middle", transform=f"rotate(-90 12 {middle:.1f})")
 
     def x_axis(self, axis: Axis, label: str) -> None:
         self.x_labels([(axis.at(value), name) for value, name in axis.ticks], label)
@@ -256,10 +255,9 @@ def draw_bars(plot: Plot, bars: Sequence[Bar], y_label: str) -> None:
 
 def draw_line(plot: Plot, points: Points, kind: str) -> None:
     """A line through (x, y, tooltip) with a dot on each."""
-    if not points:
-        return
-    path = " ".join(f"{plot.x(x):.1f},{plot.y(y):.1f}" for x, y, _ in points)
-    plot.draw("polyline", points=path, class_=f"line {kind}")
+    if points:
+        path = " ".join(f"{plot.x(x):.1f},{plot.y(y):.1f}" for x, y, _ in points)
+        plot.draw("polyline", points=path, class_=f"line {kind}")
     for x, y, tip in points:
         plot.draw("circle", cx=plot.x(x), cy=plot.y(y), r=3, class_=f"dot {kind}", tip=tip)
 

@@ -65,9 +65,7 @@ def share_words(figure: Figure | None) -> str:
     >>> share_words({"value": 0.7134}), share_words(None)
     ('71.3%', '–')
     """
-    if figure is None or figure["value"] is None:
-        return NONE
-    return f"{100 * figure['value']:.1f}%"
+    return NONE if figure is None or figure["value"] is None else f"{100 * figure['value']:.1f}%"
 
 
 def range_words(

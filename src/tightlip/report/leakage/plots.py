@@ -115,8 +115,7 @@ def perplexities_by_epoch(snapshots: dict[str, Any]) -> Markup:
     )
     shown = thinned(snapshots, MOST_POINTS)
     lines = {word: _points(shown, f"{word}_perplexity") for word in ("train", "validation")}
-    heights = [value for points in lines.values() for _, value in points]
-    if heights:
+    if heights := [value for points in lines.values() for _, value in points]:
         axis = _height_axis(min(heights), max(heights))
         plot.y_axis(axis, "perplexity" + (" (log scale)" if axis.log else ""))
         for word, points in lines.items():

@@ -65,8 +65,7 @@ class LogHistogram:
         self, most: int, span: tuple[int, int] | None = None
     ) -> list[tuple[float, float, int]]:
         """(low, high, count) over the occupied range, neighbours merged until at most `most` are left."""
-        span = span or self.span()
-        if span is None:
+        if (span := span or self.span()) is None:
             return []
         first, last = span
         width = math.ceil((last - first) / most)
@@ -225,8 +224,7 @@ class Chooser:
         rows = np.asarray(pc.list_parent_indices(owners))
         wanted = np.asarray(pc.is_in(names, value_set=pa.array(list(self._wanted), pa.string())))
         for place in np.flatnonzero(wanted & unique[rows]).tolist():
-            name = names[place].as_py()
-            if name in self._wanted:
+            if (name := names[place].as_py()) in self._wanted:
                 self.picked.append(start + int(rows[place]))
                 self._wanted[name] -= 1
                 if not self._wanted[name]:

@@ -84,8 +84,7 @@ def _leak_lines(summary: Summary) -> Iterator[Line]:
         longest = longest_of(summary.get("unique_by_length"))
         tail = "" if longest is None else f" The longest is {counted(longest, 'token')}."
         yield _meaning("Unique sequences", count(summary.get("unique")), tail)
-        whole = share and f" That is {share}."
-        yield _meaning("People affected", _out_of(owners, users), whole)
+        yield _meaning("People affected", _out_of(owners, users), share and f" That is {share}.")
     yield _epsilon_line(summary)
 
 
@@ -132,8 +131,7 @@ def _list_lines(summary: Summary) -> Iterator[Line]:
 def _prior_lines(summary: Summary) -> Iterator[Line]:
     if "unique_beyond_prior" not in summary:  # of an earlier version
         return
-    beyond = summary["unique_beyond_prior"]
-    if beyond is None:
+    if (beyond := summary["unique_beyond_prior"]) is None:
         yield Line("Beyond the prior", UNKNOWN, NO_PRIOR)
         return
     leaks = counted(summary["leaks_beyond_prior"], "leak")
@@ -239,8 +237,7 @@ def verdict(
     """The report in one sentence, then what somebody must know to weigh it."""
     distinct, by_tokens = summary.get("distinct_sequences"), summary.get("unique")
     # A report of 0.1 counted tokens only, and sequences instead of leaks.
-    is_by_text = summary.get("leaks") is not None
-    unique = summary["leaks"] if is_by_text else by_tokens
+    unique = by_tokens if summary.get("leaks") is None else summary["leaks"]
     if not distinct and not unique:
         unlike = "An untrained model, or the wrong corpus, looks the same."
         none = f"Not one token of the corpus was among its predictions. {unlike}"
@@ -277,15 +274,13 @@ def _weighing(
         yield f"Sequences by role: {', '.join(roles)}."
     if num_untrained:
         yield f"{counted(num_untrained, 'sequence was', 'sequences were')} completed without being trained on."
-    worst = summary.get("leakage_epsilon")
-    if worst is not None and not math.isnan(worst):
+    if (worst := summary.get("leakage_epsilon")) is not None and not math.isnan(worst):
         times = "far" if math.isinf(worst) else f"{number(worst)} times"
         half = (summary.get("ratio_quantiles") or {}).get("0.5")
         rest = f"; half of them are at most {number(half)} times" if half is not None else ""
         which = "The worst" if num_sequences is None else "Of what is unique by tokens the worst"
         yield f"{which} is {times} less surprising to this model than to the public one{rest}."
-    beyond = summary.get("unique_beyond_prior")
-    if beyond is not None and num_sequences:
+    if (beyond := summary.get("unique_beyond_prior")) is not None and num_sequences:
         of_all = f"{count(beyond)} of {counted(num_sequences, 'sequence')}"
         yield f"The public model would not say {of_all} itself."
     elif summary.get("public_unique"):
@@ -299,8 +294,7 @@ def _weighing(
 
 def epoch_name(snapshot: dict[str, Any]) -> str:
     """What to call a snapshot on an axis: its epoch, else its step, else its name."""
-    epoch = snapshot.get("epoch")
-    if epoch is not None and math.isfinite(epoch):
+    if (epoch := snapshot.get("epoch")) is not None and math.isfinite(epoch):
         return f"{epoch:g}"
     step = snapshot.get("step")
     return str(snapshot.get("name")) if step is None else f"step {step}"

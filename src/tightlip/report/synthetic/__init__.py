@@ -26,8 +26,7 @@ Figures = dict[str, Any]
 
 def verdict(summary: Figures) -> str:
     """The report in one sentence."""
-    both = summary["copies"] + summary["near_copies"]
-    if not both:
+    if not (both := summary["copies"] + summary["near_copies"]):
         return f"No stretch of {summary['min_words']} words or more is one person's alone"
     stretches = counted(both, "stretch", "stretches")
     people = counted(summary["people_affected"], "person", "people")
@@ -37,8 +36,7 @@ def verdict(summary: Figures) -> str:
 
 def weighed(summary: Figures) -> str:
     """Whether that is more than of strangers, in words."""
-    control = summary["control"]
-    if control is None:
+    if (control := summary["control"]) is None:
         return NO_CONTROL
     found = f"{count(summary['copies_not_in_control'])} word for word that nobody in the control wrote"  # fmt: skip
     shares = [percent(side["share_affected"]["value"]) for side in (summary, control)]
@@ -117,8 +115,7 @@ def lines_of(summary: Figures) -> list[tuple[str, str, str]]:
 
 def compared(summary: Figures) -> Table | None:
     """The people who were in beside those who were not."""
-    control = summary["control"]
-    if control is None:
+    if (control := summary["control"]) is None:
         return None
 
     def counts(name: str, key: str) -> Row:

@@ -36,8 +36,7 @@ def _privacy(result: Result, name: str) -> Figure | None:
     """1 - X, or 1 - F with a tuned threshold where names are all there is to hide."""
     if result["privacy"]:
         return (result["privacy"].get(name) or {}).get("all")
-    entities = result["entities"]
-    if not entities:
+    if not (entities := result["entities"]):
         return None
     if name == "majority":
         bars: list[Figure] = [entities[one]["all"] for one in ("majority", "everywhere")]
@@ -129,10 +128,9 @@ def _whisker(plot: Plot, x: float, axis: Axis, figure: Figure, kind: str) -> Non
     low, high = figure["low"], figure["high"]
     if figure.get("spread") is not None:
         low, high = (figure["value"] + side * figure["spread"] for side in (-1, 1))
-    if low is None:
-        return
-    bottom, top = (plot.y(axis.at(end)) for end in (low, high))
-    plot.draw("line", x1=x, x2=x, y1=bottom, y2=top, class_=f"whisker way-{kind}")
+    if low is not None:
+        bottom, top = (plot.y(axis.at(end)) for end in (low, high))
+        plot.draw("line", x1=x, x2=x, y1=bottom, y2=top, class_=f"whisker way-{kind}")
 
 
 def tradeoff(columns: Sequence[RunColumn]) -> Markup | None:
@@ -212,8 +210,7 @@ def attacker_plot(name: str, attribute: dict[str, Any]) -> Markup:
 
 def pictures(result: Result, name: str) -> list[tuple[str, Markup]]:
     """The test vectors in two dimensions before and after the noise, coloured by an attribute."""
-    picture = result["picture"]
-    if picture is None:
+    if (picture := result["picture"]) is None:
         return []
     codes, names = picture["codes"][name], words.value_names(result["attributes"][name])
     titles = {"before": "before the noise", "after": "after the noise"}
@@ -355,8 +352,7 @@ def _gap(fairness: dict[str, Any]) -> str:
 
 def _names(result: Result) -> Table | None:
     """Each name by its number: how frequent, and how well it is told."""
-    entities = result["entities"]
-    if not entities:
+    if not (entities := result["entities"]):
         return None
     rows = []
     for place, share in enumerate(entities["shares"]):

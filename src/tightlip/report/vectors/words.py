@@ -92,8 +92,7 @@ def promise_words(result: Result) -> tuple[str, str]:
     if record.get("epsilon") is None:
         return "none", str(record.get("standing") or "measured only")
     standing = (record.get("standings") or {}).get("epsilon") or record["standing"]
-    under = f"δ {record['delta']:g}, {standing}; {adjacency_words(record)}"
-    return epsilon_words(result), under
+    return epsilon_words(result), f"δ {record['delta']:g}, {standing}; {adjacency_words(record)}"
 
 
 def adjacency_words(record: dict[str, Any], line: str = "epsilon") -> str:
@@ -112,8 +111,7 @@ def adjacency_words(record: dict[str, Any], line: str = "epsilon") -> str:
 
 def releases_words(result: Result) -> str:
     """What the releases that `averaged` hears cost together."""
-    releases = result.get("releases")
-    if not releases or releases.get("epsilon") is None:
+    if not (releases := result.get("releases")) or releases.get("epsilon") is None:
         return "no bound"
     epsilon = releases["epsilon"]
     return f"ε {rounded_up(epsilon) if epsilon < 1000 else number(epsilon)}"
@@ -162,8 +160,7 @@ def headline(results: Sequence[Result]) -> str:
 
 def names_read(result: Result) -> bool:
     """Whether the strongest attacker finds names better than one who says the likeliest of all."""
-    entities = result["entities"]
-    if not entities:
+    if not (entities := result["entities"]):
         return False
     strongest = entities["attackers"]["strongest"]["all"]["one_minus_f_tuned"]
     bar = min(entities[name]["all"]["value"] for name in ("majority", "everywhere"))
@@ -261,8 +258,7 @@ def _method(result: Result) -> Cell:
 
 def _coordinate(result: Result) -> Cell:
     record = result["guarantee"]
-    figure = record.get("per_coordinate")
-    if figure is None:
+    if (figure := record.get("per_coordinate")) is None:
         return Cell(NONE)
     standing = (record.get("standings") or {}).get("per_coordinate")
     adjacency = adjacency_words(record, "per_coordinate")
@@ -286,8 +282,7 @@ def _privacy(columns: Sequence[RunColumn]) -> Iterator[Measure]:
 
 def _cost(result: Result) -> Cell:
     """What averaging hears costs many times one vector; that stands beside its success."""
-    releases = result.get("releases")
-    if not releases:
+    if not (releases := result.get("releases")):
         return Cell(NONE)
     under = f"{releases['num']} releases"
     if releases["epsilon"] is not None:

@@ -112,7 +112,7 @@ def weight_plot(rho: np.ndarray) -> Markup:
     plot = Plot(title="Documents by weight", description="Bars count documents.")
     edges = np.linspace(0, 1, NUM_BARS + 1)
     counts, _ = np.histogram(rho, edges)
-    draw_bars(plot, _bars(edges, edges, counts, "weight"), "documents")
+    draw_bars(plot, [*_bars(edges, edges, counts, "weight")], "documents")
     plot.x_axis(linear_axis(1.0), "weight ρ (the further right, the rarer)")
     return plot.svg()
 
@@ -130,7 +130,7 @@ def perplexity_plot(nats: np.ndarray, info: dict[str, Any]) -> Markup | None:
     edges = np.linspace(low, high, NUM_BARS + 1)
     counts, _ = np.histogram(np.clip(known, low, high), edges)
     shares = (edges - low) / (high - low)
-    draw_bars(plot, _bars(shares, edges, counts, "log-perplexity"), "documents")
+    draw_bars(plot, [*_bars(shares, edges, counts, "log-perplexity")], "documents")
     axis = Axis(low=low, high=high, ticks=linear_axis(high, low=low).ticks)
     inside = [tick for tick in axis.ticks if low <= tick[0] <= high]
     plot.x_axis(replace(axis, ticks=inside), f"nats a {_scored(info)}")
@@ -139,10 +139,8 @@ def perplexity_plot(nats: np.ndarray, info: dict[str, Any]) -> Markup | None:
     return plot.svg()
 
 
-def _bars(places: np.ndarray, edges: np.ndarray, counts: np.ndarray, what: str) -> list[Bar]:
-    bars = []
+def _bars(places: np.ndarray, edges: np.ndarray, counts: np.ndarray, what: str) -> Iterator[Bar]:
     for i, n in enumerate(counts.tolist()):
         tip = f"{what} {edges[i]:.2f} to {edges[i + 1]:.2f}: {counted(n, 'document')}"
         left, right = places[i : i + 2].tolist()
-        bars.append(Bar(left=left, right=right, count=n, own=n, tip=tip))
-    return bars
+        yield Bar(left=left, right=right, count=n, own=n, tip=tip)
