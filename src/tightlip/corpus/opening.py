@@ -260,15 +260,19 @@ def standing_in_both(one: TokenizedCorpus, other: TokenizedCorpus) -> tuple[np.n
 
     Digests of `other` alone are held; it should be the smaller one.
     """
-    mine, theirs = _digests(one), _digests(other)
-    shared = {*mine} & {*theirs}
-    in_one, in_other = (np.array([d in shared for d in each], bool) for each in (mine, theirs))
-    return in_one, in_other
+    digests = [_digest(other, index) for index in range(other.num_documents)]
+    wanted, shared = set(digests), set()
+    in_one = np.zeros(one.num_documents, dtype=bool)
+    for index in range(one.num_documents):
+        digest = _digest(one, index)
+        if digest in wanted:
+            in_one[index] = True
+            shared.add(digest)
+    return in_one, np.array([digest in shared for digest in digests], dtype=bool)
 
 
-def _digests(corpus: TokenizedCorpus) -> list[bytes]:
-    documents = map(corpus.document, range(corpus.num_documents))
-    return [blake2b(np.ascontiguousarray(d).data, digest_size=16).digest() for d in documents]
+def _digest(corpus: TokenizedCorpus, index: int) -> bytes:
+    return blake2b(np.ascontiguousarray(corpus.document(index)).data, digest_size=16).digest()
 
 
 def model_folder(model: Path) -> Path:
