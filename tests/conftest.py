@@ -6,7 +6,8 @@ import os
 import tempfile
 
 # Nobody's own register: each process of tests has one, and each test a fresh one.
-os.environ["TIGHTLIP_REGISTER"] = f"{tempfile.mkdtemp(prefix='register-')}/register.jsonl"
+REGISTER = f"{tempfile.mkdtemp(prefix='register-')}/register.jsonl"
+os.environ["TIGHTLIP_REGISTER"] = REGISTER
 
 # Nobody's own cache and credentials: object stores are played on loopback.
 os.environ |= {
@@ -97,6 +98,12 @@ def register(registers, monkeypatch):
     path.parent.mkdir()
     monkeypatch.setenv("TIGHTLIP_REGISTER", str(path))
     return path
+
+
+@pytest.fixture
+def register_of_processes(register, monkeypatch):
+    """That of processes which were started before this test, in the place of its own."""
+    monkeypatch.setenv("TIGHTLIP_REGISTER", REGISTER)
 
 
 @pytest.fixture(autouse=True)

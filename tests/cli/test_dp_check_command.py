@@ -71,7 +71,7 @@ def test_a_claim_that_the_canaries_contradict_exits_3_and_is_on_record(runs, com
     assert ran.status == 3, ran.err
     assert "40 of 40 guesses about 80 canaries were right; 20 would be by chance." in ran.out
     assert "ε is at least 2.55 at δ 1e-05, with 95% confidence." in ran.out
-    assert "ε 1 at δ 1e-05, is contradicted." in ran.out
+    assert "ε 1.00 at δ 1e-05, is contradicted." in ran.out
     assert "claims ε 1.00, and its canaries contradict that at 95%" in ran.refusal
     written = runs / "parrot/dp_check_result.json"
     assert json.loads(written.read_text())["verdict"] == "contradicted"
@@ -81,7 +81,7 @@ def test_a_claim_that_the_canaries_contradict_exits_3_and_is_on_record(runs, com
 def test_a_model_that_never_saw_them_contradicts_nothing(runs, command):
     ran = command("dp-check", runs / "stranger", "--device", "cpu")
     assert ran.status == 0, ran.err
-    assert "ε 1 at δ 1e-05, is not contradicted." in ran.out
+    assert "ε 1.00 at δ 1e-05, is not contradicted." in ran.out
     found = json.loads((runs / "stranger/dp_check_result.json").read_text())
     assert found["verdict"] == "consistent"
     assert found["text"]["epsilon_lower_bound"] < 1.0

@@ -335,6 +335,7 @@ def test_a_run_that_goes_on_keeps_what_it_charged_and_counts_what_it_repeats(
         assert run.guarantee["adaptive_state"]["num_releases"] == 6
 
 
+@pytest.mark.usefixtures("register_of_processes")
 @pytest.mark.parametrize("mode", ["scale", "as-published"])
 def test_killed_again_and_again_it_never_counts_less_than_it_spent(mode, command, corpus, tmp_path):
     # Noise of 4 is cheap, so that the budget outlives the kills.

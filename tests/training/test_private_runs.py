@@ -310,6 +310,7 @@ def test_without_noise_a_run_ends_and_promises_nothing(corpus, tmp_path):
     assert run.guarantee["standing"] == "measured only"
 
 
+@pytest.mark.usefixtures("register_of_processes")
 def test_killed_ten_times_it_never_counts_less_than_it_spent(command, corpus, tmp_path):
     config = private(noise_multiplier=1.0, epsilon=None, steps=40)
     applied = 0

@@ -301,6 +301,7 @@ def test_a_refusal_is_said_once_and_ends_all(name, code, words, several):
     assert not (several.runs / "fresh").exists()
 
 
+@pytest.mark.usefixtures("register_of_processes")
 def test_a_killed_process_ends_the_run_and_undercounts_nothing(left, job_of, monkeypatch):
     """Updates as they were made, in two lives, against what the ledger has; nobody else ended the
     other process."""
