@@ -6,8 +6,7 @@ import os
 import tempfile
 
 # Nobody's own register: each process of tests has one, and each test a fresh one.
-REGISTER = f"{tempfile.mkdtemp(prefix='register-')}/register.jsonl"
-os.environ["TIGHTLIP_REGISTER"] = REGISTER
+os.environ["TIGHTLIP_REGISTER"] = f"{tempfile.mkdtemp(prefix='register-')}/register.jsonl"
 
 # Nobody's own cache and credentials: object stores are played on loopback.
 os.environ |= {
@@ -32,6 +31,8 @@ from shared import Shared
 # The same cases in every run; one worker may be slow while the other one trains.
 settings.register_profile("fixed", derandomize=True, deadline=None, max_examples=50)
 settings.load_profile("fixed")
+
+REGISTER = os.environ["TIGHTLIP_REGISTER"]
 
 # Whole commands, a browser, and what the pages of the docs start from: what uses them is slow.
 SLOW_FIXTURES = {"command", "browser", "inputs"}
