@@ -66,6 +66,8 @@ def users_left(dataset: Any, column: str | None, users: list[Any] | None) -> lis
     Holds:
         dropped: rows may be missing, as TRL leaves those out of which nothing can be learnt: each by
             what it is, so that nobody's row hangs on another's.
+        blind: of rows with several owners none may be, or what a row says would decide which others
+            of its owners are ever drawn.
     """
     if column is None or users is None:
         return None
@@ -79,6 +81,11 @@ def users_left(dataset: Any, column: str | None, users: list[Any] | None) -> lis
         raise GuaranteeError(
             "The rows stand in another order after the dataset was prepared, or are more than before, so it is not known whose "
             "each is. Set shuffle_dataset=False: every step draws users at random anyway."
+        )
+    if len(left) < len(users) and any(isinstance(each, list) for each in users):
+        raise GuaranteeError(
+            f"{len(users) - len(left)} of {len(users)} rows were left out as the dataset was prepared, and what a row says would decide which "
+            "others of its owners are ever drawn. Give a larger max_length; or take such rows out by what everybody may know."
         )
     return left
 
