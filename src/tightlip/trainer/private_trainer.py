@@ -152,7 +152,7 @@ class PrivateMixin(_Library):
         try:
             done = super().train(folder and str(folder), **rest)
             assert self.private is not None
-            self._told, self._left = self.private.guarantee(), weights.left_in(self.model)
+            self._told = self.private.guarantee()
             if done.global_step < self.state.max_steps and not self.may_step():
                 log.warning(ENDED_BY_BUDGET, done.global_step, self.state.max_steps)
                 if lost := self.private.ledger.steps - done.global_step:
@@ -163,6 +163,7 @@ class PrivateMixin(_Library):
                 self.private.ledger.finish()
             raise
         finally:
+            self._left = weights.left_in(self.model)
             if self.private is not None:
                 if self.private.ledger.taken_back and self.is_world_process_zero():
                     weights.take_back(self._folder, self.private.ledger.record())
@@ -311,7 +312,7 @@ class PrivateMixin(_Library):
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         if self.private is not None:  # on all processes, before any weights reach the disk
-            weights.refuse_if_trained_on(self._left)
+            weights.refuse_if_trained_on(self.model, self._left)
             self._record(self.private)
             self.private.settle()
         super().save_model(output_dir, _internal_call)
