@@ -118,7 +118,9 @@ class PrivateMixin(_Library):
         super().__init__(*given, **rest)
         atexit.register(leave_at_exit)
         refuse_trainer(self, PrivateMixin, public_evaluation)
-        self._match_rows()
+        # TRL's own preparation drops rows; another one that leaves fewer may have put several into one.
+        prepare = getattr(self, "_prepare_dataset", None)
+        self._match_rows(may_drop=getattr(prepare, "__module__", "").startswith("trl."))
         self.add_callback(_StopsWithBudget(self))
 
     @property
@@ -143,7 +145,7 @@ class PrivateMixin(_Library):
         self._before = Processes.here().told(
             partial(weights.runs_behind, self.model, self.start, ledger)
         )
-        self._match_rows()
+        self._match_rows(may_drop=False)
         for each in self.callback_handler.callbacks:
             if isinstance(each, LeakageCallback):
                 each.tells = each.public
@@ -369,17 +371,18 @@ class PrivateMixin(_Library):
     def _folder(self) -> Path:
         return Path(self.args.output_dir)
 
-    def _match_rows(self) -> None:
+    def _match_rows(self, *, may_drop: bool) -> None:
         """See whose the rows are that the prepared dataset holds."""
-        num_before, self._num_rows = self._num_rows, len(self.train_dataset)
-        if self._num_rows > num_before:
+        before, now = self._num_rows, len(self.train_dataset)
+        if now > before or (now < before and not may_drop):
             raise GuaranteeError(
-                f"{num_before} rows were given and there are {self._num_rows} after the dataset was prepared, so it is not known whose "
+                f"{before} rows were given and there are {now} after the dataset was prepared, so it is not known whose "
                 "each is. Give a dataset of which a row stays a row."
             )
         self._users = users_left(self.train_dataset, self.user_column, self._users)
-        if dropped := num_before - self._num_rows:
-            log.warning(_DROPPED, counted(dropped, "row"), num_before)
+        self._num_rows = now
+        if now < before:
+            log.warning(_DROPPED, counted(before - now, "row"), before)
 
 
 class PrivateTrainer(PrivateMixin, Trainer):

@@ -15,6 +15,7 @@ from tightlip.privacy.row_losses import NO_LABEL
 from tightlip.privacy.sources import LabelledRows
 
 _READ = ("input_ids", "labels", "attention_mask")
+_CHATS = ("messages", "prompt", "completion", "conversations")  # TRL's
 
 
 def users_of(dataset: Any, column: str | None) -> list[Any] | None:
@@ -32,6 +33,7 @@ def users_of(dataset: Any, column: str | None) -> list[Any] | None:
         )
     if not len(dataset):
         raise UsageError("train_dataset has no rows to train on.")
+    _refuse_empty_chats(dataset)
     if column is None:
         return None
     if column not in _columns(dataset):
@@ -50,6 +52,21 @@ def users_of(dataset: Any, column: str | None) -> list[Any] | None:
                 f"bound. Give {column!r} one text or whole number in every row, or a list of them, each once."
             )
     return [_named(user) for user in users]
+
+
+def _refuse_empty_chats(dataset: Any) -> None:
+    """TRL looks at the first row alone to see whether all rows are chats."""
+    names = {*_columns(dataset)} & {*_CHATS}
+    if not hasattr(dataset, "select_columns") or "input_ids" in _columns(dataset):
+        return
+    for name in sorted(names):
+        column = dataset.select_columns([name]).with_format("arrow")[:][name]
+        is_list = pa.types.is_list(column.type) or pa.types.is_large_list(column.type)
+        if column.null_count or (is_list and pc.min(pc.list_value_length(column)).as_py() == 0):
+            raise GuaranteeError(
+                f"A row has nothing in {name!r}. As the first one it would decide how everybody's rows are read. Take such rows out "
+                f"beforehand, or remove the column."
+            )
 
 
 def _names_somebody(user: Any) -> bool:
