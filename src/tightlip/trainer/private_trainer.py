@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed.nn  # or it keeps the group that accelerate makes
 import transformers
 from torch import Tensor
 from torch.utils.data import DataLoader, Sampler
@@ -45,6 +44,9 @@ from tightlip.training.mitigations.dp import warn_of_too_few
 _LOGGED = ("learning_rate", "grad_norm", "epoch")
 _DROPPED = "%s of %s without a token to learn, such as a prompt of max_length tokens, were left out as the dataset was prepared."
 _LOST = "Of what is on record %s came after the last checkpoint of a training that ended early. A smaller save_steps loses fewer."
+
+if torch.distributed.is_available():
+    import torch.distributed.nn  # or it keeps the group that accelerate makes
 
 if not hasattr(Trainer, "_prepare_for_training"):
     raise UsageError(
