@@ -427,3 +427,21 @@ def test_a_hook_is_refused_before_a_step_is_charged_and_an_unused_ledger_may_go(
     fewer = Dataset.from_list(rows(15, 5))
     with pytest.raises(GuaranteeError, match=r"Or delete .*ledger\.json: it has no step on record"):
         private(tmp_path, privacy=NOISY, dataset=fewer, **HALF).train()
+
+
+def test_an_older_copy_of_a_run_that_ended_does_not_go_on_in_its_place(tmp_path):
+    how = {"max_steps": 4, "save_strategy": "steps", "save_steps": 1, "given": {"people": "staff"}, **HALF}  # fmt: skip
+    out, backup = tmp_path / "out", tmp_path / "backup"
+    private(out, privacy=NOISY, callbacks=[StopAt(2)], **how).train()
+    shutil.copytree(out, backup)
+    private(out, privacy=NOISY, **how).train(resume_from_checkpoint=True)
+    assert read_ledger(out / "ledger.json")["steps"] == 4
+    shutil.move(out, tmp_path / "published")
+    for folder in (backup, shutil.copytree(backup, out)):
+        with pytest.raises(GuaranteeError, match=r"2 steps on record, and its run ended with 4"):
+            private(folder, privacy=NOISY, **how).train(resume_from_checkpoint=True)
+    shutil.rmtree(out)
+    shutil.move(tmp_path / "published", out)
+    trainer = private(out, privacy=NOISY, **how)
+    with pytest.raises(GuaranteeError, match="training would begin anew"):
+        trainer.train()
