@@ -445,3 +445,20 @@ def test_an_older_copy_of_a_run_that_ended_does_not_go_on_in_its_place(tmp_path)
     trainer = private(out, privacy=NOISY, **how)
     with pytest.raises(GuaranteeError, match="training would begin anew"):
         trainer.train()
+
+
+def test_weights_that_were_saved_past_the_trainer_are_asked_about(saved, tmp_path):
+    for number, model in enumerate([small(), get_peft_model(small(), lora())]):
+        trainer = trained_in(tmp_path / str(number), model=model)
+        trainer.save_model(str(tmp_path / f"told {number}"))
+        whole = trainer.model.merge_and_unload() if number else trainer.model
+        whole.save_pretrained(tmp_path / f"past {number}")
+        again = AutoModelForCausalLM.from_pretrained(tmp_path / f"past {number}")
+        for start in (None, saved):
+            with pytest.raises(GuaranteeError, match="saved past their trainer"):
+                runs_behind(again, start, tmp_path / "none.json")
+        # The run itself goes on, and where it is named it is counted.
+        ledger = tmp_path / str(number) / "ledger.json"
+        assert runs_behind(again, None, ledger) == []
+        told = runs_behind(again, tmp_path / f"told {number}", tmp_path / "none.json")
+        assert [each["run"] for each in told] == [read_ledger(ledger)["run"]]

@@ -27,6 +27,7 @@ log = logging.getLogger("tightlip")
 PUBLIC = "public"
 # Of a model in memory: the runs, what they trained, and all its weights as the last one left them.
 _MARK, _TRAINED, _LEFT = "_tightlip_runs", "_tightlip_trained", "_tightlip_left"
+_STAMP = "tightlip_run"  # in config.json, which save_pretrained() writes without a guarantee
 # Random at first, and nothing while the factor beside it is zero.
 _FREE = ("lora_A", "lora_embedding_B", "lora_magnitude_vector")
 _AT_FIRST = {"lora_B": 0.0, "lora_embedding_A": 0.0, "ia3_l": 1.0}
@@ -47,6 +48,7 @@ def runs_behind(model: Any, start: str | Path | None, ledger: Path) -> list[Reco
         named: only 'public' costs nothing; any other start has a guarantee, or is refused.
         adapter: one that does something already, or looked at texts, is refused unless it is said where
             it is from.
+        stamped: weights that save_pretrained() wrote after a private run are refused unless it is named.
         openly: weights that a run without privacy left are refused unless they are said to be public,
             in whatever private run it began; and so are those that were changed since in memory.
     """
@@ -80,8 +82,15 @@ def runs_behind(model: Any, start: str | Path | None, ledger: Path) -> list[Reco
             )
         runs += named
     by_id = {run.get("run") or place: run for place, run in enumerate([*runs, *marks])}
-    if ledger.exists():
-        by_id.pop(read_ledger(ledger).get("run"), None)
+    goes_on = read_ledger(ledger).get("run") if ledger.exists() else None
+    stamp = getattr(config, _STAMP, None)
+    if start != PUBLIC and stamp not in (None, goes_on, *by_id):
+        raise GuaranteeError(
+            f"The weights were saved past their trainer, as save_pretrained() does: their config.json names the private run {stamp}, and no "
+            "guarantee.json beside them says what it cost. Give start=DIR, a folder that the trainer itself saved; or start='public' where "
+            "nothing but public text shaped them."
+        )
+    by_id.pop(goes_on, None)
     return [*by_id.values()]
 
 
@@ -95,6 +104,8 @@ def leave_mark(model: Any, record: Record) -> None:
     base = _base(model)
     setattr(base, _MARK, [composable(record), *record.get("before", ())])
     setattr(base, _TRAINED, getattr(base, _TRAINED, {}) | kept_parameters(model))
+    if (config := getattr(base, "config", None)) is not None:
+        setattr(config, _STAMP, record["run"])
 
 
 def left_in(model: Any) -> Left:
